@@ -1,0 +1,40 @@
+"""tersekv: key-value caches packed to 2-5 bits, with attention read from the packed bytes.
+
+    import tersekv
+    with tersekv.compress(model, "kivi:bits=4"):
+        model.generate(...)
+
+Importing changes nothing elsewhere and loads neither transformers nor the native kernels; the names below load on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tersekv.errors import CacheError, UserError
+    from tersekv.hf.cache import CompressedCache
+    from tersekv.hf.compress import compress
+    from tersekv.recipe import Recipe
+
+__version__ = "0.1.0"
+__all__ = ["CacheError", "CompressedCache", "Recipe", "UserError", "__version__", "compress"]
+
+_HOMES = {
+    "CacheError": "tersekv.errors",
+    "CompressedCache": "tersekv.hf.cache",
+    "Recipe": "tersekv.recipe",
+    "UserError": "tersekv.errors",
+    "compress": "tersekv.hf.compress",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tersekv' has no attribute '{name}'; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,200 @@
+"""Attention of new queries over a layer's store and, for a chunk, over the chunk's own exact tokens.
+
+Each segment gives an output and a log-sum-exp; `merge_segments` joins them. A few query rows read packed bytes through the
+kernels; many rows decode BLOCK_READ_TOKENS tokens at a time into a buffer, so that the cache is never decoded as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tersekv.formats.grid import GridView
+from tersekv.ops import backends, softmax
+from tersekv.store.layer import ExactSegment, LayerStore, PackedSegment
+
+BLOCK_READ_TOKENS = 1024
+"""Packed tokens decoded at a time for long chunks."""
+
+QUERY_TILE = 256
+"""Query positions per tile of a long chunk: bounds the scores held at a time."""
+
+KERNEL_ROWS = 64
+"""Most query rows per KV head (grouped heads × positions) that read packed bytes directly."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the attention module asks for.
+
+    query [B, Hq, q, D]; mask bool [B, q, tokens seen] (True is visible) or None for causal; scaling; softcap or None;
+    sink_logits [Hq], a logit per head that takes part in the softmax without a value, or None.
+    """
+
+    query: Tensor
+    mask: Tensor | None
+    scaling: float
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+
+
+def attend_store(store: LayerStore, call: Call) -> Tensor:
+    """Attention over everything in the store (the queries' own tokens included): [B, q, Hq, Dv] in the query's type."""
+    query = _grouped(call.query, store.sinks[0].shape[1])
+    q = call.query.shape[2]
+    mask = _padded_mask(store, call.mask)
+    if mask is None and q > 1:
+        mask = _causal(q, store.seen, query.device).expand(query.shape[0], -1, -1)
+    return _finish(_Reader(store, call, mask), None, query, call)
+
+
+def attend_chunk(store: LayerStore | None, keys: Tensor, values: Tensor, call: Call) -> Tensor:
+    """Attention over the past in the store (None: no past) and, exactly, over the chunk's own keys and values
+    [B, Hkv, q, D], which are not in the store yet."""
+    query = _grouped(call.query, keys.shape[1])
+    B, q, n = query.shape[0], call.query.shape[2], keys.shape[2]
+    past = 0 if store is None else store.seen
+    mask = None if call.mask is None else call.mask[:, :, :past]
+    own = _causal(q, n, query.device).expand(B, -1, -1) if call.mask is None else call.mask[:, :, past : past + n]
+    reader = _Reader(store, call, _padded_mask(store, mask) if store is not None else None)
+    return _finish(reader, (keys, values, own), query, call)
+
+
+def _grouped(query: Tensor, kv_heads: int) -> Tensor:
+    """[B, Hq, q, D] -> float32 [B, Hkv, G, q, D]."""
+    return query.float().unflatten(1, (kv_heads, -1))
+
+
+def _causal(q: int, T: int, device: torch.device) -> Tensor:
+    """bool [1, q, T], query i at position T − q + i."""
+    return (torch.arange(T, device=device) <= torch.arange(T - q, T, device=device)[:, None])[None]
+
+
+def _padded_mask(store: LayerStore, mask: Tensor | None) -> Tensor | None:
+    """A mask where the store needs one: rows with sinks of their own hide the tokens in front of and under them."""
+    if store.padding is None or mask is not None:
+        return mask
+    return torch.ones(store.padding.shape[0], 1, store.seen, dtype=torch.bool, device=store.padding.device)
+
+
+class _Reader:
+    """The store's segments for one call: slices of the mask, and the choice between kernels and decoding."""
+
+    def __init__(self, store: LayerStore | None, call: Call, mask: Tensor | None) -> None:
+        self.store, self.call, self.mask = store, call, mask
+
+    def _mask(self, positions: Tensor | int, tokens: int) -> Tensor | None:
+        """Mask columns [B, q, tokens] from position `positions` on, or at positions [B, tokens]."""
+        if self.mask is None or self.store is None:
+            return None
+        if isinstance(positions, Tensor):
+            return self.mask.gather(2, positions[:, None].expand(-1, self.mask.shape[1], -1))
+        columns = self.mask[:, :, positions : positions + tokens]
+        if self.store.padding is not None:
+            own = self.store.padding[:, None] + self.store.sink_capacity
+            columns = columns & (torch.arange(positions, positions + tokens, device=columns.device) >= own)[:, None]
+        return columns
+
+    def exact(self, query: Tensor, tile: slice) -> list[tuple[Tensor, Tensor]]:
+        """query [B, Hkv, G, q, D] -> out [B, Hkv, G·q, Dv] and lse [B, Hkv, G·q] over each segment of exact tokens."""
+        results = []
+        for segment in self.store.exact_segments() if self.store is not None else []:
+            mask = self._mask(segment.positions, segment.keys.shape[2])
+            results.append(self.dense(query, segment.keys, segment.values, None if mask is None else mask[:, tile]))
+        return results
+
+    def dense(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Out and lse over unpacked tokens."""
+        rows = query.flatten(2, 3)
+        op = backends.attend_exact if rows.shape[2] <= KERNEL_ROWS else softmax.attend_exact
+        return op(rows, keys, values, mask, self.call.scaling, self.call.softcap)
+
+    def packed(self, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
+        """Out and lse over the packed tokens for each tile of queries; empty if nothing is packed."""
+        whole = self.store.packed_segment() if self.store is not None else None
+        if whole is None or self.store is None:
+            return []
+        if len(tiles) == 1 and query.shape[2] * query.shape[3] <= KERNEL_ROWS:
+            direct = self._direct(whole, query)
+            if direct is not None:
+                return [direct]
+        results: list[tuple[Tensor, Tensor]] = []
+        step = max(1, BLOCK_READ_TOKENS // self.store.flush_tokens) * self.store.flush_tokens
+        for first in range(0, whole.tokens, step):
+            block = self.store.packed_segment(first, step)
+            assert block is not None
+            parts = self._block(block, query, tiles)
+            results = parts if not results else [_merge(a, b) for a, b in zip(results, parts, strict=True)]
+        return results
+
+    def _direct(self, segment: PackedSegment, query: Tensor) -> tuple[Tensor, Tensor] | None:
+        """From the packed bytes in one pass, where a kernel reads both formats."""
+        keys, values = segment.keys, segment.values
+        if not (isinstance(keys, GridView) and isinstance(values, GridView)):
+            return None
+        if not backends.reads_grid(keys.side, values.side):
+            return None
+        mask = self._mask(segment.first, segment.tokens)
+        rows = query.flatten(2, 3)
+        return backends.attend_grid(rows, keys.side, values.side, mask, self.call.scaling, self.call.softcap)
+
+    def _block(self, block: PackedSegment, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
+        mask = self._mask(block.first, block.tokens)
+        value = block.values.decode()
+        parts = []
+        for tile in tiles:
+            scores = block.keys.scores(query[:, :, :, tile].flatten(2, 3))
+            tile_mask = None if mask is None else mask[:, tile]
+            parts.append(softmax.attend_scores(scores, value, tile_mask, self.call.scaling, self.call.softcap))
+        return parts
+
+
+def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return backends.merge_segments([a[0], b[0]], [a[1], b[1]])
+
+
+def _finish(reader: _Reader, own: tuple[Tensor, Tensor, Tensor] | None, query: Tensor, call: Call) -> Tensor:
+    """Read all segments tile by tile, merge, and bring the result to [B, q, Hq, Dv]."""
+    B, H, G, q, _ = query.shape
+    tiles = [slice(start, min(q, start + QUERY_TILE)) for start in range(0, q, QUERY_TILE)]
+    packed = reader.packed(query, tiles)
+    outs = []
+    for i, tile in enumerate(tiles):
+        part = query[:, :, :, tile]
+        results = reader.exact(part, tile) + packed[i : i + 1]
+        if own is not None:
+            keys, values, mask = own
+            results.append(reader.dense(part, keys, values, mask[:, tile]))
+        out, lse = backends.merge_segments([r[0] for r in results], [r[1] for r in results])
+        if call.sink_logits is not None:
+            out = _with_sink_logits(out, lse, call.sink_logits, G)
+        outs.append(out.unflatten(2, (G, -1)))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=3)
+    return out.permute(0, 3, 1, 2, 4).reshape(B, q, H * G, -1).to(call.query.dtype)
+
+
+def _with_sink_logits(out: Tensor, lse: Tensor, logits: Tensor, G: int) -> Tensor:
+    """Share of the softmax that is left beside a logit per query head."""
+    per_row = logits.float().reshape(1, -1, G, 1)
+    lse = lse.unflatten(2, (G, -1))
+    share = torch.sigmoid(lse - per_row).flatten(2, 3)
+    return out * share.unsqueeze(-1)
+
+
+def attention_weights(store: LayerStore, call: Call) -> Tensor:
+    """softmax(scaling·q·K̂ᵀ) [B, Hq, q, tokens] in the query's type, for those who ask to see it; decodes every key."""
+    query = _grouped(call.query, store.sinks[0].shape[1])
+    keys, _ = store.decoded(torch.float32)
+    scores = torch.matmul(query, keys.unsqueeze(2).transpose(-1, -2)) * call.scaling
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    q, T = scores.shape[-2:]
+    mask = call.mask[:, :, -T:] if call.mask is not None else _causal(q, T, scores.device)
+    scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
+    if call.sink_logits is not None:
+        logits = call.sink_logits.float().reshape(1, *query.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, logits], dim=-1)
+    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., :T]
+    return weights.flatten(1, 2).to(call.query.dtype)

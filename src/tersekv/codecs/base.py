@@ -1,0 +1,141 @@
+"""What a codec is: a frozen, self-validating dataclass with four verbs, `fit`, `encode`, `decode`, `true_bits`.
+
+Shapes: B batch, H key-value heads, N blocks, t tokens per block, T = N·t, D head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from torch import Tensor
+from typing_extensions import Self
+
+from tersekv.errors import UserError
+from tersekv.formats.base import Layout, Planes, Side, View
+
+FitsOn = Literal["prompt", "corpus"]
+
+TABLE_LENGTH_TOKENS = 4096
+"""Length over which `true_bits` spreads what is held once per sequence."""
+
+
+class TableBytes(NamedTuple):
+    """Bytes held beside the planes: `shared` once per cache, `per_head` for each sequence, layer and KV head."""
+
+    shared: int = 0
+    per_head: int = 0
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """A method for one side (keys or values). Fields are its options; `side` and `fitted` are set by the library."""
+
+    side: Side = field(default="keys", kw_only=True)
+    fitted: dict[str, Tensor] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
+
+    @property
+    def fits_on(self) -> FitsOn | None:
+        """What `fit` must have seen before `encode`: nothing, the prompt's own vectors, or a corpus."""
+        return None
+
+    def fit(self, x: Tensor) -> Self:
+        """A codec that has learnt what it needs from x float32 [B, H, T, D]; itself where it needs nothing."""
+        return self
+
+    @abstractmethod
+    def layout(self, head_dim: int) -> Layout:
+        """Planes per block; raises UserError where the options do not fit the head dim."""
+
+    @abstractmethod
+    def encode(self, x: Tensor) -> Planes:
+        """x float32 [B, H, N·t, D] to planes [B, H, N, ...], whole blocks only."""
+
+    @abstractmethod
+    def view(self, planes: Planes, head_dim: int) -> View:
+        """The planes as attention reads them."""
+
+    def decode(self, planes: Planes, head_dim: int) -> Tensor:
+        """x̂ float32 [B, H, N·t, D]: the vector whose inner product with a query is the method's estimate."""
+        return self.view(planes, head_dim).decode()
+
+    def table_bytes(self, head_dim: int) -> TableBytes:
+        """Bytes of tables that decoding needs beside the planes."""
+        return TableBytes()
+
+    def tables(self, head_dim: int) -> list[Tensor]:
+        """The tensors behind `table_bytes`; shared ones are the same object for every layer."""
+        return list(self.fitted.values())
+
+    def true_bits(self, head_dim: int, length_tokens: int = TABLE_LENGTH_TOKENS) -> float:
+        """Stored bits per element, with scales, norms and indices, and per-head tables spread over `length_tokens`."""
+        spread = self.table_bytes(head_dim).per_head * 8 / (length_tokens * head_dim)
+        return self.layout(head_dim).bits(head_dim) + spread
+
+    def select(self, rows: Tensor) -> Self:
+        """The codec for the batch rows `rows` (int64), after beams were reordered or a batch was cut."""
+        if not self.fitted:
+            return self
+        return dataclasses.replace(self, fitted={k: v.index_select(0, rows) for k, v in self.fitted.items()})
+
+    def to(self, device: Any) -> Self:
+        """The codec with its fitted tensors on `device`."""
+        if not self.fitted:
+            return self
+        return dataclasses.replace(self, fitted={k: v.to(device) for k, v in self.fitted.items()})
+
+    def options(self) -> dict[str, Any]:
+        """The options by name, as in a recipe."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.kw_only}
+
+
+class Pair(NamedTuple):
+    """What a method's name stands for: a codec for keys, one for values, and other ones for the first layers."""
+
+    keys: Codec
+    values: Codec
+    initial_layers: int = 0
+    initial: tuple[Codec, Codec] | None = None
+
+
+@dataclass(frozen=True)
+class Method:
+    """A file of `codecs/`: its `METHOD` says what the file's name builds."""
+
+    title: str
+    paper: str
+    build: Callable[..., Pair]
+
+    @property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The options that `build` takes."""
+        return dict(inspect.signature(self.build).parameters)
+
+
+def for_both_sides(codec: type[Codec]) -> Callable[..., Pair]:
+    """A `build` that uses one codec class with equal options for keys and values."""
+
+    def build(**options: Any) -> Pair:
+        return Pair(codec(**options), codec(**options, side="values"))
+
+    fields = [f for f in dataclasses.fields(codec) if not f.kw_only]
+    build.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for f in fields]
+    )
+    return build
+
+
+def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise UserError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise UserError(f"{name}={value} is not allowed; choose one of {', '.join(map(str, allowed))}")
+
+
+def check_range(name: str, value: int, low: int, high: int) -> None:
+    """Raise UserError unless low <= value <= high."""
+    if not low <= value <= high:
+        raise UserError(f"{name}={value} is out of range; allowed are {low} to {high}")

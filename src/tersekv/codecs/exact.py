@@ -1,0 +1,37 @@
+"""No compression: tokens in 16- or 32-bit floats, in the same store; for skipped layers and as the baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from tersekv.codecs.base import Codec, Method, check_choice, for_both_sides
+from tersekv.formats.base import Layout, Planes
+from tersekv.formats.exact import DTYPES, ExactView, exact_layout
+
+
+@dataclass(frozen=True)
+class Exact(Codec):
+    """dtype: bf16, fp16 or fp32."""
+
+    dtype: Literal["bf16", "fp16", "fp32"] = "fp16"
+
+    def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, tuple(DTYPES))
+
+    def layout(self, head_dim: int) -> Layout:
+        """The one plane."""
+        return exact_layout(head_dim, DTYPES[self.dtype])
+
+    def encode(self, x: Tensor) -> Planes:
+        """x float32 [B, H, N·t, D] to planes."""
+        return {"x": x.to(DTYPES[self.dtype]).unflatten(2, (-1, self.layout(x.shape[-1]).block_tokens))}
+
+    def view(self, planes: Planes, head_dim: int) -> ExactView:
+        """The floats."""
+        return ExactView(planes)
+
+
+METHOD = Method("uncompressed", "none", for_both_sides(Exact))

@@ -1,0 +1,85 @@
+"""NormalFloat: a table of normal quantiles times a scale per group (QLoRA, arXiv 2305.14314, §3, Eq. 4).
+
+The table holds 2^{b-1} positive quantiles, zero, and 2^{b-1} − 1 negative ones, normalised to [−1, 1]; at 4 bits it is
+bitsandbytes' NF4. Scale: the group's largest magnitude (`zero_point=false`, QLoRA), or half its range with the
+mid-point as offset (`zero_point=true`, as KVQuant's nf comparators normalise).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tersekv.codecs.base import Codec, Method, TableBytes, check_choice, check_range, for_both_sides
+from tersekv.formats.base import Layout, Planes
+from tersekv.formats.grid import SCALE_DTYPES, Grid, GridView, nearest_code, round_scale
+
+
+@dataclass(frozen=True)
+class NormalFloat(Codec):
+    """bits: 2 to 8. axis: "token" or "channel". group: elements per scale; 0 for all channels of a token."""
+
+    bits: int = 4
+    axis: Literal["token", "channel"] = "token"
+    group: int = 64
+    zero_point: bool = False
+    scales: Literal["fp16", "bf16"] = "fp16"
+
+    def __post_init__(self) -> None:
+        check_range("bits", self.bits, 2, 8)
+        check_choice("axis", self.axis, ("token", "channel"))
+        check_choice("scales", self.scales, tuple(SCALE_DTYPES))
+        check_range("group", self.group, 1 if self.axis == "channel" else 0, 1024)
+
+    def grid(self, head_dim: int) -> Grid:
+        """The memory layout."""
+        dtype = SCALE_DTYPES[self.scales]
+        return Grid(self.bits, self.side, self.axis, self.group, self.zero_point, head_dim, dtype)
+
+    def layout(self, head_dim: int) -> Layout:
+        """codes, scale and, with a zero point, offset."""
+        return self.grid(head_dim).layout()
+
+    def encode(self, x: Tensor) -> Planes:
+        """x float32 [B, H, N·t, D] to planes."""
+        grid, dtype = self.grid(x.shape[-1]), SCALE_DTYPES[self.scales]
+        groups = grid.groups(x)
+        offset = None
+        if self.zero_point:
+            low, high = groups.amin(-1), groups.amax(-1)
+            offset = round_scale((low + high) / 2, dtype, "a mid-point")
+            groups = groups - offset.float().unsqueeze(-1)
+        scale = round_scale(groups.abs().amax(-1), dtype, "a scale")
+        step = scale.float().unsqueeze(-1)
+        codes = nearest_code(groups / torch.where(step == 0, 1.0, step), normal_quantiles(self.bits, str(x.device)))
+        return grid.pack(codes, scale, offset)
+
+    def view(self, planes: Planes, head_dim: int) -> GridView:
+        """Codes with the table of normal quantiles."""
+        return GridView(self.grid(head_dim), planes, normal_quantiles(self.bits, str(planes["codes"].device)))
+
+    def table_bytes(self, head_dim: int) -> TableBytes:
+        """The quantiles, float32."""
+        return TableBytes(shared=4 * 2**self.bits)
+
+    def tables(self, head_dim: int) -> list[Tensor]:
+        """The tensors behind `table_bytes`."""
+        return [normal_quantiles(self.bits, "cpu")]
+
+
+@functools.lru_cache(maxsize=32)
+def normal_quantiles(bits: int, device: str) -> Tensor:
+    """Ascending float32 table [2^bits] on [−1, 1] with an exact zero."""
+    half = 2 ** (bits - 1)
+    top = ((1 - 1 / (2 * (2 * half - 1))) + (1 - 1 / (4 * half))) / 2
+    positive = torch.special.ndtri(torch.linspace(top, 0.5, half + 1, dtype=torch.float64))[:-1]
+    negative = -torch.special.ndtri(torch.linspace(top, 0.5, half, dtype=torch.float64))[:-1]
+    table = torch.cat([positive, torch.zeros(1, dtype=torch.float64), negative]).sort().values
+    return (table / table.abs().max()).to(torch.float32).to(device)
+
+
+METHOD = Method("NormalFloat", "QLoRA, arXiv 2305.14314", for_both_sides(NormalFloat))

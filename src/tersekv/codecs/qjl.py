@@ -1,0 +1,179 @@
+"""QJL (arXiv 2406.03482): keys as the signs of a Johnson-Lindenstrauss sketch.
+
+Stored per key: sign(S·k), M bits, and ‖k‖; the estimate √(π/2)/M·‖k‖·⟨S·q, sign(S·k)⟩ (Eq. 4) is unbiased (Lemma 3.2).
+Rows of S are orthogonal in blocks of D (§4.1), and the constant is the exact one for such rows (`transforms/sketch.py`).
+The few channels with the largest norm over the prompt, per KV head, have a sketch and a norm of their own (§4.1).
+
+What ours does differently: ‖k_in‖ and ‖k_out‖ are both stored, where the authors store ‖k‖ and ‖k_out‖ and subtract
+squares; norms are divided by √n before they are rounded to 16 bits, so that they cannot overflow; the outlier sketch is
+an independent matrix on the outlier channels, where the authors' code reuses the first rows of S. `outliers_per=group`
+picks the channels for every 32 tokens, as the authors' code does, and stores their indices.
+
+Authors' setting (head dim 128): M = 256 and an outlier sketch of 256; M = 512 and 128 in the first 15 layers; values 2 bits
+in groups of 32. With M = 2·D in place of 256 the recipe `qjl` is that at any head dim. True bits of keys, D = 128: 4.25
+(5.25 in the first layers); with `outliers_per=group` 4.27 (5.27).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from tersekv.codecs.base import Codec, FitsOn, Method, Pair, TableBytes, check_choice, check_range
+from tersekv.codecs.uniform import Uniform
+from tersekv.errors import UserError
+from tersekv.formats.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec
+from tersekv.formats.signs import SignSketch, SignsView, pack_signs, signs_planes
+from tersekv.transforms.sketch import jl_sketch, sign_factor
+
+OUTLIER_SEED_OFFSET = 7_919
+
+
+@dataclass(frozen=True)
+class Qjl(Codec):
+    """sketch: rows M of S, 0 for 2·D. outliers: channels with a sketch of their own, 0 for none. outlier_sketch: its rows, 0
+    for 2·D. outliers_per: "prompt" or "group" (32 tokens). orthogonal: rows orthogonal in blocks of D. initial: twice the
+    rows and half the outlier rows, for the first layers. seed: of S, the same on every rank and machine."""
+
+    sketch: int = 0
+    outliers: int = 8
+    outlier_sketch: int = 0
+    outliers_per: Literal["prompt", "group"] = "prompt"
+    orthogonal: bool = True
+    initial: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_range("sketch", self.sketch, 0, 1 << 16)
+        check_range("outlier_sketch", self.outlier_sketch, 0, 1 << 16)
+        check_range("outliers", self.outliers, 0, 255)
+        check_choice("outliers_per", self.outliers_per, ("prompt", "group"))
+
+    @property
+    def fits_on(self) -> FitsOn | None:
+        """The prompt, where it says which channels are outliers."""
+        return "prompt" if self.outliers and self.outliers_per == "prompt" else None
+
+    def rows(self, head_dim: int) -> int:
+        """M, the bits per key without outliers."""
+        return (self.sketch or 2 * head_dim) * (2 if self.initial else 1)
+
+    def outlier_rows(self, head_dim: int) -> int:
+        """Rows of the outlier sketch."""
+        rows = self.outlier_sketch or 2 * head_dim
+        return max(1, rows // 2) if self.initial else rows
+
+    def layout(self, head_dim: int) -> Layout:
+        """signs and norms; with outliers, theirs; per group, the indices too."""
+        if self.outliers >= head_dim:
+            raise UserError(f"outliers={self.outliers} is not fewer than the head dim {head_dim}; usual is 8")
+        planes = signs_planes(self.rows(head_dim), torch.float16)
+        if self.outliers:
+            planes |= signs_planes(self.outlier_rows(head_dim), torch.float16, "outlier_")
+            if self.outliers_per == "group":
+                index = torch.uint8 if head_dim <= 256 else torch.int16
+                planes["channels"] = PlaneSpec((self.outliers,), index, "scales and norms")
+        return Layout(BLOCK_TOKENS, planes)
+
+    def fit(self, x: Tensor) -> Self:
+        """Choose the outlier channels of each head from x [B, H, T, D]."""
+        if self.fits_on is None:
+            return self
+        return dataclasses.replace(self, fitted={"channels": self._largest(x).to(torch.int16)})
+
+    def _largest(self, x: Tensor) -> Tensor:
+        """Channels with the largest norm over the token axis (-2), ascending: int64 [..., n]."""
+        return x.square().sum(-2).topk(self.outliers, dim=-1).indices.sort(-1).values
+
+    def encode(self, x: Tensor) -> Planes:
+        """x float32 [B, H, N·t, D] to planes. Sketches are taken in float64: no sign hangs on how tokens are batched."""
+        blocks = x.unflatten(2, (-1, BLOCK_TOKENS))
+        D = x.shape[-1]
+        main = jl_sketch(self.rows(D), D, self.seed, self.orthogonal, str(x.device))
+        if not self.outliers:
+            return _planes(blocks, main, "")
+        if self.outliers_per == "group":
+            channels = self._largest(blocks)
+        else:
+            channels = self.fitted["channels"].long()[:, :, None].expand(-1, -1, blocks.shape[2], -1)
+        index = channels.unsqueeze(-2).expand(-1, -1, -1, BLOCK_TOKENS, -1)
+        planes = _planes(blocks.scatter(-1, index, 0.0), main, "")
+        planes |= _planes(blocks.gather(-1, index), self._outlier_matrix(D, str(x.device)), "outlier_")
+        if self.outliers_per == "group":
+            planes["channels"] = channels.to(self.layout(D).planes["channels"].dtype)
+        return planes
+
+    def _outlier_matrix(self, D: int, device: str) -> Tensor:
+        seed = self.seed + OUTLIER_SEED_OFFSET
+        return jl_sketch(self.outlier_rows(D), self.outliers, seed, self.orthogonal, device)
+
+    def view(self, planes: Planes, head_dim: int) -> SignsView:
+        """Ordinary channels, and outlier channels where there are any."""
+        device = str(planes["signs"].device)
+        main = jl_sketch(self.rows(head_dim), head_dim, self.seed, self.orthogonal, device)
+        if not self.outliers:
+            return SignsView([self._sketch(planes, "", main, head_dim, None, None)], head_dim)
+        if self.outliers_per == "group":
+            channels = planes["channels"].long().repeat_interleave(BLOCK_TOKENS, dim=2)
+        else:
+            channels = self.fitted["channels"].long()[:, :, None]
+        outlier = self._outlier_matrix(head_dim, device)
+        sketches = [
+            self._sketch(planes, "", main, head_dim, None, channels),
+            self._sketch(planes, "outlier_", outlier, self.outliers, channels, None),
+        ]
+        return SignsView(sketches, head_dim)
+
+    def _sketch(
+        self, planes: Planes, prefix: str, S: Tensor, n: int, channels: Tensor | None, dropped: Tensor | None
+    ) -> SignSketch:
+        signs, norms = planes[f"{prefix}signs"].flatten(2, 3), planes[f"{prefix}norms"].flatten(2, 3)
+        factor = sign_factor(n, self.orthogonal) * math.sqrt(n) / S.shape[0]
+        return SignSketch(signs, norms, S, factor, channels, dropped)
+
+    def table_bytes(self, head_dim: int) -> TableBytes:
+        """The matrices, float32, and the fitted channel indices."""
+        shared = 4 * self.rows(head_dim) * head_dim
+        if self.outliers:
+            shared += 4 * self.outlier_rows(head_dim) * self.outliers
+        return TableBytes(shared, 2 * self.outliers if self.fits_on else 0)
+
+    def tables(self, head_dim: int) -> list[Tensor]:
+        """The tensors behind `table_bytes`."""
+        main = jl_sketch(self.rows(head_dim), head_dim, self.seed, self.orthogonal, "cpu")
+        outlier = [self._outlier_matrix(head_dim, "cpu")] if self.outliers else []
+        return [main, *outlier, *self.fitted.values()]
+
+
+def _planes(x: Tensor, S: Tensor, prefix: str) -> Planes:
+    sketched = torch.matmul(x.double(), S.T.double())
+    rms = x.square().mean(-1).sqrt()
+    return {f"{prefix}signs": pack_signs(sketched), f"{prefix}norms": rms.to(torch.float16)}
+
+
+def build(
+    sketch: int = 0,
+    outliers: int = 8,
+    outlier_sketch: int = 0,
+    outliers_per: str = "prompt",
+    orthogonal: bool = True,
+    initial_layers: int = 15,
+    value_bits: int = 2,
+    value_group: int = 32,
+    seed: int = 0,
+) -> Pair:
+    """Keys by QJL, values by integers per token; the first `initial_layers` layers with twice the rows."""
+    check_range("initial_layers", initial_layers, 0, 10_000)
+    keys = Qjl(sketch, outliers, outlier_sketch, outliers_per, orthogonal, False, seed)  # type: ignore[arg-type]
+    values = Uniform(value_bits, "token", value_group, side="values")
+    first = dataclasses.replace(keys, initial=True)
+    return Pair(keys, values, initial_layers, (first, values))
+
+
+METHOD = Method("QJL", "arXiv 2406.03482", build)

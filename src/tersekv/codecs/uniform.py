@@ -1,0 +1,105 @@
+"""Uniform integers per token or per channel, in groups: x̂ = min + scale·code, scale = (max − min)/(2^b − 1).
+
+The common ground of int-X caches (FlexGen, arXiv 2303.06865: group 64; Atom, arXiv 2310.19102: group 128) and of KIVI
+(arXiv 2402.02750, §3). Scale and minimum are stored in 16 bits and codes are chosen against the stored ones. A constant
+group has scale 0 and decodes to its minimum. `group=0`: one range per token (axis=token) or, for axis=channel, one
+range per channel for the whole sequence, taken from the prompt and kept; later values outside it are clamped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choice, check_range, for_both_sides
+from tersekv.formats.base import Layout, Planes
+from tersekv.formats.grid import SCALE_DTYPES, Grid, GridView, round_scale
+
+
+@dataclass(frozen=True)
+class Uniform(Codec):
+    """bits: 1 to 8. axis: "token" or "channel". group: elements per range (channels or tokens). scales: fp16 or bf16."""
+
+    bits: int = 4
+    axis: Literal["token", "channel"] = "token"
+    group: int = 32
+    scales: Literal["fp16", "bf16"] = "fp16"
+
+    def __post_init__(self) -> None:
+        check_range("bits", self.bits, 1, 8)
+        check_choice("axis", self.axis, ("token", "channel"))
+        check_choice("scales", self.scales, tuple(SCALE_DTYPES))
+        check_range("group", self.group, 0, 1024)
+
+    @property
+    def fits_on(self) -> FitsOn | None:
+        """The prompt, where one range per channel serves the whole sequence."""
+        return "prompt" if self._whole else None
+
+    @property
+    def _whole(self) -> bool:
+        return self.axis == "channel" and self.group == 0
+
+    def grid(self, head_dim: int) -> Grid:
+        """The memory layout."""
+        dtype = SCALE_DTYPES[self.scales]
+        return Grid(self.bits, self.side, self.axis, self.group, True, head_dim, dtype)
+
+    def layout(self, head_dim: int) -> Layout:
+        """codes, scale, offset."""
+        return self.grid(head_dim).layout()
+
+    def fit(self, x: Tensor) -> Self:
+        """Take each channel's range from x [B, H, T, D] if one range serves the whole sequence."""
+        if not self._whole:
+            return self
+        scale, offset = self._range(x.transpose(-1, -2))
+        return dataclasses.replace(self, fitted={"scale": scale, "offset": offset})
+
+    def _range(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+        """Stored scale and minimum over the last axis."""
+        low, high = groups.amin(-1), groups.amax(-1)
+        dtype = SCALE_DTYPES[self.scales]
+        scale = round_scale((high - low) / (2**self.bits - 1), dtype, "a scale")
+        return scale, round_scale(low, dtype, "a minimum")
+
+    def encode(self, x: Tensor) -> Planes:
+        """x float32 [B, H, N·t, D] to planes."""
+        grid = self.grid(x.shape[-1])
+        groups = grid.groups(x)
+        if self._whole:
+            scale, offset = (self.fitted[name][:, :, None, None] for name in ("scale", "offset"))
+        else:
+            scale, offset = self._range(groups)
+        step = scale.float().unsqueeze(-1)
+        codes = (groups - offset.float().unsqueeze(-1)) / torch.where(step == 0, 1.0, step)
+        codes = codes.round_().clamp_(0, 2**self.bits - 1).to(torch.uint8)
+        return grid.pack(codes, *((None, None) if self._whole else (scale, offset)))
+
+    def view(self, planes: Planes, head_dim: int) -> GridView:
+        """Codes with the table 0 … 2^b − 1."""
+        table = integers(self.bits, str(planes["codes"].device))
+        return GridView(self.grid(head_dim), planes, table, self.fitted.get("scale"), self.fitted.get("offset"))
+
+    def table_bytes(self, head_dim: int) -> TableBytes:
+        """The integers as floats; the fitted ranges."""
+        return TableBytes(shared=4 * 2**self.bits, per_head=4 * head_dim if self._whole else 0)
+
+    def tables(self, head_dim: int) -> list[Tensor]:
+        """The tensors behind `table_bytes`."""
+        return [integers(self.bits, "cpu"), *self.fitted.values()]
+
+
+@functools.lru_cache(maxsize=32)
+def integers(bits: int, device: str) -> Tensor:
+    """The table 0 … 2^bits − 1 as float32."""
+    return torch.arange(2**bits, dtype=torch.float32, device=device)
+
+
+METHOD = Method("uniform integers", "arXiv 2303.06865 (group 64), 2310.19102 (group 128)", for_both_sides(Uniform))

@@ -1,0 +1,91 @@
+"""`with compress(model, recipe):` installs packed attention on a model and puts everything back afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from tersekv.errors import UserError
+from tersekv.hf.attention import attention_forward
+from tersekv.hf.cache import ATTENTION_NAME, CompressedCache
+from tersekv.hf.config import text_config
+from tersekv.recipe import Recipe
+
+
+@contextmanager
+def compress(model: PreTrainedModel, recipe: str | Recipe) -> Iterator[PreTrainedModel]:
+    """Inside, `model.generate(...)` and `model(...)` use a `CompressedCache` with `recipe` (unless one is passed), and
+    attention reads its packed bytes. Contexts nest; on leaving, also by an exception, the model is as it was.
+
+    Raises:
+        UserError: unknown recipe, or a model that the recipe cannot serve.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(f"compress takes a transformers model, got {type(model).__name__}")
+    recipe = Recipe.parse(recipe)
+    CompressedCache(model.config, recipe)  # says what does not fit before anything is installed
+    if not model._can_set_attn_implementation():
+        raise UserError(
+            f"{type(model).__name__} does not take attention functions; "
+            "pass past_key_values=tersekv.CompressedCache(model.config, recipe) without compress"
+        )
+    with ExitStack() as undo:
+        _register(undo)
+        config = text_config(model.config)
+        undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+        config._attn_implementation = ATTENTION_NAME
+        _provide_cache(model, recipe, undo)
+        yield model
+
+
+_installed = 0
+
+
+def _register(undo: ExitStack) -> None:
+    """Make the attention and its mask known to transformers while at least one context is open."""
+    global _installed  # noqa: PLW0603
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+    _installed += 1
+
+    def unregister() -> None:
+        global _installed  # noqa: PLW0603
+        _installed -= 1
+        if _installed == 0:
+            AttentionInterface._global_mapping.pop(ATTENTION_NAME, None)
+            AttentionMaskInterface._global_mapping.pop(ATTENTION_NAME, None)
+
+    undo.callback(unregister)
+
+
+def _provide_cache(model: PreTrainedModel, recipe: Recipe, undo: ExitStack) -> None:
+    """Give `generate` and plain calls a compressed cache where they would make their own."""
+    original = model._prepare_cache_for_generation
+    shadowed = model.__dict__.get("_prepare_cache_for_generation")
+
+    def prepare(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        wanted = generation_config.use_cache is not False and generation_config.cache_implementation in (None, "dynamic")
+        if wanted and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = CompressedCache(model.config, recipe)
+        return original(generation_config, model_kwargs, *args, **kwargs)
+
+    def before_forward(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        use_cache = kwargs.get("use_cache")
+        use_cache = module.config.get_text_config().use_cache if use_cache is None else use_cache
+        if use_cache and kwargs.get("past_key_values") is None and len(args) < 4:
+            kwargs["past_key_values"] = CompressedCache(module.config, recipe)
+        return args, kwargs
+
+    def restore() -> None:
+        if shadowed is None:
+            del model.__dict__["_prepare_cache_for_generation"]
+        else:
+            model.__dict__["_prepare_cache_for_generation"] = shadowed
+
+    model.__dict__["_prepare_cache_for_generation"] = prepare
+    undo.callback(restore)
+    undo.callback(model.register_forward_pre_hook(before_forward, with_kwargs=True).remove)

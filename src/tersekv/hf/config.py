@@ -1,0 +1,84 @@
+"""What a model's config says about its attention: shapes, kinds of layers, and whether a recipe can serve it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from transformers.configuration_utils import PreTrainedConfig
+
+from tersekv.errors import UserError
+
+ATTENTION_TYPES = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+LINEAR_TYPES = ("linear_attention", "conv")
+DUMMY_TYPES = ("moe", "mlp", "dummy")
+
+
+class LayerKind(NamedTuple):
+    """type: "attention", "linear" or "dummy"; window: sliding window in tokens, or None."""
+
+    type: str
+    window: int | None = None
+
+
+class AttentionShape(NamedTuple):
+    """Heads and head dims of the tensors that reach the cache.
+
+    passes_handles: the attention modules take what `update` returns to the attention function untouched.
+    """
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    passes_handles: bool
+
+    @staticmethod
+    def of(config: PreTrainedConfig) -> AttentionShape:
+        """Read a (text) config."""
+        heads = getattr(config, "num_attention_heads", None)
+        if not isinstance(heads, int):
+            raise UserError(f"{config.model_type} has no attention heads in its config; tersekv serves decoder models")
+        layers = config.num_hidden_layers
+        if getattr(config, "kv_lora_rank", None):
+            rope_dim = getattr(config, "qk_rope_head_dim", 0)
+            return AttentionShape(layers, heads, 1, config.kv_lora_rank, rope_dim, False)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        shares = bool(getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None))
+        return AttentionShape(layers, heads, kv_heads, head_dim, head_dim, not shares)
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The decoder's part of a config."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"{config.model_type} is an encoder-decoder; tersekv serves decoder-only models, use transformers' own cache"
+        )
+    return config.get_text_config(decoder=True)
+
+
+def attention_layers(config: PreTrainedConfig) -> list[LayerKind]:
+    """The kind of each layer; raises UserError for kinds whose state is not keys and values."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+        chunked = getattr(config, "attention_chunk_size", None) is not None
+        name = "sliding_attention" if windowed else "chunked_attention" if chunked else "full_attention"
+        types = [name] * config.num_hidden_layers
+    modes = getattr(config, "kv_sharing_modes", None) or [None] * len(types)
+    return [_kind(config, "dummy" if mode == "reuse" else name) for name, mode in zip(types, modes, strict=True)]
+
+
+def _kind(config: PreTrainedConfig, name: str) -> LayerKind:
+    if name in ATTENTION_TYPES:
+        field = ATTENTION_TYPES[name]
+        return LayerKind("attention", getattr(config, field) if field else None)
+    if name in LINEAR_TYPES:
+        return LayerKind("linear")
+    if name in DUMMY_TYPES:
+        return LayerKind("dummy")
+    raise UserError(
+        f"{config.model_type} has layers of type '{name}', whose state is not plain keys and values; tersekv serves "
+        f"{', '.join((*ATTENTION_TYPES, *LINEAR_TYPES))}"
+    )

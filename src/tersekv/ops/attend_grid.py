@@ -1,0 +1,80 @@
+"""Attention over a packed `grid` segment: contract and torch reference.
+
+Shapes: B batch, H key-value heads, N blocks, t tokens per block, T = N·t, R query rows per key-value head
+(R = G·q, row r = g·q + i for grouped head g and query position i), D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tersekv.ops.lanes import unpack_lanes
+from tersekv.ops.softmax import attend_scores
+
+Axis = Literal["token", "channel"]
+Side = Literal["keys", "values"]
+
+
+class GridSide(NamedTuple):
+    """The keys or the values of a packed segment: x̂ = scale · table[code] + offset.
+
+    - codes: int32 [B, H, N, Lg, W, 16], see `lanes`; keys: lanes are tokens, packed axis is channels; values: lanes
+      are channels, packed axis is tokens. The two leading axes and N may have any stride, the rest is contiguous.
+    - scale, offset: float16 or bfloat16. axis "token": [B, H, N, D/group, t], one per token and group of channels.
+      axis "channel": [B, H, N, t/group, D], one per channel and group of tokens. N may have stride 0 (one range for
+      all blocks). offset may be None (0).
+    - table: float32 [2**bits].
+    """
+
+    side: Side
+    bits: int
+    axis: Axis
+    group: int
+    block_tokens: int
+    head_dim: int
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    table: Tensor
+
+
+def decode_grid(grid: GridSide) -> Tensor:
+    """x̂ as float32 [B, H, N·t, D]."""
+    t, D = grid.block_tokens, grid.head_dim
+    if grid.side == "keys":
+        codes = unpack_lanes(grid.codes, grid.bits, D, t).transpose(-1, -2)
+    else:
+        codes = unpack_lanes(grid.codes, grid.bits, t, D)
+    x = grid.table[codes.long()]  # [B, H, N, t, D]
+    x = x * _per_element(grid.scale, grid)
+    if grid.offset is not None:
+        x = x + _per_element(grid.offset, grid)
+    return x.flatten(2, 3)
+
+
+def _per_element(scale: Tensor, grid: GridSide) -> Tensor:
+    """A scale or offset plane as float32, broadcast to [B, H, N, t, D]."""
+    if grid.axis == "token":
+        return scale.float().transpose(-1, -2).repeat_interleave(grid.group, dim=-1)
+    return scale.float().repeat_interleave(grid.group, dim=-2)
+
+
+def attend_grid(
+    query: Tensor, keys: GridSide, values: GridSide, mask: Tensor | None, scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """softmax(scaling · q·K̂ᵀ)·V̂ with its log-sum-exp.
+
+    Args:
+        query: float32 [B, H, R, D], contiguous.
+        keys, values: the segment, with equal N and block_tokens.
+        mask: bool [B, q, T] with R % q == 0 (row r uses mask row r % q), True where a token is seen; None for all.
+        scaling: factor on the scores. softcap: s -> softcap·tanh(s/softcap), or None.
+
+    Returns:
+        out float32 [B, H, R, Dv] and lse float32 [B, H, R]; a row that sees no token has out 0 and lse -inf.
+    """
+    key, value = decode_grid(keys), decode_grid(values)
+    return attend_scores(torch.matmul(query, key.transpose(-1, -2)), value, mask, scaling, softcap)

@@ -1,0 +1,51 @@
+"""Softmax pieces shared by the references: attention from raw scores, dense attention, and the log-sum-exp merge."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attend_scores(
+    scores: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention from unscaled scores [B, H, R, T] and values [B, H, T, D], both float32.
+
+    `mask` is bool [B, q, T] with R % q == 0 and row r on mask row r % q. Returns out [B, H, R, D] and lse [B, H, R];
+    a row that sees no token has out 0 and lse -inf.
+    """
+    scores = scores * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        B, q, T = mask.shape
+        rows = mask[:, None, None].expand(B, 1, scores.shape[2] // q, q, T).reshape(B, 1, -1, T)
+        scores = scores.masked_fill(~rows, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - torch.where(lse.isneginf(), 0.0, lse)[..., None])
+    return torch.matmul(weights, value), lse
+
+
+def attend_exact(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention over unpacked tokens: query float32 [B, H, R, D], key and value [B, H, T, D] of any float dtype.
+
+    The two leading axes and T of key and value may have any stride. Mask, scaling, softcap, returns: see
+    `attend_scores`.
+    """
+    scores = torch.matmul(query, key.float().transpose(-1, -2))
+    return attend_scores(scores, value.float(), mask, scaling, softcap)
+
+
+def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Join attention over disjoint token sets: outs [B, H, R, D] and lses [B, H, R] to one out and one lse.
+
+    out = Σ_s e^{lse_s}·out_s / Σ_s e^{lse_s}; a row that no segment sees stays 0 with lse -inf.
+    """
+    if len(outs) == 1:
+        return outs[0], lses[0]
+    stacked = torch.stack(lses)
+    lse = torch.logsumexp(stacked, dim=0)
+    weights = torch.exp(stacked - torch.where(lse.isneginf(), 0.0, lse))
+    return torch.einsum("sbhr,sbhrd->bhrd", weights, torch.stack(outs)), lse

@@ -1,0 +1,220 @@
+"""A recipe: which codec keys and values get, which tokens stay exact, and what single layers do differently.
+
+    recipe  = [policy "+"] coder {";" layers "=" coder}     kivi:bits=2;0-1=exact
+    coder   = method ["/" method]                           keys / values: qjl/uniform:bits=4
+    method  = name [":" option "=" value {"," ...}]         window:sinks=8,recent=64+kivi:bits=4
+    layers  = "3" | "0-14" | "-1"                           -1 is the last layer
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tersekv.codecs import Codec, Pair, methods
+from tersekv.errors import UserError
+from tersekv.tokens import TokenPolicy, policies
+
+DEFAULT_POLICY = "window"
+
+
+class LayerPlan(NamedTuple):
+    """What one layer does."""
+
+    keys: Codec
+    values: Codec
+    policy: TokenPolicy
+
+
+@dataclass(frozen=True)
+class Term:
+    """A method or policy by name with its options, sorted by name."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        options = ",".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in self.options)
+        return f"{self.name}:{options}" if options else self.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """{"name", "options"}."""
+        return {"name": self.name, "options": dict(self.options)}
+
+
+@dataclass(frozen=True)
+class Coder:
+    """Method for the keys and, where it is another one, for the values."""
+
+    keys: Term
+    values: Term | None = None
+
+    def __str__(self) -> str:
+        return str(self.keys) if self.values is None else f"{self.keys}/{self.values}"
+
+    def pair(self) -> Pair:
+        """The codecs."""
+        keys = _build(self.keys)
+        if self.values is None:
+            return keys
+        values = _build(self.values)
+        first = keys.initial or values.initial
+        if first is None:
+            return Pair(keys.keys, values.values)
+        initial = (keys.initial or (keys.keys, keys.values))[0], (values.initial or (values.keys, values.values))[1]
+        return Pair(keys.keys, values.values, max(keys.initial_layers, values.initial_layers), initial)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A parsed recipe; `str()` and `to_json()` both lead back to an equal one."""
+
+    coder: Coder
+    tokens: Term = field(default_factory=lambda: Term(DEFAULT_POLICY))
+    layers: tuple[tuple[str, Coder], ...] = ()
+
+    def __post_init__(self) -> None:
+        for coder in (self.coder, *(c for _, c in self.layers)):
+            coder.pair()
+        self.policy()
+
+    @staticmethod
+    def parse(recipe: str | Recipe) -> Recipe:
+        """Read the short string; a Recipe is returned as it is."""
+        if isinstance(recipe, Recipe):
+            return recipe
+        if not isinstance(recipe, str) or not recipe.strip():
+            raise UserError(f"a recipe is a string like 'kivi:bits=4', got {recipe!r}; `tersekv list` shows the methods")
+        head, *rest = ("".join(recipe.split())).split(";")
+        policy, plus, coder = head.rpartition("+")
+        layers = []
+        for part in rest:
+            spec, equals, override = part.partition("=")
+            if not equals or not re.fullmatch(r"-?\d+|\d+-\d+", spec):
+                raise UserError(f"'{part}' in recipe '{recipe}' is no layer override; write e.g. ;0-1=exact or ;-1=exact")
+            layers.append((spec, _coder(override)))
+        tokens = _term(policy, policies(), "token policy") if plus else Term(DEFAULT_POLICY)
+        return Recipe(_coder(coder), tokens, tuple(layers))
+
+    def __str__(self) -> str:
+        policy = "" if self.tokens == Term(DEFAULT_POLICY) else f"{self.tokens}+"
+        return policy + ";".join([str(self.coder), *(f"{spec}={coder}" for spec, coder in self.layers)])
+
+    def to_json(self) -> str:
+        """JSON with keys, values, tokens and layers."""
+        layers = [{"layers": spec, **_coder_dict(coder)} for spec, coder in self.layers]
+        return json.dumps({**_coder_dict(self.coder), "tokens": self.tokens.to_dict(), "layers": layers})
+
+    @staticmethod
+    def from_json(text: str) -> Recipe:
+        """Inverse of `to_json`; names and options are checked as in `parse`."""
+        try:
+            data = json.loads(text)
+            tokens = _checked(data["tokens"], policies(), "token policy")
+            layers = tuple((str(entry["layers"]), _coder_from(entry)) for entry in data["layers"])
+            return Recipe(_coder_from(data), tokens, layers)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise UserError(f"this is no recipe in JSON ({error}); write one with Recipe.to_json()") from error
+
+    def policy(self) -> TokenPolicy:
+        """The token policy."""
+        return policies()[self.tokens.name](**dict(self.tokens.options))
+
+    def plan(self, layer: int, layers: int) -> LayerPlan:
+        """What layer `layer` of a model with `layers` layers does; the last override that names it wins."""
+        coder = self.coder
+        for spec, override in self.layers:
+            if layer in _layer_range(spec, layers):
+                coder = override
+        pair = coder.pair()
+        keys, values = pair.keys, pair.values
+        if pair.initial is not None and layer < pair.initial_layers:
+            keys, values = pair.initial
+        return LayerPlan(keys, values, self.policy())
+
+
+def _layer_range(spec: str, layers: int) -> range:
+    first, dash, last = spec.partition("-") if not spec.startswith("-") else (spec, "", "")
+    start = int(first) % layers if first.startswith("-") and int(first) >= -layers else int(first)
+    stop = int(last) if dash else start
+    if not 0 <= start <= stop < layers:
+        raise UserError(f"layers '{spec}' do not exist; the model has layers 0 to {layers - 1}")
+    return range(start, stop + 1)
+
+
+def _build(term: Term) -> Pair:
+    return methods()[term.name].build(**dict(term.options))
+
+
+def _coder(text: str) -> Coder:
+    keys, slash, values = text.partition("/")
+    return Coder(_term(keys, methods(), "method"), _term(values, methods(), "method") if slash else None)
+
+
+def _coder_dict(coder: Coder) -> dict[str, Any]:
+    return {"keys": coder.keys.to_dict(), "values": coder.values.to_dict() if coder.values else None}
+
+
+def _coder_from(data: Mapping[str, Any]) -> Coder:
+    values = data["values"]
+    return Coder(
+        _checked(data["keys"], methods(), "method"), _checked(values, methods(), "method") if values else None
+    )
+
+
+def _term(text: str, known: Mapping[str, Any], what: str) -> Term:
+    """Read name:option=value,…"""
+    name, _, rest = text.partition(":")
+    options = {}
+    for part in filter(None, rest.split(",")):
+        option, equals, value = part.partition("=")
+        if not equals or not value:
+            raise UserError(f"'{part}' in '{text}' is no option; write name=value, for example bits=4")
+        if option in options:
+            raise UserError(f"option '{option}' stands twice in '{text}'; give it once")
+        options[option] = value
+    return _checked({"name": name, "options": options}, known, what)
+
+
+def _checked(data: Mapping[str, Any], known: Mapping[str, Any], what: str) -> Term:
+    """A term whose name and options exist and whose values have the option's type."""
+    name, options = data["name"], data["options"]
+    if name not in known:
+        raise UserError(f"unknown {what} '{name}'{_hint(name, known)}; known are {', '.join(known)}")
+    defaults = _defaults(known[name])
+    for option in options:
+        if option not in defaults:
+            allowed = ", ".join(defaults) or "none"
+            raise UserError(f"{what} '{name}' has no option '{option}'{_hint(option, defaults)}; it has {allowed}")
+    typed = {option: _typed(name, option, value, defaults[option]) for option, value in options.items()}
+    return Term(name, tuple(sorted(typed.items())))
+
+
+def _defaults(entry: Any) -> dict[str, Any]:
+    if isinstance(entry, type):
+        return dict(vars(entry()))
+    return {name: parameter.default for name, parameter in entry.parameters.items()}
+
+
+def _typed(name: str, option: str, value: Any, default: Any) -> Any:
+    """`value` as the type of `default`."""
+    kind = type(default)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text]
+        if kind is float and not re.fullmatch(r"[\d.eE+-]+", text):
+            raise ValueError(text)
+        return kind(text)
+    except (ValueError, KeyError):
+        wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        raise UserError(f"{name}:{option}={value} is wrong; {option} takes {wanted}, for example {default}") from None
+
+
+def _hint(word: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f", did you mean '{close[0]}'?" if close else ""

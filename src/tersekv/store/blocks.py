@@ -1,0 +1,136 @@
+"""Buffers that grow: packed blocks (append-only) and the exact tail.
+
+Capacity grows by a thirty-second of what is there, at least two blocks, so that slack stays near 3 % and each byte is moved
+about 32 times however long the sequence becomes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tersekv.formats.base import Layout, Planes
+from tersekv.store.footprint import Footprint
+
+GROWTH = 32
+MIN_SPARE_BLOCKS = 2
+
+
+class BlockBuffer:
+    """Packed blocks of one side of a layer: planes [B, H, capacity, *shape], of which `start` to `stop` are in use."""
+
+    def __init__(self, layout: Layout, B: int, H: int, device: torch.device) -> None:
+        self.layout = layout
+        self.start = self.stop = 0
+        self._planes: Planes = {
+            name: torch.empty((B, H, 0, *spec.shape), dtype=spec.dtype, device=device)
+            for name, spec in layout.planes.items()
+        }
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def tokens(self) -> int:
+        """Packed tokens in use."""
+        return len(self) * self.layout.block_tokens
+
+    @property
+    def capacity(self) -> int:
+        """Blocks allocated."""
+        return next(iter(self._planes.values())).shape[2]
+
+    def append(self, planes: Planes) -> None:
+        """Add blocks [B, H, n, ...] behind the last one."""
+        n = next(iter(planes.values())).shape[2]
+        self.reserve(n)
+        for name, plane in planes.items():
+            self._planes[name][:, :, self.stop : self.stop + n] = plane
+        self.stop += n
+
+    def reserve(self, n: int) -> None:
+        """Make room for n more blocks."""
+        if self.stop + n > self.capacity:
+            self._grow(n)
+
+    def _grow(self, n: int) -> None:
+        """Room for n more blocks and some spare; blocks that were dropped in front are given back."""
+        used = len(self)
+        capacity = used + n + max(MIN_SPARE_BLOCKS, (used + n) // GROWTH)
+        for name, plane in self._planes.items():
+            grown = plane.new_empty((*plane.shape[:2], capacity, *plane.shape[3:]))
+            grown[:, :, :used] = plane[:, :, self.start : self.stop]
+            self._planes[name] = grown
+        self.start, self.stop = 0, used
+
+    def drop_front(self, blocks: int) -> None:
+        """Forget the oldest blocks; their memory is given back when half the buffer is unused."""
+        self.start += blocks
+        if self.start > max(MIN_SPARE_BLOCKS, self.capacity // 2):
+            self._grow(0)
+
+    def drop_back(self, blocks: int) -> None:
+        """Forget the latest blocks."""
+        self.stop -= blocks
+
+    def planes(self, first: int = 0, last: int | None = None) -> Planes:
+        """Views of blocks `first` to `last` (counted from the oldest in use)."""
+        stop = self.stop if last is None else min(self.stop, self.start + last)
+        return {name: plane[:, :, self.start + first : stop] for name, plane in self._planes.items()}
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace each plane by fn(plane): batch selection, moves between devices."""
+        self._planes = {name: fn(plane) for name, plane in self._planes.items()}
+
+    def count(self, footprint: Footprint) -> None:
+        """Add the bytes allocated to `footprint`, unused blocks as slack."""
+        for name, plane in self._planes.items():
+            allocated = plane.numel() * plane.element_size()
+            used = allocated * len(self) // self.capacity if self.capacity else 0
+            footprint.parts[self.layout.planes[name].kind] += used
+            footprint.parts["slack"] += allocated - used
+
+
+class TailBuffer:
+    """Exact tokens [B, H, capacity, D], appended at the end and taken from the front."""
+
+    def __init__(self, B: int, H: int, D: int, dtype: torch.dtype, device: torch.device, capacity: int) -> None:
+        self._data = torch.empty((B, H, capacity, D), dtype=dtype, device=device)
+        self.tokens = 0
+
+    @property
+    def data(self) -> Tensor:
+        """The tokens in use, a view."""
+        return self._data[:, :, : self.tokens]
+
+    def append(self, x: Tensor) -> None:
+        """Add tokens [B, H, n, D]."""
+        n = x.shape[2]
+        if self.tokens + n > self._data.shape[2]:
+            grown = self._data.new_empty((*self._data.shape[:2], self.tokens + n, self._data.shape[3]))
+            grown[:, :, : self.tokens] = self.data
+            self._data = grown
+        self._data[:, :, self.tokens : self.tokens + n] = x
+        self.tokens += n
+
+    def drop_front(self, n: int) -> None:
+        """Forget the n oldest tokens; the rest moves to the front."""
+        self._data[:, :, : self.tokens - n] = self.data[:, :, n:].clone()
+        self.tokens -= n
+
+    def drop_back(self, n: int) -> None:
+        """Forget the n latest tokens."""
+        self.tokens -= n
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace the buffer by fn(buffer)."""
+        self._data = fn(self._data)
+
+    def count(self, footprint: Footprint) -> None:
+        """Add the bytes allocated to `footprint`."""
+        allocated = self._data.numel() * self._data.element_size()
+        used = allocated * self.tokens // self._data.shape[2] if self._data.shape[2] else 0
+        footprint.parts["exact window"] += used
+        footprint.parts["slack"] += allocated - used

@@ -1,0 +1,38 @@
+"""What a token policy states: how many tokens stay exact at both ends, and in which type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from tersekv.errors import UserError
+from tersekv.formats.exact import DTYPES
+
+
+@dataclass(frozen=True)
+class TokenPolicy:
+    """sinks: first tokens kept exact. recent: latest tokens kept exact, at least. exact: their type; "auto" is the model's
+    own where it has 16 bits, else fp16."""
+
+    sinks: int = 4
+    recent: int = 128
+    exact: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("sinks", "recent"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name}={getattr(self, name)} is negative; give 0 or more tokens")
+        if self.exact != "auto" and self.exact not in DTYPES:
+            raise UserError(f"exact={self.exact} is not allowed; choose one of auto, {', '.join(DTYPES)}")
+
+    def exact_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """The type of exact tokens for a model that computes in `model_dtype`."""
+        if self.exact != "auto":
+            return DTYPES[self.exact]
+        return model_dtype if model_dtype.itemsize == 2 else torch.float16
+
+    def options(self) -> dict[str, Any]:
+        """The options by name, as in a recipe."""
+        return dict(vars(self))

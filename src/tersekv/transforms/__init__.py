@@ -1,0 +1,1 @@
+"""How a vector is made easier to code, linearly: `sketch` (Johnson-Lindenstrauss matrices)."""
