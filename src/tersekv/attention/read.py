@@ -134,7 +134,7 @@ class _Reader:
         keys, values = segment.keys, segment.values
         if not (isinstance(keys, GridView) and isinstance(values, GridView)):
             return None
-        if not backends.reads_grid(keys.side, values.side):
+        if backends.explain_grid(keys.side, values.side).startswith("reference"):
             return None
         mask = self._mask(segment.first, segment.tokens)
         rows = query.flatten(2, 3)

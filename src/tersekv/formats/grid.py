@@ -141,7 +141,7 @@ def _for_all_blocks(scale: Tensor, N: int) -> Tensor:
 def nearest_code(x: Tensor, table: Tensor) -> Tensor:
     """Index (uint8) of the nearest entry of an ascending table [2**bits], for x of any shape."""
     middles = (table[1:] + table[:-1]) / 2
-    return torch.bucketize(x, middles).to(torch.uint8)
+    return torch.bucketize(x.contiguous(), middles).to(torch.uint8)
 
 
 def round_scale(x: Tensor, dtype: torch.dtype, what: str) -> Tensor:

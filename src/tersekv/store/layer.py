@@ -95,7 +95,7 @@ class LayerStore:
                 tail.append(x)
 
     def _rounded(self, x: Tensor) -> Tensor:
-        rounded = x.to(self.dtype)
+        rounded = x.detach().to(self.dtype)
         # elsewhere than on a CPU a check would wait for the device at every token
         if (x.device.type == "cpu" or x.shape[2] > 1) and not math.isfinite(float((rounded * 0).sum())):
             raise CacheError(self._why_not_finite(x))

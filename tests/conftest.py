@@ -1,0 +1,85 @@
+"""Tiny random-weight models of the architectures that transformers behaves differently for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never download
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import pytest
+import torch
+import transformers as tf
+
+SHAPE = dict(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=4096,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
+HEAD = {"head_dim": 32}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+MLA = dict(
+    n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1, moe_intermediate_size=32, first_k_dense_replace=1,
+    kv_lora_rank=32, q_lora_rank=None, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32, n_shared_experts=1,
+)  # fmt: skip
+
+MODELS = {
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SHAPE, **HEAD)),
+    "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**SHAPE, **HEAD, sliding_window=48)),
+    "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**SHAPE)),
+    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**SHAPE, **HEAD)),
+    "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**SHAPE, **HEAD, sliding_window=48)),
+    "gemma3": lambda: tf.Gemma3ForCausalLM(
+        tf.Gemma3TextConfig(**SHAPE, **HEAD, sliding_window=48, layer_types=MIXED)
+    ),
+    "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**SHAPE)),
+    "gpt_oss": lambda: tf.GptOssForCausalLM(
+        tf.GptOssConfig(
+            **SHAPE, **HEAD, num_local_experts=2, num_experts_per_tok=2, sliding_window=48, layer_types=MIXED
+        )
+    ),
+    "deepseek_v3": lambda: tf.DeepseekV3ForCausalLM(
+        tf.DeepseekV3Config(**(SHAPE | {"num_key_value_heads": 4}), **MLA)
+    ),
+}  # fmt: skip
+
+LOSSLESS = "window:sinks=4,recent=32,exact=fp32+exact:dtype=fp32"
+
+
+def build(name: str) -> tf.PreTrainedModel:
+    """A model with fixed random weights, in evaluation mode; weights are large enough for greedy choices to be clear."""
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+@pytest.fixture(scope="session")
+def models():
+    """Each architecture once per session."""
+    return {name: build(name) for name in MODELS}
+
+
+@pytest.fixture
+def llama(models):
+    return models["llama"]
+
+
+def prompt(tokens: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    """Random token ids [batch, tokens], no special ones."""
+    return torch.randint(3, 97, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def data_folder() -> Path | None:
+    """The folder with test texts beside the checkout, where there is one."""
+    folder = Path(__file__).resolve().parents[2] / "shared" / "data"
+    return folder if folder.is_dir() else None

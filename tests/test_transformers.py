@@ -1,0 +1,338 @@
+"""Behaviours of transformers that a cache meets, on tiny models of nine architectures.
+
+With `LOSSLESS` (every token in float32, but through the packed store) each run must give the tokens of transformers' own cache.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from conftest import LOSSLESS, MODELS, prompt
+from transformers import AttentionInterface, DynamicCache
+
+import tersekv
+from tersekv.errors import CacheError, UserError
+
+GREEDY = dict(max_new_tokens=40, do_sample=False, pad_token_id=0)
+NAMES = list(MODELS)
+HANDLES = [name for name in NAMES if name != "deepseek_v3"]
+
+
+def pair(model, ids, recipe=LOSSLESS, **kwargs):
+    """Tokens with transformers' cache and with ours."""
+    kwargs = GREEDY | kwargs
+    kwargs.setdefault("attention_mask", torch.ones_like(ids))
+    expected = model.generate(ids, **kwargs)
+    with warnings.catch_warnings(), tersekv.compress(model, recipe):
+        warnings.simplefilter("ignore")
+        got = model.generate(ids, **kwargs)
+    return expected, got
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tokens", [1, 5, 150])
+def test_greedy_tokens_equal(models, name, tokens):
+    expected, got = pair(models[name], prompt(tokens))
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_left_padded_batch_equal(models, name):
+    ids = prompt(150, batch=3)
+    mask = torch.ones_like(ids)
+    mask[0, :37] = 0
+    mask[2, :3] = 0
+    expected, got = pair(models[name], ids * mask, attention_mask=mask)
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fallback_without_our_attention(models, name):
+    """Any attention implementation works with decoded tensors, and the user is told once."""
+    model, ids = models[name], prompt(250)
+    expected = model.generate(ids, **GREEDY)
+    cache = tersekv.CompressedCache(model.config, LOSSLESS)
+    with pytest.warns(UserWarning, match="decodes all tokens at every step") as caught:
+        got = model.generate(ids, past_key_values=cache, **GREEDY)
+    assert got.tolist() == expected.tolist()
+    assert len([w for w in caught if "decodes all tokens" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "mistral"])
+def test_beam_search_equal(models, name):
+    expected, got = pair(models[name], prompt(60, batch=2), num_beams=3, num_return_sequences=2)
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_sampling_equal(models, name):
+    model, ids = models[name], prompt(70)
+    runs = []
+    for recipe in (None, LOSSLESS):
+        torch.manual_seed(7)
+        kwargs = GREEDY | {"do_sample": True, "num_return_sequences": 3}
+        if recipe is None:
+            runs.append(model.generate(ids, **kwargs))
+        else:
+            with tersekv.compress(model, recipe):
+                runs.append(model.generate(ids, **kwargs))
+    assert runs[0].tolist() == runs[1].tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chunked_prefill_equal(models, name):
+    expected, got = pair(models[name], prompt(300), prefill_chunk_size=64)
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_several_turns_with_one_cache(models, name):
+    """A second turn feeds only what is new and gives what one long prompt gives."""
+    model, ids = models[name], prompt(120)
+    with warnings.catch_warnings(), tersekv.compress(model, LOSSLESS):
+        warnings.simplefilter("ignore")
+        cache = tersekv.CompressedCache(model.config, LOSSLESS)
+        first = model.generate(ids, past_key_values=cache, **GREEDY)
+        second_prompt = torch.cat([first, prompt(90, seed=1)], dim=1)
+        got = model.generate(second_prompt, past_key_values=cache, **GREEDY)
+    assert got.tolist() == model.generate(second_prompt, **GREEDY).tolist()
+    assert cache.get_seq_length() == got.shape[1] - 1
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_assisted_decoding_with_rejections(models, name):
+    """Prompt lookup proposes tokens, most of which are taken back."""
+    model = models[name]
+    ids = prompt(40).repeat(1, 6)
+    for extra in ({"prompt_lookup_num_tokens": 5}, {"prompt_lookup_num_tokens": 10}):
+        expected, got = pair(model, ids, **extra)
+        assert got.tolist() == expected.tolist()
+
+
+def test_assistant_model(models):
+    model, ids = models["llama"], prompt(200)
+    torch.manual_seed(3)
+    assistant = type(model)(model.config).eval()
+    expected = model.generate(ids, assistant_model=assistant, **GREEDY)
+    with tersekv.compress(model, LOSSLESS):
+        got = model.generate(ids, assistant_model=assistant, **GREEDY)
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", HANDLES)
+def test_output_attentions(models, name):
+    """Weights come out, and sum to one over the tokens (with attention sinks: to less)."""
+    model, ids = models[name], prompt(100)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    expected = model(ids, output_attentions=True).attentions
+    model.set_attn_implementation(before)
+    with tersekv.compress(model, LOSSLESS):
+        got = model(ids, output_attentions=True).attentions
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b[..., -a.shape[-1] :], atol=2e-4, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_in_every_position(models, name):
+    """Prefill, one chunk more, then single tokens: logits as with transformers' cache."""
+    model, ids = models[name], prompt(300, batch=2)
+    expected = model(ids).logits
+    with warnings.catch_warnings(), tersekv.compress(model, LOSSLESS), torch.no_grad():
+        warnings.simplefilter("ignore")
+        cache = tersekv.CompressedCache(model.config, LOSSLESS)
+        cuts = [0, 170, 210, *range(211, 301)]
+        parts = [
+            model(ids[:, a:b], past_key_values=cache, use_cache=True).logits
+            for a, b in zip(cuts, cuts[1:], strict=False)
+        ]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=2e-4, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("recipe", ["kivi:bits=4", "qjl", "int4:group=32", "normalfloat:group=32"])
+def test_lossy_recipes_run_and_stay_close(models, name, recipe):
+    """Logits after a packed prefix stay near the full cache's: the error is the codec's, not a bug's."""
+    model, ids = models[name], prompt(260)
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+        with tersekv.compress(model, f"window:recent=16+{recipe}"):
+            cache = tersekv.CompressedCache(model.config, f"window:recent=16+{recipe}")
+            model(ids[:, :-1], past_key_values=cache)
+            got = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    assert cache.footprint().parts["codes"] > 0
+    assert torch.isfinite(got).all()
+    assert torch.nn.functional.cosine_similarity(got, expected).item() > 0.98
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_model_types(models, dtype):
+    model = MODELS["llama"]().to(dtype).eval()
+    with tersekv.compress(model, "kivi:bits=4"):
+        out = model.generate(prompt(220), return_dict_in_generate=True, **GREEDY)
+    layer = out.past_key_values.layers[0].store
+    assert layer.dtype == (torch.float16 if dtype == torch.float32 else dtype)
+    assert out.sequences.shape == (1, 260)
+
+
+def test_two_caches_on_one_model(llama):
+    """Two sequences in turns on one model do not disturb each other."""
+    a, b = prompt(150, seed=1), prompt(180, seed=2)
+    with tersekv.compress(llama, LOSSLESS), torch.no_grad():
+        caches = [tersekv.CompressedCache(llama.config, LOSSLESS) for _ in range(2)]
+        for start in range(0, 150, 50):
+            for ids, cache in ((a, caches[0]), (b, caches[1])):
+                logits = llama(ids[:, start : start + 50], past_key_values=cache).logits
+                if cache is caches[0]:
+                    first = logits
+    torch.testing.assert_close(first[:, -1], llama(a).logits[:, -1], atol=2e-4, rtol=2e-3)
+
+
+def test_context_restores_everything(llama):
+    before = (llama.config._attn_implementation, dict(llama.__dict__), len(llama._forward_pre_hooks))
+    with tersekv.compress(llama, "kivi"):
+        with tersekv.compress(llama, "int4:group=32"):
+            inner = llama.generate(prompt(5), return_dict_in_generate=True, **GREEDY).past_key_values
+            assert str(inner.recipe) == "int4:group=32"
+        outer = llama.generate(prompt(5), return_dict_in_generate=True, **GREEDY).past_key_values
+        assert str(outer.recipe) == "kivi"
+    with pytest.raises(RuntimeError, match="inside"), tersekv.compress(llama, "kivi"):
+        raise RuntimeError("inside")
+    after = (llama.config._attn_implementation, dict(llama.__dict__), len(llama._forward_pre_hooks))
+    assert after == before
+    assert "tersekv" not in AttentionInterface().valid_keys()
+
+
+def test_plain_call_in_context_uses_our_cache(llama):
+    with tersekv.compress(llama, "kivi"), torch.no_grad():
+        out = llama(prompt(200), use_cache=True)
+        assert isinstance(out.past_key_values, tersekv.CompressedCache)
+        assert llama(prompt(20), use_cache=False).past_key_values is None
+        own = DynamicCache(config=llama.config)
+        assert llama(prompt(20), past_key_values=own).past_key_values is own
+
+
+def test_cache_survives_leaving_the_context(llama):
+    """A cache filled under compress goes on outside it, decoded."""
+    ids = prompt(200)
+    with tersekv.compress(llama, LOSSLESS):
+        cache = tersekv.CompressedCache(llama.config, LOSSLESS)
+        first = llama.generate(ids, past_key_values=cache, **GREEDY)
+    with pytest.warns(UserWarning, match="not installed"):
+        got = llama.generate(first, past_key_values=cache, **GREEDY)
+    assert got.tolist() == llama.generate(first, **GREEDY).tolist()
+
+
+def test_reset_offload_prefetch(llama):
+    ids = prompt(200)
+    with tersekv.compress(llama, "kivi"), torch.no_grad():
+        cache = tersekv.CompressedCache(llama.config, "kivi")
+        first = llama(ids, past_key_values=cache).logits
+        for layer in cache.layers:
+            layer.offload()
+            layer.prefetch()
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert cache.footprint().total_bytes == 0
+        torch.testing.assert_close(llama(ids, past_key_values=cache).logits, first)
+
+
+def test_batch_operations(llama):
+    """Repeat and select rows: each row goes on as if it had been alone."""
+    ids, more = prompt(200, batch=2), prompt(4, batch=2, seed=5)
+    with tersekv.compress(llama, "qjl"), torch.no_grad():
+        cache = tersekv.CompressedCache(llama.config, "qjl")
+        llama(ids, past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3, 0]))
+        assert cache.batch_size == 2
+        got = llama(more, past_key_values=cache).logits
+        alone = tersekv.CompressedCache(llama.config, "qjl")
+        llama(ids[[1, 0]], past_key_values=alone)
+        torch.testing.assert_close(got, llama(more, past_key_values=alone).logits, atol=1e-4, rtol=1e-3)
+        cache.batch_select_indices(torch.tensor([True, False]))
+        assert cache.batch_size == 1
+
+
+def test_sliding_layers_forget(models):
+    """Packed tokens that no query can see are given back."""
+    model = models["gemma3"]
+    with tersekv.compress(model, "kivi:bits=4"), torch.no_grad():
+        cache = tersekv.CompressedCache(model.config, "kivi:bits=4")
+        for start in range(0, 1200, 300):
+            model(prompt(1200)[:, start : start + 300], past_key_values=cache)
+    sliding, full = cache.layers[0].store, cache.layers[1].store
+    assert sliding.dropped > 900
+    assert full.dropped == 0
+    assert sliding.footprint().total_bytes < full.footprint().total_bytes / 2
+
+
+def test_gradients_do_not_reach_the_store(llama):
+    with tersekv.compress(llama, "kivi"):
+        cache = tersekv.CompressedCache(llama.config, "kivi")
+        embeds = llama.get_input_embeddings()(prompt(200)).requires_grad_(True)
+        llama(inputs_embeds=embeds, past_key_values=cache).logits.sum().backward()
+    store = cache.layers[0].store
+    assert not store.sinks[0].requires_grad
+    assert not store.tail[0].data.requires_grad
+
+
+def test_errors_name_layer_and_remedy(llama):
+    with tersekv.compress(llama, "kivi"), torch.no_grad():
+        bad = llama.model.layers[1].self_attn.k_proj
+        kept = bad.weight.clone()
+        bad.weight[0, 0] = float("nan")
+        try:
+            with pytest.raises(CacheError, match=r"layer 1: keys or values hold NaN or Inf"):
+                llama(prompt(30), past_key_values=tersekv.CompressedCache(llama.config, "kivi"))
+        finally:
+            bad.weight.copy_(kept)
+        cache = tersekv.CompressedCache(llama.config, "kivi")
+        llama(prompt(30), past_key_values=cache)
+        with pytest.raises(CacheError, match="use a new cache for another batch"):
+            llama(prompt(1, batch=2), past_key_values=cache)
+        with pytest.raises(UserError, match="minus the number"):
+            cache.crop(3)
+        with pytest.raises(CacheError, match="only 30 were seen"):
+            cache.crop(-31)
+
+
+def test_models_it_cannot_serve():
+    import transformers as tf
+
+    with pytest.raises(UserError, match="encoder-decoder"):
+        tersekv.CompressedCache(tf.T5Config(), "kivi")
+    with pytest.raises(UserError, match="does not divide the head dim"):
+        tersekv.CompressedCache(tf.LlamaConfig(hidden_size=80, num_attention_heads=2), "kivi")
+    with pytest.raises(UserError, match="takes a transformers model"), tersekv.compress(object(), "kivi"):
+        pass
+
+
+def test_head_biased_masks_are_refused(llama):
+    with tersekv.compress(llama, "kivi"), torch.no_grad():
+        mask = torch.zeros(1, 1, 8, 8)
+        mask[0, 0, 3, 1] = -0.5
+        with pytest.raises(UserError, match="holds biases"):
+            llama(prompt(8), attention_mask=mask, past_key_values=tersekv.CompressedCache(llama.config, "kivi"))
+        with pytest.raises(UserError, match="the same for all heads"):
+            llama(
+                prompt(8),
+                attention_mask=torch.ones(1, 4, 8, 8, dtype=torch.bool),
+                past_key_values=tersekv.CompressedCache(llama.config, "kivi"),
+            )
+        float_mask = torch.full((8, 8), torch.finfo(torch.float32).min).triu(1)[None, None]
+        cache = tersekv.CompressedCache(llama.config, "kivi")
+        got = llama(prompt(8), attention_mask=float_mask, past_key_values=cache).logits
+    torch.testing.assert_close(got, llama(prompt(8)).logits, atol=1e-4, rtol=1e-3)
+
+
+def test_torch_compile_eager_backend(llama):
+    ids = prompt(40)
+    with tersekv.compress(llama, LOSSLESS), torch.no_grad():
+        cache = tersekv.CompressedCache(llama.config, LOSSLESS)
+        compiled = torch.compile(llama.forward, backend="eager")
+        got = compiled(ids, past_key_values=cache).logits
+    torch.testing.assert_close(got, llama(ids).logits, atol=2e-4, rtol=2e-3)
