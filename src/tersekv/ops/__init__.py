@@ -1,1 +1,1 @@
-"""Hot loops of the data path: one file per op with its contract and torch reference; backends in `cpu/` and `triton/`."""
+"""Hot loops of the data path: one file per op, contract and torch reference; backends in `cpu/`."""

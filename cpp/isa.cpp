@@ -1,0 +1,76 @@
+#include "isa.h"
+
+#include <atomic>
+#include <stdexcept>
+
+#if TERSEKV_X86
+#include <cpuid.h>
+#endif
+
+namespace tersekv {
+namespace {
+
+#if TERSEKV_X86
+// Not every supported compiler knows this name in __builtin_cpu_supports.
+bool has_f16c() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29));
+}
+
+std::vector<Isa> detect() {
+  std::string avx2, avx512;
+  const auto need = [](std::string& missing, bool present, const char* name) {
+    if (!present) missing += (missing.empty() ? "" : ", ") + std::string(name);
+  };
+  __builtin_cpu_init();
+  need(avx2, __builtin_cpu_supports("avx2"), "avx2");
+  need(avx2, __builtin_cpu_supports("fma"), "fma");
+  need(avx2, __builtin_cpu_supports("avx") && has_f16c(), "f16c");
+  avx512 = avx2;
+  need(avx512, __builtin_cpu_supports("avx512f"), "avx512f");
+  need(avx512, __builtin_cpu_supports("avx512bw"), "avx512bw");
+  need(avx512, __builtin_cpu_supports("avx512dq"), "avx512dq");
+  need(avx512, __builtin_cpu_supports("avx512vl"), "avx512vl");
+  return {{&kernels_avx512(), avx512}, {&kernels_avx2(), avx2}, {&kernels_baseline(), ""}};
+}
+#else
+std::vector<Isa> detect() { return {{&kernels_baseline(), ""}}; }
+#endif
+
+const Kernels* best() {
+  for (const Isa& isa : isas())
+    if (isa.missing.empty()) return isa.kernels;
+  return &kernels_baseline();
+}
+
+std::atomic<const Kernels*>& selected() {
+  static std::atomic<const Kernels*> kernels{best()};
+  return kernels;
+}
+
+}  // namespace
+
+const std::vector<Isa>& isas() {
+  static const std::vector<Isa> all = detect();
+  return all;
+}
+
+const Kernels& current() { return *selected().load(std::memory_order_relaxed); }
+
+void set_isa(const std::string& name) {
+  if (name == "auto") {
+    selected() = best();
+    return;
+  }
+  std::string known = "auto";
+  for (const Isa& isa : isas()) {
+    known += std::string(", ") + isa.kernels->name;
+    if (name != isa.kernels->name) continue;
+    if (!isa.missing.empty()) throw std::invalid_argument("isa: " + name + " needs CPU features: " + isa.missing);
+    selected() = isa.kernels;
+    return;
+  }
+  throw std::invalid_argument("isa: got " + name + ", this build knows " + known);
+}
+
+}  // namespace tersekv

@@ -1,0 +1,24 @@
+// Which builds of the kernels exist and which one runs.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "contract.h"
+
+namespace tersekv {
+
+const Kernels& kernels_baseline();
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512();
+
+struct Isa {
+  const Kernels* kernels;
+  std::string missing;  // empty: runs here; otherwise the CPU features it lacks
+};
+
+const std::vector<Isa>& isas();  // best first
+const Kernels& current();
+void set_isa(const std::string& name);  // "auto" or a name in isas(); throws std::invalid_argument
+
+}  // namespace tersekv

@@ -1,0 +1,10 @@
+#include "attend.h"
+#include "isa.h"
+#include "simd_avx512.h"
+
+namespace tersekv {
+const Kernels& kernels_avx512() {
+  static constexpr Kernels kernels = kernels_of<Avx512>();
+  return kernels;
+}
+}  // namespace tersekv

@@ -1,0 +1,10 @@
+#include "attend.h"
+#include "isa.h"
+#include "simd_baseline.h"
+
+namespace tersekv {
+const Kernels& kernels_baseline() {
+  static constexpr Kernels kernels = kernels_of<Baseline>();
+  return kernels;
+}
+}  // namespace tersekv

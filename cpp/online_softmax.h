@@ -1,0 +1,113 @@
+// Online softmax over chunks of scores, and the merge of partial results by log-sum-exp.
+#pragma once
+
+#include "contract.h"
+
+namespace tersekv {
+namespace {  // internal to each build of the kernels
+
+constexpr float kInfinity = __builtin_inff();
+
+// e^x for x <= 0; 0 at -inf, nan at nan.
+template <class S>
+[[gnu::always_inline]] inline typename S::F exp_negative(typename S::F x) {
+  using F = typename S::F;
+  constexpr float kLimit = -87.33f;  // below it the result would be subnormal
+  const F bounded = S::max(S::set1(kLimit), x);
+  const F n = S::round(S::mul(bounded, S::set1(1.44269504f)));
+  F r = S::fma(n, S::set1(-0.693359375f), bounded);
+  r = S::fma(n, S::set1(2.12194440e-4f), r);
+  F p = S::set1(1.9875691500e-4f);
+  p = S::fma(p, r, S::set1(1.3981999507e-3f));
+  p = S::fma(p, r, S::set1(8.3334519073e-3f));
+  p = S::fma(p, r, S::set1(4.1665795894e-2f));
+  p = S::fma(p, r, S::set1(1.6666665459e-1f));
+  p = S::fma(p, r, S::set1(5.0000001201e-1f));
+  p = S::fma(S::mul(p, r), r, S::add(r, S::set1(1.0f)));
+  return S::zero_below(x, S::scale2(p, n), kLimit);
+}
+
+template <class S>
+[[gnu::always_inline]] inline typename S::F tanh(typename S::F x) {
+  const typename S::F one = S::set1(1.0f), e = exp_negative<S>(S::mul(S::abs(x), S::set1(-2.0f)));
+  return S::with_sign(S::div(S::fma(e, S::set1(-1.0f), one), S::add(one, e)), x);
+}
+
+struct RowState {
+  float max = -kInfinity, sum = 0.0f;
+};
+
+// Turns raw scores of tokens [token, token + count) of one row into weights relative to the new maximum, in place.
+// Scores must have room up to a multiple of 16; weights there become 0. Returns the factor for what was summed before
+// and sets `any` where some weight is not zero.
+template <class S>
+float weigh(const Scores& how, const uint8_t* mask, float* score, int64_t count, RowState& state, bool& any) {
+  using F = typename S::F;
+  for (int64_t i = count; i < round_up(count, kLanes); i++) score[i] = -kInfinity;
+  F top = S::set1(-kInfinity);
+  const F cap = S::set1(how.softcap), inverse = S::set1(how.softcap ? 1.0f / how.softcap : 0.0f);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    F s = S::load(score + i);
+    if (how.softcap != 0.0f) s = S::mul(cap, tanh<S>(S::mul(s, inverse)));
+    if (mask && count - i >= kLanes) {
+      s = S::hide(s, mask + i);
+    } else if (count - i < kLanes) {
+      uint8_t seen[kLanes] = {};
+      for (int64_t k = 0; k < count - i; k++) seen[k] = mask ? mask[i + k] : 1;
+      s = S::hide(s, seen);
+    }
+    S::store(score + i, s);
+    top = S::max(top, s);
+  }
+  const float chunk_max = S::hmax(top);
+  const float max = chunk_max > state.max ? chunk_max : state.max;
+  // A row that has seen no token must not compute -inf - -inf.
+  const float safe = max == -kInfinity ? 0.0f : max;
+  const F minus = S::set1(-safe);
+  F sum = S::zero();
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const F weight = exp_negative<S>(S::add(S::load(score + i), minus));
+    S::store(score + i, weight);
+    sum = S::add(sum, weight);
+  }
+  const float factor = state.max == -kInfinity ? 0.0f : max == state.max ? 1.0f : __builtin_expf(state.max - max);
+  const float added = S::hsum(sum);
+  any |= !(added == 0.0f);
+  state.sum = state.sum * factor + added;
+  state.max = max;
+  return factor;
+}
+
+template <class S>
+void rescale(float* row, int64_t padded, float factor) {
+  if (factor == 1.0f) return;
+  const typename S::F f = S::set1(factor);
+  for (int64_t i = 0; i < padded; i += kLanes) S::store(row + i, S::mul(S::load(row + i), f));
+}
+
+inline float finish_row(const float* row, int64_t D, const RowState& state, float* out) {
+  const float inverse = state.sum == 0.0f ? 0.0f : 1.0f / state.sum;
+  for (int64_t d = 0; d < D; d++) out[d] = state.sum == 0.0f ? 0.0f : row[d] * inverse;
+  return state.sum == 0.0f ? -kInfinity : state.max + __builtin_logf(state.sum);
+}
+
+template <class S>
+void merge_rows(const Merge& call) {
+  for (int64_t row = 0; row < call.rows; row++) {
+    float max = -kInfinity, sum = 0.0f;
+    for (int64_t s = 0; s < call.segments; s++) max = call.lses[s][row] > max ? call.lses[s][row] : max;
+    const float safe = max == -kInfinity ? 0.0f : max;
+    for (int64_t s = 0; s < call.segments; s++) sum += __builtin_expf(call.lses[s][row] - safe);
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    float* out = call.out + row * call.D;
+    for (int64_t s = 0; s < call.segments; s++) {
+      const float weight = __builtin_expf(call.lses[s][row] - safe) * inverse;
+      const float* in = call.outs[s] + row * call.D;
+      for (int64_t d = 0; d < call.D; d++) out[d] = (s ? out[d] : 0.0f) + weight * in[d];
+    }
+    call.lse[row] = sum == 0.0f ? -kInfinity : max + __builtin_logf(sum);
+  }
+}
+
+}  // namespace
+}  // namespace tersekv

@@ -1,0 +1,139 @@
+#include "pool.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "contract.h"
+
+namespace tersekv {
+namespace {
+
+struct Job {
+  TaskFn fn;
+  const void* context;
+  int64_t count;
+  int helpers;  // how many more threads may join
+  std::atomic<int64_t> next{0};
+
+  void work() {
+    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) fn(context, i);
+  }
+};
+
+class Pool {
+ public:
+  const pid_t pid = getpid();
+  std::mutex callers;  // held by the one call that uses the threads
+
+  void run(Job& job) {
+    {
+      std::lock_guard lock(mutex_);
+      while (static_cast<int>(threads_.size()) < job.helpers) threads_.emplace_back([this] { loop(); });
+      job_ = &job;
+    }
+    if (job.helpers == 1)
+      wake_.notify_one();
+    else
+      wake_.notify_all();
+    job.work();
+    // Threads that have not woken by now are not waited for: they will find no job.
+    std::unique_lock lock(mutex_);
+    job_ = nullptr;
+    idle_.wait(lock, [this] { return active_ == 0; });
+  }
+
+  ~Pool() {
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+ private:
+  void loop() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      wake_.wait(lock, [this] { return stop_ || (job_ && job_->helpers > 0 && job_->next < job_->count); });
+      if (stop_) return;
+      Job& job = *job_;
+      job.helpers--;
+      active_++;
+      lock.unlock();
+      job.work();
+      lock.lock();
+      if (--active_ == 0) idle_.notify_one();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_, idle_;
+  std::vector<std::thread> threads_;
+  Job* job_ = nullptr;
+  int active_ = 0;
+  bool stop_ = false;
+};
+
+std::atomic<Pool*> instance{nullptr};
+
+// The pool of this process. After a fork the parent's threads are gone and its locks are in an unknown state, so that
+// its pool is left alone, never destroyed.
+Pool* pool() {
+  Pool* found = instance.load();
+  if (found && found->pid == getpid()) return found;
+  Pool* fresh = new Pool;
+  if (instance.compare_exchange_strong(found, fresh)) return fresh;
+  delete fresh;
+  return found;
+}
+
+struct Release {
+  void operator()(float* p) const { std::free(p); }
+};
+thread_local std::unique_ptr<float, Release> scratch;
+thread_local int64_t scratch_floats = 0;
+
+}  // namespace
+
+float* thread_scratch(int64_t floats) {
+  if (floats > scratch_floats) {
+    scratch.reset();
+    scratch_floats = 0;
+    const int64_t size = round_up(floats, 1024);
+    auto* memory = static_cast<float*>(std::aligned_alloc(64, size * sizeof(float)));
+    if (!memory) throw std::bad_alloc();
+    scratch.reset(memory);
+    scratch_floats = size;
+  }
+  return scratch.get();
+}
+
+void run_tasks(int64_t count, int threads, TaskFn fn, const void* context) {
+  const auto helpers = static_cast<int>(count < threads ? count - 1 : threads - 1);
+  if (helpers > 0) {
+    Pool* shared = pool();
+    std::unique_lock lock(shared->callers, std::try_to_lock);
+    if (lock.owns_lock()) {
+      Job job{fn, context, count, helpers};
+      shared->run(job);
+      return;
+    }
+  }
+  for (int64_t i = 0; i < count; i++) fn(context, i);
+}
+
+void shutdown_pool() {
+  Pool* found = instance.exchange(nullptr);
+  if (found && found->pid == getpid()) delete found;
+}
+
+}  // namespace tersekv

@@ -1,0 +1,17 @@
+// A small pool of sleeping threads: no spinning, so that a busy machine does not suffer.
+#pragma once
+
+#include <cstdint>
+
+namespace tersekv {
+
+using TaskFn = void (*)(const void* context, int64_t index);
+
+// Runs fn(context, i) for 0 <= i < count on up to `threads` threads, the caller among them. fn must not throw.
+// While another thread's call is using the pool, or after shutdown, the caller does all by itself.
+void run_tasks(int64_t count, int threads, TaskFn fn, const void* context);
+
+// Joins the threads; a later call starts new ones.
+void shutdown_pool();
+
+}  // namespace tersekv

@@ -1,0 +1,147 @@
+"""Which implementation of an op runs: the first whose `why_not` is None, in the order C++, torch reference.
+
+`TERSEKV_BACKEND=auto|cpu|reference` or `with forced("cpu")` takes the choice away: a forced backend runs or raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tersekv.ops import attend_grid as grid_reference
+from tersekv.ops import cpu
+from tersekv.ops import softmax as softmax_reference
+from tersekv.ops.attend_grid import GridSide
+
+BACKEND_VARIABLE = "TERSEKV_BACKEND"
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One op of one backend. `why_not` takes the call's arguments and says why `run` does not take them, or None."""
+
+    run: Callable[..., Any]
+    why_not: Callable[..., str | None]
+
+
+def _never(*call: Any) -> None:
+    """The reference takes every call."""
+
+
+BACKENDS: dict[str, dict[str, Implementation]] = {
+    "cpu": {
+        "attend_grid": Implementation(cpu.attend_grid, cpu.why_not_attend_grid),
+        "attend_exact": Implementation(cpu.attend_exact, cpu.why_not_attend_exact),
+        "merge_segments": Implementation(cpu.merge_segments, cpu.why_not_merge_segments),
+    },
+    "reference": {
+        "attend_grid": Implementation(grid_reference.attend_grid, _never),
+        "attend_exact": Implementation(softmax_reference.attend_exact, _never),
+        "merge_segments": Implementation(softmax_reference.merge_segments, _never),
+    },
+}
+
+_forced: ContextVar[str | None] = ContextVar("tersekv_backend", default=None)
+
+
+def _checked(name: str, origin: str) -> str:
+    allowed = (AUTO, *BACKENDS)
+    if name not in allowed:
+        raise ValueError(f"{origin}: got {name!r}, allowed are {', '.join(allowed)}")
+    return name
+
+
+@functools.cache
+def _from_environment() -> str:
+    """The variable's value, read once per process."""
+    return _checked(os.environ.get(BACKEND_VARIABLE) or AUTO, BACKEND_VARIABLE)
+
+
+def chosen() -> str:
+    """The forced backend's name, or "auto"."""
+    return _forced.get() or _from_environment()
+
+
+@contextmanager
+def forced(name: str) -> Iterator[None]:
+    """Run ops on one backend ("auto" for the usual choice) in this thread or task."""
+    token = _forced.set(_checked(name, "backend"))
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def _run(op: str, *call: Any) -> Any:
+    only = _forced.get() or _from_environment()
+    if only != AUTO:
+        one = BACKENDS[only][op]
+        reason = one.why_not(*call)
+        if reason is not None:
+            raise RuntimeError(f"backend {only!r} is forced and cannot run {op}: {reason}")
+        return one.run(*call)
+    for ops in BACKENDS.values():
+        one = ops[op]
+        if one.why_not(*call) is None:
+            return one.run(*call)
+    raise AssertionError(f"no backend takes {op}")
+
+
+def attend_grid(
+    query: Tensor, keys: GridSide, values: GridSide, mask: Tensor | None, scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention over a packed segment, see `tersekv.ops.attend_grid`: out [B, H, R, Dv] and lse [B, H, R]."""
+    return _run("attend_grid", query, keys, values, mask, scaling, softcap)
+
+
+def attend_exact(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention over unpacked tokens, see `tersekv.ops.softmax`: out [B, H, R, Dv] and lse [B, H, R]."""
+    return _run("attend_exact", query, key, value, mask, scaling, softcap)
+
+
+def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Join attention over disjoint token sets, see `tersekv.ops.softmax`: out [B, H, R, D] and lse [B, H, R]."""
+    return _run("merge_segments", outs, lses)
+
+
+def explain_grid(keys: GridSide, values: GridSide) -> str:
+    """Who would attend over this segment: "cpu/avx512", or "reference: <why not the kernels>"."""
+    if chosen() == "reference":
+        return "reference: forced"
+    reason = cpu.why_not_sides(keys, values)
+    if reason is None:
+        return f"cpu/{cpu.isa()}"
+    return f"cpu is forced and cannot: {reason}" if chosen() == "cpu" else f"reference: {reason}"
+
+
+def report() -> list[dict[str, Any]]:
+    """Rows {"backend", "op", "available", "detail"} for `tersekv env`."""
+    details = {"cpu": (cpu.why_not_built() is None, _cpu_detail()), "reference": (True, f"torch {torch.__version__}")}
+    return [
+        {"backend": name, "op": op, "available": details[name][0], "detail": details[name][1]}
+        for name, ops in BACKENDS.items()
+        for op in ops
+    ]
+
+
+def _cpu_detail() -> str:
+    reason = cpu.why_not_built()
+    if reason is not None:
+        return reason
+    used, notes = cpu.isa(), []
+    for name, missing in cpu.isas().items():
+        if name == used:
+            break
+        notes.append(f"{name} needs {missing}" if missing else f"{name} is there but {used} was asked for")
+    return "; ".join([f"{used}, {torch.get_num_threads()} threads", *notes])

@@ -1,0 +1,326 @@
+"""Every op on every instruction set of this machine against the reference in float64, with odd shapes.
+
+Bound: a score is a float32 sum whose error is a few ulps of Σ|q|·|k̂|, so e_s = 8·2⁻²⁴·max Σ|q|·|k̂|·scaling. A weight
+then errs by e_s relative, an output by 2·e_s + 32·2⁻²⁴ of the largest |v̂|, the log-sum-exp by e_s and its own ulps.
+Magnitudes take scale·table and offset apart, because the kernels add them apart.
+"""
+
+import functools
+import multiprocessing
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tersekv.ops import cpu
+from tersekv.ops.attend_grid import GridSide, decode_grid
+from tersekv.ops.lanes import pack_lanes
+from tersekv.ops.softmax import attend_scores
+from tersekv.ops.softmax import merge_segments as merge_reference
+
+MISSING = cpu.why_not_built()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"{MISSING}")
+ISAS = [] if MISSING else [name for name, missing in cpu.isas().items() if missing is None]
+ULP = 2.0**-24
+
+
+@pytest.fixture(params=ISAS or ["none"])
+def isa(request):
+    cpu.set_isa(request.param)
+    yield request.param
+    cpu.set_isa("auto")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch):
+    """An element that a kernel does not write shows as NaN."""
+    monkeypatch.setattr(torch, "empty", lambda shape: torch.full(tuple(shape), float("nan")))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_side(side, bits, axis, group, t, D, B=1, H=2, N=3, offset=True, dtype=torch.float16, slack=2, shared=False):
+    """A random side whose planes are slices of larger ones that hold garbage codes and NaN scales beyond N."""
+    P, L = (D, t) if side == "keys" else (t, D)
+    grouped = D if axis == "token" else t
+    group = grouped if group == "all" else group
+    codes = pack_lanes(torch.randint(0, 2**bits, (B, H, N + slack, P, L)), bits)
+
+    def plane(low, high):
+        shape = (D // group, t) if axis == "token" else (t // group, D)
+        if shared:
+            one = torch.zeros(B, H, 1, *shape).uniform_(low, high)
+            return one.to(dtype).expand(B, H, N, *shape)
+        full = torch.zeros(B, H, N + slack, *shape).uniform_(low, high).to(dtype)
+        full[:, :, N:] = float("nan")
+        return full[:, :, :N]
+
+    table = torch.linspace(-1, 1, 2**bits) + 0.1 * torch.rand(2**bits)
+    return GridSide(
+        side, bits, axis, group, t, D, codes[:, :, :N], plane(0.5, 1.5), plane(-1, 1) if offset else None, table
+    )
+
+
+def magnitude(grid):
+    apart = grid._replace(table=grid.table.abs(), scale=grid.scale.abs(), offset=None)
+    total = decode_grid(apart).double()
+    if grid.offset is not None:
+        total += decode_grid(apart._replace(table=torch.ones_like(grid.table), scale=grid.offset.abs()))
+    return total
+
+
+class Expected(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    out_bound: float
+    lse_bound: float
+
+
+def expectation(query, key, value, size, mask, scaling, softcap=None):
+    """`size`: magnitudes of keys and values."""
+    out, lse = attend_scores(query.double() @ key.double().mT, value.double(), mask, scaling, softcap)
+    if out.numel() == 0 or key.shape[2] == 0:
+        return Expected(out, lse, 0.0, 0.0)
+    score_error = 8 * ULP * ((query.abs().double() @ size[0].mT).max().item() * abs(scaling) + (softcap or 0))
+    seen = lse[lse.isfinite()].abs()
+    largest_lse = seen.max().item() if seen.numel() else 0
+    out_bound = (2 * score_error + 32 * ULP) * max(1.0, size[1].max().item())
+    return Expected(out, lse, out_bound, score_error + 16 * ULP * (1 + largest_lse))
+
+
+def compare(result, expected):
+    torch.testing.assert_close(result[0].double(), expected.out, rtol=0, atol=expected.out_bound)
+    torch.testing.assert_close(result[1].double(), expected.lse, rtol=0, atol=expected.lse_bound)
+
+
+def grid_expectation(query, keys, values, mask, scaling, softcap):
+    size = magnitude(keys), magnitude(values)
+    return expectation(query, decode_grid(keys), decode_grid(values), size, mask, scaling, softcap)
+
+
+def run_grid(keys, values, R, mask=None, scaling=0.125, softcap=None, query_scale=1.0):
+    query = torch.randn(*keys.codes.shape[:2], R, keys.head_dim) * query_scale
+    args = query, keys, values, mask, scaling, softcap
+    assert cpu.why_not_attend_grid(*args) is None
+    result = cpu.attend_grid(*args)
+    compare(result, grid_expectation(*args))
+    return args, result
+
+
+DIMS = [64, 16, 80, 96, 128, 256, 72]
+ROWS = [1, 3, 4, 5, 12, 32]
+BLOCKS = [(3, 32), (1, 64), (40, 32), (3, 128), (1, 32), (5, 48), (2, 16)]
+GROUPS = ["all", 16, "all", 32, 8]
+AXES = [("channel", "token"), ("token", "channel"), ("channel", "channel"), ("token", "token")]
+
+
+def pick(options, i, valid=lambda option: True):
+    return next(option for k in range(len(options)) if valid(option := options[(i + k) % len(options)]))
+
+
+def grid_case(i):
+    """Case i: every list above cycles at its own length, so that pairs of neighbours vary."""
+    D, Dv = DIMS[i % 7], DIMS[(i // 2 + i // 7) % 7] if i % 3 == 0 else DIMS[i % 7]
+    N, t = BLOCKS[(i + i // 7) % 7]
+    if max(D, Dv) > 128 and N > 5:
+        N = 3
+    key_axis, value_axis = AXES[i % 4]
+
+    def group(side, axis, D, i):
+        grouped, on_lanes = (D, side == "values") if axis == "token" else (t, side == "keys")
+        fits = lambda g: g == "all" or (grouped % g == 0 and (g % 16 == 0 or not on_lanes))  # noqa: E731
+        return pick(GROUPS, i, fits)
+
+    common = {"t": t, "B": 1 + i % 2, "H": 1 + i % 3, "N": N}
+    return {
+        "keys": {"side": "keys", "bits": 1 + i % 4, "axis": key_axis, "group": group("keys", key_axis, D, i), "D": D,
+                 "offset": i % 5 != 0, "shared": i % 6 == 4, **common},
+        "values": {"side": "values", "bits": 1 + (i // 4) % 4, "axis": value_axis, "D": Dv, "offset": i % 7 != 0,
+                   "group": group("values", value_axis, Dv, i + 1), "shared": i % 8 == 5, **common},
+        "R": ROWS[(i + i // 6) % 6],
+        "dtype": torch.bfloat16 if i % 3 == 1 else torch.float16,
+    }  # fmt: skip
+
+
+def grid_id(i):
+    case = grid_case(i)
+    sides = "-".join(
+        f"{s['side'][0]}{s['bits']}{s['axis'][0]}{s['group']}xD{s['D']}" for s in (case["keys"], case["values"])
+    )
+    return f"{sides}-R{case['R']}-N{case['keys']['N']}x{case['keys']['t']}"
+
+
+@functools.cache
+def grid_inputs(i):
+    """Arguments and expectation of case i, made once for all instruction sets."""
+    torch.manual_seed(i)
+    case = grid_case(i)
+    keys, values = (make_side(**case[side], dtype=case["dtype"]) for side in ("keys", "values"))
+    query = torch.randn(*keys.codes.shape[:2], case["R"], keys.head_dim)
+    args = query, keys, values, None, 0.125, None
+    return args, grid_expectation(*args)
+
+
+@pytest.mark.parametrize("i", range(56), ids=grid_id)
+def test_attend_grid(isa, i):
+    args, expected = grid_inputs(i)
+    assert cpu.why_not_attend_grid(*args) is None
+    compare(cpu.attend_grid(*args), expected)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("axis", ["token", "channel"])
+def test_attend_grid_each_layout(isa, bits, side, axis):
+    torch.manual_seed(bits)
+    other = "values" if side == "keys" else "keys"
+    one = make_side(side, bits, axis, 32, 32, 64)
+    two = make_side(other, 4, "channel", 32, 32, 64)
+    run_grid(*((one, two) if side == "keys" else (two, one)), 3)
+
+
+def make_mask(B, q, T):
+    mask = torch.rand(B, q, T) < 0.6
+    mask[:, 0] = False  # a row that sees nothing
+    mask[:, -1, : T // 2] = False  # one that starts late
+    return mask
+
+
+@pytest.mark.parametrize("q", [1, 2, 5])
+def test_mask(isa, q):
+    torch.manual_seed(q)
+    keys = make_side("keys", 4, "channel", 32, 32, 64, B=2, N=40)
+    values = make_side("values", 3, "token", 32, 32, 64, B=2, N=40)
+    mask = make_mask(2, q, 40 * 32)
+    _, (out, lse) = run_grid(keys, values, 3 * q, mask)
+    assert torch.equal(out[:, :, ::q], torch.zeros_like(out[:, :, ::q]))
+    assert lse[:, :, ::q].isneginf().all()
+    run_grid(keys, values, q, mask[:1].expand(2, -1, -1))
+    run_grid(keys, values, q, mask.mT.contiguous().mT)
+
+
+@pytest.mark.parametrize(("softcap", "scaling"), [(50.0, 0.125), (2.0, 1.0), (None, 0.7), (None, -1.0)])
+def test_softcap_and_scaling(isa, softcap, scaling):
+    torch.manual_seed(0)
+    keys, values = make_side("keys", 2, "channel", 32, 32, 64), make_side("values", 2, "token", 32, 32, 64)
+    run_grid(keys, values, 4, make_mask(1, 4, 96), scaling, softcap)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-3, 2.5e3])
+def test_extreme_scores(isa, factor):
+    torch.manual_seed(0)
+    keys, values = make_side("keys", 4, "channel", 32, 32, 64, N=40), make_side("values", 4, "token", 32, 32, 64, N=40)
+    _, (out, lse) = run_grid(keys, values, 3, query_scale=factor)
+    assert out.isfinite().all()
+    assert factor < 1 or lse.max() > 1e3
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)], ids=["no tokens", "no rows"])
+def test_empty(isa, shape):
+    N, R = shape
+    run_grid(make_side("keys", 4, "channel", 32, 32, 64, N=N), make_side("values", 4, "token", 32, 32, 64, N=N), R)
+
+
+def test_nan_in_a_scale_reaches_only_its_rows(isa):
+    torch.manual_seed(0)
+    keys, values = make_side("keys", 4, "channel", 32, 32, 64), make_side("values", 4, "token", 32, 32, 64)
+    keys.scale[:, 0, 1] = float("nan")
+    out, lse = cpu.attend_grid(torch.randn(1, 2, 3, 64), keys, values, None, 0.125, None)
+    assert out[:, 0].isnan().all()
+    assert lse[:, 0].isnan().all()
+    assert out[:, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("D", "Dv", "T", "R"), [
+    (64, 64, 129, 3), (16, 80, 1, 1), (80, 16, 40, 4), (96, 96, 257, 5), (128, 128, 600, 12), (256, 64, 3, 32),
+    (40, 72, 17, 2), (64, 64, 0, 3), (7, 5, 33, 3),
+])  # fmt: skip
+def test_attend_exact(isa, dtype, D, Dv, T, R):
+    torch.manual_seed(D + T)
+    B, H = 2, 3
+
+    def plane(D):
+        # tokens before heads, with slack of NaN after each row and after the last token
+        full = torch.full((B, T + 5, H, D + 8), float("nan"), dtype=dtype)
+        full[:, :T, :, :D] = torch.randn(B, T, H, D)
+        return full[:, :T, :, :D].transpose(1, 2)
+
+    query, key, value = torch.randn(B, H, R, D), plane(D), plane(Dv)
+    size = key.double().abs(), value.double().abs()
+    for mask, softcap in ((None, None), (make_mask(B, R, T) if T else None, 20.0)):
+        args = query, key, value, mask, D**-0.5, softcap
+        assert cpu.why_not_attend_exact(*args) is None
+        compare(cpu.attend_exact(*args), expectation(query, key, value, size, mask, D**-0.5, softcap))
+
+
+@pytest.mark.parametrize("segments", [1, 2, 4])
+@pytest.mark.parametrize("D", [16, 72])
+def test_merge_segments(isa, segments, D):
+    torch.manual_seed(segments)
+    outs = [torch.randn(2, 3, 5, D) for _ in range(segments)]
+    lses = [torch.randn(2, 3, 5) * 30 for _ in range(segments)]
+    lses[0][0] = float("-inf")
+    for out, lse in zip(outs, lses, strict=True):
+        lse[1, 1] = float("-inf")
+        out[1, 1] = 0
+    outs[-1] = outs[-1].mT.contiguous().mT
+    out, lse = cpu.merge_segments(outs, lses)
+    expected, expected_lse = merge_reference([x.double() for x in outs], [x.double() for x in lses])
+    # lse may be ±100: its ulp is 64 times that of 1, and weights inherit it
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture
+def two_threads(one_thread):
+    torch.set_num_threads(2)
+
+
+def test_threads_agree(isa, two_threads):
+    torch.manual_seed(0)
+    keys = make_side("keys", 4, "channel", 32, 32, 64, H=3, N=200)
+    values = make_side("values", 4, "token", 32, 32, 64, H=3, N=200)
+    args, (out, lse) = run_grid(keys, values, 3)
+    assert torch.equal(cpu.attend_grid(*args)[0], out), "same split, same bits"
+    torch.set_num_threads(1)
+    single, single_lse = cpu.attend_grid(*args)
+    torch.testing.assert_close(out, single, rtol=0, atol=16 * ULP)
+    torch.testing.assert_close(lse, single_lse, rtol=0, atol=16 * ULP * single_lse.abs().max().item())
+
+
+def test_calls_from_several_python_threads(two_threads):
+    from concurrent.futures import ThreadPoolExecutor
+
+    torch.manual_seed(0)
+    keys, values = (make_side(s, 4, "channel", 32, 32, 64, N=100) for s in ("keys", "values"))
+    args, (out, _) = run_grid(keys, values, 3)
+    with ThreadPoolExecutor(4) as pool:
+        for other, _ in pool.map(lambda _: cpu.attend_grid(*args), range(40)):
+            assert torch.equal(other, out)
+
+
+def _child(args, expected):
+    out, _ = cpu.attend_grid(*args)
+    os._exit(0 if torch.equal(out, expected) else 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_fork(two_threads):
+    torch.manual_seed(0)
+    keys, values = (make_side(s, 4, "channel", 32, 32, 64, N=100) for s in ("keys", "values"))
+    args, (out, _) = run_grid(keys, values, 3)  # the parent's pool exists by now
+    child = multiprocessing.get_context("fork").Process(target=_child, args=(args, out))
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0
+    assert torch.equal(cpu.attend_grid(*args)[0], out)
