@@ -12,24 +12,25 @@ import pytest
 import torch
 import transformers as tf
 
-SHAPE = dict(
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=4096,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=None,
-)
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
 HEAD = {"head_dim": 32}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-MLA = dict(
-    n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1, moe_intermediate_size=32, first_k_dense_replace=1,
-    kv_lora_rank=32, q_lora_rank=None, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32, n_shared_experts=1,
-)  # fmt: skip
+MLA = {
+    "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1, "kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
+    "v_head_dim": 32, "n_shared_experts": 1,
+}  # fmt: skip
 
 MODELS = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SHAPE, **HEAD)),
@@ -55,7 +56,8 @@ LOSSLESS = "window:sinks=4,recent=32,exact=fp32+exact:dtype=fp32"
 
 
 def build(name: str) -> tf.PreTrainedModel:
-    """A model with fixed random weights, in evaluation mode; weights are large enough for greedy choices to be clear."""
+    """A model with fixed random weights, in evaluation mode; weights are large enough for greedy choices to be
+    clear."""
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     for parameter in model.parameters():

@@ -40,8 +40,8 @@ def test_mean_and_spread(M, orthogonal):
 
 
 def test_spread_theory_per_row():
-    """sd·√M at cosine c: √(π/2 − c²) = 1.15 for i.i.d. rows and √((π/2 − 1)(1 − c²)) = 0.65 for orthogonal rows; the design
-    measured 0.67 for the latter, which holds for M = D."""
+    """sd·√M at cosine c: √(π/2 − c²) = 1.15 for i.i.d. rows and √((π/2 − 1)(1 − c²)) = 0.65 for orthogonal rows; the
+    design measured 0.67 for the latter, which holds for M = D."""
     trials, D = 300, 64
     iid = estimates(D, D, False, trials).std() * math.sqrt(D)
     orthogonal = estimates(D, D, True, trials).std() * math.sqrt(D)

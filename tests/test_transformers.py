@@ -1,21 +1,23 @@
 """Behaviours of transformers that a cache meets, on tiny models of nine architectures.
 
-With `LOSSLESS` (every token in float32, but through the packed store) each run must give the tokens of transformers' own cache.
+With `LOSSLESS` (every token in float32, but through the packed store) each run must give the tokens of transformers'
+own cache.
 """
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import pytest
 import torch
-from conftest import LOSSLESS, MODELS, prompt
 from transformers import AttentionInterface, DynamicCache
 
 import tersekv
+from conftest import LOSSLESS, MODELS, prompt
 from tersekv.errors import CacheError, UserError
 
-GREEDY = dict(max_new_tokens=40, do_sample=False, pad_token_id=0)
+GREEDY = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
 NAMES = list(MODELS)
 HANDLES = [name for name in NAMES if name != "deepseek_v3"]
 
@@ -145,10 +147,7 @@ def test_logits_equal_in_every_position(models, name):
         warnings.simplefilter("ignore")
         cache = tersekv.CompressedCache(model.config, LOSSLESS)
         cuts = [0, 170, 210, *range(211, 301)]
-        parts = [
-            model(ids[:, a:b], past_key_values=cache, use_cache=True).logits
-            for a, b in zip(cuts, cuts[1:], strict=False)
-        ]
+        parts = [model(ids[:, a:b], past_key_values=cache, use_cache=True).logits for a, b in itertools.pairwise(cuts)]
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=2e-4, rtol=2e-3)
 
 
@@ -174,7 +173,7 @@ def test_model_types(models, dtype):
     with tersekv.compress(model, "kivi:bits=4"):
         out = model.generate(prompt(220), return_dict_in_generate=True, **GREEDY)
     layer = out.past_key_values.layers[0].store
-    assert layer.dtype == (torch.float16 if dtype == torch.float32 else dtype)
+    assert layer.keys.dtype == (torch.float16 if dtype == torch.float32 else dtype)
     assert out.sequences.shape == (1, 260)
 
 
@@ -276,8 +275,8 @@ def test_gradients_do_not_reach_the_store(llama):
         embeds = llama.get_input_embeddings()(prompt(200)).requires_grad_(True)
         llama(inputs_embeds=embeds, past_key_values=cache).logits.sum().backward()
     store = cache.layers[0].store
-    assert not store.sinks[0].requires_grad
-    assert not store.tail[0].data.requires_grad
+    assert not store.keys.sinks.requires_grad
+    assert not store.keys.tail.data.requires_grad
 
 
 def test_errors_name_layer_and_remedy(llama):

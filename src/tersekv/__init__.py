@@ -4,7 +4,8 @@
     with tersekv.compress(model, "kivi:bits=4"):
         model.generate(...)
 
-Importing changes nothing elsewhere and loads neither transformers nor the native kernels; the names below load on first use.
+Importing changes nothing elsewhere and loads neither transformers nor the native kernels; the names below load on
+first use.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A recipe: which codec keys and values get, which tokens stay exact, and what single layers do differently.
 
-    recipe  = [policy "+"] coder {";" layers "=" coder}     kivi:bits=2;0-1=exact
-    coder   = method ["/" method]                           keys / values: qjl/uniform:bits=4
-    method  = name [":" option "=" value {"," ...}]         window:sinks=8,recent=64+kivi:bits=4
-    layers  = "3" | "0-14" | "-1"                           -1 is the last layer
+recipe  = [policy "+"] coder {";" layers "=" coder}     kivi:bits=2;0-1=exact
+coder   = method ["/" method]                           keys / values: qjl/uniform:bits=4
+method  = name [":" option "=" value {"," ...}]         window:sinks=8,recent=64+kivi:bits=4
+layers  = "3" | "0-14" | "-1"                           -1 is the last layer
 """
 
 from __future__ import annotations
@@ -88,14 +88,18 @@ class Recipe:
         if isinstance(recipe, Recipe):
             return recipe
         if not isinstance(recipe, str) or not recipe.strip():
-            raise UserError(f"a recipe is a string like 'kivi:bits=4', got {recipe!r}; `tersekv list` shows the methods")
+            raise UserError(
+                f"a recipe is a string like 'kivi:bits=4', got {recipe!r}; `tersekv list` shows the methods"
+            )
         head, *rest = ("".join(recipe.split())).split(";")
         policy, plus, coder = head.rpartition("+")
         layers = []
         for part in rest:
             spec, equals, override = part.partition("=")
             if not equals or not re.fullmatch(r"-?\d+|\d+-\d+", spec):
-                raise UserError(f"'{part}' in recipe '{recipe}' is no layer override; write e.g. ;0-1=exact or ;-1=exact")
+                raise UserError(
+                    f"'{part}' in recipe '{recipe}' is no layer override; write e.g. ;0-1=exact or ;-1=exact"
+                )
             layers.append((spec, _coder(override)))
         tokens = _term(policy, policies(), "token policy") if plus else Term(DEFAULT_POLICY)
         return Recipe(_coder(coder), tokens, tuple(layers))
@@ -161,9 +165,7 @@ def _coder_dict(coder: Coder) -> dict[str, Any]:
 
 def _coder_from(data: Mapping[str, Any]) -> Coder:
     values = data["values"]
-    return Coder(
-        _checked(data["keys"], methods(), "method"), _checked(values, methods(), "method") if values else None
-    )
+    return Coder(_checked(data["keys"], methods(), "method"), _checked(values, methods(), "method") if values else None)
 
 
 def _term(text: str, known: Mapping[str, Any], what: str) -> Term:

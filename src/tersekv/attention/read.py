@@ -1,7 +1,8 @@
 """Attention of new queries over a layer's store and, for a chunk, over the chunk's own exact tokens.
 
-Each segment gives an output and a log-sum-exp; `merge_segments` joins them. A few query rows read packed bytes through the
-kernels; many rows decode BLOCK_READ_TOKENS tokens at a time into a buffer, so that the cache is never decoded as a whole.
+Each segment gives an output and a log-sum-exp; `merge_segments` joins them. A few query rows read packed bytes
+through the kernels; many rows decode BLOCK_READ_TOKENS tokens at a time into a buffer, so that the cache is never
+decoded as a whole.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from tersekv.formats.grid import GridView
 from tersekv.ops import backends, softmax
-from tersekv.store.layer import ExactSegment, LayerStore, PackedSegment
+from tersekv.store.layer import LayerStore, PackedSegment
 
 BLOCK_READ_TOKENS = 1024
 """Packed tokens decoded at a time for long chunks."""
@@ -42,7 +43,7 @@ class Call:
 
 def attend_store(store: LayerStore, call: Call) -> Tensor:
     """Attention over everything in the store (the queries' own tokens included): [B, q, Hq, Dv] in the query's type."""
-    query = _grouped(call.query, store.sinks[0].shape[1])
+    query = _grouped(call.query, store.kv_heads)
     q = call.query.shape[2]
     mask = _padded_mask(store, call.mask)
     if mask is None and q > 1:
@@ -185,7 +186,7 @@ def _with_sink_logits(out: Tensor, lse: Tensor, logits: Tensor, G: int) -> Tenso
 
 def attention_weights(store: LayerStore, call: Call) -> Tensor:
     """softmax(scaling·q·K̂ᵀ) [B, Hq, q, tokens] in the query's type, for those who ask to see it; decodes every key."""
-    query = _grouped(call.query, store.sinks[0].shape[1])
+    query = _grouped(call.query, store.kv_heads)
     keys, _ = store.decoded(torch.float32)
     scores = torch.matmul(query, keys.unsqueeze(2).transpose(-1, -2)) * call.scaling
     if call.softcap is not None:

@@ -10,7 +10,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 from typing_extensions import Self
@@ -25,9 +25,10 @@ TABLE_LENGTH_TOKENS = 4096
 
 
 class TableBytes(NamedTuple):
-    """Bytes held beside the planes: `shared` once per cache, `per_head` for each sequence, layer and KV head."""
+    """Bytes held beside the planes. shared: by table, once per cache however many layers and codecs use the table;
+    per_head: for each sequence, layer and KV head."""
 
-    shared: int = 0
+    shared: dict[str, int] = {}  # noqa: RUF012 (a NamedTuple's default, never written)
     per_head: int = 0
 
 

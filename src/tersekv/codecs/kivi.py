@@ -1,8 +1,8 @@
 """KIVI (arXiv 2402.02750): keys per channel in groups of 32 tokens, values per token in groups of 32 channels.
 
-Ours keeps sinks exact and flushes whole blocks, so that between 128 and 159 of the latest tokens are exact; the authors' code
-quantises 128 keys at once when the residual of 128 is full, and slides values one by one (§3.3). True bits: 3.0 and 5.0
-for 2 and 4.
+Ours keeps sinks exact and flushes whole blocks, so that between 128 and 159 of the latest tokens are exact; the
+authors' code quantises 128 keys at once when the residual of 128 is full, and slides values one by one (§3.3). True
+bits: 3.0 and 5.0 for 2 and 4.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class NormalFloat(Codec):
 
     def table_bytes(self, head_dim: int) -> TableBytes:
         """The quantiles, float32."""
-        return TableBytes(shared=4 * 2**self.bits)
+        return TableBytes({f"normal quantiles {self.bits}": 4 * 2**self.bits})
 
     def tables(self, head_dim: int) -> list[Tensor]:
         """The tensors behind `table_bytes`."""

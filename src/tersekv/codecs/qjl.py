@@ -1,17 +1,18 @@
 """QJL (arXiv 2406.03482): keys as the signs of a Johnson-Lindenstrauss sketch.
 
 Stored per key: sign(S·k), M bits, and ‖k‖; the estimate √(π/2)/M·‖k‖·⟨S·q, sign(S·k)⟩ (Eq. 4) is unbiased (Lemma 3.2).
-Rows of S are orthogonal in blocks of D (§4.1), and the constant is the exact one for such rows (`transforms/sketch.py`).
-The few channels with the largest norm over the prompt, per KV head, have a sketch and a norm of their own (§4.1).
+Rows of S are orthogonal in blocks of D (§4.1), and the constant is the exact one for such rows
+(`transforms/sketch.py`). The few channels with the largest norm over the prompt, per KV head, have a sketch and a
+norm of their own (§4.1).
 
 What ours does differently: ‖k_in‖ and ‖k_out‖ are both stored, where the authors store ‖k‖ and ‖k_out‖ and subtract
 squares; norms are divided by √n before they are rounded to 16 bits, so that they cannot overflow; the outlier sketch is
 an independent matrix on the outlier channels, where the authors' code reuses the first rows of S. `outliers_per=group`
 picks the channels for every 32 tokens, as the authors' code does, and stores their indices.
 
-Authors' setting (head dim 128): M = 256 and an outlier sketch of 256; M = 512 and 128 in the first 15 layers; values 2 bits
-in groups of 32. With M = 2·D in place of 256 the recipe `qjl` is that at any head dim. True bits of keys, D = 128: 4.25
-(5.25 in the first layers); with `outliers_per=group` 4.27 (5.27).
+Authors' setting (head dim 128): M = 256 and an outlier sketch of 256; M = 512 and 128 in the first 15 layers; values
+2 bits in groups of 32. With M = 2·D in place of 256 the recipe `qjl` is that at any head dim. True bits of keys, D =
+128: 4.25 (5.25 in the first layers); with `outliers_per=group` 4.27 (5.27).
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ OUTLIER_SEED_OFFSET = 7_919
 
 @dataclass(frozen=True)
 class Qjl(Codec):
-    """sketch: rows M of S, 0 for 2·D. outliers: channels with a sketch of their own, 0 for none. outlier_sketch: its rows, 0
-    for 2·D. outliers_per: "prompt" or "group" (32 tokens). orthogonal: rows orthogonal in blocks of D. initial: twice the
-    rows and half the outlier rows, for the first layers. seed: of S, the same on every rank and machine."""
+    """sketch: rows M of S, 0 for 2·D. outliers: channels with a sketch of their own, 0 for none. outlier_sketch: its
+    rows, 0 for 2·D. outliers_per: "prompt" or "group" (32 tokens). orthogonal: rows orthogonal in blocks of D.
+    initial: twice the rows and half the outlier rows, for the first layers. seed: of S, the same on every rank and
+    machine."""
 
     sketch: int = 0
     outliers: int = 8
@@ -92,7 +94,8 @@ class Qjl(Codec):
         return x.square().sum(-2).topk(self.outliers, dim=-1).indices.sort(-1).values
 
     def encode(self, x: Tensor) -> Planes:
-        """x float32 [B, H, N·t, D] to planes. Sketches are taken in float64: no sign hangs on how tokens are batched."""
+        """x float32 [B, H, N·t, D] to planes. Sketches are taken in float64: no sign hangs on how tokens are
+        batched."""
         blocks = x.unflatten(2, (-1, BLOCK_TOKENS))
         D = x.shape[-1]
         main = jl_sketch(self.rows(D), D, self.seed, self.orthogonal, str(x.device))
@@ -139,9 +142,10 @@ class Qjl(Codec):
 
     def table_bytes(self, head_dim: int) -> TableBytes:
         """The matrices, float32, and the fitted channel indices."""
-        shared = 4 * self.rows(head_dim) * head_dim
+        shapes = [(self.rows(head_dim), head_dim, self.seed)]
         if self.outliers:
-            shared += 4 * self.outlier_rows(head_dim) * self.outliers
+            shapes.append((self.outlier_rows(head_dim), self.outliers, self.seed + OUTLIER_SEED_OFFSET))
+        shared = {f"sketch {M}x{D} {seed} {self.orthogonal}": 4 * M * D for M, D, seed in shapes}
         return TableBytes(shared, 2 * self.outliers if self.fits_on else 0)
 
     def tables(self, head_dim: int) -> list[Tensor]:

@@ -24,7 +24,8 @@ from tersekv.formats.grid import SCALE_DTYPES, Grid, GridView, round_scale
 
 @dataclass(frozen=True)
 class Uniform(Codec):
-    """bits: 1 to 8. axis: "token" or "channel". group: elements per range (channels or tokens). scales: fp16 or bf16."""
+    """bits: 1 to 8. axis: "token" or "channel". group: elements per range (channels or tokens). scales: fp16 or
+    bf16."""
 
     bits: int = 4
     axis: Literal["token", "channel"] = "token"
@@ -89,7 +90,7 @@ class Uniform(Codec):
 
     def table_bytes(self, head_dim: int) -> TableBytes:
         """The integers as floats; the fitted ranges."""
-        return TableBytes(shared=4 * 2**self.bits, per_head=4 * head_dim if self._whole else 0)
+        return TableBytes({f"integers {self.bits}": 4 * 2**self.bits}, per_head=4 * head_dim if self._whole else 0)
 
     def tables(self, head_dim: int) -> list[Tensor]:
         """The tensors behind `table_bytes`."""

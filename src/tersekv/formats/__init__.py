@@ -1,1 +1,1 @@
-"""How codes lie in memory: `grid` (codes × table × scale/offset), `signs` (1-bit sketches), `exact` (16/32-bit floats)."""
+"""How codes lie in memory: `grid` (codes × table × scale/offset), `signs` (1-bit sketches), `exact` (floats)."""

@@ -1,6 +1,6 @@
 """Format `exact`: tokens as they are, in 16- or 32-bit floats.
 
-    x   [t, D] per block of t = 32 tokens: token-major rows, D floats each
+x   [t, D] per block of t = 32 tokens: token-major rows, D floats each
 """
 
 from __future__ import annotations

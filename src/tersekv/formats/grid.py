@@ -1,7 +1,7 @@
 """Format `grid`: b-bit codes, a table, and a scale (and offset) per group: x̂ = scale · table[code] + offset.
 
-One layout serves int, KIVI, NormalFloat, NUQ and Lloyd-Max codecs; they differ in the table and in how codes are chosen.
-A block of t tokens of one head (t = 32 unless a group is longer) has three planes:
+One layout serves int, KIVI, NormalFloat, NUQ and Lloyd-Max codecs; they differ in the table and in how codes are
+chosen. A block of t tokens of one head (t = 32 unless a group is longer) has three planes:
 
     codes   int32 [lane groups, words, 16], drawn bit by bit in `ops/lanes.py`
               keys:   lanes are the t tokens,   the packed axis is the D channels

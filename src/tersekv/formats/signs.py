@@ -9,7 +9,8 @@ A block of t = 32 tokens of one head, sketch of M rows:
     byte 0                    byte 1
     [m7 m6 m5 m4 m3 m2 m1 m0] [m15 ... m8] ...
 
-A view may hold several such sketches, each of its own channels, whose estimates add up (QJL: ordinary and outlier channels).
+A view may hold several such sketches, each of its own channels, whose estimates add up (QJL: ordinary and outlier
+channels).
 """
 
 from __future__ import annotations
@@ -105,5 +106,7 @@ class SignsView(View):
         parts = []
         for s in self.sketches:
             signs = unpack_signs(s.signs, s.sketch.shape[0])
-            parts.append(torch.matmul(s.query(query), signs.transpose(-1, -2)) * (s.norms.float() * s.factor)[:, :, None])
+            parts.append(
+                torch.matmul(s.query(query), signs.transpose(-1, -2)) * (s.norms.float() * s.factor)[:, :, None]
+            )
         return torch.stack(parts).sum(0)

@@ -1,1 +1,1 @@
-"""Hugging Face transformers: the cache, the attention that reads packed bytes, and models. Only this folder imports it."""
+"""Hugging Face transformers: cache, attention that reads packed bytes, models. Only this folder imports it."""

@@ -56,10 +56,10 @@ class CompressedLayer(CacheLayerMixin):
     def _check(self, keys: Tensor, values: Tensor) -> None:
         if self.store is None:
             return
-        B, H = self.store.sinks[0].shape[:2]
-        if keys.shape[:2] != (B, H) or keys.shape[-1] != self.store.key_dim:
+        B, H, D = self.store.batch_size, self.store.kv_heads, self.store.keys.head_dim
+        if keys.shape[:2] != (B, H) or keys.shape[-1] != D:
             raise CacheError(
-                f"layer {self.index} holds batch {B} × {H} heads × {self.store.key_dim}, got keys {tuple(keys.shape)}; "
+                f"layer {self.index} holds batch {B} × {H} heads × {D}, got keys {tuple(keys.shape)}; "
                 "use a new cache for another batch, or batch_repeat_interleave / batch_select_indices"
             )
 
@@ -99,7 +99,7 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         """Rows of the batch."""
-        return -1 if self.store is None else self.store.sinks[0].shape[0]
+        return -1 if self.store is None else self.store.batch_size
 
     # ------------------------------------------------------------------ changing
 
@@ -123,14 +123,14 @@ class CompressedLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times."""
         if self.store is not None:
-            rows = torch.arange(self.batch_size, device=self.store.sinks[0].device)
+            rows = torch.arange(self.batch_size, device=self.store.device)
             self.store.select(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows: indices or a bool mask."""
         if self.store is not None:
             rows = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
-            self.store.select(rows.to(self.store.sinks[0].device))
+            self.store.select(rows)
 
     def reset(self) -> None:
         """Forget all tokens and what was fitted on them."""
@@ -140,7 +140,7 @@ class CompressedLayer(CacheLayerMixin):
     def offload(self) -> None:
         """Move the bytes to the host."""
         if self.store is not None:
-            self.home = self.store.sinks[0].device
+            self.home = self.store.device
             self.store.to("cpu")
 
     def prefetch(self) -> None:
@@ -156,8 +156,8 @@ class CompressedCache(Cache):
         config: the model's config (`model.config`).
         recipe: a recipe string or `Recipe`, for example "kivi:bits=2".
 
-    Under `tersekv.compress(model, …)` attention reads the packed bytes; with any other attention implementation `update` hands
-    out decoded tensors (slower; said once in a warning).
+    Under `tersekv.compress(model, …)` attention reads the packed bytes; with any other attention implementation
+    `update` hands out decoded tensors (slower; said once in a warning).
 
     Raises:
         UserError: unknown recipe, options that do not fit the model's head dim, or a model it cannot serve.
@@ -199,7 +199,9 @@ class CompressedCache(Cache):
 
     def footprint(self) -> Footprint:
         """Bytes held by part, over all attention layers; tables shared by layers count once."""
-        stores = [layer.store for layer in self.layers if isinstance(layer, CompressedLayer) and layer.store is not None]
+        stores = [
+            layer.store for layer in self.layers if isinstance(layer, CompressedLayer) and layer.store is not None
+        ]
         footprint = Footprint.sum(store.footprint() for store in stores)
         tables = {table.data_ptr(): table for store in stores for table in store.tables()}
         footprint.parts["tables"] = sum(table.numel() * table.element_size() for table in tables.values())

@@ -47,13 +47,13 @@ _installed = 0
 
 def _register(undo: ExitStack) -> None:
     """Make the attention and its mask known to transformers while at least one context is open."""
-    global _installed  # noqa: PLW0603
+    global _installed
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
     _installed += 1
 
     def unregister() -> None:
-        global _installed  # noqa: PLW0603
+        global _installed
         _installed -= 1
         if _installed == 0:
             AttentionInterface._global_mapping.pop(ATTENTION_NAME, None)
@@ -64,11 +64,14 @@ def _register(undo: ExitStack) -> None:
 
 def _provide_cache(model: PreTrainedModel, recipe: Recipe, undo: ExitStack) -> None:
     """Give `generate` and plain calls a compressed cache where they would make their own."""
-    original = model._prepare_cache_for_generation
+    original: Any = model._prepare_cache_for_generation
     shadowed = model.__dict__.get("_prepare_cache_for_generation")
 
     def prepare(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        wanted = generation_config.use_cache is not False and generation_config.cache_implementation in (None, "dynamic")
+        wanted = generation_config.use_cache is not False and generation_config.cache_implementation in (
+            None,
+            "dynamic",
+        )
         if wanted and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = CompressedCache(model.config, recipe)
         return original(generation_config, model_kwargs, *args, **kwargs)

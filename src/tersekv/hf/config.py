@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.errors import UserError
+from tersekv.store.estimate import CacheShape
 
-ATTENTION_TYPES = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+ATTENTION_TYPES = {
+    "full_attention": None,
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}
 LINEAR_TYPES = ("linear_attention", "conv")
 DUMMY_TYPES = ("moe", "mlp", "dummy")
 
@@ -53,7 +59,8 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The decoder's part of a config."""
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(
-            f"{config.model_type} is an encoder-decoder; tersekv serves decoder-only models, use transformers' own cache"
+            f"{config.model_type} is an encoder-decoder; tersekv serves decoder-only models, "
+            "use transformers' own cache"
         )
     return config.get_text_config(decoder=True)
 
@@ -68,6 +75,16 @@ def attention_layers(config: PreTrainedConfig) -> list[LayerKind]:
         types = [name] * config.num_hidden_layers
     modes = getattr(config, "kv_sharing_modes", None) or [None] * len(types)
     return [_kind(config, "dummy" if mode == "reuse" else name) for name, mode in zip(types, modes, strict=True)]
+
+
+def cache_shape(config: PreTrainedConfig) -> CacheShape:
+    """Shapes for `store.estimate.predict`."""
+    config = text_config(config)
+    shape = AttentionShape.of(config)
+    windows = tuple(kind.window for kind in attention_layers(config) if kind.type == "attention")
+    dtype = getattr(config, "dtype", None)
+    known = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+    return CacheShape(windows, shape.kv_heads, shape.key_dim, shape.value_dim, known)
 
 
 def _kind(config: PreTrainedConfig, name: str) -> LayerKind:

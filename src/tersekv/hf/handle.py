@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 class PendingTokens:
     """The keys or values of the tokens of one call, not in the store yet.
 
-    Attention modules pass it on untouched from `update` to the attention function, which reads the store and then commits.
-    Anything else that opens it gets the decoded tensor [B, H, tokens, D] and commits by that, slower but right.
+    Attention modules pass it on untouched from `update` to the attention function, which reads the store and then
+    commits. Anything else that opens it gets the decoded tensor [B, H, tokens, D] and commits by that, slower but
+    right.
     """
 
     def __init__(self, layer: CompressedLayer, keys: Tensor, values: Tensor) -> None:

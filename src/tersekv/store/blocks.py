@@ -1,7 +1,7 @@
 """Buffers that grow: packed blocks (append-only) and the exact tail.
 
-Capacity grows by a thirty-second of what is there, at least two blocks, so that slack stays near 3 % and each byte is moved
-about 32 times however long the sequence becomes.
+Capacity grows by a thirty-second of what is there, at least two blocks, so that slack stays near 3 % and each byte is
+moved about 32 times however long the sequence becomes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ from tersekv.store.footprint import Footprint
 
 GROWTH = 32
 MIN_SPARE_BLOCKS = 2
+
+
+def spare_blocks(used: int) -> int:
+    """Blocks allocated beyond `used` when a buffer grows."""
+    return max(MIN_SPARE_BLOCKS, used // GROWTH)
 
 
 class BlockBuffer:
@@ -58,7 +63,7 @@ class BlockBuffer:
     def _grow(self, n: int) -> None:
         """Room for n more blocks and some spare; blocks that were dropped in front are given back."""
         used = len(self)
-        capacity = used + n + max(MIN_SPARE_BLOCKS, (used + n) // GROWTH)
+        capacity = used + n + spare_blocks(used + n)
         for name, plane in self._planes.items():
             grown = plane.new_empty((*plane.shape[:2], capacity, *plane.shape[3:]))
             grown[:, :, :used] = plane[:, :, self.start : self.stop]

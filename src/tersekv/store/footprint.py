@@ -12,8 +12,8 @@ PARTS = ("codes", "scales and norms", "tables", "exact sinks", "exact window", "
 class Footprint:
     """What a cache, or a layer of it, holds.
 
-    parts: bytes by part. tokens: tokens seen. elements: key and value elements of the tokens that a full cache would hold
-    (batch × layers × heads × tokens × (Dk + Dv)); ratios and bits are per such element.
+    parts: bytes by part. tokens: tokens seen. elements: key and value elements of the tokens that a full cache would
+    hold (batch × layers × heads × tokens × (Dk + Dv)); ratios and bits are per such element.
     """
 
     tokens: int = 0

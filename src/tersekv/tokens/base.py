@@ -13,8 +13,8 @@ from tersekv.formats.exact import DTYPES
 
 @dataclass(frozen=True)
 class TokenPolicy:
-    """sinks: first tokens kept exact. recent: latest tokens kept exact, at least. exact: their type; "auto" is the model's
-    own where it has 16 bits, else fp16."""
+    """sinks: first tokens kept exact. recent: latest tokens kept exact, at least. exact: their type; "auto" is the
+    model's own where it has 16 bits, else fp16."""
 
     sinks: int = 4
     recent: int = 128

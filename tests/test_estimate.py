@@ -1,0 +1,91 @@
+"""The estimate from a config is what a real cache holds; KVQuant's tables come out as printed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tersekv
+from conftest import MODELS, prompt
+from tersekv.errors import UserError
+from tersekv.hf.config import cache_shape
+from tersekv.store import kvquant_tables as kvquant
+from tersekv.store.estimate import KNOWN, predict
+
+RECIPES = [
+    "kivi:bits=2",
+    "qjl",
+    "int4:group=32",
+    "kivi:bits=4;0=exact",
+    "uniform:axis=channel,group=0/normalfloat:group=32",
+]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("tokens", [1, 100, 700])
+def test_estimate_is_what_a_cache_holds(models, name, recipe, tokens):
+    model = models[name]
+    if name == "qwen2":
+        recipe = (
+            recipe.replace("kivi:", "kivi:group=16,")
+            .replace("group=32", "group=16")
+            .replace("qjl", "qjl:value_group=16")
+        )
+    with tersekv.compress(model, recipe), torch.no_grad():
+        cache = tersekv.CompressedCache(model.config, recipe)
+        model(prompt(tokens, batch=2), past_key_values=cache)
+    held = cache.footprint()
+    shape = cache_shape(model.config)
+    expected = predict(shape.__class__(**{**shape.__dict__, "dtype": torch.float32}), recipe, tokens, batch=2)
+    assert held.parts == expected.parts
+    assert held.elements == expected.elements
+    assert held.bits_per_element == expected.bits_per_element
+
+
+def test_shape_of_every_test_model(models):
+    for name in MODELS:
+        assert len(cache_shape(models[name].config).windows) == 3
+
+
+def test_unfit_recipe():
+    with pytest.raises(UserError, match="does not divide"):
+        predict(KNOWN["LLaMA-7B"], "int4:group=48", 1000)
+
+
+# KVQuant, arXiv 2401.18079v6: Table 8 and Table 1 for LLaMA-7B at 128K, in GB, as printed
+PRINTED_7B_128K = {
+    "fp16": 64.0, "nuq4": 16.0, "nuq4-1%": 17.3, "nuq3": 12.0, "nuq3-1%": 13.3, "nuq2": 8.0, "nuq2-1%": 9.3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("label", PRINTED_7B_128K)
+def test_table_8_as_printed(label):
+    rows = {(row.model, row.label): row.gigabytes for row in kvquant.table_8()}
+    assert round(rows["LLaMA-7B", label]["128K"], 1) == PRINTED_7B_128K[label]
+
+
+def test_statements_of_appendix_a():
+    """65B at nuq2-1% takes 46.5 GB; nuq2 brings 7B to 64 GB at 1M; 7B at 10M (nuq2) and 65B at 1M (nuq3) go into eight
+    80-GB devices (the former only just: 640 GB); nuq4-1% compresses 3.7 times."""
+    rows = {(row.model, row.label): row.gigabytes for row in kvquant.table_8()}
+    assert round(rows["LLaMA-65B", "nuq2-1%"]["128K"], 1) == 46.5
+    assert round(rows["LLaMA-7B", "nuq2"]["1M"]) == 64
+    assert round(rows["LLaMA-7B", "nuq2"]["10M"], -1) == 640
+    assert rows["LLaMA-65B", "nuq3"]["1M"] < 640
+    assert round(rows["LLaMA-7B", "fp16"]["128K"] / rows["LLaMA-7B", "nuq4-1%"]["128K"], 1) == 3.7
+
+
+def test_average_bits_of_table_1():
+    """Printed ranges over the models: 4.00-4.02, 4.32-4.35 and so on."""
+    for bits in (2, 3, 4):
+        for shape in KNOWN.values():
+            assert bits <= round(kvquant.average_bits(shape, bits, 0.0), 2) <= bits + 0.02
+            assert bits + 0.32 <= round(kvquant.average_bits(shape, bits, 0.01), 2) <= bits + 0.35
+
+
+def test_table_7_has_every_model_twice():
+    rows = kvquant.table_7()
+    assert len(rows) == 4 * 2 * 2
+    first = rows[0].gigabytes
+    assert (round(first["model"], 1), first["32K"], first["128K"]) == (12.6, 16.0, 64.0)

@@ -1,0 +1,125 @@
+"""Recipes: grammar, JSON, layers, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tersekv.codecs import methods
+from tersekv.errors import UserError
+from tersekv.recipe import Recipe
+from tersekv.tokens import policies
+
+STRINGS = [
+    "kivi",
+    "kivi:bits=4",
+    "qjl/uniform:bits=4",
+    "qjl:orthogonal=false,sketch=100",
+    "window:recent=64,sinks=8+kivi:bits=4",
+    "kivi:bits=2;0-1=exact;-1=int4",
+    "window:exact=bf16+qjl/kivi:bits=4;3=exact/int4:group=32",
+]
+
+
+@pytest.mark.parametrize("text", STRINGS)
+def test_round_trips(text):
+    recipe = Recipe.parse(text)
+    assert str(recipe) == text
+    assert Recipe.parse(str(recipe)) == recipe
+    assert Recipe.from_json(recipe.to_json()) == recipe
+    assert Recipe.parse(recipe) is recipe
+    assert hash(recipe) == hash(Recipe.parse(text))
+
+
+def test_spaces_and_order_do_not_matter():
+    assert Recipe.parse(" window : sinks=8 , recent=64 + kivi : bits = 4 ") == Recipe.parse(
+        "window:recent=64,sinks=8+kivi:bits=4"
+    )
+
+
+names = st.sampled_from(sorted(methods()))
+
+
+@given(keys=names, values=st.none() | names, layer=st.integers(0, 5), sinks=st.integers(0, 99))
+def test_any_composition_round_trips(keys, values, layer, sinks):
+    text = f"window:sinks={sinks}+{keys}" + (f"/{values}" if values else "") + f";{layer}={keys}"
+    recipe = Recipe.parse(text)
+    assert Recipe.parse(str(recipe)) == recipe == Recipe.from_json(recipe.to_json())
+    assert recipe.plan(layer, 6).policy.sinks == sinks
+
+
+def test_plan_per_layer():
+    recipe = Recipe.parse("kivi:bits=2;0-1=exact;-1=int4;5=kivi:bits=3")
+    bits = [recipe.plan(i, 8).keys.true_bits(64) for i in range(8)]
+    assert bits == [16, 16, 3, 3, 3, 4, 3, 4.5]
+
+
+def test_sides():
+    plan = Recipe.parse("kivi:bits=4/int4").plan(0, 2)
+    assert (plan.keys.side, plan.keys.options()["axis"]) == ("keys", "channel")
+    assert (plan.values.side, plan.values.options()["group"]) == ("values", 64)
+
+
+def test_initial_layers_of_a_composed_recipe():
+    recipe = Recipe.parse("qjl/kivi:bits=4")
+    assert [recipe.plan(i, 30).keys.options()["initial"] for i in (0, 14, 15, 29)] == [True, True, False, False]
+    assert {recipe.plan(i, 30).values.options()["bits"] for i in range(30)} == {4}
+    swapped = Recipe.parse("kivi:bits=4/qjl")
+    assert {type(swapped.plan(i, 30).keys).__name__ for i in range(30)} == {"Uniform"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kivy", "unknown method 'kivy', did you mean 'kivi'"),
+        ("zzz", "unknown method 'zzz'; known are"),
+        ("windw+kivi", "unknown token policy 'windw', did you mean 'window'"),
+        ("kivi:bit=2", "method 'kivi' has no option 'bit', did you mean 'bits'"),
+        ("window:sink=1+kivi", "did you mean 'sinks'"),
+        ("kivi:bits=9", "bits=9 is out of range; allowed are 1 to 8"),
+        ("kivi:bits=2.5", "bits takes a whole number"),
+        ("kivi:bits=two", "bits takes a whole number"),
+        ("kivi:bits", "'bits' in 'kivi:bits' is no option"),
+        ("kivi:bits=2,bits=3", "stands twice"),
+        ("qjl:orthogonal=maybe", "takes true or false"),
+        ("window:sinks=-1+kivi", "sinks=-1 is negative"),
+        ("window:exact=fp8+kivi", "exact=fp8 is not allowed"),
+        ("kivi;x=exact", "no layer override"),
+        ("kivi;3", "no layer override"),
+        ("kivi;3=exakt", "did you mean 'exact'"),
+        ("", "a recipe is a string like"),
+        (None, "a recipe is a string like"),
+    ],
+)
+def test_mistakes(text, message):
+    with pytest.raises(UserError, match=message):
+        Recipe.parse(text)
+
+
+@pytest.mark.parametrize("layers", ["8", "3-9", "5-3", "-9"])
+def test_layers_that_do_not_exist(layers):
+    with pytest.raises(UserError, match="the model has layers 0 to 7"):
+        Recipe.parse(f"kivi;{layers}=exact").plan(0, 8)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"keys": {"name": "kivi"}})])
+def test_wrong_json(text):
+    with pytest.raises(UserError, match="no recipe in JSON"):
+        Recipe.from_json(text)
+
+
+def test_json_is_checked_like_strings():
+    data = json.loads(Recipe.parse("kivi").to_json())
+    data["keys"]["options"] = {"bits": 99}
+    with pytest.raises(UserError, match="bits=99 is out of range"):
+        Recipe.from_json(json.dumps(data))
+    data["keys"]["options"] = {"bit": 2}
+    with pytest.raises(UserError, match="has no option 'bit'"):
+        Recipe.from_json(json.dumps(data))
+
+
+def test_policies_are_found_in_their_folder():
+    assert "window" in policies()

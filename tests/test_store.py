@@ -1,0 +1,236 @@
+"""The store of a layer: what stays exact, what is packed, and that nothing depends on how tokens were fed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tersekv.codecs import methods
+from tersekv.errors import CacheError
+from tersekv.recipe import Recipe
+from tersekv.store.footprint import PARTS, Footprint
+from tersekv.store.layer import ROLLBACK_TOKENS, LayerStore
+
+UNFITTED = ["kivi:bits=2", "kivi:bits=4", "int4", "normalfloat", "qjl:outliers=0", "qjl:outliers_per=group", "exact"]
+
+
+def tokens(T: int, B: int = 1, H: int = 2, D: int = 64, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(B, H, T, D, generator=generator), torch.randn(B, H, T, D, generator=generator)
+
+
+def store(recipe: str, keys: Tensor, values: Tensor, window: int | None = None) -> LayerStore:
+    return LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values, window)
+
+
+def fed(recipe: str, keys: Tensor, values: Tensor, cuts: list[int], window: int | None = None) -> LayerStore:
+    s = store(recipe, keys, values, window)
+    for a, b in itertools.pairwise(cuts):
+        s.append(keys[:, :, a:b], values[:, :, a:b])
+    return s
+
+
+def contents(s: LayerStore) -> list[Tensor]:
+    """Every byte in use."""
+    planes = [plane for side in s.sides for plane in side.packed.planes().values()]
+    return [*planes, *(x for side in s.sides for x in (side.sinks, side.tail.data))]
+
+
+@pytest.mark.parametrize("recipe", UNFITTED)
+@pytest.mark.parametrize("cuts", [[0, 400], [0, 1, 400], [0, 5, 200, 201, 399, 400], list(range(401))])
+def test_bytes_do_not_depend_on_how_tokens_were_fed(recipe, cuts):
+    keys, values = tokens(400)
+    once = fed(recipe, keys, values, [0, 400])
+    parts = fed(recipe, keys, values, cuts)
+    for a, b in zip(contents(once), contents(parts), strict=True):
+        assert torch.equal(a, b)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 120), min_size=1, max_size=8), st.integers(0, 40), st.integers(0, 9))
+def test_any_chunking(chunks, recent, sinks):
+    total = sum(chunks)
+    keys, values = tokens(total, D=32)
+    recipe = f"window:recent={recent},sinks={sinks}+kivi:bits=2"
+    cuts = [0]
+    for chunk in chunks:
+        cuts.append(cuts[-1] + chunk)
+    s = fed(recipe, keys, values, cuts)
+    for a, b in zip(contents(s), contents(fed(recipe, keys, values, [0, total])), strict=True):
+        assert torch.equal(a, b)
+    assert s.keys.sinks.shape[2] + s.packed_tokens + s.keys.tail.tokens == s.seen == total
+    assert s.keys.sinks.shape[2] == min(total, sinks)
+    assert s.keys.tail.tokens >= min(recent, total - s.keys.sinks.shape[2])
+    assert s.keys.tail.tokens < recent + s.flush_tokens
+
+
+def test_codecs_fitted_on_the_prompt_say_so():
+    keys, _ = tokens(400)
+    for name in methods():
+        pair = methods()[name].build()
+        for codec in (pair.keys, pair.values):
+            assert (codec.fit(keys) is codec) == (codec.fits_on is None)
+    assert methods()["qjl"].build().keys.fits_on == "prompt"
+
+
+def test_order_and_exactness():
+    """Sinks and window come back as they were (in the exact type); the middle is close."""
+    keys, values = tokens(500)
+    s = fed("kivi:bits=4", keys, values, [0, 500])
+    decoded = s.decoded(torch.float32)
+    for x, back in zip((keys, values), decoded, strict=True):
+        exact = x.half().float()
+        assert torch.equal(back[:, :, :4], exact[:, :, :4])
+        assert torch.equal(back[:, :, -s.keys.tail.tokens :], exact[:, :, -s.keys.tail.tokens :])
+        assert (back - x).square().mean() < 0.02
+    assert s.keys.tail.tokens >= 128
+
+
+def test_empty_and_one_token():
+    keys, values = tokens(1)
+    s = fed("kivi", keys, values, [0, 1])
+    assert (s.seen, s.packed_tokens, s.keys.sinks.shape[2], s.keys.tail.tokens) == (1, 0, 1, 0)
+    assert s.packed_segment() is None
+    assert torch.equal(s.decoded(torch.float32)[0], keys.half().float())
+
+
+def test_different_blocks_for_keys_and_values():
+    """Key groups of 128 tokens beside value blocks of 32: flushes come in 128s."""
+    keys, values = tokens(700)
+    s = fed("uniform:axis=channel,group=128/int4", keys, values, [0, 300, 700])
+    assert s.flush_tokens == 128
+    assert s.packed_tokens == (700 - 4 - 128) // 128 * 128
+    assert s.decoded(torch.float32)[1].shape == values.shape
+
+
+def test_footprint_counts_the_tensors_held():
+    keys, values = tokens(1000, B=2, H=3)
+    s = fed("kivi:bits=4", keys, values, [0, 900, 1000])
+    footprint = s.footprint()
+    packed = [plane for side in s.sides for plane in side.packed._planes.values()]
+    held = [*packed, *(x for side in s.sides for x in (side.sinks, side.tail._data))]
+    assert footprint.total_bytes == sum(x.numel() * x.element_size() for x in held)
+    assert footprint.tokens == 1000
+    assert footprint.elements == 2 * keys.numel()
+    coded = s.packed_tokens * 2 * 3 * 64 * 2
+    assert footprint.parts["codes"] == coded * 4 // 8
+    assert footprint.parts["scales and norms"] == coded * 1 // 8
+    assert footprint.parts["exact sinks"] == 2 * 3 * 4 * 64 * 2 * 2
+    assert footprint.parts["exact window"] == 2 * 3 * s.keys.tail.tokens * 64 * 2 * 2
+    assert set(footprint.parts) == set(PARTS)
+
+
+def test_slack_stays_small():
+    """Growing token by token leaves at most 1/32 of the blocks unused, or two, plus one block of window."""
+    keys, values = tokens(4000, H=1)
+    s = fed("kivi:bits=2", keys, values, [0, *range(3000, 4001)])
+    blocks = s.packed_tokens // 32
+    assert s.keys.packed.capacity - blocks <= max(2, blocks // 32 + 1)
+
+
+def test_ratios():
+    footprint = Footprint(10, 1000)
+    footprint.parts["codes"] = 500
+    assert footprint.bits_per_element == 4.0
+    assert (footprint.ratio(16), footprint.ratio(8)) == (4.0, 2.0)
+    assert Footprint().ratio() == 0.0
+
+
+@pytest.mark.parametrize("removed", [0, 1, 50, 128, 160, 161, 200, 396, 397, 399, 400])
+def test_crop_then_go_on(removed):
+    """After taking tokens back, feeding them again gives the same tokens, exact where they are exact."""
+    keys, values = tokens(400)
+    s = fed("exact:dtype=fp16", keys, values, [0, 400])
+    s.crop(removed)
+    assert s.seen == 400 - removed
+    torch.testing.assert_close(s.decoded(torch.float32)[0], keys[:, :, : 400 - removed].half().float())
+    s.append(keys[:, :, 400 - removed :], values[:, :, 400 - removed :])
+    torch.testing.assert_close(s.decoded(torch.float32)[1], values.half().float())
+
+
+def test_crop_inside_the_window_changes_no_packed_byte():
+    keys, values = tokens(400)
+    s = fed("kivi:bits=2", keys, values, [0, 400])
+    before = [plane.clone() for side in s.sides for plane in side.packed.planes().values()]
+    s.crop(100)
+    after = [plane for side in s.sides for plane in side.packed.planes().values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_select_rows():
+    keys, values = tokens(300, B=3)
+    s = fed("qjl", keys, values, [0, 300])
+    whole = s.decoded(torch.float32)
+    rows = torch.tensor([2, 2, 0])
+    s.select(rows)
+    for a, b in zip(s.decoded(torch.float32), whole, strict=True):
+        assert torch.equal(a, b[rows])
+
+
+def test_left_padded_rows_have_their_own_sinks():
+    keys, values = tokens(300, B=2)
+    keys[0, :, :50] = 1e4  # what stands in the padding must not matter
+    s = store("kivi:bits=2", keys, values)
+    s.append(keys, values, torch.tensor([50, 0]))
+    assert torch.equal(s.keys.sinks[0], keys[0, :, 50:54].half())
+    assert torch.equal(s.keys.sinks[1], keys[1, :, :4].half())
+    decoded = s.decoded(torch.float32)[0]
+    assert torch.equal(decoded[0, :, 50:54], keys[0, :, 50:54].half().float())
+    assert (decoded[0, :, 54:150] - keys[0, :, 54:150]).square().mean() < 0.3
+    with pytest.raises(CacheError, match="left-padded"):
+        s.crop(250)
+    s.crop(300)
+    assert s.seen == 0
+
+
+def test_rows_too_short_for_own_sinks_keep_the_common_ones():
+    keys, values = tokens(6, B=2)
+    s = store("kivi", keys, values)
+    s.append(keys, values, torch.tensor([5, 0]))
+    assert s.padding is None
+    assert s.keys.sinks.shape[2] == 4
+
+
+def test_sliding_window_gives_memory_back():
+    keys, values = tokens(3000)
+    window = 100
+    grown = fed("kivi:bits=2", keys, values, [0, *range(1000, 3001)], window)
+    once = fed("kivi:bits=2", keys, values, [0, 3000], window)
+    for s in (grown, once):
+        kept = s.seen - s.dropped
+        assert window + ROLLBACK_TOKENS <= kept < window + ROLLBACK_TOKENS + 3 * s.flush_tokens
+        assert s.footprint().parts["exact sinks"] == 0
+        assert s.footprint().total_bytes < 3000 * 64 * 2 * 2
+    common = 3000 - max(grown.dropped, once.dropped)
+    a, b = (s.decoded(torch.float32)[0][:, :, -common:] for s in (grown, once))
+    assert torch.equal(a, b)
+    once.crop(ROLLBACK_TOKENS)
+    with pytest.raises(CacheError, match="sliding window 100"):
+        once.crop(500)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_not_finite(value):
+    keys, values = tokens(40)
+    values[0, 1, 7, 3] = value
+    with pytest.raises(CacheError, match="NaN or Inf"):
+        fed("kivi", keys, values, [0, 40])
+
+
+def test_values_that_float16_cannot_hold():
+    keys, values = tokens(40)
+    keys[0, 0, 0, 0] = 1e5
+    with pytest.raises(CacheError, match="use the policy option exact=bf16"):
+        fed("kivi", keys, values, [0, 40])
+    assert fed("window:exact=bf16+kivi", keys, values, [0, 40]).seen == 40
+
+
+def test_crop_more_than_seen():
+    keys, values = tokens(40)
+    with pytest.raises(CacheError, match="only 40 were seen"):
+        fed("kivi", keys, values, [0, 40]).crop(41)
