@@ -85,3 +85,42 @@ def data_folder() -> Path | None:
     """The folder with test texts beside the checkout, where there is one."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"
     return folder if folder.is_dir() else None
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|answer|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Llama of two layers with random weights and one token per byte, saved as a folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("tiny")
+    specials = ["<|end|>", "<|user|>", "<|answer|>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*specials, *letters])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = tf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", additional_special_tokens=specials[1:]
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(
+        vocab_size=259,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    tf.LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)

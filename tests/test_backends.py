@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from tersekv.errors import UserError
 from tersekv.ops import backends, cpu
 from tersekv.ops.attend_grid import GridSide
 from tersekv.ops.attend_grid import attend_grid as reference
@@ -75,7 +76,7 @@ def test_forced_raises_where_it_cannot(call):
     call[1] = make_side("keys", bits=5)
     assert backends.explain_grid(call[1], call[2]) == "reference: keys have 5 bits, the native kernels take 1 to 4"
     text = "'cpu' is forced and cannot run attend_grid: keys have 5 bits"
-    with pytest.raises(RuntimeError, match=text), backends.forced("cpu"):
+    with pytest.raises(UserError, match=text), backends.forced("cpu"):
         backends.attend_grid(*call)
     backends.attend_grid(*call)
 
@@ -162,7 +163,7 @@ def test_without_the_extension(call, without_extension):
     torch.testing.assert_close(backends.attend_grid(*call)[0], reference(*call)[0])
     rows = backends.report()
     assert [row["available"] for row in rows if row["backend"] == "cpu"] == [False] * 3
-    with pytest.raises(RuntimeError, match="native kernels are not built"), backends.forced("cpu"):
+    with pytest.raises(UserError, match="native kernels are not built"), backends.forced("cpu"):
         backends.attend_grid(*call)
     with pytest.raises(RuntimeError, match="native kernels are not built"):
         cpu.isa()

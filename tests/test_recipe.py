@@ -75,7 +75,7 @@ def test_initial_layers_of_a_composed_recipe():
     ("text", "message"),
     [
         ("kivy", "unknown method 'kivy', did you mean 'kivi'"),
-        ("zzz", "unknown method 'zzz'; known are"),
+        ("zzz", "unknown method 'zzz'. Known are"),
         ("windw+kivi", "unknown token policy 'windw', did you mean 'window'"),
         ("kivi:bit=2", "method 'kivi' has no option 'bit', did you mean 'bits'"),
         ("window:sink=1+kivi", "did you mean 'sinks'"),

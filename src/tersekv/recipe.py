@@ -186,12 +186,12 @@ def _checked(data: Mapping[str, Any], known: Mapping[str, Any], what: str) -> Te
     """A term whose name and options exist and whose values have the option's type."""
     name, options = data["name"], data["options"]
     if name not in known:
-        raise UserError(f"unknown {what} '{name}'{_hint(name, known)}; known are {', '.join(known)}")
+        raise UserError(f"unknown {what} '{name}'{_hint(name, known)}. Known are {', '.join(known)}")
     defaults = _defaults(known[name])
     for option in options:
         if option not in defaults:
             allowed = ", ".join(defaults) or "none"
-            raise UserError(f"{what} '{name}' has no option '{option}'{_hint(option, defaults)}; it has {allowed}")
+            raise UserError(f"{what} '{name}' has no option '{option}'{_hint(option, defaults)}. It has {allowed}")
     typed = {option: _typed(name, option, value, defaults[option]) for option, value in options.items()}
     return Term(name, tuple(sorted(typed.items())))
 

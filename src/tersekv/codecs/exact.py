@@ -34,4 +34,4 @@ class Exact(Codec):
         return ExactView(planes)
 
 
-METHOD = Method("uncompressed", "none", for_both_sides(Exact))
+METHOD = Method("uncompressed", "", for_both_sides(Exact))

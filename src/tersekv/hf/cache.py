@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
+from transformers import cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.errors import CacheError, UserError
@@ -149,6 +150,11 @@ class CompressedLayer(CacheLayerMixin):
             self.store.to(self.home)
 
 
+def _empty_layer() -> Any:
+    """A place for a layer that caches nothing; releases before 5.17 keep an unused dynamic layer there."""
+    return getattr(cache_utils, "DummyLayer", cache_utils.DynamicLayer)()
+
+
 class CompressedCache(Cache):
     """A cache for `generate(past_key_values=...)` or `model(past_key_values=...)`.
 
@@ -177,7 +183,7 @@ class CompressedCache(Cache):
                 plan.values.layout(self.shape.value_dim)
                 layers.append(CompressedLayer(self, index, plan, kind.window))
             else:
-                layers.append(LinearAttentionLayer() if kind.type == "linear" else DummyLayer())
+                layers.append(LinearAttentionLayer() if kind.type == "linear" else _empty_layer())
         super().__init__(layers=layers)
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tersekv.errors import UserError
 from tersekv.ops import attend_grid as grid_reference
 from tersekv.ops import cpu
 from tersekv.ops import softmax as softmax_reference
@@ -56,7 +57,7 @@ _forced: ContextVar[str | None] = ContextVar("tersekv_backend", default=None)
 def _checked(name: str, origin: str) -> str:
     allowed = (AUTO, *BACKENDS)
     if name not in allowed:
-        raise ValueError(f"{origin}: got {name!r}, allowed are {', '.join(allowed)}")
+        raise UserError(f"{origin}: got {name!r}, allowed are {', '.join(allowed)}")
     return name
 
 
@@ -87,7 +88,7 @@ def _run(op: str, *call: Any) -> Any:
         one = BACKENDS[only][op]
         reason = one.why_not(*call)
         if reason is not None:
-            raise RuntimeError(f"backend {only!r} is forced and cannot run {op}: {reason}")
+            raise UserError(f"backend {only!r} is forced and cannot run {op}: {reason}")
         return one.run(*call)
     for ops in BACKENDS.values():
         one = ops[op]

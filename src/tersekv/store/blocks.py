@@ -98,11 +98,18 @@ class BlockBuffer:
             footprint.parts["slack"] += allocated - used
 
 
-class TailBuffer:
-    """Exact tokens [B, H, capacity, D], appended at the end and taken from the front."""
+def tail_capacity(tokens: int, usual: int) -> int:
+    """Tokens allocated for a tail of `tokens` that will usually grow to `usual`: doubling for short ones."""
+    return max(tokens, min(usual, max(16, 2 * tokens)))
 
-    def __init__(self, B: int, H: int, D: int, dtype: torch.dtype, device: torch.device, capacity: int) -> None:
-        self._data = torch.empty((B, H, capacity, D), dtype=dtype, device=device)
+
+class TailBuffer:
+    """Exact tokens [B, H, capacity, D], appended at the end and taken from the front; `usual`: most tokens it will hold
+    but for a rollback."""
+
+    def __init__(self, B: int, H: int, D: int, dtype: torch.dtype, device: torch.device, usual: int) -> None:
+        self._data = torch.empty((B, H, 0, D), dtype=dtype, device=device)
+        self.usual = usual
         self.tokens = 0
 
     @property
@@ -114,7 +121,8 @@ class TailBuffer:
         """Add tokens [B, H, n, D]."""
         n = x.shape[2]
         if self.tokens + n > self._data.shape[2]:
-            grown = self._data.new_empty((*self._data.shape[:2], self.tokens + n, self._data.shape[3]))
+            capacity = tail_capacity(self.tokens + n, self.usual)
+            grown = self._data.new_empty((*self._data.shape[:2], capacity, self._data.shape[3]))
             grown[:, :, : self.tokens] = self.data
             self._data = grown
         self._data[:, :, self.tokens : self.tokens + n] = x

@@ -9,7 +9,7 @@ import torch
 
 from tersekv.formats.base import Layout
 from tersekv.recipe import LayerPlan, Recipe
-from tersekv.store.blocks import spare_blocks
+from tersekv.store.blocks import spare_blocks, tail_capacity
 from tersekv.store.footprint import Footprint
 from tersekv.store.layer import ROLLBACK_TOKENS
 
@@ -88,8 +88,8 @@ def _layer(plan: LayerPlan, shape: CacheShape, window: int | None, tokens: int) 
     footprint = Footprint(tokens)
     footprint.parts["exact sinks"] = sinks * dims * exact_bytes
     footprint.parts["exact window"] = tail * dims * exact_bytes
-    capacity = max(tail, plan.policy.recent + flush)
-    footprint.parts["slack"] = (capacity - tail) * dims * exact_bytes
+    if tail:
+        footprint.parts["slack"] = (tail_capacity(tail, plan.policy.recent + flush) - tail) * dims * exact_bytes
     for layout in layouts:
         _count(layout, packed // layout.block_tokens, footprint)
     return footprint

@@ -1,7 +1,7 @@
 """The C++ kernels as a backend: what they take (`why_not_*`), how they are called, which instruction set they use.
 
-The extension is loaded at the first call, never at import. Tensors cross as (address, shape, strides), which costs a
-fraction of a DLPack exchange; the extension checks sizes and strides against the contract and raises ValueError.
+The extension is loaded at the first call, never at import. Tensors cross as (address, shape, strides);
+the extension checks sizes and strides against the contract and raises ValueError.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from tersekv.errors import UserError
 from tersekv.ops.attend_grid import GridSide
 
 MAX_BITS = 4
@@ -38,7 +39,7 @@ def why_not_built() -> str | None:
         try:
             module.set_isa(forced)
         except ValueError as error:
-            raise ValueError(f"{ISA_VARIABLE}: {error}") from None
+            raise UserError(f"{ISA_VARIABLE}: {error}") from None
     _module = module
     return None
 

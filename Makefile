@@ -1,0 +1,81 @@
+# Two commands do everything: `make demo` and `make test`. Both set up .venv first, which is quick the second time.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+
+BIN := .venv/bin
+STAMP := .venv/.ready
+PINS := requirements/pins.txt
+CPP := $(sort $(wildcard cpp/*.cpp cpp/*.h))
+BUILD_INPUTS := $(PINS) pyproject.toml CMakeLists.txt $(CPP)
+# `make setup PYTHON=/path/to/python` chooses another one.
+PYTHON ?=
+RECIPE ?= kivi:bits=4
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+
+.PHONY: help setup demo test lint format clean
+
+help: ## show this
+	@echo "make demo    ask the default model about a long text, with the full and with a packed cache"
+	@echo "make test    run the tests, with coverage"
+	@echo "make lint    ruff, mypy, clang-format, typos"
+	@echo "make format  let ruff and clang-format rewrite the code"
+	@echo "make setup   build .venv with the program tersekv in it (the others do this first)"
+	@echo "make clean   remove .venv and everything that was built"
+
+setup: $(STAMP)
+
+$(STAMP): $(BUILD_INPUTS)
+	@python=""; \
+	for candidate in "$(PYTHON)" python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
+	  if [ -n "$$candidate" ] && "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+	    python="$$candidate"; break; \
+	  fi; \
+	  if [ -n "$$candidate" ] && [ "$$candidate" = "$(PYTHON)" ]; then \
+	    echo "PYTHON=$(PYTHON) is no Python >= 3.10" >&2; exit 2; \
+	  fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "tersekv needs Python >= 3.10 and found none: install one, or say make PYTHON=/path/to/python3" >&2; exit 2; \
+	fi; \
+	if ! command -v c++ g++ clang++ >/dev/null; then \
+	  echo "tersekv builds a C++ extension and found no compiler: install g++ (Debian: apt-get install g++) or clang" >&2; exit 2; \
+	fi; \
+	if ! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+	  echo "setup: .venv with $$("$$python" --version)"; \
+	  if ! "$$python" -m venv --clear .venv; then \
+	    echo "$$python cannot make a virtual environment (Debian: apt-get install python3-venv)" >&2; exit 2; \
+	  fi; \
+	fi
+	@echo "setup: torch (1/3; the largest download)"
+	@$(PIP) install "$$(grep '^torch==' $(PINS))"
+	@echo "setup: the other packages (2/3)"
+	@$(PIP) install -r $(PINS)
+	@echo "setup: tersekv and its C++ kernels (3/3)"
+	@$(PIP) install --no-build-isolation --no-deps -e .
+	@touch $@
+
+demo: setup ## ask the default model about a long text
+	@$(BIN)/tersekv demo --recipe "$(RECIPE)"
+
+test: setup ## run the tests
+	@$(BIN)/python -m pytest --cov=tersekv --cov-report=term:skip-covered --cov-fail-under=90
+
+lint: setup ## check style, types and spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(if $(CPP),$(BIN)/clang-format --dry-run -Werror $(CPP))
+	$(BIN)/typos
+
+format: setup ## rewrite the code in its style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(CPP),$(BIN)/clang-format -i $(CPP))
+
+clean: ## remove what was built
+	rm -rf .venv build dist htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src -name '*.so' -delete

@@ -1,0 +1,86 @@
+"""The program `tersekv`: one file per command. torch and transformers load inside commands, so that help is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from tersekv import __version__
+from tersekv.cli import demo, env, estimate, generate, listing, models
+from tersekv.errors import CacheError, UserError
+
+app = typer.Typer(
+    name="tersekv",
+    help="Key-value caches of language models, packed to 2-5 bits, with attention read from the packed bytes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate.generate)
+app.command("list")(listing.list_methods)
+app.command()(estimate.estimate)
+app.add_typer(models.app, name="models")
+app.command()(env.env)
+app.command()(demo.demo)
+
+# The parser's own errors (typer carries click in one version and imports it in another), without naming either.
+_PARSER_ERROR = typer.BadParameter.__mro__[2]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tersekv {__version__}")
+        raise typer.Exit
+
+
+_Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which it is.")]
+
+
+@app.callback()
+def _options(version: _Version = False) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the program; a mistake of the user is one line on stderr and exit status 2."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """The exit status of one call."""
+    try:
+        status = app(arguments, prog_name="tersekv", standalone_mode=False)
+        sys.stdout.flush()
+    except (UserError, CacheError) as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        return 130
+    except typer.Abort:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our stdout has left; the interpreter's own last flush must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if not isinstance(error, _PARSER_ERROR):
+            raise
+        message = error.format_message()  # type: ignore[attr-defined]
+        return (
+            _refuse(f"{message.rstrip('.')}; `tersekv {_command(arguments)}--help` shows what is allowed.")
+            if message
+            else 2
+        )
+    return status if isinstance(status, int) else 0
+
+
+def _command(arguments: list[str]) -> str:
+    known = {"generate", "list", "estimate", "models", "env", "demo"}
+    return f"{arguments[0]} " if arguments and arguments[0] in known else ""
+
+
+def _refuse(message: str) -> int:
+    print(f"tersekv: {' '.join(message.split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,83 @@
+"""`tersekv demo`: the main job on real text, a question about a long document with the full cache and a packed one.
+
+The document is the language reference that ships with Python; the question asks for a sentence hidden in it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tersekv.cli import output
+from tersekv.cli.generate import stream, summary
+
+if TYPE_CHECKING:
+    from tersekv.cli.measure import Outcome
+
+MAGIC = "7482153"
+FACT = f"One of the special magic numbers for harbour is: {MAGIC}."
+QUESTION = "What is the special magic number for harbour mentioned in the provided text?"
+DEPTH = 0.5
+"""Where the sentence stands, as a share of the document."""
+
+
+def demo(
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help=output.RECIPE_HELP)] = "kivi:bits=4",
+    model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
+    tokens: Annotated[int, typer.Option(min=64, help="About how long the document is.")] = 6900,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Length of both answers.")] = 64,
+    as_json: output.Json = False,
+) -> None:
+    """Ask about a long text with transformers' own cache and with a packed one, and compare what they hold and say."""
+    with output.step("loading torch and transformers"):
+        from tersekv.cli import measure
+        from tersekv.hf import models
+        from tersekv.hf import text as prompts
+        from tersekv.recipe import Recipe
+
+        parsed = str(Recipe.parse(recipe))
+    models.pull_if_known(model, output.report)
+    with output.step(f"loading {model}"):
+        network, tokenizer = models.load(model)
+    document = hide(prompts.pydoc_document(tokenizer, tokens), FACT, DEPTH)
+    prompt = prompts.question_prompt(tokenizer, document, QUESTION)
+    ids = prompts.input_ids(tokenizer, prompt, network.config, new_tokens)
+    sampling = measure.Sampling(new_tokens, min_tokens=new_tokens)
+    if not as_json:
+        output.show(
+            f"{model} reads {ids.shape[1]:,} tokens of Python's language reference, in which one sentence is hidden:\n"
+            f'  "{FACT}"\nand is asked:\n  "{QUESTION}"\n'
+            f"Both answers are greedy and go on for {new_tokens} tokens, so that decoding speed can be measured."
+        )
+    with output.step("warming up"):
+        measure.warm_up(network)
+    outcomes: list[Outcome] = []
+    for choice in (None, parsed):
+        if not as_json:
+            what = "transformers' own cache (full)" if choice is None else f"tersekv's cache ({choice})"
+            output.show(f"\nAnswer with {what}:")
+        write = None if as_json else stream
+        outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write))
+    if as_json:
+        output.print_json(_document(outcomes))
+        return
+    output.show("")
+    output.show(summary(outcomes, f"{ids.shape[1]:,} prompt tokens and {new_tokens} new ones"))
+    found = ["yes" if MAGIC in outcome.answer else "no" for outcome in outcomes]
+    output.show(f"Hidden number found: {found[0]} with the full cache, {found[1]} with the packed one.")
+    output.show(f"Peak memory is beyond what was resident before each run, by {outcomes[0].peak_from}.")
+
+
+def hide(document: str, fact: str, depth: float) -> str:
+    """`fact` as a paragraph of its own, at the end of the paragraph that stands at `depth`."""
+    at = document.find("\n\n", int(len(document) * depth))
+    at = len(document) if at < 0 else at
+    return f"{document[:at]}\n\n{fact}{document[at:]}"
+
+
+def _document(outcomes: list[Outcome]) -> dict[str, Any]:
+    from tersekv.cli.measure import agreement
+
+    full, packed = ({**o.document(), "peak_bytes": o.peak_bytes, "found": MAGIC in o.answer} for o in outcomes)
+    return {"full": full, "packed": packed, "agreement": agreement(*outcomes)}

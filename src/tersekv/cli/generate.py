@@ -1,0 +1,137 @@
+"""`tersekv generate`: answer a prompt with a packed cache, and say what the cache held."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tersekv.cli import output
+from tersekv.errors import UserError
+
+if TYPE_CHECKING:
+    from tersekv.cli.measure import Outcome
+
+
+def generate(
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help=output.RECIPE_HELP)] = "kivi:bits=4",
+    model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to answer.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="A file with it; - is standard input.")] = None,
+    question: Annotated[str | None, typer.Option("--question", "-q", help="Asked after the text.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 128,
+    compare: Annotated[bool, typer.Option("--compare", help="Answer with the full cache as well, first.")] = False,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not put the text into the model's chat template.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU kernels.")] = None,
+    as_json: output.Json = False,
+) -> None:
+    """Answer a prompt with a packed cache; the prompt is --prompt, --file, or what is piped in."""
+    text = _text(prompt, file, question)
+    with output.step("loading torch and transformers"):
+        from tersekv.cli import measure
+        from tersekv.hf import models
+        from tersekv.hf import text as prompts
+        from tersekv.recipe import Recipe
+
+        _use_threads(threads)
+        parsed = str(Recipe.parse(recipe))
+    models.pull_if_known(model, output.report)
+    with output.step(f"loading {model}"):
+        network, tokenizer = models.load(model)
+    whole = text if raw else prompts.chat_prompt(tokenizer, text)
+    ids = prompts.input_ids(tokenizer, whole, network.config, max_new_tokens, template=not raw)
+    sampling = measure.Sampling(max_new_tokens, temperature=temperature, seed=seed)
+    with output.step("warming up"):
+        measure.warm_up(network)
+    outcomes: list[Outcome] = []
+    for choice in (None, parsed) if compare else (parsed,):
+        if not as_json and compare:
+            output.show(f"--- {'full cache' if choice is None else choice}")
+        write = None if as_json else stream
+        outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write))
+    if as_json:
+        output.print_json(_document(outcomes))
+        return
+    output.show(summary(outcomes, f"{ids.shape[1]:,} prompt tokens"))
+
+
+def _text(prompt: str | None, file: Path | None, question: str | None) -> str:
+    if prompt is not None and file is not None:
+        raise UserError("--prompt and --file were both given: give one (a --question may follow either)")
+    if prompt is not None:
+        text = prompt
+    elif file is not None and str(file) != "-":
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file} is not UTF-8 text (byte {error.start}): convert it first") from error
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror}; give a text file with --file") from error
+    elif file is None and sys.stdin.isatty():
+        raise UserError("no prompt: give --prompt TEXT, --file FILE, or pipe a text in")
+    else:
+        text = sys.stdin.read()
+    if not (text.strip() or question):
+        raise UserError("the prompt is empty: give some text with --prompt, --file or on standard input")
+    return f"{text}\n\n{question}" if question and text.strip() else question or text
+
+
+def _use_threads(threads: int | None) -> None:
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def stream(text: str) -> None:
+    """Write a piece of an answer at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    if len(outcomes) == 1:
+        return outcomes[0].document()
+    from tersekv.cli.measure import agreement
+
+    full, packed = outcomes
+    return {"full": full.document(), "packed": packed.document(), "agreement": agreement(full, packed)}
+
+
+def summary(outcomes: Sequence[Outcome], title: str) -> Any:
+    """One column per cache: bytes by part, bits, ratios, seconds, tokens per second, peak memory, agreement."""
+    from tersekv.cli.measure import agreement
+    from tersekv.store.footprint import PARTS
+
+    def row(what: str, cells: Sequence[str]) -> tuple[str, ...]:
+        return (what, *cells)
+
+    held = [o.footprint for o in outcomes]
+    parts = [p for p in ("exact", *PARTS) if any(p in h.parts for h in held)]
+    names = {"exact": "keys and values as they are"}
+    rows = [
+        row(names.get(p, p), [output.human_bytes(h.parts[p]) if p in h.parts else "-" for h in held]) for p in parts
+    ]
+    rows += [
+        row("cache, all parts", [output.human_bytes(h.total_bytes) for h in held]),
+        row("tokens in it", [f"{h.tokens:,}" for h in held]),
+        row("true bits per element", [f"{h.bits_per_element:.2f}" for h in held]),
+        row("times smaller than bfloat16", [f"{h.ratio(16):.2f}" for h in held]),
+        row("times smaller than fp8", [f"{h.ratio(8):.2f}" for h in held]),
+        row("prefill seconds", [f"{o.prefill_seconds:.2f}" for o in outcomes]),
+        row("decode tokens/s", [f"{o.decode_tokens_per_second:.2f}" for o in outcomes]),
+        row("peak memory of prefill + cache", [output.human_bytes(o.peak_bytes) for o in outcomes]),
+    ]
+    if len(outcomes) == 2:
+        same, of = agreement(*outcomes), len(outcomes[0].new_ids)
+        rows.append(row("new tokens equal from the first on", ["-", f"{same} of {of}"]))
+    return output.table(title, ("", *(_heading(o.recipe) for o in outcomes)), rows)
+
+
+def _heading(recipe: str) -> str:
+    return "full cache" if recipe == "full" else recipe

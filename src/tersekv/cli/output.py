@@ -1,0 +1,78 @@
+"""How commands speak: answers and tables on stdout, progress on stderr, and one JSON document for programs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on the last line of stdout, nothing else there.")]
+MODEL_HELP = "smollm2, a folder, or a Hub id."
+RECIPE_HELP = "How the cache is packed, like kivi:bits=4; `tersekv list` shows the methods."
+WIDTH_WHEN_PIPED = 132
+
+
+def stdout() -> Console:
+    """The console of answers and tables. Piped, it is wide enough for every table, whatever COLUMNS says."""
+    return _console(sys.stdout)
+
+
+def stderr() -> Console:
+    """The console of progress."""
+    return _console(sys.stderr)
+
+
+def _console(file: Any) -> Console:
+    width = None if file.isatty() else max(WIDTH_WHEN_PIPED, int(os.environ.get("COLUMNS") or 0))
+    return Console(file=file, width=width, highlight=False, soft_wrap=False)
+
+
+def print_json(document: Any) -> None:
+    """One line."""
+    print(json.dumps(document, ensure_ascii=False), flush=True)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -> Table:
+    """A table whose first `left` columns are text and whose others are numbers."""
+    made = Table(title=title, title_justify="left", title_style="bold")
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="left" if i < left else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*(str(cell) for cell in row))
+    return made
+
+
+def show(item: Any) -> None:
+    """Print a table or a text (no markup in it) on stdout."""
+    stdout().print(item, markup=False)
+
+
+def report(line: str) -> None:
+    """A line of progress of something long."""
+    stderr().print(line, markup=False)
+
+
+@contextlib.contextmanager
+def step(what: str) -> Iterator[None]:
+    """A spinner on stderr, where a person sees it."""
+    console = stderr()
+    if console.is_terminal:
+        with console.status(f"{what} ..."):
+            yield
+    else:
+        yield
+
+
+def human_bytes(size: float) -> str:
+    """Bytes in the decimal unit that leaves a number below 1,000."""
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= factor:
+            return f"{size / factor:,.2f} {unit}"
+    return f"{size:.0f} B"

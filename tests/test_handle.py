@@ -1,0 +1,49 @@
+"""The handle that `update` returns: it stands for a tensor, and whoever opens it gets that tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tersekv
+from conftest import prompt
+from tersekv.hf.handle import PendingTokens
+
+
+@pytest.fixture
+def handles(llama):
+    """Keys and values of one more token after 200, as our attention would get them, and the layer."""
+    with tersekv.compress(llama, "kivi:bits=4"), torch.no_grad():
+        cache = tersekv.CompressedCache(llama.config, "kivi:bits=4")
+        llama(prompt(200), past_key_values=cache)
+        keys, values = torch.randn(2, 1, 2, 1, 32).unbind(0)
+        yield *cache.update(keys, values, 0), cache.layers[0], keys, values
+
+
+def test_it_says_what_it_stands_for(handles):
+    key, value, layer, keys, _ = handles
+    assert isinstance(key, PendingTokens)
+    assert key.shape == value.shape == (1, 2, 201, 32)
+    assert (key.dtype, key.device) == (torch.float32, keys.device)
+    assert layer.get_seq_length() == 200
+
+
+def test_any_tensor_operation_opens_it_and_commits_once(handles):
+    key, value, layer, keys, values = handles
+    query = torch.randn(1, 2, 1, 32)
+    scores = torch.matmul(query, key.transpose(-1, -2))
+    assert scores.shape == (1, 2, 1, 201)
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    assert out.shape == (1, 2, 1, 32)
+    assert torch.cat([key, keys], dim=2).shape[2] == 202
+    assert torch.stack((value, value)).shape[0] == 2
+    assert torch.equal(key[:, :, -1:], keys)
+    assert torch.equal(value[:, :, -1:], values)
+    assert layer.get_seq_length() == 201
+
+
+def test_unknown_attributes_are_the_tensors_own(handles):
+    key, *_ = handles
+    assert key.ndim == 4
+    with pytest.raises(AttributeError):
+        _ = key.no_such_thing

@@ -1,0 +1,144 @@
+"""The rules of the structure: imports point along the data path, importing does nothing, docs match the folders."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tersekv
+from tersekv.codecs import methods
+from tersekv.tokens import policies
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "tersekv"
+
+# What each folder may import of ours (besides itself and errors)
+MAY_IMPORT = {
+    "ops": set(),
+    "transforms": set(),
+    "formats": {"ops"},
+    "codecs": {"formats", "transforms"},
+    "tokens": {"formats"},
+    "recipe": {"codecs", "tokens"},
+    "store": {"codecs", "formats", "recipe"},
+    "attention": {"formats", "ops", "store"},
+    "hf": {"attention", "formats", "recipe", "store"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def files(folder: str) -> list[Path]:
+    path = PACKAGE / folder
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_imports_point_one_way(folder):
+    allowed = MAY_IMPORT[folder] | {folder, "errors", "__version__"}
+    for path in files(folder):
+        ours = {name.split(".")[1] for name in imports(path) if name.startswith("tersekv.")}
+        assert ours <= allowed, f"{path.relative_to(ROOT)} imports {ours - allowed}"
+
+
+def test_only_hf_and_the_program_import_transformers():
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name not in ("hf", "cli"):
+            assert not any(name.split(".")[0] == "transformers" for name in imports(path)), path
+
+
+def test_import_loads_neither_transformers_nor_kernels():
+    code = (
+        "import sys, torch, tersekv\n"
+        "import tersekv.recipe, tersekv.ops.backends\n"
+        "loaded = [m for m in sys.modules if m.startswith('transformers') or m == 'tersekv.ops.cpu._native']\n"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_bare_import_loads_nothing_of_ours_but_the_top():
+    code = "import sys, tersekv; print([m for m in sys.modules if m.startswith('tersekv.') or m == 'torch'])"
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    assert out.stdout.strip() == "[]"
+
+
+def test_public_names():
+    for name in tersekv.__all__:
+        assert getattr(tersekv, name) is not None
+    with pytest.raises(AttributeError, match="it has CacheError"):
+        _ = tersekv.packed
+    assert dir(tersekv) == tersekv.__all__
+
+
+def test_one_method_one_file_with_a_docstring():
+    for name in [*methods(), *policies()]:
+        folder = "codecs" if name in methods() else "tokens"
+        doc = ast.get_docstring(ast.parse((PACKAGE / folder / f"{name}.py").read_text()))
+        assert doc
+        assert len(doc) > 60
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text()
+
+
+def test_readme_tree_is_the_folders():
+    tree = readme().split("src/tersekv/\n", 1)[1].split("```", 1)[0]
+    listed = set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
+    real = {p.name for p in PACKAGE.iterdir() if p.is_dir() and not p.name.startswith("__")}
+    assert listed == real
+    for name in [*re.findall(r"^(\w+)/", tree, re.MULTILINE), "tests", "benchmarks", "docs"]:
+        assert (ROOT / name).is_dir()
+
+
+def test_readme_names_every_method_with_its_true_bits():
+    """A row may name several methods, with a pair of bits for each setting of which one is the default."""
+    rows = {}
+    for line in readme().split("| method |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        for name in re.findall(r"`(\w+)`", cells[0]):
+            rows[name] = cells[2]
+    assert set(rows) == set(methods())
+    for name, method in methods().items():
+        pair = method.build()
+        mean = [(pair.keys.true_bits(d) + pair.values.true_bits(d)) / 2 for d in (64, 128)]
+        short = [f"{b:.2f}" if b != 16 else "16" for b in mean]
+        assert " / ".join(short) in rows[name], (name, short, rows[name])
+
+
+def test_every_method_has_a_page():
+    pages = " ".join(p.read_text() for p in (ROOT / "docs" / "methods").glob("*.md"))
+    for name in methods():
+        assert f"`{name}" in pages
+
+
+def test_links_in_the_docs_lead_somewhere():
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_files_stay_small():
+    """Most files under 250 lines; a longer one has a reason and stands here with it."""
+    reasons = {"test_models.py", "test_cli.py", "test_ops_parity.py", "test_transformers.py"}  # many small cases
+    for folder in ("src", "tests", "benchmarks", "cpp"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".cpp", ".h") and path.name not in reasons:
+                lines = path.read_text().count("\n")
+                assert lines <= 280, f"{path.relative_to(ROOT)} has {lines} lines"
