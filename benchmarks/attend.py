@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from tersekv.cli.env import cpu_features
 from tersekv.ops import cpu
 from tersekv.ops.attend_grid import GridSide, attend_grid, decode_grid
 from tersekv.ops.lanes import packed_shape
@@ -31,14 +32,6 @@ SHAPES = {"9/3/64": (9, 3, 64), "32/8/128": (32, 8, 128)}
 TOKENS = [1024, 8192, 32768]
 BITS = [4, 3, 2]
 SET_BYTES, MAX_SETS = 48 << 20, 8  # more than the caches hold, as far as memory and time allow
-
-
-def cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def make_side(side: str, bits: int, heads: int, tokens: int, D: int) -> GridSide:
@@ -158,7 +151,7 @@ def main() -> None:
     if reason := cpu.why_not_built():
         raise SystemExit(reason)
     torch.manual_seed(0)
-    common = {"bench": "attend", "isa": cpu.isa(), "cpu": cpu_model(), "torch": torch.__version__}
+    common = {"bench": "attend", "isa": cpu.isa(), "cpu": cpu_features()[0], "torch": torch.__version__}
     console = Console()
     console.print(f"{common['cpu']}, {common['isa']}, torch {common['torch']}")
     for shape in SHAPES:

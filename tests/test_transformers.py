@@ -6,6 +6,7 @@ own cache.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 
@@ -254,6 +255,21 @@ def test_batch_operations(llama):
         torch.testing.assert_close(got, llama(more, past_key_values=alone).logits, atol=1e-4, rtol=1e-3)
         cache.batch_select_indices(torch.tensor([True, False]))
         assert cache.batch_size == 1
+
+
+def test_copied_cache_goes_on_by_itself(llama):
+    """The usual way to reuse a prompt: prefill once, deepcopy, continue."""
+    ids, a, b = prompt(200), prompt(5, seed=1), prompt(5, seed=2)
+    cache = tersekv.CompressedCache(llama.config, LOSSLESS)
+    with tersekv.compress(llama, LOSSLESS), torch.no_grad():
+        llama(ids, past_key_values=cache)
+        for more in (a, b):
+            own = copy.deepcopy(cache)
+            got = llama(more, past_key_values=own).logits
+            torch.testing.assert_close(got, llama(torch.cat([ids, more], 1)).logits[:, -5:], atol=2e-4, rtol=2e-3)
+            assert (own.get_seq_length(), cache.get_seq_length()) == (205, 200)
+            assert own.hands_out_handles
+    assert not copy.deepcopy(cache).hands_out_handles
 
 
 def test_sliding_layers_forget(models):

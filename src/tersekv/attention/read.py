@@ -65,7 +65,8 @@ def attend_chunk(store: LayerStore | None, keys: Tensor, values: Tensor, call: C
 
 def _grouped(query: Tensor, kv_heads: int) -> Tensor:
     """[B, Hq, q, D] -> float32 [B, Hkv, G, q, D]."""
-    return query.float().unflatten(1, (kv_heads, -1))
+    B, Hq, q, D = query.shape
+    return query.float().reshape(B, kv_heads, Hq // kv_heads, q, D)
 
 
 def _causal(q: int, T: int, device: torch.device) -> Tensor:
@@ -108,7 +109,7 @@ class _Reader:
 
     def dense(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Out and lse over unpacked tokens."""
-        rows = query.flatten(2, 3)
+        rows = _rows(query)
         op = backends.attend_exact if rows.shape[2] <= KERNEL_ROWS else softmax.attend_exact
         return op(rows, keys, values, mask, self.call.scaling, self.call.softcap)
 
@@ -135,21 +136,26 @@ class _Reader:
         keys, values = segment.keys, segment.values
         if not (isinstance(keys, GridView) and isinstance(values, GridView)):
             return None
-        if backends.explain_grid(keys.side, values.side).startswith("reference"):
-            return None
         mask = self._mask(segment.first, segment.tokens)
-        rows = query.flatten(2, 3)
-        return backends.attend_grid(rows, keys.side, values.side, mask, self.call.scaling, self.call.softcap)
+        call = (_rows(query), keys.side, values.side, mask, self.call.scaling, self.call.softcap)
+        run = backends.kernel("attend_grid", *call)
+        return run(*call) if run is not None else None
 
     def _block(self, block: PackedSegment, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
         mask = self._mask(block.first, block.tokens)
         value = block.values.decode()
         parts = []
         for tile in tiles:
-            scores = block.keys.scores(query[:, :, :, tile].flatten(2, 3))
+            scores = block.keys.scores(_rows(query[:, :, :, tile]))
             tile_mask = None if mask is None else mask[:, tile]
             parts.append(softmax.attend_scores(scores, value, tile_mask, self.call.scaling, self.call.softcap))
         return parts
+
+
+def _rows(query: Tensor) -> Tensor:
+    """[B, H, G, q, D] -> [B, H, G·q, D], contiguous."""
+    B, H, G, q, D = query.shape
+    return query.reshape(B, H, G * q, D)
 
 
 def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -163,7 +169,7 @@ def _finish(reader: _Reader, own: tuple[Tensor, Tensor, Tensor] | None, query: T
     packed = reader.packed(query, tiles)
     outs = []
     for i, tile in enumerate(tiles):
-        part = query[:, :, :, tile]
+        part = query if len(tiles) == 1 else query[:, :, :, tile]
         results = reader.exact(part, tile) + packed[i : i + 1]
         if own is not None:
             keys, values, mask = own
@@ -171,8 +177,10 @@ def _finish(reader: _Reader, own: tuple[Tensor, Tensor, Tensor] | None, query: T
         out, lse = backends.merge_segments([r[0] for r in results], [r[1] for r in results])
         if call.sink_logits is not None:
             out = _with_sink_logits(out, lse, call.sink_logits, G)
-        outs.append(out.unflatten(2, (G, -1)))
+        outs.append(out.reshape(B, H, G, -1, out.shape[-1]))
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=3)
+    if q == 1:
+        return out.reshape(B, 1, H * G, -1).to(call.query.dtype)
     return out.permute(0, 3, 1, 2, 4).reshape(B, q, H * G, -1).to(call.query.dtype)
 
 

@@ -44,7 +44,7 @@ def describe() -> dict[str, Any]:
     from tersekv.hf import models
     from tersekv.ops import backends
 
-    model, features = _cpu()
+    model, features = cpu_features()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
@@ -71,7 +71,7 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _cpu() -> tuple[str, list[str]]:
+def cpu_features() -> tuple[str, list[str]]:
     """Model and the features that matter, from /proc/cpuinfo where there is one."""
     try:
         text = Path("/proc/cpuinfo").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -185,6 +186,15 @@ class CompressedCache(Cache):
             else:
                 layers.append(LinearAttentionLayer() if kind.type == "linear" else _empty_layer())
         super().__init__(layers=layers)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
+        """A cache of its own with the same tokens, for a prompt that many continuations share; the config stays the
+        model's, since it says which attention is installed."""
+        memo[id(self.config)] = self.config
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     @property
     def hands_out_handles(self) -> bool:

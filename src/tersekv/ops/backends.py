@@ -116,6 +116,23 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
     return _run("merge_segments", outs, lses)
 
 
+def kernel(op: str, *call: Any) -> Callable[..., Any] | None:
+    """What reads packed bytes directly for this call: the kernel that `_run` would choose, or None where only the
+    reference would do, which decodes first. Raises UserError where a forced kernel cannot."""
+    only = _forced.get() or _from_environment()
+    if only == "reference":
+        return None
+    for name, ops in BACKENDS.items():
+        if name == "reference" or only not in (AUTO, name):
+            continue
+        reason = ops[op].why_not(*call)
+        if reason is None:
+            return ops[op].run
+        if only == name:
+            raise UserError(f"backend {only!r} is forced and cannot run {op}: {reason}")
+    return None
+
+
 def explain_grid(keys: GridSide, values: GridSide) -> str:
     """Who would attend over this segment: "cpu/avx512", or "reference: <why not the kernels>"."""
     if chosen() == "reference":

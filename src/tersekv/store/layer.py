@@ -60,6 +60,7 @@ class LayerStore:
         self.padding: Tensor | None = None
         self.seen = 0
         self.dropped = 0
+        self._whole: PackedSegment | None = None  # kept until packed blocks change
 
     @property
     def batch_size(self) -> int:
@@ -94,6 +95,8 @@ class LayerStore:
         waiting = self.keys.tail.tokens + new[0].shape[2]
         flush = max(0, waiting - self.recent) // self.flush_tokens * self.flush_tokens
         skip = self._forget(flush) if flush else 0
+        if flush:
+            self._whole = None
         for side, x in zip(self.sides, new, strict=True):
             if flush:
                 side.fit(x)
@@ -158,8 +161,14 @@ class LayerStore:
         tokens = self.packed_tokens - first if tokens is None else min(tokens, self.packed_tokens - first)
         if tokens <= 0:
             return None
+        whole = tokens == self.packed_tokens
+        if whole and self._whole is not None:
+            return self._whole
         keys, values = (side.view(first, tokens) for side in self.sides)
-        return PackedSegment(keys, values, self.packed_first + first, tokens)
+        segment = PackedSegment(keys, values, self.packed_first + first, tokens)
+        if whole:
+            self._whole = segment
+        return segment
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """All tokens as [B, H, seen − dropped, D], position by position (rows with their own sinks included)."""
@@ -180,6 +189,7 @@ class LayerStore:
             CacheError: more than was seen, or more than a sliding window or a padded batch can give back.
         """
         self._check_crop(n)
+        self._whole = None
         self.seen -= n
         from_tail = min(n, self.keys.tail.tokens)
         from_packed = min(n - from_tail, self.packed_tokens)
@@ -211,6 +221,7 @@ class LayerStore:
     def select(self, rows: Tensor) -> None:
         """Keep the batch rows `rows` (int64, repeats allowed) in that order."""
         rows = rows.to(self.device)
+        self._whole = None
         for side in self.sides:
             side.map(lambda x: x.index_select(0, rows))
             side.codec = side.codec.select(rows)
@@ -219,6 +230,7 @@ class LayerStore:
 
     def to(self, device: torch.device | str) -> None:
         """Move everything to `device`."""
+        self._whole = None
         for side in self.sides:
             side.map(lambda x: x.to(device))
             side.codec = side.codec.to(device)

@@ -35,10 +35,11 @@ class SideStore:
         Raises:
             CacheError: they are not finite, or too large for that type.
         """
-        rounded = x.detach().to(self.dtype)
+        rounded = (x.detach() if x.requires_grad else x).to(self.dtype)
         # elsewhere than on a CPU a check would wait for the device at every token
-        checked = x.device.type == "cpu" or x.shape[2] > 1
-        if checked and not math.isfinite(float((rounded * 0).sum())):
+        checked = x.is_cpu or x.shape[2] > 1
+        # a sum is quick and finite for ordinary tokens; the exact test runs only where it is not
+        if checked and not math.isfinite(rounded.sum(dtype=torch.float32).item()) and not rounded.isfinite().all():
             raise CacheError(self._why_not_finite(x))
         return rounded
 

@@ -1,0 +1,138 @@
+"""The main job in numbers: does a packed cache say what the full one says, how large is it, how fast does it decode.
+
+For each of `--prompts` places in Python's language reference: `--tokens` tokens of context, then `--new-tokens`
+greedy tokens with transformers' own cache (float32, default SDPA) and with the recipe. Then decoding speed at
+`--speed-tokens` tokens, both caches in turns in the same run. Prints a table; appends JSON lines to --out.
+
+    python benchmarks/main_job.py --out benchmarks/records/main_job.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+
+import tersekv
+from tersekv.cli import measure, output
+from tersekv.cli.env import cpu_features
+from tersekv.hf import models
+from tersekv.hf.text import pydoc_document, pydoc_text
+from tersekv.ops import cpu
+
+
+def main() -> None:
+    """Run both parts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--recipe", default="kivi:bits=4")
+    parser.add_argument("--prompts", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--speed-tokens", type=int, default=8000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    models.pull_if_known(args.model, output.report)
+    model, tokenizer = models.load(args.model)
+    measure.warm_up(model)
+    records = [agreement(args, model, tokenizer), speed(args, model, tokenizer)]
+    for record in records:
+        record |= environment(args)
+        if args.out:
+            with args.out.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+def environment(args: argparse.Namespace) -> dict[str, Any]:
+    """What ran, on what."""
+    return {
+        "model": args.model,
+        "recipe": args.recipe,
+        "dtype": "float32",
+        "threads": torch.get_num_threads(),
+        "isa": cpu.isa() if cpu.why_not_built() is None else None,
+        "cpu": cpu_features()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tersekv": tersekv.__version__,
+    }
+
+
+def prompt(tokenizer: Any, tokens: int, offset: int) -> torch.Tensor:
+    """Exactly `tokens` token ids [1, tokens] of the corpus from a character on."""
+    text = pydoc_document(tokenizer, tokens + 50, offset=offset)
+    return tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids[:, :tokens]
+
+
+def agreement(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Common prefix of greedy continuations over prompts spread over the corpus, and the size of the cache."""
+    sampling = measure.Sampling(args.new_tokens, min_tokens=args.new_tokens)
+    common, packed = [], None
+    for i in range(args.prompts):
+        ids = prompt(tokenizer, args.tokens, i * len(pydoc_text()) // args.prompts)
+        full, packed = (measure.generate(model, tokenizer, ids, r, sampling) for r in (None, args.recipe))
+        common.append(measure.agreement(full, packed))
+        output.report(f"prompt {i + 1} of {args.prompts}: the first {common[-1]} of {args.new_tokens} tokens agree")
+    assert packed is not None
+    held = packed.footprint
+    share = 1 / held.ratio(16)
+    Console().print(
+        f"{args.recipe} at {args.tokens:,} + {args.new_tokens} tokens: {share:.3f} of bfloat16's bytes, "
+        f"{held.bits_per_element:.2f} bits per element; at least 16 tokens agree on "
+        f"{sum(c >= 16 for c in common)} of {args.prompts} prompts, median {statistics.median(common)}"
+    )
+    return {
+        "what": "agreement",
+        "context_tokens": args.tokens,
+        "new_tokens": args.new_tokens,
+        "common_prefix": common,
+        "at_least_16": sum(c >= 16 for c in common),
+        "bytes": held.total_bytes,
+        "bytes_by_part": held.parts,
+        "bits_per_element": held.bits_per_element,
+        "share_of_bf16": share,
+    }
+
+
+def speed(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Decode tokens/s at a long context, the two caches in turns; the ratio is the median of the rounds' ratios."""
+    sampling = measure.Sampling(args.new_tokens, min_tokens=args.new_tokens)
+    ids = prompt(tokenizer, args.speed_tokens, 0)
+    rates: dict[str, list[float]] = {"full": [], args.recipe: []}
+    prefill: dict[str, list[float]] = {"full": [], args.recipe: []}
+    for i in range(args.rounds):
+        for recipe in (None, args.recipe):
+            outcome = measure.generate(model, tokenizer, ids, recipe, sampling)
+            rates[recipe or "full"].append(outcome.decode_tokens_per_second)
+            prefill[recipe or "full"].append(outcome.prefill_seconds)
+        output.report(f"round {i + 1} of {args.rounds}: " + ", ".join(f"{k} {v[-1]:.2f}/s" for k, v in rates.items()))
+    ratios = [packed / full for full, packed in zip(rates["full"], rates[args.recipe], strict=True)]
+    full, packed = (statistics.median(rates[k]) for k in ("full", args.recipe))
+    Console().print(
+        f"decode at {args.speed_tokens:,} tokens: {packed:.2f} tokens/s packed, {full:.2f} full, "
+        f"{statistics.median(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f} over {args.rounds} rounds)"
+    )
+    return {
+        "what": "decode speed",
+        "context_tokens": args.speed_tokens,
+        "new_tokens": args.new_tokens,
+        "full_tokens_per_second": rates["full"],
+        "packed_tokens_per_second": rates[args.recipe],
+        "full_prefill_seconds": prefill["full"],
+        "packed_prefill_seconds": prefill[args.recipe],
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+    }
+
+
+if __name__ == "__main__":
+    main()
