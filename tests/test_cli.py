@@ -312,7 +312,7 @@ def test_env_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError
 
     monkeypatch.setattr(Path, "read_text", refuse_read)
-    assert cli.env._cpu()[1] == []
+    assert cli.env.cpu_features()[1] == []
     assert cli.env._version("no-such-package") == "not installed"
 
 

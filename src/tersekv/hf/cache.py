@@ -107,6 +107,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the latest tokens; `tokens_to_remove` is minus their number."""
+        tokens_to_remove = int(tokens_to_remove)  # releases before 5.17 pass a tensor
         if tokens_to_remove > 0:
             raise UserError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; pass 0 or less")
         if self.store is not None and tokens_to_remove < 0:
