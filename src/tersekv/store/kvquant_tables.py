@@ -1,9 +1,10 @@
 """KVQuant's memory tables (arXiv 2401.18079v6, Tables 7 and 8), by the paper's own counting (Appendix M).
 
 Counted there: b bits per element; for values a 16-bit scale and a 16-bit offset per token over all heads of a layer;
-with outliers a 16-bit value and a 16-bit index each, and a 32-bit pointer per token, layer and side. Keys' scales and
-the tables are offline and do not grow with the context. GB are 2^30 bytes and K = 1024. This is the paper's estimate,
-not what a store of ours holds; that is `estimate.predict`.
+with outliers a 16-bit value and a 16-bit index each, and a 32-bit pointer per token and layer. Keys' scales and the
+tables are offline and do not grow with the context. GB are 2^30 bytes; 32K, 128K and 1M are powers of two (7B with nuq2
+takes 64 GB at 1M) and 10M is 10^7 (it then fits into 640 GB, as the text says). This is the paper's estimate, not what
+a store of ours holds; that is `estimate.predict`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ FORMATS = {
     "fp16": (16, 0.0), "nuq4": (4, 0.0), "nuq4-1%": (4, 0.01), "nuq3": (3, 0.0), "nuq3-1%": (3, 0.01),
     "nuq2": (2, 0.0), "nuq2-1%": (2, 0.01),
 }  # fmt: skip
-TABLE_7_TOKENS = {"32K": 32 * 2**10, "128K": 128 * 2**10, "1M": 2**20, "10M": 10 * 2**20}
-TABLE_8_TOKENS = {"128K": 128 * 2**10, "1M": 2**20, "10M": 10 * 2**20}
+TABLE_7_TOKENS = {"32K": 32 * 2**10, "128K": 128 * 2**10, "1M": 2**20, "10M": 10**7}
+TABLE_8_TOKENS = {"128K": 128 * 2**10, "1M": 2**20, "10M": 10**7}
 INTERMEDIATE = {"LLaMA-7B": 11008, "LLaMA-13B": 13824, "LLaMA-30B": 17920, "LLaMA-65B": 22016}
 VOCABULARY = 32000
 
@@ -37,7 +38,7 @@ def average_bits(shape: CacheShape, bits: int, outliers: float) -> float:
         return 16.0
     channels = shape.kv_heads * shape.key_dim
     value_scales = 32 / channels / 2  # values only, so half of all elements
-    sparse = outliers * 32 + (32 / channels if outliers else 0)
+    sparse = outliers * 32 + (32 / channels / 2 if outliers else 0)
     return bits + value_scales + sparse
 
 
