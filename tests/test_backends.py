@@ -43,7 +43,7 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
 
 @native
 def test_auto_takes_the_kernels(call):
-    assert backends.explain_grid(call[1], call[2]) == f"cpu/{cpu.isa()}"
+    assert backends.explain("attend_grid", *call) == f"cpu/{cpu.isa()}"
     out, lse = backends.attend_grid(*call)
     expected, expected_lse = reference(*call)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
@@ -74,7 +74,7 @@ def test_unknown_name():
 @native
 def test_forced_raises_where_it_cannot(call):
     call[1] = make_side("keys", bits=5)
-    assert backends.explain_grid(call[1], call[2]) == "reference: keys have 5 bits, the native kernels take 1 to 4"
+    assert backends.explain("attend_grid", *call) == "reference: keys have 5 bits, the native kernels take 1 to 4"
     text = "'cpu' is forced and cannot run attend_grid: keys have 5 bits"
     with pytest.raises(UserError, match=text), backends.forced("cpu"):
         backends.attend_grid(*call)
@@ -159,7 +159,7 @@ def test_contract_of_the_other_arguments(call):
 
 
 def test_without_the_extension(call, without_extension):
-    assert "not built" in backends.explain_grid(call[1], call[2])
+    assert "not built" in backends.explain("attend_grid", *call)
     torch.testing.assert_close(backends.attend_grid(*call)[0], reference(*call)[0])
     rows = backends.report()
     assert [row["available"] for row in rows if row["backend"] == "cpu"] == [False] * 3

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tersekv.formats.grid import GridView
+from tersekv.attention.dispatch import direct
 from tersekv.ops import backends, softmax
 from tersekv.store.layer import LayerStore, PackedSegment
 
@@ -119,9 +119,10 @@ class _Reader:
         if whole is None or self.store is None:
             return []
         if len(tiles) == 1 and query.shape[2] * query.shape[3] <= KERNEL_ROWS:
-            direct = self._direct(whole, query)
-            if direct is not None:
-                return [direct]
+            mask = self._mask(whole.first, whole.tokens)
+            out = direct(whole.keys, whole.values, _rows(query), mask, self.call.scaling, self.call.softcap)
+            if out is not None:
+                return [out]
         results: list[tuple[Tensor, Tensor]] = []
         step = max(1, BLOCK_READ_TOKENS // self.store.flush_tokens) * self.store.flush_tokens
         for first in range(0, whole.tokens, step):
@@ -130,16 +131,6 @@ class _Reader:
             parts = self._block(block, query, tiles)
             results = parts if not results else [_merge(a, b) for a, b in zip(results, parts, strict=True)]
         return results
-
-    def _direct(self, segment: PackedSegment, query: Tensor) -> tuple[Tensor, Tensor] | None:
-        """From the packed bytes in one pass, where a kernel reads both formats."""
-        keys, values = segment.keys, segment.values
-        if not (isinstance(keys, GridView) and isinstance(values, GridView)):
-            return None
-        mask = self._mask(segment.first, segment.tokens)
-        call = (_rows(query), keys.side, values.side, mask, self.call.scaling, self.call.softcap)
-        run = backends.kernel("attend_grid", *call)
-        return run(*call) if run is not None else None
 
     def _block(self, block: PackedSegment, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
         mask = self._mask(block.first, block.tokens)

@@ -73,18 +73,13 @@ def _kernels(pair: Any) -> str:
     """Who attends over packed tokens of this method, asked with a few of them."""
     import torch
 
+    from tersekv.attention.dispatch import explain
     from tersekv.formats.base import BLOCK_TOKENS
-    from tersekv.formats.grid import GridView
-    from tersekv.ops import backends
 
     head_dim = HEAD_DIMS[-1]
     x = torch.linspace(-1, 1, BLOCK_TOKENS * head_dim).view(1, 1, BLOCK_TOKENS, head_dim)
-    sides = []
+    views = []
     for codec in (pair.keys, pair.values):
         fitted = codec.fit(x)
-        sides.append(fitted.view(fitted.encode(x), head_dim))
-    if all(isinstance(side, GridView) for side in sides):
-        return backends.explain_grid(sides[0].side, sides[1].side)
-    others = (type(side).__name__ for side in sides if not isinstance(side, GridView))
-    names = sorted({name.removesuffix("View").lower() for name in others})
-    return f"reference: no kernel reads the format {', '.join(names)} yet"
+        views.append(fitted.view(fitted.encode(x), head_dim))
+    return explain(views[0], views[1], head_dim)

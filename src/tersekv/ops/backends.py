@@ -82,19 +82,22 @@ def forced(name: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def _run(op: str, *call: Any) -> Any:
+def _choose(op: str, *call: Any) -> tuple[str, Callable[..., Any]]:
+    """The backend that runs this call, and its function; UserError where a forced one cannot."""
     only = _forced.get() or _from_environment()
-    if only != AUTO:
-        one = BACKENDS[only][op]
-        reason = one.why_not(*call)
-        if reason is not None:
+    for name, ops in BACKENDS.items():
+        if only not in (AUTO, name):
+            continue
+        reason = ops[op].why_not(*call)
+        if reason is None:
+            return name, ops[op].run
+        if only == name:
             raise UserError(f"backend {only!r} is forced and cannot run {op}: {reason}")
-        return one.run(*call)
-    for ops in BACKENDS.values():
-        one = ops[op]
-        if one.why_not(*call) is None:
-            return one.run(*call)
     raise AssertionError(f"no backend takes {op}")
+
+
+def _run(op: str, *call: Any) -> Any:
+    return _choose(op, *call)[1](*call)
 
 
 def attend_grid(
@@ -117,27 +120,17 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
 
 
 def kernel(op: str, *call: Any) -> Callable[..., Any] | None:
-    """What reads packed bytes directly for this call: the kernel that `_run` would choose, or None where only the
-    reference would do, which decodes first. Raises UserError where a forced kernel cannot."""
-    only = _forced.get() or _from_environment()
-    if only == "reference":
-        return None
-    for name, ops in BACKENDS.items():
-        if name == "reference" or only not in (AUTO, name):
-            continue
-        reason = ops[op].why_not(*call)
-        if reason is None:
-            return ops[op].run
-        if only == name:
-            raise UserError(f"backend {only!r} is forced and cannot run {op}: {reason}")
-    return None
+    """What reads packed bytes directly for this call, or None where only the reference would do, which decodes first.
+    Raises UserError where a forced kernel cannot."""
+    name, run = _choose(op, *call)
+    return None if name == "reference" else run
 
 
-def explain_grid(keys: GridSide, values: GridSide) -> str:
-    """Who would attend over this segment: "cpu/avx512", or "reference: <why not the kernels>"."""
+def explain(op: str, *call: Any) -> str:
+    """Who would run this call: "cpu/avx512", or "reference: <why not the kernels>"."""
     if chosen() == "reference":
         return "reference: forced"
-    reason = cpu.why_not_sides(keys, values)
+    reason = BACKENDS["cpu"][op].why_not(*call)
     if reason is None:
         return f"cpu/{cpu.isa()}"
     return f"cpu is forced and cannot: {reason}" if chosen() == "cpu" else f"reference: {reason}"

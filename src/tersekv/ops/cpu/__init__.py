@@ -66,18 +66,13 @@ def set_isa(name: str) -> None:
     _loaded().set_isa(name)
 
 
-def why_not_sides(keys: GridSide, values: GridSide) -> str | None:
-    """Why the kernels do not take this segment, whatever the query; None if they do."""
-    if _module is None and (reason := why_not_built()):
-        return reason
-    return _why_not_side(keys) or _why_not_side(values)
-
-
 def why_not_attend_grid(
     query: Tensor, keys: GridSide, values: GridSide, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> str | None:
     """Why `attend_grid` does not take this call; None if it does."""
-    return why_not_sides(keys, values) or _why_not_query(query, mask)
+    if _module is None and (reason := why_not_built()):
+        return reason
+    return _why_not_side(keys) or _why_not_side(values) or _why_not_query(query, mask)
 
 
 def why_not_attend_exact(
