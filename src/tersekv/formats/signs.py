@@ -15,6 +15,7 @@ channels).
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -42,9 +43,15 @@ def pack_signs(sketched: Tensor) -> Tensor:
 
 def unpack_signs(packed: Tensor, M: int) -> Tensor:
     """uint8 [..., ceil(M/8)] to float32 ±1 [..., M]."""
-    bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    positive = torch.bitwise_and(torch.bitwise_right_shift(packed.unsqueeze(-1), bits), 1)
-    return positive.flatten(-2)[..., :M].to(torch.float32) * 2 - 1
+    rows = _byte_signs(str(packed.device)).index_select(0, packed.flatten().int())
+    return rows.reshape(*packed.shape[:-1], -1)[..., :M]
+
+
+@functools.lru_cache(maxsize=8)
+def _byte_signs(device: str) -> Tensor:
+    """The eight signs of each byte: float32 ±1 [256, 8]."""
+    bits = torch.bitwise_and(torch.bitwise_right_shift(torch.arange(256)[:, None], torch.arange(8)), 1)
+    return (bits * 2 - 1).to(device, torch.float32)
 
 
 class SignSketch(NamedTuple):
