@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tersekv.attention import read
 from tersekv.attention.read import Call, attend_chunk, attend_store, attention_weights
-from tersekv.ops import backends
+from tersekv.errors import UserError
+from tersekv.ops import backends, cpu
 from tersekv.ops.softmax import attend_scores, merge_segments
 from test_store import fed, store, tokens
 
@@ -125,11 +126,26 @@ def test_reference_backend_gives_the_same():
     check(attend_store(s, call), expected)
 
 
+@pytest.mark.skipif(cpu.why_not_built() is not None, reason="the C++ extension is not built")
+def test_a_forced_kernel_runs_or_raises():
+    keys, values = tokens(500)
+    call = Call(torch.randn(1, 6, 1, 64), None, 0.125)
+    with backends.forced("cpu"):
+        with pytest.raises(UserError, match="'cpu' is forced: no kernel reads the format signs"):
+            attend_store(fed("qjl", keys, values, [0, 500]), call)
+        with pytest.raises(UserError, match="no kernel reads grid keys with exact values"):
+            attend_store(fed("kivi/exact", keys, values, [0, 500]), call)
+        with pytest.raises(UserError, match="'cpu' is forced and cannot run attend_grid: keys have 6 bits"):
+            attend_store(fed("uniform:bits=6", keys, values, [0, 500]), call)
+
+
 def test_weights_sum_to_one():
     keys, values = tokens(300)
     s = fed("kivi:bits=4", keys, values, [0, 300])
-    weights = attention_weights(s, Call(torch.randn(1, 4, 2, 64), None, 0.125, 3.0))
-    assert weights.shape == (1, 4, 2, 300)
+    new = torch.randn(1, 2, 2, 64)
+    weights = attention_weights(s, new, Call(torch.randn(1, 4, 2, 64), None, 0.125, 3.0))
+    assert weights.shape == (1, 4, 2, 302)
+    assert weights[:, :, 0, 301].abs().max() == 0
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 4, 2))
 
 

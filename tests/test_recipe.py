@@ -80,6 +80,8 @@ def test_initial_layers_of_a_composed_recipe():
         ("kivi:bit=2", "method 'kivi' has no option 'bit', did you mean 'bits'"),
         ("window:sink=1+kivi", "did you mean 'sinks'"),
         ("kivi:bits=9", "bits=9 is out of range; allowed are 1 to 8"),
+        ("kivi:group=0", "group=0 is out of range"),
+        ("qjl:seed=-1", "seed=-1 is out of range"),
         ("kivi:bits=2.5", "bits takes a whole number"),
         ("kivi:bits=two", "bits takes a whole number"),
         ("kivi:bits", "'bits' in 'kivi:bits' is no option"),

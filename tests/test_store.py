@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tersekv.codecs import methods
-from tersekv.errors import CacheError
+from tersekv.errors import CacheError, UserError
 from tersekv.recipe import Recipe
 from tersekv.store.footprint import PARTS, Footprint
 from tersekv.store.layer import ROLLBACK_TOKENS, LayerStore
@@ -234,3 +234,30 @@ def test_crop_more_than_seen():
     keys, values = tokens(40)
     with pytest.raises(CacheError, match="only 40 were seen"):
         fed("kivi", keys, values, [0, 40]).crop(41)
+
+
+def test_a_refused_append_changes_nothing():
+    """Values whose scale float16 cannot hold are refused after the keys were encoded; the layer is as before."""
+    keys, values = tokens(600)
+    s = fed("window:exact=fp32+kivi:bits=1", keys, values, [0, 300])
+    before, seen = [x.clone() for x in contents(s)], s.seen
+    values[:, :, 400] = 1e5
+    with pytest.raises(UserError, match="scales=bf16"):
+        s.append(keys[:, :, 300:], values[:, :, 300:])
+    assert s.seen == seen
+    for a, b in zip(contents(s), before, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_emptied_layer_is_fitted_on_its_next_prompt():
+    keys, values = tokens(400)
+    keys[..., 5] *= 50
+    s = fed("qjl:outliers=1", keys, values, [0, 400])
+    assert s.keys.codec.fitted["channels"].unique().tolist() == [5]
+    s.crop(400)
+    other = keys.roll(7, dims=-1)
+    s.append(other, values)
+    assert s.keys.codec.fitted["channels"].unique().tolist() == [12]
+    assert torch.equal(
+        s.decoded(torch.float32)[0], fed("qjl:outliers=1", other, values, [0, 400]).decoded(torch.float32)[0]
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from transformers import AttentionInterface, DynamicCache
 import tersekv
 from conftest import LOSSLESS, MODELS, prompt
 from tersekv.errors import CacheError, UserError
+from tersekv.hf.cache import CompressedLayer
+from tersekv.store.layer import LayerStore
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
 NAMES = list(MODELS)
@@ -63,13 +66,13 @@ def test_fallback_without_our_attention(models, name):
     assert len([w for w in caught if "decodes all tokens" in str(w.message)]) == 1
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "mistral"])
+@pytest.mark.parametrize("name", NAMES)
 def test_beam_search_equal(models, name):
     expected, got = pair(models[name], prompt(60, batch=2), num_beams=3, num_return_sequences=2)
     assert got.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", NAMES)
 def test_sampling_equal(models, name):
     model, ids = models[name], prompt(70)
     runs = []
@@ -79,7 +82,8 @@ def test_sampling_equal(models, name):
         if recipe is None:
             runs.append(model.generate(ids, **kwargs))
         else:
-            with tersekv.compress(model, recipe):
+            with warnings.catch_warnings(), tersekv.compress(model, recipe):
+                warnings.simplefilter("ignore")
                 runs.append(model.generate(ids, **kwargs))
     assert runs[0].tolist() == runs[1].tolist()
 
@@ -104,14 +108,16 @@ def test_several_turns_with_one_cache(models, name):
     assert cache.get_seq_length() == got.shape[1] - 1
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-def test_assisted_decoding_with_rejections(models, name):
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("proposed", [5, 10])
+def test_assisted_decoding_with_rejections(models, name, proposed, monkeypatch):
     """Prompt lookup proposes tokens, most of which are taken back."""
-    model = models[name]
-    ids = prompt(40).repeat(1, 6)
-    for extra in ({"prompt_lookup_num_tokens": 5}, {"prompt_lookup_num_tokens": 10}):
-        expected, got = pair(model, ids, **extra)
-        assert got.tolist() == expected.tolist()
+    model, taken_back = models[name], []
+    crop = CompressedLayer.crop
+    monkeypatch.setattr(CompressedLayer, "crop", lambda self, n: (taken_back.append(-int(n)), crop(self, n))[1])
+    expected, got = pair(model, prompt(40).repeat(1, 6), prompt_lookup_num_tokens=proposed)
+    assert got.tolist() == expected.tolist()
+    assert max(taken_back) > 0
 
 
 def test_assistant_model(models):
@@ -124,19 +130,32 @@ def test_assistant_model(models):
     assert got.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("name", HANDLES)
-def test_output_attentions(models, name):
-    """Weights come out, and sum to one over the tokens (with attention sinks: to less)."""
-    model, ids = models[name], prompt(100)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_output_attentions(models, name, use_cache):
+    """Weights come out as eager attention gives them, over a prompt longer than sliding windows and what they keep."""
+    model, ids = models[name], prompt(500)
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     expected = model(ids, output_attentions=True).attentions
     model.set_attn_implementation(before)
     with tersekv.compress(model, LOSSLESS):
-        got = model(ids, output_attentions=True).attentions
-    assert len(got) == len(expected)
+        got = model(ids, output_attentions=True, use_cache=use_cache).attentions
+    assert len(got) == len(expected) == 3
     for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b[..., -a.shape[-1] :], atol=2e-4, rtol=2e-3)
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-3)
+
+
+def test_output_attentions_while_decoding(models):
+    """One more token: a weight for every token seen, 0 for those that a sliding window has forgotten."""
+    model, ids = models["gemma3"], prompt(501)
+    with tersekv.compress(model, LOSSLESS), torch.no_grad():
+        cache = model(ids[:, :500]).past_key_values
+        got = model(ids[:, 500:], past_key_values=cache, output_attentions=True).attentions
+    for weights in got:
+        assert weights.shape == (1, 4, 1, 501)
+        torch.testing.assert_close(weights.sum(-1), torch.ones(1, 4, 1))
+    assert got[0][..., : 501 - 48].abs().max() == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -178,28 +197,35 @@ def test_model_types(models, dtype):
     assert out.sequences.shape == (1, 260)
 
 
-def test_two_caches_on_one_model(llama):
+@pytest.mark.parametrize("name", NAMES)
+def test_two_caches_on_one_model(models, name):
     """Two sequences in turns on one model do not disturb each other."""
-    a, b = prompt(150, seed=1), prompt(180, seed=2)
-    with tersekv.compress(llama, LOSSLESS), torch.no_grad():
-        caches = [tersekv.CompressedCache(llama.config, LOSSLESS) for _ in range(2)]
-        for start in range(0, 150, 50):
-            for ids, cache in ((a, caches[0]), (b, caches[1])):
-                logits = llama(ids[:, start : start + 50], past_key_values=cache).logits
-                if cache is caches[0]:
-                    first = logits
-    torch.testing.assert_close(first[:, -1], llama(a).logits[:, -1], atol=2e-4, rtol=2e-3)
+    model, ids = models[name], [prompt(150, seed=1), prompt(180, seed=2)]
+    last = [None, None]
+    with warnings.catch_warnings(), tersekv.compress(model, LOSSLESS), torch.no_grad():
+        warnings.simplefilter("ignore")
+        caches = [tersekv.CompressedCache(model.config, LOSSLESS) for _ in range(2)]
+        for start in range(0, 200, 50):
+            for i, cache in enumerate(caches):
+                part = ids[i][:, start : start + 50]
+                if part.shape[1]:
+                    last[i] = model(part, past_key_values=cache).logits[:, -1]
+    for i in range(2):
+        torch.testing.assert_close(last[i], model(ids[i]).logits[:, -1], atol=2e-4, rtol=2e-3)
 
 
-def test_context_restores_everything(llama):
+@pytest.mark.parametrize("name", NAMES)
+def test_context_restores_everything(models, name):
+    llama = models[name]
     before = (llama.config._attn_implementation, dict(llama.__dict__), len(llama._forward_pre_hooks))
-    with tersekv.compress(llama, "kivi"):
-        with tersekv.compress(llama, "int4:group=32"):
+    with warnings.catch_warnings(), tersekv.compress(llama, "kivi:group=16"):
+        warnings.simplefilter("ignore")
+        with tersekv.compress(llama, "int4:group=16"):
             inner = llama.generate(prompt(5), return_dict_in_generate=True, **GREEDY).past_key_values
-            assert str(inner.recipe) == "int4:group=32"
+            assert str(inner.recipe) == "int4:group=16"
         outer = llama.generate(prompt(5), return_dict_in_generate=True, **GREEDY).past_key_values
-        assert str(outer.recipe) == "kivi"
-    with pytest.raises(RuntimeError, match="inside"), tersekv.compress(llama, "kivi"):
+        assert str(outer.recipe) == "kivi:group=16"
+    with pytest.raises(RuntimeError, match="inside"), tersekv.compress(llama, "kivi:group=16"):
         raise RuntimeError("inside")
     after = (llama.config._attn_implementation, dict(llama.__dict__), len(llama._forward_pre_hooks))
     assert after == before
@@ -226,18 +252,84 @@ def test_cache_survives_leaving_the_context(llama):
     assert got.tolist() == llama.generate(first, **GREEDY).tolist()
 
 
-def test_reset_offload_prefetch(llama):
+def test_reset_offload_prefetch(llama, monkeypatch):
     ids = prompt(200)
     with tersekv.compress(llama, "kivi"), torch.no_grad():
         cache = tersekv.CompressedCache(llama.config, "kivi")
         first = llama(ids, past_key_values=cache).logits
+        copied, moves = copy.deepcopy(cache), []
+        expected = llama(prompt(3, seed=9), past_key_values=copied).logits
+        to = LayerStore.to
+        monkeypatch.setattr(LayerStore, "to", lambda self, device: (moves.append(str(device)), to(self, device)))
         for layer in cache.layers:
             layer.offload()
             layer.prefetch()
+        assert moves == ["cpu", "cpu"] * 3
+        assert torch.equal(llama(prompt(3, seed=9), past_key_values=cache).logits, expected)
         cache.reset()
         assert cache.get_seq_length() == 0
         assert cache.footprint().total_bytes == 0
         torch.testing.assert_close(llama(ids, past_key_values=cache).logits, first)
+
+
+def test_prefill_keeps_one_layer_exact_at_a_time(llama):
+    """When a layer has attended, its exact keys are gone."""
+    alive: list[weakref.ref] = []
+    most = []
+
+    def watch(module, args, kwargs, output):
+        most.append(sum(ref() is not None for ref in alive))
+
+    update = CompressedLayer.update
+
+    def remember(self, keys, values, *args, **kwargs):
+        alive.extend([weakref.ref(keys), weakref.ref(values)])
+        return update(self, keys, values, *args, **kwargs)
+
+    hooks = [layer.register_forward_hook(watch, with_kwargs=True) for layer in llama.model.layers]
+    try:
+        with pytest.MonkeyPatch.context() as patch, tersekv.compress(llama, "kivi"), torch.no_grad():
+            patch.setattr(CompressedLayer, "update", remember)
+            llama(prompt(400), use_cache=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert len(alive) == 6
+    assert most == [0, 0, 0]
+
+
+def test_inference_mode_and_back(llama):
+    """A cache filled in one mode goes on in another, and tables made in one serve the other."""
+    ids, more = prompt(300), prompt(40, seed=3)
+    recipes = ["kivi:bits=4", "qjl:seed=77", "normalfloat:group=16,bits=5", "turboquant:seed=77"]
+    for recipe in recipes:
+        with tersekv.compress(llama, recipe):
+            results = []
+            for first, second in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
+                cache = tersekv.CompressedCache(llama.config, recipe)
+                with first():
+                    llama(ids, past_key_values=cache)
+                with second():
+                    results.append(llama(more, past_key_values=cache).logits.clone())
+                with first():
+                    llama(more, past_key_values=cache)
+            assert torch.equal(results[0], results[1])
+            embeds = llama.get_input_embeddings()(ids).clone().requires_grad_(True)
+            llama(inputs_embeds=embeds, past_key_values=cache).logits.sum().backward()
+            assert torch.isfinite(embeds.grad).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_default_dtype_does_not_matter(llama, dtype):
+    ids = prompt(300)
+    with tersekv.compress(llama, "kivi:bits=4"):
+        expected = llama.generate(ids, **GREEDY)
+        torch.set_default_dtype(dtype)
+        try:
+            got = llama.generate(ids, **GREEDY)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert got.tolist() == expected.tolist()
 
 
 def test_batch_operations(llama):

@@ -1,4 +1,9 @@
-"""The one exception type for mistakes of the user: what came, what is allowed, what to do."""
+"""The exceptions of the library, and how they are worded: what came, what is allowed, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -7,3 +12,9 @@ class UserError(ValueError):
 
 class CacheError(RuntimeError):
     """The cache was given data or a request that it cannot honour (NaN keys, a rollback past what is kept)."""
+
+
+def hint(word: str, known: Iterable[str]) -> str:
+    """ ", did you mean 'x'?" for a near miss, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f", did you mean '{close[0]}'?" if close else ""

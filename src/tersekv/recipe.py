@@ -8,7 +8,6 @@ layers  = "3" | "0-14" | "-1"                           -1 is the last layer
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tersekv.codecs import Codec, Pair, methods
-from tersekv.errors import UserError
+from tersekv.errors import UserError, hint
 from tersekv.tokens import TokenPolicy, policies
 
 DEFAULT_POLICY = "window"
@@ -56,17 +55,10 @@ class Coder:
     def __str__(self) -> str:
         return str(self.keys) if self.values is None else f"{self.keys}/{self.values}"
 
-    def pair(self) -> Pair:
-        """The codecs."""
-        keys = _build(self.keys)
-        if self.values is None:
-            return keys
-        values = _build(self.values)
-        first = keys.initial or values.initial
-        if first is None:
-            return Pair(keys.keys, values.values)
-        initial = (keys.initial or (keys.keys, keys.values))[0], (values.initial or (values.keys, values.values))[1]
-        return Pair(keys.keys, values.values, max(keys.initial_layers, values.initial_layers), initial)
+    def at(self, layer: int) -> tuple[Codec, Codec]:
+        """The codecs of one layer."""
+        keys, values = _build(self.keys).at(layer)
+        return keys, values if self.values is None else _build(self.values).at(layer)[1]
 
 
 @dataclass(frozen=True)
@@ -79,7 +71,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for coder in (self.coder, *(c for _, c in self.layers)):
-            coder.pair()
+            coder.at(0)
         self.policy()
 
     @staticmethod
@@ -134,11 +126,7 @@ class Recipe:
         for spec, override in self.layers:
             if layer in _layer_range(spec, layers):
                 coder = override
-        pair = coder.pair()
-        keys, values = pair.keys, pair.values
-        if pair.initial is not None and layer < pair.initial_layers:
-            keys, values = pair.initial
-        return LayerPlan(keys, values, self.policy())
+        return LayerPlan(*coder.at(layer), self.policy())
 
 
 def _layer_range(spec: str, layers: int) -> range:
@@ -186,12 +174,12 @@ def _checked(data: Mapping[str, Any], known: Mapping[str, Any], what: str) -> Te
     """A term whose name and options exist and whose values have the option's type."""
     name, options = data["name"], data["options"]
     if name not in known:
-        raise UserError(f"unknown {what} '{name}'{_hint(name, known)}. Known are {', '.join(known)}")
+        raise UserError(f"unknown {what} '{name}'{hint(name, known)}. Known are {', '.join(known)}")
     defaults = _defaults(known[name])
     for option in options:
         if option not in defaults:
             allowed = ", ".join(defaults) or "none"
-            raise UserError(f"{what} '{name}' has no option '{option}'{_hint(option, defaults)}. It has {allowed}")
+            raise UserError(f"{what} '{name}' has no option '{option}'{hint(option, defaults)}. It has {allowed}")
     typed = {option: _typed(name, option, value, defaults[option]) for option, value in options.items()}
     return Term(name, tuple(sorted(typed.items())))
 
@@ -215,8 +203,3 @@ def _typed(name: str, option: str, value: Any, default: Any) -> Any:
     except (ValueError, KeyError):
         wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
         raise UserError(f"{name}:{option}={value} is wrong; {option} takes {wanted}, for example {default}") from None
-
-
-def _hint(word: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f", did you mean '{close[0]}'?" if close else ""

@@ -2,45 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from tersekv.errors import UserError
 from tersekv.formats.base import View
-from tersekv.formats.exact import ExactView
-from tersekv.formats.grid import GridView
 from tersekv.ops import backends
+
+OPS = {("grid", "grid"): "attend_grid", ("exact", "exact"): "attend_exact"}
+"""The op for the formats of keys and values; where there is none, segments are decoded block by block."""
 
 
 def direct(
     keys: View, values: View, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor] | None:
     """Out [B, H, R, Dv] and lse [B, H, R] of query rows [B, H, R, D], in one pass over packed bytes; None where no
-    kernel reads these formats, so that they are decoded block by block."""
-    op = _op(keys, values)
+    kernel reads these formats.
+
+    Raises:
+        UserError: a kernel backend is forced and cannot.
+    """
+    op = OPS.get((keys.format, values.format))
     if op is None:
+        if backends.chosen() not in ("auto", "reference"):
+            raise UserError(f"backend {backends.chosen()!r} is forced: {_no_op(keys, values)}")
         return None
-    call = (query, *op[1], mask, scaling, softcap)
-    run: Callable[..., Any] | None = backends.kernel(op[0], *call)
+    call = (query, keys.operand, values.operand, mask, scaling, softcap)
+    run = backends.kernel(op, *call)
     return run(*call) if run is not None else None
 
 
 def explain(keys: View, values: View, head_dim: int) -> str:
     """Who attends over such segments: "cpu/avx512", or "reference: <why>"."""
-    op = _op(keys, values)
+    op = OPS.get((keys.format, values.format))
     if op is None:
-        names = sorted({type(view).__name__.removesuffix("View").lower() for view in (keys, values)})
-        return f"reference: no kernel reads {' with '.join(names)}"
-    query = torch.zeros(1, 1, 1, head_dim)
-    return backends.explain(op[0], query, *op[1], None, 1.0, None)
+        return f"reference: {_no_op(keys, values)}"
+    query = torch.zeros(1, 1, 1, head_dim, dtype=torch.float32)
+    return backends.explain(op, query, keys.operand, values.operand, None, 1.0, None)
 
 
-def _op(keys: View, values: View) -> tuple[str, tuple[Any, Any]] | None:
-    """The op for two formats, and how they are handed to it."""
-    if isinstance(keys, GridView) and isinstance(values, GridView):
-        return "attend_grid", (keys.side, values.side)
-    if isinstance(keys, ExactView) and isinstance(values, ExactView):
-        return "attend_exact", (keys.x, values.x)
-    return None
+def _no_op(keys: View, values: View) -> str:
+    known = {name for pair in OPS for name in pair}
+    lacking = sorted({keys.format, values.format} - known)
+    if lacking:
+        return f"no kernel reads the format {' and '.join(lacking)}"
+    return f"no kernel reads {keys.format} keys with {values.format} values"

@@ -95,7 +95,7 @@ class _Reader:
             return self.mask.gather(2, positions[:, None].expand(-1, self.mask.shape[1], -1))
         columns = self.mask[:, :, positions : positions + tokens]
         if self.store.padding is not None:
-            own = self.store.padding[:, None] + self.store.sink_capacity
+            own = self.store.padding[:, None] + self.store.keys.sinks.shape[2]
             columns = columns & (torch.arange(positions, positions + tokens, device=columns.device) >= own)[:, None]
         return columns
 
@@ -120,9 +120,10 @@ class _Reader:
             return []
         if len(tiles) == 1 and query.shape[2] * query.shape[3] <= KERNEL_ROWS:
             mask = self._mask(whole.first, whole.tokens)
-            out = direct(whole.keys, whole.values, _rows(query), mask, self.call.scaling, self.call.softcap)
+            rows = whole.keys.query(_rows(query))
+            out = direct(whole.keys.inner, whole.values.inner, rows, mask, self.call.scaling, self.call.softcap)
             if out is not None:
-                return [out]
+                return [(whole.values.output(out[0]), out[1])]
         results: list[tuple[Tensor, Tensor]] = []
         step = max(1, BLOCK_READ_TOKENS // self.store.flush_tokens) * self.store.flush_tokens
         for first in range(0, whole.tokens, step):
@@ -130,11 +131,11 @@ class _Reader:
             assert block is not None
             parts = self._block(block, query, tiles)
             results = parts if not results else [_merge(a, b) for a, b in zip(results, parts, strict=True)]
-        return results
+        return [(whole.values.output(out), lse) for out, lse in results]
 
     def _block(self, block: PackedSegment, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
         mask = self._mask(block.first, block.tokens)
-        value = block.values.decode()
+        value = block.values.inner.decode()
         parts = []
         for tile in tiles:
             scores = block.keys.scores(_rows(query[:, :, :, tile]))
@@ -183,18 +184,25 @@ def _with_sink_logits(out: Tensor, lse: Tensor, logits: Tensor, G: int) -> Tenso
     return out * share.unsqueeze(-1)
 
 
-def attention_weights(store: LayerStore, call: Call) -> Tensor:
-    """softmax(scaling·q·K̂ᵀ) [B, Hq, q, tokens] in the query's type, for those who ask to see it; decodes every key."""
-    query = _grouped(call.query, store.kv_heads)
-    keys, _ = store.decoded(torch.float32)
-    scores = torch.matmul(query, keys.unsqueeze(2).transpose(-1, -2)) * call.scaling
+def attention_weights(store: LayerStore | None, keys: Tensor, call: Call) -> Tensor:
+    """softmax(scaling·q·K̂ᵀ) [B, Hq, q, tokens seen and new] in the query's type, for those who ask to see it.
+
+    Past keys are read from the store (None: no past) and decoded, all of them; the new ones [B, Hkv, q, D] are exact,
+    as they are for the output. Tokens that a sliding window has forgotten have weight 0.
+    """
+    query = _grouped(call.query, keys.shape[1])
+    dropped = 0
+    if store is not None and store.seen:
+        keys = torch.cat([store.decoded(torch.float32)[0], keys.float()], dim=2)
+        dropped = store.dropped
+    scores = torch.matmul(query, keys.float().unsqueeze(2).transpose(-1, -2)) * call.scaling
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
     q, T = scores.shape[-2:]
-    mask = call.mask[:, :, -T:] if call.mask is not None else _causal(q, T, scores.device)
+    mask = call.mask[:, :, dropped:] if call.mask is not None else _causal(q, T, scores.device)
     scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
     if call.sink_logits is not None:
         logits = call.sink_logits.float().reshape(1, *query.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, logits], dim=-1)
     weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., :T]
-    return weights.flatten(1, 2).to(call.query.dtype)
+    return torch.nn.functional.pad(weights.flatten(1, 2), (dropped, 0)).to(call.query.dtype)

@@ -82,4 +82,4 @@ def _kernels(pair: Any) -> str:
     for codec in (pair.keys, pair.values):
         fitted = codec.fit(x)
         views.append(fitted.view(fitted.encode(x), head_dim))
-    return explain(views[0], views[1], head_dim)
+    return explain(views[0].inner, views[1].inner, head_dim)

@@ -46,22 +46,13 @@ class Outcome:
 
     def document(self) -> dict[str, Any]:
         """The JSON document of `tersekv generate`."""
-        held = self.footprint
         return {
             "answer": self.answer,
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": len(self.new_ids),
             "prefill_seconds": round(self.prefill_seconds, 4),
             "decode_tokens_per_second": round(self.decode_tokens_per_second, 3),
-            "cache": {
-                "recipe": self.recipe,
-                "tokens": held.tokens,
-                "bytes": held.total_bytes,
-                "bytes_by_part": dict(held.parts),
-                "bits_per_element": round(held.bits_per_element, 4),
-                "ratio_bf16": round(held.ratio(16), 4),
-                "ratio_fp8": round(held.ratio(8), 4),
-            },
+            "cache": {"recipe": self.recipe, **self.footprint.to_dict()},
         }
 
 

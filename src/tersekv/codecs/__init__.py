@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import pkgutil
 
 from tersekv.codecs.base import Codec, Method, Pair
+from tersekv.registry import modules
 
 __all__ = ["Codec", "Method", "Pair", "methods"]
 
@@ -14,5 +13,4 @@ __all__ = ["Codec", "Method", "Pair", "methods"]
 @functools.lru_cache(maxsize=1)
 def methods() -> dict[str, Method]:
     """Every method in this folder by name, sorted."""
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
-    return {name: importlib.import_module(f"{__name__}.{name}").METHOD for name in names}
+    return {name: module.METHOD for name, module in modules(__name__, __path__).items()}

@@ -10,13 +10,15 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
-from typing_extensions import Self
 
 from tersekv.errors import UserError
 from tersekv.formats.base import Layout, Planes, Side, View
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 FitsOn = Literal["prompt", "corpus"]
 
@@ -95,12 +97,16 @@ class Codec(ABC):
 
 
 class Pair(NamedTuple):
-    """What a method's name stands for: a codec for keys, one for values, and other ones for the first layers."""
+    """What a method's name stands for: a codec for keys, one for values, and others in the first layers."""
 
     keys: Codec
     values: Codec
     initial_layers: int = 0
     initial: tuple[Codec, Codec] | None = None
+
+    def at(self, layer: int) -> tuple[Codec, Codec]:
+        """The codecs of one layer."""
+        return self.initial if self.initial is not None and layer < self.initial_layers else (self.keys, self.values)
 
 
 @dataclass(frozen=True)

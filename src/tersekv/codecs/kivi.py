@@ -7,12 +7,13 @@ bits: 3.0 and 5.0 for 2 and 4.
 
 from __future__ import annotations
 
-from tersekv.codecs.base import Method, Pair
+from tersekv.codecs.base import Method, Pair, check_range
 from tersekv.codecs.uniform import Uniform
 
 
 def build(bits: int = 2, group: int = 32) -> Pair:
     """bits: 1 to 8 for both sides; group: tokens per range of keys, channels per range of values."""
+    check_range("group", group, 1, 1024)
     return Pair(Uniform(bits, "channel", group), Uniform(bits, "token", group, side="values"))
 
 

@@ -7,7 +7,6 @@ mid-point as offset (`zero_point=true`, as KVQuant's nf comparators normalise).
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from tersekv.codecs.base import Codec, Method, TableBytes, check_choice, check_range, for_both_sides
 from tersekv.formats.base import Layout, Planes
 from tersekv.formats.grid import SCALE_DTYPES, Grid, GridView, nearest_code, round_scale
+from tersekv.tensors import cached_table
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class NormalFloat(Codec):
         return [normal_quantiles(self.bits, "cpu")]
 
 
-@functools.lru_cache(maxsize=32)
+@cached_table
 def normal_quantiles(bits: int, device: str) -> Tensor:
     """Ascending float32 table [2^bits] on [−1, 1] with an exact zero."""
     half = 2 ** (bits - 1)

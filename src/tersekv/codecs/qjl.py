@@ -20,11 +20,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from tersekv.codecs.base import Codec, FitsOn, Method, Pair, TableBytes, check_choice, check_range
 from tersekv.codecs.uniform import Uniform
@@ -32,6 +31,9 @@ from tersekv.errors import UserError
 from tersekv.formats.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec
 from tersekv.formats.signs import SignSketch, SignsView, pack_signs, signs_planes
 from tersekv.transforms.sketch import jl_sketch, sign_factor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 OUTLIER_SEED_OFFSET = 7_919
 
@@ -55,6 +57,7 @@ class Qjl(Codec):
         check_range("sketch", self.sketch, 0, 1 << 16)
         check_range("outlier_sketch", self.outlier_sketch, 0, 1 << 16)
         check_range("outliers", self.outliers, 0, 255)
+        check_range("seed", self.seed, 0, 2**31)
         check_choice("outliers_per", self.outliers_per, ("prompt", "group"))
 
     @property
@@ -165,7 +168,7 @@ def build(
     sketch: int = 0,
     outliers: int = 8,
     outlier_sketch: int = 0,
-    outliers_per: str = "prompt",
+    outliers_per: Literal["prompt", "group"] = "prompt",
     orthogonal: bool = True,
     initial_layers: int = 15,
     value_bits: int = 2,
@@ -174,7 +177,7 @@ def build(
 ) -> Pair:
     """Keys by QJL, values by integers per token; the first `initial_layers` layers with twice the rows."""
     check_range("initial_layers", initial_layers, 0, 10_000)
-    keys = Qjl(sketch, outliers, outlier_sketch, outliers_per, orthogonal, False, seed)  # type: ignore[arg-type]
+    keys = Qjl(sketch, outliers, outlier_sketch, outliers_per, orthogonal, False, seed)
     values = Uniform(value_bits, "token", value_group, side="values")
     first = dataclasses.replace(keys, initial=True)
     return Pair(keys, values, initial_layers, (first, values))

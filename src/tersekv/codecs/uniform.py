@@ -9,17 +9,19 @@ range per channel for the whole sequence, taken from the prompt and kept; later 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choice, check_range, for_both_sides
 from tersekv.formats.base import Layout, Planes
 from tersekv.formats.grid import SCALE_DTYPES, Grid, GridView, round_scale
+from tersekv.tensors import cached_table
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Uniform(Codec):
         return [integers(self.bits, "cpu"), *self.fitted.values()]
 
 
-@functools.lru_cache(maxsize=32)
+@cached_table
 def integers(bits: int, device: str) -> Tensor:
     """The table 0 … 2^bits − 1 as float32."""
     return torch.arange(2**bits, dtype=torch.float32, device=device)

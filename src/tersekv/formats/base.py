@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from tersekv.ops.attend_grid import Side as Side
+
 Kind = Literal["codes", "scales and norms"]
-Side = Literal["keys", "values"]
 Planes = dict[str, Tensor]
 
 BLOCK_TOKENS = 32
@@ -52,7 +53,31 @@ class Layout:
 
 
 class View(ABC):
-    """A packed segment as attention reads it. `scores` and `weighted_sum` default to decoding everything."""
+    """A packed segment as attention reads it.
+
+    x̂ = A·inner with a linear map A that leaves the token loop: q·k̂ = (Aᵀq)·inner and Σp·v̂ = A·Σp·inner. `inner` is
+    the view that holds the codes, `query` is Aᵀ and `output` is A; for most formats A is the identity.
+    """
+
+    format: ClassVar[str]
+
+    @property
+    def operand(self) -> Any:
+        """What an op takes for this side; ops are found by the formats of both sides (`attention/dispatch.py`)."""
+        return None
+
+    @property
+    def inner(self) -> View:
+        """The view without the linear map."""
+        return self
+
+    def query(self, query: Tensor) -> Tensor:
+        """Aᵀq for query [..., D]."""
+        return query
+
+    def output(self, out: Tensor) -> Tensor:
+        """A·o for a weighted sum of inner vectors [..., D]."""
+        return out
 
     @abstractmethod
     def decode(self) -> Tensor:
@@ -61,3 +86,32 @@ class View(ABC):
     def scores(self, query: Tensor) -> Tensor:
         """q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T], unscaled."""
         return torch.matmul(query, self.decode().transpose(-1, -2))
+
+
+class Rotated(View):
+    """A view of vectors that were rotated by R (float32 [D, D], orthogonal) before coding: x̂ = Rᵀ·inner."""
+
+    def __init__(self, view: View, rotation: Tensor) -> None:
+        self._inner, self.rotation = view, rotation
+        self.format = f"rotated {view.format}"  # type: ignore[misc]
+
+    @property
+    def inner(self) -> View:
+        """The rotated vectors."""
+        return self._inner
+
+    def query(self, query: Tensor) -> Tensor:
+        """R·q."""
+        return torch.matmul(query, self.rotation.T)
+
+    def output(self, out: Tensor) -> Tensor:
+        """Rᵀ·o."""
+        return torch.matmul(out, self.rotation)
+
+    def decode(self) -> Tensor:
+        """x̂ as float32 [B, H, T, D]."""
+        return self.output(self._inner.decode())
+
+    def scores(self, query: Tensor) -> Tensor:
+        """q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T], unscaled."""
+        return self._inner.scores(self.query(query))

@@ -21,8 +21,15 @@ def exact_layout(head_dim: int, dtype: torch.dtype) -> Layout:
 class ExactView(View):
     """An unpacked segment: `x` [B, H, N, t, D]."""
 
+    format = "exact"
+
     def __init__(self, planes: Planes) -> None:
         self.x = planes["x"].flatten(2, 3)
+
+    @property
+    def operand(self) -> Tensor:
+        """The tokens [B, H, T, D]."""
+        return self.x
 
     def decode(self) -> Tensor:
         """x as float32 [B, H, T, D]."""

@@ -110,6 +110,8 @@ class Grid:
 class GridView(View):
     """Planes and table of a `Grid` segment; `scale` and `offset` may be given once for all blocks as [B, H, D]."""
 
+    format = "grid"
+
     def __init__(
         self, grid: Grid, planes: Planes, table: Tensor, scale: Tensor | None = None, offset: Tensor | None = None
     ) -> None:
@@ -126,6 +128,11 @@ class GridView(View):
             offset=planes.get("offset") if offset is None else _for_all_blocks(offset, N),
             table=table,
         )
+
+    @property
+    def operand(self) -> GridSide:
+        """The planes as ops take them."""
+        return self.side
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D]."""

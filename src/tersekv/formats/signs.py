@@ -15,13 +15,13 @@ channels).
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tersekv.formats.base import BLOCK_TOKENS, PlaneSpec, View
+from tersekv.tensors import cached_table
 
 
 def signs_planes(sketch_dim: int, norm_dtype: torch.dtype, prefix: str = "") -> dict[str, PlaneSpec]:
@@ -47,7 +47,7 @@ def unpack_signs(packed: Tensor, M: int) -> Tensor:
     return rows.reshape(*packed.shape[:-1], -1)[..., :M]
 
 
-@functools.lru_cache(maxsize=8)
+@cached_table
 def _byte_signs(device: str) -> Tensor:
     """The eight signs of each byte: float32 ±1 [256, 8]."""
     bits = torch.bitwise_and(torch.bitwise_right_shift(torch.arange(256)[:, None], torch.arange(8)), 1)
@@ -97,6 +97,8 @@ class SignSketch(NamedTuple):
 
 class SignsView(View):
     """Sum of sign sketches. The query is sketched once; cached signs are not multiplied by S for scores."""
+
+    format = "signs"
 
     def __init__(self, sketches: list[SignSketch], head_dim: int) -> None:
         self.sketches = sketches

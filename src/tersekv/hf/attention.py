@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tersekv.attention.read import Call, attend_chunk, attend_store, attention_weights
 from tersekv.errors import UserError
 from tersekv.hf.handle import PendingTokens
+
+if TYPE_CHECKING:
+    from tersekv.hf.cache import CompressedLayer
 
 
 def attention_forward(
@@ -29,26 +32,26 @@ def attention_forward(
     """
     softcap, sink_logits = kwargs.get("softcap"), kwargs.get("s_aux")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    plain = softcap is None and sink_logits is None and not kwargs.get("output_attentions")
-    if not isinstance(key, PendingTokens):
-        if plain:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-        call = Call(query, _bool_mask(attention_mask, query, key.shape[2]), scaling, softcap, sink_logits)
-        return attend_chunk(None, key, value, call), None
-    layer, keys, values = key.layer, key.keys, key.values
-    assert layer.store is not None
-    tokens = layer.store.seen + keys.shape[2]
-    call = Call(query, _bool_mask(attention_mask, query, tokens), scaling, softcap, sink_logits)
-    if keys.shape[2] == 1 and layer.store.seen:
+    wants_weights = kwargs.get("output_attentions")
+    pending = isinstance(key, PendingTokens)
+    if not pending and softcap is None and sink_logits is None and not wants_weights:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    layer: CompressedLayer | None = key.layer if pending else None
+    store = layer.store if layer is not None else None
+    keys, values = (key.keys, key.values) if pending else (key, value)
+    past = store.seen if store is not None else 0
+    call = Call(query, _bool_mask(attention_mask, query, past + keys.shape[2]), scaling, softcap, sink_logits)
+    weights = attention_weights(store, keys, call) if wants_weights else None  # before the store may forget tokens
+    if layer is None or store is None:
+        return attend_chunk(None, keys, values, call), weights
+    if past and keys.shape[2] == 1:
         layer.append(keys, values)
-        out = attend_store(layer.store, call)
+        return attend_store(store, call), weights
+    if past or softcap is not None or sink_logits is not None:
+        out = attend_chunk(store, keys, values, call)
     else:
-        if layer.store.seen == 0 and softcap is None and sink_logits is None:
-            out, _ = sdpa_attention_forward(module, query, keys, values, attention_mask, dropout, scaling)
-        else:
-            out = attend_chunk(layer.store, keys, values, call)
-        layer.append(keys, values, _padding(call.mask) if layer.store.seen == 0 else None)
-    weights = attention_weights(layer.store, call) if kwargs.get("output_attentions") else None
+        out, _ = sdpa_attention_forward(module, query, keys, values, attention_mask, dropout, scaling)
+    layer.append(keys, values, None if past else _padding(call.mask))
     return out, weights
 
 

@@ -130,6 +130,8 @@ class TailBuffer:
 
     def drop_front(self, n: int) -> None:
         """Forget the n oldest tokens; the rest moves to the front."""
+        if n == 0:
+            return
         self._data[:, :, : self.tokens - n] = self.data[:, :, n:].clone()
         self.tokens -= n
 

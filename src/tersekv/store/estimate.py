@@ -79,8 +79,8 @@ def _layer(plan: LayerPlan, shape: CacheShape, window: int | None, tokens: int) 
     dims = shape.key_dim + shape.value_dim
     flush = math.lcm(*(layout.block_tokens for layout in layouts))
     exact_bytes = plan.policy.exact_dtype(shape.dtype).itemsize
-    sinks = 0 if window is not None else min(tokens, plan.policy.sinks)
-    packed = max(0, tokens - sinks - plan.policy.recent) // flush * flush
+    sinks = min(tokens, plan.policy.sink_tokens(window))
+    packed = plan.policy.to_pack(tokens - sinks, flush)
     tail = tokens - sinks - packed
     if window is not None:
         outside = (tokens - window - ROLLBACK_TOKENS) // flush * flush

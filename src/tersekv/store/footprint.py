@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 PARTS = ("codes", "scales and norms", "tables", "exact sinks", "exact window", "slack")
 
@@ -33,6 +34,17 @@ class Footprint:
     def ratio(self, bits: int = 16) -> float:
         """How many times smaller than a cache with `bits` per element (16: bfloat16, 8: fp8); 0 for an empty cache."""
         return self.elements * bits / (self.total_bytes * 8) if self.total_bytes else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures of the program's JSON documents and of records."""
+        return {
+            "tokens": self.tokens,
+            "bytes": self.total_bytes,
+            "bytes_by_part": dict(self.parts),
+            "bits_per_element": round(self.bits_per_element, 4),
+            "ratio_bf16": round(self.ratio(16), 4),
+            "ratio_fp8": round(self.ratio(8), 4),
+        }
 
     @staticmethod
     def sum(footprints: Iterable[Footprint]) -> Footprint:

@@ -18,6 +18,7 @@ from tersekv.formats.base import View
 from tersekv.recipe import LayerPlan
 from tersekv.store.footprint import Footprint
 from tersekv.store.side import SideStore
+from tersekv.tensors import plain
 
 ROLLBACK_TOKENS = 128
 """Tokens kept beyond a sliding window, so that assisted decoding can take back what it had proposed."""
@@ -47,13 +48,12 @@ class LayerStore:
     attention; such a layer keeps no sinks and forgets packed tokens that no query can see any more.
     """
 
+    @plain
     def __init__(self, plan: LayerPlan, keys: Tensor, values: Tensor, window: int | None = None) -> None:
-        self.window = window
-        self.sink_capacity = 0 if window is not None else plan.policy.sinks
-        self.recent = plan.policy.recent
+        self.plan, self.policy, self.window = plan, plan.policy, window
         blocks = plan.keys.layout(keys.shape[-1]).block_tokens, plan.values.layout(values.shape[-1]).block_tokens
         self.flush_tokens = math.lcm(*blocks)
-        dtype, tail_tokens = plan.policy.exact_dtype(keys.dtype), self.recent + self.flush_tokens
+        dtype, tail_tokens = plan.policy.exact_dtype(keys.dtype), plan.policy.recent + self.flush_tokens
         self.keys = SideStore(plan.keys, keys, dtype, tail_tokens)
         self.values = SideStore(plan.values, values, dtype, tail_tokens)
         self.sides = self.keys, self.values
@@ -77,6 +77,7 @@ class LayerStore:
         """Where the bytes lie."""
         return self.keys.sinks.device
 
+    @plain
     def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None) -> None:
         """Add tokens and pack what has left the window.
 
@@ -84,57 +85,56 @@ class LayerStore:
         row's own first tokens then become its sinks.
 
         Raises:
-            CacheError: values that are not finite or too large for the exact type; nothing was added.
+            CacheError, UserError: values that are not finite, or that the exact type or a scale cannot hold; nothing
+            was added.
         """
-        first, n = self.seen == 0, keys.shape[2]
         new = [side.rounded(x) for side, x in zip(self.sides, (keys, values), strict=True)]
+        n = keys.shape[2]
+        own = None
+        if self.seen == 0 and padding is not None and int(padding.max()) > 0:
+            new, own = self._without_padding(new, padding)
+        sinks = min(self.policy.sink_tokens(self.window) - self.keys.sinks.shape[2], n)
+        flush = self.policy.to_pack(self.keys.tail.tokens + n - sinks, self.flush_tokens)
+        packed, skip = self._to_forget(n, flush) if flush else (0, 0)
+        prepared = [side.prepare(x, sinks, skip, flush) for side, x in zip(self.sides, new, strict=True)]
+        self.padding = padding if own is not None else self.padding
         self.seen += n
-        if first and padding is not None and int(padding.max()) > 0:
-            new = self._start_padded(new, padding)
-        new = [side.fill_sinks(x, self.sink_capacity) for side, x in zip(self.sides, new, strict=True)]
-        waiting = self.keys.tail.tokens + new[0].shape[2]
-        flush = max(0, waiting - self.recent) // self.flush_tokens * self.flush_tokens
-        skip = self._forget(flush) if flush else 0
+        self.dropped += packed + skip
+        for side, changes in zip(self.sides, prepared, strict=True):
+            side.packed.drop_front(packed // side.packed.layout.block_tokens)
+            side.commit(changes)
         if flush:
             self._whole = None
-        for side, x in zip(self.sides, new, strict=True):
-            if flush:
-                side.fit(x)
-                side.pack(x, skip, flush)
-            else:
-                side.tail.append(x)
 
-    def _start_padded(self, new: list[Tensor], padding: Tensor) -> list[Tensor]:
-        """Replace what stands in the padding by the row's last token, so that neither scales nor fitted channels see
-        it, and give each row its own sinks. Rows too short for that keep the common ones. Returns what is left."""
-        hidden = (torch.arange(self.seen, device=self.device) < padding[:, None])[:, None, :, None]
+    def _without_padding(self, new: list[Tensor], padding: Tensor) -> tuple[list[Tensor], Tensor | None]:
+        """The first tokens with what stands in the padding replaced by the row's last token, so that neither scales nor
+        fitted channels see it, and each row's own sinks in front; the positions [B, S] of those. Rows too short for
+        sinks of their own keep the common ones, and None is returned."""
+        T = new[0].shape[2]
+        hidden = (torch.arange(T, device=self.device) < padding[:, None])[:, None, :, None]
         new = [torch.where(hidden, x[:, :, -1:], x) for x in new]
-        S = self.sink_capacity
-        if S == 0 or int(padding.max()) + S > self.seen:
-            return new
-        self.padding = padding
-        own = self._own_sinks()[:, None, :, None]
-        for side, x in zip(self.sides, new, strict=True):
-            side.sinks = x.gather(2, own.expand(-1, x.shape[1], -1, x.shape[-1]))
-        return [x[:, :, S:] for x in new]
+        S = self.policy.sink_tokens(self.window)
+        if S == 0 or int(padding.max()) + S > T:
+            return new, None
+        own = padding[:, None] + torch.arange(S, device=self.device)
+        index = own[:, None, :, None]
+        sinks = [x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[-1])) for x in new]
+        return [torch.cat([sink, x[:, :, S:]], dim=2) for sink, x in zip(sinks, new, strict=True)], own
 
     def _own_sinks(self) -> Tensor:
         """Positions [B, S] of each row's own sinks."""
         assert self.padding is not None
-        return self.padding[:, None] + torch.arange(self.sink_capacity, device=self.padding.device)
+        return self.padding[:, None] + torch.arange(self.keys.sinks.shape[2], device=self.device)
 
-    def _forget(self, flush: int) -> int:
-        """Drop packed tokens that no coming query can see, a rollback of ROLLBACK_TOKENS included. Returns how many of
-        the `flush` tokens about to be packed are outside too and need not be."""
+    def _to_forget(self, n: int, flush: int) -> tuple[int, int]:
+        """Packed tokens that no query after the next n tokens can see, a rollback of ROLLBACK_TOKENS included, and how
+        many of the `flush` tokens about to be packed are outside too and need not be."""
         if self.window is None:
-            return 0
-        outside = (self.seen - self.window - ROLLBACK_TOKENS - self.dropped) // self.flush_tokens * self.flush_tokens
-        packed = min(max(0, outside), self.packed_tokens)
-        for side in self.sides:
-            side.packed.drop_front(packed // side.packed.layout.block_tokens)
-        skip = min(max(0, outside) - packed, flush)
-        self.dropped += packed + skip
-        return skip
+            return 0, 0
+        outside = self.seen + n - self.window - ROLLBACK_TOKENS - self.dropped
+        outside = max(0, outside // self.flush_tokens * self.flush_tokens)
+        packed = min(outside, self.packed_tokens)
+        return packed, min(outside - packed, flush)
 
     @property
     def packed_tokens(self) -> int:
@@ -181,6 +181,7 @@ class LayerStore:
             )
         return keys, values
 
+    @plain
     def crop(self, n: int) -> None:
         """Take back the n latest tokens. Where that reaches into packed blocks, whole blocks go and the tokens that
         stay of the last one return to the tail as decoded.
@@ -202,12 +203,13 @@ class LayerStore:
                 side.sinks = side.sinks[:, :, : self.seen]
         if self.seen == 0:
             self.padding = None
+            self.keys.codec, self.values.codec = self.plan.keys, self.plan.values  # to be fitted on the next prompt
 
     def _check_crop(self, n: int) -> None:
         left = self.seen - n
         if left < 0:
             raise CacheError(f"cannot take back {n} tokens, only {self.seen} were seen")
-        if self.padding is not None and 0 < left < int(self.padding.max()) + self.sink_capacity:
+        if self.padding is not None and 0 < left < int(self.padding.max()) + self.keys.sinks.shape[2]:
             raise CacheError(
                 f"cannot take back {n} of {self.seen} tokens, rows of a left-padded batch would lose their first ones; "
                 "reset the cache instead"
@@ -218,6 +220,7 @@ class LayerStore:
                 f"{ROLLBACK_TOKENS} are kept for that"
             )
 
+    @plain
     def select(self, rows: Tensor) -> None:
         """Keep the batch rows `rows` (int64, repeats allowed) in that order."""
         rows = rows.to(self.device)
@@ -228,6 +231,7 @@ class LayerStore:
         if self.padding is not None:
             self.padding = self.padding.index_select(0, rows)
 
+    @plain
     def to(self, device: torch.device | str) -> None:
         """Move everything to `device`."""
         self._whole = None

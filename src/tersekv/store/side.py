@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tersekv.codecs import Codec
 from tersekv.errors import CacheError
-from tersekv.formats.base import View
+from tersekv.formats.base import Planes, View
 from tersekv.store.blocks import BlockBuffer, TailBuffer
 from tersekv.store.footprint import Footprint
 
 ENCODE_TOKENS = 1024
 """Tokens encoded at a time, which bounds the float32 copies that encoding makes."""
+
+
+class Prepared(NamedTuple):
+    """New tokens of one side, encoded: the codec (perhaps newly fitted), new sinks, planes to append, the tokens
+    after the sinks [B, H, n, D], and how many of tail and these are packed."""
+
+    codec: Codec
+    sinks: Tensor
+    planes: list[Planes]
+    x: Tensor
+    flush: int
 
 
 class SideStore:
@@ -51,30 +63,42 @@ class SideStore:
             "use the policy option exact=bf16 or exact=fp32 (window:exact=bf16+…)"
         )
 
-    def fill_sinks(self, x: Tensor, capacity: int) -> Tensor:
-        """Put the first tokens into the sinks until `capacity` are there; returns the others."""
-        n = min(capacity - self.sinks.shape[2], x.shape[2])
-        if n <= 0:
-            return x
-        self.sinks = torch.cat([self.sinks, x[:, :, :n]], dim=2)
-        return x[:, :, n:]
+    def prepare(self, x: Tensor, sinks: int, skip: int, flush: int) -> Prepared:
+        """What adding tokens [B, H, n, D] will change, with nothing changed yet.
 
-    def fit(self, x: Tensor) -> None:
-        """Fit a codec that learns from the prompt, once, on all tokens at hand: those held and the new ones."""
-        if self.codec.fits_on == "prompt" and not self.codec.fitted:
-            self.codec = self.codec.fit(torch.cat([self.sinks, self.tail.data, x], dim=2).float())
+        The first `sinks` of them become sinks. Of the tail and the others, the first `flush` are packed (whole
+        blocks), of which `skip` need not be kept at all; what follows them becomes the tail. A codec that learns from
+        the prompt is fitted before it packs for the first time, on all tokens at hand.
 
-    def pack(self, x: Tensor, skip: int, flush: int) -> None:
-        """Encode tokens `skip` to `flush` of tail and new ones; what follows them becomes the tail."""
-        t, old = self.packed.layout.block_tokens, self.tail.tokens
-        self.packed.reserve((flush - skip) // t)
-        step = max(1, ENCODE_TOKENS // t) * t
-        for start in range(skip, flush, step):
-            stop = min(flush, start + step)
-            parts = [self.tail.data[:, :, start : min(stop, old)], x[:, :, max(0, start - old) : max(0, stop - old)]]
-            self.packed.append(self.codec.encode(torch.cat(parts, dim=2).float()))
-        self.tail.drop_front(min(flush, old))
-        self.tail.append(x[:, :, max(0, flush - old) :])
+        Raises:
+            UserError: a scale that its type cannot hold.
+        """
+        first, x = x[:, :, :sinks], x[:, :, sinks:]
+        codec, planes = self.codec, []
+        if flush:
+            if codec.fits_on == "prompt" and not codec.fitted:
+                codec = codec.fit(torch.cat([self.sinks, first, self.tail.data, x], dim=2).float())
+            t, old = self.packed.layout.block_tokens, self.tail.tokens
+            step = max(1, ENCODE_TOKENS // t) * t
+            for start in range(skip, flush, step):
+                stop = min(flush, start + step)
+                waiting = self.tail.data[:, :, start : min(stop, old)]
+                new = x[:, :, max(0, start - old) : max(0, stop - old)]
+                planes.append(codec.encode(torch.cat([waiting, new], dim=2).float()))
+        return Prepared(codec, first, planes, x, flush)
+
+    def commit(self, new: Prepared) -> None:
+        """Change what was prepared."""
+        self.codec = new.codec
+        if new.sinks.shape[2]:
+            self.sinks = torch.cat([self.sinks, new.sinks], dim=2)
+        if new.planes:
+            self.packed.reserve(sum(next(iter(planes.values())).shape[2] for planes in new.planes))
+        for planes in new.planes:
+            self.packed.append(planes)
+        old = self.tail.tokens
+        self.tail.drop_front(min(new.flush, old))
+        self.tail.append(new.x[:, :, max(0, new.flush - old) :])
 
     def view(self, first: int, tokens: int) -> View:
         """Packed tokens `first` to `first + tokens`, whole blocks."""

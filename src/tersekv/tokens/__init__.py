@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import pkgutil
 
+from tersekv.registry import modules
 from tersekv.tokens.base import TokenPolicy
 
 __all__ = ["TokenPolicy", "policies"]
@@ -14,5 +13,4 @@ __all__ = ["TokenPolicy", "policies"]
 @functools.lru_cache(maxsize=1)
 def policies() -> dict[str, type[TokenPolicy]]:
     """Every policy in this folder by name, sorted."""
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
-    return {name: importlib.import_module(f"{__name__}.{name}").POLICY for name in names}
+    return {name: module.POLICY for name, module in modules(__name__, __path__).items()}

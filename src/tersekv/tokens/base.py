@@ -1,4 +1,4 @@
-"""What a token policy states: how many tokens stay exact at both ends, and in which type."""
+"""What a token policy states: which tokens stay exact, in which type, and when others are packed."""
 
 from __future__ import annotations
 
@@ -32,6 +32,15 @@ class TokenPolicy:
         if self.exact != "auto":
             return DTYPES[self.exact]
         return model_dtype if model_dtype.itemsize == 2 else torch.float16
+
+    def sink_tokens(self, window: int | None) -> int:
+        """First tokens that stay exact in a layer with that sliding window; such a layer forgets them, so it has
+        none."""
+        return self.sinks if window is None else 0
+
+    def to_pack(self, waiting: int, block: int) -> int:
+        """How many of `waiting` exact tokens behind the sinks are to be packed now, a multiple of `block`."""
+        return max(0, waiting - self.recent) // block * block
 
     def options(self) -> dict[str, Any]:
         """The options by name, as in a recipe."""

@@ -7,14 +7,15 @@ E⟨s,q⟩·sign⟨s,x⟩ = √D·E|u₁|·⟨q,x⟩/‖x‖, u uniform on the u
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 from torch import Tensor
 
+from tersekv.tensors import cached_table
 
-@functools.lru_cache(maxsize=32)
+
+@cached_table
 def jl_sketch(M: int, D: int, seed: int, orthogonal: bool = True, device: str = "cpu") -> Tensor:
     """S as float32 [M, D], the same for the same arguments on every machine's CPU and on every rank.
 

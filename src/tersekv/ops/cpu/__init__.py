@@ -181,8 +181,8 @@ def attend_grid(
     native = _module or _loaded()
     query = query.contiguous()
     B, H, R, _ = shape = query.shape
-    out = torch.empty((B, H, R, values.head_dim))
-    lse = torch.empty((B, H, R))
+    out = query.new_empty((B, H, R, values.head_dim))
+    lse = query.new_empty((B, H, R))
     t = keys.block_tokens
     native.attend_grid(
         (query.data_ptr(), shape, query.stride()), _side(keys, "keys"), _side(values, "values"), keys.codes.shape[2], t,
@@ -198,8 +198,8 @@ def attend_exact(
     native = _module or _loaded()
     query = query.contiguous()
     B, H, R, _ = shape = query.shape
-    out = torch.empty((B, H, R, value.shape[-1]))
-    lse = torch.empty((B, H, R))
+    out = query.new_empty((B, H, R, value.shape[-1]))
+    lse = query.new_empty((B, H, R))
     native.attend_exact(
         (query.data_ptr(), shape, query.stride()),
         (_FLOATS[key.dtype], key.data_ptr(), key.shape, key.stride()),
@@ -222,7 +222,7 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
                 f"outs, lses: expected {list(shape)} and {list(shape[:-1])}, got {list(out.shape)}, {list(lse.shape)}"
             )
     outs, lses = [x.contiguous() for x in outs], [x.contiguous() for x in lses]
-    out, lse = torch.empty(shape), torch.empty(shape[:-1])
+    out, lse = outs[0].new_empty(shape), lses[0].new_empty(shape[:-1])
     native.merge_segments(
         tuple([x.data_ptr() for x in outs]), tuple([x.data_ptr() for x in lses]), lse.numel(), shape[-1],
         out.data_ptr(), lse.data_ptr(),

@@ -1,0 +1,14 @@
+"""Folders whose files are their own registration."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable
+from types import ModuleType
+
+
+def modules(package: str, path: Iterable[str]) -> dict[str, ModuleType]:
+    """Every module of a package but `base`, by name, sorted."""
+    names = sorted(module.name for module in pkgutil.iter_modules(path) if module.name != "base")
+    return {name: importlib.import_module(f"{package}.{name}") for name in names}
