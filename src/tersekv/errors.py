@@ -15,6 +15,6 @@ class CacheError(RuntimeError):
 
 
 def hint(word: str, known: Iterable[str]) -> str:
-    """ ", did you mean 'x'?" for a near miss, else nothing."""
+    """The end of a sentence that names a near miss: `, did you mean 'x'?`, or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f", did you mean '{close[0]}'?" if close else ""

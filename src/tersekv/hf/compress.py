@@ -79,6 +79,7 @@ def _provide_cache(model: PreTrainedModel, recipe: Recipe, undo: ExitStack) -> N
     def before_forward(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         use_cache = kwargs.get("use_cache")
         use_cache = module.config.get_text_config().use_cache if use_cache is None else use_cache
+        # past_key_values is the fourth argument where it is given by position
         if use_cache and kwargs.get("past_key_values") is None and len(args) < 4:
             kwargs["past_key_values"] = CompressedCache(module.config, recipe)
         return args, kwargs

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
 import struct
@@ -17,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tersekv.errors import UserError
+from safetensors import SafetensorError
+
+from tersekv.errors import UserError, hint
 from tersekv.hf import pull as _pull
 from tersekv.hf.convert import PackagedModel, quiet
 from tersekv.hf.pull import Report
@@ -197,6 +198,10 @@ def _safetensors_fault(path: Path) -> str | None:
     return None if size == wanted else f"{size:,} bytes instead of {wanted:,}"
 
 
+LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError)
+"""What transformers, safetensors and tokenizers raise for files that are wrong, absent or for other versions."""
+
+
 @contextlib.contextmanager
 def _explained(name: str, where: str) -> Iterator[None]:
     """transformers' ways of saying that a model cannot be loaded, as one sentence."""
@@ -204,23 +209,19 @@ def _explained(name: str, where: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except LOAD_ERRORS as error:
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         if Path(where).is_dir():
             raise UserError(f"the model in {where} cannot be loaded: {said[:300]}") from error
-        near = difflib.get_close_matches(name, KNOWN, n=1)
-        hint = f"did you mean {near[0]!r}? Otherwise " if near else ""
         raise UserError(
-            f"cannot get the model {name!r} from the Hub: {said[:300]} - {hint}check the id and the network, "
-            f"or give a folder, or one of: {', '.join(KNOWN)}"
+            f"cannot get the model {name!r} from the Hub: {said[:300]}; "
+            f"check the id and the network, or give a folder, or one of: {', '.join(KNOWN)}{hint(name, KNOWN)}"
         ) from error
 
 
 def _known(name: str) -> PackagedModel:
     if name not in KNOWN:
-        near = difflib.get_close_matches(name, KNOWN, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"no known model {name!r}{hint} (known: {', '.join(KNOWN)})")
+        raise UserError(f"no known model {name!r}{hint(name, KNOWN)} (known: {', '.join(KNOWN)})")
     return KNOWN[name]
 
 

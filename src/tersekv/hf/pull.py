@@ -123,12 +123,12 @@ def _make(model: PackagedModel, scratch: Path, report: Report) -> Path:
         # The reader of GGUF draws a bar that transformers' own settings do not turn off.
         with contextlib.redirect_stderr(io.StringIO()):
             convert(model, gguf, made)
-    except (UserError, OSError):
+    except UserError:
         raise
-    except Exception as error:
+    except (ValueError, KeyError, ImportError, RuntimeError) as error:
         raise UserError(
             f"{model.name} could not be converted ({type(error).__name__}: {str(error)[:200]}): use a version of "
-            "transformers within the range that tersekv states, and look whether the disk is full"
+            "transformers within the range that tersekv states"
         ) from error
     gguf.unlink()
     _seal(model, made)
