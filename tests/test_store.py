@@ -188,12 +188,20 @@ def test_left_padded_rows_have_their_own_sinks():
     assert s.seen == 0
 
 
-def test_rows_too_short_for_own_sinks_keep_the_common_ones():
-    keys, values = tokens(6, B=2)
-    s = store("kivi", keys, values)
-    s.append(keys, values, torch.tensor([5, 0]))
-    assert s.padding is None
-    assert s.keys.sinks.shape[2] == 4
+def test_a_padded_batch_starts_when_every_row_has_its_sinks():
+    """Chunks that are padding for some row wait exact; then all is as if it had come at once."""
+    keys, values = tokens(400, B=2)
+    padding = torch.tensor([150, 0])
+    once = store("uniform:bits=4,axis=channel,group=0/kivi", keys, values)
+    once.append(keys, values, padding)
+    parts = store("uniform:bits=4,axis=channel,group=0/kivi", keys, values)
+    for a, b in [(0, 64), (64, 128), (128, 151), (151, 152), (152, 400)]:
+        parts.append(keys[:, :, a:b], values[:, :, a:b], padding.clamp(max=b) if parts.waits else None)
+        assert parts.waits == (b < 154)
+        assert parts.decoded(torch.float32)[0].shape[2] == parts.seen == b
+    for x, y in zip(contents(parts), contents(once), strict=True):
+        assert torch.equal(x, y)
+    assert torch.equal(parts.keys.codec.fitted["scale"], once.keys.codec.fitted["scale"])
 
 
 def test_sliding_window_gives_memory_back():

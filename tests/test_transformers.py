@@ -13,10 +13,11 @@ import weakref
 
 import pytest
 import torch
-from transformers import AttentionInterface, DynamicCache
+import transformers as tf
+from transformers import AttentionInterface, DynamicCache, StaticCache
 
 import tersekv
-from conftest import LOSSLESS, MODELS, prompt
+from conftest import LOSSLESS, MODELS, SHAPE, prompt
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.cache import CompressedLayer
 from tersekv.store.layer import LayerStore
@@ -230,6 +231,75 @@ def test_context_restores_everything(models, name):
     after = (llama.config._attn_implementation, dict(llama.__dict__), len(llama._forward_pre_hooks))
     assert after == before
     assert "tersekv" not in AttentionInterface().valid_keys()
+
+
+def test_contexts_left_in_another_order(llama):
+    """As two threads would: the latest open one decides, and the last one left puts the model back."""
+    before = (llama.config._attn_implementation, dict(llama.__dict__))
+    a, b = tersekv.compress(llama, "kivi"), tersekv.compress(llama, "int4:group=32")
+    a.__enter__()
+    b.__enter__()
+    a.__exit__(None, None, None)
+    cache = llama.generate(prompt(5), return_dict_in_generate=True, **GREEDY).past_key_values
+    assert str(cache.recipe) == "int4:group=32"
+    b.__exit__(None, None, None)
+    assert (llama.config._attn_implementation, dict(llama.__dict__)) == before
+    assert isinstance(llama(prompt(5), use_cache=True).past_key_values, DynamicCache)
+
+
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+@pytest.mark.parametrize("name", HANDLES)
+def test_cache_implementations_in_context(models, name, implementation):
+    """ "dynamic" is ours; a static cache is transformers' own and stays right."""
+    expected, got = pair(models[name], prompt(60), cache_implementation=implementation)
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", HANDLES)
+def test_static_cache_prefill_logits(models, name):
+    model, ids = models[name], prompt(60)
+    with torch.no_grad():
+        expected = model(ids).logits
+        with tersekv.compress(model, LOSSLESS):
+            got = model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=100)).logits
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-3)
+
+
+def test_a_module_that_opens_one_handle():
+    """DiffLlama splits the values and calls attention twice: tokens enter the store once and nothing is wrong."""
+    config = tf.DiffLlamaConfig(**SHAPE)
+    torch.manual_seed(0)
+    model = tf.DiffLlamaForCausalLM(config).eval()
+    ids = prompt(90)
+    with tersekv.compress(model, LOSSLESS), torch.no_grad():
+        cache = tersekv.CompressedCache(config, LOSSLESS)
+        model(ids, past_key_values=cache)
+        assert cache.get_seq_length() == 90
+    for kwargs in ({}, {"prefill_chunk_size": 32}):
+        expected, got = pair(model, ids, **kwargs)
+        assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("recipe", ["uniform:bits=8,axis=channel,group=0", "qjl", "kivi:bits=2"])
+def test_padding_longer_than_a_prefill_chunk_reaches_no_codec(llama, recipe):
+    """What token stands in the padding changes nothing, though the first chunks are all padding for a row."""
+    ids, mask = prompt(300, 2), torch.ones(2, 300, dtype=torch.long)
+    mask[0, :90] = 0
+    logits = []
+    for pad in (0, 50):
+        with tersekv.compress(llama, f"window:recent=16+{recipe}"):
+            out = llama.generate(
+                torch.where(mask.bool(), ids, pad), attention_mask=mask, prefill_chunk_size=64, max_new_tokens=3,
+                do_sample=False, output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+        logits.append(torch.stack(out.logits))
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_any_number_of_proposals_can_be_taken_back(models):
+    """More than a sliding window keeps for that otherwise."""
+    expected, got = pair(models["mistral"], prompt(40).repeat(1, 12), prompt_lookup_num_tokens=140)
+    assert got.tolist() == expected.tolist()
 
 
 def test_plain_call_in_context_uses_our_cache(llama):

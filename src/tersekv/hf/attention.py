@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tersekv.attention.read import Call, attend_chunk, attend_store, attention_weights
 from tersekv.errors import UserError
-from tersekv.hf.handle import PendingTokens
-
-if TYPE_CHECKING:
-    from tersekv.hf.cache import CompressedLayer
+from tersekv.hf.handle import Pending, PendingTokens, opened
 
 
 def attention_forward(
@@ -33,26 +30,39 @@ def attention_forward(
     softcap, sink_logits = kwargs.get("softcap"), kwargs.get("s_aux")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     wants_weights = kwargs.get("output_attentions")
-    pending = isinstance(key, PendingTokens)
-    if not pending and softcap is None and sink_logits is None and not wants_weights:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    layer: CompressedLayer | None = key.layer if pending else None
-    store = layer.store if layer is not None else None
-    keys, values = (key.keys, key.values) if pending else (key, value)
-    past = store.seen if store is not None else 0
+    pending = _untouched(key, value)
+    if pending is None:
+        key, value = opened((key, value))
+        if softcap is None and sink_logits is None and not wants_weights:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        if attention_mask is None and 1 < query.shape[2] < key.shape[2]:
+            # no mask means causal from the first position on: a static cache's later places are empty
+            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        call = Call(query, _bool_mask(attention_mask, query, key.shape[2]), scaling, softcap, sink_logits)
+        weights = attention_weights(None, key, call) if wants_weights else None
+        return attend_chunk(None, key, value, call), weights
+    store, keys, values = pending.layer.store, pending.keys, pending.values
+    assert store is not None
+    past = store.seen
     call = Call(query, _bool_mask(attention_mask, query, past + keys.shape[2]), scaling, softcap, sink_logits)
     weights = attention_weights(store, keys, call) if wants_weights else None  # before the store may forget tokens
-    if layer is None or store is None:
-        return attend_chunk(None, keys, values, call), weights
+    padding = _padding(call.mask) if store.waits else None
     if past and keys.shape[2] == 1:
-        layer.append(keys, values)
+        pending.commit(padding)
         return attend_store(store, call), weights
     if past or softcap is not None or sink_logits is not None:
         out = attend_chunk(store, keys, values, call)
     else:
         out, _ = sdpa_attention_forward(module, query, keys, values, attention_mask, dropout, scaling)
-    layer.append(keys, values, None if past else _padding(call.mask))
+    pending.commit(padding)
     return out, weights
+
+
+def _untouched(key: Any, value: Any) -> Pending | None:
+    """The tokens behind two handles that nothing has opened or attended to yet."""
+    if isinstance(key, PendingTokens) and isinstance(value, PendingTokens) and not key.pending.committed:
+        return key.pending
+    return None
 
 
 def _bool_mask(mask: Tensor | None, query: Tensor, tokens: int) -> Tensor | None:
@@ -77,8 +87,8 @@ def _bool_mask(mask: Tensor | None, query: Tensor, tokens: int) -> Tensor | None
 
 
 def _padding(mask: Tensor | None) -> Tensor | None:
-    """Leading positions of each row that no query sees: int64 [B]; None without a mask."""
+    """Leading positions of each row that no query sees, all of them where it has no token yet: int64 [B]."""
     if mask is None:
         return None
     seen = mask.any(dim=1)
-    return torch.where(seen.any(dim=-1), seen.int().argmax(dim=-1), 0)
+    return torch.where(seen.any(dim=-1), seen.int().argmax(dim=-1), seen.shape[-1])

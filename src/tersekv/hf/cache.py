@@ -14,7 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.config import AttentionShape, attention_layers, text_config
-from tersekv.hf.handle import PendingTokens
+from tersekv.hf.handle import Pending, PendingTokens
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.store.footprint import Footprint
 from tersekv.store.layer import LayerStore
@@ -34,6 +34,7 @@ class CompressedLayer(CacheLayerMixin):
         self.cache, self.index, self.plan, self.sliding_window = cache, index, plan, window
         self.is_sliding = window is not None
         self.store: LayerStore | None = None
+        self.record_past = False
         self.home: torch.device | None = None
 
     # ------------------------------------------------------------------ growing
@@ -41,6 +42,7 @@ class CompressedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Create the store with the shapes of the first tokens."""
         self.store = LayerStore(self.plan, key_states, value_states, self.sliding_window)
+        self.store.record_past = self.record_past
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -50,8 +52,8 @@ class CompressedLayer(CacheLayerMixin):
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         if self.cache.hands_out_handles:
-            handle = PendingTokens(self, key_states, value_states)
-            return handle, handle.for_values()
+            pending = Pending(self, key_states, value_states)
+            return PendingTokens(pending, False), PendingTokens(pending, True)
         self.cache.warn_decoding()
         return self.append_and_decode(key_states, value_states)
 
@@ -110,14 +112,17 @@ class CompressedLayer(CacheLayerMixin):
         tokens_to_remove = int(tokens_to_remove)  # releases before 5.17 pass a tensor
         if tokens_to_remove > 0:
             raise UserError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; pass 0 or less")
-        if self.store is not None and tokens_to_remove < 0:
+        if self.store is not None:
             try:
                 self.store.crop(-tokens_to_remove)
             except CacheError as error:
                 raise CacheError(f"layer {self.index}: {error}") from error
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: a rollback is always possible, see `ROLLBACK_TOKENS`."""
+        """From now on a sliding window forgets at a `crop` only, so that any number of proposals can be taken back."""
+        self.record_past = True
+        if self.store is not None:
+            self.store.record_past = True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Follow beam search."""

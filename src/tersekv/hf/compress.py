@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,7 +22,8 @@ from tersekv.recipe import Recipe
 @contextmanager
 def compress(model: PreTrainedModel, recipe: str | Recipe) -> Iterator[PreTrainedModel]:
     """Inside, `model.generate(...)` and `model(...)` use a `CompressedCache` with `recipe` (unless one is passed), and
-    attention reads its packed bytes. Contexts nest; on leaving, also by an exception, the model is as it was.
+    attention reads its packed bytes. Contexts nest and may overlap; after the last one is left, also by an exception,
+    the model is as it was.
 
     Raises:
         UserError: unknown recipe, or a model that the recipe cannot serve.
@@ -28,52 +32,78 @@ def compress(model: PreTrainedModel, recipe: str | Recipe) -> Iterator[PreTraine
         raise UserError(f"compress takes a transformers model, got {type(model).__name__}")
     recipe = Recipe.parse(recipe)
     CompressedCache(model.config, recipe)  # says what does not fit before anything is installed
+    if not model._supports_default_dynamic_cache():
+        raise UserError(
+            f"{type(model).__name__} keeps a cache of its own kind; tersekv serves models with key-value caches"
+        )
     if not model._can_set_attn_implementation():
         raise UserError(
             f"{type(model).__name__} does not take attention functions; "
             "pass past_key_values=tersekv.CompressedCache(model.config, recipe) without compress"
         )
-    with ExitStack() as undo:
-        _register(undo)
-        config = text_config(model.config)
-        undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
-        config._attn_implementation = ATTENTION_NAME
-        _provide_cache(model, recipe, undo)
+    with _lock:
+        contexts = _open.setdefault(model, [])
+        if not contexts:
+            _undo[model] = _install(model)
+        context = _Context(recipe)
+        contexts.append(context)
+    try:
         yield model
+    finally:
+        with _lock:
+            contexts.remove(context)
+            if not contexts:
+                del _open[model]
+                _undo.pop(model).close()
 
 
-_installed = 0
+class _Context:
+    """One open context; the latest that is still open on a model says which recipe new caches have."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
 
 
-def _register(undo: ExitStack) -> None:
-    """Make the attention and its mask known to transformers while at least one context is open."""
-    global _installed
+# Contexts may be left in another order than entered (threads, generators): the last one left puts the model back.
+_lock = threading.RLock()
+_open: weakref.WeakKeyDictionary[PreTrainedModel, list[_Context]] = weakref.WeakKeyDictionary()
+_undo: weakref.WeakKeyDictionary[PreTrainedModel, ExitStack] = weakref.WeakKeyDictionary()
+
+
+def _install(model: PreTrainedModel) -> ExitStack:
+    """Everything that makes a model use packed attention; closing what is returned puts all of it back."""
+    undo = ExitStack()
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
-    _installed += 1
-
-    def unregister() -> None:
-        global _installed
-        _installed -= 1
-        if _installed == 0:
-            AttentionInterface._global_mapping.pop(ATTENTION_NAME, None)
-            AttentionMaskInterface._global_mapping.pop(ATTENTION_NAME, None)
-
-    undo.callback(unregister)
+    undo.callback(_unregister)
+    config = text_config(model.config)
+    undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+    config._attn_implementation = ATTENTION_NAME
+    _provide_cache(model, undo)
+    return undo
 
 
-def _provide_cache(model: PreTrainedModel, recipe: Recipe, undo: ExitStack) -> None:
+def _unregister() -> None:
+    if not _open:
+        AttentionInterface._global_mapping.pop(ATTENTION_NAME, None)
+        AttentionMaskInterface._global_mapping.pop(ATTENTION_NAME, None)
+
+
+def _new_cache(model: PreTrainedModel) -> CompressedCache:
+    return CompressedCache(model.config, _open[model][-1].recipe)
+
+
+def _provide_cache(model: PreTrainedModel, undo: ExitStack) -> None:
     """Give `generate` and plain calls a compressed cache where they would make their own."""
     original: Any = model._prepare_cache_for_generation
     shadowed = model.__dict__.get("_prepare_cache_for_generation")
 
     def prepare(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        wanted = generation_config.use_cache is not False and generation_config.cache_implementation in (
-            None,
-            "dynamic",
-        )
-        if wanted and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = CompressedCache(model.config, recipe)
+        ours = generation_config.use_cache is not False and generation_config.cache_implementation in (None, "dynamic")
+        if ours and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = _new_cache(model)
+            generation_config = copy.copy(generation_config)
+            generation_config.cache_implementation = None  # transformers refuses "dynamic" beside a cache
         return original(generation_config, model_kwargs, *args, **kwargs)
 
     def before_forward(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -81,7 +111,7 @@ def _provide_cache(model: PreTrainedModel, recipe: Recipe, undo: ExitStack) -> N
         use_cache = module.config.get_text_config().use_cache if use_cache is None else use_cache
         # past_key_values is the fourth argument where it is given by position
         if use_cache and kwargs.get("past_key_values") is None and len(args) < 4:
-            kwargs["past_key_values"] = CompressedCache(module.config, recipe)
+            kwargs["past_key_values"] = _new_cache(model)
         return args, kwargs
 
     def restore() -> None:

@@ -11,51 +11,69 @@ if TYPE_CHECKING:
     from tersekv.hf.cache import CompressedLayer
 
 
-class PendingTokens:
-    """The keys or values of the tokens of one call, not in the store yet.
-
-    Attention modules pass it on untouched from `update` to the attention function, which reads the store and then
-    commits. Anything else that opens it gets the decoded tensor [B, H, tokens, D] and commits by that, slower but
-    right.
-    """
+class Pending:
+    """The keys and values [B, H, n, D] of one call to one layer, which enter the store exactly once."""
 
     def __init__(self, layer: CompressedLayer, keys: Tensor, values: Tensor) -> None:
         self.layer, self.keys, self.values = layer, keys, values
         self.past_tokens = layer.get_seq_length()
+        self.committed = False
         self._decoded: tuple[Tensor, Tensor] | None = None
-        self.is_values = False
+
+    def commit(self, padding: Tensor | None) -> None:
+        """Add the tokens to the store."""
+        self.committed = True
+        self.layer.append(self.keys, self.values, padding)
+
+    def decoded(self) -> tuple[Tensor, Tensor]:
+        """All tokens [B, H, tokens, D]. Commits where nobody has: then the new tokens are exact, else as the store
+        has them."""
+        if self._decoded is None:
+            if self.committed:
+                assert self.layer.store is not None
+                self._decoded = self.layer.store.decoded(self.keys.dtype)
+            else:
+                self.committed = True
+                self._decoded = self.layer.append_and_decode(self.keys, self.values)
+        return self._decoded
+
+
+class PendingTokens:
+    """Stands for the keys or the values of a layer.
+
+    Attention modules pass it on untouched from `update` to the attention function, which reads the store and then
+    commits. Anything else that opens it gets the decoded tensor and commits by that, slower but right.
+    """
+
+    def __init__(self, pending: Pending, is_values: bool) -> None:
+        self.pending, self.is_values = pending, is_values
+
+    @property
+    def _new(self) -> Tensor:
+        return self.pending.values if self.is_values else self.pending.keys
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the tensor this stands for."""
-        x = self.values if self.is_values else self.keys
-        return torch.Size((*x.shape[:2], self.past_tokens + x.shape[2], x.shape[3]))
+        B, H, n, D = self._new.shape
+        return torch.Size((B, H, self.pending.past_tokens + n, D))
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the new tokens."""
-        return self.keys.dtype
+        return self._new.dtype
 
     @property
     def device(self) -> torch.device:
         """Device of the new tokens."""
-        return self.keys.device
-
-    def for_values(self) -> PendingTokens:
-        """The handle that stands for the values; both commit once."""
-        twin = PendingTokens.__new__(PendingTokens)
-        twin.__dict__ = self.__dict__ | {"is_values": True, "_keys_handle": self}
-        return twin
+        return self._new.device
 
     def decoded(self) -> Tensor:
-        """Commit and return the tensor."""
-        owner: PendingTokens = self.__dict__.get("_keys_handle", self)
-        if owner._decoded is None:
-            owner._decoded = self.layer.append_and_decode(self.keys, self.values)
-        return owner._decoded[int(self.is_values)]
+        """The tensor."""
+        return self.pending.decoded()[int(self.is_values)]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_keys_handle":
+        if name.startswith("__") or name in ("pending", "is_values"):
             raise AttributeError(name)
         return getattr(self.decoded(), name)
 
@@ -64,15 +82,15 @@ class PendingTokens:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*_open(args), **_open(kwargs or {}))
+        return func(*opened(args), **opened(kwargs or {}))
 
 
-def _open(x: Any) -> Any:
-    """Handles inside args, lists and dicts replaced by tensors."""
+def opened(x: Any) -> Any:
+    """Handles replaced by tensors, also inside tuples, lists and dicts."""
     if isinstance(x, PendingTokens):
         return x.decoded()
     if isinstance(x, (list, tuple)):
-        return type(x)(_open(item) for item in x)
+        return type(x)(opened(item) for item in x)
     if isinstance(x, dict):
-        return {key: _open(value) for key, value in x.items()}
+        return {key: opened(value) for key, value in x.items()}
     return x

@@ -57,7 +57,9 @@ class LayerStore:
         self.keys = SideStore(plan.keys, keys, dtype, tail_tokens)
         self.values = SideStore(plan.values, values, dtype, tail_tokens)
         self.sides = self.keys, self.values
-        self.padding: Tensor | None = None
+        self.padding: Tensor | None = None  # while rows of a batch have sinks of their own
+        self.waits = True  # nothing is in sinks or packed: no tokens yet, or rows that are still short
+        self.record_past = False  # a sliding window forgets at a crop only
         self.seen = 0
         self.dropped = 0
         self._whole: PackedSegment | None = None  # kept until packed blocks change
@@ -89,49 +91,75 @@ class LayerStore:
             was added.
         """
         new = [side.rounded(x) for side, x in zip(self.sides, (keys, values), strict=True)]
-        n = keys.shape[2]
-        own = None
-        if self.seen == 0 and padding is not None and int(padding.max()) > 0:
-            new, own = self._without_padding(new, padding)
+        if self.waits and padding is not None and int(padding.max()) > 0:
+            self.padding = padding
+        if not self.waits or self.padding is None:
+            self._add(new, restart=False)
+        elif self._some_row_is_short(keys.shape[2]):
+            for side, x in zip(self.sides, new, strict=True):
+                side.tail.append(x)
+            self.seen += keys.shape[2]
+        else:  # start with all of them, as if they had come at once
+            new = [torch.cat([side.tail.data, x], dim=2) for side, x in zip(self.sides, new, strict=True)]
+            self._add(self._without_padding(new), restart=True)
+
+    def _some_row_is_short(self, n: int) -> bool:
+        """Whether after n more tokens a row of a padded batch has fewer tokens than its sinks take, at least one."""
+        assert self.padding is not None
+        return int(self.padding.max()) + max(1, self.policy.sink_tokens(self.window)) > self.seen + n
+
+    def _add(self, new: list[Tensor], restart: bool) -> None:
+        """Sinks, packing and tail. restart: `new` holds what the tail held so far, too."""
+        n, held = new[0].shape[2], 0 if restart else self.keys.tail.tokens
+        seen = n if restart else self.seen + n
         sinks = min(self.policy.sink_tokens(self.window) - self.keys.sinks.shape[2], n)
-        flush = self.policy.to_pack(self.keys.tail.tokens + n - sinks, self.flush_tokens)
-        packed, skip = self._to_forget(n, flush) if flush else (0, 0)
-        prepared = [side.prepare(x, sinks, skip, flush) for side, x in zip(self.sides, new, strict=True)]
-        self.padding = padding if own is not None else self.padding
-        self.seen += n
-        self.dropped += packed + skip
+        flush = self.policy.to_pack(held + n - sinks, self.flush_tokens)
+        forget, skip = self._to_forget(seen, flush) if flush else (0, 0)
+        prepared = [side.prepare(x, sinks, skip, flush, restart) for side, x in zip(self.sides, new, strict=True)]
+        self.waits, self.seen = False, seen
+        self._forget(forget)
+        self.dropped += skip
         for side, changes in zip(self.sides, prepared, strict=True):
-            side.packed.drop_front(packed // side.packed.layout.block_tokens)
             side.commit(changes)
         if flush:
             self._whole = None
 
-    def _without_padding(self, new: list[Tensor], padding: Tensor) -> tuple[list[Tensor], Tensor | None]:
-        """The first tokens with what stands in the padding replaced by the row's last token, so that neither scales nor
-        fitted channels see it, and each row's own sinks in front; the positions [B, S] of those. Rows too short for
-        sinks of their own keep the common ones, and None is returned."""
-        T = new[0].shape[2]
-        hidden = (torch.arange(T, device=self.device) < padding[:, None])[:, None, :, None]
+    def _forget(self, tokens: int) -> None:
+        """Drop that many of the oldest packed tokens, whole blocks."""
+        for side in self.sides:
+            side.packed.drop_front(tokens // side.packed.layout.block_tokens)
+        self.dropped += tokens
+
+    def _without_padding(self, new: list[Tensor]) -> list[Tensor]:
+        """All tokens of a padded batch with what stands in the padding replaced by the row's last token, so that
+        neither scales nor fitted channels see it, and each row's own sinks in front."""
+        assert self.padding is not None
+        T, S = new[0].shape[2], self.policy.sink_tokens(self.window)
+        hidden = (torch.arange(T, device=self.device) < self.padding[:, None])[:, None, :, None]
         new = [torch.where(hidden, x[:, :, -1:], x) for x in new]
-        S = self.policy.sink_tokens(self.window)
-        if S == 0 or int(padding.max()) + S > T:
-            return new, None
-        own = padding[:, None] + torch.arange(S, device=self.device)
+        if S == 0:
+            self.padding = None
+            return new
+        own = self.padding[:, None] + torch.arange(S, device=self.device)
         index = own[:, None, :, None]
         sinks = [x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[-1])) for x in new]
-        return [torch.cat([sink, x[:, :, S:]], dim=2) for sink, x in zip(sinks, new, strict=True)], own
+        return [torch.cat([sink, x[:, :, S:]], dim=2) for sink, x in zip(sinks, new, strict=True)]
 
     def _own_sinks(self) -> Tensor:
         """Positions [B, S] of each row's own sinks."""
         assert self.padding is not None
         return self.padding[:, None] + torch.arange(self.keys.sinks.shape[2], device=self.device)
 
-    def _to_forget(self, n: int, flush: int) -> tuple[int, int]:
-        """Packed tokens that no query after the next n tokens can see, a rollback of ROLLBACK_TOKENS included, and how
-        many of the `flush` tokens about to be packed are outside too and need not be."""
-        if self.window is None:
+    def _to_forget(self, seen: int, flush: int) -> tuple[int, int]:
+        """Packed tokens that no query after `seen` tokens can see, a rollback of ROLLBACK_TOKENS included, and how many
+        of the `flush` tokens about to be packed are outside too and need not be."""
+        if self.window is None or self.record_past:
             return 0, 0
-        outside = self.seen + n - self.window - ROLLBACK_TOKENS - self.dropped
+        return self._outside(seen, flush)
+
+    def _outside(self, seen: int, flush: int) -> tuple[int, int]:
+        assert self.window is not None
+        outside = seen - self.window - ROLLBACK_TOKENS - self.dropped
         outside = max(0, outside // self.flush_tokens * self.flush_tokens)
         packed = min(outside, self.packed_tokens)
         return packed, min(outside - packed, flush)
@@ -200,9 +228,11 @@ class LayerStore:
             if blocks:
                 side.unpack_back(blocks, blocks - from_packed)
             if n > from_tail + from_packed:
-                side.sinks = side.sinks[:, :, : self.seen]
+                side.sinks = side.sinks[:, :, : self.seen].clone()
+        if self.record_past and self.window is not None:
+            self._forget(self._outside(self.seen, 0)[0])
         if self.seen == 0:
-            self.padding = None
+            self.padding, self.waits = None, True
             self.keys.codec, self.values.codec = self.plan.keys, self.plan.values  # to be fitted on the next prompt
 
     def _check_crop(self, n: int) -> None:

@@ -20,14 +20,14 @@ ENCODE_TOKENS = 1024
 
 
 class Prepared(NamedTuple):
-    """New tokens of one side, encoded: the codec (perhaps newly fitted), new sinks, planes to append, the tokens
-    after the sinks [B, H, n, D], and how many of tail and these are packed."""
+    """New tokens of one side, encoded: the codec (perhaps newly fitted), new sinks, planes to append, how many of the
+    oldest tokens leave the tail, and the tokens [B, H, n, D] that enter it."""
 
     codec: Codec
     sinks: Tensor
     planes: list[Planes]
-    x: Tensor
-    flush: int
+    leave_tail: int
+    enter_tail: Tensor
 
 
 class SideStore:
@@ -63,29 +63,31 @@ class SideStore:
             "use the policy option exact=bf16 or exact=fp32 (window:exact=bf16+…)"
         )
 
-    def prepare(self, x: Tensor, sinks: int, skip: int, flush: int) -> Prepared:
+    def prepare(self, x: Tensor, sinks: int, skip: int, flush: int, restart: bool) -> Prepared:
         """What adding tokens [B, H, n, D] will change, with nothing changed yet.
 
-        The first `sinks` of them become sinks. Of the tail and the others, the first `flush` are packed (whole
-        blocks), of which `skip` need not be kept at all; what follows them becomes the tail. A codec that learns from
-        the prompt is fitted before it packs for the first time, on all tokens at hand.
+        The first `sinks` of them become sinks. Of the tail and the others, the first `flush` are packed (whole blocks),
+        of which `skip` need not be kept at all; what follows them becomes the tail. restart: `x` holds what the tail
+        held, too. A codec that learns from the prompt is fitted before it packs for the first time, on all tokens at
+        hand.
 
         Raises:
             UserError: a scale that its type cannot hold.
         """
         first, x = x[:, :, :sinks], x[:, :, sinks:]
-        codec, planes = self.codec, []
+        tail = self.tail.data[:, :, :0] if restart else self.tail.data
+        codec, planes, old = self.codec, [], tail.shape[2]
         if flush:
             if codec.fits_on == "prompt" and not codec.fitted:
-                codec = codec.fit(torch.cat([self.sinks, first, self.tail.data, x], dim=2).float())
-            t, old = self.packed.layout.block_tokens, self.tail.tokens
+                codec = codec.fit(torch.cat([self.sinks, first, tail, x], dim=2).float())
+            t = self.packed.layout.block_tokens
             step = max(1, ENCODE_TOKENS // t) * t
             for start in range(skip, flush, step):
                 stop = min(flush, start + step)
-                waiting = self.tail.data[:, :, start : min(stop, old)]
-                new = x[:, :, max(0, start - old) : max(0, stop - old)]
-                planes.append(codec.encode(torch.cat([waiting, new], dim=2).float()))
-        return Prepared(codec, first, planes, x, flush)
+                parts = [tail[:, :, start : min(stop, old)], x[:, :, max(0, start - old) : max(0, stop - old)]]
+                planes.append(codec.encode(torch.cat(parts, dim=2).float()))
+        leave = self.tail.tokens if restart else min(flush, old)
+        return Prepared(codec, first, planes, leave, x[:, :, max(0, flush - old) :])
 
     def commit(self, new: Prepared) -> None:
         """Change what was prepared."""
@@ -96,9 +98,8 @@ class SideStore:
             self.packed.reserve(sum(next(iter(planes.values())).shape[2] for planes in new.planes))
         for planes in new.planes:
             self.packed.append(planes)
-        old = self.tail.tokens
-        self.tail.drop_front(min(new.flush, old))
-        self.tail.append(new.x[:, :, max(0, new.flush - old) :])
+        self.tail.drop_front(new.leave_tail)
+        self.tail.append(new.enter_tail)
 
     def view(self, first: int, tokens: int) -> View:
         """Packed tokens `first` to `first + tokens`, whole blocks."""
