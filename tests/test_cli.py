@@ -391,3 +391,49 @@ def test_reader_that_leaves_gets_no_traceback() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.stdout.startswith("methods")
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("generate", "-p", "x", "--threads", "100000"), "threads are allowed"),
+        (("generate", "-p", "x", "--seed", "99999999999999999999"), "--seed"),
+        (("generate", "-p", "x", "--temperature", "1e-320"), "--temperature 1e-320 is out of range"),
+        (("estimate", "--memory", "9" * 320 + "GB"), "is no amount of memory"),
+        (("estimate", "--model", "~nosuchuser/x"), "home folder that does not exist"),
+    ],
+)
+def test_absurd_numbers_and_names(capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
+    assert said in refuse(capfd, *arguments)
+
+
+def test_text_that_is_not_utf8(tmp_path: Path, tiny: str) -> None:
+    call = [sys.executable, "-m", "tersekv", "generate", "-m", tiny]
+    for extra, data in ((["-p", b"\xff\xfe"], b""), ([], b"\xff\xfe"), (["--file", "-"], b"\x80")):
+        done = subprocess.run([*call, *extra], input=data, capture_output=True, check=False)
+        assert done.returncode == 2
+        assert b"is not UTF-8 text" in done.stderr
+        assert done.stderr.count(b"\n") == 1
+
+
+def test_streams_that_cannot_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk is one line; a stdout without UTF-8 still gets its document; odd COLUMNS do nothing."""
+    monkeypatch.setenv("COLUMNS", "abc")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = process("models", "list", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)
+    assert process("models", "list").returncode == 0
+    if Path("/dev/full").exists():
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "tersekv", "models", "list"], stdout=full, stderr=subprocess.PIPE, check=False
+            )
+        assert done.returncode == 2
+        assert done.stderr.count(b"\n") == 1
+
+
+def test_weights_that_cannot_be_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for kind, said in (("vit", "cannot be counted"), ("gemma4_text", "differ in their heads")):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        assert said in refuse(capfd, "estimate", "--model", str(tmp_path), "--memory", "1GB")

@@ -89,6 +89,8 @@ def test_initial_layers_of_a_composed_recipe():
         ("qjl:orthogonal=maybe", "takes true or false"),
         ("window:sinks=-1+kivi", "sinks=-1 is negative"),
         ("window:exact=fp8+kivi", "exact=fp8 is not allowed"),
+        ("+kivi", "a token policy is missing"),
+        ("kivi/", "a method is missing"),
         ("kivi;x=exact", "no layer override"),
         ("kivi;3", "no layer override"),
         ("kivi;3=exakt", "did you mean 'exact'"),

@@ -159,6 +159,10 @@ def _coder_from(data: Mapping[str, Any]) -> Coder:
 def _term(text: str, known: Mapping[str, Any], what: str) -> Term:
     """Read name:option=value,…"""
     name, _, rest = text.partition(":")
+    if not name:
+        raise UserError(
+            f"a {what} is missing; write policy+method, keys/values or just a method. Known are {', '.join(known)}"
+        )
     options = {}
     for part in filter(None, rest.split(",")):
         option, equals, value = part.partition("=")
@@ -174,12 +178,14 @@ def _checked(data: Mapping[str, Any], known: Mapping[str, Any], what: str) -> Te
     """A term whose name and options exist and whose values have the option's type."""
     name, options = data["name"], data["options"]
     if name not in known:
-        raise UserError(f"unknown {what} '{name}'{hint(name, known)}. Known are {', '.join(known)}")
+        near = hint(name, known) or "."
+        raise UserError(f"unknown {what} '{name}'{near} Known are {', '.join(known)}")
     defaults = _defaults(known[name])
     for option in options:
         if option not in defaults:
             allowed = ", ".join(defaults) or "none"
-            raise UserError(f"{what} '{name}' has no option '{option}'{hint(option, defaults)}. It has {allowed}")
+            near = hint(option, defaults) or "."
+            raise UserError(f"{what} '{name}' has no option '{option}'{near} It has {allowed}")
     typed = {option: _typed(name, option, value, defaults[option]) for option, value in options.items()}
     return Term(name, tuple(sorted(typed.items())))
 

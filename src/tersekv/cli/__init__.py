@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Annotated
@@ -51,6 +52,9 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """The exit status of one call."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still gets its answer
     try:
         status = app(arguments, prog_name="tersekv", standalone_mode=False)
         sys.stdout.flush()
@@ -60,7 +64,9 @@ def run(arguments: list[str]) -> int:
         return 130
     except typer.Abort:
         return 130
-    except BrokenPipeError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            return _refuse(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
         # Whoever read our stdout has left; the interpreter's own last flush must not complain either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -55,7 +55,7 @@ def parse_tokens(text: str) -> int:
 def parse_memory(text: str) -> int:
     """Bytes: 24GB is 24·10⁹, 24GiB is 24·2³⁰."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
-    if not found or float(found[1]) <= 0:
+    if not found or not 0 < float(found[1]) < 1e15:
         raise UserError(
             f"--memory {text!r} is no amount of memory: write it like 24GB (10⁹ bytes) or 80GiB (2³⁰ bytes)"
         )
@@ -139,8 +139,14 @@ def weight_bytes(config: Any) -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(config)
+    except (ValueError, AttributeError, TypeError, RuntimeError) as error:
+        raise UserError(
+            f"the weights of a {config.model_type} model cannot be counted from its config ({str(error)[:120]}); "
+            "leave --memory away, or give a decoder language model"
+        ) from error
     return 2 * sum(p.numel() for p in network.parameters())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,12 +26,14 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 128,
     compare: Annotated[bool, typer.Option("--compare", help="Answer with the full cache as well, first.")] = False,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of sampling.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Do not put the text into the model's chat template.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU kernels.")] = None,
     as_json: output.Json = False,
 ) -> None:
     """Answer a prompt with a packed cache; the prompt is --prompt, --file, or what is piped in."""
+    if 0 < temperature < 0.001 or temperature > 1000:
+        raise UserError(f"--temperature {temperature} is out of range: 0 is greedy, else 0.001 to 1000")
     text = _text(prompt, file, question)
     with output.step("loading torch and transformers"):
         from tersekv.cli import measure
@@ -64,25 +67,35 @@ def _text(prompt: str | None, file: Path | None, question: str | None) -> str:
     if prompt is not None and file is not None:
         raise UserError("--prompt and --file were both given: give one (a --question may follow either)")
     if prompt is not None:
-        text = prompt
+        text = _utf8(os.fsencode(prompt), "--prompt")
     elif file is not None and str(file) != "-":
         try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{file} is not UTF-8 text (byte {error.start}): convert it first") from error
+            text = _utf8(file.read_bytes(), str(file))
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}; give a text file with --file") from error
     elif file is None and sys.stdin.isatty():
         raise UserError("no prompt: give --prompt TEXT, --file FILE, or pipe a text in")
     else:
-        text = sys.stdin.read()
+        text = _utf8(sys.stdin.buffer.read(), "standard input")
     if not (text.strip() or question):
         raise UserError("the prompt is empty: give some text with --prompt, --file or on standard input")
     return f"{text}\n\n{question}" if question and text.strip() else question or text
 
 
+def _utf8(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is not UTF-8 text (byte {error.start}): convert it first") from error
+
+
 def _use_threads(threads: int | None) -> None:
     if threads is not None:
+        most = 4 * (os.cpu_count() or 1)
+        if threads > most:
+            raise UserError(
+                f"--threads {threads}: this machine has {os.cpu_count()} cores, at most {most} threads are allowed"
+            )
         import torch
 
         torch.set_num_threads(threads)

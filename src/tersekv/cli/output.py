@@ -30,13 +30,19 @@ def stderr() -> Console:
 
 
 def _console(file: Any) -> Console:
-    width = None if file.isatty() else max(WIDTH_WHEN_PIPED, int(os.environ.get("COLUMNS") or 0))
+    width = None if file.isatty() else _piped_width()
     return Console(file=file, width=width, highlight=False, soft_wrap=False)
+
+
+def _piped_width() -> int:
+    columns = os.environ.get("COLUMNS", "")
+    return max(WIDTH_WHEN_PIPED, int(columns) if columns.isdecimal() else 0)
 
 
 def print_json(document: Any) -> None:
     """One line."""
-    print(json.dumps(document, ensure_ascii=False), flush=True)
+    utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    print(json.dumps(document, ensure_ascii=not utf8), flush=True)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -> Table:

@@ -49,8 +49,13 @@ class AttentionShape(NamedTuple):
         if getattr(config, "kv_lora_rank", None):
             rope_dim = getattr(config, "qk_rope_head_dim", 0)
             return AttentionShape(layers, heads, 1, config.kv_lora_rank, rope_dim, False)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        try:
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+            kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        except RuntimeError as error:  # transformers' way of saying that layers differ
+            raise UserError(
+                f"the layers of {config.model_type} differ in their heads; tersekv serves models whose layers are alike"
+            ) from error
         shares = bool(getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None))
         return AttentionShape(layers, heads, kv_heads, head_dim, head_dim, not shares)
 

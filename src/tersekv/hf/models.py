@@ -68,7 +68,14 @@ def cache_dir() -> Path:
     import platformdirs
 
     chosen = os.environ.get("TERSEKV_CACHE")
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("tersekv"))
+    return _expanded(chosen) if chosen else Path(platformdirs.user_cache_dir("tersekv"))
+
+
+def _expanded(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{text!r} names a home folder that does not exist; write the path in full") from error
 
 
 def folder_of(name: str) -> Path:
@@ -109,7 +116,7 @@ def resolve(name: str) -> str:
     """What transformers is to load: the folder of a known model (which may not be pulled yet), a folder, a Hub id."""
     if name in KNOWN:
         return str(folder_of(name))
-    path = Path(name).expanduser()
+    path = _expanded(name)
     if name.strip() and path.is_dir():
         return str(path)
     if not name.strip() or path.exists() or name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name:

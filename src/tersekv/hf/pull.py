@@ -50,6 +50,8 @@ def damage(folder: Path, verify: bool = False) -> str | None:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is not readable"
+    if not {"config.json", "model.safetensors", "tokenizer.json"} <= set(expected):
+        return f"{MANIFEST} does not name the model's files"
     for name, (size, digest) in expected.items():
         path = folder / name
         if not path.is_file():

@@ -138,6 +138,7 @@ def explain(op: str, *call: Any) -> str:
 
 def report() -> list[dict[str, Any]]:
     """Rows {"backend", "op", "available", "detail"} for `tersekv env`."""
+    chosen()  # a wrong variable is said here too
     details = {"cpu": (cpu.why_not_built() is None, _cpu_detail()), "reference": (True, f"torch {torch.__version__}")}
     return [
         {"backend": name, "op": op, "available": details[name][0], "detail": details[name][1]}
