@@ -32,7 +32,8 @@ def compress(model: PreTrainedModel, recipe: str | Recipe) -> Iterator[PreTraine
         raise UserError(f"compress takes a transformers model, got {type(model).__name__}")
     recipe = Recipe.parse(recipe)
     CompressedCache(model.config, recipe)  # says what does not fit before anything is installed
-    if not model._supports_default_dynamic_cache():
+    has_usual_cache: Any = model._supports_default_dynamic_cache
+    if not has_usual_cache():
         raise UserError(
             f"{type(model).__name__} keeps a cache of its own kind; tersekv serves models with key-value caches"
         )

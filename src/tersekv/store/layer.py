@@ -17,6 +17,7 @@ from tersekv.errors import CacheError
 from tersekv.formats.base import View
 from tersekv.recipe import LayerPlan
 from tersekv.store.footprint import Footprint
+from tersekv.store.padding import own_sinks, without_padding
 from tersekv.store.side import SideStore
 from tersekv.tensors import plain
 
@@ -101,7 +102,10 @@ class LayerStore:
             self.seen += keys.shape[2]
         else:  # start with all of them, as if they had come at once
             new = [torch.cat([side.tail.data, x], dim=2) for side, x in zip(self.sides, new, strict=True)]
-            self._add(self._without_padding(new), restart=True)
+            sinks = self.policy.sink_tokens(self.window)
+            new = [without_padding(x, self.padding, sinks) for x in new]
+            self.padding = self.padding if sinks else None
+            self._add(new, restart=True)
 
     def _some_row_is_short(self, n: int) -> bool:
         """Whether after n more tokens a row of a padded batch has fewer tokens than its sinks take, at least one."""
@@ -130,25 +134,10 @@ class LayerStore:
             side.packed.drop_front(tokens // side.packed.layout.block_tokens)
         self.dropped += tokens
 
-    def _without_padding(self, new: list[Tensor]) -> list[Tensor]:
-        """All tokens of a padded batch with what stands in the padding replaced by the row's last token, so that
-        neither scales nor fitted channels see it, and each row's own sinks in front."""
-        assert self.padding is not None
-        T, S = new[0].shape[2], self.policy.sink_tokens(self.window)
-        hidden = (torch.arange(T, device=self.device) < self.padding[:, None])[:, None, :, None]
-        new = [torch.where(hidden, x[:, :, -1:], x) for x in new]
-        if S == 0:
-            self.padding = None
-            return new
-        own = self.padding[:, None] + torch.arange(S, device=self.device)
-        index = own[:, None, :, None]
-        sinks = [x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[-1])) for x in new]
-        return [torch.cat([sink, x[:, :, S:]], dim=2) for sink, x in zip(sinks, new, strict=True)]
-
     def _own_sinks(self) -> Tensor:
         """Positions [B, S] of each row's own sinks."""
         assert self.padding is not None
-        return self.padding[:, None] + torch.arange(self.keys.sinks.shape[2], device=self.device)
+        return own_sinks(self.padding, self.keys.sinks.shape[2])
 
     def _to_forget(self, seen: int, flush: int) -> tuple[int, int]:
         """Packed tokens that no query after `seen` tokens can see, a rollback of ROLLBACK_TOKENS included, and how many
