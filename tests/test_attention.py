@@ -99,6 +99,19 @@ def test_unmasked_call_after_a_padded_start():
     check(attend_store(s, call), dense(query, *s.decoded(torch.float32), mask, call))
 
 
+def test_unmasked_long_chunk_after_a_padded_start():
+    """A later turn without a mask, of more queries than one tile."""
+    keys, values = tokens(1000, B=2)
+    s = store("kivi:bits=4", keys, values)
+    s.append(keys[:, :, :400], values[:, :, :400], torch.tensor([0, 30]))
+    query = torch.randn(2, 4, 600, 64)
+    mask = (torch.arange(1000) <= torch.arange(400, 1000)[:, None]).repeat(2, 1, 1)
+    mask[1, :, :30] = False
+    call = Call(query, None, 0.125)
+    both = [torch.cat([p, x[:, :, 400:]], dim=2) for p, x in zip(s.decoded(torch.float32), (keys, values), strict=True)]
+    check(attend_chunk(s, keys[:, :, 400:], values[:, :, 400:], call), dense(query, *both, mask, call))
+
+
 def test_reading_block_by_block_never_decodes_everything(monkeypatch):
     keys, values = tokens(3000)
     s = fed("qjl", keys, values, [0, 3000])

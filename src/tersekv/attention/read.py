@@ -45,7 +45,7 @@ def attend_store(store: LayerStore, call: Call) -> Tensor:
     """Attention over everything in the store (the queries' own tokens included): [B, q, Hq, Dv] in the query's type."""
     query = _grouped(call.query, store.kv_heads)
     q = call.query.shape[2]
-    mask = _padded_mask(store, call.mask)
+    mask = _padded_mask(store, call.mask, q)
     if mask is None and q > 1:
         mask = _causal(q, store.seen, query.device).expand(query.shape[0], -1, -1)
     return _finish(_Reader(store, call, mask), None, query, call)
@@ -59,7 +59,7 @@ def attend_chunk(store: LayerStore | None, keys: Tensor, values: Tensor, call: C
     past = 0 if store is None else store.seen
     mask = None if call.mask is None else call.mask[:, :, :past]
     own = _causal(q, n, query.device).expand(B, -1, -1) if call.mask is None else call.mask[:, :, past : past + n]
-    reader = _Reader(store, call, _padded_mask(store, mask) if store is not None else None)
+    reader = _Reader(store, call, _padded_mask(store, mask, q) if store is not None else None)
     return _finish(reader, (keys, values, own), query, call)
 
 
@@ -74,11 +74,12 @@ def _causal(q: int, T: int, device: torch.device) -> Tensor:
     return (torch.arange(T, device=device) <= torch.arange(T - q, T, device=device)[:, None])[None]
 
 
-def _padded_mask(store: LayerStore, mask: Tensor | None) -> Tensor | None:
+def _padded_mask(store: LayerStore, mask: Tensor | None, q: int) -> Tensor | None:
     """A mask where the store needs one: rows with sinks of their own hide the tokens in front of and under them."""
     if store.padding is None or mask is not None:
         return mask
-    return torch.ones(store.padding.shape[0], 1, store.seen, dtype=torch.bool, device=store.padding.device)
+    ones = torch.ones(1, 1, store.seen, dtype=torch.bool, device=store.padding.device)
+    return ones.expand(store.batch_size, q, -1)
 
 
 class _Reader:

@@ -30,7 +30,8 @@ def attention_forward(
     softcap, sink_logits = kwargs.get("softcap"), kwargs.get("s_aux")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     wants_weights = kwargs.get("output_attentions")
-    pending = _untouched(key, value)
+    # a bias on positions is read with decoded tokens
+    pending = _untouched(key, value) if kwargs.get("position_bias") is None else None
     if pending is None:
         key, value = opened((key, value))
         if softcap is None and sink_logits is None and not wants_weights:
