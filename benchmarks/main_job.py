@@ -33,18 +33,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--recipe", default="kivi:bits=4")
-    parser.add_argument("--prompts", type=int, default=10)
+    parser.add_argument("--prompts", type=int, default=10, help="0 leaves the first part out")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--speed-tokens", type=int, default=8000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5, help="0 leaves the second part out")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     models.pull_if_known(args.model, output.report)
     model, tokenizer = models.load(args.model)
     measure.warm_up(model)
-    records = [agreement(args, model, tokenizer), speed(args, model, tokenizer)]
-    for record in records:
+    parts = [part for part, runs in ((agreement, args.prompts), (speed, args.rounds)) if runs]
+    for record in (part(args, model, tokenizer) for part in parts):
         record |= environment(args)
         if args.out:
             with args.out.open("a") as file:
