@@ -37,7 +37,8 @@ def demo(
         from tersekv.recipe import Recipe
 
         parsed = str(Recipe.parse(recipe))
-    models.pull_if_known(model, output.report)
+    with output.step(f"getting {model}"):
+        models.pull_if_known(model, output.report)
     with output.step(f"loading {model}"):
         network, tokenizer = models.load(model)
     document = hide(prompts.pydoc_document(tokenizer, tokens), FACT, DEPTH)

