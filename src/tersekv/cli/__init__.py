@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,7 +28,7 @@ app.command()(env.env)
 app.command()(demo.demo)
 
 # The parser's own errors (typer carries click in one version and imports it in another), without naming either.
-_PARSER_ERROR = typer.BadParameter.__mro__[2]
+_PARSER_ERROR: Any = typer.BadParameter.__mro__[2]
 
 
 def _version(wanted: bool) -> None:
@@ -70,10 +70,8 @@ def run(arguments: list[str]) -> int:
         # Whoever read our stdout has left; the interpreter's own last flush must not complain either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:
-        if not isinstance(error, _PARSER_ERROR):
-            raise
-        message = error.format_message()  # type: ignore[attr-defined]
+    except _PARSER_ERROR as error:
+        message = error.format_message()
         return (
             _refuse(f"{message.rstrip('.')}; `tersekv {_command(arguments)}--help` shows what is allowed.")
             if message

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tersekv.cli import output
-from tersekv.cli.generate import stream, summary
+from tersekv.cli.generate import load, stream, summary
 
 if TYPE_CHECKING:
     from tersekv.cli.measure import Outcome
@@ -32,15 +32,11 @@ def demo(
     """Ask about a long text with transformers' own cache and with a packed one, and compare what they hold and say."""
     with output.step("loading torch and transformers"):
         from tersekv.cli import measure
-        from tersekv.hf import models
         from tersekv.hf import text as prompts
         from tersekv.recipe import Recipe
 
         parsed = str(Recipe.parse(recipe))
-    with output.step(f"getting {model}"):
-        models.pull_if_known(model, output.report)
-    with output.step(f"loading {model}"):
-        network, tokenizer = models.load(model)
+    network, tokenizer = load(model)
     document = hide(prompts.pydoc_document(tokenizer, tokens), FACT, DEPTH)
     prompt = prompts.question_prompt(tokenizer, document, QUESTION)
     ids = prompts.input_ids(tokenizer, prompt, network.config, new_tokens)
@@ -51,8 +47,6 @@ def demo(
             f'  "{FACT}"\nand is asked:\n  "{QUESTION}"\n'
             f"Both answers are greedy and go on for {new_tokens} tokens, so that decoding speed can be measured."
         )
-    with output.step("warming up"):
-        measure.warm_up(network)
     outcomes: list[Outcome] = []
     for choice in (None, parsed):
         if not as_json:

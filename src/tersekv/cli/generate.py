@@ -37,21 +37,15 @@ def generate(
     text = _text(prompt, file, question)
     with output.step("loading torch and transformers"):
         from tersekv.cli import measure
-        from tersekv.hf import models
         from tersekv.hf import text as prompts
         from tersekv.recipe import Recipe
 
         _use_threads(threads)
         parsed = str(Recipe.parse(recipe))
-    with output.step(f"getting {model}"):
-        models.pull_if_known(model, output.report)
-    with output.step(f"loading {model}"):
-        network, tokenizer = models.load(model)
+    network, tokenizer = load(model)
     whole = text if raw else prompts.chat_prompt(tokenizer, text)
     ids = prompts.input_ids(tokenizer, whole, network.config, max_new_tokens, template=not raw)
     sampling = measure.Sampling(max_new_tokens, temperature=temperature, seed=seed)
-    with output.step("warming up"):
-        measure.warm_up(network)
     outcomes: list[Outcome] = []
     for choice in (None, parsed) if compare else (parsed,):
         if not as_json and compare:
@@ -62,6 +56,20 @@ def generate(
         output.print_json(_document(outcomes))
         return
     output.show(summary(outcomes, f"{ids.shape[1]:,} prompt tokens"))
+
+
+def load(model: str) -> tuple[Any, Any]:
+    """The model and its tokenizer, got first where it is a known one, and warmed up."""
+    from tersekv.cli import measure
+    from tersekv.hf import models
+
+    with output.step(f"getting {model}"):
+        models.pull_if_known(model, output.report)
+    with output.step(f"loading {model}"):
+        network, tokenizer = models.load(model)
+    with output.step("warming up"):
+        measure.warm_up(network)
+    return network, tokenizer
 
 
 def _text(prompt: str | None, file: Path | None, question: str | None) -> str:

@@ -147,6 +147,7 @@ class LayerStore:
         return self._outside(seen, flush)
 
     def _outside(self, seen: int, flush: int) -> tuple[int, int]:
+        """The same where nothing keeps a sliding window from forgetting."""
         assert self.window is not None
         outside = seen - self.window - ROLLBACK_TOKENS - self.dropped
         outside = max(0, outside // self.flush_tokens * self.flush_tokens)
