@@ -124,3 +124,24 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
     tf.LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The default model and its tokenizer, where it has been pulled; tests never download."""
+    from tersekv.hf import models
+
+    if not (models.cache_dir() / "models" / "smollm2" / "config.json").is_file():
+        pytest.skip("the default model is not here; `tersekv models pull smollm2` gets it")
+    return models.load("smollm2")
+
+
+@pytest.fixture(scope="session")
+def real_keys(smollm2) -> torch.Tensor:
+    """Keys after RoPE of 512 tokens of the language reference, float32 [layers, Hkv, T, D]."""
+    from tersekv.hf.capture import capture
+    from tersekv.hf.text import pydoc_document
+
+    model, tokenizer = smollm2
+    ids = tokenizer(pydoc_document(tokenizer, 600), return_tensors="pt")["input_ids"][:, :512]
+    return torch.stack([layer.keys[0] for layer in capture(model, ids)]).float()

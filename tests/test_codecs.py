@@ -17,9 +17,10 @@ HEAD_DIMS = [32, 64, 80, 96, 128, 256]
 
 
 def codecs(name: str) -> list[Codec]:
-    """The codecs a method's name builds, first layers included."""
-    pair = methods()[name].build()
-    return [pair.keys, pair.values, *(pair.initial or ())]
+    """The codecs a method's name builds with its defaults and its variants, first layers included."""
+    method = methods()[name]
+    pairs = [method.build(**options) for options in ({}, *method.variants)]
+    return [codec for pair in pairs for codec in (pair.keys, pair.values, *(pair.initial or ()))]
 
 
 def build(name: str, D: int) -> list[Codec]:
@@ -77,11 +78,12 @@ def test_bytes_held_are_bits_declared(name, D):
         held = sum(plane.numel() * plane.element_size() for plane in planes.values())
         assert held * 8 / x.numel() == pytest.approx(layout.bits(D))
         tables = codec.table_bytes(D)
-        per_head = sum(t.numel() * t.element_size() for t in fitted.fitted.values())
-        assert per_head == tables.per_head * 2 * 3
+        of_the_prompt = sum(t.numel() * t.element_size() for t in fitted.fitted.values())
+        assert of_the_prompt == tables.per_head * 2 * 3 + tables.per_layer * 2
         shared = [t for t in fitted.tables(D) if not any(t is f for f in fitted.fitted.values())]
         assert sum(t.numel() * t.element_size() for t in shared) == sum(tables.shared.values())
-        assert codec.true_bits(D, 256) == pytest.approx(layout.bits(D) + tables.per_head * 8 / (256 * D))
+        spread = (tables.per_head + tables.per_layer) * 8 / (256 * D)
+        assert codec.true_bits(D, 256) == pytest.approx(layout.bits(D) + spread)
 
 
 @pytest.mark.parametrize("name", methods())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from tersekv.errors import UserError
 from tersekv.formats.exact import ExactView, exact_layout
 from tersekv.formats.grid import Grid, nearest_code, round_scale
+from tersekv.formats.polar import Polar, PolarView
 from tersekv.formats.signs import pack_signs, signs_planes
 from tersekv.ops.lanes import half_words, pack_lanes
 
@@ -100,3 +103,36 @@ def test_round_scale():
     assert round_scale(torch.tensor([1.0]), torch.float16, "a scale").dtype == torch.float16
     with pytest.raises(UserError, match="a scale of 7e\\+04 exceeds float16"):
         round_scale(torch.tensor([7e4]), torch.float16, "a scale")
+
+
+@pytest.mark.parametrize(
+    ("level_bits", "D", "codes", "expected"),
+    [
+        # angle bytes [a1 a0] … [b3 b2 b1 b0] … [c3 c2 c1 c0] [d…]: 11.5 bytes for 32 channels, the last half empty
+        ((4, 2, 2, 2), 32, [[*range(16)], [1, 2, 3, 0, 0, 0, 0, 2], [3, 0, 0, 1], [2, 1]],
+         "1032547698badcfe39804306"),
+        # 3 bits reach over bytes: 1, 2, 3, 4 and then 5, 6 of level 2
+        ((3, 3), 8, [[1, 2, 3, 4], [5, 6]], "d158 03".replace(" ", "")),
+        ((8, 1), 4, [[0xAB, 0xCD], [1]], "abcd01"),
+    ],
+)  # fmt: skip
+def test_polar_block_lies_as_drawn(level_bits, D, codes, expected):
+    polar = Polar(level_bits, D)
+    planes = [torch.tensor(level).unsqueeze(-1).expand(-1, 32) for level in codes]
+    packed = polar.pack(planes)
+    layout = polar.layout()
+    assert packed.shape == layout.planes["angles"].shape
+    assert packed[:, 7].numpy().tobytes().hex() == expected
+    assert layout.planes["radii"].shape == (D >> len(level_bits), 32)
+    for level, code in enumerate(codes):
+        assert polar.unpack(packed, level)[:, 31].tolist() == code
+
+
+def test_polar_radii_are_norms_over_a_power_of_two():
+    polar = Polar((1, 1, 1), 16)
+    assert polar.radius_unit == 4
+    planes = {"angles": torch.zeros(1, 1, 1, *polar.layout().planes["angles"].shape, dtype=torch.uint8)}
+    planes["radii"] = torch.tensor([1.0, 2.0]).half()[:, None].expand(2, 32)[None, None, None]
+    x = PolarView(polar, planes, [torch.tensor([0.0, math.pi])] * 3).decode()
+    assert x.shape == (1, 1, 32, 16)
+    assert x[0, 0, 5].tolist() == [4.0] + [0.0] * 7 + [8.0] + [0.0] * 7

@@ -17,19 +17,21 @@ from tersekv.tokens import policies
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "tersekv"
 
-COMMON = {"errors", "registry", "tensors", "__version__"}
+COMMON = {"errors", "registry", "tensors", "units", "__version__"}
 # What each folder may import of ours (besides itself and COMMON)
 MAY_IMPORT = {
     "ops": set(),
     "transforms": set(),
-    "formats": {"ops"},
+    "formats": {"ops", "transforms"},
     "tables": set(),
     "codecs": {"formats", "tables", "transforms"},
     "tokens": {"formats"},
     "recipe": {"codecs", "tokens"},
     "store": {"codecs", "formats", "recipe"},
     "attention": {"formats", "ops", "store"},
-    "hf": {"attention", "formats", "recipe", "store"},
+    "hf": {"attention", "codecs", "formats", "recipe", "store"},
+    "evals": {"hf", "recipe", "store"},
+    "plots": {"evals", "recipe", "store", "tables", "transforms"},
 }
 
 

@@ -37,7 +37,7 @@ class Term:
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        options = ",".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in self.options)
+        options = ",".join(f"{k}={written(v)}" for k, v in self.options)
         return f"{self.name}:{options}" if options else self.name
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,6 +129,13 @@ class Recipe:
         return LayerPlan(*coder.at(layer), self.policy())
 
 
+def written(value: Any) -> str:
+    """An option's value as in a recipe."""
+    if isinstance(value, float):
+        return repr(value).removesuffix(".0")
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _layer_range(spec: str, layers: int) -> range:
     first, dash, last = spec.partition("-") if not spec.startswith("-") else (spec, "", "")
     start = int(first) % layers if first.startswith("-") and int(first) >= -layers else int(first)
@@ -208,4 +215,6 @@ def _typed(name: str, option: str, value: Any, default: Any) -> Any:
         return kind(text)
     except (ValueError, KeyError):
         wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-        raise UserError(f"{name}:{option}={value} is wrong; {option} takes {wanted}, for example {default}") from None
+        raise UserError(
+            f"{name}:{option}={value} is wrong; {option} takes {wanted}, for example {written(default)}"
+        ) from None

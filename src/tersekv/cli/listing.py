@@ -28,8 +28,10 @@ def list_methods(as_json: output.Json = False) -> None:
         )
         for row in rows
     ]
+    from tersekv.recipe import written
+
     output.show(output.table("methods", columns, cells, left=4))
-    options = [(row["name"], " ".join(f"{k}={v}" for k, v in row["options"].items()) or "-") for row in rows]
+    options = [(row["name"], " ".join(f"{k}={written(v)}" for k, v in row["options"].items()) or "-") for row in rows]
     output.show(output.table("options and their defaults", ("recipe", "options"), options, left=2))
     output.show(
         "Bits are per key or value element at 4,096 tokens, with scales, norms, indices and tables, without the exact "

@@ -28,10 +28,11 @@ TABLE_LENGTH_TOKENS = 4096
 
 class TableBytes(NamedTuple):
     """Bytes held beside the planes. shared: by table, once per cache however many layers and codecs use the table;
-    per_head: for each sequence, layer and KV head."""
+    per_head: for each sequence, layer and KV head; per_layer: for each sequence and layer."""
 
     shared: dict[str, int] = {}  # noqa: RUF012 (a NamedTuple's default, never written)
     per_head: int = 0
+    per_layer: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,10 @@ class Codec(ABC):
         return list(self.fitted.values())
 
     def true_bits(self, head_dim: int, length_tokens: int = TABLE_LENGTH_TOKENS) -> float:
-        """Stored bits per element, with scales, norms and indices, and per-head tables spread over `length_tokens`."""
-        spread = self.table_bytes(head_dim).per_head * 8 / (length_tokens * head_dim)
+        """Stored bits per element, with scales, norms and indices, and with tables of the sequence spread over
+        `length_tokens` (those of a layer over one head, the most they can weigh)."""
+        tables = self.table_bytes(head_dim)
+        spread = (tables.per_head + tables.per_layer) * 8 / (length_tokens * head_dim)
         return self.layout(head_dim).bits(head_dim) + spread
 
     def select(self, rows: Tensor) -> Self:
@@ -111,11 +114,13 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """A file of `codecs/`: its `METHOD` says what the file's name builds."""
+    """A file of `codecs/`: its `METHOD` says what the file's name builds. variants: option sets beside the defaults
+    that take another way through the method; conformance tests run them, too."""
 
     title: str
     paper: str
     build: Callable[..., Pair]
+    variants: tuple[dict[str, Any], ...] = ()
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:

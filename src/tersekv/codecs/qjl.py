@@ -183,4 +183,9 @@ def build(
     return Pair(keys, values, initial_layers, (first, values))
 
 
-METHOD = Method("QJL", "arXiv 2406.03482", build)
+METHOD = Method(
+    "QJL",
+    "arXiv 2406.03482",
+    build,
+    variants=({"outliers_per": "group"}, {"outliers": 0, "sketch": 100, "orthogonal": False}),
+)

@@ -1,83 +1,227 @@
-"""TurboQuant-MSE (arXiv 2504.19874, Algorithm 1): a random rotation, then each coordinate to the nearest entry of the
-table that is optimal for a coordinate of a uniform point on the sphere; the norm apart.
+"""TurboQuant (arXiv 2504.19874): a random rotation, then each coordinate to the table that is optimal for a coordinate
+of a uniform point on the sphere; the norm apart.
 
-y = R·x/‖x‖ has coordinates with density ∝ (1 − y²)^{(D−3)/2} (Lemma 1); the table is that density's Lloyd-Max
-solution in the head's own dimension. Stored: codes and the norm, as ‖x‖/√D in float16 so that it cannot overflow. The
-rotation is applied to the query and to the output, never to the cache. `correct_norm` stores the norm that makes ‖x̂‖
-= ‖x‖ instead (the table shrinks vectors by 1 − MSE on average).
-"""
+y = R·x/‖x‖ has coordinates with density ∝ (1 − y²)^{(D−3)/2} (Lemma 1); the table is that density's Lloyd-Max solution.
+
+- `variant=mse` (Algorithm 1): codes and the norm. `correct_norm` stores the norm that makes ‖x̂‖ = ‖x‖ instead (the
+  table shrinks vectors by 1 − MSE on average).
+- `variant=prod` (Algorithm 2): one bit less per coordinate, and a QJL sketch of the residual, D signs and its norm:
+  inner products are unbiased, with a larger variance at equal bits. At 1 bit nothing but the sketch is left.
+- Fractions of a bit (§4.3): bits = b + f with f = .25, .5 or .75 gives the quarter of the channels that is largest over
+  the prompt, per KV head, b + 4f bits and the others b. Each part is a vector of its own, with its own norm, rotation
+  and the table of its own dimension. The paper's "2.5 bits" for 32 of 128 channels at 3 bits and the others at 2 are
+  2.25, and are named so here.
+
+What ours does differently: norms are stored as ‖x‖/√D in float16 so that they cannot overflow; a residual is taken from
+what was stored, so that prod is unbiased whatever was rounded; the sketch has orthogonal rows (`orthogonal=false` for
+the paper's Gaussian ones); rotations are taken in float64, so that no code hangs on how tokens are batched. The
+rotation is applied to the query and to the output, never to the cache."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tersekv.codecs.base import Codec, Method, TableBytes, check_choice, check_range, for_both_sides
-from tersekv.formats.base import Layout, Planes, Rotated, View
+from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choice, check_range, for_both_sides
+from tersekv.errors import UserError
+from tersekv.formats.base import BLOCK_TOKENS, Added, Joined, Layout, Planes, PlaneSpec, Rotated, View
 from tersekv.formats.grid import Grid, GridView, nearest_code, round_scale
+from tersekv.formats.signs import SignSketch, SignsView, pack_signs, signs_planes
 from tersekv.tables.lloyd_max import sphere_table
 from tersekv.tensors import cached_table
-from tersekv.transforms.rotation import random_rotation
+from tersekv.transforms.rotation import RotationKind, random_rotation
+from tersekv.transforms.sketch import jl_sketch, sign_factor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+OUTLIER_SHARE = 4
+"""One in so many channels is an outlier where bits are fractional (32 of 128 in the paper)."""
+
+SKETCH_SEED_OFFSET = 104_729
+
+TOO_LARGE = "keep that layer exact (…;<layer>=exact:dtype=bf16)"
+
+
+class Part(NamedTuple):
+    """Channels that are coded together as one rotated vector. bits: per channel, the sketch's sign included; name:
+    prefix of its planes."""
+
+    dim: int
+    bits: int
+    name: str = ""
 
 
 @dataclass(frozen=True)
 class TurboQuant(Codec):
-    """bits: 1 to 8. rotation: qr or hadamard. correct_norm: keep the vector's length exactly. seed: of the rotation."""
+    """bits: 1 to 8 in steps of a quarter. variant: mse or prod. rotation: qr or hadamard. correct_norm: keep the
+    vector's length exactly (mse). orthogonal: rows of the sketch (prod). seed: of rotation and sketch."""
 
-    bits: int = 4
+    bits: float = 4.0
+    variant: Literal["mse", "prod"] = "mse"
     rotation: Literal["qr", "hadamard"] = "qr"
     correct_norm: bool = False
+    orthogonal: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_range("bits", self.bits, 1, 8)
-        check_range("seed", self.seed, 0, 2**31)
+        low, high = math.floor(self.bits), math.floor(self.bits) + 4 * (self.bits % 1)
+        if self.bits * 4 % 1 or low < 1 or high > 8:
+            raise UserError(
+                f"bits={self.bits:g} is not allowed; give 1 to 8, or a quarter, half or three quarters more than 1 to 5 "
+                "(a quarter of the channels then has that fraction times four bits more, 8 at most)"
+            )
+        check_choice("variant", self.variant, ("mse", "prod"))
         check_choice("rotation", self.rotation, ("qr", "hadamard"))
+        check_range("seed", self.seed, 0, 2**31)
+        if self.correct_norm and self.variant == "prod":
+            raise UserError("correct_norm=true would make variant=prod biased; leave it out, or use variant=mse")
 
-    def grid(self, head_dim: int) -> Grid:
-        """The memory layout: one scale per token."""
-        return Grid(self.bits, self.side, "token", 0, False, head_dim)
+    @property
+    def fits_on(self) -> FitsOn | None:
+        """The prompt, where it says which channels are outliers."""
+        return "prompt" if self.bits % 1 else None
+
+    def parts(self, head_dim: int) -> list[Part]:
+        """The vectors that are coded apart: outlier channels first."""
+        low = math.floor(self.bits)
+        if not self.bits % 1:
+            return [Part(head_dim, low)]
+        outliers = head_dim // OUTLIER_SHARE
+        if head_dim % OUTLIER_SHARE or outliers < 3:
+            raise UserError(
+                f"bits={self.bits:g} sets a quarter of the channels apart, and the head dim {head_dim} "
+                "is not a multiple of 4 from 12 on; use whole bits"
+            )
+        extra = round(4 * (self.bits % 1))
+        return [Part(outliers, low + extra, "outlier_"), Part(head_dim - outliers, low)]
 
     def layout(self, head_dim: int) -> Layout:
-        """codes and scale."""
-        return self.grid(head_dim).layout()
+        """codes and scale of each part; for prod signs and norms of the residual."""
+        planes: dict[str, PlaneSpec] = {}
+        for part in self.parts(head_dim):
+            if grid := self._grid(part):
+                planes |= {part.name + key: spec for key, spec in grid.layout().planes.items()}
+            if self.variant == "prod":
+                planes |= signs_planes(part.dim, torch.float16, part.name)
+        return Layout(BLOCK_TOKENS, planes)
+
+    def _grid(self, part: Part) -> Grid | None:
+        """The layout of the codes: one scale per token. None where prod leaves no bit for them."""
+        bits = part.bits - (self.variant == "prod")
+        return Grid(bits, self.side, "token", 0, False, part.dim) if bits else None
+
+    def fit(self, x: Tensor) -> Self:
+        """Choose the outlier channels of each head from x [B, H, T, D]: the largest by norm."""
+        if self.fits_on is None:
+            return self
+        D = x.shape[-1]
+        order = x.square().sum(-2).argsort(dim=-1, descending=True, stable=True)[..., : D // OUTLIER_SHARE]
+        return dataclasses.replace(self, fitted={"channels": order.sort(-1).values.to(torch.int16)})
 
     def encode(self, x: Tensor) -> Planes:
-        """x float32 [B, H, N·t, D] to planes. Rotated in float64: no code hangs on how tokens are batched."""
-        D = x.shape[-1]
-        table = sphere_entries(self.bits, D, str(x.device))
-        rotated = torch.matmul(x.double(), self._matrix(D, str(x.device)).T.double()).float()
-        groups = self.grid(D).groups(rotated)
+        """x float32 [B, H, N·t, D] to planes."""
+        rotated = torch.matmul(x.double(), self._matrix(x.shape[-1], str(x.device)).transpose(-1, -2).double()).float()
+        planes: Planes = {}
+        start = 0
+        for part in self.parts(x.shape[-1]):
+            y = rotated[..., start : start + part.dim]
+            start += part.dim
+            codes = self._codes(y, part)
+            planes |= {part.name + key: plane for key, plane in codes.items()}
+            if self.variant == "prod":
+                grid = self._grid_view(codes, part)
+                residual = y if grid is None else y - grid.decode()
+                planes |= self._residual(residual.unflatten(2, (-1, BLOCK_TOKENS)), part)
+        return planes
+
+    def _codes(self, y: Tensor, part: Part) -> Planes:
+        grid = self._grid(part)
+        if grid is None:
+            return {}
+        table = sphere_entries(grid.bits, part.dim, str(y.device))
+        groups = grid.groups(y)
         scale = groups.square().mean(-1).sqrt()
         codes = nearest_code(groups / torch.where(scale == 0, 1.0, scale).unsqueeze(-1), table)
         if self.correct_norm:
             scale = scale / table[codes.long()].square().mean(-1).sqrt()
-        return self.grid(D).pack(codes, round_scale(scale, torch.float16, "a norm"), None)
+        return grid.pack(codes, round_scale(scale, torch.float16, "a norm", TOO_LARGE), None)
+
+    def _residual(self, residual: Tensor, part: Part) -> Planes:
+        """Signs and norm (over √dim) of residual [B, H, N, t, dim]."""
+        sketched = torch.matmul(residual.double(), self._sketch(part, str(residual.device)).T.double())
+        norm = residual.square().mean(-1).sqrt()
+        return {f"{part.name}signs": pack_signs(sketched), f"{part.name}norms": norm.to(torch.float16)}
+
+    def _sketch(self, part: Part, device: str) -> Tensor:
+        return jl_sketch(part.dim, part.dim, self.seed + SKETCH_SEED_OFFSET, self.orthogonal, device)
 
     def _matrix(self, head_dim: int, device: str) -> Tensor:
-        return random_rotation(head_dim, self.seed, self.rotation, device)
+        """The map to what is coded, orthogonal: [D, D], or [B, H, D, D] where heads differ in their outliers."""
+        if self.fits_on is None:
+            return random_rotation(head_dim, self.seed, self.rotation, device)
+        blocks = split_rotation(head_dim, self.seed, self.rotation, device)
+        channels = self.fitted["channels"].long()
+        others = torch.ones((*channels.shape[:-1], head_dim), dtype=torch.bool, device=channels.device)
+        others.scatter_(-1, channels, False)
+        rest = others.nonzero()[:, -1].view(*channels.shape[:-1], -1)
+        place = torch.cat([channels, rest], -1).argsort(-1)  # of each channel among the parts
+        return blocks[:, place].permute(1, 2, 0, 3)
 
     def view(self, planes: Planes, head_dim: int) -> View:
-        """Codes of rotated vectors."""
-        device = str(planes["codes"].device)
-        grid = GridView(self.grid(head_dim), planes, sphere_entries(self.bits, head_dim, device))
-        return Rotated(grid, self._matrix(head_dim, device))
+        """Parts of rotated vectors, side by side."""
+        views: list[tuple[View, int]] = []
+        for part in self.parts(head_dim):
+            grid = self._grid_view(
+                {k: planes[part.name + k] for k in ("codes", "scale") if part.name + k in planes}, part
+            )
+            signs = self._signs_view(planes, part) if self.variant == "prod" else None
+            both = [v for v in (grid, signs) if v is not None]
+            views.append((both[0] if len(both) == 1 else Added(both), part.dim))
+        inner = views[0][0] if len(views) == 1 else Joined(views)
+        return Rotated(inner, self._matrix(head_dim, str(next(iter(planes.values())).device)))
+
+    def _grid_view(self, planes: Planes, part: Part) -> GridView | None:
+        grid = self._grid(part)
+        if grid is None:
+            return None
+        return GridView(grid, planes, sphere_entries(grid.bits, part.dim, str(planes["codes"].device)))
+
+    def _signs_view(self, planes: Planes, part: Part) -> SignsView:
+        signs, norms = (planes[f"{part.name}{name}"].flatten(2, 3) for name in ("signs", "norms"))
+        factor = sign_factor(part.dim, self.orthogonal) / math.sqrt(part.dim)
+        return SignsView([SignSketch(signs, norms, self._sketch(part, str(signs.device)), factor)], part.dim)
 
     def table_bytes(self, head_dim: int) -> TableBytes:
-        """The table and the rotation, float32."""
-        return TableBytes(
-            {
-                f"sphere {self.bits} {head_dim}": 4 * 2**self.bits,
-                f"rotation {self.rotation} {head_dim} {self.seed}": 4 * head_dim**2,
-            }
-        )
+        """Tables, rotations and sketches, float32; the fitted channel indices."""
+        shared = {}
+        for part in self.parts(head_dim):
+            grid = self._grid(part)
+            if grid is not None:
+                shared[f"sphere {grid.bits} {part.dim}"] = 4 * 2**grid.bits
+            if self.variant == "prod":
+                seed = self.seed + SKETCH_SEED_OFFSET
+                shared[f"sketch {part.dim}x{part.dim} {seed} {self.orthogonal}"] = 4 * part.dim**2
+        split = " split" if self.fits_on else ""
+        shared[f"rotation {self.rotation} {head_dim} {self.seed}{split}"] = 4 * head_dim**2
+        return TableBytes(shared, 2 * head_dim // OUTLIER_SHARE if self.fits_on else 0)
 
     def tables(self, head_dim: int) -> list[Tensor]:
         """The tensors behind `table_bytes`."""
-        return [sphere_entries(self.bits, head_dim, "cpu"), self._matrix(head_dim, "cpu")]
+        rotation = split_rotation if self.fits_on else random_rotation
+        found = [rotation(head_dim, self.seed, self.rotation, "cpu")]
+        for part in self.parts(head_dim):
+            grid = self._grid(part)
+            if grid is not None:
+                found.append(sphere_entries(grid.bits, part.dim, "cpu"))
+            if self.variant == "prod":
+                found.append(self._sketch(part, "cpu"))
+        return [*found, *self.fitted.values()]
 
 
 @cached_table
@@ -86,4 +230,23 @@ def sphere_entries(bits: int, D: int, device: str) -> Tensor:
     return torch.tensor(sphere_table(bits, D), dtype=torch.float32, device=device)
 
 
-METHOD = Method("TurboQuant-MSE", "arXiv 2504.19874", for_both_sides(TurboQuant))
+@cached_table
+def split_rotation(D: int, seed: int, kind: RotationKind, device: str) -> Tensor:
+    """Rotations of the outlier channels and of the others, on the diagonal of float32 [D, D]."""
+    outliers = D // OUTLIER_SHARE
+    parts = [random_rotation(n, seed, kind, "cpu") for n in (outliers, D - outliers)]
+    return torch.block_diag(*parts).to(device)
+
+
+METHOD = Method(
+    "TurboQuant",
+    "arXiv 2504.19874",
+    for_both_sides(TurboQuant),
+    variants=(
+        {"bits": 3.0, "variant": "prod"},
+        {"bits": 1.0, "variant": "prod", "orthogonal": False},
+        {"bits": 2.5},
+        {"bits": 3.25, "variant": "prod", "rotation": "hadamard"},
+        {"bits": 2.0, "rotation": "hadamard", "correct_norm": True},
+    ),
+)

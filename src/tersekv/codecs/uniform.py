@@ -105,4 +105,9 @@ def integers(bits: int, device: str) -> Tensor:
     return torch.arange(2**bits, dtype=torch.float32, device=device)
 
 
-METHOD = Method("uniform integers", "arXiv 2303.06865 (group 64), 2310.19102 (group 128)", for_both_sides(Uniform))
+METHOD = Method(
+    "uniform integers",
+    "arXiv 2303.06865 (group 64), 2310.19102 (group 128)",
+    for_both_sides(Uniform),
+    variants=({"axis": "channel", "group": 0}, {"bits": 3, "axis": "channel", "group": 64, "scales": "bf16"}),
+)

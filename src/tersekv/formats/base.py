@@ -5,8 +5,10 @@ Shapes: B batch, H key-value heads, N blocks, t tokens per block, T = N·t, R qu
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -89,7 +91,8 @@ class View(ABC):
 
 
 class Rotated(View):
-    """A view of vectors that were rotated by R (float32 [D, D], orthogonal) before coding: x̂ = Rᵀ·inner."""
+    """A view of vectors that were rotated by R before coding: x̂ = Rᵀ·inner. R is orthogonal, float32 [D, D], or
+    [B, H, D, D] where heads differ."""
 
     def __init__(self, view: View, rotation: Tensor) -> None:
         self._inner, self.rotation = view, rotation
@@ -102,7 +105,7 @@ class Rotated(View):
 
     def query(self, query: Tensor) -> Tensor:
         """R·q."""
-        return torch.matmul(query, self.rotation.T)
+        return torch.matmul(query, self.rotation.transpose(-1, -2))
 
     def output(self, out: Tensor) -> Tensor:
         """Rᵀ·o."""
@@ -115,3 +118,42 @@ class Rotated(View):
     def scores(self, query: Tensor) -> Tensor:
         """q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T], unscaled."""
         return self._inner.scores(self.query(query))
+
+
+class Added(View):
+    """A view of the sum of several: x̂ = Σ x̂_i."""
+
+    def __init__(self, views: Sequence[View]) -> None:
+        self.views = views
+        self.format = " + ".join(view.format for view in views)  # type: ignore[misc]
+
+    def decode(self) -> Tensor:
+        """x̂ as float32 [B, H, T, D]."""
+        return sum_of([view.decode() for view in self.views])
+
+    def scores(self, query: Tensor) -> Tensor:
+        """q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T], unscaled."""
+        return sum_of([view.scores(query) for view in self.views])
+
+
+class Joined(View):
+    """A view of several with channels side by side, in this order; each with its number of channels."""
+
+    def __init__(self, views: Sequence[tuple[View, int]]) -> None:
+        self.views = [view for view, _ in views]
+        self.dims = [dim for _, dim in views]
+        self.format = " | ".join(view.format for view in self.views)  # type: ignore[misc]
+
+    def decode(self) -> Tensor:
+        """x̂ as float32 [B, H, T, D]."""
+        return torch.cat([view.decode() for view in self.views], dim=-1)
+
+    def scores(self, query: Tensor) -> Tensor:
+        """q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T], unscaled."""
+        parts = zip(self.views, query.split(self.dims, dim=-1), strict=True)
+        return sum_of([view.scores(part) for view, part in parts])
+
+
+def sum_of(parts: Sequence[Tensor]) -> Tensor:
+    """Sum of one or more tensors."""
+    return functools.reduce(torch.add, parts)

@@ -151,12 +151,11 @@ def nearest_code(x: Tensor, table: Tensor) -> Tensor:
     return torch.bucketize(x.contiguous(), middles).to(torch.uint8)
 
 
-def round_scale(x: Tensor, dtype: torch.dtype, what: str) -> Tensor:
-    """A scale or offset in its stored 16-bit type; a value that does not fit is the user's to know."""
+def round_scale(x: Tensor, dtype: torch.dtype, what: str, remedy: str = "use the codec's option scales=bf16") -> Tensor:
+    """A scale, offset or radius in its stored 16-bit type; a value that does not fit is the user's to know."""
     stored = x.to(dtype)
     if not math.isfinite(float(stored.abs().amax())) if stored.numel() else False:
         raise UserError(
-            f"{what} of {float(x.abs().amax()):.4g} exceeds float16's {torch.finfo(torch.float16).max:.0f}; "
-            "use the codec's option scales=bf16"
+            f"{what} of {float(x.abs().amax()):.4g} exceeds float16's {torch.finfo(torch.float16).max:.0f}; {remedy}"
         )
     return stored

@@ -157,7 +157,7 @@ class CompressedLayer(CacheLayerMixin):
             self.store.to(self.home)
 
 
-def _empty_layer() -> Any:
+def empty_layer() -> Any:
     """A place for a layer that caches nothing; releases before 5.17 keep an unused dynamic layer there."""
     return getattr(cache_utils, "DummyLayer", cache_utils.DynamicLayer)()
 
@@ -190,7 +190,7 @@ class CompressedCache(Cache):
                 plan.values.layout(self.shape.value_dim)
                 layers.append(CompressedLayer(self, index, plan, kind.window))
             else:
-                layers.append(LinearAttentionLayer() if kind.type == "linear" else _empty_layer())
+                layers.append(LinearAttentionLayer() if kind.type == "linear" else empty_layer())
         super().__init__(layers=layers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:

@@ -53,6 +53,7 @@ def predict(shape: CacheShape, recipe: str | Recipe, tokens: int, batch: int = 1
     rows = batch * shape.kv_heads
     footprints: list[Footprint] = []
     shared: dict[str, int] = {}
+    per_layer = 0
     for index, window in enumerate(shape.windows):
         plan = recipe.plan(index, len(shape.windows))
         footprint = _layer(plan, shape, window, tokens)
@@ -60,6 +61,7 @@ def predict(shape: CacheShape, recipe: str | Recipe, tokens: int, batch: int = 1
             tables = codec.table_bytes(dim)
             if footprint.parts["codes"]:
                 footprint.parts["tables"] += tables.per_head
+                per_layer += tables.per_layer * batch
             shared |= tables.shared
         footprint.elements = tokens * (shape.key_dim + shape.value_dim)
         for part in footprint.parts:
@@ -69,7 +71,7 @@ def predict(shape: CacheShape, recipe: str | Recipe, tokens: int, batch: int = 1
     total = Footprint.sum(footprints)
     total.tokens = tokens
     if tokens:
-        total.parts["tables"] += sum(shared.values())
+        total.parts["tables"] += sum(shared.values()) + per_layer
     return total
 
 

@@ -1,1 +1,1 @@
-"""How a vector is made easier to code, linearly: `sketch` (Johnson-Lindenstrauss matrices)."""
+"""How a vector is made easier to code: `sketch` (Johnson-Lindenstrauss matrices), `rotation`, `polar` coordinates."""

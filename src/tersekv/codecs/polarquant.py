@@ -1,0 +1,209 @@
+"""PolarQuant (arXiv 2502.02617): a random rotation, then recursive polar angles as codes, and one radius per 2^L
+channels.
+
+One orthogonal matrix, shared by keys, values, layers and heads, makes channels alike (§3.1; `rotation=none` is the
+paper's variant without it). L levels of polar coordinates (Definition 1, Algorithm 1) leave D/2^L radii in 16 bits and
+angles whose densities are known (Lemma 2): level 1 is uniform on [0, 2π), level ℓ ≥ 2 has ∝ sin^{2^{ℓ−1}−1}(2ψ) on [0,
+π/2]. Each angle goes to the nearest entry of its level's table (§4.1):
+
+- `codebook=offline`: level 1 evenly spaced, the others the Lloyd-Max table of the density; one for everything.
+- `codebook=online`: k-means on the prompt's own angles, per layer (`tables/kmeans.py`), at prefill.
+
+With the paper's 4 levels of 4, 2, 2 and 2 bits a block of 16 channels takes 16 + 8·4 + 4·2 + 2·2 + 2 = 62 bits, 3.875
+per element (§4.1). A decoded block has the radius it was stored with: tables hold directions of length 1.
+
+What ours does differently: the angle of level 1 is on a circle, so its nearest entry is found across 0 = 2π; online
+samples count with the squared radius at their level, which is what an angle's error is multiplied by in the vector's
+(`weighted=false` is the paper's plain k-means); the rotation is taken in float64, so that no code hangs on how tokens
+are batched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choice, check_range, for_both_sides
+from tersekv.errors import UserError
+from tersekv.formats.base import BLOCK_TOKENS, Layout, Planes, Rotated, View
+from tersekv.formats.grid import SCALE_DTYPES, round_scale
+from tersekv.formats.polar import Polar, PolarView
+from tersekv.tables.kmeans import kmeans
+from tersekv.tables.lloyd_max import polar_table
+from tersekv.tensors import cached_table
+from tersekv.transforms.polar import to_polar
+from tersekv.transforms.rotation import random_rotation
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+FIT_SAMPLES = 16_384
+"""Angles per level that online tables are fitted on, drawn without replacement where there are more."""
+
+
+@dataclass(frozen=True)
+class PolarQuant(Codec):
+    """bits: per level from 1 on, each 1 to 8; their number is L, and 2^L divides the head dim. rotation: qr, hadamard
+    or none. codebook: offline or online. radii: fp16 or bf16. weighted: online samples count with their squared radius.
+    seed: of the rotation and of online sampling."""
+
+    bits: str = "4-2-2-2"
+    rotation: Literal["qr", "hadamard", "none"] = "qr"
+    codebook: Literal["offline", "online"] = "offline"
+    radii: Literal["fp16", "bf16"] = "fp16"
+    weighted: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        parts = self.bits.split("-")
+        if not all(part.isdecimal() and 1 <= int(part) <= 8 for part in parts):
+            raise UserError(
+                f"bits={self.bits} is not allowed; give 1 to 8 bits for each level, from the first on, joined by '-', "
+                "for example bits=4-2-2-2"
+            )
+        check_choice("rotation", self.rotation, ("qr", "hadamard", "none"))
+        check_choice("codebook", self.codebook, ("offline", "online"))
+        check_choice("radii", self.radii, tuple(SCALE_DTYPES))
+        check_range("seed", self.seed, 0, 2**31)
+
+    @property
+    def level_bits(self) -> tuple[int, ...]:
+        """Bits per angle of levels 1 to L."""
+        return tuple(int(part) for part in self.bits.split("-"))
+
+    @property
+    def fits_on(self) -> FitsOn | None:
+        """The prompt, where the tables are made from its angles."""
+        return "prompt" if self.codebook == "online" else None
+
+    def polar(self, head_dim: int) -> Polar:
+        """The memory layout.
+
+        Raises:
+            UserError: 2^L does not divide the head dim.
+        """
+        levels = len(self.level_bits)
+        if head_dim % 2**levels:
+            most = (head_dim & -head_dim).bit_length() - 1
+            raise UserError(
+                f"bits={self.bits} has {levels} levels, and 2^{levels} does not divide the head dim {head_dim}; "
+                f"give bits for at most {most} levels"
+            )
+        return Polar(self.level_bits, head_dim, SCALE_DTYPES[self.radii])
+
+    def layout(self, head_dim: int) -> Layout:
+        """angles and radii."""
+        return self.polar(head_dim).layout()
+
+    def fit(self, x: Tensor) -> Self:
+        """Online tables from x [B, H, T, D]: per level [B, 2^b], float32."""
+        if self.codebook == "offline":
+            return self
+        rotated = self._rotated(x)
+        angles, _ = to_polar(rotated, len(self.level_bits))
+        fitted = {}
+        for level, (bits, angle) in enumerate(zip(self.level_bits, angles, strict=True), start=1):
+            squared_radius = rotated.unflatten(-1, (-1, 2**level)).square().sum(-1)
+            rows = [self._online(a, r, bits) for a, r in zip(angle, squared_radius, strict=True)]
+            fitted[f"level {level}"] = torch.stack(rows).to(x.device)
+        return dataclasses.replace(self, fitted=fitted)
+
+    def _online(self, angle: Tensor, squared_radius: Tensor, bits: int) -> Tensor:
+        """A table for one level of one row of the batch, from all its heads and tokens."""
+        angle, weight = angle.flatten(), squared_radius.flatten()
+        if angle.numel() > FIT_SAMPLES:
+            generator = torch.Generator().manual_seed(self.seed)
+            drawn = torch.randperm(angle.numel(), generator=generator)[:FIT_SAMPLES].to(angle.device)
+            angle, weight = angle[drawn], weight[drawn]
+        if not self.weighted or not bool(weight.any()):
+            weight = torch.ones_like(weight)
+        return torch.from_numpy(kmeans(angle.cpu().numpy(), 2**bits, weight.cpu().numpy(), self.seed)).float()
+
+    def encode(self, x: Tensor) -> Planes:
+        """x float32 [B, H, N·t, D] to planes."""
+        polar = self.polar(x.shape[-1])
+        blocks = self._rotated(x).unflatten(2, (-1, BLOCK_TOKENS))
+        angles, radii = to_polar(blocks, polar.levels)
+        tables = self._level_tables(str(x.device))
+        codes = [
+            _nearest(angle, table, circular=level == 0).transpose(-1, -2)
+            for level, (angle, table) in enumerate(zip(angles, tables, strict=True))
+        ]
+        stored = round_scale(
+            radii.transpose(-1, -2) / polar.radius_unit, polar.radius_dtype, "a radius", "use radii=bf16"
+        )
+        return {"angles": polar.pack(codes), "radii": stored}
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        if self.rotation == "none":
+            return x
+        return torch.matmul(x.double(), self._matrix(x.shape[-1], str(x.device)).T.double()).float()
+
+    def _matrix(self, head_dim: int, device: str) -> Tensor:
+        assert self.rotation != "none"
+        return random_rotation(head_dim, self.seed, self.rotation, device)
+
+    def _level_tables(self, device: str) -> list[Tensor]:
+        """Tables of levels 1 to L: [2^b], or [B, 2^b] where they are fitted."""
+        if self.codebook == "online":
+            return list(self.fitted.values())
+        return [offline_table(bits, level, device) for level, bits in enumerate(self.level_bits, start=1)]
+
+    def view(self, planes: Planes, head_dim: int) -> View:
+        """Polar codes, of rotated vectors where they were rotated."""
+        device = str(planes["angles"].device)
+        view = PolarView(self.polar(head_dim), planes, self._level_tables(device))
+        return view if self.rotation == "none" else Rotated(view, self._matrix(head_dim, device))
+
+    def table_bytes(self, head_dim: int) -> TableBytes:
+        """Tables of angles, float32, and the rotation."""
+        shared = {}
+        if self.rotation != "none":
+            shared[f"rotation {self.rotation} {head_dim} {self.seed}"] = 4 * head_dim**2
+        if self.codebook == "online":
+            return TableBytes(shared, per_layer=4 * sum(2**bits for bits in self.level_bits))
+        levels = enumerate(self.level_bits, start=1)
+        return TableBytes(shared | {f"polar {bits} {level}": 4 * 2**bits for level, bits in levels})
+
+    def tables(self, head_dim: int) -> list[Tensor]:
+        """The tensors behind `table_bytes`."""
+        rotation = [] if self.rotation == "none" else [self._matrix(head_dim, "cpu")]
+        return [*rotation, *self._level_tables("cpu")]
+
+
+@cached_table
+def offline_table(bits: int, level: int, device: str) -> Tensor:
+    """Angles of one level, ascending, float32 [2^bits]: evenly spaced at level 1, else optimal for Lemma 2's
+    density."""
+    if level == 1:
+        return ((torch.arange(2**bits, dtype=torch.float64) + 0.5) * 2 * math.pi / 2**bits).to(device, torch.float32)
+    return torch.tensor(polar_table(bits, level), dtype=torch.float32, device=device)
+
+
+def _nearest(angle: Tensor, table: Tensor, circular: bool) -> Tensor:
+    """Index of the nearest entry of an ascending table [n], or of each row's in [B, n], for angles [B, ...]; circular:
+    on the circle of 2π."""
+    if table.dim() == 2:
+        return torch.stack([_nearest(a, t, circular) for a, t in zip(angle, table, strict=True)])
+    if circular:
+        # seen from the middle between the last entry and the first, the circle is a line
+        seam = (table[-1] - 2 * math.pi + table[0]) / 2
+        angle, table = torch.remainder(angle - seam, 2 * math.pi), table - seam
+    return torch.bucketize(angle.contiguous(), (table[1:] + table[:-1]) / 2)
+
+
+METHOD = Method(
+    "PolarQuant",
+    "arXiv 2502.02617",
+    for_both_sides(PolarQuant),
+    variants=(
+        {"codebook": "online"},
+        {"codebook": "online", "rotation": "none", "weighted": False},
+        {"bits": "5-3-2", "rotation": "hadamard", "radii": "bf16"},
+    ),
+)

@@ -1,0 +1,85 @@
+"""The keys and values that a model makes of a text, as a cache receives them (keys after RoPE)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
+from transformers.configuration_utils import PreTrainedConfig
+
+from tersekv.errors import CacheError
+from tersekv.hf.cache import empty_layer
+from tersekv.hf.config import attention_layers, text_config
+
+
+class LayerTokens(NamedTuple):
+    """One layer's keys [B, Hkv, T, D] and values [B, Hkv, T, Dv]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+Through = Callable[[int, Tensor, Tensor], LayerTokens]
+
+
+class OnePassLayer(CacheLayerMixin):
+    """A layer that gets all tokens in one call and hands on what `through` makes of them; it keeps none."""
+
+    def __init__(self, index: int, window: int | None, through: Through) -> None:
+        super().__init__()
+        self.index, self.sliding_window, self.through = index, window, through
+        self.is_sliding = window is not None
+        self.seen = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """What attention is to see of all tokens [B, H, T, D]."""
+        if self.seen:
+            raise CacheError(f"layer {self.index} got tokens twice; this cache serves one forward pass, make a new one")
+        self.seen = key_states.shape[2]
+        return self.through(self.index, key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        """Tokens seen."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Masks span all tokens."""
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum, or the sliding window."""
+        return -1 if self.sliding_window is None else self.sliding_window
+
+
+class OnePassCache(Cache):
+    """A cache for one forward pass. Attention in layer i sees `through(i, keys, values)` in place of the keys and
+    values that the layer made, whatever attention implementation the model has; nothing is installed on it."""
+
+    def __init__(self, config: PreTrainedConfig, through: Through) -> None:
+        layers: list[Any] = []
+        for index, kind in enumerate(attention_layers(text_config(config))):
+            if kind.type == "attention":
+                layers.append(OnePassLayer(index, kind.window, through))
+            else:
+                layers.append(LinearAttentionLayer() if kind.type == "linear" else empty_layer())
+        super().__init__(layers=layers)
+
+
+@torch.no_grad()
+def capture(model: PreTrainedModel, ids: Tensor) -> list[LayerTokens]:
+    """Keys and values of ids [B, T], one entry per attention layer with a key-value cache, sliding windows whole."""
+    captured: list[LayerTokens] = []
+
+    def keep(layer: int, keys: Tensor, values: Tensor) -> LayerTokens:
+        captured.append(LayerTokens(keys, values))
+        return captured[-1]
+
+    model.base_model(input_ids=ids, past_key_values=OnePassCache(model.config, keep), use_cache=True)
+    return captured

@@ -1,0 +1,156 @@
+"""Weighted k-means in one dimension: tables with the least squared error for samples.
+
+In one dimension clusters are intervals of the sorted samples. The optimum is found exactly by dynamic programming over
+their ends (Wu 1991; Grønlund et al., arXiv 1701.07204), O(k·n·log n), where that is quick enough; else by k-means++
+seeding (Arthur and Vassilvitskii 2007), several times, and Lloyd's iteration, each step of which costs O(k·log n) with
+prefix sums. Equal samples and equal seeds give equal tables.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+
+EXACT_SAMPLES = 4096
+"""Most distinct samples for which the optimum is found exactly."""
+
+RESTARTS = 4
+MAX_STEPS = 300
+
+
+class Sorted:
+    """Distinct samples, ascending, with prefix sums of weight, weight·x and weight·x²."""
+
+    def __init__(self, x: Array, weights: Array | None) -> None:
+        self.x, inverse = np.unique(x, return_inverse=True)
+        self.w = np.bincount(inverse, weights, len(self.x)).astype(np.float64)
+        # sums about the middle keep their digits
+        self.origin = float(np.average(self.x, weights=self.w))
+        self.centred = self.x - self.origin
+        self.sum_w, self.sum_x, self.sum_xx = (
+            np.concatenate([[0.0], np.cumsum(self.w * self.centred**power)]) for power in (0, 1, 2)
+        )
+
+    def cost(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> Array:
+        """Squared error of one cluster for samples start ≤ i < stop."""
+        w = self.sum_w[stop] - self.sum_w[start]
+        s = self.sum_x[stop] - self.sum_x[start]
+        return np.maximum(self.sum_xx[stop] - self.sum_xx[start] - s * s / np.where(w > 0, w, 1.0), 0.0)
+
+    def means(self, edges: NDArray[np.int64]) -> Array:
+        """Means of the clusters between neighbouring edges (indices); NaN for empty ones."""
+        w = np.diff(self.sum_w[edges])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.diff(self.sum_x[edges]) / w + self.origin
+
+    def error(self, table: Array) -> float:
+        """Total squared error to the nearest entry of an ascending table."""
+        edges = self.edges(table)
+        return float(self.cost(edges[:-1], edges[1:]).sum() + self._offset(edges, table))
+
+    def _offset(self, edges: NDArray[np.int64], table: Array) -> float:
+        mean = self.means(edges)
+        return float(np.nansum(np.diff(self.sum_w[edges]) * (mean - table) ** 2))
+
+    def edges(self, table: Array) -> NDArray[np.int64]:
+        """Indices at which the nearest entry changes, with both ends."""
+        inner = np.searchsorted(self.x, (table[1:] + table[:-1]) / 2)
+        return np.concatenate([[0], inner, [len(self.x)]])
+
+
+def kmeans(samples: ArrayLike, k: int, weights: ArrayLike | None = None, seed: int = 0) -> Array:
+    """Table of k entries, ascending, float64, for samples [n] with weights [n] ≥ 0 (all 1 where not given).
+
+    Where there are fewer distinct samples than entries, the last entries repeat the largest sample.
+
+    Raises:
+        ValueError: no samples, samples or weights that are not finite, negative weights, or weights that are all 0.
+    """
+    x = np.asarray(samples, np.float64).ravel()
+    w = None if weights is None else np.asarray(weights, np.float64).ravel()
+    if not len(x) or k < 1 or not np.isfinite(x).all():
+        raise ValueError(f"k-means takes at least one sample, all finite, and k ≥ 1; got {len(x)} samples and k = {k}")
+    if w is not None:
+        if w.shape != x.shape or not np.isfinite(w).all() or (w < 0).any() or not w.any():
+            raise ValueError("k-means takes one weight per sample, finite, not negative, and not all 0")
+        x, w = x[w > 0], w[w > 0]
+    points = Sorted(x, w)
+    if len(points.x) <= k:
+        return np.concatenate([points.x, np.full(k - len(points.x), points.x[-1])])
+    if len(points.x) <= EXACT_SAMPLES:
+        return optimum(points, k)
+    generator = np.random.default_rng(seed)
+    tables = [lloyd(points, plus_plus(points, k, generator)) for _ in range(RESTARTS)]
+    return min(tables, key=points.error)
+
+
+def optimum(points: Sorted, k: int) -> Array:
+    """The table of least squared error, by dynamic programming; more than k distinct samples."""
+    n = len(points.x)
+    ends = np.arange(n + 1)
+    best = points.cost(np.zeros(n + 1, np.int64), ends)  # best[j]: samples before j in one cluster
+    starts = []
+    for _ in range(k - 1):
+        best, start = _one_more_cluster(points, best)
+        starts.append(start)
+    edges = [n]
+    for start in reversed(starts):
+        edges.append(int(start[edges[-1]]))
+    return points.means(np.array([0, *reversed(edges)]))
+
+
+def _one_more_cluster(points: Sorted, best: Array) -> tuple[Array, NDArray[np.int64]]:
+    """min over i ≤ j of best[i] + cost(i, j) for every j, and the smallest i that attains it.
+
+    That i never falls as j grows, so that the answer at j bounds those at both sides: the midpoints of ever smaller
+    intervals are solved level by level, each level with at most 2n candidates in all.
+    """
+    n = len(best) - 1
+    value, choice = np.full(n + 1, np.inf), np.zeros(n + 1, np.int64)
+    low, high = np.array([0]), np.array([n])  # open intervals of j, with the bounds of their i
+    first, last = np.array([0]), np.array([n])
+    while len(low):
+        middle = (low + high) // 2
+        reach = np.minimum(last, middle)
+        counts = reach - first + 1
+        begin = np.concatenate([[0], np.cumsum(counts)[:-1]])
+        i = np.arange(counts.sum()) - np.repeat(begin - first, counts)
+        total = best[i] + points.cost(i, np.repeat(middle, counts))
+        value[middle] = np.minimum.reduceat(total, begin)
+        attained = np.where(total == np.repeat(value[middle], counts), i, n)
+        choice[middle] = np.minimum.reduceat(attained, begin)
+        left, right = low < middle, middle < high
+        low, high, first, last = (
+            np.concatenate([low[left], middle[right] + 1]),
+            np.concatenate([middle[left] - 1, high[right]]),
+            np.concatenate([first[left], choice[middle][right]]),
+            np.concatenate([choice[middle][left], last[right]]),
+        )
+    return value, choice
+
+
+def plus_plus(points: Sorted, k: int, generator: np.random.Generator) -> Array:
+    """k-means++ seeds, ascending: each new one is drawn with probability proportional to weight times the squared
+    distance to the nearest before."""
+    chosen = [generator.choice(len(points.x), p=points.w / points.w.sum())]
+    distance = (points.x - points.x[chosen[0]]) ** 2
+    for _ in range(k - 1):
+        odds = points.w * distance
+        chosen.append(generator.choice(len(points.x), p=odds / odds.sum()))
+        distance = np.minimum(distance, (points.x - points.x[chosen[-1]]) ** 2)
+    return np.sort(points.x[chosen])
+
+
+def lloyd(points: Sorted, table: Array) -> Array:
+    """Lloyd's iteration until the clusters stay; an entry whose cluster is empty stays where it is."""
+    edges = points.edges(table)
+    for _ in range(MAX_STEPS):
+        mean = points.means(edges)
+        table = np.where(np.isnan(mean), table, mean)
+        after = points.edges(table)
+        if np.array_equal(edges, after):
+            break
+        edges = after
+    return table

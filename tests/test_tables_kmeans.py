@@ -1,0 +1,90 @@
+"""k-means in one dimension: the exact optimum, weights, seeds, and how close seeding and Lloyd's iteration come."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tersekv.tables import kmeans as km
+from tersekv.tables.lloyd_max import gaussian, lloyd_max
+
+
+def brute_force(x: np.ndarray, w: np.ndarray, k: int) -> float:
+    """Least squared error over all cuts of the sorted samples."""
+    order = np.argsort(x)
+    x, w = x[order], w[order]
+
+    def cost(a: int, b: int) -> float:
+        return float((w[a:b] * (x[a:b] - np.average(x[a:b], weights=w[a:b])) ** 2).sum())
+
+    cuts = itertools.combinations(range(1, len(x)), k - 1)
+    return min(sum(cost(a, b) for a, b in itertools.pairwise((0, *cut, len(x)))) for cut in cuts)
+
+
+def error(x: np.ndarray, table: np.ndarray, w: np.ndarray) -> float:
+    return float((w * ((x[:, None] - table) ** 2).min(1)).sum())
+
+
+@given(
+    st.lists(st.tuples(st.integers(-20, 20), st.integers(1, 5)), min_size=2, max_size=9, unique_by=lambda p: p[0]),
+    st.integers(1, 4),
+)
+@settings(max_examples=150, deadline=None)
+def test_exact_optimum(points, k):
+    x, w = np.array(points, float).T
+    table = km.kmeans(x, k, w)
+    assert len(table) == k
+    assert (np.diff(table) >= 0).all()
+    expected = brute_force(x, w, k) if k < len(x) else 0.0
+    assert error(x, table, w) == pytest.approx(expected, abs=1e-9)
+
+
+def test_weights_count_like_repeats():
+    x = np.array([0.0, 1, 2, 10, 11, 30])
+    w = np.array([1, 5, 2, 3, 1, 2])
+    np.testing.assert_allclose(km.kmeans(x, 3, w), km.kmeans(np.repeat(x, w), 3), rtol=1e-12)
+    np.testing.assert_allclose(km.kmeans(x, 2, [1, 1, 2, 0, 0, 0]), [0.5, 2])
+
+
+def test_fewer_samples_than_entries():
+    assert km.kmeans([2.0, 1.0, 2.0], 4).tolist() == [1, 2, 2, 2]
+
+
+def test_far_from_zero_keeps_its_digits():
+    x = 1e8 + np.array([0.0, 1, 10, 11])
+    np.testing.assert_allclose(km.kmeans(x, 2), 1e8 + np.array([0.5, 10.5]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [4, 16])
+def test_seeding_and_lloyd_come_close_to_the_optimum(k, monkeypatch):
+    x = np.random.default_rng(k).normal(size=3000)
+    best = error(x, km.kmeans(x, k), np.ones(3000))
+    monkeypatch.setattr(km, "EXACT_SAMPLES", 100)
+    tables = [km.kmeans(x, k, seed=seed) for seed in (1, 1, 2)]
+    assert np.array_equal(tables[0], tables[1])
+    assert all(best <= error(x, table, np.ones(3000)) < 1.03 * best for table in tables)
+
+
+def test_many_gaussian_samples_find_the_lloyd_max_table():
+    x = np.random.default_rng(0).normal(size=200_000)
+    np.testing.assert_allclose(km.kmeans(x, 4), lloyd_max(gaussian(), 4), atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("x", "k", "w", "text"),
+    [
+        ([], 2, None, "at least one sample"),
+        ([1.0, np.nan], 2, None, "all finite"),
+        ([1.0], 0, None, "k ≥ 1"),
+        ([1.0, 2.0], 1, [1.0], "one weight per sample"),
+        ([1.0, 2.0], 1, [-1.0, 1.0], "not negative"),
+        ([1.0, 2.0], 1, [0.0, 0.0], "not all 0"),
+    ],
+)
+def test_wrong_input(x, k, w, text):
+    with pytest.raises(ValueError, match=text):
+        km.kmeans(x, k, w)
