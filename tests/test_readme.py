@@ -38,16 +38,19 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command(command, tiny, capsys):
+def test_command(command, tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # some write files
     arguments = shlex.split(command)[1:]
-    if arguments[0] == "generate":
+    if arguments[0] in ("generate", "eval", "plot"):
         arguments += ["--model", tiny]
+    if arguments[0] == "eval":
+        arguments += ["--context", "64", "--windows", "1"]
     assert cli.run(arguments) == 0
     assert capsys.readouterr().out.strip()
 
 
 def test_there_are_commands():
-    assert {c.split()[1] for c in COMMANDS} == {"list", "generate", "estimate", "models", "env"}
+    assert {c.split()[1] for c in COMMANDS} == {"list", "generate", "estimate", "eval", "plot", "models", "env"}
 
 
 def test_make_targets_exist():

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tersekv import __version__
-from tersekv.cli import demo, env, estimate, generate, listing, models
+from tersekv.cli import calibrate, demo, env, estimate, evaluate, generate, listing, models, plot, report
 from tersekv.errors import CacheError, UserError
 
 app = typer.Typer(
@@ -21,11 +21,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(generate.generate)
+app.command("eval", cls=evaluate.WithTaskOptions)(evaluate.evaluate)
+app.command()(calibrate.calibrate)
 app.command("list")(listing.list_methods)
 app.command()(estimate.estimate)
 app.add_typer(models.app, name="models")
 app.command()(env.env)
 app.command()(demo.demo)
+app.command()(plot.plot)
+app.command()(report.report)
 
 # The parser's own errors (typer carries click in one version and imports it in another), without naming either.
 _PARSER_ERROR: Any = typer.BadParameter.__mro__[2]
@@ -81,7 +85,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _command(arguments: list[str]) -> str:
-    known = {"generate", "list", "estimate", "models", "env", "demo"}
+    known = {"generate", "eval", "calibrate", "list", "estimate", "models", "env", "demo", "plot", "report"}
     return f"{arguments[0]} " if arguments and arguments[0] in known else ""
 
 

@@ -27,16 +27,19 @@ def demo(
     model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
     tokens: Annotated[int, typer.Option(min=64, help="About how long the document is.")] = 6900,
     new_tokens: Annotated[int, typer.Option(min=2, help="Length of both answers.")] = 64,
+    calibration: output.Calibrations = None,
     as_json: output.Json = False,
 ) -> None:
     """Ask about a long text with transformers' own cache and with a packed one, and compare what they hold and say."""
     with output.step("loading torch and transformers"):
         from tersekv.cli import measure
         from tersekv.hf import text as prompts
+        from tersekv.hf.calibration import calibration_for
         from tersekv.recipe import Recipe
 
         parsed = str(Recipe.parse(recipe))
     network, tokenizer = load(model)
+    learnt = calibration_for(network, parsed, calibration)
     document = hide(prompts.pydoc_document(tokenizer, tokens), FACT, DEPTH)
     prompt = prompts.question_prompt(tokenizer, document, QUESTION)
     ids = prompts.input_ids(tokenizer, prompt, network.config, new_tokens)
@@ -53,7 +56,7 @@ def demo(
             what = "transformers' own cache (full)" if choice is None else f"tersekv's cache ({choice})"
             output.show(f"\nAnswer with {what}:")
         write = None if as_json else stream
-        outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write))
+        outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write, learnt))
     if as_json:
         output.print_json(_document(outcomes))
         return

@@ -10,11 +10,9 @@ import typer
 
 from tersekv.cli import output
 from tersekv.errors import UserError
+from tersekv.units import LONGEST, parse_tokens
 
-BINARY = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-LONGEST = 1 << 40
-"""No context is longer than this many tokens; a search for what fits ends here."""
 
 
 def estimate(
@@ -29,7 +27,7 @@ def estimate(
     as_json: output.Json = False,
 ) -> None:
     """Bytes of a cache at given context lengths, and what fits in a given memory; needs the model's config only."""
-    lengths = [parse_tokens(part) for part in context.split(",")]
+    lengths = [parse_tokens(part, "--context") for part in context.split(",")]
     limit = None if memory is None else parse_memory(memory)
     if tables not in (None, "kvquant"):
         raise UserError(f"no tables of {tables!r} are known (known: kvquant)")
@@ -41,15 +39,6 @@ def estimate(
         _show_tables(document)
     else:
         _show(document)
-
-
-def parse_tokens(text: str) -> int:
-    """4096, 4k, 1M: k and M are powers of 1024."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)\s*", text, re.IGNORECASE)
-    tokens = float(found[1]) * BINARY[found[2].lower()] if found else 0.0
-    if not found or tokens < 1 or tokens > LONGEST or tokens != int(tokens):
-        raise UserError(f"--context {text.strip()!r} is no number of tokens: write 4096, 4k or 1M, separated by commas")
-    return int(tokens)
 
 
 def parse_memory(text: str) -> int:

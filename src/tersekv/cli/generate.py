@@ -29,6 +29,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of sampling.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Do not put the text into the model's chat template.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU kernels.")] = None,
+    calibration: output.Calibrations = None,
     as_json: output.Json = False,
 ) -> None:
     """Answer a prompt with a packed cache; the prompt is --prompt, --file, or what is piped in."""
@@ -38,11 +39,13 @@ def generate(
     with output.step("loading torch and transformers"):
         from tersekv.cli import measure
         from tersekv.hf import text as prompts
+        from tersekv.hf.calibration import calibration_for
         from tersekv.recipe import Recipe
 
         _use_threads(threads)
         parsed = str(Recipe.parse(recipe))
     network, tokenizer = load(model)
+    learnt = calibration_for(network, parsed, calibration)
     whole = text if raw else prompts.chat_prompt(tokenizer, text)
     ids = prompts.input_ids(tokenizer, whole, network.config, max_new_tokens, template=not raw)
     sampling = measure.Sampling(max_new_tokens, temperature=temperature, seed=seed)
@@ -51,7 +54,7 @@ def generate(
         if not as_json and compare:
             output.show(f"--- {'full cache' if choice is None else choice}")
         write = None if as_json else stream
-        outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write))
+        outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write, learnt))
     if as_json:
         output.print_json(_document(outcomes))
         return

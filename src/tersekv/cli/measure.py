@@ -14,6 +14,7 @@ from tersekv.cli import output
 from tersekv.cli.memory import PeakMemory
 
 if TYPE_CHECKING:
+    from tersekv.hf.calibration import Calibration
     from tersekv.store.footprint import Footprint
 
 FULL = "full"
@@ -67,17 +68,23 @@ def agreement(a: Outcome, b: Outcome) -> int:
 
 
 def generate(
-    model: Any, tokenizer: Any, ids: Any, recipe: str | None, sampling: Sampling, write: Write | None = None
+    model: Any,
+    tokenizer: Any,
+    ids: Any,
+    recipe: str | None,
+    sampling: Sampling,
+    write: Write | None = None,
+    calibration: Calibration | None = None,
 ) -> Outcome:
     """Answer `ids` [1, T] with a packed cache, or with transformers' own where `recipe` is None; stream to `write`."""
     import torch
-    from transformers import DynamicCache
 
     import tersekv
+    from tersekv.hf.prefill import held_by, new_cache
 
     torch.manual_seed(sampling.seed)
-    cache = DynamicCache(config=model.config) if recipe is None else tersekv.CompressedCache(model.config, recipe)
-    reads_packed = contextlib.nullcontext() if recipe is None else tersekv.compress(model, recipe)
+    cache: Any = new_cache(model, recipe, calibration)
+    reads_packed = contextlib.nullcontext() if recipe is None else tersekv.compress(model, recipe, calibration)
     with PeakMemory() as memory, prefill_progress(model) as first_token, reads_packed, torch.inference_mode():
         clock = _clock(tokenizer, write, first_token)
         out = model.generate(
@@ -110,19 +117,6 @@ def warm_up(model: Any) -> None:
 
     with torch.inference_mode():
         model(input_ids=torch.tensor([[0, 1]]), use_cache=False)
-
-
-def held_by(cache: Any) -> Footprint:
-    """The footprint of our cache, or of the tensors that transformers' own holds."""
-    from tersekv.store.footprint import Footprint
-
-    if hasattr(cache, "footprint"):
-        return cache.footprint()
-    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
-    seen = cache.get_seq_length()
-    # Layers with a sliding window hold fewer tokens than were seen; a ratio is against a cache of all of them.
-    elements = sum(t.shape[0] * t.shape[1] * seen * t.shape[3] for t in tensors)
-    return Footprint(seen, elements, {"exact": sum(t.untyped_storage().nbytes() for t in tensors)})
 
 
 def _choosing(sampling: Sampling) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+Calibrations = Annotated[
+    Path | None,
+    typer.Option("--calibration", help="What `tersekv calibrate` made, a file or folder; else from the default place."),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on the last line of stdout, nothing else there.")]
 MODEL_HELP = "smollm2, a folder, or a Hub id."
 RECIPE_HELP = "How the cache is packed, like kivi:bits=4; `tersekv list` shows the methods."

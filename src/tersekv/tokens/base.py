@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -14,7 +14,10 @@ from tersekv.formats.exact import DTYPES
 @dataclass(frozen=True)
 class TokenPolicy:
     """sinks: first tokens kept exact. recent: latest tokens kept exact, at least. exact: their type; "auto" is the
-    model's own where it has 16 bits, else fp16."""
+    model's own where it has 16 bits, else fp16. observes: whether the policy looks at queries, so that its prefill
+    cannot be shared with other recipes."""
+
+    observes: ClassVar[bool] = False
 
     sinks: int = 4
     recent: int = 128

@@ -1,0 +1,149 @@
+"""`tersekv eval`: tasks with recipes side by side, the full cache always one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typer.core import TyperCommand
+
+from tersekv.cli import output
+from tersekv.cli.generate import load
+from tersekv.errors import UserError
+
+if TYPE_CHECKING:
+    from tersekv.evals import harness
+    from tersekv.evals.tasks import Task
+
+TASKS_HELP = "perplexity, divergence, …: the files of evals/tasks."
+RECIPES_HELP = f"{output.RECIPE_HELP} May be repeated; bits=2..4 and bits=2,4 stand for several."
+OUT_HELP = "Folder for records.jsonl; what it has already is not run again."
+
+
+class WithTaskOptions(TyperCommand):
+    """A command that also takes an option per field of any task. Tasks are imported only where the command is used."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The command's own parameters and the tasks' options."""
+        own = super().get_params(ctx)
+        taken = {param.name for param in own}
+        return [*own[:-1], *(param for param in _task_params() if param.name not in taken), own[-1]]
+
+    def invoke(self, ctx: Any) -> Any:
+        """Call the command with the tasks' options that were given in `ctx.obj`."""
+        taken = {param.name: ctx.params.pop(param.name) for param in _task_params() if param.name in ctx.params}
+        ctx.obj = {name: text for name, text in taken.items() if text is not None}
+        return super().invoke(ctx)
+
+
+@functools.lru_cache(maxsize=1)
+def _task_params() -> list[Any]:
+    """The parameters that typer makes of one text option per field."""
+    from tersekv.evals.options import all_options
+
+    def command(**_: str) -> None: ...
+
+    parameters = []
+    for option, defaults in all_options().items():
+        same = len(set(defaults.values())) == 1
+        said = next(iter(defaults.values())) if same else ", ".join(f"{t}: {d}" for t, d in defaults.items())
+        help_text = f"{', '.join(defaults)}. Default {said or 'none'}."
+        kind = Annotated[str | None, typer.Option(f"--{option.replace('_', '-')}", help=help_text, metavar="VALUE")]
+        parameters.append(inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    app = typer.Typer(add_completion=False)
+    app.command(add_help_option=False)(command)
+    return list(typer.main.get_command(app).params)
+
+
+def evaluate(
+    ctx: typer.Context,
+    tasks: Annotated[list[str], typer.Argument(help=TASKS_HELP, metavar="TASK...")],
+    recipe: Annotated[list[str] | None, typer.Option("--recipe", "-r", help=RECIPES_HELP)] = None,
+    model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help=OUT_HELP)] = None,
+    calibration: output.Calibrations = None,
+    as_json: output.Json = False,
+) -> None:
+    """Score the full cache and packed ones on the same samples; with --out, a stopped run goes on where it was."""
+    with output.step("loading torch and transformers"):
+        from tersekv.evals.options import build
+        from tersekv.evals.products import expand, unique
+
+        chosen = build(tasks, ctx.obj or {})
+        recipes = unique(one for text in recipe or [] for one in ([text] if text == "full" else expand(text)))
+    if out is not None and out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file: give a folder")
+    summaries = _run(chosen, recipes, model, out, calibration)
+    if as_json:
+        output.print_json({"model": model, "results": [summary.document() for summary in summaries]})
+        return
+    for name, task in chosen.items():
+        output.show(_table(name, task, [summary for summary in summaries if summary.task == name]))
+
+
+def _run(
+    chosen: dict[str, Task], recipes: Sequence[str], model: str, out: Path | None, calibration: Path | None
+) -> list[harness.Summary]:
+    network, tokenizer = load(model)
+    from tersekv.evals.harness import Harness
+    from tersekv.evals.records import Records
+
+    run = Harness(network, tokenizer, model, recipes, calibration)
+    with Records(out) as records, _progress() as progress:
+        try:
+            return run.run(chosen, records, progress)
+        except KeyboardInterrupt:
+            kept = f"{records.path} keeps what was done: the same command goes on from there"
+            output.report(
+                f"stopped; {kept if records.path else 'nothing was kept, since no folder was given with --out'}"
+            )
+            raise
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[harness.Progress], None] | None]:
+    """A bar on stderr with the time left, where a person sees it."""
+    console = output.stderr()
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
+        *(TextColumn("left"), TimeRemainingColumn()),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        row = bar.add_task("making samples", total=None)
+
+        def show(at: harness.Progress) -> None:
+            said = f"{at.task} {at.sample} {at.recipe}"
+            bar.update(row, description=said, completed=at.done, total=at.total)
+
+        yield show
+
+
+def _table(name: str, task: Task, summaries: Sequence[harness.Summary]) -> Any:
+    """One row per recipe; each metric with its standard error."""
+    metrics = list(summaries[0].metrics) if summaries else []
+    columns = ("recipe", "samples", "bits", "bytes", *metrics, "seconds")
+    rows = [
+        (
+            *(s.recipe, s.samples, f"{s.bits_per_element:.2f}", output.human_bytes(s.bytes)),
+            *(_estimate(*s.metrics[metric]) for metric in metrics),
+            f"{s.seconds:.1f}",
+        )
+        for s in summaries
+    ]
+    options = ", ".join(f"{option}={value}" for option, value in vars(task).items())
+    return output.table(f"{name} ({options})", columns, rows)
+
+
+def _estimate(mean: float, stderr: float) -> str:
+    return f"{mean:.4g}" + (f" ± {stderr:.2g}" if stderr == stderr else "")

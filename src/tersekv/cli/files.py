@@ -1,0 +1,61 @@
+"""Files that commands make: checked before the work, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tersekv.errors import UserError
+
+
+def check_out(out: Path, suffixes: Sequence[str]) -> Path:
+    """`out` with its home folder filled in, if a file of one of these kinds can be written there.
+
+    Raises:
+        UserError: another suffix, a folder that is not there or cannot be written.
+    """
+    try:
+        path = out.expanduser()
+    except RuntimeError as error:
+        raise UserError(f"--out {out} names a home folder that does not exist; write the path in full") from error
+    allowed = ", ".join(f".{suffix}" for suffix in suffixes)
+    if path.suffix.lower().removeprefix(".") not in suffixes:
+        came = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
+        raise UserError(f"--out {out} {came}: give a file that ends in {allowed.replace(', ', ' or ')}")
+    if path.is_dir():
+        raise UserError(f"--out {out} is a folder: give a file in it")
+    if not path.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {path.parent}; make it first, or give another")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UserError(f"--out {out}: the folder {path.parent} cannot be written; give another")
+    return path
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write under another name and rename, so that nobody ever sees half a file.
+
+    Raises:
+        UserError: the file cannot be written, for example on a full disk.
+    """
+    name = None
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name[:60]}.", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, path)
+    except OSError as error:
+        if name is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+        raise UserError(f"cannot write {path}: {error.strerror}; give another --out") from error
+
+
+def _umask() -> int:
+    """The permissions that new files lack; they can only be read by setting them."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,169 @@
+"""`tersekv plot`: a picture from a model's own keys, or from records, and on the terminal the figures in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tersekv.cli import output
+from tersekv.cli.files import check_out, write_whole
+from tersekv.cli.generate import load
+from tersekv.errors import UserError, hint
+from tersekv.plots import kinds
+from tersekv.units import parse_tokens
+
+if TYPE_CHECKING:
+    from tersekv.plots.base import ModelKeys, Plot
+
+KIND_HELP = f"One of: {', '.join(kinds.names())}."
+RECORDS_HELP = "What `tersekv eval --out` wrote (a folder or a file), or a benchmark's records."
+TEXT_HELP = "pydoc (Python's language reference) or a file; pydoc by default."
+SUFFIXES = ("png", "svg", "pdf")
+MODEL, TEXT, TOKENS, PREDICTED_TOKENS = "smollm2", "pydoc", 1024, 32768
+
+# Options of the command, by what a kind of picture reads; its own ones (metric, task) come on top.
+TAKES = {
+    "keys": {"model", "text", "tokens", "layers", "head"},
+    "evaluation": {"records"},
+    "timings": {"records"},
+    "bytes": {"records", "task", "model", "recipe", "tokens"},
+}
+
+
+def plot(
+    kind: Annotated[str, typer.Argument(help=KIND_HELP, metavar="KIND")],
+    records: Annotated[list[Path] | None, typer.Argument(help=RECORDS_HELP, metavar="[RECORDS]...")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="A .png, .svg or .pdf; KIND.png by default.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help=f"{output.MODEL_HELP} By default {MODEL}.")] = None,
+    text: Annotated[str | None, typer.Option("--text", help=TEXT_HELP)] = None,
+    tokens: Annotated[str | None, typer.Option("--tokens", help="Like 2k; 1k by default, 32k for memory.")] = None,
+    layers: Annotated[
+        str | None, typer.Option("--layers", help="Like 0,15,-1; by default the first, middle and last.")
+    ] = None,
+    head: Annotated[int | None, typer.Option("--head", min=0, help="One KV head; all by default.")] = None,
+    metric: Annotated[str | None, typer.Option("--metric", help="Like perplexity_ratio, kl or accuracy.")] = None,
+    task: Annotated[str | None, typer.Option("--task", help="Only this task's records.")] = None,
+    recipe: Annotated[
+        list[str] | None, typer.Option("--recipe", "-r", help="memory: predict this instead of reading records.")
+    ] = None,
+    as_json: output.Json = False,
+) -> None:
+    """Draw angles or magnitudes of a model's keys, or what records of evaluations and benchmarks hold."""
+    given: dict[str, Any] = {
+        name: value for name, value in {
+            "records": records, "model": model, "text": text, "tokens": tokens, "layers": layers, "head": head,
+            "metric": metric, "task": task, "recipe": recipe,
+        }.items() if value not in (None, [])
+    }  # fmt: skip
+    if kind not in kinds.names():
+        raise UserError(f"no picture {kind!r}{hint(kind, kinds.names())} (known: {', '.join(kinds.names())})")
+    path = check_out(out or Path(f"{kind}.png"), SUFFIXES)
+    with output.step("loading torch and matplotlib"):
+        from tersekv.plots.style import render, to_bytes
+
+        chosen = kinds.plot(kind)
+    _refuse_others(kind, chosen, given)
+    source = _source(chosen, given)
+    with output.step(f"drawing {kind}"):
+        picture = render(chosen, source, **{name: given[name] for name in chosen.options if name in given})
+        write_whole(path, to_bytes(picture, path.suffix.lower().removeprefix(".")))
+    if as_json:
+        tables = [
+            {"title": t.title, "columns": list(t.columns), "rows": [list(r) for r in t.rows]} for t in picture.tables
+        ]
+        output.print_json({"plot": kind, "out": str(path), "shows": picture.alt, "tables": tables})
+        return
+    for made in picture.tables:
+        output.show(output.table(made.title, made.columns, made.rows, left=made.left))
+    output.show(f"{kind}: {path}")
+
+
+def _refuse_others(kind: str, chosen: Plot, given: dict[str, Any]) -> None:
+    """Options that this kind has no use for are mistakes, not nothing."""
+    takes = TAKES[chosen.reads] | set(chosen.options)
+    wrong = sorted(set(given) - takes)
+    if wrong == ["records"]:
+        raise UserError(f"plot {kind} reads a model, not records ({given['records'][0]}): leave them away")
+    if wrong:
+        options = ", ".join(f"--{name}" for name in sorted(takes - {"records"})) or "no options but --out"
+        raise UserError(f"plot {kind} has no --{wrong[0]}; it takes {options}")
+
+
+def _source(chosen: Plot, given: dict[str, Any]) -> Any:
+    """What the kind of picture reads."""
+    records = given.get("records", [])
+    if chosen.reads == "keys":
+        return model_keys(given)
+    if chosen.reads == "timings":
+        from tersekv.plots.timings import read_timings
+
+        return read_timings(records)
+    from tersekv.plots import groups, held
+
+    if chosen.reads == "bytes" and "recipe" in given:
+        return _predicted(given)
+    if chosen.reads == "bytes":
+        if extra := sorted({"model", "tokens"} & set(given)):
+            raise UserError(f"--{extra[0]} belongs to a prediction: give --recipe, too, instead of records")
+        return held.held_at_longest(held.longest(groups.grouped(groups.read_records(records), given.get("task"))))
+    return groups.read_records(records)
+
+
+def _predicted(given: dict[str, Any]) -> Any:
+    from tersekv.cli.estimate import load_shape
+    from tersekv.evals.products import expand, unique
+    from tersekv.plots.held import predicted
+
+    if extra := sorted({"records", "task"} & set(given)):
+        raise UserError(f"both --recipe (a prediction) and {extra[0]} were given: give one of them")
+    recipes = unique(one for text in given["recipe"] for one in expand(text))
+    model = given.get("model", MODEL)
+    return predicted(load_shape(model, with_weights=False)[0], model, recipes, _tokens(given, PREDICTED_TOKENS))
+
+
+def _tokens(given: dict[str, Any], default: int) -> int:
+    return parse_tokens(given["tokens"], "--tokens") if "tokens" in given else default
+
+
+def model_keys(given: dict[str, Any]) -> ModelKeys:
+    """The model's keys of the first tokens of a text."""
+    name, text, tokens = given.get("model", MODEL), given.get("text", TEXT), _tokens(given, TOKENS)
+    from tersekv.evals.windows import read_text
+    from tersekv.hf.capture import capture
+    from tersekv.plots.base import ModelKeys
+
+    words = read_text(text)
+    network, tokenizer = load(name)
+    context = getattr(network.config.get_text_config(), "max_position_embeddings", None)
+    if context and tokens > context:
+        raise UserError(f"--tokens {tokens:,} is more than this model's context of {context:,}: give fewer")
+    ids = tokenizer(words, return_tensors="pt", verbose=False)["input_ids"][:, :tokens]
+    if ids.shape[1] < tokens:
+        raise UserError(
+            f"text {text!r} has {ids.shape[1]:,} tokens, --tokens is {tokens:,}: give fewer or a longer text"
+        )
+    with output.step(f"reading {tokens:,} tokens"):
+        keys = [layer.keys[0].float().cpu() for layer in capture(network, ids)]
+    if not keys:
+        raise UserError(f"{name} has no layers with keys")
+    heads = keys[0].shape[0]
+    if given.get("head", 0) >= heads:
+        raise UserError(f"--head {given['head']}: the model has {heads} KV heads, 0 to {heads - 1}")
+    return ModelKeys(name, text, keys, _layers(given.get("layers"), len(keys)), given.get("head"))
+
+
+def _layers(text: str | None, count: int) -> list[int]:
+    """The layers asked for; negative ones count from the last. By default the first, middle and last."""
+    if text is None:
+        return sorted({0, count // 2, count - 1})
+    try:
+        asked = [int(part) for part in text.split(",")]
+    except ValueError:
+        asked = [count]
+    if not all(-count <= layer < count for layer in asked):
+        raise UserError(
+            f"--layers {text!r}: write layers from 0 to {count - 1} (or -1 for the last), separated by commas"
+        )
+    return list(dict.fromkeys(layer % count for layer in asked))

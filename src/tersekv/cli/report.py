@@ -1,0 +1,33 @@
+"""`tersekv report`: the records of an evaluation as one HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tersekv.cli import output
+from tersekv.cli.files import check_out, write_whole
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="What `tersekv eval --out` wrote.", metavar="DIR")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    as_json: output.Json = False,
+) -> None:
+    """Put an evaluation's tables and pictures on one page: quality against true bits, tasks, depths, bytes."""
+    path = check_out(out, ("html", "htm"))
+    with output.step("loading torch and matplotlib"):
+        from tersekv.plots.groups import read_records
+        from tersekv.plots.page import page
+
+        records = read_records([folder])
+    with output.step("drawing"):
+        data = page(records, shlex.quote(str(folder)), shlex.quote(str(out))).encode()
+        write_whole(path, data)
+    if as_json:
+        output.print_json({"report": str(path), "records": len(records), "bytes": len(data)})
+    else:
+        output.show(f"{len(records):,} records: {path} ({output.human_bytes(len(data))})")

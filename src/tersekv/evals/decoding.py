@@ -1,0 +1,85 @@
+"""Greedy decoding and likelihoods over a cache that has read a prompt."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """When an answer ends: at an end token or one of the texts `stop` (which is cut off), neither before
+    `min_new_tokens`, or after `max_new_tokens`."""
+
+    model: Any
+    tokenizer: Any
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    stop: Sequence[str] = ()
+    end_ids: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ends = self.model.generation_config.eos_token_id
+        ends = self.tokenizer.eos_token_id if ends is None else ends
+        ids = () if ends is None else tuple(ends) if isinstance(ends, (list, tuple)) else (ends,)
+        object.__setattr__(self, "end_ids", ids)
+
+    def text(self, ids: list[int]) -> tuple[str, bool]:
+        """The answer so far, and whether one of `stop` has ended it."""
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        found = [at for at in (text.find(stop) for stop in self.stop) if at >= 0]
+        if not found or len(ids) < self.min_new_tokens:
+            return text, False
+        return text[: min(found)], True
+
+
+def feed(model: Any, cache: Any, ids: Tensor) -> Tensor:
+    """Read ids [1, n] over a cache; logits [vocabulary] of the last one."""
+    return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+
+
+def greedy(model: Any, cache: Any, logits: Tensor, stopping: Stopping) -> str:
+    """The likeliest continuation after `logits` [vocabulary]; the cache grows with it."""
+    new_ids: list[int] = []
+    while len(new_ids) < stopping.max_new_tokens:
+        if len(new_ids) < stopping.min_new_tokens and stopping.end_ids:
+            logits = logits.index_fill(0, torch.tensor(stopping.end_ids, device=logits.device), float("-inf"))
+        token = int(logits.argmax())
+        if token in stopping.end_ids:
+            break
+        new_ids.append(token)
+        if stopping.stop and stopping.text(new_ids)[1]:
+            break
+        if len(new_ids) < stopping.max_new_tokens:
+            logits = feed(model, cache, torch.tensor([[token]], device=logits.device))
+    return stopping.text(new_ids)[0]
+
+
+def nll_after(model: Any, cache: Any, logits: Tensor, ids: Sequence[int]) -> float:
+    """Mean negative log-likelihood, in nats per token, of `ids` after a prompt whose last logits [vocabulary] these
+    are; the cache is left as it was."""
+    rows = logits[None].float()
+    targets = torch.tensor(ids, device=logits.device)
+    if len(ids) > 1:
+        following = model(input_ids=targets[None, :-1], past_key_values=copy.deepcopy(cache), use_cache=True).logits[0]
+        rows = torch.cat([rows, following.float()])
+    return float(F.cross_entropy(rows, targets))
+
+
+def loglikelihood(model: Any, cache: Any, last: int, following: Sequence[int], chunk: int) -> tuple[float, bool]:
+    """Log-likelihood, in nats, of `following` after the token `last`, which the cache does not hold yet, and whether
+    greedy decoding would say the same. Tokens are read `chunk` at a time, and the cache grows with them."""
+    read = torch.tensor([[last, *following[:-1]]], device=model.device)
+    targets = torch.tensor(following, device=model.device)
+    total, greedy_says = 0.0, True
+    for part, wanted in zip(read.split(chunk, dim=1), targets.split(chunk), strict=True):
+        rows = model(input_ids=part, past_key_values=cache, use_cache=True).logits[0].float()
+        total -= F.cross_entropy(rows, wanted, reduction="sum").item()
+        greedy_says = greedy_says and bool((rows.argmax(-1) == wanted).all())
+    return total, greedy_says

@@ -1,0 +1,71 @@
+"""Words to make keys and lists of.
+
+RULER and LongEval take the lists of the package wonderwords; its files (adjectivelist.txt, nounlist.txt, verblist.txt,
+a word a line) are read from a folder where one is given. Otherwise the words are those of corpus `pydoc`, dealt out in
+alphabetical order: no adjective need be one. They depend on the version of Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from tersekv.errors import UserError
+from tersekv.hf.text import pydoc_text
+
+FILES = ("adjectivelist.txt", "nounlist.txt", "verblist.txt")
+
+
+@dataclass(frozen=True)
+class Words:
+    """Three lists."""
+
+    adjectives: tuple[str, ...]
+    nouns: tuple[str, ...]
+    verbs: tuple[str, ...]
+
+    @property
+    def every(self) -> list[str]:
+        """All of them, sorted, each once."""
+        return sorted({*self.adjectives, *self.nouns, *self.verbs})
+
+    def key(self, rng: Random) -> str:
+        """Like `torpid-kid`."""
+        return f"{rng.choice(self.adjectives)}-{rng.choice(self.nouns)}"
+
+    def keys(self, rng: Random, count: int) -> list[str]:
+        """`count` different keys, in the order in which they were drawn."""
+        made: dict[str, None] = {}
+        while len(made) < count:
+            made[self.key(rng)] = None
+        return list(made)
+
+
+@functools.lru_cache(maxsize=4)
+def word_lists(folder: str = "") -> Words:
+    """The lists in `folder`, or those of corpus `pydoc` where it has none.
+
+    Raises:
+        UserError: some of the lists are there and others are not, or cannot be read.
+    """
+    paths = [Path(folder) / name for name in FILES]
+    if folder and any(path.exists() for path in paths):
+        return Words(*(_read(path) for path in paths))
+    words = sorted(set(re.findall(r"\b[a-z]{3,12}\b", pydoc_text())))
+    return Words(tuple(words[0::3]), tuple(words[1::3]), tuple(words[2::3]))
+
+
+def _read(path: Path) -> tuple[str, ...]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"cannot read the word list {path}: give a folder with {', '.join(FILES)}, or none of them"
+        ) from error
+    words = tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    if not words:
+        raise UserError(f"the word list {path} is empty: put a word on each line")
+    return words

@@ -1,0 +1,75 @@
+"""What a kind of picture is: what it reads, and a function that draws it and says in figures what it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+Reads = Literal["keys", "evaluation", "timings", "bytes"]
+
+
+class KeyFigures(NamedTuple):
+    """A table for the terminal: the numbers that the picture shows. The first `left` columns are text."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    left: int = 1
+
+
+class Picture(NamedTuple):
+    """A drawing, a sentence for readers who do not see it, and its key figures."""
+
+    figure: Figure
+    alt: str
+    tables: Sequence[KeyFigures]
+
+
+def model_name(model: str) -> str:
+    """A model for a title: a folder's own name, a known name or a Hub id as it is."""
+    return Path(model).name if model.startswith((".", "~", "/")) or model.count("/") > 1 else model
+
+
+class ModelKeys(NamedTuple):
+    """A model's keys of one text, after RoPE.
+
+    keys: of every attention layer, float32 [Hkv, T, D]. layers: those to look at. head: the one KV head to look at,
+    None for all. text: where the tokens come from.
+    """
+
+    model: str
+    text: str
+    keys: Sequence[Tensor]
+    layers: Sequence[int]
+    head: int | None = None
+
+    def of(self, layer: int) -> Tensor:
+        """The chosen heads' keys of a layer, [H, T, D]."""
+        keys = self.keys[layer]
+        return keys if self.head is None else keys[self.head : self.head + 1]
+
+    def caption(self) -> str:
+        """Model, length and source, for a title."""
+        heads = "all KV heads" if self.head is None else f"KV head {self.head}"
+        return f"{model_name(self.model)}, {self.keys[0].shape[1]:,} tokens of {Path(self.text).name}, {heads}"
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A file of `kinds/`: its `PLOT` says what the file's name draws.
+
+    reads: "keys" (a `ModelKeys`), "evaluation" (records of `tersekv eval`), "bytes" (`Held`, of such records or
+    predicted) or "timings" (`Timing`, of a benchmark of attention). draw: called with that and the options named in
+    `options`.
+    """
+
+    title: str
+    reads: Reads
+    draw: Callable[..., Picture]
+    options: tuple[str, ...] = ()

@@ -1,0 +1,35 @@
+"""Numbers as people write them on a command line: 4k tokens, lists with commas."""
+
+from __future__ import annotations
+
+import re
+
+from tersekv.errors import UserError
+
+BINARY = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
+LONGEST = 1 << 40
+"""No context is longer than this many tokens."""
+
+
+def parse_tokens(text: str, option: str = "a length") -> int:
+    """4096, 4k, 1M: k and M are powers of 1024. option: what the error calls it."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)\s*", text, re.IGNORECASE)
+    tokens = float(found[1]) * BINARY[found[2].lower()] if found else 0.0
+    if not found or tokens < 1 or tokens > LONGEST or tokens != int(tokens):
+        raise UserError(f"{option} {text.strip()!r} is no number of tokens: write 4096, 4k or 1M, separated by commas")
+    return int(tokens)
+
+
+def parse_lengths(text: str, option: str = "lengths") -> tuple[int, ...]:
+    """Token counts separated by commas, each once and in their order."""
+    return tuple(dict.fromkeys(parse_tokens(part, option) for part in text.split(",")))
+
+
+def parse_numbers(text: str, option: str, least: int, most: int) -> tuple[int, ...]:
+    """Whole numbers from `least` to `most`, separated by commas, each once and in their order."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,12}", part) and least <= int(part) <= most for part in parts):
+        raise UserError(
+            f"{option} {text!r}: write whole numbers from {least} to {most} separated by commas, like {least},{most}"
+        )
+    return tuple(dict.fromkeys(int(part) for part in parts))

@@ -1,0 +1,142 @@
+"""`tersekv plot`: what it draws from a model and from records, what it refuses, files written whole or not at all."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from made_records import DAMAGE, SHAPE, document, evaluation, refuse, write
+from tersekv import cli
+from tersekv.plots.kinds import names, plots
+from tersekv.store.estimate import predict
+
+ATTEND = Path(__file__).resolve().parents[1] / "benchmarks" / "records" / "attend.jsonl"
+SVG = b"<svg"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `tersekv eval --out` leaves it."""
+    return write(tmp_path_factory.mktemp("evaluation") / "results", evaluation())
+
+
+def test_pictures_of_a_model(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("Keys and values. " * 20)
+    call = ("-m", tiny, "--tokens", "96", "--head", "0", "-o")
+    made = document(capfd, "plot", "angles", *call, str(tmp_path / "a.png"), "--layers", "-1")
+    assert made["plot"] == "angles"
+    assert "(tiny0, 96 tokens of pydoc, KV head 0)" in made["shows"]
+    assert [row[:2] for row in made["tables"][0]["rows"]] == [["1", "1"], ["1", "2"], ["1", "3"], ["1", "4"]]
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert cli.run(["plot", "magnitudes", *call, str(tmp_path / "b.SVG"), "--text", str(tmp_path / "text.txt")]) == 0
+    assert SVG in (tmp_path / "b.SVG").read_bytes()
+    assert "(tiny0, 96 tokens of text.txt, KV head 0)" in " ".join(capfd.readouterr().out.split())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.png", "b.SVG", "text.txt"]
+
+
+def test_front_and_metrics_of_pareto(results: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    made = document(capfd, "plot", "pareto", str(results), "-o", str(tmp_path / "a.pdf"))
+    assert (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
+    perplexity, found = made["tables"]
+    assert perplexity["columns"][3] == "perplexity_ratio"
+    assert found["columns"][3] == "accuracy"
+    rows = {row[0]: row for row in perplexity["rows"]}
+    assert set(rows) == {"full", *DAMAGE}
+    assert float(rows["kivi:bits=4"][3]) == pytest.approx(math.exp(0.013 * 1.02), rel=1e-3)
+    assert rows["full"][2:4] == ["16.00", "1"]
+    ours = {row[0] for row in perplexity["rows"] if row[1]}
+    assert ours == {
+        p for p in DAMAGE if not any(float(rows[q][2]) <= float(rows[p][2]) and DAMAGE[q] < DAMAGE[p] for q in DAMAGE)
+    }
+    one = document(capfd, "plot", "pareto", str(results), "--metric", "nll", "-o", str(tmp_path / "a.svg"))
+    assert [table["columns"][3] for table in one["tables"]] == ["nll"]
+
+
+def test_memory_of_records_and_predicted(results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    made = document(capfd, "plot", "memory", str(results), "-o", str(tmp_path / "a.png"))
+    rows = {row[0]: row for row in made["tables"][0]["rows"]}
+    assert int(rows["kivi:bits=2"][2].replace(",", "")) == predict(SHAPE, "kivi:bits=2", 2048).total_bytes
+    call = ("plot", "memory", "-r", "kivi:bits=2,4", "-m", "llama-7b", "--tokens", "4k", "-o", str(tmp_path / "a.png"))
+    told = document(capfd, *call)["tables"][0]["rows"]
+    assert [row[0] for row in told] == ["full", "kivi:bits=2", "kivi:bits=4"]
+    assert told[0][2] == f"{4096 * 32 * 32 * 256 * 2:,}"
+
+
+def test_every_kind_is_found_and_says_what_it_is() -> None:
+    assert list(plots()) == names()
+    for plot in plots().values():
+        assert plot.title
+    code = "import sys, tersekv.cli; print([m for m in sys.modules if m.split('.')[0] in ('matplotlib', 'torch')])"
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    assert out.stdout.strip() == "[]"
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("pareto", "{r}", "-o", "{t}/x.gif"), "ends in '.gif': give a file that ends in .png or .svg or .pdf"),
+        (("pareto", "{r}", "-o", "{t}/x"), "has no suffix"),
+        (("pareto", "{r}", "-o", "{t}/none/x.png"), "there is no folder"),
+        (("pareto", "{r}", "-o", "{t}/d.png"), "is a folder"),
+        (("pareto", "{r}", "-o", "~nosuchuser/x.png"), "home folder that does not exist"),
+        (("pareto", "-o", "{t}/x.png"), "no records were given"),
+        (("pareto", "{t}", "-o", "{t}/x.png"), "holds no records.jsonl"),
+        (("pareto", "{t}/none", "-o", "{t}/x.png"), "cannot read records"),
+        (("pareto", "{a}", "-o", "{t}/x.png"), "records of a benchmark"),
+        (("pareto", "{t}/empty.jsonl", "-o", "{t}/x.png"), "has no records in it yet"),
+        (("pareto", "{t}/other.jsonl", "-o", "{t}/x.png"), "is no record of an evaluation"),
+        (("pareto", "{r}", "--metric", "beauty", "-o", "{t}/x.png"), "no metric 'beauty'; they hold accuracy"),
+        (("pareto", "{r}", "--task", "needel", "-o", "{t}/x.png"), "did you mean 'needle'?"),
+        (("needle", "{r}", "--task", "perplexity", "-o", "{t}/x.png"), "at which length and depth"),
+        (("needle", "{r}", "--metric", "beauty", "-o", "{t}/x.png"), "has no metric 'beauty'; it has accuracy"),
+        (("needle", "{r}", "--layers", "0", "-o", "{t}/x.png"), "plot needle has no --layers"),
+        (("angels", "-o", "{t}/x.png"), "did you mean 'angles'?"),
+        (("angles", "{r}", "-o", "{t}/x.png"), "reads a model, not records"),
+        (("speed", "{r}", "-o", "{t}/x.png"), "is a folder"),
+        (("speed", "{r}/records.jsonl", "-o", "{t}/x.png"), "is no timing of attention (it is of 'perplexity')"),
+        (("speed", "{t}/empty.jsonl", "-o", "{t}/x.png"), "is empty"),
+        (("speed", "-o", "{t}/x.png"), "no records were given"),
+        (("memory", "{r}", "-r", "kivi", "-o", "{t}/x.png"), "give one of them"),
+        (("memory", "{r}", "--tokens", "4k", "-o", "{t}/x.png"), "belongs to a prediction"),
+        (("memory", "-r", "kiwi", "-o", "{t}/x.png"), "kiwi"),
+        (("angles", "-m", "{m}", "--layers", "0,7", "-o", "{t}/x.png"), "write layers from 0 to 1"),
+        (("angles", "-m", "{m}", "--layers", "x", "-o", "{t}/x.png"), "write layers from 0 to 1"),
+        (("angles", "-m", "{m}", "--head", "1", "-o", "{t}/x.png"), "the model has 1 KV heads"),
+        (("angles", "-m", "{m}", "--tokens", "4k", "-o", "{t}/x.png"), "more than this model's context"),
+        (("angles", "-m", "{m}", "--tokens", "some", "-o", "{t}/x.png"), "is no number of tokens"),
+        (("angles", "-m", "{m}", "--text", "{t}/empty.jsonl", "-o", "{t}/x.png"), "has 0 tokens"),
+        (("angles", "-m", "{m}", "--text", "{t}/none", "-o", "{t}/x.png"), "cannot read the text"),
+    ],
+)  # fmt: skip
+def test_refusals(
+    arguments: tuple[str, ...], said: str, results: Path, tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "d.png").mkdir()
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "other.jsonl").write_text('{"task": "x"}\n')
+    filled = [a.format(r=results, t=tmp_path, a=ATTEND, m=tiny) for a in arguments]
+    assert said in refuse(capfd, "plot", *filled)
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_a_failed_write_leaves_the_old_file(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.png").write_text("old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert "No space left" in refuse(capfd, "plot", "memory", str(results), "-o", str(tmp_path / "a.png"))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.png"]
+    assert (tmp_path / "a.png").read_text() == "old"
+    if os.geteuid():
+        tmp_path.chmod(0o500)
+        assert "cannot be written" in refuse(capfd, "plot", "memory", str(results), "-o", str(tmp_path / "b.png"))

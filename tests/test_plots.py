@@ -1,0 +1,168 @@
+"""Pictures: what they show in figures, names that do not cover each other, the same bytes for the same records."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from made_records import evaluation, write
+from tersekv.errors import UserError
+from tersekv.plots import groups, held, labels, timings
+from tersekv.plots.base import ModelKeys
+from tersekv.plots.kinds import angles, magnitudes, needle, pareto, plots, speed
+from tersekv.plots.page import page
+from tersekv.plots.style import render, to_bytes
+
+ATTEND = Path(__file__).resolve().parents[1] / "benchmarks" / "records" / "attend.jsonl"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `tersekv eval --out` leaves it."""
+    return write(tmp_path_factory.mktemp("evaluation") / "results", evaluation())
+
+
+@pytest.fixture
+def keys() -> ModelKeys:
+    """Keys of three layers with two heads, one channel of which is ten times larger in the last layer."""
+    made = [torch.randn(2, 400, 32, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    made[2][1, :, 5] *= 10
+    return ModelKeys("tiny", "pydoc", made, (0, 2))
+
+
+# ---------------------------------------------------------------- angles and magnitudes
+
+
+@pytest.mark.parametrize("level", [1, 2, 3, 4])
+def test_distance_to_the_density(level: int) -> None:
+    """Zero up to the sample's grain for its own quantiles, and the shift for a shifted uniform."""
+    x, pdf, cumulative = angles.densities(level)
+    assert np.mean(pdf[1:] + pdf[:-1]) / 2 * x[-1] == pytest.approx(1, abs=1e-6)
+    quantiles = np.interp((np.arange(1000) + 0.5) / 1000, cumulative, x)
+    assert angles.ks_distance(quantiles, level) == pytest.approx(0.0005, abs=1e-6)
+    assert angles.ks_distance(np.zeros(10), level) == pytest.approx(1)
+
+
+def test_gaussian_keys_have_the_angles_of_lemma_2_and_outliers_lose_them() -> None:
+    x = torch.randn(1, 4000, 64, generator=torch.Generator().manual_seed(0))
+    loud = x * torch.where(torch.arange(64) % 16 == 3, 12.0, 1.0)
+    for kind in ("as they are", "rotated"):
+        for level, found in enumerate(angles.angles_by_level(x)[kind], 1):
+            assert angles.ks_distance(found, level) < 3 / math.sqrt(found.size)
+    found = angles.angles_by_level(loud)
+    for level in (2, 3, 4):
+        plain, rotated = (angles.ks_distance(found[kind][level - 1], level) for kind in ("as they are", "rotated"))
+        assert plain > max(0.15, 2 * rotated)
+
+
+def test_angles_of_narrow_heads() -> None:
+    assert len(angles.angles_by_level(torch.randn(1, 5, 12))["rotated"]) == 2
+    with pytest.raises(UserError, match="7 channels, an odd number"):
+        angles.angles_by_level(torch.randn(1, 5, 7))
+
+
+def test_magnitudes_find_the_loud_channel(keys: ModelKeys) -> None:
+    picture = render(plots()["magnitudes"], keys)
+    rows = picture.tables[0].rows
+    assert len(rows) == 3
+    assert rows[2][-1] == "head 1, channel 5"
+    assert float(rows[2][3]) == pytest.approx(10, rel=0.1)
+    assert float(rows[0][3]) < 1.3
+    one = magnitudes.draw(keys._replace(head=1))
+    assert one.tables[0].rows[2][-1] == "head 1, channel 5"
+    assert magnitudes.side_by_side(keys.keys[2])[7, 32 + 5] == keys.keys[2][1, 7, 5].abs()
+
+
+# ---------------------------------------------------------------- pictures of records
+
+
+def test_front_takes_the_better_of_equal_bits() -> None:
+    points = [
+        pareto.Point(n, b, m, math.nan) for n, b, m in (("a", 2, 5.0), ("b", 2, 4.0), ("c", 3, 4.0), ("d", 4, 1.0))
+    ]
+    assert [p.recipe for p in pareto.front(points, lower=True)] == ["b", "d"]
+    assert [p.recipe for p in pareto.front(points, lower=False)] == ["a"]
+
+
+def test_names_do_not_cover_each_other(results: Path) -> None:
+    figure = render(plots()["pareto"], groups.read_records([results])).figure
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        boxes = [text.get_window_extent() for text in axes.texts]
+        overlaps = [labels._overlap(a, b) for i, a in enumerate(boxes) for b in boxes[:i]]
+        assert max(overlaps, default=0) < 1
+
+
+def test_recipes_break_where_their_parts_begin() -> None:
+    assert labels.short("kivi:bits=2") == "kivi:bits=2"
+    assert labels.short("window:recent=64,sinks=8+kivi:bits=2").split("\n") == [
+        "window:recent=64,",
+        "sinks=8+kivi:bits=2",
+    ]
+
+
+def test_a_score_that_is_no_number_is_left_out(tmp_path: Path) -> None:
+    records = evaluation()
+    for made in records:
+        if made["recipe"] == "kivi:bits=2" and made["task"] == "perplexity":
+            made["metrics"]["nll"] = None
+    picture = render(plots()["pareto"], records, task="perplexity")
+    assert "kivi:bits=2" not in [row[0] for row in picture.tables[0].rows]
+    with pytest.raises(UserError, match="no packed recipe"):
+        render(plots()["pareto"], [r for r in records if r["recipe"] == "full"])
+
+
+def test_needle_maps(results: Path) -> None:
+    records = [r for r in groups.read_records([results]) if r["task"] == "needle"]
+    (group,) = groups.grouped(records)
+    maps = needle.maps_of(group, "accuracy")
+    assert maps[0].recipe == "full"
+    assert maps[0].cells.shape == (3, 2)
+    assert maps[0].mean == 1
+    gone = [r for r in records if r["details"] != {**r["details"], "length": 2048, "depth": 50}]
+    cells = needle.maps_of(groups.grouped(gone)[0], "accuracy")[1].cells
+    assert np.isnan(cells).sum() == 1
+    assert np.isnan(cells[1, 1])
+    for i, made in enumerate(records):
+        made["details"]["depth"] = i % 97
+    assert needle.grid_of(groups.grouped(records)[0])[1] == list(range(0, 101, 10))
+    assert render(plots()["needle"], records).alt.startswith("Heat maps of accuracy")
+
+
+def test_speed_says_what_the_record_says() -> None:
+    found = timings.read_timings([ATTEND])
+    recorded = {
+        (r["what"], r["bits"], r["shape"], r["T"], r["threads"]): r["ratio_to_best_dense"]
+        for r in map(json.loads, ATTEND.read_text().splitlines())
+    }
+    compared = speed.speedups(found)
+    assert len(compared) == sum(key[1] is not None for key in recorded)
+    for ours, _, ratio in compared:
+        key = (ours.what, ours.bits, ours.shape, ours.tokens, ours.threads)
+        assert ratio == pytest.approx(recorded[key], abs=0.006)
+    assert b"<svg" in to_bytes(render(plots()["speed"], found), "svg")
+
+
+def test_partial_runs_compare_on_common_samples(tmp_path: Path) -> None:
+    records = [r for r in evaluation() if r["task"] == "perplexity"]
+    partial = [r for r in records if r["recipe"] in ("full", "kivi:bits=2")][:-2]
+    folder = write(tmp_path / "r", [*partial, partial[-1]])
+    (group,) = groups.grouped(groups.read_records([folder]))
+    assert [s.samples for s in group.summaries] == [3, 1]
+    assert "1 of 3" in page(groups.read_records([folder]), "r", "report.html")
+    lost = [r for r in records if not (r["recipe"] == "full" and r["sample"] == "0")]
+    assert [s.samples for s in groups.grouped(lost)[0].summaries] == [2] * 9
+    with pytest.raises(UserError, match="lack the full cache"):
+        groups.grouped([r for r in records if r["recipe"] != "full"])
+
+
+@pytest.mark.parametrize("form", ["png", "svg", "pdf"])
+def test_same_records_same_bytes(form: str, results: Path) -> None:
+    found = held.held_at_longest(held.longest(groups.grouped(groups.read_records([results]))))
+    twice = [to_bytes(render(plots()["memory"], found), form) for _ in range(2)]
+    assert twice[0] == twice[1]

@@ -1,0 +1,84 @@
+"""RULER as a task: lengths, scores, what cannot be made."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_reader import FakeReader, ask, write_question_sets
+from tersekv.errors import UserError
+from tersekv.evals.tasks.ruler import SUBTASKS, Ruler
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> str:
+    return write_question_sets(tmp_path)
+
+
+@pytest.mark.parametrize("subtask", SUBTASKS)
+def test_lengths(subtask: str, questions: str) -> None:
+    reader = FakeReader()
+    task = Ruler(samples=2, lengths="1500,2k", subtasks=subtask, data=questions)
+    samples = task.instances(reader)
+    assert samples == task.instances(reader)
+    assert samples != Ruler(samples=2, lengths="1500,2k", subtasks=subtask, data=questions, seed=1).instances(reader)
+    assert [s.id for s in samples] == [f"{subtask}-{length}-{i}" for length in (1500, 2048) for i in range(2)]
+    for sample in samples:
+        tokens = reader.tokens_of(sample.data.prompt) + sample.data.new_tokens
+        assert tokens <= sample.data.cell["length"]
+        if not subtask.startswith("qa"):  # there are only so many documents
+            assert tokens > sample.data.cell["length"] - 60
+
+
+def test_scores(questions: str) -> None:
+    def half(prompt: Any, gold: str | None) -> str:
+        """The first of several values; of one the right answer in capitals."""
+        return gold.upper() if gold else re.search(r"is: (\d+)", prompt.context)[1]  # type: ignore[index]
+
+    task = Ruler(samples=2, lengths="2k", subtasks="niah_multivalue,qa_1", data=questions)
+    reader = FakeReader(half)
+    metrics = ask(task, reader)
+    assert metrics[0] == {"accuracy": 0.25, "accuracy_niah_multivalue": 0.25}
+    assert metrics[2] == {"accuracy": 1, "accuracy_qa_1": 1, "gold_nll": 0.5}
+    summary = task.summarise([*metrics, metrics[2]], [])
+    assert summary["accuracy"].mean == (0.25 + 1) / 2  # of subtasks, not of samples
+    assert summary["accuracy_niah_multivalue"].mean == 0.25
+    assert summary["gold_nll"].mean == 0.5
+    assert [asked[1] for asked in reader.asked] == [128, 128, 32, 32]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"subtasks": "niah_single"}, "did you mean 'niah_single_"),
+        ({"subtasks": ""}, "subtasks '' is not known"),
+        ({"lengths": "-1"}, "is no number of tokens"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Ruler(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"subtasks": "qa_1"}, "qa_1 needs questions: give a folder with squad.json or xquad.en.json as data"),
+        ({"subtasks": "all", "data": "nowhere"}, "qa_1 needs squad.json or xquad.en.json, and data 'nowhere' has none"),
+        ({"subtasks": "cwe", "lengths": "500"}, "cwe does not fit into 500 tokens"),
+        ({"subtasks": "vt", "lengths": "9k"}, "past this model's context"),
+    ],
+)
+def test_what_cannot_be_made(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Ruler(**{"samples": 1, "lengths": "2k", **options}).instances(FakeReader())
+
+
+def test_too_few_words_or_questions(questions: str) -> None:
+    with pytest.raises(UserError, match="cwe needs more than the"):
+        Ruler(samples=1, lengths="64k", subtasks="cwe").instances(FakeReader(context=1 << 17))
+    with pytest.raises(UserError, match="qa_2 has 3 questions"):
+        Ruler(samples=4, lengths="2k", subtasks="qa_2", data=questions).instances(FakeReader())
