@@ -27,9 +27,9 @@ MAY_IMPORT = {
     "codecs": {"formats", "tables", "transforms"},
     "tokens": {"formats"},
     "recipe": {"codecs", "tokens"},
-    "store": {"codecs", "formats", "recipe"},
+    "store": {"codecs", "formats", "recipe", "transforms"},
     "attention": {"formats", "ops", "store"},
-    "hf": {"attention", "codecs", "formats", "recipe", "store"},
+    "hf": {"attention", "codecs", "formats", "recipe", "store", "transforms"},
     "evals": {"hf", "recipe", "store"},
     "plots": {"evals", "recipe", "store", "tables", "transforms"},
 }

@@ -2,7 +2,7 @@
 
 recipe  = [policy "+"] coder {";" layers "=" coder}     kivi:bits=2;0-1=exact
 coder   = method ["/" method]                           keys / values: qjl/uniform:bits=4
-method  = name [":" option "=" value {"," ...}]         window:sinks=8,recent=64+kivi:bits=4
+method  = name [":" option "=" value {"," ...}]         window:sinks=8,recent=64+kivi:bits=4,pre_rope=true
 layers  = "3" | "0-14" | "-1"                           -1 is the last layer
 """
 
@@ -19,6 +19,9 @@ from tersekv.errors import UserError, hint
 from tersekv.tokens import TokenPolicy, policies
 
 DEFAULT_POLICY = "window"
+
+PRE_ROPE = "pre_rope"
+"""An option of every method: whether keys are coded before RoPE."""
 
 
 class LayerPlan(NamedTuple):
@@ -146,7 +149,10 @@ def _layer_range(spec: str, layers: int) -> range:
 
 
 def _build(term: Term) -> Pair:
-    return methods()[term.name].build(**dict(term.options))
+    options = dict(term.options)
+    pre_rope = options.pop(PRE_ROPE, None)
+    pair = methods()[term.name].build(**options)
+    return pair if pre_rope is None else pair.with_pre_rope(pre_rope)
 
 
 def _coder(text: str) -> Coder:
@@ -200,7 +206,9 @@ def _checked(data: Mapping[str, Any], known: Mapping[str, Any], what: str) -> Te
 def _defaults(entry: Any) -> dict[str, Any]:
     if isinstance(entry, type):
         return dict(vars(entry()))
-    return {name: parameter.default for name, parameter in entry.parameters.items()}
+    return {name: parameter.default for name, parameter in entry.parameters.items()} | {
+        PRE_ROPE: entry.build().keys.pre_rope
+    }
 
 
 def _typed(name: str, option: str, value: Any, default: Any) -> Any:

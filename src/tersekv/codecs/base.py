@@ -6,11 +6,12 @@ Shapes: B batch, H key-value heads, N blocks, t tokens per block, T = N·t, D he
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
@@ -22,24 +23,35 @@ if TYPE_CHECKING:
 
 FitsOn = Literal["prompt", "corpus"]
 
+USUAL_KV_HEADS = 8
+"""Key-value heads of a layer over which `true_bits` spreads what a token or layer holds once for all heads."""
+
 TABLE_LENGTH_TOKENS = 4096
 """Length over which `true_bits` spreads what is held once per sequence."""
 
 
 class TableBytes(NamedTuple):
     """Bytes held beside the planes. shared: by table, once per cache however many layers and codecs use the table;
-    per_head: for each sequence, layer and KV head; per_layer: for each sequence and layer."""
+    per_head: for each sequence, layer and KV head; per_layer: for each sequence and layer. of_sequence: false where
+    these are fitted on a corpus and serve all sequences."""
 
     shared: dict[str, int] = {}  # noqa: RUF012 (a NamedTuple's default, never written)
     per_head: int = 0
     per_layer: int = 0
+    of_sequence: bool = True
+
+    def of_layer(self, heads: int, batch: int) -> int:
+        """Bytes of one layer, without shared ones."""
+        return (self.per_head * heads + self.per_layer) * (batch if self.of_sequence else 1)
 
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """A method for one side (keys or values). Fields are its options; `side` and `fitted` are set by the library."""
+    """A method for one side (keys or values). Fields are its options; `side` and `fitted` are set by the library.
+    pre_rope: keys come without RoPE, which is put back as they are read; a recipe may set it for any method."""
 
     side: Side = field(default="keys", kw_only=True)
+    pre_rope: bool = field(default=False, kw_only=True)
     fitted: dict[str, Tensor] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
 
     @property
@@ -47,9 +59,19 @@ class Codec(ABC):
         """What `fit` must have seen before `encode`: nothing, the prompt's own vectors, or a corpus."""
         return None
 
+    @property
+    def lacks(self) -> FitsOn | None:
+        """What it has yet to see."""
+        return None if self.fitted else self.fits_on
+
     def fit(self, x: Tensor) -> Self:
         """A codec that has learnt what it needs from x float32 [B, H, T, D]; itself where it needs nothing."""
         return self
+
+    def fit_corpus(self, x: Tensor, fisher: Tensor) -> Self:
+        """A codec that has learnt from a corpus x float32 [1, H, T, D]; what the prompt is to say stays open. fisher:
+        squared gradients of the loss with respect to x, of its shape."""
+        return self.fit(x)
 
     @abstractmethod
     def layout(self, head_dim: int) -> Layout:
@@ -75,12 +97,12 @@ class Codec(ABC):
         """The tensors behind `table_bytes`; shared ones are the same object for every layer."""
         return list(self.fitted.values())
 
-    def true_bits(self, head_dim: int, length_tokens: int = TABLE_LENGTH_TOKENS) -> float:
-        """Stored bits per element, with scales, norms and indices, and with tables of the sequence spread over
-        `length_tokens` (those of a layer over one head, the most they can weigh)."""
+    def true_bits(self, head_dim: int, length_tokens: int = TABLE_LENGTH_TOKENS, heads: int = USUAL_KV_HEADS) -> float:
+        """Stored bits per element of a layer with `heads` key-value heads, with scales, norms and indices, and with
+        tables of the sequence spread over `length_tokens`."""
         tables = self.table_bytes(head_dim)
-        spread = (tables.per_head + tables.per_layer) * 8 / (length_tokens * head_dim)
-        return self.layout(head_dim).bits(head_dim) + spread
+        spread = (tables.per_head + tables.per_layer / heads) * 8 / (length_tokens * head_dim)
+        return self.layout(head_dim).bits(head_dim, heads) + spread
 
     def select(self, rows: Tensor) -> Self:
         """The codec for the batch rows `rows` (int64), after beams were reordered or a batch was cut."""
@@ -110,6 +132,11 @@ class Pair(NamedTuple):
     def at(self, layer: int) -> tuple[Codec, Codec]:
         """The codecs of one layer."""
         return self.initial if self.initial is not None and layer < self.initial_layers else (self.keys, self.values)
+
+    def with_pre_rope(self, pre_rope: bool) -> Pair:
+        """Keys coded before RoPE, or after it."""
+        initial = self.initial and (dataclasses.replace(self.initial[0], pre_rope=pre_rope), self.initial[1])
+        return self._replace(keys=dataclasses.replace(self.keys, pre_rope=pre_rope), initial=initial)
 
 
 @dataclass(frozen=True)
@@ -145,6 +172,17 @@ def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     """Raise UserError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise UserError(f"{name}={value} is not allowed; choose one of {', '.join(map(str, allowed))}")
+
+
+def check_choices(codec: Codec) -> None:
+    """Raise UserError unless each option whose type is a Literal has one of its values."""
+    for name, allowed in _choices(type(codec)).items():
+        check_choice(name, getattr(codec, name), allowed)
+
+
+@functools.lru_cache
+def _choices(codec: type[Codec]) -> dict[str, tuple[object, ...]]:
+    return {name: get_args(hint) for name, hint in get_type_hints(codec).items() if get_origin(hint) is Literal}
 
 
 def check_range(name: str, value: int, low: int, high: int) -> None:

@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tersekv.codecs.base import Codec, Method, TableBytes, check_choice, check_range, for_both_sides
+from tersekv.codecs.base import Codec, Method, TableBytes, check_choices, check_range, for_both_sides
 from tersekv.formats.base import Layout, Planes
 from tersekv.formats.grid import SCALE_DTYPES, Grid, GridView, nearest_code, round_scale
-from tersekv.tensors import cached_table
+from tersekv.tables.fixed import normal_quantiles
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ class NormalFloat(Codec):
 
     def __post_init__(self) -> None:
         check_range("bits", self.bits, 2, 8)
-        check_choice("axis", self.axis, ("token", "channel"))
-        check_choice("scales", self.scales, tuple(SCALE_DTYPES))
+        check_choices(self)
         check_range("group", self.group, 1 if self.axis == "channel" else 0, 1024)
 
     def grid(self, head_dim: int) -> Grid:
@@ -69,17 +68,6 @@ class NormalFloat(Codec):
     def tables(self, head_dim: int) -> list[Tensor]:
         """The tensors behind `table_bytes`."""
         return [normal_quantiles(self.bits, "cpu")]
-
-
-@cached_table
-def normal_quantiles(bits: int, device: str) -> Tensor:
-    """Ascending float32 table [2^bits] on [−1, 1] with an exact zero."""
-    half = 2 ** (bits - 1)
-    top = ((1 - 1 / (2 * (2 * half - 1))) + (1 - 1 / (4 * half))) / 2
-    positive = torch.special.ndtri(torch.linspace(top, 0.5, half + 1, dtype=torch.float64))[:-1]
-    negative = -torch.special.ndtri(torch.linspace(top, 0.5, half, dtype=torch.float64))[:-1]
-    table = torch.cat([positive, torch.zeros(1, dtype=torch.float64), negative]).sort().values
-    return (table / table.abs().max()).to(torch.float32).to(device)
 
 
 METHOD = Method("NormalFloat", "QLoRA, arXiv 2305.14314", for_both_sides(NormalFloat))

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choice, check_range, for_both_sides
+from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides
 from tersekv.errors import UserError
 from tersekv.formats.base import BLOCK_TOKENS, Layout, Planes, Rotated, View
 from tersekv.formats.grid import SCALE_DTYPES, round_scale
@@ -66,9 +66,7 @@ class PolarQuant(Codec):
                 f"bits={self.bits} is not allowed; give 1 to 8 bits for each level, from the first on, joined by '-', "
                 "for example bits=4-2-2-2"
             )
-        check_choice("rotation", self.rotation, ("qr", "hadamard", "none"))
-        check_choice("codebook", self.codebook, ("offline", "online"))
-        check_choice("radii", self.radii, tuple(SCALE_DTYPES))
+        check_choices(self)
         check_range("seed", self.seed, 0, 2**31)
 
     @property

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from tersekv.codecs.base import Codec, FitsOn, Method, Pair, TableBytes, check_choice, check_range
+from tersekv.codecs.base import Codec, FitsOn, Method, Pair, TableBytes, check_choices, check_range
 from tersekv.codecs.uniform import Uniform
 from tersekv.errors import UserError
 from tersekv.formats.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec
@@ -58,7 +58,7 @@ class Qjl(Codec):
         check_range("outlier_sketch", self.outlier_sketch, 0, 1 << 16)
         check_range("outliers", self.outliers, 0, 255)
         check_range("seed", self.seed, 0, 2**31)
-        check_choice("outliers_per", self.outliers_per, ("prompt", "group"))
+        check_choices(self)
 
     @property
     def fits_on(self) -> FitsOn | None:

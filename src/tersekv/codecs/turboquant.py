@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choice, check_range, for_both_sides
+from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides
 from tersekv.errors import UserError
 from tersekv.formats.base import BLOCK_TOKENS, Added, Joined, Layout, Planes, PlaneSpec, Rotated, View
 from tersekv.formats.grid import Grid, GridView, nearest_code, round_scale
@@ -73,11 +73,10 @@ class TurboQuant(Codec):
         low, high = math.floor(self.bits), math.floor(self.bits) + 4 * (self.bits % 1)
         if self.bits * 4 % 1 or low < 1 or high > 8:
             raise UserError(
-                f"bits={self.bits:g} is not allowed; give 1 to 8, or a quarter, half or three quarters more than 1 to 5 "
-                "(a quarter of the channels then has that fraction times four bits more, 8 at most)"
+                f"bits={self.bits:g} is not allowed; give 1 to 8, or a quarter, half or three quarters more than 1 to "
+                "5 (a quarter of the channels then has that fraction times four bits more, 8 at most)"
             )
-        check_choice("variant", self.variant, ("mse", "prod"))
-        check_choice("rotation", self.rotation, ("qr", "hadamard"))
+        check_choices(self)
         check_range("seed", self.seed, 0, 2**31)
         if self.correct_norm and self.variant == "prod":
             raise UserError("correct_norm=true would make variant=prod biased; leave it out, or use variant=mse")

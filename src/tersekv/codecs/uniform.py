@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choice, check_range, for_both_sides
+from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides
 from tersekv.formats.base import Layout, Planes
 from tersekv.formats.grid import SCALE_DTYPES, Grid, GridView, round_scale
-from tersekv.tensors import cached_table
+from tersekv.tables.fixed import integers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,8 +36,7 @@ class Uniform(Codec):
 
     def __post_init__(self) -> None:
         check_range("bits", self.bits, 1, 8)
-        check_choice("axis", self.axis, ("token", "channel"))
-        check_choice("scales", self.scales, tuple(SCALE_DTYPES))
+        check_choices(self)
         check_range("group", self.group, 0, 1024)
 
     @property
@@ -97,12 +96,6 @@ class Uniform(Codec):
     def tables(self, head_dim: int) -> list[Tensor]:
         """The tensors behind `table_bytes`."""
         return [integers(self.bits, "cpu"), *self.fitted.values()]
-
-
-@cached_table
-def integers(bits: int, device: str) -> Tensor:
-    """The table 0 … 2^bits − 1 as float32."""
-    return torch.arange(2**bits, dtype=torch.float32, device=device)
 
 
 METHOD = Method(

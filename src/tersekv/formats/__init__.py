@@ -1,1 +1,1 @@
-"""How codes lie in memory: `grid` (codes × table × scale/offset), `signs` (1-bit sketches), `polar` (angles), `exact`."""
+"""How codes lie in memory: `grid` (codes × table × scale), `signs` (1-bit sketches), `polar` (angles), `exact`."""

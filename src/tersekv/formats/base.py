@@ -25,33 +25,64 @@ BLOCK_TOKENS = 32
 
 @dataclass(frozen=True)
 class PlaneSpec:
-    """One tensor of a packed block: `shape` and `dtype` per block, and the part of the footprint it counts to."""
+    """One tensor of a packed block: `shape` and `dtype` per block, and the part of the footprint it counts to.
+
+    shared: one for all heads of a layer, [B, 1, N, *shape]. ragged: a list of entries whose number varies, [entries] in
+    the order block, batch row, head; the figure is the number per block and head that a declared size counts with. A
+    layout with ragged planes has one named `…_starts`, int32 [B, H, N], that says where each block's entries begin.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     kind: Kind
+    shared: bool = False
+    ragged: float | None = None
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of one head."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def block_bytes(self, heads: int = 1) -> float:
+        """Bytes of one block, per head of a layer with `heads` of them."""
+        per_block = math.prod(self.shape) if self.ragged is None else self.ragged
+        return per_block * self.dtype.itemsize / (heads if self.shared else 1)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The planes of a packed segment; every plane is [B, H, N, *shape]."""
+    """The planes of a packed segment; every plane but ragged ones is [B, H, N, *shape], or [B, 1, N, *shape]."""
 
     block_tokens: int
     planes: dict[str, PlaneSpec]
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of one head, all planes."""
-        return sum(spec.block_bytes for spec in self.planes.values())
+    def block_bytes(self, heads: int = 1) -> float:
+        """Bytes of one block, all planes, per head of a layer with `heads` of them."""
+        return sum(spec.block_bytes(heads) for spec in self.planes.values())
 
-    def bits(self, head_dim: int) -> float:
+    def bits(self, head_dim: int, heads: int = 1) -> float:
         """Stored bits per element."""
-        return self.block_bytes * 8 / (self.block_tokens * head_dim)
+        return self.block_bytes(heads) * 8 / (self.block_tokens * head_dim)
+
+    @property
+    def starts(self) -> str | None:
+        """The plane that says where ragged entries begin."""
+        return next((name for name in self.planes if name.endswith("_starts")), None)
+
+    def select_rows(self, planes: Planes, rows: Tensor) -> Planes:
+        """The planes of batch rows `rows` (int64, repeats allowed) in that order."""
+        chosen = {n: p.index_select(0, rows) for n, p in planes.items() if self.planes[n].ragged is None}
+        if self.starts is None:
+            return chosen
+        starts = planes[self.starts]
+        order, total = starts.permute(2, 0, 1).flatten().long(), len(next(iter(self._ragged(planes).values())))
+        base = order[0] if len(order) else 0
+        counts = (torch.cat([order[1:], order.new_tensor([base + total])])[: len(order)] - order).view(
+            starts.permute(2, 0, 1).shape
+        )
+        first, n = starts.permute(2, 0, 1)[:, rows].flatten().long() - base, counts[:, rows].flatten()
+        begin = n.cumsum(0) - n
+        entry = torch.arange(int(n.sum()), device=rows.device) + torch.repeat_interleave(first - begin, n)
+        new_starts = begin.view(len(counts), len(rows), -1).permute(1, 2, 0).to(starts.dtype)
+        return chosen | {self.starts: new_starts} | {k: p[entry] for k, p in self._ragged(planes).items()}
+
+    def _ragged(self, planes: Planes) -> Planes:
+        return {name: plane for name, plane in planes.items() if self.planes[name].ragged is not None}
 
 
 class View(ABC):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.errors import CacheError, UserError
+from tersekv.hf.calibration import Calibration, calibrated_plans
 from tersekv.hf.config import AttentionShape, attention_layers, text_config
 from tersekv.hf.handle import Pending, PendingTokens
+from tersekv.hf.rope import Ropes
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.store.footprint import Footprint
 from tersekv.store.layer import LayerStore
@@ -41,7 +44,8 @@ class CompressedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Create the store with the shapes of the first tokens."""
-        self.store = LayerStore(self.plan, key_states, value_states, self.sliding_window)
+        rope = self.cache.ropes.of(self.index) if self.plan.keys.pre_rope else None
+        self.store = LayerStore(self.plan, key_states, value_states, self.sliding_window, rope)
         self.store.record_past = self.record_past
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
@@ -168,26 +172,35 @@ class CompressedCache(Cache):
     Args:
         config: the model's config (`model.config`).
         recipe: a recipe string or `Recipe`, for example "kivi:bits=2".
+        calibration: for recipes that learn from a corpus, what `tersekv calibrate` made: a file, a folder of them, or a
+            `Calibration`.
 
     Under `tersekv.compress(model, …)` attention reads the packed bytes; with any other attention implementation
     `update` hands out decoded tensors (slower; said once in a warning).
 
     Raises:
-        UserError: unknown recipe, options that do not fit the model's head dim, or a model it cannot serve.
+        UserError: unknown recipe, options that do not fit the model's head dim, a model it cannot serve, or a
+            calibration that is missing or was made for something else.
     """
 
-    def __init__(self, config: PreTrainedConfig, recipe: str | Recipe) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, recipe: str | Recipe, calibration: Calibration | str | Path | None = None
+    ) -> None:
         self.recipe = Recipe.parse(recipe)
         self.config = text_config(config)
         self.shape: AttentionShape = AttentionShape.of(self.config)
         self._warned = False
+        self.ropes = Ropes(self.config, self.shape.key_dim)
         kinds = attention_layers(self.config)
+        plans = calibrated_plans(self.recipe, self.config, calibration)
         layers: list[Any] = []
         for index, kind in enumerate(kinds):
             if kind.type == "attention":
-                plan = self.recipe.plan(index, len(kinds))
+                plan = plans[index]
                 plan.keys.layout(self.shape.key_dim)
                 plan.values.layout(self.shape.value_dim)
+                if plan.keys.pre_rope:
+                    self.ropes.of(index)
                 layers.append(CompressedLayer(self, index, plan, kind.window))
             else:
                 layers.append(LinearAttentionLayer() if kind.type == "linear" else empty_layer())

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from transformers import AttentionInterface, PreTrainedModel
@@ -15,23 +16,31 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from tersekv.errors import UserError
 from tersekv.hf.attention import attention_forward
 from tersekv.hf.cache import ATTENTION_NAME, CompressedCache
+from tersekv.hf.calibration import Calibration, calibration_for
 from tersekv.hf.config import text_config
 from tersekv.recipe import Recipe
 
 
 @contextmanager
-def compress(model: PreTrainedModel, recipe: str | Recipe) -> Iterator[PreTrainedModel]:
+def compress(
+    model: PreTrainedModel, recipe: str | Recipe, calibration: Calibration | str | Path | None = None
+) -> Iterator[PreTrainedModel]:
     """Inside, `model.generate(...)` and `model(...)` use a `CompressedCache` with `recipe` (unless one is passed), and
     attention reads its packed bytes. Contexts nest and may overlap; after the last one is left, also by an exception,
     the model is as it was.
 
+    calibration: for recipes that learn from a corpus, what `tersekv calibrate` made: a file, a folder of them, or a
+    `Calibration`; without it the one in the default place for this model is used.
+
     Raises:
-        UserError: unknown recipe, or a model that the recipe cannot serve.
+        UserError: unknown recipe, a model that the recipe cannot serve, or a calibration that is missing or was made
+            for something else.
     """
     if not isinstance(model, PreTrainedModel):
         raise UserError(f"compress takes a transformers model, got {type(model).__name__}")
     recipe = Recipe.parse(recipe)
-    CompressedCache(model.config, recipe)  # says what does not fit before anything is installed
+    found = calibration_for(model, recipe, calibration)
+    CompressedCache(model.config, recipe, found)  # says what does not fit before anything is installed
     has_usual_cache: Any = model._supports_default_dynamic_cache
     if not has_usual_cache():
         raise UserError(
@@ -46,7 +55,7 @@ def compress(model: PreTrainedModel, recipe: str | Recipe) -> Iterator[PreTraine
         contexts = _open.setdefault(model, [])
         if not contexts:
             _undo[model] = _install(model)
-        context = _Context(recipe)
+        context = _Context(recipe, found)
         contexts.append(context)
     try:
         yield model
@@ -61,8 +70,8 @@ def compress(model: PreTrainedModel, recipe: str | Recipe) -> Iterator[PreTraine
 class _Context:
     """One open context; the latest that is still open on a model says which recipe new caches have."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, calibration: Calibration | None) -> None:
+        self.recipe, self.calibration = recipe, calibration
 
 
 # Contexts may be left in another order than entered (threads, generators): the last one left puts the model back.
@@ -91,7 +100,8 @@ def _unregister() -> None:
 
 
 def _new_cache(model: PreTrainedModel) -> CompressedCache:
-    return CompressedCache(model.config, _open[model][-1].recipe)
+    latest = _open[model][-1]
+    return CompressedCache(model.config, latest.recipe, latest.calibration)
 
 
 def _provide_cache(model: PreTrainedModel, undo: ExitStack) -> None:

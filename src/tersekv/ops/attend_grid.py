@@ -26,7 +26,7 @@ class GridSide(NamedTuple):
     - scale, offset: float16 or bfloat16. axis "token": [B, H, N, D/group, t], one per token and group of channels.
       axis "channel": [B, H, N, t/group, D], one per channel and group of tokens. N may have stride 0 (one range for
       all blocks). offset may be None (0).
-    - table: float32 [2**bits].
+    - table: float32 [2**bits], or [B, 2**bits] where batch rows have their own.
     """
 
     side: Side
@@ -48,11 +48,18 @@ def decode_grid(grid: GridSide) -> Tensor:
         codes = unpack_lanes(grid.codes, grid.bits, D, t).transpose(-1, -2)
     else:
         codes = unpack_lanes(grid.codes, grid.bits, t, D)
-    x = grid.table[codes.long()]  # [B, H, N, t, D]
+    x = _entries(grid.table, codes)  # [B, H, N, t, D]
     x = x * _per_element(grid.scale, grid)
     if grid.offset is not None:
         x = x + _per_element(grid.offset, grid)
     return x.flatten(2, 3)
+
+
+def _entries(table: Tensor, codes: Tensor) -> Tensor:
+    if table.dim() == 1:
+        return table[codes.long()]
+    rows = torch.arange(len(table), device=codes.device).view(-1, *[1] * (codes.dim() - 1))
+    return table[rows, codes.long()]
 
 
 def _per_element(scale: Tensor, grid: GridSide) -> Tensor:

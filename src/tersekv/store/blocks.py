@@ -6,8 +6,6 @@ moved about 32 times however long the sequence becomes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -16,6 +14,7 @@ from tersekv.store.footprint import Footprint
 
 GROWTH = 32
 MIN_SPARE_BLOCKS = 2
+MIN_SPARE_ENTRIES = 64
 
 
 def spare_blocks(used: int) -> int:
@@ -24,15 +23,21 @@ def spare_blocks(used: int) -> int:
 
 
 class BlockBuffer:
-    """Packed blocks of one side of a layer: planes [B, H, capacity, *shape], of which `start` to `stop` are in use."""
+    """Packed blocks of one side of a layer: planes [B, H, capacity, *shape], of which `start` to `stop` are in use.
+    Ragged planes are [capacity in entries]; `_ends` holds where each block's entries end."""
 
     def __init__(self, layout: Layout, B: int, H: int, device: torch.device) -> None:
         self.layout = layout
         self.start = self.stop = 0
-        self._planes: Planes = {
-            name: torch.empty((B, H, 0, *spec.shape), dtype=spec.dtype, device=device)
-            for name, spec in layout.planes.items()
-        }
+        self._planes: Planes = {}
+        self._pools: Planes = {}
+        for name, spec in layout.planes.items():
+            if spec.ragged is None:
+                shape = (B, 1 if spec.shared else H, 0, *spec.shape)
+                self._planes[name] = torch.empty(shape, dtype=spec.dtype, device=device)
+            else:
+                self._pools[name] = torch.empty(0, dtype=spec.dtype, device=device)
+        self._ends: list[int] = []
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -47,13 +52,32 @@ class BlockBuffer:
         """Blocks allocated."""
         return next(iter(self._planes.values())).shape[2]
 
+    def _entries(self, block: int) -> int:
+        """Ragged entries in front of `block` (counted with those that were dropped in front)."""
+        return self._ends[block - 1] if block and self._pools else 0
+
     def append(self, planes: Planes) -> None:
         """Add blocks [B, H, n, ...] behind the last one."""
-        n = next(iter(planes.values())).shape[2]
+        n = blocks_of(self.layout, planes)
         self.reserve(n)
-        for name, plane in planes.items():
-            self._planes[name][:, :, self.stop : self.stop + n] = plane
+        used = self._entries(self.stop)
+        for name, plane in self._planes.items():
+            plane[:, :, self.stop : self.stop + n] = planes[name] + used if name == self.layout.starts else planes[name]
+        if self._pools:
+            self._append_entries(planes, used)
         self.stop += n
+
+    def _append_entries(self, planes: Planes, used: int) -> None:
+        assert self.layout.starts is not None
+        more = len(planes[next(iter(self._pools))])
+        for name, pool in self._pools.items():
+            if used + more > len(pool):
+                grown = pool.new_empty(used + more + max(MIN_SPARE_ENTRIES, (used + more) // GROWTH))
+                grown[:used] = pool[:used]
+                self._pools[name] = pool = grown
+            pool[used : used + more] = planes[name]
+        begins = planes[self.layout.starts][0, 0].tolist()
+        self._ends[self.stop :] = [used + begin for begin in (*begins[1:], more)]
 
     def reserve(self, n: int) -> None:
         """Make room for n more blocks."""
@@ -64,10 +88,15 @@ class BlockBuffer:
         """Room for n more blocks and some spare; blocks that were dropped in front are given back."""
         used = len(self)
         capacity = used + n + spare_blocks(used + n)
+        dropped, entries = self._entries(self.start), self._entries(self.stop)
         for name, plane in self._planes.items():
             grown = plane.new_empty((*plane.shape[:2], capacity, *plane.shape[3:]))
-            grown[:, :, :used] = plane[:, :, self.start : self.stop]
+            kept = plane[:, :, self.start : self.stop]
+            grown[:, :, :used] = kept - dropped if name == self.layout.starts else kept
             self._planes[name] = grown
+        if dropped:
+            self._pools = {name: pool[dropped:entries].clone() for name, pool in self._pools.items()}
+        self._ends = [end - dropped for end in self._ends[self.start : self.stop]]
         self.start, self.stop = 0, used
 
     def drop_front(self, blocks: int) -> None:
@@ -79,23 +108,52 @@ class BlockBuffer:
     def drop_back(self, blocks: int) -> None:
         """Forget the latest blocks."""
         self.stop -= blocks
+        del self._ends[self.stop :]
 
     def planes(self, first: int = 0, last: int | None = None) -> Planes:
         """Views of blocks `first` to `last` (counted from the oldest in use)."""
+        start = self.start + first
         stop = self.stop if last is None else min(self.stop, self.start + last)
-        return {name: plane[:, :, self.start + first : stop] for name, plane in self._planes.items()}
+        views = {name: plane[:, :, start:stop] for name, plane in self._planes.items()}
+        if self._pools:
+            entries = slice(self._entries(start), self._entries(stop))
+            views |= {name: pool[entries] for name, pool in self._pools.items()}
+        return views
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace each plane by fn(plane): batch selection, moves between devices."""
-        self._planes = {name: fn(plane) for name, plane in self._planes.items()}
+    def to(self, device: torch.device | str) -> None:
+        """Move all planes."""
+        self._planes = {name: plane.to(device) for name, plane in self._planes.items()}
+        self._pools = {name: pool.to(device) for name, pool in self._pools.items()}
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows (int64, repeats allowed)."""
+        if not self._pools:
+            self._planes = {name: plane.index_select(0, rows) for name, plane in self._planes.items()}
+            return
+        chosen = self.layout.select_rows(self.planes(), rows)
+        B, H = len(rows), self._planes[self.layout.starts or ""].shape[1]
+        fresh = BlockBuffer(self.layout, B, H, rows.device)
+        if len(self):
+            fresh.append(chosen)
+        self.__dict__.update(fresh.__dict__)
 
     def count(self, footprint: Footprint) -> None:
         """Add the bytes allocated to `footprint`, unused blocks as slack."""
         for name, plane in self._planes.items():
-            allocated = plane.numel() * plane.element_size()
-            used = allocated * len(self) // self.capacity if self.capacity else 0
-            footprint.parts[self.layout.planes[name].kind] += used
-            footprint.parts["slack"] += allocated - used
+            self._count(footprint, name, plane, len(self), self.capacity)
+        for name, pool in self._pools.items():
+            self._count(footprint, name, pool, self._entries(self.stop) - self._entries(self.start), len(pool))
+
+    def _count(self, footprint: Footprint, name: str, plane: Tensor, used: int, capacity: int) -> None:
+        allocated = plane.numel() * plane.element_size()
+        in_use = allocated * used // capacity if capacity else 0
+        footprint.parts[self.layout.planes[name].kind] += in_use
+        footprint.parts["slack"] += allocated - in_use
+
+
+def blocks_of(layout: Layout, planes: Planes) -> int:
+    """Blocks that planes hold."""
+    return next(planes[name].shape[2] for name, spec in layout.planes.items() if spec.ragged is None)
 
 
 def tail_capacity(tokens: int, usual: int) -> int:
@@ -139,9 +197,13 @@ class TailBuffer:
         """Forget the n latest tokens."""
         self.tokens -= n
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace the buffer by fn(buffer)."""
-        self._data = fn(self._data)
+    def to(self, device: torch.device | str) -> None:
+        """Move the buffer."""
+        self._data = self._data.to(device)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows."""
+        self._data = self._data.index_select(0, rows)
 
     def count(self, footprint: Footprint) -> None:
         """Add the bytes allocated to `footprint`."""

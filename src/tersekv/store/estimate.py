@@ -11,7 +11,7 @@ from tersekv.formats.base import Layout
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.store.blocks import spare_blocks, tail_capacity
 from tersekv.store.footprint import Footprint
-from tersekv.store.layer import ROLLBACK_TOKENS
+from tersekv.store.rollback import ROLLBACK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -53,25 +53,21 @@ def predict(shape: CacheShape, recipe: str | Recipe, tokens: int, batch: int = 1
     rows = batch * shape.kv_heads
     footprints: list[Footprint] = []
     shared: dict[str, int] = {}
-    per_layer = 0
     for index, window in enumerate(shape.windows):
         plan = recipe.plan(index, len(shape.windows))
         footprint = _layer(plan, shape, window, tokens)
+        footprint.parts = {part: round(size * rows) for part, size in footprint.parts.items()}
         for codec, dim in ((plan.keys, shape.key_dim), (plan.values, shape.value_dim)):
             tables = codec.table_bytes(dim)
-            if footprint.parts["codes"]:
-                footprint.parts["tables"] += tables.per_head
-                per_layer += tables.per_layer * batch
+            if footprint.parts["codes"] or not tables.of_sequence:
+                footprint.parts["tables"] += tables.of_layer(shape.kv_heads, batch)
             shared |= tables.shared
-        footprint.elements = tokens * (shape.key_dim + shape.value_dim)
-        for part in footprint.parts:
-            footprint.parts[part] *= rows
-        footprint.elements *= rows
+        footprint.elements = tokens * (shape.key_dim + shape.value_dim) * rows
         footprints.append(footprint)
     total = Footprint.sum(footprints)
     total.tokens = tokens
     if tokens:
-        total.parts["tables"] += sum(shared.values()) + per_layer
+        total.parts["tables"] += sum(shared.values())
     return total
 
 
@@ -93,12 +89,12 @@ def _layer(plan: LayerPlan, shape: CacheShape, window: int | None, tokens: int) 
     if tail:
         footprint.parts["slack"] = (tail_capacity(tail, plan.policy.recent + flush) - tail) * dims * exact_bytes
     for layout in layouts:
-        _count(layout, packed // layout.block_tokens, footprint)
+        _count(layout, packed // layout.block_tokens, shape.kv_heads, footprint)
     return footprint
 
 
-def _count(layout: Layout, blocks: int, footprint: Footprint) -> None:
+def _count(layout: Layout, blocks: int, heads: int, footprint: Footprint) -> None:
     for spec in layout.planes.values():
-        footprint.parts[spec.kind] += blocks * spec.block_bytes
+        footprint.parts[spec.kind] += blocks * spec.block_bytes(heads)  # type: ignore[assignment]
     if blocks:
-        footprint.parts["slack"] += spare_blocks(blocks) * layout.block_bytes
+        footprint.parts["slack"] += spare_blocks(blocks) * layout.block_bytes(heads)  # type: ignore[assignment]

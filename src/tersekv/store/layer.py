@@ -13,16 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tersekv.errors import CacheError
 from tersekv.formats.base import View
 from tersekv.recipe import LayerPlan
 from tersekv.store.footprint import Footprint
 from tersekv.store.padding import own_sinks, without_padding
+from tersekv.store.rollback import ROLLBACK_TOKENS, check_crop
+from tersekv.store.rotary import Rotary
 from tersekv.store.side import SideStore
 from tersekv.tensors import plain
-
-ROLLBACK_TOKENS = 128
-"""Tokens kept beyond a sliding window, so that assisted decoding can take back what it had proposed."""
+from tersekv.transforms.rope import Rope
 
 
 class ExactSegment(NamedTuple):
@@ -46,16 +45,21 @@ class LayerStore:
     """Keys and values of one layer, created with the shapes of the first tokens.
 
     Shapes: keys [B, H, n, Dk], values [B, H, n, Dv]. `window` is the layer's sliding window in tokens, None for full
-    attention; such a layer keeps no sinks and forgets packed tokens that no query can see any more.
+    attention; such a layer keeps no sinks and forgets packed tokens that no query can see any more. `rope`: of the
+    layer's keys, needed where they are coded without it.
     """
 
     @plain
-    def __init__(self, plan: LayerPlan, keys: Tensor, values: Tensor, window: int | None = None) -> None:
+    def __init__(
+        self, plan: LayerPlan, keys: Tensor, values: Tensor, window: int | None = None, rope: Rope | None = None
+    ) -> None:
+        plan = plan._replace(keys=plan.keys.to(keys.device), values=plan.values.to(keys.device))
         self.plan, self.policy, self.window = plan, plan.policy, window
         blocks = plan.keys.layout(keys.shape[-1]).block_tokens, plan.values.layout(values.shape[-1]).block_tokens
         self.flush_tokens = math.lcm(*blocks)
         dtype, tail_tokens = plan.policy.exact_dtype(keys.dtype), plan.policy.recent + self.flush_tokens
-        self.keys = SideStore(plan.keys, keys, dtype, tail_tokens)
+        self.rotary = Rotary(rope) if rope is not None and plan.keys.pre_rope else None
+        self.keys = SideStore(plan.keys, keys, dtype, tail_tokens, self.rotary)
         self.values = SideStore(plan.values, values, dtype, tail_tokens)
         self.sides = self.keys, self.values
         self.padding: Tensor | None = None  # while rows of a batch have sinks of their own
@@ -94,6 +98,8 @@ class LayerStore:
         new = [side.rounded(x) for side, x in zip(self.sides, (keys, values), strict=True)]
         if self.waits and padding is not None and int(padding.max()) > 0:
             self.padding = padding
+        if self.rotary is not None:
+            self.rotary.note(self.seen, keys.shape[2], self.padding if self.waits else None)
         if not self.waits or self.padding is None:
             self._add(new, restart=False)
         elif self._some_row_is_short(keys.shape[2]):
@@ -119,7 +125,10 @@ class LayerStore:
         sinks = min(self.policy.sink_tokens(self.window) - self.keys.sinks.shape[2], n)
         flush = self.policy.to_pack(held + n - sinks, self.flush_tokens)
         forget, skip = self._to_forget(seen, flush) if flush else (0, 0)
-        prepared = [side.prepare(x, sinks, skip, flush, restart) for side, x in zip(self.sides, new, strict=True)]
+        place = self.packed_first + self.packed_tokens + sinks
+        prepared = [
+            side.prepare(x, sinks, skip, flush, restart, place) for side, x in zip(self.sides, new, strict=True)
+        ]
         self.waits, self.seen = False, seen
         self._forget(forget)
         self.dropped += skip
@@ -182,7 +191,7 @@ class LayerStore:
         whole = tokens == self.packed_tokens
         if whole and self._whole is not None:
             return self._whole
-        keys, values = (side.view(first, tokens) for side in self.sides)
+        keys, values = (side.view(first, tokens, self.packed_first) for side in self.sides)
         segment = PackedSegment(keys, values, self.packed_first + first, tokens)
         if whole:
             self._whole = segment
@@ -190,7 +199,7 @@ class LayerStore:
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """All tokens as [B, H, seen − dropped, D], position by position (rows with their own sinks included)."""
-        keys, values = (side.decoded(dtype) for side in self.sides)
+        keys, values = (side.decoded(dtype, self.packed_first) for side in self.sides)
         if self.padding is not None:
             own = self._own_sinks()[:, None, :, None]
             keys, values = (
@@ -207,7 +216,7 @@ class LayerStore:
         Raises:
             CacheError: more than was seen, or more than a sliding window or a padded batch can give back.
         """
-        self._check_crop(n)
+        check_crop(self, n)
         self._whole = None
         self.seen -= n
         from_tail = min(n, self.keys.tail.tokens)
@@ -216,7 +225,7 @@ class LayerStore:
         for side in self.sides:
             side.tail.drop_back(from_tail)
             if blocks:
-                side.unpack_back(blocks, blocks - from_packed)
+                side.unpack_back(blocks, blocks - from_packed, self.packed_first)
             if n > from_tail + from_packed:
                 side.sinks = side.sinks[:, :, : self.seen].clone()
         if self.record_past and self.window is not None:
@@ -224,21 +233,8 @@ class LayerStore:
         if self.seen == 0:
             self.padding, self.waits = None, True
             self.keys.codec, self.values.codec = self.plan.keys, self.plan.values  # to be fitted on the next prompt
-
-    def _check_crop(self, n: int) -> None:
-        left = self.seen - n
-        if left < 0:
-            raise CacheError(f"cannot take back {n} tokens, only {self.seen} were seen")
-        if self.padding is not None and 0 < left < int(self.padding.max()) + self.keys.sinks.shape[2]:
-            raise CacheError(
-                f"cannot take back {n} of {self.seen} tokens, rows of a left-padded batch would lose their first ones; "
-                "reset the cache instead"
-            )
-        if self.window is not None and self.dropped > max(0, left - self.window + 1):
-            raise CacheError(
-                f"cannot take back {n} tokens of a layer with sliding window {self.window}; "
-                f"{ROLLBACK_TOKENS} are kept for that"
-            )
+            if self.rotary is not None:
+                self.rotary.clear()
 
     @plain
     def select(self, rows: Tensor) -> None:
@@ -246,24 +242,26 @@ class LayerStore:
         rows = rows.to(self.device)
         self._whole = None
         for side in self.sides:
-            side.map(lambda x: x.index_select(0, rows))
-            side.codec = side.codec.select(rows)
+            side.select(rows)
         if self.padding is not None:
             self.padding = self.padding.index_select(0, rows)
+        if self.rotary is not None:
+            self.rotary.select(rows)
 
     @plain
     def to(self, device: torch.device | str) -> None:
         """Move everything to `device`."""
         self._whole = None
+        self.plan = self.plan._replace(keys=self.plan.keys.to(device), values=self.plan.values.to(device))
         for side in self.sides:
-            side.map(lambda x: x.to(device))
-            side.codec = side.codec.to(device)
+            side.to(device)
         self.padding = None if self.padding is None else self.padding.to(device)
 
     def tables(self) -> list[Tensor]:
         """Tables beside the planes, both sides; shared ones are the same objects in every layer. A codec that is
         fitted on the prompt has none before it has packed anything."""
-        return [table for side in self.sides for table in side.codec.tables(side.head_dim)]
+        rope = self.rotary.rope.tables() if self.rotary is not None else []
+        return [*rope, *(table for side in self.sides for table in side.codec.tables(side.head_dim))]
 
     def footprint(self) -> Footprint:
         """Bytes held, without tables."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor
 from tersekv.codecs import Codec
 from tersekv.errors import CacheError
 from tersekv.formats.base import Planes, View
-from tersekv.store.blocks import BlockBuffer, TailBuffer
+from tersekv.store.blocks import BlockBuffer, TailBuffer, blocks_of
 from tersekv.store.footprint import Footprint
+from tersekv.store.rotary import Rotary
 
 ENCODE_TOKENS = 1024
 """Tokens encoded at a time, which bounds the float32 copies that encoding makes."""
@@ -31,11 +31,14 @@ class Prepared(NamedTuple):
 
 
 class SideStore:
-    """Tokens [B, H, n, D] of one side, in the order they came. `tail_tokens`: capacity of the tail."""
+    """Tokens [B, H, n, D] of one side, in the order they came. `tail_tokens`: capacity of the tail. `rotary`: RoPE of
+    keys that are coded without it. Exact tokens keep theirs."""
 
-    def __init__(self, codec: Codec, like: Tensor, dtype: torch.dtype, tail_tokens: int) -> None:
+    def __init__(
+        self, codec: Codec, like: Tensor, dtype: torch.dtype, tail_tokens: int, rotary: Rotary | None = None
+    ) -> None:
         B, H, _, self.head_dim = like.shape
-        self.codec = codec
+        self.codec, self.rotary = codec, rotary
         self.dtype = dtype
         self.sinks = like.new_empty((B, H, 0, self.head_dim), dtype=dtype)
         self.packed = BlockBuffer(codec.layout(self.head_dim), B, H, like.device)
@@ -63,13 +66,13 @@ class SideStore:
             "use the policy option exact=bf16 or exact=fp32 (window:exact=bf16+…)"
         )
 
-    def prepare(self, x: Tensor, sinks: int, skip: int, flush: int, restart: bool) -> Prepared:
+    def prepare(self, x: Tensor, sinks: int, skip: int, flush: int, restart: bool, place: int = 0) -> Prepared:
         """What adding tokens [B, H, n, D] will change, with nothing changed yet.
 
         The first `sinks` of them become sinks. Of the tail and the others, the first `flush` are packed (whole blocks),
         of which `skip` need not be kept at all; what follows them becomes the tail. restart: `x` holds what the tail
         held, too. A codec that learns from the prompt is fitted before it packs for the first time, on all tokens at
-        hand.
+        hand. place: of the first token to be packed, counted from the cache's first.
 
         Raises:
             UserError: a scale that its type cannot hold.
@@ -78,14 +81,15 @@ class SideStore:
         tail = self.tail.data[:, :, :0] if restart else self.tail.data
         codec, planes, old = self.codec, [], tail.shape[2]
         if flush:
-            if codec.fits_on == "prompt" and not codec.fitted:
-                codec = codec.fit(torch.cat([self.sinks, first, tail, x], dim=2).float())
+            if codec.lacks == "prompt":
+                sink = self._plain(torch.cat([self.sinks, first], dim=2), 0, own_sinks=True)
+                codec = codec.fit(torch.cat([sink, self._plain(torch.cat([tail, x], dim=2), place)], dim=2))
             t = self.packed.layout.block_tokens
             step = max(1, ENCODE_TOKENS // t) * t
             for start in range(skip, flush, step):
                 stop = min(flush, start + step)
                 parts = [tail[:, :, start : min(stop, old)], x[:, :, max(0, start - old) : max(0, stop - old)]]
-                planes.append(codec.encode(torch.cat(parts, dim=2).float()))
+                planes.append(codec.encode(self._plain(torch.cat(parts, dim=2), place + start)))
         leave = self.tail.tokens if restart else min(flush, old)
         return Prepared(codec, first, planes, leave, x[:, :, max(0, flush - old) :])
 
@@ -95,35 +99,54 @@ class SideStore:
         if new.sinks.shape[2]:
             self.sinks = torch.cat([self.sinks, new.sinks], dim=2)
         if new.planes:
-            self.packed.reserve(sum(next(iter(planes.values())).shape[2] for planes in new.planes))
+            self.packed.reserve(sum(blocks_of(self.packed.layout, planes) for planes in new.planes))
         for planes in new.planes:
             self.packed.append(planes)
         self.tail.drop_front(new.leave_tail)
         self.tail.append(new.enter_tail)
 
-    def view(self, first: int, tokens: int) -> View:
-        """Packed tokens `first` to `first + tokens`, whole blocks."""
-        t = self.packed.layout.block_tokens
-        return self.codec.view(self.packed.planes(first // t, (first + tokens) // t), self.head_dim)
+    def _plain(self, x: Tensor, place: int, own_sinks: bool = False) -> Tensor:
+        """Tokens from `place` on as the codec takes them: float32, keys without RoPE where it wants them so. own_sinks:
+        x are each row's first tokens, wherever padding has put them."""
+        if self.rotary is None:
+            return x.float()
+        return self.rotary.take_off(x, place, own_sinks)
 
-    def unpack_back(self, tokens: int, keep: int) -> None:
-        """Drop the `tokens` latest packed tokens, whole blocks; the first `keep` return to the tail, decoded."""
+    def view(self, first: int, tokens: int, place: int = 0) -> View:
+        """Packed tokens `first` to `first + tokens`, whole blocks; `place`: of the first packed token, counted from the
+        cache's first."""
+        t = self.packed.layout.block_tokens
+        view = self.codec.view(self.packed.planes(first // t, (first + tokens) // t), self.head_dim)
+        return view if self.rotary is None else self.rotary.view(view, place + first, tokens, self.sinks.device)
+
+    def unpack_back(self, tokens: int, keep: int, place: int) -> None:
+        """Drop the `tokens` latest packed tokens, whole blocks; the first `keep` return to the tail, decoded. place: of
+        the first packed token."""
         if keep:
-            self.tail.append(self.view(self.packed.tokens - tokens, tokens).decode()[:, :, :keep].to(self.dtype))
+            latest = self.view(self.packed.tokens - tokens, tokens, place)
+            self.tail.append(latest.decode()[:, :, :keep].to(self.dtype))
         self.packed.drop_back(tokens // self.packed.layout.block_tokens)
 
-    def decoded(self, dtype: torch.dtype) -> Tensor:
-        """Sinks, packed tokens and tail as [B, H, n, D]."""
+    def decoded(self, dtype: torch.dtype, place: int) -> Tensor:
+        """Sinks, packed tokens and tail as [B, H, n, D]. place: of the first packed token."""
         parts = [self.sinks.to(dtype)]
         if self.packed.tokens:
-            parts.append(self.view(0, self.packed.tokens).decode().to(dtype))
+            parts.append(self.view(0, self.packed.tokens, place).decode().to(dtype))
         return torch.cat([*parts, self.tail.data.to(dtype)], dim=2)
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace every buffer by fn(buffer)."""
-        self.packed.map(fn)
-        self.tail.map(fn)
-        self.sinks = fn(self.sinks)
+    def to(self, device: torch.device | str) -> None:
+        """Move everything."""
+        self.packed.to(device)
+        self.tail.to(device)
+        self.sinks = self.sinks.to(device)
+        self.codec = self.codec.to(device)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows (int64, repeats allowed)."""
+        self.packed.select(rows)
+        self.tail.select(rows)
+        self.sinks = self.sinks.index_select(0, rows)
+        self.codec = self.codec.select(rows)
 
     def count(self, footprint: Footprint) -> None:
         """Add the bytes held to `footprint`, without tables."""

@@ -16,6 +16,10 @@ Array = NDArray[np.float64]
 EXACT_SAMPLES = 4096
 """Most distinct samples for which the optimum is found exactly."""
 
+SEEDED_SAMPLES = 1 << 16
+"""Most distinct samples among which seeds are drawn; of more, groups of neighbours are seeded, and only the last of
+Lloyd's iterations sees every sample."""
+
 RESTARTS = 4
 MAX_STEPS = 300
 
@@ -24,14 +28,25 @@ class Sorted:
     """Distinct samples, ascending, with prefix sums of weight, weight·x and weight·x²."""
 
     def __init__(self, x: Array, weights: Array | None) -> None:
-        self.x, inverse = np.unique(x, return_inverse=True)
-        self.w = np.bincount(inverse, weights, len(self.x)).astype(np.float64)
+        order = np.argsort(x)
+        x = x[order]
+        first = np.flatnonzero(np.concatenate([[True], x[1:] != x[:-1]]))
+        self.x = x[first]
+        w = np.ones(len(x)) if weights is None else weights[order]
+        self.w = np.add.reduceat(w, first)
         # sums about the middle keep their digits
         self.origin = float(np.average(self.x, weights=self.w))
         self.centred = self.x - self.origin
         self.sum_w, self.sum_x, self.sum_xx = (
             np.concatenate([[0.0], np.cumsum(self.w * self.centred**power)]) for power in (0, 1, 2)
         )
+
+    def grouped(self, groups: int) -> Sorted:
+        """At most that many means of neighbours of about equal weight, in place of the samples."""
+        ends = np.searchsorted(self.sum_w, np.linspace(0, self.sum_w[-1], groups + 1)[1:-1])
+        edges = np.unique(np.concatenate([[0], ends, [len(self.x)]]))
+        weight = np.diff(self.sum_w[edges])
+        return Sorted(self.means(edges)[weight > 0], weight[weight > 0])
 
     def cost(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> Array:
         """Squared error of one cluster for samples start ≤ i < stop."""
@@ -82,8 +97,12 @@ def kmeans(samples: ArrayLike, k: int, weights: ArrayLike | None = None, seed: i
     if len(points.x) <= EXACT_SAMPLES:
         return optimum(points, k)
     generator = np.random.default_rng(seed)
-    tables = [lloyd(points, plus_plus(points, k, generator)) for _ in range(RESTARTS)]
-    return min(tables, key=points.error)
+    if len(points.x) <= SEEDED_SAMPLES:
+        tables = [lloyd(points, plus_plus(points, k, generator)) for _ in range(RESTARTS)]
+        return min(tables, key=points.error)
+    groups = points.grouped(SEEDED_SAMPLES)
+    tables = [lloyd(groups, plus_plus(groups, k, generator)) for _ in range(RESTARTS)]
+    return lloyd(points, min(tables, key=groups.error))
 
 
 def optimum(points: Sorted, k: int) -> Array:

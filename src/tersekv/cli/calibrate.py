@@ -1,0 +1,146 @@
+"""`tersekv calibrate`: let codecs learn from a corpus, once for a model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from tersekv.cli import output
+from tersekv.cli.generate import load
+from tersekv.cli.memory import PeakMemory
+from tersekv.errors import UserError
+
+if TYPE_CHECKING:
+    from tersekv.hf.calibrate import Calibrator
+    from tersekv.hf.calibration import Calibration
+    from tersekv.recipe import Recipe
+
+RECIPES_HELP = f"{output.RECIPE_HELP} May be repeated, for one pass over the text; bits=2..4 stands for several."
+OUT_HELP = "File (one recipe) or folder; else the default place, where the other commands find it."
+
+
+def calibrate(
+    recipe: Annotated[list[str], typer.Option("--recipe", "-r", help=RECIPES_HELP)],
+    model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
+    text: Annotated[str, typer.Option("--text", "-t", help="A text file, or pydoc.")] = "pydoc",
+    samples: Annotated[int, typer.Option(min=1, help="Windows of the text, at random places.")] = 16,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 2048,
+    seed: Annotated[int, typer.Option(min=0, help="Of their places.")] = 0,
+    sinks: Annotated[int, typer.Option(min=0, help="First tokens of each that are left out.")] = 1,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help=OUT_HELP)] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that fit tables; 0 is one for each core.")] = 0,
+    as_json: output.Json = False,
+) -> None:
+    """Let codecs learn tables and thresholds from a text; a run that was stopped goes on where it was."""
+    with output.step("loading torch and transformers"):
+        from tersekv.evals.products import expand, unique
+        from tersekv.evals.windows import read_text
+        from tersekv.recipe import Recipe
+
+        recipes = [Recipe.parse(one) for one in unique(one for product in recipe for one in expand(product))]
+    _check_out(out, len(recipes))
+    read = read_text(text)
+    network, tokenizer = load(model)
+    from tersekv.hf.calibrate import Calibrator, Corpus
+
+    _check_length(length, network)
+    name = text if text == "pydoc" else Path(text).name
+    corpus = Corpus.draw(name, read, tokenizer(read, verbose=False)["input_ids"], samples, length, seed)
+    run = Calibrator(network, recipes, corpus, sinks, workers or os.cpu_count() or 1)
+    start = time.perf_counter()
+    with PeakMemory() as memory:
+        found = _run(run)
+    paths = _save(found, recipes, out, run)
+    document = {
+        "model": model,
+        "corpus": {"name": name, "sha256": corpus.sha256, "samples": samples, "length": length, "seed": seed},
+        "sinks": sinks,
+        "files": [
+            {"recipe": str(recipe), "path": str(path), "bytes": path.stat().st_size, "digest": calibration.digest}
+            for recipe, path, calibration in zip(recipes, paths, found, strict=True)
+        ],
+        "seconds": round(time.perf_counter() - start, 1),
+        "peak_bytes": memory.peak_bytes,
+        "peak_worker_bytes": run.peak_worker_bytes,
+        "disk_bytes": run.work_bytes,
+    }
+    if as_json:
+        output.print_json(document)
+    else:
+        _show(document)
+
+
+def _check_out(out: Path | None, recipes: int) -> None:
+    if out is None:
+        return
+    if recipes > 1 and (out.is_file() or out.suffix == ".safetensors"):
+        raise UserError(f"--out {out} is a file, and there are {recipes} recipes: give a folder")
+    if recipes == 1 and not out.is_dir() and out.suffix != ".safetensors":
+        raise UserError(f"--out {out} has no suffix .safetensors and is no folder: give a file that ends in it")
+
+
+def _check_length(length: int, network: Any) -> None:
+    context = getattr(network.config.get_text_config(), "max_position_embeddings", None)
+    if context and length > context:
+        raise UserError(f"--length {length:,} is more than the model's context of {context:,} tokens: give fewer")
+
+
+def _run(run: Calibrator) -> list[Calibration]:
+    with _progress() as progress:
+        try:
+            return run.run(progress)
+        except KeyboardInterrupt:
+            output.report(f"stopped; {run.work} keeps what was done: the same command goes on from there")
+            raise
+
+
+def _save(found: Sequence[Calibration], recipes: Sequence[Recipe], out: Path | None, run: Calibrator) -> list[Path]:
+    """Write every calibration, then forget the work."""
+    from tersekv.hf.calibration import default_folder, place
+
+    folder = default_folder(run.mark) if out is None else out
+    one_file = out is not None and len(recipes) == 1 and not out.is_dir()
+    paths = [folder if one_file else place(folder, recipe) for recipe in recipes]
+    for calibration, path in zip(found, paths, strict=True):
+        calibration.save(path)
+    run.clean()
+    return paths
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr with the time left, where a person sees it; one for each phase."""
+    console = output.stderr()
+    columns = (
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
+        *(TextColumn("left"), TimeRemainingColumn()),
+    )
+    names = {"samples": "gradients of samples", "layers": "fitting layers"}
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        rows: dict[str, Any] = {}
+
+        def show(phase: str, done: int, total: int) -> None:
+            if phase not in rows:
+                rows[phase] = bar.add_task(names[phase], total=total)
+            bar.update(rows[phase], completed=done)
+
+        yield show
+
+
+def _show(document: dict[str, Any]) -> None:
+    corpus = document["corpus"]
+    title = f"calibrated on {corpus['samples']} × {corpus['length']:,} tokens of {corpus['name']}"
+    rows = [(made["recipe"], made["path"], output.human_bytes(made["bytes"])) for made in document["files"]]
+    output.show(output.table(title, ("recipe", "file", "size"), rows, left=2))
+    output.show(
+        f"{document['seconds']:,.0f} s; peak memory {output.human_bytes(document['peak_bytes'])} beside the model, "
+        f"{output.human_bytes(document['peak_worker_bytes'])} in a process that fits; "
+        f"{output.human_bytes(document['disk_bytes'])} on disk meanwhile"
+    )

@@ -1,0 +1,291 @@
+"""KVQuant (arXiv 2401.18079): pre-RoPE keys per channel, values per token, non-uniform tables, outliers apart.
+
+- Keys (§3.1, 3.2): before RoPE, per channel. Thresholds come from calibration: the (1 ± s)/2-quantiles of each channel
+  for a share s of outliers; the rest is normalised from between them to [−1, 1]. Values: per token, thresholds and
+  range of the token itself, over all heads of a layer, as it comes.
+- nuq (§3.3): per layer one table of 2^b entries for keys and one for values, by k-means on the normalised activations
+  with the weights of Eq. 7: Fisher information (squared gradient of the loss) times the square of the element's scale.
+- Outliers (§3.4): per vector, a share of .1, .5 or 1 %, in 16 bits each (format `sparse`).
+- Q-Norm (§3.6): the table read has mean and standard deviation of the activations; for low bits.
+- The first token exact (§3.5): the policy's sinks.
+
+`tersekv calibrate` makes what is fitted. `calibration=prompt` takes it from the prompt instead, without Fisher
+information, so that no corpus is needed. The ablations of the paper are options: `table=nf|int` (Table 11),
+`outliers_per=matrix` (Table 12), `axis=token` keys (Table 9), `pre_rope=false` (Table 10), `ranges=online` (Table 14),
+`weights=fisher|none`.
+
+What ours does differently: k-means has the weight s² that Eq. 7 derives and the authors' code leaves out; entries of
+the overlay hold the difference to the dense code, so that reading adds; a token's thresholds leave out no head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from tersekv.codecs.base import Codec, FitsOn, Method, Pair, TableBytes, check_choices, check_range
+from tersekv.errors import UserError
+from tersekv.formats.base import Added, Layout, Planes, View
+from tersekv.formats.grid import Grid, GridView, nearest_code, round_scale
+from tersekv.formats.sparse import MAX_CHANNELS, SparseView, largest, pack_outliers, quantiles, sparse_planes
+from tersekv.tables.fixed import fixed_table
+from tersekv.tables.kmeans import kmeans
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+TOO_LARGE = "keep that layer exact (…;<layer>=exact:dtype=bf16)"
+
+
+@dataclass(frozen=True)
+class KVQuant(Codec):
+    """bits: 2 to 5. table: nuq, nf or int. outliers: share of elements kept apart, 0 to 0.1. outliers_per: vector or
+    matrix. axis: channel (needs calibration) or token. ranges: offline or online, of channels. weights: eq7 (Fisher
+    times s²), fisher, or none, of k-means. q_norm: normalise the table that is read. cap: most outliers per token and
+    head, 0 for no limit. calibration: corpus or prompt."""
+
+    bits: int = 3
+    table: Literal["nuq", "nf", "int"] = "nuq"
+    outliers: float = 0.01
+    outliers_per: Literal["vector", "matrix"] = "vector"
+    axis: Literal["channel", "token"] = "channel"
+    ranges: Literal["offline", "online"] = "offline"
+    weights: Literal["eq7", "fisher", "none"] = "eq7"
+    q_norm: bool = False
+    cap: int = 0
+    calibration: Literal["corpus", "prompt"] = "corpus"
+
+    def __post_init__(self) -> None:
+        check_range("bits", self.bits, 2, 5)
+        check_choices(self)
+        check_range("cap", self.cap, 0, 255)
+        if not 0 <= self.outliers <= 0.1:
+            raise UserError(f"outliers={self.outliers:g} is out of range; allowed are 0 to 0.1, usual is 0.01")
+
+    @property
+    def _of_matrix(self) -> bool:
+        """Whether thresholds hold for the whole layer: fitted, for both sides."""
+        return self.outliers_per == "matrix" and self.outliers > 0
+
+    @property
+    def _learns(self) -> set[str]:
+        """What must be fitted: ranges, or a table, or nothing."""
+        ranges = {"ranges"} if self.axis == "channel" or self._of_matrix else set()
+        return ranges | ({"table"} if self.table == "nuq" else set())
+
+    @property
+    def fits_on(self) -> FitsOn | None:
+        """A corpus, unless everything comes from the prompt or from the token."""
+        if not self._learns:
+            return None
+        only_ranges = self._learns == {"ranges"} and self.ranges == "online"
+        return "prompt" if self.calibration == "prompt" or only_ranges else "corpus"
+
+    @property
+    def lacks(self) -> FitsOn | None:
+        """The corpus first; online ranges then come from the prompt."""
+        if self.fits_on is None or (("lower" in self.fitted or "ranges" not in self._learns) and self._has_table):
+            return None
+        if self.fits_on == "corpus" and self.ranges == "online" and self._has_table:
+            return "prompt"
+        return self.fits_on
+
+    @property
+    def _has_table(self) -> bool:
+        return self.table != "nuq" or "table" in self.fitted
+
+    def fit(self, x: Tensor, fisher: Tensor | None = None) -> Self:
+        """Learn from x float32 [B, H, T, D], each row of the batch for itself; from a corpus B is 1. fisher: squared
+        gradients of the loss with respect to x, of its shape, 1 where not given.
+
+        Fitted: `lower` and `upper` [B, H, D] (per channel) or [B, 1, 1] (per matrix), `table` and `table_read`
+        [B, 2^bits].
+        """
+        fitted = dict(self.fitted)
+        if "ranges" in self._learns:
+            fitted["lower"], fitted["upper"] = self._thresholds(x)
+        codec = dataclasses.replace(self, fitted=fitted)
+        if self.table != "nuq" or "table" in fitted:
+            return codec
+        weight = torch.ones_like(x) if fisher is None or self.weights == "none" else fisher
+        tables = [codec._kmeans(x[b : b + 1], weight[b : b + 1], b) for b in range(len(x))]
+        fitted["table"] = torch.stack([t for t, _ in tables]).to(x.device)
+        if self.q_norm:
+            fitted["table_read"] = torch.stack([t for _, t in tables]).to(x.device)
+        return dataclasses.replace(codec, fitted=fitted)
+
+    def fit_corpus(self, x: Tensor, fisher: Tensor) -> Self:
+        """`fit`, without ranges where they come from the prompt."""
+        codec = self.fit(x, fisher)
+        if self.ranges == "offline":
+            return codec
+        kept = {name: t for name, t in codec.fitted.items() if name not in ("lower", "upper")}
+        return dataclasses.replace(codec, fitted=kept)
+
+    def _thresholds(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantiles over tokens, or over everything."""
+        vectors = x.reshape(len(x), 1, 1, -1) if self._of_matrix else x.transpose(-1, -2)
+        low, high = quantiles(vectors, self.outliers)
+        if self._of_matrix and self.axis == "channel":
+            # the outliers are the matrix's; what is left has a range per channel
+            inside = ((x >= low.unsqueeze(-1)) & (x <= high.unsqueeze(-1))) | (x == x.amin(2, keepdim=True))
+            low_c = torch.where(inside, x, torch.inf).amin(2).clamp_min(low)
+            high_c = torch.where(inside, x, -torch.inf).amax(2).clamp_max(high)
+            return low_c, torch.maximum(low_c, high_c)
+        return low, high
+
+    def _kmeans(self, x: Tensor, weight: Tensor, row: int) -> tuple[Tensor, Tensor]:
+        """Table in [−1, 1] and the table read, for one row [1, H, T, D]."""
+        one = dataclasses.replace(self, fitted={k: v[row : row + 1] for k, v in self.fitted.items()})
+        scale, middle, outlier = one._normalise(x)
+        y = ((x - middle) / torch.where(scale == 0, 1.0, scale))[~outlier]
+        if self.weights == "eq7":
+            weight = weight * scale.square()
+        w = weight.expand_as(x)[~outlier]
+        if not bool(w.any()):
+            w = torch.ones_like(w)
+        table = torch.from_numpy(kmeans(y.clamp(-1, 1).cpu().numpy(), 2**self.bits, w.cpu().numpy())).float()
+        coded = table[nearest_code(y.cpu(), table).long()]
+        spread = coded.std(unbiased=False)
+        factor = y.std(unbiased=False).cpu() / spread if spread > 0 else torch.ones(())
+        return table, (table - coded.mean()) * factor + y.mean().cpu()
+
+    def _normalise(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Half the range and its middle, in their stored precision and broadcast to x [B, H, T, D], and which elements
+        are outliers (bool, as x)."""
+        if self.axis == "channel" or self._of_matrix:
+            low, high = (self.fitted[k].unsqueeze(2) for k in ("lower", "upper"))
+        else:
+            low, high = (q.view(len(x), 1, -1, 1) for q in quantiles(x.transpose(1, 2).flatten(2), self.outliers))
+        outlier = (x < low) | (x > high) if self.outliers else torch.zeros_like(x, dtype=torch.bool)
+        if self.cap:
+            outlier = largest(torch.maximum(low - x, x - high), outlier, self.cap)
+        if self.axis == "token":
+            rest_low = torch.where(outlier, torch.inf, x).amin((1, 3), keepdim=True)
+            rest_high = torch.where(outlier, -torch.inf, x).amax((1, 3), keepdim=True)
+            low, high = (torch.where(rest.isfinite(), rest, 0.0) for rest in (rest_low, rest_high))
+        scale, middle = (high - low) / 2, (high + low) / 2
+        return _stored(scale).float(), _stored(middle).float(), outlier
+
+    def encode(self, x: Tensor) -> Planes:
+        """x float32 [B, H, N·t, D] to planes."""
+        D = x.shape[-1]
+        scale, middle, outlier = self._normalise(x)
+        y = ((x - middle) / torch.where(scale == 0, 1.0, scale)).clamp(-1, 1)
+        table, read = self._tables(str(x.device))
+        codes = _per_row(nearest_code, y, table)
+        grid = self.grid(D)
+        by_group = grid.groups(codes)
+        ranges = None
+        if self.axis == "token":
+            ranges = [s.squeeze(-1).unflatten(2, (-1, grid.block_tokens)).unsqueeze(3) for s in (scale, middle)]
+        planes = grid.pack(by_group, *((None, None) if ranges is None else (r.half() for r in ranges)))
+        if self.outliers:
+            dense = _per_row(lambda c, t: t[c.long()], codes, read) * scale + middle
+            planes |= pack_outliers(x - dense, outlier)
+        return planes
+
+    def _tables(self, device: str) -> tuple[Tensor, Tensor]:
+        """The table codes are chosen from and the one they are read with, in [−1, 1]: [2^b], or [B, 2^b] fitted."""
+        table = self.fitted["table"] if self.table == "nuq" else fixed_table(self.table, self.bits, device)
+        return table, self.fitted.get("table_read", table)
+
+    def grid(self, head_dim: int) -> Grid:
+        """The layout of the dense codes."""
+        return Grid(self.bits, self.side, self.axis, 0, True, head_dim)
+
+    def layout(self, head_dim: int) -> Layout:
+        """codes; scale and offset of a token, for all heads; the overlay."""
+        if head_dim > MAX_CHANNELS:
+            raise UserError(f"kvquant's overlay takes heads of at most {MAX_CHANNELS} channels, got {head_dim}")
+        layout = self.grid(head_dim).layout()
+        planes = {
+            name: spec if name == "codes" else dataclasses.replace(spec, shared=True)
+            for name, spec in layout.planes.items()
+        }
+        if self.outliers:
+            planes |= sparse_planes(self.outliers * head_dim)
+        return Layout(layout.block_tokens, planes)
+
+    def view(self, planes: Planes, head_dim: int) -> View:
+        """Dense codes, and the overlay added."""
+        B, H = planes["codes"].shape[:2]
+        scale = offset = None
+        dense_planes = dict(planes)
+        if self.axis == "channel":
+            low, high = (self.fitted[k].expand(B, H, -1) for k in ("lower", "upper"))
+            scale, offset = _stored((high - low) / 2), _stored((high + low) / 2)
+        else:
+            dense_planes |= {name: planes[name].expand(-1, H, -1, -1, -1) for name in ("scale", "offset")}
+        _, table = self._tables(str(planes["codes"].device))
+        if table.dim() == 2 and len(table) == 1:
+            table = table[0]
+        dense = GridView(self.grid(head_dim), dense_planes, table, scale, offset)
+        return Added([dense, SparseView(planes, head_dim)]) if self.outliers else dense
+
+    def select(self, rows: Tensor) -> Self:
+        """What came from a corpus serves every row."""
+        if all(len(t) == 1 for t in self.fitted.values()):
+            return self
+        fitted = {name: t.index_select(0, rows) if len(t) > 1 else t for name, t in self.fitted.items()}
+        return dataclasses.replace(self, fitted=fitted)
+
+    def table_bytes(self, head_dim: int) -> TableBytes:
+        """Thresholds and tables, float32."""
+        shared = {} if self.table == "nuq" else {f"{self.table} {self.bits}": 4 * 2**self.bits}
+        per_channel = 8 * head_dim if self.axis == "channel" else 0
+        per_layer = 4 * 2**self.bits * (1 + self.q_norm) if self.table == "nuq" else 0
+        per_layer += 8 if self._of_matrix and not per_channel else 0
+        return TableBytes(shared, per_channel, per_layer, of_sequence=self.fits_on != "corpus")
+
+    def tables(self, head_dim: int) -> list[Tensor]:
+        """The tensors behind `table_bytes`."""
+        fixed = [] if self.table == "nuq" else [fixed_table(self.table, self.bits, "cpu")]
+        return [*fixed, *self.fitted.values()]
+
+
+def _stored(x: Tensor) -> Tensor:
+    return round_scale(x, torch.float16, "a range", TOO_LARGE)
+
+
+def _per_row(fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, table: Tensor) -> Tensor:
+    """fn(x, table) with one table [n], or with each row's own of [B, n]."""
+    if table.dim() == 1 or len(table) == 1:
+        return fn(x, table.flatten())
+    return torch.stack([fn(row, own) for row, own in zip(x, table, strict=True)])
+
+
+def build(
+    bits: int = 3,
+    outliers: float = 0.01,
+    table: Literal["nuq", "nf", "int"] = "nuq",
+    axis: Literal["channel", "token"] = "channel",
+    outliers_per: Literal["vector", "matrix"] = "vector",
+    ranges: Literal["offline", "online"] = "offline",
+    weights: Literal["eq7", "fisher", "none"] = "eq7",
+    q_norm: bool = False,
+    cap: int = 0,
+    calibration: Literal["corpus", "prompt"] = "corpus",
+) -> Pair:
+    """Keys before RoPE along `axis`, values per token."""
+    keys = KVQuant(bits, table, outliers, outliers_per, axis, ranges, weights, q_norm, cap, calibration, pre_rope=True)
+    return Pair(keys, dataclasses.replace(keys, axis="token", ranges="offline", side="values", pre_rope=False))
+
+
+METHOD = Method(
+    "KVQuant",
+    "arXiv 2401.18079",
+    build,
+    variants=(
+        {"outliers": 0.0},
+        {"calibration": "prompt", "bits": 2, "q_norm": True},
+        {"calibration": "prompt", "axis": "token", "cap": 1},
+        {"outliers_per": "matrix", "table": "nf"},
+        {"ranges": "online", "table": "int", "outliers": 0.05},
+    ),
+)

@@ -1,0 +1,235 @@
+"""Calibration: one pass with gradients over samples of a corpus, then codecs fitted layer by layer, side by side.
+
+Both phases leave their results in a work folder, one file for each sample and for each codec of a layer, so that a run
+that was killed goes on where it was. Codecs that several recipes share are fitted once. Samples and results depend on
+what is asked for only, not on where a run was stopped or on how many workers it had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import multiprocessing
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tersekv.codecs import Codec
+from tersekv.errors import UserError
+from tersekv.hf.calibration import Calibration, Made, attention_plans, calibrated_part, needs_corpus
+from tersekv.hf.config import AttentionShape, text_config
+from tersekv.hf.fingerprint import architecture, fingerprint
+from tersekv.hf.fitting import FitJob, fit, prepare_worker
+from tersekv.hf.gradients import Source, layer_gradients
+from tersekv.hf.models import cache_dir
+from tersekv.hf.whole_files import save_whole
+from tersekv.recipe import Recipe
+
+Progress = Callable[[str, int, int], None]
+"""What is being done, and how much of it is done of how much."""
+
+BYTES_PER_ELEMENT = 4 + 2  # an activation and its gradient
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Samples of a text. windows: ids [samples, length]; name, sha256: of the text; seed: they were drawn with."""
+
+    name: str
+    sha256: str
+    windows: Tensor
+    seed: int
+
+    @staticmethod
+    def draw(name: str, text: str, ids: Sequence[int], samples: int, length: int, seed: int) -> Corpus:
+        """Windows of the tokenised text at random places, as GPTQ and KVQuant draw them.
+
+        Raises:
+            UserError: the text is too short.
+        """
+        if len(ids) <= length:
+            raise UserError(
+                f"text {name!r} has {len(ids):,} tokens, and samples of {length:,} were asked for: "
+                "give a longer text or a shorter --length"
+            )
+        chance = random.Random(seed)
+        starts = [chance.randint(0, len(ids) - length - 1) for _ in range(samples)]
+        windows = torch.tensor([ids[start : start + length] for start in starts])
+        return Corpus(name, hashlib.sha256(text.encode()).hexdigest(), windows, seed)
+
+
+class Calibrator:
+    """One calibration of a model for several recipes.
+
+    sinks: first tokens of each sample that are left out. workers: processes that fit, 1 for this one alone. work: the
+    folder of what is done so far, in the cache folder where it is not given.
+
+    Raises:
+        UserError: a recipe that has nothing to calibrate or does not fit the model, or a disk that is too full.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        recipes: Sequence[Recipe],
+        corpus: Corpus,
+        sinks: int = 1,
+        workers: int = 1,
+        work: Path | None = None,
+    ) -> None:
+        if not 0 <= sinks < corpus.windows.shape[1]:
+            raise UserError(f"{sinks} sinks leave nothing of samples of {corpus.windows.shape[1]} tokens; give fewer")
+        self.model, self.recipes, self.corpus, self.sinks, self.workers = model, recipes, corpus, sinks, workers
+        self.codecs: dict[Source, list[Codec]] = {}
+        self.peak_worker_bytes = 0  # of one process that fits, in bytes
+        for recipe in recipes:
+            self._add(recipe)
+        self.mark = fingerprint(model)
+        self.work = (cache_dir() / "calibrations" / "work" if work is None else work) / self._key()
+
+    def _add(self, recipe: Recipe) -> None:
+        """Note what a recipe's codecs are to learn."""
+        if not needs_corpus(recipe, self.model.config):
+            raise UserError(
+                f"recipe '{recipe}' has nothing to calibrate: its codecs learn nothing, or from the prompt; "
+                "use it as it is, or give one like kvquant:bits=3"
+            )
+        shape = AttentionShape.of(text_config(self.model.config))
+        for layer, plan in attention_plans(recipe, self.model.config).items():
+            for codec, dim in ((plan.keys, shape.key_dim), (plan.values, shape.value_dim)):
+                codec.layout(dim)
+                known = self.codecs.setdefault(_source(layer, codec), []) if codec.lacks == "corpus" else [codec]
+                if codec not in known:
+                    known.append(codec)
+
+    def _key(self) -> str:
+        """Names the samples' files; what is fitted from them stands beside them."""
+        asked = [self.mark, self.corpus.sha256, self.sinks, sorted(source.name for source in self.codecs)]
+        ids = self.corpus.windows.numpy().tobytes()
+        return hashlib.sha256(repr(asked).encode() + ids).hexdigest()[:16]
+
+    @property
+    def work_bytes(self) -> int:
+        """Bytes that the samples take on disk."""
+        shape = AttentionShape.of(text_config(self.model.config))
+        dims = sum(shape.key_dim if source.side == "keys" else shape.value_dim for source in self.codecs)
+        samples, length = self.corpus.windows.shape
+        return samples * (length - self.sinks) * shape.kv_heads * dims * BYTES_PER_ELEMENT
+
+    def run(self, progress: Progress = lambda *_: None) -> list[Calibration]:
+        """The calibration of each recipe. The work folder stays until `clean`.
+
+        Raises:
+            UserError, CacheError: a full disk, another run with the same work, activations that are not finite.
+        """
+        self.work.mkdir(parents=True, exist_ok=True)
+        with _locked(self.work):
+            samples = self._samples(progress)
+            self._fit(samples, progress)
+            return [self._gathered(recipe) for recipe in self.recipes]
+
+    def clean(self) -> None:
+        """Remove the work folder."""
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    def _samples(self, progress: Progress) -> tuple[Path, ...]:
+        """The files of the samples' activations and gradients, made where they are missing."""
+        paths = tuple(self.work / f"sample-{i:04}.safetensors" for i in range(len(self.corpus.windows)))
+        missing = sum(not path.exists() for path in paths)
+        needed, free = self.work_bytes * missing // len(paths), shutil.disk_usage(self.work).free
+        if needed > free:
+            raise UserError(
+                f"the samples take {needed:,} bytes in {self.work}, and {free:,} are free there: set TERSEKV_CACHE to "
+                "a folder with more room, or ask for fewer or shorter samples"
+            )
+        for i, path in enumerate(paths):
+            progress("samples", i, len(paths))
+            if not path.exists():
+                ids = self.corpus.windows[i : i + 1].to(self.model.device)
+                save_whole(layer_gradients(self.model, ids, self.codecs, self.sinks), path)
+        progress("samples", len(paths), len(paths))
+        return paths
+
+    def _out(self, source: Source, codec: Codec) -> Path:
+        """The file of what a codec learnt."""
+        return self.work / f"fitted-{source.name}-{hashlib.sha256(repr(codec).encode()).hexdigest()[:16]}.safetensors"
+
+    def _fit(self, samples: tuple[Path, ...], progress: Progress) -> None:
+        """Fit every codec whose file is missing."""
+        jobs = []
+        for source, codecs in self.codecs.items():
+            left = [codec for codec in codecs if not self._out(source, codec).exists()]
+            if left:
+                outs = tuple(self._out(source, codec) for codec in left)
+                jobs.append(FitJob(source.name, samples, tuple(left), outs))
+        done = len(self.codecs) - len(jobs)
+        progress("layers", done, len(self.codecs))
+        for peak in _each(jobs, self.workers):
+            done += 1
+            self.peak_worker_bytes = max(self.peak_worker_bytes, peak)
+            progress("layers", done, len(self.codecs))
+
+    def _gathered(self, recipe: Recipe) -> Calibration:
+        tensors: dict[str, Tensor] = {}
+        for layer, plan in attention_plans(recipe, self.model.config).items():
+            for codec in (plan.keys, plan.values):
+                if codec.lacks == "corpus":
+                    learnt = load_file(self._out(_source(layer, codec), codec))
+                    tensors |= {f"layers.{layer}.{codec.side}.{name}": t for name, t in learnt.items()}
+        samples, length = self.corpus.windows.shape
+        made = Made(
+            recipe=calibrated_part(recipe),
+            architecture=architecture(self.model.config),
+            model=self.mark,
+            corpus=self.corpus.name,
+            corpus_sha256=self.corpus.sha256,
+            samples=samples,
+            length=length,
+            seed=self.corpus.seed,
+            sinks=self.sinks,
+        )
+        return Calibration(made, tensors)
+
+
+def _source(layer: int, codec: Codec) -> Source:
+    return Source(layer, codec.side, codec.side == "keys" and codec.pre_rope)
+
+
+def _each(jobs: Sequence[FitJob], workers: int) -> Iterator[int]:
+    """Run the jobs, here or in worker processes; yields the peak memory of the process that did each."""
+    if workers == 1 or len(jobs) < 2:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # sums of one thread, as in a worker
+        try:
+            yield from map(fit, jobs)
+        finally:
+            torch.set_num_threads(threads)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(workers, len(jobs)), context, prepare_worker)
+    try:
+        yield from (future.result() for future in as_completed([pool.submit(fit, job) for job in jobs]))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One run at a time; the system drops the lock with the process."""
+    with (folder / "lock").open("w") as file:
+        with contextlib.suppress(ImportError):  # Windows
+            import fcntl
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(f"another run makes this calibration in {folder}: wait until it is done") from error
+        yield

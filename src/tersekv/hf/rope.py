@@ -1,0 +1,107 @@
+"""A model's own RoPE, made from its config alone: its modelling file says how cos and sin come about and are applied.
+
+That covers every rope type, layout and partial rotation that transformers has, without a table of them here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tersekv.errors import UserError
+from tersekv.transforms.rope import Apply, Rope
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+class Ropes:
+    """RoPE by layer of a model with text config `config` and heads of `head_dim` channels; layers of one type share
+    one."""
+
+    def __init__(self, config: Any, head_dim: int) -> None:
+        self.config, self.head_dim = config, head_dim
+        self._known: dict[str | None, Rope] = {}
+
+    def of(self, layer: int) -> Rope:
+        """RoPE of one layer.
+
+        Raises:
+            UserError: the model has none, or one that cannot be taken off keys.
+        """
+        kind = self._kind(layer)
+        if kind not in self._known:
+            self._known[kind] = self._make(kind)
+        return self._known[kind]
+
+    def _kind(self, layer: int) -> str | None:
+        """The layer's type where the model has a RoPE for each type."""
+        types = getattr(self.config, "layer_types", None)
+        parameters = getattr(self.config, "rope_parameters", None) or {}
+        return types[layer] if types and types[layer] in parameters else None
+
+    def _make(self, kind: str | None) -> Rope:
+        module, config = self._modelling(), self.config
+        made: Any = next(
+            (v for k, v in vars(module).items() if k.endswith("RotaryEmbedding") and inspect.isclass(v)), None
+        )
+        rotate = getattr(module, "apply_rotary_pos_emb", None)
+        if made is None or rotate is None:
+            raise UserError(f"{self._why()} transformers has no common RoPE functions for it")
+        parameters = config.rope_parameters if kind is None else config.rope_parameters[kind]
+        varies = (parameters or {}).get("rope_type") in LENGTH_DEPENDENT
+        once = made(config)
+        extra = {} if kind is None else {"layer_type": kind}
+
+        def cos_sin(positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+            # the last position is what a length-dependent embedding takes the length from
+            ids = torch.cat([positions, torch.tensor([max(length, 1) - 1])])[None]
+            embedding = made(config) if varies else once  # one that remembers longer sequences would go on with those
+            cos, sin = embedding(torch.zeros(1, dtype=torch.float32), ids, **extra)
+            return cos[0, :-1], sin[0, :-1]
+
+        rope = Rope(cos_sin, self._apply(rotate, cos_sin), varies)
+        self._check(rope)
+        return rope
+
+    def _apply(self, rotate: Any, cos_sin: Any) -> Apply:
+        """The model's rotation of one tensor; where it takes only the rotated channels, the others pass."""
+        R = cos_sin(torch.arange(1), 1)[0].shape[-1]
+
+        def whole(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            return rotate(x, x, cos, sin)[0]
+
+        def partly(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            return torch.cat([rotate(x[..., :R], x[..., :R], cos, sin)[0], x[..., R:]], dim=-1)
+
+        probe = torch.zeros(1, 1, 1, self.head_dim)
+        try:
+            fits = whole(probe, torch.ones(1, 1, R), torch.zeros(1, 1, R)).shape == probe.shape
+        except RuntimeError:
+            fits = False
+        return whole if fits else partly
+
+    def _check(self, rope: Rope) -> None:
+        """Taking off must undo putting on."""
+        x = torch.randn(1, 2, 3, self.head_dim, generator=torch.Generator().manual_seed(0))
+        try:
+            cos, sin = (t[None] for t in rope.cos_sin(5, 3, 8, x.device))
+            back = rope.take_off(rope.put(x, cos, sin), cos, sin)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise UserError(f"{self._why()} {error}") from error
+        if back.shape != x.shape or not torch.allclose(back, x, atol=1e-4):
+            raise UserError(f"{self._why()} its rotation is no rotation of pairs of channels")
+
+    def _modelling(self) -> ModuleType:
+        name = type(self.config).__module__.replace(".configuration_", ".modeling_")
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            raise UserError(f"{self._why()} it has no modelling file ({error})") from error
+
+    def _why(self) -> str:
+        return f"keys of {self.config.model_type} models cannot be coded before RoPE; use pre_rope=false:"

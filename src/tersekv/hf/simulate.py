@@ -1,0 +1,101 @@
+"""One forward pass in which attention sees every key and value as a recipe's codecs leave them.
+
+This is how KVQuant (arXiv 2401.18079, §4) and GPTQ's script measure perplexity: queries, too, come from layers that
+already read coded tokens. The recipe's token policy plays no part but for the type of exact tokens; only the first
+`sinks` tokens stay exact. Nothing is installed on the model, so there is nothing to undo.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tersekv.codecs.base import Codec
+from tersekv.errors import CacheError, UserError
+from tersekv.hf.calibration import Calibration, calibrated_plans
+from tersekv.hf.capture import LayerTokens, OnePassCache
+from tersekv.hf.config import AttentionShape, text_config
+from tersekv.hf.rope import Ropes
+from tersekv.recipe import Recipe
+from tersekv.store.footprint import Footprint
+from tersekv.store.rotary import Rotary
+from tersekv.store.side import ENCODE_TOKENS
+
+
+class SimulatedCache(OnePassCache):
+    """A cache for one call of a model, `model(ids, past_key_values=SimulatedCache(model.config, recipe))`.
+
+    Raises:
+        UserError: unknown recipe, options that do not fit the model's head dim, or a calibration that is missing or was
+            made for something else.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        recipe: str | Recipe,
+        sinks: int = 0,
+        calibration: Calibration | str | Path | None = None,
+    ) -> None:
+        super().__init__(config, self._coded)
+        recipe = Recipe.parse(recipe)
+        self.plans = calibrated_plans(recipe, text_config(config), calibration)
+        self.sinks = sinks
+        self._ropes = Ropes(text_config(config), AttentionShape.of(text_config(config)).key_dim)
+        self._held = Footprint()
+        self._tables: dict[int, Tensor] = {}
+
+    def _coded(self, layer: int, keys: Tensor, values: Tensor) -> LayerTokens:
+        plan = self.plans[layer]
+        B, H, T, _ = keys.shape
+        self._held.tokens = max(self._held.tokens, T)
+        self._held.elements += B * H * T * (keys.shape[-1] + values.shape[-1])
+        dtype = plan.policy.exact_dtype(keys.dtype)
+        try:
+            rotary = Rotary(self._ropes.of(layer)) if plan.keys.pre_rope else None
+            if rotary is not None:
+                rotary.note(0, T)
+            return LayerTokens(self._code(plan.keys, keys, dtype, rotary), self._code(plan.values, values, dtype))
+        except (CacheError, UserError) as error:
+            raise type(error)(f"layer {layer}: keys or values hold {error}") from error
+
+    def _code(self, codec: Codec, x: Tensor, dtype: torch.dtype, rotary: Rotary | None = None) -> Tensor:
+        """x [B, H, T, D] after coding, in its own type. As in the store, tokens are rounded to the exact type first."""
+        exact = x.to(dtype)
+        if not bool(exact.isfinite().all()):
+            raise CacheError(f"values that are not finite in {str(dtype).removeprefix('torch.')}")
+        first, rest = exact[:, :, : self.sinks], exact[:, :, self.sinks :]
+        self._held.parts["exact sinks"] += first.numel() * first.element_size()
+        if not rest.shape[2]:
+            return first.to(x.dtype)
+        plain = exact.float() if rotary is None else rotary.take_off(exact, 0)
+        if codec.lacks == "prompt":
+            codec = codec.to(x.device).fit(plain)
+        codec = codec.to(x.device)
+        for table in codec.tables(x.shape[-1]):
+            self._tables[table.data_ptr()] = table
+        step = max(1, ENCODE_TOKENS // codec.layout(x.shape[-1]).block_tokens) * codec.layout(x.shape[-1]).block_tokens
+        coded = torch.cat([self._piece(codec, piece) for piece in plain[:, :, self.sinks :].split(step, dim=2)], dim=2)
+        if rotary is not None:
+            coded = rotary.put(coded, self.sinks)
+        return torch.cat([first.to(x.dtype), coded.to(x.dtype)], dim=2)
+
+    def _piece(self, codec: Codec, x: Tensor) -> Tensor:
+        """Encode and decode x float32 [B, H, n, D]. A last block that is not full is filled with its last token, which
+        leaves minima and maxima as they are, and counted in proportion."""
+        n, layout = x.shape[2], codec.layout(x.shape[-1])
+        missing = -n % layout.block_tokens
+        planes = codec.encode(torch.cat([x, x[:, :, -1:].expand(-1, -1, missing, -1)], dim=2))
+        for name, plane in planes.items():
+            share = plane.numel() * plane.element_size() * n / (n + missing)
+            self._held.parts[layout.planes[name].kind] += round(share)
+        return codec.decode(planes, x.shape[-1])[:, :, :n]
+
+    def footprint(self) -> Footprint:
+        """Bytes that the codes took, tables shared by layers counted once."""
+        held = Footprint.sum([self._held])
+        held.parts["tables"] = sum(table.numel() * table.element_size() for table in self._tables.values())
+        return held

@@ -1,0 +1,34 @@
+"""What can be taken back of a layer's tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tersekv.errors import CacheError
+
+if TYPE_CHECKING:
+    from tersekv.store.layer import LayerStore
+
+ROLLBACK_TOKENS = 128
+"""Tokens kept beyond a sliding window, so that assisted decoding can take back what it had proposed."""
+
+
+def check_crop(store: LayerStore, n: int) -> None:
+    """Whether the n latest tokens of a layer can be taken back.
+
+    Raises:
+        CacheError: more than was seen, or more than a sliding window or a padded batch can give back.
+    """
+    left = store.seen - n
+    if left < 0:
+        raise CacheError(f"cannot take back {n} tokens, only {store.seen} were seen")
+    if store.padding is not None and 0 < left < int(store.padding.max()) + store.keys.sinks.shape[2]:
+        raise CacheError(
+            f"cannot take back {n} of {store.seen} tokens, rows of a left-padded batch would lose their first ones; "
+            "reset the cache instead"
+        )
+    if store.window is not None and store.dropped > max(0, left - store.window + 1):
+        raise CacheError(
+            f"cannot take back {n} tokens of a layer with sliding window {store.window}; "
+            f"{ROLLBACK_TOKENS} are kept for that"
+        )

@@ -1,0 +1,89 @@
+"""Which RoPE each cached key of a layer carries, so that it can be taken off before packing and put back on reading.
+
+A token's position is its place in the cache, minus its row's padding. Where a model's frequencies change with the
+length of the sequence, keys keep those of the call they came with: runs of tokens note the length at that time.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+import torch
+from torch import Tensor
+
+from tersekv.formats.base import View
+from tersekv.formats.roped import Roped
+from tersekv.transforms.rope import Rope
+
+
+class Rotary:
+    """RoPE of the tokens of one layer; places count from the first token of the cache."""
+
+    def __init__(self, rope: Rope) -> None:
+        self.rope = rope
+        self.padding: Tensor | None = None  # int64 [B], on the CPU
+        self._starts, self._lengths = [0], [0]
+
+    def note(self, first: int, n: int, padding: Tensor | None = None) -> None:
+        """Tokens first to first + n came in one call; padding int64 [B], where a batch has just begun with some."""
+        self.padding = self.padding if padding is None else padding.cpu()
+        if not self.rope.varies or not n:
+            return
+        at = bisect.bisect_left(self._starts, first)
+        self._starts[at:], self._lengths[at:] = [first], [first + n]
+
+    def cos_sin(self, first: int, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin float32 [1 or B, n, R]."""
+        paddings = [0] if self.padding is None else [int(p) for p in self.padding]
+        rows = [self._row(first, n, padding, device) for padding in paddings]
+        cos, sin = (torch.stack(parts) for parts in zip(*rows, strict=True))
+        return cos, sin
+
+    def _row(self, first: int, n: int, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        if not self.rope.varies:
+            return self.rope.cos_sin(first - padding, n, 0, device)
+        parts = []
+        place = first
+        while place < first + n:
+            run = bisect.bisect_right(self._starts, place) - 1
+            stop = self._starts[run + 1] if run + 1 < len(self._starts) else first + n
+            stop = min(stop, first + n)
+            parts.append(self.rope.cos_sin(place - padding, stop - place, self._lengths[run] - padding, device))
+            place = stop
+        cos, sin = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
+        return cos, sin
+
+    def take_off(self, x: Tensor, first: int, own_sinks: bool = False) -> Tensor:
+        """Keys [B, H, n, D] from place `first` on, as they were before RoPE: float32. own_sinks: they are each row's
+        first tokens, whatever its padding."""
+        if not x.shape[2]:
+            return x.float()
+        if own_sinks and self.padding is not None:
+            rows = [self._row(int(p), x.shape[2], int(p), x.device) for p in self.padding]
+            cos, sin = (torch.stack(parts) for parts in zip(*rows, strict=True))
+        else:
+            cos, sin = self.cos_sin(first, x.shape[2], x.device)
+        return self.rope.take_off(x.float(), cos, sin)
+
+    def pull_back(self, gradient: Tensor, first: int) -> Tensor:
+        """Gradients [B, H, n, D] with respect to keys from place `first` on, as those with respect to the keys before
+        RoPE: float32."""
+        return self.rope.pull_back(gradient.float(), *self.cos_sin(first, gradient.shape[2], gradient.device))
+
+    def put(self, x: Tensor, first: int) -> Tensor:
+        """Keys [B, H, n, D] from place `first` on, with their RoPE."""
+        return self.rope.put(x, *self.cos_sin(first, x.shape[2], x.device))
+
+    def view(self, view: View, first: int, n: int, device: torch.device) -> View:
+        """A view of n tokens from place `first` on with their RoPE."""
+        return Roped(view, self.rope, *self.cos_sin(first, n, device))
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.padding = None
+        self._starts, self._lengths = [0], [0]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows."""
+        if self.padding is not None:
+            self.padding = self.padding[rows.cpu()]

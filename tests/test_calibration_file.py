@@ -1,0 +1,218 @@
+"""The file of a calibration: what it is bound to, how it is found, and what each fault is called."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+
+import tersekv
+from conftest import HEAD, MODELS, SHAPE, build, prompt
+from tersekv import UserError
+from tersekv.hf.calibrate import Calibrator, Corpus
+from tersekv.hf.calibration import (
+    ENTRY,
+    Calibration,
+    calibrated_part,
+    calibration_for,
+    default_folder,
+    needs_corpus,
+    place,
+)
+from tersekv.hf.fingerprint import architecture, fingerprint
+from tersekv.hf.simulate import SimulatedCache
+from tersekv.recipe import Recipe
+
+RECIPE = Recipe.parse("kvquant:bits=2")
+
+
+@pytest.fixture(scope="module")
+def made(models, tmp_path_factory) -> Path:
+    """A calibration of the llama for `RECIPE`."""
+    folder = tmp_path_factory.mktemp("calibration")
+    corpus = Corpus("random", "0" * 64, prompt(64, batch=2), 3)
+    (found,) = Calibrator(models["llama"], [RECIPE], corpus, work=folder / "work").run()
+    found.save(folder / "made.safetensors")
+    return folder / "made.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+# ---------------------------------------------------------------- fingerprints
+
+
+def test_fingerprint_knows_weights_and_architecture(llama) -> None:
+    mark = fingerprint(llama)
+    assert fingerprint(build("llama")) == mark
+    assert architecture(build("llama").config) == architecture(llama.config)
+    assert len({fingerprint(model) for model in (llama, build("qwen3"), build("mistral"))}) == 3
+    for name in ("model.layers.2.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"):
+        changed = build("llama")
+        with torch.no_grad():
+            changed.get_parameter(name).mul_(1.02)
+        assert fingerprint(changed) != mark, name
+        assert architecture(changed.config) == architecture(llama.config)
+    turned = tf.LlamaConfig(**SHAPE, **HEAD, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    assert architecture(turned) != architecture(llama.config)
+
+
+def test_fingerprint_does_not_depend_on_the_type() -> None:
+    model = build("llama").to(torch.bfloat16)
+    assert fingerprint(model.float()) == fingerprint(model.to(torch.bfloat16))
+    assert fingerprint(build("llama").to(torch.bfloat16)) == fingerprint(build("llama"))
+
+
+# ---------------------------------------------------------------- recipes
+
+
+def test_calibrated_part_is_canonical() -> None:
+    same = ["kvquant", "kvquant:bits=3", "window:sinks=1+kvquant:outliers=0.01,bits=3", "kvquant:pre_rope=true"]
+    assert len({calibrated_part(Recipe.parse(r)) for r in same}) == 1
+    assert len({place(Path(), Recipe.parse(r)) for r in same}) == 1
+    others = ["kvquant:bits=2", "kvquant:cap=3", "kvquant/kivi", "kvquant:pre_rope=false", "kvquant;0=exact"]
+    assert len({place(Path(), Recipe.parse(r)) for r in ["kvquant", *others]}) == 6
+    assert place(Path("a"), RECIPE).name.startswith("kvquant_bits=2-")
+
+
+def test_what_needs_a_corpus(models) -> None:
+    for recipe, needed in [("kvquant", True), ("kivi", False), ("qjl", False), ("kivi/kvquant", True)]:
+        assert needs_corpus(Recipe.parse(recipe), models["gemma3"].config) is needed
+    assert not needs_corpus(Recipe.parse("kvquant;0-2=exact"), models["llama"].config)
+
+
+# ---------------------------------------------------------------- the file
+
+
+def test_save_and_load(made: Path, tmp_path: Path) -> None:
+    found = Calibration.load(made)
+    assert found.path == made
+    assert (found.made.samples, found.made.length, found.made.seed, found.made.sinks) == (2, 64, 3, 1)
+    assert found.made.corpus == "random"
+    assert found.made.tersekv == tersekv.__version__
+    assert found.tensors["layers.0.keys.lower"].shape == (1, 2, 32)
+    assert found.tensors["layers.2.values.table"].shape == (1, 4)
+    found.save(tmp_path / "new" / "again.safetensors")
+    assert (tmp_path / "new" / "again.safetensors").read_bytes() == made.read_bytes()
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["again.safetensors"]
+
+
+def rewritten(made: Path, path: Path, **changes: object) -> Path:
+    """A copy that says other things of itself."""
+    from safetensors import safe_open
+
+    with safe_open(made, framework="pt") as file:
+        said = json.loads(file.metadata()[ENTRY])
+    for name, value in changes.items():
+        said.pop(name) if value is None else said.update({name: value})
+    save_file(load_file(made), path, {ENTRY: json.dumps(said)})
+    return path
+
+
+def test_wrong_files(made: Path, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.safetensors"
+    with pytest.raises(UserError, match=r"there is no calibration at .*; make one with `tersekv calibrate`"):
+        Calibration.load(path)
+    path.write_bytes(made.read_bytes()[:-100])
+    with pytest.raises(UserError, match="is not a whole safetensors file"):
+        Calibration.load(path)
+    data = bytearray(made.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="damaged: its tensors are not those"):
+        Calibration.load(path)
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(UserError, match="a safetensors file, but no calibration"):
+        Calibration.load(path)
+    save_file({"x": torch.zeros(1)}, path, {ENTRY: "{"})
+    with pytest.raises(UserError, match="does not say what it is"):
+        Calibration.load(path)
+    with pytest.raises(UserError, match="has format 0; this version reads format 1"):
+        Calibration.load(rewritten(made, path, format=0))
+    with pytest.raises(UserError, match="has other fields"):
+        Calibration.load(rewritten(made, path, corpus=None))
+
+
+def test_bound_to_recipe_and_model(llama, models, made: Path) -> None:
+    with pytest.raises(UserError, match=r"made for recipe '.*bits=2.*', not for '.*bits=4"):
+        tersekv.CompressedCache(llama.config, "kvquant:bits=4", calibration=made)
+    with pytest.raises(UserError, match="another architecture than this qwen3"):
+        tersekv.CompressedCache(models["qwen3"].config, RECIPE, calibration=made)
+    other = build("llama")
+    with torch.no_grad():
+        other.model.layers[0].self_attn.v_proj.weight.add_(0.1)
+    tersekv.CompressedCache(other.config, RECIPE, calibration=made)  # a config has no weights
+    with pytest.raises(UserError, match="a model with other weights"), tersekv.compress(other, RECIPE, made):
+        pass
+    found = Calibration.load(made)
+    some = {name: t for name, t in found.tensors.items() if name != "layers.1.keys.table"}
+    with pytest.raises(UserError, match="holds too little for the keys of layer 1"):
+        tersekv.CompressedCache(llama.config, RECIPE, dataclasses.replace(found, tensors=some))
+
+
+# ---------------------------------------------------------------- use
+
+
+def test_missing_calibration_says_what_to_do(llama) -> None:
+    said = r"make one with `tersekv calibrate --model … --recipe 'kvquant:bits=2'` and pass calibration=FILE"
+    for use in (tersekv.CompressedCache, SimulatedCache):
+        with pytest.raises(UserError, match=said):
+            use(llama.config, RECIPE)
+    with pytest.raises(UserError, match=said), tersekv.compress(llama, RECIPE):
+        pass
+    assert llama.config._attn_implementation != "tersekv"
+
+
+def test_file_folder_object_and_default_place(llama, made: Path, tmp_path: Path) -> None:
+    found = Calibration.load(made)
+    found.save(place(tmp_path, RECIPE))
+    assert calibration_for(llama, "kivi") is None
+    for given in (made, str(made), tmp_path, found):
+        learnt = calibration_for(llama, RECIPE, given)
+        assert learnt is not None
+        assert learnt.digest == found.digest
+        plan = tersekv.CompressedCache(llama.config, RECIPE, given).layers[2].plan
+        assert torch.equal(plan.keys.fitted["table"], found.tensors["layers.2.keys.table"])
+    found.save(place(default_folder(fingerprint(llama)), RECIPE))
+    assert calibration_for(llama, RECIPE).digest == found.digest
+    with pytest.raises(UserError, match="there is no calibration at"):
+        calibration_for(llama, "kvquant:bits=5", tmp_path)
+
+
+def test_generation_and_simulation_use_it(llama, made: Path) -> None:
+    ids, changed = prompt(300), Calibration.load(made)
+    zeros = {name: torch.zeros_like(t) for name, t in changed.tensors.items()}
+    changed = dataclasses.replace(changed, tensors=zeros)
+    logits = []
+    for calibration in (made, changed):
+        with tersekv.compress(llama, RECIPE, calibration), torch.no_grad():
+            out = llama(input_ids=ids)
+            held = out.past_key_values.footprint()
+            assert held.parts["tables"] >= 3 * (2 * 2 * 32 * 4 + 2 * 4 * 4)
+            logits.append(llama(input_ids=ids[:, :1], past_key_values=out.past_key_values).logits)
+        with torch.no_grad():
+            cache = SimulatedCache(llama.config, RECIPE, 1, calibration)
+            logits.append(llama(input_ids=ids, past_key_values=cache, use_cache=True).logits)
+    assert not torch.allclose(logits[0], logits[2], atol=1e-4)
+    assert not torch.allclose(logits[1], logits[3], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [n for n in MODELS if n != "deepseek_v3"])
+def test_every_architecture(models, name: str, tmp_path: Path) -> None:
+    """Calibrate and generate, with a window of its own in some layers and two rope types in others."""
+    model, recipe = models[name], "window:sinks=1,recent=8+kvquant:bits=4,ranges=online"
+    corpus = Corpus("random", "0" * 64, prompt(80), 0)
+    (found,) = Calibrator(model, [Recipe.parse(recipe)], corpus, work=tmp_path).run()
+    ids = prompt(120, batch=2)
+    with tersekv.compress(model, recipe, found), torch.no_grad():
+        out = model.generate(ids, max_new_tokens=3, min_new_tokens=3, num_beams=2, return_dict_in_generate=True)
+    assert out.sequences.shape == (2, 123)
+    assert out.past_key_values.footprint().parts["codes"] > 0

@@ -1,0 +1,144 @@
+"""KVQuant's claims (arXiv 2401.18079) that need no model: tables, outliers, thresholds, weights, true bits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from tersekv.codecs.kvquant import KVQuant
+from tersekv.codecs.kvquant import build as kvquant
+from tersekv.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def keys() -> Tensor:
+    """Channels with ranges and means of their own, and a few elements far out in each: [1, 3, 512, 64]."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 3, 512, 64, generator=generator)
+    x = torch.where(torch.rand(x.shape, generator=generator) < 0.006, 8 * x, x)
+    size = torch.logspace(-1, 1, 64)[torch.randperm(64, generator=generator)]
+    return (x + 2 * torch.randn(1, 3, 1, 64, generator=generator)) * size
+
+
+def error(codec: KVQuant, x: Tensor) -> float:
+    """Mean over channels of the squared error relative to the channel's variance."""
+    codec = codec.fit(x)
+    squared = (codec.decode(codec.encode(x), x.shape[-1]) - x).square()
+    return float((squared.mean(2) / x.var(2)).mean())
+
+
+def test_keys_per_channel_beat_keys_per_token(keys):
+    assert error(KVQuant(3, axis="channel"), keys) < 0.5 * error(KVQuant(3, axis="token"), keys)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_nuq_beats_nf_and_int(keys, bits):
+    nuq, nf, even = (error(KVQuant(bits, table, 0.01, weights="none"), keys) for table in ("nuq", "nf", "int"))
+    assert nuq < nf
+    assert nuq < even
+
+
+def test_more_outliers_less_error(keys):
+    errors = [error(KVQuant(3, outliers=share), keys) for share in (0.0, 0.001, 0.005, 0.01)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.2 * errors[0]
+
+
+def test_outliers_per_vector_beat_outliers_per_matrix(keys):
+    assert error(KVQuant(3, outliers=0.01), keys) < error(KVQuant(3, outliers=0.01, outliers_per="matrix"), keys)
+
+
+def test_outliers_are_exact(keys):
+    """What lies outside the thresholds comes back as float16 holds it."""
+    codec = KVQuant(2, outliers=0.02).fit(keys)
+    decoded = codec.decode(codec.encode(keys), 64)
+    low, high = (codec.fitted[k].unsqueeze(2) for k in ("lower", "upper"))
+    outside = (keys < low) | (keys > high)
+    assert 0.015 < float(outside.float().mean()) < 0.03
+    assert ((decoded - keys).abs() <= 2**-10 * (keys.abs() + high - low))[outside].all()
+
+
+def test_thresholds_of_values_are_the_tokens_own(keys):
+    """Half of the outliers above and half below, over all heads of the token: 1 + 1 of 192 at 1 %."""
+    codec = KVQuant(3, outliers=0.01, axis="token", side="values").fit(keys)
+    planes = codec.encode(keys)
+    assert len(planes["outlier_values"]) == 2 * 512
+    assert planes["scale"].shape == (1, 1, 16, 1, 32)
+    alone = codec.encode(keys[:, :, 64:96])
+    assert torch.equal(alone["codes"], planes["codes"][:, :, 2:3])
+
+
+def test_weights_of_eq_7():
+    """With Fisher information in some elements alone, the table serves those; without, all alike. The square of the
+    scale counts channels as their errors do in the activations."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.cat([torch.randn(1, 1, 512, 8, generator=generator), torch.rand(1, 1, 512, 8, generator=generator)], -1)
+    fisher = torch.zeros_like(x)
+    fisher[..., 8:] = 1.0
+
+    def error_on(part: slice, codec: KVQuant, weights: Tensor | None) -> float:
+        codec = codec.fit(x, weights)
+        return float((codec.decode(codec.encode(x), 16) - x)[..., part].square().mean())
+
+    base = KVQuant(2, outliers=0.0)
+    plain = dataclasses.replace(base, weights="none")
+    assert error_on(slice(8, 16), base, fisher) < error_on(slice(8, 16), plain, fisher)
+    wide = x.clone()
+    wide[..., :8] *= 100
+    tables = {
+        w: KVQuant(2, outliers=0.0, weights=w).fit(wide, torch.ones_like(x)).fitted["table"] for w in ("eq7", "none")
+    }
+    only = KVQuant(2, outliers=0.0, weights="none").fit(wide[..., :8]).fitted["table"]
+    assert (tables["eq7"] - only).abs().max() < 0.02 < (tables["none"] - only).abs().max()
+
+
+def test_q_norm_keeps_mean_and_deviation(keys):
+    codec = KVQuant(2, q_norm=True, outliers=0.0).fit(keys)
+    decoded, scale = codec.decode(codec.encode(keys), 64), (codec.fitted["upper"] - codec.fitted["lower"]) / 2
+    middle = (codec.fitted["upper"] + codec.fitted["lower"]) / 2
+    ours, theirs = (((x - middle.unsqueeze(2)) / scale.unsqueeze(2)) for x in (decoded, keys))
+    assert float(ours.mean()) == pytest.approx(float(theirs.mean()), abs=2e-3)
+    assert float(ours.std()) == pytest.approx(float(theirs.std()), rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("bits", "share", "printed"), [(4, 0.01, 4.33), (3, 0.01, 3.33), (2, 0.01, 2.33), (3, 0.0, 3.01)]
+)
+def test_true_bits_are_near_the_printed_ones(bits, share, printed):
+    """The paper counts 32 bits per outlier and hardly anything else; ours counts starts and tables, too."""
+    pair = kvquant(bits=bits, outliers=share)
+    mean = (pair.keys.true_bits(128, heads=32) + pair.values.true_bits(128, heads=32)) / 2
+    assert printed - 0.005 < mean < printed + 0.025
+
+
+def test_what_is_lacking():
+    assert KVQuant().lacks == "corpus"
+    assert KVQuant(calibration="prompt").lacks == "prompt"
+    assert KVQuant(table="int", axis="token").lacks is None
+    assert KVQuant(table="nf", ranges="online").lacks == "prompt"
+    both = KVQuant(ranges="online")
+    assert both.lacks == "corpus"
+    with_table = dataclasses.replace(both, fitted={"table": torch.linspace(-1, 1, 8)[None]})
+    assert with_table.lacks == "prompt"
+    fitted = with_table.fit(torch.randn(1, 2, 64, 32))
+    assert fitted.lacks is None
+    assert torch.equal(fitted.fitted["table"], with_table.fitted["table"])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"bits": 1}, "bits=1 is out of range; allowed are 2 to 5"),
+        ({"table": "fp4"}, "table=fp4 is not allowed; choose one of nuq, nf, int"),
+        ({"outliers": 0.2}, "outliers=0.2 is out of range; allowed are 0 to 0.1"),
+        ({"outliers": -0.1}, "out of range"),
+        ({"outliers_per": "head"}, "choose one of vector, matrix"),
+        ({"cap": 256}, "cap=256 is out of range"),
+    ],
+)
+def test_wrong_options(options, text):
+    with pytest.raises(UserError, match=text):
+        KVQuant(**options)

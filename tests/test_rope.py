@@ -1,0 +1,148 @@
+"""Keys coded before RoPE: what is taken off is what the model put on, for every rope type; nothing is lost by it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+
+import tersekv
+from conftest import HEAD, SHAPE, prompt
+from tersekv.errors import UserError
+from tersekv.hf.capture import capture
+from tersekv.hf.rope import Ropes
+from tersekv.store.rotary import Rotary
+from tersekv.transforms.rope import standard_rope
+
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+TYPES = {
+    "default": {"rope_type": "default", "rope_theta": 10_000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
+    "yarn": YARN,
+    "llama3": LLAMA3,
+}
+LOSSLESS = "window:sinks=4,recent=32,exact=fp32+exact:dtype=fp32,pre_rope=true"
+
+
+def llama(rope_type: str) -> tf.PreTrainedModel:
+    torch.manual_seed(0)
+    shape = SHAPE | {"max_position_embeddings": 64}
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**shape, **HEAD, rope_parameters=TYPES[rope_type])).eval()
+
+
+def projected(model: tf.PreTrainedModel, layer: int, ids: torch.Tensor) -> torch.Tensor:
+    """The keys of a layer before RoPE, as the model computes them: [B, Hkv, T, D]."""
+    attention = model.model.layers[layer].self_attn
+    source = attention.k_norm if hasattr(attention, "k_norm") else attention.k_proj
+    kept = []
+    handle = source.register_forward_hook(lambda module, args, out: kept.append(out))
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    handle.remove()
+    out = kept[0]
+    out = out if out.dim() == 4 else out.unflatten(-1, (2, -1))
+    return out if out.shape[1] == 2 else out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("rope_type", TYPES)
+def test_keys_without_rope_are_the_projected_ones(rope_type):
+    model, ids = llama(rope_type), prompt(100)  # past the 64 tokens from which dynamic frequencies change
+    rotary = Rotary(Ropes(model.config, 32).of(0))
+    rotary.note(0, 100)
+    layer = capture(model, ids)[0]
+    torch.testing.assert_close(rotary.take_off(layer.keys, 0), projected(model, 0, ids), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3", "phi3"])
+def test_keys_of_other_models(models, name):
+    """Two frequencies by layer type (gemma3), normalised keys, one fused projection (phi3: taken off and put back)."""
+    model, ids = models[name], prompt(80)
+    ropes = Ropes(model.config.get_text_config(), model.config.get_text_config().head_dim if name != "phi3" else 16)
+    for index, layer in enumerate(capture(model, ids)):
+        rotary = Rotary(ropes.of(index))
+        plain = rotary.take_off(layer.keys, 0)
+        torch.testing.assert_close(rotary.put(plain, 0), layer.keys, atol=1e-5, rtol=1e-4)
+        if name != "phi3":
+            torch.testing.assert_close(plain, projected(model, index, ids), atol=2e-5, rtol=1e-4)
+
+
+def test_interleaved_and_partial_rotation():
+    """GLM rotates neighbouring channels, and half of them."""
+    torch.manual_seed(0)
+    model = tf.GlmForCausalLM(tf.GlmConfig(**SHAPE, **HEAD, attention_bias=False)).eval()
+    ids = prompt(40)
+    rotary = Rotary(Ropes(model.config, 32).of(0))
+    keys = capture(model, ids)[0].keys
+    torch.testing.assert_close(rotary.take_off(keys, 0), projected(model, 0, ids), atol=2e-5, rtol=1e-4)
+
+
+def test_lengths_that_changed_between_calls():
+    """Dynamic NTK: keys keep the frequencies of the call they came with."""
+    rope = Ropes(llama("dynamic").config, 32).of(0)
+    assert rope.varies
+    rotary = Rotary(rope)
+    x = torch.randn(1, 2, 200, 32)
+    pieces, place = [], 0
+    for n in (90, 1, 1, 108):
+        rotary.note(place, n)
+        cos, sin = rope.cos_sin(place, n, place + n, x.device)
+        pieces.append(rope.put(x[:, :, place : place + n], cos[None], sin[None]))
+        place += n
+    torch.testing.assert_close(rotary.take_off(torch.cat(pieces, 2)[:, :, 50:], 50), x[:, :, 50:], atol=1e-5, rtol=1e-4)
+
+
+def test_standard_rope_is_llamas():
+    rope, model = standard_rope(32), llama("default")
+    ours, theirs = rope.cos_sin(7, 5, 0, "cpu"), Ropes(model.config, 32).of(0).cos_sin(7, 5, 0, "cpu")
+    x = torch.randn(1, 2, 5, 32)
+    torch.testing.assert_close(rope.put(x, *(t[None] for t in ours)), rope.put(x, *(t[None] for t in theirs)))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen3", "gpt_oss", "phi3"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_nothing_is_lost(models, name, batch):
+    """Greedy tokens over keys that were stored without RoPE, with left padding where there are several rows."""
+    model, ids = models[name], prompt(150, batch)
+    mask = torch.ones_like(ids)
+    for row in range(1, batch):
+        mask[row, : 17 * row] = 0
+        ids[row, : 17 * row] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False}
+    expected = model.generate(ids, **options)
+    with tersekv.compress(model, LOSSLESS):
+        out = model.generate(ids, **options)
+    assert torch.equal(out, expected)
+
+
+def test_rollback_and_second_turn(models):
+    model, ids = models["llama"], prompt(200)
+    cache = tersekv.CompressedCache(model.config, LOSSLESS)
+    with tersekv.compress(model, LOSSLESS), torch.no_grad():
+        model(ids[:, :180], past_key_values=cache)
+        cache.crop(-70)
+        again = model(ids[:, 110:], past_key_values=cache).logits
+    with torch.no_grad():
+        expected = model(ids).logits[:, 110:]
+    torch.testing.assert_close(again, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_any_method_takes_keys_before_rope():
+    for recipe in ("kivi:bits=2,pre_rope=true", "qjl:pre_rope=true", "polarquant:pre_rope=true/kivi"):
+        parsed = tersekv.Recipe.parse(recipe)
+        plan = parsed.plan(20, 30)
+        assert plan.keys.pre_rope
+        assert not plan.values.pre_rope
+        assert tersekv.Recipe.parse(str(parsed)) == parsed
+        assert tersekv.Recipe.from_json(parsed.to_json()) == parsed
+    assert not tersekv.Recipe.parse("kivi").plan(0, 1).keys.pre_rope
+
+
+def test_a_model_without_rope_is_refused():
+    config = tf.GPT2Config(n_embd=64, n_head=2, n_layer=1, vocab_size=97)
+    with pytest.raises(UserError, match="gpt2 models cannot be coded before RoPE; use pre_rope=false"):
+        tersekv.CompressedCache(config, "kivi:pre_rope=true")
