@@ -20,6 +20,10 @@ RECIPES = [
     "int4:group=32",
     "kivi:bits=4;0=exact",
     "uniform:axis=channel,group=0/normalfloat:group=32",
+    "streaming:budget=200+kivi:bits=4",
+    "h2o:recent=16+kivi:bits=2",
+    "snapkv:budget=0.5+qjl",
+    "pyramidkv:budget=300,sinks=0+exact",
 ]
 
 

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "codecs": {"formats", "tables", "transforms"},
     "tokens": {"formats"},
     "recipe": {"codecs", "tokens"},
-    "store": {"codecs", "formats", "recipe"},
+    "store": {"codecs", "formats", "recipe", "tokens"},
     "attention": {"formats", "ops", "store"},
     "hf": {"attention", "codecs", "formats", "recipe", "store"},
     "evals": {"hf", "recipe", "store"},

@@ -22,11 +22,13 @@ DEFAULT_POLICY = "window"
 
 
 class LayerPlan(NamedTuple):
-    """What one layer does."""
+    """What one layer does; layer: its index among `layers`."""
 
     keys: Codec
     values: Codec
     policy: TokenPolicy
+    layer: int = 0
+    layers: int = 1
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Recipe:
         for spec, override in self.layers:
             if layer in _layer_range(spec, layers):
                 coder = override
-        return LayerPlan(*coder.at(layer), self.policy())
+        return LayerPlan(*coder.at(layer), self.policy(), layer, layers)
 
 
 def written(value: Any) -> str:

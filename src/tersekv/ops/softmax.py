@@ -11,15 +11,15 @@ def attend_scores(
 ) -> tuple[Tensor, Tensor]:
     """Attention from unscaled scores [B, H, R, T] and values [B, H, T, D], both float32.
 
-    `mask` is bool [B, q, T] with R % q == 0 and row r on mask row r % q. Returns out [B, H, R, D] and lse [B, H, R];
-    a row that sees no token has out 0 and lse -inf.
+    `mask` is bool [B, q, T], or [B, H, q, T] where heads differ, with R % q == 0 and row r on mask row r % q. Returns
+    out [B, H, R, D] and lse [B, H, R]; a row that sees no token has out 0 and lse -inf.
     """
     scores = scores * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
-        B, q, T = mask.shape
-        rows = mask[:, None, None].expand(B, 1, scores.shape[2] // q, q, T).reshape(B, 1, -1, T)
+        B, H, q, T = (mask if mask.dim() == 4 else mask[:, None]).shape
+        rows = mask.reshape(B, H, 1, q, T).expand(B, H, scores.shape[2] // q, q, T).reshape(B, H, -1, T)
         scores = scores.masked_fill(~rows, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - torch.where(lse.isneginf(), 0.0, lse)[..., None])

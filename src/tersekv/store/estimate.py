@@ -1,4 +1,4 @@
-"""Bytes of a cache from shapes alone: what `LayerStore` would hold after one prefill of that many tokens."""
+"""Bytes of a cache from shapes alone: what a layer's store would hold after one prefill of that many tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tersekv.recipe import LayerPlan, Recipe
 from tersekv.store.blocks import spare_blocks, tail_capacity
 from tersekv.store.footprint import Footprint
 from tersekv.store.layer import ROLLBACK_TOKENS
+from tersekv.tokens.base import Selection
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ def predict(shape: CacheShape, recipe: str | Recipe, tokens: int, batch: int = 1
 
 def _layer(plan: LayerPlan, shape: CacheShape, window: int | None, tokens: int) -> Footprint:
     """One head of one layer, without tables."""
+    if isinstance(plan.policy, Selection) and window is None:
+        return _selected(plan.policy, plan, shape, tokens)
     layouts = plan.keys.layout(shape.key_dim), plan.values.layout(shape.value_dim)
     dims = shape.key_dim + shape.value_dim
     flush = math.lcm(*(layout.block_tokens for layout in layouts))
@@ -90,11 +93,36 @@ def _layer(plan: LayerPlan, shape: CacheShape, window: int | None, tokens: int) 
     footprint = Footprint(tokens)
     footprint.parts["exact sinks"] = sinks * dims * exact_bytes
     footprint.parts["exact window"] = tail * dims * exact_bytes
-    if tail:
-        footprint.parts["slack"] = (tail_capacity(tail, plan.policy.recent + flush) - tail) * dims * exact_bytes
+    _count_slack(footprint, tail, plan.policy.recent + flush, dims * exact_bytes)
     for layout in layouts:
         _count(layout, packed // layout.block_tokens, footprint)
     return footprint
+
+
+def _selected(policy: Selection, plan: LayerPlan, shape: CacheShape, tokens: int) -> Footprint:
+    """The same under a policy that drops tokens."""
+    layouts = plan.keys.layout(shape.key_dim), plan.values.layout(shape.value_dim)
+    flush = math.lcm(*(layout.block_tokens for layout in layouts))
+    exact_bytes = policy.exact_dtype(shape.dtype).itemsize * (shape.key_dim + shape.value_dim)
+    budget = policy.kept(tokens, plan.layer, plan.layers)
+    usual = min(policy.recent, policy.latest(budget))
+    kept, tail = min(tokens, budget), min(tokens, usual)
+    sinks = min(policy.sinks, kept - tail)
+    packed = (kept - tail - sinks) // flush * flush
+    footprint = Footprint(tokens)
+    footprint.parts["exact sinks"] = sinks * exact_bytes
+    footprint.parts["exact window"] = (kept - sinks - packed) * exact_bytes
+    footprint.parts["selection"] = 4 * (kept - tail) + (4 * kept if policy.remembers else 0)
+    _count_slack(footprint, tail, usual + (0 if policy.evicts == "step" else flush), exact_bytes)
+    for layout in layouts:
+        _count(layout, packed // layout.block_tokens, footprint)
+    return footprint
+
+
+def _count_slack(footprint: Footprint, tail: int, usual: int, token_bytes: int) -> None:
+    """What a tail that usually grows to `usual` tokens has allocated beyond its tokens."""
+    if tail:
+        footprint.parts["slack"] += (tail_capacity(tail, usual) - tail) * token_bytes
 
 
 def _count(layout: Layout, blocks: int, footprint: Footprint) -> None:
