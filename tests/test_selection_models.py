@@ -14,6 +14,7 @@ from tersekv.tokens import policies
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
 DROPPING = [name for name, policy in policies().items() if policy.drops]
+EVERY = [*DROPPING, "subgen:variant=stream"]
 CODECS = ["kivi:bits=4", "polarquant", "qjl/int4:group=32"]
 ALL = "budget=4096,recent=32,exact=fp32+exact:dtype=fp32"
 """Nothing is dropped and nothing rounded, but all goes through the pools."""
@@ -27,16 +28,17 @@ def run(model, recipe, ids, **kwargs):
         return model.generate(ids, return_dict_in_generate=True, output_logits=True, **kwargs)
 
 
+def of(policy: str, options: str) -> str:
+    """The policy with further options."""
+    return f"{policy}{',' if ':' in policy else ':'}{options}"
+
+
 def full(name: str) -> str:
     """The policy's recipe that drops nothing."""
     return f"{name}:{ALL}"
 
 
-CHOOSING = [name for name in DROPPING if name != "subgen"]
-"""Policies that are exact where the budget has room for all."""
-
-
-@pytest.mark.parametrize("policy", CHOOSING)
+@pytest.mark.parametrize("policy", DROPPING)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tokens", [1, 150])
 def test_greedy_with_room_for_all(models, name, policy, tokens):
@@ -45,7 +47,7 @@ def test_greedy_with_room_for_all(models, name, policy, tokens):
     assert run(models[name], full(policy), ids).sequences.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("policy", CHOOSING)
+@pytest.mark.parametrize("policy", DROPPING)
 @pytest.mark.parametrize(
     "kwargs",
     [{"num_beams": 3, "num_return_sequences": 2}, {"prefill_chunk_size": 64}, {"prompt_lookup_num_tokens": 5}],
@@ -57,7 +59,7 @@ def test_behaviours_with_room_for_all(llama, policy, kwargs):
     assert run(llama, full(policy), ids, **kwargs).sequences.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("policy", CHOOSING)
+@pytest.mark.parametrize("policy", DROPPING)
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_left_padded_batch_with_room_for_all(models, name, policy):
     ids, mask = prompt(150, batch=3), torch.ones(3, 150, dtype=torch.long)
@@ -68,7 +70,7 @@ def test_left_padded_batch_with_room_for_all(models, name, policy):
         assert got.sequences.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("policy", CHOOSING)
+@pytest.mark.parametrize("policy", DROPPING)
 def test_several_turns_with_room_for_all(llama, policy):
     cache = tersekv.CompressedCache(llama.config, full(policy))
     first = run(llama, full(policy), prompt(120), past_key_values=cache).sequences
@@ -77,11 +79,11 @@ def test_several_turns_with_room_for_all(llama, policy):
     assert got.tolist() == llama.generate(second, attention_mask=torch.ones_like(second), **GREEDY).tolist()
 
 
-@pytest.mark.parametrize("policy", DROPPING)
+@pytest.mark.parametrize("policy", EVERY)
 @pytest.mark.parametrize("codec", CODECS)
 def test_every_policy_with_every_kind_of_codec(llama, policy, codec):
     """The prompt's own logits are exact; afterwards the cache is smaller, logits are finite, and turns go on."""
-    recipe, ids = f"{policy}:budget=0.5,recent=16+{codec}", prompt(300, batch=2)
+    recipe, ids = of(policy, f"budget=0.5,recent=16+{codec}"), prompt(300, batch=2)
     with tersekv.compress(llama, recipe), torch.no_grad():
         cache = tersekv.CompressedCache(llama.config, recipe)
         logits = llama(ids, past_key_values=cache).logits
@@ -106,15 +108,15 @@ def test_every_policy_with_every_kind_of_codec(llama, policy, codec):
         assert torch.isfinite(llama(prompt(1), past_key_values=cache).logits).all()
 
 
-@pytest.mark.parametrize("policy", DROPPING)
+@pytest.mark.parametrize("policy", EVERY)
 def test_beams_follow_their_rows(llama, policy):
-    out = run(llama, f"{policy}:recent=16+kivi:bits=4", prompt(200, batch=2), num_beams=3)
+    out = run(llama, of(policy, "recent=16+kivi:bits=4"), prompt(200, batch=2), num_beams=3)
     assert out.sequences.shape == (2, 240)
 
 
-@pytest.mark.parametrize("policy", CHOOSING)
+@pytest.mark.parametrize("policy", DROPPING)
 def test_padded_rows_get_the_logits_they_get_alone(llama, policy):
-    recipe = f"{policy}:budget=0.5,recent=16,exact=fp32+exact:dtype=fp32"
+    recipe = of(policy, "budget=0.5,recent=16,exact=fp32+exact:dtype=fp32")
     ids, mask = prompt(200, batch=2), torch.ones(2, 200, dtype=torch.long)
     mask[0, :60] = 0
     together = run(llama, recipe, ids * mask, attention_mask=mask).logits
@@ -124,10 +126,10 @@ def test_padded_rows_get_the_logits_they_get_alone(llama, policy):
             torch.testing.assert_close(a[row], b[0], atol=2e-4, rtol=2e-3)
 
 
-@pytest.mark.parametrize("policy", DROPPING)
+@pytest.mark.parametrize("policy", EVERY)
 def test_sliding_layers_are_left_alone(models, policy):
     """They hold what the window needs; the full-attention layer drops."""
-    model, recipe = models["gemma3"], f"{policy}:budget=64,recent=16+kivi:bits=4"
+    model, recipe = models["gemma3"], of(policy, "budget=64,recent=16+kivi:bits=4")
     with tersekv.compress(model, recipe), torch.no_grad():
         cache = tersekv.CompressedCache(model.config, recipe)
         model(prompt(300), past_key_values=cache)
@@ -139,9 +141,9 @@ def test_sliding_layers_are_left_alone(models, policy):
     assert full.footprint().total_bytes < sliding.footprint().total_bytes
 
 
-@pytest.mark.parametrize("policy", CHOOSING)
+@pytest.mark.parametrize("policy", DROPPING)
 def test_output_attentions(llama, policy):
-    recipe, ids = f"{policy}:budget=100,recent=16+kivi:bits=4", prompt(200)
+    recipe, ids = of(policy, "budget=100,recent=16+kivi:bits=4"), prompt(200)
     with tersekv.compress(llama, recipe), torch.no_grad():
         cache = llama(ids).past_key_values
         weights = llama(prompt(2), past_key_values=cache, output_attentions=True).attentions
@@ -152,7 +154,7 @@ def test_output_attentions(llama, policy):
         assert budget - 2 < (layer[0, 0, 1] > 0).sum() <= budget + 2 < 200
 
 
-@pytest.mark.parametrize("policy", DROPPING)
+@pytest.mark.parametrize("policy", EVERY)
 def test_where_selection_cannot_be_read(models, llama, policy):
     """Without our attention, and where a model's own code opens keys, it says so instead of attending to less."""
     recipe = f"{policy}+kivi:bits=4"
@@ -170,9 +172,9 @@ def test_where_selection_cannot_be_read(models, llama, policy):
         diff.generate(prompt(50), **GREEDY)
 
 
-@pytest.mark.parametrize("policy", CHOOSING)
+@pytest.mark.parametrize("policy", DROPPING)
 def test_more_proposals_than_the_tail_can_give_back(llama, policy):
-    recipe = f"{policy}:recent=8,sinks=0,budget=0.5+kivi"
+    recipe = of(policy, "recent=8,sinks=0,budget=0.5+kivi")
     with tersekv.compress(llama, recipe), torch.no_grad():
         cache = llama(prompt(200)).past_key_values
         with pytest.raises(CacheError, match="layer 0: cannot take back 190 tokens"):

@@ -18,12 +18,15 @@ from tersekv.attention.masks import Store
 from tersekv.ops import backends, softmax
 from tersekv.store.layer import LayerStore
 from tersekv.store.segments import PackedSegment
+from tersekv.store.selective import SelectiveStore
 
 BLOCK_READ_TOKENS = 1024
 """Packed tokens decoded at a time for long chunks."""
 
 QUERY_TILE = 256
 """Query positions per tile of a long chunk: bounds the scores held at a time."""
+
+Estimate = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 KERNEL_ROWS = 64
 """Most query rows per KV head (grouped heads × positions) that read packed bytes directly."""
@@ -96,6 +99,23 @@ class _Reader:
         op = backends.attend_exact if rows.shape[2] <= KERNEL_ROWS else softmax.attend_exact
         return op(rows, keys, values, mask, self.call.scaling, self.call.softcap)
 
+    def estimates(self, query: Tensor, tile: slice) -> list[Estimate]:
+        """What `softmax.attend_weighted` gives for each segment of tokens that stand for others."""
+        results = []
+        for segment in self.store.weighted_segments() if isinstance(self.store, SelectiveStore) else []:
+            mask = _tile(self._mask(segment.positions, segment.positions.shape[2]), tile)
+            value = None if segment.values is None else segment.values.decode()
+            scores, weights = segment.keys.scores(_rows(query)), (segment.numerator, segment.denominator)
+            results.append(softmax.attend_weighted(scores, value, mask, self.call.scaling, self.call.softcap, *weights))
+        return results
+
+    def longest(self, own: tuple[Tensor, Tensor, Tensor] | None) -> Tensor:
+        """The largest norm of a value, float32 [B, H], the chunk's own included."""
+        assert isinstance(self.store, SelectiveStore)
+        longest = self.store.longest_value
+        assert longest is not None
+        return longest if own is None else torch.maximum(longest, own[1].float().norm(dim=-1).amax(-1))
+
     def packed(self, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
         """Out and lse over the packed tokens for each tile of queries; empty if nothing is packed."""
         whole = self.store.packed_segment() if self.store is not None else None
@@ -158,7 +178,11 @@ def _finish(reader: _Reader, own: tuple[Tensor, Tensor, Tensor] | None, query: T
         if own is not None:
             keys, values, mask = own
             results.append(reader.dense(part, keys, values, mask[:, tile]))
-        out, lse = backends.merge_segments([r[0] for r in results], [r[1] for r in results])
+        estimates = reader.estimates(part, tile)
+        if estimates:
+            out, lse = _estimate(results, estimates, reader.longest(own))
+        else:
+            out, lse = backends.merge_segments([r[0] for r in results], [r[1] for r in results])
         if call.sink_logits is not None:
             out = _with_sink_logits(out, lse, call.sink_logits, G)
         outs.append(out.reshape(B, H, G, -1, out.shape[-1]))
@@ -166,6 +190,20 @@ def _finish(reader: _Reader, own: tuple[Tensor, Tensor, Tensor] | None, query: T
     if q == 1:
         return out.reshape(B, 1, H * G, -1).to(call.query.dtype)
     return out.permute(0, 3, 1, 2, 4).reshape(B, q, H * G, -1).to(call.query.dtype)
+
+
+def _estimate(
+    results: list[tuple[Tensor, Tensor]], estimates: list[Estimate], longest: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Numerator over denominator, each with its own tokens, and the log of the denominator. Attention is a mean of
+    values, so none is longer than the longest value; an estimate that is, is cut to that length."""
+    above = results + [(out, lse) for out, lse, _ in estimates if out is not None and lse is not None]
+    below = [lse for _, lse in results] + [lse for *_, lse in estimates if lse is not None]
+    out, top = softmax.merge_segments([out for out, _ in above], [lse for _, lse in above])
+    bottom = torch.logsumexp(torch.stack(below), dim=0)
+    most = longest.clamp(min=1e-30).log().unsqueeze(-1) - out.norm(dim=-1).clamp(min=1e-30).log()
+    log_share = torch.where(bottom.isneginf(), most, torch.minimum(top - bottom, most))
+    return out * torch.where(top.isneginf(), 0.0, log_share.exp()).unsqueeze(-1), bottom
 
 
 def _with_sink_logits(out: Tensor, lse: Tensor, logits: Tensor, G: int) -> Tensor:

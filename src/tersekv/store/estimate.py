@@ -13,6 +13,7 @@ from tersekv.store.blocks import spare_blocks, tail_capacity
 from tersekv.store.footprint import Footprint
 from tersekv.store.layer import ROLLBACK_TOKENS
 from tersekv.tokens.base import Selection
+from tersekv.tokens.subgen import SubGen
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def _layer(plan: LayerPlan, shape: CacheShape, window: int | None, tokens: int) 
     """One head of one layer, without tables."""
     if isinstance(plan.policy, Selection) and window is None:
         return _selected(plan.policy, plan, shape, tokens)
-    layouts = plan.keys.layout(shape.key_dim), plan.values.layout(shape.value_dim)
+    layouts = [layout for layout, _ in _layouts(plan, shape)]
     dims = shape.key_dim + shape.value_dim
     flush = math.lcm(*(layout.block_tokens for layout in layouts))
     exact_bytes = plan.policy.exact_dtype(shape.dtype).itemsize
@@ -101,22 +102,61 @@ def _layer(plan: LayerPlan, shape: CacheShape, window: int | None, tokens: int) 
 
 def _selected(policy: Selection, plan: LayerPlan, shape: CacheShape, tokens: int) -> Footprint:
     """The same under a policy that drops tokens."""
-    layouts = plan.keys.layout(shape.key_dim), plan.values.layout(shape.value_dim)
-    flush = math.lcm(*(layout.block_tokens for layout in layouts))
-    exact_bytes = policy.exact_dtype(shape.dtype).itemsize * (shape.key_dim + shape.value_dim)
+    flush = math.lcm(*(layout.block_tokens for layout, _ in _layouts(plan, shape)))
+    itemsize = policy.exact_dtype(shape.dtype).itemsize
+    both = (shape.key_dim + shape.value_dim) * itemsize
     budget = policy.kept(tokens, plan.layer, plan.layers)
     usual = min(policy.recent, policy.latest(budget))
-    kept, tail = min(tokens, budget), min(tokens, usual)
-    sinks = min(policy.sinks, kept - tail)
-    packed = (kept - tail - sinks) // flush * flush
+    tail = min(tokens, usual)
     footprint = Footprint(tokens)
-    footprint.parts["exact sinks"] = sinks * exact_bytes
-    footprint.parts["exact window"] = (kept - sinks - packed) * exact_bytes
-    footprint.parts["selection"] = 4 * (kept - tail) + (4 * kept if policy.remembers else 0)
-    _count_slack(footprint, tail, usual + (0 if policy.evicts == "step" else flush), exact_bytes)
-    for layout in layouts:
-        _count(layout, packed // layout.block_tokens, footprint)
+    footprint.parts["exact window"] = tail * both
+    _count_slack(footprint, tail, usual + (0 if policy.evicts == "step" else flush), both)
+    if isinstance(policy, SubGen) and policy.samples:
+        sinks = min(policy.sinks, tokens - tail)
+        _sampled(footprint, plan, shape, policy, budget, tokens - tail - sinks)
+        footprint.parts["selection"] += 4 * sinks
+    else:
+        sinks = min(policy.sinks, min(tokens, budget) - tail)
+        _pool(footprint, _layouts(plan, shape), min(tokens, budget) - tail - sinks, itemsize)
+        footprint.parts["selection"] = 4 * (min(tokens, budget) - tail) * (2 if policy.remembers else 1)
+        footprint.parts["selection"] += 4 * tail if policy.remembers else 0
+    footprint.parts["exact sinks"] = sinks * both
     return footprint
+
+
+def _layouts(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
+    return [(plan.keys.layout(shape.key_dim), shape.key_dim), (plan.values.layout(shape.value_dim), shape.value_dim)]
+
+
+def _pool(footprint: Footprint, layouts: list[tuple[Layout, int]], tokens: int, itemsize: int) -> None:
+    """Chosen tokens, packed but for those that fill no block."""
+    flush = math.lcm(*(layout.block_tokens for layout, _ in layouts))
+    for layout, dim in layouts:
+        _count(layout, tokens // flush * flush // layout.block_tokens, footprint)
+        footprint.parts["exact window"] += tokens % flush * dim * itemsize
+
+
+def _most(footprint: Footprint, layouts: list[tuple[Layout, int]], tokens: int, itemsize: int) -> None:
+    """At most so many tokens, of which any number may fill no block."""
+    flush = math.lcm(*(layout.block_tokens for layout, _ in layouts))
+    _pool(footprint, layouts, tokens // flush * flush, itemsize)
+    footprint.parts["exact window"] += min(tokens, flush - 1) * itemsize * sum(dim for _, dim in layouts)
+
+
+def _sampled(
+    footprint: Footprint, plan: LayerPlan, shape: CacheShape, policy: SubGen, budget: int, stream: int
+) -> None:
+    """Sketches of `stream` tokens, at most: as if no two samples were the same, and as many clusters as there is room
+    for (more, where δ is given and the stream has more)."""
+    s, m = policy.sizes(budget)
+    values, clusters = min(s, stream), min(m, stream)
+    keys = min(clusters * policy.slots, stream)
+    layouts, itemsize = _layouts(plan, shape), policy.exact_dtype(shape.dtype).itemsize
+    _most(footprint, layouts, values, itemsize)
+    _most(footprint, layouts[:1], keys, itemsize)
+    footprint.parts["exact window"] += clusters * shape.key_dim * itemsize
+    # position, norm, weight; position, weight; slots and μ; members and slots; δ and the longest value
+    footprint.parts["selection"] += 12 * values + 8 * keys + 4 * s + 8 + 4 * clusters * (1 + policy.slots) + 8
 
 
 def _count_slack(footprint: Footprint, tail: int, usual: int, token_bytes: int) -> None:

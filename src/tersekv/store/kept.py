@@ -15,10 +15,11 @@ from torch import Tensor
 from tersekv.recipe import LayerPlan
 from tersekv.store.footprint import Footprint
 from tersekv.store.layer import LayerStore
-from tersekv.store.pool import WEIGHT, Pool, gathered
+from tersekv.store.pool import WEIGHT, Pool
 from tersekv.store.segments import ExactSegment, PackedSegment
 from tersekv.store.selective import SelectiveStore
-from tersekv.tokens.base import Candidates
+from tersekv.store.sketch import SketchStore
+from tersekv.tokens.base import Candidates, Selection
 
 SPARE = 1.5
 """Packed slots of a pool, at most, as a multiple of the tokens that it may hold: how far empty slots may add up before
@@ -75,27 +76,30 @@ class KeptStore(SelectiveStore):
             self.pool.fields[VOTES] = votes[:, :, :slots]
             self.tail_votes = votes[:, :, slots + leave :].clone()
         if leave:
-            self._choose(new, votes[:, :, : slots + leave], leave, prompt or self.policy.evicts != "never")
+            self._choose(new, votes[:, :, : slots + leave], leave, prompt)
 
-    def _choose(self, new: list[Tensor], votes: Tensor, leave: int, evicts: bool) -> None:
+    def _choose(self, new: list[Tensor], votes: Tensor, leave: int, prompt: bool) -> None:
         """The oldest tokens behind the pool go into it, or for good. votes: of the pool's slots and of these tokens."""
-        slots = self.pool.positions.shape[2]
+        slots, evicts = self.pool.positions.shape[2], prompt or self.policy.evicts != "never"
         after = self.tails[0].tokens + new[0].shape[2] - leave  # tokens that stay in the tail
         leaving, positions = self._leaving(new, leave)
         positions = torch.cat([self.pool.positions, positions], dim=2)
         alive, weights = positions >= 0, torch.zeros_like(votes)
+        room = (self.budget - self._of_row(after)).clamp(min=0)
+        too_many = alive.sum(-1).amax(-1) > room
+        evicts = evicts and bool(too_many.any())
         if evicts:
-            room = (self.budget - self._of_row(after)).clamp(min=0)
-            weights = self._weights(Candidates(votes, positions, self.seen, room, lambda: self._keys(leaving[0])))
+            if not prompt and self.policy.evicts == "block":
+                room = torch.where(too_many, room - room // 8, room)
+            always = self._sinks(positions) | (positions >= (self.seen - self.latest)[:, None, None])
+            candidates = Candidates(votes, positions, self.seen, room, always, lambda: self._keys(leaving[0]))
+            weights = self.policy.ranks(candidates).masked_fill(always, torch.inf)
             alive = best(weights, alive, room)
         samples = self._samples(leaving)
         self.pool.fields[WEIGHT] = weights[:, :, :slots]
         self.pool.keep(alive[:, :, :slots])
-        chosen = alive[:, :, slots:]
-        order = (~chosen).int().argsort(dim=-1, stable=True)[:, :, : int(chosen.sum(-1).max())]
-        entering = positions[:, :, slots:].masked_fill(~chosen, -1).gather(2, order)
-        fields = {name: x[:, :, slots:].gather(2, order) for name, x in ((VOTES, votes), (WEIGHT, weights))}
-        self.pool.add([gathered(x, order) for x in leaving], entering, fields)
+        fields = {VOTES: votes[:, :, slots:], WEIGHT: weights[:, :, slots:]}
+        self.pool.take(leaving, positions[:, :, slots:], alive[:, :, slots:], fields)
         loose = self.pool.positions[:, :, self.packed_tokens :]
         self.pool.pack((loose >= 0) & ~self._sinks(loose), samples, self._most_blocks() if evicts else None)
         del self.pool.fields[WEIGHT]
@@ -116,11 +120,6 @@ class KeptStore(SelectiveStore):
         """Keys of the pool's slots and of what leaves the tail, float32 [B, H, slots + m, D]."""
         packed = [self.keys.view(0, self.packed_tokens).decode()] if self.packed_tokens else []
         return torch.cat([*packed, self.keys.loose.float(), leaving.float()], dim=2)
-
-    def _weights(self, candidates: Candidates) -> Tensor:
-        """The policy's ranks, with inf for those that always stay."""
-        latest = candidates.positions >= (self.seen - self.latest)[:, None, None]
-        return self.policy.ranks(candidates).masked_fill(latest | self._sinks(candidates.positions), torch.inf)
 
     def _most_blocks(self) -> int:
         tokens = max(0, int(self.budget.max()) - self.tail_tokens)
@@ -147,6 +146,6 @@ def best(weights: Tensor, alive: Tensor, room: Tensor) -> Tensor:
 
 def new_store(plan: LayerPlan, keys: Tensor, values: Tensor, window: int | None = None) -> LayerStore | SelectiveStore:
     """The store of a layer. With a sliding window every policy keeps what the window needs."""
-    if plan.policy.drops and window is None:
-        return KeptStore(plan, keys, values)
+    if isinstance(plan.policy, Selection) and window is None:
+        return (SketchStore if plan.policy.samples else KeptStore)(plan, keys, values)
     return LayerStore(plan, keys, values, window)

@@ -2,7 +2,7 @@
 
 All heads have the same number of slots; a slot without a token has position −1 and is never attended to. Packed tokens
 leave by losing their position. A block that is empty in every head is given back, and where there are more blocks than
-allowed, each head loses those whose tokens count least: nothing that was packed is ever decoded and packed again.
+allowed, each head loses those whose tokens count least. What was packed is packed again only where that changes no bit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Pool:
         B, H = like[0].shape[:2]
         self.positions = like[0].new_empty((B, H, 0), dtype=torch.int32)
         self.fields = {name: like[0].new_empty((B, H, 0), dtype=kind) for name, kind in (fields or {}).items()}
-        self.holes = False
+        self.moves = True  # as far as is known, packing a token again gives the same bits
 
     @property
     def packed_tokens(self) -> int:
@@ -69,6 +69,13 @@ class Pool:
         self.fields = {name: torch.cat([old, fields[name].to(old.dtype)], dim=2) for name, old in self.fields.items()}
         self._tidy()
 
+    def take(self, tokens: Sequence[Tensor], positions: Tensor, chosen: Tensor, fields: dict[str, Tensor]) -> None:
+        """Add those of tokens [B, H, n, D] that are in chosen [B, H, n]."""
+        order = (~chosen).int().argsort(dim=-1, stable=True)[:, :, : int(chosen.sum(-1).max())]
+        entering = positions.masked_fill(~chosen, -1).gather(2, order)
+        taken = {name: x.gather(2, order) for name, x in fields.items()}
+        self.add([gathered(x, order) for x in tokens], entering, taken)
+
     def keep(self, alive: Tensor) -> None:
         """Only the slots in `alive` [B, H, slots] keep their tokens."""
         self.positions = self.positions.masked_fill(~alive, -1)
@@ -83,7 +90,6 @@ class Pool:
             for side in self.sides:
                 side.loose = gathered(side.loose, order)
             self._rearrange(P + order)
-        self.holes = bool((self.positions[:, :, :P] < 0).any())
 
     def _rearrange(self, loose: Tensor) -> None:
         """Figures of the packed slots, then of the slots `loose` [B, H, n]."""
@@ -125,6 +131,7 @@ class Pool:
             for part in parts:
                 side.packed.append(part)
         self._move(P, order, taken)
+        self._compact(most_blocks)
         self._give_back(most_blocks)
 
     def _move(self, P: int, order: Tensor, taken: Tensor) -> None:
@@ -138,6 +145,34 @@ class Pool:
         packed = self.positions[:, :, P:].gather(2, order).masked_fill(~taken, -1)
         loose = self.positions[:, :, P:].masked_fill(counts > 0, -1)
         self.positions = torch.cat([self.positions[:, :, :P], packed, loose], dim=2)
+        self._tidy()
+
+    def _compact(self, most_blocks: int | None) -> None:
+        """Where half of the packed slots are empty, or blocks are too many: put the tokens together, if that changes no
+        bit of what they decode to (as for floats)."""
+        P, t = self.packed_tokens, self.flush_tokens
+        alive = self.alive[:, :, :P]
+        slots = -(-int(alive.sum(-1).max()) // t) * t
+        wanted = 2 * slots <= P or (most_blocks is not None and most_blocks * t < P)
+        if not self.moves or not wanted or slots == P:
+            return
+        order = (~alive).int().argsort(dim=-1, stable=True)[:, :, :slots]
+        held = alive.gather(2, order)
+        order = torch.where(held, order, order[:, :, :1])
+        planes = []
+        for side in self.sides:
+            x = gathered(side.view(0, P).decode(), order)
+            planes.append(side.codec.encode(x))
+            self.moves = self.moves and torch.equal(side.codec.decode(planes[-1], side.head_dim), x)
+        if not self.moves:
+            return
+        for side, moved in zip(self.sides, planes, strict=True):
+            side.packed.keep(order[:, :, :0])
+            side.packed.append(moved)
+        self.positions = torch.cat(
+            [self.positions.gather(2, order).masked_fill(~held, -1), self.positions[:, :, P:]], dim=2
+        )
+        self.fields = {name: torch.cat([x.gather(2, order), x[:, :, P:]], dim=2) for name, x in self.fields.items()}
         self._tidy()
 
     def _give_back(self, most_blocks: int | None) -> None:
@@ -166,11 +201,11 @@ class Pool:
     def state(self) -> Any:
         """What `restore` goes back to; buffers grow behind what it holds, so that nothing is copied."""
         sides = [(side.codec, side.loose, side.packed.state()) for side in self.sides]
-        return sides, self.positions, dict(self.fields), self.holes
+        return sides, self.positions, dict(self.fields)
 
     def restore(self, state: Any) -> None:
         """Undo everything since `state()`."""
-        sides, self.positions, self.fields, self.holes = state
+        sides, self.positions, self.fields = state
         for side, (codec, loose, packed) in zip(self.sides, sides, strict=True):
             side.codec, side.loose = codec, loose
             side.packed.restore(packed)

@@ -27,3 +27,15 @@ class PackedSegment(NamedTuple):
     first: int
     tokens: int
     positions: Tensor | None = None
+
+
+class WeightedSegment(NamedTuple):
+    """Tokens that stand for others. log-weights float32 [B, H, T] are added to their scores: `numerator` where they
+    count for Σ e^score·v, `denominator` where they count for Σ e^score; None where they do not. values: None without
+    numerator. positions int32 [B, H, T], −1: no token."""
+
+    keys: View
+    values: View | None
+    positions: Tensor
+    numerator: Tensor | None
+    denominator: Tensor | None

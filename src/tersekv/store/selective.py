@@ -17,7 +17,7 @@ from tersekv.recipe import LayerPlan
 from tersekv.store.blocks import TailBuffer
 from tersekv.store.footprint import Footprint
 from tersekv.store.pool import Pool
-from tersekv.store.segments import ExactSegment, PackedSegment
+from tersekv.store.segments import ExactSegment, PackedSegment, WeightedSegment
 from tersekv.tensors import plain
 from tersekv.tokens.base import Selection
 
@@ -111,6 +111,15 @@ class SelectiveStore(ABC):
     @abstractmethod
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
         """Packed slots `first` to `first + tokens` (multiples of `flush_tokens`), or None if there are none."""
+
+    def weighted_segments(self) -> list[WeightedSegment]:
+        """Tokens that stand for others, with log-weights for softmax's numerator and denominator."""
+        return []
+
+    @property
+    def longest_value(self) -> Tensor | None:
+        """The largest norm of a value so far, float32 [B, H], where attention is an estimate; no true one is longer."""
+        return None
 
     # ------------------------------------------------------------------ growing
 
@@ -238,7 +247,9 @@ class SelectiveStore(ABC):
             tail.map(fn)
         for name in self.STATE:
             value: Any = getattr(self, name)
-            if isinstance(value, Tensor):
+            if isinstance(value, tuple):
+                setattr(self, name, type(value)(*(fn(x) if isinstance(x, Tensor) else x for x in value)))
+            elif isinstance(value, Tensor):
                 setattr(self, name, fn(value))
 
     def tables(self) -> list[Tensor]:

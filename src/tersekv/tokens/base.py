@@ -60,13 +60,15 @@ class Candidates(NamedTuple):
 
     votes: float32 [B, H, T], attention weights that observed queries gave each token, summed over queries and averaged
     over the query heads of the KV head. positions: int [B, H, T], −1 where there is no token. seen: tokens so far.
-    room: int64 [B], how many of these may stay. keys: makes them, float32 [B, H, T, D].
+    room: int64 [B], how many of these may stay. always: bool [B, H, T], those that do in any case. keys: makes them,
+    float32 [B, H, T, D].
     """
 
     votes: Tensor
     positions: Tensor
     seen: int
     room: Tensor
+    always: Tensor
     keys: Callable[[], Tensor]
 
 
@@ -92,6 +94,11 @@ class Selection(TokenPolicy):
                 f"budget={self.budget:g} is not allowed; give a fraction of the prompt's tokens up to 1, or a number "
                 "of tokens above 1"
             )
+
+    @property
+    def samples(self) -> bool:
+        """Whether it holds samples that estimate attention, instead of chosen tokens."""
+        return False
 
     def kept(self, tokens: int, layer: int = 0, layers: int = 1) -> int:
         """How many tokens may stay in layer `layer` of `layers` when there have been `tokens`; at least one."""
