@@ -99,7 +99,7 @@ def test_merged_clusters_are_uniform():
 
 @pytest.mark.parametrize("block", [1, 50, 1000])
 def test_no_more_clusters_than_a_clusterable_stream_has(block):
-    """Keys in m balls of diameter δ: at most m representatives, however the stream is cut (Definition 1, Lemma 1)."""
+    """Keys in m balls of diameter δ: at most m representatives, however the stream is cut (§2)."""
     m, D = 30, 16
     generator = random(3)
     middles = torch.randn(m, D, generator=generator) * 3

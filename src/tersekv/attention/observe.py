@@ -22,6 +22,7 @@ OBSERVED_QUERIES = 64
 Held = list[tuple[Tensor, Tensor]]
 
 
+@torch.no_grad()
 def observe(store: Store, keys: Tensor, call: Call) -> Tensor | None:
     """Votes float32 [B, Hkv, held + n] for the tokens that the store holds, in its order, and for new keys
     [B, Hkv, n, D]: the softmax weights that the observed latest queries give them, summed over queries and averaged

@@ -1,4 +1,4 @@
-"""Keys of a stream in clusters, with uniform samples of each (SubGen, arXiv 2402.06082, Algorithm 1, lines 4-14).
+"""Keys of a stream in clusters, with uniform samples of each (SubGen, arXiv 2402.06082, Algorithm 1).
 
 A key joins the cluster of the nearest representative where that is within δ, and is then put into each of its slots
 with probability 1/n; else it founds a cluster and fills all its slots. Of c keys of a block that join a cluster of n, a

@@ -1,4 +1,4 @@
-"""Samples of a stream by weight, each independent of the others (SubGen, arXiv 2402.06082, Algorithm 1, lines 15-20).
+"""Samples of a stream by weight, each independent of the others (SubGen, arXiv 2402.06082, Algorithm 1).
 
 Token by token, each of s slots is replaced with probability w/(μ + w), where w is the token's weight and μ that of all
 before it; then a slot holds token i with probability w_i/Σw. Of a block with weight W, a slot ends with one of its

@@ -1,5 +1,5 @@
-"""H2O (arXiv 2306.14048): tokens that have received most attention so far ("heavy hitters", §3.2) and the latest ones,
-half the budget each (§5); one token leaves at every step (Algorithm 1).
+"""H2O (arXiv 2306.14048): tokens that have received most attention so far ("heavy hitters") and the latest ones, half
+the budget each; one token leaves at every step (Algorithm 1).
 
 The score of a token is the sum of the attention weights that all queries so far gave it, averaged over the query heads
 of its KV head (the paper's models have one each). Sinks are no part of the paper: `sinks=0` leaves them out.

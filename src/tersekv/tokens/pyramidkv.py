@@ -1,7 +1,7 @@
 """PyramidKV (arXiv 2406.02069): SnapKV with more tokens in the first layers, where attention is spread, and fewer in
-the last ones, where it gathers on a few; budgets fall evenly from layer to layer and have SnapKV's total (§4).
+the last ones, where it gathers on a few; budgets fall evenly from layer to layer and have SnapKV's total.
 
-The last layer gets budget/β and the first twice the mean less that (Equations 2 and 3). Ours counts the observation
+The last layer gets budget/β and the first twice the mean less that (§4). Ours counts the observation
 window within the budget, and never gives a layer less than it or more than the prompt. kvpress gives up the pyramid
 altogether (as SnapKV) where the last layer would get less than the window.
 """

@@ -4,7 +4,7 @@
 tokens; the centers' keys and values stay. Ours counts tokens that stay anyway as centers, and chooses again among what
 is held whenever the budget is exceeded, an eighth less than it, so that it does not choose at every block.
 
-`variant=stream` (Algorithm 1, §2): a key joins the nearest cluster within δ, or founds one; each cluster keeps `slots`
+`variant=stream` (Algorithm 1): a key joins the nearest cluster within δ, or founds one; each cluster keeps `slots`
 uniform samples of its keys, which estimate softmax's denominator, and of all tokens a number of samples by ‖v‖²
 estimates its numerator. Sinks and the `recent` latest tokens are exact in both sums (0 of each: the paper's algorithm).
 With `delta=0`, δ starts at 0 and grows, merging clusters, whenever there would be more than the budget has room for.
