@@ -7,6 +7,7 @@ import torch
 import transformers as tf
 
 import tersekv
+from conftest import MODELS as BUILD
 from conftest import SHAPE, prompt
 from tersekv.errors import CacheError, UserError
 from tersekv.store.layer import LayerStore
@@ -179,3 +180,27 @@ def test_more_proposals_than_the_tail_can_give_back(llama, policy):
         cache = llama(prompt(200)).past_key_values
         with pytest.raises(CacheError, match="layer 0: cannot take back 190 tokens"):
             cache.crop(-190)
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_other_types_modes_and_devices(policy):
+    """bfloat16 weights, inference mode, gradients, and a cache that is moved away and back."""
+    torch.manual_seed(0)
+    model = BUILD["llama"]().to(torch.bfloat16).eval()
+    recipe = of(policy, "budget=0.5,recent=16+kivi:bits=4")
+    with tersekv.compress(model, recipe):
+        with torch.inference_mode():
+            cache = model(prompt(200)).past_key_values
+            model(prompt(1), past_key_values=cache)
+        embeds = model.get_input_embeddings()(prompt(40)).detach().requires_grad_(True)
+        model(inputs_embeds=embeds, past_key_values=cache).logits.float().sum().backward()
+        assert torch.isfinite(embeds.grad).all()
+        for layer in cache.layers:
+            assert layer.store.keys.dtype == torch.bfloat16
+            assert not any(x.requires_grad for pool in layer.store.pools for x in pool.fields.values())
+            layer.offload()
+            layer.prefetch()
+        with torch.no_grad():
+            assert torch.isfinite(model(prompt(1), past_key_values=cache).logits).all()
+        cache.reset()
+        assert cache.get_seq_length() == 0

@@ -153,12 +153,11 @@ class SketchStore(SelectiveStore):
     def footprint(self) -> Footprint:
         """Bytes held, without tables."""
         footprint = super().footprint()
-        tensors = [self.longest]
         if self.reservoir is not None and self.clusters is not None:
-            tensors += [*self.reservoir, *self.clusters[1:4]]
-            centers = self.clusters.centers
+            centers, *figures = self.clusters[:4]
             footprint.parts["exact window"] += centers.numel() * centers.element_size()
-        footprint.parts["selection"] += sum(x.numel() * x.element_size() for x in tensors)
+            figures += [*self.reservoir, self.longest]
+            footprint.parts["selection"] += sum(x.numel() * x.element_size() for x in figures)
         return footprint
 
 
