@@ -20,6 +20,11 @@ RECIPES = [
     "int4:group=32",
     "kivi:bits=4;0=exact",
     "uniform:axis=channel,group=0/normalfloat:group=32",
+    "streaming:budget=200+kivi:bits=4",
+    "h2o:recent=16+kivi:bits=2",
+    "snapkv:budget=0.5+qjl",
+    "pyramidkv:budget=300,sinks=0+exact",
+    "subgen:budget=0.4+kivi:bits=4",
 ]
 
 
@@ -43,6 +48,17 @@ def test_estimate_is_what_a_cache_holds(models, name, recipe, tokens):
     assert held.parts == expected.parts
     assert held.elements == expected.elements
     assert held.bits_per_element == expected.bits_per_element
+
+
+@pytest.mark.parametrize("budget", ["0.5", "150", "2000"])
+def test_estimate_of_samples_is_the_most_they_hold(models, budget):
+    recipe = f"subgen:variant=stream,recent=16,budget={budget}+kivi:bits=4"
+    with tersekv.compress(models["llama"], recipe), torch.no_grad():
+        held = models["llama"](prompt(700)).past_key_values.footprint()
+    most = predict(replace(cache_shape(models["llama"].config), dtype=torch.float32), recipe, 700)
+    for part in held.parts:
+        assert held.parts[part] <= most.parts[part]
+    assert held.total_bytes > 0.4 * most.total_bytes
 
 
 def test_shape_of_every_test_model(models):

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "codecs": {"formats", "tables", "transforms"},
     "tokens": {"formats"},
     "recipe": {"codecs", "tokens"},
-    "store": {"codecs", "formats", "recipe", "transforms"},
+    "store": {"codecs", "formats", "recipe", "tokens", "transforms"},
     "attention": {"formats", "ops", "store"},
     "hf": {"attention", "codecs", "formats", "recipe", "store", "transforms"},
     "evals": {"hf", "recipe", "store"},
@@ -125,9 +125,14 @@ def test_readme_names_every_method_with_its_true_bits():
         assert " / ".join(short) in rows[name], (name, short, rows[name])
 
 
+def test_readme_names_every_policy():
+    table = readme().split("| token policy |", 1)[1].split("\n\n", 1)[0]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(policies())
+
+
 def test_every_method_has_a_page():
     pages = " ".join(p.read_text() for p in (ROOT / "docs" / "methods").glob("*.md"))
-    for name in methods():
+    for name in {*methods(), *policies()} - {"window"}:  # what every method's page is about
         assert f"`{name}" in pages
 
 

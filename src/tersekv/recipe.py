@@ -25,11 +25,13 @@ PRE_ROPE = "pre_rope"
 
 
 class LayerPlan(NamedTuple):
-    """What one layer does."""
+    """What one layer does; layer: its index among `layers`."""
 
     keys: Codec
     values: Codec
     policy: TokenPolicy
+    layer: int = 0
+    layers: int = 1
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class Recipe:
         for spec, override in self.layers:
             if layer in _layer_range(spec, layers):
                 coder = override
-        return LayerPlan(*coder.at(layer), self.policy())
+        return LayerPlan(*coder.at(layer), self.policy(), layer, layers)
 
 
 def written(value: Any) -> str:

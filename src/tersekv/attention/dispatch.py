@@ -8,6 +8,7 @@ from torch import Tensor
 from tersekv.errors import UserError
 from tersekv.formats.base import View
 from tersekv.ops import backends
+from tersekv.ops.heads import heads_as_rows
 
 OPS = {("grid", "grid"): "attend_grid", ("exact", "exact"): "attend_exact"}
 """The op for the formats of keys and values; where there is none, segments are decoded block by block."""
@@ -28,6 +29,11 @@ def direct(
             raise UserError(f"backend {backends.chosen()!r} is forced: {_no_op(keys, values)}")
         return None
     call = (query, keys.operand, values.operand, mask, scaling, softcap)
+    if mask is not None and mask.dim() == 4:
+        run = backends.kernel(op, query, keys.operand, values.operand, mask.flatten(0, 1), scaling, softcap)
+        if run is None:
+            return None
+        return heads_as_rows(run, query, keys.operand, values.operand, mask, scaling, softcap)
     run = backends.kernel(op, *call)
     return run(*call) if run is not None else None
 

@@ -12,15 +12,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tersekv.attention import masks
 from tersekv.attention.dispatch import direct
+from tersekv.attention.masks import Store
 from tersekv.ops import backends, softmax
-from tersekv.store.layer import LayerStore, PackedSegment
+from tersekv.store.layer import LayerStore
+from tersekv.store.segments import PackedSegment
+from tersekv.store.selective import SelectiveStore
 
 BLOCK_READ_TOKENS = 1024
 """Packed tokens decoded at a time for long chunks."""
 
 QUERY_TILE = 256
 """Query positions per tile of a long chunk: bounds the scores held at a time."""
+
+Estimate = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 KERNEL_ROWS = 64
 """Most query rows per KV head (grouped heads × positions) that read packed bytes directly."""
@@ -41,71 +47,50 @@ class Call:
     sink_logits: Tensor | None = None
 
 
-def attend_store(store: LayerStore, call: Call) -> Tensor:
+def attend_store(store: Store, call: Call) -> Tensor:
     """Attention over everything in the store (the queries' own tokens included): [B, q, Hq, Dv] in the query's type."""
-    query = _grouped(call.query, store.kv_heads)
+    query = grouped(call.query, store.kv_heads)
     q = call.query.shape[2]
-    mask = _padded_mask(store, call.mask, q)
+    mask = masks.padded(store, call.mask, q)
     if mask is None and q > 1:
-        mask = _causal(q, store.seen, query.device).expand(query.shape[0], -1, -1)
+        mask = masks.causal(q, store.seen, query.device).expand(query.shape[0], -1, -1)
     return _finish(_Reader(store, call, mask), None, query, call)
 
 
-def attend_chunk(store: LayerStore | None, keys: Tensor, values: Tensor, call: Call) -> Tensor:
+def attend_chunk(store: Store | None, keys: Tensor, values: Tensor, call: Call) -> Tensor:
     """Attention over the past in the store (None: no past) and, exactly, over the chunk's own keys and values
     [B, Hkv, q, D], which are not in the store yet."""
-    query = _grouped(call.query, keys.shape[1])
+    query = grouped(call.query, keys.shape[1])
     B, q, n = query.shape[0], call.query.shape[2], keys.shape[2]
     past = 0 if store is None else store.seen
     mask = None if call.mask is None else call.mask[:, :, :past]
-    own = _causal(q, n, query.device).expand(B, -1, -1) if call.mask is None else call.mask[:, :, past : past + n]
-    reader = _Reader(store, call, _padded_mask(store, mask, q) if store is not None else None)
+    own = masks.causal(q, n, query.device).expand(B, -1, -1) if call.mask is None else call.mask[:, :, past : past + n]
+    reader = _Reader(store, call, masks.padded(store, mask, q) if store is not None else None)
     return _finish(reader, (keys, values, own), query, call)
 
 
-def _grouped(query: Tensor, kv_heads: int) -> Tensor:
+def grouped(query: Tensor, kv_heads: int) -> Tensor:
     """[B, Hq, q, D] -> float32 [B, Hkv, G, q, D]."""
     B, Hq, q, D = query.shape
     return query.float().reshape(B, kv_heads, Hq // kv_heads, q, D)
 
 
-def _causal(q: int, T: int, device: torch.device) -> Tensor:
-    """bool [1, q, T], query i at position T − q + i."""
-    return (torch.arange(T, device=device) <= torch.arange(T - q, T, device=device)[:, None])[None]
-
-
-def _padded_mask(store: LayerStore, mask: Tensor | None, q: int) -> Tensor | None:
-    """A mask where the store needs one: rows with sinks of their own hide the tokens in front of and under them."""
-    if store.padding is None or mask is not None:
-        return mask
-    ones = torch.ones(1, 1, store.seen, dtype=torch.bool, device=store.padding.device)
-    return ones.expand(store.batch_size, q, -1)
-
-
 class _Reader:
     """The store's segments for one call: slices of the mask, and the choice between kernels and decoding."""
 
-    def __init__(self, store: LayerStore | None, call: Call, mask: Tensor | None) -> None:
+    def __init__(self, store: Store | None, call: Call, mask: Tensor | None) -> None:
         self.store, self.call, self.mask = store, call, mask
 
     def _mask(self, positions: Tensor | int, tokens: int) -> Tensor | None:
-        """Mask columns [B, q, tokens] from position `positions` on, or at positions [B, tokens]."""
-        if self.mask is None or self.store is None:
-            return None
-        if isinstance(positions, Tensor):
-            return self.mask.gather(2, positions[:, None].expand(-1, self.mask.shape[1], -1))
-        columns = self.mask[:, :, positions : positions + tokens]
-        if self.store.padding is not None:
-            own = self.store.padding[:, None] + self.store.keys.sinks.shape[2]
-            columns = columns & (torch.arange(positions, positions + tokens, device=columns.device) >= own)[:, None]
-        return columns
+        """Mask columns of a segment, see `masks.at`."""
+        return None if self.store is None else masks.at(self.store, self.mask, positions, tokens)
 
     def exact(self, query: Tensor, tile: slice) -> list[tuple[Tensor, Tensor]]:
         """query [B, Hkv, G, q, D] -> out [B, Hkv, G·q, Dv] and lse [B, Hkv, G·q] over each segment of exact tokens."""
         results = []
         for segment in self.store.exact_segments() if self.store is not None else []:
             mask = self._mask(segment.positions, segment.keys.shape[2])
-            results.append(self.dense(query, segment.keys, segment.values, None if mask is None else mask[:, tile]))
+            results.append(self.dense(query, segment.keys, segment.values, _tile(mask, tile)))
         return results
 
     def dense(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -114,13 +99,30 @@ class _Reader:
         op = backends.attend_exact if rows.shape[2] <= KERNEL_ROWS else softmax.attend_exact
         return op(rows, keys, values, mask, self.call.scaling, self.call.softcap)
 
+    def estimates(self, query: Tensor, tile: slice) -> list[Estimate]:
+        """What `softmax.attend_weighted` gives for each segment of tokens that stand for others."""
+        results = []
+        for segment in self.store.weighted_segments() if isinstance(self.store, SelectiveStore) else []:
+            mask = _tile(self._mask(segment.positions, segment.positions.shape[2]), tile)
+            value = None if segment.values is None else segment.values.decode()
+            scores, weights = segment.keys.scores(_rows(query)), (segment.numerator, segment.denominator)
+            results.append(softmax.attend_weighted(scores, value, mask, self.call.scaling, self.call.softcap, *weights))
+        return results
+
+    def longest(self, own: tuple[Tensor, Tensor, Tensor] | None) -> Tensor:
+        """The largest norm of a value, float32 [B, H], the chunk's own included."""
+        assert isinstance(self.store, SelectiveStore)
+        longest = self.store.longest_value
+        assert longest is not None
+        return longest if own is None else torch.maximum(longest, own[1].float().norm(dim=-1).amax(-1))
+
     def packed(self, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
         """Out and lse over the packed tokens for each tile of queries; empty if nothing is packed."""
         whole = self.store.packed_segment() if self.store is not None else None
         if whole is None or self.store is None:
             return []
         if len(tiles) == 1 and query.shape[2] * query.shape[3] <= KERNEL_ROWS:
-            mask = self._mask(whole.first, whole.tokens)
+            mask = self._mask(_place(whole), whole.tokens)
             rows = whole.keys.query(_rows(query))
             out = direct(whole.keys.inner, whole.values.inner, rows, mask, self.call.scaling, self.call.softcap)
             if out is not None:
@@ -135,14 +137,23 @@ class _Reader:
         return [(whole.values.output(out), lse) for out, lse in results]
 
     def _block(self, block: PackedSegment, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
-        mask = self._mask(block.first, block.tokens)
+        mask = self._mask(_place(block), block.tokens)
         value = block.values.inner.decode()
         parts = []
         for tile in tiles:
             scores = block.keys.scores(_rows(query[:, :, :, tile]))
-            tile_mask = None if mask is None else mask[:, tile]
+            tile_mask = _tile(mask, tile)
             parts.append(softmax.attend_scores(scores, value, tile_mask, self.call.scaling, self.call.softcap))
         return parts
+
+
+def _place(segment: PackedSegment) -> Tensor | int:
+    return segment.first if segment.positions is None else segment.positions
+
+
+def _tile(mask: Tensor | None, tile: slice) -> Tensor | None:
+    """The tile's queries of a mask [B, q, T] or [B, H, q, T]; one for all queries stays as it is."""
+    return mask if mask is None or mask.shape[-2] == 1 else mask[..., tile, :]
 
 
 def _rows(query: Tensor) -> Tensor:
@@ -167,7 +178,11 @@ def _finish(reader: _Reader, own: tuple[Tensor, Tensor, Tensor] | None, query: T
         if own is not None:
             keys, values, mask = own
             results.append(reader.dense(part, keys, values, mask[:, tile]))
-        out, lse = backends.merge_segments([r[0] for r in results], [r[1] for r in results])
+        estimates = reader.estimates(part, tile)
+        if estimates:
+            out, lse = _estimate(results, estimates, reader.longest(own))
+        else:
+            out, lse = backends.merge_segments([r[0] for r in results], [r[1] for r in results])
         if call.sink_logits is not None:
             out = _with_sink_logits(out, lse, call.sink_logits, G)
         outs.append(out.reshape(B, H, G, -1, out.shape[-1]))
@@ -175,6 +190,20 @@ def _finish(reader: _Reader, own: tuple[Tensor, Tensor, Tensor] | None, query: T
     if q == 1:
         return out.reshape(B, 1, H * G, -1).to(call.query.dtype)
     return out.permute(0, 3, 1, 2, 4).reshape(B, q, H * G, -1).to(call.query.dtype)
+
+
+def _estimate(
+    results: list[tuple[Tensor, Tensor]], estimates: list[Estimate], longest: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Numerator over denominator, each with its own tokens, and the log of the denominator. Attention is a mean of
+    values, so none is longer than the longest value; an estimate that is, is cut to that length."""
+    above = results + [(out, lse) for out, lse, _ in estimates if out is not None and lse is not None]
+    below = [lse for _, lse in results] + [lse for *_, lse in estimates if lse is not None]
+    out, top = softmax.merge_segments([out for out, _ in above], [lse for _, lse in above])
+    bottom = torch.logsumexp(torch.stack(below), dim=0)
+    most = longest.clamp(min=1e-30).log().unsqueeze(-1) - out.norm(dim=-1).clamp(min=1e-30).log()
+    log_share = torch.where(bottom.isneginf(), most, torch.minimum(top - bottom, most))
+    return out * torch.where(top.isneginf(), 0.0, log_share.exp()).unsqueeze(-1), bottom
 
 
 def _with_sink_logits(out: Tensor, lse: Tensor, logits: Tensor, G: int) -> Tensor:
@@ -191,7 +220,7 @@ def attention_weights(store: LayerStore | None, keys: Tensor, call: Call) -> Ten
     Past keys are read from the store (None: no past) and decoded, all of them; the new ones [B, Hkv, q, D] are exact,
     as they are for the output. Tokens that a sliding window has forgotten have weight 0.
     """
-    query = _grouped(call.query, keys.shape[1])
+    query = grouped(call.query, keys.shape[1])
     dropped = 0
     if store is not None and store.seen:
         keys = torch.cat([store.decoded(torch.float32)[0], keys.float()], dim=2)
@@ -200,7 +229,7 @@ def attention_weights(store: LayerStore | None, keys: Tensor, call: Call) -> Ten
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
     q, T = scores.shape[-2:]
-    mask = call.mask[:, :, dropped:] if call.mask is not None else _causal(q, T, scores.device)
+    mask = call.mask[:, :, dropped:] if call.mask is not None else masks.causal(q, T, scores.device)
     scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
     if call.sink_logits is not None:
         logits = call.sink_logits.float().reshape(1, *query.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)

@@ -14,7 +14,7 @@ def list_methods(as_json: output.Json = False) -> None:
     with output.step("loading the methods"):
         rows = describe()
     if as_json:
-        output.print_json({"methods": rows})
+        output.print_json({"methods": rows, "policies": describe_policies()})
         return
     bits = [f"bits, head dim {d}\nkeys / values / mean" for d in HEAD_DIMS]
     columns = ("recipe", "paper", "fitted on", "kernels", *bits)
@@ -31,8 +31,11 @@ def list_methods(as_json: output.Json = False) -> None:
     from tersekv.recipe import written
 
     output.show(output.table("methods", columns, cells, left=4))
-    options = [(row["name"], " ".join(f"{k}={written(v)}" for k, v in row["options"].items()) or "-") for row in rows]
-    output.show(output.table("options and their defaults", ("recipe", "options"), options, left=2))
+    for title, described in (("methods", rows), ("token policies", describe_policies())):
+        options = [
+            (r["name"], " ".join(f"{k}={written(v)}" for k, v in r["options"].items()) or "-") for r in described
+        ]
+        output.show(output.table(f"options of {title} and their defaults", ("recipe", "options"), options, left=2))
     output.show(
         "Bits are per key or value element at 4,096 tokens, with scales, norms, indices and tables, without the exact "
         "tokens.\nRecipes: kivi:bits=2   qjl/uniform:bits=4 (keys / values)   window:sinks=8,recent=64+kivi:bits=4   "
@@ -60,6 +63,16 @@ def describe() -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def describe_policies() -> list[dict[str, Any]]:
+    """One row per token policy, with its defaults."""
+    from tersekv.tokens import policies
+
+    return [
+        {"name": name, "drops_tokens": policy.drops, "options": policy().options()}
+        for name, policy in policies().items()
+    ]
 
 
 def _both_sides(pair: Any, head_dim: int) -> dict[str, float]:

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from tersekv.attention.observe import kept_weights, observe
 from tersekv.attention.read import Call, attend_chunk, attend_store, attention_weights
 from tersekv.errors import UserError
 from tersekv.hf.handle import Pending, PendingTokens, opened
+from tersekv.store.layer import LayerStore
+from tersekv.store.selective import SelectiveStore
 
 
 def attention_forward(
@@ -46,16 +49,17 @@ def attention_forward(
     assert store is not None
     past = store.seen
     call = Call(query, _bool_mask(attention_mask, query, past + keys.shape[2]), scaling, softcap, sink_logits)
-    weights = attention_weights(store, keys, call) if wants_weights else None  # before the store may forget tokens
+    weights = _weights(store, keys, call) if wants_weights else None  # before the store may forget tokens
     padding = _padding(call.mask) if store.waits else None
-    if past and keys.shape[2] == 1:
+    votes = observe(store, keys, call)
+    if past and keys.shape[2] == 1 and votes is None:
         pending.commit(padding)
         return attend_store(store, call), weights
     if past or softcap is not None or sink_logits is not None:
         out = attend_chunk(store, keys, values, call)
     else:
         out, _ = sdpa_attention_forward(module, query, keys, values, attention_mask, dropout, scaling)
-    pending.commit(padding)
+    pending.commit(padding, votes)
     return out, weights
 
 
@@ -64,6 +68,12 @@ def _untouched(key: Any, value: Any) -> Pending | None:
     if isinstance(key, PendingTokens) and isinstance(value, PendingTokens) and not key.pending.committed:
         return key.pending
     return None
+
+
+def _weights(store: LayerStore | SelectiveStore, keys: Tensor, call: Call) -> Tensor:
+    if isinstance(store, LayerStore):
+        return attention_weights(store, keys, call)
+    return kept_weights(store, keys, call)
 
 
 def _bool_mask(mask: Tensor | None, query: Tensor, tokens: int) -> Tensor | None:

@@ -20,7 +20,9 @@ from tersekv.hf.handle import Pending, PendingTokens
 from tersekv.hf.rope import Ropes
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.store.footprint import Footprint
+from tersekv.store.kept import check_selectable, new_store
 from tersekv.store.layer import LayerStore
+from tersekv.store.selective import UNREADABLE, SelectiveStore
 
 ATTENTION_NAME = "tersekv"
 
@@ -36,7 +38,7 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.cache, self.index, self.plan, self.sliding_window = cache, index, plan, window
         self.is_sliding = window is not None
-        self.store: LayerStore | None = None
+        self.store: LayerStore | SelectiveStore | None = None
         self.record_past = False
         self.home: torch.device | None = None
 
@@ -45,7 +47,7 @@ class CompressedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Create the store with the shapes of the first tokens."""
         rope = self.cache.ropes.of(self.index) if self.plan.keys.pre_rope else None
-        self.store = LayerStore(self.plan, key_states, value_states, self.sliding_window, rope)
+        self.store = new_store(self.plan, key_states, value_states, self.sliding_window, rope)
         self.store.record_past = self.record_past
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
@@ -71,17 +73,23 @@ class CompressedLayer(CacheLayerMixin):
                 "use a new cache for another batch, or batch_repeat_interleave / batch_select_indices"
             )
 
-    def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None) -> None:
-        """Add tokens to the store; errors name the layer."""
+    def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, votes: Tensor | None = None) -> None:
+        """Add tokens to the store, with the attention that it has asked to see; errors name the layer."""
         assert self.store is not None
         try:
-            self.store.append(keys, values, padding)
+            self.store.append(keys, values, padding, *(() if votes is None else (votes,)))
         except (CacheError, UserError) as error:
             raise type(error)(f"layer {self.index}: keys or values hold {error}") from error
 
     def append_and_decode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add tokens and return [B, H, tokens, D]: those held before decoded, the new ones exact."""
+        """Add tokens and return [B, H, tokens, D]: those held before decoded, the new ones exact.
+
+        Raises:
+            UserError: the layer's policy drops tokens.
+        """
         assert self.store is not None
+        if isinstance(self.store, SelectiveStore):
+            raise UserError(f"{self.cache.recipe}: {UNREADABLE}")
         past = self.store.decoded(keys.dtype) if self.store.seen else None
         self.append(keys, values)
         if past is None:
@@ -201,6 +209,10 @@ class CompressedCache(Cache):
                 plan.values.layout(self.shape.value_dim)
                 if plan.keys.pre_rope:
                     self.ropes.of(index)
+                if plan.policy.drops and kind.window is None:
+                    check_selectable(plan, self.shape.key_dim, self.shape.value_dim)
+                if plan.policy.drops and not self.shape.passes_handles:
+                    raise UserError(f"{self.recipe} on {self.config.model_type}: {UNREADABLE}")
                 layers.append(CompressedLayer(self, index, plan, kind.window))
             else:
                 layers.append(LinearAttentionLayer() if kind.type == "linear" else empty_layer())

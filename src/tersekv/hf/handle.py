@@ -20,10 +20,10 @@ class Pending:
         self.committed = False
         self._decoded: tuple[Tensor, Tensor] | None = None
 
-    def commit(self, padding: Tensor | None) -> None:
-        """Add the tokens to the store."""
+    def commit(self, padding: Tensor | None, votes: Tensor | None = None) -> None:
+        """Add the tokens to the store, with the attention that it has asked to see."""
         self.committed = True
-        self.layer.append(self.keys, self.values, padding)
+        self.layer.append(self.keys, self.values, padding, votes)
 
     def decoded(self) -> tuple[Tensor, Tensor]:
         """All tokens [B, H, tokens, D]. Commits where nobody has: then the new tokens are exact, else as the store

@@ -21,6 +21,7 @@ from tersekv.ops import attend_grid as grid_reference
 from tersekv.ops import cpu
 from tersekv.ops import softmax as softmax_reference
 from tersekv.ops.attend_grid import GridSide
+from tersekv.ops.heads import heads_as_rows
 
 BACKEND_VARIABLE = "TERSEKV_BACKEND"
 AUTO = "auto"
@@ -111,6 +112,8 @@ def attend_exact(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Attention over unpacked tokens, see `tersekv.ops.softmax`: out [B, H, R, Dv] and lse [B, H, R]."""
+    if mask is not None and mask.dim() == 4:
+        return heads_as_rows(attend_exact, query, key, value, mask, scaling, softcap)
     return _run("attend_exact", query, key, value, mask, scaling, softcap)
 
 

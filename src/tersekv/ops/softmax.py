@@ -11,19 +11,52 @@ def attend_scores(
 ) -> tuple[Tensor, Tensor]:
     """Attention from unscaled scores [B, H, R, T] and values [B, H, T, D], both float32.
 
-    `mask` is bool [B, q, T] with R % q == 0 and row r on mask row r % q. Returns out [B, H, R, D] and lse [B, H, R];
-    a row that sees no token has out 0 and lse -inf.
+    `mask` is bool [B, q, T], or [B, H, q, T] where heads differ, with R % q == 0 and row r on mask row r % q. Returns
+    out [B, H, R, D] and lse [B, H, R]; a row that sees no token has out 0 and lse -inf.
     """
-    scores = scores * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        B, q, T = mask.shape
-        rows = mask[:, None, None].expand(B, 1, scores.shape[2] // q, q, T).reshape(B, 1, -1, T)
-        scores = scores.masked_fill(~rows, float("-inf"))
+    scores = _masked(_capped(scores, scaling, softcap), mask)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - torch.where(lse.isneginf(), 0.0, lse)[..., None])
     return torch.matmul(weights, value), lse
+
+
+def _capped(scores: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    scores = scores * scaling
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return scores
+    B, H, q, T = (mask if mask.dim() == 4 else mask[:, None]).shape
+    rows = mask.reshape(B, H, 1, q, T).expand(B, H, scores.shape[2] // q, q, T).reshape(B, H, -1, T)
+    return scores.masked_fill(~rows, float("-inf"))
+
+
+def attend_weighted(
+    scores: Tensor,
+    value: Tensor | None,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    numerator: Tensor | None,
+    denominator: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Attention from tokens that stand for others, with log-weights a (numerator) and b (denominator) [B, H, T].
+
+    Scores, value, mask, scaling, softcap: see `attend_scores`. Returns Σ e^{s+a}·v / Σ e^{s+a} [B, H, R, D] with
+    log Σ e^{s+a} [B, H, R], and log Σ e^{s+b} [B, H, R]; None for what has no weights. Nothing overflows: no score is
+    ever exponentiated but for its difference to the largest.
+    """
+    out = above = below = None
+    if numerator is not None:
+        assert value is not None
+        cap = _capped(scores, scaling, softcap) + numerator.unsqueeze(2)
+        out, above = attend_scores(cap, value, mask, 1.0, None)
+    if denominator is not None:
+        cap = _capped(scores, scaling, softcap) + denominator.unsqueeze(2)
+        below = torch.logsumexp(_masked(cap, mask), dim=-1)
+    return out, above, below
 
 
 def attend_exact(

@@ -110,6 +110,24 @@ class BlockBuffer:
         self.stop -= blocks
         del self._ends[self.stop :]
 
+    def keep(self, index: Tensor) -> None:
+        """Keep blocks `index` (int64 [B, H, n], counted from the oldest in use) of each head, in that order."""
+        n = index.shape[2]
+        for name, plane in self._planes.items():
+            own = index.reshape(*index.shape, *(1,) * (plane.dim() - 3)).expand(*index.shape, *plane.shape[3:])
+            kept = plane.new_empty((*plane.shape[:2], n + spare_blocks(n), *plane.shape[3:]))
+            kept[:, :, :n] = plane[:, :, self.start : self.stop].gather(2, own)
+            self._planes[name] = kept
+        self.start, self.stop = 0, n
+
+    def state(self) -> tuple[int, int, Planes]:
+        """What `restore` goes back to, as long as blocks were only appended or kept since."""
+        return self.start, self.stop, dict(self._planes)
+
+    def restore(self, state: tuple[int, int, Planes]) -> None:
+        """Undo what was done since `state()`."""
+        self.start, self.stop, self._planes = state
+
     def planes(self, first: int = 0, last: int | None = None) -> Planes:
         """Views of blocks `first` to `last` (counted from the oldest in use)."""
         start = self.start + first

@@ -1,4 +1,4 @@
-"""Bytes of a cache from shapes alone: what `LayerStore` would hold after one prefill of that many tokens."""
+"""Bytes of a cache from shapes alone: what a layer's store would hold after one prefill of that many tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from tersekv.formats.base import Layout
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.store.blocks import spare_blocks, tail_capacity
 from tersekv.store.footprint import Footprint
+from tersekv.store.kept import check_selectable
 from tersekv.store.rollback import ROLLBACK_TOKENS
+from tersekv.tokens.base import Selection
+from tersekv.tokens.subgen import SubGen
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,9 @@ def predict(shape: CacheShape, recipe: str | Recipe, tokens: int, batch: int = 1
 
 def _layer(plan: LayerPlan, shape: CacheShape, window: int | None, tokens: int) -> Footprint:
     """One head of one layer, without tables."""
-    layouts = plan.keys.layout(shape.key_dim), plan.values.layout(shape.value_dim)
+    if isinstance(plan.policy, Selection) and window is None:
+        return _selected(plan.policy, plan, shape, tokens)
+    layouts = [layout for layout, _ in _layouts(plan, shape)]
     dims = shape.key_dim + shape.value_dim
     flush = math.lcm(*(layout.block_tokens for layout in layouts))
     exact_bytes = plan.policy.exact_dtype(shape.dtype).itemsize
@@ -86,11 +91,76 @@ def _layer(plan: LayerPlan, shape: CacheShape, window: int | None, tokens: int) 
     footprint = Footprint(tokens)
     footprint.parts["exact sinks"] = sinks * dims * exact_bytes
     footprint.parts["exact window"] = tail * dims * exact_bytes
-    if tail:
-        footprint.parts["slack"] = (tail_capacity(tail, plan.policy.recent + flush) - tail) * dims * exact_bytes
+    _count_slack(footprint, tail, plan.policy.recent + flush, dims * exact_bytes)
     for layout in layouts:
         _count(layout, packed // layout.block_tokens, shape.kv_heads, footprint)
     return footprint
+
+
+def _selected(policy: Selection, plan: LayerPlan, shape: CacheShape, tokens: int) -> Footprint:
+    """The same under a policy that drops tokens."""
+    check_selectable(plan, shape.key_dim, shape.value_dim)
+    flush = math.lcm(*(layout.block_tokens for layout, _ in _layouts(plan, shape)))
+    itemsize = policy.exact_dtype(shape.dtype).itemsize
+    both = (shape.key_dim + shape.value_dim) * itemsize
+    budget = policy.kept(tokens, plan.layer, plan.layers)
+    usual = min(policy.recent, policy.latest(budget))
+    tail = min(tokens, usual)
+    footprint = Footprint(tokens)
+    footprint.parts["exact window"] = tail * both
+    _count_slack(footprint, tail, usual + (0 if policy.evicts == "step" else flush), both)
+    if isinstance(policy, SubGen) and policy.samples:
+        sinks = min(policy.sinks, tokens - tail)
+        _sampled(footprint, plan, shape, policy, budget, tokens - tail - sinks)
+        footprint.parts["selection"] += 4 * sinks
+    else:
+        sinks = min(policy.sinks, min(tokens, budget) - tail)
+        _pool(footprint, _layouts(plan, shape), min(tokens, budget) - tail - sinks, itemsize)
+        footprint.parts["selection"] = 4 * (min(tokens, budget) - tail) * (2 if policy.remembers else 1)
+        footprint.parts["selection"] += 4 * tail if policy.remembers else 0
+    footprint.parts["exact sinks"] = sinks * both
+    return footprint
+
+
+def _layouts(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
+    return [(plan.keys.layout(shape.key_dim), shape.key_dim), (plan.values.layout(shape.value_dim), shape.value_dim)]
+
+
+def _pool(footprint: Footprint, layouts: list[tuple[Layout, int]], tokens: int, itemsize: int) -> None:
+    """Chosen tokens, packed but for those that fill no block."""
+    flush = math.lcm(*(layout.block_tokens for layout, _ in layouts))
+    for layout, dim in layouts:
+        _count(layout, tokens // flush * flush // layout.block_tokens, 1, footprint)
+        footprint.parts["exact window"] += tokens % flush * dim * itemsize
+
+
+def _most(footprint: Footprint, layouts: list[tuple[Layout, int]], tokens: int, itemsize: int) -> None:
+    """At most so many tokens, of which any number may fill no block."""
+    flush = math.lcm(*(layout.block_tokens for layout, _ in layouts))
+    _pool(footprint, layouts, tokens // flush * flush, itemsize)
+    footprint.parts["exact window"] += min(tokens, flush - 1) * itemsize * sum(dim for _, dim in layouts)
+
+
+def _sampled(
+    footprint: Footprint, plan: LayerPlan, shape: CacheShape, policy: SubGen, budget: int, stream: int
+) -> None:
+    """Sketches of `stream` tokens, at most: as if no two samples were the same, and as many clusters as there is room
+    for (more, where δ is given and the stream has more)."""
+    s, m = policy.sizes(budget)
+    values, clusters = min(s, stream), min(m, stream)
+    keys = min(clusters * policy.slots, stream)
+    layouts, itemsize = _layouts(plan, shape), policy.exact_dtype(shape.dtype).itemsize
+    _most(footprint, layouts, values, itemsize)
+    _most(footprint, layouts[:1], keys, itemsize)
+    footprint.parts["exact window"] += clusters * shape.key_dim * itemsize
+    # position, norm, weight; position, weight; slots and μ; members and slots; δ and the longest value
+    footprint.parts["selection"] += 12 * values + 8 * keys + 4 * s + 8 + 4 * clusters * (1 + policy.slots) + 8
+
+
+def _count_slack(footprint: Footprint, tail: int, usual: int, token_bytes: int) -> None:
+    """What a tail that usually grows to `usual` tokens has allocated beyond its tokens."""
+    if tail:
+        footprint.parts["slack"] += (tail_capacity(tail, usual) - tail) * token_bytes
 
 
 def _count(layout: Layout, blocks: int, heads: int, footprint: Footprint) -> None:

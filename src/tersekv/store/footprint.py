@@ -1,4 +1,5 @@
-"""Bytes held, by part, and the ratios that follow from them. Nothing is left out: scales, tables, windows, slack."""
+"""Bytes held, by part, and the ratios that follow from them. Nothing is left out: scales, tables, windows, slack,
+positions and counts of selected tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-PARTS = ("codes", "scales and norms", "tables", "exact sinks", "exact window", "slack")
+PARTS = ("codes", "scales and norms", "tables", "exact sinks", "exact window", "selection", "slack")
 
 
 @dataclass

@@ -8,37 +8,19 @@ a codec is fitted on the prompt).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tersekv.formats.base import View
 from tersekv.recipe import LayerPlan
 from tersekv.store.footprint import Footprint
 from tersekv.store.padding import own_sinks, without_padding
 from tersekv.store.rollback import ROLLBACK_TOKENS, check_crop
 from tersekv.store.rotary import Rotary
+from tersekv.store.segments import ExactSegment, PackedSegment
 from tersekv.store.side import SideStore
 from tersekv.tensors import plain
 from tersekv.transforms.rope import Rope
-
-
-class ExactSegment(NamedTuple):
-    """Tokens kept as floats [B, H, T, D]; positions: of the first one, or int64 [B, T] where batch rows differ."""
-
-    keys: Tensor
-    values: Tensor
-    positions: Tensor | int
-
-
-class PackedSegment(NamedTuple):
-    """Tokens kept as codes; token i stands at position first + i."""
-
-    keys: View
-    values: View
-    first: int
-    tokens: int
 
 
 class LayerStore:
@@ -83,6 +65,12 @@ class LayerStore:
     def device(self) -> torch.device:
         """Where the bytes lie."""
         return self.keys.sinks.device
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """Positions of each row, int64 [B], that are hidden in front of its packed tokens and tail, or None: padding,
+        and the places whose tokens its sinks hold."""
+        return None if self.padding is None else self.padding + self.keys.sinks.shape[2]
 
     @plain
     def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None) -> None:

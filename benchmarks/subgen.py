@@ -1,0 +1,152 @@
+"""SubGen's claim that memory and time per step grow slower than the context (arXiv 2402.06082, Theorem 1).
+
+A stream of `--tokens` keys in `--clusters` balls goes through the cache of one layer with one KV head; at lengths that
+are powers of four it reports the bytes held, the time of one step (one token more, and its attention) and the error of
+attention against exact softmax over all tokens so far, checked before anything is timed. Appends JSON lines to --out.
+
+    python benchmarks/subgen.py --out benchmarks/records/subgen.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import tersekv
+from tersekv.attention.read import Call, attend_store
+from tersekv.cli import output
+from tersekv.cli.env import cpu_features
+from tersekv.recipe import Recipe
+from tersekv.store.kept import new_store
+
+SUBGEN = "subgen:variant=stream,sinks=0,recent=128,delta=1.01,slots=16,budget=2200"
+RECIPES = ["exact", f"{SUBGEN}+exact", f"{SUBGEN}+kivi:bits=4", f"{SUBGEN}+polarquant"]
+D = 64
+CHUNK = 1024
+MOST_ERROR = 0.5
+
+
+def main() -> None:
+    """All recipes over one stream."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1 << 20)
+    parser.add_argument("--clusters", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=15, help="timed per length")
+    parser.add_argument("--recipes", nargs="*", default=RECIPES)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    keys, values, queries = stream(args.tokens + args.steps * 16, args.clusters)
+    for recipe in args.recipes:
+        rows = run(recipe, keys, values, queries, args)
+        show(recipe, rows)
+        if args.out:
+            with args.out.open("a") as file:
+                for row in rows:
+                    file.write(json.dumps(row | environment(recipe, args)) + "\n")
+
+
+def stream(n: int, m: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values [1, 1, n, D] of m balls of diameter 1 around keys of norm 8, values around one per ball; queries
+    [1, 1, 32, D]."""
+    generator = torch.Generator().manual_seed(0)
+    middles = torch.nn.functional.normalize(torch.randn(m, D, generator=generator), dim=-1) * 8
+    means = torch.randn(m, D, generator=generator)
+    ball = torch.randint(m, (n,), generator=generator)
+    keys = torch.nn.functional.normalize(torch.randn(n, D, generator=generator), dim=-1).mul_(0.5).add_(middles[ball])
+    values = torch.randn(n, D, generator=generator).mul_(0.3).add_(means[ball])
+    queries = torch.randn(32, D, generator=generator)
+    return keys[None, None], values[None, None], queries[None, None]
+
+
+def run(recipe: str, keys: Tensor, values: Tensor, queries: Tensor, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows at lengths that are powers of four, from 1,024 to the whole stream."""
+    store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values)
+    rows, seconds = [], 0.0
+    lengths = [CHUNK * 4**i for i in range(16) if CHUNK * 4**i < args.tokens] + [args.tokens]
+    for length in lengths:
+        while store.seen < length:
+            part = slice(store.seen, min(length, store.seen + CHUNK))
+            start = time.perf_counter()
+            store.append(keys[:, :, part], values[:, :, part])
+            seconds += time.perf_counter() - start
+        error = relative_error(store, keys, values, queries)
+        if error > MOST_ERROR:
+            raise SystemExit(f"{recipe} at {length:,} tokens is {error:.2f} off: nothing is timed")
+        footprint = store.footprint()
+        steps = [step(store, keys, values, queries) for _ in range(args.steps)]
+        clusters = getattr(store, "clusters", None)
+        rows.append(
+            {
+                "what": "subgen stream",
+                "context_tokens": length,
+                "bytes": footprint.total_bytes,
+                "bytes_by_part": footprint.parts,
+                "step_microseconds": statistics.median(steps) * 1e6,
+                "feeding_seconds": round(seconds, 3),
+                "relative_error": error,
+                "clusters": None if clusters is None else clusters.centers.shape[2],
+            }
+        )
+        output.report(f"{recipe} at {length:,} tokens: {footprint.total_bytes:,} bytes, error {error:.3f}")
+    return rows
+
+
+def relative_error(store: Any, keys: Tensor, values: Tensor, queries: Tensor) -> float:
+    """Mean over queries of ‖estimate − attention‖ / ‖attention‖, over the tokens that the store has seen."""
+    k, v = keys[0, 0, : store.seen], values[0, 0, : store.seen]
+    truth = torch.softmax(queries[0, 0] @ k.T * D**-0.5, dim=-1) @ v
+    got = torch.cat([attend_store(store, Call(q[None, None, None], None, D**-0.5))[0, 0] for q in queries[0, 0]])
+    return float(((got - truth).norm(dim=-1) / truth.norm(dim=-1)).mean())
+
+
+def step(store: Any, keys: Tensor, values: Tensor, queries: Tensor) -> float:
+    """Seconds of one token more and its attention."""
+    at = slice(store.seen, store.seen + 1)
+    start = time.perf_counter()
+    store.append(keys[:, :, at], values[:, :, at])
+    attend_store(store, Call(queries[:, :, :1], None, D**-0.5))
+    return time.perf_counter() - start
+
+
+def environment(recipe: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What ran, on what."""
+    return {
+        "recipe": recipe,
+        "clusters_in_stream": args.clusters,
+        "head_dim": D,
+        "seed": 0,
+        "threads": torch.get_num_threads(),
+        "cpu": cpu_features()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "tersekv": tersekv.__version__,
+    }
+
+
+def show(recipe: str, rows: list[dict[str, Any]]) -> None:
+    """A table of one recipe."""
+    columns = ("tokens", "bytes", "µs per step", "error", "clusters")
+    cells = [
+        (
+            f"{row['context_tokens']:,}",
+            f"{row['bytes']:,}",
+            f"{row['step_microseconds']:,.0f}",
+            f"{row['relative_error']:.3f}",
+            str(row["clusters"] or "-"),
+        )
+        for row in rows
+    ]
+    Console().print(output.table(recipe, columns, cells))
+
+
+if __name__ == "__main__":
+    main()
