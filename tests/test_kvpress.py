@@ -9,7 +9,7 @@ import torch
 
 import tersekv
 from make_kvpress_fixture import FILE, PROMPT, RECIPES, tiny_llama
-from test_selection import kept
+from test_claims_selection import kept
 
 KEPT = json.loads(FILE.read_text())
 

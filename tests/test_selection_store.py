@@ -17,7 +17,7 @@ from tersekv.recipe import Recipe
 from tersekv.store.kept import new_store
 from tersekv.store.layer import LayerStore
 from test_attention import check, dense
-from test_selection import feed, filled, held_by_position, kept, made, masks_of
+from test_claims_selection import feed, filled, held_by_position, kept, made, masks_of
 from test_store import tokens
 
 POLICIES = [

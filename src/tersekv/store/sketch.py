@@ -119,7 +119,8 @@ class SketchStore(SelectiveStore):
         """A block [B, H, n, D] goes into samples and clusters; the pools follow."""
         assert self.reservoir is not None
         assert self.clusters is not None
-        generator = torch.Generator().manual_seed(hash((self.subgen.seed, self.plan.layer, self.draws)))
+        seed = (self.subgen.seed * 1009 + self.plan.layer << 24) + self.draws
+        generator = torch.Generator().manual_seed(seed % 2**63)
         self.draws += 1
         squares = tokens[1].double().square().sum(-1).masked_fill(positions < 0, 0.0)
         self.reservoir = self.reservoir.extended(squares, positions, generator)
