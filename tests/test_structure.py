@@ -146,6 +146,7 @@ def test_links_in_the_docs_lead_somewhere():
 def test_files_stay_small():
     """Most files under 250 lines; a longer one has a reason and stands here with it."""
     reasons = {"test_models.py", "test_cli.py", "test_ops_parity.py", "test_transformers.py"}  # many small cases
+    reasons |= {"kvquant.py"}  # a whole system, with the ablations of its paper
     for folder in ("src", "tests", "benchmarks", "cpp"):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".py", ".cpp", ".h") and path.name not in reasons:

@@ -48,10 +48,12 @@ class TableBytes(NamedTuple):
 @dataclass(frozen=True)
 class Codec(ABC):
     """A method for one side (keys or values). Fields are its options; `side` and `fitted` are set by the library.
-    pre_rope: keys come without RoPE, which is put back as they are read; a recipe may set it for any method."""
+    pre_rope: keys come without RoPE, which is put back as they are read; a recipe may set it for any method. per_head:
+    nothing is held for all heads of a token together, since each head may keep other tokens."""
 
     side: Side = field(default="keys", kw_only=True)
     pre_rope: bool = field(default=False, kw_only=True)
+    per_head: bool = field(default=False, kw_only=True)
     fitted: dict[str, Tensor] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
 
     @property

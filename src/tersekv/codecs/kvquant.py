@@ -160,14 +160,17 @@ class KVQuant(Codec):
         are outliers (bool, as x)."""
         if self.axis == "channel" or self._of_matrix:
             low, high = (self.fitted[k].unsqueeze(2) for k in ("lower", "upper"))
+        elif self.per_head:
+            low, high = (q.unsqueeze(-1) for q in quantiles(x, self.outliers))
         else:
             low, high = (q.view(len(x), 1, -1, 1) for q in quantiles(x.transpose(1, 2).flatten(2), self.outliers))
         outlier = (x < low) | (x > high) if self.outliers else torch.zeros_like(x, dtype=torch.bool)
         if self.cap:
             outlier = largest(torch.maximum(low - x, x - high), outlier, self.cap)
         if self.axis == "token":
-            rest_low = torch.where(outlier, torch.inf, x).amin((1, 3), keepdim=True)
-            rest_high = torch.where(outlier, -torch.inf, x).amax((1, 3), keepdim=True)
+            axes = (3,) if self.per_head else (1, 3)
+            rest_low = torch.where(outlier, torch.inf, x).amin(axes, keepdim=True)
+            rest_high = torch.where(outlier, -torch.inf, x).amax(axes, keepdim=True)
             low, high = (torch.where(rest.isfinite(), rest, 0.0) for rest in (rest_low, rest_high))
         scale, middle = (high - low) / 2, (high + low) / 2
         return _stored(scale).float(), _stored(middle).float(), outlier
@@ -205,7 +208,7 @@ class KVQuant(Codec):
             raise UserError(f"kvquant's overlay takes heads of at most {MAX_CHANNELS} channels, got {head_dim}")
         layout = self.grid(head_dim).layout()
         planes = {
-            name: spec if name == "codes" else dataclasses.replace(spec, shared=True)
+            name: spec if name == "codes" else dataclasses.replace(spec, shared=not self.per_head)
             for name, spec in layout.planes.items()
         }
         if self.outliers:

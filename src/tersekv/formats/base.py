@@ -69,17 +69,36 @@ class Layout:
         chosen = {n: p.index_select(0, rows) for n, p in planes.items() if self.planes[n].ragged is None}
         if self.starts is None:
             return chosen
-        starts = planes[self.starts]
-        order, total = starts.permute(2, 0, 1).flatten().long(), len(next(iter(self._ragged(planes).values())))
+        N, B, H = (planes[self.starts].shape[i] for i in (2, 0, 1))
+        blocks = torch.arange(N * B * H, device=rows.device).view(N, B, H)
+        return chosen | self._select_entries(planes, blocks[:, rows])
+
+    def select_blocks(self, planes: Planes, index: Tensor) -> Planes:
+        """The planes of blocks `index` (int64 [B, H, n]) of each head, in that order; no plane is shared."""
+        chosen = {}
+        for name, plane in planes.items():
+            if self.planes[name].ragged is None:
+                own = index.reshape(*index.shape, *(1,) * (plane.dim() - 3)).expand(*index.shape, *plane.shape[3:])
+                chosen[name] = plane.gather(2, own)
+        if self.starts is None:
+            return chosen
+        B, H, _ = index.shape
+        heads = torch.arange(B * H, device=index.device).view(B, H)
+        return chosen | self._select_entries(planes, index.permute(2, 0, 1) * (B * H) + heads)
+
+    def _select_entries(self, planes: Planes, blocks: Tensor) -> Planes:
+        """Starts [B, H, n] and entries of `blocks` [n, B, H], which count in the order block, batch row, head."""
+        assert self.starts is not None
+        ragged = self._ragged(planes)
+        order, total = planes[self.starts].permute(2, 0, 1).flatten().long(), len(next(iter(ragged.values())))
         base = order[0] if len(order) else 0
-        counts = (torch.cat([order[1:], order.new_tensor([base + total])])[: len(order)] - order).view(
-            starts.permute(2, 0, 1).shape
-        )
-        first, n = starts.permute(2, 0, 1)[:, rows].flatten().long() - base, counts[:, rows].flatten()
+        counts = torch.cat([order[1:], order.new_full((1,), total) + base])[: len(order)] - order
+        n = counts[blocks.flatten()]
         begin = n.cumsum(0) - n
-        entry = torch.arange(int(n.sum()), device=rows.device) + torch.repeat_interleave(first - begin, n)
-        new_starts = begin.view(len(counts), len(rows), -1).permute(1, 2, 0).to(starts.dtype)
-        return chosen | {self.starts: new_starts} | {k: p[entry] for k, p in self._ragged(planes).items()}
+        shift = torch.repeat_interleave(order[blocks.flatten()] - base - begin, n)
+        entry = torch.arange(len(shift), device=shift.device) + shift
+        starts = begin.view(blocks.shape).permute(1, 2, 0).to(planes[self.starts].dtype)
+        return {self.starts: starts} | {name: plane[entry] for name, plane in ragged.items()}
 
     def _ragged(self, planes: Planes) -> Planes:
         return {name: plane for name, plane in planes.items() if self.planes[name].ragged is not None}

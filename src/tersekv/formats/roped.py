@@ -10,7 +10,7 @@ from tersekv.transforms.rope import Rope
 
 class Roped(View):
     """x̂ = RoPE(inner). RoPE depends on the token, so it stays in the token loop; cos and sin are
-    [1 or B, T, R]."""
+    [1 or B, T, R], or [B, H, T, R]."""
 
     def __init__(self, view: View, rope: Rope, cos: Tensor, sin: Tensor) -> None:
         self.before, self.rope, self.cos, self.sin = view, rope, cos, sin

@@ -20,7 +20,7 @@ from tersekv.hf.handle import Pending, PendingTokens
 from tersekv.hf.rope import Ropes
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.store.footprint import Footprint
-from tersekv.store.kept import check_selectable, new_store
+from tersekv.store.kept import new_store
 from tersekv.store.layer import LayerStore
 from tersekv.store.selective import UNREADABLE, SelectiveStore
 
@@ -209,8 +209,6 @@ class CompressedCache(Cache):
                 plan.values.layout(self.shape.value_dim)
                 if plan.keys.pre_rope:
                     self.ropes.of(index)
-                if plan.policy.drops and kind.window is None:
-                    check_selectable(plan, self.shape.key_dim, self.shape.value_dim)
                 if plan.policy.drops and not self.shape.passes_handles:
                     raise UserError(f"{self.recipe} on {self.config.model_type}: {UNREADABLE}")
                 layers.append(CompressedLayer(self, index, plan, kind.window))

@@ -6,6 +6,8 @@ moved about 32 times however long the sequence becomes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -112,21 +114,19 @@ class BlockBuffer:
 
     def keep(self, index: Tensor) -> None:
         """Keep blocks `index` (int64 [B, H, n], counted from the oldest in use) of each head, in that order."""
-        n = index.shape[2]
-        for name, plane in self._planes.items():
-            own = index.reshape(*index.shape, *(1,) * (plane.dim() - 3)).expand(*index.shape, *plane.shape[3:])
-            kept = plane.new_empty((*plane.shape[:2], n + spare_blocks(n), *plane.shape[3:]))
-            kept[:, :, :n] = plane[:, :, self.start : self.stop].gather(2, own)
-            self._planes[name] = kept
-        self.start, self.stop = 0, n
+        chosen = self.layout.select_blocks(self.planes(), index)
+        self._planes = {name: plane[:, :, :0] for name, plane in self._planes.items()}
+        self._pools = {name: pool[:0] for name, pool in self._pools.items()}
+        self.start, self.stop, self._ends = 0, 0, []
+        self.append(chosen)
 
-    def state(self) -> tuple[int, int, Planes]:
+    def state(self) -> tuple[Any, ...]:
         """What `restore` goes back to, as long as blocks were only appended or kept since."""
-        return self.start, self.stop, dict(self._planes)
+        return self.start, self.stop, dict(self._planes), dict(self._pools), self._ends[: self.stop]
 
-    def restore(self, state: tuple[int, int, Planes]) -> None:
+    def restore(self, state: tuple[Any, ...]) -> None:
         """Undo what was done since `state()`."""
-        self.start, self.stop, self._planes = state
+        self.start, self.stop, self._planes, self._pools, self._ends = state
 
     def planes(self, first: int = 0, last: int | None = None) -> Planes:
         """Views of blocks `first` to `last` (counted from the oldest in use)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -11,7 +12,6 @@ from tersekv.formats.base import Layout
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.store.blocks import spare_blocks, tail_capacity
 from tersekv.store.footprint import Footprint
-from tersekv.store.kept import check_selectable
 from tersekv.store.rollback import ROLLBACK_TOKENS
 from tersekv.tokens.base import Selection
 from tersekv.tokens.subgen import SubGen
@@ -99,7 +99,6 @@ def _layer(plan: LayerPlan, shape: CacheShape, window: int | None, tokens: int) 
 
 def _selected(policy: Selection, plan: LayerPlan, shape: CacheShape, tokens: int) -> Footprint:
     """The same under a policy that drops tokens."""
-    check_selectable(plan, shape.key_dim, shape.value_dim)
     flush = math.lcm(*(layout.block_tokens for layout, _ in _layouts(plan, shape)))
     itemsize = policy.exact_dtype(shape.dtype).itemsize
     both = (shape.key_dim + shape.value_dim) * itemsize
@@ -123,7 +122,8 @@ def _selected(policy: Selection, plan: LayerPlan, shape: CacheShape, tokens: int
 
 
 def _layouts(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
-    return [(plan.keys.layout(shape.key_dim), shape.key_dim), (plan.values.layout(shape.value_dim), shape.value_dim)]
+    sides = (plan.keys, shape.key_dim), (plan.values, shape.value_dim)
+    return [(dataclasses.replace(codec, per_head=True).layout(dim), dim) for codec, dim in sides]
 
 
 def _pool(footprint: Footprint, layouts: list[tuple[Layout, int]], tokens: int, itemsize: int) -> None:

@@ -12,7 +12,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tersekv.errors import UserError
 from tersekv.recipe import LayerPlan
 from tersekv.store.footprint import Footprint
 from tersekv.store.layer import LayerStore
@@ -41,7 +40,7 @@ class KeptStore(SelectiveStore):
 
     def _new_pool(self, keys: Tensor, values: Tensor) -> Pool:
         fields = {VOTES: torch.float32} if self.policy.remembers else {}
-        return Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype, fields)
+        return Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype, fields, self.rope)
 
     @property
     def packed_tokens(self) -> int:
@@ -63,7 +62,7 @@ class KeptStore(SelectiveStore):
         tokens = self.packed_tokens - first if tokens is None else min(tokens, self.packed_tokens - first)
         if tokens <= 0:
             return None
-        keys, values = (side.view(first, tokens) for side in self.sides)
+        keys, values = self.pool.views(first, tokens)
         return PackedSegment(keys, values, 0, tokens, self.pool.positions[:, :, first : first + tokens])
 
     def _take(self, new: list[Tensor], votes: Tensor | None, leave: int, prompt: bool) -> None:
@@ -97,13 +96,14 @@ class KeptStore(SelectiveStore):
             candidates = Candidates(votes, positions, self.seen, room, always, lambda: self._keys(leaving[0]))
             weights = self.policy.ranks(candidates).masked_fill(always, torch.inf)
             alive = best(weights, alive, room)
-        samples = self._samples(leaving)
+        samples, sampled = self._samples(leaving), positions[:, :, self.packed_tokens :]
         self.pool.fields[WEIGHT] = weights[:, :, :slots]
         self.pool.keep(alive[:, :, :slots])
         fields = {VOTES: votes[:, :, slots:], WEIGHT: weights[:, :, slots:]}
         self.pool.take(leaving, positions[:, :, slots:], alive[:, :, slots:], fields)
         loose = self.pool.positions[:, :, self.packed_tokens :]
-        self.pool.pack((loose >= 0) & ~self._sinks(loose), samples, self._most_blocks() if evicts else None)
+        most = self._most_blocks() if evicts else None
+        self.pool.pack((loose >= 0) & ~self._sinks(loose), samples, sampled, most)
         del self.pool.fields[WEIGHT]
 
     def _samples(self, leaving: list[Tensor]) -> list[Tensor]:
@@ -120,7 +120,7 @@ class KeptStore(SelectiveStore):
 
     def _keys(self, leaving: Tensor) -> Tensor:
         """Keys of the pool's slots and of what leaves the tail, float32 [B, H, slots + m, D]."""
-        packed = [self.keys.view(0, self.packed_tokens).decode()] if self.packed_tokens else []
+        packed = [self.pool.views(0, self.packed_tokens)[0].decode()] if self.packed_tokens else []
         return torch.cat([*packed, self.keys.loose.float(), leaving.float()], dim=2)
 
     def _most_blocks(self) -> int:
@@ -151,25 +151,5 @@ def new_store(
 ) -> LayerStore | SelectiveStore:
     """The store of a layer. With a sliding window every policy keeps what the window needs. rope: see `LayerStore`."""
     if isinstance(plan.policy, Selection) and window is None:
-        check_selectable(plan, keys.shape[-1], values.shape[-1])
-        return (SketchStore if plan.policy.samples else KeptStore)(plan, keys, values)
+        return (SketchStore if plan.policy.samples else KeptStore)(plan, keys, values, rope)
     return LayerStore(plan, keys, values, window, rope)
-
-
-def check_selectable(plan: LayerPlan, key_dim: int, value_dim: int) -> None:
-    """Whether the plan's codecs can follow a policy that drops tokens.
-
-    Raises:
-        UserError: they code keys before RoPE, or hold something for all heads of a token, of which each head may keep
-            other ones.
-    """
-    specs = [
-        spec
-        for codec, dim in ((plan.keys, key_dim), (plan.values, value_dim))
-        for spec in codec.layout(dim).planes.values()
-    ]
-    if plan.keys.pre_rope or any(spec.shared or spec.ragged is not None for spec in specs):
-        raise UserError(
-            "a token policy that drops tokens takes codecs that hold each head's tokens for themselves and keys with "
-            "their RoPE; use another method than kvquant, and pre_rope=false, or the policy window"
-        )

@@ -15,32 +15,19 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs import Codec
+from tersekv.formats.base import View
+from tersekv.formats.roped import Roped
 from tersekv.store.footprint import Footprint
-from tersekv.store.side import ENCODE_TOKENS, SideStore
+from tersekv.store.pool_side import PoolSide
+from tersekv.store.side import ENCODE_TOKENS
+from tersekv.transforms.rope import Rope
 
 WEIGHT = "weight"
 
 
-class PoolSide(SideStore):
-    """One side; `loose` [B, H, L, D]: exact tokens that do not fill a block yet, and sinks."""
-
-    def __init__(self, codec: Codec, like: Tensor, dtype: torch.dtype) -> None:
-        super().__init__(codec, like, dtype, 0)
-        self.loose = self.sinks
-
-    def to(self, device: torch.device | str) -> None:
-        """Move everything."""
-        super().to(device)
-        self.loose = self.loose.to(device)
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these batch rows."""
-        super().select(rows)
-        self.loose = self.loose.index_select(0, rows)
-
-
 class Pool:
-    """positions int32 [B, H, slots]: packed slots, then loose ones. fields: further figures per slot, by name."""
+    """positions int32 [B, H, slots]: packed slots, then loose ones. fields: further figures per slot, by name. rope: of
+    the keys, needed where they are coded without it; exact tokens keep theirs."""
 
     def __init__(
         self,
@@ -48,12 +35,15 @@ class Pool:
         like: Sequence[Tensor],
         dtype: torch.dtype,
         fields: dict[str, torch.dtype] | None = None,
+        rope: Rope | None = None,
     ) -> None:
         self.sides = [PoolSide(codec, x, dtype) for codec, x in zip(codecs, like, strict=True)]
         self.flush_tokens = math.lcm(*(side.packed.layout.block_tokens for side in self.sides))
         B, H = like[0].shape[:2]
         self.positions = like[0].new_empty((B, H, 0), dtype=torch.int32)
         self.fields = {name: like[0].new_empty((B, H, 0), dtype=kind) for name, kind in (fields or {}).items()}
+        self.rope = rope if codecs[0].pre_rope else None
+        self.padding: Tensor | None = None  # int64 [B], in front of each row's first token
         self.moves = True  # as far as is known, packing a token again gives the same bits
 
     @property
@@ -106,12 +96,34 @@ class Pool:
         self.positions = moved(self.positions)
         self.fields = {name: moved(x) for name, x in self.fields.items()}
 
-    def pack(self, movable: Tensor, samples: Sequence[Tensor], most_blocks: int | None) -> None:
+    def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.rope is not None
+        first = 0 if self.padding is None else self.padding[:, None, None]
+        return self.rope.at((positions - first).clamp(min=0))
+
+    def _plain(self, side: int, x: Tensor, positions: Tensor) -> Tensor:
+        """Tokens [B, H, n, D] at these positions as the codec takes them: float32, keys without RoPE where it wants
+        them so."""
+        if self.rope is None or side or not x.shape[2]:
+            return x.float()
+        return self.rope.take_off(x.float(), *self._cos_sin(positions))
+
+    def views(self, first: int, tokens: int) -> list[View]:
+        """Packed slots `first` to `first + tokens` of each side."""
+        views = [side.view(first, tokens) for side in self.sides]
+        if self.rope is not None:
+            views[0] = Roped(views[0], self.rope, *self._cos_sin(self.positions[:, :, first : first + tokens]))
+        return views
+
+    def pack(
+        self, movable: Tensor, samples: Sequence[Tensor], sample_positions: Tensor, most_blocks: int | None
+    ) -> None:
         """Pack whole blocks of each head's movable loose tokens, oldest first. Where blocks have to go, it is by the
         field WEIGHT.
 
         movable: bool [B, H, L], loose slots that may be packed. samples: for each side, what a codec that learns from
-        the prompt is fitted on, [B, H, n, D]. most_blocks: blocks of `flush_tokens` allowed, or None.
+        the prompt is fitted on, [B, H, n, D], and their positions [B, H, n]. most_blocks: blocks of `flush_tokens`
+        allowed, or None.
 
         Raises:
             UserError: a scale that its type cannot hold; nothing has changed.
@@ -124,13 +136,13 @@ class Pool:
         order = (~movable).int().argsort(dim=-1, stable=True)[:, :, : blocks * t]
         taken = torch.arange(blocks * t, device=order.device) < (waiting * t).unsqueeze(-1)
         order = torch.where(taken, order, order[:, :, :1])  # a slot without a token repeats one, for the block's scales
-        planes = []
-        for side, sample in zip(self.sides, samples, strict=True):
+        P, planes = self.packed_tokens, []
+        positions = self.positions[:, :, P:].gather(2, order)
+        for i, (side, sample) in enumerate(zip(self.sides, samples, strict=True)):
             if side.codec.lacks == "prompt":
-                side.codec = side.codec.fit(sample.float())
-            x = gathered(side.loose, order)
-            planes.append([side.codec.encode(part.float()) for part in x.split(max(1, ENCODE_TOKENS // t) * t, dim=2)])
-        P = self.packed_tokens
+                side.codec = side.codec.fit(self._plain(i, sample, sample_positions))
+            x = self._plain(i, gathered(side.loose, order), positions)
+            planes.append([side.codec.encode(part) for part in x.split(max(1, ENCODE_TOKENS // t) * t, dim=2)])
         for side, parts in zip(self.sides, planes, strict=True):
             side.packed.reserve(blocks * t // side.packed.layout.block_tokens)
             for part in parts:
@@ -220,12 +232,14 @@ class Pool:
         for side in self.sides:
             side.to(device)
         self._map_figures(lambda x: x.to(device))
+        self.padding = None if self.padding is None else self.padding.to(device)
 
     def select(self, rows: Tensor) -> None:
         """Keep these batch rows (int64, repeats allowed)."""
         for side in self.sides:
             side.select(rows)
         self._map_figures(lambda x: x.index_select(0, rows))
+        self.padding = None if self.padding is None else self.padding.index_select(0, rows)
 
     def _map_figures(self, fn: Callable[[Tensor], Tensor]) -> None:
         self.positions = fn(self.positions)

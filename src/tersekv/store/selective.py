@@ -19,6 +19,7 @@ from tersekv.store.pool import Pool
 from tersekv.store.segments import ExactSegment, PackedSegment, WeightedSegment
 from tersekv.tensors import plain
 from tersekv.tokens.base import Selection
+from tersekv.transforms.rope import Rope
 
 PROMPT_TOKENS = 32
 """A call of at least so many tokens, or the first one, is a prompt to choose from; shorter ones are generated tokens,
@@ -39,9 +40,9 @@ class SelectiveStore(ABC):
     dropped = 0  # from the front: nothing, all positions may be held
 
     @plain
-    def __init__(self, plan: LayerPlan, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, plan: LayerPlan, keys: Tensor, values: Tensor, rope: Rope | None = None) -> None:
         assert isinstance(plan.policy, Selection)
-        self.plan = plan
+        self.plan, self.rope = plan, rope
         self.policy: Selection = plan.policy
         self.dtype = plan.policy.exact_dtype(keys.dtype)
         self.record_past = False
@@ -61,14 +62,12 @@ class SelectiveStore(ABC):
         self.latest = torch.zeros_like(self.budget)  # latest tokens per row that always stay
 
     def _new_pool(self, keys: Tensor, values: Tensor) -> Pool:
-        return Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype)
+        return Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype, None, self.rope)
 
     @property
     def pools(self) -> list[Pool]:
         """All of them."""
         return [self.pool]
-
-    # ------------------------------------------------------------------ what readers ask
 
     @property
     def batch_size(self) -> int:
@@ -120,8 +119,6 @@ class SelectiveStore(ABC):
         """The largest norm of a value so far, float32 [B, H], where attention is an estimate; no true one is longer."""
         return None
 
-    # ------------------------------------------------------------------ growing
-
     def _is_prompt(self, n: int) -> bool:
         return self.seen == 0 or n >= PROMPT_TOKENS
 
@@ -142,6 +139,8 @@ class SelectiveStore(ABC):
         before = [pool.state() for pool in self.pools], {name: getattr(self, name) for name in self.STATE}
         if self.waits and padding is not None and int(padding.max()) > 0:
             self.padding = padding
+            for pool in self.pools:
+                pool.padding = padding
         try:
             leave = self._add(new, votes)
         except Exception:
@@ -201,8 +200,6 @@ class SelectiveStore(ABC):
         first = 0 if self.padding is None else self.padding[:, None, None]
         return (positions >= 0) & (positions < first + self.policy.sinks)
 
-    # ------------------------------------------------------------------ changing
-
     @plain
     def crop(self, n: int) -> None:
         """Take back the n latest tokens: all, or no more than the tail holds.
@@ -257,7 +254,9 @@ class SelectiveStore(ABC):
 
     def tables(self) -> list[Tensor]:
         """Tables beside the planes, both sides."""
-        return [table for pool in self.pools for side in pool.sides for table in side.codec.tables(side.head_dim)]
+        rope = self.rope.tables() if self.rope is not None else []
+        sides = [side for pool in self.pools for side in pool.sides]
+        return [*rope, *(table for side in sides for table in side.codec.tables(side.head_dim))]
 
     def footprint(self) -> Footprint:
         """Bytes held, without tables."""

@@ -39,17 +39,16 @@ class SketchStore(SelectiveStore):
         super()._start(keys, values)
         assert isinstance(self.policy, SubGen)
         self.subgen = self.policy
-        self.centers = Pool((self.plan.keys,), (keys,), self.dtype, {WEIGHT: torch.float32})
-        self.first = Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype)
+        self.centers = Pool((self.plan.keys,), (keys,), self.dtype, {WEIGHT: torch.float32}, self.rope)
+        self.first = Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype, None, self.rope)
         self.longest = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)
         self.draws = 0
         self.reservoir: Reservoir | None = None  # of a size that the first prompt decides
         self.clusters: Clusters | None = None
 
     def _new_pool(self, keys: Tensor, values: Tensor) -> Pool:
-        return Pool(
-            (self.plan.keys, self.plan.values), (keys, values), self.dtype, {NORM: torch.float32, WEIGHT: torch.float32}
-        )
+        fields = {NORM: torch.float32, WEIGHT: torch.float32}
+        return Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype, fields, self.rope)
 
     @property
     def pools(self) -> list[Pool]:
@@ -104,7 +103,7 @@ class SketchStore(SelectiveStore):
         for start in range(0, leave, BLOCK_TOKENS):
             block = slice(start, min(leave, start + BLOCK_TOKENS))
             self._sketch([x[:, :, block] for x in leaving], positions[:, :, block])
-        self._pack(leaving)
+        self._pack(leaving, positions)
         self._weigh()
 
     def _size(self) -> None:
@@ -135,11 +134,11 @@ class SketchStore(SelectiveStore):
             fields = fields | {WEIGHT: torch.zeros_like(norms)}
             pool.take(held, positions, (positions >= 0) & _named(positions, slots), fields)
 
-    def _pack(self, leaving: list[Tensor]) -> None:
+    def _pack(self, leaving: list[Tensor], positions: Tensor) -> None:
         for pool in (self.pool, self.centers):
             n = len(pool.sides)
             samples = leaving[:n]
-            pool.pack(pool.alive[:, :, pool.packed_tokens :], samples, None)
+            pool.pack(pool.alive[:, :, pool.packed_tokens :], samples, positions, None)
 
     def _weigh(self) -> None:
         """Log-weights of held tokens: count·μ/(s·‖v‖²) and Σ n/t."""
@@ -173,7 +172,7 @@ def _parts(pool: Pool) -> list[Part]:
     parts: list[Part] = []
     for first in range(0, P, step):
         span = slice(first, min(P, first + step))
-        views = [side.view(first, span.stop - first) for side in pool.sides]
+        views = pool.views(first, span.stop - first)
         parts.append((views, pool.positions[:, :, span], weights[:, :, span]))
     if pool.positions.shape[2] > P or P == 0:
         loose: list[View] = [ExactView({"x": side.loose.unsqueeze(2)}) for side in pool.sides]

@@ -26,7 +26,7 @@ class Rope:
     """
 
     def __init__(self, cos_sin: CosSin, apply: Apply, varies: bool = False) -> None:
-        self._cos_sin, self.put, self.varies = cos_sin, apply, varies
+        self._cos_sin, self._apply, self.varies = cos_sin, apply, varies
         self._table: tuple[Tensor, Tensor] | None = None
 
     def cos_sin(self, first: int, n: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -37,11 +37,16 @@ class Rope:
             cos, sin = (x[first : first + n] for x in self._up_to(first + n))
         return cos.to(device), sin.to(device)
 
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin float32 [..., R] of any positions ≥ 0, as for a short sequence."""
+        cos, sin = self._up_to(int(positions.max()) + 1 if positions.numel() else 1)
+        return cos.to(positions.device)[positions], sin.to(positions.device)[positions]
+
     def _up_to(self, n: int) -> tuple[Tensor, Tensor]:
         """A table of at least n positions, kept: all layers with this RoPE share it."""
         if self._table is None or len(self._table[0]) < n:
             capacity = -(-n // 1024) * 1024
-            self._table = self._made(torch.arange(capacity), capacity)
+            self._table = self._made(torch.arange(capacity), 1)
         return self._table
 
     def _made(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -52,6 +57,13 @@ class Rope:
     def tables(self) -> list[Tensor]:
         """What is kept."""
         return list(self._table or ())
+
+    def put(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotated x [B, H, n, D]; cos and sin [1 or B, n, R], or [B, H, n, R] where heads differ."""
+        if cos.dim() == 3:
+            return self._apply(x, cos, sin)
+        turned = self._apply(x.flatten(0, 1).unsqueeze(1), cos.flatten(0, 1), sin.flatten(0, 1))
+        return turned.squeeze(1).unflatten(0, x.shape[:2])
 
     def take_off(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Inverse of `put`, also where cos and sin carry a factor (YaRN)."""

@@ -1,0 +1,29 @@
+"""One side of a pool: packed blocks, whose heads hold different tokens, and loose exact tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from tersekv.codecs import Codec
+from tersekv.store.side import SideStore
+
+
+class PoolSide(SideStore):
+    """One side; `loose` [B, H, L, D]: exact tokens that do not fill a block yet, and sinks."""
+
+    def __init__(self, codec: Codec, like: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(dataclasses.replace(codec, per_head=True), like, dtype, 0)
+        self.loose = self.sinks
+
+    def to(self, device: torch.device | str) -> None:
+        """Move everything."""
+        super().to(device)
+        self.loose = self.loose.to(device)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows."""
+        super().select(rows)
+        self.loose = self.loose.index_select(0, rows)
