@@ -201,3 +201,19 @@ def test_radius_that_float16_cannot_hold():
     with pytest.raises(UserError, match=r"a radius of .* use radii=bf16"):
         PolarQuant().encode(x)
     assert relative_error(PolarQuant(radii="bf16"), x).max() < 0.1
+
+
+def test_online_tables_of_nearly_equal_tokens():
+    """A repeated token with rounding noise: still coded as well as with offline tables."""
+    generator = torch.Generator().manual_seed(48)
+    noise = torch.randn(2, 3, 32, 64, generator=generator)
+    x = noise[:, :, :1] * (1 + 1e-7 * torch.randint(-2, 3, noise.shape, generator=generator))
+    for rotation in ("qr", "none"):
+        assert relative_error(PolarQuant("8-8", rotation, "online"), x).max() < 1e-3
+
+
+def test_short_tokens_count():
+    """Beside one very long token the others are still coded, if less finely."""
+    x = 1e-4 * torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0))
+    x[:, :, 5] *= 1e6
+    assert relative_error(PolarQuant("8-8", "qr", "online", radii="bf16"), x).mean() < 0.02

@@ -127,3 +127,8 @@ def test_json_is_checked_like_strings():
 
 def test_policies_are_found_in_their_folder():
     assert "window" in policies()
+
+
+def test_a_number_that_is_none():
+    with pytest.raises(UserError, match="bits=1e400 is wrong; bits takes a number"):
+        Recipe.parse("turboquant:bits=1e400")

@@ -146,3 +146,17 @@ def test_a_model_without_rope_is_refused():
     config = tf.GPT2Config(n_embd=64, n_head=2, n_layer=1, vocab_size=97)
     with pytest.raises(UserError, match="gpt2 models cannot be coded before RoPE; use pre_rope=false"):
         tersekv.CompressedCache(config, "kivi:pre_rope=true")
+
+
+@pytest.mark.parametrize("codec", ["turboquant:bits=2.5", "kivi:pre_rope=true", "polarquant:codebook=online"])
+def test_a_store_holds_what_its_footprint_counts(llama, codec):
+    """Views that own tensors are made anew for each call; a kept one would hold bytes that nobody counts."""
+    recipe = f"window:sinks=4,recent=16+{codec}"
+    cache = tersekv.CompressedCache(llama.config, recipe)
+    with tersekv.compress(llama, recipe), torch.no_grad():
+        llama(prompt(200), past_key_values=cache)
+        llama(prompt(1), past_key_values=cache)
+    for layer in cache.layers:
+        kept = layer.store._whole
+        assert kept is None or (kept.keys.keeps and kept.values.keeps)
+        assert (kept is None) == (codec != "polarquant:codebook=online")

@@ -88,3 +88,28 @@ def test_many_gaussian_samples_find_the_lloyd_max_table():
 def test_wrong_input(x, k, w, text):
     with pytest.raises(ValueError, match=text):
         km.kmeans(x, k, w)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["ulps", "heavy weights", "far away"]))
+@settings(max_examples=200, deadline=None)
+def test_tables_are_finite_and_ascend(seed, kind):
+    """Samples a few units in the last place apart, weights over thirty decades, samples far from zero."""
+    rng = np.random.default_rng(seed)
+    n, k = int(rng.integers(1, 60)), int(rng.integers(1, 33))
+    x, w = rng.normal(size=n), None
+    if kind == "ulps":
+        x = (np.float32(1.3) * (1 + 1e-7 * rng.integers(-3, 4, n))).astype(np.float32)
+    elif kind == "heavy weights":
+        w = 10 ** rng.uniform(-15, 15, n)
+    else:
+        x = 1e9 + x
+    table = km.kmeans(x, k, w)
+    assert np.isfinite(table).all()
+    assert (np.diff(table) >= 0).all()
+    assert x.min() <= table[0]
+    assert table[-1] <= x.max()
+
+
+def test_samples_that_hardly_differ_are_told_apart():
+    x = 1.0 + np.array([0, 1, 10, 11]) * 2.0**-50
+    np.testing.assert_allclose((km.kmeans(x, 2) - 1) * 2.0**50, [0.5, 10.5], atol=0.5)

@@ -9,6 +9,7 @@ layers  = "3" | "0-14" | "-1"                           -1 is the last layer
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -220,7 +221,7 @@ def _typed(name: str, option: str, value: Any, default: Any) -> Any:
     try:
         if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text]
-        if kind is float and not re.fullmatch(r"[\d.eE+-]+", text):
+        if kind is float and not (re.fullmatch(r"[\d.eE+-]+", text) and math.isfinite(float(text))):
             raise ValueError(text)
         return kind(text)
     except (ValueError, KeyError):

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 FIT_SAMPLES = 16_384
 """Angles per level that online tables are fitted on, drawn without replacement where there are more."""
 
+LEAST_WEIGHT = 1e-3
+"""Of the mean: so much every sample counts, lest tokens much shorter than others get no entries near them."""
+
 
 @dataclass(frozen=True)
 class PolarQuant(Codec):
@@ -61,7 +64,7 @@ class PolarQuant(Codec):
 
     def __post_init__(self) -> None:
         parts = self.bits.split("-")
-        if not all(part.isdecimal() and 1 <= int(part) <= 8 for part in parts):
+        if not all(part.isascii() and part.isdecimal() and 1 <= int(part) <= 8 for part in parts):
             raise UserError(
                 f"bits={self.bits} is not allowed; give 1 to 8 bits for each level, from the first on, joined by '-', "
                 "for example bits=4-2-2-2"
@@ -120,6 +123,7 @@ class PolarQuant(Codec):
             angle, weight = angle[drawn], weight[drawn]
         if not self.weighted or not bool(weight.any()):
             weight = torch.ones_like(weight)
+        weight = weight.clamp_min(LEAST_WEIGHT * float(weight.mean()))
         return torch.from_numpy(kmeans(angle.cpu().numpy(), 2**bits, weight.cpu().numpy(), self.seed)).float()
 
     def encode(self, x: Tensor) -> Planes:

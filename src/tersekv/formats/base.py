@@ -112,6 +112,8 @@ class View(ABC):
     """
 
     format: ClassVar[str]
+    keeps: ClassVar[bool] = True
+    """Whether a store may keep the view: it holds nothing but the planes and tables that are counted anyway."""
 
     @property
     def operand(self) -> Any:
@@ -146,6 +148,7 @@ class Rotated(View):
 
     def __init__(self, view: View, rotation: Tensor) -> None:
         self._inner, self.rotation = view, rotation
+        self.keeps = view.keeps and rotation.dim() == 2  # type: ignore[misc]
         self.format = f"rotated {view.format}"  # type: ignore[misc]
 
     @property

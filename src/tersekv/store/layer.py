@@ -181,7 +181,7 @@ class LayerStore:
             return self._whole
         keys, values = (side.view(first, tokens, self.packed_first) for side in self.sides)
         segment = PackedSegment(keys, values, self.packed_first + first, tokens)
-        if whole:
+        if whole and keys.keeps and values.keeps:
             self._whole = segment
         return segment
 

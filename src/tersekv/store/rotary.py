@@ -36,6 +36,8 @@ class Rotary:
         """cos and sin float32 [1 or B, n, R]."""
         paddings = [0] if self.padding is None else [int(p) for p in self.padding]
         rows = [self._row(first, n, padding, device) for padding in paddings]
+        if len(rows) == 1:
+            return rows[0][0].unsqueeze(0), rows[0][1].unsqueeze(0)
         cos, sin = (torch.stack(parts) for parts in zip(*rows, strict=True))
         return cos, sin
 

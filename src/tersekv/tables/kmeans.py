@@ -21,6 +21,7 @@ SEEDED_SAMPLES = 1 << 16
 Lloyd's iterations sees every sample."""
 
 RESTARTS = 4
+LEAST_WEIGHT = 1e-9
 MAX_STEPS = 300
 
 
@@ -78,7 +79,8 @@ class Sorted:
 def kmeans(samples: ArrayLike, k: int, weights: ArrayLike | None = None, seed: int = 0) -> Array:
     """Table of k entries, ascending, float64, for samples [n] with weights [n] ≥ 0 (all 1 where not given).
 
-    Where there are fewer distinct samples than entries, the last entries repeat the largest sample.
+    Where there are fewer distinct samples than entries, the last entries repeat the largest sample. Weights below
+    LEAST_WEIGHT of the largest count as 0: sums over both could not tell them.
 
     Raises:
         ValueError: no samples, samples or weights that are not finite, negative weights, or weights that are all 0.
@@ -90,8 +92,18 @@ def kmeans(samples: ArrayLike, k: int, weights: ArrayLike | None = None, seed: i
     if w is not None:
         if w.shape != x.shape or not np.isfinite(w).all() or (w < 0).any() or not w.any():
             raise ValueError("k-means takes one weight per sample, finite, not negative, and not all 0")
-        x, w = x[w > 0], w[w > 0]
-    points = Sorted(x, w)
+        counts = w > LEAST_WEIGHT * w.max()
+        x, w = x[counts], w[counts] / w.max()
+    low, high = float(x.min()), float(x.max())
+    if low == high:
+        return np.full(k, low)
+    # samples that hardly differ keep their digits
+    table = _table(Sorted((x - low) / (high - low), w), k, seed)
+    return np.sort(np.clip(table * (high - low) + low, low, high))
+
+
+def _table(points: Sorted, k: int, seed: int) -> Array:
+    """Entries for more than one distinct sample, between 0 and 1."""
     if len(points.x) <= k:
         return np.concatenate([points.x, np.full(k - len(points.x), points.x[-1])])
     if len(points.x) <= EXACT_SAMPLES:
@@ -117,7 +129,10 @@ def optimum(points: Sorted, k: int) -> Array:
     edges = [n]
     for start in reversed(starts):
         edges.append(int(start[edges[-1]]))
-    return points.means(np.array([0, *reversed(edges)]))
+    bounds = np.array([0, *reversed(edges)])
+    means = points.means(bounds)
+    # a cluster may be empty where rounding hides what it would gain
+    return np.where(np.isfinite(means), means, points.x[np.minimum(bounds[:-1], n - 1)])
 
 
 def _one_more_cluster(points: Sorted, best: Array) -> tuple[Array, NDArray[np.int64]]:
