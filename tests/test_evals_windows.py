@@ -57,7 +57,9 @@ def test_nll_is_the_mean_over_predicted_tokens() -> None:
     logits, ids = torch.randn(700, 9), torch.randint(0, 9, (700,))
     wanted = F.cross_entropy(logits[:-1], ids[1:])
     assert mean_nll(logits, ids) == pytest.approx(float(wanted), rel=1e-6)
-    assert mean_nll(logits, ids, 600) == pytest.approx(float(F.cross_entropy(logits[600:-1], ids[601:])), rel=1e-6)
+    assert mean_nll(logits[600:], ids[600:]) == pytest.approx(
+        float(F.cross_entropy(logits[600:-1], ids[601:])), rel=1e-6
+    )
     assert mean_nll(torch.zeros(5, 8), ids[:5] % 8) == pytest.approx(math.log(8))
 
 
@@ -70,12 +72,12 @@ def test_perplexity_is_scored_after_the_prefix(loaded, text: str) -> None:
     sample = task.instances(full)[0]
     result = task.evaluate(sample, packed, full)
     logits, held = packed.read(sample.data, 64, 96)
-    assert result.metrics == {"nll": mean_nll(logits, sample.data[0], 96)}
+    assert result.metrics == {"nll": mean_nll(logits, sample.data[0, 96:])}
     assert (result.tokens, result.footprint) == (160, held)
     with torch.no_grad():
         exact = model(sample.data).logits[0]
-    assert task.evaluate(sample, full, full).metrics["nll"] == pytest.approx(mean_nll(exact, sample.data[0], 96))
-    assert result.metrics["nll"] != pytest.approx(mean_nll(exact, sample.data[0], 96), rel=1e-6)
+    assert task.evaluate(sample, full, full).metrics["nll"] == pytest.approx(mean_nll(exact[96:], sample.data[0, 96:]))
+    assert result.metrics["nll"] != pytest.approx(mean_nll(exact[96:], sample.data[0, 96:]), rel=1e-6)
 
 
 def test_perplexity_summary() -> None:

@@ -116,18 +116,18 @@ class Reader:
         return logits, cache.footprint()
 
     @torch.no_grad()
-    def read(self, ids: Tensor, chunk: int, first: int = 0) -> tuple[Tensor, Footprint]:
-        """Logits [T, vocabulary] of ids [1, T] through the real cache: `first` tokens at once (0: `chunk`), then
-        `chunk` at a time."""
+    def read(self, ids: Tensor, chunk: int, prefix: int = 0) -> tuple[Tensor, Footprint]:
+        """Logits [T - prefix, vocabulary] of ids [1, T] from position `prefix` on, through the real cache: `prefix`
+        tokens are packed from one exact prefill, then `chunk` at a time."""
         if self._cache_recipe is None:
-            return self._full_pass(ids)
+            logits, held = self._full_pass(ids)
+            return logits[prefix:], held
         ids = ids.to(self.model.device)
-        first = first or chunk
-        cache = self._new_cache()
         with self._reading():
-            parts = [ids[:, :first], *ids[:, first:].split(chunk, dim=1)]
-            logits = [self.model(input_ids=part, past_key_values=cache).logits[0] for part in parts if part.shape[1]]
-        return torch.cat(logits), held_by(cache)
+            cache = self._read_context(ids[:, :prefix])
+            parts = ids[:, prefix:].split(chunk, dim=1)
+            logits = torch.cat([self.model(input_ids=part, past_key_values=cache).logits[0] for part in parts])
+        return logits, held_by(cache)
 
     def extras(self) -> dict[str, Any]:
         """What a record should know beside the recipe."""

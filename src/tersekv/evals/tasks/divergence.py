@@ -8,17 +8,20 @@ An instance is a window of text, the same as perplexity's. At each position
 The Kullback-Leibler divergence needs no labels and moves before any score does; it is what llama.cpp's `perplexity
 --kl-divergence` reports for quantised weights ("Mean KLD", "Same top p"). Metrics are means over the positions of a
 window, kl_q1 to kl_q4 over its quarters, so that growth with position shows; their standard errors are over windows.
+The same logits give perplexity's metrics, which stand beside them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tersekv.evals.tasks.base import Result, Sample
+from tersekv.evals.tasks.base import Estimate, Result, Sample
+from tersekv.evals.tasks.perplexity import Perplexity, mean_nll
 from tersekv.evals.windows import POSITIONS_AT_A_TIME, WindowTask
 
 if TYPE_CHECKING:
@@ -32,13 +35,20 @@ class Divergence(WindowTask):
     """Options are those of `WindowTask`; positions in `prefix` are not counted."""
 
     def evaluate(self, sample: Sample, reader: Reader, full: Reader) -> Result:
-        """`kl` in nats, `top1_agreement`, and `kl_q1` … `kl_q4`."""
+        """`kl` in nats, `top1_agreement`, `kl_q1` … `kl_q4`, and perplexity's `nll`."""
         logits, footprint = self.logits(sample, reader)
-        kl, agree = compare(self.logits(sample, full)[0][self.prefix :], logits[self.prefix :])
+        kl, agree = compare(self.logits(sample, full)[0], logits)
         quarters = kl.tensor_split(QUARTERS)
         metrics = {"kl": kl.mean().item(), "top1_agreement": agree.mean().item()}
+        metrics["nll"] = mean_nll(logits, sample.data[0, self.prefix :])
         metrics |= {f"kl_q{i}": part.mean().item() for i, part in enumerate(quarters, 1) if len(part)}
         return Result(metrics, sample.data.shape[1], footprint)
+
+    def summarise(self, metrics: Sequence[dict[str, float]], full: Sequence[dict[str, float]]) -> dict[str, Estimate]:
+        """Means, and those of perplexity."""
+        found = super().summarise(metrics, full)
+        scored = all("nll" in m for m in (*metrics, *full))  # records of earlier versions lack it
+        return found | Perplexity().summarise(metrics, full) if scored else found
 
 
 def compare(full: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ class Perplexity(WindowTask):
     def evaluate(self, sample: Sample, reader: Reader, full: Reader) -> Result:
         """`nll`: mean over the window's scored tokens, in nats."""
         logits, footprint = self.logits(sample, reader)
-        return Result({"nll": mean_nll(logits, sample.data[0], self.prefix)}, sample.data.shape[1], footprint)
+        return Result({"nll": mean_nll(logits, sample.data[0, self.prefix :])}, sample.data.shape[1], footprint)
 
     def summarise(self, metrics: Sequence[dict[str, float]], full: Sequence[dict[str, float]]) -> dict[str, Estimate]:
         """perplexity = exp(mean nll), its standard error by the delta method; perplexity_ratio to the full cache, from
@@ -49,9 +49,9 @@ class Perplexity(WindowTask):
         return {"perplexity": _exp(nll), "perplexity_ratio": _exp(more), "nll": nll}
 
 
-def mean_nll(logits: Tensor, ids: Tensor, first: int = 0) -> float:
-    """Mean cross-entropy, in nats, of ids [T] from position `first + 1` on under logits [T, vocabulary]."""
-    predicting, targets = logits[first:-1], ids[first + 1 :].to(logits.device)
+def mean_nll(logits: Tensor, ids: Tensor) -> float:
+    """Mean cross-entropy, in nats, of ids [T] but the first under logits [T, vocabulary]."""
+    predicting, targets = logits[:-1], ids[1:].to(logits.device)
     total = 0.0
     for part, wanted in zip(predicting.split(POSITIONS_AT_A_TIME), targets.split(POSITIONS_AT_A_TIME), strict=True):
         total += F.cross_entropy(part.float(), wanted, reduction="sum").double().item()
