@@ -98,17 +98,29 @@ def tables() -> dict[str, tuple[str, list[Row]]]:
         [Row(f"{b} bits, 1 %, {label}", f"kvquant:bits={b}{o}") for b in BITS for label, o in ranges],
     )
     made["17"] = (
-        "Tables × outliers × bits",
+        "Tables × outliers × bits, and integers and normal quantiles in groups of 64",
         [
-            Row(f"{t}{b}, {100 * float(s):g} %", f"kvquant:bits={b},outliers={s},table={t}")
+            row
             for b in BITS
-            for t in ("int", "nf", "nuq")
-            for s in SHARES
+            for row in (
+                *(
+                    Row(f"{t}{b}, {100 * float(s):g} %", f"kvquant:bits={b},outliers={s},table={t}")
+                    for t in ("int", "nf", "nuq")
+                    for s in SHARES
+                ),
+                Row(f"int{b}, groups of 64 along the token", f"uniform:bits={b},group=64"),
+                Row(f"nf{b}, groups of 64 along the token", f"normalfloat:bits={b},group=64,zero_point=true"),
+            )
         ],
     )
+    axes = [("after RoPE", "pre_rope=false"), ("before RoPE", "pre_rope=true")]
     made["20"] = (
-        "Samples of calibration (ours)",
-        [Row(f"{b} bits, 1 %, {n} × 2,048", f"kvquant:bits={b}", Setting(n)) for b in BITS for n in (1, 4, 16)],
+        "Keys per token, before and after RoPE",
+        [
+            Row(f"{b} bits, keys per token {label}", f"kvquant:bits={b},axis=token,{o},outliers=0,table=int")
+            for b in BITS
+            for label, o in axes
+        ],
     )
     made["21"] = (
         "Corpus of calibration",
@@ -117,6 +129,10 @@ def tables() -> dict[str, tuple[str, list[Row]]]:
             for b in BITS
             for text in ("train", "pydoc")
         ],
+    )
+    made["samples"] = (
+        "Samples of calibration (ours)",
+        [Row(f"{b} bits, 1 %, {n} × 2,048", f"kvquant:bits={b}", Setting(n)) for b in BITS for n in (1, 4, 16)],
     )
     return made
 
@@ -140,7 +156,8 @@ def measure(rows: Sequence[Row], args: argparse.Namespace) -> None:
         size = ("--samples", str(setting.samples), "--length", str(setting.length), "--seed", "0")
         if missing:
             text = args.train if setting.text == "train" else setting.text
-            program("calibrate", "-m", args.model, *named, *size, "--text", text, "--out", str(folder))
+            workers = ("--workers", str(args.workers))
+            program("calibrate", "-m", args.model, *named, *size, *workers, "--text", text, "--out", str(folder))
         named = [part for recipe in recipes for part in ("-r", recipe)]
         window = ("--windows", str(args.windows), "--context", str(args.context), "--sinks", str(setting.sinks))
         where = ("--calibration", str(folder), "--out", str(records_folder(args.out, setting)))
@@ -195,6 +212,7 @@ def main() -> None:
     parser.add_argument("--tables", default="", help=f"of {', '.join(tables())}; all without it")
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--workers", type=int, default=1, help="processes that fit tables")
     parser.add_argument("--print", action="store_true", help="run nothing")
     args = parser.parse_args()
     known = tables()

@@ -113,3 +113,22 @@ def test_tables_are_finite_and_ascend(seed, kind):
 def test_samples_that_hardly_differ_are_told_apart():
     x = 1.0 + np.array([0, 1, 10, 11]) * 2.0**-50
     np.testing.assert_allclose((km.kmeans(x, 2) - 1) * 2.0**50, [0.5, 10.5], atol=0.5)
+
+
+@pytest.mark.parametrize("name", ["normal", "heavy tails", "few values", "two far clusters"])
+def test_bins_stand_for_many_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More samples than bins: entries move by about a bin's width, whatever the distribution and the weights."""
+    rng = np.random.default_rng(0)
+    n = km.BINS + 40_000
+    x = {
+        "normal": rng.normal(size=n),
+        "heavy tails": rng.standard_cauchy(n).clip(-1e3, 1e3),
+        "few values": rng.integers(0, 40, n) / 7,
+        "two far clusters": np.concatenate([rng.normal(size=n // 2), 1e4 + rng.normal(size=n - n // 2)]),
+    }[name]
+    weights = rng.exponential(size=n)
+    table = km.kmeans(x, 8, weights)
+    monkeypatch.setattr(km, "BINS", n)
+    exact = km.kmeans(x, 8, weights)
+    best, found = (km.Sorted(x, weights).error(t) / weights.sum() for t in (exact, table))
+    assert found <= best * 1.001 + (np.ptp(x) / 2**18) ** 2

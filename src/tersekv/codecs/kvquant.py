@@ -150,6 +150,8 @@ class KVQuant(Codec):
         if not bool(w.any()):
             w = torch.ones_like(w)
         table = torch.from_numpy(kmeans(y.clamp(-1, 1).cpu().numpy(), 2**self.bits, w.cpu().numpy())).float()
+        if not self.q_norm:
+            return table, table
         coded = table[nearest_code(y.cpu(), table).long()]
         spread = coded.std(unbiased=False)
         factor = y.std(unbiased=False).cpu() / spread if spread > 0 else torch.ones(())

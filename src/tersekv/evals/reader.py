@@ -97,8 +97,8 @@ class Reader:
                 f"{self.context_tokens:,}: ask for a shorter length"
             )
         device = self.model.device
-        with self._reading():
-            cache = self._read_context(split.context.to(device))
+        with self.reading():
+            cache = self.read_context(split.context.to(device))
             last = decoding.feed(self.model, cache, split.rest.to(device))
             gold_nll = decoding.nll_after(self.model, cache, last, split.gold) if split.gold else None
             stopping = decoding.Stopping(self.model, self.tokenizer, max_new_tokens, min_new_tokens, stop)
@@ -123,8 +123,8 @@ class Reader:
             logits, held = self._full_pass(ids)
             return logits[prefix:], held
         ids = ids.to(self.model.device)
-        with self._reading():
-            cache = self._read_context(ids[:, :prefix])
+        with self.reading():
+            cache = self.read_context(ids[:, :prefix])
             parts = ids[:, prefix:].split(chunk, dim=1)
             logits = torch.cat([self.model(input_ids=part, past_key_values=cache).logits[0] for part in parts])
         return logits, held_by(cache)
@@ -136,13 +136,14 @@ class Reader:
     def _new_cache(self) -> Any:
         return new_cache(self.model, self._cache_recipe, self._calibration)
 
-    def _reading(self) -> AbstractContextManager[Any]:
+    def reading(self) -> AbstractContextManager[Any]:
+        """What the model has to be in while it reads or decodes over a cache of this reader."""
         if self._cache_recipe is None:
             return nullcontext()
         return compress(self.model, self._cache_recipe, self._calibration)
 
-    def _read_context(self, ids: Tensor) -> Any:
-        """A cache that holds ids [1, T], packed; empty where T is 0."""
+    def read_context(self, ids: Tensor) -> Any:
+        """To be called while `reading`: a cache that holds ids [1, T], packed; empty where T is 0."""
         cache = self._new_cache()
         if ids.shape[1] and self._prefill is not None:
             self._prefill.fill(cache, ids)

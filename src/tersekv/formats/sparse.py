@@ -52,14 +52,13 @@ def pack_outliers(residual: Tensor, chosen: Tensor) -> Planes:
 def quantiles(vectors: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """The lower and upper threshold of each vector [..., n], between which lies all but a share, half of it on each
     side, interpolated between neighbouring elements; share 0: smallest and largest element."""
-    ordered = vectors.sort(dim=-1).values
-    last = vectors.shape[-1] - 1
-    place = share / 2 * last
+    place = share / 2 * (vectors.shape[-1] - 1)
     below = int(place)
     part = place - below
-    above = min(below + 1, last)
-    low = ordered[..., below] * (1 - part) + ordered[..., above] * part
-    high = ordered[..., last - below] * (1 - part) + ordered[..., last - above] * part
+    count = min(below + 2, vectors.shape[-1])
+    high = vectors.topk(count, dim=-1).values[..., below:]
+    low = vectors.topk(count, dim=-1, largest=False).values[..., below:]
+    low, high = (ends[..., 0] * (1 - part) + ends[..., -1] * part for ends in (low, high))
     return low, high
 
 

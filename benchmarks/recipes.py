@@ -1,0 +1,117 @@
+"""All methods side by side on a small model: the README's table, from records.
+
+    python benchmarks/recipes.py --text test.txt --calibration folder --out folder     # run, or go on where it stopped
+    python benchmarks/recipes.py --records FILE… --into README.md                      # write the table, run nothing
+
+Divergence and perplexity: a prefix is packed from one exact prefill, and the next tokens, read in chunks through the
+cache, are scored. Passkey: the haystack is packed before the question is fed. The speed of decoding stands in records
+of `tersekv bench generate`. `kvquant` needs its calibrations (`tersekv calibrate`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from tersekv import cli
+from tersekv.evals.harness import Summary
+from tersekv.evals.reader import FULL
+from tersekv.plots.groups import grouped, read_records
+from tersekv.recipe import Recipe
+from tersekv.store.estimate import CacheShape, predict
+
+RECIPES = (
+    *("kivi:bits=4", "kivi:bits=2", "int4", "normalfloat", "qjl", "polarquant", "kvquant:bits=4"),
+    *("kvquant:bits=3", "kvquant:bits=2", "turboquant:bits=4", "turboquant:bits=3", "turboquant:bits=2.5"),
+    *("turboquant:bits=2", "streaming:budget=0.25+exact", "subgen:budget=0.25+exact", "snapkv:budget=0.25+exact"),
+    *("pyramidkv:budget=0.25+exact", "h2o:budget=0.25+exact", "snapkv:budget=0.25+kivi:bits=4"),
+    "subgen:budget=0.25+polarquant",
+)
+DIVERGENCE = ("--mode", "cache", "--context", "2304", "--prefix", "2048", "--chunk", "64", "--windows", "8")
+PASSKEY = ("--lengths", "4k", "--samples", "10")
+SMOLLM2 = CacheShape((None,) * 30, 3, 64, 64, torch.bfloat16)
+LONG = 32 * 1024
+BEGIN, END = "<!-- recipes: made by benchmarks/recipes.py -->", "<!-- end of recipes -->"
+
+
+def run(args: argparse.Namespace) -> None:
+    """Evaluate every recipe; what the folder has already is not run again."""
+    recipes = [part for recipe in RECIPES for part in ("--recipe", recipe)]
+    if args.calibration:
+        recipes += ["--calibration", str(args.calibration)]
+    for task in (("divergence", "--text", args.text, *DIVERGENCE), ("passkey", *PASSKEY)):
+        status = cli.run(["eval", *task, *recipes, "--model", "smollm2", "--out", str(args.out)])
+        if status:
+            sys.exit(status)
+
+
+def table(paths: list[Path], speeds: Path | None) -> str:
+    """The README's table in markdown; a dash where the records say nothing."""
+    by_task = {group.name: {s.recipe: s for s in group.summaries} for group in grouped(read_records(paths))}
+    near, far = by_task["divergence"], by_task.get("passkey", {})
+    depth, rates = _rates(speeds)
+    lines = [
+        f"| recipe | true bits | perplexity | divergence (nats) | passkey at 4k | MB at 32k | tokens/s at {depth} |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, summary in sorted(near.items(), key=lambda item: (item[0] != FULL, item[1].metrics["kl"].mean)):
+        held = predict(SMOLLM2, Recipe.parse("exact" if name == FULL else name), LONG).total_bytes
+        cells = [
+            "full (bfloat16)" if name == FULL else f"`{name}`",
+            "16" if name == FULL else f"{summary.bits_per_element:.2f}",
+            *([_written(summary, "perplexity_ratio", 3), _written(summary, "kl", 4)] if name != FULL else ["1", "0"]),
+            _written(far[name], "accuracy", 2) if name in far else "–",
+            f"{_full_bytes() / 1e6 if name == FULL else held / 1e6:.0f}",
+            f"{rates[name]:.1f}" if name in rates else "–",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _full_bytes() -> int:
+    return SMOLLM2.elements_per_token * LONG * SMOLLM2.dtype.itemsize
+
+
+def _written(summary: Summary, metric: str, digits: int) -> str:
+    mean, stderr = summary.metrics[metric]
+    return f"{mean:.{digits}f} ± {stderr:.{digits}f}" if stderr else f"{mean:.{digits}f}"
+
+
+def _rates(path: Path | None) -> tuple[str, dict[str, float]]:
+    """The deepest depth of a benchmark's records and the tokens per second there, by recipe."""
+    if path is None:
+        return "–", {}
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    depth = max(row["depth"] for row in rows)
+    return f"{depth:,}", {row["cache"]: row["tokens_per_second"] for row in rows if row["depth"] == depth}
+
+
+def main() -> None:
+    """Read the options; run, or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", default="pydoc", help="text of the divergence")
+    parser.add_argument("--calibration", type=Path, help="folder of kvquant's calibrations")
+    parser.add_argument("--out", type=Path, help="folder of the records: run into it")
+    parser.add_argument("--records", type=Path, nargs="+", help="records to make the table from")
+    parser.add_argument("--speeds", type=Path, help="records of `tersekv bench generate`")
+    parser.add_argument("--into", type=Path, help="file whose table is replaced; else it is printed")
+    args = parser.parse_args()
+    if args.out is None and args.records is None:
+        parser.error("give --out to run, or --records to write the table")
+    if args.out is not None:
+        run(args)
+    made = table(args.records or [args.out], args.speeds)
+    if args.into is None:
+        print(made)
+        return
+    text = args.into.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    args.into.write_text(f"{before}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

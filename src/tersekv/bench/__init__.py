@@ -1,0 +1,1 @@
+"""Benchmarks that the program runs: `tersekv bench`."""
