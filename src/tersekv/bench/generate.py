@@ -24,8 +24,14 @@ from tersekv.evals.reader import FULL, Reader
 from tersekv.hf.prefill import Prefill, held_by
 from tersekv.hf.text import pydoc_document
 
-PEERS = {f"{backend}-{bits}": (backend, bits) for backend in ("quanto", "hqq") for bits in (4, 2)}
-"""transformers' quantised caches: name to backend and bits (HQQ's library takes 1 to 4 and 8, quanto's 2 and 4)."""
+PEERS: dict[str, tuple[str, dict[str, int]]] = {
+    "quanto-4": ("quanto", {"nbits": 4}),
+    "quanto-2": ("quanto", {"nbits": 2}),
+    "hqq-4": ("hqq", {"nbits": 4}),
+    "hqq-2": ("hqq", {"nbits": 2}),
+    "fp8": ("fp8", {}),
+}
+"""transformers' quantised caches with their own defaults: name to backend and options."""
 
 PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
 WARM_UP = 3
@@ -123,7 +129,7 @@ def _caches(
     made: dict[str, Callable[[Tensor], Reading]] = {}
     for name in names:
         if name in PEERS:
-            made[name] = _peer(model, prefill, *PEERS[name])
+            made[name] = _peer(model, prefill, name)
         else:
             reader = Reader(model, tokenizer, name, prefill, calibration)
             made[reader.recipe] = _packed(reader)
@@ -139,18 +145,17 @@ def _packed(reader: Reader) -> Callable[[Tensor], Reading]:
     return read
 
 
-def _peer(model: Any, prefill: Prefill, backend: str, bits: int) -> Callable[[Tensor], Reading]:
+def _peer(model: Any, prefill: Prefill, name: str) -> Callable[[Tensor], Reading]:
+    backend, options = PEERS[name]
+
     def new() -> Any:
-        return QuantizedCache(
-            backend, model.config, nbits=bits, **({"axis_key": 1, "axis_value": 1} if backend == "hqq" else {})
-        )
+        return QuantizedCache(backend, model.config, **options)
 
     try:
         new()
     except ImportError as error:
-        raise UserError(
-            f"{backend}-{bits} needs the package {PACKAGES[backend]}: pip install {PACKAGES[backend]}"
-        ) from error
+        package = PACKAGES.get(backend, backend)
+        raise UserError(f"{name} needs the package {package}: pip install {package}") from error
 
     def read(ids: Tensor) -> Reading:
         cache = new()

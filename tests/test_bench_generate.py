@@ -1,0 +1,58 @@
+"""The benchmark of decoding: which caches it times, at which depth, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tersekv import UserError
+from tersekv.bench import generate
+from tersekv.hf.models import load
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny: str) -> tuple[Any, Any]:
+    return load(tiny)
+
+
+def test_caches_take_turns_at_every_depth(loaded) -> None:
+    said: list[str] = []
+    found = list(
+        generate.run(
+            *loaded, ["kivi:bits=2", "full", "snapkv:budget=0.5+exact"], [0, 300], new_tokens=2, rounds=2,
+            report=said.append,
+        )
+    )  # fmt: skip
+    names = ["full", "kivi:bits=2", "snapkv:budget=0.5+exact"]
+    assert [(f.cache, f.depth) for f in found] == [(name, depth) for depth in (0, 300) for name in names]
+    assert all(len(f.rates) == 2 and min(f.rates) > 0 for f in found)
+    full, packed, kept = found[3:]
+    assert full.bits_per_element == 32
+    assert packed.bytes < kept.bytes < full.bytes
+    assert len(said) == 4
+
+
+def test_documents_hold_the_median(loaded) -> None:
+    (found,) = generate.run(*loaded, [], [10], new_tokens=1, rounds=3)
+    document = found.document()
+    assert document["tokens_per_second"] == sorted(found.rates)[1]
+    assert (document["bench"], document["cache"], document["depth"]) == ("generate", "full", 10)
+
+
+@pytest.mark.parametrize(
+    ("names", "depths", "match"),
+    [(["kivy"], [0], "did you mean"), ([], [4096], "more than the model's")],
+)
+def test_refused(loaded, names, depths, match) -> None:
+    with pytest.raises(UserError, match=match):
+        list(generate.run(*loaded, names, depths))
+
+
+def test_a_missing_peer_is_named(loaded, monkeypatch) -> None:
+    def missing(*_: Any, **__: Any) -> None:
+        raise ImportError
+
+    monkeypatch.setattr(generate, "QuantizedCache", missing)
+    with pytest.raises(UserError, match="hqq-4 needs the package hqq: pip install hqq"):
+        list(generate.run(*loaded, ["hqq-4"], [0]))
