@@ -120,7 +120,7 @@ def test_reading_block_by_block_never_decodes_everything(monkeypatch):
 
     def watch(self, first=0, tokens=None):
         segment = original(self, first, tokens)
-        if tokens is not None:
+        if segment is not None:
             asked.append(segment.tokens)
         return segment
 

@@ -148,7 +148,7 @@ def test_a_model_without_rope_is_refused():
         tersekv.CompressedCache(config, "kivi:pre_rope=true")
 
 
-@pytest.mark.parametrize("codec", ["turboquant:bits=2.5", "kivi:pre_rope=true", "polarquant:codebook=online"])
+@pytest.mark.parametrize("codec", ["turboquant:bits=2.5", "kivi:pre_rope=true", "kivi:bits=4"])
 def test_a_store_holds_what_its_footprint_counts(llama, codec):
     """Views that own tensors are made anew for each call; a kept one would hold bytes that nobody counts."""
     recipe = f"window:sinks=4,recent=16+{codec}"
@@ -157,6 +157,6 @@ def test_a_store_holds_what_its_footprint_counts(llama, codec):
         llama(prompt(200), past_key_values=cache)
         llama(prompt(1), past_key_values=cache)
     for layer in cache.layers:
-        kept = layer.store._whole
-        assert kept is None or (kept.keys.keeps and kept.values.keeps)
-        assert (kept is None) == (codec != "polarquant:codebook=online")
+        kept = layer.store._pages
+        assert kept is None or all(page.keys.keeps and page.values.keeps for page in kept)
+        assert (kept is None) == (codec != "kivi:bits=4")

@@ -142,7 +142,7 @@ def test_padding_longer_than_the_first_chunk():
 def test_footprint_counts_the_tensors_held(policy):
     store, *_ = filled(f"{policy}+kivi:bits=4", [200, *range(201, 290)], B=2)
     footprint = store.footprint()
-    planes = [x for side in store.sides for x in side.packed._planes.values()]
+    planes = [x for side in store.sides for page in side.packed.pages for x in page.planes.values()]
     tails = [tail._data for tail in store.tails]
     figures = [store.pool.positions, *store.pool.fields.values(), store.tail_votes]
     held = [*planes, *tails, *figures, *(side.loose for side in store.sides)]

@@ -64,9 +64,9 @@ def kept_weights(store: SelectiveStore, keys: Tensor, call: Call) -> Tensor:
 def _held(store: KeptStore) -> Held:
     """Keys float32 [B, H, T, D] and positions [B, H, T] of held tokens, in the store's order."""
     parts = []
-    packed = store.packed_segment()
-    if packed is not None and packed.positions is not None:
-        parts.append((packed.keys.decode(), packed.positions))
+    for page in store.packed_pages():
+        if page.positions is not None:
+            parts.append((page.keys.decode(), page.positions))
     for segment in store.exact_segments():
         place = segment.positions
         if not isinstance(place, Tensor):

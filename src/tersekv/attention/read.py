@@ -118,23 +118,36 @@ class _Reader:
 
     def packed(self, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
         """Out and lse over the packed tokens for each tile of queries; empty if nothing is packed."""
-        whole = self.store.packed_segment() if self.store is not None else None
-        if whole is None or self.store is None:
+        if self.store is None:
             return []
         if len(tiles) == 1 and query.shape[2] * query.shape[3] <= KERNEL_ROWS:
-            mask = self._mask(_place(whole), whole.tokens)
-            rows = whole.keys.query(_rows(query))
-            out = direct(whole.keys.inner, whole.values.inner, rows, mask, self.call.scaling, self.call.softcap)
+            out = self._direct(query)
             if out is not None:
-                return [(whole.values.output(out[0]), out[1])]
+                return [out]
         results: list[tuple[Tensor, Tensor]] = []
-        step = max(1, BLOCK_READ_TOKENS // self.store.flush_tokens) * self.store.flush_tokens
-        for first in range(0, whole.tokens, step):
-            block = self.store.packed_segment(first, step)
-            assert block is not None
-            parts = self._block(block, query, tiles)
+        first, step = 0, max(1, BLOCK_READ_TOKENS // self.store.flush_tokens) * self.store.flush_tokens
+        while (block := self.store.packed_segment(first, step)) is not None:
+            parts, values = self._block(block, query, tiles), block.values
             results = parts if not results else [_merge(a, b) for a, b in zip(results, parts, strict=True)]
-        return [(whole.values.output(out), lse) for out, lse in results]
+            first += step
+        return [(values.output(out), lse) for out, lse in results]
+
+    def _direct(self, query: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Out and lse over packed tokens by a kernel, page by page; None if nothing is packed or no kernel reads it."""
+        assert self.store is not None
+        outs, lses, rows = [], [], None
+        for page in self.store.packed_pages():
+            rows = page.keys.query(_rows(query)) if rows is None else rows
+            mask, keys, values = self._mask(_place(page), page.tokens), page.keys.inner, page.values
+            result = direct(keys, values.inner, rows, mask, self.call.scaling, self.call.softcap)
+            if result is None:
+                return None
+            outs.append(result[0])
+            lses.append(result[1])
+        if not outs:
+            return None
+        out, lse = backends.merge_segments(outs, lses) if len(outs) > 1 else (outs[0], lses[0])
+        return values.output(out), lse
 
     def _block(self, block: PackedSegment, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
         mask = self._mask(_place(block), block.tokens)

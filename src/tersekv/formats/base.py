@@ -64,6 +64,20 @@ class Layout:
         """The plane that says where ragged entries begin."""
         return next((name for name in self.planes if name.endswith("_starts")), None)
 
+    def join(self, parts: Sequence[Planes]) -> Planes:
+        """The planes of all parts, one behind the other: a copy, unless there is one part only."""
+        if len(parts) == 1:
+            return parts[0]
+        if self.starts is not None:
+            shifted, entries = [], 0
+            for part in parts:
+                starts = part[self.starts]
+                shifted.append(part | {self.starts: starts - starts[:1, :1, :1] + entries})
+                entries += len(next(iter(self._ragged(part).values())))
+            parts = shifted
+        axis = {name: 2 if spec.ragged is None else 0 for name, spec in self.planes.items()}
+        return {name: torch.cat([part[name] for part in parts], dim=axis[name]) for name in axis}
+
     def select_rows(self, planes: Planes, rows: Tensor) -> Planes:
         """The planes of batch rows `rows` (int64, repeats allowed) in that order."""
         chosen = {n: p.index_select(0, rows) for n, p in planes.items() if self.planes[n].ragged is None}

@@ -10,9 +10,10 @@ import torch
 
 from tersekv.formats.base import Layout
 from tersekv.recipe import LayerPlan, Recipe
-from tersekv.store.blocks import spare_blocks, tail_capacity
 from tersekv.store.footprint import Footprint
+from tersekv.store.pages import PageSizes
 from tersekv.store.rollback import ROLLBACK_TOKENS
+from tersekv.store.tail import tail_capacity
 from tersekv.tokens.base import Selection
 from tersekv.tokens.subgen import SubGen
 
@@ -92,8 +93,9 @@ def _layer(plan: LayerPlan, shape: CacheShape, window: int | None, tokens: int) 
     footprint.parts["exact sinks"] = sinks * dims * exact_bytes
     footprint.parts["exact window"] = tail * dims * exact_bytes
     _count_slack(footprint, tail, plan.policy.recent + flush, dims * exact_bytes)
+    sizes = PageSizes(flush, None if window is None else window + ROLLBACK_TOKENS)
     for layout in layouts:
-        _count(layout, packed // layout.block_tokens, shape.kv_heads, footprint)
+        _count(layout, packed, sizes, shape.kv_heads, footprint)
     return footprint
 
 
@@ -130,14 +132,18 @@ def _pool(footprint: Footprint, layouts: list[tuple[Layout, int]], tokens: int, 
     """Chosen tokens, packed but for those that fill no block."""
     flush = math.lcm(*(layout.block_tokens for layout, _ in layouts))
     for layout, dim in layouts:
-        _count(layout, tokens // flush * flush // layout.block_tokens, 1, footprint)
+        _count(layout, tokens // flush * flush, PageSizes(flush), 1, footprint)
         footprint.parts["exact window"] += tokens % flush * dim * itemsize
 
 
 def _most(footprint: Footprint, layouts: list[tuple[Layout, int]], tokens: int, itemsize: int) -> None:
-    """At most so many tokens, of which any number may fill no block."""
+    """At most so many tokens, of which any number may fill no block; of a page, one block may be all that is used."""
     flush = math.lcm(*(layout.block_tokens for layout, _ in layouts))
-    _pool(footprint, layouts, tokens // flush * flush, itemsize)
+    packed, sizes = tokens // flush * flush, PageSizes(flush)
+    _pool(footprint, layouts, packed, itemsize)
+    if packed:
+        more = sizes.slack(flush) - sizes.slack(packed)
+        footprint.parts["slack"] += sum(more * x.block_bytes() / x.block_tokens for x, _ in layouts)  # type: ignore[assignment]
     footprint.parts["exact window"] += min(tokens, flush - 1) * itemsize * sum(dim for _, dim in layouts)
 
 
@@ -163,8 +169,9 @@ def _count_slack(footprint: Footprint, tail: int, usual: int, token_bytes: int) 
         footprint.parts["slack"] += (tail_capacity(tail, usual) - tail) * token_bytes
 
 
-def _count(layout: Layout, blocks: int, heads: int, footprint: Footprint) -> None:
+def _count(layout: Layout, tokens: int, sizes: PageSizes, heads: int, footprint: Footprint) -> None:
+    """Packed tokens that come at once, and the slack of their pages."""
     for spec in layout.planes.values():
-        footprint.parts[spec.kind] += blocks * spec.block_bytes(heads)  # type: ignore[assignment]
-    if blocks:
-        footprint.parts["slack"] += spare_blocks(blocks) * layout.block_bytes(heads)  # type: ignore[assignment]
+        token_bytes = spec.block_bytes(heads) / layout.block_tokens
+        footprint.parts[spec.kind] += tokens * token_bytes  # type: ignore[assignment]
+        footprint.parts["slack"] += sizes.slack(tokens) * token_bytes  # type: ignore[assignment]

@@ -7,6 +7,7 @@ then packed once and for all.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from tersekv.store.layer import LayerStore
 from tersekv.store.pool import WEIGHT, Pool
 from tersekv.store.segments import ExactSegment, PackedSegment
 from tersekv.store.selective import SelectiveStore
+from tersekv.store.side import extents
 from tersekv.store.sketch import SketchStore
 from tersekv.tokens.base import Candidates, Selection
 from tersekv.transforms.rope import Rope
@@ -60,8 +62,13 @@ class KeptStore(SelectiveStore):
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
         """Packed slots `first` to `first + tokens` (multiples of `flush_tokens`), or None if there are none."""
         tokens = self.packed_tokens - first if tokens is None else min(tokens, self.packed_tokens - first)
-        if tokens <= 0:
-            return None
+        return self._packed(first, tokens) if tokens > 0 else None
+
+    def packed_pages(self) -> Iterator[PackedSegment]:
+        """Packed slots page by page, where they lie."""
+        return (self._packed(first, tokens) for first, tokens in extents(self.sides))
+
+    def _packed(self, first: int, tokens: int) -> PackedSegment:
         keys, values = self.pool.views(first, tokens)
         return PackedSegment(keys, values, 0, tokens, self.pool.positions[:, :, first : first + tokens])
 

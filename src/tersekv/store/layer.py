@@ -8,6 +8,7 @@ a codec is fitted on the prompt).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -15,10 +16,11 @@ from torch import Tensor
 from tersekv.recipe import LayerPlan
 from tersekv.store.footprint import Footprint
 from tersekv.store.padding import own_sinks, without_padding
+from tersekv.store.pages import PageSizes
 from tersekv.store.rollback import ROLLBACK_TOKENS, check_crop
 from tersekv.store.rotary import Rotary
 from tersekv.store.segments import ExactSegment, PackedSegment
-from tersekv.store.side import SideStore
+from tersekv.store.side import SideStore, extents
 from tersekv.tensors import plain
 from tersekv.transforms.rope import Rope
 
@@ -41,15 +43,16 @@ class LayerStore:
         self.flush_tokens = math.lcm(*blocks)
         dtype, tail_tokens = plan.policy.exact_dtype(keys.dtype), plan.policy.recent + self.flush_tokens
         self.rotary = Rotary(rope) if rope is not None and plan.keys.pre_rope else None
-        self.keys = SideStore(plan.keys, keys, dtype, tail_tokens, self.rotary)
-        self.values = SideStore(plan.values, values, dtype, tail_tokens)
+        sizes = PageSizes(self.flush_tokens, None if window is None else window + ROLLBACK_TOKENS)
+        self.keys = SideStore(plan.keys, keys, dtype, sizes, tail_tokens, self.rotary)
+        self.values = SideStore(plan.values, values, dtype, sizes, tail_tokens)
         self.sides = self.keys, self.values
         self.padding: Tensor | None = None  # while rows of a batch have sinks of their own
         self.waits = True  # nothing is in sinks or packed: no tokens yet, or rows that are still short
         self.record_past = False  # a sliding window forgets at a crop only
         self.seen = 0
         self.dropped = 0
-        self._whole: PackedSegment | None = None  # kept until packed blocks change
+        self._pages: list[PackedSegment] | None = None  # kept until packed blocks change
 
     @property
     def batch_size(self) -> int:
@@ -123,7 +126,7 @@ class LayerStore:
         for side, changes in zip(self.sides, prepared, strict=True):
             side.commit(changes)
         if flush:
-            self._whole = None
+            self._pages = None
 
     def _forget(self, tokens: int) -> None:
         """Drop that many of the oldest packed tokens, whole blocks."""
@@ -172,18 +175,26 @@ class LayerStore:
         return segments
 
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
-        """Packed tokens `first` to `first + tokens` (multiples of `flush_tokens`), or None if there are none."""
+        """Packed tokens `first` to `first + tokens` (multiples of `flush_tokens`), or None if there are none; a copy
+        where they lie in several pages."""
         tokens = self.packed_tokens - first if tokens is None else min(tokens, self.packed_tokens - first)
-        if tokens <= 0:
-            return None
-        whole = tokens == self.packed_tokens
-        if whole and self._whole is not None:
-            return self._whole
+        return self._packed(first, tokens) if tokens > 0 else None
+
+    def packed_pages(self) -> Iterator[PackedSegment]:
+        """Packed tokens page by page, where they lie."""
+        if self._pages is not None:
+            yield from self._pages
+            return
+        pages = []
+        for first, tokens in extents(self.sides):
+            pages.append(self._packed(first, tokens))
+            yield pages[-1]
+        if all(page.keys.keeps and page.values.keeps for page in pages):
+            self._pages = pages
+
+    def _packed(self, first: int, tokens: int) -> PackedSegment:
         keys, values = (side.view(first, tokens, self.packed_first) for side in self.sides)
-        segment = PackedSegment(keys, values, self.packed_first + first, tokens)
-        if whole and keys.keeps and values.keeps:
-            self._whole = segment
-        return segment
+        return PackedSegment(keys, values, self.packed_first + first, tokens)
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """All tokens as [B, H, seen − dropped, D], position by position (rows with their own sinks included)."""
@@ -205,7 +216,7 @@ class LayerStore:
             CacheError: more than was seen, or more than a sliding window or a padded batch can give back.
         """
         check_crop(self, n)
-        self._whole = None
+        self._pages = None
         self.seen -= n
         from_tail = min(n, self.keys.tail.tokens)
         from_packed = min(n - from_tail, self.packed_tokens)
@@ -228,7 +239,7 @@ class LayerStore:
     def select(self, rows: Tensor) -> None:
         """Keep the batch rows `rows` (int64, repeats allowed) in that order."""
         rows = rows.to(self.device)
-        self._whole = None
+        self._pages = None
         for side in self.sides:
             side.select(rows)
         if self.padding is not None:
@@ -239,7 +250,7 @@ class LayerStore:
     @plain
     def to(self, device: torch.device | str) -> None:
         """Move everything to `device`."""
-        self._whole = None
+        self._pages = None
         self.plan = self.plan._replace(keys=self.plan.keys.to(device), values=self.plan.values.to(device))
         for side in self.sides:
             side.to(device)

@@ -18,6 +18,7 @@ from tersekv.codecs import Codec
 from tersekv.formats.base import View
 from tersekv.formats.roped import Roped
 from tersekv.store.footprint import Footprint
+from tersekv.store.pages import PageSizes
 from tersekv.store.pool_side import PoolSide
 from tersekv.store.side import ENCODE_TOKENS
 from tersekv.transforms.rope import Rope
@@ -37,8 +38,9 @@ class Pool:
         fields: dict[str, torch.dtype] | None = None,
         rope: Rope | None = None,
     ) -> None:
-        self.sides = [PoolSide(codec, x, dtype) for codec, x in zip(codecs, like, strict=True)]
-        self.flush_tokens = math.lcm(*(side.packed.layout.block_tokens for side in self.sides))
+        pairs = list(zip(codecs, like, strict=True))
+        self.flush_tokens = math.lcm(*(codec.layout(x.shape[-1]).block_tokens for codec, x in pairs))
+        self.sides = [PoolSide(codec, x, dtype, PageSizes(self.flush_tokens)) for codec, x in pairs]
         B, H = like[0].shape[:2]
         self.positions = like[0].new_empty((B, H, 0), dtype=torch.int32)
         self.fields = {name: like[0].new_empty((B, H, 0), dtype=kind) for name, kind in (fields or {}).items()}
@@ -144,9 +146,7 @@ class Pool:
             x = self._plain(i, gathered(side.loose, order), positions)
             planes.append([side.codec.encode(part) for part in x.split(max(1, ENCODE_TOKENS // t) * t, dim=2)])
         for side, parts in zip(self.sides, planes, strict=True):
-            side.packed.reserve(blocks * t // side.packed.layout.block_tokens)
-            for part in parts:
-                side.packed.append(part)
+            side.packed.append(*parts)
         self._move(P, order, taken)
         self._compact(most_blocks)
         self._give_back(most_blocks)
@@ -184,8 +184,7 @@ class Pool:
         if not self.moves:
             return
         for side, moved in zip(self.sides, planes, strict=True):
-            side.packed.keep(order[:, :, :0])
-            side.packed.append(moved)
+            side.packed.hold(moved)
         self.positions = torch.cat(
             [self.positions.gather(2, order).masked_fill(~held, -1), self.positions[:, :, P:]], dim=2
         )

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs import Codec
+from tersekv.store.pages import PageSizes
 from tersekv.store.side import SideStore
 
 
 class PoolSide(SideStore):
     """One side; `loose` [B, H, L, D]: exact tokens that do not fill a block yet, and sinks."""
 
-    def __init__(self, codec: Codec, like: Tensor, dtype: torch.dtype) -> None:
-        super().__init__(dataclasses.replace(codec, per_head=True), like, dtype, 0)
+    def __init__(self, codec: Codec, like: Tensor, dtype: torch.dtype, sizes: PageSizes) -> None:
+        super().__init__(dataclasses.replace(codec, per_head=True), like, dtype, sizes, 0)
         self.loose = self.sinks
 
     def to(self, device: torch.device | str) -> None:

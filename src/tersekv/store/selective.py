@@ -5,7 +5,7 @@ and behind it what was chosen, in pools whose tokens keep the positions, and the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tersekv.errors import CacheError, UserError
 from tersekv.recipe import LayerPlan
-from tersekv.store.blocks import TailBuffer
 from tersekv.store.footprint import Footprint
 from tersekv.store.pool import Pool
 from tersekv.store.segments import ExactSegment, PackedSegment, WeightedSegment
+from tersekv.store.tail import TailBuffer
 from tersekv.tensors import plain
 from tersekv.tokens.base import Selection
 from tersekv.transforms.rope import Rope
@@ -44,8 +44,7 @@ class SelectiveStore(ABC):
         assert isinstance(plan.policy, Selection)
         self.plan, self.rope = plan, rope
         self.policy: Selection = plan.policy
-        self.dtype = plan.policy.exact_dtype(keys.dtype)
-        self.record_past = False
+        self.dtype, self.record_past = plan.policy.exact_dtype(keys.dtype), False
         self._start(keys, values)
 
     def _start(self, keys: Tensor, values: Tensor) -> None:
@@ -106,9 +105,13 @@ class SelectiveStore(ABC):
     def exact_segments(self) -> list[ExactSegment]:
         """Tokens kept as floats, those that hold any."""
 
-    @abstractmethod
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
         """Packed slots `first` to `first + tokens` (multiples of `flush_tokens`), or None if there are none."""
+        return None
+
+    def packed_pages(self) -> Iterator[PackedSegment]:
+        """All of them page by page, where they lie."""
+        return iter(())
 
     def weighted_segments(self) -> list[WeightedSegment]:
         """Tokens that stand for others, with log-weights for softmax's numerator and denominator."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,9 +13,11 @@ from torch import Tensor
 from tersekv.codecs import Codec
 from tersekv.errors import CacheError
 from tersekv.formats.base import Planes, View
-from tersekv.store.blocks import BlockBuffer, TailBuffer, blocks_of
+from tersekv.store.blocks import BlockBuffer
 from tersekv.store.footprint import Footprint
+from tersekv.store.pages import PageSizes
 from tersekv.store.rotary import Rotary
+from tersekv.store.tail import TailBuffer
 
 ENCODE_TOKENS = 1024
 """Tokens encoded at a time, which bounds the float32 copies that encoding makes."""
@@ -31,17 +35,23 @@ class Prepared(NamedTuple):
 
 
 class SideStore:
-    """Tokens [B, H, n, D] of one side, in the order they came. `tail_tokens`: capacity of the tail. `rotary`: RoPE of
-    keys that are coded without it. Exact tokens keep theirs."""
+    """Tokens [B, H, n, D] of one side, in the order they came. `sizes`: of the pages of packed tokens. `tail_tokens`:
+    capacity of the tail. `rotary`: RoPE of keys that are coded without it. Exact tokens keep theirs."""
 
     def __init__(
-        self, codec: Codec, like: Tensor, dtype: torch.dtype, tail_tokens: int, rotary: Rotary | None = None
+        self,
+        codec: Codec,
+        like: Tensor,
+        dtype: torch.dtype,
+        sizes: PageSizes,
+        tail_tokens: int,
+        rotary: Rotary | None = None,
     ) -> None:
         B, H, _, self.head_dim = like.shape
         self.codec, self.rotary = codec, rotary
         self.dtype = dtype
         self.sinks = like.new_empty((B, H, 0, self.head_dim), dtype=dtype)
-        self.packed = BlockBuffer(codec.layout(self.head_dim), B, H, like.device)
+        self.packed = BlockBuffer(codec.layout(self.head_dim), B, H, like.device, sizes)
         self.tail = TailBuffer(B, H, self.head_dim, dtype, like.device, tail_tokens)
 
     def rounded(self, x: Tensor) -> Tensor:
@@ -84,8 +94,8 @@ class SideStore:
             if codec.lacks == "prompt":
                 sink = self._plain(torch.cat([self.sinks, first], dim=2), 0, own_sinks=True)
                 codec = codec.fit(torch.cat([sink, self._plain(torch.cat([tail, x], dim=2), place)], dim=2))
-            t = self.packed.layout.block_tokens
-            step = max(1, ENCODE_TOKENS // t) * t
+            unit = self.packed.sizes.unit
+            step = max(1, ENCODE_TOKENS // unit) * unit
             for start in range(skip, flush, step):
                 stop = min(flush, start + step)
                 parts = [tail[:, :, start : min(stop, old)], x[:, :, max(0, start - old) : max(0, stop - old)]]
@@ -98,10 +108,7 @@ class SideStore:
         self.codec = new.codec
         if new.sinks.shape[2]:
             self.sinks = torch.cat([self.sinks, new.sinks], dim=2)
-        if new.planes:
-            self.packed.reserve(sum(blocks_of(self.packed.layout, planes) for planes in new.planes))
-        for planes in new.planes:
-            self.packed.append(planes)
+        self.packed.append(*new.planes)
         self.tail.drop_front(new.leave_tail)
         self.tail.append(new.enter_tail)
 
@@ -129,10 +136,8 @@ class SideStore:
 
     def decoded(self, dtype: torch.dtype, place: int) -> Tensor:
         """Sinks, packed tokens and tail as [B, H, n, D]. place: of the first packed token."""
-        parts = [self.sinks.to(dtype)]
-        if self.packed.tokens:
-            parts.append(self.view(0, self.packed.tokens, place).decode().to(dtype))
-        return torch.cat([*parts, self.tail.data.to(dtype)], dim=2)
+        pages = [self.view(first, tokens, place).decode().to(dtype) for first, tokens in extents([self])]
+        return torch.cat([self.sinks.to(dtype), *pages, self.tail.data.to(dtype)], dim=2)
 
     def to(self, device: torch.device | str) -> None:
         """Move everything."""
@@ -153,3 +158,9 @@ class SideStore:
         footprint.parts["exact sinks"] += self.sinks.numel() * self.sinks.element_size()
         self.packed.count(footprint)
         self.tail.count(footprint)
+
+
+def extents(sides: Sequence[SideStore]) -> list[tuple[int, int]]:
+    """First token and number of tokens of the pages that sides with the same tokens have in common."""
+    ends = sorted({0}.union(*(side.packed.ends for side in sides)))
+    return [(first, last - first) for first, last in itertools.pairwise(ends)]

@@ -20,7 +20,7 @@ from tersekv.store.clusters import Clusters
 from tersekv.store.footprint import Footprint
 from tersekv.store.pool import WEIGHT, Pool
 from tersekv.store.reservoir import Reservoir, counts
-from tersekv.store.segments import ExactSegment, PackedSegment, WeightedSegment
+from tersekv.store.segments import ExactSegment, WeightedSegment
 from tersekv.store.selective import SelectiveStore
 from tersekv.tokens.subgen import SubGen
 
@@ -70,10 +70,6 @@ class SketchStore(SelectiveStore):
             keys, values = (tail.data for tail in self.tails)
             segments.append(ExactSegment(keys, values, self.seen - keys.shape[2]))
         return segments
-
-    def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
-        """None: packed tokens are all weighted."""
-        return None
 
     def weighted_segments(self) -> list[WeightedSegment]:
         """Samples of values for the numerator, of clusters for the denominator."""

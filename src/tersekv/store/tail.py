@@ -1,0 +1,65 @@
+"""The exact tail of a side: the latest tokens, as floats."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tersekv.store.footprint import Footprint
+
+
+def tail_capacity(tokens: int, usual: int) -> int:
+    """Tokens allocated for a tail of `tokens` that will usually grow to `usual`: doubling for short ones."""
+    return max(tokens, min(usual, max(16, 2 * tokens)))
+
+
+class TailBuffer:
+    """Exact tokens [B, H, capacity, D], appended at the end and taken from the front; `usual`: most tokens it will hold
+    but for a rollback."""
+
+    def __init__(self, B: int, H: int, D: int, dtype: torch.dtype, device: torch.device, usual: int) -> None:
+        self._data = torch.empty((B, H, 0, D), dtype=dtype, device=device)
+        self.usual = usual
+        self.tokens = 0
+
+    @property
+    def data(self) -> Tensor:
+        """The tokens in use, a view."""
+        return self._data[:, :, : self.tokens]
+
+    def append(self, x: Tensor) -> None:
+        """Add tokens [B, H, n, D]."""
+        n = x.shape[2]
+        if self.tokens + n > self._data.shape[2]:
+            capacity = tail_capacity(self.tokens + n, self.usual)
+            grown = self._data.new_empty((*self._data.shape[:2], capacity, self._data.shape[3]))
+            grown[:, :, : self.tokens] = self.data
+            self._data = grown
+        self._data[:, :, self.tokens : self.tokens + n] = x
+        self.tokens += n
+
+    def drop_front(self, n: int) -> None:
+        """Forget the n oldest tokens; the rest moves to the front."""
+        if n == 0:
+            return
+        self._data[:, :, : self.tokens - n] = self.data[:, :, n:].clone()
+        self.tokens -= n
+
+    def drop_back(self, n: int) -> None:
+        """Forget the n latest tokens."""
+        self.tokens -= n
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the buffer."""
+        self._data = self._data.to(device)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows."""
+        self._data = self._data.index_select(0, rows)
+
+    def count(self, footprint: Footprint) -> None:
+        """Add the bytes allocated to `footprint`."""
+        allocated = self._data.numel() * self._data.element_size()
+        used = allocated * self.tokens // self._data.shape[2] if self._data.shape[2] else 0
+        footprint.parts["exact window"] += used
+        footprint.parts["slack"] += allocated - used
