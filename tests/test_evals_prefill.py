@@ -7,11 +7,12 @@ import torch
 
 import tersekv
 from conftest import MODELS, prompt
+from tersekv.errors import UserError
 from tersekv.evals.reader import Reader
 from tersekv.evals.tasks import Prompt
 from tersekv.hf.models import load
-from tersekv.hf.prefill import Prefill, held_by, new_cache, shares_prefill
-from tersekv.tokens.window import Window
+from tersekv.hf.prefill import Prefill, held_by, new_cache
+from tersekv.store.selective import SelectiveStore
 
 
 @pytest.mark.parametrize(
@@ -64,11 +65,47 @@ def test_prefill_is_computed_once_per_prompt(llama) -> None:
     assert len(calls) == 3
 
 
-def test_policies_that_observe_queries_prefill_themselves(tiny: str, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *("snapkv:budget=0.3,window=8,recent=8+kivi:bits=4,group=16", "h2o:budget=0.3,recent=8+exact"),
+        "pyramidkv:budget=60,window=8,recent=8+exact",
+    ],
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_policies_that_observe_queries_share_the_prefill(models, name: str, recipe: str) -> None:
+    """They choose the tokens, and hold the bytes, of a prefill of their own."""
+    model, ids = models[name], prompt(200)
+    try:
+        filled, real = new_cache(model, recipe), new_cache(model, recipe)
+    except UserError:
+        pytest.skip("no policy that drops tokens serves this model")
+    before = model.config.get_text_config()._attn_implementation
+    with tersekv.compress(model, recipe), torch.no_grad():
+        model(input_ids=ids, past_key_values=real)
+        Prefill(model).fill(filled, ids)
+        nexts = [model(input_ids=ids[:, :1], past_key_values=cache).logits for cache in (filled, real)]
+    assert model.config.get_text_config()._attn_implementation == before
+    for ours, theirs in zip(filled.layers, real.layers, strict=True):
+        if isinstance(theirs.store, SelectiveStore):
+            assert torch.equal(ours.store.pool.positions, theirs.store.pool.positions)
+    assert held_by(filled) == held_by(real)
+    assert torch.equal(*nexts)
+
+
+def test_queries_are_noted_once_a_recipe_observes_them(tiny: str) -> None:
+    """One prefill more for the first prompt, one for all recipes from then on; answers as before."""
     model, tokenizer = load(tiny)
+    calls: list[int] = []
+    hook = model.base_model.register_forward_hook(lambda module, args, out: calls.append(1))
+    try:
+        prefill = Prefill(model)
+        for ids in (prompt(40), prompt(41)):
+            for recipe in (None, "snapkv:budget=20+exact", "h2o:budget=20+exact"):
+                prefill.fill(new_cache(model, recipe), ids)
+    finally:
+        hook.remove()
+    assert len(calls) == 3
     ask = Prompt("A cache keeps keys and values. " * 8, "Why?")
-    shared = Reader(model, tokenizer, "kivi:bits=2").answer(ask, 8)
-    monkeypatch.setattr(Window, "observes", True)
-    assert not shares_prefill(model, "kivi:bits=2")
-    assert shares_prefill(model, None)
-    assert Reader(model, tokenizer, "kivi:bits=2").answer(ask, 8) == shared
+    alone, shared = (Reader(model, tokenizer, "snapkv:budget=0.5+exact", p) for p in (None, prefill))
+    assert shared.answer(ask, 8) == alone.answer(ask, 8)

@@ -58,7 +58,7 @@ class Reader:
         self.model, self.tokenizer = model, tokenizer
         self.recipe = recipe if recipe == FULL else str(Recipe.parse(recipe))
         self._cache_recipe = None if recipe == FULL else self.recipe
-        self._prefill = (prefill or Prefill(model)) if shares_prefill(model, self._cache_recipe) else None
+        self._prefill = (prefill or Prefill(model)) if shares_prefill(model) else None
         self._last_pass: tuple[Tensor, tuple[Tensor, Footprint]] | None = None
         self._calibration = None if recipe == FULL else calibration_for(model, recipe, calibration)
         self._new_cache()  # says what does not fit

@@ -31,7 +31,6 @@ def attention_forward(
     Returns [B, q, Hq, Dv], and the weights [B, Hq, q, tokens] where `output_attentions` asks for them.
     """
     softcap, sink_logits = kwargs.get("softcap"), kwargs.get("s_aux")
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     wants_weights = kwargs.get("output_attentions")
     # a bias on positions is read with decoded tokens
     pending = _untouched(key, value) if kwargs.get("position_bias") is None else None
@@ -42,13 +41,13 @@ def attention_forward(
         if attention_mask is None and 1 < query.shape[2] < key.shape[2]:
             # no mask means causal from the first position on: a static cache's later places are empty
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        call = Call(query, _bool_mask(attention_mask, query, key.shape[2]), scaling, softcap, sink_logits)
+        call = call_of(query, attention_mask, key.shape[2], scaling, kwargs)
         weights = attention_weights(None, key, call) if wants_weights else None
         return attend_chunk(None, key, value, call), weights
     store, keys, values = pending.layer.store, pending.keys, pending.values
     assert store is not None
     past = store.seen
-    call = Call(query, _bool_mask(attention_mask, query, past + keys.shape[2]), scaling, softcap, sink_logits)
+    call = call_of(query, attention_mask, past + keys.shape[2], scaling, kwargs)
     weights = _weights(store, keys, call) if wants_weights else None  # before the store may forget tokens
     padding = _padding(call.mask) if store.waits else None
     votes = observe(store, keys, call)
@@ -61,6 +60,12 @@ def attention_forward(
         out, _ = sdpa_attention_forward(module, query, keys, values, attention_mask, dropout, scaling)
     pending.commit(padding, votes)
     return out, weights
+
+
+def call_of(query: Tensor, mask: Tensor | None, tokens: int, scaling: float | None, kwargs: dict[str, Any]) -> Call:
+    """What the arguments of an attention function ask of `tokens` keys."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return Call(query, _bool_mask(mask, query, tokens), scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
 
 
 def _untouched(key: Any, value: Any) -> Pending | None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from tersekv.attention.read import Call
 from tersekv.errors import CacheError
+from tersekv.hf.attention import attention_forward, call_of
 from tersekv.hf.cache import empty_layer
 from tersekv.hf.config import attention_layers, text_config
+
+RECORDER = "tersekv-recorder"
 
 
 class LayerTokens(NamedTuple):
@@ -83,3 +89,42 @@ def capture(model: PreTrainedModel, ids: Tensor) -> list[LayerTokens]:
 
     model.base_model(input_ids=ids, past_key_values=OnePassCache(model.config, keep), use_cache=True)
     return captured
+
+
+@torch.no_grad()
+def capture_calls(model: PreTrainedModel, ids: Tensor) -> list[tuple[LayerTokens, Call]]:
+    """The same, each with what its attention module asked for: queries, mask, scaling."""
+    calls: dict[int, Call] = {}  # by the keys they are asked of; layers that share keys come later
+    with _recording(model, calls):
+        captured = capture(model, ids)
+    return [(tokens, calls[id(tokens.keys)]) for tokens in captured]
+
+
+@contextmanager
+def _recording(model: PreTrainedModel, calls: dict[int, Call]) -> Iterator[None]:
+    """Inside, the model's attention is that of `compress` on plain tensors, and notes what it is asked for."""
+
+    def attend(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        calls.setdefault(id(key), call_of(query, mask, key.shape[2], scaling, kwargs))
+        return attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+
+    config = text_config(model.config)
+    before = config._attn_implementation
+    AttentionInterface.register(RECORDER, attend)
+    AttentionMaskInterface.register(RECORDER, sdpa_mask)
+    config._attn_implementation = RECORDER
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+        AttentionInterface._global_mapping.pop(RECORDER, None)
+        AttentionMaskInterface._global_mapping.pop(RECORDER, None)

@@ -1,8 +1,9 @@
 """Caches filled from one exact prefill, and the bytes that transformers' own cache holds.
 
 A prompt's own attention is exact with every recipe, so its keys and values are computed once per prompt and put into
-as many caches as there are recipes. The bytes are those of a prefill of its own; where `compress` reads the prompt
-through another function than the model does (softcaps, attention sinks), they are so up to float32 rounding.
+as many caches as there are recipes, with the attention that policies see who observe queries. The bytes are those of a
+prefill of its own; where `compress` reads the prompt through another function than the model does (softcaps, attention
+sinks), they are so up to float32 rounding.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from tersekv.attention.observe import observe
+from tersekv.attention.read import Call
 from tersekv.hf.cache import CompressedCache, CompressedLayer
 from tersekv.hf.calibration import Calibration, calibration_for
-from tersekv.hf.capture import LayerTokens, capture
+from tersekv.hf.capture import LayerTokens, capture, capture_calls
 from tersekv.hf.config import attention_layers, text_config
-from tersekv.recipe import Recipe
 from tersekv.store.footprint import Footprint
 
 
@@ -30,35 +32,43 @@ def new_cache(
     return CompressedCache(model.config, recipe, calibration or calibration_for(model, recipe))
 
 
-def shares_prefill(model: PreTrainedModel, recipe: str | None) -> bool:
-    """Whether a cache can be filled with captured tokens: all of the model's state is keys and values, and the token
-    policy does not look at queries."""
-    observes = recipe is not None and Recipe.parse(recipe).policy().observes
-    return not observes and all(kind.type != "linear" for kind in attention_layers(text_config(model.config)))
+def shares_prefill(model: PreTrainedModel) -> bool:
+    """Whether caches can be filled with captured tokens: all of the model's state is keys and values."""
+    return all(kind.type != "linear" for kind in attention_layers(text_config(model.config)))
 
 
 class Prefill:
-    """The keys and values of the last prompt that was asked for."""
+    """The keys and values of the last prompt that was asked for, and its queries once a recipe observes them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._ids: Tensor | None = None
-        self._tokens: list[LayerTokens] = []
+        self._with_calls = False
+        self._captured: list[tuple[LayerTokens, Call | None]] = []
 
     def fill(self, cache: DynamicCache | CompressedCache, ids: Tensor) -> None:
         """Put the tokens ids [1, T] into an empty cache."""
-        if self._ids is None or not torch.equal(self._ids, ids):
-            self._tokens = []  # freed before the next ones are made
-            self._ids, self._tokens = ids, capture(self.model, ids)
+        observes = isinstance(cache, CompressedCache) and cache.recipe.policy().observes
+        if self._ids is None or not torch.equal(self._ids, ids) or (observes and not self._with_calls):
+            self._with_calls |= observes  # from now on, since the next prompt will be asked for by as many recipes
+            self._captured = []  # freed before the next ones are made
+            self._ids, self._captured = ids, self._capture(ids)
         kinds = attention_layers(text_config(self.model.config))
         places = [index for index, kind in enumerate(kinds) if kind.type == "attention"]
-        for index, (keys, values) in zip(places, self._tokens, strict=True):
+        for index, ((keys, values), call) in zip(places, self._captured, strict=True):
             layer: Any = cache.layers[index]
             if isinstance(layer, CompressedLayer):
                 layer.lazy_initialization(keys, values)
-                layer.append(keys, values)
+                assert layer.store is not None
+                votes = observe(layer.store, keys, call) if observes and call is not None else None
+                layer.append(keys, values, None, votes)
             else:
                 layer.update(keys, values)
+
+    def _capture(self, ids: Tensor) -> list[tuple[LayerTokens, Call | None]]:
+        if self._with_calls:
+            return list(capture_calls(self.model, ids))
+        return [(tokens, None) for tokens in capture(self.model, ids)]
 
 
 def held_by(cache: Any) -> Footprint:

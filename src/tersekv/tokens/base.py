@@ -18,8 +18,8 @@ Evicts = Literal["never", "block", "step"]
 @dataclass(frozen=True)
 class TokenPolicy:
     """sinks: first tokens kept exact. recent: latest tokens kept exact, at least. exact: their type; "auto" is the
-    model's own where it has 16 bits, else fp16. observes: whether the policy looks at queries, so that its prefill
-    cannot be shared with other recipes. drops: whether it keeps only some of the tokens (`Selection`)."""
+    model's own where it has 16 bits, else fp16. observes: whether the policy looks at queries. drops:
+    whether it keeps only some of the tokens (`Selection`)."""
 
     observes: ClassVar[bool] = False
     drops: ClassVar[bool] = False
