@@ -36,7 +36,11 @@ def test_pictures_of_a_model(tiny: str, tmp_path: Path, capfd: pytest.CaptureFix
     assert cli.run(["plot", "magnitudes", *call, str(tmp_path / "b.SVG"), "--text", str(tmp_path / "text.txt")]) == 0
     assert SVG in (tmp_path / "b.SVG").read_bytes()
     assert "(tiny0, 96 tokens of text.txt, KV head 0)" in " ".join(capfd.readouterr().out.split())
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.png", "b.SVG", "text.txt"]
+    pytest.importorskip("sklearn")
+    made = document(capfd, "plot", "clusters", *call, str(tmp_path / "c.png"), "--layers", "0")
+    assert [len(row) for row in made["tables"][0]["rows"]] == [7, 7]
+    assert "(tiny0, 96 tokens of pydoc, KV head 0) placed by t-SNE, layers 0, with 16 points" in made["shows"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.png", "b.SVG", "c.png", "text.txt"]
 
 
 def test_front_and_metrics_of_pareto(results: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

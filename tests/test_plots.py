@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from made_records import evaluation, write
 from tersekv.errors import UserError
 from tersekv.plots import groups, held, labels, timings
 from tersekv.plots.base import ModelKeys
-from tersekv.plots.kinds import angles, magnitudes, needle, pareto, plots, speed
+from tersekv.plots.kinds import angles, clusters, magnitudes, needle, pareto, plots, speed
 from tersekv.plots.page import page
 from tersekv.plots.style import render, to_bytes
 
@@ -76,6 +77,56 @@ def test_magnitudes_find_the_loud_channel(keys: ModelKeys) -> None:
     one = magnitudes.draw(keys._replace(head=1))
     assert one.tables[0].rows[2][-1] == "head 1, channel 5"
     assert magnitudes.side_by_side(keys.keys[2])[7, 32 + 5] == keys.keys[2][1, 7, 5].abs()
+
+
+# ---------------------------------------------------------------- clusters
+
+
+def test_centers_are_those_of_greedy_k_center() -> None:
+    """Each next one is the farthest from all so far."""
+    x = torch.randn(2, 50, 6, generator=torch.Generator().manual_seed(1)).double()
+    for head, found in zip(x, clusters.centers(x, 9), strict=True):
+        chosen = [0]
+        for _ in range(8):
+            chosen.append(int(torch.cdist(head, head[chosen]).amin(1).argmax()))
+        assert found.tolist() == chosen
+
+
+def test_radius_falls_with_clusters() -> None:
+    """Balls of a tenth of the distance between them, and no clusters at all."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(2, 300, 64, generator=generator)
+    balls = torch.randn(16, 64, generator=generator)[torch.arange(300) % 16] + 0.1 * noise
+    few, more = clusters.radii(balls, [8, 16])
+    assert few > 0.6
+    assert more < 0.2
+    assert clusters.radii(noise, [16])[0] > 0.9
+    assert clusters.radii(balls.round(), [300]) == [0]
+
+
+def test_clusters_picture(keys: ModelKeys) -> None:
+    pytest.importorskip("sklearn")
+    balls = [x[:, torch.arange(400) % 16] for x in keys.keys]
+    source = keys._replace(keys=balls, values=keys.keys)
+    picture = render(plots()["clusters"], source)
+    rows = picture.tables[0].rows
+    assert [row[0] for row in rows] == ["0", "1", "2"]
+    assert all(float(row[1]) == 0 < float(row[2]) for row in rows)
+    assert "the keys' is smaller in 3 of 3" in picture.alt
+    titles = [axes.get_title(loc="left") for axes in picture.figure.axes]
+    assert titles[0] == "keys, layer 0, head 0: radius 0.00"
+    assert titles[3].startswith("values, layer 2, head 0: radius ")
+    one = render(plots()["clusters"], source._replace(head=1, layers=(1,)))
+    assert one.figure.axes[0].get_title(loc="left") == "keys, layer 1, head 1: radius 0.00"
+    assert to_bytes(one, "png") == to_bytes(render(plots()["clusters"], source._replace(head=1, layers=(1,))), "png")
+    with pytest.raises(UserError, match="give --tokens more than 64"):
+        render(plots()["clusters"], source._replace(keys=[x[:, :64] for x in balls]))
+
+
+def test_clusters_say_what_is_missing(keys: ModelKeys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
+    with pytest.raises(UserError, match=r"needs scikit-learn: pip install 'tersekv\[plots\]'"):
+        render(plots()["clusters"], keys._replace(values=keys.keys))
 
 
 # ---------------------------------------------------------------- pictures of records

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "attention": {"formats", "ops", "store"},
     "hf": {"attention", "codecs", "formats", "recipe", "store", "transforms"},
     "evals": {"hf", "recipe", "store"},
-    "plots": {"evals", "recipe", "store", "tables", "transforms"},
+    "plots": {"evals", "recipe", "store", "tables", "tokens", "transforms"},
 }
 
 

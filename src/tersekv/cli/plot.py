@@ -50,7 +50,7 @@ def plot(
     ] = None,
     as_json: output.Json = False,
 ) -> None:
-    """Draw angles or magnitudes of a model's keys, or what records of evaluations and benchmarks hold."""
+    """Draw angles, magnitudes or clusters of a model's keys, or what records of evaluations and benchmarks hold."""
     given: dict[str, Any] = {
         name: value for name, value in {
             "records": records, "model": model, "text": text, "tokens": tokens, "layers": layers, "head": head,
@@ -145,13 +145,14 @@ def model_keys(given: dict[str, Any]) -> ModelKeys:
             f"text {text!r} has {ids.shape[1]:,} tokens, --tokens is {tokens:,}: give fewer or a longer text"
         )
     with output.step(f"reading {tokens:,} tokens"):
-        keys = [layer.keys[0].float().cpu() for layer in capture(network, ids)]
+        captured = capture(network, ids)
+        keys, values = ([layer[side][0].float().cpu() for layer in captured] for side in (0, 1))
     if not keys:
         raise UserError(f"{name} has no layers with keys")
     heads = keys[0].shape[0]
     if given.get("head", 0) >= heads:
         raise UserError(f"--head {given['head']}: the model has {heads} KV heads, 0 to {heads - 1}")
-    return ModelKeys(name, text, keys, _layers(given.get("layers"), len(keys)), given.get("head"))
+    return ModelKeys(name, text, keys, _layers(given.get("layers"), len(keys)), given.get("head"), values)
 
 
 def _layers(text: str | None, count: int) -> list[int]:

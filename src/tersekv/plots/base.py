@@ -37,10 +37,10 @@ def model_name(model: str) -> str:
 
 
 class ModelKeys(NamedTuple):
-    """A model's keys of one text, after RoPE.
+    """A model's keys of one text, after RoPE, and its values.
 
-    keys: of every attention layer, float32 [Hkv, T, D]. layers: those to look at. head: the one KV head to look at,
-    None for all. text: where the tokens come from.
+    keys, values: of every attention layer, float32 [Hkv, T, D]. layers: those to look at. head: the one KV head to look
+    at, None for all. text: where the tokens come from.
     """
 
     model: str
@@ -48,11 +48,18 @@ class ModelKeys(NamedTuple):
     keys: Sequence[Tensor]
     layers: Sequence[int]
     head: int | None = None
+    values: Sequence[Tensor] = ()
 
     def of(self, layer: int) -> Tensor:
         """The chosen heads' keys of a layer, [H, T, D]."""
-        keys = self.keys[layer]
-        return keys if self.head is None else keys[self.head : self.head + 1]
+        return self._heads(self.keys[layer])
+
+    def values_of(self, layer: int) -> Tensor:
+        """Their values, [H, T, Dv]."""
+        return self._heads(self.values[layer])
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x if self.head is None else x[self.head : self.head + 1]
 
     def caption(self) -> str:
         """Model, length and source, for a title."""

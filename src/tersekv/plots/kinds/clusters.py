@@ -1,0 +1,147 @@
+"""Keys and values in the plane, with the centers that SubGen keeps (arXiv 2402.06082, Figure 1).
+
+Each panel is t-SNE of one head's vectors, keys after RoPE above and values below, and marks the first points of greedy
+k-center, which SubGen's practical variant (§3.2) keeps. t-SNE draws neighbours near each other and says nothing of how
+far apart things are. What is measured is the k-center radius, the least distance that no vector is further than from
+its nearest center, as a share of the mean distance between two vectors: 0 where there are at most k different vectors,
+about 1 where there are no clusters, more where a few vectors lie apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tersekv.errors import UserError
+from tersekv.plots.base import KeyFigures, ModelKeys, Picture, Plot
+from tersekv.plots.style import BLACK, BLUE, LIGHT, RED, YELLOW, heading, new_figure
+from tersekv.tokens.subgen import farthest_first
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from torch import Tensor
+
+Array = NDArray[np.float32]
+Radii = dict[int, tuple[list[float], list[float]]]
+"""By layer, those of keys and of values for each of `COUNTS`."""
+
+MARKED = 16
+COUNTS = (16, 32, 64)
+"""Numbers of centers whose radius is measured; the title gives the middle one's."""
+SAID = COUNTS[1]
+PERPLEXITY = 30
+SIDES = ("keys", "values")
+
+
+def centers(x: Tensor, k: int) -> Tensor:
+    """The first k tokens of greedy k-center over x [H, T, D], in their order, from the first token on: int64 [H, k]."""
+    none = torch.zeros(1, *x.shape[:2], dtype=torch.bool)
+    first = none.clone()
+    first[..., 0] = True
+    return farthest_first(x[None], ~none, first, k)[0].argsort(dim=-1, descending=True, stable=True)[:, :k]
+
+
+def radii(x: Tensor, counts: Sequence[int] = COUNTS) -> list[float]:
+    """k-center radius over mean distance of x [H, T, D] for each k, averaged over heads."""
+    x = x.double()
+    found = centers(x, max(counts))
+    to_centers = torch.cdist(x, x.gather(1, found.unsqueeze(-1).expand(-1, -1, x.shape[-1])))
+    T = x.shape[1]
+    mean = torch.cdist(x, x).sum((1, 2)) / (T * (T - 1))
+    return [float((to_centers[..., :k].amin(-1).amax(-1) / mean).mean()) for k in counts]
+
+
+def embedded(x: Tensor) -> Array:
+    """t-SNE of x [T, D] in two dimensions, [T, 2]: the same for the same vectors.
+
+    Raises:
+        UserError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.manifold import TSNE
+    except ImportError as error:
+        raise UserError("plot clusters needs scikit-learn: pip install 'tersekv[plots]'") from error
+    made = TSNE(perplexity=min(PERPLEXITY, (len(x) - 1) / 3), init="pca", random_state=0, n_jobs=1)
+    placed: Array = made.fit_transform(x.float().numpy())
+    return placed
+
+
+def draw(source: ModelKeys) -> Picture:
+    """Keys above, values below, one column per layer; of all heads the first is drawn, and all are measured."""
+    head = source.head or 0
+    tokens = source.keys[0].shape[1]
+    if tokens <= max(COUNTS):
+        raise UserError(f"clusters of {tokens} tokens say nothing: give --tokens more than {max(COUNTS)}")
+    figure = new_figure(3.1 * max(2, len(source.layers)) + 0.4, 6.9)
+    grid = figure.subplots(2, len(source.layers), squeeze=False)
+    for column, layer in zip(grid.T, source.layers, strict=True):
+        for axes, side, x in zip(column, SIDES, (source.of(layer), source.values_of(layer)), strict=True):
+            _panel(axes, x[0], RED if side == "keys" else BLUE)
+            axes.set_title(f"{side}, layer {layer}, head {head}: radius {radii(x[:1], [SAID])[0]:.2f}")
+    found: Radii = {i: (radii(source.of(i)), radii(source.values_of(i))) for i in range(len(source.keys))}
+    heading(figure, *_claim(source, found))
+    lines, names = grid[0][0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=2)
+    return Picture(figure, _alt(source, found), [_table(source, found)])
+
+
+def _panel(axes: Axes, x: Tensor, colour: str) -> None:
+    places = embedded(x)
+    marked = places[centers(x[None], MARKED)[0].numpy()]
+    axes.scatter(places[:, 0], places[:, 1], s=5, color=colour, alpha=0.45, linewidths=0)
+    axes.scatter(
+        marked[:, 0],
+        marked[:, 1],
+        s=34,
+        color=YELLOW,
+        edgecolors=BLACK,
+        linewidths=0.9,
+        label=f"the first {MARKED} centers",
+    )
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for spine in axes.spines.values():
+        spine.set_visible(True)
+        spine.set_color(LIGHT)
+
+
+def _means(found: Radii) -> tuple[float, float, int]:
+    """Radius of keys and of values with `SAID` centers, mean over layers, and in how many the keys' is smaller."""
+    at = COUNTS.index(SAID)
+    keys, values = ([sides[side][at] for sides in found.values()] for side in (0, 1))
+    return float(np.mean(keys)), float(np.mean(values)), sum(k < v for k, v in zip(keys, values, strict=True))
+
+
+def _claim(source: ModelKeys, found: Radii) -> tuple[str, str]:
+    keys, values, smaller = _means(found)
+    return (
+        f"Do keys cluster more than values? Radius of {SAID} centers over the mean distance: keys {keys:.2f}, values "
+        f"{values:.2f}",
+        f"{source.caption()}; means over all {len(found)} layers, the keys' radius is smaller in {smaller}",
+    )
+
+
+def _table(source: ModelKeys, found: Radii) -> KeyFigures:
+    columns = ("layer", *(f"{side}, {k} centers" for k in COUNTS for side in SIDES))
+    rows = [
+        [str(layer), *(f"{sides[side][i]:.3f}" for i in range(len(COUNTS)) for side in (0, 1))]
+        for layer, sides in found.items()
+    ]
+    return KeyFigures(f"k-center radius as a share of the mean distance ({source.caption()})", columns, rows)
+
+
+def _alt(source: ModelKeys, found: Radii) -> str:
+    keys, values, smaller = _means(found)
+    return (
+        f"Scatter plots of keys and values ({source.caption()}) placed by t-SNE, layers "
+        f"{', '.join(map(str, source.layers))}, with {MARKED} points of greedy k-center marked. With {SAID} centers "
+        f"the radius is {keys:.3f} of the mean distance for keys and {values:.3f} for values, means over all layers; "
+        f"the keys' is smaller in {smaller} of {len(found)}."
+    )
+
+
+PLOT = Plot("keys and values by t-SNE, with SubGen's centers (SubGen, Figure 1)", "keys", draw)
