@@ -106,6 +106,8 @@ def test_every_kind_is_found_and_says_what_it_is() -> None:
         (("speed", "{r}/records.jsonl", "-o", "{t}/x.png"), "is no timing of attention (it is of 'perplexity')"),
         (("speed", "{t}/empty.jsonl", "-o", "{t}/x.png"), "is empty"),
         (("speed", "-o", "{t}/x.png"), "no records were given"),
+        (("growth", "{a}", "-o", "{t}/x.png"), "no step of a stream (it is of 'tersekv'): give records of"),
+        (("growth", "-o", "{t}/x.png"), "give a file like benchmarks/records/subgen.jsonl"),
         (("memory", "{r}", "-r", "kivi", "-o", "{t}/x.png"), "give one of them"),
         (("memory", "{r}", "--tokens", "4k", "-o", "{t}/x.png"), "belongs to a prediction"),
         (("memory", "-r", "kiwi", "-o", "{t}/x.png"), "kiwi"),

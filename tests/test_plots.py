@@ -13,13 +13,14 @@ import torch
 
 from made_records import evaluation, write
 from tersekv.errors import UserError
-from tersekv.plots import groups, held, labels, timings
+from tersekv.plots import groups, held, labels, streams, timings
 from tersekv.plots.base import ModelKeys
-from tersekv.plots.kinds import angles, clusters, magnitudes, needle, pareto, plots, speed
+from tersekv.plots.kinds import angles, clusters, growth, magnitudes, needle, pareto, plots, speed
 from tersekv.plots.page import page
 from tersekv.plots.style import render, to_bytes
 
-ATTEND = Path(__file__).resolve().parents[1] / "benchmarks" / "records" / "attend.jsonl"
+RECORDS = Path(__file__).resolve().parents[1] / "benchmarks" / "records"
+ATTEND, SUBGEN = RECORDS / "attend.jsonl", RECORDS / "subgen.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +198,25 @@ def test_speed_says_what_the_record_says() -> None:
         key = (ours.what, ours.bits, ours.shape, ours.tokens, ours.threads)
         assert ratio == pytest.approx(recorded[key], abs=0.006)
     assert b"<svg" in to_bytes(render(plots()["speed"], found), "svg")
+
+
+def test_growth_says_what_the_record_says() -> None:
+    """64 times the tokens: as many bytes where all are kept, hardly more in a sketch."""
+    found = streams.read_streams([SUBGEN])
+    rows = {(r["recipe"], r["context_tokens"]): r for r in map(json.loads, SUBGEN.read_text().splitlines())}
+    assert len(found) == len(rows)
+    for first, last in growth.growth(found):
+        assert (first.tokens, last.tokens) == (1 << 14, 1 << 20)
+        assert last.bytes == rows[last.recipe, 1 << 20]["bytes"]
+        assert first.step_us == rows[last.recipe, 1 << 14]["step_microseconds"]
+        ratio = last.bytes / first.bytes
+        assert ratio < 2 if last.recipe.startswith("subgen") else ratio == pytest.approx(64, rel=0.05)
+    picture = render(plots()["growth"], found)
+    names = [text.get_text() for text in picture.figure.legends[0].get_texts()]
+    assert names[:2] == ["every token, exact", "subgen + exact"]
+    assert b"<svg" in to_bytes(picture, "svg")
+    with pytest.raises(UserError, match="one length only"):
+        render(plots()["growth"], [found[0]])
 
 
 def test_partial_runs_compare_on_common_samples(tmp_path: Path) -> None:

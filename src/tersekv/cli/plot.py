@@ -28,6 +28,7 @@ TAKES = {
     "keys": {"model", "text", "tokens", "layers", "head"},
     "evaluation": {"records"},
     "timings": {"records"},
+    "streams": {"records"},
     "bytes": {"records", "task", "model", "recipe", "tokens"},
 }
 
@@ -100,6 +101,10 @@ def _source(chosen: Plot, given: dict[str, Any]) -> Any:
         from tersekv.plots.timings import read_timings
 
         return read_timings(records)
+    if chosen.reads == "streams":
+        from tersekv.plots.streams import read_streams
+
+        return read_streams(records)
     from tersekv.plots import groups, held
 
     if chosen.reads == "bytes" and "recipe" in given:

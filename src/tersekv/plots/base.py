@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-Reads = Literal["keys", "evaluation", "timings", "bytes"]
+Reads = Literal["keys", "evaluation", "timings", "streams", "bytes"]
 
 
 class KeyFigures(NamedTuple):
@@ -72,8 +72,8 @@ class Plot:
     """A file of `kinds/`: its `PLOT` says what the file's name draws.
 
     reads: "keys" (a `ModelKeys`), "evaluation" (records of `tersekv eval`), "bytes" (`Held`, of such records or
-    predicted) or "timings" (`Timing`, of a benchmark of attention). draw: called with that and the options named in
-    `options`.
+    predicted), "timings" (`Timing`, of a benchmark of attention) or "streams" (`Step`, of one of growing caches). draw:
+    called with that and the options named in `options`.
     """
 
     title: str
