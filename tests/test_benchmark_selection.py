@@ -1,0 +1,59 @@
+"""The driver that compares selection, codecs and both at equal bytes: what it fits, and what it makes of records."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from made_records import SHAPE
+from tersekv.evals.records import Record
+
+
+@pytest.fixture(scope="module")
+def driver() -> ModuleType:
+    """benchmarks/selection.py."""
+    path = Path(__file__).resolve().parents[1] / "benchmarks" / "selection.py"
+    spec = importlib.util.spec_from_file_location("benchmark_selection", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_row_takes_the_room_it_has_and_no_more(driver: ModuleType) -> None:
+    for template in driver.ROWS.values():
+        recipe = driver.fitted(template, SHAPE, 1000, 1 / 5)
+        if recipe is None:
+            assert driver.held(SHAPE, template.format(n=driver.SMALLEST), 1000) > 1 / 5
+            continue
+        number = int("".join(c for c in recipe.split("+")[0].split(",")[0] if c.isdigit() or c == "=").split("=")[1])
+        assert driver.held(SHAPE, recipe, 1000) <= 1 / 5 < driver.held(SHAPE, template.format(n=number + 1), 1000)
+    assert driver.fitted(driver.ROWS["kivi2"], SHAPE, 1000, 1 / 16) is None
+
+
+def test_the_table_pools_seeds_and_compares_on_common_samples(driver: ModuleType) -> None:
+    both, selection = "subgen:budget=400,recent=32+turboquant", "subgen:budget=100,recent=32+exact"
+    scores = {"full": [1, 1, 1], both: [1, 1, 0], selection: [0, 1], "window:recent=9+turboquant:bits=2": [0, 0, 0]}
+    records = [made(recipe, i, score) for recipe, found in scores.items() for i, score in enumerate(found)]
+    other = made("full", 0, 1) | {"options": {"lengths": "2k", "samples": 3}}
+    table = driver.written(driver.CELLS["passkey-1k"], [*records, other], "smollm2").splitlines()
+    assert [line.split("`")[1] for line in table if line.startswith("| `")] == [
+        *("full", "window:recent=9+turboquant:bits=2", selection, both)
+    ]
+    assert "| 3 | 0.70 | 1.00 | 0.67 ± 0.33 |" in table[-3]
+    assert table[-1] == f"`{both}` less `{selection}`, 2 samples: +0.50 ± 0.50."
+
+
+def made(recipe: str, sample: int, score: int) -> Record:
+    """A record of passkey at 1k, every third sample of another seed."""
+    return {
+        "task": "passkey", "options": {"lengths": "1k", "samples": 2}, "recipe": recipe, "model": "smollm2",
+        "sample": str(sample), "seed": sample // 2, "metrics": {"accuracy": float(score), "gold_nll": 0.5},
+        "bytes": 1_000_000, "bits_per_element": 32.0, "bytes_by_part": {"slack": 300_000},
+    }  # fmt: skip
