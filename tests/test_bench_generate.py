@@ -8,6 +8,7 @@ import pytest
 
 from tersekv import UserError
 from tersekv.bench import generate
+from tersekv.hf import peers
 from tersekv.hf.models import load
 
 
@@ -53,6 +54,6 @@ def test_a_missing_peer_is_named(loaded, monkeypatch) -> None:
     def missing(*_: Any, **__: Any) -> None:
         raise ImportError
 
-    monkeypatch.setattr(generate, "QuantizedCache", missing)
+    monkeypatch.setattr(peers, "QuantizedCache", missing)
     with pytest.raises(UserError, match="hqq-4 needs the package hqq: pip install hqq"):
         list(generate.run(*loaded, ["hqq-4"], [0]))

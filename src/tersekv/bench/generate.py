@@ -16,24 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import QuantizedCache
 
 from tersekv.errors import UserError
 from tersekv.evals.decoding import feed
 from tersekv.evals.reader import FULL, Reader
+from tersekv.hf.peers import PEERS, new_peer
 from tersekv.hf.prefill import Prefill, held_by
 from tersekv.hf.text import pydoc_document
 
-PEERS: dict[str, tuple[str, dict[str, int]]] = {
-    "quanto-4": ("quanto", {"nbits": 4}),
-    "quanto-2": ("quanto", {"nbits": 2}),
-    "hqq-4": ("hqq", {"nbits": 4}),
-    "hqq-2": ("hqq", {"nbits": 2}),
-    "fp8": ("fp8", {}),
-}
-"""transformers' quantised caches with their own defaults: name to backend and options."""
-
-PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
 WARM_UP = 3
 """Tokens decoded before the clock starts."""
 
@@ -110,7 +100,7 @@ def prompt(tokenizer: Any, tokens: int) -> Tensor:
 def _time(model: Any, reading: Reading, last: Tensor, new_tokens: int, into: Decoding) -> None:
     """Decode greedily after the token `last` [1, 1] and note the rate and, the first time, the bytes."""
     with reading.attention:
-        if not into.rates and not isinstance(reading.cache, QuantizedCache) and into.depth:
+        if not into.rates and into.cache not in PEERS and into.depth:
             held = held_by(reading.cache)
             into.bytes, into.bits_per_element = held.total_bytes, held.bits_per_element
         token = last.to(model.device)
@@ -146,19 +136,10 @@ def _packed(reader: Reader) -> Callable[[Tensor], Reading]:
 
 
 def _peer(model: Any, prefill: Prefill, name: str) -> Callable[[Tensor], Reading]:
-    backend, options = PEERS[name]
-
-    def new() -> Any:
-        return QuantizedCache(backend, model.config, **options)
-
-    try:
-        new()
-    except ImportError as error:
-        package = PACKAGES.get(backend, backend)
-        raise UserError(f"{name} needs the package {package}: pip install {package}") from error
+    new_peer(model, name)  # says what is not installed
 
     def read(ids: Tensor) -> Reading:
-        cache = new()
+        cache = new_peer(model, name)
         if ids.shape[1]:
             with torch.inference_mode():
                 prefill.fill(cache, ids.to(model.device))

@@ -1,0 +1,34 @@
+"""transformers' own quantised caches, for benchmarks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel, QuantizedCache
+
+from tersekv.errors import UserError
+
+PEERS: dict[str, tuple[str, dict[str, int]]] = {
+    "quanto-4": ("quanto", {"nbits": 4}),
+    "quanto-2": ("quanto", {"nbits": 2}),
+    "hqq-4": ("hqq", {"nbits": 4}),
+    "hqq-2": ("hqq", {"nbits": 2}),
+    "fp8": ("fp8", {}),
+}
+"""Name to backend and options; the others are the backend's own defaults."""
+
+PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
+
+
+def new_peer(model: PreTrainedModel, name: str) -> Any:
+    """An empty cache of `PEERS`.
+
+    Raises:
+        UserError: its library is not installed.
+    """
+    backend, options = PEERS[name]
+    try:
+        return QuantizedCache(backend, model.config, **options)
+    except ImportError as error:
+        package = PACKAGES.get(backend, backend)
+        raise UserError(f"{name} needs the package {package}: pip install {package}") from error
