@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +23,9 @@ from tersekv.plots.style import BLACK, CATEGORIES, GREY, MARKERS, heading, new_f
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+TITLE_LETTERS = 80
+"""Most letters in a line above a panel."""
 
 LOG_FROM = 2.5
 """Errors that differ by more than this factor stand on a logarithmic axis."""
@@ -99,7 +103,7 @@ def _panel(axes: Axes, group: Group, metric: str, styles: dict[str, tuple[str, s
             markersize=6.5, markerfacecolor=colour if point in best else "white", elinewidth=1, capsize=2.5, zorder=3,
         )  # fmt: skip
     _scales(axes, points, group.full.metrics[metric].mean, metric)
-    axes.set_title(f"{group.title}, n = {group.full.samples}")
+    axes.set_title(textwrap.fill(f"{group.title}, n = {group.full.samples}", TITLE_LETTERS))
     axes.set_xlabel(f"true bits per element at {group.full.tokens:,} tokens, everything counted")
     axes.set_ylabel(axis_label(metric))
     axes.grid(True)
