@@ -39,7 +39,7 @@ def test_pictures_of_a_model(tiny: str, tmp_path: Path, capfd: pytest.CaptureFix
     pytest.importorskip("sklearn")
     made = document(capfd, "plot", "clusters", *call, str(tmp_path / "c.png"), "--layers", "0")
     assert [len(row) for row in made["tables"][0]["rows"]] == [7, 7]
-    assert "(tiny0, 96 tokens of pydoc, KV head 0) placed by t-SNE, layers 0, with 16 points" in made["shows"]
+    assert "tiny0, 96 tokens of pydoc, KV head 0: scatter plots of layers 0, keys above" in made["shows"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.png", "b.SVG", "c.png", "text.txt"]
 
 

@@ -93,16 +93,16 @@ def test_centers_are_those_of_greedy_k_center() -> None:
         assert found.tolist() == chosen
 
 
-def test_radius_falls_with_clusters() -> None:
+def test_centers_reach_what_clusters() -> None:
     """Balls of a tenth of the distance between them, and no clusters at all."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(2, 300, 64, generator=generator)
     balls = torch.randn(16, 64, generator=generator)[torch.arange(300) % 16] + 0.1 * noise
-    few, more = clusters.radii(balls, [8, 16])
-    assert few > 0.6
-    assert more < 0.2
-    assert clusters.radii(noise, [16])[0] > 0.9
-    assert clusters.radii(balls.round(), [300]) == [0]
+    few, more = clusters.reaches(balls, [8, 16])
+    assert few.radius > 0.6
+    assert 0 < more.mean < more.radius < 0.2
+    assert 0.8 < clusters.reaches(noise, [16])[0].mean < clusters.reaches(noise, [16])[0].radius
+    assert clusters.reaches(balls.round(), [300]) == [(0, 0)]
 
 
 def test_clusters_picture(keys: ModelKeys) -> None:
@@ -110,10 +110,10 @@ def test_clusters_picture(keys: ModelKeys) -> None:
     balls = [x[:, torch.arange(400) % 16] for x in keys.keys]
     source = keys._replace(keys=balls, values=keys.keys)
     picture = render(plots()["clusters"], source)
-    rows = picture.tables[0].rows
-    assert [row[0] for row in rows] == ["0", "1", "2"]
-    assert all(float(row[1]) == 0 < float(row[2]) for row in rows)
-    assert "the keys' is smaller in 3 of 3" in picture.alt
+    for table in picture.tables:
+        assert [row[0] for row in table.rows] == ["0", "1", "2"]
+        assert all(float(row[1]) == 0 < float(row[2]) for row in table.rows)
+    assert picture.alt.count("smaller for keys in 3 of 3 layers") == 2
     titles = [axes.get_title(loc="left") for axes in picture.figure.axes]
     assert titles[0] == "keys, layer 0, head 0: radius 0.00"
     assert titles[3].startswith("values, layer 2, head 0: radius ")

@@ -2,15 +2,15 @@
 
 Each panel is t-SNE of one head's vectors, keys after RoPE above and values below, and marks the first points of greedy
 k-center, which SubGen's practical variant (§3.2) keeps. t-SNE draws neighbours near each other and says nothing of how
-far apart things are. What is measured is the k-center radius, the least distance that no vector is further than from
-its nearest center, as a share of the mean distance between two vectors: 0 where there are at most k different vectors,
-about 1 where there are no clusters, more where a few vectors lie apart.
+far apart things are. What is measured is how far vectors are from their nearest center, the farthest one (the k-center
+radius) and on average, as a share of the mean distance between two vectors: 0 where there are at most k different
+vectors, about 1 where there are no clusters; a radius is larger where a few vectors lie apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -26,15 +26,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Array = NDArray[np.float32]
-Radii = dict[int, tuple[list[float], list[float]]]
-"""By layer, those of keys and of values for each of `COUNTS`."""
 
 MARKED = 16
 COUNTS = (16, 32, 64)
-"""Numbers of centers whose radius is measured; the title gives the middle one's."""
+"""Numbers of centers that are measured; the title gives the middle one's figures."""
 SAID = COUNTS[1]
 PERPLEXITY = 30
 SIDES = ("keys", "values")
+
+
+class Reach(NamedTuple):
+    """Distance to the nearest center over the mean distance between two vectors: the largest, and the mean."""
+
+    radius: float
+    mean: float
+
+
+Found = dict[int, dict[str, list[Reach]]]
+"""By layer and side, for each of `COUNTS`."""
+MEASURES = {"radius": "k-center radius", "mean": "mean distance to the nearest center"}
 
 
 def centers(x: Tensor, k: int) -> Tensor:
@@ -45,14 +55,15 @@ def centers(x: Tensor, k: int) -> Tensor:
     return farthest_first(x[None], ~none, first, k)[0].argsort(dim=-1, descending=True, stable=True)[:, :k]
 
 
-def radii(x: Tensor, counts: Sequence[int] = COUNTS) -> list[float]:
-    """k-center radius over mean distance of x [H, T, D] for each k, averaged over heads."""
+def reaches(x: Tensor, counts: Sequence[int] = COUNTS) -> list[Reach]:
+    """Of x [H, T, D] with each number of centers, averaged over heads."""
     x = x.double()
     found = centers(x, max(counts))
     to_centers = torch.cdist(x, x.gather(1, found.unsqueeze(-1).expand(-1, -1, x.shape[-1])))
     T = x.shape[1]
-    mean = torch.cdist(x, x).sum((1, 2)) / (T * (T - 1))
-    return [float((to_centers[..., :k].amin(-1).amax(-1) / mean).mean()) for k in counts]
+    apart = torch.cdist(x, x).sum((1, 2)) / (T * (T - 1))
+    nearest = [to_centers[..., :k].amin(-1) for k in counts]
+    return [Reach(float((d.amax(-1) / apart).mean()), float((d.mean(-1) / apart).mean())) for d in nearest]
 
 
 def embedded(x: Tensor) -> Array:
@@ -72,7 +83,7 @@ def embedded(x: Tensor) -> Array:
 
 def draw(source: ModelKeys) -> Picture:
     """Keys above, values below, one column per layer; of all heads the first is drawn, and all are measured."""
-    head = source.head or 0
+    head, layers = source.head or 0, range(len(source.keys))
     tokens = source.keys[0].shape[1]
     if tokens <= max(COUNTS):
         raise UserError(f"clusters of {tokens} tokens say nothing: give --tokens more than {max(COUNTS)}")
@@ -81,27 +92,20 @@ def draw(source: ModelKeys) -> Picture:
     for column, layer in zip(grid.T, source.layers, strict=True):
         for axes, side, x in zip(column, SIDES, (source.of(layer), source.values_of(layer)), strict=True):
             _panel(axes, x[0], RED if side == "keys" else BLUE)
-            axes.set_title(f"{side}, layer {layer}, head {head}: radius {radii(x[:1], [SAID])[0]:.2f}")
-    found: Radii = {i: (radii(source.of(i)), radii(source.values_of(i))) for i in range(len(source.keys))}
+            axes.set_title(f"{side}, layer {layer}, head {head}: radius {reaches(x[:1], [SAID])[0].radius:.2f}")
+    found = {i: dict(zip(SIDES, map(reaches, (source.of(i), source.values_of(i))), strict=True)) for i in layers}
     heading(figure, *_claim(source, found))
     lines, names = grid[0][0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", ncols=2)
-    return Picture(figure, _alt(source, found), [_table(source, found)])
+    return Picture(figure, _alt(source, found), _tables(source, found))
 
 
 def _panel(axes: Axes, x: Tensor, colour: str) -> None:
     places = embedded(x)
     marked = places[centers(x[None], MARKED)[0].numpy()]
     axes.scatter(places[:, 0], places[:, 1], s=5, color=colour, alpha=0.45, linewidths=0)
-    axes.scatter(
-        marked[:, 0],
-        marked[:, 1],
-        s=34,
-        color=YELLOW,
-        edgecolors=BLACK,
-        linewidths=0.9,
-        label=f"the first {MARKED} centers",
-    )
+    look = {"color": YELLOW, "edgecolors": BLACK, "linewidths": 0.9, "label": f"the first {MARKED} centers"}
+    axes.scatter(marked[:, 0], marked[:, 1], s=34, **look)
     axes.set_xticks([])
     axes.set_yticks([])
     for spine in axes.spines.values():
@@ -109,38 +113,43 @@ def _panel(axes: Axes, x: Tensor, colour: str) -> None:
         spine.set_color(LIGHT)
 
 
-def _means(found: Radii) -> tuple[float, float, int]:
-    """Radius of keys and of values with `SAID` centers, mean over layers, and in how many the keys' is smaller."""
+def _compared(found: Found, measure: str) -> tuple[float, float, int]:
+    """Of keys and of values with `SAID` centers, mean over layers, and in how many the keys' is smaller."""
     at = COUNTS.index(SAID)
-    keys, values = ([sides[side][at] for sides in found.values()] for side in (0, 1))
+    keys, values = ([getattr(sides[side][at], measure) for sides in found.values()] for side in SIDES)
     return float(np.mean(keys)), float(np.mean(values)), sum(k < v for k, v in zip(keys, values, strict=True))
 
 
-def _claim(source: ModelKeys, found: Radii) -> tuple[str, str]:
-    keys, values, smaller = _means(found)
-    return (
-        f"Do keys cluster more than values? Radius of {SAID} centers over the mean distance: keys {keys:.2f}, values "
-        f"{values:.2f}",
-        f"{source.caption()}; means over all {len(found)} layers, the keys' radius is smaller in {smaller}",
-    )
-
-
-def _table(source: ModelKeys, found: Radii) -> KeyFigures:
-    columns = ("layer", *(f"{side}, {k} centers" for k in COUNTS for side in SIDES))
-    rows = [
-        [str(layer), *(f"{sides[side][i]:.3f}" for i in range(len(COUNTS)) for side in (0, 1))]
-        for layer, sides in found.items()
+def _claim(source: ModelKeys, found: Found) -> tuple[str, str]:
+    said = [
+        f"{name} {keys:.2f} for keys, {values:.2f} for values (smaller for keys in {smaller} of {len(found)} layers)"
+        for measure, name in MEASURES.items()
+        for keys, values, smaller in [_compared(found, measure)]
     ]
-    return KeyFigures(f"k-center radius as a share of the mean distance ({source.caption()})", columns, rows)
+    title = f"Keys and values by t-SNE, {source.caption()}"
+    return title, f"{SAID} centers, over the mean distance of two: {said[0]};\n{said[1]}"
 
 
-def _alt(source: ModelKeys, found: Radii) -> str:
-    keys, values, smaller = _means(found)
+def _tables(source: ModelKeys, found: Found) -> list[KeyFigures]:
+    columns = ("layer", *(f"{side}, {k} centers" for k in COUNTS for side in SIDES))
+    return [
+        KeyFigures(
+            f"{name} as a share of the mean distance ({source.caption()})",
+            columns,
+            [
+                [str(i), *(f"{getattr(sides[side][at], measure):.3f}" for at in range(len(COUNTS)) for side in SIDES)]
+                for i, sides in found.items()
+            ],
+        )
+        for measure, name in MEASURES.items()
+    ]
+
+
+def _alt(source: ModelKeys, found: Found) -> str:
+    title, said = _claim(source, found)
     return (
-        f"Scatter plots of keys and values ({source.caption()}) placed by t-SNE, layers "
-        f"{', '.join(map(str, source.layers))}, with {MARKED} points of greedy k-center marked. With {SAID} centers "
-        f"the radius is {keys:.3f} of the mean distance for keys and {values:.3f} for values, means over all layers; "
-        f"the keys' is smaller in {smaller} of {len(found)}."
+        f"{title}: scatter plots of layers {', '.join(map(str, source.layers))}, keys above and values below, with "
+        f"{MARKED} points of greedy k-center marked. Means over all layers with {said}.".replace("\n", " ")
     )
 
 
