@@ -10,7 +10,7 @@ vectors, about 1 where there are no clusters; a radius is larger where a few vec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -104,7 +104,12 @@ def _panel(axes: Axes, x: Tensor, colour: str) -> None:
     places = embedded(x)
     marked = places[centers(x[None], MARKED)[0].numpy()]
     axes.scatter(places[:, 0], places[:, 1], s=5, color=colour, alpha=0.45, linewidths=0)
-    look = {"color": YELLOW, "edgecolors": BLACK, "linewidths": 0.9, "label": f"the first {MARKED} centers"}
+    look: dict[str, Any] = {
+        "color": YELLOW,
+        "edgecolors": BLACK,
+        "linewidths": 0.9,
+        "label": f"the first {MARKED} centers",
+    }
     axes.scatter(marked[:, 0], marked[:, 1], s=34, **look)
     axes.set_xticks([])
     axes.set_yticks([])
