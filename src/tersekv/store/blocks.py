@@ -46,6 +46,8 @@ class BlockBuffer:
     def append(self, *parts: Planes) -> None:
         """Add blocks [B, H, n, ...] of each part behind the last one."""
         sources = [Page.of(self.layout, part) for part in parts]
+        unit = self.sizes.unit // self.layout.block_tokens
+        assert all(len(source) % unit == 0 for source in sources)
         coming = [entries for source in sources for entries in source.entries]
         for source in sources:
             first = 0
