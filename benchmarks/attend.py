@@ -24,7 +24,8 @@ from torch import Tensor
 
 from tersekv.cli.env import cpu_features
 from tersekv.ops import cpu
-from tersekv.ops.attend_grid import GridSide, attend_grid, decode_grid
+from tersekv.ops.attend_grid import GridSide, decode_grid
+from tersekv.ops.attend_packed import attend_packed
 from tersekv.ops.lanes import packed_shape
 
 BLOCK, GROUP = 32, 32
@@ -66,8 +67,8 @@ def median(run: Callable[[Any], Any], inputs: list[Any], seconds: float) -> tupl
 
 
 def check_parity(query: Tensor, sides: tuple[GridSide, GridSide], scaling: float) -> None:
-    out, lse = cpu.attend_grid(query, *sides, None, scaling, None)
-    expected, expected_lse = attend_grid(query, *sides, None, scaling, None)
+    out, lse = cpu.attend_packed(query, *sides, None, scaling, None)
+    expected, expected_lse = attend_packed(query, *sides, None, scaling, None)
     torch.testing.assert_close(out, expected, rtol=0, atol=3e-5 * decode_grid(sides[1]).abs().max().item())
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
@@ -117,7 +118,7 @@ def measure(shape: str, tokens: int, seconds: float) -> list[dict[str, Any]]:
             for _ in range(sets(size) - 1)
         ]
         for threads in (1, 2):
-            add("tersekv", bits, threads, size, lambda kv: cpu.attend_grid(query, *kv, None, scaling, None), inputs)
+            add("tersekv", bits, threads, size, lambda kv: cpu.attend_packed(query, *kv, None, scaling, None), inputs)
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         size = 2 * Hkv * tokens * D * dtype.itemsize

@@ -7,6 +7,7 @@
 namespace tersekv {
 
 enum class Float : int { f32 = 0, f16 = 1, bf16 = 2 };
+enum class Kind : int { exact, grid, signs, polar, sparse, added, joined, roped, rotated };
 
 // static: kernels are compiled with other flags, and the linker must not share their copies of inline functions.
 constexpr int kLanes = 16;
@@ -44,7 +45,19 @@ struct GridView {
   int64_t stride_b = 0, stride_h = 0, stride_n = 0;
   Plane scale, offset;
   const float* table = nullptr;
+  int64_t table_stride_b = 0;
 };
+
+// One block of a GridView.
+struct Block {
+  const int32_t* codes;
+  const uint16_t* scale;
+  const uint16_t* offset;
+};
+
+// Adds a block's product with x [rows, x_stride] to y [rows, y_stride]; see lut.h.
+using BlockFn = void (*)(const GridView&, const Block&, const float* x, int64_t x_stride, float* y, int64_t y_stride,
+                         float* coef, int64_t coef_stride);
 
 struct DenseView {
   Float type = Float::f32;
@@ -52,19 +65,84 @@ struct DenseView {
   int64_t stride_b = 0, stride_h = 0, stride_t = 0;
 };
 
-struct Scores {
-  float scaling = 1.0f, softcap = 0.0f;  // softcap 0: none
-  const uint8_t* mask = nullptr;         // [B, q, T], last axis contiguous; null: every token is seen
-  int64_t stride_b = 0, stride_q = 0, q = 1;
+// One sketch of `signs`: x = factor * norms * S^T * signs on n channels, blocks of 32 tokens.
+struct SignsView {
+  int64_t M = 0, n = 0;
+  Float half = Float::f16;
+  float factor = 1.0f;
+  const uint8_t* signs = nullptr;  // [B, H, N, ceil(M/8), 32]
+  int64_t stride_b = 0, stride_h = 0, stride_n = 0;
+  Plane norms;                                             // [B, H, N, 32]
+  const float* sketch = nullptr;                           // [M, n]
+  const int64_t *channels = nullptr, *dropped = nullptr;   // [B, H, 1 or N, n or any]; null: all, none
+  int64_t channels_b = 0, channels_h = 0, channels_n = 0;  // strides
+  int64_t dropped_b = 0, dropped_h = 0, dropped_n = 0, drops = 0;
 };
 
-// `tokens_per_unit` is t for packed segments and 1 for exact ones; the driver splits tokens by whole units.
+constexpr int kMaxLevels = 16;
+
+// Recursive polar coordinates, blocks of 32 tokens. cos, sin: of each level's table, [2^bits] after one another.
+struct PolarView {
+  int levels = 0;
+  int bits[kMaxLevels] = {};
+  Float half = Float::f16;
+  float unit = 1.0f;
+  const uint8_t* angles = nullptr;  // [B, H, N, bytes, 32]
+  int64_t bytes = 0, stride_b = 0, stride_h = 0, stride_n = 0;
+  Plane radii;  // [B, H, N, D / 2^levels, 32]
+  const float *cos[kMaxLevels] = {}, *sin[kMaxLevels] = {};
+  int64_t table_stride_b = 0;
+};
+
+// Entries [ token : 5 ][ channel : 11 ] of blocks of 32 tokens, in the order block, row, head. starts count from
+// `base`.
+struct SparseView {
+  const int32_t* starts = nullptr;  // [B, H, N]
+  int64_t stride_b = 0, stride_h = 0, stride_n = 0;
+  int64_t B = 0, H = 0, N = 0, base = 0, entries = 0;
+  const uint16_t *places = nullptr, *values = nullptr;
+};
+
+// Channel d becomes x[d]·cos[column] + sign·x[partner]·sin[sin_column]; one without a partner (-1) stays.
+struct RopeChannel {
+  int32_t partner, cos_column, sin_column, sign;
+};
+
+struct RopeView {
+  const float *cos = nullptr, *sin = nullptr;  // [1 or B, 1 or H, T, columns]
+  int64_t stride_b = 0, stride_h = 0, stride_t = 0, columns = 0;
+  const RopeChannel* channels = nullptr;  // [D]
+};
+
+// A packed segment, or a part of one. Parts: of `added`, `joined` (channels side by side), `roped`, `rotated`.
+struct View {
+  Kind kind = Kind::exact;
+  int64_t D = 0, T = 0, t = 1;  // t: it is read in multiples of t tokens
+  DenseView dense;
+  GridView grid;
+  SignsView signs;
+  PolarView polar;
+  SparseView sparse;
+  RopeView rope;
+  const float* rotation = nullptr;  // [D, D], x = rotation^T * part
+  int64_t rotation_stride_b = 0, rotation_stride_h = 0;
+  const View* parts = nullptr;
+  int64_t count = 0;
+};
+
+struct Scores {
+  float scaling = 1.0f, softcap = 0.0f;  // softcap 0: none
+  const uint8_t* mask = nullptr;         // [B, 1 or H, q, T], last axis contiguous; null: every token is seen
+  int64_t stride_b = 0, stride_h = 0, stride_q = 0, q = 1;
+};
+
+// `tokens_per_unit`: the driver splits tokens by whole units, in which both views can be read.
 struct Call {
   int64_t B = 0, H = 0, R = 0, T = 0, D = 0, Dv = 0, tokens_per_unit = 1;
   const float* query = nullptr;  // [B, H, R, D], contiguous
   Scores scores;
-  GridView grid_keys, grid_values;
-  DenseView dense_keys, dense_values;
+  const View *keys = nullptr, *values = nullptr;
+  BlockFn (*grid_product)(const GridView&, int rows) = nullptr;
   float* out = nullptr;  // [B, H, R, Dv]
   float* lse = nullptr;  // [B, H, R]
 };
@@ -88,12 +166,13 @@ struct Merge {
 struct Kernels {
   const char* name;
   double ns_per_product;
-  void (*attend_grid)(const Call&, const Task&);
-  void (*attend_exact)(const Call&, const Task&);
+  void (*attend)(const Call&, const Task&);
   void (*merge)(const Merge&);
+  BlockFn (*grid_product)(const GridView&, int rows);
 };
 
-// 64-byte aligned memory of the calling thread, valid until its next call from the same thread.
-float* thread_scratch(int64_t floats);
+// 64-byte aligned memory of the calling thread, valid until the thread calls reset_scratch.
+float* scratch(int64_t floats);
+void reset_scratch();
 
 }  // namespace tersekv

@@ -39,7 +39,7 @@ struct Plan {
   }
 };
 
-void attend(const Call& call, Kernel kernel, int threads) {
+void run(const Call& call, Kernel kernel, int threads) {
   const int64_t rows = call.B * call.H * call.R, units = call.T / call.tokens_per_unit;
   if (rows == 0) return;
   const double products = static_cast<double>(call.B * call.H * call.T) * std::max<int64_t>(call.R, 2) *
@@ -72,8 +72,11 @@ void attend(const Call& call, Kernel kernel, int threads) {
 
 }  // namespace
 
-void attend_grid(const Call& call, int threads) { attend(call, current().attend_grid, threads); }
-void attend_exact(const Call& call, int threads) { attend(call, current().attend_exact, threads); }
+void attend(Call call, int threads) {
+  const Kernels& kernels = current();
+  call.grid_product = kernels.grid_product;
+  run(call, kernels.attend, threads);
+}
 void merge_segments(const Merge& call) { current().merge(call); }
 
 }  // namespace tersekv

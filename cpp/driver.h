@@ -5,8 +5,7 @@
 
 namespace tersekv {
 
-void attend_grid(const Call& call, int threads);
-void attend_exact(const Call& call, int threads);
+void attend(Call call, int threads);
 void merge_segments(const Merge& call);
 
 }  // namespace tersekv

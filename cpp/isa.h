@@ -12,6 +12,10 @@ const Kernels& kernels_baseline();
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512();
 
+BlockFn grid_product_baseline(const GridView& view, int rows);
+BlockFn grid_product_avx2(const GridView& view, int rows);
+BlockFn grid_product_avx512(const GridView& view, int rows);
+
 struct Isa {
   const Kernels* kernels;
   std::string missing;  // empty: runs here; otherwise the CPU features it lacks

@@ -4,7 +4,7 @@
 
 namespace tersekv {
 const Kernels& kernels_avx512() {
-  static constexpr Kernels kernels = kernels_of<Avx512>();
+  static constexpr Kernels kernels = kernels_of<Avx512>(grid_product_avx512);
   return kernels;
 }
 }  // namespace tersekv

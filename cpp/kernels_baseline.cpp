@@ -4,7 +4,7 @@
 
 namespace tersekv {
 const Kernels& kernels_baseline() {
-  static constexpr Kernels kernels = kernels_of<Baseline>();
+  static constexpr Kernels kernels = kernels_of<Baseline>(grid_product_baseline);
   return kernels;
 }
 }  // namespace tersekv

@@ -3,24 +3,10 @@
 #pragma once
 
 #include "contract.h"
+#include "unroll.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
-
-template <int I>
-struct Index {
-  constexpr operator int() const { return I; }
-};
-
-// Unrolled by construction: shifts need constants and sums must stay in registers.
-template <int N, int I = 0, class Body>
-[[gnu::always_inline]] inline void repeat(Body&& body) {
-  if constexpr (I < N) {
-    body(Index<I>{});
-    repeat<N, I + 1>(body);
-  }
-}
-#define TERSEKV_INLINE __attribute__((always_inline))
 
 template <class S, int BITS, int R, int NG>
 struct LutSums {
@@ -91,13 +77,6 @@ struct LutSums {
       });
     }
   }
-};
-
-// One block of a GridView.
-struct Block {
-  const int32_t* codes;
-  const uint16_t* scale;
-  const uint16_t* offset;
 };
 
 template <class S, int BITS, int R>
@@ -230,8 +209,6 @@ struct BlockProduct {
     return n >= kLanes ? S::template load_as<HALF>(p) : S::template load_as_n<HALF>(p, n);
   }
 };
-
-using BlockFn = void (*)(const GridView&, const Block&, const float*, int64_t, float*, int64_t, float*, int64_t);
 
 template <class S, int BITS, int R>
 BlockFn block_product(bool lane_scaled, Float half) {

@@ -4,14 +4,10 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <cstdlib>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <thread>
 #include <vector>
-
-#include "contract.h"
 
 namespace tersekv {
 namespace {
@@ -96,26 +92,7 @@ Pool* pool() {
   return found;
 }
 
-struct Release {
-  void operator()(float* p) const { std::free(p); }
-};
-thread_local std::unique_ptr<float, Release> scratch;
-thread_local int64_t scratch_floats = 0;
-
 }  // namespace
-
-float* thread_scratch(int64_t floats) {
-  if (floats > scratch_floats) {
-    scratch.reset();
-    scratch_floats = 0;
-    const int64_t size = round_up(floats, 1024);
-    auto* memory = static_cast<float*>(std::aligned_alloc(64, size * sizeof(float)));
-    if (!memory) throw std::bad_alloc();
-    scratch.reset(memory);
-    scratch_floats = size;
-  }
-  return scratch.get();
-}
 
 void run_tasks(int64_t count, int threads, TaskFn fn, const void* context) {
   const auto helpers = static_cast<int>(count < threads ? count - 1 : threads - 1);

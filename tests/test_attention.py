@@ -13,7 +13,10 @@ from tersekv.ops import backends, cpu
 from tersekv.ops.softmax import attend_scores, merge_segments
 from test_store import fed, store, tokens
 
-RECIPES = ["kivi:bits=2", "kivi:bits=4", "kivi:bits=3/int4", "uniform:bits=6", "qjl", "qjl:outliers_per=group", "exact"]
+RECIPES = [
+    *("kivi:bits=2", "kivi:bits=4", "kivi:bits=3/int4", "uniform:bits=6", "exact"),
+    *("kivi:bits=2/exact", "exact/int4", "qjl", "qjl:outliers_per=group"),
+]
 
 
 def dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, call: Call) -> Tensor:
@@ -144,11 +147,10 @@ def test_a_forced_kernel_runs_or_raises():
     keys, values = tokens(500)
     call = Call(torch.randn(1, 6, 1, 64), None, 0.125)
     with backends.forced("cpu"):
-        with pytest.raises(UserError, match="'cpu' is forced: no kernel reads the format signs"):
+        attend_store(fed("kivi/exact", keys, values, [0, 500]), call)
+        with pytest.raises(UserError, match="no kernel reads the format signs"):
             attend_store(fed("qjl", keys, values, [0, 500]), call)
-        with pytest.raises(UserError, match="no kernel reads grid keys with exact values"):
-            attend_store(fed("kivi/exact", keys, values, [0, 500]), call)
-        with pytest.raises(UserError, match="'cpu' is forced and cannot run attend_grid: keys have 6 bits"):
+        with pytest.raises(UserError, match="'cpu' is forced and cannot run attend_packed: keys have 6 bits"):
             attend_store(fed("uniform:bits=6", keys, values, [0, 500]), call)
 
 

@@ -10,7 +10,7 @@ import torch
 from tersekv.errors import UserError
 from tersekv.ops import backends, cpu
 from tersekv.ops.attend_grid import GridSide
-from tersekv.ops.attend_grid import attend_grid as reference
+from tersekv.ops.attend_packed import attend_packed as reference
 from tersekv.ops.lanes import pack_lanes
 
 native = pytest.mark.skipif(cpu.why_not_built() is not None, reason="the native extension is not built")
@@ -43,8 +43,8 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
 
 @native
 def test_auto_takes_the_kernels(call):
-    assert backends.explain("attend_grid", *call) == f"cpu/{cpu.isa()}"
-    out, lse = backends.attend_grid(*call)
+    assert backends.explain("attend_packed", *call) == f"cpu/{cpu.isa()}"
+    out, lse = backends.attend_packed(*call)
     expected, expected_lse = reference(*call)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
@@ -53,7 +53,7 @@ def test_auto_takes_the_kernels(call):
 @pytest.mark.parametrize("name", ["reference", "auto"])
 def test_forced_runs_every_op(call, name):
     with backends.forced(name):
-        out, lse = backends.attend_grid(*call)
+        out, lse = backends.attend_packed(*call)
         key = torch.randn(1, 2, 5, 64)
         more, more_lse = backends.attend_exact(call[0], key, key, None, 0.125, None)
         merged, _ = backends.merge_segments([out, more], [lse, more_lse])
@@ -74,11 +74,11 @@ def test_unknown_name():
 @native
 def test_forced_raises_where_it_cannot(call):
     call[1] = make_side("keys", bits=5)
-    assert backends.explain("attend_grid", *call) == "reference: keys have 5 bits, the native kernels take 1 to 4"
-    text = "'cpu' is forced and cannot run attend_grid: keys have 5 bits"
+    assert backends.explain("attend_packed", *call) == "reference: keys have 5 bits, the native kernels take 1 to 4"
+    text = "'cpu' is forced and cannot run attend_packed: keys have 5 bits"
     with pytest.raises(UserError, match=text), backends.forced("cpu"):
-        backends.attend_grid(*call)
-    backends.attend_grid(*call)
+        backends.attend_packed(*call)
+    backends.attend_packed(*call)
 
 
 REFUSALS = {
@@ -100,8 +100,8 @@ REFUSALS = {
 @pytest.mark.parametrize("what", REFUSALS)
 def test_why_not_grid(call, what):
     change, text = REFUSALS[what]
-    assert cpu.why_not_attend_grid(*call) is None
-    assert text in cpu.why_not_attend_grid(*change(call))
+    assert cpu.why_not_attend_packed(*call) is None
+    assert text in cpu.why_not_attend_packed(*change(call))
 
 
 @native
@@ -110,7 +110,7 @@ def test_why_not_exact_and_merge():
     assert cpu.why_not_attend_exact(q, k, k, None, 1.0, None) is None
     assert "torch.float64" in cpu.why_not_attend_exact(q, k.double(), k, None, 1.0, None)
     transposed = torch.randn(1, 1, 32, 5).mT
-    assert "along its last axis" in cpu.why_not_attend_exact(q, transposed, k, None, 1.0, None)
+    assert "along their last axis" in cpu.why_not_attend_exact(q, transposed, k, None, 1.0, None)
     assert "gradient" in cpu.why_not_attend_exact(q, k.clone().requires_grad_(), k, None, 1.0, None)
     assert "not float32" in cpu.why_not_merge_segments([q.half()], [q[..., 0]])
     with torch.no_grad():
@@ -138,19 +138,19 @@ def test_contract_names_the_size(call, what):
     change, text = CONTRACT[what]
     call[1] = change(call[1])
     with pytest.raises(ValueError, match=text):
-        cpu.attend_grid(*call)
+        cpu.attend_packed(*call)
 
 
 @native
 def test_contract_of_the_other_arguments(call):
-    with pytest.raises(ValueError, match="with N = 2, got 3"):
-        cpu.attend_grid(call[0], call[1], make_side("values", N=3), None, 1.0, None)
+    with pytest.raises(ValueError, match="values: expected T = 64 tokens like the keys, got 96"):
+        cpu.attend_packed(call[0], call[1], make_side("values", N=3), None, 1.0, None)
     with pytest.raises(ValueError, match="with T = 64, got 63"):
-        cpu.attend_grid(*call[:3], torch.ones(1, 1, 63, dtype=torch.bool), 1.0, None)
+        cpu.attend_packed(*call[:3], torch.ones(1, 1, 63, dtype=torch.bool), 1.0, None)
     with pytest.raises(ValueError, match="q to divide R = 3, got q = 2"):
-        cpu.attend_grid(*call[:3], torch.ones(1, 2, 64, dtype=torch.bool), 1.0, None)
+        cpu.attend_packed(*call[:3], torch.ones(1, 2, 64, dtype=torch.bool), 1.0, None)
     k = torch.randn(1, 2, 5, 64)
-    with pytest.raises(ValueError, match=r"key: .* with T = 4, got 5"):
+    with pytest.raises(ValueError, match="values: expected T = 5 tokens like the keys, got 4"):
         cpu.attend_exact(call[0], k, k[:, :, :4], None, 1.0, None)
     with pytest.raises(ValueError, match="expected"):
         cpu.merge_segments([k, k], [k[..., 0], k[:, :1, :, 0]])
@@ -159,19 +159,19 @@ def test_contract_of_the_other_arguments(call):
 
 
 def test_without_the_extension(call, without_extension):
-    assert "not built" in backends.explain("attend_grid", *call)
-    torch.testing.assert_close(backends.attend_grid(*call)[0], reference(*call)[0])
+    assert "not built" in backends.explain("attend_packed", *call)
+    torch.testing.assert_close(backends.attend_packed(*call)[0], reference(*call)[0])
     rows = backends.report()
     assert [row["available"] for row in rows if row["backend"] == "cpu"] == [False] * 3
     with pytest.raises(UserError, match="native kernels are not built"), backends.forced("cpu"):
-        backends.attend_grid(*call)
+        backends.attend_packed(*call)
     with pytest.raises(RuntimeError, match="native kernels are not built"):
         cpu.isa()
 
 
 def test_report():
     rows = backends.report()
-    assert {row["op"] for row in rows} == {"attend_grid", "attend_exact", "merge_segments"}
+    assert {row["op"] for row in rows} == {"attend_packed", "attend_exact", "merge_segments"}
     assert all(set(row) == {"backend", "op", "available", "detail"} for row in rows)
     assert all(row["available"] for row in rows if row["backend"] == "reference")
 

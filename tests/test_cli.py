@@ -304,7 +304,7 @@ def test_env(empty_cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert {row["backend"] for row in made["kernels"]} >= {"cpu", "reference"}
     said = run_text(capfd, "env")
     assert "cpu features" in said
-    assert "attend_grid" in said
+    assert "attend_packed" in said
 
 
 def test_env_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,8 +109,8 @@ def grid_expectation(query, keys, values, mask, scaling, softcap):
 def run_grid(keys, values, R, mask=None, scaling=0.125, softcap=None, query_scale=1.0):
     query = torch.randn(*keys.codes.shape[:2], R, keys.head_dim) * query_scale
     args = query, keys, values, mask, scaling, softcap
-    assert cpu.why_not_attend_grid(*args) is None
-    result = cpu.attend_grid(*args)
+    assert cpu.why_not_attend_packed(*args) is None
+    result = cpu.attend_packed(*args)
     compare(result, grid_expectation(*args))
     return args, result
 
@@ -172,8 +172,8 @@ def grid_inputs(i):
 @pytest.mark.parametrize("i", range(56), ids=grid_id)
 def test_attend_grid(isa, i):
     args, expected = grid_inputs(i)
-    assert cpu.why_not_attend_grid(*args) is None
-    compare(cpu.attend_grid(*args), expected)
+    assert cpu.why_not_attend_packed(*args) is None
+    compare(cpu.attend_packed(*args), expected)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
@@ -233,7 +233,7 @@ def test_nan_in_a_scale_reaches_only_its_rows(isa):
     torch.manual_seed(0)
     keys, values = make_side("keys", 4, "channel", 32, 32, 64), make_side("values", 4, "token", 32, 32, 64)
     keys.scale[:, 0, 1] = float("nan")
-    out, lse = cpu.attend_grid(torch.randn(1, 2, 3, 64), keys, values, None, 0.125, None)
+    out, lse = cpu.attend_packed(torch.randn(1, 2, 3, 64), keys, values, None, 0.125, None)
     assert out[:, 0].isnan().all()
     assert lse[:, 0].isnan().all()
     assert out[:, 1].isfinite().all()
@@ -290,9 +290,9 @@ def test_threads_agree(isa, two_threads):
     keys = make_side("keys", 4, "channel", 32, 32, 64, H=3, N=200)
     values = make_side("values", 4, "token", 32, 32, 64, H=3, N=200)
     args, (out, lse) = run_grid(keys, values, 3)
-    assert torch.equal(cpu.attend_grid(*args)[0], out), "same split, same bits"
+    assert torch.equal(cpu.attend_packed(*args)[0], out), "same split, same bits"
     torch.set_num_threads(1)
-    single, single_lse = cpu.attend_grid(*args)
+    single, single_lse = cpu.attend_packed(*args)
     torch.testing.assert_close(out, single, rtol=0, atol=16 * ULP)
     torch.testing.assert_close(lse, single_lse, rtol=0, atol=16 * ULP * single_lse.abs().max().item())
 
@@ -304,12 +304,12 @@ def test_calls_from_several_python_threads(two_threads):
     keys, values = (make_side(s, 4, "channel", 32, 32, 64, N=100) for s in ("keys", "values"))
     args, (out, _) = run_grid(keys, values, 3)
     with ThreadPoolExecutor(4) as pool:
-        for other, _ in pool.map(lambda _: cpu.attend_grid(*args), range(40)):
+        for other, _ in pool.map(lambda _: cpu.attend_packed(*args), range(40)):
             assert torch.equal(other, out)
 
 
 def _child(args, expected):
-    out, _ = cpu.attend_grid(*args)
+    out, _ = cpu.attend_packed(*args)
     os._exit(0 if torch.equal(out, expected) else 1)
 
 
@@ -323,4 +323,4 @@ def test_fork(two_threads):
     child.start()
     child.join(20)
     assert child.exitcode == 0
-    assert torch.equal(cpu.attend_grid(*args)[0], out)
+    assert torch.equal(cpu.attend_packed(*args)[0], out)

@@ -10,12 +10,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from tersekv.ops.attend_grid import Side as Side
+from tersekv.ops.attend_packed import Operand
 
 Kind = Literal["codes", "scales and norms"]
 Planes = dict[str, Tensor]
@@ -126,13 +127,15 @@ class View(ABC):
     """
 
     format: ClassVar[str]
+    kind: str = "other"
+    """The layout's name for kernels, which find its planes in the view's fields."""
     keeps: ClassVar[bool] = True
     """Whether a store may keep the view: it holds nothing but the planes and tables that are counted anyway."""
 
     @property
-    def operand(self) -> Any:
-        """What an op takes for this side; ops are found by the formats of both sides (`attention/dispatch.py`)."""
-        return None
+    def operand(self) -> Operand:
+        """What `ops/attend_packed.py` takes for this side."""
+        return self
 
     @property
     def inner(self) -> View:
@@ -190,6 +193,8 @@ class Rotated(View):
 class Added(View):
     """A view of the sum of several: x̂ = Σ x̂_i."""
 
+    kind = "added"
+
     def __init__(self, views: Sequence[View]) -> None:
         self.views = views
         self.format = " + ".join(view.format for view in views)  # type: ignore[misc]
@@ -205,6 +210,8 @@ class Added(View):
 
 class Joined(View):
     """A view of several with channels side by side, in this order; each with its number of channels."""
+
+    kind = "joined"
 
     def __init__(self, views: Sequence[tuple[View, int]]) -> None:
         self.views = [view for view, _ in views]

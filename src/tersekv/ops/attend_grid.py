@@ -1,7 +1,6 @@
-"""Attention over a packed `grid` segment: contract and torch reference.
+"""The `grid` layout as attention takes it: contract and torch reference.
 
-Shapes: B batch, H key-value heads, N blocks, t tokens per block, T = N·t, R query rows per key-value head
-(R = G·q, row r = g·q + i for grouped head g and query position i), D head dim.
+Shapes: B batch, H key-value heads, N blocks, t tokens per block, T = N·t, D head dim.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tersekv.ops.lanes import unpack_lanes
-from tersekv.ops.softmax import attend_scores
 
 Axis = Literal["token", "channel"]
 Side = Literal["keys", "values"]
@@ -39,6 +37,10 @@ class GridSide(NamedTuple):
     scale: Tensor
     offset: Tensor | None
     table: Tensor
+
+    def decode(self) -> Tensor:
+        """x̂ as float32 [B, H, N·t, D]."""
+        return decode_grid(self)
 
 
 def decode_grid(grid: GridSide) -> Tensor:
@@ -67,21 +69,3 @@ def _per_element(scale: Tensor, grid: GridSide) -> Tensor:
     if grid.axis == "token":
         return scale.float().transpose(-1, -2).repeat_interleave(grid.group, dim=-1)
     return scale.float().repeat_interleave(grid.group, dim=-2)
-
-
-def attend_grid(
-    query: Tensor, keys: GridSide, values: GridSide, mask: Tensor | None, scaling: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """softmax(scaling · q·K̂ᵀ)·V̂ with its log-sum-exp.
-
-    Args:
-        query: float32 [B, H, R, D], contiguous.
-        keys, values: the segment, with equal N and block_tokens.
-        mask: bool [B, q, T] with R % q == 0 (row r uses mask row r % q), True where a token is seen; None for all.
-        scaling: factor on the scores. softcap: s -> softcap·tanh(s/softcap), or None.
-
-    Returns:
-        out float32 [B, H, R, Dv] and lse float32 [B, H, R]; a row that sees no token has out 0 and lse -inf.
-    """
-    key, value = decode_grid(keys), decode_grid(values)
-    return attend_scores(torch.matmul(query, key.transpose(-1, -2)), value, mask, scaling, softcap)

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from tersekv.errors import UserError
-from tersekv.ops import attend_grid as grid_reference
+from tersekv.ops import attend_packed as packed_reference
 from tersekv.ops import cpu
 from tersekv.ops import softmax as softmax_reference
-from tersekv.ops.attend_grid import GridSide
-from tersekv.ops.heads import heads_as_rows
+from tersekv.ops.attend_packed import Operand
 
 BACKEND_VARIABLE = "TERSEKV_BACKEND"
 AUTO = "auto"
@@ -41,12 +40,12 @@ def _never(*call: Any) -> None:
 
 BACKENDS: dict[str, dict[str, Implementation]] = {
     "cpu": {
-        "attend_grid": Implementation(cpu.attend_grid, cpu.why_not_attend_grid),
+        "attend_packed": Implementation(cpu.attend_packed, cpu.why_not_attend_packed),
         "attend_exact": Implementation(cpu.attend_exact, cpu.why_not_attend_exact),
         "merge_segments": Implementation(cpu.merge_segments, cpu.why_not_merge_segments),
     },
     "reference": {
-        "attend_grid": Implementation(grid_reference.attend_grid, _never),
+        "attend_packed": Implementation(packed_reference.attend_packed, _never),
         "attend_exact": Implementation(softmax_reference.attend_exact, _never),
         "merge_segments": Implementation(softmax_reference.merge_segments, _never),
     },
@@ -101,19 +100,17 @@ def _run(op: str, *call: Any) -> Any:
     return _choose(op, *call)[1](*call)
 
 
-def attend_grid(
-    query: Tensor, keys: GridSide, values: GridSide, mask: Tensor | None, scaling: float, softcap: float | None
+def attend_packed(
+    query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a packed segment, see `tersekv.ops.attend_grid`: out [B, H, R, Dv] and lse [B, H, R]."""
-    return _run("attend_grid", query, keys, values, mask, scaling, softcap)
+    """Attention over a packed segment, see `tersekv.ops.attend_packed`: out [B, H, R, Dv] and lse [B, H, R]."""
+    return _run("attend_packed", query, keys, values, mask, scaling, softcap)
 
 
 def attend_exact(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Attention over unpacked tokens, see `tersekv.ops.softmax`: out [B, H, R, Dv] and lse [B, H, R]."""
-    if mask is not None and mask.dim() == 4:
-        return heads_as_rows(attend_exact, query, key, value, mask, scaling, softcap)
     return _run("attend_exact", query, key, value, mask, scaling, softcap)
 
 

@@ -14,14 +14,11 @@ import torch
 from torch import Tensor
 
 from tersekv.errors import UserError
-from tersekv.ops.attend_grid import GridSide
+from tersekv.ops.attend_packed import Operand
+from tersekv.ops.cpu.operands import channels, pack, why_not
 
-MAX_BITS = 4
 ISA_VARIABLE = "TERSEKV_CPU_ISA"
 
-_FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_HALVES = {torch.float16: 1, torch.bfloat16: 2}
-_NO_TENSOR: tuple = (0, (), ())
 _module: ModuleType | None = None
 
 
@@ -66,13 +63,13 @@ def set_isa(name: str) -> None:
     _loaded().set_isa(name)
 
 
-def why_not_attend_grid(
-    query: Tensor, keys: GridSide, values: GridSide, mask: Tensor | None, scaling: float, softcap: float | None
+def why_not_attend_packed(
+    query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> str | None:
-    """Why `attend_grid` does not take this call; None if it does."""
+    """Why `attend_packed` does not take this call; None if it does."""
     if _module is None and (reason := why_not_built()):
         return reason
-    return _why_not_side(keys) or _why_not_side(values) or _why_not_query(query, mask)
+    return why_not("keys", keys) or why_not("values", values) or _why_not_query(query, mask)
 
 
 def why_not_attend_exact(
@@ -81,16 +78,7 @@ def why_not_attend_exact(
     """Why `attend_exact` does not take this call; None if it does."""
     if _module is None and (reason := why_not_built()):
         return reason
-    for name, x in (("key", key), ("value", value)):
-        if not x.is_cpu:
-            return f"{name} is on {x.device}, not on cpu"
-        if x.dtype not in _FLOATS:
-            return f"{name} is {x.dtype}, not float32, float16 or bfloat16"
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            return f"{name} has stride {x.stride(-1)} along its last axis, not 1"
-    if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
-        return "keys or values need a gradient"
-    return _why_not_query(query, mask)
+    return why_not("keys", key) or why_not("values", value) or _why_not_query(query, mask)
 
 
 def why_not_merge_segments(outs: list[Tensor], lses: list[Tensor]) -> str | None:
@@ -122,49 +110,6 @@ def _why_not_query(query: Tensor, mask: Tensor | None) -> str | None:
     return None
 
 
-def _why_not_side(grid: GridSide) -> str | None:
-    side, codes, scale, offset, table = grid.side, grid.codes, grid.scale, grid.offset, grid.table
-    if not 1 <= grid.bits <= MAX_BITS:
-        return f"{side} have {grid.bits} bits, the native kernels take 1 to {MAX_BITS}"
-    if not (codes.is_cpu and scale.is_cpu and table.is_cpu and (offset is None or offset.is_cpu)):
-        return f"{side} are not on cpu ({codes.device})"
-    if codes.dtype is not torch.int32 or table.dtype is not torch.float32:
-        return f"{side} have {codes.dtype} codes and a {table.dtype} table, not int32 and float32"
-    if scale.dtype not in _HALVES:
-        return f"{side} have a {scale.dtype} scale, not float16 or bfloat16"
-    if offset is not None and offset.dtype is not scale.dtype:
-        return f"{side} have a {scale.dtype} scale and a {offset.dtype} offset, not the same dtype"
-    if grid.block_tokens % 16:
-        return f"{side} have blocks of {grid.block_tokens} tokens, not a multiple of 16"
-    if (grid.axis == "token") != (side == "keys"):
-        lanes = grid.block_tokens if side == "keys" else grid.head_dim
-        if grid.group % 16 and grid.group != lanes:
-            return f"{side} have groups of {grid.group}, neither a multiple of 16 nor all {lanes}"
-    if torch.is_grad_enabled() and (
-        scale.requires_grad or table.requires_grad or (offset is not None and offset.requires_grad)
-    ):
-        return f"{side} need a gradient"
-    return None
-
-
-def _side(grid: GridSide, side: str) -> tuple:
-    """A GridSide as the extension takes it: a matrix of P packed codes on L lanes."""
-    if grid.side != side:
-        raise ValueError(f"{side}: expected a GridSide of {side}, got one of {grid.side}")
-    t, D, codes, scale, offset, table = (
-        grid.block_tokens, grid.head_dim, grid.codes, grid.scale, grid.offset, grid.table,
-    )  # fmt: skip
-    of_keys = side == "keys"
-    return (
-        grid.bits, (grid.axis == "token") == of_keys, _HALVES[scale.dtype], grid.group,
-        *((D, t) if of_keys else (t, D)),
-        codes.data_ptr(), codes.shape, codes.stride(),
-        scale.data_ptr(), scale.shape, scale.stride(),
-        *(_NO_TENSOR if offset is None else (offset.data_ptr(), offset.shape, offset.stride())),
-        table.data_ptr(), table.shape, table.stride(),
-    )  # fmt: skip
-
-
 def _mask(mask: Tensor | None) -> tuple | None:
     if mask is None:
         return None
@@ -174,39 +119,23 @@ def _mask(mask: Tensor | None) -> tuple | None:
     return mask.data_ptr(), mask.shape, mask.stride(), mask
 
 
-def attend_grid(
-    query: Tensor, keys: GridSide, values: GridSide, mask: Tensor | None, scaling: float, softcap: float | None
+def attend_packed(
+    query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """See `tersekv.ops.attend_grid`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
+    """See `tersekv.ops.attend_packed`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
     native = _module or _loaded()
     query = query.contiguous()
-    B, H, R, _ = shape = query.shape
-    out = query.new_empty((B, H, R, values.head_dim))
-    lse = query.new_empty((B, H, R))
-    t = keys.block_tokens
-    native.attend_grid(
-        (query.data_ptr(), shape, query.stride()), _side(keys, "keys"), _side(values, "values"), keys.codes.shape[2], t,
-        _mask(mask), scaling, softcap or 0.0, out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
+    shape = query.shape
+    out, lse = query.new_empty((*shape[:3], channels(values))), query.new_empty(shape[:3])
+    native.attend(
+        (query.data_ptr(), shape, query.stride()), pack("keys", keys), pack("values", values), _mask(mask), scaling,
+        softcap or 0.0, out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out, lse
 
 
-def attend_exact(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """See `tersekv.ops.softmax`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
-    native = _module or _loaded()
-    query = query.contiguous()
-    B, H, R, _ = shape = query.shape
-    out = query.new_empty((B, H, R, value.shape[-1]))
-    lse = query.new_empty((B, H, R))
-    native.attend_exact(
-        (query.data_ptr(), shape, query.stride()),
-        (_FLOATS[key.dtype], key.data_ptr(), key.shape, key.stride()),
-        (_FLOATS[value.dtype], value.data_ptr(), value.shape, value.stride()),
-        _mask(mask), scaling, softcap or 0.0, out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
-    return out, lse
+attend_exact = attend_packed
+"""See `tersekv.ops.softmax`: the same, with unpacked tokens on both sides."""
 
 
 def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,118 @@
+// Unpacked tokens, rows of floats: dot products with queries, weighted sums, and a transposed tile of them.
+#pragma once
+
+#include "node.h"
+
+namespace tersekv {
+namespace {  // internal to each build of the kernels
+
+inline const char* dense_row(const DenseView& v, int64_t b, int64_t h, int64_t t) {
+  const int64_t size = v.type == Float::f32 ? 4 : 2;
+  return static_cast<const char*>(v.data) + (b * v.stride_b + h * v.stride_h + t * v.stride_t) * size;
+}
+
+// score[r][i] += query[r] · key[i] for i < count.
+template <class S, Float T, int R, int TOKENS>
+void dense_scores(const char* key, int64_t step, int64_t count, int64_t D, const float* query, int64_t query_stride,
+                  float* score, int64_t score_stride) {
+  using F = typename S::F;
+  constexpr int64_t size = T == Float::f32 ? 4 : 2;
+  const int64_t whole = D / kLanes * kLanes;
+  for (int64_t i = 0; i + TOKENS <= count; i += TOKENS, key += TOKENS * step) {
+    F acc[TOKENS][R];
+    repeat<TOKENS>([&](auto k) TERSEKV_INLINE { repeat<R>([&](auto r) TERSEKV_INLINE { acc[k][r] = S::zero(); }); });
+    auto add = [&](int64_t d, auto load) TERSEKV_INLINE {
+      F x[TOKENS];
+      repeat<TOKENS>([&](auto k) TERSEKV_INLINE { x[k] = load(key + k * step + d * size); });
+      repeat<R>([&](auto r) TERSEKV_INLINE {
+        const F q = S::load(query + r * query_stride + d);
+        repeat<TOKENS>([&](auto k) TERSEKV_INLINE { acc[k][r] = S::fma(q, x[k], acc[k][r]); });
+      });
+    };
+    for (int64_t d = 0; d < whole; d += kLanes)
+      add(d, [](const char* p) TERSEKV_INLINE { return S::template load_as<T>(p); });
+    if (whole < D) add(whole, [&](const char* p) TERSEKV_INLINE { return S::template load_as_n<T>(p, D - whole); });
+    repeat<TOKENS>([&](auto k) TERSEKV_INLINE {
+      repeat<R>([&](auto r) TERSEKV_INLINE { score[r * score_stride + i + k] += S::hsum(acc[k][r]); });
+    });
+  }
+  if constexpr (TOKENS > 1) {
+    const int64_t done = count / TOKENS * TOKENS;
+    if (done < count)
+      dense_scores<S, T, R, 1>(key, step, count - done, D, query, query_stride, score + done, score_stride);
+  }
+}
+
+// sum[r][d] += weight[r][i] * value[i][d] over i < count.
+template <class S, Float T, int R>
+void dense_sums(const char* value, int64_t step, int64_t count, int64_t D, const float* weight, int64_t weight_stride,
+                float* sum, int64_t sum_stride) {
+  using F = typename S::F;
+  constexpr int64_t size = T == Float::f32 ? 4 : 2;
+  auto lanes = [&](auto groups, int64_t d, auto load) TERSEKV_INLINE {
+    constexpr int NG = groups;
+    F acc[NG][R];
+    repeat<R>([&](auto r) TERSEKV_INLINE {
+      repeat<NG>([&](auto g) TERSEKV_INLINE { acc[g][r] = S::load(sum + r * sum_stride + d + g * kLanes); });
+    });
+    for (int64_t i = 0; i < count; i++) {
+      const char* row = value + i * step + d * size;
+      F x[NG];
+      repeat<NG>([&](auto g) TERSEKV_INLINE { x[g] = load(row + g * kLanes * size); });
+      repeat<R>([&](auto r) TERSEKV_INLINE {
+        const F p = S::set1(weight[r * weight_stride + i]);
+        repeat<NG>([&](auto g) TERSEKV_INLINE { acc[g][r] = S::fma(p, x[g], acc[g][r]); });
+      });
+    }
+    repeat<R>([&](auto r) TERSEKV_INLINE {
+      repeat<NG>([&](auto g) TERSEKV_INLINE { S::store(sum + r * sum_stride + d + g * kLanes, acc[g][r]); });
+    });
+  };
+  const auto whole = [](const char* p) TERSEKV_INLINE { return S::template load_as<T>(p); };
+  int64_t d = 0;
+  if constexpr (S::max_groups(R) >= 4)
+    for (; d + 4 * kLanes <= D; d += 4 * kLanes) lanes(Index<4>{}, d, whole);
+  for (; d + kLanes <= D; d += kLanes) lanes(Index<1>{}, d, whole);
+  if (d < D) lanes(Index<1>{}, d, [&](const char* p) TERSEKV_INLINE { return S::template load_as_n<T>(p, D - d); });
+}
+
+// Calls body with the type as a constant.
+template <class Body>
+void with_type(Float type, Body&& body) {
+  switch (type) {
+    case Float::f32:
+      return body(std::integral_constant<Float, Float::f32>{});
+    case Float::f16:
+      return body(std::integral_constant<Float, Float::f16>{});
+    default:
+      return body(std::integral_constant<Float, Float::bf16>{});
+  }
+}
+
+template <class S>
+void exact_scores(const Node& node, Span span, float* score, int64_t score_stride) {
+  const DenseView& v = node.view->dense;
+  const int64_t step = v.stride_t * (v.type == Float::f32 ? 4 : 2);
+  with_type(v.type, [&](auto type) {
+    with_rows(span.rows, [&](auto rows) {
+      dense_scores<S, type, rows, S::kExactTokens>(dense_row(v, node.b, node.h, span.first), step, span.tokens(),
+                                                   node.view->D, node.query_row(span.row), node.query_stride, score,
+                                                   score_stride);
+    });
+  });
+}
+
+template <class S>
+void exact_sums(const Node& node, Span span, const float* weight, int64_t weight_stride) {
+  const DenseView& v = node.view->dense;
+  const int64_t step = v.stride_t * (v.type == Float::f32 ? 4 : 2);
+  with_type(v.type, [&](auto type) {
+    with_rows(span.rows, [&](auto rows) {
+      dense_sums<S, type, rows>(dense_row(v, node.b, node.h, span.first), step, span.tokens(), node.view->D, weight,
+                                weight_stride, node.sum_row(span.row), node.sum_stride);
+    });
+  });
+}
+
+}  // namespace
+}  // namespace tersekv

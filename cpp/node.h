@@ -1,0 +1,39 @@
+// A view as one task reads it.
+#pragma once
+
+#include <type_traits>
+
+#include "unroll.h"
+
+namespace tersekv {
+namespace {  // internal to each build of the kernels
+
+// Tokens [first, last) for rows [row, row + rows) of a task; at most kRowTile rows.
+struct Span {
+  int64_t row, rows, first, last;
+  int64_t tokens() const { return last - first; }
+};
+
+// One view of a call for one task, and what the task keeps for it.
+struct Node {
+  const View* view = nullptr;
+  const Call* call = nullptr;
+  int64_t b = 0, h = 0, rows = 0;
+  const float* query = nullptr;  // of keys: [rows, query_stride], scaled, this view's channels
+  int64_t query_stride = 0;
+  float* sum = nullptr;  // of values: [rows, sum_stride], this view's channels
+  int64_t sum_stride = 0;
+  GridView grid;         // with the table of this batch row
+  float* own = nullptr;  // the format's
+  Node* parts = nullptr;
+
+  const float* query_row(int64_t row) const { return query + row * query_stride; }
+  float* sum_row(int64_t row) const { return sum + row * sum_stride; }
+};
+
+inline const uint16_t* plane_at(const Plane& p, int64_t b, int64_t h, int64_t n) {
+  return p.data ? p.data + b * p.stride_b + h * p.stride_h + n * p.stride_n : nullptr;
+}
+
+}  // namespace
+}  // namespace tersekv
