@@ -7,8 +7,6 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-constexpr int64_t kChunkTokens = 512;
-
 // Calls body(row, rows) for tiles of at most four rows of even size.
 template <class Body>
 void row_tiles(int64_t rows, Body&& body) {
@@ -70,6 +68,7 @@ void attend(const Call& call, const Task& task) {
   Workspace w(call, task, chunk);
   Node keys, values;
   keys.call = values.call = &call;
+  keys.task = values.task = &task;
   keys.b = values.b = task.b;
   keys.h = values.h = task.h;
   keys.rows = values.rows = task.rows;

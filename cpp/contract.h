@@ -143,6 +143,7 @@ struct Call {
   Scores scores;
   const View *keys = nullptr, *values = nullptr;
   BlockFn (*grid_product)(const GridView&, int rows) = nullptr;
+  int64_t id = 0;        // no two calls of a process have the same
   float* out = nullptr;  // [B, H, R, Dv]
   float* lse = nullptr;  // [B, H, R]
 };
@@ -174,5 +175,12 @@ struct Kernels {
 // 64-byte aligned memory of the calling thread, valid until the thread calls reset_scratch.
 float* scratch(int64_t floats);
 void reset_scratch();
+
+// Memory of the calling thread that stays for its later tasks of the same call: `filled` where it was asked for with
+// the same key last time.
+struct KeptKey {
+  int64_t call, b, h, first;
+};
+float* kept_scratch(const KeptKey& key, int64_t floats, bool& filled);
 
 }  // namespace tersekv

@@ -1,6 +1,7 @@
 #include "driver.h"
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -14,6 +15,8 @@ constexpr int64_t kRowBlock = 32;            // rows whose scores stay in the se
 constexpr double kThreadsWorthNs = 50000.0;  // below it waking a thread costs more than it saves
 constexpr double kTaskNs = 15000.0;          // tasks no smaller than this
 
+constexpr int64_t kRopedTokens = 512;  // whose cosines and sines stay in the second cache
+
 using Kernel = void (*)(const Call&, const Task&);
 
 struct Plan {
@@ -24,7 +27,9 @@ struct Plan {
   float* lse;  // [splits] of [B, H, R]
 
   void run(int64_t index) const {
-    const int64_t split = index % splits, rest = index / splits, block = rest % row_blocks, head = rest / row_blocks;
+    // Heads of the same tokens follow each other: what depends on the token alone is at hand.
+    const int64_t heads = call.B * call.H, head = index % heads, rest = index / heads;
+    const int64_t block = rest % row_blocks, split = rest / row_blocks;
     Task task;
     task.b = head / call.H;
     task.h = head % call.H;
@@ -52,11 +57,13 @@ void run(const Call& call, Kernel kernel, int threads) {
   if (threads > 1) {
     const int64_t wanted = ceil_div(4 * threads, heads), worth = static_cast<int64_t>(ns / kTaskNs) / heads;
     plan.splits = std::max<int64_t>(1, std::min({wanted, worth, units}));
-    if (plan.splits > 1) {
-      partial.reset(new float[plan.splits * rows * (call.Dv + 1)]);
-      plan.out = partial.get();
-      plan.lse = partial.get() + plan.splits * rows * call.Dv;
-    }
+  }
+  if (call.keys->kind == Kind::roped)
+    plan.splits = std::min(units, std::max(plan.splits, ceil_div(call.T, kRopedTokens)));
+  if (plan.splits > 1) {
+    partial.reset(new float[plan.splits * rows * (call.Dv + 1)]);
+    plan.out = partial.get();
+    plan.lse = partial.get() + plan.splits * rows * call.Dv;
   }
   run_tasks(
       heads * plan.splits, threads,
@@ -74,6 +81,8 @@ void run(const Call& call, Kernel kernel, int threads) {
 
 void attend(Call call, int threads) {
   const Kernels& kernels = current();
+  static std::atomic<int64_t> calls{0};
+  call.id = ++calls;
   call.grid_product = kernels.grid_product;
   run(call, kernels.attend, threads);
 }

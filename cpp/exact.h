@@ -1,7 +1,7 @@
 // Unpacked tokens, rows of floats: dot products with queries, weighted sums, and a transposed tile of them.
 #pragma once
 
-#include "node.h"
+#include "tile.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
@@ -99,6 +99,26 @@ void exact_scores(const Node& node, Span span, float* score, int64_t score_strid
                                                    node.view->D, node.query_row(span.row), node.query_stride, score,
                                                    score_stride);
     });
+  });
+}
+
+// x of `count` tokens, transposed: tile [D][16], zeros for the others.
+template <class S>
+void exact_fill(const Node& node, int64_t token, int64_t count, float* tile) {
+  const DenseView& v = node.view->dense;
+  const int64_t D = node.view->D;
+  clear(tile, D * kLanes);
+  with_type(v.type, [&](auto type) {
+    alignas(64) float row[kLanes];
+    for (int64_t i = 0; i < count; i++) {
+      const char* x = dense_row(v, node.b, node.h, token + i);
+      for (int64_t d = 0; d < D; d += kLanes) {
+        const int64_t n = D - d < kLanes ? D - d : kLanes;
+        const char* at = x + d * (v.type == Float::f32 ? 4 : 2);
+        S::store(row, n == kLanes ? S::template load_as<type>(at) : S::template load_as_n<type>(at, n));
+        for (int64_t k = 0; k < n; k++) tile[(d + k) * kLanes + i] = row[k];
+      }
+    }
   });
 }
 

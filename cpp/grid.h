@@ -6,6 +6,8 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
+constexpr int kLutBits = 4;
+
 inline Block block_at(const GridView& v, int64_t b, int64_t h, int64_t n) {
   return {v.codes + b * v.stride_b + h * v.stride_h + n * v.stride_n, plane_at(v.scale, b, h, n),
           plane_at(v.offset, b, h, n)};
@@ -13,27 +15,20 @@ inline Block block_at(const GridView& v, int64_t b, int64_t h, int64_t n) {
 
 inline int64_t coef_stride(const GridView& v) { return round_up(packed_slots(v.bits, v.words), kLanes) + 2 * kLanes; }
 
-// own: coefficients of kRowTile rows.
-inline void grid_prepare(Node& node) {
-  node.grid = node.view->grid;
-  node.grid.table += node.b * node.grid.table_stride_b;
-  node.own = scratch(kRowTile * coef_stride(node.grid));
-}
-
-inline void grid_scores(const Node& node, Span span, float* score, int64_t score_stride) {
+inline void lut_scores(const Node& node, Span span, float* coef, float* score, int64_t score_stride) {
   const BlockFn product = node.call->grid_product(node.grid, static_cast<int>(span.rows));
   const int64_t t = node.view->t;
   for (int64_t token = span.first; token < span.last; token += t)
     product(node.grid, block_at(node.grid, node.b, node.h, token / t), node.query_row(span.row), node.query_stride,
-            score + token - span.first, score_stride, node.own, coef_stride(node.grid));
+            score + token - span.first, score_stride, coef, coef_stride(node.grid));
 }
 
-inline void grid_sums(const Node& node, Span span, const float* weight, int64_t weight_stride) {
+inline void lut_sums(const Node& node, Span span, float* coef, const float* weight, int64_t weight_stride) {
   const BlockFn product = node.call->grid_product(node.grid, static_cast<int>(span.rows));
   const int64_t t = node.view->t;
   for (int64_t token = span.first; token < span.last; token += t)
     product(node.grid, block_at(node.grid, node.b, node.h, token / t), weight + token - span.first, weight_stride,
-            node.sum_row(span.row), node.sum_stride, node.own, coef_stride(node.grid));
+            node.sum_row(span.row), node.sum_stride, coef, coef_stride(node.grid));
 }
 
 }  // namespace

@@ -8,6 +8,8 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
+constexpr int64_t kChunkTokens = 512;  // a span has at most these, or the tokens of one unit
+
 // Tokens [first, last) for rows [row, row + rows) of a task; at most kRowTile rows.
 struct Span {
   int64_t row, rows, first, last;
@@ -18,13 +20,15 @@ struct Span {
 struct Node {
   const View* view = nullptr;
   const Call* call = nullptr;
+  const Task* task = nullptr;
   int64_t b = 0, h = 0, rows = 0;
   const float* query = nullptr;  // of keys: [rows, query_stride], scaled, this view's channels
   int64_t query_stride = 0;
   float* sum = nullptr;  // of values: [rows, sum_stride], this view's channels
   int64_t sum_stride = 0;
-  GridView grid;         // with the table of this batch row
-  float* own = nullptr;  // the format's
+  GridView grid;           // with the table of this batch row
+  void* own = nullptr;     // the layout's
+  float* lanes = nullptr;  // room for sums lane by lane, of kRowTile rows
   Node* parts = nullptr;
 
   const float* query_row(int64_t row) const { return query + row * query_stride; }

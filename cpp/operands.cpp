@@ -1,65 +1,14 @@
+// Unpacked tokens, grids, and views made of views.
 #include "operands.h"
 
 #include <numeric>
 
+#include "half_words.h"
+
 namespace tersekv {
-
-int64_t as_int(PyObject* o) {
-  const int64_t value = PyLong_AsLongLong(o);
-  if (value == -1 && PyErr_Occurred()) throw nb::python_error();
-  return value;
-}
-
-PyObject* item(nb::handle tuple, Py_ssize_t i) {
-  if (!PyTuple_Check(tuple.ptr()) || i >= PyTuple_GET_SIZE(tuple.ptr()))
-    throw nb::value_error("a call must be packed by tersekv.ops.cpu");
-  return PyTuple_GET_ITEM(tuple.ptr(), i);
-}
-
-Tensor tensor_at(nb::handle tuple, Py_ssize_t i) {
-  Tensor out;
-  out.address = static_cast<uintptr_t>(as_int(item(tuple, i)));
-  const nb::handle shape = item(tuple, i + 1), stride = item(tuple, i + 2);
-  const Py_ssize_t dims = PyTuple_Check(shape.ptr()) ? PyTuple_GET_SIZE(shape.ptr()) : -1;
-  if (dims < 0 || dims > kMaxDims) throw nb::value_error("a tensor of at most 6 dimensions is expected");
-  out.dims = static_cast<int>(dims);
-  for (Py_ssize_t k = 0; k < dims; k++) {
-    out.shape[k] = as_int(item(shape, k));
-    out.stride[k] = as_int(item(stride, k));
-  }
-  return out;
-}
-
-void expect(const std::string& side, const char* what, const Tensor& x, std::initializer_list<Size> sizes, int packed) {
-  // The text is made only where it is needed: this runs at every call.
-  const auto fail = [&](const std::string& detail) {
-    std::string text = std::string(side).append(what).append(": expected [");
-    for (const Size& size : sizes) text.append(size.name).append(&size + 1 == sizes.end() ? "] " : ", ");
-    throw nb::value_error(text.append(detail).c_str());
-  };
-  if (x.dims != static_cast<int>(sizes.size()))
-    fail("(" + std::to_string(sizes.size()) + " dimensions), got " + std::to_string(x.dims));
-  int k = 0;
-  for (const Size& size : sizes) {
-    if (x.shape[k] != size.value)
-      fail("with " + std::string(size.name) + " = " + std::to_string(size.value) + ", got " +
-           std::to_string(x.shape[k]));
-    k++;
-  }
-  int64_t step = 1;
-  for (k = x.dims - 1; k >= packed; k--) {
-    if (step > 0 && x.shape[k] > 1 && x.stride[k] != step)
-      fail("with stride " + std::to_string(step) + " along " + (sizes.begin() + k)->name + ", got " +
-           std::to_string(x.stride[k]));
-    step *= x.shape[k];
-  }
-}
-
 namespace {
 
-[[noreturn]] void fail(const std::string& name, const std::string& text) {
-  throw nb::value_error((name + text).c_str());
-}
+constexpr int kMaxDepth = 8;
 
 }  // namespace
 
@@ -88,7 +37,6 @@ void Operands::parse_grid(View& view, const std::string& name, nb::handle packed
   v.bits = static_cast<int>(as_int(item(packed, 1)));
   const bool tokens_on_lanes = as_int(item(packed, 2)) != 0;
   v.lane_scaled = as_int(item(packed, 3)) != 0;
-  const int64_t half = as_int(item(packed, 4));
   v.group = as_int(item(packed, 5));
   v.P = as_int(item(packed, 6));
   v.L = as_int(item(packed, 7));
@@ -96,15 +44,14 @@ void Operands::parse_grid(View& view, const std::string& name, nb::handle packed
   view.D = tokens_on_lanes ? v.P : v.L;
   view.t = tokens_on_lanes ? v.L : v.P;
   if (view.t % kLanes) fail("block_tokens: expected a multiple of 16, got " + std::to_string(view.t));
-  if (v.bits < 1 || v.bits > 4) fail("bits: expected 1 to 4, got " + std::to_string(v.bits));
-  if (half != 1 && half != 2) fail("scale: expected float16 or bfloat16");
-  v.half = static_cast<Float>(half);
+  if (v.bits < 1 || v.bits > 8) fail("bits: expected 1 to 8, got " + std::to_string(v.bits));
+  v.half = half_type(name, as_int(item(packed, 4)));
   const int64_t grouped = v.lane_scaled ? v.P : v.L;
   if (v.group < 1 || grouped % v.group != 0)
     fail("group: expected a divisor of " + std::to_string(grouped) + ", got " + std::to_string(v.group));
   if (!v.lane_scaled && v.group % kLanes != 0 && v.group != v.L)
     fail("group: expected a multiple of 16 or " + std::to_string(v.L) + ", got " + std::to_string(v.group));
-  v.words = packed_words(v.bits, v.P);
+  v.words = HalfWords(v.bits).words(v.P);
   const Tensor codes = tensor_at(packed, 8), scale = tensor_at(packed, 11), offset = tensor_at(packed, 14);
   const int64_t N = codes.dims > 2 ? codes.shape[2] : 0;
   view.T = N * view.t;
@@ -130,9 +77,57 @@ void Operands::parse_grid(View& view, const std::string& name, nb::handle packed
   v.table = table.as<float>();
 }
 
+// (7, part, cos 3x, sin 3x, channels 3x)
+void Operands::parse_roped(View& v, const std::string& name, nb::handle packed) {
+  if (name != "keys." || depth_ != 1) fail(name, "expected RoPE around keys, outermost");
+  parse_parts(v, name, packed, 1, 1);
+  v.D = v.parts[0].D;
+  RopeView& rope = v.rope;
+  const Tensor cos = tensor_at(packed, 2), sin = tensor_at(packed, 5), channels = tensor_at(packed, 8);
+  if (cos.dims != 4) fail(name, "cos: expected [1 or B, 1 or H, T, columns]");
+  rope.columns = cos.shape[3];
+  const int64_t B = cos.shape[0] == 1 ? 1 : B_, H = cos.shape[1] == 1 ? 1 : H_;
+  for (const Tensor* x : {&cos, &sin})
+    expect(name, x == &cos ? "cos" : "sin", *x, {{"B", B}, {"H", H}, {"T", v.T}, {"columns", rope.columns}}, 3);
+  if (cos.stride[0] != sin.stride[0] || cos.stride[1] != sin.stride[1] || cos.stride[2] != sin.stride[2])
+    fail(name, "sin: expected the strides of cos");
+  rope.cos = cos.as<float>();
+  rope.sin = sin.as<float>();
+  rope.stride_b = B == 1 ? 0 : cos.stride[0];
+  rope.stride_h = H == 1 ? 0 : cos.stride[1];
+  rope.stride_t = cos.stride[2];
+  expect(name, "rope channels", channels, {{"D", v.D}, {"4", 4}}, 0);
+  rope.channels = channels.as<RopeChannel>();
+  for (int64_t d = 0; d < v.D; d++) {
+    const RopeChannel& channel = rope.channels[d];
+    if (channel.partner < 0) continue;
+    const bool paired = channel.partner < v.D && rope.channels[channel.partner].partner == d &&
+                        rope.channels[channel.partner].sign == -channel.sign && channel.partner != d;
+    const bool inside = channel.cos_column >= 0 && channel.cos_column < rope.columns && channel.sin_column >= 0 &&
+                        channel.sin_column < rope.columns && (channel.sign == 1 || channel.sign == -1);
+    if (!paired || !inside) fail(name, "rope channels: expected pairs of channels, and columns of cos and sin");
+  }
+}
+
+// (8, part, rotation 3x): [D, D], or [B, H, D, D]
+void Operands::parse_rotated(View& v, const std::string& name, nb::handle packed) {
+  if (name != "keys." || depth_ < 2) fail(name, "expected a rotation under RoPE");
+  parse_parts(v, name, packed, 1, 1);
+  v.D = v.parts[0].D;
+  const Tensor rotation = tensor_at(packed, 2);
+  if (rotation.dims == 4) {
+    expect(name, "rotation", rotation, {{"B", B_}, {"H", H_}, {"D", v.D}, {"D", v.D}}, 2);
+    v.rotation_stride_b = rotation.stride[0];
+    v.rotation_stride_h = rotation.stride[1];
+  } else {
+    expect(name, "rotation", rotation, {{"D", v.D}, {"D", v.D}}, 0);
+  }
+  v.rotation = rotation.as<float>();
+}
+
 // Items from `first` on, each a view.
-void Operands::parse_parts(View& v, const std::string& name, nb::handle packed, Py_ssize_t first) {
-  v.count = PyTuple_GET_SIZE(packed.ptr()) - first;
+void Operands::parse_parts(View& v, const std::string& name, nb::handle packed, Py_ssize_t first, int64_t count) {
+  v.count = count;
   if (v.count < 1) fail(name, "expected at least one part");
   auto parts = std::make_unique<View[]>(v.count);
   for (int64_t i = 0; i < v.count; i++) {
@@ -148,6 +143,7 @@ void Operands::parse_parts(View& v, const std::string& name, nb::handle packed, 
 
 View Operands::parse(const std::string& name, nb::handle packed) {
   View v;
+  if (++depth_ > kMaxDepth) fail(name, "views are nested too deep");
   v.kind = static_cast<Kind>(as_int(item(packed, 0)));
   switch (v.kind) {
     case Kind::exact:
@@ -156,20 +152,36 @@ View Operands::parse(const std::string& name, nb::handle packed) {
     case Kind::grid:
       parse_grid(v, name, packed);
       break;
+    case Kind::signs:
+      parse_signs(v, name, packed);
+      break;
+    case Kind::polar:
+      parse_polar(v, name, packed);
+      break;
+    case Kind::sparse:
+      parse_sparse(v, name, packed);
+      break;
+    case Kind::roped:
+      parse_roped(v, name, packed);
+      break;
+    case Kind::rotated:
+      parse_rotated(v, name, packed);
+      break;
     case Kind::added:
-      parse_parts(v, name, packed, 1);
+      parse_parts(v, name, packed, 1, PyTuple_GET_SIZE(packed.ptr()) - 1);
       v.D = v.parts[0].D;
       for (int64_t i = 1; i < v.count; i++)
         if (v.parts[i].D != v.D)
           fail(name, "expected parts with D = " + std::to_string(v.D) + ", got " + std::to_string(v.parts[i].D));
       break;
     case Kind::joined:
-      parse_parts(v, name, packed, 1);
+      parse_parts(v, name, packed, 1, PyTuple_GET_SIZE(packed.ptr()) - 1);
       for (int64_t i = 0; i < v.count; i++) v.D += v.parts[i].D;
       break;
     default:
       fail(name, "a view of an unknown kind");
   }
+  depth_--;
   return v;
 }
 

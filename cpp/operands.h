@@ -2,46 +2,15 @@
 // contract.
 #pragma once
 
-#include <nanobind/nanobind.h>
-
-#include <initializer_list>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "contract.h"
-
-namespace nb = nanobind;
+#include "tensors.h"
 
 namespace tersekv {
 
-constexpr int kMaxDims = 6;
-
-struct Tensor {
-  uintptr_t address = 0;
-  int dims = 0;
-  int64_t shape[kMaxDims] = {}, stride[kMaxDims] = {};
-
-  template <class T>
-  const T* as() const {
-    return reinterpret_cast<const T*>(address);
-  }
-};
-
-int64_t as_int(PyObject* o);
-PyObject* item(nb::handle tuple, Py_ssize_t i);
-
-// Items i, i + 1, i + 2 of a tuple: address, shape, strides.
-Tensor tensor_at(nb::handle tuple, Py_ssize_t i);
-
-struct Size {
-  const char* name;
-  int64_t value;
-};
-
-// Throws "what: expected [B, H, ...] with B = 2, got 3" on a wrong size, and names the first axis from `packed` on
-// whose stride is not that of a contiguous tensor.
-void expect(const std::string& side, const char* what, const Tensor& x, std::initializer_list<Size> sizes, int packed);
+constexpr int64_t kByteBlock = 32;  // tokens of a block of signs, polar and sparse
 
 // The views of a call, which live as long as this object.
 class Operands {
@@ -52,13 +21,26 @@ class Operands {
   const View* read(const char* name, nb::handle packed, int64_t D);
 
  private:
-  struct Storage;
+  struct Index {
+    const int64_t* data = nullptr;
+    int64_t b = 0, h = 0, n = 0, count = 0;
+  };
+
   View parse(const std::string& name, nb::handle packed);
   void parse_exact(View& v, const std::string& name, nb::handle packed);
   void parse_grid(View& v, const std::string& name, nb::handle packed);
-  void parse_parts(View& v, const std::string& name, nb::handle packed, Py_ssize_t first);
+  void parse_signs(View& v, const std::string& name, nb::handle packed);
+  void parse_polar(View& v, const std::string& name, nb::handle packed);
+  void parse_sparse(View& v, const std::string& name, nb::handle packed);
+  void parse_roped(View& v, const std::string& name, nb::handle packed);
+  void parse_rotated(View& v, const std::string& name, nb::handle packed);
+  void parse_parts(View& v, const std::string& name, nb::handle packed, Py_ssize_t first, int64_t count);
+  void polar_tables(PolarView& v, const std::string& name, nb::handle packed);
+  Index channel_index(const std::string& name, const Tensor& x, int64_t N, int64_t n, int64_t channels) const;
   Plane plane(const std::string& name, const char* what, const Tensor& x, std::initializer_list<Size> sizes);
 
+  int depth_ = 0;
+  std::vector<std::unique_ptr<float[]>> tables_;
   int64_t B_, H_;
   std::vector<std::unique_ptr<View[]>> views_;
 };

@@ -20,6 +20,12 @@ struct Chunk {
   int64_t floats;
 };
 
+Chunk make_chunk(int64_t floats) {
+  auto* memory = static_cast<float*>(std::aligned_alloc(64, floats * sizeof(float)));
+  if (!memory) throw std::bad_alloc();
+  return {std::unique_ptr<float, Release>(memory), floats};
+}
+
 struct Arena {
   std::vector<Chunk> chunks;
   size_t chunk = 0;
@@ -32,16 +38,19 @@ struct Arena {
       used += floats;
       return piece;
     }
-    const int64_t size = floats > kChunkFloats ? floats : kChunkFloats;
-    auto* memory = static_cast<float*>(std::aligned_alloc(64, size * sizeof(float)));
-    if (!memory) throw std::bad_alloc();
-    chunks.push_back({std::unique_ptr<float, Release>(memory), size});
+    chunks.push_back(make_chunk(floats > kChunkFloats ? floats : kChunkFloats));
     used = floats;
-    return memory;
+    return chunks.back().memory.get();
   }
 };
 
+struct Kept {
+  KeptKey key = {0, 0, 0, 0};
+  Chunk chunk = {nullptr, 0};
+};
+
 thread_local Arena arena;
+thread_local Kept kept;
 
 }  // namespace
 
@@ -50,6 +59,20 @@ float* scratch(int64_t floats) { return arena.take(round_up(floats > 0 ? floats 
 void reset_scratch() {
   arena.chunk = 0;
   arena.used = 0;
+}
+
+float* kept_scratch(const KeptKey& key, int64_t floats, bool& filled) {
+  const KeptKey& last = kept.key;
+  filled = key.call == last.call && key.b == last.b && key.h == last.h && key.first == last.first;
+  floats = round_up(floats + 1, kLanes);
+  if (floats > kept.chunk.floats) {
+    kept.key.call = 0;
+    kept.chunk = {nullptr, 0};
+    kept.chunk = make_chunk(floats);
+    filled = false;
+  }
+  kept.key = key;
+  return kept.chunk.memory.get();
 }
 
 }  // namespace tersekv

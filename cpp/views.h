@@ -1,36 +1,128 @@
-// What a task does with a view of any kind: prepare, add scores, add sums.
+// What a task does with a view of any kind: prepare, add scores, add sums, decode into a tile.
 #pragma once
 
 #include "exact.h"
-#include "grid.h"
+#include "grid_tile.h"
+#include "polar.h"
+#include "roped.h"
+#include "signs.h"
+#include "sparse.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
+template <class S>
+void prepare(Node& node);
+
+// Nodes of a view's parts; channels of `joined` stand side by side. Kernels write sums of whole vectors, so that parts
+// of another size have sums of their own, which are added to the view's.
+template <class S>
+void prepare_parts(Node& node) {
+  const View& view = *node.view;
+  node.parts = reinterpret_cast<Node*>(scratch(view.count * ceil_div(sizeof(Node), sizeof(float))));
+  int64_t channel = 0;
+  for (int64_t i = 0; i < view.count; i++) {
+    Node& part = node.parts[i];
+    part = node;
+    part.view = view.parts + i;
+    if (node.query) part.query = node.query + channel;
+    if (node.sum) part.sum = node.sum + channel;
+    if (view.kind == Kind::joined) {
+      channel += part.view->D;
+      if (node.sum && part.view->D % kLanes) {
+        part.sum_stride = round_up(part.view->D, kLanes);
+        part.sum = scratch(node.rows * part.sum_stride);
+      }
+    }
+    prepare<S>(part);
+  }
+}
+
 // The node of a view of keys (its query given) or of values (its sums given).
 template <class S>
 void prepare(Node& node) {
-  const View& view = *node.view;
-  switch (view.kind) {
+  switch (node.view->kind) {
     case Kind::grid:
-      return grid_prepare(node);
+      return grid_prepare<S>(node);
+    case Kind::signs:
+      return signs_prepare<S>(node);
+    case Kind::polar:
+      return polar_prepare<S>(node);
+    case Kind::roped:
+      prepare_parts<S>(node);
+      return roped_prepare(node);
+    case Kind::rotated:
+      prepare_parts<S>(node);
+      node.own = scratch((node.view->D + kTileSlack) * kLanes);
+      return;
     case Kind::added:
-    case Kind::joined: {
-      node.parts = reinterpret_cast<Node*>(scratch(view.count * ceil_div(sizeof(Node), sizeof(float))));
-      int64_t channel = 0;
-      for (int64_t i = 0; i < view.count; i++) {
-        Node& part = node.parts[i];
-        part = node;
-        part.view = view.parts + i;
-        if (node.query) part.query = node.query + channel;
-        if (node.sum) part.sum = node.sum + channel;
-        if (view.kind == Kind::joined) channel += part.view->D;
-        prepare<S>(part);
+    case Kind::joined:
+      prepare_parts<S>(node);
+      node.own = scratch((node.view->D + kTileSlack) * kLanes);
+      return;
+    case Kind::exact:
+    case Kind::sparse:
+      return;
+  }
+}
+
+// x̂ of `count` (at most 16) tokens from `token` on: tile [D][16], whatever was there.
+template <class S>
+void fill(const Node& node, int64_t token, int64_t count, float* tile) {
+  const View& view = *node.view;
+  auto* own = static_cast<float*>(node.own);
+  switch (view.kind) {
+    case Kind::exact:
+      return exact_fill<S>(node, token, count, tile);
+    case Kind::grid:
+      return grid_fill<S>(node, token / view.t, token % view.t / kLanes, tile);
+    case Kind::signs:
+      return signs_fill<S>(node, token, tile);
+    case Kind::polar:
+      return polar_fill<S>(node, token, tile);
+    case Kind::sparse:
+      clear(tile, view.D * kLanes);
+      return sparse_add<S>(node, token, tile);
+    case Kind::added:
+      fill<S>(node.parts[0], token, count, tile);
+      for (int64_t i = 1; i < view.count; i++) {
+        if (view.parts[i].kind == Kind::sparse) {
+          sparse_add<S>(node.parts[i], token, tile);
+        } else {
+          fill<S>(node.parts[i], token, count, own);
+          for (int64_t k = 0; k < view.D * kLanes; k += kLanes)
+            S::store(tile + k, S::add(S::load(tile + k), S::load(own + k)));
+        }
       }
       return;
-    }
-    default:
+    case Kind::joined:
+      for (int64_t i = 0; i < view.count; i++) {
+        fill<S>(node.parts[i], token, count, tile);
+        tile += node.parts[i].view->D * kLanes;
+      }
       return;
+    case Kind::rotated: {
+      fill<S>(node.parts[0], token, count, own);
+      clear(tile, view.D * kLanes);
+      const float* rotation = view.rotation + node.b * view.rotation_stride_b + node.h * view.rotation_stride_h;
+      return tile_dot<S>(own, view.D, rotation, 1, view.D, view.D, tile, kLanes);
+    }
+    case Kind::roped:
+      return;  // only ever outermost
+  }
+}
+
+template <class S>
+void roped_scores(const Node& node, Span span, float* score, int64_t score_stride) {
+  const Task& task = *node.task;
+  const int64_t unit = node.call->tokens_per_unit, first = task.first * unit, tokens = task.last * unit - first;
+  for (int64_t token = span.first; token < span.last; token += kLanes) {
+    const int64_t count = span.last - token < kLanes ? span.last - token : kLanes;
+    fill<S>(node.parts[0], token, count, static_cast<RopedOwn*>(node.own)->tile);
+    with_rows(span.rows, [&](auto rows) {
+      roped_tile_scores<S, rows>(node, node.lanes + token - first, tokens, span, score + token - span.first,
+                                 score_stride);
+    });
   }
 }
 
@@ -41,15 +133,26 @@ void add_scores(const Node& node, Span span, float* score, int64_t score_stride)
     case Kind::exact:
       return exact_scores<S>(node, span, score, score_stride);
     case Kind::grid:
-      return grid_scores(node, span, score, score_stride);
+      return grid_scores<S>(node, span, score, score_stride);
+    case Kind::signs:
+      return signs_scores<S>(node, span, score, score_stride);
+    case Kind::polar:
+      return polar_scores<S>(node, span, score, score_stride);
+    case Kind::sparse:
+      return sparse_scores<S>(node, span, score, score_stride);
     case Kind::added:
     case Kind::joined:
       for (int64_t i = 0; i < node.view->count; i++) add_scores<S>(node.parts[i], span, score, score_stride);
       return;
-    default:
-      return;
+    case Kind::roped:
+      return roped_scores<S>(node, span, score, score_stride);
+    case Kind::rotated:
+      return;  // only ever under RoPE
   }
 }
+
+template <class S>
+void joined_sums(const Node& node, Span span, const float* weight, int64_t weight_stride);
 
 // sum[r] += Σ weight[r][i] · x̂[i] over the span's tokens; weight: 0 up to a multiple of 16 tokens.
 template <class S>
@@ -58,13 +161,36 @@ void add_sums(const Node& node, Span span, const float* weight, int64_t weight_s
     case Kind::exact:
       return exact_sums<S>(node, span, weight, weight_stride);
     case Kind::grid:
-      return grid_sums(node, span, weight, weight_stride);
+      return grid_sums<S>(node, span, weight, weight_stride);
+    case Kind::signs:
+      return signs_sums<S>(node, span, weight, weight_stride);
+    case Kind::polar:
+      return polar_sums<S>(node, span, weight, weight_stride);
+    case Kind::sparse:
+      return sparse_sums<S>(node, span, weight, weight_stride);
     case Kind::added:
-    case Kind::joined:
       for (int64_t i = 0; i < node.view->count; i++) add_sums<S>(node.parts[i], span, weight, weight_stride);
       return;
-    default:
-      return;
+    case Kind::joined:
+      return joined_sums<S>(node, span, weight, weight_stride);
+    case Kind::roped:
+    case Kind::rotated:
+      return;  // never values
+  }
+}
+
+template <class S>
+void joined_sums(const Node& node, Span span, const float* weight, int64_t weight_stride) {
+  int64_t channel = 0;
+  for (int64_t i = 0; i < node.view->count; i++) {
+    const Node& part = node.parts[i];
+    const int64_t D = part.view->D;
+    const bool apart = D % kLanes != 0;
+    for (int64_t r = 0; apart && r < span.rows; r++) clear(part.sum_row(span.row + r), part.sum_stride);
+    add_sums<S>(part, span, weight, weight_stride);
+    for (int64_t r = 0; apart && r < span.rows; r++)
+      for (int64_t d = 0; d < D; d++) node.sum_row(span.row + r)[channel + d] += part.sum_row(span.row + r)[d];
+    channel += D;
   }
 }
 

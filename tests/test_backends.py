@@ -73,16 +73,19 @@ def test_unknown_name():
 
 @native
 def test_forced_raises_where_it_cannot(call):
-    call[1] = make_side("keys", bits=5)
-    assert backends.explain("attend_packed", *call) == "reference: keys have 5 bits, the native kernels take 1 to 4"
-    text = "'cpu' is forced and cannot run attend_packed: keys have 5 bits"
+    call[1] = call[1]._replace(scale=call[1].scale.float())
+    assert (
+        backends.explain("attend_packed", *call)
+        == "reference: keys have a torch.float32 scale, not float16 or bfloat16"
+    )
+    text = "'cpu' is forced and cannot run attend_packed: keys have a torch.float32 scale"
     with pytest.raises(UserError, match=text), backends.forced("cpu"):
         backends.attend_packed(*call)
     backends.attend_packed(*call)
 
 
 REFUSALS = {
-    "bits": (lambda c: [c[0], make_side("keys", bits=8), *c[2:]], "8 bits"),
+    "bits": (lambda c: [c[0], make_side("keys", bits=4)._replace(bits=9), *c[2:]], "9 bits"),
     "group": (lambda c: [c[0], c[1], make_side("values", group=8), *c[3:]], "groups of 8, neither a multiple of 16"),
     "block": (lambda c: [c[0], make_side("keys", t=24, group=24), *c[2:]], "blocks of 24 tokens"),
     "query": (lambda c: [c[0].double(), *c[1:]], "query is torch.float64"),

@@ -12,7 +12,7 @@ from tersekv.errors import UserError
 from tersekv.formats.exact import ExactView, exact_layout
 from tersekv.formats.grid import Grid, nearest_code, round_scale
 from tersekv.formats.polar import Polar, PolarView
-from tersekv.formats.signs import pack_signs, signs_planes
+from tersekv.formats.signs import pack_blocks, pack_signs, signs_planes
 from tersekv.ops.lanes import half_words, pack_lanes
 
 
@@ -75,7 +75,7 @@ def test_spare_bits_lie_as_drawn(bits, codes, half_words_expected):
 
 def test_signs_block_lies_as_drawn():
     planes = signs_planes(20, torch.float16, "outlier_")
-    assert planes["outlier_signs"].shape == (32, 3)
+    assert planes["outlier_signs"].shape == (3, 32)
     assert planes["outlier_norms"].shape == (32,)
     x = torch.full((32, 20), -1.0)
     x[4, [0, 9, 19]] = 1.0
@@ -83,6 +83,7 @@ def test_signs_block_lies_as_drawn():
     assert packed.shape == (32, 3)
     assert packed[4].tolist() == [0b1, 0b10, 0b1000]
     assert packed[5].tolist() == [0, 0, 0]
+    assert torch.equal(pack_blocks(x), packed.T)
 
 
 def test_exact_block_lies_as_drawn():

@@ -29,7 +29,7 @@ from tersekv.codecs.base import Codec, FitsOn, Method, Pair, TableBytes, check_c
 from tersekv.codecs.uniform import Uniform
 from tersekv.errors import UserError
 from tersekv.formats.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec
-from tersekv.formats.signs import SignSketch, SignsView, pack_signs, signs_planes
+from tersekv.formats.signs import SignSketch, SignsView, pack_blocks, signs_planes
 from tersekv.transforms.sketch import jl_sketch, sign_factor
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Qjl(Codec):
         if not self.outliers:
             return SignsView([self._sketch(planes, "", main, head_dim, None, None)], head_dim)
         if self.outliers_per == "group":
-            channels = planes["channels"].long().repeat_interleave(BLOCK_TOKENS, dim=2)
+            channels = planes["channels"].long()
         else:
             channels = self.fitted["channels"].long()[:, :, None]
         outlier = self._outlier_matrix(head_dim, device)
@@ -139,7 +139,7 @@ class Qjl(Codec):
     def _sketch(
         self, planes: Planes, prefix: str, S: Tensor, n: int, channels: Tensor | None, dropped: Tensor | None
     ) -> SignSketch:
-        signs, norms = planes[f"{prefix}signs"].flatten(2, 3), planes[f"{prefix}norms"].flatten(2, 3)
+        signs, norms = planes[f"{prefix}signs"], planes[f"{prefix}norms"]
         factor = sign_factor(n, self.orthogonal) * math.sqrt(n) / S.shape[0]
         return SignSketch(signs, norms, S, factor, channels, dropped)
 
@@ -161,7 +161,7 @@ class Qjl(Codec):
 def _planes(x: Tensor, S: Tensor, prefix: str) -> Planes:
     sketched = torch.matmul(x.double(), S.T.double())
     rms = x.square().mean(-1).sqrt()
-    return {f"{prefix}signs": pack_signs(sketched), f"{prefix}norms": rms.to(torch.float16)}
+    return {f"{prefix}signs": pack_blocks(sketched), f"{prefix}norms": rms.to(torch.float16)}
 
 
 def build(

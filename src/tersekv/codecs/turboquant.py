@@ -31,7 +31,7 @@ from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices
 from tersekv.errors import UserError
 from tersekv.formats.base import BLOCK_TOKENS, Added, Joined, Layout, Planes, PlaneSpec, Rotated, View
 from tersekv.formats.grid import Grid, GridView, nearest_code, round_scale
-from tersekv.formats.signs import SignSketch, SignsView, pack_signs, signs_planes
+from tersekv.formats.signs import SignSketch, SignsView, pack_blocks, signs_planes
 from tersekv.tables.lloyd_max import sphere_table
 from tersekv.tensors import cached_table
 from tersekv.transforms.rotation import RotationKind, random_rotation
@@ -155,7 +155,7 @@ class TurboQuant(Codec):
         """Signs and norm (over √dim) of residual [B, H, N, t, dim]."""
         sketched = torch.matmul(residual.double(), self._sketch(part, str(residual.device)).T.double())
         norm = residual.square().mean(-1).sqrt()
-        return {f"{part.name}signs": pack_signs(sketched), f"{part.name}norms": norm.to(torch.float16)}
+        return {f"{part.name}signs": pack_blocks(sketched), f"{part.name}norms": norm.to(torch.float16)}
 
     def _sketch(self, part: Part, device: str) -> Tensor:
         return jl_sketch(part.dim, part.dim, self.seed + SKETCH_SEED_OFFSET, self.orthogonal, device)
@@ -192,7 +192,7 @@ class TurboQuant(Codec):
         return GridView(grid, planes, sphere_entries(grid.bits, part.dim, str(planes["codes"].device)))
 
     def _signs_view(self, planes: Planes, part: Part) -> SignsView:
-        signs, norms = (planes[f"{part.name}{name}"].flatten(2, 3) for name in ("signs", "norms"))
+        signs, norms = (planes[f"{part.name}{name}"] for name in ("signs", "norms"))
         factor = sign_factor(part.dim, self.orthogonal) / math.sqrt(part.dim)
         return SignsView([SignSketch(signs, norms, self._sketch(part, str(signs.device)), factor)], part.dim)
 

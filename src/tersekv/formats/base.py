@@ -163,6 +163,8 @@ class Rotated(View):
     """A view of vectors that were rotated by R before coding: x̂ = Rᵀ·inner. R is orthogonal, float32 [D, D], or
     [B, H, D, D] where heads differ."""
 
+    kind = "rotated"
+
     def __init__(self, view: View, rotation: Tensor) -> None:
         self._inner, self.rotation = view, rotation
         self.keeps = view.keeps and rotation.dim() == 2  # type: ignore[misc]

@@ -99,7 +99,7 @@ class Polar:
 class PolarView(View):
     """Planes of a `Polar` segment with the tables of angles per level, each [2^b] for all rows or [B, 2^b]."""
 
-    format = "polar"
+    format = kind = "polar"
 
     def __init__(self, polar: Polar, planes: Planes, tables: Sequence[Tensor]) -> None:
         self.polar, self.tables = polar, list(tables)

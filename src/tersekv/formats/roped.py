@@ -12,6 +12,7 @@ class Roped(View):
     """x̂ = RoPE(inner). RoPE depends on the token, so it stays in the token loop; cos and sin are
     [1 or B, T, R], or [B, H, T, R]."""
 
+    kind = "roped"
     keeps = False
 
     def __init__(self, view: View, rope: Rope, cos: Tensor, sin: Tensor) -> None:

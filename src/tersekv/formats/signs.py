@@ -2,11 +2,12 @@
 
 A block of t = 32 tokens of one head, sketch of M rows:
 
-    signs   uint8 [t, ceil(M/8)]   bit m of a token's row is byte m // 8, bit m % 8 (least significant first);
-                                   1 stands for S_m·x >= 0, so that sign(0) = +1; bits past M are 0
+    signs   uint8 [ceil(M/8), t]   tokens are lanes: byte i of all 32 tokens stands together. Bit m of a token is byte
+                                   m // 8, bit m % 8 (least significant first); 1 stands for S_m·x >= 0, so that
+                                   sign(0) = +1; bits past M are 0
     norms   16-bit float [t]
 
-    byte 0                    byte 1
+    token t, byte 0           token t, byte 1 (32 bytes further)
     [m7 m6 m5 m4 m3 m2 m1 m0] [m15 ... m8] ...
 
 A view may hold several such sketches, each of its own channels, whose estimates add up (QJL: ordinary and outlier
@@ -20,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tersekv.formats.base import BLOCK_TOKENS, PlaneSpec, View
+from tersekv.formats.base import BLOCK_TOKENS, PlaneSpec, View, sum_of
 from tersekv.tensors import cached_table
 
 
@@ -28,7 +29,7 @@ def signs_planes(sketch_dim: int, norm_dtype: torch.dtype, prefix: str = "") -> 
     """Planes of one sketch with `sketch_dim` rows."""
     row_bytes = (sketch_dim + 7) // 8
     return {
-        f"{prefix}signs": PlaneSpec((BLOCK_TOKENS, row_bytes), torch.uint8, "codes"),
+        f"{prefix}signs": PlaneSpec((row_bytes, BLOCK_TOKENS), torch.uint8, "codes"),
         f"{prefix}norms": PlaneSpec((BLOCK_TOKENS,), norm_dtype, "scales and norms"),
     }
 
@@ -39,6 +40,11 @@ def pack_signs(sketched: Tensor) -> Tensor:
     positive = torch.nn.functional.pad(sketched >= 0, (0, -M % 8))
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=sketched.device)
     return (positive.unflatten(-1, (-1, 8)).to(torch.uint8) * weights).sum(-1, dtype=torch.uint8)
+
+
+def pack_blocks(sketched: Tensor) -> Tensor:
+    """Sketched vectors of blocks [..., t, M] to the plane `signs` [..., ceil(M/8), t]."""
+    return pack_signs(sketched).transpose(-1, -2).contiguous()
 
 
 def unpack_signs(packed: Tensor, M: int) -> Tensor:
@@ -57,9 +63,9 @@ def _byte_signs(device: str) -> Tensor:
 class SignSketch(NamedTuple):
     """One sketch of a segment: x̂ = factor · norms · Sᵀ·signs on its channels.
 
-    signs uint8 [B, H, T, ceil(M/8)]; norms [B, H, T]; sketch float32 [M, n]; factor: the estimator's constant over M.
-    channels int64 [B, H, 1 or T, n]: where the n sketched channels lie in the head, None if n = D and in order.
-    dropped int64 [B, H, 1 or T, m]: channels whose estimate is set to 0 (another sketch holds them), or None.
+    signs uint8 [B, H, N, ceil(M/8), t]; norms [B, H, N, t]; sketch float32 [M, n]; factor: the estimator's constant
+    over M. channels int64 [B, H, 1 or N, n]: where the n sketched channels lie in the head, None if n = D and in order.
+    dropped int64 [B, H, 1 or N, m]: channels whose estimate is set to 0 (another sketch holds them), or None.
     """
 
     signs: Tensor
@@ -70,9 +76,17 @@ class SignSketch(NamedTuple):
     dropped: Tensor | None = None
 
     @property
-    def varies_by_token(self) -> bool:
-        """Whether tokens differ in their channels, so that no sketched query serves them all."""
+    def varies(self) -> bool:
+        """Whether blocks differ in their channels, so that no sketched query serves them all."""
         return any(c is not None and c.shape[2] > 1 for c in (self.channels, self.dropped))
+
+    def unpacked(self) -> Tensor:
+        """float32 ±1 [B, H, T, M]."""
+        return unpack_signs(self.signs.transpose(-1, -2).flatten(2, 3), self.sketch.shape[0])
+
+    def weights(self) -> Tensor:
+        """factor · norms, float32 [B, H, T]."""
+        return self.norms.float().flatten(2, 3) * self.factor
 
     def query(self, query: Tensor) -> Tensor:
         """S·q on this sketch's channels: float32 [B, H, R, D] -> [B, H, R, M]."""
@@ -85,20 +99,22 @@ class SignSketch(NamedTuple):
 
     def decode(self, head_dim: int) -> Tensor:
         """x̂ as float32 [B, H, T, D], 0 outside its channels."""
-        x = torch.matmul(unpack_signs(self.signs, self.sketch.shape[0]), self.sketch)
-        x = x * (self.norms.float() * self.factor).unsqueeze(-1)
-        T = x.shape[2]
+        x = torch.matmul(self.unpacked(), self.sketch) * self.weights().unsqueeze(-1)
         if self.channels is not None:
-            x = x.new_zeros(*x.shape[:-1], head_dim).scatter(-1, self.channels.expand(-1, -1, T, -1), x)
+            x = x.new_zeros(*x.shape[:-1], head_dim).scatter(-1, self._of_tokens(self.channels), x)
         if self.dropped is not None:
-            x = x.scatter(-1, self.dropped.expand(-1, -1, T, -1), 0.0)
+            x = x.scatter(-1, self._of_tokens(self.dropped), 0.0)
         return x
+
+    def _of_tokens(self, channels: Tensor) -> Tensor:
+        N, t = self.norms.shape[2:]
+        return channels.expand(-1, -1, N, -1).repeat_interleave(t, dim=2)
 
 
 class SignsView(View):
     """Sum of sign sketches. The query is sketched once; cached signs are not multiplied by S for scores."""
 
-    format = "signs"
+    format = kind = "signs"
 
     def __init__(self, sketches: list[SignSketch], head_dim: int) -> None:
         self.sketches = sketches
@@ -106,16 +122,15 @@ class SignsView(View):
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D]: the vector whose inner product with q is the estimate."""
-        return torch.stack([s.decode(self.head_dim) for s in self.sketches]).sum(0)
+        return sum_of([s.decode(self.head_dim) for s in self.sketches])
 
     def scores(self, query: Tensor) -> Tensor:
         """factor·‖k‖·⟨S·q, sign(S·k)⟩, summed over the sketches: float32 [B, H, R, T]."""
-        if any(s.varies_by_token for s in self.sketches):
+        if any(s.varies for s in self.sketches):
             return super().scores(query)
-        parts = []
-        for s in self.sketches:
-            signs = unpack_signs(s.signs, s.sketch.shape[0])
-            parts.append(
-                torch.matmul(s.query(query), signs.transpose(-1, -2)) * (s.norms.float() * s.factor)[:, :, None]
-            )
-        return torch.stack(parts).sum(0)
+        return sum_of(
+            [
+                torch.matmul(s.query(query), s.unpacked().transpose(-1, -2)) * s.weights()[:, :, None]
+                for s in self.sketches
+            ]
+        )

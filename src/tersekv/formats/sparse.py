@@ -74,7 +74,7 @@ class SparseView(View):
     """The overlay of a segment: zeros but for its entries. planes: `outlier_starts` [B, H, N], counted from anywhere,
     and the entries of these blocks; `head_dim`: D."""
 
-    format = "sparse"
+    format = kind = "sparse"
 
     def __init__(self, planes: Planes, head_dim: int) -> None:
         self.starts, self.head_dim = planes["outlier_starts"], head_dim

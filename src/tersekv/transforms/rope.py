@@ -28,6 +28,7 @@ class Rope:
     def __init__(self, cos_sin: CosSin, apply: Apply, varies: bool = False) -> None:
         self._cos_sin, self._apply, self.varies = cos_sin, apply, varies
         self._table: tuple[Tensor, Tensor] | None = None
+        self._channels: dict[tuple[int, int], Tensor | None] = {}
 
     def cos_sin(self, first: int, n: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin float32 [n, R] of positions first to first + n; negative positions (padding) are allowed."""
@@ -57,6 +58,46 @@ class Rope:
     def tables(self) -> list[Tensor]:
         """What is kept."""
         return list(self._table or ())
+
+    def channels(self, D: int, columns: int) -> Tensor | None:
+        """`apply` as pairs of channels: int32 [D, 4], where channel d becomes x[d]·cos[c] + sign·x[partner]·sin[s] with
+        row (partner, c, s, sign), and stays where its partner is −1. Columns of equal cosines and sines are named by
+        the first of them. None where `apply` is not of that form."""
+        if (D, columns) not in self._channels:
+            with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+                self._channels[D, columns] = self._probe(D, columns)
+        return self._channels[D, columns]
+
+    def _probe(self, D: int, columns: int) -> Tensor | None:
+        """What unit vectors become tells the pairs; a random vector, whether that is all."""
+        generator = torch.Generator().manual_seed(0)
+        value = torch.arange(1, columns + 1, dtype=torch.float32).expand(1, D, -1)
+        unit, zero = torch.eye(D).view(1, 1, D, D), torch.zeros(1, D, columns)
+        turned = self._apply(unit, value, zero)[0, 0].T  # [to, from]: the column of cos, or 1 where nothing is done
+        across = self._apply(unit, zero, value)[0, 0].T - self._apply(unit, zero, zero)[0, 0].T
+        moved = across.abs().sum(1) > 0
+        partner = across.abs().argmax(1)
+        entry = across.gather(1, partner[:, None])[:, 0]
+        rows = torch.stack([partner, turned.diagonal() - 1, entry.abs() - 1, entry.sign()], 1)
+        rows[~moved] = torch.tensor([-1.0, 0.0, 0.0, 0.0])
+        rows = rows.round().long().clamp(min=-1, max=max(D, columns) - 1)
+        if bool((rows[moved, 1:3].amin(1) < 0).any() if bool(moved.any()) else False):
+            return None
+        rows[:, 1:3] = self._first_equal(columns)[rows[:, 1:3].clamp(min=0)]
+        x, angle = torch.randn(1, 1, 3, D, generator=generator), torch.randn(1, 3, columns, generator=generator)
+        cos, sin = angle.cos()[..., self._first_equal(columns)], angle.sin()[..., self._first_equal(columns)]
+        expected = x * torch.where(moved, cos[:, None][..., rows[:, 1]], 1.0)
+        expected += torch.where(moved, rows[:, 3] * x[..., rows[:, 0]] * sin[:, None][..., rows[:, 2]], 0.0)
+        if not torch.allclose(self._apply(x, cos, sin), expected, atol=1e-5):
+            return None
+        return rows.to(torch.int32).contiguous()
+
+    def _first_equal(self, columns: int) -> Tensor:
+        """int64 [columns]: of each column of cos and sin the first that is the same at some forty positions."""
+        cos, sin = self._made(torch.cat([torch.arange(20), torch.arange(1000, 1020)]), 1020)
+        both = torch.cat([cos, sin]).T  # [columns, positions]
+        same = (both[:, None] == both[None]).all(-1)
+        return same.int().argmax(1)
 
     def put(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotated x [B, H, n, D]; cos and sin [1 or B, n, R], or [B, H, n, R] where heads differ."""

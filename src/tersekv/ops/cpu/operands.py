@@ -6,7 +6,7 @@ strides are checked by the extension itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +15,11 @@ from torch import Tensor
 from tersekv.ops.attend_grid import GridSide
 from tersekv.ops.attend_packed import Operand
 
-MAX_BITS = 4
+MAX_BITS = 8
 _FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _HALVES = {torch.float16: 1, torch.bfloat16: 2}
 _NO_TENSOR: tuple = (0, (), ())
+_Tensors = dict[str, tuple[Tensor, Collection[torch.dtype]]]
 
 
 class _Kind(NamedTuple):
@@ -55,7 +56,7 @@ def _tensor(x: Tensor) -> tuple:
     return x.data_ptr(), x.shape, x.stride()
 
 
-def _why_not_tensors(name: str, dtypes: dict[str, tuple[Tensor, set[torch.dtype]]]) -> str | None:
+def _why_not_tensors(name: str, dtypes: _Tensors) -> str | None:
     """Tensors by name, each with the dtypes that are read."""
     for what, (x, allowed) in dtypes.items():
         if not x.is_cpu:
@@ -130,9 +131,97 @@ def _packer_of_parts(kind: int) -> Callable[[str, Any], tuple]:
     return lambda name, parts: (kind, *[pack(name, view.operand) for view in parts.views])
 
 
+def _optional(x: Tensor | None) -> tuple:
+    return _NO_TENSOR if x is None else _tensor(x)
+
+
+def _why_not_signs(name: str, view: Any) -> str | None:
+    for sketch in view.sketches:
+        tensors: _Tensors = {"signs": (sketch.signs, {torch.uint8}), "norms": (sketch.norms, _HALVES.keys())}
+        tensors["sketch"] = (sketch.sketch, {torch.float32})
+        for what in ("channels", "dropped"):
+            if (index := getattr(sketch, what)) is not None:
+                tensors[what] = (index, {torch.int64})
+        if reason := _why_not_tensors(name, tensors):
+            return reason
+    return None
+
+
+def _pack_signs(name: str, view: Any) -> tuple:
+    sketches = [
+        (2, view.head_dim, _HALVES[s.norms.dtype], float(s.factor), *_tensor(s.signs), *_tensor(s.norms),
+         *_tensor(s.sketch), *_optional(s.channels), *_optional(s.dropped))
+        for s in view.sketches
+    ]  # fmt: skip
+    return sketches[0] if len(sketches) == 1 else (5, *sketches)
+
+
+def _why_not_polar(name: str, view: Any) -> str | None:
+    tensors: _Tensors = {"angles": (view.angles, {torch.uint8}), "radii": (view.radii, _HALVES.keys())}
+    return _why_not_tensors(name, tensors | {f"table {i}": (t, {torch.float32}) for i, t in enumerate(view.tables)})
+
+
+def _pack_polar(name: str, view: Any) -> tuple:
+    polar = view.polar
+    tables = [part for table in view.tables for part in _tensor(table)]
+    return (
+        3, polar.head_dim, _HALVES[view.radii.dtype], polar.radius_unit, polar.level_bits, *_tensor(view.angles),
+        *_tensor(view.radii), *tables,
+    )  # fmt: skip
+
+
+def _why_not_sparse(name: str, view: Any) -> str | None:
+    planes = {"starts": (view.starts, {torch.int32}), "places": (view.places, {torch.int16})}
+    return _why_not_tensors(name, planes | {"values": (view.values, {torch.float16})})
+
+
+def _pack_sparse(name: str, view: Any) -> tuple:
+    return 4, view.head_dim, *_tensor(view.starts), *_tensor(view.places), *_tensor(view.values)
+
+
+def _why_not_roped(name: str, view: Any) -> str | None:
+    if name != "keys":
+        return f"{name} have RoPE, which only keys have"
+    reason = _why_not_tensors(name, {"cos": (view.cos, {torch.float32}), "sin": (view.sin, {torch.float32})})
+    if reason is None and _rope_channels(view) is None:
+        return f"{name} have a RoPE that does not turn pairs of channels"
+    before = view.before
+    return reason or (_why_not_rotated(name, before) if before.kind == "rotated" else why_not(name, before.operand))
+
+
+def _rope_channels(view: Any) -> Tensor | None:
+    return view.rope.channels(_view_channels(view.before), view.cos.shape[-1])
+
+
+def _view_channels(view: Any) -> int:
+    return view.rotation.shape[-1] if view.kind == "rotated" else channels(view.operand)
+
+
+def _pack_roped(name: str, view: Any) -> tuple:
+    before = view.before
+    inner = _pack_rotated(name, before) if before.kind == "rotated" else pack(name, before.operand)
+    cos, sin = (x if x.dim() == 4 else x.unsqueeze(1) for x in (view.cos, view.sin))
+    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return 7, inner, *_tensor(cos), *_tensor(sin), *_optional(_rope_channels(view)), cos, sin
+
+
+def _why_not_rotated(name: str, view: Any) -> str | None:
+    reason = _why_not_tensors(name, {"rotation": (view.rotation, {torch.float32})})
+    return reason or why_not(name, view.inner.operand)
+
+
+def _pack_rotated(name: str, view: Any) -> tuple:
+    return 8, pack(name, view.inner.operand), *_tensor(rotation := view.rotation.contiguous()), rotation
+
+
 _KINDS: dict[str, _Kind] = {
     "exact": _Kind(_why_not_exact, _pack_exact, lambda x: x.shape[-1]),
     "grid": _Kind(_why_not_grid, _pack_grid, lambda grid: grid.head_dim),
     "added": _Kind(_why_not_parts, _packer_of_parts(5), lambda added: channels(added.views[0].operand)),
     "joined": _Kind(_why_not_parts, _packer_of_parts(6), lambda joined: sum(joined.dims)),
+    "signs": _Kind(_why_not_signs, _pack_signs, lambda view: view.head_dim),
+    "polar": _Kind(_why_not_polar, _pack_polar, lambda view: view.polar.head_dim),
+    "sparse": _Kind(_why_not_sparse, _pack_sparse, lambda view: view.head_dim),
+    "roped": _Kind(_why_not_roped, _pack_roped, lambda view: _view_channels(view.before)),
 }

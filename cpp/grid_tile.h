@@ -1,0 +1,157 @@
+// Codes of any grid decoded into a tile: sixteen lanes of the packed axis, [P][16]. What the micro-kernel of lut.h does
+// not read (5 to 8 bits, keys whose RoPE must be put back) is attended to from there.
+#pragma once
+
+#include "grid.h"
+#include "half_words.h"
+#include "tile.h"
+
+namespace tersekv {
+namespace {  // internal to each build of the kernels
+
+// Code p of sixteen lanes, whose words are `words` [W][16].
+template <class S>
+typename S::Words code_at(const HalfWords& how, const int32_t* words, int64_t p) {
+  const int half = p % 2 * 16;
+  const int64_t unit = p / 2 / how.unit_codes, i = p / 2 % how.unit_codes;
+  words += unit * how.unit_words * kLanes;
+  if (i < how.unit_words * how.direct) {
+    const int shift = half + static_cast<int>(i % how.direct) * how.bits;
+    return S::with(S::shift_right(S::load_words(words + i / how.direct * kLanes), shift), (1u << how.bits) - 1);
+  }
+  const int64_t first = (i - how.unit_words * how.direct) * how.bits;
+  typename S::Words code = S::with(S::load_words(words), 0);
+  for (int bit = 0; bit < how.bits; bit++) {
+    const int64_t word = (first + bit) / how.spare_bits, at = (first + bit) % how.spare_bits;
+    const int shift = half + how.direct * how.bits + static_cast<int>(at);
+    const typename S::Words one = S::with(S::shift_right(S::load_words(words + word * kLanes), shift), 1);
+    code = S::either(code, S::shift_left(one, bit));
+  }
+  return code;
+}
+
+// Entries of the table for all codes of `count` words, without scales; rows behind P may be written, fewer than 32.
+template <class S, int BITS>
+void entries_tile(const float* table, const int32_t* words, int64_t count, float* tile) {
+  using Words = typename S::Words;
+  constexpr int kCodes = 2 * direct_codes(BITS);
+  const typename S::template Table<BITS> entries(table);
+  const auto direct = [&](int64_t at) TERSEKV_INLINE {
+    const Words word = S::load_words(words + at * kLanes);
+    repeat<kCodes>([&](auto i) TERSEKV_INLINE {
+      S::store(tile + i * kLanes, entries.at(S::template shr<i % 2 * 16 + i / 2 * BITS>(word)));
+    });
+    tile += kCodes * kLanes;
+    return word;
+  };
+  int64_t at = 0;
+  if constexpr (BITS == 3) {
+    for (; at + 3 <= count; at += 3) {
+      const Words a = direct(at), b = direct(at + 1), c = direct(at + 2);
+      repeat<2>([&](auto j) TERSEKV_INLINE {
+        S::store(tile + j * kLanes, entries.at(S::pick(S::template shr<15 + 16 * j>(a), S::template shr<14 + 16 * j>(b),
+                                                       S::template shr<13 + 16 * j>(c))));
+      });
+      tile += 2 * kLanes;
+    }
+  }
+  for (; at < count; at++) direct(at);
+}
+
+template <class S>
+void entries_tile(const GridView& v, const int32_t* words, float* tile) {
+  switch (v.bits) {
+    case 1:
+      return entries_tile<S, 1>(v.table, words, v.words, tile);
+    case 2:
+      return entries_tile<S, 2>(v.table, words, v.words, tile);
+    case 3:
+      return entries_tile<S, 3>(v.table, words, v.words, tile);
+    case 4:
+      return entries_tile<S, 4>(v.table, words, v.words, tile);
+    default: {
+      const HalfWords how(v.bits);
+      for (int64_t p = 0; p < v.P; p++) S::store(tile + p * kLanes, S::gather(v.table, code_at<S>(how, words, p)));
+    }
+  }
+}
+
+template <class S>
+typename S::F load_half_n(Float half, const uint16_t* p, int64_t n) {
+  if (n >= kLanes) return load_half<S>(half, p);
+  return half == Float::f16 ? S::template load_as_n<Float::f16>(p, n) : S::template load_as_n<Float::bf16>(p, n);
+}
+
+struct GridOwn {
+  float *coef, *scale, *offset, *tile;
+};
+
+// x̂ of lane group g of block n: [P][16].
+template <class S>
+void grid_fill(const Node& node, int64_t n, int64_t g, float* tile) {
+  using F = typename S::F;
+  const GridView& v = node.grid;
+  const GridOwn& own = *static_cast<GridOwn*>(node.own);
+  const Block block = block_at(v, node.b, node.h, n);
+  entries_tile<S>(v, block.codes + g * v.words * kLanes, tile);
+  const int64_t lane = g * kLanes;
+  if (v.lane_scaled) {
+    for (int64_t p0 = 0; p0 < v.P; p0 += v.group) {
+      const int64_t at = p0 / v.group * v.L + lane;
+      const F scale = load_half_n<S>(v.half, block.scale + at, v.L - lane);
+      const F offset = block.offset ? load_half_n<S>(v.half, block.offset + at, v.L - lane) : S::zero();
+      for (int64_t p = p0; p < p0 + v.group; p++)
+        S::store(tile + p * kLanes, S::fma(S::load(tile + p * kLanes), scale, offset));
+    }
+    return;
+  }
+  const int64_t at = lane / v.group * v.P;
+  for (int64_t p = 0; p < v.P; p += kLanes) {
+    const int64_t left = v.P - p;
+    S::store(own.scale + p, load_half_n<S>(v.half, block.scale + at + p, left));
+    S::store(own.offset + p, block.offset ? load_half_n<S>(v.half, block.offset + at + p, left) : S::zero());
+  }
+  for (int64_t p = 0; p < v.P; p++)
+    S::store(tile + p * kLanes, S::fma(S::load(tile + p * kLanes), S::set1(own.scale[p]), S::set1(own.offset[p])));
+}
+
+template <class S>
+void grid_prepare(Node& node) {
+  node.grid = node.view->grid;
+  node.grid.table += node.b * node.grid.table_stride_b;
+  auto* own = reinterpret_cast<GridOwn*>(scratch(ceil_div(sizeof(GridOwn), sizeof(float))));
+  node.own = own;
+  const GridView& v = node.grid;
+  own->coef = v.bits <= kLutBits ? scratch(kRowTile * coef_stride(v)) : nullptr;
+  own->scale = scratch(v.P);
+  own->offset = scratch(v.P);
+  own->tile = v.bits <= kLutBits ? nullptr : scratch((v.P + kTileSlack) * kLanes);
+}
+
+template <class S>
+void grid_scores(const Node& node, Span span, float* score, int64_t score_stride) {
+  const GridOwn& own = *static_cast<GridOwn*>(node.own);
+  if (node.grid.bits <= kLutBits) return lut_scores(node, span, own.coef, score, score_stride);
+  const int64_t t = node.view->t;
+  for (int64_t token = span.first; token < span.last; token += kLanes) {
+    grid_fill<S>(node, token / t, token % t / kLanes, own.tile);
+    tile_dot<S>(own.tile, node.grid.P, node.query_row(span.row), node.query_stride, 1, span.rows,
+                score + token - span.first, score_stride);
+  }
+}
+
+template <class S>
+void grid_sums(const Node& node, Span span, const float* weight, int64_t weight_stride) {
+  const GridOwn& own = *static_cast<GridOwn*>(node.own);
+  if (node.grid.bits <= kLutBits) return lut_sums(node, span, own.coef, weight, weight_stride);
+  const int64_t t = node.view->t;
+  for (int64_t token = span.first; token < span.last; token += t)
+    for (int64_t g = 0; g < ceil_div(node.grid.L, kLanes); g++) {
+      grid_fill<S>(node, token / t, g, own.tile);
+      tile_dot<S>(own.tile, node.grid.P, weight + token - span.first, weight_stride, 1, span.rows,
+                  node.sum_row(span.row) + g * kLanes, node.sum_stride);
+    }
+}
+
+}  // namespace
+}  // namespace tersekv

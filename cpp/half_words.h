@@ -1,0 +1,29 @@
+// How codes of any width lie in words; repeats ops/lanes.py.
+#pragma once
+
+#include "contract.h"
+
+namespace tersekv {
+
+namespace {  // internal to each build of the kernels
+
+// How codes lie in a half-word, see ops/lanes.py: `direct` ones, then those of a unit that its spare bits hold.
+struct HalfWords {
+  int bits, direct, spare_bits, unit_words, unit_codes;
+
+  explicit HalfWords(int bits) : bits(bits), direct(16 / bits), spare_bits(16 - bits * direct) {
+    int gcd = bits;
+    while (16 % gcd || bits % gcd) gcd--;
+    unit_words = spare_bits ? bits / gcd : 1;
+    unit_codes = spare_bits ? 16 / gcd : direct;
+  }
+
+  // 32-bit words per lane for `packed` codes.
+  int64_t words(int64_t packed) const {
+    const int64_t n = ceil_div(packed, 2), rest = ceil_div(n % unit_codes, direct);
+    return n / unit_codes * unit_words + (rest < unit_words ? rest : unit_words);
+  }
+};
+
+}  // namespace
+}  // namespace tersekv

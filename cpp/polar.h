@@ -1,0 +1,258 @@
+// Recursive polar coordinates. A token's pair (2j, 2j + 1) is w_j·(cos a_j, sin a_j), a_j an angle of level 1 and w_j
+// the radius times cosines and sines of the levels above. A score is Σ w_j·(q_2j·cos a_j + q_2j+1·sin a_j): what stands
+// in brackets has 2^bits values, looked up in a table per pair and query row.
+#pragma once
+
+#include "tile.h"
+
+namespace tersekv {
+namespace {  // internal to each build of the kernels
+
+constexpr int64_t kPolarTokens = 32;
+
+struct PolarOwn {
+  const float *cos[kMaxLevels], *sin[kMaxLevels];  // tables, repeated up to 16 entries
+  int64_t offset[kMaxLevels];                      // where a level's codes begin, in bits
+  bool usual;                                      // 4 bits, then 2, 2 and 2
+  const float* upper;  // usual: of level 4 and 3 codes together, cos·cos, cos·sin, sin·cos, sin·sin
+  int64_t pairs;       // per radius
+  float* query;        // keys: [rows, D/2, 16], null where level 1 has more than 4 bits
+  float* tile;
+};
+
+inline const float* repeated_table(const float* table, int bits) {
+  if (bits > 4) return table;
+  float* out = scratch(16);
+  for (int i = 0; i < 16; i++) out[i] = table[i & ((1 << bits) - 1)];
+  return out;
+}
+
+template <class S>
+void polar_query_tables(const Node& node, PolarOwn& own) {
+  const int64_t pairs = node.view->D / 2;
+  own.query = scratch(node.rows * pairs * kLanes);
+  const typename S::F cos = S::load(own.cos[0]), sin = S::load(own.sin[0]);
+  for (int64_t r = 0; r < node.rows; r++)
+    for (int64_t j = 0; j < pairs; j++) {
+      const float* q = node.query_row(r) + 2 * j;
+      S::store(own.query + (r * pairs + j) * kLanes, S::fma(S::set1(q[0]), cos, S::mul(S::set1(q[1]), sin)));
+    }
+}
+
+template <class S>
+void polar_prepare(Node& node) {
+  const PolarView& v = node.view->polar;
+  auto* own = reinterpret_cast<PolarOwn*>(scratch(ceil_div(sizeof(PolarOwn), sizeof(float))));
+  node.own = own;
+  int64_t offset = 0;
+  for (int level = 0; level < v.levels; level++) {
+    own->cos[level] = repeated_table(v.cos[level] + node.b * v.table_stride_b, v.bits[level]);
+    own->sin[level] = repeated_table(v.sin[level] + node.b * v.table_stride_b, v.bits[level]);
+    own->offset[level] = offset;
+    offset += (node.view->D >> (level + 1)) * v.bits[level];
+  }
+  own->pairs = int64_t{1} << (v.levels - 1);
+  own->usual = v.levels == 4 && v.bits[0] == 4 && v.bits[1] == 2 && v.bits[2] == 2 && v.bits[3] == 2;
+  // A tile, or the weights of eight pairs for the tokens of a span.
+  const int64_t span = 8 * (node.call->tokens_per_unit > kChunkTokens ? node.call->tokens_per_unit : kChunkTokens);
+  const int64_t tile = (node.view->D + kTileSlack) * kLanes;
+  own->tile = scratch(span > tile ? span : tile);
+  if (node.sum && !own->usual) node.lanes = scratch(kRowTile * node.view->D * kLanes);
+  if (own->usual) {
+    // Entry i: level 3 in the low two bits of i, level 4 in the next two.
+    float* table = scratch(64);
+    for (int i = 0; i < 64; i++)
+      table[i] = (i < 32 ? own->cos : own->sin)[3][i >> 2 & 3] * (i & 16 ? own->sin : own->cos)[2][i & 3];
+    own->upper = table;
+  }
+  own->query = nullptr;
+  if (node.query && v.bits[0] <= 4) polar_query_tables<S>(node, *own);
+}
+
+// Sixteen tokens of a block: its angles and radii from the first of them on.
+struct PolarTokens {
+  const uint8_t* angles;
+  const uint16_t* radii;
+};
+
+inline PolarTokens polar_tokens(const Node& node, int64_t token) {
+  const PolarView& v = node.view->polar;
+  const int64_t n = token / kPolarTokens, lane = token % kPolarTokens;
+  return {v.angles + node.b * v.stride_b + node.h * v.stride_h + n * v.stride_n + lane,
+          plane_at(v.radii, node.b, node.h, n) + lane};
+}
+
+// Code `index` of a level; bits above it are whatever follows.
+template <class S>
+[[gnu::always_inline]] inline typename S::Words polar_code(const PolarView& v, const PolarOwn& own, PolarTokens at,
+                                                           int level, int64_t index) {
+  const int64_t bit = own.offset[level] + index * v.bits[level];
+  const uint8_t* byte = at.angles + bit / 8 * kPolarTokens;
+  const int shift = bit % 8;
+  typename S::Words word = S::load_bytes(byte);
+  if (shift + v.bits[level] > 8) word = S::either(word, S::shift_left(S::load_bytes(byte + kPolarTokens), 8));
+  return shift ? S::shift_right(word, shift) : word;
+}
+
+template <class S>
+[[gnu::always_inline]] inline typename S::F polar_look_up(const float* table, int bits, typename S::Words code) {
+  return bits <= 4 ? S::look_up(table, code) : S::gather(table, S::with(code, (1u << bits) - 1));
+}
+
+// w of the pairs under radius k, own.pairs of them, `step` floats apart.
+template <class S>
+void polar_weights(const PolarView& v, const PolarOwn& own, PolarTokens at, int64_t k, float* w, int64_t step) {
+  using F = typename S::F;
+  S::store(w, S::mul(load_half<S>(v.half, at.radii + k * kPolarTokens), S::set1(v.unit)));
+  for (int level = v.levels - 1; level >= 1; level--) {
+    const int64_t span = int64_t{1} << (level - 1), nodes = own.pairs / (2 * span);
+    for (int64_t j = 0; j < nodes; j++) {
+      const typename S::Words code = polar_code<S>(v, own, at, level, k * nodes + j);
+      float *first = w + 2 * j * span * step, *second = first + span * step;
+      const F radius = S::load(first);
+      S::store(second, S::mul(radius, polar_look_up<S>(own.sin[level], v.bits[level], code)));
+      S::store(first, S::mul(radius, polar_look_up<S>(own.cos[level], v.bits[level], code)));
+    }
+  }
+}
+
+// The same for 4, 2, 2 and 2 bits: eight weights.
+template <class S>
+[[gnu::always_inline]] inline void polar_usual_weights(const PolarView& v, const PolarOwn& own, PolarTokens at,
+                                                       int64_t k, typename S::F (&w)[8]) {
+  using F = typename S::F;
+  using Words = typename S::Words;
+  const F radius = S::mul(load_half<S>(v.half, at.radii + k * kPolarTokens), S::set1(v.unit));
+  const int64_t third = own.offset[2] + 4 * k, fourth = own.offset[3] + 2 * k;
+  const Words c3 = S::shift_right(S::load_bytes(at.angles + third / 8 * kPolarTokens), third % 8);
+  Words c4 = S::shift_right(S::load_bytes(at.angles + fourth / 8 * kPolarTokens), fourth % 8);
+  c4 = S::with(S::shift_left(c4, 2), 12);
+  const Words left = S::either(S::with(c3, 3), c4), right = S::either(S::with(S::template shr<2>(c3), 3), c4);
+  const F u[4] = {S::mul(radius, S::look_up(own.upper, left)), S::mul(radius, S::look_up(own.upper + 16, left)),
+                  S::mul(radius, S::look_up(own.upper + 32, right)), S::mul(radius, S::look_up(own.upper + 48, right))};
+  const Words c2 = S::load_bytes(at.angles + (own.offset[1] / 8 + k) * kPolarTokens);
+  repeat<4>([&](auto i) TERSEKV_INLINE {
+    const Words code = S::template shr<2 * i>(c2);
+    w[2 * i] = S::mul(u[i], S::look_up(own.cos[1], code));
+    w[2 * i + 1] = S::mul(u[i], S::look_up(own.sin[1], code));
+  });
+}
+
+template <class S>
+void polar_fill(const Node& node, int64_t token, float* tile) {
+  const PolarView& v = node.view->polar;
+  const PolarOwn& own = *static_cast<PolarOwn*>(node.own);
+  const PolarTokens at = polar_tokens(node, token);
+  for (int64_t k = 0; k < node.view->D >> v.levels; k++) {
+    float* out = tile + (k << v.levels) * kLanes;
+    polar_weights<S>(v, own, at, k, out, 2 * kLanes);
+    for (int64_t j = 0; j < own.pairs; j++, out += 2 * kLanes) {
+      const typename S::Words code = polar_code<S>(v, own, at, 0, k * own.pairs + j);
+      const typename S::F w = S::load(out);
+      S::store(out + kLanes, S::mul(w, polar_look_up<S>(own.sin[0], v.bits[0], code)));
+      S::store(out, S::mul(w, polar_look_up<S>(own.cos[0], v.bits[0], code)));
+    }
+  }
+}
+
+template <class S, int R>
+void polar_usual_scores(const Node& node, Span span, float* score, int64_t score_stride) {
+  using F = typename S::F;
+  const PolarView& v = node.view->polar;
+  const PolarOwn& own = *static_cast<PolarOwn*>(node.own);
+  const int64_t pairs = node.view->D / 2;
+  for (int64_t token = span.first; token < span.last; token += kLanes) {
+    const PolarTokens at = polar_tokens(node, token);
+    F even[R], odd[R];
+    repeat<R>([&](auto r) TERSEKV_INLINE { even[r] = odd[r] = S::zero(); });
+    for (int64_t k = 0; k < node.view->D / 16; k++) {
+      F w[8];
+      polar_usual_weights<S>(v, own, at, k, w);
+      const float* table = own.query + (span.row * pairs + 8 * k) * kLanes;
+      repeat<4>([&](auto j) TERSEKV_INLINE {
+        const typename S::Words low = S::load_bytes(at.angles + (4 * k + j) * kPolarTokens),
+                                high = S::template shr<4>(low);
+        repeat<R>([&](auto r) TERSEKV_INLINE {
+          const float* entries = table + (r * pairs + 2 * j) * kLanes;
+          even[r] = S::fma(w[2 * j], S::look_up(entries, low), even[r]);
+          odd[r] = S::fma(w[2 * j + 1], S::look_up(entries + kLanes, high), odd[r]);
+        });
+      });
+    }
+    repeat<R>([&](auto r) TERSEKV_INLINE {
+      float* out = score + r * score_stride + token - span.first;
+      S::store(out, S::add(S::load(out), S::add(even[r], odd[r])));
+    });
+  }
+}
+
+template <class S>
+void polar_scores(const Node& node, Span span, float* score, int64_t score_stride) {
+  const PolarOwn& own = *static_cast<PolarOwn*>(node.own);
+  if (own.usual)
+    return with_rows(span.rows, [&](auto rows) { polar_usual_scores<S, rows>(node, span, score, score_stride); });
+  for (int64_t token = span.first; token < span.last; token += kLanes) {
+    polar_fill<S>(node, token, own.tile);
+    tile_dot<S>(own.tile, node.view->D, node.query_row(span.row), node.query_stride, 1, span.rows,
+                score + token - span.first, score_stride);
+  }
+}
+
+// Sums of four channels (two pairs) for R rows stay in registers over all tokens of the span; w [pair][tokens].
+template <class S, int R>
+void polar_usual_sums(const Node& node, Span span, const float* weight, int64_t weight_stride) {
+  using F = typename S::F;
+  const PolarView& v = node.view->polar;
+  const PolarOwn& own = *static_cast<PolarOwn*>(node.own);
+  const int64_t tokens = span.tokens();
+  float* w = own.tile;
+  const typename S::template Table<4> cos(own.cos[0]), sin(own.sin[0]);
+  for (int64_t k = 0; k < node.view->D / 16; k++) {
+    for (int64_t i = 0; i < tokens; i += kLanes) {
+      F pair[8];
+      polar_usual_weights<S>(v, own, polar_tokens(node, span.first + i), k, pair);
+      repeat<8>([&](auto j) TERSEKV_INLINE { S::store(w + j * tokens + i, pair[j]); });
+    }
+    for (int64_t j = 0; j < 4; j++) {
+      F sum[4][R];
+      repeat<4>([&](auto c) TERSEKV_INLINE { repeat<R>([&](auto r) TERSEKV_INLINE { sum[c][r] = S::zero(); }); });
+      const float *first = w + 2 * j * tokens, *second = first + tokens;
+      for (int64_t i = 0; i < tokens; i += kLanes) {
+        const typename S::Words low =
+            S::load_bytes(polar_tokens(node, span.first + i).angles + (4 * k + j) * kPolarTokens);
+        const typename S::Words high = S::template shr<4>(low);
+        const F a = S::load(first + i), b = S::load(second + i);
+        const F x[4] = {S::mul(a, cos.at(low)), S::mul(a, sin.at(low)), S::mul(b, cos.at(high)),
+                        S::mul(b, sin.at(high))};
+        repeat<R>([&](auto r) TERSEKV_INLINE {
+          const F p = S::load(weight + r * weight_stride + i);
+          repeat<4>([&](auto c) TERSEKV_INLINE { sum[c][r] = S::fma(p, x[c], sum[c][r]); });
+        });
+      }
+      repeat<R>([&](auto r) TERSEKV_INLINE {
+        repeat<4>([&](auto c) TERSEKV_INLINE { node.sum_row(span.row + r)[16 * k + 4 * j + c] += S::hsum(sum[c][r]); });
+      });
+    }
+  }
+}
+
+template <class S>
+void polar_sums(const Node& node, Span span, const float* weight, int64_t weight_stride) {
+  const PolarOwn& own = *static_cast<PolarOwn*>(node.own);
+  if (own.usual)
+    return with_rows(span.rows, [&](auto rows) { polar_usual_sums<S, rows>(node, span, weight, weight_stride); });
+  const int64_t D = node.view->D;
+  for (int64_t r = 0; r < span.rows; r++) clear(node.lanes + r * D * kLanes, D * kLanes);
+  for (int64_t token = span.first; token < span.last; token += kLanes) {
+    polar_fill<S>(node, token, own.tile);
+    for (int64_t r = 0; r < span.rows; r++)
+      tile_accumulate<S>(own.tile, D, S::load(weight + r * weight_stride + token - span.first),
+                         node.lanes + r * D * kLanes);
+  }
+  for (int64_t r = 0; r < span.rows; r++)
+    for (int64_t d = 0; d < D; d++)
+      node.sum_row(span.row + r)[d] += S::hsum(S::load(node.lanes + (r * D + d) * kLanes));
+}
+
+}  // namespace
+}  // namespace tersekv

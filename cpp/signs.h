@@ -1,0 +1,247 @@
+// Signs of a sketch S·x. A score is norm·factor·Σ_m ±(S·q)_m: partial sums of four entries of S·q have 16 values,
+// looked up with a nibble of signs. Sums of values are taken in the sketch's space and brought back by Sᵀ.
+#pragma once
+
+#include "exact.h"
+#include "tile.h"
+
+namespace tersekv {
+namespace {  // internal to each build of the kernels
+
+constexpr int64_t kSignTokens = 32;
+
+struct SignsOwn {
+  int64_t bytes;      // per token
+  float* tables;      // keys: [rows, 2·bytes, 16], partial sums of a nibble
+  float* transposed;  // where blocks differ in their channels: [n, 8·bytes], Sᵀ
+  float* base;        // keys, where blocks differ: [rows, 8·bytes], S·q of all channels
+  float* space;       // [kRowTile, 8·bytes] in the sketch's space
+  float* vectors;     // [kRowTile, n] on the sketch's channels
+  float* tile;
+};
+
+inline bool varies(const SignsView& v) { return v.channels_n != 0 || v.dropped_n != 0; }
+
+inline const int64_t* channels_at(const Node& node, int64_t n) {
+  const SignsView& v = node.view->signs;
+  return v.channels ? v.channels + node.b * v.channels_b + node.h * v.channels_h + n * v.channels_n : nullptr;
+}
+
+inline const int64_t* dropped_at(const Node& node, int64_t n) {
+  const SignsView& v = node.view->signs;
+  return v.dropped ? v.dropped + node.b * v.dropped_b + node.h * v.dropped_h + n * v.dropped_n : nullptr;
+}
+
+// The sixteen sums ±s[0] ±s[1] ±s[2] ±s[3] of each nibble; bit i of an entry's index is the sign of s[i].
+template <class S>
+void sign_tables(const float* s, int64_t nibbles, float* tables) {
+  using F = typename S::F;
+  F sign[4];
+  for (int bit = 0; bit < 4; bit++) {
+    alignas(64) float plus[kLanes];
+    for (int i = 0; i < kLanes; i++) plus[i] = i >> bit & 1 ? 1.0f : -1.0f;
+    sign[bit] = S::load(plus);
+  }
+  for (int64_t i = 0; i < nibbles; i++, s += 4) {
+    const F low = S::fma(S::set1(s[1]), sign[1], S::mul(S::set1(s[0]), sign[0]));
+    const F high = S::fma(S::set1(s[3]), sign[3], S::mul(S::set1(s[2]), sign[2]));
+    S::store(tables + i * kLanes, S::add(low, high));
+  }
+}
+
+// S·q of rows from `row` on, into own.space.
+template <class S>
+void sketch_rows(const Node& node, int64_t row, int64_t rows) {
+  const SignsView& v = node.view->signs;
+  const SignsOwn& own = *static_cast<SignsOwn*>(node.own);
+  const int64_t *channels = channels_at(node, 0), *dropped = dropped_at(node, 0);
+  for (int64_t r = 0; r < rows; r++) {
+    float* q = own.vectors + r * v.n;
+    for (int64_t i = 0; i < v.n; i++) q[i] = node.query_row(row + r)[channels ? channels[i] : i];
+    for (int64_t i = 0; dropped && i < v.drops; i++) q[dropped[i]] = 0.0f;
+  }
+  clear(own.space, rows * 8 * own.bytes);
+  with_rows(rows, [&](auto count) {
+    dense_scores<S, Float::f32, count, S::kExactTokens>(reinterpret_cast<const char*>(v.sketch), v.n * 4, v.M, v.n,
+                                                        own.vectors, v.n, own.space, 8 * own.bytes);
+  });
+}
+
+// The same for block n where blocks differ: all channels but the dropped ones, or the channels alone.
+template <class S>
+void sketch_block(const Node& node, int64_t n, int64_t row, int64_t rows) {
+  const SignsView& v = node.view->signs;
+  const SignsOwn& own = *static_cast<SignsOwn*>(node.own);
+  const int64_t M = 8 * own.bytes, *channels = channels_at(node, n), *dropped = dropped_at(node, n);
+  for (int64_t r = 0; r < rows; r++) {
+    const float* q = node.query_row(row + r);
+    for (int64_t m = 0; m < M; m++) own.space[r * M + m] = channels ? 0.0f : own.base[(row + r) * M + m];
+    const auto add = [&](const float* column, float factor) {
+      int64_t m = 0;
+      for (; m + kLanes <= M; m += kLanes) {
+        float* out = own.space + r * M + m;
+        S::store(out, S::fma(S::set1(factor), S::load(column + m), S::load(out)));
+      }
+      for (; m < M; m++) own.space[r * M + m] += factor * column[m];
+    };
+    if (channels)
+      for (int64_t i = 0; i < v.n; i++) add(own.transposed + i * M, q[channels[i]]);
+    for (int64_t i = 0; dropped && i < v.drops; i++) add(own.transposed + dropped[i] * M, -q[dropped[i]]);
+  }
+}
+
+template <class S>
+void signs_prepare(Node& node) {
+  const SignsView& v = node.view->signs;
+  auto* own = reinterpret_cast<SignsOwn*>(scratch(ceil_div(sizeof(SignsOwn), sizeof(float))));
+  node.own = own;
+  own->bytes = ceil_div(v.M, 8);
+  const int64_t M = 8 * own->bytes;
+  own->space = scratch(kRowTile * M);
+  own->vectors = scratch((kRowTile > kLanes ? kRowTile : kLanes) * (v.n + kLanes));
+  own->tile = scratch((M + kTileSlack) * kLanes);
+  own->tables = own->transposed = own->base = nullptr;
+  if (node.sum) node.lanes = scratch(kRowTile * M * kLanes);
+  if (!node.query) return;
+  own->tables = scratch((varies(v) ? kRowTile : node.rows) * 2 * own->bytes * kLanes);
+  if (varies(v)) {
+    own->transposed = scratch(v.n * M);
+    for (int64_t i = 0; i < v.n; i++)
+      for (int64_t m = 0; m < M; m++) own->transposed[i * M + m] = m < v.M ? v.sketch[m * v.n + i] : 0.0f;
+    own->base = scratch(node.rows * M);
+    if (v.channels) return;
+    clear(own->base, node.rows * M);
+    for (int64_t r = 0; r < node.rows; r++)
+      dense_scores<S, Float::f32, 1, S::kExactTokens>(reinterpret_cast<const char*>(v.sketch), v.n * 4, v.M, v.n,
+                                                      node.query_row(r), node.query_stride, own->base + r * M, M);
+    return;
+  }
+  for (int64_t row = 0; row < node.rows; row += kRowTile) {
+    const int64_t rows = node.rows - row < kRowTile ? node.rows - row : kRowTile;
+    sketch_rows<S>(node, row, rows);
+    for (int64_t r = 0; r < rows; r++)
+      sign_tables<S>(own->space + r * M, 2 * own->bytes, own->tables + (row + r) * 2 * own->bytes * kLanes);
+  }
+}
+
+struct SignTokens {
+  const uint8_t* signs;
+  const uint16_t* norms;
+};
+
+inline SignTokens sign_tokens(const Node& node, int64_t token) {
+  const SignsView& v = node.view->signs;
+  const int64_t n = token / kSignTokens, lane = token % kSignTokens;
+  return {v.signs + node.b * v.stride_b + node.h * v.stride_h + n * v.stride_n + lane,
+          plane_at(v.norms, node.b, node.h, n) + lane};
+}
+
+// tables [R, 2·bytes, 16]
+template <class S, int R>
+void sign_scores(const Node& node, const float* tables, int64_t first, int64_t last, float* score,
+                 int64_t score_stride) {
+  using F = typename S::F;
+  const SignsView& v = node.view->signs;
+  const int64_t bytes = static_cast<SignsOwn*>(node.own)->bytes, table_stride = 2 * bytes * kLanes;
+  for (int64_t token = first; token < last; token += kLanes) {
+    const SignTokens at = sign_tokens(node, token);
+    F even[R], odd[R];
+    repeat<R>([&](auto r) TERSEKV_INLINE { even[r] = odd[r] = S::zero(); });
+    for (int64_t i = 0; i < bytes; i++) {
+      const typename S::Words low = S::load_bytes(at.signs + i * kSignTokens), high = S::template shr<4>(low);
+      const float* entries = tables + 2 * i * kLanes;
+      repeat<R>([&](auto r) TERSEKV_INLINE {
+        even[r] = S::add(even[r], S::look_up(entries + r * table_stride, low));
+        odd[r] = S::add(odd[r], S::look_up(entries + r * table_stride + kLanes, high));
+      });
+    }
+    const F norm = S::mul(load_half<S>(v.half, at.norms), S::set1(v.factor));
+    repeat<R>([&](auto r) TERSEKV_INLINE {
+      float* out = score + r * score_stride + token - first;
+      S::store(out, S::fma(norm, S::add(even[r], odd[r]), S::load(out)));
+    });
+  }
+}
+
+template <class S>
+void signs_scores(const Node& node, Span span, float* score, int64_t score_stride) {
+  const SignsOwn& own = *static_cast<SignsOwn*>(node.own);
+  const int64_t table_stride = 2 * own.bytes * kLanes;
+  with_rows(span.rows, [&](auto rows) {
+    if (!varies(node.view->signs)) {
+      const float* tables = own.tables + span.row * table_stride;
+      return sign_scores<S, rows>(node, tables, span.first, span.last, score, score_stride);
+    }
+    for (int64_t token = span.first; token < span.last; token += kSignTokens) {
+      sketch_block<S>(node, token / kSignTokens, span.row, rows);
+      for (int64_t r = 0; r < rows; r++)
+        sign_tables<S>(own.space + r * 8 * own.bytes, 2 * own.bytes, own.tables + r * table_stride);
+      sign_scores<S, rows>(node, own.tables, token, token + kSignTokens, score + token - span.first, score_stride);
+    }
+  });
+}
+
+// ±norm·factor for every row of the sketch: [8·bytes][16].
+template <class S>
+void sign_tile(const Node& node, int64_t token, float* tile) {
+  const SignsView& v = node.view->signs;
+  const SignTokens at = sign_tokens(node, token);
+  const typename S::F norm = S::mul(load_half<S>(v.half, at.norms), S::set1(v.factor));
+  for (int64_t i = 0; i < static_cast<SignsOwn*>(node.own)->bytes; i++) {
+    const typename S::Words byte = S::load_bytes(at.signs + i * kSignTokens);
+    for (int bit = 0; bit < 8; bit++, tile += kLanes) S::store(tile, S::signed_by(norm, byte, bit));
+  }
+}
+
+// Adds Sᵀ·(rows in the sketch's space) to the sums of values, on the channels of block n.
+template <class S>
+void bring_back(const Node& node, int64_t n, Span span) {
+  const SignsView& v = node.view->signs;
+  const SignsOwn& own = *static_cast<SignsOwn*>(node.own);
+  const int64_t *channels = channels_at(node, n), *dropped = dropped_at(node, n), stride = round_up(v.n, kLanes);
+  clear(own.vectors, span.rows * stride);
+  with_rows(span.rows, [&](auto rows) {
+    dense_sums<S, Float::f32, rows>(reinterpret_cast<const char*>(v.sketch), v.n * 4, v.M, v.n, own.space,
+                                    8 * own.bytes, own.vectors, stride);
+  });
+  for (int64_t r = 0; r < span.rows; r++) {
+    for (int64_t i = 0; dropped && i < v.drops; i++) own.vectors[r * stride + dropped[i]] = 0.0f;
+    for (int64_t i = 0; i < v.n; i++)
+      node.sum_row(span.row + r)[channels ? channels[i] : i] += own.vectors[r * stride + i];
+  }
+}
+
+template <class S>
+void signs_sums(const Node& node, Span span, const float* weight, int64_t weight_stride) {
+  const SignsOwn& own = *static_cast<SignsOwn*>(node.own);
+  const int64_t M = 8 * own.bytes, step = varies(node.view->signs) ? kSignTokens : span.tokens();
+  for (int64_t first = span.first; first < span.last; first += step) {
+    clear(node.lanes, span.rows * M * kLanes);
+    for (int64_t token = first; token < first + step; token += kLanes) {
+      sign_tile<S>(node, token, own.tile);
+      for (int64_t r = 0; r < span.rows; r++)
+        tile_accumulate<S>(own.tile, M, S::load(weight + r * weight_stride + token - span.first),
+                           node.lanes + r * M * kLanes);
+    }
+    for (int64_t i = 0; i < span.rows * M; i++) own.space[i] = S::hsum(S::load(node.lanes + i * kLanes));
+    bring_back<S>(node, first / kSignTokens, span);
+  }
+}
+
+// x̂ of sixteen tokens: [D][16].
+template <class S>
+void signs_fill(const Node& node, int64_t token, float* tile) {
+  const SignsView& v = node.view->signs;
+  const SignsOwn& own = *static_cast<SignsOwn*>(node.own);
+  const int64_t n = token / kSignTokens, *channels = channels_at(node, n), *dropped = dropped_at(node, n);
+  sign_tile<S>(node, token, own.tile);
+  if (channels) clear(tile, node.view->D * kLanes);
+  float* out = channels ? own.vectors : tile;  // [n][16]
+  clear(out, v.n * kLanes);
+  tile_dot<S>(own.tile, v.M, v.sketch, 1, v.n, v.n, out, kLanes);
+  for (int64_t i = 0; channels && i < v.n; i++) S::store(tile + channels[i] * kLanes, S::load(out + i * kLanes));
+  for (int64_t i = 0; dropped && i < v.drops; i++) clear(tile + dropped[i] * kLanes, kLanes);
+}
+
+}  // namespace
+}  // namespace tersekv

@@ -1,0 +1,50 @@
+// Arguments from Python: tensors arrive as (address, shape, strides) and are checked against the contract.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <initializer_list>
+#include <string>
+
+#include "contract.h"
+
+namespace nb = nanobind;
+
+namespace tersekv {
+
+constexpr int kMaxDims = 6;
+
+struct Tensor {
+  uintptr_t address = 0;
+  int dims = 0;
+  int64_t shape[kMaxDims] = {}, stride[kMaxDims] = {};
+
+  template <class T>
+  const T* as() const {
+    return reinterpret_cast<const T*>(address);
+  }
+};
+
+int64_t as_int(PyObject* o);
+double as_double(PyObject* o);
+PyObject* item(nb::handle tuple, Py_ssize_t i);
+
+// Items i, i + 1, i + 2 of a tuple: address, shape, strides.
+Tensor tensor_at(nb::handle tuple, Py_ssize_t i);
+
+struct Size {
+  const char* name;
+  int64_t value;
+};
+
+// Throws "what: expected [B, H, ...] with B = 2, got 3" on a wrong size, and names the first axis from `packed` on
+// whose stride is not that of a contiguous tensor.
+void expect(const std::string& side, const char* what, const Tensor& x, std::initializer_list<Size> sizes, int packed);
+
+// Throws a ValueError of `name` and `text`.
+[[noreturn]] void fail(const std::string& name, const std::string& text);
+
+// float16 or bfloat16 from its number.
+Float half_type(const std::string& name, int64_t half);
+
+}  // namespace tersekv

@@ -1,0 +1,60 @@
+// Tiles: float vectors of sixteen lanes, [P][16]; what can be decoded into one can be attended to.
+#pragma once
+
+#include "node.h"
+
+namespace tersekv {
+namespace {  // internal to each build of the kernels
+
+constexpr int64_t kTileSlack = 64;  // rows behind a tile that a decoder may overwrite
+
+template <class S>
+[[gnu::always_inline]] inline typename S::F load_half(Float half, const uint16_t* p) {
+  return half == Float::f16 ? S::template load_as<Float::f16>(p) : S::template load_as<Float::bf16>(p);
+}
+
+// y[r] += Σ_p x[r·row_stride + p·step] · tile[p], with y[r] at r·y_stride.
+template <class S>
+void tile_dot(const float* tile, int64_t P, const float* x, int64_t row_stride, int64_t step, int64_t rows, float* y,
+              int64_t y_stride) {
+  using F = typename S::F;
+  for (int64_t row = 0; row < rows; row += kRowTile) {
+    const float* in = x + row * row_stride;
+    float* out = y + row * y_stride;
+    with_rows(rows - row < kRowTile ? rows - row : kRowTile, [&](auto count) {
+      constexpr int R = count;
+      F even[R], odd[R];
+      repeat<R>([&](auto r) TERSEKV_INLINE {
+        even[r] = S::load(out + r * y_stride);
+        odd[r] = S::zero();
+      });
+      int64_t p = 0;
+      for (; p + 2 <= P; p += 2) {
+        const F a = S::load(tile + p * kLanes), b = S::load(tile + (p + 1) * kLanes);
+        repeat<R>([&](auto r) TERSEKV_INLINE {
+          even[r] = S::fma(S::set1(in[r * row_stride + p * step]), a, even[r]);
+          odd[r] = S::fma(S::set1(in[r * row_stride + (p + 1) * step]), b, odd[r]);
+        });
+      }
+      if (p < P) {
+        const F a = S::load(tile + p * kLanes);
+        repeat<R>([&](auto r) TERSEKV_INLINE { even[r] = S::fma(S::set1(in[r * row_stride + p * step]), a, even[r]); });
+      }
+      repeat<R>([&](auto r) TERSEKV_INLINE { S::store(out + r * y_stride, S::add(even[r], odd[r])); });
+    });
+  }
+}
+
+// sums[p] += weight · tile[p], lane by lane.
+template <class S>
+void tile_accumulate(const float* tile, int64_t P, typename S::F weight, float* sums) {
+  for (int64_t p = 0; p < P * kLanes; p += kLanes)
+    S::store(sums + p, S::fma(weight, S::load(tile + p), S::load(sums + p)));
+}
+
+inline void clear(float* p, int64_t floats) {
+  for (int64_t i = 0; i < floats; i++) p[i] = 0.0f;
+}
+
+}  // namespace
+}  // namespace tersekv

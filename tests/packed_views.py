@@ -1,0 +1,130 @@
+"""Views of random tokens in every packed layout, and bounds on what float32 makes of them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from tersekv.codecs import methods
+from tersekv.formats.base import Added, Joined, Rotated, View
+from tersekv.formats.exact import ExactView
+from tersekv.formats.grid import GridView
+from tersekv.formats.roped import Roped
+from tersekv.formats.signs import SignSketch, SignsView
+from tersekv.ops.attend_grid import decode_grid
+from tersekv.transforms.rope import Rope, standard_rope
+
+FORMATS = {
+    "exact": ("exact", {"dtype": "bf16"}),
+    "grid": ("kivi", {"bits": 2}),
+    "grid 3": ("uniform", {"bits": 3}),
+    "grid 5": ("uniform", {"bits": 5}),
+    "grid 6 per channel": ("uniform", {"bits": 6, "axis": "channel", "group": 64}),
+    "grid 7": ("turboquant", {"bits": 7.0}),
+    "grid 8": ("uniform", {"bits": 8, "axis": "channel", "group": 0, "scales": "bf16"}),
+    "signs": ("qjl", {"sketch": 256}),
+    "signs per group": ("qjl", {"outliers_per": "group", "sketch": 200}),
+    "signs alone": ("qjl", {"outliers": 0, "sketch": 100, "orthogonal": False}),
+    "polar": ("polarquant", {}),
+    "polar online": ("polarquant", {"codebook": "online", "radii": "bf16", "rotation": "none"}),
+    "polar other bits": ("polarquant", {"bits": "5-3-2"}),
+    "polar one level": ("polarquant", {"bits": "3"}),
+    "sparse": ("kvquant", {"calibration": "prompt", "outliers": 0.02}),
+    "sparse matrix": ("kvquant", {"bits": 4, "calibration": "prompt", "outliers_per": "matrix", "axis": "token"}),
+    "joined": ("turboquant", {"bits": 2.5}),
+    "joined and added": ("turboquant", {"bits": 3.25, "variant": "prod"}),
+    "signs without codes": ("turboquant", {"bits": 1.0, "variant": "prod"}),
+}
+"""The recipe of each: method and options."""
+
+
+def tokens(B: int, H: int, T: int, D: int) -> Tensor:
+    """Vectors with a few loud channels and single outliers, float32 [B, H, T, D]."""
+    x = torch.randn(B, H, T, D)
+    x[..., :: D // 4] *= 4
+    return torch.where(torch.rand_like(x) < 0.005, x * 8, x)
+
+
+def packed(name: str, side: str, x: Tensor) -> View:
+    """x [B, H, T, D] in a format of `FORMATS`, in tensors with slack behind the last block."""
+    method, options = FORMATS[name]
+    codec = getattr(methods()[method].build(**options), side)
+    if method == "qjl":
+        codec = methods()[method].build(**options, initial_layers=0).keys
+        codec = codec.__class__(**{**codec.options(), "side": side})
+    codec = codec.fit(x)
+    planes = codec.encode(x)
+    layout = codec.layout(x.shape[-1])
+    for name_, plane in planes.items():
+        if layout.planes[name_].ragged is None:
+            full = torch.cat(
+                [plane, torch.full_like(plane[:, :, :1], float("nan") if plane.is_floating_point() else -1)], 2
+            )
+            planes[name_] = full[:, :, : plane.shape[2]]
+    return codec.view(planes, x.shape[-1])
+
+
+def interleaved_rope(R: int) -> Rope:
+    """GPT-J's: neighbouring channels are pairs, each column of cos and sin stands twice."""
+    frequency = 10_000.0 ** (-torch.arange(0, R, 2, dtype=torch.float64) / R)
+
+    def cos_sin(positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        angle = positions.double()[:, None] * frequency.repeat_interleave(2)
+        return angle.cos() * 1.1, angle.sin() * 1.1
+
+    def apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = x[..., 0:R:2], x[..., 1:R:2]
+        turned = x[..., :R] * cos.unsqueeze(1) + torch.stack([-second, first], -1).flatten(-2) * sin.unsqueeze(1)
+        return torch.cat([turned, x[..., R:]], dim=-1)
+
+    return Rope(cos_sin, apply)
+
+
+@functools.cache
+def rope(kind: str, R: int) -> Rope:
+    """Frequencies and pairs in one of two usual orders, on R channels."""
+    return standard_rope(R) if kind == "halves" else interleaved_rope(R)
+
+
+def roped(view: View, kind: str, R: int, T: int, rows: str = "shared") -> Roped:
+    """Keys before RoPE. rows: "shared", or positions of their own "per row", or "per head" (2 rows, 3 heads)."""
+    of = rope(kind, R)
+    if rows == "shared":
+        return Roped(view, of, *(x.unsqueeze(0) for x in of.cos_sin(5, T, 0, torch.device("cpu"))))
+    shape = (2, T) if rows == "per row" else (2, 3, T)
+    return Roped(view, of, *of.at(torch.randint(0, 3000, shape)))
+
+
+def magnitude(view: View) -> Tensor:
+    """Per element the sum of the absolute values that float32 adds up to it: float64 [B, H, T, D]."""
+    if isinstance(view, Added):
+        return sum(magnitude(part) for part in view.views)
+    if isinstance(view, Joined):
+        return torch.cat([magnitude(part) for part in view.views], dim=-1)
+    if isinstance(view, Rotated):
+        return magnitude(view.inner) @ view.rotation.abs().double()
+    if isinstance(view, Roped):
+        size, channels = magnitude(view.before), view.rope.channels(view.before.decode().shape[-1], view.cos.shape[-1])
+        partner, cos, sin = channels[:, 0].long(), channels[:, 1].long(), channels[:, 2].long()
+        of_token = [x if x.dim() == 4 else x.unsqueeze(1) for x in (view.cos.abs().double(), view.sin.abs().double())]
+        turned = size * of_token[0][..., cos] + size[..., partner] * of_token[1][..., sin]
+        return torch.where(partner >= 0, turned, size)
+    if isinstance(view, SignsView):
+        return sum(_sketch_magnitude(s, view.head_dim) for s in view.sketches)
+    if isinstance(view, GridView):
+        side = view.side
+        total = decode_grid(side._replace(table=side.table.abs(), scale=side.scale.abs(), offset=None)).double()
+        if side.offset is not None:
+            total += decode_grid(side._replace(table=torch.ones_like(side.table), scale=side.offset.abs(), offset=None))
+        return total
+    assert isinstance(view, ExactView) or view.kind in ("polar", "sparse")
+    return view.decode().abs().double()
+
+
+def _sketch_magnitude(sketch: SignSketch, head_dim: int) -> Tensor:
+    ones = sketch._replace(
+        signs=torch.full_like(sketch.signs, 255), norms=sketch.norms.abs(), sketch=sketch.sketch.abs()
+    )
+    return ones.decode(head_dim).double()

@@ -1,0 +1,69 @@
+"""Attention over every packed layout, on every instruction set of this machine, against decoding in torch.
+
+Bounds as in `test_ops_parity.py`: float32's error of a sum is a few ulps of the sum of absolute values.
+"""
+
+import functools
+
+import pytest
+import torch
+
+from packed_views import FORMATS, magnitude, packed, roped, tokens
+from tersekv.ops import cpu
+from test_ops_parity import compare, expectation, isa, make_mask, one_thread, poisoned_outputs, pytestmark  # noqa: F401
+
+
+def run(keys, values, R, mask=None, scaling=None, softcap=None):
+    """Views of keys and values against their decoding; without the linear map that stays outside."""
+    keys, values = keys.inner, values.inner
+    key, value = keys.decode(), values.decode()
+    query = torch.randn(*key.shape[:2], R, key.shape[-1])
+    args = query, keys.operand, values.operand, mask, scaling or key.shape[-1] ** -0.5, softcap
+    assert cpu.why_not_attend_packed(*args) is None
+    result = cpu.attend_packed(*args)
+    compare(result, expectation(query, key, value, (magnitude(keys), magnitude(values)), mask, *args[4:]))
+    return args, result
+
+
+@functools.cache
+def view(name, side, B=1, H=2, T=128, D=64):
+    torch.manual_seed(D + T + len(name))
+    return packed(name, side, tokens(B, H, T, D))
+
+
+@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("keys", FORMATS)
+def test_every_pair(keys, values):
+    torch.manual_seed(0)
+    run(view(keys, "keys"), view(values, "values"), 3)
+
+
+SHAPES = [
+    (1, 1, 64, 64, 1),
+    (2, 3, 192, 128, 4),
+    (2, 1, 640, 96, 5),
+    (1, 2, 64, 160, 8),
+    (3, 2, 1088, 64, 2),
+    (1, 1, 128, 256, 7),
+]
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sizes(isa, name, side, shape):  # noqa: F811
+    B, H, T, D, R = shape
+    torch.manual_seed(R)
+    other = view("grid", "values" if side == "keys" else "keys", B, H, T, D)
+    one = view(name, side, B, H, T, D)
+    mask = None if R % 2 else make_mask(B, R // 2, T)
+    run(*((one, other) if side == "keys" else (other, one)), R, mask, softcap=20.0 if R == 5 else None)
+
+
+@pytest.mark.parametrize("rows", ["shared", "per row", "per head"])
+@pytest.mark.parametrize(("kind", "R"), [("halves", 64), ("halves", 32), ("pairs", 64), ("pairs", 48)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_keys_before_rope(isa, name, kind, R, rows):  # noqa: F811
+    torch.manual_seed(R)
+    T = 1088 if rows == "shared" else 128
+    run(roped(view(name, "keys", 2, 3, T, 64), kind, R, T, rows), view("grid", "values", 2, 3, T, 64), 5)
