@@ -98,7 +98,7 @@ void attend(const Call& call, const Task& task) {
 }
 
 template <class S>
-constexpr Kernels kernels_of(BlockFn (*grid_product)(const GridView&, int rows)) {
+constexpr Kernels kernels_of(GridFn (*grid_product)(const GridView&, int rows)) {
   return {S::kName, S::kNsPerProduct, attend<S>, merge_rows<S>, grid_product};
 }
 

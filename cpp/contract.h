@@ -50,14 +50,40 @@ struct GridView {
 
 // One block of a GridView.
 struct Block {
-  const int32_t* codes;
-  const uint16_t* scale;
-  const uint16_t* offset;
+  const int32_t* codes = nullptr;
+  const uint16_t* scale = nullptr;
+  const uint16_t* offset = nullptr;
 };
 
-// Adds a block's product with x [rows, x_stride] to y [rows, y_stride]; see lut.h.
-using BlockFn = void (*)(const GridView&, const Block&, const float* x, int64_t x_stride, float* y, int64_t y_stride,
-                         float* coef, int64_t coef_stride);
+// Blocks of a GridView times rows. Keys meet the same x and have a y each, y_step apart; values (y_step 0) have x one
+// after the other, P apart, and share y. Rows of y have room up to a multiple of 16, rows of coef for coef_floats().
+struct Product {
+  Block first;
+  int64_t blocks = 0;
+  const float* x = nullptr;
+  int64_t x_stride = 0;
+  float* y = nullptr;
+  int64_t y_stride = 0, y_step = 0;
+  float* coef = nullptr;
+  int64_t coef_stride = 0;
+  const GridView* next_view = nullptr;  // what is read after these blocks, from `next` on, is fetched meanwhile
+  Block next;
+};
+
+// Adds the product to y; see grid_product.h.
+using GridFn = void (*)(const GridView&, const Product&);
+
+// Coefficients of one group of a lane-scaled view, with room for neighbours in its first and last unit.
+static inline int64_t group_slots(const GridView& view) {
+  return round_up(view.group + 2 * packed_slots(view.bits, view.bits == 3 ? 3 : 1), kLanes);
+}
+
+// Floats that Product::coef needs per row for `blocks` blocks of values, or for any number of blocks of keys.
+static inline int64_t coef_floats(const GridView& view, int64_t blocks) {
+  const int64_t lane_scaled = view.P / view.group * (group_slots(view) + 1);
+  const int64_t packed_scaled = packed_slots(view.bits, view.words) * blocks;
+  return round_up(view.lane_scaled ? lane_scaled : packed_scaled, kLanes) + 2 * kLanes;
+}
 
 struct DenseView {
   Float type = Float::f32;
@@ -142,7 +168,7 @@ struct Call {
   const float* query = nullptr;  // [B, H, R, D], contiguous
   Scores scores;
   const View *keys = nullptr, *values = nullptr;
-  BlockFn (*grid_product)(const GridView&, int rows) = nullptr;
+  GridFn (*grid_product)(const GridView&, int rows) = nullptr;
   int64_t id = 0;        // no two calls of a process have the same
   float* out = nullptr;  // [B, H, R, Dv]
   float* lse = nullptr;  // [B, H, R]
@@ -169,7 +195,7 @@ struct Kernels {
   double ns_per_product;
   void (*attend)(const Call&, const Task&);
   void (*merge)(const Merge&);
-  BlockFn (*grid_product)(const GridView&, int rows);
+  GridFn (*grid_product)(const GridView&, int rows);
 };
 
 // 64-byte aligned memory of the calling thread, valid until the thread calls reset_scratch.

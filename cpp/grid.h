@@ -13,22 +13,44 @@ inline Block block_at(const GridView& v, int64_t b, int64_t h, int64_t n) {
           plane_at(v.offset, b, h, n)};
 }
 
-inline int64_t coef_stride(const GridView& v) { return round_up(packed_slots(v.bits, v.words), kLanes) + 2 * kLanes; }
+// Floats per row of coefficients of a span's blocks.
+inline int64_t coef_stride(const Node& node) {
+  const int64_t t = node.view->t, unit = node.call->tokens_per_unit;
+  return coef_floats(node.grid, (unit > kChunkTokens ? unit : kChunkTokens) / t);
+}
 
 inline void lut_scores(const Node& node, Span span, float* coef, float* score, int64_t score_stride) {
-  const BlockFn product = node.call->grid_product(node.grid, static_cast<int>(span.rows));
-  const int64_t t = node.view->t;
-  for (int64_t token = span.first; token < span.last; token += t)
-    product(node.grid, block_at(node.grid, node.b, node.h, token / t), node.query_row(span.row), node.query_stride,
-            score + token - span.first, score_stride, coef, coef_stride(node.grid));
+  const int64_t t = node.view->t, first = span.first / t;
+  Product product;
+  product.first = block_at(node.grid, node.b, node.h, first);
+  product.blocks = ceil_div(span.tokens(), t);
+  product.x = node.query_row(span.row);
+  product.x_stride = node.query_stride;
+  product.y = score;
+  product.y_stride = score_stride;
+  product.y_step = t;
+  product.coef = coef;
+  product.coef_stride = coef_stride(node);
+  const View& values = *node.call->values;
+  if (values.kind == Kind::grid && values.t == t) {
+    product.next_view = &values.grid;
+    product.next = block_at(values.grid, node.b, node.h, first);
+  }
+  node.call->grid_product(node.grid, static_cast<int>(span.rows))(node.grid, product);
 }
 
 inline void lut_sums(const Node& node, Span span, float* coef, const float* weight, int64_t weight_stride) {
-  const BlockFn product = node.call->grid_product(node.grid, static_cast<int>(span.rows));
   const int64_t t = node.view->t;
-  for (int64_t token = span.first; token < span.last; token += t)
-    product(node.grid, block_at(node.grid, node.b, node.h, token / t), weight + token - span.first, weight_stride,
-            node.sum_row(span.row), node.sum_stride, coef, coef_stride(node.grid));
+  Product product;
+  product.first = block_at(node.grid, node.b, node.h, span.first / t);
+  product.blocks = ceil_div(span.tokens(), t);
+  product.x = weight;
+  product.x_stride = weight_stride;
+  product.y = node.sum_row(span.row);
+  product.y_stride = node.sum_stride;
+  product.coef = coef;
+  product.coef_stride = coef_stride(node);
+  node.call->grid_product(node.grid, static_cast<int>(span.rows))(node.grid, product);
 }
 
 }  // namespace

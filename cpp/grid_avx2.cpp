@@ -1,7 +1,7 @@
+#include "grid_product.h"
 #include "isa.h"
-#include "lut.h"
 #include "simd_avx2.h"
 
 namespace tersekv {
-BlockFn grid_product_avx2(const GridView& view, int rows) { return block_product<Avx2>(view, rows); }
+GridFn grid_product_avx2(const GridView& view, int rows) { return product_of<Avx2>(view, rows); }
 }  // namespace tersekv

@@ -1,7 +1,7 @@
+#include "grid_product.h"
 #include "isa.h"
-#include "lut.h"
 #include "simd_avx512.h"
 
 namespace tersekv {
-BlockFn grid_product_avx512(const GridView& view, int rows) { return block_product<Avx512>(view, rows); }
+GridFn grid_product_avx512(const GridView& view, int rows) { return product_of<Avx512>(view, rows); }
 }  // namespace tersekv

@@ -1,7 +1,7 @@
+#include "grid_product.h"
 #include "isa.h"
-#include "lut.h"
 #include "simd_baseline.h"
 
 namespace tersekv {
-BlockFn grid_product_baseline(const GridView& view, int rows) { return block_product<Baseline>(view, rows); }
+GridFn grid_product_baseline(const GridView& view, int rows) { return product_of<Baseline>(view, rows); }
 }  // namespace tersekv

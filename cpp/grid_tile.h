@@ -122,7 +122,7 @@ void grid_prepare(Node& node) {
   auto* own = reinterpret_cast<GridOwn*>(scratch(ceil_div(sizeof(GridOwn), sizeof(float))));
   node.own = own;
   const GridView& v = node.grid;
-  own->coef = v.bits <= kLutBits ? scratch(kRowTile * coef_stride(v)) : nullptr;
+  own->coef = v.bits <= kLutBits ? scratch(kRowTile * coef_stride(node)) : nullptr;
   own->scale = scratch(v.P);
   own->offset = scratch(v.P);
   own->tile = v.bits <= kLutBits ? nullptr : scratch((v.P + kTileSlack) * kLanes);

@@ -11,14 +11,19 @@ namespace tersekv {
 namespace {
 
 #if TERSEKV_X86
-// Not every supported compiler knows this name in __builtin_cpu_supports.
+// Not every supported compiler knows these names in __builtin_cpu_supports.
 bool has_f16c() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29));
 }
 
+bool has_avx512bf16() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 5));
+}
+
 std::vector<Isa> detect() {
-  std::string avx2, avx512;
+  std::string avx2, avx512, bf16;
   const auto need = [](std::string& missing, bool present, const char* name) {
     if (!present) missing += (missing.empty() ? "" : ", ") + std::string(name);
   };
@@ -31,7 +36,10 @@ std::vector<Isa> detect() {
   need(avx512, __builtin_cpu_supports("avx512bw"), "avx512bw");
   need(avx512, __builtin_cpu_supports("avx512dq"), "avx512dq");
   need(avx512, __builtin_cpu_supports("avx512vl"), "avx512vl");
-  return {{&kernels_avx512(), avx512}, {&kernels_avx2(), avx2}, {&kernels_baseline(), ""}};
+  bf16 = avx512;
+  need(bf16, __builtin_cpu_supports("avx512f") && has_avx512bf16(), "avx512_bf16");
+  return {
+      {&kernels_avx512bf16(), bf16}, {&kernels_avx512(), avx512}, {&kernels_avx2(), avx2}, {&kernels_baseline(), ""}};
 }
 #else
 std::vector<Isa> detect() { return {{&kernels_baseline(), ""}}; }

@@ -11,10 +11,12 @@ namespace tersekv {
 const Kernels& kernels_baseline();
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512();
+const Kernels& kernels_avx512bf16();
 
-BlockFn grid_product_baseline(const GridView& view, int rows);
-BlockFn grid_product_avx2(const GridView& view, int rows);
-BlockFn grid_product_avx512(const GridView& view, int rows);
+GridFn grid_product_baseline(const GridView& view, int rows);
+GridFn grid_product_avx2(const GridView& view, int rows);
+GridFn grid_product_avx512(const GridView& view, int rows);
+GridFn grid_product_avx512bf16(const GridView& view, int rows);
 
 struct Isa {
   const Kernels* kernels;

@@ -5,11 +5,11 @@
 
 #include <cstring>
 
-#include "contract.h"
+#include "simd_float32.h"
 
 namespace tersekv {
 
-struct Avx2 {
+struct Avx2 : Float32Codes<Avx2> {
   static constexpr const char* kName = "avx2";
   static constexpr double kNsPerProduct = 0.035;
   static constexpr int kExactTokens = 1;

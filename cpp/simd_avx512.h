@@ -3,11 +3,11 @@
 
 #include <immintrin.h>
 
-#include "contract.h"
+#include "simd_float32.h"
 
 namespace tersekv {
 
-struct Avx512 {
+struct Avx512 : Float32Codes<Avx512> {
   static constexpr const char* kName = "avx512";
   static constexpr double kNsPerProduct = 0.013;
   static constexpr int kExactTokens = 4;
@@ -49,6 +49,7 @@ struct Avx512 {
   static Words load_words(const int32_t* p) { return _mm512_loadu_si512(p); }
   template <int N>
   static Words shr(Words w) {
+    if constexpr (N == 0) return w;
     return _mm512_srli_epi32(w, N);
   }
   static Words pick(Words a, Words b, Words c) {

@@ -3,11 +3,11 @@
 
 #include <cstring>
 
-#include "contract.h"
+#include "simd_float32.h"
 
 namespace tersekv {
 
-struct Baseline {
+struct Baseline : Float32Codes<Baseline> {
   static constexpr const char* kName = "scalar";
   static constexpr double kNsPerProduct = 0.15;
   static constexpr int kExactTokens = 1;

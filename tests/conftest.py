@@ -12,6 +12,8 @@ import pytest
 import torch
 import transformers as tf
 
+from tersekv.ops import cpu
+
 SHAPE = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -145,3 +147,15 @@ def real_keys(smollm2) -> torch.Tensor:
     model, tokenizer = smollm2
     ids = tokenizer(pydoc_document(tokenizer, 600), return_tensors="pt")["input_ids"][:, :512]
     return torch.stack([layer.keys[0] for layer in capture(model, ids)]).float()
+
+
+@pytest.fixture(autouse=True)
+def float32_kernels():
+    """Kernels that multiply in float32, whose bounds tests of the whole path hold; tests/test_ops_parity.py chooses
+    every instruction set itself."""
+    rounds = cpu.why_not_built() is None and cpu.isa() == "avx512bf16"
+    if rounds:
+        cpu.set_isa("avx512")
+    yield
+    if rounds:
+        cpu.set_isa("auto")

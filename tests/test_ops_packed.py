@@ -21,7 +21,11 @@ def run(keys, values, R, mask=None, scaling=None, softcap=None):
     args = query, keys.operand, values.operand, mask, scaling or key.shape[-1] ** -0.5, softcap
     assert cpu.why_not_attend_packed(*args) is None
     result = cpu.attend_packed(*args)
-    compare(result, expectation(query, key, value, (magnitude(keys), magnitude(values)), mask, *args[4:]))
+    expected = expectation(query, key, value, (magnitude(keys), magnitude(values)), mask, *args[4:])
+    if cpu.isa() == "avx512bf16":  # some part may be a grid, which rounds; test_ops_parity.py bounds that
+        assert (result[0] - expected.out).norm() < 1e-2 * expected.out.norm()
+    else:
+        compare(result, expected)
     return args, result
 
 

@@ -50,7 +50,16 @@ def test_command(command, tiny, tmp_path, monkeypatch, capsys):
 
 
 def test_there_are_commands():
-    assert {c.split()[1] for c in COMMANDS} == {"list", "generate", "estimate", "eval", "plot", "models", "env"}
+    assert {c.split()[1] for c in COMMANDS} == {
+        "list",
+        "generate",
+        "estimate",
+        "eval",
+        "plot",
+        "models",
+        "env",
+        "bench",
+    }
 
 
 def test_make_targets_exist():

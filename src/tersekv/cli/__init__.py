@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tersekv import __version__
-from tersekv.cli import calibrate, demo, env, estimate, evaluate, generate, listing, models, plot, report
+from tersekv.cli import bench, calibrate, demo, env, estimate, evaluate, generate, listing, models, plot, report
 from tersekv.errors import CacheError, UserError
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.command()(env.env)
 app.command()(demo.demo)
 app.command()(plot.plot)
 app.command()(report.report)
+app.add_typer(bench.app, name="bench")
 
 # The parser's own errors (typer carries click in one version and imports it in another), without naming either.
 _PARSER_ERROR: Any = typer.BadParameter.__mro__[2]
@@ -85,7 +86,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _command(arguments: list[str]) -> str:
-    known = {"generate", "eval", "calibrate", "list", "estimate", "models", "env", "demo", "plot", "report"}
+    known = {"generate", "eval", "calibrate", "list", "estimate", "models", "env", "demo", "plot", "report", "bench"}
     return f"{arguments[0]} " if arguments and arguments[0] in known else ""
 
 

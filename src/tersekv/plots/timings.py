@@ -1,4 +1,4 @@
-"""Records of benchmarks that time attention over a number of tokens (`benchmarks/attend.py`)."""
+"""Records of benchmarks that time attention over a number of tokens (`tersekv bench attend --out`)."""
 
 from __future__ import annotations
 

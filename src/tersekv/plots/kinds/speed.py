@@ -1,4 +1,4 @@
-"""Time of one token's attention against the number of tokens, packed and dense (records of `benchmarks/attend.py`).
+"""Time of one token's attention against the number of tokens, packed and dense (records of `tersekv bench attend`).
 
 Both axes are logarithmic; bars are the 10th and 90th percentile of the runs. The table compares each packed format with
 the fastest dense way of the same shape, tokens and threads.
@@ -43,7 +43,7 @@ def speedups(timings: Sequence[Timing]) -> list[tuple[Timing, Timing, float]]:
 def draw(timings: Sequence[Timing]) -> Picture:
     """One row per number of threads, one column per shape."""
     if not any(timing.packed for timing in timings):
-        raise UserError("the records time no packed format: give records of benchmarks/attend.py")
+        raise UserError("the records time no packed format: give records of tersekv bench attend")
     shapes = list(dict.fromkeys(timing.shape for timing in timings))
     threads = sorted({timing.threads for timing in timings})
     figure = new_figure(4.6 * len(shapes) + 0.6, 3.3 * len(threads) + 1.5)

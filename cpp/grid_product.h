@@ -1,0 +1,251 @@
+// Blocks of one side of a packed segment times rows: y[r][lane] += sum over p of x[r][p] * x̂[p][lane], with scales and
+// offsets folded into coefficients or sums.
+#pragma once
+
+#include "lut.h"
+
+namespace tersekv {
+namespace {  // internal to each build of the kernels
+
+inline Block block_after(const GridView& view, const Block& block, int64_t n) {
+  return {block.codes + n * view.stride_n, block.scale + n * view.scale.stride_n,
+          block.offset ? block.offset + n * view.offset.stride_n : nullptr};
+}
+
+inline void fetch(const void* data, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(data) + i, 0, 2);
+}
+
+// Fetches scales for the time after block n, two blocks ahead, and those of the next side.
+inline const int32_t* fetch_after(const GridView& view, const Product& in, int64_t n) {
+  if (!in.next_view) return nullptr;
+  const auto scales = [](const GridView& v, const Block& block) {
+    const int64_t bytes = (v.lane_scaled ? v.P / v.group * v.L : v.L / v.group * v.P) * 2;
+    fetch(block.scale, bytes);
+    if (block.offset) fetch(block.offset, bytes);
+  };
+  const Block next = block_after(*in.next_view, in.next, n);
+  scales(view, block_after(view, in.first, n + 2));
+  scales(*in.next_view, next);
+  return next.codes;
+}
+
+template <class S, int BITS, int R>
+struct GridProduct {
+  using F = typename S::F;
+  using Table = typename S::template Table<BITS>;
+  static constexpr int64_t kUnitWords = BITS == 3 ? 3 : 1;
+  static constexpr int64_t kUnitCodes = packed_slots(BITS, kUnitWords);
+
+  // Sums over `codes` for lane groups [from, to), each handed to finish(group, sums of R rows).
+  template <class Finish>
+  [[gnu::always_inline]] static inline void sums(const Table& table, Codes codes, const float* coef,
+                                                 int64_t coef_stride, int64_t from, int64_t to, Finish&& finish) {
+    codes.data += from * codes.group_stride;
+    auto run = [&](auto count) TERSEKV_INLINE {
+      constexpr int NG = count;
+      LutSums<S, BITS, R, NG> acc(table, codes, coef, coef_stride);
+      repeat<NG>([&](auto g) TERSEKV_INLINE { finish(from + g, acc.sum[0][g]); });
+      from += NG;
+      codes.data += NG * codes.group_stride;
+    };
+    while (from < to) {
+      if constexpr (S::max_groups(R) >= 4) {
+        if (to - from >= 4) {
+          run(Index<4>{});
+          continue;
+        }
+      }
+      if constexpr (S::max_groups(R) >= 2) {
+        if (to - from >= 2) {
+          run(Index<2>{});
+          continue;
+        }
+      }
+      run(Index<1>{});
+    }
+  }
+
+  // One coefficient per packed position: x times the scale. Adds x times the offset to `shift`.
+  template <Float HALF>
+  [[gnu::always_inline]] static inline void scale_rows(const GridView& view, const Table& table, const Block& block,
+                                                       int64_t g, const float* x, int64_t x_stride, float* coef,
+                                                       int64_t coef_stride, int64_t at, F (&shift)[R]) {
+    const uint16_t* scale = block.scale + g * view.P;
+    const uint16_t* offset = block.offset ? block.offset + g * view.P : nullptr;
+    auto part = [&](int64_t p, F s, auto load_offset, auto load) TERSEKV_INLINE {
+      F xs[R];
+      repeat<R>([&](auto r) TERSEKV_INLINE {
+        xs[r] = load(x + r * x_stride + p);
+        S::store_coefs(coef + r * coef_stride, at + p, S::mul(xs[r], s));
+      });
+      if (!offset) return;
+      const F o = recentered(table, load_offset(offset + p), s);
+      repeat<R>([&](auto r) TERSEKV_INLINE { shift[r] = S::fma(xs[r], o, shift[r]); });
+    };
+    int64_t p = 0;
+    for (; p + kLanes <= view.P; p += kLanes) {
+      const auto half = [](const uint16_t* from) TERSEKV_INLINE { return S::template load_as<HALF>(from); };
+      part(p, half(scale + p), half, [](const float* from) TERSEKV_INLINE { return S::load(from); });
+    }
+    if (p < view.P) {
+      const int64_t n = view.P - p;
+      const auto half = [&](const uint16_t* from) TERSEKV_INLINE { return S::template load_as_n<HALF>(from, n); };
+      part(p, half(scale + p), half,
+           [&](const float* from) TERSEKV_INLINE { return S::template load_as_n<Float::f32>(from, n); });
+      p += kLanes;
+    }
+    // Slots after the last code hold code 0, which the table need not map to zero.
+    for (; p < packed_slots(BITS, view.words); p += kLanes)
+      repeat<R>([&](auto r) TERSEKV_INLINE { S::store_coefs(coef + r * coef_stride, at + p, S::zero()); });
+  }
+
+  template <Float HALF>
+  static void packed_scaled(const GridView& view, const Product& in) {
+    const Table table = make_table(view, in.first.offset != nullptr);
+    const int64_t groups = view.L / view.group, slots = packed_slots(BITS, view.words);
+    const int64_t lane_groups = ceil_div(view.L, kLanes), joint = in.y_step ? 1 : in.blocks;
+    for (int64_t n0 = 0; n0 < in.blocks; n0 += joint) {
+      const Block first = block_after(view, in.first, n0);
+      const int32_t* next = fetch_after(view, in, n0);
+      for (int64_t g = 0; g < groups; g++) {
+        F shift[R];
+        repeat<R>([&](auto r) TERSEKV_INLINE { shift[r] = S::zero(); });
+        for (int64_t n = 0; n < joint; n++)
+          scale_rows<HALF>(view, table, block_after(view, first, n), g, in.x + n * view.P, in.x_stride, in.coef,
+                           in.coef_stride, n * slots, shift);
+        if (first.offset) S::spread(shift);
+        const int64_t from = g * view.group / kLanes;
+        const int64_t to = g + 1 == groups ? lane_groups : (g + 1) * view.group / kLanes;
+        sums(table, {first.codes, view.words * kLanes, view.words, joint, view.stride_n, g ? nullptr : next}, in.coef,
+             in.coef_stride, from, to, [&](int64_t lane_group, const F(&sum)[R]) TERSEKV_INLINE {
+               repeat<R>([&](auto r) TERSEKV_INLINE {
+                 float* out = in.y + n0 * in.y_step + r * in.y_stride + lane_group * kLanes;
+                 S::store(out, S::add(S::load(out), S::add(sum[r], shift[r])));
+               });
+             });
+      }
+    }
+  }
+
+  // The words that hold packed positions [g * group, (g + 1) * group), and the position that the first one starts at.
+  struct Span {
+    int64_t first, words, start;
+  };
+  static Span span_of(const GridView& view, int64_t g) {
+    const int64_t first = g * view.group / kUnitCodes * kUnitWords;
+    const int64_t up = ceil_div((g + 1) * view.group, kUnitCodes) * kUnitWords;
+    return {first, (up < view.words ? up : view.words) - first, first / kUnitWords * kUnitCodes};
+  }
+
+  // Coefficients of every group, x with zeros for codes of neighbouring groups, and behind them each group's sum of x.
+  static void group_rows(const GridView& view, const float* x, int64_t x_stride, float* coef, int64_t coef_stride) {
+    const int64_t groups = view.P / view.group, room = group_slots(view);
+    for (int64_t g = 0; g < groups; g++) {
+      const Span span = span_of(view, g);
+      const int64_t skip = g * view.group - span.start;
+      const int64_t end = round_up(packed_slots(BITS, span.first + span.words) - span.start, kLanes);
+      F total[R];
+      repeat<R>([&](auto r) TERSEKV_INLINE {
+        float* c = coef + r * coef_stride + g * room;
+        const float* source = x + r * x_stride + g * view.group;
+        for (int64_t p = 0; p < skip; p++) c[p] = 0.0f;
+        for (int64_t p = 0; p < view.group; p++) c[skip + p] = source[p];
+        for (int64_t p = skip + view.group; p < end; p++) c[p] = 0.0f;
+        total[r] = S::zero();
+        for (int64_t p = 0; p < end; p += kLanes) {
+          const F part = S::load(c + p);
+          total[r] = S::add(total[r], part);
+          S::store_coefs(c, p, part);  // in place: never beyond what was read
+        }
+        coef[r * coef_stride + groups * room + g] = S::hsum(total[r]);
+      });
+    }
+  }
+
+  template <Float HALF>
+  static void lane_scaled(const GridView& view, const Product& in) {
+    const Table table = make_table(view, in.first.offset != nullptr);
+    const int64_t groups = view.P / view.group, room = group_slots(view), lane_groups = ceil_div(view.L, kLanes);
+    for (int64_t n = 0; n < in.blocks; n++) {
+      const Block block = block_after(view, in.first, n);
+      const int32_t* next = fetch_after(view, in, n);
+      if (n == 0 || !in.y_step)
+        group_rows(view, in.x + (in.y_step ? 0 : n * view.P), in.x_stride, in.coef, in.coef_stride);
+      for (int64_t g = 0; g < groups; g++) {
+        const Span span = span_of(view, g);
+        const uint16_t* scale = block.scale + g * view.L;
+        const uint16_t* offset = block.offset ? block.offset + g * view.L : nullptr;
+        const float* total = in.coef + groups * room + g;
+        sums(table, {block.codes + span.first * kLanes, view.words * kLanes, span.words, 1, 0, g ? nullptr : next},
+             in.coef + g * room, in.coef_stride, 0, lane_groups,
+             [&](int64_t lane_group, const F(&sum)[R]) TERSEKV_INLINE {
+               const int64_t lane = lane_group * kLanes, left = view.L - lane;
+               const F s = load_lanes<HALF>(scale + lane, left);
+               const F o = offset ? recentered(table, load_lanes<HALF>(offset + lane, left), s) : S::zero();
+               repeat<R>([&](auto r) TERSEKV_INLINE {
+                 float* out = in.y + n * in.y_step + r * in.y_stride + lane;
+                 S::store(out, S::fma(sum[r], s, S::fma(S::set1(total[r * in.coef_stride]), o, S::load(out))));
+               });
+             });
+      }
+    }
+  }
+
+  // bfloat16 errs less on a table around zero, so that its middle moves into an offset where there is one.
+  static Table make_table(const GridView& view, [[maybe_unused]] bool offset) {
+    if constexpr (S::kCodes == 2)
+      return Table(view.table, offset);
+    else
+      return Table(view.table);
+  }
+
+  [[gnu::always_inline]] static inline F recentered([[maybe_unused]] const Table& table, F offset,
+                                                    [[maybe_unused]] F scale) {
+    if constexpr (S::kCodes == 2) return S::fma(scale, S::set1(table.middle), offset);
+    return offset;
+  }
+
+  template <Float HALF>
+  [[gnu::always_inline]] static inline F load_lanes(const uint16_t* p, int64_t n) {
+    return n >= kLanes ? S::template load_as<HALF>(p) : S::template load_as_n<HALF>(p, n);
+  }
+};
+
+template <class S, int BITS, int R>
+GridFn product_of(bool lane_scaled, Float half) {
+  using P = GridProduct<S, BITS, R>;
+  if (half == Float::f16)
+    return lane_scaled ? P::template lane_scaled<Float::f16> : P::template packed_scaled<Float::f16>;
+  return lane_scaled ? P::template lane_scaled<Float::bf16> : P::template packed_scaled<Float::bf16>;
+}
+
+// For one to four rows.
+template <class S>
+GridFn product_of(const GridView& view, int rows) {
+  constexpr auto with_rows = []<int BITS>(int rows, bool lane_scaled, Float half) {
+    switch (rows) {
+      case 1:
+        return product_of<S, BITS, 1>(lane_scaled, half);
+      case 2:
+        return product_of<S, BITS, 2>(lane_scaled, half);
+      case 3:
+        return product_of<S, BITS, 3>(lane_scaled, half);
+      default:
+        return product_of<S, BITS, 4>(lane_scaled, half);
+    }
+  };
+  switch (view.bits) {
+    case 1:
+      return with_rows.template operator()<1>(rows, view.lane_scaled, view.half);
+    case 2:
+      return with_rows.template operator()<2>(rows, view.lane_scaled, view.half);
+    case 3:
+      return with_rows.template operator()<3>(rows, view.lane_scaled, view.half);
+    default:
+      return with_rows.template operator()<4>(rows, view.lane_scaled, view.half);
+  }
+}
+
+}  // namespace
+}  // namespace tersekv

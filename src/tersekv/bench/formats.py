@@ -1,0 +1,103 @@
+"""What `tersekv bench attend` can time, by name: packed segments of random keys and values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tersekv.codecs.base import Codec
+from tersekv.errors import UserError
+from tersekv.formats.base import Planes
+from tersekv.ops.attend_packed import Operand
+from tersekv.recipe import Recipe
+
+# name: the recipe that packs both sides. A query's rotation and RoPE are not timed: keys are read as they were coded.
+FORMATS = {
+    "grid4": "kivi:bits=4",
+    "grid3": "kivi:bits=3",
+    "grid2": "kivi:bits=2",
+    "grid1": "kivi:bits=1",
+    "qjl256": "qjl:sketch=256,initial_layers=0",
+    "polar": "polarquant",
+    "nuq4-1%": "kvquant:bits=4,calibration=prompt",
+}
+ENCODE_TOKENS = 4096
+
+
+class Packer(NamedTuple):
+    """A codec, and planes that it made."""
+
+    codec: Codec
+    planes: Planes
+    head_dim: int
+
+    def operand(self) -> Operand:
+        """As attention reads it."""
+        return self.codec.view(self.planes, self.head_dim).inner.operand
+
+    def copy(self) -> Packer:
+        """The same bytes at another place."""
+        return self._replace(planes={name: plane.clone() for name, plane in self.planes.items()})
+
+    @property
+    def bytes(self) -> int:
+        """Of all planes."""
+        return sum(plane.numel() * plane.element_size() for plane in self.planes.values())
+
+
+class Segment(NamedTuple):
+    """Packed keys and values."""
+
+    keys: Packer
+    values: Packer
+
+    def operands(self) -> tuple[Operand, Operand]:
+        """As attention reads them."""
+        return self.keys.operand(), self.values.operand()
+
+    def copy(self) -> Segment:
+        """The same bytes at another place."""
+        return Segment(self.keys.copy(), self.values.copy())
+
+    @property
+    def bytes(self) -> int:
+        """Of keys and values."""
+        return self.keys.bytes + self.values.bytes
+
+
+def chosen(text: str) -> tuple[str, ...]:
+    """Names separated by commas.
+
+    Raises:
+        UserError: a name that is not there.
+    """
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in FORMATS:
+            raise UserError(f"--formats {name!r} is not there: {', '.join(FORMATS)} are")
+    return names
+
+
+def make_segment(name: str, heads: int, tokens: int, D: int, seed: int) -> Segment:
+    """Normally distributed keys and values [1, heads, tokens, D] in the format `name`."""
+    plan = Recipe.parse(FORMATS[name]).plan(0, 1)
+    g = torch.Generator().manual_seed(seed)
+    return Segment(*(_pack(codec, heads, tokens, D, g) for codec in (plan.keys, plan.values)))
+
+
+def _pack(codec: Codec, heads: int, tokens: int, D: int, g: torch.Generator) -> Packer:
+    block_tokens = codec.layout(D).block_tokens
+    if tokens % block_tokens:
+        raise UserError(f"--tokens {tokens}: packed are whole blocks of {block_tokens} tokens")
+    # Lists of entries whose length varies come whole.
+    ragged = any(spec.ragged is not None for spec in codec.layout(D).planes.values())
+    step = tokens if ragged else ENCODE_TOKENS
+    pieces: list[Planes] = []
+    for first in range(0, tokens, step):
+        x = torch.randn(1, heads, min(step, tokens - first), D, generator=g)
+        if codec.lacks == "prompt":
+            codec = codec.fit(x)
+        pieces.append(codec.encode(x))
+    planes = pieces[0] if ragged else {name: torch.cat([piece[name] for piece in pieces], 2) for name in pieces[0]}
+    return Packer(codec, planes, D)
