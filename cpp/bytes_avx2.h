@@ -6,6 +6,8 @@
 namespace tersekv {
 
 struct Avx2Bytes : Avx2 {
+  static constexpr bool kShortTables = false;
+
   // Sixteen bytes, one per lane.
   static Words load_bytes(const uint8_t* p) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -38,6 +40,11 @@ struct Avx2Bytes : Avx2 {
   }
   static F negative_fma(F a, F b, F c) {
     return {_mm256_fnmadd_ps(a.lo, b.lo, c.lo), _mm256_fnmadd_ps(a.hi, b.hi, c.hi)};
+  }
+  // out[c·out_stride + t] = in[t·stride + c] for t, c < 16.
+  static void transpose(const float* in, int64_t stride, float* out, int64_t out_stride) {
+    for (int c = 0; c < kLanes; c++)
+      for (int t = 0; t < kLanes; t++) out[c * out_stride + t] = in[t * stride + c];
   }
   // x where bit `bit` of w is 1, else -x.
   static F signed_by(F x, Words w, int bit) {

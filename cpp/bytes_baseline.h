@@ -6,6 +6,8 @@
 namespace tersekv {
 
 struct BaselineBytes : Baseline {
+  static constexpr bool kShortTables = false;
+
   // Sixteen bytes, one per lane.
   static Words load_bytes(const uint8_t* p) {
     Words out;
@@ -24,6 +26,11 @@ struct BaselineBytes : Baseline {
     return out;
   }
   static F negative_fma(F a, F b, F c) { return c - a * b; }
+  // out[c·out_stride + t] = in[t·stride + c] for t, c < 16.
+  static void transpose(const float* in, int64_t stride, float* out, int64_t out_stride) {
+    for (int c = 0; c < kLanes; c++)
+      for (int t = 0; t < kLanes; t++) out[c * out_stride + t] = in[t * stride + c];
+  }
   // x where bit `bit` of w is 1, else -x.
   static F signed_by(F x, Words w, int bit) { return (F)((U)x ^ (~(w << (31 - bit)) & 0x80000000u)); }
 };

@@ -30,18 +30,18 @@ typename S::Words code_at(const HalfWords& how, const int32_t* words, int64_t p)
   return code;
 }
 
-// Entries of the table for all codes of `count` words, without scales; rows behind P may be written, fewer than 32.
-template <class S, int BITS>
-void entries_tile(const float* table, const int32_t* words, int64_t count, float* tile) {
+// put(p, entry) for all codes of `count` words, p ascending; behind P by fewer than 32.
+template <class S, int BITS, class Put>
+[[gnu::always_inline]] inline void each_word(const float* table, const int32_t* words, int64_t count, Put&& put) {
   using Words = typename S::Words;
   constexpr int kCodes = 2 * direct_codes(BITS);
   const typename S::template Table<BITS> entries(table);
+  int64_t p = 0;
   const auto direct = [&](int64_t at) TERSEKV_INLINE {
     const Words word = S::load_words(words + at * kLanes);
-    repeat<kCodes>([&](auto i) TERSEKV_INLINE {
-      S::store(tile + i * kLanes, entries.at(S::template shr<i % 2 * 16 + i / 2 * BITS>(word)));
-    });
-    tile += kCodes * kLanes;
+    repeat<kCodes>([&](auto i)
+                       TERSEKV_INLINE { put(p + i, entries.at(S::template shr<i % 2 * 16 + i / 2 * BITS>(word))); });
+    p += kCodes;
     return word;
   };
   int64_t at = 0;
@@ -49,29 +49,29 @@ void entries_tile(const float* table, const int32_t* words, int64_t count, float
     for (; at + 3 <= count; at += 3) {
       const Words a = direct(at), b = direct(at + 1), c = direct(at + 2);
       repeat<2>([&](auto j) TERSEKV_INLINE {
-        S::store(tile + j * kLanes, entries.at(S::pick(S::template shr<15 + 16 * j>(a), S::template shr<14 + 16 * j>(b),
-                                                       S::template shr<13 + 16 * j>(c))));
+        put(p + j, entries.at(S::pick(S::template shr<15 + 16 * j>(a), S::template shr<14 + 16 * j>(b),
+                                      S::template shr<13 + 16 * j>(c))));
       });
-      tile += 2 * kLanes;
+      p += 2;
     }
   }
   for (; at < count; at++) direct(at);
 }
 
-template <class S>
-void entries_tile(const GridView& v, const int32_t* words, float* tile) {
+template <class S, class Put>
+[[gnu::always_inline]] inline void each_entry_of(const GridView& v, const int32_t* words, Put&& put) {
   switch (v.bits) {
     case 1:
-      return entries_tile<S, 1>(v.table, words, v.words, tile);
+      return each_word<S, 1>(v.table, words, v.words, put);
     case 2:
-      return entries_tile<S, 2>(v.table, words, v.words, tile);
+      return each_word<S, 2>(v.table, words, v.words, put);
     case 3:
-      return entries_tile<S, 3>(v.table, words, v.words, tile);
+      return each_word<S, 3>(v.table, words, v.words, put);
     case 4:
-      return entries_tile<S, 4>(v.table, words, v.words, tile);
+      return each_word<S, 4>(v.table, words, v.words, put);
     default: {
       const HalfWords how(v.bits);
-      for (int64_t p = 0; p < v.P; p++) S::store(tile + p * kLanes, S::gather(v.table, code_at<S>(how, words, p)));
+      for (int64_t p = 0; p < v.P; p++) put(p, S::gather(v.table, code_at<S>(how, words, p)));
     }
   }
 }
@@ -93,9 +93,10 @@ void grid_fill(const Node& node, int64_t n, int64_t g, float* tile) {
   const GridView& v = node.grid;
   const GridOwn& own = *static_cast<GridOwn*>(node.own);
   const Block block = block_at(v, node.b, node.h, n);
-  entries_tile<S>(v, block.codes + g * v.words * kLanes, tile);
+  const int32_t* words = block.codes + g * v.words * kLanes;
   const int64_t lane = g * kLanes;
   if (v.lane_scaled) {
+    each_entry_of<S>(v, words, [&](int64_t p, F entry) TERSEKV_INLINE { S::store(tile + p * kLanes, entry); });
     for (int64_t p0 = 0; p0 < v.P; p0 += v.group) {
       const int64_t at = p0 / v.group * v.L + lane;
       const F scale = load_half_n<S>(v.half, block.scale + at, v.L - lane);
@@ -111,8 +112,9 @@ void grid_fill(const Node& node, int64_t n, int64_t g, float* tile) {
     S::store(own.scale + p, load_half_n<S>(v.half, block.scale + at + p, left));
     S::store(own.offset + p, block.offset ? load_half_n<S>(v.half, block.offset + at + p, left) : S::zero());
   }
-  for (int64_t p = 0; p < v.P; p++)
-    S::store(tile + p * kLanes, S::fma(S::load(tile + p * kLanes), S::set1(own.scale[p]), S::set1(own.offset[p])));
+  each_entry_of<S>(v, words, [&](int64_t p, F entry) TERSEKV_INLINE {
+    S::store(tile + p * kLanes, S::fma(entry, S::set1(own.scale[p]), S::set1(own.offset[p])));
+  });
 }
 
 template <class S>
@@ -123,8 +125,8 @@ void grid_prepare(Node& node) {
   node.own = own;
   const GridView& v = node.grid;
   own->coef = v.bits <= kLutBits ? scratch(kRowTile * coef_stride(node)) : nullptr;
-  own->scale = scratch(v.P);
-  own->offset = scratch(v.P);
+  own->scale = scratch(v.P + kTileSlack);
+  own->offset = scratch(v.P + kTileSlack);
   own->tile = v.bits <= kLutBits ? nullptr : scratch((v.P + kTileSlack) * kLanes);
 }
 

@@ -123,7 +123,8 @@ template <class S>
   using F = typename S::F;
   using Words = typename S::Words;
   const F radius = S::mul(load_half<S>(v.half, at.radii + k * kPolarTokens), S::set1(v.unit));
-  const int64_t third = own.offset[2] + 4 * k, fourth = own.offset[3] + 2 * k;
+  const auto third = static_cast<uint64_t>(own.offset[2] + 4 * k),
+             fourth = static_cast<uint64_t>(own.offset[3] + 2 * k);
   const Words c3 = S::shift_right(S::load_bytes(at.angles + third / 8 * kPolarTokens), third % 8);
   Words c4 = S::shift_right(S::load_bytes(at.angles + fourth / 8 * kPolarTokens), fourth % 8);
   c4 = S::with(S::shift_left(c4, 2), 12);
@@ -160,12 +161,12 @@ void polar_usual_scores(const Node& node, Span span, float* score, int64_t score
   using F = typename S::F;
   const PolarView& v = node.view->polar;
   const PolarOwn& own = *static_cast<PolarOwn*>(node.own);
-  const int64_t pairs = node.view->D / 2;
+  const int64_t pairs = node.view->D / 2, blocks = node.view->D / 16;
   for (int64_t token = span.first; token < span.last; token += kLanes) {
     const PolarTokens at = polar_tokens(node, token);
     F even[R], odd[R];
     repeat<R>([&](auto r) TERSEKV_INLINE { even[r] = odd[r] = S::zero(); });
-    for (int64_t k = 0; k < node.view->D / 16; k++) {
+    for (int64_t k = 0; k < blocks; k++) {
       F w[8];
       polar_usual_weights<S>(v, own, at, k, w);
       const float* table = own.query + (span.row * pairs + 8 * k) * kLanes;
@@ -198,37 +199,42 @@ void polar_scores(const Node& node, Span span, float* score, int64_t score_strid
   }
 }
 
-// Sums of four channels (two pairs) for R rows stay in registers over all tokens of the span; w [pair][tokens].
+// Sums of four channels (two pairs) for R rows stay in registers over all tokens of the span; w: [eight pairs][tokens].
 template <class S, int R>
 void polar_usual_sums(const Node& node, Span span, const float* weight, int64_t weight_stride) {
   using F = typename S::F;
   const PolarView& v = node.view->polar;
   const PolarOwn& own = *static_cast<PolarOwn*>(node.own);
-  const int64_t tokens = span.tokens();
+  const int64_t tokens = span.tokens(), n = span.first / kPolarTokens;
+  const uint8_t* angles = v.angles + node.b * v.stride_b + node.h * v.stride_h + n * v.stride_n;
+  const uint16_t* radii = plane_at(v.radii, node.b, node.h, n);
   float* w = own.tile;
   const typename S::template Table<4> cos(own.cos[0]), sin(own.sin[0]);
   for (int64_t k = 0; k < node.view->D / 16; k++) {
-    for (int64_t i = 0; i < tokens; i += kLanes) {
-      F pair[8];
-      polar_usual_weights<S>(v, own, polar_tokens(node, span.first + i), k, pair);
-      repeat<8>([&](auto j) TERSEKV_INLINE { S::store(w + j * tokens + i, pair[j]); });
-    }
+    PolarTokens at = {angles, radii};
+    for (int64_t i = 0; i < tokens; i += kPolarTokens, at.angles += v.stride_n, at.radii += v.radii.stride_n)
+      repeat<2>([&](auto g) TERSEKV_INLINE {
+        F pair[8];
+        polar_usual_weights<S>(v, own, {at.angles + g * kLanes, at.radii + g * kLanes}, k, pair);
+        repeat<8>([&](auto j) TERSEKV_INLINE { S::store(w + j * tokens + i + g * kLanes, pair[j]); });
+      });
     for (int64_t j = 0; j < 4; j++) {
       F sum[4][R];
       repeat<4>([&](auto c) TERSEKV_INLINE { repeat<R>([&](auto r) TERSEKV_INLINE { sum[c][r] = S::zero(); }); });
       const float *first = w + 2 * j * tokens, *second = first + tokens;
-      for (int64_t i = 0; i < tokens; i += kLanes) {
-        const typename S::Words low =
-            S::load_bytes(polar_tokens(node, span.first + i).angles + (4 * k + j) * kPolarTokens);
-        const typename S::Words high = S::template shr<4>(low);
-        const F a = S::load(first + i), b = S::load(second + i);
-        const F x[4] = {S::mul(a, cos.at(low)), S::mul(a, sin.at(low)), S::mul(b, cos.at(high)),
-                        S::mul(b, sin.at(high))};
-        repeat<R>([&](auto r) TERSEKV_INLINE {
-          const F p = S::load(weight + r * weight_stride + i);
-          repeat<4>([&](auto c) TERSEKV_INLINE { sum[c][r] = S::fma(p, x[c], sum[c][r]); });
+      const uint8_t* codes = angles + (4 * k + j) * kPolarTokens;
+      for (int64_t i = 0; i < tokens; i += kPolarTokens, codes += v.stride_n)
+        repeat<2>([&](auto g) TERSEKV_INLINE {
+          const int64_t to = i + g * kLanes;
+          const typename S::Words low = S::load_bytes(codes + g * kLanes), high = S::template shr<4>(low);
+          const F a = S::load(first + to), b = S::load(second + to);
+          const F x[4] = {S::mul(a, cos.at(low)), S::mul(a, sin.at(low)), S::mul(b, cos.at(high)),
+                          S::mul(b, sin.at(high))};
+          repeat<R>([&](auto r) TERSEKV_INLINE {
+            const F p = S::load(weight + r * weight_stride + to);
+            repeat<4>([&](auto c) TERSEKV_INLINE { sum[c][r] = S::fma(p, x[c], sum[c][r]); });
+          });
         });
-      }
       repeat<R>([&](auto r) TERSEKV_INLINE {
         repeat<4>([&](auto c) TERSEKV_INLINE { node.sum_row(span.row + r)[16 * k + 4 * j + c] += S::hsum(sum[c][r]); });
       });

@@ -13,11 +13,13 @@ struct RopePair {
   int32_t a, b, cos_a, sin_a, cos_b, sin_b;
 };
 
+constexpr int kRopedTiles = 2;
+
 struct RopedOwn {
   RopePair* pairs;
   int32_t* plain;  // channels that do not turn
-  int64_t pair_count, plain_count, columns;
-  float* tile;
+  int64_t pair_count, plain_count, columns, tile_floats;
+  float* tile;  // kRopedTiles of them
 };
 
 // Columns of cos and sin that are read, each once: cos in front.
@@ -33,22 +35,32 @@ struct RopeColumns {
   }
 };
 
-// [first, last) of cos or sin as [columns][tokens].
-inline void turn(const float* rows, int64_t stride_t, const int32_t* columns, int64_t count, int64_t tokens,
-                 float* out) {
+// Columns of cos or sin as [columns][tokens].
+template <class S>
+void turn(const float* rows, int64_t stride_t, const int32_t* columns, int64_t count, int64_t tokens, float* out) {
   for (int64_t t0 = 0; t0 < tokens; t0 += kLanes)
-    for (int64_t c = 0; c < count; c++)
-      for (int64_t t = t0; t < t0 + kLanes && t < tokens; t++) out[c * tokens + t] = rows[t * stride_t + columns[c]];
+    for (int64_t c = 0; c < count;) {
+      const float* first = rows + t0 * stride_t + columns[c];
+      if (tokens - t0 >= kLanes && count - c >= kLanes && columns[c + kLanes - 1] == columns[c] + kLanes - 1) {
+        S::transpose(first, stride_t, out + c * tokens + t0, tokens);
+        c += kLanes;  // columns ascend, so that sixteen of them are neighbours
+        continue;
+      }
+      for (int64_t t = 0; t < kLanes && t < tokens - t0; t++) out[c * tokens + t0 + t] = first[t * stride_t];
+      c++;
+    }
 }
 
-inline void roped_prepare(Node& node) {
+template <class S>
+void roped_prepare(Node& node) {
   const View& view = *node.view;
   const int64_t D = view.D;
   auto* own = reinterpret_cast<RopedOwn*>(scratch(ceil_div(sizeof(RopedOwn), sizeof(float))));
   node.own = own;
   own->pairs = reinterpret_cast<RopePair*>(scratch(D / 2 * (sizeof(RopePair) / sizeof(float))));
   own->plain = reinterpret_cast<int32_t*>(scratch(D));
-  own->tile = scratch((D + kTileSlack) * kLanes);
+  own->tile_floats = (D + kTileSlack) * kLanes;
+  own->tile = scratch(kRopedTiles * own->tile_floats);
   own->pair_count = own->plain_count = 0;
   RopeColumns columns{reinterpret_cast<int32_t*>(scratch(2 * D))};
   const RopeChannel* channels = view.rope.channels;
@@ -77,39 +89,49 @@ inline void roped_prepare(Node& node) {
   node.lanes = tables;
   if (filled) return;
   const int64_t at = of_b * rope.stride_b + of_h * rope.stride_h + first * rope.stride_t;
-  turn(rope.cos + at, rope.stride_t, columns.column, columns.cos, tokens, tables);
-  turn(rope.sin + at, rope.stride_t, columns.column + columns.cos, columns.count - columns.cos, tokens,
-       tables + columns.cos * tokens);
+  turn<S>(rope.cos + at, rope.stride_t, columns.column, columns.cos, tokens, tables);
+  turn<S>(rope.sin + at, rope.stride_t, columns.column + columns.cos, columns.count - columns.cos, tokens,
+          tables + columns.cos * tokens);
 }
 
-template <class S, int R>
+// Scores of NG·16 tokens: tiles [NG] of [D][16], one after another.
+template <class S, int R, int NG>
 void roped_tile_scores(const Node& node, const float* tables, int64_t stride, Span span, float* score,
                        int64_t score_stride) {
   using F = typename S::F;
   const RopedOwn& own = *static_cast<RopedOwn*>(node.own);
   const float *query = node.query_row(span.row), *tile = own.tile;
-  F even[R], odd[R];
+  const int64_t q = node.query_stride, next = own.tile_floats;
+  F sum[R][NG];
   repeat<R>([&](auto r) TERSEKV_INLINE {
-    even[r] = S::load(score + r * score_stride);
-    odd[r] = S::zero();
+    repeat<NG>([&](auto g) TERSEKV_INLINE { sum[r][g] = S::load(score + r * score_stride + g * kLanes); });
   });
+  const auto add = [&](int64_t channel, const F(&x)[NG]) TERSEKV_INLINE {
+    repeat<R>([&](auto r) TERSEKV_INLINE {
+      const F factor = S::set1(query[r * q + channel]);
+      repeat<NG>([&](auto g) TERSEKV_INLINE { sum[r][g] = S::fma(factor, x[g], sum[r][g]); });
+    });
+  };
   for (int64_t i = 0; i < own.pair_count; i++) {
     const RopePair& pair = own.pairs[i];
-    const F xa = S::load(tile + pair.a * kLanes), xb = S::load(tile + pair.b * kLanes);
-    const F ya =
-        S::negative_fma(xb, S::load(tables + pair.sin_a * stride), S::mul(xa, S::load(tables + pair.cos_a * stride)));
-    const F yb = S::fma(xa, S::load(tables + pair.sin_b * stride), S::mul(xb, S::load(tables + pair.cos_b * stride)));
-    repeat<R>([&](auto r) TERSEKV_INLINE {
-      even[r] = S::fma(S::set1(query[r * node.query_stride + pair.a]), ya, even[r]);
-      odd[r] = S::fma(S::set1(query[r * node.query_stride + pair.b]), yb, odd[r]);
+    F ya[NG], yb[NG];
+    repeat<NG>([&](auto g) TERSEKV_INLINE {
+      const float* at = tables + g * kLanes;
+      const F xa = S::load(tile + g * next + pair.a * kLanes), xb = S::load(tile + g * next + pair.b * kLanes);
+      ya[g] = S::negative_fma(xb, S::load(at + pair.sin_a * stride), S::mul(xa, S::load(at + pair.cos_a * stride)));
+      yb[g] = S::fma(xa, S::load(at + pair.sin_b * stride), S::mul(xb, S::load(at + pair.cos_b * stride)));
     });
+    add(pair.a, ya);
+    add(pair.b, yb);
   }
   for (int64_t i = 0; i < own.plain_count; i++) {
-    const int32_t d = own.plain[i];
-    const F x = S::load(tile + d * kLanes);
-    repeat<R>([&](auto r) TERSEKV_INLINE { even[r] = S::fma(S::set1(query[r * node.query_stride + d]), x, even[r]); });
+    F x[NG];
+    repeat<NG>([&](auto g) TERSEKV_INLINE { x[g] = S::load(tile + g * next + own.plain[i] * kLanes); });
+    add(own.plain[i], x);
   }
-  repeat<R>([&](auto r) TERSEKV_INLINE { S::store(score + r * score_stride, S::add(even[r], odd[r])); });
+  repeat<R>([&](auto r) TERSEKV_INLINE {
+    repeat<NG>([&](auto g) TERSEKV_INLINE { S::store(score + r * score_stride + g * kLanes, sum[r][g]); });
+  });
 }
 
 }  // namespace

@@ -12,7 +12,8 @@ constexpr int64_t kSignTokens = 32;
 
 struct SignsOwn {
   int64_t bytes;      // per token
-  float* tables;      // keys: [rows, 2·bytes, 16], partial sums of a nibble
+  float* tables;      // keys: [rows, 2·bytes, 16], partial sums of a nibble, or [rows, 2·bytes, 32] of 16 bits
+  float* steps;       // keys: [rows], what a unit of 16-bit tables stands for
   float* transposed;  // where blocks differ in their channels: [n, 8·bytes], Sᵀ
   float* base;        // keys, where blocks differ: [rows, 8·bytes], S·q of all channels
   float* space;       // [kRowTile, 8·bytes] in the sketch's space
@@ -32,10 +33,21 @@ inline const int64_t* dropped_at(const Node& node, int64_t n) {
   return v.dropped ? v.dropped + node.b * v.dropped_b + node.h * v.dropped_h + n * v.dropped_n : nullptr;
 }
 
+constexpr int64_t kShortSigns = 32;  // whose partial sums are added in 16 bits
+constexpr float kMostShort = 32760.0f;
+
 // The sixteen sums ±s[0] ±s[1] ±s[2] ±s[3] of each nibble; bit i of an entry's index is the sign of s[i].
 template <class S>
-void sign_tables(const float* s, int64_t nibbles, float* tables) {
+void sign_tables(const float* s, int64_t nibbles, float* tables, float* step) {
   using F = typename S::F;
+  float most = 0.0f;
+  for (int64_t m = 0; m < 4 * nibbles; m += kShortSigns) {
+    float sum = 0.0f;
+    for (int64_t k = m; k < m + kShortSigns && k < 4 * nibbles; k++) sum += __builtin_fabsf(s[k]);
+    most = most < sum || sum != sum ? sum : most;
+  }
+  *step = most / kMostShort;
+  const F inverse = S::set1(most == 0.0f ? 0.0f : kMostShort / most);
   F sign[4];
   for (int bit = 0; bit < 4; bit++) {
     alignas(64) float plus[kLanes];
@@ -45,7 +57,11 @@ void sign_tables(const float* s, int64_t nibbles, float* tables) {
   for (int64_t i = 0; i < nibbles; i++, s += 4) {
     const F low = S::fma(S::set1(s[1]), sign[1], S::mul(S::set1(s[0]), sign[0]));
     const F high = S::fma(S::set1(s[3]), sign[3], S::mul(S::set1(s[2]), sign[2]));
-    S::store(tables + i * kLanes, S::add(low, high));
+    if constexpr (S::kShortTables) {
+      S::store_shorts(tables + i * kLanes, S::mul(S::add(low, high), inverse));
+    } else {
+      S::store(tables + i * kLanes, S::add(low, high));
+    }
   }
 }
 
@@ -104,6 +120,7 @@ void signs_prepare(Node& node) {
   if (node.sum) node.lanes = scratch(kRowTile * M * kLanes);
   if (!node.query) return;
   own->tables = scratch((varies(v) ? kRowTile : node.rows) * 2 * own->bytes * kLanes);
+  own->steps = scratch(node.rows + kRowTile);
   if (varies(v)) {
     own->transposed = scratch(v.n * M);
     for (int64_t i = 0; i < v.n; i++)
@@ -120,7 +137,8 @@ void signs_prepare(Node& node) {
     const int64_t rows = node.rows - row < kRowTile ? node.rows - row : kRowTile;
     sketch_rows<S>(node, row, rows);
     for (int64_t r = 0; r < rows; r++)
-      sign_tables<S>(own->space + r * M, 2 * own->bytes, own->tables + (row + r) * 2 * own->bytes * kLanes);
+      sign_tables<S>(own->space + r * M, 2 * own->bytes, own->tables + (row + r) * 2 * own->bytes * kLanes,
+                     own->steps + row + r);
   }
 }
 
@@ -138,7 +156,7 @@ inline SignTokens sign_tokens(const Node& node, int64_t token) {
 
 // tables [R, 2·bytes, 16]
 template <class S, int R>
-void sign_scores(const Node& node, const float* tables, int64_t first, int64_t last, float* score,
+void sign_scores(const Node& node, const float* tables, const float*, int64_t first, int64_t last, float* score,
                  int64_t score_stride) {
   using F = typename S::F;
   const SignsView& v = node.view->signs;
@@ -163,20 +181,66 @@ void sign_scores(const Node& node, const float* tables, int64_t first, int64_t l
   }
 }
 
+// tables [R, 2·bytes, 32] of 16 bits, in units of steps [R].
+template <class S, int R>
+void short_sign_scores(const Node& node, const float* tables, const float* steps, int64_t first, int64_t last,
+                       float* score, int64_t score_stride) {
+  using F = typename S::F;
+  using Short = typename S::Short;
+  constexpr int64_t kBytes = kShortSigns / 8;
+  const SignsView& v = node.view->signs;
+  const int64_t bytes = static_cast<SignsOwn*>(node.own)->bytes, table_stride = 2 * bytes * kLanes;
+  for (int64_t token = first; token < last; token += kSignTokens) {
+    const SignTokens at = sign_tokens(node, token);
+    typename S::Sum sum[R] = {};
+    const auto add = [&](int64_t from, auto count) TERSEKV_INLINE {
+      Short part[R];
+      repeat<count>([&](auto i) TERSEKV_INLINE {
+        const Short low = S::load_shorts(at.signs + (from + i) * kSignTokens), high = S::high_nibble(low);
+        const float* entries = tables + 2 * (from + i) * kLanes;
+        repeat<R>([&](auto r) TERSEKV_INLINE {
+          const Short both = S::add_short(S::look_up_short(entries + r * table_stride, low),
+                                          S::look_up_short(entries + r * table_stride + kLanes, high));
+          part[r] = i == 0 ? both : S::add_short(part[r], both);
+        });
+      });
+      repeat<R>([&](auto r) TERSEKV_INLINE { sum[r] = S::add_wide(sum[r], part[r]); });
+    };
+    int64_t i = 0;
+    for (; i + kBytes <= bytes; i += kBytes) add(i, Index<kBytes>{});
+    for (; i < bytes; i++) add(i, Index<1>{});
+    const F factor = S::set1(v.factor);
+    const F low = S::mul(load_half<S>(v.half, at.norms), factor);
+    const F high = S::mul(load_half<S>(v.half, at.norms + kLanes), factor);
+    repeat<R>([&](auto r) TERSEKV_INLINE {
+      float* out = score + r * score_stride + token - first;
+      const F step = S::set1(steps[r]);
+      S::store(out, S::fma(S::mul(low, step), S::low_float(sum[r]), S::load(out)));
+      S::store(out + kLanes, S::fma(S::mul(high, step), S::high_float(sum[r]), S::load(out + kLanes)));
+    });
+  }
+}
+
 template <class S>
 void signs_scores(const Node& node, Span span, float* score, int64_t score_stride) {
   const SignsOwn& own = *static_cast<SignsOwn*>(node.own);
   const int64_t table_stride = 2 * own.bytes * kLanes;
   with_rows(span.rows, [&](auto rows) {
-    if (!varies(node.view->signs)) {
-      const float* tables = own.tables + span.row * table_stride;
-      return sign_scores<S, rows>(node, tables, span.first, span.last, score, score_stride);
-    }
+    const auto scores = [&](int64_t row, int64_t first, int64_t last) {
+      const float *tables = own.tables + row * table_stride, *steps = own.steps + row;
+      float* out = score + first - span.first;
+      if constexpr (S::kShortTables) {
+        short_sign_scores<S, rows>(node, tables, steps, first, last, out, score_stride);
+      } else {
+        sign_scores<S, rows>(node, tables, steps, first, last, out, score_stride);
+      }
+    };
+    if (!varies(node.view->signs)) return scores(span.row, span.first, span.last);
     for (int64_t token = span.first; token < span.last; token += kSignTokens) {
       sketch_block<S>(node, token / kSignTokens, span.row, rows);
       for (int64_t r = 0; r < rows; r++)
-        sign_tables<S>(own.space + r * 8 * own.bytes, 2 * own.bytes, own.tables + r * table_stride);
-      sign_scores<S, rows>(node, own.tables, token, token + kSignTokens, score + token - span.first, score_stride);
+        sign_tables<S>(own.space + r * 8 * own.bytes, 2 * own.bytes, own.tables + r * table_stride, own.steps + r);
+      scores(0, token, token + kSignTokens);
     }
   });
 }

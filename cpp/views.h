@@ -50,7 +50,7 @@ void prepare(Node& node) {
       return polar_prepare<S>(node);
     case Kind::roped:
       prepare_parts<S>(node);
-      return roped_prepare(node);
+      return roped_prepare<S>(node);
     case Kind::rotated:
       prepare_parts<S>(node);
       node.own = scratch((node.view->D + kTileSlack) * kLanes);
@@ -60,8 +60,9 @@ void prepare(Node& node) {
       prepare_parts<S>(node);
       node.own = scratch((node.view->D + kTileSlack) * kLanes);
       return;
-    case Kind::exact:
     case Kind::sparse:
+      return sparse_prepare(node);
+    case Kind::exact:
       return;
   }
 }
@@ -115,13 +116,18 @@ void fill(const Node& node, int64_t token, int64_t count, float* tile) {
 template <class S>
 void roped_scores(const Node& node, Span span, float* score, int64_t score_stride) {
   const Task& task = *node.task;
+  const RopedOwn& own = *static_cast<RopedOwn*>(node.own);
   const int64_t unit = node.call->tokens_per_unit, first = task.first * unit, tokens = task.last * unit - first;
-  for (int64_t token = span.first; token < span.last; token += kLanes) {
-    const int64_t count = span.last - token < kLanes ? span.last - token : kLanes;
-    fill<S>(node.parts[0], token, count, static_cast<RopedOwn*>(node.own)->tile);
+  for (int64_t token = span.first; token < span.last; token += kRopedTiles * kLanes) {
+    int64_t tiles = 0;
+    for (int64_t at = token; at < span.last && tiles < kRopedTiles; at += kLanes, tiles++)
+      fill<S>(node.parts[0], at, span.last - at < kLanes ? span.last - at : kLanes, own.tile + tiles * own.tile_floats);
+    const float* tables = node.lanes + token - first;
+    float* out = score + token - span.first;
     with_rows(span.rows, [&](auto rows) {
-      roped_tile_scores<S, rows>(node, node.lanes + token - first, tokens, span, score + token - span.first,
-                                 score_stride);
+      if (tiles == kRopedTiles)
+        return roped_tile_scores<S, rows, kRopedTiles>(node, tables, tokens, span, out, score_stride);
+      roped_tile_scores<S, rows, 1>(node, tables, tokens, span, out, score_stride);
     });
   }
 }

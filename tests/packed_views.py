@@ -123,6 +123,31 @@ def magnitude(view: View) -> Tensor:
     return view.decode().abs().double()
 
 
+def table_error(view: View, query: Tensor) -> float:
+    """Largest error of q·k̂, for query [B, H, R, D], from tables of 16-bit partial sums: half a step for each nibble of
+    signs, a step being a 32760th of the largest sum of |S·q| over 32 rows of the sketch."""
+    if isinstance(view, Added):
+        return sum(table_error(part, query) for part in view.views)
+    if isinstance(view, Joined):
+        return sum(map(table_error, view.views, query.split(view.dims, dim=-1)))
+    if not isinstance(view, SignsView):
+        return 0.0
+    return sum(_sketch_error(sketch, query) for sketch in view.sketches)
+
+
+def _sketch_error(sketch: SignSketch, query: Tensor) -> float:
+    blocks = sketch.norms.shape[2] if sketch.varies else 1
+    at = [c if c is None else c.expand(-1, -1, blocks, -1) for c in (sketch.channels, sketch.dropped)]
+    most = 0.0
+    for n in range(blocks):
+        channels, dropped = (c if c is None else c[:, :, n : n + 1] for c in at)
+        sketched = sketch._replace(channels=channels, dropped=dropped).query(query).abs()
+        groups = torch.nn.functional.pad(sketched, (0, -sketched.shape[-1] % 32)).unflatten(-1, (-1, 32))
+        most = max(most, float(groups.sum(-1).max()))
+    nibbles = 2 * sketch.signs.shape[3]
+    return nibbles * 0.5 * most / 32760 * float(sketch.norms.abs().max()) * abs(sketch.factor)
+
+
 def _sketch_magnitude(sketch: SignSketch, head_dim: int) -> Tensor:
     ones = sketch._replace(
         signs=torch.full_like(sketch.signs, 255), norms=sketch.norms.abs(), sketch=sketch.sketch.abs()

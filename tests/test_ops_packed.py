@@ -1,6 +1,7 @@
 """Attention over every packed layout, on every instruction set of this machine, against decoding in torch.
 
-Bounds as in `test_ops_parity.py`: float32's error of a sum is a few ulps of the sum of absolute values.
+Bounds as in `test_ops_parity.py`: float32's error of a sum is a few ulps of the sum of absolute values. With AVX-512,
+scores of `signs` come from tables of 16 bits, whose rounding is added.
 """
 
 import functools
@@ -8,7 +9,7 @@ import functools
 import pytest
 import torch
 
-from packed_views import FORMATS, magnitude, packed, roped, tokens
+from packed_views import FORMATS, magnitude, packed, roped, table_error, tokens
 from tersekv.ops import cpu
 from test_ops_parity import compare, expectation, isa, make_mask, one_thread, poisoned_outputs, pytestmark  # noqa: F401
 
@@ -22,8 +23,13 @@ def run(keys, values, R, mask=None, scaling=None, softcap=None):
     assert cpu.why_not_attend_packed(*args) is None
     result = cpu.attend_packed(*args)
     expected = expectation(query, key, value, (magnitude(keys), magnitude(values)), mask, *args[4:])
+    if cpu.isa().startswith("avx512"):
+        error = table_error(keys, query) * args[4]
+        out_bound = expected.out_bound + 2 * error * float(value.abs().max())
+        expected = expected._replace(out_bound=out_bound, lse_bound=expected.lse_bound + error)
     if cpu.isa() == "avx512bf16":  # some part may be a grid, which rounds; test_ops_parity.py bounds that
-        assert (result[0] - expected.out).norm() < 1e-2 * expected.out.norm()
+        rounded = (result[0] - expected.out).abs() <= expected.out_bound
+        assert (result[0] - expected.out)[~rounded].norm() < 1e-2 * expected.out.norm()
     else:
         compare(result, expected)
     return args, result
