@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from tersekv import UserError
+from tersekv import UserError, cli
 from tersekv.bench import generate
 from tersekv.hf import peers
 from tersekv.hf.models import load
@@ -57,3 +58,16 @@ def test_a_missing_peer_is_named(loaded, monkeypatch) -> None:
     monkeypatch.setattr(peers, "QuantizedCache", missing)
     with pytest.raises(UserError, match="hqq-4 needs the package hqq: pip install hqq"):
         list(generate.run(*loaded, ["hqq-4"], [0]))
+
+
+def test_program(tiny: str, tmp_path, capsys) -> None:
+    out = tmp_path / "generate.jsonl"
+    asked = ["bench", "generate", "-m", tiny, "-r", "kivi:bits=4", "--depths", "0,200", "--new-tokens", "1"]
+    assert cli.run([*asked, "--rounds", "2", "--out", str(out), "--json"]) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(r["cache"], r["depth"]) for r in results] == [(r["cache"], r["depth"]) for r in rows]
+    assert len(rows) == 4
+    assert {(r["bench"], r["new_tokens"], len(r["rates"])) for r in rows} == {("generate", 1, 2)}
+    assert cli.run([*asked, "--rounds", "1"]) == 0
+    assert "kivi:bits=4" in capsys.readouterr().out

@@ -1,8 +1,9 @@
-"""`tersekv bench attend`: attention over packed bytes against dense attention, on this machine."""
+"""`tersekv bench`: attention over packed bytes against dense attention, and decoding with a model, on this machine."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,10 +11,14 @@ import typer
 
 from tersekv.cli import output
 from tersekv.cli.env import cpu_features
+from tersekv.cli.generate import load
 from tersekv.units import parse_lengths, parse_numbers
 
 if TYPE_CHECKING:
     from tersekv.bench.attend import Measured
+    from tersekv.bench.generate import Decoding
+
+CACHES_HELP = "A recipe, or one of transformers' own: quanto-4, quanto-2, hqq-4, hqq-2, fp8. May be repeated."
 
 app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 
@@ -59,19 +64,70 @@ def attend(
         output.print_json({"results": results})
 
 
-def _machine() -> dict[str, Any]:
+@app.command()
+def generate(
+    recipe: Annotated[list[str] | None, typer.Option("--recipe", "-r", help=CACHES_HELP)] = None,
+    model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
+    depths: Annotated[str, typer.Option("--depths", help="Tokens in the cache, like 0,1k,8000.")] = "0,1k,4k,8000",
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens timed in each round.")] = 32,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds, in which all caches take turns.")] = 3,
+    calibration: output.Calibrations = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Append JSON lines, one per cache and depth.")] = None,
+    as_json: output.Json = False,
+) -> None:
+    """Decoding speed with a model at several depths; transformers' own cache is always one of the caches."""
+    lengths = [0 if part.strip() == "0" else parse_lengths(part, "--depths")[0] for part in depths.split(",")]
+    network, tokenizer = load(model)
+    from tersekv.bench.generate import run
+
+    found = []
+    for decoding in run(
+        network, tokenizer, recipe or ["kivi:bits=4"], lengths, new_tokens, rounds, calibration, output.report
+    ):
+        found.append(decoding)
+        if out is not None:
+            _write(out, "generate", [{"model": model, "new_tokens": new_tokens, **decoding.document()}])
+    if as_json:
+        output.print_json({"model": model, "results": [decoding.document() for decoding in found]})
+        return
+    output.show(_speeds(found))
+
+
+def _speeds(found: list[Decoding]) -> Any:
+    """One row per cache and depth; times faster than transformers' own cache, round by round."""
+    full = {decoding.depth: decoding.rates for decoding in found if decoding.cache == "full"}
+    rows = []
+    for decoding in found:
+        ratios = [mine / theirs for mine, theirs in zip(decoding.rates, full[decoding.depth], strict=True)]
+        held = "" if decoding.bytes is None else output.human_bytes(decoding.bytes)
+        rows.append((
+            decoding.cache, f"{decoding.depth:,}", f"{decoding.tokens_per_second:.2f}",
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})", held,
+        ))  # fmt: skip
+    return output.table("decoding", ("cache", "depth", "tokens/s", "× full", "held"), rows)
+
+
+def _machine(bench: str) -> dict[str, Any]:
     import torch
 
     from tersekv.ops import cpu
 
-    return {"bench": "attend", "isa": cpu.isa(), "cpu": cpu_features()[0], "torch": torch.__version__}
+    isa = cpu.isa() if cpu.why_not_built() is None else None
+    return {"bench": bench, "isa": isa, "cpu": cpu_features()[0], "torch": torch.__version__}
 
 
 def _append(path: Path, measured: Measured) -> None:
-    common = _machine() | {"read_gb_per_s": round(measured.bandwidth, 2)}
+    common = {"read_gb_per_s": round(measured.bandwidth, 2)}
+    _write(path, "attend", [common | row.record() for row in measured.rows])
+
+
+def _write(path: Path, bench: str, rows: list[dict[str, Any]]) -> None:
+    import torch
+
+    common = _machine(bench) | ({"torch_threads": torch.get_num_threads()} if bench == "generate" else {})
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(common | row.record()) + "\n" for row in measured.rows)
+        file.writelines(json.dumps(common | row) + "\n" for row in rows)
 
 
 def _table(measured: Measured) -> Any:
