@@ -29,7 +29,7 @@ def run(keys, values, R, mask=None, scaling=None, softcap=None):
         expected = expected._replace(out_bound=out_bound, lse_bound=expected.lse_bound + error)
     if cpu.isa() == "avx512bf16":  # some part may be a grid, which rounds; test_ops_parity.py bounds that
         rounded = (result[0] - expected.out).abs() <= expected.out_bound
-        assert (result[0] - expected.out)[~rounded].norm() < 1e-2 * expected.out.norm()
+        assert (result[0] - expected.out)[~rounded].norm() <= 1e-2 * expected.out.norm()  # 0 where nothing is seen
     else:
         compare(result, expected)
     return args, result
