@@ -37,8 +37,10 @@ def dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, call
     return (weights @ values).transpose(1, 2).float()
 
 
-def check(got: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(got, expected, atol=3e-5 * float(expected.abs().max()) + 1e-6, rtol=1e-4)
+def check(got: Tensor, expected: Tensor, signs: bool = False) -> None:
+    """signs: scores may come from tables of 16 bits, whose rounding test_ops_packed.py bounds score by score."""
+    share = 3e-4 if signs else 3e-5
+    torch.testing.assert_close(got, expected, atol=share * float(expected.abs().max()) + 1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -49,7 +51,7 @@ def test_store_equals_dense(recipe, q, softcap):
     s = fed(recipe, keys, values, [0, 700])
     query = torch.randn(2, 6, q, 64, generator=torch.Generator().manual_seed(q))
     call = Call(query, None, 0.125, softcap, torch.randn(6))
-    check(attend_store(s, call), dense(query, *s.decoded(torch.float32), None, call))
+    check(attend_store(s, call), dense(query, *s.decoded(torch.float32), None, call), recipe.startswith("qjl"))
 
 
 @pytest.mark.parametrize("recipe", ["kivi:bits=4", "qjl"])
@@ -61,7 +63,8 @@ def test_chunk_attends_past_and_itself(recipe, q):
     call = Call(query, None, 0.125)
     past = s.decoded(torch.float32)
     both = [torch.cat([p, x[:, :, 500:]], dim=2) for p, x in zip(past, (keys, values), strict=True)]
-    check(attend_chunk(s, keys[:, :, 500:], values[:, :, 500:], call), dense(query, *both, None, call))
+    got = attend_chunk(s, keys[:, :, 500:], values[:, :, 500:], call)
+    check(got, dense(query, *both, None, call), recipe.startswith("qjl"))
 
 
 def test_masks_reach_every_segment():
