@@ -33,7 +33,7 @@ PAPER = {
     "12": "LLaMA-7B, 3 bits: 1 % per vector takes off another 0.19, less than 0.1 over fp16 then; per matrix is worse.",
     "13": "first token exact helps at all bits, most at few bits and without outliers.",
     "14": "offline a little worse without outliers, the same with 1 % apart.",
-    "17": "nuq mostly beats int and nf, with and without groups; 0.1 to 1 % outliers help further. LLaMA-7B at 4 / 3 / 2 "
+    "17": "nuq mostly beats int and nf, with and without groups; 0.1 to 1 % outliers help further. LLaMA-7B at 4, 3, 2 "
     "bits (Table 18; fp16 5.68): int 5.98 / 10.87 / 11779, nf 5.87 / 7.33 / 3210, nuq 5.72 / 5.87 / 7.23, nuq with 1 % "
     "5.69 / 5.75 / 6.01.",
     "20": "keys per token are better after RoPE than before.",
