@@ -69,16 +69,17 @@ template <class S>
 void sketch_rows(const Node& node, int64_t row, int64_t rows) {
   const SignsView& v = node.view->signs;
   const SignsOwn& own = *static_cast<SignsOwn*>(node.own);
-  const int64_t *channels = channels_at(node, 0), *dropped = dropped_at(node, 0);
+  const int64_t *channels = channels_at(node, 0), *dropped = dropped_at(node, 0), stride = round_up(v.n, kLanes);
+  clear(own.vectors, rows * stride);  // dot products read whole lanes
   for (int64_t r = 0; r < rows; r++) {
-    float* q = own.vectors + r * v.n;
+    float* q = own.vectors + r * stride;
     for (int64_t i = 0; i < v.n; i++) q[i] = node.query_row(row + r)[channels ? channels[i] : i];
     for (int64_t i = 0; dropped && i < v.drops; i++) q[dropped[i]] = 0.0f;
   }
   clear(own.space, rows * 8 * own.bytes);
   with_rows(rows, [&](auto count) {
     dense_scores<S, Float::f32, count, S::kExactTokens>(reinterpret_cast<const char*>(v.sketch), v.n * 4, v.M, v.n,
-                                                        own.vectors, v.n, own.space, 8 * own.bytes);
+                                                        own.vectors, stride, own.space, 8 * own.bytes);
   });
 }
 
