@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "hf": {"attention", "codecs", "formats", "recipe", "store", "transforms"},
     "evals": {"hf", "recipe", "store"},
     "plots": {"evals", "recipe", "store", "tables", "tokens", "transforms"},
-    "bench": {"codecs", "evals", "formats", "hf", "ops", "recipe"},
+    "bench": {"codecs", "evals", "formats", "hf", "ops", "recipe", "transforms"},
 }
 
 

@@ -9,32 +9,42 @@ import torch
 from tersekv.codecs.base import Codec
 from tersekv.errors import UserError
 from tersekv.formats.base import Planes
+from tersekv.formats.roped import Roped
 from tersekv.ops.attend_packed import Operand
 from tersekv.recipe import Recipe
+from tersekv.transforms.rope import Rope, standard_rope
 
-# name: the recipe that packs both sides. A query's rotation and RoPE are not timed: keys are read as they were coded.
+# name: the recipe that packs both sides. A query's rotation is not timed.
 FORMATS = {
     "grid4": "kivi:bits=4",
     "grid3": "kivi:bits=3",
     "grid2": "kivi:bits=2",
     "grid1": "kivi:bits=1",
-    "qjl256": "qjl:sketch=256,initial_layers=0",
+    "qjl256": "qjl:sketch=256,outliers=0,initial_layers=0,value_bits=4",
     "polar": "polarquant",
     "nuq4-1%": "kvquant:bits=4,calibration=prompt",
+    "nuq4-1%-prerope": "kvquant:bits=4,calibration=prompt",
 }
+PRE_ROPE = "-prerope"  # names that end so have RoPE put back on keys as they are read
 ENCODE_TOKENS = 4096
 
 
 class Packer(NamedTuple):
-    """A codec, and planes that it made."""
+    """A codec, and planes that it made. rope: of keys that were coded before it."""
 
     codec: Codec
     planes: Planes
     head_dim: int
+    rope: Rope | None = None
 
     def operand(self) -> Operand:
         """As attention reads it."""
-        return self.codec.view(self.planes, self.head_dim).inner.operand
+        view = self.codec.view(self.planes, self.head_dim).inner
+        if self.rope is None:
+            return view.operand
+        tokens = next(iter(self.planes.values())).shape[2] * self.codec.layout(self.head_dim).block_tokens
+        cos, sin = self.rope.cos_sin(0, tokens, tokens, torch.device("cpu"))
+        return Roped(view, self.rope, cos.unsqueeze(0), sin.unsqueeze(0)).operand
 
     def copy(self) -> Packer:
         """The same bytes at another place."""
@@ -83,7 +93,8 @@ def make_segment(name: str, heads: int, tokens: int, D: int, seed: int) -> Segme
     """Normally distributed keys and values [1, heads, tokens, D] in the format `name`."""
     plan = Recipe.parse(FORMATS[name]).plan(0, 1)
     g = torch.Generator().manual_seed(seed)
-    return Segment(*(_pack(codec, heads, tokens, D, g) for codec in (plan.keys, plan.values)))
+    keys, values = (_pack(codec, heads, tokens, D, g) for codec in (plan.keys, plan.values))
+    return Segment(keys._replace(rope=standard_rope(D) if name.endswith(PRE_ROPE) else None), values)
 
 
 def _pack(codec: Codec, heads: int, tokens: int, D: int, g: torch.Generator) -> Packer:
