@@ -32,7 +32,7 @@ RECIPES = (
     "subgen:budget=0.25+polarquant",
 )
 DIVERGENCE = ("--mode", "cache", "--context", "2304", "--prefix", "2048", "--chunk", "64", "--windows", "8")
-PASSKEY = ("--lengths", "4k", "--samples", "10")
+PASSKEY = ("--lengths", "4k", "--samples", "5")
 SMOLLM2 = CacheShape((None,) * 30, 3, 64, 64, torch.bfloat16)
 LONG = 32 * 1024
 BEGIN, END = "<!-- recipes: made by benchmarks/recipes.py -->", "<!-- end of recipes -->"

@@ -12,39 +12,40 @@ from tersekv.formats.base import Planes
 from tersekv.formats.roped import Roped
 from tersekv.ops.attend_packed import Operand
 from tersekv.recipe import Recipe
-from tersekv.transforms.rope import Rope, standard_rope
+from tersekv.transforms.rope import standard_rope
 
-# name: the recipe that packs both sides. A query's rotation is not timed.
+# name: the recipe that packs both sides. A query's rotation is not timed; RoPE is put back in "-prerope" only.
 FORMATS = {
     "grid4": "kivi:bits=4",
     "grid3": "kivi:bits=3",
     "grid2": "kivi:bits=2",
     "grid1": "kivi:bits=1",
-    "qjl256": "qjl:sketch=256,outliers=0,initial_layers=0,value_bits=4",
+    "qjl256": "qjl:sketch=256,outliers=0,value_bits=4,initial_layers=0",
+    "qjl256+outliers": "qjl:sketch=256,outlier_sketch=256,value_bits=4,initial_layers=0",
     "polar": "polarquant",
     "nuq4-1%": "kvquant:bits=4,calibration=prompt",
     "nuq4-1%-prerope": "kvquant:bits=4,calibration=prompt",
 }
-PRE_ROPE = "-prerope"  # names that end so have RoPE put back on keys as they are read
 ENCODE_TOKENS = 4096
 
 
 class Packer(NamedTuple):
-    """A codec, and planes that it made. rope: of keys that were coded before it."""
+    """A codec, and planes that it made."""
 
     codec: Codec
     planes: Planes
     head_dim: int
-    rope: Rope | None = None
+    roped: bool = False
 
     def operand(self) -> Operand:
         """As attention reads it."""
         view = self.codec.view(self.planes, self.head_dim).inner
-        if self.rope is None:
-            return view.operand
-        tokens = next(iter(self.planes.values())).shape[2] * self.codec.layout(self.head_dim).block_tokens
-        cos, sin = self.rope.cos_sin(0, tokens, tokens, torch.device("cpu"))
-        return Roped(view, self.rope, cos.unsqueeze(0), sin.unsqueeze(0)).operand
+        if self.roped:
+            rope = standard_rope(self.head_dim)
+            tokens = self.planes["codes"].shape[2] * self.codec.layout(self.head_dim).block_tokens
+            cos, sin = rope.cos_sin(0, tokens, 0, torch.device("cpu"))
+            view = Roped(view, rope, cos.unsqueeze(0), sin.unsqueeze(0))
+        return view.operand
 
     def copy(self) -> Packer:
         """The same bytes at another place."""
@@ -94,7 +95,7 @@ def make_segment(name: str, heads: int, tokens: int, D: int, seed: int) -> Segme
     plan = Recipe.parse(FORMATS[name]).plan(0, 1)
     g = torch.Generator().manual_seed(seed)
     keys, values = (_pack(codec, heads, tokens, D, g) for codec in (plan.keys, plan.values))
-    return Segment(keys._replace(rope=standard_rope(D) if name.endswith(PRE_ROPE) else None), values)
+    return Segment(keys._replace(roped=name.endswith("-prerope")), values)
 
 
 def _pack(codec: Codec, heads: int, tokens: int, D: int, g: torch.Generator) -> Packer:
