@@ -60,9 +60,8 @@ $(STAMP): $(BUILD_INPUTS)
 demo: setup ## ask the default model about a long text
 	@$(BIN)/tersekv demo --recipe "$(RECIPE)"
 
-# One thread: the tests' tensors are small, and on two busy cores threads that wait for each other took several times as long.
 test: setup ## run the tests
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --cov=tersekv --cov-report=term:skip-covered --cov-fail-under=90
+	@$(BIN)/python -m pytest --cov=tersekv --cov-report=term:skip-covered --cov-fail-under=90
 
 lint: setup ## check style, types and spelling
 	$(BIN)/ruff check .
