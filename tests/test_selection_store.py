@@ -46,7 +46,7 @@ def test_attention_is_over_what_is_kept(policy, codec, q, backend):
         parts = [torch.cat([x[:, head : head + 1].nan_to_num(), o[:, head : head + 1]], 2) for x, o in
                  ((keys, own[0]), (values, own[1]))]  # fmt: skip
         expected = dense(query[:, 2 * head : 2 * head + 2], *parts, mask[:, head], call)
-        check(got[:, :, 2 * head : 2 * head + 2], expected)
+        check(got[:, :, 2 * head : 2 * head + 2], expected, codec == "qjl")
 
 
 def test_masks_hide_kept_positions():
@@ -62,7 +62,7 @@ def test_masks_hide_kept_positions():
         seen = mask & masks_of(store, 3)[:, head]
         expected = dense(query[:, 2 * head : 2 * head + 2], keys[:, head : head + 1].nan_to_num(),
                          values[:, head : head + 1].nan_to_num(), seen, call)  # fmt: skip
-        check(got[:, :, 2 * head : 2 * head + 2], expected)
+        check(got[:, :, 2 * head : 2 * head + 2], expected, codec == "qjl")
     assert got[1, 2].abs().max() == 0
 
 
