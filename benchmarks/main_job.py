@@ -21,10 +21,11 @@ import transformers
 from rich.console import Console
 
 import tersekv
+from tersekv.bench.generate import prompt
 from tersekv.cli import measure, output
 from tersekv.cli.env import cpu_features
 from tersekv.hf import models
-from tersekv.hf.text import pydoc_document, pydoc_text
+from tersekv.hf.text import pydoc_text
 from tersekv.ops import cpu
 
 
@@ -67,12 +68,6 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def prompt(tokenizer: Any, tokens: int, offset: int) -> torch.Tensor:
-    """Exactly `tokens` token ids [1, tokens] of the corpus from a character on."""
-    text = pydoc_document(tokenizer, tokens + 50, offset=offset)
-    return tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids[:, :tokens]
-
-
 def agreement(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
     """Common prefix of greedy continuations over prompts spread over the corpus, and the size of the cache."""
     sampling = measure.Sampling(args.new_tokens, min_tokens=args.new_tokens)
@@ -106,7 +101,7 @@ def agreement(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str,
 def speed(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
     """Decode tokens/s at a long context, the two caches in turns; the ratio is the median of the rounds' ratios."""
     sampling = measure.Sampling(args.new_tokens, min_tokens=args.new_tokens)
-    ids = prompt(tokenizer, args.speed_tokens, 0)
+    ids = prompt(tokenizer, args.speed_tokens)
     rates: dict[str, list[float]] = {"full": [], args.recipe: []}
     prefill: dict[str, list[float]] = {"full": [], args.recipe: []}
     for i in range(args.rounds):

@@ -17,14 +17,6 @@ static constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) 
 // Codes of one parity in a 16-bit half-word, not counting the code that 3-bit units keep in their spare bits.
 static constexpr int direct_codes(int bits) { return 16 / bits; }
 
-// 32-bit words per lane for `packed` codes; repeats ops/lanes.py for bits 1 to 4.
-static constexpr int64_t packed_words(int bits, int64_t packed) {
-  const int64_t half = ceil_div(packed, 2);
-  if (bits != 3) return ceil_div(half, direct_codes(bits));
-  const int64_t rest = ceil_div(half % 16, 5);
-  return half / 16 * 3 + (rest < 3 ? rest : 3);
-}
-
 // Coefficients that a kernel reads for `words` words: at least the number of codes, the excess must be zero.
 static constexpr int64_t packed_slots(int bits, int64_t words) {
   return bits == 3 ? words / 3 * 32 + words % 3 * 10 : words * 2 * direct_codes(bits);

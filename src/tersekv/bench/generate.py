@@ -90,9 +90,9 @@ def run(
         yield from found.values()
 
 
-def prompt(tokenizer: Any, tokens: int) -> Tensor:
-    """Exactly that many token ids [1, tokens] of Python's language reference."""
-    text = pydoc_document(tokenizer, tokens + 50)
+def prompt(tokenizer: Any, tokens: int, offset: int = 0) -> Tensor:
+    """Exactly that many token ids [1, tokens] of Python's language reference, from a character on."""
+    text = pydoc_document(tokenizer, tokens + 50, offset=offset)
     return tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids[:, :tokens]
 
 

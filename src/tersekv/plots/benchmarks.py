@@ -14,10 +14,11 @@ from tersekv.errors import UserError
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A file of `benchmarks/` without its suffix, what a row of its records is, and its fields, those of `measured`
-    positive numbers."""
+    """A file of `benchmarks/records/` without its suffix, the command that makes it, what a row of it is, and a row's
+    fields, those of `measured` positive numbers."""
 
     name: str
+    command: str
     row: str
     fields: tuple[str, ...]
     measured: tuple[str, ...]
@@ -32,8 +33,7 @@ class Benchmark:
             raise UserError(f"no records were given: give a file like benchmarks/records/{self.name}.jsonl")
         rows = [self._parsed(line, number, path) for path in paths for number, line in enumerate(self.lines(path), 1)]
         if not rows:
-            run = f"python benchmarks/{self.name}.py --out FILE"
-            raise UserError(f"{', '.join(map(str, paths))} is empty: run `{run}`")
+            raise UserError(f"{', '.join(map(str, paths))} is empty: run `{self.command} --out FILE`")
         return rows
 
     def lines(self, path: Path) -> list[str]:
@@ -57,6 +57,6 @@ class Benchmark:
             kind = row.get("what") or row.get("task") if isinstance(row, dict) else None
             raise UserError(
                 f"line {number} of {path} is no {self.row}{f' (it is of {kind!r})' if kind else ''}: "
-                f"give records of benchmarks/{self.name}.py"
+                f"give records of `{self.command}`"
             )
         return row

@@ -156,7 +156,7 @@ def _refuse_benchmarks(path: Path) -> None:
     except (OSError, ValueError):
         return  # the reader says what is wrong
     if isinstance(first, dict) and "task" not in first:
-        drawn = f"; `tersekv plot speed {path}` draws those" if first.get("bench") else ""
+        drawn = f"; `tersekv plot speed {path}` draws those" if first.get("bench") == "attend" else ""
         raise UserError(f"{path} holds records of a benchmark, not of `tersekv eval`{drawn}")
 
 

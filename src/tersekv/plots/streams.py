@@ -10,7 +10,8 @@ from statistics import median
 from tersekv.plots.benchmarks import Benchmark
 
 FIELDS = ("recipe", "context_tokens", "bytes", "step_microseconds")
-SUBGEN = Benchmark("subgen", "step of a stream", (*FIELDS, "relative_error"), FIELDS[1:])
+COMMAND = "python benchmarks/subgen.py"
+SUBGEN = Benchmark("subgen", COMMAND, "step of a stream", (*FIELDS, "relative_error"), FIELDS[1:])
 
 
 @dataclass(frozen=True)

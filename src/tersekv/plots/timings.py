@@ -12,7 +12,8 @@ from typing import Any
 
 from tersekv.plots.benchmarks import Benchmark
 
-ATTEND = Benchmark("attend", "timing of attention", ("what", "shape", "T", "threads", "median_us"), ("median_us",))
+FIELDS = ("what", "shape", "T", "threads", "median_us")
+ATTEND = Benchmark("bench_attend", "tersekv bench attend", "timing of attention", FIELDS, FIELDS[-1:])
 OURS = "tersekv"
 
 
