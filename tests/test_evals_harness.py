@@ -226,6 +226,13 @@ def test_file_is_locked_and_checked(harness: Harness, text: str, tmp_path: Path)
         pass
 
 
+def test_a_run_over_more_windows_uses_those_that_are_there() -> None:
+    asked = dict.fromkeys(recording.KEY, "x") | {"options": {"windows": 2, "context": 64}}
+    more = asked | {"options": {"windows": 4, "context": 64}}
+    assert recording.key_of(asked) == recording.key_of(more)
+    assert recording.key_of(asked) != recording.key_of(asked | {"options": {"windows": 2, "context": 65}})
+
+
 def lines_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
@@ -234,7 +241,7 @@ def test_metrics_that_are_no_number_are_null(harness: Harness) -> None:
     from tersekv.evals.tasks import Result
     from tersekv.store.footprint import Footprint
 
-    asked = dict.fromkeys(recording.KEY, "x")
+    asked = dict.fromkeys(recording.KEY, "x") | {"options": {}}
     with Records() as records:
         kept = records.add(recording.make(asked, Result({"a": math.nan, "b": 1.0}, 3, Footprint()), {"x": 1}, 0.5))
     assert kept["metrics"] == {"a": None, "b": 1.0}

@@ -1,7 +1,8 @@
 """Records of an evaluation: JSON lines, one per task, sample and recipe, appended as soon as each is done.
 
-A record is found again by what was asked for (`KEY`); so a run that was stopped goes on where it was, and runs with
-other options live in the same file. A last line without its end, which a killed run may leave, is dropped.
+A record is found again by what was asked for (`KEY`); so a run that was stopped goes on where it was, runs with other
+options live in the same file, and a run over more windows of a text uses those that are there. A last line without its
+end, which a killed run may leave, is dropped.
 """
 
 from __future__ import annotations
@@ -21,12 +22,20 @@ from tersekv.evals.tasks.base import Result
 
 FILE = "records.jsonl"
 KEY = ("task", "options", "sample", "recipe", "model", "seed")
+COUNTS = ("windows",)
+"""Options that say how many samples there are and nothing of what each of them is."""
 Record = dict[str, Any]
 
 
 def key_of(record: Record) -> str:
     """What was asked for, as one string; with the calibration, where the recipe has one."""
-    return json.dumps([*(record[name] for name in KEY), record.get("calibration")], sort_keys=True)
+    asked = {name: record[name] for name in KEY} | {"options": of_each_sample(record["options"])}
+    return json.dumps([*asked.values(), record.get("calibration")], sort_keys=True)
+
+
+def of_each_sample(options: Record) -> Record:
+    """A task's options without those that only count samples."""
+    return {name: value for name, value in options.items() if name not in COUNTS}
 
 
 def make(asked: Record, result: Result, extras: dict[str, Any], seconds: float) -> Record:

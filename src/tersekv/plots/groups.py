@@ -14,7 +14,7 @@ from typing import Any
 from tersekv.errors import UserError, hint
 from tersekv.evals.harness import Summary, summarise
 from tersekv.evals.reader import FULL
-from tersekv.evals.records import FILE, Record, key_of, read
+from tersekv.evals.records import FILE, Record, key_of, of_each_sample, read
 from tersekv.evals.tasks import Task, tasks
 
 PREFERRED = ("perplexity_ratio", "kl", "accuracy", "perplexity")
@@ -104,7 +104,7 @@ def grouped(records: Sequence[Record], task: str | None = None) -> list[Group]:
     found: dict[str, list[Record]] = {}
     for record in records:
         if task in (None, record["task"]):
-            same = [record[name] for name in ("task", "options", "model", "seed")]
+            same = [record["task"], of_each_sample(record["options"]), record["model"], record["seed"]]
             found.setdefault(json.dumps(same, sort_keys=True), []).append(record)
     return [_group(members) for members in found.values()]
 
