@@ -60,11 +60,11 @@ def test_blocks_are_chosen_by_each_head():
     index = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(s))[:4] for s in range(6)]).view(
         2, 3, 4
     )
-    before = buffer.state()
+    before = buffer.mark()
     buffer.keep(index)
     expected = whole.gather(2, index[..., None, None].expand(-1, -1, -1, 32, 64)).flatten(2, 3)
     assert torch.equal(codec.decode(buffer.planes(), 64), expected)
     buffer.append(codec.encode(x[:, :, :64]))
     assert torch.equal(codec.decode(buffer.planes(4), 64), whole[:, :, :2].flatten(2, 3))
-    buffer.restore(before)
+    buffer.undo(before)
     assert torch.equal(codec.decode(buffer.planes(), 64), whole.flatten(2, 3))

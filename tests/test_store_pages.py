@@ -209,11 +209,11 @@ def test_a_restored_buffer_goes_on_as_before():
     for n in range(0, 32 * 30, 96):
         buffer.append(codec.encode(x[:, :, n : n + 96]))
     whole, pages = codec.decode(buffer.planes(), 64), list(buffer.pages)
-    before = buffer.state()
+    before = buffer.mark()
     buffer.append(codec.encode(x[:, :, 32 * 30 :]))
     buffer.keep(torch.arange(20, 50).expand(2, 3, -1))
     assert torch.equal(codec.decode(buffer.planes(), 64), codec.decode(codec.encode(x[:, :, 640:1600]), 64))
-    buffer.restore(before)
+    buffer.undo(before)
     assert buffer.pages == pages
     assert torch.equal(codec.decode(buffer.planes(), 64), whole)
     buffer.append(codec.encode(x[:, :, 32 * 30 :]))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from tersekv.errors import UserError
+from tersekv.whole_file import whole_file
 
 
 def check_out(out: Path, suffixes: Sequence[str]) -> Path:
@@ -40,22 +39,5 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         UserError: the file cannot be written, for example on a full disk.
     """
-    name = None
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name[:60]}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
-    except OSError as error:
-        if name is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-        raise UserError(f"cannot write {path}: {error.strerror}; give another --out") from error
-
-
-def _umask() -> int:
-    """The permissions that new files lack; they can only be read by setting them."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
+    with whole_file(path, "give another --out") as file:
+        file.write(data)

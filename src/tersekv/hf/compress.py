@@ -123,6 +123,9 @@ def _provide_cache(model: PreTrainedModel, undo: ExitStack) -> None:
         # past_key_values is the fourth argument where it is given by position
         if use_cache and kwargs.get("past_key_values") is None and len(args) < 4:
             kwargs["past_key_values"] = _new_cache(model)
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, CompressedCache):
+            cache.knows(model)
         return args, kwargs
 
     def restore() -> None:

@@ -12,9 +12,10 @@ from torch import Tensor
 from tersekv.formats.base import Layout, Planes
 from tersekv.store.footprint import Footprint
 from tersekv.store.pages import SPARE_ENTRIES, Page, PageSizes
+from tersekv.store.state import State, Stateful
 
 
-class BlockBuffer:
+class BlockBuffer(Stateful):
     """Blocks in the order they came, each page but the last one closed. sizes: of new pages."""
 
     def __init__(self, layout: Layout, B: int, H: int, device: torch.device, sizes: PageSizes | None = None) -> None:
@@ -118,15 +119,23 @@ class BlockBuffer:
         if self.pages:
             self.hold(self.layout.select_rows(self.planes(), rows))
 
-    def state(self) -> Any:
-        """What `restore` goes back to, as long as blocks were only appended or kept since."""
+    def mark(self) -> Any:
+        """What `undo` goes back to, as long as blocks were only appended or kept since."""
         return [(page, page.start, page.stop) for page in self.pages]
 
-    def restore(self, state: Any) -> None:
-        """Undo what was done since `state()`."""
-        self.pages = [page for page, _, _ in state]
-        for page, start, stop in state:
+    def undo(self, mark: Any) -> None:
+        """Undo what was done since `mark()`."""
+        self.pages = [page for page, _, _ in mark]
+        for page, start, stop in mark:
             page.resize(start, stop)
+
+    def state(self) -> State:
+        """See `Stateful`."""
+        return {"pages": [page.state() for page in self.pages]}
+
+    def restore(self, state: State) -> None:
+        """See `Stateful`; pages that are full stay where the state's tensors lie."""
+        self.pages = [Page.restored(self.layout, self._nothing, page) for page in state["pages"]]
 
     def planes(self, first: int = 0, last: int | None = None) -> Planes:
         """Blocks `first` to `last` (counted from the oldest in use): views where they lie in one page, else a copy."""

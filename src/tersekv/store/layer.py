@@ -21,17 +21,21 @@ from tersekv.store.rollback import ROLLBACK_TOKENS, check_crop
 from tersekv.store.rotary import Rotary
 from tersekv.store.segments import ExactSegment, PackedSegment
 from tersekv.store.side import SideStore, extents
+from tersekv.store.state import Stateful
 from tersekv.tensors import plain
 from tersekv.transforms.rope import Rope
 
 
-class LayerStore:
+class LayerStore(Stateful):
     """Keys and values of one layer, created with the shapes of the first tokens.
 
     Shapes: keys [B, H, n, Dk], values [B, H, n, Dv]. `window` is the layer's sliding window in tokens, None for full
     attention; such a layer keeps no sinks and forgets packed tokens that no query can see any more. `rope`: of the
     layer's keys, needed where they are coded without it.
     """
+
+    STATE = ("padding", "waits", "record_past", "seen", "dropped")
+    PARTS = ("sides", "rotary")
 
     @plain
     def __init__(

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from tersekv.formats.base import BLOCK_TOKENS, Layout, Planes
+from tersekv.store.state import State
 
 GROWTH = 16
 MIN_PAGE_TOKENS = 128
@@ -68,6 +69,27 @@ class Page:
             shape = (entries,) if spec.ragged is not None else (*like[name].shape[:2], blocks, *spec.shape)
             planes[name] = like[name].new_empty(shape)
         return cls(layout, planes, [])
+
+    @classmethod
+    def restored(cls, layout: Layout, like: Planes, state: State) -> Page:
+        """The page that had this state, with as much room. Planes without room to spare are the state's tensors."""
+        page = cls.empty(layout, like, state["blocks"], state["entries"])
+        page.start, page.stop = state["start"], state["stop"]
+        begins = state["planes"][layout.starts][0, 0].tolist() if layout.starts is not None else [0] * len(page)
+        page.ends = [*begins[:1] * page.start, *begins[1:], state["end"]]
+        for name, plane in page.cut(0, len(page)).items():
+            held = state["planes"][name]
+            if plane.shape == page.planes[name].shape:
+                page.planes[name] = held
+            else:
+                plane.copy_(held)
+        return page
+
+    def state(self) -> State:
+        """Blocks in use, and what was allocated."""
+        blocks, entries = _extent(self.layout, self.planes)
+        figures = {"blocks": blocks, "entries": entries, "start": self.start, "stop": self.stop}
+        return {**figures, "end": self._end(self.stop), "planes": self.cut(0, len(self))}
 
     def __len__(self) -> int:
         return self.stop - self.start

@@ -21,14 +21,18 @@ from tersekv.store.footprint import Footprint
 from tersekv.store.pages import PageSizes
 from tersekv.store.pool_side import PoolSide
 from tersekv.store.side import ENCODE_TOKENS
+from tersekv.store.state import Stateful
 from tersekv.transforms.rope import Rope
 
 WEIGHT = "weight"
 
 
-class Pool:
+class Pool(Stateful):
     """positions int32 [B, H, slots]: packed slots, then loose ones. fields: further figures per slot, by name. rope: of
     the keys, needed where they are coded without it; exact tokens keep theirs."""
+
+    STATE = ("positions", "fields", "padding", "moves")
+    PARTS = ("sides",)
 
     def __init__(
         self,
@@ -214,17 +218,17 @@ class Pool:
         self.fields = {name: x.gather(2, index) for name, x in self.fields.items()}
         self._tidy()
 
-    def state(self) -> Any:
-        """What `restore` goes back to; buffers grow behind what it holds, so that nothing is copied."""
-        sides = [(side.codec, side.loose, side.packed.state()) for side in self.sides]
+    def mark(self) -> Any:
+        """What `undo` goes back to; buffers grow behind what it holds, so that nothing is copied."""
+        sides = [(side.codec, side.loose, side.packed.mark()) for side in self.sides]
         return sides, self.positions, dict(self.fields)
 
-    def restore(self, state: Any) -> None:
-        """Undo everything since `state()`."""
-        sides, self.positions, self.fields = state
+    def undo(self, mark: Any) -> None:
+        """Undo everything since `mark()`."""
+        sides, self.positions, self.fields = mark
         for side, (codec, loose, packed) in zip(self.sides, sides, strict=True):
             side.codec, side.loose = codec, loose
-            side.packed.restore(packed)
+            side.packed.undo(packed)
 
     def to(self, device: torch.device | str) -> None:
         """Move everything."""

@@ -15,6 +15,8 @@ from tersekv.store.side import SideStore
 class PoolSide(SideStore):
     """One side; `loose` [B, H, L, D]: exact tokens that do not fill a block yet, and sinks."""
 
+    STATE = ("sinks", "loose")
+
     def __init__(self, codec: Codec, like: Tensor, dtype: torch.dtype, sizes: PageSizes) -> None:
         super().__init__(dataclasses.replace(codec, per_head=True), like, dtype, sizes, 0)
         self.loose = self.sinks

@@ -13,24 +13,27 @@ from torch import Tensor
 
 from tersekv.formats.base import View
 from tersekv.formats.roped import Roped
+from tersekv.store.state import State, Stateful
 from tersekv.transforms.rope import Rope
 
 
-class Rotary:
+class Rotary(Stateful):
     """RoPE of the tokens of one layer; places count from the first token of the cache."""
+
+    STATE = ("padding", "starts", "lengths")
 
     def __init__(self, rope: Rope) -> None:
         self.rope = rope
         self.padding: Tensor | None = None  # int64 [B], on the CPU
-        self._starts, self._lengths = [0], [0]
+        self.starts, self.lengths = [0], [0]
 
     def note(self, first: int, n: int, padding: Tensor | None = None) -> None:
         """Tokens first to first + n came in one call; padding int64 [B], where a batch has just begun with some."""
         self.padding = self.padding if padding is None else padding.cpu()
         if not self.rope.varies or not n:
             return
-        at = bisect.bisect_left(self._starts, first)
-        self._starts[at:], self._lengths[at:] = [first], [first + n]
+        at = bisect.bisect_left(self.starts, first)
+        self.starts[at:], self.lengths[at:] = [first], [first + n]
 
     def cos_sin(self, first: int, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin float32 [1 or B, n, R]."""
@@ -47,10 +50,10 @@ class Rotary:
         parts = []
         place = first
         while place < first + n:
-            run = bisect.bisect_right(self._starts, place) - 1
-            stop = self._starts[run + 1] if run + 1 < len(self._starts) else first + n
+            run = bisect.bisect_right(self.starts, place) - 1
+            stop = self.starts[run + 1] if run + 1 < len(self.starts) else first + n
             stop = min(stop, first + n)
-            parts.append(self.rope.cos_sin(place - padding, stop - place, self._lengths[run] - padding, device))
+            parts.append(self.rope.cos_sin(place - padding, stop - place, self.lengths[run] - padding, device))
             place = stop
         cos, sin = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
         return cos, sin
@@ -83,7 +86,12 @@ class Rotary:
     def clear(self) -> None:
         """Forget all tokens."""
         self.padding = None
-        self._starts, self._lengths = [0], [0]
+        self.starts, self.lengths = [0], [0]
+
+    def restore(self, state: State) -> None:
+        """See `Stateful`."""
+        super().restore(state)
+        self.padding = None if self.padding is None else self.padding.cpu()
 
     def select(self, rows: Tensor) -> None:
         """Keep these batch rows."""

@@ -16,7 +16,8 @@ from tersekv.recipe import LayerPlan
 from tersekv.store.footprint import Footprint
 from tersekv.store.pool import Pool
 from tersekv.store.segments import ExactSegment, PackedSegment, WeightedSegment
-from tersekv.store.tail import TailBuffer
+from tersekv.store.state import Stateful
+from tersekv.store.tail import TailBuffer, first_tokens
 from tersekv.tensors import plain
 from tersekv.tokens.base import Selection
 from tersekv.transforms.rope import Rope
@@ -31,11 +32,12 @@ UNREADABLE = (
 )
 
 
-class SelectiveStore(ABC):
+class SelectiveStore(Stateful, ABC):
     """Keys [B, H, n, Dk] and values [B, H, n, Dv] of a full-attention layer under a `Selection` policy."""
 
-    STATE: ClassVar[tuple[str, ...]] = ("padding", "seen", "tail_tokens", "budget", "latest")
+    STATE: ClassVar[tuple[str, ...]] = ("padding", "seen", "tail_tokens", "budget", "latest", "record_past")
     """What a refused append puts back, beside the pools; replaced when it changes, never written into."""
+    PARTS = ("pools", "tails")
 
     dropped = 0  # from the front: nothing, all positions may be held
 
@@ -139,7 +141,7 @@ class SelectiveStore(ABC):
         if votes is None and self.observed(keys.shape[2]):
             raise UserError(UNREADABLE)
         new = [side.rounded(x) for side, x in zip(self.sides, (keys, values), strict=True)]
-        before = [pool.state() for pool in self.pools], {name: getattr(self, name) for name in self.STATE}
+        before = [pool.mark() for pool in self.pools], {name: getattr(self, name) for name in self.STATE}
         if self.waits and padding is not None and int(padding.max()) > 0:
             self.padding = padding
             for pool in self.pools:
@@ -147,8 +149,8 @@ class SelectiveStore(ABC):
         try:
             leave = self._add(new, votes)
         except Exception:
-            for pool, state in zip(self.pools, before[0], strict=True):
-                pool.restore(state)
+            for pool, mark in zip(self.pools, before[0], strict=True):
+                pool.undo(mark)
             self.__dict__.update(before[1])
             raise
         for tail, x in zip(self.tails, new, strict=True):  # last: it is not undone
@@ -188,7 +190,7 @@ class SelectiveStore(ABC):
         stands in the padding has position −1 and is replaced by the row's last token, so that no scale or table sees
         it."""
         t, n = self.tails[0].tokens, new[0].shape[2]
-        leaving = [_first(tail.data, x, leave) for tail, x in zip(self.tails, new, strict=True)]
+        leaving = [first_tokens(tail.data, x, leave) for tail, x in zip(self.tails, new, strict=True)]
         first = self.seen - t - n
         positions = torch.arange(first, first + leave, dtype=torch.int32, device=self.device)
         positions = positions.expand(self.batch_size, self.kv_heads, -1)
@@ -271,10 +273,3 @@ class SelectiveStore(ABC):
         for tail in self.tails:
             tail.count(footprint)
         return footprint
-
-
-def _first(old: Tensor, new: Tensor, n: int) -> Tensor:
-    """The first n tokens of old and new [B, H, ·, D]."""
-    if old.shape[2] == 0:
-        return new[:, :, :n]
-    return torch.cat([old[:, :, :n], new[:, :, : max(0, n - old.shape[2])]], dim=2)

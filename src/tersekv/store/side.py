@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from tersekv.store.blocks import BlockBuffer
 from tersekv.store.footprint import Footprint
 from tersekv.store.pages import PageSizes
 from tersekv.store.rotary import Rotary
+from tersekv.store.state import State, Stateful
 from tersekv.store.tail import TailBuffer
 
 ENCODE_TOKENS = 1024
@@ -34,9 +36,12 @@ class Prepared(NamedTuple):
     enter_tail: Tensor
 
 
-class SideStore:
+class SideStore(Stateful):
     """Tokens [B, H, n, D] of one side, in the order they came. `sizes`: of the pages of packed tokens. `tail_tokens`:
     capacity of the tail. `rotary`: RoPE of keys that are coded without it. Exact tokens keep theirs."""
+
+    STATE: ClassVar[tuple[str, ...]] = ("sinks",)
+    PARTS = ("packed", "tail")
 
     def __init__(
         self,
@@ -138,6 +143,15 @@ class SideStore:
         """Sinks, packed tokens and tail as [B, H, n, D]. place: of the first packed token."""
         pages = [self.view(first, tokens, place).decode().to(dtype) for first, tokens in extents([self])]
         return torch.cat([self.sinks.to(dtype), *pages, self.tail.data.to(dtype)], dim=2)
+
+    def state(self) -> State:
+        """See `Stateful`; with what the codec has learnt."""
+        return super().state() | {"fitted": self.codec.fitted}
+
+    def restore(self, state: State) -> None:
+        """See `Stateful`."""
+        super().restore(state)
+        self.codec = dataclasses.replace(self.codec, fitted={n: t.clone() for n, t in state["fitted"].items()})
 
     def to(self, device: torch.device | str) -> None:
         """Move everything."""

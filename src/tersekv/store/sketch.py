@@ -22,6 +22,7 @@ from tersekv.store.pool import WEIGHT, Pool
 from tersekv.store.reservoir import Reservoir, counts
 from tersekv.store.segments import ExactSegment, WeightedSegment
 from tersekv.store.selective import SelectiveStore
+from tersekv.store.state import State, own
 from tersekv.tokens.subgen import SubGen
 
 BLOCK_TOKENS = 1024
@@ -145,6 +146,12 @@ class SketchStore(SelectiveStore):
         count = counts(self.pool.positions, slots).float()
         self.pool.fields[WEIGHT] = count.log() + share.unsqueeze(-1) - self.pool.fields[NORM]
         self.centers.fields[WEIGHT] = self.clusters.log_weights(self.centers.positions)
+
+    def restore(self, state: State) -> None:
+        """See `Stateful`."""
+        super().restore(state)
+        self.reservoir = None if state["reservoir"] is None else Reservoir(**own(state["reservoir"]))
+        self.clusters = None if state["clusters"] is None else Clusters(**own(state["clusters"]))
 
     def footprint(self) -> Footprint:
         """Bytes held, without tables."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tersekv.store.footprint import Footprint
+from tersekv.store.state import State, Stateful
 
 
 def tail_capacity(tokens: int, usual: int) -> int:
@@ -13,7 +14,14 @@ def tail_capacity(tokens: int, usual: int) -> int:
     return max(tokens, min(usual, max(16, 2 * tokens)))
 
 
-class TailBuffer:
+def first_tokens(old: Tensor, new: Tensor, n: int) -> Tensor:
+    """The first n tokens of old and new [B, H, ·, D]."""
+    if old.shape[2] == 0:
+        return new[:, :, :n]
+    return torch.cat([old[:, :, :n], new[:, :, : max(0, n - old.shape[2])]], dim=2)
+
+
+class TailBuffer(Stateful):
     """Exact tokens [B, H, capacity, D], appended at the end and taken from the front; `usual`: most tokens it will hold
     but for a rollback."""
 
@@ -48,6 +56,17 @@ class TailBuffer:
     def drop_back(self, n: int) -> None:
         """Forget the n latest tokens."""
         self.tokens -= n
+
+    def state(self) -> State:
+        """See `Stateful`."""
+        return {"data": self.data, "allocated": self._data.shape[2], "usual": self.usual}
+
+    def restore(self, state: State) -> None:
+        """See `Stateful`."""
+        data = state["data"]
+        self.tokens, self.usual = data.shape[2], state["usual"]
+        self._data = self._data.new_empty((*data.shape[:2], state["allocated"], data.shape[3]))
+        self._data[:, :, : self.tokens] = data
 
     def to(self, device: torch.device | str) -> None:
         """Move the buffer."""

@@ -1,0 +1,159 @@
+"""Caches as files: `cache.save(path)` and `CompressedCache.load(path, model)`.
+
+A file (`store/tensor_file.py`) holds what `state()` of every layer gives, the tables that codecs share, the token ids
+where they are known, and says which recipe and model it is of. Loading checks all of that; pages of packed blocks
+stay in the file's own memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tersekv import __version__
+from tersekv.errors import UserError
+from tersekv.hf.cache import CompressedCache, CompressedLayer
+from tersekv.hf.calibration import attention_plans
+from tersekv.hf.config import attention_layers, text_config
+from tersekv.hf.fingerprint import architecture, fingerprint
+from tersekv.recipe import Recipe
+from tersekv.store import tensor_file
+from tersekv.store.state import joined, split
+from tersekv.tensors import plain
+
+SAME = 1e-6
+"""Tables made elsewhere are the same if they are as close as that: libraries of linear algebra round differently."""
+
+
+@plain
+def save(cache: CompressedCache, path: Path, ids: Tensor | None = None, model: PreTrainedModel | None = None) -> None:
+    """See `CompressedCache.save`."""
+    model = model if model is not None else cache.model
+    if model is None:
+        raise UserError("this cache does not know its model: fill it under tersekv.compress, or give save(…, model=…)")
+    if any(kind.type == "linear" for kind in attention_layers(cache.config)):
+        raise UserError(f"{cache.config.model_type} has state beside keys and values; such a cache cannot be saved")
+    layers = _layers(cache)
+    seen = {layer.get_seq_length() for layer in layers}
+    if len(seen) != 1 or seen == {0}:
+        raise UserError("only a cache that holds tokens, as many in every layer, can be saved: let the model read some")
+    tokens, batch = seen.pop(), layers[0].batch_size
+    ids = None if ids is None else _checked_ids(ids, batch, tokens)
+    state = {"layers": [layer.state() for layer in layers], "tables": _shared_tables(cache), "ids": ids}
+    tree, tensors = split(state)
+    said = {
+        "tersekv": __version__,
+        "recipe": str(cache.recipe),
+        "model_type": cache.config.model_type,
+        "architecture": architecture(cache.config),
+        "model": fingerprint(model),
+        "batch": batch,
+        "ids_sha256": None if ids is None else ids_digest(ids),
+        "cache": cache.footprint().to_dict(),
+        "state": tree,
+    }
+    tensor_file.write(Path(path).expanduser(), tensors, said)
+
+
+@plain
+def load(
+    path: str | Path, model: PreTrainedModel, ids: Tensor | None = None, decode: Callable[[list[int]], str] = str
+) -> CompressedCache:
+    """See `CompressedCache.load`. decode: how token ids are written where a prompt differs."""
+    path = Path(path).expanduser()
+    said, tensors, _ = tensor_file.read(path)
+    check_model(path, said, model)
+    tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
+    state = joined(said["state"], tensors)
+    if ids is not None:
+        check_prompt(path, state["ids"], ids, decode)
+    recipe = Recipe.parse(said["recipe"])
+    cache = CompressedCache.of(model.config, recipe, attention_plans(recipe, model.config))
+    _check_tables(path, state["tables"], _shared_tables(cache))
+    for layer, its_state in zip(_layers(cache), state["layers"], strict=True):
+        layer.restore(its_state, model.device)
+    cache.knows(model)
+    return cache
+
+
+def check_model(path: Path, said: dict[str, Any], model: PreTrainedModel) -> None:
+    """Raise UserError unless a file that says this was made by this model."""
+    if said["architecture"] != architecture(model.config):
+        ours = text_config(model.config).model_type
+        raise UserError(
+            f"{path} was made by a model of another architecture ({said['model_type']}) than this {ours}; load the "
+            "model that made it, or build it again"
+        )
+    if said["model"] != fingerprint(model):
+        raise UserError(f"{path} was made by a model with other weights; load that model, or build it again")
+
+
+def check_prompt(path: Path, held: Tensor | None, ids: Tensor, decode: Callable[[list[int]], str] = str) -> None:
+    """Raise UserError unless a prompt [B, T] begins with the tokens [B, n] that a file holds."""
+    if held is None:
+        raise UserError(f"{path} does not know its token ids: give them to save(…, ids=…)")
+    new = ids.reshape(-1, ids.shape[-1]).to(held)
+    if len(new) != len(held):
+        raise UserError(f"{path} holds {len(held)} sequences, and the prompt has {len(new)}")
+    n = min(held.shape[1], new.shape[1])
+    differ = (held[:, :n] != new[:, :n]).nonzero()
+    if len(differ):
+        row, place = differ[differ[:, 1].argmin()].tolist()
+        there, here = (decode(x[row, place : place + 8].tolist()) for x in (held, new))
+        of = "" if len(held) == 1 else f" of sequence {row}"
+        raise UserError(
+            f"the prompt must begin with the {held.shape[1]:,} tokens of {path}, and differs from token {place:,}{of} "
+            f"on: {here!r} instead of {there!r}"
+        )
+    if new.shape[1] < held.shape[1]:
+        raise UserError(
+            f"the prompt has {new.shape[1]:,} tokens and must begin with all {held.shape[1]:,} of {path}; "
+            "give the rest of it, too"
+        )
+
+
+def ids_digest(ids: Tensor) -> str:
+    """sha256 in hex of token ids [B, T] as 32-bit integers."""
+    return hashlib.sha256(ids.to("cpu", torch.int32).contiguous().numpy().tobytes()).hexdigest()
+
+
+def _checked_ids(ids: Tensor, batch: int, tokens: int) -> Tensor:
+    ids = ids.detach().reshape(-1, ids.shape[-1]).to("cpu", torch.int32)
+    if ids.shape != (batch, tokens):
+        raise UserError(
+            f"the cache holds {batch} × {tokens} tokens, and ids have shape {tuple(ids.shape)}: give those of all "
+            "tokens that the model has read (of what it generated, all but the last)"
+        )
+    return ids
+
+
+def _layers(cache: CompressedCache) -> list[CompressedLayer]:
+    return [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
+
+
+def _shared_tables(cache: CompressedCache) -> list[Tensor]:
+    """What codecs make from their options alone, each table once."""
+    dims = cache.shape.key_dim, cache.shape.value_dim
+    codecs = [pair for layer in _layers(cache) for pair in zip((layer.plan.keys, layer.plan.values), dims, strict=True)]
+    tables = [table for codec, dim in codecs for table in replace(codec, fitted={}).tables(dim)]
+    return list({table.data_ptr(): table.cpu() for table in tables}.values())
+
+
+def _check_tables(path: Path, written: list[Tensor], made: list[Tensor]) -> None:
+    """A rotation or sketch other than the one that codes were made with would decode to something else."""
+    alike = len(written) == len(made) and all(
+        a.shape == b.shape and torch.allclose(a.cpu().float(), b.float(), rtol=SAME, atol=SAME)
+        for a, b in zip(written, made, strict=False)
+    )
+    if not alike:
+        raise UserError(
+            f"{path} was made with other tables, rotations or sketches than this version of tersekv or torch makes; "
+            "build it again"
+        )
