@@ -48,7 +48,15 @@ def run_text(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
 # ---------------------------------------------------------------- generate
 
 CACHE_KEYS = ["recipe", "tokens", "bytes", "bytes_by_part", "bits_per_element", "ratio_bf16", "ratio_fp8"]
-KEYS = ["answer", "prompt_tokens", "new_tokens", "prefill_seconds", "decode_tokens_per_second", "cache"]
+KEYS = [
+    "answer",
+    "prompt_tokens",
+    "cached_tokens",
+    "new_tokens",
+    "prefill_seconds",
+    "decode_tokens_per_second",
+    "cache",
+]
 
 
 def test_generate_json(tiny: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ COMMANDS = [
 def test_command(command, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # some write files
     arguments = shlex.split(command)[1:]
-    if arguments[0] in ("generate", "eval", "plot"):
+    if arguments[0] in ("generate", "eval", "plot", "prompt-cache"):
         arguments += ["--model", tiny]
     if arguments[0] == "eval":
         arguments += ["--context", "64", "--windows", "1"]
@@ -54,6 +54,7 @@ def test_there_are_commands():
         "list",
         "generate",
         "estimate",
+        "prompt-cache",
         "eval",
         "plot",
         "models",

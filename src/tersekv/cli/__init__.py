@@ -10,7 +10,20 @@ from typing import Annotated, Any
 import typer
 
 from tersekv import __version__
-from tersekv.cli import bench, calibrate, demo, env, estimate, evaluate, generate, listing, models, plot, report
+from tersekv.cli import (
+    bench,
+    calibrate,
+    demo,
+    env,
+    estimate,
+    evaluate,
+    generate,
+    listing,
+    models,
+    plot,
+    prompt_cache,
+    report,
+)
 from tersekv.errors import CacheError, UserError
 
 app = typer.Typer(
@@ -26,6 +39,7 @@ app.command()(calibrate.calibrate)
 app.command("list")(listing.list_methods)
 app.command()(estimate.estimate)
 app.add_typer(models.app, name="models")
+app.add_typer(prompt_cache.app, name="prompt-cache")
 app.command()(env.env)
 app.command()(demo.demo)
 app.command()(plot.plot)
@@ -86,7 +100,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _command(arguments: list[str]) -> str:
-    known = {"generate", "eval", "calibrate", "list", "estimate", "models", "env", "demo", "plot", "report", "bench"}
+    known = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    known |= {group.name for group in app.registered_groups}
     return f"{arguments[0]} " if arguments and arguments[0] in known else ""
 
 

@@ -17,8 +17,13 @@ if TYPE_CHECKING:
     from tersekv.cli.measure import Outcome
 
 
+DEFAULT_RECIPE = "kivi:bits=4"
+RECIPE_HELP = f"{output.RECIPE_HELP} Without it {DEFAULT_RECIPE}, or the prompt cache's."
+FROM_FILE_HELP = "What `tersekv prompt-cache build` made of the beginning of this prompt."
+
+
 def generate(
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help=output.RECIPE_HELP)] = "kivi:bits=4",
+    recipe: Annotated[str | None, typer.Option("--recipe", "-r", help=RECIPE_HELP)] = None,
     model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to answer.")] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="A file with it; - is standard input.")] = None,
@@ -30,22 +35,22 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Do not put the text into the model's chat template.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU kernels.")] = None,
     calibration: output.Calibrations = None,
+    prompt_cache: Annotated[Path | None, typer.Option("--prompt-cache", help=FROM_FILE_HELP)] = None,
     as_json: output.Json = False,
 ) -> None:
     """Answer a prompt with a packed cache; the prompt is --prompt, --file, or what is piped in."""
     if 0 < temperature < 0.001 or temperature > 1000:
         raise UserError(f"--temperature {temperature} is out of range: 0 is greedy, else 0.001 to 1000")
-    text = _text(prompt, file, question)
+    text = read_text(prompt, file, question)
     with output.step("loading torch and transformers"):
         from tersekv.cli import measure
         from tersekv.hf import text as prompts
         from tersekv.hf.calibration import calibration_for
-        from tersekv.recipe import Recipe
 
         _use_threads(threads)
-        parsed = str(Recipe.parse(recipe))
+        parsed = _recipe(recipe, prompt_cache)
     network, tokenizer = load(model)
-    learnt = calibration_for(network, parsed, calibration)
+    learnt = None if prompt_cache else calibration_for(network, parsed, calibration)
     whole = text if raw else prompts.chat_prompt(tokenizer, text)
     ids = prompts.input_ids(tokenizer, whole, network.config, max_new_tokens, template=not raw)
     sampling = measure.Sampling(max_new_tokens, temperature=temperature, seed=seed)
@@ -54,11 +59,31 @@ def generate(
         if not as_json and compare:
             output.show(f"--- {'full cache' if choice is None else choice}")
         write = None if as_json else stream
-        outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write, learnt))
+        held = None
+        if choice is not None and prompt_cache is not None:
+            from tersekv.hf import saved
+
+            held = saved.load(prompt_cache, network, ids, tokenizer.decode)
+        outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write, learnt, held))
     if as_json:
         output.print_json(_document(outcomes))
         return
     output.show(summary(outcomes, f"{ids.shape[1]:,} prompt tokens"))
+
+
+def _recipe(recipe: str | None, prompt_cache: Path | None) -> str:
+    """The canonical recipe: the given one, the file's, or the usual one."""
+    from tersekv.recipe import Recipe
+
+    given = None if recipe is None else str(Recipe.parse(recipe))
+    if prompt_cache is None:
+        return given or DEFAULT_RECIPE
+    from tersekv.store import tensor_file
+
+    found = str(tensor_file.read_said(prompt_cache.expanduser())[0].get("recipe"))
+    if given not in (None, found):
+        raise UserError(f"--recipe {given} and {prompt_cache}, which has recipe {found}: leave --recipe out")
+    return found
 
 
 def load(model: str) -> tuple[Any, Any]:
@@ -75,7 +100,8 @@ def load(model: str) -> tuple[Any, Any]:
     return network, tokenizer
 
 
-def _text(prompt: str | None, file: Path | None, question: str | None) -> str:
+def read_text(prompt: str | None, file: Path | None, question: str | None) -> str:
+    """The prompt of a command's options."""
     if prompt is not None and file is not None:
         raise UserError("--prompt and --file were both given: give one (a --question may follow either)")
     if prompt is not None:
@@ -148,6 +174,7 @@ def summary(outcomes: Sequence[Outcome], title: str) -> Any:
         row("true bits per element", [f"{h.bits_per_element:.2f}" for h in held]),
         row("times smaller than bfloat16", [f"{h.ratio(16):.2f}" for h in held]),
         row("times smaller than fp8", [f"{h.ratio(8):.2f}" for h in held]),
+        row("tokens from the prompt cache", [f"{o.cached_tokens:,}" for o in outcomes]),
         row("prefill seconds", [f"{o.prefill_seconds:.2f}" for o in outcomes]),
         row("decode tokens/s", [f"{o.decode_tokens_per_second:.2f}" for o in outcomes]),
         row("peak memory of prefill + cache", [output.human_bytes(o.peak_bytes) for o in outcomes]),

@@ -14,6 +14,7 @@ from tersekv.cli import output
 from tersekv.cli.memory import PeakMemory
 
 if TYPE_CHECKING:
+    from tersekv.hf.cache import CompressedCache
     from tersekv.hf.calibration import Calibration
     from tersekv.store.footprint import Footprint
 
@@ -33,7 +34,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One generation: what it said and what it cost. `recipe` is "full" for transformers' own cache."""
+    """One generation: what it said and what it cost. `recipe` is "full" for transformers' own cache. cached_tokens:
+    those of the prompt that a file held."""
 
     recipe: str
     answer: str
@@ -44,12 +46,14 @@ class Outcome:
     footprint: Footprint
     peak_bytes: int
     peak_from: str
+    cached_tokens: int = 0
 
     def document(self) -> dict[str, Any]:
         """The JSON document of `tersekv generate`."""
         return {
             "answer": self.answer,
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
             "new_tokens": len(self.new_ids),
             "prefill_seconds": round(self.prefill_seconds, 4),
             "decode_tokens_per_second": round(self.decode_tokens_per_second, 3),
@@ -75,16 +79,21 @@ def generate(
     sampling: Sampling,
     write: Write | None = None,
     calibration: Calibration | None = None,
+    held: CompressedCache | None = None,
 ) -> Outcome:
-    """Answer `ids` [1, T] with a packed cache, or with transformers' own where `recipe` is None; stream to `write`."""
+    """Answer `ids` [1, T] with a packed cache, or with transformers' own where `recipe` is None; stream to `write`.
+    held: a cache that has read the first tokens, to go on with; of a whole prompt the last token is read again."""
     import torch
 
     import tersekv
     from tersekv.hf.prefill import held_by, new_cache
 
     torch.manual_seed(sampling.seed)
-    cache: Any = new_cache(model, recipe, calibration)
-    reads_packed = contextlib.nullcontext() if recipe is None else tersekv.compress(model, recipe, calibration)
+    cache: Any = new_cache(model, recipe, calibration) if held is None else held
+    if cache.get_seq_length() == ids.shape[1]:
+        cache.crop(-1)
+    cached = cache.get_seq_length()
+    reads_packed = contextlib.nullcontext() if recipe is None else tersekv.compress(model, cache)
     with PeakMemory() as memory, prefill_progress(model) as first_token, reads_packed, torch.inference_mode():
         clock = _clock(tokenizer, write, first_token)
         out = model.generate(
@@ -108,6 +117,7 @@ def generate(
         footprint=held_by(cache),
         peak_bytes=memory.peak_bytes,
         peak_from=memory.source,
+        cached_tokens=cached,
     )
 
 

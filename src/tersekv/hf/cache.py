@@ -22,6 +22,7 @@ from tersekv.hf.rope import Ropes
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.store.footprint import Footprint
 from tersekv.store.selective import UNREADABLE
+from tersekv.tensors import plain
 
 ATTENTION_NAME = "tersekv"
 
@@ -60,6 +61,12 @@ class CompressedCache(Cache):
         cache = cls.__new__(cls)
         cache._start(config, recipe, plans)
         return cache
+
+    def empty(self, config: PreTrainedConfig) -> CompressedCache:
+        """A cache like this without tokens, for the same model: its recipe, and what its codecs learnt from a
+        corpus."""
+        plans = {layer.index: layer.plan for layer in self.layers if isinstance(layer, CompressedLayer)}
+        return CompressedCache.of(config, self.recipe, plans)
 
     def _start(self, config: PreTrainedConfig, recipe: Recipe, plans: dict[int, LayerPlan]) -> None:
         self.recipe, self.config = recipe, text_config(config)
@@ -118,6 +125,7 @@ class CompressedCache(Cache):
         """Which model fills it."""
         self._model = weakref.ref(model)
 
+    @plain
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
         """A cache of its own with the same tokens, for a prompt that many continuations share; the config stays the
         model's, since it says which attention is installed."""

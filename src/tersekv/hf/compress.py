@@ -18,17 +18,21 @@ from tersekv.hf.attention import attention_forward
 from tersekv.hf.cache import ATTENTION_NAME, CompressedCache
 from tersekv.hf.calibration import Calibration, calibration_for
 from tersekv.hf.config import text_config
+from tersekv.hf.fingerprint import architecture
 from tersekv.recipe import Recipe
 
 
 @contextmanager
 def compress(
-    model: PreTrainedModel, recipe: str | Recipe, calibration: Calibration | str | Path | None = None
+    model: PreTrainedModel,
+    recipe: str | Recipe | CompressedCache,
+    calibration: Calibration | str | Path | None = None,
 ) -> Iterator[PreTrainedModel]:
     """Inside, `model.generate(...)` and `model(...)` use a `CompressedCache` with `recipe` (unless one is passed), and
     attention reads its packed bytes. Contexts nest and may overlap; after the last one is left, also by an exception,
     the model is as it was.
 
+    recipe: or a cache, for example one that was loaded; new caches are then as it is, without its tokens.
     calibration: for recipes that learn from a corpus, what `tersekv calibrate` made: a file, a folder of them, or a
     `Calibration`; without it the one in the default place for this model is used.
 
@@ -38,9 +42,12 @@ def compress(
     """
     if not isinstance(model, PreTrainedModel):
         raise UserError(f"compress takes a transformers model, got {type(model).__name__}")
-    recipe = Recipe.parse(recipe)
-    found = calibration_for(model, recipe, calibration)
-    CompressedCache(model.config, recipe, found)  # says what does not fit before anything is installed
+    if not isinstance(recipe, CompressedCache):
+        recipe = Recipe.parse(recipe)
+        recipe = CompressedCache(model.config, recipe, calibration_for(model, recipe, calibration))
+    if architecture(recipe.config) != architecture(model.config):
+        raise UserError(f"this cache was made for a {recipe.config.model_type} of another architecture than the model")
+    context = recipe.empty(model.config)
     has_usual_cache: Any = model._supports_default_dynamic_cache
     if not has_usual_cache():
         raise UserError(
@@ -55,7 +62,6 @@ def compress(
         contexts = _open.setdefault(model, [])
         if not contexts:
             _undo[model] = _install(model)
-        context = _Context(recipe, found)
         contexts.append(context)
     try:
         yield model
@@ -67,16 +73,10 @@ def compress(
                 _undo.pop(model).close()
 
 
-class _Context:
-    """One open context; the latest that is still open on a model says which recipe new caches have."""
-
-    def __init__(self, recipe: Recipe, calibration: Calibration | None) -> None:
-        self.recipe, self.calibration = recipe, calibration
-
-
-# Contexts may be left in another order than entered (threads, generators): the last one left puts the model back.
+# A context is an empty cache; the latest that is open says what new ones are like. They may be left in another order
+# than entered (threads, generators): the last one left puts the model back.
 _lock = threading.RLock()
-_open: weakref.WeakKeyDictionary[PreTrainedModel, list[_Context]] = weakref.WeakKeyDictionary()
+_open: weakref.WeakKeyDictionary[PreTrainedModel, list[CompressedCache]] = weakref.WeakKeyDictionary()
 _undo: weakref.WeakKeyDictionary[PreTrainedModel, ExitStack] = weakref.WeakKeyDictionary()
 
 
@@ -100,8 +100,7 @@ def _unregister() -> None:
 
 
 def _new_cache(model: PreTrainedModel) -> CompressedCache:
-    latest = _open[model][-1]
-    return CompressedCache(model.config, latest.recipe, latest.calibration)
+    return _open[model][-1].empty(model.config)
 
 
 def _provide_cache(model: PreTrainedModel, undo: ExitStack) -> None:

@@ -6,6 +6,7 @@ English prose with code, joined in the order of the topics' names, cleaned of no
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -60,6 +61,19 @@ def chat_prompt(tokenizer: Any, text: str) -> str:
         return text
     turns = [{"role": "user", "content": text}]
     return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+
+
+def common_ids(tokenizer: Any, text: str, config: Any, raw: bool = False) -> Any:
+    """The ids [1, T] that all prompts with `text` begin with, whatever question follows it (`question_prompt`, or with
+    `raw` the plain text), or none."""
+    prompts = [text, *(f"{text}\n\n{question}" for question in ("What?", "A b", "1"))]
+    prompts = prompts if raw else [chat_prompt(tokenizer, prompt) for prompt in prompts]
+    ids = [input_ids(tokenizer, prompt, config, template=not raw) for prompt in prompts]
+    columns = zip(*(one[0].tolist() for one in ids), strict=False)
+    n = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+    if not n:
+        raise UserError("prompts with this text have no first tokens in common: give a longer text")
+    return ids[0][:, :n]
 
 
 def input_ids(tokenizer: Any, prompt: str, config: Any, new_tokens: int = 0, template: bool = True) -> Any:

@@ -1,0 +1,107 @@
+"""`tersekv prompt-cache`: read a prompt once, keep its packed cache as a file."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tersekv.cli import output
+from tersekv.cli.generate import load, read_text
+from tersekv.errors import UserError
+
+app = typer.Typer(help="Prompts read once, kept as packed caches in files: build, info, verify.", no_args_is_help=True)
+File = Annotated[Path, typer.Argument(help="What `tersekv prompt-cache build` wrote.")]
+RAW_HELP = "Do not put the text into the model's chat template."
+
+
+@app.command()
+def build(
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help=output.RECIPE_HELP)] = "kivi:bits=4",
+    model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text that prompts begin with.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="A file with it; - is standard input.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help=RAW_HELP)] = False,
+    calibration: output.Calibrations = None,
+    as_json: output.Json = False,
+) -> None:
+    """Read a text, and write the packed cache of all tokens that prompts of `tersekv generate` with this text and any
+    --question have in common."""
+    text = read_text(prompt, file, None)
+    with output.step("loading torch and transformers"):
+        import torch
+
+        import tersekv
+        from tersekv.hf.calibration import calibration_for
+        from tersekv.hf.text import common_ids
+    network, tokenizer = load(model)
+    learnt = calibration_for(network, recipe, calibration)
+    ids = common_ids(tokenizer, text, network.config, raw)
+    cache = tersekv.CompressedCache(network.config, recipe, learnt)
+    start = time.perf_counter()
+    with tersekv.compress(network, recipe, learnt), torch.inference_mode(), output.step("reading the prompt"):
+        network(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    read, start = time.perf_counter() - start, time.perf_counter()
+    cache.save(out, ids)
+    seconds = {"prefill_seconds": round(read, 4), "save_seconds": round(time.perf_counter() - start, 4)}
+    _say(out, as_json, seconds)
+
+
+@app.command()
+def info(file: File, as_json: output.Json = False) -> None:
+    """What a file says of itself; only its header is read and checked."""
+    _say(file, as_json, {})
+
+
+@app.command()
+def verify(
+    file: File,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Load it for this model, too.")] = None,
+    as_json: output.Json = False,
+) -> None:
+    """Compare every byte with its checksum and, with --model, load it as `generate` would."""
+    from tersekv.store import tensor_file
+
+    with output.step(f"reading {file}"):
+        tensor_file.read(file.expanduser())
+    if model is not None:
+        network, _ = load(model)
+        import tersekv
+
+        tersekv.CompressedCache.load(file, network)
+    _say(file, as_json, {"state": "verified"})
+
+
+def _say(file: Path, as_json: bool, more: dict[str, Any]) -> None:
+    from tersekv.store import tensor_file
+
+    said, size = tensor_file.read_said(file.expanduser())
+    if "state" not in said:
+        raise UserError(f"{file} holds tensors, but no cache; give what `tersekv prompt-cache build` wrote")
+    held = said["cache"]
+    document = {
+        "file": str(file),
+        "file_bytes": size,
+        **{name: said[name] for name in ("recipe", "model_type", "model", "batch", "ids_sha256", "tersekv")},
+        "cache": held,
+        **more,
+    }
+    if as_json:
+        output.print_json(document)
+        return
+    known = "unknown" if said["ids_sha256"] is None else said["ids_sha256"][:16]
+    rows = [
+        ("recipe", said["recipe"]),
+        ("model", f"{said['model_type']} {said['model'][:16]}"),
+        ("tokens", f"{held['tokens']:,}" if said["batch"] == 1 else f"{said['batch']} × {held['tokens']:,}"),
+        ("token ids", known),
+        ("file", output.human_bytes(size)),
+        ("cache, all parts", output.human_bytes(held["bytes"])),
+        ("times smaller than bfloat16", f"{held['ratio_bf16']:.2f}"),
+        ("written by tersekv", said["tersekv"]),
+        *((name.replace("_", " "), str(value)) for name, value in more.items()),
+    ]
+    output.show(output.table(str(file), ("", ""), rows))

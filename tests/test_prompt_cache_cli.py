@@ -1,0 +1,82 @@
+"""`tersekv prompt-cache` and `generate --prompt-cache` on a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tersekv import cli
+from tersekv.hf import models
+from tersekv.hf.text import common_ids
+from test_cli import empty_cache as empty_cache
+from test_cli import refuse, run_json, run_text
+
+TEXT = "An article about caches. " * 16
+BUILD = ("prompt-cache", "build", "-r", "polarquant", "-p", TEXT)
+
+
+@pytest.fixture
+def built(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Path:
+    run_json(capfd, *BUILD, "-m", tiny, "-o", str(tmp_path / "doc.cache"))
+    return tmp_path / "doc.cache"
+
+
+def test_build_info_verify(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "doc.cache"
+    made = run_json(capfd, *BUILD, "-m", tiny, "-o", str(path))
+    assert made["recipe"] == "polarquant"
+    assert made["file_bytes"] == path.stat().st_size
+    assert made["cache"]["tokens"] == len(TEXT) + 1  # the template's beginning, and not its end
+    assert made["prefill_seconds"] > 0
+    said = run_json(capfd, "prompt-cache", "info", str(path))
+    assert said == {name: value for name, value in made.items() if not name.endswith("_seconds")}
+    assert run_json(capfd, "prompt-cache", "verify", str(path)) == said | {"state": "verified"}
+    assert run_json(capfd, "prompt-cache", "verify", str(path), "-m", tiny)["state"] == "verified"
+    assert "polarquant" in run_text(capfd, "prompt-cache", "info", str(path))
+
+
+def test_generate_goes_on_behind_the_file(tiny: str, built: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    common = ("generate", "-m", tiny, "-p", TEXT, "--max-new-tokens", "8")
+    for question in ((), ("-q", "What is it?")):
+        made = run_json(capfd, *common, *question, "--prompt-cache", str(built))
+        assert made["cached_tokens"] == len(TEXT) + 1
+        assert made["cache"]["recipe"] == "polarquant"
+        plain = run_json(capfd, *common, *question, "-r", "polarquant")
+        assert made["prompt_tokens"] == plain["prompt_tokens"]
+        assert plain["cached_tokens"] == 0
+        assert made["cache"] == plain["cache"]
+    compared = run_json(capfd, *common, "--prompt-cache", str(built), "--compare")
+    assert compared["full"]["cached_tokens"] == 0 < compared["packed"]["cached_tokens"]
+    assert "tokens from the prompt cache" in run_text(capfd, *common, "--prompt-cache", str(built))
+
+
+def test_a_prompt_that_is_all_in_the_file(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "raw.cache"
+    run_json(capfd, *BUILD, "--raw", "-m", tiny, "-o", str(path))
+    made = run_json(capfd, "generate", "-m", tiny, "-p", TEXT, "--raw", "--prompt-cache", str(path))
+    assert made["cached_tokens"] == made["prompt_tokens"] - 1 == len(TEXT) - 1
+
+
+def test_refusals(tiny: str, built: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    common = ("generate", "-m", tiny, "--prompt-cache", str(built))
+    said = refuse(capfd, *common, "-p", "Another article. " * 40)
+    assert "differs from token 3 on: 'other ar' instead of ' article'" in said
+    assert "differs from token 51 on" in refuse(capfd, *common, "-p", TEXT[:50])
+    assert "leave --recipe out" in refuse(capfd, *common, "-p", TEXT, "-r", "kivi:bits=4")
+    assert "cannot read" in refuse(capfd, "prompt-cache", "info", str(tmp_path / "none"))
+    assert "cannot write" in refuse(capfd, *BUILD, "-m", tiny, "-o", str(tmp_path / "none" / "file"))
+    data = bytearray(built.read_bytes())
+    data[-1] ^= 1
+    built.write_bytes(data)
+    assert cli.run(["prompt-cache", "info", str(built)]) == 0  # of the header alone
+    capfd.readouterr()
+    assert "is damaged" in refuse(capfd, "prompt-cache", "verify", str(built))
+    assert "is damaged" in refuse(capfd, *common, "-p", TEXT)
+
+
+def test_ids_that_prompts_have_in_common(tiny: str) -> None:
+    tokenizer, config = models.load_tokenizer(tiny), models.load_config(tiny)
+    ids = common_ids(tokenizer, "ab", config)
+    assert tokenizer.decode(ids[0].tolist()) == "<|user|>ab"
+    assert tokenizer.decode(common_ids(tokenizer, "ab", config, raw=True)[0].tolist()) == "ab"
