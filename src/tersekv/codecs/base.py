@@ -66,6 +66,20 @@ class Codec(ABC):
         """What it has yet to see."""
         return None if self.fitted else self.fits_on
 
+    @property
+    def fit_spans_heads(self) -> bool:
+        """Whether what `fit` learns from a prompt hangs on all heads of a layer together."""
+        return False
+
+    @property
+    def encode_spans_heads(self) -> bool:
+        """Whether what `encode` makes of a head hangs on the others."""
+        return False
+
+    def of_heads(self, first: int, count: int) -> Self:
+        """The codec for some of the heads that it was fitted on."""
+        return self
+
     def fit(self, x: Tensor) -> Self:
         """A codec that has learnt what it needs from x float32 [B, H, T, D]; itself where it needs nothing."""
         return self

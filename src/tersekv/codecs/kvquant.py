@@ -99,6 +99,22 @@ class KVQuant(Codec):
     def _has_table(self) -> bool:
         return self.table != "nuq" or "table" in self.fitted
 
+    @property
+    def fit_spans_heads(self) -> bool:
+        """A table, or the thresholds of a matrix, serve all heads."""
+        return not self._has_table or self._of_matrix
+
+    @property
+    def encode_spans_heads(self) -> bool:
+        """A token's range is that of all its heads."""
+        return self.axis == "token" and not self.per_head
+
+    def of_heads(self, first: int, count: int) -> Self:
+        """Thresholds of channels are those of heads."""
+        per_head = {name: t for name, t in self.fitted.items() if t.dim() == 3 and t.shape[1] > 1}
+        own = {name: t[:, first : first + count] for name, t in per_head.items()}
+        return dataclasses.replace(self, fitted=self.fitted | own)
+
     def fit(self, x: Tensor, fisher: Tensor | None = None) -> Self:
         """Learn from x float32 [B, H, T, D], each row of the batch for itself; from a corpus B is 1. fisher: squared
         gradients of the loss with respect to x, of its shape, 1 where not given.

@@ -82,6 +82,11 @@ class PolarQuant(Codec):
         """The prompt, where the tables are made from its angles."""
         return "prompt" if self.codebook == "online" else None
 
+    @property
+    def fit_spans_heads(self) -> bool:
+        """A table serves all heads."""
+        return self.codebook == "online"
+
     def polar(self, head_dim: int) -> Polar:
         """The memory layout.
 

@@ -88,6 +88,17 @@ class Layout:
         blocks = torch.arange(N * B * H, device=rows.device).view(N, B, H)
         return chosen | self._select_entries(planes, blocks[:, rows])
 
+    def select_heads(self, planes: Planes, first: int, count: int) -> Planes:
+        """The planes of heads `first` to `first + count`; what all heads share stays."""
+        heads = slice(first, first + count)
+        fixed = {name: plane for name, plane in planes.items() if self.planes[name].ragged is None}
+        chosen = {name: plane if self.planes[name].shared else plane[:, heads] for name, plane in fixed.items()}
+        if self.starts is None:
+            return chosen
+        B, H, N = planes[self.starts].shape
+        blocks = torch.arange(N * B * H, device=planes[self.starts].device).view(N, B, H)
+        return chosen | self._select_entries(planes, blocks[:, :, heads])
+
     def select_blocks(self, planes: Planes, index: Tensor) -> Planes:
         """The planes of blocks `index` (int64 [B, H, n]) of each head, in that order; no plane is shared."""
         chosen = {}

@@ -18,9 +18,11 @@ from tersekv.errors import UserError
 from tersekv.hf.calibration import Calibration, calibrated_plans
 from tersekv.hf.config import AttentionShape, attention_layers, text_config
 from tersekv.hf.layer import CompressedLayer as CompressedLayer
+from tersekv.hf.parallel import heads_of
 from tersekv.hf.rope import Ropes
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.store.footprint import Footprint
+from tersekv.store.heads import Heads
 from tersekv.store.selective import UNREADABLE
 from tersekv.tensors import plain
 
@@ -115,6 +117,10 @@ class CompressedCache(Cache):
         """
         saved = importlib.import_module("tersekv.hf.saved")
         return saved.load(path, model, ids)
+
+    def heads(self, held: int) -> Heads | None:
+        """Which key-value heads this process holds, where it holds only some of them."""
+        return heads_of(self.model, held, self.shape.kv_heads) if self.shape.passes_handles else None
 
     @property
     def model(self) -> PreTrainedModel | None:

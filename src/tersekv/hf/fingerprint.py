@@ -44,16 +44,23 @@ def architecture(config: PreTrainedConfig) -> str:
 def fingerprint(model: PreTrainedModel) -> str:
     """sha256 in hex of the architecture and of elements at even distances in every weight, up to `SAMPLED` of each.
 
-    They are read as bfloat16, so that a model is known again whatever type it is loaded in.
+    They are read as bfloat16, so that a model is known again whatever type it is loaded in. Weights that processes
+    have divided are gathered one by one, by all of them.
     """
     digest = hashlib.sha256(architecture(model.config).encode())
     weights = {name: weight for name, weight in model.named_parameters() if not weight.is_meta}
     for name, weight in weights.items():
         digest.update(f"{name} {tuple(weight.shape)}".encode())
-    samples = [weight.reshape(-1)[:: max(1, weight.numel() // SAMPLED)][:SAMPLED] for weight in weights.values()]
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for sample in samples:
-        by_device.setdefault(sample.device, []).append(sample.to(torch.bfloat16))
+    for weight in weights.values():
+        sample = _sample(weight)
+        by_device.setdefault(sample.device, []).append(sample)
     for parts in by_device.values():  # one transfer for each device
         digest.update(torch.cat(parts).cpu().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _sample(weight: Any) -> torch.Tensor:
+    """A copy, so that a gathered weight is not kept for it."""
+    weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return weight.reshape(-1)[:: max(1, weight.numel() // SAMPLED)][:SAMPLED].to(torch.bfloat16, copy=True)

@@ -41,7 +41,8 @@ class CompressedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Create the store with the shapes of the first tokens."""
         rope = self.cache.ropes.of(self.index) if self.plan.keys.pre_rope else None
-        self.store = new_store(self.plan, key_states, value_states, self.sliding_window, rope)
+        heads = self.cache.heads(key_states.shape[1])
+        self.store = new_store(self.plan, key_states, value_states, self.sliding_window, rope, heads)
         self.store.record_past = self.record_past
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
@@ -97,6 +98,7 @@ class CompressedLayer(CacheLayerMixin):
         if self.store is None:
             return common
         B, H = self.store.batch_size, self.store.kv_heads
+        common["heads"] = self._place_of_heads(H)
         shapes = [[B, H, 0, side.head_dim] for side in self.store.sides]
         dtype = str(self.dtype).removeprefix("torch.")
         return common | {"shapes": shapes, "dtype": dtype, "store": self.store.state()}
@@ -109,7 +111,16 @@ class CompressedLayer(CacheLayerMixin):
             dtype = getattr(torch, state["dtype"])
             self.lazy_initialization(*(torch.empty(s, dtype=dtype, device=device) for s in state["shapes"]))
             assert self.store is not None
+            if state["heads"] != (ours := self._place_of_heads(self.store.kv_heads)):
+                raise UserError(
+                    f"the file holds key-value heads (first, number, of) {state['heads']}, and this process has "
+                    f"{ours}: processes that divide the heads save and load a file each"
+                )
             self.store.restore(state["store"])
+
+    def _place_of_heads(self, held: int) -> list[int]:
+        heads = self.cache.heads(held)
+        return [0, held, held] if heads is None else [heads.first, held, heads.total]
 
     # ------------------------------------------------------------------ transformers' questions
 

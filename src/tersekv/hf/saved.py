@@ -77,9 +77,9 @@ def load(
     recipe = Recipe.parse(said["recipe"])
     cache = CompressedCache.of(model.config, recipe, attention_plans(recipe, model.config))
     _check_tables(path, state["tables"], _shared_tables(cache))
+    cache.knows(model)
     for layer, its_state in zip(_layers(cache), state["layers"], strict=True):
         layer.restore(its_state, model.device)
-    cache.knows(model)
     return cache
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tersekv.recipe import LayerPlan
 from tersekv.store.footprint import Footprint
+from tersekv.store.heads import Heads
 from tersekv.store.layer import LayerStore
 from tersekv.store.pool import WEIGHT, Pool
 from tersekv.store.segments import ExactSegment, PackedSegment
@@ -22,6 +24,7 @@ from tersekv.store.selective import SelectiveStore
 from tersekv.store.side import extents
 from tersekv.store.sketch import SketchStore
 from tersekv.tokens.base import Candidates, Selection
+from tersekv.tokens.subgen import SubGen
 from tersekv.transforms.rope import Rope
 
 SPARE = 1.5
@@ -42,7 +45,7 @@ class KeptStore(SelectiveStore):
 
     def _new_pool(self, keys: Tensor, values: Tensor) -> Pool:
         fields = {VOTES: torch.float32} if self.policy.remembers else {}
-        return Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype, fields, self.rope)
+        return Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype, fields, self.rope, self.heads)
 
     @property
     def packed_tokens(self) -> int:
@@ -154,9 +157,22 @@ def best(weights: Tensor, alive: Tensor, room: Tensor) -> Tensor:
 
 
 def new_store(
-    plan: LayerPlan, keys: Tensor, values: Tensor, window: int | None = None, rope: Rope | None = None
+    plan: LayerPlan,
+    keys: Tensor,
+    values: Tensor,
+    window: int | None = None,
+    rope: Rope | None = None,
+    heads: Heads | None = None,
 ) -> LayerStore | SelectiveStore:
-    """The store of a layer. With a sliding window every policy keeps what the window needs. rope: see `LayerStore`."""
+    """The store of a layer. With a sliding window every policy keeps what the window needs. rope, heads: see
+    `LayerStore`; samples are drawn, and their codecs fitted, for the heads at hand."""
+    if heads is not None:
+        codecs = {side: getattr(plan, side).of_heads(heads.first, heads.count) for side in ("keys", "values")}
+        plan = plan._replace(**codecs)
+    if isinstance(plan.policy, SubGen) and plan.policy.samples and window is None:
+        # heads may fill blocks at different times, so that processes could not wait for each other
+        other = replace(plan.policy, seed=(plan.policy.seed + (heads.first if heads else 0)) % 2**31)
+        return SketchStore(plan._replace(policy=other), keys, values, rope)
     if isinstance(plan.policy, Selection) and window is None:
-        return (SketchStore if plan.policy.samples else KeptStore)(plan, keys, values, rope)
-    return LayerStore(plan, keys, values, window, rope)
+        return KeptStore(plan, keys, values, rope, heads)
+    return LayerStore(plan, keys, values, window, rope, heads)

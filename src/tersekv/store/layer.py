@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tersekv.recipe import LayerPlan
 from tersekv.store.footprint import Footprint
+from tersekv.store.heads import Heads
 from tersekv.store.padding import own_sinks, without_padding
 from tersekv.store.pages import PageSizes
 from tersekv.store.rollback import ROLLBACK_TOKENS, check_crop
@@ -31,7 +32,7 @@ class LayerStore(Stateful):
 
     Shapes: keys [B, H, n, Dk], values [B, H, n, Dv]. `window` is the layer's sliding window in tokens, None for full
     attention; such a layer keeps no sinks and forgets packed tokens that no query can see any more. `rope`: of the
-    layer's keys, needed where they are coded without it.
+    layer's keys, needed where they are coded without it. `heads`: where other processes hold other heads.
     """
 
     STATE = ("padding", "waits", "record_past", "seen", "dropped")
@@ -39,7 +40,13 @@ class LayerStore(Stateful):
 
     @plain
     def __init__(
-        self, plan: LayerPlan, keys: Tensor, values: Tensor, window: int | None = None, rope: Rope | None = None
+        self,
+        plan: LayerPlan,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None = None,
+        rope: Rope | None = None,
+        heads: Heads | None = None,
     ) -> None:
         plan = plan._replace(keys=plan.keys.to(keys.device), values=plan.values.to(keys.device))
         self.plan, self.policy, self.window = plan, plan.policy, window
@@ -48,14 +55,13 @@ class LayerStore(Stateful):
         dtype, tail_tokens = plan.policy.exact_dtype(keys.dtype), plan.policy.recent + self.flush_tokens
         self.rotary = Rotary(rope) if rope is not None and plan.keys.pre_rope else None
         sizes = PageSizes(self.flush_tokens, None if window is None else window + ROLLBACK_TOKENS)
-        self.keys = SideStore(plan.keys, keys, dtype, sizes, tail_tokens, self.rotary)
-        self.values = SideStore(plan.values, values, dtype, sizes, tail_tokens)
+        self.keys = SideStore(plan.keys, keys, dtype, sizes, tail_tokens, self.rotary, heads)
+        self.values = SideStore(plan.values, values, dtype, sizes, tail_tokens, None, heads)
         self.sides = self.keys, self.values
         self.padding: Tensor | None = None  # while rows of a batch have sinks of their own
         self.waits = True  # nothing is in sinks or packed: no tokens yet, or rows that are still short
         self.record_past = False  # a sliding window forgets at a crop only
-        self.seen = 0
-        self.dropped = 0
+        self.seen = self.dropped = 0
         self._pages: list[PackedSegment] | None = None  # kept until packed blocks change
 
     @property
@@ -242,8 +248,7 @@ class LayerStore(Stateful):
     @plain
     def select(self, rows: Tensor) -> None:
         """Keep the batch rows `rows` (int64, repeats allowed) in that order."""
-        rows = rows.to(self.device)
-        self._pages = None
+        rows, self._pages = rows.to(self.device), None
         for side in self.sides:
             side.select(rows)
         if self.padding is not None:

@@ -18,6 +18,7 @@ from tersekv.codecs import Codec
 from tersekv.formats.base import View
 from tersekv.formats.roped import Roped
 from tersekv.store.footprint import Footprint
+from tersekv.store.heads import Heads
 from tersekv.store.pages import PageSizes
 from tersekv.store.pool_side import PoolSide
 from tersekv.store.side import ENCODE_TOKENS
@@ -41,10 +42,11 @@ class Pool(Stateful):
         dtype: torch.dtype,
         fields: dict[str, torch.dtype] | None = None,
         rope: Rope | None = None,
+        heads: Heads | None = None,
     ) -> None:
         pairs = list(zip(codecs, like, strict=True))
         self.flush_tokens = math.lcm(*(codec.layout(x.shape[-1]).block_tokens for codec, x in pairs))
-        self.sides = [PoolSide(codec, x, dtype, PageSizes(self.flush_tokens)) for codec, x in pairs]
+        self.sides = [PoolSide(codec, x, dtype, PageSizes(self.flush_tokens), heads) for codec, x in pairs]
         B, H = like[0].shape[:2]
         self.positions = like[0].new_empty((B, H, 0), dtype=torch.int32)
         self.fields = {name: like[0].new_empty((B, H, 0), dtype=kind) for name, kind in (fields or {}).items()}
@@ -146,7 +148,7 @@ class Pool(Stateful):
         positions = self.positions[:, :, P:].gather(2, order)
         for i, (side, sample) in enumerate(zip(self.sides, samples, strict=True)):
             if side.codec.lacks == "prompt":
-                side.codec = side.codec.fit(self._plain(i, sample, sample_positions))
+                side.codec = side.fitted(self._plain(i, sample, sample_positions))
             x = self._plain(i, gathered(side.loose, order), positions)
             planes.append([side.codec.encode(part) for part in x.split(max(1, ENCODE_TOKENS // t) * t, dim=2)])
         for side, parts in zip(self.sides, planes, strict=True):

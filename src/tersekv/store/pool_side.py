@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs import Codec
+from tersekv.store.heads import Heads
 from tersekv.store.pages import PageSizes
 from tersekv.store.side import SideStore
 
@@ -17,8 +18,8 @@ class PoolSide(SideStore):
 
     STATE = ("sinks", "loose")
 
-    def __init__(self, codec: Codec, like: Tensor, dtype: torch.dtype, sizes: PageSizes) -> None:
-        super().__init__(dataclasses.replace(codec, per_head=True), like, dtype, sizes, 0)
+    def __init__(self, codec: Codec, like: Tensor, dtype: torch.dtype, sizes: PageSizes, heads: Heads | None) -> None:
+        super().__init__(dataclasses.replace(codec, per_head=True), like, dtype, sizes, 0, None, heads)
         self.loose = self.sinks
 
     def to(self, device: torch.device | str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from tersekv.errors import CacheError, UserError
 from tersekv.recipe import LayerPlan
 from tersekv.store.footprint import Footprint
+from tersekv.store.heads import Heads
 from tersekv.store.pool import Pool
 from tersekv.store.segments import ExactSegment, PackedSegment, WeightedSegment
 from tersekv.store.state import Stateful
@@ -42,9 +43,11 @@ class SelectiveStore(Stateful, ABC):
     dropped = 0  # from the front: nothing, all positions may be held
 
     @plain
-    def __init__(self, plan: LayerPlan, keys: Tensor, values: Tensor, rope: Rope | None = None) -> None:
+    def __init__(
+        self, plan: LayerPlan, keys: Tensor, values: Tensor, rope: Rope | None = None, heads: Heads | None = None
+    ) -> None:
         assert isinstance(plan.policy, Selection)
-        self.plan, self.rope = plan, rope
+        self.plan, self.rope, self.heads = plan, rope, heads
         self.policy: Selection = plan.policy
         self.dtype, self.record_past = plan.policy.exact_dtype(keys.dtype), False
         self._start(keys, values)
@@ -63,7 +66,7 @@ class SelectiveStore(Stateful, ABC):
         self.latest = torch.zeros_like(self.budget)  # latest tokens per row that always stay
 
     def _new_pool(self, keys: Tensor, values: Tensor) -> Pool:
-        return Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype, None, self.rope)
+        return Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype, None, self.rope, self.heads)
 
     @property
     def pools(self) -> list[Pool]:

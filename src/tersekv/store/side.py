@@ -16,6 +16,7 @@ from tersekv.errors import CacheError
 from tersekv.formats.base import Planes, View
 from tersekv.store.blocks import BlockBuffer
 from tersekv.store.footprint import Footprint
+from tersekv.store.heads import Heads
 from tersekv.store.pages import PageSizes
 from tersekv.store.rotary import Rotary
 from tersekv.store.state import State, Stateful
@@ -38,7 +39,8 @@ class Prepared(NamedTuple):
 
 class SideStore(Stateful):
     """Tokens [B, H, n, D] of one side, in the order they came. `sizes`: of the pages of packed tokens. `tail_tokens`:
-    capacity of the tail. `rotary`: RoPE of keys that are coded without it. Exact tokens keep theirs."""
+    capacity of the tail. `rotary`: RoPE of keys that are coded without it; exact tokens keep theirs. `heads`: where
+    processes divide them."""
 
     STATE: ClassVar[tuple[str, ...]] = ("sinks",)
     PARTS = ("packed", "tail")
@@ -51,9 +53,10 @@ class SideStore(Stateful):
         sizes: PageSizes,
         tail_tokens: int,
         rotary: Rotary | None = None,
+        heads: Heads | None = None,
     ) -> None:
         B, H, _, self.head_dim = like.shape
-        self.codec, self.rotary = codec, rotary
+        self.codec, self.rotary, self.heads = codec, rotary, heads
         self.dtype = dtype
         self.sinks = like.new_empty((B, H, 0, self.head_dim), dtype=dtype)
         self.packed = BlockBuffer(codec.layout(self.head_dim), B, H, like.device, sizes)
@@ -98,15 +101,22 @@ class SideStore(Stateful):
         if flush:
             if codec.lacks == "prompt":
                 sink = self._plain(torch.cat([self.sinks, first], dim=2), 0, own_sinks=True)
-                codec = codec.fit(torch.cat([sink, self._plain(torch.cat([tail, x], dim=2), place)], dim=2))
+                codec = self.fitted(torch.cat([sink, self._plain(torch.cat([tail, x], dim=2), place)], dim=2))
             unit = self.packed.sizes.unit
             step = max(1, ENCODE_TOKENS // unit) * unit
             for start in range(skip, flush, step):
                 stop = min(flush, start + step)
                 parts = [tail[:, :, start : min(stop, old)], x[:, :, max(0, start - old) : max(0, stop - old)]]
-                planes.append(codec.encode(self._plain(torch.cat(parts, dim=2), place + start)))
+                planes.append(self._encoded(codec, self._plain(torch.cat(parts, dim=2), place + start)))
         leave = self.tail.tokens if restart else min(flush, old)
         return Prepared(codec, first, planes, leave, x[:, :, max(0, flush - old) :])
+
+    def fitted(self, x: Tensor) -> Codec:
+        """The codec that has learnt from x [B, H, T, D]."""
+        return self.codec.fit(x) if self.heads is None else self.heads.fit(self.codec, x)
+
+    def _encoded(self, codec: Codec, x: Tensor) -> Planes:
+        return codec.encode(x) if self.heads is None else self.heads.encode(codec, self.packed.layout, x)
 
     def commit(self, new: Prepared) -> None:
         """Change what was prepared."""

@@ -1,0 +1,92 @@
+"""Run by `torchrun` on two ranks, see test_tensor_parallel.py: a model whose heads are divided must say, with every
+recipe, what the whole model says in one process."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as tf
+
+import tersekv
+from conftest import prompt
+from tersekv.codecs import methods
+from tersekv.hf.calibration import needs_corpus
+from tersekv.hf.fingerprint import fingerprint
+from tersekv.recipe import Recipe
+from test_saved import DROPPING, KINDS, calibration
+
+LOOKING = [
+    kind
+    for kind in KINDS
+    for codec in Recipe.parse(kind).coder.at(0)
+    if codec.fit_spans_heads or codec.encode_spans_heads
+]
+RECIPES = [
+    *dict.fromkeys([*methods(), *LOOKING]),
+    *(f"{name}:budget=0.5,recent=16+kivi:bits=4" for name in DROPPING),
+    "h2o:budget=0.5,recent=16+polarquant:codebook=online",
+    "snapkv:budget=0.5,recent=16+kvquant:calibration=prompt",
+]
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+PROMPT = 162  # the first block of a longer tail is packed two tokens later
+
+
+def answer(model, recipe, learnt, ids):
+    with tersekv.compress(model, recipe, learnt):
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), output_logits=True, **GREEDY)
+    return out.sequences.tolist(), torch.stack(out.logits), out.past_key_values
+
+
+def digest(cache) -> str:
+    """Of rotations, sketches and tables."""
+    codecs = [replace(side.codec, fitted={}) for layer in cache.layers for side in layer.store.sides]
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for codec in codecs for t in codec.tables(64))).hexdigest()
+
+
+def everywhere(value):
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    whole = tf.AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    divided = tf.AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto").eval()
+    assert fingerprint(divided) == fingerprint(whole)
+    for recipe in RECIPES:
+        work = folder / f"{rank}"
+        learnt = calibration(whole, recipe, work) if needs_corpus(Recipe.parse(recipe), whole.config) else None
+        expected, logits, cache = answer(whole, recipe, learnt, prompt(PROMPT))
+        got, ours, own = answer(divided, recipe, learnt, prompt(PROMPT))
+        assert got == expected, recipe
+        assert float((ours - logits).abs().max()) < 0.02, recipe
+        assert own.layers[0].store.kv_heads == 1 < cache.layers[0].store.kv_heads
+        assert len(set(everywhere(digest(own)))) == 1, recipe
+    out = answer(divided, "subgen:variant=stream,budget=0.5,recent=16+polarquant", None, prompt(PROMPT))
+    assert bool(torch.isfinite(out[1]).all())  # samples are drawn otherwise
+    files(divided, own, folder)
+    dist.destroy_process_group()
+
+
+def files(model, cache, folder: Path) -> None:
+    """Each rank saves and loads its own heads, and no others."""
+    rank = dist.get_rank()
+    cache.save(folder / f"cache{rank}")
+    dist.barrier()
+    loaded = tersekv.CompressedCache.load(folder / f"cache{rank}", model)
+    assert loaded.footprint() == cache.footprint()
+    with pytest.raises(tersekv.UserError, match="save and load a file each"):
+        tersekv.CompressedCache.load(folder / f"cache{1 - rank}", model)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,83 @@
+"""Models whose key-value heads are divided among processes (`tp_plan="auto"`): two ranks on one CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+
+from conftest import SHAPE
+from tersekv.codecs import Codec, methods
+from tersekv.errors import UserError
+from tersekv.hf.parallel import heads_of
+from tersekv.store.heads import Heads
+
+HERE = Path(__file__).parent
+
+
+def torchrun(script: str, *arguments: str, ranks: int = 2) -> None:
+    """Run a script of this folder on that many ranks."""
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
+    call = [*program, str(HERE / script), *arguments]
+    out = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=600)
+    assert out.returncode == 0, out.stderr[-4000:]
+
+
+def save_model(folder: Path) -> None:
+    """Two KV heads of 64 channels, weights large enough for many different tokens."""
+    torch.manual_seed(0)
+    shape = SHAPE | {"num_hidden_layers": 2, "head_dim": 64, "initializer_range": 0.3}
+    tf.LlamaForCausalLM(tf.LlamaConfig(**shape)).save_pretrained(folder)
+
+
+def test_two_ranks_say_what_one_process_says(tmp_path):
+    pytest.importorskip("accelerate", reason="transformers' tp_plan needs accelerate")
+    save_model(tmp_path / "model")
+    torchrun("run_tensor_parallel.py", str(tmp_path))
+
+
+def test_heads_that_nobody_else_holds(llama):
+    with pytest.raises(UserError, match="holds 1 of 2 key-value heads and knows of 1 processes"):
+        heads_of(llama, 1, 2)
+    assert heads_of(llama, 2, 2) is None
+
+
+CODECS = {
+    f"{name}{i}{codec.side}": codec
+    for name, method in methods().items()
+    for i, options in enumerate(({}, *method.variants))
+    for pair in [method.build(**options)]
+    for codec in (pair.keys, pair.values)
+}
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_a_share_of_the_heads_holds_what_all_of_them_would(codec: Codec):
+    """Fitted and encoded apart, with the others' tokens gathered where a codec says that it looks at them: the planes
+    decode to the same bits."""
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 3, 9])[:, None, None]
+    fitted = codec.fit(x)
+    expected = fitted.decode(fitted.encode(x), 64)
+    for first, count in ((0, 1), (1, 2)):
+        own = x[:, first : first + count]
+        heads = Heads(first, count, 3, lambda part: x)
+        learnt = heads.fit(codec, own)
+        planes = heads.encode(learnt, codec.layout(64), own)
+        assert torch.equal(learnt.decode(planes, 64), expected[:, first : first + count])
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_codecs_say_when_they_look_at_other_heads(codec: Codec):
+    """What does not hold for `fit_spans_heads` and `encode_spans_heads` is the same without the other heads."""
+    x = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(1)) * torch.tensor([1.0, 3, 9])[:, None, None]
+    fitted = codec.fit(x)
+    alone = codec.fit(x[:, :1]) if not codec.fit_spans_heads else fitted.of_heads(0, 1)
+    if not codec.encode_spans_heads:
+        expected = fitted.decode(fitted.encode(x), 64)[:, :1]
+        assert torch.equal(alone.decode(alone.encode(x[:, :1]), 64), expected)
