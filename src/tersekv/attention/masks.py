@@ -27,18 +27,21 @@ def padded(store: Store, mask: Tensor | None, q: int) -> Tensor | None:
 
 def at(store: Store, mask: Tensor | None, positions: Tensor | int, tokens: int) -> Tensor | None:
     """Columns of mask [B, q, tokens seen] for a segment: its tokens stand from position `positions` on, or at
-    positions [B, tokens] or [B, H, tokens], where −1 is none. bool [B, q, tokens] or [B, H, q, tokens]; None: all are
-    seen."""
+    positions [tokens], [B, tokens] or [B, H, tokens], where −1 is none. bool [B, q, tokens] or [B, H, q, tokens]; None:
+    all are seen."""
     if isinstance(positions, Tensor) and positions.dim() == 3:
         return _per_head(mask, positions)
     if mask is None:
         return None
-    if isinstance(positions, Tensor):
+    if isinstance(positions, Tensor) and positions.dim() == 2:
         return mask.gather(2, positions[:, None].expand(-1, mask.shape[1], -1))
-    columns = mask[:, :, positions : positions + tokens]
+    if isinstance(positions, Tensor):
+        places, columns = positions, mask.index_select(2, positions)
+    else:
+        columns = mask[:, :, positions : positions + tokens]
+        places = torch.arange(positions, positions + tokens, device=columns.device)
     if store.hidden is not None:
-        own = torch.arange(positions, positions + tokens, device=columns.device) >= store.hidden[:, None]
-        columns = columns & own[:, None]
+        columns = columns & (places >= store.hidden[:, None])[:, None]
     return columns
 
 

@@ -19,6 +19,7 @@ from tersekv.ops import backends, softmax
 from tersekv.store.layer import LayerStore
 from tersekv.store.segments import PackedSegment
 from tersekv.store.selective import SelectiveStore
+from tersekv.store.spread import Spread
 
 BLOCK_READ_TOKENS = 1024
 """Packed tokens decoded at a time for long chunks."""
@@ -117,7 +118,21 @@ class _Reader:
         return longest if own is None else torch.maximum(longest, own[1].float().norm(dim=-1).amax(-1))
 
     def packed(self, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
-        """Out and lse over the packed tokens for each tile of queries; empty if nothing is packed."""
+        """Out and lse over the packed tokens for each tile of queries, those of other processes included; empty if
+        nothing is packed."""
+        own = self._packed(query, tiles)
+        if self.store is None or self.store.spread is None:
+            return own
+        return [_of_all(self.store.spread, *part) for part in own or self._nothing(query, tiles)]
+
+    def _nothing(self, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
+        """Out and lse of this process where it holds no packed tokens, and others do."""
+        assert self.store is not None
+        rows = [_rows(query[:, :, :, tile]) for tile in tiles]
+        dim = self.store.values.head_dim
+        return [(x.new_zeros((*x.shape[:3], dim)), x.new_full(x.shape[:3], float("-inf"))) for x in rows]
+
+    def _packed(self, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
         if self.store is None:
             return []
         if len(tiles) == 1 and query.shape[2] * query.shape[3] <= KERNEL_ROWS:
@@ -177,6 +192,13 @@ def _rows(query: Tensor) -> Tensor:
 
 def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return backends.merge_segments([a[0], b[0]], [a[1], b[1]])
+
+
+def _of_all(spread: Spread, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Join what each process has; all get the same bits, since they join it in the same order."""
+    parts = spread.gather(torch.cat([out, lse.unsqueeze(-1)], dim=-1))
+    outs, lses = ([part[..., :-1].contiguous() for part in parts], [part[..., -1].contiguous() for part in parts])
+    return backends.merge_segments(outs, lses)
 
 
 def _finish(reader: _Reader, own: tuple[Tensor, Tensor, Tensor] | None, query: Tensor, call: Call) -> Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
@@ -18,12 +19,13 @@ from tersekv.errors import UserError
 from tersekv.hf.calibration import Calibration, calibrated_plans
 from tersekv.hf.config import AttentionShape, attention_layers, text_config
 from tersekv.hf.layer import CompressedLayer as CompressedLayer
-from tersekv.hf.parallel import heads_of
+from tersekv.hf.parallel import check_spread, heads_of, spread_over
 from tersekv.hf.rope import Ropes
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.store.footprint import Footprint
 from tersekv.store.heads import Heads
 from tersekv.store.selective import UNREADABLE
+from tersekv.store.spread import Spread
 from tersekv.tensors import plain
 
 ATTENTION_NAME = "tersekv"
@@ -42,6 +44,8 @@ class CompressedCache(Cache):
         recipe: a recipe string or `Recipe`, for example "kivi:bits=2".
         calibration: for recipes that learn from a corpus, what `tersekv calibrate` made: a file, a folder of them, or a
             `Calibration`.
+        context_parallel: processes that run the same model on the same tokens, and divide the packed ones: each holds
+            some, and attention joins what they have. For policies that keep every token.
 
     Under `tersekv.compress(model, …)` attention reads the packed bytes; with any other attention implementation
     `update` hands out decoded tensors (slower; said once in a warning).
@@ -52,26 +56,35 @@ class CompressedCache(Cache):
     """
 
     def __init__(
-        self, config: PreTrainedConfig, recipe: str | Recipe, calibration: Calibration | str | Path | None = None
+        self,
+        config: PreTrainedConfig,
+        recipe: str | Recipe,
+        calibration: Calibration | str | Path | None = None,
+        context_parallel: ProcessGroup | None = None,
     ) -> None:
         recipe = Recipe.parse(recipe)
-        self._start(config, recipe, calibrated_plans(recipe, text_config(config), calibration))
+        plans = calibrated_plans(recipe, text_config(config), calibration)
+        self._start(config, recipe, plans, spread_over(context_parallel))
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, recipe: Recipe, plans: dict[int, LayerPlan]) -> CompressedCache:
+    def of(
+        cls, config: PreTrainedConfig, recipe: Recipe, plans: dict[int, LayerPlan], spread: Spread | None = None
+    ) -> CompressedCache:
         """A cache whose layers have these plans."""
         cache = cls.__new__(cls)
-        cache._start(config, recipe, plans)
+        cache._start(config, recipe, plans, spread)
         return cache
 
     def empty(self, config: PreTrainedConfig) -> CompressedCache:
         """A cache like this without tokens, for the same model: its recipe, and what its codecs learnt from a
         corpus."""
         plans = {layer.index: layer.plan for layer in self.layers if isinstance(layer, CompressedLayer)}
-        return CompressedCache.of(config, self.recipe, plans)
+        return CompressedCache.of(config, self.recipe, plans, self.spread)
 
-    def _start(self, config: PreTrainedConfig, recipe: Recipe, plans: dict[int, LayerPlan]) -> None:
-        self.recipe, self.config = recipe, text_config(config)
+    def _start(
+        self, config: PreTrainedConfig, recipe: Recipe, plans: dict[int, LayerPlan], spread: Spread | None
+    ) -> None:
+        self.recipe, self.config, self.spread = recipe, text_config(config), spread
         self.shape: AttentionShape = AttentionShape.of(self.config)
         self._warned = False
         self._model: weakref.ref[PreTrainedModel] | None = None
@@ -83,8 +96,9 @@ class CompressedCache(Cache):
                 plan = plans[index]
                 plan.keys.layout(self.shape.key_dim)
                 plan.values.layout(self.shape.value_dim)
-                if plan.keys.pre_rope:
-                    self.ropes.of(index)
+                rope = self.ropes.of(index) if plan.keys.pre_rope else None
+                if spread is not None and kind.window is None:
+                    check_spread(recipe, plan, self.shape.passes_handles, rope)
                 if plan.policy.drops and not self.shape.passes_handles:
                     raise UserError(f"{self.recipe} on {self.config.model_type}: {UNREADABLE}")
                 layers.append(CompressedLayer(self, index, plan, kind.window))

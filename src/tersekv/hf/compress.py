@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import ProcessGroup
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -27,6 +28,7 @@ def compress(
     model: PreTrainedModel,
     recipe: str | Recipe | CompressedCache,
     calibration: Calibration | str | Path | None = None,
+    context_parallel: ProcessGroup | None = None,
 ) -> Iterator[PreTrainedModel]:
     """Inside, `model.generate(...)` and `model(...)` use a `CompressedCache` with `recipe` (unless one is passed), and
     attention reads its packed bytes. Contexts nest and may overlap; after the last one is left, also by an exception,
@@ -35,6 +37,7 @@ def compress(
     recipe: or a cache, for example one that was loaded; new caches are then as it is, without its tokens.
     calibration: for recipes that learn from a corpus, what `tersekv calibrate` made: a file, a folder of them, or a
     `Calibration`; without it the one in the default place for this model is used.
+    context_parallel: see `CompressedCache`.
 
     Raises:
         UserError: unknown recipe, a model that the recipe cannot serve, or a calibration that is missing or was made
@@ -44,7 +47,7 @@ def compress(
         raise UserError(f"compress takes a transformers model, got {type(model).__name__}")
     if not isinstance(recipe, CompressedCache):
         recipe = Recipe.parse(recipe)
-        recipe = CompressedCache(model.config, recipe, calibration_for(model, recipe, calibration))
+        recipe = CompressedCache(model.config, recipe, calibration_for(model, recipe, calibration), context_parallel)
     if architecture(recipe.config) != architecture(model.config):
         raise UserError(f"this cache was made for a {recipe.config.model_type} of another architecture than the model")
     context = recipe.empty(model.config)

@@ -42,7 +42,7 @@ class CompressedLayer(CacheLayerMixin):
         """Create the store with the shapes of the first tokens."""
         rope = self.cache.ropes.of(self.index) if self.plan.keys.pre_rope else None
         heads = self.cache.heads(key_states.shape[1])
-        self.store = new_store(self.plan, key_states, value_states, self.sliding_window, rope, heads)
+        self.store = new_store(self.plan, key_states, value_states, self.sliding_window, rope, heads, self.cache.spread)
         self.store.record_past = self.record_past
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True

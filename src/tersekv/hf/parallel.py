@@ -1,4 +1,5 @@
-"""Which of a layer's key-value heads this process holds, where transformers has divided them (`tp_plan="auto"`)."""
+"""What this process holds of a layer where several share it: key-value heads that transformers has divided
+(`tp_plan="auto"`), tokens that the user wants divided (`context_parallel`)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tersekv.errors import UserError
+from tersekv.recipe import LayerPlan
 from tersekv.store.heads import Heads
+from tersekv.store.spread import Spread
+from tersekv.transforms.rope import Rope
 
 
 def heads_of(model: PreTrainedModel | None, held: int, total: int) -> Heads | None:
@@ -34,6 +38,39 @@ def heads_of(model: PreTrainedModel | None, held: int, total: int) -> Heads | No
         return torch.cat(parts, dim=1)
 
     return Heads(rank * held, held, total, gather)
+
+
+def spread_over(group: dist.ProcessGroup | None) -> Spread | None:
+    """The processes of a group, as those that divide a context; None where there is none.
+
+    Raises:
+        UserError: this process is not in the group.
+    """
+    if group is None:
+        return None
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise UserError("context_parallel: this process is not in the group; give one that it belongs to")
+
+    def gather(x: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(x) for _ in range(ranks)]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return parts
+
+    return Spread(rank, ranks, gather)
+
+
+def check_spread(recipe: object, plan: LayerPlan, passes_handles: bool, rope: Rope | None) -> None:
+    """Raise UserError unless the packed tokens of a layer can be divided among processes."""
+    why = None
+    if plan.policy.drops:
+        why = "its policy drops tokens; use one that keeps all (window)"
+    elif not passes_handles:
+        why = "the model opens keys and values before attention"
+    elif rope is not None and rope.varies:
+        why = "keys before RoPE need frequencies that do not change with the length; use pre_rope=false"
+    if why is not None:
+        raise UserError(f"context_parallel does not serve {recipe} here: {why}")
 
 
 def _place(model: PreTrainedModel | None) -> tuple[Any, int, int]:

@@ -40,6 +40,8 @@ def save(cache: CompressedCache, path: Path, ids: Tensor | None = None, model: P
         raise UserError("this cache does not know its model: fill it under tersekv.compress, or give save(…, model=…)")
     if any(kind.type == "linear" for kind in attention_layers(cache.config)):
         raise UserError(f"{cache.config.model_type} has state beside keys and values; such a cache cannot be saved")
+    if cache.spread is not None:
+        raise UserError("a cache with context_parallel cannot be saved: read the prompt in one process for that")
     layers = _layers(cache)
     seen = {layer.get_seq_length() for layer in layers}
     if len(seen) != 1 or seen == {0}:

@@ -23,6 +23,7 @@ from tersekv.store.segments import ExactSegment, PackedSegment
 from tersekv.store.selective import SelectiveStore
 from tersekv.store.side import extents
 from tersekv.store.sketch import SketchStore
+from tersekv.store.spread import Spread, SpreadStore
 from tersekv.tokens.base import Candidates, Selection
 from tersekv.tokens.subgen import SubGen
 from tersekv.transforms.rope import Rope
@@ -163,9 +164,11 @@ def new_store(
     window: int | None = None,
     rope: Rope | None = None,
     heads: Heads | None = None,
+    spread: Spread | None = None,
 ) -> LayerStore | SelectiveStore:
     """The store of a layer. With a sliding window every policy keeps what the window needs. rope, heads: see
-    `LayerStore`; samples are drawn, and their codecs fitted, for the heads at hand."""
+    `LayerStore`; samples are drawn, and their codecs fitted, for the heads at hand. spread: processes that divide the
+    packed tokens of a full-attention layer that keeps all."""
     if heads is not None:
         codecs = {side: getattr(plan, side).of_heads(heads.first, heads.count) for side in ("keys", "values")}
         plan = plan._replace(**codecs)
@@ -175,4 +178,6 @@ def new_store(
         return SketchStore(plan._replace(policy=other), keys, values, rope)
     if isinstance(plan.policy, Selection) and window is None:
         return KeptStore(plan, keys, values, rope, heads)
+    if spread is not None and window is None:
+        return SpreadStore(plan, keys, values, spread, rope, heads)
     return LayerStore(plan, keys, values, window, rope, heads)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,13 +19,16 @@ from tersekv.store.footprint import Footprint
 from tersekv.store.heads import Heads
 from tersekv.store.padding import own_sinks, without_padding
 from tersekv.store.pages import PageSizes
-from tersekv.store.rollback import ROLLBACK_TOKENS, check_crop
+from tersekv.store.rollback import ROLLBACK_TOKENS, check_crop, outside
 from tersekv.store.rotary import Rotary
 from tersekv.store.segments import ExactSegment, PackedSegment
 from tersekv.store.side import SideStore, extents
 from tersekv.store.state import Stateful
 from tersekv.tensors import plain
 from tersekv.transforms.rope import Rope
+
+if TYPE_CHECKING:
+    from tersekv.store.spread import Spread
 
 
 class LayerStore(Stateful):
@@ -37,6 +41,8 @@ class LayerStore(Stateful):
 
     STATE = ("padding", "waits", "record_past", "seen", "dropped")
     PARTS = ("sides", "rotary")
+    spread: Spread | None = None
+    """The processes that divide the packed tokens, where they do (`store/spread.py`)."""
 
     @plain
     def __init__(
@@ -125,11 +131,10 @@ class LayerStore(Stateful):
         seen = n if restart else self.seen + n
         sinks = min(self.policy.sink_tokens(self.window) - self.keys.sinks.shape[2], n)
         flush = self.policy.to_pack(held + n - sinks, self.flush_tokens)
-        forget, skip = self._to_forget(seen, flush) if flush else (0, 0)
-        place = self.packed_first + self.packed_tokens + sinks
-        prepared = [
-            side.prepare(x, sinks, skip, flush, restart, place) for side, x in zip(self.sides, new, strict=True)
-        ]
+        forget, skip = outside(self, seen, flush) if flush and not self.record_past else (0, 0)
+        place = (0 if restart else self.seen - held) + sinks
+        own = self._own(skip, flush)
+        prepared = [side.prepare(x, sinks, own, flush, restart, place) for side, x in zip(self.sides, new, strict=True)]
         self.waits, self.seen = False, seen
         self._forget(forget)
         self.dropped += skip
@@ -137,6 +142,14 @@ class LayerStore(Stateful):
             side.commit(changes)
         if flush:
             self._pages = None
+            self._note(place, own, flush)
+
+    def _own(self, skip: int, flush: int) -> range:
+        """Of the `flush` tokens about to be packed, of which `skip` are not needed, those that are kept here."""
+        return range(skip, flush)
+
+    def _note(self, place: int, own: range, flush: int) -> None:
+        """`flush` tokens from `place` on were packed, those in `own` here."""
 
     def _forget(self, tokens: int) -> None:
         """Drop that many of the oldest packed tokens, whole blocks."""
@@ -148,21 +161,6 @@ class LayerStore(Stateful):
         """Positions [B, S] of each row's own sinks."""
         assert self.padding is not None
         return own_sinks(self.padding, self.keys.sinks.shape[2])
-
-    def _to_forget(self, seen: int, flush: int) -> tuple[int, int]:
-        """Packed tokens that no query after `seen` tokens can see, a rollback of ROLLBACK_TOKENS included, and how many
-        of the `flush` tokens about to be packed are outside too and need not be."""
-        if self.window is None or self.record_past:
-            return 0, 0
-        return self._outside(seen, flush)
-
-    def _outside(self, seen: int, flush: int) -> tuple[int, int]:
-        """The same where nothing keeps a sliding window from forgetting."""
-        assert self.window is not None
-        outside = seen - self.window - ROLLBACK_TOKENS - self.dropped
-        outside = max(0, outside // self.flush_tokens * self.flush_tokens)
-        packed = min(outside, self.packed_tokens)
-        return packed, min(outside - packed, flush)
 
     @property
     def packed_tokens(self) -> int:
@@ -238,7 +236,7 @@ class LayerStore(Stateful):
             if n > from_tail + from_packed:
                 side.sinks = side.sinks[:, :, : self.seen].clone()
         if self.record_past and self.window is not None:
-            self._forget(self._outside(self.seen, 0)[0])
+            self._forget(outside(self, self.seen, 0)[0])
         if self.seen == 0:
             self.padding, self.waits = None, True
             self.keys.codec, self.values.codec = self.plan.keys, self.plan.values  # to be fitted on the next prompt

@@ -1,4 +1,4 @@
-"""What can be taken back of a layer's tokens."""
+"""What can be taken back of a layer's tokens, and what can be forgotten for good."""
 
 from __future__ import annotations
 
@@ -32,3 +32,14 @@ def check_crop(store: LayerStore, n: int) -> None:
             f"cannot take back {n} tokens of a layer with sliding window {store.window}; "
             f"{ROLLBACK_TOKENS} are kept for that"
         )
+
+
+def outside(store: LayerStore, seen: int, flush: int) -> tuple[int, int]:
+    """Packed tokens that no query after `seen` tokens can see in a layer's sliding window, a rollback of
+    ROLLBACK_TOKENS included, and how many of the `flush` tokens about to be packed are outside too and need not be."""
+    if store.window is None:
+        return 0, 0
+    tokens = seen - store.window - ROLLBACK_TOKENS - store.dropped
+    tokens = max(0, tokens // store.flush_tokens * store.flush_tokens)
+    packed = min(tokens, store.packed_tokens)
+    return packed, min(tokens - packed, flush)

@@ -83,6 +83,12 @@ class Rotary(Stateful):
         """A view of n tokens from place `first` on with their RoPE."""
         return Roped(view, self.rope, *self.cos_sin(first, n, device))
 
+    def view_at(self, view: View, places: Tensor) -> View:
+        """A view of tokens at `places` int [n] with their RoPE, which must not hang on the length."""
+        padding = 0 if self.padding is None else self.padding.to(places)[:, None]
+        cos, sin = self.rope.at((places[None] - padding).clamp(min=0))
+        return Roped(view, self.rope, cos, sin)
+
     def clear(self) -> None:
         """Forget all tokens."""
         self.padding = None

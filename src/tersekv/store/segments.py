@@ -19,8 +19,8 @@ class ExactSegment(NamedTuple):
 
 
 class PackedSegment(NamedTuple):
-    """Tokens kept as codes; token i stands at position first + i, or where heads differ at positions int32 [B, H, T]
-    (−1: no token)."""
+    """Tokens kept as codes; token i stands at position first + i, or at positions int32 [T], or where heads differ
+    [B, H, T] (−1: no token)."""
 
     keys: View
     values: View

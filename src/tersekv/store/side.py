@@ -84,11 +84,11 @@ class SideStore(Stateful):
             "use the policy option exact=bf16 or exact=fp32 (window:exact=bf16+…)"
         )
 
-    def prepare(self, x: Tensor, sinks: int, skip: int, flush: int, restart: bool, place: int = 0) -> Prepared:
+    def prepare(self, x: Tensor, sinks: int, own: range, flush: int, restart: bool, place: int = 0) -> Prepared:
         """What adding tokens [B, H, n, D] will change, with nothing changed yet.
 
         The first `sinks` of them become sinks. Of the tail and the others, the first `flush` are packed (whole blocks),
-        of which `skip` need not be kept at all; what follows them becomes the tail. restart: `x` holds what the tail
+        of which those in `own` are kept; what follows them becomes the tail. restart: `x` holds what the tail
         held, too. A codec that learns from the prompt is fitted before it packs for the first time, on all tokens at
         hand. place: of the first token to be packed, counted from the cache's first.
 
@@ -104,8 +104,8 @@ class SideStore(Stateful):
                 codec = self.fitted(torch.cat([sink, self._plain(torch.cat([tail, x], dim=2), place)], dim=2))
             unit = self.packed.sizes.unit
             step = max(1, ENCODE_TOKENS // unit) * unit
-            for start in range(skip, flush, step):
-                stop = min(flush, start + step)
+            for start in range(own.start, own.stop, step):
+                stop = min(own.stop, start + step)
                 parts = [tail[:, :, start : min(stop, old)], x[:, :, max(0, start - old) : max(0, stop - old)]]
                 planes.append(self._encoded(codec, self._plain(torch.cat(parts, dim=2), place + start)))
         leave = self.tail.tokens if restart else min(flush, old)
@@ -134,11 +134,15 @@ class SideStore(Stateful):
             return x.float()
         return self.rotary.take_off(x, place, own_sinks)
 
+    def coded(self, first: int, tokens: int) -> View:
+        """Packed tokens `first` to `first + tokens`, whole blocks, as they were coded: keys perhaps without RoPE."""
+        t = self.packed.layout.block_tokens
+        return self.codec.view(self.packed.planes(first // t, (first + tokens) // t), self.head_dim)
+
     def view(self, first: int, tokens: int, place: int = 0) -> View:
         """Packed tokens `first` to `first + tokens`, whole blocks; `place`: of the first packed token, counted from the
         cache's first."""
-        t = self.packed.layout.block_tokens
-        view = self.codec.view(self.packed.planes(first // t, (first + tokens) // t), self.head_dim)
+        view = self.coded(first, tokens)
         return view if self.rotary is None else self.rotary.view(view, place + first, tokens, self.sinks.device)
 
     def unpack_back(self, tokens: int, keep: int, place: int) -> None:

@@ -1,0 +1,178 @@
+"""Packed tokens divided among processes: here threads that meet at a barrier, and once two ranks under torchrun."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import tersekv
+from conftest import HEAD, SHAPE, prompt
+from tersekv.errors import CacheError, UserError
+from tersekv.hf.calibration import attention_plans
+from tersekv.hf.parallel import spread_over
+from tersekv.recipe import Recipe
+from tersekv.store.layer import LayerStore
+from tersekv.store.spread import Spread
+from test_saved import DROPPING, KINDS, calibration, read, singles
+from test_saved import wide as wide
+from test_tensor_parallel import torchrun
+
+ROPED = ["kivi:bits=2,pre_rope=true", "polarquant:codebook=online"]
+
+
+def together(ranks: int, work: Callable[[Spread], Any]) -> list[Any]:
+    """What `work` gives on each of so many ranks, which are threads."""
+    barrier, slots = threading.Barrier(ranks, timeout=60), [torch.empty(0)] * ranks
+
+    def gather(rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        slots[rank] = x
+        barrier.wait()
+        parts = list(slots)
+        barrier.wait()
+        return parts
+
+    def run(rank: int) -> Any:
+        try:
+            return work(Spread(rank, ranks, lambda x: gather(rank, x)))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run, range(ranks)))
+
+
+def divided(model, recipe: str, spread: Spread, learnt=None) -> tersekv.CompressedCache:
+    plans = {layer.index: layer.plan for layer in tersekv.CompressedCache(model.config, recipe, learnt).layers}
+    return tersekv.CompressedCache.of(model.config, Recipe.parse(recipe), plans, spread)
+
+
+def same_as_one(model, recipe, steps, ranks=2, mask=None, learnt=None) -> list[tersekv.CompressedCache]:
+    """The caches of all ranks, after comparing their logits, which must be those of one process and the same bits."""
+    with tersekv.compress(model, recipe, learnt):
+        one = tersekv.CompressedCache(model.config, recipe, learnt)
+        expected = read(model, one, steps, mask)
+
+        def work(spread: Spread) -> Any:
+            cache = divided(model, recipe, spread, learnt)
+            return read(model, cache, steps, mask), cache
+
+        found = together(ranks, work)
+    for logits, _ in found:
+        for a, b, c in zip(logits, expected, found[0][0], strict=True):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+            assert torch.equal(a, c)
+    return [one, *(cache for _, cache in found)]
+
+
+@pytest.mark.parametrize("recipe", [*KINDS, *ROPED])
+def test_every_method_says_what_one_process_says(wide, recipe, tmp_path):
+    learnt = calibration(wide, recipe, tmp_path)
+    steps = [prompt(300), *singles(25), prompt(70, seed=2), *singles(1)]  # 24 more fill a block
+    one, *ranks = same_as_one(wide, recipe, steps, learnt=learnt)
+    for layer in range(2):
+        store, *parts = (cache.layers[layer].store for cache in (one, *ranks))
+        places = torch.cat([part.places for part in parts])
+        assert places.sort().values.tolist() == list(range(store.packed_first, store.packed_first + len(places)))
+        assert len(places) == store.packed_tokens
+        assert max(part.packed_tokens for part in parts) <= store.packed_tokens / 2 + store.flush_tokens
+        for side in ("keys", "values"):  # the same bits, at the places where they are in one process
+            whole = getattr(store, side)
+            expected = whole.codec.decode(whole.packed.planes(), 64)
+            for part in parts:
+                own = getattr(part, side)
+                got = own.codec.decode(own.packed.planes(), 64)
+                assert torch.equal(got, expected[:, :, part.places.long() - store.packed_first])
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 5])
+def test_more_processes_than_blocks(llama, ranks):
+    """Those without packed tokens take part; what is left over goes round."""
+    _, *parts = same_as_one(llama, ROPED[0], [prompt(200), *singles(40), prompt(20, seed=3)], ranks)
+    packed = [part.layers[0].store.packed_tokens for part in parts]
+    assert max(packed) - min(packed) <= 32
+
+
+def test_padded_batches_and_sliding_windows(models):
+    mask = torch.ones(2, 250, dtype=torch.long)
+    mask[0, :37] = 0
+    steps = [prompt(200, 2), prompt(50, 2, 1), *singles(15, 2, 2)]
+    for name in ("llama", "gemma3", "gpt_oss"):
+        _, part, _ = same_as_one(models[name], ROPED[0], steps, mask=mask)
+        kinds = [type(layer.store) is LayerStore for layer in part.layers]
+        assert kinds == [layer.sliding_window is not None for layer in part.layers]
+
+
+def test_memory_is_divided(llama):
+    one, *parts = same_as_one(llama, "kivi:bits=2", [prompt(2000)], 4)
+    for part in parts:
+        assert part.footprint().parts["codes"] < 0.27 * one.footprint().parts["codes"]
+
+
+def test_rollback_rows_and_reset(llama):
+    def work(spread: Spread) -> Any:
+        cache = divided(llama, "kivi:bits=4", spread)
+        read(llama, cache, [prompt(300, 2)])
+        cache.crop(-20)
+        with pytest.raises(CacheError, match="layer 0: cannot take back 200 tokens: other processes"):
+            cache.crop(-200)
+        cache.batch_select_indices(torch.tensor([1]))
+        logits = read(llama, cache, singles(5))
+        cache.crop(-285)
+        assert cache.get_seq_length() == 0
+        return logits + read(llama, cache, [prompt(250), *singles(3)])
+
+    with tersekv.compress(llama, "kivi:bits=4"):
+        one = tersekv.CompressedCache(llama.config, "kivi:bits=4")
+        read(llama, one, [prompt(300, 2)])
+        one.crop(-20)
+        one.batch_select_indices(torch.tensor([1]))
+        expected = read(llama, one, singles(5))
+        one.crop(-285)
+        expected += read(llama, one, [prompt(250), *singles(3)])
+        for logits in together(2, work):
+            for a, b in zip(logits, expected, strict=True):
+                torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+
+
+def test_what_it_does_not_serve(llama, models, tmp_path):
+    spread = Spread(0, 2, lambda x: [x, x])
+
+    def make(model, recipe):
+        return tersekv.CompressedCache.of(
+            model.config, Recipe.parse(recipe), attention_plans(Recipe.parse(recipe), model.config), spread
+        )
+
+    for policy in DROPPING:
+        with pytest.raises(UserError, match="its policy drops tokens"):
+            make(llama, f"{policy}+kivi")
+    with pytest.raises(UserError, match="opens keys and values before attention"):
+        make(models["deepseek_v3"], "kivi")
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    dynamic = tf.LlamaForCausalLM(tf.LlamaConfig(**SHAPE, **HEAD, rope_parameters=rope))
+    with pytest.raises(UserError, match="frequencies that do not change"):
+        make(dynamic, "kivi:pre_rope=true")
+    make(dynamic, "kivi")
+    cache = make(llama, "kivi")
+    with tersekv.compress(llama, "kivi"), torch.no_grad():
+        llama(prompt(300), past_key_values=cache)
+        with pytest.raises(UserError, match="with context_parallel cannot be saved"):
+            cache.save(tmp_path / "cache")
+        with pytest.raises(UserError, match="without output_attentions"):
+            llama(prompt(1), past_key_values=cache, output_attentions=True)
+    with (
+        pytest.raises(UserError, match="only tersekv's attention reads it"),
+        pytest.warns(UserWarning, match="is not installed"),
+    ):
+        llama(prompt(1), past_key_values=cache)
+    assert spread_over(None) is None
+
+
+def test_two_ranks_under_torchrun():
+    torchrun("run_context_parallel.py", "330")
