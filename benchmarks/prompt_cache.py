@@ -31,7 +31,7 @@ from tersekv.cli.env import cpu_features
 from tersekv.hf.cache import CompressedCache
 from tersekv.hf.models import load
 
-RECIPES = ["exact:dtype=bf16", "kivi:bits=4", "polarquant", "kivi:bits=2", "subgen:budget=0.25+polarquant"]
+RECIPES = ["exact:dtype=bf16", "kivi:bits=4", "polarquant", "kivi:bits=2"]
 NEXT = 16
 
 

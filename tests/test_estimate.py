@@ -19,6 +19,7 @@ RECIPES = [
     "qjl",
     "int4:group=32",
     "kivi:bits=4;0=exact",
+    "kvquant:calibration=prompt,table=int,outliers=0,pre_rope=false",
     "uniform:axis=channel,group=0/normalfloat:group=32",
     "streaming:budget=200+kivi:bits=4",
     "h2o:recent=16+kivi:bits=2",

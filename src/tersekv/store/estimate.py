@@ -79,7 +79,7 @@ def _layer(plan: LayerPlan, shape: CacheShape, window: int | None, tokens: int) 
     """One head of one layer, without tables."""
     if isinstance(plan.policy, Selection) and window is None:
         return _selected(plan.policy, plan, shape, tokens)
-    layouts = [layout for layout, _ in _layouts(plan, shape)]
+    layouts = [plan.keys.layout(shape.key_dim), plan.values.layout(shape.value_dim)]
     dims = shape.key_dim + shape.value_dim
     flush = math.lcm(*(layout.block_tokens for layout in layouts))
     exact_bytes = plan.policy.exact_dtype(shape.dtype).itemsize
@@ -124,6 +124,7 @@ def _selected(policy: Selection, plan: LayerPlan, shape: CacheShape, tokens: int
 
 
 def _layouts(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
+    """Of both sides under a policy that drops tokens: heads hold nothing together."""
     sides = (plan.keys, shape.key_dim), (plan.values, shape.value_dim)
     return [(dataclasses.replace(codec, per_head=True).layout(dim), dim) for codec, dim in sides]
 
