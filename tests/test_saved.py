@@ -167,6 +167,25 @@ def test_a_page_of_the_file_is_not_copied(llama, tmp_path):
 
 
 @torch.no_grad()
+def test_a_file_holds_what_was_learnt_from_a_corpus(wide, tmp_path):
+    """A loaded cache stands for its recipe and calibration: new caches code as with the calibration itself."""
+    recipe = "kvquant:bits=3"
+    learnt = calibration(wide, recipe, tmp_path)
+    with tersekv.compress(wide, recipe, learnt):
+        cache = wide(prompt(200)).past_key_values
+        cache.save(tmp_path / "cache")
+        expected = read(wide, cache, singles(3))
+    loaded = tersekv.CompressedCache.load(tmp_path / "cache", wide)
+    with tersekv.compress(wide, loaded):
+        again = wide(prompt(200)).past_key_values
+        assert again is not loaded
+        assert alike(read(wide, again, singles(3)), expected)
+        assert alike(read(wide, loaded, singles(3)), expected)
+    with pytest.raises(UserError, match="another architecture"), tersekv.compress(build("llama"), loaded):
+        pass
+
+
+@torch.no_grad()
 def test_inference_mode_and_other_types(tmp_path):
     model = build("llama").to(torch.bfloat16)
     with tersekv.compress(model, "kivi:bits=4"), torch.inference_mode():

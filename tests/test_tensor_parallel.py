@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,10 +43,23 @@ def test_two_ranks_say_what_one_process_says(tmp_path):
     torchrun("run_tensor_parallel.py", str(tmp_path))
 
 
-def test_heads_that_nobody_else_holds(llama):
-    with pytest.raises(UserError, match="holds 1 of 2 key-value heads and knows of 1 processes"):
-        heads_of(llama, 1, 2)
+def test_whose_heads_they_are(llama):
+    """Heads are divided where transformers has divided the model, and only there."""
     assert heads_of(llama, 2, 2) is None
+    assert heads_of(llama, 1, 2) is None
+    mesh = SimpleNamespace(ndim=1, size=lambda: 4, get_local_rank=lambda: 3, get_group=lambda: None)
+    for model in (SimpleNamespace(_device_mesh=mesh), SimpleNamespace(_device_mesh=Meshes(ndim=2, tp=mesh))):
+        heads = heads_of(model, 2, 8)
+        assert (heads.first, heads.count, heads.total) == (6, 2, 8)
+        with pytest.raises(UserError, match="holds 1 of 6 key-value heads, and 4 processes"):
+            heads_of(model, 1, 6)
+
+
+class Meshes(SimpleNamespace):
+    """Several dimensions by name."""
+
+    def __getitem__(self, name):
+        return getattr(self, name)
 
 
 CODECS = {

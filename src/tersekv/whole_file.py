@@ -30,7 +30,8 @@ def whole_file(path: Path, advice: str = "free some space there, or give another
         _remove_abandoned(path)
         handle, name = tempfile.mkstemp(prefix=_prefix(path), suffix=SUFFIX, dir=path.parent)
         with os.fdopen(handle, "wb") as file:
-            _lock(file)
+            with contextlib.suppress(OSError):  # some file systems have no locks; then nothing is ever removed
+                _lock(file)
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -18,18 +18,20 @@ from tersekv.transforms.rope import Rope
 
 
 def heads_of(model: PreTrainedModel | None, held: int, total: int) -> Heads | None:
-    """The share of a process whose layers hold `held` of `total` heads; None where that is all of them.
+    """The share of a process whose layers hold `held` of `total` heads; None where nobody else holds the others.
 
     Raises:
-        UserError: the heads are divided, and nothing says among whom.
+        UserError: the model is divided among processes, but not its heads evenly.
     """
-    if held >= total:
+    mesh: Any = getattr(model, "_device_mesh", None)
+    if held >= total or mesh is None:
         return None
-    group, rank, ranks = _place(model)
+    mesh = mesh["tp"] if mesh.ndim > 1 else mesh
+    group, rank, ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     if ranks * held != total:
         raise UserError(
-            f"this process holds {held} of {total} key-value heads and knows of {ranks} processes: divide the heads "
-            'evenly with from_pretrained(..., tp_plan="auto") under torchrun, and use the cache under tersekv.compress'
+            f"this process holds {held} of {total} key-value heads, and {ranks} processes divide the model: choose a "
+            "number of processes that divides the heads"
         )
 
     def gather(x: Tensor) -> Tensor:
@@ -71,14 +73,3 @@ def check_spread(recipe: object, plan: LayerPlan, passes_handles: bool, rope: Ro
         why = "keys before RoPE need frequencies that do not change with the length; use pre_rope=false"
     if why is not None:
         raise UserError(f"context_parallel does not serve {recipe} here: {why}")
-
-
-def _place(model: PreTrainedModel | None) -> tuple[Any, int, int]:
-    """Group of the processes that divide the heads, this one's place in it, and how many they are."""
-    mesh: Any = getattr(model, "_device_mesh", None)
-    if mesh is not None:
-        mesh = mesh["tp"] if mesh.ndim > 1 else mesh
-        return mesh.get_group(), mesh.get_local_rank(), mesh.size()
-    if dist.is_available() and dist.is_initialized():
-        return None, dist.get_rank(), dist.get_world_size()
-    return None, 0, 1
