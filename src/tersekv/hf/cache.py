@@ -46,7 +46,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Create the store with the shapes of the first tokens."""
-        rope = self.cache.ropes.of(self.index) if self.plan.keys.pre_rope else None
+        rope = self.cache.ropes.of(self.index) if self.plan.keys.needs_rope else None
         self.store = new_store(self.plan, key_states, value_states, self.sliding_window, rope)
         self.store.record_past = self.record_past
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -207,7 +207,7 @@ class CompressedCache(Cache):
                 plan = plans[index]
                 plan.keys.layout(self.shape.key_dim)
                 plan.values.layout(self.shape.value_dim)
-                if plan.keys.pre_rope:
+                if plan.keys.needs_rope:
                     self.ropes.of(index)
                 if plan.policy.drops and not self.shape.passes_handles:
                     raise UserError(f"{self.recipe} on {self.config.model_type}: {UNREADABLE}")

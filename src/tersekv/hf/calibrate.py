@@ -30,8 +30,10 @@ from tersekv.hf.fingerprint import architecture, fingerprint
 from tersekv.hf.fitting import FitJob, fit, prepare_worker
 from tersekv.hf.gradients import Source, layer_gradients
 from tersekv.hf.models import cache_dir
+from tersekv.hf.rope import Ropes
 from tersekv.hf.whole_files import save_whole
 from tersekv.recipe import Recipe
+from tersekv.transforms.rope import Turn
 
 Progress = Callable[[str, int, int], None]
 """What is being done, and how much of it is done of how much."""
@@ -169,13 +171,27 @@ class Calibrator:
             left = [codec for codec in codecs if not self._out(source, codec).exists()]
             if left:
                 outs = tuple(self._out(source, codec) for codec in left)
-                jobs.append(FitJob(source.name, samples, tuple(left), outs))
+                turn = self._turn(source.layer) if any(codec.centred for codec in left) else None
+                jobs.append(FitJob(source.name, samples, tuple(left), outs, turn))
         done = len(self.codecs) - len(jobs)
         progress("layers", done, len(self.codecs))
         for peak in _each(jobs, self.workers):
             done += 1
             self.peak_worker_bytes = max(self.peak_worker_bytes, peak)
             progress("layers", done, len(self.codecs))
+
+    def _turn(self, layer: int) -> Turn:
+        """RoPE of a sample's tokens.
+
+        Raises:
+            UserError: it is none that turns pairs of channels.
+        """
+        config = text_config(self.model.config)
+        D, length = AttentionShape.of(config).key_dim, self.corpus.windows.shape[1]
+        turn = Ropes(config, D).of(layer).turn(self.sinks, length - self.sinks, D)
+        if turn is None:
+            raise UserError(f"keys of {config.model_type} models cannot be centred: give the option centre=false")
+        return turn
 
     def _gathered(self, recipe: Recipe) -> Calibration:
         tensors: dict[str, Tensor] = {}
@@ -200,7 +216,7 @@ class Calibrator:
 
 
 def _source(layer: int, codec: Codec) -> Source:
-    return Source(layer, codec.side, codec.side == "keys" and codec.pre_rope)
+    return Source(layer, codec.side, codec.side == "keys" and codec.needs_rope)
 
 
 def _each(jobs: Sequence[FitJob], workers: int) -> Iterator[int]:

@@ -92,14 +92,13 @@ class SideStore:
         codec, planes, old = self.codec, [], tail.shape[2]
         if flush:
             if codec.lacks == "prompt":
-                sink = self._plain(torch.cat([self.sinks, first], dim=2), 0, own_sinks=True)
-                codec = codec.fit(torch.cat([sink, self._plain(torch.cat([tail, x], dim=2), place)], dim=2))
+                codec = self._fitted(codec, torch.cat([self.sinks, first], dim=2), torch.cat([tail, x], dim=2), place)
             unit = self.packed.sizes.unit
             step = max(1, ENCODE_TOKENS // unit) * unit
             for start in range(skip, flush, step):
                 stop = min(flush, start + step)
                 parts = [tail[:, :, start : min(stop, old)], x[:, :, max(0, start - old) : max(0, stop - old)]]
-                planes.append(codec.encode(self._plain(torch.cat(parts, dim=2), place + start)))
+                planes.append(codec.encode(self._plain(codec, torch.cat(parts, dim=2), place + start)))
         leave = self.tail.tokens if restart else min(flush, old)
         return Prepared(codec, first, planes, leave, x[:, :, max(0, flush - old) :])
 
@@ -112,11 +111,23 @@ class SideStore:
         self.tail.drop_front(new.leave_tail)
         self.tail.append(new.enter_tail)
 
-    def _plain(self, x: Tensor, place: int, own_sinks: bool = False) -> Tensor:
-        """Tokens from `place` on as the codec takes them: float32, keys without RoPE where it wants them so. own_sinks:
-        x are each row's first tokens, wherever padding has put them."""
+    def _fitted(self, codec: Codec, sinks: Tensor, x: Tensor, place: int) -> Codec:
+        """The codec with what it learns from the prompt: all tokens at hand, or where their common part before RoPE is
+        sought, those that are no sinks."""
+        if codec.centred:
+            assert self.rotary is not None
+            codec = codec.with_mean(self.rotary.take_off(x, place))
+            return codec.fit(self._plain(codec, x, place))
+        sink = self._plain(codec, sinks, 0, own_sinks=True)
+        return codec.fit(torch.cat([sink, self._plain(codec, x, place)], dim=2))
+
+    def _plain(self, codec: Codec, x: Tensor, place: int, own_sinks: bool = False) -> Tensor:
+        """Tokens from `place` on as the codec takes them: float32, keys without RoPE or their constant part where it
+        wants them so. own_sinks: x are each row's first tokens, wherever padding has put them."""
         if self.rotary is None:
             return x.float()
+        if codec.centred:
+            return x.float() - self.rotary.turned(codec.fitted["mean"], place, x.shape[2])
         return self.rotary.take_off(x, place, own_sinks)
 
     def view(self, first: int, tokens: int, place: int = 0) -> View:
@@ -124,7 +135,11 @@ class SideStore:
         cache's first."""
         t = self.packed.layout.block_tokens
         view = self.codec.view(self.packed.planes(first // t, (first + tokens) // t), self.head_dim)
-        return view if self.rotary is None else self.rotary.view(view, place + first, tokens, self.sinks.device)
+        if self.rotary is None:
+            return view
+        if self.codec.centred:
+            return self.rotary.centred(view, self.codec.fitted["mean"], place + first, tokens, len(self.sinks))
+        return self.rotary.view(view, place + first, tokens, self.sinks.device)
 
     def unpack_back(self, tokens: int, keep: int, place: int) -> None:
         """Drop the `tokens` latest packed tokens, whole blocks; the first `keep` return to the tail, decoded. place: of
