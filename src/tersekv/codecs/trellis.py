@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 SQUARED_ERROR = {
-    "trellis": (1.0, 0.283, 0.0770, 0.0207, 0.00574, 0.00176, 0.00064),
-    "scalar": (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000644),
+    "trellis": (1.0, 0.288, 0.0771, 0.0207, 0.00572, 0.00175, 0.00064),
+    "scalar": (1.0, 0.3634, 0.1175, 0.03455, 0.009501, 0.002505, 0.000644),
 }
-"""ε(b) of N(0, 1) at 0 to 6 bits."""
+"""ε(b) of N(0, 1) at 0 to 6 bits; the trellis closed over 64 components."""
 
 SHRINK = 0.1
 """Share of its own mean in a metric that was estimated: few tokens carry most of the Fisher information."""
@@ -129,7 +129,10 @@ class Trellis(Codec):
         """Basis [B, H, D, D], variance of each component and the weight of its squared error [B, H, D], float64."""
         D = x.shape[-1]
         x = x.double()
-        covariance = x.transpose(-1, -2) @ x / x.shape[2]
+        covariance = x.transpose(-1, -2) @ x / max(1, x.shape[2])
+        spread = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+        prior = D / (D + x.shape[2])  # a short prompt does not span what comes later
+        covariance = (1 - prior) * covariance + prior * spread * torch.eye(D, dtype=x.dtype, device=x.device)
         metric = self._metric(gradient, covariance)
         if self.basis != "klt":
             basis = self._fixed_basis(D, x.device).double().expand_as(covariance)
