@@ -16,12 +16,13 @@ FITTED = Setting(sinks=4)
 OTHER = Setting(sinks=4, text="other")
 RATES = ("1.5", "2", "2.25", "2.5", "3", "3.25", "3.5", "4", "4.25")
 STEPS = (
-    ("rotation and scalar codes", "basis=rotation,centre=false,code=scalar,metric=none"),
-    ("… centred", "basis=rotation,code=scalar,metric=none"),
-    ("… and the channels' own basis, bits water-filled", "basis=channels,code=scalar,metric=none"),
-    ("… and the KLT's", "code=scalar,metric=none"),
-    ("… in the metric of the loss", "code=scalar"),
-    ("… and trellis codes: all", ""),
+    ("rotation and scalar codes", "allot=layer,basis=rotation,centre=false,code=scalar,metric=none"),
+    ("… centred", "allot=layer,basis=rotation,code=scalar,metric=none"),
+    ("… and the channels' own basis, bits water-filled", "allot=layer,basis=channels,code=scalar,metric=none"),
+    ("… and the KLT's", "allot=layer,code=scalar,metric=none"),
+    ("… in the metric of the loss", "allot=layer,code=scalar"),
+    ("… and trellis codes", "allot=layer"),
+    ("… and bits shared out over layers and sides: all", ""),
     ("all, without centring", "centre=false"),
     ("all, without the metric", "metric=none"),
     ("all, in the channels' own basis", "basis=channels"),

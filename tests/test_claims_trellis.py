@@ -120,3 +120,31 @@ def test_turn_of_a_worker_is_the_models_rope():
     cos, sin = rope.cos_sin(3, 10, 13, torch.device("cpu"))
     expected = torch.cat([rope.put(part, cos[None], sin[None]) for part in x.split(10, dim=2)], dim=2)
     torch.testing.assert_close(turn.put(x), expected)
+
+
+def test_bits_go_to_the_layers_that_the_loss_hangs_on():
+    """Over layers and sides, no more bits in all, and less of what the loss foretells."""
+    codecs = []
+    for layer, loud in enumerate((1.0, 30.0, 0.2)):
+        x = normal(1, 2, 512, 32, seed=layer)
+        codecs.append(Trellis(2.0, side="values").fit_corpus(x, loud * normal(1, 2, 512, 32, seed=9 + layer)))
+    settled = Trellis.settle(codecs)
+    bits = [int(codec.fitted["bits"].sum()) for codec in settled]
+    assert bits[1] > bits[0] > bits[2]
+    assert sum(bits) <= sum(int(codec.fitted["bits"].sum()) for codec in codecs)
+    assert sum(bits) > 0.9 * sum(int(codec.fitted["bits"].sum()) for codec in codecs)
+
+    def foretold(some: list) -> float:
+        error = torch.tensor(SQUARED_ERROR["trellis"], dtype=torch.float64)
+        return sum(float((c.losses() * error[c.fitted["bits"].long()]).sum()) for c in some)
+
+    assert foretold(settled) < 0.6 * foretold(codecs)
+    for codec in settled:
+        x = normal(1, 2, 64, 32)
+        assert codec.layout(32).planes["stream"].shape[0] == codec.encode(x)["stream"].shape[3]
+        assert codec.decode(codec.encode(x), 32).isfinite().all()
+
+
+def test_layers_without_gradients_keep_their_bits():
+    codecs = [Trellis(2.0, metric="none").fit_corpus(normal(1, 1, 64, 32), normal(1, 1, 64, 32)) for _ in range(2)]
+    assert all(a is b for a, b in zip(Trellis.settle(codecs), codecs, strict=True))

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -75,6 +75,11 @@ class Codec(ABC):
         """A codec that has learnt from a corpus x float32 [1, H, T, D]; what the prompt is to say stays open. gradient:
         of the loss with respect to x, of its shape."""
         return self.fit(x)
+
+    @classmethod
+    def settle(cls, codecs: Sequence[Codec]) -> list[Codec]:
+        """What a corpus' codecs of this method agree on over all layers and sides, once each has learnt its own."""
+        return list(codecs)
 
     @property
     def centred(self) -> bool:

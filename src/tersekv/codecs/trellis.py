@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -48,6 +49,9 @@ SQUARED_ERROR = {
 SHRINK = 0.1
 """Share of its own mean in a metric that was estimated: few tokens carry most of the Fisher information."""
 
+SHARING = ("model", "fisher")
+"""Options under which layers are compared: without gradients there is nothing to compare them by."""
+
 MOST_GAIN = "a vector is {0:.3g} times as long as what the codec was fitted on, and the most is {1:.3g}; {2}"
 
 
@@ -55,13 +59,15 @@ MOST_GAIN = "a vector is {0:.3g} times as long as what the codec was fitted on, 
 class Trellis(Codec):
     """bits: mean of the components' bits, 0.25 to 6; a token's bits are rounded up to a multiple of 16. basis: klt,
     channels or rotation. code: trellis or scalar. centre: keep the constant part apart. metric: fisher or none, where
-    there are gradients. calibration: corpus or prompt. seed: of the rotation."""
+    there are gradients. allot: share a corpus' bits out over all layers and sides (model), or give each the same
+    (layer). calibration: corpus or prompt. seed: of the rotation."""
 
     bits: float = 2.0
     basis: Literal["klt", "channels", "rotation"] = "klt"
     code: Literal["trellis", "scalar"] = "trellis"
     centre: bool = True
     metric: Literal["fisher", "none"] = "fisher"
+    allot: Literal["model", "layer"] = "model"
     calibration: Literal["corpus", "prompt"] = "corpus"
     seed: int = 0
 
@@ -92,6 +98,8 @@ class Trellis(Codec):
 
     def words(self, head_dim: int) -> int:
         """16-bit words of a token's stream."""
+        if "bits" in self.fitted:
+            return int(self.fitted["bits"][0, 0].sum()) // WORD_BITS
         return math.ceil(self.bits * head_dim / WORD_BITS)
 
     def layout(self, head_dim: int) -> Layout:
@@ -105,9 +113,10 @@ class Trellis(Codec):
         x, of its shape.
 
         Fitted: `mean` float16 [B, H, D] (centred keys have it already), `basis` int8 [B, H, D, D] (row d: what
-        component d adds to x), `scale`, `weight` float16 [B, H, D], `bits` uint8 [B, H, D].
+        component d adds to x), `scale`, `weight` float16 [B, H, D], `importance` float32 [B, H] (what a weight of 1
+        stands for), `bits` uint8 [B, H, D].
         """
-        fitted = dict(self.fitted)
+        fitted = {name: t for name, t in self.fitted.items() if name == "mean"}
         if self._own_mean:
             fitted["mean"] = _stored(x.mean(2))
             x = x - fitted["mean"].float().unsqueeze(2)
@@ -117,9 +126,40 @@ class Trellis(Codec):
         if self.basis == "klt":
             fitted["basis"] = basis.to(torch.int8)
         fitted["scale"] = _scales(variance)
-        fitted["weight"] = (weight / weight.amax(-1, keepdim=True).clamp_min(1e-30)).to(torch.float16)
-        fitted["bits"] = allotted(variance * weight, self.words(x.shape[-1]) * WORD_BITS, SQUARED_ERROR[self.code])
+        fitted["importance"] = weight.amax(-1).clamp_min(1e-30).float()
+        fitted["weight"] = (weight / fitted["importance"].unsqueeze(-1)).to(torch.float16)
+        words = math.ceil(self.bits * x.shape[-1] / WORD_BITS)
+        fitted["bits"] = allotted(variance * weight, words * WORD_BITS, SQUARED_ERROR[self.code])
         return dataclasses.replace(self, fitted=fitted)
+
+    @classmethod
+    def settle(cls, codecs: Sequence[Codec]) -> list[Codec]:
+        """Share the bits of those with `allot=model` out over layers and sides: as water-filling over all components
+        would with each layer's losses drawn half-way, on a logarithmic scale, to the mean of all. Fisher information
+        foretells what small errors cost, and few bits make large ones."""
+        settled: list[Codec] = list(codecs)
+        ours = [(i, c) for i, c in enumerate(codecs) if isinstance(c, Trellis) and (c.allot, c.metric) == SHARING]
+        if len(ours) < 2:
+            return settled
+        losses = [codec.losses() for _, codec in ours]
+        drawn = [loss / loss.clamp_min(1e-30).log().mean().exp().sqrt() for loss in losses]
+        total = sum(codec.words(loss.shape[-1]) * loss.shape[1] for (_, codec), loss in zip(ours, losses, strict=True))
+        error = SQUARED_ERROR[ours[0][1].code]
+        wanted = allotted(torch.cat([loss.flatten() for loss in drawn]), total * WORD_BITS, error)
+        heads = torch.tensor([loss.shape[1] for loss in losses])
+        bits = torch.stack([part.sum() for part in wanted.long().split([loss.numel() for loss in losses])])
+        for (i, codec), loss, words in zip(
+            ours, losses, _whole_words(bits / WORD_BITS / heads, heads, total), strict=True
+        ):
+            most = MOST_BITS * loss.shape[-1] // WORD_BITS
+            own = allotted(loss, min(max(words, 1), most) * WORD_BITS, error)
+            settled[i] = dataclasses.replace(codec, fitted=codec.fitted | {"bits": own})
+        return settled
+
+    def losses(self) -> Tensor:
+        """What each component's variance costs, float64 [B, H, D]."""
+        weight = self.fitted["weight"].double() * self.fitted["importance"].double().unsqueeze(-1)
+        return weight * self.fitted["scale"].double().square()
 
     def fit_corpus(self, x: Tensor, gradient: Tensor) -> Self:
         """`fit` with the metric of the gradients, where it is asked for."""
@@ -160,8 +200,7 @@ class Trellis(Codec):
         if self.side == "keys":
             moment = moment.diagonal(dim1=-2, dim2=-1).diag_embed()
         mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-        shrunk = (1 - SHRINK) * moment + SHRINK * mean * one
-        return torch.where(mean > 0, shrunk / mean.clamp_min(1e-300), one)
+        return torch.where(mean > 0, (1 - SHRINK) * moment + SHRINK * mean * one, one * torch.finfo(torch.float32).tiny)
 
     def _fixed_basis(self, D: int, device: torch.device) -> Tensor:
         return (
@@ -237,7 +276,7 @@ class Trellis(Codec):
         shared = {f"{self.code} tables": 4 * (MOST_BITS + 1) * STATES}
         if self.basis == "rotation":
             shared[f"rotation qr {head_dim} {self.seed}"] = 4 * head_dim**2
-        per_head = head_dim * (5 + 2 * self.centre) + (head_dim**2 if self.basis == "klt" else 0)
+        per_head = 4 + head_dim * (5 + 2 * self.centre) + (head_dim**2 if self.basis == "klt" else 0)
         return TableBytes(shared, per_head, of_sequence=self.fits_on != "corpus")
 
     def tables(self, head_dim: int) -> list[Tensor]:
@@ -264,6 +303,15 @@ def scalar_entries(device: str) -> Tensor:
     for bits in range(1, MOST_BITS + 1):
         entries[bits] = torch.tensor(gaussian_table(bits), dtype=torch.float32).repeat_interleave(STATES >> bits)
     return entries.to(device)
+
+
+def _whole_words(wanted: Tensor, heads: Tensor, total: int) -> list[int]:
+    """Whole numbers of words near `wanted` [n], at least one each, that with `heads` of each use no more than total."""
+    words = wanted.floor().clamp_min(1).long()
+    for i in (wanted - words).argsort(descending=True, stable=True).tolist():
+        if int((words * heads).sum()) + int(heads[i]) <= total:
+            words[i] += 1
+    return words.tolist()
 
 
 def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ what is asked for only, not on where a run was stopped or on how many workers it
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import multiprocessing
 import random
@@ -194,12 +195,17 @@ class Calibrator:
         return turn
 
     def _gathered(self, recipe: Recipe) -> Calibration:
-        tensors: dict[str, Tensor] = {}
+        learnt: dict[type[Codec], list[tuple[int, Codec]]] = {}
         for layer, plan in attention_plans(recipe, self.model.config).items():
             for codec in (plan.keys, plan.values):
                 if codec.lacks == "corpus":
-                    learnt = load_file(self._out(_source(layer, codec), codec))
-                    tensors |= {f"layers.{layer}.{codec.side}.{name}": t for name, t in learnt.items()}
+                    fitted = load_file(self._out(_source(layer, codec), codec))
+                    learnt.setdefault(type(codec), []).append((layer, dataclasses.replace(codec, fitted=fitted)))
+        tensors: dict[str, Tensor] = {}
+        for method, found in learnt.items():
+            layers, codecs = zip(*found, strict=True)
+            for layer, codec in zip(layers, method.settle(codecs), strict=True):
+                tensors |= {f"layers.{layer}.{codec.side}.{name}": t for name, t in codec.fitted.items()}
         samples, length = self.corpus.windows.shape
         made = Made(
             recipe=calibrated_part(recipe),
