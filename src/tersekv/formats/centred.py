@@ -6,27 +6,23 @@ import torch
 from torch import Tensor
 
 from tersekv.formats.base import Joined, View
-from tersekv.formats.roped import Roped
 from tersekv.transforms.rope import Rope
 
 
-class Constant(View):
-    """The same vector [B, H, 1, D] at every one of `tokens` tokens."""
+class Turned(View):
+    """One vector per head, as RoPE turns it at every token: RoPE_n(mean). mean: float32 [1 or B, H, D]; cos, sin:
+    [1 or B, T, R] or [B, H, T, R]."""
 
-    format = kind = "constant"
+    format = kind = "turned"
 
-    def __init__(self, vector: Tensor, tokens: int) -> None:
-        B, H, _, D = vector.shape
-        self.vectors = vector.expand(B, H, tokens, D)
-
-    @property
-    def operand(self) -> Tensor:
-        """Unpacked tokens, all at one place."""
-        return self.vectors
+    def __init__(self, mean: Tensor, rope: Rope, cos: Tensor, sin: Tensor) -> None:
+        self.mean, self.rope, self.cos, self.sin = mean, rope, cos, sin
 
     def decode(self) -> Tensor:
-        """x̂ as float32 [B, H, T, D]."""
-        return self.vectors
+        """x̂ as float32 [B, H, T, D], B = 1 where all rows have the same."""
+        rows, (H, D) = max(len(self.mean), len(self.cos)), self.mean.shape[1:]
+        vectors = self.mean.unsqueeze(2).expand(rows, H, self.cos.shape[-2], D)
+        return self.rope.put(vectors, self.cos, self.sin)
 
 
 class Shifted(View):
@@ -59,17 +55,14 @@ class Shifted(View):
 
 class Centred(View):
     """Keys x̂_n = inner_n + RoPE_n(mean): q·x̂_n is a product with 2 D channels, those of the inner view's basis and
-    those of the turned mean, which takes no bytes per token. mean: float32 [1 or B, H, D]; cos, sin: [1 or B, T, R] or
-    [B, H, T, R]."""
+    those of the turned mean, which takes no bytes per token. Arguments as in `Turned`."""
 
     kind = "centred"
     keeps = False
 
-    def __init__(self, view: View, mean: Tensor, rope: Rope, cos: Tensor, sin: Tensor, batch: int) -> None:
-        D, tokens = mean.shape[-1], cos.shape[-2]
-        self._view = view
-        self._mean = Roped(Constant(mean.expand(batch, -1, -1).unsqueeze(2), tokens), rope, cos, sin)
-        self._inner = Joined([(view.inner, D), (self._mean, D)])
+    def __init__(self, view: View, mean: Tensor, rope: Rope, cos: Tensor, sin: Tensor) -> None:
+        self._view, self._mean = view, Turned(mean, rope, cos, sin)
+        self._inner = Joined([(view.inner, mean.shape[-1]), (self._mean, mean.shape[-1])])
         self.format = f"centred {view.format}"  # type: ignore[misc]
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tersekv.codecs import Codec
 from tersekv.formats.base import View
-from tersekv.formats.centred import Centred
+from tersekv.formats.centred import Centred, Turned
 from tersekv.formats.roped import Roped
 from tersekv.store.footprint import Footprint
 from tersekv.store.pages import PageSizes
@@ -111,8 +111,7 @@ class Pool:
             return x.float()
         codec, cos_sin = self.sides[0].codec, self._cos_sin(positions)
         if codec.centred:
-            constant = codec.fitted["mean"].float().unsqueeze(2).expand(*x.shape)
-            return x.float() - self.rope.put(constant, *cos_sin)
+            return x.float() - Turned(codec.fitted["mean"].float(), self.rope, *cos_sin).decode()
         return self.rope.take_off(x.float(), *cos_sin)
 
     def _fitted(self, side: int, x: Tensor, positions: Tensor) -> Codec:
@@ -129,7 +128,7 @@ class Pool:
         if self.rope is not None:
             codec, cos_sin = self.sides[0].codec, self._cos_sin(self.positions[:, :, first : first + tokens])
             if codec.centred:
-                views[0] = Centred(views[0], codec.fitted["mean"].float(), self.rope, *cos_sin, len(self.positions))
+                views[0] = Centred(views[0], codec.fitted["mean"].float(), self.rope, *cos_sin)
             else:
                 views[0] = Roped(views[0], self.rope, *cos_sin)
         return views

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tersekv.formats.base import View
-from tersekv.formats.centred import Centred
+from tersekv.formats.centred import Centred, Turned
 from tersekv.formats.roped import Roped
 from tersekv.transforms.rope import Rope
 
@@ -79,13 +79,11 @@ class Rotary:
 
     def turned(self, mean: Tensor, first: int, n: int) -> Tensor:
         """The constant part [1 or B, H, D] of keys as n tokens from place `first` on have it: [1 or B, H, n, D]."""
-        cos, sin = self.cos_sin(first, n, mean.device)
-        constant = mean.float().unsqueeze(2).expand(max(len(mean), len(cos)), -1, n, -1)
-        return self.rope.put(constant, cos, sin)
+        return Turned(mean.float(), self.rope, *self.cos_sin(first, n, mean.device)).decode()
 
-    def centred(self, view: View, mean: Tensor, first: int, n: int, batch: int) -> View:
+    def centred(self, view: View, mean: Tensor, first: int, n: int) -> View:
         """A view of n tokens from place `first` on, with the constant part that was taken off them."""
-        return Centred(view, mean.float(), self.rope, *self.cos_sin(first, n, mean.device), batch)
+        return Centred(view, mean.float(), self.rope, *self.cos_sin(first, n, mean.device))
 
     def view(self, view: View, first: int, n: int, device: torch.device) -> View:
         """A view of n tokens from place `first` on with their RoPE."""

@@ -138,7 +138,7 @@ class SideStore:
         if self.rotary is None:
             return view
         if self.codec.centred:
-            return self.rotary.centred(view, self.codec.fitted["mean"], place + first, tokens, len(self.sinks))
+            return self.rotary.centred(view, self.codec.fitted["mean"], place + first, tokens)
         return self.rotary.view(view, place + first, tokens, self.sinks.device)
 
     def unpack_back(self, tokens: int, keep: int, place: int) -> None:
