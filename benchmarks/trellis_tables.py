@@ -14,7 +14,7 @@ from ablation import Row, Setting, Study
 
 FITTED = Setting(sinks=4)
 OTHER = Setting(sinks=4, text="other")
-RATES = ("1.5", "2", "2.25", "2.5", "3", "3.25", "3.5", "4", "4.25")
+RATES = ("1.5", "2.1", "2.6", "3.1", "3.6", "4.1")
 STEPS = (
     ("rotation and scalar codes", "allot=layer,basis=rotation,centre=false,code=scalar,metric=none"),
     ("… centred", "allot=layer,basis=rotation,code=scalar,metric=none"),

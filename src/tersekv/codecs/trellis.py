@@ -112,9 +112,9 @@ class Trellis(Codec):
         """Learn from x float32 [B, H, T, D], each row of the batch for itself. gradient: of the loss with respect to
         x, of its shape.
 
-        Fitted: `mean` float16 [B, H, D] (centred keys have it already), `basis` int8 [B, H, D, D] (row d: what
-        component d adds to x), `scale`, `weight` float16 [B, H, D], `importance` float32 [B, H] (what a weight of 1
-        stands for), `bits` uint8 [B, H, D].
+        Fitted: `mean` float16 [B, H, D] (centred keys have it already); `basis` uint8 [B, H, 3·D²/4] and `channels`
+        float16 [B, H, D], see `packed_basis`; `scale`, `weight` float16 [B, H, D]; `importance` float32 [B, H], what a
+        weight of 1 stands for; `bits` uint8 [B, H, D].
         """
         fitted = {name: t for name, t in self.fitted.items() if name == "mean"}
         if self._own_mean:
@@ -122,9 +122,8 @@ class Trellis(Codec):
             x = x - fitted["mean"].float().unsqueeze(2)
         elif self.centred and "mean" not in fitted:  # these vectors had none
             fitted["mean"] = torch.zeros_like(x[:, :, 0], dtype=torch.float16)
-        basis, variance, weight = self._components(x, gradient)
-        if self.basis == "klt":
-            fitted["basis"] = basis.to(torch.int8)
+        more, variance, weight = self._components(x, gradient)
+        fitted |= more
         fitted["scale"] = _scales(variance)
         fitted["importance"] = weight.amax(-1).clamp_min(1e-30).float()
         fitted["weight"] = (weight / fitted["importance"].unsqueeze(-1)).to(torch.float16)
@@ -143,7 +142,7 @@ class Trellis(Codec):
             return settled
         losses = [codec.losses() for _, codec in ours]
         drawn = [loss / loss.clamp_min(1e-30).log().mean().exp().sqrt() for loss in losses]
-        total = sum(codec.words(loss.shape[-1]) * loss.shape[1] for (_, codec), loss in zip(ours, losses, strict=True))
+        total = int(sum(codec.bits * loss.numel() for (_, codec), loss in zip(ours, losses, strict=True))) // WORD_BITS
         error = SQUARED_ERROR[ours[0][1].code]
         wanted = allotted(torch.cat([loss.flatten() for loss in drawn]), total * WORD_BITS, error)
         heads = torch.tensor([loss.shape[1] for loss in losses])
@@ -165,8 +164,9 @@ class Trellis(Codec):
         """`fit` with the metric of the gradients, where it is asked for."""
         return self.fit(x, gradient if self.metric == "fisher" else None)
 
-    def _components(self, x: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Basis [B, H, D, D], variance of each component and the weight of its squared error [B, H, D], float64."""
+    def _components(self, x: Tensor, gradient: Tensor | None) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """What there is to keep of a basis, variance of each component and the weight of its squared error [B, H, D],
+        float64."""
         D = x.shape[-1]
         x = x.double()
         covariance = x.transpose(-1, -2) @ x / max(1, x.shape[2])
@@ -176,19 +176,16 @@ class Trellis(Codec):
         metric = self._metric(gradient, covariance)
         if self.basis != "klt":
             basis = self._fixed_basis(D, x.device).double().expand_as(covariance)
-            variance = (basis @ covariance @ basis.transpose(-1, -2)).diagonal(dim1=-2, dim2=-1)
-            return basis, variance, (basis @ metric @ basis.transpose(-1, -2)).diagonal(dim1=-2, dim2=-1)
+            return {}, _within(covariance, basis), _within(metric, basis)
         root, inverse = _roots(metric)
         lengths, vectors = torch.linalg.eigh(root @ covariance @ root)
         order = lengths.argsort(-1, descending=True)
         vectors = vectors.gather(-1, order.unsqueeze(-2).expand_as(vectors))
-        rows = (inverse @ vectors).transpose(-1, -2)
-        longest = rows.abs().amax(-1, keepdim=True).clamp_min(1e-30)
-        basis = (rows / longest * 127).round()
+        kept = packed_basis((inverse @ vectors).transpose(-1, -2), metric.diagonal(dim1=-2, dim2=-1).rsqrt())
         # of what the rounded rows really are: components by their inverse, errors by their own lengths
-        dual = torch.linalg.inv(basis)
-        variance = (dual.transpose(-1, -2) @ covariance @ dual).diagonal(dim1=-2, dim2=-1).clamp_min(0)
-        return basis, variance, (basis @ metric @ basis.transpose(-1, -2)).diagonal(dim1=-2, dim2=-1)
+        basis = unpacked_basis(**kept)
+        dual = torch.linalg.inv(basis).transpose(-1, -2)
+        return kept, _within(covariance, dual).clamp_min(0), _within(metric, basis)
 
     def _metric(self, gradient: Tensor | None, like: Tensor) -> Tensor:
         """Weights of squared errors, [B, H, D, D]: the gradients' second moment, or one."""
@@ -249,7 +246,11 @@ class Trellis(Codec):
             return x
         if self.basis == "rotation":
             return (x.double() @ self._fixed_basis(x.shape[-1], x.device).double().T).float()
-        return (x.double() @ torch.linalg.inv(self.fitted["basis"].double())).float()
+        return (x.double() @ torch.linalg.inv(self._klt())).float()
+
+    def _klt(self) -> Tensor:
+        """The fitted basis, float64 [1 or B, H, D, D]."""
+        return unpacked_basis(self.fitted["basis"], self.fitted["channels"])
 
     def _entries(self, device: str) -> Tensor:
         """The tables of all rates, float32 [7, 256]."""
@@ -261,7 +262,7 @@ class Trellis(Codec):
         scale, bits = self.fitted["scale"].float(), self.fitted["bits"]
         view: View = TrellisView(planes, bits, scale, self._entries(device))
         if self.basis != "channels":
-            matrix = self.fitted["basis"].float() if self.basis == "klt" else self._fixed_basis(head_dim, bits.device)
+            matrix = self._klt().float() if self.basis == "klt" else self._fixed_basis(head_dim, bits.device)
             view = Rotated(view, matrix)
         return Shifted(view, self.fitted["mean"].float()) if self._own_mean else view
 
@@ -276,7 +277,8 @@ class Trellis(Codec):
         shared = {f"{self.code} tables": 4 * (MOST_BITS + 1) * STATES}
         if self.basis == "rotation":
             shared[f"rotation qr {head_dim} {self.seed}"] = 4 * head_dim**2
-        per_head = 4 + head_dim * (5 + 2 * self.centre) + (head_dim**2 if self.basis == "klt" else 0)
+        per_head = 4 + head_dim * (5 + 2 * self.centre)
+        per_head += 3 * -(-(head_dim**2) // 4) + 2 * head_dim if self.basis == "klt" else 0
         return TableBytes(shared, per_head, of_sequence=self.fits_on != "corpus")
 
     def tables(self, head_dim: int) -> list[Tensor]:
@@ -312,6 +314,42 @@ def _whole_words(wanted: Tensor, heads: Tensor, total: int) -> list[int]:
         if int((words * heads).sum()) + int(heads[i]) <= total:
             words[i] += 1
     return words.tolist()
+
+
+LARGEST = 31
+"""Of an entry of a stored basis, of 6 bits."""
+
+
+def packed_basis(rows: Tensor, channels: Tensor) -> dict[str, Tensor]:
+    """Rows float64 [B, H, D, D] as `basis` uint8 [B, H, 3·D²/4], row after row, four entries of 6 bits in three bytes,
+    low bits first, and `channels` float16 [B, H, D]: row d is a multiple of channels·(entries − 32). A component's
+    scale takes the multiple in; encoding inverts what is stored."""
+    channels = _stored((channels / channels.amax(-1, keepdim=True)).clamp_min(1e-4))
+    plain = rows / channels.double().unsqueeze(-2)
+    entries = (plain / plain.abs().amax(-1, keepdim=True).clamp_min(1e-300) * LARGEST).round()
+    span = torch.linalg.svdvals(entries)
+    lost = span[..., -1] < 1e-3 * span[..., 0]
+    own = torch.eye(entries.shape[-1], dtype=entries.dtype, device=entries.device) * LARGEST
+    entries = torch.where(lost[..., None, None], own, entries)  # rounding has made rows dependent: the channels' own
+    codes = (entries + LARGEST + 1).to(torch.int32).flatten(-2)
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 4)).unflatten(-1, (-1, 4))
+    words = (codes << torch.arange(0, 24, 6, device=codes.device)).sum(-1)
+    split = words.unsqueeze(-1) >> torch.arange(0, 24, 8, device=codes.device) & 255
+    return {"basis": split.flatten(-2).to(torch.uint8), "channels": channels}
+
+
+def unpacked_basis(basis: Tensor, channels: Tensor) -> Tensor:
+    """Rows float64 [B, H, D, D] of what `packed_basis` gave."""
+    D = channels.shape[-1]
+    split = basis.unflatten(-1, (-1, 3)).to(torch.int32) << torch.arange(0, 24, 8, device=basis.device)
+    codes = split.sum(-1).unsqueeze(-1) >> torch.arange(0, 24, 6, device=basis.device) & 63
+    entries = codes.flatten(-2)[..., : D * D].unflatten(-1, (D, D)) - LARGEST - 1
+    return entries.double() * channels.double().unsqueeze(-2)
+
+
+def _within(form: Tensor, rows: Tensor) -> Tensor:
+    """rowᵀ·form·row for each row: [..., D]."""
+    return (rows @ form @ rows.transpose(-1, -2)).diagonal(dim1=-2, dim2=-1)
 
 
 def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
