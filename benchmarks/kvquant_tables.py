@@ -10,20 +10,7 @@ tables are made from records alone. `--print` makes them from what is there, wit
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from tersekv import cli
-from tersekv.evals.records import read
-from tersekv.evals.tasks.base import Estimate
-from tersekv.evals.tasks.perplexity import Perplexity
-from tersekv.hf.calibration import needs_corpus, place
-from tersekv.hf.models import load_config
-from tersekv.recipe import Recipe
+from ablation import Row, Setting, Study
 
 BITS = (4, 3, 2)
 PAPER = {
@@ -43,30 +30,6 @@ PAPER = {
 }
 """What its text says about each table; perplexity of wikitext-2."""
 SHARES = ("0", "0.001", "0.005", "0.01")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How a row is calibrated and evaluated. text: "train", or "other" as another corpus."""
-
-    samples: int = 16
-    length: int = 2048
-    text: str = "train"
-    sinks: int = 1
-
-    @property
-    def calibration(self) -> str:
-        """Folder of its calibrations; sinks are an option of the evaluation only."""
-        return f"{self.text}-{self.samples}x{self.length}"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of a table: a label, a recipe, and how it is calibrated and evaluated."""
-
-    label: str
-    recipe: str
-    setting: Setting = Setting()
 
 
 def tables() -> dict[str, tuple[str, list[Row]]]:
@@ -158,97 +121,5 @@ def tables() -> dict[str, tuple[str, list[Row]]]:
     return made
 
 
-def program(*arguments: str) -> None:
-    """Run the program `tersekv`; leave where it fails."""
-    status = cli.run(list(arguments))
-    if status:
-        sys.exit(status)
-
-
-def measure(rows: Sequence[Row], args: argparse.Namespace) -> None:
-    """Calibrate what is missing, one gradient pass for each setting, then evaluate."""
-    config = load_config(args.model)
-    for setting in dict.fromkeys(row.setting for row in rows):
-        recipes = list(dict.fromkeys(row.recipe for row in rows if row.setting == setting))
-        folder = args.out / "calibrations" / setting.calibration
-        learning = [r for r in recipes if needs_corpus(Recipe.parse(r), config)]
-        missing = [r for r in learning if not place(folder, Recipe.parse(r)).exists()]
-        named = [part for recipe in missing for part in ("-r", recipe)]
-        size = ("--samples", str(setting.samples), "--length", str(setting.length), "--seed", "0")
-        if missing:
-            text = args.train if setting.text == "train" else args.other
-            workers = ("--workers", str(args.workers))
-            program("calibrate", "-m", args.model, *named, *size, *workers, "--text", text, "--out", str(folder))
-        named = [part for recipe in recipes for part in ("-r", recipe)]
-        window = ("--windows", str(args.windows), "--context", str(args.context), "--sinks", str(setting.sinks))
-        where = ("--calibration", str(folder), "--out", str(records_folder(args.out, setting)))
-        program("eval", "perplexity", "-m", args.model, *named, "--text", args.test, *window, *where)
-
-
-def records_folder(out: Path, setting: Setting) -> Path:
-    """Records of one setting; sinks are in the records themselves."""
-    return out / "records" / setting.calibration
-
-
-def written(title: str, rows: Sequence[Row], args: argparse.Namespace) -> str:
-    """One table in markdown: perplexity, its ratio to the full cache's on the same windows, and true bits."""
-    lines = [f"### {title}", "", "| | perplexity | ratio to full | true bits |", "|---|---|---|---|"]
-    for row in rows:
-        found = summary(row, args)
-        if found is None:
-            lines.append(f"| {row.label} | – | – | – |")
-            continue
-        nll, bits = found
-        ratio = f"{nll['perplexity_ratio'].mean:.3f} ± {nll['perplexity_ratio'].stderr:.3f}"
-        lines.append(f"| {row.label} | {nll['perplexity'].mean:.2f} | {ratio} | {bits:.2f} |")
-    return "\n".join(lines)
-
-
-def summary(row: Row, args: argparse.Namespace) -> tuple[dict[str, Estimate], float] | None:
-    """Metrics and bits per element of a row, from records; None where they are not all there."""
-    try:
-        records = read(records_folder(args.out, row.setting))
-    except ValueError:
-        return None
-    asked = {"context": args.context, "sinks": row.setting.sinks, "text": args.test}
-    asked_for = [r for r in records if asked.items() <= r["options"].items() and r["model"] == args.model]
-
-    def of(recipe: str) -> list[dict[str, Any]]:
-        found = {int(r["sample"].split("-")[0]): r for r in asked_for if r["recipe"] == recipe}
-        return [found[i] for i in range(args.windows) if i in found]
-
-    full, packed = of("full"), of(str(Recipe.parse(row.recipe)))
-    if len(packed) < args.windows or [r["sample"] for r in full] != [r["sample"] for r in packed]:
-        return None
-    metrics = Perplexity().summarise([r["metrics"] for r in packed], [r["metrics"] for r in full])
-    return metrics, sum(r["bits_per_element"] for r in packed) / len(packed)
-
-
-def main() -> None:
-    """Read the options, run, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", default="pydoc", help="text to calibrate on")
-    parser.add_argument("--other", default="pydoc", help="text of another kind to calibrate on, for Table 21")
-    parser.add_argument("--test", required=True, help="text to evaluate on")
-    parser.add_argument("--out", type=Path, required=True, help="folder of calibrations and records")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--tables", default="", help=f"of {', '.join(tables())}; all without it")
-    parser.add_argument("--windows", type=int, default=4)
-    parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--workers", type=int, default=1, help="processes that fit tables")
-    parser.add_argument("--print", action="store_true", help="run nothing")
-    args = parser.parse_args()
-    known = tables()
-    names = args.tables.split(",") if args.tables else list(known)
-    if unknown := [name for name in names if name not in known]:
-        parser.error(f"no table {', '.join(unknown)}; there are {', '.join(known)}")
-    if not args.print:
-        measure([row for name in names for row in known[name][1]], args)
-    for name in names:
-        title, rows = known[name]
-        said = written(f"{f'Table {name}' if name.isdecimal() else 'Beside them'}: {title}", rows, args)
-        print(f"\n{said}\n\nPaper: {PAPER[name]}")
-
-
 if __name__ == "__main__":
-    main()
+    Study(tables(), {name: f"Paper: {said}" for name, said in PAPER.items()}, "perplexity").main(__doc__)

@@ -9,10 +9,11 @@ import dataclasses
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+import torch
 from torch import Tensor
 
 from tersekv.errors import UserError
@@ -84,10 +85,29 @@ class Codec(ABC):
         """A codec that has learnt what it needs from x float32 [B, H, T, D]; itself where it needs nothing."""
         return self
 
-    def fit_corpus(self, x: Tensor, fisher: Tensor) -> Self:
-        """A codec that has learnt from a corpus x float32 [1, H, T, D]; what the prompt is to say stays open. fisher:
-        squared gradients of the loss with respect to x, of its shape."""
+    def fit_corpus(self, x: Tensor, gradient: Tensor) -> Self:
+        """A codec that has learnt from a corpus x float32 [1, H, T, D]; what the prompt is to say stays open. gradient:
+        of the loss with respect to x, of its shape."""
         return self.fit(x)
+
+    @classmethod
+    def settle(cls, codecs: Sequence[Codec]) -> list[Codec]:
+        """What a corpus' codecs of this method agree on over all layers and sides, once each has learnt its own."""
+        return list(codecs)
+
+    @property
+    def centred(self) -> bool:
+        """Keys come after RoPE, without the constant part that they had before it: `fitted["mean"]`, [1 or B, H, D]."""
+        return False
+
+    @property
+    def needs_rope(self) -> bool:
+        """Whether the store must know the keys' RoPE."""
+        return self.pre_rope or self.centred
+
+    def with_mean(self, x: Tensor) -> Self:
+        """A centred codec that knows the constant part of keys x float32 [B, H, T, D] before RoPE."""
+        return dataclasses.replace(self, fitted=self.fitted | {"mean": x.mean(2).to(torch.float16)})
 
     @abstractmethod
     def layout(self, head_dim: int) -> Layout:

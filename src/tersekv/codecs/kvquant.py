@@ -135,9 +135,9 @@ class KVQuant(Codec):
             fitted["table_read"] = torch.stack([t for _, t in tables]).to(x.device)
         return dataclasses.replace(codec, fitted=fitted)
 
-    def fit_corpus(self, x: Tensor, fisher: Tensor) -> Self:
+    def fit_corpus(self, x: Tensor, gradient: Tensor) -> Self:
         """`fit`, without ranges where they come from the prompt."""
-        codec = self.fit(x, fisher)
+        codec = self.fit(x, gradient.square())
         if self.ranges == "offline":
             return codec
         kept = {name: t for name, t in codec.fitted.items() if name not in ("lower", "upper")}

@@ -8,6 +8,7 @@ what is asked for only, not on where a run was stopped or on how many workers it
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import multiprocessing
 import random
@@ -30,8 +31,10 @@ from tersekv.hf.fingerprint import architecture, fingerprint
 from tersekv.hf.fitting import FitJob, fit, prepare_worker
 from tersekv.hf.gradients import Source, layer_gradients
 from tersekv.hf.models import cache_dir
+from tersekv.hf.rope import Ropes
 from tersekv.hf.whole_files import save_whole
 from tersekv.recipe import Recipe
+from tersekv.transforms.rope import Turn
 
 Progress = Callable[[str, int, int], None]
 """What is being done, and how much of it is done of how much."""
@@ -169,7 +172,8 @@ class Calibrator:
             left = [codec for codec in codecs if not self._out(source, codec).exists()]
             if left:
                 outs = tuple(self._out(source, codec) for codec in left)
-                jobs.append(FitJob(source.name, samples, tuple(left), outs))
+                turn = self._turn(source.layer) if any(codec.centred for codec in left) else None
+                jobs.append(FitJob(source.name, samples, tuple(left), outs, turn))
         done = len(self.codecs) - len(jobs)
         progress("layers", done, len(self.codecs))
         for peak in _each(jobs, self.workers):
@@ -177,13 +181,31 @@ class Calibrator:
             self.peak_worker_bytes = max(self.peak_worker_bytes, peak)
             progress("layers", done, len(self.codecs))
 
+    def _turn(self, layer: int) -> Turn:
+        """RoPE of a sample's tokens.
+
+        Raises:
+            UserError: it is none that turns pairs of channels.
+        """
+        config = text_config(self.model.config)
+        D, length = AttentionShape.of(config).key_dim, self.corpus.windows.shape[1]
+        turn = Ropes(config, D).of(layer).turn(self.sinks, length - self.sinks, D)
+        if turn is None:
+            raise UserError(f"keys of {config.model_type} models cannot be centred: give the option centre=false")
+        return turn
+
     def _gathered(self, recipe: Recipe) -> Calibration:
-        tensors: dict[str, Tensor] = {}
+        learnt: dict[type[Codec], list[tuple[int, Codec]]] = {}
         for layer, plan in attention_plans(recipe, self.model.config).items():
             for codec in (plan.keys, plan.values):
                 if codec.lacks == "corpus":
-                    learnt = load_file(self._out(_source(layer, codec), codec))
-                    tensors |= {f"layers.{layer}.{codec.side}.{name}": t for name, t in learnt.items()}
+                    fitted = load_file(self._out(_source(layer, codec), codec))
+                    learnt.setdefault(type(codec), []).append((layer, dataclasses.replace(codec, fitted=fitted)))
+        tensors: dict[str, Tensor] = {}
+        for method, found in learnt.items():
+            layers, codecs = zip(*found, strict=True)
+            for layer, codec in zip(layers, method.settle(codecs), strict=True):
+                tensors |= {f"layers.{layer}.{codec.side}.{name}": t for name, t in codec.fitted.items()}
         samples, length = self.corpus.windows.shape
         made = Made(
             recipe=calibrated_part(recipe),
@@ -200,7 +222,7 @@ class Calibrator:
 
 
 def _source(layer: int, codec: Codec) -> Source:
-    return Source(layer, codec.side, codec.side == "keys" and codec.pre_rope)
+    return Source(layer, codec.side, codec.side == "keys" and codec.needs_rope)
 
 
 def _each(jobs: Sequence[FitJob], workers: int) -> Iterator[int]:

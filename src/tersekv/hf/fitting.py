@@ -19,16 +19,18 @@ from torch import Tensor
 from tersekv.codecs import Codec
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.whole_files import save_whole
+from tersekv.transforms.rope import Turn
 
 
 class FitJob(NamedTuple):
     """Codecs of one side of one layer. source: name of its tensors in the files of the samples; outs: a file for each
-    codec's tensors."""
+    codec's tensors; turn: RoPE of a sample's tokens, for centred keys."""
 
     source: str
     samples: tuple[Path, ...]
     codecs: tuple[Codec, ...]
     outs: tuple[Path, ...]
+    turn: Turn | None = None
 
 
 def prepare_worker() -> None:
@@ -51,14 +53,22 @@ def fit(job: FitJob) -> int:
     Raises:
         UserError, CacheError: what a codec cannot code, with the source's name.
     """
-    x, gradient = (_joined(job.samples, f"{job.source}.{part}") for part in ("x", "gradient"))
-    fisher = gradient.float().square_()
+    x, gradient = (_joined(job.samples, f"{job.source}.{part}").float() for part in ("x", "gradient"))
     for codec, out in zip(job.codecs, job.outs, strict=True):
         try:
-            save_whole(codec.fit_corpus(x, fisher).fitted, out)
+            save_whole(_fitted(codec, x, gradient, job.turn).fitted, out)
         except (UserError, CacheError) as error:
             raise type(error)(f"{job.source} hold {error}") from error
     return _peak_bytes()
+
+
+def _fitted(codec: Codec, x: Tensor, gradient: Tensor, turn: Turn | None) -> Codec:
+    """The codec with what it learns from x and gradient [1, H, T, D]; centred keys are turned first."""
+    if not codec.centred:
+        return codec.fit_corpus(x, gradient)
+    assert turn is not None
+    codec = codec.with_mean(x)
+    return codec.fit_corpus(turn.put(x - codec.fitted["mean"].float().unsqueeze(2)), turn.put(gradient))
 
 
 def _peak_bytes() -> int:

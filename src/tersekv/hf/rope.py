@@ -104,4 +104,7 @@ class Ropes:
             raise UserError(f"{self._why()} it has no modelling file ({error})") from error
 
     def _why(self) -> str:
-        return f"keys of {self.config.model_type} models cannot be coded before RoPE; use pre_rope=false:"
+        return (
+            f"keys of {self.config.model_type} models cannot be coded before RoPE; use pre_rope=false (and "
+            "centre=false with trellis):"
+        )

@@ -57,7 +57,7 @@ class SimulatedCache(OnePassCache):
         self._held.elements += B * H * T * (keys.shape[-1] + values.shape[-1])
         dtype = plan.policy.exact_dtype(keys.dtype)
         try:
-            rotary = Rotary(self._ropes.of(layer)) if plan.keys.pre_rope else None
+            rotary = Rotary(self._ropes.of(layer)) if plan.keys.needs_rope else None
             if rotary is not None:
                 rotary.note(0, T)
             return LayerTokens(self._code(plan.keys, keys, dtype, rotary), self._code(plan.values, values, dtype))
@@ -73,15 +73,14 @@ class SimulatedCache(OnePassCache):
         self._held.parts["exact sinks"] += first.numel() * first.element_size()
         if not rest.shape[2]:
             return first.to(x.dtype)
-        plain = exact.float() if rotary is None else rotary.take_off(exact, 0)
-        if codec.lacks == "prompt":
-            codec = codec.to(x.device).fit(plain)
-        codec = codec.to(x.device)
+        codec, plain = _plain(codec.to(x.device), exact, rotary, self.sinks)
         for table in codec.tables(x.shape[-1]):
             self._tables[table.data_ptr()] = table
         step = max(1, ENCODE_TOKENS // codec.layout(x.shape[-1]).block_tokens) * codec.layout(x.shape[-1]).block_tokens
         coded = torch.cat([self._piece(codec, piece) for piece in plain[:, :, self.sinks :].split(step, dim=2)], dim=2)
-        if rotary is not None:
+        if rotary is not None and codec.centred:
+            coded = coded + rotary.turned(codec.fitted["mean"], self.sinks, coded.shape[2])
+        elif rotary is not None:
             coded = rotary.put(coded, self.sinks)
         return torch.cat([first.to(x.dtype), coded.to(x.dtype)], dim=2)
 
@@ -101,3 +100,15 @@ class SimulatedCache(OnePassCache):
         held = Footprint.sum([self._held])
         held.parts["tables"] = sum(table.numel() * table.element_size() for table in self._tables.values())
         return held
+
+
+def _plain(codec: Codec, exact: Tensor, rotary: Rotary | None, sinks: int) -> tuple[Codec, Tensor]:
+    """The codec, fitted where it learns from the prompt, and tokens [B, H, T, D] as it takes them: float32, without
+    RoPE or their constant part where it wants them so."""
+    if rotary is not None and codec.centred:
+        if codec.lacks == "prompt":
+            codec = codec.with_mean(rotary.take_off(exact, 0)[:, :, sinks:])
+        plain = exact.float() - rotary.turned(codec.fitted["mean"], 0, exact.shape[2])
+        return (codec.fit(plain[:, :, sinks:]) if codec.lacks == "prompt" else codec), plain
+    plain = exact.float() if rotary is None else rotary.take_off(exact, 0)
+    return (codec.fit(plain) if codec.lacks == "prompt" else codec), plain

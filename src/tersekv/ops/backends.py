@@ -20,6 +20,7 @@ from tersekv.errors import UserError
 from tersekv.ops import attend_packed as packed_reference
 from tersekv.ops import cpu
 from tersekv.ops import softmax as softmax_reference
+from tersekv.ops import trellis as trellis_reference
 from tersekv.ops.attend_packed import Operand
 
 BACKEND_VARIABLE = "TERSEKV_BACKEND"
@@ -48,6 +49,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "attend_packed": Implementation(packed_reference.attend_packed, _never),
         "attend_exact": Implementation(softmax_reference.attend_exact, _never),
         "merge_segments": Implementation(softmax_reference.merge_segments, _never),
+        "encode_trellis": Implementation(trellis_reference.encode_trellis, _never),
     },
 }
 
@@ -88,7 +90,7 @@ def _choose(op: str, *call: Any) -> tuple[str, Callable[..., Any]]:
     for name, ops in BACKENDS.items():
         if only not in (AUTO, name):
             continue
-        reason = ops[op].why_not(*call)
+        reason = ops[op].why_not(*call) if op in ops else f"it has no {op}"
         if reason is None:
             return name, ops[op].run
         if only == name:
@@ -117,6 +119,11 @@ def attend_exact(
 def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Join attention over disjoint token sets, see `tersekv.ops.softmax`: out [B, H, R, D] and lse [B, H, R]."""
     return _run("merge_segments", outs, lses)
+
+
+def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
+    """The nearest trellis codes, see `tersekv.ops.trellis`: windows uint8 [R, n, D]."""
+    return _run("encode_trellis", y, weight, bits, tables)
 
 
 def kernel(op: str, *call: Any) -> Callable[..., Any] | None:

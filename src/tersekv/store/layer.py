@@ -59,7 +59,7 @@ class LayerStore(Stateful):
         blocks = plan.keys.layout(keys.shape[-1]).block_tokens, plan.values.layout(values.shape[-1]).block_tokens
         self.flush_tokens = math.lcm(*blocks)
         dtype, tail_tokens = plan.policy.exact_dtype(keys.dtype), plan.policy.recent + self.flush_tokens
-        self.rotary = Rotary(rope) if rope is not None and plan.keys.pre_rope else None
+        self.rotary = Rotary(rope) if rope is not None and plan.keys.needs_rope else None
         sizes = PageSizes(self.flush_tokens, None if window is None else window + ROLLBACK_TOKENS)
         self.keys = SideStore(plan.keys, keys, dtype, sizes, tail_tokens, self.rotary, heads)
         self.values = SideStore(plan.values, values, dtype, sizes, tail_tokens, None, heads)

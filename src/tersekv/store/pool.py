@@ -16,12 +16,14 @@ from torch import Tensor
 
 from tersekv.codecs import Codec
 from tersekv.formats.base import View
+from tersekv.formats.centred import Centred, Turned
 from tersekv.formats.roped import Roped
 from tersekv.store.footprint import Footprint
 from tersekv.store.heads import Heads
 from tersekv.store.pages import PageSizes
 from tersekv.store.pool_side import PoolSide
 from tersekv.store.side import ENCODE_TOKENS
+from tersekv.store.slots import gathered, spread
 from tersekv.store.state import Stateful
 from tersekv.transforms.rope import Rope
 
@@ -50,7 +52,7 @@ class Pool(Stateful):
         B, H = like[0].shape[:2]
         self.positions = like[0].new_empty((B, H, 0), dtype=torch.int32)
         self.fields = {name: like[0].new_empty((B, H, 0), dtype=kind) for name, kind in (fields or {}).items()}
-        self.rope = rope if codecs[0].pre_rope else None
+        self.rope = rope if codecs[0].needs_rope else None
         self.padding: Tensor | None = None  # int64 [B], in front of each row's first token
         self.moves = True  # as far as is known, packing a token again gives the same bits
 
@@ -110,17 +112,32 @@ class Pool(Stateful):
         return self.rope.at((positions - first).clamp(min=0))
 
     def _plain(self, side: int, x: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [B, H, n, D] at these positions as the codec takes them: float32, keys without RoPE where it wants
-        them so."""
+        """Tokens [B, H, n, D] at these positions as the codec takes them: float32, keys without RoPE or their constant
+        part where it wants them so."""
         if self.rope is None or side or not x.shape[2]:
             return x.float()
-        return self.rope.take_off(x.float(), *self._cos_sin(positions))
+        codec, cos_sin = self.sides[0].codec, self._cos_sin(positions)
+        if codec.centred:
+            return x.float() - Turned(codec.fitted["mean"].float(), self.rope, *cos_sin).decode()
+        return self.rope.take_off(x.float(), *cos_sin)
+
+    def _fitted(self, side: int, x: Tensor, positions: Tensor) -> Codec:
+        """The codec of a side with what it learns from tokens [B, H, n, D] at these positions."""
+        pool = self.sides[side]
+        if pool.codec.centred:
+            assert self.rope is not None
+            pool.codec = pool.codec.with_mean(self.rope.take_off(x.float(), *self._cos_sin(positions)))
+        return pool.fitted(pool.codec, self._plain(side, x, positions))
 
     def views(self, first: int, tokens: int) -> list[View]:
         """Packed slots `first` to `first + tokens` of each side."""
         views = [side.view(first, tokens) for side in self.sides]
         if self.rope is not None:
-            views[0] = Roped(views[0], self.rope, *self._cos_sin(self.positions[:, :, first : first + tokens]))
+            codec, cos_sin = self.sides[0].codec, self._cos_sin(self.positions[:, :, first : first + tokens])
+            if codec.centred:
+                views[0] = Centred(views[0], codec.fitted["mean"].float(), self.rope, *cos_sin)
+            else:
+                views[0] = Roped(views[0], self.rope, *cos_sin)
         return views
 
     def pack(
@@ -148,7 +165,7 @@ class Pool(Stateful):
         positions = self.positions[:, :, P:].gather(2, order)
         for i, (side, sample) in enumerate(zip(self.sides, samples, strict=True)):
             if side.codec.lacks == "prompt":
-                side.codec = side.fitted(self._plain(i, sample, sample_positions))
+                side.codec = self._fitted(i, sample, sample_positions)
             x = self._plain(i, gathered(side.loose, order), positions)
             planes.append([side.codec.encode(part) for part in x.split(max(1, ENCODE_TOKENS // t) * t, dim=2)])
         for side, parts in zip(self.sides, planes, strict=True):
@@ -212,8 +229,8 @@ class Pool(Stateful):
         kept = sums.topk(blocks - drop, dim=-1).indices.sort(dim=-1).values
         for side in self.sides:
             per_flush = t // side.packed.layout.block_tokens
-            side.packed.keep(_spread(kept, per_flush))
-        slots = _spread(kept, t)
+            side.packed.keep(spread(kept, per_flush))
+        slots = spread(kept, t)
         loose = torch.arange(P, self.positions.shape[2], device=slots.device).expand(*slots.shape[:2], -1)
         index = torch.cat([slots, loose], dim=2)
         self.positions = self.positions.gather(2, index)
@@ -261,13 +278,3 @@ class Pool(Stateful):
             footprint.parts["exact window"] += held - as_sinks
         for x in (self.positions, *self.fields.values()):
             footprint.parts["selection"] += x.numel() * x.element_size()
-
-
-def gathered(x: Tensor, index: Tensor) -> Tensor:
-    """Tokens `index` [B, H, n] of x [B, H, T, D]."""
-    return x.gather(2, index.unsqueeze(-1).expand(*index.shape, x.shape[-1]))
-
-
-def _spread(blocks: Tensor, t: int) -> Tensor:
-    """Each block index [B, H, n] as the indices of its t slots [B, H, n·t]."""
-    return (blocks.unsqueeze(-1) * t + torch.arange(t, device=blocks.device)).flatten(2)

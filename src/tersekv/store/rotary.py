@@ -11,8 +11,7 @@ import bisect
 import torch
 from torch import Tensor
 
-from tersekv.formats.base import View
-from tersekv.formats.roped import Roped
+from tersekv.formats.centred import Turned
 from tersekv.store.state import State, Stateful
 from tersekv.transforms.rope import Rope
 
@@ -79,15 +78,14 @@ class Rotary(Stateful):
         """Keys [B, H, n, D] from place `first` on, with their RoPE."""
         return self.rope.put(x, *self.cos_sin(first, x.shape[2], x.device))
 
-    def view(self, view: View, first: int, n: int, device: torch.device) -> View:
-        """A view of n tokens from place `first` on with their RoPE."""
-        return Roped(view, self.rope, *self.cos_sin(first, n, device))
+    def turned(self, mean: Tensor, first: int, n: int) -> Tensor:
+        """The constant part [1 or B, H, D] of keys as n tokens from place `first` on have it: [1 or B, H, n, D]."""
+        return Turned(mean.float(), self.rope, *self.cos_sin(first, n, mean.device)).decode()
 
-    def view_at(self, view: View, places: Tensor) -> View:
-        """A view of tokens at `places` int [n] with their RoPE, which must not hang on the length."""
+    def at(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin float32 [1 or B, n, R] of tokens at `places` int [n], where they do not hang on the length."""
         padding = 0 if self.padding is None else self.padding.to(places)[:, None]
-        cos, sin = self.rope.at((places[None] - padding).clamp(min=0))
-        return Roped(view, self.rope, cos, sin)
+        return self.rope.at((places[None] - padding).clamp(min=0))
 
     def clear(self) -> None:
         """Forget all tokens."""

@@ -14,6 +14,8 @@ from torch import Tensor
 from tersekv.codecs import Codec
 from tersekv.errors import CacheError
 from tersekv.formats.base import Planes, View
+from tersekv.formats.centred import Centred
+from tersekv.formats.roped import Roped
 from tersekv.store.blocks import BlockBuffer
 from tersekv.store.footprint import Footprint
 from tersekv.store.heads import Heads
@@ -100,20 +102,19 @@ class SideStore(Stateful):
         codec, planes, old = self.codec, [], tail.shape[2]
         if flush:
             if codec.lacks == "prompt":
-                sink = self._plain(torch.cat([self.sinks, first], dim=2), 0, own_sinks=True)
-                codec = self.fitted(torch.cat([sink, self._plain(torch.cat([tail, x], dim=2), place)], dim=2))
+                codec = self._fitted(codec, torch.cat([self.sinks, first], dim=2), torch.cat([tail, x], dim=2), place)
             unit = self.packed.sizes.unit
             step = max(1, ENCODE_TOKENS // unit) * unit
             for start in range(own.start, own.stop, step):
                 stop = min(own.stop, start + step)
                 parts = [tail[:, :, start : min(stop, old)], x[:, :, max(0, start - old) : max(0, stop - old)]]
-                planes.append(self._encoded(codec, self._plain(torch.cat(parts, dim=2), place + start)))
+                planes.append(self._encoded(codec, self._plain(codec, torch.cat(parts, dim=2), place + start)))
         leave = self.tail.tokens if restart else min(flush, old)
         return Prepared(codec, first, planes, leave, x[:, :, max(0, flush - old) :])
 
-    def fitted(self, x: Tensor) -> Codec:
-        """The codec that has learnt from x [B, H, T, D]."""
-        return self.codec.fit(x) if self.heads is None else self.heads.fit(self.codec, x)
+    def fitted(self, codec: Codec, x: Tensor) -> Codec:
+        """The codec that has learnt from x [B, H, T, D], as it takes them."""
+        return codec.fit(x) if self.heads is None else self.heads.fit(codec, x)
 
     def _encoded(self, codec: Codec, x: Tensor) -> Planes:
         return codec.encode(x) if self.heads is None else self.heads.encode(codec, self.packed.layout, x)
@@ -127,11 +128,23 @@ class SideStore(Stateful):
         self.tail.drop_front(new.leave_tail)
         self.tail.append(new.enter_tail)
 
-    def _plain(self, x: Tensor, place: int, own_sinks: bool = False) -> Tensor:
-        """Tokens from `place` on as the codec takes them: float32, keys without RoPE where it wants them so. own_sinks:
-        x are each row's first tokens, wherever padding has put them."""
+    def _fitted(self, codec: Codec, sinks: Tensor, x: Tensor, place: int) -> Codec:
+        """The codec with what it learns from the prompt: all tokens at hand, or where their common part before RoPE is
+        sought, those that are no sinks."""
+        if codec.centred:
+            assert self.rotary is not None
+            codec = codec.with_mean(self.rotary.take_off(x, place))
+            return self.fitted(codec, self._plain(codec, x, place))
+        sink = self._plain(codec, sinks, 0, own_sinks=True)
+        return self.fitted(codec, torch.cat([sink, self._plain(codec, x, place)], dim=2))
+
+    def _plain(self, codec: Codec, x: Tensor, place: int, own_sinks: bool = False) -> Tensor:
+        """Tokens from `place` on as the codec takes them: float32, keys without RoPE or their constant part where it
+        wants them so. own_sinks: x are each row's first tokens, wherever padding has put them."""
         if self.rotary is None:
             return x.float()
+        if codec.centred:
+            return x.float() - self.rotary.turned(codec.fitted["mean"], place, x.shape[2])
         return self.rotary.take_off(x, place, own_sinks)
 
     def coded(self, first: int, tokens: int) -> View:
@@ -143,7 +156,22 @@ class SideStore(Stateful):
         """Packed tokens `first` to `first + tokens`, whole blocks; `place`: of the first packed token, counted from the
         cache's first."""
         view = self.coded(first, tokens)
-        return view if self.rotary is None else self.rotary.view(view, place + first, tokens, self.sinks.device)
+        return (
+            view
+            if self.rotary is None
+            else self._turned(view, self.rotary.cos_sin(place + first, tokens, self.sinks.device))
+        )
+
+    def view_at(self, first: int, tokens: int, places: Tensor) -> View:
+        """Packed tokens `first` to `first + tokens`, whole blocks, which stand at places int [tokens]."""
+        view = self.coded(first, tokens)
+        return view if self.rotary is None else self._turned(view, self.rotary.at(places))
+
+    def _turned(self, view: View, cos_sin: tuple[Tensor, Tensor]) -> View:
+        assert self.rotary is not None
+        if self.codec.centred:
+            return Centred(view, self.codec.fitted["mean"].float(), self.rotary.rope, *cos_sin)
+        return Roped(view, self.rotary.rope, *cos_sin)
 
     def unpack_back(self, tokens: int, keep: int, place: int) -> None:
         """Drop the `tokens` latest packed tokens, whole blocks; the first `keep` return to the tail, decoded. place: of

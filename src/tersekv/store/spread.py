@@ -78,9 +78,7 @@ class SpreadStore(LayerStore):
 
     def _packed(self, first: int, tokens: int) -> PackedSegment:
         places = self.places[first : first + tokens]
-        keys, values = (side.coded(first, tokens) for side in self.sides)
-        if self.rotary is not None:
-            keys = self.rotary.view_at(keys, places)
+        keys, values = (side.view_at(first, tokens, places) for side in self.sides)
         return PackedSegment(keys, values, 0, tokens, places)
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

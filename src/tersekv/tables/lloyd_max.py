@@ -110,6 +110,12 @@ def _asymptotic(density: Density, levels: int) -> Array:
 
 
 @functools.lru_cache(maxsize=64)
+def gaussian_table(bits: int) -> tuple[float, ...]:
+    """The optimal table for N(0, 1)."""
+    return tuple(lloyd_max(gaussian(), 2**bits).tolist())
+
+
+@functools.lru_cache(maxsize=64)
 def sphere_table(bits: int, D: int) -> tuple[float, ...]:
     """Optimal table of 2^bits entries for √D times a sphere's coordinate, symmetric."""
     c = lloyd_max(sphere_coordinate(D), 2**bits)

@@ -9,6 +9,7 @@ rope types, partial rotation, layouts); whatever it says, taking off and putting
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +55,12 @@ class Rope:
         with torch.inference_mode(False), torch.no_grad():
             cos, sin = self._cos_sin(positions, length)
             return cos.float().cpu(), sin.float().cpu()
+
+    def turn(self, first: int, n: int, D: int) -> Turn | None:
+        """RoPE of positions first to first + n on D channels; None where `apply` does not turn pairs of channels."""
+        cos, sin = self.cos_sin(first, n, first + n, torch.device("cpu"))
+        pairs = self.channels(D, cos.shape[-1])
+        return None if pairs is None else Turn(cos, sin, pairs)
 
     def tables(self) -> list[Tensor]:
         """What is kept."""
@@ -115,6 +122,23 @@ class Rope:
         """The gradient with respect to what `put` was given, from that with respect to what it returned: its transpose,
         which differs from its inverse where cos and sin carry a factor (YaRN)."""
         return self.put(gradient, cos, -sin)
+
+
+class Turn(NamedTuple):
+    """RoPE of the tokens of one sequence, as tensors alone: cos, sin [n, R], and `Rope.channels` [D, 4]."""
+
+    cos: Tensor
+    sin: Tensor
+    pairs: Tensor
+
+    def put(self, x: Tensor) -> Tensor:
+        """Rotated x [B, H, m·n, D], m such sequences one behind the other."""
+        partner, c, s, sign = self.pairs.long().unbind(-1)
+        moved = partner >= 0
+        cos = torch.where(moved, self.cos[:, c.clamp_min(0)], 1.0)
+        sin = torch.where(moved, self.sin[:, s.clamp_min(0)] * sign, 0.0)
+        parts = x.unflatten(2, (-1, len(cos)))
+        return (parts * cos + parts[..., partner.clamp_min(0)] * sin).flatten(2, 3)
 
 
 def standard_rope(R: int, theta: float = 10_000.0) -> Rope:

@@ -182,11 +182,12 @@ def _pack_sparse(name: str, view: Any) -> tuple:
 def _why_not_roped(name: str, view: Any) -> str | None:
     if name != "keys":
         return f"{name} have RoPE, which only keys have"
+    before = view.before
     reason = _why_not_tensors(name, {"cos": (view.cos, {torch.float32}), "sin": (view.sin, {torch.float32})})
+    reason = reason or (_why_not_rotated(name, before) if before.kind == "rotated" else why_not(name, before.operand))
     if reason is None and _rope_channels(view) is None:
         return f"{name} have a RoPE that does not turn pairs of channels"
-    before = view.before
-    return reason or (_why_not_rotated(name, before) if before.kind == "rotated" else why_not(name, before.operand))
+    return reason
 
 
 def _rope_channels(view: Any) -> Tensor | None:

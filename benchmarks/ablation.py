@@ -1,0 +1,157 @@
+"""Ablation tables from records: what `kvquant_tables.py` and `trellis_tables.py` have in common.
+
+A table is a title and rows; a row is a recipe, how it is calibrated, and how it is evaluated. Calibrations and records
+stay in the folder: a run that was stopped goes on where it was, and tables are made from records alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tersekv import cli
+from tersekv.evals.records import read
+from tersekv.evals.tasks import tasks
+from tersekv.evals.tasks.base import Estimate
+from tersekv.hf.calibration import needs_corpus, place
+from tersekv.hf.models import load_config
+from tersekv.recipe import Recipe
+
+COLUMNS = {"perplexity": ("perplexity", ".2f"), "perplexity_ratio": ("ratio to full", ".3f"), "kl": ("KL", ".4f")}
+COLUMNS["top1_agreement"] = ("top-1", ".3f")
+WITH_ERRORS = ("perplexity_ratio", "kl")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a row is calibrated and evaluated. text: "train", or "other" as another corpus."""
+
+    samples: int = 16
+    length: int = 2048
+    text: str = "train"
+    sinks: int = 1
+
+    @property
+    def calibration(self) -> str:
+        """Folder of its calibrations; sinks are an option of the evaluation only."""
+        return f"{self.text}-{self.samples}x{self.length}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table: a label, a recipe, and how it is calibrated and evaluated."""
+
+    label: str
+    recipe: str
+    setting: Setting = Setting()
+
+
+@dataclass(frozen=True)
+class Study:
+    """Tables by name, what is said below each, and the task that fills them."""
+
+    tables: dict[str, tuple[str, list[Row]]]
+    notes: dict[str, str]
+    task: str
+
+    def run(self, args: argparse.Namespace, names: Sequence[str]) -> None:
+        """Calibrate what is missing, one gradient pass for each setting, then evaluate."""
+        config = load_config(args.model)
+        rows = [row for name in names for row in self.tables[name][1]]
+        for setting in dict.fromkeys(row.setting for row in rows):
+            recipes = list(dict.fromkeys(row.recipe for row in rows if row.setting == setting))
+            folder = args.out / "calibrations" / setting.calibration
+            learning = [r for r in recipes if needs_corpus(Recipe.parse(r), config)]
+            _calibrate([r for r in learning if not place(folder, Recipe.parse(r)).exists()], setting, folder, args)
+            named = [part for recipe in recipes for part in ("-r", recipe)]
+            window = ("--windows", str(args.windows), "--context", str(args.context), "--sinks", str(setting.sinks))
+            where = ("--calibration", str(folder)) if learning else ()
+            out = ("--out", str(records_folder(args.out, setting)))
+            program("eval", self.task, "-m", args.model, *named, "--text", args.test, *window, *where, *out)
+
+    def written(self, name: str, args: argparse.Namespace) -> str:
+        """One table in markdown; errors are standard errors over windows, of differences to the full cache."""
+        title, rows = self.tables[name]
+        found = [self.summary(row, args) for row in rows]
+        columns = [c for c in COLUMNS if any(one is not None and c in one[0] for one in found)]
+        lines = [f"### {f'Table {name}: ' if name.isdecimal() else ''}{title}", ""]
+        lines.append("| | " + " | ".join([*(COLUMNS[c][0] for c in columns), "true bits"]) + " |")
+        lines.append("|---" * (len(columns) + 2) + "|")
+        for row, one in zip(rows, found, strict=True):
+            cells = ["–"] * (len(columns) + 1) if one is None else [_cell(c, one[0][c]) for c in columns]
+            cells += [] if one is None else [f"{one[1]:.2f}"]
+            lines.append(f"| {row.label} | " + " | ".join(cells) + " |")
+        return "\n".join([*lines, "", self.notes[name]])
+
+    def summary(self, row: Row, args: argparse.Namespace) -> tuple[dict[str, Estimate], float] | None:
+        """Metrics and bits per element of a row, from records; None where they are not all there."""
+        try:
+            records = read(records_folder(args.out, row.setting))
+        except ValueError:
+            return None
+        asked = {"context": args.context, "sinks": row.setting.sinks, "text": args.test}
+        ours = [r for r in records if asked.items() <= r["options"].items() and r["model"] == args.model]
+
+        def of(recipe: str) -> list[dict[str, Any]]:
+            by_window = {int(r["sample"].split("-")[0]): r for r in ours if r["recipe"] == recipe}
+            return [by_window[i] for i in range(args.windows) if i in by_window]
+
+        full, packed = of("full"), of(str(Recipe.parse(row.recipe)))
+        if len(packed) < args.windows or [r["sample"] for r in full] != [r["sample"] for r in packed]:
+            return None
+        task = tasks()[self.task]()
+        metrics = task.summarise([r["metrics"] for r in packed], [r["metrics"] for r in full])
+        return metrics, sum(r["bits_per_element"] for r in packed) / len(packed)
+
+    def main(self, doc: str | None) -> None:
+        """Read the options, run, print."""
+        parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("--train", default="pydoc", help="text to calibrate on")
+        parser.add_argument("--other", default="pydoc", help="text of another kind to calibrate on")
+        parser.add_argument("--test", required=True, help="text to evaluate on")
+        parser.add_argument("--out", type=Path, required=True, help="folder of calibrations and records")
+        parser.add_argument("--model", default="smollm2")
+        parser.add_argument("--tables", default="", help=f"of {', '.join(self.tables)}; all without it")
+        parser.add_argument("--windows", type=int, default=4)
+        parser.add_argument("--context", type=int, default=2048)
+        parser.add_argument("--workers", type=int, default=1, help="processes that fit tables")
+        parser.add_argument("--print", action="store_true", help="run nothing")
+        args = parser.parse_args()
+        names = args.tables.split(",") if args.tables else list(self.tables)
+        if unknown := [name for name in names if name not in self.tables]:
+            parser.error(f"no table {', '.join(unknown)}; there are {', '.join(self.tables)}")
+        if not args.print:
+            self.run(args, names)
+        for name in names:
+            print(f"\n{self.written(name, args)}")
+
+
+def _calibrate(recipes: Sequence[str], setting: Setting, folder: Path, args: argparse.Namespace) -> None:
+    if not recipes:
+        return
+    named = [part for recipe in recipes for part in ("-r", recipe)]
+    size = ("--samples", str(setting.samples), "--length", str(setting.length), "--seed", "0")
+    text = args.train if setting.text == "train" else args.other
+    workers = ("--workers", str(args.workers))
+    program("calibrate", "-m", args.model, *named, *size, *workers, "--text", text, "--out", str(folder))
+
+
+def program(*arguments: str) -> None:
+    """Run the program `tersekv`; leave where it fails."""
+    status = cli.run(list(arguments))
+    if status:
+        sys.exit(status)
+
+
+def records_folder(out: Path, setting: Setting) -> Path:
+    """Records of one setting; sinks are in the records themselves."""
+    return out / "records" / setting.calibration
+
+
+def _cell(column: str, estimate: Estimate) -> str:
+    text = format(estimate.mean, COLUMNS[column][1])
+    return f"{text} ± {format(estimate.stderr, COLUMNS[column][1])}" if column in WITH_ERRORS else text

@@ -1,0 +1,388 @@
+"""Trellis codes of decorrelated vectors: the constant part of a vector apart, a basis in which what is left is
+uncorrelated, bits by reverse water-filling, and trellis-coded quantisation (ours; docs/methods/trellis.md).
+
+x = μ + Σ_d a_d·y_d. For keys μ is constant before RoPE and the basis is after it, so that it folds into the query; for
+values both are plain. The basis diagonalises the covariance in the metric of the loss (Karhunen-Loève transform): the
+Fisher information E[g·gᵀ] of values, of keys its mean over each pair that RoPE turns. Component d then has variance
+λ_d in units of the loss, and gets the bits that take most off Σ_d λ_d·ε(b_d), ε being the code's squared error for
+N(0, 1). A vector's own length is a gain of 8 bits, by least squares after coding.
+
+- `basis=channels` keeps the channels as they are, `rotation` takes a random orthogonal matrix: no matrix is fitted.
+- `code=scalar` takes Lloyd-Max tables in place of the trellis, in the same stream; `centre=false` keeps μ in.
+- `calibration=corpus` is what `tersekv calibrate` makes. `calibration=prompt` fits on the prompt's own vectors, without
+  gradients.
+- `pre_rope=true`: keys are decorrelated before RoPE, which is better at equal bits and slower to read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides
+from tersekv.errors import UserError
+from tersekv.formats.base import Layout, Planes, Rotated, View
+from tersekv.formats.centred import Shifted
+from tersekv.formats.trellis import WORD_BITS, TrellisView, gain_codes, largest_gain, pack_tokens, trellis_layout
+from tersekv.ops import backends
+from tersekv.ops.trellis import MOST_BITS, STATES
+from tersekv.tables.lloyd_max import gaussian_table
+from tersekv.tables.trellis import trellis_entries
+from tersekv.tensors import cached_table
+from tersekv.transforms.rotation import random_rotation
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+SQUARED_ERROR = {
+    "trellis": (1.0, 0.288, 0.0771, 0.0207, 0.00572, 0.00175, 0.00064),
+    "scalar": (1.0, 0.3634, 0.1175, 0.03455, 0.009501, 0.002505, 0.000644),
+}
+"""ε(b) of N(0, 1) at 0 to 6 bits; the trellis closed over 64 components."""
+
+SHRINK = 0.1
+"""Share of its own mean in a metric that was estimated: few tokens carry most of the Fisher information."""
+
+SHARING = ("model", "fisher")
+"""Options under which layers are compared: without gradients there is nothing to compare them by."""
+
+MOST_GAIN = "a vector is {0:.3g} times as long as what the codec was fitted on, and the most is {1:.3g}; {2}"
+
+
+@dataclass(frozen=True)
+class Trellis(Codec):
+    """bits: mean of the components' bits, 0.25 to 6; a token's bits are rounded up to a multiple of 16. basis: klt,
+    channels or rotation. code: trellis or scalar. centre: keep the constant part apart. metric: fisher or none, where
+    there are gradients. allot: share a corpus' bits out over all layers and sides (model), or give each the same
+    (layer). calibration: corpus or prompt. seed: of the rotation."""
+
+    bits: float = 2.0
+    basis: Literal["klt", "channels", "rotation"] = "klt"
+    code: Literal["trellis", "scalar"] = "trellis"
+    centre: bool = True
+    metric: Literal["fisher", "none"] = "fisher"
+    allot: Literal["model", "layer"] = "model"
+    calibration: Literal["corpus", "prompt"] = "corpus"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.25 <= self.bits <= MOST_BITS:
+            raise UserError(f"bits={self.bits:g} is out of range; allowed are 0.25 to {MOST_BITS}")
+        check_choices(self)
+        check_range("seed", self.seed, 0, 2**31)
+
+    @property
+    def fits_on(self) -> FitsOn | None:
+        """As `calibration` says."""
+        return self.calibration
+
+    @property
+    def lacks(self) -> FitsOn | None:
+        """Nothing once it knows its bits."""
+        return None if "bits" in self.fitted else self.fits_on
+
+    @property
+    def centred(self) -> bool:
+        """Keys after RoPE come without what they have in common before it."""
+        return self.centre and self.side == "keys" and not self.pre_rope
+
+    @property
+    def _own_mean(self) -> bool:
+        return self.centre and not self.centred
+
+    def of_heads(self, first: int, count: int) -> Self:
+        """All that is fitted is of heads."""
+        own = {name: t[:, first : first + count] for name, t in self.fitted.items()}
+        return dataclasses.replace(self, fitted=own)
+
+    def words(self, head_dim: int) -> int:
+        """16-bit words of a token's stream."""
+        if "bits" in self.fitted:
+            return int(self.fitted["bits"][0, 0].sum()) // WORD_BITS
+        return math.ceil(self.bits * head_dim / WORD_BITS)
+
+    def layout(self, head_dim: int) -> Layout:
+        """stream and gain."""
+        if self.words(head_dim) * WORD_BITS > MOST_BITS * head_dim:
+            raise UserError(f"bits={self.bits:g} is too much for {head_dim} channels; allowed are at most {MOST_BITS}")
+        return trellis_layout(self.words(head_dim))
+
+    def fit(self, x: Tensor, gradient: Tensor | None = None) -> Self:
+        """Learn from x float32 [B, H, T, D], each row of the batch for itself. gradient: of the loss with respect to
+        x, of its shape.
+
+        Fitted: `mean` float16 [B, H, D] (centred keys have it already); `basis` uint8 [B, H, 3·D²/4] and `channels`
+        float16 [B, H, D], see `packed_basis`; `scale`, `weight` float16 [B, H, D]; `importance` float32 [B, H], what a
+        weight of 1 stands for; `bits` uint8 [B, H, D].
+        """
+        fitted = {name: t for name, t in self.fitted.items() if name == "mean"}
+        if self._own_mean:
+            fitted["mean"] = _stored(x.mean(2))
+            x = x - fitted["mean"].float().unsqueeze(2)
+        elif self.centred and "mean" not in fitted:  # these vectors had none
+            fitted["mean"] = torch.zeros_like(x[:, :, 0], dtype=torch.float16)
+        more, variance, weight = self._components(x, gradient)
+        fitted |= more
+        fitted["scale"] = _scales(variance)
+        fitted["importance"] = weight.amax(-1).clamp_min(1e-30).float()
+        fitted["weight"] = (weight / fitted["importance"].unsqueeze(-1)).to(torch.float16)
+        words = math.ceil(self.bits * x.shape[-1] / WORD_BITS)
+        fitted["bits"] = allotted(variance * weight, words * WORD_BITS, SQUARED_ERROR[self.code])
+        return dataclasses.replace(self, fitted=fitted)
+
+    @classmethod
+    def settle(cls, codecs: Sequence[Codec]) -> list[Codec]:
+        """Share the bits of those with `allot=model` out over layers and sides: as water-filling over all components
+        would with each layer's losses drawn half-way, on a logarithmic scale, to the mean of all. Fisher information
+        foretells what small errors cost, and few bits make large ones."""
+        settled: list[Codec] = list(codecs)
+        ours = [(i, c) for i, c in enumerate(codecs) if isinstance(c, Trellis) and (c.allot, c.metric) == SHARING]
+        if len(ours) < 2:
+            return settled
+        losses = [codec.losses() for _, codec in ours]
+        drawn = [loss / loss.clamp_min(1e-30).log().mean().exp().sqrt() for loss in losses]
+        total = int(sum(codec.bits * loss.numel() for (_, codec), loss in zip(ours, losses, strict=True))) // WORD_BITS
+        error = SQUARED_ERROR[ours[0][1].code]
+        wanted = allotted(torch.cat([loss.flatten() for loss in drawn]), total * WORD_BITS, error)
+        heads = torch.tensor([loss.shape[1] for loss in losses])
+        bits = torch.stack([part.sum() for part in wanted.long().split([loss.numel() for loss in losses])])
+        for (i, codec), loss, words in zip(
+            ours, losses, _whole_words(bits / WORD_BITS / heads, heads, total), strict=True
+        ):
+            most = MOST_BITS * loss.shape[-1] // WORD_BITS
+            own = allotted(loss, min(max(words, 1), most) * WORD_BITS, error)
+            settled[i] = dataclasses.replace(codec, fitted=codec.fitted | {"bits": own})
+        return settled
+
+    def losses(self) -> Tensor:
+        """What each component's variance costs, float64 [B, H, D]."""
+        weight = self.fitted["weight"].double() * self.fitted["importance"].double().unsqueeze(-1)
+        return weight * self.fitted["scale"].double().square()
+
+    def fit_corpus(self, x: Tensor, gradient: Tensor) -> Self:
+        """`fit` with the metric of the gradients, where it is asked for."""
+        return self.fit(x, gradient if self.metric == "fisher" else None)
+
+    def _components(self, x: Tensor, gradient: Tensor | None) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """What there is to keep of a basis, variance of each component and the weight of its squared error [B, H, D],
+        float64."""
+        D = x.shape[-1]
+        x = x.double()
+        covariance = x.transpose(-1, -2) @ x / max(1, x.shape[2])
+        spread = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+        prior = D / (D + x.shape[2])  # a short prompt does not span what comes later
+        covariance = (1 - prior) * covariance + prior * spread * torch.eye(D, dtype=x.dtype, device=x.device)
+        metric = self._metric(gradient, covariance)
+        if self.basis != "klt":
+            basis = self._fixed_basis(D, x.device).double().expand_as(covariance)
+            return {}, _within(covariance, basis), _within(metric, basis)
+        root, inverse = _roots(metric)
+        lengths, vectors = torch.linalg.eigh(root @ covariance @ root)
+        order = lengths.argsort(-1, descending=True)
+        vectors = vectors.gather(-1, order.unsqueeze(-2).expand_as(vectors))
+        kept = packed_basis((inverse @ vectors).transpose(-1, -2), metric.diagonal(dim1=-2, dim2=-1).rsqrt())
+        # of what the rounded rows really are: components by their inverse, errors by their own lengths
+        basis = unpacked_basis(**kept)
+        dual = torch.linalg.inv(basis).transpose(-1, -2)
+        return kept, _within(covariance, dual).clamp_min(0), _within(metric, basis)
+
+    def _metric(self, gradient: Tensor | None, like: Tensor) -> Tensor:
+        """Weights of squared errors, [B, H, D, D]: the gradients' second moment, or one."""
+        one = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device).expand_as(like)
+        if gradient is None:
+            return one
+        g = gradient.double()
+        moment = g.transpose(-1, -2) @ g / g.shape[2]
+        if self.side == "keys":
+            moment = moment.diagonal(dim1=-2, dim2=-1).diag_embed()
+        mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+        return torch.where(mean > 0, (1 - SHRINK) * moment + SHRINK * mean * one, one * torch.finfo(torch.float32).tiny)
+
+    def _fixed_basis(self, D: int, device: torch.device) -> Tensor:
+        return (
+            torch.eye(D, device=device)
+            if self.basis == "channels"
+            else random_rotation(D, self.seed, "qr", str(device))
+        )
+
+    def encode(self, x: Tensor) -> Planes:
+        """x float32 [B, H, N·t, D] to planes."""
+        D = x.shape[-1]
+        if self._own_mean:
+            x = x - self.fitted["mean"].float().unsqueeze(2)
+        scale, bits = self.fitted["scale"].float(), self.fitted["bits"]
+        y = self._to_components(x) / scale.unsqueeze(2)
+        weight = self.fitted["weight"].float() * scale.square()
+        held = (bits > 0).float().unsqueeze(2)
+        gain = ((y.square() * held).sum(-1) / held.sum(-1).clamp_min(1)).sqrt()
+        if float(gain.amax()) > largest_gain():
+            raise UserError(MOST_GAIN.format(float(gain.amax()), largest_gain(), "calibrate on text like this one"))
+        tables = self._entries(str(x.device))
+        windows = self._search(y / gain.clamp_min(1e-12).unsqueeze(-1), weight, bits, tables)
+        entries = tables[bits.long().unsqueeze(2), windows.long()]
+        fitting = (weight.unsqueeze(2) * entries).unsqueeze(-2)
+        best = (fitting @ y.unsqueeze(-1)).flatten(2) / (fitting @ entries.unsqueeze(-1)).flatten(2).clamp_min(1e-20)
+        return {
+            "stream": pack_tokens(windows, bits),
+            "gain": gain_codes(best.clamp_min(0)).unflatten(2, (-1, self.layout(D).block_tokens)),
+        }
+
+    def _search(self, y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
+        """Windows uint8 [B, H, T, D]: rows are what shares bits and weights, a head's tokens of all batch rows or of
+        one."""
+        B, H, T, D = y.shape
+        if len(bits) == 1:
+            rows = y.transpose(0, 1).reshape(H, B * T, D)
+            return (
+                backends.encode_trellis(rows, weight[0], bits[0], tables).view(H, B, T, D).transpose(0, 1).contiguous()
+            )
+        rows = y.reshape(B * H, T, D)
+        return backends.encode_trellis(rows, weight.flatten(0, 1), bits.flatten(0, 1), tables).view(B, H, T, D)
+
+    def _to_components(self, x: Tensor) -> Tensor:
+        """y with x = Σ_d y_d·row_d, in float64 on the way: no code hangs on how tokens are batched."""
+        if self.basis == "channels":
+            return x
+        if self.basis == "rotation":
+            return (x.double() @ self._fixed_basis(x.shape[-1], x.device).double().T).float()
+        return (x.double() @ torch.linalg.inv(self._klt())).float()
+
+    def _klt(self) -> Tensor:
+        """The fitted basis, float64 [1 or B, H, D, D]."""
+        return unpacked_basis(self.fitted["basis"], self.fitted["channels"])
+
+    def _entries(self, device: str) -> Tensor:
+        """The tables of all rates, float32 [7, 256]."""
+        return trellis_entries(device) if self.code == "trellis" else scalar_entries(device)
+
+    def view(self, planes: Planes, head_dim: int) -> View:
+        """Streams in the basis, and the mean."""
+        device = str(planes["stream"].device)
+        scale, bits = self.fitted["scale"].float(), self.fitted["bits"]
+        view: View = TrellisView(planes, bits, scale, self._entries(device))
+        if self.basis != "channels":
+            matrix = self._klt().float() if self.basis == "klt" else self._fixed_basis(head_dim, bits.device)
+            view = Rotated(view, matrix)
+        return Shifted(view, self.fitted["mean"].float()) if self._own_mean else view
+
+    def select(self, rows: Tensor) -> Self:
+        """What came from a corpus serves every row."""
+        if all(len(t) == 1 for t in self.fitted.values()):
+            return self
+        return super().select(rows)
+
+    def table_bytes(self, head_dim: int) -> TableBytes:
+        """Tables, means, scales, weights, bits and the basis."""
+        shared = {f"{self.code} tables": 4 * (MOST_BITS + 1) * STATES}
+        if self.basis == "rotation":
+            shared[f"rotation qr {head_dim} {self.seed}"] = 4 * head_dim**2
+        per_head = 4 + head_dim * (5 + 2 * self.centre)
+        per_head += 3 * -(-(head_dim**2) // 4) + 2 * head_dim if self.basis == "klt" else 0
+        return TableBytes(shared, per_head, of_sequence=self.fits_on != "corpus")
+
+    def tables(self, head_dim: int) -> list[Tensor]:
+        """The tensors behind `table_bytes`."""
+        rotation = [self._fixed_basis(head_dim, torch.device("cpu"))] if self.basis == "rotation" else []
+        return [self._entries("cpu"), *rotation, *self.fitted.values()]
+
+
+def allotted(variance: Tensor, total: int, error: tuple[float, ...]) -> Tensor:
+    """Bits uint8 [..., D] with Σ = total in each row and the least Σ variance·error[bits]: reverse water-filling in
+    whole bits. The error falls by less with every further bit, so the largest falls win."""
+    D = variance.shape[-1]
+    falls = torch.tensor([error[b] - error[b + 1] for b in range(MOST_BITS)], dtype=torch.float64)
+    gain = variance.double().cpu().clamp_min(1e-300).unsqueeze(-1) * falls
+    order = gain.flatten(-2).argsort(dim=-1, descending=True, stable=True)[..., :total]
+    taken = torch.zeros((*variance.shape[:-1], D * MOST_BITS), dtype=torch.uint8).scatter_(-1, order, 1)
+    return taken.unflatten(-1, (D, MOST_BITS)).sum(-1).to(torch.uint8).to(variance.device)
+
+
+@cached_table
+def scalar_entries(device: str) -> Tensor:
+    """Lloyd-Max tables as tables of windows, float32 [7, 256]: the newest b bits are the code."""
+    entries = torch.zeros(MOST_BITS + 1, STATES)
+    for bits in range(1, MOST_BITS + 1):
+        entries[bits] = torch.tensor(gaussian_table(bits), dtype=torch.float32).repeat_interleave(STATES >> bits)
+    return entries.to(device)
+
+
+def _whole_words(wanted: Tensor, heads: Tensor, total: int) -> list[int]:
+    """Whole numbers of words near `wanted` [n], at least one each, that with `heads` of each use no more than total."""
+    words = wanted.floor().clamp_min(1).long()
+    for i in (wanted - words).argsort(descending=True, stable=True).tolist():
+        if int((words * heads).sum()) + int(heads[i]) <= total:
+            words[i] += 1
+    return words.tolist()
+
+
+LARGEST = 31
+"""Of an entry of a stored basis, of 6 bits."""
+
+
+def packed_basis(rows: Tensor, channels: Tensor) -> dict[str, Tensor]:
+    """Rows float64 [B, H, D, D] as `basis` uint8 [B, H, 3·D²/4], row after row, four entries of 6 bits in three bytes,
+    low bits first, and `channels` float16 [B, H, D]: row d is a multiple of channels·(entries − 32). A component's
+    scale takes the multiple in; encoding inverts what is stored."""
+    channels = _stored((channels / channels.amax(-1, keepdim=True)).clamp_min(1e-4))
+    plain = rows / channels.double().unsqueeze(-2)
+    entries = (plain / plain.abs().amax(-1, keepdim=True).clamp_min(1e-300) * LARGEST).round()
+    span = torch.linalg.svdvals(entries)
+    lost = span[..., -1] < 1e-3 * span[..., 0]
+    own = torch.eye(entries.shape[-1], dtype=entries.dtype, device=entries.device) * LARGEST
+    entries = torch.where(lost[..., None, None], own, entries)  # rounding has made rows dependent: the channels' own
+    codes = (entries + LARGEST + 1).to(torch.int32).flatten(-2)
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 4)).unflatten(-1, (-1, 4))
+    words = (codes << torch.arange(0, 24, 6, device=codes.device)).sum(-1)
+    split = words.unsqueeze(-1) >> torch.arange(0, 24, 8, device=codes.device) & 255
+    return {"basis": split.flatten(-2).to(torch.uint8), "channels": channels}
+
+
+def unpacked_basis(basis: Tensor, channels: Tensor) -> Tensor:
+    """Rows float64 [B, H, D, D] of what `packed_basis` gave."""
+    D = channels.shape[-1]
+    split = basis.unflatten(-1, (-1, 3)).to(torch.int32) << torch.arange(0, 24, 8, device=basis.device)
+    codes = split.sum(-1).unsqueeze(-1) >> torch.arange(0, 24, 6, device=basis.device) & 63
+    entries = codes.flatten(-2)[..., : D * D].unflatten(-1, (D, D)) - LARGEST - 1
+    return entries.double() * channels.double().unsqueeze(-2)
+
+
+def _within(form: Tensor, rows: Tensor) -> Tensor:
+    """rowᵀ·form·row for each row: [..., D]."""
+    return (rows @ form @ rows.transpose(-1, -2)).diagonal(dim1=-2, dim2=-1)
+
+
+def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
+    """Square root and inverse square root of symmetric positive matrices [..., D, D]."""
+    lengths, vectors = torch.linalg.eigh(metric)
+    lengths = lengths.clamp_min(1e-9 * lengths.amax(-1, keepdim=True)).sqrt().unsqueeze(-2)
+    back = vectors.transpose(-1, -2)
+    return (vectors * lengths) @ back, (vectors / lengths) @ back
+
+
+def _scales(variance: Tensor) -> Tensor:
+    """Standard deviations float16 [B, H, D], none of them nothing beside the head's largest; 1 where all are 0."""
+    scale = variance.sqrt()
+    largest = scale.amax(-1, keepdim=True)
+    return _stored(torch.where(largest > 0, torch.maximum(scale, largest * 1e-3), 1.0).clamp_min(1e-6))
+
+
+def _stored(x: Tensor) -> Tensor:
+    return x.clamp(-65504, 65504).to(torch.float16)
+
+
+METHOD = Method(
+    "Trellis (ours)",
+    "docs/methods/trellis.md",
+    for_both_sides(Trellis),
+    variants=(
+        {"calibration": "prompt", "bits": 1.75},
+        {"calibration": "prompt", "basis": "channels", "code": "scalar"},
+        {"calibration": "prompt", "basis": "rotation", "centre": False, "bits": 3.5},
+    ),
+)
