@@ -1,0 +1,170 @@
+"""Loaders of `grid` (`ops/attend_grid.py`): codes of 1 to 8 bits, a table, scales and offsets.
+
+x̂ = scale·table[code] + offset is not computed per element where scales leave it out: where one lies on the packed axis
+(keys per channel, values per token), it is multiplied to the query or to the softmax weight, and where each lane has
+one (keys per token), to the product. Only other groups scale each element.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tersekv.ops.triton.codes import half, halves, integers, largest, product, unit_order, word_pairs
+from tersekv.ops.triton.spec import (
+    BF16,
+    BITS,
+    BLOCK,
+    CHANNELS,
+    GROUP,
+    HAS_OFFSET,
+    IS_INTEGER,
+    PADDED,
+    PER_TOKEN,
+    SCALES,
+    TO_COEFFICIENTS,
+    TO_PRODUCT,
+    WORDS,
+)
+
+# A leaf: codes and their strides of batch row, head and block; scale, offset likewise; table and its stride of a row.
+CODES: tl.constexpr = tl.constexpr(0)
+SCALE: tl.constexpr = tl.constexpr(4)
+OFFSET: tl.constexpr = tl.constexpr(8)
+TABLE: tl.constexpr = tl.constexpr(12)
+
+
+@triton.jit
+def _entries(leaf, b, pair, S: tl.constexpr, I: tl.constexpr):
+    """Table entries of a tile, float16 [G, L, 16, U, 2]."""
+    if S[I][IS_INTEGER]:
+        return integers(pair)
+    else:
+        return tl.load(leaf[TABLE] + b * leaf[TABLE + 1] + halves(pair)).to(tl.float16)
+
+
+@triton.jit
+def _head(leaf, FIRST: tl.constexpr, b, h):
+    """Where a head's blocks begin in a plane; FIRST: of its fields."""
+    return leaf[FIRST] + b.to(tl.int64) * leaf[FIRST + 1] + h.to(tl.int64) * leaf[FIRST + 2]
+
+
+@triton.jit
+def _plane(leaf, FIRST: tl.constexpr, b, h, token, channel, ok, S: tl.constexpr, I: tl.constexpr):
+    """Scale or offset (float32) of elements; token and channel are broadcast to each other."""
+    block, inside = token // S[I][BLOCK], token % S[I][BLOCK]
+    if S[I][PER_TOKEN]:
+        at = (channel // S[I][GROUP]) * S[I][BLOCK] + inside
+    else:
+        at = (inside // S[I][GROUP]) * S[I][CHANNELS] + channel
+    return tl.load(_head(leaf, FIRST, b, h) + block * leaf[FIRST + 3] + at, mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scaled(x, leaf, b, h, token, channel, ok, S: tl.constexpr, I: tl.constexpr):
+    """scale·x + offset, float32."""
+    x = x.to(tl.float32) * _plane(leaf, SCALE, b, h, token, channel, ok, S, I)
+    if S[I][HAS_OFFSET]:
+        x += _plane(leaf, OFFSET, b, h, token, channel, ok, S, I)
+    return x
+
+
+@triton.jit
+def _key_entries(leaf, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, NB: tl.constexpr):
+    """Table entries of tokens n0 on: [NB, 32, K] in `unit_order`."""
+    U: tl.constexpr = S[I][PADDED] // 32
+    n = n0 + 32 * tl.arange(0, NB)[:, None] + tl.arange(0, 32)[None, :]
+    inside, u = n % S[I][BLOCK], tl.arange(0, U)[None, None, :]
+    lane = (n // S[I][BLOCK]) * leaf[CODES + 3] + (inside // 16) * (S[I][WORDS] * 16) + inside % 16
+    left = tl.where((n < T)[:, :, None], S[I][WORDS] - u * S[I][BITS], 0)
+    pair = word_pairs(_head(leaf, CODES, b, h), lane[:, :, None] + u * (S[I][BITS] * 16), left, S[I][BITS])
+    return tl.reshape(_entries(leaf, b, pair, S, I), (NB, 32, 32 * U))
+
+
+@triton.jit
+def decode_keys_grid(leaf, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, NB: tl.constexpr):
+    """x̂ float32 [32·NB, K]."""
+    K: tl.constexpr = S[I][PADDED]
+    x = tl.reshape(_key_entries(leaf, b, h, n0, T, S, I, NB), (NB * 32, K))
+    token, channel = (n0 + tl.arange(0, NB * 32))[:, None], unit_order(S[I][PADDED] // 32, 16)[None, :]
+    return _scaled(x, leaf, b, h, token, channel, (token < T) & (channel < S[I][CHANNELS]), S, I)
+
+
+@triton.jit
+def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, NB: tl.constexpr):
+    """Scores [32·NB, rows] of q float32 [K, rows], its channels in `unit_order`."""
+    N: tl.constexpr = NB * 32
+    K: tl.constexpr = S[I][PADDED]
+    if S[I][SCALES] == TO_COEFFICIENTS:
+        x = _key_entries(leaf, b, h, n0, T, S, I, NB)
+        token, channel = (n0 + 32 * tl.arange(0, NB))[:, None], unit_order(S[I][PADDED] // 32, 16)[None, :]
+        ok = (token < T) & (channel < S[I][CHANNELS])
+        scale = _plane(leaf, SCALE, b, h, token, channel, ok, S, I)
+        most = largest(scale)
+        s = product(x, (q[None, :, :] * (scale / most)[:, :, None]).to(tl.float16)) * most
+        if S[I][HAS_OFFSET]:
+            offset = _plane(leaf, OFFSET, b, h, token, channel, ok, S, I)
+            s += tl.sum(q[None, :, :] * offset[:, :, None], axis=1)[:, None, :]
+        return tl.reshape(s, (N, q.shape[1]))
+    elif S[I][SCALES] == TO_PRODUCT:
+        token = n0 + tl.arange(0, N)
+        x = tl.reshape(_key_entries(leaf, b, h, n0, T, S, I, NB), (N, K))
+        s = product(x, q.to(tl.float16)) * _plane(leaf, SCALE, b, h, token, 0, token < T, S, I)[:, None]
+        if S[I][HAS_OFFSET]:
+            s += _plane(leaf, OFFSET, b, h, token, 0, token < T, S, I)[:, None] * tl.sum(q, axis=0)[None, :]
+        return s
+    else:
+        x = decode_keys_grid(leaf, b, h, n0, T, S, I, NB)
+        return product(half(x, S[I][BF16]), half(q, S[I][BF16]))
+
+
+@triton.jit
+def _value_entries(leaf, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, NB: tl.constexpr):
+    """Table entries of tokens n0 on: [channel groups, 32, 32·NB], tokens in `unit_order`."""
+    G: tl.constexpr = S[I][PADDED] // 32
+    c = 32 * tl.arange(0, G)[:, None] + tl.arange(0, 32)[None, :]
+    first = n0 + 32 * tl.arange(0, NB)[None, None, :]
+    unit = (first // S[I][BLOCK]) * leaf[CODES + 3] + ((first % S[I][BLOCK]) // 32) * (S[I][BITS] * 16)
+    at = ((c // 16) * (S[I][WORDS] * 16) + c % 16)[:, :, None] + unit
+    left = tl.where((c < S[I][CHANNELS])[:, :, None] & (first < T), S[I][BITS], 0)
+    pair = word_pairs(_head(leaf, CODES, b, h), at, left, S[I][BITS])
+    return tl.reshape(_entries(leaf, b, pair, S, I), (G, 32, 32 * NB))
+
+
+@triton.jit
+def _in_unit_order(p, NB: tl.constexpr):
+    """Rows of p [32·NB, rows] from the tokens' order to `unit_order`."""
+    p = tl.permute(tl.reshape(p, (NB, 16, 2, p.shape[1])), (1, 0, 2, 3))
+    return tl.reshape(p, (NB * 32, p.shape[3]))
+
+
+@triton.jit
+def load_values_grid(leaf, p, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, NB: tl.constexpr):
+    """Σ p·v̂ [channels, rows] of weights p float32 [32·NB, rows]."""
+    G: tl.constexpr = S[I][PADDED] // 32
+    p = _in_unit_order(p, NB)
+    x = _value_entries(leaf, b, h, n0, T, S, I, NB)
+    token = n0 + unit_order(NB, 16)
+    if S[I][SCALES] == TO_PRODUCT:  # one per token: it goes to the weight, and one product serves all channels
+        scale = _plane(leaf, SCALE, b, h, token, 0, token < T, S, I)
+        most = largest(scale)
+        out = product(tl.reshape(x, (32 * G, 32 * NB)), (p * (scale / most)[:, None]).to(tl.float16)) * most
+        if S[I][HAS_OFFSET]:
+            offset = _plane(leaf, OFFSET, b, h, token, 0, token < T, S, I)
+            out += tl.sum(p * offset[:, None], axis=0)[None, :]
+        return out
+    elif S[I][SCALES] == TO_COEFFICIENTS:
+        channel = 32 * tl.arange(0, G)[:, None]
+        ok = (token < T)[None, :] & (channel < S[I][CHANNELS])
+        scale = _plane(leaf, SCALE, b, h, token[None, :], channel, ok, S, I)
+        most = largest(scale)
+        out = product(x, (p[None, :, :] * (scale / most)[:, :, None]).to(tl.float16)) * most
+        if S[I][HAS_OFFSET]:
+            offset = _plane(leaf, OFFSET, b, h, token[None, :], channel, ok, S, I)
+            out += tl.sum(p[None, :, :] * offset[:, :, None], axis=1)[:, None, :]
+        return tl.reshape(out, (32 * G, p.shape[1]))
+    else:
+        channel = tl.arange(0, 32 * G)[:, None]
+        ok = (token < T)[None, :] & (channel < S[I][CHANNELS])
+        x = _scaled(tl.reshape(x, (32 * G, 32 * NB)), leaf, b, h, token[None, :], channel, ok, S, I)
+        return product(half(x, S[I][BF16]), half(p, S[I][BF16]))
