@@ -14,8 +14,20 @@ import triton.language as tl
 
 from tersekv.ops.triton.codes import half, product, unit_order
 from tersekv.ops.triton.grid import decode_keys_grid, load_keys_grid, load_values_grid
-from tersekv.ops.triton.sparse import load_keys_sparse, load_values_sparse, turned_by
-from tersekv.ops.triton.spec import BF16, CHANNELS, EXACT, FIRST, GRID, KIND, MAPPED, MAPPED_CHANNELS, PADDED, POLAR, SIGNS, SPARSE
+from tersekv.ops.triton.sparse import load_keys_sparse, load_values_sparse
+from tersekv.ops.triton.spec import (
+    BF16,
+    CHANNELS,
+    FIRST,
+    GRID,
+    KIND,
+    MAPPED,
+    MAPPED_CHANNELS,
+    PADDED,
+    POLAR,
+    SIGNS,
+    SPARSE,
+)
 from tersekv.ops.triton.tokens import (
     decode_exact,
     decode_polar,
@@ -36,43 +48,43 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _order(S: tl.constexpr, I: tl.constexpr):
+def _order(S: tl.constexpr, LEAF: tl.constexpr):
     """Channel of each place of a tile of keys: int32 [PADDED]."""
-    if S[I][KIND] == GRID:
-        return unit_order(S[I][PADDED] // 32, 16)
-    elif S[I][KIND] == SIGNS:
-        return sketch_order(S[I][PADDED])
+    if S[LEAF][KIND] == GRID:
+        return unit_order(S[LEAF][PADDED] // 32, 16)
+    elif S[LEAF][KIND] == SIGNS:
+        return sketch_order(S[LEAF][PADDED])
     else:
-        return tl.arange(0, S[I][PADDED])
+        return tl.arange(0, S[LEAF][PADDED])
 
 
 @triton.jit
-def _met(S: tl.constexpr, I: tl.constexpr):
+def _met(S: tl.constexpr, LEAF: tl.constexpr):
     """Channels of the query that a leaf's tile meets, in its order, and which of them there are."""
-    if S[I][MAPPED] > 0:
-        channel = tl.arange(0, S[I][MAPPED])
-        return channel, channel < S[I][MAPPED_CHANNELS]
+    if S[LEAF][MAPPED] > 0:
+        channel = tl.arange(0, S[LEAF][MAPPED])
+        return channel, channel < S[LEAF][MAPPED_CHANNELS]
     else:
-        channel = _order(S, I)
-        return channel, channel < S[I][CHANNELS]
+        channel = _order(S, LEAF)
+        return channel, channel < S[LEAF][CHANNELS]
 
 
 @triton.jit
-def _query(rows, row_ok, turn, ROPED: tl.constexpr, S: tl.constexpr, I: tl.constexpr):
+def _query(rows, row_ok, turn, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
     """A leaf's query and, with RoPE, the channels that it meets across: float32 [channels, rows] divided by the largest
     of each row, and these."""
-    if S[I][KIND] == SPARSE:  # loads what its entries want
+    if S[LEAF][KIND] == SPARSE:  # loads what its entries want
         one = tl.full((1, rows.shape[0]), 1.0, tl.float32)
         return one, one, one
-    channel, inside = _met(S, I)
+    channel, inside = _met(S, LEAF)
     ok = row_ok[None, :] & inside[:, None]
     q = tl.load(rows[None, :] + channel[:, None], mask=ok, other=0.0)
     most = tl.max(tl.abs(q), axis=0)[None, :]
     across = q
     if ROPED:
-        partner = tl.load(turn[8] + 4 * (S[I][FIRST] + channel) + 1, mask=inside, other=0)
-        sign = tl.load(turn[8] + 4 * (S[I][FIRST] + channel) + 3, mask=inside, other=0)
-        across = tl.load(rows[None, :] + (partner - S[I][FIRST])[:, None], mask=ok, other=0.0)
+        partner = tl.load(turn[8] + 4 * (S[LEAF][FIRST] + channel) + 1, mask=inside, other=0)
+        sign = tl.load(turn[8] + 4 * (S[LEAF][FIRST] + channel) + 3, mask=inside, other=0)
+        across = tl.load(rows[None, :] + (partner - S[LEAF][FIRST])[:, None], mask=ok, other=0.0)
         across *= sign.to(tl.float32)[:, None]
         most = tl.maximum(most, tl.max(tl.abs(across), axis=0)[None, :])
     most = tl.where(most == 0, 1.0, most)
@@ -80,29 +92,29 @@ def _query(rows, row_ok, turn, ROPED: tl.constexpr, S: tl.constexpr, I: tl.const
 
 
 @triton.jit
-def _decoded(leaf, map, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, NB: tl.constexpr):
+def _decoded(leaf, map, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
     """Keys as they are in front of RoPE, float32 [tokens, channels]."""
-    if S[I][KIND] == GRID:
-        x = decode_keys_grid(leaf, b, h, n0, T, S, I, NB)
-    elif S[I][KIND] == SIGNS:
-        x = decode_signs(leaf, b, h, n0, T, S, I, NB * 32)
-    elif S[I][KIND] == POLAR:
-        x = decode_polar(leaf, b, h, n0, T, S, I, NB * 32)
+    if S[LEAF][KIND] == GRID:
+        x = decode_keys_grid(leaf, b, h, n0, T, S, LEAF, NB)
+    elif S[LEAF][KIND] == SIGNS:
+        x = decode_signs(leaf, b, h, n0, T, S, LEAF, NB * 32)
+    elif S[LEAF][KIND] == POLAR:
+        x = decode_polar(leaf, b, h, n0, T, S, LEAF, NB * 32)
     else:
-        x = decode_exact(leaf, b, h, n0, T, S, I, NB * 32).to(tl.float32)
-    if S[I][MAPPED] > 0:
-        k, c = _order(S, I)[:, None], tl.arange(0, S[I][MAPPED])[None, :]
+        x = decode_exact(leaf, b, h, n0, T, S, LEAF, NB * 32).to(tl.float32)
+    if S[LEAF][MAPPED] > 0:
+        k, c = _order(S, LEAF)[:, None], tl.arange(0, S[LEAF][MAPPED])[None, :]
         at = map[0] + b.to(tl.int64) * map[1] + h.to(tl.int64) * map[2] + k * map[3] + c
-        matrix = tl.load(at, mask=(k < S[I][CHANNELS]) & (c < S[I][MAPPED_CHANNELS]), other=0.0)
-        x = product(half(x, S[I][BF16]), half(matrix, S[I][BF16]))
+        matrix = tl.load(at, mask=(k < S[LEAF][CHANNELS]) & (c < S[LEAF][MAPPED_CHANNELS]), other=0.0)
+        x = product(half(x, S[LEAF][BF16]), half(matrix, S[LEAF][BF16]))
     return x
 
 
 @triton.jit
-def _turned(x, q, across, turn, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, N: tl.constexpr):
+def _turned(x, q, across, turn, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Scores of keys x [N, channels] whose RoPE is put on the query: q·RoPE(x) = Σ x·(q·cos + across·sin)."""
-    channel, inside = _met(S, I)
-    c = S[I][FIRST] + tl.where(inside, channel, 0)
+    channel, inside = _met(S, LEAF)
+    c = S[LEAF][FIRST] + tl.where(inside, channel, 0)
     column, sine = tl.load(turn[8] + 4 * c), tl.load(turn[8] + 4 * c + 2)
     moved = (column >= 0)[None, :]
     n = tl.minimum(n0 + tl.arange(0, N), T - 1)
@@ -110,44 +122,52 @@ def _turned(x, q, across, turn, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, N
     cos = tl.load(turn[0] + row + n[:, None] * turn[3] + column[None, :], mask=moved, other=1.0)
     row = b.to(tl.int64) * turn[5] + h.to(tl.int64) * turn[6]
     sin = tl.load(turn[4] + row + n[:, None] * turn[7] + sine[None, :], mask=moved, other=0.0)
-    s = product(half(x * cos, S[I][BF16]), half(q, S[I][BF16]))
-    return s + product(half(x * sin, S[I][BF16]), half(across, S[I][BF16]))
+    s = product(half(x * cos, S[LEAF][BF16]), half(q, S[LEAF][BF16]))
+    return s + product(half(x * sin, S[LEAF][BF16]), half(across, S[LEAF][BF16]))
 
 
 @triton.jit
 def _scores(
-    leaf, query, rows, row_ok, turn, map, b, h, B, H, n0, T, ROPED: tl.constexpr, S: tl.constexpr, I: tl.constexpr,
+    leaf, query, rows, row_ok, turn, map, b, h, B, H, n0, T, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr,
     NB: tl.constexpr,
 ):  # fmt: skip
     """q·k̂ [32·NB, rows] of one leaf of the keys."""
     q, across, most = query
-    if S[I][KIND] == SPARSE:
-        return load_keys_sparse(leaf, rows, row_ok, turn, b, h, B, H, n0, T, S, I, NB, ROPED)
+    if S[LEAF][KIND] == SPARSE:
+        return load_keys_sparse(leaf, rows, row_ok, turn, b, h, B, H, n0, T, S, LEAF, NB, ROPED)
     elif ROPED:
-        return _turned(_decoded(leaf, map, b, h, n0, T, S, I, NB), q, across, turn, b, h, n0, T, S, I, NB * 32) * most
-    elif S[I][KIND] == GRID:
-        return load_keys_grid(leaf, q, b, h, n0, T, S, I, NB) * most
-    elif S[I][KIND] == SIGNS:
-        return load_keys_signs(leaf, q, b, h, n0, T, S, I, NB * 32) * most
-    elif S[I][KIND] == POLAR:
-        return load_keys_polar(leaf, q, b, h, n0, T, S, I, NB * 32) * most
+        x = _decoded(leaf, map, b, h, n0, T, S, LEAF, NB)
+        return _turned(x, q, across, turn, b, h, n0, T, S, LEAF, NB * 32) * most
+    elif S[LEAF][KIND] == GRID:
+        return load_keys_grid(leaf, q, b, h, n0, T, S, LEAF, NB) * most
+    elif S[LEAF][KIND] == SIGNS:
+        return load_keys_signs(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
+    elif S[LEAF][KIND] == POLAR:
+        return load_keys_polar(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
     else:
-        return load_keys_exact(leaf, q, b, h, n0, T, S, I, NB * 32) * most
+        return load_keys_exact(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
 
 
 @triton.jit
-def _sums(leaf, p, b, h, B, H, n0, T, S: tl.constexpr, I: tl.constexpr, NB: tl.constexpr):
+def _sums(leaf, p, b, h, B, H, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
     """Σ p·v̂ [channels, rows] of one leaf of the values, weights p float32 [32·NB, rows]."""
-    if S[I][KIND] == GRID:
-        return load_values_grid(leaf, p, b, h, n0, T, S, I, NB)
-    elif S[I][KIND] == SPARSE:
-        return load_values_sparse(leaf, p, b, h, B, H, n0, T, S, I, NB)
-    elif S[I][KIND] == SIGNS:
-        return load_values_signs(leaf, p, b, h, n0, T, S, I, NB * 32)
-    elif S[I][KIND] == POLAR:
-        return load_values_polar(leaf, p, b, h, n0, T, S, I, NB * 32)
+    if S[LEAF][KIND] == GRID:
+        return load_values_grid(leaf, p, b, h, n0, T, S, LEAF, NB)
+    elif S[LEAF][KIND] == SPARSE:
+        return load_values_sparse(leaf, p, b, h, B, H, n0, T, S, LEAF, NB)
+    elif S[LEAF][KIND] == SIGNS:
+        return load_values_signs(leaf, p, b, h, n0, T, S, LEAF, NB * 32)
+    elif S[LEAF][KIND] == POLAR:
+        return load_values_polar(leaf, p, b, h, n0, T, S, LEAF, NB * 32)
     else:
-        return load_values_exact(leaf, p, b, h, n0, T, S, I, NB * 32)
+        return load_values_exact(leaf, p, b, h, n0, T, S, LEAF, NB * 32)
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
+    """A leaf's sum of no tokens."""
+    P: tl.constexpr = S[LEAF][PADDED]
+    return tl.zeros((P, ROWS), tl.float32)
 
 
 @triton.jit
@@ -166,10 +186,10 @@ def attend(
     loaded = ()
     for i in tl.static_range(len(KEYS)):
         rows = queries[i][0] + (head.to(tl.int64) * R + row) * queries[i][1]
-        loaded = loaded + (_query(rows, row_ok, turn, ROPED, KEYS, i),)
+        loaded = loaded + (_query(rows, row_ok, turn, ROPED, KEYS, i),)  # type: ignore[assignment]
     sums = ()
     for i in tl.static_range(len(VALUES)):
-        sums = sums + (tl.zeros((VALUES[i][PADDED], ROWS), tl.float32),)
+        sums = sums + (_zeros(ROWS, VALUES, i),)  # type: ignore[assignment]
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     first = split * split_tokens
@@ -197,7 +217,8 @@ def attend(
         total = total * shrink + tl.sum(p, axis=0)
         grown = ()
         for i in tl.static_range(len(VALUES)):
-            grown = grown + (sums[i] * shrink[None, :] + _sums(values[i], p, b, h, B, H, n0, T, VALUES, i, NB),)
+            added = _sums(values[i], p, b, h, B, H, n0, T, VALUES, i, NB)
+            grown = grown + (sums[i] * shrink[None, :] + added,)  # type: ignore[assignment]
         sums = grown
         most = new
     at = (head.to(tl.int64) * tl.num_programs(0) + split) * R + row
@@ -235,3 +256,22 @@ def merge(out, lse, outs, lses, splits, R, channels, SPLITS: tl.constexpr, CHANN
         x += tl.sum(y * weight[:, None], axis=0)
     tl.store(out + (head * R + row) * channels + c, x / tl.where(total == 0, 1.0, total), mask=c < channels)
     tl.store(lse + head * R + row, tl.where(total == 0, float("-inf"), base + tl.log(total)))
+
+
+@triton.jit
+def merge_parts(out, lse, outs, lses, channels, PARTS: tl.constexpr, CHANNELS_: tl.constexpr):
+    """Grid (B·H·R). outs and lses: tuples of PARTS tensors [B·H·R, channels] and [B·H·R], to one."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, CHANNELS_)
+    most = float("-inf")
+    for i in tl.static_range(PARTS):
+        most = tl.maximum(most, tl.load(lses[i] + row))
+    base = tl.where(most == float("-inf"), 0.0, most)
+    total = 0.0
+    x = tl.zeros((CHANNELS_,), tl.float32)
+    for i in tl.static_range(PARTS):
+        weight = tl.exp(tl.load(lses[i] + row) - base)
+        total += weight
+        x += tl.load(outs[i] + row * channels + c, mask=c < channels, other=0.0) * weight
+    tl.store(out + row * channels + c, x / tl.where(total == 0, 1.0, total), mask=c < channels)
+    tl.store(lse + row, tl.where(total == 0, float("-inf"), base + tl.log(total)))

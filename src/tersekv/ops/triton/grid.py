@@ -35,9 +35,9 @@ TABLE: tl.constexpr = tl.constexpr(12)
 
 
 @triton.jit
-def _entries(leaf, b, pair, S: tl.constexpr, I: tl.constexpr):
+def _entries(leaf, b, pair, S: tl.constexpr, LEAF: tl.constexpr):
     """Table entries of a tile, float16 [G, L, 16, U, 2]."""
-    if S[I][IS_INTEGER]:
+    if S[LEAF][IS_INTEGER]:
         return integers(pair)
     else:
         return tl.load(leaf[TABLE] + b * leaf[TABLE + 1] + halves(pair)).to(tl.float16)
@@ -50,85 +50,85 @@ def _head(leaf, FIRST: tl.constexpr, b, h):
 
 
 @triton.jit
-def _plane(leaf, FIRST: tl.constexpr, b, h, token, channel, ok, S: tl.constexpr, I: tl.constexpr):
+def _plane(leaf, FIRST: tl.constexpr, b, h, token, channel, ok, S: tl.constexpr, LEAF: tl.constexpr):
     """Scale or offset (float32) of elements; token and channel are broadcast to each other."""
-    block, inside = token // S[I][BLOCK], token % S[I][BLOCK]
-    if S[I][PER_TOKEN]:
-        at = (channel // S[I][GROUP]) * S[I][BLOCK] + inside
+    block, inside = token // S[LEAF][BLOCK], token % S[LEAF][BLOCK]
+    if S[LEAF][PER_TOKEN]:
+        at = (channel // S[LEAF][GROUP]) * S[LEAF][BLOCK] + inside
     else:
-        at = (inside // S[I][GROUP]) * S[I][CHANNELS] + channel
+        at = (inside // S[LEAF][GROUP]) * S[LEAF][CHANNELS] + channel
     return tl.load(_head(leaf, FIRST, b, h) + block * leaf[FIRST + 3] + at, mask=ok, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _scaled(x, leaf, b, h, token, channel, ok, S: tl.constexpr, I: tl.constexpr):
+def _scaled(x, leaf, b, h, token, channel, ok, S: tl.constexpr, LEAF: tl.constexpr):
     """scale·x + offset, float32."""
-    x = x.to(tl.float32) * _plane(leaf, SCALE, b, h, token, channel, ok, S, I)
-    if S[I][HAS_OFFSET]:
-        x += _plane(leaf, OFFSET, b, h, token, channel, ok, S, I)
+    x = x.to(tl.float32) * _plane(leaf, SCALE, b, h, token, channel, ok, S, LEAF)
+    if S[LEAF][HAS_OFFSET]:
+        x += _plane(leaf, OFFSET, b, h, token, channel, ok, S, LEAF)
     return x
 
 
 @triton.jit
-def _key_entries(leaf, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, NB: tl.constexpr):
+def _key_entries(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
     """Table entries of tokens n0 on: [NB, 32, K] in `unit_order`."""
-    U: tl.constexpr = S[I][PADDED] // 32
+    U: tl.constexpr = S[LEAF][PADDED] // 32
     n = n0 + 32 * tl.arange(0, NB)[:, None] + tl.arange(0, 32)[None, :]
-    inside, u = n % S[I][BLOCK], tl.arange(0, U)[None, None, :]
-    lane = (n // S[I][BLOCK]) * leaf[CODES + 3] + (inside // 16) * (S[I][WORDS] * 16) + inside % 16
-    left = tl.where((n < T)[:, :, None], S[I][WORDS] - u * S[I][BITS], 0)
-    pair = word_pairs(_head(leaf, CODES, b, h), lane[:, :, None] + u * (S[I][BITS] * 16), left, S[I][BITS])
-    return tl.reshape(_entries(leaf, b, pair, S, I), (NB, 32, 32 * U))
+    inside, u = n % S[LEAF][BLOCK], tl.arange(0, U)[None, None, :]
+    lane = (n // S[LEAF][BLOCK]) * leaf[CODES + 3] + (inside // 16) * (S[LEAF][WORDS] * 16) + inside % 16
+    left = tl.where((n < T)[:, :, None], S[LEAF][WORDS] - u * S[LEAF][BITS], 0)
+    pair = word_pairs(_head(leaf, CODES, b, h), lane[:, :, None] + u * (S[LEAF][BITS] * 16), left, S[LEAF][BITS])
+    return tl.reshape(_entries(leaf, b, pair, S, LEAF), (NB, 32, 32 * U))
 
 
 @triton.jit
-def decode_keys_grid(leaf, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, NB: tl.constexpr):
+def decode_keys_grid(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
     """x̂ float32 [32·NB, K]."""
-    K: tl.constexpr = S[I][PADDED]
-    x = tl.reshape(_key_entries(leaf, b, h, n0, T, S, I, NB), (NB * 32, K))
-    token, channel = (n0 + tl.arange(0, NB * 32))[:, None], unit_order(S[I][PADDED] // 32, 16)[None, :]
-    return _scaled(x, leaf, b, h, token, channel, (token < T) & (channel < S[I][CHANNELS]), S, I)
+    K: tl.constexpr = S[LEAF][PADDED]
+    x = tl.reshape(_key_entries(leaf, b, h, n0, T, S, LEAF, NB), (NB * 32, K))
+    token, channel = (n0 + tl.arange(0, NB * 32))[:, None], unit_order(S[LEAF][PADDED] // 32, 16)[None, :]
+    return _scaled(x, leaf, b, h, token, channel, (token < T) & (channel < S[LEAF][CHANNELS]), S, LEAF)
 
 
 @triton.jit
-def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, NB: tl.constexpr):
+def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
     """Scores [32·NB, rows] of q float32 [K, rows], its channels in `unit_order`."""
     N: tl.constexpr = NB * 32
-    K: tl.constexpr = S[I][PADDED]
-    if S[I][SCALES] == TO_COEFFICIENTS:
-        x = _key_entries(leaf, b, h, n0, T, S, I, NB)
-        token, channel = (n0 + 32 * tl.arange(0, NB))[:, None], unit_order(S[I][PADDED] // 32, 16)[None, :]
-        ok = (token < T) & (channel < S[I][CHANNELS])
-        scale = _plane(leaf, SCALE, b, h, token, channel, ok, S, I)
+    K: tl.constexpr = S[LEAF][PADDED]
+    if S[LEAF][SCALES] == TO_COEFFICIENTS:
+        x = _key_entries(leaf, b, h, n0, T, S, LEAF, NB)
+        token, channel = (n0 + 32 * tl.arange(0, NB))[:, None], unit_order(S[LEAF][PADDED] // 32, 16)[None, :]
+        ok = (token < T) & (channel < S[LEAF][CHANNELS])
+        scale = _plane(leaf, SCALE, b, h, token, channel, ok, S, LEAF)
         most = largest(scale)
         s = product(x, (q[None, :, :] * (scale / most)[:, :, None]).to(tl.float16)) * most
-        if S[I][HAS_OFFSET]:
-            offset = _plane(leaf, OFFSET, b, h, token, channel, ok, S, I)
+        if S[LEAF][HAS_OFFSET]:
+            offset = _plane(leaf, OFFSET, b, h, token, channel, ok, S, LEAF)
             s += tl.sum(q[None, :, :] * offset[:, :, None], axis=1)[:, None, :]
         return tl.reshape(s, (N, q.shape[1]))
-    elif S[I][SCALES] == TO_PRODUCT:
+    elif S[LEAF][SCALES] == TO_PRODUCT:
         token = n0 + tl.arange(0, N)
-        x = tl.reshape(_key_entries(leaf, b, h, n0, T, S, I, NB), (N, K))
-        s = product(x, q.to(tl.float16)) * _plane(leaf, SCALE, b, h, token, 0, token < T, S, I)[:, None]
-        if S[I][HAS_OFFSET]:
-            s += _plane(leaf, OFFSET, b, h, token, 0, token < T, S, I)[:, None] * tl.sum(q, axis=0)[None, :]
+        x = tl.reshape(_key_entries(leaf, b, h, n0, T, S, LEAF, NB), (N, K))
+        s = product(x, q.to(tl.float16)) * _plane(leaf, SCALE, b, h, token, 0, token < T, S, LEAF)[:, None]
+        if S[LEAF][HAS_OFFSET]:
+            s += _plane(leaf, OFFSET, b, h, token, 0, token < T, S, LEAF)[:, None] * tl.sum(q, axis=0)[None, :]
         return s
     else:
-        x = decode_keys_grid(leaf, b, h, n0, T, S, I, NB)
-        return product(half(x, S[I][BF16]), half(q, S[I][BF16]))
+        x = decode_keys_grid(leaf, b, h, n0, T, S, LEAF, NB)
+        return product(half(x, S[LEAF][BF16]), half(q, S[LEAF][BF16]))
 
 
 @triton.jit
-def _value_entries(leaf, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, NB: tl.constexpr):
+def _value_entries(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
     """Table entries of tokens n0 on: [channel groups, 32, 32·NB], tokens in `unit_order`."""
-    G: tl.constexpr = S[I][PADDED] // 32
+    G: tl.constexpr = S[LEAF][PADDED] // 32
     c = 32 * tl.arange(0, G)[:, None] + tl.arange(0, 32)[None, :]
     first = n0 + 32 * tl.arange(0, NB)[None, None, :]
-    unit = (first // S[I][BLOCK]) * leaf[CODES + 3] + ((first % S[I][BLOCK]) // 32) * (S[I][BITS] * 16)
-    at = ((c // 16) * (S[I][WORDS] * 16) + c % 16)[:, :, None] + unit
-    left = tl.where((c < S[I][CHANNELS])[:, :, None] & (first < T), S[I][BITS], 0)
-    pair = word_pairs(_head(leaf, CODES, b, h), at, left, S[I][BITS])
-    return tl.reshape(_entries(leaf, b, pair, S, I), (G, 32, 32 * NB))
+    unit = (first // S[LEAF][BLOCK]) * leaf[CODES + 3] + ((first % S[LEAF][BLOCK]) // 32) * (S[LEAF][BITS] * 16)
+    at = ((c // 16) * (S[LEAF][WORDS] * 16) + c % 16)[:, :, None] + unit
+    left = tl.where((c < S[LEAF][CHANNELS])[:, :, None] & (first < T), S[LEAF][BITS], 0)
+    pair = word_pairs(_head(leaf, CODES, b, h), at, left, S[LEAF][BITS])
+    return tl.reshape(_entries(leaf, b, pair, S, LEAF), (G, 32, 32 * NB))
 
 
 @triton.jit
@@ -139,32 +139,32 @@ def _in_unit_order(p, NB: tl.constexpr):
 
 
 @triton.jit
-def load_values_grid(leaf, p, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, NB: tl.constexpr):
+def load_values_grid(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
     """Σ p·v̂ [channels, rows] of weights p float32 [32·NB, rows]."""
-    G: tl.constexpr = S[I][PADDED] // 32
+    G: tl.constexpr = S[LEAF][PADDED] // 32
     p = _in_unit_order(p, NB)
-    x = _value_entries(leaf, b, h, n0, T, S, I, NB)
+    x = _value_entries(leaf, b, h, n0, T, S, LEAF, NB)
     token = n0 + unit_order(NB, 16)
-    if S[I][SCALES] == TO_PRODUCT:  # one per token: it goes to the weight, and one product serves all channels
-        scale = _plane(leaf, SCALE, b, h, token, 0, token < T, S, I)
+    if S[LEAF][SCALES] == TO_PRODUCT:  # one per token: it goes to the weight, and one product serves all channels
+        scale = _plane(leaf, SCALE, b, h, token, 0, token < T, S, LEAF)
         most = largest(scale)
         out = product(tl.reshape(x, (32 * G, 32 * NB)), (p * (scale / most)[:, None]).to(tl.float16)) * most
-        if S[I][HAS_OFFSET]:
-            offset = _plane(leaf, OFFSET, b, h, token, 0, token < T, S, I)
+        if S[LEAF][HAS_OFFSET]:
+            offset = _plane(leaf, OFFSET, b, h, token, 0, token < T, S, LEAF)
             out += tl.sum(p * offset[:, None], axis=0)[None, :]
         return out
-    elif S[I][SCALES] == TO_COEFFICIENTS:
+    elif S[LEAF][SCALES] == TO_COEFFICIENTS:
         channel = 32 * tl.arange(0, G)[:, None]
-        ok = (token < T)[None, :] & (channel < S[I][CHANNELS])
-        scale = _plane(leaf, SCALE, b, h, token[None, :], channel, ok, S, I)
+        ok = (token < T)[None, :] & (channel < S[LEAF][CHANNELS])
+        scale = _plane(leaf, SCALE, b, h, token[None, :], channel, ok, S, LEAF)
         most = largest(scale)
         out = product(x, (p[None, :, :] * (scale / most)[:, :, None]).to(tl.float16)) * most
-        if S[I][HAS_OFFSET]:
-            offset = _plane(leaf, OFFSET, b, h, token[None, :], channel, ok, S, I)
+        if S[LEAF][HAS_OFFSET]:
+            offset = _plane(leaf, OFFSET, b, h, token[None, :], channel, ok, S, LEAF)
             out += tl.sum(p[None, :, :] * offset[:, :, None], axis=1)[:, None, :]
         return tl.reshape(out, (32 * G, p.shape[1]))
     else:
         channel = tl.arange(0, 32 * G)[:, None]
-        ok = (token < T)[None, :] & (channel < S[I][CHANNELS])
-        x = _scaled(tl.reshape(x, (32 * G, 32 * NB)), leaf, b, h, token[None, :], channel, ok, S, I)
-        return product(half(x, S[I][BF16]), half(p, S[I][BF16]))
+        ok = (token < T)[None, :] & (channel < S[LEAF][CHANNELS])
+        x = _scaled(tl.reshape(x, (32 * G, 32 * NB)), leaf, b, h, token[None, :], channel, ok, S, LEAF)
+        return product(half(x, S[LEAF][BF16]), half(p, S[LEAF][BF16]))

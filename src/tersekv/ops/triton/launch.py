@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -10,7 +9,8 @@ from torch import Tensor
 
 from tersekv.ops.attend_packed import Operand
 from tersekv.ops.triton import attend as kernels
-from tersekv.ops.triton import leaves
+from tersekv.ops.triton import trees
+from tersekv.ops.triton.leaves import Leaf, power
 from tersekv.ops.triton.tuning import plan
 
 
@@ -21,7 +21,7 @@ def attend_packed(
     where tokens are split; the queries of sketches and the outputs of sums add theirs."""
     query = query.contiguous()
     B, H, R, _ = query.shape
-    key, value = leaves.keys(keys, query), leaves.values(values, query.device)
+    key, value = trees.keys(keys, query), trees.values(values, query.device)
     T = _tokens(keys)
     if _tokens(values) != T:
         raise ValueError(f"values: expected T = {T} tokens like the keys, got {_tokens(values)}")
@@ -44,13 +44,13 @@ def attend_packed(
     return value.join(out), lse
 
 
-def _query(leaf: leaves.Leaf) -> tuple[Any, ...]:
+def _query(leaf: Leaf) -> tuple[Any, ...]:
     """The leaf's query and the distance of its rows."""
     assert leaf.query is not None
     return leaf.query, leaf.query.stride(2)
 
 
-def _matrix(leaf: leaves.Leaf, query: Tensor) -> tuple[Any, ...]:
+def _matrix(leaf: Leaf, query: Tensor) -> tuple[Any, ...]:
     """The leaf's matrix and its strides of batch row, head and row; anything where it has none."""
     m = leaf.matrix
     if m is None:
@@ -92,5 +92,29 @@ def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     B, H, splits, R, D = outs.shape
     out, lse = outs.new_empty((B, H, R, D)), lses.new_empty((B, H, R))
     if out.numel():
-        kernels.merge[(B * H, R)](out, lse, outs, lses, splits, R, D, SPLITS=16, CHANNELS_=leaves.power(D), num_warps=4)
+        kernels.merge[(B * H, R)](out, lse, outs, lses, splits, R, D, SPLITS=16, CHANNELS_=power(D), num_warps=4)
+    return out, lse
+
+
+MAX_PARTS = 8
+"""Segments that one launch merges; a kernel is compiled for each number of them."""
+
+
+def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """See `tersekv.ops.softmax`: outs [B, H, R, D] and lses [B, H, R], float32, to one out and one lse."""
+    if not outs or len(outs) != len(lses):
+        raise ValueError(f"outs, lses: expected as many of each and at least one, got {len(outs)} and {len(lses)}")
+    if len(outs) == 1:
+        return outs[0], lses[0]
+    if len(outs) > MAX_PARTS:
+        return _merged(torch.stack(outs, 2), torch.stack(lses, 2))
+    shape = outs[0].shape
+    if any(x.shape != shape for x in outs) or any(x.shape != shape[:3] for x in lses):
+        raise ValueError(f"outs, lses: expected {tuple(shape)} and {tuple(shape[:3])} of each segment")
+    out, lse = outs[0].new_empty(shape), outs[0].new_empty(shape[:3])
+    if out.numel():
+        kernels.merge_parts[(lse.numel(),)](
+            out, lse, tuple(x.contiguous() for x in outs), tuple(x.contiguous() for x in lses), shape[-1],
+            PARTS=len(outs), CHANNELS_=power(shape[-1]), num_warps=1,
+        )  # fmt: skip
     return out, lse

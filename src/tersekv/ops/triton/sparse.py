@@ -1,8 +1,8 @@
 """Loaders of `sparse` (`formats/sparse.py`): the outliers of whole blocks, a few at a time.
 
-An entry's product with its query or weight goes to its token or channel by a product with zeros and ones, [32, entries]:
-no atomic adds, no order that changes from run to run. A leaf: the starts and their strides of batch row, head and
-block; places; values; the number of entries.
+An entry's product with its query or weight goes to its token or channel by a product with zeros and ones: no atomic
+adds, no order that changes from run to run. A leaf: the starts and their strides of batch row, head and block; places;
+values; the number of entries.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def _ranges(leaf, b, h, B, H, n0, T, NB: tl.constexpr):
 
 
 @triton.jit
-def _entries(leaf, at, end, S: tl.constexpr, I: tl.constexpr):
+def _entries(leaf, at, end, S: tl.constexpr, LEAF: tl.constexpr):
     """Token in the block, channel, and value (float32) of entries `at` [NB, E]; value 0 past the end."""
     ok = at < end
     place = tl.load(leaf[4] + at, mask=ok, other=0).to(tl.int32) & 0xFFFF
     value = tl.load(leaf[5] + at, mask=ok, other=0.0).to(tl.float32)
     channel = place & 2047
-    inside = channel < S[I][CHANNELS]
+    inside = channel < S[LEAF][CHANNELS]
     return place >> 11, tl.where(inside, channel, 0), tl.where(inside, value, 0.0)
 
 
 @triton.jit
 def load_keys_sparse(
-    leaf, rows, row_ok, turn, b, h, B, H, n0, T, S: tl.constexpr, I: tl.constexpr, NB: tl.constexpr,
+    leaf, rows, row_ok, turn, b, h, B, H, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr,
     ROPED: tl.constexpr,
 ):  # fmt: skip
     """Scores [32·NB, rows] of queries at `rows` (pointers [rows] to their first channel)."""
@@ -60,14 +60,14 @@ def load_keys_sparse(
     s = tl.zeros((NB, 32, rows.shape[0]), tl.float32)
     for e in range(0, tl.max(end - begin, axis=0), ENTRIES):
         at = begin[:, None] + e + tl.arange(0, ENTRIES)[None, :]
-        token, channel, value = _entries(leaf, at, end[:, None], S, I)
-        ok = (row_ok[None, None, :] & (value != 0)[:, :, None])
+        token, channel, value = _entries(leaf, at, end[:, None], S, LEAF)
+        ok = row_ok[None, None, :] & (value != 0)[:, :, None]
         product = tl.load(rows[None, None, :] + channel[:, :, None], mask=ok, other=0.0)
         if ROPED:
             n = tl.minimum(n0 + 32 * tl.arange(0, NB)[:, None] + token, T - 1)
-            c = S[I][FIRST] + channel
+            c = S[LEAF][FIRST] + channel
             cos, sin, partner = turned_by(turn, b, h, n, c)
-            across = tl.load(rows[None, None, :] + (partner - S[I][FIRST])[:, :, None], mask=ok, other=0.0)
+            across = tl.load(rows[None, None, :] + (partner - S[LEAF][FIRST])[:, :, None], mask=ok, other=0.0)
             product = product * cos[:, :, None] + across * sin[:, :, None]
         product *= value[:, :, None]
         hot = (token[:, None, :] == tl.arange(0, 32)[None, :, None]).to(tl.float32)
@@ -92,18 +92,19 @@ def turned_by(turn, b, h, n, c):
 
 @triton.jit
 def load_values_sparse(
-    leaf, p, b, h, B, H, n0, T, S: tl.constexpr, I: tl.constexpr, NB: tl.constexpr
+    leaf, p, b, h, B, H, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr
 ):  # fmt: skip
     """Σ p·v̂ [channels, rows] of weights p float32 [32·NB, rows]."""
     R: tl.constexpr = p.shape[1]
     begin, end = _ranges(leaf, b, h, B, H, n0, T, NB)
     p = tl.reshape(p, (NB, 32, R))
-    out = tl.zeros((S[I][PADDED], R), tl.float32)
+    P: tl.constexpr = S[LEAF][PADDED]
+    out = tl.zeros((P, R), tl.float32)
     for e in range(0, tl.max(end - begin, axis=0), ENTRIES):
         at = begin[:, None] + e + tl.arange(0, ENTRIES)[None, :]
-        token, channel, value = _entries(leaf, at, end[:, None], S, I)
+        token, channel, value = _entries(leaf, at, end[:, None], S, LEAF)
         hot = (token[:, :, None] == tl.arange(0, 32)[None, None, :]).to(tl.float32)
         product = tl.reshape(tl.dot(hot, p) * value[:, :, None], (NB * ENTRIES, R))
         channel = tl.reshape(channel, (NB * ENTRIES,))
-        out += tl.dot((tl.arange(0, S[I][PADDED])[:, None] == channel[None, :]).to(tl.float32), product)
+        out += tl.dot((tl.arange(0, P)[:, None] == channel[None, :]).to(tl.float32), product)
     return out

@@ -19,75 +19,76 @@ def _head(leaf, FIRST: tl.constexpr, b, h):
 
 
 @triton.jit
-def decode_exact(leaf, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, N: tl.constexpr):
+def decode_exact(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """x [N, channels] in its own type."""
-    n, c = n0 + tl.arange(0, N)[:, None], tl.arange(0, S[I][PADDED])[None, :]
-    return tl.load(_head(leaf, 0, b, h) + n.to(tl.int64) * leaf[3] + c, mask=(n < T) & (c < S[I][CHANNELS]), other=0.0)
+    n, c = n0 + tl.arange(0, N)[:, None], tl.arange(0, S[LEAF][PADDED])[None, :]
+    ok = (n < T) & (c < S[LEAF][CHANNELS])
+    return tl.load(_head(leaf, 0, b, h) + n.to(tl.int64) * leaf[3] + c, mask=ok, other=0.0)
 
 
 @triton.jit
-def load_keys_exact(leaf, q, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, N: tl.constexpr):
+def load_keys_exact(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Scores [N, rows] of q float32 [channels, rows]."""
-    x = decode_exact(leaf, b, h, n0, T, S, I, N)
-    if S[I][FLOAT32]:
+    x = decode_exact(leaf, b, h, n0, T, S, LEAF, N)
+    if S[LEAF][FLOAT32]:
         return tl.dot(x, q, input_precision="ieee")
     else:
-        return product(x, half(q, S[I][BF16]))
+        return product(x, half(q, S[LEAF][BF16]))
 
 
 @triton.jit
-def load_values_exact(leaf, p, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, N: tl.constexpr):
+def load_values_exact(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Σ p·v [channels, rows] of weights p float32 [N, rows]."""
-    x = tl.trans(decode_exact(leaf, b, h, n0, T, S, I, N))
-    if S[I][FLOAT32]:
+    x = tl.trans(decode_exact(leaf, b, h, n0, T, S, LEAF, N))
+    if S[LEAF][FLOAT32]:
         return tl.dot(x, p, input_precision="ieee")
     else:
-        return product(x, half(p, S[I][BF16]))
+        return product(x, half(p, S[LEAF][BF16]))
 
 
 # signs: the bytes with strides of batch row, head and block; the norms likewise; the estimator's factor.
 
 
 @triton.jit
-def _norms(leaf, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, N: tl.constexpr):
+def _norms(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """factor · norms, float32 [N]."""
     n = n0 + tl.arange(0, N)
-    at = (n // S[I][BLOCK]) * leaf[7] + n % S[I][BLOCK]
+    at = (n // S[LEAF][BLOCK]) * leaf[7] + n % S[LEAF][BLOCK]
     return tl.load(_head(leaf, 4, b, h) + at, mask=n < T, other=0.0).to(tl.float32) * leaf[8]
 
 
 @triton.jit
-def _signs(leaf, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, N: tl.constexpr):
+def _signs(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """±1 [N, rows of the sketch], these in `unit_order` of bytes."""
-    BYTES: tl.constexpr = S[I][PADDED] // 8
+    BYTES: tl.constexpr = S[LEAF][PADDED] // 8
     n, byte = n0 + tl.arange(0, N)[:, None], tl.arange(0, BYTES)[None, :]
-    at = (n // S[I][BLOCK]) * leaf[3] + byte * S[I][BLOCK] + n % S[I][BLOCK]
-    x = tl.load(_head(leaf, 0, b, h) + at, mask=(n < T) & (byte * 8 < S[I][CHANNELS]), other=0).to(tl.int32)
+    at = (n // S[LEAF][BLOCK]) * leaf[3] + byte * S[LEAF][BLOCK] + n % S[LEAF][BLOCK]
+    x = tl.load(_head(leaf, 0, b, h) + at, mask=(n < T) & (byte * 8 < S[LEAF][CHANNELS]), other=0).to(tl.int32)
     bit = 2 * tl.arange(0, 4)[:, None, None] + tl.arange(0, 2)[None, None, :]
     one = (x[:, None, :, None] >> bit[None]) & 1
-    return tl.reshape(tl.where(one > 0, 1.0, -1.0).to(tl.float16), (N, S[I][PADDED]))
+    return tl.reshape(tl.where(one > 0, 1.0, -1.0).to(tl.float16), (N, 8 * BYTES))
 
 
 @triton.jit
-def decode_signs(leaf, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, N: tl.constexpr):
+def decode_signs(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """factor · norm · signs, float32 [N, rows of the sketch]."""
-    return _signs(leaf, b, h, n0, T, S, I, N).to(tl.float32) * _norms(leaf, b, h, n0, T, S, I, N)[:, None]
+    return _signs(leaf, b, h, n0, T, S, LEAF, N).to(tl.float32) * _norms(leaf, b, h, n0, T, S, LEAF, N)[:, None]
 
 
 @triton.jit
-def load_keys_signs(leaf, q, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, N: tl.constexpr):
+def load_keys_signs(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Scores [N, rows] of the sketched q float32 [rows of the sketch, rows]."""
-    s = product(_signs(leaf, b, h, n0, T, S, I, N), q.to(tl.float16))
-    return s * _norms(leaf, b, h, n0, T, S, I, N)[:, None]
+    s = product(_signs(leaf, b, h, n0, T, S, LEAF, N), q.to(tl.float16))
+    return s * _norms(leaf, b, h, n0, T, S, LEAF, N)[:, None]
 
 
 @triton.jit
-def load_values_signs(leaf, p, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, N: tl.constexpr):
+def load_values_signs(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Σ p·factor·norm·signs [rows of the sketch, rows] of weights p float32 [N, rows]."""
-    norms = _norms(leaf, b, h, n0, T, S, I, N)
+    norms = _norms(leaf, b, h, n0, T, S, LEAF, N)
     most = largest(norms)
     weights = (p * (norms / most)[:, None]).to(tl.float16)
-    return product(tl.trans(_signs(leaf, b, h, n0, T, S, I, N)), weights) * most
+    return product(tl.trans(_signs(leaf, b, h, n0, T, S, LEAF, N)), weights) * most
 
 
 # polar: angles and radii with strides of batch row, head and block; the radii's unit; cosines and sines of all levels'
@@ -95,61 +96,61 @@ def load_values_signs(leaf, p, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, N:
 
 
 @triton.jit
-def _polar(leaf, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, N: tl.constexpr):
+def _polar(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """x̂ over the radii's unit and the largest radius, float32 [N, channels], and that radius."""
-    L: tl.constexpr = S[I][LEVELS]
+    L: tl.constexpr = S[LEAF][LEVELS]
     n = n0 + tl.arange(0, N)[:, None]
-    block, inside = n // S[I][BLOCK], n % S[I][BLOCK]
-    j = tl.arange(0, S[I][PADDED] >> L)[None, :]
-    radii = _head(leaf, 4, b, h) + block * leaf[7] + j * S[I][BLOCK] + inside
-    x = tl.load(radii, mask=(n < T) & (j < S[I][CHANNELS] >> L), other=0.0).to(tl.float32)
+    block, inside = n // S[LEAF][BLOCK], n % S[LEAF][BLOCK]
+    j = tl.arange(0, S[LEAF][PADDED] >> L)[None, :]
+    radii = _head(leaf, 4, b, h) + block * leaf[7] + j * S[LEAF][BLOCK] + inside
+    x = tl.load(radii, mask=(n < T) & (j < S[LEAF][CHANNELS] >> L), other=0.0).to(tl.float32)
     most = largest(x)
     x /= most
     for up in tl.static_range(L):
-        cos, sin = _directions(leaf, b, h, block, inside, n < T, L - 1 - up, S, I)
-        x = tl.reshape(tl.join(x * cos, x * sin), (N, S[I][PADDED] >> (L - 1 - up)))
+        cos, sin = _directions(leaf, b, h, block, inside, n < T, L - 1 - up, S, LEAF)
+        x = tl.reshape(tl.join(x * cos, x * sin), (N, 2 * x.shape[1]))
     return x, most
 
 
 @triton.jit
-def _directions(leaf, b, h, block, inside, ok, LEVEL: tl.constexpr, S: tl.constexpr, I: tl.constexpr):
+def _directions(leaf, b, h, block, inside, ok, LEVEL: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
     """Cosine and sine of the angles of a level (0 is the paper's 1): float32 [N, padded channels / 2^(level+1)]."""
     start = 0
     entry = 0
     for lower in tl.static_range(LEVEL):
-        start += S[I][LEVEL_BITS + lower] * (S[I][CHANNELS] >> (lower + 1))
-        entry += 1 << S[I][LEVEL_BITS + lower]
-    BITS: tl.constexpr = S[I][LEVEL_BITS + LEVEL]
-    j = tl.arange(0, S[I][PADDED] >> (LEVEL + 1))[None, :]
+        start += S[LEAF][LEVEL_BITS + lower] * (S[LEAF][CHANNELS] >> (lower + 1))
+        entry += 1 << S[LEAF][LEVEL_BITS + lower]
+    BITS: tl.constexpr = S[LEAF][LEVEL_BITS + LEVEL]
+    j = tl.arange(0, S[LEAF][PADDED] >> (LEVEL + 1))[None, :]
     bit = start + BITS * j
     angles = _head(leaf, 0, b, h) + block * leaf[3] + inside
-    ok = ok & (j < S[I][CHANNELS] >> (LEVEL + 1))
-    code = tl.load(angles + (bit >> 3) * S[I][BLOCK], mask=ok, other=0).to(tl.int32)
+    ok = ok & (j < S[LEAF][CHANNELS] >> (LEVEL + 1))
+    code = tl.load(angles + (bit >> 3) * S[LEAF][BLOCK], mask=ok, other=0).to(tl.int32)
     if 8 % BITS != 0 or start % BITS != 0:
         over = ok & ((bit & 7) + BITS > 8)
-        code |= tl.load(angles + ((bit >> 3) + 1) * S[I][BLOCK], mask=over, other=0).to(tl.int32) << 8
+        code |= tl.load(angles + ((bit >> 3) + 1) * S[LEAF][BLOCK], mask=over, other=0).to(tl.int32) << 8
     at = leaf[9] + b * leaf[10] + 2 * (entry + ((code >> (bit & 7)) & ((1 << BITS) - 1)))
     return tl.load(at), tl.load(at + 1)
 
 
 @triton.jit
-def decode_polar(leaf, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, N: tl.constexpr):
+def decode_polar(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """x̂ float32 [N, channels]."""
-    x, most = _polar(leaf, b, h, n0, T, S, I, N)
+    x, most = _polar(leaf, b, h, n0, T, S, LEAF, N)
     return x * (leaf[8] * most)
 
 
 @triton.jit
-def load_keys_polar(leaf, q, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, N: tl.constexpr):
+def load_keys_polar(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Scores [N, rows] of q float32 [channels, rows]."""
-    x, most = _polar(leaf, b, h, n0, T, S, I, N)
+    x, most = _polar(leaf, b, h, n0, T, S, LEAF, N)
     return product(x.to(tl.float16), q.to(tl.float16)) * (leaf[8] * most)
 
 
 @triton.jit
-def load_values_polar(leaf, p, b, h, n0, T, S: tl.constexpr, I: tl.constexpr, N: tl.constexpr):
+def load_values_polar(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Σ p·v̂ [channels, rows] of weights p float32 [N, rows]."""
-    x, most = _polar(leaf, b, h, n0, T, S, I, N)
+    x, most = _polar(leaf, b, h, n0, T, S, LEAF, N)
     return product(tl.trans(x.to(tl.float16)), p.to(tl.float16)) * (leaf[8] * most)
 
 
