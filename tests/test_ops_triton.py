@@ -104,10 +104,10 @@ def test_every_layout(device, name, side, shape):
     run(device, *((one, other) if side == "keys" else (other, one)), R)
 
 
-@pytest.mark.parametrize(("name", "D"), [("grid", 256), ("grid 3", 80), ("grid 5", 80), ("polar", 80), ("signs", 256)])
+@pytest.mark.parametrize(("name", "D"), [("grid", 256), ("grid 7", 80), ("polar", 80), ("signs", 256)])
 def test_head_dims(device, name, D):
     torch.manual_seed(D)
-    run(device, view(name, "keys", D=D, T=64), view("grid 3" if D == 80 else "grid", "values", D=D, T=64), 4)
+    run(device, view(name, "keys", D=D, T=64), view("grid 7", "values", D=D, T=64), 4)
 
 
 @pytest.mark.parametrize("q", [1, 4])
@@ -117,8 +117,8 @@ def test_masks_softcap_and_splits(device, q, softcap, monkeypatch):
 
     torch.manual_seed(q)
     plan = launch.plan
-    monkeypatch.setattr(launch, "plan", lambda *call: plan(*call)._replace(splits=3, split_tokens=256))
-    T = 640
+    monkeypatch.setattr(launch, "plan", lambda *call: plan(*call)._replace(splits=2, split_tokens=128))
+    T = 192
     mask = make_mask(2, q, T)
     keys, values = view("grid", "keys", 2, 2, T), view("sparse", "values", 2, 2, T)
     out, lse = run(device, keys, values, 4 * q, mask, softcap)
@@ -168,17 +168,19 @@ def test_exact(device, dtype, D, Dv, T, R):
 
     def plane(D):
         # tokens before heads, with slack of NaN after each row and after the last token
-        full = torch.full((2, T + 5, 3, D + 8), float("nan"), dtype=dtype)
-        full[:, :T, :, :D] = torch.randn(2, T, 3, D)
+        full = torch.full((2, T + 5, 2, D + 8), float("nan"), dtype=dtype)
+        full[:, :T, :, :D] = torch.randn(2, T, 2, D)
         return full[:, :T, :, :D].transpose(1, 2)
 
     key, value = plane(D), plane(Dv)
-    query = torch.randn(2, 3, R, D).to(dtype).float()
+    query = torch.randn(2, 2, R, D).to(dtype).float()  # as a model's are
     call = query, key, value, make_mask(2, R, T), D**-0.5, 20.0
     result = backends.attend_exact(*(moved(x, device) for x in call))
     out, lse = (x.cpu() for x in result)
     expected = exact_reference(*call)
-    assert (out - expected[0]).norm() <= {torch.float32: 1e-5}.get(dtype, OUT) * expected[0].norm()
+    assert (out - expected[0]).norm() <= {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[
+        dtype
+    ] * expected[0].norm()
     torch.testing.assert_close(lse, expected[1], rtol=1e-4, atol=1e-4)
 
 
@@ -216,7 +218,9 @@ def test_nan_reaches_only_its_head(device):
 def test_every_element_is_written(device, monkeypatch):
     """Outputs and the partial ones of splits start as NaN."""
     empty = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **k: empty(x, *size, **k).fill_(float("nan")))
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda x, *size: empty(x, *size).fill_(float("nan") if x.is_floating_point() else 99)
+    )
     torch.manual_seed(0)
     out, lse = run(device, view("joined and added", "keys", T=288), view("joined and added", "values", T=288), 5)
     assert out.isfinite().all()
@@ -242,7 +246,7 @@ def test_merge_segments(device, segments, D):
 
 REFUSALS = {
     "query": (lambda c: [c[0].double(), *c[1:]], "query is torch.float64"),
-    "rows": (lambda c: [c[0].expand(1, 2, 300, 64), *c[1:]], "query has 300 rows"),
+    "rows": (lambda c: [torch.randn(1, 2, 300, 64), *c[1:]], "query has 300 rows"),
     "grad": (lambda c: [c[0].clone().requires_grad_(), *c[1:]], "query needs a gradient"),
     "scale": (lambda c: [c[0], c[1]._replace(scale=c[1].scale.float()), *c[2:]], "a scale of torch.float32"),
     "block": (lambda c: [c[0], make_side("keys", t=16, group=16), *c[2:]], "blocks of 16 tokens"),

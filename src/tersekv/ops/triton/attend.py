@@ -12,22 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tersekv.ops.triton.codes import half, product, unit_order
+from tersekv.ops.triton.codes import largest, power_of_two, product, unit_order
 from tersekv.ops.triton.grid import decode_keys_grid, load_keys_grid, load_values_grid
 from tersekv.ops.triton.sparse import load_keys_sparse, load_values_sparse
-from tersekv.ops.triton.spec import (
-    BF16,
-    CHANNELS,
-    FIRST,
-    GRID,
-    KIND,
-    MAPPED,
-    MAPPED_CHANNELS,
-    PADDED,
-    POLAR,
-    SIGNS,
-    SPARSE,
-)
+from tersekv.ops.triton.spec import CHANNELS, FIRST, GRID, KIND, MAPPED, MAPPED_CHANNELS, PADDED, POLAR, SIGNS, SPARSE
 from tersekv.ops.triton.tokens import (
     decode_exact,
     decode_polar,
@@ -71,8 +59,8 @@ def _met(S: tl.constexpr, LEAF: tl.constexpr):
 
 @triton.jit
 def _query(rows, row_ok, turn, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
-    """A leaf's query and, with RoPE, the channels that it meets across: float32 [channels, rows] divided by the largest
-    of each row, and these."""
+    """A leaf's query and, with RoPE, the channels that it meets across: float32 [channels, rows] divided by a power of
+    two near the largest of each row, and these powers."""
     if S[LEAF][KIND] == SPARSE:  # loads what its entries want
         one = tl.full((1, rows.shape[0]), 1.0, tl.float32)
         return one, one, one
@@ -87,7 +75,7 @@ def _query(rows, row_ok, turn, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.co
         across = tl.load(rows[None, :] + (partner - S[LEAF][FIRST])[:, None], mask=ok, other=0.0)
         across *= sign.to(tl.float32)[:, None]
         most = tl.maximum(most, tl.max(tl.abs(across), axis=0)[None, :])
-    most = tl.where(most == 0, 1.0, most)
+    most = power_of_two(most)
     return q / most, across / most, most
 
 
@@ -106,7 +94,8 @@ def _decoded(leaf, map, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl
         k, c = _order(S, LEAF)[:, None], tl.arange(0, S[LEAF][MAPPED])[None, :]
         at = map[0] + b.to(tl.int64) * map[1] + h.to(tl.int64) * map[2] + k * map[3] + c
         matrix = tl.load(at, mask=(k < S[LEAF][CHANNELS]) & (c < S[LEAF][MAPPED_CHANNELS]), other=0.0)
-        x = product(half(x, S[LEAF][BF16]), half(matrix, S[LEAF][BF16]))
+        most = largest(x)
+        x = product((x / most).to(tl.float16), matrix.to(tl.float16)) * most
     return x
 
 
@@ -122,8 +111,10 @@ def _turned(x, q, across, turn, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr
     cos = tl.load(turn[0] + row + n[:, None] * turn[3] + column[None, :], mask=moved, other=1.0)
     row = b.to(tl.int64) * turn[5] + h.to(tl.int64) * turn[6]
     sin = tl.load(turn[4] + row + n[:, None] * turn[7] + sine[None, :], mask=moved, other=0.0)
-    s = product(half(x * cos, S[LEAF][BF16]), half(q, S[LEAF][BF16]))
-    return s + product(half(x * sin, S[LEAF][BF16]), half(across, S[LEAF][BF16]))
+    most = largest(x)
+    x /= most
+    s = product((x * cos).to(tl.float16), q.to(tl.float16))
+    return (s + product((x * sin).to(tl.float16), across.to(tl.float16))) * most
 
 
 @triton.jit

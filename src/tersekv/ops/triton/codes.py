@@ -25,19 +25,16 @@ def unit_order(UNITS: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def half(x, BF16: tl.constexpr):
-    """As an operand of a matrix product: float16, or bfloat16 where its range is wanted."""
-    if BF16:
-        return x.to(tl.bfloat16)
-    else:
-        return x.to(tl.float16)
+def power_of_two(most):
+    """The power of two that begins float32 numbers, 1 for 0: dividing by it loses nothing."""
+    power = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(power == 0, 1.0, power)
 
 
 @triton.jit
 def largest(x):
-    """The largest absolute value, 1 if that is 0: what x is divided by to fit float16, a number per tile."""
-    most = tl.max(tl.reshape(tl.abs(x), (x.numel,)), axis=0)
-    return tl.where(most == 0, 1.0, most)
+    """A power of two near the largest absolute value of a tile: what it is divided by to fit float16."""
+    return power_of_two(tl.max(tl.reshape(tl.abs(x), (x.numel,)), axis=0))
 
 
 @triton.jit

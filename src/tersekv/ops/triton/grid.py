@@ -10,9 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tersekv.ops.triton.codes import half, halves, integers, largest, product, unit_order, word_pairs
+from tersekv.ops.triton.codes import halves, integers, largest, product, unit_order, word_pairs
 from tersekv.ops.triton.spec import (
-    BF16,
     BITS,
     BLOCK,
     CHANNELS,
@@ -115,7 +114,8 @@ def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB
         return s
     else:
         x = decode_keys_grid(leaf, b, h, n0, T, S, LEAF, NB)
-        return product(half(x, S[LEAF][BF16]), half(q, S[LEAF][BF16]))
+        most = largest(x)
+        return product((x / most).to(tl.float16), q.to(tl.float16)) * most
 
 
 @triton.jit
@@ -167,4 +167,5 @@ def load_values_grid(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, 
         channel = tl.arange(0, 32 * G)[:, None]
         ok = (token < T)[None, :] & (channel < S[LEAF][CHANNELS])
         x = _scaled(tl.reshape(x, (32 * G, 32 * NB)), leaf, b, h, token[None, :], channel, ok, S, LEAF)
-        return product(half(x, S[LEAF][BF16]), half(p, S[LEAF][BF16]))
+        most = largest(x)
+        return product((x / most).to(tl.float16), p.to(tl.float16)) * most

@@ -41,8 +41,8 @@ def _value(constant: Any) -> int:
     return int(constant.value)
 
 
-def _spec(kind: Any, channels: int, padded: int, block: int, bfloat16: bool, *more: int) -> tuple[int, ...]:
-    return (_value(kind), channels, padded, block, 0, int(bfloat16), 0, 0, *map(int, more))
+def _spec(kind: Any, channels: int, padded: int, block: int, *more: int) -> tuple[int, ...]:
+    return (_value(kind), channels, padded, block, 0, 0, 0, *map(int, more))
 
 
 def changed(leaf: Leaf, constant: Any, value: int) -> Leaf:
@@ -86,8 +86,8 @@ class Readable:
 
     def _exact(self, x: Tensor) -> Leaf:
         fields = self.plane("tokens", x, _FLOATS, 1)
-        D, dtype = x.shape[-1], x.dtype
-        constants = _spec(spec.EXACT, D, power(D), 32, dtype is torch.bfloat16, dtype is torch.float32)
+        D = x.shape[-1]
+        constants = _spec(spec.EXACT, D, power(D), 32, x.dtype is torch.float32)
         return Leaf(constants, fields)
 
     def _grid(self, grid: GridSide) -> Leaf:
@@ -98,8 +98,6 @@ class Readable:
         if grid.block_tokens % 32:
             raise UnreadableError(f"{self.name} have blocks of {grid.block_tokens} tokens, not a multiple of 32")
         D, t, offset = grid.head_dim, grid.block_tokens, grid.offset
-        wide = grid.scale.dtype is torch.bfloat16
-        scales = _scales(grid)
         fields = (
             *self.plane("codes", grid.codes, (torch.int32,), 3),
             *self.plane("a scale", grid.scale, _HALVES, 2),
@@ -108,8 +106,8 @@ class Readable:
             grid.table.stride(0) if grid.table.dim() == 2 else 0,
         )
         words = packed_words(grid.bits, D if self.name == "keys" else t)
-        more = grid.bits, grid.group, grid.axis == "token", offset is not None, grid.integers, words, scales
-        return Leaf(_spec(spec.GRID, D, power(D, 32), t, wide, *more), fields)
+        more = grid.bits, grid.group, grid.axis == "token", offset is not None, grid.integers, words, _scales(grid)
+        return Leaf(_spec(spec.GRID, D, power(D, 32), t, *more), fields)
 
     def _polar(self, view: Any) -> Leaf:
         polar, bits = view.polar, view.polar.level_bits
@@ -117,9 +115,8 @@ class Readable:
         radii = self.plane("radii", view.radii, _HALVES, 2)
         table = view.directions
         fields = (*angles, *radii, float(polar.radius_unit), table, table.stride(0) if len(table) > 1 else 0)
-        wide = view.radii.dtype is torch.bfloat16
         D = polar.head_dim
-        return Leaf(_spec(spec.POLAR, D, power(D), view.angles.shape[-1], wide, len(bits), *bits), fields)
+        return Leaf(_spec(spec.POLAR, D, power(D), view.angles.shape[-1], len(bits), *bits), fields)
 
     def _sparse(self, view: Any) -> Leaf:
         fields = (
@@ -128,7 +125,7 @@ class Readable:
             *self.plane("outliers", view.values, (torch.float16,), 1)[:1],
             len(view.places),
         )
-        return Leaf(_spec(spec.SPARSE, view.head_dim, power(view.head_dim), 32, False), fields)
+        return Leaf(_spec(spec.SPARSE, view.head_dim, power(view.head_dim), 32), fields)
 
     def signs(self, sketch: Any) -> Leaf:
         """One sketch of a `signs` view."""
@@ -138,7 +135,7 @@ class Readable:
         norms = self.plane("norms", sketch.norms, _HALVES, 1)
         self.plane("a sketch", sketch.sketch, (torch.float32,))
         M = sketch.sketch.shape[0]
-        constants = _spec(spec.SIGNS, M, power(M), sketch.signs.shape[-1], sketch.norms.dtype is torch.bfloat16)
+        constants = _spec(spec.SIGNS, M, power(M), sketch.signs.shape[-1])
         return Leaf(constants, (*signs, *norms, float(sketch.factor)))
 
 

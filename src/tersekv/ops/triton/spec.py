@@ -14,27 +14,25 @@ BLOCK: tl.constexpr = tl.constexpr(3)
 """Tokens per block of the planes."""
 FIRST: tl.constexpr = tl.constexpr(4)
 """Of keys with RoPE: the head's channel where theirs begin. Of values: where their output begins."""
-BF16: tl.constexpr = tl.constexpr(5)
-"""Products of bfloat16, else of float16."""
-MAPPED: tl.constexpr = tl.constexpr(6)
+MAPPED: tl.constexpr = tl.constexpr(5)
 """Padded channels of the vectors that a matrix makes of decoded ones in front of RoPE; 0: there is none."""
 
-MAPPED_CHANNELS: tl.constexpr = tl.constexpr(7)
+MAPPED_CHANNELS: tl.constexpr = tl.constexpr(6)
 """How many of those are channels."""
 
-BITS: tl.constexpr = tl.constexpr(8)
-GROUP: tl.constexpr = tl.constexpr(9)
-PER_TOKEN: tl.constexpr = tl.constexpr(10)
-HAS_OFFSET: tl.constexpr = tl.constexpr(11)
-IS_INTEGER: tl.constexpr = tl.constexpr(12)
-WORDS: tl.constexpr = tl.constexpr(13)
-SCALES: tl.constexpr = tl.constexpr(14)
+BITS: tl.constexpr = tl.constexpr(7)
+GROUP: tl.constexpr = tl.constexpr(8)
+PER_TOKEN: tl.constexpr = tl.constexpr(9)
+HAS_OFFSET: tl.constexpr = tl.constexpr(10)
+IS_INTEGER: tl.constexpr = tl.constexpr(11)
+WORDS: tl.constexpr = tl.constexpr(12)
+SCALES: tl.constexpr = tl.constexpr(13)
 
-LEVELS: tl.constexpr = tl.constexpr(8)
-LEVEL_BITS: tl.constexpr = tl.constexpr(9)
+LEVELS: tl.constexpr = tl.constexpr(7)
+LEVEL_BITS: tl.constexpr = tl.constexpr(8)
 """Of polar level 1; those of the others follow."""
 
-FLOAT32: tl.constexpr = tl.constexpr(8)
+FLOAT32: tl.constexpr = tl.constexpr(7)
 """Exact tokens are float32."""
 
 EXACT: tl.constexpr = tl.constexpr(0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tersekv.ops.triton.codes import half, largest, product, unit_order
-from tersekv.ops.triton.spec import BF16, BLOCK, CHANNELS, FLOAT32, LEVEL_BITS, LEVELS, PADDED
+from tersekv.ops.triton.codes import largest, product, unit_order
+from tersekv.ops.triton.spec import BLOCK, CHANNELS, FLOAT32, LEVEL_BITS, LEVELS, PADDED
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def load_keys_exact(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N
     if S[LEAF][FLOAT32]:
         return tl.dot(x, q, input_precision="ieee")
     else:
-        return product(x, half(q, S[LEAF][BF16]))
+        return product(x, q.to(x.dtype))
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def load_values_exact(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr,
     if S[LEAF][FLOAT32]:
         return tl.dot(x, p, input_precision="ieee")
     else:
-        return product(x, half(p, S[LEAF][BF16]))
+        return product(x, p.to(x.dtype))
 
 
 # signs: the bytes with strides of batch row, head and block; the norms likewise; the estimator's factor.
