@@ -15,7 +15,8 @@ from tersekv.ops.lanes import packed_words
 from tersekv.ops.triton import spec
 
 _HALVES = (torch.float16, torch.bfloat16)
-_FLOATS = (torch.float32, *_HALVES)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FLOATS = (torch.float32, *_HALVES, *_FLOAT8)
 
 
 class UnreadableError(Exception):
@@ -87,7 +88,7 @@ class Readable:
     def _exact(self, x: Tensor) -> Leaf:
         fields = self.plane("tokens", x, _FLOATS, 1)
         D = x.shape[-1]
-        constants = _spec(spec.EXACT, D, power(D), 32, x.dtype is torch.float32)
+        constants = _spec(spec.EXACT, D, power(D), 32, x.dtype is torch.float32, x.dtype in _FLOAT8)
         return Leaf(constants, fields)
 
     def _grid(self, grid: GridSide) -> Leaf:

@@ -34,6 +34,8 @@ LEVEL_BITS: tl.constexpr = tl.constexpr(8)
 
 FLOAT32: tl.constexpr = tl.constexpr(7)
 """Exact tokens are float32."""
+FLOAT8: tl.constexpr = tl.constexpr(8)
+"""They are float8."""
 
 EXACT: tl.constexpr = tl.constexpr(0)
 GRID: tl.constexpr = tl.constexpr(1)

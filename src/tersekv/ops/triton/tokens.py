@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tersekv.ops.triton.codes import largest, product, unit_order
-from tersekv.ops.triton.spec import BLOCK, CHANNELS, FLOAT32, LEVEL_BITS, LEVELS, PADDED
+from tersekv.ops.triton.spec import BLOCK, CHANNELS, FLOAT8, FLOAT32, LEVEL_BITS, LEVELS, PADDED
 
 
 @triton.jit
@@ -20,10 +20,14 @@ def _head(leaf, FIRST: tl.constexpr, b, h):
 
 @triton.jit
 def decode_exact(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
-    """x [N, channels] in its own type."""
+    """x [N, channels] in its own type, float8 as float16."""
     n, c = n0 + tl.arange(0, N)[:, None], tl.arange(0, S[LEAF][PADDED])[None, :]
     ok = (n < T) & (c < S[LEAF][CHANNELS])
-    return tl.load(_head(leaf, 0, b, h) + n.to(tl.int64) * leaf[3] + c, mask=ok, other=0.0)
+    x = tl.load(_head(leaf, 0, b, h) + n.to(tl.int64) * leaf[3] + c, mask=ok, other=0.0)
+    if S[LEAF][FLOAT8]:
+        return x.to(tl.float16)
+    else:
+        return x
 
 
 @triton.jit
