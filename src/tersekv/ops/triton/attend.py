@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tersekv.ops.triton.codes import largest, power_of_two, product, unit_order
+from tersekv.ops.triton.codes import largest, power_of_two, product
 from tersekv.ops.triton.grid import decode_keys_grid, load_keys_grid, load_values_grid
 from tersekv.ops.triton.sparse import load_keys_sparse, load_values_sparse
 from tersekv.ops.triton.spec import CHANNELS, FIRST, GRID, KIND, MAPPED, MAPPED_CHANNELS, PADDED, POLAR, SIGNS, SPARSE
@@ -26,7 +26,6 @@ from tersekv.ops.triton.tokens import (
     load_values_exact,
     load_values_polar,
     load_values_signs,
-    sketch_order,
 )
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -36,24 +35,13 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _order(S: tl.constexpr, LEAF: tl.constexpr):
-    """Channel of each place of a tile of keys: int32 [PADDED]."""
-    if S[LEAF][KIND] == GRID:
-        return unit_order(S[LEAF][PADDED] // 32, 16)
-    elif S[LEAF][KIND] == SIGNS:
-        return sketch_order(S[LEAF][PADDED])
-    else:
-        return tl.arange(0, S[LEAF][PADDED])
-
-
-@triton.jit
 def _met(S: tl.constexpr, LEAF: tl.constexpr):
-    """Channels of the query that a leaf's tile meets, in its order, and which of them there are."""
+    """Channels of the query that a leaf's tile meets, and which of them there are."""
     if S[LEAF][MAPPED] > 0:
         channel = tl.arange(0, S[LEAF][MAPPED])
         return channel, channel < S[LEAF][MAPPED_CHANNELS]
     else:
-        channel = _order(S, LEAF)
+        channel = tl.arange(0, S[LEAF][PADDED])
         return channel, channel < S[LEAF][CHANNELS]
 
 
@@ -75,7 +63,7 @@ def _query(rows, row_ok, turn, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.co
         across = tl.load(rows[None, :] + (partner - S[LEAF][FIRST])[:, None], mask=ok, other=0.0)
         across *= sign.to(tl.float32)[:, None]
         most = tl.maximum(most, tl.max(tl.abs(across), axis=0)[None, :])
-    most = power_of_two(most)
+    most = 2.0 * power_of_two(most)  # so that nothing exceeds 1
     return q / most, across / most, most
 
 
@@ -91,7 +79,7 @@ def _decoded(leaf, map, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl
     else:
         x = decode_exact(leaf, b, h, n0, T, S, LEAF, NB * 32).to(tl.float32)
     if S[LEAF][MAPPED] > 0:
-        k, c = _order(S, LEAF)[:, None], tl.arange(0, S[LEAF][MAPPED])[None, :]
+        k, c = tl.arange(0, S[LEAF][PADDED])[:, None], tl.arange(0, S[LEAF][MAPPED])[None, :]
         at = map[0] + b.to(tl.int64) * map[1] + h.to(tl.int64) * map[2] + k * map[3] + c
         matrix = tl.load(at, mask=(k < S[LEAF][CHANNELS]) & (c < S[LEAF][MAPPED_CHANNELS]), other=0.0)
         most = largest(x)
@@ -216,10 +204,7 @@ def attend(
     tl.store(lse + at, tl.where(total == 0, float("-inf"), (most - SHIFT) * LN2 + tl.log(total)), mask=row_ok)
     share = 1.0 / tl.where(total == 0, 1.0, total)
     for i in tl.static_range(len(VALUES)):
-        if VALUES[i][KIND] == SIGNS:
-            c = sketch_order(VALUES[i][PADDED])[:, None]
-        else:
-            c = tl.arange(0, VALUES[i][PADDED])[:, None]
+        c = tl.arange(0, VALUES[i][PADDED])[:, None]
         place = out + at[None, :] * channels + VALUES[i][FIRST] + c
         tl.store(place, sums[i] * share[None, :], mask=row_ok[None, :] & (c < VALUES[i][CHANNELS]))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tersekv.ops.triton.codes import halves, integers, largest, product, unit_order, word_pairs
+from tersekv.ops.triton.codes import fractions, halves, largest, product, tile, word_pairs
 from tersekv.ops.triton.spec import (
     BITS,
     BLOCK,
@@ -23,6 +23,7 @@ from tersekv.ops.triton.spec import (
     SCALES,
     TO_COEFFICIENTS,
     TO_PRODUCT,
+    WIDE,
     WORDS,
 )
 
@@ -35,11 +36,23 @@ TABLE: tl.constexpr = tl.constexpr(12)
 
 @triton.jit
 def _entries(leaf, b, pair, S: tl.constexpr, LEAF: tl.constexpr):
-    """Table entries of a tile, float16 [G, L, 16, U, 2]."""
+    """A tile [G, L, 32·U] of table entries, float16; of integers 1 + code/2^bits, see `_whole`."""
     if S[LEAF][IS_INTEGER]:
-        return integers(pair)
+        return tile(fractions(pair))
     else:
-        return tl.load(leaf[TABLE] + b * leaf[TABLE + 1] + halves(pair)).to(tl.float16)
+        code = halves(pair) >> (10 - S[LEAF][BITS])
+        return tile(tl.load(leaf[TABLE] + b * leaf[TABLE + 1] + code).to(tl.float16))
+
+
+@triton.jit
+def _whole(out, coefficients, S: tl.constexpr, LEAF: tl.constexpr):
+    """Σ entries·coefficients from the product `out` with a tile of `_entries`; coefficients [..., K, rows] as they were
+    multiplied."""
+    if S[LEAF][IS_INTEGER]:
+        ones = tl.sum(coefficients.to(tl.float32), axis=len(coefficients.shape) - 2, keep_dims=True)
+        return (out - ones) * (1 << S[LEAF][BITS])
+    else:
+        return out
 
 
 @triton.jit
@@ -61,8 +74,11 @@ def _plane(leaf, FIRST: tl.constexpr, b, h, token, channel, ok, S: tl.constexpr,
 
 @triton.jit
 def _scaled(x, leaf, b, h, token, channel, ok, S: tl.constexpr, LEAF: tl.constexpr):
-    """scale·x + offset, float32."""
-    x = x.to(tl.float32) * _plane(leaf, SCALE, b, h, token, channel, ok, S, LEAF)
+    """scale·entry + offset, float32, from a tile of `_entries`."""
+    x = x.to(tl.float32)
+    if S[LEAF][IS_INTEGER]:
+        x = (x - 1.0) * (1 << S[LEAF][BITS])
+    x *= _plane(leaf, SCALE, b, h, token, channel, ok, S, LEAF)
     if S[LEAF][HAS_OFFSET]:
         x += _plane(leaf, OFFSET, b, h, token, channel, ok, S, LEAF)
     return x
@@ -70,14 +86,14 @@ def _scaled(x, leaf, b, h, token, channel, ok, S: tl.constexpr, LEAF: tl.constex
 
 @triton.jit
 def _key_entries(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
-    """Table entries of tokens n0 on: [NB, 32, K] in `unit_order`."""
+    """Entries of tokens n0 on: [NB, 32, K]."""
     U: tl.constexpr = S[LEAF][PADDED] // 32
-    n = n0 + 32 * tl.arange(0, NB)[:, None] + tl.arange(0, 32)[None, :]
-    inside, u = n % S[LEAF][BLOCK], tl.arange(0, U)[None, None, :]
+    n = n0 + 32 * tl.arange(0, NB)[:, None, None] + tl.arange(0, 32)[None, None, :]
+    inside, u = n % S[LEAF][BLOCK], tl.arange(0, U)[None, :, None]
     lane = (n // S[LEAF][BLOCK]) * leaf[CODES + 3] + (inside // 16) * (S[LEAF][WORDS] * 16) + inside % 16
-    left = tl.where((n < T)[:, :, None], S[LEAF][WORDS] - u * S[LEAF][BITS], 0)
-    pair = word_pairs(_head(leaf, CODES, b, h), lane[:, :, None] + u * (S[LEAF][BITS] * 16), left, S[LEAF][BITS])
-    return tl.reshape(_entries(leaf, b, pair, S, LEAF), (NB, 32, 32 * U))
+    left = tl.where(n < T, S[LEAF][WORDS] - u * S[LEAF][BITS], 0)
+    pair = word_pairs(_head(leaf, CODES, b, h), lane + u * (S[LEAF][BITS] * 16), left, S[LEAF][BITS])
+    return _entries(leaf, b, pair, S, LEAF)
 
 
 @triton.jit
@@ -85,22 +101,26 @@ def decode_keys_grid(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB:
     """x̂ float32 [32·NB, K]."""
     K: tl.constexpr = S[LEAF][PADDED]
     x = tl.reshape(_key_entries(leaf, b, h, n0, T, S, LEAF, NB), (NB * 32, K))
-    token, channel = (n0 + tl.arange(0, NB * 32))[:, None], unit_order(S[LEAF][PADDED] // 32, 16)[None, :]
+    token, channel = (n0 + tl.arange(0, NB * 32))[:, None], tl.arange(0, K)[None, :]
     return _scaled(x, leaf, b, h, token, channel, (token < T) & (channel < S[LEAF][CHANNELS]), S, LEAF)
 
 
 @triton.jit
 def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
-    """Scores [32·NB, rows] of q float32 [K, rows], its channels in `unit_order`."""
+    """Scores [32·NB, rows] of q float32 [K, rows], no larger than 1."""
     N: tl.constexpr = NB * 32
     K: tl.constexpr = S[LEAF][PADDED]
     if S[LEAF][SCALES] == TO_COEFFICIENTS:
         x = _key_entries(leaf, b, h, n0, T, S, LEAF, NB)
-        token, channel = (n0 + 32 * tl.arange(0, NB))[:, None], unit_order(S[LEAF][PADDED] // 32, 16)[None, :]
+        token, channel = (n0 + 32 * tl.arange(0, NB))[:, None], tl.arange(0, K)[None, :]
         ok = (token < T) & (channel < S[LEAF][CHANNELS])
         scale = _plane(leaf, SCALE, b, h, token, channel, ok, S, LEAF)
-        most = largest(scale)
-        s = product(x, (q[None, :, :] * (scale / most)[:, :, None]).to(tl.float16)) * most
+        most = 1.0
+        if S[LEAF][WIDE]:
+            most = largest(scale)
+            scale /= most
+        coefficients = (q[None, :, :] * scale[:, :, None]).to(tl.float16)
+        s = _whole(product(x, coefficients), coefficients, S, LEAF) * most
         if S[LEAF][HAS_OFFSET]:
             offset = _plane(leaf, OFFSET, b, h, token, channel, ok, S, LEAF)
             s += tl.sum(q[None, :, :] * offset[:, :, None], axis=1)[:, None, :]
@@ -108,7 +128,9 @@ def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB
     elif S[LEAF][SCALES] == TO_PRODUCT:
         token = n0 + tl.arange(0, N)
         x = tl.reshape(_key_entries(leaf, b, h, n0, T, S, LEAF, NB), (N, K))
-        s = product(x, q.to(tl.float16)) * _plane(leaf, SCALE, b, h, token, 0, token < T, S, LEAF)[:, None]
+        small = q.to(tl.float16)
+        s = _whole(product(x, small), small, S, LEAF)
+        s *= _plane(leaf, SCALE, b, h, token, 0, token < T, S, LEAF)[:, None]
         if S[LEAF][HAS_OFFSET]:
             s += _plane(leaf, OFFSET, b, h, token, 0, token < T, S, LEAF)[:, None] * tl.sum(q, axis=0)[None, :]
         return s
@@ -120,35 +142,29 @@ def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB
 
 @triton.jit
 def _value_entries(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
-    """Table entries of tokens n0 on: [channel groups, 32, 32·NB], tokens in `unit_order`."""
+    """Entries of tokens n0 on: [channel groups, 32, 32·NB]."""
     G: tl.constexpr = S[LEAF][PADDED] // 32
-    c = 32 * tl.arange(0, G)[:, None] + tl.arange(0, 32)[None, :]
-    first = n0 + 32 * tl.arange(0, NB)[None, None, :]
+    c = 32 * tl.arange(0, G)[:, None, None] + tl.arange(0, 32)[None, None, :]
+    first = n0 + 32 * tl.arange(0, NB)[None, :, None]
     unit = (first // S[LEAF][BLOCK]) * leaf[CODES + 3] + ((first % S[LEAF][BLOCK]) // 32) * (S[LEAF][BITS] * 16)
-    at = ((c // 16) * (S[LEAF][WORDS] * 16) + c % 16)[:, :, None] + unit
-    left = tl.where((c < S[LEAF][CHANNELS])[:, :, None] & (first < T), S[LEAF][BITS], 0)
+    left = tl.where((c < S[LEAF][CHANNELS]) & (first < T), S[LEAF][BITS], 0)
+    at = (c // 16) * (S[LEAF][WORDS] * 16) + c % 16 + unit
     pair = word_pairs(_head(leaf, CODES, b, h), at, left, S[LEAF][BITS])
-    return tl.reshape(_entries(leaf, b, pair, S, LEAF), (G, 32, 32 * NB))
-
-
-@triton.jit
-def _in_unit_order(p, NB: tl.constexpr):
-    """Rows of p [32·NB, rows] from the tokens' order to `unit_order`."""
-    p = tl.permute(tl.reshape(p, (NB, 16, 2, p.shape[1])), (1, 0, 2, 3))
-    return tl.reshape(p, (NB * 32, p.shape[3]))
+    return _entries(leaf, b, pair, S, LEAF)
 
 
 @triton.jit
 def load_values_grid(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
     """Σ p·v̂ [channels, rows] of weights p float32 [32·NB, rows]."""
     G: tl.constexpr = S[LEAF][PADDED] // 32
-    p = _in_unit_order(p, NB)
     x = _value_entries(leaf, b, h, n0, T, S, LEAF, NB)
-    token = n0 + unit_order(NB, 16)
+    token = n0 + tl.arange(0, 32 * NB)
     if S[LEAF][SCALES] == TO_PRODUCT:  # one per token: it goes to the weight, and one product serves all channels
         scale = _plane(leaf, SCALE, b, h, token, 0, token < T, S, LEAF)
         most = largest(scale)
-        out = product(tl.reshape(x, (32 * G, 32 * NB)), (p * (scale / most)[:, None]).to(tl.float16)) * most
+        coefficients = (p * (scale / most)[:, None]).to(tl.float16)
+        out = product(tl.reshape(x, (32 * G, 32 * NB)), coefficients)
+        out = _whole(out, coefficients, S, LEAF) * most
         if S[LEAF][HAS_OFFSET]:
             offset = _plane(leaf, OFFSET, b, h, token, 0, token < T, S, LEAF)
             out += tl.sum(p * offset[:, None], axis=0)[None, :]
@@ -158,7 +174,8 @@ def load_values_grid(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, 
         ok = (token < T)[None, :] & (channel < S[LEAF][CHANNELS])
         scale = _plane(leaf, SCALE, b, h, token[None, :], channel, ok, S, LEAF)
         most = largest(scale)
-        out = product(x, (p[None, :, :] * (scale / most)[:, :, None]).to(tl.float16)) * most
+        coefficients = (p[None, :, :] * (scale / most)[:, :, None]).to(tl.float16)
+        out = _whole(product(x, coefficients), coefficients, S, LEAF) * most
         if S[LEAF][HAS_OFFSET]:
             offset = _plane(leaf, OFFSET, b, h, token[None, :], channel, ok, S, LEAF)
             out += tl.sum(p[None, :, :] * offset[:, :, None], axis=1)[:, None, :]

@@ -108,7 +108,8 @@ class Readable:
         )
         words = packed_words(grid.bits, D if self.name == "keys" else t)
         more = grid.bits, grid.group, grid.axis == "token", offset is not None, grid.integers, words, _scales(grid)
-        return Leaf(_spec(spec.GRID, D, power(D, 32), t, *more), fields)
+        wide = grid.scale.dtype is torch.bfloat16
+        return Leaf(_spec(spec.GRID, D, power(D, 32), t, *more, wide), fields)
 
     def _polar(self, view: Any) -> Leaf:
         polar, bits = view.polar, view.polar.level_bits

@@ -27,6 +27,8 @@ HAS_OFFSET: tl.constexpr = tl.constexpr(10)
 IS_INTEGER: tl.constexpr = tl.constexpr(11)
 WORDS: tl.constexpr = tl.constexpr(12)
 SCALES: tl.constexpr = tl.constexpr(13)
+WIDE: tl.constexpr = tl.constexpr(14)
+"""Scales are bfloat16 and may exceed float16."""
 
 LEVELS: tl.constexpr = tl.constexpr(7)
 LEVEL_BITS: tl.constexpr = tl.constexpr(8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tersekv.ops.triton.codes import largest, product, unit_order
+from tersekv.ops.triton.codes import largest, product
 from tersekv.ops.triton.spec import BLOCK, CHANNELS, FLOAT8, FLOAT32, LEVEL_BITS, LEVELS, PADDED
 
 
@@ -63,14 +63,14 @@ def _norms(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constex
 
 @triton.jit
 def _signs(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
-    """±1 [N, rows of the sketch], these in `unit_order` of bytes."""
+    """±1 [N, rows of the sketch], float16."""
     BYTES: tl.constexpr = S[LEAF][PADDED] // 8
-    n, byte = n0 + tl.arange(0, N)[:, None], tl.arange(0, BYTES)[None, :]
+    n, byte = n0 + tl.arange(0, N)[None, :], tl.arange(0, BYTES)[:, None]
     at = (n // S[LEAF][BLOCK]) * leaf[3] + byte * S[LEAF][BLOCK] + n % S[LEAF][BLOCK]
     x = tl.load(_head(leaf, 0, b, h) + at, mask=(n < T) & (byte * 8 < S[LEAF][CHANNELS]), other=0).to(tl.int32)
-    bit = 2 * tl.arange(0, 4)[:, None, None] + tl.arange(0, 2)[None, None, :]
-    one = (x[:, None, :, None] >> bit[None]) & 1
-    return tl.reshape(tl.where(one > 0, 1.0, -1.0).to(tl.float16), (N, 8 * BYTES))
+    bit = (x[None, :, :] >> tl.arange(0, 8)[:, None, None]) & 1
+    sign = (0xBC00 ^ (bit << 15)).to(tl.int16).to(tl.float16, bitcast=True)  # −1.0, or 1.0 where the bit is set
+    return tl.reshape(tl.permute(sign, (2, 1, 0)), (N, 8 * BYTES))
 
 
 @triton.jit
@@ -156,9 +156,3 @@ def load_values_polar(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr,
     """Σ p·v̂ [channels, rows] of weights p float32 [N, rows]."""
     x, most = _polar(leaf, b, h, n0, T, S, LEAF, N)
     return product(tl.trans(x.to(tl.float16)), p.to(tl.float16)) * (leaf[8] * most)
-
-
-@triton.jit
-def sketch_order(PADDED_ROWS: tl.constexpr):
-    """Rows of a sketch in the order of `signs` tiles."""
-    return unit_order(PADDED_ROWS // 8, 4)
