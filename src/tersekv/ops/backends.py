@@ -1,6 +1,7 @@
-"""Which implementation of an op runs: the first whose `why_not` is None, in the order C++, torch reference.
+"""Which implementation of an op runs: the first whose `why_not` is None, in the order C++, Triton, torch reference.
 
-`TERSEKV_BACKEND=auto|cpu|reference` or `with forced("cpu")` takes the choice away: a forced backend runs or raises.
+`TERSEKV_BACKEND=auto|cpu|triton|reference` or `with forced("cpu")` takes the choice away: a forced backend runs or
+raises.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from tersekv.errors import UserError
 from tersekv.ops import attend_packed as packed_reference
-from tersekv.ops import cpu
+from tersekv.ops import cpu, triton
 from tersekv.ops import softmax as softmax_reference
 from tersekv.ops import trellis as trellis_reference
 from tersekv.ops.attend_packed import Operand
@@ -44,6 +45,11 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "attend_packed": Implementation(cpu.attend_packed, cpu.why_not_attend_packed),
         "attend_exact": Implementation(cpu.attend_exact, cpu.why_not_attend_exact),
         "merge_segments": Implementation(cpu.merge_segments, cpu.why_not_merge_segments),
+    },
+    "triton": {
+        "attend_packed": Implementation(triton.attend_packed, triton.why_not_attend_packed),
+        "attend_exact": Implementation(triton.attend_exact, triton.why_not_attend_exact),
+        "merge_segments": Implementation(triton.merge_segments, triton.why_not_merge_segments),
     },
     "reference": {
         "attend_packed": Implementation(packed_reference.attend_packed, _never),
@@ -88,7 +94,7 @@ def _choose(op: str, *call: Any) -> tuple[str, Callable[..., Any]]:
     """The backend that runs this call, and its function; UserError where a forced one cannot."""
     only = _forced.get() or _from_environment()
     for name, ops in BACKENDS.items():
-        if only not in (AUTO, name):
+        if only not in (AUTO, name) or (only == AUTO and name == "triton" and triton.interpreted()):
             continue
         reason = ops[op].why_not(*call) if op in ops else f"it has no {op}"
         if reason is None:
@@ -134,19 +140,26 @@ def kernel(op: str, *call: Any) -> Callable[..., Any] | None:
 
 
 def explain(op: str, *call: Any) -> str:
-    """Who would run this call: "cpu/avx512", or "reference: <why not the kernels>"."""
-    if chosen() == "reference":
+    """Who would run this call: "cpu/avx512", "triton", or "reference: <why not the kernels>"."""
+    only = chosen()
+    if only == "reference":
         return "reference: forced"
-    reason = BACKENDS["cpu"][op].why_not(*call)
+    # of the kernels for this device
+    name = only if only != AUTO else "cpu" if call[0].device.type == "cpu" else "triton"
+    reason = BACKENDS[name][op].why_not(*call)
     if reason is None:
-        return f"cpu/{cpu.isa()}"
-    return f"cpu is forced and cannot: {reason}" if chosen() == "cpu" else f"reference: {reason}"
+        return f"cpu/{cpu.isa()}" if name == "cpu" else name
+    return f"reference: {reason}" if only == AUTO else f"{name} is forced and cannot: {reason}"
 
 
 def report() -> list[dict[str, Any]]:
     """Rows {"backend", "op", "available", "detail"} for `tersekv env`."""
     chosen()  # a wrong variable is said here too
-    details = {"cpu": (cpu.why_not_built() is None, _cpu_detail()), "reference": (True, f"torch {torch.__version__}")}
+    details = {
+        "cpu": (cpu.why_not_built() is None, _cpu_detail()),
+        "triton": (triton.why_not_usable() is None, triton.detail()),
+        "reference": (True, f"torch {torch.__version__}"),
+    }
     return [
         {"backend": name, "op": op, "available": details[name][0], "detail": details[name][1]}
         for name, ops in BACKENDS.items()
