@@ -17,6 +17,13 @@ constexpr double kTaskNs = 15000.0;          // tasks no smaller than this
 
 constexpr int64_t kRopedTokens = 512;  // whose cosines and sines stay in the second cache
 
+// Whether cosines and sines of the tokens are read.
+bool turns(const View& view) {
+  bool any = view.kind == Kind::roped || view.kind == Kind::turned;
+  for (int64_t i = 0; i < view.count; i++) any |= turns(view.parts[i]);
+  return any;
+}
+
 using Kernel = void (*)(const Call&, const Task&);
 
 struct Plan {
@@ -58,8 +65,7 @@ void run(const Call& call, Kernel kernel, int threads) {
     const int64_t wanted = ceil_div(4 * threads, heads), worth = static_cast<int64_t>(ns / kTaskNs) / heads;
     plan.splits = std::max<int64_t>(1, std::min({wanted, worth, units}));
   }
-  if (call.keys->kind == Kind::roped)
-    plan.splits = std::min(units, std::max(plan.splits, ceil_div(call.T, kRopedTokens)));
+  if (turns(*call.keys)) plan.splits = std::min(units, std::max(plan.splits, ceil_div(call.T, kRopedTokens)));
   if (plan.splits > 1) {
     partial.reset(new float[plan.splits * rows * (call.Dv + 1)]);
     plan.out = partial.get();
@@ -84,6 +90,7 @@ void attend(Call call, int threads) {
   static std::atomic<int64_t> calls{0};
   call.id = ++calls;
   call.grid_product = kernels.grid_product;
+  call.trellis = kernels.trellis;
   run(call, kernels.attend, threads);
 }
 void merge_segments(const Merge& call) { current().merge(call); }

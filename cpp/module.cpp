@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "driver.h"
+#include "encode_trellis.h"
 #include "isa.h"
 #include "operands.h"
 #include "pool.h"
@@ -87,6 +88,32 @@ void py_merge(nb::handle outs, nb::handle lses, int64_t rows, int64_t D, uintptr
       {n, rows, D, out_rows.data(), lse_rows.data(), reinterpret_cast<float*>(out), reinterpret_cast<float*>(lse)});
 }
 
+// windows: address of a fresh contiguous uint8 [R, n, D].
+void py_encode_trellis(nb::handle y, nb::handle weight, nb::handle bits, nb::handle tables, uintptr_t windows,
+                       int threads) {
+  const Tensor x = tensor_at(y, 0), w = tensor_at(weight, 0), b = tensor_at(bits, 0), t = tensor_at(tables, 0);
+  if (x.dims != 3) throw nb::value_error("y: expected [R, n, D]");
+  EncodeTrellis call;
+  call.R = x.shape[0];
+  call.n = x.shape[1];
+  call.D = x.shape[2];
+  expect("", "weight", w, {{"R", call.R}, {"D", call.D}}, 0);
+  expect("", "bits", b, {{"R", call.R}, {"D", call.D}}, 0);
+  expect("", "tables", t, {{"7", kTrellisRates}, {"256", kTrellisStates}}, 0);
+  call.y = x.as<float>();
+  call.y_r = x.stride[0];
+  call.y_n = x.stride[1];
+  call.y_d = x.stride[2];
+  call.weight = w.as<float>();
+  call.bits = b.as<uint8_t>();
+  call.tables = t.as<float>();
+  call.windows = reinterpret_cast<uint8_t*>(windows);
+  for (int64_t i = 0; i < call.R * call.D; i++)
+    if (call.bits[i] >= kTrellisRates) fail("bits: ", "expected 0 to 6, got " + std::to_string(call.bits[i]));
+  nb::gil_scoped_release release;
+  encode_trellis(call, threads);
+}
+
 nb::list py_isas() {
   nb::list rows;
   for (const Isa& isa : isas()) rows.append(nb::make_tuple(isa.kernels->name, isa.missing));
@@ -101,6 +128,7 @@ NB_MODULE(_native, m) {
   m.def("attend", &py_attend, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
         nb::arg(), nb::arg());
   m.def("merge_segments", &py_merge);
+  m.def("encode_trellis", &py_encode_trellis);
   m.def("isa", [] { return std::string(current().name); }, "Instruction set in use.");
   m.def("isas", &py_isas, "(name, missing CPU features) per build of the kernels, best first.");
   m.def("set_isa", &set_isa, nb::arg("name"), "Use one instruction set, or `auto` for the best.");

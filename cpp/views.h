@@ -7,6 +7,8 @@
 #include "roped.h"
 #include "signs.h"
 #include "sparse.h"
+#include "trellis.h"
+#include "turned.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
@@ -62,6 +64,10 @@ void prepare(Node& node) {
       return;
     case Kind::sparse:
       return sparse_prepare(node);
+    case Kind::trellis:
+      return trellis_prepare<S>(node);
+    case Kind::turned:
+      return turned_prepare<S>(node);
     case Kind::exact:
       return;
   }
@@ -81,6 +87,8 @@ void fill(const Node& node, int64_t token, int64_t count, float* tile) {
       return signs_fill<S>(node, token, tile);
     case Kind::polar:
       return polar_fill<S>(node, token, tile);
+    case Kind::trellis:
+      return trellis_fill<S>(node, token, tile);
     case Kind::sparse:
       clear(tile, view.D * kLanes);
       return sparse_add<S>(node, token, tile);
@@ -110,6 +118,8 @@ void fill(const Node& node, int64_t token, int64_t count, float* tile) {
     }
     case Kind::roped:
       return;  // only ever outermost
+    case Kind::turned:
+      return;  // never under what needs tiles
   }
 }
 
@@ -146,6 +156,10 @@ void add_scores(const Node& node, Span span, float* score, int64_t score_stride)
       return polar_scores<S>(node, span, score, score_stride);
     case Kind::sparse:
       return sparse_scores<S>(node, span, score, score_stride);
+    case Kind::trellis:
+      return trellis_scores<S>(node, span, score, score_stride);
+    case Kind::turned:
+      return turned_scores<S>(node, span, score, score_stride);
     case Kind::added:
     case Kind::joined:
       for (int64_t i = 0; i < node.view->count; i++) add_scores<S>(node.parts[i], span, score, score_stride);
@@ -174,6 +188,8 @@ void add_sums(const Node& node, Span span, const float* weight, int64_t weight_s
       return polar_sums<S>(node, span, weight, weight_stride);
     case Kind::sparse:
       return sparse_sums<S>(node, span, weight, weight_stride);
+    case Kind::trellis:
+      return trellis_sums<S>(node, span, weight, weight_stride);
     case Kind::added:
       for (int64_t i = 0; i < node.view->count; i++) add_sums<S>(node.parts[i], span, weight, weight_stride);
       return;
@@ -181,6 +197,7 @@ void add_sums(const Node& node, Span span, const float* weight, int64_t weight_s
       return joined_sums<S>(node, span, weight, weight_stride);
     case Kind::roped:
     case Kind::rotated:
+    case Kind::turned:
       return;  // never values
   }
 }

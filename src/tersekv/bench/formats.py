@@ -23,6 +23,8 @@ FORMATS = {
     "qjl256": "qjl:sketch=256,outliers=0,value_bits=4,initial_layers=0",
     "qjl256+outliers": "qjl:sketch=256,outlier_sketch=256,value_bits=4,initial_layers=0",
     "polar": "polarquant",
+    "trellis2": "trellis:bits=2,calibration=prompt",
+    "trellis3": "trellis:bits=3,calibration=prompt",
     "nuq4-1%": "kvquant:bits=4,calibration=prompt",
     "nuq4-1%-prerope": "kvquant:bits=4,calibration=prompt",
 }

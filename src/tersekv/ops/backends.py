@@ -45,6 +45,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "attend_packed": Implementation(cpu.attend_packed, cpu.why_not_attend_packed),
         "attend_exact": Implementation(cpu.attend_exact, cpu.why_not_attend_exact),
         "merge_segments": Implementation(cpu.merge_segments, cpu.why_not_merge_segments),
+        "encode_trellis": Implementation(cpu.encode_trellis, cpu.why_not_encode_trellis),
     },
     "triton": {
         "attend_packed": Implementation(triton.attend_packed, triton.why_not_attend_packed),
