@@ -27,8 +27,8 @@ from tersekv.errors import UserError
 from tersekv.formats.base import BLOCK_TOKENS, Planes, PlaneSpec
 from tersekv.ops.lanes import LANES, pack_lanes, unpack_lanes
 
-Way = Literal["column", "row", "lane", "field"]
-"""Where a token is in a block's plane: the last axis; the first; a lane of [groups, words, 16]; bits of all words."""
+Way = Literal["column", "lane", "field"]
+"""Where a token is in a block's plane: on the last axis; a lane of [groups, words, 16]; bits of all words."""
 
 
 def why_not_slots(codec: Codec, head_dim: int) -> str | None:
@@ -39,6 +39,8 @@ def why_not_slots(codec: Codec, head_dim: int) -> str | None:
         return "keys before RoPE need a position for each token as they are read, which pages do not hold"
     if getattr(codec, "axis", "token") != "token":
         return "its ranges span several tokens, so that a token cannot be coded alone (use axis=token)"
+    if isinstance(codec, Exact):
+        return "its tokens are not packed (a layer with exact keys and exact values is left to the engine)"
     layout = codec.layout(head_dim)
     if layout.block_tokens != BLOCK_TOKENS:
         return f"its blocks hold {layout.block_tokens} tokens, not {BLOCK_TOKENS}"
@@ -50,8 +52,6 @@ def why_not_slots(codec: Codec, head_dim: int) -> str | None:
 
 def way_of(codec: Codec, name: str, spec: PlaneSpec) -> Way | None:
     """Where a token is in a plane."""
-    if isinstance(codec, Exact):
-        return "row"
     if name.endswith("codes") and spec.dtype is torch.int32:
         return "lane" if codec.side == "keys" else "field"
     return "column" if spec.shape and spec.shape[-1] == BLOCK_TOKENS else None
@@ -88,7 +88,7 @@ class Slots:
             if reason := why_not_slots(codec, self.head_dim):
                 raise UserError(
                     f"{type(codec).__name__} for {codec.side} cannot live in an engine's pages: {reason}; use "
-                    "turboquant (whole bits), polarquant (codebook=offline), uniform, int4, normalfloat or exact"
+                    "turboquant (whole bits), polarquant (codebook=offline), uniform, int4 or normalfloat"
                 )
 
     @functools.cached_property
@@ -153,9 +153,8 @@ def write(codec: Codec, planes: Planes, specs: tuple[Plane, ...], x: Tensor, pla
             source = new.transpose(-1, -2).flatten(1, 3)[:, :T]
             by_token[:, places.block, places.token // LANES, places.token % LANES] = source
         else:
-            if plane.way == "column":
-                new, held = new.movedim(-1, 2), held.movedim(-1, 2)
-            held[:, places.block, places.token] = new.flatten(1, 2)[:, :T]
+            by_token = held.movedim(-1, 2)  # [H, N, 32, …]
+            by_token[:, places.block, places.token] = new.movedim(-1, 2).flatten(1, 2)[:, :T]
 
 
 def _write_fields(held: Tensor, new: Tensor, D: int, places: Places) -> None:
@@ -166,7 +165,9 @@ def _write_fields(held: Tensor, new: Tensor, D: int, places: Places) -> None:
     blocks[:, places.of_token, places.token] = codes
     written = torch.zeros((len(places.blocks), BLOCK_TOKENS), dtype=torch.int32)
     written[places.of_token, places.token] = 1
-    mask = (written.unsqueeze(-1) * _fields(bits)).sum(1, dtype=torch.int32)  # fields do not overlap: the sum is their or
+    mask = (written.unsqueeze(-1) * _fields(bits)).sum(
+        1, dtype=torch.int32
+    )  # fields do not overlap: the sum is their or
     held[:, places.blocks] = (held[:, places.blocks] & ~mask[:, None, :, None]) | pack_lanes(blocks, bits)
 
 

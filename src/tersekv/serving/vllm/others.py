@@ -28,7 +28,9 @@ def __getattr__(name: str) -> Any:
 
     recipe = configured(get_current_vllm_config_or_none())
     if recipe is not None:
-        raise UserError(f"recipe '{recipe}' cannot be served: {_reason(name)}; leave the recipe out for vLLM's own cache")
+        raise UserError(
+            f"recipe '{recipe}' cannot be served: {_reason(name)}; leave the recipe out for vLLM's own cache"
+        )
     return resolve_obj_by_qualname(AttentionBackendEnum[name].value)
 
 
