@@ -1,11 +1,12 @@
-"""Greedy answers with packed caches beside those of the full cache, in vLLM and in transformers: docs/serving.md's tables.
+"""Greedy answers with packed caches beside those of the full cache, in vLLM and in transformers: docs/serving.md's
+tables.
 
     python benchmarks/serving.py run --engine vllm --recipe turboquant:bits=4 --out FILE          # also: --recipe full
     python benchmarks/serving.py run --engine transformers --recipe turboquant:bits=4 --out FILE
     python benchmarks/serving.py table FILE… --into docs/serving.md
 
-Prompts: passages of Python's own documentation, from places drawn by seed, each with the request to explain it, as one turn
-of a chat; both engines get the same ids. bfloat16, batch as the engine has it (transformers: one by one).
+Prompts: passages of Python's own documentation, from places drawn by seed, each with the request to explain it, as one
+turn of a chat; both engines get the same ids. bfloat16, batch as the engine has it (transformers: one by one).
 """
 
 from __future__ import annotations

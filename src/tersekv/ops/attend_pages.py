@@ -1,7 +1,7 @@
 """Attention over packed tokens that lie in pages anywhere in one pool: contract and torch reference.
 
-Shapes: B batch, H key-value heads, R query rows per head, D head dim, P pages per row, p tokens per page, S pages in the
-pool; T = P·p tokens of a row.
+Shapes: B batch, H key-value heads, R query rows per head, D head dim, P pages per row, p tokens per page, S pages in
+the pool; T = P·p tokens of a row.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def attend_pages(
 
     Args:
         query: float32 [B, H, R, D], contiguous.
-        keys, values: the pool, S·p tokens; planes [B, H, …] whose leading axis usually has stride 0, since all rows share
-            the pool. A page is whole blocks.
+        keys, values: the pool, S·p tokens; planes [B, H, …] whose leading axis usually has stride 0, since all rows
+            share the pool. A page is whole blocks.
         pages: int32 [B, P], entry [b, i] the page with the tokens from i·p on of row b, 0 to S − 1; −1: none.
         mask: bool [B, q, T] with R % q == 0 (row r uses mask row r % q), True where a token is seen: never in a page −1.
         scaling: factor on the scores. softcap: s -> softcap·tanh(s/softcap), or None.

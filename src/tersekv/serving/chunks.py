@@ -1,8 +1,8 @@
 """Chunks of a cache as bytes that stand alone: what LMCache stores and sends, and any other store of prefixes could.
 
-A chunk is one or more tensors [s, L, T, H·D]: s = 2 for keys and values (s = 1 where a model caches one vector per token, as
-latent attention does; it is coded as keys), L layers, T tokens. Layers of all its tensors count on, and are those of the
-recipe. The bytes:
+A chunk is one or more tensors [s, L, T, H·D]: s = 2 for keys and values (s = 1 where a model caches one vector per
+token, as latent attention does; it is coded as keys), L layers, T tokens. Layers of all its tensors count on, and are
+those of the recipe. The bytes:
 
     header    "TKVC", version, CRC-32 of what the chunk is (recipe, head dim, shapes), CRC-32 of the planes   16 bytes
     planes    for each run of layers with one codec, keys and then values; each plane whole, in the layout's order
@@ -78,8 +78,8 @@ class ChunkCoder:
     def _check(self, codec: Codec) -> None:
         if reason := why_not_chunks(codec, self.head_dim):
             raise UserError(
-                f"{type(codec).__name__} for {codec.side} cannot code chunks that stand alone: {reason}; use kivi, uniform, "
-                "int4, normalfloat, turboquant (whole bits), polarquant (codebook=offline) or exact"
+                f"{type(codec).__name__} for {codec.side} cannot code chunks that stand alone: {reason}; use kivi, "
+                "uniform, int4, normalfloat, turboquant (whole bits), polarquant (codebook=offline) or exact"
             )
 
     def size(self, shapes: Sequence[Shape]) -> int:
@@ -108,7 +108,7 @@ class ChunkCoder:
                     planes[name].contiguous().view(-1).view(torch.uint8) for name in _order(run.codec, self.head_dim)
                 ]
         body = torch.cat([part.cpu() for part in parts]) if parts else torch.empty(0, dtype=torch.uint8)
-        head = HEADER.pack(MAGIC, VERSION, self._what(shapes), zlib.crc32(body.numpy()))
+        head = HEADER.pack(MAGIC, VERSION, self._what(shapes), zlib.crc32(memoryview(body.numpy())))
         return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), body])
 
     def unpack(self, data: Tensor, out: Sequence[Tensor]) -> None:
@@ -132,7 +132,7 @@ class ChunkCoder:
                 f"this chunk was packed with another recipe, head dim or shape than '{self.recipe}', {shapes}"
             )
         body = data[HEADER.size : need].contiguous()
-        if zlib.crc32(body.numpy()) != crc:
+        if zlib.crc32(memoryview(body.numpy())) != crc:
             raise CacheError("this chunk is damaged: its checksum differs; drop it and compute the tokens again")
         at = 0
         for x, runs in zip(out, self._runs(shapes), strict=True):
@@ -152,8 +152,8 @@ class ChunkCoder:
         return planes, at
 
     def _heads(self, x: Tensor, codec: Codec) -> Tensor:
-        """[L, T, H·D] to float32 [L, H, N·t, D]; the last token stands for those that fill the last block, so that they widen
-        no range."""
+        """[L, T, H·D] to float32 [L, H, N·t, D]; the last token stands for those that fill the last block, so that
+        they widen no range."""
         missing = -x.shape[1] % codec.layout(self.head_dim).block_tokens
         x = torch.cat([x, x[:, -1:].expand(-1, missing, -1)], dim=1) if missing else x
         return x.float().unflatten(2, (-1, self.head_dim)).transpose(1, 2).contiguous()

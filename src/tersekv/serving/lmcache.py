@@ -2,8 +2,8 @@
 
     {"type": "fs", "base_path": "/cache", "serde": {"type": "tersekv", "recipe": "turboquant:bits=4", "head_dim": 64}}
 
-`register()` makes the name known to the process that calls it; LMCache looks for no plug-ins of this kind. What a chunk's bytes
-are stands in `tersekv.serving.chunks`.
+`register()` makes the name known to the process that calls it; LMCache looks for no plug-ins of this kind. What a
+chunk's bytes are stands in `tersekv.serving.chunks`.
 """
 
 from __future__ import annotations

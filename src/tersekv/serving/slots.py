@@ -1,14 +1,14 @@
 """Slots: tokens of a fixed size that are written one by one, whatever block of 32 they share.
 
-A page of an engine holds p tokens of all KV heads of a layer, p a multiple of 32. Its bytes are p/32 blocks, each with all
-heads, each head with the planes of the keys and then those of the values, wider types first:
+A page of an engine holds p tokens of all KV heads of a layer, p a multiple of 32. Its bytes are p/32 blocks, each with
+all heads, each head with the planes of the keys and then those of the values, wider types first:
 
     page   [ block 0 | block 1 | … ]          block   [ head 0 | head 1 | … ]
     head   [ codes of keys | scales | … | codes of values | scales | … | rounded up to 32 bytes ]
 
-so that a head's token has `token_bytes` on average and blocks of all pages stand at equal distances, which is what kernels
-read. A token is a lane of the planes of keys and a column of those with tokens last; in the codes of values, whose lanes
-are channels, it is a field of bits of every word (`ops/lanes.py`).
+so that a head's token has `token_bytes` on average and blocks of all pages stand at equal distances, which is what
+kernels read. A token is a lane of the planes of keys and a column of those with tokens last; in the codes of values,
+whose lanes are channels, it is a field of bits of every word (`ops/lanes.py`).
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ class Slots:
 
 
 class Places(NamedTuple):
-    """Where tokens go: block and place in it int64 [T], the different blocks int64 [U], and each token's among these."""
+    """Where tokens go: block and place in it int64 [T], the different blocks int64 [U], and each token's among
+    these."""
 
     block: Tensor
     token: Tensor
@@ -140,7 +141,8 @@ class Places(NamedTuple):
 
 
 def write(codec: Codec, planes: Planes, specs: tuple[Plane, ...], x: Tensor, places: Places) -> None:
-    """Code x float32 [T, H, D] and put each token into its slot of planes [1, H, N, …]; other tokens stay as they are."""
+    """Code x float32 [T, H, D] and put each token into its slot of planes [1, H, N, …]; other tokens stay as they
+    are."""
     T = x.shape[0]
     whole = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -T % BLOCK_TOKENS)).transpose(0, 1).unsqueeze(0)
     coded = codec.encode(whole)
@@ -158,7 +160,8 @@ def write(codec: Codec, planes: Planes, specs: tuple[Plane, ...], x: Tensor, pla
 
 
 def _write_fields(held: Tensor, new: Tensor, D: int, places: Places) -> None:
-    """Codes of values: words [H, N, groups, W, 16] with b = W bits per code, since 32 tokens fill them without a rest."""
+    """Codes of values: words [H, N, groups, W, 16] with b = W bits per code, since 32 tokens fill them without a
+    rest."""
     bits = held.shape[-2]
     codes = unpack_lanes(new, bits, BLOCK_TOKENS, D).flatten(1, 2)[:, : len(places.token)]
     blocks = codes.new_zeros((held.shape[0], len(places.blocks), BLOCK_TOKENS, D))

@@ -3,9 +3,9 @@
     vllm serve MODEL --additional-config '{"tersekv": {"recipe": "turboquant:bits=4;0=exact;-1=exact"}}'
 
 or, for all engines of a shell, TERSEKV_VLLM_RECIPE="turboquant:bits=4". Without either nothing is changed: vLLM's own
-attention runs. With one, vLLM is told what a page of packed tokens weighs, so that its cache holds more of them; paging,
-scheduling, prefix caching, chunked prefill and tensor parallelism stay vLLM's own. No class of vLLM is patched: its registry
-of attention backends is given ours.
+attention runs. With one, vLLM is told what a page of packed tokens weighs, so that its cache holds more of them;
+paging, scheduling, prefix caching, chunked prefill and tensor parallelism stay vLLM's own. No class of vLLM is
+patched: its registry of attention backends is given ours.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ OWN = "CPU_ATTN"
 
 
 def register() -> None:
-    """Put our attention in place of vLLM's own on CPUs, and, elsewhere, what refuses a recipe. vLLM calls this in each of
-    its processes, sometimes twice."""
+    """Put our attention in place of vLLM's own on CPUs, and, elsewhere, what refuses a recipe. vLLM calls this in each
+    of its processes, sometimes twice."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     for backend in AttentionBackendEnum:

@@ -2,14 +2,14 @@
 
 How a layer becomes packed, all in vLLM's own steps:
 
-1. `Attention.__init__` asks the backend for its implementation: ours, if a recipe is set (`PackedImpl`), which checks what
-   the layer wants of it.
+1. `Attention.__init__` asks the backend for its implementation: ours, if a recipe is set (`PackedImpl`), which checks
+   what the layer wants of it.
 2. When the weights are loaded, each implementation looks which layer it belongs to, reads in the recipe what that layer
    does, and gives it the backend of its slot size, or vLLM's own implementation back (`process_weights_after_loading`).
-3. vLLM asks each layer's backend what a page weighs: `customize_spec` states `state_content_bytes`, bytes per token and KV
-   head. From here on capacity, block tables and prefix caching follow from it.
-4. At every step `PackedBuilder` plans where tokens go and who reads what, once for all layers; `PackedImpl.forward` writes
-   and reads.
+3. vLLM asks each layer's backend what a page weighs: `customize_spec` states `state_content_bytes`, bytes per token
+   and KV head. From here on capacity, block tables and prefix caching follow from it.
+4. At every step `PackedBuilder` plans where tokens go and who reads what, once for all layers; `PackedImpl.forward`
+   writes and reads.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from tersekv.errors import UserError
 from tersekv.formats.base import BLOCK_TOKENS
-from tersekv.serving.pages import Pool, Step
+from tersekv.serving.pages import Pool
 from tersekv.serving.slots import Slots
+from tersekv.serving.steps import Rows, Step
 from tersekv.serving.vllm.options import configured, slots_of, why_not_layer
 
 
@@ -62,10 +63,23 @@ class PackedBackend(CPUAttentionBackend):
     @functools.cache
     def of_slots(token_bytes: int) -> type[PackedBackend]:
         """The backend of packed layers with slots of so many bytes. vLLM tells backends apart by their names."""
-        body = {"token_bytes": token_bytes, "forward_includes_kv_cache_update": True}
-        body |= {"get_builder_cls": staticmethod(lambda: PackedBuilder)}
-        body |= {"get_supported_kernel_block_sizes": staticmethod(lambda spec=None: [MultipleOf(BLOCK_TOKENS)])}
-        return type(f"Packed{token_bytes}Backend", (PackedBackend,), body)
+        return type(f"Packed{token_bytes}Backend", (_OfSlots,), {"token_bytes": token_bytes})
+
+
+class _OfSlots(PackedBackend):
+    """What packed layers have in common."""
+
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        """Ours."""
+        return PackedBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Whole blocks."""
+        return [MultipleOf(BLOCK_TOKENS)]
 
 
 @dataclass
@@ -82,6 +96,8 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.page_tokens = kv_cache_spec.block_size
+        # a request may be left out of a step, and is still there for the next one
+        self.rows = Rows(2 * vllm_config.scheduler_config.max_num_seqs)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -97,6 +113,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
             batch.block_table_tensor[:n].clone(),
             batch.slot_mapping[:T].long(),
             self.page_tokens,
+            self.rows,
         )
         return PackedMetadata(T, step)
 
@@ -144,6 +161,8 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         name, layer = next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is self)
         recipe = configured(self._vllm_config)
         assert recipe is not None
+        if self._vllm_config.kv_transfer_config is not None:
+            raise UserError(f"recipe '{recipe}' is set, and so is a KV connector, which has not been tried with it")
         count = self._vllm_config.model_config.hf_text_config.num_hidden_layers
         self._slots = slots_of(recipe, extract_layer_index(name), count, self.head_size)
         if self._slots is None:
@@ -173,11 +192,11 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         n, step = attn_metadata.num_actual_tokens, attn_metadata.step
         pool = self._pool_of(kv_cache)
         pool.write(key[:n], value[:n], step)
-        output[:n] = pool.attend(query[:n], step, self.scale, self._softcap).view_as(output[:n])
+        output[:n] = pool.attend(query[:n], key[:n], value[:n], step).view_as(output[:n])
         return output
 
     def _pool_of(self, memory: Tensor) -> Pool:
         if self._pool is None or self._pool[0] != memory.data_ptr():
             assert self._slots is not None
-            self._pool = memory.data_ptr(), Pool(self._slots, memory)
+            self._pool = memory.data_ptr(), Pool(self._slots, memory, self.scale, self._softcap)
         return self._pool[1]

@@ -1,4 +1,5 @@
-"""What the user asked for: a recipe, found in vLLM's configuration or in the environment, and what it says of a layer."""
+"""What the user asked for: a recipe, found in vLLM's configuration or in the environment, and what it says of a
+layer."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def checked(text: str) -> Recipe:
     recipe = Recipe.parse(text)
     if recipe.tokens != Term(DEFAULT_POLICY):
         raise UserError(
-            f"recipe '{text}' has the token policy '{recipe.tokens}': vLLM's pages hold every token in a slot of one size, "
-            "so leave the policy out (exact first and latest tokens are none of a page's either)"
+            f"recipe '{text}' has the token policy '{recipe.tokens}': vLLM's pages hold every token in a slot of one "
+            "size, and the page that is being filled is read exactly, so leave the policy out"
         )
     return recipe
 

@@ -1,7 +1,7 @@
 """Every other attention backend of vLLM by its name: the same class as without the plug-in, unless a recipe is set.
 
-vLLM resolves a backend's class only when a layer chooses it, as `tersekv.serving.vllm.others.<NAME>`. A recipe that such a
-layer could not honour must not be forgotten silently.
+vLLM resolves a backend's class only when a layer chooses it, as `tersekv.serving.vllm.others.<NAME>`. A recipe that
+such a layer could not honour must not be forgotten silently.
 """
 
 from __future__ import annotations
