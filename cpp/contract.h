@@ -178,11 +178,19 @@ struct Scores {
   int64_t stride_b = 0, stride_h = 0, stride_q = 0, q = 1;
 };
 
+// Where the tokens of each batch row lie in the views, by pages of `tokens` each: entry [b, i] is the page of its
+// tokens from i * tokens on, or -1, which nobody sees. Without pages, token i of a row is token i of the views.
+struct Pages {
+  const int32_t* at = nullptr;  // [B, n], last axis contiguous
+  int64_t stride_b = 0, tokens = 0;
+};
+
 // `tokens_per_unit`: the driver splits tokens by whole units, in which both views can be read.
 struct Call {
   int64_t B = 0, H = 0, R = 0, T = 0, D = 0, Dv = 0, tokens_per_unit = 1;
   const float* query = nullptr;  // [B, H, R, D], contiguous
   Scores scores;
+  Pages pages;
   const View *keys = nullptr, *values = nullptr;
   GridFn (*grid_product)(const GridView&, int rows) = nullptr;
   const TrellisKernel* trellis = nullptr;

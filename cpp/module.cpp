@@ -53,8 +53,37 @@ Call common(nb::handle query, nb::handle mask, int64_t Dv, int64_t T, double sca
   return call;
 }
 
+// Whether a view's tokens may lie anywhere: not where a table or a list follows their order.
+bool pageable(const View& view) {
+  if (view.kind == Kind::roped || view.kind == Kind::sparse) return false;
+  for (int64_t i = 0; i < view.count; i++)
+    if (!pageable(view.parts[i])) return false;
+  return true;
+}
+
+// (table 3x, tokens per page): int32 [B, n] of pages of a segment of T tokens.
+Pages read_pages(nb::handle packed, const View& keys, const View& values, int64_t B, int64_t unit, int64_t& T) {
+  const Tensor x = tensor_at(packed, 0);
+  Pages pages{x.as<int32_t>(), x.stride[0], as_int(item(packed, 3))};
+  const int64_t n = x.dims == 2 ? x.shape[1] : 0;
+  expect("", "pages", x, {{"B", B}, {"n", n}}, 1);
+  if (!pageable(keys) || !pageable(values)) throw nb::value_error("pages: expected views without RoPE and outliers");
+  if (pages.tokens < 1 || pages.tokens % unit || T % pages.tokens)
+    throw nb::value_error(("pages: expected tokens per page to be a multiple of " + std::to_string(unit) +
+                           " and to divide T = " + std::to_string(T) + ", got " + std::to_string(pages.tokens))
+                              .c_str());
+  const int64_t count = T / pages.tokens;
+  for (int64_t b = 0; b < B; b++)
+    for (int64_t i = 0; i < n; i++)
+      if (const int32_t at = pages.at[b * pages.stride_b + i]; at < -1 || at >= count)
+        throw nb::value_error(
+            ("pages: expected -1 to " + std::to_string(count - 1) + ", got " + std::to_string(at)).c_str());
+  T = n * pages.tokens;
+  return pages;
+}
+
 void py_attend(nb::handle query, nb::handle keys, nb::handle values, nb::handle mask, double scaling, double softcap,
-               uintptr_t out, uintptr_t lse, int threads) {
+               uintptr_t out, uintptr_t lse, int threads, nb::handle pages) {
   const Tensor q = tensor_at(query, 0);
   if (q.dims != 4) throw nb::value_error("query: expected [B, H, R, D]");
   Operands operands(q.shape[0], q.shape[1]);
@@ -63,10 +92,15 @@ void py_attend(nb::handle query, nb::handle keys, nb::handle values, nb::handle 
     throw nb::value_error(
         ("values: expected T = " + std::to_string(key->T) + " tokens like the keys, got " + std::to_string(value->T))
             .c_str());
-  Call call = common(query, mask, value->D, key->T, scaling, softcap, out, lse);
+  const int64_t unit = std::lcm(key->t, value->t);
+  int64_t T = key->T;
+  Pages where;
+  if (!pages.is_none()) where = read_pages(pages, *key, *value, q.shape[0], unit, T);
+  Call call = common(query, mask, value->D, T, scaling, softcap, out, lse);
   call.keys = key;
   call.values = value;
-  call.tokens_per_unit = std::lcm(key->t, value->t);
+  call.pages = where;
+  call.tokens_per_unit = unit;
   if (call.T % call.tokens_per_unit)
     throw nb::value_error(("keys and values: expected a multiple of " + std::to_string(call.tokens_per_unit) +
                            " tokens, got " + std::to_string(call.T))
@@ -126,7 +160,7 @@ nb::list py_isas() {
 NB_MODULE(_native, m) {
   using namespace tersekv;
   m.def("attend", &py_attend, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
-        nb::arg(), nb::arg());
+        nb::arg(), nb::arg(), nb::arg().none() = nb::none());
   m.def("merge_segments", &py_merge);
   m.def("encode_trellis", &py_encode_trellis);
   m.def("isa", [] { return std::string(current().name); }, "Instruction set in use.");

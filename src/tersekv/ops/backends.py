@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tersekv.errors import UserError
 from tersekv.ops import attend_packed as packed_reference
+from tersekv.ops import attend_pages as pages_reference
 from tersekv.ops import cpu, triton
 from tersekv.ops import softmax as softmax_reference
 from tersekv.ops import trellis as trellis_reference
@@ -43,6 +44,7 @@ def _never(*call: Any) -> None:
 BACKENDS: dict[str, dict[str, Implementation]] = {
     "cpu": {
         "attend_packed": Implementation(cpu.attend_packed, cpu.why_not_attend_packed),
+        "attend_pages": Implementation(cpu.attend_pages, cpu.why_not_attend_pages),
         "attend_exact": Implementation(cpu.attend_exact, cpu.why_not_attend_exact),
         "merge_segments": Implementation(cpu.merge_segments, cpu.why_not_merge_segments),
         "encode_trellis": Implementation(cpu.encode_trellis, cpu.why_not_encode_trellis),
@@ -54,6 +56,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
     },
     "reference": {
         "attend_packed": Implementation(packed_reference.attend_packed, _never),
+        "attend_pages": Implementation(pages_reference.attend_pages, _never),
         "attend_exact": Implementation(softmax_reference.attend_exact, _never),
         "merge_segments": Implementation(softmax_reference.merge_segments, _never),
         "encode_trellis": Implementation(trellis_reference.encode_trellis, _never),

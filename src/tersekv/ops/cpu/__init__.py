@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tersekv.errors import UserError
 from tersekv.ops.attend_packed import Operand
-from tersekv.ops.cpu.operands import channels, pack, why_not
+from tersekv.ops.cpu.operands import channels, pack, why_not, why_not_in_pages
 
 ISA_VARIABLE = "TERSEKV_CPU_ISA"
 
@@ -70,6 +70,17 @@ def why_not_attend_packed(
     if _module is None and (reason := why_not_built()):
         return reason
     return why_not("keys", keys) or why_not("values", values) or _why_not_query(query, mask)
+
+
+def why_not_attend_pages(
+    query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
+    softcap: float | None,
+) -> str | None:  # fmt: skip
+    """Why `attend_pages` does not take this call; None if it does."""
+    reason = why_not_attend_packed(query, keys, values, mask, scaling, softcap)
+    if reason is None and (not pages.is_cpu or pages.dtype is not torch.int32):
+        reason = f"pages are {pages.dtype} on {pages.device}, not int32 on cpu"
+    return reason or why_not_in_pages("keys", keys) or why_not_in_pages("values", values)
 
 
 def why_not_attend_exact(
@@ -142,6 +153,23 @@ def attend_packed(
     native.attend(
         (query.data_ptr(), shape, query.stride()), pack("keys", keys), pack("values", values), _mask(mask), scaling,
         softcap or 0.0, out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out, lse
+
+
+def attend_pages(
+    query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `tersekv.ops.attend_pages`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
+    native = _module or _loaded()
+    query, pages = query.contiguous(), pages.contiguous()
+    shape = query.shape
+    out, lse = query.new_empty((*shape[:3], channels(values))), query.new_empty(shape[:3])
+    native.attend(
+        (query.data_ptr(), shape, query.stride()), pack("keys", keys), pack("values", values), _mask(mask), scaling,
+        softcap or 0.0, out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
+        (pages.data_ptr(), pages.shape, pages.stride(), page_tokens),
     )  # fmt: skip
     return out, lse
 

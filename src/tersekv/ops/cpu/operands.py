@@ -38,6 +38,15 @@ def why_not(name: str, operand: Operand) -> str | None:
     return kind.why_not(name, operand)
 
 
+def why_not_in_pages(name: str, operand: Operand) -> str | None:
+    """Why the kernels do not read the tokens of `operand` in another order than they lie in; None if they do."""
+    kind = _kind(operand)
+    if kind in ("roped", "sparse"):
+        return f"{name} are {kind}: their tokens have one order"
+    parts = operand.views if kind in ("added", "joined") else []  # type: ignore[union-attr]
+    return next((reason for view in parts if (reason := why_not_in_pages(name, view.operand))), None)
+
+
 def pack(name: str, operand: Operand) -> tuple:
     """The operand as the extension takes it."""
     return _KINDS[_kind(operand)].pack(name, operand)
