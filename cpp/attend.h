@@ -99,7 +99,7 @@ void attend(const Call& call, const Task& task) {
 
 template <class S>
 constexpr Kernels kernels_of(GridFn (*grid_product)(const GridView&, int rows)) {
-  return {S::kName, S::kNsPerProduct, attend<S>, merge_rows<S>, grid_product};
+  return {S::kName, S::kNsPerProduct, attend<S>, merge_rows<S>, grid_product, false};
 }
 
 }  // namespace

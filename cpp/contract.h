@@ -38,6 +38,9 @@ struct GridView {
   Plane scale, offset;
   const float* table = nullptr;
   int64_t table_stride_b = 0;
+  // What a task multiplies: table[code] = unit · entries[code] + middle, nearly. Without rounding it is the table.
+  const float* entries = nullptr;
+  float unit = 1.0f, middle = 0.0f;
 };
 
 // One block of a GridView.
@@ -161,6 +164,7 @@ struct Call {
   Scores scores;
   const View *keys = nullptr, *values = nullptr;
   GridFn (*grid_product)(const GridView&, int rows) = nullptr;
+  bool rounds = false;   // grid_product multiplies in bfloat16
   int64_t id = 0;        // no two calls of a process have the same
   float* out = nullptr;  // [B, H, R, Dv]
   float* lse = nullptr;  // [B, H, R]
@@ -188,6 +192,7 @@ struct Kernels {
   void (*attend)(const Call&, const Task&);
   void (*merge)(const Merge&);
   GridFn (*grid_product)(const GridView&, int rows);
+  bool rounds;  // grid_product multiplies in bfloat16
 };
 
 // 64-byte aligned memory of the calling thread, valid until the thread calls reset_scratch.

@@ -84,6 +84,7 @@ void attend(Call call, int threads) {
   static std::atomic<int64_t> calls{0};
   call.id = ++calls;
   call.grid_product = kernels.grid_product;
+  call.rounds = kernels.rounds;
   run(call, kernels.attend, threads);
 }
 void merge_segments(const Merge& call) { current().merge(call); }

@@ -4,8 +4,8 @@
 namespace tersekv {
 // Grids of up to 4 bits in bfloat16, everything else as kernels_avx512 does it.
 const Kernels& kernels_avx512bf16() {
-  static const Kernels kernels = {Avx512Bf16::kName, Avx512Bf16::kNsPerProduct, kernels_avx512().attend,
-                                  kernels_avx512().merge, grid_product_avx512bf16};
+  static const Kernels kernels = {Avx512Bf16::kName,      Avx512Bf16::kNsPerProduct, kernels_avx512().attend,
+                                  kernels_avx512().merge, grid_product_avx512bf16,   true};
   return kernels;
 }
 }  // namespace tersekv
