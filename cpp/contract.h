@@ -164,10 +164,8 @@ struct Call {
   Scores scores;
   const View *keys = nullptr, *values = nullptr;
   GridFn (*grid_product)(const GridView&, int rows) = nullptr;
-  bool rounds = false;   // grid_product multiplies in bfloat16
-  int64_t id = 0;        // no two calls of a process have the same
-  float* out = nullptr;  // [B, H, R, Dv]
-  float* lse = nullptr;  // [B, H, R]
+  bool rounds = false;  // grid_product multiplies in bfloat16
+  int64_t id = 0;       // no two calls of a process have the same
 };
 
 // Rows [row, row + rows) of one head over units [first, last), written to out and lse laid out as in Call.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,10 +18,12 @@ from torch import Tensor
 
 from tersekv.errors import UserError
 from tersekv.ops import attend_packed as packed_reference
+from tersekv.ops import attend_segments as segments_reference
 from tersekv.ops import cpu
 from tersekv.ops import softmax as softmax_reference
 from tersekv.ops import trellis as trellis_reference
 from tersekv.ops.attend_packed import Operand
+from tersekv.ops.attend_segments import Segment
 
 BACKEND_VARIABLE = "TERSEKV_BACKEND"
 AUTO = "auto"
@@ -42,11 +44,13 @@ def _never(*call: Any) -> None:
 BACKENDS: dict[str, dict[str, Implementation]] = {
     "cpu": {
         "attend_packed": Implementation(cpu.attend_packed, cpu.why_not_attend_packed),
+        "attend_segments": Implementation(cpu.attend_segments, cpu.why_not_attend_segments),
         "attend_exact": Implementation(cpu.attend_exact, cpu.why_not_attend_exact),
         "merge_segments": Implementation(cpu.merge_segments, cpu.why_not_merge_segments),
     },
     "reference": {
         "attend_packed": Implementation(packed_reference.attend_packed, _never),
+        "attend_segments": Implementation(segments_reference.attend_segments, _never),
         "attend_exact": Implementation(softmax_reference.attend_exact, _never),
         "merge_segments": Implementation(softmax_reference.merge_segments, _never),
         "encode_trellis": Implementation(trellis_reference.encode_trellis, _never),
@@ -107,6 +111,13 @@ def attend_packed(
 ) -> tuple[Tensor, Tensor]:
     """Attention over a packed segment, see `tersekv.ops.attend_packed`: out [B, H, R, Dv] and lse [B, H, R]."""
     return _run("attend_packed", query, keys, values, mask, scaling, softcap)
+
+
+def attend_segments(
+    query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention over all segments, see `tersekv.ops.attend_segments`: out [B, H, R, Dv] and lse [B, H, R]."""
+    return _run("attend_segments", query, segments, scaling, softcap)
 
 
 def attend_exact(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tersekv.errors import UserError
 from tersekv.ops.attend_packed import Operand
+from tersekv.ops.attend_segments import Segment
 from tersekv.ops.cpu.operands import channels, pack, why_not
 
 ISA_VARIABLE = "TERSEKV_CPU_ISA"
@@ -63,22 +65,27 @@ def set_isa(name: str) -> None:
     _loaded().set_isa(name)
 
 
+def why_not_attend_segments(
+    query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
+) -> str | None:
+    """Why `attend_segments` does not take this call; None if it does."""
+    if _module is None and (reason := why_not_built()):
+        return reason
+    for keys, values, mask in segments:
+        if reason := why_not("keys", keys) or why_not("values", values) or _why_not_mask(mask):
+            return reason
+    return _why_not_query(query)
+
+
 def why_not_attend_packed(
     query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> str | None:
     """Why `attend_packed` does not take this call; None if it does."""
-    if _module is None and (reason := why_not_built()):
-        return reason
-    return why_not("keys", keys) or why_not("values", values) or _why_not_query(query, mask)
+    return why_not_attend_segments(query, [Segment(keys, values, mask)], scaling, softcap)
 
 
-def why_not_attend_exact(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
-) -> str | None:
-    """Why `attend_exact` does not take this call; None if it does."""
-    if _module is None and (reason := why_not_built()):
-        return reason
-    return why_not("keys", key) or why_not("values", value) or _why_not_query(query, mask)
+why_not_attend_exact = why_not_attend_packed
+"""The same, with unpacked tokens on both sides."""
 
 
 def why_not_merge_segments(outs: list[Tensor], lses: list[Tensor]) -> str | None:
@@ -95,13 +102,17 @@ def why_not_merge_segments(outs: list[Tensor], lses: list[Tensor]) -> str | None
     return None
 
 
-def _why_not_query(query: Tensor, mask: Tensor | None) -> str | None:
+def _why_not_query(query: Tensor) -> str | None:
     if not query.is_cpu:
         return f"query is on {query.device}, not on cpu"
     if query.dtype is not torch.float32:
         return f"query is {query.dtype}, not float32"
     if query.requires_grad and torch.is_grad_enabled():
         return "query needs a gradient"
+    return None
+
+
+def _why_not_mask(mask: Tensor | None) -> str | None:
     if mask is not None:
         if not mask.is_cpu:
             return f"mask is on {mask.device}, not on cpu"
@@ -119,19 +130,27 @@ def _mask(mask: Tensor | None) -> tuple | None:
     return mask.data_ptr(), mask.shape, mask.stride(), mask
 
 
+def attend_segments(
+    query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """See `tersekv.ops.attend_segments`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
+    native = _module or _loaded()
+    query = query.contiguous()
+    shape, Dv = query.shape, channels(segments[0].values)
+    out, lse = query.new_empty((*shape[:3], Dv)), query.new_empty(shape[:3])
+    packed = tuple([(pack("keys", keys), pack("values", values), _mask(mask)) for keys, values, mask in segments])
+    native.attend(
+        (query.data_ptr(), shape, query.stride()), packed, scaling, softcap or 0.0, Dv, out.data_ptr(), lse.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out, lse
+
+
 def attend_packed(
     query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """See `tersekv.ops.attend_packed`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
-    native = _module or _loaded()
-    query = query.contiguous()
-    shape = query.shape
-    out, lse = query.new_empty((*shape[:3], channels(values))), query.new_empty(shape[:3])
-    native.attend(
-        (query.data_ptr(), shape, query.stride()), pack("keys", keys), pack("values", values), _mask(mask), scaling,
-        softcap or 0.0, out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
-    return out, lse
+    return attend_segments(query, [Segment(keys, values, mask)], scaling, softcap)
 
 
 attend_exact = attend_packed
