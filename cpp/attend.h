@@ -119,7 +119,7 @@ void attend(const Call& call, const Task& task) {
 template <class S>
 constexpr Kernels kernels_of(GridFn (*grid_product)(const GridView&, int rows),
                              decltype(Kernels::encode_trellis) encode_trellis) {
-  return {S::kName, S::kNsPerProduct, attend<S>, merge_rows<S>, grid_product, encode_trellis, nullptr};
+  return {S::kName, S::kNsPerProduct, attend<S>, merge_rows<S>, grid_product, false, encode_trellis, nullptr};
 }
 
 }  // namespace

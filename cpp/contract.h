@@ -38,6 +38,9 @@ struct GridView {
   Plane scale, offset;
   const float* table = nullptr;
   int64_t table_stride_b = 0;
+  // What a task multiplies: table[code] = unit · entries[code] + middle, nearly. Without rounding it is the table.
+  const float* entries = nullptr;
+  float unit = 1.0f, middle = 0.0f;
 };
 
 // One block of a GridView.
@@ -193,10 +196,9 @@ struct Call {
   Pages pages;
   const View *keys = nullptr, *values = nullptr;
   GridFn (*grid_product)(const GridView&, int rows) = nullptr;
+  bool rounds = false;  // grid_product multiplies in bfloat16
   const TrellisKernel* trellis = nullptr;
-  int64_t id = 0;        // no two calls of a process have the same
-  float* out = nullptr;  // [B, H, R, Dv]
-  float* lse = nullptr;  // [B, H, R]
+  int64_t id = 0;  // no two calls of a process have the same
 };
 
 // Rows [row, row + rows) of one head over units [first, last), written to out and lse laid out as in Call.
@@ -221,6 +223,7 @@ struct Kernels {
   void (*attend)(const Call&, const Task&);
   void (*merge)(const Merge&);
   GridFn (*grid_product)(const GridView&, int rows);
+  bool rounds;  // grid_product multiplies in bfloat16
   void (*encode_trellis)(const EncodeTrellis&, int64_t row, int64_t first, int64_t last);
   const TrellisKernel* trellis;  // null: trellis.h does it
 };

@@ -7,8 +7,8 @@ namespace tersekv {
 // kernels_avx512 does it.
 const Kernels& kernels_avx512bf16() {
   static const Kernels kernels = {Avx512Bf16::kName,      Avx512Bf16::kNsPerProduct, kernels_avx512().attend,
-                                  kernels_avx512().merge, grid_product_avx512bf16,   encode_trellis_avx512,
-                                  trellis_kernel()};
+                                  kernels_avx512().merge, grid_product_avx512bf16,   true,
+                                  encode_trellis_avx512,  trellis_kernel()};
   return kernels;
 }
 }  // namespace tersekv

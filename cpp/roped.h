@@ -15,11 +15,14 @@ struct RopePair {
 
 constexpr int kRopedTiles = 2;
 
+struct RopedGrid;
+
 struct RopedOwn {
   RopePair* pairs;
   int32_t* plain;  // channels that do not turn
   int64_t pair_count, plain_count, columns, tile_floats;
-  float* tile;  // kRopedTiles of them
+  float* tile;      // kRopedTiles of them
+  RopedGrid* grid;  // roped_grid.h; null: through tiles
 };
 
 // Columns of cos and sin that are read, each once: cos in front.

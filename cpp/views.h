@@ -4,7 +4,7 @@
 #include "exact.h"
 #include "grid_tile.h"
 #include "polar.h"
-#include "roped.h"
+#include "roped_grid.h"
 #include "signs.h"
 #include "sparse.h"
 #include "trellis.h"
@@ -52,7 +52,9 @@ void prepare(Node& node) {
       return polar_prepare<S>(node);
     case Kind::roped:
       prepare_parts<S>(node);
-      return roped_prepare<S>(node);
+      roped_prepare<S>(node);
+      static_cast<RopedOwn*>(node.own)->grid = roped_grid(node);
+      return;
     case Kind::rotated:
       prepare_parts<S>(node);
       node.own = scratch((node.view->D + kTileSlack) * kLanes);
@@ -127,6 +129,7 @@ template <class S>
 void roped_scores(const Node& node, Span span, float* score, int64_t score_stride) {
   const Task& task = *node.task;
   const RopedOwn& own = *static_cast<RopedOwn*>(node.own);
+  if (own.grid) return roped_grid_scores<S>(node, *own.grid, span, score, score_stride);
   const int64_t unit = node.call->tokens_per_unit, first = task.first * unit, tokens = task.last * unit - first;
   for (int64_t token = span.first; token < span.last; token += kRopedTiles * kLanes) {
     int64_t tiles = 0;

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,10 +20,12 @@ from torch import Tensor
 from tersekv.errors import UserError
 from tersekv.ops import attend_packed as packed_reference
 from tersekv.ops import attend_pages as pages_reference
+from tersekv.ops import attend_segments as segments_reference
 from tersekv.ops import cpu, triton
 from tersekv.ops import softmax as softmax_reference
 from tersekv.ops import trellis as trellis_reference
 from tersekv.ops.attend_packed import Operand
+from tersekv.ops.attend_segments import Segment
 
 BACKEND_VARIABLE = "TERSEKV_BACKEND"
 AUTO = "auto"
@@ -45,18 +47,21 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
     "cpu": {
         "attend_packed": Implementation(cpu.attend_packed, cpu.why_not_attend_packed),
         "attend_pages": Implementation(cpu.attend_pages, cpu.why_not_attend_pages),
+        "attend_segments": Implementation(cpu.attend_segments, cpu.why_not_attend_segments),
         "attend_exact": Implementation(cpu.attend_exact, cpu.why_not_attend_exact),
         "merge_segments": Implementation(cpu.merge_segments, cpu.why_not_merge_segments),
         "encode_trellis": Implementation(cpu.encode_trellis, cpu.why_not_encode_trellis),
     },
     "triton": {
         "attend_packed": Implementation(triton.attend_packed, triton.why_not_attend_packed),
+        "attend_segments": Implementation(triton.attend_segments, triton.why_not_attend_segments),
         "attend_exact": Implementation(triton.attend_exact, triton.why_not_attend_exact),
         "merge_segments": Implementation(triton.merge_segments, triton.why_not_merge_segments),
     },
     "reference": {
         "attend_packed": Implementation(packed_reference.attend_packed, _never),
         "attend_pages": Implementation(pages_reference.attend_pages, _never),
+        "attend_segments": Implementation(segments_reference.attend_segments, _never),
         "attend_exact": Implementation(softmax_reference.attend_exact, _never),
         "merge_segments": Implementation(softmax_reference.merge_segments, _never),
         "encode_trellis": Implementation(trellis_reference.encode_trellis, _never),
@@ -117,6 +122,13 @@ def attend_packed(
 ) -> tuple[Tensor, Tensor]:
     """Attention over a packed segment, see `tersekv.ops.attend_packed`: out [B, H, R, Dv] and lse [B, H, R]."""
     return _run("attend_packed", query, keys, values, mask, scaling, softcap)
+
+
+def attend_segments(
+    query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention over all segments, see `tersekv.ops.attend_segments`: out [B, H, R, Dv] and lse [B, H, R]."""
+    return _run("attend_segments", query, segments, scaling, softcap)
 
 
 def attend_exact(

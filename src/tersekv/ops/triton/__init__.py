@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from tersekv.ops.attend_packed import Operand
+from tersekv.ops.attend_segments import Segment
 
 MAX_ROWS = 256
 """Most query rows per key-value head: more are a prompt's chunk, a matrix product's work."""
@@ -79,6 +81,14 @@ def why_not_attend_packed(
 why_not_attend_exact = why_not_attend_packed
 
 
+def why_not_attend_segments(
+    query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
+) -> str | None:
+    """Why `attend_segments` does not take this call; None if it does."""
+    reasons = (why_not_attend_packed(query, *segment, scaling, softcap) for segment in segments)
+    return next((reason for reason in reasons if reason), None)
+
+
 def why_not_merge_segments(outs: list[Tensor], lses: list[Tensor]) -> str | None:
     """Why `merge_segments` does not take this call; None if it does."""
     if reason := why_not_usable(outs[0].device):
@@ -118,6 +128,16 @@ def attend_packed(
 
 attend_exact = attend_packed
 """See `tersekv.ops.softmax`: the same, with unpacked tokens on both sides."""
+
+
+def attend_segments(
+    query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """See `tersekv.ops.attend_segments`: a launch for each segment and one that joins them."""
+    results = [attend_packed(query, *segment, scaling, softcap) for segment in segments]
+    if len(results) == 1:
+        return results[0]
+    return merge_segments([out for out, _ in results], [lse for _, lse in results])
 
 
 def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
