@@ -61,6 +61,22 @@ struct Workspace {
   }
 };
 
+// The next tokens that a task reads at once: they end at t1, and lie `shift` further on in the views.
+struct Chunk {
+  int64_t t1 = 0, shift = 0;
+  bool there = true;
+
+  Chunk(const Call& call, const Task& task, int64_t t0, int64_t end, int64_t most) {
+    t1 = end - t0 < most ? end : t0 + most;
+    if (!call.pages.at) return;
+    const int64_t tokens = call.pages.tokens, page = t0 / tokens, page_end = (page + 1) * tokens;
+    const int64_t at = call.pages.at[task.b * call.pages.stride_b + page];
+    if (page_end < t1) t1 = page_end;
+    shift = (at - page) * tokens;
+    there = at >= 0;
+  }
+};
+
 template <class S>
 void attend(const Call& call, const Task& task) {
   reset_scratch();
@@ -81,25 +97,29 @@ void attend(const Call& call, const Task& task) {
   prepare<S>(keys);
   prepare<S>(values);
   const int64_t end = task.last * unit;
-  for (int64_t t0 = task.first * unit; t0 < end; t0 += chunk) {
-    const int64_t t1 = end - t0 < chunk ? end : t0 + chunk;
+  for (int64_t t0 = task.first * unit, t1; t0 < end; t0 = t1) {
+    const Chunk next(call, task, t0, end, chunk);
+    t1 = next.t1;
+    if (!next.there) continue;
+    const int64_t first = t0 + next.shift, last = t1 + next.shift;
     row_tiles(task.rows, [&](int64_t row, int64_t rows) {
       float* score = w.score + row * w.score_stride;
       for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < round_up(t1 - t0, kLanes); i++) score[r * w.score_stride + i] = 0.0f;
-      add_scores<S>(keys, {row, rows, t0, t1}, score, w.score_stride);
+      add_scores<S>(keys, {row, rows, first, last}, score, w.score_stride);
     });
     if (!w.weigh_chunk<S>(call, task, t0, t1 - t0)) continue;
     row_tiles(task.rows, [&](int64_t row, int64_t rows) {
-      add_sums<S>(values, {row, rows, t0, t1}, w.score + row * w.score_stride, w.score_stride);
+      add_sums<S>(values, {row, rows, first, last}, w.score + row * w.score_stride, w.score_stride);
     });
   }
   w.finish(call, task);
 }
 
 template <class S>
-constexpr Kernels kernels_of(GridFn (*grid_product)(const GridView&, int rows)) {
-  return {S::kName, S::kNsPerProduct, attend<S>, merge_rows<S>, grid_product};
+constexpr Kernels kernels_of(GridFn (*grid_product)(const GridView&, int rows),
+                             decltype(Kernels::encode_trellis) encode_trellis) {
+  return {S::kName, S::kNsPerProduct, attend<S>, merge_rows<S>, grid_product, false, encode_trellis, nullptr};
 }
 
 }  // namespace

@@ -13,6 +13,11 @@ struct Avx2Bytes : Avx2 {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
   }
+  // Sixteen 16-bit words, one per lane.
+  static Words load_halves(const uint16_t* p) {
+    const auto* v = reinterpret_cast<const __m128i*>(p);
+    return {_mm256_cvtepu16_epi32(_mm_loadu_si128(v)), _mm256_cvtepu16_epi32(_mm_loadu_si128(v + 1))};
+  }
   static Words shift_right(Words w, int n) {
     const __m128i count = _mm_cvtsi32_si128(n);
     return {_mm256_srl_epi32(w.lo, count), _mm256_srl_epi32(w.hi, count)};

@@ -38,6 +38,10 @@ struct Avx512Bytes : Avx512 {
   static Words load_bytes(const uint8_t* p) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
+  // Sixteen 16-bit words, one per lane.
+  static Words load_halves(const uint16_t* p) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
   static Words shift_right(Words w, int n) { return _mm512_srl_epi32(w, _mm_cvtsi32_si128(n)); }
   static Words shift_left(Words w, int n) { return _mm512_sll_epi32(w, _mm_cvtsi32_si128(n)); }
   static Words with(Words w, uint32_t bits) { return _mm512_and_si512(w, _mm512_set1_epi32(static_cast<int>(bits))); }

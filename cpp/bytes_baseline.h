@@ -14,6 +14,12 @@ struct BaselineBytes : Baseline {
     for (int i = 0; i < kLanes; i++) out[i] = p[i];
     return out;
   }
+  // Sixteen 16-bit words, one per lane.
+  static Words load_halves(const uint16_t* p) {
+    Words out;
+    for (int i = 0; i < kLanes; i++) out[i] = p[i];
+    return out;
+  }
   static Words shift_right(Words w, int n) { return w >> n; }
   static Words shift_left(Words w, int n) { return w << n; }
   static Words with(Words w, uint32_t bits) { return w & bits; }

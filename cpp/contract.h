@@ -7,7 +7,7 @@
 namespace tersekv {
 
 enum class Float : int { f32 = 0, f16 = 1, bf16 = 2 };
-enum class Kind : int { exact, grid, signs, polar, sparse, added, joined, roped, rotated };
+enum class Kind : int { exact, grid, signs, polar, sparse, added, joined, roped, rotated, trellis, turned };
 
 // static: kernels are compiled with other flags, and the linker must not share their copies of inline functions.
 constexpr int kLanes = 16;
@@ -38,6 +38,9 @@ struct GridView {
   Plane scale, offset;
   const float* table = nullptr;
   int64_t table_stride_b = 0;
+  // What a task multiplies: table[code] = unit · entries[code] + middle, nearly. Without rounding it is the table.
+  const float* entries = nullptr;
+  float unit = 1.0f, middle = 0.0f;
 };
 
 // One block of a GridView.
@@ -121,6 +124,26 @@ struct SparseView {
   const uint16_t *places = nullptr, *values = nullptr;
 };
 
+constexpr int kTrellisStates = 256;
+constexpr int kTrellisRates = 7;  // 0 to 6 bits
+
+// Windows in a ring of bits, blocks of 32 tokens; see formats/trellis.py. Each head's bits add up to 16 * words.
+struct TrellisView {
+  int64_t words = 0;
+  const uint16_t* stream = nullptr;  // [B, H, N, words, 32]
+  int64_t stride_b = 0, stride_h = 0, stride_n = 0;
+  const uint8_t* gain = nullptr;  // [B, H, N, 32]
+  int64_t gain_b = 0, gain_h = 0, gain_n = 0;
+  const uint8_t* bits = nullptr;  // [1 or B, H, D]
+  int64_t bits_b = 0, bits_h = 0;
+  const float* scale = nullptr;  // [1 or B, H, D]
+  int64_t scale_b = 0, scale_h = 0;
+  const float* tables = nullptr;    // [7, 256]
+  const int8_t* entries = nullptr;  // [7, 256], the same in units of each; null where they are no such numbers
+  float unit[kTrellisRates] = {};
+  const float* gains = nullptr;  // of all 256 codes
+};
+
 // Channel d becomes x[d]·cos[column] + sign·x[partner]·sin[sin_column]; one without a partner (-1) stays.
 struct RopeChannel {
   int32_t partner, cos_column, sin_column, sign;
@@ -136,11 +159,12 @@ struct RopeView {
 struct View {
   Kind kind = Kind::exact;
   int64_t D = 0, T = 0, t = 1;  // t: it is read in multiples of t tokens
-  DenseView dense;
+  DenseView dense;              // of `turned`: one vector per head
   GridView grid;
   SignsView signs;
   PolarView polar;
   SparseView sparse;
+  TrellisView trellis;
   RopeView rope;
   const float* rotation = nullptr;  // [D, D], x = rotation^T * part
   int64_t rotation_stride_b = 0, rotation_stride_h = 0;
@@ -148,10 +172,20 @@ struct View {
   int64_t count = 0;
 };
 
+struct TrellisKernel;  // trellis_kernel.h
+struct EncodeTrellis;  // encode_trellis.h
+
 struct Scores {
   float scaling = 1.0f, softcap = 0.0f;  // softcap 0: none
   const uint8_t* mask = nullptr;         // [B, 1 or H, q, T], last axis contiguous; null: every token is seen
   int64_t stride_b = 0, stride_h = 0, stride_q = 0, q = 1;
+};
+
+// Where the tokens of each batch row lie in the views, by pages of `tokens` each: entry [b, i] is the page of its
+// tokens from i * tokens on, or -1, which nobody sees. Without pages, token i of a row is token i of the views.
+struct Pages {
+  const int32_t* at = nullptr;  // [B, n], last axis contiguous
+  int64_t stride_b = 0, tokens = 0;
 };
 
 // `tokens_per_unit`: the driver splits tokens by whole units, in which both views can be read.
@@ -159,11 +193,12 @@ struct Call {
   int64_t B = 0, H = 0, R = 0, T = 0, D = 0, Dv = 0, tokens_per_unit = 1;
   const float* query = nullptr;  // [B, H, R, D], contiguous
   Scores scores;
+  Pages pages;
   const View *keys = nullptr, *values = nullptr;
   GridFn (*grid_product)(const GridView&, int rows) = nullptr;
-  int64_t id = 0;        // no two calls of a process have the same
-  float* out = nullptr;  // [B, H, R, Dv]
-  float* lse = nullptr;  // [B, H, R]
+  bool rounds = false;  // grid_product multiplies in bfloat16
+  const TrellisKernel* trellis = nullptr;
+  int64_t id = 0;  // no two calls of a process have the same
 };
 
 // Rows [row, row + rows) of one head over units [first, last), written to out and lse laid out as in Call.
@@ -188,6 +223,9 @@ struct Kernels {
   void (*attend)(const Call&, const Task&);
   void (*merge)(const Merge&);
   GridFn (*grid_product)(const GridView&, int rows);
+  bool rounds;  // grid_product multiplies in bfloat16
+  void (*encode_trellis)(const EncodeTrellis&, int64_t row, int64_t first, int64_t last);
+  const TrellisKernel* trellis;  // null: trellis.h does it
 };
 
 // 64-byte aligned memory of the calling thread, valid until the thread calls reset_scratch.

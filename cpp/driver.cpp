@@ -17,75 +17,115 @@ constexpr double kTaskNs = 15000.0;          // tasks no smaller than this
 
 constexpr int64_t kRopedTokens = 512;  // whose cosines and sines stay in the second cache
 
-using Kernel = void (*)(const Call&, const Task&);
+// Whether cosines and sines of the tokens are read.
+bool turns(const View& view) {
+  bool any = view.kind == Kind::roped || view.kind == Kind::turned;
+  for (int64_t i = 0; i < view.count; i++) any |= turns(view.parts[i]);
+  return any;
+}
 
+// One call's share of the tasks: `first` is its first one's number, `out` and `lse` are of its first split.
 struct Plan {
-  const Call& call;
-  Kernel kernel;
-  int64_t row_blocks, splits, units;
+  const Call* call;
+  int64_t first, row_blocks, splits, units;
+  double ns;
   float* out;  // [splits] of [B, H, R, Dv]
   float* lse;  // [splits] of [B, H, R]
 
+  int64_t heads() const { return call->B * call->H; }
+  int64_t tasks() const { return heads() * row_blocks * splits; }
+
   void run(int64_t index) const {
     // Heads of the same tokens follow each other: what depends on the token alone is at hand.
-    const int64_t heads = call.B * call.H, head = index % heads, rest = index / heads;
+    const int64_t head = index % heads(), rest = index / heads();
     const int64_t block = rest % row_blocks, split = rest / row_blocks;
     Task task;
-    task.b = head / call.H;
-    task.h = head % call.H;
+    task.b = head / call->H;
+    task.h = head % call->H;
     task.row = block * kRowBlock;
-    task.rows = std::min(kRowBlock, call.R - task.row);
+    task.rows = std::min(kRowBlock, call->R - task.row);
     task.first = units * split / splits;
     task.last = units * (split + 1) / splits;
-    const int64_t rows = call.B * call.H * call.R;
-    task.out = out + split * rows * call.Dv;
+    const int64_t rows = heads() * call->R;
+    task.out = out + split * rows * call->Dv;
     task.lse = lse + split * rows;
-    kernel(call, task);
+    current().attend(*call, task);
   }
 };
 
-void run(const Call& call, Kernel kernel, int threads) {
-  const int64_t rows = call.B * call.H * call.R, units = call.T / call.tokens_per_unit;
-  if (rows == 0) return;
+Plan plan_of(const Call& call) {
+  Plan plan{&call, 0, ceil_div(call.R, kRowBlock), 1, call.T / call.tokens_per_unit, 0.0, nullptr, nullptr};
   const double products = static_cast<double>(call.B * call.H * call.T) * std::max<int64_t>(call.R, 2) *
                           static_cast<double>(call.D + call.Dv);
-  const double ns = products * current().ns_per_product;
-  if (ns < kThreadsWorthNs) threads = 1;
-  Plan plan{call, kernel, ceil_div(call.R, kRowBlock), 1, units, call.out, call.lse};
-  const int64_t heads = call.B * call.H * plan.row_blocks;
-  std::unique_ptr<float[]> partial;
-  if (threads > 1) {
-    const int64_t wanted = ceil_div(4 * threads, heads), worth = static_cast<int64_t>(ns / kTaskNs) / heads;
-    plan.splits = std::max<int64_t>(1, std::min({wanted, worth, units}));
-  }
-  if (call.keys->kind == Kind::roped)
-    plan.splits = std::min(units, std::max(plan.splits, ceil_div(call.T, kRopedTokens)));
-  if (plan.splits > 1) {
-    partial.reset(new float[plan.splits * rows * (call.Dv + 1)]);
-    plan.out = partial.get();
-    plan.lse = partial.get() + plan.splits * rows * call.Dv;
-  }
-  run_tasks(
-      heads * plan.splits, threads,
-      [](const void* context, int64_t index) noexcept { static_cast<const Plan*>(context)->run(index); }, &plan);
-  if (plan.splits == 1) return;
-  std::vector<const float*> outs(plan.splits), lses(plan.splits);
-  for (int64_t s = 0; s < plan.splits; s++) {
-    outs[s] = plan.out + s * rows * call.Dv;
-    lses[s] = plan.lse + s * rows;
-  }
-  current().merge({plan.splits, rows, call.Dv, outs.data(), lses.data(), call.out, call.lse});
+  plan.ns = products * current().ns_per_product;
+  return plan;
 }
+
+// Splits tokens where there are too few heads for the threads, or where tokens have much that heads share.
+void split(Plan& plan, int threads) {
+  const int64_t tasks = plan.tasks();
+  if (threads > 1) {
+    const int64_t wanted = ceil_div(4 * threads, tasks), worth = static_cast<int64_t>(plan.ns / kTaskNs) / tasks;
+    plan.splits = std::max<int64_t>(1, std::min({wanted, worth, plan.units}));
+  }
+  if (turns(*plan.call->keys))
+    plan.splits =
+        std::max<int64_t>(1, std::min(plan.units, std::max(plan.splits, ceil_div(plan.call->T, kRopedTokens))));
+}
+
+struct Job {
+  std::vector<Plan> plans;
+
+  static void run(const void* context, int64_t index) noexcept {
+    const std::vector<Plan>& plans = static_cast<const Job*>(context)->plans;
+    const auto after = std::upper_bound(plans.begin(), plans.end(), index,
+                                        [](int64_t task, const Plan& plan) { return task < plan.first; });
+    const Plan& plan = *(after - 1);
+    plan.run(index - plan.first);
+  }
+};
 
 }  // namespace
 
-void attend(Call call, int threads) {
-  const Kernels& kernels = current();
-  static std::atomic<int64_t> calls{0};
-  call.id = ++calls;
-  call.grid_product = kernels.grid_product;
-  run(call, kernels.attend, threads);
+void attend(std::vector<Call>& calls, int threads, float* out, float* lse) {
+  static std::atomic<int64_t> numbers{0};
+  const Call& any = calls.front();
+  const int64_t rows = any.B * any.H * any.R, Dv = any.Dv;
+  if (rows == 0) return;
+  Job job;
+  double ns = 0;
+  for (Call& call : calls) {
+    call.id = ++numbers;
+    call.grid_product = current().grid_product;
+    call.rounds = current().rounds;
+    call.trellis = current().trellis;
+    job.plans.push_back(plan_of(call));
+    ns += job.plans.back().ns;
+  }
+  if (ns < kThreadsWorthNs) threads = 1;
+  int64_t tasks = 0, parts = 0;
+  for (Plan& plan : job.plans) {
+    split(plan, threads);
+    plan.first = tasks;
+    tasks += plan.tasks();
+    parts += plan.splits;
+  }
+  std::unique_ptr<float[]> partial;
+  if (parts > 1) partial.reset(new float[parts * rows * (Dv + 1)]);
+  std::vector<const float*> outs, lses;
+  for (Plan& plan : job.plans) {
+    const auto part = static_cast<int64_t>(outs.size());
+    plan.out = parts > 1 ? partial.get() + part * rows * Dv : out;
+    plan.lse = parts > 1 ? partial.get() + parts * rows * Dv + part * rows : lse;
+    for (int64_t s = 0; s < plan.splits; s++) {
+      outs.push_back(plan.out + s * rows * Dv);
+      lses.push_back(plan.lse + s * rows);
+    }
+  }
+  run_tasks(tasks, threads, Job::run, &job);
+  if (parts > 1) current().merge({parts, rows, Dv, outs.data(), lses.data(), out, lse});
 }
+
 void merge_segments(const Merge& call) { current().merge(call); }
 
 }  // namespace tersekv

@@ -19,6 +19,12 @@ inline int64_t coef_stride(const Node& node) {
   return coef_floats(node.grid, (unit > kChunkTokens ? unit : kChunkTokens) / t);
 }
 
+// The grid that a view is, or the first part of a sum.
+inline const View* grid_in(const View& view) {
+  const View* first = view.kind == Kind::added ? view.parts : &view;
+  return first->kind == Kind::grid ? first : nullptr;
+}
+
 inline void lut_scores(const Node& node, Span span, float* coef, float* score, int64_t score_stride) {
   const int64_t t = node.view->t, first = span.first / t;
   Product product;
@@ -31,10 +37,10 @@ inline void lut_scores(const Node& node, Span span, float* coef, float* score, i
   product.y_step = t;
   product.coef = coef;
   product.coef_stride = coef_stride(node);
-  const View& values = *node.call->values;
-  if (values.kind == Kind::grid && values.t == t) {
-    product.next_view = &values.grid;
-    product.next = block_at(values.grid, node.b, node.h, first);
+  const View* values = grid_in(*node.call->values);
+  if (values && values->t == t) {
+    product.next_view = &values->grid;
+    product.next = block_at(values->grid, node.b, node.h, first);
   }
   node.call->grid_product(node.grid, static_cast<int>(span.rows))(node.grid, product);
 }

@@ -66,21 +66,26 @@ struct GridProduct {
     }
   }
 
+  // Whether something is added to scale times entry.
+  static bool shifts(const GridView& view, const Block& block) { return block.offset || view.middle != 0.0f; }
+
   // One coefficient per packed position: x times the scale. Adds x times the offset to `shift`.
   template <Float HALF>
-  [[gnu::always_inline]] static inline void scale_rows(const GridView& view, const Table& table, const Block& block,
-                                                       int64_t g, const float* x, int64_t x_stride, float* coef,
+  [[gnu::always_inline]] static inline void scale_rows(const GridView& view, const Block& block, int64_t g,
+                                                       const float* x, int64_t x_stride, float* coef,
                                                        int64_t coef_stride, int64_t at, F (&shift)[R]) {
     const uint16_t* scale = block.scale + g * view.P;
     const uint16_t* offset = block.offset ? block.offset + g * view.P : nullptr;
+    const F unit = S::set1(view.unit), middle = S::set1(view.middle);
     auto part = [&](int64_t p, F s, auto load_offset, auto load) TERSEKV_INLINE {
       F xs[R];
+      const F by = S::mul(s, unit);
       repeat<R>([&](auto r) TERSEKV_INLINE {
         xs[r] = load(x + r * x_stride + p);
-        S::store_coefs(coef + r * coef_stride, at + p, S::mul(xs[r], s));
+        S::store_coefs(coef + r * coef_stride, at + p, S::mul(xs[r], by));
       });
-      if (!offset) return;
-      const F o = recentered(table, load_offset(offset + p), s);
+      if (!shifts(view, block)) return;
+      const F o = offset ? S::fma(s, middle, load_offset(offset + p)) : S::mul(s, middle);
       repeat<R>([&](auto r) TERSEKV_INLINE { shift[r] = S::fma(xs[r], o, shift[r]); });
     };
     int64_t p = 0;
@@ -102,19 +107,23 @@ struct GridProduct {
 
   template <Float HALF>
   static void packed_scaled(const GridView& view, const Product& in) {
-    const Table table = make_table(view, in.first.offset != nullptr);
+    const Table table(view.entries);
     const int64_t groups = view.L / view.group, slots = packed_slots(BITS, view.words);
     const int64_t lane_groups = ceil_div(view.L, kLanes), joint = in.y_step ? 1 : in.blocks;
+    // Keys whose blocks share their scales meet the same coefficients in every block.
+    const bool fixed = in.y_step && groups == 1 && view.scale.stride_n == 0 && view.offset.stride_n == 0;
+    F shift[R] = {};
     for (int64_t n0 = 0; n0 < in.blocks; n0 += joint) {
       const Block first = block_after(view, in.first, n0);
       const int32_t* next = fetch_after(view, in, n0);
       for (int64_t g = 0; g < groups; g++) {
-        F shift[R];
-        repeat<R>([&](auto r) TERSEKV_INLINE { shift[r] = S::zero(); });
-        for (int64_t n = 0; n < joint; n++)
-          scale_rows<HALF>(view, table, block_after(view, first, n), g, in.x + n * view.P, in.x_stride, in.coef,
-                           in.coef_stride, n * slots, shift);
-        if (first.offset) S::spread(shift);
+        if (n0 == 0 || !fixed) {
+          repeat<R>([&](auto r) TERSEKV_INLINE { shift[r] = S::zero(); });
+          for (int64_t n = 0; n < joint; n++)
+            scale_rows<HALF>(view, block_after(view, first, n), g, in.x + n * view.P, in.x_stride, in.coef,
+                             in.coef_stride, n * slots, shift);
+          if (shifts(view, first)) S::spread(shift);
+        }
         const int64_t from = g * view.group / kLanes;
         const int64_t to = g + 1 == groups ? lane_groups : (g + 1) * view.group / kLanes;
         sums(table, {first.codes, view.words * kLanes, view.words, joint, view.stride_n, g ? nullptr : next}, in.coef,
@@ -165,7 +174,8 @@ struct GridProduct {
 
   template <Float HALF>
   static void lane_scaled(const GridView& view, const Product& in) {
-    const Table table = make_table(view, in.first.offset != nullptr);
+    const F unit = S::set1(view.unit), middle = S::set1(view.middle);
+    const Table table(view.entries);
     const int64_t groups = view.P / view.group, room = group_slots(view), lane_groups = ceil_div(view.L, kLanes);
     for (int64_t n = 0; n < in.blocks; n++) {
       const Block block = block_after(view, in.first, n);
@@ -182,28 +192,15 @@ struct GridProduct {
              [&](int64_t lane_group, const F(&sum)[R]) TERSEKV_INLINE {
                const int64_t lane = lane_group * kLanes, left = view.L - lane;
                const F s = load_lanes<HALF>(scale + lane, left);
-               const F o = offset ? recentered(table, load_lanes<HALF>(offset + lane, left), s) : S::zero();
+               const F o = S::fma(s, middle, offset ? load_lanes<HALF>(offset + lane, left) : S::zero());
+               const F by = S::mul(s, unit);
                repeat<R>([&](auto r) TERSEKV_INLINE {
                  float* out = in.y + n * in.y_step + r * in.y_stride + lane;
-                 S::store(out, S::fma(sum[r], s, S::fma(S::set1(total[r * in.coef_stride]), o, S::load(out))));
+                 S::store(out, S::fma(sum[r], by, S::fma(S::set1(total[r * in.coef_stride]), o, S::load(out))));
                });
              });
       }
     }
-  }
-
-  // bfloat16 errs less on a table around zero, so that its middle moves into an offset where there is one.
-  static Table make_table(const GridView& view, [[maybe_unused]] bool offset) {
-    if constexpr (S::kCodes == 2)
-      return Table(view.table, offset);
-    else
-      return Table(view.table);
-  }
-
-  [[gnu::always_inline]] static inline F recentered([[maybe_unused]] const Table& table, F offset,
-                                                    [[maybe_unused]] F scale) {
-    if constexpr (S::kCodes == 2) return S::fma(scale, S::set1(table.middle), offset);
-    return offset;
   }
 
   template <Float HALF>

@@ -4,6 +4,7 @@
 
 #include "grid.h"
 #include "half_words.h"
+#include "rounded.h"
 #include "tile.h"
 
 namespace tersekv {
@@ -59,19 +60,20 @@ template <class S, int BITS, class Put>
 }
 
 template <class S, class Put>
-[[gnu::always_inline]] inline void each_entry_of(const GridView& v, const int32_t* words, Put&& put) {
+[[gnu::always_inline]] inline void each_entry_of(const GridView& v, const float* table, const int32_t* words,
+                                                 Put&& put) {
   switch (v.bits) {
     case 1:
-      return each_word<S, 1>(v.table, words, v.words, put);
+      return each_word<S, 1>(table, words, v.words, put);
     case 2:
-      return each_word<S, 2>(v.table, words, v.words, put);
+      return each_word<S, 2>(table, words, v.words, put);
     case 3:
-      return each_word<S, 3>(v.table, words, v.words, put);
+      return each_word<S, 3>(table, words, v.words, put);
     case 4:
-      return each_word<S, 4>(v.table, words, v.words, put);
+      return each_word<S, 4>(table, words, v.words, put);
     default: {
       const HalfWords how(v.bits);
-      for (int64_t p = 0; p < v.P; p++) put(p, S::gather(v.table, code_at<S>(how, words, p)));
+      for (int64_t p = 0; p < v.P; p++) put(p, S::gather(table, code_at<S>(how, words, p)));
     }
   }
 }
@@ -86,6 +88,19 @@ struct GridOwn {
   float *coef, *scale, *offset, *tile;
 };
 
+// Scales and offsets per packed position, as lanes from `lane` on have them: float32 in own.scale and own.offset.
+template <class S>
+void grid_ranges(const Node& node, const Block& block, int64_t lane) {
+  const GridView& v = node.grid;
+  const GridOwn& own = *static_cast<GridOwn*>(node.own);
+  const int64_t at = lane / v.group * v.P;
+  for (int64_t p = 0; p < v.P; p += kLanes) {
+    const int64_t left = v.P - p;
+    S::store(own.scale + p, load_half_n<S>(v.half, block.scale + at + p, left));
+    S::store(own.offset + p, block.offset ? load_half_n<S>(v.half, block.offset + at + p, left) : S::zero());
+  }
+}
+
 // x̂ of lane group g of block n: [P][16].
 template <class S>
 void grid_fill(const Node& node, int64_t n, int64_t g, float* tile) {
@@ -96,7 +111,7 @@ void grid_fill(const Node& node, int64_t n, int64_t g, float* tile) {
   const int32_t* words = block.codes + g * v.words * kLanes;
   const int64_t lane = g * kLanes;
   if (v.lane_scaled) {
-    each_entry_of<S>(v, words, [&](int64_t p, F entry) TERSEKV_INLINE { S::store(tile + p * kLanes, entry); });
+    each_entry_of<S>(v, v.table, words, [&](int64_t p, F entry) TERSEKV_INLINE { S::store(tile + p * kLanes, entry); });
     for (int64_t p0 = 0; p0 < v.P; p0 += v.group) {
       const int64_t at = p0 / v.group * v.L + lane;
       const F scale = load_half_n<S>(v.half, block.scale + at, v.L - lane);
@@ -106,21 +121,58 @@ void grid_fill(const Node& node, int64_t n, int64_t g, float* tile) {
     }
     return;
   }
-  const int64_t at = lane / v.group * v.P;
-  for (int64_t p = 0; p < v.P; p += kLanes) {
-    const int64_t left = v.P - p;
-    S::store(own.scale + p, load_half_n<S>(v.half, block.scale + at + p, left));
-    S::store(own.offset + p, block.offset ? load_half_n<S>(v.half, block.offset + at + p, left) : S::zero());
-  }
-  each_entry_of<S>(v, words, [&](int64_t p, F entry) TERSEKV_INLINE {
+  grid_ranges<S>(node, block, lane);
+  each_entry_of<S>(v, v.table, words, [&](int64_t p, F entry) TERSEKV_INLINE {
     S::store(tile + p * kLanes, S::fma(entry, S::set1(own.scale[p]), S::set1(own.offset[p])));
   });
+}
+
+// Mean of errors[code] over some of the task's codes, taken from columns that lie apart.
+template <class S>
+float mean_error(const Node& node, const float* errors) {
+  using F = typename S::F;
+  constexpr int64_t kCodes = 4096;
+  const GridView& v = node.grid;
+  const int64_t unit = node.call->tokens_per_unit, first = node.task->first * unit / node.view->t;
+  const int64_t blocks = node.task->last * unit / node.view->t - first, groups = v.L / kLanes;
+  if (blocks == 0 || groups == 0) return 0.0f;
+  const int64_t wanted = ceil_div(kCodes, v.P * kLanes), columns = wanted < blocks ? wanted : blocks;
+  F sum = S::zero();
+  for (int64_t i = 0; i < columns; i++) {
+    const Block block = block_at(v, node.b, node.h, first + i * blocks / columns);
+    each_entry_of<S>(v, errors, block.codes + i % groups * v.words * kLanes, [&](int64_t p, F entry) TERSEKV_INLINE {
+      if (p < v.P) sum = S::add(sum, entry);
+    });
+  }
+  return S::hsum(sum) / static_cast<float>(columns * v.P * kLanes);
+}
+
+// The table as products in bfloat16 read it. What rounding it adds to the mean of the codes is taken away again: a sum
+// over many tokens would show nothing else.
+template <class S>
+void round_table(Node& node) {
+  GridView& v = node.grid;
+  const int size = 1 << v.bits;
+  const Rounded& rounded = rounded_table(v.table, size, v.offset.data != nullptr);
+  float* entries = scratch(kRoundedEntries);
+  float errors[kRoundedEntries] = {};
+  bool exact = true;
+  for (int i = 0; i < size; i++) {
+    entries[i] = rounded.entry[i];
+    errors[i] = v.table[i] - (rounded.unit * rounded.entry[i] + rounded.middle);
+    exact = exact && errors[i] == 0.0f;
+  }
+  v.entries = entries;
+  v.unit = rounded.unit;
+  v.middle = rounded.middle + (exact ? 0.0f : mean_error<S>(node, errors));
 }
 
 template <class S>
 void grid_prepare(Node& node) {
   node.grid = node.view->grid;
   node.grid.table += node.b * node.grid.table_stride_b;
+  node.grid.entries = node.grid.table;
+  if (node.call->rounds && node.grid.bits <= kLutBits) round_table<S>(node);
   auto* own = reinterpret_cast<GridOwn*>(scratch(ceil_div(sizeof(GridOwn), sizeof(float))));
   node.own = own;
   const GridView& v = node.grid;

@@ -1,5 +1,7 @@
 #include "isa.h"
 
+#include "trellis_kernel.h"
+
 #include <atomic>
 #include <stdexcept>
 
@@ -41,6 +43,11 @@ std::vector<Isa> detect() {
   return {
       {&kernels_avx512bf16(), bf16}, {&kernels_avx512(), avx512}, {&kernels_avx2(), avx2}, {&kernels_baseline(), ""}};
 }
+bool has_byte_products() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  const unsigned vbmi = 1u << 1, vbmi2 = 1u << 6, vnni = 1u << 11, all = vbmi | vbmi2 | vnni;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & all) == all;
+}
 #else
 std::vector<Isa> detect() { return {{&kernels_baseline(), ""}}; }
 #endif
@@ -62,6 +69,10 @@ const std::vector<Isa>& isas() {
   static const std::vector<Isa> all = detect();
   return all;
 }
+
+#if TERSEKV_X86
+const TrellisKernel* trellis_kernel() { return has_byte_products() ? &trellis_kernel_vnni() : nullptr; }
+#endif
 
 const Kernels& current() { return *selected().load(std::memory_order_relaxed); }
 

@@ -1,10 +1,11 @@
 #include "attend.h"
 #include "bytes_avx512.h"
+#include "encode_trellis.h"
 #include "isa.h"
 
 namespace tersekv {
 const Kernels& kernels_avx512() {
-  static constexpr Kernels kernels = kernels_of<Avx512Bytes>(grid_product_avx512);
+  static constexpr Kernels kernels = kernels_of<Avx512Bytes>(grid_product_avx512, encode_trellis_avx512);
   return kernels;
 }
 }  // namespace tersekv

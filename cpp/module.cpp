@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "driver.h"
+#include "encode_trellis.h"
 #include "isa.h"
 #include "operands.h"
 #include "pool.h"
@@ -13,9 +14,8 @@
 namespace tersekv {
 namespace {
 
-// query (address, shape, strides) with out and lse as addresses of fresh contiguous tensors; mask like query or None.
-Call common(nb::handle query, nb::handle mask, int64_t Dv, int64_t T, double scaling, double softcap, uintptr_t out,
-            uintptr_t lse) {
+// query (address, shape, strides)
+Call common(nb::handle query, double scaling, double softcap) {
   Call call;
   const Tensor q = tensor_at(query, 0);
   if (q.dims != 4) throw nb::value_error("query: expected [B, H, R, D]");
@@ -24,54 +24,102 @@ Call common(nb::handle query, nb::handle mask, int64_t Dv, int64_t T, double sca
   call.R = q.shape[2];
   call.D = q.shape[3];
   expect("", "query", q, {{"B", call.B}, {"H", call.H}, {"R", call.R}, {"D", call.D}}, 0);
-  call.Dv = Dv;
-  call.T = T;
   call.query = reinterpret_cast<const float*>(q.address);
-  call.out = reinterpret_cast<float*>(out);
-  call.lse = reinterpret_cast<float*>(lse);
   call.scores.scaling = static_cast<float>(scaling);
   call.scores.softcap = static_cast<float>(softcap);
-  if (!mask.is_none()) {
-    const Tensor m = tensor_at(mask, 0);
-    if (m.dims < 3) throw nb::value_error("mask: expected [B, q, T] or [B, H, q, T]");
-    const int64_t rows = m.shape[m.dims - 2];
-    if (m.dims == 3) {
-      expect("", "mask", m, {{"B", call.B}, {"q", rows}, {"T", T}}, 2);
-    } else {
-      expect("", "mask", m, {{"B", call.B}, {"H", call.H}, {"q", rows}, {"T", T}}, 3);
-      call.scores.stride_h = m.stride[1];
-    }
-    if (rows < 1 || call.R % rows != 0)
-      throw nb::value_error(
-          ("mask: expected q to divide R = " + std::to_string(call.R) + ", got q = " + std::to_string(rows)).c_str());
-    call.scores.mask = reinterpret_cast<const uint8_t*>(m.address);
-    call.scores.stride_b = m.stride[0];
-    call.scores.stride_q = m.stride[m.dims - 2];
-    call.scores.q = rows;
-  }
   return call;
 }
 
-void py_attend(nb::handle query, nb::handle keys, nb::handle values, nb::handle mask, double scaling, double softcap,
-               uintptr_t out, uintptr_t lse, int threads) {
-  const Tensor q = tensor_at(query, 0);
-  if (q.dims != 4) throw nb::value_error("query: expected [B, H, R, D]");
-  Operands operands(q.shape[0], q.shape[1]);
-  const View *key = operands.read("keys", keys, q.shape[3]), *value = operands.read("values", values, -1);
-  if (value->T != key->T)
+// Whether a view's tokens may lie anywhere: not where a table or a list follows their order.
+bool pageable(const View& view) {
+  if (view.kind == Kind::roped || view.kind == Kind::sparse) return false;
+  for (int64_t i = 0; i < view.count; i++)
+    if (!pageable(view.parts[i])) return false;
+  return true;
+}
+
+// (table 3x, tokens per page): int32 [B, n] of pages of a segment of T tokens.
+Pages read_pages(nb::handle packed, const View& keys, const View& values, int64_t B, int64_t unit, int64_t& T) {
+  const Tensor x = tensor_at(packed, 0);
+  Pages pages{x.as<int32_t>(), x.stride[0], as_int(item(packed, 3))};
+  const int64_t n = x.dims == 2 ? x.shape[1] : 0;
+  expect("", "pages", x, {{"B", B}, {"n", n}}, 1);
+  if (!pageable(keys) || !pageable(values)) throw nb::value_error("pages: expected views without RoPE and outliers");
+  if (pages.tokens < 1 || pages.tokens % unit || T % pages.tokens)
+    throw nb::value_error(("pages: expected tokens per page to be a multiple of " + std::to_string(unit) +
+                           " and to divide T = " + std::to_string(T) + ", got " + std::to_string(pages.tokens))
+                              .c_str());
+  const int64_t count = T / pages.tokens;
+  for (int64_t b = 0; b < B; b++)
+    for (int64_t i = 0; i < n; i++)
+      if (const int32_t at = pages.at[b * pages.stride_b + i]; at < -1 || at >= count)
+        throw nb::value_error(
+            ("pages: expected -1 to " + std::to_string(count - 1) + ", got " + std::to_string(at)).c_str());
+  T = n * pages.tokens;
+  return pages;
+}
+
+// mask like query, or None
+void read_mask(Call& call, nb::handle mask) {
+  if (mask.is_none()) return;
+  const Tensor m = tensor_at(mask, 0);
+  if (m.dims < 3) throw nb::value_error("mask: expected [B, q, T] or [B, H, q, T]");
+  const int64_t rows = m.shape[m.dims - 2];
+  if (m.dims == 3) {
+    expect("", "mask", m, {{"B", call.B}, {"q", rows}, {"T", call.T}}, 2);
+  } else {
+    expect("", "mask", m, {{"B", call.B}, {"H", call.H}, {"q", rows}, {"T", call.T}}, 3);
+    call.scores.stride_h = m.stride[1];
+  }
+  if (rows < 1 || call.R % rows != 0)
     throw nb::value_error(
-        ("values: expected T = " + std::to_string(key->T) + " tokens like the keys, got " + std::to_string(value->T))
+        ("mask: expected q to divide R = " + std::to_string(call.R) + ", got q = " + std::to_string(rows)).c_str());
+  call.scores.mask = reinterpret_cast<const uint8_t*>(m.address);
+  call.scores.stride_b = m.stride[0];
+  call.scores.stride_q = m.stride[m.dims - 2];
+  call.scores.q = rows;
+}
+
+// (keys, values, mask or None), and where tokens lie in pages (table 3x, tokens per page)
+void read_segment(Call& call, Operands& operands, nb::handle segment) {
+  const View *keys = operands.read("keys", item(segment, 0), call.D),
+             *values = operands.read("values", item(segment, 1), -1);
+  if (values->T != keys->T)
+    throw nb::value_error(
+        ("values: expected T = " + std::to_string(keys->T) + " tokens like the keys, got " + std::to_string(values->T))
             .c_str());
-  Call call = common(query, mask, value->D, key->T, scaling, softcap, out, lse);
-  call.keys = key;
-  call.values = value;
-  call.tokens_per_unit = std::lcm(key->t, value->t);
+  const int64_t unit = std::lcm(keys->t, values->t);
+  call.Dv = values->D;
+  call.T = keys->T;
+  call.keys = keys;
+  call.values = values;
+  call.tokens_per_unit = unit;
+  const nb::handle pages = PyTuple_GET_SIZE(segment.ptr()) > 3 ? item(segment, 3) : nb::handle(Py_None);
+  if (!pages.is_none()) call.pages = read_pages(pages, *keys, *values, call.B, unit, call.T);
   if (call.T % call.tokens_per_unit)
     throw nb::value_error(("keys and values: expected a multiple of " + std::to_string(call.tokens_per_unit) +
                            " tokens, got " + std::to_string(call.T))
                               .c_str());
+  read_mask(call, item(segment, 2));
+}
+
+// segments: a tuple of at least one; out and lse: addresses of fresh contiguous tensors for values of Dv channels.
+void py_attend(nb::handle query, nb::handle segments, double scaling, double softcap, int64_t Dv, uintptr_t out,
+               uintptr_t lse, int threads) {
+  const Call one = common(query, scaling, softcap);
+  const Py_ssize_t n = PyTuple_Check(segments.ptr()) ? PyTuple_GET_SIZE(segments.ptr()) : 0;
+  if (n == 0) throw nb::value_error("segments: expected at least one");
+  Operands operands(one.B, one.H);
+  std::vector<Call> calls(n, one);
+  for (Py_ssize_t i = 0; i < n; i++) {
+    read_segment(calls[i], operands, item(segments, i));
+    if (calls[i].Dv != Dv)
+      throw nb::value_error(
+          ("values: expected head_dim " + std::to_string(Dv) + " in all segments, got " + std::to_string(calls[i].Dv))
+              .c_str());
+  }
   nb::gil_scoped_release release;
-  attend(call, threads);
+  attend(calls, threads, reinterpret_cast<float*>(out), reinterpret_cast<float*>(lse));
 }
 
 // outs and lses: tuples of addresses of contiguous float32 [rows, D] and [rows]; sizes are the caller's to check.
@@ -87,6 +135,32 @@ void py_merge(nb::handle outs, nb::handle lses, int64_t rows, int64_t D, uintptr
       {n, rows, D, out_rows.data(), lse_rows.data(), reinterpret_cast<float*>(out), reinterpret_cast<float*>(lse)});
 }
 
+// windows: address of a fresh contiguous uint8 [R, n, D].
+void py_encode_trellis(nb::handle y, nb::handle weight, nb::handle bits, nb::handle tables, uintptr_t windows,
+                       int threads) {
+  const Tensor x = tensor_at(y, 0), w = tensor_at(weight, 0), b = tensor_at(bits, 0), t = tensor_at(tables, 0);
+  if (x.dims != 3) throw nb::value_error("y: expected [R, n, D]");
+  EncodeTrellis call;
+  call.R = x.shape[0];
+  call.n = x.shape[1];
+  call.D = x.shape[2];
+  expect("", "weight", w, {{"R", call.R}, {"D", call.D}}, 0);
+  expect("", "bits", b, {{"R", call.R}, {"D", call.D}}, 0);
+  expect("", "tables", t, {{"7", kTrellisRates}, {"256", kTrellisStates}}, 0);
+  call.y = x.as<float>();
+  call.y_r = x.stride[0];
+  call.y_n = x.stride[1];
+  call.y_d = x.stride[2];
+  call.weight = w.as<float>();
+  call.bits = b.as<uint8_t>();
+  call.tables = t.as<float>();
+  call.windows = reinterpret_cast<uint8_t*>(windows);
+  for (int64_t i = 0; i < call.R * call.D; i++)
+    if (call.bits[i] >= kTrellisRates) fail("bits: ", "expected 0 to 6, got " + std::to_string(call.bits[i]));
+  nb::gil_scoped_release release;
+  encode_trellis(call, threads);
+}
+
 nb::list py_isas() {
   nb::list rows;
   for (const Isa& isa : isas()) rows.append(nb::make_tuple(isa.kernels->name, isa.missing));
@@ -98,9 +172,9 @@ nb::list py_isas() {
 
 NB_MODULE(_native, m) {
   using namespace tersekv;
-  m.def("attend", &py_attend, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
-        nb::arg(), nb::arg());
+  m.def("attend", &py_attend);
   m.def("merge_segments", &py_merge);
+  m.def("encode_trellis", &py_encode_trellis);
   m.def("isa", [] { return std::string(current().name); }, "Instruction set in use.");
   m.def("isas", &py_isas, "(name, missing CPU features) per build of the kernels, best first.");
   m.def("set_isa", &set_isa, nb::arg("name"), "Use one instruction set, or `auto` for the best.");

@@ -80,10 +80,19 @@ void Operands::parse_grid(View& view, const std::string& name, nb::handle packed
 // (7, part, cos 3x, sin 3x, channels 3x)
 void Operands::parse_roped(View& v, const std::string& name, nb::handle packed) {
   if (name != "keys." || depth_ != 1) fail(name, "expected RoPE around keys, outermost");
+  tiled_ = true;
   parse_parts(v, name, packed, 1, 1);
+  tiled_ = false;
   v.D = v.parts[0].D;
+  parse_rope(v, name, packed, 2);
+}
+
+// cos 3x, sin 3x, channels 3x, for the view's D channels and T tokens
+void Operands::parse_rope(View& v, const std::string& name, nb::handle packed, Py_ssize_t first) {
+  if (ropes_++) fail(name, "expected one RoPE");  // a thread keeps the tables of one
   RopeView& rope = v.rope;
-  const Tensor cos = tensor_at(packed, 2), sin = tensor_at(packed, 5), channels = tensor_at(packed, 8);
+  const Tensor cos = tensor_at(packed, first), sin = tensor_at(packed, first + 3),
+               channels = tensor_at(packed, first + 6);
   if (cos.dims != 4) fail(name, "cos: expected [1 or B, 1 or H, T, columns]");
   rope.columns = cos.shape[3];
   const int64_t B = cos.shape[0] == 1 ? 1 : B_, H = cos.shape[1] == 1 ? 1 : H_;
@@ -109,15 +118,29 @@ void Operands::parse_roped(View& v, const std::string& name, nb::handle packed) 
   }
 }
 
-// (8, part, rotation 3x): [D, D], or [B, H, D, D]
+// (10, tokens, vector 3x, cos 3x, sin 3x, channels 3x): float32 [1 or B, H, D], beside or plus other views
+void Operands::parse_turned(View& v, const std::string& name, nb::handle packed) {
+  if (name != "keys." || tiled_) fail(name, "expected a turned vector in keys, not under RoPE or a rotation");
+  const Tensor vector = tensor_at(packed, 2);
+  if (vector.dims != 3) fail(name, "mean: expected [1 or B, H, D]");
+  v.T = as_int(item(packed, 1));
+  v.D = vector.shape[2];
+  const int64_t B = vector.shape[0] == 1 ? 1 : B_;
+  expect(name, "mean", vector, {{"B", B}, {"H", H_}, {"D", v.D}}, 2);
+  v.dense = {Float::f32, vector.as<void>(), B == 1 ? 0 : vector.stride[0], vector.stride[1], 0};
+  parse_rope(v, name, packed, 5);
+}
+
+// (8, part, rotation 3x): [D, D], or [1 or B, H, D, D]
 void Operands::parse_rotated(View& v, const std::string& name, nb::handle packed) {
   if (name != "keys." || depth_ < 2) fail(name, "expected a rotation under RoPE");
   parse_parts(v, name, packed, 1, 1);
   v.D = v.parts[0].D;
   const Tensor rotation = tensor_at(packed, 2);
   if (rotation.dims == 4) {
-    expect(name, "rotation", rotation, {{"B", B_}, {"H", H_}, {"D", v.D}, {"D", v.D}}, 2);
-    v.rotation_stride_b = rotation.stride[0];
+    const int64_t B = rotation.shape[0] == 1 ? 1 : B_;
+    expect(name, "rotation", rotation, {{"B", B}, {"H", H_}, {"D", v.D}, {"D", v.D}}, 2);
+    v.rotation_stride_b = B == 1 ? 0 : rotation.stride[0];
     v.rotation_stride_h = rotation.stride[1];
   } else {
     expect(name, "rotation", rotation, {{"D", v.D}, {"D", v.D}}, 0);
@@ -161,11 +184,17 @@ View Operands::parse(const std::string& name, nb::handle packed) {
     case Kind::sparse:
       parse_sparse(v, name, packed);
       break;
+    case Kind::trellis:
+      parse_trellis(v, name, packed);
+      break;
     case Kind::roped:
       parse_roped(v, name, packed);
       break;
     case Kind::rotated:
       parse_rotated(v, name, packed);
+      break;
+    case Kind::turned:
+      parse_turned(v, name, packed);
       break;
     case Kind::added:
       parse_parts(v, name, packed, 1, PyTuple_GET_SIZE(packed.ptr()) - 1);

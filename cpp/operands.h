@@ -10,7 +10,7 @@
 
 namespace tersekv {
 
-constexpr int64_t kByteBlock = 32;  // tokens of a block of signs, polar and sparse
+constexpr int64_t kByteBlock = 32;  // tokens of a block of signs, polar, sparse and trellis
 
 // The views of a call, which live as long as this object.
 class Operands {
@@ -32,6 +32,9 @@ class Operands {
   void parse_signs(View& v, const std::string& name, nb::handle packed);
   void parse_polar(View& v, const std::string& name, nb::handle packed);
   void parse_sparse(View& v, const std::string& name, nb::handle packed);
+  void parse_trellis(View& v, const std::string& name, nb::handle packed);
+  void parse_turned(View& v, const std::string& name, nb::handle packed);
+  void parse_rope(View& v, const std::string& name, nb::handle packed, Py_ssize_t first);
   void parse_roped(View& v, const std::string& name, nb::handle packed);
   void parse_rotated(View& v, const std::string& name, nb::handle packed);
   void parse_parts(View& v, const std::string& name, nb::handle packed, Py_ssize_t first, int64_t count);
@@ -39,7 +42,8 @@ class Operands {
   Index channel_index(const std::string& name, const Tensor& x, int64_t N, int64_t n, int64_t channels) const;
   Plane plane(const std::string& name, const char* what, const Tensor& x, std::initializer_list<Size> sizes);
 
-  int depth_ = 0;
+  int depth_ = 0, ropes_ = 0;
+  bool tiled_ = false;  // parts of a view that reads tiles
   std::vector<std::unique_ptr<float[]>> tables_;
   int64_t B_, H_;
   std::vector<std::unique_ptr<View[]>> views_;

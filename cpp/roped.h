@@ -15,11 +15,14 @@ struct RopePair {
 
 constexpr int kRopedTiles = 2;
 
+struct RopedGrid;
+
 struct RopedOwn {
   RopePair* pairs;
   int32_t* plain;  // channels that do not turn
   int64_t pair_count, plain_count, columns, tile_floats;
-  float* tile;  // kRopedTiles of them
+  float* tile;      // kRopedTiles of them
+  RopedGrid* grid;  // roped_grid.h; null: through tiles
 };
 
 // Columns of cos and sin that are read, each once: cos in front.
@@ -51,6 +54,24 @@ void turn(const float* rows, int64_t stride_t, const int32_t* columns, int64_t c
     }
 }
 
+// Those of a task's tokens, into node.lanes.
+template <class S>
+void rope_tables(Node& node, const RopeColumns& columns) {
+  const RopeView& rope = node.view->rope;
+  const Task& task = *node.task;
+  const int64_t first = task.first * node.call->tokens_per_unit,
+                tokens = task.last * node.call->tokens_per_unit - first;
+  const int64_t of_b = rope.stride_b ? node.b : 0, of_h = rope.stride_h ? node.h : 0;
+  bool filled = false;
+  float* tables = kept_scratch({node.call->id, of_b, of_h, first}, columns.count * tokens, filled);
+  node.lanes = tables;
+  if (filled) return;
+  const int64_t at = of_b * rope.stride_b + of_h * rope.stride_h + first * rope.stride_t;
+  turn<S>(rope.cos + at, rope.stride_t, columns.column, columns.cos, tokens, tables);
+  turn<S>(rope.sin + at, rope.stride_t, columns.column + columns.cos, columns.count - columns.cos, tokens,
+          tables + columns.cos * tokens);
+}
+
 template <class S>
 void roped_prepare(Node& node) {
   const View& view = *node.view;
@@ -79,19 +100,7 @@ void roped_prepare(Node& node) {
     pair.sin_b = columns.add(pair.sin_b, columns.cos);
   }
   own->columns = columns.count;
-  const RopeView& rope = view.rope;
-  const Task& task = *node.task;
-  const int64_t first = task.first * node.call->tokens_per_unit,
-                tokens = task.last * node.call->tokens_per_unit - first;
-  const int64_t of_b = rope.stride_b ? node.b : 0, of_h = rope.stride_h ? node.h : 0;
-  bool filled = false;
-  float* tables = kept_scratch({node.call->id, of_b, of_h, first}, own->columns * tokens, filled);
-  node.lanes = tables;
-  if (filled) return;
-  const int64_t at = of_b * rope.stride_b + of_h * rope.stride_h + first * rope.stride_t;
-  turn<S>(rope.cos + at, rope.stride_t, columns.column, columns.cos, tokens, tables);
-  turn<S>(rope.sin + at, rope.stride_t, columns.column + columns.cos, columns.count - columns.cos, tokens,
-          tables + columns.cos * tokens);
+  rope_tables<S>(node, columns);
 }
 
 // Scores of NG·16 tokens: tiles [NG] of [D][16], one after another.

@@ -11,37 +11,14 @@ struct Avx512Bf16 : Avx512 {
   static constexpr int kCodes = 2;
   using Coef = uint16_t;
 
-  static float middle_of(const float* table, int size) {
-    float low = table[0], high = table[0];
-    for (int i = 1; i < size; i++) {
-      low = table[i] < low ? table[i] : low;
-      high = table[i] > high ? table[i] : high;
-    }
-    return 0.5f * (low + high);
-  }
-
-  // Whether no entry is rounded. Rounded entries err the same way for every token, which no sum averages out.
-  static bool holds(const float* table, int size, bool centred) {
-    const float middle = centred ? middle_of(table, size) : 0.0f;
-    for (int i = 0; i < size; i++) {
-      const float entry = table[i] - middle;
-      uint32_t bits;
-      __builtin_memcpy(&bits, &entry, sizeof(bits));
-      if (bits & 0xffff) return false;
-    }
-    return true;
-  }
-
   template <int BITS>
   struct Table {
     __m512i entry;
-    float middle;
-    // The permute looks at five bits of each half-word, so copies make masking unnecessary.
-    Table(const float* table, bool centred) {
+    // The permute looks at five bits of each half-word, so copies make masking unnecessary. Entries need no rounding.
+    explicit Table(const float* table) {
       constexpr int kSize = 1 << BITS;
-      middle = centred ? middle_of(table, kSize) : 0.0f;
       alignas(64) float copies[16];
-      for (int i = 0; i < 16; i++) copies[i] = table[i % kSize] - middle;
+      for (int i = 0; i < 16; i++) copies[i] = table[i % kSize];
       const __m512 f = _mm512_load_ps(copies);
       entry = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(f, f));
     }

@@ -9,6 +9,7 @@ namespace {  // internal to each build of the kernels
 
 constexpr int64_t kSparseTokens = 32;
 constexpr int kChannelBits = 11;
+constexpr int64_t kAheadBlocks = 16;  // of the next chunk: dense products run before they are read
 constexpr int64_t kMostEntries = kSparseTokens << kChannelBits;
 
 struct Entries {
@@ -16,59 +17,91 @@ struct Entries {
   int64_t count;
 };
 
-// Entries of block n: up to where those of the next block begin, in the order block, row, head.
-inline Entries entries_of(const Node& node, int64_t n) {
-  const SparseView& v = node.view->sparse;
-  const auto start = [&](int64_t index) {  // of block, row and head as one number
-    if (index >= v.N * v.B * v.H) return v.entries;
-    const int64_t h = index % v.H, b = index / v.H % v.B;
-    const int64_t begin = v.starts[b * v.stride_b + h * v.stride_h + index / (v.H * v.B) * v.stride_n] - v.base;
-    return begin < 0 ? 0 : begin < v.entries ? begin : v.entries;
-  };
-  const int64_t index = (n * v.B + node.b) * v.H + node.h, begin = start(index), end = start(index + 1);
-  const int64_t count = end - begin;
-  return {v.places + begin, v.values + begin, count < 0 ? 0 : count < kMostEntries ? count : kMostEntries};
-}
-
-// body(token in block, channel, value) for each entry.
-template <class S, class Body>
-[[gnu::always_inline]] inline void each_of(const Entries& entries, int64_t D, Body&& body) {
-  alignas(64) float value[kLanes];
-  for (int64_t i = 0; i < entries.count; i += kLanes) {
-    const int64_t count = entries.count - i < kLanes ? entries.count - i : kLanes;
-    S::store(value, count == kLanes ? S::template load_as<Float::f16>(entries.values + i)
-                                    : S::template load_as_n<Float::f16>(entries.values + i, count));
-    for (int64_t k = 0; k < count; k++) {
-      const int64_t place = entries.places[i + k], channel = place & ((1 << kChannelBits) - 1);
-      if (channel < D) body(place >> kChannelBits, channel, value[k]);
-    }
-  }
-}
-
-// Other heads' entries stand between those of two blocks, which hardware does not foresee.
-inline void fetch_ahead(const Node& node, int64_t n) {
-  const SparseView& v = node.view->sparse;
-  if (n >= v.N) return;
-  const Entries entries = entries_of(node, n);
-  for (int64_t i = 0; i < entries.count; i += 32) {
-    __builtin_prefetch(entries.places + i);
-    __builtin_prefetch(entries.values + i);
-  }
-}
-
-template <class S, class Body>
-[[gnu::always_inline]] inline void each_entry(const Node& node, int64_t n, Body&& body) {
-  fetch_ahead(node, n + 2);
-  each_of<S>(entries_of(node, n), node.view->D, body);
-}
-
 // Four rows of one place side by side, so that an entry is one multiply-add for all of them.
 typedef float Rows __attribute__((vector_size(16)));
 static_assert(kRowTile == 4);
 
+struct SparseOwn {
+  const int32_t *begin, *end;      // starts of this head's blocks, and of what follows each of them
+  int64_t ends;                    // blocks whose `end` there is; entries of the last one may end where all do
+  Rows *channels, *more, *tokens;  // [D][4], [D][4], and the tokens of a span
+  int64_t row;                     // of keys: the first of the rows that stand in `channels`, or -1
+};
+
+// Entries of block n: up to where those of the next block begin, in the order block, row, head.
+inline Entries entries_of(const Node& node, int64_t n) {
+  const SparseView& v = node.view->sparse;
+  const SparseOwn& own = *static_cast<SparseOwn*>(node.own);
+  const auto inside = [&](int64_t start) {
+    start -= v.base;
+    return start < 0 ? 0 : start < v.entries ? start : v.entries;
+  };
+  const int64_t begin = inside(own.begin[n * v.stride_n]),
+                end = n < own.ends ? inside(own.end[n * v.stride_n]) : v.entries;
+  const int64_t count = end - begin;
+  return {v.places + begin, v.values + begin, count < 0 ? 0 : count < kMostEntries ? count : kMostEntries};
+}
+
+// body(token in block, channel, value, 0 or 1 in turns) for each entry.
+template <class S, class Body>
+[[gnu::always_inline]] inline void each_of(const Entries& entries, int64_t D, Body&& body) {
+  alignas(64) float value[kLanes];
+  const auto one = [&](const uint16_t* places, int64_t k, auto turn) TERSEKV_INLINE {
+    const int64_t place = places[k], channel = place & ((1 << kChannelBits) - 1);
+    if (channel < D) body(place >> kChannelBits, channel, value[k], turn);
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= entries.count; i += kLanes) {
+    S::store(value, S::template load_as<Float::f16>(entries.values + i));
+    repeat<kLanes>([&](auto k) TERSEKV_INLINE { one(entries.places + i, k, Index<k % 2>{}); });
+  }
+  if (i == entries.count) return;
+  S::store(value, S::template load_as_n<Float::f16>(entries.values + i, entries.count - i));
+  for (int64_t k = 0; k < entries.count - i; k++) one(entries.places + i, k, Index<0>{});
+}
+
+// Other heads' entries stand between those of two blocks, which hardware does not foresee.
+inline void fetch_ahead(const Node& node, int64_t n) {
+  if (n >= node.view->sparse.N) return;
+  const Entries entries = entries_of(node, n);
+  for (int64_t i = 0; i < entries.count + 31; i += 32) {
+    __builtin_prefetch(entries.places + i, 0, 2);
+    __builtin_prefetch(entries.values + i, 0, 2);
+  }
+}
+
+// body(token in span, channel, value, turn) for the entries of a span.
+template <class S, class Body>
+[[gnu::always_inline]] inline void each_entry(const Node& node, Span span, Body&& body) {
+  for (int64_t token = span.first; token < span.last; token += kSparseTokens) {
+    const int64_t n = token / kSparseTokens, from = token - span.first;
+    fetch_ahead(node, n + kAheadBlocks);
+    each_of<S>(entries_of(node, n), node.view->D,
+               [&](int64_t at, int64_t channel, float value, auto turn)
+                   TERSEKV_INLINE { body(from + at, channel, value, turn); });
+  }
+}
+
+// Rows i of columns become columns i of rows.
+[[gnu::always_inline]] inline void transpose(Rows (&x)[4]) {
+  const Rows a = {x[0][0], x[1][0], x[0][1], x[1][1]}, b = {x[0][2], x[1][2], x[0][3], x[1][3]};
+  const Rows c = {x[2][0], x[3][0], x[2][1], x[3][1]}, d = {x[2][2], x[3][2], x[2][3], x[3][3]};
+  x[0] = Rows{a[0], a[1], c[0], c[1]};
+  x[1] = Rows{a[2], a[3], c[2], c[3]};
+  x[2] = Rows{b[0], b[1], d[0], d[1]};
+  x[3] = Rows{b[2], b[3], d[2], d[3]};
+}
+
 // x [rows, stride] to [n][4], zeros for missing rows.
 inline void interleave(const float* x, int64_t stride, int64_t rows, int64_t n, Rows* out) {
-  for (int64_t i = 0; i < n; i++) {
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) {
+    Rows tile[4] = {};
+    for (int64_t r = 0; r < rows; r++) __builtin_memcpy(&tile[r], x + r * stride + i, sizeof(Rows));
+    transpose(tile);
+    for (int k = 0; k < 4; k++) out[i + k] = tile[k];
+  }
+  for (; i < n; i++) {
     Rows row = {};
     for (int64_t r = 0; r < rows; r++) row[r] = x[r * stride + i];
     out[i] = row;
@@ -77,33 +110,48 @@ inline void interleave(const float* x, int64_t stride, int64_t rows, int64_t n, 
 
 // x [rows, stride] += [n][4].
 inline void add_interleaved(const Rows* in, int64_t stride, int64_t rows, int64_t n, float* x) {
-  for (int64_t i = 0; i < n; i++)
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) {
+    Rows tile[4] = {in[i], in[i + 1], in[i + 2], in[i + 3]}, sum;
+    transpose(tile);
+    for (int64_t r = 0; r < rows; r++) {
+      __builtin_memcpy(&sum, x + r * stride + i, sizeof(Rows));
+      sum += tile[r];
+      __builtin_memcpy(x + r * stride + i, &sum, sizeof(Rows));
+    }
+  }
+  for (; i < n; i++)
     for (int64_t r = 0; r < rows; r++) x[r * stride + i] += in[i][r];
 }
 
-struct SparseOwn {
-  Rows *channels, *tokens;  // [D][4], and the tokens of a span
-};
-
 inline void sparse_prepare(Node& node) {
-  const int64_t unit = node.call->tokens_per_unit;
-  auto* own = reinterpret_cast<SparseOwn*>(scratch(kLanes));
+  const SparseView& v = node.view->sparse;
+  const int64_t unit = node.call->tokens_per_unit, D = node.view->D;
+  auto* own = reinterpret_cast<SparseOwn*>(scratch(ceil_div(sizeof(SparseOwn), sizeof(float))));
   node.own = own;
-  own->channels = reinterpret_cast<Rows*>(scratch(4 * node.view->D));
+  const bool last_head = node.h + 1 == v.H, last = last_head && node.b + 1 == v.B;
+  own->begin = v.starts + node.b * v.stride_b + node.h * v.stride_h;
+  own->end = last ? v.starts + v.stride_n : last_head ? v.starts + (node.b + 1) * v.stride_b : own->begin + v.stride_h;
+  own->ends = last ? v.N - 1 : v.N;
+  own->channels = reinterpret_cast<Rows*>(scratch(4 * D));
+  own->more = reinterpret_cast<Rows*>(scratch(4 * D));
   own->tokens = reinterpret_cast<Rows*>(scratch(4 * (unit > kChunkTokens ? unit : kChunkTokens)));
+  own->row = -1;
 }
+
+inline void clear(Rows* rows, int64_t n) { clear(reinterpret_cast<float*>(rows), 4 * n); }
 
 template <class S>
 void sparse_scores(const Node& node, Span span, float* score, int64_t score_stride) {
-  const SparseOwn& own = *static_cast<SparseOwn*>(node.own);
-  interleave(node.query_row(span.row), node.query_stride, span.rows, node.view->D, own.channels);
-  clear(reinterpret_cast<float*>(own.tokens), 4 * span.tokens());
-  for (int64_t token = span.first; token < span.last; token += kSparseTokens) {
-    Rows* out = own.tokens + token - span.first;
-    each_entry<S>(node, token / kSparseTokens, [&](int64_t at, int64_t channel, float value) TERSEKV_INLINE {
-      out[at] += own.channels[channel] * value;
-    });
-  }
+  SparseOwn& own = *static_cast<SparseOwn*>(node.own);
+  if (own.row != span.row)
+    interleave(node.query_row(span.row), node.query_stride, span.rows, node.view->D, own.channels);
+  own.row = span.row;
+  Rows *tokens = own.tokens, *channels = own.channels;
+  clear(tokens, span.tokens());
+  each_entry<S>(node, span, [=](int64_t at, int64_t channel, float value, auto) TERSEKV_INLINE {
+    tokens[at] += channels[channel] * value;
+  });
   add_interleaved(own.tokens, score_stride, span.rows, span.tokens(), score);
 }
 
@@ -111,13 +159,14 @@ template <class S>
 void sparse_sums(const Node& node, Span span, const float* weight, int64_t weight_stride) {
   const SparseOwn& own = *static_cast<SparseOwn*>(node.own);
   interleave(weight, weight_stride, span.rows, span.tokens(), own.tokens);
-  clear(reinterpret_cast<float*>(own.channels), 4 * node.view->D);
-  for (int64_t token = span.first; token < span.last; token += kSparseTokens) {
-    const Rows* in = own.tokens + token - span.first;
-    each_entry<S>(node, token / kSparseTokens, [&](int64_t at, int64_t channel, float value) TERSEKV_INLINE {
-      own.channels[channel] += in[at] * value;
-    });
-  }
+  clear(own.channels, node.view->D);
+  clear(own.more, node.view->D);
+  // In turns, since outliers keep to few channels, whose sums would wait for each other.
+  Rows *tokens = own.tokens, *sums = own.channels, *more = own.more;
+  each_entry<S>(node, span, [=](int64_t at, int64_t channel, float value, auto turn) TERSEKV_INLINE {
+    (turn ? more : sums)[channel] += tokens[at] * value;
+  });
+  for (int64_t d = 0; d < node.view->D; d++) own.channels[d] += own.more[d];
   add_interleaved(own.channels, node.sum_stride, span.rows, node.view->D, node.sum_row(span.row));
 }
 
@@ -141,7 +190,7 @@ void sparse_add(const Node& node, int64_t token, float* tile) {
   };
   const int64_t begin = before(first), end = before(first + kLanes);
   entries = {entries.places + begin, entries.values + begin, end - begin};
-  each_of<S>(entries, node.view->D, [&](int64_t at, int64_t channel, float value) TERSEKV_INLINE {
+  each_of<S>(entries, node.view->D, [&](int64_t at, int64_t channel, float value, auto) TERSEKV_INLINE {
     const int64_t lane = at - first;
     if (lane >= 0 && lane < kLanes) tile[channel * kLanes + lane] += value;
   });

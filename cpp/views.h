@@ -4,9 +4,11 @@
 #include "exact.h"
 #include "grid_tile.h"
 #include "polar.h"
-#include "roped.h"
+#include "roped_grid.h"
 #include "signs.h"
 #include "sparse.h"
+#include "trellis.h"
+#include "turned.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
@@ -50,7 +52,9 @@ void prepare(Node& node) {
       return polar_prepare<S>(node);
     case Kind::roped:
       prepare_parts<S>(node);
-      return roped_prepare<S>(node);
+      roped_prepare<S>(node);
+      static_cast<RopedOwn*>(node.own)->grid = roped_grid(node);
+      return;
     case Kind::rotated:
       prepare_parts<S>(node);
       node.own = scratch((node.view->D + kTileSlack) * kLanes);
@@ -62,6 +66,10 @@ void prepare(Node& node) {
       return;
     case Kind::sparse:
       return sparse_prepare(node);
+    case Kind::trellis:
+      return trellis_prepare<S>(node);
+    case Kind::turned:
+      return turned_prepare<S>(node);
     case Kind::exact:
       return;
   }
@@ -81,6 +89,8 @@ void fill(const Node& node, int64_t token, int64_t count, float* tile) {
       return signs_fill<S>(node, token, tile);
     case Kind::polar:
       return polar_fill<S>(node, token, tile);
+    case Kind::trellis:
+      return trellis_fill<S>(node, token, tile);
     case Kind::sparse:
       clear(tile, view.D * kLanes);
       return sparse_add<S>(node, token, tile);
@@ -110,6 +120,8 @@ void fill(const Node& node, int64_t token, int64_t count, float* tile) {
     }
     case Kind::roped:
       return;  // only ever outermost
+    case Kind::turned:
+      return;  // never under what needs tiles
   }
 }
 
@@ -117,6 +129,7 @@ template <class S>
 void roped_scores(const Node& node, Span span, float* score, int64_t score_stride) {
   const Task& task = *node.task;
   const RopedOwn& own = *static_cast<RopedOwn*>(node.own);
+  if (own.grid) return roped_grid_scores<S>(node, *own.grid, span, score, score_stride);
   const int64_t unit = node.call->tokens_per_unit, first = task.first * unit, tokens = task.last * unit - first;
   for (int64_t token = span.first; token < span.last; token += kRopedTiles * kLanes) {
     int64_t tiles = 0;
@@ -146,6 +159,10 @@ void add_scores(const Node& node, Span span, float* score, int64_t score_stride)
       return polar_scores<S>(node, span, score, score_stride);
     case Kind::sparse:
       return sparse_scores<S>(node, span, score, score_stride);
+    case Kind::trellis:
+      return trellis_scores<S>(node, span, score, score_stride);
+    case Kind::turned:
+      return turned_scores<S>(node, span, score, score_stride);
     case Kind::added:
     case Kind::joined:
       for (int64_t i = 0; i < node.view->count; i++) add_scores<S>(node.parts[i], span, score, score_stride);
@@ -174,6 +191,8 @@ void add_sums(const Node& node, Span span, const float* weight, int64_t weight_s
       return polar_sums<S>(node, span, weight, weight_stride);
     case Kind::sparse:
       return sparse_sums<S>(node, span, weight, weight_stride);
+    case Kind::trellis:
+      return trellis_sums<S>(node, span, weight, weight_stride);
     case Kind::added:
       for (int64_t i = 0; i < node.view->count; i++) add_sums<S>(node.parts[i], span, weight, weight_stride);
       return;
@@ -181,6 +200,7 @@ void add_sums(const Node& node, Span span, const float* weight, int64_t weight_s
       return joined_sums<S>(node, span, weight, weight_stride);
     case Kind::roped:
     case Kind::rotated:
+    case Kind::turned:
       return;  // never values
   }
 }

@@ -35,6 +35,8 @@ FORMATS = {
     "sparse matrix": ("kvquant", {"bits": 4, "calibration": "prompt", "outliers_per": "matrix", "axis": "token"}),
     "joined": ("turboquant", {"bits": 2.5}),
     "joined and added": ("turboquant", {"bits": 3.25, "variant": "prod"}),
+    "trellis": ("trellis", {"bits": 2.0, "calibration": "prompt"}),
+    "trellis other tables": ("trellis", {"bits": 1.5, "calibration": "prompt", "basis": "channels", "code": "scalar"}),
     "signs without codes": ("turboquant", {"bits": 1.0, "variant": "prod"}),
 }
 """The recipe of each: method and options."""
@@ -119,7 +121,7 @@ def magnitude(view: View) -> Tensor:
         if side.offset is not None:
             total += decode_grid(side._replace(table=torch.ones_like(side.table), scale=side.offset.abs(), offset=None))
         return total
-    assert isinstance(view, ExactView) or view.kind in ("polar", "sparse")
+    assert isinstance(view, ExactView) or view.kind in ("polar", "sparse", "trellis")
     return view.decode().abs().double()
 
 

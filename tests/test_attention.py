@@ -154,7 +154,7 @@ def test_a_forced_kernel_runs_or_raises():
         attend_store(fed("kivi/exact", keys, values, [0, 500]), call)
         attend_store(fed("qjl", keys, values, [0, 500]), call)
         query = call.query.clone().requires_grad_()
-        with pytest.raises(UserError, match="'cpu' is forced and cannot run attend_packed: query needs a gradient"):
+        with pytest.raises(UserError, match="'cpu' is forced and cannot run attend_segments: query needs a gradient"):
             attend_store(fed("uniform:bits=6", keys, values, [0, 500]), Call(query, None, 0.125))
 
 

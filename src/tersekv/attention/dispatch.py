@@ -1,26 +1,28 @@
-"""Which op attends over a packed segment straight from its bytes, and why none does."""
+"""Which op attends over packed segments straight from its bytes, and why none does."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tersekv.formats.base import View
 from tersekv.ops import backends
+from tersekv.ops.attend_segments import Segment
 
 
 def direct(
-    keys: View, values: View, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+    query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Out [B, H, R, Dv] and lse [B, H, R] of query rows [B, H, R, D], in one pass over packed bytes; None where no
-    kernel reads these views.
+    """Out [B, H, R, Dv] and lse [B, H, R] of query rows [B, H, R, D] over all segments, in one pass over their bytes;
+    None where no kernel reads them.
 
     Raises:
         UserError: a kernel backend is forced and cannot.
     """
-    call = (query, keys.operand, values.operand, mask, scaling, softcap)
-    run = backends.kernel("attend_packed", *call)
-    return run(*call) if run is not None else None
+    run = backends.kernel("attend_segments", query, segments, scaling, softcap)
+    return run(query, segments, scaling, softcap) if run is not None else None
 
 
 def explain(keys: View, values: View, head_dim: int) -> str:

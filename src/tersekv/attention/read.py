@@ -16,6 +16,7 @@ from tersekv.attention import masks
 from tersekv.attention.dispatch import direct
 from tersekv.attention.masks import Store
 from tersekv.ops import backends, softmax
+from tersekv.ops.attend_segments import Segment
 from tersekv.store.layer import LayerStore
 from tersekv.store.segments import PackedSegment
 from tersekv.store.selective import SelectiveStore
@@ -86,6 +87,20 @@ class _Reader:
         """Mask columns of a segment, see `masks.at`."""
         return None if self.store is None else masks.at(self.store, self.mask, positions, tokens)
 
+    def decoded(
+        self,
+        query: Tensor,
+        tile: slice,
+        packed: list[tuple[Tensor, Tensor]],
+        own: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Out and lse of a tile of queries over each segment; `packed`: over packed tokens, already there."""
+        results = self.exact(query, tile) + packed
+        if own is not None:
+            keys, values, mask = own
+            results.append(self.dense(query, keys, values, mask[:, tile]))
+        return results
+
     def exact(self, query: Tensor, tile: slice) -> list[tuple[Tensor, Tensor]]:
         """query [B, Hkv, G, q, D] -> out [B, Hkv, G·q, Dv] and lse [B, Hkv, G·q] over each segment of exact tokens."""
         results = []
@@ -117,9 +132,44 @@ class _Reader:
         assert longest is not None
         return longest if own is None else torch.maximum(longest, own[1].float().norm(dim=-1).amax(-1))
 
+    def direct(self, query: Tensor, own: tuple[Tensor, Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+        """Out and lse over all tokens but those that stand for others, by kernels; None where a kernel does not read
+        some of them, or where there are too many query rows."""
+        rows = _rows(query)
+        if rows.shape[2] > KERNEL_ROWS:
+            return None
+        exact = [Segment(*own)] if own is not None else []
+        pages = []
+        if self.store is not None:
+            of_store = self.store.exact_segments()
+            exact += [Segment(s.keys, s.values, self._mask(s.positions, s.keys.shape[2])) for s in of_store]
+            pages = list(self.store.packed_pages())
+        spread = None if self.store is None else self.store.spread
+        if not pages and spread is None:
+            return direct(rows, exact, self.call.scaling, self.call.softcap) if exact else None
+        packed = [
+            Segment(page.keys.inner.operand, page.values.inner.operand, self._mask(_place(page), page.tokens))
+            for page in pages
+        ]
+        if spread is None and pages[0].keys.inner is pages[0].keys and pages[0].values.inner is pages[0].values:
+            return direct(rows, [*exact, *packed], self.call.scaling, self.call.softcap)
+        beside = direct(rows, exact, self.call.scaling, self.call.softcap) if exact else None
+        if exact and beside is None:
+            return None
+        if pages:
+            result = direct(pages[0].keys.query(rows), packed, self.call.scaling, self.call.softcap)
+            if result is None:
+                return None
+            result = pages[0].values.output(result[0]), result[1]
+        else:
+            result = self._nothing(query, [slice(None)])[0]
+        if spread is not None:
+            result = _of_all(spread, *result)
+        return result if beside is None else _merge(beside, result)
+
     def packed(self, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
-        """Out and lse over the packed tokens for each tile of queries, those of other processes included; empty if
-        nothing is packed."""
+        """Out and lse over the packed tokens for each tile of queries, decoded a block at a time, those of other
+        processes included; empty if nothing is packed."""
         own = self._packed(query, tiles)
         if self.store is None or self.store.spread is None:
             return own
@@ -135,10 +185,6 @@ class _Reader:
     def _packed(self, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
         if self.store is None:
             return []
-        if len(tiles) == 1 and query.shape[2] * query.shape[3] <= KERNEL_ROWS:
-            out = self._direct(query)
-            if out is not None:
-                return [out]
         results: list[tuple[Tensor, Tensor]] = []
         first, step = 0, max(1, BLOCK_READ_TOKENS // self.store.flush_tokens) * self.store.flush_tokens
         while (block := self.store.packed_segment(first, step)) is not None:
@@ -146,23 +192,6 @@ class _Reader:
             results = parts if not results else [_merge(a, b) for a, b in zip(results, parts, strict=True)]
             first += step
         return [(values.output(out), lse) for out, lse in results]
-
-    def _direct(self, query: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Out and lse over packed tokens by a kernel, page by page; None if nothing is packed or no kernel reads it."""
-        assert self.store is not None
-        outs, lses, rows = [], [], None
-        for page in self.store.packed_pages():
-            rows = page.keys.query(_rows(query)) if rows is None else rows
-            mask, keys, values = self._mask(_place(page), page.tokens), page.keys.inner, page.values
-            result = direct(keys, values.inner, rows, mask, self.call.scaling, self.call.softcap)
-            if result is None:
-                return None
-            outs.append(result[0])
-            lses.append(result[1])
-        if not outs:
-            return None
-        out, lse = backends.merge_segments(outs, lses) if len(outs) > 1 else (outs[0], lses[0])
-        return values.output(out), lse
 
     def _block(self, block: PackedSegment, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
         mask = self._mask(_place(block), block.tokens)
@@ -205,14 +234,12 @@ def _finish(reader: _Reader, own: tuple[Tensor, Tensor, Tensor] | None, query: T
     """Read all segments tile by tile, merge, and bring the result to [B, q, Hq, Dv]."""
     B, H, G, q, _ = query.shape
     tiles = [slice(start, min(q, start + QUERY_TILE)) for start in range(0, q, QUERY_TILE)]
-    packed = reader.packed(query, tiles)
+    whole = reader.direct(query, own) if len(tiles) == 1 else None
+    packed = reader.packed(query, tiles) if whole is None else []
     outs = []
     for i, tile in enumerate(tiles):
         part = query if len(tiles) == 1 else query[:, :, :, tile]
-        results = reader.exact(part, tile) + packed[i : i + 1]
-        if own is not None:
-            keys, values, mask = own
-            results.append(reader.dense(part, keys, values, mask[:, tile]))
+        results = [whole] if whole is not None else reader.decoded(part, tile, packed[i : i + 1], own)
         estimates = reader.estimates(part, tile)
         if estimates:
             out, lse = _estimate(results, estimates, reader.longest(own))

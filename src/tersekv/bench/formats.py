@@ -23,10 +23,13 @@ FORMATS = {
     "qjl256": "qjl:sketch=256,outliers=0,value_bits=4,initial_layers=0",
     "qjl256+outliers": "qjl:sketch=256,outlier_sketch=256,value_bits=4,initial_layers=0",
     "polar": "polarquant",
+    "trellis2": "trellis:bits=2,calibration=prompt",
+    "trellis3": "trellis:bits=3,calibration=prompt",
     "nuq4-1%": "kvquant:bits=4,calibration=prompt",
     "nuq4-1%-prerope": "kvquant:bits=4,calibration=prompt",
 }
 ENCODE_TOKENS = 4096
+FIT_TOKENS = 1024
 
 
 class Packer(NamedTuple):
@@ -43,7 +46,7 @@ class Packer(NamedTuple):
         if self.roped:
             rope = standard_rope(self.head_dim)
             tokens = self.planes["codes"].shape[2] * self.codec.layout(self.head_dim).block_tokens
-            cos, sin = rope.cos_sin(0, tokens, 0, torch.device("cpu"))
+            cos, sin = rope.cos_sin(0, tokens, 0, self.planes["codes"].device)
             view = Roped(view, rope, cos.unsqueeze(0), sin.unsqueeze(0))
         return view.operand
 
@@ -90,10 +93,10 @@ def chosen(text: str) -> tuple[str, ...]:
     return names
 
 
-def make_segment(name: str, heads: int, tokens: int, D: int, seed: int) -> Segment:
-    """Normally distributed keys and values [1, heads, tokens, D] in the format `name`."""
+def make_segment(name: str, heads: int, tokens: int, D: int, seed: int, device: str = "cpu") -> Segment:
+    """Normally distributed keys and values [1, heads, tokens, D] in the format `name`, made on the device."""
     plan = Recipe.parse(FORMATS[name]).plan(0, 1)
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator(device).manual_seed(seed)
     keys, values = (_pack(codec, heads, tokens, D, g) for codec in (plan.keys, plan.values))
     return Segment(keys._replace(roped=name.endswith("-prerope")), values)
 
@@ -102,14 +105,10 @@ def _pack(codec: Codec, heads: int, tokens: int, D: int, g: torch.Generator) -> 
     block_tokens = codec.layout(D).block_tokens
     if tokens % block_tokens:
         raise UserError(f"--tokens {tokens}: packed are whole blocks of {block_tokens} tokens")
-    # Lists of entries whose length varies come whole.
-    ragged = any(spec.ragged is not None for spec in codec.layout(D).planes.values())
-    step = tokens if ragged else ENCODE_TOKENS
     pieces: list[Planes] = []
-    for first in range(0, tokens, step):
-        x = torch.randn(1, heads, min(step, tokens - first), D, generator=g)
+    for first in range(0, tokens, ENCODE_TOKENS):
+        x = torch.randn(1, heads, min(ENCODE_TOKENS, tokens - first), D, generator=g, device=g.device)
         if codec.lacks == "prompt":
-            codec = codec.fit(x)
+            codec = codec.fit(x[:, :, :FIT_TOKENS])
         pieces.append(codec.encode(x))
-    planes = pieces[0] if ragged else {name: torch.cat([piece[name] for piece in pieces], 2) for name in pieces[0]}
-    return Packer(codec, planes, D)
+    return Packer(codec, codec.layout(D).join(pieces), D)

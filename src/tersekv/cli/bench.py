@@ -12,10 +12,12 @@ import typer
 from tersekv.cli import output
 from tersekv.cli.env import cpu_features
 from tersekv.cli.generate import load
+from tersekv.errors import UserError
 from tersekv.units import parse_lengths, parse_numbers
 
 if TYPE_CHECKING:
-    from tersekv.bench.attend import Measured
+    from tersekv.bench.attend import Heads, Measured
+    from tersekv.bench.attend_gpu import Measured as MeasuredGpu
     from tersekv.bench.generate import Decoding
 
 CACHES_HELP = "A recipe, or one of transformers' own: quanto-4, quanto-2, hqq-4, hqq-2, fp8. May be repeated."
@@ -39,15 +41,21 @@ def attend(
     ),
     threads: Annotated[str, typer.Option("--threads", help="Numbers of threads, like 1,2.")] = "1",
     seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Time for one context.")] = 6.0,
+    device: Annotated[str, typer.Option("--device", help="cpu, or cuda.")] = "cpu",
+    batch: Annotated[str, typer.Option("--batch", help="Rows of a batch on a GPU, like 1,8.")] = "1",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Append JSON lines, one per way.")] = None,
     as_json: output.Json = False,
 ) -> None:
-    """One token's attention over packed keys and values, beside SDPA, batched matmul and the memory's bandwidth."""
+    """One token's attention over packed keys and values, beside dense ways and the memory's bandwidth."""
     from tersekv.bench.attend import Heads, measure
     from tersekv.bench.formats import chosen
 
     shapes = [Heads.parse(part) for part in heads.split(",")]
     names = chosen(formats)
+    if device != "cpu":
+        sizes = parse_lengths(tokens, "--tokens"), parse_numbers(batch, "--batch", 1, 4096)
+        _attend_gpu(device, shapes, *sizes, names, seconds, out, as_json)
+        return
     lengths, counts = parse_lengths(tokens, "--tokens"), parse_numbers(threads, "--threads", 1, 256)
     results: list[dict[str, Any]] = []
     for shape in shapes:
@@ -62,6 +70,56 @@ def attend(
                     output.show(_table(measured))
     if as_json:
         output.print_json({"results": results})
+
+
+def _attend_gpu(
+    device: str, shapes: list[Heads], lengths: tuple[int, ...], batches: tuple[int, ...], names: tuple[str, ...],
+    seconds: float, out: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    from tersekv.bench.attend_gpu import measure
+    from tersekv.bench.clock_gpu import CudaClock
+
+    if device != "cuda":
+        raise UserError(f"--device {device!r}: allowed are cpu and cuda")
+    clock, results = CudaClock(), []
+    for shape in shapes:
+        for length in lengths:
+            for batch in batches:
+                with output.step(f"{shape}, {batch} x {length} tokens"):
+                    measured = measure(clock, shape, batch, length, names, seconds)
+                results.append(measured)
+                if out is not None:
+                    _write(out, "attend_gpu", [_gpu_machine(clock.name) | row for row in measured.results()])
+    if as_json:
+        output.print_json({"results": [row for measured in results for row in measured.results()]})
+        return
+    for measured in results:
+        for way, reason in measured.missing.items():
+            output.report(f"{way} did not run: {reason}")
+    for measured in results:
+        output.show(_gpu_table(measured))
+
+
+def _gpu_machine(name: str) -> dict[str, Any]:
+    from tersekv.cli.env import package_version
+
+    return {"gpu": name} | {package: package_version(package) for package in ("triton", "flashinfer-python")}
+
+
+def _gpu_table(measured: MeasuredGpu) -> Any:
+    title = (
+        f"{measured.machine}: {measured.heads} (query heads / KV heads / head dim), {measured.batch} x "
+        f"{measured.tokens:,} tokens; a copy moves {measured.bandwidth:,.0f} GB/s"
+    )
+    columns = ("way", "bits", "µs", "p10–p90", "share of floor", "× bfloat16", "error")
+    rows = [
+        (
+            row["what"], row["bits"] or "", f"{row['median_us']:.1f}", f"{row['p10']:.1f}–{row['p90']:.1f}",
+            f"{row['share_of_floor']:.2f}", f"{row['speedup_bfloat16']:.2f}", f"{row['relative_error']:.1e}",
+        )
+        for row in measured.results()
+    ]  # fmt: skip
+    return output.table(title, columns, rows)
 
 
 @app.command()

@@ -11,7 +11,7 @@ from typing import Any
 from tersekv import __version__
 from tersekv.cli import output
 
-PACKAGES = ("torch", "transformers", "safetensors", "gguf", "numpy", "typer", "rich")
+PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "numpy", "typer", "rich")
 # Instruction sets that kernels choose between, as /proc/cpuinfo spells them (x86, then Arm).
 FEATURES = (
     *("sse4_2", "avx", "f16c", "fma", "avx2", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"),
@@ -49,7 +49,7 @@ def describe() -> dict[str, Any]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
-        "packages": {"tersekv": __version__, **{name: _version(name) for name in PACKAGES}},
+        "packages": {"tersekv": __version__, **{name: package_version(name) for name in PACKAGES}},
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": {
             "model": model,
@@ -64,7 +64,8 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _version(name: str) -> str:
+def package_version(name: str) -> str:
+    """Of an installed package."""
     try:
         return version(name)
     except PackageNotFoundError:

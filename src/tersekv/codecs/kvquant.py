@@ -240,7 +240,8 @@ class KVQuant(Codec):
         dense_planes = dict(planes)
         if self.axis == "channel":
             low, high = (self.fitted[k].expand(B, H, -1) for k in ("lower", "upper"))
-            scale, offset = _stored((high - low) / 2), _stored((high + low) / 2)
+            # what `encode` has checked; a check would wait for a GPU at every token
+            scale, offset = ((high - low) / 2).to(torch.float16), ((high + low) / 2).to(torch.float16)
         else:
             dense_planes |= {name: planes[name].expand(-1, H, -1, -1, -1) for name in ("scale", "offset")}
         _, table = self._tables(str(planes["codes"].device))

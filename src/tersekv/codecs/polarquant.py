@@ -144,7 +144,7 @@ class PolarQuant(Codec):
         stored = round_scale(
             radii.transpose(-1, -2) / polar.radius_unit, polar.radius_dtype, "a radius", "use radii=bf16"
         )
-        return {"angles": polar.pack(codes), "radii": stored}
+        return {"angles": polar.pack(codes), "radii": stored.contiguous()}
 
     def _rotated(self, x: Tensor) -> Tensor:
         if self.rotation == "none":

@@ -87,7 +87,8 @@ class Uniform(Codec):
     def view(self, planes: Planes, head_dim: int) -> GridView:
         """Codes with the table 0 … 2^b − 1."""
         table = integers(self.bits, str(planes["codes"].device))
-        return GridView(self.grid(head_dim), planes, table, self.fitted.get("scale"), self.fitted.get("offset"))
+        whole = self.fitted.get("scale"), self.fitted.get("offset")
+        return GridView(self.grid(head_dim), planes, table, *whole, integers=True)
 
     def table_bytes(self, head_dim: int) -> TableBytes:
         """The integers as floats; the fitted ranges."""

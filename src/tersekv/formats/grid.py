@@ -108,12 +108,19 @@ class Grid:
 
 
 class GridView(View):
-    """Planes and table of a `Grid` segment; `scale` and `offset` may be given once for all blocks as [B, H, D]."""
+    """Planes and table of a `Grid` segment; `scale` and `offset` may be given once for all blocks as [B, H, D].
+    integers: the table is 0 … 2^b − 1."""
 
     format = "grid"
 
     def __init__(
-        self, grid: Grid, planes: Planes, table: Tensor, scale: Tensor | None = None, offset: Tensor | None = None
+        self,
+        grid: Grid,
+        planes: Planes,
+        table: Tensor,
+        scale: Tensor | None = None,
+        offset: Tensor | None = None,
+        integers: bool = False,
     ) -> None:
         N = planes["codes"].shape[2]
         self.side = GridSide(
@@ -127,6 +134,7 @@ class GridView(View):
             scale=planes["scale"] if scale is None else _for_all_blocks(scale, N),
             offset=planes.get("offset") if offset is None else _for_all_blocks(offset, N),
             table=table,
+            integers=integers,
         )
 
     @property

@@ -18,6 +18,7 @@ byte is 0. With D = 64 and 4/2/2/2 bits, where aN is angle N of level 1 (channel
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,6 +105,13 @@ class PolarView(View):
     def __init__(self, polar: Polar, planes: Planes, tables: Sequence[Tensor]) -> None:
         self.polar, self.tables = polar, list(tables)
         self.angles, self.radii = planes["angles"], planes["radii"]
+
+    @functools.cached_property
+    def directions(self) -> Tensor:
+        """Cosine and sine of every angle of all levels, one level after the other: float32 [1 or B, entries, 2]."""
+        rows = max(table.shape[0] if table.dim() == 2 else 1 for table in self.tables)
+        angles = torch.cat([table.expand(rows, -1) for table in self.tables], dim=1)
+        return torch.stack([angles.cos(), angles.sin()], dim=-1)
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D]."""

@@ -25,6 +25,7 @@ class GridSide(NamedTuple):
       axis "channel": [B, H, N, t/group, D], one per channel and group of tokens. N may have stride 0 (one range for
       all blocks). offset may be None (0).
     - table: float32 [2**bits], or [B, 2**bits] where batch rows have their own.
+    - integers: the table is 0 … 2**bits − 1, so that a kernel need not look it up.
     """
 
     side: Side
@@ -37,6 +38,7 @@ class GridSide(NamedTuple):
     scale: Tensor
     offset: Tensor | None
     table: Tensor
+    integers: bool = False
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, N·t, D]."""

@@ -1,13 +1,14 @@
-"""Which implementation of an op runs: the first whose `why_not` is None, in the order C++, torch reference.
+"""Which implementation of an op runs: the first whose `why_not` is None, in the order C++, Triton, torch reference.
 
-`TERSEKV_BACKEND=auto|cpu|reference` or `with forced("cpu")` takes the choice away: a forced backend runs or raises.
+`TERSEKV_BACKEND=auto|cpu|triton|reference` or `with forced("cpu")` takes the choice away: a forced backend runs or
+raises.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,10 +19,13 @@ from torch import Tensor
 
 from tersekv.errors import UserError
 from tersekv.ops import attend_packed as packed_reference
-from tersekv.ops import cpu
+from tersekv.ops import attend_pages as pages_reference
+from tersekv.ops import attend_segments as segments_reference
+from tersekv.ops import cpu, triton
 from tersekv.ops import softmax as softmax_reference
 from tersekv.ops import trellis as trellis_reference
 from tersekv.ops.attend_packed import Operand
+from tersekv.ops.attend_segments import Segment
 
 BACKEND_VARIABLE = "TERSEKV_BACKEND"
 AUTO = "auto"
@@ -42,11 +46,22 @@ def _never(*call: Any) -> None:
 BACKENDS: dict[str, dict[str, Implementation]] = {
     "cpu": {
         "attend_packed": Implementation(cpu.attend_packed, cpu.why_not_attend_packed),
+        "attend_pages": Implementation(cpu.attend_pages, cpu.why_not_attend_pages),
+        "attend_segments": Implementation(cpu.attend_segments, cpu.why_not_attend_segments),
         "attend_exact": Implementation(cpu.attend_exact, cpu.why_not_attend_exact),
         "merge_segments": Implementation(cpu.merge_segments, cpu.why_not_merge_segments),
+        "encode_trellis": Implementation(cpu.encode_trellis, cpu.why_not_encode_trellis),
+    },
+    "triton": {
+        "attend_packed": Implementation(triton.attend_packed, triton.why_not_attend_packed),
+        "attend_segments": Implementation(triton.attend_segments, triton.why_not_attend_segments),
+        "attend_exact": Implementation(triton.attend_exact, triton.why_not_attend_exact),
+        "merge_segments": Implementation(triton.merge_segments, triton.why_not_merge_segments),
     },
     "reference": {
         "attend_packed": Implementation(packed_reference.attend_packed, _never),
+        "attend_pages": Implementation(pages_reference.attend_pages, _never),
+        "attend_segments": Implementation(segments_reference.attend_segments, _never),
         "attend_exact": Implementation(softmax_reference.attend_exact, _never),
         "merge_segments": Implementation(softmax_reference.merge_segments, _never),
         "encode_trellis": Implementation(trellis_reference.encode_trellis, _never),
@@ -88,7 +103,7 @@ def _choose(op: str, *call: Any) -> tuple[str, Callable[..., Any]]:
     """The backend that runs this call, and its function; UserError where a forced one cannot."""
     only = _forced.get() or _from_environment()
     for name, ops in BACKENDS.items():
-        if only not in (AUTO, name):
+        if only not in (AUTO, name) or (only == AUTO and name == "triton" and triton.interpreted()):
             continue
         reason = ops[op].why_not(*call) if op in ops else f"it has no {op}"
         if reason is None:
@@ -107,6 +122,13 @@ def attend_packed(
 ) -> tuple[Tensor, Tensor]:
     """Attention over a packed segment, see `tersekv.ops.attend_packed`: out [B, H, R, Dv] and lse [B, H, R]."""
     return _run("attend_packed", query, keys, values, mask, scaling, softcap)
+
+
+def attend_segments(
+    query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention over all segments, see `tersekv.ops.attend_segments`: out [B, H, R, Dv] and lse [B, H, R]."""
+    return _run("attend_segments", query, segments, scaling, softcap)
 
 
 def attend_exact(
@@ -134,19 +156,26 @@ def kernel(op: str, *call: Any) -> Callable[..., Any] | None:
 
 
 def explain(op: str, *call: Any) -> str:
-    """Who would run this call: "cpu/avx512", or "reference: <why not the kernels>"."""
-    if chosen() == "reference":
+    """Who would run this call: "cpu/avx512", "triton", or "reference: <why not the kernels>"."""
+    only = chosen()
+    if only == "reference":
         return "reference: forced"
-    reason = BACKENDS["cpu"][op].why_not(*call)
+    # of the kernels for this device
+    name = only if only != AUTO else "cpu" if call[0].device.type == "cpu" else "triton"
+    reason = BACKENDS[name][op].why_not(*call)
     if reason is None:
-        return f"cpu/{cpu.isa()}"
-    return f"cpu is forced and cannot: {reason}" if chosen() == "cpu" else f"reference: {reason}"
+        return f"cpu/{cpu.isa()}" if name == "cpu" else name
+    return f"reference: {reason}" if only == AUTO else f"{name} is forced and cannot: {reason}"
 
 
 def report() -> list[dict[str, Any]]:
     """Rows {"backend", "op", "available", "detail"} for `tersekv env`."""
     chosen()  # a wrong variable is said here too
-    details = {"cpu": (cpu.why_not_built() is None, _cpu_detail()), "reference": (True, f"torch {torch.__version__}")}
+    details = {
+        "cpu": (cpu.why_not_built() is None, _cpu_detail()),
+        "triton": (triton.why_not_usable() is None, triton.detail()),
+        "reference": (True, f"torch {torch.__version__}"),
+    }
     return [
         {"backend": name, "op": op, "available": details[name][0], "detail": details[name][1]}
         for name, ops in BACKENDS.items()

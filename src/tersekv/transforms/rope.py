@@ -28,28 +28,30 @@ class Rope:
 
     def __init__(self, cos_sin: CosSin, apply: Apply, varies: bool = False) -> None:
         self._cos_sin, self._apply, self.varies = cos_sin, apply, varies
-        self._table: tuple[Tensor, Tensor] | None = None
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._channels: dict[tuple[int, int], Tensor | None] = {}
 
     def cos_sin(self, first: int, n: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin float32 [n, R] of positions first to first + n; negative positions (padding) are allowed."""
         if self.varies or first < 0:
             cos, sin = self._made(torch.arange(first, first + n), length)
-        else:
-            cos, sin = (x[first : first + n] for x in self._up_to(first + n))
-        return cos.to(device), sin.to(device)
+            return cos.to(device), sin.to(device)
+        cos, sin = self._up_to(first + n, device)
+        return cos[first : first + n], sin[first : first + n]
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin float32 [..., R] of any positions ≥ 0, as for a short sequence."""
-        cos, sin = self._up_to(int(positions.max()) + 1 if positions.numel() else 1)
-        return cos.to(positions.device)[positions], sin.to(positions.device)[positions]
+        cos, sin = self._up_to(int(positions.max()) + 1 if positions.numel() else 1, positions.device)
+        return cos[positions], sin[positions]
 
-    def _up_to(self, n: int) -> tuple[Tensor, Tensor]:
-        """A table of at least n positions, kept: all layers with this RoPE share it."""
-        if self._table is None or len(self._table[0]) < n:
+    def _up_to(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A table of at least n positions on a device, kept there: all layers with this RoPE share it."""
+        table = self._tables.get(device)
+        if table is None or len(table[0]) < n:
             capacity = -(-n // 1024) * 1024
-            self._table = self._made(torch.arange(capacity), 1)
-        return self._table
+            table = self._made(torch.arange(capacity), 1)
+            self._tables[device] = table = (table[0].to(device), table[1].to(device))
+        return table
 
     def _made(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False), torch.no_grad():
@@ -64,7 +66,7 @@ class Rope:
 
     def tables(self) -> list[Tensor]:
         """What is kept."""
-        return list(self._table or ())
+        return [x for table in self._tables.values() for x in table]
 
     def channels(self, D: int, columns: int) -> Tensor | None:
         """`apply` as pairs of channels: int32 [D, 4], where channel d becomes x[d]·cos[c] + sign·x[partner]·sin[s] with

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from tersekv.errors import UserError
 from tersekv.ops.attend_packed import Operand
-from tersekv.ops.cpu.operands import channels, pack, why_not
+from tersekv.ops.attend_segments import Segment
+from tersekv.ops.cpu.operands import channels, pack, why_not, why_not_in_pages
 
 ISA_VARIABLE = "TERSEKV_CPU_ISA"
 
@@ -63,22 +65,38 @@ def set_isa(name: str) -> None:
     _loaded().set_isa(name)
 
 
+def why_not_attend_segments(
+    query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
+) -> str | None:
+    """Why `attend_segments` does not take this call; None if it does."""
+    if _module is None and (reason := why_not_built()):
+        return reason
+    for keys, values, mask in segments:
+        if reason := why_not("keys", keys) or why_not("values", values) or _why_not_mask(mask):
+            return reason
+    return _why_not_query(query)
+
+
 def why_not_attend_packed(
     query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> str | None:
     """Why `attend_packed` does not take this call; None if it does."""
-    if _module is None and (reason := why_not_built()):
-        return reason
-    return why_not("keys", keys) or why_not("values", values) or _why_not_query(query, mask)
+    return why_not_attend_segments(query, [Segment(keys, values, mask)], scaling, softcap)
 
 
-def why_not_attend_exact(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
-) -> str | None:
-    """Why `attend_exact` does not take this call; None if it does."""
-    if _module is None and (reason := why_not_built()):
-        return reason
-    return why_not("keys", key) or why_not("values", value) or _why_not_query(query, mask)
+def why_not_attend_pages(
+    query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
+    softcap: float | None,
+) -> str | None:  # fmt: skip
+    """Why `attend_pages` does not take this call; None if it does."""
+    reason = why_not_attend_packed(query, keys, values, mask, scaling, softcap)
+    if reason is None and (not pages.is_cpu or pages.dtype is not torch.int32):
+        reason = f"pages are {pages.dtype} on {pages.device}, not int32 on cpu"
+    return reason or why_not_in_pages("keys", keys) or why_not_in_pages("values", values)
+
+
+why_not_attend_exact = why_not_attend_packed
+"""The same, with unpacked tokens on both sides."""
 
 
 def why_not_merge_segments(outs: list[Tensor], lses: list[Tensor]) -> str | None:
@@ -95,13 +113,29 @@ def why_not_merge_segments(outs: list[Tensor], lses: list[Tensor]) -> str | None
     return None
 
 
-def _why_not_query(query: Tensor, mask: Tensor | None) -> str | None:
+def why_not_encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> str | None:
+    """Why `encode_trellis` does not take this call; None if it does."""
+    if _module is None and (reason := why_not_built()):
+        return reason
+    for name, x in (("y", y), ("weight", weight), ("bits", bits), ("tables", tables)):
+        if not x.is_cpu:
+            return f"{name} is on {x.device}, not on cpu"
+        if name != "bits" and not x.is_floating_point():
+            return f"{name} is {x.dtype}, not a float"
+    return None if bits.dtype is torch.uint8 else f"bits is {bits.dtype}, not uint8"
+
+
+def _why_not_query(query: Tensor) -> str | None:
     if not query.is_cpu:
         return f"query is on {query.device}, not on cpu"
     if query.dtype is not torch.float32:
         return f"query is {query.dtype}, not float32"
     if query.requires_grad and torch.is_grad_enabled():
         return "query needs a gradient"
+    return None
+
+
+def _why_not_mask(mask: Tensor | None) -> str | None:
     if mask is not None:
         if not mask.is_cpu:
             return f"mask is on {mask.device}, not on cpu"
@@ -119,17 +153,43 @@ def _mask(mask: Tensor | None) -> tuple | None:
     return mask.data_ptr(), mask.shape, mask.stride(), mask
 
 
+def attend_segments(
+    query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """See `tersekv.ops.attend_segments`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
+    native = _module or _loaded()
+    query = query.contiguous()
+    shape, Dv = query.shape, channels(segments[0].values)
+    out, lse = query.new_empty((*shape[:3], Dv)), query.new_empty(shape[:3])
+    packed = tuple([(pack("keys", keys), pack("values", values), _mask(mask)) for keys, values, mask in segments])
+    native.attend(
+        (query.data_ptr(), shape, query.stride()), packed, scaling, softcap or 0.0, Dv, out.data_ptr(), lse.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out, lse
+
+
 def attend_packed(
     query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """See `tersekv.ops.attend_packed`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
+    return attend_segments(query, [Segment(keys, values, mask)], scaling, softcap)
+
+
+def attend_pages(
+    query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `tersekv.ops.attend_pages`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
     native = _module or _loaded()
-    query = query.contiguous()
+    query, pages = query.contiguous(), pages.contiguous()
     shape = query.shape
-    out, lse = query.new_empty((*shape[:3], channels(values))), query.new_empty(shape[:3])
+    Dv = channels(values)
+    out, lse = query.new_empty((*shape[:3], Dv)), query.new_empty(shape[:3])
+    where = pages.data_ptr(), pages.shape, pages.stride(), page_tokens
     native.attend(
-        (query.data_ptr(), shape, query.stride()), pack("keys", keys), pack("values", values), _mask(mask), scaling,
-        softcap or 0.0, out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
+        (query.data_ptr(), shape, query.stride()), ((pack("keys", keys), pack("values", values), _mask(mask), where),),
+        scaling, softcap or 0.0, Dv, out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out, lse
 
@@ -157,3 +217,15 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
         out.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     return out, lse
+
+
+def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
+    """See `tersekv.ops.trellis`: y [R, n, D], weight and bits [R, D], tables [7, 256] to windows uint8 [R, n, D]."""
+    native, y = _module or _loaded(), y.detach().float()
+    weight, bits, tables = weight.detach().float().contiguous(), bits.contiguous(), tables.detach().float().contiguous()
+    windows = torch.empty_like(y, dtype=torch.uint8, memory_format=torch.contiguous_format)
+    native.encode_trellis(
+        *[(x.data_ptr(), x.shape, x.stride()) for x in (y, weight, bits, tables)], windows.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return windows

@@ -38,6 +38,15 @@ def why_not(name: str, operand: Operand) -> str | None:
     return kind.why_not(name, operand)
 
 
+def why_not_in_pages(name: str, operand: Operand) -> str | None:
+    """Why the kernels do not read the tokens of `operand` in another order than they lie in; None if they do."""
+    kind = _kind(operand)
+    if kind in ("roped", "sparse"):
+        return f"{name} are {kind}: their tokens have one order"
+    parts = operand.views if kind in ("added", "joined") else []  # type: ignore[union-attr]
+    return next((reason for view in parts if (reason := why_not_in_pages(name, view.operand))), None)
+
+
 def pack(name: str, operand: Operand) -> tuple:
     """The operand as the extension takes it."""
     return _KINDS[_kind(operand)].pack(name, operand)
@@ -124,6 +133,8 @@ def _pack_grid(name: str, grid: GridSide) -> tuple:
 
 
 def _why_not_parts(name: str, parts: Any) -> str | None:
+    if any(view.kind == "roped" for view in parts.views) or sum(view.kind == "turned" for view in parts.views) > 1:
+        return f"{name} have RoPE in several parts, or in one that is no constant vector"
     return next((reason for view in parts.views if (reason := why_not(name, view.operand))), None)
 
 
@@ -179,6 +190,27 @@ def _pack_sparse(name: str, view: Any) -> tuple:
     return 4, view.head_dim, *_tensor(view.starts), *_tensor(view.places), *_tensor(view.values)
 
 
+def _why_not_trellis(name: str, view: Any) -> str | None:
+    planes: _Tensors = {"stream": (view.stream, {torch.int16}), "gain": (view.gain, {torch.uint8})}
+    planes["bits"] = (view.bits, {torch.uint8})
+    return _why_not_tensors(
+        name, planes | {"scale": (view.scale, {torch.float32}), "tables": (view.tables, {torch.float32})}
+    )
+
+
+def _pack_trellis(name: str, view: Any) -> tuple:
+    head = [_last_packed(x) for x in (view.bits, view.scale)]
+    tables = view.tables.contiguous()
+    return (
+        9, view.head_dim, *_tensor(view.stream), *_tensor(view.gain), *_tensor(head[0]), *_tensor(head[1]),
+        *_tensor(tables), head, tables,
+    )  # fmt: skip
+
+
+def _last_packed(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _why_not_roped(name: str, view: Any) -> str | None:
     if name != "keys":
         return f"{name} have RoPE, which only keys have"
@@ -201,10 +233,32 @@ def _view_channels(view: Any) -> int:
 def _pack_roped(name: str, view: Any) -> tuple:
     before = view.before
     inner = _pack_rotated(name, before) if before.kind == "rotated" else pack(name, before.operand)
-    cos, sin = (x if x.dim() == 4 else x.unsqueeze(1) for x in (view.cos, view.sin))
+    return 7, inner, *_pack_rope(view.cos, view.sin, _rope_channels(view))
+
+
+def _pack_rope(cos: Tensor, sin: Tensor, channels: Tensor | None) -> tuple:
+    cos, sin = (x if x.dim() == 4 else x.unsqueeze(1) for x in (cos, sin))
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    return 7, inner, *_tensor(cos), *_tensor(sin), *_optional(_rope_channels(view)), cos, sin
+    return *_tensor(cos), *_tensor(sin), *_optional(channels), cos, sin
+
+
+def _why_not_turned(name: str, view: Any) -> str | None:
+    if name != "keys":
+        return f"{name} have RoPE, which only keys have"
+    tensors: _Tensors = {what: (getattr(view, what), {torch.float32}) for what in ("mean", "cos", "sin")}
+    if reason := _why_not_tensors(name, tensors):
+        return reason
+    return None if _turned_channels(view) is not None else f"{name} have a RoPE that does not turn pairs of channels"
+
+
+def _turned_channels(view: Any) -> Tensor | None:
+    return view.rope.channels(view.mean.shape[-1], view.cos.shape[-1])
+
+
+def _pack_turned(name: str, view: Any) -> tuple:
+    mean = _last_packed(view.mean)
+    return 10, view.cos.shape[-2], *_tensor(mean), *_pack_rope(view.cos, view.sin, _turned_channels(view)), mean
 
 
 def _why_not_rotated(name: str, view: Any) -> str | None:
@@ -224,5 +278,7 @@ _KINDS: dict[str, _Kind] = {
     "signs": _Kind(_why_not_signs, _pack_signs, lambda view: view.head_dim),
     "polar": _Kind(_why_not_polar, _pack_polar, lambda view: view.polar.head_dim),
     "sparse": _Kind(_why_not_sparse, _pack_sparse, lambda view: view.head_dim),
+    "trellis": _Kind(_why_not_trellis, _pack_trellis, lambda view: view.head_dim),
+    "turned": _Kind(_why_not_turned, _pack_turned, lambda view: view.mean.shape[-1]),
     "roped": _Kind(_why_not_roped, _pack_roped, lambda view: _view_channels(view.before)),
 }

@@ -1,0 +1,151 @@
+"""Greedy answers with packed caches beside those of the full cache, in vLLM and in transformers: docs/serving.md's
+tables.
+
+    python benchmarks/serving.py run --engine vllm --recipe turboquant:bits=4 --out FILE          # also: --recipe full
+    python benchmarks/serving.py run --engine transformers --recipe turboquant:bits=4 --out FILE
+    python benchmarks/serving.py table FILE… --into docs/serving.md
+
+Prompts: passages of Python's own documentation, from places drawn by seed, each with the request to explain it, as one
+turn of a chat; both engines get the same ids. bfloat16, batch as the engine has it (transformers: one by one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REQUEST = "Explain this text in your own words."
+FULL = "full"
+BEGIN, END = "<!-- agreement: made by benchmarks/serving.py -->", "<!-- end of agreement -->"
+
+
+def prompts(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
+    """Ids of `count` prompts with passages of about `tokens` tokens."""
+    from tersekv.hf.text import pydoc_document, question_prompt
+
+    texts = [question_prompt(tokenizer, pydoc_document(tokenizer, tokens, seed=i), REQUEST) for i in range(count)]
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
+def in_vllm(model: str, recipe: str, ids: list[list[int]], new_tokens: int) -> tuple[list[list[int]], dict[str, Any]]:
+    """Answers, and what the engine says of itself."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    import vllm
+
+    extra = {} if recipe == FULL else {"tersekv": {"recipe": recipe}}
+    longest = max(map(len, ids)) + new_tokens
+    llm = vllm.LLM(model, dtype="bfloat16", enforce_eager=True, max_model_len=longest, additional_config=extra)
+    sampling = vllm.SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    outs = llm.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
+    held = llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
+    return [list(out.outputs[0].token_ids) for out in outs], {"vllm": vllm.__version__, "tokens_in_1_gib": held}
+
+
+def in_transformers(
+    model: str, recipe: str, ids: list[list[int]], new_tokens: int
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Answers, and the version."""
+    import contextlib
+
+    import transformers
+
+    import tersekv
+    from tersekv.hf.models import load
+
+    network, _ = load(model, dtype="bfloat16")
+    answers = []
+    for row in ids:
+        with contextlib.nullcontext() if recipe == FULL else tersekv.compress(network, recipe):
+            out = network.generate(
+                torch.tensor([row]), do_sample=False, min_new_tokens=new_tokens, max_new_tokens=new_tokens
+            )
+        answers.append(out[0, len(row) :].tolist())
+    return answers, {"transformers": transformers.__version__}
+
+
+def run(args: argparse.Namespace) -> None:
+    """Append a record."""
+    from tersekv.hf.models import load_tokenizer, resolve
+
+    ids = prompts(load_tokenizer(args.model), args.prompts, args.tokens)
+    started = time.perf_counter()
+    where = resolve(args.model)
+    answers, about = (in_vllm if args.engine == "vllm" else in_transformers)(where, args.recipe, ids, args.new_tokens)
+    record = {
+        "engine": args.engine, "recipe": args.recipe, "model": args.model, "prompt_tokens": args.tokens,
+        "new_tokens": args.new_tokens, "answers": answers, "seconds": round(time.perf_counter() - started, 1),
+        "torch": torch.__version__, "machine": platform.machine(), **about,
+    }  # fmt: skip
+    with args.out.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    print(f"{args.engine} {args.recipe}: {len(ids)} answers in {record['seconds']} s")
+
+
+def same(a: list[int], b: list[int]) -> int:
+    """Tokens up to the first that differs."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+
+
+def rows(records: list[dict[str, Any]]) -> list[str]:
+    """The table: each record against the full cache in the same engine."""
+    full = {r["engine"]: r["answers"] for r in records if r["recipe"] == FULL}
+    capacity = {r["recipe"]: r["tokens_in_1_gib"] for r in records if r["engine"] == "vllm"}
+    lines = [
+        "| engine | recipe | same answer | same tokens before the first other | tokens in 1 GiB (times bf16) |",
+        "|---|---|---|---|---|",
+    ]
+    for r in records:
+        pairs = [same(a, b) for a, b in zip(r["answers"], full[r["engine"]], strict=True)]
+        whole = sum(n == r["new_tokens"] for n in pairs)
+        held = "–"
+        if r["engine"] == "vllm":
+            held = f"{capacity[r['recipe']]:,} ({capacity[r['recipe']] / capacity[FULL]:.2f})"
+        agree = "–" if r["recipe"] == FULL else f"{whole} of {len(pairs)}"
+        mean = "–" if r["recipe"] == FULL else f"{sum(pairs) / len(pairs):.1f} of {r['new_tokens']}"
+        lines.append(f"| {r['engine']} | `{r['recipe']}` | {agree} | {mean} | {held} |")
+    return lines
+
+
+def table(args: argparse.Namespace) -> None:
+    """Print the table, or write it between its marks."""
+    records = [json.loads(line) for path in args.records for line in path.read_text().splitlines()]
+    text = "\n".join(rows(records))
+    if args.into is None:
+        print(text)
+        return
+    page = args.into.read_text()
+    head, tail = page.split(BEGIN)[0], page.split(END)[1]
+    args.into.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
+
+
+def main() -> None:
+    """Parse arguments."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    go = commands.add_parser("run", help="answer the prompts with one recipe and append a record")
+    go.add_argument("--engine", choices=("vllm", "transformers"), required=True)
+    go.add_argument("--recipe", required=True, help=f"a recipe, or {FULL!r}")
+    go.add_argument("--model", default="smollm2")
+    go.add_argument("--prompts", type=int, default=24)
+    go.add_argument("--tokens", type=int, default=512)
+    go.add_argument("--new-tokens", type=int, default=64)
+    go.add_argument("--out", type=Path, required=True)
+    go.set_defaults(run=run)
+    show = commands.add_parser("table", help="the table of records")
+    show.add_argument("records", type=Path, nargs="+")
+    show.add_argument("--into", type=Path)
+    show.set_defaults(run=table)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+#include "encode_trellis.h"
+
+#include <algorithm>
+
+#include "isa.h"
+#include "pool.h"
+
+namespace tersekv {
+namespace {
+
+constexpr int64_t kVectorsPerTask = 32;
+constexpr double kNsPerStep = 15.0;          // rough, with AVX-512
+constexpr double kThreadsWorthNs = 50000.0;  // below it waking a thread costs more than it saves
+
+struct Plan {
+  const EncodeTrellis& call;
+  decltype(Kernels::encode_trellis) encode;
+  int64_t tasks_per_row;
+
+  void run(int64_t index) const {
+    const int64_t first = index % tasks_per_row * kVectorsPerTask;
+    encode(call, index / tasks_per_row, first, std::min(call.n, first + kVectorsPerTask));
+  }
+};
+
+}  // namespace
+
+void encode_trellis(EncodeTrellis call, int threads) {
+  if (call.R * call.n * call.D == 0) return;
+  float tables[kTrellisRates * kTrellisStates];
+  for (int i = 0; i < kTrellisRates; i++)
+    for (int u = 0; u < kTrellisStates; u++)
+      tables[i * kTrellisStates + u] = call.tables[i * kTrellisStates + reversed_byte(u)];
+  call.tables = tables;
+  const Plan plan{call, current().encode_trellis, ceil_div(call.n, kVectorsPerTask)};
+  const double steps = static_cast<double>(call.R * call.n) * static_cast<double>(2 * call.D + kTrellisWarmUp);
+  run_tasks(
+      call.R * plan.tasks_per_row, steps * kNsPerStep < kThreadsWorthNs ? 1 : threads,
+      [](const void* context, int64_t index) noexcept { static_cast<const Plan*>(context)->run(index); }, &plan);
+}
+
+}  // namespace tersekv

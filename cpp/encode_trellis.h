@@ -1,0 +1,36 @@
+// Trellis codes of vectors; the contract is that of ops/trellis.py.
+#pragma once
+
+#include "contract.h"
+
+namespace tersekv {
+
+constexpr int64_t kTrellisWarmUp = 24;
+
+// n vectors of D components in each of R rows. Strides count elements.
+struct EncodeTrellis {
+  int64_t R = 0, n = 0, D = 0;
+  const float* y = nullptr;  // [R, n, D]
+  int64_t y_r = 0, y_n = 0, y_d = 0;
+  const float* weight = nullptr;  // [R, D], contiguous
+  const uint8_t* bits = nullptr;  // [R, D], contiguous
+  const float* tables = nullptr;  // [7, 256], contiguous; kernels get it in the order of their states
+  uint8_t* windows = nullptr;     // [R, n, D], contiguous
+};
+
+// Vectors [first, last) of a row.
+void encode_trellis_baseline(const EncodeTrellis& call, int64_t row, int64_t first, int64_t last);
+void encode_trellis_avx2(const EncodeTrellis& call, int64_t row, int64_t first, int64_t last);
+void encode_trellis_avx512(const EncodeTrellis& call, int64_t row, int64_t first, int64_t last);
+
+// With the instruction set in use, on up to `threads` threads.
+void encode_trellis(EncodeTrellis call, int threads);
+
+// The bits of a window in reverse.
+static constexpr int reversed_byte(int x) {
+  int out = 0;
+  for (int i = 0; i < 8; i++) out |= (x >> i & 1) << (7 - i);
+  return out;
+}
+
+}  // namespace tersekv

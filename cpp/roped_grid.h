@@ -1,0 +1,190 @@
+// Keys before RoPE whose codes are a grid with scales per channel, maybe with entries apart: decoded, turned and
+// multiplied in registers, a pair of channels at a time. Entries apart meet the query turned for their own token.
+#pragma once
+
+#include "grid_tile.h"
+#include "roped.h"
+#include "sparse.h"
+
+namespace tersekv {
+namespace {  // internal to each build of the kernels
+
+struct RopedGrid {
+  const Node *grid, *sparse;  // sparse: null where there is none
+  Rows *query, *turned;       // for entries: [D][4], factors of cosines and of sines of the tokens
+  int64_t row;                // the first of the rows that stand there, or -1
+};
+
+// The words of one unit of codes, and the index of each.
+template <class S, int BITS>
+struct Unit {
+  using Words = typename S::Words;
+  static constexpr int kWords = BITS == 3 ? 3 : 1, kDirect = 2 * direct_codes(BITS);
+  static constexpr int kCodes = packed_slots(BITS, kWords);
+  Words word[kWords];
+
+  void load(const int32_t* from) {
+    for (int k = 0; k < kWords; k++) word[k] = S::load_words(from + k * kLanes);
+  }
+  template <int I>
+  [[gnu::always_inline]] inline Words index() const {
+    if constexpr (I < kWords * kDirect) {
+      return S::template shr<I % 2 * 16 + I % kDirect / 2 * BITS>(word[I / kDirect]);
+    } else {
+      constexpr int j = I % 2;
+      return S::pick(S::template shr<15 + 16 * j>(word[0]), S::template shr<14 + 16 * j>(word[1]),
+                     S::template shr<13 + 16 * j>(word[2]));
+    }
+  }
+};
+
+inline int64_t unit_codes(int bits) { return packed_slots(bits, bits == 3 ? 3 : 1); }
+
+// Whether channels d and d + D/2 are pairs that turn by the same angle, whole units of codes apart.
+inline bool turns_halves(const Node& node) {
+  const RopedOwn& own = *static_cast<RopedOwn*>(node.own);
+  const int64_t half = node.view->D / 2;
+  if (2 * own.pair_count != node.view->D) return false;
+  for (int64_t i = 0; i < half; i++) {
+    const RopePair& pair = own.pairs[i];
+    if (pair.a != i || pair.b != i + half || pair.cos_a != pair.cos_b || pair.sin_a != pair.sin_b) return false;
+  }
+  return true;
+}
+
+// Null where keys must be decoded into a tile.
+inline RopedGrid* roped_grid(const Node& node) {
+  const Node& keys = node.parts[0];
+  const bool added = keys.view->kind == Kind::added;
+  if (added && (keys.view->count != 2 || keys.parts[1].view->kind != Kind::sparse)) return nullptr;
+  const Node& grid = added ? keys.parts[0] : keys;
+  if (grid.view->kind != Kind::grid || grid.grid.bits > kLutBits || grid.grid.lane_scaled) return nullptr;
+  if (grid.grid.group != grid.grid.L || node.view->D / 2 % unit_codes(grid.grid.bits) || !turns_halves(node))
+    return nullptr;
+  auto* out = reinterpret_cast<RopedGrid*>(scratch(ceil_div(sizeof(RopedGrid), sizeof(float))));
+  *out = {&grid, added ? &keys.parts[1] : nullptr, nullptr, nullptr, -1};
+  if (added) {
+    out->query = reinterpret_cast<Rows*>(scratch(4 * node.view->D));
+    out->turned = reinterpret_cast<Rows*>(scratch(4 * node.view->D));
+  }
+  return out;
+}
+
+// Scores of NG·16 tokens whose codes begin at `words`; tables: cosines and sines of their first token.
+template <class S, int BITS, int R, int NG>
+void roped_grid_tiles(const Node& node, const Node& grid, const int32_t* words, const float* tables, int64_t stride,
+                      int64_t row, float* score, int64_t score_stride) {
+  using F = typename S::F;
+  using Codes = Unit<S, BITS>;
+  const GridOwn& ranges = *static_cast<GridOwn*>(grid.own);
+  const RopePair* pairs = static_cast<RopedOwn*>(node.own)->pairs;
+  const float *query = node.query_row(row), *scale = ranges.scale, *offset = ranges.offset;
+  const int64_t q = node.query_stride, half = node.view->D / 2, group = grid.grid.words * kLanes;
+  const int64_t across = half / Codes::kCodes * Codes::kWords * kLanes;  // from a channel's word to its partner's
+  const typename S::template Table<BITS> entries(grid.grid.table);
+  F sum[R][NG];
+  repeat<R>([&](auto r) TERSEKV_INLINE {
+    repeat<NG>([&](auto g) TERSEKV_INLINE { sum[r][g] = S::load(score + r * score_stride + g * kLanes); });
+  });
+  for (int64_t a0 = 0; a0 < half; a0 += Codes::kCodes, words += Codes::kWords * kLanes) {
+    Codes first[NG], second[NG];
+    repeat<NG>([&](auto g) TERSEKV_INLINE {
+      first[g].load(words + g * group);
+      second[g].load(words + g * group + across);
+    });
+    repeat<Codes::kCodes>([&](auto i) TERSEKV_INLINE {
+      const int64_t a = a0 + i, b = a + half;
+      const F scale_a = S::set1(scale[a]), scale_b = S::set1(scale[b]);
+      const F offset_a = S::set1(offset[a]), offset_b = S::set1(offset[b]);
+      const float *cos = tables + pairs[a].cos_a * stride, *sin = tables + pairs[a].sin_a * stride;
+      F ya[NG], yb[NG];
+      repeat<NG>([&](auto g) TERSEKV_INLINE {
+        const F xa = S::fma(entries.at(first[g].template index<i>()), scale_a, offset_a);
+        const F xb = S::fma(entries.at(second[g].template index<i>()), scale_b, offset_b);
+        const F c = S::load(cos + g * kLanes), s = S::load(sin + g * kLanes);
+        ya[g] = S::negative_fma(xb, s, S::mul(xa, c));
+        yb[g] = S::fma(xa, s, S::mul(xb, c));
+      });
+      repeat<R>([&](auto r) TERSEKV_INLINE {
+        const F qa = S::set1(query[r * q + a]), qb = S::set1(query[r * q + b]);
+        repeat<NG>([&](auto g) TERSEKV_INLINE { sum[r][g] = S::fma(qb, yb[g], S::fma(qa, ya[g], sum[r][g])); });
+      });
+    });
+  }
+  repeat<R>([&](auto r) TERSEKV_INLINE {
+    repeat<NG>([&](auto g) TERSEKV_INLINE { S::store(score + r * score_stride + g * kLanes, sum[r][g]); });
+  });
+}
+
+// Entries apart: value·(q[d]·cos + (the partner's q, with its sign)·sin).
+template <class S>
+void roped_entries(const Node& node, RopedGrid& own, const float* tables, int64_t stride, Span span, float* score,
+                   int64_t score_stride) {
+  const RopedOwn& roped = *static_cast<RopedOwn*>(node.own);
+  const SparseOwn& sparse = *static_cast<SparseOwn*>(own.sparse->own);
+  const int64_t half = node.view->D / 2;
+  if (own.row != span.row) {
+    interleave(node.query_row(span.row), node.query_stride, span.rows, node.view->D, own.query);
+    for (int64_t d = 0; d < half; d++) {
+      own.turned[d] = own.query[d + half];
+      own.turned[d + half] = -own.query[d];
+    }
+    own.row = span.row;
+  }
+  Rows *tokens = sparse.tokens, *query = own.query, *turned = own.turned;
+  const RopePair* pairs = roped.pairs;
+  clear(tokens, span.tokens());
+  each_entry<S>(*own.sparse, span, [=](int64_t at, int64_t channel, float value, auto) TERSEKV_INLINE {
+    const RopePair& pair = pairs[channel < half ? channel : channel - half];
+    const float cos = tables[pair.cos_a * stride + at], sin = tables[pair.sin_a * stride + at];
+    tokens[at] += query[channel] * (value * cos) + turned[channel] * (value * sin);
+  });
+  add_interleaved(tokens, score_stride, span.rows, span.tokens(), score);
+}
+
+template <class S, int BITS, int R>
+void roped_grid_blocks(const Node& node, const Node& grid, const float* tables, int64_t stride, Span span, float* score,
+                       int64_t score_stride) {
+  constexpr int kTiles = S::max_groups(R) >= 2 ? 2 : 1;
+  const GridView& v = grid.grid;
+  const int64_t t = v.L, groups = t / kLanes;
+  const bool fixed = v.scale.stride_n == 0 && v.offset.stride_n == 0;
+  for (int64_t token = span.first; token < span.last; token += t) {
+    const Block block = block_at(v, node.b, node.h, token / t);
+    if (token == span.first || !fixed) grid_ranges<S>(grid, block, 0);
+    const int64_t at = token - span.first, words = v.words * kLanes;
+    int64_t g = 0;
+    for (; g + kTiles <= groups; g += kTiles)
+      roped_grid_tiles<S, BITS, R, kTiles>(node, grid, block.codes + g * words, tables + at + g * kLanes, stride,
+                                           span.row, score + at + g * kLanes, score_stride);
+    for (; g < groups; g++)
+      roped_grid_tiles<S, BITS, R, 1>(node, grid, block.codes + g * words, tables + at + g * kLanes, stride, span.row,
+                                      score + at + g * kLanes, score_stride);
+  }
+}
+
+template <class S>
+void roped_grid_scores(const Node& node, RopedGrid& own, Span span, float* score, int64_t score_stride) {
+  const Task& task = *node.task;
+  const int64_t unit = node.call->tokens_per_unit, first = task.first * unit, stride = task.last * unit - first;
+  const float* tables = node.lanes + span.first - first;
+  with_rows(span.rows, [&](auto rows) {
+    const auto run = [&](auto bits) {
+      roped_grid_blocks<S, bits, rows>(node, *own.grid, tables, stride, span, score, score_stride);
+    };
+    switch (own.grid->grid.bits) {
+      case 1:
+        return run(Index<1>{});
+      case 2:
+        return run(Index<2>{});
+      case 3:
+        return run(Index<3>{});
+      default:
+        return run(Index<4>{});
+    }
+  });
+  if (own.sparse) roped_entries<S>(node, own, tables, stride, span, score, score_stride);
+}
+
+}  // namespace
+}  // namespace tersekv

@@ -1,0 +1,109 @@
+// Trellis codes: each component's window is cut out of the ring of bits for sixteen tokens at once and looked up.
+#pragma once
+
+#include "tile.h"
+#include "trellis_kernel.h"
+
+namespace tersekv {
+namespace {  // internal to each build of the kernels
+
+constexpr int64_t kTrellisTokens = 32;
+
+// Where a component's window lies: from bit `shift` of word `low` on, into word `high`. table: null for no bits.
+struct TrellisPlace {
+  const float* table;
+  int64_t low, high;
+  int shift;
+  float scale;
+};
+
+struct TrellisOwn {
+  TrellisPlace* places;  // [D]
+  float* tile;
+  const void* fast;  // of the call's TrellisKernel, or null
+};
+
+template <class S>
+void trellis_prepare(Node& node) {
+  const TrellisView& v = node.view->trellis;
+  const int64_t D = node.view->D;
+  auto* own = reinterpret_cast<TrellisOwn*>(scratch(ceil_div(sizeof(TrellisOwn), sizeof(float))));
+  node.own = own;
+  own->fast = nullptr;
+  if (node.call->trellis && v.entries)
+    own->fast = node.call->trellis->prepare({&v, D, node.b, node.h, node.rows, node.query, node.query_stride});
+  own->tile = scratch((D + kTileSlack) * kLanes);
+  if (node.sum) node.lanes = scratch(kRowTile * D * kLanes);
+  own->places = reinterpret_cast<TrellisPlace*>(scratch(D * (sizeof(TrellisPlace) / sizeof(float))));
+  const uint8_t* bits = v.bits + node.b * v.bits_b + node.h * v.bits_h;
+  const float* scale = v.scale + node.b * v.scale_b + node.h * v.scale_h;
+  int64_t end = 0;
+  for (int64_t d = 0; d < D; d++) {
+    TrellisPlace& place = own->places[d];
+    end += bits[d];
+    const int64_t begin = end >= 8 ? end - 8 : end - 8 + 16 * v.words, word = begin / 16;
+    place = {bits[d] ? v.tables + bits[d] * kTrellisStates : nullptr, word * kTrellisTokens,
+             (word + 1 < v.words ? word + 1 : 0) * kTrellisTokens, static_cast<int>(begin % 16), scale[d]};
+  }
+}
+
+template <class S>
+void trellis_fill(const Node& node, int64_t token, float* tile) {
+  using F = typename S::F;
+  using Words = typename S::Words;
+  const TrellisView& v = node.view->trellis;
+  const TrellisOwn& own = *static_cast<TrellisOwn*>(node.own);
+  const int64_t n = token / kTrellisTokens, lane = token % kTrellisTokens;
+  const uint16_t* stream = v.stream + node.b * v.stride_b + node.h * v.stride_h + n * v.stride_n + lane;
+  const uint8_t* codes = v.gain + node.b * v.gain_b + node.h * v.gain_h + n * v.gain_n + lane;
+  const F gain = S::gather(v.gains, S::load_bytes(codes));
+  for (int64_t d = 0; d < node.view->D; d++) {
+    const TrellisPlace& place = own.places[d];
+    F x = S::zero();
+    if (place.table) {
+      Words window = S::shift_right(S::load_halves(stream + place.low), place.shift);
+      if (place.shift > 8)
+        window = S::either(window, S::shift_left(S::load_halves(stream + place.high), 16 - place.shift));
+      x = S::mul(S::mul(S::gather(place.table, S::with(window, 255)), S::set1(place.scale)), gain);
+    }
+    S::store(tile + d * kLanes, x);
+  }
+}
+
+template <class S>
+void trellis_scores(const Node& node, Span span, float* score, int64_t score_stride) {
+  const TrellisOwn& own = *static_cast<TrellisOwn*>(node.own);
+  if (own.fast) {
+    const View& values = *node.call->values;
+    const TrellisSide next = {&values.trellis, values.D, node.b, node.h};
+    return node.call->trellis->scores(own.fast, {span.row, span.rows, span.first, span.last}, score, score_stride,
+                                      values.kind == Kind::trellis ? &next : nullptr);
+  }
+  for (int64_t token = span.first; token < span.last; token += kLanes) {
+    trellis_fill<S>(node, token, own.tile);
+    tile_dot<S>(own.tile, node.view->D, node.query_row(span.row), node.query_stride, 1, span.rows,
+                score + token - span.first, score_stride);
+  }
+}
+
+template <class S>
+void trellis_sums(const Node& node, Span span, const float* weight, int64_t weight_stride) {
+  const TrellisOwn& own = *static_cast<TrellisOwn*>(node.own);
+  if (own.fast)
+    return node.call->trellis->sums(own.fast, {span.row, span.rows, span.first, span.last}, weight, weight_stride,
+                                    node.sum_row(span.row), node.sum_stride);
+  const int64_t D = node.view->D;
+  for (int64_t r = 0; r < span.rows; r++) clear(node.lanes + r * D * kLanes, D * kLanes);
+  for (int64_t token = span.first; token < span.last; token += kLanes) {
+    trellis_fill<S>(node, token, own.tile);
+    for (int64_t r = 0; r < span.rows; r++)
+      tile_accumulate<S>(own.tile, D, S::load(weight + r * weight_stride + token - span.first),
+                         node.lanes + r * D * kLanes);
+  }
+  for (int64_t r = 0; r < span.rows; r++)
+    for (int64_t d = 0; d < D; d++)
+      node.sum_row(span.row + r)[d] += S::hsum(S::load(node.lanes + (r * D + d) * kLanes));
+}
+
+}  // namespace
+}  // namespace tersekv

@@ -1,0 +1,33 @@
+// Attention to trellis codes in integers: what trellis.h calls where the CPU can do it.
+#pragma once
+
+#include "contract.h"
+
+namespace tersekv {
+
+// One view for one task. Of keys: query [rows, query_stride], scaled; of values it is null.
+struct TrellisSide {
+  const TrellisView* view = nullptr;
+  int64_t D = 0, b = 0, h = 0, rows = 0;
+  const float* query = nullptr;
+  int64_t query_stride = 0;
+};
+
+// Rows [row, row + rows), at most four, and whole blocks of tokens [first, last).
+struct TrellisSpan {
+  int64_t row, rows, first, last;
+};
+
+struct TrellisKernel {
+  // What a task keeps for a side, in scratch memory.
+  const void* (*prepare)(const TrellisSide&);
+  // score[r][i] += query[r] · x̂[i]. Blocks of `next`, if given, are fetched meanwhile.
+  void (*scores)(const void* side, TrellisSpan span, float* score, int64_t score_stride, const TrellisSide* next);
+  // sum[r] += Σ weight[r][i] · x̂[i], weights not negative.
+  void (*sums)(const void* side, TrellisSpan span, const float* weight, int64_t weight_stride, float* sum,
+               int64_t sum_stride);
+};
+
+const TrellisKernel& trellis_kernel_vnni();
+
+}  // namespace tersekv

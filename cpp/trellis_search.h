@@ -1,0 +1,158 @@
+// The search of ops/trellis.py for one vector after the other: Viterbi over 256 states, sixteen to a lane vector.
+//
+// A state here is its window in reverse, newest bits at the bottom: u' = (u << k | c) & 255. So the 2^k states that
+// lead to one u' >> k are 256 >> k apart, and the best of them is found by k rounds that compare the upper half of what
+// is left with the lower: no sums across lanes. Each round leaves a bit per pair, 1 where the upper one was better; all
+// rounds of a step are below 256 bits, round l from bit 256 - (256 >> l) on, and the way back reads k of them.
+#pragma once
+
+#include "encode_trellis.h"
+#include "unroll.h"
+
+namespace tersekv {
+namespace {  // internal to each build of the search
+
+constexpr int kStateLanes = kTrellisStates / kLanes;
+
+struct Rounds {
+  uint16_t upper[16];
+  int bit(int round, int state) const {
+    const int at = kTrellisStates - (kTrellisStates >> round) + state;
+    return upper[at / 16] >> at % 16 & 1;
+  }
+};
+
+// The lanes of a vector of best costs that the sixteen states from 16·z on come from.
+template <int K, int Z>
+struct Origin {
+  alignas(64) int32_t lane[kLanes];
+  static constexpr int kVector = ((Z * kLanes) >> K) / kLanes;
+  constexpr Origin() : lane() {
+    for (int i = 0; i < kLanes; i++) lane[i] = ((Z * kLanes + i) >> K) % kLanes;
+  }
+};
+
+// Least costs of states x·16 to x·16 + 15 after L rounds.
+template <class S, int L>
+[[gnu::always_inline]] inline typename S::F survivors(const float* cost, int x, Rounds& rounds) {
+  if constexpr (L == 0) {
+    return S::load(cost + x * kLanes);
+  } else {
+    const typename S::F low = survivors<S, L - 1>(cost, x, rounds),
+                        high = survivors<S, L - 1>(cost, x + (kStateLanes >> L), rounds);
+    rounds.upper[kStateLanes - (kStateLanes >> (L - 1)) + x] = static_cast<uint16_t>(S::less(high, low));
+    return S::min(high, low);
+  }
+}
+
+// One component of K bits: costs of the paths to each state, over `cost`. Its error is (root·(table - y))².
+template <class S, int K>
+void search_step(float* cost, const float* table, float root, float minus_y, Rounds& rounds) {
+  using F = typename S::F;
+  constexpr int kVectors = K < 4 ? kStateLanes >> K : 1;
+  F best[kVectors];
+  repeat<kVectors>([&](auto x) TERSEKV_INLINE { best[x] = survivors<S, (K < 4 ? K : 4)>(cost, x, rounds); });
+  if constexpr (K > 4) {
+    const F half = S::template down<8>(best[0]);
+    uint32_t upper = S::less(half, best[0]) & 0xff;
+    best[0] = S::min(half, best[0]);
+    if constexpr (K > 5) {
+      const F quarter = S::template down<4>(best[0]);
+      upper |= S::less(quarter, best[0]) << 8;
+      best[0] = S::min(quarter, best[0]);
+    }
+    rounds.upper[15] = static_cast<uint16_t>(upper);
+  }
+  const F scale = S::set1(root), shift = S::set1(root * minus_y);
+  repeat<kStateLanes>([&](auto z) TERSEKV_INLINE {
+    const F error = S::fma(S::load(table + z * kLanes), scale, shift);
+    S::store(cost + z * kLanes, S::fma(error, error, S::template from<K, z>(best[Origin<K, z>::kVector])));
+  });
+}
+
+using SearchStep = void (*)(float*, const float*, float, float, Rounds&);
+
+// A component that has bits.
+struct Component {
+  SearchStep step;
+  const float* table;
+  float root;  // of its weight
+  int bits;
+  int64_t d;
+};
+
+// The state before a step of `bits` that ended in `state`.
+inline int state_before(const Rounds& rounds, int bits, int state) {
+  int x = state >> bits;
+  for (int round = bits - 1; round >= 0; round--) x += rounds.bit(round, x) << (7 - round);
+  return x;
+}
+
+template <class S>
+int best_state(const float* cost) {
+  typename S::F least = S::load(cost);
+  for (int x = 1; x < kStateLanes; x++) least = S::min(S::load(cost + x * kLanes), least);
+  alignas(64) float lane[kLanes];
+  S::store(lane, least);
+  for (int i = 1; i < kLanes; i++) lane[0] = lane[i] < lane[0] ? lane[i] : lane[0];
+  for (int x = 0; x < kStateLanes; x++)
+    if (const uint32_t found = ~S::less(S::set1(lane[0]), S::load(cost + x * kLanes)) & 0xffff)
+      return x * kLanes + __builtin_ctz(found);
+  return 0;
+}
+
+template <class S>
+void encode_vector(const Component* components, int64_t count, const float* minus_y, Rounds* rounds, uint8_t* windows) {
+  alignas(64) float cost[kTrellisStates];
+  const auto forward = [&](int64_t first) {
+    for (int64_t i = first; i < count; i++) {
+      const Component& c = components[i];
+      c.step(cost, c.table, c.root, minus_y[i], rounds[i]);
+    }
+  };
+  const auto fill = [&](float x) {
+    for (int i = 0; i < kTrellisStates; i++) cost[i] = x;
+  };
+  fill(0.0f);
+  forward(count > kTrellisWarmUp ? count - kTrellisWarmUp : 0);
+  forward(0);
+  int state = best_state<S>(cost);
+  for (int64_t i = count - 1; i >= 0; i--) state = state_before(rounds[i], components[i].bits, state);
+  fill(__builtin_inff());
+  cost[state] = 0.0f;
+  forward(0);
+  for (int64_t i = count - 1; i >= 0; i--) {
+    windows[components[i].d] = static_cast<uint8_t>(reversed_byte(state));
+    state = state_before(rounds[i], components[i].bits, state);
+  }
+}
+
+template <class S>
+void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64_t last) {
+  static constexpr SearchStep steps[kTrellisRates] = {nullptr,           search_step<S, 1>, search_step<S, 2>,
+                                                      search_step<S, 3>, search_step<S, 4>, search_step<S, 5>,
+                                                      search_step<S, 6>};
+  reset_scratch();
+  const int64_t D = call.D;
+  auto* components = reinterpret_cast<Component*>(scratch(D * (sizeof(Component) / sizeof(float))));
+  auto* rounds = reinterpret_cast<Rounds*>(scratch(D * (sizeof(Rounds) / sizeof(float))));
+  float* minus_y = scratch(D);
+  int64_t count = 0;
+  for (int64_t d = 0; d < D; d++) {
+    const int bits = call.bits[row * D + d];
+    if (bits == 0) continue;
+    const float weight = call.weight[row * D + d];
+    components[count++] = {steps[bits], call.tables + bits * kTrellisStates, __builtin_sqrtf(weight > 0 ? weight : 0),
+                           bits, d};
+  }
+  for (int64_t i = first; i < last; i++) {
+    const float* y = call.y + row * call.y_r + i * call.y_n;
+    uint8_t* windows = call.windows + (row * call.n + i) * D;
+    for (int64_t d = 0; d < D; d++) windows[d] = 0;
+    for (int64_t a = 0; a < count; a++) minus_y[a] = -y[components[a].d * call.y_d];
+    if (count) encode_vector<S>(components, count, minus_y, rounds, windows);
+  }
+}
+
+}  // namespace
+}  // namespace tersekv

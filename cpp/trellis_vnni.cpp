@@ -1,0 +1,302 @@
+// Trellis codes in integers: AVX-512 with VBMI (tables of bytes), VBMI2 (shifts over two words) and VNNI (products).
+//
+// A block's word i of all 32 tokens is one register, so that a shift over two of them brings the windows of 32 tokens:
+// the low byte that of a component, the high byte that of the component 8 bits further on, where it has the same bits.
+// Entries are 8-bit by the format's definition. Queries and weights have 16 bits, in two bytes.
+#include <immintrin.h>
+
+#include "trellis_plan.h"
+#include "unroll.h"
+
+namespace tersekv {
+namespace {
+
+constexpr int64_t kSumBlocks = 16;  // whose codes and weights stay in the first cache
+
+struct Bytes {
+  uint8_t byte[64];
+};
+
+template <class Index>
+constexpr Bytes bytes_of(Index index) {
+  Bytes out{};
+  for (int i = 0; i < 64; i++) out.byte[i] = static_cast<uint8_t>(index(i));
+  return out;
+}
+
+// The 256 entries of one rate.
+struct Entries {
+  __m512i quarter[4];
+
+  // Keys: the unsigned factor of a product is an entry plus 128.
+  Entries(const int8_t* entry, bool plus_128) {
+    const __m512i sign = _mm512_set1_epi8(plus_128 ? -128 : 0);
+    for (int i = 0; i < 4; i++) quarter[i] = _mm512_xor_si512(_mm512_loadu_si512(entry + 64 * i), sign);
+  }
+  [[gnu::always_inline]] __m512i at(__m512i window) const {
+    const __m512i low = _mm512_permutex2var_epi8(quarter[0], window, quarter[1]);
+    const __m512i high = _mm512_permutex2var_epi8(quarter[2], window, quarter[3]);
+    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(window), low, high);
+  }
+};
+
+[[gnu::always_inline]] inline __m512i fetch(const uint16_t* block, const TrellisFetch& at) {
+  const __m512i low = _mm512_loadu_si512(block + at.low), high = _mm512_loadu_si512(block + at.high);
+  return _mm512_shrdv_epi16(low, high, _mm512_set1_epi32(at.shift));
+}
+
+// Windows of components 2·I and 2·I + 1 of a quad, in the low and high bytes of 32 tokens.
+template <bool NEIGHBOURS, int I>
+[[gnu::always_inline]] inline __m512i windows(const uint16_t* block, const TrellisQuad& quad) {
+  if constexpr (NEIGHBOURS) return fetch(block, quad.at[2 * I]);
+  const __m512i low = fetch(block, quad.at[2 * I]), high = fetch(block, quad.at[2 * I + 1]);
+  return _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, low, high);
+}
+
+// Gains of sixteen codes: 2^((c - 144)/16), 0 for 0.
+inline __m512 gains(const TrellisPlan& plan, const uint8_t* codes) {
+  const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+  const __m512i exponent = _mm512_sub_epi32(_mm512_srli_epi32(code, 4), _mm512_set1_epi32(9));
+  const __m512 steps = _mm512_loadu_ps(plan.view->gains + 144);  // 1 to 2^(15/16)
+  const __m512 gain = _mm512_scalef_ps(_mm512_permutexvar_ps(code, steps), _mm512_cvtepi32_ps(exponent));
+  return _mm512_maskz_mov_ps(_mm512_test_epi32_mask(code, code), gain);
+}
+
+// sum += Σ unsigned · signed over four bytes. In place: GCC 12 copies the sums of the intrinsic.
+[[gnu::always_inline]] inline void add_products(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
+}
+
+[[gnu::always_inline]] inline __m512 joined(__m512i high, __m512i low) {
+  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(low));
+}
+
+// Sums over components for R rows, of high and low bytes of the query, and two halves of a block's tokens.
+template <int R>
+struct ScoreSums {
+  __m512i of[R][2][2];
+};
+
+// Adds quads [quad, last). Not inlined: around it the compiler would keep the sums in memory.
+template <int R, bool NEIGHBOURS>
+[[gnu::noinline]] void add_quads(const uint16_t* block, const int8_t* entry, const TrellisQuad* quad,
+                                 const TrellisQuad* last, const int32_t* query, int64_t step, ScoreSums<R>& sums) {
+  const Entries entries(entry, true);
+  __m512i sum[R][2][2];
+  repeat<R>([&](auto r) TERSEKV_INLINE {
+    repeat<4>([&](auto i) TERSEKV_INLINE { sum[r][i / 2][i % 2] = sums.of[r][i / 2][i % 2]; });
+  });
+  const auto decode = [&](__m512i(&x)[2]) TERSEKV_INLINE {
+    const __m512i first = entries.at(windows<NEIGHBOURS, 0>(block, *quad)),
+                  second = entries.at(windows<NEIGHBOURS, 1>(block, *quad));
+    x[0] = _mm512_unpacklo_epi16(first, second);
+    x[1] = _mm512_unpackhi_epi16(first, second);
+  };
+  __m512i x[2], next[2];
+  decode(x);
+  for (; quad < last; query += step) {
+    quad++;
+    decode(next);  // while products of the last one are summed: they do not wait for each other
+    repeat<R>([&](auto r) TERSEKV_INLINE {
+      repeat<2>([&](auto part) TERSEKV_INLINE {
+        const __m512i q = _mm512_set1_epi32(query[2 * r + part]);
+        add_products(sum[r][part][0], x[0], q);
+        add_products(sum[r][part][1], x[1], q);
+      });
+    });
+    x[0] = next[0];
+    x[1] = next[1];
+  }
+  repeat<R>([&](auto r) TERSEKV_INLINE {
+    repeat<4>([&](auto i) TERSEKV_INLINE { sums.of[r][i / 2][i % 2] = sum[r][i / 2][i % 2]; });
+  });
+}
+
+// Scores of a block for R rows.
+template <int R>
+void block_scores(const TrellisPlan& plan, const uint16_t* block, const uint8_t* codes, int64_t row, float* score,
+                  int64_t score_stride) {
+  ScoreSums<R> sums;
+  repeat<R>([&](auto r) TERSEKV_INLINE {
+    const TrellisQuery& q = plan.queries[row + r];
+    sums.of[r][0][0] = sums.of[r][0][1] = _mm512_set1_epi32(q.high_offset);
+    sums.of[r][1][0] = sums.of[r][1][1] = _mm512_set1_epi32(q.low_offset);
+  });
+  const int32_t* query = plan.coefficients + 2 * row;
+  const int64_t step = 2 * plan.rows;
+  for (int i = 0; i < plan.sections; i++) {
+    const TrellisSection& s = plan.section[i];
+    if (s.first < s.singles) add_quads<R, true>(block, s.entries, s.first, s.singles, query, step, sums);
+    query += (s.singles - s.first) * step;
+    if (s.singles < s.last) add_quads<R, false>(block, s.entries, s.singles, s.last, query, step, sums);
+    query += (s.last - s.singles) * step;
+  }
+  // Unpacking left tokens in the order 0-3, 8-11, 16-19, 24-27 and 4-7, ...
+  const __m512i early = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11),
+                late = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  const __m512 gain[2] = {gains(plan, codes), gains(plan, codes + kLanes)};
+  repeat<R>([&](auto r) TERSEKV_INLINE {
+    const __m512d a = _mm512_castps_pd(joined(sums.of[r][0][0], sums.of[r][1][0])),
+                  b = _mm512_castps_pd(joined(sums.of[r][0][1], sums.of[r][1][1]));
+    const __m512 unit = _mm512_set1_ps(plan.queries[row + r].step);
+    repeat<2>([&](auto half) TERSEKV_INLINE {
+      const __m512 x = _mm512_castpd_ps(_mm512_permutex2var_pd(a, half ? late : early, b));
+      float* out = score + r * score_stride + half * kLanes;
+      _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_mul_ps(x, unit), gain[half], _mm512_loadu_ps(out)));
+    });
+  });
+}
+
+void scores(const void* side, TrellisSpan span, float* score, int64_t score_stride, const TrellisSide* next) {
+  const auto& plan = *static_cast<const TrellisPlan*>(side);
+  const uint16_t* ahead = next ? stream_of(*next->view, next->b, next->h) : nullptr;
+  with_rows(span.rows, [&](auto rows) {
+    for (int64_t n = span.first / kTrellisBlock; n < span.last / kTrellisBlock; n++, score += kTrellisBlock) {
+      for (int64_t i = 0; ahead && i < next->view->words; i++)
+        _mm_prefetch(ahead + n * next->view->stride_n + i * kTrellisBlock, _MM_HINT_T1);
+      block_scores<rows>(plan, plan.stream + n * plan.view->stride_n, plan.gain + n * plan.view->gain_n, span.row,
+                         score, score_stride);
+    }
+  });
+}
+
+// Weights of up to kSumBlocks blocks times gains, in units of `step`: for each block and row 32 high bytes twice, and
+// 32 low ones.
+template <int R>
+struct Weights {
+  alignas(64) uint8_t bytes[kSumBlocks][R][2][2 * kTrellisBlock];
+  float step[R];
+
+  Weights(const TrellisPlan& plan, int64_t n, int64_t blocks, const float* weight, int64_t weight_stride) {
+    alignas(64) float product[R][kSumBlocks * kTrellisBlock];
+    __m512 most[R], wrong[R];
+    repeat<R>([&](auto r) TERSEKV_INLINE { most[r] = wrong[r] = _mm512_setzero_ps(); });
+    for (int64_t t = 0; t < blocks * kTrellisBlock; t += kLanes) {
+      const uint8_t* codes = plan.gain + (n + t / kTrellisBlock) * plan.view->gain_n + t % kTrellisBlock;
+      const __m512 gain = gains(plan, codes);
+      repeat<R>([&](auto r) TERSEKV_INLINE {
+        const __m512 p = _mm512_mul_ps(_mm512_loadu_ps(weight + r * weight_stride + t), gain);
+        _mm512_store_ps(product[r] + t, p);
+        most[r] = _mm512_max_ps(p, most[r]);
+        wrong[r] = _mm512_fmadd_ps(p, _mm512_setzero_ps(), wrong[r]);  // infinities and NaN become NaN
+      });
+    }
+    // Of 32 integers of 32 bits the second bytes and the lowest ones, twice each.
+    alignas(64) static constexpr Bytes kHigh = bytes_of([](int i) { return i % 32 * 4 + 1; }),
+                                       kLow = bytes_of([](int i) { return i % 32 * 4; });
+    const __m512i high = _mm512_load_si512(kHigh.byte), low = _mm512_load_si512(kLow.byte);
+    repeat<R>([&](auto r) TERSEKV_INLINE {
+      const float largest = _mm512_reduce_max_ps(most[r]);
+      step[r] = largest / 65535.0f + _mm512_reduce_add_ps(wrong[r]);
+      const __m512 inverse = _mm512_set1_ps(largest > 0.0f ? 65535.0f / largest : 0.0f);
+      for (int64_t block = 0; block < blocks; block++) {
+        const float* p = product[r] + block * kTrellisBlock;
+        const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(p), inverse)),
+                      b = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(p + kLanes), inverse));
+        _mm512_store_si512(bytes[block][r][0], _mm512_permutex2var_epi8(a, high, b));
+        _mm512_store_si512(bytes[block][r][1], _mm512_permutex2var_epi8(a, low, b));
+      }
+    });
+  }
+};
+
+// Sums over four components' 32 lanes each, one after the other, for four rows each.
+inline void store_sums(const __m512 (&x)[2][4], float* out) {
+  for (int i = 0; i < 2; i++) {
+    const auto two = [](__m512 a, __m512 b) {
+      return _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+    };
+    const __m512d a = two(x[i][0], x[i][1]), b = two(x[i][2], x[i][3]);
+    const __m512 four =
+        _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    const __m512 sum = _mm512_add_ps(four, _mm512_shuffle_f32x4(four, four, 0xb1));
+    _mm_storeu_ps(out + 8 * i, _mm512_castps512_ps128(sum));
+    _mm_storeu_ps(out + 8 * i + 4, _mm512_extractf32x4_ps(sum, 2));
+  }
+}
+
+template <int R, bool NEIGHBOURS>
+void quad_sums(const TrellisPlan& plan, const Entries& entries, const TrellisQuad& quad, const Weights<R>& weights,
+               int64_t first, int64_t blocks, float* out) {
+  // Four tokens of one component side by side: the low bytes of all 32 words, then the high ones.
+  alignas(64) static constexpr auto kOrder = bytes_of([](int i) { return i % 32 * 2 + i / 32; });
+  const __m512i order = _mm512_load_si512(kOrder.byte);
+  __m512i high[2][R], low[2][R];
+  repeat<2>([&](auto i) TERSEKV_INLINE {
+    repeat<R>([&](auto r) TERSEKV_INLINE { high[i][r] = low[i][r] = _mm512_setzero_si512(); });
+  });
+  const uint16_t* block = plan.stream + first * plan.view->stride_n;
+  const auto decode = [&](__m512i(&x)[2]) TERSEKV_INLINE {
+    x[0] = _mm512_permutexvar_epi8(order, entries.at(windows<NEIGHBOURS, 0>(block, quad)));
+    x[1] = _mm512_permutexvar_epi8(order, entries.at(windows<NEIGHBOURS, 1>(block, quad)));
+  };
+  __m512i x[2], next[2];
+  decode(x);
+  for (int64_t n = 0; n < blocks; n++) {
+    block += n + 1 < blocks ? plan.view->stride_n : 0;
+    decode(next);
+    repeat<R>([&](auto r) TERSEKV_INLINE {
+      const __m512i p_high = _mm512_load_si512(weights.bytes[n][r][0]),
+                    p_low = _mm512_load_si512(weights.bytes[n][r][1]);
+      repeat<2>([&](auto i) TERSEKV_INLINE {
+        add_products(high[i][r], p_high, x[i]);
+        add_products(low[i][r], p_low, x[i]);
+      });
+    });
+    x[0] = next[0];
+    x[1] = next[1];
+  }
+  __m512 sum[2][4];
+  repeat<2>([&](auto i) TERSEKV_INLINE {
+    repeat<4>([&](auto r) TERSEKV_INLINE {
+      if constexpr (r < R) {
+        sum[i][r] = joined(high[i][r], low[i][r]);
+      } else {
+        sum[i][r] = _mm512_setzero_ps();
+      }
+    });
+  });
+  store_sums(sum, out);
+}
+
+template <int R>
+void block_sums(const TrellisPlan& plan, int64_t first, int64_t blocks, const float* weight, int64_t weight_stride,
+                float* sum, int64_t sum_stride) {
+  const Weights<R> weights(plan, first, blocks, weight, weight_stride);
+  float* out = plan.collected;
+  for (int i = 0; i < plan.sections; i++) {
+    const TrellisSection& section = plan.section[i];
+    const Entries entries(section.entries, false);
+    const TrellisQuad* quad = section.first;
+    for (; quad < section.singles; quad++, out += 16)
+      quad_sums<R, true>(plan, entries, *quad, weights, first, blocks, out);
+    for (; quad < section.last; quad++, out += 16)
+      quad_sums<R, false>(plan, entries, *quad, weights, first, blocks, out);
+  }
+  const float* x = plan.collected;
+  for (const TrellisQuad* quad = plan.section[0].first; quad < plan.section[plan.sections - 1].last; quad++)
+    for (int k = 0; k < 4; k++, x += 4) {
+      if (quad->d[k] < 0) continue;
+      repeat<R>([&](auto r)
+                    TERSEKV_INLINE { sum[r * sum_stride + quad->d[k]] += x[r] * weights.step[r] * quad->scale[k]; });
+    }
+}
+
+void sums(const void* side, TrellisSpan span, const float* weight, int64_t weight_stride, float* sum,
+          int64_t sum_stride) {
+  const auto& plan = *static_cast<const TrellisPlan*>(side);
+  const int64_t last = span.last / kTrellisBlock;
+  with_rows(span.rows, [&](auto rows) {
+    for (int64_t n = span.first / kTrellisBlock; n < last; n += kSumBlocks, weight += kSumBlocks * kTrellisBlock)
+      block_sums<rows>(plan, n, last - n < kSumBlocks ? last - n : kSumBlocks, weight, weight_stride, sum, sum_stride);
+  });
+}
+
+}  // namespace
+
+const TrellisKernel& trellis_kernel_vnni() {
+  static constexpr TrellisKernel kernel = {prepare_trellis_plan, scores, sums};
+  return kernel;
+}
+
+}  // namespace tersekv

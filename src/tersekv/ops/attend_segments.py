@@ -1,0 +1,34 @@
+"""Attention of one query over several segments at once, packed ones and exact ones: contract and torch reference.
+
+Shapes: B batch, H key-value heads, R query rows per key-value head, D head dim of keys, Dv of values. Segments hold
+disjoint tokens, each a number of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tersekv.ops.attend_packed import Operand, attend_packed
+from tersekv.ops.softmax import merge_segments
+
+
+class Segment(NamedTuple):
+    """Keys and values of the same T tokens, any format of each; mask: see `attend_packed`."""
+
+    keys: Operand
+    values: Operand
+    mask: Tensor | None = None
+
+
+def attend_segments(
+    query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """softmax(scaling · q·K̂ᵀ)·V̂ over the tokens of all segments, at least one, with its log-sum-exp.
+
+    Query, scaling, softcap, returns: see `attend_packed`; out float32 [B, H, R, Dv] and lse float32 [B, H, R].
+    """
+    results = [attend_packed(query, *segment, scaling, softcap) for segment in segments]
+    return merge_segments([out for out, _ in results], [lse for _, lse in results])

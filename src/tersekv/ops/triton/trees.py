@@ -1,0 +1,180 @@
+"""Operands of attention as leaves: a tree of views becomes a list of layouts.
+
+Sums and joins of layouts, sketches, RoPE and rotations in front of it are linear, so a leaf's scores are those of a
+query of its own, and all leaves of the keys add up; each leaf of the values has an output of its own, and `Values.join`
+makes one of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tersekv.ops.attend_packed import Operand
+from tersekv.ops.triton import spec
+from tersekv.ops.triton.leaves import Leaf, Readable, UnreadableError, changed, power
+
+
+class Keys(NamedTuple):
+    """Leaves whose scores add up, and RoPE: cos and sin with strides of batch row, head and token, and what `_partners`
+    returns; empty where there is none."""
+
+    leaves: list[Leaf]
+    turn: tuple[Any, ...]
+
+
+def keys(operand: Operand, query: Tensor) -> Keys:
+    """Leaves of keys for query float32 [B, H, R, D].
+
+    Raises:
+        UnreadableError: the kernels do not read them.
+    """
+    readable = Readable("keys", query.device)
+    if getattr(operand, "kind", None) != "roped":
+        return Keys(_key_leaves(readable, operand, query), ())
+    roped: Any = operand
+    cos, sin = (x if x.dim() == 4 else x.unsqueeze(1) for x in (roped.cos, roped.sin))
+    turn = (*readable.plane("cos", cos, (torch.float32,), 1), *readable.plane("sin", sin, (torch.float32,), 1))
+    D = query.shape[-1]
+    before = roped.before
+    rotation = None
+    if before.kind == "rotated":
+        rotation, before = readable.plane("a rotation", before.rotation, (torch.float32,))[0], before.inner
+    leaves = _key_leaves(readable, before.operand, query, turned=True)
+    if rotation is not None:
+        if any(leaf.matrix is not None or leaf.spec[0] == spec.SPARSE.value for leaf in leaves) or len(leaves) > 1:
+            raise UnreadableError(f"keys have a rotation of {roped.before.format} in front of RoPE")
+        leaves = [_mapped(leaves[0], rotation, D)]
+    return Keys(leaves, (*turn, _partners(roped.rope, D, cos.shape[-1], query.device)))
+
+
+def _key_leaves(
+    readable: Readable, operand: Operand, query: Tensor, turned: bool = False, first: int = 0
+) -> list[Leaf]:
+    """turned: RoPE follows, so that all leaves meet the head's own channels, from `first` on."""
+    kind = getattr(operand, "kind", None)
+    view: Any = operand
+    if kind == "added":
+        return [leaf for part in view.views for leaf in _key_leaves(readable, part.operand, query, turned, first)]
+    if kind == "joined":
+        leaves, at = [], first
+        for part, dim in zip(view.views, view.dims, strict=True):
+            leaves += _key_leaves(readable, part.operand, query[..., at - first : at - first + dim], turned, at)
+            at += dim
+        return leaves
+    if kind != "signs":
+        return [changed(readable.leaf(operand), spec.FIRST, first)._replace(query=query)]
+    if not turned:
+        return [readable.signs(sketch)._replace(query=sketch.query(query)) for sketch in view.sketches]
+    leaves = []
+    for sketch in view.sketches:
+        leaf = changed(readable.signs(sketch), spec.FIRST, first)._replace(query=query)
+        leaves.append(_mapped(leaf, _spread(sketch, view.head_dim), view.head_dim))
+    return leaves
+
+
+def _mapped(leaf: Leaf, matrix: Tensor, D: int) -> Leaf:
+    """A leaf whose decoded vectors [n] become [D] by a matrix [n, D], or one per head [B, H, n, D]."""
+    leaf = changed(changed(leaf, spec.MAPPED, power(D)), spec.MAPPED_CHANNELS, D)
+    return leaf._replace(matrix=matrix if matrix.dim() == 4 else matrix[None, None])
+
+
+def _spread(sketch: Any, D: int) -> Tensor:
+    """S with its columns at their channels of the head: [M, D] or [B, H, M, D]."""
+    S = sketch.sketch
+    if sketch.channels is not None:
+        index = sketch.channels.expand(-1, -1, S.shape[0], -1)
+        S = S.new_zeros((*index.shape[:3], D)).scatter(-1, index, S.expand(index.shape))
+    if sketch.dropped is not None:
+        index = sketch.dropped.expand(-1, -1, S.shape[-2], -1)
+        S = S.expand(*index.shape[:3], D).scatter(-1, index, 0.0)
+    return S
+
+
+_partners_of: weakref.WeakKeyDictionary[Any, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
+
+
+def _partners(rope: Any, D: int, columns: int, device: torch.device) -> Tensor:
+    """RoPE as a query's channels meet those of a key, int32 [D, 4]: channel e of the key is multiplied by
+    q[e]·cos[column] + sign·q[partner]·sin[across] with row (column, partner, across, sign), and by q[e] alone where its
+    column is −1. Made once per RoPE and device."""
+    known = _partners_of.setdefault(rope, {})
+    key = (D, columns, device)
+    if key not in known:
+        pairs = rope.channels(D, columns)
+        if pairs is None:
+            raise UnreadableError("keys have a RoPE that does not turn pairs of channels")
+        partner, cos, sin, sign = pairs.long().unbind(1)
+        moved, own = partner >= 0, torch.arange(D)
+        back = torch.where(moved, partner.clamp(min=0), own)
+        if not back[back].equal(own):
+            raise UnreadableError("keys have a RoPE that does not turn pairs of channels")
+        rows = [torch.where(moved, cos, -1), back, torch.where(moved, sin[back], 0), torch.where(moved, sign[back], 0)]
+        known[key] = torch.stack(rows, 1).to(device, torch.int32)
+    return known[key]
+
+
+class Values(NamedTuple):
+    """Leaves with an output each, `channels` in all, and what makes one output of them."""
+
+    leaves: list[Leaf]
+    channels: int
+    tree: Any
+
+    def join(self, out: Tensor) -> Tensor:
+        """The output [B, H, R, Dv] from those of the leaves side by side [B, H, R, channels]."""
+        return self.tree(out)
+
+
+def values(operand: Operand, device: torch.device) -> Values:
+    """Leaves of values.
+
+    Raises:
+        UnreadableError: the kernels do not read them.
+    """
+    leaves: list[Leaf] = []
+    tree = _value_leaves(Readable("values", device), operand, leaves)
+    return Values(leaves, sum(leaf.spec[1] for leaf in leaves), tree)
+
+
+def _value_leaves(readable: Readable, operand: Operand, leaves: list[Leaf]) -> Any:
+    """Adds the operand's leaves; returns the function that makes its output of all outputs."""
+    kind = getattr(operand, "kind", None)
+    view: Any = operand
+    if kind in ("added", "joined"):
+        before = len(leaves)
+        parts = [_value_leaves(readable, part.operand, leaves) for part in view.views]
+        if kind == "added":
+            return lambda out: _sum(part(out) for part in parts)
+        if len(leaves) == before + len(parts):  # side by side as they are
+            return _slice(leaves, before, len(leaves))
+        return lambda out: torch.cat([part(out) for part in parts], dim=-1)
+    if kind == "signs":
+        sketched = []
+        for sketch in view.sketches:
+            leaves.append(_placed(readable.signs(sketch), leaves))
+            sketched.append((_slice(leaves, len(leaves) - 1, len(leaves)), _spread(sketch, view.head_dim)))
+        return lambda out: _sum(pick(out) @ S for pick, S in sketched)
+    leaves.append(_placed(readable.leaf(operand), leaves))
+    return _slice(leaves, len(leaves) - 1, len(leaves))
+
+
+def _placed(leaf: Leaf, leaves: list[Leaf]) -> Leaf:
+    """A leaf whose output begins behind those that are there."""
+    return changed(leaf, spec.FIRST, sum(other.spec[1] for other in leaves))
+
+
+def _sum(parts: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, parts)
+
+
+def _slice(leaves: list[Leaf], first: int, last: int) -> Callable[[Tensor], Tensor]:
+    """Picks the outputs of these leaves."""
+    start = sum(leaf.spec[1] for leaf in leaves[:first])
+    size = sum(leaf.spec[1] for leaf in leaves[first:last])
+    return lambda out: out if out.shape[-1] == size else out[..., start : start + size]

@@ -1,0 +1,191 @@
+"""Chunks of a cache as bytes that stand alone: what LMCache stores and sends, and any other store of prefixes could.
+
+A chunk is one or more tensors [s, L, T, H·D]: s = 2 for keys and values (s = 1 where a model caches one vector per
+token, as latent attention does; it is coded as keys), L layers, T tokens. Layers of all its tensors count on, and are
+those of the recipe. The bytes:
+
+    header    "TKVC", version, CRC-32 of what the chunk is (recipe, head dim, shapes), CRC-32 of the planes   16 bytes
+    planes    for each run of layers with one codec, keys and then values; each plane whole, in the layout's order
+
+so that a chunk read with another recipe, cut or damaged is an error, never another tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tersekv.codecs import Codec
+from tersekv.errors import CacheError, UserError
+from tersekv.formats.base import Planes
+from tersekv.recipe import DEFAULT_POLICY, Recipe, Term
+
+HEADER = struct.Struct("<4sIII")
+MAGIC, VERSION = b"TKVC", 1
+Shape = Sequence[int]
+
+
+def why_not_chunks(codec: Codec, head_dim: int) -> str | None:
+    """Why a chunk coded by this codec would not stand alone; None if it does."""
+    if codec.fits_on is not None:
+        return f"it learns from the {codec.fits_on}, and what it learnt would lie outside the chunk"
+    if codec.pre_rope:
+        return "keys before RoPE need their positions, which a chunk does not know"
+    if codec.layout(head_dim).starts is not None:
+        return "its outliers are a list of no fixed size"
+    return None
+
+
+class Run(NamedTuple):
+    """Layers first to last (exclusive) of one tensor with one codec for one side (0 keys, 1 values)."""
+
+    side: int
+    first: int
+    last: int
+    codec: Codec
+
+
+@dataclass(frozen=True)
+class ChunkCoder:
+    """Chunks of a model with `head_dim` channels per head, coded as `recipe` says.
+
+    Raises:
+        UserError: the recipe keeps other tokens than all, or a codec needs more than the chunk.
+    """
+
+    recipe: Recipe
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.recipe.tokens != Term(DEFAULT_POLICY):
+            raise UserError(f"recipe '{self.recipe}' has a token policy: a chunk holds all its tokens, so leave it out")
+        if self.head_dim < 1:
+            raise UserError(
+                f"head_dim={self.head_dim} is out of range; give the model's channels per head, e.g. 64 or 128"
+            )
+        for coder in (self.recipe.coder, *(coder for _, coder in self.recipe.layers)):
+            for codec in coder.at(0):
+                self._check(codec)
+
+    def _check(self, codec: Codec) -> None:
+        if reason := why_not_chunks(codec, self.head_dim):
+            raise UserError(
+                f"{type(codec).__name__} for {codec.side} cannot code chunks that stand alone: {reason}; use kivi, "
+                "uniform, int4, normalfloat, turboquant (whole bits), polarquant (codebook=offline) or exact"
+            )
+
+    def size(self, shapes: Sequence[Shape]) -> int:
+        """Bytes of a chunk, exactly."""
+        total = HEADER.size
+        for shape, runs in zip(shapes, self._runs(shapes), strict=True):
+            _, _, T, width = shape
+            total += sum((run.last - run.first) * self._layer_bytes(run.codec, T, width) for run in runs)
+        return total
+
+    def _layer_bytes(self, codec: Codec, T: int, width: int) -> int:
+        layout, heads = codec.layout(self.head_dim), width // self.head_dim
+        return math.ceil(T / layout.block_tokens) * sum(
+            math.prod(spec.shape) * spec.dtype.itemsize * (1 if spec.shared else heads)
+            for spec in layout.planes.values()
+        )
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Tensors [s, L, T, H·D] of any float dtype to uint8 [size]."""
+        shapes = [tuple(x.shape) for x in tensors]
+        parts = []
+        for x, runs in zip(tensors, self._runs(shapes), strict=True):
+            for run in runs:
+                planes = run.codec.encode(self._heads(x[run.side, run.first : run.last], run.codec))
+                parts += [
+                    planes[name].contiguous().view(-1).view(torch.uint8) for name in _order(run.codec, self.head_dim)
+                ]
+        body = torch.cat([part.cpu() for part in parts]) if parts else torch.empty(0, dtype=torch.uint8)
+        head = HEADER.pack(MAGIC, VERSION, self._what(shapes), zlib.crc32(memoryview(body.numpy())))
+        return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), body])
+
+    def unpack(self, data: Tensor, out: Sequence[Tensor]) -> None:
+        """Bytes uint8 (what follows the chunk's size is not read) into `out`, tensors of the shapes that were packed.
+
+        Raises:
+            CacheError: the bytes are no such chunk.
+        """
+        shapes = [tuple(x.shape) for x in out]
+        need = self.size(shapes)
+        if data.numel() < need:
+            raise CacheError(
+                f"a chunk of shapes {shapes} with '{self.recipe}' has {need:,} bytes, got {data.numel():,}"
+            )
+        data = data.cpu()
+        magic, version, what, crc = HEADER.unpack(data[: HEADER.size].numpy().tobytes())
+        if magic != MAGIC or version != VERSION:
+            raise CacheError(f"these bytes are no chunk of version {VERSION} (they begin with {magic!r}, {version})")
+        if what != self._what(shapes):
+            raise CacheError(
+                f"this chunk was packed with another recipe, head dim or shape than '{self.recipe}', {shapes}"
+            )
+        body = data[HEADER.size : need].contiguous()
+        if zlib.crc32(memoryview(body.numpy())) != crc:
+            raise CacheError("this chunk is damaged: its checksum differs; drop it and compute the tokens again")
+        at = 0
+        for x, runs in zip(out, self._runs(shapes), strict=True):
+            for run in runs:
+                planes, at = self._planes(body, at, run, x.shape[2], x.shape[3] // self.head_dim)
+                found = run.codec.decode(planes, self.head_dim)[:, :, : x.shape[2]]
+                x[run.side, run.first : run.last] = found.transpose(1, 2).flatten(2).to(x.device, x.dtype)
+
+    def _planes(self, body: Tensor, at: int, run: Run, T: int, heads: int) -> tuple[Planes, int]:
+        layout, planes = run.codec.layout(self.head_dim), {}
+        for name in _order(run.codec, self.head_dim):
+            spec = layout.planes[name]
+            shape = (run.last - run.first, 1 if spec.shared else heads, math.ceil(T / layout.block_tokens), *spec.shape)
+            end = at + math.prod(shape) * spec.dtype.itemsize
+            planes[name] = body[at:end].clone().view(spec.dtype).view(shape)
+            at = end
+        return planes, at
+
+    def _heads(self, x: Tensor, codec: Codec) -> Tensor:
+        """[L, T, H·D] to float32 [L, H, N·t, D]; the last token stands for those that fill the last block, so that
+        they widen no range."""
+        missing = -x.shape[1] % codec.layout(self.head_dim).block_tokens
+        x = torch.cat([x, x[:, -1:].expand(-1, missing, -1)], dim=1) if missing else x
+        return x.float().unflatten(2, (-1, self.head_dim)).transpose(1, 2).contiguous()
+
+    def _runs(self, shapes: Sequence[Shape]) -> Iterator[list[Run]]:
+        """Runs of each tensor."""
+        layers = sum(_checked(shape, self.head_dim)[1] for shape in shapes)
+        first = 0
+        for sides, L, *_ in shapes:
+            plans = [self.recipe.plan(first + i, layers) for i in range(L)]
+            first += L
+            runs = []
+            for side in range(sides):
+                codecs = [plan.values if side else plan.keys for plan in plans]
+                for codec, group in itertools.groupby(range(L), key=lambda i, codecs=codecs: codecs[i]):  # type: ignore[misc]
+                    index = list(group)
+                    self._check(codec)
+                    runs.append(Run(side, index[0], index[-1] + 1, codec))
+            yield runs
+
+    def _what(self, shapes: Sequence[Shape]) -> int:
+        return zlib.crc32(f"{self.recipe.to_json()} {self.head_dim} {[tuple(shape) for shape in shapes]}".encode())
+
+
+def _order(codec: Codec, head_dim: int) -> list[str]:
+    return list(codec.layout(head_dim).planes)
+
+
+def _checked(shape: Shape, head_dim: int) -> Shape:
+    if len(shape) != 4 or shape[0] not in (1, 2) or shape[2] < 1 or shape[3] < 1 or shape[3] % head_dim:
+        raise UserError(
+            f"a chunk of shape {list(shape)} is none of [1 or 2, layers, tokens, heads · {head_dim}]; "
+            "check head_dim, the model's channels per head"
+        )
+    return shape

@@ -1,0 +1,187 @@
+"""A layer's pool of pages: new tokens are coded into their slots, and queries read the packed bytes where they lie.
+
+What a query reads, packed or exact, is said by `tersekv.serving.steps`; both parts are joined by their log-sum-exp.
+
+Shapes: T tokens of a step, H key-value heads, Hq query heads, G = Hq/H, D head dim, S pages, p tokens per page.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tersekv.errors import UserError
+from tersekv.formats.base import BLOCK_TOKENS, View
+from tersekv.ops import backends, softmax
+from tersekv.serving.slots import Slots, write
+from tersekv.serving.steps import Chunk, Singles, Step
+
+SPAN_TOKENS = 1024
+"""Packed tokens decoded at a time for long chunks."""
+
+QUERY_TILE = 256
+"""Query positions of a long chunk at a time: bounds the scores that are held."""
+
+KERNEL_ROWS = 64
+"""Most query rows per KV head (grouped heads × positions) that read packed bytes directly."""
+
+Part = tuple[Tensor, Tensor]
+"""Output [B, H, R, D] and log-sum-exp [B, H, R] of query rows over some tokens."""
+
+
+class Pool:
+    """The pages of one layer in memory uint8 [S, H, p, token_bytes], contiguous. scaling, softcap: of the scores."""
+
+    def __init__(self, slots: Slots, memory: Tensor, scaling: float, softcap: float | None = None) -> None:
+        S, H, p, C = memory.shape
+        if p % BLOCK_TOKENS or slots.token_bytes != C or not memory.is_contiguous():
+            raise UserError(
+                f"pages of {p} tokens with {C} bytes each do not fit: pages hold a multiple of {BLOCK_TOKENS} tokens, "
+                f"of {slots.token_bytes} bytes per KV head, and a layer's pages lie one after the other"
+            )
+        self.slots, self.page_tokens, self.kv_heads, self.scaling, self.softcap = slots, p, H, scaling, softcap
+        self.planes = slots.views(memory.view(S * p // BLOCK_TOKENS, H, BLOCK_TOKENS * C))
+        self.rows: Tensor | None = None
+        """Exact copies of the pages that are being filled: [2, rows, H, p, D], keys and values."""
+        self._views: dict[int, tuple[View, View]] = {}
+
+    def write(self, keys: Tensor, values: Tensor, step: Step) -> None:
+        """Code keys and values [T, H, D] of a step into their slots, and copy those of pages that are being filled."""
+        codecs = (self.slots.keys, self.slots.values)
+        for codec, planes, specs, x in zip(codecs, self.planes, self.slots.planes, (keys, values), strict=True):
+            x = x if step.tokens is None else x[step.tokens]
+            if len(x):
+                write(codec, planes, specs, x.float(), step.places)
+        have = 0 if self.rows is None else self.rows.shape[1]
+        if have < step.rows:
+            more = keys.new_zeros((2, max(step.rows, 2 * have) - have, self.kv_heads, self.page_tokens, keys.shape[-1]))
+            self.rows = more if self.rows is None else torch.cat([self.rows, more], dim=1)
+        assert self.rows is not None
+        token, row, place = step.copied
+        for side, x in enumerate((keys, values)):
+            self.rows[side][row, :, place] = x[token].to(self.rows.dtype)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+        """Attention of a step's queries [T, Hq, D], whose own keys and values [T, H, D] are written: float32
+        [T, Hq, D]."""
+        T, Hq, D = query.shape
+        rows = query.float().view(T, self.kv_heads, -1, D)  # [T, H, G, D]
+        out = torch.zeros_like(rows)
+        if step.singles is not None:
+            out[step.singles.tokens] = self._singles(rows[step.singles.tokens], step.singles)
+        for chunk in step.chunks:
+            own = slice(chunk.first, chunk.last)
+            out[own] = self._chunk(rows[own].permute(1, 2, 0, 3)[None], keys[own], values[own], chunk)
+        return out.view(T, Hq, D)
+
+    def _singles(self, rows: Tensor, of: Singles) -> Tensor:
+        """rows [B, H, G, D], one query of each request, to its output."""
+        assert self.rows is not None
+        key, value = self.rows[0][of.rows], self.rows[1][of.rows]
+        parts = [backends.attend_exact(rows, key, value, of.exact, self.scaling, self.softcap)]
+        if bool(of.packed.any()):
+            packed = self._direct(rows, of.pages, of.packed)
+            parts.append(self._one_by_one(rows, of) if packed is None else packed)
+        return _merged(parts)
+
+    def _one_by_one(self, rows: Tensor, of: Singles) -> Part:
+        """The packed part where no kernel reads these pages."""
+        parts = []
+        for row, pages, mask in zip(rows, of.pages, of.packed, strict=True):
+            tokens = int(mask.sum())
+            first = torch.tensor([tokens])
+            parts.append(self._decoded(row[None, :, :, None], pages, first) if tokens else _nothing(row[None]))
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+    def _chunk(self, query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk) -> Tensor:
+        """query [1, H, G, q, D] with its own keys and values [q, H, D] to its output [q, H, G, D]."""
+        G, q = query.shape[2:4]
+        exact_from, packed = chunk.exact_from(self.page_tokens), None
+        if int(exact_from.max()):
+            if G * q <= KERNEL_ROWS:
+                mask = torch.arange(len(chunk.pages) * self.page_tokens) < exact_from[:, None]
+                packed = self._direct(query.flatten(2, 3), chunk.pages[None], mask[None])
+            packed = packed or self._decoded(query, chunk.pages, exact_from)
+        parts = [self._own_pages(query, keys, values, chunk)] + ([] if packed is None else [packed])
+        return _merged(parts).unflatten(2, (G, q))[0].permute(2, 0, 1, 3)
+
+    def _own_pages(self, query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk) -> Part:
+        """Exact attention of each query over its own page."""
+        outs, lses, p = [], [], self.page_tokens
+        key, value = (x.transpose(0, 1)[None] for x in (keys, values))  # [1, H, q, D]
+        for page in range(chunk.start // p, (chunk.seen - 1) // p + 1):
+            first, last = max(chunk.start, page * p), min(chunk.seen, (page + 1) * p)
+            own = slice(first - chunk.start, last - chunk.start)
+            sides, begin = [key[:, :, own], value[:, :, own]], first
+            if first % p and chunk.exact < first:
+                assert self.rows is not None
+                begin = chunk.exact
+                held = self.rows[:, chunk.row, None, :, begin % p : first % p]
+                sides = [torch.cat([old.to(new.dtype), new], dim=2) for old, new in zip(held, sides, strict=True)]
+            mask = torch.arange(begin, last) <= torch.arange(first, last)[:, None]
+            rows = query[:, :, :, own].flatten(2, 3)
+            op = backends.attend_exact if rows.shape[2] <= KERNEL_ROWS else softmax.attend_exact
+            out, lse = op(rows, *sides, mask[None], self.scaling, self.softcap)
+            outs.append(out.unflatten(2, (query.shape[2], -1)))
+            lses.append(lse.unflatten(2, (query.shape[2], -1)))
+        return torch.cat(outs, dim=3).flatten(2, 3), torch.cat(lses, dim=3).flatten(2, 3)
+
+    def _direct(self, rows: Tensor, pages: Tensor, mask: Tensor) -> Part | None:
+        """Query rows [B, H, R, D] over packed tokens by a kernel that reads pages where they lie; None if none does."""
+        keys, values = self._of_batch(rows.shape[0])
+        call = (
+            keys.query(rows), keys.inner.operand, values.inner.operand, pages, self.page_tokens, mask, self.scaling,
+            self.softcap,
+        )  # fmt: skip
+        run = backends.kernel("attend_pages", *call)
+        if run is None:
+            return None
+        out, lse = run(*call)
+        return values.output(out), lse
+
+    def _of_batch(self, B: int) -> tuple[View, View]:
+        """Views of the whole pool for B rows, that of the last B kept."""
+        if B not in self._views:
+            codecs = (self.slots.keys, self.slots.values)
+            keys, values = (
+                codec.view({name: x.expand(B, *x.shape[1:]) for name, x in planes.items()}, self.slots.head_dim)
+                for codec, planes in zip(codecs, self.planes, strict=True)
+            )
+            self._views = {B: (keys, values)}
+        return self._views[B]
+
+    def _decoded(self, query: Tensor, pages: Tensor, exact_from: Tensor) -> Part:
+        """Queries [1, H, G, q, D], each over packed tokens before exact_from int64 [q]: tokens are decoded SPAN_TOKENS
+        at a time and multiplied as matrices."""
+        q, tokens = query.shape[3], int(exact_from.max())
+        tiles = [slice(at, min(q, at + QUERY_TILE)) for at in range(0, q, QUERY_TILE)]
+        results: list[list[Part]] = [[_nothing(query[:, :, :, tile].flatten(2, 3))] for tile in tiles]
+        per_page = self.page_tokens // BLOCK_TOKENS
+        blocks = (pages.long()[:, None] * per_page + torch.arange(per_page)).flatten()
+        for first in range(0, tokens, SPAN_TOKENS):
+            last = min(tokens, first + SPAN_TOKENS)
+            span = blocks[first // BLOCK_TOKENS : -(-last // BLOCK_TOKENS)]
+            keys, values = (
+                codec.view({name: x.index_select(2, span) for name, x in planes.items()}, self.slots.head_dim)
+                for codec, planes in zip((self.slots.keys, self.slots.values), self.planes, strict=True)
+            )
+            key, value = (view.inner.decode()[:, :, : last - first] for view in (keys, values))
+            rows, mask = keys.query(query), torch.arange(first, last) < exact_from[:, None]
+            for tile, parts in zip(tiles, results, strict=True):
+                if bool(mask[tile].any()):
+                    scores = rows[:, :, :, tile].flatten(2, 3) @ key.transpose(-1, -2)
+                    out, lse = softmax.attend_scores(scores, value, mask[None, tile], self.scaling, self.softcap)
+                    parts.append((values.output(out), lse))
+        joined = [backends.merge_segments([o for o, _ in parts], [lse for _, lse in parts]) for parts in results]
+        G = query.shape[2]
+        out = torch.cat([out.unflatten(2, (G, -1)) for out, _ in joined], dim=3).flatten(2, 3)
+        return out, torch.cat([lse.unflatten(2, (G, -1)) for _, lse in joined], dim=3).flatten(2, 3)
+
+
+def _nothing(rows: Tensor) -> Part:
+    """What query rows [B, H, R, D] read where there is nothing."""
+    return torch.zeros_like(rows), rows.new_full(rows.shape[:-1], float("-inf"))
+
+
+def _merged(parts: list[Part]) -> Tensor:
+    return backends.merge_segments([out for out, _ in parts], [lse for _, lse in parts])[0]

@@ -1,0 +1,182 @@
+"""Slots: tokens of a fixed size that are written one by one, whatever block of 32 they share.
+
+A page of an engine holds p tokens of all KV heads of a layer, p a multiple of 32. Its bytes are p/32 blocks, each with
+all heads, each head with the planes of the keys and then those of the values, wider types first:
+
+    page   [ block 0 | block 1 | … ]          block   [ head 0 | head 1 | … ]
+    head   [ codes of keys | scales | … | codes of values | scales | … | rounded up to 32 bytes ]
+
+so that a head's token has `token_bytes` on average and blocks of all pages stand at equal distances, which is what
+kernels read. A token is a lane of the planes of keys and a column of those with tokens last; in the codes of values,
+whose lanes are channels, it is a field of bits of every word (`ops/lanes.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tersekv.codecs import Codec
+from tersekv.codecs.exact import Exact
+from tersekv.errors import UserError
+from tersekv.formats.base import BLOCK_TOKENS, Planes, PlaneSpec
+from tersekv.ops.lanes import LANES, pack_lanes, unpack_lanes
+
+Way = Literal["column", "lane", "field"]
+"""Where a token is in a block's plane: on the last axis; a lane of [groups, words, 16]; bits of all words."""
+
+
+def why_not_slots(codec: Codec, head_dim: int) -> str | None:
+    """Why tokens of this codec have no slots of their own; None if they have."""
+    if codec.fits_on is not None:
+        return f"it learns from the {codec.fits_on} before it can code a token"
+    if codec.pre_rope:
+        return "keys before RoPE need a position for each token as they are read, which pages do not hold"
+    if getattr(codec, "axis", "token") != "token":
+        return "its ranges span several tokens, so that a token cannot be coded alone (use axis=token)"
+    if isinstance(codec, Exact):
+        return "its tokens are not packed (a layer with exact keys and exact values is left to the engine)"
+    layout = codec.layout(head_dim)
+    if layout.block_tokens != BLOCK_TOKENS:
+        return f"its blocks hold {layout.block_tokens} tokens, not {BLOCK_TOKENS}"
+    for name, spec in layout.planes.items():
+        if spec.shared or spec.ragged is not None or way_of(codec, name, spec) is None:
+            return f"its plane {name!r} has no fixed room for each token and head"
+    return None
+
+
+def way_of(codec: Codec, name: str, spec: PlaneSpec) -> Way | None:
+    """Where a token is in a plane."""
+    if name.endswith("codes") and spec.dtype is torch.int32:
+        return "lane" if codec.side == "keys" else "field"
+    return "column" if spec.shape and spec.shape[-1] == BLOCK_TOKENS else None
+
+
+class Plane(NamedTuple):
+    """A plane of a block's head: its first byte there, and where a token is in it."""
+
+    name: str
+    spec: PlaneSpec
+    start: int
+    way: Way
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.spec.shape) * self.spec.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What a layer's tokens are made of in an engine's pages.
+
+    Raises:
+        UserError: a codec whose tokens have no fixed size of their own.
+    """
+
+    keys: Codec
+    values: Codec
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        for codec in (self.keys, self.values):
+            if reason := why_not_slots(codec, self.head_dim):
+                raise UserError(
+                    f"{type(codec).__name__} for {codec.side} cannot live in an engine's pages: {reason}; use "
+                    "turboquant (whole bits), polarquant (codebook=offline), uniform, int4 or normalfloat"
+                )
+
+    @functools.cached_property
+    def planes(self) -> tuple[tuple[Plane, ...], tuple[Plane, ...]]:
+        """Planes of keys and of values."""
+        at, sides = 0, []
+        for codec in (self.keys, self.values):
+            at, side = math.ceil(at / 4) * 4, []
+            specs = codec.layout(self.head_dim).planes
+            for name in sorted(specs, key=lambda name: -specs[name].dtype.itemsize):
+                way = way_of(codec, name, specs[name])
+                assert way is not None
+                side.append(Plane(name, specs[name], at, way))
+                at += side[-1].bytes
+            sides.append(tuple(side))
+        return sides[0], sides[1]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per token and KV head, keys and values together."""
+        last = max((plane for side in self.planes for plane in side), key=lambda plane: plane.start)
+        return math.ceil((last.start + last.bytes) / BLOCK_TOKENS)
+
+    def views(self, memory: Tensor) -> tuple[Planes, Planes]:
+        """Planes [1, H, N, …] of keys and of values in memory uint8 [N, H, 32·token_bytes], not copied."""
+        return self._planes(memory, 0), self._planes(memory, 1)
+
+    def _planes(self, memory: Tensor, side: int) -> Planes:
+        found = {}
+        for plane in self.planes[side]:
+            part = memory[:, :, plane.start : plane.start + plane.bytes].view(plane.spec.dtype)
+            found[plane.name] = part.unflatten(-1, plane.spec.shape).transpose(0, 1).unsqueeze(0)
+        return found
+
+
+class Places(NamedTuple):
+    """Where tokens go: block and place in it int64 [T], the different blocks int64 [U], and each token's among
+    these."""
+
+    block: Tensor
+    token: Tensor
+    blocks: Tensor
+    of_token: Tensor
+
+    @staticmethod
+    def of(slots: Tensor) -> Places:
+        """Of slot numbers int64 [T]: 32 times the block plus the place in it."""
+        block, token = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
+        return Places(block, token, *torch.unique(block, return_inverse=True))
+
+
+def write(codec: Codec, planes: Planes, specs: tuple[Plane, ...], x: Tensor, places: Places) -> None:
+    """Code x float32 [T, H, D] and put each token into its slot of planes [1, H, N, …]; other tokens stay as they
+    are."""
+    T = x.shape[0]
+    whole = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -T % BLOCK_TOKENS)).transpose(0, 1).unsqueeze(0)
+    coded = codec.encode(whole)
+    for plane in specs:
+        new, held = coded[plane.name][0], planes[plane.name][0]  # [H, n, …], [H, N, …]
+        if plane.way == "field":
+            _write_fields(held, new, x.shape[-1], places)
+        elif plane.way == "lane":
+            by_token = held.transpose(-1, -2)  # [H, N, groups, 16, words]
+            source = new.transpose(-1, -2).flatten(1, 3)[:, :T]
+            by_token[:, places.block, places.token // LANES, places.token % LANES] = source
+        else:
+            by_token = held.movedim(-1, 2)  # [H, N, 32, …]
+            by_token[:, places.block, places.token] = new.movedim(-1, 2).flatten(1, 2)[:, :T]
+
+
+def _write_fields(held: Tensor, new: Tensor, D: int, places: Places) -> None:
+    """Codes of values: words [H, N, groups, W, 16] with b = W bits per code, since 32 tokens fill them without a
+    rest."""
+    bits = held.shape[-2]
+    codes = unpack_lanes(new, bits, BLOCK_TOKENS, D).flatten(1, 2)[:, : len(places.token)]
+    blocks = codes.new_zeros((held.shape[0], len(places.blocks), BLOCK_TOKENS, D))
+    blocks[:, places.of_token, places.token] = codes
+    written = torch.zeros((len(places.blocks), BLOCK_TOKENS), dtype=torch.int32)
+    written[places.of_token, places.token] = 1
+    mask = (written.unsqueeze(-1) * _fields(bits)).sum(
+        1, dtype=torch.int32
+    )  # fields do not overlap: the sum is their or
+    held[:, places.blocks] = (held[:, places.blocks] & ~mask[:, None, :, None]) | pack_lanes(blocks, bits)
+
+
+@functools.cache
+def _fields(bits: int) -> Tensor:
+    """The bits of each token in a lane's words: int32 [32, W]."""
+    full = torch.zeros(BLOCK_TOKENS, BLOCK_TOKENS, LANES, dtype=torch.uint8)
+    full[torch.arange(BLOCK_TOKENS), torch.arange(BLOCK_TOKENS)] = 2**bits - 1
+    return pack_lanes(full, bits)[:, 0, :, 0]

@@ -1,0 +1,155 @@
+"""What one step of an engine asks of every layer: where its tokens go, and what each of its queries reads.
+
+A query at position i reads the tokens of its own page (those from (i // p)·p on) exactly and all earlier ones packed.
+That holds however a prompt is cut into steps and whichever pages an earlier request had filled, so an answer depends on
+neither. The exact copy of a page that is being filled lies in a row beside the pool (`Rows`), one per running request;
+when the page is full only its packed tokens are left.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tersekv.serving.slots import Places
+
+
+class _Held(NamedTuple):
+    """Row of a page, and which of its tokens are there: first to last (exclusive)."""
+
+    row: int
+    first: int
+    last: int
+
+
+class Rows:
+    """Which pages have an exact copy, and in which row. At most `most` rows; the longest unused one is taken over."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._held: dict[int, _Held] = {}  # by page, the latest used last
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def of(self, page: int, tokens: int) -> _Held | None:
+        """The row of a page whose first `tokens` tokens were written; None if it has none with all up to there."""
+        held = self._held.get(page)
+        return held if held is not None and held.last >= tokens else None
+
+    def put(self, page: int, first: int, last: int) -> _Held:
+        """The row of a page that gets its tokens first to last (exclusive): its own, with what it holds, or another."""
+        before = self.of(page, first) if first else None
+        own = self._held.pop(page, None)
+        if own is not None:
+            row = own.row
+        elif len(self._held) < self.most:
+            row = len(self._held)
+        else:
+            row = self._held.pop(next(iter(self._held))).row
+        self._held[page] = _Held(row, before.first if before else first, last)
+        return self._held[page]
+
+
+class Chunk(NamedTuple):
+    """Queries first to last (exclusive) of a step are the last ones of a sequence of `seen` tokens in `pages` int32
+    [P]. The page of its first query has exact tokens from position `exact` on, those before the chunk in row `row`."""
+
+    first: int
+    last: int
+    seen: int
+    pages: Tensor
+    exact: int
+    row: int
+
+    @property
+    def start(self) -> int:
+        """Position of the first query."""
+        return self.seen - (self.last - self.first)
+
+    def exact_from(self, page_tokens: int) -> Tensor:
+        """Position from which on each query reads exact tokens, int64 [q]."""
+        position = torch.arange(self.start, self.seen)
+        page = position // page_tokens * page_tokens
+        return torch.where(page < self.start, self.exact, page)
+
+
+@dataclass(frozen=True)
+class Singles:
+    """Requests with one query each: its token int64 [B], pages int32 [B, P] and which packed tokens it reads
+    bool [B, 1, P·p], its row int64 [B] and which of the row's tokens it reads bool [B, 1, p]."""
+
+    tokens: Tensor
+    pages: Tensor
+    packed: Tensor
+    rows: Tensor
+    exact: Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """The requests of one step, for all layers. places: where the step's tokens go, tokens: those that have a place
+    (None: all). copied: tokens int64 [n] that go to rows int64 [n], at places int64 [n] there; rows: how many there
+    are."""
+
+    singles: Singles | None
+    chunks: list[Chunk]
+    places: Places
+    tokens: Tensor | None
+    copied: tuple[Tensor, Tensor, Tensor]
+    rows: int
+
+    @staticmethod
+    def plan(starts: Sequence[int], seen: Sequence[int], pages: Tensor, slots: Tensor, p: int, rows: Rows) -> Step:
+        """Request i has queries starts[i] to starts[i + 1], the last of seen[i] tokens, which lie in pages[i] (int32,
+        of p tokens each, some entries of which may be unused); slots int64 [T]: where each token goes, −1 for none."""
+        chunks: list[Chunk] = []
+        copied: list[tuple[range, int, int]] = []
+        for (first, last), tokens, table in zip(itertools.pairwise(starts), seen, pages, strict=True):
+            if first == last:
+                continue
+            start, end = tokens - (last - first), (tokens - 1) // p * p  # of the queries; of the page of the last one
+            before = rows.of(int(table[start // p]), start % p) if start % p else None
+            exact = start - start % p + before.first if before else start
+            chunks.append(Chunk(first, last, tokens, table[: -(-tokens // p)], exact, before.row if before else 0))
+            held = rows.put(int(table[end // p]), max(start, end) - end, tokens - end)
+            copied.append((range(last - (tokens - max(start, end)), last), held.row, max(start, end) - end))
+            if last - first == 1:
+                chunks[-1] = chunks[-1]._replace(exact=end + held.first, row=held.row)
+        known = None if bool((slots >= 0).all()) else (slots >= 0).nonzero()[:, 0]
+        single = [chunk for chunk in chunks if chunk.last - chunk.first == 1]
+        return Step(
+            _singles(single, p) if single else None,
+            [chunk for chunk in chunks if chunk.last - chunk.first > 1],
+            Places.of(slots if known is None else slots[known]),
+            known,
+            _copies(copied),
+            len(rows),
+        )
+
+
+def _copies(copied: list[tuple[range, int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+    triples = [(t, row, at + i) for tokens, row, at in copied for i, t in enumerate(tokens)]
+    token, row, place = torch.tensor(triples, dtype=torch.int64).view(-1, 3).unbind(1)
+    return token, row, place
+
+
+def _singles(chunks: list[Chunk], p: int) -> Singles:
+    exact, seen = (torch.tensor([getattr(c, name) for c in chunks]).unsqueeze(1) for name in ("exact", "seen"))
+    full = -(-exact // p)  # pages with packed tokens that are read
+    P = max(1, int(full.max()))
+    page, place = torch.arange(P), torch.arange(p)
+    tables = torch.stack([torch.nn.functional.pad(c.pages[:P], (0, P - len(c.pages[:P])), value=-1) for c in chunks])
+    base = (seen - 1) // p * p
+    return Singles(
+        torch.tensor([c.first for c in chunks]),
+        torch.where(page < full, tables, -1).to(torch.int32),
+        (torch.arange(P * p) < exact).unsqueeze(1),
+        torch.tensor([c.row for c in chunks]),
+        ((place + base >= exact) & (place + base < seen)).unsqueeze(1),
+    )

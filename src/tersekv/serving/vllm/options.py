@@ -1,0 +1,68 @@
+"""What the user asked for: a recipe, found in vLLM's configuration or in the environment, and what it says of a
+layer."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tersekv.codecs.exact import Exact
+from tersekv.errors import UserError
+from tersekv.recipe import DEFAULT_POLICY, Recipe, Term
+from tersekv.serving.slots import Slots
+
+VARIABLE = "TERSEKV_VLLM_RECIPE"
+SECTION = "tersekv"
+EXAMPLE = '{"tersekv": {"recipe": "turboquant:bits=4"}}'
+
+
+def configured(vllm_config: Any) -> Recipe | None:
+    """The recipe that an engine is to use; None for vLLM's own cache.
+
+    Raises:
+        UserError: the section of the configuration or the recipe is wrong.
+    """
+    extra = getattr(vllm_config, "additional_config", None)
+    section = extra.get(SECTION) if isinstance(extra, dict) else None
+    if section is None:
+        text = os.environ.get(VARIABLE)
+        return checked(text) if text else None
+    if not isinstance(section, dict) or set(section) != {"recipe"} or not isinstance(section["recipe"], str):
+        raise UserError(f"additional_config has {SECTION}: {section!r}, which is not of the form {EXAMPLE}")
+    return checked(section["recipe"])
+
+
+def checked(text: str) -> Recipe:
+    """The recipe, if pages of an engine can hold what it asks for."""
+    recipe = Recipe.parse(text)
+    if recipe.tokens != Term(DEFAULT_POLICY):
+        raise UserError(
+            f"recipe '{text}' has the token policy '{recipe.tokens}': vLLM's pages hold every token in a slot of one "
+            "size, and the page that is being filled is read exactly, so leave the policy out"
+        )
+    return recipe
+
+
+def slots_of(recipe: Recipe, layer: int, layers: int, head_dim: int) -> Slots | None:
+    """What the slots of one layer are made of; None where it stays as vLLM has it (`…;0=exact`)."""
+    plan = recipe.plan(layer, layers)
+    if isinstance(plan.keys, Exact) and isinstance(plan.values, Exact):
+        return None
+    return Slots(plan.keys, plan.values, head_dim)
+
+
+def why_not_layer(
+    head_dim: int, options: dict[str, Any], cache_dtype: str, attn_type: str, sharing: str | None
+) -> str | None:
+    """Why a layer's attention is none that reads packed pages; None if it is. options: what vLLM's models may ask of a
+    layer beside that, by name; None or False for nothing."""
+    if attn_type != "decoder":
+        return f"its attention is of the type {attn_type!r}; only decoders' own attention reads packed pages"
+    if cache_dtype not in ("auto", "float16", "bfloat16"):
+        return f"kv_cache_dtype is {cache_dtype!r}, which is another way to pack; leave it at auto"
+    if head_dim % 16:
+        return f"its head dim is {head_dim}, not a multiple of 16"
+    if sharing is not None:
+        return f"it shares the cache of {sharing}, which is not supported yet"
+    asked = [name for name, value in options.items() if value is not None and value is not False]
+    return f"it asks for {', '.join(asked)}, which packed pages do not have" if asked else None

@@ -1,0 +1,122 @@
+"""The serde inside LMCache: found by its name, run by LMCache's own processor on its own memory objects."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("lmcache.v1.distributed.serde", reason="LMCache is not installed (make test-serving)")
+
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.serde import SerdeConfig, create_serde_processor, serialized_layout_desc
+from lmcache.v1.memory_management import MemoryObjMetadata, TensorMemoryObj
+
+from tersekv.errors import UserError
+from tersekv.serving import lmcache as plugin
+
+KEY = ObjectKey(chunk_hash=b"chunk", model_name="model", kv_rank=0)
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    plugin.register()
+    plugin.register()
+
+
+def memory(layout: MemoryLayoutDesc) -> TensorMemoryObj:
+    """A memory object as LMCache's allocators make them, not yet written."""
+    size = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True))
+    meta = MemoryObjMetadata(
+        shape=layout.shapes[0], dtype=layout.dtypes[0], address=0, phy_size=size, ref_count=1,
+        shapes=layout.shapes, dtypes=layout.dtypes,
+    )  # fmt: skip
+    return TensorMemoryObj(torch.full((size,), 0x7F, dtype=torch.uint8), meta, None)
+
+
+def processor(recipe="turboquant:bits=4", **options):
+    return create_serde_processor(SerdeConfig("tersekv", {"recipe": recipe, "head_dim": 64, **options}))
+
+
+def finished(query, task) -> bool:
+    until = time.monotonic() + 30
+    while (done := query(task)) is None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return done
+
+
+@pytest.mark.parametrize("sides", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("recipe", ["turboquant:bits=4", "polarquant", "kivi:bits=2;0=exact:dtype=fp32"])
+def test_round_trip_through_lmcache(recipe, dtype, sides):
+    torch.manual_seed(0)
+    layout = MemoryLayoutDesc([torch.Size([sides, 3, 70, 128])], [dtype])
+    serde = processor(recipe)
+    try:
+        source, target = memory(layout), memory(layout)
+        source.tensor.copy_(torch.randn(sides, 3, 70, 128))
+        packed = memory(serialized_layout_desc(layout, serde))
+        assert packed.tensor.numel() == serde.estimate_serialized_size(layout)
+        assert finished(serde.query_serialize_result, serde.submit_serialize([source], [packed], [KEY]))
+        assert finished(serde.query_deserialize_result, serde.submit_deserialize([packed], [target], [KEY]))
+        want = torch.empty_like(source.tensor)
+        coder = plugin.ChunkCoder(plugin.Recipe.parse(recipe), 64)
+        coder.unpack(coder.pack([source.tensor]), [want])
+        assert torch.equal(target.tensor, want)
+        error = (target.tensor.float() - source.tensor.float()).norm() / source.tensor.float().norm()
+        assert error < (0.6 if "kivi" in recipe else 0.25)
+    finally:
+        serde.close()
+
+
+def test_damage_is_a_failed_task():
+    layout = MemoryLayoutDesc([torch.Size([2, 1, 32, 64])], [torch.float32])
+    serde = processor()
+    try:
+        source, target = memory(layout), memory(layout)
+        source.tensor.copy_(torch.randn(2, 1, 32, 64))
+        packed = memory(serialized_layout_desc(layout, serde))
+        assert finished(serde.query_serialize_result, serde.submit_serialize([source], [packed], [KEY]))
+        packed.tensor[40] ^= 1
+        assert not finished(serde.query_deserialize_result, serde.submit_deserialize([packed], [target], [KEY]))
+    finally:
+        serde.close()
+
+
+def test_four_bits_are_a_fraction_of_bfloat16():
+    layout = MemoryLayoutDesc([torch.Size([2, 30, 256, 192])], [torch.bfloat16])
+    serde = processor()
+    assert serde.estimate_serialized_size(layout) * 3.7 < 2 * 30 * 256 * 192 * 2
+    serde.close()
+
+
+def test_groups_of_layers_with_other_shapes():
+    layout = MemoryLayoutDesc([torch.Size([2, 2, 40, 64]), torch.Size([2, 1, 40, 128])], [torch.bfloat16] * 2)
+    serde = processor("turboquant:bits=4;-1=exact:dtype=bf16")
+    try:
+        source, target = memory(layout), memory(layout)
+        for i in range(2):
+            source.get_tensor(i).copy_(torch.randn(layout.shapes[i]))
+        packed = memory(serialized_layout_desc(layout, serde))
+        assert finished(serde.query_serialize_result, serde.submit_serialize([source], [packed], [KEY]))
+        assert finished(serde.query_deserialize_result, serde.submit_deserialize([packed], [target], [KEY]))
+        assert torch.equal(target.get_tensor(1), source.get_tensor(1))
+    finally:
+        serde.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"recipe": "qjl", "head_dim": 64}, "learns from the prompt"),
+        ({"recipe": "kvquant:bits=3", "head_dim": 64}, "learns from the corpus"),
+        ({"recipe": "kivi:bits=4"}, "lacks head_dim"),
+        ({"recipe": "kivi:bits=4", "head_dim": 64, "bits": 2}, "no option bits"),
+        ({"recipe": "streaming+kivi", "head_dim": 64}, "token policy"),
+    ],
+)
+def test_wrong_options(options, words):
+    with pytest.raises(UserError, match=words):
+        create_serde_processor(SerdeConfig("tersekv", options))

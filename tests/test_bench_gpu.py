@@ -1,0 +1,110 @@
+"""`tersekv bench attend --device cuda` with a clock that only counts: which ways run, and what is made of their times.
+Kernels are interpreted; no speed is tested."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tersekv.bench import attend_gpu as bench
+from tersekv.bench import clock_gpu
+from tersekv.bench.attend import Heads
+from tersekv.bench.clock import Spread
+from tersekv.bench.formats import FORMATS
+from tersekv.errors import CacheError, UserError
+from tersekv.ops import backends, triton
+
+pytestmark = [
+    pytest.mark.skipif(triton.why_not_installed() is not None, reason=str(triton.why_not_installed())),
+    pytest.mark.skipif(not triton.interpreted(), reason="kernels run on the GPU here"),
+]
+HEADS = Heads(4, 2, 64)
+
+
+class Counting:
+    """Every run takes a millisecond; all of them are run once."""
+
+    device, name, cache_bytes = "cpu", "a test", 1 << 16
+
+    def __init__(self) -> None:
+        self.ran: dict[str, int] = {}
+
+    def capture(self, run):
+        return run
+
+    def turns(self, ways, seconds):
+        for name, runs in ways.items():
+            self.ran[name] = len({tuple(run().shape) for run in runs}) * len(runs)
+        return {name: Spread(1.0, 0.9, 1.2, 20) for name in ways}
+
+
+@pytest.fixture
+def clock():
+    with backends.forced("triton"):
+        yield Counting()
+
+
+def test_ways_and_what_is_made_of_their_times(clock):
+    measured = bench.measure(clock, HEADS, 2, 64, ["grid4"], 1.0)
+    packed = 2 * 2 * 2 * 64 * 64 * 5 // 8
+    dense = 2 * 2 * 2 * 64 * 64 * 2
+    sizes = {row.what: row.bytes for row in measured.rows}
+    assert sizes == {
+        "sdpa flash bfloat16": dense, "sdpa flash bfloat16, group as rows": dense, "ours bfloat16": dense,
+        "ours float8": dense // 2, "grid4": packed,
+    }  # fmt: skip
+    assert list(measured.missing) == ["flashinfer bfloat16"]
+    # inputs outgrow the cache four times, in at most eight copies
+    assert clock.ran == {"grid4": 8, "copy": 1} | dict.fromkeys(list(sizes)[:4], 4)
+    assert measured.bandwidth == pytest.approx(2 * (1 << 20) / 1e6)
+    result = measured.results()[-1]
+    assert (result["what"], result["bits"], result["batch"], result["median_us"]) == ("grid4", 5.0, 2, 1000.0)
+    assert result["floor_us"] == pytest.approx(packed / measured.bandwidth / 1e3, rel=1e-3)
+    assert result["speedup_bfloat16"] == 1.0
+    assert 0 < result["relative_error"] < 4e-3
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_has_a_kernel_that_is_right(clock, name):
+    assert bench._packed(clock, name, HEADS, 1, 64, 0).row.error < 4e-3
+
+
+def test_a_wrong_kernel_is_not_timed(clock, monkeypatch):
+    right = backends.attend_packed
+    monkeypatch.setattr(backends, "attend_packed", lambda *call: (right(*call)[0] * 1.02, None))
+    with pytest.raises(CacheError, match="off by"):
+        bench._packed(clock, "grid4", HEADS, 1, 64, 0)
+
+
+def test_one_line_says_that_there_is_no_gpu(capsys):
+    from tersekv import cli
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert cli.run(["bench", "attend", "--device", "cuda"]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+    assert cli.run(["bench", "attend", "--device", "tpu"]) == 2
+    assert "allowed are cpu and cuda" in capsys.readouterr().err
+
+
+def test_the_table(clock, capsys, monkeypatch, tmp_path):
+    import json
+
+    from tersekv import cli
+
+    monkeypatch.setattr(clock_gpu, "CudaClock", lambda: clock)
+    out = tmp_path / "gpu.jsonl"
+    small = ["--tokens", "64", "--heads", "2/1/32", "--formats", "grid2", "--batch", "1,2", "--out", str(out)]
+    assert cli.run(["bench", "attend", "--device", "cuda", *small]) == 0
+    said = capsys.readouterr().out
+    assert said.count("grid2") == 2
+    assert said.count("a test") == 2
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["gpu"] for row in rows} == {"a test"}
+    assert {row["batch"] for row in rows} == {1, 2}
+
+
+def test_only_gpus_are_timed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="no CUDA device"):
+        clock_gpu.CudaClock()

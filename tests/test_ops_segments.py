@@ -1,0 +1,82 @@
+"""One call over many segments, on every instruction set of this machine, against the loop over single calls.
+
+Each segment's bounds are in `test_ops_packed.py`; joining them errs by a few ulps of the largest log-sum-exp.
+"""
+
+import pytest
+import torch
+
+from packed_views import packed, roped, tokens
+from tersekv.ops import backends, cpu
+from tersekv.ops.attend_segments import Segment, attend_segments
+from test_ops_parity import ULP, isa, one_thread, poisoned_outputs, pytestmark, two_threads  # noqa: F401
+
+PAGES = {
+    "pages": [("grid", "grid", 640), ("grid", "grid", 128), ("grid", "grid", 32)],
+    "sinks, pages, tail": [("exact", "exact", 3), ("grid 3", "grid", 256), ("sparse", "grid 5", 128),
+                           ("exact", "exact", 37)],
+    "one": [("polar", "signs", 96)],
+    "nothing in one": [("grid", "grid", 64), ("exact", "exact", 0)],
+    "before RoPE": [("roped", "grid", 1088), ("exact", "exact", 5)],
+}  # fmt: skip
+
+
+def segment(kinds, T, mask):
+    views = []
+    for kind, side in zip(kinds, ("keys", "values"), strict=True):
+        x = tokens(2, 3, T, 64)
+        if kind == "exact":
+            views.append(x.half() if side == "keys" else x)
+        else:
+            view = packed("sparse" if kind == "roped" else kind, side, x).inner
+            views.append((roped(view, "halves", 64, T) if kind == "roped" else view).operand)
+    return Segment(*views, mask)
+
+
+def call(name, R, q):
+    torch.manual_seed(len(name))
+    masks = [None if q is None or not T else torch.rand(2, q, T) < 0.7 for *_, T in PAGES[name]]
+    segments = [segment(kinds, T, mask) for (*kinds, T), mask in zip(PAGES[name], masks, strict=True)]
+    return torch.randn(2, 3, R, 64), segments, 0.125, None
+
+
+@pytest.mark.parametrize(("R", "q"), [(1, None), (4, 2), (6, 3)])
+@pytest.mark.parametrize("name", PAGES)
+def test_segments(isa, name, R, q):  # noqa: F811
+    args = call(name, R, q)
+    assert cpu.why_not_attend_segments(*args) is None
+    out, lse = cpu.attend_segments(*args)
+    single = [cpu.attend_packed(args[0], *one, *args[2:]) for one in args[1]]
+    joined, joined_lse = cpu.merge_segments([o for o, _ in single], [s for _, s in single])
+    torch.testing.assert_close(out, joined, rtol=0, atol=64 * ULP * float(joined.abs().max()))
+    torch.testing.assert_close(lse, joined_lse, rtol=0, atol=64 * ULP * float(joined_lse.abs().max()))
+    if isa != "avx512bf16":  # whose bounds are in test_ops_parity.py
+        expected, expected_lse = attend_segments(*args)
+        assert (out - expected).norm() <= 1e-4 * expected.norm()
+        torch.testing.assert_close(lse, expected_lse, rtol=0, atol=2e-3)
+
+
+def test_threads_share_the_segments(two_threads):  # noqa: F811
+    args = call("pages", 4, None)
+    out, _ = cpu.attend_segments(*args)
+    torch.set_num_threads(1)
+    torch.testing.assert_close(out, cpu.attend_segments(*args)[0], rtol=0, atol=0.02)
+
+
+def test_a_row_that_sees_nothing():
+    query, segments, *rest = call("pages", 2, 1)
+    hidden = [one._replace(mask=torch.zeros_like(one.mask)) for one in segments]
+    out, lse = cpu.attend_segments(query, hidden, *rest)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert lse.isneginf().all()
+
+
+def test_refusals_name_the_segment():
+    query, segments, *rest = call("sinks, pages, tail", 2, None)
+    other = segments[0]._replace(values=segments[0].values[..., :32])
+    with pytest.raises(ValueError, match="values: expected head_dim 64 in all segments, got 32"):
+        cpu.attend_segments(query, [segments[1], other], *rest)
+    wrong = segments[0]._replace(mask=torch.ones(2, 1, 3))
+    assert cpu.why_not_attend_segments(query, [*segments, wrong], *rest) == "mask is torch.float32, not bool"
+    double = segments[0]._replace(keys=segments[0].keys.double())
+    assert "keys are torch.float64" in backends.explain("attend_segments", query, [*segments, double], *rest)

@@ -1,0 +1,145 @@
+"""The search for trellis codes on every instruction set of this machine against the reference in torch, and how it
+behaves where a reference does not matter: the same codes in any batch, on any number of threads."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tersekv.errors import UserError
+from tersekv.ops import backends, cpu
+from tersekv.ops.trellis import encode_trellis, pack_stream, windows_of
+from tersekv.tables.trellis import trellis_entries
+from test_ops_parity import isa, one_thread, pytestmark  # noqa: F401
+
+
+@functools.cache
+def tables():
+    return trellis_entries("cpu")
+
+
+def mixed_bits(R, D, seed=0):
+    """Of every rate, also none; each row's sum a multiple of 16."""
+    bits = torch.randint(0, 7, (R, D), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    for row in bits:
+        while row.sum() % 16:
+            row[int(torch.randint(D, ()))] = int(torch.randint(7, ()))
+    return bits
+
+
+def squared_error(y, weight, bits, windows):
+    """Per vector, float64 [R, n]."""
+    entries = tables()[bits.long()[:, None], windows.long()].double()
+    return ((y.double() - entries).square() * weight.double()[:, None] * (bits > 0)[:, None]).sum(-1)
+
+
+def check(y, weight, bits, rtol=1e-4):
+    windows, expected = cpu.encode_trellis(y, weight, bits, tables()), encode_trellis(y, weight, bits, tables())
+    assert windows.shape == y.shape
+    assert windows.dtype is torch.uint8
+    held = (bits > 0)[:, None].expand_as(windows)
+    if (bits.long().sum(1) < 8).any():
+        return windows  # a ring shorter than a window may have no path at all
+    error = squared_error(y, weight, bits, windows)
+    # Near-ties of the open path may begin the ring elsewhere, so that single vectors differ either way.
+    torch.testing.assert_close(error.sum(), squared_error(y, weight, bits, expected).sum(), rtol=rtol, atol=1e-9)
+    assert (windows[~held] == 0).all()
+    if not (bits.long().sum(1) % 16).any() and len({*bits.long().sum(1).tolist()}) == 1:
+        back = windows_of(pack_stream(windows, bits), bits)
+        assert torch.equal(back[held], windows.long()[held]), "the windows are no ring"
+    return windows
+
+
+@pytest.mark.parametrize("rate", range(1, 7))
+def test_one_rate(isa, rate):  # noqa: F811
+    torch.manual_seed(rate)
+    y, weight = torch.randn(2, 40, 32), torch.rand(2, 32) + 0.1
+    check(y, weight, torch.full((2, 32), rate, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("D", [32, 64, 80, 128, 256])
+def test_mixed_rates(isa, D):  # noqa: F811
+    torch.manual_seed(D)
+    for seed in range(3):
+        bits = mixed_bits(1, D, seed)
+        check(torch.randn(1, 7, D), torch.rand(1, D) ** 4, bits)
+
+
+def test_edges(isa):  # noqa: F811
+    def bits(*rates):
+        return torch.tensor([rates], dtype=torch.uint8)
+
+    torch.manual_seed(0)
+    for one in (bits(0, 0, 0), bits(0, 3, 0), bits(6), bits(1), bits(4, 4, 4, 4), bits(*[1] * 16, *[0] * 16)):
+        check(torch.randn(1, 3, one.shape[1]), torch.ones(one.shape), one)
+        check(torch.zeros(1, 3, one.shape[1]), torch.ones(one.shape), one, rtol=1)  # of paths that tie any may win
+        check(torch.randn(1, 3, one.shape[1]), torch.zeros(one.shape), one)
+    assert cpu.encode_trellis(torch.empty(2, 0, 3), torch.ones(2, 3), torch.ones(2, 3, dtype=torch.uint8), tables())\
+        .shape == (2, 0, 3)  # fmt: skip
+    far = check(torch.full((1, 2, 32), 1e4), torch.ones(1, 32), torch.full((1, 32), 2, dtype=torch.uint8))
+    assert (tables()[2][far.long()] > 1).float().mean() > 0.9
+
+
+def test_infinite_inputs_end(isa):  # noqa: F811
+    two = torch.full((1, 32), 2, dtype=torch.uint8)
+    for bad in (float("nan"), float("inf"), 1e30):
+        assert cpu.encode_trellis(torch.full((1, 2, 32), bad), torch.ones(1, 32), two, tables()).shape == (1, 2, 32)
+
+
+def test_any_batch_any_threads(isa):  # noqa: F811
+    torch.manual_seed(1)
+    y, weight, bits = torch.randn(3, 200, 64), torch.rand(3, 64), mixed_bits(3, 64)
+    whole = cpu.encode_trellis(y, weight, bits, tables())
+    torch.set_num_threads(3)
+    assert torch.equal(cpu.encode_trellis(y, weight, bits, tables()), whole)
+    torch.set_num_threads(1)
+    one = cpu.encode_trellis(y[1:2, 77:78], weight[1:2], bits[1:2], tables())
+    assert torch.equal(one[0, 0], whole[1, 77])
+
+
+def test_strides_and_dtypes(isa):  # noqa: F811
+    torch.manual_seed(2)
+    y, weight, bits = torch.randn(64, 6, 4).permute(2, 1, 0), torch.rand(64, 4).T, mixed_bits(4, 64)
+    whole = cpu.encode_trellis(y.contiguous(), weight.contiguous(), bits, tables())
+    assert torch.equal(cpu.encode_trellis(y, weight, bits.T.contiguous().T, tables()), whole)
+    assert torch.equal(cpu.encode_trellis(y[:, ::2], weight, bits, tables()), whole[:, ::2])
+    half = y.bfloat16()
+    assert torch.equal(
+        cpu.encode_trellis(half, weight, bits, tables()), cpu.encode_trellis(half.float(), weight, bits, tables())
+    )
+
+
+def test_instruction_sets_agree():
+    torch.manual_seed(3)
+    y, weight, bits = torch.randn(2, 50, 64), torch.rand(2, 64), mixed_bits(2, 64)
+    errors = []
+    for name, missing in cpu.isas().items():
+        if missing is None:
+            cpu.set_isa(name)
+            errors.append(squared_error(y, weight, bits, cpu.encode_trellis(y, weight, bits, tables())).sum())
+    cpu.set_isa("auto")
+    torch.testing.assert_close(torch.stack(errors), errors[0].expand(len(errors)), rtol=1e-5, atol=0)
+
+
+def test_what_is_refused():
+    y, weight, bits = torch.zeros(2, 3, 8), torch.zeros(2, 8), torch.ones(2, 8, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"bits: expected 0 to 6, got 7"):
+        cpu.encode_trellis(y, weight, bits * 7, tables())
+    with pytest.raises(ValueError, match=r"weight: expected \[R, D\] with D = 8, got 7"):
+        cpu.encode_trellis(y, weight[:, :7], bits, tables())
+    with pytest.raises(ValueError, match=r"tables: expected \[7, 256\] with 7 = 7, got 6"):
+        cpu.encode_trellis(y, weight, bits, tables()[:6])
+    with backends.forced("cpu"), pytest.raises(UserError, match=r"bits is torch\.int64, not uint8"):
+        backends.encode_trellis(y, weight, bits.long(), tables())
+    with backends.forced("reference"):
+        assert backends.encode_trellis(y, weight, bits, tables()).shape == y.shape
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.integers(0, 2**32 - 1), st.integers(0, 3))
+def test_any_rates(rates, seed, n):
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randn(1, n, len(rates), generator=generator)
+    check(y, torch.rand(1, len(rates), generator=generator), torch.tensor([rates], dtype=torch.uint8))

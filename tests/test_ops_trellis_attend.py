@@ -1,0 +1,186 @@
+"""Attention over trellis streams that no codec has written: any bits of any head, extreme gains, shared tables."""
+
+import pytest
+import torch
+
+from packed_views import interleaved_rope, magnitude, rope
+from tersekv.formats.base import Joined
+from tersekv.formats.exact import ExactView
+from tersekv.formats.roped import Roped
+from tersekv.formats.trellis import TrellisView
+from tersekv.ops import backends, cpu
+from tersekv.ops.attend_packed import attend_packed as reference
+from tersekv.tables.trellis import trellis_entries
+from test_ops_parity import compare, expectation, isa, make_mask, one_thread, poisoned_outputs, pytestmark  # noqa: F401
+from test_ops_trellis import mixed_bits
+
+INTEGERS = 3e-4
+"""Of queries and weights in 16 bits: of the largest error's size in a norm, where the kernel multiplies integers."""
+
+
+def bits_of(rows, H, D, words):
+    """uint8 [rows, H, D], each head's own, with a sum of 16·words."""
+    bits = torch.zeros(rows * H, D, dtype=torch.uint8)
+    for row in bits:
+        row[:] = mixed_bits(1, D, int(torch.randint(10**6, ())))[0]
+        while (rest := 16 * words - int(row.sum())) != 0:
+            d = int(torch.randint(D, ()))
+            row[d] = min(6, max(0, int(row[d]) + (1 if rest > 0 else -1)))
+    return bits.view(rows, H, D)
+
+
+def stream_view(B=1, H=2, T=96, D=64, words=8, shared=True, bits=None):
+    """A view of random streams, in tensors that go on behind the last block and after the last head."""
+    N, rows = T // 32, 1 if shared else B
+    bits = bits_of(rows, H, D, words) if bits is None else bits
+    stream = torch.randint(-(2**15), 2**15, (B, H + 1, N + 2, words, 32)).to(torch.int16)
+    gain = torch.randint(100, 170, (B, H + 1, N + 1, 32)).to(torch.uint8)
+    planes = {"stream": stream[:, :H, :N], "gain": gain[:, :H, :N]}
+    return TrellisView(planes, bits, torch.rand(rows, H, D) + 0.2, trellis_entries("cpu"))
+
+
+def run(keys, values, R=3, mask=None, scaling=None, softcap=None):
+    key, value = keys.decode(), values.decode()
+    query = torch.randn(*value.shape[:2], R, key.shape[-1])
+    args = query, keys.operand, values.operand, mask, scaling or 0.3 / key.shape[-1], softcap
+    assert cpu.why_not_attend_packed(*args) is None
+    out, lse = cpu.attend_packed(*args)
+    key = key.expand(*value.shape[:2], -1, -1)
+    if cpu.isa() == "avx512bf16":
+        expected = reference(query, key, value, mask, *args[4:])
+        close(out, expected[0])
+        seen = expected[1].isfinite()
+        close(lse[seen], expected[1][seen])
+        assert torch.equal(lse[~seen], expected[1][~seen])
+    else:
+        sizes = [magnitude(keys).expand_as(key), magnitude(values)]
+        compare((out, lse), expectation(query, key, value, sizes, mask, *args[4:]))
+    return args, (out, lse)
+
+
+def close(x, expected):
+    assert (x - expected).norm() <= INTEGERS * expected.norm() + 1e-6
+
+
+@pytest.mark.parametrize("rate", range(1, 7))
+def test_one_rate(isa, rate):  # noqa: F811
+    torch.manual_seed(rate)
+    bits = torch.full((1, 2, 64), rate, dtype=torch.uint8)
+    run(stream_view(words=4 * rate, bits=bits), stream_view(words=4 * rate, bits=bits))
+
+
+SIZES = [
+    (1, 1, 32, 32, 1, 1), (2, 3, 192, 128, 16, 4), (1, 2, 1088, 80, 11, 5), (3, 1, 544, 96, 30, 8),
+    (1, 2, 64, 256, 33, 33), (2, 2, 96, 64, 24, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared bits", "bits per row"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sizes(isa, size, shared):  # noqa: F811
+    B, H, T, D, words, R = size
+    torch.manual_seed(T)
+    keys, values = (stream_view(B, H, T, D, words, shared) for _ in range(2))
+    run(keys, values, R, None if R % 2 else make_mask(B, R // 2, T), softcap=20.0 if R == 5 else None)
+
+
+def test_one_component_holds_all_bits(isa):  # noqa: F811
+    torch.manual_seed(0)
+    bits = torch.zeros(1, 1, 64, dtype=torch.uint8)
+    bits[..., [3, 40, 63]] = torch.tensor([6, 6, 4], dtype=torch.uint8)
+    run(stream_view(H=1, words=1, bits=bits), stream_view(H=1, words=1, bits=bits))
+
+
+def test_no_bits_at_all(isa):  # noqa: F811
+    torch.manual_seed(0)
+    view = stream_view(words=0, bits=torch.zeros(1, 2, 64, dtype=torch.uint8))
+    _, (out, lse) = run(view, view)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert lse.isfinite().all()
+
+
+def test_gains_of_any_size(isa):  # noqa: F811
+    torch.manual_seed(1)
+    view = stream_view(H=1, T=256)
+    view.gain[:] = torch.arange(256, dtype=torch.uint8).view(1, 1, 8, 32)
+    flat = stream_view(H=1, T=256)
+    flat.gain[:] = 0
+    run(view, flat, scaling=1e-4)
+    run(flat, view)
+    run(view, view, scaling=1e-4)
+
+
+def test_tables_that_are_no_whole_numbers(isa):  # noqa: F811
+    torch.manual_seed(2)
+    keys, values = stream_view(), stream_view()
+    keys.tables = values.tables = torch.randn(7, 256) * (torch.arange(7) > 0)[:, None]
+    run(keys, values)
+
+
+@pytest.mark.parametrize("turns", ["keys", "both"])
+def test_beside_other_views(isa, turns):  # noqa: F811
+    torch.manual_seed(3)
+    exact = ExactView({"x": torch.randn(1, 2, 3, 32, 24)}) if turns == "both" else None
+    keys = stream_view(bits=None)
+    if exact is not None:
+        keys = Joined([(keys, 64), (exact, 24)])
+    run(keys, Joined([(stream_view(), 64), (stream_view(D=48, words=5), 48)]))
+
+
+@pytest.mark.parametrize("kind", ["halves", "pairs"])
+def test_before_rope(isa, kind):  # noqa: F811
+    torch.manual_seed(4)
+    of = rope("halves", 64) if kind == "halves" else interleaved_rope(48)
+    cos, sin = (x.unsqueeze(0) for x in of.cos_sin(7, 96, 0, torch.device("cpu")))
+    run(Roped(stream_view(B=2), of, cos, sin), stream_view(B=2))
+
+
+def test_many_threads_and_batches_agree(isa):  # noqa: F811
+    torch.manual_seed(5)
+    keys, values = stream_view(B=2, T=2048), stream_view(B=2, T=2048)
+    args, (out, lse) = run(keys, values)
+    torch.set_num_threads(3)
+    again = cpu.attend_packed(*args)
+    torch.testing.assert_close(again[0], out, rtol=1e-4, atol=1e-4 * float(out.abs().max()))
+    torch.testing.assert_close(again[1], lse, rtol=1e-4, atol=1e-4)
+
+
+def test_nan_stays_visible(isa):  # noqa: F811
+    torch.manual_seed(6)
+    keys, values = stream_view(), stream_view()
+    query = torch.randn(1, 2, 3, 64)
+    query[0, 1, 2, 5] = float("nan")
+    out, _ = cpu.attend_packed(query, keys, values, None, 0.01, None)
+    assert out[0, 1, 2].isnan().any()
+    assert out[0, 0].isfinite().all()
+    assert out[0, 1, :2].isfinite().all()
+
+
+CHANGES = {
+    "sum of bits": (
+        lambda v: v.bits.view(-1)[:1].add_(1 if v.bits.view(-1)[0] < 6 else -1),
+        r"bits: expected a sum of",
+    ),
+    "rate": (lambda v: v.bits.view(-1)[:1].fill_(9), r"bits: expected 0 to 6, got 9"),
+    "gain": (lambda v: setattr(v, "gain", v.gain[:, :, :2]), r"keys\.gain: .* with N = 3, got 2"),
+    "scale": (lambda v: setattr(v, "scale", v.scale[:, :1]), r"keys\.scale: .* with H = 2, got 1"),
+    "stream": (lambda v: setattr(v, "stream", v.stream[..., :16]), r"keys\.stream: .* with t = 32, got 16"),
+    "tables": (lambda v: setattr(v, "tables", v.tables[:6]), r"keys\.tables: .* with 7 = 7, got 6"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_refused(change):
+    torch.manual_seed(7)
+    keys, values = stream_view(), stream_view()
+    CHANGES[change][0](keys)
+    with pytest.raises(ValueError, match=CHANGES[change][1]):
+        cpu.attend_packed(torch.randn(1, 2, 3, 64), keys, values, None, 1.0, None)
+
+
+def test_why_not():
+    keys, values = stream_view(), stream_view()
+    keys.scale = keys.scale.double()
+    call = torch.randn(1, 2, 3, 64), keys, values, None, 1.0, None
+    assert cpu.why_not_attend_packed(*call) == "keys have scale of torch.float64, not float32"
+    assert backends.explain("attend_packed", *call).startswith("reference: keys have scale")

@@ -1,0 +1,280 @@
+"""Triton kernels against the torch reference: every layout, odd shapes, masks, RoPE, exact tokens, merging.
+
+On a machine without a GPU Triton interprets them on the CPU; `pytest -m gpu` runs the same tests on a CUDA device.
+Products are of float16: an output is within 4e-3 of its norm and a log-sum-exp within 2e-3 of the largest score, an
+order of magnitude below what dense attention in bfloat16 loses.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from packed_views import FORMATS, packed, roped, tokens
+from tersekv.ops import backends, triton
+from tersekv.ops.attend_packed import attend_packed as reference
+from tersekv.ops.softmax import attend_exact as exact_reference
+from tersekv.ops.softmax import merge_segments as merge_reference
+from test_backends import make_side
+
+pytestmark = pytest.mark.skipif(triton.why_not_installed() is not None, reason=str(triton.why_not_installed()))
+OUT, LSE = 4e-3, 2e-3
+DEVICES = [
+    pytest.param("cpu", id="interpreted"),
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+]
+BLOCKED = {"signs per group"}
+"""Sketches whose channels differ between blocks have no kernel."""
+
+
+@pytest.fixture(params=DEVICES, autouse=True)
+def device(request):
+    """Where kernels run."""
+    if request.param == "cpu" and not triton.interpreted():
+        pytest.skip("kernels run on the GPU here")
+    with backends.forced("triton"):
+        yield request.param
+
+
+def moved(x, device):
+    """A view, an operand or a tensor with all its tensors on a device."""
+    if isinstance(x, torch.Tensor):
+        return x.to(device)
+    if isinstance(x, tuple):
+        return type(x)(*(moved(item, device) for item in x)) if hasattr(x, "_fields") else x
+    if isinstance(x, list):
+        return [moved(item, device) for item in x]
+    if hasattr(x, "__dict__") and type(x).__module__.startswith("tersekv.formats"):
+        other = object.__new__(type(x))
+        vars(other).update({name: moved(value, device) for name, value in vars(x).items()})
+        return other
+    return x
+
+
+def compare(result, expected, scores):
+    """Out and lse; scores: the largest absolute one."""
+    out, lse = (x.cpu() for x in result)
+    assert (out - expected[0]).norm() <= OUT * expected[0].norm()
+    seen = expected[1].isfinite()
+    assert torch.equal(lse[~seen], expected[1][~seen])
+    assert bool((lse - expected[1])[seen].abs().le(LSE * max(1.0, scores)).all())
+
+
+def run(device, keys, values, R, mask=None, softcap=None, op=reference):
+    """Views or tensors on the CPU; the kernels on `device`."""
+    keys, values = (getattr(x, "operand", x) for x in (keys, values))
+    key = keys if isinstance(keys, torch.Tensor) else keys.decode()
+    query = torch.randn(*key.shape[:2], R, key.shape[-1]).bfloat16().float()  # as a model's are
+    call = query, keys, values, mask, key.shape[-1] ** -0.5, softcap
+    expected = op(*call)
+    result = backends.attend_packed(*(moved(x, device) for x in call))
+    compare(result, expected, float((query @ key.float().mT).abs().max()) * call[4])
+    return result
+
+
+@functools.cache
+def view(name, side, B=1, H=2, T=96, D=64):
+    torch.manual_seed(D + T + len(name))
+    return packed(name, side, tokens(B, H, T, D)).inner
+
+
+def make_mask(B, q, T):
+    mask = torch.rand(B, q, T) < 0.6
+    mask[:, 0] = False  # a row that sees nothing
+    mask[:, -1, : T // 2] = False  # one that starts late
+    return mask
+
+
+def length(name, T):
+    """Whole blocks of a format."""
+    return -(-T // 64) * 64 if "per channel" in name else T
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in BLOCKED])
+@pytest.mark.parametrize("shape", [(1, 2, 96, 64, 3), (2, 1, 160, 96, 5), (1, 1, 64, 160, 17)], ids=str)
+def test_every_layout(device, name, side, shape):
+    B, H, T, D, R = shape
+    T = length(name, T)
+    torch.manual_seed(R)
+    other = view("grid", "values" if side == "keys" else "keys", B, H, T, D)
+    one = view(name, side, B, H, T, D)
+    run(device, *((one, other) if side == "keys" else (other, one)), R)
+
+
+@pytest.mark.parametrize(("name", "D"), [("grid", 256), ("grid 7", 80), ("polar", 80), ("signs", 256)])
+def test_head_dims(device, name, D):
+    torch.manual_seed(D)
+    run(device, view(name, "keys", D=D, T=64), view("grid 7", "values", D=D, T=64), 4)
+
+
+@pytest.mark.parametrize("q", [1, 4])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_masks_softcap_and_splits(device, q, softcap, monkeypatch):
+    from tersekv.ops.triton import launch
+
+    torch.manual_seed(q)
+    plan = launch.plan
+    monkeypatch.setattr(launch, "plan", lambda *call: plan(*call)._replace(splits=2, split_tokens=128))
+    T = 192
+    mask = make_mask(2, q, T)
+    keys, values = view("grid", "keys", 2, 2, T), view("sparse", "values", 2, 2, T)
+    out, lse = run(device, keys, values, 4 * q, mask, softcap)
+    assert torch.equal(out[:, :, ::q], torch.zeros_like(out[:, :, ::q]))
+    assert lse[:, :, ::q].isneginf().all()
+    run(device, keys, values, 2 * q, mask[:, None].expand(-1, 2, -1, -1).clone().mT.contiguous().mT, softcap)
+
+
+@pytest.mark.parametrize("rows", ["shared", "per row", "per head"])
+@pytest.mark.parametrize(("kind", "R"), [("halves", 64), ("pairs", 48)])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in BLOCKED and "per channel" not in name])
+def test_keys_before_rope(device, name, kind, R, rows):
+    if rows != "shared" and name not in ("grid", "sparse"):
+        pytest.skip("positions are read alike for all layouts")
+    torch.manual_seed(R)
+    run(device, roped(view(name, "keys", 2, 3, 64), kind, R, 64, rows), view("grid", "values", 2, 3, 64), 5)
+
+
+@pytest.mark.parametrize("method", ["polarquant", "turboquant"])
+def test_rotated_keys_before_rope(device, method):
+    from tersekv.codecs import methods
+
+    torch.manual_seed(0)
+    x = tokens(1, 2, 64, 64)
+    codec = methods()[method].build().keys.fit(x)
+    rotated = codec.view(codec.encode(x), 64)
+    assert rotated.kind == "rotated"
+    run(device, roped(rotated, "halves", 64, 64), view("grid", "values", T=64), 3)
+
+
+@pytest.mark.parametrize("axes", [("channel", "token"), ("token", "channel"), ("token", "token")], ids=str)
+@pytest.mark.parametrize("group", [8, 32, 64])
+@pytest.mark.parametrize("bits", [1, 4, 6])
+def test_grids_of_any_table_and_group(device, axes, group, bits):
+    torch.manual_seed(bits)
+    sides = [
+        make_side(side, bits, min(group, 64), 64 if axis == "channel" else 32, 64, axis, 2 if axis == "channel" else 4)
+        for side, axis in zip(("keys", "values"), axes, strict=True)
+    ]
+    run(device, *sides, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("D", "Dv", "T", "R"), [(64, 64, 129, 3), (80, 16, 40, 4), (256, 64, 3, 32), (7, 5, 33, 3)])
+def test_exact(device, dtype, D, Dv, T, R):
+    torch.manual_seed(D + T)
+
+    def plane(D):
+        # tokens before heads, with slack of NaN after each row and after the last token
+        full = torch.full((2, T + 5, 2, D + 8), float("nan"), dtype=dtype)
+        full[:, :T, :, :D] = torch.randn(2, T, 2, D)
+        return full[:, :T, :, :D].transpose(1, 2)
+
+    key, value = plane(D), plane(Dv)
+    query = torch.randn(2, 2, R, D).to(dtype).float()  # as a model's are
+    call = query, key, value, make_mask(2, R, T), D**-0.5, 20.0
+    result = backends.attend_exact(*(moved(x, device) for x in call))
+    out, lse = (x.cpu() for x in result)
+    expected = exact_reference(*call)
+    bound = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    assert (out - expected[0]).norm() <= bound * expected[0].norm()
+    torch.testing.assert_close(lse, expected[1], rtol=1e-4, atol=1e-4)
+
+
+def test_no_tokens_and_no_rows(device):
+    for T, R in ((0, 3), (4, 0)):
+        key = torch.randn(1, 2, T, 64, device=device)
+        out, lse = backends.attend_exact(torch.randn(1, 2, R, 64, device=device), key, key, None, 1.0, None)
+        assert out.shape == (1, 2, R, 64)
+        assert torch.equal(out, torch.zeros_like(out))
+        assert lse.isneginf().all()
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-3, 1e3])
+def test_extreme_scores(device, factor):
+    torch.manual_seed(0)
+    keys, values = view("grid", "keys"), view("grid", "values")
+    query = factor * torch.randn(1, 2, 3, 64)
+    call = query, keys.operand, values.operand, None, 0.125, None
+    result = backends.attend_packed(*(moved(x, device) for x in call))
+    assert result[0].isfinite().all()
+    compare(result, reference(*call), float((query @ keys.decode().mT).abs().max()) * 0.125)
+
+
+def test_nan_reaches_only_its_head(device):
+    torch.manual_seed(0)
+    keys = make_side("keys")
+    keys.scale[:, 0, 1] = float("nan")
+    call = torch.randn(1, 2, 3, 64), keys, make_side("values"), None, 0.125, None
+    out, lse = backends.attend_packed(*(moved(x, device) for x in call))
+    assert out[:, 0].isnan().all()
+    assert lse[:, 0].isnan().all()
+    assert out[:, 1].isfinite().all()
+
+
+def test_every_element_is_written(device, monkeypatch):
+    """Outputs and the partial ones of splits start as NaN."""
+    empty = torch.Tensor.new_empty
+
+    def poisoned(x, *size, **kwargs):
+        made = empty(x, *size, **kwargs)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    torch.manual_seed(0)
+    out, lse = run(device, view("joined and added", "keys", T=288), view("joined and added", "values", T=288), 5)
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+
+
+@pytest.mark.parametrize("segments", [1, 2, 4, 10])
+@pytest.mark.parametrize("D", [16, 72])
+def test_merge_segments(device, segments, D):
+    torch.manual_seed(segments)
+    outs = [torch.randn(2, 3, 5, D) for _ in range(segments)]
+    lses = [torch.randn(2, 3, 5) * 30 for _ in range(segments)]
+    lses[0][0] = float("-inf")
+    for out, lse in zip(outs, lses, strict=True):
+        lse[1, 1] = float("-inf")
+        out[1, 1] = 0
+    outs[-1] = outs[-1].mT.contiguous().mT
+    out, lse = backends.merge_segments([x.to(device) for x in outs], [x.to(device) for x in lses])
+    expected, expected_lse = merge_reference([x.double() for x in outs], [x.double() for x in lses])
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-6, atol=1e-6)
+
+
+REFUSALS = {
+    "query": (lambda c: [c[0].double(), *c[1:]], "query is torch.float64"),
+    "rows": (lambda c: [torch.randn(1, 2, 300, 64), *c[1:]], "query has 300 rows"),
+    "grad": (lambda c: [c[0].clone().requires_grad_(), *c[1:]], "query needs a gradient"),
+    "scale": (lambda c: [c[0], c[1]._replace(scale=c[1].scale.float()), *c[2:]], "a scale of torch.float32"),
+    "block": (lambda c: [c[0], make_side("keys", t=16, group=16), *c[2:]], "blocks of 16 tokens"),
+    "device": (lambda c: [c[0], c[1]._replace(codes=c[1].codes.to("meta")), *c[2:]], "keys have codes on meta"),
+    "inner": (lambda c: [c[0], c[1]._replace(scale=c[1].scale.mT.contiguous().mT), *c[2:]], "along an inner axis"),
+    "mask": (lambda c: [*c[:3], torch.ones(1, 1, 64), *c[4:]], "mask is torch.float32, not bool"),
+    "sketch": (lambda c: [c[0], view("signs per group", "keys", T=64).operand, *c[2:]], "differ between blocks"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_why_not(device, what):
+    if device == "cuda":
+        pytest.skip("refusals do not depend on the device")
+    call = [torch.randn(1, 2, 3, 64), make_side("keys"), make_side("values", D=64), None, 0.125, None]
+    if what == "inner":
+        call[1] = make_side("keys", t=64, group=32)
+    change, text = REFUSALS[what]
+    assert triton.why_not_attend_packed(*call) is None
+    assert text in str(triton.why_not_attend_packed(*change(call)))
+
+
+def test_interpreted_kernels_run_only_where_they_are_forced(device):
+    if device == "cuda":
+        pytest.skip("nothing is interpreted")
+    call = torch.randn(1, 2, 3, 64), make_side("keys"), make_side("values"), None, 0.125, None
+    assert backends.explain("attend_packed", *call) == "triton"
+    with backends.forced("auto"):
+        assert backends.explain("attend_packed", *call) != "triton"
