@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tersekv.attention import read
-from tersekv.attention.read import Call, attend_chunk, attend_store, attention_weights
+from tersekv.attention.read import Call, attend_chunk, attend_store
+from tersekv.attention.weights import attention_weights
 from tersekv.errors import UserError
 from tersekv.ops import backends, cpu
 from tersekv.ops.softmax import attend_scores, merge_segments

@@ -17,7 +17,6 @@ from tersekv.attention.dispatch import direct
 from tersekv.attention.masks import Store
 from tersekv.ops import backends, softmax
 from tersekv.ops.attend_segments import Segment
-from tersekv.store.layer import LayerStore
 from tersekv.store.segments import PackedSegment
 from tersekv.store.selective import SelectiveStore
 from tersekv.store.spread import Spread
@@ -145,7 +144,9 @@ class _Reader:
             exact += [Segment(s.keys, s.values, self._mask(s.positions, s.keys.shape[2])) for s in of_store]
             pages = list(self.store.packed_pages())
         spread = None if self.store is None else self.store.spread
-        if not pages and spread is None:
+        if self.store is not None and not self.store.packed_everywhere:
+            return None  # where some process holds nothing, all go the same way, so that all get the same bits
+        if not pages:
             return direct(rows, exact, self.call.scaling, self.call.softcap) if exact else None
         packed = [
             Segment(page.keys.inner.operand, page.values.inner.operand, self._mask(_place(page), page.tokens))
@@ -156,13 +157,10 @@ class _Reader:
         beside = direct(rows, exact, self.call.scaling, self.call.softcap) if exact else None
         if exact and beside is None:
             return None
-        if pages:
-            result = direct(pages[0].keys.query(rows), packed, self.call.scaling, self.call.softcap)
-            if result is None:
-                return None
-            result = pages[0].values.output(result[0]), result[1]
-        else:
-            result = self._nothing(query, [slice(None)])[0]
+        result = direct(pages[0].keys.query(rows), packed, self.call.scaling, self.call.softcap)
+        if result is None:
+            return None
+        result = pages[0].values.output(result[0]), result[1]
         if spread is not None:
             result = _of_all(spread, *result)
         return result if beside is None else _merge(beside, result)
@@ -274,27 +272,3 @@ def _with_sink_logits(out: Tensor, lse: Tensor, logits: Tensor, G: int) -> Tenso
     lse = lse.unflatten(2, (G, -1))
     share = torch.sigmoid(lse - per_row).flatten(2, 3)
     return out * share.unsqueeze(-1)
-
-
-def attention_weights(store: LayerStore | None, keys: Tensor, call: Call) -> Tensor:
-    """softmax(scaling·q·K̂ᵀ) [B, Hq, q, tokens seen and new] in the query's type, for those who ask to see it.
-
-    Past keys are read from the store (None: no past) and decoded, all of them; the new ones [B, Hkv, q, D] are exact,
-    as they are for the output. Tokens that a sliding window has forgotten have weight 0.
-    """
-    query = grouped(call.query, keys.shape[1])
-    dropped = 0
-    if store is not None and store.seen:
-        keys = torch.cat([store.decoded(torch.float32)[0], keys.float()], dim=2)
-        dropped = store.dropped
-    scores = torch.matmul(query, keys.float().unsqueeze(2).transpose(-1, -2)) * call.scaling
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    q, T = scores.shape[-2:]
-    mask = call.mask[:, :, dropped:] if call.mask is not None else masks.causal(q, T, scores.device)
-    scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
-    if call.sink_logits is not None:
-        logits = call.sink_logits.float().reshape(1, *query.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, logits], dim=-1)
-    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., :T]
-    return torch.nn.functional.pad(weights.flatten(1, 2), (dropped, 0)).to(call.query.dtype)

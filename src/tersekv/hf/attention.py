@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tersekv.attention.observe import kept_weights, observe
-from tersekv.attention.read import Call, attend_chunk, attend_store, attention_weights
+from tersekv.attention.read import Call, attend_chunk, attend_store
+from tersekv.attention.weights import attention_weights
 from tersekv.errors import UserError
 from tersekv.hf.handle import Pending, PendingTokens, opened
 from tersekv.store.layer import LayerStore

@@ -43,6 +43,7 @@ class LayerStore(Stateful):
     PARTS = ("sides", "rotary")
     spread: Spread | None = None
     """The processes that divide the packed tokens, where they do (`store/spread.py`)."""
+    packed_everywhere = True  # or nowhere
 
     @plain
     def __init__(

@@ -41,7 +41,7 @@ class SelectiveStore(Stateful, ABC):
     PARTS = ("pools", "tails")
 
     dropped = 0  # from the front: nothing, all positions may be held
-    spread = None  # every process holds all tokens
+    spread, packed_everywhere = None, True  # every process holds all tokens
 
     @plain
     def __init__(

@@ -66,6 +66,11 @@ class SpreadStore(LayerStore):
         """The processes that hold packed tokens of this layer, once there are any."""
         return self.processes if self.packed_anywhere else None
 
+    @property
+    def packed_everywhere(self) -> bool:  # type: ignore[override]
+        """Whether no process is without packed tokens, or all are."""
+        return not 0 < self.packed_anywhere < self.processes.ranks * self.flush_tokens
+
     def _own(self, skip: int, flush: int) -> range:
         run = self.processes.run(flush // self.flush_tokens, self.turn)
         return range(run.start * self.flush_tokens, run.stop * self.flush_tokens)

@@ -1,0 +1,34 @@
+"""Attention weights themselves, for those who ask to see them (`output_attentions`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tersekv.attention import masks
+from tersekv.attention.read import Call, grouped
+from tersekv.store.layer import LayerStore
+
+
+def attention_weights(store: LayerStore | None, keys: Tensor, call: Call) -> Tensor:
+    """softmax(scaling·q·K̂ᵀ) [B, Hq, q, tokens seen and new] in the query's type, for those who ask to see it.
+
+    Past keys are read from the store (None: no past) and decoded, all of them; the new ones [B, Hkv, q, D] are exact,
+    as they are for the output. Tokens that a sliding window has forgotten have weight 0.
+    """
+    query = grouped(call.query, keys.shape[1])
+    dropped = 0
+    if store is not None and store.seen:
+        keys = torch.cat([store.decoded(torch.float32)[0], keys.float()], dim=2)
+        dropped = store.dropped
+    scores = torch.matmul(query, keys.float().unsqueeze(2).transpose(-1, -2)) * call.scaling
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    q, T = scores.shape[-2:]
+    mask = call.mask[:, :, dropped:] if call.mask is not None else masks.causal(q, T, scores.device)
+    scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
+    if call.sink_logits is not None:
+        logits = call.sink_logits.float().reshape(1, *query.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, logits], dim=-1)
+    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., :T]
+    return torch.nn.functional.pad(weights.flatten(1, 2), (dropped, 0)).to(call.query.dtype)
