@@ -1,4 +1,5 @@
 # Two commands do everything: `make demo` and `make test`. Both set up .venv first, which is quick the second time.
+# `make test-serving` makes environments of its own for vLLM and LMCache under build/serving.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -15,11 +16,12 @@ PYTHON ?=
 RECIPE ?= kivi:bits=4
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test test-serving lint format clean
 
 help: ## show this
 	@echo "make demo    ask the default model about a long text, with the full and with a packed cache"
 	@echo "make test    run the tests, with coverage"
+	@echo "make test-serving  run the tests inside vLLM and LMCache, in environments of their own (1 GB)"
 	@echo "make lint    ruff, mypy, clang-format, typos"
 	@echo "make format  let ruff and clang-format rewrite the code"
 	@echo "make setup   build .venv with the program tersekv in it (the others do this first)"
@@ -62,6 +64,29 @@ demo: setup ## ask the default model about a long text
 
 test: setup ## run the tests
 	@$(BIN)/python -m pytest --cov=tersekv --cov-report=term:skip-covered --cov-fail-under=90
+
+# The wheel is built where setup has built before, so that nothing is compiled again.
+SERVING := build/serving
+$(SERVING)/wheel/.ready: $(BUILD_INPUTS) $(shell find src -name '*.py')
+	@rm -rf $(SERVING)/wheel
+	@$(PIP) wheel --no-build-isolation --no-deps -w $(SERVING)/wheel .
+	@touch $@
+
+# LMCache asks for CUDA packages that its serdes do without: it is installed without what it asks for.
+$(SERVING)/%/.ready: requirements/%.txt $(SERVING)/wheel/.ready
+	@echo "test-serving: environment of $*"
+	@test -x $(SERVING)/$*/bin/python || $(BIN)/python -m venv $(SERVING)/$*
+	@$(SERVING)/$*/bin/pip -qq install "$$(grep '^torch==' $<)"
+	@$(SERVING)/$*/bin/pip -qq install -r $<
+	@if [ $* = lmcache ]; then $(SERVING)/$*/bin/pip -qq install --no-deps "$$(sed -n 's/^# without what it asks for: //p' $<)"; fi
+	@$(SERVING)/$*/bin/pip -qq uninstall -y torchvision torchaudio torchcodec
+	@$(SERVING)/$*/bin/pip -qq install --no-deps --force-reinstall $(SERVING)/wheel/*.whl
+	@touch $@
+
+test-serving: setup $(SERVING)/lmcache/.ready $(SERVING)/vllm/.ready ## run the tests inside vLLM and LMCache
+	@$(BIN)/tersekv models pull smollm2
+	@$(SERVING)/lmcache/bin/python -m pytest tests/serving/test_lmcache.py --confcutdir=tests/serving --durations=3
+	@$(SERVING)/vllm/bin/python -m pytest tests/serving/test_vllm.py --confcutdir=tests/serving --durations=0
 
 lint: setup ## check style, types and spelling
 	$(BIN)/ruff check .

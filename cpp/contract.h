@@ -149,10 +149,19 @@ struct RopeChannel {
   int32_t partner, cos_column, sin_column, sign;
 };
 
+// Of a vector that is turned: which of the columns that are read a channel multiplies, -1 for none.
+struct TurnedChannel {
+  int32_t cos, sin;
+};
+
 struct RopeView {
   const float *cos = nullptr, *sin = nullptr;  // [1 or B, 1 or H, T, columns]
   int64_t stride_b = 0, stride_h = 0, stride_t = 0, columns = 0;
   const RopeChannel* channels = nullptr;  // [D]
+  // Of a vector that is turned: the columns that are read, those of cos in front.
+  const int32_t* read = nullptr;
+  int64_t reads_cos = 0, reads = 0;
+  const TurnedChannel* turned = nullptr;  // [D]
 };
 
 // A packed segment, or a part of one. Parts: of `added`, `joined` (channels side by side), `roped`, `rotated`.

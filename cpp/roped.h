@@ -56,20 +56,19 @@ void turn(const float* rows, int64_t stride_t, const int32_t* columns, int64_t c
 
 // Those of a task's tokens, into node.lanes.
 template <class S>
-void rope_tables(Node& node, const RopeColumns& columns) {
+void rope_tables(Node& node, const int32_t* column, int64_t cos, int64_t count) {
   const RopeView& rope = node.view->rope;
   const Task& task = *node.task;
   const int64_t first = task.first * node.call->tokens_per_unit,
                 tokens = task.last * node.call->tokens_per_unit - first;
   const int64_t of_b = rope.stride_b ? node.b : 0, of_h = rope.stride_h ? node.h : 0;
   bool filled = false;
-  float* tables = kept_scratch({node.call->id, of_b, of_h, first}, columns.count * tokens, filled);
+  float* tables = kept_scratch({node.call->id, of_b, of_h, first}, count * tokens, filled);
   node.lanes = tables;
   if (filled) return;
   const int64_t at = of_b * rope.stride_b + of_h * rope.stride_h + first * rope.stride_t;
-  turn<S>(rope.cos + at, rope.stride_t, columns.column, columns.cos, tokens, tables);
-  turn<S>(rope.sin + at, rope.stride_t, columns.column + columns.cos, columns.count - columns.cos, tokens,
-          tables + columns.cos * tokens);
+  turn<S>(rope.cos + at, rope.stride_t, column, cos, tokens, tables);
+  turn<S>(rope.sin + at, rope.stride_t, column + cos, count - cos, tokens, tables + cos * tokens);
 }
 
 template <class S>
@@ -100,7 +99,7 @@ void roped_prepare(Node& node) {
     pair.sin_b = columns.add(pair.sin_b, columns.cos);
   }
   own->columns = columns.count;
-  rope_tables<S>(node, columns);
+  rope_tables<S>(node, columns.column, columns.cos, columns.count);
 }
 
 // Scores of NG·16 tokens: tiles [NG] of [D][16], one after another.

@@ -12,12 +12,10 @@ struct TrellisFetch {
   int32_t low, high, shift;
 };
 
-// Components in pairs. Of neighbours at[0] and at[2] bring the windows of a pair each; else at[k] brings that of
-// component k, in the low byte where k is even and in the high byte where it is odd.
+// Four components in two pairs. Of neighbours at[0] and at[2] bring the windows of a pair each; else at[k] brings that
+// of component k, in the low byte where k is even and in the high byte where it is odd.
 struct TrellisQuad {
   TrellisFetch at[4];
-  int32_t d[4];    // -1: none, to be left out
-  float scale[4];  // times the table's unit
 };
 
 // Quads of one rate: neighbours in [first, singles), others in [singles, last).
@@ -36,15 +34,17 @@ struct TrellisPlan {
   const TrellisView* view;
   const uint16_t* stream;  // of this head
   const uint8_t* gain;
-  int64_t rows;
+  int64_t rows, quads;
   int sections;
   TrellisSection section[kTrellisRates];
+  int32_t* d;             // [quads][4] components; 0 with scale 0 where there is none
+  float* scale;           // [quads][4], times the table's unit
   int32_t* coefficients;  // keys: [quads][rows] of four high and four low bytes
   TrellisQuery* queries;  // keys: [rows]
   float* collected;       // values: [quads][4 components][4 rows]
 };
 
-const void* prepare_trellis_plan(const TrellisSide& side);
+TrellisPlan* make_trellis_plan(const TrellisSide& side);
 
 static inline const uint16_t* stream_of(const TrellisView& view, int64_t b, int64_t h) {
   return view.stream + b * view.stride_b + h * view.stride_h;

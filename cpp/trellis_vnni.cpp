@@ -274,12 +274,9 @@ void block_sums(const TrellisPlan& plan, int64_t first, int64_t blocks, const fl
       quad_sums<R, false>(plan, entries, *quad, weights, first, blocks, out);
   }
   const float* x = plan.collected;
-  for (const TrellisQuad* quad = plan.section[0].first; quad < plan.section[plan.sections - 1].last; quad++)
-    for (int k = 0; k < 4; k++, x += 4) {
-      if (quad->d[k] < 0) continue;
-      repeat<R>([&](auto r)
-                    TERSEKV_INLINE { sum[r * sum_stride + quad->d[k]] += x[r] * weights.step[r] * quad->scale[k]; });
-    }
+  for (int64_t i = 0; i < 4 * plan.quads; i++, x += 4)
+    repeat<R>([&](auto r)
+                  TERSEKV_INLINE { sum[r * sum_stride + plan.d[i]] += x[r] * weights.step[r] * plan.scale[i]; });
 }
 
 void sums(const void* side, TrellisSpan span, const float* weight, int64_t weight_stride, float* sum,
@@ -292,10 +289,55 @@ void sums(const void* side, TrellisSpan span, const float* weight, int64_t weigh
   });
 }
 
+// A row in 16 bits, of which the high byte counts 256 and both are signed. x: room for a value per component.
+TrellisQuery quantised(const TrellisPlan& plan, const float* query, int64_t D, float* x, int32_t* out) {
+  __m512 most = _mm512_setzero_ps(), wrong = _mm512_setzero_ps();
+  for (int64_t d = 0; d < D; d += kLanes) {
+    const __m512 q = _mm512_maskz_loadu_ps(D - d < kLanes ? (1u << (D - d)) - 1 : 0xffff, query + d);
+    wrong = _mm512_fmadd_ps(q, _mm512_setzero_ps(), wrong);  // infinities and NaN become NaN
+  }
+  const int64_t count = 4 * plan.quads, step = 2 * plan.rows;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const __mmask16 held = count - i < kLanes ? (1u << (count - i)) - 1 : 0xffff;
+    const __m512i d = _mm512_maskz_loadu_epi32(held, plan.d + i);
+    const __m512 q = _mm512_mul_ps(_mm512_i32gather_ps(d, query, 4), _mm512_maskz_loadu_ps(held, plan.scale + i));
+    _mm512_storeu_ps(x + i, q);
+    most = _mm512_max_ps(_mm512_abs_ps(q), most);
+  }
+  const float largest = _mm512_reduce_max_ps(most), invalid = _mm512_reduce_add_ps(wrong);
+  const __m512 inverse = _mm512_set1_ps(largest > 0.0f && invalid == 0.0f ? 32512.0f / largest : 0.0f);
+  __m512i high_sum = _mm512_setzero_si512(), low_sum = _mm512_setzero_si512();
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse));
+    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8),
+                  low = _mm512_sub_epi32(q, _mm512_slli_epi32(high, 8));
+    high_sum = _mm512_add_epi32(high_sum, high);
+    low_sum = _mm512_add_epi32(low_sum, low);
+    alignas(16) int32_t high_bytes[4], low_bytes[4];
+    _mm_store_si128(reinterpret_cast<__m128i*>(high_bytes), _mm512_cvtepi32_epi8(high));
+    _mm_store_si128(reinterpret_cast<__m128i*>(low_bytes), _mm512_cvtepi32_epi8(low));
+    for (int64_t k = 0; k < 4 && i + 4 * k < count; k++, out += step) {
+      out[0] = high_bytes[k];
+      out[1] = low_bytes[k];
+    }
+  }
+  return {largest / 32512.0f + invalid, -128 * _mm512_reduce_add_epi32(high_sum),
+          -128 * _mm512_reduce_add_epi32(low_sum)};
+}
+
+const void* prepare(const TrellisSide& side) {
+  TrellisPlan* plan = make_trellis_plan(side);
+  if (!side.query) return plan;
+  float* room = scratch(round_up(4 * plan->quads, kLanes));
+  for (int64_t r = 0; r < side.rows; r++)
+    plan->queries[r] = quantised(*plan, side.query + r * side.query_stride, side.D, room, plan->coefficients + 2 * r);
+  return plan;
+}
+
 }  // namespace
 
 const TrellisKernel& trellis_kernel_vnni() {
-  static constexpr TrellisKernel kernel = {prepare_trellis_plan, scores, sums};
+  static constexpr TrellisKernel kernel = {prepare, scores, sums};
   return kernel;
 }
 

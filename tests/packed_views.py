@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tersekv.codecs import methods
 from tersekv.formats.base import Added, Joined, Rotated, View
+from tersekv.formats.centred import Turned
 from tersekv.formats.exact import ExactView
 from tersekv.formats.grid import GridView
 from tersekv.formats.roped import Roped
@@ -104,15 +105,15 @@ def magnitude(view: View) -> Tensor:
     if isinstance(view, Added):
         return sum(magnitude(part) for part in view.views)
     if isinstance(view, Joined):
-        return torch.cat([magnitude(part) for part in view.views], dim=-1)
+        parts = [magnitude(part) for part in view.views]
+        rows = max(map(len, parts))
+        return torch.cat([part.expand(rows, -1, -1, -1) for part in parts], dim=-1)
     if isinstance(view, Rotated):
         return magnitude(view.inner) @ view.rotation.abs().double()
     if isinstance(view, Roped):
-        size, channels = magnitude(view.before), view.rope.channels(view.before.decode().shape[-1], view.cos.shape[-1])
-        partner, cos, sin = channels[:, 0].long(), channels[:, 1].long(), channels[:, 2].long()
-        of_token = [x if x.dim() == 4 else x.unsqueeze(1) for x in (view.cos.abs().double(), view.sin.abs().double())]
-        turned = size * of_token[0][..., cos] + size[..., partner] * of_token[1][..., sin]
-        return torch.where(partner >= 0, turned, size)
+        return _turned_magnitude(magnitude(view.before), view)
+    if isinstance(view, Turned):
+        return _turned_magnitude(view.mean.unsqueeze(2).abs().double(), view)
     if isinstance(view, SignsView):
         return sum(_sketch_magnitude(s, view.head_dim) for s in view.sketches)
     if isinstance(view, GridView):
@@ -123,6 +124,14 @@ def magnitude(view: View) -> Tensor:
         return total
     assert isinstance(view, ExactView) or view.kind in ("polar", "sparse", "trellis")
     return view.decode().abs().double()
+
+
+def _turned_magnitude(size: Tensor, view: Roped | Turned) -> Tensor:
+    channels = view.rope.channels(size.shape[-1], view.cos.shape[-1])
+    partner, cos, sin = channels[:, 0].long(), channels[:, 1].long(), channels[:, 2].long()
+    of_token = [x if x.dim() == 4 else x.unsqueeze(1) for x in (view.cos.abs().double(), view.sin.abs().double())]
+    turned = size * of_token[0][..., cos] + size[..., partner] * of_token[1][..., sin]
+    return torch.where(partner >= 0, turned, size)
 
 
 def table_error(view: View, query: Tensor) -> float:

@@ -5,6 +5,7 @@ import torch
 
 from packed_views import interleaved_rope, magnitude, rope
 from tersekv.formats.base import Joined
+from tersekv.formats.centred import Turned
 from tersekv.formats.exact import ExactView
 from tersekv.formats.roped import Roped
 from tersekv.formats.trellis import TrellisView
@@ -45,7 +46,6 @@ def run(keys, values, R=3, mask=None, scaling=None, softcap=None):
     args = query, keys.operand, values.operand, mask, scaling or 0.3 / key.shape[-1], softcap
     assert cpu.why_not_attend_packed(*args) is None
     out, lse = cpu.attend_packed(*args)
-    key = key.expand(*value.shape[:2], -1, -1)
     if cpu.isa() == "avx512bf16":
         expected = reference(query, key, value, mask, *args[4:])
         close(out, expected[0])
@@ -53,7 +53,7 @@ def run(keys, values, R=3, mask=None, scaling=None, softcap=None):
         close(lse[seen], expected[1][seen])
         assert torch.equal(lse[~seen], expected[1][~seen])
     else:
-        sizes = [magnitude(keys).expand_as(key), magnitude(values)]
+        sizes = magnitude(keys), magnitude(values)
         compare((out, lse), expectation(query, key, value, sizes, mask, *args[4:]))
     return args, (out, lse)
 
@@ -133,6 +133,38 @@ def test_before_rope(isa, kind):  # noqa: F811
     of = rope("halves", 64) if kind == "halves" else interleaved_rope(48)
     cos, sin = (x.unsqueeze(0) for x in of.cos_sin(7, 96, 0, torch.device("cpu")))
     run(Roped(stream_view(B=2), of, cos, sin), stream_view(B=2))
+
+
+TURNED = {
+    "shared": (1, 1, "halves", 64), "one mean": (2, 1, "halves", 64), "a mean per row": (2, 2, "halves", 32),
+    "positions per head": (2, 2, "pairs", 48),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TURNED)
+@pytest.mark.parametrize("T", [96, 1088])
+def test_beside_a_turned_vector(isa, case, T):  # noqa: F811
+    torch.manual_seed(8)
+    B, rows, kind, R = TURNED[case]
+    of = rope("halves", R) if kind == "halves" else interleaved_rope(R)
+    if kind == "pairs":
+        cos, sin = of.at(torch.randint(0, 3000, (B, 3, T)))
+    else:
+        cos, sin = (x.unsqueeze(0) for x in of.cos_sin(7, T, 0, torch.device("cpu")))
+    keys, turned = stream_view(B, 3, T), Turned(torch.randn(rows, 3, 64), of, cos, sin)
+    run(Joined([(keys, 64), (turned, 64)]), stream_view(B, 3, T), R=5)
+
+
+def test_rope_in_one_part_only():
+    of = rope("halves", 64)
+    cos, sin = (x.unsqueeze(0) for x in of.cos_sin(0, 96, 0, torch.device("cpu")))
+    keys, turned = stream_view(), Turned(torch.randn(1, 2, 64), of, cos, sin)
+    call = torch.randn(1, 2, 3, 128), Joined([(turned, 64), (turned, 64)]), keys, None, 1.0, None
+    assert "RoPE in several parts" in cpu.why_not_attend_packed(*call)
+    call = torch.randn(1, 2, 3, 128), Joined([(keys, 64), (Roped(keys, of, cos, sin), 64)]), keys, None, 1.0, None
+    assert "RoPE in several parts" in cpu.why_not_attend_packed(*call)
+    call = torch.randn(1, 2, 3, 64), keys, turned, None, 1.0, None
+    assert cpu.why_not_attend_packed(*call) == "values have RoPE, which only keys have"
 
 
 def test_many_threads_and_batches_agree(isa):  # noqa: F811

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tersekv.codecs import methods
 from tersekv.errors import UserError
-from tersekv.recipe import Recipe
+from tersekv.recipe import PRESETS, Recipe
 from tersekv.tokens import policies
 
 STRINGS = [
@@ -132,3 +132,11 @@ def test_policies_are_found_in_their_folder():
 def test_a_number_that_is_none():
     with pytest.raises(UserError, match="bits=1e400 is wrong; bits takes a number"):
         Recipe.parse("turboquant:bits=1e400")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_recipes_by_name(name):
+    assert Recipe.parse(name) == Recipe.parse(PRESETS[name])
+    assert Recipe.parse(f"snapkv:budget=0.25+{name};0=exact").coder == Recipe.parse(PRESETS[name]).coder
+    assert str(Recipe.parse(name)) == str(Recipe.parse(PRESETS[name]))
+    assert Recipe.parse(name).plan(0, 1).keys.fits_on != "corpus"

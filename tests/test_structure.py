@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "hf": {"attention", "codecs", "formats", "recipe", "store", "transforms"},
     "evals": {"hf", "recipe", "store"},
     "plots": {"evals", "recipe", "store", "tables", "tokens", "transforms"},
+    "serving": {"codecs", "formats", "ops", "recipe"},
     "bench": {"codecs", "evals", "formats", "hf", "ops", "recipe", "transforms"},
 }
 
@@ -64,6 +65,12 @@ def test_only_hf_and_the_program_import_transformers():
     for path in PACKAGE.rglob("*.py"):
         if path.parent.name not in ("hf", "cli"):
             assert not any(name.split(".")[0] == "transformers" for name in imports(path)), path
+
+
+def test_only_serving_imports_an_engine():
+    for path in PACKAGE.rglob("*.py"):
+        engines = {name.split(".")[0] for name in imports(path)} & {"vllm", "lmcache"}
+        assert not engines or "serving" in path.relative_to(PACKAGE).parts, path
 
 
 def test_import_loads_neither_transformers_nor_kernels():

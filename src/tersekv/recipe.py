@@ -4,6 +4,8 @@ recipe  = [policy "+"] coder {";" layers "=" coder}     kivi:bits=2;0-1=exact
 coder   = method ["/" method]                           keys / values: qjl/uniform:bits=4
 method  = name [":" option "=" value {"," ...}]         window:sinks=8,recent=64+kivi:bits=4,pre_rope=true
 layers  = "3" | "0-14" | "-1"                           -1 is the last layer
+
+A coder may also be a preset by name: `default`, `small`, `safe`, or snapkv:budget=0.25+small.
 """
 
 from __future__ import annotations
@@ -20,6 +22,16 @@ from tersekv.errors import UserError, hint
 from tersekv.tokens import TokenPolicy, policies
 
 DEFAULT_POLICY = "window"
+
+PRESETS = {
+    "small": "trellis:bits=2,calibration=prompt",
+    "default": "trellis:bits=3,calibration=prompt",
+    "safe": "trellis:bits=5,calibration=prompt",
+}
+"""Coders by name, chosen by measurement (docs/quality.md): they need no corpus."""
+
+DEFAULT = "default"
+"""The recipe where a user names none."""
 
 PRE_ROPE = "pre_rope"
 """An option of every method: whether keys are coded before RoPE."""
@@ -159,7 +171,7 @@ def _build(term: Term) -> Pair:
 
 
 def _coder(text: str) -> Coder:
-    keys, slash, values = text.partition("/")
+    keys, slash, values = PRESETS.get(text, text).partition("/")
     return Coder(_term(keys, methods(), "method"), _term(values, methods(), "method") if slash else None)
 
 

@@ -29,7 +29,7 @@ from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices
 from tersekv.errors import UserError
 from tersekv.formats.base import Layout, Planes, Rotated, View
 from tersekv.formats.centred import Shifted
-from tersekv.formats.trellis import WORD_BITS, TrellisView, gain_codes, largest_gain, pack_tokens, trellis_layout
+from tersekv.formats.trellis import WORD_BITS, TrellisView, gain_codes, gains, largest_gain, pack_tokens, trellis_layout
 from tersekv.ops import backends
 from tersekv.ops.trellis import MOST_BITS, STATES
 from tersekv.tables.lloyd_max import gaussian_table
@@ -224,19 +224,24 @@ class Trellis(Codec):
         if float(gain.amax()) > largest_gain():
             raise UserError(MOST_GAIN.format(float(gain.amax()), largest_gain(), "calibrate on text like this one"))
         tables = self._entries(str(x.device))
-        windows = self._search(y / gain.clamp_min(1e-12).unsqueeze(-1), weight, bits, tables)
+        codes = gain_codes(gain)
+        windows = self._search(y, codes, weight, bits, tables)
+        # the length that fits best, then the codes that fit best with it as it is stored
         entries = tables[bits.long().unsqueeze(2), windows.long()]
         fitting = (weight.unsqueeze(2) * entries).unsqueeze(-2)
         best = (fitting @ y.unsqueeze(-1)).flatten(2) / (fitting @ entries.unsqueeze(-1)).flatten(2).clamp_min(1e-20)
+        codes = gain_codes(best)
+        windows = self._search(y, codes, weight, bits, tables)
         return {
             "stream": pack_tokens(windows, bits),
-            "gain": gain_codes(best.clamp_min(0)).unflatten(2, (-1, self.layout(D).block_tokens)),
+            "gain": codes.unflatten(2, (-1, self.layout(D).block_tokens)),
         }
 
-    def _search(self, y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
-        """Windows uint8 [B, H, T, D]: rows are what shares bits and weights, a head's tokens of all batch rows or of
-        one."""
+    def _search(self, y: Tensor, gain: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
+        """Windows uint8 [B, H, T, D] for components y with gains of these codes. Rows are what shares bits and weights,
+        a head's tokens of all batch rows or of one."""
         B, H, T, D = y.shape
+        y = y / gains(gain.clamp_min(1)).unsqueeze(-1)
         if len(bits) == 1:
             rows = y.transpose(0, 1).reshape(H, B * T, D)
             return (

@@ -232,8 +232,10 @@ class Joined(View):
         self.format = " | ".join(view.format for view in self.views)  # type: ignore[misc]
 
     def decode(self) -> Tensor:
-        """x̂ as float32 [B, H, T, D]."""
-        return torch.cat([view.decode() for view in self.views], dim=-1)
+        """x̂ as float32 [B, H, T, D]; a part that is the same in all rows may have one."""
+        parts = [view.decode() for view in self.views]
+        rows = max(map(len, parts))
+        return torch.cat([part.expand(rows, -1, -1, -1) for part in parts], dim=-1)
 
     def scores(self, query: Tensor) -> Tensor:
         """q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T], unscaled."""

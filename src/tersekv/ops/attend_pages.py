@@ -30,7 +30,8 @@ def attend_pages(
         keys, values: the pool, S·p tokens; planes [B, H, …] whose leading axis usually has stride 0, since all rows
             share the pool. A page is whole blocks.
         pages: int32 [B, P], entry [b, i] the page with the tokens from i·p on of row b, 0 to S − 1; −1: none.
-        mask: bool [B, q, T] with R % q == 0 (row r uses mask row r % q), True where a token is seen: never in a page −1.
+        mask: bool [B, q, T] with R % q == 0 (row r uses mask row r % q), True where a token is seen, never in a page
+            −1.
         scaling: factor on the scores. softcap: s -> softcap·tanh(s/softcap), or None.
 
     Returns:

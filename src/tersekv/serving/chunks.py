@@ -108,7 +108,7 @@ class ChunkCoder:
                     planes[name].contiguous().view(-1).view(torch.uint8) for name in _order(run.codec, self.head_dim)
                 ]
         body = torch.cat([part.cpu() for part in parts]) if parts else torch.empty(0, dtype=torch.uint8)
-        head = HEADER.pack(MAGIC, VERSION, self._what(shapes), zlib.crc32(memoryview(body.numpy())))
+        head = HEADER.pack(MAGIC, VERSION, self._what(shapes), _crc(body))
         return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), body])
 
     def unpack(self, data: Tensor, out: Sequence[Tensor]) -> None:
@@ -132,7 +132,7 @@ class ChunkCoder:
                 f"this chunk was packed with another recipe, head dim or shape than '{self.recipe}', {shapes}"
             )
         body = data[HEADER.size : need].contiguous()
-        if zlib.crc32(memoryview(body.numpy())) != crc:
+        if _crc(body) != crc:
             raise CacheError("this chunk is damaged: its checksum differs; drop it and compute the tokens again")
         at = 0
         for x, runs in zip(out, self._runs(shapes), strict=True):
@@ -176,6 +176,10 @@ class ChunkCoder:
 
     def _what(self, shapes: Sequence[Shape]) -> int:
         return zlib.crc32(f"{self.recipe.to_json()} {self.head_dim} {[tuple(shape) for shape in shapes]}".encode())
+
+
+def _crc(body: Tensor) -> int:
+    return zlib.crc32(body.numpy().data)
 
 
 def _order(codec: Codec, head_dim: int) -> list[str]:

@@ -121,7 +121,7 @@ class Pool:
             mask = torch.arange(begin, last) <= torch.arange(first, last)[:, None]
             rows = query[:, :, :, own].flatten(2, 3)
             op = backends.attend_exact if rows.shape[2] <= KERNEL_ROWS else softmax.attend_exact
-            out, lse = op(rows, *sides, mask[None], self.scaling, self.softcap)
+            out, lse = op(rows, sides[0], sides[1], mask[None], self.scaling, self.softcap)
             outs.append(out.unflatten(2, (query.shape[2], -1)))
             lses.append(lse.unflatten(2, (query.shape[2], -1)))
         return torch.cat(outs, dim=3).flatten(2, 3), torch.cat(lses, dim=3).flatten(2, 3)

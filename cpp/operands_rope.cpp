@@ -1,0 +1,103 @@
+// Keys before RoPE, and a vector that RoPE turns.
+#include <algorithm>
+
+#include "operands.h"
+
+namespace tersekv {
+
+// (7, part, cos 3x, sin 3x, channels 3x)
+void Operands::parse_roped(View& v, const std::string& name, nb::handle packed) {
+  if (name != "keys." || depth_ != 1) fail(name, "expected RoPE around keys, outermost");
+  tiled_ = true;
+  parse_parts(v, name, packed, 1, 1);
+  tiled_ = false;
+  v.D = v.parts[0].D;
+  parse_rope(v, name, packed, 2);
+}
+
+// cos 3x, sin 3x, channels 3x, for the view's D channels and T tokens
+void Operands::parse_rope(View& v, const std::string& name, nb::handle packed, Py_ssize_t first) {
+  if (ropes_++) fail(name, "expected one RoPE");  // a thread keeps the tables of one
+  RopeView& rope = v.rope;
+  const Tensor cos = tensor_at(packed, first), sin = tensor_at(packed, first + 3),
+               channels = tensor_at(packed, first + 6);
+  if (cos.dims != 4) fail(name, "cos: expected [1 or B, 1 or H, T, columns]");
+  rope.columns = cos.shape[3];
+  const int64_t B = cos.shape[0] == 1 ? 1 : B_, H = cos.shape[1] == 1 ? 1 : H_;
+  for (const Tensor* x : {&cos, &sin})
+    expect(name, x == &cos ? "cos" : "sin", *x, {{"B", B}, {"H", H}, {"T", v.T}, {"columns", rope.columns}}, 3);
+  if (cos.stride[0] != sin.stride[0] || cos.stride[1] != sin.stride[1] || cos.stride[2] != sin.stride[2])
+    fail(name, "sin: expected the strides of cos");
+  rope.cos = cos.as<float>();
+  rope.sin = sin.as<float>();
+  rope.stride_b = B == 1 ? 0 : cos.stride[0];
+  rope.stride_h = H == 1 ? 0 : cos.stride[1];
+  rope.stride_t = cos.stride[2];
+  expect(name, "rope channels", channels, {{"D", v.D}, {"4", 4}}, 0);
+  rope.channels = channels.as<RopeChannel>();
+  for (int64_t d = 0; d < v.D; d++) {
+    const RopeChannel& channel = rope.channels[d];
+    if (channel.partner < 0) continue;
+    const bool paired = channel.partner < v.D && rope.channels[channel.partner].partner == d &&
+                        rope.channels[channel.partner].sign == -channel.sign && channel.partner != d;
+    const bool inside = channel.cos_column >= 0 && channel.cos_column < rope.columns && channel.sin_column >= 0 &&
+                        channel.sin_column < rope.columns && (channel.sign == 1 || channel.sign == -1);
+    if (!paired || !inside) fail(name, "rope channels: expected pairs of channels, and columns of cos and sin");
+  }
+}
+
+// (10, tokens, vector 3x, cos 3x, sin 3x, channels 3x): float32 [1 or B, H, D], beside or plus other views
+void Operands::parse_turned(View& v, const std::string& name, nb::handle packed) {
+  if (name != "keys." || tiled_) fail(name, "expected a turned vector in keys, not under RoPE or a rotation");
+  const Tensor vector = tensor_at(packed, 2);
+  if (vector.dims != 3) fail(name, "mean: expected [1 or B, H, D]");
+  v.T = as_int(item(packed, 1));
+  v.D = vector.shape[2];
+  const int64_t B = vector.shape[0] == 1 ? 1 : B_;
+  expect(name, "mean", vector, {{"B", B}, {"H", H_}, {"D", v.D}}, 2);
+  v.dense = {Float::f32, vector.as<void>(), B == 1 ? 0 : vector.stride[0], vector.stride[1], 0};
+  parse_rope(v, name, packed, 5);
+  turned_columns(v.rope, v.D);
+}
+
+// Each column of cos and of sin that a channel takes once, in the order of channels.
+void Operands::turned_columns(RopeView& rope, int64_t D) {
+  auto memory = std::make_unique<float[]>(4 * D + rope.columns);
+  auto* turned = reinterpret_cast<TurnedChannel*>(memory.get());
+  auto* columns = reinterpret_cast<int32_t*>(turned + D);
+  int32_t* row = columns + 2 * D;
+  const auto add = [&](int32_t column) {
+    if (row[column] < 0) {
+      row[column] = static_cast<int32_t>(rope.reads);
+      columns[rope.reads++] = column;
+    }
+    return row[column];
+  };
+  std::fill(row, row + rope.columns, -1);
+  for (int64_t d = 0; d < D; d++) turned[d].cos = rope.channels[d].partner < 0 ? -1 : add(rope.channels[d].cos_column);
+  rope.reads_cos = rope.reads;
+  std::fill(row, row + rope.columns, -1);
+  for (int64_t d = 0; d < D; d++) turned[d].sin = rope.channels[d].partner < 0 ? -1 : add(rope.channels[d].sin_column);
+  rope.read = columns;
+  rope.turned = turned;
+  tables_.push_back(std::move(memory));
+}
+
+// (8, part, rotation 3x): [D, D], or [1 or B, H, D, D]
+void Operands::parse_rotated(View& v, const std::string& name, nb::handle packed) {
+  if (name != "keys." || depth_ < 2) fail(name, "expected a rotation under RoPE");
+  parse_parts(v, name, packed, 1, 1);
+  v.D = v.parts[0].D;
+  const Tensor rotation = tensor_at(packed, 2);
+  if (rotation.dims == 4) {
+    const int64_t B = rotation.shape[0] == 1 ? 1 : B_;
+    expect(name, "rotation", rotation, {{"B", B}, {"H", H_}, {"D", v.D}, {"D", v.D}}, 2);
+    v.rotation_stride_b = B == 1 ? 0 : rotation.stride[0];
+    v.rotation_stride_h = rotation.stride[1];
+  } else {
+    expect(name, "rotation", rotation, {{"D", v.D}, {"D", v.D}}, 0);
+  }
+  v.rotation = rotation.as<float>();
+}
+
+}  // namespace tersekv

@@ -1,0 +1,34 @@
+"""One vLLM engine in a process of its own: a job as JSON on standard input, the answers as the last line of output.
+
+Job: {"engine": arguments of vllm.LLM, "batches": lists of prompts, given one after the other, "sampling": …}. A prompt
+is a text or a list of ids.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+
+def main() -> None:
+    """Read the job, answer, say how many tokens the cache holds."""
+    job = json.load(sys.stdin)
+    if job["engine"].get("tensor_parallel_size", 1) == 1:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**job["engine"])
+    sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **job["sampling"])
+    answers, cached = [], []
+    for batch in job["batches"]:
+        prompts = [p if isinstance(p, str) else {"prompt_token_ids": p} for p in batch]
+        outs = llm.generate(prompts, sampling, use_tqdm=False)
+        answers.append([list(out.outputs[0].token_ids) for out in outs])
+        cached.append([out.num_cached_tokens for out in outs])
+    held = llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
+    print("RESULT " + json.dumps({"answers": answers, "cached": cached, "capacity": held}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
