@@ -125,7 +125,7 @@ struct SparseView {
 };
 
 constexpr int kTrellisStates = 256;
-constexpr int kTrellisRates = 7;  // 0 to 6 bits
+constexpr int kTrellisRates = 9;  // 0 to 8 bits
 
 // Windows in a ring of bits, blocks of 32 tokens; see formats/trellis.py. Each head's bits add up to 16 * words.
 struct TrellisView {
@@ -138,8 +138,8 @@ struct TrellisView {
   int64_t bits_b = 0, bits_h = 0;
   const float* scale = nullptr;  // [1 or B, H, D]
   int64_t scale_b = 0, scale_h = 0;
-  const float* tables = nullptr;    // [7, 256]
-  const int8_t* entries = nullptr;  // [7, 256], the same in units of each; null where they are no such numbers
+  const float* tables = nullptr;    // [9, 256]
+  const int8_t* entries = nullptr;  // [9, 256], the same in units of each; null where they are no such numbers
   float unit[kTrellisRates] = {};
   const float* gains = nullptr;  // of all 256 codes
 };

@@ -14,6 +14,10 @@ struct Search : Avx2 {
   template <int N>
   static F down(F x) {
     if constexpr (N == 8) return {x.hi, x.lo};
+    if constexpr (N < 4) {
+      const __m256i lane = _mm256_setr_epi32(N, N + 1, N + 2, N + 3, N + 4, N + 5, 6, 7);  // the first eight N are read
+      return {_mm256_permutevar8x32_ps(x.lo, lane), x.hi};
+    }
     return {_mm256_permute2f128_ps(x.lo, x.hi, 0x21), _mm256_permute2f128_ps(x.hi, x.lo, 0x21)};
   }
   template <int K, int Z>

@@ -14,7 +14,7 @@ struct EncodeTrellis {
   int64_t y_r = 0, y_n = 0, y_d = 0;
   const float* weight = nullptr;  // [R, D], contiguous
   const uint8_t* bits = nullptr;  // [R, D], contiguous
-  const float* tables = nullptr;  // [7, 256], contiguous; kernels get it in the order of their states
+  const float* tables = nullptr;  // [9, 256], contiguous; kernels get it in the order of their states
   uint8_t* windows = nullptr;     // [R, n, D], contiguous
 };
 

@@ -146,7 +146,7 @@ void py_encode_trellis(nb::handle y, nb::handle weight, nb::handle bits, nb::han
   call.D = x.shape[2];
   expect("", "weight", w, {{"R", call.R}, {"D", call.D}}, 0);
   expect("", "bits", b, {{"R", call.R}, {"D", call.D}}, 0);
-  expect("", "tables", t, {{"7", kTrellisRates}, {"256", kTrellisStates}}, 0);
+  expect("", "tables", t, {{"9", kTrellisRates}, {"256", kTrellisStates}}, 0);
   call.y = x.as<float>();
   call.y_r = x.stride[0];
   call.y_n = x.stride[1];
@@ -156,7 +156,7 @@ void py_encode_trellis(nb::handle y, nb::handle weight, nb::handle bits, nb::han
   call.tables = t.as<float>();
   call.windows = reinterpret_cast<uint8_t*>(windows);
   for (int64_t i = 0; i < call.R * call.D; i++)
-    if (call.bits[i] >= kTrellisRates) fail("bits: ", "expected 0 to 6, got " + std::to_string(call.bits[i]));
+    if (call.bits[i] >= kTrellisRates) fail("bits: ", "expected 0 to 8, got " + std::to_string(call.bits[i]));
   nb::gil_scoped_release release;
   encode_trellis(call, threads);
 }

@@ -70,7 +70,7 @@ void Operands::parse_trellis(View& view, const std::string& name, nb::handle pac
   v.scale = scale.as<float>();
   v.scale_b = scale.shape[0] == 1 ? 0 : scale.stride[0];
   v.scale_h = scale.stride[1];
-  expect(name, "tables", tables, {{"7", kTrellisRates}, {"256", kTrellisStates}}, 0);
+  expect(name, "tables", tables, {{"9", kTrellisRates}, {"256", kTrellisStates}}, 0);
   v.tables = tables.as<float>();
   v.gains = gains();
   for (int64_t b = 0; b < bits.shape[0]; b++)
@@ -78,7 +78,7 @@ void Operands::parse_trellis(View& view, const std::string& name, nb::handle pac
       const uint8_t* of = v.bits + b * v.bits_b + h * v.bits_h;
       int64_t sum = 0;
       for (int64_t d = 0; d < view.D; d++) {
-        if (of[d] >= kTrellisRates) fail(name, "bits: expected 0 to 6, got " + std::to_string(of[d]));
+        if (of[d] >= kTrellisRates) fail(name, "bits: expected 0 to 8, got " + std::to_string(of[d]));
         sum += of[d];
       }
       if (sum != 16 * v.words)

@@ -58,8 +58,18 @@ void search_step(float* cost, const float* table, float root, float minus_y, Rou
     best[0] = S::min(half, best[0]);
     if constexpr (K > 5) {
       const F quarter = S::template down<4>(best[0]);
-      upper |= S::less(quarter, best[0]) << 8;
+      upper |= (S::less(quarter, best[0]) & 0xf) << 8;
       best[0] = S::min(quarter, best[0]);
+    }
+    if constexpr (K > 6) {
+      const F eighth = S::template down<2>(best[0]);
+      upper |= (S::less(eighth, best[0]) & 0x3) << 12;
+      best[0] = S::min(eighth, best[0]);
+    }
+    if constexpr (K > 7) {
+      const F last = S::template down<1>(best[0]);
+      upper |= (S::less(last, best[0]) & 0x1) << 14;
+      best[0] = S::min(last, best[0]);
     }
     rounds.upper[15] = static_cast<uint16_t>(upper);
   }
@@ -131,7 +141,7 @@ template <class S>
 void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64_t last) {
   static constexpr SearchStep steps[kTrellisRates] = {nullptr,           search_step<S, 1>, search_step<S, 2>,
                                                       search_step<S, 3>, search_step<S, 4>, search_step<S, 5>,
-                                                      search_step<S, 6>};
+                                                      search_step<S, 6>, search_step<S, 7>, search_step<S, 8>};
   reset_scratch();
   const int64_t D = call.D;
   auto* components = reinterpret_cast<Component*>(scratch(D * (sizeof(Component) / sizeof(float))));

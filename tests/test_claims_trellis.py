@@ -10,7 +10,7 @@ import torch
 from tersekv.codecs.trellis import SQUARED_ERROR, Trellis, allotted, scalar_entries
 from tersekv.formats.centred import Centred
 from tersekv.ops import backends
-from tersekv.tables.trellis import squared_error, trained, trellis_entries
+from tersekv.tables.trellis import TRAINED, squared_error, trained, trellis_entries
 from tersekv.transforms.rope import Turn, standard_rope
 
 
@@ -18,11 +18,12 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("bits", range(1, 7))
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_squared_errors_of_the_shipped_tables(bits):
     error = squared_error(bits, backends.encode_trellis, trellis_entries("cpu"), vectors=600, dim=64)
     assert error == pytest.approx(SQUARED_ERROR["trellis"][bits], rel=0.05)
-    assert 4.0**-bits < error < SQUARED_ERROR["scalar"][bits]
+    assert 4.0**-bits < error
+    assert error < SQUARED_ERROR["scalar"][bits] or bits > TRAINED
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
@@ -36,7 +37,7 @@ def test_scalar_tables_are_lloyd_max_in_the_same_stream(bits):
 
 
 def test_training_lowers_the_error():
-    tables = torch.zeros(7, 256)
+    tables = torch.zeros(9, 256)
     errors = []
     for rounds in (0, 6):
         tables[2] = trained(2, backends.encode_trellis, seed=0, rounds=rounds, vectors=800, dim=32)
@@ -51,7 +52,7 @@ def test_allotted_bits_are_the_best_of_all(total):
     error = SQUARED_ERROR["trellis"]
     best = min(
         (sum(float(v) * error[b] for v, b in zip(variance, bits, strict=True)), bits)
-        for bits in itertools.product(range(7), repeat=4)
+        for bits in itertools.product(range(9), repeat=4)
         if sum(bits) == total
     )
     assert tuple(allotted(variance, total, error).tolist()) == best[1]

@@ -22,7 +22,7 @@ def tables():
 
 def mixed_bits(R, D, seed=0):
     """Of every rate, also none; each row's sum a multiple of 16."""
-    bits = torch.randint(0, 7, (R, D), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    bits = torch.randint(0, 9, (R, D), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     for row in bits:
         while row.sum() % 16:
             row[int(torch.randint(D, ()))] = int(torch.randint(7, ()))
@@ -52,7 +52,7 @@ def check(y, weight, bits, rtol=1e-4):
     return windows
 
 
-@pytest.mark.parametrize("rate", range(1, 7))
+@pytest.mark.parametrize("rate", range(1, 9))
 def test_one_rate(isa, rate):  # noqa: F811
     torch.manual_seed(rate)
     y, weight = torch.randn(2, 40, 32), torch.rand(2, 32) + 0.1
@@ -125,11 +125,11 @@ def test_instruction_sets_agree():
 
 def test_what_is_refused():
     y, weight, bits = torch.zeros(2, 3, 8), torch.zeros(2, 8), torch.ones(2, 8, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"bits: expected 0 to 6, got 7"):
-        cpu.encode_trellis(y, weight, bits * 7, tables())
+    with pytest.raises(ValueError, match=r"bits: expected 0 to 8, got 9"):
+        cpu.encode_trellis(y, weight, bits * 9, tables())
     with pytest.raises(ValueError, match=r"weight: expected \[R, D\] with D = 8, got 7"):
         cpu.encode_trellis(y, weight[:, :7], bits, tables())
-    with pytest.raises(ValueError, match=r"tables: expected \[7, 256\] with 7 = 7, got 6"):
+    with pytest.raises(ValueError, match=r"tables: expected \[9, 256\] with 9 = 9, got 6"):
         cpu.encode_trellis(y, weight, bits, tables()[:6])
     with backends.forced("cpu"), pytest.raises(UserError, match=r"bits is torch\.int64, not uint8"):
         backends.encode_trellis(y, weight, bits.long(), tables())

@@ -5,7 +5,7 @@ A block of t = 32 tokens of one head, S bits for the D components of a token:
     stream  int16 [S/16, t]   tokens are lanes: word i of all 32 tokens stands together
     gain    uint8 [t]         code c stands for 2^((c − 144)/16), 0 for 0
 
-Component d has b_d of the S bits (0 to 6, as fitted). With p_d = Σ_{e≤d} b_e, its window is bits p_d − 8 to p_d − 1 of
+Component d has b_d of the S bits (0 to 8, as fitted). With p_d = Σ_{e≤d} b_e, its window is bits p_d − 8 to p_d − 1 of
 the ring: bit i of the ring is bit (i mod S) mod 16 of word (i mod S) // 16. Its value is
 
     x̂_d = gain · scale_d · table_{b_d}[window]
@@ -59,7 +59,7 @@ def largest_gain() -> float:
 
 
 class TrellisView(View):
-    """Planes of a segment. bits uint8 and scale float32 [1 or B, H, D]; tables float32 [7, 256], row b for b bits."""
+    """Planes of a segment. bits uint8 and scale float32 [1 or B, H, D]; tables float32 [9, 256], row b for b bits."""
 
     format = kind = "trellis"
 

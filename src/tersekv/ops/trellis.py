@@ -16,7 +16,7 @@ from torch import Tensor
 
 STATES = 256
 STATE_BITS = 8
-MOST_BITS = 6
+MOST_BITS = 8
 """Most bits of a component."""
 
 WARM_UP = 24
@@ -32,8 +32,8 @@ def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> T
     the path is the best of those that begin and end in it.
 
     Args:
-        y: float32 [R, n, D]. weight: float32 [R, D], not negative. bits: uint8 [R, D], 0 to 6.
-        tables: float32 [7, 256], row b for b bits.
+        y: float32 [R, n, D]. weight: float32 [R, D], not negative. bits: uint8 [R, D], 0 to 8.
+        tables: float32 [9, 256], row b for b bits.
 
     Returns:
         uint8 [R, n, D]; 0 where a component has no bits.

@@ -220,7 +220,7 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
 
 
 def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
-    """See `tersekv.ops.trellis`: y [R, n, D], weight and bits [R, D], tables [7, 256] to windows uint8 [R, n, D]."""
+    """See `tersekv.ops.trellis`: y [R, n, D], weight and bits [R, D], tables [9, 256] to windows uint8 [R, n, D]."""
     native, y = _module or _loaded(), y.detach().float()
     weight, bits, tables = weight.detach().float().contiguous(), bits.contiguous(), tables.detach().float().contiguous()
     windows = torch.empty_like(y, dtype=torch.uint8, memory_format=torch.contiguous_format)
