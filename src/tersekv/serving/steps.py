@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tersekv.serving.slots import Places
 
-
 IDLE_STEPS = 32
 """A row that no step has asked for so long may serve another page. A running request that a step leaves out is back
 before; should it not be, it reads its page packed."""
