@@ -177,7 +177,7 @@ def test_without_the_extension(call, without_extension):
 
 def test_report():
     rows = backends.report()
-    attention = {"attend_packed", "attend_segments", "attend_exact", "merge_segments"}
+    attention = {"attend_packed", "attend_pages", "attend_segments", "attend_exact", "merge_segments"}
     assert attention <= {row["op"] for row in rows if row["backend"] == "reference"}
     assert attention <= {row["op"] for row in rows if row["backend"] == "cpu"}
     assert all(set(row) == {"backend", "op", "available", "detail"} for row in rows)

@@ -7,10 +7,11 @@ import itertools
 import pytest
 import torch
 
-from tersekv.codecs.trellis import SQUARED_ERROR, Trellis, allotted, scalar_entries
+from tersekv.codecs.trellis import Trellis
 from tersekv.formats.centred import Centred
 from tersekv.ops import backends
-from tersekv.tables.trellis import TRAINED, squared_error, trained, trellis_entries
+from tersekv.tables.bits import SQUARED_ERROR, allotted
+from tersekv.tables.trellis import TRAINED, scalar_entries, squared_error, trained, trellis_entries
 from tersekv.transforms.rope import Turn, standard_rope
 
 

@@ -145,6 +145,25 @@ def test_rows_that_were_taken_over_are_read_packed():
     assert rows.put(7, 0, 2).first == 0
 
 
+def test_rows_are_as_many_as_pages_are_being_filled():
+    rows = Rows(64)
+    for step in range(2000):  # two requests, whose pages change every 128 steps
+        rows.step += 1
+        for request in (0, 1):
+            assert rows.put(1000 * request + step // 128, step % 128, step % 128 + 1).first == 0
+    assert len(rows) <= 4
+    assert rows.put(5000, 0, 1).row not in {rows.of(1000 * i + 1999 // 128, 1).row for i in (0, 1)}
+
+
+def test_a_row_that_is_read_in_a_step_is_not_taken_over_in_it():
+    rows = Rows(3)
+    old = rows.put(1, 0, 5).row
+    rows.put(2, 0, 5)
+    rows.step += 1000
+    assert rows.of(1, 5).row == old
+    assert rows.put(3, 0, 1).row != old
+
+
 @pytest.mark.parametrize("name", methods())
 def test_codecs_without_slots_say_why(name):
     pair = methods()[name].build()

@@ -32,19 +32,13 @@ from tersekv.formats.centred import Shifted
 from tersekv.formats.trellis import WORD_BITS, TrellisView, gain_codes, gains, largest_gain, pack_tokens, trellis_layout
 from tersekv.ops import backends
 from tersekv.ops.trellis import MOST_BITS, STATES
-from tersekv.tables.lloyd_max import gaussian_table
-from tersekv.tables.trellis import trellis_entries
-from tersekv.tensors import cached_table
+from tersekv.tables.bits import SQUARED_ERROR, allotted, shared_out
+from tersekv.tables.trellis import scalar_entries, trellis_entries
+from tersekv.transforms.klt import klt, packed_basis, unpacked_basis, within
 from tersekv.transforms.rotation import random_rotation
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-SQUARED_ERROR = {
-    "trellis": (1.0, 0.288, 0.0771, 0.0207, 0.00572, 0.00175, 0.00064, 0.000193, 0.000095),
-    "scalar": (1.0, 0.3634, 0.1175, 0.03455, 0.009501, 0.002505, 0.000644, 0.000163, 0.0000412),
-}
-"""ε(b) of N(0, 1) at 0 to 8 bits; the trellis closed over 64 components."""
 
 SHRINK = 0.1
 """Share of its own mean in a metric that was estimated: few tokens carry most of the Fisher information."""
@@ -138,25 +132,17 @@ class Trellis(Codec):
 
     @classmethod
     def settle(cls, codecs: Sequence[Codec]) -> list[Codec]:
-        """Share the bits of those with `allot=model` out over layers and sides: as water-filling over all components
-        would with each layer's losses drawn half-way, on a logarithmic scale, to the mean of all. Fisher information
-        foretells what small errors cost, and few bits make large ones."""
+        """Share the bits of those with `allot=model` out over layers and sides."""
         settled: list[Codec] = list(codecs)
         ours = [(i, c) for i, c in enumerate(codecs) if isinstance(c, Trellis) and (c.allot, c.metric) == SHARING]
         if len(ours) < 2:
             return settled
         losses = [codec.losses() for _, codec in ours]
-        drawn = [loss / loss.clamp_min(1e-30).log().mean().exp().sqrt() for loss in losses]
         total = int(sum(codec.bits * loss.numel() for (_, codec), loss in zip(ours, losses, strict=True))) // WORD_BITS
         error = SQUARED_ERROR[ours[0][1].code]
-        wanted = allotted(torch.cat([loss.flatten() for loss in drawn]), total * WORD_BITS, error)
-        heads = torch.tensor([loss.shape[1] for loss in losses])
-        bits = torch.stack([part.sum() for part in wanted.long().split([loss.numel() for loss in losses])])
-        for (i, codec), loss, words in zip(
-            ours, losses, _whole_words(bits / WORD_BITS / heads, heads, total), strict=True
-        ):
-            most = MOST_BITS * loss.shape[-1] // WORD_BITS
-            own = allotted(loss, min(max(words, 1), most) * WORD_BITS, error)
+        shares = shared_out(losses, total, WORD_BITS, error)
+        for (i, codec), loss, words in zip(ours, losses, shares, strict=True):
+            own = allotted(loss, words * WORD_BITS, error)
             settled[i] = dataclasses.replace(codec, fitted=codec.fitted | {"bits": own})
         return settled
 
@@ -181,16 +167,12 @@ class Trellis(Codec):
         metric = self._metric(gradient, covariance)
         if self.basis != "klt":
             basis = self._fixed_basis(D, x.device).double().expand_as(covariance)
-            return {}, _within(covariance, basis), _within(metric, basis)
-        root, inverse = _roots(metric)
-        lengths, vectors = torch.linalg.eigh(root @ covariance @ root)
-        order = lengths.argsort(-1, descending=True)
-        vectors = vectors.gather(-1, order.unsqueeze(-2).expand_as(vectors))
-        kept = packed_basis((inverse @ vectors).transpose(-1, -2), metric.diagonal(dim1=-2, dim2=-1).rsqrt())
+            return {}, within(covariance, basis), within(metric, basis)
+        kept = packed_basis(klt(covariance, metric), metric.diagonal(dim1=-2, dim2=-1).rsqrt())
         # of what the rounded rows really are: components by their inverse, errors by their own lengths
         basis = unpacked_basis(**kept)
         dual = torch.linalg.inv(basis).transpose(-1, -2)
-        return kept, _within(covariance, dual).clamp_min(0), _within(metric, basis)
+        return kept, within(covariance, dual).clamp_min(0), within(metric, basis)
 
     def _metric(self, gradient: Tensor | None, like: Tensor) -> Tensor:
         """Weights of squared errors, [B, H, D, D]: the gradients' second moment, or one."""
@@ -205,11 +187,9 @@ class Trellis(Codec):
         return torch.where(mean > 0, (1 - SHRINK) * moment + SHRINK * mean * one, one * torch.finfo(torch.float32).tiny)
 
     def _fixed_basis(self, D: int, device: torch.device) -> Tensor:
-        return (
-            torch.eye(D, device=device)
-            if self.basis == "channels"
-            else random_rotation(D, self.seed, "qr", str(device))
-        )
+        if self.basis == "channels":
+            return torch.eye(D, device=device)
+        return random_rotation(D, self.seed, "qr", str(device))
 
     def encode(self, x: Tensor) -> Planes:
         """x float32 [B, H, N·t, D] to planes."""
@@ -243,10 +223,8 @@ class Trellis(Codec):
         B, H, T, D = y.shape
         y = y / gains(gain.clamp_min(1)).unsqueeze(-1)
         if len(bits) == 1:
-            rows = y.transpose(0, 1).reshape(H, B * T, D)
-            return (
-                backends.encode_trellis(rows, weight[0], bits[0], tables).view(H, B, T, D).transpose(0, 1).contiguous()
-            )
+            rows = backends.encode_trellis(y.transpose(0, 1).reshape(H, B * T, D), weight[0], bits[0], tables)
+            return rows.view(H, B, T, D).transpose(0, 1).contiguous()
         rows = y.reshape(B * H, T, D)
         return backends.encode_trellis(rows, weight.flatten(0, 1), bits.flatten(0, 1), tables).view(B, H, T, D)
 
@@ -295,79 +273,6 @@ class Trellis(Codec):
         """The tensors behind `table_bytes`."""
         rotation = [self._fixed_basis(head_dim, torch.device("cpu"))] if self.basis == "rotation" else []
         return [self._entries("cpu"), *rotation, *self.fitted.values()]
-
-
-def allotted(variance: Tensor, total: int, error: tuple[float, ...]) -> Tensor:
-    """Bits uint8 [..., D] with Σ = total in each row and the least Σ variance·error[bits]: reverse water-filling in
-    whole bits. The error falls by less with every further bit, so the largest falls win."""
-    D = variance.shape[-1]
-    falls = torch.tensor([error[b] - error[b + 1] for b in range(MOST_BITS)], dtype=torch.float64)
-    gain = variance.double().cpu().clamp_min(1e-300).unsqueeze(-1) * falls
-    order = gain.flatten(-2).argsort(dim=-1, descending=True, stable=True)[..., :total]
-    taken = torch.zeros((*variance.shape[:-1], D * MOST_BITS), dtype=torch.uint8).scatter_(-1, order, 1)
-    return taken.unflatten(-1, (D, MOST_BITS)).sum(-1).to(torch.uint8).to(variance.device)
-
-
-@cached_table
-def scalar_entries(device: str) -> Tensor:
-    """Lloyd-Max tables as tables of windows, float32 [9, 256]: the newest b bits are the code."""
-    entries = torch.zeros(MOST_BITS + 1, STATES)
-    for bits in range(1, MOST_BITS + 1):
-        entries[bits] = torch.tensor(gaussian_table(bits), dtype=torch.float32).repeat_interleave(STATES >> bits)
-    return entries.to(device)
-
-
-def _whole_words(wanted: Tensor, heads: Tensor, total: int) -> list[int]:
-    """Whole numbers of words near `wanted` [n], at least one each, that with `heads` of each use no more than total."""
-    words = wanted.floor().clamp_min(1).long()
-    for i in (wanted - words).argsort(descending=True, stable=True).tolist():
-        if int((words * heads).sum()) + int(heads[i]) <= total:
-            words[i] += 1
-    return words.tolist()
-
-
-LARGEST = 31
-"""Of an entry of a stored basis, of 6 bits."""
-
-
-def packed_basis(rows: Tensor, channels: Tensor) -> dict[str, Tensor]:
-    """Rows float64 [B, H, D, D] as `basis` uint8 [B, H, 3·D²/4], row after row, four entries of 6 bits in three bytes,
-    low bits first, and `channels` float16 [B, H, D]: row d is a multiple of channels·(entries − 32). A component's
-    scale takes the multiple in; encoding inverts what is stored."""
-    channels = _stored((channels / channels.amax(-1, keepdim=True)).clamp_min(1e-4))
-    plain = rows / channels.double().unsqueeze(-2)
-    entries = (plain / plain.abs().amax(-1, keepdim=True).clamp_min(1e-300) * LARGEST).round()
-    span = torch.linalg.svdvals(entries)
-    lost = span[..., -1] < 1e-3 * span[..., 0]
-    own = torch.eye(entries.shape[-1], dtype=entries.dtype, device=entries.device) * LARGEST
-    entries = torch.where(lost[..., None, None], own, entries)  # rounding has made rows dependent: the channels' own
-    codes = (entries + LARGEST + 1).to(torch.int32).flatten(-2)
-    codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 4)).unflatten(-1, (-1, 4))
-    words = (codes << torch.arange(0, 24, 6, device=codes.device)).sum(-1)
-    split = words.unsqueeze(-1) >> torch.arange(0, 24, 8, device=codes.device) & 255
-    return {"basis": split.flatten(-2).to(torch.uint8), "channels": channels}
-
-
-def unpacked_basis(basis: Tensor, channels: Tensor) -> Tensor:
-    """Rows float64 [B, H, D, D] of what `packed_basis` gave."""
-    D = channels.shape[-1]
-    split = basis.unflatten(-1, (-1, 3)).to(torch.int32) << torch.arange(0, 24, 8, device=basis.device)
-    codes = split.sum(-1).unsqueeze(-1) >> torch.arange(0, 24, 6, device=basis.device) & 63
-    entries = codes.flatten(-2)[..., : D * D].unflatten(-1, (D, D)) - LARGEST - 1
-    return entries.double() * channels.double().unsqueeze(-2)
-
-
-def _within(form: Tensor, rows: Tensor) -> Tensor:
-    """rowᵀ·form·row for each row: [..., D]."""
-    return (rows @ form @ rows.transpose(-1, -2)).diagonal(dim1=-2, dim2=-1)
-
-
-def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
-    """Square root and inverse square root of symmetric positive matrices [..., D, D]."""
-    lengths, vectors = torch.linalg.eigh(metric)
-    lengths = lengths.clamp_min(1e-9 * lengths.amax(-1, keepdim=True)).sqrt().unsqueeze(-2)
-    back = vectors.transpose(-1, -2)
-    return (vectors * lengths) @ back, (vectors / lengths) @ back
 
 
 def _scales(variance: Tensor) -> Tensor:

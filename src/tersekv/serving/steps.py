@@ -18,20 +18,25 @@ from torch import Tensor
 
 from tersekv.serving.slots import Places
 
+IDLE_STEPS = 32
+"""A row that no step has asked for so long may serve another page. A running request that a step leaves out is back
+before; should it not be, it reads its page packed."""
+
 
 class _Held(NamedTuple):
-    """Row of a page, and which of its tokens are there: first to last (exclusive)."""
+    """Row of a page, which of its tokens are there, first to last (exclusive), and the step that used it last."""
 
     row: int
     first: int
     last: int
+    used: int
 
 
 class Rows:
-    """Which pages have an exact copy, and in which row. At most `most` rows; the longest unused one is taken over."""
+    """Which pages have an exact copy, and in which row: as many rows as pages are being filled, at most `most`."""
 
     def __init__(self, most: int) -> None:
-        self.most = most
+        self.most, self.step = most, 0
         self._held: dict[int, _Held] = {}  # by page, the latest used last
 
     def __len__(self) -> int:
@@ -40,19 +45,24 @@ class Rows:
     def of(self, page: int, tokens: int) -> _Held | None:
         """The row of a page whose first `tokens` tokens were written; None if it has none with all up to there."""
         held = self._held.get(page)
-        return held if held is not None and held.last >= tokens else None
+        if held is None or held.last < tokens:
+            return None
+        del self._held[page]  # the latest used stand last, so that no other page of this step takes the row over
+        self._held[page] = held._replace(used=self.step)
+        return self._held[page]
 
     def put(self, page: int, first: int, last: int) -> _Held:
         """The row of a page that gets its tokens first to last (exclusive): its own, with what it holds, or another."""
         before = self.of(page, first) if first else None
         own = self._held.pop(page, None)
+        oldest = next(iter(self._held.values()), None)
         if own is not None:
             row = own.row
-        elif len(self._held) < self.most:
-            row = len(self._held)
+        elif oldest is None or (len(self) < self.most and oldest.used >= self.step - IDLE_STEPS):
+            row = len(self)
         else:
             row = self._held.pop(next(iter(self._held))).row
-        self._held[page] = _Held(row, before.first if before else first, last)
+        self._held[page] = _Held(row, before.first if before else first, last, self.step)
         return self._held[page]
 
 
@@ -108,6 +118,7 @@ class Step:
     def plan(starts: Sequence[int], seen: Sequence[int], pages: Tensor, slots: Tensor, p: int, rows: Rows) -> Step:
         """Request i has queries starts[i] to starts[i + 1], the last of seen[i] tokens, which lie in pages[i] (int32,
         of p tokens each, some entries of which may be unused); slots int64 [T]: where each token goes, −1 for none."""
+        rows.step += 1
         chunks: list[Chunk] = []
         copied: list[tuple[range, int, int]] = []
         for (first, last), tokens, table in zip(itertools.pairwise(starts), seen, pages, strict=True):

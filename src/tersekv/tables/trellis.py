@@ -49,6 +49,15 @@ def entry_scale() -> Tensor:
     return load_file(SHIPPED)["scale"]
 
 
+@cached_table
+def scalar_entries(device: str) -> Tensor:
+    """Lloyd-Max tables as tables of windows, float32 [9, 256]: the newest b bits are the code."""
+    entries = torch.zeros(MOST_BITS + 1, STATES)
+    for bits in range(1, MOST_BITS + 1):
+        entries[bits] = _scalar(bits)
+    return entries.to(device)
+
+
 def trained(bits: int, encode: Encode, seed: int, rounds: int = 60, vectors: int = 2000, dim: int = 128) -> Tensor:
     """A table float32 [256] for `bits` bits, by generalised Lloyd on normal samples; `encode`: as
     `ops.trellis.encode_trellis`."""

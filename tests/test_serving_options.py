@@ -1,0 +1,69 @@
+"""What the vLLM plug-in makes of a user's settings, without vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from tersekv.errors import UserError
+from tersekv.serving.vllm.options import VARIABLE, configured, slots_of, why_not_layer
+
+
+@pytest.fixture(autouse=True)
+def _no_variable(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def config(section) -> SimpleNamespace:
+    return SimpleNamespace(additional_config={} if section is None else {"tersekv": section})
+
+
+def test_the_configuration_comes_before_the_environment(monkeypatch):
+    assert configured(config(None)) is None
+    assert configured(None) is None
+    assert str(configured(config({"recipe": "turboquant:bits=3"}))) == "turboquant:bits=3"
+    monkeypatch.setenv(VARIABLE, "polarquant")
+    assert str(configured(config(None))) == "polarquant"
+    assert str(configured(config({"recipe": "int4"}))) == "int4"
+
+
+@pytest.mark.parametrize("section", [{}, {"recipe": 4}, "turboquant", {"recipe": "int4", "bits": 2}])
+def test_a_section_of_another_form(section):
+    with pytest.raises(UserError, match="is not of the form"):
+        configured(config(section))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"), [("streaming+int4", "token policy"), ("nope", "unknown method"), ("int4;x=exact", "override")]
+)
+def test_recipes_that_are_refused(recipe, words):
+    with pytest.raises(UserError, match=words):
+        configured(config({"recipe": recipe}))
+
+
+def test_layers_apart():
+    recipe = configured(config({"recipe": "turboquant/uniform:bits=3;0=exact;-1=polarquant"}))
+    assert slots_of(recipe, 0, 4, 64) is None
+    middle, last = slots_of(recipe, 1, 4, 64), slots_of(recipe, 3, 4, 64)
+    assert (type(middle.keys).__name__, type(middle.values).__name__) == ("TurboQuant", "Uniform")
+    assert type(last.values).__name__ == "PolarQuant"
+    assert middle.token_bytes != last.token_bytes
+    with pytest.raises(UserError, match="exact keys and exact values"):
+        slots_of(configured(config({"recipe": "exact/int4"})), 0, 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"attn_type": "encoder"}, "type 'encoder'"),
+        ({"cache_dtype": "fp8"}, "'fp8'"),
+        ({"head_dim": 72}, "head dim is 72"),
+        ({"sharing": "layers.3"}, "shares the cache of layers.3"),
+        ({"options": {"a sliding window": 64, "ALiBi": None}}, "asks for a sliding window"),
+    ],
+)
+def test_layers_that_cannot_be_packed(change, words):
+    usual = {"head_dim": 64, "options": {}, "cache_dtype": "auto", "attn_type": "decoder", "sharing": None}
+    assert why_not_layer(**usual) is None
+    assert words in why_not_layer(**(usual | change))
