@@ -298,7 +298,7 @@ def test_launches_of_a_step(device, monkeypatch):
         kernel = getattr(launch.kernels, name)
         monkeypatch.setattr(launch.kernels, name, Counted(kernel, name, launched))
     keys, values = inputs(100, B=1)
-    store = fed("kivi:bits=4", keys, values, [0, 100])
+    store = fed("window:sinks=4+kivi:bits=4", keys, values, [0, 100])
     store.to(device)
     attend_store(store, Call(torch.randn(1, 4, 1, 64, device=device), None, 0.125))
     assert sorted(launched) == ["attend", "attend", "attend", "merge_parts"]
