@@ -286,8 +286,7 @@ def test_interpreted_kernels_run_only_where_they_are_forced(device):
 
 
 def test_launches_of_a_step(device, monkeypatch):
-    """One layer's attention for one token: sinks, packed tokens and tail a launch each, one that merges them, and none
-    that any of them repeats."""
+    """One layer's attention for one token: a launch for each run of exact or packed tokens, and one that merges."""
     from tersekv.attention.read import Call, attend_store
     from tersekv.ops.triton import launch
     from test_store import fed
@@ -301,7 +300,9 @@ def test_launches_of_a_step(device, monkeypatch):
     store = fed("window:sinks=4+kivi:bits=4", keys, values, [0, 100])
     store.to(device)
     attend_store(store, Call(torch.randn(1, 4, 1, 64, device=device), None, 0.125))
-    assert sorted(launched) == ["attend", "attend", "attend", "merge_parts"]
+    segments = len(store.exact_segments()) + len(list(store.packed_pages()))
+    assert segments >= 2
+    assert launched == ["attend"] * segments + ["merge_parts"]
 
 
 class Counted:
