@@ -25,8 +25,8 @@ DEVICES = [
     pytest.param("cpu", id="interpreted"),
     pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
 ]
-BLOCKED = {"signs per group"}
-"""Sketches whose channels differ between blocks have no kernel."""
+BLOCKED = {"signs per group"} | {name for name in FORMATS if name.startswith("trellis")}
+"""No kernel reads sketches whose channels differ between blocks, nor trellis codes."""
 
 
 @pytest.fixture(params=DEVICES, autouse=True)
