@@ -25,8 +25,8 @@ DEVICES = [
     pytest.param("cpu", id="interpreted"),
     pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
 ]
-BLOCKED = {"signs per group"}
-"""Sketches whose channels differ between blocks have no kernel."""
+BLOCKED = {"signs per group"} | {name for name in FORMATS if name.startswith("trellis")}
+"""No kernel reads sketches whose channels differ between blocks, nor trellis codes."""
 
 
 @pytest.fixture(params=DEVICES, autouse=True)
@@ -92,16 +92,21 @@ def length(name, T):
     return -(-T // 64) * 64 if "per channel" in name else T
 
 
+SHAPES = [(1, 2, 96, 64, 3), (2, 1, 160, 96, 5), (1, 1, 64, 160, 17)]
+READ = [name for name in FORMATS if name not in BLOCKED]
+
+
 @pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in BLOCKED])
-@pytest.mark.parametrize("shape", [(1, 2, 96, 64, 3), (2, 1, 160, 96, 5), (1, 1, 64, 160, 17)], ids=str)
-def test_every_layout(device, name, side, shape):
-    B, H, T, D, R = shape
-    T = length(name, T)
-    torch.manual_seed(R)
-    other = view("grid", "values" if side == "keys" else "keys", B, H, T, D)
-    one = view(name, side, B, H, T, D)
-    run(device, *((one, other) if side == "keys" else (other, one)), R)
+@pytest.mark.parametrize("number", range(len(READ)), ids=READ)
+def test_every_layout(device, number, side):
+    """Each layout in one of three shapes, on a GPU in all of them."""
+    shapes = SHAPES if device == "cuda" else [SHAPES[(number + (side == "keys")) % 3]]
+    for B, H, T, D, R in shapes:
+        T = length(READ[number], T)
+        torch.manual_seed(R)
+        other = view("grid", "values" if side == "keys" else "keys", B, H, T, D)
+        one = view(READ[number], side, B, H, T, D)
+        run(device, *((one, other) if side == "keys" else (other, one)), R)
 
 
 @pytest.mark.parametrize(("name", "D"), [("grid", 256), ("grid 7", 80), ("polar", 80), ("signs", 256)])
@@ -127,14 +132,14 @@ def test_masks_softcap_and_splits(device, q, softcap, monkeypatch):
     run(device, keys, values, 2 * q, mask[:, None].expand(-1, 2, -1, -1).clone().mT.contiguous().mT, softcap)
 
 
-@pytest.mark.parametrize("rows", ["shared", "per row", "per head"])
-@pytest.mark.parametrize(("kind", "R"), [("halves", 64), ("pairs", 48)])
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in BLOCKED and "per channel" not in name])
-def test_keys_before_rope(device, name, kind, R, rows):
-    if rows != "shared" and name not in ("grid", "sparse"):
-        pytest.skip("positions are read alike for all layouts")
+@pytest.mark.parametrize("number", range(len(READ)), ids=READ)
+def test_keys_before_rope(device, number):
+    """Each layout with one of two orders of pairs, and positions of one of three kinds."""
+    kind, R = (("halves", 64), ("pairs", 48))[number % 2]
     torch.manual_seed(R)
-    run(device, roped(view(name, "keys", 2, 3, 64), kind, R, 64, rows), view("grid", "values", 2, 3, 64), 5)
+    T = length(READ[number], 32)
+    keys = roped(view(READ[number], "keys", 2, 3, T), kind, R, T, ("shared", "per row", "per head")[number % 3])
+    run(device, keys, view("grid", "values", 2, 3, T), 5)
 
 
 @pytest.mark.parametrize("method", ["polarquant", "turboquant"])
@@ -278,3 +283,34 @@ def test_interpreted_kernels_run_only_where_they_are_forced(device):
     assert backends.explain("attend_packed", *call) == "triton"
     with backends.forced("auto"):
         assert backends.explain("attend_packed", *call) != "triton"
+
+
+def test_launches_of_a_step(device, monkeypatch):
+    """One layer's attention for one token: a launch for each run of exact or packed tokens, and one that merges."""
+    from tersekv.attention.read import Call, attend_store
+    from tersekv.ops.triton import launch
+    from test_store import fed
+    from test_store import tokens as inputs
+
+    launched = []
+    for name in ("attend", "merge", "merge_parts"):
+        kernel = getattr(launch.kernels, name)
+        monkeypatch.setattr(launch.kernels, name, Counted(kernel, name, launched))
+    keys, values = inputs(100, B=1)
+    store = fed("window:sinks=4+kivi:bits=4", keys, values, [0, 100])
+    store.to(device)
+    attend_store(store, Call(torch.randn(1, 4, 1, 64, device=device), None, 0.125))
+    segments = len(store.exact_segments()) + len(list(store.packed_pages()))
+    assert segments >= 2
+    assert launched == ["attend"] * segments + ["merge_parts"]
+
+
+class Counted:
+    """A kernel that notes its launches."""
+
+    def __init__(self, kernel, name, launched):
+        self.kernel, self.name, self.launched = kernel, name, launched
+
+    def __getitem__(self, grid):
+        self.launched.append(self.name)
+        return self.kernel[grid]

@@ -1,10 +1,10 @@
 """Pieces that all loaders share: packed words to numbers in registers.
 
-A *unit* is 32 packed codes of a lane: `bits` words for every width (`ops/lanes.py`), 16 pairs of half-words. Codes are
-unpacked as [pair, half, group, unit, lane]: lanes, side by side in memory, are the threads of a warp, and pairs
-and halves are registers of one thread, so that which word, shift and mask makes a code is known to the compiler and no
-word is loaded twice. A shift and a mask place a code below the exponent of 1.0 in float16: 1 + code/2^bits, with no
-conversion of integers; the 1 is taken off after the product.
+A *unit* is 32 packed codes of a lane: `bits` words for every width (`ops/lanes.py`), 16 pairs of half-words. Which
+word, shift and mask makes a pair is written out at compile time, pair by pair, and the pairs are joined along new axes:
+a tile made with index arithmetic instead lets the compiler spread one unit over threads, which then load and shift
+every word many times. A shift and a mask place two codes below the exponents of 1.0 in float16, 1 + code/2^bits, and
+the 1 is subtracted: exact, with no conversion of integers.
 """
 
 from __future__ import annotations
@@ -39,51 +39,63 @@ def product(x, y):
 
 
 @triton.jit
-def word_pairs(codes, at, left, BITS: tl.constexpr):
-    """Pairs of codes, one in bits 10 − BITS to 9 of each half of an int32: [16, G, U, L], from units that begin at
-    `codes + at` [G, U, L] and have `left` words (broadcast to it; past them there is nothing). Words lie 16 apart."""
+def load_words(codes, at, left, BITS: tl.constexpr):
+    """The words of units that begin at `codes + at`: a tuple of BITS int32 tensors of its shape. Words lie 16 apart;
+    past `left` of them there is nothing."""
+    words = ()
+    for v in tl.static_range(BITS):
+        words = words + (tl.load(codes + at + v * 16, mask=left > v, other=0),)  # type: ignore[assignment]
+    return words
+
+
+@triton.jit
+def _pairs(words, BITS: tl.constexpr):
+    """The 16 pairs of codes of a unit, each code in bits 10 − BITS to 9 of its half of an int32: a tuple."""
     DIRECT: tl.constexpr = 16 // BITS
     SPARE: tl.constexpr = 16 - BITS * DIRECT
-    UNIT_WORDS: tl.constexpr = 1 if SPARE == 0 else (3 if BITS == 6 else BITS)
-    UNIT_CODES: tl.constexpr = DIRECT if SPARE == 0 else (8 if BITS == 6 else 16)
+    WORDS: tl.constexpr = 1 if SPARE == 0 else (3 if BITS == 6 else BITS)
+    CODES: tl.constexpr = DIRECT if SPARE == 0 else (8 if BITS == 6 else 16)
     UP: tl.constexpr = 10 - BITS
     MASK: tl.constexpr = (((1 << BITS) - 1) << UP) * 0x10001
-    i = tl.arange(0, 16)[:, None, None, None]
-    sub, place = i // UNIT_CODES, i % UNIT_CODES
-    direct = place < UNIT_WORDS * DIRECT
-    down = (place % DIRECT) * BITS - UP
-    pair = tl.zeros((16, 1, 1, 1), tl.int32)
-    for v in tl.static_range(BITS):
-        word = tl.load(codes + at + v * 16, mask=left > v, other=0)[None, :, :, :]
-        mine = (sub == v // UNIT_WORDS) & direct & (place // DIRECT == v % UNIT_WORDS)
-        shifted = tl.where(down >= 0, word >> tl.maximum(down, 0), word << tl.maximum(-down, 0))
-        pair = tl.where(mine, shifted & MASK, pair)
-        if SPARE > 0:
-            for at_bit in tl.static_range(SPARE):
-                # bit of the stream of spare bits: which code, and which of its bits
-                stream = (v % UNIT_WORDS) * SPARE + at_bit
-                mine = (sub == v // UNIT_WORDS) & (place == UNIT_WORDS * DIRECT + stream // BITS)
-                bit = ((word >> (DIRECT * BITS + at_bit)) & 0x10001) << (stream % BITS + UP)
-                pair = pair | tl.where(mine, bit, 0)
-    return pair
+    pairs = ()
+    for i in tl.static_range(16):
+        if i % CODES < WORDS * DIRECT:
+            pair = words[i // CODES * WORDS + i % CODES // DIRECT]
+            if i % CODES % DIRECT * BITS >= UP:
+                pair = (pair >> (i % CODES % DIRECT * BITS - UP)) & MASK
+            else:
+                pair = (pair << (UP - i % CODES % DIRECT * BITS)) & MASK
+        else:  # its bits are spare ones of several words
+            pair = words[0] & 0
+            for k in tl.static_range(BITS):
+                word = words[i // CODES * WORDS + ((i % CODES - WORDS * DIRECT) * BITS + k) // SPARE]
+                at = DIRECT * BITS + ((i % CODES - WORDS * DIRECT) * BITS + k) % SPARE
+                pair |= ((word >> at) & 0x10001) << (k + UP)
+        pairs = pairs + (pair,)  # type: ignore[assignment]
+    return pairs
 
 
 @triton.jit
-def halves(pair):
-    """Both halves of each pair: int32 [16, 2, G, U, L]."""
-    return (pair[:, None, :, :, :] >> (16 * tl.arange(0, 2))[None, :, None, None, None]) & 0xFFFF
-
-
-@triton.jit
-def fractions(pair):
-    """1 + code/2^bits, float16 [16, 2, G, U, L]."""
-    return halves(pair | 0x3C003C00).to(tl.int16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def tile(x):
-    """[16, 2, G, U, L] to [G, L, 32·U]: the packed axis in its own order."""
-    G: tl.constexpr = x.shape[2]
-    L: tl.constexpr = x.shape[4]
-    K: tl.constexpr = 32 * x.shape[3]
-    return tl.reshape(tl.permute(x, (2, 4, 3, 0, 1)), (G, L, K))
+def numbers(words, table, BITS: tl.constexpr, IS_INTEGER: tl.constexpr):
+    """A tile [G, L, 32·U] of float16 from words [G, L, U] of its units: entries of a table, or of integers
+    code/2^BITS."""
+    pairs = _pairs(words, BITS)
+    two = ()
+    for i in tl.static_range(16):
+        if IS_INTEGER:
+            pair = pairs[i] | 0x3C003C00
+            low = pair.to(tl.int16).to(tl.float16, bitcast=True) - 1.0
+            high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True) - 1.0
+        else:
+            low = tl.load(table + ((pairs[i] & 0xFFFF) >> (10 - BITS))).to(tl.float16)
+            high = tl.load(table + (pairs[i] >> (26 - BITS))).to(tl.float16)
+        two = two + (tl.join(low, high),)  # type: ignore[assignment]
+    four = ()
+    for i in tl.static_range(8):
+        four = four + (tl.join(two[2 * i], two[2 * i + 1]),)  # type: ignore[assignment]
+    eight = ()
+    for i in tl.static_range(4):
+        eight = eight + (tl.join(four[2 * i], four[2 * i + 1]),)  # type: ignore[assignment]
+    x = tl.join(tl.join(eight[0], eight[1]), tl.join(eight[2], eight[3]))  # type: ignore[misc]
+    K: tl.constexpr = 32 * x.shape[2]
+    return tl.reshape(tl.permute(x, (0, 1, 2, 7, 6, 5, 4, 3)), (x.shape[0], x.shape[1], K))

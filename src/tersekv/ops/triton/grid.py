@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tersekv.ops.triton.codes import fractions, halves, largest, product, tile, word_pairs
+from tersekv.ops.triton.codes import largest, load_words, numbers, product
 from tersekv.ops.triton.spec import (
     BITS,
     BLOCK,
@@ -35,24 +35,16 @@ TABLE: tl.constexpr = tl.constexpr(12)
 
 
 @triton.jit
-def _entries(leaf, b, pair, S: tl.constexpr, LEAF: tl.constexpr):
-    """A tile [G, L, 32·U] of table entries, float16; of integers 1 + code/2^bits, see `_whole`."""
-    if S[LEAF][IS_INTEGER]:
-        return tile(fractions(pair))
-    else:
-        code = halves(pair) >> (10 - S[LEAF][BITS])
-        return tile(tl.load(leaf[TABLE] + b * leaf[TABLE + 1] + code).to(tl.float16))
+def _entries(leaf, b, h, at, left, S: tl.constexpr, LEAF: tl.constexpr):
+    """A tile [G, L, 32·U] of the units at `at` [G, L, U], in units of `_unit`."""
+    words = load_words(_head(leaf, CODES, b, h), at, left, S[LEAF][BITS])
+    return numbers(words, leaf[TABLE] + b * leaf[TABLE + 1], S[LEAF][BITS], S[LEAF][IS_INTEGER])
 
 
 @triton.jit
-def _whole(out, coefficients, S: tl.constexpr, LEAF: tl.constexpr):
-    """Σ entries·coefficients from the product `out` with a tile of `_entries`; coefficients [..., K, rows] as they were
-    multiplied."""
-    if S[LEAF][IS_INTEGER]:
-        ones = tl.sum(coefficients.to(tl.float32), axis=len(coefficients.shape) - 2, keep_dims=True)
-        return (out - ones) * (1 << S[LEAF][BITS])
-    else:
-        return out
+def _unit(S: tl.constexpr, LEAF: tl.constexpr):
+    """What an entry of a tile is to be multiplied by."""
+    return (1 << S[LEAF][BITS]) * 1.0 if S[LEAF][IS_INTEGER] else 1.0
 
 
 @triton.jit
@@ -75,9 +67,7 @@ def _plane(leaf, FIRST: tl.constexpr, b, h, token, channel, ok, S: tl.constexpr,
 @triton.jit
 def _scaled(x, leaf, b, h, token, channel, ok, S: tl.constexpr, LEAF: tl.constexpr):
     """scale·entry + offset, float32, from a tile of `_entries`."""
-    x = x.to(tl.float32)
-    if S[LEAF][IS_INTEGER]:
-        x = (x - 1.0) * (1 << S[LEAF][BITS])
+    x = x.to(tl.float32) * _unit(S, LEAF)
     x *= _plane(leaf, SCALE, b, h, token, channel, ok, S, LEAF)
     if S[LEAF][HAS_OFFSET]:
         x += _plane(leaf, OFFSET, b, h, token, channel, ok, S, LEAF)
@@ -85,15 +75,21 @@ def _scaled(x, leaf, b, h, token, channel, ok, S: tl.constexpr, LEAF: tl.constex
 
 
 @triton.jit
+def _offsets(offset, coefficients):
+    """offset [G, K] times coefficients [K, rows]: [G, 1, rows]."""
+    most = largest(offset)
+    return (product((offset / most).to(tl.float16), coefficients.to(tl.float16)) * most)[:, None, :]
+
+
+@triton.jit
 def _key_entries(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
     """Entries of tokens n0 on: [NB, 32, K]."""
     U: tl.constexpr = S[LEAF][PADDED] // 32
-    n = n0 + 32 * tl.arange(0, NB)[:, None, None] + tl.arange(0, 32)[None, None, :]
-    inside, u = n % S[LEAF][BLOCK], tl.arange(0, U)[None, :, None]
+    n = n0 + 32 * tl.arange(0, NB)[:, None, None] + tl.arange(0, 32)[None, :, None]
+    inside, u = n % S[LEAF][BLOCK], tl.arange(0, U)[None, None, :]
     lane = (n // S[LEAF][BLOCK]) * leaf[CODES + 3] + (inside // 16) * (S[LEAF][WORDS] * 16) + inside % 16
     left = tl.where(n < T, S[LEAF][WORDS] - u * S[LEAF][BITS], 0)
-    pair = word_pairs(_head(leaf, CODES, b, h), lane + u * (S[LEAF][BITS] * 16), left, S[LEAF][BITS])
-    return _entries(leaf, b, pair, S, LEAF)
+    return _entries(leaf, b, h, lane + u * (S[LEAF][BITS] * 16), left, S, LEAF)
 
 
 @triton.jit
@@ -120,16 +116,15 @@ def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB
             most = largest(scale)
             scale /= most
         coefficients = (q[None, :, :] * scale[:, :, None]).to(tl.float16)
-        s = _whole(product(x, coefficients), coefficients, S, LEAF) * most
+        s = product(x, coefficients) * (most * _unit(S, LEAF))
         if S[LEAF][HAS_OFFSET]:
             offset = _plane(leaf, OFFSET, b, h, token, channel, ok, S, LEAF)
-            s += tl.sum(q[None, :, :] * offset[:, :, None], axis=1)[:, None, :]
+            s += _offsets(offset, q)
         return tl.reshape(s, (N, q.shape[1]))
     elif S[LEAF][SCALES] == TO_PRODUCT:
         token = n0 + tl.arange(0, N)
         x = tl.reshape(_key_entries(leaf, b, h, n0, T, S, LEAF, NB), (N, K))
-        small = q.to(tl.float16)
-        s = _whole(product(x, small), small, S, LEAF)
+        s = product(x, q.to(tl.float16)) * _unit(S, LEAF)
         s *= _plane(leaf, SCALE, b, h, token, 0, token < T, S, LEAF)[:, None]
         if S[LEAF][HAS_OFFSET]:
             s += _plane(leaf, OFFSET, b, h, token, 0, token < T, S, LEAF)[:, None] * tl.sum(q, axis=0)[None, :]
@@ -144,13 +139,11 @@ def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB
 def _value_entries(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
     """Entries of tokens n0 on: [channel groups, 32, 32·NB]."""
     G: tl.constexpr = S[LEAF][PADDED] // 32
-    c = 32 * tl.arange(0, G)[:, None, None] + tl.arange(0, 32)[None, None, :]
-    first = n0 + 32 * tl.arange(0, NB)[None, :, None]
+    c = 32 * tl.arange(0, G)[:, None, None] + tl.arange(0, 32)[None, :, None]
+    first = n0 + 32 * tl.arange(0, NB)[None, None, :]
     unit = (first // S[LEAF][BLOCK]) * leaf[CODES + 3] + ((first % S[LEAF][BLOCK]) // 32) * (S[LEAF][BITS] * 16)
     left = tl.where((c < S[LEAF][CHANNELS]) & (first < T), S[LEAF][BITS], 0)
-    at = (c // 16) * (S[LEAF][WORDS] * 16) + c % 16 + unit
-    pair = word_pairs(_head(leaf, CODES, b, h), at, left, S[LEAF][BITS])
-    return _entries(leaf, b, pair, S, LEAF)
+    return _entries(leaf, b, h, (c // 16) * (S[LEAF][WORDS] * 16) + c % 16 + unit, left, S, LEAF)
 
 
 @triton.jit
@@ -163,8 +156,7 @@ def load_values_grid(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, 
         scale = _plane(leaf, SCALE, b, h, token, 0, token < T, S, LEAF)
         most = largest(scale)
         coefficients = (p * (scale / most)[:, None]).to(tl.float16)
-        out = product(tl.reshape(x, (32 * G, 32 * NB)), coefficients)
-        out = _whole(out, coefficients, S, LEAF) * most
+        out = product(tl.reshape(x, (32 * G, 32 * NB)), coefficients) * (most * _unit(S, LEAF))
         if S[LEAF][HAS_OFFSET]:
             offset = _plane(leaf, OFFSET, b, h, token, 0, token < T, S, LEAF)
             out += tl.sum(p * offset[:, None], axis=0)[None, :]
@@ -175,10 +167,10 @@ def load_values_grid(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, 
         scale = _plane(leaf, SCALE, b, h, token[None, :], channel, ok, S, LEAF)
         most = largest(scale)
         coefficients = (p[None, :, :] * (scale / most)[:, :, None]).to(tl.float16)
-        out = _whole(product(x, coefficients), coefficients, S, LEAF) * most
+        out = product(x, coefficients) * (most * _unit(S, LEAF))
         if S[LEAF][HAS_OFFSET]:
             offset = _plane(leaf, OFFSET, b, h, token[None, :], channel, ok, S, LEAF)
-            out += tl.sum(p[None, :, :] * offset[:, :, None], axis=1)[:, None, :]
+            out += _offsets(offset, p)
         return tl.reshape(out, (32 * G, p.shape[1]))
     else:
         channel = tl.arange(0, 32 * G)[:, None]

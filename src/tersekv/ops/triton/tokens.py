@@ -65,12 +65,18 @@ def _norms(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constex
 def _signs(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """±1 [N, rows of the sketch], float16."""
     BYTES: tl.constexpr = S[LEAF][PADDED] // 8
-    n, byte = n0 + tl.arange(0, N)[None, :], tl.arange(0, BYTES)[:, None]
+    n, byte = n0 + tl.arange(0, N)[:, None], tl.arange(0, BYTES)[None, :]
     at = (n // S[LEAF][BLOCK]) * leaf[3] + byte * S[LEAF][BLOCK] + n % S[LEAF][BLOCK]
     x = tl.load(_head(leaf, 0, b, h) + at, mask=(n < T) & (byte * 8 < S[LEAF][CHANNELS]), other=0).to(tl.int32)
-    bit = (x[None, :, :] >> tl.arange(0, 8)[:, None, None]) & 1
-    sign = (0xBC00 ^ (bit << 15)).to(tl.int16).to(tl.float16, bitcast=True)  # −1.0, or 1.0 where the bit is set
-    return tl.reshape(tl.permute(sign, (2, 1, 0)), (N, 8 * BYTES))
+    low = tl.join(tl.join(_sign(x, 0), _sign(x, 1)), tl.join(_sign(x, 2), _sign(x, 3)))
+    high = tl.join(tl.join(_sign(x, 4), _sign(x, 5)), tl.join(_sign(x, 6), _sign(x, 7)))
+    return tl.reshape(tl.permute(tl.join(low, high), (0, 1, 4, 3, 2)), (N, 8 * BYTES))
+
+
+@triton.jit
+def _sign(byte, BIT: tl.constexpr):
+    """−1.0, or 1.0 where the bit is set."""
+    return ((((byte >> BIT) & 1) << 15) ^ 0xBC00).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit

@@ -1,4 +1,9 @@
-"""How a call is cut into programs: what is known to be good, and a safe choice elsewhere."""
+"""How a call is cut into programs: a choice per shape class and layouts, made once and kept.
+
+None of the choices was measured on a GPU yet. They are what code compiled for sm_90 asks for: 128 tokens at a time keep
+grids of 4 bits and head dim 128 within a thread's registers; a layout that decodes element by element, or a wide head,
+takes fewer tokens. `TABLE` is the place for what measurements find.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,33 @@ from typing import NamedTuple
 
 import torch
 
+from tersekv.ops.triton import spec
 from tersekv.ops.triton.leaves import Leaf
+
+PROGRAMS_PER_MULTIPROCESSOR = 4
+"""Programs that a launch aims at, so that each multiprocessor has several to switch between."""
+
+
+class Shape(NamedTuple):
+    """Tokens taken at a time, in blocks of 32, and warps and stages as Triton counts them."""
+
+    blocks: int
+    warps: int
+    stages: int
+
+
+class Key(NamedTuple):
+    """What choices are kept for: the GPU's name ("" for any), kinds and bits of leaves, rows and padded channels."""
+
+    gpu: str
+    keys: tuple[tuple[int, int], ...]
+    values: tuple[tuple[int, int], ...]
+    rows: int
+    channels: int
+
+
+TABLE: dict[Key, Shape] = {}
+"""Measured choices; a GPU's own entry goes before one for any."""
 
 
 class Plan(NamedTuple):
@@ -25,14 +56,36 @@ class Plan(NamedTuple):
 
 def plan(heads: int, R: int, T: int, keys: Sequence[Leaf], values: Sequence[Leaf], device: torch.device) -> Plan:
     """For `heads` batch rows × key-value heads, R query rows each, over T tokens."""
-    rows = 16 if R <= 16 else 32
-    blocks, warps, stages = 4, 4, 2
-    tile = 32 * blocks
-    tiles = max(1, -(-T // tile))
-    programs = heads * -(-R // rows)
-    splits = max(1, min(tiles, -(-4 * multiprocessors(device) // max(1, programs))))
+    rows = 8 if R <= 8 else 16 if R <= 16 else 32
+    channels = max(leaf.spec[2] for leaf in (*keys, *values))
+    shape = chosen(Key(gpu(device), _kinds(keys), _kinds(values), rows, channels))
+    tile = 32 * shape.blocks
+    tiles, programs = max(1, -(-T // tile)), max(1, heads * -(-R // rows))
+    splits = max(1, min(tiles, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // programs))
     split_tokens = -(-tiles // splits) * tile
-    return Plan(rows, blocks, max(1, -(-T // split_tokens)), split_tokens, warps, stages)
+    return Plan(rows, shape.blocks, max(1, -(-T // split_tokens)), split_tokens, shape.warps, shape.stages)
+
+
+def _kinds(leaves: Sequence[Leaf]) -> tuple[tuple[int, int], ...]:
+    """Kind and the first number of its own: bits of a grid, levels of polar."""
+    return tuple((leaf.spec[0], leaf.spec[7] if len(leaf.spec) > 7 else 0) for leaf in leaves)
+
+
+@functools.lru_cache(maxsize=1024)
+def chosen(key: Key) -> Shape:
+    """The measured choice, or a safe one."""
+    for known in (key, key._replace(gpu="")):
+        if known in TABLE:
+            return TABLE[known]
+    kinds = {kind for kind, _ in (*key.keys, *key.values)}
+    small = key.channels > 128 or key.rows > 16 or kinds & {spec.POLAR.value, spec.SPARSE.value, spec.SIGNS.value}
+    return Shape(2 if small else 4, 4, 2)
+
+
+@functools.cache
+def gpu(device: torch.device) -> str:
+    """Its name; "" where kernels are interpreted."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 @functools.cache
