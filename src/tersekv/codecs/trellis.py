@@ -34,14 +34,11 @@ from tersekv.ops import backends
 from tersekv.ops.trellis import MOST_BITS, STATES
 from tersekv.tables.bits import SQUARED_ERROR, allotted, shared_out
 from tersekv.tables.trellis import scalar_entries, trellis_entries
-from tersekv.transforms.klt import klt, packed_basis, unpacked_basis, within
+from tersekv.transforms.klt import fisher_metric, klt, packed_basis, unpacked_basis, within
 from tersekv.transforms.rotation import random_rotation
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-SHRINK = 0.1
-"""Share of its own mean in a metric that was estimated: few tokens carry most of the Fisher information."""
 
 SHARING = ("model", "fisher")
 """Options under which layers are compared: without gradients there is nothing to compare them by."""
@@ -163,8 +160,9 @@ class Trellis(Codec):
         covariance = x.transpose(-1, -2) @ x / max(1, x.shape[2])
         spread = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
         prior = D / (D + x.shape[2])  # a short prompt does not span what comes later
-        covariance = (1 - prior) * covariance + prior * spread * torch.eye(D, dtype=x.dtype, device=x.device)
-        metric = self._metric(gradient, covariance)
+        one = torch.eye(D, dtype=x.dtype, device=x.device)
+        covariance = (1 - prior) * covariance + prior * spread * one
+        metric = one.expand_as(covariance) if gradient is None else fisher_metric(gradient, self.side == "keys")
         if self.basis != "klt":
             basis = self._fixed_basis(D, x.device).double().expand_as(covariance)
             return {}, within(covariance, basis), within(metric, basis)
@@ -173,18 +171,6 @@ class Trellis(Codec):
         basis = unpacked_basis(**kept)
         dual = torch.linalg.inv(basis).transpose(-1, -2)
         return kept, within(covariance, dual).clamp_min(0), within(metric, basis)
-
-    def _metric(self, gradient: Tensor | None, like: Tensor) -> Tensor:
-        """Weights of squared errors, [B, H, D, D]: the gradients' second moment, or one."""
-        one = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device).expand_as(like)
-        if gradient is None:
-            return one
-        g = gradient.double()
-        moment = g.transpose(-1, -2) @ g / g.shape[2]
-        if self.side == "keys":
-            moment = moment.diagonal(dim1=-2, dim2=-1).diag_embed()
-        mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-        return torch.where(mean > 0, (1 - SHRINK) * moment + SHRINK * mean * one, one * torch.finfo(torch.float32).tiny)
 
     def _fixed_basis(self, D: int, device: torch.device) -> Tensor:
         if self.basis == "channels":

@@ -1,13 +1,16 @@
 """The Karhunen-Loève transform in a metric, and how its basis is held in few bits.
 
-Components that are uncorrelated, and whose squared errors add up in the metric, are y = Uᵀ·M^½·x with the eigenvectors U
-of M^½·C·M^½; row d of the basis, M^−½·u_d, is what component d adds to x.
+Components that are uncorrelated, and whose squared errors add up in the metric, are y = Uᵀ·M^½·x with the eigenvectors
+U of M^½·C·M^½; row d of the basis, M^−½·u_d, is what component d adds to x.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+SHRINK = 0.1
+"""Share of its own mean in a metric that was estimated: few tokens carry most of the Fisher information."""
 
 LARGEST = 31
 """Of an entry of a stored basis, of 6 bits."""
@@ -38,6 +41,17 @@ def unpacked_basis(basis: Tensor, channels: Tensor) -> Tensor:
     codes = split.sum(-1).unsqueeze(-1) >> torch.arange(0, 24, 6, device=basis.device) & 63
     entries = codes.flatten(-2)[..., : D * D].unflatten(-1, (D, D)) - LARGEST - 1
     return entries.double() * channels.double().unsqueeze(-2)
+
+
+def fisher_metric(gradient: Tensor, diagonal: bool) -> Tensor:
+    """E[g·gᵀ] float64 [B, H, D, D] of gradients [B, H, T, D], shrunk towards its mean; diagonal: without the rest."""
+    g = gradient.double()
+    moment = g.transpose(-1, -2) @ g / g.shape[2]
+    if diagonal:
+        moment = moment.diagonal(dim1=-2, dim2=-1).diag_embed()
+    one = torch.eye(g.shape[-1], dtype=g.dtype, device=g.device)
+    mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    return torch.where(mean > 0, (1 - SHRINK) * moment + SHRINK * mean * one, one * torch.finfo(torch.float32).tiny)
 
 
 def klt(covariance: Tensor, metric: Tensor) -> Tensor:
