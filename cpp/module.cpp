@@ -32,7 +32,7 @@ Call common(nb::handle query, double scaling, double softcap) {
 
 // Whether a view's tokens may lie anywhere: not where a table or a list follows their order.
 bool pageable(const View& view) {
-  if (view.kind == Kind::roped || view.kind == Kind::sparse) return false;
+  if (view.kind == Kind::roped || view.kind == Kind::turned || view.kind == Kind::sparse) return false;
   for (int64_t i = 0; i < view.count; i++)
     if (!pageable(view.parts[i])) return false;
   return true;

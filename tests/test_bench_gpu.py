@@ -71,7 +71,7 @@ def test_every_format_has_a_kernel_that_is_right(clock, name):
 
 def test_a_format_without_a_kernel_is_not_timed(clock):
     segment = bench.make_segment("grid4", 2, 64, 64, 0)
-    with backends.forced("auto"), pytest.raises(UserError, match="not timed: reference: query is torch.float64"):
+    with backends.forced("auto"), pytest.raises(UserError, match=r"not timed: reference: query is torch\.float64"):
         bench._error("grid4", torch.randn(1, 2, 2, 64, dtype=torch.float64), *segment.operands(), 1.0)
 
 

@@ -41,7 +41,7 @@ def why_not(name: str, operand: Operand) -> str | None:
 def why_not_in_pages(name: str, operand: Operand) -> str | None:
     """Why the kernels do not read the tokens of `operand` in another order than they lie in; None if they do."""
     kind = _kind(operand)
-    if kind in ("roped", "sparse"):
+    if kind in ("roped", "turned", "sparse"):
         return f"{name} are {kind}: their tokens have one order"
     parts = operand.views if kind in ("added", "joined") else []  # type: ignore[union-attr]
     return next((reason for view in parts if (reason := why_not_in_pages(name, view.operand))), None)
