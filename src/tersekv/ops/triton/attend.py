@@ -49,9 +49,6 @@ def _met(S: tl.constexpr, LEAF: tl.constexpr):
 def _query(rows, row_ok, turn, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
     """A leaf's query and, with RoPE, the channels that it meets across: float32 [channels, rows] divided by a power of
     two near the largest of each row, and these powers."""
-    if S[LEAF][KIND] == SPARSE:  # loads what its entries want
-        one = tl.full((1, rows.shape[0]), 1.0, tl.float32)
-        return one, one, one
     channel, inside = _met(S, LEAF)
     ok = row_ok[None, :] & inside[:, None]
     q = tl.load(rows[None, :] + channel[:, None], mask=ok, other=0.0)
@@ -65,6 +62,16 @@ def _query(rows, row_ok, turn, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.co
         most = tl.maximum(most, tl.max(tl.abs(across), axis=0)[None, :])
     most = 2.0 * power_of_two(most)  # so that nothing exceeds 1
     return q / most, across / most, most
+
+
+@triton.jit
+def _leaf_query(rows, row_ok, turn, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
+    """What `_query` gives; `sparse` loads what its entries want."""
+    if S[LEAF][KIND] == SPARSE:
+        one = tl.full((1, rows.shape[0]), 1.0, tl.float32)
+        return one, one, one
+    else:
+        return _query(rows, row_ok, turn, ROPED, S, LEAF)
 
 
 @triton.jit
@@ -165,7 +172,7 @@ def attend(
     loaded = ()
     for i in tl.static_range(len(KEYS)):
         rows = queries[i][0] + (head.to(tl.int64) * R + row) * queries[i][1]
-        loaded = loaded + (_query(rows, row_ok, turn, ROPED, KEYS, i),)  # type: ignore[assignment]
+        loaded = loaded + (_leaf_query(rows, row_ok, turn, ROPED, KEYS, i),)  # type: ignore[assignment]
     sums = ()
     for i in tl.static_range(len(VALUES)):
         sums = sums + (_zeros(ROWS, VALUES, i),)  # type: ignore[assignment]
