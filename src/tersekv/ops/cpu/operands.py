@@ -32,32 +32,24 @@ class _Kind(NamedTuple):
 
 def why_not(name: str, operand: Operand) -> str | None:
     """Why the kernels do not read `operand` as "keys" or "values" (`name`); None if they do."""
-    kind = _KINDS.get(_kind(operand))
+    kind = _KINDS.get(kind_of(operand))
     if kind is None:
-        return f"no kernel reads the format {getattr(operand, 'format', _kind(operand))}"
+        return f"no kernel reads the format {getattr(operand, 'format', kind_of(operand))}"
     return kind.why_not(name, operand)
-
-
-def why_not_in_pages(name: str, operand: Operand) -> str | None:
-    """Why the kernels do not read the tokens of `operand` in another order than they lie in; None if they do."""
-    kind = _kind(operand)
-    if kind in ("roped", "turned", "sparse"):
-        return f"{name} are {kind}: their tokens have one order"
-    parts = operand.views if kind in ("added", "joined") else []  # type: ignore[union-attr]
-    return next((reason for view in parts if (reason := why_not_in_pages(name, view.operand))), None)
 
 
 def pack(name: str, operand: Operand) -> tuple:
     """The operand as the extension takes it."""
-    return _KINDS[_kind(operand)].pack(name, operand)
+    return _KINDS[kind_of(operand)].pack(name, operand)
 
 
 def channels(operand: Operand) -> int:
     """D."""
-    return _KINDS[_kind(operand)].channels(operand)
+    return _KINDS[kind_of(operand)].channels(operand)
 
 
-def _kind(operand: Operand) -> str:
+def kind_of(operand: Operand) -> str:
+    """Its layout's name."""
     return "exact" if isinstance(operand, Tensor) else "grid" if isinstance(operand, GridSide) else operand.kind
 
 
