@@ -165,7 +165,7 @@ def test_without_the_extension(call, without_extension):
     assert "not built" in backends.explain("attend_packed", *call)
     torch.testing.assert_close(backends.attend_packed(*call)[0], reference(*call)[0])
     rows = backends.report()
-    assert [row["available"] for row in rows if row["backend"] == "cpu"] == [False] * 3
+    assert [row["available"] for row in rows if row["backend"] == "cpu"] == [False] * 4
     with pytest.raises(UserError, match="native kernels are not built"), backends.forced("cpu"):
         backends.attend_packed(*call)
     with pytest.raises(RuntimeError, match="native kernels are not built"):
@@ -174,7 +174,7 @@ def test_without_the_extension(call, without_extension):
 
 def test_report():
     rows = backends.report()
-    assert {row["op"] for row in rows} == {"attend_packed", "attend_exact", "merge_segments"}
+    assert {row["op"] for row in rows} == {"attend_packed", "attend_exact", "merge_segments", "encode_trellis"}
     assert all(set(row) == {"backend", "op", "available", "detail"} for row in rows)
     assert all(row["available"] for row in rows if row["backend"] == "reference")
 
