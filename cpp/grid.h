@@ -25,6 +25,24 @@ inline const View* grid_in(const View& view) {
   return first->kind == Kind::grid ? first : nullptr;
 }
 
+// Fetches the values of tokens [token, token + tokens) into the second cache, where they are a grid: while other keys
+// than grids are multiplied, which take their time.
+inline void fetch_values(const Node& keys, Span span, int64_t token, int64_t tokens) {
+  const View* values = span.row == 0 ? grid_in(*keys.call->values) : nullptr;
+  if (!values || token % values->t || tokens % values->t) return;
+  const GridView& v = values->grid;
+  const auto fetch = [](const void* data, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(data) + i, 0, 2);
+  };
+  for (int64_t n = token / values->t; n < (token + tokens) / values->t; n++) {
+    const Block block = block_at(v, keys.b, keys.h, n);
+    const int64_t ranges = (v.lane_scaled ? v.P / v.group * v.L : v.L / v.group * v.P) * 2;
+    fetch(block.codes, ceil_div(v.L, kLanes) * v.words * kLanes * 4);
+    fetch(block.scale, ranges);
+    if (block.offset) fetch(block.offset, ranges);
+  }
+}
+
 inline void lut_scores(const Node& node, Span span, float* coef, float* score, int64_t score_stride) {
   const int64_t t = node.view->t, first = span.first / t;
   Product product;

@@ -89,14 +89,27 @@ struct GridProduct {
       repeat<R>([&](auto r) TERSEKV_INLINE { shift[r] = S::fma(xs[r], o, shift[r]); });
     };
     int64_t p = 0;
-    for (; p + kLanes <= view.P; p += kLanes) {
-      const auto half = [](const uint16_t* from) TERSEKV_INLINE { return S::template load_as<HALF>(from); };
-      part(p, half(scale + p), half, [](const float* from) TERSEKV_INLINE { return S::load(from); });
+    const auto half = [](const uint16_t* from) TERSEKV_INLINE { return S::template load_as<HALF>(from); };
+    for (; p + 2 * kLanes <= view.P; p += 2 * kLanes) {
+      const F s[2] = {half(scale + p), half(scale + p + kLanes)};
+      const F by[2] = {S::mul(s[0], unit), S::mul(s[1], unit)};
+      F xs[R][2];
+      repeat<R>([&](auto r) TERSEKV_INLINE {
+        repeat<2>([&](auto k) TERSEKV_INLINE { xs[r][k] = S::load(x + r * x_stride + p + k * kLanes); });
+        S::store_coef_pair(coef + r * coef_stride, at + p, S::mul(xs[r][0], by[0]), S::mul(xs[r][1], by[1]));
+      });
+      if (!shifts(view, block)) continue;
+      repeat<2>([&](auto k) TERSEKV_INLINE {
+        const F o = offset ? S::fma(s[k], middle, half(offset + p + k * kLanes)) : S::mul(s[k], middle);
+        repeat<R>([&](auto r) TERSEKV_INLINE { shift[r] = S::fma(xs[r][k], o, shift[r]); });
+      });
     }
+    for (; p + kLanes <= view.P; p += kLanes)
+      part(p, half(scale + p), half, [](const float* from) TERSEKV_INLINE { return S::load(from); });
     if (p < view.P) {
       const int64_t n = view.P - p;
-      const auto half = [&](const uint16_t* from) TERSEKV_INLINE { return S::template load_as_n<HALF>(from, n); };
-      part(p, half(scale + p), half,
+      const auto some = [&](const uint16_t* from) TERSEKV_INLINE { return S::template load_as_n<HALF>(from, n); };
+      part(p, some(scale + p), some,
            [&](const float* from) TERSEKV_INLINE { return S::template load_as_n<Float::f32>(from, n); });
       p += kLanes;
     }

@@ -152,6 +152,7 @@ void roped_grid_blocks(const Node& node, const Node& grid, const float* tables, 
   for (int64_t token = span.first; token < span.last; token += t) {
     const Block block = block_at(v, node.b, node.h, token / t);
     if (token == span.first || !fixed) grid_ranges<S>(grid, block, 0);
+    fetch_values(node, span, token, t);
     const int64_t at = token - span.first, words = v.words * kLanes;
     int64_t g = 0;
     for (; g + kTiles <= groups; g += kTiles)

@@ -2,6 +2,7 @@
 // looked up with a nibble of signs. Sums of values are taken in the sketch's space and brought back by Sᵀ.
 #pragma once
 
+#include "grid.h"
 #include "sketch.h"
 
 namespace tersekv {
@@ -90,6 +91,7 @@ template <class S>
 void signs_scores(const Node& node, Span span, float* score, int64_t score_stride) {
   const SignsOwn& own = *static_cast<SignsOwn*>(node.own);
   const int64_t table_stride = 2 * own.bytes * kLanes;
+  constexpr int64_t kStep = 2 * kSignTokens;  // scored between two fetches of values
   with_rows(span.rows, [&](auto rows) {
     const auto scores = [&](int64_t row, int64_t first, int64_t last) {
       const float *tables = own.tables + row * table_stride, *steps = own.steps + row;
@@ -100,7 +102,14 @@ void signs_scores(const Node& node, Span span, float* score, int64_t score_strid
         sign_scores<S, rows>(node, tables, steps, first, last, out, score_stride);
       }
     };
-    if (!varies(node.view->signs)) return scores(span.row, span.first, span.last);
+    if (!varies(node.view->signs)) {
+      for (int64_t token = span.first; token < span.last; token += kStep) {
+        const int64_t last = token + kStep < span.last ? token + kStep : span.last;
+        fetch_values(node, span, token, last - token);
+        scores(span.row, token, last);
+      }
+      return;
+    }
     for (int64_t token = span.first; token < span.last; token += kSignTokens) {
       sketch_block<S>(node, token / kSignTokens, span.row, rows);
       for (int64_t r = 0; r < rows; r++)

@@ -35,6 +35,9 @@ struct Avx512Bf16 : Avx512 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<uint16_t*>(row) + p),
                         reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
   }
+  static void store_coef_pair(float* row, int64_t p, F x, F y) {
+    _mm512_storeu_si512(reinterpret_cast<uint16_t*>(row) + p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(y, x)));
+  }
   static Words pick(Words a, Words b, Words c) {
     // 0xCA: where the first operand has a 1 take the second, else the third.
     const Words low = _mm512_ternarylogic_epi32(_mm512_set1_epi32(0x00010001), a, b, 0xCA);

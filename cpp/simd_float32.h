@@ -20,6 +20,12 @@ struct Float32Codes {
   static void store_coefs(float* row, int64_t p, F x) {
     S::store(row + p, x);
   }
+  // Thirty-two of them.
+  template <class F>
+  static void store_coef_pair(float* row, int64_t p, F x, F y) {
+    S::store(row + p, x);
+    S::store(row + p + kLanes, y);
+  }
   // Each vector becomes the sum of its lanes, in every lane.
   template <class F, int R>
   static void spread(F (&x)[R]) {
