@@ -83,7 +83,8 @@ class Rotary:
 
     def centred(self, view: View, mean: Tensor, first: int, n: int) -> View:
         """A view of n tokens from place `first` on, with the constant part that was taken off them."""
-        return Centred(view, mean.float(), self.rope, *self.cos_sin(first, n, mean.device))
+        cos_sin = self.cos_sin(first, n, mean.device)
+        return Centred(view, mean.float(), self.rope, *cos_sin, consecutive=not self.rope.varies)
 
     def view(self, view: View, first: int, n: int, device: torch.device) -> View:
         """A view of n tokens from place `first` on with their RoPE."""
