@@ -162,6 +162,9 @@ struct RopeView {
   const int32_t* read = nullptr;
   int64_t reads_cos = 0, reads = 0;
   const TurnedChannel* turned = nullptr;  // [D]
+  // Not 0: positions are consecutive, cosines and sines have the same columns, and so many steps on from any token all
+  // follow from those of that token.
+  int64_t steps = 0;
 };
 
 // A packed segment, or a part of one. Parts: of `added`, `joined` (channels side by side), `roped`, `rotated`.

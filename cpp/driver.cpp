@@ -17,9 +17,9 @@ constexpr double kTaskNs = 15000.0;          // tasks no smaller than this
 
 constexpr int64_t kRopedTokens = 512;  // whose cosines and sines stay in the second cache
 
-// Whether cosines and sines of the tokens are read.
+// Whether cosines and sines of all tokens are read.
 bool turns(const View& view) {
-  bool any = view.kind == Kind::roped || view.kind == Kind::turned;
+  bool any = view.kind == Kind::roped || (view.kind == Kind::turned && view.rope.steps == 0);
   for (int64_t i = 0; i < view.count; i++) any |= turns(view.parts[i]);
   return any;
 }

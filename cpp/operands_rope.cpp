@@ -4,6 +4,11 @@
 #include "operands.h"
 
 namespace tersekv {
+namespace {
+
+constexpr int64_t kSteps = 512;  // whose cosines and sines stay in the second cache
+
+}  // namespace
 
 // (7, part, cos 3x, sin 3x, channels 3x)
 void Operands::parse_roped(View& v, const std::string& name, nb::handle packed) {
@@ -46,18 +51,26 @@ void Operands::parse_rope(View& v, const std::string& name, nb::handle packed, P
   }
 }
 
-// (10, tokens, vector 3x, cos 3x, sin 3x, channels 3x): float32 [1 or B, H, D], beside or plus other views
+// (10, tokens, positions are consecutive, vector 3x, cos 3x, sin 3x, channels 3x): float32 [1 or B, H, D], beside or
+// plus other views
 void Operands::parse_turned(View& v, const std::string& name, nb::handle packed) {
   if (name != "keys." || tiled_) fail(name, "expected a turned vector in keys, not under RoPE or a rotation");
-  const Tensor vector = tensor_at(packed, 2);
+  const bool consecutive = as_int(item(packed, 2)) != 0;
+  const Tensor vector = tensor_at(packed, 3);
   if (vector.dims != 3) fail(name, "mean: expected [1 or B, H, D]");
   v.T = as_int(item(packed, 1));
   v.D = vector.shape[2];
   const int64_t B = vector.shape[0] == 1 ? 1 : B_;
   expect(name, "mean", vector, {{"B", B}, {"H", H_}, {"D", v.D}}, 2);
   v.dense = {Float::f32, vector.as<void>(), B == 1 ? 0 : vector.stride[0], vector.stride[1], 0};
-  parse_rope(v, name, packed, 5);
+  parse_rope(v, name, packed, 6);
   turned_columns(v.rope, v.D);
+  RopeView& rope = v.rope;
+  bool same =
+      rope.reads == 2 * rope.reads_cos && std::equal(rope.read, rope.read + rope.reads_cos, rope.read + rope.reads_cos);
+  for (int64_t d = 0; d < v.D; d++)
+    same &= rope.turned[d].cos < 0 || rope.turned[d].sin == rope.turned[d].cos + rope.reads_cos;
+  if (consecutive && same) rope.steps = std::min(kSteps, v.T);
 }
 
 // Each column of cos and of sin that a channel takes once, in the order of channels.

@@ -137,22 +137,24 @@ def test_before_rope(isa, kind):  # noqa: F811
 
 TURNED = {
     "shared": (1, 1, "halves", 64), "one mean": (2, 1, "halves", 64), "a mean per row": (2, 2, "halves", 32),
-    "positions per head": (2, 2, "pairs", 48),
+    "pairs": (2, 1, "pairs", 48), "positions per head": (2, 2, "any", 48),
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("consecutive", [False, True], ids=["any positions", "consecutive"])
 @pytest.mark.parametrize("case", TURNED)
 @pytest.mark.parametrize("T", [96, 1088])
-def test_beside_a_turned_vector(isa, case, T):  # noqa: F811
+def test_beside_a_turned_vector(isa, case, T, consecutive):  # noqa: F811
     torch.manual_seed(8)
     B, rows, kind, R = TURNED[case]
     of = rope("halves", R) if kind == "halves" else interleaved_rope(R)
-    if kind == "pairs":
+    if kind == "any":
         cos, sin = of.at(torch.randint(0, 3000, (B, 3, T)))
-    else:
-        cos, sin = (x.unsqueeze(0) for x in of.cos_sin(7, T, 0, torch.device("cpu")))
-    keys, turned = stream_view(B, 3, T), Turned(torch.randn(rows, 3, 64), of, cos, sin)
-    run(Joined([(keys, 64), (turned, 64)]), stream_view(B, 3, T), R=5)
+    else:  # each row of the batch begins elsewhere
+        begin = [of.cos_sin(7 - 40 * b, T, 0, torch.device("cpu")) for b in range(B)]
+        cos, sin = (torch.stack(x) for x in zip(*begin, strict=True))
+    turned = Turned(torch.randn(rows, 3, 64), of, cos, sin, consecutive and kind != "any")
+    run(Joined([(stream_view(B, 3, T), 64), (turned, 64)]), stream_view(B, 3, T), R=5)
 
 
 def test_rope_in_one_part_only():

@@ -11,12 +11,13 @@ from tersekv.transforms.rope import Rope
 
 class Turned(View):
     """One vector per head, as RoPE turns it at every token: RoPE_n(mean). mean: float32 [1 or B, H, D]; cos, sin:
-    [1 or B, T, R] or [B, H, T, R]."""
+    [1 or B, T, R] or [B, H, T, R]. consecutive: a token's position is the one before it plus one, and all have the same
+    frequencies, so that a kernel need not read all of cos and sin."""
 
     format = kind = "turned"
 
-    def __init__(self, mean: Tensor, rope: Rope, cos: Tensor, sin: Tensor) -> None:
-        self.mean, self.rope, self.cos, self.sin = mean, rope, cos, sin
+    def __init__(self, mean: Tensor, rope: Rope, cos: Tensor, sin: Tensor, consecutive: bool = False) -> None:
+        self.mean, self.rope, self.cos, self.sin, self.consecutive = mean, rope, cos, sin, consecutive
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D], B = 1 where all rows have the same."""
@@ -60,8 +61,10 @@ class Centred(View):
     kind = "centred"
     keeps = False
 
-    def __init__(self, view: View, mean: Tensor, rope: Rope, cos: Tensor, sin: Tensor) -> None:
-        self._view, self._mean = view, Turned(mean, rope, cos, sin)
+    def __init__(
+        self, view: View, mean: Tensor, rope: Rope, cos: Tensor, sin: Tensor, consecutive: bool = False
+    ) -> None:
+        self._view, self._mean = view, Turned(mean, rope, cos, sin, consecutive)
         self._inner = Joined([(view.inner, mean.shape[-1]), (self._mean, mean.shape[-1])])
         self.format = f"centred {view.format}"  # type: ignore[misc]
 

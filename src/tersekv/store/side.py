@@ -156,21 +156,22 @@ class SideStore(Stateful):
         """Packed tokens `first` to `first + tokens`, whole blocks; `place`: of the first packed token, counted from the
         cache's first."""
         view = self.coded(first, tokens)
-        return (
-            view
-            if self.rotary is None
-            else self._turned(view, self.rotary.cos_sin(place + first, tokens, self.sinks.device))
-        )
+        if self.rotary is None:
+            return view
+        cos_sin = self.rotary.cos_sin(place + first, tokens, self.sinks.device)
+        return self._turned(view, cos_sin, consecutive=not self.rotary.rope.varies)
 
     def view_at(self, first: int, tokens: int, places: Tensor) -> View:
         """Packed tokens `first` to `first + tokens`, whole blocks, which stand at places int [tokens]."""
         view = self.coded(first, tokens)
         return view if self.rotary is None else self._turned(view, self.rotary.at(places))
 
-    def _turned(self, view: View, cos_sin: tuple[Tensor, Tensor]) -> View:
+    def _turned(self, view: View, cos_sin: tuple[Tensor, Tensor], consecutive: bool = False) -> View:
+        """consecutive: the tokens stand at places one behind the other, and frequencies do not vary."""
         assert self.rotary is not None
         if self.codec.centred:
-            return Centred(view, self.codec.fitted["mean"].float(), self.rotary.rope, *cos_sin)
+            mean = self.codec.fitted["mean"].float()
+            return Centred(view, mean, self.rotary.rope, *cos_sin, consecutive=consecutive)
         return Roped(view, self.rotary.rope, *cos_sin)
 
     def unpack_back(self, tokens: int, keep: int, place: int) -> None:

@@ -183,11 +183,9 @@ def _pack_sparse(name: str, view: Any) -> tuple:
 
 
 def _why_not_trellis(name: str, view: Any) -> str | None:
-    planes: _Tensors = {"stream": (view.stream, {torch.int16}), "gain": (view.gain, {torch.uint8})}
-    planes["bits"] = (view.bits, {torch.uint8})
-    return _why_not_tensors(
-        name, planes | {"scale": (view.scale, {torch.float32}), "tables": (view.tables, {torch.float32})}
-    )
+    dtypes = {"stream": torch.int16, "gain": torch.uint8, "bits": torch.uint8}
+    dtypes |= {"scale": torch.float32, "tables": torch.float32}
+    return _why_not_tensors(name, {what: (getattr(view, what), {dtype}) for what, dtype in dtypes.items()})
 
 
 def _pack_trellis(name: str, view: Any) -> tuple:
@@ -249,8 +247,15 @@ def _turned_channels(view: Any) -> Tensor | None:
 
 
 def _pack_turned(name: str, view: Any) -> tuple:
-    mean = _last_packed(view.mean)
-    return 10, view.cos.shape[-2], *_tensor(mean), *_pack_rope(view.cos, view.sin, _turned_channels(view)), mean
+    mean, rope = _last_packed(view.mean), _pack_rope(view.cos, view.sin, _turned_channels(view))
+    return (
+        10,
+        view.cos.shape[-2],
+        view.consecutive,
+        *_tensor(mean),
+        *_pack_rope(view.cos, view.sin, _turned_channels(view)),
+        mean,
+    )
 
 
 def _why_not_rotated(name: str, view: Any) -> str | None:
