@@ -248,14 +248,7 @@ def _turned_channels(view: Any) -> Tensor | None:
 
 def _pack_turned(name: str, view: Any) -> tuple:
     mean, rope = _last_packed(view.mean), _pack_rope(view.cos, view.sin, _turned_channels(view))
-    return (
-        10,
-        view.cos.shape[-2],
-        view.consecutive,
-        *_tensor(mean),
-        *_pack_rope(view.cos, view.sin, _turned_channels(view)),
-        mean,
-    )
+    return 10, view.cos.shape[-2], view.consecutive, *_tensor(mean), *rope, mean
 
 
 def _why_not_rotated(name: str, view: Any) -> str | None:
