@@ -21,7 +21,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_squared_errors_of_the_shipped_tables(bits):
-    error = squared_error(bits, backends.encode_trellis, trellis_entries("cpu"), vectors=600, dim=64)
+    error = squared_error(bits, backends.encode_trellis, trellis_entries("cpu"), vectors=3000, dim=64)
     assert error == pytest.approx(SQUARED_ERROR["trellis"][bits], rel=0.05)
     assert 4.0**-bits < error
     assert error < SQUARED_ERROR["scalar"][bits] or bits > TRAINED
