@@ -145,6 +145,7 @@ View Operands::parse(const std::string& name, nb::handle packed) {
 
 const View* Operands::read(const char* name, nb::handle packed, int64_t D) {
   auto view = std::make_unique<View[]>(1);
+  ropes_ = 0;
   view[0] = parse(std::string(name) + ".", packed);
   if (D >= 0 && view[0].D != D)
     fail(name, ": expected head_dim " + std::to_string(D) + " of the query, got " + std::to_string(view[0].D));
