@@ -24,7 +24,8 @@ def test_squared_errors_of_the_shipped_tables(bits):
     error = squared_error(bits, backends.encode_trellis, trellis_entries("cpu"), vectors=3000, dim=64)
     assert error == pytest.approx(SQUARED_ERROR["trellis"][bits], rel=0.05)
     assert 4.0**-bits < error
-    assert error < SQUARED_ERROR["scalar"][bits] or bits > TRAINED
+    if bits < TRAINED:  # with six bits both tables do as well, and more bits take a scalar one
+        assert error < 0.8 * SQUARED_ERROR["scalar"][bits]
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])

@@ -321,7 +321,7 @@ def test_env_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Path, "read_text", refuse_read)
     assert cli.env.cpu_features()[1] == []
-    assert cli.env._version("no-such-package") == "not installed"
+    assert cli.env.package_version("no-such-package") == "not installed"
 
 
 def test_models(empty_cache: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
