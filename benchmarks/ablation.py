@@ -7,6 +7,7 @@ stay in the folder: a run that was stopped goes on where it was, and tables are 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -154,4 +155,6 @@ def records_folder(out: Path, setting: Setting) -> Path:
 
 def _cell(column: str, estimate: Estimate) -> str:
     text = format(estimate.mean, COLUMNS[column][1])
-    return f"{text} ± {format(estimate.stderr, COLUMNS[column][1])}" if column in WITH_ERRORS else text
+    if column not in WITH_ERRORS or math.isnan(estimate.stderr):  # of one window there is none
+        return text
+    return f"{text} ± {format(estimate.stderr, COLUMNS[column][1])}"
