@@ -5,6 +5,7 @@
 #include <numeric>
 #include <vector>
 
+#include "basis.h"
 #include "driver.h"
 #include "encode_trellis.h"
 #include "isa.h"
@@ -161,6 +162,30 @@ void py_encode_trellis(nb::handle y, nb::handle weight, nb::handle bits, nb::han
   encode_trellis(call, threads);
 }
 
+// x [B, H, R, D], codes [1 or B, H, 3·D²/4], channels [1 or B, H, D]; out: address of a fresh contiguous [B, H, R, D].
+void py_basis_product(nb::handle x, nb::handle codes, nb::handle channels, bool combine, uintptr_t out) {
+  const Tensor vectors = tensor_at(x, 0), c = tensor_at(codes, 0), scale = tensor_at(channels, 0);
+  if (vectors.dims != 4) throw nb::value_error("x: expected [B, H, R, D]");
+  const int64_t B = vectors.shape[0], H = vectors.shape[1], R = vectors.shape[2], D = vectors.shape[3];
+  if (D % 16) throw nb::value_error(("x: expected a multiple of 16 channels, got " + std::to_string(D)).c_str());
+  expect("", "x", vectors, {{"B", B}, {"H", H}, {"R", R}, {"D", D}}, 0);
+  const int64_t rows = c.dims == 3 && c.shape[0] == 1 ? 1 : B;
+  expect("", "basis", c, {{"B", rows}, {"H", H}, {"bytes", D * D * 3 / 4}}, 0);
+  expect("", "channels", scale, {{"B", rows}, {"H", H}, {"D", D}}, 0);
+  const BasisProduct call{B,
+                          H,
+                          R,
+                          D,
+                          combine,
+                          rows == 1,
+                          vectors.as<float>(),
+                          c.as<uint8_t>(),
+                          scale.as<float>(),
+                          reinterpret_cast<float*>(out)};
+  nb::gil_scoped_release release;
+  basis_product(call);
+}
+
 nb::list py_isas() {
   nb::list rows;
   for (const Isa& isa : isas()) rows.append(nb::make_tuple(isa.kernels->name, isa.missing));
@@ -175,6 +200,7 @@ NB_MODULE(_native, m) {
   m.def("attend", &py_attend);
   m.def("merge_segments", &py_merge);
   m.def("encode_trellis", &py_encode_trellis);
+  m.def("basis_product", &py_basis_product);
   m.def("isa", [] { return std::string(current().name); }, "Instruction set in use.");
   m.def("isas", &py_isas, "(name, missing CPU features) per build of the kernels, best first.");
   m.def("set_isa", &set_isa, nb::arg("name"), "Use one instruction set, or `auto` for the best.");

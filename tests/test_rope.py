@@ -12,7 +12,7 @@ from tersekv.errors import UserError
 from tersekv.hf.capture import capture
 from tersekv.hf.rope import Ropes
 from tersekv.store.rotary import Rotary
-from tersekv.transforms.rope import standard_rope
+from tersekv.transforms.rope import Rope, standard_rope
 
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -148,15 +148,46 @@ def test_a_model_without_rope_is_refused():
         tersekv.CompressedCache(config, "kivi:pre_rope=true")
 
 
-@pytest.mark.parametrize("codec", ["turboquant:bits=2.5", "kivi:pre_rope=true", "kivi:bits=4"])
+def tensors_of(x, seen):
+    """All tensors that an object holds, through its fields, lists and dicts."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    if id(x) in seen or isinstance(x, Rope) or not (isinstance(x, (list, tuple, dict)) or hasattr(x, "__dict__")):
+        return []  # RoPE is there once per model
+    seen.add(id(x))
+    parts = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else vars(x).values()
+    return [tensor for part in parts for tensor in tensors_of(part, seen)]
+
+
+KEPT = ["kivi:bits=4", "kivi:pre_rope=true", "turboquant:bits=2", "trellis:calibration=prompt,bits=2"]
+
+
+@pytest.mark.parametrize("codec", [*KEPT, "turboquant:bits=2.5"])
 def test_a_store_holds_what_its_footprint_counts(llama, codec):
-    """Views that own tensors are made anew for each call; a kept one would hold bytes that nobody counts."""
+    """Views are kept between steps where they hold nothing but planes and tables, which are counted."""
     recipe = f"window:sinks=4,recent=16+{codec}"
     cache = tersekv.CompressedCache(llama.config, recipe)
     with tersekv.compress(llama, recipe), torch.no_grad():
         llama(prompt(200), past_key_values=cache)
         llama(prompt(1), past_key_values=cache)
     for layer in cache.layers:
-        kept = layer.store._pages
-        assert kept is None or all(page.keys.keeps and page.values.keeps for page in kept)
-        assert (kept is None) == (codec != "kivi:bits=4")
+        store = layer.store
+        assert (store._pages is not None) == (codec in KEPT)
+        planes = [plane for side in store.sides for page in side.packed.pages for plane in page.planes.values()]
+        counted = {x.untyped_storage().data_ptr() for x in [*planes, *store.tables()]}
+        for page in store._pages or []:
+            for x in tensors_of((page.keys, page.values), set()):
+                shared = x.untyped_storage().data_ptr() in counted
+                assert shared, f"{codec}: a kept view holds {tuple(x.shape)} of its own"
+
+
+def test_rows_with_padding_are_not_kept(llama):
+    """Each has cosines and sines of its own, which are copies."""
+    recipe = "window:sinks=4,recent=16+kivi:pre_rope=true"
+    cache = tersekv.CompressedCache(llama.config, recipe)
+    mask = torch.ones(2, 201, dtype=torch.long)
+    mask[1, :7] = 0
+    with tersekv.compress(llama, recipe), torch.no_grad():
+        llama(prompt(200, batch=2), attention_mask=mask[:, :200], past_key_values=cache)
+        llama(prompt(1, batch=2), attention_mask=mask, past_key_values=cache)
+    assert all(layer.store._pages is None for layer in cache.layers)

@@ -28,13 +28,15 @@ from torch import Tensor
 from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides
 from tersekv.errors import UserError
 from tersekv.formats.base import Layout, Planes, Rotated, View
+from tersekv.formats.basis import InBasis
 from tersekv.formats.centred import Shifted
 from tersekv.formats.trellis import WORD_BITS, TrellisView, gain_codes, gains, largest_gain, pack_tokens, trellis_layout
 from tersekv.ops import backends
+from tersekv.ops.basis import packed_basis, unpacked_basis
 from tersekv.ops.trellis import MOST_BITS, STATES
 from tersekv.tables.bits import SQUARED_ERROR, allotted, shared_out
 from tersekv.tables.trellis import scalar_entries, trellis_entries
-from tersekv.transforms.klt import fisher_metric, klt, packed_basis, unpacked_basis, within
+from tersekv.transforms.klt import fisher_metric, klt, within
 from tersekv.transforms.rotation import random_rotation
 
 if TYPE_CHECKING:
@@ -109,7 +111,7 @@ class Trellis(Codec):
         x, of its shape.
 
         Fitted: `mean` float16 [B, H, D] (centred keys have it already); `basis` uint8 [B, H, 3·D²/4] and `channels`
-        float16 [B, H, D], see `packed_basis`; `scale`, `weight` float16 [B, H, D]; `importance` float32 [B, H], what a
+        float16 [B, H, D], see `ops/basis.py`; `scale`, `weight` float16 [B, H, D]; `importance` float32 [B, H], what a
         weight of 1 stands for; `bits` uint8 [B, H, D].
         """
         fitted = {name: t for name, t in self.fitted.items() if name == "mean"}
@@ -232,13 +234,13 @@ class Trellis(Codec):
 
     def view(self, planes: Planes, head_dim: int) -> View:
         """Streams in the basis, and the mean."""
-        device = str(planes["stream"].device)
-        scale, bits = self.fitted["scale"].float(), self.fitted["bits"]
-        view: View = TrellisView(planes, bits, scale, self._entries(device))
-        if self.basis != "channels":
-            matrix = self._klt().float() if self.basis == "klt" else self._fixed_basis(head_dim, bits.device)
-            view = Rotated(view, matrix)
-        return Shifted(view, self.fitted["mean"].float()) if self._own_mean else view
+        device = planes["stream"].device
+        view: View = TrellisView(planes, self.fitted["bits"], self.fitted["scale"], self._entries(str(device)))
+        if self.basis == "klt":
+            view = InBasis(view, self.fitted["basis"], self.fitted["channels"])
+        elif self.basis == "rotation":
+            view = Rotated(view, self._fixed_basis(head_dim, device))
+        return Shifted(view, self.fitted["mean"]) if self._own_mean else view
 
     def select(self, rows: Tensor) -> Self:
         """What came from a corpus serves every row."""

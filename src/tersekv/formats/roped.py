@@ -10,12 +10,12 @@ from tersekv.transforms.rope import Rope
 
 class Roped(View):
     """x̂ = RoPE(inner). RoPE depends on the token, so it stays in the token loop; cos and sin are
-    [1 or B, T, R], or [B, H, T, R]."""
+    [1 or B, T, R], or [B, H, T, R]; shared: they are parts of a table that others hold."""
 
     kind = "roped"
-    keeps = False
 
-    def __init__(self, view: View, rope: Rope, cos: Tensor, sin: Tensor) -> None:
+    def __init__(self, view: View, rope: Rope, cos: Tensor, sin: Tensor, shared: bool = False) -> None:
+        self.keeps = view.keeps and shared  # type: ignore[misc]
         self.before, self.rope, self.cos, self.sin = view, rope, cos, sin
         self.format = f"roped {view.format}"  # type: ignore[misc]
 

@@ -59,7 +59,8 @@ def largest_gain() -> float:
 
 
 class TrellisView(View):
-    """Planes of a segment. bits uint8 and scale float32 [1 or B, H, D]; tables float32 [9, 256], row b for b bits."""
+    """Planes of a segment. bits uint8 and scale, of any float type, [1 or B, H, D]; tables float32 [9, 256], row b for
+    b bits."""
 
     format = kind = "trellis"
 
@@ -81,7 +82,7 @@ class TrellisView(View):
         entries = (
             self.tables[bits.long()[:, None], windows_of(words, bits)] if W else words.new_zeros((*words.shape[:2], D))
         )
-        x = entries.float().view(B, H, N * t, D) * self.scale.unsqueeze(2)
+        x = entries.float().view(B, H, N * t, D) * self.scale.float().unsqueeze(2)
         return x * gains(self.gain).view(B, H, N * t, 1)
 
 

@@ -21,6 +21,7 @@ from tersekv.errors import UserError
 from tersekv.ops import attend_packed as packed_reference
 from tersekv.ops import attend_pages as pages_reference
 from tersekv.ops import attend_segments as segments_reference
+from tersekv.ops import basis as basis_reference
 from tersekv.ops import cpu, triton
 from tersekv.ops import softmax as softmax_reference
 from tersekv.ops import trellis as trellis_reference
@@ -51,12 +52,14 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "attend_exact": Implementation(cpu.attend_exact, cpu.why_not_attend_exact),
         "merge_segments": Implementation(cpu.merge_segments, cpu.why_not_merge_segments),
         "encode_trellis": Implementation(cpu.encode_trellis, cpu.why_not_encode_trellis),
+        "basis_product": Implementation(cpu.basis_product, cpu.why_not_basis_product),
     },
     "triton": {
         "attend_packed": Implementation(triton.attend_packed, triton.why_not_attend_packed),
         "attend_segments": Implementation(triton.attend_segments, triton.why_not_attend_segments),
         "attend_exact": Implementation(triton.attend_exact, triton.why_not_attend_exact),
         "merge_segments": Implementation(triton.merge_segments, triton.why_not_merge_segments),
+        "basis_product": Implementation(basis_reference.basis_product, _never),
     },
     "reference": {
         "attend_packed": Implementation(packed_reference.attend_packed, _never),
@@ -65,6 +68,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "attend_exact": Implementation(softmax_reference.attend_exact, _never),
         "merge_segments": Implementation(softmax_reference.merge_segments, _never),
         "encode_trellis": Implementation(trellis_reference.encode_trellis, _never),
+        "basis_product": Implementation(basis_reference.basis_product, _never),
     },
 }
 
@@ -146,6 +150,11 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
 def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
     """The nearest trellis codes, see `tersekv.ops.trellis`: windows uint8 [R, n, D]."""
     return _run("encode_trellis", y, weight, bits, tables)
+
+
+def basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> Tensor:
+    """Products with the rows of a basis, see `tersekv.ops.basis`: float32 [B, H, R, D]."""
+    return _run("basis_product", x, basis, channels, combine)
 
 
 def kernel(op: str, *call: Any) -> Callable[..., Any] | None:

@@ -34,6 +34,11 @@ class Rotary(Stateful):
         at = bisect.bisect_left(self.starts, first)
         self.starts[at:], self.lengths[at:] = [first], [first + n]
 
+    @property
+    def shares(self) -> bool:
+        """Whether `cos_sin` gives parts of the table that all layers share, not copies."""
+        return self.padding is None and not self.rope.varies
+
     def cos_sin(self, first: int, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin float32 [1 or B, n, R]."""
         paddings = [0] if self.padding is None else [int(p) for p in self.padding]

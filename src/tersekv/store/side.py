@@ -159,20 +159,23 @@ class SideStore(Stateful):
         if self.rotary is None:
             return view
         cos_sin = self.rotary.cos_sin(place + first, tokens, self.sinks.device)
-        return self._turned(view, cos_sin, consecutive=not self.rotary.rope.varies)
+        return self._turned(view, cos_sin, consecutive=not self.rotary.rope.varies, shared=self.rotary.shares)
 
     def view_at(self, first: int, tokens: int, places: Tensor) -> View:
         """Packed tokens `first` to `first + tokens`, whole blocks, which stand at places int [tokens]."""
         view = self.coded(first, tokens)
         return view if self.rotary is None else self._turned(view, self.rotary.at(places))
 
-    def _turned(self, view: View, cos_sin: tuple[Tensor, Tensor], consecutive: bool = False) -> View:
-        """consecutive: the tokens stand at places one behind the other, and frequencies do not vary."""
+    def _turned(
+        self, view: View, cos_sin: tuple[Tensor, Tensor], consecutive: bool = False, shared: bool = False
+    ) -> View:
+        """consecutive: the tokens stand at places one behind the other, and frequencies do not vary. shared: cos and
+        sin are parts of the table of all layers."""
         assert self.rotary is not None
+        rope = self.rotary.rope
         if self.codec.centred:
-            mean = self.codec.fitted["mean"].float()
-            return Centred(view, mean, self.rotary.rope, *cos_sin, consecutive=consecutive)
-        return Roped(view, self.rotary.rope, *cos_sin)
+            return Centred(view, self.codec.fitted["mean"], rope, *cos_sin, consecutive=consecutive, shared=shared)
+        return Roped(view, rope, *cos_sin, shared=shared)
 
     def unpack_back(self, tokens: int, keep: int, place: int) -> None:
         """Drop the `tokens` latest packed tokens, whole blocks; the first `keep` return to the tail, decoded. place: of

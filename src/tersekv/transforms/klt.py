@@ -1,4 +1,4 @@
-"""The Karhunen-Loève transform in a metric, and how its basis is held in few bits.
+"""The Karhunen-Loève transform in a metric.
 
 Components that are uncorrelated, and whose squared errors add up in the metric, are y = Uᵀ·M^½·x with the eigenvectors
 U of M^½·C·M^½; row d of the basis, M^−½·u_d, is what component d adds to x.
@@ -11,36 +11,6 @@ from torch import Tensor
 
 SHRINK = 0.1
 """Share of its own mean in a metric that was estimated: few tokens carry most of the Fisher information."""
-
-LARGEST = 31
-"""Of an entry of a stored basis, of 6 bits."""
-
-
-def packed_basis(rows: Tensor, channels: Tensor) -> dict[str, Tensor]:
-    """Rows float64 [B, H, D, D] as `basis` uint8 [B, H, 3·D²/4], row after row, four entries of 6 bits in three bytes,
-    low bits first, and `channels` float16 [B, H, D]: row d is a multiple of channels·(entries − 32). A component's
-    scale takes the multiple in; encoding inverts what is stored."""
-    channels = (channels / channels.amax(-1, keepdim=True)).clamp_min(1e-4).to(torch.float16)
-    plain = rows / channels.double().unsqueeze(-2)
-    entries = (plain / plain.abs().amax(-1, keepdim=True).clamp_min(1e-300) * LARGEST).round()
-    span = torch.linalg.svdvals(entries)
-    lost = span[..., -1] < 1e-3 * span[..., 0]
-    own = torch.eye(entries.shape[-1], dtype=entries.dtype, device=entries.device) * LARGEST
-    entries = torch.where(lost[..., None, None], own, entries)  # rounding has made rows dependent: the channels' own
-    codes = (entries + LARGEST + 1).to(torch.int32).flatten(-2)
-    codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 4)).unflatten(-1, (-1, 4))
-    words = (codes << torch.arange(0, 24, 6, device=codes.device)).sum(-1)
-    split = words.unsqueeze(-1) >> torch.arange(0, 24, 8, device=codes.device) & 255
-    return {"basis": split.flatten(-2).to(torch.uint8), "channels": channels}
-
-
-def unpacked_basis(basis: Tensor, channels: Tensor) -> Tensor:
-    """Rows float64 [B, H, D, D] of what `packed_basis` gave."""
-    D = channels.shape[-1]
-    split = basis.unflatten(-1, (-1, 3)).to(torch.int32) << torch.arange(0, 24, 8, device=basis.device)
-    codes = split.sum(-1).unsqueeze(-1) >> torch.arange(0, 24, 6, device=basis.device) & 63
-    entries = codes.flatten(-2)[..., : D * D].unflatten(-1, (D, D)) - LARGEST - 1
-    return entries.double() * channels.double().unsqueeze(-2)
 
 
 def fisher_metric(gradient: Tensor, diagonal: bool) -> Tensor:

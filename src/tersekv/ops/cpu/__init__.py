@@ -137,6 +137,20 @@ def why_not_encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tens
     return None if bits.dtype is torch.uint8 else f"bits is {bits.dtype}, not uint8"
 
 
+def why_not_basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> str | None:
+    """Why `basis_product` does not take this call; None if it does."""
+    if _module is None and (reason := why_not_built()):
+        return reason
+    for name, t in (("x", x), ("basis", basis), ("channels", channels)):
+        if not t.is_cpu:
+            return f"{name} is on {t.device}, not on cpu"
+        if t.requires_grad and torch.is_grad_enabled():
+            return f"{name} needs a gradient"
+    if x.dtype is not torch.float32 or basis.dtype is not torch.uint8:
+        return f"x is {x.dtype} and basis {basis.dtype}, not float32 and uint8"
+    return f"x has {x.shape[-1]} channels, not a multiple of 16" if x.shape[-1] % 16 else None
+
+
 def _why_not_query(query: Tensor) -> str | None:
     if not query.is_cpu:
         return f"query is on {query.device}, not on cpu"
@@ -241,3 +255,11 @@ def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> T
         torch.get_num_threads(),
     )  # fmt: skip
     return windows
+
+
+def basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> Tensor:
+    """See `tersekv.ops.basis`: x float32 [B, H, R, D] to float32 [B, H, R, D]."""
+    native, x = _module or _loaded(), x.contiguous()
+    basis, channels, out = basis.contiguous(), channels.float().contiguous(), torch.empty_like(x)
+    native.basis_product(*[(t.data_ptr(), t.shape, t.stride()) for t in (x, basis, channels)], combine, out.data_ptr())
+    return out

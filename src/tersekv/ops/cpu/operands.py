@@ -184,12 +184,12 @@ def _pack_sparse(name: str, view: Any) -> tuple:
 
 def _why_not_trellis(name: str, view: Any) -> str | None:
     dtypes = {"stream": torch.int16, "gain": torch.uint8, "bits": torch.uint8}
-    dtypes |= {"scale": torch.float32, "tables": torch.float32}
-    return _why_not_tensors(name, {what: (getattr(view, what), {dtype}) for what, dtype in dtypes.items()})
+    tensors: _Tensors = {what: (getattr(view, what), {dtype}) for what, dtype in dtypes.items()}
+    return _why_not_tensors(name, tensors | {"scale": (view.scale, _FLOATS), "tables": (view.tables, {torch.float32})})
 
 
 def _pack_trellis(name: str, view: Any) -> tuple:
-    head = [_last_packed(x) for x in (view.bits, view.scale)]
+    head = [_last_packed(x) for x in (view.bits, view.scale.float())]
     tables = view.tables.contiguous()
     return (
         9, view.head_dim, *_tensor(view.stream), *_tensor(view.gain), *_tensor(head[0]), *_tensor(head[1]),
@@ -236,7 +236,8 @@ def _pack_rope(cos: Tensor, sin: Tensor, channels: Tensor | None) -> tuple:
 def _why_not_turned(name: str, view: Any) -> str | None:
     if name != "keys":
         return f"{name} have RoPE, which only keys have"
-    tensors: _Tensors = {what: (getattr(view, what), {torch.float32}) for what in ("mean", "cos", "sin")}
+    tensors: _Tensors = {what: (getattr(view, what), {torch.float32}) for what in ("cos", "sin")}
+    tensors["mean"] = (view.mean, _FLOATS)
     if reason := _why_not_tensors(name, tensors):
         return reason
     return None if _turned_channels(view) is not None else f"{name} have a RoPE that does not turn pairs of channels"
@@ -247,7 +248,7 @@ def _turned_channels(view: Any) -> Tensor | None:
 
 
 def _pack_turned(name: str, view: Any) -> tuple:
-    mean, rope = _last_packed(view.mean), _pack_rope(view.cos, view.sin, _turned_channels(view))
+    mean, rope = _last_packed(view.mean.float()), _pack_rope(view.cos, view.sin, _turned_channels(view))
     return 10, view.cos.shape[-2], view.consecutive, *_tensor(mean), *rope, mean
 
 

@@ -1,0 +1,56 @@
+"""A basis held in few bits, and products with it: contract and torch reference.
+
+Row d of a basis is what component d adds to a vector: x = Σ_d y_d·row_d. Rows are multiples of
+channels·(entries − 32), entries of 6 bits: `basis` uint8 [1 or B, H, 3·D²/4] holds them row after row, four entries in
+three bytes, low bits first; `channels` is float16 [1 or B, H, D].
+
+Shapes: B batch, H key-value heads, R vectors per head, D channels and components.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LARGEST = 31
+"""Of an entry, apart from its offset."""
+
+
+def packed_basis(rows: Tensor, channels: Tensor) -> dict[str, Tensor]:
+    """Rows float64 [B, H, D, D] as `basis` and `channels`: to each row a multiple of its own. A component's scale takes
+    the multiple in; encoding inverts what is stored."""
+    channels = (channels / channels.amax(-1, keepdim=True)).clamp_min(1e-4).to(torch.float16)
+    plain = rows / channels.double().unsqueeze(-2)
+    entries = (plain / plain.abs().amax(-1, keepdim=True).clamp_min(1e-300) * LARGEST).round()
+    span = torch.linalg.svdvals(entries)
+    lost = span[..., -1] < 1e-3 * span[..., 0]
+    own = torch.eye(entries.shape[-1], dtype=entries.dtype, device=entries.device) * LARGEST
+    entries = torch.where(lost[..., None, None], own, entries)  # rounding has made rows dependent: the channels' own
+    codes = (entries + LARGEST + 1).to(torch.int32).flatten(-2)
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 4)).unflatten(-1, (-1, 4))
+    words = (codes << torch.arange(0, 24, 6, device=codes.device)).sum(-1)
+    split = words.unsqueeze(-1) >> torch.arange(0, 24, 8, device=codes.device) & 255
+    return {"basis": split.flatten(-2).to(torch.uint8), "channels": channels}
+
+
+def unpacked_basis(basis: Tensor, channels: Tensor) -> Tensor:
+    """Rows float64 [B, H, D, D] of what `packed_basis` gave."""
+    D = channels.shape[-1]
+    split = basis.unflatten(-1, (-1, 3)).to(torch.int32) << torch.arange(0, 24, 8, device=basis.device)
+    codes = split.sum(-1).unsqueeze(-1) >> torch.arange(0, 24, 6, device=basis.device) & 63
+    entries = codes.flatten(-2)[..., : D * D].unflatten(-1, (D, D)) - LARGEST - 1
+    return entries.double() * channels.double().unsqueeze(-2)
+
+
+def basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> Tensor:
+    """Products with the rows of a basis.
+
+    Args:
+        x: float32 [B, H, R, D].
+        combine: Σ_d x_d·row_d in place of x·row_d for each d.
+
+    Returns:
+        float32 [B, H, R, D].
+    """
+    rows = unpacked_basis(basis, channels).float()
+    return x @ (rows if combine else rows.transpose(-1, -2))
