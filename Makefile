@@ -13,7 +13,7 @@ CPP := $(sort $(wildcard cpp/*.cpp cpp/*.h))
 BUILD_INPUTS := $(PINS) pyproject.toml CMakeLists.txt $(CPP)
 # `make setup PYTHON=/path/to/python` chooses another one.
 PYTHON ?=
-RECIPE ?= kivi:bits=4
+RECIPE ?= default
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 .PHONY: help setup demo test test-serving lint format clean

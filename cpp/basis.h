@@ -16,7 +16,9 @@ struct BasisProduct {
   float* out;             // [B, H, R, D]
 };
 
-// D must be a multiple of 16.
-void basis_product(const BasisProduct& call);
+// Head `head` of B·H; D is a multiple of 16.
+void basis_product_baseline(const BasisProduct& call, int64_t head);
+void basis_product_avx2(const BasisProduct& call, int64_t head);
+void basis_product_avx512(const BasisProduct& call, int64_t head);
 
 }  // namespace tersekv

@@ -154,6 +154,20 @@ struct TurnedChannel {
   int32_t cos, sin;
 };
 
+// Cosines and sines of 0 to M - 1 steps: those of fast columns are rows of `table`, those of slow ones sums of its last
+// kLanes rows, with factors in rows of `matrix`; cosines in front of sines. Pair i of coefficients is fast column i, or
+// slow column i - fast.
+struct RopeSteps {
+  int64_t M = 0, rows = 0, fast = 0, slow = 0;
+  const float* table = nullptr;     // [rows, M], rows = 2·fast, and kLanes more where some are slow
+  const float* matrix = nullptr;    // [2·slow, kLanes]
+  const int32_t* pair = nullptr;    // [columns] of cos and sin
+  const int32_t* column = nullptr;  // [pairs]
+  bool in_order = false;            // pair i has column i, and so many columns that whole vectors of them can be read
+
+  int64_t pairs() const { return fast + slow; }
+};
+
 struct RopeView {
   const float *cos = nullptr, *sin = nullptr;  // [1 or B, 1 or H, T, columns]
   int64_t stride_b = 0, stride_h = 0, stride_t = 0, columns = 0;
@@ -162,9 +176,9 @@ struct RopeView {
   const int32_t* read = nullptr;
   int64_t reads_cos = 0, reads = 0;
   const TurnedChannel* turned = nullptr;  // [D]
-  // Not 0: positions are consecutive, cosines and sines have the same columns, and so many steps on from any token all
-  // follow from those of that token.
-  int64_t steps = 0;
+  // Not null: positions are consecutive, cosines and sines have the same columns, and those of the next steps.M tokens
+  // follow from those of any token.
+  const RopeSteps* steps = nullptr;
 };
 
 // A packed segment, or a part of one. Parts: of `added`, `joined` (channels side by side), `roped`, `rotated`.
@@ -186,6 +200,7 @@ struct View {
 
 struct TrellisKernel;  // trellis_kernel.h
 struct EncodeTrellis;  // encode_trellis.h
+struct BasisProduct;   // basis.h
 
 struct Scores {
   float scaling = 1.0f, softcap = 0.0f;  // softcap 0: none
@@ -237,6 +252,7 @@ struct Kernels {
   GridFn (*grid_product)(const GridView&, int rows);
   bool rounds;  // grid_product multiplies in bfloat16
   void (*encode_trellis)(const EncodeTrellis&, int64_t row, int64_t first, int64_t last);
+  void (*basis_product)(const BasisProduct&, int64_t head);
   const TrellisKernel* trellis;  // null: trellis.h does it
 };
 

@@ -19,7 +19,7 @@ constexpr int64_t kRopedTokens = 512;  // whose cosines and sines stay in the se
 
 // Whether cosines and sines of all tokens are read.
 bool turns(const View& view) {
-  bool any = view.kind == Kind::roped || (view.kind == Kind::turned && view.rope.steps == 0);
+  bool any = view.kind == Kind::roped || (view.kind == Kind::turned && !view.rope.steps);
   for (int64_t i = 0; i < view.count; i++) any |= turns(view.parts[i]);
   return any;
 }

@@ -1,3 +1,4 @@
+#include "basis.h"
 #include "encode_trellis.h"
 #include "isa.h"
 #include "simd_avx512bf16.h"
@@ -8,7 +9,7 @@ namespace tersekv {
 const Kernels& kernels_avx512bf16() {
   static const Kernels kernels = {Avx512Bf16::kName,      Avx512Bf16::kNsPerProduct, kernels_avx512().attend,
                                   kernels_avx512().merge, grid_product_avx512bf16,   true,
-                                  encode_trellis_avx512,  trellis_kernel()};
+                                  encode_trellis_avx512,  basis_product_avx512,      trellis_kernel()};
   return kernels;
 }
 }  // namespace tersekv

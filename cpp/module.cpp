@@ -183,7 +183,7 @@ void py_basis_product(nb::handle x, nb::handle codes, nb::handle channels, bool 
                           scale.as<float>(),
                           reinterpret_cast<float*>(out)};
   nb::gil_scoped_release release;
-  basis_product(call);
+  for (int64_t head = 0; head < B * H; head++) current().basis_product(call, head);
 }
 
 nb::list py_isas() {

@@ -4,11 +4,6 @@
 #include "operands.h"
 
 namespace tersekv {
-namespace {
-
-constexpr int64_t kSteps = 512;  // whose cosines and sines stay in the second cache
-
-}  // namespace
 
 // (7, part, cos 3x, sin 3x, channels 3x)
 void Operands::parse_roped(View& v, const std::string& name, nb::handle packed) {
@@ -51,11 +46,11 @@ void Operands::parse_rope(View& v, const std::string& name, nb::handle packed, P
   }
 }
 
-// (10, tokens, positions are consecutive, vector 3x, cos 3x, sin 3x, channels 3x): float32 [1 or B, H, D], beside or
-// plus other views
+// (10, tokens, steps or None, vector 3x, cos 3x, sin 3x, channels 3x): float32 [1 or B, H, D], beside or plus other
+// views; steps where positions are consecutive
 void Operands::parse_turned(View& v, const std::string& name, nb::handle packed) {
   if (name != "keys." || tiled_) fail(name, "expected a turned vector in keys, not under RoPE or a rotation");
-  const bool consecutive = as_int(item(packed, 2)) != 0;
+  const nb::handle steps = item(packed, 2);
   const Tensor vector = tensor_at(packed, 3);
   if (vector.dims != 3) fail(name, "mean: expected [1 or B, H, D]");
   v.T = as_int(item(packed, 1));
@@ -70,7 +65,39 @@ void Operands::parse_turned(View& v, const std::string& name, nb::handle packed)
       rope.reads == 2 * rope.reads_cos && std::equal(rope.read, rope.read + rope.reads_cos, rope.read + rope.reads_cos);
   for (int64_t d = 0; d < v.D; d++)
     same &= rope.turned[d].cos < 0 || rope.turned[d].sin == rope.turned[d].cos + rope.reads_cos;
-  if (consecutive && same) rope.steps = std::min(kSteps, v.T);
+  if (!steps.is_none() && same) parse_steps(rope, name, steps);
+}
+
+// (table 3x, matrix 3x, place 3x): place int32 [columns], a fast column's number, or -1 less a slow one's
+void Operands::parse_steps(RopeView& rope, const std::string& name, nb::handle packed) {
+  const Tensor table = tensor_at(packed, 0), matrix = tensor_at(packed, 3), place = tensor_at(packed, 6);
+  if (table.dims != 2 || matrix.dims != 2 || table.shape[1] < kLanes || table.shape[1] % kLanes)
+    fail(name, "rope steps: expected a table [rows, M] and a matrix [2·slow, 16], M a multiple of 16");
+  RopeSteps steps{table.shape[1], table.shape[0]};
+  steps.slow = matrix.shape[0] / 2;
+  const int64_t terms = steps.slow ? kLanes : 0;
+  steps.fast = (steps.rows - terms) / 2;
+  steps.table = table.as<float>();
+  steps.matrix = matrix.as<float>();
+  expect(name, "rope steps", table, {{"rows", 2 * steps.fast + terms}, {"M", steps.M}}, 0);
+  expect(name, "rope steps' matrix", matrix, {{"rows", 2 * steps.slow}, {"16", kLanes}}, 0);
+  expect(name, "rope steps' places", place, {{"columns", rope.columns}}, 0);
+  auto memory = std::make_unique<float[]>(ceil_div(sizeof(RopeSteps), sizeof(float)) + rope.columns + steps.pairs());
+  auto* pair = reinterpret_cast<int32_t*>(memory.get() + ceil_div(sizeof(RopeSteps), sizeof(float)));
+  int32_t* column = pair + rope.columns;
+  std::fill(column, column + steps.pairs(), 0);
+  for (int64_t c = rope.columns; c-- > 0;) {
+    const int32_t at = place.as<int32_t>()[c];
+    if (at >= steps.fast || at < -steps.slow) fail(name, "rope steps' places: expected one per column");
+    pair[c] = static_cast<int32_t>(at >= 0 ? at : steps.fast - 1 - at);
+    column[pair[c]] = static_cast<int32_t>(c);
+  }
+  steps.pair = pair;
+  steps.column = column;
+  steps.in_order = round_up(steps.pairs(), kLanes) <= rope.columns;
+  for (int64_t i = 0; i < steps.pairs(); i++) steps.in_order &= column[i] == i;
+  rope.steps = new (memory.get()) RopeSteps(steps);
+  tables_.push_back(std::move(memory));
 }
 
 // Each column of cos and of sin that a channel takes once, in the order of channels.

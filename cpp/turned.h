@@ -1,7 +1,8 @@
 // The same vector at every token, turned by RoPE as keys are: the part of keys that was taken off before they were
 // coded. A score is a sum over the columns of cos and sin, with coefficients that a task makes once from query and
 // vector. Where positions are consecutive, cosines and sines of some hundred steps serve all tokens: those of a token
-// are put into the coefficients, cos(n + m) = cos n · cos m - sin n · sin m.
+// are put into the coefficients, cos(n + m) = cos n · cos m - sin n · sin m. Columns that turn slowly share a
+// polynomial.
 #pragma once
 
 #include "roped.h"
@@ -10,46 +11,51 @@ namespace tersekv {
 namespace {  // internal to each build of the kernels
 
 struct TurnedOwn {
-  float* coefficients;  // [rows][columns that are read]
+  float* coefficients;  // [rows][columns that are read]; for steps [rows][2][width], those of cos and of sin by pair
+  int64_t width;        // pairs of the steps, rounded up to whole vectors
+  float* turn;          // [4][width]: cos and sin of a token, and coefficients after it
   float* constant;      // [rows], of channels that do not turn
-  float* stepped;       // [rows at once][columns that are read], of a token
+  float* stepped;       // [rows at once][rows of the steps' table], of a token
 };
 
-// Cosines and sines of 0 to rope.steps - 1 steps, into node.lanes: what the first tokens have, less the first one's.
-template <class S>
-void step_tables(Node& node) {
-  const RopeView& rope = node.view->rope;
-  const int64_t cos = rope.reads_cos, steps = rope.steps;
-  bool filled = false;
-  float* tables = kept_scratch({node.call->id, -1, -1, -1}, rope.reads * steps, filled);
-  node.lanes = tables;
-  if (filled) return;
-  turn<S>(rope.cos, rope.stride_t, rope.read, cos, steps, tables);
-  turn<S>(rope.sin, rope.stride_t, rope.read, cos, steps, tables + cos * steps);
-  for (int64_t i = 0; i < cos; i++) {
-    float *c = tables + i * steps, *s = c + cos * steps;
-    const float square = c[0] * c[0] + s[0] * s[0], c0 = c[0] / square, s0 = s[0] / square;
-    for (int64_t m = 0; m < steps; m++) {
-      const float x = c[m], y = s[m];
-      c[m] = x * c0 + y * s0;
-      s[m] = y * c0 - x * s0;
-    }
-  }
-}
-
 // Coefficients of steps from a token on.
-inline void step_coefficients(const Node& node, Span span, int64_t token) {
+template <class S>
+void step_coefficients(const Node& node, Span span, int64_t token) {
   const RopeView& rope = node.view->rope;
+  const RopeSteps& steps = *rope.steps;
   const TurnedOwn& own = *static_cast<TurnedOwn*>(node.own);
-  const int64_t at = node.b * rope.stride_b + node.h * rope.stride_h + token * rope.stride_t, cos = rope.reads_cos;
-  for (int64_t r = 0; r < span.rows; r++) {
-    const float* of = own.coefficients + (span.row + r) * rope.reads;
-    float* out = own.stepped + r * rope.reads;
-    for (int64_t i = 0; i < cos; i++) {
-      const float c = rope.cos[at + rope.read[i]], s = rope.sin[at + rope.read[i]];
-      out[i] = of[i] * c + of[cos + i] * s;
-      out[cos + i] = of[cos + i] * c - of[i] * s;
+  const int64_t at = node.b * rope.stride_b + node.h * rope.stride_h + token * rope.stride_t;
+  const int64_t pairs = steps.pairs(), width = own.width;
+  const float *cos = rope.cos + at, *sin = rope.sin + at;
+  if (!steps.in_order) {
+    for (int64_t i = 0; i < pairs; i++) {
+      own.turn[i] = cos[steps.column[i]];
+      own.turn[width + i] = sin[steps.column[i]];
     }
+    cos = own.turn;
+    sin = own.turn + width;
+  }
+  float *with_cos = own.turn + 2 * width, *with_sin = with_cos + width;
+  for (int64_t r = 0; r < span.rows; r++) {
+    const float *a = own.coefficients + (span.row + r) * 2 * width, *b = a + width;
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const auto c = S::load(cos + i), s = S::load(sin + i), x = S::load(a + i), y = S::load(b + i);
+      S::store(with_cos + i, S::fma(x, c, S::mul(y, s)));
+      S::store(with_sin + i, S::fma(y, c, S::mul(S::mul(x, s), S::set1(-1.0f))));
+    }
+    float* out = own.stepped + r * steps.rows;
+    for (int64_t i = 0; i < steps.fast; i++) {
+      out[i] = with_cos[i];
+      out[steps.fast + i] = with_sin[i];
+    }
+    if (steps.slow == 0) continue;
+    const float *cosines = steps.matrix, *sines = cosines + steps.slow * kLanes;
+    auto from_cos = S::zero(), from_sin = S::zero();
+    for (int64_t i = 0; i < steps.slow; i++) {
+      from_cos = S::fma(S::set1(with_cos[steps.fast + i]), S::load(cosines + i * kLanes), from_cos);
+      from_sin = S::fma(S::set1(with_sin[steps.fast + i]), S::load(sines + i * kLanes), from_sin);
+    }
+    S::store(out + 2 * steps.fast, S::add(from_cos, from_sin));
   }
 }
 
@@ -59,13 +65,15 @@ void turned_prepare(Node& node) {
   const RopeView& rope = view.rope;
   auto* own = reinterpret_cast<TurnedOwn*>(scratch(ceil_div(sizeof(TurnedOwn), sizeof(float))));
   node.own = own;
-  own->coefficients = scratch(node.rows * rope.reads);
+  own->width = rope.steps ? round_up(rope.steps->pairs(), kLanes) : 0;
+  const int64_t reads = rope.steps ? 2 * own->width : rope.reads;
+  own->coefficients = scratch(node.rows * reads);
   own->constant = scratch(node.rows);
   const auto* x =
       static_cast<const float*>(view.dense.data) + node.b * view.dense.stride_b + node.h * view.dense.stride_h;
   for (int64_t r = 0; r < node.rows; r++) {
-    float *of = own->coefficients + r * rope.reads, constant = 0.0f;
-    clear(of, rope.reads);
+    float *of = own->coefficients + r * reads, constant = 0.0f;
+    clear(of, reads);
     for (int64_t d = 0; d < view.D; d++) {
       const float q = node.query_row(r)[d];
       const TurnedChannel& columns = rope.turned[d];
@@ -74,14 +82,24 @@ void turned_prepare(Node& node) {
         continue;
       }
       const RopeChannel& channel = rope.channels[d];
+      if (rope.steps) {
+        const int32_t pair = rope.steps->pair[channel.cos_column];
+        of[pair] += q * x[d];
+        of[own->width + pair] += q * static_cast<float>(channel.sign) * x[channel.partner];
+        continue;
+      }
       of[columns.cos] += q * x[d];
       of[columns.sin] += q * static_cast<float>(channel.sign) * x[channel.partner];
     }
     own->constant[r] = constant;
   }
-  if (rope.steps == 0) return rope_tables<S>(node, rope.read, rope.reads_cos, rope.reads);
-  own->stepped = scratch(kRowTile * rope.reads);
-  step_tables<S>(node);
+  if (rope.steps) {
+    own->stepped = scratch(kRowTile * rope.steps->rows);
+    own->turn = scratch(4 * own->width);
+    clear(own->turn, 4 * own->width);
+  } else {
+    rope_tables<S>(node, rope.read, rope.reads_cos, rope.reads);
+  }
 }
 
 // Scores of NG·16 tokens. of: [R][reads]; tables: [reads], `stride` apart.
@@ -113,21 +131,22 @@ void turned_scores(const Node& node, Span span, float* score, int64_t score_stri
   const TurnedOwn& own = *static_cast<TurnedOwn*>(node.own);
   const RopeView& rope = node.view->rope;
   const int64_t unit = node.call->tokens_per_unit, first = node.task->first * unit;
-  const int64_t stride = rope.steps ? rope.steps : node.task->last * unit - first;
-  const float *of = rope.steps ? own.stepped : own.coefficients + span.row * rope.reads,
-              *constant = own.constant + span.row;
+  const int64_t stride = rope.steps ? rope.steps->M : node.task->last * unit - first;
+  const int64_t reads = rope.steps ? rope.steps->rows : rope.reads;
+  const float *of = rope.steps ? own.stepped : own.coefficients + span.row * reads,
+              *tables = rope.steps ? rope.steps->table : node.lanes, *constant = own.constant + span.row;
   constexpr int kTiles = S::max_groups(4) >= 4 ? 4 : 1;
   for (int64_t token = span.first; token < span.last;) {
     const int64_t begin = first + (token - first) / stride * stride;
     const int64_t end = span.last - begin < stride ? span.last : begin + stride;
-    if (rope.steps) step_coefficients(node, span, begin);
+    if (rope.steps) step_coefficients<S>(node, span, begin);
     with_rows(span.rows, [&](auto rows) {
       for (; end - token >= kTiles * kLanes; token += kTiles * kLanes)
-        turned_tile_scores<S, rows, kTiles>(of, constant, rope.reads, node.lanes + token - begin, stride,
+        turned_tile_scores<S, rows, kTiles>(of, constant, reads, tables + token - begin, stride,
                                             score + token - span.first, score_stride);
       for (; token < end; token += kLanes)
-        turned_tile_scores<S, rows, 1>(of, constant, rope.reads, node.lanes + token - begin, stride,
-                                       score + token - span.first, score_stride);
+        turned_tile_scores<S, rows, 1>(of, constant, reads, tables + token - begin, stride, score + token - span.first,
+                                       score_stride);
     });
   }
 }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 import torch
+import transformers as tf
 
 import tersekv
 from conftest import prompt
@@ -68,6 +69,26 @@ def test_nothing_is_lost(models, name, batch):
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize(("batch", "policy"), [(1, "window:sinks=4,recent=16"), (3, "h2o:budget=96,recent=16")])
+def test_keys_that_do_not_hold_positions(batch, policy):
+    """What is constant in them needs no RoPE to be taken off; other options of keys before RoPE are refused."""
+    torch.manual_seed(0)
+    config = tf.GPT2Config(n_embd=64, n_head=2, n_layer=2, vocab_size=97, bos_token_id=1, eos_token_id=2)
+    model, ids = tf.GPT2LMHeadModel(config).eval(), prompt(150, batch)
+    mask = torch.ones_like(ids)
+    mask[-1, : 10 * batch - 10] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    outs = []
+    for codec in ("exact:dtype=fp32", "centred"):
+        with tersekv.compress(model, f"{policy},exact=fp32+{codec}"):
+            outs.append(model.generate(ids, **options))
+    assert torch.equal(*outs)
+    with tersekv.compress(model, "default"):
+        model.generate(ids, **options)
+    with pytest.raises(UserError, match="gpt2 models cannot be coded before RoPE"):
+        tersekv.CompressedCache(config, "trellis:calibration=prompt,pre_rope=true")
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_that_drop_tokens_lose_nothing_more(llama, policy):
     ids = prompt(300, 2)
@@ -112,10 +133,8 @@ def test_trellis_serves_prompts_of_any_length(llama, prompt_tokens, options):
     assert out.shape == (1, prompt_tokens + 90)
 
 
-def test_models_without_rope_are_told_what_to_do():
-    import transformers as tf
-
-    config = tf.GPT2Config(n_embd=64, n_head=2, n_layer=1, vocab_size=97)
+def test_models_with_another_rope_are_told_what_to_do():
+    config = tf.GPTJConfig(n_embd=64, n_head=2, n_layer=1, vocab_size=97, rotary_dim=16)
     with pytest.raises(UserError, match="centre=false"):
         tersekv.CompressedCache(config, "trellis:calibration=prompt")
     tersekv.CompressedCache(config, "trellis:calibration=prompt,centre=false")

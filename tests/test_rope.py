@@ -191,3 +191,24 @@ def test_rows_with_padding_are_not_kept(llama):
         llama(prompt(200, batch=2), attention_mask=mask[:, :200], past_key_values=cache)
         llama(prompt(1, batch=2), attention_mask=mask, past_key_values=cache)
     assert all(layer.store._pages is None for layer in cache.layers)
+
+
+@pytest.mark.parametrize("theta", [100.0, 10_000.0, 1e6])
+@pytest.mark.parametrize("columns", [4, 64])
+def test_steps_go_on_from_any_token(theta, columns):
+    """cos(n + m)θ from cos nθ, sin nθ and the terms of m steps, of columns that turn fast and slowly."""
+    rope = standard_rope(columns, theta)
+    steps, (cos, sin) = rope.steps(), rope.at(torch.arange(5000))
+    M, terms = steps.table.shape[1], steps.matrix.shape[1]
+    fast, slow = int(steps.place.max()) + 1, len(steps.matrix) // 2
+    for column in range(columns):
+        place = int(steps.place[column])
+        if place >= 0:
+            c, s = steps.table[place], steps.table[fast + place]
+        else:
+            c, s = steps.matrix[[-1 - place, slow - 1 - place]] @ steps.table[-terms:]
+        n = 4321
+        expected = cos[n, column] * c - sin[n, column] * s
+        torch.testing.assert_close(expected, cos[n : n + M, column], atol=2e-4, rtol=0)  # float32 angles
+    assert len(steps.table) == 2 * fast + (terms if len(steps.matrix) else 0)
+    assert columns < 64 or theta == 100 or len(steps.table) < 0.7 * columns, "slow columns share no polynomial"

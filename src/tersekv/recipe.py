@@ -28,8 +28,7 @@ PRESETS = {
     "default": "trellis:bits=3,calibration=prompt",
     "safe": "trellis:bits=5,calibration=prompt",
 }
-"""Coders by name that need no corpus; measured in docs/methods/trellis.md. Commands take kivi:bits=4 where none is
-named, which decodes faster."""
+"""Coders by name that need no corpus; measured in docs/methods/trellis.md. Commands take `default` without a recipe."""
 
 PRE_ROPE = "pre_rope"
 """An option of every method: whether keys are coded before RoPE."""

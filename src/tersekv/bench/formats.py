@@ -8,13 +8,15 @@ import torch
 
 from tersekv.codecs.base import Codec
 from tersekv.errors import UserError
-from tersekv.formats.base import Planes
+from tersekv.formats.base import Added, Planes
+from tersekv.formats.centred import Turned
 from tersekv.formats.roped import Roped
 from tersekv.ops.attend_packed import Operand
 from tersekv.recipe import Recipe
 from tersekv.transforms.rope import standard_rope
 
-# name: the recipe that packs both sides. A query's rotation is not timed; RoPE is put back in "-prerope" only.
+# name: the recipe that packs both sides. A query's rotation is not timed. "-prerope" puts RoPE back; "-centred" adds
+# the constant part of keys, which RoPE turns, as attention with `trellis` does ("trellis2" alone leaves it out).
 FORMATS = {
     "grid4": "kivi:bits=4",
     "grid3": "kivi:bits=3",
@@ -24,7 +26,9 @@ FORMATS = {
     "qjl256+outliers": "qjl:sketch=256,outlier_sketch=256,value_bits=4,initial_layers=0",
     "polar": "polarquant",
     "trellis2": "trellis:bits=2,calibration=prompt",
+    "trellis2-centred": "trellis:bits=2,calibration=prompt",
     "trellis3": "trellis:bits=3,calibration=prompt",
+    "trellis3-centred": "trellis:bits=3,calibration=prompt",
     "nuq4-1%": "kvquant:bits=4,calibration=prompt",
     "nuq4-1%-prerope": "kvquant:bits=4,calibration=prompt",
 }
@@ -38,16 +42,21 @@ class Packer(NamedTuple):
     codec: Codec
     planes: Planes
     head_dim: int
-    roped: bool = False
+    rope: str = ""  # what it does: "prerope" or "centred"
 
     def operand(self) -> Operand:
         """As attention reads it."""
         view = self.codec.view(self.planes, self.head_dim).inner
-        if self.roped:
+        if self.rope:
             rope = standard_rope(self.head_dim)
-            tokens = self.planes["codes"].shape[2] * self.codec.layout(self.head_dim).block_tokens
-            cos, sin = rope.cos_sin(0, tokens, 0, self.planes["codes"].device)
-            view = Roped(view, rope, cos.unsqueeze(0), sin.unsqueeze(0))
+            plane = next(iter(self.planes.values()))
+            tokens = plane.shape[2] * self.codec.layout(self.head_dim).block_tokens
+            cos, sin = (x.unsqueeze(0) for x in rope.cos_sin(0, tokens, 0, plane.device))
+            if self.rope == "prerope":
+                view = Roped(view, rope, cos, sin)
+            else:
+                ones = torch.ones(1, plane.shape[1], self.head_dim, device=plane.device)
+                view = Added([view, Turned(ones, rope, cos, sin, consecutive=True)])
         return view.operand
 
     def copy(self) -> Packer:
@@ -98,7 +107,8 @@ def make_segment(name: str, heads: int, tokens: int, D: int, seed: int, device: 
     plan = Recipe.parse(FORMATS[name]).plan(0, 1)
     g = torch.Generator(device).manual_seed(seed)
     keys, values = (_pack(codec, heads, tokens, D, g) for codec in (plan.keys, plan.values))
-    return Segment(keys._replace(roped=name.endswith("-prerope")), values)
+    _, _, rope = name.rpartition("-")
+    return Segment(keys._replace(rope=rope if rope in ("prerope", "centred") else ""), values)
 
 
 def _pack(codec: Codec, heads: int, tokens: int, D: int, g: torch.Generator) -> Packer:

@@ -140,7 +140,7 @@ def generate(
 
     found = []
     for decoding in run(
-        network, tokenizer, recipe or ["kivi:bits=4"], lengths, new_tokens, rounds, calibration, output.report
+        network, tokenizer, recipe or [output.DEFAULT_RECIPE], lengths, new_tokens, rounds, calibration, output.report
     ):
         found.append(decoding)
         if out is not None:

@@ -23,7 +23,7 @@ DEPTH = 0.5
 
 
 def demo(
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help=output.RECIPE_HELP)] = "kivi:bits=4",
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help=output.RECIPE_HELP)] = output.DEFAULT_RECIPE,
     model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
     tokens: Annotated[int, typer.Option(min=64, help="About how long the document is.")] = 6900,
     new_tokens: Annotated[int, typer.Option(min=2, help="Length of both answers.")] = 64,

@@ -19,7 +19,7 @@ def estimate(
     model: Annotated[
         str, typer.Option("--model", "-m", help=f"{output.MODEL_HELP} Or llama-7b to llama-65b.")
     ] = "smollm2",
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help=output.RECIPE_HELP)] = "kivi:bits=4",
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help=output.RECIPE_HELP)] = output.DEFAULT_RECIPE,
     context: Annotated[str, typer.Option("--context", "-c", help="Tokens; k is 1024, M is 1024².")] = "4k,32k,128k,1M",
     memory: Annotated[str | None, typer.Option("--memory", help="Like 24GB or 80GiB: says what fits in it.")] = None,
     batch: Annotated[int, typer.Option("--batch", "-b", min=1, help="Sequences.")] = 1,

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from tersekv.cli.measure import Outcome
 
 
-DEFAULT_RECIPE = "kivi:bits=4"
-RECIPE_HELP = f"{output.RECIPE_HELP} Without it {DEFAULT_RECIPE}, or the prompt cache's."
+RECIPE_HELP = f"{output.RECIPE_HELP} Without it {output.DEFAULT_RECIPE}, or the prompt cache's."
 FROM_FILE_HELP = "What `tersekv prompt-cache build` made of the beginning of this prompt."
 
 
@@ -77,7 +76,7 @@ def _recipe(recipe: str | None, prompt_cache: Path | None) -> str:
 
     given = None if recipe is None else str(Recipe.parse(recipe))
     if prompt_cache is None:
-        return given or DEFAULT_RECIPE
+        return given or str(Recipe.parse(output.DEFAULT_RECIPE))
     from tersekv.store import tensor_file
 
     found = str(tensor_file.read_said(prompt_cache.expanduser())[0].get("recipe"))

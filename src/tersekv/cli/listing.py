@@ -28,8 +28,9 @@ def list_methods(as_json: output.Json = False) -> None:
         )
         for row in rows
     ]
-    from tersekv.recipe import written
+    from tersekv.recipe import PRESETS, written
 
+    presets = ", ".join(f"{name} is {coder}" for name, coder in PRESETS.items())
     output.show(output.table("methods", columns, cells, left=4))
     for title, described in (("methods", rows), ("token policies", describe_policies())):
         options = [
@@ -38,7 +39,8 @@ def list_methods(as_json: output.Json = False) -> None:
         output.show(output.table(f"options of {title} and their defaults", ("recipe", "options"), options, left=2))
     output.show(
         "Bits are per key or value element at 4,096 tokens, with scales, norms, indices and tables, without the exact "
-        "tokens.\nRecipes: kivi:bits=2   qjl/uniform:bits=4 (keys / values)   window:sinks=8,recent=64+kivi:bits=4   "
+        f"tokens.\nPresets: {presets}.\n"
+        "Recipes: kivi:bits=2   qjl/uniform:bits=4 (keys / values)   window:sinks=8,recent=64+kivi:bits=4   "
         "kivi:bits=2;0-1=exact (layers)"
     )
 

@@ -21,7 +21,8 @@ Calibrations = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on the last line of stdout, nothing else there.")]
 MODEL_HELP = "smollm2, a folder, or a Hub id."
-RECIPE_HELP = "How the cache is packed, like kivi:bits=4; `tersekv list` shows the methods."
+DEFAULT_RECIPE = "default"
+RECIPE_HELP = "How the cache is packed: small, default or safe, or like kivi:bits=4; `tersekv list` shows the methods."
 WIDTH_WHEN_PIPED = 132
 _running: list[Progress] = []
 

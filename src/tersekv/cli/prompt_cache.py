@@ -20,7 +20,7 @@ RAW_HELP = "Do not put the text into the model's chat template."
 @app.command()
 def build(
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help=output.RECIPE_HELP)] = "kivi:bits=4",
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help=output.RECIPE_HELP)] = output.DEFAULT_RECIPE,
     model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text that prompts begin with.")] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="A file with it; - is standard input.")] = None,

@@ -54,7 +54,7 @@ class TersekvLM(HFLM):
         UserError: unknown recipe, or one that cannot serve the model.
     """
 
-    def __init__(self, pretrained: Any, recipe: str = "kivi:bits=4", chunk: int = 128, **kwargs: Any) -> None:
+    def __init__(self, pretrained: Any, recipe: str = "default", chunk: int = 128, **kwargs: Any) -> None:
         if int(chunk) < 1:
             raise UserError(f"chunk={chunk} is too small; read 1 token or more at a time")
         self.chunk = int(chunk)

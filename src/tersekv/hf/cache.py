@@ -96,7 +96,7 @@ class CompressedCache(Cache):
                 plan = plans[index]
                 plan.keys.layout(self.shape.key_dim)
                 plan.values.layout(self.shape.value_dim)
-                rope = self.ropes.of(index) if plan.keys.needs_rope else None
+                rope = self.ropes.needed_by(plan.keys, index)
                 if spread is not None and kind.window is None:
                     check_spread(recipe, plan, self.shape.passes_handles, rope)
                 if plan.policy.drops and not self.shape.passes_handles:

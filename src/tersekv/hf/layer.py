@@ -40,7 +40,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Create the store with the shapes of the first tokens."""
-        rope = self.cache.ropes.of(self.index) if self.plan.keys.needs_rope else None
+        rope = self.cache.ropes.needed_by(self.plan.keys, self.index)
         heads = self.cache.heads(key_states.shape[1])
         self.store = new_store(self.plan, key_states, value_states, self.sliding_window, rope, heads, self.cache.spread)
         self.store.record_past = self.record_past

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tersekv.codecs import Codec
 from tersekv.errors import UserError
-from tersekv.transforms.rope import Apply, Rope
+from tersekv.transforms.rope import NO_ROPE, Apply, Rope
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
@@ -37,6 +38,21 @@ class Ropes:
         if kind not in self._known:
             self._known[kind] = self._make(kind)
         return self._known[kind]
+
+    def needed_by(self, codec: Codec, layer: int) -> Rope | None:
+        """RoPE of a layer whose keys `codec` codes; None if it has no use for it. Where positions are no part of keys,
+        what is constant before RoPE is constant in the keys themselves.
+
+        Raises:
+            UserError: see `of`.
+        """
+        if not codec.needs_rope:
+            return None
+        return NO_ROPE if codec.centred and not self._any() else self.of(layer)
+
+    def _any(self) -> bool:
+        """Whether the modelling file knows of a RoPE."""
+        return any(word in name.lower() for name in vars(self._modelling()) for word in ("rotary", "rotate", "rope"))
 
     def _kind(self, layer: int) -> str | None:
         """The layer's type where the model has a RoPE for each type."""

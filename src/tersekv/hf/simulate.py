@@ -57,7 +57,8 @@ class SimulatedCache(OnePassCache):
         self._held.elements += B * H * T * (keys.shape[-1] + values.shape[-1])
         dtype = plan.policy.exact_dtype(keys.dtype)
         try:
-            rotary = Rotary(self._ropes.of(layer)) if plan.keys.needs_rope else None
+            rope = self._ropes.needed_by(plan.keys, layer)
+            rotary = None if rope is None else Rotary(rope)
             if rotary is not None:
                 rotary.note(0, T)
             return LayerTokens(self._code(plan.keys, keys, dtype, rotary), self._code(plan.values, values, dtype))

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tersekv.transforms.rope_steps import STEPS, Steps, rope_steps
+
 CosSin = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 Apply = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -30,6 +32,7 @@ class Rope:
         self._cos_sin, self._apply, self.varies = cos_sin, apply, varies
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._channels: dict[tuple[int, int], Tensor | None] = {}
+        self._steps: Steps | None = None
 
     def cos_sin(self, first: int, n: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin float32 [n, R] of positions first to first + n; negative positions (padding) are allowed."""
@@ -58,15 +61,24 @@ class Rope:
             cos, sin = self._cos_sin(positions, length)
             return cos.float().cpu(), sin.float().cpu()
 
+    def steps(self) -> Steps:
+        """How cosines and sines go on from any token, on the CPU; where `length` does not matter."""
+        if self._steps is None:
+            cos, sin = self._made(torch.arange(STEPS), 1)
+            with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+                self._steps = rope_steps(cos, sin, self._first_equal(cos.shape[-1]))
+        return self._steps
+
     def turn(self, first: int, n: int, D: int) -> Turn | None:
         """RoPE of positions first to first + n on D channels; None where `apply` does not turn pairs of channels."""
         cos, sin = self.cos_sin(first, n, first + n, torch.device("cpu"))
         pairs = self.channels(D, cos.shape[-1])
         return None if pairs is None else Turn(cos, sin, pairs)
 
-    def tables(self) -> list[Tensor]:
-        """What is kept."""
-        return [x for table in self._tables.values() for x in table]
+    def tables(self, stepped: bool = False) -> list[Tensor]:
+        """What is kept; stepped: `steps`, too, where a CPU reads."""
+        steps = list(self.steps()) if stepped and torch.device("cpu") in self._tables else []
+        return [x for table in self._tables.values() for x in table] + steps
 
     def channels(self, D: int, columns: int) -> Tensor | None:
         """`apply` as pairs of channels: int32 [D, 4], where channel d becomes x[d]·cos[c] + sign·x[partner]·sin[s] with
@@ -157,3 +169,11 @@ def standard_rope(R: int, theta: float = 10_000.0) -> Rope:
         return torch.cat([turned, x[..., R:]], dim=-1)
 
     return Rope(cos_sin, apply)
+
+
+def _still(positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    return torch.ones(len(positions), 1), torch.zeros(len(positions), 1)
+
+
+NO_ROPE = Rope(_still, lambda x, *_: x)
+"""Of models whose keys do not hold their positions."""

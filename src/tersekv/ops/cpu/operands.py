@@ -249,7 +249,8 @@ def _turned_channels(view: Any) -> Tensor | None:
 
 def _pack_turned(name: str, view: Any) -> tuple:
     mean, rope = _last_packed(view.mean.float()), _pack_rope(view.cos, view.sin, _turned_channels(view))
-    return 10, view.cos.shape[-2], view.consecutive, *_tensor(mean), *rope, mean
+    steps = [part for x in view.rope.steps() for part in _tensor(x)] if view.consecutive else None
+    return 10, view.cos.shape[-2], steps and tuple(steps), *_tensor(mean), *rope, mean
 
 
 def _why_not_rotated(name: str, view: Any) -> str | None:

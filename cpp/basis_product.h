@@ -1,0 +1,60 @@
+// The body of basis products, compiled once per instruction set.
+#pragma once
+
+#include "basis.h"
+#include "node.h"
+
+namespace tersekv {
+namespace {  // internal to each build
+
+constexpr int kOffset = 32;
+
+using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
+using Floats = float __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+
+inline Floats& at(float* x) { return *reinterpret_cast<Floats*>(x); }
+inline const Floats& at(const float* x) { return *reinterpret_cast<const Floats*>(x); }
+
+// Sixteen entries of 6 bits in twelve bytes.
+inline Floats unpack(const uint8_t* codes) {
+  constexpr Ints shift = {0, 6, 12, 18, 0, 6, 12, 18, 0, 6, 12, 18, 0, 6, 12, 18};
+  const auto word = [&](int i) { return codes[3 * i] | codes[3 * i + 1] << 8 | codes[3 * i + 2] << 16; };
+  const int a = word(0), b = word(1), c = word(2), d = word(3);
+  const Ints words = {a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d};
+  return __builtin_convertvector((words >> shift & 63) - kOffset, Floats);
+}
+
+inline float dot(const float* x, const float* row, int64_t D) {
+  Floats sum = {};
+  for (int64_t c = 0; c < D; c += kLanes) sum += at(x + c) * at(row + c);
+  float out = 0.0f;
+  for (int i = 0; i < kLanes; i++) out += sum[i];
+  return out;
+}
+
+// One head of one batch row.
+void multiply_head(const BasisProduct& call, int64_t head) {
+  const int64_t R = call.R, D = call.D, of = call.shared ? head % call.H : head;
+  const float *x = call.x + head * R * D, *channels = call.channels + of * D;
+  const uint8_t* codes = call.codes + of * (D * D * 3 / 4);
+  float* out = call.out + head * R * D;
+  reset_scratch();
+  float *row = scratch(D), *scaled = scratch(R * D);
+  for (int64_t r = 0; r < R; r++)
+    for (int64_t c = 0; c < D; c++) scaled[r * D + c] = call.combine ? 0.0f : x[r * D + c] * channels[c];
+  for (int64_t d = 0; d < D; d++, codes += D * 3 / 4) {
+    for (int64_t c = 0; c < D; c += kLanes) at(row + c) = unpack(codes + c * 3 / 4);
+    for (int64_t r = 0; r < R; r++) {
+      float* sums = scaled + r * D;
+      if (call.combine)
+        for (int64_t c = 0; c < D; c += kLanes) at(sums + c) += x[r * D + d] * at(row + c);
+      else
+        out[r * D + d] = dot(sums, row, D);
+    }
+  }
+  for (int64_t r = 0; call.combine && r < R; r++)
+    for (int64_t c = 0; c < D; c++) out[r * D + c] = scaled[r * D + c] * channels[c];
+}
+
+}  // namespace
+}  // namespace tersekv
