@@ -30,7 +30,7 @@ RECIPES = (
     *("turboquant:bits=2", "streaming:budget=0.25+exact", "subgen:budget=0.25+exact", "snapkv:budget=0.25+exact"),
     *("pyramidkv:budget=0.25+exact", "h2o:budget=0.25+exact", "snapkv:budget=0.25+kivi:bits=4"),
     "subgen:budget=0.25+polarquant",
-    *(f"trellis:bits={b},calibration=prompt" for b in (4, 3, 2)),
+    *(f"trellis:bits={b},calibration=prompt" for b in (5, 4, 3, 2)),
     *("trellis:bits=3", "trellis:bits=2"),
 )
 DIVERGENCE = ("--mode", "cache", "--context", "2304", "--prefix", "2048", "--chunk", "64", "--windows", "8")

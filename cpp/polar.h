@@ -192,11 +192,7 @@ void polar_scores(const Node& node, Span span, float* score, int64_t score_strid
   const PolarOwn& own = *static_cast<PolarOwn*>(node.own);
   if (own.usual)
     return with_rows(span.rows, [&](auto rows) { polar_usual_scores<S, rows>(node, span, score, score_stride); });
-  for (int64_t token = span.first; token < span.last; token += kLanes) {
-    polar_fill<S>(node, token, own.tile);
-    tile_dot<S>(own.tile, node.view->D, node.query_row(span.row), node.query_stride, 1, span.rows,
-                score + token - span.first, score_stride);
-  }
+  tile_scores<S>(node, span, score, score_stride, own.tile, polar_fill<S>);
 }
 
 // Sums of four channels (two pairs) for R rows stay in registers over all tokens of the span; w: [eight pairs][tokens].
@@ -247,17 +243,7 @@ void polar_sums(const Node& node, Span span, const float* weight, int64_t weight
   const PolarOwn& own = *static_cast<PolarOwn*>(node.own);
   if (own.usual)
     return with_rows(span.rows, [&](auto rows) { polar_usual_sums<S, rows>(node, span, weight, weight_stride); });
-  const int64_t D = node.view->D;
-  for (int64_t r = 0; r < span.rows; r++) clear(node.lanes + r * D * kLanes, D * kLanes);
-  for (int64_t token = span.first; token < span.last; token += kLanes) {
-    polar_fill<S>(node, token, own.tile);
-    for (int64_t r = 0; r < span.rows; r++)
-      tile_accumulate<S>(own.tile, D, S::load(weight + r * weight_stride + token - span.first),
-                         node.lanes + r * D * kLanes);
-  }
-  for (int64_t r = 0; r < span.rows; r++)
-    for (int64_t d = 0; d < D; d++)
-      node.sum_row(span.row + r)[d] += S::hsum(S::load(node.lanes + (r * D + d) * kLanes));
+  tile_sums<S>(node, span, weight, weight_stride, own.tile, polar_fill<S>);
 }
 
 }  // namespace

@@ -79,11 +79,7 @@ void trellis_scores(const Node& node, Span span, float* score, int64_t score_str
     return node.call->trellis->scores(own.fast, {span.row, span.rows, span.first, span.last}, score, score_stride,
                                       values.kind == Kind::trellis ? &next : nullptr);
   }
-  for (int64_t token = span.first; token < span.last; token += kLanes) {
-    trellis_fill<S>(node, token, own.tile);
-    tile_dot<S>(own.tile, node.view->D, node.query_row(span.row), node.query_stride, 1, span.rows,
-                score + token - span.first, score_stride);
-  }
+  tile_scores<S>(node, span, score, score_stride, own.tile, trellis_fill<S>);
 }
 
 template <class S>
@@ -92,17 +88,7 @@ void trellis_sums(const Node& node, Span span, const float* weight, int64_t weig
   if (own.fast)
     return node.call->trellis->sums(own.fast, {span.row, span.rows, span.first, span.last}, weight, weight_stride,
                                     node.sum_row(span.row), node.sum_stride);
-  const int64_t D = node.view->D;
-  for (int64_t r = 0; r < span.rows; r++) clear(node.lanes + r * D * kLanes, D * kLanes);
-  for (int64_t token = span.first; token < span.last; token += kLanes) {
-    trellis_fill<S>(node, token, own.tile);
-    for (int64_t r = 0; r < span.rows; r++)
-      tile_accumulate<S>(own.tile, D, S::load(weight + r * weight_stride + token - span.first),
-                         node.lanes + r * D * kLanes);
-  }
-  for (int64_t r = 0; r < span.rows; r++)
-    for (int64_t d = 0; d < D; d++)
-      node.sum_row(span.row + r)[d] += S::hsum(S::load(node.lanes + (r * D + d) * kLanes));
+  tile_sums<S>(node, span, weight, weight_stride, own.tile, trellis_fill<S>);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 """tersekv: key-value caches packed to 2-5 bits, with attention read from the packed bytes.
 
     import tersekv
-    with tersekv.compress(model, "kivi:bits=4"):
+    with tersekv.compress(model, "default"):
         model.generate(...)
 
 Importing changes nothing elsewhere and loads neither transformers nor the native kernels; the names below load on
