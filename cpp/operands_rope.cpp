@@ -27,7 +27,7 @@ void Operands::parse_rope(View& v, const std::string& name, nb::handle packed, P
   const Tensor cos = tensor_at(packed, first), sin = tensor_at(packed, first + 3),
                channels = tensor_at(packed, first + 6);
   if (cos.dims != 4) fail(name, "cos: expected [1 or B, 1 or H, T, columns]");
-  rope.columns = cos.shape[3];
+  rope.columns = in_range(name, "columns of cos", cos.shape[3], kMostChannels);
   const int64_t B = cos.shape[0] == 1 ? 1 : B_, H = cos.shape[1] == 1 ? 1 : H_;
   for (const Tensor* x : {&cos, &sin})
     expect(name, x == &cos ? "cos" : "sin", *x, {{"B", B}, {"H", H}, {"T", v.T}, {"columns", rope.columns}}, 3);
@@ -43,11 +43,11 @@ void Operands::parse_rope(View& v, const std::string& name, nb::handle packed, P
   for (int64_t d = 0; d < v.D; d++) {
     const RopeChannel& channel = rope.channels[d];
     if (channel.partner < 0) continue;
-    const bool paired = channel.partner < v.D && rope.channels[channel.partner].partner == d &&
-                        rope.channels[channel.partner].sign == -channel.sign && channel.partner != d;
-    const bool inside = channel.cos_column >= 0 && channel.cos_column < rope.columns && channel.sin_column >= 0 &&
-                        channel.sin_column < rope.columns && (channel.sign == 1 || channel.sign == -1);
-    if (!paired || !inside) fail(name, "rope channels: expected pairs of channels, and columns of cos and sin");
+    const bool inside = channel.partner < v.D && channel.cos_column >= 0 && channel.cos_column < rope.columns &&
+                        channel.sin_column >= 0 && channel.sin_column < rope.columns &&
+                        (channel.sign == 1 || channel.sign == -1);
+    if (!inside || rope.channels[channel.partner].partner != d || rope.channels[channel.partner].sign != -channel.sign)
+      fail(name, "rope channels: expected pairs of channels, and columns of cos and sin");
   }
 }
 
@@ -98,7 +98,7 @@ void Operands::turned_columns(RopeView& rope, int64_t D) {
 
 // (8, part, rotation 3x): [D, D], or [1 or B, H, D, D]
 void Operands::parse_rotated(View& v, const std::string& name, nb::handle packed) {
-  if (name != "keys." || depth_ < 2) fail(name, "expected a rotation under RoPE");
+  if (!tiled_) fail(name, "expected a rotation under RoPE");
   parse_parts(v, name, packed, 1, 1);
   v.D = v.parts[0].D;
   const Tensor rotation = tensor_at(packed, 2);
