@@ -16,12 +16,13 @@ PYTHON ?=
 RECIPE ?= default
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: help setup demo test test-serving lint format clean
+.PHONY: help setup demo test test-serving asan lint format clean
 
 help: ## show this
 	@echo "make demo    ask the default model about a long text, with the full and with a packed cache"
 	@echo "make test    run the tests, with coverage"
 	@echo "make test-serving  run the tests inside vLLM and LMCache, in environments of their own (1 GB)"
+	@echo "make asan    run the kernels' tests with AddressSanitizer and UndefinedBehaviorSanitizer (g++)"
 	@echo "make lint    ruff, mypy, clang-format, typos"
 	@echo "make format  let ruff and clang-format rewrite the code"
 	@echo "make setup   build .venv with the program tersekv in it (the others do this first)"
@@ -87,6 +88,27 @@ test-serving: setup $(SERVING)/lmcache/.ready $(SERVING)/vllm/.ready ## run the 
 	@$(BIN)/tersekv models pull smollm2
 	@$(SERVING)/lmcache/bin/python -m pytest tests/serving/test_lmcache.py --confcutdir=tests/serving --durations=3
 	@$(SERVING)/vllm/bin/python -m pytest tests/serving/test_vllm.py --confcutdir=tests/serving --durations=0
+
+# A copy of the package with an extension of its own; -S keeps the editable install from coming first. Python is not
+# built with sanitizers, so what they bring is loaded before it.
+ASAN := build/asan
+ASAN_TESTS ?= $(filter-out tests/test_ops_triton.py,$(wildcard tests/test_ops_*.py)) tests/test_backends.py
+JOBS ?= 1
+asan: setup ## run the kernels' tests with sanitizers
+	@if ! command -v g++ >/dev/null; then echo "make asan needs g++ (Debian: apt-get install g++)" >&2; exit 2; fi
+	@mkdir -p $(ASAN)
+	@PATH="$(abspath $(BIN)):$$PATH" cmake -G Ninja -S . -B $(ASAN)/native -DPython_EXECUTABLE="$(abspath $(BIN))/python" \
+	  -DCMAKE_CXX_COMPILER=g++ -DCMAKE_BUILD_TYPE=Debug -DTERSEKV_SANITIZE=ON >$(ASAN)/cmake.log
+	@PATH="$(abspath $(BIN)):$$PATH" cmake --build $(ASAN)/native --parallel $(JOBS)
+	@rm -rf $(ASAN)/tersekv
+	@cp -r src/tersekv $(ASAN)/
+	@rm -f $(ASAN)/tersekv/ops/cpu/_native*.so
+	@cp $(ASAN)/native/_native*.so $(ASAN)/tersekv/ops/cpu/
+	@runtime=$$(ldd $(ASAN)/native/_native*.so | grep -o '/[^ ]*lib\(asan\|stdc++\)[^ ]*' | sort | tr '\n' ' '); \
+	packages=$$($(BIN)/python -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])'); \
+	PYTHONPATH="$(abspath $(ASAN)):$$packages" LD_PRELOAD="$$runtime" OMP_NUM_THREADS=1 \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	$(BIN)/python -S -m pytest --capture=sys -p no:cacheprovider $(ASAN_TESTS)
 
 lint: setup ## check style, types and spelling
 	$(BIN)/ruff check .

@@ -82,6 +82,7 @@ void attend(const Call& call, const Task& task) {
   reset_scratch();
   const int64_t unit = call.tokens_per_unit, chunk = unit >= kChunkTokens ? unit : kChunkTokens / unit * unit;
   Workspace w(call, task, chunk);
+  if (task.first == task.last) return w.finish(call, task);  // views without tokens may have no memory at all
   Node keys, values;
   keys.call = values.call = &call;
   keys.task = values.task = &task;

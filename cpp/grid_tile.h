@@ -127,14 +127,17 @@ void grid_fill(const Node& node, int64_t n, int64_t g, float* tile) {
   });
 }
 
-// Mean of errors[code] over some of the task's codes, taken from columns that lie apart.
+// Mean of errors[code] over some of the task's codes, of the whole pool's where they lie in pages, taken from columns
+// that lie apart.
 template <class S>
 float mean_error(const Node& node, const float* errors) {
   using F = typename S::F;
   constexpr int64_t kCodes = 4096;
   const GridView& v = node.grid;
-  const int64_t unit = node.call->tokens_per_unit, first = node.task->first * unit / node.view->t;
-  const int64_t blocks = node.task->last * unit / node.view->t - first, groups = v.L / kLanes;
+  const int64_t unit = node.call->tokens_per_unit, t = node.view->t, groups = v.L / kLanes;
+  const bool pages = node.call->pages.at != nullptr;
+  const int64_t first = pages ? 0 : node.task->first * unit / t;
+  const int64_t blocks = (pages ? node.view->T : node.task->last * unit) / t - first;
   if (blocks == 0 || groups == 0) return 0.0f;
   const int64_t wanted = ceil_div(kCodes, v.P * kLanes), columns = wanted < blocks ? wanted : blocks;
   F sum = S::zero();

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <numeric>
 #include <vector>
 
@@ -24,6 +25,8 @@ Call common(nb::handle query, double scaling, double softcap) {
   call.H = q.shape[1];
   call.R = q.shape[2];
   call.D = q.shape[3];
+  in_range("query: ", "D", call.D, kMostChannels);
+  if (std::max(call.B, call.H) > kMostHeads) throw nb::value_error("query: expected fewer batch rows and heads");
   expect("", "query", q, {{"B", call.B}, {"H", call.H}, {"R", call.R}, {"D", call.D}}, 0);
   call.query = reinterpret_cast<const float*>(q.address);
   call.scores.scaling = static_cast<float>(scaling);
@@ -56,7 +59,8 @@ Pages read_pages(nb::handle packed, const View& keys, const View& values, int64_
       if (const int32_t at = pages.at[b * pages.stride_b + i]; at < -1 || at >= count)
         throw nb::value_error(
             ("pages: expected -1 to " + std::to_string(count - 1) + ", got " + std::to_string(at)).c_str());
-  T = n * pages.tokens;
+  if (__builtin_mul_overflow(n, pages.tokens, &T) || T > kMostElements)
+    throw nb::value_error("pages: expected fewer tokens in a row");
   return pages;
 }
 
@@ -89,7 +93,8 @@ void read_segment(Call& call, Operands& operands, nb::handle segment) {
     throw nb::value_error(
         ("values: expected T = " + std::to_string(keys->T) + " tokens like the keys, got " + std::to_string(values->T))
             .c_str());
-  const int64_t unit = std::lcm(keys->t, values->t);
+  const int64_t unit =
+      in_range("", "tokens that blocks of keys and values divide", std::lcm(keys->t, values->t), kMostBlockTokens);
   call.Dv = values->D;
   call.T = keys->T;
   call.keys = keys;

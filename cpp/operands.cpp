@@ -34,17 +34,15 @@ void Operands::parse_exact(View& v, const std::string& name, nb::handle packed) 
 void Operands::parse_grid(View& view, const std::string& name, nb::handle packed) {
   const auto fail = [&](const std::string& text) { tersekv::fail(name, text); };
   GridView& v = view.grid;
-  v.bits = static_cast<int>(as_int(item(packed, 1)));
+  v.bits = static_cast<int>(in_range(name, "bits", as_int(item(packed, 1)), 8));
   const bool tokens_on_lanes = as_int(item(packed, 2)) != 0;
   v.lane_scaled = as_int(item(packed, 3)) != 0;
   v.group = as_int(item(packed, 5));
-  v.P = as_int(item(packed, 6));
-  v.L = as_int(item(packed, 7));
-  if (v.P < 1 || v.L < 1) fail("expected at least one channel and token");
+  v.P = in_range(name, tokens_on_lanes ? "head_dim" : "block_tokens", as_int(item(packed, 6)), kMostBlockTokens);
+  v.L = in_range(name, tokens_on_lanes ? "block_tokens" : "head_dim", as_int(item(packed, 7)), kMostBlockTokens);
   view.D = tokens_on_lanes ? v.P : v.L;
   view.t = tokens_on_lanes ? v.L : v.P;
   if (view.t % kLanes) fail("block_tokens: expected a multiple of 16, got " + std::to_string(view.t));
-  if (v.bits < 1 || v.bits > 8) fail("bits: expected 1 to 8, got " + std::to_string(v.bits));
   v.half = half_type(name, as_int(item(packed, 4)));
   const int64_t grouped = v.lane_scaled ? v.P : v.L;
   if (v.group < 1 || grouped % v.group != 0)
@@ -66,7 +64,7 @@ void Operands::parse_grid(View& view, const std::string& name, nb::handle packed
     return plane(name, what, x, {{"B", B_}, {"H", H_}, {"N", N}, {"groups", groups}, {"per group", per_group}});
   };
   v.scale = ranges("scale", scale);
-  if (offset.dims) v.offset = ranges("offset", offset);
+  if (offset.given()) v.offset = ranges("offset", offset);
   const Tensor table = tensor_at(packed, 17);
   if (table.dims == 2) {
     expect(name, "table", table, {{"B", B_}, {"2**bits", int64_t{1} << v.bits}}, 1);
@@ -86,7 +84,7 @@ void Operands::parse_parts(View& v, const std::string& name, nb::handle packed, 
     parts[i] = parse(name, item(packed, first + i));
     if (parts[i].T != parts[0].T)
       fail(name, "expected parts with T = " + std::to_string(parts[0].T) + ", got " + std::to_string(parts[i].T));
-    v.t = std::lcm(v.t, parts[i].t);
+    v.t = in_range(name, "tokens that blocks of all parts divide", std::lcm(v.t, parts[i].t), kMostBlockTokens);
   }
   v.T = parts[0].T;
   v.parts = parts.get();
@@ -96,7 +94,9 @@ void Operands::parse_parts(View& v, const std::string& name, nb::handle packed, 
 View Operands::parse(const std::string& name, nb::handle packed) {
   View v;
   if (++depth_ > kMaxDepth) fail(name, "views are nested too deep");
-  v.kind = static_cast<Kind>(as_int(item(packed, 0)));
+  const int64_t kind = as_int(item(packed, 0));
+  if (kind < 0 || kind > static_cast<int64_t>(Kind::turned)) fail(name, "a view of an unknown kind");
+  v.kind = static_cast<Kind>(kind);
   switch (v.kind) {
     case Kind::exact:
       parse_exact(v, name, packed);
@@ -136,9 +136,8 @@ View Operands::parse(const std::string& name, nb::handle packed) {
       parse_parts(v, name, packed, 1, PyTuple_GET_SIZE(packed.ptr()) - 1);
       for (int64_t i = 0; i < v.count; i++) v.D += v.parts[i].D;
       break;
-    default:
-      fail(name, "a view of an unknown kind");
   }
+  in_range(name, "head_dim", v.D, kMostChannels);
   depth_--;
   return v;
 }

@@ -12,6 +12,11 @@ namespace tersekv {
 
 constexpr int64_t kByteBlock = 32;  // tokens of a block of signs, polar, sparse and trellis
 
+// More than any model has; sums of a head's products stay in 32 bits where they are integers, and working memory small.
+constexpr int64_t kMostChannels = int64_t{1} << 16;
+constexpr int64_t kMostHeads = int64_t{1} << 24;
+constexpr int64_t kMostBlockTokens = int64_t{1} << 20;
+
 // The views of a call, which live as long as this object.
 class Operands {
  public:
@@ -22,6 +27,7 @@ class Operands {
 
  private:
   struct Index {
+    bool given = false;
     const int64_t* data = nullptr;
     int64_t b = 0, h = 0, n = 0, count = 0;
   };

@@ -8,10 +8,10 @@ namespace tersekv {
 // int64 [B, H, 1 or N, n], each from 0 to `channels` - 1.
 Operands::Index Operands::channel_index(const std::string& name, const Tensor& x, int64_t N, int64_t n,
                                         int64_t channels) const {
-  if (x.dims == 0) return {};
+  if (!x.given()) return {};
   const int64_t blocks = x.dims > 2 && x.shape[2] == 1 ? 1 : N;
   expect(name, "channels", x, {{"B", B_}, {"H", H_}, {"N", blocks}, {"n", n < 0 && x.dims == 4 ? x.shape[3] : n}}, 3);
-  Index index = {x.as<int64_t>(), x.stride[0], x.stride[1], blocks > 1 ? x.stride[2] : 0, x.shape[3]};
+  Index index = {true, x.as<int64_t>(), x.stride[0], x.stride[1], blocks > 1 ? x.stride[2] : 0, x.shape[3]};
   for (int64_t b = 0; b < B_; b++)
     for (int64_t h = 0; h < H_; h++)
       for (int64_t block = 0; block < blocks; block++)
@@ -26,7 +26,7 @@ Operands::Index Operands::channel_index(const std::string& name, const Tensor& x
 // (2, head_dim, half, factor, signs 3x, norms 3x, sketch 3x, channels 3x, dropped 3x)
 void Operands::parse_signs(View& view, const std::string& name, nb::handle packed) {
   SignsView& v = view.signs;
-  view.D = as_int(item(packed, 1));
+  view.D = in_range(name, "head_dim", as_int(item(packed, 1)), kMostChannels);
   view.t = kByteBlock;
   v.half = half_type(name, as_int(item(packed, 2)));
   v.factor = static_cast<float>(as_double(item(packed, 3)));
@@ -45,10 +45,10 @@ void Operands::parse_signs(View& view, const std::string& name, nb::handle packe
   v.stride_n = signs.stride[2];
   v.norms = plane(name, "norms", norms, {{"B", B_}, {"H", H_}, {"N", N}, {"t", kByteBlock}});
   const Index channels = channel_index(name, tensor_at(packed, 13), N, v.n, view.D);
-  if (!channels.data && v.n != view.D)
+  if (!channels.given && v.n != view.D)
     fail(name, "sketch: expected n = " + std::to_string(view.D) + ", got " + std::to_string(v.n));
   const Index dropped = channel_index(name, tensor_at(packed, 16), N, -1, v.n);
-  if (channels.data && dropped.data) fail(name, "expected channels or dropped channels, not both");
+  if (channels.given && dropped.given) fail(name, "expected channels or dropped channels, not both");
   v.channels = channels.data;
   v.channels_b = channels.b;
   v.channels_h = channels.h;
@@ -63,19 +63,18 @@ void Operands::parse_signs(View& view, const std::string& name, nb::handle packe
 // (3, head_dim, half, unit, (bits of level 1, ...), angles 3x, radii 3x, table of level 1 3x, ...)
 void Operands::parse_polar(View& view, const std::string& name, nb::handle packed) {
   PolarView& v = view.polar;
-  view.D = as_int(item(packed, 1));
+  view.D = in_range(name, "head_dim", as_int(item(packed, 1)), kMostChannels);
   view.t = kByteBlock;
   v.half = half_type(name, as_int(item(packed, 2)));
   v.unit = static_cast<float>(as_double(item(packed, 3)));
   const nb::handle bits = item(packed, 4);
   const int64_t levels = PyTuple_Check(bits.ptr()) ? PyTuple_GET_SIZE(bits.ptr()) : 0;
-  if (levels < 1 || levels > kMaxLevels || view.D < 1 || view.D % (int64_t{1} << levels))
+  if (levels < 1 || levels > kMaxLevels || view.D % (int64_t{1} << levels))
     fail(name, "expected 1 to 16 levels, and 2^levels to divide head_dim");
   v.levels = static_cast<int>(levels);
   int64_t stream = 0;
   for (int level = 0; level < v.levels; level++) {
-    v.bits[level] = static_cast<int>(as_int(item(bits, level)));
-    if (v.bits[level] < 1 || v.bits[level] > 8) fail(name, "expected 1 to 8 bits per angle");
+    v.bits[level] = static_cast<int>(in_range(name, "bits of an angle", as_int(item(bits, level)), 8));
     stream += (view.D >> (level + 1)) * v.bits[level];
   }
   v.bytes = ceil_div(stream, 8);
@@ -129,7 +128,7 @@ void Operands::polar_tables(PolarView& v, const std::string& name, nb::handle pa
 // (4, head_dim, starts 3x, places 3x, values 3x)
 void Operands::parse_sparse(View& view, const std::string& name, nb::handle packed) {
   SparseView& v = view.sparse;
-  view.D = as_int(item(packed, 1));
+  view.D = in_range(name, "head_dim", as_int(item(packed, 1)), kMostChannels);
   view.t = kByteBlock;
   const Tensor starts = tensor_at(packed, 2), places = tensor_at(packed, 5), values = tensor_at(packed, 8);
   v.B = B_;

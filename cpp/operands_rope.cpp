@@ -22,7 +22,7 @@ void Operands::parse_rope(View& v, const std::string& name, nb::handle packed, P
   const Tensor cos = tensor_at(packed, first), sin = tensor_at(packed, first + 3),
                channels = tensor_at(packed, first + 6);
   if (cos.dims != 4) fail(name, "cos: expected [1 or B, 1 or H, T, columns]");
-  rope.columns = cos.shape[3];
+  rope.columns = in_range(name, "columns of cos", cos.shape[3], kMostChannels);
   const int64_t B = cos.shape[0] == 1 ? 1 : B_, H = cos.shape[1] == 1 ? 1 : H_;
   for (const Tensor* x : {&cos, &sin})
     expect(name, x == &cos ? "cos" : "sin", *x, {{"B", B}, {"H", H}, {"T", v.T}, {"columns", rope.columns}}, 3);
@@ -38,11 +38,11 @@ void Operands::parse_rope(View& v, const std::string& name, nb::handle packed, P
   for (int64_t d = 0; d < v.D; d++) {
     const RopeChannel& channel = rope.channels[d];
     if (channel.partner < 0) continue;
-    const bool paired = channel.partner < v.D && rope.channels[channel.partner].partner == d &&
-                        rope.channels[channel.partner].sign == -channel.sign && channel.partner != d;
-    const bool inside = channel.cos_column >= 0 && channel.cos_column < rope.columns && channel.sin_column >= 0 &&
-                        channel.sin_column < rope.columns && (channel.sign == 1 || channel.sign == -1);
-    if (!paired || !inside) fail(name, "rope channels: expected pairs of channels, and columns of cos and sin");
+    const bool inside = channel.partner < v.D && channel.cos_column >= 0 && channel.cos_column < rope.columns &&
+                        channel.sin_column >= 0 && channel.sin_column < rope.columns &&
+                        (channel.sign == 1 || channel.sign == -1);
+    if (!inside || rope.channels[channel.partner].partner != d || rope.channels[channel.partner].sign != -channel.sign)
+      fail(name, "rope channels: expected pairs of channels, and columns of cos and sin");
   }
 }
 
@@ -71,7 +71,8 @@ void Operands::parse_turned(View& v, const std::string& name, nb::handle packed)
 // (table 3x, matrix 3x, place 3x): place int32 [columns], a fast column's number, or -1 less a slow one's
 void Operands::parse_steps(RopeView& rope, const std::string& name, nb::handle packed) {
   const Tensor table = tensor_at(packed, 0), matrix = tensor_at(packed, 3), place = tensor_at(packed, 6);
-  if (table.dims != 2 || matrix.dims != 2 || table.shape[1] < kLanes || table.shape[1] % kLanes)
+  if (table.dims != 2 || matrix.dims != 2 || table.shape[1] < kLanes || table.shape[1] % kLanes ||
+      table.shape[0] > 2 * rope.columns + kLanes || matrix.shape[0] > 2 * rope.columns)
     fail(name, "rope steps: expected a table [rows, M] and a matrix [2·slow, 16], M a multiple of 16");
   RopeSteps steps{table.shape[1], table.shape[0]};
   steps.slow = matrix.shape[0] / 2;
@@ -125,7 +126,7 @@ void Operands::turned_columns(RopeView& rope, int64_t D) {
 
 // (8, part, rotation 3x): [D, D], or [1 or B, H, D, D]
 void Operands::parse_rotated(View& v, const std::string& name, nb::handle packed) {
-  if (name != "keys." || depth_ < 2) fail(name, "expected a rotation under RoPE");
+  if (!tiled_) fail(name, "expected a rotation under RoPE");
   parse_parts(v, name, packed, 1, 1);
   v.D = v.parts[0].D;
   const Tensor rotation = tensor_at(packed, 2);

@@ -30,6 +30,7 @@ bool whole_entries(const float* tables, int8_t* entries, float* unit) {
     const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
     for (int i = 0; i < kTrellisStates; i++) {
       const float x = table[i] * inverse, whole = (x + kRound) - kRound;
+      if (!(std::fabs(whole) <= 127.0f)) return false;  // a table may hold anything
       off = std::max(off, std::fabs(x - whole));
       entries[b * kTrellisStates + i] = static_cast<int8_t>(whole);
     }
@@ -43,7 +44,7 @@ bool whole_entries(const float* tables, int8_t* entries, float* unit) {
 // (9, head_dim, stream 3x, gain 3x, bits 3x, scale 3x, tables 3x)
 void Operands::parse_trellis(View& view, const std::string& name, nb::handle packed) {
   TrellisView& v = view.trellis;
-  view.D = as_int(item(packed, 1));
+  view.D = in_range(name, "head_dim", as_int(item(packed, 1)), kMostChannels);
   view.t = kByteBlock;
   const Tensor stream = tensor_at(packed, 2), gain = tensor_at(packed, 5), bits = tensor_at(packed, 8),
                scale = tensor_at(packed, 11), tables = tensor_at(packed, 14);

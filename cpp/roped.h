@@ -38,15 +38,21 @@ struct RopeColumns {
   }
 };
 
+inline bool neighbours(const int32_t* columns) {
+  for (int i = 1; i < kLanes; i++)
+    if (columns[i] != columns[0] + i) return false;
+  return true;
+}
+
 // Columns of cos or sin as [columns][tokens].
 template <class S>
 void turn(const float* rows, int64_t stride_t, const int32_t* columns, int64_t count, int64_t tokens, float* out) {
   for (int64_t t0 = 0; t0 < tokens; t0 += kLanes)
     for (int64_t c = 0; c < count;) {
       const float* first = rows + t0 * stride_t + columns[c];
-      if (tokens - t0 >= kLanes && count - c >= kLanes && columns[c + kLanes - 1] == columns[c] + kLanes - 1) {
+      if (tokens - t0 >= kLanes && count - c >= kLanes && neighbours(columns + c)) {
         S::transpose(first, stride_t, out + c * tokens + t0, tokens);
-        c += kLanes;  // columns ascend, so that sixteen of them are neighbours
+        c += kLanes;
         continue;
       }
       for (int64_t t = 0; t < kLanes && t < tokens - t0; t++) out[c * tokens + t0 + t] = first[t * stride_t];

@@ -6,10 +6,30 @@
 
 #include "contract.h"
 
+#ifdef __has_feature
+#if __has_feature(address_sanitizer)
+#define __SANITIZE_ADDRESS__ 1
+#endif
+#endif
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace tersekv {
 namespace {
 
 constexpr int64_t kChunkFloats = 1 << 16;
+
+// Pieces of a chunk are one allocation to AddressSanitizer, which is told where each ends: `kGuard` floats stay closed.
+#ifdef __SANITIZE_ADDRESS__
+constexpr int64_t kGuard = kLanes;
+void close(float* p, int64_t floats) { __asan_poison_memory_region(p, floats * sizeof(float)); }
+void open(float* p, int64_t floats) { __asan_unpoison_memory_region(p, floats * sizeof(float)); }
+#else
+constexpr int64_t kGuard = 0;
+void close(float*, int64_t) {}
+void open(float*, int64_t) {}
+#endif
 
 struct Release {
   void operator()(float* p) const { std::free(p); }
@@ -23,6 +43,7 @@ struct Chunk {
 Chunk make_chunk(int64_t floats) {
   auto* memory = static_cast<float*>(std::aligned_alloc(64, floats * sizeof(float)));
   if (!memory) throw std::bad_alloc();
+  close(memory, floats);
   return {std::unique_ptr<float, Release>(memory), floats};
 }
 
@@ -32,15 +53,22 @@ struct Arena {
   int64_t used = 0;
 
   float* take(int64_t floats) {
-    for (; chunk < chunks.size(); chunk++, used = 0) {
-      if (used + floats > chunks[chunk].floats) continue;
-      float* piece = chunks[chunk].memory.get() + used;
-      used += floats;
-      return piece;
+    const int64_t room = round_up(floats > 0 ? floats : 1, kLanes) + kGuard;
+    while (chunk < chunks.size() && used + room > chunks[chunk].floats) {
+      chunk++;
+      used = 0;
     }
-    chunks.push_back(make_chunk(floats > kChunkFloats ? floats : kChunkFloats));
-    used = floats;
-    return chunks.back().memory.get();
+    if (chunk == chunks.size()) chunks.push_back(make_chunk(room > kChunkFloats ? room : kChunkFloats));
+    float* piece = chunks[chunk].memory.get() + used;
+    used += room;
+    open(piece, floats);
+    return piece;
+  }
+
+  void reset() {
+    for (size_t i = 0; i <= chunk && i < chunks.size(); i++) close(chunks[i].memory.get(), chunks[i].floats);
+    chunk = 0;
+    used = 0;
   }
 };
 
@@ -54,17 +82,14 @@ thread_local Kept kept;
 
 }  // namespace
 
-float* scratch(int64_t floats) { return arena.take(round_up(floats > 0 ? floats : 1, kLanes)); }
+float* scratch(int64_t floats) { return arena.take(floats); }
 
-void reset_scratch() {
-  arena.chunk = 0;
-  arena.used = 0;
-}
+void reset_scratch() { arena.reset(); }
 
 float* kept_scratch(const KeptKey& key, int64_t floats, bool& filled) {
   const KeptKey& last = kept.key;
   filled = key.call == last.call && key.b == last.b && key.h == last.h && key.first == last.first;
-  floats = round_up(floats + 1, kLanes);
+  floats = round_up(floats + kLanes, kLanes);  // the last column's lanes are read whole
   if (floats > kept.chunk.floats) {
     kept.key.call = 0;
     kept.chunk = {nullptr, 0};
@@ -72,6 +97,8 @@ float* kept_scratch(const KeptKey& key, int64_t floats, bool& filled) {
     filled = false;
   }
   kept.key = key;
+  close(kept.chunk.memory.get(), kept.chunk.floats);
+  open(kept.chunk.memory.get(), floats);
   return kept.chunk.memory.get();
 }
 

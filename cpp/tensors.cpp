@@ -3,7 +3,9 @@
 namespace tersekv {
 
 int64_t as_int(PyObject* o) {
-  const int64_t value = PyLong_AsLongLong(o);
+  int overflow = 0;
+  const int64_t value = PyLong_AsLongLongAndOverflow(o, &overflow);
+  if (overflow) throw nb::value_error("a whole number of 64 bits is expected");
   if (value == -1 && PyErr_Occurred()) throw nb::python_error();
   return value;
 }
@@ -21,9 +23,13 @@ Tensor tensor_at(nb::handle tuple, Py_ssize_t i) {
   const Py_ssize_t dims = PyTuple_Check(shape.ptr()) ? PyTuple_GET_SIZE(shape.ptr()) : -1;
   if (dims < 0 || dims > kMaxDims) throw nb::value_error("a tensor of at most 6 dimensions is expected");
   out.dims = static_cast<int>(dims);
+  int64_t elements = 1;
   for (Py_ssize_t k = 0; k < dims; k++) {
     out.shape[k] = as_int(item(shape, k));
     out.stride[k] = as_int(item(stride, k));
+    const int64_t size = out.shape[k];
+    if (size < 0 || (size > 0 && __builtin_mul_overflow(elements, size, &elements)) || elements > kMostElements)
+      throw nb::value_error(("a tensor has a size that no memory holds: " + std::to_string(size)).c_str());
   }
   return out;
 }
@@ -56,6 +62,12 @@ void expect(const std::string& side, const char* what, const Tensor& x, std::ini
 double as_double(PyObject* o) {
   const double value = PyFloat_AsDouble(o);
   if (value == -1.0 && PyErr_Occurred()) throw nb::python_error();
+  return value;
+}
+
+int64_t in_range(const std::string& name, const char* what, int64_t value, int64_t most) {
+  if (value < 1 || value > most)
+    fail(name, std::string(what) + ": expected 1 to " + std::to_string(most) + ", got " + std::to_string(value));
   return value;
 }
 

@@ -13,12 +13,14 @@ namespace nb = nanobind;
 namespace tersekv {
 
 constexpr int kMaxDims = 6;
+constexpr int64_t kMostElements = int64_t{1} << 56;  // so that products of a few sizes stay in 64 bits
 
 struct Tensor {
-  uintptr_t address = 0;
+  uintptr_t address = 0;  // 0 without dimensions: no tensor
   int dims = 0;
   int64_t shape[kMaxDims] = {}, stride[kMaxDims] = {};
 
+  bool given() const { return dims > 0 || address != 0; }
   template <class T>
   const T* as() const {
     return reinterpret_cast<const T*>(address);
@@ -40,6 +42,9 @@ struct Size {
 // Throws "what: expected [B, H, ...] with B = 2, got 3" on a wrong size, and names the first axis from `packed` on
 // whose stride is not that of a contiguous tensor.
 void expect(const std::string& side, const char* what, const Tensor& x, std::initializer_list<Size> sizes, int packed);
+
+// `value`, from 1 to `most`; throws "name what: expected 1 to 8, got 9".
+int64_t in_range(const std::string& name, const char* what, int64_t value, int64_t most);
 
 // Throws a ValueError of `name` and `text`.
 [[noreturn]] void fail(const std::string& name, const std::string& text);

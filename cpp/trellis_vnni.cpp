@@ -12,6 +12,7 @@ namespace tersekv {
 namespace {
 
 constexpr int64_t kSumBlocks = 16;  // whose codes and weights stay in the first cache
+constexpr float kLeast = 1e-33f;    // 32512 over less is infinite
 
 struct Bytes {
   uint8_t byte[64];
@@ -303,12 +304,14 @@ TrellisQuery quantised(const TrellisPlan& plan, const float* query, int64_t D, f
     const __m512 q = _mm512_mul_ps(_mm512_i32gather_ps(d, query, 4), _mm512_maskz_loadu_ps(held, plan.scale + i));
     _mm512_storeu_ps(x + i, q);
     most = _mm512_max_ps(_mm512_abs_ps(q), most);
+    wrong = _mm512_fmadd_ps(q, _mm512_setzero_ps(), wrong);
   }
   const float largest = _mm512_reduce_max_ps(most), invalid = _mm512_reduce_add_ps(wrong);
-  const __m512 inverse = _mm512_set1_ps(largest > 0.0f && invalid == 0.0f ? 32512.0f / largest : 0.0f);
+  const __mmask16 valid = invalid == 0.0f ? 0xffff : 0;  // what is not finite has no integers
+  const __m512 inverse = _mm512_set1_ps(largest > kLeast ? 32512.0f / largest : 0.0f);
   __m512i high_sum = _mm512_setzero_si512(), low_sum = _mm512_setzero_si512();
   for (int64_t i = 0; i < count; i += kLanes) {
-    const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse));
+    const __m512i q = _mm512_maskz_cvtps_epi32(valid, _mm512_mul_ps(_mm512_loadu_ps(x + i), inverse));
     const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8),
                   low = _mm512_sub_epi32(q, _mm512_slli_epi32(high, 8));
     high_sum = _mm512_add_epi32(high_sum, high);

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from packed_views import FORMATS, magnitude, packed, roped, table_error, tokens
+from tersekv.formats.exact import ExactView
 from tersekv.ops import cpu
 from test_ops_parity import compare, expectation, isa, make_mask, one_thread, poisoned_outputs, pytestmark  # noqa: F401
 
@@ -79,3 +80,11 @@ def test_keys_before_rope(isa, name, kind, R, rows):  # noqa: F811
     torch.manual_seed(R)
     T = 1088 if rows == "shared" else 128
     run(roped(view(name, "keys", 2, 3, T, 64), kind, R, T, rows), view("grid", "values", 2, 3, T, 64), 5)
+
+
+@pytest.mark.parametrize("R", [2, 6, 10, 64])
+@pytest.mark.parametrize("T", [1, 17, 33, 65, 513])
+def test_any_number_of_keys_before_rope(isa, T, R):  # noqa: F811
+    torch.manual_seed(T)
+    keys, values = (ExactView({"x": torch.randn(2, 3, T, 1, 64)}) for _ in range(2))
+    run(roped(keys, "halves", R, T), values, 3)

@@ -67,6 +67,25 @@ def test_pages_one_after_the_other_are_a_segment():
 
 
 @pytest.mark.skipif(MISSING is not None, reason=f"{MISSING}")
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_table_may_be_longer_than_the_pool(isa):
+    query, keys, values, _, p, *rest = call("joined", 32)
+    pages = torch.full((2, 200_000), -1, dtype=torch.int32)
+    pages[:, 0] = 3
+    mask = (pages >= 0).repeat_interleave(p, 1).unsqueeze(1)
+    cpu.set_isa(isa)
+    try:
+        got = [
+            cpu.attend_pages(query, keys, values, pages[:, :n], p, mask[..., : n * p], *rest[1:])
+            for n in (1, pages.shape[1])
+        ]
+    finally:
+        cpu.set_isa("auto")
+    for x, y in zip(*got, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.skipif(MISSING is not None, reason=f"{MISSING}")
 def test_calls_that_are_none():
     query, keys, values, pages, p, mask, *rest = call("grid", 32)
     for wrong, words in ((7, "expected -1 to 6, got 7"), (-2, "got -2")):

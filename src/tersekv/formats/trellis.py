@@ -83,7 +83,7 @@ class TrellisView(View):
             self.tables[bits.long()[:, None], windows_of(words, bits)] if W else words.new_zeros((*words.shape[:2], D))
         )
         x = entries.float().view(B, H, N * t, D) * self.scale.float().unsqueeze(2)
-        return x * gains(self.gain).view(B, H, N * t, 1)
+        return x * gains(self.gain).reshape(B, H, N * t, 1)
 
 
 def pack_tokens(windows: Tensor, bits: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tersekv.errors import UserError
 from tersekv.ops.attend_packed import Operand
 from tersekv.ops.attend_segments import Segment
-from tersekv.ops.cpu.operands import channels, kind_of, pack, why_not
+from tersekv.ops.cpu.operands import MOST_CHANNELS, channels, kind_of, pack, why_not
 
 ISA_VARIABLE = "TERSEKV_CPU_ISA"
 
@@ -173,10 +173,18 @@ def _why_not_mask(mask: Tensor | None) -> str | None:
 def _mask(mask: Tensor | None) -> tuple | None:
     if mask is None:
         return None
-    if mask.stride(-1) != 1:
+    if mask.dim() and mask.stride(-1) != 1:
         mask = mask.contiguous()
     # The tensor rides along so that a copy lives as long as the call.
     return mask.data_ptr(), mask.shape, mask.stride(), mask
+
+
+def _outputs(query: Tensor, values: Operand) -> tuple[int, Tensor, Tensor]:
+    """Dv, and room for out [B, H, R, Dv] and lse [B, H, R]."""
+    Dv, rows = channels(values), query.shape[:3]
+    if not 1 <= Dv <= MOST_CHANNELS:
+        raise ValueError(f"values: expected head_dim 1 to {MOST_CHANNELS}, got {Dv}")
+    return Dv, query.new_empty((*rows, Dv)), query.new_empty(rows)
 
 
 def attend_segments(
@@ -185,8 +193,7 @@ def attend_segments(
     """See `tersekv.ops.attend_segments`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
     native = _module or _loaded()
     query = query.contiguous()
-    shape, Dv = query.shape, channels(segments[0].values)
-    out, lse = query.new_empty((*shape[:3], Dv)), query.new_empty(shape[:3])
+    shape, (Dv, out, lse) = query.shape, _outputs(query, segments[0].values)
     packed = tuple([(pack("keys", keys), pack("values", values), _mask(mask)) for keys, values, mask in segments])
     native.attend(
         (query.data_ptr(), shape, query.stride()), packed, scaling, softcap or 0.0, Dv, out.data_ptr(), lse.data_ptr(),
@@ -209,9 +216,7 @@ def attend_pages(
     """See `tersekv.ops.attend_pages`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
     native = _module or _loaded()
     query, pages = query.contiguous(), pages.contiguous()
-    shape = query.shape
-    Dv = channels(values)
-    out, lse = query.new_empty((*shape[:3], Dv)), query.new_empty(shape[:3])
+    shape, (Dv, out, lse) = query.shape, _outputs(query, values)
     where = pages.data_ptr(), pages.shape, pages.stride(), page_tokens
     native.attend(
         (query.data_ptr(), shape, query.stride()), ((pack("keys", keys), pack("values", values), _mask(mask), where),),

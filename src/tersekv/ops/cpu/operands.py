@@ -16,6 +16,9 @@ from tersekv.ops.attend_grid import GridSide
 from tersekv.ops.attend_packed import Operand
 
 MAX_BITS = 8
+MOST_CHANNELS = 1 << 16
+"""Of a head, as in the extension."""
+
 _FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _HALVES = {torch.float16: 1, torch.bfloat16: 2}
 _NO_TENSOR: tuple = (0, (), ())
@@ -75,6 +78,8 @@ def _why_not_exact(name: str, x: Tensor) -> str | None:
         return f"{name} are on {x.device}, not on cpu"
     if x.dtype not in _FLOATS:
         return f"{name} are {x.dtype}, not float32, float16 or bfloat16"
+    if x.dim() != 4:
+        return f"{name} have {x.dim()} axes, not 4"
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         return f"{name} have stride {x.stride(-1)} along their last axis, not 1"
     if x.requires_grad and torch.is_grad_enabled():
@@ -198,18 +203,26 @@ def _pack_trellis(name: str, view: Any) -> tuple:
 
 
 def _last_packed(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
 
 
 def _why_not_roped(name: str, view: Any) -> str | None:
     if name != "keys":
         return f"{name} have RoPE, which only keys have"
     before = view.before
-    reason = _why_not_tensors(name, {"cos": (view.cos, {torch.float32}), "sin": (view.sin, {torch.float32})})
-    reason = reason or (_why_not_rotated(name, before) if before.kind == "rotated" else why_not(name, before.operand))
+    reason = _why_not_rope(name, view) or (
+        _why_not_rotated(name, before) if before.kind == "rotated" else why_not(name, before.operand)
+    )
     if reason is None and _rope_channels(view) is None:
         return f"{name} have a RoPE that does not turn pairs of channels"
     return reason
+
+
+def _why_not_rope(name: str, view: Any) -> str | None:
+    for what in ("cos", "sin"):
+        if getattr(view, what).dim() not in (3, 4):
+            return f"{name} have {what} of {getattr(view, what).dim()} axes, not 3 or 4"
+    return _why_not_tensors(name, {what: (getattr(view, what), {torch.float32}) for what in ("cos", "sin")})
 
 
 def _rope_channels(view: Any) -> Tensor | None:
@@ -236,9 +249,9 @@ def _pack_rope(cos: Tensor, sin: Tensor, channels: Tensor | None) -> tuple:
 def _why_not_turned(name: str, view: Any) -> str | None:
     if name != "keys":
         return f"{name} have RoPE, which only keys have"
-    tensors: _Tensors = {what: (getattr(view, what), {torch.float32}) for what in ("cos", "sin")}
-    tensors["mean"] = (view.mean, _FLOATS)
-    if reason := _why_not_tensors(name, tensors):
+    if view.mean.dim() != 3:
+        return f"{name} have a mean of {view.mean.dim()} axes, not 3"
+    if reason := _why_not_rope(name, view) or _why_not_tensors(name, {"mean": (view.mean, _FLOATS)}):
         return reason
     return None if _turned_channels(view) is not None else f"{name} have a RoPE that does not turn pairs of channels"
 

@@ -1,0 +1,205 @@
+"""The boundary of the native extension: a call with something wrong gives what the reference does, or says why not.
+
+A sound call is taken and a tensor or a number somewhere in it is changed: its shape, strides, type, contents. Strides
+and shapes that agree with each other are believed, since nothing tells how much memory there is; contents are not,
+since they may come from a file. `make asan` runs this too, where a read outside memory ends the process.
+"""
+
+import functools
+import importlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from changed_trees import at, changed, contents, leaves, replaced
+from packed_views import FORMATS, magnitude, packed, rope, roped, table_error, tokens
+from tersekv.formats.base import Joined, View
+from tersekv.formats.centred import Turned
+from tersekv.formats.roped import Roped
+from tersekv.ops import cpu
+from tersekv.ops.attend_pages import attend_pages
+from tersekv.ops.cpu.operands import pack
+from tersekv.transforms.rope import Rope
+from test_ops_pages import PAGEABLE, pool
+from test_ops_parity import ISAS, compare, expectation, pytestmark  # noqa: F401
+
+B, H, T, D, R = 2, 2, 64, 64, 3
+SCALING = 0.125
+NOT_BELIEVED = {"starts", "places", "channels", "dropped", "bits", "cos", "sin", "dims"}
+"""Contents that the reference would trust with its memory, or takes for what they were."""
+fuzz = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+
+
+@functools.cache
+def plain(name: str, side: str) -> View:
+    torch.manual_seed(len(name))
+    return packed(name, side, tokens(B, H, T, D)).inner
+
+
+KEYS = {name: functools.partial(plain, name, "keys") for name in FORMATS}
+for _name in ("exact", "grid", "sparse", "signs", "polar", "trellis", "joined"):
+    KEYS[f"roped {_name}"] = lambda name=_name: roped(plain(name, "keys"), "halves", D, T, "per row")
+    KEYS[f"turned {_name}"] = lambda name=_name: turned(plain(name, "keys"))
+
+
+def turned(view: View) -> View:
+    of = rope("pairs", D)
+    cos, sin = (x.unsqueeze(0) for x in of.cos_sin(5, T, 0, torch.device("cpu")))
+    mean = torch.randn(1, H, D, generator=torch.Generator().manual_seed(0))
+    return Joined([(view, D), (Turned(mean, of, cos, sin, consecutive=True), D)])
+
+
+@functools.cache
+def sound(keys: str, values: str) -> dict:
+    """A call as a tree of views, lists, tensors and numbers."""
+    view = KEYS[keys]()
+    torch.manual_seed(1)
+    channels = 2 * D if keys.startswith("turned") else D
+    mask = torch.rand(B, R, T) < 0.8
+    return {
+        "query": torch.randn(B, H, R, channels), "keys": view, "values": plain(values, "values"), "mask": mask,
+    }  # fmt: skip
+
+
+def on_some_isa(draw, run, *more: type[Exception]):
+    """The instruction set, and what `run` returns or None where it says why not."""
+    cpu.set_isa(isa := draw(st.sampled_from(ISAS)))
+    try:
+        return isa, run()
+    except (ValueError, TypeError, *more) as error:
+        return isa, None if str(error) else pytest.fail("an error that says nothing")
+    finally:
+        cpu.set_isa("auto")
+
+
+def check(draw, call: dict, believed: bool = True) -> None:
+    """believed: the reference takes the call, and gives what the extension must."""
+    query, keys, values, mask = call.values()
+    args = query, keys.operand, values.operand, mask, SCALING, None
+    ropes = (
+        [RuntimeError, IndexError] if any(path[-1] == "cos" for path in leaves(keys)) else []
+    )  # of the model's own function
+    run = lambda: None if cpu.why_not_attend_packed(*args) else cpu.attend_packed(*args)  # noqa: E731
+    isa, result = on_some_isa(draw, run, *ropes)
+    if result is None or not believed:
+        return
+    key, value = keys.decode(), values.decode()
+    sizes = magnitude(keys).abs(), magnitude(values).abs()
+    expected = expectation(query, key, value, sizes, mask, SCALING)
+    assert result[0].shape == expected.out.shape
+    if isa == "avx512bf16" or not all(x.isfinite().all() for x in (key, value, query, *sizes)):
+        return
+    if isa == "avx512":
+        error = table_error(keys, query) * SCALING
+        bound = expected.out_bound + 2 * error * float(value.abs().max())
+        expected = expected._replace(out_bound=bound, lse_bound=expected.lse_bound + error)
+    compare(result, expected)
+
+
+@fuzz
+@given(data=st.data(), keys=st.sampled_from(sorted(KEYS)), values=st.sampled_from(sorted(FORMATS)))
+def test_a_call_with_something_wrong(data, keys, values):
+    call = sound(keys, values)
+    path = data.draw(st.sampled_from(leaves(call)))
+    check(data.draw, changed(data.draw, call, path), not set(path) & NOT_BELIEVED)
+
+
+@fuzz
+@given(data=st.data(), side=st.sampled_from(["keys", "values"]), name=st.sampled_from(sorted(KEYS)))
+def test_a_damaged_file(data, side, name):
+    plain_name = name.removeprefix("roped ").removeprefix("turned ")
+    call = sound(name, "grid") if side == "keys" else sound("grid", plain_name)
+    paths = [path for path in leaves(call) if path[0] == side and isinstance(at(call, path), Tensor)]
+    for path in data.draw(st.lists(st.sampled_from(paths), min_size=1, max_size=3)):
+        call = replaced(call, path, contents(data.draw, at(call, path)))
+    check(data.draw, call, believed=False)
+
+
+@fuzz
+@given(data=st.data(), name=st.sampled_from(PAGEABLE), page_tokens=st.sampled_from([0, -32, 16, 32, 64, 2**62, 2**64]))
+def test_pages(data, name, page_tokens):
+    torch.manual_seed(0)
+    call = {"query": torch.randn(B, H, R, D), "mask": torch.rand(B, 1, 5 * 32) < 0.8}
+    call |= {"pages": torch.tensor([[3, 0, 2, 1, -1], [1, 1, -1, -1, -1]], dtype=torch.int32)}
+    call["mask"] &= call["pages"].repeat_interleave(32, 1).unsqueeze(1) >= 0
+    keys, values = pool(name, B, 4 * 32)
+    path = data.draw(st.sampled_from(leaves(call)))
+    query, mask, pages = changed(data.draw, call, path).values()
+    args = query, keys, values, pages, page_tokens, mask, SCALING, None
+    run = lambda: None if cpu.why_not_attend_pages(*args) else cpu.attend_pages(*args)  # noqa: E731
+    _, result = on_some_isa(data.draw, run)
+    seen = mask & (pages.repeat_interleave(32, 1).unsqueeze(1) >= 0) if result and page_tokens == 32 else None
+    if seen is not None and torch.equal(seen, mask) and query.isfinite().all():
+        wanted = attend_pages(*args)
+        for x, y in zip(result, wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)  # integers multiply in bfloat16
+
+
+@fuzz
+@given(data=st.data())
+def test_encoding_and_merging(data):
+    torch.manual_seed(0)
+    bits = torch.full((2, 16), 2, dtype=torch.uint8)
+    call = {"y": torch.randn(2, 3, 16), "weight": torch.rand(2, 16), "bits": bits, "tables": torch.randn(9, 256)}
+    args = list(changed(data.draw, call, data.draw(st.sampled_from(leaves(call)))).values())
+    on_some_isa(data.draw, lambda: cpu.why_not_encode_trellis(*args) or cpu.encode_trellis(*args))
+    call = {"outs": [torch.randn(1, 2, 3, 8) for _ in range(2)], "lses": [torch.randn(1, 2, 3) for _ in range(2)]}
+    args = list(changed(data.draw, call, data.draw(st.sampled_from(leaves(call)))).values())
+    on_some_isa(data.draw, lambda: cpu.why_not_merge_segments(*args) or cpu.merge_segments(*args))
+
+
+@fuzz
+@given(data=st.data(), name=st.sampled_from(sorted(KEYS)))
+def test_numbers_that_no_operand_has(data, name):
+    """What crosses is a tuple of numbers, in which addresses and possible strides and sizes are believed."""
+    call = sound(name, "grid")
+    query, keys = call["query"], pack("keys", call["keys"].operand)
+    paths = [path for path in leaves(keys) if sizes_or_number(keys, path)]
+    wrong = st.sampled_from([-1, -(2**62), 2**58, 2**62, 2**64, 1.5, "32", None, (), (1, 2)])
+    path = data.draw(st.sampled_from(paths))
+    segment = replaced(keys, path, data.draw(wrong)), pack("values", call["values"].operand), None
+    tensor = query.data_ptr(), query.shape, query.stride()
+    out, lse = torch.empty_like(query), torch.empty(query.shape[:3])
+    native, where = importlib.import_module("tersekv.ops.cpu._native"), (D, out.data_ptr(), lse.data_ptr(), 1)
+    on_some_isa(data.draw, lambda: native.attend(tensor, (segment,), SCALING, 0.0, *where))
+
+
+def sizes_or_number(tree: tuple, path: tuple) -> bool:
+    """Whether a number is neither an address nor a stride, which stand before and behind a shape."""
+    parent, i = at(tree, path[:-1]), path[-1]
+    if isinstance(parent[i], Tensor):
+        return False
+    if isinstance(parent, torch.Size):
+        return True
+    above = at(tree, path[:-2]) if len(path) > 1 else ()
+    stride = len(path) > 1 and path[-2] and isinstance(above[path[-2] - 1], torch.Size)
+    address = i + 1 < len(parent) and isinstance(parent[i + 1], torch.Size)
+    return not stride and not address
+
+
+def test_columns_of_cosines_in_any_order():
+    """A run of columns whose first and last are as far apart as if they were neighbours, which the others are not."""
+    of, first = rope("halves", D), torch.arange(D // 2)
+    first[1:15] = first[1:15].flip(0)
+    order = torch.cat([first, first + D // 2])
+    mixed = Rope(
+        lambda positions, length: tuple(x[:, order] for x in of._cos_sin(positions, length)),
+        lambda x, cos, sin: of._apply(x, cos[..., order], sin[..., order]),  # the flip is its own inverse
+    )
+    cos, sin = (x.unsqueeze(0) for x in mixed.cos_sin(5, T, 0, torch.device("cpu")))
+    view = Roped(plain("exact", "keys"), mixed, cos, sin)
+    assert torch.equal(mixed.channels(D, D)[: D // 2, 1], first.int())
+    for each in (view, Joined([(plain("exact", "keys"), D), (Turned(torch.ones(1, H, D), mixed, cos, sin), D)])):
+        query, key, value = (
+            torch.randn(B, H, R, each.decode().shape[-1]),
+            each.decode(),
+            plain("exact", "values").decode(),
+        )
+        wanted = expectation(query, key, value, (magnitude(each), value.abs().double()), None, SCALING)
+        for isa in ISAS:
+            cpu.set_isa(isa)
+            compare(cpu.attend_packed(query, each, value, None, SCALING, None), wanted)
+    cpu.set_isa("auto")
