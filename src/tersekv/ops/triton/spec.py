@@ -44,6 +44,7 @@ GRID: tl.constexpr = tl.constexpr(1)
 SIGNS: tl.constexpr = tl.constexpr(2)
 POLAR: tl.constexpr = tl.constexpr(3)
 SPARSE: tl.constexpr = tl.constexpr(4)
+LAYOUTS = {"exact": EXACT, "grid": GRID, "signs": SIGNS, "polar": POLAR, "sparse": SPARSE}
 
 # Where scales are multiplied (SCALES).
 TO_COEFFICIENTS: tl.constexpr = tl.constexpr(0)
