@@ -18,8 +18,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from packed_views import packed, roped, tokens
-from tersekv.formats.base import View
+from packed_views import packed, rope, roped, tokens
+from tersekv.formats.base import Joined, View
+from tersekv.formats.centred import Turned
 from tersekv.ops.triton import launch, spec
 
 
@@ -36,7 +37,7 @@ class NoDevice:
         return 0
 
 
-NAMES = {kind.value: name for name, kind in spec.LAYOUTS.items()}
+NAMES = {kind.value: name for name, kind in (spec.LAYOUTS | {"turned": spec.TURNED}).items()}
 launch_kernel = JITFunction.run
 compiled: list[dict[str, Any]] = []
 
@@ -66,6 +67,14 @@ def attend(keys: str, values: str, D: int = 64, R: int = 4, pre_rope: bool = Fal
     launch.attend_packed(torch.randn(1, 2, R, D), key.operand, side(values, "values", D).operand, mask, 0.1, softcap)
 
 
+def centred(D: int = 64) -> None:
+    """Trellis codes of keys whose mean lies apart."""
+    of = rope("halves", D)
+    cos, sin = (x.unsqueeze(0) for x in of.cos_sin(0, 64, 0, torch.device("cpu")))
+    keys = Joined([(side("trellis", "keys", D), D), (Turned(torch.randn(1, 2, D), of, cos, sin), D)])
+    launch.attend_packed(torch.randn(1, 2, 4, 2 * D), keys, side("trellis", "values", D), None, 0.1, None)
+
+
 def merge() -> None:
     """A few segments in one launch, and the splits of one."""
     out, lse = torch.randn(1, 2, 4, 64), torch.randn(1, 2, 4)
@@ -82,6 +91,8 @@ CALLS: dict[str, Callable[[], None]] = {
     "outliers after RoPE": lambda: attend("sparse", "signs alone"),
     "signs before RoPE": lambda: attend("signs alone", "exact", pre_rope=True),
     "polar before RoPE": lambda: attend("polar", "exact", pre_rope=True),
+    "trellis before RoPE": lambda: attend("trellis", "exact", pre_rope=True),
+    "trellis beside a mean": centred,
     "exact before RoPE": lambda: attend("exact", "exact", pre_rope=True),
     "merge": merge,
 }
