@@ -15,13 +15,16 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from packed_views import packed, rope, roped, tokens
 from tersekv.formats.base import Joined, View
 from tersekv.formats.centred import Turned
-from tersekv.ops.triton import launch, spec
+from tersekv.ops.attend_grid import Axis, Side
+from tersekv.ops.encode_grid import GridPlace
+from tersekv.ops.triton import encode, launch, spec
 
 
 class NoDevice:
@@ -82,6 +85,13 @@ def merge() -> None:
     launch.merge_segments([out] * 10, [lse] * 10)
 
 
+def grids(side: Side, bits: int, axis: Axis, group: int, table: Tensor | None = None) -> None:
+    """Ranges and codes of 64 tokens."""
+    x, place = torch.randn(1, 2, 64, 128), GridPlace(side, bits, axis, group, 32)
+    low, high = encode.group_ranges(x, place)
+    encode.encode_grid(x, place, high.half(), low.half() if table is None else None, table)
+
+
 CALLS: dict[str, Callable[[], None]] = {
     "grids, head dim 128": lambda: attend("grid", "grid", D=128, R=8),
     "exact, mask and softcap": lambda: attend("exact", "exact", masked=True),
@@ -95,7 +105,20 @@ CALLS: dict[str, Callable[[], None]] = {
     "trellis beside a mean": centred,
     "exact before RoPE": lambda: attend("exact", "exact", pre_rope=True),
     "merge": merge,
+    "codes of keys per channel": lambda: grids("keys", 4, "channel", 32),
+    "codes of values per token": lambda: grids("values", 3, "token", 32),
+    "codes into a table": lambda: grids("keys", 6, "token", 128, torch.linspace(-1, 1, 64)),
+    "packing alone": lambda: encode.pack_lanes(torch.zeros(2, 64, 80, dtype=torch.uint8), 5),
 }
+
+
+def reasons(error: BaseException | None) -> str:
+    """What went wrong, and the errors behind it: the compiler tells the place first, the reason last."""
+    lines = []
+    while error is not None:
+        lines.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -109,7 +132,7 @@ def main() -> None:
         try:
             CALLS[name]()
         except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
+            error = reasons(raised)
         print(json.dumps({"call": name, "kernels": compiled, "error": error}), flush=True)
 
 

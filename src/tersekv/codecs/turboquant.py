@@ -146,9 +146,11 @@ class TurboQuant(Codec):
         table = sphere_entries(grid.bits, part.dim, str(y.device))
         groups = grid.groups(y)
         scale = groups.square().mean(-1).sqrt()
+        if not self.correct_norm:
+            stored = round_scale(scale, torch.float16, "a norm", TOO_LARGE)
+            return grid.encode(y, table, scale, None) | {"scale": stored}
         codes = nearest_code(groups / torch.where(scale == 0, 1.0, scale).unsqueeze(-1), table)
-        if self.correct_norm:
-            scale = scale / table[codes.long()].square().mean(-1).sqrt()
+        scale = scale / table[codes.long()].square().mean(-1).sqrt()
         return grid.pack(codes, round_scale(scale, torch.float16, "a norm", TOO_LARGE), None)
 
     def _residual(self, residual: Tensor, part: Part) -> Planes:

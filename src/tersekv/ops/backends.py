@@ -22,10 +22,14 @@ from tersekv.ops import attend_packed as packed_reference
 from tersekv.ops import attend_pages as pages_reference
 from tersekv.ops import attend_segments as segments_reference
 from tersekv.ops import cpu, triton
+from tersekv.ops import encode_grid as grid_reference
+from tersekv.ops import lanes as lanes_reference
 from tersekv.ops import softmax as softmax_reference
 from tersekv.ops import trellis as trellis_reference
 from tersekv.ops.attend_packed import Operand
 from tersekv.ops.attend_segments import Segment
+from tersekv.ops.encode_grid import GridPlace
+from tersekv.ops.triton import encode
 
 BACKEND_VARIABLE = "TERSEKV_BACKEND"
 AUTO = "auto"
@@ -43,6 +47,11 @@ def _never(*call: Any) -> None:
     """The reference takes every call."""
 
 
+def _why_not_here(x: Tensor, *call: Any) -> str | None:
+    """Torch's own operations are what the CPU encodes with."""
+    return None if x.is_cpu else f"x is on {x.device}, not on cpu"
+
+
 BACKENDS: dict[str, dict[str, Implementation]] = {
     "cpu": {
         "attend_packed": Implementation(cpu.attend_packed, cpu.why_not_attend_packed),
@@ -51,12 +60,18 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "attend_exact": Implementation(cpu.attend_exact, cpu.why_not_attend_exact),
         "merge_segments": Implementation(cpu.merge_segments, cpu.why_not_merge_segments),
         "encode_trellis": Implementation(cpu.encode_trellis, cpu.why_not_encode_trellis),
+        "group_ranges": Implementation(grid_reference.group_ranges, _why_not_here),
+        "encode_grid": Implementation(grid_reference.encode_grid, _why_not_here),
+        "pack_lanes": Implementation(lanes_reference.pack_lanes, _why_not_here),
     },
     "triton": {
         "attend_packed": Implementation(triton.attend_packed, triton.why_not_attend_packed),
         "attend_segments": Implementation(triton.attend_segments, triton.why_not_attend_segments),
         "attend_exact": Implementation(triton.attend_exact, triton.why_not_attend_exact),
         "merge_segments": Implementation(triton.merge_segments, triton.why_not_merge_segments),
+        "group_ranges": Implementation(encode.group_ranges, encode.why_not_group_ranges),
+        "encode_grid": Implementation(encode.encode_grid, encode.why_not_encode_grid),
+        "pack_lanes": Implementation(encode.pack_lanes, encode.why_not_pack_lanes),
     },
     "reference": {
         "attend_packed": Implementation(packed_reference.attend_packed, _never),
@@ -65,6 +80,9 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "attend_exact": Implementation(softmax_reference.attend_exact, _never),
         "merge_segments": Implementation(softmax_reference.merge_segments, _never),
         "encode_trellis": Implementation(trellis_reference.encode_trellis, _never),
+        "group_ranges": Implementation(grid_reference.group_ranges, _never),
+        "encode_grid": Implementation(grid_reference.encode_grid, _never),
+        "pack_lanes": Implementation(lanes_reference.pack_lanes, _never),
     },
 }
 
@@ -146,6 +164,23 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
 def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
     """The nearest trellis codes, see `tersekv.ops.trellis`: windows uint8 [R, n, D]."""
     return _run("encode_trellis", y, weight, bits, tables)
+
+
+def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
+    """Smallest and largest of each group, see `tersekv.ops.encode_grid`: two planes, float32."""
+    return _run("group_ranges", x, place)
+
+
+def encode_grid(
+    x: Tensor, place: GridPlace, scale: Tensor | None, offset: Tensor | None, table: Tensor | None
+) -> Tensor:
+    """The nearest codes, packed, see `tersekv.ops.encode_grid`: int32 [B, H, N, lane groups, words, 16]."""
+    return _run("encode_grid", x, place, scale, offset, table)
+
+
+def pack_lanes(codes: Tensor, bits: int) -> Tensor:
+    """Codes to words, see `tersekv.ops.lanes`: [..., P, L] to int32 [..., lane groups, words, 16]."""
+    return _run("pack_lanes", codes, bits)
 
 
 def kernel(op: str, *call: Any) -> Callable[..., Any] | None:

@@ -1,0 +1,140 @@
+"""Encoding as the Triton backend does it: what the kernels take (`why_not_*`) and how they are launched, one launch per
+op. Like those of attention they are loaded at the first call."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tersekv.ops.encode_grid import GridPlace
+from tersekv.ops.lanes import LANES, packed_shape
+from tersekv.ops.triton import why_not_usable
+
+TILE = 128
+"""Units of 32 codes, or entries of a range, that a program takes."""
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    return importlib.import_module("tersekv.ops.triton.quantise")
+
+
+def _why_not(x: Tensor, *more: Tensor | None) -> str | None:
+    """Of x and what goes with it."""
+    if reason := why_not_usable(x.device):
+        return reason.replace("query", "x")
+    for other in more:
+        if other is not None and other.device != x.device:
+            return f"x is on {x.device}, what goes with it on {other.device}"
+    for tensor in (x, *more):
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            return "x needs a gradient"
+    return None
+
+
+def _why_not_blocks(x: Tensor, place: GridPlace) -> str | None:
+    if x.dtype is not torch.float32:
+        return f"x is {x.dtype}, not float32"
+    if x.dim() != 4 or x.shape[2] % place.block_tokens:
+        return f"x is {list(x.shape)}, not [B, H, T, D] with T whole blocks of {place.block_tokens}"
+    return None
+
+
+def why_not_group_ranges(x: Tensor, place: GridPlace) -> str | None:
+    """Why `group_ranges` does not take this call; None if it does."""
+    return _why_not(x) or _why_not_blocks(x, place)
+
+
+def why_not_encode_grid(
+    x: Tensor, place: GridPlace, scale: Tensor | None, offset: Tensor | None, table: Tensor | None
+) -> str | None:
+    """Why `encode_grid` does not take this call; None if it does."""
+    if reason := _why_not(x, scale, offset, table) or _why_not_blocks(x, place):
+        return reason
+    for name, plane in (("scale", scale), ("offset", offset)):
+        if plane is not None and plane.dtype not in _FLOATS:
+            return f"{name} is {plane.dtype}, not float32, float16 or bfloat16"
+    if table is not None and table.dtype is not torch.float32:
+        return f"table is {table.dtype}, not float32"
+    return None
+
+
+def why_not_pack_lanes(codes: Tensor, bits: int) -> str | None:
+    """Why `pack_lanes` does not take this call; None if it does."""
+    if codes.dtype not in _INTEGERS:
+        return f"codes are {codes.dtype}, not integers of 8 to 64 bits"
+    return _why_not(codes)
+
+
+def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
+    """See `tersekv.ops.encode_grid`: two planes, float32."""
+    B, H, T, D = x.shape
+    N, rows, columns = place.plane(T, D)
+    low, high = (x.new_empty((B, H, N, rows, columns)) for _ in range(2))
+    if low.numel():
+        _kernels().ranges[(B * H * N, -(-rows * columns // TILE))](
+            low, high, x, *x.stride(), H, N, place.block_tokens, rows, columns, GROUP=place.group,
+            PER_TOKEN=place.axis == "token", ENTRIES=TILE, num_warps=4,
+        )  # fmt: skip
+    return low, high
+
+
+def encode_grid(
+    x: Tensor, place: GridPlace, scale: Tensor | None, offset: Tensor | None, table: Tensor | None
+) -> Tensor:
+    """See `tersekv.ops.encode_grid`: int32 [B, H, N, lane groups, words, 16]."""
+    B, H, T, D = x.shape
+    N, shape = T // place.block_tokens, (B, H, *place.plane(T, D))
+    planes = [(x,) if p is None else _strided(p.expand(shape)) for p in (scale, offset)]
+    kernels = _kernels()
+    what = kernels.INTEGERS if table is None else kernels.TABLE
+    options = {"HAS_SCALE": scale is not None, "HAS_OFFSET": offset is not None, "WHAT": what.value}
+    out = _pack(x, place, (B, H, N), planes, x if table is None else table.contiguous(), options)
+    return out.view(B, H, N, *out.shape[1:])
+
+
+def pack_lanes(codes: Tensor, bits: int) -> Tensor:
+    """See `tersekv.ops.lanes`: codes [..., P, L] to int32 [..., lane groups, words, 16]."""
+    *lead, P, _ = codes.shape
+    blocks = codes.reshape(math.prod(lead), 1, *codes.shape[-2:])
+    place = GridPlace("values", bits, "token", 1, P)
+    options = {"HAS_SCALE": False, "HAS_OFFSET": False, "WHAT": _kernels().CODES.value}
+    out = _pack(blocks, place, (len(blocks), 1, 1), [(codes,), (codes,)], codes, options)
+    return out.view(*lead, *out.shape[1:])
+
+
+def _strided(plane: Tensor) -> tuple[Any, ...]:
+    return plane, *plane.stride()
+
+
+def _pack(
+    x: Tensor, place: GridPlace, blocks: tuple[int, int, int], planes: list[Any], table: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Launch over blocks [B, H, N] of x: int32 [B·H·N, lane groups, words, 16]."""
+    t, D, keys = place.block_tokens, x.shape[-1], place.side == "keys"
+    P, L = (D, t) if keys else (t, D)
+    groups, W, _ = packed_shape(place.bits, P, L)
+    _, H, N = blocks
+    out = x.new_empty((math.prod(blocks), groups, W, LANES), dtype=torch.int32)
+    if out.numel():
+        units = _power(-(-P // 32))
+        lanes = max(LANES, min(_power(L), TILE // units))
+        _kernels().pack[(len(out), -(-groups * LANES // lanes))](
+            out, x, *x.stride(), *planes, table, H, N, t, P, L, groups * LANES, W, BITS=place.bits, OF_KEYS=keys,
+            GROUP=place.group, PER_TOKEN=place.axis == "token", LANES=lanes, UNITS=units, num_warps=4, **options,
+        )  # fmt: skip
+    return out
+
+
+def _power(n: int) -> int:
+    """The next power of two."""
+    return 1 << (n - 1).bit_length()
