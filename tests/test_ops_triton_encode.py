@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from packed_views import tokens
-from tersekv.ops import backends, encode_grid, lanes
+from tersekv.ops import backends, encode_grid, encode_signs, lanes
 from tersekv.ops.encode_grid import GridPlace
 from tersekv.ops.triton import encode
 from tersekv.tables.fixed import normal_quantiles
@@ -116,17 +116,26 @@ def test_nothing(device):  # noqa: F811
     assert backends.group_ranges(*on(device, x, place))[0].shape == (2, 3, 0, 2, 32)
 
 
-GRIDS = {
+@pytest.mark.parametrize(("M", "D", "t"), [(128, 64, 32), (100, 80, 32), (1, 3, 5), (256, 8, 20)])
+def test_encode_signs(device, M, D, t):  # noqa: F811
+    torch.manual_seed(M)
+    x, sketch = torch.randn(2, 1, t, D), torch.randn(M, D)
+    x[0, 0, 1] = 0  # +1 each
+    call = x.mT.contiguous().mT, sketch
+    same([backends.encode_signs(*on(device, *call))], [encode_signs.encode_signs(*call)])
+
+
+CODECS = {
     "kivi": [{}], "uniform": [{"axis": "channel", "group": 0, "scales": "bf16"}],
     "normalfloat": [{}, {"zero_point": True, "axis": "channel"}],
-    "turboquant": [{}, {"bits": 2.5, "correct_norm": True}],
+    "turboquant": [{}, {"bits": 2.5, "correct_norm": True}, {"bits": 3.25, "variant": "prod"}],
     "kvquant": [{"calibration": "prompt"}, {"calibration": "prompt", "axis": "token", "table": "nf"}],
+    "qjl": [{"initial_layers": 0}, {"initial_layers": 0, "outliers_per": "group", "sketch": 100}],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "options"), [(m, o) for m, all_ in GRIDS.items() for o in all_], ids=str)
-def test_every_codec_of_grids(device, method, options):  # noqa: F811
-    """A codec makes the same planes."""
+@pytest.mark.parametrize(("method", "options"), [(m, o) for m, all_ in CODECS.items() for o in all_], ids=str)
+def test_codecs_make_the_same_planes(device, method, options):  # noqa: F811
     from tersekv.codecs import methods
 
     torch.manual_seed(1)

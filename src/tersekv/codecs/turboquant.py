@@ -31,7 +31,8 @@ from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices
 from tersekv.errors import UserError
 from tersekv.formats.base import BLOCK_TOKENS, Added, Joined, Layout, Planes, PlaneSpec, Rotated, View
 from tersekv.formats.grid import Grid, GridView, nearest_code, round_scale
-from tersekv.formats.signs import SignSketch, SignsView, pack_blocks, signs_planes
+from tersekv.formats.signs import SignSketch, SignsView, signs_planes
+from tersekv.ops import backends
 from tersekv.tables.lloyd_max import sphere_table
 from tersekv.tensors import cached_table
 from tersekv.transforms.rotation import RotationKind, random_rotation
@@ -155,9 +156,9 @@ class TurboQuant(Codec):
 
     def _residual(self, residual: Tensor, part: Part) -> Planes:
         """Signs and norm (over √dim) of residual [B, H, N, t, dim]."""
-        sketched = torch.matmul(residual.double(), self._sketch(part, str(residual.device)).T.double())
+        signs = backends.encode_signs(residual, self._sketch(part, str(residual.device)))
         norm = residual.square().mean(-1).sqrt()
-        return {f"{part.name}signs": pack_blocks(sketched), f"{part.name}norms": norm.to(torch.float16)}
+        return {f"{part.name}signs": signs, f"{part.name}norms": norm.to(torch.float16)}
 
     def _sketch(self, part: Part, device: str) -> Tensor:
         return jl_sketch(part.dim, part.dim, self.seed + SKETCH_SEED_OFFSET, self.orthogonal, device)

@@ -23,6 +23,7 @@ from tersekv.ops import attend_pages as pages_reference
 from tersekv.ops import attend_segments as segments_reference
 from tersekv.ops import cpu, triton
 from tersekv.ops import encode_grid as grid_reference
+from tersekv.ops import encode_signs as signs_reference
 from tersekv.ops import lanes as lanes_reference
 from tersekv.ops import softmax as softmax_reference
 from tersekv.ops import trellis as trellis_reference
@@ -63,6 +64,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "group_ranges": Implementation(grid_reference.group_ranges, _why_not_here),
         "encode_grid": Implementation(grid_reference.encode_grid, _why_not_here),
         "pack_lanes": Implementation(lanes_reference.pack_lanes, _why_not_here),
+        "encode_signs": Implementation(signs_reference.encode_signs, _why_not_here),
     },
     "triton": {
         "attend_packed": Implementation(triton.attend_packed, triton.why_not_attend_packed),
@@ -72,6 +74,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "group_ranges": Implementation(encode.group_ranges, encode.why_not_group_ranges),
         "encode_grid": Implementation(encode.encode_grid, encode.why_not_encode_grid),
         "pack_lanes": Implementation(encode.pack_lanes, encode.why_not_pack_lanes),
+        "encode_signs": Implementation(encode.encode_signs, encode.why_not_encode_signs),
     },
     "reference": {
         "attend_packed": Implementation(packed_reference.attend_packed, _never),
@@ -83,6 +86,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "group_ranges": Implementation(grid_reference.group_ranges, _never),
         "encode_grid": Implementation(grid_reference.encode_grid, _never),
         "pack_lanes": Implementation(lanes_reference.pack_lanes, _never),
+        "encode_signs": Implementation(signs_reference.encode_signs, _never),
     },
 }
 
@@ -181,6 +185,11 @@ def encode_grid(
 def pack_lanes(codes: Tensor, bits: int) -> Tensor:
     """Codes to words, see `tersekv.ops.lanes`: [..., P, L] to int32 [..., lane groups, words, 16]."""
     return _run("pack_lanes", codes, bits)
+
+
+def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
+    """Packed signs of a sketch, see `tersekv.ops.encode_signs`: x [..., t, D] to uint8 [..., ceil(M/8), t]."""
+    return _run("encode_signs", x, sketch)
 
 
 def kernel(op: str, *call: Any) -> Callable[..., Any] | None:

@@ -19,6 +19,9 @@ from tersekv.ops.triton import why_not_usable
 TILE = 128
 """Units of 32 codes, or entries of a range, that a program takes."""
 
+BYTES = 8
+"""Of signs that a program makes of each token."""
+
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
@@ -75,6 +78,14 @@ def why_not_pack_lanes(codes: Tensor, bits: int) -> str | None:
     return _why_not(codes)
 
 
+def why_not_encode_signs(x: Tensor, sketch: Tensor) -> str | None:
+    """Why `encode_signs` does not take this call; None if it does."""
+    for name, tensor in (("x", x), ("sketch", sketch)):
+        if tensor.dtype is not torch.float32:
+            return f"{name} is {tensor.dtype}, not float32"
+    return _why_not(x, sketch)
+
+
 def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
     """See `tersekv.ops.encode_grid`: two planes, float32."""
     B, H, T, D = x.shape
@@ -110,6 +121,18 @@ def pack_lanes(codes: Tensor, bits: int) -> Tensor:
     options = {"HAS_SCALE": False, "HAS_OFFSET": False, "WHAT": _kernels().CODES.value}
     out = _pack(blocks, place, (len(blocks), 1, 1), [(codes,), (codes,)], codes, options)
     return out.view(*lead, *out.shape[1:])
+
+
+def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
+    """See `tersekv.ops.encode_signs`: x [..., t, D] to uint8 [..., ceil(M/8), t]."""
+    (*lead, t, D), M = x.shape, len(sketch)
+    x, sketch, rows = x.contiguous(), sketch.contiguous(), -(-M // 8)
+    out = x.new_empty((*lead, rows, t), dtype=torch.uint8)
+    if out.numel():
+        _kernels().signs[(math.prod(lead), -(-t // LANES), -(-rows // BYTES))](
+            out, x, sketch, t, D, M, rows, TOKENS=LANES, BYTES=BYTES, num_warps=4
+        )
+    return out
 
 
 def _strided(plane: Tensor) -> tuple[Any, ...]:

@@ -160,3 +160,25 @@ def ranges(
     out = block.to(tl.int64) * rows * columns + entry
     tl.store(low + out, least, mask=ok)
     tl.store(high + out, most, mask=ok)
+
+
+@triton.jit
+def signs(out, x, sketch, t, D, M, rows, TOKENS: tl.constexpr, BYTES: tl.constexpr):
+    """Grid (blocks, tiles of tokens, tiles of bytes). Signs of S·x in float64, x float32 [blocks, t, D] and S float32
+    [M, D], to out uint8 [blocks, rows, t]."""
+    block = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    row = tl.program_id(2) * (BYTES * 8) + tl.arange(0, BYTES * 8)
+    x += (block * t + token) * D
+    sketch += row * D
+    sketched = tl.zeros((TOKENS, BYTES * 8), tl.float64)
+    for _ in range(D):
+        component = tl.load(x, mask=token < t, other=0.0).to(tl.float64)
+        sketched += component[:, None] * tl.load(sketch, mask=row < M, other=0.0).to(tl.float64)[None, :]
+        x += 1
+        sketch += 1
+    bit = ((sketched >= 0) & (row < M)[None, :]).to(tl.int32)
+    bit = tl.reshape(bit, (TOKENS, BYTES, 8)) << tl.arange(0, 8)[None, None, :]
+    byte = tl.program_id(2) * BYTES + tl.arange(0, BYTES)[None, :]
+    at = out + (block * rows + byte) * t + token[:, None]
+    tl.store(at, tl.sum(bit, axis=2).to(tl.uint8), mask=(token < t)[:, None] & (byte < rows))
