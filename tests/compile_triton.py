@@ -109,6 +109,9 @@ CALLS: dict[str, Callable[[], None]] = {
     "codes of values per token": lambda: grids("values", 3, "token", 32),
     "codes into a table": lambda: grids("keys", 6, "token", 128, torch.linspace(-1, 1, 64)),
     "signs of a sketch": lambda: encode.encode_signs(torch.randn(2, 32, 128), torch.randn(256, 128)),
+    "polar angles": lambda: encode.encode_polar(
+        torch.randn(1, 2, 32, 128), [4, 2, 2, 2], [torch.linspace(0, 1, 2**b) for b in (4, 2, 2, 2)]
+    ),
     "packing alone": lambda: encode.pack_lanes(torch.zeros(2, 64, 80, dtype=torch.uint8), 5),
 }
 

@@ -23,6 +23,7 @@ from tersekv.ops import attend_pages as pages_reference
 from tersekv.ops import attend_segments as segments_reference
 from tersekv.ops import cpu, triton
 from tersekv.ops import encode_grid as grid_reference
+from tersekv.ops import encode_polar as polar_reference
 from tersekv.ops import encode_signs as signs_reference
 from tersekv.ops import lanes as lanes_reference
 from tersekv.ops import softmax as softmax_reference
@@ -65,6 +66,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "encode_grid": Implementation(grid_reference.encode_grid, _why_not_here),
         "pack_lanes": Implementation(lanes_reference.pack_lanes, _why_not_here),
         "encode_signs": Implementation(signs_reference.encode_signs, _why_not_here),
+        "encode_polar": Implementation(polar_reference.encode_polar, _why_not_here),
     },
     "triton": {
         "attend_packed": Implementation(triton.attend_packed, triton.why_not_attend_packed),
@@ -75,6 +77,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "encode_grid": Implementation(encode.encode_grid, encode.why_not_encode_grid),
         "pack_lanes": Implementation(encode.pack_lanes, encode.why_not_pack_lanes),
         "encode_signs": Implementation(encode.encode_signs, encode.why_not_encode_signs),
+        "encode_polar": Implementation(encode.encode_polar, encode.why_not_encode_polar),
     },
     "reference": {
         "attend_packed": Implementation(packed_reference.attend_packed, _never),
@@ -87,6 +90,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "encode_grid": Implementation(grid_reference.encode_grid, _never),
         "pack_lanes": Implementation(lanes_reference.pack_lanes, _never),
         "encode_signs": Implementation(signs_reference.encode_signs, _never),
+        "encode_polar": Implementation(polar_reference.encode_polar, _never),
     },
 }
 
@@ -190,6 +194,11 @@ def pack_lanes(codes: Tensor, bits: int) -> Tensor:
 def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
     """Packed signs of a sketch, see `tersekv.ops.encode_signs`: x [..., t, D] to uint8 [..., ceil(M/8), t]."""
     return _run("encode_signs", x, sketch)
+
+
+def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Packed polar angles and radii, see `tersekv.ops.encode_polar`: uint8 [..., bytes, t], float32 [..., D/2^L, t]."""
+    return _run("encode_polar", x, level_bits, tables)
 
 
 def kernel(op: str, *call: Any) -> Callable[..., Any] | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tersekv.ops.encode_grid import GridPlace
+from tersekv.ops.encode_polar import stream_offsets
 from tersekv.ops.lanes import LANES, packed_shape
 from tersekv.ops.triton import why_not_usable
 
@@ -27,8 +29,8 @@ _INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 @functools.cache
-def _kernels() -> ModuleType:
-    return importlib.import_module("tersekv.ops.triton.quantise")
+def _kernels(name: str = "quantise") -> ModuleType:
+    return importlib.import_module(f"tersekv.ops.triton.{name}")
 
 
 def _why_not(x: Tensor, *more: Tensor | None) -> str | None:
@@ -86,6 +88,14 @@ def why_not_encode_signs(x: Tensor, sketch: Tensor) -> str | None:
     return _why_not(x, sketch)
 
 
+def why_not_encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor]) -> str | None:
+    """Why `encode_polar` does not take this call; None if it does."""
+    for name, tensor in (("x", x), *(("a table", table) for table in tables)):
+        if tensor.dtype is not torch.float32:
+            return f"{name} is {tensor.dtype}, not float32"
+    return _why_not(x, *tables)
+
+
 def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
     """See `tersekv.ops.encode_grid`: two planes, float32."""
     B, H, T, D = x.shape
@@ -133,6 +143,26 @@ def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
             out, x, sketch, t, D, M, rows, TOKENS=LANES, BYTES=BYTES, num_warps=4
         )
     return out
+
+
+def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """See `tersekv.ops.encode_polar`: angles uint8 [B, ..., bytes, t], radii float32 [B, ..., D/2^L, t]. Two
+    launches."""
+    *lead, t, D = x.shape
+    L, blocks, x = len(level_bits), math.prod(lead), x.contiguous()
+    rows, entries = -(-stream_offsets(level_bits, D)[-1] // 8), D - (D >> L)
+    angles = x.new_empty((*lead, rows, t), dtype=torch.uint8)
+    codes = x.new_empty((*lead, entries, t), dtype=torch.uint8)
+    radii = x.new_empty((*lead, D >> L, t))
+    if blocks * t:
+        kernels, options = _kernels("angles"), {"LEVEL_BITS": tuple(level_bits), "TOKENS": _power(t), "num_warps": 4}
+        by_row = tuple((table, table.stride(0) if len(table.shape) == 2 and len(table) > 1 else 0) for table in tables)
+        chunks = _power(min(D >> L, max(1, TILE >> L)))
+        kernels.polar_codes[(blocks, -(-(D >> L) // chunks))](
+            codes, radii, x, by_row, blocks // lead[0], t, D, entries, CHUNKS=chunks, **options
+        )
+        kernels.polar_pack[(blocks, -(-rows // BYTES))](angles, codes, t, D, entries, rows, BYTES=BYTES, **options)
+    return angles, radii
 
 
 def _strided(plane: Tensor) -> tuple[Any, ...]:
