@@ -25,6 +25,7 @@ from tersekv.formats.centred import Turned
 from tersekv.ops.attend_grid import Axis, Side
 from tersekv.ops.encode_grid import GridPlace
 from tersekv.ops.triton import encode, launch, spec
+from tersekv.transforms.rotation import hadamard_parts, random_rotation
 
 
 class NoDevice:
@@ -111,6 +112,9 @@ CALLS: dict[str, Callable[[], None]] = {
     "signs of a sketch": lambda: encode.encode_signs(torch.randn(2, 32, 128), torch.randn(256, 128)),
     "polar angles": lambda: encode.encode_polar(
         torch.randn(1, 2, 32, 128), [4, 2, 2, 2], [torch.linspace(0, 1, 2**b) for b in (4, 2, 2, 2)]
+    ),
+    "Hadamard": lambda: encode.rotate_hadamard(
+        torch.randn(2, 32, 128), random_rotation(128, 0, "hadamard"), *hadamard_parts(128, 0, "cpu")
     ),
     "packing alone": lambda: encode.pack_lanes(torch.zeros(2, 64, 80, dtype=torch.uint8), 5),
 }

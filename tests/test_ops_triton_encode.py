@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from packed_views import tokens
-from tersekv.ops import backends, encode_grid, encode_signs, lanes
+from tersekv.ops import backends, encode_grid, encode_signs, lanes, rotate
 from tersekv.ops.encode_grid import GridPlace
 from tersekv.ops.triton import encode
 from tersekv.tables.fixed import normal_quantiles
+from tersekv.transforms.rotation import hadamard_parts, random_rotation
 from test_ops_triton import device, pytestmark  # noqa: F401
 
 
@@ -125,10 +126,23 @@ def test_encode_signs(device, M, D, t):  # noqa: F811
     same([backends.encode_signs(*on(device, *call))], [encode_signs.encode_signs(*call)])
 
 
+@pytest.mark.parametrize("D", [128, 80, 64, 12, 7])
+def test_rotate_hadamard(device, D):  # noqa: F811
+    """In float64 another order of sums changes a float32 seldom, and by its last bit only."""
+    torch.manual_seed(D)
+    x = tokens(2, 1, 20, D) if D >= 8 else torch.randn(2, 1, 20, D)
+    call = x.mT.contiguous().mT, random_rotation(D, 3, "hadamard"), *hadamard_parts(D, 3, "cpu")
+    result, expected = backends.rotate_hadamard(*on(device, *call)).cpu(), rotate.rotate_hadamard(*call)
+    assert (result != expected).float().mean() <= 1e-3
+    torch.testing.assert_close(result, expected, rtol=1.2e-7, atol=0)
+
+
 CODECS = {
     "kivi": [{}], "uniform": [{"axis": "channel", "group": 0, "scales": "bf16"}],
     "normalfloat": [{}, {"zero_point": True, "axis": "channel"}],
-    "turboquant": [{}, {"bits": 2.5, "correct_norm": True}, {"bits": 3.25, "variant": "prod"}],
+    "turboquant": [
+        {"rotation": "hadamard"}, {"bits": 2.5, "correct_norm": True}, {"bits": 3.25, "variant": "prod"},
+    ],
     "kvquant": [{"calibration": "prompt"}, {"calibration": "prompt", "axis": "token", "table": "nf"}],
     "qjl": [{"initial_layers": 0}, {"initial_layers": 0, "outliers_per": "group", "sketch": 100}],
 }  # fmt: skip

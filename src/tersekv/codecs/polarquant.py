@@ -38,7 +38,7 @@ from tersekv.tables.kmeans import kmeans
 from tersekv.tables.lloyd_max import polar_table
 from tersekv.tensors import cached_table
 from tersekv.transforms.polar import to_polar
-from tersekv.transforms.rotation import random_rotation
+from tersekv.transforms.rotation import random_rotation, rotated
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -143,7 +143,7 @@ class PolarQuant(Codec):
     def _rotated(self, x: Tensor) -> Tensor:
         if self.rotation == "none":
             return x
-        return torch.matmul(x.double(), self._matrix(x.shape[-1], str(x.device)).T.double()).float()
+        return rotated(x, self.seed, self.rotation)
 
     def _matrix(self, head_dim: int, device: str) -> Tensor:
         assert self.rotation != "none"

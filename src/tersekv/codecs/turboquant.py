@@ -35,7 +35,7 @@ from tersekv.formats.signs import SignSketch, SignsView, signs_planes
 from tersekv.ops import backends
 from tersekv.tables.lloyd_max import sphere_table
 from tersekv.tensors import cached_table
-from tersekv.transforms.rotation import RotationKind, random_rotation
+from tersekv.transforms.rotation import random_rotation, rotated, split_rotation
 from tersekv.transforms.sketch import jl_sketch, sign_factor
 
 if TYPE_CHECKING:
@@ -126,11 +126,11 @@ class TurboQuant(Codec):
 
     def encode(self, x: Tensor) -> Planes:
         """x float32 [B, H, N·t, D] to planes."""
-        rotated = torch.matmul(x.double(), self._matrix(x.shape[-1], str(x.device)).transpose(-1, -2).double()).float()
+        turned = self._rotated(x)
         planes: Planes = {}
         start = 0
         for part in self.parts(x.shape[-1]):
-            y = rotated[..., start : start + part.dim]
+            y = turned[..., start : start + part.dim]
             start += part.dim
             codes = self._codes(y, part)
             planes |= {part.name + key: plane for key, plane in codes.items()}
@@ -139,6 +139,11 @@ class TurboQuant(Codec):
                 residual = y if grid is None else y - grid.decode()
                 planes |= self._residual(residual.unflatten(2, (-1, BLOCK_TOKENS)), part)
         return planes
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        if self.fits_on is None:
+            return rotated(x, self.seed, self.rotation)
+        return torch.matmul(x.double(), self._matrix(x.shape[-1], str(x.device)).transpose(-1, -2).double()).float()
 
     def _codes(self, y: Tensor, part: Part) -> Planes:
         grid = self._grid(part)
@@ -167,7 +172,7 @@ class TurboQuant(Codec):
         """The map to what is coded, orthogonal: [D, D], or [B, H, D, D] where heads differ in their outliers."""
         if self.fits_on is None:
             return random_rotation(head_dim, self.seed, self.rotation, device)
-        blocks = split_rotation(head_dim, self.seed, self.rotation, device)
+        blocks = split_rotation(head_dim // OUTLIER_SHARE, head_dim, self.seed, self.rotation, device)
         channels = self.fitted["channels"].long()
         others = torch.ones((*channels.shape[:-1], head_dim), dtype=torch.bool, device=channels.device)
         others.scatter_(-1, channels, False)
@@ -215,8 +220,9 @@ class TurboQuant(Codec):
 
     def tables(self, head_dim: int) -> list[Tensor]:
         """The tensors behind `table_bytes`."""
-        rotation = split_rotation if self.fits_on else random_rotation
-        found = [rotation(head_dim, self.seed, self.rotation, "cpu")]
+        options = self.seed, self.rotation, "cpu"
+        split = split_rotation(head_dim // OUTLIER_SHARE, head_dim, *options) if self.fits_on else None
+        found = [random_rotation(head_dim, *options) if split is None else split]
         for part in self.parts(head_dim):
             grid = self._grid(part)
             if grid is not None:
@@ -230,14 +236,6 @@ class TurboQuant(Codec):
 def sphere_entries(bits: int, D: int, device: str) -> Tensor:
     """The optimal table for √D times a sphere's coordinate, float32 [2^bits]."""
     return torch.tensor(sphere_table(bits, D), dtype=torch.float32, device=device)
-
-
-@cached_table
-def split_rotation(D: int, seed: int, kind: RotationKind, device: str) -> Tensor:
-    """Rotations of the outlier channels and of the others, on the diagonal of float32 [D, D]."""
-    outliers = D // OUTLIER_SHARE
-    parts = [random_rotation(n, seed, kind, "cpu") for n in (outliers, D - outliers)]
-    return torch.block_diag(*parts).to(device)
 
 
 METHOD = Method(

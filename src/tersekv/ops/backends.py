@@ -26,6 +26,7 @@ from tersekv.ops import encode_grid as grid_reference
 from tersekv.ops import encode_polar as polar_reference
 from tersekv.ops import encode_signs as signs_reference
 from tersekv.ops import lanes as lanes_reference
+from tersekv.ops import rotate as rotation_reference
 from tersekv.ops import softmax as softmax_reference
 from tersekv.ops import trellis as trellis_reference
 from tersekv.ops.attend_packed import Operand
@@ -54,6 +55,16 @@ def _why_not_here(x: Tensor, *call: Any) -> str | None:
     return None if x.is_cpu else f"x is on {x.device}, not on cpu"
 
 
+ENCODERS: dict[str, Callable[..., Any]] = {
+    "group_ranges": grid_reference.group_ranges,
+    "encode_grid": grid_reference.encode_grid,
+    "pack_lanes": lanes_reference.pack_lanes,
+    "encode_signs": signs_reference.encode_signs,
+    "encode_polar": polar_reference.encode_polar,
+    "rotate_hadamard": rotation_reference.rotate_hadamard,
+}
+"""Ops that encode, as torch does them."""
+
 BACKENDS: dict[str, dict[str, Implementation]] = {
     "cpu": {
         "attend_packed": Implementation(cpu.attend_packed, cpu.why_not_attend_packed),
@@ -62,22 +73,14 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "attend_exact": Implementation(cpu.attend_exact, cpu.why_not_attend_exact),
         "merge_segments": Implementation(cpu.merge_segments, cpu.why_not_merge_segments),
         "encode_trellis": Implementation(cpu.encode_trellis, cpu.why_not_encode_trellis),
-        "group_ranges": Implementation(grid_reference.group_ranges, _why_not_here),
-        "encode_grid": Implementation(grid_reference.encode_grid, _why_not_here),
-        "pack_lanes": Implementation(lanes_reference.pack_lanes, _why_not_here),
-        "encode_signs": Implementation(signs_reference.encode_signs, _why_not_here),
-        "encode_polar": Implementation(polar_reference.encode_polar, _why_not_here),
+        **{op: Implementation(run, _why_not_here) for op, run in ENCODERS.items()},
     },
     "triton": {
         "attend_packed": Implementation(triton.attend_packed, triton.why_not_attend_packed),
         "attend_segments": Implementation(triton.attend_segments, triton.why_not_attend_segments),
         "attend_exact": Implementation(triton.attend_exact, triton.why_not_attend_exact),
         "merge_segments": Implementation(triton.merge_segments, triton.why_not_merge_segments),
-        "group_ranges": Implementation(encode.group_ranges, encode.why_not_group_ranges),
-        "encode_grid": Implementation(encode.encode_grid, encode.why_not_encode_grid),
-        "pack_lanes": Implementation(encode.pack_lanes, encode.why_not_pack_lanes),
-        "encode_signs": Implementation(encode.encode_signs, encode.why_not_encode_signs),
-        "encode_polar": Implementation(encode.encode_polar, encode.why_not_encode_polar),
+        **{op: Implementation(getattr(encode, op), getattr(encode, f"why_not_{op}")) for op in ENCODERS},
     },
     "reference": {
         "attend_packed": Implementation(packed_reference.attend_packed, _never),
@@ -86,11 +89,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "attend_exact": Implementation(softmax_reference.attend_exact, _never),
         "merge_segments": Implementation(softmax_reference.merge_segments, _never),
         "encode_trellis": Implementation(trellis_reference.encode_trellis, _never),
-        "group_ranges": Implementation(grid_reference.group_ranges, _never),
-        "encode_grid": Implementation(grid_reference.encode_grid, _never),
-        "pack_lanes": Implementation(lanes_reference.pack_lanes, _never),
-        "encode_signs": Implementation(signs_reference.encode_signs, _never),
-        "encode_polar": Implementation(polar_reference.encode_polar, _never),
+        **{op: Implementation(run, _never) for op, run in ENCODERS.items()},
     },
 }
 
@@ -199,6 +198,11 @@ def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
 def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Packed polar angles and radii, see `tersekv.ops.encode_polar`: uint8 [..., bytes, t], float32 [..., D/2^L, t]."""
     return _run("encode_polar", x, level_bits, tables)
+
+
+def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:
+    """A random Hadamard rotation, see `tersekv.ops.rotate`: x float32 [..., D] to its shape."""
+    return _run("rotate_hadamard", x, matrix, order, signs)
 
 
 def kernel(op: str, *call: Any) -> Callable[..., Any] | None:

@@ -96,6 +96,13 @@ def why_not_encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[
     return _why_not(x, *tables)
 
 
+def why_not_rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> str | None:
+    """Why `rotate_hadamard` does not take this call; None if it does."""
+    if x.dtype is not torch.float32:
+        return f"x is {x.dtype}, not float32"
+    return _why_not(x, matrix, order, signs)
+
+
 def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
     """See `tersekv.ops.encode_grid`: two planes, float32."""
     B, H, T, D = x.shape
@@ -163,6 +170,19 @@ def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor])
         )
         kernels.polar_pack[(blocks, -(-rows // BYTES))](angles, codes, t, D, entries, rows, BYTES=BYTES, **options)
     return angles, radii
+
+
+def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:
+    """See `tersekv.ops.rotate`: x float32 [..., D] to its shape."""
+    D, out = x.shape[-1], x.new_empty(x.shape)
+    rows, block = math.prod(x.shape[:-1]), D & -D
+    tile = max(1, TILE * 8 // block)
+    if rows:
+        _kernels("hadamard").hadamard[(-(-rows // tile), D // block)](
+            out, x.contiguous(), matrix, order, signs, rows, D, ROWS=tile, BLOCK=block, LOG=block.bit_length() - 1,
+            num_warps=4,
+        )  # fmt: skip
+    return out
 
 
 def _strided(plane: Tensor) -> tuple[Any, ...]:
