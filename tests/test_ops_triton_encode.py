@@ -14,7 +14,7 @@ from tersekv.ops.encode_grid import GridPlace
 from tersekv.ops.triton import encode
 from tersekv.tables.fixed import normal_quantiles
 from tersekv.transforms.rotation import hadamard_parts, random_rotation
-from test_ops_triton import device, pytestmark  # noqa: F401
+from test_ops_triton import Counted, device, pytestmark  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +161,30 @@ def test_codecs_make_the_same_planes(device, method, options):  # noqa: F811
         result = codec.fit(x).encode(x)
         assert result.keys() == expected.keys()
         same(result.values(), expected.values())
+
+
+LAUNCHES = {
+    ("kivi", ()): ["ranges", "pack"], ("turboquant", (("rotation", "hadamard"),)): ["hadamard", "pack"],
+    ("qjl", ()): ["signs", "signs"],
+    ("polarquant", (("rotation", "hadamard"),)): ["hadamard", "polar_codes", "polar_pack"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "options"), LAUNCHES, ids=str)
+def test_launches_of_a_block(device, method, options, monkeypatch):  # noqa: F811
+    """However many heads and rows there are."""
+    from tersekv.codecs import methods
+    from tersekv.ops.triton import angles, hadamard, quantise
+
+    launched = []
+    for module in (angles, hadamard, quantise):
+        for name in {"ranges", "pack", "signs", "polar_codes", "polar_pack", "hadamard"} & set(vars(module)):
+            monkeypatch.setattr(module, name, Counted(getattr(module, name), name, launched))
+    x = torch.randn(2, 2, 32, 16, device=device)
+    codec = methods()[method].build(**dict(options)).keys.fit(x)
+    launched.clear()
+    codec.encode(x)
+    assert launched == LAUNCHES[method, options]
 
 
 X, PLACE = torch.zeros(1, 1, 64, 64), GridPlace("keys", 4, "token", 32, 32)
