@@ -5,11 +5,14 @@ On a machine without a GPU Triton interprets them on the CPU; `pytest -m gpu` ru
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from packed_views import tokens
-from tersekv.ops import backends, encode_grid, encode_signs, lanes, rotate
+from tersekv.ops import backends, encode_grid, encode_signs, lanes, rotate, triton
 from tersekv.ops.encode_grid import GridPlace
 from tersekv.ops.triton import encode
 from tersekv.tables.fixed import normal_quantiles
@@ -185,6 +188,25 @@ def test_launches_of_a_block(device, method, options, monkeypatch):  # noqa: F81
     launched.clear()
     codec.encode(x)
     assert launched == LAUNCHES[method, options]
+
+
+def test_launches_go_to_the_tensors_device(device, monkeypatch):  # noqa: F811
+    """Triton launches on the current device; a model may be spread over several."""
+    current = []
+
+    @contextmanager
+    def on(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    where = SimpleNamespace(is_cuda=True, device="cuda:1")
+    run = triton.on_own_device(lambda *call: list(current))
+    assert run(where) == run([where], 1) == ["cuda:1"]
+    assert run(SimpleNamespace(is_cuda=False)) == current == []
+    for name, op in backends.BACKENDS["triton"].items():
+        assert name == "attend_segments" or hasattr(op.run, "__wrapped__"), name
 
 
 X, PLACE = torch.zeros(1, 1, 64, 64), GridPlace("keys", 4, "token", 32, 32)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tersekv.ops.encode_grid import GridPlace
 from tersekv.ops.encode_polar import stream_offsets
 from tersekv.ops.lanes import LANES, packed_shape
-from tersekv.ops.triton import why_not_usable
+from tersekv.ops.triton import on_own_device, why_not_usable
 
 TILE = 128
 """Units of 32 codes, or entries of a range, that a program takes."""
@@ -103,6 +103,7 @@ def why_not_rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Ten
     return _why_not(x, matrix, order, signs)
 
 
+@on_own_device
 def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
     """See `tersekv.ops.encode_grid`: two planes, float32."""
     B, H, T, D = x.shape
@@ -116,6 +117,7 @@ def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
     return low, high
 
 
+@on_own_device
 def encode_grid(
     x: Tensor, place: GridPlace, scale: Tensor | None, offset: Tensor | None, table: Tensor | None
 ) -> Tensor:
@@ -130,6 +132,7 @@ def encode_grid(
     return out.view(B, H, N, *out.shape[1:])
 
 
+@on_own_device
 def pack_lanes(codes: Tensor, bits: int) -> Tensor:
     """See `tersekv.ops.lanes`: codes [..., P, L] to int32 [..., lane groups, words, 16]."""
     *lead, P, _ = codes.shape
@@ -140,6 +143,7 @@ def pack_lanes(codes: Tensor, bits: int) -> Tensor:
     return out.view(*lead, *out.shape[1:])
 
 
+@on_own_device
 def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
     """See `tersekv.ops.encode_signs`: x [..., t, D] to uint8 [..., ceil(M/8), t]."""
     (*lead, t, D), M = x.shape, len(sketch)
@@ -152,6 +156,7 @@ def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
     return out
 
 
+@on_own_device
 def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """See `tersekv.ops.encode_polar`: angles uint8 [B, ..., bytes, t], radii float32 [B, ..., D/2^L, t]. Two
     launches."""
@@ -172,6 +177,7 @@ def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor])
     return angles, radii
 
 
+@on_own_device
 def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:
     """See `tersekv.ops.rotate`: x float32 [..., D] to its shape."""
     D, out = x.shape[-1], x.new_empty(x.shape)
