@@ -21,7 +21,7 @@ COMMON = {"errors", "registry", "tensors", "units", "whole_file", "__version__"}
 # What each folder may import of ours (besides itself and COMMON)
 MAY_IMPORT = {
     "ops": set(),
-    "transforms": set(),
+    "transforms": {"ops"},
     "formats": {"ops", "transforms"},
     "tables": {"ops"},
     "codecs": {"formats", "ops", "tables", "transforms"},

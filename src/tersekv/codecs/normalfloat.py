@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tersekv.codecs.base import Codec, Method, TableBytes, check_choices, check_range, for_both_sides
 from tersekv.formats.base import Layout, Planes
-from tersekv.formats.grid import SCALE_DTYPES, Grid, GridView, nearest_code, round_scale
+from tersekv.formats.grid import SCALE_DTYPES, Grid, GridView, round_scale
+from tersekv.ops import backends
 from tersekv.tables.fixed import normal_quantiles
 
 
@@ -46,16 +47,13 @@ class NormalFloat(Codec):
     def encode(self, x: Tensor) -> Planes:
         """x float32 [B, H, N·t, D] to planes."""
         grid, dtype = self.grid(x.shape[-1]), SCALE_DTYPES[self.scales]
-        groups = grid.groups(x)
+        low, high = backends.group_ranges(x, grid.place)
         offset = None
         if self.zero_point:
-            low, high = groups.amin(-1), groups.amax(-1)
             offset = round_scale((low + high) / 2, dtype, "a mid-point")
-            groups = groups - offset.float().unsqueeze(-1)
-        scale = round_scale(groups.abs().amax(-1), dtype, "a scale")
-        step = scale.float().unsqueeze(-1)
-        codes = nearest_code(groups / torch.where(step == 0, 1.0, step), normal_quantiles(self.bits, str(x.device)))
-        return grid.pack(codes, scale, offset)
+            low, high = low - offset.float(), high - offset.float()
+        scale = round_scale(torch.maximum(low.abs(), high.abs()), dtype, "a scale")
+        return grid.encode(x, normal_quantiles(self.bits, str(x.device)), scale, offset)
 
     def view(self, planes: Planes, head_dim: int) -> GridView:
         """Codes with the table of normal quantiles."""

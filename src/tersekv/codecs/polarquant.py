@@ -33,11 +33,12 @@ from tersekv.errors import UserError
 from tersekv.formats.base import BLOCK_TOKENS, Layout, Planes, Rotated, View
 from tersekv.formats.grid import SCALE_DTYPES, round_scale
 from tersekv.formats.polar import Polar, PolarView
+from tersekv.ops import backends
 from tersekv.tables.kmeans import kmeans
 from tersekv.tables.lloyd_max import polar_table
 from tersekv.tensors import cached_table
 from tersekv.transforms.polar import to_polar
-from tersekv.transforms.rotation import random_rotation
+from tersekv.transforms.rotation import random_rotation, rotated
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -135,21 +136,14 @@ class PolarQuant(Codec):
         """x float32 [B, H, N·t, D] to planes."""
         polar = self.polar(x.shape[-1])
         blocks = self._rotated(x).unflatten(2, (-1, BLOCK_TOKENS))
-        angles, radii = to_polar(blocks, polar.levels)
-        tables = self._level_tables(str(x.device))
-        codes = [
-            _nearest(angle, table, circular=level == 0).transpose(-1, -2)
-            for level, (angle, table) in enumerate(zip(angles, tables, strict=True))
-        ]
-        stored = round_scale(
-            radii.transpose(-1, -2) / polar.radius_unit, polar.radius_dtype, "a radius", "use radii=bf16"
-        )
-        return {"angles": polar.pack(codes), "radii": stored.contiguous()}
+        angles, radii = backends.encode_polar(blocks, polar.level_bits, self._level_tables(str(x.device)))
+        stored = round_scale(radii / polar.radius_unit, polar.radius_dtype, "a radius", "use radii=bf16")
+        return {"angles": angles, "radii": stored}
 
     def _rotated(self, x: Tensor) -> Tensor:
         if self.rotation == "none":
             return x
-        return torch.matmul(x.double(), self._matrix(x.shape[-1], str(x.device)).T.double()).float()
+        return rotated(x, self.seed, self.rotation)
 
     def _matrix(self, head_dim: int, device: str) -> Tensor:
         assert self.rotation != "none"
@@ -190,18 +184,6 @@ def offline_table(bits: int, level: int, device: str) -> Tensor:
     if level == 1:
         return ((torch.arange(2**bits, dtype=torch.float64) + 0.5) * 2 * math.pi / 2**bits).to(device, torch.float32)
     return torch.tensor(polar_table(bits, level), dtype=torch.float32, device=device)
-
-
-def _nearest(angle: Tensor, table: Tensor, circular: bool) -> Tensor:
-    """Index of the nearest entry of an ascending table [n], or of each row's in [B, n], for angles [B, ...]; circular:
-    on the circle of 2π."""
-    if table.dim() == 2:
-        return torch.stack([_nearest(a, t, circular) for a, t in zip(angle, table, strict=True)])
-    if circular:
-        # seen from the middle between the last entry and the first, the circle is a line
-        seam = (table[-1] - 2 * math.pi + table[0]) / 2
-        angle, table = torch.remainder(angle - seam, 2 * math.pi), table - seam
-    return torch.bucketize(angle.contiguous(), (table[1:] + table[:-1]) / 2)
 
 
 METHOD = Method(

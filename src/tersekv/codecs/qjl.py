@@ -29,7 +29,8 @@ from tersekv.codecs.base import Codec, FitsOn, Method, Pair, TableBytes, check_c
 from tersekv.codecs.uniform import Uniform
 from tersekv.errors import UserError
 from tersekv.formats.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec
-from tersekv.formats.signs import SignSketch, SignsView, pack_blocks, signs_planes
+from tersekv.formats.signs import SignSketch, SignsView, signs_planes
+from tersekv.ops import backends
 from tersekv.transforms.sketch import jl_sketch, sign_factor
 
 if TYPE_CHECKING:
@@ -159,9 +160,8 @@ class Qjl(Codec):
 
 
 def _planes(x: Tensor, S: Tensor, prefix: str) -> Planes:
-    sketched = torch.matmul(x.double(), S.T.double())
     rms = x.square().mean(-1).sqrt()
-    return {f"{prefix}signs": pack_blocks(sketched), f"{prefix}norms": rms.to(torch.float16)}
+    return {f"{prefix}signs": backends.encode_signs(x, S), f"{prefix}norms": rms.to(torch.float16)}
 
 
 def build(

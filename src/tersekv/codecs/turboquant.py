@@ -31,10 +31,11 @@ from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices
 from tersekv.errors import UserError
 from tersekv.formats.base import BLOCK_TOKENS, Added, Joined, Layout, Planes, PlaneSpec, Rotated, View
 from tersekv.formats.grid import Grid, GridView, nearest_code, round_scale
-from tersekv.formats.signs import SignSketch, SignsView, pack_blocks, signs_planes
+from tersekv.formats.signs import SignSketch, SignsView, signs_planes
+from tersekv.ops import backends
 from tersekv.tables.lloyd_max import sphere_table
 from tersekv.tensors import cached_table
-from tersekv.transforms.rotation import RotationKind, random_rotation
+from tersekv.transforms.rotation import random_rotation, rotated, split_rotation
 from tersekv.transforms.sketch import jl_sketch, sign_factor
 
 if TYPE_CHECKING:
@@ -125,11 +126,11 @@ class TurboQuant(Codec):
 
     def encode(self, x: Tensor) -> Planes:
         """x float32 [B, H, N·t, D] to planes."""
-        rotated = torch.matmul(x.double(), self._matrix(x.shape[-1], str(x.device)).transpose(-1, -2).double()).float()
+        turned = self._rotated(x)
         planes: Planes = {}
         start = 0
         for part in self.parts(x.shape[-1]):
-            y = rotated[..., start : start + part.dim]
+            y = turned[..., start : start + part.dim]
             start += part.dim
             codes = self._codes(y, part)
             planes |= {part.name + key: plane for key, plane in codes.items()}
@@ -139,6 +140,11 @@ class TurboQuant(Codec):
                 planes |= self._residual(residual.unflatten(2, (-1, BLOCK_TOKENS)), part)
         return planes
 
+    def _rotated(self, x: Tensor) -> Tensor:
+        if self.fits_on is None:
+            return rotated(x, self.seed, self.rotation)
+        return torch.matmul(x.double(), self._matrix(x.shape[-1], str(x.device)).transpose(-1, -2).double()).float()
+
     def _codes(self, y: Tensor, part: Part) -> Planes:
         grid = self._grid(part)
         if grid is None:
@@ -146,16 +152,18 @@ class TurboQuant(Codec):
         table = sphere_entries(grid.bits, part.dim, str(y.device))
         groups = grid.groups(y)
         scale = groups.square().mean(-1).sqrt()
+        if not self.correct_norm:
+            stored = round_scale(scale, torch.float16, "a norm", TOO_LARGE)
+            return grid.encode(y, table, scale, None) | {"scale": stored}
         codes = nearest_code(groups / torch.where(scale == 0, 1.0, scale).unsqueeze(-1), table)
-        if self.correct_norm:
-            scale = scale / table[codes.long()].square().mean(-1).sqrt()
+        scale = scale / table[codes.long()].square().mean(-1).sqrt()
         return grid.pack(codes, round_scale(scale, torch.float16, "a norm", TOO_LARGE), None)
 
     def _residual(self, residual: Tensor, part: Part) -> Planes:
         """Signs and norm (over √dim) of residual [B, H, N, t, dim]."""
-        sketched = torch.matmul(residual.double(), self._sketch(part, str(residual.device)).T.double())
+        signs = backends.encode_signs(residual, self._sketch(part, str(residual.device)))
         norm = residual.square().mean(-1).sqrt()
-        return {f"{part.name}signs": pack_blocks(sketched), f"{part.name}norms": norm.to(torch.float16)}
+        return {f"{part.name}signs": signs, f"{part.name}norms": norm.to(torch.float16)}
 
     def _sketch(self, part: Part, device: str) -> Tensor:
         return jl_sketch(part.dim, part.dim, self.seed + SKETCH_SEED_OFFSET, self.orthogonal, device)
@@ -164,7 +172,7 @@ class TurboQuant(Codec):
         """The map to what is coded, orthogonal: [D, D], or [B, H, D, D] where heads differ in their outliers."""
         if self.fits_on is None:
             return random_rotation(head_dim, self.seed, self.rotation, device)
-        blocks = split_rotation(head_dim, self.seed, self.rotation, device)
+        blocks = split_rotation(head_dim // OUTLIER_SHARE, head_dim, self.seed, self.rotation, device)
         channels = self.fitted["channels"].long()
         others = torch.ones((*channels.shape[:-1], head_dim), dtype=torch.bool, device=channels.device)
         others.scatter_(-1, channels, False)
@@ -212,8 +220,9 @@ class TurboQuant(Codec):
 
     def tables(self, head_dim: int) -> list[Tensor]:
         """The tensors behind `table_bytes`."""
-        rotation = split_rotation if self.fits_on else random_rotation
-        found = [rotation(head_dim, self.seed, self.rotation, "cpu")]
+        options = self.seed, self.rotation, "cpu"
+        split = split_rotation(head_dim // OUTLIER_SHARE, head_dim, *options) if self.fits_on else None
+        found = [random_rotation(head_dim, *options) if split is None else split]
         for part in self.parts(head_dim):
             grid = self._grid(part)
             if grid is not None:
@@ -227,14 +236,6 @@ class TurboQuant(Codec):
 def sphere_entries(bits: int, D: int, device: str) -> Tensor:
     """The optimal table for √D times a sphere's coordinate, float32 [2^bits]."""
     return torch.tensor(sphere_table(bits, D), dtype=torch.float32, device=device)
-
-
-@cached_table
-def split_rotation(D: int, seed: int, kind: RotationKind, device: str) -> Tensor:
-    """Rotations of the outlier channels and of the others, on the diagonal of float32 [D, D]."""
-    outliers = D // OUTLIER_SHARE
-    parts = [random_rotation(n, seed, kind, "cpu") for n in (outliers, D - outliers)]
-    return torch.block_diag(*parts).to(device)
 
 
 METHOD = Method(

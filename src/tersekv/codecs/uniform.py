@@ -12,12 +12,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor
 
 from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides
 from tersekv.formats.base import Layout, Planes
 from tersekv.formats.grid import SCALE_DTYPES, Grid, GridView, round_scale
+from tersekv.ops import backends
 from tersekv.tables.fixed import integers
 
 if TYPE_CHECKING:
@@ -61,12 +61,11 @@ class Uniform(Codec):
         """Take each channel's range from x [B, H, T, D] if one range serves the whole sequence."""
         if not self._whole:
             return self
-        scale, offset = self._range(x.transpose(-1, -2))
+        scale, offset = self._stored(x.amin(2), x.amax(2))
         return dataclasses.replace(self, fitted={"scale": scale, "offset": offset})
 
-    def _range(self, groups: Tensor) -> tuple[Tensor, Tensor]:
-        """Stored scale and minimum over the last axis."""
-        low, high = groups.amin(-1), groups.amax(-1)
+    def _stored(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and minimum of ranges as they are stored."""
         dtype = SCALE_DTYPES[self.scales]
         scale = round_scale((high - low) / (2**self.bits - 1), dtype, "a scale")
         return scale, round_scale(low, dtype, "a minimum")
@@ -74,15 +73,11 @@ class Uniform(Codec):
     def encode(self, x: Tensor) -> Planes:
         """x float32 [B, H, N·t, D] to planes."""
         grid = self.grid(x.shape[-1])
-        groups = grid.groups(x)
         if self._whole:
             scale, offset = (self.fitted[name][:, :, None, None] for name in ("scale", "offset"))
         else:
-            scale, offset = self._range(groups)
-        step = scale.float().unsqueeze(-1)
-        codes = (groups - offset.float().unsqueeze(-1)) / torch.where(step == 0, 1.0, step)
-        codes = codes.round_().clamp_(0, 2**self.bits - 1).to(torch.uint8)
-        return grid.pack(codes, *((None, None) if self._whole else (scale, offset)))
+            scale, offset = self._stored(*backends.group_ranges(x, grid.place))
+        return grid.encode(x, None, scale, offset, whole=self._whole)
 
     def view(self, planes: Planes, head_dim: int) -> GridView:
         """Codes with the table 0 … 2^b − 1."""

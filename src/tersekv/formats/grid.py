@@ -23,8 +23,11 @@ from torch import Tensor
 
 from tersekv.errors import UserError
 from tersekv.formats.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec, Side, View
+from tersekv.ops import backends
 from tersekv.ops.attend_grid import Axis, GridSide, decode_grid
-from tersekv.ops.lanes import pack_lanes, packed_shape
+from tersekv.ops.encode_grid import GridPlace, grouped, lanes_of
+from tersekv.ops.encode_grid import nearest_code as nearest_code
+from tersekv.ops.lanes import packed_shape
 
 SCALE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -66,6 +69,11 @@ class Grid:
         """Elements per scale within a block."""
         return self.group or (self.head_dim if self.axis == "token" else self.block_tokens)
 
+    @property
+    def place(self) -> GridPlace:
+        """The layout as ops take it."""
+        return GridPlace(self.side, self.bits, self.axis, self.group_size, self.block_tokens)
+
     def scale_shape(self) -> tuple[int, int]:
         """Shape of the scale plane of one block."""
         if self.axis == "token":
@@ -87,24 +95,24 @@ class Grid:
         axis "token": [B, H, N, D/group, t, group]; axis "channel": [B, H, N, t/group, D, group]; reducing the last axis
         gives the shape of the scale plane.
         """
-        blocks = x.unflatten(2, (-1, self.block_tokens))
-        if self.axis == "token":
-            return blocks.unflatten(-1, (-1, self.group_size)).transpose(-3, -2)
-        return blocks.unflatten(-2, (-1, self.group_size)).transpose(-1, -2)
+        return grouped(x, self.place)
 
     def pack(self, codes: Tensor, scale: Tensor | None, offset: Tensor | None) -> Planes:
         """codes in the shape of `groups`, scale and offset in the shape of the plane (None where they lie outside)."""
-        if self.axis == "token":
-            by_token = codes.transpose(-3, -2).flatten(-2)  # [B, H, N, t, D]
-        else:
-            by_token = codes.transpose(-1, -2).flatten(-3, -2)
-        matrix = by_token.transpose(-1, -2) if self.side == "keys" else by_token
-        planes = {"codes": pack_lanes(matrix, self.bits)}
-        if scale is not None:
-            planes["scale"] = scale
-        if offset is not None:
-            planes["offset"] = offset
-        return planes
+        return _planes(backends.pack_lanes(lanes_of(codes, self.place), self.bits), scale, offset)
+
+    def encode(
+        self, x: Tensor, table: Tensor | None, scale: Tensor | None, offset: Tensor | None, whole: bool = False
+    ) -> Planes:
+        """Planes of x float32 [B, H, T, D], each element to the nearest entry of a table, or integer (None), against
+        scale and offset in the shape of the plane; whole: those lie outside the blocks."""
+        codes = backends.encode_grid(x, self.place, scale, offset, table)
+        return _planes(codes, None, None) if whole else _planes(codes, scale, offset)
+
+
+def _planes(codes: Tensor, scale: Tensor | None, offset: Tensor | None) -> Planes:
+    planes = {"codes": codes, "scale": scale, "offset": offset}
+    return {name: plane for name, plane in planes.items() if plane is not None}
 
 
 class GridView(View):
@@ -151,12 +159,6 @@ def _for_all_blocks(scale: Tensor, N: int) -> Tensor:
     """[B, H, D] -> [B, H, N, 1, D] without copying."""
     B, H, D = scale.shape
     return scale.reshape(B, H, 1, 1, D).expand(B, H, N, 1, D)
-
-
-def nearest_code(x: Tensor, table: Tensor) -> Tensor:
-    """Index (uint8) of the nearest entry of an ascending table [2**bits], for x of any shape."""
-    middles = (table[1:] + table[:-1]) / 2
-    return torch.bucketize(x.contiguous(), middles).to(torch.uint8)
 
 
 def round_scale(x: Tensor, dtype: torch.dtype, what: str, remedy: str = "use the codec's option scales=bf16") -> Tensor:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from tersekv.formats.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec, View
+from tersekv.ops.encode_polar import pack_angles, places, stream_offsets
 from tersekv.transforms.polar import from_polar
 
 
@@ -47,16 +48,9 @@ class Polar:
         """Radii are stored divided by this power of two, which keeps them in range and all their digits."""
         return 2.0 ** ((self.levels + 1) // 2)
 
-    def counts(self) -> list[int]:
-        """Angles per token of each level."""
-        return [self.head_dim >> level for level in range(1, self.levels + 1)]
-
     def offsets(self) -> list[int]:
         """Where each level's codes begin in a token's stream, in bits, and where the stream ends."""
-        ends = [0]
-        for bits, count in zip(self.level_bits, self.counts(), strict=True):
-            ends.append(ends[-1] + bits * count)
-        return ends
+        return stream_offsets(self.level_bits, self.head_dim)
 
     def layout(self) -> Layout:
         """angles and radii."""
@@ -70,15 +64,7 @@ class Polar:
 
     def pack(self, codes: Sequence[Tensor]) -> Tensor:
         """Codes per level, integers [..., D/2^ℓ, t], to the plane `angles` [..., bytes, t]."""
-        total = self.layout().planes["angles"].shape[0]
-        stream = codes[0].new_zeros((*codes[0].shape[:-2], total + 1, codes[0].shape[-1]), dtype=torch.int32)
-        for level, code in enumerate(codes):
-            byte, shift = self._places(level, code.device)
-            # codes do not overlap, so that adding their bits joins them; a code reaches over at most two bytes
-            word = code.to(torch.int32) << shift
-            stream.index_add_(-2, byte, word & 0xFF)
-            stream.index_add_(-2, byte + 1, word >> 8)
-        return stream[..., :total, :].to(torch.uint8)
+        return pack_angles(codes, self.level_bits)
 
     def unpack(self, angles: Tensor, level: int) -> Tensor:
         """Codes of `level` (0 is the paper's 1), int32 [..., D/2^ℓ, t]."""
@@ -92,9 +78,7 @@ class Polar:
 
     def _places(self, level: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Byte of each code of a level, and its lowest bit there [n, 1]."""
-        bits = self.level_bits[level]
-        start = self.offsets()[level] + bits * torch.arange(self.counts()[level], device=device)
-        return start >> 3, (start & 7).unsqueeze(-1).to(torch.int32)
+        return places(self.level_bits, self.head_dim, level, device)
 
 
 class PolarView(View):

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from tersekv.formats.base import BLOCK_TOKENS, PlaneSpec, View, sum_of
+from tersekv.ops.encode_signs import pack_blocks as pack_blocks
+from tersekv.ops.encode_signs import pack_signs as pack_signs
 from tersekv.tensors import cached_table
 
 
@@ -32,19 +34,6 @@ def signs_planes(sketch_dim: int, norm_dtype: torch.dtype, prefix: str = "") -> 
         f"{prefix}signs": PlaneSpec((row_bytes, BLOCK_TOKENS), torch.uint8, "codes"),
         f"{prefix}norms": PlaneSpec((BLOCK_TOKENS,), norm_dtype, "scales and norms"),
     }
-
-
-def pack_signs(sketched: Tensor) -> Tensor:
-    """Sketched vectors [..., M] to uint8 [..., ceil(M/8)], bit 1 where the entry is >= 0."""
-    M = sketched.shape[-1]
-    positive = torch.nn.functional.pad(sketched >= 0, (0, -M % 8))
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=sketched.device)
-    return (positive.unflatten(-1, (-1, 8)).to(torch.uint8) * weights).sum(-1, dtype=torch.uint8)
-
-
-def pack_blocks(sketched: Tensor) -> Tensor:
-    """Sketched vectors of blocks [..., t, M] to the plane `signs` [..., ceil(M/8), t]."""
-    return pack_signs(sketched).transpose(-1, -2).contiguous()
 
 
 def unpack_signs(packed: Tensor, M: int) -> Tensor:

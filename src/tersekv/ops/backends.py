@@ -23,10 +23,17 @@ from tersekv.ops import attend_pages as pages_reference
 from tersekv.ops import attend_segments as segments_reference
 from tersekv.ops import basis as basis_reference
 from tersekv.ops import cpu, triton
+from tersekv.ops import encode_grid as grid_reference
+from tersekv.ops import encode_polar as polar_reference
+from tersekv.ops import encode_signs as signs_reference
+from tersekv.ops import lanes as lanes_reference
+from tersekv.ops import rotate as rotation_reference
 from tersekv.ops import softmax as softmax_reference
 from tersekv.ops import trellis as trellis_reference
 from tersekv.ops.attend_packed import Operand
 from tersekv.ops.attend_segments import Segment
+from tersekv.ops.encode_grid import GridPlace
+from tersekv.ops.triton import encode
 
 BACKEND_VARIABLE = "TERSEKV_BACKEND"
 AUTO = "auto"
@@ -44,6 +51,21 @@ def _never(*call: Any) -> None:
     """The reference takes every call."""
 
 
+def _why_not_here(x: Tensor, *call: Any) -> str | None:
+    """Torch's own operations are what the CPU encodes with."""
+    return None if x.is_cpu else f"x is on {x.device}, not on cpu"
+
+
+ENCODERS: dict[str, Callable[..., Any]] = {
+    "group_ranges": grid_reference.group_ranges,
+    "encode_grid": grid_reference.encode_grid,
+    "pack_lanes": lanes_reference.pack_lanes,
+    "encode_signs": signs_reference.encode_signs,
+    "encode_polar": polar_reference.encode_polar,
+    "rotate_hadamard": rotation_reference.rotate_hadamard,
+}
+"""Ops that encode, as torch does them."""
+
 BACKENDS: dict[str, dict[str, Implementation]] = {
     "cpu": {
         "attend_packed": Implementation(cpu.attend_packed, cpu.why_not_attend_packed),
@@ -53,6 +75,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "merge_segments": Implementation(cpu.merge_segments, cpu.why_not_merge_segments),
         "encode_trellis": Implementation(cpu.encode_trellis, cpu.why_not_encode_trellis),
         "basis_product": Implementation(cpu.basis_product, cpu.why_not_basis_product),
+        **{op: Implementation(run, _why_not_here) for op, run in ENCODERS.items()},
     },
     "triton": {
         "attend_packed": Implementation(triton.attend_packed, triton.why_not_attend_packed),
@@ -60,6 +83,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "attend_exact": Implementation(triton.attend_exact, triton.why_not_attend_exact),
         "merge_segments": Implementation(triton.merge_segments, triton.why_not_merge_segments),
         "basis_product": Implementation(basis_reference.basis_product, _never),
+        **{op: Implementation(getattr(encode, op), getattr(encode, f"why_not_{op}")) for op in ENCODERS},
     },
     "reference": {
         "attend_packed": Implementation(packed_reference.attend_packed, _never),
@@ -69,6 +93,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "merge_segments": Implementation(softmax_reference.merge_segments, _never),
         "encode_trellis": Implementation(trellis_reference.encode_trellis, _never),
         "basis_product": Implementation(basis_reference.basis_product, _never),
+        **{op: Implementation(run, _never) for op, run in ENCODERS.items()},
     },
 }
 
@@ -155,6 +180,38 @@ def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> T
 def basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> Tensor:
     """Products with the rows of a basis, see `tersekv.ops.basis`: float32 [B, H, R, D]."""
     return _run("basis_product", x, basis, channels, combine)
+
+
+def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
+    """Smallest and largest of each group, see `tersekv.ops.encode_grid`: two planes, float32."""
+    return _run("group_ranges", x, place)
+
+
+def encode_grid(
+    x: Tensor, place: GridPlace, scale: Tensor | None, offset: Tensor | None, table: Tensor | None
+) -> Tensor:
+    """The nearest codes, packed, see `tersekv.ops.encode_grid`: int32 [B, H, N, lane groups, words, 16]."""
+    return _run("encode_grid", x, place, scale, offset, table)
+
+
+def pack_lanes(codes: Tensor, bits: int) -> Tensor:
+    """Codes to words, see `tersekv.ops.lanes`: [..., P, L] to int32 [..., lane groups, words, 16]."""
+    return _run("pack_lanes", codes, bits)
+
+
+def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
+    """Packed signs of a sketch, see `tersekv.ops.encode_signs`: x [..., t, D] to uint8 [..., ceil(M/8), t]."""
+    return _run("encode_signs", x, sketch)
+
+
+def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Packed polar angles and radii, see `tersekv.ops.encode_polar`: uint8 [..., bytes, t], float32 [..., D/2^L, t]."""
+    return _run("encode_polar", x, level_bits, tables)
+
+
+def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:
+    """A random Hadamard rotation, see `tersekv.ops.rotate`: x float32 [..., D] to its shape."""
+    return _run("rotate_hadamard", x, matrix, order, signs)
 
 
 def kernel(op: str, *call: Any) -> Callable[..., Any] | None:

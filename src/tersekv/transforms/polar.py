@@ -11,25 +11,12 @@ uniform, and level ℓ ≥ 2 has density ∝ sin^{2^{ℓ−1}−1}(2ψ) (Lemma 2
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-
-def to_polar(x: Tensor, levels: int) -> tuple[list[Tensor], Tensor]:
-    """x [..., D] to the angles of levels 1 to L, [..., D/2^ℓ] each, and the radii [..., D/2^L]. 2^L divides D."""
-    angles = []
-    radii = x
-    for level in range(1, levels + 1):
-        first, second = radii[..., 0::2], radii[..., 1::2]
-        angle = torch.atan2(second, first)
-        if level == 1:
-            angle = torch.where(angle < 0, angle + 2 * math.pi, angle)
-        angles.append(angle)
-        radii = torch.hypot(first, second)
-    return angles, radii
+from tersekv.ops.encode_polar import to_polar as to_polar
 
 
 def from_polar(directions: Sequence[tuple[Tensor, Tensor]], radii: Tensor, dim: int = -1) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tersekv.ops import backends
 from tersekv.tensors import cached_table
 
 RotationKind = Literal["qr", "hadamard"]
@@ -29,11 +30,36 @@ def random_rotation(D: int, seed: int, kind: RotationKind = "qr", device: str = 
     if kind == "qr":
         q, r = torch.linalg.qr(torch.randn(D, D, generator=generator, dtype=torch.float64))
         return (q * torch.sign(torch.diagonal(r))).T.contiguous().to(device, torch.float32)
+    order, signs = hadamard_parts(D, seed, "cpu")
     block = D & -D
-    signs = torch.randint(0, 2, (D,), generator=generator).double() * 2 - 1
-    order = torch.randperm(D, generator=generator)
-    matrix = torch.block_diag(*[hadamard(block)] * (D // block)) * signs
+    matrix = torch.block_diag(*[hadamard(block)] * (D // block)) * signs.double()
     return matrix[:, torch.argsort(order)].contiguous().to(device, torch.float32)
+
+
+@cached_table
+def hadamard_parts(D: int, seed: int, device: str) -> tuple[Tensor, Tensor]:
+    """The order of channels int32 [D] and the signs float32 [D] of a random Hadamard rotation."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + D)
+    signs = torch.randint(0, 2, (D,), generator=generator) * 2 - 1
+    order = torch.randperm(D, generator=generator)
+    return order.to(device, torch.int32), signs.to(device, torch.float32)
+
+
+@cached_table
+def split_rotation(first: int, D: int, seed: int, kind: RotationKind, device: str) -> Tensor:
+    """Rotations of the first channels and of the others, on the diagonal of float32 [D, D]."""
+    parts = [random_rotation(n, seed, kind, "cpu") for n in (first, D - first)]
+    return torch.block_diag(*parts).to(device)
+
+
+def rotated(x: Tensor, seed: int, kind: RotationKind) -> Tensor:
+    """R·x of `random_rotation` for x float32 [..., D], in float64 on the way: no code hangs on how tokens are
+    batched."""
+    D, device = x.shape[-1], str(x.device)
+    matrix = random_rotation(D, seed, kind, device)
+    if kind == "hadamard":
+        return backends.rotate_hadamard(x, matrix, *hadamard_parts(D, seed, device))
+    return torch.matmul(x.double(), matrix.T.double()).float()
 
 
 def hadamard(n: int) -> Tensor:

@@ -10,14 +10,18 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from tersekv.ops.attend_packed import Operand
 from tersekv.ops.attend_segments import Segment
+
+Call = ParamSpec("Call")
+Result = TypeVar("Result")
 
 MAX_ROWS = 256
 """Most query rows per key-value head: more are a prompt's chunk, a matrix product's work."""
@@ -57,6 +61,21 @@ def detail() -> str:
     if interpreted():
         return f"Triton {version}, interpreted on the CPU where it is forced"
     return f"Triton {version}, {', '.join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))}"
+
+
+def on_own_device(run: Callable[Call, Result]) -> Callable[Call, Result]:
+    """`run` where its first tensor lies: kernels are launched on the current device, whatever their tensors say."""
+
+    @functools.wraps(run)
+    def guarded(*args: Call.args, **options: Call.kwargs) -> Result:
+        first: Any = args[0]
+        x = first[0] if isinstance(first, list) else first
+        if not x.is_cuda:
+            return run(*args, **options)
+        with torch.cuda.device(x.device):
+            return run(*args, **options)
+
+    return guarded
 
 
 def _launch() -> ModuleType:
@@ -118,6 +137,7 @@ def _why_not_query(query: Tensor, mask: Tensor | None) -> str | None:
     return None
 
 
+@on_own_device
 def attend_packed(
     query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -140,6 +160,7 @@ def attend_segments(
     return merge_segments([out for out, _ in results], [lse for _, lse in results])
 
 
+@on_own_device
 def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """See `tersekv.ops.softmax`: outs [B, H, R, D] and lses [B, H, R], float32, to one out and one lse."""
     result: tuple[Tensor, Tensor] = _launch().merge_segments(outs, lses)

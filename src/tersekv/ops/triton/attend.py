@@ -1,4 +1,4 @@
-"""Decode attention in one pass over packed tokens: one kernel for all formats, and the merge of its splits.
+"""Decode attention in one pass over packed tokens: one kernel for all formats.
 
 A program takes the query rows of one key-value head (or of one row tile of it) over one stretch of tokens. Tokens and
 channels, of which there are many, are the rows of every matrix product and the few query rows its columns: scores are
@@ -15,7 +15,20 @@ import triton.language as tl
 from tersekv.ops.triton.codes import largest, power_of_two, product
 from tersekv.ops.triton.grid import decode_keys_grid, load_keys_grid, load_values_grid
 from tersekv.ops.triton.sparse import load_keys_sparse, load_values_sparse
-from tersekv.ops.triton.spec import CHANNELS, FIRST, GRID, KIND, MAPPED, MAPPED_CHANNELS, PADDED, POLAR, SIGNS, SPARSE
+from tersekv.ops.triton.spec import (
+    CHANNELS,
+    FIRST,
+    GRID,
+    KIND,
+    MAPPED,
+    MAPPED_CHANNELS,
+    PADDED,
+    POLAR,
+    SIGNS,
+    SPARSE,
+    TRELLIS,
+    TURNED,
+)
 from tersekv.ops.triton.tokens import (
     decode_exact,
     decode_polar,
@@ -27,6 +40,8 @@ from tersekv.ops.triton.tokens import (
     load_values_polar,
     load_values_signs,
 )
+from tersekv.ops.triton.trellis import decode_trellis, load_keys_trellis, load_values_trellis
+from tersekv.ops.triton.turned import load_keys_turned
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 SHIFT: tl.constexpr = tl.constexpr(10.0)
@@ -83,6 +98,8 @@ def _decoded(leaf, map, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl
         x = decode_signs(leaf, b, h, n0, T, S, LEAF, NB * 32)
     elif S[LEAF][KIND] == POLAR:
         x = decode_polar(leaf, b, h, n0, T, S, LEAF, NB * 32)
+    elif S[LEAF][KIND] == TRELLIS:
+        x = decode_trellis(leaf, b, h, n0, T, S, LEAF, NB * 32)
     else:
         x = decode_exact(leaf, b, h, n0, T, S, LEAF, NB * 32).to(tl.float32)
     if S[LEAF][MAPPED] > 0:
@@ -130,6 +147,10 @@ def _scores(
         return load_keys_signs(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
     elif S[LEAF][KIND] == POLAR:
         return load_keys_polar(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
+    elif S[LEAF][KIND] == TRELLIS:
+        return load_keys_trellis(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
+    elif S[LEAF][KIND] == TURNED:
+        return load_keys_turned(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
     else:
         return load_keys_exact(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
 
@@ -145,6 +166,8 @@ def _sums(leaf, p, b, h, B, H, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: t
         return load_values_signs(leaf, p, b, h, n0, T, S, LEAF, NB * 32)
     elif S[LEAF][KIND] == POLAR:
         return load_values_polar(leaf, p, b, h, n0, T, S, LEAF, NB * 32)
+    elif S[LEAF][KIND] == TRELLIS:
+        return load_values_trellis(leaf, p, b, h, n0, T, S, LEAF, NB * 32)
     else:
         return load_values_exact(leaf, p, b, h, n0, T, S, LEAF, NB * 32)
 
@@ -214,47 +237,3 @@ def attend(
         c = tl.arange(0, VALUES[i][PADDED])[:, None]
         place = out + at[None, :] * channels + VALUES[i][FIRST] + c
         tl.store(place, sums[i] * share[None, :], mask=row_ok[None, :] & (c < VALUES[i][CHANNELS]))
-
-
-@triton.jit
-def merge(out, lse, outs, lses, splits, R, channels, SPLITS: tl.constexpr, CHANNELS_: tl.constexpr):
-    """Grid (B·H, R). outs float32 [B·H, splits, R, channels] and lses [B·H, splits, R] to out and lse of all."""
-    head, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    c = tl.arange(0, CHANNELS_)
-    most = float("-inf")
-    for s0 in range(0, splits, SPLITS):
-        s = s0 + tl.arange(0, SPLITS)
-        part = tl.load(lses + (head * splits + s) * R + row, mask=s < splits, other=float("-inf"))
-        most = tl.maximum(most, tl.max(part, axis=0))
-    base = tl.where(most == float("-inf"), 0.0, most)
-    total = 0.0
-    x = tl.zeros((CHANNELS_,), tl.float32)
-    for s0 in range(0, splits, SPLITS):
-        s = s0 + tl.arange(0, SPLITS)
-        part = tl.load(lses + (head * splits + s) * R + row, mask=s < splits, other=float("-inf"))
-        weight = tl.exp(part - base)
-        total += tl.sum(weight, axis=0)
-        at = ((head * splits + s)[:, None] * R + row) * channels + c[None, :]
-        y = tl.load(outs + at, mask=(s < splits)[:, None] & (c < channels)[None, :], other=0.0)
-        x += tl.sum(y * weight[:, None], axis=0)
-    tl.store(out + (head * R + row) * channels + c, x / tl.where(total == 0, 1.0, total), mask=c < channels)
-    tl.store(lse + head * R + row, tl.where(total == 0, float("-inf"), base + tl.log(total)))
-
-
-@triton.jit
-def merge_parts(out, lse, outs, lses, channels, PARTS: tl.constexpr, CHANNELS_: tl.constexpr):
-    """Grid (B·H·R). outs and lses: tuples of PARTS tensors [B·H·R, channels] and [B·H·R], to one."""
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, CHANNELS_)
-    most = float("-inf")
-    for i in tl.static_range(PARTS):
-        most = tl.maximum(most, tl.load(lses[i] + row))
-    base = tl.where(most == float("-inf"), 0.0, most)
-    total = 0.0
-    x = tl.zeros((CHANNELS_,), tl.float32)
-    for i in tl.static_range(PARTS):
-        weight = tl.exp(tl.load(lses[i] + row) - base)
-        total += weight
-        x += tl.load(outs[i] + row * channels + c, mask=c < channels, other=0.0) * weight
-    tl.store(out + row * channels + c, x / tl.where(total == 0, 1.0, total), mask=c < channels)
-    tl.store(lse + row, tl.where(total == 0, float("-inf"), base + tl.log(total)))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tersekv.ops.attend_packed import Operand
 from tersekv.ops.triton import attend as kernels
+from tersekv.ops.triton import merge as merging
 from tersekv.ops.triton import trees
 from tersekv.ops.triton.leaves import Leaf, power
 from tersekv.ops.triton.tuning import plan
@@ -82,9 +83,13 @@ def _tokens(operand: Operand) -> int:
         return _tokens(view.views[0].operand)
     if kind == "roped":
         return _tokens((view.before.inner if view.before.kind == "rotated" else view.before).operand)
-    blocks = {"signs": lambda: view.sketches[0].norms, "polar": lambda: view.radii, "sparse": lambda: view.starts}
+    if kind == "turned":
+        return view.cos.shape[-2]
+    blocks = {"signs": lambda: view.sketches[0].norms, "polar": lambda: view.radii, "trellis": lambda: view.gain}
+    if kind == "sparse":
+        return view.starts.shape[2] * 32
     plane = blocks[kind]()
-    return plane.shape[2] * (32 if kind == "sparse" else plane.shape[-1])
+    return plane.shape[2] * plane.shape[-1]
 
 
 def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +97,7 @@ def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     B, H, splits, R, D = outs.shape
     out, lse = outs.new_empty((B, H, R, D)), lses.new_empty((B, H, R))
     if out.numel():
-        kernels.merge[(B * H, R)](out, lse, outs, lses, splits, R, D, SPLITS=16, CHANNELS_=power(D), num_warps=4)
+        merging.merge[(B * H, R)](out, lse, outs, lses, splits, R, D, SPLITS=16, CHANNELS_=power(D), num_warps=4)
     return out, lse
 
 
@@ -113,7 +118,7 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
         raise ValueError(f"outs, lses: expected {tuple(shape)} and {tuple(shape[:3])} of each segment")
     out, lse = outs[0].new_empty(shape), outs[0].new_empty(shape[:3])
     if out.numel():
-        kernels.merge_parts[(lse.numel(),)](
+        merging.merge_parts[(lse.numel(),)](
             out, lse, tuple(x.contiguous() for x in outs), tuple(x.contiguous() for x in lses), shape[-1],
             PARTS=len(outs), CHANNELS_=power(shape[-1]), num_warps=1,
         )  # fmt: skip

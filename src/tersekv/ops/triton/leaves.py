@@ -80,7 +80,7 @@ class Readable:
             return self._exact(operand)
         if isinstance(operand, GridSide):
             return self._grid(operand)
-        read = {"polar": self._polar, "sparse": self._sparse}.get(operand.kind)
+        read = {"polar": self._polar, "sparse": self._sparse, "trellis": self._trellis}.get(operand.kind)
         if read is None:
             raise UnreadableError(f"no kernel reads the format {getattr(operand, 'format', operand.kind)}")
         return read(operand)
@@ -128,6 +128,28 @@ class Readable:
             len(view.places),
         )
         return Leaf(_spec(spec.SPARSE, view.head_dim, power(view.head_dim), 32), fields)
+
+    def _trellis(self, view: Any) -> Leaf:
+        fields = (
+            *self.plane("a stream", view.stream, (torch.int16,), 2),
+            *self.plane("gains", view.gain, (torch.uint8,), 1),
+            *self.plane("bits", view.bits, (torch.uint8,), 1),
+            *self.plane("a scale", view.scale.float(), (torch.float32,), 1),
+            *self.plane("tables", view.tables, (torch.float32,), 2)[:1],
+        )
+        D, (W, t) = view.head_dim, view.stream.shape[-2:]
+        return Leaf(_spec(spec.TRELLIS, D, power(D), t, W), fields)
+
+    def turned(self, view: Any, pairs: Tensor) -> Leaf:
+        """A `turned` view; pairs int32 [D, 4]: `Rope.channels` on the device."""
+        fields = (*self.plane("a mean", view.mean.float(), (torch.float32,), 1), *self.turn(view), pairs)
+        D = view.mean.shape[-1]
+        return Leaf(_spec(spec.TURNED, D, power(D), 32), fields)
+
+    def turn(self, view: Any) -> tuple[Any, ...]:
+        """cos and sin of a view with RoPE, with strides of batch row, head and token."""
+        cos, sin = (x if x.dim() == 4 else x.unsqueeze(1) for x in (view.cos, view.sin))
+        return *self.plane("cos", cos, (torch.float32,), 1), *self.plane("sin", sin, (torch.float32,), 1)
 
     def signs(self, sketch: Any) -> Leaf:
         """One sketch of a `signs` view."""

@@ -34,6 +34,9 @@ LEVELS: tl.constexpr = tl.constexpr(7)
 LEVEL_BITS: tl.constexpr = tl.constexpr(8)
 """Of polar level 1; those of the others follow."""
 
+STREAM_WORDS: tl.constexpr = tl.constexpr(7)
+"""16-bit words of a trellis token's stream."""
+
 FLOAT32: tl.constexpr = tl.constexpr(7)
 """Exact tokens are float32."""
 FLOAT8: tl.constexpr = tl.constexpr(8)
@@ -44,6 +47,10 @@ GRID: tl.constexpr = tl.constexpr(1)
 SIGNS: tl.constexpr = tl.constexpr(2)
 POLAR: tl.constexpr = tl.constexpr(3)
 SPARSE: tl.constexpr = tl.constexpr(4)
+TRELLIS: tl.constexpr = tl.constexpr(5)
+TURNED: tl.constexpr = tl.constexpr(6)
+"""Holds no tokens: one vector that RoPE turns."""
+LAYOUTS = {"exact": EXACT, "grid": GRID, "signs": SIGNS, "polar": POLAR, "sparse": SPARSE, "trellis": TRELLIS}
 
 # Where scales are multiplied (SCALES).
 TO_COEFFICIENTS: tl.constexpr = tl.constexpr(0)

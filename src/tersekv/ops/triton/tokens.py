@@ -10,7 +10,7 @@ from tersekv.ops.triton.spec import BLOCK, CHANNELS, FLOAT8, FLOAT32, LEVEL_BITS
 
 
 @triton.jit
-def _head(leaf, FIRST: tl.constexpr, b, h):
+def head_at(leaf, FIRST: tl.constexpr, b, h):
     """Where a head begins in a plane; FIRST: of the plane's fields in the leaf, a tensor and its strides."""
     return leaf[FIRST] + b.to(tl.int64) * leaf[FIRST + 1] + h.to(tl.int64) * leaf[FIRST + 2]
 
@@ -23,7 +23,7 @@ def decode_exact(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.c
     """x [N, channels] in its own type, float8 as float16."""
     n, c = n0 + tl.arange(0, N)[:, None], tl.arange(0, S[LEAF][PADDED])[None, :]
     ok = (n < T) & (c < S[LEAF][CHANNELS])
-    x = tl.load(_head(leaf, 0, b, h) + n.to(tl.int64) * leaf[3] + c, mask=ok, other=0.0)
+    x = tl.load(head_at(leaf, 0, b, h) + n.to(tl.int64) * leaf[3] + c, mask=ok, other=0.0)
     if S[LEAF][FLOAT8]:
         return x.to(tl.float16)
     else:
@@ -58,7 +58,7 @@ def _norms(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constex
     """factor · norms, float32 [N]."""
     n = n0 + tl.arange(0, N)
     at = (n // S[LEAF][BLOCK]) * leaf[7] + n % S[LEAF][BLOCK]
-    return tl.load(_head(leaf, 4, b, h) + at, mask=n < T, other=0.0).to(tl.float32) * leaf[8]
+    return tl.load(head_at(leaf, 4, b, h) + at, mask=n < T, other=0.0).to(tl.float32) * leaf[8]
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _signs(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constex
     BYTES: tl.constexpr = S[LEAF][PADDED] // 8
     n, byte = n0 + tl.arange(0, N)[:, None], tl.arange(0, BYTES)[None, :]
     at = (n // S[LEAF][BLOCK]) * leaf[3] + byte * S[LEAF][BLOCK] + n % S[LEAF][BLOCK]
-    x = tl.load(_head(leaf, 0, b, h) + at, mask=(n < T) & (byte * 8 < S[LEAF][CHANNELS]), other=0).to(tl.int32)
+    x = tl.load(head_at(leaf, 0, b, h) + at, mask=(n < T) & (byte * 8 < S[LEAF][CHANNELS]), other=0).to(tl.int32)
     low = tl.join(tl.join(_sign(x, 0), _sign(x, 1)), tl.join(_sign(x, 2), _sign(x, 3)))
     high = tl.join(tl.join(_sign(x, 4), _sign(x, 5)), tl.join(_sign(x, 6), _sign(x, 7)))
     return tl.reshape(tl.permute(tl.join(low, high), (0, 1, 4, 3, 2)), (N, 8 * BYTES))
@@ -112,7 +112,7 @@ def _polar(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constex
     n = n0 + tl.arange(0, N)[:, None]
     block, inside = n // S[LEAF][BLOCK], n % S[LEAF][BLOCK]
     j = tl.arange(0, S[LEAF][PADDED] >> L)[None, :]
-    radii = _head(leaf, 4, b, h) + block * leaf[7] + j * S[LEAF][BLOCK] + inside
+    radii = head_at(leaf, 4, b, h) + block * leaf[7] + j * S[LEAF][BLOCK] + inside
     x = tl.load(radii, mask=(n < T) & (j < S[LEAF][CHANNELS] >> L), other=0.0).to(tl.float32)
     most = largest(x)
     x /= most
@@ -133,7 +133,7 @@ def _directions(leaf, b, h, block, inside, ok, LEVEL: tl.constexpr, S: tl.conste
     BITS: tl.constexpr = S[LEAF][LEVEL_BITS + LEVEL]
     j = tl.arange(0, S[LEAF][PADDED] >> (LEVEL + 1))[None, :]
     bit = start + BITS * j
-    angles = _head(leaf, 0, b, h) + block * leaf[3] + inside
+    angles = head_at(leaf, 0, b, h) + block * leaf[3] + inside
     ok = ok & (j < S[LEAF][CHANNELS] >> (LEVEL + 1))
     code = tl.load(angles + (bit >> 3) * S[LEAF][BLOCK], mask=ok, other=0).to(tl.int32)
     if 8 % BITS != 0 or start % BITS != 0:

@@ -38,8 +38,6 @@ def keys(operand: Operand, query: Tensor) -> Keys:
     if getattr(operand, "kind", None) != "roped":
         return Keys(_key_leaves(readable, operand, query), ())
     roped: Any = operand
-    cos, sin = (x if x.dim() == 4 else x.unsqueeze(1) for x in (roped.cos, roped.sin))
-    turn = (*readable.plane("cos", cos, (torch.float32,), 1), *readable.plane("sin", sin, (torch.float32,), 1))
     D = query.shape[-1]
     before = roped.before
     rotation = None
@@ -50,7 +48,7 @@ def keys(operand: Operand, query: Tensor) -> Keys:
         if any(leaf.matrix is not None or leaf.spec[0] == spec.SPARSE.value for leaf in leaves) or len(leaves) > 1:
             raise UnreadableError(f"keys have a rotation of {roped.before.format} in front of RoPE")
         leaves = [_mapped(leaves[0], rotation, D)]
-    return Keys(leaves, (*turn, _partners(roped.rope, D, cos.shape[-1], query.device)))
+    return Keys(leaves, (*readable.turn(roped), _partners(roped.rope, D, roped.cos.shape[-1], query.device)))
 
 
 def _key_leaves(
@@ -67,6 +65,11 @@ def _key_leaves(
             leaves += _key_leaves(readable, part.operand, query[..., at - first : at - first + dim], turned, at)
             at += dim
         return leaves
+    if kind == "turned":
+        if turned:
+            raise UnreadableError("keys have RoPE twice")
+        pairs = _pairs(view.rope, view.mean.shape[-1], view.cos.shape[-1], query.device)
+        return [readable.turned(view, pairs)._replace(query=query)]
     if kind != "signs":
         return [changed(readable.leaf(operand), spec.FIRST, first)._replace(query=query)]
     if not turned:
@@ -96,20 +99,30 @@ def _spread(sketch: Any, D: int) -> Tensor:
     return S
 
 
-_partners_of: weakref.WeakKeyDictionary[Any, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
+_tables_of: weakref.WeakKeyDictionary[Any, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
+"""Of each RoPE, what `_pairs` and `_partners` made for a device."""
+
+
+def _pairs(rope: Any, D: int, columns: int, device: torch.device) -> Tensor:
+    """`Rope.channels` on the device, int32 [D, 4]."""
+    known = _tables_of.setdefault(rope, {})
+    key = ("pairs", D, columns, device)
+    if key not in known:
+        pairs = rope.channels(D, columns)
+        if pairs is None:
+            raise UnreadableError("keys have a RoPE that does not turn pairs of channels")
+        known[key] = pairs.to(device)
+    return known[key]
 
 
 def _partners(rope: Any, D: int, columns: int, device: torch.device) -> Tensor:
     """RoPE as a query's channels meet those of a key, int32 [D, 4]: channel e of the key is multiplied by
     q[e]·cos[column] + sign·q[partner]·sin[across] with row (column, partner, across, sign), and by q[e] alone where its
-    column is −1. Made once per RoPE and device."""
-    known = _partners_of.setdefault(rope, {})
-    key = (D, columns, device)
+    column is −1."""
+    known = _tables_of.setdefault(rope, {})
+    key = ("partners", D, columns, device)
     if key not in known:
-        pairs = rope.channels(D, columns)
-        if pairs is None:
-            raise UnreadableError("keys have a RoPE that does not turn pairs of channels")
-        partner, cos, sin, sign = pairs.long().unbind(1)
+        partner, cos, sin, sign = _pairs(rope, D, columns, torch.device("cpu")).long().unbind(1)
         moved, own = partner >= 0, torch.arange(D)
         back = torch.where(moved, partner.clamp(min=0), own)
         if not back[back].equal(own):
@@ -160,6 +173,8 @@ def _value_leaves(readable: Readable, operand: Operand, leaves: list[Leaf]) -> A
             leaves.append(_placed(readable.signs(sketch), leaves))
             sketched.append((_slice(leaves, len(leaves) - 1, len(leaves)), _spread(sketch, view.head_dim)))
         return lambda out: _sum(pick(out) @ S for pick, S in sketched)
+    if kind == "turned":
+        raise UnreadableError("values have RoPE, which only keys have")
     leaves.append(_placed(readable.leaf(operand), leaves))
     return _slice(leaves, len(leaves) - 1, len(leaves))
 

@@ -19,6 +19,9 @@ from tersekv.ops.triton.leaves import Leaf
 PROGRAMS_PER_MULTIPROCESSOR = 4
 """Programs that a launch aims at, so that each multiprocessor has several to switch between."""
 
+SMALL = {kind.value for kind in (spec.POLAR, spec.SPARSE, spec.SIGNS, spec.TRELLIS, spec.TURNED)}
+"""Layouts that are decoded element by element."""
+
 
 class Shape(NamedTuple):
     """Tokens taken at a time, in blocks of 32, and warps and stages as Triton counts them."""
@@ -78,7 +81,7 @@ def chosen(key: Key) -> Shape:
         if known in TABLE:
             return TABLE[known]
     kinds = {kind for kind, _ in (*key.keys, *key.values)}
-    small = key.channels > 128 or key.rows > 16 or kinds & {spec.POLAR.value, spec.SPARSE.value, spec.SIGNS.value}
+    small = key.channels > 128 or key.rows > 16 or kinds & SMALL
     return Shape(2 if small else 4, 4, 2)
 
 

@@ -1,0 +1,83 @@
+"""How many operations encode a block of 32 tokens: torch's own, and with the Triton kernels.
+
+    TRITON_INTERPRET=1 python benchmarks/encode_launches.py
+
+Counted on the CPU, where the code goes the same way: operations of torch that touch elements (views and sizes do not),
+each one launch or more on a GPU, and the kernels' launches; `waits` are numbers that the host reads back. Tables that
+are made once are not counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.interpreter import InterpretedFunction
+
+from tersekv.ops import backends
+from tersekv.recipe import Recipe
+
+RECIPES = [
+    "uniform:bits=4", "kivi:bits=4", "normalfloat", "turboquant:bits=4", "turboquant:bits=4,rotation=hadamard",
+    "turboquant:bits=3,variant=prod", "qjl:initial_layers=0", "polarquant", "polarquant:rotation=hadamard",
+    "kvquant:calibration=prompt",
+]  # fmt: skip
+WAITS = ("_local_scalar_dense", "nonzero")
+
+
+class Operations(TorchDispatchMode):
+    """Counts what runs inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch = self.waits = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.waits += op.overloadpacket.__name__ in WAITS
+        made = op(*args, **(kwargs or {}))
+        shares = op.is_view or op.overloadpacket.__name__ in (*WAITS[:1], "empty", "new_empty", "empty_like")
+        self.torch += not shares
+        return made
+
+
+@contextmanager
+def kernels() -> Iterator[list[str]]:
+    """Names of the kernels that are launched meanwhile."""
+    launched: list[str] = []
+    run = InterpretedFunction.run
+
+    def counted(kernel: InterpretedFunction, *args: Any, **options: Any) -> None:
+        launched.append(kernel.fn.__name__)
+        with _disable_current_modes():
+            run(kernel, *args, **options)
+
+    InterpretedFunction.run = counted
+    try:
+        yield launched
+    finally:
+        InterpretedFunction.run = run
+
+
+def main() -> None:
+    """One JSON line per recipe, side and backend."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 32, 128)
+    for recipe in RECIPES:
+        coder = Recipe.parse(recipe).plan(0, 1)
+        for side, codec in (("keys", coder.keys.fit(x)), ("values", coder.values.fit(x))):
+            for backend in ("reference", "triton"):
+                with backends.forced(backend), kernels() as launched:
+                    codec.encode(x)  # makes the tables
+                    launched.clear()
+                    with Operations() as counted:
+                        codec.encode(x)
+                what = {"recipe": recipe, "side": side, "backend": backend}
+                print(json.dumps(what | {"torch": counted.torch, "kernels": launched, "waits": counted.waits}))
+
+
+if __name__ == "__main__":
+    main()

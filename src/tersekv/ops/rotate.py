@@ -1,0 +1,25 @@
+"""A random Hadamard rotation of vectors that are about to be coded: contract and torch reference.
+
+R = H·diag(signs)·P: channels in a random order, random signs, and a Hadamard matrix in blocks of the largest power of
+two that divides D.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:
+    """R·x, taken in float64: no code hangs on how tokens are batched.
+
+    Args:
+        x: float32 [..., D].
+        matrix: R, float32 [D, D]; all of its elements that are not 0 have one absolute value.
+        order: int32 [D], the channel of x that column d of H meets. signs: float32 [D], ±1. They say the same as the
+            matrix, to those who add instead of multiplying.
+
+    Returns:
+        float32 [..., D].
+    """
+    return torch.matmul(x.double(), matrix.T.double()).float()

@@ -1,0 +1,148 @@
+"""Run in a process of its own, see test_ops_triton_compile.py: compile for sm_90, without a device, what calls of the
+Triton backend launch. Triton learns when it is imported whether kernels are interpreted, so this cannot be a function
+of the tests' own process.
+
+Prints a line of JSON per call: {"call", "kernels": a list of {"name", "shared_bytes", "cubin_bytes",
+"layouts": of each side}, "error": the compiler's or null}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from packed_views import packed, rope, roped, tokens
+from tersekv.formats.base import Joined, View
+from tersekv.formats.centred import Turned
+from tersekv.ops.attend_grid import Axis, Side
+from tersekv.ops.encode_grid import GridPlace
+from tersekv.ops.triton import encode, launch, spec
+from tersekv.transforms.rotation import hadamard_parts, random_rotation
+
+
+class NoDevice:
+    """What Triton asks a driver before it launches anything, answered as for an H100 or H200."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+NAMES = {kind.value: name for name, kind in (spec.LAYOUTS | {"turned": spec.TURNED}).items()}
+launch_kernel = JITFunction.run
+compiled: list[dict[str, Any]] = []
+
+
+def compile_kernel(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    """In place of a launch: the same specialisation, compiled."""
+    made = launch_kernel(kernel, *args, grid=grid, warmup=True, **options)
+    of_keys = "keys before RoPE" if options.get("ROPED") else "keys"
+    sides = {of_keys: options.get("KEYS", ()), "values": options.get("VALUES", ())}
+    layouts = {side: [NAMES[leaf[0]] for leaf in leaves] for side, leaves in sides.items()}
+    sizes = {"shared_bytes": made.metadata.shared, "cubin_bytes": len(made.asm["cubin"])}
+    compiled.append({"name": kernel.__name__, **sizes, "layouts": layouts})
+
+
+def side(name: str, which: str, D: int) -> View:
+    """64 tokens of two heads in a format of `packed_views.FORMATS`."""
+    return packed(name, which, tokens(1, 2, 64, D)).inner
+
+
+def attend(keys: str, values: str, D: int = 64, R: int = 4, pre_rope: bool = False, masked: bool = False) -> None:
+    """One call over packed keys and values."""
+    key = side(keys, "keys", D)
+    if pre_rope:
+        key = roped(key, "halves", D, 64)
+    mask = torch.ones(1, 1, 64, dtype=torch.bool) if masked else None
+    softcap = 20.0 if masked else None
+    launch.attend_packed(torch.randn(1, 2, R, D), key.operand, side(values, "values", D).operand, mask, 0.1, softcap)
+
+
+def centred(D: int = 64) -> None:
+    """Trellis codes of keys whose mean lies apart."""
+    of = rope("halves", D)
+    cos, sin = (x.unsqueeze(0) for x in of.cos_sin(0, 64, 0, torch.device("cpu")))
+    keys = Joined([(side("trellis", "keys", D), D), (Turned(torch.randn(1, 2, D), of, cos, sin), D)])
+    launch.attend_packed(torch.randn(1, 2, 4, 2 * D), keys, side("trellis", "values", D), None, 0.1, None)
+
+
+def merge() -> None:
+    """A few segments in one launch, and the splits of one."""
+    out, lse = torch.randn(1, 2, 4, 64), torch.randn(1, 2, 4)
+    launch.merge_segments([out] * 3, [lse] * 3)
+    launch.merge_segments([out] * 10, [lse] * 10)
+
+
+def grids(side: Side, bits: int, axis: Axis, group: int, table: Tensor | None = None) -> None:
+    """Ranges and codes of 64 tokens."""
+    x, place = torch.randn(1, 2, 64, 128), GridPlace(side, bits, axis, group, 32)
+    low, high = encode.group_ranges(x, place)
+    encode.encode_grid(x, place, high.half(), low.half() if table is None else None, table)
+
+
+CALLS: dict[str, Callable[[], None]] = {
+    "grids, head dim 128": lambda: attend("grid", "grid", D=128, R=8),
+    "exact, mask and softcap": lambda: attend("exact", "exact", masked=True),
+    "signs and a grid of 3 bits": lambda: attend("signs", "grid 3"),
+    "polar": lambda: attend("polar", "polar"),
+    "outliers before RoPE": lambda: attend("sparse", "sparse", pre_rope=True),
+    "outliers after RoPE": lambda: attend("sparse", "signs alone"),
+    "signs before RoPE": lambda: attend("signs alone", "exact", pre_rope=True),
+    "polar before RoPE": lambda: attend("polar", "exact", pre_rope=True),
+    "trellis before RoPE": lambda: attend("trellis", "exact", pre_rope=True),
+    "trellis beside a mean": centred,
+    "exact before RoPE": lambda: attend("exact", "exact", pre_rope=True),
+    "merge": merge,
+    "codes of keys per channel": lambda: grids("keys", 4, "channel", 32),
+    "codes of values per token": lambda: grids("values", 3, "token", 32),
+    "codes into a table": lambda: grids("keys", 6, "token", 128, torch.linspace(-1, 1, 64)),
+    "signs of a sketch": lambda: encode.encode_signs(torch.randn(2, 32, 128), torch.randn(256, 128)),
+    "polar angles": lambda: encode.encode_polar(
+        torch.randn(1, 2, 32, 128), [4, 2, 2, 2], [torch.linspace(0, 1, 2**b) for b in (4, 2, 2, 2)]
+    ),
+    "Hadamard": lambda: encode.rotate_hadamard(
+        torch.randn(2, 32, 128), random_rotation(128, 0, "hadamard"), *hadamard_parts(128, 0, "cpu")
+    ),
+    "packing alone": lambda: encode.pack_lanes(torch.zeros(2, 64, 80, dtype=torch.uint8), 5),
+}
+
+
+def reasons(error: BaseException | None) -> str:
+    """What went wrong, and the errors behind it: the compiler tells the place first, the reason last."""
+    lines = []
+    while error is not None:
+        lines.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Every call, or those that are named."""
+    triton.runtime.driver.set_active(NoDevice())
+    JITFunction.run = compile_kernel
+    for name in sys.argv[1:] or CALLS:
+        torch.manual_seed(0)
+        compiled.clear()
+        error = None
+        try:
+            CALLS[name]()
+        except Exception as raised:
+            error = reasons(raised)
+        print(json.dumps({"call": name, "kernels": compiled, "error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

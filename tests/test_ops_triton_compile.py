@@ -1,0 +1,65 @@
+"""Every Triton kernel compiles for sm_90, on a machine without a GPU too: what the interpreter runs, the compiler may
+still refuse."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tersekv.ops import triton
+
+HERE = Path(__file__).parent
+SHARED_BYTES = 227 * 1024
+"""Most shared memory of a program on sm_90."""
+
+pytestmark = [
+    pytest.mark.skipif(triton.why_not_installed() is not None, reason=str(triton.why_not_installed())),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton brings ptxas for x86-64 only"),
+]
+
+
+@pytest.fixture(scope="module")
+def records():
+    """What `compile_triton.py` prints, by call."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
+    call = [sys.executable, str(HERE / "compile_triton.py")]
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_call_compiles(records):
+    errors = {record["call"]: record["error"] for record in records if record["error"]}
+    assert not errors
+    for record in records:
+        assert record["kernels"], f"{record['call']} launches nothing"
+        for kernel in record["kernels"]:
+            assert kernel["cubin_bytes"] > 0
+            assert kernel["shared_bytes"] <= SHARED_BYTES, f"{record['call']}: {kernel}"
+
+
+def kernels_in(path: Path) -> set[str]:
+    """Functions of a file that ask which program they are."""
+    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    return {f.name for f in functions if any(getattr(node, "attr", "") == "program_id" for node in ast.walk(f))}
+
+
+def test_every_kernel_is_among_them(records):
+    compiled = {kernel["name"] for record in records for kernel in record["kernels"]}
+    assert compiled == set().union(*map(kernels_in, Path(triton.__file__).parent.glob("*.py")))
+
+
+@pytest.mark.parametrize("side", ["keys", "keys before RoPE", "values"])
+def test_every_layout_is_among_them(records, side):
+    from tersekv.ops.triton import spec
+
+    found = {layout for record in records for kernel in record["kernels"] for layout in kernel["layouts"].get(side, ())}
+    assert found == set(spec.LAYOUTS) | ({"turned"} if side == "keys" else set())
