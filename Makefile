@@ -67,20 +67,30 @@ test: setup ## run the tests
 
 # The wheel is built where setup has built before, so that nothing is compiled again.
 SERVING := build/serving
-$(SERVING)/wheel/.ready: $(BUILD_INPUTS) $(shell find src -name '*.py')
+$(SERVING)/wheel/.ready: $(BUILD_INPUTS) $(shell find src -name '*.py') | $(STAMP)
+	@echo "test-serving: wheel of tersekv"
 	@rm -rf $(SERVING)/wheel
 	@$(PIP) wheel --no-build-isolation --no-deps -w $(SERVING)/wheel .
 	@touch $@
 
-# LMCache asks for CUDA packages that its serdes do without: it is installed without what it asks for.
-$(SERVING)/%/.ready: requirements/%.txt $(SERVING)/wheel/.ready
+# An environment of each engine. LMCache asks for CUDA packages that its serdes do without: it is installed without what
+# it asks for. What vLLM asks for beside torch (vision, audio) are builds for another torch, not needed for text.
+.PRECIOUS: $(SERVING)/%/.engine
+$(SERVING)/%/.engine: requirements/%.txt | $(STAMP)
 	@echo "test-serving: environment of $*"
-	@test -x $(SERVING)/$*/bin/python || $(BIN)/python -m venv $(SERVING)/$*
-	@$(SERVING)/$*/bin/pip -qq install "$$(grep '^torch==' $<)"
-	@$(SERVING)/$*/bin/pip -qq install -r $<
-	@if [ $* = lmcache ]; then $(SERVING)/$*/bin/pip -qq install --no-deps "$$(sed -n 's/^# without what it asks for: //p' $<)"; fi
-	@$(SERVING)/$*/bin/pip -qq uninstall -y torchvision torchaudio torchcodec
-	@$(SERVING)/$*/bin/pip -qq install --no-deps --force-reinstall $(SERVING)/wheel/*.whl
+	@$(BIN)/python -m venv --clear $(@D)
+	@torch="$$(grep '^torch==' $<)"; \
+	if ! $(@D)/bin/pip -qq install "$$torch"; then \
+	  echo "pip cannot install $$torch: where your index lacks torch's CPU builds," \
+	    "say PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-serving" >&2; exit 2; \
+	fi
+	@$(@D)/bin/pip -qq install -r $<
+	@if [ $* = lmcache ]; then $(@D)/bin/pip -qq install --no-deps "$$(sed -n 's/^# without what it asks for: //p' $<)"; fi
+	@$(@D)/bin/pip -qq uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
+$(SERVING)/%/.ready: $(SERVING)/%/.engine $(SERVING)/wheel/.ready
+	@$(@D)/bin/pip -qq install --no-deps --force-reinstall $(SERVING)/wheel/*.whl
 	@touch $@
 
 test-serving: setup $(SERVING)/lmcache/.ready $(SERVING)/vllm/.ready ## run the tests inside vLLM and LMCache

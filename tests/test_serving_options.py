@@ -60,10 +60,12 @@ def test_layers_apart():
         ({"cache_dtype": "fp8"}, "'fp8'"),
         ({"head_dim": 72}, "head dim is 72"),
         ({"sharing": "layers.3"}, "shares the cache of layers.3"),
+        ({"page_tokens": 48}, "pages hold 48 tokens"),
         ({"options": {"a sliding window": 64, "ALiBi": None}}, "asks for a sliding window"),
     ],
 )
 def test_layers_that_cannot_be_packed(change, words):
     usual = {"head_dim": 64, "options": {}, "cache_dtype": "auto", "attn_type": "decoder", "sharing": None}
+    usual |= {"page_tokens": 128}
     assert why_not_layer(**usual) is None
     assert words in why_not_layer(**(usual | change))

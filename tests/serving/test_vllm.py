@@ -165,11 +165,12 @@ def test_tensor_parallel_gives_the_same_tokens(tmp_path):
         ("Mistral", {"sliding_window": 64}, {}, RECIPE, "asks for a sliding window"),
         ("Llama", {"head_dim": 32}, {}, "polarquant:bits=4-2-2-2-2-2", "does not divide the head dim 32"),
         ("Llama", {}, {"kv_cache_dtype": "fp8"}, RECIPE, "kv_cache_dtype is 'fp8'"),
+        ("Llama", {}, {"block_size": 48}, RECIPE, "pages hold 48 tokens"),
         ("Llama", {}, {}, "h2o:budget=64+kivi:bits=4", "has the token policy"),
         ("Llama", {}, {}, "kivi:bits=4", "cannot live in an engine's pages"),
         ("Llama", {}, {}, "turbo", "unknown method 'turbo'"),
     ],
-    ids=["sliding window", "head dim", "fp8", "policy", "state", "name"],
+    ids=["sliding window", "head dim", "fp8", "block size", "policy", "state", "name"],
 )
 def test_what_is_not_supported_says_so(tmp_path, kind, options, engine, recipe, words):
     model = small_model(tmp_path, kind, **options)
