@@ -16,12 +16,13 @@ PYTHON ?=
 RECIPE ?= kivi:bits=4
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: help setup demo test test-serving lint format clean
+.PHONY: help setup demo test test-serving test-serving-smoke lint format clean
 
 help: ## show this
 	@echo "make demo    ask the default model about a long text, with the full and with a packed cache"
 	@echo "make test    run the tests, with coverage"
-	@echo "make test-serving  run the tests inside vLLM and LMCache, in environments of their own (1 GB)"
+	@echo "make test-serving  run the tests inside vLLM and LMCache, in environments of their own (5 GB)"
+	@echo "make test-serving-smoke  those inside LMCache only (1.4 GB)"
 	@echo "make lint    ruff, mypy, clang-format, typos"
 	@echo "make format  let ruff and clang-format rewrite the code"
 	@echo "make setup   build .venv with the program tersekv in it (the others do this first)"
@@ -78,6 +79,10 @@ $(SERVING)/wheel/.ready: $(BUILD_INPUTS) $(shell find src -name '*.py') | $(STAM
 .PRECIOUS: $(SERVING)/%/.engine
 $(SERVING)/%/.engine: requirements/%.txt | $(STAMP)
 	@echo "test-serving: environment of $*"
+	@if ! $(BIN)/python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'; then \
+	  echo "the engines run on Python 3.11 to 3.13, and .venv has $$($(BIN)/python --version):" \
+	    "say make clean, then make PYTHON=/path/to/python3.11 test-serving" >&2; exit 2; \
+	fi
 	@$(BIN)/python -m venv --clear $(@D)
 	@torch="$$(grep '^torch==' $<)"; \
 	if ! $(@D)/bin/pip -qq install "$$torch"; then \
@@ -93,9 +98,11 @@ $(SERVING)/%/.ready: $(SERVING)/%/.engine $(SERVING)/wheel/.ready
 	@$(@D)/bin/pip -qq install --no-deps --force-reinstall $(SERVING)/wheel/*.whl
 	@touch $@
 
-test-serving: setup $(SERVING)/lmcache/.ready $(SERVING)/vllm/.ready ## run the tests inside vLLM and LMCache
+test-serving-smoke: setup $(SERVING)/lmcache/.ready ## run the tests inside LMCache, which take seconds
+	@$(SERVING)/lmcache/bin/python -m pytest tests/serving/test_lmcache.py --confcutdir=tests/serving
+
+test-serving: test-serving-smoke $(SERVING)/vllm/.ready ## run the tests inside LMCache and vLLM
 	@$(BIN)/tersekv models pull smollm2
-	@$(SERVING)/lmcache/bin/python -m pytest tests/serving/test_lmcache.py --confcutdir=tests/serving --durations=3
 	@$(SERVING)/vllm/bin/python -m pytest tests/serving/test_vllm.py --confcutdir=tests/serving --durations=0
 
 lint: setup ## check style, types and spelling

@@ -33,6 +33,14 @@ def configured(vllm_config: Any) -> Recipe | None:
     return checked(section["recipe"])
 
 
+def note(vllm_config: Any) -> None:
+    """Write a recipe of the environment into the configuration. vLLM finds the graphs that it has compiled before by
+    the configuration, and those with packed pages are others: an engine must never get the other's."""
+    text = os.environ.get(VARIABLE)
+    if text and SECTION not in vllm_config.additional_config:
+        vllm_config.additional_config[SECTION] = {"recipe": text}
+
+
 def checked(text: str) -> Recipe:
     """The recipe, if pages of an engine can hold what it asks for."""
     recipe = Recipe.parse(text)
