@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,13 @@ def same(a: list[int], b: list[int]) -> int:
 
 
 def beside(record: dict[str, Any], other: dict[str, Any]) -> str:
-    """How a record's answers compare with those of another to the same prompts, as cells of a table."""
+    """How a record's answers compare with those of another to the same prompts, as cells of a table; ± is the mean's
+    standard error."""
     pairs = [same(a, b) for a, b in zip(record["answers"], other["answers"], strict=True)]
     new_tokens = record["new_tokens"]
     whole = sum(n == new_tokens for n in pairs)
-    return f"{whole} of {len(pairs)} | {sum(pairs) / len(pairs):.1f} of {new_tokens} | {sorted(pairs)[len(pairs) // 2]}"
+    mean, error = statistics.mean(pairs), statistics.stdev(pairs) / len(pairs) ** 0.5
+    return f"{whole} of {len(pairs)} | {mean:.1f} ± {error:.1f} of {new_tokens} | {statistics.median(pairs):g}"
 
 
 def rows(records: list[dict[str, Any]]) -> list[str]:
