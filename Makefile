@@ -16,12 +16,13 @@ PYTHON ?=
 RECIPE ?= default
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: help setup demo test test-serving asan lint format clean
+.PHONY: help setup demo test test-serving test-serving-smoke asan lint format clean
 
 help: ## show this
 	@echo "make demo    ask the default model about a long text, with the full and with a packed cache"
 	@echo "make test    run the tests, with coverage"
-	@echo "make test-serving  run the tests inside vLLM and LMCache, in environments of their own (1 GB)"
+	@echo "make test-serving  run the tests inside vLLM and LMCache, in environments of their own (5 GB)"
+	@echo "make test-serving-smoke  those inside LMCache only (1.4 GB)"
 	@echo "make asan    run the kernels' tests with AddressSanitizer and UndefinedBehaviorSanitizer (g++)"
 	@echo "make lint    ruff, mypy, clang-format, typos"
 	@echo "make format  let ruff and clang-format rewrite the code"
@@ -68,25 +69,41 @@ test: setup ## run the tests
 
 # The wheel is built where setup has built before, so that nothing is compiled again.
 SERVING := build/serving
-$(SERVING)/wheel/.ready: $(BUILD_INPUTS) $(shell find src -name '*.py')
+$(SERVING)/wheel/.ready: $(BUILD_INPUTS) $(shell find src -name '*.py') | $(STAMP)
+	@echo "test-serving: wheel of tersekv"
 	@rm -rf $(SERVING)/wheel
 	@$(PIP) wheel --no-build-isolation --no-deps -w $(SERVING)/wheel .
 	@touch $@
 
-# LMCache asks for CUDA packages that its serdes do without: it is installed without what it asks for.
-$(SERVING)/%/.ready: requirements/%.txt $(SERVING)/wheel/.ready
+# An environment of each engine. LMCache asks for CUDA packages that its serdes do without: it is installed without what
+# it asks for. What vLLM asks for beside torch (vision, audio) are builds for another torch, not needed for text.
+.PRECIOUS: $(SERVING)/%/.engine
+$(SERVING)/%/.engine: requirements/%.txt | $(STAMP)
 	@echo "test-serving: environment of $*"
-	@test -x $(SERVING)/$*/bin/python || $(BIN)/python -m venv $(SERVING)/$*
-	@$(SERVING)/$*/bin/pip -qq install "$$(grep '^torch==' $<)"
-	@$(SERVING)/$*/bin/pip -qq install -r $<
-	@if [ $* = lmcache ]; then $(SERVING)/$*/bin/pip -qq install --no-deps "$$(sed -n 's/^# without what it asks for: //p' $<)"; fi
-	@$(SERVING)/$*/bin/pip -qq uninstall -y torchvision torchaudio torchcodec
-	@$(SERVING)/$*/bin/pip -qq install --no-deps --force-reinstall $(SERVING)/wheel/*.whl
+	@if ! $(BIN)/python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'; then \
+	  echo "the engines run on Python 3.11 to 3.13, and .venv has $$($(BIN)/python --version):" \
+	    "say make clean, then make PYTHON=/path/to/python3.11 test-serving" >&2; exit 2; \
+	fi
+	@$(BIN)/python -m venv --clear $(@D)
+	@torch="$$(grep '^torch==' $<)"; \
+	if ! $(@D)/bin/pip -qq install "$$torch"; then \
+	  echo "pip cannot install $$torch: where your index lacks torch's CPU builds," \
+	    "name one that has them in PIP_EXTRA_INDEX_URL" >&2; exit 2; \
+	fi
+	@$(@D)/bin/pip -qq install -r $<
+	@if [ $* = lmcache ]; then $(@D)/bin/pip -qq install --no-deps "$$(sed -n 's/^# without what it asks for: //p' $<)"; fi
+	@$(@D)/bin/pip -qq uninstall -y torchvision torchaudio torchcodec
 	@touch $@
 
-test-serving: setup $(SERVING)/lmcache/.ready $(SERVING)/vllm/.ready ## run the tests inside vLLM and LMCache
+$(SERVING)/%/.ready: $(SERVING)/%/.engine $(SERVING)/wheel/.ready
+	@$(@D)/bin/pip -qq install --no-deps --force-reinstall $(SERVING)/wheel/*.whl
+	@touch $@
+
+test-serving-smoke: setup $(SERVING)/lmcache/.ready ## run the tests inside LMCache, which take seconds
+	@$(SERVING)/lmcache/bin/python -m pytest tests/serving/test_lmcache.py --confcutdir=tests/serving
+
+test-serving: test-serving-smoke $(SERVING)/vllm/.ready ## run the tests inside LMCache and vLLM
 	@$(BIN)/tersekv models pull smollm2
-	@$(SERVING)/lmcache/bin/python -m pytest tests/serving/test_lmcache.py --confcutdir=tests/serving --durations=3
 	@$(SERVING)/vllm/bin/python -m pytest tests/serving/test_vllm.py --confcutdir=tests/serving --durations=0
 
 # A copy of the package with an extension of its own; -S keeps the editable install from coming first. Python is not

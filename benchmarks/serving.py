@@ -1,5 +1,5 @@
-"""Greedy answers with packed caches beside those of the full cache, in vLLM and in transformers: docs/serving.md's
-tables.
+"""Greedy answers with packed caches beside those of the full cache, in vLLM and in transformers, and how many tokens
+vLLM's cache holds: docs/serving.md's tables.
 
     python benchmarks/serving.py run --engine vllm --recipe turboquant:bits=4 --out FILE          # also: --recipe full
     python benchmarks/serving.py run --engine transformers --recipe turboquant:bits=4 --out FILE
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ import torch
 
 REQUEST = "Explain this text in your own words."
 FULL = "full"
+MAX_MODEL_LEN = 2048
+"""Tokens; vLLM's capacity depends on it a little."""
+
 BEGIN, END = "<!-- agreement: made by benchmarks/serving.py -->", "<!-- end of agreement -->"
 
 
@@ -41,12 +45,12 @@ def in_vllm(model: str, recipe: str, ids: list[list[int]], new_tokens: int) -> t
     import vllm
 
     extra = {} if recipe == FULL else {"tersekv": {"recipe": recipe}}
-    longest = max(map(len, ids)) + new_tokens
-    llm = vllm.LLM(model, dtype="bfloat16", enforce_eager=True, max_model_len=longest, additional_config=extra)
+    llm = vllm.LLM(model, dtype="bfloat16", enforce_eager=True, max_model_len=MAX_MODEL_LEN, additional_config=extra)
     sampling = vllm.SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
     outs = llm.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
     held = llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
-    return [list(out.outputs[0].token_ids) for out in outs], {"vllm": vllm.__version__, "tokens_in_1_gib": held}
+    about = {"vllm": vllm.__version__, "max_model_len": MAX_MODEL_LEN, "tokens_in_1_gib": held}
+    return [list(out.outputs[0].token_ids) for out in outs], about
 
 
 def in_transformers(
@@ -94,34 +98,45 @@ def same(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
+def beside(record: dict[str, Any], other: dict[str, Any]) -> str:
+    """How a record's answers compare with those of another to the same prompts, as cells of a table; ± is the mean's
+    standard error."""
+    pairs = [same(a, b) for a, b in zip(record["answers"], other["answers"], strict=True)]
+    new_tokens = record["new_tokens"]
+    whole = sum(n == new_tokens for n in pairs)
+    mean, error = statistics.mean(pairs), statistics.stdev(pairs) / len(pairs) ** 0.5
+    return f"{whole} of {len(pairs)} | {mean:.1f} ± {error:.1f} of {new_tokens} | {statistics.median(pairs):g}"
+
+
 def rows(records: list[dict[str, Any]]) -> list[str]:
-    """The table: each record against the full cache in the same engine."""
-    full = {r["engine"]: r["answers"] for r in records if r["recipe"] == FULL}
-    capacity = {r["recipe"]: r["tokens_in_1_gib"] for r in records if r["engine"] == "vllm"}
-    lines = [
-        "| engine | recipe | same answer | same tokens before the first other | tokens in 1 GiB (times bf16) |",
-        "|---|---|---|---|---|",
-    ]
+    """Two tables: what vLLM's cache holds, and each engine's answers against those of its full cache."""
+    full = {r["engine"]: r for r in records if r["recipe"] == FULL}
+    lines = ["| cache in vLLM | tokens in 1 GiB | times bfloat16 |", "|---|---|---|"]
     for r in records:
-        pairs = [same(a, b) for a, b in zip(r["answers"], full[r["engine"]], strict=True)]
-        whole = sum(n == r["new_tokens"] for n in pairs)
-        held = "–"
         if r["engine"] == "vllm":
-            held = f"{capacity[r['recipe']]:,} ({capacity[r['recipe']] / capacity[FULL]:.2f})"
-        agree = "–" if r["recipe"] == FULL else f"{whole} of {len(pairs)}"
-        mean = "–" if r["recipe"] == FULL else f"{sum(pairs) / len(pairs):.1f} of {r['new_tokens']}"
-        lines.append(f"| {r['engine']} | `{r['recipe']}` | {agree} | {mean} | {held} |")
+            held = r["tokens_in_1_gib"]
+            lines.append(f"| `{r['recipe']}` | {held:,} | {held / full['vllm']['tokens_in_1_gib']:.2f} |")
+    lines += ["", "| engine | cache | beside | same answer | same tokens before the first other: mean | median |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for r in records:
+        if r["recipe"] != FULL:
+            agree = beside(r, full[r["engine"]])
+            lines.append(f"| {r['engine']} | `{r['recipe']}` | {r['engine']}, `{FULL}` | {agree} |")
+    first, *others = full.values()
+    lines += [f"| {r['engine']} | `{FULL}` | {first['engine']}, `{FULL}` | {beside(r, first)} |" for r in others]
     return lines
 
 
 def table(args: argparse.Namespace) -> None:
-    """Print the table, or write it between its marks."""
+    """Print the tables, or write them between their marks."""
     records = [json.loads(line) for path in args.records for line in path.read_text().splitlines()]
     text = "\n".join(rows(records))
     if args.into is None:
         print(text)
         return
     page = args.into.read_text()
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
+        raise SystemExit(f"{args.into} has no place for the tables: give it the lines\n{BEGIN}\n{END}\n")
     head, tail = page.split(BEGIN)[0], page.split(END)[1]
     args.into.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tersekv.errors import UserError
-from tersekv.serving.vllm.options import VARIABLE, configured, slots_of, why_not_layer
+from tersekv.serving.vllm.options import VARIABLE, configured, note, slots_of, why_not_layer
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +26,17 @@ def test_the_configuration_comes_before_the_environment(monkeypatch):
     monkeypatch.setenv(VARIABLE, "polarquant")
     assert str(configured(config(None))) == "polarquant"
     assert str(configured(config({"recipe": "int4"}))) == "int4"
+
+
+def test_a_recipe_of_the_environment_is_noted_in_the_configuration(monkeypatch):
+    empty, full = config(None), config({"recipe": "int4"})
+    note(empty)
+    assert empty.additional_config == {}
+    monkeypatch.setenv(VARIABLE, "polarquant")
+    note(empty)
+    note(full)
+    assert empty.additional_config == {"tersekv": {"recipe": "polarquant"}}
+    assert full.additional_config == {"tersekv": {"recipe": "int4"}}
 
 
 @pytest.mark.parametrize("section", [{}, {"recipe": 4}, "turboquant", {"recipe": "int4", "bits": 2}])
@@ -60,10 +71,12 @@ def test_layers_apart():
         ({"cache_dtype": "fp8"}, "'fp8'"),
         ({"head_dim": 72}, "head dim is 72"),
         ({"sharing": "layers.3"}, "shares the cache of layers.3"),
+        ({"page_tokens": 48}, "pages hold 48 tokens"),
         ({"options": {"a sliding window": 64, "ALiBi": None}}, "asks for a sliding window"),
     ],
 )
 def test_layers_that_cannot_be_packed(change, words):
     usual = {"head_dim": 64, "options": {}, "cache_dtype": "auto", "attn_type": "decoder", "sharing": None}
+    usual |= {"page_tokens": 128}
     assert why_not_layer(**usual) is None
     assert words in why_not_layer(**(usual | change))

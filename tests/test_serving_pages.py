@@ -107,7 +107,8 @@ def test_each_query_reads_its_page_exact_and_others_packed(name, p, backend):
         torch.testing.assert_close(out, own, atol=4e-3, rtol=4e-3)
 
 
-def test_steps_may_be_cut_anywhere():
+def test_steps_may_be_cut_anywhere(backend):
+    """Kernels read few queries, matrices many: the reference shows that both read the same, but for rounding."""
     torch.manual_seed(1)
     slots, tables = slots_of("turboquant"), torch.tensor([[3, 1, 0, 2, 4]], dtype=torch.int32)
     keys, values, queries = (torch.randn(1, 140, n, 64) for n in (2, 2, 6))
@@ -116,8 +117,9 @@ def test_steps_may_be_cut_anywhere():
         pool = pool_of(slots, 5, 32)
         parts = steps_of(pool, counts, tables, 32, Rows(2), keys, values, queries)
         outs.append(torch.cat([out for _, _, out in parts]))
-    torch.testing.assert_close(outs[1], outs[0], atol=2e-3, rtol=2e-3)
-    torch.testing.assert_close(outs[2], outs[0], atol=2e-3, rtol=2e-3)
+    bound = 1e-5 if backend == "reference" else 2e-3
+    torch.testing.assert_close(outs[1], outs[0], atol=bound, rtol=bound)
+    torch.testing.assert_close(outs[2], outs[0], atol=bound, rtol=bound)
 
 
 def test_pages_filled_by_another_request_are_read():

@@ -12,13 +12,13 @@ import sys
 
 
 def main() -> None:
-    """Read the job, answer, say how many tokens the cache holds."""
+    """Read the job, answer, say how many tokens the cache holds and how often a request had to make room."""
     job = json.load(sys.stdin)
     if job["engine"].get("tensor_parallel_size", 1) == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
-    llm = LLM(**job["engine"])
+    llm = LLM(disable_log_stats=False, **job["engine"])
     sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **job["sampling"])
     answers, cached = [], []
     for batch in job["batches"]:
@@ -27,7 +27,9 @@ def main() -> None:
         answers.append([list(out.outputs[0].token_ids) for out in outs])
         cached.append([out.num_cached_tokens for out in outs])
     held = llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
-    print("RESULT " + json.dumps({"answers": answers, "cached": cached, "capacity": held}), flush=True)
+    preempted = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+    result = {"answers": answers, "cached": cached, "capacity": held, "preempted": preempted}
+    print("RESULT " + json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

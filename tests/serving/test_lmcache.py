@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 
 import pytest
@@ -10,6 +12,11 @@ import torch
 pytest.importorskip("lmcache.v1.distributed.serde", reason="LMCache is not installed (make test-serving)")
 
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.config import L1ManagerConfig, L1MemoryManagerConfig
+from lmcache.v1.distributed.l1_manager import L1Manager
+from lmcache.v1.distributed.l2_adapters import create_l2_adapter
+from lmcache.v1.distributed.l2_adapters.config import add_l2_adapters_args, parse_args_to_l2_adapters_config
+from lmcache.v1.distributed.l2_adapters.serde_wrapper import SerdeL2AdapterWrapper
 from lmcache.v1.distributed.serde import SerdeConfig, create_serde_processor, serialized_layout_desc
 from lmcache.v1.memory_management import MemoryObjMetadata, TensorMemoryObj
 
@@ -39,9 +46,10 @@ def processor(recipe="turboquant:bits=4", **options):
     return create_serde_processor(SerdeConfig("tersekv", {"recipe": recipe, "head_dim": 64, **options}))
 
 
-def finished(query, task) -> bool:
+def finished(query, *task):
+    """What LMCache answers once it has an answer."""
     until = time.monotonic() + 30
-    while (done := query(task)) is None:
+    while (done := query(*task)) is None or done == {}:
         assert time.monotonic() < until
         time.sleep(0.01)
     return done
@@ -105,6 +113,42 @@ def test_groups_of_layers_with_other_shapes():
         assert torch.equal(target.get_tensor(1), source.get_tensor(1))
     finally:
         serde.close()
+
+
+@pytest.fixture
+def on_disk(tmp_path):
+    """The adapter that the JSON of docs/serving.md asks LMCache for, over memory of LMCache's first level."""
+    spec = {"type": "fs", "base_path": str(tmp_path)}
+    spec |= {"serde": {"type": "tersekv", "recipe": "turboquant:bits=4", "head_dim": 64}}
+    parser = add_l2_adapters_args(argparse.ArgumentParser())
+    config = parse_args_to_l2_adapters_config(parser.parse_args(["--l2-adapter", json.dumps(spec)])).adapters[0]
+    level1 = L1Manager(L1ManagerConfig(L1MemoryManagerConfig(2**24, use_lazy=False, init_size_in_bytes=2**24)))
+    adapter = SerdeL2AdapterWrapper(create_l2_adapter(config), create_serde_processor(config.serde_config), level1)
+    yield adapter
+    adapter.close()
+    level1.close()
+
+
+def test_chunks_on_disk_through_an_adapter(on_disk, tmp_path):
+    layout = MemoryLayoutDesc([torch.Size([2, 3, 256, 192])], [torch.bfloat16])
+    source, target = memory(layout), memory(layout)
+    source.tensor.copy_(torch.randn(2, 3, 256, 192))
+    on_disk.submit_store_task([KEY], [source])
+    finished(on_disk.pop_completed_store_tasks)
+    (file,) = tmp_path.rglob("*.data")
+    coder = plugin.ChunkCoder(plugin.Recipe.parse("turboquant:bits=4"), 64)
+    assert file.read_bytes() == coder.pack([source.tensor]).numpy().tobytes()
+
+    found = finished(on_disk.query_load_result, on_disk.submit_load_task([KEY], [target]))
+    want = torch.empty_like(source.tensor)
+    coder.unpack(coder.pack([source.tensor]), [want])
+    assert found.test(0)
+    assert torch.equal(target.tensor, want)
+
+    damaged = bytearray(file.read_bytes())
+    damaged[100] ^= 1
+    file.write_bytes(damaged)
+    assert not finished(on_disk.query_load_result, on_disk.submit_load_task([KEY], [target])).test(0)
 
 
 @pytest.mark.parametrize(

@@ -144,19 +144,50 @@ def small_model(folder: Path, kind: str, **options) -> str:
     return str(folder)
 
 
-IDS = [[(7 * i + 3 * j * j) % 512 for i in range(n)] for j, n in enumerate((300, 40, 129))]
+IDS = [[(7 * i + 3 * j * j) % 512 for i in range(n)] for j, n in enumerate((300, 120, 250, 40, 129))]
 SMALL = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512}
+EDGES = "turboquant:bits=4;0=exact;-1=exact"
 
 
-def test_tensor_parallel_gives_the_same_tokens(tmp_path):
-    model = small_model(tmp_path, "Llama")
-    one, said = run([IDS], model=model, **SMALL)
-    assert one, said[-3000:]
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> str:
+    return small_model(tmp_path_factory.mktemp("llama"), "Llama")
+
+
+@pytest.fixture(scope="module")
+def roomy(llama):
+    """Answers where nothing is short."""
+    result, said = run([IDS], model=llama, **SMALL)
+    assert result, said[-3000:]
+    assert result["preempted"] == 0
+    return result
+
+
+def test_tensor_parallel_gives_the_same_tokens(llama, roomy):
     cores = "0|1" if (os.cpu_count() or 1) > 1 else "nobind"
     environment = {"VLLM_CPU_OMP_THREADS_BIND": cores}
-    two, said = run([IDS], model=model, tensor_parallel_size=2, environment=environment, **SMALL)
+    two, said = run([IDS], model=llama, tensor_parallel_size=2, environment=environment, **SMALL)
     assert two, said[-3000:]
-    assert two["answers"] == one["answers"]
+    assert two["answers"] == roomy["answers"]
+
+
+def test_requests_that_had_to_make_room_give_the_same_tokens(llama, roomy):
+    """Six pages beside one of vLLM's own: the first three prompts fit, and two of them grow into another page."""
+    tight, said = run([IDS], model=llama, num_gpu_blocks_override=7, **SMALL)
+    assert tight, said[-3000:]
+    assert tight["preempted"] > 0
+    assert tight["answers"] == roomy["answers"]
+
+
+def test_native_first_and_last_layers_with_prefixes_that_are_shared(llama):
+    """Prompts that begin alike, in two rounds, with native and packed layers in one engine."""
+    prompts = [IDS[0], IDS[0][:200] + IDS[1], IDS[0][:256]]
+    shared, said = run([prompts[:1], prompts], recipe=EDGES, model=llama, **SMALL)
+    assert shared, said[-3000:]
+    assert shared["cached"][1] == [256, 128, 128]
+    alone, said = run([[p] for p in prompts], recipe=EDGES, model=llama, enable_prefix_caching=False, **SMALL)
+    assert alone, said[-3000:]
+    assert shared["answers"][1] == [batch[0] for batch in alone["answers"]]
 
 
 @pytest.mark.parametrize(
@@ -165,11 +196,12 @@ def test_tensor_parallel_gives_the_same_tokens(tmp_path):
         ("Mistral", {"sliding_window": 64}, {}, RECIPE, "asks for a sliding window"),
         ("Llama", {"head_dim": 32}, {}, "polarquant:bits=4-2-2-2-2-2", "does not divide the head dim 32"),
         ("Llama", {}, {"kv_cache_dtype": "fp8"}, RECIPE, "kv_cache_dtype is 'fp8'"),
+        ("Llama", {}, {"block_size": 48}, RECIPE, "pages hold 48 tokens"),
         ("Llama", {}, {}, "h2o:budget=64+kivi:bits=4", "has the token policy"),
         ("Llama", {}, {}, "kivi:bits=4", "cannot live in an engine's pages"),
         ("Llama", {}, {}, "turbo", "unknown method 'turbo'"),
     ],
-    ids=["sliding window", "head dim", "fp8", "policy", "state", "name"],
+    ids=["sliding window", "head dim", "fp8", "block size", "policy", "state", "name"],
 )
 def test_what_is_not_supported_says_so(tmp_path, kind, options, engine, recipe, words):
     model = small_model(tmp_path, kind, **options)

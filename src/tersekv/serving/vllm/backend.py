@@ -37,7 +37,7 @@ from tersekv.formats.base import BLOCK_TOKENS
 from tersekv.serving.pages import Pool
 from tersekv.serving.slots import Slots
 from tersekv.serving.steps import Rows, Step
-from tersekv.serving.vllm.options import configured, slots_of, why_not_layer
+from tersekv.serving.vllm.options import configured, note, slots_of, why_not_layer
 
 
 class PackedBackend(CPUAttentionBackend):
@@ -144,10 +144,12 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         self.num_kv_heads, self.kv_cache_dtype, self.sliding_window = num_kv_heads, kv_cache_dtype, None
         self._softcap = logits_soft_cap or None
         asked = {"a sliding window": sliding_window, "ALiBi": alibi_slopes} | other
-        self._why_not = why_not_layer(
-            head_size, asked, kv_cache_dtype, getattr(attn_type, "value", attn_type), kv_sharing_target_layer_name
-        )
         self._vllm_config = get_current_vllm_config()
+        note(self._vllm_config)
+        self._why_not = why_not_layer(
+            head_size, asked, kv_cache_dtype, getattr(attn_type, "value", attn_type), kv_sharing_target_layer_name,
+            self._vllm_config.cache_config.block_size,
+        )  # fmt: skip
         self._slots: Slots | None = None
         self._pool: tuple[int, Pool] | None = None
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from tersekv.codecs.exact import Exact
 from tersekv.errors import UserError
+from tersekv.formats.base import BLOCK_TOKENS
 from tersekv.recipe import DEFAULT_POLICY, Recipe, Term
 from tersekv.serving.slots import Slots
 
@@ -32,6 +33,14 @@ def configured(vllm_config: Any) -> Recipe | None:
     return checked(section["recipe"])
 
 
+def note(vllm_config: Any) -> None:
+    """Write a recipe of the environment into the configuration. vLLM finds the graphs that it has compiled before by
+    the configuration, and those with packed pages are others: an engine must never get the other's."""
+    text = os.environ.get(VARIABLE)
+    if text and SECTION not in vllm_config.additional_config:
+        vllm_config.additional_config[SECTION] = {"recipe": text}
+
+
 def checked(text: str) -> Recipe:
     """The recipe, if pages of an engine can hold what it asks for."""
     recipe = Recipe.parse(text)
@@ -52,16 +61,21 @@ def slots_of(recipe: Recipe, layer: int, layers: int, head_dim: int) -> Slots | 
 
 
 def why_not_layer(
-    head_dim: int, options: dict[str, Any], cache_dtype: str, attn_type: str, sharing: str | None
+    head_dim: int, options: dict[str, Any], cache_dtype: str, attn_type: str, sharing: str | None, page_tokens: int
 ) -> str | None:
-    """Why a layer's attention is none that reads packed pages; None if it is. options: what vLLM's models may ask of a
-    layer beside that, by name; None or False for nothing."""
+    """Why a layer's attention is none that reads packed pages of `page_tokens` tokens; None if it is. options: what
+    vLLM's models may ask of a layer beside that, by name; None or False for nothing."""
     if attn_type != "decoder":
         return f"its attention is of the type {attn_type!r}; only decoders' own attention reads packed pages"
     if cache_dtype not in ("auto", "float16", "bfloat16"):
         return f"kv_cache_dtype is {cache_dtype!r}, which is another way to pack; leave it at auto"
     if head_dim % 16:
         return f"its head dim is {head_dim}, not a multiple of 16"
+    if page_tokens % BLOCK_TOKENS:
+        return (
+            f"pages hold {page_tokens} tokens (--block-size), and packed pages a multiple of {BLOCK_TOKENS}: leave "
+            "--block-size out or give one such as 64, 128 or 256"
+        )
     if sharing is not None:
         return f"it shares the cache of {sharing}, which is not supported yet"
     asked = [name for name, value in options.items() if value is not None and value is not False]
