@@ -12,20 +12,20 @@ void Operands::parse_roped(View& v, const std::string& name, nb::handle packed) 
   parse_parts(v, name, packed, 1, 1);
   tiled_ = false;
   v.D = v.parts[0].D;
-  parse_rope(v, name, packed, 2);
+  parse_rope(v, name, packed, 2, 1);
 }
 
-// cos 3x, sin 3x, channels 3x, for the view's D channels and T tokens
-void Operands::parse_rope(View& v, const std::string& name, nb::handle packed, Py_ssize_t first) {
+// cos 3x, sin 3x, channels 3x, for the view's D channels and every `step`-th of its T tokens
+void Operands::parse_rope(View& v, const std::string& name, nb::handle packed, Py_ssize_t first, int64_t step) {
   if (ropes_++) fail(name, "expected one RoPE");  // a thread keeps the tables of one
   RopeView& rope = v.rope;
   const Tensor cos = tensor_at(packed, first), sin = tensor_at(packed, first + 3),
                channels = tensor_at(packed, first + 6);
   if (cos.dims != 4) fail(name, "cos: expected [1 or B, 1 or H, T, columns]");
   rope.columns = in_range(name, "columns of cos", cos.shape[3], kMostChannels);
-  const int64_t B = cos.shape[0] == 1 ? 1 : B_, H = cos.shape[1] == 1 ? 1 : H_;
+  const int64_t B = cos.shape[0] == 1 ? 1 : B_, H = cos.shape[1] == 1 ? 1 : H_, tokens = ceil_div(v.T, step);
   for (const Tensor* x : {&cos, &sin})
-    expect(name, x == &cos ? "cos" : "sin", *x, {{"B", B}, {"H", H}, {"T", v.T}, {"columns", rope.columns}}, 3);
+    expect(name, x == &cos ? "cos" : "sin", *x, {{"B", B}, {"H", H}, {"T", tokens}, {"columns", rope.columns}}, 3);
   if (cos.stride[0] != sin.stride[0] || cos.stride[1] != sin.stride[1] || cos.stride[2] != sin.stride[2])
     fail(name, "sin: expected the strides of cos");
   rope.cos = cos.as<float>();
@@ -47,7 +47,8 @@ void Operands::parse_rope(View& v, const std::string& name, nb::handle packed, P
 }
 
 // (10, tokens, steps or None, vector 3x, cos 3x, sin 3x, channels 3x): float32 [1 or B, H, D], beside or plus other
-// views; steps where positions are consecutive
+// views; steps where positions are consecutive and channels take cosines and sines of the same columns: cos and sin are
+// then those of every M-th token
 void Operands::parse_turned(View& v, const std::string& name, nb::handle packed) {
   if (name != "keys." || tiled_) fail(name, "expected a turned vector in keys, not under RoPE or a rotation");
   const nb::handle steps = item(packed, 2);
@@ -58,14 +59,18 @@ void Operands::parse_turned(View& v, const std::string& name, nb::handle packed)
   const int64_t B = vector.shape[0] == 1 ? 1 : B_;
   expect(name, "mean", vector, {{"B", B}, {"H", H_}, {"D", v.D}}, 2);
   v.dense = {Float::f32, vector.as<void>(), B == 1 ? 0 : vector.stride[0], vector.stride[1], 0};
-  parse_rope(v, name, packed, 6);
+  const Tensor table = steps.is_none() ? Tensor{} : tensor_at(steps, 0);
+  const int64_t step = steps.is_none() ? 1 : in_range(name, "steps of RoPE", table.shape[1], kMostBlockTokens);
+  parse_rope(v, name, packed, 6, step);
   turned_columns(v.rope, v.D);
   RopeView& rope = v.rope;
   bool same =
       rope.reads == 2 * rope.reads_cos && std::equal(rope.read, rope.read + rope.reads_cos, rope.read + rope.reads_cos);
   for (int64_t d = 0; d < v.D; d++)
     same &= rope.turned[d].cos < 0 || rope.turned[d].sin == rope.turned[d].cos + rope.reads_cos;
-  if (!steps.is_none() && same) parse_steps(rope, name, steps);
+  if (steps.is_none()) return;
+  if (!same) fail(name, "rope steps: expected cosines and sines of the same columns");
+  parse_steps(rope, name, steps);
 }
 
 // (table 3x, matrix 3x, place 3x): place int32 [columns], a fast column's number, or -1 less a slow one's

@@ -18,13 +18,13 @@ struct TurnedOwn {
   float* stepped;       // [rows at once][rows of the steps' table], of a token
 };
 
-// Coefficients of steps from a token on.
+// Coefficients of steps from token block·M on.
 template <class S>
-void step_coefficients(const Node& node, Span span, int64_t token) {
+void step_coefficients(const Node& node, Span span, int64_t block) {
   const RopeView& rope = node.view->rope;
   const RopeSteps& steps = *rope.steps;
   const TurnedOwn& own = *static_cast<TurnedOwn*>(node.own);
-  const int64_t at = node.b * rope.stride_b + node.h * rope.stride_h + token * rope.stride_t;
+  const int64_t at = node.b * rope.stride_b + node.h * rope.stride_h + block * rope.stride_t;
   const int64_t pairs = steps.pairs(), width = own.width;
   const float *cos = rope.cos + at, *sin = rope.sin + at;
   if (!steps.in_order) {
@@ -137,9 +137,9 @@ void turned_scores(const Node& node, Span span, float* score, int64_t score_stri
               *tables = rope.steps ? rope.steps->table : node.lanes, *constant = own.constant + span.row;
   constexpr int kTiles = S::max_groups(4) >= 4 ? 4 : 1;
   for (int64_t token = span.first; token < span.last;) {
-    const int64_t begin = first + (token - first) / stride * stride;
+    const int64_t begin = rope.steps ? token / stride * stride : first;
     const int64_t end = span.last - begin < stride ? span.last : begin + stride;
-    if (rope.steps) step_coefficients<S>(node, span, begin);
+    if (rope.steps) step_coefficients<S>(node, span, begin / stride);
     with_rows(span.rows, [&](auto rows) {
       for (; end - token >= kTiles * kLanes; token += kTiles * kLanes)
         turned_tile_scores<S, rows, kTiles>(of, constant, reads, tables + token - begin, stride,

@@ -11,6 +11,7 @@ from tersekv.formats.roped import Roped
 from tersekv.formats.trellis import TrellisView
 from tersekv.ops import backends, cpu
 from tersekv.ops.attend_packed import attend_packed as reference
+from tersekv.store.rotary import Rotary
 from tersekv.tables.trellis import trellis_entries
 from test_ops_parity import compare, expectation, isa, make_mask, one_thread, poisoned_outputs, pytestmark  # noqa: F401
 from test_ops_trellis import mixed_bits
@@ -155,6 +156,17 @@ def test_beside_a_turned_vector(isa, case, T, consecutive):  # noqa: F811
         cos, sin = (torch.stack(x) for x in zip(*begin, strict=True))
     turned = Turned(torch.randn(rows, 3, 64), of, cos, sin, consecutive and kind != "any")
     run(Joined([(stream_view(B, 3, T), 64), (turned, 64)]), stream_view(B, 3, T), R=5)
+
+
+@pytest.mark.parametrize("T", [96, 1088])
+def test_rows_that_begin_elsewhere(isa, T):  # noqa: F811
+    """Cosines and sines of the first token of each block do for all of it, also where padding reaches into a block."""
+    torch.manual_seed(9)
+    rotary = Rotary(rope("halves", 64))
+    rotary.note(0, T + 4, torch.tensor([0, 3, 70]))
+    turned = rotary.turned_view(torch.randn(1, 3, 64), 4, T)
+    assert turned.begins()[0].shape == (3, -(-T // 256), 64)
+    run(Joined([(stream_view(3, 3, T), 64), (turned, 64)]), stream_view(3, 3, T), R=2)
 
 
 def test_rope_in_one_part_only():

@@ -135,7 +135,7 @@ class Pool(Stateful):
         if self.rope is not None:
             codec, cos_sin = self.sides[0].codec, self._cos_sin(self.positions[:, :, first : first + tokens])
             if codec.centred:
-                views[0] = Centred(views[0], codec.fitted["mean"].float(), self.rope, *cos_sin)
+                views[0] = Centred(views[0], Turned(codec.fitted["mean"], self.rope, *cos_sin))
             else:
                 views[0] = Roped(views[0], self.rope, *cos_sin)
         return views

@@ -7,13 +7,15 @@ length of the sequence, keys keep those of the call they came with: runs of toke
 from __future__ import annotations
 
 import bisect
+import functools
 
 import torch
 from torch import Tensor
 
-from tersekv.formats.centred import Turned
+from tersekv.formats.centred import Turned, TurnedRows
 from tersekv.store.state import State, Stateful
 from tersekv.transforms.rope import Rope
+from tersekv.transforms.rope_steps import STEPS
 
 
 class Rotary(Stateful):
@@ -86,6 +88,21 @@ class Rotary(Stateful):
     def turned(self, mean: Tensor, first: int, n: int) -> Tensor:
         """The constant part [1 or B, H, D] of keys as n tokens from place `first` on have it: [1 or B, H, n, D]."""
         return Turned(mean.float(), self.rope, *self.cos_sin(first, n, mean.device)).decode()
+
+    def turned_view(self, mean: Tensor, first: int, n: int) -> Turned:
+        """The same as a view, which holds no more than the table of all layers."""
+        device = mean.device
+        if self.padding is None or self.rope.varies:
+            return Turned(mean, self.rope, *self.cos_sin(first, n, device), consecutive=not self.rope.varies)
+        padding, rope = self.padding, self.rope
+
+        @functools.cache
+        def begins() -> tuple[Tensor, Tensor]:
+            positions = torch.arange(first, first + n, STEPS, device=device) - padding.to(device)[:, None]
+            cos, sin = rope.at(positions.abs())  # negative ones are padding's, but a block may begin there
+            return cos, sin * positions.sign().unsqueeze(-1)
+
+        return TurnedRows(mean, rope, n, lambda: self.cos_sin(first, n, device), begins)
 
     def at(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin float32 [1 or B, n, R] of tokens at `places` int [n], where they do not hang on the length."""

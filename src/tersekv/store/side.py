@@ -14,7 +14,7 @@ from torch import Tensor
 from tersekv.codecs import Codec
 from tersekv.errors import CacheError
 from tersekv.formats.base import Planes, View
-from tersekv.formats.centred import Centred
+from tersekv.formats.centred import Centred, Turned
 from tersekv.formats.roped import Roped
 from tersekv.store.blocks import BlockBuffer
 from tersekv.store.footprint import Footprint
@@ -158,24 +158,21 @@ class SideStore(Stateful):
         view = self.coded(first, tokens)
         if self.rotary is None:
             return view
+        if self.codec.centred:
+            mean = self.rotary.turned_view(self.codec.fitted["mean"], place + first, tokens)
+            return Centred(view, mean, shared=self.rotary.shares)
         cos_sin = self.rotary.cos_sin(place + first, tokens, self.sinks.device)
-        return self._turned(view, cos_sin, consecutive=not self.rotary.rope.varies, shared=self.rotary.shares)
+        return Roped(view, self.rotary.rope, *cos_sin, shared=self.rotary.shares)
 
     def view_at(self, first: int, tokens: int, places: Tensor) -> View:
         """Packed tokens `first` to `first + tokens`, whole blocks, which stand at places int [tokens]."""
         view = self.coded(first, tokens)
-        return view if self.rotary is None else self._turned(view, self.rotary.at(places))
-
-    def _turned(
-        self, view: View, cos_sin: tuple[Tensor, Tensor], consecutive: bool = False, shared: bool = False
-    ) -> View:
-        """consecutive: the tokens stand at places one behind the other, and frequencies do not vary. shared: cos and
-        sin are parts of the table of all layers."""
-        assert self.rotary is not None
-        rope = self.rotary.rope
+        if self.rotary is None:
+            return view
+        rope, cos_sin = self.rotary.rope, self.rotary.at(places)
         if self.codec.centred:
-            return Centred(view, self.codec.fitted["mean"], rope, *cos_sin, consecutive=consecutive, shared=shared)
-        return Roped(view, rope, *cos_sin, shared=shared)
+            return Centred(view, Turned(self.codec.fitted["mean"], rope, *cos_sin))
+        return Roped(view, rope, *cos_sin)
 
     def unpack_back(self, tokens: int, keep: int, place: int) -> None:
         """Drop the `tokens` latest packed tokens, whole blocks; the first `keep` return to the tail, decoded. place: of

@@ -83,10 +83,14 @@ class Rope:
     def channels(self, D: int, columns: int) -> Tensor | None:
         """`apply` as pairs of channels: int32 [D, 4], where channel d becomes x[d]·cos[c] + sign·x[partner]·sin[s] with
         row (partner, c, s, sign), and stays where its partner is −1. Columns of equal cosines and sines are named by
-        the first of them. None where `apply` is not of that form."""
+        the first of them. None where `apply` is not of that form, or takes another number
+        of channels."""
         if (D, columns) not in self._channels:
             with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-                self._channels[D, columns] = self._probe(D, columns)
+                try:
+                    self._channels[D, columns] = self._probe(D, columns)
+                except RuntimeError:
+                    self._channels[D, columns] = None
         return self._channels[D, columns]
 
     def _probe(self, D: int, columns: int) -> Tensor | None:

@@ -210,7 +210,7 @@ def _why_not_roped(name: str, view: Any) -> str | None:
     if name != "keys":
         return f"{name} have RoPE, which only keys have"
     before = view.before
-    reason = _why_not_rope(name, view) or (
+    reason = _why_not_angles(name, view.cos, view.sin) or (
         _why_not_rotated(name, before) if before.kind == "rotated" else why_not(name, before.operand)
     )
     if reason is None and _rope_channels(view) is None:
@@ -218,11 +218,11 @@ def _why_not_roped(name: str, view: Any) -> str | None:
     return reason
 
 
-def _why_not_rope(name: str, view: Any) -> str | None:
-    for what in ("cos", "sin"):
-        if getattr(view, what).dim() not in (3, 4):
-            return f"{name} have {what} of {getattr(view, what).dim()} axes, not 3 or 4"
-    return _why_not_tensors(name, {what: (getattr(view, what), {torch.float32}) for what in ("cos", "sin")})
+def _why_not_angles(name: str, cos: Tensor, sin: Tensor) -> str | None:
+    for what, x in (("cos", cos), ("sin", sin)):
+        if x.dim() not in (3, 4):
+            return f"{name} have {what} of {x.dim()} axes, not 3 or 4"
+    return _why_not_tensors(name, {"cos": (cos, {torch.float32}), "sin": (sin, {torch.float32})})
 
 
 def _rope_channels(view: Any) -> Tensor | None:
@@ -251,19 +251,31 @@ def _why_not_turned(name: str, view: Any) -> str | None:
         return f"{name} have RoPE, which only keys have"
     if view.mean.dim() != 3:
         return f"{name} have a mean of {view.mean.dim()} axes, not 3"
-    if reason := _why_not_rope(name, view) or _why_not_tensors(name, {"mean": (view.mean, _FLOATS)}):
+    if reason := _why_not_angles(name, *_turned_angles(view)) or _why_not_tensors(name, {"mean": (view.mean, _FLOATS)}):
         return reason
     return None if _turned_channels(view) is not None else f"{name} have a RoPE that does not turn pairs of channels"
 
 
 def _turned_channels(view: Any) -> Tensor | None:
-    return view.rope.channels(view.mean.shape[-1], view.cos.shape[-1])
+    return view.rope.channels(view.mean.shape[-1], _turned_angles(view)[0].shape[-1])
+
+
+def _turned_angles(view: Any) -> tuple[Tensor, Tensor]:
+    return view.begins() if view.consecutive else view.cos_sin()
 
 
 def _pack_turned(name: str, view: Any) -> tuple:
-    mean, rope = _last_packed(view.mean.float()), _pack_rope(view.cos, view.sin, _turned_channels(view))
-    steps = [part for x in view.rope.steps() for part in _tensor(x)] if view.consecutive else None
-    return 10, view.cos.shape[-2], steps and tuple(steps), *_tensor(mean), *rope, mean
+    mean, channels = _last_packed(view.mean.float()), _turned_channels(view)
+    steps = _pack_steps(view, channels)
+    cos, sin = view.cos_sin() if steps is None else view.begins()
+    return 10, view.tokens, steps, *_tensor(mean), *_pack_rope(cos, sin, channels), mean
+
+
+def _pack_steps(view: Any, channels: Tensor | None) -> tuple | None:
+    """Where cosines and sines of a block's first token do for all of it."""
+    if not view.consecutive or channels is None or not torch.equal(channels[:, 1], channels[:, 2]):
+        return None
+    return tuple(part for x in view.rope.steps() for part in _tensor(x))
 
 
 def _why_not_rotated(name: str, view: Any) -> str | None:
