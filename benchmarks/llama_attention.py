@@ -1,7 +1,7 @@
 """llama.cpp's attention beside ours: how much slower a token decodes with a deep cache than with an empty one.
 
     pip install llama-cpp-python
-    python benchmarks/llama_attention.py --model FILE.gguf --depth 8000 --threads 1 [--out benchmarks/records/llama_cpp.jsonl]
+    python benchmarks/llama_attention.py --model FILE.gguf --depth 8000 --threads 1 [--out FILE.jsonl]
 
 The weights differ (a GGUF file's are quantised, ours float32), so that tokens per second cannot be compared; what the
 cache costs can: milliseconds per token at the depth less those at depth 0, with the same threads. Ours come from

@@ -112,7 +112,7 @@ def test_centred_keys_of_a_codec(device):  # noqa: F811
         packed = keys.view(keys.encode(x), 64), values.view(values.encode(x + 1), 64)
     of = rope("halves", 64)
     cos, sin = (t.unsqueeze(0) for t in of.cos_sin(0, 64, 0, torch.device("cpu")))
-    key, value = Centred(packed[0], torch.randn(1, 2, 64), of, cos, sin, consecutive=True), packed[1]
+    key, value = Centred(packed[0], Turned(torch.randn(1, 2, 64), of, cos, sin, consecutive=True)), packed[1]
     query = torch.randn(1, 2, 3, 64)
     call = key.query(query), key.inner.operand, value.inner.operand, None, 0.125, None
     out, lse = backends.attend_packed(*(moved(t, device) for t in call))
