@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never download
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -85,6 +88,18 @@ def llama(models):
 def prompt(tokens: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
     """Random token ids [batch, tokens], no special ones."""
     return torch.randint(3, 97, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def benchmark(name: str) -> ModuleType:
+    """A program of the folder benchmarks/, as a module."""
+    path = Path(__file__).resolve().parents[1] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def data_folder() -> Path | None:

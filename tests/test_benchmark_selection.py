@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from conftest import benchmark
 from made_records import SHAPE
 from tersekv.evals.records import Record
 
@@ -16,14 +14,7 @@ from tersekv.evals.records import Record
 @pytest.fixture(scope="module")
 def driver() -> ModuleType:
     """benchmarks/selection.py."""
-    path = Path(__file__).resolve().parents[1] / "benchmarks" / "selection.py"
-    spec = importlib.util.spec_from_file_location("benchmark_selection", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("selection")
 
 
 def test_a_row_takes_the_room_it_has_and_no_more(driver: ModuleType) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from conftest import benchmark
 
 RECORDS = [
     {"engine": "vllm", "recipe": "full", "new_tokens": 3, "answers": [[1, 2, 3], [4, 5, 6]], "tokens_in_1_gib": 100},
@@ -21,13 +21,7 @@ RECORDS = [
 @pytest.fixture(scope="module")
 def serving() -> ModuleType:
     """benchmarks/serving.py."""
-    path = Path(__file__).resolve().parents[1] / "benchmarks" / "serving.py"
-    spec = importlib.util.spec_from_file_location("benchmark_serving", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("serving")
 
 
 def test_each_engine_is_held_against_its_own_full_cache(serving):

@@ -142,11 +142,8 @@ TURNED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("consecutive", [False, True], ids=["any positions", "consecutive"])
-@pytest.mark.parametrize("case", TURNED)
-@pytest.mark.parametrize("T", [96, 1088])
-def test_beside_a_turned_vector(isa, case, T, consecutive):  # noqa: F811
-    torch.manual_seed(8)
+def turned(case, T, consecutive=False):
+    """Batch rows, and a vector per head that is turned as `TURNED` says."""
     B, rows, kind, R = TURNED[case]
     of = rope("halves", R) if kind == "halves" else interleaved_rope(R)
     if kind == "any":
@@ -154,8 +151,16 @@ def test_beside_a_turned_vector(isa, case, T, consecutive):  # noqa: F811
     else:  # each row of the batch begins elsewhere
         begin = [of.cos_sin(7 - 40 * b, T, 0, torch.device("cpu")) for b in range(B)]
         cos, sin = (torch.stack(x) for x in zip(*begin, strict=True))
-    turned = Turned(torch.randn(rows, 3, 64), of, cos, sin, consecutive and kind != "any")
-    run(Joined([(stream_view(B, 3, T), 64), (turned, 64)]), stream_view(B, 3, T), R=5)
+    return B, Turned(torch.randn(rows, 3, 64), of, cos, sin, consecutive and kind != "any")
+
+
+@pytest.mark.parametrize("consecutive", [False, True], ids=["any positions", "consecutive"])
+@pytest.mark.parametrize("case", TURNED)
+@pytest.mark.parametrize("T", [96, 1088])
+def test_beside_a_turned_vector(isa, case, T, consecutive):  # noqa: F811
+    torch.manual_seed(8)
+    B, part = turned(case, T, consecutive)
+    run(Joined([(stream_view(B, 3, T), 64), (part, 64)]), stream_view(B, 3, T), R=5)
 
 
 @pytest.mark.parametrize("T", [96, 1088])

@@ -12,7 +12,7 @@ from tersekv.formats.exact import ExactView
 from tersekv.formats.roped import Roped
 from tersekv.ops import backends, triton
 from tersekv.ops.softmax import attend_scores
-from test_ops_trellis_attend import SIZES, TURNED, stream_view
+from test_ops_trellis_attend import SIZES, TURNED, stream_view, turned
 from test_ops_triton import compare, device, make_mask, moved, pytestmark, run  # noqa: F401
 
 
@@ -72,18 +72,6 @@ def test_before_rope(device, kind):  # noqa: F811
     of = rope("halves", 64) if kind == "halves" else interleaved_rope(48)
     cos, sin = (x.unsqueeze(0) for x in of.cos_sin(7, 96, 0, torch.device("cpu")))
     run(device, Roped(stream_view(B=2), of, cos, sin), stream_view(B=2), 3)
-
-
-def turned(case: str, T: int) -> tuple[int, Turned]:
-    """Batch rows, and a vector per head that is turned as `TURNED` says."""
-    B, rows, kind, R = TURNED[case]
-    of = rope("halves", R) if kind == "halves" else interleaved_rope(R)
-    if kind == "any":
-        cos, sin = of.at(torch.randint(0, 3000, (B, 3, T)))
-    else:  # each row of the batch begins elsewhere
-        begin = [of.cos_sin(7 - 40 * b, T, 0, torch.device("cpu")) for b in range(B)]
-        cos, sin = (torch.stack(x) for x in zip(*begin, strict=True))
-    return B, Turned(torch.randn(rows, 3, 64), of, cos, sin)
 
 
 @pytest.mark.parametrize("case", TURNED)
