@@ -5,7 +5,8 @@ x = μ + Σ_d a_d·y_d. For keys μ is constant before RoPE and the basis is aft
 values both are plain. The basis diagonalises the covariance in the metric of the loss (Karhunen-Loève transform): the
 Fisher information E[g·gᵀ] of values, of keys its mean over each pair that RoPE turns. Component d then has variance
 λ_d in units of the loss, and gets the bits that take most off Σ_d λ_d·ε(b_d), ε being the code's squared error for
-N(0, 1). A vector's own length is a gain of 8 bits, by least squares after coding.
+N(0, 1). A vector's own length is a gain of 8 bits: codes are searched with the plain length, and again with
+lengths a little above the one that then fits best; the least error stays.
 
 - `basis=channels` keeps the channels as they are, `rotation` takes a random orthogonal matrix: no matrix is fitted.
 - `code=scalar` takes Lloyd-Max tables in place of the trellis, in the same stream; `centre=false` keeps μ in.
@@ -44,6 +45,12 @@ if TYPE_CHECKING:
 
 SHARING = ("model", "fisher")
 """Options under which layers are compared: without gradients there is nothing to compare them by."""
+
+MANY_BITS = 3.5
+GAINS_TRIED = ((3,), (1, 4))
+"""Steps of a gain beyond the one of least squares, with which codes are searched again; with `MANY_BITS` and more, the
+second. Longer than that, since a component beyond the end of its table costs more than wider steps do, and that the
+more, the more bits there are."""
 
 MOST_GAIN = "a vector is {0:.3g} times as long as what the codec was fitted on, and the most is {1:.3g}; {2}"
 
@@ -194,12 +201,17 @@ class Trellis(Codec):
         tables = self._entries(str(x.device))
         codes = gain_codes(gain)
         windows = self._search(y, codes, weight, bits, tables)
-        # the length that fits best, then the codes that fit best with it as it is stored
         entries = tables[bits.long().unsqueeze(2), windows.long()]
-        fitting = (weight.unsqueeze(2) * entries).unsqueeze(-2)
-        best = (fitting @ y.unsqueeze(-1)).flatten(2) / (fitting @ entries.unsqueeze(-1)).flatten(2).clamp_min(1e-20)
-        codes = gain_codes(best)
-        windows = self._search(y, codes, weight, bits, tables)
+        best = gain_codes(_dot(weight, entries, y) / _dot(weight, entries, entries).clamp_min(1e-20)).int()
+        least = _dot(weight, off := y - gains(codes).unsqueeze(-1) * entries, off)
+        for steps in GAINS_TRIED[self.bits >= MANY_BITS]:
+            tried = (best + steps).clamp_max(255).to(torch.uint8)
+            found = self._search(y, tried, weight, bits, tables)
+            off = y - gains(tried).unsqueeze(-1) * tables[bits.long().unsqueeze(2), found.long()]
+            error = _dot(weight, off, off)
+            better = error < least
+            least, codes = torch.where(better, error, least), torch.where(better, tried, codes)
+            windows = torch.where(better.unsqueeze(-1), found, windows)
         return {
             "stream": pack_tokens(windows, bits),
             "gain": codes.unflatten(2, (-1, self.layout(D).block_tokens)),
@@ -261,6 +273,11 @@ class Trellis(Codec):
         """The tensors behind `table_bytes`."""
         rotation = [self._fixed_basis(head_dim, torch.device("cpu"))] if self.basis == "rotation" else []
         return [self._entries("cpu"), *rotation, *self.fitted.values()]
+
+
+def _dot(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Σ_d weight_d·a_d·b_d of each vector [B, H, T]; as a product of matrices, which sums as it does in any batch."""
+    return ((weight.unsqueeze(2) * a).unsqueeze(-2) @ b.unsqueeze(-1)).flatten(2)
 
 
 def _scales(variance: Tensor) -> Tensor:
