@@ -48,6 +48,7 @@ struct GridProduct {
       repeat<NG>([&](auto g) TERSEKV_INLINE { finish(from + g, acc.sum[0][g]); });
       from += NG;
       codes.data += NG * codes.group_stride;
+      if (codes.next) codes.next += NG * codes.words * codes.count * kLanes;
     };
     while (from < to) {
       if constexpr (S::max_groups(R) >= 4) {
@@ -200,7 +201,8 @@ struct GridProduct {
         const uint16_t* scale = block.scale + g * view.L;
         const uint16_t* offset = block.offset ? block.offset + g * view.L : nullptr;
         const float* total = in.coef + groups * room + g;
-        sums(table, {block.codes + span.first * kLanes, view.words * kLanes, span.words, 1, 0, g ? nullptr : next},
+        const int32_t* ahead = next ? next + span.first * lane_groups * kLanes : nullptr;
+        sums(table, {block.codes + span.first * kLanes, view.words * kLanes, span.words, 1, 0, ahead},
              in.coef + g * room, in.coef_stride, 0, lane_groups,
              [&](int64_t lane_group, const F(&sum)[R]) TERSEKV_INLINE {
                const int64_t lane = lane_group * kLanes, left = view.L - lane;
