@@ -33,6 +33,33 @@ def test_caches_take_turns_at_every_depth(loaded) -> None:
     assert full.bits_per_element == 32
     assert packed.bytes < kept.bytes < full.bytes
     assert len(said) == 4
+    assert all(f.peak_bytes is not None and 0 <= f.peak_bytes < 2**30 for f in found)
+
+
+def test_peak_is_of_what_a_round_takes(loaded, monkeypatch) -> None:
+    """A cache that takes 64 MB more is seen, one that was freed before is not."""
+    import torch
+
+    reader = generate._packed
+
+    def wasteful(one: Any) -> Any:
+        read = reader(one)
+
+        def more(ids: Any) -> Any:
+            return read(ids)._replace(attention=Waste() if one.recipe != "full" else read(ids).attention)
+
+        return more
+
+    class Waste:
+        def __enter__(self) -> None:
+            self.held = torch.ones(16 * 2**20)
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(generate, "_packed", wasteful)
+    monkeypatch.setattr(generate, "feed", lambda *_: torch.zeros(3))
+    full, other = generate.run(*loaded, ["kivi:bits=4"], [40], new_tokens=1, rounds=2)
+    assert other.peak_bytes > 60 * 2**20 > full.peak_bytes
 
 
 def test_documents_hold_the_median(loaded) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tersekv.bench.memory import PeakMemory
 from tersekv.errors import UserError
 from tersekv.evals.decoding import feed
 from tersekv.evals.reader import FULL, Reader
@@ -37,14 +38,16 @@ class Reading(NamedTuple):
 
 @dataclass
 class Decoding:
-    """One cache at one depth. rates: tokens per second of each round. bytes, bits_per_element: held at that depth, NaN
-    where a library does not say."""
+    """One cache at one depth. rates: tokens per second of each round. bytes, bits_per_element: held at that depth, None
+    where a library does not say. peak_bytes: what resident memory grew by at most, from before the cache was filled with
+    keys and values that were at hand until the last token, in the last round."""
 
     cache: str
     depth: int
     rates: list[float] = field(default_factory=list)
     bytes: int | None = None
     bits_per_element: float | None = None
+    peak_bytes: int | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -84,7 +87,9 @@ def run(
         found = {name: Decoding(name, depth) for name in caches}
         for turn in range(rounds):
             for name, read in caches.items():
-                _time(model, read(ids[:, :depth]), ids[:, depth:], new_tokens, found[name])
+                with PeakMemory() as peak:
+                    _time(model, read(ids[:, :depth]), ids[:, depth:], new_tokens, found[name])
+                found[name].peak_bytes = peak.peak_bytes
             said = ", ".join(f"{name} {decoding.rates[-1]:.2f}" for name, decoding in found.items())
             report(f"depth {depth:,}, round {turn + 1} of {rounds}, tokens/s: {said}")
         yield from found.values()

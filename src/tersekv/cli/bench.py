@@ -161,8 +161,9 @@ def _speeds(found: list[Decoding]) -> Any:
         rows.append((
             decoding.cache, f"{decoding.depth:,}", f"{decoding.tokens_per_second:.2f}",
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})", held,
+            "" if decoding.peak_bytes is None else output.human_bytes(decoding.peak_bytes),
         ))  # fmt: skip
-    return output.table("decoding", ("cache", "depth", "tokens/s", "× full", "held"), rows)
+    return output.table("decoding", ("cache", "depth", "tokens/s", "× full", "held", "peak"), rows)
 
 
 def _machine(bench: str) -> dict[str, Any]:

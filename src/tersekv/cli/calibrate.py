@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tersekv.cli import output
 from tersekv.cli.generate import load
-from tersekv.cli.memory import PeakMemory
+from tersekv.bench.memory import PeakMemory
 from tersekv.errors import UserError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tersekv.cli import output
-from tersekv.cli.memory import PeakMemory
+from tersekv.bench.memory import PeakMemory
 
 if TYPE_CHECKING:
     from tersekv.hf.cache import CompressedCache
