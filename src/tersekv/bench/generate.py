@@ -39,8 +39,8 @@ class Reading(NamedTuple):
 @dataclass
 class Decoding:
     """One cache at one depth. rates: tokens per second of each round. bytes, bits_per_element: held at that depth, None
-    where a library does not say. peak_bytes: what resident memory grew by at most, from before the cache was filled with
-    keys and values that were at hand until the last token, in the last round."""
+    where a library does not say. peak_bytes: what resident memory grew by at most in the last round, from before the
+    cache took keys and values that were at hand until the last token."""
 
     cache: str
     depth: int

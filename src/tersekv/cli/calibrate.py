@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from tersekv.bench.memory import PeakMemory
 from tersekv.cli import output
 from tersekv.cli.generate import load
-from tersekv.bench.memory import PeakMemory
 from tersekv.errors import UserError
 
 if TYPE_CHECKING:

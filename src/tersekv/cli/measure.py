@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tersekv.cli import output
 from tersekv.bench.memory import PeakMemory
+from tersekv.cli import output
 
 if TYPE_CHECKING:
     from tersekv.hf.cache import CompressedCache
