@@ -26,7 +26,7 @@ DEFAULT_POLICY = "window"
 PRESETS = {
     "small": "trellis:bits=2,calibration=prompt",
     "default": "trellis:bits=3,calibration=prompt",
-    "safe": "trellis:bits=5,calibration=prompt",
+    "safe": "trellis:bits=4,calibration=prompt",
 }
 """Coders by name that need no corpus; measured in docs/methods/trellis.md. Commands take `default` without a recipe."""
 
