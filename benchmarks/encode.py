@@ -4,7 +4,8 @@
 
 One decoder layer of SmolLM2-135M's shape (9 query heads, 3 key-value heads, head dim 64; random weights, float32, SDPA)
 reads 8,192 tokens; then each recipe fits and encodes the keys and the values of as many tokens, 1,024 at a time, as the
-store does. All in turns in each round; medians, and ratios within a round.
+store does, with the kernels and with the torch reference. All in turns in each round; medians, and ratios within a
+round. On a busy machine say OMP_NUM_THREADS=1: torch's threads wait for each other.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from tersekv.cli.env import cpu_features
+from tersekv.ops import backends
 from tersekv.recipe import Recipe
 from tersekv.store.side import ENCODE_TOKENS
 
@@ -37,6 +39,7 @@ RECIPES = [
     "qjl",
     "kivi:bits=2",
 ]
+TORCH_ALONE = "(torch alone)"
 KV_HEADS, HEAD_DIM = 3, 64
 
 
@@ -56,15 +59,16 @@ def layer_prefill(tokens: int) -> Callable[[], None]:
     return run
 
 
-def packing(recipe: str, keys: Tensor, values: Tensor) -> Callable[[], None]:
+def packing(recipe: str, keys: Tensor, values: Tensor, backend: str) -> Callable[[], None]:
     """Fit and encode both sides."""
     plan = Recipe.parse(recipe).plan(20, 30)
 
     def run() -> None:
-        for codec, x in ((plan.keys, keys), (plan.values, values)):
-            fitted = codec.fit(x) if codec.fits_on else codec
-            for part in x.split(ENCODE_TOKENS, dim=2):
-                fitted.encode(part)
+        with backends.forced(backend):
+            for codec, x in ((plan.keys, keys), (plan.values, values)):
+                fitted = codec.fit(x) if codec.fits_on else codec
+                for part in x.split(ENCODE_TOKENS, dim=2):
+                    fitted.encode(part)
 
     return run
 
@@ -78,7 +82,10 @@ def seconds(run: Callable[[], None]) -> float:
 def measure(tokens: int, rounds: int) -> list[dict[str, Any]]:
     keys, values = torch.randn(2, 1, KV_HEADS, tokens, HEAD_DIM).unbind(0)
     keys[..., ::9] *= 6  # outlier channels, as real keys have
-    runs = {"one layer's prefill": layer_prefill(tokens)} | {r: packing(r, keys, values) for r in RECIPES}
+    runs = {"one layer's prefill": layer_prefill(tokens)}
+    for recipe in RECIPES:
+        runs[recipe] = packing(recipe, keys, values, backends.AUTO)
+        runs[f"{recipe} {TORCH_ALONE}"] = packing(recipe, keys, values, "reference")
     for run in runs.values():
         run()
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -107,7 +114,7 @@ def main() -> None:
     rows = measure(options.tokens, options.rounds)
     table = Table(title=f"keys and values of {options.tokens:,} tokens × {KV_HEADS} KV heads × {HEAD_DIM}")
     for column in ("what", "median ms", "of one layer's prefill", "range"):
-        table.add_column(column, justify="left" if column == "what" else "right")
+        table.add_column(column, justify="left" if column == "what" else "right", overflow="fold")
     for row in rows:
         low, high = row["ratio_range"]
         table.add_row(

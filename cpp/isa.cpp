@@ -1,5 +1,6 @@
 #include "isa.h"
 
+#include "encoders.h"
 #include "trellis_kernel.h"
 
 #include <atomic>
@@ -73,6 +74,14 @@ const std::vector<Isa>& isas() {
 #if TERSEKV_X86
 const TrellisKernel* trellis_kernel() { return has_byte_products() ? &trellis_kernel_vnni() : nullptr; }
 #endif
+
+const Encoders& encoders() {
+#if TERSEKV_X86
+  if (&current() == &kernels_avx2()) return encoders_avx2();
+  if (&current() != &kernels_baseline()) return encoders_avx512();
+#endif
+  return encoders_baseline();
+}
 
 const Kernels& current() { return *selected().load(std::memory_order_relaxed); }
 

@@ -14,6 +14,10 @@
 #include "pool.h"
 
 namespace tersekv {
+
+void define_grid_encoders(nb::module_& m);    // module_grid.cpp
+void define_vector_encoders(nb::module_& m);  // module_vectors.cpp
+
 namespace {
 
 // query (address, shape, strides)
@@ -206,6 +210,8 @@ NB_MODULE(_native, m) {
   m.def("merge_segments", &py_merge);
   m.def("encode_trellis", &py_encode_trellis);
   m.def("basis_product", &py_basis_product);
+  define_grid_encoders(m);
+  define_vector_encoders(m);
   m.def("isa", [] { return std::string(current().name); }, "Instruction set in use.");
   m.def("isas", &py_isas, "(name, missing CPU features) per build of the kernels, best first.");
   m.def("set_isa", &set_isa, nb::arg("name"), "Use one instruction set, or `auto` for the best.");

@@ -19,10 +19,12 @@ from packed_views import FORMATS, magnitude, packed, rope, roped, table_error, t
 from tersekv.formats.base import Joined, View
 from tersekv.formats.centred import Turned
 from tersekv.formats.roped import Roped
-from tersekv.ops import cpu
+from tersekv.ops import backends, cpu
 from tersekv.ops.attend_pages import attend_pages
+from tersekv.ops.cpu import encode
 from tersekv.ops.cpu.operands import pack
 from tersekv.transforms.rope import Rope
+from test_ops_cpu_encode import calls, planes
 from test_ops_pages import PAGEABLE, pool
 from test_ops_parity import ISAS, compare, expectation, pytestmark  # noqa: F401
 
@@ -30,6 +32,7 @@ B, H, T, D, R = 2, 2, 64, 64, 3
 SCALING = 0.125
 NOT_BELIEVED = {"starts", "places", "channels", "dropped", "bits", "cos", "sin", "dims"}
 """Contents that the reference would trust with its memory, or takes for what they were."""
+ENCODED = calls(tokens=64)
 fuzz = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 
 
@@ -149,6 +152,32 @@ def test_encoding_and_merging(data):
     call = {"outs": [torch.randn(1, 2, 3, 8) for _ in range(2)], "lses": [torch.randn(1, 2, 3) for _ in range(2)]}
     args = list(changed(data.draw, call, data.draw(st.sampled_from(leaves(call)))).values())
     on_some_isa(data.draw, lambda: cpu.why_not_merge_segments(*args) or cpu.merge_segments(*args))
+
+
+@fuzz
+@given(data=st.data(), op=st.sampled_from(sorted(ENCODED)))
+def test_packing(data, op):
+    """Where the kernel takes the call, it gives what the reference gives."""
+    call = dict(enumerate(ENCODED[op]))
+    path = data.draw(st.sampled_from(leaves(call)))
+    args = list(changed(data.draw, call, path).values())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: data.draw(st.sampled_from([1, 3])))
+        why_not, run = getattr(encode, f"why_not_{op}"), getattr(encode, op)
+        _, result = on_some_isa(data.draw, lambda: None if why_not(*args) else run(*args))
+    said_twice = op == "rotate_hadamard" and path[0] > 0  # matrix, order and signs say the same
+    out_of_range = op == "pack_lanes"
+    if result is None or said_twice or out_of_range or not args[0].isfinite().all():
+        return
+    with torch.no_grad():
+        wanted = backends.BACKENDS["reference"][op].run(*args)
+    for x, y in zip(planes(result), planes(wanted), strict=True):
+        assert x.shape == y.shape
+        assert x.dtype == y.dtype
+        if not x.is_floating_point():
+            assert op == "encode_polar" or torch.equal(x, y)
+        elif op != "encode_polar":
+            torch.testing.assert_close(x, y, rtol=2e-7, atol=0, equal_nan=True)
 
 
 @fuzz

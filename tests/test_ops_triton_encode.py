@@ -207,7 +207,7 @@ def test_launches_go_to_the_tensors_device(device, monkeypatch):  # noqa: F811
     assert run(where) == run([where], 1) == ["cuda:1"]
     assert run(SimpleNamespace(is_cuda=False)) == current == []
     for name, op in backends.BACKENDS["triton"].items():
-        plain = name in ("attend_segments", "basis_product")  # made of the others; made of torch's own
+        plain = name in ("attend_segments", "basis_product", "rotate_dense")  # made of the others; made of torch's own
         assert plain or hasattr(op.run, "__wrapped__"), name
 
 

@@ -32,6 +32,7 @@ from tersekv.ops import softmax as softmax_reference
 from tersekv.ops import trellis as trellis_reference
 from tersekv.ops.attend_packed import Operand
 from tersekv.ops.attend_segments import Segment
+from tersekv.ops.cpu import encode as cpu_encode
 from tersekv.ops.encode_grid import GridPlace
 from tersekv.ops.triton import encode
 
@@ -49,11 +50,6 @@ class Implementation:
 
 def _never(*call: Any) -> None:
     """The reference takes every call."""
-
-
-def _why_not_here(x: Tensor, *call: Any) -> str | None:
-    """Torch's own operations are what the CPU encodes with."""
-    return None if x.is_cpu else f"x is on {x.device}, not on cpu"
 
 
 ENCODERS: dict[str, Callable[..., Any]] = {
@@ -75,7 +71,8 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "merge_segments": Implementation(cpu.merge_segments, cpu.why_not_merge_segments),
         "encode_trellis": Implementation(cpu.encode_trellis, cpu.why_not_encode_trellis),
         "basis_product": Implementation(cpu.basis_product, cpu.why_not_basis_product),
-        **{op: Implementation(run, _why_not_here) for op, run in ENCODERS.items()},
+        "rotate_dense": Implementation(cpu_encode.rotate_dense, cpu_encode.why_not_rotate_dense),
+        **{op: Implementation(getattr(cpu_encode, op), getattr(cpu_encode, f"why_not_{op}")) for op in ENCODERS},
     },
     "triton": {
         "attend_packed": Implementation(triton.attend_packed, triton.why_not_attend_packed),
@@ -83,6 +80,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "attend_exact": Implementation(triton.attend_exact, triton.why_not_attend_exact),
         "merge_segments": Implementation(triton.merge_segments, triton.why_not_merge_segments),
         "basis_product": Implementation(basis_reference.basis_product, _never),
+        "rotate_dense": Implementation(rotation_reference.rotate_dense, _never),
         **{op: Implementation(getattr(encode, op), getattr(encode, f"why_not_{op}")) for op in ENCODERS},
     },
     "reference": {
@@ -93,6 +91,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "merge_segments": Implementation(softmax_reference.merge_segments, _never),
         "encode_trellis": Implementation(trellis_reference.encode_trellis, _never),
         "basis_product": Implementation(basis_reference.basis_product, _never),
+        "rotate_dense": Implementation(rotation_reference.rotate_dense, _never),
         **{op: Implementation(run, _never) for op, run in ENCODERS.items()},
     },
 }
@@ -207,6 +206,11 @@ def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
 def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Packed polar angles and radii, see `tersekv.ops.encode_polar`: uint8 [..., bytes, t], float32 [..., D/2^L, t]."""
     return _run("encode_polar", x, level_bits, tables)
+
+
+def rotate_dense(x: Tensor, matrix: Tensor) -> Tensor:
+    """A rotation, see `tersekv.ops.rotate`: x float32 [..., D] to its shape."""
+    return _run("rotate_dense", x, matrix)
 
 
 def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:

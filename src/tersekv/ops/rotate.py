@@ -1,7 +1,7 @@
-"""A random Hadamard rotation of vectors that are about to be coded: contract and torch reference.
+"""Rotations of vectors that are about to be coded: contracts and torch reference.
 
-R = H·diag(signs)·P: channels in a random order, random signs, and a Hadamard matrix in blocks of the largest power of
-two that divides D.
+A random Hadamard rotation is R = H·diag(signs)·P: channels in a random order, random signs, and a Hadamard matrix in
+blocks of the largest power of two that divides D.
 """
 
 from __future__ import annotations
@@ -10,8 +10,21 @@ import torch
 from torch import Tensor
 
 
-def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:
+def rotate_dense(x: Tensor, matrix: Tensor) -> Tensor:
     """R·x, taken in float64: no code hangs on how tokens are batched.
+
+    Args:
+        x: float32 [..., D].
+        matrix: R, float32 [D, D].
+
+    Returns:
+        float32 [..., D].
+    """
+    return torch.matmul(x.double(), matrix.T.double()).float()
+
+
+def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:
+    """The same of a random Hadamard rotation.
 
     Args:
         x: float32 [..., D].
@@ -22,4 +35,4 @@ def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> 
     Returns:
         float32 [..., D].
     """
-    return torch.matmul(x.double(), matrix.T.double()).float()
+    return rotate_dense(x, matrix)

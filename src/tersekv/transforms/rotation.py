@@ -59,7 +59,7 @@ def rotated(x: Tensor, seed: int, kind: RotationKind) -> Tensor:
     matrix = random_rotation(D, seed, kind, device)
     if kind == "hadamard":
         return backends.rotate_hadamard(x, matrix, *hadamard_parts(D, seed, device))
-    return torch.matmul(x.double(), matrix.T.double()).float()
+    return backends.rotate_dense(x, matrix)
 
 
 def hadamard(n: int) -> Tensor:

@@ -43,7 +43,8 @@ def why_not_built() -> str | None:
     return None
 
 
-def _loaded() -> ModuleType:
+def loaded() -> ModuleType:
+    """The extension; RuntimeError where it is not built."""
     reason = why_not_built()
     if _module is None:
         raise RuntimeError(reason)
@@ -52,17 +53,17 @@ def _loaded() -> ModuleType:
 
 def isa() -> str:
     """The instruction set in use."""
-    return _loaded().isa()
+    return loaded().isa()
 
 
 def isas() -> dict[str, str | None]:
     """Instruction sets of this build, best first: None if this CPU has it, else the features that it lacks."""
-    return {name: missing or None for name, missing in _loaded().isas()}
+    return {name: missing or None for name, missing in loaded().isas()}
 
 
 def set_isa(name: str) -> None:
     """Use one instruction set, or "auto" for the best; ValueError names those that exist or what the CPU lacks."""
-    _loaded().set_isa(name)
+    loaded().set_isa(name)
 
 
 def why_not_attend_segments(
@@ -191,7 +192,7 @@ def attend_segments(
     query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """See `tersekv.ops.attend_segments`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
-    native = _module or _loaded()
+    native = _module or loaded()
     query = query.contiguous()
     shape, (Dv, out, lse) = query.shape, _outputs(query, segments[0].values)
     packed = tuple([(pack("keys", keys), pack("values", values), _mask(mask)) for keys, values, mask in segments])
@@ -214,7 +215,7 @@ def attend_pages(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `tersekv.ops.attend_pages`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
-    native = _module or _loaded()
+    native = _module or loaded()
     query, pages = query.contiguous(), pages.contiguous()
     shape, (Dv, out, lse) = query.shape, _outputs(query, values)
     where = pages.data_ptr(), pages.shape, pages.stride(), page_tokens
@@ -235,7 +236,7 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
         raise ValueError(f"outs, lses: expected as many of each and at least one, got {len(outs)} and {len(lses)}")
     if len(outs) == 1:
         return outs[0], lses[0]
-    native, shape = _module or _loaded(), outs[0].shape
+    native, shape = _module or loaded(), outs[0].shape
     for out, lse in zip(outs, lses, strict=True):
         if out.shape != shape or lse.shape != shape[:-1]:
             raise ValueError(
@@ -252,7 +253,7 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
 
 def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
     """See `tersekv.ops.trellis`: y [R, n, D], weight and bits [R, D], tables [9, 256] to windows uint8 [R, n, D]."""
-    native, y = _module or _loaded(), y.detach().float()
+    native, y = _module or loaded(), y.detach().float()
     weight, bits, tables = weight.detach().float().contiguous(), bits.contiguous(), tables.detach().float().contiguous()
     windows = torch.empty_like(y, dtype=torch.uint8, memory_format=torch.contiguous_format)
     native.encode_trellis(
@@ -264,7 +265,7 @@ def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> T
 
 def basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> Tensor:
     """See `tersekv.ops.basis`: x float32 [B, H, R, D] to float32 [B, H, R, D]."""
-    native, x = _module or _loaded(), x.contiguous()
+    native, x = _module or loaded(), x.contiguous()
     basis, channels, out = basis.contiguous(), channels.float().contiguous(), torch.empty_like(x)
     native.basis_product(*[(t.data_ptr(), t.shape, t.stride()) for t in (x, basis, channels)], combine, out.data_ptr())
     return out

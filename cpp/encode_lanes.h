@@ -1,0 +1,201 @@
+// The bodies of the `grid` layout's encoding: ranges, nearest codes, packing. Lanes are tokens or channels, rows of L
+// lanes are contiguous; plain loops, which the compiler turns into vectors.
+#pragma once
+
+#include "encoders.h"
+#include "half_words.h"
+
+namespace tersekv {
+namespace {  // internal to each build of the encoders
+
+// 1.5·2^23: what it is added to is rounded to an integer, half-way to the even one.
+constexpr float kRounder = 12582912.0f;
+constexpr int64_t kCountedBits = 4;  // entries of larger tables are found by bisection
+
+int32_t* int_scratch(int64_t n) { return reinterpret_cast<int32_t*>(scratch(n)); }
+
+// A block as rows [P, lanes]: lanes are tokens and rows channels, or the other way round.
+float* load_rows(const TokenBlocks& x, int64_t block, bool tokens, int64_t lanes) {
+  const int64_t P = tokens ? x.D : x.t, L = tokens ? x.t : x.D;
+  const int64_t across = tokens ? x.stride_c : x.stride_t, along = tokens ? x.stride_t : x.stride_c;
+  const float* first = x.block(block);
+  float* rows = scratch(P * lanes);
+  for (int64_t p = 0; p < P; p++) {
+    float* row = rows + p * lanes;
+    const float* from = first + p * across;
+    if (along == 1)
+      for (int64_t i = 0; i < L; i++) row[i] = from[i];
+    else
+      for (int64_t i = 0; i < L; i++) row[i] = from[i * along];
+    for (int64_t i = L; i < lanes; i++) row[i] = 0.0f;
+  }
+  return rows;
+}
+
+// Elements that share a range lie in one lane.
+void find_ranges(const GroupRanges& call, int64_t block) {
+  reset_scratch();
+  const TokenBlocks& x = call.x;
+  const int64_t P = call.per_token ? x.D : x.t, L = call.per_token ? x.t : x.D, groups = P / call.group;
+  const float* rows = load_rows(x, block, call.per_token, L);
+  for (int64_t g = 0; g < groups; g++) {
+    float *low = call.low + (block * groups + g) * L, *high = call.high + (block * groups + g) * L;
+    const float* row = rows + g * call.group * L;
+    for (int64_t i = 0; i < L; i++) low[i] = high[i] = row[i];
+    for (int64_t p = 1; p < call.group; p++) {
+      row += L;
+      for (int64_t i = 0; i < L; i++) {  // what is not a number stays
+        const float y = row[i];
+        low[i] = (y < low[i]) | (y != y) ? y : low[i];
+        high[i] = (y > high[i]) | (y != y) ? y : high[i];
+      }
+    }
+  }
+}
+
+// A plane as rows of lanes.
+struct LanePlane {
+  float* rows = nullptr;    // [groups, lanes] where lanes have entries of their own, else [P, lane groups]
+  float* spread = nullptr;  // [lanes], a row of the latter
+  bool own = false;
+  int64_t group = 1, L = 0, lanes = 0;
+
+  LanePlane(const EncodeGrid& call, const ScalePlane& plane, int64_t block, bool divisor)
+      : own(call.of_keys == call.per_token), group(call.group), L(call.packed.L), lanes(call.packed.lanes()) {
+    if (!plane.data) return;
+    const float* first = plane.block(block, call.x);
+    const int64_t P = call.packed.P, count = own ? P / group : P, width = own ? L : L / group,
+                  room = own ? lanes : width;
+    const int64_t across = own ? plane.stride[3] : plane.stride[4], along = own ? plane.stride[4] : plane.stride[3];
+    rows = scratch(count * room);
+    if (!own) spread = scratch(lanes);
+    for (int64_t r = 0; r < count; r++) {
+      float* row = rows + r * room;
+      const float* from = first + r * across;
+      for (int64_t i = 0; i < width; i++) row[i] = from[i * along];
+      for (int64_t i = width; i < room; i++) row[i] = 1.0f;
+      for (int64_t i = 0; divisor && i < room; i++) row[i] = row[i] == 0.0f ? 1.0f : row[i];
+    }
+    for (int64_t i = 0; !own && i < lanes; i++) spread[i] = 1.0f;
+  }
+
+  const float* row(int64_t p) const {
+    if (own) return rows + p / group * lanes;
+    const int64_t width = L / group;
+    for (int64_t g = 0; g < width; g++) {
+      const float entry = rows[p * width + g];
+      for (int64_t i = 0; i < group; i++) spread[g * group + i] = entry;
+    }
+    return spread;
+  }
+};
+
+void nearest_integers(const float* y, int64_t lanes, int64_t bits, int32_t* codes) {
+  const auto most = static_cast<float>((1 << bits) - 1);
+  for (int64_t i = 0; i < lanes; i++) {
+    float inside = y[i] > 0.0f ? y[i] : 0.0f;
+    inside = inside < most ? inside : most;
+    codes[i] = static_cast<int32_t>((inside + kRounder) - kRounder);
+  }
+}
+
+// How many middles lie below; half-way the lower entry.
+void nearest_entries(const float* y, int64_t lanes, int64_t bits, const float* middles, int32_t* codes) {
+  const int32_t last = (1 << bits) - 1;
+  if (bits <= kCountedBits) {
+    for (int64_t i = 0; i < lanes; i++) codes[i] = last;
+    for (int32_t m = 0; m < last; m++)
+      for (int64_t i = 0; i < lanes; i++) codes[i] -= y[i] <= middles[m] ? 1 : 0;
+    return;
+  }
+  for (int64_t i = 0; i < lanes; i++) codes[i] = 0;
+  for (int64_t half = int64_t{1} << (bits - 1); half > 0; half /= 2)
+    for (int64_t i = 0; i < lanes; i++)
+      codes[i] += y[i] <= middles[codes[i] + half - 1] ? 0 : static_cast<int32_t>(half);
+}
+
+// codes [P, lanes], zero where there is no lane, to the words of a block.
+void pack_rows(const int32_t* codes, const LaneWords& packed, int64_t block) {
+  const HalfWords half(static_cast<int>(packed.bits));
+  const int64_t lanes = packed.lanes();
+  for (int64_t first = 0; first < lanes; first += kLanes) {
+    int32_t* out = packed.block(block) + first * packed.words;
+    for (int64_t w = 0; w < packed.words; w++, out += kLanes) {
+      uint32_t word[kLanes] = {};
+      // Bits of `mask` of the two codes of pair i, moved down and up.
+      const auto add = [&](int64_t i, int64_t down, uint32_t mask, int64_t up) {
+        for (int64_t p = 2 * i; p < 2 * i + 2 && p < packed.P; p++, up += 16) {
+          const int32_t* row = codes + p * lanes + first;
+          for (int k = 0; k < kLanes; k++) word[k] |= (static_cast<uint32_t>(row[k]) >> down & mask) << up;
+        }
+      };
+      const int64_t unit = w / half.unit_words * half.unit_codes, in_unit = w % half.unit_words;
+      for (int64_t s = 0; s < half.direct; s++)
+        add(unit + in_unit * half.direct + s, 0, (1u << packed.bits) - 1, packed.bits * s);
+      for (int64_t j = 0; j < half.spare_bits; j++) {
+        const int64_t at = in_unit * half.spare_bits + j;
+        add(unit + half.unit_words * half.direct + at / packed.bits, at % packed.bits, 1,
+            packed.bits * half.direct + j);
+      }
+      for (int k = 0; k < kLanes; k++) out[k] = static_cast<int32_t>(word[k]);
+    }
+  }
+}
+
+void grid_codes(const EncodeGrid& call, int64_t block) {
+  reset_scratch();
+  const LaneWords& packed = call.packed;
+  const int64_t lanes = packed.lanes();
+  float* rows = load_rows(call.x, block, call.of_keys, lanes);
+  const LanePlane scale(call, call.scale, block, true), offset(call, call.offset, block, false);
+  int32_t* codes = int_scratch(packed.P * lanes);
+  for (int64_t p = 0; p < packed.P; p++) {
+    float* y = rows + p * lanes;
+    if (offset.rows) {
+      const float* from = offset.row(p);
+      for (int64_t i = 0; i < lanes; i++) y[i] -= from[i];
+    }
+    if (scale.rows) {
+      const float* step = scale.row(p);
+      for (int64_t i = 0; i < lanes; i++) y[i] /= step[i];
+    }
+    int32_t* row = codes + p * lanes;
+    if (call.middles)
+      nearest_entries(y, lanes, packed.bits, call.middles, row);
+    else
+      nearest_integers(y, lanes, packed.bits, row);
+    for (int64_t i = packed.L; i < lanes; i++) row[i] = 0;
+  }
+  pack_rows(codes, packed, block);
+}
+
+template <class T>
+void pack_integers(const PackLanes& call, int64_t block) {
+  reset_scratch();
+  const LaneWords& packed = call.packed;
+  const int64_t lanes = packed.lanes();
+  const T* first = static_cast<const T*>(call.codes) + block * call.stride[0];
+  int32_t* codes = int_scratch(packed.P * lanes);
+  for (int64_t p = 0; p < packed.P; p++) {
+    const T* from = first + p * call.stride[1];
+    for (int64_t i = 0; i < packed.L; i++) codes[p * lanes + i] = static_cast<int32_t>(from[i * call.stride[2]]);
+    for (int64_t i = packed.L; i < lanes; i++) codes[p * lanes + i] = 0;
+  }
+  pack_rows(codes, packed, block);
+}
+
+void lane_codes(const PackLanes& call, int64_t block) {
+  switch (call.item_bytes) {
+    case 1:
+      return pack_integers<uint8_t>(call, block);
+    case 2:
+      return pack_integers<int16_t>(call, block);
+    case 4:
+      return pack_integers<int32_t>(call, block);
+    default:
+      return pack_integers<int64_t>(call, block);
+  }
+}
+
+}  // namespace
+}  // namespace tersekv

@@ -1,0 +1,118 @@
+// Encoding: contracts of ops/encode_grid.py, lanes.py, encode_signs.py, encode_polar.py and rotate.py. Each function of
+// `Encoders` does one block of tokens, or some vectors.
+#pragma once
+
+#include "contract.h"
+
+namespace tersekv {
+
+// Blocks of t tokens of x [B, H, N·t, D]. Strides count elements.
+struct TokenBlocks {
+  const float* data = nullptr;
+  int64_t B = 0, H = 0, N = 0, t = 0, D = 0;
+  int64_t stride_b = 0, stride_h = 0, stride_t = 0, stride_c = 0;
+
+  int64_t count() const { return B * H * N; }
+  int64_t elements() const { return count() * t * D; }
+  const float* block(int64_t i) const {
+    return data + i / N / H * stride_b + i / N % H * stride_h + i % N * t * stride_t;
+  }
+};
+
+// A scale or an offset [B, H, N, rows, columns]; null for none.
+struct ScalePlane {
+  const float* data = nullptr;
+  int64_t stride[5] = {};
+
+  const float* block(int64_t i, const TokenBlocks& x) const {
+    return data + i / x.N / x.H * stride[0] + i / x.N % x.H * stride[1] + i % x.N * stride[2];
+  }
+};
+
+// Codes of b bits of P × L matrices in `words` words for each of the lanes.
+struct LaneWords {
+  int64_t bits = 0, P = 0, L = 0, words = 0;
+  int32_t* out = nullptr;  // [blocks, lane groups, words, 16], contiguous
+
+  int64_t lanes() const { return round_up(L, kLanes); }
+  int32_t* block(int64_t i) const { return out + i * lanes() * words; }
+};
+
+struct GroupRanges {
+  TokenBlocks x;
+  bool per_token = false;
+  int64_t group = 1;
+  float *low = nullptr, *high = nullptr;  // [B, H, N, rows, columns], contiguous
+};
+
+struct EncodeGrid {
+  TokenBlocks x;
+  LaneWords packed;
+  bool of_keys = false, per_token = false;
+  int64_t group = 1;
+  ScalePlane scale, offset;
+  const float* middles = nullptr;  // between entries of the table [2^bits - 1]; null: nearest integers
+};
+
+struct PackLanes {
+  const void* codes = nullptr;  // [blocks, P, L]
+  int64_t item_bytes = 1, blocks = 0, stride[3] = {};
+  LaneWords packed;
+};
+
+struct EncodeSigns {
+  const float *x = nullptr, *sketch = nullptr;  // [blocks, t, D] and [M, D], contiguous
+  int64_t blocks = 0, t = 0, D = 0, M = 0;
+  float unsure = 0;        // a sum of a vector of length 1 that is not above this is taken again in float64
+  uint8_t* out = nullptr;  // [blocks, ceil(M / 8), t]
+};
+
+constexpr int64_t kMostLevels = 16;
+
+// Directions between neighbouring entries of a level's table.
+struct Boundaries {
+  const float *cos = nullptr, *sin = nullptr;
+  int64_t near = 0, count = 0;             // near: those less than half a circle from the seam
+  float seam_cos = 1.0f, seam_sin = 0.0f;  // where a circle begins
+};
+
+struct EncodePolar {
+  const float* x = nullptr;  // [rows, blocks, t, D], contiguous
+  int64_t rows = 0, blocks = 0, t = 0, D = 0, levels = 0, bytes = 0;
+  int64_t bits[kMostLevels] = {};
+  const Boundaries* boundaries = nullptr;  // [rows, levels]
+  uint8_t* angles = nullptr;               // [rows, blocks, bytes, t]
+  float* radii = nullptr;                  // [rows, blocks, D >> levels, t]
+};
+
+// Vectors [rows, D] times a matrix, or a Hadamard matrix in blocks of `block` channels, in another order and with
+// signs.
+struct Rotate {
+  const float* x = nullptr;
+  int64_t rows = 0, D = 0;
+  float* out = nullptr;
+  const double* matrix = nullptr;  // [D, D]
+  const int32_t* order = nullptr;
+  const float* signs = nullptr;
+  int64_t block = 0;
+  double scale = 1;
+};
+constexpr int64_t kVectorsAtOnce = 16;
+
+// One instruction set's build. Integers are blocks, for rotations groups of kVectorsAtOnce vectors.
+struct Encoders {
+  void (*group_ranges)(const GroupRanges&, int64_t);
+  void (*encode_grid)(const EncodeGrid&, int64_t);
+  void (*pack_lanes)(const PackLanes&, int64_t);
+  void (*encode_signs)(const EncodeSigns&, int64_t);
+  void (*encode_polar)(const EncodePolar&, int64_t);
+  void (*rotate_dense)(const Rotate&, int64_t);
+  void (*rotate_hadamard)(const Rotate&, int64_t);
+};
+
+const Encoders& encoders_baseline();
+const Encoders& encoders_avx2();
+const Encoders& encoders_avx512();
+const Encoders& encoders();  // of the instruction set in use
+
+}  // namespace tersekv

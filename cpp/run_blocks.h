@@ -1,0 +1,35 @@
+// What the bindings of encoders share.
+#pragma once
+
+#include <utility>
+
+#include "encoders.h"
+#include "pool.h"
+#include "tensors.h"
+
+namespace tersekv {
+namespace {
+
+constexpr double kThreadsWorthNs = 50000.0;  // below it waking a thread costs more than it saves
+
+// Runs `encode` for each block on up to `threads` threads; `ns`: roughly what all take.
+template <class Call>
+void run_blocks(void (*encode)(const Call&, int64_t), const Call& call, int64_t blocks, double ns, int threads) {
+  const std::pair context(encode, &call);
+  nb::gil_scoped_release release;
+  run_tasks(
+      blocks, ns < kThreadsWorthNs ? 1 : threads,
+      [](const void* both, int64_t block) noexcept {
+        const auto& [fn, argument] = *static_cast<const decltype(context)*>(both);
+        fn(*argument, block);
+      },
+      &context);
+}
+
+template <class T>
+T* output(const Tensor& x) {
+  return reinterpret_cast<T*>(x.address);
+}
+
+}  // namespace
+}  // namespace tersekv

@@ -1,0 +1,47 @@
+"""Counting instructions: every op that is counted runs, a call's fixed part drops out, what is missing is said."""
+
+import shutil
+
+import pytest
+import torch
+
+from conftest import benchmark
+from tersekv.bench.attend import Heads
+from tersekv.bench.formats import make_segment
+from test_ops_parity import pytestmark  # noqa: F401
+
+HEADS = Heads(2, 1, 32)
+
+
+@pytest.fixture
+def program():
+    return benchmark("instructions")
+
+
+def test_every_op_runs(program):
+    torch.manual_seed(0)
+    segments = {name: make_segment(name, 1, 64, 32, seed=0) for name in ("grid4", "polar")}
+    calls = [
+        *program.attention(HEADS, 64, segments), *program.encoding(HEADS, 64), *program.searching(HEADS, 4)
+    ]  # fmt: skip
+    names = [name for name, _ in calls]
+    assert len(set(names)) == len(names) == 13
+    assert {"grid4", "exact", "encode_polar, 4-2-2-2", "encode_trellis, 2 bits"} <= set(names)
+    for _, call in calls:
+        made = call()
+        assert all(x.numel() for x in (made if isinstance(made, tuple) else [made]))
+
+
+def test_what_a_call_costs_whatever_its_length_drops_out(program, monkeypatch, tmp_path):
+    found = {("attend", "grid4", times): 5000 + 1024 * 3 * 200 * times for times in (1, 2)}
+    monkeypatch.setattr(program, "counts", lambda *call: found)
+    (row,) = program.measure("avx2", Heads(9, 3, 64), tmp_path)
+    assert row["per_token_and_head"] == 200
+    assert row["shape"] == "9/3/64"
+
+
+@pytest.mark.parametrize("there", ["cc", "valgrind"])
+def test_what_is_missing_is_said(program, monkeypatch, tmp_path, there):
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == there else None)
+    with pytest.raises(SystemExit, match="needs valgrind and a C compiler"):
+        program.prepare(tmp_path, HEADS)
