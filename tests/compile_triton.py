@@ -71,6 +71,13 @@ def attend(keys: str, values: str, D: int = 64, R: int = 4, pre_rope: bool = Fal
     launch.attend_packed(torch.randn(1, 2, R, D), key.operand, side(values, "values", D).operand, mask, 0.1, softcap)
 
 
+def pages(name: str, p: int) -> None:
+    """Two pages of p tokens, one of which is not there."""
+    key, value = (side(name, which, 64).operand for which in ("keys", "values"))
+    table, mask = torch.tensor([[0, -1]], dtype=torch.int32), torch.ones(1, 1, 2 * p, dtype=torch.bool)
+    launch.attend_pages(torch.randn(1, 2, 4, 64), key, value, table, p, mask, 0.1, None)
+
+
 def centred(D: int = 64) -> None:
     """Trellis codes of keys whose mean lies apart."""
     of = rope("halves", D)
@@ -105,6 +112,8 @@ CALLS: dict[str, Callable[[], None]] = {
     "trellis before RoPE": lambda: attend("trellis", "exact", pre_rope=True),
     "trellis beside a mean": centred,
     "exact before RoPE": lambda: attend("exact", "exact", pre_rope=True),
+    "grids in pages": lambda: pages("grid 7", 64),
+    "polar in pages": lambda: pages("polar", 32),
     "merge": merge,
     "codes of keys per channel": lambda: grids("keys", 4, "channel", 32),
     "codes of values per token": lambda: grids("values", 3, "token", 32),

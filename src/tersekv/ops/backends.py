@@ -79,6 +79,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
     },
     "triton": {
         "attend_packed": Implementation(triton.attend_packed, triton.why_not_attend_packed),
+        "attend_pages": Implementation(triton.attend_pages, triton.why_not_attend_pages),
         "attend_segments": Implementation(triton.attend_segments, triton.why_not_attend_segments),
         "attend_exact": Implementation(triton.attend_exact, triton.why_not_attend_exact),
         "merge_segments": Implementation(triton.merge_segments, triton.why_not_merge_segments),

@@ -20,6 +20,13 @@ from tersekv.ops.triton import spec
 from tersekv.ops.triton.leaves import Leaf, Readable, UnreadableError, changed, power
 
 
+def why_not_in_pages(name: str, leaves: Iterable[Leaf], turn: tuple[Any, ...] = ()) -> str | None:
+    """Why tokens of these leaves are not read in another order than they lie in; None if they are."""
+    if turn or any(leaf.spec[0] == spec.TURNED.value for leaf in leaves):
+        return f"{name} have RoPE: their tokens have one order"
+    return f"{name} have outliers in one order" if any(x.spec[0] == spec.SPARSE.value for x in leaves) else None
+
+
 class Keys(NamedTuple):
     """Leaves whose scores add up, and RoPE: cos and sin with strides of batch row, head and token, and what `_partners`
     returns; empty where there is none."""
