@@ -48,7 +48,7 @@ def load_values_exact(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr,
 
 
 @triton.jit
-def _norms(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
+def norms_of(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """factor · norms, float32 [N]."""
     i = tl.arange(0, N)
     at = tokens_at(leaf, 4, b, h, n0, i, S, LEAF)
@@ -56,12 +56,15 @@ def _norms(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constex
 
 
 @triton.jit
-def _signs(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
-    """±1 [N, rows of the sketch], float16."""
-    BYTES: tl.constexpr = S[LEAF][PADDED] // 8
+def signs_of(
+    leaf, b, h, n0, T, ROWS: tl.constexpr, PADDED_ROWS: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """±1 [N, padded rows of the sketch], float16."""
+    BYTES: tl.constexpr = PADDED_ROWS // 8
     i, byte = tl.arange(0, N)[:, None], tl.arange(0, BYTES)[None, :]
     at = tokens_at(leaf, 0, b, h, n0, i, S, LEAF) + byte * S[LEAF][BLOCK]
-    x = tl.load(at, mask=(n0 + i < T) & (byte * 8 < S[LEAF][CHANNELS]), other=0).to(tl.int32)
+    x = tl.load(at, mask=(n0 + i < T) & (byte * 8 < ROWS), other=0).to(tl.int32)
     low = tl.join(tl.join(_sign(x, 0), _sign(x, 1)), tl.join(_sign(x, 2), _sign(x, 3)))
     high = tl.join(tl.join(_sign(x, 4), _sign(x, 5)), tl.join(_sign(x, 6), _sign(x, 7)))
     return tl.reshape(tl.permute(tl.join(low, high), (0, 1, 4, 3, 2)), (N, 8 * BYTES))
@@ -74,22 +77,27 @@ def _sign(byte, BIT: tl.constexpr):
 
 
 @triton.jit
+def _signs(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
+    return signs_of(leaf, b, h, n0, T, S[LEAF][CHANNELS], S[LEAF][PADDED], S, LEAF, N)
+
+
+@triton.jit
 def decode_signs(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """factor · norm · signs, float32 [N, rows of the sketch]."""
-    return _signs(leaf, b, h, n0, T, S, LEAF, N).to(tl.float32) * _norms(leaf, b, h, n0, T, S, LEAF, N)[:, None]
+    return _signs(leaf, b, h, n0, T, S, LEAF, N).to(tl.float32) * norms_of(leaf, b, h, n0, T, S, LEAF, N)[:, None]
 
 
 @triton.jit
 def load_keys_signs(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Scores [N, rows] of the sketched q float32 [rows of the sketch, rows]."""
     s = product(_signs(leaf, b, h, n0, T, S, LEAF, N), q.to(tl.float16))
-    return s * _norms(leaf, b, h, n0, T, S, LEAF, N)[:, None]
+    return s * norms_of(leaf, b, h, n0, T, S, LEAF, N)[:, None]
 
 
 @triton.jit
 def load_values_signs(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Σ p·factor·norm·signs [rows of the sketch, rows] of weights p float32 [N, rows]."""
-    norms = _norms(leaf, b, h, n0, T, S, LEAF, N)
+    norms = norms_of(leaf, b, h, n0, T, S, LEAF, N)
     most = largest(norms)
     weights = (p * (norms / most)[:, None]).to(tl.float16)
     return product(tl.trans(_signs(leaf, b, h, n0, T, S, LEAF, N)), weights) * most

@@ -20,7 +20,7 @@ from tersekv.ops.triton.leaves import Leaf
 PROGRAMS_PER_MULTIPROCESSOR = 4
 """Programs that a launch aims at, so that each multiprocessor has several to switch between."""
 
-SMALL = {kind.value for kind in (spec.POLAR, spec.SPARSE, spec.SIGNS, spec.TRELLIS, spec.TURNED)}
+SMALL = {kind.value for kind in (spec.POLAR, spec.SPARSE, spec.SIGNS, spec.SKETCH, spec.TRELLIS, spec.TURNED)}
 """Layouts that are decoded element by element."""
 
 
