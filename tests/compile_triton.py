@@ -24,7 +24,7 @@ from tersekv.formats.base import Joined, View
 from tersekv.formats.centred import Turned
 from tersekv.ops.attend_grid import Axis, Side
 from tersekv.ops.encode_grid import GridPlace
-from tersekv.ops.triton import encode, launch, spec
+from tersekv.ops.triton import encode, encode_trellis, launch, spec
 from tersekv.transforms.rotation import hadamard_parts, random_rotation
 
 
@@ -127,6 +127,9 @@ CALLS: dict[str, Callable[[], None]] = {
     ),
     "Hadamard": lambda: encode.rotate_hadamard(
         torch.randn(2, 32, 128), random_rotation(128, 0, "hadamard"), *hadamard_parts(128, 0, "cpu")
+    ),
+    "search for trellis codes": lambda: encode_trellis.encode_trellis(
+        torch.randn(2, 32, 128), torch.ones(2, 128), torch.full((2, 128), 2, dtype=torch.uint8), torch.randn(9, 256)
     ),
     "packing alone": lambda: encode.pack_lanes(torch.zeros(2, 64, 80, dtype=torch.uint8), 5),
 }

@@ -34,6 +34,7 @@ from tersekv.ops.attend_packed import Operand
 from tersekv.ops.attend_segments import Segment
 from tersekv.ops.encode_grid import GridPlace
 from tersekv.ops.triton import encode
+from tersekv.ops.triton import encode_trellis as trellis_triton
 
 BACKEND_VARIABLE = "TERSEKV_BACKEND"
 AUTO = "auto"
@@ -83,6 +84,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "attend_segments": Implementation(triton.attend_segments, triton.why_not_attend_segments),
         "attend_exact": Implementation(triton.attend_exact, triton.why_not_attend_exact),
         "merge_segments": Implementation(triton.merge_segments, triton.why_not_merge_segments),
+        "encode_trellis": Implementation(trellis_triton.encode_trellis, trellis_triton.why_not_encode_trellis),
         "basis_product": Implementation(basis_reference.basis_product, _never),
         **{op: Implementation(getattr(encode, op), getattr(encode, f"why_not_{op}")) for op in ENCODERS},
     },
