@@ -24,7 +24,7 @@ from tersekv.formats.base import Joined, View
 from tersekv.formats.centred import Turned
 from tersekv.ops.attend_grid import Axis, Side
 from tersekv.ops.encode_grid import GridPlace
-from tersekv.ops.triton import encode, encode_trellis, launch, spec
+from tersekv.ops.triton import encode, encode_sparse, encode_trellis, launch, spec
 from tersekv.transforms.rotation import hadamard_parts, random_rotation
 
 
@@ -100,6 +100,17 @@ def grids(side: Side, bits: int, axis: Axis, group: int, table: Tensor | None = 
     encode.encode_grid(x, place, high.half(), low.half() if table is None else None, table)
 
 
+def outliers() -> None:
+    """Thresholds of tokens, and the elements that stand out. No launch fills the counts: half of all are entries."""
+    encode_sparse.quantiles(torch.randn(32, 1024), 0.01)
+    empty = torch.Tensor.new_empty
+    torch.Tensor.new_empty = lambda *call, **options: empty(*call, **options).fill_(512)
+    try:
+        encode_sparse.pack_outliers(torch.randn(1, 2, 32, 128), torch.ones(1, 2, 32, 128, dtype=torch.bool))
+    finally:
+        torch.Tensor.new_empty = empty
+
+
 CALLS: dict[str, Callable[[], None]] = {
     "grids, head dim 128": lambda: attend("grid", "grid", D=128, R=8),
     "exact, mask and softcap": lambda: attend("exact", "exact", masked=True),
@@ -131,6 +142,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "search for trellis codes": lambda: encode_trellis.encode_trellis(
         torch.randn(2, 32, 128), torch.ones(2, 128), torch.full((2, 128), 2, dtype=torch.uint8), torch.randn(9, 256)
     ),
+    "outliers": outliers,
     "packing alone": lambda: encode.pack_lanes(torch.zeros(2, 64, 80, dtype=torch.uint8), 5),
 }
 

@@ -26,6 +26,7 @@ from tersekv.ops import cpu, triton
 from tersekv.ops import encode_grid as grid_reference
 from tersekv.ops import encode_polar as polar_reference
 from tersekv.ops import encode_signs as signs_reference
+from tersekv.ops import encode_sparse as sparse_reference
 from tersekv.ops import lanes as lanes_reference
 from tersekv.ops import rotate as rotation_reference
 from tersekv.ops import softmax as softmax_reference
@@ -33,7 +34,8 @@ from tersekv.ops import trellis as trellis_reference
 from tersekv.ops.attend_packed import Operand
 from tersekv.ops.attend_segments import Segment
 from tersekv.ops.encode_grid import GridPlace
-from tersekv.ops.triton import encode
+from tersekv.ops.encode_sparse import Entries
+from tersekv.ops.triton import encode, encode_sparse
 from tersekv.ops.triton import encode_trellis as trellis_triton
 
 BACKEND_VARIABLE = "TERSEKV_BACKEND"
@@ -64,8 +66,11 @@ ENCODERS: dict[str, Callable[..., Any]] = {
     "encode_signs": signs_reference.encode_signs,
     "encode_polar": polar_reference.encode_polar,
     "rotate_hadamard": rotation_reference.rotate_hadamard,
+    "quantiles": sparse_reference.quantiles,
+    "pack_outliers": sparse_reference.pack_outliers,
 }
 """Ops that encode, as torch does them."""
+TRITON_ENCODERS = {op: module for module in (encode, encode_sparse) for op in ENCODERS if hasattr(module, op)}
 
 BACKENDS: dict[str, dict[str, Implementation]] = {
     "cpu": {
@@ -86,7 +91,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "merge_segments": Implementation(triton.merge_segments, triton.why_not_merge_segments),
         "encode_trellis": Implementation(trellis_triton.encode_trellis, trellis_triton.why_not_encode_trellis),
         "basis_product": Implementation(basis_reference.basis_product, _never),
-        **{op: Implementation(getattr(encode, op), getattr(encode, f"why_not_{op}")) for op in ENCODERS},
+        **{op: Implementation(getattr(m, op), getattr(m, f"why_not_{op}")) for op, m in TRITON_ENCODERS.items()},
     },
     "reference": {
         "attend_packed": Implementation(packed_reference.attend_packed, _never),
@@ -210,6 +215,16 @@ def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
 def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Packed polar angles and radii, see `tersekv.ops.encode_polar`: uint8 [..., bytes, t], float32 [..., D/2^L, t]."""
     return _run("encode_polar", x, level_bits, tables)
+
+
+def quantiles(vectors: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Thresholds that keep a share apart, see `tersekv.ops.encode_sparse`: [..., n] to two of [...]."""
+    return _run("quantiles", vectors, share)
+
+
+def pack_outliers(residual: Tensor, chosen: Tensor) -> Entries:
+    """Entries of the sparse overlay, see `tersekv.ops.encode_sparse`: residual and chosen [B, H, T, D]."""
+    return _run("pack_outliers", residual, chosen)
 
 
 def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:
