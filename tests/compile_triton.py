@@ -24,7 +24,7 @@ from tersekv.formats.base import Joined, View
 from tersekv.formats.centred import Turned
 from tersekv.ops.attend_grid import Axis, Side
 from tersekv.ops.encode_grid import GridPlace
-from tersekv.ops.triton import encode, launch, spec
+from tersekv.ops.triton import encode, encode_sparse, encode_trellis, launch, spec
 from tersekv.transforms.rotation import hadamard_parts, random_rotation
 
 
@@ -71,6 +71,13 @@ def attend(keys: str, values: str, D: int = 64, R: int = 4, pre_rope: bool = Fal
     launch.attend_packed(torch.randn(1, 2, R, D), key.operand, side(values, "values", D).operand, mask, 0.1, softcap)
 
 
+def pages(name: str, p: int) -> None:
+    """Two pages of p tokens, one of which is not there."""
+    key, value = (side(name, which, 64).operand for which in ("keys", "values"))
+    table, mask = torch.tensor([[0, -1]], dtype=torch.int32), torch.ones(1, 1, 2 * p, dtype=torch.bool)
+    launch.attend_pages(torch.randn(1, 2, 4, 64), key, value, table, p, mask, 0.1, None)
+
+
 def centred(D: int = 64) -> None:
     """Trellis codes of keys whose mean lies apart."""
     of = rope("halves", D)
@@ -93,10 +100,24 @@ def grids(side: Side, bits: int, axis: Axis, group: int, table: Tensor | None = 
     encode.encode_grid(x, place, high.half(), low.half() if table is None else None, table)
 
 
+def outliers() -> None:
+    """Thresholds of tokens, and the elements that stand out. No launch fills the counts: half of all are entries."""
+    encode_sparse.quantiles(torch.randn(32, 1024), 0.01)
+    empty = torch.Tensor.new_empty
+    torch.Tensor.new_empty = lambda *call, **options: empty(*call, **options).fill_(512)
+    try:
+        encode_sparse.pack_outliers(torch.randn(1, 2, 32, 128), torch.ones(1, 2, 32, 128, dtype=torch.bool))
+    finally:
+        torch.Tensor.new_empty = empty
+
+
 CALLS: dict[str, Callable[[], None]] = {
     "grids, head dim 128": lambda: attend("grid", "grid", D=128, R=8),
     "exact, mask and softcap": lambda: attend("exact", "exact", masked=True),
     "signs and a grid of 3 bits": lambda: attend("signs", "grid 3"),
+    "signs per block": lambda: attend("signs per group", "signs per group"),
+    "signs per block before RoPE": lambda: attend("signs per group", "exact", pre_rope=True),
+    "signs per block, head dim 128": lambda: attend("signs per group", "grid", D=128),
     "polar": lambda: attend("polar", "polar"),
     "outliers before RoPE": lambda: attend("sparse", "sparse", pre_rope=True),
     "outliers after RoPE": lambda: attend("sparse", "signs alone"),
@@ -105,6 +126,8 @@ CALLS: dict[str, Callable[[], None]] = {
     "trellis before RoPE": lambda: attend("trellis", "exact", pre_rope=True),
     "trellis beside a mean": centred,
     "exact before RoPE": lambda: attend("exact", "exact", pre_rope=True),
+    "grids in pages": lambda: pages("grid 7", 64),
+    "polar in pages": lambda: pages("polar", 32),
     "merge": merge,
     "codes of keys per channel": lambda: grids("keys", 4, "channel", 32),
     "codes of values per token": lambda: grids("values", 3, "token", 32),
@@ -116,6 +139,10 @@ CALLS: dict[str, Callable[[], None]] = {
     "Hadamard": lambda: encode.rotate_hadamard(
         torch.randn(2, 32, 128), random_rotation(128, 0, "hadamard"), *hadamard_parts(128, 0, "cpu")
     ),
+    "search for trellis codes": lambda: encode_trellis.encode_trellis(
+        torch.randn(2, 32, 128), torch.ones(2, 128), torch.full((2, 128), 2, dtype=torch.uint8), torch.randn(9, 256)
+    ),
+    "outliers": outliers,
     "packing alone": lambda: encode.pack_lanes(torch.zeros(2, 64, 80, dtype=torch.uint8), 5),
 }
 

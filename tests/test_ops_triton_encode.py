@@ -170,6 +170,8 @@ def test_codecs_make_the_same_planes(device, method, options):  # noqa: F811
 LAUNCHES = {
     ("kivi", ()): ["ranges", "pack"], ("turboquant", (("rotation", "hadamard"),)): ["hadamard", "pack"],
     ("qjl", ()): ["signs", "signs"],
+    ("kvquant", (("calibration", "prompt"), ("axis", "token"))):
+        ["quantiles", "pack", "count_outliers", "pack_outliers"],
     ("polarquant", (("rotation", "hadamard"),)): ["hadamard", "polar_codes", "polar_pack"],
 }  # fmt: skip
 
@@ -178,11 +180,11 @@ LAUNCHES = {
 def test_launches_of_a_block(device, method, options, monkeypatch):  # noqa: F811
     """However many heads and rows there are."""
     from tersekv.codecs import methods
-    from tersekv.ops.triton import angles, hadamard, quantise
+    from tersekv.ops.triton import angles, hadamard, outliers, quantise
 
-    launched = []
-    for module in (angles, hadamard, quantise):
-        for name in {"ranges", "pack", "signs", "polar_codes", "polar_pack", "hadamard"} & set(vars(module)):
+    launched, names = [], set().union(*LAUNCHES.values())
+    for module in (angles, hadamard, outliers, quantise):
+        for name in names & set(vars(module)):
             monkeypatch.setattr(module, name, Counted(getattr(module, name), name, launched))
     x = torch.randn(2, 2, 32, 16, device=device)
     codec = methods()[method].build(**dict(options)).keys.fit(x)

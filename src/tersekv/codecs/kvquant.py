@@ -33,6 +33,7 @@ from tersekv.errors import UserError
 from tersekv.formats.base import Added, Layout, Planes, View
 from tersekv.formats.grid import Grid, GridView, nearest_code, round_scale
 from tersekv.formats.sparse import MAX_CHANNELS, SparseView, largest, pack_outliers, quantiles, sparse_planes
+from tersekv.ops import backends
 from tersekv.tables.fixed import fixed_table
 from tersekv.tables.kmeans import kmeans
 
@@ -179,9 +180,11 @@ class KVQuant(Codec):
         if self.axis == "channel" or self._of_matrix:
             low, high = (self.fitted[k].unsqueeze(2) for k in ("lower", "upper"))
         elif self.per_head:
-            low, high = (q.unsqueeze(-1) for q in quantiles(x, self.outliers))
+            low, high = (q.unsqueeze(-1) for q in backends.quantiles(x, self.outliers))
         else:
-            low, high = (q.view(len(x), 1, -1, 1) for q in quantiles(x.transpose(1, 2).flatten(2), self.outliers))
+            low, high = (
+                q.view(len(x), 1, -1, 1) for q in backends.quantiles(x.transpose(1, 2).flatten(2), self.outliers)
+            )
         outlier = (x < low) | (x > high) if self.outliers else torch.zeros_like(x, dtype=torch.bool)
         if self.cap:
             outlier = largest(torch.maximum(low - x, x - high), outlier, self.cap)

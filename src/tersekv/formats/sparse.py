@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from tersekv.formats.base import BLOCK_TOKENS, Planes, PlaneSpec, View
-
-CHANNEL_BITS = 11
-MAX_CHANNELS = 1 << CHANNEL_BITS
+from tersekv.ops import backends
+from tersekv.ops.encode_sparse import CHANNEL_BITS, MAX_CHANNELS
+from tersekv.ops.encode_sparse import quantiles as quantiles
 
 
 def sparse_planes(expected_per_token: float) -> dict[str, PlaneSpec]:
@@ -35,31 +35,8 @@ def sparse_planes(expected_per_token: float) -> dict[str, PlaneSpec]:
 
 def pack_outliers(residual: Tensor, chosen: Tensor) -> Planes:
     """Entries for residual float32 [B, H, T, D] (x minus its dense decoding) where `chosen` (bool) is set."""
-    B, H, T, _ = residual.shape
-    by_block = chosen.unflatten(2, (-1, BLOCK_TOKENS)).permute(2, 0, 1, 3, 4)  # [N, B, H, t, D]
-    values = residual.unflatten(2, (-1, BLOCK_TOKENS)).permute(2, 0, 1, 3, 4)[by_block]
-    *_, token, channel = by_block.nonzero(as_tuple=True)
-    places = token << CHANNEL_BITS | channel
-    counts = by_block.sum((-1, -2)).flatten()
-    starts = (counts.cumsum(0) - counts).view(T // BLOCK_TOKENS, B, H).permute(1, 2, 0)
-    return {
-        "outlier_starts": starts.to(torch.int32),
-        "outlier_places": (places - (places >> 15 << 16)).to(torch.int16),  # the 16 bits as they are
-        "outlier_values": values.to(torch.float16),
-    }
-
-
-def quantiles(vectors: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """The lower and upper threshold of each vector [..., n], between which lies all but a share, half of it on each
-    side, interpolated between neighbouring elements; share 0: smallest and largest element."""
-    place = share / 2 * (vectors.shape[-1] - 1)
-    below = int(place)
-    part = place - below
-    count = min(below + 2, vectors.shape[-1])
-    high = vectors.topk(count, dim=-1).values[..., below:]
-    low = vectors.topk(count, dim=-1, largest=False).values[..., below:]
-    low, high = (ends[..., 0] * (1 - part) + ends[..., -1] * part for ends in (low, high))
-    return low, high
+    entries = backends.pack_outliers(residual, chosen)
+    return {f"outlier_{name}": plane for name, plane in entries._asdict().items()}
 
 
 def largest(excess: Tensor, chosen: Tensor, most: int) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from tersekv.ops import cpu, triton
 from tersekv.ops import encode_grid as grid_reference
 from tersekv.ops import encode_polar as polar_reference
 from tersekv.ops import encode_signs as signs_reference
+from tersekv.ops import encode_sparse as sparse_reference
 from tersekv.ops import lanes as lanes_reference
 from tersekv.ops import rotate as rotation_reference
 from tersekv.ops import softmax as softmax_reference
@@ -34,7 +36,9 @@ from tersekv.ops.attend_packed import Operand
 from tersekv.ops.attend_segments import Segment
 from tersekv.ops.cpu import encode as cpu_encode
 from tersekv.ops.encode_grid import GridPlace
-from tersekv.ops.triton import encode
+from tersekv.ops.encode_sparse import Entries
+from tersekv.ops.triton import encode, encode_sparse
+from tersekv.ops.triton import encode_trellis as trellis_triton
 
 BACKEND_VARIABLE = "TERSEKV_BACKEND"
 AUTO = "auto"
@@ -59,8 +63,20 @@ ENCODERS: dict[str, Callable[..., Any]] = {
     "encode_signs": signs_reference.encode_signs,
     "encode_polar": polar_reference.encode_polar,
     "rotate_hadamard": rotation_reference.rotate_hadamard,
+    "quantiles": sparse_reference.quantiles,
+    "pack_outliers": sparse_reference.pack_outliers,
 }
 """Ops that encode, as torch does them."""
+
+
+def _encoders(*modules: ModuleType) -> dict[str, Implementation]:
+    """Every op that encodes, by the module that has it; by torch where none has."""
+    found = {op: Implementation(run, _never) for op, run in ENCODERS.items()}
+    for module in modules:
+        own = [op for op in ENCODERS if hasattr(module, op)]
+        found |= {op: Implementation(getattr(module, op), getattr(module, f"why_not_{op}")) for op in own}
+    return found
+
 
 BACKENDS: dict[str, dict[str, Implementation]] = {
     "cpu": {
@@ -72,16 +88,18 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "encode_trellis": Implementation(cpu.encode_trellis, cpu.why_not_encode_trellis),
         "basis_product": Implementation(cpu.basis_product, cpu.why_not_basis_product),
         "rotate_dense": Implementation(cpu_encode.rotate_dense, cpu_encode.why_not_rotate_dense),
-        **{op: Implementation(getattr(cpu_encode, op), getattr(cpu_encode, f"why_not_{op}")) for op in ENCODERS},
+        **_encoders(cpu_encode),
     },
     "triton": {
         "attend_packed": Implementation(triton.attend_packed, triton.why_not_attend_packed),
+        "attend_pages": Implementation(triton.attend_pages, triton.why_not_attend_pages),
         "attend_segments": Implementation(triton.attend_segments, triton.why_not_attend_segments),
         "attend_exact": Implementation(triton.attend_exact, triton.why_not_attend_exact),
         "merge_segments": Implementation(triton.merge_segments, triton.why_not_merge_segments),
+        "encode_trellis": Implementation(trellis_triton.encode_trellis, trellis_triton.why_not_encode_trellis),
         "basis_product": Implementation(basis_reference.basis_product, _never),
         "rotate_dense": Implementation(rotation_reference.rotate_dense, _never),
-        **{op: Implementation(getattr(encode, op), getattr(encode, f"why_not_{op}")) for op in ENCODERS},
+        **_encoders(encode, encode_sparse),
     },
     "reference": {
         "attend_packed": Implementation(packed_reference.attend_packed, _never),
@@ -92,7 +110,7 @@ BACKENDS: dict[str, dict[str, Implementation]] = {
         "encode_trellis": Implementation(trellis_reference.encode_trellis, _never),
         "basis_product": Implementation(basis_reference.basis_product, _never),
         "rotate_dense": Implementation(rotation_reference.rotate_dense, _never),
-        **{op: Implementation(run, _never) for op, run in ENCODERS.items()},
+        **_encoders(),
     },
 }
 
@@ -211,6 +229,16 @@ def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor])
 def rotate_dense(x: Tensor, matrix: Tensor) -> Tensor:
     """A rotation, see `tersekv.ops.rotate`: x float32 [..., D] to its shape."""
     return _run("rotate_dense", x, matrix)
+
+
+def quantiles(vectors: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Thresholds that keep a share apart, see `tersekv.ops.encode_sparse`: [..., n] to two of [...]."""
+    return _run("quantiles", vectors, share)
+
+
+def pack_outliers(residual: Tensor, chosen: Tensor) -> Entries:
+    """Entries of the sparse overlay, see `tersekv.ops.encode_sparse`: residual and chosen [B, H, T, D]."""
+    return _run("pack_outliers", residual, chosen)
 
 
 def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class Pool:
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
         """Attention of a step's queries [T, Hq, D], whose own keys and values [T, H, D] are written: float32
-        [T, Hq, D]."""
+        [T, Hq, D]. On whatever device they, the memory and the step are."""
         T, Hq, D = query.shape
         rows = query.float().view(T, self.kv_heads, -1, D)  # [T, H, G, D]
         out = torch.zeros_like(rows)
@@ -79,7 +79,7 @@ class Pool:
         assert self.rows is not None
         key, value = self.rows[0][of.rows], self.rows[1][of.rows]
         parts = [backends.attend_exact(rows, key, value, of.exact, self.scaling, self.softcap)]
-        if bool(of.packed.any()):
+        if of.reads_packed:
             packed = self._direct(rows, of.pages, of.packed)
             parts.append(self._one_by_one(rows, of) if packed is None else packed)
         return _merged(parts)
@@ -88,9 +88,8 @@ class Pool:
         """The packed part where no kernel reads these pages."""
         parts = []
         for row, pages, mask in zip(rows, of.pages, of.packed, strict=True):
-            tokens = int(mask.sum())
-            first = torch.tensor([tokens])
-            parts.append(self._decoded(row[None, :, :, None], pages, first) if tokens else _nothing(row[None]))
+            first = mask.sum(-1)
+            parts.append(self._decoded(row[None, :, :, None], pages, first) if int(first) else _nothing(row[None]))
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
     def _chunk(self, query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk) -> Tensor:
@@ -98,10 +97,11 @@ class Pool:
         G, q = query.shape[2:4]
         exact_from, packed = chunk.exact_from(self.page_tokens), None
         if int(exact_from.max()):
+            pages = chunk.pages.to(query.device)
             if G * q <= KERNEL_ROWS:
-                mask = torch.arange(len(chunk.pages) * self.page_tokens) < exact_from[:, None]
-                packed = self._direct(query.flatten(2, 3), chunk.pages[None], mask[None])
-            packed = packed or self._decoded(query, chunk.pages, exact_from)
+                mask = torch.arange(len(pages) * self.page_tokens) < exact_from[:, None]
+                packed = self._direct(query.flatten(2, 3), pages[None], mask[None].to(query.device))
+            packed = packed or self._decoded(query, pages, exact_from)
         parts = [self._own_pages(query, keys, values, chunk)] + ([] if packed is None else [packed])
         return _merged(parts).unflatten(2, (G, q))[0].permute(2, 0, 1, 3)
 
@@ -118,7 +118,7 @@ class Pool:
                 begin = chunk.exact
                 held = self.rows[:, chunk.row, None, :, begin % p : first % p]
                 sides = [torch.cat([old.to(new.dtype), new], dim=2) for old, new in zip(held, sides, strict=True)]
-            mask = torch.arange(begin, last) <= torch.arange(first, last)[:, None]
+            mask = (torch.arange(begin, last) <= torch.arange(first, last)[:, None]).to(query.device)
             rows = query[:, :, :, own].flatten(2, 3)
             op = backends.attend_exact if rows.shape[2] <= KERNEL_ROWS else softmax.attend_exact
             out, lse = op(rows, sides[0], sides[1], mask[None], self.scaling, self.softcap)
@@ -157,7 +157,8 @@ class Pool:
         tiles = [slice(at, min(q, at + QUERY_TILE)) for at in range(0, q, QUERY_TILE)]
         results: list[list[Part]] = [[_nothing(query[:, :, :, tile].flatten(2, 3))] for tile in tiles]
         per_page = self.page_tokens // BLOCK_TOKENS
-        blocks = (pages.long()[:, None] * per_page + torch.arange(per_page)).flatten()
+        blocks = (pages.long()[:, None] * per_page + torch.arange(per_page, device=pages.device)).flatten()
+        exact_from = exact_from.to(query.device)
         for first in range(0, tokens, SPAN_TOKENS):
             last = min(tokens, first + SPAN_TOKENS)
             span = blocks[first // BLOCK_TOKENS : -(-last // BLOCK_TOKENS)]
@@ -166,7 +167,8 @@ class Pool:
                 for codec, planes in zip((self.slots.keys, self.slots.values), self.planes, strict=True)
             )
             key, value = (view.inner.decode()[:, :, : last - first] for view in (keys, values))
-            rows, mask = keys.query(query), torch.arange(first, last) < exact_from[:, None]
+            mask = torch.arange(first, last, device=query.device) < exact_from[:, None]
+            rows = keys.query(query)
             for tile, parts in zip(tiles, results, strict=True):
                 if bool(mask[tile].any()):
                     scores = rows[:, :, :, tile].flatten(2, 3) @ key.transpose(-1, -2)

@@ -26,6 +26,7 @@ from tersekv.codecs.exact import Exact
 from tersekv.errors import UserError
 from tersekv.formats.base import BLOCK_TOKENS, Planes, PlaneSpec
 from tersekv.ops.lanes import LANES, pack_lanes, unpack_lanes
+from tersekv.tensors import cached_table
 
 Way = Literal["column", "lane", "field"]
 """Where a token is in a block's plane: on the last axis; a lane of [groups, words, 16]; bits of all words."""
@@ -166,17 +167,16 @@ def _write_fields(held: Tensor, new: Tensor, D: int, places: Places) -> None:
     codes = unpack_lanes(new, bits, BLOCK_TOKENS, D).flatten(1, 2)[:, : len(places.token)]
     blocks = codes.new_zeros((held.shape[0], len(places.blocks), BLOCK_TOKENS, D))
     blocks[:, places.of_token, places.token] = codes
-    written = torch.zeros((len(places.blocks), BLOCK_TOKENS), dtype=torch.int32)
+    written = held.new_zeros((len(places.blocks), BLOCK_TOKENS))
     written[places.of_token, places.token] = 1
-    mask = (written.unsqueeze(-1) * _fields(bits)).sum(
-        1, dtype=torch.int32
-    )  # fields do not overlap: the sum is their or
+    fields = _fields(bits, str(held.device))
+    mask = (written.unsqueeze(-1) * fields).sum(1, dtype=torch.int32)  # they do not overlap: the sum is their or
     held[:, places.blocks] = (held[:, places.blocks] & ~mask[:, None, :, None]) | pack_lanes(blocks, bits)
 
 
-@functools.cache
-def _fields(bits: int) -> Tensor:
+@cached_table
+def _fields(bits: int, device: str) -> Tensor:
     """The bits of each token in a lane's words: int32 [32, W]."""
     full = torch.zeros(BLOCK_TOKENS, BLOCK_TOKENS, LANES, dtype=torch.uint8)
     full[torch.arange(BLOCK_TOKENS), torch.arange(BLOCK_TOKENS)] = 2**bits - 1
-    return pack_lanes(full, bits)[:, 0, :, 0]
+    return pack_lanes(full, bits)[:, 0, :, 0].to(device)

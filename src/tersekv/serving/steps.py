@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,13 +92,15 @@ class Chunk(NamedTuple):
 @dataclass(frozen=True)
 class Singles:
     """Requests with one query each: its token int64 [B], pages int32 [B, P] and which packed tokens it reads
-    bool [B, 1, P·p], its row int64 [B] and which of the row's tokens it reads bool [B, 1, p]."""
+    bool [B, 1, P·p], its row int64 [B] and which of the row's tokens it reads bool [B, 1, p]. reads_packed: whether any
+    of them reads any."""
 
     tokens: Tensor
     pages: Tensor
     packed: Tensor
     rows: Tensor
     exact: Tensor
+    reads_packed: bool
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,24 @@ class Step:
     copied: tuple[Tensor, Tensor, Tensor]
     rows: int
 
+    def to(self, device: torch.device) -> Step:
+        """With all that layers read many times on the device; chunks stay on the CPU, where they are cut by pages."""
+        if device.type == "cpu":
+            return self
+        singles = self.singles
+        if singles is not None:
+            tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(singles).items() if isinstance(x, Tensor)}
+            singles = replace(singles, **tensors)
+        token, row, place = (x.to(device) for x in self.copied)
+        tokens = None if self.tokens is None else self.tokens.to(device)
+        places = Places(*(x.to(device) for x in self.places))
+        return Step(singles, self.chunks, places, tokens, (token, row, place), self.rows)
+
     @staticmethod
     def plan(starts: Sequence[int], seen: Sequence[int], pages: Tensor, slots: Tensor, p: int, rows: Rows) -> Step:
         """Request i has queries starts[i] to starts[i + 1], the last of seen[i] tokens, which lie in pages[i] (int32,
-        of p tokens each, some entries of which may be unused); slots int64 [T]: where each token goes, −1 for none."""
+        of p tokens each, some entries of which may be unused); slots int64 [T]: where each token goes, −1 for none.
+        Both are on the CPU."""
         rows.step += 1
         chunks: list[Chunk] = []
         copied: list[tuple[range, int, int]] = []
@@ -163,4 +179,5 @@ def _singles(chunks: list[Chunk], p: int) -> Singles:
         (torch.arange(P * p) < exact).unsqueeze(1),
         torch.tensor([c.row for c in chunks]),
         ((place + base >= exact) & (place + base < seen)).unsqueeze(1),
+        bool((exact > 0).any()),
     )

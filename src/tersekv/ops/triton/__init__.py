@@ -86,15 +86,33 @@ def why_not_attend_packed(
     query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> str | None:
     """Why `attend_packed` does not take this call; None if it does."""
+    return _why_not_attend(query, keys, values, mask)
+
+
+def why_not_attend_pages(
+    query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
+    softcap: float | None,
+) -> str | None:  # fmt: skip
+    """Why `attend_pages` does not take this call; None if it does."""
+    if pages.device != query.device or pages.dtype is not torch.int32:
+        return f"pages are {pages.dtype} on {pages.device}, not int32 on {query.device}"
+    return _why_not_attend(query, keys, values, mask, in_pages=True)
+
+
+def _why_not_attend(
+    query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, in_pages: bool = False
+) -> str | None:
     if reason := why_not_usable(query.device) or _why_not_query(query, mask):
         return reason
     trees = importlib.import_module("tersekv.ops.triton.trees")
     try:
-        trees.keys(keys, query)
-        trees.values(values, query.device)
+        key, value = trees.keys(keys, query), trees.values(values, query.device)
     except trees.UnreadableError as unreadable:
         return str(unreadable)
-    return None
+    if not in_pages:
+        return None
+    reason = trees.why_not_in_pages("keys", *key) or trees.why_not_in_pages("values", value.leaves)
+    return str(reason) if reason else None
 
 
 why_not_attend_exact = why_not_attend_packed
@@ -148,6 +166,17 @@ def attend_packed(
 
 attend_exact = attend_packed
 """See `tersekv.ops.softmax`: the same, with unpacked tokens on both sides."""
+
+
+@on_own_device
+def attend_pages(
+    query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `tersekv.ops.attend_pages`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
+    call = query, keys, values, pages, page_tokens, mask, scaling, softcap
+    result: tuple[Tensor, Tensor] = _launch().attend_pages(*call)
+    return result
 
 
 def attend_segments(

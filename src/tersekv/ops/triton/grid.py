@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tersekv.ops.triton.codes import largest, load_words, numbers, product
+from tersekv.ops.triton.places import block_at, from_block
 from tersekv.ops.triton.spec import (
     BITS,
     BLOCK,
@@ -35,9 +36,9 @@ TABLE: tl.constexpr = tl.constexpr(12)
 
 
 @triton.jit
-def _entries(leaf, b, h, at, left, S: tl.constexpr, LEAF: tl.constexpr):
-    """A tile [G, L, 32·U] of the units at `at` [G, L, U], in units of `_unit`."""
-    words = load_words(_head(leaf, CODES, b, h), at, left, S[LEAF][BITS])
+def _entries(leaf, b, h, n0, at, left, S: tl.constexpr, LEAF: tl.constexpr):
+    """A tile [G, L, 32·U] of the units at `at` [G, L, U] from n0's block on, in units of `_unit`."""
+    words = load_words(block_at(leaf, CODES, b, h, n0, S, LEAF), at, left, S[LEAF][BITS])
     return numbers(words, leaf[TABLE] + b * leaf[TABLE + 1], S[LEAF][BITS], S[LEAF][IS_INTEGER])
 
 
@@ -48,29 +49,25 @@ def _unit(S: tl.constexpr, LEAF: tl.constexpr):
 
 
 @triton.jit
-def _head(leaf, FIRST: tl.constexpr, b, h):
-    """Where a head's blocks begin in a plane; FIRST: of its fields."""
-    return leaf[FIRST] + b.to(tl.int64) * leaf[FIRST + 1] + h.to(tl.int64) * leaf[FIRST + 2]
-
-
-@triton.jit
-def _plane(leaf, FIRST: tl.constexpr, b, h, token, channel, ok, S: tl.constexpr, LEAF: tl.constexpr):
-    """Scale or offset (float32) of elements; token and channel are broadcast to each other."""
+def _plane(leaf, FIRST: tl.constexpr, b, h, n0, token, channel, ok, S: tl.constexpr, LEAF: tl.constexpr):
+    """Scale or offset (float32) of elements; token (counted from n0) and channel are broadcast to each other."""
+    token = from_block(n0, token, S, LEAF)
     block, inside = token // S[LEAF][BLOCK], token % S[LEAF][BLOCK]
     if S[LEAF][PER_TOKEN]:
         at = (channel // S[LEAF][GROUP]) * S[LEAF][BLOCK] + inside
     else:
         at = (inside // S[LEAF][GROUP]) * S[LEAF][CHANNELS] + channel
-    return tl.load(_head(leaf, FIRST, b, h) + block * leaf[FIRST + 3] + at, mask=ok, other=0.0).to(tl.float32)
+    first = block_at(leaf, FIRST, b, h, n0, S, LEAF)
+    return tl.load(first + block * leaf[FIRST + 3] + at, mask=ok, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _scaled(x, leaf, b, h, token, channel, ok, S: tl.constexpr, LEAF: tl.constexpr):
+def _scaled(x, leaf, b, h, n0, token, channel, ok, S: tl.constexpr, LEAF: tl.constexpr):
     """scale·entry + offset, float32, from a tile of `_entries`."""
     x = x.to(tl.float32) * _unit(S, LEAF)
-    x *= _plane(leaf, SCALE, b, h, token, channel, ok, S, LEAF)
+    x *= _plane(leaf, SCALE, b, h, n0, token, channel, ok, S, LEAF)
     if S[LEAF][HAS_OFFSET]:
-        x += _plane(leaf, OFFSET, b, h, token, channel, ok, S, LEAF)
+        x += _plane(leaf, OFFSET, b, h, n0, token, channel, ok, S, LEAF)
     return x
 
 
@@ -85,11 +82,12 @@ def _offsets(offset, coefficients):
 def _key_entries(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
     """Entries of tokens n0 on: [NB, 32, K]."""
     U: tl.constexpr = S[LEAF][PADDED] // 32
-    n = n0 + 32 * tl.arange(0, NB)[:, None, None] + tl.arange(0, 32)[None, :, None]
-    inside, u = n % S[LEAF][BLOCK], tl.arange(0, U)[None, None, :]
+    i = 32 * tl.arange(0, NB)[:, None, None] + tl.arange(0, 32)[None, :, None]
+    n, u = from_block(n0, i, S, LEAF), tl.arange(0, U)[None, None, :]
+    inside = n % S[LEAF][BLOCK]
     lane = (n // S[LEAF][BLOCK]) * leaf[CODES + 3] + (inside // 16) * (S[LEAF][WORDS] * 16) + inside % 16
-    left = tl.where(n < T, S[LEAF][WORDS] - u * S[LEAF][BITS], 0)
-    return _entries(leaf, b, h, lane + u * (S[LEAF][BITS] * 16), left, S, LEAF)
+    left = tl.where(n0 + i < T, S[LEAF][WORDS] - u * S[LEAF][BITS], 0)
+    return _entries(leaf, b, h, n0, lane + u * (S[LEAF][BITS] * 16), left, S, LEAF)
 
 
 @triton.jit
@@ -97,8 +95,8 @@ def decode_keys_grid(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB:
     """x̂ float32 [32·NB, K]."""
     K: tl.constexpr = S[LEAF][PADDED]
     x = tl.reshape(_key_entries(leaf, b, h, n0, T, S, LEAF, NB), (NB * 32, K))
-    token, channel = (n0 + tl.arange(0, NB * 32))[:, None], tl.arange(0, K)[None, :]
-    return _scaled(x, leaf, b, h, token, channel, (token < T) & (channel < S[LEAF][CHANNELS]), S, LEAF)
+    token, channel = tl.arange(0, NB * 32)[:, None], tl.arange(0, K)[None, :]
+    return _scaled(x, leaf, b, h, n0, token, channel, (n0 + token < T) & (channel < S[LEAF][CHANNELS]), S, LEAF)
 
 
 @triton.jit
@@ -108,9 +106,9 @@ def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB
     K: tl.constexpr = S[LEAF][PADDED]
     if S[LEAF][SCALES] == TO_COEFFICIENTS:
         x = _key_entries(leaf, b, h, n0, T, S, LEAF, NB)
-        token, channel = (n0 + 32 * tl.arange(0, NB))[:, None], tl.arange(0, K)[None, :]
-        ok = (token < T) & (channel < S[LEAF][CHANNELS])
-        scale = _plane(leaf, SCALE, b, h, token, channel, ok, S, LEAF)
+        token, channel = 32 * tl.arange(0, NB)[:, None], tl.arange(0, K)[None, :]
+        ok = (n0 + token < T) & (channel < S[LEAF][CHANNELS])
+        scale = _plane(leaf, SCALE, b, h, n0, token, channel, ok, S, LEAF)
         most = 1.0
         if S[LEAF][WIDE]:
             most = largest(scale)
@@ -118,16 +116,16 @@ def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB
         coefficients = (q[None, :, :] * scale[:, :, None]).to(tl.float16)
         s = product(x, coefficients) * (most * _unit(S, LEAF))
         if S[LEAF][HAS_OFFSET]:
-            offset = _plane(leaf, OFFSET, b, h, token, channel, ok, S, LEAF)
+            offset = _plane(leaf, OFFSET, b, h, n0, token, channel, ok, S, LEAF)
             s += _offsets(offset, q)
         return tl.reshape(s, (N, q.shape[1]))
     elif S[LEAF][SCALES] == TO_PRODUCT:
-        token = n0 + tl.arange(0, N)
+        token = tl.arange(0, N)
         x = tl.reshape(_key_entries(leaf, b, h, n0, T, S, LEAF, NB), (N, K))
         s = product(x, q.to(tl.float16)) * _unit(S, LEAF)
-        s *= _plane(leaf, SCALE, b, h, token, 0, token < T, S, LEAF)[:, None]
+        s *= _plane(leaf, SCALE, b, h, n0, token, 0, n0 + token < T, S, LEAF)[:, None]
         if S[LEAF][HAS_OFFSET]:
-            s += _plane(leaf, OFFSET, b, h, token, 0, token < T, S, LEAF)[:, None] * tl.sum(q, axis=0)[None, :]
+            s += _plane(leaf, OFFSET, b, h, n0, token, 0, n0 + token < T, S, LEAF)[:, None] * tl.sum(q, axis=0)[None, :]
         return s
     else:
         x = decode_keys_grid(leaf, b, h, n0, T, S, LEAF, NB)
@@ -140,10 +138,11 @@ def _value_entries(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: t
     """Entries of tokens n0 on: [channel groups, 32, 32·NB]."""
     G: tl.constexpr = S[LEAF][PADDED] // 32
     c = 32 * tl.arange(0, G)[:, None, None] + tl.arange(0, 32)[None, :, None]
-    first = n0 + 32 * tl.arange(0, NB)[None, None, :]
+    i = 32 * tl.arange(0, NB)[None, None, :]
+    first = from_block(n0, i, S, LEAF)
     unit = (first // S[LEAF][BLOCK]) * leaf[CODES + 3] + ((first % S[LEAF][BLOCK]) // 32) * (S[LEAF][BITS] * 16)
-    left = tl.where((c < S[LEAF][CHANNELS]) & (first < T), S[LEAF][BITS], 0)
-    return _entries(leaf, b, h, (c // 16) * (S[LEAF][WORDS] * 16) + c % 16 + unit, left, S, LEAF)
+    left = tl.where((c < S[LEAF][CHANNELS]) & (n0 + i < T), S[LEAF][BITS], 0)
+    return _entries(leaf, b, h, n0, (c // 16) * (S[LEAF][WORDS] * 16) + c % 16 + unit, left, S, LEAF)
 
 
 @triton.jit
@@ -151,30 +150,30 @@ def load_values_grid(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, 
     """Σ p·v̂ [channels, rows] of weights p float32 [32·NB, rows]."""
     G: tl.constexpr = S[LEAF][PADDED] // 32
     x = _value_entries(leaf, b, h, n0, T, S, LEAF, NB)
-    token = n0 + tl.arange(0, 32 * NB)
+    token = tl.arange(0, 32 * NB)
     if S[LEAF][SCALES] == TO_PRODUCT:  # one per token: it goes to the weight, and one product serves all channels
-        scale = _plane(leaf, SCALE, b, h, token, 0, token < T, S, LEAF)
+        scale = _plane(leaf, SCALE, b, h, n0, token, 0, n0 + token < T, S, LEAF)
         most = largest(scale)
         coefficients = (p * (scale / most)[:, None]).to(tl.float16)
         out = product(tl.reshape(x, (32 * G, 32 * NB)), coefficients) * (most * _unit(S, LEAF))
         if S[LEAF][HAS_OFFSET]:
-            offset = _plane(leaf, OFFSET, b, h, token, 0, token < T, S, LEAF)
+            offset = _plane(leaf, OFFSET, b, h, n0, token, 0, n0 + token < T, S, LEAF)
             out += tl.sum(p * offset[:, None], axis=0)[None, :]
         return out
     elif S[LEAF][SCALES] == TO_COEFFICIENTS:
         channel = 32 * tl.arange(0, G)[:, None]
-        ok = (token < T)[None, :] & (channel < S[LEAF][CHANNELS])
-        scale = _plane(leaf, SCALE, b, h, token[None, :], channel, ok, S, LEAF)
+        ok = (n0 + token < T)[None, :] & (channel < S[LEAF][CHANNELS])
+        scale = _plane(leaf, SCALE, b, h, n0, token[None, :], channel, ok, S, LEAF)
         most = largest(scale)
         coefficients = (p[None, :, :] * (scale / most)[:, :, None]).to(tl.float16)
         out = product(x, coefficients) * (most * _unit(S, LEAF))
         if S[LEAF][HAS_OFFSET]:
-            offset = _plane(leaf, OFFSET, b, h, token[None, :], channel, ok, S, LEAF)
+            offset = _plane(leaf, OFFSET, b, h, n0, token[None, :], channel, ok, S, LEAF)
             out += _offsets(offset, p)
         return tl.reshape(out, (32 * G, p.shape[1]))
     else:
         channel = tl.arange(0, 32 * G)[:, None]
-        ok = (token < T)[None, :] & (channel < S[LEAF][CHANNELS])
-        x = _scaled(tl.reshape(x, (32 * G, 32 * NB)), leaf, b, h, token[None, :], channel, ok, S, LEAF)
+        ok = (n0 + token < T)[None, :] & (channel < S[LEAF][CHANNELS])
+        x = _scaled(tl.reshape(x, (32 * G, 32 * NB)), leaf, b, h, n0, token[None, :], channel, ok, S, LEAF)
         most = largest(x)
         return product((x / most).to(tl.float16), p.to(tl.float16)) * most

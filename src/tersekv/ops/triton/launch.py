@@ -10,7 +10,7 @@ from torch import Tensor
 from tersekv.ops.attend_packed import Operand
 from tersekv.ops.triton import attend as kernels
 from tersekv.ops.triton import merge as merging
-from tersekv.ops.triton import trees
+from tersekv.ops.triton import spec, trees
 from tersekv.ops.triton.leaves import Leaf, power
 from tersekv.ops.triton.tuning import plan
 
@@ -20,13 +20,46 @@ def attend_packed(
 ) -> tuple[Tensor, Tensor]:
     """See `tersekv.ops.attend_packed`: out float32 [B, H, R, Dv], lse float32 [B, H, R]. One launch, and one to merge
     where tokens are split; the queries of sketches and the outputs of sums add theirs."""
+    return _attend(query, keys, values, mask, scaling, softcap)
+
+
+def attend_pages(
+    query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `tersekv.ops.attend_pages`: out float32 [B, H, R, Dv], lse float32 [B, H, R]. Launches as above. Entries of
+    `pages` that are no page of the pool are read as −1: to refuse them would wait for the device.
+
+    Raises:
+        ValueError: pages are not whole blocks, or the mask is not one of their tokens.
+    """
+    if page_tokens < 1 or page_tokens % 32:
+        raise ValueError(f"page_tokens: expected a multiple of 32, got {page_tokens}")
+    T = pages.shape[1] * page_tokens
+    if mask.shape[-1] != T:
+        raise ValueError(f"mask: expected T = {T} tokens like the pages, got {mask.shape[-1]}")
+    pages = pages.contiguous()
+    where = pages, pages.stride(0), page_tokens, _tokens(keys) // page_tokens
+    return _attend(query, keys, values, mask, scaling, softcap, where)
+
+
+def _attend(
+    query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None,
+    pages: tuple[Any, ...] = (),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """pages: the table, the stride of its rows, tokens per page and pages in the pool; none: tokens in their order."""
     query = query.contiguous()
     B, H, R, _ = query.shape
     key, value = trees.keys(keys, query), trees.values(values, query.device)
-    T = _tokens(keys)
+    T, page_tokens = _tokens(keys), pages[2] if pages else None
     if _tokens(values) != T:
         raise ValueError(f"values: expected T = {T} tokens like the keys, got {_tokens(values)}")
-    chosen = plan(B * H, R, T, key.leaves, value.leaves, query.device)
+    if page_tokens is not None:
+        for leaf in (*key.leaves, *value.leaves):
+            if page_tokens % (block := leaf.spec[spec.BLOCK.value]):
+                raise ValueError(f"page_tokens: expected a multiple of {block}, a block's tokens, got {page_tokens}")
+        T = pages[0].shape[1] * page_tokens
+    chosen = plan(B * H, R, T, key.leaves, value.leaves, query.device, page_tokens)
     splits = chosen.splits
     out = query.new_empty((B, H, splits, R, value.channels))
     lse = query.new_empty((B, H, splits, R))
@@ -35,11 +68,11 @@ def attend_packed(
         kernels.attend[(splits, B * H, -(-R // chosen.rows))](
             out, lse, tuple(_query(leaf) for leaf in key.leaves), tuple(_matrix(leaf, query) for leaf in key.leaves),
             tuple(leaf.fields for leaf in key.leaves), tuple(leaf.fields for leaf in value.leaves),
-            key.turn or (query,), *mask_fields, B, H, R, T, value.channels, positions, chosen.split_tokens,
-            float(scaling), float(softcap or 0.0), KEYS=tuple(leaf.spec for leaf in key.leaves),
-            VALUES=tuple(leaf.spec for leaf in value.leaves), ROPED=bool(key.turn), HAS_MASK=mask is not None,
-            HAS_SOFTCAP=softcap is not None, ROWS=chosen.rows, NB=chosen.blocks, num_warps=chosen.warps,
-            num_stages=chosen.stages,
+            key.turn or (query,), pages or (query,), *mask_fields, B, H, R, T, value.channels, positions,
+            chosen.split_tokens, float(scaling), float(softcap or 0.0), KEYS=tuple(leaf.spec for leaf in key.leaves),
+            VALUES=tuple(leaf.spec for leaf in value.leaves), ROPED=bool(key.turn), PAGED=bool(pages),
+            HAS_MASK=mask is not None, HAS_SOFTCAP=softcap is not None, ROWS=chosen.rows, NB=chosen.blocks,
+            num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
     out, lse = (out[:, :, 0], lse[:, :, 0]) if splits == 1 else _merged(out, lse)
     return value.join(out), lse

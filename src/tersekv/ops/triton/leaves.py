@@ -152,15 +152,30 @@ class Readable:
         return *self.plane("cos", cos, (torch.float32,), 1), *self.plane("sin", sin, (torch.float32,), 1)
 
     def signs(self, sketch: Any) -> Leaf:
-        """One sketch of a `signs` view."""
-        if sketch.varies:
-            raise UnreadableError(f"{self.name} have sketches whose channels differ between blocks")
+        """One sketch of a `signs` view whose channels are the same in all blocks."""
+        M = sketch.sketch.shape[0]
+        return Leaf(_spec(spec.SIGNS, M, power(M), sketch.signs.shape[-1]), self._signed(sketch))
+
+    def sketch(self, sketch: Any, head_dim: int, behind: int) -> Leaf:
+        """One whose channels differ. behind: channels of the leaf's query in front of the query itself.
+
+        Raises:
+            UnreadableError: it both takes some channels and leaves some out.
+        """
+        if sketch.channels is not None and sketch.dropped is not None:
+            raise UnreadableError(f"{self.name} have sketches that take some channels and leave some out")
+        of_chosen = sketch.channels is not None
+        chosen = self.plane("channels", sketch.channels if of_chosen else sketch.dropped, (torch.int64,), 1)
+        M, n = sketch.sketch.shape[0], chosen[0].shape[-1]
+        more = M, power(M), n, power(n), of_chosen
+        fields = *self._signed(sketch), sketch.sketch, sketch.sketch.stride(0), *chosen, behind
+        return Leaf(_spec(spec.SKETCH, head_dim, power(head_dim), sketch.signs.shape[-1], *more), fields)
+
+    def _signed(self, sketch: Any) -> tuple[Any, ...]:
         signs = self.plane("signs", sketch.signs, (torch.uint8,), 2)
         norms = self.plane("norms", sketch.norms, _HALVES, 1)
-        self.plane("a sketch", sketch.sketch, (torch.float32,))
-        M = sketch.sketch.shape[0]
-        constants = _spec(spec.SIGNS, M, power(M), sketch.signs.shape[-1])
-        return Leaf(constants, (*signs, *norms, float(sketch.factor)))
+        self.plane("a sketch", sketch.sketch, (torch.float32,), 1)
+        return *signs, *norms, float(sketch.factor)
 
 
 def _scales(grid: GridSide) -> int:

@@ -37,6 +37,15 @@ LEVEL_BITS: tl.constexpr = tl.constexpr(8)
 STREAM_WORDS: tl.constexpr = tl.constexpr(7)
 """16-bit words of a trellis token's stream."""
 
+SKETCH_ROWS: tl.constexpr = tl.constexpr(7)
+"""Of signs with channels per block."""
+PADDED_SKETCH_ROWS: tl.constexpr = tl.constexpr(8)
+CHOSEN: tl.constexpr = tl.constexpr(9)
+"""Channels that a block chooses."""
+PADDED_CHOSEN: tl.constexpr = tl.constexpr(10)
+OF_CHOSEN: tl.constexpr = tl.constexpr(11)
+"""The sketch is of the chosen channels, else of all others."""
+
 FLOAT32: tl.constexpr = tl.constexpr(7)
 """Exact tokens are float32."""
 FLOAT8: tl.constexpr = tl.constexpr(8)
@@ -50,7 +59,12 @@ SPARSE: tl.constexpr = tl.constexpr(4)
 TRELLIS: tl.constexpr = tl.constexpr(5)
 TURNED: tl.constexpr = tl.constexpr(6)
 """Holds no tokens: one vector that RoPE turns."""
-LAYOUTS = {"exact": EXACT, "grid": GRID, "signs": SIGNS, "polar": POLAR, "sparse": SPARSE, "trellis": TRELLIS}
+SKETCH: tl.constexpr = tl.constexpr(7)
+"""Signs whose channels differ between blocks."""
+LAYOUTS = {
+    "exact": EXACT, "grid": GRID, "signs": SIGNS, "signs per block": SKETCH, "polar": POLAR, "sparse": SPARSE,
+    "trellis": TRELLIS,
+}  # fmt: skip
 
 # Where scales are multiplied (SCALES).
 TO_COEFFICIENTS: tl.constexpr = tl.constexpr(0)

@@ -6,14 +6,8 @@ import triton
 import triton.language as tl
 
 from tersekv.ops.triton.codes import largest, product
+from tersekv.ops.triton.places import head_at, tokens_at
 from tersekv.ops.triton.spec import BLOCK, CHANNELS, FLOAT8, FLOAT32, LEVEL_BITS, LEVELS, PADDED
-
-
-@triton.jit
-def head_at(leaf, FIRST: tl.constexpr, b, h):
-    """Where a head begins in a plane; FIRST: of the plane's fields in the leaf, a tensor and its strides."""
-    return leaf[FIRST] + b.to(tl.int64) * leaf[FIRST + 1] + h.to(tl.int64) * leaf[FIRST + 2]
-
 
 # exact: the tensor and its strides of batch row, head and token.
 
@@ -54,20 +48,23 @@ def load_values_exact(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr,
 
 
 @triton.jit
-def _norms(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
+def norms_of(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """factor · norms, float32 [N]."""
-    n = n0 + tl.arange(0, N)
-    at = (n // S[LEAF][BLOCK]) * leaf[7] + n % S[LEAF][BLOCK]
-    return tl.load(head_at(leaf, 4, b, h) + at, mask=n < T, other=0.0).to(tl.float32) * leaf[8]
+    i = tl.arange(0, N)
+    at = tokens_at(leaf, 4, b, h, n0, i, S, LEAF)
+    return tl.load(at, mask=n0 + i < T, other=0.0).to(tl.float32) * leaf[8]
 
 
 @triton.jit
-def _signs(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
-    """±1 [N, rows of the sketch], float16."""
-    BYTES: tl.constexpr = S[LEAF][PADDED] // 8
-    n, byte = n0 + tl.arange(0, N)[:, None], tl.arange(0, BYTES)[None, :]
-    at = (n // S[LEAF][BLOCK]) * leaf[3] + byte * S[LEAF][BLOCK] + n % S[LEAF][BLOCK]
-    x = tl.load(head_at(leaf, 0, b, h) + at, mask=(n < T) & (byte * 8 < S[LEAF][CHANNELS]), other=0).to(tl.int32)
+def signs_of(
+    leaf, b, h, n0, T, ROWS: tl.constexpr, PADDED_ROWS: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """±1 [N, padded rows of the sketch], float16."""
+    BYTES: tl.constexpr = PADDED_ROWS // 8
+    i, byte = tl.arange(0, N)[:, None], tl.arange(0, BYTES)[None, :]
+    at = tokens_at(leaf, 0, b, h, n0, i, S, LEAF) + byte * S[LEAF][BLOCK]
+    x = tl.load(at, mask=(n0 + i < T) & (byte * 8 < ROWS), other=0).to(tl.int32)
     low = tl.join(tl.join(_sign(x, 0), _sign(x, 1)), tl.join(_sign(x, 2), _sign(x, 3)))
     high = tl.join(tl.join(_sign(x, 4), _sign(x, 5)), tl.join(_sign(x, 6), _sign(x, 7)))
     return tl.reshape(tl.permute(tl.join(low, high), (0, 1, 4, 3, 2)), (N, 8 * BYTES))
@@ -80,22 +77,27 @@ def _sign(byte, BIT: tl.constexpr):
 
 
 @triton.jit
+def _signs(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
+    return signs_of(leaf, b, h, n0, T, S[LEAF][CHANNELS], S[LEAF][PADDED], S, LEAF, N)
+
+
+@triton.jit
 def decode_signs(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """factor · norm · signs, float32 [N, rows of the sketch]."""
-    return _signs(leaf, b, h, n0, T, S, LEAF, N).to(tl.float32) * _norms(leaf, b, h, n0, T, S, LEAF, N)[:, None]
+    return _signs(leaf, b, h, n0, T, S, LEAF, N).to(tl.float32) * norms_of(leaf, b, h, n0, T, S, LEAF, N)[:, None]
 
 
 @triton.jit
 def load_keys_signs(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Scores [N, rows] of the sketched q float32 [rows of the sketch, rows]."""
     s = product(_signs(leaf, b, h, n0, T, S, LEAF, N), q.to(tl.float16))
-    return s * _norms(leaf, b, h, n0, T, S, LEAF, N)[:, None]
+    return s * norms_of(leaf, b, h, n0, T, S, LEAF, N)[:, None]
 
 
 @triton.jit
 def load_values_signs(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Σ p·factor·norm·signs [rows of the sketch, rows] of weights p float32 [N, rows]."""
-    norms = _norms(leaf, b, h, n0, T, S, LEAF, N)
+    norms = norms_of(leaf, b, h, n0, T, S, LEAF, N)
     most = largest(norms)
     weights = (p * (norms / most)[:, None]).to(tl.float16)
     return product(tl.trans(_signs(leaf, b, h, n0, T, S, LEAF, N)), weights) * most
@@ -109,22 +111,23 @@ def load_values_signs(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr,
 def _polar(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """x̂ over the radii's unit and the largest radius, float32 [N, channels], and that radius."""
     L: tl.constexpr = S[LEAF][LEVELS]
-    n = n0 + tl.arange(0, N)[:, None]
-    block, inside = n // S[LEAF][BLOCK], n % S[LEAF][BLOCK]
+    i = tl.arange(0, N)[:, None]
     j = tl.arange(0, S[LEAF][PADDED] >> L)[None, :]
-    radii = head_at(leaf, 4, b, h) + block * leaf[7] + j * S[LEAF][BLOCK] + inside
-    x = tl.load(radii, mask=(n < T) & (j < S[LEAF][CHANNELS] >> L), other=0.0).to(tl.float32)
+    radii = tokens_at(leaf, 4, b, h, n0, i, S, LEAF) + j * S[LEAF][BLOCK]
+    x = tl.load(radii, mask=(n0 + i < T) & (j < S[LEAF][CHANNELS] >> L), other=0.0).to(tl.float32)
     most = largest(x)
     x /= most
+    angles = tokens_at(leaf, 0, b, h, n0, i, S, LEAF)
     for up in tl.static_range(L):
-        cos, sin = _directions(leaf, b, h, block, inside, n < T, L - 1 - up, S, LEAF)
+        cos, sin = _directions(leaf, b, angles, n0 + i < T, L - 1 - up, S, LEAF)
         x = tl.reshape(tl.join(x * cos, x * sin), (N, 2 * x.shape[1]))
     return x, most
 
 
 @triton.jit
-def _directions(leaf, b, h, block, inside, ok, LEVEL: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
-    """Cosine and sine of the angles of a level (0 is the paper's 1): float32 [N, padded channels / 2^(level+1)]."""
+def _directions(leaf, b, angles, ok, LEVEL: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
+    """Cosine and sine of the angles of a level (0 is the paper's 1) of tokens at `angles` (pointers [N, 1]): float32
+    [N, padded channels / 2^(level+1)]."""
     start = 0
     entry = 0
     for lower in tl.static_range(LEVEL):
@@ -133,7 +136,6 @@ def _directions(leaf, b, h, block, inside, ok, LEVEL: tl.constexpr, S: tl.conste
     BITS: tl.constexpr = S[LEAF][LEVEL_BITS + LEVEL]
     j = tl.arange(0, S[LEAF][PADDED] >> (LEVEL + 1))[None, :]
     bit = start + BITS * j
-    angles = head_at(leaf, 0, b, h) + block * leaf[3] + inside
     ok = ok & (j < S[LEAF][CHANNELS] >> (LEVEL + 1))
     code = tl.load(angles + (bit >> 3) * S[LEAF][BLOCK], mask=ok, other=0).to(tl.int32)
     if 8 % BITS != 0 or start % BITS != 0:

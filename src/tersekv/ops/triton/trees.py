@@ -20,6 +20,13 @@ from tersekv.ops.triton import spec
 from tersekv.ops.triton.leaves import Leaf, Readable, UnreadableError, changed, power
 
 
+def why_not_in_pages(name: str, leaves: Iterable[Leaf], turn: tuple[Any, ...] = ()) -> str | None:
+    """Why tokens of these leaves are not read in another order than they lie in; None if they are."""
+    if turn or any(leaf.spec[0] == spec.TURNED.value for leaf in leaves):
+        return f"{name} have RoPE: their tokens have one order"
+    return f"{name} have outliers in one order" if any(x.spec[0] == spec.SPARSE.value for x in leaves) else None
+
+
 class Keys(NamedTuple):
     """Leaves whose scores add up, and RoPE: cos and sin with strides of batch row, head and token, and what `_partners`
     returns; empty where there is none."""
@@ -72,13 +79,21 @@ def _key_leaves(
         return [readable.turned(view, pairs)._replace(query=query)]
     if kind != "signs":
         return [changed(readable.leaf(operand), spec.FIRST, first)._replace(query=query)]
+    return [_sketched(readable, sketch, view.head_dim, query, turned, first) for sketch in view.sketches]
+
+
+def _sketched(readable: Readable, sketch: Any, D: int, query: Tensor, turned: bool, first: int) -> Leaf:
+    """The leaf of one sketch of keys."""
+    if sketch.varies:
+        behind = 0
+        if sketch.channels is None and not turned:  # the whole sketched query, which each block takes a part from
+            sketched = torch.matmul(query, sketch.sketch.T)
+            query, behind = torch.cat([sketched, query], dim=-1), sketched.shape[-1]
+        return changed(readable.sketch(sketch, D, behind), spec.FIRST, first)._replace(query=query)
     if not turned:
-        return [readable.signs(sketch)._replace(query=sketch.query(query)) for sketch in view.sketches]
-    leaves = []
-    for sketch in view.sketches:
-        leaf = changed(readable.signs(sketch), spec.FIRST, first)._replace(query=query)
-        leaves.append(_mapped(leaf, _spread(sketch, view.head_dim), view.head_dim))
-    return leaves
+        return readable.signs(sketch)._replace(query=sketch.query(query))
+    leaf = changed(readable.signs(sketch), spec.FIRST, first)._replace(query=query)
+    return _mapped(leaf, _spread(sketch, D), D)
 
 
 def _mapped(leaf: Leaf, matrix: Tensor, D: int) -> Leaf:
@@ -170,9 +185,11 @@ def _value_leaves(readable: Readable, operand: Operand, leaves: list[Leaf]) -> A
     if kind == "signs":
         sketched = []
         for sketch in view.sketches:
-            leaves.append(_placed(readable.signs(sketch), leaves))
-            sketched.append((_slice(leaves, len(leaves) - 1, len(leaves)), _spread(sketch, view.head_dim)))
-        return lambda out: _sum(pick(out) @ S for pick, S in sketched)
+            D, varies = view.head_dim, sketch.varies
+            leaves.append(_placed(readable.sketch(sketch, D, 0) if varies else readable.signs(sketch), leaves))
+            S = None if varies else _spread(sketch, D)
+            sketched.append((_slice(leaves, len(leaves) - 1, len(leaves)), S))
+        return lambda out: _sum(pick(out) if S is None else pick(out) @ S for pick, S in sketched)
     if kind == "turned":
         raise UnreadableError("values have RoPE, which only keys have")
     leaves.append(_placed(readable.leaf(operand), leaves))

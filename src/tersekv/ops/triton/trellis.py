@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from tersekv.ops.triton.codes import largest, product
+from tersekv.ops.triton.places import head_at, tokens_at
 from tersekv.ops.triton.spec import BLOCK, CHANNELS, PADDED, STREAM_WORDS
-from tersekv.ops.triton.tokens import head_at
 
 # A leaf: stream and gains with strides of batch row, head and block; bits and scales with strides of batch row, head
 # and component; tables.
@@ -30,9 +30,8 @@ GAIN_STEPS: tl.constexpr = tl.constexpr(16)
 @triton.jit
 def _gains(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Of tokens, float32 [N]."""
-    n = n0 + tl.arange(0, N)
-    at = (n // S[LEAF][BLOCK]) * leaf[GAIN + 3] + n % S[LEAF][BLOCK]
-    code = tl.load(head_at(leaf, GAIN, b, h) + at, mask=n < T, other=0).to(tl.float32)
+    i = tl.arange(0, N)
+    code = tl.load(tokens_at(leaf, GAIN, b, h, n0, i, S, LEAF), mask=n0 + i < T, other=0).to(tl.float32)
     return tl.where(code > 0, tl.exp2((code - UNIT_GAIN) / GAIN_STEPS), 0.0)
 
 
@@ -57,9 +56,9 @@ def _entries(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.const
         begin = (tl.cumsum(bits, 0) + (16 * WORDS - 8)) % (16 * WORDS)
         low = begin >> 4
         high = (low + 1) % WORDS
-        n = n0 + tl.arange(0, N)[:, None]
-        ok = (n < T) & inside[None, :]
-        words = head_at(leaf, STREAM, b, h) + (n // S[LEAF][BLOCK]) * leaf[STREAM + 3] + n % S[LEAF][BLOCK]
+        i = tl.arange(0, N)[:, None]
+        ok = (n0 + i < T) & inside[None, :]
+        words = tokens_at(leaf, STREAM, b, h, n0, i, S, LEAF)
         pair = tl.load(words + low[None, :] * S[LEAF][BLOCK], mask=ok, other=0).to(tl.int32) & 0xFFFF
         pair |= tl.load(words + high[None, :] * S[LEAF][BLOCK], mask=ok, other=0).to(tl.int32) << 16
         window = (pair >> (begin & 15)[None, :]) & (STATES - 1)

@@ -8,6 +8,7 @@ takes fewer tokens. `TABLE` is the place for what measurements find.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from tersekv.ops.triton.leaves import Leaf
 PROGRAMS_PER_MULTIPROCESSOR = 4
 """Programs that a launch aims at, so that each multiprocessor has several to switch between."""
 
-SMALL = {kind.value for kind in (spec.POLAR, spec.SPARSE, spec.SIGNS, spec.TRELLIS, spec.TURNED)}
+SMALL = {kind.value for kind in (spec.POLAR, spec.SPARSE, spec.SIGNS, spec.SKETCH, spec.TRELLIS, spec.TURNED)}
 """Layouts that are decoded element by element."""
 
 
@@ -57,11 +58,21 @@ class Plan(NamedTuple):
     stages: int
 
 
-def plan(heads: int, R: int, T: int, keys: Sequence[Leaf], values: Sequence[Leaf], device: torch.device) -> Plan:
-    """For `heads` batch rows × key-value heads, R query rows each, over T tokens."""
+def plan(
+    heads: int,
+    R: int,
+    T: int,
+    keys: Sequence[Leaf],
+    values: Sequence[Leaf],
+    device: torch.device,
+    page_tokens: int | None = None,
+) -> Plan:
+    """For `heads` batch rows × key-value heads, R query rows each, over T tokens; no tile is longer than a page."""
     rows = 8 if R <= 8 else 16 if R <= 16 else 32
     channels = max(leaf.spec[2] for leaf in (*keys, *values))
     shape = chosen(Key(gpu(device), _kinds(keys), _kinds(values), rows, channels))
+    if page_tokens is not None:
+        shape = shape._replace(blocks=math.gcd(shape.blocks, page_tokens // 32))
     tile = 32 * shape.blocks
     tiles, programs = max(1, -(-T // tile)), max(1, heads * -(-R // rows))
     splits = max(1, min(tiles, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // programs))

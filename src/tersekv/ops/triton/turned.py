@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from tersekv.ops.triton.codes import largest, product
+from tersekv.ops.triton.places import head_at
 from tersekv.ops.triton.spec import CHANNELS, PADDED
-from tersekv.ops.triton.tokens import head_at
 
 # A leaf: the vectors with strides of batch row, head and channel; cos and sin with strides of batch row, head and
 # token; RoPE as pairs of channels, `Rope.channels`.
