@@ -69,7 +69,7 @@ def test_every_format_has_a_kernel_that_is_right(clock, name, monkeypatch):
     make_segment = bench.make_segment
 
     def made(*call):
-        with backends.forced("auto"):  # no kernel encodes trellis codes
+        with backends.forced("auto"):  # interpreted kernels would take long to search trellis codes
             return make_segment(*call)
 
     monkeypatch.setattr(bench, "make_segment", made)
