@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tersekv.errors import UserError
-from tersekv.serving.vllm.options import VARIABLE, configured, note, slots_of, why_not_layer
+from tersekv.serving.vllm.options import VARIABLE, configured, note, slots_of, why_not_engine, why_not_layer
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +80,28 @@ def test_layers_that_cannot_be_packed(change, words):
     usual |= {"page_tokens": 128}
     assert why_not_layer(**usual) is None
     assert words in why_not_layer(**(usual | change))
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        ("model_config", {"is_mm_prefix_lm": True}, "read in both directions"),
+        ("model_config", {"rswa_window": 64}, "reference sliding windows"),
+        ("attention_config", {"use_non_causal": True}, "read in both directions"),
+        ("parallel_config", {"decode_context_parallel_size": 2}, "context parallelism"),
+        ("parallel_config", {"prefill_context_parallel_size": 2}, "context parallelism"),
+        ("speculative_config", {"enable_adaptive_verification": True}, "adaptive verification"),
+        ("kv_transfer_config", {}, "a KV connector"),
+    ],
+)
+def test_engines_whose_layers_cannot_be_packed(part, change, words):
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(is_mm_prefix_lm=False, rswa_window=None),
+        attention_config=SimpleNamespace(use_non_causal=False),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        speculative_config=None,
+        kv_transfer_config=None,
+    )
+    assert why_not_engine(engine) is None
+    setattr(engine, part, SimpleNamespace(**(vars(getattr(engine, part) or SimpleNamespace()) | change)))
+    assert words in why_not_engine(engine)

@@ -83,7 +83,9 @@ def attend(
         if HAS_SOFTCAP:
             s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))
         n = (n0 + tl.arange(0, N))[:, None]
-        seen = (n < T) & (held > 0)
+        seen = n < T
+        if PAGED:
+            seen = n < tl.where(held > 0, T, 0)
         if HAS_MASK:
             byte = b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h + (row % positions)[None, :] * mask_q + n * mask_t
             seen = seen & (tl.load(mask + byte, mask=seen & row_ok[None, :], other=0) != 0)

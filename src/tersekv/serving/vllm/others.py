@@ -39,10 +39,14 @@ def _reason(name: str) -> str:
 
     from tersekv.serving.vllm import OWN, why_not_version
 
-    if name == OWN and (reason := why_not_version()):
+    if reason := why_not_version():
         return reason
-    if not current_platform.is_cpu():
-        return f"vLLM runs on {current_platform.device_name}, and the plug-in has kernels for its CPU backend only"
+    own = OWN.get(current_platform.device_name)
+    if own is None:
+        return f"vLLM runs on {current_platform.device_name}, and the plug-in has kernels for CPUs and CUDA only"
     if "MLA" in name:
         return "the model has latent attention (MLA), whose cache is no keys and values"
-    return f"the model's attention uses vLLM's backend {name}, and the plug-in stands for {OWN} only"
+    return (
+        f"vLLM has chosen its backend {name}, and the plug-in stands for {own} only (--attention-backend {own}, where "
+        "the model does not ask for another)"
+    )

@@ -1,0 +1,13 @@
+"""The backend that stands for vLLM's own on CPUs (`CPU_ATTN`)."""
+
+from __future__ import annotations
+
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from tersekv.serving.vllm.backend import ByRecipe
+
+
+class PackedBackend(ByRecipe, CPUAttentionBackend):
+    """What a layer on a CPU gets."""
+
+    native = CPUAttentionBackend
