@@ -65,7 +65,10 @@ def attention(heads: Heads, tokens: int, segments: dict[str, Segment]) -> Iterat
 def searching(heads: Heads, tokens: int) -> Iterator[tuple[str, Call]]:
     """For trellis codes of `tokens` tokens."""
     y, bits = torch.randn(heads.kv, tokens, heads.dim), torch.full((heads.kv, heads.dim), 2, dtype=torch.uint8)
-    yield "encode_trellis, 2 bits", lambda: cpu.encode_trellis(y, torch.ones(bits.shape), bits, trellis_entries("cpu"))
+    yield (
+        "encode_trellis, 2 bits",
+        lambda: encode.encode_trellis(y, torch.ones(bits.shape), bits, trellis_entries("cpu")),
+    )
 
 
 def encoding(heads: Heads, tokens: int) -> Iterator[tuple[str, Call]]:

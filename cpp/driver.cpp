@@ -11,9 +11,8 @@
 namespace tersekv {
 namespace {
 
-constexpr int64_t kRowBlock = 32;            // rows whose scores stay in the second cache
-constexpr double kThreadsWorthNs = 50000.0;  // below it waking a thread costs more than it saves
-constexpr double kTaskNs = 15000.0;          // tasks no smaller than this
+constexpr int64_t kRowBlock = 32;    // rows whose scores stay in the second cache
+constexpr double kTaskNs = 15000.0;  // tasks no smaller than this
 
 constexpr int64_t kRopedTokens = 512;  // whose cosines and sines stay in the second cache
 

@@ -9,8 +9,7 @@ namespace tersekv {
 namespace {
 
 constexpr int64_t kVectorsPerTask = 32;
-constexpr double kNsPerStep = 15.0;          // rough, with AVX-512
-constexpr double kThreadsWorthNs = 50000.0;  // below it waking a thread costs more than it saves
+constexpr double kNsPerStep = 15.0;  // rough, with AVX-512
 
 struct Plan {
   const EncodeTrellis& call;

@@ -5,6 +5,8 @@
 
 namespace tersekv {
 
+constexpr double kThreadsWorthNs = 50000.0;  // below it waking a thread costs more than it saves
+
 using TaskFn = void (*)(const void* context, int64_t index);
 
 // Runs fn(context, i) for 0 <= i < count on up to `threads` threads, the caller among them. fn must not throw.

@@ -10,8 +10,6 @@
 namespace tersekv {
 namespace {
 
-constexpr double kThreadsWorthNs = 50000.0;  // below it waking a thread costs more than it saves
-
 // Runs `encode` for each block on up to `threads` threads; `ns`: roughly what all take.
 template <class Call>
 void run_blocks(void (*encode)(const Call&, int64_t), const Call& call, int64_t blocks, double ns, int threads) {

@@ -20,7 +20,7 @@ from tersekv.ops.encode_grid import GridPlace
 from tersekv.tables.fixed import normal_quantiles
 from tersekv.transforms.rotation import hadamard_parts, random_rotation
 from test_ops_parity import isa, pytestmark  # noqa: F401
-from test_ops_triton_encode import CODECS, PLACES, poisoned, same, vectors  # noqa: F401
+from test_ops_triton_encode import CODECS, PLACES, call_with_one_range, grid_calls, poisoned, same, vectors  # noqa: F401
 from test_ops_triton_polar import CASES, NEAR, compare, distance, fitted
 
 IDS = list(map(str, PLACES))
@@ -51,17 +51,7 @@ def test_group_ranges(isa, place):  # noqa: F811
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize("number", range(len(PLACES)), ids=IDS)
 def test_encode_grid(isa, number, side):  # noqa: F811
-    """Each place with its own bits, integers and tables, ranges of two types."""
-    axis, group, t, D = PLACES[number]
-    B, H, N = [(2, 1, 1), (1, 2, 1), (1, 1, 2)][number % 3]
-    bits = 1 + (number + 3 * (side == "keys")) % 8
-    torch.manual_seed(bits)
-    x, place = vectors(B, H, N * t, D), GridPlace(side, bits, axis, group, t)
-    low, high = encode_grid.group_ranges(x, place)
-    scale, offset = ((high - low) / (2**bits - 1)).half(), low.bfloat16()
-    scale[0, 0, 0, 0] = 0
-    table = torch.randn(2**bits).sort().values
-    for call in ((x, place, scale, offset, None), (x, place, high, None, table)):
+    for call in grid_calls(number, side):
         same([encode.encode_grid(*call)], [encode_grid.encode_grid(*call)])
 
 
@@ -77,10 +67,7 @@ def test_half_way(isa, bits):  # noqa: F811
 
 
 def test_one_range_for_all_blocks(isa):  # noqa: F811
-    torch.manual_seed(0)
-    x, place = vectors(1, 2, 64, 64), GridPlace("keys", 4, "channel", 32, 32)
-    low, high = (r(2)[:, :, None, None] for r in (x.amin, x.amax))
-    call = x, place, ((high - low) / 15).half(), low.half(), None
+    call = call_with_one_range()
     same([encode.encode_grid(*call)], [encode_grid.encode_grid(*call)])
 
 

@@ -148,7 +148,7 @@ def test_encoding_and_merging(data):
     bits = torch.full((2, 16), 2, dtype=torch.uint8)
     call = {"y": torch.randn(2, 3, 16), "weight": torch.rand(2, 16), "bits": bits, "tables": torch.randn(9, 256)}
     args = list(changed(data.draw, call, data.draw(st.sampled_from(leaves(call)))).values())
-    on_some_isa(data.draw, lambda: cpu.why_not_encode_trellis(*args) or cpu.encode_trellis(*args))
+    on_some_isa(data.draw, lambda: encode.why_not_encode_trellis(*args) or encode.encode_trellis(*args))
     call = {"outs": [torch.randn(1, 2, 3, 8) for _ in range(2)], "lses": [torch.randn(1, 2, 3) for _ in range(2)]}
     args = list(changed(data.draw, call, data.draw(st.sampled_from(leaves(call)))).values())
     on_some_isa(data.draw, lambda: cpu.why_not_merge_segments(*args) or cpu.merge_segments(*args))

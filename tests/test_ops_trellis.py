@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tersekv.errors import UserError
 from tersekv.ops import backends, cpu
+from tersekv.ops.cpu import encode as native
 from tersekv.ops.trellis import encode_trellis, pack_stream, windows_of
 from tersekv.tables.trellis import trellis_entries
 from test_ops_parity import isa, one_thread, pytestmark  # noqa: F401
@@ -36,7 +37,7 @@ def squared_error(y, weight, bits, windows):
 
 
 def check(y, weight, bits, rtol=1e-4):
-    windows, expected = cpu.encode_trellis(y, weight, bits, tables()), encode_trellis(y, weight, bits, tables())
+    windows, expected = native.encode_trellis(y, weight, bits, tables()), encode_trellis(y, weight, bits, tables())
     assert windows.shape == y.shape
     assert windows.dtype is torch.uint8
     held = (bits > 0)[:, None].expand_as(windows)
@@ -76,7 +77,7 @@ def test_edges(isa):  # noqa: F811
         check(torch.randn(1, 3, one.shape[1]), torch.ones(one.shape), one)
         check(torch.zeros(1, 3, one.shape[1]), torch.ones(one.shape), one, rtol=1)  # of paths that tie any may win
         check(torch.randn(1, 3, one.shape[1]), torch.zeros(one.shape), one)
-    assert cpu.encode_trellis(torch.empty(2, 0, 3), torch.ones(2, 3), torch.ones(2, 3, dtype=torch.uint8), tables())\
+    assert native.encode_trellis(torch.empty(2, 0, 3), torch.ones(2, 3), torch.ones(2, 3, dtype=torch.uint8), tables())\
         .shape == (2, 0, 3)  # fmt: skip
     far = check(torch.full((1, 2, 32), 1e4), torch.ones(1, 32), torch.full((1, 32), 2, dtype=torch.uint8))
     assert (tables()[2][far.long()] > 1).float().mean() > 0.9
@@ -85,29 +86,31 @@ def test_edges(isa):  # noqa: F811
 def test_infinite_inputs_end(isa):  # noqa: F811
     two = torch.full((1, 32), 2, dtype=torch.uint8)
     for bad in (float("nan"), float("inf"), 1e30):
-        assert cpu.encode_trellis(torch.full((1, 2, 32), bad), torch.ones(1, 32), two, tables()).shape == (1, 2, 32)
+        y = torch.full((1, 2, 32), bad)
+        assert native.encode_trellis(y, torch.ones(1, 32), two, tables()).shape == y.shape
 
 
 def test_any_batch_any_threads(isa):  # noqa: F811
     torch.manual_seed(1)
     y, weight, bits = torch.randn(3, 200, 64), torch.rand(3, 64), mixed_bits(3, 64)
-    whole = cpu.encode_trellis(y, weight, bits, tables())
+    whole = native.encode_trellis(y, weight, bits, tables())
     torch.set_num_threads(3)
-    assert torch.equal(cpu.encode_trellis(y, weight, bits, tables()), whole)
+    assert torch.equal(native.encode_trellis(y, weight, bits, tables()), whole)
     torch.set_num_threads(1)
-    one = cpu.encode_trellis(y[1:2, 77:78], weight[1:2], bits[1:2], tables())
+    one = native.encode_trellis(y[1:2, 77:78], weight[1:2], bits[1:2], tables())
     assert torch.equal(one[0, 0], whole[1, 77])
 
 
 def test_strides_and_dtypes(isa):  # noqa: F811
     torch.manual_seed(2)
     y, weight, bits = torch.randn(64, 6, 4).permute(2, 1, 0), torch.rand(64, 4).T, mixed_bits(4, 64)
-    whole = cpu.encode_trellis(y.contiguous(), weight.contiguous(), bits, tables())
-    assert torch.equal(cpu.encode_trellis(y, weight, bits.T.contiguous().T, tables()), whole)
-    assert torch.equal(cpu.encode_trellis(y[:, ::2], weight, bits, tables()), whole[:, ::2])
+    whole = native.encode_trellis(y.contiguous(), weight.contiguous(), bits, tables())
+    assert torch.equal(native.encode_trellis(y, weight, bits.T.contiguous().T, tables()), whole)
+    assert torch.equal(native.encode_trellis(y[:, ::2], weight, bits, tables()), whole[:, ::2])
     half = y.bfloat16()
     assert torch.equal(
-        cpu.encode_trellis(half, weight, bits, tables()), cpu.encode_trellis(half.float(), weight, bits, tables())
+        native.encode_trellis(half, weight, bits, tables()),
+        native.encode_trellis(half.float(), weight, bits, tables()),
     )
 
 
@@ -118,7 +121,7 @@ def test_instruction_sets_agree():
     for name, missing in cpu.isas().items():
         if missing is None:
             cpu.set_isa(name)
-            errors.append(squared_error(y, weight, bits, cpu.encode_trellis(y, weight, bits, tables())).sum())
+            errors.append(squared_error(y, weight, bits, native.encode_trellis(y, weight, bits, tables())).sum())
     cpu.set_isa("auto")
     torch.testing.assert_close(torch.stack(errors), errors[0].expand(len(errors)), rtol=1e-5, atol=0)
 
@@ -126,11 +129,11 @@ def test_instruction_sets_agree():
 def test_what_is_refused():
     y, weight, bits = torch.zeros(2, 3, 8), torch.zeros(2, 8), torch.ones(2, 8, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"bits: expected 0 to 8, got 9"):
-        cpu.encode_trellis(y, weight, bits * 9, tables())
+        native.encode_trellis(y, weight, bits * 9, tables())
     with pytest.raises(ValueError, match=r"weight: expected \[R, D\] with D = 8, got 7"):
-        cpu.encode_trellis(y, weight[:, :7], bits, tables())
+        native.encode_trellis(y, weight[:, :7], bits, tables())
     with pytest.raises(ValueError, match=r"tables: expected \[9, 256\] with 9 = 9, got 6"):
-        cpu.encode_trellis(y, weight, bits, tables()[:6])
+        native.encode_trellis(y, weight, bits, tables()[:6])
     with backends.forced("cpu"), pytest.raises(UserError, match=r"bits is torch\.int64, not uint8"):
         backends.encode_trellis(y, weight, bits.long(), tables())
     with backends.forced("reference"):
@@ -147,7 +150,7 @@ def test_any_rates(rates, seed):
     generator = torch.Generator().manual_seed(seed)
     y, weight = torch.randn(1, 64, len(rates), generator=generator), torch.rand(1, len(rates), generator=generator)
     bits = torch.tensor([rates], dtype=torch.uint8)
-    windows, expected = cpu.encode_trellis(y, weight, bits, tables()), encode_trellis(y, weight, bits, tables())
+    windows, expected = native.encode_trellis(y, weight, bits, tables()), encode_trellis(y, weight, bits, tables())
     active = [d for d, b in enumerate(rates) if b]
     states = windows[0].int()
     for d, before in zip(active, [active[-1], *active], strict=False):

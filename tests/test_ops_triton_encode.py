@@ -77,10 +77,8 @@ def test_group_ranges(device, place):  # noqa: F811
     same(backends.group_ranges(*on(device, *call)), encode_grid.group_ranges(*call))
 
 
-@pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize("number", range(len(PLACES)), ids=map(str, PLACES))
-def test_encode_grid(device, number, side):  # noqa: F811
-    """Each place with its own bits, integers and tables, ranges of two types."""
+def grid_calls(number, side):
+    """Two calls of `encode_grid` in place `number`, with its own bits: integers and a table, two types of range."""
     axis, group, t, D = PLACES[number]
     B, H, N = [(2, 1, 1), (1, 2, 1), (1, 1, 2)][number % 3]
     bits = 1 + (number + 3 * (side == "keys")) % 8
@@ -90,7 +88,13 @@ def test_encode_grid(device, number, side):  # noqa: F811
     scale, offset = ((high - low) / (2**bits - 1)).half(), low.bfloat16()
     scale[0, 0, 0, 0] = 0
     table = torch.randn(2**bits).sort().values
-    for call in ((x, place, scale, offset, None), (x, place, high, None, table)):
+    return (x, place, scale, offset, None), (x, place, high, None, table)
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("number", range(len(PLACES)), ids=map(str, PLACES))
+def test_encode_grid(device, number, side):  # noqa: F811
+    for call in grid_calls(number, side):
         same([backends.encode_grid(*on(device, *call))], [encode_grid.encode_grid(*call)])
 
 
@@ -106,11 +110,16 @@ def test_half_way(device):  # noqa: F811
     same([backends.encode_grid(*on(device, x, place, None, None, table))], [lanes.pack_lanes(codes[:, :, None], 3)])
 
 
-def test_one_range_for_all_blocks(device):  # noqa: F811
+def call_with_one_range():
+    """`encode_grid` with a range for all blocks."""
     torch.manual_seed(0)
     x, place = vectors(1, 2, 64, 64), GridPlace("keys", 4, "channel", 32, 32)
     low, high = (r(2)[:, :, None, None] for r in (x.amin, x.amax))
-    call = x, place, ((high - low) / 15).half(), low.half(), None
+    return x, place, ((high - low) / 15).half(), low.half(), None
+
+
+def test_one_range_for_all_blocks(device):  # noqa: F811
+    call = call_with_one_range()
     same([backends.encode_grid(*on(device, *call))], [encode_grid.encode_grid(*call)])
 
 

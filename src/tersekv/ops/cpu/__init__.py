@@ -126,18 +126,6 @@ def why_not_merge_segments(outs: list[Tensor], lses: list[Tensor]) -> str | None
     return None
 
 
-def why_not_encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> str | None:
-    """Why `encode_trellis` does not take this call; None if it does."""
-    if _module is None and (reason := why_not_built()):
-        return reason
-    for name, x in (("y", y), ("weight", weight), ("bits", bits), ("tables", tables)):
-        if not x.is_cpu:
-            return f"{name} is on {x.device}, not on cpu"
-        if name != "bits" and not x.is_floating_point():
-            return f"{name} is {x.dtype}, not a float"
-    return None if bits.dtype is torch.uint8 else f"bits is {bits.dtype}, not uint8"
-
-
 def why_not_basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> str | None:
     """Why `basis_product` does not take this call; None if it does."""
     if _module is None and (reason := why_not_built()):
@@ -249,18 +237,6 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
         out.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     return out, lse
-
-
-def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
-    """See `tersekv.ops.trellis`: y [R, n, D], weight and bits [R, D], tables [9, 256] to windows uint8 [R, n, D]."""
-    native, y = _module or loaded(), y.detach().float()
-    weight, bits, tables = weight.detach().float().contiguous(), bits.contiguous(), tables.detach().float().contiguous()
-    windows = torch.empty_like(y, dtype=torch.uint8, memory_format=torch.contiguous_format)
-    native.encode_trellis(
-        *[(x.data_ptr(), x.shape, x.stride()) for x in (y, weight, bits, tables)], windows.data_ptr(),
-        torch.get_num_threads(),
-    )  # fmt: skip
-    return windows
 
 
 def basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> Tensor:

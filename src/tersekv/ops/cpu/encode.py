@@ -82,6 +82,17 @@ def why_not_rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Ten
     return _why_not_float32(("x", x), ("matrix", matrix), ("signs", signs)) or _why_not(("order", order))
 
 
+def why_not_encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> str | None:
+    """Why `encode_trellis` does not take this call; None if it does."""
+    floats = ("y", y), ("weight", weight), ("tables", tables)
+    for name, x in floats:
+        if not x.is_floating_point():
+            return f"{name} is {x.dtype}, not a float"
+    if bits.dtype is not torch.uint8:
+        return f"bits is {bits.dtype}, not uint8"
+    return _why_not(("bits", bits), *((name, x.detach()) for name, x in floats))
+
+
 def _crossing(x: Tensor) -> tuple:
     return x.data_ptr(), x.shape, x.stride()
 
@@ -199,3 +210,12 @@ def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> 
         _crossing(vectors), *map(_crossing, parts), _crossing(out), torch.get_num_threads()
     )  # fmt: skip
     return out.view(x.shape)
+
+
+def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
+    """See `tersekv.ops.trellis`: y [R, n, D], weight and bits [R, D], tables [9, 256] to windows uint8 [R, n, D]."""
+    y, weight, tables = (x.detach().float() for x in (y, weight, tables))
+    windows = torch.empty_like(y, dtype=torch.uint8, memory_format=torch.contiguous_format)
+    call = y, weight.contiguous(), bits.contiguous(), tables.contiguous()
+    cpu.loaded().encode_trellis(*map(_crossing, call), windows.data_ptr(), torch.get_num_threads())
+    return windows
