@@ -163,6 +163,7 @@ struct RopeSteps {
   const float* matrix = nullptr;    // [2·slow, kLanes]
   const int32_t* pair = nullptr;    // [columns] of cos and sin
   const int32_t* column = nullptr;  // [pairs]
+  const int16_t* words = nullptr;   // [rows / 2, M, 2]: the table times 32767, or null
   bool in_order = false;            // pair i has column i, and so many columns that whole vectors of them can be read
 
   int64_t pairs() const { return fast + slow; }
@@ -179,6 +180,9 @@ struct RopeView {
   // Not null: positions are consecutive, cosines and sines have the same columns, and those of the next steps.M tokens
   // follow from those of any token.
   const RopeSteps* steps = nullptr;
+  // Not null: positions are consecutive, channels d and d + D/2 are pairs of one column, and these are cosines and
+  // sines of the next steps times 32767, [D/4, 2, kTurnTokens, 2]: of pairs 2i and 2i + 1 side by side.
+  const int16_t* turns = nullptr;
 };
 
 // A packed segment, or a part of one. Parts: of `added`, `joined` (channels side by side), `roped`, `rotated`.
@@ -199,6 +203,7 @@ struct View {
 };
 
 struct TrellisKernel;  // trellis_kernel.h
+struct RopeKernel;     // rope_kernel.h
 struct EncodeTrellis;  // encode_trellis.h
 struct BasisProduct;   // basis.h
 
@@ -225,6 +230,7 @@ struct Call {
   GridFn (*grid_product)(const GridView&, int rows) = nullptr;
   bool rounds = false;  // grid_product multiplies in bfloat16
   const TrellisKernel* trellis = nullptr;
+  const RopeKernel* rope = nullptr;
   int64_t id = 0;  // no two calls of a process have the same
 };
 
@@ -254,6 +260,7 @@ struct Kernels {
   void (*encode_trellis)(const EncodeTrellis&, int64_t row, int64_t first, int64_t last);
   void (*basis_product)(const BasisProduct&, int64_t head);
   const TrellisKernel* trellis;  // null: trellis.h does it
+  const RopeKernel* rope;        // null: roped_grid.h and turned.h do it
 };
 
 // 64-byte aligned memory of the calling thread, valid until the thread calls reset_scratch.

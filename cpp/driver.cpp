@@ -7,6 +7,7 @@
 
 #include "isa.h"
 #include "pool.h"
+#include "rope_kernel.h"
 
 namespace tersekv {
 namespace {
@@ -17,9 +18,10 @@ constexpr double kTaskNs = 15000.0;  // tasks no smaller than this
 constexpr int64_t kRopedTokens = 512;  // whose cosines and sines stay in the second cache
 
 // Whether cosines and sines of all tokens are read.
-bool turns(const View& view) {
-  bool any = view.kind == Kind::roped || (view.kind == Kind::turned && !view.rope.steps);
-  for (int64_t i = 0; i < view.count; i++) any |= turns(view.parts[i]);
+bool turns(const Call& call, const View& view) {
+  const bool stepped = call.rope && view.rope.turns && roped_codes(view.parts[0]);
+  bool any = (view.kind == Kind::roped && !stepped) || (view.kind == Kind::turned && !view.rope.steps);
+  for (int64_t i = 0; i < view.count; i++) any |= turns(call, view.parts[i]);
   return any;
 }
 
@@ -67,7 +69,7 @@ void split(Plan& plan, int threads) {
     const int64_t wanted = ceil_div(4 * threads, tasks), worth = static_cast<int64_t>(plan.ns / kTaskNs) / tasks;
     plan.splits = std::max<int64_t>(1, std::min({wanted, worth, plan.units}));
   }
-  if (turns(*plan.call->keys))
+  if (turns(*plan.call, *plan.call->keys))
     plan.splits =
         std::max<int64_t>(1, std::min(plan.units, std::max(plan.splits, ceil_div(plan.call->T, kRopedTokens))));
 }
@@ -98,6 +100,7 @@ void attend(std::vector<Call>& calls, int threads, float* out, float* lse) {
     call.grid_product = current().grid_product;
     call.rounds = current().rounds;
     call.trellis = current().trellis;
+    call.rope = current().rope;
     job.plans.push_back(plan_of(call));
     ns += job.plans.back().ns;
   }

@@ -1,6 +1,7 @@
 #include "isa.h"
 
 #include "encoders.h"
+#include "rope_kernel.h"
 #include "trellis_kernel.h"
 
 #include <atomic>
@@ -44,10 +45,12 @@ std::vector<Isa> detect() {
   return {
       {&kernels_avx512bf16(), bf16}, {&kernels_avx512(), avx512}, {&kernels_avx2(), avx2}, {&kernels_baseline(), ""}};
 }
-bool has_byte_products() {
+
+constexpr unsigned kVbmi = 1u << 1, kVbmi2 = 1u << 6, kVnni = 1u << 11;
+
+bool has(unsigned features) {
   unsigned a = 0, b = 0, c = 0, d = 0;
-  const unsigned vbmi = 1u << 1, vbmi2 = 1u << 6, vnni = 1u << 11, all = vbmi | vbmi2 | vnni;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & all) == all;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & features) == features;
 }
 #else
 std::vector<Isa> detect() { return {{&kernels_baseline(), ""}}; }
@@ -72,7 +75,8 @@ const std::vector<Isa>& isas() {
 }
 
 #if TERSEKV_X86
-const TrellisKernel* trellis_kernel() { return has_byte_products() ? &trellis_kernel_vnni() : nullptr; }
+const TrellisKernel* trellis_kernel() { return has(kVbmi | kVbmi2 | kVnni) ? &trellis_kernel_vnni() : nullptr; }
+const RopeKernel* rope_kernel() { return has(kVnni) ? &rope_kernel_vnni() : nullptr; }
 #endif
 
 const Encoders& encoders() {

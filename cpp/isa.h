@@ -20,6 +20,7 @@ GridFn grid_product_avx512bf16(const GridView& view, int rows);
 
 // Integer products of trellis codes; null where the CPU lacks VBMI, VBMI2 or VNNI.
 const TrellisKernel* trellis_kernel();
+const RopeKernel* rope_kernel();
 
 struct Isa {
   const Kernels* kernels;

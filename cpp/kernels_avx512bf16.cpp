@@ -9,7 +9,8 @@ namespace tersekv {
 const Kernels& kernels_avx512bf16() {
   static const Kernels kernels = {Avx512Bf16::kName,      Avx512Bf16::kNsPerProduct, kernels_avx512().attend,
                                   kernels_avx512().merge, grid_product_avx512bf16,   true,
-                                  encode_trellis_avx512,  basis_product_avx512,      trellis_kernel()};
+                                  encode_trellis_avx512,  basis_product_avx512,      trellis_kernel(),
+                                  rope_kernel()};
   return kernels;
 }
 }  // namespace tersekv

@@ -2,17 +2,20 @@
 #include <algorithm>
 
 #include "operands.h"
+#include "rope_kernel.h"
 
 namespace tersekv {
 
-// (7, part, cos 3x, sin 3x, channels 3x)
+// (7, part, turns or None, cos 3x, sin 3x, channels 3x): turns where positions are consecutive, see RopeView::turns
 void Operands::parse_roped(View& v, const std::string& name, nb::handle packed) {
   if (name != "keys." || depth_ != 1) fail(name, "expected RoPE around keys, outermost");
   tiled_ = true;
   parse_parts(v, name, packed, 1, 1);
   tiled_ = false;
   v.D = v.parts[0].D;
-  parse_rope(v, name, packed, 2, 1);
+  parse_rope(v, name, packed, 3, 1);
+  const nb::handle turns = item(packed, 2);
+  if (!turns.is_none()) parse_turns(v, name, tensor_at(turns, 0));
 }
 
 // cos 3x, sin 3x, channels 3x, for the view's D channels and every `step`-th of its T tokens
@@ -46,6 +49,20 @@ void Operands::parse_rope(View& v, const std::string& name, nb::handle packed, P
   }
 }
 
+// int16 [D/4, 2, kTurnTokens, 2]
+void Operands::parse_turns(View& v, const std::string& name, const Tensor& turns) {
+  const int64_t half = v.D / 2;
+  bool halves = v.D % 4 == 0;
+  for (int64_t d = 0; halves && d < half; d++) {
+    const RopeChannel &a = v.rope.channels[d], &b = v.rope.channels[d + half];
+    halves = a.partner == d + half && a.sign == -1;
+    for (const int32_t column : {a.sin_column, b.cos_column, b.sin_column}) halves &= column == a.cos_column;
+  }
+  if (!halves) fail(name, "turns of RoPE: expected channels d and d + D/2 as pairs of one column");
+  expect(name, "turns of RoPE", turns, {{"D/4", half / 2}, {"2", 2}, {"steps", kTurnTokens}, {"2", 2}}, 0);
+  v.rope.turns = turns.as<int16_t>();
+}
+
 // (10, tokens, steps or None, vector 3x, cos 3x, sin 3x, channels 3x): float32 [1 or B, H, D], beside or plus other
 // views; steps where positions are consecutive and channels take cosines and sines of the same columns: cos and sin are
 // then those of every M-th token
@@ -73,7 +90,7 @@ void Operands::parse_turned(View& v, const std::string& name, nb::handle packed)
   parse_steps(rope, name, steps);
 }
 
-// (table 3x, matrix 3x, place 3x): place int32 [columns], a fast column's number, or -1 less a slow one's
+// (table 3x, matrix 3x, place 3x, words 3x): place int32 [columns], a fast column's number, or -1 less a slow one's
 void Operands::parse_steps(RopeView& rope, const std::string& name, nb::handle packed) {
   const Tensor table = tensor_at(packed, 0), matrix = tensor_at(packed, 3), place = tensor_at(packed, 6);
   if (table.dims != 2 || matrix.dims != 2 || table.shape[1] < kLanes || table.shape[1] % kLanes ||
@@ -87,6 +104,9 @@ void Operands::parse_steps(RopeView& rope, const std::string& name, nb::handle p
   steps.matrix = matrix.as<float>();
   expect(name, "rope steps", table, {{"rows", 2 * steps.fast + terms}, {"M", steps.M}}, 0);
   expect(name, "rope steps' matrix", matrix, {{"rows", 2 * steps.slow}, {"16", kLanes}}, 0);
+  const Tensor words = tensor_at(packed, 9);
+  expect(name, "rope steps' words", words, {{"rows / 2", steps.rows / 2}, {"M", steps.M}, {"2", 2}}, 0);
+  steps.words = words.as<int16_t>();
   expect(name, "rope steps' places", place, {{"columns", rope.columns}}, 0);
   auto memory = std::make_unique<float[]>(ceil_div(sizeof(RopeSteps), sizeof(float)) + rope.columns + steps.pairs());
   auto* pair = reinterpret_cast<int32_t*>(memory.get() + ceil_div(sizeof(RopeSteps), sizeof(float)));

@@ -19,8 +19,10 @@ struct RopedGrid;
 
 struct RopedOwn {
   RopePair* pairs;
-  int32_t* plain;  // channels that do not turn
-  int64_t pair_count, plain_count, columns, tile_floats;
+  int32_t* plain;   // channels that do not turn
+  int32_t* column;  // those of cos and sin that are read, `cos` ones in front
+  int64_t cos, columns;
+  int64_t pair_count, plain_count, tile_floats;
   float* tile;      // kRopedTiles of them
   RopedGrid* grid;  // roped_grid.h; null: through tiles
 };
@@ -104,8 +106,9 @@ void roped_prepare(Node& node) {
     pair.sin_a = columns.add(pair.sin_a, columns.cos);
     pair.sin_b = columns.add(pair.sin_b, columns.cos);
   }
+  own->column = columns.column;
+  own->cos = columns.cos;
   own->columns = columns.count;
-  rope_tables<S>(node, columns.column, columns.cos, columns.count);
 }
 
 // Scores of NG·16 tokens: tiles [NG] of [D][16], one after another.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "grid_tile.h"
+#include "rope_kernel.h"
 #include "roped.h"
 #include "sparse.h"
 
@@ -12,7 +13,9 @@ namespace {  // internal to each build of the kernels
 struct RopedGrid {
   const Node *grid, *sparse;  // sparse: null where there is none
   Rows *query, *turned;       // for entries: [D][4], factors of cosines and of sines of the tokens
+  Rows* plain;                // rows as they are given
   int64_t row;                // the first of the rows that stand there, or -1
+  void* fast;                 // of the call's RopeKernel, or null
 };
 
 // The words of one unit of codes, and the index of each.
@@ -38,8 +41,6 @@ struct Unit {
   }
 };
 
-inline int64_t unit_codes(int bits) { return packed_slots(bits, bits == 3 ? 3 : 1); }
-
 // Whether channels d and d + D/2 are pairs that turn by the same angle, whole units of codes apart.
 inline bool turns_halves(const Node& node) {
   const RopedOwn& own = *static_cast<RopedOwn*>(node.own);
@@ -54,18 +55,19 @@ inline bool turns_halves(const Node& node) {
 
 // Null where keys must be decoded into a tile.
 inline RopedGrid* roped_grid(const Node& node) {
+  if (!roped_codes(*node.parts[0].view) || !turns_halves(node)) return nullptr;
   const Node& keys = node.parts[0];
   const bool added = keys.view->kind == Kind::added;
-  if (added && (keys.view->count != 2 || keys.parts[1].view->kind != Kind::sparse)) return nullptr;
   const Node& grid = added ? keys.parts[0] : keys;
-  if (grid.view->kind != Kind::grid || grid.grid.bits > kLutBits || grid.grid.lane_scaled) return nullptr;
-  if (grid.grid.group != grid.grid.L || node.view->D / 2 % unit_codes(grid.grid.bits) || !turns_halves(node))
-    return nullptr;
   auto* out = reinterpret_cast<RopedGrid*>(scratch(ceil_div(sizeof(RopedGrid), sizeof(float))));
-  *out = {&grid, added ? &keys.parts[1] : nullptr, nullptr, nullptr, -1};
+  *out = {&grid, added ? &keys.parts[1] : nullptr, nullptr, nullptr, nullptr, -1, nullptr};
+  const RopeView& rope = node.view->rope;
+  if (node.call->rope && rope.turns)
+    out->fast = node.call->rope->prepare({&rope, &grid.grid, node.b, node.h, node.query, node.query_stride});
   if (added) {
     out->query = reinterpret_cast<Rows*>(scratch(4 * node.view->D));
     out->turned = reinterpret_cast<Rows*>(scratch(4 * node.view->D));
+    out->plain = reinterpret_cast<Rows*>(scratch(4 * node.view->D));
   }
   return out;
 }
@@ -164,8 +166,56 @@ void roped_grid_blocks(const Node& node, const Node& grid, const float* tables, 
   }
 }
 
+// Queries as they meet keys of steps from `token` on, in units of those steps' cosines, into own.query and own.turned.
+inline void turn_rows(const Node& node, RopedGrid& own, const Span& span, int64_t token) {
+  const RopeView& rope = node.view->rope;
+  const int64_t half = node.view->D / 2, at = node.b * rope.stride_b + node.h * rope.stride_h + token * rope.stride_t;
+  const float *cos = rope.cos + at, *sin = rope.sin + at;
+  if (own.row != span.row) interleave(node.query_row(span.row), node.query_stride, span.rows, 2 * half, own.plain);
+  own.row = span.row;
+  const Rows *plain = own.plain, *partner = plain + half;
+  for (int64_t i = 0; i < half; i++) {
+    const int32_t column = rope.channels[i].cos_column;
+    const float c = cos[column] * (1.0f / 32767), s = sin[column] * (1.0f / 32767);
+    const Rows a = plain[i] * c + partner[i] * s, b = partner[i] * c - plain[i] * s;
+    own.query[i] = a;
+    own.query[i + half] = own.turned[i] = b;
+    own.turned[i + half] = -a;
+  }
+}
+
+// By the call's RopeKernel; entries apart meet the cosines and sines of its steps.
+template <class S>
+void stepped_scores(const Node& node, RopedGrid& own, Span span, float* score, int64_t score_stride) {
+  const int64_t t = own.grid->grid.L, half = node.view->D / 2;
+  const int64_t window = t < kTurnTokens && kTurnTokens % t == 0 ? kTurnTokens : t;
+  const int16_t* turns = node.view->rope.turns;
+  for (int64_t token = span.first; token < span.last; token += window) {
+    const int64_t last = token + window < span.last ? token + window : span.last;
+    RopedSpan part = {span.row, span.rows, token, last};
+    fetch_values(node, span, token, last - token, &part.next, &part.next_end);
+    node.call->rope->scores(own.fast, part, score + token - span.first, score_stride);
+  }
+  if (!own.sparse) return;
+  Rows* tokens = static_cast<SparseOwn*>(own.sparse->own)->tokens;
+  clear(tokens, span.tokens());
+  for (int64_t token = span.first; token < span.last; token += kTurnTokens, tokens += kTurnTokens) {
+    const int64_t last = token + kTurnTokens < span.last ? token + kTurnTokens : span.last;
+    turn_rows(node, own, span, token);
+    const Rows *query = own.query, *turned = own.turned;
+    each_entry<S>(*own.sparse, {span.row, span.rows, token, last},
+                  [=](int64_t at, int64_t channel, float value, auto) TERSEKV_INLINE {
+                    const int64_t pair = channel - (half & -static_cast<int64_t>(channel >= half));
+                    const int16_t* cos = turns + (pair / 2 * 2 * kTurnTokens + at) * 2 + pair % 2;
+                    tokens[at] += query[channel] * (value * cos[0]) + turned[channel] * (value * cos[2 * kTurnTokens]);
+                  });
+  }
+  add_interleaved(static_cast<SparseOwn*>(own.sparse->own)->tokens, score_stride, span.rows, span.tokens(), score);
+}
+
 template <class S>
 void roped_grid_scores(const Node& node, RopedGrid& own, Span span, float* score, int64_t score_stride) {
+  if (own.fast) return stepped_scores<S>(node, own, span, score, score_stride);
   const Task& task = *node.task;
   const int64_t unit = node.call->tokens_per_unit, first = task.first * unit, stride = task.last * unit - first;
   const float* tables = node.lanes + span.first - first;

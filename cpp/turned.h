@@ -5,6 +5,7 @@
 // polynomial.
 #pragma once
 
+#include "rope_kernel.h"
 #include "roped.h"
 
 namespace tersekv {
@@ -16,6 +17,7 @@ struct TurnedOwn {
   float* turn;          // [4][width]: cos and sin of a token, and coefficients after it
   float* constant;      // [rows], of channels that do not turn
   float* stepped;       // [rows at once][rows of the steps' table], of a token
+  int16_t* words;       // the same in 16 bits, or null
 };
 
 // Coefficients of steps from token block·M on.
@@ -66,6 +68,7 @@ void turned_prepare(Node& node) {
   auto* own = reinterpret_cast<TurnedOwn*>(scratch(ceil_div(sizeof(TurnedOwn), sizeof(float))));
   node.own = own;
   own->width = rope.steps ? round_up(rope.steps->pairs(), kLanes) : 0;
+  own->words = nullptr;
   const int64_t reads = rope.steps ? 2 * own->width : rope.reads;
   own->coefficients = scratch(node.rows * reads);
   own->constant = scratch(node.rows);
@@ -95,6 +98,8 @@ void turned_prepare(Node& node) {
   }
   if (rope.steps) {
     own->stepped = scratch(kRowTile * rope.steps->rows);
+    if (node.call->rope && rope.steps->words)
+      own->words = reinterpret_cast<int16_t*>(scratch(ceil_div(kRowTile * rope.steps->rows, 2)));
     own->turn = scratch(4 * own->width);
     clear(own->turn, 4 * own->width);
   } else {
@@ -140,6 +145,12 @@ void turned_scores(const Node& node, Span span, float* score, int64_t score_stri
     const int64_t begin = rope.steps ? token / stride * stride : first;
     const int64_t end = span.last - begin < stride ? span.last : begin + stride;
     if (rope.steps) step_coefficients<S>(node, span, begin / stride);
+    if (own.words) {
+      node.call->rope->turned({rope.steps->words + 2 * (token - begin), reads, stride, end - token, span.rows, of,
+                               constant, own.words, score + token - span.first, score_stride});
+      token = end;
+      continue;
+    }
     with_rows(span.rows, [&](auto rows) {
       for (; end - token >= kTiles * kLanes; token += kTiles * kLanes)
         turned_tile_scores<S, rows, kTiles>(of, constant, reads, tables + token - begin, stride,

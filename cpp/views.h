@@ -53,7 +53,11 @@ void prepare(Node& node) {
     case Kind::roped:
       prepare_parts<S>(node);
       roped_prepare<S>(node);
-      static_cast<RopedOwn*>(node.own)->grid = roped_grid(node);
+      {
+        auto& own = *static_cast<RopedOwn*>(node.own);
+        own.grid = roped_grid(node);
+        if (!own.grid || !own.grid->fast) rope_tables<S>(node, own.column, own.cos, own.columns);
+      }
       return;
     case Kind::rotated:
       prepare_parts<S>(node);

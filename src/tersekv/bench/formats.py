@@ -53,7 +53,7 @@ class Packer(NamedTuple):
             tokens = plane.shape[2] * self.codec.layout(self.head_dim).block_tokens
             cos, sin = (x.unsqueeze(0) for x in rope.cos_sin(0, tokens, 0, plane.device))
             if self.rope == "prerope":
-                view = Roped(view, rope, cos, sin)
+                view = Roped(view, rope, cos, sin, consecutive=True)
             else:
                 ones = torch.ones(1, plane.shape[1], self.head_dim, device=plane.device)
                 view = Added([view, Turned(ones, rope, cos, sin, consecutive=True)])

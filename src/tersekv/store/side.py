@@ -162,7 +162,8 @@ class SideStore(Stateful):
             mean = self.rotary.turned_view(self.codec.fitted["mean"], place + first, tokens)
             return Centred(view, mean, shared=self.rotary.shares)
         cos_sin = self.rotary.cos_sin(place + first, tokens, self.sinks.device)
-        return Roped(view, self.rotary.rope, *cos_sin, shared=self.rotary.shares)
+        rope, shares = self.rotary.rope, self.rotary.shares
+        return Roped(view, rope, *cos_sin, shared=shares, consecutive=not rope.varies)
 
     def view_at(self, first: int, tokens: int, places: Tensor) -> View:
         """Packed tokens `first` to `first + tokens`, whole blocks, which stand at places int [tokens]."""

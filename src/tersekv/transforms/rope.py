@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tersekv.transforms.rope_steps import STEPS, Steps, rope_steps
+from tersekv.transforms.rope_steps import STEPS, TURNS, Steps, rope_steps, rope_turns
 
 CosSin = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 Apply = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -33,6 +33,7 @@ class Rope:
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._channels: dict[tuple[int, int], Tensor | None] = {}
         self._steps: Steps | None = None
+        self._turns: dict[tuple[int, int], Tensor | None] = {}
 
     def cos_sin(self, first: int, n: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin float32 [n, R] of positions first to first + n; negative positions (padding) are allowed."""
@@ -69,6 +70,15 @@ class Rope:
                 self._steps = rope_steps(cos, sin, self._first_equal(cos.shape[-1]))
         return self._steps
 
+    def turns(self, D: int, columns: int) -> Tensor | None:
+        """How cosines and sines of D channels go on from any token, in 16 bits; see `rope_turns`."""
+        if (D, columns) not in self._turns:
+            channels = self.channels(D, columns)
+            with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+                made = self._made(torch.arange(TURNS), 1)
+                self._turns[D, columns] = None if channels is None else rope_turns(*made, channels)
+        return self._turns[D, columns]
+
     def turn(self, first: int, n: int, D: int) -> Turn | None:
         """RoPE of positions first to first + n on D channels; None where `apply` does not turn pairs of channels."""
         cos, sin = self.cos_sin(first, n, first + n, torch.device("cpu"))
@@ -78,7 +88,8 @@ class Rope:
     def tables(self, stepped: bool = False) -> list[Tensor]:
         """What is kept; stepped: `steps`, too, where a CPU reads."""
         steps = list(self.steps()) if stepped and torch.device("cpu") in self._tables else []
-        return [x for table in self._tables.values() for x in table] + steps
+        turns = [x for x in self._turns.values() if x is not None]
+        return [x for table in self._tables.values() for x in table] + steps + turns
 
     def channels(self, D: int, columns: int) -> Tensor | None:
         """`apply` as pairs of channels: int32 [D, 4], where channel d becomes x[d]·cos[c] + sign·x[partner]·sin[s] with

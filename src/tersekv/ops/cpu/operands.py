@@ -236,7 +236,9 @@ def _view_channels(view: Any) -> int:
 def _pack_roped(name: str, view: Any) -> tuple:
     before = view.before
     inner = _pack_rotated(name, before) if before.kind == "rotated" else pack(name, before.operand)
-    return 7, inner, *_pack_rope(view.cos, view.sin, _rope_channels(view))
+    turns = view.rope.turns(_view_channels(before), view.cos.shape[-1]) if view.consecutive else None
+    steps = None if turns is None else _tensor(turns)
+    return 7, inner, steps, *_pack_rope(view.cos, view.sin, _rope_channels(view)), turns
 
 
 def _pack_rope(cos: Tensor, sin: Tensor, channels: Tensor | None) -> tuple:

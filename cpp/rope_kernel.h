@@ -1,0 +1,58 @@
+// Keys before RoPE, and vectors that RoPE turns, in 16-bit integers: what roped_grid.h and turned.h call where the CPU
+// can do it. Positions are consecutive, so that the query is turned once for some tokens and cosines and sines of a few
+// steps serve them all.
+#pragma once
+
+#include "contract.h"
+
+namespace tersekv {
+
+constexpr int64_t kTurnTokens = 64;  // that one turned query serves
+
+// A view of kind `roped` for one task.
+struct RopedSide {
+  const RopeView* rope = nullptr;
+  const GridView* grid = nullptr;  // with the table of this batch row
+  int64_t b = 0, h = 0;
+  const float* query = nullptr;  // [rows, query_stride], scaled
+  int64_t query_stride = 0;
+};
+
+// Rows [row, row + rows), at most four, over tokens [first, last).
+struct RopedSpan {
+  int64_t row, rows, first, last;
+  const char *next = nullptr, *next_end = nullptr;  // fetched meanwhile, a line for each line that is read
+};
+
+// Sums of table [reads, stride] · factor for 16·n tokens: reads is even, and stands in pairs [reads / 2, stride, 2].
+struct TurnedProduct {
+  const int16_t* table = nullptr;
+  int64_t reads = 0, stride = 0, tokens = 0, rows = 0;
+  const float *factor = nullptr, *constant = nullptr;  // [rows, reads], [rows]
+  int16_t* words = nullptr;                            // room for [rows, reads]
+  float* score = nullptr;
+  int64_t score_stride = 0;
+};
+
+struct RopeKernel {
+  // What a task keeps for a side, in scratch memory.
+  void* (*prepare)(const RopedSide&);
+  // score[r][i] += query[r] · x̂[i]
+  void (*scores)(void* side, RopedSpan span, float* score, int64_t score_stride);
+  // score[r][i] += constant[r] + Σ_c factor[r][c] · table[c][i]
+  void (*turned)(const TurnedProduct&);
+};
+
+const RopeKernel& rope_kernel_vnni();
+void turned_in_words(const TurnedProduct& of);
+
+// What is coded before RoPE, if it is a grid of few bits with scales per channel, maybe with entries apart.
+static inline const View* roped_codes(const View& keys) {
+  const bool apart = keys.kind == Kind::added && keys.count == 2 && keys.parts[1].kind == Kind::sparse;
+  const View* codes = apart ? keys.parts : &keys;
+  const GridView& grid = codes->grid;
+  if (codes->kind != Kind::grid || grid.bits > 4 || grid.lane_scaled || grid.group != grid.L) return nullptr;
+  return keys.D % 2 || keys.D / 2 % packed_slots(grid.bits, grid.bits == 3 ? 3 : 1) ? nullptr : codes;
+}
+
+}  // namespace tersekv

@@ -1,0 +1,191 @@
+"""RoPE in 16-bit integers: keys before RoPE that are grids, and turned vectors, where positions are consecutive.
+
+With AVX-512 VNNI keys and turned queries are rounded to 16 bits. The bounds are worst cases of those roundings, added to
+float32's; `test_ops_packed.py` has the same layouts at any positions, which stay in float32.
+"""
+
+import pytest
+import torch
+
+from packed_views import magnitude, packed, rope, tokens
+from tersekv.formats.base import Joined
+from tersekv.formats.centred import Turned
+from tersekv.formats.exact import ExactView
+from tersekv.formats.grid import GridView
+from tersekv.formats.roped import Roped
+from tersekv.ops import cpu
+from tersekv.transforms.rope_steps import TURNS, rope_turns
+from test_ops_parity import (  # noqa: F401
+    compare,
+    expectation,
+    isa,
+    make_mask,
+    make_side,
+    one_thread,
+    poisoned_outputs,
+    pytestmark,
+)
+
+MOST_ENTRY, MOST_WORD, MOST_QUERY = 23160, 32767, 65000
+"""Of the kernel: of keys, of anything in 16 bits, and of the absolute values of a query added up."""
+
+
+def grid(bits, t, D, B=1, H=2, N=3, **options):
+    view = object.__new__(GridView)  # blocks of any size
+    view.side = make_side("keys", bits, "channel", t, t, D, B, H, N, **options)
+    return view
+
+
+def apart(D, T, bits=4):
+    """KVQuant's keys: fixed scales, a table, and entries apart."""
+    return packed("sparse", "keys", tokens(1, 2, T, D))
+
+
+def at(view, kind, first=5, factor=1.0):
+    """Each batch row begins elsewhere."""
+    D, of = view.decode().shape[-1], rope(kind, view.decode().shape[-1])
+    rows = [
+        of.cos_sin(first - 9 * b, view.decode().shape[2], 0, torch.device("cpu")) for b in range(len(view.decode()))
+    ]
+    cos, sin = (torch.stack(x) * factor for x in zip(*rows, strict=True))
+    assert of.turns(D, D) is None or kind == "halves"
+    return Roped(view, of, cos, sin, consecutive=True)
+
+
+def step_of(total, most):
+    """What a unit stands for, of numbers that add up to `total` and are at most `most`."""
+    return (total / MOST_QUERY).maximum(most / MOST_WORD)
+
+
+def roped_error(view, query):
+    """Of q·k̂: of the codes that are looked up, cosines, two products rounded per channel; and of the query."""
+    keys = view.before.views[0] if view.before.kind == "added" else view.before
+    side, D = keys.side, query.shape[-1]
+    factor = float(view.cos.square().add(view.sin.square()).amax().sqrt())
+    most = [x.float().abs().amax(2).amax(2) if x is not None else 0 for x in (side.scale, side.offset)]
+    bound = (most[0] * side.table.abs().amax(-1).max() + most[1]).unflatten(-1, (2, D // 2)).amax(-2)  # [B, H, pairs]
+    unit = factor * bound / MOST_ENTRY
+    size = torch.hypot(*query.chunk(2, -1)) * unit[:, :, None]
+    total, rounded = 2**0.5 * size.sum(-1), 0.5 * 2**0.5 + 1 + MOST_ENTRY / MOST_WORD
+    return float((rounded * total + 0.5 * step_of(total, size.amax(-1)) * D * MOST_ENTRY * 2**0.5).max())
+
+
+def turned_error(view, query):
+    """Of q·k̂, from rounded coefficients of cosines, sines and polynomials, and a rounded table of them."""
+    steps, D = view.rope.steps(), query.shape[-1]
+    factor = float(view.cos.square().add(view.sin.square()).amax().sqrt())
+    size = factor * torch.hypot(*query.chunk(2, -1)) * torch.hypot(*view.mean.float().unsqueeze(2).chunk(2, -1))
+    place = steps.place[: D // 2].long()
+    slow = steps.matrix.abs().sum(1).unflatten(0, (2, -1)).sum(0)
+    weight = torch.where(place < 0, slow[(-1 - place).clamp(min=0)] if len(slow) else 0.0, 2**0.5)
+    total = (size * weight).sum(-1)
+    return float((0.5 * step_of(total, total) * len(steps.table) + total * 0.5 / MOST_WORD).max())
+
+
+def run(keys, R, error, mask=None, query_scale=1.0, softcap=None):
+    """Against decoding, with float32 values; and what 16 bits lose on the whole."""
+    key = keys.decode()
+    B, H, T, D = key.shape
+    query, value = torch.randn(B, H, R, D) * query_scale, torch.randn(B, H, T, 64)
+    values = ExactView({"x": value.unsqueeze(3)})
+    args = query, keys.operand, values.operand, mask, D**-0.5, softcap
+    assert cpu.why_not_attend_packed(*args) is None
+    result = cpu.attend_packed(*args)
+    expected = expectation(query, key, value, (magnitude(keys), magnitude(values)), mask, *args[4:])
+    lost = result[0] - expected.out
+    if cpu.isa() == "avx512bf16":
+        added = error(query) * args[4]
+        bound = expected.out_bound + 2 * added * float(value.abs().max())
+        expected = expected._replace(out_bound=bound, lse_bound=expected.lse_bound + added)
+    compare(result, expected)
+    assert lost.norm() <= 2e-3 * expected.out.norm()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("bits", "t", "D", "options"),
+    [
+        (1, 32, 64, {}),
+        (2, 128, 128, {"shared": True}),
+        (2, 48, 96, {"dtype": torch.bfloat16}),
+        (3, 64, 64, {"offset": False}),
+        (3, 32, 128, {}),
+        (4, 16, 64, {"B": 2}),
+        (4, 64, 256, {"H": 1}),
+        (4, 192, 48, {"shared": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("R", [1, 3, 6])
+def test_grids(isa, bits, t, D, options, R):  # noqa: F811
+    torch.manual_seed(t + R)
+    view = at(grid(bits, t, D, **options), "halves")
+    run(view, R, lambda query: roped_error(view, query), query_scale=0.3)
+
+
+@pytest.mark.parametrize("T", [32, 160, 1088])
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_entries_apart(isa, T, factor):  # noqa: F811
+    torch.manual_seed(T)
+    view = at(apart(64, T), "halves", factor=factor)
+    run(view, 4, lambda query: roped_error(view, query), query_scale=0.1)
+
+
+def test_masked_capped_and_far(isa):  # noqa: F811
+    torch.manual_seed(0)
+    view = at(grid(4, 32, 64, B=2, N=5), "halves", first=100_000)
+    run(view, 4, lambda query: roped_error(view, query), mask=make_mask(2, 2, 160), softcap=20.0)
+
+
+def test_pairs_side_by_side_stay_in_float32(isa):  # noqa: F811
+    torch.manual_seed(1)
+    run(at(grid(4, 32, 64), "pairs"), 3, lambda query: 0.0)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-30, 1e30])
+def test_extreme_queries(isa, factor):  # noqa: F811
+    """No query is too small or too large; one beyond float32's range makes what it makes of floats."""
+    torch.manual_seed(2)
+    view = at(grid(2, 32, 64), "halves")
+    query, values = torch.randn(1, 2, 3, 64) * factor, ExactView({"x": torch.randn(1, 2, 96, 1, 64)})
+    out, _ = cpu.attend_packed(query, view.operand, values.operand, None, 1.0, None)
+    if factor <= 1e-30:
+        torch.testing.assert_close(out, values.decode().mean(2, keepdim=True).expand_as(out), rtol=0, atol=1e-5)
+    assert out.isfinite().all()
+    out, _ = cpu.attend_packed(query * float("nan"), view.operand, values.operand, None, 1.0, None)
+    assert out.isnan().all()
+
+
+def test_one_wrong_scale_is_seen(isa):  # noqa: F811
+    torch.manual_seed(3)
+    keys, values = grid(4, 32, 64, N=4), ExactView({"x": torch.randn(1, 2, 128, 1, 64)})
+    keys.side.scale[0, 1, 2] = float("nan")
+    out, _ = cpu.attend_packed(torch.randn(1, 2, 3, 64), at(keys, "halves").operand, values.operand, None, 1.0, None)
+    assert out[0, 0].isfinite().all()
+    assert out[0, 1].isnan().all()
+
+
+@pytest.mark.parametrize("D", [16, 64, 128])
+@pytest.mark.parametrize("T", [16, 96, 1088])
+def test_turned(isa, T, D):  # noqa: F811
+    torch.manual_seed(T + D)
+    of = rope("halves", D)
+    rows = [of.cos_sin(first, T, 0, torch.device("cpu")) for first in (3, 700)]
+    cos, sin = (torch.stack(x) for x in zip(*rows, strict=True))
+    part = Turned(torch.randn(1, 2, D), of, cos, sin, consecutive=True)
+    keys = Joined([(ExactView({"x": torch.randn(2, 2, T, 1, 32)}), 32), (part, D)])
+    run(keys, 5, lambda query: turned_error(part, query[..., 32:]), query_scale=0.3)
+
+
+def test_turns_of_other_layouts():
+    """Only channels d and d + D/2 that share a column have such a table."""
+    of = rope("halves", 64)
+    cos, sin = of.at(torch.arange(TURNS))
+    channels = of.channels(64, 64)
+    turns = rope_turns(cos, sin, channels)
+    assert turns.shape == (16, 2, TURNS, 2)
+    got = turns.double().transpose(2, 3) / 32767  # [D/4, 2, 2, steps]
+    for i, x in enumerate((cos, sin)):
+        torch.testing.assert_close(got[:, i].flatten(0, 1), x[:, :32].T.double(), rtol=0, atol=1 / 32767)
+    for wrong in (channels.flip(0), channels[:62], rope("pairs", 64).channels(64, 64)):
+        assert rope_turns(cos, sin, wrong) is None
