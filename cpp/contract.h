@@ -199,6 +199,7 @@ struct View {
 };
 
 struct TrellisKernel;  // trellis_kernel.h
+struct PolarKernel;    // polar_kernel.h
 struct EncodeTrellis;  // encode_trellis.h
 struct BasisProduct;   // basis.h
 
@@ -225,6 +226,7 @@ struct Call {
   GridFn (*grid_product)(const GridView&, int rows) = nullptr;
   bool rounds = false;  // grid_product multiplies in bfloat16
   const TrellisKernel* trellis = nullptr;
+  const PolarKernel* polar = nullptr;
   int64_t id = 0;  // no two calls of a process have the same
 };
 
@@ -254,6 +256,7 @@ struct Kernels {
   void (*encode_trellis)(const EncodeTrellis&, int64_t row, int64_t first, int64_t last);
   void (*basis_product)(const BasisProduct&, int64_t head);
   const TrellisKernel* trellis;  // null: trellis.h does it
+  const PolarKernel* polar;      // null: polar.h does it
 };
 
 // 64-byte aligned memory of the calling thread, valid until the thread calls reset_scratch.

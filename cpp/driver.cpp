@@ -98,6 +98,7 @@ void attend(std::vector<Call>& calls, int threads, float* out, float* lse) {
     call.grid_product = current().grid_product;
     call.rounds = current().rounds;
     call.trellis = current().trellis;
+    call.polar = current().polar;
     job.plans.push_back(plan_of(call));
     ns += job.plans.back().ns;
   }

@@ -1,6 +1,7 @@
 #include "isa.h"
 
 #include "encoders.h"
+#include "polar_kernel.h"
 #include "trellis_kernel.h"
 
 #include <atomic>
@@ -73,6 +74,7 @@ const std::vector<Isa>& isas() {
 
 #if TERSEKV_X86
 const TrellisKernel* trellis_kernel() { return has_byte_products() ? &trellis_kernel_vnni() : nullptr; }
+const PolarKernel* polar_kernel() { return has_byte_products() ? &polar_kernel_vnni() : nullptr; }
 #endif
 
 const Encoders& encoders() {

@@ -3,6 +3,7 @@
 // in brackets has 2^bits values, looked up in a table per pair and query row.
 #pragma once
 
+#include "polar_kernel.h"
 #include "tile.h"
 
 namespace tersekv {
@@ -18,6 +19,7 @@ struct PolarOwn {
   int64_t pairs;       // per radius
   float* query;        // keys: [rows, D/2, 16], null where level 1 has more than 4 bits
   float* tile;
+  const void* fast;  // of the call's PolarKernel, or null
 };
 
 inline const float* repeated_table(const float* table, int bits) {
@@ -65,8 +67,11 @@ void polar_prepare(Node& node) {
       table[i] = (i < 32 ? own->cos : own->sin)[3][i >> 2 & 3] * (i & 16 ? own->sin : own->cos)[2][i & 3];
     own->upper = table;
   }
+  own->fast = nullptr;
+  if (node.call->polar)
+    own->fast = node.call->polar->prepare({&v, node.view->D, node.b, node.h, node.rows, node.query, node.query_stride});
   own->query = nullptr;
-  if (node.query && v.bits[0] <= 4) polar_query_tables<S>(node, *own);
+  if (node.query && !own->fast && v.bits[0] <= 4) polar_query_tables<S>(node, *own);
 }
 
 // Sixteen tokens of a block: its angles and radii from the first of them on.
@@ -190,6 +195,9 @@ void polar_usual_scores(const Node& node, Span span, float* score, int64_t score
 template <class S>
 void polar_scores(const Node& node, Span span, float* score, int64_t score_stride) {
   const PolarOwn& own = *static_cast<PolarOwn*>(node.own);
+  if (own.fast)
+    return node.call->polar->scores(own.fast, {span.row, span.rows, span.first, span.last}, score, score_stride,
+                                    span.row ? nullptr : node.call->values);
   if (own.usual)
     return with_rows(span.rows, [&](auto rows) { polar_usual_scores<S, rows>(node, span, score, score_stride); });
   tile_scores<S>(node, span, score, score_stride, own.tile, polar_fill<S>);
@@ -241,6 +249,9 @@ void polar_usual_sums(const Node& node, Span span, const float* weight, int64_t 
 template <class S>
 void polar_sums(const Node& node, Span span, const float* weight, int64_t weight_stride) {
   const PolarOwn& own = *static_cast<PolarOwn*>(node.own);
+  if (own.fast)
+    return node.call->polar->sums(own.fast, {span.row, span.rows, span.first, span.last}, weight, weight_stride,
+                                  node.sum_row(span.row), node.sum_stride);
   if (own.usual)
     return with_rows(span.rows, [&](auto rows) { polar_usual_sums<S, rows>(node, span, weight, weight_stride); });
   tile_sums<S>(node, span, weight, weight_stride, own.tile, polar_fill<S>);
