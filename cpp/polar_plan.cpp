@@ -73,9 +73,9 @@ const void* make_polar_plan(const PolarSide& side) {
   repeated(cos[1], 4, plan->cos2);
   repeated(sin[1], 4, plan->sin2);
   for (int i = 0; i < 4; i++) {
+    const float *third = i % 2 ? sin[2] : cos[2], *fourth = i < 2 ? cos[3] : sin[3];
     float product[16];
-    for (int code = 0; code < 16; code++)
-      product[code] = (i < 2 ? cos : sin)[3][code / 4] * (i % 2 ? sin : cos)[2][code % 4];
+    for (int code = 0; code < 16; code++) product[code] = third[code % 4] * fourth[code / 4];
     repeated(product, 16, plan->upper[i]);
   }
   if (side.query) {
