@@ -20,7 +20,12 @@ struct Avx512Bytes : Avx512 {
   static Short look_up_short(const void* table, Short index) {
     return _mm512_permutexvar_epi16(index, _mm512_loadu_si512(table));
   }
-  static Short add_short(Short a, Short b) { return _mm512_add_epi16(a, b); }
+  // In this order: GCC 12 regroups sums of many look-ups and then has to keep them in memory.
+  static Short add_short(Short a, Short b) {
+    Short sum = _mm512_add_epi16(a, b);
+    asm("" : "+v"(sum));
+    return sum;
+  }
   static Sum add_wide(Sum sum, Short x) {
     const __m512i low = _mm512_cvtepi16_epi32(_mm512_castsi512_si256(x));
     const __m512i high = _mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(x, 1));

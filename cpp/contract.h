@@ -203,6 +203,7 @@ struct View {
 };
 
 struct TrellisKernel;  // trellis_kernel.h
+struct PolarKernel;    // polar_kernel.h
 struct RopeKernel;     // rope_kernel.h
 struct EncodeTrellis;  // encode_trellis.h
 struct BasisProduct;   // basis.h
@@ -230,6 +231,7 @@ struct Call {
   GridFn (*grid_product)(const GridView&, int rows) = nullptr;
   bool rounds = false;  // grid_product multiplies in bfloat16
   const TrellisKernel* trellis = nullptr;
+  const PolarKernel* polar = nullptr;
   const RopeKernel* rope = nullptr;
   int64_t id = 0;  // no two calls of a process have the same
 };
@@ -260,6 +262,7 @@ struct Kernels {
   void (*encode_trellis)(const EncodeTrellis&, int64_t row, int64_t first, int64_t last);
   void (*basis_product)(const BasisProduct&, int64_t head);
   const TrellisKernel* trellis;  // null: trellis.h does it
+  const PolarKernel* polar;      // null: polar.h does it
   const RopeKernel* rope;        // null: roped_grid.h and turned.h do it
 };
 

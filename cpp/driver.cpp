@@ -101,6 +101,7 @@ void attend(std::vector<Call>& calls, int threads, float* out, float* lse) {
     call.rounds = current().rounds;
     call.trellis = current().trellis;
     call.rope = current().rope;
+    call.polar = current().polar;
     job.plans.push_back(plan_of(call));
     ns += job.plans.back().ns;
   }

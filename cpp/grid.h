@@ -1,7 +1,7 @@
 // Packed codes of 1 to 4 bits, block by block through the micro-kernel of lut.h.
 #pragma once
 
-#include "node.h"
+#include "ahead.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
@@ -25,30 +25,12 @@ inline const View* grid_in(const View& view) {
   return first->kind == Kind::grid ? first : nullptr;
 }
 
-// Fetches the values of tokens [token, token + tokens) into the second cache, where they are a grid: while other keys
-// than grids are multiplied, which take their time. begin, end: codes that lie one behind the other, left to the
-// caller.
-inline void fetch_values(const Node& keys, Span span, int64_t token, int64_t tokens, const char** begin = nullptr,
-                         const char** end = nullptr) {
-  const View* values = span.row == 0 ? grid_in(*keys.call->values) : nullptr;
-  if (!values || token % values->t || tokens % values->t) return;
-  const GridView& v = values->grid;
-  const auto fetch = [](const void* data, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(data) + i, 0, 2);
-  };
-  const int64_t words = ceil_div(v.L, kLanes) * v.words * kLanes;
-  const bool left = begin && v.stride_n == words;
-  if (left) {
-    *begin = reinterpret_cast<const char*>(block_at(v, keys.b, keys.h, token / values->t).codes);
-    *end = *begin + tokens / values->t * words * 4;
-  }
-  for (int64_t n = token / values->t; n < (token + tokens) / values->t; n++) {
-    const Block block = block_at(v, keys.b, keys.h, n);
-    const int64_t ranges = (v.lane_scaled ? v.P / v.group * v.L : v.L / v.group * v.P) * 2;
-    if (!left) fetch(block.codes, words * 4);
-    fetch(block.scale, ranges);
-    if (block.offset) fetch(block.offset, ranges);
-  }
+// Fetches the values of tokens [token, token + tokens), while other keys than grids are multiplied, which take their
+// time.
+inline void fetch_values(const Node& keys, Span span, int64_t token, int64_t tokens) {
+  Ahead ahead;
+  ahead.add_values(keys, span, token, tokens);
+  ahead.fetch(0, 1);
 }
 
 inline void lut_scores(const Node& node, Span span, float* coef, float* score, int64_t score_stride) {

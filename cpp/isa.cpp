@@ -1,6 +1,7 @@
 #include "isa.h"
 
 #include "encoders.h"
+#include "polar_kernel.h"
 #include "rope_kernel.h"
 #include "trellis_kernel.h"
 
@@ -76,6 +77,7 @@ const std::vector<Isa>& isas() {
 
 #if TERSEKV_X86
 const TrellisKernel* trellis_kernel() { return has(kVbmi | kVbmi2 | kVnni) ? &trellis_kernel_vnni() : nullptr; }
+const PolarKernel* polar_kernel() { return has(kVbmi | kVbmi2 | kVnni) ? &polar_kernel_vnni() : nullptr; }
 const RopeKernel* rope_kernel() { return has(kVnni) ? &rope_kernel_vnni() : nullptr; }
 #endif
 

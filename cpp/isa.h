@@ -18,9 +18,10 @@ GridFn grid_product_avx2(const GridView& view, int rows);
 GridFn grid_product_avx512(const GridView& view, int rows);
 GridFn grid_product_avx512bf16(const GridView& view, int rows);
 
-// Integer products of trellis codes; null where the CPU lacks VBMI, VBMI2 or VNNI.
+// Products in integers; null where the CPU lacks VBMI, VBMI2 or VNNI.
 const TrellisKernel* trellis_kernel();
 const RopeKernel* rope_kernel();
+const PolarKernel* polar_kernel();
 
 struct Isa {
   const Kernels* kernels;

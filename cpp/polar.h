@@ -3,71 +3,10 @@
 // in brackets has 2^bits values, looked up in a table per pair and query row.
 #pragma once
 
-#include "tile.h"
+#include "polar_own.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
-
-constexpr int64_t kPolarTokens = 32;
-
-struct PolarOwn {
-  const float *cos[kMaxLevels], *sin[kMaxLevels];  // tables, repeated up to 16 entries
-  int64_t offset[kMaxLevels];                      // where a level's codes begin, in bits
-  bool usual;                                      // 4 bits, then 2, 2 and 2
-  const float* upper;  // usual: of level 4 and 3 codes together, cos·cos, cos·sin, sin·cos, sin·sin
-  int64_t pairs;       // per radius
-  float* query;        // keys: [rows, D/2, 16], null where level 1 has more than 4 bits
-  float* tile;
-};
-
-inline const float* repeated_table(const float* table, int bits) {
-  if (bits > 4) return table;
-  float* out = scratch(16);
-  for (int i = 0; i < 16; i++) out[i] = table[i & ((1 << bits) - 1)];
-  return out;
-}
-
-template <class S>
-void polar_query_tables(const Node& node, PolarOwn& own) {
-  const int64_t pairs = node.view->D / 2;
-  own.query = scratch(node.rows * pairs * kLanes);
-  const typename S::F cos = S::load(own.cos[0]), sin = S::load(own.sin[0]);
-  for (int64_t r = 0; r < node.rows; r++)
-    for (int64_t j = 0; j < pairs; j++) {
-      const float* q = node.query_row(r) + 2 * j;
-      S::store(own.query + (r * pairs + j) * kLanes, S::fma(S::set1(q[0]), cos, S::mul(S::set1(q[1]), sin)));
-    }
-}
-
-template <class S>
-void polar_prepare(Node& node) {
-  const PolarView& v = node.view->polar;
-  auto* own = reinterpret_cast<PolarOwn*>(scratch(ceil_div(sizeof(PolarOwn), sizeof(float))));
-  node.own = own;
-  int64_t offset = 0;
-  for (int level = 0; level < v.levels; level++) {
-    own->cos[level] = repeated_table(v.cos[level] + node.b * v.table_stride_b, v.bits[level]);
-    own->sin[level] = repeated_table(v.sin[level] + node.b * v.table_stride_b, v.bits[level]);
-    own->offset[level] = offset;
-    offset += (node.view->D >> (level + 1)) * v.bits[level];
-  }
-  own->pairs = int64_t{1} << (v.levels - 1);
-  own->usual = v.levels == 4 && v.bits[0] == 4 && v.bits[1] == 2 && v.bits[2] == 2 && v.bits[3] == 2;
-  // A tile, or the weights of eight pairs for the tokens of a span.
-  const int64_t span = 8 * (node.call->tokens_per_unit > kChunkTokens ? node.call->tokens_per_unit : kChunkTokens);
-  const int64_t tile = (node.view->D + kTileSlack) * kLanes;
-  own->tile = scratch(span > tile ? span : tile);
-  if (node.sum && !own->usual) node.lanes = scratch(kRowTile * node.view->D * kLanes);
-  if (own->usual) {
-    // Entry i: level 3 in the low two bits of i, level 4 in the next two.
-    float* table = scratch(64);
-    for (int i = 0; i < 64; i++)
-      table[i] = (i < 32 ? own->cos : own->sin)[3][i >> 2 & 3] * (i & 16 ? own->sin : own->cos)[2][i & 3];
-    own->upper = table;
-  }
-  own->query = nullptr;
-  if (node.query && v.bits[0] <= 4) polar_query_tables<S>(node, *own);
-}
 
 // Sixteen tokens of a block: its angles and radii from the first of them on.
 struct PolarTokens {
@@ -190,6 +129,9 @@ void polar_usual_scores(const Node& node, Span span, float* score, int64_t score
 template <class S>
 void polar_scores(const Node& node, Span span, float* score, int64_t score_stride) {
   const PolarOwn& own = *static_cast<PolarOwn*>(node.own);
+  if (own.fast)
+    return node.call->polar->scores(own.fast, {span.row, span.rows, span.first, span.last}, score, score_stride,
+                                    span.row ? nullptr : node.call->values);
   if (own.usual)
     return with_rows(span.rows, [&](auto rows) { polar_usual_scores<S, rows>(node, span, score, score_stride); });
   tile_scores<S>(node, span, score, score_stride, own.tile, polar_fill<S>);
@@ -241,6 +183,9 @@ void polar_usual_sums(const Node& node, Span span, const float* weight, int64_t 
 template <class S>
 void polar_sums(const Node& node, Span span, const float* weight, int64_t weight_stride) {
   const PolarOwn& own = *static_cast<PolarOwn*>(node.own);
+  if (own.fast)
+    return node.call->polar->sums(own.fast, {span.row, span.rows, span.first, span.last}, weight, weight_stride,
+                                  node.sum_row(span.row), node.sum_stride);
   if (own.usual)
     return with_rows(span.rows, [&](auto rows) { polar_usual_sums<S, rows>(node, span, weight, weight_stride); });
   tile_sums<S>(node, span, weight, weight_stride, own.tile, polar_fill<S>);

@@ -14,6 +14,7 @@ struct RopedSide {
   const RopeView* rope = nullptr;
   const GridView* grid = nullptr;  // with the table of this batch row
   int64_t b = 0, h = 0;
+  const View* values = nullptr;  // of the same tokens, fetched meanwhile
   const float* query = nullptr;  // [rows, query_stride], scaled
   int64_t query_stride = 0;
 };
@@ -21,7 +22,6 @@ struct RopedSide {
 // Rows [row, row + rows), at most four, over tokens [first, last).
 struct RopedSpan {
   int64_t row, rows, first, last;
-  const char *next = nullptr, *next_end = nullptr;  // fetched meanwhile, a line for each line that is read
 };
 
 // Sums of table [reads, stride] · factor for 16·n tokens: reads is even, and stands in pairs [reads / 2, stride, 2].

@@ -7,6 +7,7 @@
 
 #include <initializer_list>
 
+#include "ahead.h"
 #include "grid.h"
 #include "simd_avx512bf16.h"
 #include "words_vnni.h"
@@ -21,6 +22,7 @@ constexpr int64_t kAhead = 1024;  // words to fetch ahead: a page, which hardwar
 struct Roped {
   RopedSide side;
   int64_t half;
+  bool in_order;              // pair i has column i
   bool fixed, filled;         // one range for all blocks; tables stand there
   float *scale, *offset;      // [D], over the unit of their pair
   float* unit;                // [half]
@@ -72,24 +74,41 @@ void fill_tables(Roped& own, const Block& block) {
   }
 }
 
+// Cosines and sines of a token by pair, times the pairs' units.
+void turn_by(Roped& own, int64_t token) {
+  const RopeView& rope = *own.side.rope;
+  const int64_t at = own.side.b * rope.stride_b + own.side.h * rope.stride_h + token * rope.stride_t;
+  const float *cos = rope.cos + at, *sin = rope.sin + at;
+  if (!own.in_order) {
+    for (int64_t i = 0; i < own.half; i++) {
+      const int32_t column = rope.channels[i].cos_column;
+      own.cos[i] = cos[column] * own.unit[i];
+      own.sin[i] = sin[column] * own.unit[i];
+    }
+    return;
+  }
+  for (int64_t i = 0; i < own.half; i += kLanes) {
+    const __mmask16 held = first(own.half - i);
+    const __m512 unit = _mm512_maskz_loadu_ps(held, own.unit + i);
+    _mm512_storeu_ps(own.cos + i, _mm512_mul_ps(_mm512_maskz_loadu_ps(held, cos + i), unit));
+    _mm512_storeu_ps(own.sin + i, _mm512_mul_ps(_mm512_maskz_loadu_ps(held, sin + i), unit));
+    __builtin_prefetch(cos + kTurnTokens * rope.stride_t + i, 0, 2);
+    __builtin_prefetch(sin + kTurnTokens * rope.stride_t + i, 0, 2);
+  }
+}
+
 // Queries as they meet keys of steps from `token` on: turned back by its angles.
 void turn_queries(Roped& own, const RopedSpan& span, int64_t token) {
-  const RopedSide& side = own.side;
-  const RopeView& rope = *side.rope;
-  const int64_t half = own.half, at = side.b * rope.stride_b + side.h * rope.stride_h + token * rope.stride_t;
-  const float *cos = rope.cos + at, *sin = rope.sin + at;
-  for (int64_t i = 0; i < half; i++) {
-    const int32_t column = rope.channels[i].cos_column;
-    __builtin_prefetch(cos + kTurnTokens * rope.stride_t + column, 0, 2);
-    __builtin_prefetch(sin + kTurnTokens * rope.stride_t + column, 0, 2);
-    own.cos[i] = cos[column] * own.unit[i];
-    own.sin[i] = sin[column] * own.unit[i];
-  }
+  const int64_t half = own.half;
+  turn_by(own, token);
   for (int64_t r = 0; r < span.rows; r++) {
-    const float* q = side.query + (span.row + r) * side.query_stride;
-    for (int64_t i = 0; i < half; i++) {
-      own.turned[i] = q[i] * own.cos[i] + q[i + half] * own.sin[i];
-      own.turned[i + half] = q[i + half] * own.cos[i] - q[i] * own.sin[i];
+    const float* q = own.side.query + (span.row + r) * own.side.query_stride;
+    for (int64_t i = 0; i < half; i += kLanes) {
+      const __mmask16 held = first(half - i);
+      const __m512 a = _mm512_maskz_loadu_ps(held, q + i), b = _mm512_maskz_loadu_ps(held, q + half + i);
+      const __m512 c = _mm512_loadu_ps(own.cos + i), s = _mm512_loadu_ps(own.sin + i);
+      _mm512_mask_storeu_ps(own.turned + i, held, _mm512_fmadd_ps(a, c, _mm512_mul_ps(b, s)));
+      _mm512_mask_storeu_ps(own.turned + half + i, held, _mm512_fmsub_ps(b, c, _mm512_mul_ps(a, s)));
     }
     own.step[r] = to_words(own.turned, 2 * half, own.words + r * 2 * half) * (32768.0f / kMostWord);
   }
@@ -161,11 +180,24 @@ void tiles(const Roped& own, const int32_t* codes, int64_t step, const char* nex
   });
 }
 
+// Codes of values from `token` on, to be fetched line by line with those of keys; their ranges at once.
+const char* values_of(const Roped& own, const RopedSpan& span, int64_t token, const int32_t* keys) {
+  const View* values = span.row == 0 ? grid_in(*own.side.values) : nullptr;
+  if (!values || token % values->t) return reinterpret_cast<const char*>(keys);
+  const GridView& v = values->grid;
+  const Block block = block_at(v, own.side.b, own.side.h, token / values->t);
+  const int64_t ranges = (v.lane_scaled ? v.P / v.group * v.L : v.L / v.group * v.P) * 2;
+  Ahead ahead;
+  ahead.add(block.scale, ranges);
+  ahead.add(block.offset, ranges);
+  ahead.fetch(0, 1);
+  return reinterpret_cast<const char*>(block.codes);
+}
+
 template <int BITS, int R>
 void span_scores(Roped& own, const RopedSpan& span, float* score, int64_t score_stride) {
   const GridView& v = *own.side.grid;
   const int64_t t = v.L, words = v.words * kLanes;
-  const char* next = span.next;
   int64_t from = -kTurnTokens;  // the token whose angles are taken off the queries
   for (int64_t token = span.first; token < span.last; token += t) {
     const Block block = block_at(v, own.side.b, own.side.h, token / t);
@@ -178,13 +210,13 @@ void span_scores(Roped& own, const RopedSpan& span, float* score, int64_t score_
       const int32_t* codes = block.codes + i / kLanes * words;
       float* out = score + token + i - span.first;
       const int64_t groups = left >= 2 * kLanes ? 2 : 1;
+      const char* next = values_of(own, span, token + i, codes);
       if (groups == 2) {
         tiles<BITS, R, 2>(own, codes, step, next, out, score_stride);
       } else {
         tiles<BITS, R, 1>(own, codes, step, next, out, score_stride);
       }
       i += groups * kLanes;
-      if (next < span.next_end) next += groups * words * 4;
     }
   }
 }
@@ -214,6 +246,8 @@ void* prepare(const RopedSide& side) {
   own->half = D / 2;
   own->fixed = v.scale.stride_n == 0 && v.offset.stride_n == 0;
   own->filled = false;
+  own->in_order = true;
+  for (int64_t i = 0; i < own->half; i++) own->in_order &= side.rope->channels[i].cos_column == i;
   for (float** part : {&own->scale, &own->offset, &own->unit, &own->cos, &own->sin, &own->turned})
     *part = scratch(room);
   own->tables = reinterpret_cast<int16_t*>(scratch(D * kLanes / 2));

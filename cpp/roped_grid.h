@@ -14,6 +14,7 @@ struct RopedGrid {
   const Node *grid, *sparse;  // sparse: null where there is none
   Rows *query, *turned;       // for entries: [D][4], factors of cosines and of sines of the tokens
   Rows* plain;                // rows as they are given
+  int32_t* place;             // [D]: of a channel's cosines among those of steps
   int64_t row;                // the first of the rows that stand there, or -1
   void* fast;                 // of the call's RopeKernel, or null
 };
@@ -60,14 +61,20 @@ inline RopedGrid* roped_grid(const Node& node) {
   const bool added = keys.view->kind == Kind::added;
   const Node& grid = added ? keys.parts[0] : keys;
   auto* out = reinterpret_cast<RopedGrid*>(scratch(ceil_div(sizeof(RopedGrid), sizeof(float))));
-  *out = {&grid, added ? &keys.parts[1] : nullptr, nullptr, nullptr, nullptr, -1, nullptr};
+  *out = {&grid, added ? &keys.parts[1] : nullptr, nullptr, nullptr, nullptr, nullptr, -1, nullptr};
   const RopeView& rope = node.view->rope;
   if (node.call->rope && rope.turns)
-    out->fast = node.call->rope->prepare({&rope, &grid.grid, node.b, node.h, node.query, node.query_stride});
+    out->fast =
+        node.call->rope->prepare({&rope, &grid.grid, node.b, node.h, node.call->values, node.query, node.query_stride});
   if (added) {
     out->query = reinterpret_cast<Rows*>(scratch(4 * node.view->D));
     out->turned = reinterpret_cast<Rows*>(scratch(4 * node.view->D));
     out->plain = reinterpret_cast<Rows*>(scratch(4 * node.view->D));
+    out->place = reinterpret_cast<int32_t*>(scratch(node.view->D));
+    for (int64_t d = 0; d < node.view->D; d++) {
+      const int64_t pair = d % (node.view->D / 2);
+      out->place[d] = static_cast<int32_t>(pair / 2 * 4 * kTurnTokens + pair % 2);
+    }
   }
   return out;
 }
@@ -187,15 +194,8 @@ inline void turn_rows(const Node& node, RopedGrid& own, const Span& span, int64_
 // By the call's RopeKernel; entries apart meet the cosines and sines of its steps.
 template <class S>
 void stepped_scores(const Node& node, RopedGrid& own, Span span, float* score, int64_t score_stride) {
-  const int64_t t = own.grid->grid.L, half = node.view->D / 2;
-  const int64_t window = t < kTurnTokens && kTurnTokens % t == 0 ? kTurnTokens : t;
   const int16_t* turns = node.view->rope.turns;
-  for (int64_t token = span.first; token < span.last; token += window) {
-    const int64_t last = token + window < span.last ? token + window : span.last;
-    RopedSpan part = {span.row, span.rows, token, last};
-    fetch_values(node, span, token, last - token, &part.next, &part.next_end);
-    node.call->rope->scores(own.fast, part, score + token - span.first, score_stride);
-  }
+  node.call->rope->scores(own.fast, {span.row, span.rows, span.first, span.last}, score, score_stride);
   if (!own.sparse) return;
   Rows* tokens = static_cast<SparseOwn*>(own.sparse->own)->tokens;
   clear(tokens, span.tokens());
@@ -203,10 +203,10 @@ void stepped_scores(const Node& node, RopedGrid& own, Span span, float* score, i
     const int64_t last = token + kTurnTokens < span.last ? token + kTurnTokens : span.last;
     turn_rows(node, own, span, token);
     const Rows *query = own.query, *turned = own.turned;
+    const int32_t* place = own.place;
     each_entry<S>(*own.sparse, {span.row, span.rows, token, last},
                   [=](int64_t at, int64_t channel, float value, auto) TERSEKV_INLINE {
-                    const int64_t pair = channel - (half & -static_cast<int64_t>(channel >= half));
-                    const int16_t* cos = turns + (pair / 2 * 2 * kTurnTokens + at) * 2 + pair % 2;
+                    const int16_t* cos = turns + place[channel] + 2 * at;
                     tokens[at] += query[channel] * (value * cos[0]) + turned[channel] * (value * cos[2 * kTurnTokens]);
                   });
   }

@@ -23,10 +23,11 @@ inline SignTokens sign_tokens(const Node& node, int64_t token) {
 // tables [R, 2·bytes, 16]
 template <class S, int R>
 void sign_scores(const Node& node, const float* tables, const float*, int64_t first, int64_t last, float* score,
-                 int64_t score_stride) {
+                 int64_t score_stride, const Ahead& ahead) {
   using F = typename S::F;
   const SignsView& v = node.view->signs;
   const int64_t bytes = static_cast<SignsOwn*>(node.own)->bytes, table_stride = 2 * bytes * kLanes;
+  ahead.fetch(0, 1);
   for (int64_t token = first; token < last; token += kLanes) {
     const SignTokens at = sign_tokens(node, token);
     F even[R], odd[R];
@@ -50,7 +51,7 @@ void sign_scores(const Node& node, const float* tables, const float*, int64_t fi
 // tables [R, 2·bytes, 32] of 16 bits, in units of steps [R].
 template <class S, int R>
 void short_sign_scores(const Node& node, const float* tables, const float* steps, int64_t first, int64_t last,
-                       float* score, int64_t score_stride) {
+                       float* score, int64_t score_stride, const Ahead& ahead) {
   using F = typename S::F;
   using Short = typename S::Short;
   constexpr int64_t kBytes = kShortSigns / 8;
@@ -73,7 +74,10 @@ void short_sign_scores(const Node& node, const float* tables, const float* steps
       repeat<R>([&](auto r) TERSEKV_INLINE { sum[r] = S::add_wide(sum[r], part[r]); });
     };
     int64_t i = 0;
-    for (; i + kBytes <= bytes; i += kBytes) add(i, Index<kBytes>{});
+    for (; i + kBytes <= bytes; i += kBytes) {
+      add(i, Index<kBytes>{});
+      ahead.fetch(i / kBytes, bytes / kBytes);
+    }
     for (; i < bytes; i++) add(i, Index<1>{});
     const F factor = S::set1(v.factor);
     const F low = S::mul(load_half<S>(v.half, at.norms), factor);
@@ -91,30 +95,28 @@ template <class S>
 void signs_scores(const Node& node, Span span, float* score, int64_t score_stride) {
   const SignsOwn& own = *static_cast<SignsOwn*>(node.own);
   const int64_t table_stride = 2 * own.bytes * kLanes;
-  constexpr int64_t kStep = 2 * kSignTokens;  // scored between two fetches of values
   with_rows(span.rows, [&](auto rows) {
-    const auto scores = [&](int64_t row, int64_t first, int64_t last) {
+    const auto scores = [&](int64_t row, int64_t first, const Ahead& ahead) {
+      const int64_t last = first + kSignTokens;
       const float *tables = own.tables + row * table_stride, *steps = own.steps + row;
       float* out = score + first - span.first;
       if constexpr (S::kShortTables) {
-        short_sign_scores<S, rows>(node, tables, steps, first, last, out, score_stride);
+        short_sign_scores<S, rows>(node, tables, steps, first, last, out, score_stride, ahead);
       } else {
-        sign_scores<S, rows>(node, tables, steps, first, last, out, score_stride);
+        sign_scores<S, rows>(node, tables, steps, first, last, out, score_stride, ahead);
       }
     };
-    if (!varies(node.view->signs)) {
-      for (int64_t token = span.first; token < span.last; token += kStep) {
-        const int64_t last = token + kStep < span.last ? token + kStep : span.last;
-        fetch_values(node, span, token, last - token);
-        scores(span.row, token, last);
-      }
-      return;
-    }
+    const bool rebuilt = varies(node.view->signs);
     for (int64_t token = span.first; token < span.last; token += kSignTokens) {
-      sketch_block<S>(node, token / kSignTokens, span.row, rows);
-      for (int64_t r = 0; r < rows; r++)
-        sign_tables<S>(own.space + r * 8 * own.bytes, 2 * own.bytes, own.tables + r * table_stride, own.steps + r);
-      scores(0, token, token + kSignTokens);
+      Ahead ahead;
+      ahead.add(*node.view, node.b, node.h, token + 2 * kSignTokens, kSignTokens);
+      ahead.add_values(node, span, token, kSignTokens);
+      if (rebuilt) {
+        sketch_block<S>(node, token / kSignTokens, span.row, rows);
+        for (int64_t r = 0; r < rows; r++)
+          sign_tables<S>(own.space + r * 8 * own.bytes, 2 * own.bytes, own.tables + r * table_stride, own.steps + r);
+      }
+      scores(rebuilt ? 0 : span.row, token, ahead);
     }
   });
 }

@@ -18,12 +18,13 @@ constexpr float kLeast = 1e-33f;        // one over less is too much for a produ
   asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(x), "m"(*reinterpret_cast<const int32_t*>(pair)));
 }
 
+// The first n of sixteen lanes.
+inline __mmask16 first(int64_t n) { return n < kLanes ? (1u << n) - 1 : 0xffff; }
+
 // x [n] in 16 bits; returns what a unit stands for.
-float to_words(const float* x, int64_t n, int16_t* words) {
+inline float to_words(const float* x, int64_t n, int16_t* words) {
   __m512 sum = _mm512_setzero_ps(), most = _mm512_setzero_ps();
-  const auto part = [&](int64_t i) {
-    return _mm512_maskz_loadu_ps(n - i < kLanes ? (1u << (n - i)) - 1 : 0xffff, x + i);
-  };
+  const auto part = [&](int64_t i) { return _mm512_maskz_loadu_ps(first(n - i), x + i); };
   for (int64_t i = 0; i < n; i += kLanes) {
     const __m512 size = _mm512_abs_ps(part(i));
     sum = _mm512_add_ps(sum, size);
@@ -35,7 +36,7 @@ float to_words(const float* x, int64_t n, int16_t* words) {
   const __m512 inverse = _mm512_set1_ps(finite && step > kLeast ? 1.0f / step : 0.0f);
   for (int64_t i = 0; i < n; i += kLanes) {
     const __m512i word = finite ? _mm512_cvtps_epi32(_mm512_mul_ps(part(i), inverse)) : _mm512_setzero_si512();
-    _mm512_mask_cvtepi32_storeu_epi16(words + i, n - i < kLanes ? (1u << (n - i)) - 1 : 0xffff, word);
+    _mm512_mask_cvtepi32_storeu_epi16(words + i, first(n - i), word);
   }
   return finite ? step : __builtin_nanf("");
 }

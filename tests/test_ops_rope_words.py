@@ -1,7 +1,7 @@
 """RoPE in 16-bit integers: keys before RoPE that are grids, and turned vectors, where positions are consecutive.
 
-With AVX-512 VNNI keys and turned queries are rounded to 16 bits. The bounds are worst cases of those roundings, added to
-float32's; `test_ops_packed.py` has the same layouts at any positions, which stay in float32.
+With AVX-512 VNNI keys and turned queries are rounded to 16 bits. The bounds are worst cases of those roundings, added
+to float32's; `test_ops_packed.py` has the same layouts at any positions, which stay in float32.
 """
 
 import pytest
