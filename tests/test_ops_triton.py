@@ -278,6 +278,11 @@ def both_ways(view):
     return type(view)([sketch._replace(channels=sketch.dropped)], view.head_dim)
 
 
+def wide():
+    """Sketches of 256 rows before RoPE of 256 channels."""
+    return roped(view("signs", "keys", T=64, D=256), "halves", 256, 64).operand
+
+
 REFUSALS = {
     "query": (lambda c: [c[0].double(), *c[1:]], "query is torch.float64"),
     "rows": (lambda c: [torch.randn(1, 2, 300, 64), *c[1:]], "query has 300 rows"),
@@ -287,6 +292,10 @@ REFUSALS = {
     "device": (lambda c: [c[0], c[1]._replace(codes=c[1].codes.to("meta")), *c[2:]], "keys have codes on meta"),
     "inner": (lambda c: [c[0], c[1]._replace(scale=c[1].scale.mT.contiguous().mT), *c[2:]], "along an inner axis"),
     "mask": (lambda c: [*c[:3], torch.ones(1, 1, 64), *c[4:]], "mask is torch.float32, not bool"),
+    "matrix": (
+        lambda c: [torch.randn(1, 2, 3, 256), wide(), make_side("values", D=256), *c[3:]],
+        "a matrix of 256 × 256",
+    ),
     "sketch": (lambda c: [c[0], both_ways(view("signs per group", "keys", T=64)), *c[2:]], "take some channels and"),
 }
 

@@ -59,7 +59,7 @@ def _attend(
             if page_tokens % (block := leaf.spec[spec.BLOCK.value]):
                 raise ValueError(f"page_tokens: expected a multiple of {block}, a block's tokens, got {page_tokens}")
         T = pages[0].shape[1] * page_tokens
-    chosen = plan(B * H, R, T, key.leaves, value.leaves, query.device, page_tokens)
+    chosen = plan(B * H, R, T, key.leaves, value.leaves, query.device, page_tokens, bool(key.turn))
     splits = chosen.splits
     out = query.new_empty((B, H, splits, R, value.channels))
     lse = query.new_empty((B, H, splits, R))

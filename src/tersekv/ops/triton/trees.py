@@ -96,8 +96,19 @@ def _sketched(readable: Readable, sketch: Any, D: int, query: Tensor, turned: bo
     return _mapped(leaf, _spread(sketch, D), D)
 
 
+MAX_MATRIX = 256 * 128
+"""Most elements, with padding, of a matrix in front of RoPE: a program holds all of it."""
+
+
 def _mapped(leaf: Leaf, matrix: Tensor, D: int) -> Leaf:
-    """A leaf whose decoded vectors [n] become [D] by a matrix [n, D], or one per head [B, H, n, D]."""
+    """A leaf whose decoded vectors [n] become [D] by a matrix [n, D], or one per head [B, H, n, D].
+
+    Raises:
+        UnreadableError: the matrix is too large.
+    """
+    if leaf.spec[spec.PADDED.value] * power(D) > MAX_MATRIX:
+        size = f"{matrix.shape[-2]} × {D}"
+        raise UnreadableError(f"keys have a matrix of {size} in front of RoPE, more than {MAX_MATRIX} elements")
     leaf = changed(changed(leaf, spec.MAPPED, power(D)), spec.MAPPED_CHANNELS, D)
     return leaf._replace(matrix=matrix if matrix.dim() == 4 else matrix[None, None])
 
