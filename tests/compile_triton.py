@@ -154,6 +154,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "grids, 32 rows, head dim 256": lambda: attend("grid", "grid", D=256, R=32),
     "grids in pages": lambda: pages("grid 7", 64),
     "polar in pages": lambda: pages("polar", 32),
+    "scores alone": lambda: launch.score_keys(torch.randn(1, 2, 4, 64), side("grid", "keys", 64).operand, 0.1),
     "merge": merge,
     "codes of keys per channel": lambda: grids("keys", 4, "channel", 32),
     "codes of values per token": lambda: grids("values", 3, "token", 32),

@@ -131,6 +131,20 @@ def test_masks_softcap_and_splits(device, q, softcap, monkeypatch):
     run(device, keys, values, 2 * q, mask[:, None].expand(-1, 2, -1, -1).clone().mT.contiguous().mT, softcap)
 
 
+@pytest.mark.parametrize("T", [64, 288])
+@pytest.mark.parametrize("name", ["grid", "signs", "joined"])
+def test_scores_alone(device, name, T, monkeypatch):
+    from tersekv.ops.triton import launch
+
+    torch.manual_seed(T)
+    plan = launch.plan
+    monkeypatch.setattr(launch, "plan", lambda *call: plan(*call)._replace(splits=-(-T // 128), split_tokens=128))
+    keys, query = view(name, "keys", 2, 2, T).operand, torch.randn(2, 2, 5, 64)
+    expected = reference(query, keys, torch.zeros(2, 2, T, 8), None, 0.125, None)[1]
+    lse = triton.score_keys(query.to(device), moved(keys, device), 0.125).cpu()
+    torch.testing.assert_close(lse, expected, rtol=LSE, atol=LSE)
+
+
 @pytest.mark.parametrize("number", range(len(READ)), ids=READ)
 def test_keys_before_rope(device, number):
     """Each layout with one of two orders of pairs, and positions of one of three kinds."""

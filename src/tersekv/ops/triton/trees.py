@@ -170,6 +170,9 @@ class Values(NamedTuple):
         return self.tree(out)
 
 
+NO_VALUES = Values([], 0, lambda out: out)
+
+
 def values(operand: Operand, device: torch.device) -> Values:
     """Leaves of values.
 
