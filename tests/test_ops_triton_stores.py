@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from conftest import benchmark
 from tersekv.attention.read import Call, attend_store
 from tersekv.ops import backends
 from test_ops_triton import OUT, Counted, compare, device, moved, pytestmark  # noqa: F401
@@ -56,6 +57,16 @@ def test_stores(device, recipe, dtype, D, G, q, padding, monkeypatch):  # noqa: 
     assert len(launched) >= 3  # sinks, packed tokens, the window
     bound = OUT + 2 * torch.finfo(dtype).eps  # both are rounded
     assert (got.cpu().float() - expected).norm() <= bound * expected.norm()
+
+
+def test_a_step_is_a_few_launches(device):  # noqa: F811
+    """The token is added to both sides, the query becomes float32 and the output the model's type."""
+    if device == "cuda":
+        pytest.skip("counted where kernels are interpreted")
+    step = benchmark("encode_launches").step
+    plain, rotated = step("kivi:bits=4"), step("turboquant:bits=4")
+    assert plain == {"torch": 4, "kernels": ["attend"] * 3 + ["merge_parts"], "waits": 0}
+    assert (rotated["torch"], len(rotated["kernels"]), rotated["waits"]) == (8, 5, 0)
 
 
 @pytest.mark.parametrize("name", ["grid", "polar"])

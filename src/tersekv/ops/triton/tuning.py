@@ -2,7 +2,7 @@
 
 None of the choices was measured on a GPU yet. Those for sm_90 (H100, H200) are what code compiled for it asks for:
 tiles that leave its shared memory room for a program, most of them for two. Elsewhere a program takes the least that
-it can, which fits the 64 to 99 KB of other GPUs, AMD's included. `TABLE` is the place for what measurements find.
+it can, which fits the 64 to 99 KiB of other GPUs, AMD's included. `TABLE` is the place for what measurements find.
 """
 
 from __future__ import annotations
