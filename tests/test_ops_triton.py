@@ -292,9 +292,9 @@ def both_ways(view):
     return type(view)([sketch._replace(channels=sketch.dropped)], view.head_dim)
 
 
-def wide():
-    """Sketches of 256 rows before RoPE of 256 channels."""
-    return roped(view("signs", "keys", T=64, D=256), "halves", 256, 64).operand
+def wide(name):
+    """Sketches of 256 or 200 rows before RoPE of 256 channels."""
+    return roped(view(name, "keys", T=64, D=256), "halves", 256, 64).operand
 
 
 REFUSALS = {
@@ -306,10 +306,8 @@ REFUSALS = {
     "device": (lambda c: [c[0], c[1]._replace(codes=c[1].codes.to("meta")), *c[2:]], "keys have codes on meta"),
     "inner": (lambda c: [c[0], c[1]._replace(scale=c[1].scale.mT.contiguous().mT), *c[2:]], "along an inner axis"),
     "mask": (lambda c: [*c[:3], torch.ones(1, 1, 64), *c[4:]], "mask is torch.float32, not bool"),
-    "matrix": (
-        lambda c: [torch.randn(1, 2, 3, 256), wide(), make_side("values", D=256), *c[3:]],
-        "a matrix of 256 × 256",
-    ),
+    "matrix": (lambda c: [torch.randn(1, 2, 3, 256), wide("signs"), *c[2:]], "a matrix of 256 × 256"),
+    "matrices": (lambda c: [torch.randn(1, 2, 3, 256), wide("signs per group"), *c[2:]], "a matrix of 200 × 256"),
     "sketch": (lambda c: [c[0], both_ways(view("signs per group", "keys", T=64)), *c[2:]], "take some channels and"),
 }
 
