@@ -12,7 +12,7 @@ from tersekv.bench import attend_gpu as bench
 from tersekv.bench import clock_gpu
 from tersekv.bench.attend import Heads
 from tersekv.bench.clock import Spread
-from tersekv.bench.formats import FORMATS
+from tersekv.bench.formats import FORMATS, chosen
 from tersekv.errors import CacheError, UserError
 from tersekv.ops import backends, cpu, triton
 
@@ -91,6 +91,10 @@ def test_a_format_without_a_kernel_is_not_timed(clock):
     reason = cpu.why_not_built() or "query is torch.float64"
     with backends.forced("auto"), pytest.raises(UserError, match=re.escape(f"not timed: reference: {reason}")):
         bench._error("grid4", torch.randn(1, 2, 2, 64, dtype=torch.float64), *segment.operands(), 1.0)
+
+
+def test_all_formats_are_named_at_once():
+    assert chosen("all") == tuple(FORMATS)
 
 
 def test_a_wrong_kernel_is_not_timed(clock, monkeypatch):

@@ -100,7 +100,7 @@ def chosen(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
         if name not in FORMATS:
-            raise UserError(f"--formats {name!r} is not there: all, {', '.join(FORMATS)} are")
+            raise UserError(f"--formats {name!r} is not there: {', '.join(FORMATS)} are, or all")
     return names
 
 
