@@ -1,4 +1,5 @@
-"""How many operations encode a block of 32 tokens: torch's own, and with the Triton kernels.
+"""How many operations encode a block of 32 tokens, torch's own and with the Triton kernels, and how many a token takes
+in one layer while no block is packed.
 
     TRITON_INTERPRET=1 python benchmarks/encode_launches.py
 
@@ -18,14 +19,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 
+from tersekv.attention.read import Call, attend_store
 from tersekv.ops import backends
 from tersekv.recipe import Recipe
+from tersekv.store.layer import LayerStore
+from tersekv.transforms.rope import standard_rope
 
 RECIPES = [
     "uniform:bits=4", "kivi:bits=4", "normalfloat", "turboquant:bits=4", "turboquant:bits=4,rotation=hadamard",
     "turboquant:bits=3,variant=prod", "qjl:initial_layers=0", "polarquant", "polarquant:rotation=hadamard",
     "kvquant:calibration=prompt",
 ]  # fmt: skip
+ROPE = standard_rope(128)
 WAITS = ("_local_scalar_dense", "nonzero")
 
 
@@ -62,11 +67,34 @@ def kernels() -> Iterator[list[str]]:
         InterpretedFunction.run = run
 
 
+def step(recipe: str) -> dict[str, Any]:
+    """What one layer does for one token of bfloat16: it is added, and attention reads sinks, 64 packed tokens and a
+    window."""
+    keys, values = torch.randn(2, 1, 2, 100, 128).bfloat16().unbind(0)
+    store = LayerStore(Recipe.parse(f"window:sinks=4,recent=32+{recipe}").plan(0, 1), keys, values, None, ROPE)
+    store.append(keys, values)
+    call = Call(torch.randn(1, 8, 1, 128).bfloat16(), None, 128**-0.5)
+
+    def token() -> None:
+        store.append(keys[:, :, :1], values[:, :, :1])
+        attend_store(store, call)
+
+    with backends.forced("triton"), kernels() as launched:
+        token()  # makes the tables
+        launched.clear()
+        with Operations() as counted:
+            token()
+    # on a CPU each side is checked, which no other device does: a sum, read back
+    checks = 2
+    return {"torch": counted.torch - checks, "kernels": launched, "waits": counted.waits - checks}
+
+
 def main() -> None:
-    """One JSON line per recipe, side and backend."""
+    """One JSON line per recipe, side and backend, and one per recipe for a step."""
     torch.manual_seed(0)
     x = torch.randn(1, 2, 32, 128)
     for recipe in RECIPES:
+        print(json.dumps({"recipe": recipe, "side": "a step of a layer", "backend": "triton", **step(recipe)}))
         coder = Recipe.parse(recipe).plan(0, 1)
         for side, codec in (("keys", coder.keys.fit(x)), ("values", coder.values.fit(x))):
             for backend in ("reference", "triton"):

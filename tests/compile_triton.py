@@ -1,8 +1,10 @@
-"""Run in a process of its own, see test_ops_triton_compile.py: compile for sm_90, without a device, what calls of the
-Triton backend launch. Triton learns when it is imported whether kernels are interpreted, so this cannot be a function
+"""Run in a process of its own, see test_ops_triton_compile.py: compile for a GPU, without one, what calls of the Triton
+backend launch. Triton learns when it is imported whether kernels are interpreted, so this cannot be a function
 of the tests' own process.
 
-Prints a line of JSON per call: {"call", "kernels": a list of {"name", "shared_bytes", "cubin_bytes",
+    python compile_triton.py sm_90 [calls]
+
+Prints a line of JSON per call: {"call", "kernels": a list of {"name", "shared_bytes", "binary_bytes",
 "layouts": of each side}, "error": the compiler's or null}.
 """
 
@@ -20,19 +22,28 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from packed_views import packed, rope, roped, tokens
+from tersekv.codecs import methods
 from tersekv.formats.base import Joined, View
 from tersekv.formats.centred import Turned
 from tersekv.ops.attend_grid import Axis, Side
 from tersekv.ops.encode_grid import GridPlace
-from tersekv.ops.triton import encode, encode_sparse, encode_trellis, launch, spec
+from tersekv.ops.triton import encode, encode_sparse, encode_trellis, launch, spec, tuning
 from tersekv.transforms.rotation import hadamard_parts, random_rotation
+
+TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32), "sm_86": GPUTarget("cuda", 86, 32), "gfx942": GPUTarget("hip", "gfx942", 64)
+}  # fmt: skip
+"""H100 and H200; GPUs with less shared memory; AMD's MI300."""
 
 
 class NoDevice:
-    """What Triton asks a driver before it launches anything, answered as for an H100 or H200."""
+    """What Triton asks a driver before it launches anything, answered as for a GPU."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self.target
 
     def get_current_device(self) -> int:
         return 0
@@ -52,7 +63,8 @@ def compile_kernel(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **o
     of_keys = "keys before RoPE" if options.get("ROPED") else "keys"
     sides = {of_keys: options.get("KEYS", ()), "values": options.get("VALUES", ())}
     layouts = {side: [NAMES[leaf[0]] for leaf in leaves] for side, leaves in sides.items()}
-    sizes = {"shared_bytes": made.metadata.shared, "cubin_bytes": len(made.asm["cubin"])}
+    binary = made.asm["hsaco" if "hsaco" in made.asm else "cubin"]
+    sizes = {"shared_bytes": made.metadata.shared, "binary_bytes": len(binary)}
     compiled.append({"name": kernel.__name__, **sizes, "layouts": layouts})
 
 
@@ -84,6 +96,14 @@ def centred(D: int = 64) -> None:
     cos, sin = (x.unsqueeze(0) for x in of.cos_sin(0, 64, 0, torch.device("cpu")))
     keys = Joined([(side("trellis", "keys", D), D), (Turned(torch.randn(1, 2, D), of, cos, sin), D)])
     launch.attend_packed(torch.randn(1, 2, 4, 2 * D), keys, side("trellis", "values", D), None, 0.1, None)
+
+
+def rotated(D: int) -> None:
+    """Keys with a rotation in front of RoPE."""
+    x = tokens(1, 2, 64, D)
+    codec = methods()["turboquant"].build().keys.fit(x)
+    keys = roped(codec.view(codec.encode(x), D), "halves", D, 64)
+    launch.attend_packed(torch.randn(1, 2, 4, D), keys.operand, side("grid", "values", D).operand, None, 0.1, None)
 
 
 def merge() -> None:
@@ -126,8 +146,15 @@ CALLS: dict[str, Callable[[], None]] = {
     "trellis before RoPE": lambda: attend("trellis", "exact", pre_rope=True),
     "trellis beside a mean": centred,
     "exact before RoPE": lambda: attend("exact", "exact", pre_rope=True),
+    "grids before RoPE, head dim 128": lambda: attend("grid", "grid", D=128, pre_rope=True),
+    "a rotation before RoPE, head dim 128": lambda: rotated(128),
+    "exact before RoPE, head dim 256": lambda: attend("exact", "exact", D=256, pre_rope=True),
+    "polar, head dim 256": lambda: attend("polar", "polar", D=256),
+    "trellis before RoPE, head dim 256": lambda: attend("trellis", "trellis", D=256, pre_rope=True),
+    "grids, 32 rows, head dim 256": lambda: attend("grid", "grid", D=256, R=32),
     "grids in pages": lambda: pages("grid 7", 64),
     "polar in pages": lambda: pages("polar", 32),
+    "scores alone": lambda: launch.score_keys(torch.randn(1, 2, 4, 64), side("grid", "keys", 64).operand, 0.1),
     "merge": merge,
     "codes of keys per channel": lambda: grids("keys", 4, "channel", 32),
     "codes of values per token": lambda: grids("values", 3, "token", 32),
@@ -158,17 +185,19 @@ def reasons(error: BaseException | None) -> str:
 
 def main() -> None:
     """Every call, or those that are named."""
-    triton.runtime.driver.set_active(NoDevice())
+    name, *calls = sys.argv[1:]
+    triton.runtime.driver.set_active(NoDevice(TARGETS[name]))
+    tuning.architecture = lambda device: name
     JITFunction.run = compile_kernel
-    for name in sys.argv[1:] or CALLS:
+    for call in calls or CALLS:
         torch.manual_seed(0)
         compiled.clear()
         error = None
         try:
-            CALLS[name]()
+            CALLS[call]()
         except Exception as raised:
             error = reasons(raised)
-        print(json.dumps({"call": name, "kernels": compiled, "error": error}), flush=True)
+        print(json.dumps({"call": call, "kernels": compiled, "error": error}), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@ Kernels are interpreted; no speed is tested."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -10,9 +12,9 @@ from tersekv.bench import attend_gpu as bench
 from tersekv.bench import clock_gpu
 from tersekv.bench.attend import Heads
 from tersekv.bench.clock import Spread
-from tersekv.bench.formats import FORMATS
+from tersekv.bench.formats import FORMATS, chosen
 from tersekv.errors import CacheError, UserError
-from tersekv.ops import backends, triton
+from tersekv.ops import backends, cpu, triton
 
 pytestmark = [
     pytest.mark.skipif(triton.why_not_installed() is not None, reason=str(triton.why_not_installed())),
@@ -51,17 +53,24 @@ def test_ways_and_what_is_made_of_their_times(clock):
     sizes = {row.what: row.bytes for row in measured.rows}
     assert sizes == {
         "sdpa flash bfloat16": dense, "sdpa flash bfloat16, group as rows": dense, "ours bfloat16": dense,
-        "ours float8": dense // 2, "grid4": packed,
+        "ours float8": dense // 2, "scores matmul bfloat16": dense // 2, "scores ours bfloat16": dense // 2,
+        "grid4": packed, "scores grid4": packed // 2,
     }  # fmt: skip
     assert list(measured.missing) == ["flashinfer bfloat16"]
     # inputs outgrow the cache four times, in at most eight copies
-    assert clock.ran == {"grid4": 8, "copy": 1} | dict.fromkeys(list(sizes)[:4], 4)
+    alone = ("copy", "encode grid4 keys", "encode grid4 values")
+    assert clock.ran == dict.fromkeys(sizes, 4) | {"grid4": 8, "scores grid4": 8} | dict.fromkeys(alone, 1)
     assert measured.bandwidth == pytest.approx(2 * (1 << 20) / 1e6)
-    result = measured.results()[-1]
+    results = {result["what"]: result for result in measured.results()}
+    assert results["scores grid4"]["bits"] == 5.0
+    assert 0 < results["scores grid4"]["relative_error"] < 4e-3
+    result = results["grid4"]
     assert (result["what"], result["bits"], result["batch"], result["median_us"]) == ("grid4", 5.0, 2, 1000.0)
     assert result["floor_us"] == pytest.approx(packed / measured.bandwidth / 1e3, rel=1e-3)
     assert result["speedup_bfloat16"] == 1.0
     assert 0 < result["relative_error"] < 4e-3
+    assert result["encode_us_per_token"] == pytest.approx(2 * 1e3 / 32)  # a millisecond per side and block
+    assert measured.results()[0]["encode_us_per_token"] is None
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -73,13 +82,19 @@ def test_every_format_has_a_kernel_that_is_right(clock, name, monkeypatch):
             return make_segment(*call)
 
     monkeypatch.setattr(bench, "make_segment", made)
-    assert bench._packed(clock, name, HEADS, 1, 64, 0).row.error < 4e-3
+    monkeypatch.setattr(bench, "_encode_us", lambda *call: 1.0)
+    assert all(way.row.error < 4e-3 for way in bench._packed(clock, name, HEADS, 1, 64, 0))
 
 
 def test_a_format_without_a_kernel_is_not_timed(clock):
     segment = bench.make_segment("grid4", 2, 64, 64, 0)
-    with backends.forced("auto"), pytest.raises(UserError, match=r"not timed: reference: query is torch\.float64"):
+    reason = cpu.why_not_built() or "query is torch.float64"
+    with backends.forced("auto"), pytest.raises(UserError, match=re.escape(f"not timed: reference: {reason}")):
         bench._error("grid4", torch.randn(1, 2, 2, 64, dtype=torch.float64), *segment.operands(), 1.0)
+
+
+def test_all_formats_are_named_at_once():
+    assert chosen("all") == tuple(FORMATS)
 
 
 def test_a_wrong_kernel_is_not_timed(clock, monkeypatch):
@@ -87,6 +102,37 @@ def test_a_wrong_kernel_is_not_timed(clock, monkeypatch):
     monkeypatch.setattr(backends, "attend_packed", lambda *call: (right(*call)[0] * 1.02, None))
     with pytest.raises(CacheError, match="off by"):
         bench._packed(clock, "grid4", HEADS, 1, 64, 0)
+
+
+def test_scores_are_compared_with_scores():
+    times = {"ours bfloat16": 4.0, "scores ours bfloat16": 2.0, "grid4": 2.0, "scores grid4": 0.5}
+    rows = [bench.Row(what, 5.0 if "grid" in what else None, 1, Spread(ms, ms, ms, 20)) for what, ms in times.items()]
+    results = bench.Measured("a test", HEADS, 1, 64, 1.0, rows, {}).results()
+    assert [result["speedup_bfloat16"] for result in results] == [1.0, 1.0, 2.0, 4.0]
+
+
+def test_what_is_wrong_is_left_out_and_the_rest_timed(clock, monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    make = bench._packed
+    errors = {"grid3": OutOfResources(300_000, 232_448, "shared memory"), "grid2": CacheError("off by 0.5")}
+
+    def packed(clock, name, *call):
+        if name in errors:
+            raise errors[name]
+        return make(clock, name, *call)
+
+    monkeypatch.setattr(bench, "_packed", packed)
+    measured = bench.measure(clock, HEADS, 1, 64, ["grid3", "grid2", "grid1"], 1.0)
+    assert measured.rows[-1].what == "grid1"
+    assert "shared memory" in measured.missing["grid3"]
+    assert measured.missing["grid2"] == "off by 0.5"
+
+
+def test_nothing_begins_when_time_is_up(clock):
+    measured = bench.measure(clock, HEADS, 1, 64, ["grid4"], 1.0, stop=0.0)
+    assert measured.missing["grid4"] == "no time was left"
+    assert "ours bfloat16" in [row.what for row in measured.rows]
 
 
 def test_one_line_says_that_there_is_no_gpu(capsys):
@@ -115,6 +161,10 @@ def test_the_table(clock, capsys, monkeypatch, tmp_path):
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {row["gpu"] for row in rows} == {"a test"}
     assert {row["batch"] for row in rows} == {1, 2}
+    assert cli.run(["bench", "attend", "--device", "cuda", *small, "--limit", "0"]) == 2
+    said = capsys.readouterr()
+    assert said.out.count("ours float8") == 2
+    assert "not timed everywhere: grid2 (grid2: no time was left)" in said.err
 
 
 def test_only_gpus_are_timed(monkeypatch):

@@ -131,6 +131,20 @@ def test_masks_softcap_and_splits(device, q, softcap, monkeypatch):
     run(device, keys, values, 2 * q, mask[:, None].expand(-1, 2, -1, -1).clone().mT.contiguous().mT, softcap)
 
 
+@pytest.mark.parametrize("T", [64, 288])
+@pytest.mark.parametrize("name", ["grid", "signs", "joined"])
+def test_scores_alone(device, name, T, monkeypatch):
+    from tersekv.ops.triton import launch
+
+    torch.manual_seed(T)
+    plan = launch.plan
+    monkeypatch.setattr(launch, "plan", lambda *call: plan(*call)._replace(splits=-(-T // 128), split_tokens=128))
+    keys, query = view(name, "keys", 2, 2, T).operand, torch.randn(2, 2, 5, 64)
+    expected = reference(query, keys, torch.zeros(2, 2, T, 8), None, 0.125, None)[1]
+    lse = triton.score_keys(query.to(device), moved(keys, device), 0.125).cpu()
+    torch.testing.assert_close(lse, expected, rtol=LSE, atol=LSE)
+
+
 @pytest.mark.parametrize("number", range(len(READ)), ids=READ)
 def test_keys_before_rope(device, number):
     """Each layout with one of two orders of pairs, and positions of one of three kinds."""
@@ -278,6 +292,11 @@ def both_ways(view):
     return type(view)([sketch._replace(channels=sketch.dropped)], view.head_dim)
 
 
+def wide(name):
+    """Sketches of 256 or 200 rows before RoPE of 256 channels."""
+    return roped(view(name, "keys", T=64, D=256), "halves", 256, 64).operand
+
+
 REFUSALS = {
     "query": (lambda c: [c[0].double(), *c[1:]], "query is torch.float64"),
     "rows": (lambda c: [torch.randn(1, 2, 300, 64), *c[1:]], "query has 300 rows"),
@@ -287,6 +306,8 @@ REFUSALS = {
     "device": (lambda c: [c[0], c[1]._replace(codes=c[1].codes.to("meta")), *c[2:]], "keys have codes on meta"),
     "inner": (lambda c: [c[0], c[1]._replace(scale=c[1].scale.mT.contiguous().mT), *c[2:]], "along an inner axis"),
     "mask": (lambda c: [*c[:3], torch.ones(1, 1, 64), *c[4:]], "mask is torch.float32, not bool"),
+    "matrix": (lambda c: [torch.randn(1, 2, 3, 256), wide("signs"), *c[2:]], "a matrix of 256 × 256"),
+    "matrices": (lambda c: [torch.randn(1, 2, 3, 256), wide("signs per group"), *c[2:]], "a matrix of 200 × 256"),
     "sketch": (lambda c: [c[0], both_ways(view("signs per group", "keys", T=64)), *c[2:]], "take some channels and"),
 }
 

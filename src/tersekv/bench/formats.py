@@ -90,15 +90,17 @@ class Segment(NamedTuple):
 
 
 def chosen(text: str) -> tuple[str, ...]:
-    """Names separated by commas.
+    """Names separated by commas, or "all".
 
     Raises:
         UserError: a name that is not there.
     """
+    if text.strip() == "all":
+        return tuple(FORMATS)
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
         if name not in FORMATS:
-            raise UserError(f"--formats {name!r} is not there: {', '.join(FORMATS)} are")
+            raise UserError(f"--formats {name!r} is not there: {', '.join(FORMATS)} are, or all")
     return names
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,13 +37,14 @@ def attend(
     heads: Annotated[str, typer.Option("--heads", help="Query heads/KV heads/head dim, several with commas.")] = (
         "32/8/128"
     ),
-    formats: Annotated[str, typer.Option("--formats", help="Packed formats, separated by commas.")] = (
+    formats: Annotated[str, typer.Option("--formats", help="Packed formats, separated by commas, or all.")] = (
         "grid4,grid3,grid2"
     ),
     threads: Annotated[str, typer.Option("--threads", help="Numbers of threads, like 1,2.")] = "1",
     seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Time for one context.")] = 6.0,
     device: Annotated[str, typer.Option("--device", help="cpu, or cuda.")] = "cpu",
     batch: Annotated[str, typer.Option("--batch", help="Rows of a batch on a GPU, like 1,8.")] = "1",
+    limit: Annotated[float, typer.Option("--limit", min=0.0, help="Minutes; later no format begins on a GPU.")] = 8.0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Append JSON lines, one per way.")] = None,
     as_json: output.Json = False,
 ) -> None:
@@ -54,7 +56,7 @@ def attend(
     names = chosen(formats)
     if device != "cpu":
         sizes = parse_lengths(tokens, "--tokens"), parse_numbers(batch, "--batch", 1, 4096)
-        _attend_gpu(device, shapes, *sizes, names, seconds, out, as_json)
+        _attend_gpu(device, shapes, *sizes, names, seconds, limit, out, as_json)
         return
     lengths, counts = parse_lengths(tokens, "--tokens"), parse_numbers(threads, "--threads", 1, 256)
     results: list[dict[str, Any]] = []
@@ -74,30 +76,33 @@ def attend(
 
 def _attend_gpu(
     device: str, shapes: list[Heads], lengths: tuple[int, ...], batches: tuple[int, ...], names: tuple[str, ...],
-    seconds: float, out: Path | None, as_json: bool,
+    seconds: float, limit: float, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     from tersekv.bench.attend_gpu import measure
     from tersekv.bench.clock_gpu import CudaClock
 
     if device != "cuda":
         raise UserError(f"--device {device!r}: allowed are cpu and cuda")
-    clock, results = CudaClock(), []
+    clock, results, stop = CudaClock(), [], time.monotonic() + 60 * limit
     for shape in shapes:
         for length in lengths:
             for batch in batches:
                 with output.step(f"{shape}, {batch} x {length} tokens"):
-                    measured = measure(clock, shape, batch, length, names, seconds)
+                    measured = measure(clock, shape, batch, length, names, seconds, stop=stop)
                 results.append(measured)
                 if out is not None:
                     _write(out, "attend_gpu", [_gpu_machine(clock.name) | row for row in measured.results()])
     if as_json:
         output.print_json({"results": [row for measured in results for row in measured.results()]})
-        return
-    for measured in results:
-        for way, reason in measured.missing.items():
-            output.report(f"{way} did not run: {reason}")
-    for measured in results:
-        output.show(_gpu_table(measured))
+    else:
+        for measured in results:
+            for way, reason in measured.missing.items():
+                output.report(f"{measured.batch} x {measured.tokens:,} tokens: {way} did not run: {reason}")
+        for measured in results:
+            output.show(_gpu_table(measured))
+    if untimed := [name for name in names if any(name in measured.missing for measured in results)]:
+        reason = next(measured.missing[untimed[0]] for measured in results if untimed[0] in measured.missing)
+        raise UserError(f"not timed everywhere: {', '.join(untimed)} ({untimed[0]}: {reason})")
 
 
 def _gpu_machine(name: str) -> dict[str, Any]:
@@ -111,11 +116,12 @@ def _gpu_table(measured: MeasuredGpu) -> Any:
         f"{measured.machine}: {measured.heads} (query heads / KV heads / head dim), {measured.batch} x "
         f"{measured.tokens:,} tokens; a copy moves {measured.bandwidth:,.0f} GB/s"
     )
-    columns = ("way", "bits", "µs", "p10–p90", "share of floor", "× bfloat16", "error")
+    columns = ("way", "bits", "µs", "p10–p90", "share of floor", "× bfloat16", "error", "encode µs/token")
     rows = [
         (
             row["what"], row["bits"] or "", f"{row['median_us']:.1f}", f"{row['p10']:.1f}–{row['p90']:.1f}",
             f"{row['share_of_floor']:.2f}", f"{row['speedup_bfloat16']:.2f}", f"{row['relative_error']:.1e}",
+            "" if row["encode_us_per_token"] is None else f"{row['encode_us_per_token']:.1f}",
         )
         for row in measured.results()
     ]  # fmt: skip

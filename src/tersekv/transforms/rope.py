@@ -37,11 +37,14 @@ class Rope:
 
     def cos_sin(self, first: int, n: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin float32 [n, R] of positions first to first + n; negative positions (padding) are allowed."""
-        if self.varies or first < 0:
+        if self.varies:
             cos, sin = self._made(torch.arange(first, first + n), length)
             return cos.to(device), sin.to(device)
-        cos, sin = self._up_to(first + n, device)
-        return cos[first : first + n], sin[first : first + n]
+        cos, sin = self._up_to(max(first + n, 1 - first), device)
+        if first >= 0:
+            return cos[first : first + n], sin[first : first + n]
+        positions = torch.arange(first, first + n, device=device)
+        return cos[positions.abs()], sin[positions.abs()] * positions.sign().unsqueeze(-1)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin float32 [..., R] of any positions ≥ 0, as for a short sequence."""

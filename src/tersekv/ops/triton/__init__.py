@@ -169,6 +169,14 @@ attend_exact = attend_packed
 
 
 @on_own_device
+def score_keys(query: Tensor, keys: Operand, scaling: float) -> Tensor:
+    """log Σ exp(scaling·q·k̂) over all keys, which is attention without values: float32 [B, H, R]. For benchmarks; no
+    op of its own."""
+    result: Tensor = _launch().score_keys(query, keys, scaling)
+    return result
+
+
+@on_own_device
 def attend_pages(
     query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
     softcap: float | None,

@@ -23,6 +23,11 @@ def attend_packed(
     return _attend(query, keys, values, mask, scaling, softcap)
 
 
+def score_keys(query: Tensor, keys: Operand, scaling: float) -> Tensor:
+    """See `tersekv.ops.triton`: float32 [B, H, R]."""
+    return _attend(query, keys, None, None, scaling, None)[1]
+
+
 def attend_pages(
     query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
     softcap: float | None,
@@ -44,22 +49,24 @@ def attend_pages(
 
 
 def _attend(
-    query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None,
+    query: Tensor, keys: Operand, values: Operand | None, mask: Tensor | None, scaling: float, softcap: float | None,
     pages: tuple[Any, ...] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """pages: the table, the stride of its rows, tokens per page and pages in the pool; none: tokens in their order."""
+    """values: None for an output of no channels. pages: the table, the stride of its rows, tokens per page and pages in
+    the pool; none: tokens in their order."""
     query = query.contiguous()
     B, H, R, _ = query.shape
-    key, value = trees.keys(keys, query), trees.values(values, query.device)
+    key = trees.keys(keys, query)
+    value = trees.NO_VALUES if values is None else trees.values(values, query.device)
     T, page_tokens = _tokens(keys), pages[2] if pages else None
-    if _tokens(values) != T:
+    if values is not None and _tokens(values) != T:
         raise ValueError(f"values: expected T = {T} tokens like the keys, got {_tokens(values)}")
     if page_tokens is not None:
         for leaf in (*key.leaves, *value.leaves):
             if page_tokens % (block := leaf.spec[spec.BLOCK.value]):
                 raise ValueError(f"page_tokens: expected a multiple of {block}, a block's tokens, got {page_tokens}")
         T = pages[0].shape[1] * page_tokens
-    chosen = plan(B * H, R, T, key.leaves, value.leaves, query.device, page_tokens)
+    chosen = plan(B * H, R, T, key.leaves, value.leaves, query.device, page_tokens, bool(key.turn))
     splits = chosen.splits
     out = query.new_empty((B, H, splits, R, value.channels))
     lse = query.new_empty((B, H, splits, R))
@@ -129,7 +136,7 @@ def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """outs [B, H, splits, R, D] and lses [B, H, splits, R] to one."""
     B, H, splits, R, D = outs.shape
     out, lse = outs.new_empty((B, H, R, D)), lses.new_empty((B, H, R))
-    if out.numel():
+    if lse.numel():
         merging.merge[(B * H, R)](out, lse, outs, lses, splits, R, D, SPLITS=16, CHANNELS_=power(D), num_warps=4)
     return out, lse
 

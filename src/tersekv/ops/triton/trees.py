@@ -89,6 +89,8 @@ def _sketched(readable: Readable, sketch: Any, D: int, query: Tensor, turned: bo
         if sketch.channels is None and not turned:  # the whole sketched query, which each block takes a part from
             sketched = torch.matmul(query, sketch.sketch.T)
             query, behind = torch.cat([sketched, query], dim=-1), sketched.shape[-1]
+        if sketch.channels is None and turned:
+            _check_matrix(len(sketch.sketch), D)
         return changed(readable.sketch(sketch, D, behind), spec.FIRST, first)._replace(query=query)
     if not turned:
         return readable.signs(sketch)._replace(query=sketch.query(query))
@@ -96,8 +98,23 @@ def _sketched(readable: Readable, sketch: Any, D: int, query: Tensor, turned: bo
     return _mapped(leaf, _spread(sketch, D), D)
 
 
+MAX_MATRIX = 256 * 128
+"""Most elements, with padding, of a matrix in front of RoPE: a program holds all of it."""
+
+
+def _check_matrix(n: int, D: int) -> None:
+    """Of [n, D] in front of RoPE.
+
+    Raises:
+        UnreadableError: it is too large.
+    """
+    if power(n) * power(D) > MAX_MATRIX:
+        raise UnreadableError(f"keys have a matrix of {n} × {D} in front of RoPE, more than {MAX_MATRIX} elements")
+
+
 def _mapped(leaf: Leaf, matrix: Tensor, D: int) -> Leaf:
     """A leaf whose decoded vectors [n] become [D] by a matrix [n, D], or one per head [B, H, n, D]."""
+    _check_matrix(matrix.shape[-2], D)
     leaf = changed(changed(leaf, spec.MAPPED, power(D)), spec.MAPPED_CHANNELS, D)
     return leaf._replace(matrix=matrix if matrix.dim() == 4 else matrix[None, None])
 
@@ -157,6 +174,9 @@ class Values(NamedTuple):
     def join(self, out: Tensor) -> Tensor:
         """The output [B, H, R, Dv] from those of the leaves side by side [B, H, R, channels]."""
         return self.tree(out)
+
+
+NO_VALUES = Values([], 0, lambda out: out)
 
 
 def values(operand: Operand, device: torch.device) -> Values:

@@ -1,8 +1,8 @@
 """How a call is cut into programs: a choice per shape class and layouts, made once and kept.
 
-None of the choices was measured on a GPU yet. They are what code compiled for sm_90 asks for: 128 tokens at a time keep
-grids of 4 bits and head dim 128 within a thread's registers; a layout that decodes element by element, or a wide head,
-takes fewer tokens. `TABLE` is the place for what measurements find.
+None of the choices was measured on a GPU yet. Those for sm_90 (H100, H200) are what code compiled for it asks for:
+tiles that leave its shared memory room for a program, most of them for two. Elsewhere a program takes the least that
+it can, which fits the 64 to 99 KiB of other GPUs, AMD's included. `TABLE` is the place for what measurements find.
 """
 
 from __future__ import annotations
@@ -33,17 +33,29 @@ class Shape(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What choices are kept for: the GPU's name ("" for any), kinds and bits of leaves, rows and padded channels."""
+    """What choices are kept for: the GPU's architecture ("" for any), kinds and bits of leaves, whether keys have RoPE,
+    rows and padded channels."""
 
-    gpu: str
+    architecture: str
     keys: tuple[tuple[int, int], ...]
     values: tuple[tuple[int, int], ...]
+    has_rope: bool
     rows: int
     channels: int
 
 
 TABLE: dict[Key, Shape] = {}
-"""Measured choices; a GPU's own entry goes before one for any."""
+"""Measured choices; an architecture's own entry goes before one for any."""
+
+HOPPER = ("sm_90", "")
+"""H100 and H200; interpreted kernels go the same way."""
+
+TILES = {(False, False): 128 * 128, (True, False): 64 * 128, (False, True): 64 * 128, (True, True): 32 * 128}
+"""There: tokens × channels taken at a time, where layouts are decoded element by element or there are many rows, and
+where keys have RoPE."""
+
+LEAST = Shape(1, 4, 1)
+"""The least that a program takes: what is safe."""
 
 
 class Plan(NamedTuple):
@@ -66,11 +78,12 @@ def plan(
     values: Sequence[Leaf],
     device: torch.device,
     page_tokens: int | None = None,
+    has_rope: bool = False,
 ) -> Plan:
     """For `heads` batch rows × key-value heads, R query rows each, over T tokens; no tile is longer than a page."""
     rows = 8 if R <= 8 else 16 if R <= 16 else 32
     channels = max(leaf.spec[2] for leaf in (*keys, *values))
-    shape = chosen(Key(gpu(device), _kinds(keys), _kinds(values), rows, channels))
+    shape = chosen(Key(architecture(device), _kinds(keys), _kinds(values), has_rope, rows, channels))
     if page_tokens is not None:
         shape = shape._replace(blocks=math.gcd(shape.blocks, page_tokens // 32))
     tile = 32 * shape.blocks
@@ -87,19 +100,26 @@ def _kinds(leaves: Sequence[Leaf]) -> tuple[tuple[int, int], ...]:
 
 @functools.lru_cache(maxsize=1024)
 def chosen(key: Key) -> Shape:
-    """The measured choice, or a safe one."""
-    for known in (key, key._replace(gpu="")):
+    """The measured choice, or a reasoned one."""
+    for known in (key, key._replace(architecture="")):
         if known in TABLE:
             return TABLE[known]
+    if key.architecture not in HOPPER:
+        return LEAST
     kinds = {kind for kind, _ in (*key.keys, *key.values)}
-    small = key.channels > 128 or key.rows > 16 or kinds & SMALL
-    return Shape(2 if small else 4, 4, 2)
+    small = key.rows > 16 or bool(kinds & SMALL)
+    blocks = TILES[small, key.has_rope] // (32 * key.channels)
+    return Shape(min(blocks, 2 if small else 4), 4, 2) if blocks else LEAST
 
 
 @functools.cache
-def gpu(device: torch.device) -> str:
-    """Its name; "" where kernels are interpreted."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+def architecture(device: torch.device) -> str:
+    """Of the GPU, like sm_90 or gfx942; "" where kernels are interpreted."""
+    if device.type != "cuda":
+        return ""
+    properties = torch.cuda.get_device_properties(device)
+    of_amd = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
+    return of_amd.partition(":")[0] or f"sm_{properties.major}{properties.minor}"
 
 
 @functools.cache

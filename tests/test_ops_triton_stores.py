@@ -1,0 +1,123 @@
+"""A layer's store read by the Triton kernels alone: types of a model, groups of query heads, several new tokens, rows
+with padding. On a machine without a GPU Triton interprets them; `pytest -m gpu` runs the same on a CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import benchmark
+from tersekv.attention.read import Call, attend_store
+from tersekv.ops import backends
+from test_ops_triton import OUT, Counted, compare, device, moved, pytestmark  # noqa: F401
+from test_store import store, tokens
+
+RECIPE = "window:sinks=4,recent=32"
+
+
+def filled(recipe, B, T, D, dtype, padding):
+    """A store of T tokens, all but the latest five at once; row r begins after padding[r]."""
+    keys, values = (x.to(dtype) for x in tokens(T, B=B, D=D))
+    s = store(f"{RECIPE}+{recipe}", keys, values)
+    with backends.forced("auto"):  # encoding has tests of its own
+        s.append(keys[:, :, :-5], values[:, :, :-5], padding)
+        s.append(keys[:, :, -5:], values[:, :, -5:])
+    assert s.packed_tokens >= 32
+    return s
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "D", "G", "q"),
+    [
+        ("kivi:bits=4", torch.bfloat16, 128, 4, 16), ("kivi:bits=2", torch.float16, 64, 1, 1),
+        ("polarquant", torch.float32, 64, 7, 9), ("turboquant:bits=3", torch.bfloat16, 256, 2, 5),
+        ("qjl:initial_layers=0", torch.float16, 96, 3, 2), ("exact", torch.float32, 80, 8, 1),
+        ("kvquant:bits=4,calibration=prompt,pre_rope=false", torch.bfloat16, 64, 2, 3),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("padding", [None, (9, 0)], ids=["", "padded"])
+def test_stores(device, recipe, dtype, D, G, q, padding, monkeypatch):  # noqa: F811
+    from tersekv.ops.triton import launch
+
+    padded = None if padding is None else torch.tensor(padding)
+    s = filled(recipe, 2, 85, D, dtype, padded)
+    mask = None
+    if padded is not None:
+        seen = torch.arange(85) <= torch.arange(85 - q, 85)[:, None]
+        mask = seen & (torch.arange(85) >= padded[:, None, None])
+    query = torch.randn(2, 2 * G, q, D, generator=torch.Generator().manual_seed(q)).to(dtype)
+    with backends.forced("reference"):
+        expected = attend_store(s, Call(query, mask, D**-0.5)).float()
+    s.to(device)
+    launched = []
+    monkeypatch.setattr(launch.kernels, "attend", Counted(launch.kernels.attend, "attend", launched))
+    got = attend_store(s, Call(query.to(device), moved(mask, device), D**-0.5))
+    assert (got.dtype, got.shape) == (dtype, (2, q, 2 * G, D))
+    assert len(launched) >= 3  # sinks, packed tokens, the window
+    bound = OUT + 2 * torch.finfo(dtype).eps  # both are rounded
+    assert (got.cpu().float() - expected).norm() <= bound * expected.norm()
+
+
+def test_a_step_is_a_few_launches(device):  # noqa: F811
+    """The token is added to both sides, the query becomes float32 and the output the model's type."""
+    if device == "cuda":
+        pytest.skip("counted where kernels are interpreted")
+    step = benchmark("encode_launches").step
+    plain, rotated = step("kivi:bits=4"), step("turboquant:bits=4")
+    assert plain == {"torch": 4, "kernels": ["attend"] * 3 + ["merge_parts"], "waits": 0}
+    assert (rotated["torch"], len(rotated["kernels"]), rotated["waits"]) == (8, 5, 0)
+
+
+@pytest.mark.parametrize("name", ["grid", "polar"])
+def test_a_call_of_static_capacity_is_replayed(device, name, monkeypatch):  # noqa: F811
+    """Pages and mask of a fixed size hold as many tokens as they say at the time: what was launched once is launched
+    again over what is there now, as a CUDA graph does it."""
+    from tersekv.ops.attend_pages import attend_pages as reference
+    from test_ops_pages import call
+
+    query, keys, values, pages, p, mask, *rest = call(name, 32)
+    args = [moved(x, device) for x in (query, keys, values, pages, p, mask, *rest)]
+    attend = backends.kernel("attend_pages", *args)
+    replay, outs = captured(lambda: attend(*args), device, monkeypatch)
+    for table in (torch.tensor([[4, -1, -1, -1], [3, 0, 6, 2]]), torch.tensor([[1, 6, 5, -1], [0, -1, -1, -1]])):
+        query, pages = torch.randn_like(query), table.int()
+        held = (pages >= 0).repeat_interleave(p, dim=1)
+        mask = held[:, None] & (torch.rand_like(mask, dtype=torch.float32) < 0.9)
+        for there, now in zip((args[0], args[3], args[5]), (query, pages, mask), strict=True):
+            there.copy_(now)
+        replay()
+        expected = reference(query, keys, values, pages, p, mask, *rest)
+        compare(outs, expected, float((query @ keys.decode().mT).abs().max()) * rest[0])
+
+
+def captured(run, device, monkeypatch):  # noqa: F811
+    """What runs the same launches again, and the outputs, whose memory it writes. Interpreted: no operation of torch
+    may take part, but for those that allocate or view."""
+    if device == "cuda":
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = run()
+        return graph.replay, outs
+    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+    from triton.runtime.interpreter import InterpretedFunction
+
+    class Nothing(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            assert op.is_view or "empty" in op.name(), f"{op} is no launch of ours"
+            return op(*args, **(kwargs or {}))
+
+    launches, launch = [], InterpretedFunction.run
+
+    def noted(kernel, *args, **options):
+        launches.append(lambda: launch(kernel, *args, **options))
+        with _disable_current_modes():
+            launch(kernel, *args, **options)
+
+    with monkeypatch.context() as patch, Nothing():
+        patch.setattr(InterpretedFunction, "run", noted)
+        outs = run()
+    assert launches
+    return lambda: [again() for again in launches], outs

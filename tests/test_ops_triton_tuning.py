@@ -1,0 +1,78 @@
+"""How a call is cut into programs: which choice is taken for which GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from packed_views import packed, tokens
+from tersekv.ops import triton
+
+pytestmark = pytest.mark.skipif(triton.why_not_installed() is not None, reason=str(triton.why_not_installed()))
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tuning(monkeypatch):
+    """The module with a table of its own."""
+    from tersekv.ops.triton import tuning
+
+    monkeypatch.setattr(tuning, "TABLE", {})
+    chosen = tuning.chosen
+    chosen.cache_clear()
+    yield tuning
+    chosen.cache_clear()
+
+
+def key(tuning, **changes):
+    return tuning.Key("sm_90", ((1, 4),), ((1, 4),), False, 8, 128)._replace(**changes)
+
+
+def test_wide_heads_many_rows_and_rope_take_fewer_tokens(tuning):
+    def tokens_of(**changes):
+        return 32 * tuning.chosen(key(tuning, **changes)).blocks
+
+    assert tokens_of() == 128
+    assert tokens_of(channels=256) == tokens_of(has_rope=True) == tokens_of(rows=32) == 64
+    assert tokens_of(channels=256, has_rope=True) == 32
+    assert tokens_of(keys=((3, 4),), channels=64) == 64
+
+
+def test_elsewhere_a_program_takes_the_least(tuning):
+    for name in ("sm_80", "sm_89", "sm_100", "gfx942"):
+        assert tuning.chosen(key(tuning, architecture=name)) == tuning.LEAST
+    assert tuning.chosen(key(tuning, architecture="")) == tuning.chosen(key(tuning))
+
+
+def test_measured_choices_go_first(tuning):
+    own, any_ = tuning.Shape(2, 8, 3), tuning.Shape(1, 2, 1)
+    tuning.TABLE[key(tuning)] = own
+    tuning.TABLE[key(tuning, architecture="")] = any_
+    assert tuning.chosen(key(tuning)) == own
+    assert tuning.chosen(key(tuning, architecture="sm_80")) == any_
+    tuning.TABLE.clear()
+    assert tuning.chosen(key(tuning)) == own, "a choice is made once and kept"
+
+
+def test_a_plan_asks_for_its_layouts(tuning, monkeypatch):
+    from tersekv.ops.triton import trees
+
+    asked = []
+    monkeypatch.setattr(tuning, "chosen", lambda key: asked.append(key) or tuning.LEAST)
+    x = tokens(1, 2, 64, 96)
+    keys, values = (packed(name, side, x).inner.operand for name, side in (("grid 3", "keys"), ("polar", "values")))
+    query = torch.randn(1, 2, 9, 96)
+    leaves = trees.keys(keys, query).leaves, trees.values(values, CPU).leaves
+    plan = tuning.plan(2, 9, 64, *leaves, CPU, has_rope=True)
+    assert asked == [tuning.Key("", ((1, 3),), ((3, 4),), True, 16, 128)]
+    assert (plan.rows, plan.blocks, plan.splits * plan.split_tokens) == (16, 1, 64)
+
+
+@pytest.mark.parametrize(("name", "of_amd", "hip"), [("sm_90", "", None), ("gfx942", "gfx942:sramecc+:xnack-", "6.4")])
+def test_architectures(tuning, monkeypatch, name, of_amd, hip):
+    from types import SimpleNamespace
+
+    properties = SimpleNamespace(major=9, minor=0, gcnArchName=of_amd)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert tuning.architecture.__wrapped__(torch.device("cuda")) == name
