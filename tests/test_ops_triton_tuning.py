@@ -76,3 +76,16 @@ def test_architectures(tuning, monkeypatch, name, of_amd, hip):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert tuning.architecture.__wrapped__(torch.device("cuda")) == name
+
+
+def test_a_matrix_in_front_of_rope_fits_shared_memory(tuning, monkeypatch):
+    """What a program of another architecture has no room for is left to the reference."""
+    from packed_views import roped
+
+    torch.manual_seed(0)
+    x = tokens(1, 2, 64, 128)
+    keys, values = roped(packed("signs", "keys", x), "halves", 128, 64), packed("grid", "values", x)
+    call = torch.randn(1, 2, 1, 128), keys.operand, values.operand, None, 1.0, None
+    assert "in front of RoPE" not in str(triton.why_not_attend_packed(*call))
+    monkeypatch.setattr(tuning, "architecture", lambda device: "sm_86")
+    assert "256 × 128 in front of RoPE, more than 16,384" in str(triton.why_not_attend_packed(*call))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tersekv.ops.attend_packed import Operand
-from tersekv.ops.triton import spec
+from tersekv.ops.triton import spec, tuning
 from tersekv.ops.triton.leaves import Leaf, Readable, UnreadableError, changed, power
 
 
@@ -90,7 +90,7 @@ def _sketched(readable: Readable, sketch: Any, D: int, query: Tensor, turned: bo
             sketched = torch.matmul(query, sketch.sketch.T)
             query, behind = torch.cat([sketched, query], dim=-1), sketched.shape[-1]
         if sketch.channels is None and turned:
-            _check_matrix(len(sketch.sketch), D)
+            _check_matrix(sketch.sketch, len(sketch.sketch), D)
         return changed(readable.sketch(sketch, D, behind), spec.FIRST, first)._replace(query=query)
     if not turned:
         return readable.signs(sketch)._replace(query=sketch.query(query))
@@ -98,23 +98,20 @@ def _sketched(readable: Readable, sketch: Any, D: int, query: Tensor, turned: bo
     return _mapped(leaf, _spread(sketch, D), D)
 
 
-MAX_MATRIX = 256 * 128
-"""Most elements, with padding, of a matrix in front of RoPE: a program holds all of it."""
-
-
-def _check_matrix(n: int, D: int) -> None:
-    """Of [n, D] in front of RoPE.
+def _check_matrix(matrix: Tensor, n: int, D: int) -> None:
+    """Of [n, D], in front of RoPE: a program holds all of it.
 
     Raises:
         UnreadableError: it is too large.
     """
-    if power(n) * power(D) > MAX_MATRIX:
-        raise UnreadableError(f"keys have a matrix of {n} × {D} in front of RoPE, more than {MAX_MATRIX} elements")
+    most = tuning.most_matrix(tuning.architecture(matrix.device))
+    if power(n) * power(D) > most:
+        raise UnreadableError(f"keys have a matrix of {n} × {D} in front of RoPE, more than {most:,} elements")
 
 
 def _mapped(leaf: Leaf, matrix: Tensor, D: int) -> Leaf:
     """A leaf whose decoded vectors [n] become [D] by a matrix [n, D], or one per head [B, H, n, D]."""
-    _check_matrix(matrix.shape[-2], D)
+    _check_matrix(matrix, matrix.shape[-2], D)
     leaf = changed(changed(leaf, spec.MAPPED, power(D)), spec.MAPPED_CHANNELS, D)
     return leaf._replace(matrix=matrix if matrix.dim() == 4 else matrix[None, None])
 

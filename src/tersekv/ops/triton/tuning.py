@@ -112,6 +112,12 @@ def chosen(key: Key) -> Shape:
     return Shape(min(blocks, 2 if small else 4), 4, 2) if blocks else LEAST
 
 
+def most_matrix(architecture: str) -> int:
+    """Elements, with padding, of the largest matrix in front of RoPE that a program finds shared memory for: compiled,
+    one of 256 × 128 takes 152 KiB, one of 256 × 64 takes 69."""
+    return 256 * (128 if architecture in HOPPER else 64)
+
+
 @functools.cache
 def architecture(device: torch.device) -> str:
     """Of the GPU, like sm_90 or gfx942; "" where kernels are interpreted."""
