@@ -36,6 +36,12 @@ struct Plan {
   int64_t heads() const { return call->B * call->H; }
   int64_t tasks() const { return heads() * row_blocks * splits; }
 
+  // A split's first unit: kernels read whole vectors of tokens from there on.
+  int64_t begin(int64_t split) const {
+    const int64_t grain = call->tokens_per_unit % kLanes ? kLanes : 1;
+    return split == splits ? units : units * split / splits / grain * grain;
+  }
+
   void run(int64_t index) const {
     // Heads of the same tokens follow each other: what depends on the token alone is at hand.
     const int64_t head = index % heads(), rest = index / heads();
@@ -45,8 +51,8 @@ struct Plan {
     task.h = head % call->H;
     task.row = block * kRowBlock;
     task.rows = std::min(kRowBlock, call->R - task.row);
-    task.first = units * split / splits;
-    task.last = units * (split + 1) / splits;
+    task.first = begin(split);
+    task.last = begin(split + 1);
     const int64_t rows = heads() * call->R;
     task.out = out + split * rows * call->Dv;
     task.lse = lse + split * rows;

@@ -177,6 +177,17 @@ def test_turned(isa, T, D):  # noqa: F811
     run(keys, 5, lambda query: turned_error(part, query[..., 32:]), query_scale=0.3)
 
 
+def test_threads_begin_anywhere(isa):  # noqa: F811
+    """Beside unpacked tokens a thread's first one may be any: what is read behind the last step is another's."""
+    torch.manual_seed(4)
+    of = rope("halves", 64)
+    cos, sin = (x.unsqueeze(0) for x in of.cos_sin(0, 5001, 0, torch.device("cpu")))
+    part = Turned(torch.randn(1, 2, 64), of, cos, sin, consecutive=True)
+    keys = Joined([(ExactView({"x": torch.randn(1, 2, 5001, 1, 32)}), 32), (part, 64)])
+    torch.set_num_threads(3)  # `one_thread` puts it back
+    run(keys, 4, lambda query: turned_error(part, query[..., 32:]), query_scale=0.3)
+
+
 def test_turns_of_other_layouts():
     """Only channels d and d + D/2 that share a column have such a table."""
     of = rope("halves", 64)
