@@ -267,8 +267,8 @@ class LayerStore(Stateful):
     def tables(self) -> list[Tensor]:
         """Tables beside the planes, both sides; shared ones are the same objects in every layer. A codec that is
         fitted on the prompt has none before it has packed anything."""
-        stepped = self.rotary is not None and self.keys.codec.centred and not self.rotary.rope.varies
-        rope = self.rotary.rope.tables(stepped) if self.rotary is not None else []
+        keys = self.keys
+        rope = [] if self.rotary is None else self.rotary.tables(keys.codec.centred, keys.head_dim)
         return [*rope, *(table for side in self.sides for table in side.codec.tables(side.head_dim))]
 
     def footprint(self) -> Footprint:

@@ -104,6 +104,12 @@ class Rotary(Stateful):
 
         return TurnedRows(mean, rope, n, lambda: self.cos_sin(first, n, device), begins)
 
+    def tables(self, centred: bool, head_dim: int) -> list[Tensor]:
+        """What is kept for keys of head_dim channels: of centred ones RoPE's steps, of others its turns."""
+        if self.rope.varies:
+            return self.rope.tables()
+        return self.rope.tables(stepped=centred, turned=0 if centred else head_dim)
+
     def at(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin float32 [1 or B, n, R] of tokens at `places` int [n], where they do not hang on the length."""
         padding = 0 if self.padding is None else self.padding.to(places)[:, None]

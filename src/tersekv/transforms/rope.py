@@ -88,11 +88,15 @@ class Rope:
         pairs = self.channels(D, cos.shape[-1])
         return None if pairs is None else Turn(cos, sin, pairs)
 
-    def tables(self, stepped: bool = False) -> list[Tensor]:
-        """What is kept; stepped: `steps`, too, where a CPU reads."""
-        steps = list(self.steps()) if stepped and torch.device("cpu") in self._tables else []
-        turns = [x for x in self._turns.values() if x is not None]
-        return [x for table in self._tables.values() for x in table] + steps + turns
+    def tables(self, stepped: bool = False, turned: int = 0) -> list[Tensor]:
+        """What is kept; where a CPU reads: stepped: `steps`, too; turned: `turns` of so many channels, too."""
+        kept = [x for table in self._tables.values() for x in table]
+        here = self._tables.get(torch.device("cpu"))
+        if here is not None and stepped:
+            kept += self.steps()
+        if here is not None and turned and (turns := self.turns(turned, here[0].shape[-1])) is not None:
+            kept.append(turns)
+        return kept
 
     def channels(self, D: int, columns: int) -> Tensor | None:
         """`apply` as pairs of channels: int32 [D, 4], where channel d becomes x[d]·cos[c] + sign·x[partner]·sin[s] with
