@@ -6,13 +6,14 @@ import math
 import pytest
 import torch
 
-from packed_views import magnitude, tokens
+from packed_views import tokens
 from tersekv.codecs import methods
 from tersekv.formats.exact import ExactView
 from tersekv.formats.polar import Polar, PolarView
 from tersekv.ops import cpu
 from tersekv.ops.attend_packed import attend_packed as reference
-from test_ops_parity import compare, expectation, isa, make_mask, one_thread, poisoned_outputs, pytestmark  # noqa: F401
+from test_ops_parity import isa, make_mask, one_thread, poisoned_outputs, pytestmark  # noqa: F401
+from test_ops_trellis_attend import check
 
 INTEGERS = 4e-4
 """Of queries, weights and coordinates in 16 bits: of the largest error's size in a norm, per row of queries."""
@@ -40,20 +41,9 @@ def close(x, expected):
 
 
 def run(keys, values, R=3, mask=None, scaling=None, softcap=None, query=None):
-    key, value = keys.decode(), values.decode()
-    query = torch.randn(*value.shape[:2], R, key.shape[-1]) if query is None else query
-    args = query, keys.operand, values.operand, mask, scaling or key.shape[-1] ** -0.5, softcap
-    assert cpu.why_not_attend_packed(*args) is None
-    out, lse = cpu.attend_packed(*args)
-    if cpu.isa() == "avx512bf16":
-        expected = reference(query, key, value, mask, *args[4:])
-        close(out, expected[0])
-        seen = expected[1].isfinite()
-        close(lse[seen], expected[1][seen])
-        assert torch.equal(lse[~seen], expected[1][~seen])
-    else:
-        compare((out, lse), expectation(query, key, value, (magnitude(keys), magnitude(values)), mask, *args[4:]))
-    return args, (out, lse)
+    D = keys.decode().shape[-1]
+    query = torch.randn(*values.decode().shape[:2], R, D) if query is None else query
+    return check(query, keys, values, mask, scaling or D**-0.5, softcap, close)
 
 
 SIZES = [(1, 1, 32, 16, 1), (2, 3, 192, 128, 4), (1, 2, 1088, 80, 5), (3, 1, 544, 96, 8), (1, 2, 64, 256, 7),
