@@ -86,6 +86,8 @@ void attend(const Call& call, const Task& task) {
   Node keys, values;
   keys.call = values.call = &call;
   keys.task = values.task = &task;
+  Span later{};
+  keys.later = values.later = &later;
   keys.b = values.b = task.b;
   keys.h = values.h = task.h;
   keys.rows = values.rows = task.rows;
@@ -99,10 +101,15 @@ void attend(const Call& call, const Task& task) {
   prepare<S>(values);
   const int64_t end = task.last * unit;
   for (int64_t t0 = task.first * unit, t1; t0 < end; t0 = t1) {
-    const Chunk next(call, task, t0, end, chunk);
-    t1 = next.t1;
-    if (!next.there) continue;
-    const int64_t first = t0 + next.shift, last = t1 + next.shift;
+    const Chunk now(call, task, t0, end, chunk);
+    t1 = now.t1;
+    if (!now.there) continue;
+    const int64_t first = t0 + now.shift, last = t1 + now.shift;
+    later = Span{};
+    if (t1 < end) {
+      const Chunk next(call, task, t1, end, chunk);
+      if (next.there) later = {0, 0, t1 + next.shift, next.t1 + next.shift};
+    }
     row_tiles(task.rows, [&](int64_t row, int64_t rows) {
       float* score = w.score + row * w.score_stride;
       for (int64_t r = 0; r < rows; r++)

@@ -61,8 +61,9 @@ struct Product {
   int64_t y_stride = 0, y_step = 0;
   float* coef = nullptr;
   int64_t coef_stride = 0;
-  const GridView* next_view = nullptr;  // what is read after these blocks, from `next` on, is fetched meanwhile
-  Block next;
+  const GridView* later_view = nullptr;  // what is read after these blocks, from `later` on, is fetched meanwhile
+  Block later;
+  int64_t later_blocks = 0;
 };
 
 // Adds the product to y; see grid_product.h.

@@ -8,7 +8,7 @@
 namespace tersekv {
 namespace {
 
-constexpr int64_t kVectorsPerTask = 32;
+constexpr int64_t kVectorsPerTask = 8;
 constexpr double kNsPerStep = 15.0;  // rough, with AVX-512
 
 struct Plan {

@@ -19,10 +19,10 @@ inline int64_t coef_stride(const Node& node) {
   return coef_floats(node.grid, (unit > kChunkTokens ? unit : kChunkTokens) / t);
 }
 
-// The grid that a view is, or the first part of a sum.
+// The grid that a view is, before RoPE or not, or the first part of a sum.
 inline const View* grid_in(const View& view) {
-  const View* first = view.kind == Kind::added ? view.parts : &view;
-  return first->kind == Kind::grid ? first : nullptr;
+  if (view.kind == Kind::added || view.kind == Kind::roped) return grid_in(view.parts[0]);
+  return view.kind == Kind::grid ? &view : nullptr;
 }
 
 // Fetches the values of tokens [token, token + tokens), while other keys than grids are multiplied, which take their
@@ -31,6 +31,15 @@ inline void fetch_values(const Node& keys, Span span, int64_t token, int64_t tok
   Ahead ahead;
   ahead.add_values(keys, span, token, tokens);
   ahead.fetch(0, 1);
+}
+
+// Lets `product` fetch tokens of the other side while the first rows of `span` are multiplied.
+inline void fetch_later(Product& product, const Node& node, const View& other, Span span, Span tokens) {
+  const View* view = grid_in(other);
+  if (!view || span.row || tokens.first % view->t) return;
+  product.later_view = &view->grid;
+  product.later = block_at(view->grid, node.b, node.h, tokens.first / view->t);
+  product.later_blocks = ceil_div(tokens.tokens(), view->t);
 }
 
 inline void lut_scores(const Node& node, Span span, float* coef, float* score, int64_t score_stride) {
@@ -45,11 +54,7 @@ inline void lut_scores(const Node& node, Span span, float* coef, float* score, i
   product.y_step = t;
   product.coef = coef;
   product.coef_stride = coef_stride(node);
-  const View* values = grid_in(*node.call->values);
-  if (values && values->t == t) {
-    product.next_view = &values->grid;
-    product.next = block_at(values->grid, node.b, node.h, first);
-  }
+  fetch_later(product, node, *node.call->values, span, span);
   node.call->grid_product(node.grid, static_cast<int>(span.rows))(node.grid, product);
 }
 
@@ -64,6 +69,7 @@ inline void lut_sums(const Node& node, Span span, float* coef, const float* weig
   product.y_stride = node.sum_stride;
   product.coef = coef;
   product.coef_stride = coef_stride(node);
+  fetch_later(product, node, *node.call->keys, span, *node.later);
   node.call->grid_product(node.grid, static_cast<int>(span.rows))(node.grid, product);
 }
 

@@ -12,24 +12,6 @@ inline Block block_after(const GridView& view, const Block& block, int64_t n) {
           block.offset ? block.offset + n * view.offset.stride_n : nullptr};
 }
 
-inline void fetch(const void* data, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(data) + i, 0, 2);
-}
-
-// Fetches scales for the time after block n, two blocks ahead, and those of the next side.
-inline const int32_t* fetch_after(const GridView& view, const Product& in, int64_t n) {
-  if (!in.next_view) return nullptr;
-  const auto scales = [](const GridView& v, const Block& block) {
-    const int64_t bytes = (v.lane_scaled ? v.P / v.group * v.L : v.L / v.group * v.P) * 2;
-    fetch(block.scale, bytes);
-    if (block.offset) fetch(block.offset, bytes);
-  };
-  const Block next = block_after(*in.next_view, in.next, n);
-  scales(view, block_after(view, in.first, n + 2));
-  scales(*in.next_view, next);
-  return next.codes;
-}
-
 template <class S, int BITS, int R>
 struct GridProduct {
   using F = typename S::F;
@@ -40,15 +22,15 @@ struct GridProduct {
   // Sums over `codes` for lane groups [from, to), each handed to finish(group, sums of R rows).
   template <class Finish>
   [[gnu::always_inline]] static inline void sums(const Table& table, Codes codes, const float* coef,
-                                                 int64_t coef_stride, int64_t from, int64_t to, Finish&& finish) {
+                                                 int64_t coef_stride, int64_t from, int64_t to, Later& later,
+                                                 Finish&& finish) {
     codes.data += from * codes.group_stride;
     auto run = [&](auto count) TERSEKV_INLINE {
       constexpr int NG = count;
-      LutSums<S, BITS, R, NG> acc(table, codes, coef, coef_stride);
+      LutSums<S, BITS, R, NG> acc(table, codes, coef, coef_stride, later);
       repeat<NG>([&](auto g) TERSEKV_INLINE { finish(from + g, acc.sum[0][g]); });
       from += NG;
       codes.data += NG * codes.group_stride;
-      if (codes.next) codes.next += NG * codes.words * codes.count * kLanes;
     };
     while (from < to) {
       if constexpr (S::max_groups(R) >= 4) {
@@ -127,9 +109,9 @@ struct GridProduct {
     // Keys whose blocks share their scales meet the same coefficients in every block.
     const bool fixed = in.y_step && groups == 1 && view.scale.stride_n == 0 && view.offset.stride_n == 0;
     F shift[R] = {};
+    Later later(view, in);
     for (int64_t n0 = 0; n0 < in.blocks; n0 += joint) {
       const Block first = block_after(view, in.first, n0);
-      const int32_t* next = fetch_after(view, in, n0);
       for (int64_t g = 0; g < groups; g++) {
         if (n0 == 0 || !fixed) {
           repeat<R>([&](auto r) TERSEKV_INLINE { shift[r] = S::zero(); });
@@ -140,8 +122,8 @@ struct GridProduct {
         }
         const int64_t from = g * view.group / kLanes;
         const int64_t to = g + 1 == groups ? lane_groups : (g + 1) * view.group / kLanes;
-        sums(table, {first.codes, view.words * kLanes, view.words, joint, view.stride_n, g ? nullptr : next}, in.coef,
-             in.coef_stride, from, to, [&](int64_t lane_group, const F(&sum)[R]) TERSEKV_INLINE {
+        sums(table, {first.codes, view.words * kLanes, view.words, joint, view.stride_n}, in.coef, in.coef_stride, from,
+             to, later, [&](int64_t lane_group, const F(&sum)[R]) TERSEKV_INLINE {
                repeat<R>([&](auto r) TERSEKV_INLINE {
                  float* out = in.y + n0 * in.y_step + r * in.y_stride + lane_group * kLanes;
                  S::store(out, S::add(S::load(out), S::add(sum[r], shift[r])));
@@ -191,9 +173,9 @@ struct GridProduct {
     const F unit = S::set1(view.unit), middle = S::set1(view.middle);
     const Table table(view.entries);
     const int64_t groups = view.P / view.group, room = group_slots(view), lane_groups = ceil_div(view.L, kLanes);
+    Later later(view, in);
     for (int64_t n = 0; n < in.blocks; n++) {
       const Block block = block_after(view, in.first, n);
-      const int32_t* next = fetch_after(view, in, n);
       if (n == 0 || !in.y_step)
         group_rows(view, in.x + (in.y_step ? 0 : n * view.P), in.x_stride, in.coef, in.coef_stride);
       for (int64_t g = 0; g < groups; g++) {
@@ -201,10 +183,8 @@ struct GridProduct {
         const uint16_t* scale = block.scale + g * view.L;
         const uint16_t* offset = block.offset ? block.offset + g * view.L : nullptr;
         const float* total = in.coef + groups * room + g;
-        const int32_t* ahead = next ? next + span.first * lane_groups * kLanes : nullptr;
-        sums(table, {block.codes + span.first * kLanes, view.words * kLanes, span.words, 1, 0, ahead},
-             in.coef + g * room, in.coef_stride, 0, lane_groups,
-             [&](int64_t lane_group, const F(&sum)[R]) TERSEKV_INLINE {
+        sums(table, {block.codes + span.first * kLanes, view.words * kLanes, span.words, 1, 0}, in.coef + g * room,
+             in.coef_stride, 0, lane_groups, later, [&](int64_t lane_group, const F(&sum)[R]) TERSEKV_INLINE {
                const int64_t lane = lane_group * kLanes, left = view.L - lane;
                const F s = load_lanes<HALF>(scale + lane, left);
                const F o = S::fma(s, middle, offset ? load_lanes<HALF>(offset + lane, left) : S::zero());

@@ -3,19 +3,15 @@
 // two halves of a lane's word, and a dot product adds both.
 #pragma once
 
-#include "unroll.h"
+#include "later.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-constexpr int64_t kAhead = 1024;  // words to fetch ahead: a page, which hardware does not look beyond
-
 // Words that meet the same sums: `count` runs of `words` words, `step` apart; lane groups lie `group_stride` apart.
-// With `next`, the line kAhead further and one of `next` are fetched into the second cache for each line that is read.
 struct Codes {
   const int32_t* data;
   int64_t group_stride, words, count, step;
-  const int32_t* next;
 };
 
 template <class S, int BITS, int R, int NG>
@@ -27,7 +23,7 @@ struct LutSums {
 
   // Coefficients of all runs lie one after the other, packed_slots(words) each.
   [[gnu::always_inline]] inline LutSums(const typename S::template Table<BITS>& table, Codes codes, const float* coefs,
-                                        int64_t coef_stride) {
+                                        int64_t coef_stride, Later& later) {
     using Words = typename S::Words;
     const auto* coef = reinterpret_cast<const typename S::Coef*>(coefs);
     coef_stride *= sizeof(float) / sizeof(*coef);
@@ -47,14 +43,9 @@ struct LutSums {
       });
     };
     auto load = [&](Words(&w)[NG], int64_t at) TERSEKV_INLINE {
-      repeat<NG>([&](auto g) TERSEKV_INLINE {
-        const int32_t* line = codes.data + g * codes.group_stride + at * kLanes;
-        w[g] = S::load_words(line);
-        if (!codes.next) return;
-        __builtin_prefetch(line + kAhead, 0, 2);
-        __builtin_prefetch(codes.next, 0, 2);
-        codes.next += kLanes;
-      });
+      repeat<NG>([&](auto g)
+                     TERSEKV_INLINE { w[g] = S::load_words(codes.data + g * codes.group_stride + at * kLanes); });
+      later.fetch_for(NG);
     };
     auto add_direct = [&](const Words(&w)[NG]) TERSEKV_INLINE {
       repeat<2 * kDirect / S::kCodes>([&](auto i) TERSEKV_INLINE {

@@ -21,6 +21,7 @@ struct Node {
   const View* view = nullptr;
   const Call* call = nullptr;
   const Task* task = nullptr;
+  const Span* later = nullptr;  // tokens of the chunk after this one, or none
   int64_t b = 0, h = 0, rows = 0;
   const float* query = nullptr;  // of keys: [rows, query_stride], scaled, this view's channels
   int64_t query_stride = 0;

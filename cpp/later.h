@@ -1,0 +1,67 @@
+// Blocks of a grid that are read later, fetched line by line while other blocks are read: bandwidth that is asked for
+// evenly, where hundreds of lines at once would be dropped.
+#pragma once
+
+#include "unroll.h"
+
+namespace tersekv {
+namespace {  // internal to each build of the kernels
+
+class Later {
+ public:
+  Later() = default;
+
+  // `later_blocks` blocks of `v` from `later` on, while the codes of `blocks` blocks of `view` are read.
+  Later(const GridView& view, int64_t blocks, const GridView& v, const Block& later, int64_t later_blocks)
+      : reads_(blocks * code_lines(view)) {
+    if (!reads_) return;
+    const int64_t lines = code_lines(v), ranges = range_lines(v);
+    codes_ = {later.codes, lines, v.stride_n * 4, later_blocks * lines};
+    scale_ = {later.scale, ranges, v.scale.stride_n * 2, later_blocks * ranges};
+    offset_ = {later.offset, ranges, v.offset.stride_n * 2, later.offset ? later_blocks * ranges : 0};
+  }
+
+  // What a product is to fetch.
+  Later(const GridView& view, const Product& in) {
+    if (in.later_view) *this = Later(view, in.blocks, *in.later_view, in.later, in.later_blocks);
+  }
+
+  // To be called when `lines` lines of those codes are read.
+  [[gnu::always_inline]] inline void fetch_for(int64_t lines) {
+    codes_.fetch(lines, reads_);
+    scale_.fetch(lines, reads_);
+    offset_.fetch(lines, reads_);
+  }
+
+ private:
+  static int64_t code_lines(const GridView& v) { return ceil_div(v.L, kLanes) * v.words; }
+  static int64_t range_lines(const GridView& v) {
+    return ceil_div((v.lane_scaled ? v.P / v.group * v.L : v.L / v.group * v.P) * 2, 64);
+  }
+
+  // Blocks of `lines` lines.
+  struct Run {
+    const char* at = nullptr;
+    int64_t lines = 0, left = 0, skip = 0, total = 0, due = 0;
+
+    Run() = default;
+    Run(const void* first, int64_t lines, int64_t stride, int64_t total)
+        : at(static_cast<const char*>(first)), lines(lines), left(lines), skip(stride - lines * 64), total(total) {}
+
+    [[gnu::always_inline]] inline void fetch(int64_t read, int64_t reads) {
+      for (due += read * total; due >= reads; due -= reads) {
+        __builtin_prefetch(at, 0, 2);
+        at += 64;
+        if (--left) continue;
+        at += skip;
+        left = lines;
+      }
+    }
+  };
+
+  int64_t reads_ = 1;
+  Run codes_, scale_, offset_;
+};
+
+}  // namespace
+}  // namespace tersekv
