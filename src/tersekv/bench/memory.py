@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import sys
 from pathlib import Path
+
+from tersekv.freed_memory import give_back_freed_memory
 
 
 class PeakMemory:
@@ -21,7 +21,7 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:
         gc.collect()
-        _give_back_freed_memory()
+        give_back_freed_memory()
         try:
             Path("/proc/self/clear_refs").write_text("5")
             self._before = _status_bytes("VmRSS")
@@ -50,9 +50,3 @@ def _process_peak() -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _give_back_freed_memory() -> None:
-    """What glibc keeps of freed memory would hide the next run's use of it."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

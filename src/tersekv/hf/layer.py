@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from tersekv.errors import CacheError, UserError
+from tersekv.freed_memory import give_back_freed_memory
 from tersekv.hf.handle import Pending, PendingTokens
 from tersekv.recipe import LayerPlan
 from tersekv.store.kept import new_store
@@ -19,6 +20,10 @@ from tersekv.store.state import State, own
 
 if TYPE_CHECKING:
     from tersekv.hf.cache import CompressedCache
+
+
+MUCH_MEMORY = 1 << 20
+"""Bytes of new keys from which on packing them is worth asking for what it leaves behind."""
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -75,6 +80,8 @@ class CompressedLayer(CacheLayerMixin):
             self.store.append(keys, values, padding, *(() if votes is None else (votes,)))
         except (CacheError, UserError) as error:
             raise type(error)(f"layer {self.index}: keys or values hold {error}") from error
+        if keys.is_cpu and keys.nbytes >= MUCH_MEMORY:
+            give_back_freed_memory()
 
     def append_and_decode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add tokens and return [B, H, tokens, D]: those held before decoded, the new ones exact.

@@ -24,8 +24,15 @@ from tersekv.store.rotary import Rotary
 from tersekv.store.state import State, Stateful
 from tersekv.store.tail import TailBuffer
 
-ENCODE_TOKENS = 1024
+ENCODE_TOKENS = 512
 """Tokens encoded at a time, which bounds the float32 copies that encoding makes."""
+
+
+FIT_TOKENS = 2048
+"""Most tokens of a prompt that a codec is fitted on, in `FIT_PARTS` stretches: what fitting takes in float64 grows with
+them."""
+
+FIT_PARTS = 8
 
 
 class Prepared(NamedTuple):
@@ -129,14 +136,15 @@ class SideStore(Stateful):
         self.tail.append(new.enter_tail)
 
     def _fitted(self, codec: Codec, sinks: Tensor, x: Tensor, place: int) -> Codec:
-        """The codec with what it learns from the prompt: all tokens at hand, or where their common part before RoPE is
-        sought, those that are no sinks."""
+        """The codec with what it learns from the prompt: stretches of the tokens at hand, or where their common part
+        before RoPE is sought, of those that are no sinks."""
+        stretches = [(x[:, :, start:stop], place + start) for start, stop in _stretches(x.shape[2])]
         if codec.centred:
             assert self.rotary is not None
-            codec = codec.with_mean(self.rotary.take_off(x, place))
-            return self.fitted(codec, self._plain(codec, x, place))
+            codec = codec.with_mean(torch.cat([self.rotary.take_off(*stretch) for stretch in stretches], dim=2))
+            return self.fitted(codec, torch.cat([self._plain(codec, *stretch) for stretch in stretches], dim=2))
         sink = self._plain(codec, sinks, 0, own_sinks=True)
-        return self.fitted(codec, torch.cat([sink, self._plain(codec, x, place)], dim=2))
+        return self.fitted(codec, torch.cat([sink, *(self._plain(codec, *s) for s in stretches)], dim=2))
 
     def _plain(self, codec: Codec, x: Tensor, place: int, own_sinks: bool = False) -> Tensor:
         """Tokens from `place` on as the codec takes them: float32, keys without RoPE or their constant part where it
@@ -216,6 +224,15 @@ class SideStore(Stateful):
         footprint.parts["exact sinks"] += self.sinks.numel() * self.sinks.element_size()
         self.packed.count(footprint)
         self.tail.count(footprint)
+
+
+def _stretches(tokens: int) -> list[tuple[int, int]]:
+    """Where the tokens that are fitted on begin and end: all, or stretches of one length from the first to the last."""
+    if tokens <= FIT_TOKENS:
+        return [(0, tokens)]
+    length = FIT_TOKENS // FIT_PARTS
+    starts = [(tokens - length) * i // (FIT_PARTS - 1) for i in range(FIT_PARTS)]
+    return [(start, start + length) for start in starts]
 
 
 def extents(sides: Sequence[SideStore]) -> list[tuple[int, int]]:
