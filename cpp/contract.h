@@ -166,7 +166,6 @@ struct RopeSteps {
   const int32_t* column = nullptr;  // [pairs]
   const int16_t* words = nullptr;   // [rows / 2, M, 2]: the table times 32767, or null
   bool in_order = false;            // pair i has column i, and so many columns that whole vectors of them can be read
-
   int64_t pairs() const { return fast + slow; }
 };
 
