@@ -1,4 +1,4 @@
-"""What a codec that learns from the prompt is shown of it."""
+"""What a codec that learns from the prompt is shown of it, and what packing a prompt leaves behind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import tersekv
+from conftest import prompt
+from tersekv.hf import layer
 from tersekv.recipe import Recipe
 from tersekv.store.layer import LayerStore
 from tersekv.store.side import FIT_TOKENS, SideStore
@@ -36,3 +39,16 @@ def test_what_keys_have_in_common_is_found_before_rope(T):
     s = LayerStore(Recipe.parse("trellis:bits=2,calibration=prompt").plan(0, 1), keys, keys, None, rope)
     s.append(keys, keys)
     assert (s.keys.codec.fitted["mean"].float() - mean[:, :, 0]).abs().max() < 0.1
+
+
+def test_freed_memory_is_given_back_after_prompts_only(monkeypatch, llama):
+    """Not for a decoding step, which a large batch would pay for, nor for a few tokens."""
+    calls: list[None] = []
+    monkeypatch.setattr(layer, "give_back_freed_memory", lambda: calls.append(None))
+    monkeypatch.setattr(layer, "MUCH_MEMORY", 1)
+    with tersekv.compress(llama, "kivi:bits=4"), torch.inference_mode():
+        cache = tersekv.CompressedCache(llama.config, "kivi:bits=4")
+        for tokens, layers in ((200, len(cache.layers)), (1, 0), (20, 0)):
+            llama(prompt(tokens), past_key_values=cache)
+            assert len(calls) == layers
+            calls.clear()

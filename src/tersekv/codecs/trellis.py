@@ -10,8 +10,8 @@ lengths a little above the one that then fits best; the least error stays.
 
 - `basis=channels` keeps the channels as they are, `rotation` takes a random orthogonal matrix: no matrix is fitted.
 - `code=scalar` takes Lloyd-Max tables in place of the trellis, in the same stream; `centre=false` keeps μ in.
-- `calibration=corpus` is what `tersekv calibrate` makes. `calibration=prompt` fits on the prompt's own vectors, without
-  gradients.
+- `calibration=corpus` is what `tersekv calibrate` makes. `calibration=prompt` fits on the prompt's own vectors
+  (`store/side.py`: on some of a long one), without gradients.
 - `pre_rope=true`: keys are decorrelated before RoPE, which is better at equal bits and slower to read.
 """
 

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from tersekv.hf.cache import CompressedCache
 
 
-MUCH_MEMORY = 1 << 20
-"""Bytes of new keys from which on packing them is worth asking for what it leaves behind."""
+MUCH_MEMORY, MANY_TOKENS = 1 << 20, 128
+"""Bytes of new keys, and how many tokens they are of, from which on packing them leaves memory behind that is worth
+asking for: a prompt, not a step of a large batch."""
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -80,7 +81,7 @@ class CompressedLayer(CacheLayerMixin):
             self.store.append(keys, values, padding, *(() if votes is None else (votes,)))
         except (CacheError, UserError) as error:
             raise type(error)(f"layer {self.index}: keys or values hold {error}") from error
-        if keys.is_cpu and keys.nbytes >= MUCH_MEMORY:
+        if keys.is_cpu and keys.nbytes >= MUCH_MEMORY and keys.shape[2] >= MANY_TOKENS:
             give_back_freed_memory()
 
     def append_and_decode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
