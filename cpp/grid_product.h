@@ -52,60 +52,84 @@ struct GridProduct {
   // Whether something is added to scale times entry.
   static bool shifts(const GridView& view, const Block& block) { return block.offset || view.middle != 0.0f; }
 
-  // One coefficient per packed position: x times the scale. Adds x times the offset to `shift`.
+  // Coefficients of `blocks` blocks from `first` on, one per packed position: x times the scale. Adds x times the
+  // offset to `shift`.
   template <Float HALF>
-  [[gnu::always_inline]] static inline void scale_rows(const GridView& view, const Block& block, int64_t g,
-                                                       const float* x, int64_t x_stride, float* coef,
-                                                       int64_t coef_stride, int64_t at, F (&shift)[R]) {
-    const uint16_t* scale = block.scale + g * view.P;
-    const uint16_t* offset = block.offset ? block.offset + g * view.P : nullptr;
+  [[gnu::always_inline]] static inline void scale_rows(const GridView& view, const Block& first, int64_t blocks,
+                                                       int64_t g, const float* x, int64_t x_stride, float* coef,
+                                                       int64_t coef_stride, F (&shift)[R]) {
+    const auto run = [&](auto shifted) TERSEKV_INLINE {
+      constexpr int kShifted = shifted;
+      scale_blocks<HALF, kShifted>(view, first, blocks, g, x, x_stride, coef, coef_stride, shift);
+    };
+    if (first.offset) return run(Index<2>{});
+    if (view.middle != 0.0f) return run(Index<1>{});
+    run(Index<0>{});
+  }
+
+  // SHIFTED: 0: nothing is added to scale times entry, 1: the table's middle, 2: an offset, too.
+  template <Float HALF, int SHIFTED>
+  [[gnu::always_inline]] static inline void scale_blocks(const GridView& view, const Block& first, int64_t blocks,
+                                                         int64_t g, const float* x, int64_t x_stride, float* coef,
+                                                         int64_t coef_stride, F (&shift)[R]) {
     const F unit = S::set1(view.unit), middle = S::set1(view.middle);
-    auto part = [&](int64_t p, F s, auto load_offset, auto load) TERSEKV_INLINE {
-      F xs[R];
-      const F by = S::mul(s, unit);
-      repeat<R>([&](auto r) TERSEKV_INLINE {
-        xs[r] = load(x + r * x_stride + p);
-        S::store_coefs(coef + r * coef_stride, at + p, S::mul(xs[r], by));
-      });
-      if (!shifts(view, block)) return;
-      const F o = offset ? S::fma(s, middle, load_offset(offset + p)) : S::mul(s, middle);
+    const int64_t P = view.P, slots = packed_slots(BITS, view.words);
+    const uint16_t* scale = first.scale + g * P;
+    const uint16_t* offset = SHIFTED == 2 ? first.offset + g * P : nullptr;
+    const auto half = [](const uint16_t* from) TERSEKV_INLINE { return S::template load_as<HALF>(from); };
+    const auto shift_by = [&](F s, const F(&xs)[R], int64_t p, auto load) TERSEKV_INLINE {
+      if constexpr (SHIFTED == 0) return;
+      F o;
+      if constexpr (SHIFTED == 2)
+        o = S::fma(s, middle, load(offset + p));
+      else
+        o = S::mul(s, middle);
       repeat<R>([&](auto r) TERSEKV_INLINE { shift[r] = S::fma(xs[r], o, shift[r]); });
     };
-    int64_t p = 0;
-    const auto half = [](const uint16_t* from) TERSEKV_INLINE { return S::template load_as<HALF>(from); };
-    for (; p + 2 * kLanes <= view.P; p += 2 * kLanes) {
-      const F s[2] = {half(scale + p), half(scale + p + kLanes)};
-      const F by[2] = {S::mul(s[0], unit), S::mul(s[1], unit)};
-      F xs[R][2];
+    const auto some_rows = [&](int64_t at, int64_t p, auto load, auto load_x) TERSEKV_INLINE {
+      F xs[R];
+      const F s = load(scale + p), by = S::mul(s, unit);
       repeat<R>([&](auto r) TERSEKV_INLINE {
-        repeat<2>([&](auto k) TERSEKV_INLINE { xs[r][k] = S::load(x + r * x_stride + p + k * kLanes); });
-        S::store_coef_pair(coef + r * coef_stride, at + p, S::mul(xs[r][0], by[0]), S::mul(xs[r][1], by[1]));
+        xs[r] = load_x(x + r * x_stride + p);
+        S::store_coefs(coef + r * coef_stride, at + p, S::mul(xs[r], by));
       });
-      if (!shifts(view, block)) continue;
-      repeat<2>([&](auto k) TERSEKV_INLINE {
-        const F o = offset ? S::fma(s[k], middle, half(offset + p + k * kLanes)) : S::mul(s[k], middle);
-        repeat<R>([&](auto r) TERSEKV_INLINE { shift[r] = S::fma(xs[r][k], o, shift[r]); });
-      });
+      shift_by(s, xs, p, load);
+    };
+    for (int64_t n = 0, at = 0; n < blocks; n++, at += slots) {
+      int64_t p = 0;
+      for (; p + 2 * kLanes <= P; p += 2 * kLanes) {
+        const F s[2] = {half(scale + p), half(scale + p + kLanes)};
+        const F by[2] = {S::mul(s[0], unit), S::mul(s[1], unit)};
+        F xs[2][R];
+        repeat<R>([&](auto r) TERSEKV_INLINE {
+          repeat<2>([&](auto k) TERSEKV_INLINE { xs[k][r] = S::load(x + r * x_stride + p + k * kLanes); });
+          S::store_coef_pair(coef + r * coef_stride, at + p, S::mul(xs[0][r], by[0]), S::mul(xs[1][r], by[1]));
+        });
+        repeat<2>([&](auto k) TERSEKV_INLINE { shift_by(s[k], xs[k], p + k * kLanes, half); });
+      }
+      for (; p + kLanes <= P; p += kLanes)
+        some_rows(at, p, half, [](const float* from) TERSEKV_INLINE { return S::load(from); });
+      if (p < P) {
+        const int64_t left = P - p;
+        some_rows(
+            at, p, [&](const uint16_t* from) TERSEKV_INLINE { return S::template load_as_n<HALF>(from, left); },
+            [&](const float* from) TERSEKV_INLINE { return S::template load_as_n<Float::f32>(from, left); });
+        p += kLanes;
+      }
+      // Slots after the last code hold code 0, which the table need not map to zero.
+      for (; p < slots; p += kLanes)
+        repeat<R>([&](auto r) TERSEKV_INLINE { S::store_coefs(coef + r * coef_stride, at + p, S::zero()); });
+      scale += view.scale.stride_n;
+      if constexpr (SHIFTED == 2) offset += view.offset.stride_n;
+      x += P;
     }
-    for (; p + kLanes <= view.P; p += kLanes)
-      part(p, half(scale + p), half, [](const float* from) TERSEKV_INLINE { return S::load(from); });
-    if (p < view.P) {
-      const int64_t n = view.P - p;
-      const auto some = [&](const uint16_t* from) TERSEKV_INLINE { return S::template load_as_n<HALF>(from, n); };
-      part(p, some(scale + p), some,
-           [&](const float* from) TERSEKV_INLINE { return S::template load_as_n<Float::f32>(from, n); });
-      p += kLanes;
-    }
-    // Slots after the last code hold code 0, which the table need not map to zero.
-    for (; p < packed_slots(BITS, view.words); p += kLanes)
-      repeat<R>([&](auto r) TERSEKV_INLINE { S::store_coefs(coef + r * coef_stride, at + p, S::zero()); });
   }
 
   template <Float HALF>
   static void packed_scaled(const GridView& view, const Product& in) {
     const Table table(view.entries);
-    const int64_t groups = view.L / view.group, slots = packed_slots(BITS, view.words);
-    const int64_t lane_groups = ceil_div(view.L, kLanes), joint = in.y_step ? 1 : in.blocks;
+    const int64_t groups = view.L / view.group, lane_groups = ceil_div(view.L, kLanes);
+    const int64_t joint = in.y_step ? 1 : in.blocks;
     // Keys whose blocks share their scales meet the same coefficients in every block.
     const bool fixed = in.y_step && groups == 1 && view.scale.stride_n == 0 && view.offset.stride_n == 0;
     F shift[R] = {};
@@ -115,9 +139,7 @@ struct GridProduct {
       for (int64_t g = 0; g < groups; g++) {
         if (n0 == 0 || !fixed) {
           repeat<R>([&](auto r) TERSEKV_INLINE { shift[r] = S::zero(); });
-          for (int64_t n = 0; n < joint; n++)
-            scale_rows<HALF>(view, block_after(view, first, n), g, in.x + n * view.P, in.x_stride, in.coef,
-                             in.coef_stride, n * slots, shift);
+          scale_rows<HALF>(view, first, joint, g, in.x, in.x_stride, in.coef, in.coef_stride, shift);
           if (shifts(view, first)) S::spread(shift);
         }
         const int64_t from = g * view.group / kLanes;
