@@ -24,7 +24,7 @@ help: ## show this
 	@echo "make test-serving  run the tests inside vLLM and LMCache, in environments of their own (5 GB)"
 	@echo "make test-serving-smoke  those inside LMCache only (1.4 GB)"
 	@echo "make asan    run the kernels' tests with AddressSanitizer and UndefinedBehaviorSanitizer (g++)"
-	@echo "make asan-smoke  the same with the portable kernels alone, a fifth of the time"
+	@echo "make asan-smoke  the same with the portable kernels alone, in some 4 minutes"
 	@echo "make lint    ruff, mypy, clang-format, typos"
 	@echo "make format  let ruff and clang-format rewrite the code"
 	@echo "make setup   build .venv with the program tersekv in it (the others do this first)"
