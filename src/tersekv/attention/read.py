@@ -149,7 +149,9 @@ class _Reader:
         if not pages:
             return direct(rows, exact, self.call.scaling, self.call.softcap) if exact else None
         packed = [
-            Segment(page.keys.inner.operand, page.values.inner.operand, self._mask(_place(page), page.tokens))
+            Segment(
+                page.keys.inner.operand, page.values.inner.operand, self._mask(_place(page), page.tokens), page.kept
+            )
             for page in pages
         ]
         if spread is None and pages[0].keys.inner is pages[0].keys and pages[0].values.inner is pages[0].values:

@@ -29,6 +29,7 @@ FORMATS = {
     "trellis2-centred": "trellis:bits=2,calibration=prompt",
     "trellis3": "trellis:bits=3,calibration=prompt",
     "trellis3-centred": "trellis:bits=3,calibration=prompt",
+    "nuq4": "kvquant:bits=4,calibration=prompt,outliers=0",
     "nuq4-1%": "kvquant:bits=4,calibration=prompt",
     "nuq4-1%-prerope": "kvquant:bits=4,calibration=prompt",
 }

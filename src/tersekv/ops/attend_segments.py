@@ -7,7 +7,7 @@ disjoint tokens, each a number of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,12 +15,28 @@ from tersekv.ops.attend_packed import Operand, attend_packed
 from tersekv.ops.softmax import merge_segments
 
 
+class Kept:
+    """What a backend made of one segment's operands, by its name: for a segment that is attended to again and again.
+    It may hold addresses, so that copies begin with nothing."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, Any] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
+        return Kept()
+
+    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+        return Kept, ()
+
+
 class Segment(NamedTuple):
-    """Keys and values of the same T tokens, any format of each; mask: see `attend_packed`."""
+    """Keys and values of the same T tokens, any format of each; mask: see `attend_packed`. kept: of these operands,
+    where they are the same ones at each call."""
 
     keys: Operand
     values: Operand
     mask: Tensor | None = None
+    kept: Kept | None = None
 
 
 def attend_segments(
@@ -30,5 +46,5 @@ def attend_segments(
 
     Query, scaling, softcap, returns: see `attend_packed`; out float32 [B, H, R, Dv] and lse float32 [B, H, R].
     """
-    results = [attend_packed(query, *segment, scaling, softcap) for segment in segments]
+    results = [attend_packed(query, *segment[:3], scaling, softcap) for segment in segments]
     return merge_segments([out for out, _ in results], [lse for _, lse in results])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tersekv.ops.attend_segments import Kept
 from tersekv.recipe import LayerPlan
 from tersekv.store.footprint import Footprint
 from tersekv.store.heads import Heads
@@ -203,7 +204,7 @@ class LayerStore(Stateful):
 
     def _packed(self, first: int, tokens: int) -> PackedSegment:
         keys, values = (side.view(first, tokens, self.packed_first) for side in self.sides)
-        return PackedSegment(keys, values, self.packed_first + first, tokens)
+        return PackedSegment(keys, values, self.packed_first + first, tokens, kept=Kept())
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """All tokens as [B, H, seen − dropped, D], position by position (rows with their own sinks included)."""

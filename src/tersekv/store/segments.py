@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tersekv.formats.base import View
+from tersekv.ops.attend_segments import Kept
 
 
 class ExactSegment(NamedTuple):
@@ -20,13 +21,14 @@ class ExactSegment(NamedTuple):
 
 class PackedSegment(NamedTuple):
     """Tokens kept as codes; token i stands at position first + i, or at positions int32 [T], or where heads differ
-    [B, H, T] (−1: no token)."""
+    [B, H, T] (−1: no token). kept: see `Segment`; the views' own."""
 
     keys: View
     values: View
     first: int
     tokens: int
     positions: Tensor | None = None
+    kept: Kept | None = None
 
 
 class WeightedSegment(NamedTuple):

@@ -20,6 +20,7 @@ from tersekv.ops.attend_segments import Segment
 from tersekv.ops.cpu.operands import MOST_CHANNELS, channels, kind_of, pack, why_not
 
 ISA_VARIABLE = "TERSEKV_CPU_ISA"
+NAME = "cpu"
 
 _module: ModuleType | None = None
 
@@ -72,8 +73,10 @@ def why_not_attend_segments(
     """Why `attend_segments` does not take this call; None if it does."""
     if _module is None and (reason := why_not_built()):
         return reason
-    for keys, values, mask in segments:
-        if reason := why_not("keys", keys) or why_not("values", values) or _why_not_mask(mask):
+    for keys, values, mask, kept in segments:
+        read = kept is not None and NAME in kept.of
+        reason = _why_not_mask(mask) or (None if read else why_not("keys", keys) or why_not("values", values))
+        if reason:
             return reason
     return _why_not_query(query)
 
@@ -176,6 +179,16 @@ def _outputs(query: Tensor, values: Operand) -> tuple[int, Tensor, Tensor]:
     return Dv, query.new_empty((*rows, Dv)), query.new_empty(rows)
 
 
+def _packed(segment: Segment) -> tuple[tuple, tuple]:
+    """Keys and values as the extension takes them, for segments that keep them made once."""
+    keys, values, _, kept = segment
+    if kept is None:
+        return pack("keys", keys), pack("values", values)
+    if NAME not in kept.of:
+        kept.of[NAME] = pack("keys", keys), pack("values", values)
+    return kept.of[NAME]
+
+
 def attend_segments(
     query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -183,7 +196,7 @@ def attend_segments(
     native = _module or loaded()
     query = query.contiguous()
     shape, (Dv, out, lse) = query.shape, _outputs(query, segments[0].values)
-    packed = tuple([(pack("keys", keys), pack("values", values), _mask(mask)) for keys, values, mask in segments])
+    packed = tuple([(*_packed(segment), _mask(segment.mask)) for segment in segments])
     native.attend(
         (query.data_ptr(), shape, query.stride()), packed, scaling, softcap or 0.0, Dv, out.data_ptr(), lse.data_ptr(),
         torch.get_num_threads(),

@@ -122,7 +122,7 @@ def why_not_attend_segments(
     query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
 ) -> str | None:
     """Why `attend_segments` does not take this call; None if it does."""
-    reasons = (why_not_attend_packed(query, *segment, scaling, softcap) for segment in segments)
+    reasons = (why_not_attend_packed(query, *segment[:3], scaling, softcap) for segment in segments)
     return next((reason for reason in reasons if reason), None)
 
 
@@ -191,7 +191,7 @@ def attend_segments(
     query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """See `tersekv.ops.attend_segments`: a launch for each segment and one that joins them."""
-    results = [attend_packed(query, *segment, scaling, softcap) for segment in segments]
+    results = [attend_packed(query, *segment[:3], scaling, softcap) for segment in segments]
     if len(results) == 1:
         return results[0]
     return merge_segments([out for out, _ in results], [lse for _, lse in results])
