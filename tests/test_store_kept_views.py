@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import random
+import weakref
 
 import pytest
 import torch
@@ -83,3 +85,49 @@ def test_copies_begin_with_nothing():
     kept.of["cpu"] = ((1,), (2,))
     for copied in (copy.copy(kept), copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
         assert copied.of == {}
+
+
+def test_pickled_ones_begin_with_nothing():
+    """Sending a tensor to another process moves it."""
+    kept = Kept()
+    kept.of["cpu"] = ((1,), (2,))
+    pickle.dumps(kept)
+    assert kept.of == {}
+
+
+def test_what_a_rope_has_lives_as_long_as_its_address():
+    """Threads that look at a RoPE for the first time make its steps and channels each; the last one's stay there."""
+    store = new_store("trellis:bits=2,calibration=prompt")
+    store.append(*tokens(700, 1))
+    first = attend(store)
+    rope = store.rotary.rope
+    made = [weakref.ref(x) for x in (*rope.steps(), *rope._channels.values())]
+    rope._steps = None
+    rope._channels.clear()
+    gc.collect()
+    assert all(x() is not None for x in made)
+    assert torch.equal(attend(store), first)
+
+
+def test_no_basis_stays_unpacked():
+    store = new_store("trellis:bits=2,pre_rope=true,centre=false,calibration=prompt")
+    store.append(*tokens(700, 1))
+    first = attend(store)
+    assert all(page.kept.of == {} for page in store.packed_pages())
+    assert torch.equal(attend(store), first)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_states(recipe):
+    """Their tensors may be moved, and what holds one may have been looked at before."""
+    store, restored = new_store(recipe), new_store(recipe)
+    store.append(*tokens(700, 1))
+    first = attend(store)
+    assert list(restored.packed_pages()) == []
+    restored.restore(store.state())
+    assert torch.equal(attend(restored), first)
+    for page in store.state()["sides"][0]["packed"][0]["pages"]:
+        for plane in page["planes"].values():
+            plane.share_memory_()
+    gc.collect()
+    assert torch.equal(attend(store), first)

@@ -142,6 +142,8 @@ class View(ABC):
     """The layout's name for kernels, which find its planes in the view's fields."""
     keeps: ClassVar[bool] = True
     """Whether a store may keep the view: it holds nothing but the planes and tables that are counted anyway."""
+    unpacks: ClassVar[bool] = False
+    """Whether its map is held in few bits, so that what a kernel is handed of it is a copy that must not stay."""
 
     @property
     def operand(self) -> Operand:

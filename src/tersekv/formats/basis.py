@@ -13,6 +13,8 @@ class InBasis(Rotated):
     """x̂ = Σ_d inner_d·row_d. basis, channels: see `ops/basis.py`; rows need not be orthogonal. Products are made from
     what is held, so that nothing unpacked stays."""
 
+    unpacks = True
+
     def __init__(self, view: View, basis: Tensor, channels: Tensor) -> None:
         self._inner, self.basis, self.channels = view, basis, channels
         self.keeps = view.keeps  # type: ignore[misc]

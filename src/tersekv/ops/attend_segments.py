@@ -17,7 +17,8 @@ from tersekv.ops.softmax import merge_segments
 
 class Kept:
     """What a backend made of one segment's operands, by its name: for a segment that is attended to again and again.
-    It may hold addresses, so that copies begin with nothing."""
+    It may hold addresses, so that copies begin with nothing, and what is sent to another process, too: its tensors may
+    move into memory that both see."""
 
     def __init__(self) -> None:
         self.of: dict[str, Any] = {}
@@ -26,6 +27,7 @@ class Kept:
         return Kept()
 
     def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+        self.of.clear()
         return Kept, ()
 
 

@@ -24,7 +24,7 @@ from tersekv.store.rollback import ROLLBACK_TOKENS, check_crop, outside
 from tersekv.store.rotary import Rotary
 from tersekv.store.segments import ExactSegment, PackedSegment
 from tersekv.store.side import SideStore, extents
-from tersekv.store.state import Stateful
+from tersekv.store.state import State, Stateful
 from tersekv.tensors import plain
 from tersekv.transforms.rope import Rope
 
@@ -205,6 +205,16 @@ class LayerStore(Stateful):
     def _packed(self, first: int, tokens: int) -> PackedSegment:
         keys, values = (side.view(first, tokens, self.packed_first) for side in self.sides)
         return PackedSegment(keys, values, self.packed_first + first, tokens, kept=Kept())
+
+    def state(self) -> State:
+        """See `Stateful`; whoever gets the tensors may move them into memory that processes share."""
+        self._pages = None
+        return super().state()
+
+    def restore(self, state: State) -> None:
+        """See `Stateful`."""
+        self._pages = None
+        super().restore(state)
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """All tokens as [B, H, seen − dropped, D], position by position (rows with their own sinks included)."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from tersekv.errors import UserError
 from tersekv.ops.attend_packed import Operand
 from tersekv.ops.attend_segments import Segment
-from tersekv.ops.cpu.operands import MOST_CHANNELS, channels, kind_of, pack, why_not
+from tersekv.ops.cpu.operands import MOST_CHANNELS, channels, kind_of, lasts, pack, why_not
 
 ISA_VARIABLE = "TERSEKV_CPU_ISA"
 NAME = "cpu"
@@ -182,11 +182,12 @@ def _outputs(query: Tensor, values: Operand) -> tuple[int, Tensor, Tensor]:
 def _packed(segment: Segment) -> tuple[tuple, tuple]:
     """Keys and values as the extension takes them, for segments that keep them made once."""
     keys, values, _, kept = segment
-    if kept is None:
-        return pack("keys", keys), pack("values", values)
-    if NAME not in kept.of:
-        kept.of[NAME] = pack("keys", keys), pack("values", values)
-    return kept.of[NAME]
+    if kept is not None and NAME in kept.of:
+        return kept.of[NAME]
+    packed = pack("keys", keys), pack("values", values)
+    if kept is not None and lasts(keys):
+        kept.of[NAME] = packed
+    return packed
 
 
 def attend_segments(

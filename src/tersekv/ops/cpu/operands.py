@@ -46,6 +46,11 @@ def pack(name: str, operand: Operand) -> tuple:
     return _KINDS[kind_of(operand)].pack(name, operand)
 
 
+def lasts(operand: Operand) -> bool:
+    """Whether what `pack` makes may stay: it is no basis that is held in few bits, unpacked."""
+    return kind_of(operand) != "roped" or not operand.before.unpacks  # type: ignore[union-attr]
+
+
 def channels(operand: Operand) -> int:
     """D."""
     return _KINDS[kind_of(operand)].channels(operand)
@@ -245,7 +250,8 @@ def _pack_rope(cos: Tensor, sin: Tensor, channels: Tensor | None) -> tuple:
     cos, sin = (x if x.dim() == 4 else x.unsqueeze(1) for x in (cos, sin))
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    return *_tensor(cos), *_tensor(sin), *_optional(channels), cos, sin
+    # They ride along: another thread's first look may replace those of the RoPE.
+    return *_tensor(cos), *_tensor(sin), *_optional(channels), cos, sin, channels
 
 
 def _why_not_turned(name: str, view: Any) -> str | None:
@@ -277,7 +283,8 @@ def _pack_steps(view: Any, channels: Tensor | None) -> tuple | None:
     """Where cosines and sines of a block's first token do for all of it."""
     if not view.consecutive or channels is None or not torch.equal(channels[:, 1], channels[:, 2]):
         return None
-    return tuple(part for x in view.rope.steps() for part in _tensor(x))
+    steps = view.rope.steps()
+    return *[part for x in steps for part in _tensor(x)], steps
 
 
 def _why_not_rotated(name: str, view: Any) -> str | None:
