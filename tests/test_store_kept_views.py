@@ -131,3 +131,25 @@ def test_states(recipe):
             plane.share_memory_()
     gc.collect()
     assert torch.equal(attend(store), first)
+
+
+def test_pages_share_what_was_fitted():
+    """In float32 for kernels: once for all pages, and gone with the store."""
+    store = new_store("trellis:bits=2,calibration=prompt")
+    for seed in range(4):
+        store.append(*tokens(700, seed))
+    attend(store)
+    handed = [page.kept.of["cpu"] for page in store.packed_pages()]
+    made = {id(x): weakref.ref(x) for x in floats(handed) if x.shape == (2, 2, 64)}
+    assert len(handed) > 2
+    assert len(made) == 3  # scales of both sides and the mean
+    del handed, store
+    gc.collect()
+    assert all(x() is None for x in made.values())
+
+
+def floats(kept: object) -> list[Tensor]:
+    """float32 tensors in nested tuples and lists."""
+    if isinstance(kept, Tensor):
+        return [kept] if kept.dtype is torch.float32 else []
+    return [x for part in kept for x in floats(part)] if isinstance(kept, (tuple, list)) else []

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tersekv.ops.attend_grid import GridSide
 from tersekv.ops.attend_packed import Operand
@@ -22,6 +23,7 @@ MOST_CHANNELS = 1 << 16
 _FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _HALVES = {torch.float16: 1, torch.bfloat16: 2}
 _NO_TENSOR: tuple = (0, (), ())
+_fitted = WeakTensorKeyDictionary()
 _Tensors = dict[str, tuple[Tensor, Collection[torch.dtype]]]
 
 
@@ -199,12 +201,21 @@ def _why_not_trellis(name: str, view: Any) -> str | None:
 
 
 def _pack_trellis(name: str, view: Any) -> tuple:
-    head = [_last_packed(x) for x in (view.bits, view.scale.float())]
+    head = [_last_packed(x) for x in (view.bits, _float32(view.scale))]
     tables = view.tables.contiguous()
     return (
         9, view.head_dim, *_tensor(view.stream), *_tensor(view.gain), *_tensor(head[0]), *_tensor(head[1]),
         *_tensor(tables), head, tables,
     )  # fmt: skip
+
+
+def _float32(x: Tensor) -> Tensor:
+    """A tensor that a codec fitted, once in float32 for all pages that hold it."""
+    if x.dtype is torch.float32:
+        return x
+    if x not in _fitted:
+        _fitted[x] = x.float()
+    return _fitted[x]
 
 
 def _last_packed(x: Tensor) -> Tensor:
@@ -273,7 +284,7 @@ def _turned_angles(view: Any) -> tuple[Tensor, Tensor]:
 
 
 def _pack_turned(name: str, view: Any) -> tuple:
-    mean, channels = _last_packed(view.mean.float()), _turned_channels(view)
+    mean, channels = _last_packed(_float32(view.mean)), _turned_channels(view)
     steps = _pack_steps(view, channels)
     cos, sin = view.cos_sin() if steps is None else view.begins()
     return 10, view.tokens, steps, *_tensor(mean), *_pack_rope(cos, sin, channels), mean
