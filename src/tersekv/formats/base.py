@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tersekv.ops.attend_grid import Side as Side
 from tersekv.ops.attend_packed import Operand
+from tersekv.ops.attend_segments import Kept as Kept
 
 Kind = Literal["codes", "scales and norms"]
 Planes = dict[str, Tensor]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tersekv.ops.attend_segments import Kept
 from tersekv.recipe import LayerPlan
 from tersekv.store.footprint import Footprint
 from tersekv.store.heads import Heads
@@ -22,9 +21,9 @@ from tersekv.store.padding import own_sinks, without_padding
 from tersekv.store.pages import PageSizes
 from tersekv.store.rollback import ROLLBACK_TOKENS, check_crop, outside
 from tersekv.store.rotary import Rotary
-from tersekv.store.segments import ExactSegment, PackedSegment
+from tersekv.store.segments import ExactSegment, PackedSegment, new_page
 from tersekv.store.side import SideStore, extents
-from tersekv.store.state import State, Stateful
+from tersekv.store.state import Stateful
 from tersekv.tensors import plain
 from tersekv.transforms.rope import Rope
 
@@ -41,7 +40,7 @@ class LayerStore(Stateful):
     """
 
     STATE = ("padding", "waits", "record_past", "seen", "dropped")
-    PARTS = ("sides", "rotary")
+    PARTS, MADE = ("sides", "rotary"), ("_pages",)
     spread: Spread | None = None
     """The processes that divide the packed tokens, where they do (`store/spread.py`)."""
     packed_everywhere = True  # or nowhere
@@ -204,17 +203,7 @@ class LayerStore(Stateful):
 
     def _packed(self, first: int, tokens: int) -> PackedSegment:
         keys, values = (side.view(first, tokens, self.packed_first) for side in self.sides)
-        return PackedSegment(keys, values, self.packed_first + first, tokens, kept=Kept())
-
-    def state(self) -> State:
-        """See `Stateful`; whoever gets the tensors may move them into memory that processes share."""
-        self._pages = None
-        return super().state()
-
-    def restore(self, state: State) -> None:
-        """See `Stateful`."""
-        self._pages = None
-        super().restore(state)
+        return new_page(keys, values, self.packed_first + first, tokens)
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """All tokens as [B, H, seen − dropped, D], position by position (rows with their own sinks included)."""

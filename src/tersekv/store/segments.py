@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tersekv.formats.base import View
-from tersekv.ops.attend_segments import Kept
+from tersekv.formats.base import Kept, View
 
 
 class ExactSegment(NamedTuple):
@@ -29,6 +28,11 @@ class PackedSegment(NamedTuple):
     tokens: int
     positions: Tensor | None = None
     kept: Kept | None = None
+
+
+def new_page(keys: View, values: View, first: int, tokens: int) -> PackedSegment:
+    """A segment whose views stay the same ones from one call to the next."""
+    return PackedSegment(keys, values, first, tokens, kept=Kept())
 
 
 class WeightedSegment(NamedTuple):

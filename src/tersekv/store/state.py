@@ -20,23 +20,32 @@ TENSOR = "tensor"
 
 class Stateful:
     """STATE: attributes that hold tensors or JSON values (or dictionaries, lists or named tuples of these). PARTS:
-    attributes that hold a Stateful, a sequence of them, or None."""
+    attributes that hold a Stateful, a sequence of them, or None. MADE: attributes that are made of the others when they
+    are asked for, and None before; they may hold addresses, and whoever gets a state may move its tensors into memory
+    that processes share, so that they are made anew."""
 
     STATE: ClassVar[tuple[str, ...]] = ()
     PARTS: ClassVar[tuple[str, ...]] = ()
+    MADE: ClassVar[tuple[str, ...]] = ()
 
     def state(self) -> State:
         """Everything that the future depends on, but for the arguments it was made with. Tensors may be views."""
+        self._unmake()
         figures = {name: _as_data(getattr(self, name)) for name in self.STATE}
         return figures | {name: [part.state() for part in self._parts(name)] for name in self.PARTS}
 
     def restore(self, state: State) -> None:
         """Hold what `state()` gave; tensors are copied unless it says otherwise."""
+        self._unmake()
         for name in self.STATE:
             setattr(self, name, own(state[name]))
         for name in self.PARTS:
             for part, its_state in zip(self._parts(name), state[name], strict=True):
                 part.restore(its_state)
+
+    def _unmake(self) -> None:
+        for name in self.MADE:
+            setattr(self, name, None)
 
     def _parts(self, name: str) -> Sequence[Stateful]:
         found = getattr(self, name)

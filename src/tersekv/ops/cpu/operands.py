@@ -295,7 +295,7 @@ def _pack_steps(view: Any, channels: Tensor | None) -> tuple | None:
     if not view.consecutive or channels is None or not torch.equal(channels[:, 1], channels[:, 2]):
         return None
     steps = view.rope.steps()
-    return *[part for x in steps for part in _tensor(x)], steps
+    return *[part for x in steps for part in _tensor(x)], *steps
 
 
 def _why_not_rotated(name: str, view: Any) -> str | None:
