@@ -169,16 +169,32 @@ struct RopeSteps {
   int64_t pairs() const { return fast + slow; }
 };
 
+// Cosines and sines of positions: [digits, rows, 2, columns], columns in whole vectors. With several digits the table
+// holds a position's digits in base kTableBase, whose rotations multiply; with one digit it holds each token's own row.
+constexpr int kTableBits = 6;
+constexpr int64_t kTableBase = 1 << kTableBits;
+constexpr int64_t kMostTableDigits = 8;
+
 struct RopeView {
-  const float *cos = nullptr, *sin = nullptr;  // [1 or B, 1 or H, T, columns]
-  int64_t stride_b = 0, stride_h = 0, stride_t = 0, columns = 0;
+  const float* table = nullptr;
+  int64_t digits = 0, table_rows = 0, columns = 0;
+  // [1 or B, 1 or H, T or 1]: each token's position (or row), or the first token's where they are consecutive.
+  const int32_t* places = nullptr;
+  int64_t stride_b = 0, stride_h = 0, stride_t = 0;
+  bool consecutive = false;
+
+  // Position of a token, or its row in a table of one digit.
+  int64_t place(int64_t b, int64_t h, int64_t token) const {
+    const int32_t first = places[b * stride_b + h * stride_h + token * stride_t];
+    return consecutive ? first + token : first;
+  }
   const RopeChannel* channels = nullptr;  // [D]
   // Of a vector that is turned: the columns that are read, those of cos in front.
   const int32_t* read = nullptr;
   int64_t reads_cos = 0, reads = 0;
   const TurnedChannel* turned = nullptr;  // [D]
-  // Not null: positions are consecutive, cosines and sines have the same columns, and those of the next steps.M tokens
-  // follow from those of any token.
+  // Not null: positions are consecutive, channels take cosines and sines of the same columns, and angles of the next
+  // steps.M tokens follow from those of any token.
   const RopeSteps* steps = nullptr;
   // Not null: positions are consecutive, channels d and d + D/2 are pairs of one column, and these are cosines and
   // sines of the next steps times 32767, [D/4, 2, kTurnTokens, 2]: of pairs 2i and 2i + 1 side by side.

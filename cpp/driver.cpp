@@ -83,7 +83,7 @@ void split(Plan& plan, int threads) {
 struct Job {
   std::vector<Plan> plans;
 
-  static void run(const void* context, int64_t index) noexcept {
+  static void run(const void* context, int64_t index) {
     const std::vector<Plan>& plans = static_cast<const Job*>(context)->plans;
     const auto after = std::upper_bound(plans.begin(), plans.end(), index,
                                         [](int64_t task, const Plan& plan) { return task < plan.first; });

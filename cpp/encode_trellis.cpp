@@ -35,7 +35,7 @@ void encode_trellis(EncodeTrellis call, int threads) {
   const double steps = static_cast<double>(call.R * call.n) * static_cast<double>(2 * call.D + kTrellisWarmUp);
   run_tasks(
       call.R * plan.tasks_per_row, steps * kNsPerStep < kThreadsWorthNs ? 1 : threads,
-      [](const void* context, int64_t index) noexcept { static_cast<const Plan*>(context)->run(index); }, &plan);
+      [](const void* context, int64_t index) { static_cast<const Plan*>(context)->run(index); }, &plan);
 }
 
 }  // namespace tersekv

@@ -43,7 +43,7 @@ class Operands {
   void parse_turns(View& v, const std::string& name, const Tensor& turns);
   void parse_steps(RopeView& rope, const std::string& name, nb::handle packed);
   void turned_columns(RopeView& rope, int64_t D);
-  void parse_rope(View& v, const std::string& name, nb::handle packed, Py_ssize_t first, int64_t step);
+  void parse_rope(View& v, const std::string& name, nb::handle packed, Py_ssize_t first);
   void parse_roped(View& v, const std::string& name, nb::handle packed);
   void parse_rotated(View& v, const std::string& name, nb::handle packed);
   void parse_parts(View& v, const std::string& name, nb::handle packed, Py_ssize_t first, int64_t count);

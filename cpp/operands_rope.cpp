@@ -6,36 +6,44 @@
 
 namespace tersekv {
 
-// (7, part, turns or None, cos 3x, sin 3x, channels 3x): turns where positions are consecutive, see RopeView::turns
+// (7, part, turns or None, table 3x, places 3x, channels 3x): turns where positions are consecutive, see
+// RopeView::turns
 void Operands::parse_roped(View& v, const std::string& name, nb::handle packed) {
   if (name != "keys." || depth_ != 1) fail(name, "expected RoPE around keys, outermost");
   tiled_ = true;
   parse_parts(v, name, packed, 1, 1);
   tiled_ = false;
   v.D = v.parts[0].D;
-  parse_rope(v, name, packed, 3, 1);
+  parse_rope(v, name, packed, 3);
   const nb::handle turns = item(packed, 2);
   if (!turns.is_none()) parse_turns(v, name, tensor_at(turns, 0));
 }
 
-// cos 3x, sin 3x, channels 3x, for the view's D channels and every `step`-th of its T tokens
-void Operands::parse_rope(View& v, const std::string& name, nb::handle packed, Py_ssize_t first, int64_t step) {
+// table 3x, places 3x, channels 3x, for the view's D channels and T tokens. Any place is safe: digits are cut to the
+// table's rows, and rows of a table of one digit are held within it.
+void Operands::parse_rope(View& v, const std::string& name, nb::handle packed, Py_ssize_t first) {
   if (ropes_++) fail(name, "expected one RoPE");  // a thread keeps the tables of one
   RopeView& rope = v.rope;
-  const Tensor cos = tensor_at(packed, first), sin = tensor_at(packed, first + 3),
+  const Tensor table = tensor_at(packed, first), places = tensor_at(packed, first + 3),
                channels = tensor_at(packed, first + 6);
-  if (cos.dims != 4) fail(name, "cos: expected [1 or B, 1 or H, T, columns]");
-  rope.columns = in_range(name, "columns of cos", cos.shape[3], kMostChannels);
-  const int64_t B = cos.shape[0] == 1 ? 1 : B_, H = cos.shape[1] == 1 ? 1 : H_, tokens = ceil_div(v.T, step);
-  for (const Tensor* x : {&cos, &sin})
-    expect(name, x == &cos ? "cos" : "sin", *x, {{"B", B}, {"H", H}, {"T", tokens}, {"columns", rope.columns}}, 3);
-  if (cos.stride[0] != sin.stride[0] || cos.stride[1] != sin.stride[1] || cos.stride[2] != sin.stride[2])
-    fail(name, "sin: expected the strides of cos");
-  rope.cos = cos.as<float>();
-  rope.sin = sin.as<float>();
-  rope.stride_b = B == 1 ? 0 : cos.stride[0];
-  rope.stride_h = H == 1 ? 0 : cos.stride[1];
-  rope.stride_t = cos.stride[2];
+  if (table.dims != 4 || table.shape[0] < 1 || table.shape[0] > kMostTableDigits || table.shape[1] < 1 ||
+      (table.shape[0] > 1 && table.shape[1] != kTableBase) || table.shape[3] < kLanes || table.shape[3] % kLanes)
+    fail(name, "table of angles: expected [digits, 64, 2, columns] or [1, rows, 2, columns], whole vectors of columns");
+  rope.digits = table.shape[0];
+  rope.table_rows = table.shape[1];
+  rope.columns = in_range(name, "columns of the table of angles", table.shape[3], kMostChannels);
+  expect(name, "table of angles", table,
+         {{"digits", rope.digits}, {"rows", rope.table_rows}, {"2", 2}, {"columns", rope.columns}}, 0);
+  rope.table = table.as<float>();
+  if (places.dims != 3) fail(name, "places: expected [1 or B, 1 or H, T or 1]");
+  const int64_t B = places.shape[0] == 1 ? 1 : B_, H = places.shape[1] == 1 ? 1 : H_,
+                tokens = places.shape[2] == 1 ? 1 : v.T;
+  expect(name, "places", places, {{"B", B}, {"H", H}, {"T", tokens}}, 2);
+  rope.places = places.as<int32_t>();
+  rope.stride_b = B == 1 ? 0 : places.stride[0];
+  rope.stride_h = H == 1 ? 0 : places.stride[1];
+  rope.consecutive = tokens == 1;
+  rope.stride_t = rope.consecutive ? 0 : 1;
   expect(name, "rope channels", channels, {{"D", v.D}, {"4", 4}}, 0);
   rope.channels = channels.as<RopeChannel>();
   for (int64_t d = 0; d < v.D; d++) {
@@ -63,9 +71,8 @@ void Operands::parse_turns(View& v, const std::string& name, const Tensor& turns
   v.rope.turns = turns.as<int16_t>();
 }
 
-// (10, tokens, steps or None, vector 3x, cos 3x, sin 3x, channels 3x): float32 [1 or B, H, D], beside or plus other
-// views; steps where positions are consecutive and channels take cosines and sines of the same columns: cos and sin are
-// then those of every M-th token
+// (10, tokens, steps or None, vector 3x, table 3x, places 3x, channels 3x): float32 [1 or B, H, D], next to or added to
+// other views; steps where positions are consecutive and channels take cosines and sines of the same columns
 void Operands::parse_turned(View& v, const std::string& name, nb::handle packed) {
   if (name != "keys." || tiled_) fail(name, "expected a turned vector in keys, not under RoPE or a rotation");
   const nb::handle steps = item(packed, 2);
@@ -76,9 +83,7 @@ void Operands::parse_turned(View& v, const std::string& name, nb::handle packed)
   const int64_t B = vector.shape[0] == 1 ? 1 : B_;
   expect(name, "mean", vector, {{"B", B}, {"H", H_}, {"D", v.D}}, 2);
   v.dense = {Float::f32, vector.as<void>(), B == 1 ? 0 : vector.stride[0], vector.stride[1], 0};
-  const Tensor table = steps.is_none() ? Tensor{} : tensor_at(steps, 0);
-  const int64_t step = steps.is_none() ? 1 : in_range(name, "steps of RoPE", table.shape[1], kMostBlockTokens);
-  parse_rope(v, name, packed, 6, step);
+  parse_rope(v, name, packed, 6);
   turned_columns(v.rope, v.D);
   RopeView& rope = v.rope;
   bool same =
@@ -86,6 +91,7 @@ void Operands::parse_turned(View& v, const std::string& name, nb::handle packed)
   for (int64_t d = 0; d < v.D; d++)
     same &= rope.turned[d].cos < 0 || rope.turned[d].sin == rope.turned[d].cos + rope.reads_cos;
   if (steps.is_none()) return;
+  if (!rope.consecutive || rope.digits == 1) fail(name, "rope steps: expected consecutive positions");
   if (!same) fail(name, "rope steps: expected cosines and sines of the same columns");
   parse_steps(rope, name, steps);
 }
@@ -107,12 +113,14 @@ void Operands::parse_steps(RopeView& rope, const std::string& name, nb::handle p
   const Tensor words = tensor_at(packed, 9);
   expect(name, "rope steps' words", words, {{"rows / 2", steps.rows / 2}, {"M", steps.M}, {"2", 2}}, 0);
   steps.words = words.as<int16_t>();
-  expect(name, "rope steps' places", place, {{"columns", rope.columns}}, 0);
+  const int64_t columns = place.dims == 1 ? place.shape[0] : 0;
+  if (columns < 1 || columns > rope.columns) fail(name, "rope steps' places: expected one per column of the table");
+  expect(name, "rope steps' places", place, {{"columns", columns}}, 0);
   auto memory = std::make_unique<float[]>(ceil_div(sizeof(RopeSteps), sizeof(float)) + rope.columns + steps.pairs());
   auto* pair = reinterpret_cast<int32_t*>(memory.get() + ceil_div(sizeof(RopeSteps), sizeof(float)));
   int32_t* column = pair + rope.columns;
-  std::fill(column, column + steps.pairs(), 0);
-  for (int64_t c = rope.columns; c-- > 0;) {
+  std::fill(pair, column + steps.pairs(), 0);
+  for (int64_t c = columns; c-- > 0;) {
     const int32_t at = place.as<int32_t>()[c];
     if (at >= steps.fast || at < -steps.slow) fail(name, "rope steps' places: expected one per column");
     pair[c] = static_cast<int32_t>(at >= 0 ? at : steps.fast - 1 - at);

@@ -4,8 +4,11 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <new>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -18,9 +21,16 @@ struct Job {
   int64_t count;
   int helpers;  // how many more threads may join
   std::atomic<int64_t> next{0};
+  std::atomic_flag failed = ATOMIC_FLAG_INIT;
+  std::exception_ptr error;  // the first that a task threw; tasks that have not begun by then are left out
 
   void work() {
-    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) fn(context, i);
+    try {
+      for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) fn(context, i);
+    } catch (...) {
+      next = count;
+      if (!failed.test_and_set()) error = std::current_exception();
+    }
   }
 };
 
@@ -32,7 +42,11 @@ class Pool {
   void run(Job& job) {
     {
       std::lock_guard lock(mutex_);
-      while (static_cast<int>(threads_.size()) < job.helpers) threads_.emplace_back([this] { loop(); });
+      try {
+        while (static_cast<int>(threads_.size()) < job.helpers) threads_.emplace_back([this] { loop(); });
+      } catch (const std::system_error&) {  // the system has no more threads: those that there are do the work
+      } catch (const std::bad_alloc&) {
+      }
       job_ = &job;
     }
     if (job.helpers == 1)
@@ -102,6 +116,7 @@ void run_tasks(int64_t count, int threads, TaskFn fn, const void* context) {
     if (lock.owns_lock()) {
       Job job{fn, context, count, helpers};
       shared->run(job);
+      if (job.error) std::rethrow_exception(job.error);
       return;
     }
   }

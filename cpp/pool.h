@@ -9,7 +9,8 @@ constexpr double kThreadsWorthNs = 50000.0;  // below it waking a thread costs m
 
 using TaskFn = void (*)(const void* context, int64_t index);
 
-// Runs fn(context, i) for 0 <= i < count on up to `threads` threads, the caller among them. fn must not throw.
+// Runs fn(context, i) for 0 <= i < count on up to `threads` threads, the caller among them. What
+// fn throws first is thrown here, once no task runs any more; the others' results are then incomplete.
 // While another thread's call is using the pool, or after shutdown, the caller does all by itself.
 void run_tasks(int64_t count, int threads, TaskFn fn, const void* context);
 

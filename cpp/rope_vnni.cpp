@@ -141,6 +141,7 @@ void* prepare(const RopedSide& side) {
   for (float** part : {&own->scale, &own->offset, &own->unit, &own->cos, &own->sin}) *part = scratch(room);
   own->tables = reinterpret_cast<int16_t*>(scratch(D * kLanes / 2));
   own->words = reinterpret_cast<int16_t*>(scratch(4 * D / 2));
+  own->row_angles = scratch(2 * side.rope->columns);
   return own;
 }
 

@@ -5,6 +5,8 @@
 
 #include <initializer_list>
 
+#include "bytes_avx512.h"
+#include "rope_row.h"
 #include "simd_avx512bf16.h"
 #include "words_vnni.h"
 
@@ -25,6 +27,7 @@ struct Roped {
   int64_t row;            // the first of the queries that `measure` is of, or -1
   int16_t* words;         // [4, D]
   float measure[4], step[4];
+  float* row_angles;  // [2][columns]: room for cosines and sines of a token
 };
 
 // Entries of all channels as block's ranges have them.
@@ -72,8 +75,8 @@ void fill_tables(Roped& own, const Block& block) {
 // Cosines and sines of a token by pair, times the pairs' units; the longest of them as vectors, without the units.
 float turn_by(Roped& own, int64_t token) {
   const RopeView& rope = *own.side.rope;
-  const int64_t at = own.side.b * rope.stride_b + own.side.h * rope.stride_h + token * rope.stride_t;
-  const float *cos = rope.cos + at, *sin = rope.sin + at;
+  const RopeRow at = rope_row<Avx512Bytes>(rope, rope.place(own.side.b, own.side.h, token), own.row_angles);
+  const float *cos = at.cos, *sin = at.sin;
   __m512 most = _mm512_setzero_ps();
   for (int64_t i = 0; i < own.half; i += kLanes) {
     const __mmask16 held = first(own.half - i);
@@ -81,8 +84,6 @@ float turn_by(Roped& own, int64_t token) {
     if (own.in_order) {
       c = _mm512_maskz_loadu_ps(held, cos + i);
       s = _mm512_maskz_loadu_ps(held, sin + i);
-      __builtin_prefetch(cos + kTurnTokens * rope.stride_t + i, 0, 2);
-      __builtin_prefetch(sin + kTurnTokens * rope.stride_t + i, 0, 2);
     } else {
       alignas(64) float columns[2][kLanes] = {};
       for (int64_t k = 0; k < kLanes && i + k < own.half; k++) {

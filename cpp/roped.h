@@ -1,8 +1,9 @@
-// Keys that were coded before RoPE: decoded into a tile, turned by each token's angles, and attended to from there.
-// cos and sin come with tokens on rows; a task turns them once so that tokens are lanes, and tasks of other heads that
-// follow on the same thread find them there.
+// Keys that were coded before RoPE: decoded into a tile, rotated by each token's angles, and attended to from there.
+// A task computes cosines and sines of its tokens once, tokens on lanes; tasks of other heads that follow on the same
+// thread find them there.
 #pragma once
 
+#include "rope_row.h"
 #include "tile.h"
 
 namespace tersekv {
@@ -40,29 +41,8 @@ struct RopeColumns {
   }
 };
 
-inline bool neighbours(const int32_t* columns) {
-  for (int i = 1; i < kLanes; i++)
-    if (columns[i] != columns[0] + i) return false;
-  return true;
-}
-
-// Columns of cos or sin as [columns][tokens].
-template <class S>
-void turn(const float* rows, int64_t stride_t, const int32_t* columns, int64_t count, int64_t tokens, float* out) {
-  for (int64_t t0 = 0; t0 < tokens; t0 += kLanes)
-    for (int64_t c = 0; c < count;) {
-      const float* first = rows + t0 * stride_t + columns[c];
-      if (tokens - t0 >= kLanes && count - c >= kLanes && neighbours(columns + c)) {
-        S::transpose(first, stride_t, out + c * tokens + t0, tokens);
-        c += kLanes;
-        continue;
-      }
-      for (int64_t t = 0; t < kLanes && t < tokens - t0; t++) out[c * tokens + t0 + t] = first[t * stride_t];
-      c++;
-    }
-}
-
-// Those of a task's tokens, into node.lanes.
+// Cosines and sines of a task's tokens, [count][tokens], into node.lanes. column: of the table's columns, those of cos
+// first.
 template <class S>
 void rope_tables(Node& node, const int32_t* column, int64_t cos, int64_t count) {
   const RopeView& rope = node.view->rope;
@@ -74,9 +54,35 @@ void rope_tables(Node& node, const int32_t* column, int64_t cos, int64_t count) 
   float* tables = kept_scratch({node.call->id, of_b, of_h, first}, count * tokens, filled);
   node.lanes = tables;
   if (filled) return;
-  const int64_t at = of_b * rope.stride_b + of_h * rope.stride_h + first * rope.stride_t;
-  turn<S>(rope.cos + at, rope.stride_t, column, cos, tokens, tables);
-  turn<S>(rope.sin + at, rope.stride_t, column + cos, count - cos, tokens, tables + cos * tokens);
+  const bool steps = rope.consecutive && rope.digits > 1;
+  float* room = scratch(2 * rope.columns);
+  const NearSteps near = steps ? near_steps<S>(rope) : NearSteps{};
+  for (int64_t t0 = 0; t0 < tokens; t0 += kLanes) {
+    const int64_t n = tokens - t0 < kLanes ? tokens - t0 : kLanes;
+    float* out = tables + t0;
+    if (!steps) {
+      for (int64_t t = 0; t < n; t++) {
+        const RopeRow row = rope_row<S>(rope, rope.place(node.b, node.h, first + t0 + t), room);
+        for (int64_t k = 0; k < count; k++) out[k * tokens + t] = (k < cos ? row.cos : row.sin)[column[k]];
+      }
+      continue;
+    }
+    const RopeRow row = rope_row<S>(rope, rope.place(node.b, node.h, first + t0), room);
+    for (int64_t k = 0; k < count; k++, out += tokens) {
+      const int64_t c = column[k];
+      const auto x = S::set1(row.cos[c]), y = S::set1(row.sin[c]);
+      const auto near_cos = S::load(near.cos + c * kLanes), near_sin = S::load(near.sin + c * kLanes);
+      const auto value =
+          k < cos ? S::negative_fma(y, near_sin, S::mul(x, near_cos)) : S::fma(x, near_sin, S::mul(y, near_cos));
+      if (n == kLanes) {
+        S::store(out, value);
+        continue;
+      }
+      alignas(64) float lanes[kLanes];
+      S::store(lanes, value);
+      for (int64_t t = 0; t < n; t++) out[t] = lanes[t];
+    }
+  }
 }
 
 template <class S>

@@ -17,6 +17,7 @@ struct RopedGrid {
   int32_t* place;             // [D]: of a channel's cosines among those of steps
   int64_t row;                // the first of the rows that stand there, or -1
   void* fast;                 // of the call's RopeKernel, or null
+  float* angles;              // [2][columns]: room for cosines and sines of a token
 };
 
 // The words of one unit of codes, and the index of each.
@@ -61,12 +62,13 @@ inline RopedGrid* roped_grid(const Node& node) {
   const bool added = keys.view->kind == Kind::added;
   const Node& grid = added ? keys.parts[0] : keys;
   auto* out = reinterpret_cast<RopedGrid*>(scratch(ceil_div(sizeof(RopedGrid), sizeof(float))));
-  *out = {&grid, added ? &keys.parts[1] : nullptr, nullptr, nullptr, nullptr, nullptr, -1, nullptr};
+  *out = {&grid, added ? &keys.parts[1] : nullptr, nullptr, nullptr, nullptr, nullptr, -1, nullptr, nullptr};
   const RopeView& rope = node.view->rope;
   if (node.call->rope && rope.turns)
     out->fast =
         node.call->rope->prepare({&rope, &grid.grid, node.b, node.h, node.call->values, node.query, node.query_stride});
   if (added) {
+    out->angles = scratch(2 * rope.columns);
     out->query = reinterpret_cast<Rows*>(scratch(4 * node.view->D));
     out->turned = reinterpret_cast<Rows*>(scratch(4 * node.view->D));
     out->plain = reinterpret_cast<Rows*>(scratch(4 * node.view->D));
@@ -174,10 +176,12 @@ void roped_grid_blocks(const Node& node, const Node& grid, const float* tables, 
 }
 
 // Queries as they meet keys of steps from `token` on, in units of those steps' cosines, into own.query and own.turned.
-inline void turn_rows(const Node& node, RopedGrid& own, const Span& span, int64_t token) {
+template <class S>
+void turn_rows(const Node& node, RopedGrid& own, const Span& span, int64_t token) {
   const RopeView& rope = node.view->rope;
-  const int64_t half = node.view->D / 2, at = node.b * rope.stride_b + node.h * rope.stride_h + token * rope.stride_t;
-  const float *cos = rope.cos + at, *sin = rope.sin + at;
+  const int64_t half = node.view->D / 2;
+  const RopeRow at = rope_row<S>(rope, rope.place(node.b, node.h, token), own.angles);
+  const float *cos = at.cos, *sin = at.sin;
   if (own.row != span.row) interleave(node.query_row(span.row), node.query_stride, span.rows, 2 * half, own.plain);
   own.row = span.row;
   const Rows *plain = own.plain, *partner = plain + half;
@@ -201,7 +205,7 @@ void stepped_scores(const Node& node, RopedGrid& own, Span span, float* score, i
   clear(tokens, span.tokens());
   for (int64_t token = span.first; token < span.last; token += kTurnTokens, tokens += kTurnTokens) {
     const int64_t last = token + kTurnTokens < span.last ? token + kTurnTokens : span.last;
-    turn_rows(node, own, span, token);
+    turn_rows<S>(node, own, span, token);
     const Rows *query = own.query, *turned = own.turned;
     const int32_t* place = own.place;
     each_entry<S>(*own.sparse, {span.row, span.rows, token, last},

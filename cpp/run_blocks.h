@@ -17,7 +17,7 @@ void run_blocks(void (*encode)(const Call&, int64_t), const Call& call, int64_t 
   nb::gil_scoped_release release;
   run_tasks(
       blocks, ns < kThreadsWorthNs ? 1 : threads,
-      [](const void* both, int64_t block) noexcept {
+      [](const void* both, int64_t block) {
         const auto& [fn, argument] = *static_cast<const decltype(context)*>(both);
         fn(*argument, block);
       },

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "rope_kernel.h"
+#include "rope_row.h"
 #include "roped.h"
 
 namespace tersekv {
@@ -18,6 +19,7 @@ struct TurnedOwn {
   float* constant;      // [rows], of channels that do not turn
   float* stepped;       // [rows at once][rows of the steps' table], of a token
   int16_t* words;       // the same in 16 bits, or null
+  float* row;           // [2][columns]: room for cosines and sines of a token
 };
 
 // Coefficients of steps from token block·M on.
@@ -26,9 +28,9 @@ void step_coefficients(const Node& node, Span span, int64_t block) {
   const RopeView& rope = node.view->rope;
   const RopeSteps& steps = *rope.steps;
   const TurnedOwn& own = *static_cast<TurnedOwn*>(node.own);
-  const int64_t at = node.b * rope.stride_b + node.h * rope.stride_h + block * rope.stride_t;
   const int64_t pairs = steps.pairs(), width = own.width;
-  const float *cos = rope.cos + at, *sin = rope.sin + at;
+  const RopeRow at = rope_row<S>(rope, rope.place(node.b, node.h, block * steps.M), own.row);
+  const float *cos = at.cos, *sin = at.sin;
   if (!steps.in_order) {
     for (int64_t i = 0; i < pairs; i++) {
       own.turn[i] = cos[steps.column[i]];
@@ -100,6 +102,7 @@ void turned_prepare(Node& node) {
     own->stepped = scratch(kRowTile * rope.steps->rows);
     if (node.call->rope && rope.steps->words)
       own->words = reinterpret_cast<int16_t*>(scratch(ceil_div(kRowTile * rope.steps->rows, 2)));
+    own->row = scratch(2 * rope.columns);
     own->turn = scratch(4 * own->width);
     clear(own->turn, 4 * own->width);
   } else {

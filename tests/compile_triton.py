@@ -93,8 +93,7 @@ def pages(name: str, p: int) -> None:
 def centred(D: int = 64) -> None:
     """Trellis codes of keys whose mean lies apart."""
     of = rope("halves", D)
-    cos, sin = (x.unsqueeze(0) for x in of.cos_sin(0, 64, 0, torch.device("cpu")))
-    keys = Joined([(side("trellis", "keys", D), D), (Turned(torch.randn(1, 2, D), of, cos, sin), D)])
+    keys = Joined([(side("trellis", "keys", D), D), (Turned(torch.randn(1, 2, D), of, of.angles(0, 64)), D)])
     launch.attend_packed(torch.randn(1, 2, 4, 2 * D), keys, side("trellis", "values", D), None, 0.1, None)
 
 

@@ -95,9 +95,9 @@ def roped(view: View, kind: str, R: int, T: int, rows: str = "shared") -> Roped:
     """Keys before RoPE. rows: "shared", or positions of their own "per row", or "per head" (2 rows, 3 heads)."""
     of = rope(kind, R)
     if rows == "shared":
-        return Roped(view, of, *(x.unsqueeze(0) for x in of.cos_sin(5, T, 0, torch.device("cpu"))))
+        return Roped(view, of, of.angles_at(torch.arange(5, 5 + T)))
     shape = (2, T) if rows == "per row" else (2, 3, T)
-    return Roped(view, of, *of.at(torch.randint(0, 3000, shape)))
+    return Roped(view, of, of.angles_at(torch.randint(0, 3000, shape)))
 
 
 def magnitude(view: View) -> Tensor:
@@ -127,9 +127,9 @@ def magnitude(view: View) -> Tensor:
 
 
 def _turned_magnitude(size: Tensor, view: Roped | Turned) -> Tensor:
-    channels = view.rope.channels(size.shape[-1], view.cos.shape[-1])
+    channels = view.rope.channels(size.shape[-1])
     partner, cos, sin = channels[:, 0].long(), channels[:, 1].long(), channels[:, 2].long()
-    of_token = [x if x.dim() == 4 else x.unsqueeze(1) for x in (view.cos.abs().double(), view.sin.abs().double())]
+    of_token = [x if x.dim() == 4 else x.unsqueeze(1) for x in (x.abs().double() for x in view.angles.rows())]
     turned = size * of_token[0][..., cos] + size[..., partner] * of_token[1][..., sin]
     return torch.where(partner >= 0, turned, size)
 

@@ -85,7 +85,7 @@ def test_constant_part_of_keys_before_rope_costs_no_bits():
     left = keys - rope.put(codec.fitted["mean"].float().unsqueeze(2).expand(-1, -1, T, -1), cos[None], sin[None])
     codec = codec.fit(left)
     view = codec.view(codec.encode(left), D)
-    centred = Centred(view, Turned(codec.fitted["mean"], rope, cos[None], sin[None]))
+    centred = Centred(view, Turned(codec.fitted["mean"], rope, rope.angles(0, T)))
     error = (centred.decode() - keys).square().mean()
     assert float(error) < 1.3 * SQUARED_ERROR["trellis"][2]
     with_mean = Trellis(2.0, centre=False, calibration="prompt").fit(keys)

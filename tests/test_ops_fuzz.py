@@ -50,9 +50,8 @@ for _name in ("exact", "grid", "sparse", "signs", "polar", "trellis", "joined"):
 
 def turned(view: View) -> View:
     of = rope("pairs", D)
-    cos, sin = (x.unsqueeze(0) for x in of.cos_sin(5, T, 0, torch.device("cpu")))
     mean = torch.randn(1, H, D, generator=torch.Generator().manual_seed(0))
-    return Joined([(view, D), (Turned(mean, of, cos, sin, consecutive=True), D)])
+    return Joined([(view, D), (Turned(mean, of, of.angles(5, T)), D)])
 
 
 @functools.cache
@@ -218,10 +217,10 @@ def test_columns_of_cosines_in_any_order():
         lambda positions, length: tuple(x[:, order] for x in of._cos_sin(positions, length)),
         lambda x, cos, sin: of._apply(x, cos[..., order], sin[..., order]),  # the flip is its own inverse
     )
-    cos, sin = (x.unsqueeze(0) for x in mixed.cos_sin(5, T, 0, torch.device("cpu")))
-    view = Roped(plain("exact", "keys"), mixed, cos, sin)
-    assert torch.equal(mixed.channels(D, D)[: D // 2, 1], first.int())
-    for each in (view, Joined([(plain("exact", "keys"), D), (Turned(torch.ones(1, H, D), mixed, cos, sin), D)])):
+    angles = mixed.angles_at(torch.arange(5, 5 + T))
+    view = Roped(plain("exact", "keys"), mixed, angles)
+    assert torch.equal(mixed.channels(D)[: D // 2, 1], first.int())
+    for each in (view, Joined([(plain("exact", "keys"), D), (Turned(torch.ones(1, H, D), mixed, angles), D)])):
         query, key, value = (
             torch.randn(B, H, R, each.decode().shape[-1]),
             each.decode(),

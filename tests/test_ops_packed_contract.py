@@ -100,12 +100,12 @@ def test_errors_name_the_size(call, what):
 
 def test_rope_of_another_length_or_kind(call):
     run, views = call
-    with pytest.raises(ValueError, match=r"cos: .* with T = 64, got 32"):
+    with pytest.raises(ValueError, match=r"places: .* with T = 64, got 32"):
         run(roped(views["grid"], "halves", 64, 32))
     mixing = rope("halves", 64).__class__(
         rope("halves", 64)._cos_sin, lambda x, cos, sin: x.flip(-1) * cos.sum(-1)[:, None, :, None]
     )
-    view = Roped(views["grid"], mixing, torch.ones(1, 64, 64), torch.ones(1, 64, 64))
+    view = Roped(views["grid"], mixing, mixing.angles(0, 64))
     query = torch.randn(1, 2, 3, 64)
     assert cpu.why_not_attend_packed(query, view, views["exact"].operand, None, 1.0, None) == (
         "keys have a RoPE that does not turn pairs of channels"

@@ -43,13 +43,12 @@ def apart(D, T, bits=4):
 
 def at(view, kind, first=5, factor=1.0):
     """Each batch row begins elsewhere."""
-    D, of = view.decode().shape[-1], rope(kind, view.decode().shape[-1])
-    rows = [
-        of.cos_sin(first - 9 * b, view.decode().shape[2], 0, torch.device("cpu")) for b in range(len(view.decode()))
-    ]
-    cos, sin = (torch.stack(x) * factor for x in zip(*rows, strict=True))
-    assert of.turns(D, D) is None or kind == "halves"
-    return Roped(view, of, cos, sin, consecutive=True)
+    B, _, T, D = view.decode().shape
+    of = rope(kind, D)
+    angles = of.angles(first, T, 9 * torch.arange(B))
+    scaled = torch.cat([angles.table[:-1], factor * angles.table[-1:]])
+    assert of.turns(D) is None or kind == "halves"
+    return Roped(view, of, angles._replace(table=scaled))
 
 
 def step_of(total, most):
@@ -61,7 +60,7 @@ def roped_error(view, query):
     """Of q·k̂: of the codes that are looked up, cosines, two products rounded per channel; and of the query."""
     keys = view.before.views[0] if view.before.kind == "added" else view.before
     side, D = keys.side, query.shape[-1]
-    factor = float(view.cos.square().add(view.sin.square()).amax().sqrt())
+    factor = float(torch.hypot(*view.angles.cos_sin()).amax())
     most = [x.float().abs().amax(2).amax(2) if x is not None else 0 for x in (side.scale, side.offset)]
     bound = (most[0] * side.table.abs().amax(-1).max() + most[1]).unflatten(-1, (2, D // 2)).amax(-2)  # [B, H, pairs]
     unit = factor * bound / MOST_ENTRY
@@ -73,7 +72,7 @@ def roped_error(view, query):
 def turned_error(view, query):
     """Of q·k̂, from rounded coefficients of cosines, sines and polynomials, and a rounded table of them."""
     steps, D = view.rope.steps(), query.shape[-1]
-    factor = float(view.cos.square().add(view.sin.square()).amax().sqrt())
+    factor = float(torch.hypot(*view.angles.cos_sin()).amax())
     size = factor * torch.hypot(*query.chunk(2, -1)) * torch.hypot(*view.mean.float().unsqueeze(2).chunk(2, -1))
     place = steps.place[: D // 2].long()
     slow = steps.matrix.abs().sum(1).unflatten(0, (2, -1)).sum(0)
@@ -170,9 +169,7 @@ def test_one_wrong_scale_is_seen(isa):  # noqa: F811
 def test_turned(isa, T, D):  # noqa: F811
     torch.manual_seed(T + D)
     of = rope("halves", D)
-    rows = [of.cos_sin(first, T, 0, torch.device("cpu")) for first in (3, 700)]
-    cos, sin = (torch.stack(x) for x in zip(*rows, strict=True))
-    part = Turned(torch.randn(1, 2, D), of, cos, sin, consecutive=True)
+    part = Turned(torch.randn(1, 2, D), of, of.angles(700, T, torch.tensor([697, 0])))
     keys = Joined([(ExactView({"x": torch.randn(2, 2, T, 1, 32)}), 32), (part, D)])
     run(keys, 5, lambda query: turned_error(part, query[..., 32:]), query_scale=0.3)
 
@@ -181,8 +178,7 @@ def test_threads_begin_anywhere(isa):  # noqa: F811
     """Beside unpacked tokens a thread's first one may be any: what is read behind the last step is another's."""
     torch.manual_seed(4)
     of = rope("halves", 64)
-    cos, sin = (x.unsqueeze(0) for x in of.cos_sin(0, 5001, 0, torch.device("cpu")))
-    part = Turned(torch.randn(1, 2, 64), of, cos, sin, consecutive=True)
+    part = Turned(torch.randn(1, 2, 64), of, of.angles(0, 5001))
     keys = Joined([(ExactView({"x": torch.randn(1, 2, 5001, 1, 32)}), 32), (part, 64)])
     torch.set_num_threads(3)  # `one_thread` puts it back
     run(keys, 4, lambda query: turned_error(part, query[..., 32:]), query_scale=0.3)
@@ -191,12 +187,12 @@ def test_threads_begin_anywhere(isa):  # noqa: F811
 def test_turns_of_other_layouts():
     """Only channels d and d + D/2 that share a column have such a table."""
     of = rope("halves", 64)
-    cos, sin = of.at(torch.arange(TURNS))
-    channels = of.channels(64, 64)
+    cos, sin = (x[0] for x in of.angles(0, TURNS).rows())
+    channels = of.channels(64)
     turns = rope_turns(cos, sin, channels)
     assert turns.shape == (16, 2, TURNS, 2)
     got = turns.double().transpose(2, 3) / 32767  # [D/4, 2, 2, steps]
     for i, x in enumerate((cos, sin)):
         torch.testing.assert_close(got[:, i].flatten(0, 1), x[:, :32].T.double(), rtol=0, atol=1 / 32767)
-    for wrong in (channels.flip(0), channels[:62], rope("pairs", 64).channels(64, 64)):
+    for wrong in (channels.flip(0), channels[:62], rope("pairs", 64).channels(64)):
         assert rope_turns(cos, sin, wrong) is None

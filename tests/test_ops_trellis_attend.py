@@ -137,8 +137,7 @@ def test_beside_other_views(isa, turns):  # noqa: F811
 def test_before_rope(isa, kind):  # noqa: F811
     torch.manual_seed(4)
     of = rope("halves", 64) if kind == "halves" else interleaved_rope(48)
-    cos, sin = (x.unsqueeze(0) for x in of.cos_sin(7, 96, 0, torch.device("cpu")))
-    run(Roped(stream_view(B=2), of, cos, sin), stream_view(B=2))
+    run(Roped(stream_view(B=2), of, of.angles(7, 96)), stream_view(B=2))
 
 
 TURNED = {
@@ -152,14 +151,14 @@ def turned(case, T, consecutive=False):
     B, rows, kind, R = TURNED[case]
     of = rope("halves", R) if kind == "halves" else interleaved_rope(R)
     if kind == "any":
-        cos, sin = of.at(torch.randint(0, 3000, (B, 3, T)))
+        angles = of.angles_at(torch.randint(0, 3000, (B, 3, T)))
     else:  # each row of the batch begins elsewhere
-        begin = [of.cos_sin(7 - 40 * b, T, 0, torch.device("cpu")) for b in range(B)]
-        cos, sin = (torch.stack(x) for x in zip(*begin, strict=True))
-    return B, Turned(torch.randn(rows, 3, 64), of, cos, sin, consecutive and kind != "any")
+        angles = of.angles(7, T, 40 * torch.arange(B))
+        angles = angles if consecutive else of.given(*angles.cos_sin())
+    return B, Turned(torch.randn(rows, 3, 64), of, angles)
 
 
-@pytest.mark.parametrize("consecutive", [False, True], ids=["any positions", "consecutive"])
+@pytest.mark.parametrize("consecutive", [False, True], ids=["given cosines", "consecutive"])
 @pytest.mark.parametrize("case", TURNED)
 @pytest.mark.parametrize("T", [96, 1088])
 def test_beside_a_turned_vector(isa, case, T, consecutive):  # noqa: F811
@@ -174,18 +173,18 @@ def test_rows_that_begin_elsewhere(isa, T):  # noqa: F811
     torch.manual_seed(9)
     rotary = Rotary(rope("halves", 64))
     rotary.note(0, T + 4, torch.tensor([0, 3, 70]))
-    turned = rotary.turned_view(torch.randn(1, 3, 64), 4, T)
-    assert turned.begins()[0].shape == (3, -(-T // 256), 64)
+    turned = rotary.turned(torch.randn(1, 3, 64), 4, T)
+    assert turned.angles.places.tolist() == [[[4]], [[1]], [[-66]]]
     run(Joined([(stream_view(3, 3, T), 64), (turned, 64)]), stream_view(3, 3, T), R=2)
 
 
 def test_rope_in_one_part_only():
     of = rope("halves", 64)
-    cos, sin = (x.unsqueeze(0) for x in of.cos_sin(0, 96, 0, torch.device("cpu")))
-    keys, turned = stream_view(), Turned(torch.randn(1, 2, 64), of, cos, sin)
+    angles = of.angles(0, 96)
+    keys, turned = stream_view(), Turned(torch.randn(1, 2, 64), of, angles)
     call = torch.randn(1, 2, 3, 128), Joined([(turned, 64), (turned, 64)]), keys, None, 1.0, None
     assert "RoPE in several parts" in cpu.why_not_attend_packed(*call)
-    call = torch.randn(1, 2, 3, 128), Joined([(keys, 64), (Roped(keys, of, cos, sin), 64)]), keys, None, 1.0, None
+    call = torch.randn(1, 2, 3, 128), Joined([(keys, 64), (Roped(keys, of, angles), 64)]), keys, None, 1.0, None
     assert "RoPE in several parts" in cpu.why_not_attend_packed(*call)
     call = torch.randn(1, 2, 3, 64), keys, turned, None, 1.0, None
     assert cpu.why_not_attend_packed(*call) == "values have RoPE, which only keys have"

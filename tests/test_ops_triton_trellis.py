@@ -70,14 +70,14 @@ def test_scales_that_span_three_decades(device):  # noqa: F811
 def test_before_rope(device, kind):  # noqa: F811
     torch.manual_seed(4)
     of = rope("halves", 64) if kind == "halves" else interleaved_rope(48)
-    cos, sin = (x.unsqueeze(0) for x in of.cos_sin(7, 96, 0, torch.device("cpu")))
-    run(device, Roped(stream_view(B=2), of, cos, sin), stream_view(B=2), 3)
+    run(device, Roped(stream_view(B=2), of, of.angles(7, 96)), stream_view(B=2), 3)
 
 
+@pytest.mark.parametrize("consecutive", [False, True], ids=["given cosines", "consecutive"])
 @pytest.mark.parametrize("case", TURNED)
-def test_beside_a_turned_vector(device, case):  # noqa: F811
+def test_beside_a_turned_vector(device, case, consecutive):  # noqa: F811
     torch.manual_seed(8)
-    B, part = turned(case, 96)
+    B, part = turned(case, 96, consecutive)
     run(device, Joined([(stream_view(B, 3, 96), 64), (part, 64)]), stream_view(B, 3, 96), 5)
 
 
@@ -99,8 +99,7 @@ def test_centred_keys_of_a_codec(device):  # noqa: F811
         keys, values = pair.keys.fit(x), pair.values.fit(x + 1)
         packed = keys.view(keys.encode(x), 64), values.view(values.encode(x + 1), 64)
     of = rope("halves", 64)
-    cos, sin = (t.unsqueeze(0) for t in of.cos_sin(0, 64, 0, torch.device("cpu")))
-    key, value = Centred(packed[0], Turned(torch.randn(1, 2, 64), of, cos, sin, consecutive=True)), packed[1]
+    key, value = Centred(packed[0], Turned(torch.randn(1, 2, 64), of, of.angles(0, 64))), packed[1]
     query = torch.randn(1, 2, 3, 64)
     call = key.query(query), key.inner.operand, value.inner.operand, None, 0.125, None
     out, lse = backends.attend_packed(*(moved(t, device) for t in call))
@@ -117,9 +116,8 @@ def test_beside_exact_channels(device):  # noqa: F811
 
 def test_rope_where_it_cannot_be(device):  # noqa: F811
     of = rope("halves", 64)
-    cos, sin = (x.unsqueeze(0) for x in of.cos_sin(0, 96, 0, torch.device("cpu")))
-    keys, part = stream_view(), Turned(torch.randn(1, 2, 64), of, cos, sin)
-    call = torch.randn(1, 2, 3, 64), Roped(part, of, cos, sin), keys, None, 1.0, None
+    keys, part = stream_view(), Turned(torch.randn(1, 2, 64), of, of.angles(0, 96))
+    call = torch.randn(1, 2, 3, 64), Roped(part, of, of.angles(0, 96)), keys, None, 1.0, None
     assert "keys have RoPE twice" in triton.why_not_attend_packed(*call)
     call = torch.randn(1, 2, 3, 64), keys, part, None, 1.0, None
     assert triton.why_not_attend_packed(*call) == "values have RoPE, which only keys have"

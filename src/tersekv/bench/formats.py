@@ -52,12 +52,12 @@ class Packer(NamedTuple):
             rope = standard_rope(self.head_dim)
             plane = next(iter(self.planes.values()))
             tokens = plane.shape[2] * self.codec.layout(self.head_dim).block_tokens
-            cos, sin = (x.unsqueeze(0) for x in rope.cos_sin(0, tokens, 0, plane.device))
+            angles = rope.angles(0, tokens, device=plane.device)
             if self.rope == "prerope":
-                view = Roped(view, rope, cos, sin, consecutive=True)
+                view = Roped(view, rope, angles)
             else:
                 ones = torch.ones(1, plane.shape[1], self.head_dim, device=plane.device)
-                view = Added([view, Turned(ones, rope, cos, sin, consecutive=True)])
+                view = Added([view, Turned(ones, rope, angles)])
         return view.operand
 
     def copy(self) -> Packer:

@@ -2,75 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from tersekv.formats.base import Joined, View
-from tersekv.transforms.rope import Rope
-from tersekv.transforms.rope_steps import STEPS
+from tersekv.transforms.rope import Angles, Rope
 
 
 class Turned(View):
-    """One vector per head, as RoPE turns it at every token: RoPE_n(mean). mean: float [1 or B, H, D]; cos, sin:
-    [1 or B, T, R] or [B, H, T, R]. consecutive: a token's position is the one before it plus one, and all have the same
-    frequencies, so that a kernel need not read all of cos and sin."""
+    """One vector per head, rotated by RoPE to each token's position: RoPE_n(mean). mean: float [1 or B, H, D]; angles:
+    of the tokens."""
 
     format = kind = "turned"
 
-    def __init__(self, mean: Tensor, rope: Rope, cos: Tensor, sin: Tensor, consecutive: bool = False) -> None:
-        self.mean, self.rope, self.consecutive = mean, rope, consecutive
-        self._cos_sin = cos, sin
+    def __init__(self, mean: Tensor, rope: Rope, angles: Angles) -> None:
+        self.mean, self.rope, self.angles = mean, rope, angles
+        self.keeps = angles.is_small  # type: ignore[misc]
 
     @property
     def tokens(self) -> int:
         """T."""
-        return self._cos_sin[0].shape[-2]
-
-    @property
-    def cos(self) -> Tensor:
-        """See above."""
-        return self.cos_sin()[0]
-
-    @property
-    def sin(self) -> Tensor:
-        """See above."""
-        return self.cos_sin()[1]
-
-    def cos_sin(self) -> tuple[Tensor, Tensor]:
-        """Of all tokens."""
-        return self._cos_sin
-
-    def begins(self) -> tuple[Tensor, Tensor]:
-        """cos and sin of every `STEPS`-th token, from the first on; of consecutive ones."""
-        cos, sin = self._cos_sin
-        if cos.shape != sin.shape:
-            raise ValueError(f"cos and sin: expected one shape, got {list(cos.shape)} and {list(sin.shape)}")
-        return cos[..., ::STEPS, :], sin[..., ::STEPS, :]
+        return self.angles.tokens
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D], B = 1 where all rows have the same."""
-        cos, sin = self.cos_sin()
+        cos, sin = self.angles.cos_sin()
         rows, (H, D) = max(len(self.mean), len(cos)), self.mean.shape[1:]
         return self.rope.put(self.mean.float().unsqueeze(2).expand(rows, H, self.tokens, D), cos, sin)
-
-
-class TurnedRows(Turned):
-    """Of rows that begin at positions of their own. cos and sin are made where all of them are asked for; begins: see
-    `Turned.begins`, made when first asked for."""
-
-    def __init__(
-        self, mean: Tensor, rope: Rope, tokens: int, cos_sin: Callable[[], tuple[Tensor, Tensor]],
-        begins: Callable[[], tuple[Tensor, Tensor]],
-    ) -> None:  # fmt: skip
-        self.mean, self.rope, self.consecutive, self._tokens = mean, rope, True, tokens
-        self.cos_sin, self.begins = cos_sin, begins  # type: ignore[method-assign]
-
-    @property
-    def tokens(self) -> int:
-        """T."""
-        return self._tokens
 
 
 class Shifted(View):
@@ -104,13 +62,12 @@ class Shifted(View):
 
 class Centred(View):
     """Keys x̂_n = inner_n + RoPE_n(mean): q·x̂_n is a product with 2 D channels, those of the inner view's basis and
-    those of the turned mean, which takes no bytes per token. shared: its cos and sin are parts of a table that others
-    hold."""
+    those of the rotated mean, which takes no bytes per token."""
 
     kind = "centred"
 
-    def __init__(self, view: View, mean: Turned, shared: bool = False) -> None:
-        self.keeps = view.keeps and shared  # type: ignore[misc]
+    def __init__(self, view: View, mean: Turned) -> None:
+        self.keeps = view.keeps and mean.keeps  # type: ignore[misc]
         self._view, self._mean = view, mean
         D = mean.mean.shape[-1]
         self._inner = Joined([(view.inner, D), (mean, D)])

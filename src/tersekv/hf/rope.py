@@ -81,6 +81,8 @@ class Ropes:
             return cos[0, :-1], sin[0, :-1]
 
         rope = Rope(cos_sin, self._apply(rotate, cos_sin), varies)
+        if not varies and not rope.is_proportional():
+            rope = Rope(cos_sin, self._apply(rotate, cos_sin), varies=True)
         self._check(rope)
         return rope
 

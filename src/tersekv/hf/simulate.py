@@ -80,7 +80,7 @@ class SimulatedCache(OnePassCache):
         step = max(1, ENCODE_TOKENS // codec.layout(x.shape[-1]).block_tokens) * codec.layout(x.shape[-1]).block_tokens
         coded = torch.cat([self._piece(codec, piece) for piece in plain[:, :, self.sinks :].split(step, dim=2)], dim=2)
         if rotary is not None and codec.centred:
-            coded = coded + rotary.turned(codec.fitted["mean"], self.sinks, coded.shape[2])
+            coded = coded + rotary.turned(codec.fitted["mean"].float(), self.sinks, coded.shape[2]).decode()
         elif rotary is not None:
             coded = rotary.put(coded, self.sinks)
         return torch.cat([first.to(x.dtype), coded.to(x.dtype)], dim=2)
@@ -109,7 +109,7 @@ def _plain(codec: Codec, exact: Tensor, rotary: Rotary | None, sinks: int) -> tu
     if rotary is not None and codec.centred:
         if codec.lacks == "prompt":
             codec = codec.with_mean(rotary.take_off(exact, 0)[:, :, sinks:])
-        plain = exact.float() - rotary.turned(codec.fitted["mean"], 0, exact.shape[2])
+        plain = exact.float() - rotary.turned(codec.fitted["mean"].float(), 0, exact.shape[2]).decode()
         return (codec.fit(plain[:, :, sinks:]) if codec.lacks == "prompt" else codec), plain
     plain = exact.float() if rotary is None else rotary.take_off(exact, 0)
     return (codec.fit(plain) if codec.lacks == "prompt" else codec), plain

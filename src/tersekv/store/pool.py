@@ -25,7 +25,7 @@ from tersekv.store.pool_side import PoolSide
 from tersekv.store.side import ENCODE_TOKENS
 from tersekv.store.slots import gathered, spread
 from tersekv.store.state import Stateful
-from tersekv.transforms.rope import Rope
+from tersekv.transforms.rope import Angles, Rope
 
 WEIGHT = "weight"
 
@@ -106,38 +106,38 @@ class Pool(Stateful):
         self.positions = moved(self.positions)
         self.fields = {name: moved(x) for name, x in self.fields.items()}
 
-    def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _angles(self, positions: Tensor) -> Angles:
         assert self.rope is not None
         first = 0 if self.padding is None else self.padding[:, None, None]
-        return self.rope.at((positions - first).clamp(min=0))
+        return self.rope.angles_at((positions - first).clamp(min=0))
 
     def _plain(self, side: int, x: Tensor, positions: Tensor) -> Tensor:
         """Tokens [B, H, n, D] at these positions as the codec takes them: float32, keys without RoPE or their constant
         part where it wants them so."""
         if self.rope is None or side or not x.shape[2]:
             return x.float()
-        codec, cos_sin = self.sides[0].codec, self._cos_sin(positions)
+        codec, angles = self.sides[0].codec, self._angles(positions)
         if codec.centred:
-            return x.float() - Turned(codec.fitted["mean"].float(), self.rope, *cos_sin).decode()
-        return self.rope.take_off(x.float(), *cos_sin)
+            return x.float() - Turned(codec.fitted["mean"].float(), self.rope, angles).decode()
+        return self.rope.take_off(x.float(), *angles.cos_sin())
 
     def _fitted(self, side: int, x: Tensor, positions: Tensor) -> Codec:
         """The codec of a side with what it learns from tokens [B, H, n, D] at these positions."""
         pool = self.sides[side]
         if pool.codec.centred:
             assert self.rope is not None
-            pool.codec = pool.codec.with_mean(self.rope.take_off(x.float(), *self._cos_sin(positions)))
+            pool.codec = pool.codec.with_mean(self.rope.take_off(x.float(), *self._angles(positions).cos_sin()))
         return pool.fitted(pool.codec, self._plain(side, x, positions))
 
     def views(self, first: int, tokens: int) -> list[View]:
         """Packed slots `first` to `first + tokens` of each side."""
         views = [side.view(first, tokens) for side in self.sides]
         if self.rope is not None:
-            codec, cos_sin = self.sides[0].codec, self._cos_sin(self.positions[:, :, first : first + tokens])
+            codec, angles = self.sides[0].codec, self._angles(self.positions[:, :, first : first + tokens])
             if codec.centred:
-                views[0] = Centred(views[0], Turned(codec.fitted["mean"], self.rope, *cos_sin))
+                views[0] = Centred(views[0], Turned(codec.fitted["mean"], self.rope, angles))
             else:
-                views[0] = Roped(views[0], self.rope, *cos_sin)
+                views[0] = Roped(views[0], self.rope, angles)
         return views
 
     def pack(

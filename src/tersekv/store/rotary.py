@@ -7,15 +7,13 @@ length of the sequence, keys keep those of the call they came with: runs of toke
 from __future__ import annotations
 
 import bisect
-import functools
 
 import torch
 from torch import Tensor
 
-from tersekv.formats.centred import Turned, TurnedRows
+from tersekv.formats.centred import Turned
 from tersekv.store.state import State, Stateful
-from tersekv.transforms.rope import Rope
-from tersekv.transforms.rope_steps import STEPS
+from tersekv.transforms.rope import Angles, Rope
 
 
 class Rotary(Stateful):
@@ -36,23 +34,21 @@ class Rotary(Stateful):
         at = bisect.bisect_left(self.starts, first)
         self.starts[at:], self.lengths[at:] = [first], [first + n]
 
-    @property
-    def shares(self) -> bool:
-        """Whether `cos_sin` gives parts of the table that all layers share, not copies."""
-        return self.padding is None and not self.rope.varies
+    def angles(self, first: int, n: int, device: torch.device) -> Angles:
+        """Angles of n tokens from place `first` on."""
+        if not self.rope.varies:
+            return self.rope.angles(first, n, self.padding, device)
+        return self.rope.given(*self.cos_sin(first, n, device))
 
     def cos_sin(self, first: int, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin float32 [1 or B, n, R]."""
+        if not self.rope.varies:
+            return self.angles(first, n, device).cos_sin()
         paddings = [0] if self.padding is None else [int(p) for p in self.padding]
-        rows = [self._row(first, n, padding, device) for padding in paddings]
-        if len(rows) == 1:
-            return rows[0][0].unsqueeze(0), rows[0][1].unsqueeze(0)
-        cos, sin = (torch.stack(parts) for parts in zip(*rows, strict=True))
-        return cos, sin
+        return _stacked([self._row(first, n, padding, device) for padding in paddings])
 
     def _row(self, first: int, n: int, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        if not self.rope.varies:
-            return self.rope.cos_sin(first - padding, n, 0, device)
+        """Of one batch row, where frequencies change with the length of the sequence."""
         parts = []
         place = first
         while place < first + n:
@@ -70,8 +66,7 @@ class Rotary(Stateful):
         if not x.shape[2]:
             return x.float()
         if own_sinks and self.padding is not None:
-            rows = [self._row(int(p), x.shape[2], int(p), x.device) for p in self.padding]
-            cos, sin = (torch.stack(parts) for parts in zip(*rows, strict=True))
+            cos, sin = self._own_sinks(x.shape[2], x.device)
         else:
             cos, sin = self.cos_sin(first, x.shape[2], x.device)
         return self.rope.take_off(x.float(), cos, sin)
@@ -85,35 +80,28 @@ class Rotary(Stateful):
         """Keys [B, H, n, D] from place `first` on, with their RoPE."""
         return self.rope.put(x, *self.cos_sin(first, x.shape[2], x.device))
 
-    def turned(self, mean: Tensor, first: int, n: int) -> Tensor:
-        """The constant part [1 or B, H, D] of keys as n tokens from place `first` on have it: [1 or B, H, n, D]."""
-        return Turned(mean.float(), self.rope, *self.cos_sin(first, n, mean.device)).decode()
+    def _own_sinks(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin float32 [B, n, R] of each row's first n tokens."""
+        assert self.padding is not None
+        if not self.rope.varies:
+            return self.rope.angles(0, n, torch.zeros_like(self.padding), device).cos_sin()
+        return _stacked([self._row(int(p), n, int(p), device) for p in self.padding])
 
-    def turned_view(self, mean: Tensor, first: int, n: int) -> Turned:
-        """The same as a view, which holds no more than the table of all layers."""
-        device = mean.device
-        if self.padding is None or self.rope.varies:
-            return Turned(mean, self.rope, *self.cos_sin(first, n, device), consecutive=not self.rope.varies)
-        padding, rope = self.padding, self.rope
-
-        @functools.cache
-        def begins() -> tuple[Tensor, Tensor]:
-            positions = torch.arange(first, first + n, STEPS, device=device) - padding.to(device)[:, None]
-            cos, sin = rope.at(positions.abs())  # negative ones are padding's, but a block may begin there
-            return cos, sin * positions.sign().unsqueeze(-1)
-
-        return TurnedRows(mean, rope, n, lambda: self.cos_sin(first, n, device), begins)
+    def turned(self, mean: Tensor, first: int, n: int) -> Turned:
+        """The constant part [1 or B, H, D] of keys as n tokens from place `first` on have it."""
+        return Turned(mean, self.rope, self.angles(first, n, mean.device))
 
     def tables(self, centred: bool, head_dim: int) -> list[Tensor]:
-        """What is kept for keys of head_dim channels: of centred ones RoPE's steps, of others its turns."""
+        """The tensors kept for keys of head_dim channels: the table, and RoPE's steps for centred keys or its turns for
+        others."""
         if self.rope.varies:
             return self.rope.tables()
         return self.rope.tables(stepped=centred, turned=0 if centred else head_dim)
 
-    def at(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin float32 [1 or B, n, R] of tokens at `places` int [n], where they do not hang on the length."""
+    def at(self, places: Tensor) -> Angles:
+        """Angles of tokens at `places` int [n], where frequencies do not depend on the length."""
         padding = 0 if self.padding is None else self.padding.to(places)[:, None]
-        return self.rope.at((places[None] - padding).clamp(min=0))
+        return self.rope.angles_at((places[None] - padding).clamp(min=0))
 
     def clear(self) -> None:
         """Forget all tokens."""
@@ -129,3 +117,9 @@ class Rotary(Stateful):
         """Keep these batch rows."""
         if self.padding is not None:
             self.padding = self.padding[rows.cpu()]
+
+
+def _stacked(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, n, R] from those of each batch row."""
+    cos, sin = (torch.stack(parts) for parts in zip(*rows, strict=True))
+    return cos, sin

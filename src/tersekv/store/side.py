@@ -152,7 +152,7 @@ class SideStore(Stateful):
         if self.rotary is None:
             return x.float()
         if codec.centred:
-            return x.float() - self.rotary.turned(codec.fitted["mean"], place, x.shape[2])
+            return x.float() - self.rotary.turned(codec.fitted["mean"].float(), place, x.shape[2]).decode()
         return self.rotary.take_off(x, place, own_sinks)
 
     def coded(self, first: int, tokens: int) -> View:
@@ -167,21 +167,18 @@ class SideStore(Stateful):
         if self.rotary is None:
             return view
         if self.codec.centred:
-            mean = self.rotary.turned_view(self.codec.fitted["mean"], place + first, tokens)
-            return Centred(view, mean, shared=self.rotary.shares)
-        cos_sin = self.rotary.cos_sin(place + first, tokens, self.sinks.device)
-        rope, shares = self.rotary.rope, self.rotary.shares
-        return Roped(view, rope, *cos_sin, shared=shares, consecutive=not rope.varies)
+            return Centred(view, self.rotary.turned(self.codec.fitted["mean"], place + first, tokens))
+        return Roped(view, self.rotary.rope, self.rotary.angles(place + first, tokens, self.sinks.device))
 
     def view_at(self, first: int, tokens: int, places: Tensor) -> View:
         """Packed tokens `first` to `first + tokens`, whole blocks, which stand at places int [tokens]."""
         view = self.coded(first, tokens)
         if self.rotary is None:
             return view
-        rope, cos_sin = self.rotary.rope, self.rotary.at(places)
+        rope, angles = self.rotary.rope, self.rotary.at(places)
         if self.codec.centred:
-            return Centred(view, Turned(self.codec.fitted["mean"], rope, *cos_sin))
-        return Roped(view, rope, *cos_sin)
+            return Centred(view, Turned(self.codec.fitted["mean"], rope, angles))
+        return Roped(view, rope, angles)
 
     def unpack_back(self, tokens: int, keep: int, place: int) -> None:
         """Drop the `tokens` latest packed tokens, whole blocks; the first `keep` return to the tail, decoded. place: of

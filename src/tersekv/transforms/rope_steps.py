@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tersekv.transforms.rope_table import relative
+
 STEPS = 256
 """Tokens that one block of terms serves."""
 
@@ -59,34 +61,22 @@ def rope_turns(cos: Tensor, sin: Tensor, channels: Tensor) -> Tensor | None:
         and torch.equal(first[:, 1], first[:, 2])
     ):
         return None
-    return torch.stack([in_words(x[:, column].T) for x in _turned(cos, sin)], 1).contiguous()
+    return torch.stack([in_words(x[:, column].T) for x in relative(cos, sin)], 1).contiguous()
 
 
-def _turned(cos: Tensor, sin: Tensor) -> Tensor:
-    """cos and sin of m steps, float64 [2, M, columns], from those of positions 0, 1, …, whatever factor they carry."""
-    cos, sin = cos.double(), sin.double()
-    square = cos[0].square() + sin[0].square()
-    return torch.stack([cos * cos[0] + sin * sin[0], sin * cos[0] - cos * sin[0]]) / square
-
-
-def rope_steps(cos: Tensor, sin: Tensor, equal: Tensor) -> Steps:
-    """cos, sin float32 [STEPS, columns] of positions 0, 1, …, with whatever factor they carry. equal int64 [columns]:
-    of each column the first that is the same."""
-    turned = _turned(cos, sin)
-    own = (equal == torch.arange(len(equal))).nonzero()[:, 0]
-    turned = turned[:, :, own]  # [cos and sin, M, columns]
+def rope_steps(cos: Tensor, sin: Tensor) -> Steps:
+    """cos, sin float32 [STEPS, columns] of positions 0, 1, …, all columns different; they may carry a factor."""
+    turned = relative(cos, sin)  # [cos and sin, M, columns]
     at = torch.linspace(-1, 1, STEPS, dtype=torch.float64)
     terms = torch.cos(torch.arange(TERMS) * torch.acos(at)[:, None])
     fitted = torch.linalg.lstsq(terms.expand(2, -1, -1), turned).solution
     slow = (terms @ fitted - turned).abs().amax((0, 1)) <= LARGEST_ERROR
     if 2 * int(slow.sum()) <= TERMS:  # they would take more terms than they save
         slow = torch.zeros_like(slow)
-    place = torch.zeros(len(own), dtype=torch.int64)
-    place[~slow], place[slow] = torch.arange(int((~slow).sum())), -1 - torch.arange(int(slow.sum()))
-    everywhere = torch.zeros(len(equal), dtype=torch.int64)
-    everywhere[own] = place
+    place = torch.zeros(len(slow), dtype=torch.int32)
+    place[~slow] = torch.arange(int((~slow).sum()), dtype=torch.int32)
+    place[slow] = -1 - torch.arange(int(slow.sum()), dtype=torch.int32)
     fast_rows = turned[:, :, ~slow].transpose(1, 2).flatten(0, 1)
     table = torch.cat([fast_rows, terms.T]) if slow.any() else fast_rows
     matrix = fitted[:, :, slow].transpose(1, 2).flatten(0, 1)
-    place = everywhere[equal].to(torch.int32)
     return Steps(table.float().contiguous(), matrix.float().contiguous(), place, in_words(table))

@@ -226,23 +226,17 @@ def _why_not_roped(name: str, view: Any) -> str | None:
     if name != "keys":
         return f"{name} have RoPE, which only keys have"
     before = view.before
-    reason = _why_not_angles(name, view.cos, view.sin) or (
+    reason = _why_not_angles(name, view.angles) or (
         _why_not_rotated(name, before) if before.kind == "rotated" else why_not(name, before.operand)
     )
-    if reason is None and _rope_channels(view) is None:
+    if reason is None and view.rope.channels(_view_channels(before)) is None:
         return f"{name} have a RoPE that does not turn pairs of channels"
     return reason
 
 
-def _why_not_angles(name: str, cos: Tensor, sin: Tensor) -> str | None:
-    for what, x in (("cos", cos), ("sin", sin)):
-        if x.dim() not in (3, 4):
-            return f"{name} have {what} of {x.dim()} axes, not 3 or 4"
-    return _why_not_tensors(name, {"cos": (cos, {torch.float32}), "sin": (sin, {torch.float32})})
-
-
-def _rope_channels(view: Any) -> Tensor | None:
-    return view.rope.channels(_view_channels(view.before), view.cos.shape[-1])
+def _why_not_angles(name: str, angles: Any) -> str | None:
+    tensors: _Tensors = {"a table of angles": (angles.table, {torch.float32}), "places": (angles.places, {torch.int32})}
+    return _why_not_tensors(name, tensors)
 
 
 def _view_channels(view: Any) -> int:
@@ -252,17 +246,16 @@ def _view_channels(view: Any) -> int:
 def _pack_roped(name: str, view: Any) -> tuple:
     before = view.before
     inner = _pack_rotated(name, before) if before.kind == "rotated" else pack(name, before.operand)
-    turns = view.rope.turns(_view_channels(before), view.cos.shape[-1]) if view.consecutive else None
+    D = _view_channels(before)
+    turns = view.rope.turns(D) if view.angles.consecutive else None
     steps = None if turns is None else _tensor(turns)
-    return 7, inner, steps, *_pack_rope(view.cos, view.sin, _rope_channels(view)), turns
+    return 7, inner, steps, *_pack_rope(view.angles, view.rope.channels(D)), turns
 
 
-def _pack_rope(cos: Tensor, sin: Tensor, channels: Tensor | None) -> tuple:
-    cos, sin = (x if x.dim() == 4 else x.unsqueeze(1) for x in (cos, sin))
-    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
-        cos, sin = cos.contiguous(), sin.contiguous()
-    # They ride along: another thread's first look may replace those of the RoPE.
-    return *_tensor(cos), *_tensor(sin), *_optional(channels), cos, sin, channels
+def _pack_rope(angles: Any, channels: Tensor | None) -> tuple:
+    table, places = angles.table.contiguous(), _last_packed(angles.places)
+    # Keep references: another thread may replace the tables of the RoPE meanwhile.
+    return *_tensor(table), *_tensor(places), *_optional(channels), table, places, channels
 
 
 def _why_not_turned(name: str, view: Any) -> str | None:
@@ -270,29 +263,23 @@ def _why_not_turned(name: str, view: Any) -> str | None:
         return f"{name} have RoPE, which only keys have"
     if view.mean.dim() != 3:
         return f"{name} have a mean of {view.mean.dim()} axes, not 3"
-    if reason := _why_not_angles(name, *_turned_angles(view)) or _why_not_tensors(name, {"mean": (view.mean, _FLOATS)}):
+    if reason := _why_not_angles(name, view.angles) or _why_not_tensors(name, {"mean": (view.mean, _FLOATS)}):
         return reason
-    return None if _turned_channels(view) is not None else f"{name} have a RoPE that does not turn pairs of channels"
-
-
-def _turned_channels(view: Any) -> Tensor | None:
-    return view.rope.channels(view.mean.shape[-1], _turned_angles(view)[0].shape[-1])
-
-
-def _turned_angles(view: Any) -> tuple[Tensor, Tensor]:
-    return view.begins() if view.consecutive else view.cos_sin()
+    if view.rope.channels(view.mean.shape[-1]) is None:
+        return f"{name} have a RoPE that does not turn pairs of channels"
+    return None
 
 
 def _pack_turned(name: str, view: Any) -> tuple:
-    mean, channels = _last_packed(_float32(view.mean)), _turned_channels(view)
+    mean = _last_packed(_float32(view.mean))
+    channels = view.rope.channels(mean.shape[-1])
     steps = _pack_steps(view, channels)
-    cos, sin = view.cos_sin() if steps is None else view.begins()
-    return 10, view.tokens, steps, *_tensor(mean), *_pack_rope(cos, sin, channels), mean
+    return 10, view.tokens, steps, *_tensor(mean), *_pack_rope(view.angles, channels), mean
 
 
 def _pack_steps(view: Any, channels: Tensor | None) -> tuple | None:
-    """Where cosines and sines of a block's first token do for all of it."""
-    if not view.consecutive or channels is None or not torch.equal(channels[:, 1], channels[:, 2]):
+    """The terms of the next tokens, where angles of a block's first token are enough for all of it."""
+    if not view.angles.consecutive or channels is None or not torch.equal(channels[:, 1], channels[:, 2]):
         return None
     steps = view.rope.steps()
     return *[part for x in steps for part in _tensor(x)], *steps

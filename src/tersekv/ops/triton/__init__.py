@@ -111,7 +111,7 @@ def _why_not_attend(
         return str(unreadable)
     if not in_pages:
         return None
-    reason = trees.why_not_in_pages("keys", *key) or trees.why_not_in_pages("values", value.leaves)
+    reason = trees.why_not_in_pages("keys", *key[:2]) or trees.why_not_in_pages("values", value.leaves)
     return str(reason) if reason else None
 
 

@@ -77,7 +77,7 @@ def _attend(
             tuple(leaf.fields for leaf in key.leaves), tuple(leaf.fields for leaf in value.leaves),
             key.turn or (query,), pages or (query,), *mask_fields, B, H, R, T, value.channels, positions,
             chosen.split_tokens, float(scaling), float(softcap or 0.0), KEYS=tuple(leaf.spec for leaf in key.leaves),
-            VALUES=tuple(leaf.spec for leaf in value.leaves), ROPED=bool(key.turn), PAGED=bool(pages),
+            VALUES=tuple(leaf.spec for leaf in value.leaves), ROPED=key.roped, PAGED=bool(pages),
             HAS_MASK=mask is not None, HAS_SOFTCAP=softcap is not None, ROWS=chosen.rows, NB=chosen.blocks,
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
@@ -124,7 +124,7 @@ def _tokens(operand: Operand) -> int:
     if kind == "roped":
         return _tokens((view.before.inner if view.before.kind == "rotated" else view.before).operand)
     if kind == "turned":
-        return view.cos.shape[-2]
+        return view.tokens
     blocks = {"signs": lambda: view.sketches[0].norms, "polar": lambda: view.radii, "trellis": lambda: view.gain}
     if kind == "sparse":
         return view.starts.shape[2] * 32

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from tersekv.ops.triton.codes import largest, power_of_two, product
 from tersekv.ops.triton.grid import decode_keys_grid, load_keys_grid, load_values_grid
+from tersekv.ops.triton.rope import PAIRS, tile_cos_sin
 from tersekv.ops.triton.sketches import decode_sketch, load_keys_sketch, load_values_sketch
 from tersekv.ops.triton.sparse import load_keys_sparse, load_values_sparse
 from tersekv.ops.triton.spec import (
@@ -61,8 +62,8 @@ def _query(rows, row_ok, turn, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.co
     most = tl.max(tl.abs(q), axis=0)[None, :]
     across = q
     if ROPED:
-        partner = tl.load(turn[8] + 4 * (S[LEAF][FIRST] + channel) + 1, mask=inside, other=0)
-        sign = tl.load(turn[8] + 4 * (S[LEAF][FIRST] + channel) + 3, mask=inside, other=0)
+        partner = tl.load(turn[PAIRS] + 4 * (S[LEAF][FIRST] + channel) + 1, mask=inside, other=0)
+        sign = tl.load(turn[PAIRS] + 4 * (S[LEAF][FIRST] + channel) + 3, mask=inside, other=0)
         across = tl.load(rows[None, :] + (partner - S[LEAF][FIRST])[:, None], mask=ok, other=0.0)
         across *= sign.to(tl.float32)[:, None]
         most = tl.maximum(most, tl.max(tl.abs(across), axis=0)[None, :])
@@ -105,17 +106,15 @@ def _decoded(leaf, map, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl
 
 
 @triton.jit
-def _turned(x, q, across, turn, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
+def _turned(
+    x, q, across, turn, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr, ROPED: tl.constexpr
+):  # fmt: skip
     """Scores of keys x [N, channels] whose RoPE is put on the query: q·RoPE(x) = Σ x·(q·cos + across·sin)."""
     channel, inside = _met(S, LEAF)
     c = S[LEAF][FIRST] + tl.where(inside, channel, 0)
-    column, sine = tl.load(turn[8] + 4 * c), tl.load(turn[8] + 4 * c + 2)
+    column, sine = tl.load(turn[PAIRS] + 4 * c), tl.load(turn[PAIRS] + 4 * c + 2)
     moved = (column >= 0)[None, :]
-    n = tl.minimum(n0 + tl.arange(0, N), T - 1)
-    row = b.to(tl.int64) * turn[1] + h.to(tl.int64) * turn[2]
-    cos = tl.load(turn[0] + row + n[:, None] * turn[3] + column[None, :], mask=moved, other=1.0)
-    row = b.to(tl.int64) * turn[5] + h.to(tl.int64) * turn[6]
-    sin = tl.load(turn[4] + row + n[:, None] * turn[7] + sine[None, :], mask=moved, other=0.0)
+    cos, sin = tile_cos_sin(turn, 0, b, h, n0, T, column[None, :], sine[None, :], moved, N, ROPED)
     most = largest(x)
     x /= most
     s = product((x * cos).to(tl.float16), q.to(tl.float16))
@@ -133,7 +132,7 @@ def scores(
         return load_keys_sparse(leaf, rows, row_ok, turn, b, h, B, H, n0, T, S, LEAF, NB, ROPED)
     elif ROPED:
         x = _decoded(leaf, map, b, h, n0, T, S, LEAF, NB)
-        return _turned(x, q, across, turn, b, h, n0, T, S, LEAF, NB * 32) * most
+        return _turned(x, q, across, turn, b, h, n0, T, S, LEAF, NB * 32, ROPED) * most
     elif S[LEAF][KIND] == GRID:
         return load_keys_grid(leaf, q, b, h, n0, T, S, LEAF, NB) * most
     elif S[LEAF][KIND] == SIGNS:

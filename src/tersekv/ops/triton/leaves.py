@@ -12,7 +12,7 @@ from torch import Tensor
 from tersekv.ops.attend_grid import GridSide
 from tersekv.ops.attend_packed import Operand
 from tersekv.ops.lanes import packed_words
-from tersekv.ops.triton import spec
+from tersekv.ops.triton import rope, spec
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -142,14 +142,24 @@ class Readable:
 
     def turned(self, view: Any, pairs: Tensor) -> Leaf:
         """A `turned` view; pairs int32 [D, 4]: `Rope.channels` on the device."""
-        fields = (*self.plane("a mean", view.mean.float(), (torch.float32,), 1), *self.turn(view), pairs)
+        angles, kind = self.angles(view.angles, pairs)
+        fields = (*self.plane("a mean", view.mean.float(), (torch.float32,), 1), *angles, pairs)
         D = view.mean.shape[-1]
-        return Leaf(_spec(spec.TURNED, D, power(D), 32), fields)
+        return Leaf(_spec(spec.TURNED, D, power(D), 32, kind), fields)
 
-    def turn(self, view: Any) -> tuple[Any, ...]:
-        """cos and sin of a view with RoPE, with strides of batch row, head and token."""
-        cos, sin = (x if x.dim() == 4 else x.unsqueeze(1) for x in (view.cos, view.sin))
-        return *self.plane("cos", cos, (torch.float32,), 1), *self.plane("sin", sin, (torch.float32,), 1)
+    def angles(self, angles: Any, pairs: Tensor) -> tuple[tuple[Any, ...], int]:
+        """Fields of `Angles` (`rope.py`), and where they come from.
+
+        Raises:
+            UnreadableError: positions whose channels take cosines and sines of different columns.
+        """
+        table = self.plane("a table of angles", angles.table, (torch.float32,), 4)[0]
+        places = self.plane("places", angles.places, (torch.int32,))
+        kind = rope.GIVEN if angles.is_given else rope.CONSECUTIVE if angles.consecutive else rope.ANYWHERE
+        if not angles.is_given and not angles.rope.has_one_angle_per_pair(len(pairs)):
+            raise UnreadableError(f"{self.name} have a RoPE with cosines and sines of different columns")
+        follows = int(angles.places.shape[-1] == 1)
+        return (table, table.shape[-1], *places, follows), _value(kind)
 
     def signs(self, sketch: Any) -> Leaf:
         """One sketch of a `signs` view whose channels are the same in all blocks."""

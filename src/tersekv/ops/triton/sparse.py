@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tersekv.ops.triton.rope import PAIRS, cos_sin
 from tersekv.ops.triton.spec import CHANNELS, FIRST, PADDED
 
 ENTRIES: tl.constexpr = tl.constexpr(32)
@@ -66,7 +67,7 @@ def load_keys_sparse(
         if ROPED:
             n = tl.minimum(n0 + 32 * tl.arange(0, NB)[:, None] + token, T - 1)
             c = S[LEAF][FIRST] + channel
-            cos, sin, partner = turned_by(turn, b, h, n, c)
+            cos, sin, partner = turned_by(turn, b, h, n, c, ROPED)
             across = tl.load(rows[None, None, :] + (partner - S[LEAF][FIRST])[:, :, None], mask=ok, other=0.0)
             product = product * cos[:, :, None] + across * sin[:, :, None]
         product *= value[:, :, None]
@@ -76,17 +77,14 @@ def load_keys_sparse(
 
 
 @triton.jit
-def turned_by(turn, b, h, n, c):
+def turned_by(turn, b, h, n, c, ROPED: tl.constexpr):
     """How channel c of token n meets the query with RoPE: x·(q[c]·cos + q[partner]·sin), with the sign in sin."""
-    column = tl.load(turn[8] + 4 * c)
-    partner = tl.load(turn[8] + 4 * c + 1)
-    across = tl.load(turn[8] + 4 * c + 2)
-    sign = tl.load(turn[8] + 4 * c + 3).to(tl.float32)
+    column = tl.load(turn[PAIRS] + 4 * c)
+    partner = tl.load(turn[PAIRS] + 4 * c + 1)
+    across = tl.load(turn[PAIRS] + 4 * c + 2)
+    sign = tl.load(turn[PAIRS] + 4 * c + 3).to(tl.float32)
     moved = column >= 0
-    row = b.to(tl.int64) * turn[1] + h.to(tl.int64) * turn[2]
-    cos = tl.load(turn[0] + row + n * turn[3] + column, mask=moved, other=1.0)
-    row = b.to(tl.int64) * turn[5] + h.to(tl.int64) * turn[6]
-    sin = tl.load(turn[4] + row + n * turn[7] + across, mask=moved, other=0.0)
+    cos, sin = cos_sin(turn, 0, b, h, n, column, across, moved, ROPED)
     return cos, sin * sign, partner
 
 

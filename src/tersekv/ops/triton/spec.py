@@ -46,6 +46,9 @@ PADDED_CHOSEN: tl.constexpr = tl.constexpr(10)
 OF_CHOSEN: tl.constexpr = tl.constexpr(11)
 """The sketch is of the chosen channels, else of all others."""
 
+ANGLES_KIND: tl.constexpr = tl.constexpr(7)
+"""Of a turned vector: where its angles come from, see `rope.py`."""
+
 FLOAT32: tl.constexpr = tl.constexpr(7)
 """Exact tokens are float32."""
 FLOAT8: tl.constexpr = tl.constexpr(8)

@@ -28,11 +28,12 @@ def why_not_in_pages(name: str, leaves: Iterable[Leaf], turn: tuple[Any, ...] = 
 
 
 class Keys(NamedTuple):
-    """Leaves whose scores add up, and RoPE: cos and sin with strides of batch row, head and token, and what `_partners`
-    returns; empty where there is none."""
+    """Leaves whose scores add up, and RoPE: angles (`rope.py`) with what `_partners` returns as pairs, and where they
+    come from; empty and 0 where there is none."""
 
     leaves: list[Leaf]
     turn: tuple[Any, ...]
+    roped: int = 0
 
 
 def keys(operand: Operand, query: Tensor) -> Keys:
@@ -55,7 +56,9 @@ def keys(operand: Operand, query: Tensor) -> Keys:
         if any(leaf.matrix is not None or leaf.spec[0] == spec.SPARSE.value for leaf in leaves) or len(leaves) > 1:
             raise UnreadableError(f"keys have a rotation of {roped.before.format} in front of RoPE")
         leaves = [_mapped(leaves[0], rotation, D)]
-    return Keys(leaves, (*readable.turn(roped), _partners(roped.rope, D, roped.cos.shape[-1], query.device)))
+    partners = _partners(roped.rope, D, query.device)
+    angles, kind = readable.angles(roped.angles, partners)
+    return Keys(leaves, (*angles, partners), kind)
 
 
 def _key_leaves(
@@ -75,7 +78,7 @@ def _key_leaves(
     if kind == "turned":
         if turned:
             raise UnreadableError("keys have RoPE twice")
-        pairs = _pairs(view.rope, view.mean.shape[-1], view.cos.shape[-1], query.device)
+        pairs = _pairs(view.rope, view.mean.shape[-1], query.device)
         return [readable.turned(view, pairs)._replace(query=query)]
     if kind != "signs":
         return [changed(readable.leaf(operand), spec.FIRST, first)._replace(query=query)]
@@ -132,26 +135,26 @@ _tables_of: weakref.WeakKeyDictionary[Any, dict[Any, Tensor]] = weakref.WeakKeyD
 """Of each RoPE, what `_pairs` and `_partners` made for a device."""
 
 
-def _pairs(rope: Any, D: int, columns: int, device: torch.device) -> Tensor:
+def _pairs(rope: Any, D: int, device: torch.device) -> Tensor:
     """`Rope.channels` on the device, int32 [D, 4]."""
     known = _tables_of.setdefault(rope, {})
-    key = ("pairs", D, columns, device)
+    key = ("pairs", D, device)
     if key not in known:
-        pairs = rope.channels(D, columns)
+        pairs = rope.channels(D)
         if pairs is None:
             raise UnreadableError("keys have a RoPE that does not turn pairs of channels")
         known[key] = pairs.to(device)
     return known[key]
 
 
-def _partners(rope: Any, D: int, columns: int, device: torch.device) -> Tensor:
+def _partners(rope: Any, D: int, device: torch.device) -> Tensor:
     """RoPE as a query's channels meet those of a key, int32 [D, 4]: channel e of the key is multiplied by
     q[e]·cos[column] + sign·q[partner]·sin[across] with row (column, partner, across, sign), and by q[e] alone where its
     column is −1."""
     known = _tables_of.setdefault(rope, {})
-    key = ("partners", D, columns, device)
+    key = ("partners", D, device)
     if key not in known:
-        partner, cos, sin, sign = _pairs(rope, D, columns, torch.device("cpu")).long().unbind(1)
+        partner, cos, sin, sign = _pairs(rope, D, torch.device("cpu")).long().unbind(1)
         moved, own = partner >= 0, torch.arange(D)
         back = torch.where(moved, partner.clamp(min=0), own)
         if not back[back].equal(own):
