@@ -8,6 +8,7 @@ import torch
 from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.errors import UserError
+from tersekv.hf.rope import Ropes
 from tersekv.store.estimate import CacheShape
 
 ATTENTION_TYPES = {
@@ -86,10 +87,13 @@ def cache_shape(config: PreTrainedConfig) -> CacheShape:
     """Shapes for `store.estimate.predict`."""
     config = text_config(config)
     shape = AttentionShape.of(config)
-    windows = tuple(kind.window for kind in attention_layers(config) if kind.type == "attention")
+    kinds = attention_layers(config)
+    windows = tuple(kind.window for kind in kinds if kind.type == "attention")
+    known_ropes = Ropes(config, shape.key_dim)
+    ropes = tuple(known_ropes.known(i) for i, kind in enumerate(kinds) if kind.type == "attention")
     dtype = getattr(config, "dtype", None)
     known = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-    return CacheShape(windows, shape.kv_heads, shape.key_dim, shape.value_dim, known)
+    return CacheShape(windows, shape.kv_heads, shape.key_dim, shape.value_dim, known, ropes)
 
 
 def _kind(config: PreTrainedConfig, name: str) -> LayerKind:

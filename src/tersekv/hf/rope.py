@@ -39,6 +39,13 @@ class Ropes:
             self._known[kind] = self._make(kind)
         return self._known[kind]
 
+    def known(self, layer: int) -> Rope | None:
+        """RoPE of a layer, `NO_ROPE` if the model has none, None if it cannot be removed from keys."""
+        try:
+            return self.of(layer) if self._any() else NO_ROPE
+        except UserError:
+            return None
+
     def needed_by(self, codec: Codec, layer: int) -> Rope | None:
         """RoPE of a layer whose keys `codec` codes; None if it has no use for it. Where positions are no part of keys,
         what is constant before RoPE is constant in the keys themselves.
@@ -80,11 +87,10 @@ class Ropes:
             cos, sin = embedding(torch.zeros(1, dtype=torch.float32), ids, **extra)
             return cos[0, :-1], sin[0, :-1]
 
-        rope = Rope(cos_sin, self._apply(rotate, cos_sin), varies)
-        if not varies and not rope.is_proportional():
-            rope = Rope(cos_sin, self._apply(rotate, cos_sin), varies=True)
-        self._check(rope)
-        return rope
+        apply = self._apply(rotate, cos_sin)
+        varies = varies or not Rope(cos_sin, apply).is_proportional()
+        self._check(Rope(cos_sin, apply, varies))
+        return Rope(cos_sin, apply, varies)  # without the tables that were made for the checks
 
     def _apply(self, rotate: Any, cos_sin: Any) -> Apply:
         """The model's rotation of one tensor; where it takes only the rotated channels, the others pass."""

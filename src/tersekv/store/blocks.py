@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tersekv.formats.base import Layout, Planes
 from tersekv.store.footprint import Footprint
-from tersekv.store.pages import SPARE_ENTRIES, Page, PageSizes
+from tersekv.store.pages import ENTRY_MARGIN, SPARE_ENTRIES, Page, PageSizes
 from tersekv.store.state import State, Stateful
 
 
@@ -76,7 +76,7 @@ class BlockBuffer(Stateful):
             before = self.pages[-1].entries if self.pages else coming
             density = sum(coming) / n
             density = max(density, min(2 * density, sum(before) / len(before)))
-            entries += math.ceil((blocks - n) * density * (1 + 1 / 8)) + SPARE_ENTRIES
+            entries += math.ceil((blocks - n) * density * (1 + ENTRY_MARGIN)) + SPARE_ENTRIES
         self.pages.append(Page.empty(self.layout, self._nothing, blocks, entries))
 
     def drop_front(self, blocks: int) -> None:

@@ -18,6 +18,8 @@ from tersekv.store.state import State
 GROWTH = 16
 MIN_PAGE_TOKENS = 128
 SPARE_ENTRIES = 32
+ENTRY_MARGIN = 1 / 8
+"""Room of a page for ragged entries that are denser than those it was opened with."""
 
 
 @dataclass(frozen=True)
