@@ -6,6 +6,7 @@
 namespace tersekv {
 
 constexpr int64_t kTrellisWarmUp = 24;
+constexpr float kTrellisTie = 1.00001f;  // costs up to this factor over the least one count as the least
 
 // n vectors of D components in each of R rows. Strides count elements.
 struct EncodeTrellis {

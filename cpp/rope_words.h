@@ -75,7 +75,7 @@ void fill_tables(Roped& own, const Block& block) {
 // Cosines and sines of a token by pair, times the pairs' units; the longest of them as vectors, without the units.
 float turn_by(Roped& own, int64_t token) {
   const RopeView& rope = *own.side.rope;
-  const RopeRow at = rope_row<Avx512Bytes>(rope, rope.place(own.side.b, own.side.h, token), own.row_angles);
+  const RopeRow at = rope_row<Avx512Bytes>(rope, place_of(rope, own.side.b, own.side.h, token), own.row_angles);
   const float *cos = at.cos, *sin = at.sin;
   __m512 most = _mm512_setzero_ps();
   for (int64_t i = 0; i < own.half; i += kLanes) {

@@ -62,12 +62,12 @@ void rope_tables(Node& node, const int32_t* column, int64_t cos, int64_t count) 
     float* out = tables + t0;
     if (!steps) {
       for (int64_t t = 0; t < n; t++) {
-        const RopeRow row = rope_row<S>(rope, rope.place(node.b, node.h, first + t0 + t), room);
+        const RopeRow row = rope_row<S>(rope, place_of(rope, node.b, node.h, first + t0 + t), room);
         for (int64_t k = 0; k < count; k++) out[k * tokens + t] = (k < cos ? row.cos : row.sin)[column[k]];
       }
       continue;
     }
-    const RopeRow row = rope_row<S>(rope, rope.place(node.b, node.h, first + t0), room);
+    const RopeRow row = rope_row<S>(rope, place_of(rope, node.b, node.h, first + t0), room);
     for (int64_t k = 0; k < count; k++, out += tokens) {
       const int64_t c = column[k];
       const auto x = S::set1(row.cos[c]), y = S::set1(row.sin[c]);

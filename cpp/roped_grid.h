@@ -180,7 +180,7 @@ template <class S>
 void turn_rows(const Node& node, RopedGrid& own, const Span& span, int64_t token) {
   const RopeView& rope = node.view->rope;
   const int64_t half = node.view->D / 2;
-  const RopeRow at = rope_row<S>(rope, rope.place(node.b, node.h, token), own.angles);
+  const RopeRow at = rope_row<S>(rope, place_of(rope, node.b, node.h, token), own.angles);
   const float *cos = at.cos, *sin = at.sin;
   if (own.row != span.row) interleave(node.query_row(span.row), node.query_stride, span.rows, 2 * half, own.plain);
   own.row = span.row;

@@ -98,6 +98,7 @@ inline int state_before(const Rounds& rounds, int bits, int state) {
   return x;
 }
 
+// Of the states whose cost is the least, up to rounding, the one with the lowest window: see ops/trellis.py.
 template <class S>
 int best_state(const float* cost) {
   typename S::F least = S::load(cost);
@@ -105,10 +106,14 @@ int best_state(const float* cost) {
   alignas(64) float lane[kLanes];
   S::store(lane, least);
   for (int i = 1; i < kLanes; i++) lane[0] = lane[i] < lane[0] ? lane[i] : lane[0];
+  const auto bound = S::set1(lane[0] * kTrellisTie);
+  int window = kTrellisStates;
   for (int x = 0; x < kStateLanes; x++)
-    if (const uint32_t found = ~S::less(S::set1(lane[0]), S::load(cost + x * kLanes)) & 0xffff)
-      return x * kLanes + __builtin_ctz(found);
-  return 0;
+    for (uint32_t found = ~S::less(bound, S::load(cost + x * kLanes)) & 0xffff; found; found &= found - 1) {
+      const int candidate = reversed_byte(x * kLanes + __builtin_ctz(found));
+      window = candidate < window ? candidate : window;
+    }
+  return window < kTrellisStates ? reversed_byte(window) : 0;
 }
 
 template <class S>

@@ -29,7 +29,7 @@ void step_coefficients(const Node& node, Span span, int64_t block) {
   const RopeSteps& steps = *rope.steps;
   const TurnedOwn& own = *static_cast<TurnedOwn*>(node.own);
   const int64_t pairs = steps.pairs(), width = own.width;
-  const RopeRow at = rope_row<S>(rope, rope.place(node.b, node.h, block * steps.M), own.row);
+  const RopeRow at = rope_row<S>(rope, place_of(rope, node.b, node.h, block * steps.M), own.row);
   const float *cos = at.cos, *sin = at.sin;
   if (!steps.in_order) {
     for (int64_t i = 0; i < pairs; i++) {

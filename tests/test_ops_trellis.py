@@ -157,3 +157,15 @@ def test_any_rates(rates, seed):
         assert ((states[:, d] & ((256 >> rates[d]) - 1)) == states[:, before] >> rates[d]).all(), "no ring"
     ours, theirs = (squared_error(y, weight, bits, w) for w in (windows, expected))
     assert torch.isclose(ours, theirs, rtol=1e-4, atol=1e-9).float().mean() >= 0.8
+
+
+@pytest.mark.parametrize("rates", [[2] * 8, [4] * 8, [5, 5, 5, 4, 4, 4, 3, 2], [2] * 12, [3] * 10 + [2] * 8 + [1] * 2],
+                         ids=lambda rates: f"{len(rates)} components of {sum(rates)} bits")  # fmt: skip
+def test_short_rings_have_the_references_codes(isa, rates):  # noqa: F811
+    """Where all components are searched twice for the first state, two paths in turns tie with themselves in the other
+    order: the lowest window decides, not rounding."""
+    torch.manual_seed(0)
+    bits = torch.tensor([rates], dtype=torch.uint8)
+    y, weight = torch.randn(1, 2000, len(rates)), torch.rand(1, len(rates)) + 0.1
+    expected = encode_trellis(y, weight, bits, tables())
+    assert torch.equal(native.encode_trellis(y, weight, bits, tables()), expected)

@@ -234,6 +234,11 @@ class KVQuant(Codec):
         }
         if self.outliers:
             planes |= sparse_planes(self.outliers * head_dim)
+            if self.axis == "token" and not self._of_matrix and not self.cap:
+                planes = {
+                    name: spec if spec.ragged is None else dataclasses.replace(spec, ends=(self.outliers, head_dim))
+                    for name, spec in planes.items()
+                }
         return Layout(layout.block_tokens, planes)
 
     def view(self, planes: Planes, head_dim: int) -> View:

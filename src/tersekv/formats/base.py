@@ -32,6 +32,8 @@ class PlaneSpec:
     shared: one for all heads of a layer, [B, 1, N, *shape]. ragged: a list of entries whose number varies, [entries] in
     the order block, batch row, head; the figure is the number per block and head that a declared size counts with. A
     layout with ragged planes has one named `…_starts`, int32 [B, H, N], that says where each block's entries begin.
+    ends: (share, elements per head) where entries are what lies outside two quantiles of each token's vector over all
+    heads: a whole number at each end, so that short vectors have more than the share.
     """
 
     shape: tuple[int, ...]
@@ -39,10 +41,14 @@ class PlaneSpec:
     kind: Kind
     shared: bool = False
     ragged: float | None = None
+    ends: tuple[float, int] | None = None
 
     def block_bytes(self, heads: int = 1) -> float:
         """Bytes of one block, per head of a layer with `heads` of them."""
         per_block = math.prod(self.shape) if self.ragged is None else self.ragged
+        if self.ends is not None:
+            share, elements = self.ends
+            per_block = BLOCK_TOKENS * 2 * math.ceil(share / 2 * (elements * heads - 1)) / heads
         return per_block * self.dtype.itemsize / (heads if self.shared else 1)
 
 

@@ -22,14 +22,19 @@ MOST_BITS = 8
 WARM_UP = 24
 """Components at the end of the ring that the search for its first state runs over beforehand."""
 
+TIE = 1.00001
+"""Costs up to this factor over the least one count as the least. Where the ring has few components, the search for its
+first state runs over all of them twice; a path that alternates between two ways round has equal costs in either order,
+and rounding would choose."""
+
 VECTORS_AT_A_TIME = 2048
 
 
 def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
     """Windows whose values come nearest to y: least Σ_d weight_d·(y_d − tables[b_d, window_d])² (Viterbi).
 
-    The ring's first state is the one that the best open path over the last components and then all of them has there;
-    the path is the best of those that begin and end in it.
+    The ring's first state is the one that the best open path over the last components and then all of them has there
+    (of paths that tie, the one that ends in the lowest window); the path is the best of those that begin and end in it.
 
     Args:
         y: float32 [R, n, D]. weight: float32 [R, D], not negative. bits: uint8 [R, D], 0 to 8.
@@ -56,7 +61,8 @@ def _search(y: Tensor, weight: Tensor, bits: list[int], tables: Tensor) -> Tenso
     order = [*range(max(0, A - WARM_UP), A), *range(A)]
     free = torch.zeros(n, STATES, device=y.device)
     cost, chosen = _forward(free, order, y, weight, bits, tables)
-    first = _back(cost.argmin(1), order, chosen, bits, stop=A)[0]
+    best = (cost <= TIE * cost.amin(1, keepdim=True)).int().argmax(1)
+    first = _back(best, order, chosen, bits, stop=A)[0]
     closed = torch.full_like(free, torch.inf).scatter_(1, first[:, None], 0.0)
     _, chosen = _forward(closed, list(range(A)), y, weight, bits, tables)
     return _back(first, list(range(A)), chosen, bits, stop=A)[1]

@@ -104,12 +104,10 @@ def _rope_tables(shape: CacheShape, layer: int, plan: LayerPlan, window: int | N
     rope = shape.ropes[layer] if shape.ropes else None
     if rope is None or not plan.keys.needs_rope:
         return []
-    rotary = Rotary(rope)
-    if not rope.varies:
-        rope.table(torch.device("cpu"))
+    device = torch.device("cpu")
     if isinstance(plan.policy, Selection) and window is None:
-        return rope.tables()
-    return rotary.tables(plan.keys.centred, shape.key_dim)
+        return rope.tables(device)
+    return Rotary(rope).tables(device, plan.keys.centred, shape.key_dim)
 
 
 def _flush(layouts: Iterable[Layout]) -> int:

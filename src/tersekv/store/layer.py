@@ -268,7 +268,9 @@ class LayerStore(Stateful):
         """Tables beside the planes, both sides; shared ones are the same objects in every layer. A codec that is
         fitted on the prompt has none before it has packed anything."""
         keys = self.keys
-        rope = [] if self.rotary is None else self.rotary.tables(keys.codec.centred, keys.head_dim)
+        rope = []
+        if self.rotary is not None and self.packed_tokens:
+            rope = self.rotary.tables(self.device, keys.codec.centred, keys.head_dim)
         return [*rope, *(table for side in self.sides for table in side.codec.tables(side.head_dim))]
 
     def footprint(self) -> Footprint:

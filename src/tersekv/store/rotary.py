@@ -91,12 +91,10 @@ class Rotary(Stateful):
         """The constant part [1 or B, H, D] of keys as n tokens from place `first` on have it."""
         return Turned(mean, self.rope, self.angles(first, n, mean.device))
 
-    def tables(self, centred: bool, head_dim: int) -> list[Tensor]:
+    def tables(self, device: torch.device, centred: bool, head_dim: int) -> list[Tensor]:
         """The tensors kept for keys of head_dim channels: the table, and RoPE's steps for centred keys or its turns for
         others."""
-        if self.rope.varies:
-            return self.rope.tables()
-        return self.rope.tables(stepped=centred, turned=0 if centred else head_dim)
+        return self.rope.tables(device, stepped=centred, turned=0 if centred else head_dim)
 
     def at(self, places: Tensor) -> Angles:
         """Angles of tokens at `places` int [n], where frequencies do not depend on the length."""

@@ -263,8 +263,9 @@ class SelectiveStore(Stateful, ABC):
 
     def tables(self) -> list[Tensor]:
         """Tables beside the planes, both sides."""
-        rope = self.rope.tables() if self.rope is not None else []
         sides = [side for pool in self.pools for side in pool.sides]
+        packed = any(len(side.packed) for side in sides)
+        rope = self.rope.tables(self.device) if self.rope is not None and packed else []
         return [*rope, *(table for side in sides for table in side.codec.tables(side.head_dim))]
 
     def footprint(self) -> Footprint:

@@ -136,15 +136,16 @@ class Rope:
         pairs = self.channels(D)
         return None if pairs is None else Turn(cos[:, unique], sin[:, unique], pairs)
 
-    def tables(self, stepped: bool = False, turned: int = 0) -> list[Tensor]:
-        """The tensors that are kept, once for all layers. Where a CPU reads: stepped adds `steps`; turned adds `turns`
-        of that many channels."""
-        kept = [*self._tables.values(), *(self._unique or ())]
-        if torch.device("cpu") not in self._tables:
+    def tables(self, device: torch.device, stepped: bool = False, turned: int = 0) -> list[Tensor]:
+        """The tensors that packed keys on a device need, once for all layers. On a CPU stepped adds `steps`; turned
+        adds `turns` of that many channels."""
+        kept = [*self._columns()]
+        if self.varies:
             return kept
-        if stepped:
+        kept.append(self.table(device))
+        if stepped and device.type == "cpu":
             kept += self.steps()
-        if turned and (turns := self.turns(turned)) is not None:
+        if turned and device.type == "cpu" and (turns := self.turns(turned)) is not None:
             kept.append(turns)
         return kept
 

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 STATES: tl.constexpr = tl.constexpr(256)
+TIE: tl.constexpr = tl.constexpr(1.00001)
+"""As in `ops/trellis.py`."""
 ROUND_BYTES: tl.constexpr = tl.constexpr(16)
 """128 bits of a round."""
 
@@ -56,7 +58,9 @@ def search(
         error -= tl.load(tables + width * STATES + state)[None, :]
         cost += error * error * tl.where(width > 0, tl.load(weight + row * D + d), 0.0)
     if not CLOSED:
-        tl.store(ends + vector, tl.argmin(cost, axis=1), mask=v < n)
+        tied = cost <= TIE * tl.min(cost, axis=1)[:, None]
+        lowest = tl.min(tl.where(tied, state[None, :], STATES), axis=1)
+        tl.store(ends + vector, lowest & (STATES - 1), mask=v < n)
 
 
 @triton.jit
