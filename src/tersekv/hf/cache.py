@@ -6,10 +6,11 @@ import copy
 import importlib
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import LongTensor, Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache, LinearAttentionLayer
@@ -17,9 +18,12 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.errors import UserError
 from tersekv.hf.calibration import Calibration, calibrated_plans
-from tersekv.hf.config import AttentionShape, attention_layers, text_config
+from tersekv.hf.config import AttentionShape, attention_layers, layers_without_own_tokens, text_config
+from tersekv.hf.fingerprint import architecture
 from tersekv.hf.layer import CompressedLayer as CompressedLayer
+from tersekv.hf.layer import checked_crop
 from tersekv.hf.parallel import check_spread, heads_of, spread_over
+from tersekv.hf.progress import Progress
 from tersekv.hf.rope import Ropes
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.store.footprint import Footprint
@@ -86,8 +90,9 @@ class CompressedCache(Cache):
     ) -> None:
         self.recipe, self.config, self.spread = recipe, text_config(config), spread
         self.shape: AttentionShape = AttentionShape.of(self.config)
-        self._warned = False
+        self._warned = self.told = False  # each warning comes once
         self._model: weakref.ref[PreTrainedModel] | None = None
+        self.mask_offsets: dict[int | None, tuple[int, int]] = {}  # by window: tokens seen, and forgotten, at a mask
         self.ropes = Ropes(self.config, self.shape.key_dim)
         kinds = attention_layers(self.config)
         layers: list[Any] = []
@@ -105,6 +110,77 @@ class CompressedCache(Cache):
             else:
                 layers.append(LinearAttentionLayer() if kind.type == "linear" else empty_layer())
         super().__init__(layers=layers)
+        others = layers_without_own_tokens(self.config)
+        attention = {i: layer for i, layer in enumerate(layers) if isinstance(layer, CompressedLayer)}
+        linear = [i for i, kind in enumerate(kinds) if kind.type == "linear"]
+        self.progress = Progress({i: layer for i, layer in attention.items() if i not in others}, linear)
+
+    # ------------------------------------------------------------------ growing and changing
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Take new tokens [B, H, n, D] into a layer: handles where our attention is installed, else all tokens decoded.
+
+        Raises:
+            CacheError: the forward pass before this one was interrupted, so that layers differ in their tokens.
+        """
+        self.progress.reach(layer_idx, 1)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """A linear layer's convolution state, which some models change in place."""
+        return self._linear(super().get_conv_state, layer_idx, 0, state_idx=state_idx)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Take a linear layer's new convolution state."""
+        return self._linear(super().update_conv_state, layer_idx, 0, conv_states, state_idx=state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Take a linear layer's new recurrent state."""
+        change = super().update_recurrent_state
+        return self._linear(change, layer_idx, 1 + state_idx, recurrent_states, state_idx=state_idx, **kwargs)
+
+    def _linear(self, change: Callable[..., Any], layer: int, state: int, *new: Tensor, **kwargs: Any) -> Any:
+        self.progress.reach(layer, state)
+        result = change(*new, layer_idx=layer, **kwargs)
+        self.progress.end(layer)
+        return result
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the latest tokens; `tokens_to_remove` is minus their number. After an interrupted forward pass it
+        counts from the layer that has seen most, and all layers end with the same tokens.
+
+        Raises:
+            CacheError: a layer cannot take back as many; nothing has changed.
+        """
+        excess = self.progress.excess(-checked_crop(tokens_to_remove))
+        with self.progress.changing():
+            layers: list[Any] = self.layers
+            for index, layer in enumerate(layers):
+                layer.crop(-excess[index] if index in excess else tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget all tokens and what was fitted on them."""
+        super().reset()
+        self.progress.clear()
+
+    def reorder_cache(self, beam_idx: LongTensor) -> None:
+        """Follow beam search."""
+        with self.progress.changing():
+            super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row of the batch `repeats` times."""
+        with self.progress.changing():
+            super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch: indices or a bool mask."""
+        with self.progress.changing():
+            super().batch_select_indices(indices)
+
+    # ------------------------------------------------------------------ files and copies
 
     def save(self, path: str | Path, ids: Tensor | None = None, model: PreTrainedModel | None = None) -> None:
         """Write everything to a safetensors file, whole or not at all: what `load` makes an equal cache of.
@@ -142,8 +218,22 @@ class CompressedCache(Cache):
         return None if self._model is None else self._model()
 
     def knows(self, model: PreTrainedModel) -> None:
-        """Which model fills it."""
-        self._model = weakref.ref(model)
+        """Note which model fills it; that model's config says which attention is installed.
+
+        Raises:
+            UserError: the cache was made for a model of another architecture.
+        """
+        if self.model is not model:
+            self.check_model(model)
+            self.config, self._model = text_config(model.config), weakref.ref(model)
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Raise UserError unless the cache was made for a model of this architecture."""
+        if self.config is not text_config(model.config) and architecture(self.config) != architecture(model.config):
+            raise UserError(
+                f"this cache was made for a {self.config.model_type} of another architecture than the model; make one "
+                "with tersekv.CompressedCache(model.config, recipe)"
+            )
 
     @plain
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
@@ -154,6 +244,10 @@ class CompressedCache(Cache):
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
+
+    def __reduce__(self) -> Any:
+        """See `hf/pickled.py`."""
+        return importlib.import_module("tersekv.hf.pickled").reduced(self)
 
     @property
     def hands_out_handles(self) -> bool:
@@ -170,7 +264,7 @@ class CompressedCache(Cache):
             if self.shape.passes_handles
             else f"{self.config.model_type} models open keys and values before attention"
         )
-        warnings.warn(f"CompressedCache decodes all tokens at every step: {why}", stacklevel=4)
+        warnings.warn(f"CompressedCache decodes all tokens at every step: {why}", stacklevel=5)
 
     def footprint(self) -> Footprint:
         """Bytes held by part, over all attention layers; tables shared by layers count once."""
