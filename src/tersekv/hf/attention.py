@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from tersekv.attention.observe import kept_weights, observe
 from tersekv.attention.past import is_readable, with_past
@@ -76,6 +77,18 @@ def attention_forward(
         out = attend_chunk(store, keys, values, call)
     pending.commit(padding, votes)
     return out, weights
+
+
+EXPLICIT: set[int] = set()
+"""Ids of the configs of models that transformers serves with explicit masks only, not with sdpa: their modules may not
+say that they are causal (BigBird-Pegasus)."""
+
+
+def attention_mask_for(*args: Any, **kwargs: Any) -> Any:
+    """The mask that goes with `attention_forward`: bool [B, 1, q, tokens], or None where causal attention is clear."""
+    if id(kwargs.get("config")) in EXPLICIT:
+        kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, **kwargs)
 
 
 OWN = ("softcap", "s_aux")

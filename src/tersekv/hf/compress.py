@@ -15,10 +15,10 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface
 
 from tersekv.errors import UserError
-from tersekv.hf.attention import attention_forward
+from tersekv.hf.attention import EXPLICIT, attention_forward, attention_mask_for
 from tersekv.hf.cache import ATTENTION_NAME, CompressedCache
 from tersekv.hf.calibration import Calibration, calibration_for
 from tersekv.hf.config import text_config
@@ -141,11 +141,13 @@ PREPARE, COPY = "_prepare_cache_for_generation", "__deepcopy__"
 def _install(model: PreTrainedModel) -> None:
     """Make a model use packed attention."""
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+    AttentionMaskInterface.register(ATTENTION_NAME, attention_mask_for)
     config, owner = text_config(model.config), weakref.ref(model)
     hook = model.register_forward_pre_hook(partial(_before_forward, owner), with_kwargs=True)
     _before[model] = before = _Before(config._attn_implementation, model.__dict__.get(PREPARE), hook)
     config._attn_implementation = ATTENTION_NAME
+    if not model._supports_sdpa:
+        EXPLICIT.add(id(config))
     model.__dict__[PREPARE] = partial(_prepare, owner)
     for module in _with_config(model):
         module.__dict__[COPY] = partial(_plain_copy, weakref.ref(module), before)
@@ -154,6 +156,7 @@ def _install(model: PreTrainedModel) -> None:
 def _uninstall(model: PreTrainedModel) -> None:
     before = _before.pop(model)
     text_config(model.config)._attn_implementation = before.attention
+    EXPLICIT.discard(id(text_config(model.config)))
     before.hook.remove()
     if before.prepare is None:
         del model.__dict__[PREPARE]

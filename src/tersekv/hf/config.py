@@ -88,10 +88,10 @@ def _of_decoder(config: PreTrainedConfig, field: str, usual: int) -> int:
 
 
 def layers_without_own_tokens(config: PreTrainedConfig) -> set[int]:
-    """Layers that do not see every token: cross-attention, and layers that read another layer's keys."""
+    """Layers that read the keys of another layer."""
     shared: int = getattr(config, "num_kv_shared_layers", None) or 0
     layers = number_of_layers(config)
-    return {*(getattr(config, "cross_attention_layers", None) or ()), *range(layers - shared, layers)}
+    return set(range(layers - shared, layers))
 
 
 def masks_windows(config: PreTrainedConfig) -> bool:
@@ -108,6 +108,8 @@ def masks_windows(config: PreTrainedConfig) -> bool:
 def attention_layers(config: PreTrainedConfig) -> list[LayerKind]:
     """The kind of each layer; raises UserError for kinds whose state is not keys and values. Windows that the model's
     masks do not follow are left out."""
+    if getattr(config, "cross_attention_layers", None):
+        raise UserError(f"{config.model_type} has layers of cross-attention; tersekv serves decoder-only models")
     types = getattr(config, "layer_types", None)
     if types is None:
         windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
