@@ -208,6 +208,11 @@ def test_stopped_inside_a_layer(llama, monkeypatch, part):
         else:
             with pytest.raises(CacheError, match=r"interrupted halfway; start again with cache\.reset\(\)"):
                 llama(ids[:, 200:], past_key_values=cache)
+            with pytest.raises(CacheError, match=r"cannot be cropped.*cache\.reset\(\)"):
+                cache.crop(-1)
+            cache.batch_select_indices(torch.tensor([0]))  # does not make it whole
+            with pytest.raises(CacheError, match="interrupted halfway"):
+                llama(ids[:, 200:], past_key_values=cache)
             cache.reset()
             got = llama(ids, past_key_values=cache).logits
             torch.testing.assert_close(got, llama(ids).logits, atol=1e-4, rtol=1e-3)
@@ -221,6 +226,17 @@ def test_rows_that_were_reordered_in_some_layers_only(llama, monkeypatch):
             cache.reorder_cache(torch.tensor([1, 0]))
         with pytest.raises(CacheError, match="interrupted halfway"):
             llama(prompt(1, batch=2), past_key_values=cache)
+
+
+def test_a_crop_that_linear_layers_refuse_changes_nothing():
+    torch.manual_seed(0)
+    model = tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**SHAPE, head_dim=32, **HYBRID)).eval()
+    with tersekv.compress(model, LOSSLESS), torch.no_grad():
+        cache = model(prompt(50)).past_key_values
+        expected = model(prompt(1), past_key_values=copy.deepcopy(cache)).logits
+        with pytest.raises(RuntimeError, match="activate_past_recording"):
+            cache.crop(-3)
+        assert torch.equal(model(prompt(1), past_key_values=cache).logits, expected)
 
 
 def test_one_check_for_each_forward_pass(models, monkeypatch):

@@ -6,14 +6,13 @@ import copy
 import importlib
 import warnings
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import LongTensor, Tensor
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, cache_utils
-from transformers.cache_utils import Cache, LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.errors import UserError
@@ -21,9 +20,8 @@ from tersekv.hf.calibration import Calibration, calibrated_plans
 from tersekv.hf.config import AttentionShape, attention_layers, layers_without_own_tokens, text_config
 from tersekv.hf.fingerprint import architecture
 from tersekv.hf.layer import CompressedLayer as CompressedLayer
-from tersekv.hf.layer import checked_crop
 from tersekv.hf.parallel import check_spread, heads_of, spread_over
-from tersekv.hf.progress import Progress
+from tersekv.hf.progress import CheckedCache, Progress
 from tersekv.hf.rope import Ropes
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.store.footprint import Footprint
@@ -40,7 +38,7 @@ def empty_layer() -> Any:
     return getattr(cache_utils, "DummyLayer", cache_utils.DynamicLayer)()
 
 
-class CompressedCache(Cache):
+class CompressedCache(CheckedCache):
     """A cache for `generate(past_key_values=...)` or `model(past_key_values=...)`.
 
     Args:
@@ -53,6 +51,10 @@ class CompressedCache(Cache):
 
     Under `tersekv.compress(model, …)` attention reads the packed bytes; with any other attention implementation
     `update` hands out decoded tensors (slower; said once in a warning).
+
+    A forward pass that was interrupted between layers is an error of the next one, which says whether `crop` or `reset`
+    repairs the cache. Cached tokens are constants: gradients flow through the tokens of a call only (`compress` says
+    what is refused). Caches can be copied and pickled.
 
     Raises:
         UserError: unknown recipe, options that do not fit the model's head dim, a model it cannot serve, or a
@@ -114,71 +116,6 @@ class CompressedCache(Cache):
         attention = {i: layer for i, layer in enumerate(layers) if isinstance(layer, CompressedLayer)}
         linear = [i for i, kind in enumerate(kinds) if kind.type == "linear"]
         self.progress = Progress({i: layer for i, layer in attention.items() if i not in others}, linear)
-
-    # ------------------------------------------------------------------ growing and changing
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Take new tokens [B, H, n, D] into a layer: handles where our attention is installed, else all tokens decoded.
-
-        Raises:
-            CacheError: the forward pass before this one was interrupted, so that layers differ in their tokens.
-        """
-        self.progress.reach(layer_idx, 1)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """A linear layer's convolution state, which some models change in place."""
-        return self._linear(super().get_conv_state, layer_idx, 0, state_idx=state_idx)
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Take a linear layer's new convolution state."""
-        return self._linear(super().update_conv_state, layer_idx, 0, conv_states, state_idx=state_idx, **kwargs)
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        """Take a linear layer's new recurrent state."""
-        change = super().update_recurrent_state
-        return self._linear(change, layer_idx, 1 + state_idx, recurrent_states, state_idx=state_idx, **kwargs)
-
-    def _linear(self, change: Callable[..., Any], layer: int, state: int, *new: Tensor, **kwargs: Any) -> Any:
-        self.progress.reach(layer, state)
-        result = change(*new, layer_idx=layer, **kwargs)
-        self.progress.end(layer)
-        return result
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the latest tokens; `tokens_to_remove` is minus their number. After an interrupted forward pass it
-        counts from the layer that has seen most, and all layers end with the same tokens.
-
-        Raises:
-            CacheError: a layer cannot take back as many; nothing has changed.
-        """
-        excess = self.progress.excess(-checked_crop(tokens_to_remove))
-        with self.progress.changing():
-            layers: list[Any] = self.layers
-            for index, layer in enumerate(layers):
-                layer.crop(-excess[index] if index in excess else tokens_to_remove)
-
-    def reset(self) -> None:
-        """Forget all tokens and what was fitted on them."""
-        super().reset()
-        self.progress.clear()
-
-    def reorder_cache(self, beam_idx: LongTensor) -> None:
-        """Follow beam search."""
-        with self.progress.changing():
-            super().reorder_cache(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row of the batch `repeats` times."""
-        with self.progress.changing():
-            super().batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows of the batch: indices or a bool mask."""
-        with self.progress.changing():
-            super().batch_select_indices(indices)
 
     # ------------------------------------------------------------------ files and copies
 

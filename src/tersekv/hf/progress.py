@@ -7,14 +7,15 @@ attention without an error, so the layers are compared once per forward pass, be
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
+
+from torch import LongTensor, Tensor
+from transformers.cache_utils import Cache
 
 from tersekv.errors import CacheError, UserError
-
-if TYPE_CHECKING:
-    from tersekv.hf.layer import CompressedLayer
+from tersekv.hf.layer import CompressedLayer, checked_crop
 
 NOWHERE = (-1, 0)
 RESTART = "start again with cache.reset() or a new cache"
@@ -91,15 +92,14 @@ class Progress:
             CacheError: a layer has seen fewer already, or cannot take them back; nothing has changed.
         """
         seen = self.seen()
-        ahead, behind = max(seen.values()), min(seen.values())
-        if ahead != behind:
-            if self.torn or self.linear:
-                raise CacheError(f"this cache cannot be cropped after an interrupted forward pass; {RESTART}")
-            if ahead - tokens > behind:
-                raise CacheError(
-                    f"crop({-tokens}) leaves {ahead - tokens} tokens, and a forward pass was interrupted "
-                    f"({_by_count(seen)}); use crop({behind - ahead}) or less"
-                )
+        ahead, behind = max(seen.values(), default=0), min(seen.values(), default=0)
+        if self.torn or (ahead != behind and self.linear):
+            raise CacheError(f"this cache cannot be cropped after what was interrupted; {RESTART}")
+        if ahead != behind and ahead - tokens > behind:
+            raise CacheError(
+                f"crop({-tokens}) leaves {ahead - tokens} tokens, and a forward pass was interrupted "
+                f"({_by_count(seen)}); use crop({behind - ahead}) or less"
+            )
         excess = {index: n - (ahead - tokens) for index, n in seen.items()}
         for index, n in excess.items():
             self.attention[index].check_crop(n)
@@ -119,13 +119,13 @@ class Progress:
     def changing(self) -> Iterator[None]:
         """Around a change that leaves layers or sides different while it lasts. An error of ours comes before any
         change."""
-        self.torn = True
+        before, self.torn = self.torn, True
         try:
             yield
         except (CacheError, UserError):
-            self.torn = False
+            self.torn = before
             raise
-        self.torn = False
+        self.torn = before
 
 
 def _by_count(seen: dict[int, int]) -> str:
@@ -135,3 +135,74 @@ def _by_count(seen: dict[int, int]) -> str:
         first, *rest = layers
         runs.append(f"{tokens:,} in layer{f's {first}-{rest[-1]}' if rest else f' {first}'}")
     return ", ".join(runs)
+
+
+class CheckedCache(Cache):
+    """A cache that compares its layers once per forward pass. `progress` is made with the layers."""
+
+    progress: Progress
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Take new tokens [B, H, n, D] into a layer: handles where our attention is installed, else all tokens decoded.
+
+        Raises:
+            CacheError: the forward pass before this one was interrupted, so that layers differ in their tokens.
+        """
+        self.progress.reach(layer_idx, 1)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """A linear layer's convolution state, which some models change in place."""
+        return self._linear(super().get_conv_state, layer_idx, 0, state_idx=state_idx)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Take a linear layer's new convolution state."""
+        return self._linear(super().update_conv_state, layer_idx, 0, conv_states, state_idx=state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Take a linear layer's new recurrent state."""
+        change = super().update_recurrent_state
+        return self._linear(change, layer_idx, 1 + state_idx, recurrent_states, state_idx=state_idx, **kwargs)
+
+    def _linear(self, change: Callable[..., Any], layer: int, state: int, *new: Tensor, **kwargs: Any) -> Any:
+        self.progress.reach(layer, state)
+        result = change(*new, layer_idx=layer, **kwargs)
+        self.progress.end(layer)
+        return result
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the latest tokens; `tokens_to_remove` is minus their number. After an interrupted forward pass it
+        counts from the layer that has seen most, and all layers end with the same tokens.
+
+        Raises:
+            CacheError: a layer cannot take back as many; nothing has changed.
+        """
+        excess = self.progress.excess(-checked_crop(tokens_to_remove))
+        layers: dict[int, Any] = dict(enumerate(self.layers))
+        for index in layers.keys() - excess.keys():
+            layers[index].crop(tokens_to_remove)  # linear layers may refuse, before others have changed
+        with self.progress.changing():
+            for index, tokens in excess.items():
+                layers[index].crop(-tokens)
+
+    def reset(self) -> None:
+        """Forget all tokens and what was fitted on them."""
+        super().reset()
+        self.progress.clear()
+
+    def reorder_cache(self, beam_idx: LongTensor) -> None:
+        """Follow beam search."""
+        with self.progress.changing():
+            super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row of the batch `repeats` times."""
+        with self.progress.changing():
+            super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch: indices or a bool mask."""
+        with self.progress.changing():
+            super().batch_select_indices(indices)
