@@ -7,7 +7,7 @@ attention without an error, so the layers are compared once per forward pass, be
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -151,25 +151,27 @@ class CheckedCache(Cache):
         self.progress.reach(layer_idx, 1)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
         """A linear layer's convolution state, which some models change in place."""
-        return self._linear(super().get_conv_state, layer_idx, 0, state_idx=state_idx)
+        self.progress.reach(layer_idx, 0)
+        self.progress.end(layer_idx)
+        return super().get_conv_state(layer_idx, *args, **kwargs)
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """Take a linear layer's new convolution state."""
-        return self._linear(super().update_conv_state, layer_idx, 0, conv_states, state_idx=state_idx, **kwargs)
+        self.progress.reach(layer_idx, 0)
+        result = super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+        self.progress.end(layer_idx)
+        return result
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """Take a linear layer's new recurrent state."""
-        change = super().update_recurrent_state
-        return self._linear(change, layer_idx, 1 + state_idx, recurrent_states, state_idx=state_idx, **kwargs)
-
-    def _linear(self, change: Callable[..., Any], layer: int, state: int, *new: Tensor, **kwargs: Any) -> Any:
-        self.progress.reach(layer, state)
-        result = change(*new, layer_idx=layer, **kwargs)
-        self.progress.end(layer)
+        self.progress.reach(layer_idx, 1 + state_idx)
+        which = {"state_idx": state_idx} if state_idx else {}  # the first is what a release with one state means
+        result = super().update_recurrent_state(recurrent_states, layer_idx, **which, **kwargs)
+        self.progress.end(layer_idx)
         return result
 
     def crop(self, tokens_to_remove: int) -> None:
