@@ -251,7 +251,7 @@ def _finish(reader: _Reader, own: tuple[Tensor, Tensor, Tensor] | None, query: T
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=3)
     if q == 1:
         return out.reshape(B, 1, H * G, -1).to(call.query.dtype)
-    return out.permute(0, 3, 1, 2, 4).reshape(B, q, H * G, -1).to(call.query.dtype)
+    return out.permute(0, 3, 1, 2, 4).reshape(B, q, H * G, -1).to(call.query.dtype).contiguous()  # models call view
 
 
 def _estimate(

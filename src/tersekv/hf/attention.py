@@ -6,15 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from tersekv.attention.observe import kept_weights, observe
+from tersekv.attention.past import is_readable, with_past
 from tersekv.attention.read import Call, attend_chunk, attend_store
 from tersekv.attention.weights import attention_weights
-from tersekv.errors import UserError
+from tersekv.errors import CacheError, UserError
 from tersekv.hf.handle import Pending, PendingTokens, opened
 from tersekv.store.layer import LayerStore
 from tersekv.store.selective import SelectiveStore
+from tersekv.store.spread import SpreadStore
 
 
 def attention_forward(
@@ -31,20 +35,18 @@ def attention_forward(
 
     Returns [B, q, Hq, Dv], and the weights [B, Hq, q, tokens] where `output_attentions` asks for them.
     """
-    softcap, sink_logits = kwargs.get("softcap"), kwargs.get("s_aux")
     wants_weights = kwargs.get("output_attentions")
     # a bias on positions is read with decoded tokens
     pending = _untouched(key, value) if kwargs.get("position_bias") is None else None
     if pending is None:
         key, value = opened((key, value))
-        if softcap is None and sink_logits is None and not wants_weights:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-        if attention_mask is None and 1 < query.shape[2] < key.shape[2]:
+        own = wants_weights or any(kwargs.get(name) is not None for name in OWN)
+        if own and attention_mask is None and 1 < query.shape[2] < key.shape[2]:
             # no mask means causal from the first position on: a static cache's later places are empty
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        call = call_of(query, attention_mask, key.shape[2], scaling, kwargs)
-        weights = attention_weights(None, key, call) if wants_weights else None
-        return attend_chunk(None, key, value, call), weights
+        call = call_of(query, attention_mask, key.shape[2], scaling, kwargs) if wants_weights else None
+        weights = None if call is None else attention_weights(None, key, call)
+        return attend_plain(module, query, key, value, attention_mask, dropout, scaling, **kwargs), weights
     store, keys, values = pending.layer.store, pending.keys, pending.values
     assert store is not None
     past = store.seen
@@ -52,15 +54,93 @@ def attention_forward(
     weights = _weights(store, keys, call) if wants_weights else None  # before the store may forget tokens
     padding = _padding(call.mask) if store.waits else None
     votes = observe(store, keys, call)
-    if past and keys.shape[2] == 1 and votes is None:
+    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, keys, values))
+    own_kwargs: Any = {name: kwargs.get(name) for name in OWN}
+    if not past:
+        out = attend_plain(module, query, keys, values, attention_mask, dropout, scaling, **own_kwargs)
+    elif dropout:
+        if not is_readable(store):
+            raise UserError(f"attention dropout over a filled cache with {pending.layer.cache.recipe}: {NO_DROPOUT}")
+        tensors = with_past(store, keys, values, call.mask)
+        out = attend_plain(module, query, *tensors, dropout, scaling, **own_kwargs)
+    elif has_gradient and isinstance(store, SpreadStore):
+        with torch.no_grad():
+            out = attend_chunk(store, keys, values, call)
+        out = NoGradient.apply(out, query, keys, values)
+    elif has_gradient:
+        with saved_tensors_hooks(_unchanging, lambda x: x):
+            out = attend_chunk(store, keys, values, call)
+    elif keys.shape[2] == 1 and votes is None:
         pending.commit(padding)
         return attend_store(store, call), weights
-    if past or softcap is not None or sink_logits is not None:
-        out = attend_chunk(store, keys, values, call)
     else:
-        out, _ = sdpa_attention_forward(module, query, keys, values, attention_mask, dropout, scaling)
+        out = attend_chunk(store, keys, values, call)
     pending.commit(padding, votes)
     return out, weights
+
+
+EXPLICIT: set[int] = set()
+"""Ids of the configs of models that transformers serves with explicit masks only, not with sdpa: their modules may not
+say that they are causal (BigBird-Pegasus)."""
+
+
+def attention_mask_for(*args: Any, **kwargs: Any) -> Any:
+    """The mask that goes with `attention_forward`: bool [B, 1, q, tokens], or None where causal attention is clear."""
+    if id(kwargs.get("config")) in EXPLICIT:
+        kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, **kwargs)
+
+
+OWN = ("softcap", "s_aux")
+"""Arguments that sdpa does not take."""
+
+NO_DROPOUT = (
+    "not all of its tokens can be decoded here; call model.eval(), use the policy window in one process, or train with "
+    "an empty cache"
+)
+
+
+class NoGradient(torch.autograd.Function):
+    """Attention that can be used without `torch.no_grad()`, but not trained through."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        """out, as if it came from the inputs."""
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Refuse."""
+        raise CacheError(
+            "gradients do not flow through a filled cache that processes divide (context_parallel); train with an "
+            "empty cache, or without context_parallel"
+        )
+
+
+def _unchanging(x: Tensor) -> Tensor:
+    """What the backward pass keeps of x: a copy where x may be in the store, which later tokens change in place."""
+    return x if x.requires_grad else x.clone()
+
+
+def attend_plain(
+    module: torch.nn.Module,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention over tensors [B, Hkv, n, D], with dropout and gradients: [B, q, Hq, Dv]."""
+    if all(kwargs.get(name) is None for name in OWN) and not kwargs.get("output_attentions"):
+        return sdpa_attention_forward(module, query, keys, values, mask, dropout, scaling, **kwargs)[0]
+    call = call_of(query, mask, keys.shape[2], scaling, kwargs)
+    if not dropout:
+        return attend_chunk(None, keys, values, call)
+    weights = torch.nn.functional.dropout(attention_weights(None, keys, call), dropout)
+    groups = query.shape[1] // keys.shape[1]
+    return torch.matmul(weights, values.repeat_interleave(groups, dim=1)).transpose(1, 2).contiguous()
 
 
 def call_of(query: Tensor, mask: Tensor | None, tokens: int, scaling: float | None, kwargs: dict[str, Any]) -> Call:

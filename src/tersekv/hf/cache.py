@@ -12,14 +12,16 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, cache_utils
-from transformers.cache_utils import Cache, LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.errors import UserError
 from tersekv.hf.calibration import Calibration, calibrated_plans
-from tersekv.hf.config import AttentionShape, attention_layers, text_config
+from tersekv.hf.config import AttentionShape, attention_layers, layers_without_own_tokens, text_config
+from tersekv.hf.fingerprint import architecture
 from tersekv.hf.layer import CompressedLayer as CompressedLayer
 from tersekv.hf.parallel import check_spread, heads_of, spread_over
+from tersekv.hf.progress import CheckedCache, Progress
 from tersekv.hf.rope import Ropes
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.store.footprint import Footprint
@@ -36,7 +38,7 @@ def empty_layer() -> Any:
     return getattr(cache_utils, "DummyLayer", cache_utils.DynamicLayer)()
 
 
-class CompressedCache(Cache):
+class CompressedCache(CheckedCache):
     """A cache for `generate(past_key_values=...)` or `model(past_key_values=...)`.
 
     Args:
@@ -49,6 +51,10 @@ class CompressedCache(Cache):
 
     Under `tersekv.compress(model, …)` attention reads the packed bytes; with any other attention implementation
     `update` hands out decoded tensors (slower; said once in a warning).
+
+    A forward pass that was interrupted between layers is an error of the next one, which says whether `crop` or `reset`
+    repairs the cache. Cached tokens are constants: gradients flow through the tokens of a call only (`compress` says
+    what is refused). Caches can be copied and pickled.
 
     Raises:
         UserError: unknown recipe, options that do not fit the model's head dim, a model it cannot serve, or a
@@ -86,8 +92,9 @@ class CompressedCache(Cache):
     ) -> None:
         self.recipe, self.config, self.spread = recipe, text_config(config), spread
         self.shape: AttentionShape = AttentionShape.of(self.config)
-        self._warned = False
+        self._warned = self.told = False  # each warning comes once
         self._model: weakref.ref[PreTrainedModel] | None = None
+        self.mask_offsets: dict[int | None, tuple[int, int]] = {}  # by window: tokens seen, and forgotten, at a mask
         self.ropes = Ropes(self.config, self.shape.key_dim)
         kinds = attention_layers(self.config)
         layers: list[Any] = []
@@ -105,6 +112,12 @@ class CompressedCache(Cache):
             else:
                 layers.append(LinearAttentionLayer() if kind.type == "linear" else empty_layer())
         super().__init__(layers=layers)
+        others = layers_without_own_tokens(self.config)
+        attention = {i: layer for i, layer in enumerate(layers) if isinstance(layer, CompressedLayer)}
+        linear = [i for i, kind in enumerate(kinds) if kind.type == "linear"]
+        self.progress = Progress({i: layer for i, layer in attention.items() if i not in others}, linear)
+
+    # ------------------------------------------------------------------ files and copies
 
     def save(self, path: str | Path, ids: Tensor | None = None, model: PreTrainedModel | None = None) -> None:
         """Write everything to a safetensors file, whole or not at all: what `load` makes an equal cache of.
@@ -142,8 +155,22 @@ class CompressedCache(Cache):
         return None if self._model is None else self._model()
 
     def knows(self, model: PreTrainedModel) -> None:
-        """Which model fills it."""
-        self._model = weakref.ref(model)
+        """Note which model fills it; that model's config says which attention is installed.
+
+        Raises:
+            UserError: the cache was made for a model of another architecture.
+        """
+        if self.model is not model:
+            self.check_model(model)
+            self.config, self._model = text_config(model.config), weakref.ref(model)
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Raise UserError unless the cache was made for a model of this architecture."""
+        if self.config is not text_config(model.config) and architecture(self.config) != architecture(model.config):
+            raise UserError(
+                f"this cache was made for a {self.config.model_type} of another architecture than the model; make one "
+                "with tersekv.CompressedCache(model.config, recipe)"
+            )
 
     @plain
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
@@ -154,6 +181,10 @@ class CompressedCache(Cache):
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
+
+    def __reduce__(self) -> Any:
+        """See `hf/pickled.py`."""
+        return importlib.import_module("tersekv.hf.pickled").reduced(self)
 
     @property
     def hands_out_handles(self) -> bool:
@@ -170,7 +201,7 @@ class CompressedCache(Cache):
             if self.shape.passes_handles
             else f"{self.config.model_type} models open keys and values before attention"
         )
-        warnings.warn(f"CompressedCache decodes all tokens at every step: {why}", stacklevel=4)
+        warnings.warn(f"CompressedCache decodes all tokens at every step: {why}", stacklevel=5)
 
     def footprint(self) -> Footprint:
         """Bytes held by part, over all attention layers; tables shared by layers count once."""

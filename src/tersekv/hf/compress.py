@@ -1,38 +1,49 @@
-"""`with compress(model, recipe):` installs packed attention on a model and puts everything back afterwards."""
+"""`compress(model, recipe)` installs packed attention on a model; leaving its `with`, or `remove()`, puts everything
+back."""
 
 from __future__ import annotations
 
 import copy
 import threading
+import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.cache_utils import Cache
+from transformers.masking_utils import AttentionMaskInterface
 
 from tersekv.errors import UserError
-from tersekv.hf.attention import attention_forward
+from tersekv.hf.attention import EXPLICIT, attention_forward, attention_mask_for
 from tersekv.hf.cache import ATTENTION_NAME, CompressedCache
 from tersekv.hf.calibration import Calibration, calibration_for
 from tersekv.hf.config import text_config
-from tersekv.hf.fingerprint import architecture
 from tersekv.recipe import Recipe
 
 
-@contextmanager
 def compress(
     model: PreTrainedModel,
     recipe: str | Recipe | CompressedCache,
     calibration: Calibration | str | Path | None = None,
     context_parallel: ProcessGroup | None = None,
-) -> Iterator[PreTrainedModel]:
-    """Inside, `model.generate(...)` and `model(...)` use a `CompressedCache` with `recipe` (unless one is passed), and
-    attention reads its packed bytes. Contexts nest and may overlap; after the last one is left, also by an exception,
-    the model is as it was.
+) -> Compression:
+    """From now on `model.generate(...)` and `model(...)` use a `CompressedCache` with `recipe`, and attention reads its
+    packed bytes. Leaving a `with` block around the call, or `remove()`, puts the model back as it was.
+
+    It takes effect at once, as PyTorch's hooks do, so that a call without `with` is not ignored. Several may be open on
+    one model and end in any order; the latest decides, and the model is put back when the last one ends.
+
+    A `CompressedCache` that is passed as `past_key_values` keeps its own recipe; a warning says so where it is another
+    one. A cache of transformers is used as it is, not compressed, also with a warning. A copy of the model
+    (`copy.deepcopy`) is made without packed attention.
+
+    Gradients flow through the tokens of a call, and attention dropout is applied, as without a cache; cached tokens are
+    constants. Once the cache holds tokens, dropout is refused with a policy that drops tokens, and both are with
+    `context_parallel`.
 
     recipe: or a cache, for example one that was loaded; new caches are then as it is, without its tokens.
     calibration: for recipes that learn from a corpus, what `tersekv calibrate` made: a file, a folder of them, or a
@@ -41,16 +52,14 @@ def compress(
 
     Raises:
         UserError: unknown recipe, a model that the recipe cannot serve, or a calibration that is missing or was made
-            for something else.
+            for something else. Later, by `generate`: a `cache_implementation` other than "dynamic".
     """
     if not isinstance(model, PreTrainedModel):
         raise UserError(f"compress takes a transformers model, got {type(model).__name__}")
     if not isinstance(recipe, CompressedCache):
         recipe = Recipe.parse(recipe)
         recipe = CompressedCache(model.config, recipe, calibration_for(model, recipe, calibration), context_parallel)
-    if architecture(recipe.config) != architecture(model.config):
-        raise UserError(f"this cache was made for a {recipe.config.model_type} of another architecture than the model")
-    context = recipe.empty(model.config)
+    recipe.check_model(model)
     has_usual_cache: Any = model._supports_default_dynamic_cache
     if not has_usual_cache():
         raise UserError(
@@ -61,81 +70,192 @@ def compress(
             f"{type(model).__name__} does not take attention functions; "
             "pass past_key_values=tersekv.CompressedCache(model.config, recipe) without compress"
         )
-    with _lock:
-        contexts = _open.setdefault(model, [])
-        if not contexts:
-            _undo[model] = _install(model)
-        contexts.append(context)
-    try:
-        yield model
-    finally:
+    return Compression(model, recipe.empty(model.config))
+
+
+class Compression:
+    """Packed attention on one model, installed until `remove()` or the end of a `with` block. A handle that nobody
+    keeps does not remove it. A handle that was removed can be entered again."""
+
+    def __init__(self, model: PreTrainedModel, template: CompressedCache) -> None:
+        self.model, self.template = model, template
+        self._install()
+
+    def __repr__(self) -> str:
+        state = "installed" if self.installed else "removed"
+        return f"<tersekv.compress of {type(self.model).__name__} with {self.template.recipe}: {state}>"
+
+    @property
+    def installed(self) -> bool:
+        """True until `remove()`, or the end of the `with` block."""
+        return any(template is self.template for template in _open.get(self.model, ()))
+
+    def _install(self) -> None:
         with _lock:
-            contexts.remove(context)
-            if not contexts:
-                del _open[model]
-                _undo.pop(model).close()
+            templates = _open.setdefault(self.model, [])
+            if not templates:
+                _install(self.model)
+            templates.append(self.template)
+
+    def remove(self) -> None:
+        """Put the model back as it was, once no other one is installed on it; a second call does nothing."""
+        with _lock:
+            templates = [template for template in _open.get(self.model, ()) if template is not self.template]
+            if templates:
+                _open[self.model] = templates
+            elif _open.pop(self.model, None) is not None:
+                _uninstall(self.model)
+
+    def __enter__(self) -> PreTrainedModel:
+        if not self.installed:
+            self._install()
+        return self.model
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
 
 
-# A context is an empty cache; the latest that is open says what new ones are like. They may be left in another order
-# than entered (threads, generators): the last one left puts the model back.
+def remove_all(model: PreTrainedModel) -> None:
+    """Put a model back as it was, however often `compress` was called on it."""
+    with _lock:
+        if _open.pop(model, None) is not None:
+            _uninstall(model)
+
+
+class _Before(NamedTuple):
+    """What a model had where packed attention is installed, and the handle of the hook. It must not hold the model."""
+
+    attention: str | None
+    prepare: Any
+    hook: RemovableHandle
+
+
+# The templates that are open on a model, empty caches; the latest says what new caches are like.
 _lock = threading.RLock()
 _open: weakref.WeakKeyDictionary[PreTrainedModel, list[CompressedCache]] = weakref.WeakKeyDictionary()
-_undo: weakref.WeakKeyDictionary[PreTrainedModel, ExitStack] = weakref.WeakKeyDictionary()
+_before: weakref.WeakKeyDictionary[PreTrainedModel, _Before] = weakref.WeakKeyDictionary()
+
+PREPARE, COPY = "_prepare_cache_for_generation", "__deepcopy__"
 
 
-def _install(model: PreTrainedModel) -> ExitStack:
-    """Everything that makes a model use packed attention; closing what is returned puts all of it back."""
-    undo = ExitStack()
+def _install(model: PreTrainedModel) -> None:
+    """Make a model use packed attention."""
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
-    undo.callback(_unregister)
-    config = text_config(model.config)
-    undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+    AttentionMaskInterface.register(ATTENTION_NAME, attention_mask_for)
+    config, owner = text_config(model.config), weakref.ref(model)
+    hook = model.register_forward_pre_hook(partial(_before_forward, owner), with_kwargs=True)
+    _before[model] = before = _Before(config._attn_implementation, model.__dict__.get(PREPARE), hook)
     config._attn_implementation = ATTENTION_NAME
-    _provide_cache(model, undo)
-    return undo
+    if not model._supports_sdpa:
+        EXPLICIT.add(id(config))
+    model.__dict__[PREPARE] = partial(_prepare, owner)
+    for module in _with_config(model):
+        module.__dict__[COPY] = partial(_plain_copy, weakref.ref(module), before)
 
 
-def _unregister() -> None:
+def _uninstall(model: PreTrainedModel) -> None:
+    before = _before.pop(model)
+    text_config(model.config)._attn_implementation = before.attention
+    EXPLICIT.discard(id(text_config(model.config)))
+    before.hook.remove()
+    if before.prepare is None:
+        del model.__dict__[PREPARE]
+    else:
+        model.__dict__[PREPARE] = before.prepare
+    for module in _with_config(model):
+        module.__dict__.pop(COPY, None)
     if not _open:
         AttentionInterface._global_mapping.pop(ATTENTION_NAME, None)
         AttentionMaskInterface._global_mapping.pop(ATTENTION_NAME, None)
 
 
-def _new_cache(model: PreTrainedModel) -> CompressedCache:
-    return _open[model][-1].empty(model.config)
+def _with_config(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The model and its parts that are models with the same text config."""
+    config = text_config(model.config)
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return [part for part in parts if part is model or part.config is config]
 
 
-def _provide_cache(model: PreTrainedModel, undo: ExitStack) -> None:
-    """Give `generate` and plain calls a compressed cache where they would make their own."""
-    original: Any = model._prepare_cache_for_generation
-    shadowed = model.__dict__.get("_prepare_cache_for_generation")
+def _plain_copy(owner: weakref.ref[PreTrainedModel], before: _Before, memo: dict[int, Any]) -> PreTrainedModel:
+    """`copy.deepcopy` of a model without packed attention; the hook's and the functions' copies would belong to the
+    original."""
+    model: Any = owner()
+    copied = model.__class__.__new__(model.__class__)
+    memo[id(model)] = copied
+    copied.__setstate__({name: copy.deepcopy(held, memo) for name, held in model.__dict__.items() if name != COPY})
+    config = text_config(copied.config)
+    if config is not text_config(model.config):
+        config._attn_implementation = before.attention
+    if PREPARE in copied.__dict__:
+        del copied.__dict__[PREPARE]
+        copied._forward_pre_hooks.pop(before.hook.id, None)
+        copied._forward_pre_hooks_with_kwargs.pop(before.hook.id, None)
+        if before.prepare is not None:
+            copied.__dict__[PREPARE] = copy.deepcopy(before.prepare, memo)
+    return copied
 
-    def prepare(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        ours = generation_config.use_cache is not False and generation_config.cache_implementation in (None, "dynamic")
-        if ours and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = _new_cache(model)
+
+def _template(model: PreTrainedModel) -> CompressedCache | None:
+    """The cache that new ones are to be like; None where nothing is installed, as on a shallow copy of a model."""
+    templates = _open.get(model)
+    return templates[-1] if templates else None
+
+
+def _prepare(
+    owner: weakref.ref[PreTrainedModel],
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """In place of the model's method with which `generate` makes its cache: a compressed one."""
+    model: Any = owner()
+    template, before = _template(model), _before.get(model)
+    if template is not None and generation_config.use_cache is not False:
+        asked = generation_config.cache_implementation
+        if asked not in (None, "dynamic"):
+            raise UserError(
+                f"generate got cache_implementation='{asked}' while tersekv.compress is installed; leave it out of the "
+                "call and of the generation config, or remove compress to use that cache"
+            )
+        if model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = template.empty(model.config)
             generation_config = copy.copy(generation_config)
             generation_config.cache_implementation = None  # transformers refuses "dynamic" beside a cache
-        return original(generation_config, model_kwargs, *args, **kwargs)
+    if before is not None and before.prepare is not None:
+        return before.prepare(generation_config, model_kwargs, *args, **kwargs)
+    return getattr(type(model), PREPARE)(model, generation_config, model_kwargs, *args, **kwargs)
 
-    def before_forward(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        use_cache = kwargs.get("use_cache")
-        use_cache = module.config.get_text_config().use_cache if use_cache is None else use_cache
-        # past_key_values is the fourth argument where it is given by position
-        if use_cache and kwargs.get("past_key_values") is None and len(args) < 4:
-            kwargs["past_key_values"] = _new_cache(model)
-        cache = kwargs.get("past_key_values")
-        if isinstance(cache, CompressedCache):
-            cache.knows(model)
+
+def _before_forward(owner: weakref.ref[PreTrainedModel], module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A hook of the model: a compressed cache for plain calls that would make their own."""
+    model: Any = owner()
+    template = _template(model)
+    if template is None:
         return args, kwargs
+    use_cache = kwargs.get("use_cache")
+    use_cache = module.config.get_text_config().use_cache if use_cache is None else use_cache
+    # past_key_values is the fourth argument where it is given by position
+    if use_cache and kwargs.get("past_key_values") is None and len(args) < 4:
+        kwargs["past_key_values"] = template.empty(model.config)
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, CompressedCache):
+        if any(kwargs.get(name) is not None for name in ("encoder_hidden_states", "encoder_outputs")):
+            raise UserError(
+                f"{type(model).__name__} got states of an encoder; a compressed cache serves no cross-attention, leave "
+                "them out or use transformers' own cache"
+            )
+        cache.knows(model)
+        cache.progress.start()
+        if cache.recipe is not template.recipe and cache.recipe != template.recipe:
+            _say_once(cache, f"the cache that was passed keeps its own recipe, {cache.recipe}, not {template.recipe}")
+    elif isinstance(cache, Cache):
+        _say_once(template, f"a {type(cache).__name__} was passed while compress is installed; it is not compressed")
+    return args, kwargs
 
-    def restore() -> None:
-        if shadowed is None:
-            del model.__dict__["_prepare_cache_for_generation"]
-        else:
-            model.__dict__["_prepare_cache_for_generation"] = shadowed
 
-    model.__dict__["_prepare_cache_for_generation"] = prepare
-    undo.callback(restore)
-    undo.callback(model.register_forward_pre_hook(before_forward, with_kwargs=True).remove)
+def _say_once(cache: CompressedCache, what: str) -> None:
+    """Warn, once for each cache."""
+    if not cache.told:
+        cache.told = True
+        warnings.warn(what, stacklevel=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ ATTENTION_TYPES = {
     "sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
+WINDOW_MASKS = {"create_sliding_window_causal_mask", "create_chunked_causal_mask", "create_masks_for_generate"}
+"""Functions of transformers that a modelling file with windows makes its masks by."""
 LINEAR_TYPES = ("linear_attention", "conv")
 DUMMY_TYPES = ("moe", "mlp", "dummy")
 
@@ -46,13 +49,16 @@ class AttentionShape(NamedTuple):
         heads = getattr(config, "num_attention_heads", None)
         if not isinstance(heads, int):
             raise UserError(f"{config.model_type} has no attention heads in its config; tersekv serves decoder models")
-        layers = config.num_hidden_layers
+        layers = number_of_layers(config)
+        heads = _of_decoder(config, "decoder_attention_heads", heads)
         if getattr(config, "kv_lora_rank", None):
             rope_dim = getattr(config, "qk_rope_head_dim", 0)
             return AttentionShape(layers, heads, 1, config.kv_lora_rank, rope_dim, False)
         try:
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-            kv_heads = getattr(config, "num_key_value_heads", None) or heads
+            kv_heads = _of_decoder(
+                config, "decoder_attention_heads", getattr(config, "num_key_value_heads", None) or heads
+            )
         except RuntimeError as error:  # transformers' way of saying that layers differ
             raise UserError(
                 f"the layers of {config.model_type} differ in their heads; tersekv serves models whose layers are alike"
@@ -71,16 +77,51 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config(decoder=True)
 
 
+def number_of_layers(config: PreTrainedConfig) -> int:
+    """Layers of the decoder."""
+    return _of_decoder(config, "decoder_layers", config.num_hidden_layers)
+
+
+def _of_decoder(config: PreTrainedConfig, field: str, usual: int) -> int:
+    """A field of the decoder of an encoder-decoder that is used alone (WhisperForCausalLM): the usual names are mapped
+    to the encoder's fields there."""
+    return getattr(config, field, usual) if hasattr(config, "encoder_layers") else usual
+
+
+def layers_without_own_tokens(config: PreTrainedConfig) -> set[int]:
+    """Layers that read the keys of another layer."""
+    shared: int = getattr(config, "num_kv_shared_layers", None) or 0
+    layers = number_of_layers(config)
+    return set(range(layers - shared, layers))
+
+
+def masks_windows(config: PreTrainedConfig) -> bool:
+    """True if the model's masks hide tokens outside its sliding windows. Moshi's config has a window, and its only mask
+    is causal, so that its layers see all tokens that they are given."""
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    try:
+        names = vars(importlib.import_module(name))
+    except ImportError:
+        return True
+    return "create_causal_mask" not in names or not WINDOW_MASKS.isdisjoint(names)
+
+
 def attention_layers(config: PreTrainedConfig) -> list[LayerKind]:
-    """The kind of each layer; raises UserError for kinds whose state is not keys and values."""
+    """The kind of each layer; raises UserError for kinds whose state is not keys and values. Windows that the model's
+    masks do not follow are left out."""
+    if getattr(config, "cross_attention_layers", None):
+        raise UserError(f"{config.model_type} has layers of cross-attention; tersekv serves decoder-only models")
     types = getattr(config, "layer_types", None)
     if types is None:
         windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
         chunked = getattr(config, "attention_chunk_size", None) is not None
         name = "sliding_attention" if windowed else "chunked_attention" if chunked else "full_attention"
-        types = [name] * config.num_hidden_layers
+        types = [name] * number_of_layers(config)
     modes = getattr(config, "kv_sharing_modes", None) or [None] * len(types)
-    return [_kind(config, "dummy" if mode == "reuse" else name) for name, mode in zip(types, modes, strict=True)]
+    kinds = [_kind(config, "dummy" if mode == "reuse" else name) for name, mode in zip(types, modes, strict=True)]
+    if any(kind.window is not None for kind in kinds) and not masks_windows(config):
+        kinds = [kind._replace(window=None) for kind in kinds]
+    return kinds
 
 
 def cache_shape(config: PreTrainedConfig) -> CacheShape:

@@ -15,6 +15,7 @@ from tersekv.hf.handle import Pending, PendingTokens
 from tersekv.recipe import LayerPlan
 from tersekv.store.kept import new_store
 from tersekv.store.layer import LayerStore
+from tersekv.store.rollback import is_whole
 from tersekv.store.selective import UNREADABLE, SelectiveStore
 from tersekv.store.state import State, own
 
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
 MUCH_MEMORY, MANY_TOKENS = 1 << 20, 128
 """Bytes of new keys, and how many tokens they are of, from which on packing them leaves memory behind that is worth
 asking for: a prompt, not a step of a large batch."""
+
+
+def checked_crop(tokens_to_remove: int) -> int:
+    """The argument of `crop` as a whole number, which is 0 or less."""
+    tokens_to_remove = int(tokens_to_remove)  # releases before 5.17 pass a tensor
+    if tokens_to_remove > 0:
+        raise UserError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; pass 0 or less")
+    return tokens_to_remove
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -77,10 +86,18 @@ class CompressedLayer(CacheLayerMixin):
     def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, votes: Tensor | None = None) -> None:
         """Add tokens to the store, with the attention that it has asked to see; errors name the layer."""
         assert self.store is not None
+        progress, seen = self.cache.progress, self.store.seen
+        progress.torn = True
         try:
             self.store.append(keys, values, padding, *(() if votes is None else (votes,)))
         except (CacheError, UserError) as error:
+            progress.torn = False
             raise type(error)(f"layer {self.index}: keys or values hold {error}") from error
+        except BaseException:  # also KeyboardInterrupt: what was only prepared has changed nothing
+            progress.torn = not is_whole(self.store, seen)
+            raise
+        progress.torn = False
+        progress.end(self.index)
         if keys.is_cpu and keys.nbytes >= MUCH_MEMORY and keys.shape[2] >= MANY_TOKENS:
             give_back_freed_memory()
 
@@ -94,10 +111,14 @@ class CompressedLayer(CacheLayerMixin):
         if isinstance(self.store, SelectiveStore):
             raise UserError(f"{self.cache.recipe}: {UNREADABLE}")
         past = self.store.decoded(keys.dtype) if self.store.seen else None
+        seen, offset = self.cache.mask_offsets.get(self.sliding_window, (-1, 0))
+        missing = self.store.dropped - offset if seen == self.store.seen else 0
         self.append(keys, values)
         if past is None:
             return keys, values
-        return torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
+        # one mask serves all layers with a window, and they may have forgotten different blocks that it hides
+        old_keys, old_values = (torch.nn.functional.pad(x, (0, 0, missing, 0)) for x in past)
+        return torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)
 
     def state(self) -> State:
         """What the layer holds, see `Stateful`; `plan`: what its codecs learnt from a corpus."""
@@ -140,6 +161,7 @@ class CompressedLayer(CacheLayerMixin):
         """Masks span all tokens seen; with handles the reader slices them, else dropped tokens are cut off in front."""
         seen = self.get_seq_length()
         dropped = 0 if self.store is None or self.cache.hands_out_handles else self.store.dropped
+        self.cache.mask_offsets[self.sliding_window] = seen, dropped
         return seen + query_length - dropped, dropped
 
     def get_max_length(self) -> int:
@@ -155,12 +177,16 @@ class CompressedLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the latest tokens; `tokens_to_remove` is minus their number."""
-        tokens_to_remove = int(tokens_to_remove)  # releases before 5.17 pass a tensor
-        if tokens_to_remove > 0:
-            raise UserError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; pass 0 or less")
+        tokens = -checked_crop(tokens_to_remove)
+        self.check_crop(tokens)
+        if self.store is not None:
+            self.store.crop(tokens)
+
+    def check_crop(self, tokens: int) -> None:
+        """Raise CacheError unless that many of the latest tokens can be taken back."""
         if self.store is not None:
             try:
-                self.store.crop(-tokens_to_remove)
+                self.store.check_crop(tokens)
             except CacheError as error:
                 raise CacheError(f"layer {self.index}: {error}") from error
 

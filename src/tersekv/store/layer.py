@@ -216,6 +216,8 @@ class LayerStore(Stateful):
             )
         return keys, values
 
+    check_crop = check_crop
+
     @plain
     def crop(self, n: int) -> None:
         """Take back the n latest tokens. Where that reaches into packed blocks, whole blocks go and the tokens that
@@ -224,9 +226,8 @@ class LayerStore(Stateful):
         Raises:
             CacheError: more than was seen, or more than a sliding window or a padded batch can give back.
         """
-        check_crop(self, n)
-        self._pages = None
-        self.seen -= n
+        self.check_crop(n)
+        self._pages, self.seen = None, self.seen - n
         from_tail = min(n, self.keys.tail.tokens)
         from_packed = min(n - from_tail, self.packed_tokens)
         blocks = -(-from_packed // self.flush_tokens) * self.flush_tokens
@@ -250,8 +251,7 @@ class LayerStore(Stateful):
         rows, self._pages = rows.to(self.device), None
         for side in self.sides:
             side.select(rows)
-        if self.padding is not None:
-            self.padding = self.padding.index_select(0, rows)
+        self.padding = None if self.padding is None else self.padding.index_select(0, rows)
         if self.rotary is not None:
             self.rotary.select(rows)
 

@@ -8,13 +8,14 @@ from tersekv.errors import CacheError
 
 if TYPE_CHECKING:
     from tersekv.store.layer import LayerStore
+    from tersekv.store.selective import SelectiveStore
 
 ROLLBACK_TOKENS = 128
 """Tokens kept beyond a sliding window, so that assisted decoding can take back what it had proposed."""
 
 
 def check_crop(store: LayerStore, n: int) -> None:
-    """Whether the n latest tokens of a layer can be taken back.
+    """Check that the n latest tokens of a layer can be taken back.
 
     Raises:
         CacheError: more than was seen, or more than a sliding window or a padded batch can give back.
@@ -43,3 +44,12 @@ def outside(store: LayerStore, seen: int, flush: int) -> tuple[int, int]:
     tokens = max(0, tokens // store.flush_tokens * store.flush_tokens)
     packed = min(tokens, store.packed_tokens)
     return packed, min(tokens - packed, flush)
+
+
+def is_whole(store: LayerStore | SelectiveStore, seen: int) -> bool:
+    """True if a store that an interrupted append has left holds the `seen` tokens from before, in keys and values. Of
+    stores that drop tokens this cannot be told."""
+    if not hasattr(store, "window") or store.seen != seen:
+        return False
+    held = {store.dropped + side.sinks.shape[2] + side.packed.tokens + side.tail.tokens for side in store.sides}
+    return held == {seen}

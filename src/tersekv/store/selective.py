@@ -209,13 +209,9 @@ class SelectiveStore(Stateful, ABC):
         first = 0 if self.padding is None else self.padding[:, None, None]
         return (positions >= 0) & (positions < first + self.policy.sinks)
 
-    @plain
-    def crop(self, n: int) -> None:
-        """Take back the n latest tokens: all, or no more than the tail holds.
-
-        Raises:
-            CacheError: more than that, since what was dropped in their favour is gone.
-        """
+    def check_crop(self, n: int) -> None:
+        """Raise CacheError unless the n latest tokens can be taken back: all, or no more than the tail holds. What was
+        dropped in their favour is gone."""
         held = self.tails[0].tokens
         if n > self.seen:
             raise CacheError(f"cannot take back {n} tokens, only {self.seen} were seen")
@@ -224,6 +220,11 @@ class SelectiveStore(Stateful, ABC):
                 f"cannot take back {n} tokens; of a policy that drops tokens, the latest {held} can be given back (its "
                 "option recent says how many), or all"
             )
+
+    @plain
+    def crop(self, n: int) -> None:
+        """Take back the n latest tokens, see `check_crop`."""
+        self.check_crop(n)
         if n == self.seen:
             self._start(*(tail.data[:, :, :0] for tail in self.tails))
             return

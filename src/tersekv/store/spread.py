@@ -90,9 +90,8 @@ class SpreadStore(LayerStore):
         """Not possible: they are not all here."""
         raise UserError(f"{ELSEWHERE}: only tersekv's attention reads it, without output_attentions")
 
-    @plain
-    def crop(self, n: int) -> None:
-        """Take back the n latest tokens: all, or no more than the tail holds.
+    def check_crop(self, n: int) -> None:
+        """Check that the n latest tokens can be taken back: all, or no more than the tail holds.
 
         Raises:
             CacheError: more than that.
@@ -102,6 +101,11 @@ class SpreadStore(LayerStore):
                 f"cannot take back {n} tokens: {ELSEWHERE}, and {self.keys.tail.tokens} are exact in all (the policy's "
                 "option recent says how many at least)"
             )
+        super().check_crop(n)
+
+    @plain
+    def crop(self, n: int) -> None:
+        """Take back the n latest tokens, see `check_crop`."""
         super().crop(n)
         if self.seen == 0:
             self._clear()

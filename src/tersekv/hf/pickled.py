@@ -1,0 +1,58 @@
+"""Caches as pickles, for `pickle`, `copy.copy`, `torch.save` and other processes.
+
+A pickle holds the text config, the recipe and copies of what `state()` of every layer gives; it holds no model. The
+cache that is made of it finds its model at the first call under `compress`. To keep a cache, `save` is better: its
+files are checked against the model, and they are mapped into memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tersekv.errors import UserError
+from tersekv.hf.cache import ATTENTION_NAME, CompressedCache, CompressedLayer
+from tersekv.hf.calibration import attention_plans
+from tersekv.recipe import Recipe
+from tersekv.store.state import own, split
+from tersekv.tensors import plain
+
+
+@plain
+def reduced(cache: CompressedCache) -> tuple[Callable[..., CompressedCache], tuple[Any, ...]]:
+    """What `__reduce__` returns.
+
+    Raises:
+        UserError: processes divide the cache.
+    """
+    ours = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
+    divided = any(layer.store is not None and cache.heads(layer.store.kv_heads) is not None for layer in ours)
+    if divided or cache.spread is not None:
+        raise UserError("a cache that processes divide cannot be pickled: each holds a part of it only")
+    config = copy.copy(cache.config)
+    if config._attn_implementation == ATTENTION_NAME:  # true of a model while compress is installed on it
+        config.__dict__["_attn_implementation_internal"] = None
+    layers = [own(layer.state()) if isinstance(layer, CompressedLayer) else layer for layer in cache.layers]
+    progress = cache.progress.torn, cache.progress.steps, cache.progress.last, dict(cache.progress.done)
+    return rebuilt, (type(cache), config, str(cache.recipe), layers, progress)
+
+
+@plain
+def rebuilt(
+    kind: type[CompressedCache], config: Any, recipe: str, layers: list[Any], progress: tuple[Any, ...]
+) -> CompressedCache:
+    """The cache of a pickle, on the device where its tensors are now."""
+    parsed = Recipe.parse(recipe)
+    cache = kind.of(config, parsed, attention_plans(parsed, config))
+    for index, held in enumerate(layers):
+        layer: Any = cache.layers[index]
+        if isinstance(layer, CompressedLayer):
+            devices = [tensor.device for tensor in split(held)[1].values()]
+            layer.restore(held, devices[0] if devices else torch.device("cpu"))
+        else:
+            cache.layers[index] = held
+    cache.progress.torn, cache.progress.steps, cache.progress.last, cache.progress.done = progress
+    return cache

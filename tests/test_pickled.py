@@ -1,0 +1,131 @@
+"""Caches as pickles: each copy goes on as the original does, and the original does not notice."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+import transformers as tf
+
+import tersekv
+from conftest import LOSSLESS, SHAPE, build, prompt
+from tersekv.errors import CacheError, UserError
+from tersekv.store.spread import Spread
+from test_interrupted import HYBRID, interrupted
+
+
+def through_torch(cache):
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS = {
+    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+    "torch": through_torch,
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+}
+RECIPES = [
+    LOSSLESS,
+    "kivi:bits=2;0=exact",
+    "kvquant:bits=2,calibration=prompt",
+    "small",
+    "qjl",
+    "h2o:budget=64+kivi:bits=4",
+    "subgen:budget=64,variant=stream+exact",
+]
+
+
+def filled(model, recipe, ids, mask):
+    cache = tersekv.CompressedCache(model.config, recipe)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("name", "recipe"), [("llama", r) for r in RECIPES] + [("gemma3", "kivi:bits=2")])
+def test_a_copy_goes_on_alone(models, name, recipe, way):
+    """A left-padded batch; bytes and logits are the original's, whichever goes on first."""
+    model, ids, mask = models[name], prompt(310, 2), torch.ones(2, 310, dtype=torch.long)
+    mask[0, :17] = 0
+    with tersekv.compress(model, recipe), torch.no_grad():
+        cache, untouched = (filled(model, recipe, ids[:, :300], mask[:, :300]) for _ in range(2))
+        copied = WAYS[way](cache)
+        assert copied.footprint().parts == cache.footprint().parts
+        results = [
+            [model(ids[:, i : i + 5], attention_mask=mask[:, : i + 5], past_key_values=c).logits for i in (300, 305)]
+            for c in (copied, cache, untouched)
+        ]
+        assert copied.hands_out_handles
+        assert (copied.get_seq_length(), cache.get_seq_length()) == (310, 310)
+    for got in results[:2]:
+        assert all(torch.equal(a, b) for a, b in zip(got, results[2], strict=True))
+
+
+def test_it_holds_the_cache_and_nothing_else():
+    model = build("llama")
+    with tersekv.compress(model, "kivi:bits=2"), torch.no_grad():
+        cache = filled(model, "kivi:bits=2", prompt(2000), None)
+        held = cache.footprint()
+        used = held.total_bytes - held.parts["slack"]
+        data = pickle.dumps(cache)
+        assert model.config._attn_implementation == "tersekv"
+    assert used < len(data) < 1.1 * used
+    weights = sum(p.nbytes for p in model.parameters())
+    assert len(pickle.dumps(tersekv.CompressedCache(model.config, "kivi:bits=2"))) < weights / 20
+
+
+def test_used_without_compress_it_decodes(llama):
+    """The pickle of a cache that was made under compress does not believe that its attention is installed."""
+    with tersekv.compress(llama, LOSSLESS), torch.no_grad():
+        data = pickle.dumps(filled(llama, LOSSLESS, prompt(100), None))
+        expected = llama(prompt(5, seed=1), past_key_values=pickle.loads(data)).logits
+    cache = pickle.loads(data)
+    assert not cache.hands_out_handles
+    with pytest.warns(UserWarning, match="not installed"), torch.no_grad():
+        got = llama(prompt(5, seed=1), past_key_values=cache).logits
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_on_another_device(llama):
+    with tersekv.compress(llama, "kivi"), torch.no_grad():
+        cache = filled(llama, "kivi", prompt(200), None)
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    moved = torch.load(file, weights_only=False, map_location="meta")
+    assert moved.layers[0].store.keys.sinks.device.type == "meta"
+
+
+def test_an_interrupted_cache_stays_one(llama):
+    with tersekv.compress(llama, "kivi"), torch.no_grad():
+        cache = filled(llama, "kivi", prompt(50), None)
+        with interrupted(llama.model.layers[1], KeyboardInterrupt()):
+            llama(prompt(1), past_key_values=cache)
+        for way in WAYS.values():
+            with pytest.raises(CacheError, match=r"crop\(-1\)"):
+                llama(prompt(1), past_key_values=way(cache))
+
+
+def test_with_linear_layers():
+    torch.manual_seed(0)
+    model = tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**SHAPE, head_dim=32, **HYBRID)).eval()
+    with warnings.catch_warnings(), tersekv.compress(model, LOSSLESS), torch.no_grad():
+        cache = filled(model, LOSSLESS, prompt(50), None)
+        copied = WAYS["pickle"](cache)
+        for i in range(3):
+            a, b = (model(prompt(1, seed=i), past_key_values=c).logits for c in (copied, cache))
+            assert torch.equal(a, b)
+
+
+def test_a_divided_cache_is_refused(llama):
+    cache = tersekv.CompressedCache(llama.config, "kivi")
+    cache.spread = Spread(0, 2, lambda x: [x, x])
+    with pytest.raises(UserError, match="processes divide"):
+        pickle.dumps(cache)
