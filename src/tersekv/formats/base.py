@@ -32,6 +32,7 @@ class PlaneSpec:
     shared: one for all heads of a layer, [B, 1, N, *shape]. ragged: a list of entries whose number varies, [entries] in
     the order block, batch row, head; the figure is the number per block and head that a declared size counts with. A
     layout with ragged planes has one named `…_starts`, int32 [B, H, N], that says where each block's entries begin.
+    channels: of a plane whose elements name channels in their low `channel_bits` bits (None: all), how many there are.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +40,8 @@ class PlaneSpec:
     kind: Kind
     shared: bool = False
     ragged: float | None = None
+    channels: int | None = None
+    channel_bits: int | None = None
 
     def block_bytes(self, heads: int = 1) -> float:
         """Bytes of one block, per head of a layer with `heads` of them."""
