@@ -170,3 +170,9 @@ TENSORS: dict[str, Callable[[random.Random, Tensor], Tensor | None]] = {
     "zeros": lambda draw, x: torch.zeros_like(x),
     "ones": lambda draw, x: torch.full_like(x, -1 if x.dtype.is_signed else 1),
 }
+
+
+def rewrite(path: Path, to: Path, **changes: Any) -> None:
+    """A file that says other things of itself."""
+    said, tensors = read(path)
+    tensor_file.write(to, tensors, said | changes)

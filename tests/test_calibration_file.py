@@ -162,7 +162,10 @@ def test_bound_to_recipe_and_model(llama, models, made: Path) -> None:
 
 
 def test_missing_calibration_says_what_to_do(llama) -> None:
-    said = r"make one with `tersekv calibrate --model … --recipe 'kvquant:bits=2'` and pass calibration=FILE"
+    said = (
+        r"make one with `tersekv calibrate --model MODEL --recipe 'kvquant:bits=2'`, which later runs find \(elsewhere "
+        r"give calibration=FILE\), or use 'kvquant:bits=2,calibration=prompt', which learns from the prompt"
+    )
     for use in (tersekv.CompressedCache, SimulatedCache):
         with pytest.raises(UserError, match=said):
             use(llama.config, RECIPE)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tersekv.cli import output
+from tersekv.cli.files import check_out
 from tersekv.cli.generate import load, read_text
 
 app = typer.Typer(help="Prompts read once, kept as packed caches in files: build, info, verify.", no_args_is_help=True)
@@ -30,6 +31,7 @@ def build(
     """Read a text, and write the packed cache of all tokens that prompts of `tersekv generate` with this text and any
     --question have in common."""
     text = read_text(prompt, file, None)
+    out = check_out(out)
     with output.step("loading torch and transformers"):
         import torch
 

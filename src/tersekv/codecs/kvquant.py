@@ -41,7 +41,7 @@ from tersekv.tensors import TensorSpec
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-TOO_LARGE = "keep that layer exact (…;<layer>=exact:dtype=bf16)"
+TOO_LARGE = "keep that layer exact: put ;LAYER=exact:dtype=bf16 behind the recipe"
 
 
 @dataclass(frozen=True)

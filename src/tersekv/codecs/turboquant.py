@@ -46,7 +46,7 @@ OUTLIER_SHARE = 4
 
 SKETCH_SEED_OFFSET = 104_729
 
-TOO_LARGE = "keep that layer exact (…;<layer>=exact:dtype=bf16)"
+TOO_LARGE = "keep that layer exact: put ;LAYER=exact:dtype=bf16 behind the recipe"
 
 
 class Part(NamedTuple):

@@ -164,7 +164,9 @@ def calibrated_part(recipe: Recipe) -> str:
 
 def how_to(recipe: Recipe) -> str:
     """The end of a sentence that says how to get a calibration."""
-    return f"make one with `tersekv calibrate --model … --recipe '{recipe}'` and pass calibration=FILE"
+    prompt = f", or use '{other}', which learns from the prompt" if (other := recipe.learning_from_prompt()) else ""
+    make = f"make one with `tersekv calibrate --model MODEL --recipe '{recipe}'`, which later runs find"
+    return f"{make} (elsewhere give calibration=FILE){prompt}"
 
 
 def place(folder: Path, recipe: Recipe) -> Path:

@@ -84,7 +84,7 @@ class CompressedLayer(CacheLayerMixin):
         try:
             self.store.append(keys, values, padding, *(() if votes is None else (votes,)))
         except (CacheError, UserError) as error:
-            raise type(error)(f"layer {self.index}: keys or values hold {error}") from error
+            raise type(error)(f"layer {self.index}: {error}") from error
         if keys.is_cpu and keys.nbytes >= MUCH_MEMORY and keys.shape[2] >= MANY_TOKENS:
             give_back_freed_memory()
 

@@ -42,7 +42,9 @@ def save(cache: CompressedCache, path: Path, ids: Tensor | None = None, model: P
     """See `CompressedCache.save`."""
     model = model if model is not None else cache.model
     if model is None:
-        raise UserError("this cache does not know its model: fill it under tersekv.compress, or give save(…, model=…)")
+        raise UserError(
+            "this cache does not know its model: fill it under tersekv.compress, or give cache.save(path, model=model)"
+        )
     if any(kind.type == "linear" for kind in attention_layers(cache.config)):
         raise UserError(f"{cache.config.model_type} has state beside keys and values; such a cache cannot be saved")
     if cache.spread is not None:
@@ -137,7 +139,7 @@ def check_model(path: Path, said: dict[str, Any], model: PreTrainedModel) -> Non
 def check_prompt(path: Path, held: Tensor | None, ids: Tensor, decode: Callable[[list[int]], str] = str) -> None:
     """Raise UserError unless a prompt [B, T] begins with the tokens [B, n] that a file holds."""
     if held is None:
-        raise UserError(f"{path} does not know its token ids: give them to save(…, ids=…)")
+        raise UserError(f"{path} does not know its token ids: give them when it is made: cache.save(path, ids)")
     new = ids.reshape(-1, ids.shape[-1]).to(held)
     if len(new) != len(held):
         raise UserError(f"{path} holds {len(held)} sequences, and the prompt has {len(new)}")

@@ -25,6 +25,7 @@ from tersekv.store.schema import Check, of_spec, record, refuse, require
 from tersekv.store.state import Rules, Spec, State, Stateful, own
 from tersekv.store.states import exact_tokens, side_learnt
 from tersekv.store.tail import TailBuffer
+from tersekv.tensors import type_name
 
 ENCODE_TOKENS = 512
 """Tokens encoded at a time, which bounds the float32 copies that encoding makes."""
@@ -90,10 +91,13 @@ class SideStore(Stateful):
 
     def _why_not_finite(self, x: Tensor) -> str:
         if not bool(torch.isfinite(x).all()):
-            return "NaN or Inf; the model's own computation has overflowed (try bfloat16 or float32 weights)"
+            return (
+                "keys or values hold NaN or Inf; the model's own computation has overflowed (try bfloat16 or float32 "
+                "weights)"
+            )
         return (
-            f"values up to {float(x.abs().max()):.3g}, which {str(self.dtype).removeprefix('torch.')} cannot hold; "
-            "use the policy option exact=bf16 or exact=fp32 (window:exact=bf16+…)"
+            f"keys or values reach {float(x.abs().max()):.3g}, which {type_name(self.dtype)} cannot hold; use the "
+            "policy option exact=bf16 or exact=fp32 (for example window:exact=bf16+kivi)"
         )
 
     def prepare(self, x: Tensor, sinks: int, own: range, flush: int, restart: bool, place: int = 0) -> Prepared:

@@ -34,6 +34,7 @@ DIGEST, ENTRY = "tersekv.sha256", "tersekv.cache"
 NO_DIGEST = "0" * 64
 ALIGNED = 64
 AGAIN = "make it again"
+GIVE = "give what `cache.save` or `tersekv prompt-cache build` wrote"
 MOST_AXES, MOST_BYTES = 16, 2**62
 
 NAMES = {
@@ -120,7 +121,7 @@ def _opened(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; give a file that `cache.save` wrote") from error
+        raise UserError(f"cannot read {path}: {error.strerror}; {GIVE}") from error
 
 
 def _size(file: BinaryIO) -> int:
@@ -139,7 +140,7 @@ def _header(path: Path, view: memoryview, size: int) -> tuple[int, dict[str, Any
     head = bytes(view[:start])
     written = _digest(head)
     if written is None:
-        raise UserError(f"{path} is no cache, or its header is damaged; give a file that `cache.save` wrote")
+        raise UserError(f"{path} is no cache, or its header is damaged; {GIVE}")
     if hashlib.sha256(head.replace(written, NO_DIGEST.encode(), 1)).hexdigest().encode() != written:
         raise UserError(f"{path} is damaged: its header is not the one that was written; {AGAIN}")
     try:
