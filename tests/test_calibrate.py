@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import signal
 import subprocess
 import sys
@@ -150,3 +151,15 @@ def test_one_run_at_a_time(llama, tmp_path) -> None:
     first, second = (calibrator(llama, tmp_path, "kvquant") for _ in range(2))
     with pytest.raises(UserError, match="another run makes this calibration"):
         first.run(lambda *_: second.run() and None)
+
+
+class Fatal:
+    """A job that ends the process which reads it."""
+
+    def __reduce__(self) -> tuple:
+        return os._exit, (1,)
+
+
+def test_a_worker_that_the_system_ends_is_one_sentence() -> None:
+    with pytest.raises(UserError, match=r"the system ended a process that fits, .* with fewer --workers or --samples"):
+        list(calibrate._each([Fatal(), Fatal()], 2))

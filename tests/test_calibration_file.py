@@ -162,7 +162,10 @@ def test_bound_to_recipe_and_model(llama, models, made: Path) -> None:
 
 
 def test_missing_calibration_says_what_to_do(llama) -> None:
-    said = r"make one with `tersekv calibrate --model … --recipe 'kvquant:bits=2'` and pass calibration=FILE"
+    said = (
+        r"make one with `tersekv calibrate --model MODEL --recipe 'kvquant:bits=2'`, which later runs find \(elsewhere "
+        r"give calibration=FILE\), or use 'kvquant:bits=2,calibration=prompt', which learns from the prompt"
+    )
     for use in (tersekv.CompressedCache, SimulatedCache):
         with pytest.raises(UserError, match=said):
             use(llama.config, RECIPE)
@@ -216,3 +219,26 @@ def test_every_architecture(models, name: str, tmp_path: Path) -> None:
         out = model.generate(ids, max_new_tokens=3, min_new_tokens=3, num_beams=2, return_dict_in_generate=True)
     assert out.sequences.shape == (2, 123)
     assert out.past_key_values.footprint().parts["codes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("layers.1.keys.lower", lambda x: x.half(), r"layers.1.keys.lower is float16 .* must be float32 \[1, 2, 32\]"),
+        ("layers.1.keys.lower", lambda x: x[:, :1], r"layers.1.keys.lower is float32 \[1, 1, 32\]"),
+        ("layers.1.keys.upper", lambda x: x - 1e3, r"layers.1.keys has lower thresholds above upper ones"),
+        ("layers.2.values.table", lambda x: x * float("nan"), r"layers.2.values.table has elements from nan"),
+        ("layers.2.values.table", lambda x: x.repeat(2, 1), r"layers.2.values.table is float32 \[2, 4\]"),
+    ],
+)
+def test_forged_tensors(llama, made: Path, name: str, change, words: str) -> None:
+    """Their digest is right, and they are nothing that the recipe's codecs learn from this model."""
+    found = Calibration.load(made)
+    forged = dataclasses.replace(found, tensors=found.tensors | {name: change(found.tensors[name])})
+    with pytest.raises(UserError, match=rf"made.safetensors is wrong: {words}.*; calibrate again"):
+        tersekv.CompressedCache(llama.config, RECIPE, forged)
+    extra = dataclasses.replace(found, tensors=found.tensors | {"layers.0.keys.more": torch.ones(1)})
+    with pytest.raises(UserError, match=r"layers.0.keys.more is nothing that keys learn"):
+        tersekv.CompressedCache(llama.config, RECIPE, extra)
+    with pytest.raises(UserError, match="has other fields"):
+        Calibration.load(rewritten(made, made.with_name("other.safetensors"), length="64"))

@@ -445,3 +445,41 @@ def test_weights_that_cannot_be_counted(tmp_path: Path, capfd: pytest.CaptureFix
     for kind, said in (("vit", "cannot be counted"), ("gemma4_text", "differ in their heads")):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         assert said in refuse(capfd, "estimate", "--model", str(tmp_path), "--memory", "1GB")
+
+
+# ---------------------------------------------------------------- standard streams
+
+
+@pytest.mark.parametrize(
+    ("call", "status", "words"),
+    [
+        ("list >&-", 2, "tersekv: standard output is closed, so the answer has nowhere to go; "),
+        ("list --json >&-", 2, "tersekv: standard output is closed"),
+        ("--version >&-", 2, "tersekv: standard output is closed"),
+        ("list >&- 2>&-", 2, ""),
+        ("nope 2>&-", 2, ""),
+        ("--version 2>&-", 0, "tersekv "),
+        ("generate -m nope <&-", 2, "tersekv: the prompt is empty"),
+        ("list | true", 1, ""),
+    ],
+)
+def test_closed_streams_and_readers_that_leave(call: str, status: int, words: str) -> None:
+    """One line or none, never a traceback; the status is that of the program."""
+    program = f"{sys.executable} -m tersekv {call}"
+    done = subprocess.run(
+        ["bash", "-c", f"{program}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == status, done
+    said = done.stdout + done.stderr
+    assert said.startswith(words)
+    assert len(said.splitlines()) == bool(words)
+
+
+def test_a_file_does_not_take_the_place_of_a_closed_stream(tmp_path: Path) -> None:
+    """What a library writes to the second stream must not end up in a file that was opened since."""
+    code = (
+        "import os; from tersekv.cli import streams; streams.prepare(); "
+        f"f = open({str(tmp_path / 'out')!r}, 'w'); os.write(2, b'warning'); os.write(1, b'noise'); f.write('mine')"
+    )
+    subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" >&- 2>&-'], check=True, timeout=120)
+    assert (tmp_path / "out").read_text() == "mine"

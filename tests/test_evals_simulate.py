@@ -79,7 +79,7 @@ def test_simulated_tokens(llama) -> None:
         assert torch.equal(got[:, :, 3:], codec.decode(codec.encode(filled), 32)[:, :, :1097])
     with pytest.raises(CacheError, match="got tokens twice"):
         cache.layers[1].update(keys, values)
-    with pytest.raises(CacheError, match="layer 0: keys or values hold values that are not finite in float16"):
+    with pytest.raises(CacheError, match="layer 0: keys or values are not finite in float16"):
         cache.layers[0].update(keys * 1e6, values)
 
 

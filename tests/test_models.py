@@ -523,3 +523,19 @@ def test_real_default_model() -> None:
     ids = text.input_ids(tokenizer, prompt, model.config, 12)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(out[0, ids.shape[1] :])
+
+
+def test_a_model_that_cannot_be_got_says_what_to_do_for_any_model(monkeypatch) -> None:
+    """Not for the one that is known by name alone."""
+    with pytest.raises(UserError, match="cannot get the model 'some/model' from the Hub") as error:
+        models.load_config("some/model")
+    said = str(error.value)
+    for part in ("hf download some/model --local-dir FOLDER", "--model FOLDER", "HF_HUB_OFFLINE=1", "smollm2"):
+        assert part in said
+    with pytest.raises(UserError, match="did you mean 'smollm2'"):
+        models.load_config("smolm2")
+
+
+def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no config.json, so it is no model; give the folder that has it"):
+        models.load_tokenizer(str(tmp_path))

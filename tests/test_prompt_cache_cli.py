@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import forged
 from tersekv import cli
 from tersekv.hf import models
 from tersekv.hf.text import common_ids
@@ -65,7 +66,11 @@ def test_refusals(tiny: str, built: Path, tmp_path: Path, capfd: pytest.CaptureF
     assert "differs from token 51 on" in refuse(capfd, *common, "-p", TEXT[:50])
     assert "leave --recipe out" in refuse(capfd, *common, "-p", TEXT, "-r", "kivi:bits=4")
     assert "cannot read" in refuse(capfd, "prompt-cache", "info", str(tmp_path / "none"))
-    assert "cannot write" in refuse(capfd, *BUILD, "-m", tiny, "-o", str(tmp_path / "none" / "file"))
+    assert "there is no folder" in refuse(capfd, *BUILD, "-m", tiny, "-o", str(tmp_path / "none" / "file"))
+    assert "is a folder: give a file in it" in refuse(capfd, *BUILD, "-m", tiny, "-o", str(tmp_path))
+    forged.rewrite(built, tmp_path / "forged", batch="1")
+    for command in ("info", "verify"):
+        assert "batch is '1', and must be" in refuse(capfd, "prompt-cache", command, str(tmp_path / "forged"))
     data = bytearray(built.read_bytes())
     data[-1] ^= 1
     built.write_bytes(data)

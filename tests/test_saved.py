@@ -10,7 +10,7 @@ import transformers as tf
 from safetensors import safe_open
 
 import tersekv
-from conftest import SHAPE, build, prompt
+from conftest import MODELS, SHAPE, build, prompt
 from tersekv.codecs import methods
 from tersekv.errors import UserError
 from tersekv.hf.calibrate import Calibrator, Corpus
@@ -266,3 +266,13 @@ def test_what_cannot_be_saved(llama, tmp_path):
     cache.save(tmp_path / "cache")
     with pytest.raises(UserError, match="does not know its token ids"):
         tersekv.CompressedCache.load(tmp_path / "cache", llama, prompt(50))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_every_architecture(models, name, tmp_path):
+    """What a file may hold follows from the config, whose shapes are those of the cache."""
+    cache = tersekv.CompressedCache(models[name].config, "uniform:group=16")
+    with tersekv.compress(models[name], "uniform:group=16"):
+        read(models[name], cache, [prompt(200), *singles(3)])
+        goes_on_alike(models[name], cache, tmp_path / "cache", singles(2))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -105,3 +107,43 @@ def test_engines_whose_layers_cannot_be_packed(part, change, words):
     assert why_not_engine(engine) is None
     setattr(engine, part, SimpleNamespace(**(vars(getattr(engine, part) or SimpleNamespace()) | change)))
     assert words in why_not_engine(engine)
+
+
+def test_a_backend_that_vllm_keeps_refuses_the_recipe_of_a_later_engine(monkeypatch):
+    """With the few objects of vLLM that are asked; tests/serving has the real ones."""
+
+    class Native:
+        """vLLM's own."""
+
+        @staticmethod
+        def get_impl_cls() -> type:
+            return int
+
+    current: list[SimpleNamespace] = [config(None)]
+    members = {"FLASH_ATTN": SimpleNamespace(value="somewhere.Native")}
+    fakes = {
+        "vllm": {"__version__": "0.32.0"},
+        "vllm.config": {"get_current_vllm_config_or_none": lambda: current[0]},
+        "vllm.platforms": {"current_platform": SimpleNamespace(device_name="cuda")},
+        "vllm.utils.import_utils": {"resolve_obj_by_qualname": {"somewhere.Native": Native}.__getitem__},
+        "vllm.v1.attention.backends.registry": {
+            "AttentionBackendEnum": type("Enum", (dict,), {"__members__": members})(members)
+        },
+    }
+    for name, contents in fakes.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "tersekv.serving.vllm.others", raising=False)
+    others = importlib.import_module("tersekv.serving.vllm.others")
+    kept = others.FLASH_ATTN
+    assert (kept.__name__, kept.__qualname__, kept.__module__) == (Native.__name__, Native.__qualname__, __name__)
+    assert issubclass(kept, Native)
+    assert kept.get_impl_cls() is int
+    current[0] = config({"recipe": "int4"})
+    with pytest.raises(UserError, match="recipe 'int4' cannot be served: vLLM has chosen its backend FLASH_ATTN"):
+        kept.get_impl_cls()
+    with pytest.raises(UserError, match="cannot be served"):
+        _ = others.FLASH_ATTN
+    current[0] = config(None)
+    assert kept.get_impl_cls() is int

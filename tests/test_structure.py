@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "tables": {"ops"},
     "codecs": {"formats", "ops", "tables", "transforms"},
     "tokens": {"formats"},
-    "recipe": {"codecs", "tokens"},
+    "grammar": {"codecs", "tokens"},
+    "recipe": {"codecs", "grammar", "tokens"},
     "store": {"codecs", "formats", "recipe", "tokens", "transforms"},
     "attention": {"formats", "ops", "store"},
     "hf": {"attention", "codecs", "formats", "recipe", "store", "transforms"},
@@ -152,19 +153,10 @@ def test_links_in_the_docs_lead_somewhere():
 
 
 def test_files_stay_small():
-    """Most files under 250 lines; a longer one has a reason and stands here with it."""
-    reasons = {
-        "test_models.py",
-        "test_cli.py",
-        "test_ops_parity.py",
-        "test_ops_triton.py",
-        "test_transformers.py",
-    }  # many small cases
-    reasons |= {"kvquant.py", "trellis.py"}  # a whole system, with its ablations
-    reasons |= {"operands.py"}  # a few lines for each layout
-    reasons |= {"trellis_vnni.cpp"}  # one kernel: the same registers serve keys and values
+    """No file over 400 lines but tests of many small cases: a smaller limit pushes code into compression."""
+    reasons = {"test_models.py", "test_cli.py", "test_ops_parity.py", "test_ops_triton.py", "test_transformers.py"}
     for folder in ("src", "tests", "benchmarks", "cpp"):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".py", ".cpp", ".h") and path.name not in reasons:
                 lines = path.read_text().count("\n")
-                assert lines <= 280, f"{path.relative_to(ROOT)} has {lines} lines"
+                assert lines <= 400, f"{path.relative_to(ROOT)} has {lines} lines"

@@ -511,3 +511,42 @@ def test_torch_compile_eager_backend(llama):
         compiled = torch.compile(llama.forward, backend="eager")
         got = compiled(ids, past_key_values=cache).logits
     torch.testing.assert_close(got, llama(ids).logits, atol=2e-4, rtol=2e-3)
+
+
+# ---------------------------------------------------------------- how a cache is made
+
+
+def test_a_cache_of_a_model_is_one_of_its_config(llama):
+    of_model, of_config = (tersekv.CompressedCache(x, "kivi:bits=4") for x in (llama, llama.config))
+    assert of_model.config is of_config.config
+    assert str(of_model.recipe) == str(of_config.recipe)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "words"),
+    [
+        (["kivi"], {}, r"takes a model or its config first, got str; write for example CompressedCache\(model, "),
+        ([], {"bits": 4}, "takes no bits; it takes a model or its config, recipe, .* options belong into the recipe"),
+        ([], {}, "a recipe is a string like 'kivi:bits=4', got None"),
+        ([], {"recipe": 4}, "a recipe is a string like 'kivi:bits=4', got 4"),
+    ],
+)
+def test_wrong_arguments_of_a_cache(llama, arguments, keywords, words):
+    with pytest.raises(tersekv.UserError, match=words):
+        tersekv.CompressedCache(*(arguments or [llama]), **keywords)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "value", "words"),
+    [
+        ("kivi", float("inf"), "^layer 0: keys or values hold NaN or Inf; the model's own computation has overflowed"),
+        ("kivi", 1e5, "^layer 0: keys or values reach 1e.05, which float16 cannot hold; use the policy option exact="),
+        ("window:recent=0,exact=fp32+kivi", 1e6, "^layer 0: a scale of .* exceeds float16's 65504; use the codec's"),
+    ],
+)
+def test_what_cannot_be_held_is_said_in_one_sentence(llama, recipe, value, words):
+    cache = tersekv.CompressedCache(llama, recipe)
+    keys = torch.zeros(1, 2, 64, 32)
+    keys[0, 0, 7, 3] = value
+    with pytest.raises((CacheError, tersekv.UserError), match=words):
+        cache.update(keys, keys, 0)

@@ -16,5 +16,6 @@ class CacheError(RuntimeError):
 
 def hint(word: str, known: Iterable[str]) -> str:
     """The end of a sentence that names a near miss: `, did you mean 'x'?`, or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f", did you mean '{close[0]}'?" if close else ""
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f", did you mean '{by_lower[close[0]]}'?" if close else ""

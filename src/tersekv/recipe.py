@@ -19,16 +19,11 @@ from typing import Any, NamedTuple
 
 from tersekv.codecs import Codec, Pair, methods
 from tersekv.errors import UserError, hint
+from tersekv.grammar import PRESETS as PRESETS
+from tersekv.grammar import check_order, check_presets, override, without_spaces
 from tersekv.tokens import TokenPolicy, policies
 
 DEFAULT_POLICY = "window"
-
-PRESETS = {
-    "small": "trellis:bits=2,calibration=prompt",
-    "default": "trellis:bits=3,calibration=prompt",
-    "safe": "trellis:bits=4,calibration=prompt",
-}
-"""Coders by name that need no corpus; measured in docs/methods/trellis.md. Commands take `default` without a recipe."""
 
 PRE_ROPE = "pre_rope"
 """An option of every method: whether keys are coded before RoPE."""
@@ -90,7 +85,7 @@ class Recipe:
         self.policy()
 
     @staticmethod
-    def parse(recipe: str | Recipe) -> Recipe:
+    def parse(recipe: str | Recipe | None) -> Recipe:
         """Read the short string; a Recipe is returned as it is."""
         if isinstance(recipe, Recipe):
             return recipe
@@ -98,18 +93,12 @@ class Recipe:
             raise UserError(
                 f"a recipe is a string like 'kivi:bits=4', got {recipe!r}; `tersekv list` shows the methods"
             )
-        head, *rest = ("".join(recipe.split())).split(";")
+        head, *rest = without_spaces(recipe).split(";")
         policy, plus, coder = head.rpartition("+")
-        layers = []
-        for part in rest:
-            spec, equals, override = part.partition("=")
-            if not equals or not re.fullmatch(r"-?\d+|\d+-\d+", spec):
-                raise UserError(
-                    f"'{part}' in recipe '{recipe}' is no layer override; write e.g. ;0-1=exact or ;-1=exact"
-                )
-            layers.append((spec, _coder(override)))
+        check_order(policy, plus, coder)
         tokens = _term(policy, policies(), "token policy") if plus else Term(DEFAULT_POLICY)
-        return Recipe(_coder(coder), tokens, tuple(layers))
+        overrides = [override(part, recipe) for part in rest]
+        return Recipe(_coder(coder), tokens, tuple((spec, _coder(other)) for spec, other in overrides))
 
     def __str__(self) -> str:
         policy = "" if self.tokens == Term(DEFAULT_POLICY) else f"{self.tokens}+"
@@ -131,16 +120,33 @@ class Recipe:
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise UserError(f"this is no recipe in JSON ({error}); write one with Recipe.to_json()") from error
 
+    def learning_from_prompt(self) -> Recipe | None:
+        """The same with `calibration=prompt` where a method has it; None where one learns from a corpus even so."""
+
+        def term(one: Term) -> Term:
+            given = {"calibration": "prompt"} if "calibration" in methods()[one.name].parameters else {}
+            return Term(one.name, tuple(sorted((dict(one.options) | given).items())))
+
+        def coder(one: Coder) -> Coder:
+            return Coder(term(one.keys), one.values and term(one.values))
+
+        other = Recipe(coder(self.coder), self.tokens, tuple((spec, coder(one)) for spec, one in self.layers))
+        codecs = [codec for one in (other.coder, *(one for _, one in other.layers)) for codec in one.at(0)]
+        return None if any(codec.lacks == "corpus" for codec in codecs) else other
+
     def policy(self) -> TokenPolicy:
         """The token policy."""
-        return policies()[self.tokens.name](**dict(self.tokens.options))
+        try:
+            return policies()[self.tokens.name](**dict(self.tokens.options))
+        except UserError as error:
+            raise UserError(f"{self.tokens.name}: {error}") from error
 
     def plan(self, layer: int, layers: int) -> LayerPlan:
         """What layer `layer` of a model with `layers` layers does; the last override that names it wins."""
         coder = self.coder
-        for spec, override in self.layers:
+        for spec, other in self.layers:
             if layer in _layer_range(spec, layers):
-                coder = override
+                coder = other
         return LayerPlan(*coder.at(layer), self.policy(), layer, layers)
 
 
@@ -163,12 +169,16 @@ def _layer_range(spec: str, layers: int) -> range:
 def _build(term: Term) -> Pair:
     options = dict(term.options)
     pre_rope = options.pop(PRE_ROPE, None)
-    pair = methods()[term.name].build(**options)
+    try:
+        pair = methods()[term.name].build(**options)
+    except UserError as error:
+        raise UserError(f"{term.name}: {error}") from error
     return pair if pre_rope is None else pair.with_pre_rope(pre_rope)
 
 
 def _coder(text: str) -> Coder:
     keys, slash, values = PRESETS.get(text, text).partition("/")
+    check_presets(keys, values, text)
     return Coder(_term(keys, methods(), "method"), _term(values, methods(), "method") if slash else None)
 
 
@@ -183,16 +193,22 @@ def _coder_from(data: Mapping[str, Any]) -> Coder:
 
 def _term(text: str, known: Mapping[str, Any], what: str) -> Term:
     """Read name:option=value,…"""
-    name, _, rest = text.partition(":")
+    name, colon, rest = text.partition(":")
     if not name:
         raise UserError(
             f"a {what} is missing; write policy+method, keys/values or just a method. Known are {', '.join(known)}"
         )
+    first = re.split(r"[=,]", name)[0]
+    if first != name and first in known:
+        raise UserError(
+            f"'{name}' lacks a colon; write {first}:option=value, for example {first}:{_example(known[first])}"
+        )
     options = {}
-    for part in filter(None, rest.split(",")):
+    for part in rest.split(",") if colon else ():
         option, equals, value = part.partition("=")
-        if not equals or not value:
-            raise UserError(f"'{part}' in '{text}' is no option; write name=value, for example bits=4")
+        if not equals or not value or not option.isidentifier():
+            example = _example(known.get(name))
+            raise UserError(f"'{part}' in '{text}' is no option; write name=value, for example {example}, and commas")
         if option in options:
             raise UserError(f"option '{option}' stands twice in '{text}'; give it once")
         options[option] = value
@@ -203,8 +219,9 @@ def _checked(data: Mapping[str, Any], known: Mapping[str, Any], what: str) -> Te
     """A term whose name and options exist and whose values have the option's type."""
     name, options = data["name"], data["options"]
     if name not in known:
-        near = hint(name, known) or "."
-        raise UserError(f"unknown {what} '{name}'{near} Known are {', '.join(known)}")
+        everything = [*known, *PRESETS] if what == "method" else known
+        near = hint(name, everything) or "."
+        raise UserError(f"unknown {what} '{name}'{near} Known are {', '.join(everything)}")
     defaults = _defaults(known[name])
     for option in options:
         if option not in defaults:
@@ -213,6 +230,13 @@ def _checked(data: Mapping[str, Any], known: Mapping[str, Any], what: str) -> Te
             raise UserError(f"{what} '{name}' has no option '{option}'{near} It has {allowed}")
     typed = {option: _typed(name, option, value, defaults[option]) for option, value in options.items()}
     return Term(name, tuple(sorted(typed.items())))
+
+
+def _example(entry: Any) -> str:
+    """An option of a method or policy with its default."""
+    defaults = {"bits": 4} if entry is None else _defaults(entry)
+    option = "bits" if "bits" in defaults else next(iter(defaults))
+    return f"{option}={written(defaults[option])}"
 
 
 def _defaults(entry: Any) -> dict[str, Any]:
@@ -235,6 +259,8 @@ def _typed(name: str, option: str, value: Any, default: Any) -> Any:
         return kind(text)
     except (ValueError, KeyError):
         wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        if kind is int and re.fullmatch(r"-?\d+\.0*", text):
+            raise UserError(f"{name}:{option}={value} is wrong; write {option}={text.split('.')[0]}") from None
         raise UserError(
             f"{name}:{option}={value} is wrong; {option} takes {wanted}, for example {written(default)}"
         ) from None

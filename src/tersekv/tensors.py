@@ -1,12 +1,15 @@
-"""Tensors that outlive a call must not be inference tensors, nor follow a default device or type that a caller set."""
+"""Tensors that outlive a call must not be inference tensors, nor follow a default device or type that a caller set; and
+what a tensor may be that was read from a file."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,3 +39,48 @@ def cached_table(fn: Callable[P, T]) -> Callable[P, T]:
             return fn(*args, **kwargs)
 
     return make  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Type, shape and range of a tensor. shape: a length per axis, or the lengths that are allowed, or None for any.
+    low, high: smallest and largest element; None for the type's own. Floats are finite unless a bound is infinite, and
+    never NaN unless `anything`."""
+
+    dtype: torch.dtype
+    shape: tuple[int | tuple[int, ...] | None, ...]
+    low: float | None = None
+    high: float | None = None
+    anything: bool = False
+
+    def __str__(self) -> str:
+        axes = (
+            "any" if n is None else " or ".join(map(str, dict.fromkeys(n))) if isinstance(n, tuple) else str(n)
+            for n in self.shape
+        )
+        return f"{type_name(self.dtype)} [{', '.join(axes)}]"
+
+    def fault(self, x: object) -> str | None:
+        """What a value is in place of such a tensor, as the end of a sentence; None where it is one."""
+        if not isinstance(x, Tensor):
+            return f"is no tensor, and must be {self}"
+        lengths = zip(x.shape, self.shape, strict=False)
+        fits = len(x.shape) == len(self.shape) and all(
+            wanted is None or n in (wanted if isinstance(wanted, tuple) else (wanted,)) for n, wanted in lengths
+        )
+        if x.dtype != self.dtype or not fits:
+            return f"is {type_name(x.dtype)} {list(x.shape)}, and must be {self}"
+        if self.anything or x.numel() == 0 or (self.low is self.high is None and not x.is_floating_point()):
+            return None
+        limits = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype)
+        low = limits.min if self.low is None else self.low
+        high = limits.max if self.high is None else self.high
+        least, most = (bound.item() for bound in x.aminmax())
+        if low <= least and most <= high:  # never true of NaN
+            return None
+        return f"has elements from {least:g} to {most:g}, and must have {low:g} to {high:g}"
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """A type as people write it: float16."""
+    return str(dtype).removeprefix("torch.")

@@ -1,7 +1,8 @@
-"""One vLLM engine in a process of its own: a job as JSON on standard input, the answers as the last line of output.
+"""vLLM in a process of its own: a job as JSON on standard input, the answers as the last line of output.
 
 Job: {"engine": arguments of vllm.LLM, "batches": lists of prompts, given one after the other, "sampling": …}. A prompt
-is a text or a list of ids.
+is a text or a list of ids. "before": arguments of an engine that answers the first batch in the same process and is
+still there.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ def main() -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
+    first = LLM(**job["before"]) if job.get("before") else None
     llm = LLM(disable_log_stats=False, **job["engine"])
     sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **job["sampling"])
     answers, cached = [], []
     for batch in job["batches"]:
         prompts = [p if isinstance(p, str) else {"prompt_token_ids": p} for p in batch]
+        if first is not None:
+            first.generate(prompts, sampling, use_tqdm=False)
         outs = llm.generate(prompts, sampling, use_tqdm=False)
         answers.append([list(out.outputs[0].token_ids) for out in outs])
         cached.append([out.num_cached_tokens for out in outs])

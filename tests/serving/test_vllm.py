@@ -39,11 +39,18 @@ ENVIRONMENT = {
 }
 
 
-def run(batches, recipe=RECIPE, new_tokens=24, environment=None, **engine):
-    """Answers, cached tokens and capacity of one engine, and what it printed."""
+def run(batches, recipe=RECIPE, new_tokens=24, environment=None, before=None, **engine):
+    """Answers, cached tokens and capacity of one engine, and what it printed. before: the recipe, or "", of an engine
+    that is there before it in the same process."""
     extra = {"tersekv": {"recipe": recipe}} if recipe else {}
     options = {"enforce_eager": True, "max_model_len": 1024, "additional_config": extra, "max_num_seqs": 8} | engine
-    job = {"engine": options, "batches": batches, "sampling": {"max_tokens": new_tokens}}
+    first = options | {"additional_config": {"tersekv": {"recipe": before}} if before else {}}
+    job = {
+        "before": None if before is None else first,
+        "engine": options,
+        "batches": batches,
+        "sampling": {"max_tokens": new_tokens},
+    }
     done = subprocess.run(
         [sys.executable, str(ENGINE)], input=json.dumps(job), capture_output=True, text=True, timeout=900,
         env=ENVIRONMENT | (environment or {}),
@@ -161,6 +168,21 @@ def roomy(llama):
     assert result, said[-3000:]
     assert result["preempted"] == 0
     return result
+
+
+@pytest.mark.parametrize("before", ["", "uniform:bits=8;0=exact"])
+def test_a_second_engine_of_a_process_has_its_own_recipe(llama, roomy, before):
+    second, said = run([IDS], model=llama, before=before, **SMALL)
+    assert second, said[-3000:]
+    assert (second["answers"], second["capacity"]) == (roomy["answers"], roomy["capacity"])
+
+
+def test_a_second_engine_whose_recipe_cannot_be_served_says_so(llama, tmp_path):
+    """As for a vLLM that the plug-in is not written for, whose first engine runs without a recipe."""
+    (tmp_path / "sitecustomize.py").write_text("import tersekv.serving.vllm as p\np.SUPPORTED = '0.1'\n")
+    result, said = run([IDS[:1]], model=llama, before="", environment={"PYTHONPATH": str(tmp_path)}, **SMALL)
+    assert result is None
+    assert "the plug-in is written for 0.1" in said, said[-3000:]
 
 
 def test_tensor_parallel_gives_the_same_tokens(llama, roomy):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import os
 import sys
 from typing import Annotated, Any
 
@@ -23,6 +21,7 @@ from tersekv.cli import (
     plot,
     prompt_cache,
     report,
+    streams,
 )
 from tersekv.errors import CacheError, UserError
 
@@ -71,9 +70,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """The exit status of one call."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still gets its answer
+    streams.prepare()
     try:
         status = app(arguments, prog_name="tersekv", standalone_mode=False)
         sys.stdout.flush()
@@ -86,8 +83,7 @@ def run(arguments: list[str]) -> int:
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
             return _refuse(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
-        # Whoever read our stdout has left; the interpreter's own last flush must not complain either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.abandon()
         return 1
     except _PARSER_ERROR as error:
         message = error.format_message()

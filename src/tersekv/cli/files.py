@@ -10,8 +10,8 @@ from tersekv.errors import UserError
 from tersekv.whole_file import whole_file
 
 
-def check_out(out: Path, suffixes: Sequence[str]) -> Path:
-    """`out` with its home folder filled in, if a file of one of these kinds can be written there.
+def check_out(out: Path, suffixes: Sequence[str] = ()) -> Path:
+    """`out` with its home folder filled in, if a file of one of these kinds (none: any) can be written there.
 
     Raises:
         UserError: another suffix, a folder that is not there or cannot be written.
@@ -21,7 +21,7 @@ def check_out(out: Path, suffixes: Sequence[str]) -> Path:
     except RuntimeError as error:
         raise UserError(f"--out {out} names a home folder that does not exist; write the path in full") from error
     allowed = ", ".join(f".{suffix}" for suffix in suffixes)
-    if path.suffix.lower().removeprefix(".") not in suffixes:
+    if suffixes and path.suffix.lower().removeprefix(".") not in suffixes:
         came = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
         raise UserError(f"--out {out} {came}: give a file that ends in {allowed.replace(', ', ' or ')}")
     if path.is_dir():

@@ -77,9 +77,9 @@ def _recipe(recipe: str | None, prompt_cache: Path | None) -> str:
     given = None if recipe is None else str(Recipe.parse(recipe))
     if prompt_cache is None:
         return given or str(Recipe.parse(output.DEFAULT_RECIPE))
-    from tersekv.store import tensor_file
+    from tersekv.store.cache_file import read_said
 
-    found = str(tensor_file.read_said(prompt_cache.expanduser())[0].get("recipe"))
+    found = str(Recipe.parse(read_said(prompt_cache.expanduser())[0]["recipe"]))
     if given not in (None, found):
         raise UserError(f"--recipe {given} and {prompt_cache}, which has recipe {found}: leave --recipe out")
     return found

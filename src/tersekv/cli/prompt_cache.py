@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from tersekv.cli import output
+from tersekv.cli.files import check_out
 from tersekv.cli.generate import load, read_text
-from tersekv.errors import UserError
 
 app = typer.Typer(help="Prompts read once, kept as packed caches in files: build, info, verify.", no_args_is_help=True)
 File = Annotated[Path, typer.Argument(help="What `tersekv prompt-cache build` wrote.")]
@@ -31,6 +31,7 @@ def build(
     """Read a text, and write the packed cache of all tokens that prompts of `tersekv generate` with this text and any
     --question have in common."""
     text = read_text(prompt, file, None)
+    out = check_out(out)
     with output.step("loading torch and transformers"):
         import torch
 
@@ -76,11 +77,9 @@ def verify(
 
 
 def _say(file: Path, as_json: bool, more: dict[str, Any]) -> None:
-    from tersekv.store import tensor_file
+    from tersekv.store.cache_file import read_said
 
-    said, size = tensor_file.read_said(file.expanduser())
-    if "state" not in said:
-        raise UserError(f"{file} holds tensors, but no cache; give what `tersekv prompt-cache build` wrote")
+    said, size = read_said(file.expanduser())
     held = said["cache"]
     document = {
         "file": str(file),

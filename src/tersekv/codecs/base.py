@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tersekv.errors import UserError
 from tersekv.formats.base import Layout, Planes, Side, View
+from tersekv.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -80,6 +81,17 @@ class Codec(ABC):
     def of_heads(self, first: int, count: int) -> Self:
         """The codec for some of the heads that it was fitted on."""
         return self
+
+    def learns(self, B: int, H: int, head_dim: int) -> dict[str, TensorSpec]:
+        """The tensors that `fitted` may hold for a batch of B rows, in their order. A file may claim anything of
+        them."""
+        return {}
+
+    def learnt_fault(self, B: int, H: int, head_dim: int) -> str | None:
+        """What is wrong with `fitted`, whose tensors are each as `learns` says, as the end of a sentence; None where
+        nothing is."""
+        missing = [name for name in self.learns(B, H, head_dim) if name not in self.fitted]
+        return f"lacks {', '.join(missing)}" if missing and self.lacks is None else None
 
     def fit(self, x: Tensor) -> Self:
         """A codec that has learnt what it needs from x float32 [B, H, T, D]; itself where it needs nothing."""

@@ -36,11 +36,12 @@ from tersekv.formats.sparse import MAX_CHANNELS, SparseView, largest, pack_outli
 from tersekv.ops import backends
 from tersekv.tables.fixed import fixed_table
 from tersekv.tables.kmeans import kmeans
+from tersekv.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-TOO_LARGE = "keep that layer exact (…;<layer>=exact:dtype=bf16)"
+TOO_LARGE = "keep that layer exact: put ;LAYER=exact:dtype=bf16 behind the recipe"
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,32 @@ class KVQuant(Codec):
         per_head = {name: t for name, t in self.fitted.items() if t.dim() == 3 and t.shape[1] > 1}
         own = {name: t[:, first : first + count] for name, t in per_head.items()}
         return dataclasses.replace(self, fitted=self.fitted | own)
+
+    def learns(self, B: int, H: int, head_dim: int) -> dict[str, TensorSpec]:
+        """Thresholds and tables, of each row or of all; what comes from a corpus is of all."""
+        found = {}
+        learnt = (1,) if self.fits_on == "corpus" else (1, B)
+        rows = learnt if self.ranges == "offline" else (1, B)
+        if "ranges" in self._learns:
+            extent = (H, head_dim) if self.axis == "channel" else (1, 1)
+            found = dict.fromkeys(("lower", "upper"), TensorSpec(torch.float32, (rows, *extent)))
+        if self.table == "nuq":
+            table = TensorSpec(torch.float32, (learnt, 2**self.bits))
+            found |= {"table": table} | ({"table_read": table} if self.q_norm else {})
+        return found
+
+    def learnt_fault(self, B: int, H: int, head_dim: int) -> str | None:
+        """Ranges that half precision holds; what a prompt has taught is all of as many rows."""
+        fault = super().learnt_fault(B, H, head_dim)
+        if fault is None and self.fits_on == "prompt" and len({len(t) for t in self.fitted.values()}) > 1:
+            return "has tensors of one row and of several"
+        if fault or "lower" not in self.fitted or "upper" not in self.fitted:
+            return fault
+        low, high = self.fitted["lower"], self.fitted["upper"]
+        if low.shape != high.shape or not bool((low <= high).all()):
+            return "has lower thresholds above upper ones"
+        stored = (high / 2 - low / 2).half().isfinite() & (high / 2 + low / 2).half().isfinite()
+        return None if bool(stored.all()) else "has thresholds that float16 cannot hold"
 
     def fit(self, x: Tensor, fisher: Tensor | None = None) -> Self:
         """Learn from x float32 [B, H, T, D], each row of the batch for itself; from a corpus B is 1. fisher: squared
@@ -233,7 +260,7 @@ class KVQuant(Codec):
             for name, spec in layout.planes.items()
         }
         if self.outliers:
-            planes |= sparse_planes(self.outliers * head_dim)
+            planes |= sparse_planes(self.outliers * head_dim, head_dim)
             if self.axis == "token" and not self._of_matrix and not self.cap:
                 planes = {
                     name: spec if spec.ragged is None else dataclasses.replace(spec, ends=(self.outliers, head_dim))

@@ -36,7 +36,7 @@ from tersekv.formats.polar import Polar, PolarView
 from tersekv.ops import backends
 from tersekv.tables.kmeans import kmeans
 from tersekv.tables.lloyd_max import polar_table
-from tersekv.tensors import cached_table
+from tersekv.tensors import TensorSpec, cached_table
 from tersekv.transforms.polar import to_polar
 from tersekv.transforms.rotation import random_rotation, rotated
 
@@ -107,6 +107,13 @@ class PolarQuant(Codec):
         """angles and radii."""
         return self.polar(head_dim).layout()
 
+    def learns(self, B: int, H: int, head_dim: int) -> dict[str, TensorSpec]:
+        """Online tables."""
+        if self.codebook == "offline":
+            return {}
+        levels = enumerate(self.level_bits, start=1)
+        return {f"level {level}": TensorSpec(torch.float32, (B, 2**bits)) for level, bits in levels}
+
     def fit(self, x: Tensor) -> Self:
         """Online tables from x [B, H, T, D]: per level [B, 2^b], float32."""
         if self.codebook == "offline":
@@ -152,7 +159,8 @@ class PolarQuant(Codec):
     def _level_tables(self, device: str) -> list[Tensor]:
         """Tables of levels 1 to L: [2^b], or [B, 2^b] where they are fitted."""
         if self.codebook == "online":
-            return list(self.fitted.values())
+            names = (f"level {level}" for level in range(1, len(self.level_bits) + 1))
+            return [self.fitted[name] for name in names if name in self.fitted]
         return [offline_table(bits, level, device) for level, bits in enumerate(self.level_bits, start=1)]
 
     def view(self, planes: Planes, head_dim: int) -> View:

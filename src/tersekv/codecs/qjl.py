@@ -31,6 +31,7 @@ from tersekv.errors import UserError
 from tersekv.formats.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec
 from tersekv.formats.signs import SignSketch, SignsView, signs_planes
 from tersekv.ops import backends
+from tersekv.tensors import TensorSpec
 from tersekv.transforms.sketch import jl_sketch, sign_factor
 
 if TYPE_CHECKING:
@@ -84,8 +85,20 @@ class Qjl(Codec):
             planes |= signs_planes(self.outlier_rows(head_dim), torch.float16, "outlier_")
             if self.outliers_per == "group":
                 index = torch.uint8 if head_dim <= 256 else torch.int16
-                planes["channels"] = PlaneSpec((self.outliers,), index, "scales and norms")
+                planes["channels"] = PlaneSpec((self.outliers,), index, "scales and norms", channels=head_dim)
         return Layout(BLOCK_TOKENS, planes)
+
+    def learns(self, B: int, H: int, head_dim: int) -> dict[str, TensorSpec]:
+        """The outlier channels of each head, ascending."""
+        n = self.outliers
+        return {"channels": TensorSpec(torch.int16, (B, H, n), 0, head_dim - 1)} if self.fits_on else {}
+
+    def learnt_fault(self, B: int, H: int, head_dim: int) -> str | None:
+        """No channel twice."""
+        fault, channels = super().learnt_fault(B, H, head_dim), self.fitted.get("channels")
+        if fault is None and channels is not None and not bool((channels.diff(dim=-1) > 0).all()):
+            return "has channels that do not ascend"
+        return fault
 
     def fit(self, x: Tensor) -> Self:
         """Choose the outlier channels of each head from x [B, H, T, D]."""

@@ -37,6 +37,7 @@ from tersekv.ops.basis import packed_basis, unpacked_basis
 from tersekv.ops.trellis import MOST_BITS, STATES
 from tersekv.tables.bits import SQUARED_ERROR, allotted, shared_out
 from tersekv.tables.trellis import scalar_entries, trellis_entries
+from tersekv.tensors import TensorSpec
 from tersekv.transforms.klt import fisher_metric, klt, within
 from tersekv.transforms.rotation import random_rotation
 
@@ -112,6 +113,35 @@ class Trellis(Codec):
         if self.words(head_dim) * WORD_BITS > MOST_BITS * head_dim:
             raise UserError(f"bits={self.bits:g} is too much for {head_dim} channels; allowed are at most {MOST_BITS}")
         return trellis_layout(self.words(head_dim))
+
+    def learns(self, B: int, H: int, head_dim: int) -> dict[str, TensorSpec]:
+        """See `fit`; of each row or of all."""
+        rows, half = (1, B), torch.float16
+        channels = rows, H, head_dim
+        found = {"mean": TensorSpec(half, channels)} if self.centre else {}
+        if self.basis == "klt":
+            found["basis"] = TensorSpec(torch.uint8, (rows, H, 3 * -(-(head_dim**2) // 4)))
+            found["channels"] = TensorSpec(half, channels)
+        return found | {
+            "scale": TensorSpec(half, channels, low=torch.finfo(half).tiny * 2**-10),
+            "importance": TensorSpec(torch.float32, (rows, H), low=0),
+            "weight": TensorSpec(half, channels, low=0),
+            "bits": TensorSpec(torch.uint8, channels, 0, MOST_BITS),
+        }
+
+    def learnt_fault(self, B: int, H: int, head_dim: int) -> str | None:
+        """Streams of one length, and a basis that can be inverted."""
+        fault = super().learnt_fault(B, H, head_dim)
+        if fault or "bits" not in self.fitted:
+            return fault
+        if len({len(t) for t in self.fitted.values()}) > 1:
+            return "has tensors of one row and of several"
+        sums = self.fitted["bits"].sum(-1)
+        if not self.words(head_dim) or not bool((sums == self.words(head_dim) * WORD_BITS).all()):
+            return f"has bits that do not fill words of {WORD_BITS}"
+        if "basis" in self.fitted and bool(torch.linalg.inv_ex(self._klt()).info.any()):
+            return "has a basis that cannot be inverted"
+        return None
 
     def fit(self, x: Tensor, gradient: Tensor | None = None) -> Self:
         """Learn from x float32 [B, H, T, D], each row of the batch for itself. gradient: of the loss with respect to

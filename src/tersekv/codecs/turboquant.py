@@ -34,7 +34,7 @@ from tersekv.formats.grid import Grid, GridView, nearest_code, round_scale
 from tersekv.formats.signs import SignSketch, SignsView, signs_planes
 from tersekv.ops import backends
 from tersekv.tables.lloyd_max import sphere_table
-from tersekv.tensors import cached_table
+from tersekv.tensors import TensorSpec, cached_table
 from tersekv.transforms.rotation import random_rotation, rotated, split_rotation
 from tersekv.transforms.sketch import jl_sketch, sign_factor
 
@@ -46,7 +46,7 @@ OUTLIER_SHARE = 4
 
 SKETCH_SEED_OFFSET = 104_729
 
-TOO_LARGE = "keep that layer exact (…;<layer>=exact:dtype=bf16)"
+TOO_LARGE = "keep that layer exact: put ;LAYER=exact:dtype=bf16 behind the recipe"
 
 
 class Part(NamedTuple):
@@ -115,6 +115,18 @@ class TurboQuant(Codec):
         """The layout of the codes: one scale per token. None where prod leaves no bit for them."""
         bits = part.bits - (self.variant == "prod")
         return Grid(bits, self.side, "token", 0, False, part.dim) if bits else None
+
+    def learns(self, B: int, H: int, head_dim: int) -> dict[str, TensorSpec]:
+        """The outlier channels of each head, ascending."""
+        n = head_dim // OUTLIER_SHARE
+        return {"channels": TensorSpec(torch.int16, (B, H, n), 0, head_dim - 1)} if self.fits_on else {}
+
+    def learnt_fault(self, B: int, H: int, head_dim: int) -> str | None:
+        """No channel twice."""
+        fault, channels = super().learnt_fault(B, H, head_dim), self.fitted.get("channels")
+        if fault is None and channels is not None and not bool((channels.diff(dim=-1) > 0).all()):
+            return "has channels that do not ascend"
+        return fault
 
     def fit(self, x: Tensor) -> Self:
         """Choose the outlier channels of each head from x [B, H, T, D]: the largest by norm."""

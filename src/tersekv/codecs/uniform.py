@@ -19,6 +19,7 @@ from tersekv.formats.base import Layout, Planes
 from tersekv.formats.grid import SCALE_DTYPES, Grid, GridView, round_scale
 from tersekv.ops import backends
 from tersekv.tables.fixed import integers
+from tersekv.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,6 +57,12 @@ class Uniform(Codec):
     def layout(self, head_dim: int) -> Layout:
         """codes, scale, offset."""
         return self.grid(head_dim).layout()
+
+    def learns(self, B: int, H: int, head_dim: int) -> dict[str, TensorSpec]:
+        """Ranges of the whole sequence."""
+        dtype = SCALE_DTYPES[self.scales]
+        scale, offset = TensorSpec(dtype, (B, H, head_dim), low=0), TensorSpec(dtype, (B, H, head_dim))
+        return {"scale": scale, "offset": offset} if self._whole else {}
 
     def fit(self, x: Tensor) -> Self:
         """Take each channel's range from x [B, H, T, D] if one range serves the whole sequence."""

@@ -34,6 +34,7 @@ class PlaneSpec:
     layout with ragged planes has one named `…_starts`, int32 [B, H, N], that says where each block's entries begin.
     ends: (share, elements per head) where entries are what lies outside two quantiles of each token's vector over all
     heads: a whole number at each end, so that short vectors have more than the share.
+    channels: of a plane whose elements name channels in their low `channel_bits` bits (None: all), how many there are.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +43,8 @@ class PlaneSpec:
     shared: bool = False
     ragged: float | None = None
     ends: tuple[float, int] | None = None
+    channels: int | None = None
+    channel_bits: int | None = None
 
     def block_bytes(self, heads: int = 1) -> float:
         """Bytes of one block, per head of a layer with `heads` of them."""

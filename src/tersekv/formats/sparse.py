@@ -23,12 +23,14 @@ from tersekv.ops.encode_sparse import CHANNEL_BITS, MAX_CHANNELS
 from tersekv.ops.encode_sparse import quantiles as quantiles
 
 
-def sparse_planes(expected_per_token: float) -> dict[str, PlaneSpec]:
+def sparse_planes(expected_per_token: float, head_dim: int) -> dict[str, PlaneSpec]:
     """Planes of the overlay. expected_per_token: entries per token and head that a declared size counts with."""
     entries = expected_per_token * BLOCK_TOKENS
     return {
         "outlier_starts": PlaneSpec((), torch.int32, "scales and norms"),
-        "outlier_places": PlaneSpec((), torch.int16, "codes", ragged=entries),
+        "outlier_places": PlaneSpec(
+            (), torch.int16, "codes", ragged=entries, channels=head_dim, channel_bits=CHANNEL_BITS
+        ),
         "outlier_values": PlaneSpec((), torch.float16, "codes", ragged=entries),
     }
 

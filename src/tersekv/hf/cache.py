@@ -42,7 +42,7 @@ class CompressedCache(CheckedCache):
     """A cache for `generate(past_key_values=...)` or `model(past_key_values=...)`.
 
     Args:
-        config: the model's config (`model.config`).
+        config: the model, or its config (`model.config`).
         recipe: a recipe string or `Recipe`, for example "kivi:bits=2".
         calibration: for recipes that learn from a corpus, what `tersekv calibrate` made: a file, a folder of them, or a
             `Calibration`.
@@ -63,11 +63,23 @@ class CompressedCache(CheckedCache):
 
     def __init__(
         self,
-        config: PreTrainedConfig,
-        recipe: str | Recipe,
+        config: PreTrainedConfig | PreTrainedModel,
+        recipe: str | Recipe | None = None,
         calibration: Calibration | str | Path | None = None,
         context_parallel: ProcessGroup | None = None,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            raise UserError(
+                f"CompressedCache takes no {', '.join(unknown)}; it takes a model or its config, recipe, calibration "
+                "and context_parallel, and options belong into the recipe, for example 'kivi:bits=4'"
+            )
+        config = config.config if isinstance(config, PreTrainedModel) else config
+        if not isinstance(config, PreTrainedConfig):
+            raise UserError(
+                f"CompressedCache takes a model or its config first, got {type(config).__name__}; write for example "
+                "CompressedCache(model, 'kivi:bits=4')"
+            )
         recipe = Recipe.parse(recipe)
         plans = calibrated_plans(recipe, text_config(config), calibration)
         self._start(config, recipe, plans, spread_over(context_parallel))

@@ -15,6 +15,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -239,6 +240,11 @@ def _each(jobs: Sequence[FitJob], workers: int) -> Iterator[int]:
     pool = ProcessPoolExecutor(min(workers, len(jobs)), context, prepare_worker)
     try:
         yield from (future.result() for future in as_completed([pool.submit(fit, job) for job in jobs]))
+    except BrokenProcessPool as error:
+        raise UserError(
+            "the system ended a process that fits, most often for want of memory: run it again with fewer --workers or "
+            "--samples, and it goes on where it was"
+        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 

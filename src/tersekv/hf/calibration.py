@@ -24,7 +24,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from tersekv import __version__
 from tersekv.codecs import Codec, methods
 from tersekv.errors import UserError
-from tersekv.hf.config import attention_layers, text_config
+from tersekv.hf.config import AttentionShape, attention_layers, text_config
 from tersekv.hf.fingerprint import architecture, fingerprint
 from tersekv.hf.models import cache_dir
 from tersekv.hf.whole_files import save_whole
@@ -93,10 +93,10 @@ class Calibration:
             raise UserError(f"{path} is not a whole safetensors file ({error}): calibrate again") from error
         said = _entry(entry, path)
         digest = said.pop("digest")
-        try:
-            found = Calibration(Made(**said), tensors, path)
-        except TypeError as error:
-            raise UserError(f"{path} is damaged: what it says of itself has other fields; calibrate again") from error
+        kinds = {field.name: int if field.type == "int" else str for field in dataclasses.fields(Made)}
+        if {name: type(value) for name, value in said.items()} != kinds:
+            raise UserError(f"{path} is damaged: what it says of itself has other fields; calibrate again")
+        found = Calibration(Made(**said), tensors, path)
         if found.digest != digest:
             raise UserError(f"{path} is damaged: its tensors are not those that were written; calibrate again")
         return found
@@ -118,13 +118,24 @@ class Calibration:
         if model is not None and model != self.made.model:
             raise UserError(f"{where} was made for a model with other weights; {how_to(recipe)}")
 
-    def fitted(self, codec: Codec, layer: int) -> Codec:
-        """The codec of one side of a layer with what it learnt."""
+    def fitted(self, codec: Codec, layer: int, kv_heads: int, head_dim: int) -> Codec:
+        """The codec of one side of a layer with what it learnt.
+
+        Raises:
+            UserError: tensors are missing, or are not those that such a codec learns.
+        """
         start = f"layers.{layer}.{codec.side}."
         tensors = {name.removeprefix(start): t for name, t in self.tensors.items() if name.startswith(start)}
+        where, learns = self.path or "this calibration", codec.learns(1, kv_heads, head_dim)
+        for name, tensor in tensors.items():
+            fault = learns[name].fault(tensor) if name in learns else f"is nothing that {codec.side} learn"
+            if fault:
+                raise UserError(f"{where} is wrong: {start}{name} {fault}; calibrate again")
         made = dataclasses.replace(codec, fitted=tensors)
         if made.lacks == "corpus":
-            raise UserError(f"{self.path or 'this calibration'} holds too little for the {codec.side} of layer {layer}")
+            raise UserError(f"{where} holds too little for the {codec.side} of layer {layer}; calibrate again")
+        if fault := made.learnt_fault(1, kv_heads, head_dim):
+            raise UserError(f"{where} is wrong: {start.rstrip('.')} {fault}; calibrate again")
         return made
 
 
@@ -136,7 +147,7 @@ def _entry(entry: str | None, path: Path) -> dict[str, Any]:
         said = dict(json.loads(entry))
         found = said.pop("format")
         said["digest"] = str(said["digest"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged: it does not say what it is; calibrate again") from error
     if found != FORMAT:
         raise UserError(f"{path} has format {found}; this version reads format {FORMAT}: calibrate again")
@@ -153,7 +164,9 @@ def calibrated_part(recipe: Recipe) -> str:
 
 def how_to(recipe: Recipe) -> str:
     """The end of a sentence that says how to get a calibration."""
-    return f"make one with `tersekv calibrate --model … --recipe '{recipe}'` and pass calibration=FILE"
+    prompt = f", or use '{other}', which learns from the prompt" if (other := recipe.learning_from_prompt()) else ""
+    make = f"make one with `tersekv calibrate --model MODEL --recipe '{recipe}'`, which later runs find"
+    return f"{make} (elsewhere give calibration=FILE){prompt}"
 
 
 def place(folder: Path, recipe: Recipe) -> Path:
@@ -205,7 +218,8 @@ def calibrated_plans(
     Raises:
         UserError: none is given where the recipe needs one, or one that was made for something else.
     """
-    plans = attention_plans(recipe, config)
+    plans, shape = attention_plans(recipe, config), AttentionShape.of(text_config(config))
+    dims = {"keys": shape.key_dim, "values": shape.value_dim}
     if not needs_corpus(recipe, config):
         return plans
     if calibration is None:
@@ -214,7 +228,9 @@ def calibrated_plans(
     found.check(recipe, config)
 
     def learnt(codec: Codec, layer: int) -> Codec:
-        return found.fitted(codec, layer) if codec.lacks == "corpus" else codec
+        if codec.lacks != "corpus":
+            return codec
+        return found.fitted(codec, layer, shape.kv_heads, dims[codec.side])
 
     return {i: plan._replace(keys=learnt(plan.keys, i), values=learnt(plan.values, i)) for i, plan in plans.items()}
 

@@ -58,7 +58,7 @@ def fit(job: FitJob) -> int:
         try:
             save_whole(_fitted(codec, x, gradient, job.turn).fitted, out)
         except (UserError, CacheError) as error:
-            raise type(error)(f"{job.source} hold {error}") from error
+            raise type(error)(f"{job.source}: {error}") from error
     return _peak_bytes()
 
 

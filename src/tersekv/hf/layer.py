@@ -16,12 +16,16 @@ from tersekv.recipe import LayerPlan
 from tersekv.store.kept import new_store
 from tersekv.store.layer import LayerStore
 from tersekv.store.rollback import is_whole
+from tersekv.store.schema import anything, each, flag, of_spec, one_of, record, require, whole
 from tersekv.store.selective import UNREADABLE, SelectiveStore
 from tersekv.store.state import State, own
 
 if TYPE_CHECKING:
     from tersekv.hf.cache import CompressedCache
 
+
+FLOATS = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+"""Types of keys and values by the names that files have for them."""
 
 MUCH_MEMORY, MANY_TOKENS = 1 << 20, 128
 """Bytes of new keys, and how many tokens they are of, from which on packing them leaves memory behind that is worth
@@ -92,7 +96,7 @@ class CompressedLayer(CacheLayerMixin):
             self.store.append(keys, values, padding, *(() if votes is None else (votes,)))
         except (CacheError, UserError) as error:
             progress.torn = False
-            raise type(error)(f"layer {self.index}: keys or values hold {error}") from error
+            raise type(error)(f"layer {self.index}: {error}") from error
         except BaseException:  # also KeyboardInterrupt: what was only prepared has changed nothing
             progress.torn = not is_whole(self.store, seen)
             raise
@@ -132,20 +136,42 @@ class CompressedLayer(CacheLayerMixin):
         dtype = str(self.dtype).removeprefix("torch.")
         return common | {"shapes": shapes, "dtype": dtype, "store": self.store.state()}
 
-    def restore(self, state: State, device: torch.device) -> None:
-        """Hold what `state()` gave."""
-        learnt = {side: replace(getattr(self.plan, side), fitted=own(state["plan"][side])) for side in state["plan"]}
-        self.plan, self.record_past = self.plan._replace(**learnt), state["record_past"]
-        if state["store"] is not None:
-            dtype = getattr(torch, state["dtype"])
-            self.lazy_initialization(*(torch.empty(s, dtype=dtype, device=device) for s in state["shapes"]))
-            assert self.store is not None
-            if state["heads"] != (ours := self._place_of_heads(self.store.kv_heads)):
-                raise UserError(
-                    f"the file holds key-value heads (first, number, of) {state['heads']}, and this process has "
-                    f"{ours}: processes that divide the heads save and load a file each"
-                )
-            self.store.restore(state["store"])
+    def restore(self, state: State, batch: int, device: torch.device, place: str) -> None:
+        """Hold what `state()` gave for so many rows. place: where errors say it is.
+
+        Raises:
+            UserError: a state that no layer of this model and recipe has, or one of other heads than this process
+                holds.
+        """
+        shape, plan = self.cache.shape, self.plan
+        learns = {
+            "keys": plan.keys.learns(1, shape.kv_heads, shape.key_dim),
+            "values": plan.values.learns(1, shape.kv_heads, shape.value_dim),
+        }
+        fitted = {
+            side: record({name: of_spec(spec) for name, spec in specs.items()}, may_lack=True)
+            for side, specs in learns.items()
+        }
+        head = {"plan": record(fitted), "record_past": flag, "heads": each(whole(0, shape.kv_heads), 3)}
+        record({**head, "dtype": one_of(*FLOATS), "shapes": anything, "store": anything})(state, place)
+        _, held, _ = state["heads"]
+        shapes = [[batch, held, 0, shape.key_dim], [batch, held, 0, shape.value_dim]]
+        require(held > 0 and state["shapes"] == shapes, f"{place}.shapes", f"must be {shapes}")
+        if state["heads"] != (ours := self._place_of_heads(held)):
+            raise UserError(
+                f"the file holds key-value heads (first, number, of) {state['heads']}, and this process has "
+                f"{ours}: processes that divide the heads save and load a file each"
+            )
+        for side, dim in (("keys", shape.key_dim), ("values", shape.value_dim)):
+            codec = replace(getattr(plan, side), fitted=own(state["plan"][side]))
+            fault = codec.learnt_fault(1, shape.kv_heads, dim)
+            fault = fault or ("is not what the codec must have learnt" if codec.lacks == "corpus" else None)
+            require(fault is None, f"{place}.plan.{side}", fault or "")
+            self.plan = self.plan._replace(**{side: codec})
+        self.record_past = state["record_past"]
+        self.lazy_initialization(*(torch.empty(s, dtype=FLOATS[state["dtype"]], device=device) for s in shapes))
+        assert self.store is not None
+        self.store.restore(state["store"], f"{place}.store")
 
     def _place_of_heads(self, held: int) -> list[int]:
         heads = self.cache.heads(held)

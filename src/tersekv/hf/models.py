@@ -118,6 +118,10 @@ def resolve(name: str) -> str:
         return str(folder_of(name))
     path = _expanded(name)
     if name.strip() and path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(
+                f"{path} holds no config.json, so it is no model; give the folder that has it and the weights"
+            )
         return str(path)
     if not name.strip() or path.exists() or name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name:
         what = "a file, not a folder" if path.is_file() else "not there"
@@ -221,9 +225,18 @@ def _explained(name: str, where: str) -> Iterator[None]:
         if Path(where).is_dir():
             raise UserError(f"the model in {where} cannot be loaded: {said[:300]}") from error
         raise UserError(
-            f"cannot get the model {name!r} from the Hub: {said[:300]}; "
-            f"check the id and the network, or give a folder, or one of: {', '.join(KNOWN)}{hint(name, KNOWN)}"
+            f"cannot get the model {name!r} from the Hub: {said[:300].rstrip('.')}; {_without_network(name)}"
         ) from error
+
+
+def _without_network(name: str) -> str:
+    """What to do where the Hub cannot be reached, for any model."""
+    near = hint(name, KNOWN)
+    return (
+        f"check the id and the network, or copy its files here (on a machine with a network `hf download {name} "
+        f"--local-dir FOLDER`) and give --model FOLDER; HF_HUB_OFFLINE=1 uses what an earlier download has left in the "
+        f"Hub's cache; known by name without the Hub: {', '.join(KNOWN)}{near}"
+    )
 
 
 def _known(name: str) -> PackagedModel:

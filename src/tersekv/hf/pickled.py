@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,9 +50,13 @@ def rebuilt(
     cache = kind.of(config, parsed, attention_plans(parsed, config))
     for index, held in enumerate(layers):
         layer: Any = cache.layers[index]
-        if isinstance(layer, CompressedLayer):
+        if isinstance(layer, CompressedLayer) and held["store"] is None:
+            learnt = {side: replace(getattr(layer.plan, side), fitted=held["plan"][side]) for side in held["plan"]}
+            layer.plan, layer.record_past = layer.plan._replace(**learnt), held["record_past"]
+        elif isinstance(layer, CompressedLayer):
             devices = [tensor.device for tensor in split(held)[1].values()]
-            layer.restore(held, devices[0] if devices else torch.device("cpu"))
+            device = devices[0] if devices else torch.device("cpu")
+            layer.restore(held, held["shapes"][0][0], device, f"layers.{index}")
         else:
             cache.layers[index] = held
     cache.progress.torn, cache.progress.steps, cache.progress.last, cache.progress.done = progress

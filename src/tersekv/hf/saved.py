@@ -7,8 +7,9 @@ stay in the file's own memory.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ from tersekv.hf.config import attention_layers, text_config
 from tersekv.hf.fingerprint import architecture, fingerprint
 from tersekv.recipe import Recipe
 from tersekv.store import tensor_file
+from tersekv.store.cache_file import check_said
+from tersekv.store.layer import LayerStore
+from tersekv.store.schema import anything, each, optional, record, require, tensor
+from tersekv.store.selective import SelectiveStore
 from tersekv.store.state import joined, split
 from tersekv.tensors import plain
 
@@ -37,7 +42,9 @@ def save(cache: CompressedCache, path: Path, ids: Tensor | None = None, model: P
     """See `CompressedCache.save`."""
     model = model if model is not None else cache.model
     if model is None:
-        raise UserError("this cache does not know its model: fill it under tersekv.compress, or give save(…, model=…)")
+        raise UserError(
+            "this cache does not know its model: fill it under tersekv.compress, or give cache.save(path, model=model)"
+        )
     if any(kind.type == "linear" for kind in attention_layers(cache.config)):
         raise UserError(f"{cache.config.model_type} has state beside keys and values; such a cache cannot be saved")
     if cache.spread is not None:
@@ -70,19 +77,51 @@ def load(
 ) -> CompressedCache:
     """See `CompressedCache.load`. decode: how token ids are written where a prompt differs."""
     path = Path(path).expanduser()
-    said, tensors, _ = tensor_file.read(path)
+    said, tensors, size = tensor_file.read(path)
+    check_said(path, said, size)
     check_model(path, said, model)
-    tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
-    state = joined(said["state"], tensors)
+    with _named(path):
+        state = joined(said["state"], {name: tensor.to(model.device) for name, tensor in tensors.items()})
+        recipe = Recipe.parse(said["recipe"])
+        cache = CompressedCache.of(model.config, recipe, attention_plans(recipe, model.config))
+        layers = _layers(cache)
+        record({"layers": each(anything, len(layers)), "tables": each(anything), "ids": anything})(state, "")
+        _check_ids(said, state["ids"])
     if ids is not None:
         check_prompt(path, state["ids"], ids, decode)
-    recipe = Recipe.parse(said["recipe"])
-    cache = CompressedCache.of(model.config, recipe, attention_plans(recipe, model.config))
     _check_tables(path, state["tables"], _shared_tables(cache))
     cache.knows(model)
-    for layer, its_state in zip(_layers(cache), state["layers"], strict=True):
-        layer.restore(its_state, model.device)
+    with _named(path):
+        for i, (layer, its_state) in enumerate(zip(layers, state["layers"], strict=True)):
+            layer.restore(its_state, said["batch"], model.device, f"layers.{i}")
+        _check_layers([layer.store for layer in layers if layer.store is not None], said["cache"]["tokens"])
     return cache
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors about what a file holds name it."""
+    try:
+        yield
+    except UserError as error:
+        text = f"{path} is not a cache of its recipe and this model: {error}; {tensor_file.AGAIN}"
+        raise UserError(text) from error
+
+
+def _check_layers(stores: list[LayerStore | SelectiveStore], tokens: int) -> None:
+    """Raise UserError unless all layers have seen the same tokens."""
+    paddings = {tuple(store.padding.tolist()) for store in stores if store.padding is not None}
+    for i, store in enumerate(stores):
+        require(store.seen == tokens, f"layers.{i}", f"has seen {store.seen} tokens, and the cache {tokens}")
+    require(len(paddings) < 2, "layers", "differ in their padding")
+
+
+def _check_ids(said: dict[str, Any], ids: Any) -> None:
+    """Raise UserError unless the ids that a file holds are those that it says."""
+    shape = said["batch"], said["cache"]["tokens"]
+    optional(tensor(torch.int32, *shape))(ids, "ids")
+    digest = None if ids is None else ids_digest(ids)
+    require(digest == said["ids_sha256"], "ids", "are not those of ids_sha256")
 
 
 def check_model(path: Path, said: dict[str, Any], model: PreTrainedModel) -> None:
@@ -100,7 +139,7 @@ def check_model(path: Path, said: dict[str, Any], model: PreTrainedModel) -> Non
 def check_prompt(path: Path, held: Tensor | None, ids: Tensor, decode: Callable[[list[int]], str] = str) -> None:
     """Raise UserError unless a prompt [B, T] begins with the tokens [B, n] that a file holds."""
     if held is None:
-        raise UserError(f"{path} does not know its token ids: give them to save(…, ids=…)")
+        raise UserError(f"{path} does not know its token ids: give them when it is made: cache.save(path, ids)")
     new = ids.reshape(-1, ids.shape[-1]).to(held)
     if len(new) != len(held):
         raise UserError(f"{path} holds {len(held)} sequences, and the prompt has {len(new)}")
@@ -151,7 +190,9 @@ def _shared_tables(cache: CompressedCache) -> list[Tensor]:
 def _check_tables(path: Path, written: list[Tensor], made: list[Tensor]) -> None:
     """A rotation or sketch other than the one that codes were made with would decode to something else."""
     alike = len(written) == len(made) and all(
-        a.shape == b.shape and torch.allclose(a.cpu().float(), b.float(), rtol=SAME, atol=SAME)
+        isinstance(a, Tensor)
+        and (a.dtype, a.shape) == (b.dtype, b.shape)
+        and torch.allclose(a.cpu().float(), b.float(), rtol=SAME, atol=SAME)
         for a, b in zip(written, made, strict=False)
     )
     if not alike:

@@ -63,13 +63,13 @@ class SimulatedCache(OnePassCache):
                 rotary.note(0, T)
             return LayerTokens(self._code(plan.keys, keys, dtype, rotary), self._code(plan.values, values, dtype))
         except (CacheError, UserError) as error:
-            raise type(error)(f"layer {layer}: keys or values hold {error}") from error
+            raise type(error)(f"layer {layer}: {error}") from error
 
     def _code(self, codec: Codec, x: Tensor, dtype: torch.dtype, rotary: Rotary | None = None) -> Tensor:
         """x [B, H, T, D] after coding, in its own type. As in the store, tokens are rounded to the exact type first."""
         exact = x.to(dtype)
         if not bool(exact.isfinite().all()):
-            raise CacheError(f"values that are not finite in {str(dtype).removeprefix('torch.')}")
+            raise CacheError(f"keys or values are not finite in {str(dtype).removeprefix('torch.')}")
         first, rest = exact[:, :, : self.sinks], exact[:, :, self.sinks :]
         self._held.parts["exact sinks"] += first.numel() * first.element_size()
         if not rest.shape[2]:

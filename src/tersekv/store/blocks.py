@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tersekv.formats.base import Layout, Planes
 from tersekv.store.footprint import Footprint
-from tersekv.store.pages import ENTRY_MARGIN, SPARE_ENTRIES, Page, PageSizes
+from tersekv.store.pages import ENTRY_MARGIN, SPARE_ENTRIES, Page, PageSizes, check_page
+from tersekv.store.schema import Check, each
 from tersekv.store.state import State, Stateful
 
 
@@ -133,9 +134,17 @@ class BlockBuffer(Stateful):
         """See `Stateful`."""
         return {"pages": [page.state() for page in self.pages]}
 
-    def restore(self, state: State) -> None:
-        """See `Stateful`; pages that are full stay where the state's tensors lie."""
-        self.pages = [Page.restored(self.layout, self._nothing, page) for page in state["pages"]]
+    def schema(self) -> dict[str, Check]:
+        """See `Stateful`."""
+        unit = self.sizes.unit // self.layout.block_tokens
+        return {"pages": each(lambda page, place: check_page(self.layout, self._nothing, unit, page, place))}
+
+    def _hold(self, state: State, place: str) -> None:
+        """Pages that are full stay where the state's tensors lie."""
+        self.pages = []
+        for page in state["pages"]:
+            most = self.sizes.largest(page["stop"] * self.layout.block_tokens, self.tokens) // self.layout.block_tokens
+            self.pages.append(Page.restored(self.layout, self._nothing, page, most))
 
     def planes(self, first: int = 0, last: int | None = None) -> Planes:
         """Blocks `first` to `last` (counted from the oldest in use): views where they lie in one page, else a copy."""

@@ -11,11 +11,14 @@ their slots, in proportion to their sizes, and so again a uniform sample.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from tersekv.store.schema import Check, optional, record, refuse, require, shortened, tensor, whole
 
 EXACT = "donot_use_mm_for_euclid_dist"
 """Distances by differences: a key is at 0 from itself."""
@@ -52,6 +55,32 @@ class Clusters(NamedTuple):
             most,
         )
 
+    @staticmethod
+    def schema(like: Tensor, t: int, limited: bool) -> Check:
+        """What a file may say of such clusters, see `store/schema.py`. limited: whether their number is."""
+        B, H, _, D = like.shape
+        return record(
+            {
+                "centers": tensor(like.dtype, B, H, None, D),
+                "members": tensor(torch.int32, B, H, None, low=0),
+                "slots": tensor(torch.int32, B, H, None, t, low=-1),
+                "delta": tensor(torch.float32, B, H, low=0, high=math.inf),
+                "most": whole(1) if limited else optional(_nothing),
+            }
+        )
+
+    def check(self, below: int, place: str) -> None:
+        """Raise UserError unless all figures are of as many clusters, and slots name positions below a number."""
+        m = self.centers.shape[2]
+        alike = m == self.members.shape[2] == self.slots.shape[2] and (self.most is None or m <= self.most)
+        require(alike, place, f"has centers, members and slots of different clusters, or more than {self.most}")
+        used = self.members > 0
+        first = bool((used[:, :, 1:] <= used[:, :, :-1]).all())
+        require(first, f"{place}.members", "has empty clusters before others")
+        named = self.slots[used]
+        within = not named.numel() or (int(named.min()) >= 0 and int(named.max()) < below)
+        require(within, f"{place}.slots", f"must name positions below {below}")
+
     def extended(self, keys: Tensor, positions: Tensor, generator: torch.Generator) -> Clusters:
         """After a block of keys [B, H, n, D] at positions int32 [B, H, n] (−1: no token)."""
         B, H = self.delta.shape
@@ -83,6 +112,10 @@ class Clusters(NamedTuple):
         count = torch.searchsorted(slots, positions.contiguous(), right=True) - first
         cluster = order.gather(-1, first.clamp(max=max(0, slots.shape[-1] - 1))) // t
         return (count * self.members.gather(-1, cluster)).float().log() - torch.tensor(float(t)).log()
+
+
+def _nothing(value: object, place: str) -> None:
+    refuse(place, f"is {shortened(value)}, and must be null")
 
 
 def _padded(x: Tensor, m: int) -> Tensor:

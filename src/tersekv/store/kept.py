@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from tersekv.store.selective import SelectiveStore
 from tersekv.store.side import extents
 from tersekv.store.sketch import SketchStore
 from tersekv.store.spread import Spread, SpreadStore
+from tersekv.store.states import KEPT, kept_votes
 from tersekv.tokens.base import Candidates, Selection
 from tersekv.tokens.subgen import SubGen
 from tersekv.transforms.rope import Rope
@@ -38,7 +38,7 @@ VOTES = "votes"
 class KeptStore(SelectiveStore):
     """Held tokens have an order: packed slots, loose slots, tail. Votes come in that order, then those of new ones."""
 
-    STATE: ClassVar[tuple[str, ...]] = (*SelectiveStore.STATE, "tail_votes")
+    STATE, RULES = KEPT, (*SelectiveStore.RULES, kept_votes)
 
     def _start(self, keys: Tensor, values: Tensor) -> None:
         super()._start(keys, values)

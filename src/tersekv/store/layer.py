@@ -24,6 +24,7 @@ from tersekv.store.rotary import Rotary
 from tersekv.store.segments import ExactSegment, PackedSegment, new_page
 from tersekv.store.side import SideStore, extents
 from tersekv.store.state import Stateful
+from tersekv.store.states import LAYER, layer_padding, layer_tokens
 from tersekv.tensors import plain
 from tersekv.transforms.rope import Rope
 
@@ -39,7 +40,7 @@ class LayerStore(Stateful):
     layer's keys, needed where they are coded without it. `heads`: where other processes hold other heads.
     """
 
-    STATE = ("padding", "waits", "record_past", "seen", "dropped")
+    STATE, RULES = LAYER, (layer_tokens, layer_padding)
     PARTS, MADE = ("sides", "rotary"), ("_pages",)
     spread: Spread | None = None
     """The processes that divide the packed tokens, where they do (`store/spread.py`)."""
@@ -267,10 +268,9 @@ class LayerStore(Stateful):
     def tables(self) -> list[Tensor]:
         """Tables beside the planes, both sides; shared ones are the same objects in every layer. A codec that is
         fitted on the prompt has none before it has packed anything."""
-        keys = self.keys
         rope = []
         if self.rotary is not None and self.packed_tokens:
-            rope = self.rotary.tables(self.device, keys.codec.centred, keys.head_dim)
+            rope = self.rotary.tables(self.device, self.keys.codec.centred, self.keys.head_dim)
         return [*rope, *(table for side in self.sides for table in side.codec.tables(side.head_dim))]
 
     def footprint(self) -> Footprint:

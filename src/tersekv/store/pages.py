@@ -12,8 +12,13 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from tersekv.formats.base import BLOCK_TOKENS, Layout, Planes
+import torch
+from torch import Tensor
+
+from tersekv.formats.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec
+from tersekv.store.schema import anything, of_spec, record, require, whole
 from tersekv.store.state import State
+from tersekv.tensors import TensorSpec
 
 GROWTH = 16
 MIN_PAGE_TOKENS = 128
@@ -37,6 +42,11 @@ class PageSizes:
         most = math.inf if self.held is None else max(MIN_PAGE_TOKENS, self.held // GROWTH)
         size = min(max(tokens, MIN_PAGE_TOKENS, used // GROWTH), most)
         return math.ceil(size / self.unit) * self.unit
+
+    def largest(self, tokens: int, used: int) -> int:
+        """Tokens of the largest page that may hold `tokens` and come behind `used` others; of a sliding window, whose
+        first ones may have been forgotten since, the largest of all."""
+        return self.next(tokens if self.held is None else max(tokens, self.held), used)
 
     def slack(self, tokens: int) -> int:
         """Tokens allocated beyond `tokens` that come at once."""
@@ -73,9 +83,12 @@ class Page:
         return cls(layout, planes, [])
 
     @classmethod
-    def restored(cls, layout: Layout, like: Planes, state: State) -> Page:
-        """The page that had this state, with as much room. Planes without room to spare are the state's tensors."""
-        page = cls.empty(layout, like, state["blocks"], state["entries"])
+    def restored(cls, layout: Layout, like: Planes, state: State, most_blocks: int) -> Page:
+        """The page that had this state, which `check_page` has passed, with as much room, but for no more than
+        `most_blocks` or those in use. Planes without room to spare are the state's tensors."""
+        blocks = min(state["blocks"], max(state["stop"], most_blocks))
+        elements = _most_entries(layout, like) * blocks
+        page = cls.empty(layout, like, blocks, min(state["entries"], max(state["end"], elements)))
         page.start, page.stop = state["start"], state["stop"]
         begins = state["planes"][layout.starts][0, 0].tolist() if layout.starts is not None else [0] * len(page)
         page.ends = [*begins[:1] * page.start, *begins[1:], state["end"]]
@@ -142,6 +155,68 @@ class Page:
         """Other blocks are in use, none that was not written."""
         self.start, self.stop = start, stop
         del self.ends[stop:]
+
+
+def check_page(layout: Layout, like: Planes, unit: int, state: State, place: str) -> None:
+    """Raise UserError unless a state is that of a page with planes like those of `like`, in multiples of `unit`
+    blocks."""
+    figures = {name: whole() for name in ("blocks", "entries", "start", "stop", "end")}
+    record({**figures, "planes": anything})(state, place)
+    blocks, start, stop, entries, end = (state[name] for name in ("blocks", "start", "stop", "entries", "end"))
+    require(start < stop <= blocks, place, f"uses blocks {start} to {stop} of {blocks}")
+    require(start % unit == 0 == stop % unit, place, f"uses blocks {start} to {stop}, which are no multiples of {unit}")
+    planes = {
+        name: anything if spec.ragged is not None else of_spec(_spec(spec, like[name], stop - start))
+        for name, spec in layout.planes.items()
+    }
+    record(planes)(state["planes"], f"{place}.planes")
+    for name, spec in layout.planes.items():
+        if spec.ragged is None:
+            _check_channels(spec, state["planes"][name], f"{place}.planes.{name}")
+    if layout.starts is None:
+        require(entries == 0 == end, place, f"has {entries} entries, and must have none")
+        return
+    starts = state["planes"][layout.starts].permute(2, 0, 1).flatten().long()  # in the order of the entries
+    first, last = int(starts[0]), int(starts[-1])
+    rises = bool((starts[1:] >= starts[:-1]).all()) and first >= 0 and last <= end <= entries
+    require(rises and (start > 0 or first == 0), f"{place}.planes.{layout.starts}", "are not where entries begin")
+    for name, spec in layout.planes.items():
+        if spec.ragged is not None:
+            own = f"{place}.planes.{name}"
+            of_spec(TensorSpec(spec.dtype, (end - first,)))(state["planes"][name], own)
+            if spec.channels is not None:
+                _check_channels(spec, state["planes"][name], own)
+                _check_order(state["planes"][name], starts, end, own)
+
+
+def _spec(spec: PlaneSpec, like: Tensor, blocks: int) -> TensorSpec:
+    return TensorSpec(spec.dtype, (*like.shape[:2], blocks, *spec.shape))
+
+
+def _check_channels(spec: PlaneSpec, plane: Tensor, place: str) -> None:
+    """Kernels follow what elements name."""
+    if spec.channels is None or not plane.numel():
+        return
+    named = plane.long() if spec.channel_bits is None else plane.long() & ((1 << spec.channel_bits) - 1)
+    least, most = (int(bound) for bound in named.aminmax())
+    require(least >= 0 and most < spec.channels, place, f"names channels {least} to {most} of {spec.channels}")
+
+
+def _check_order(places: Tensor, starts: Tensor, end: int, place: str) -> None:
+    """Entries of a block rise, as 16 bits without a sign."""
+    counts = torch.diff(starts, append=starts.new_tensor([end]))
+    block = torch.repeat_interleave(torch.arange(len(starts), device=starts.device), counts)
+    order = (block << 16) + (places.long() & 0xFFFF)
+    require(bool((order[1:] > order[:-1]).all()), place, "are not in the order of tokens and channels")
+
+
+def _most_entries(layout: Layout, like: Planes) -> int:
+    """Entries of a block of which each element is one."""
+    if layout.starts is None:
+        return 0
+    B, H = like[layout.starts].shape[:2]
+    channels = max(spec.channels or 0 for spec in layout.planes.values())
+    return B * H * layout.block_tokens * channels
 
 
 def _extent(layout: Layout, planes: Planes) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from tersekv.store.pool_side import PoolSide
 from tersekv.store.side import ENCODE_TOKENS
 from tersekv.store.slots import gathered, spread
 from tersekv.store.state import Stateful
+from tersekv.store.states import POOL, pool_slots
 from tersekv.transforms.rope import Angles, Rope
 
 WEIGHT = "weight"
@@ -34,7 +35,7 @@ class Pool(Stateful):
     """positions int32 [B, H, slots]: packed slots, then loose ones. fields: further figures per slot, by name. rope: of
     the keys, needed where they are coded without it; exact tokens keep theirs."""
 
-    STATE = ("positions", "fields", "padding", "moves")
+    STATE, RULES = POOL, (pool_slots,)
     PARTS = ("sides",)
 
     def __init__(
@@ -46,10 +47,9 @@ class Pool(Stateful):
         rope: Rope | None = None,
         heads: Heads | None = None,
     ) -> None:
-        pairs = list(zip(codecs, like, strict=True))
+        pairs, (B, H) = list(zip(codecs, like, strict=True)), like[0].shape[:2]
         self.flush_tokens = math.lcm(*(codec.layout(x.shape[-1]).block_tokens for codec, x in pairs))
         self.sides = [PoolSide(codec, x, dtype, PageSizes(self.flush_tokens), heads) for codec, x in pairs]
-        B, H = like[0].shape[:2]
         self.positions = like[0].new_empty((B, H, 0), dtype=torch.int32)
         self.fields = {name: like[0].new_empty((B, H, 0), dtype=kind) for name, kind in (fields or {}).items()}
         self.rope = rope if codecs[0].needs_rope else None
@@ -272,7 +272,7 @@ class Pool(Stateful):
         for side in self.sides:
             side.packed.count(footprint)
             slots = side.loose.shape[2]
-            held = side.loose.numel() * side.loose.element_size()
+            held = side.loose.nbytes
             as_sinks = held * min(sinks, slots) // slots if slots else 0
             footprint.parts["exact sinks"] += as_sinks
             footprint.parts["exact window"] += held - as_sinks

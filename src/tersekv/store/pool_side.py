@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,12 +12,15 @@ from tersekv.codecs import Codec
 from tersekv.store.heads import Heads
 from tersekv.store.pages import PageSizes
 from tersekv.store.side import SideStore
+from tersekv.store.state import Spec
+from tersekv.store.states import exact_tokens, pool_side
 
 
 class PoolSide(SideStore):
     """One side; `loose` [B, H, L, D]: exact tokens that do not fill a block yet, and sinks."""
 
-    STATE = ("sinks", "loose")
+    STATE: ClassVar[Spec] = {"sinks": exact_tokens, "loose": exact_tokens}
+    RULES = (*SideStore.RULES, pool_side)
 
     def __init__(self, codec: Codec, like: Tensor, dtype: torch.dtype, sizes: PageSizes, heads: Heads | None) -> None:
         super().__init__(dataclasses.replace(codec, per_head=True), like, dtype, sizes, 0, None, heads)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tersekv.store.schema import Check, record, require, tensor
+
 
 class Reservoir(NamedTuple):
     """slots int32 [B, H, s]: positions, sorted, −1 where nothing has come yet. weight float64 [B, H]: μ."""
@@ -24,6 +26,17 @@ class Reservoir(NamedTuple):
         """Nothing seen."""
         slots = torch.full((B, H, s), -1, dtype=torch.int32, device=device)
         return Reservoir(slots, torch.zeros(B, H, dtype=torch.float64, device=device))
+
+    @staticmethod
+    def schema(B: int, H: int) -> Check:
+        """What a file may say of one, see `store/schema.py`."""
+        slots, weight = tensor(torch.int32, B, H, None, low=-1), tensor(torch.float64, B, H, low=0)
+        return record({"slots": slots, "weight": weight})
+
+    def check(self, below: int, place: str) -> None:
+        """Raise UserError unless slots name positions below a number, in order, at least one."""
+        ordered = self.slots.shape[2] > 0 and bool((self.slots.diff(dim=-1) >= 0).all())
+        require(ordered and int(self.slots.max()) < below, f"{place}.slots", f"must rise, and be below {below}")
 
     def extended(self, weights: Tensor, positions: Tensor, generator: torch.Generator) -> Reservoir:
         """After a block: weights float64 [B, H, n] (0: never sampled), positions int32 [B, H, n]."""

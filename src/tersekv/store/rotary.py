@@ -13,13 +13,14 @@ from torch import Tensor
 
 from tersekv.formats.centred import Turned
 from tersekv.store.state import State, Stateful
+from tersekv.store.states import ROTARY, rotary_runs
 from tersekv.transforms.rope import Angles, Rope
 
 
 class Rotary(Stateful):
     """RoPE of the tokens of one layer; places count from the first token of the cache."""
 
-    STATE = ("padding", "starts", "lengths")
+    STATE, RULES = ROTARY, (rotary_runs,)
 
     def __init__(self, rope: Rope) -> None:
         self.rope = rope
@@ -106,9 +107,8 @@ class Rotary(Stateful):
         self.padding = None
         self.starts, self.lengths = [0], [0]
 
-    def restore(self, state: State) -> None:
-        """See `Stateful`."""
-        super().restore(state)
+    def _hold(self, state: State, place: str) -> None:
+        super()._hold(state, place)
         self.padding = None if self.padding is None else self.padding.cpu()
 
     def select(self, rows: Tensor) -> None:

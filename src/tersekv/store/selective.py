@@ -17,7 +17,8 @@ from tersekv.store.footprint import Footprint
 from tersekv.store.heads import Heads
 from tersekv.store.pool import Pool
 from tersekv.store.segments import ExactSegment, PackedSegment, WeightedSegment
-from tersekv.store.state import Stateful
+from tersekv.store.state import Rules, Spec, Stateful
+from tersekv.store.states import SELECTIVE, selective_tokens
 from tersekv.store.tail import TailBuffer, first_tokens
 from tersekv.tensors import plain
 from tersekv.tokens.base import Selection
@@ -36,8 +37,9 @@ UNREADABLE = (
 class SelectiveStore(Stateful, ABC):
     """Keys [B, H, n, Dk] and values [B, H, n, Dv] of a full-attention layer under a `Selection` policy."""
 
-    STATE: ClassVar[tuple[str, ...]] = ("padding", "seen", "tail_tokens", "budget", "latest", "record_past")
+    STATE: ClassVar[Spec] = SELECTIVE
     """What a refused append puts back, beside the pools; replaced when it changes, never written into."""
+    RULES: ClassVar[Rules] = (selective_tokens,)
     PARTS = ("pools", "tails")
 
     dropped = 0  # from the front: nothing, all positions may be held
@@ -59,10 +61,10 @@ class SelectiveStore(Stateful, ABC):
         self.pool = self._new_pool(keys, values)
         self.keys, self.values = self.sides = self.pool.sides
         self.flush_tokens = self.pool.flush_tokens
-        self.tails = [TailBuffer(B, H, x.shape[3], self.dtype, x.device, 0) for x in (keys, values)]
+        room = self.dtype, keys.device, 0, self.policy.recent + self.flush_tokens
+        self.tails = [TailBuffer(B, H, x.shape[3], *room) for x in (keys, values)]
         self.padding: Tensor | None = None
-        self.seen = 0
-        self.tail_tokens = 0  # latest tokens that stay exact
+        self.seen = self.tail_tokens = 0  # the latter: latest tokens that stay exact
         self.budget = torch.zeros(B, dtype=torch.int64, device=keys.device)  # tokens kept per row
         self.latest = torch.zeros_like(self.budget)  # latest tokens per row that always stay
 
@@ -227,9 +229,9 @@ class SelectiveStore(Stateful, ABC):
         self.check_crop(n)
         if n == self.seen:
             self._start(*(tail.data[:, :, :0] for tail in self.tails))
-            return
-        self.seen -= n
-        self._crop_tail(n)
+        else:
+            self.seen -= n
+            self._crop_tail(n)
 
     def _crop_tail(self, n: int) -> None:
         for tail in self.tails:

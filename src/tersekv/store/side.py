@@ -21,8 +21,11 @@ from tersekv.store.footprint import Footprint
 from tersekv.store.heads import Heads
 from tersekv.store.pages import PageSizes
 from tersekv.store.rotary import Rotary
-from tersekv.store.state import State, Stateful
+from tersekv.store.schema import Check, of_spec, record, refuse, require
+from tersekv.store.state import Rules, Spec, State, Stateful, own
+from tersekv.store.states import exact_tokens, side_learnt
 from tersekv.store.tail import TailBuffer
+from tersekv.tensors import type_name
 
 ENCODE_TOKENS = 512
 """Tokens encoded at a time, which bounds the float32 copies that encoding makes."""
@@ -51,7 +54,8 @@ class SideStore(Stateful):
     capacity of the tail. `rotary`: RoPE of keys that are coded without it; exact tokens keep theirs. `heads`: where
     processes divide them."""
 
-    STATE: ClassVar[tuple[str, ...]] = ("sinks",)
+    STATE: ClassVar[Spec] = {"sinks": exact_tokens}
+    RULES: ClassVar[Rules] = (side_learnt,)
     PARTS = ("packed", "tail")
 
     def __init__(
@@ -87,10 +91,13 @@ class SideStore(Stateful):
 
     def _why_not_finite(self, x: Tensor) -> str:
         if not bool(torch.isfinite(x).all()):
-            return "NaN or Inf; the model's own computation has overflowed (try bfloat16 or float32 weights)"
+            return (
+                "keys or values hold NaN or Inf; the model's own computation has overflowed (try bfloat16 or float32 "
+                "weights)"
+            )
         return (
-            f"values up to {float(x.abs().max()):.3g}, which {str(self.dtype).removeprefix('torch.')} cannot hold; "
-            "use the policy option exact=bf16 or exact=fp32 (window:exact=bf16+…)"
+            f"keys or values reach {float(x.abs().max()):.3g}, which {type_name(self.dtype)} cannot hold; use the "
+            "policy option exact=bf16 or exact=fp32 (for example window:exact=bf16+kivi)"
         )
 
     def prepare(self, x: Tensor, sinks: int, own: range, flush: int, restart: bool, place: int = 0) -> Prepared:
@@ -197,10 +204,20 @@ class SideStore(Stateful):
         """See `Stateful`; with what the codec has learnt."""
         return super().state() | {"fitted": self.codec.fitted}
 
-    def restore(self, state: State) -> None:
+    def schema(self) -> dict[str, Check]:
         """See `Stateful`."""
-        super().restore(state)
-        self.codec = dataclasses.replace(self.codec, fitted={n: t.clone() for n, t in state["fitted"].items()})
+        B, H = self.sinks.shape[:2]
+        learnt = record({n: of_spec(spec) for n, spec in self.codec.learns(B, H, self.head_dim).items()}, may_lack=True)
+        return super().schema() | {"fitted": learnt}
+
+    def _hold(self, state: State, place: str) -> None:
+        super()._hold(state, place)
+        B, H = self.sinks.shape[:2]
+        self.codec = dataclasses.replace(self.codec, fitted=own(state["fitted"]))
+        if fault := self.codec.learnt_fault(B, H, self.head_dim):
+            refuse(f"{place}.fitted", fault)
+        same = self.codec.layout(self.head_dim) == self.packed.layout
+        require(same, f"{place}.fitted", "is of codes of another length than the recipe's")
 
     def to(self, device: torch.device | str) -> None:
         """Move everything."""

@@ -9,7 +9,6 @@ other, and lose it when no slot names it any more.
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from tersekv.store.reservoir import Reservoir, counts
 from tersekv.store.segments import ExactSegment, WeightedSegment
 from tersekv.store.selective import SelectiveStore
 from tersekv.store.state import State, own
+from tersekv.store.states import SKETCH, sketch_slots
 from tersekv.tokens.subgen import SubGen
 
 BLOCK_TOKENS = 1024
@@ -34,7 +34,7 @@ NORM = "norm"
 class SketchStore(SelectiveStore):
     """See the module."""
 
-    STATE: ClassVar[tuple[str, ...]] = (*SelectiveStore.STATE, "longest", "draws", "reservoir", "clusters")
+    STATE, RULES = SKETCH, (*SelectiveStore.RULES, sketch_slots)
 
     def _start(self, keys: Tensor, values: Tensor) -> None:
         super()._start(keys, values)
@@ -147,9 +147,8 @@ class SketchStore(SelectiveStore):
         self.pool.fields[WEIGHT] = count.log() + share.unsqueeze(-1) - self.pool.fields[NORM]
         self.centers.fields[WEIGHT] = self.clusters.log_weights(self.centers.positions)
 
-    def restore(self, state: State) -> None:
-        """See `Stateful`."""
-        super().restore(state)
+    def _hold(self, state: State, place: str) -> None:
+        super()._hold(state, place)
         self.reservoir = None if state["reservoir"] is None else Reservoir(**own(state["reservoir"]))
         self.clusters = None if state["clusters"] is None else Clusters(**own(state["clusters"]))
 

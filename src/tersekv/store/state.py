@@ -1,30 +1,42 @@
 """What a store holds, as data: named tensors and JSON values in dictionaries, from which an equal store is made again.
 
 Every class of a store gives it in `state()` and takes it back in `restore()`, on an object that was made with the same
-arguments and holds nothing. For most it is a list of attributes.
+arguments and holds nothing. For most it is a list of attributes. A state may come from a file that somebody has forged,
+so `restore` checks every value by the class's STATE before it is used, and then its RULES.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from tersekv.store.schema import Check, anything, each, record, refuse, require, shortened
+
 State = dict[str, Any]
 """By name: tensors, JSON values, and dictionaries and lists of these."""
+
+Spec = Mapping[str, Callable[[Any], Check]]
+"""Attributes by name, with what each may be."""
+
+Rules = tuple[Callable[[Any, str], None], ...]
+"""What raises a UserError about an object that contradicts itself; the text is its place in the whole state."""
 
 TENSOR = "tensor"
 """The only key of an entry that stands for a tensor."""
 
 
 class Stateful:
-    """STATE: attributes that hold tensors or JSON values (or dictionaries, lists or named tuples of these). PARTS:
+    """STATE: attributes that hold tensors or JSON values (or dictionaries, lists or named tuples of these), and what
+    each may be, asked of an object that holds nothing. RULES: what they must have in common, asked of one that was
+    restored. PARTS:
     attributes that hold a Stateful, a sequence of them, or None. MADE: attributes that are made of the others when they
     are asked for, and None before; they may hold addresses, and whoever gets a state may move its tensors into memory
     that processes share, so that they are made anew."""
 
-    STATE: ClassVar[tuple[str, ...]] = ()
+    STATE: ClassVar[Spec] = {}
+    RULES: ClassVar[Rules] = ()
     PARTS: ClassVar[tuple[str, ...]] = ()
     MADE: ClassVar[tuple[str, ...]] = ()
 
@@ -34,14 +46,30 @@ class Stateful:
         figures = {name: _as_data(getattr(self, name)) for name in self.STATE}
         return figures | {name: [part.state() for part in self._parts(name)] for name in self.PARTS}
 
-    def restore(self, state: State) -> None:
-        """Hold what `state()` gave; tensors are copied unless it says otherwise."""
+    def schema(self) -> dict[str, Check]:
+        """What each value of a state may be, but for those of the parts."""
+        return {name: wanted(self) for name, wanted in self.STATE.items()}
+
+    def restore(self, state: State, place: str = "state") -> None:
+        """Hold what `state()` gave; tensors are copied unless it says otherwise. place: where errors say it is.
+
+        Raises:
+            UserError: a value that no state of this object has, or values that contradict each other.
+        """
+        parts = {name: each(anything, len(self._parts(name))) for name in self.PARTS}
+        record(self.schema() | parts)(state, place)
         self._unmake()
+        self._hold(state, place)
+        for name in self.PARTS:
+            for i, part in enumerate(self._parts(name)):
+                part.restore(state[name][i], f"{place}.{name}.{i}")
+        for rule in self.RULES:
+            rule(self, place)
+
+    def _hold(self, state: State, place: str) -> None:
+        """Take the values that were checked, each by itself."""
         for name in self.STATE:
             setattr(self, name, own(state[name]))
-        for name in self.PARTS:
-            for part, its_state in zip(self._parts(name), state[name], strict=True):
-                part.restore(its_state)
 
     def _unmake(self) -> None:
         for name in self.MADE:
@@ -78,11 +106,30 @@ def split(state: State) -> tuple[State, dict[str, Tensor]]:
     return {key: place(value, key) for key, value in state.items()}, tensors
 
 
-def joined(state: Any, tensors: dict[str, Tensor]) -> Any:
-    """Inverse of `split`."""
-    if isinstance(state, dict) and state.keys() == {TENSOR}:
-        return tensors[state[TENSOR]]
-    return _mapped(state, lambda value: joined(value, tensors))
+def joined(state: Any, tensors: dict[str, Tensor]) -> State:
+    """Inverse of `split`.
+
+    Raises:
+        UserError: a tensor that is missing, or that nothing or something else in the state names.
+    """
+    left = dict(tensors)
+
+    def found(value: Any, place: str) -> Any:
+        if isinstance(value, dict) and value.keys() == {TENSOR}:
+            require(
+                value[TENSOR] == place, place, f"names the tensor {shortened(value[TENSOR])}, and must name its own"
+            )
+            require(place in left, place, "is missing among the tensors")
+            return left.pop(place)
+        if isinstance(value, dict):
+            return {key: found(held, f"{place}.{key}" if place else key) for key, held in value.items()}
+        return [found(held, f"{place}.{i}") for i, held in enumerate(value)] if isinstance(value, list) else value
+
+    whole = found(state, "")
+    require(isinstance(whole, dict), "the state", "must have entries by name")
+    if left:
+        refuse(next(iter(left)), "is a tensor that the state does not name")
+    return whole
 
 
 def _mapped(value: Any, fn: Any) -> Any:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tersekv.store.footprint import Footprint
+from tersekv.store.schema import Check, tensor, whole
 from tersekv.store.state import State, Stateful
 
 
@@ -23,11 +24,20 @@ def first_tokens(old: Tensor, new: Tensor, n: int) -> Tensor:
 
 class TailBuffer(Stateful):
     """Exact tokens [B, H, capacity, D], appended at the end and taken from the front; `usual`: most tokens it will hold
-    but for a rollback."""
+    but for a rollback, which a policy may change up to `most_usual`."""
 
-    def __init__(self, B: int, H: int, D: int, dtype: torch.dtype, device: torch.device, usual: int) -> None:
+    def __init__(
+        self,
+        B: int,
+        H: int,
+        D: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        usual: int,
+        most_usual: int | None = None,
+    ) -> None:
         self._data = torch.empty((B, H, 0, D), dtype=dtype, device=device)
-        self.usual = usual
+        self.usual, self.most_usual = usual, usual if most_usual is None else most_usual
         self.tokens = 0
 
     @property
@@ -61,11 +71,18 @@ class TailBuffer(Stateful):
         """See `Stateful`."""
         return {"data": self.data, "allocated": self._data.shape[2], "usual": self.usual}
 
-    def restore(self, state: State) -> None:
+    def schema(self) -> dict[str, Check]:
         """See `Stateful`."""
+        B, H, _, D = self._data.shape
+        data = tensor(self._data.dtype, B, H, None, D)
+        return {"data": data, "allocated": whole(), "usual": whole(0, self.most_usual)}
+
+    def _hold(self, state: State, place: str) -> None:
+        """Room that no append would have made is not made here either."""
         data = state["data"]
         self.tokens, self.usual = data.shape[2], state["usual"]
-        self._data = self._data.new_empty((*data.shape[:2], state["allocated"], data.shape[3]))
+        capacity = max(self.tokens, min(state["allocated"], self.most_usual))
+        self._data = self._data.new_empty((*data.shape[:2], capacity, data.shape[3]))
         self._data[:, :, : self.tokens] = data
 
     def to(self, device: torch.device | str) -> None:

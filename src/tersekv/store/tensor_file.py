@@ -3,7 +3,7 @@
     8 bytes     length of the header, little-endian
     header      JSON: {"__metadata__": {"tersekv.sha256": …, "tersekv.cache": …}, tensor: {…}, …}, filled up with spaces
                 to a multiple of 64 bytes
-    tensors     one behind the other, without gaps, those with wide elements first
+    tensors     one after the other, without gaps, those with wide elements first
 
 The digest is that of length and header with zeros in its own place. `tersekv.cache` is JSON: the format's number, the
 CRC of each tensor, and what else the writer says. Any safetensors reader reads the tensors.
@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from tersekv.errors import UserError
+from tersekv.store.schema import anything, each, one_of, record, require, shortened, whole
+from tersekv.store.schema import text as schema_text
 from tersekv.whole_file import whole_file
 
 FORMAT = 1
@@ -32,6 +34,8 @@ DIGEST, ENTRY = "tersekv.sha256", "tersekv.cache"
 NO_DIGEST = "0" * 64
 ALIGNED = 64
 AGAIN = "make it again"
+GIVE = "give what `cache.save` or `tersekv prompt-cache build` wrote"
+MOST_AXES, MOST_BYTES = 16, 2**62
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -117,7 +121,7 @@ def _opened(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; give a file that `cache.save` wrote") from error
+        raise UserError(f"cannot read {path}: {error.strerror}; {GIVE}") from error
 
 
 def _size(file: BinaryIO) -> int:
@@ -136,18 +140,59 @@ def _header(path: Path, view: memoryview, size: int) -> tuple[int, dict[str, Any
     head = bytes(view[:start])
     written = _digest(head)
     if written is None:
-        raise UserError(f"{path} is no cache, or its header is damaged; give a file that `cache.save` wrote")
+        raise UserError(f"{path} is no cache, or its header is damaged; {GIVE}")
     if hashlib.sha256(head.replace(written, NO_DIGEST.encode(), 1)).hexdigest().encode() != written:
         raise UserError(f"{path} is damaged: its header is not the one that was written; {AGAIN}")
-    header = json.loads(head[8:])
-    said = json.loads(header.pop("__metadata__")[ENTRY])
-    if said["format"] != FORMAT:
-        raise UserError(f"{path} has format {said['format']}; this version reads format {FORMAT}: {AGAIN}")
-    end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    try:
+        header, said = _parsed(head[8:])
+        end = start + _checked(header, said["crc32"])
+    except UserError as error:
+        raise UserError(f"{path} has a header that is not one of a cache: {error}; {AGAIN}") from error
     if end != size:
         what = "is cut off" if size < end else "has something behind its end"
         raise UserError(f"{path} {what}: {size:,} bytes instead of {end:,}; {AGAIN}")
     return start, header, said
+
+
+def _parsed(text: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors' entries, and what is said of them.
+
+    Raises:
+        UserError: they are no JSON of that form.
+    """
+    try:
+        header = json.loads(text)
+        record({"__metadata__": record({ENTRY: schema_text}, open_ended=True)}, open_ended=True)(header, "")
+        said = json.loads(header.pop("__metadata__")[ENTRY])
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError("it is no JSON") from error
+    record({"format": anything, "crc32": anything}, open_ended=True)(said, "")
+    if said["format"] != FORMAT:
+        raise UserError(f"it has format {shortened(said['format'])}; this version reads format {FORMAT}")
+    return header, said
+
+
+def _checked(header: dict[str, Any], crcs: Any) -> int:
+    """Where the tensors of a header end, which stand one after the other.
+
+    Raises:
+        UserError: entries that are none, or not of tensors that `write` could have written.
+    """
+    record(dict.fromkeys(header, schema_text))(crcs, "crc32")
+    end = 0
+    for name, entry in header.items():
+        offsets = each(whole(0, MOST_BYTES), 2)
+        shape = each(whole())
+        record({"dtype": one_of(*DTYPES), "shape": shape, "data_offsets": offsets})(entry, name)
+        size, axes = DTYPES[entry["dtype"]].itemsize, [max(1, n) for n in entry["shape"]]
+        require(len(axes) <= MOST_AXES and math.prod(axes) <= MOST_BYTES, name, "has a shape that no tensor has")
+        begin, stop = entry["data_offsets"]
+        require(begin == end and begin % size == 0, name, f"begins at {begin}, and must at {end}")
+        end += math.prod(entry["shape"]) * size
+        require(stop == end, name, f"ends at {stop}, and must at {end}")
+    return end
 
 
 def _digest(head: bytes) -> bytes | None:

@@ -1,18 +1,20 @@
-"""Every other attention backend of vLLM by its name: the same class as without the plug-in, unless a recipe is set.
+"""Every other attention backend of vLLM by its name: as without the plug-in, unless a recipe is set.
 
 vLLM resolves a backend's class only when a layer chooses it, as `tersekv.serving.vllm.others.<NAME>`. A recipe that
-such a layer could not honour must not be forgotten silently.
+such a layer could not honour must not be forgotten silently. vLLM keeps the class for later engines of the process,
+which may have a recipe where the first had none: the class asks again for each layer.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from tersekv.errors import UserError
 
 
 def __getattr__(name: str) -> Any:
-    """vLLM's own class of the backend `name`.
+    """vLLM's own backend `name`, which refuses recipes.
 
     Raises:
         UserError: a recipe is set.
@@ -21,8 +23,30 @@ def __getattr__(name: str) -> Any:
 
     if name not in AttentionBackendEnum.__members__:
         raise AttributeError(name)
-    from vllm.config import get_current_vllm_config_or_none
+    _refuse_recipe(name)
+    return _without_recipe(name)
+
+
+@functools.cache
+def _without_recipe(name: str) -> Any:
+    """A class that differs from vLLM's own in what it asks before it gives its implementation."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    native = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
+
+    def get_impl_cls() -> Any:
+        """That of vLLM."""
+        _refuse_recipe(name)
+        return native.get_impl_cls()
+
+    own = {"__module__": native.__module__, "__qualname__": native.__qualname__, "__doc__": native.__doc__}
+    return type(native.__name__, (native,), own | {"get_impl_cls": staticmethod(get_impl_cls)})
+
+
+def _refuse_recipe(name: str) -> None:
+    """Raise UserError where the engine that is being made has a recipe."""
+    from vllm.config import get_current_vllm_config_or_none
 
     from tersekv.serving.vllm.options import configured
 
@@ -31,7 +55,6 @@ def __getattr__(name: str) -> Any:
         raise UserError(
             f"recipe '{recipe}' cannot be served: {_reason(name)}; leave the recipe out for vLLM's own cache"
         )
-    return resolve_obj_by_qualname(AttentionBackendEnum[name].value)
 
 
 def _reason(name: str) -> str:
