@@ -84,7 +84,7 @@ def _layer(plan: LayerPlan, shape: CacheShape, window: int | None, tokens: int) 
     flush = math.lcm(*(layout.block_tokens for layout in layouts))
     exact_bytes = plan.policy.exact_dtype(shape.dtype).itemsize
     sinks = min(tokens, plan.policy.sink_tokens(window))
-    packed = plan.policy.to_pack(tokens - sinks, flush)
+    packed = plan.policy.to_pack(tokens - sinks, flush, tokens, window)
     tail = tokens - sinks - packed
     if window is not None:
         outside = (tokens - window - ROLLBACK_TOKENS) // flush * flush
