@@ -19,7 +19,7 @@ from test_saved import wide as wide
 from test_store import contents, fed, store, tokens
 
 START = "window:start=300+kivi:bits=2"
-PLAIN = "kivi:bits=2"
+PLAIN = "window:start=0+kivi:bits=2"
 
 
 @pytest.mark.parametrize("recipe", [START, "window:start=300,recent=20+qjl:outliers=0/int4"])
@@ -41,6 +41,15 @@ def test_all_is_packed_at_once_and_exact_before():
     s.append(keys[:, :, 299:], values[:, :, 299:])
     assert s.packed_tokens == (300 - 4 - 128) // 32 * 32
     assert s.footprint() == fed(PLAIN, keys, values, [0, 300]).footprint()  # the exact tokens' memory was given back
+
+
+@pytest.mark.parametrize(
+    ("recipe", "first"), [("int4", 256), ("window:recent=150+int4", 300), ("window:start=0+int4", 164)]
+)
+def test_without_the_option_it_is_twice_recent(recipe, first):
+    keys, values = tokens(first)
+    assert fed(recipe, keys, values, [0, first - 1]).packed_tokens == 0
+    assert fed(recipe, keys, values, [0, first]).packed_tokens > 0
 
 
 def test_crop_over_the_start_and_on():
@@ -124,7 +133,8 @@ def test_several_processes(wide):
 
 def test_grammar():
     assert str(Recipe.parse(START)) == START
-    with pytest.raises(UserError, match="start=-1 is negative"):
-        Recipe.parse("window:start=-1+int4")
+    for wrong in ("-1", "2.5", "1e3", "never"):
+        with pytest.raises(UserError, match=f"start={wrong} is no number of tokens; give 0 or more, or auto"):
+            Recipe.parse(f"window:start={wrong}+int4")
     with pytest.raises(UserError, match="'snapkv' has no option 'start'"):
         Recipe.parse("snapkv:start=300+int4")
