@@ -248,8 +248,9 @@ def test_list(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_estimate(empty_cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
     made = run_json(capfd, "estimate", "--recipe", "kivi:bits=2", "--context", "4k, 1M", "--memory", "24GB")
-    assert [row["tokens"] for row in made["contexts"]] == [4096, 1 << 20]
-    long = made["contexts"][1]
+    (one,) = made["recipes"]
+    assert [row["tokens"] for row in one["contexts"]] == [4096, 1 << 20]
+    long = one["contexts"][1]
     assert long["bytes"] == sum(long["bytes_by_part"].values())
     assert long["bytes_bf16"] == (1 << 20) * 30 * 3 * 2 * 64 * 2
     assert long["ratio_bf16"] == pytest.approx(long["bytes_bf16"] / long["bytes"], abs=1e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 import forged
 from tersekv import cli
 from tersekv.hf import models
+from tersekv.hf.config import cache_shape
 from tersekv.hf.text import common_ids
+from tersekv.store.break_even import break_even
 from test_cli import empty_cache as empty_cache
 from test_cli import refuse, run_json, run_text
 
@@ -35,6 +38,20 @@ def test_build_info_verify(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixtu
     assert run_json(capfd, "prompt-cache", "verify", str(path)) == said | {"state": "verified"}
     assert run_json(capfd, "prompt-cache", "verify", str(path), "-m", tiny)["state"] == "verified"
     assert "polarquant" in run_text(capfd, "prompt-cache", "info", str(path))
+
+
+def test_a_short_text_gains_nothing(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Said by `build` with the length from which on the recipe gains, and by `info` as a ratio."""
+    path = str(tmp_path / "short.cache")
+    said = run_text(capfd, "prompt-cache", "build", "-r", "polarquant", "-p", "A short text", "-m", tiny, "-o", path)
+    least = break_even(cache_shape(models.load_config(tiny)), "polarquant")
+    assert re.search(r"\d+ tokens: the cache is [\d.]+ times as large as in bfloat16", said)
+    assert f"polarquant gains from some {least:,} tokens on." in said
+    assert "times as large as in bfloat16" in run_text(capfd, "prompt-cache", "info", path)
+    said = run_text(capfd, "generate", "-m", tiny, "-p", "A short text", "-r", "polarquant", "--max-new-tokens", "4")
+    assert f"polarquant gains from some {least:,} tokens on." in said
+    said = run_text(capfd, "generate", "-m", tiny, "-p", TEXT * 3, "-r", "polarquant", "--max-new-tokens", "4")
+    assert "gains from" not in said
 
 
 def test_generate_goes_on_behind_the_file(tiny: str, built: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tersekv import cli
 from tersekv.hf import models as store
+from tersekv.hf.config import cache_shape
+from tersekv.store.break_even import break_even
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -21,12 +26,45 @@ def blocks(language: str) -> list[str]:
     return [block for fence, block in zip(parts[1::4], parts[2::4], strict=True) if fence == language]
 
 
-def test_python_block(tiny, monkeypatch, capsys):
+@pytest.fixture(scope="module")
+def small(tiny, tmp_path_factory):
+    """A model in place of the default one: the tiny one's tokens, but as many layers and heads as make a cache whose
+    tables are small beside its tokens, and a context for the examples' text."""
+    folder = tmp_path_factory.mktemp("small")
+    shutil.copytree(tiny, folder, dirs_exist_ok=True)
+    config = LlamaConfig.from_pretrained(folder)
+    config.num_hidden_layers, config.num_key_value_heads, config.max_position_embeddings = 8, 2, 16384
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A folder to work in, with the text that the examples read: part of it, since a byte is a token here."""
+    (tmp_path / "LICENSE").write_text((ROOT / "LICENSE").read_text()[:4096])
+    monkeypatch.chdir(tmp_path)
+
+
+def test_python_block(small, checkout, monkeypatch, capsys):
     load = store.load
-    monkeypatch.setattr(store, "load", lambda name: load(tiny if name == "smollm2" else name))
+    monkeypatch.setattr(store, "load", lambda name: load(small if name == "smollm2" else name))
     for code in blocks("python"):
         exec(compile(code, "README.md", "exec"), {})
-    assert "'codes'" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "'codes'" in said
+    found = re.search(r"([\d.]+) times smaller than in bfloat16", said)
+    assert found
+    assert float(found[1]) > 1
+
+
+def test_the_examples_text_is_long_enough(smollm2):
+    """With the model of the examples it fits the context, and packing gains by far."""
+    model, tokenizer = smollm2
+    tokens = len(tokenizer((ROOT / "LICENSE").read_text())["input_ids"])
+    least = break_even(cache_shape(model.config), "default")
+    assert least is not None
+    assert 2 * least < tokens < model.config.max_position_embeddings - 256
 
 
 COMMANDS = [
@@ -38,15 +76,16 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command(command, tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)  # some write files
+def test_command(command, small, checkout, capsys):
     arguments = shlex.split(command)[1:]
     if arguments[0] in ("generate", "eval", "plot", "prompt-cache"):
-        arguments += ["--model", tiny]
+        arguments += ["--model", small]
     if arguments[0] == "eval":
         arguments += ["--context", "64", "--windows", "1"]
     assert cli.run(arguments) == 0
-    assert capsys.readouterr().out.strip()
+    said = capsys.readouterr().out
+    assert said.strip()
+    assert "times as large as in bfloat16" not in said
 
 
 def test_there_are_commands():

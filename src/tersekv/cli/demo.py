@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tersekv.cli import output
-from tersekv.cli.generate import load, stream, summary
+from tersekv.cli.generate import load, say_where_nothing_is_gained, stream, summary
 
 if TYPE_CHECKING:
     from tersekv.cli.measure import Outcome
@@ -62,6 +62,7 @@ def demo(
         return
     output.show("")
     output.show(summary(outcomes, f"{ids.shape[1]:,} prompt tokens and {new_tokens} new ones"))
+    say_where_nothing_is_gained(outcomes, network.config)
     found = ["yes" if MAGIC in outcome.answer else "no" for outcome in outcomes]
     output.show(f"Hidden number found: {found[0]} with the full cache, {found[1]} with the packed one.")
     output.show(f"Peak memory is beyond what was resident before each run, by {outcomes[0].peak_from}.")

@@ -3,42 +3,60 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 
-from tersekv.cli import output
+from tersekv.cli import estimate_tables, output
 from tersekv.errors import UserError
 from tersekv.units import LONGEST, parse_tokens
 
 DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+MODEL_HELP = (
+    "smollm2, a published model (llama-3.1-8b, qwen3-8b, gemma-3-12b, mistral-nemo-12b, …: `tersekv models list`), a "
+    "folder, a config.json, or a Hub id."
+)
+RECIPE_HELP = f"{output.RECIPE_HELP} Several --recipe make one table."
+MEMORY_HELP = "Like 24GB or 80GiB: says whether each context fits beside the weights, and how many tokens do."
+TABLES_HELP = "kvquant: its Tables 7 and 8, recomputed; takes --batch alone."
+DEFAULT_MODEL, DEFAULT_CONTEXT = "smollm2", "4k,32k,128k,1M"
 
 
 def estimate(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help=f"{output.MODEL_HELP} Or llama-7b to llama-65b.")
-    ] = "smollm2",
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help=output.RECIPE_HELP)] = output.DEFAULT_RECIPE,
-    context: Annotated[str, typer.Option("--context", "-c", help="Tokens; k is 1024, M is 1024².")] = "4k,32k,128k,1M",
-    memory: Annotated[str | None, typer.Option("--memory", help="Like 24GB or 80GiB: says what fits in it.")] = None,
-    batch: Annotated[int, typer.Option("--batch", "-b", min=1, help="Sequences.")] = 1,
-    tables: Annotated[str | None, typer.Option("--tables", help="kvquant: its Tables 7 and 8, recomputed.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP, show_default=DEFAULT_MODEL)] = None,
+    recipe: Annotated[
+        list[str] | None, typer.Option("--recipe", "-r", help=RECIPE_HELP, show_default=output.DEFAULT_RECIPE)
+    ] = None,
+    context: Annotated[
+        str | None, typer.Option("--context", "-c", help="Tokens; k is 1024, M is 1024².", show_default=DEFAULT_CONTEXT)
+    ] = None,
+    memory: Annotated[str | None, typer.Option("--memory", help=MEMORY_HELP)] = None,
+    batch: Annotated[int | None, typer.Option("--batch", "-b", min=1, help="Sequences.", show_default="1")] = None,
+    tables: Annotated[str | None, typer.Option("--tables", help=TABLES_HELP)] = None,
     as_json: output.Json = False,
 ) -> None:
-    """Bytes of a cache at given context lengths, and what fits in a given memory; needs the model's config only."""
-    lengths = [parse_tokens(part, "--context") for part in context.split(",")]
+    """Bytes of a cache at given context lengths, and whether it fits in a given memory; needs the model's config only.
+
+    The exit status is 0 whether it fits or not: both are answers. Scripts read "fits" of --json.
+    """
+    if tables is not None:
+        others = {"--model": model, "--recipe": recipe, "--context": context, "--memory": memory}
+        document = _tables(tables, [name for name, value in others.items() if value is not None], batch)
+        if as_json:
+            output.print_json(document)
+        else:
+            estimate_tables.show_kvquant(document)
+        return
+    lengths = [parse_tokens(part, "--context") for part in (DEFAULT_CONTEXT if context is None else context).split(",")]
     limit = None if memory is None else parse_memory(memory)
-    if tables not in (None, "kvquant"):
-        raise UserError(f"no tables of {tables!r} are known (known: kvquant)")
     with output.step("loading torch and transformers"):
-        document = reproduce() if tables else describe(model, recipe, lengths, batch, limit)
+        name = DEFAULT_MODEL if model is None else model
+        document = describe(name, recipe or [output.DEFAULT_RECIPE], lengths, batch or 1, limit)
     if as_json:
         output.print_json(document)
-    elif tables:
-        _show_tables(document)
     else:
-        _show(document)
+        estimate_tables.show(document)
 
 
 def parse_memory(text: str) -> int:
@@ -53,73 +71,115 @@ def parse_memory(text: str) -> int:
     return int(float(found[1]) * factor)
 
 
-def most_tokens(size: Callable[[int], int], limit: int) -> int:
-    """The largest number of tokens whose `size` is within `limit`, for a size that grows with tokens."""
+def most_tokens(size: Callable[[int], int], limit: int, below: int = LONGEST) -> int:
+    """The largest number of tokens, fewer than `below`, whose `size` is within `limit`, for a size that grows with
+    tokens."""
     if size(1) > limit:
         return 0
     low, high = 1, 2
-    while high < LONGEST and size(high) <= limit:
+    while high < below and size(high) <= limit:
         low, high = high, high * 2
+    high = min(high, below)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if size(middle) <= limit else (low, middle)
     return low
 
 
-def describe(model: str, recipe: str, lengths: list[int], batch: int, limit: int | None) -> dict[str, Any]:
-    """Rows per context length, and with a limit the most tokens that fit into it."""
+def describe(
+    model: str, recipes: Sequence[str], lengths: Sequence[int], batch: int, limit: int | None
+) -> dict[str, Any]:
+    """The document of --json: per recipe contexts and the length from which on it gains; with a limit, what fits."""
     from tersekv.recipe import Recipe
-    from tersekv.store import estimate as predicting
+    from tersekv.store.break_even import break_even
+    from tersekv.store.estimate import predict
 
-    parsed = Recipe.parse(recipe)
+    parsed = [Recipe.parse(recipe) for recipe in recipes]
+    twice = next((recipe for i, recipe in enumerate(parsed) if recipe in parsed[:i]), None)
+    if twice is not None:
+        raise UserError(f"--recipe {twice} was given twice: give each recipe once")
     shape, weights = load_shape(model, with_weights=limit is not None)
-
-    def held(tokens: int) -> Any:
-        return predicting.predict(shape, parsed, tokens, batch)
-
-    rows = []
-    for tokens in lengths:
-        footprint = held(tokens)
-        rows.append(
-            {
-                "tokens": tokens,
-                "bytes": footprint.total_bytes,
-                "bytes_by_part": dict(footprint.parts),
-                "bytes_bf16": footprint.elements * 2,
-                "bits_per_element": round(footprint.bits_per_element, 4),
-                "ratio_bf16": round(footprint.ratio(16), 4),
-                "ratio_fp8": round(footprint.ratio(8), 4),
-            }
-        )
-    document = {"model": model, "recipe": str(parsed), "batch": batch, "contexts": rows}
-    if limit is not None:
-        sizes: dict[str, Callable[[int], int]] = {
-            "bf16": lambda n: held(n).elements * 2,
-            "fp8": lambda n: held(n).elements,
-            str(parsed): lambda n: held(n).total_bytes,
-        }
-        room = limit - weights
+    room = None if limit is None else limit - weights
+    sizes: dict[str, Callable[[int], int]] = {
+        "bf16": lambda n: n * shape.elements_per_token * 2 * batch,
+        "fp8": lambda n: n * shape.elements_per_token * batch,
+    }
+    described: list[dict[str, Any]] = []
+    for recipe in parsed:
+        try:
+            rows = [{"tokens": n, **_sizes(predict(shape, recipe, n, batch), room)} for n in lengths]
+            least = break_even(shape, recipe, batch)
+        except UserError as error:
+            raise error if len(parsed) == 1 else UserError(f"--recipe {recipe}: {error}") from error
+        sizes[str(recipe)] = lambda n, recipe=recipe: predict(shape, recipe, n, batch).total_bytes  # type: ignore[misc]
+        described.append({"recipe": str(recipe), "break_even_tokens": least, "contexts": rows})
+    document: dict[str, Any] = {"model": model, "batch": batch, "recipes": described}
+    if limit is not None and room is not None:
+        rows_of = {one["recipe"]: one["contexts"] for one in described}
+        plain = {name: [_fit(sizes[name](n), room) for n in lengths] for name in ("bf16", "fp8")}
+        beside = {}
+        for name, size in sizes.items():
+            fits = [row["fits"] for row in rows_of.get(name, plain.get(name, []))]
+            unfit = [n for n, fit in zip(lengths, fits, strict=True) if not fit]
+            beside[name] = most_tokens(size, room, min(unfit, default=LONGEST))
         document |= {
             "memory_bytes": limit,
             "weight_bytes_bf16": weights,
+            "plain": {
+                name: [{"tokens": n, **row} for n, row in zip(lengths, rows, strict=True)]
+                for name, rows in plain.items()
+            },
             "most_tokens": {name: most_tokens(size, limit) for name, size in sizes.items()},
-            "most_tokens_beside_weights": {name: most_tokens(size, room) for name, size in sizes.items()},
+            "most_tokens_beside_weights": beside,
         }
     return document
+
+
+def _sizes(footprint: Any, room: int | None) -> dict[str, Any]:
+    """One context of a recipe, without its length."""
+    row = {
+        "bytes": footprint.total_bytes,
+        "bytes_by_part": dict(footprint.parts),
+        "bytes_bf16": footprint.elements * 2,
+        "bits_per_element": round(footprint.bits_per_element, 4),
+        "ratio_bf16": round(footprint.ratio(16), 4),
+        "ratio_fp8": round(footprint.ratio(8), 4),
+    }
+    return row if room is None else row | _fit(footprint.total_bytes, room)
+
+
+def _fit(size: int, room: int) -> dict[str, Any]:
+    """left_bytes: what a cache leaves of the room beside the weights; negative where it does not fit."""
+    return {"bytes": size, "fits": size <= room, "left_bytes": room - size}
 
 
 def load_shape(model: str, with_weights: bool) -> tuple[Any, int]:
     """The shape of a model's cache and the bytes of its weights in bfloat16, both without reading weights."""
     from tersekv.hf import models
-    from tersekv.store import estimate as predicting
+    from tersekv.hf.config import cache_shape
+    from tersekv.store import known_models
     from tersekv.store import kvquant_tables as kvquant
+    from tersekv.store.estimate import KNOWN
 
-    for name, shape in predicting.KNOWN.items():
+    path = models.expanded(model)
+    known = None if path.exists() else known_models.find(model)
+    if known is not None:
+        return known.shape, 2 * known.parameters
+    for name, shape in KNOWN.items():
         if name.lower() == model.lower():
             return shape, int(kvquant.model_gigabytes(name, 16) * kvquant.GIB)
-    from tersekv.hf.config import cache_shape
-
-    config = models.load_config(model)
+    near = [] if path.exists() or model in models.KNOWN else known_models.near(model)
+    if near and "/" not in model:
+        raise UserError(
+            f"no published model {model!r} is known; near it are {', '.join(near)}. Or give a folder, a config.json, "
+            "or a Hub id like owner/name"
+        )
+    try:
+        config = models.config_of_file(path) if path.is_file() else models.load_config(model)
+    except UserError as error:
+        if not near:
+            raise
+        raise UserError(f"{error}; known without a config are {', '.join(near)}") from error
     return cache_shape(config), weight_bytes(config) if with_weights else 0
 
 
@@ -139,13 +199,23 @@ def weight_bytes(config: Any) -> int:
     return 2 * sum(p.numel() for p in network.parameters())
 
 
-def reproduce() -> dict[str, Any]:
-    """KVQuant's Tables 7 and 8, by the paper's own counting."""
+def _tables(name: str, others: Sequence[str], batch: int | None) -> dict[str, Any]:
+    """The paper's tables; `others` are the options that were given and that they do not take."""
+    if name != "kvquant":
+        raise UserError(f"no tables of {name!r} are known (known: kvquant)")
+    if others:
+        raise UserError(f"--tables {name} has its own models, formats and contexts: leave {', '.join(others)} away")
+    with output.step("loading torch"):
+        return reproduce(batch)
+
+
+def reproduce(batch: int | None = None) -> dict[str, Any]:
+    """KVQuant's Tables 7 and 8, by the paper's own counting; with their batches (4 and 1, and 1) or with `batch`."""
     from tersekv.store import kvquant_tables as kvquant
 
     titles = {
-        "Table 7: weights and cache": kvquant.table_7(),
-        "Table 8: cache by format": kvquant.table_8(),
+        "Table 7: weights and cache": kvquant.table_7() if batch is None else kvquant.table_7((batch,)),
+        f"Table 8: cache by format, batch {batch or 1}": kvquant.table_8(batch or 1),
     }
     return {
         "tables": [
@@ -157,38 +227,3 @@ def reproduce() -> dict[str, Any]:
             for title, rows in titles.items()
         ]
     }
-
-
-def _show(document: dict[str, Any]) -> None:
-    columns = ("context", "bytes", "bfloat16 would be", "bits/element", "× bf16", "× fp8", "codes", "other parts")
-    cells = []
-    for row in document["contexts"]:
-        parts = row["bytes_by_part"]
-        others = ", ".join(f"{k} {output.human_bytes(v)}" for k, v in parts.items() if v and k != "codes")
-        cells.append(
-            (
-                f"{row['tokens']:,}",
-                output.human_bytes(row["bytes"]),
-                output.human_bytes(row["bytes_bf16"]),
-                f"{row['bits_per_element']:.2f}",
-                f"{row['ratio_bf16']:.2f}",
-                f"{row['ratio_fp8']:.2f}",
-                output.human_bytes(parts.get("codes", 0)),
-                others,
-            )
-        )
-    sequences = "" if document["batch"] == 1 else f", batch {document['batch']}"
-    output.show(output.table(f"{document['model']}, {document['recipe']}{sequences}", columns, cells))
-    if "most_tokens" in document:
-        weights = output.human_bytes(document["weight_bytes_bf16"])
-        headings = ("cache", "tokens", f"tokens beside bf16 weights ({weights})")
-        beside = document["most_tokens_beside_weights"]
-        rows = [(name, f"{n:,}", f"{beside[name]:,}") for name, n in document["most_tokens"].items()]
-        title = f"most tokens in {output.human_bytes(document['memory_bytes'])}{sequences}"
-        output.show(output.table(title, headings, rows))
-
-
-def _show_tables(document: dict[str, Any]) -> None:
-    for made in document["tables"]:
-        rows = [[*row[:2], *(f"{size:,.1f}" for size in row[2:])] for row in made["rows"]]
-        output.show(output.table(made["title"], made["columns"], rows, left=2))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tersekv.cli import output
+from tersekv.cli import output, sizes
 from tersekv.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def generate(
         output.print_json(_document(outcomes))
         return
     output.show(summary(outcomes, f"{ids.shape[1]:,} prompt tokens"))
+    say_where_nothing_is_gained(outcomes, network.config)
 
 
 def _recipe(recipe: str | None, prompt_cache: Path | None) -> str:
@@ -182,6 +183,18 @@ def summary(outcomes: Sequence[Outcome], title: str) -> Any:
         same, of = agreement(*outcomes), len(outcomes[0].new_ids)
         rows.append(row("new tokens equal from the first on", ["-", f"{same} of {of}"]))
     return output.table(title, ("", *(_heading(o.recipe) for o in outcomes)), rows)
+
+
+def say_where_nothing_is_gained(outcomes: Sequence[Outcome], config: Any) -> None:
+    """A line for every packed cache that is no smaller than in bfloat16."""
+    from tersekv.cli.measure import FULL
+    from tersekv.hf.config import cache_shape
+
+    for outcome in outcomes:
+        if outcome.recipe != FULL:
+            sentence = sizes.nothing_gained(outcome.footprint, cache_shape(config), outcome.recipe)
+            if sentence:
+                output.show(sentence)
 
 
 def _heading(recipe: str) -> str:

@@ -17,17 +17,19 @@ Name = Annotated[str, typer.Argument(help="A name that `tersekv models list` sho
 def list_models(as_json: output.Json = False) -> None:
     """Models known by name, and whether they are here."""
     from tersekv.hf import models
+    from tersekv.store import known_models
 
     rows = models.list_models()
     if as_json:
         documents = [
             {"name": r.name, "title": r.title, "state": r.state, "bytes": r.bytes, "where": str(r.where)} for r in rows
         ]
-        output.print_json({"models": documents})
+        output.print_json({"models": documents, "published": known_models.names()})
         return
     cells = [(r.name, r.title, r.state, str(r.where), output.human_bytes(r.bytes)) for r in rows]
     output.show(output.table("models", ("name", "model", "state", "where", "size"), cells, left=4))
     output.show("Any other --model is a folder or a Hub id.")
+    output.show(f"`tersekv estimate` also knows the shapes of {', '.join(known_models.names())}.")
 
 
 @app.command()

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tersekv.cli import output
+from tersekv.cli import output, sizes
 from tersekv.cli.files import check_out
 from tersekv.cli.generate import load, read_text
 
@@ -37,6 +37,7 @@ def build(
 
         import tersekv
         from tersekv.hf.calibration import calibration_for
+        from tersekv.hf.config import cache_shape
         from tersekv.hf.text import common_ids
     network, tokenizer = load(model)
     learnt = calibration_for(network, recipe, calibration)
@@ -49,6 +50,9 @@ def build(
     cache.save(out, ids)
     seconds = {"prefill_seconds": round(read, 4), "save_seconds": round(time.perf_counter() - start, 4)}
     _say(out, as_json, seconds)
+    gained = sizes.nothing_gained(cache.footprint(), cache_shape(network.config), str(cache.recipe))
+    if gained and not as_json:
+        output.show(gained)
 
 
 @app.command()
@@ -99,7 +103,7 @@ def _say(file: Path, as_json: bool, more: dict[str, Any]) -> None:
         ("token ids", known),
         ("file", output.human_bytes(size)),
         ("cache, all parts", output.human_bytes(held["bytes"])),
-        ("times smaller than bfloat16", f"{held['ratio_bf16']:.2f}"),
+        ("which is", sizes.against_bfloat16(held["bytes"], round(held["bytes"] * held["ratio_bf16"]))),
         ("written by tersekv", said["tersekv"]),
         *((name.replace("_", " "), str(value)) for name, value in more.items()),
     ]

@@ -68,10 +68,11 @@ def cache_dir() -> Path:
     import platformdirs
 
     chosen = os.environ.get("TERSEKV_CACHE")
-    return _expanded(chosen) if chosen else Path(platformdirs.user_cache_dir("tersekv"))
+    return expanded(chosen) if chosen else Path(platformdirs.user_cache_dir("tersekv"))
 
 
-def _expanded(text: str) -> Path:
+def expanded(text: str) -> Path:
+    """The path with `~` replaced."""
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -116,7 +117,7 @@ def resolve(name: str) -> str:
     """What transformers is to load: the folder of a known model (which may not be pulled yet), a folder, a Hub id."""
     if name in KNOWN:
         return str(folder_of(name))
-    path = _expanded(name)
+    path = expanded(name)
     if name.strip() and path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(
@@ -143,6 +144,18 @@ def load_config(name: str) -> Any:
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(where)
+
+
+def config_of_file(path: Path) -> Any:
+    """The configuration in a config.json, whatever the file is called."""
+    from transformers import AutoConfig
+
+    try:
+        with quiet():
+            return AutoConfig.from_pretrained(str(path))
+    except LOAD_ERRORS as error:
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(f"{path} is not a model's config.json: {said[:200]}") from error
 
 
 def load_tokenizer(name: str, report: Report | None = None) -> Any:

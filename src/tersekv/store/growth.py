@@ -37,8 +37,11 @@ class TailSize:
     capacity: int = 0
 
     def change(self, leave: int, enter: int) -> None:
-        """Take the oldest `leave` tokens out and add `enter`."""
-        self.tokens += enter - leave
+        """Take the oldest `leave` tokens out, which gives memory beyond the usual back, and add `enter`."""
+        self.tokens -= leave
+        if leave and self.capacity > self.usual >= self.tokens:
+            self.capacity = tail_capacity(self.tokens, self.usual)
+        self.tokens += enter
         if self.tokens > self.capacity:
             self.capacity = tail_capacity(self.tokens, self.usual)
 
@@ -124,7 +127,7 @@ class LayerSize:
             sinks = min(policy.sink_tokens(window) - layer.sinks, n)
             layer.sinks += sinks
             old, enter = layer.tail.tokens, n - sinks
-            packed = policy.to_pack(old + enter, flush)
+            packed = policy.to_pack(old + enter, flush, seen, window)
             if packed and window is not None:
                 outside = max(0, (seen - window - ROLLBACK_TOKENS - dropped) // flush * flush)
                 forget = min(outside, layer.pages.tokens)

@@ -9,6 +9,7 @@ a store of ours holds; that is `estimate.predict`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tersekv.store.estimate import KNOWN, CacheShape
@@ -55,10 +56,10 @@ def model_gigabytes(name: str, bits: int) -> float:
     return (len(shape.windows) * per_layer + 2 * VOCABULARY * hidden) * bits / 8 / GIB
 
 
-def table_7() -> list[Row]:
-    """Weights and cache at 16 and at 2 bits, for batches of 1 and 4."""
+def table_7(batches: Sequence[int] = (1, 4)) -> list[Row]:
+    """Weights and cache at 16 and at 2 bits; the paper has batches of 1 and 4."""
     rows = []
-    for batch in (1, 4):
+    for batch in batches:
         for name, shape in KNOWN.items():
             for bits in (16, 2):
                 sizes = {c: shape.elements_per_token * t * batch * bits / 8 / GIB for c, t in TABLE_7_TOKENS.items()}
@@ -66,10 +67,10 @@ def table_7() -> list[Row]:
     return rows
 
 
-def table_8() -> list[Row]:
-    """Cache by format and context length, batch 1."""
+def table_8(batch: int = 1) -> list[Row]:
+    """Cache by format and context length; the paper has batch 1."""
     return [
-        Row(name, label, {c: cache_gigabytes(shape, *spec, t) for c, t in TABLE_8_TOKENS.items()})
+        Row(name, label, {c: cache_gigabytes(shape, *spec, t, batch) for c, t in TABLE_8_TOKENS.items()})
         for name, shape in KNOWN.items()
         for label, spec in FORMATS.items()
     ]

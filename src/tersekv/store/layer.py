@@ -132,7 +132,7 @@ class LayerStore(Stateful):
         n, held = new[0].shape[2], 0 if restart else self.keys.tail.tokens
         seen = n if restart else self.seen + n
         sinks = min(self.policy.sink_tokens(self.window) - self.keys.sinks.shape[2], n)
-        flush = self.policy.to_pack(held + n - sinks, self.flush_tokens)
+        flush = self.policy.to_pack(held + n - sinks, self.flush_tokens, seen, self.window)
         forget, skip = outside(self, seen, flush) if flush and not self.record_past else (0, 0)
         place = (0 if restart else self.seen - held) + sinks
         own = self._own(skip, flush)

@@ -57,11 +57,15 @@ class TailBuffer(Stateful):
         self.tokens += n
 
     def drop_front(self, n: int) -> None:
-        """Forget the n oldest tokens; the rest moves to the front."""
+        """Forget the n oldest tokens; the rest moves to the front, and memory beyond the usual is given back."""
         if n == 0:
             return
-        self._data[:, :, : self.tokens - n] = self.data[:, :, n:].clone()
+        left = self.data[:, :, n:].clone()
         self.tokens -= n
+        if self._data.shape[2] > self.usual >= self.tokens:
+            capacity = tail_capacity(self.tokens, self.usual)
+            self._data = self._data.new_empty((*self._data.shape[:2], capacity, self._data.shape[3]))
+        self._data[:, :, : self.tokens] = left
 
     def drop_back(self, n: int) -> None:
         """Forget the n latest tokens."""

@@ -46,9 +46,14 @@ class TokenPolicy:
         none."""
         return self.sinks if window is None else 0
 
-    def to_pack(self, waiting: int, block: int) -> int:
-        """How many of `waiting` exact tokens behind the sinks are to be packed now, a multiple of `block`."""
-        return max(0, waiting - self.recent) // block * block
+    def first_packing(self, window: int | None) -> int:
+        """Tokens that a layer with that sliding window has seen before any is packed."""
+        return 0
+
+    def to_pack(self, waiting: int, block: int, seen: int, window: int | None) -> int:
+        """Number of tokens to pack now, a multiple of `block`, when a layer has seen `seen` tokens and `waiting` of
+        them are exact and no sinks. It depends on these counts alone, so that chunks of a prompt pack the same."""
+        return 0 if seen < self.first_packing(window) else max(0, waiting - self.recent) // block * block
 
     def options(self) -> dict[str, Any]:
         """The options by name, as in a recipe."""

@@ -1,0 +1,119 @@
+"""How `tersekv estimate` shows its document: the details of one recipe, or one row per recipe."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tersekv.cli import output, sizes
+from tersekv.units import LONGEST
+
+
+def show(document: dict[str, Any]) -> None:
+    """Sizes, what fits, and what is counted."""
+    recipes = document["recipes"]
+    (_show_one if len(recipes) == 1 else _show_several)(document)
+    for one in recipes:
+        for row in one["contexts"]:
+            if row["bytes"] >= row["bytes_bf16"]:
+                larger = sizes.against_bfloat16(row["bytes"], row["bytes_bf16"])
+                output.show(f"{row['tokens']:,} tokens with {sizes.short_name(one['recipe'])}: {larger}.")
+    gains = [sizes.gains_from(one["recipe"], one["break_even_tokens"]) for one in recipes]
+    output.show(f"Against bfloat16: {'; '.join(gains)}.")
+    output.show(sizes.COUNTED)
+
+
+def _title(document: dict[str, Any], recipe: str = "") -> str:
+    sequences = "" if document["batch"] == 1 else f", batch {document['batch']}"
+    return f"{document['model']}{recipe and f', {recipe}'}{sequences}"
+
+
+def _show_one(document: dict[str, Any]) -> None:
+    columns = ("context", "bytes", "bfloat16 would be", "bits/element", "× bf16", "× fp8", "codes", "other parts")
+    (one,) = document["recipes"]
+    cells = []
+    for row in one["contexts"]:
+        parts = row["bytes_by_part"]
+        others = ", ".join(f"{k} {output.human_bytes(v)}" for k, v in parts.items() if v and k != "codes")
+        cells.append(
+            (
+                f"{row['tokens']:,}",
+                output.human_bytes(row["bytes"]),
+                output.human_bytes(row["bytes_bf16"]),
+                f"{row['bits_per_element']:.2f}",
+                f"{row['ratio_bf16']:.2f}",
+                f"{row['ratio_fp8']:.2f}",
+                output.human_bytes(parts.get("codes", 0)),
+                others,
+            )
+        )
+    output.show(output.table(_title(document, one["recipe"]), columns, cells))
+    if "memory_bytes" not in document:
+        return
+    memory, weights = document["memory_bytes"], document["weight_bytes_bf16"]
+    beside = document["most_tokens_beside_weights"]
+    headings = ("cache", "tokens", f"tokens beside bf16 weights ({output.human_bytes(weights)})")
+    rows = [(name, _count(n), _count(beside[name])) for name, n in document["most_tokens"].items()]
+    sequences = "" if document["batch"] == 1 else f", batch {document['batch']}"
+    output.show(output.table(f"most tokens in {output.human_bytes(memory)}{sequences}", headings, rows))
+    if weights >= memory:
+        output.show(f"{sizes.no_room(weights, memory)}.")
+        return
+    for row in one["contexts"]:
+        output.show(f"{sizes.verdict(row, memory - weights, beside[one['recipe']])}.")
+
+
+def _show_several(document: dict[str, Any]) -> None:
+    """One row per recipe, contexts as columns: bytes, times smaller than bfloat16, and with --memory yes or no."""
+    recipes = document["recipes"]
+    contexts = recipes[0]["contexts"]
+    limited = "memory_bytes" in document
+    plain = document["plain"]["bf16"] if limited else [{"bytes": row["bytes_bf16"]} for row in contexts]
+    rows = [["bfloat16", *(_cell(row["bytes"], 1.0, row.get("fits")) for row in plain)]]
+    for one in recipes:
+        cells = [_cell(row["bytes"], row["ratio_bf16"], row.get("fits")) for row in one["contexts"]]
+        rows.append([_wrapped(sizes.short_name(one["recipe"])), *cells])
+    columns = ["recipe", *(f"{row['tokens']:,}" for row in contexts)]
+    if limited:
+        columns.append("most tokens")
+        most = document["most_tokens_beside_weights"]
+        for row, name in zip(rows, ["bf16", *(one["recipe"] for one in recipes)], strict=True):
+            row.append(_count(most[name]))
+    output.show(output.table(_title(document), columns, rows))
+    if not limited:
+        return
+    memory, weights = document["memory_bytes"], document["weight_bytes_bf16"]
+    if weights >= memory:
+        output.show(f"{sizes.no_room(weights, memory)}.")
+        return
+    for one in recipes:
+        ordered = sorted(one["contexts"], key=lambda row: row["tokens"])
+        edge = [row for row in ordered if row["fits"]][-1:] + [row for row in ordered if not row["fits"]][:1]
+        said = "; ".join(sizes.verdict(row, memory - weights, most[one["recipe"]]) for row in edge)
+        output.show(f"{sizes.short_name(one['recipe'])}: {said}.")
+
+
+def _wrapped(recipe: str, width: int = 16) -> str:
+    """The recipe in lines of at most `width` characters, broken behind its signs."""
+    lines = [""]
+    for part in re.split(r"(?<=[+:,;/])", recipe):
+        if lines[-1] and len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
+def _cell(size: int, ratio: float, fits: bool | None) -> str:
+    answer = "" if fits is None else "\nfits" if fits else "\ntoo large"
+    return f"{output.human_bytes(size)}\n{ratio:.2f}×{answer}"
+
+
+def _count(tokens: int) -> str:
+    return "any number" if tokens >= LONGEST - 1 else f"{tokens:,}"
+
+
+def show_kvquant(document: dict[str, Any]) -> None:
+    """The paper's tables."""
+    for made in document["tables"]:
+        rows = [[*row[:2], *(f"{size:,.1f}" for size in row[2:])] for row in made["rows"]]
+        output.show(output.table(made["title"], made["columns"], rows, left=2))
