@@ -30,7 +30,9 @@ def common(tiny: str, tmp_path: Path) -> tuple[str, ...]:
 
 
 def test_document(common: tuple[str, ...], tiny: str, capfd: pytest.CaptureFixture[str]) -> None:
-    made = run_json(capfd, *common, "divergence", "-r", "kivi:bits=2,4", "-r", "full", "-r", "kivi")
+    made = run_json(
+        capfd, *common, "divergence", "--mode", "simulate", "-r", "kivi:bits=2,4", "-r", "full", "-r", "kivi"
+    )
     assert list(made) == ["model", "results"]
     assert made["model"] == tiny
     assert [(r["task"], r["recipe"]) for r in made["results"]] == [
@@ -128,7 +130,7 @@ def test_bar_with_the_time_left(
         (("perplexitty",), "did you mean 'perplexity'"),
         (("perplexity", "--samples", "4"), "--samples is no option of perplexity; "),
         (("perplexity", "--context", "two"), "--context 'two' is no whole number"),
-        (("perplexity", "--mode", "both"), "choose simulate or cache"),
+        (("perplexity", "--mode", "both"), "choose cache or simulate"),
         (("perplexity", "--context", "1M"), "more than the model's 2,048"),
         (("perplexity", "--text", "nowhere.txt"), "cannot read the text"),
         (("perplexity", "--recipe", "kivy"), "did you mean 'kivi'"),

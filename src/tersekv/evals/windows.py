@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tersekv.evals.reader import Reader
 
 BUILT_IN = "pydoc"
-Mode = Literal["simulate", "cache"]
+Mode = Literal["cache", "simulate"]
 POSITIONS_AT_A_TIME = 256
 """Positions whose distributions over the vocabulary are made at a time, which bounds the copies of logits."""
 
@@ -30,22 +30,22 @@ class WindowTask(Task):
     """Options of tasks that read windows of a text.
 
     text: "pydoc" (the language reference in Python's standard library) or a file. context: tokens per window. windows:
-    how many, from the start of the text; 0 for all. mode: "simulate" is one forward pass with every key and value
-    coded, but for the first `sinks` tokens; "cache" is the real cache: `prefix` tokens are fed at once and not scored,
-    then `chunk` at a time.
+    how many, from the start of the text; 0 for all. mode: "cache" reads through the real cache, `prefix` tokens at once
+    that are not scored, then `chunk` at a time; "simulate" is one forward pass with every key and value coded, but for
+    the first `sinks` tokens.
     """
 
     text: str = BUILT_IN
     context: int = 2048
     windows: int = 4
-    mode: Mode = "simulate"
+    mode: Mode = "cache"
     sinks: int = 0
     chunk: int = 128
     prefix: int = 0
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
-            raise UserError(f"mode={self.mode} is not allowed; choose simulate or cache")
+            raise UserError(f"mode={self.mode} is not allowed; choose cache or simulate")
         for name, low in (("context", 2), ("windows", 0), ("sinks", 0), ("chunk", 1), ("prefix", 0)):
             if getattr(self, name) < low:
                 raise UserError(f"{name}={getattr(self, name)} is too small; give {low} or more")
