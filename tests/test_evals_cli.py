@@ -116,11 +116,11 @@ def test_bar_with_the_time_left(
     common: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with (tmp_path / "screen").open("w") as screen:
-        monkeypatch.setattr(output, "stderr", lambda: Console(file=screen, force_terminal=True, width=120))
+        monkeypatch.setattr(output, "stderr", lambda: Console(file=screen, force_terminal=True, width=160))
         assert cli.run([*common, "-r", "kivi:bits=2"]) == 0
     shown = (tmp_path / "screen").read_text()
     assert "perplexity" in shown
-    assert "/4" in shown
+    assert "of 4 evaluations" in shown
     assert "left" in shown
 
 

@@ -20,6 +20,7 @@ from tersekv.cli import (
     generate,
     listing,
     models,
+    output,
     plot,
     prompt_cache,
     report,
@@ -71,6 +72,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """The exit status of one call."""
+    output.begin()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still gets its answer

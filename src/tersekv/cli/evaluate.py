@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from typer.core import TyperCommand
 
 from tersekv.cli import output
@@ -96,37 +94,18 @@ def _run(
     from tersekv.evals.harness import Harness
     from tersekv.evals.records import Records
 
-    run = Harness(network, tokenizer, model, recipes, calibration)
-    with Records(out) as records, _progress() as progress:
+    with Records(out) as records, output.step("making samples", unit="evaluations") as step:
+        run = Harness(network, tokenizer, model, recipes, calibration)
         try:
-            return run.run(chosen, records, progress)
+            return run.run(
+                chosen, records, lambda at: step.at(at.done, at.total, f"{at.task} {at.sample} with {at.recipe}")
+            )
         except KeyboardInterrupt:
             kept = f"{records.path} keeps what was done: the same command goes on from there"
             output.report(
                 f"stopped; {kept if records.path else 'nothing was kept, since no folder was given with --out'}"
             )
             raise
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[harness.Progress], None] | None]:
-    """A bar on stderr with the time left, where a person sees it."""
-    console = output.stderr()
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (
-        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
-        *(TextColumn("left"), TimeRemainingColumn()),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        row = bar.add_task("making samples", total=None)
-
-        def show(at: harness.Progress) -> None:
-            said = f"{at.task} {at.sample} {at.recipe}"
-            bar.update(row, description=said, completed=at.done, total=at.total)
-
-        yield show
 
 
 def _table(name: str, task: Task, summaries: Sequence[harness.Summary]) -> Any:

@@ -50,11 +50,14 @@ class WindowTask(Task):
             if getattr(self, name) < low:
                 raise UserError(f"{name}={getattr(self, name)} is too small; give {low} or more")
         if self.mode == "simulate" and self.prefix:
-            raise UserError(f"prefix={self.prefix} belongs to mode=cache; in mode=simulate every token is coded")
+            raise UserError(
+                f"prefix={self.prefix} belongs to mode=cache; in mode=simulate every token is coded: leave one of them "
+                "out"
+            )
         if self.mode == "cache" and self.sinks:
             raise UserError(
-                f"sinks={self.sinks} belongs to mode=simulate; a real cache's are in the recipe, "
-                "like window:sinks=4+kivi:bits=2"
+                f"sinks={self.sinks} belongs to mode=simulate, and mode is cache: give mode=simulate, too, or write a "
+                "real cache's sinks into the recipe, like window:sinks=4+kivi:bits=2"
             )
         if self.prefix > self.context - 2:
             raise UserError(f"prefix={self.prefix} leaves nothing to score of a window of {self.context} tokens")
