@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import json
+import logging
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from rich.console import Console
 
 from tersekv import cli
 from tersekv.cli import output
+from tersekv.hf import models
 
 SHORT = 0.05
 
@@ -166,3 +170,43 @@ def test_a_terminal_gets_a_bar_with_the_same_words(monkeypatch: pytest.MonkeyPat
     assert "reading [on]" in shown
     assert "2 of 3 layers, 0 s so far" in shown
     assert "a line between" in shown
+
+
+# ---------------------------------------------------------------- warnings and the log
+
+
+def test_warnings_are_plain_lines_and_verbose_says_more(
+    tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = ["generate", "-m", tiny, "-p", "x" * 300, "--max-new-tokens", "2", "-r", "kivi:bits=2", "--json"]
+    load = models.load
+
+    def warns(*args: Any) -> Any:
+        logging.getLogger("tersekv.hf.models").warning("the model is\n odd")
+        warnings.warn("so is its tokenizer", stacklevel=1)
+        return load(*args)
+
+    monkeypatch.setattr(models, "load", warns)
+    for verbose in ([], ["--verbose"]):
+        assert cli.run([*verbose, *call]) == 0
+        heard = capfd.readouterr()
+        assert json.loads(heard.out)["prompt_tokens"] == 303
+        said = heard.err.splitlines()
+        assert "tersekv: warning: the model is odd" in said
+        assert "tersekv: warning: so is its tokenizer" in said
+        assert (f"tersekv: loaded {tiny} from {tiny}" in said) is bool(verbose)
+        assert any(line.startswith("tersekv: packing 160 tokens with ") for line in said) is bool(verbose)
+    assert logging.getLogger("tersekv").level == logging.NOTSET
+
+
+def test_the_library_logs_and_does_not_print() -> None:
+    """Nothing is seen where nobody listens, and no file of the library prints, but for the maker of a table."""
+    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("tersekv").handlers)
+    package = Path(cli.__file__).parents[1]
+    for path in package.rglob("*.py"):
+        if path.parent.name == "cli":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+            assert not named or path.name == "trellis.py", path
+    assert (package / "py.typed").is_file()

@@ -19,6 +19,7 @@ from tersekv.cli import (
     evaluate,
     generate,
     listing,
+    log,
     models,
     output,
     plot,
@@ -58,11 +59,13 @@ def _version(wanted: bool) -> None:
 
 
 _Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which it is.")]
+_Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say on stderr what is loaded, fitted and packed.")]
 
 
 @app.callback()
-def _options(version: _Version = False) -> None:
-    pass
+def _options(version: _Version = False, verbose: _Verbose = False) -> None:
+    if verbose:
+        log.verbose()
 
 
 def main() -> None:
@@ -73,6 +76,11 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """The exit status of one call."""
     output.begin()
+    with log.shown():
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still gets its answer

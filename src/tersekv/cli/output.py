@@ -19,6 +19,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColum
 from rich.table import Table
 from rich.text import Text
 
+from tersekv.units import human_bytes as human_bytes
+
 Calibrations = Annotated[
     Path | None,
     typer.Option("--calibration", help="What `tersekv calibrate` made, a file or folder; else from the default place."),
@@ -236,11 +238,3 @@ def clock(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def human_bytes(size: float) -> str:
-    """Bytes in the decimal unit that leaves a number below 1,000."""
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= factor:
-            return f"{size / factor:,.2f} {unit}"
-    return f"{size:.0f} B"

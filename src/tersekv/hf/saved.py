@@ -8,6 +8,7 @@ stay in the file's own memory.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from tersekv.store import tensor_file
 from tersekv.store.state import joined, split
 from tersekv.tensors import plain
 
+log = logging.getLogger(__name__)
 SAME = 1e-6
 """Tables made elsewhere are the same if they are as close as that: libraries of linear algebra round differently."""
 
@@ -82,6 +84,7 @@ def load(
     cache.knows(model)
     for layer, its_state in zip(_layers(cache), state["layers"], strict=True):
         layer.restore(its_state, model.device)
+    log.info("loaded %d tokens in %s from %s", cache.get_seq_length(), recipe, path)
     return cache
 
 
