@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import logging
+import re
 import time
 import warnings
 from pathlib import Path
@@ -17,7 +18,11 @@ import torch
 from rich.console import Console
 
 from tersekv import cli
-from tersekv.cli import output
+from tersekv.cli import evaluate, output
+from tersekv.evals.harness import Summary
+from tersekv.evals.names import short_names
+from tersekv.evals.tasks.base import Estimate
+from tersekv.evals.tasks.divergence import Divergence
 from tersekv.hf import models
 
 SHORT = 0.05
@@ -210,3 +215,56 @@ def test_the_library_logs_and_does_not_print() -> None:
             named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
             assert not named or path.name == "trellis.py", path
     assert (package / "py.typed").is_file()
+
+
+# ---------------------------------------------------------------- tables
+
+
+RECIPES = (
+    *("full", "kivi:bits=2", "trellis:bits=3,calibration=prompt", "trellis:bits=2,calibration=prompt"),
+    *("window:recent=64,sinks=8+kivi:bits=2", "kvquant:bits=4", "snapkv:budget=0.25+turboquant:bits=2.5"),
+)
+
+
+@pytest.mark.parametrize("width", [80, 100, 132])
+@pytest.mark.parametrize("quarters", [False, True])
+def test_no_word_of_a_table_is_broken(width: int, quarters: bool) -> None:
+    """Every short name, heading and number is whole, in lines that fit; quarters come where they are asked for."""
+    metrics = {"kl": 0.003568, "top1_agreement": 0.9697, "nll": 3.063, "perplexity_ratio": 1.0043, "kl_q1": 1.367e-07}
+    made = {name: Estimate(mean, mean / 7) for name, mean in metrics.items()}
+    found = [Summary("divergence", recipe, 8, 2304, 5.79, 19_220_000, made, 123.6) for recipe in RECIPES]
+    names = evaluate._names(found, ["default"])
+    task = Divergence(prefix=1024)
+    table = evaluate._table("divergence", task, found, names, quarters)
+    screen = io.StringIO()
+    Console(file=screen, width=width).print(table)
+    said = screen.getvalue()
+    assert max(map(len, said.splitlines())) <= width
+    cells = {cell.strip() for line in said.splitlines() for cell in re.split("[│┃]", line)}
+    assert set(names.values()) < cells
+    assert names["trellis:bits=3,calibration=prompt"] == "default"
+    assert names["window:recent=64,sinks=8+kivi:bits=2"] == "window+kivi:bits=2"
+    assert {"samples", "0.003568 ± 0.00051", "19.22 MB"} < cells
+    for first, second in (("top1", "agreement"), ("perplexity", "ratio")):
+        assert {first, second} < cells or f"{first} {second}" in cells
+    assert ("kl q1" in cells) is quarters
+    assert "default = trellis:bits=3,calibration=prompt" in said
+    assert "(mode=cache)" in said
+
+
+def test_short_names_tell_recipes_apart() -> None:
+    recipes = ["trellis:bits=2", "trellis:bits=2,calibration=prompt", "qjl/uniform:bits=4,group=32", "kivi:bits=2"]
+    recipes += ["kivi:bits=2;0=exact", "kivi:bits=2,group=64", "window:recent=64+kivi:bits=2", "fp8"]
+    short = short_names(recipes)
+    assert len(set(short.values())) == len(recipes)
+    assert short["qjl/uniform:bits=4,group=32"] == "qjl/uniform:bits=4"
+    assert short["kivi:bits=2,group=64"] == "kivi:bits=2,group=64"
+    assert short["window:recent=64+kivi:bits=2"] == "window+kivi:bits=2"
+
+
+def test_text_columns_are_wrapped_between_words() -> None:
+    screen = io.StringIO()
+    row = ("kivi", "integers per token or channel, any group of them, and a long title besides", "5.00")
+    Console(file=screen, width=60).print(output.table("t", ("method", "what it stores", "bits"), [row], left=2))
+    words = " ".join(re.sub("[│┃]", " ", screen.getvalue()).split())
+    assert all(word in words.split() for word in row[1].split())

@@ -65,8 +65,8 @@ def test_single_sample_has_no_standard_error(common: tuple[str, ...], capfd: pyt
 
 def test_table(common: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
     said = run_text(capfd, *common, "-r", "kivi:bits=2", "--mode", "cache")
-    assert "perplexity_ratio" in said
-    assert "context=64" in said
+    assert "perplexity: 2 windows of 64 tokens of text.txt, 128 tokens at a time through the real" in said
+    assert "(mode=cache)" in said
     assert "1 ± 0" in said
     assert max(map(len, said.splitlines())) <= output.WIDTH_WHEN_PIPED
 

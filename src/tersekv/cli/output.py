@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
-from rich.table import Table
 from rich.text import Text
 
+from tersekv.cli.tables import Tables, texts
 from tersekv.units import human_bytes as human_bytes
 
 Calibrations = Annotated[
@@ -60,14 +60,11 @@ def print_json(document: Any) -> None:
     print(json.dumps(document, ensure_ascii=not utf8), flush=True)
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -> Table:
-    """A table whose first `left` columns are text and whose others are numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold")
-    for i, column in enumerate(columns):
-        made.add_column(column, justify="left" if i < left else "right", overflow="fold")
-    for row in rows:
-        made.add_row(*(str(cell) for cell in row))
-    return made
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1, notes: Sequence[str] = ()
+) -> Tables:
+    """A table whose first `left` columns are text and whose others are numbers, with lines below it."""
+    return Tables(title, columns, texts(rows), left, notes)
 
 
 def show(item: Any) -> None:

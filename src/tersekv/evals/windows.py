@@ -62,6 +62,16 @@ class WindowTask(Task):
         if self.prefix > self.context - 2:
             raise UserError(f"prefix={self.prefix} leaves nothing to score of a window of {self.context} tokens")
 
+    def about(self) -> str:
+        """Windows, text and mode, in plain words."""
+        count = "all" if self.windows == 0 else str(self.windows)
+        read = f"{count} window{'' if self.windows == 1 else 's'} of {self.context:,} tokens of {Path(self.text).name}"
+        if self.mode == "simulate":
+            exact = f", the first {self.sinks} tokens exact" if self.sinks else ""
+            return f"{read}, every key and value coded in one pass{exact} (mode=simulate)"
+        first = f"{self.prefix:,} packed at once, the others scored " if self.prefix else ""
+        return f"{read}, {first}{self.chunk} tokens at a time through the real cache (mode=cache)"
+
     def instances(self, reader: Reader) -> Sequence[Sample]:
         """The first windows of the text; `data` is ids [1, context], and the id names their content."""
         if self.context > reader.context_tokens:
