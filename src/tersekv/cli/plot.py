@@ -28,6 +28,7 @@ TAKES = {
     "keys": {"model", "text", "tokens", "layers", "head"},
     "evaluation": {"records"},
     "timings": {"records"},
+    "decodings": {"records"},
     "streams": {"records"},
     "bytes": {"records", "task", "model", "recipe", "tokens"},
 }
@@ -101,6 +102,10 @@ def _source(chosen: Plot, given: dict[str, Any]) -> Any:
         from tersekv.plots.timings import read_timings
 
         return read_timings(records)
+    if chosen.reads == "decodings":
+        from tersekv.plots.decodings import read_decodings
+
+        return read_decodings(records)
     if chosen.reads == "streams":
         from tersekv.plots.streams import read_streams
 

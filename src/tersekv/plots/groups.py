@@ -16,6 +16,7 @@ from tersekv.evals.harness import Summary, summarise
 from tersekv.evals.reader import FULL
 from tersekv.evals.records import FILE, Record, key_of, of_each_sample, read
 from tersekv.evals.tasks import Task, tasks
+from tersekv.plots.benchmarks import DRAWN_BY
 
 PREFERRED = ("kl", "perplexity_ratio", "accuracy", "perplexity")
 """The first of these that a task has is its metric where none is asked for."""
@@ -155,7 +156,8 @@ def _refuse_benchmarks(path: Path) -> None:
     except (OSError, ValueError):
         return  # the reader says what is wrong
     if isinstance(first, dict) and "task" not in first:
-        drawn = f"; `tersekv plot speed {path}` draws those" if first.get("bench") == "attend" else ""
+        kind = DRAWN_BY.get(first.get("bench", ""))
+        drawn = f"; `tersekv plot {kind} {path}` draws those" if kind else ""
         raise UserError(f"{path} holds records of a benchmark, not of `tersekv eval`{drawn}")
 
 
