@@ -27,7 +27,7 @@ class Tables(NamedTuple):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.title, style="bold")
         for chosen in self._groups(options.max_width):
-            yield self._table(chosen)
+            yield self._table(chosen, options.max_width)
         for note in self.notes:
             yield Text(note)
 
@@ -46,12 +46,16 @@ class Tables(NamedTuple):
             used += needs
         return [text + group for group in groups] or [text]
 
-    def _table(self, chosen: Sequence[int]) -> Table:
+    def _table(self, chosen: Sequence[int], width: int) -> Table:
+        """Headings are in one line where there is room for that."""
         made = Table()
+        whole = {i: max(self._width(i), cell_len(self.columns[i])) for i in chosen}
+        if 1 + sum(whole[i] + BORDER for i in chosen) > width:
+            whole = {i: self._width(i) for i in chosen}
         for i in chosen:
             text = i < self.left
             made.add_column(
-                self.columns[i] if text else wrapped(self.columns[i], self._width(i)),
+                self.columns[i] if text else wrapped(self.columns[i], whole[i]),
                 justify="left" if text else "right", overflow="fold",
                 min_width=self._word(i) if text else self._width(i), no_wrap=not text,
             )  # fmt: skip
