@@ -24,6 +24,8 @@ from tersekv.recipe import Recipe
 
 COLUMNS = {"perplexity": ("perplexity", ".2f"), "perplexity_ratio": ("ratio to full", ".3f"), "kl": ("KL", ".4f")}
 COLUMNS["top1_agreement"] = ("top-1", ".3f")
+MODE = "simulate"
+"""Every key and value is coded in one forward pass, as KVQuant evaluates."""
 WITH_ERRORS = ("perplexity_ratio", "kl")
 
 
@@ -69,10 +71,11 @@ class Study:
             learning = [r for r in recipes if needs_corpus(Recipe.parse(r), config)]
             _calibrate([r for r in learning if not place(folder, Recipe.parse(r)).exists()], setting, folder, args)
             named = [part for recipe in recipes for part in ("-r", recipe)]
-            window = ("--windows", str(args.windows), "--context", str(args.context), "--sinks", str(setting.sinks))
+            window = ("--windows", str(args.windows), "--context", str(args.context))
+            mode = ("--mode", MODE, "--sinks", str(setting.sinks))
             where = ("--calibration", str(folder)) if learning else ()
             out = ("--out", str(records_folder(args.out, setting)))
-            program("eval", self.task, "-m", args.model, *named, "--text", args.test, *window, *where, *out)
+            program("eval", self.task, "-m", args.model, *named, "--text", args.test, *window, *mode, *where, *out)
 
     def written(self, name: str, args: argparse.Namespace) -> str:
         """One table in markdown; errors are standard errors over windows, of differences to the full cache."""
@@ -94,7 +97,7 @@ class Study:
             records = read(records_folder(args.out, row.setting))
         except ValueError:
             return None
-        asked = {"context": args.context, "sinks": row.setting.sinks, "text": args.test}
+        asked = {"context": args.context, "mode": MODE, "sinks": row.setting.sinks, "text": args.test}
         ours = [r for r in records if asked.items() <= r["options"].items() and r["model"] == args.model]
 
         def of(recipe: str) -> list[dict[str, Any]]:

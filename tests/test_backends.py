@@ -220,3 +220,19 @@ def test_isa_variable():
 def test_import_loads_nothing():
     code = "import sys, tersekv.ops.backends; print('tersekv.ops.cpu._native' in sys.modules)"
     assert run_python(code).stdout.strip() == "False"
+
+
+def test_a_fallback_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_logged", set())
+    matrix = torch.eye(16, dtype=torch.float64)
+    with caplog.at_level("INFO", "tersekv"):
+        for _ in range(2):
+            backends.rotate_dense(torch.ones(3, 16, dtype=torch.float64), matrix)
+        monkeypatch.setattr(backends.cpu, "why_not_built", lambda: "the extension is not built")
+        for _ in range(2):
+            backends.rotate_dense(torch.ones(3, 16, dtype=torch.float64), matrix)
+    first, second = caplog.records
+    assert (first.levelname, first.name) == ("INFO", "tersekv.ops.backends")
+    assert first.getMessage().startswith("rotate_dense runs on the torch reference (cpu: ")
+    assert second.levelname == "WARNING"
+    assert second.getMessage().endswith("many times slower: the extension is not built")

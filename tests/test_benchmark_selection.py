@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from conftest import benchmark
-from made_records import SHAPE
+from made_records import SHAPE, record, write
 from tersekv.evals.records import Record
 
 
@@ -48,3 +50,24 @@ def made(recipe: str, sample: int, score: int) -> Record:
         "sample": str(sample), "seed": sample // 2, "metrics": {"accuracy": float(score), "gold_nll": 0.5},
         "bytes": 1_000_000, "bits_per_element": 32.0, "bytes_by_part": {"slack": 300_000},
     }  # fmt: skip
+
+
+def test_ablations_name_the_mode_that_their_records_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KVQuant's protocol is written into the call and looked for in records, whatever the tasks' default is."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+    ablation, calls = benchmark("ablation"), []
+    monkeypatch.setattr(ablation, "program", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(ablation, "load_config", lambda _: None)
+    monkeypatch.setattr(ablation, "needs_corpus", lambda *_: False)
+    row = ablation.Row("kivi", "kivi:bits=2", ablation.Setting(sinks=0))
+    study = ablation.Study({"1": ("a title", [row])}, {"1": ""}, "perplexity")
+    args = argparse.Namespace(out=tmp_path, model="tiny", windows=1, context=64, test="text", workers=1)
+    study.run(args, ["1"])
+    assert calls[0][calls[0].index("--mode") + 1] == "simulate"
+    for mode, found in (("cache", False), ("simulate", True)):
+        options = {"text": "text", "context": 64, "windows": 1, "mode": mode}
+        records = [record("perplexity", options, "0-a", recipe, {"nll": 2.0}) for recipe in ("full", "kivi:bits=2")]
+        folder = ablation.records_folder(tmp_path, row.setting)
+        folder.parent.mkdir(exist_ok=True)
+        write(folder, records)
+        assert (study.summary(row, args) is not None) is found

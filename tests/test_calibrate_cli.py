@@ -64,7 +64,7 @@ def test_several_recipes_in_a_folder(tiny: str, capfd, tmp_path: Path) -> None:
     assert len(list(out.iterdir())) == 3
     evaluate = ("eval", "perplexity", "-m", tiny, *recipes, "-r", "kivi", "--calibration", str(out))
     records = tmp_path / "records"
-    options = ("--windows", "1", "--context", "128", "--sinks", "1", "--out", str(records))
+    options = ("--windows", "1", "--context", "128", "--mode", "simulate", "--sinks", "1", "--out", str(records))
     results = run_json(capfd, *evaluate, *options)["results"]
     assert len(results) == 5
     kept = [json.loads(line) for line in (records / "records.jsonl").read_text().splitlines()]

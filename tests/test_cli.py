@@ -34,10 +34,15 @@ def refuse(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert cli.run(list(arguments)) == 2
     said = capfd.readouterr()
     assert said.out == ""
-    lines = said.err.splitlines()
+    lines = complaints(said.err)
     assert len(lines) == 1, said.err
     assert lines[0].startswith("tersekv: ")
     return lines[0]
+
+
+def complaints(stderr: str) -> list[str]:
+    """The lines of stderr but those of progress, which a slow machine gets."""
+    return [line for line in stderr.splitlines() if " so far" not in line]
 
 
 def run_text(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -385,14 +390,14 @@ def test_wrong_environment_is_refused(variable: str, tiny: str, monkeypatch: pyt
     for command in (["list"], ["generate", "-m", tiny, "-p", "hello", "--max-new-tokens", "3"]):
         done = process(*command)
         assert done.returncode == 2, done.stderr
-        assert done.stderr.startswith(f"tersekv: {variable}: ")
-        assert done.stderr.count("\n") == 1
+        (line,) = complaints(done.stderr)
+        assert line.startswith(f"tersekv: {variable}: ")
 
 
 def test_refusal_as_a_process_has_no_traceback() -> None:
     done = process("generate", "--recipe", "kivi:bits=77", "-p", "x")
     assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1
+    assert len(complaints(done.stderr)) == 1
 
 
 def test_reader_that_leaves_gets_no_traceback() -> None:
@@ -421,8 +426,8 @@ def test_text_that_is_not_utf8(tmp_path: Path, tiny: str) -> None:
     for extra, data in ((["-p", b"\xff\xfe"], b""), ([], b"\xff\xfe"), (["--file", "-"], b"\x80")):
         done = subprocess.run([*call, *extra], input=data, capture_output=True, check=False)
         assert done.returncode == 2
-        assert b"is not UTF-8 text" in done.stderr
-        assert done.stderr.count(b"\n") == 1
+        (line,) = complaints(done.stderr.decode())
+        assert "is not UTF-8 text" in line
 
 
 def test_streams_that_cannot_take_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,9 @@ def common(tiny: str, tmp_path: Path) -> tuple[str, ...]:
 
 
 def test_document(common: tuple[str, ...], tiny: str, capfd: pytest.CaptureFixture[str]) -> None:
-    made = run_json(capfd, *common, "divergence", "-r", "kivi:bits=2,4", "-r", "full", "-r", "kivi")
+    made = run_json(
+        capfd, *common, "divergence", "--mode", "simulate", "-r", "kivi:bits=2,4", "-r", "full", "-r", "kivi"
+    )
     assert list(made) == ["model", "results"]
     assert made["model"] == tiny
     assert [(r["task"], r["recipe"]) for r in made["results"]] == [
@@ -63,8 +65,8 @@ def test_single_sample_has_no_standard_error(common: tuple[str, ...], capfd: pyt
 
 def test_table(common: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
     said = run_text(capfd, *common, "-r", "kivi:bits=2", "--mode", "cache")
-    assert "perplexity_ratio" in said
-    assert "context=64" in said
+    assert "perplexity: 2 windows of 64 tokens of text.txt, 128 tokens at a time through the real" in said
+    assert "(mode=cache)" in said
     assert "1 ± 0" in said
     assert max(map(len, said.splitlines())) <= output.WIDTH_WHEN_PIPED
 
@@ -114,11 +116,11 @@ def test_bar_with_the_time_left(
     common: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with (tmp_path / "screen").open("w") as screen:
-        monkeypatch.setattr(output, "stderr", lambda: Console(file=screen, force_terminal=True, width=120))
+        monkeypatch.setattr(output, "stderr", lambda: Console(file=screen, force_terminal=True, width=160))
         assert cli.run([*common, "-r", "kivi:bits=2"]) == 0
     shown = (tmp_path / "screen").read_text()
     assert "perplexity" in shown
-    assert "/4" in shown
+    assert "of 4 evaluations" in shown
     assert "left" in shown
 
 
@@ -128,7 +130,7 @@ def test_bar_with_the_time_left(
         (("perplexitty",), "did you mean 'perplexity'"),
         (("perplexity", "--samples", "4"), "--samples is no option of perplexity; "),
         (("perplexity", "--context", "two"), "--context 'two' is no whole number"),
-        (("perplexity", "--mode", "both"), "choose simulate or cache"),
+        (("perplexity", "--mode", "both"), "choose cache or simulate"),
         (("perplexity", "--context", "1M"), "more than the model's 2,048"),
         (("perplexity", "--text", "nowhere.txt"), "cannot read the text"),
         (("perplexity", "--recipe", "kivy"), "did you mean 'kivi'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -11,11 +12,14 @@ from pathlib import Path
 import pytest
 
 from made_records import DAMAGE, SHAPE, document, evaluation, refuse, write
-from tersekv import cli
+from tersekv import UserError, cli
+from tersekv.plots import decodings, timings
 from tersekv.plots.kinds import names, plots
+from tersekv.plots.style import render
 from tersekv.store.estimate import predict
 
-ATTEND = Path(__file__).resolve().parents[1] / "benchmarks" / "records" / "attend.jsonl"
+RECORDS = Path(__file__).resolve().parents[1] / "benchmarks" / "records"
+ATTEND, GENERATE = RECORDS / "attend.jsonl", RECORDS / "generate.jsonl"
 SVG = b"<svg"
 
 
@@ -106,7 +110,7 @@ def test_every_kind_is_found_and_says_what_it_is() -> None:
         (("speed", "{r}/records.jsonl", "-o", "{t}/x.png"), "is no timing of attention (it is of 'perplexity')"),
         (("speed", "{t}/empty.jsonl", "-o", "{t}/x.png"), "is empty"),
         (("speed", "-o", "{t}/x.png"), "no records were given"),
-        (("growth", "{a}", "-o", "{t}/x.png"), "no step of a stream (it is of 'tersekv'): give records of"),
+        (("growth", "{a}", "-o", "{t}/x.png"), "no step of a stream (it is of 'tersekv'): `tersekv plot speed"),
         (("growth", "-o", "{t}/x.png"), "give a file like benchmarks/records/subgen.jsonl"),
         (("memory", "{r}", "-r", "kivi", "-o", "{t}/x.png"), "give one of them"),
         (("memory", "{r}", "--tokens", "4k", "-o", "{t}/x.png"), "belongs to a prediction"),
@@ -146,3 +150,17 @@ def test_a_failed_write_leaves_the_old_file(
     if os.geteuid():
         tmp_path.chmod(0o500)
         assert "cannot be written" in refuse(capfd, "plot", "memory", str(results), "-o", str(tmp_path / "b.png"))
+
+
+def test_decoding_says_what_the_record_says() -> None:
+    rows = [json.loads(line) for line in (GENERATE).read_text().splitlines()]
+    picture = render(plots()["decoding"], decodings.read_decodings([GENERATE]))
+    told = {(row[0], row[1]): row for row in picture.tables[0].rows}
+    assert len(told) == len(rows)
+    for row in rows:
+        rate, times = told[row["cache"], f"{row['depth']:,}"][2], told[row["cache"], f"{row['depth']:,}"][4]
+        full = next(r for r in rows if r["cache"] == "full" and r["depth"] == row["depth"])
+        assert rate == f"{row['tokens_per_second']:.2f}"
+        assert times == f"{row['tokens_per_second'] / full['tokens_per_second']:.2f}"
+    with pytest.raises(UserError, match=r"`tersekv plot decoding .*generate.jsonl` draws those"):
+        timings.read_timings([GENERATE])

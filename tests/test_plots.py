@@ -200,6 +200,34 @@ def test_speed_says_what_the_record_says() -> None:
     assert b"<svg" in to_bytes(render(plots()["speed"], found), "svg")
 
 
+def test_speed_draws_a_format_as_one_line_whatever_its_bits() -> None:
+    """Bits of nuq4-1% and trellis vary with shape and length; older records name all formats alike."""
+    for name, count in (("bench_attend", 1), ("attend", 3)):
+        found = [t for t in timings.read_timings([RECORDS / f"{name}.jsonl"]) if t.packed]
+        kinds = {what: {t.name for t in found if t.what == what} for what in {t.what for t in found}}
+        assert all(len(names) == count for names in kinds.values()), kinds
+    new = timings.read_timings([RECORDS / "bench_attend.jsonl"])
+    assert {t.name for t in new if t.what in ("nuq4-1%", "grid4")} == {"nuq4-1%, 4.4–4.45 bits", "grid4, 5 bits"}
+    styles = speed._styles(new)
+    assert len({(style["color"], style["marker"]) for style in styles.values()}) == len(styles)
+
+
+def test_a_divergence_is_drawn_as_kl_and_titles_are_words() -> None:
+    """Its records hold the perplexity ratio, too, which the task perplexity shows."""
+    records = groups.read_records([RECORDS / "every_task.jsonl"])
+    asked = ("perplexity", "divergence", "passkey")
+    tables = {t.title.split(":")[0]: t for t in pareto.draw([r for r in records if r["task"] in asked]).tables}
+    assert {name: table.columns[3] for name, table in tables.items()} == {
+        "perplexity": "perplexity_ratio", "divergence": "kl", "passkey": "accuracy",
+    }  # fmt: skip
+    said = tables["divergence"].title
+    assert "1 window of 512 tokens of pydoc, 128 tokens at a time through the real cache (mode=cache)" in said
+    assert "=" not in said.replace("mode=cache", "") + tables["passkey"].title
+    text = page(records, "r", "o.html")
+    assert "kl q1" not in text
+    assert "kl q1" in page(records, "r", "o.html", quarters=True)
+
+
 def test_growth_says_what_the_record_says() -> None:
     """64 times the tokens: as many bytes where all are kept, hardly more in a sketch."""
     found = streams.read_streams([SUBGEN])

@@ -175,3 +175,9 @@ def test_presets_are_recipes_by_name(name):
     assert Recipe.parse(f"snapkv:budget=0.25+{name};0=exact").coder == Recipe.parse(PRESETS[name]).coder
     assert str(Recipe.parse(name)) == str(Recipe.parse(PRESETS[name]))
     assert Recipe.parse(name).plan(0, 1).keys.fits_on != "corpus"
+
+
+def test_a_preset_is_known_by_name():
+    assert Recipe.parse("default").name == Recipe.parse(str(Recipe.parse("default"))).name == "default"
+    assert Recipe.parse("snapkv:budget=0.25+default").name.startswith("snapkv:budget=0.25+trellis")
+    assert Recipe.parse("kivi:bits=2").name == "kivi:bits=2"

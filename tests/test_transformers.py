@@ -184,6 +184,7 @@ def test_lossy_recipes_run_and_stay_close(models, name, recipe):
             model(ids[:, :-1], past_key_values=cache)
             got = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
     assert cache.footprint().parts["codes"] > 0
+    assert str(cache) == f"CompressedCache(window:recent=16+{recipe}): {cache.footprint()}"
     assert torch.isfinite(got).all()
     assert torch.nn.functional.cosine_similarity(got, expected).item() > 0.98
 

@@ -5,12 +5,13 @@
         model.generate(...)
 
 Importing changes nothing elsewhere and loads neither transformers nor the native kernels; the names below load on
-first use.
+first use. What the library does (kernels it cannot use, calibrations, fitting, packing) is logged under "tersekv".
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ _HOMES = {
     "UserError": "tersekv.errors",
     "compress": "tersekv.hf.compress",
 }
+
+logging.getLogger("tersekv").addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:

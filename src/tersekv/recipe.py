@@ -104,6 +104,11 @@ class Recipe:
         policy = "" if self.tokens == Term(DEFAULT_POLICY) else f"{self.tokens}+"
         return policy + ";".join([str(self.coder), *(f"{spec}={coder}" for spec, coder in self.layers)])
 
+    @property
+    def name(self) -> str:
+        """The preset's name where it is one, else the recipe."""
+        return next((name for name, preset in PRESETS.items() if preset == str(self)), str(self))
+
     def to_json(self) -> str:
         """JSON with keys, values, tokens and layers."""
         layers = [{"layers": spec, **_coder_dict(coder)} for spec, coder in self.layers]

@@ -1,4 +1,4 @@
-"""Numbers as people write them on a command line: 4k tokens, lists with commas."""
+"""Numbers as people write and read them: 4k tokens, lists with commas, 38.20 MB."""
 
 from __future__ import annotations
 
@@ -33,3 +33,11 @@ def parse_numbers(text: str, option: str, least: int, most: int) -> tuple[int, .
             f"{option} {text!r}: write whole numbers from {least} to {most} separated by commas, like {least},{most}"
         )
     return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def human_bytes(size: float) -> str:
+    """Bytes in the decimal unit that leaves a number below 1,000."""
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= factor:
+            return f"{size / factor:,.2f} {unit}"
+    return f"{size:.0f} B"

@@ -68,10 +68,12 @@ def run(
     rounds: int = 3,
     calibration: Path | None = None,
     report: Callable[[str], None] = lambda _: None,
+    progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Iterator[Decoding]:
     """Yields each depth's caches when all of its rounds are done; `full` is always the first of them.
 
-    names: recipes, or `PEERS`. depths: tokens in the cache before the first one that is timed.
+    names: recipes, or `PEERS`. depths: tokens in the cache before the first one that is timed. report: called with a
+    line per round. progress: called with timings done, all timings, and what comes next.
 
     Raises:
         UserError: an unknown recipe, a peer that is not installed, a depth that the model does not take.
@@ -82,14 +84,17 @@ def run(
         raise UserError(
             f"depth {max(depths):,} and {WARM_UP + new_tokens} new tokens are more than the model's {most:,}: give less"
         )
+    done, total = 0, len(depths) * rounds * len(caches)
     for depth in depths:
         ids = prompt(tokenizer, depth + 1)
         found = {name: Decoding(name, depth) for name in caches}
         for turn in range(rounds):
             for name, read in caches.items():
+                progress(done, total, f"timing {name} after {depth:,} tokens")
                 with PeakMemory() as peak:
                     _time(model, read(ids[:, :depth]), ids[:, depth:], new_tokens, found[name])
                 found[name].peak_bytes = peak.peak_bytes
+                done += 1
             said = ", ".join(f"{name} {decoding.rates[-1]:.2f}" for name, decoding in found.items())
             report(f"depth {depth:,}, round {turn + 1} of {rounds}, tokens/s: {said}")
         yield from found.values()

@@ -17,7 +17,9 @@ from tersekv.cli import (
     evaluate,
     generate,
     listing,
+    log,
     models,
+    output,
     plot,
     prompt_cache,
     report,
@@ -56,11 +58,13 @@ def _version(wanted: bool) -> None:
 
 
 _Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which it is.")]
+_Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say on stderr what is loaded, fitted and packed.")]
 
 
 @app.callback()
-def _options(version: _Version = False) -> None:
-    pass
+def _options(version: _Version = False, verbose: _Verbose = False) -> None:
+    if verbose:
+        log.verbose()
 
 
 def main() -> None:
@@ -71,6 +75,12 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """The exit status of one call."""
     streams.prepare()
+    output.begin()
+    with log.shown():
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
     try:
         status = app(arguments, prog_name="tersekv", standalone_mode=False)
         sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import time
@@ -60,16 +61,16 @@ def attend(
         return
     lengths, counts = parse_lengths(tokens, "--tokens"), parse_numbers(threads, "--threads", 1, 256)
     results: list[dict[str, Any]] = []
-    for shape in shapes:
-        for length in lengths:
-            for count in counts:
-                with output.step(f"{shape}, {length} tokens, {count} threads"):
-                    measured = measure(shape, length, names, count, seconds)
-                results += measured.results()
-                if out is not None:
-                    _append(out, measured)
-                if not as_json:
-                    output.show(_table(measured))
+    contexts = list(itertools.product(shapes, lengths, counts))
+    for done, (shape, length, count) in enumerate(contexts, 1):
+        which = f"context {done} of {len(contexts)}: {shape}, {length:,} tokens, threads: {count}"
+        with output.step(f"timing {which}, about {seconds:g} s"):
+            measured = measure(shape, length, names, count, seconds)
+        results += measured.results()
+        if out is not None:
+            _append(out, measured)
+        if not as_json:
+            output.show(_table(measured))
     if as_json:
         output.print_json({"results": results})
 
@@ -84,14 +85,14 @@ def _attend_gpu(
     if device != "cuda":
         raise UserError(f"--device {device!r}: allowed are cpu and cuda")
     clock, results, stop = CudaClock(), [], time.monotonic() + 60 * limit
-    for shape in shapes:
-        for length in lengths:
-            for batch in batches:
-                with output.step(f"{shape}, {batch} x {length} tokens"):
-                    measured = measure(clock, shape, batch, length, names, seconds, stop=stop)
-                results.append(measured)
-                if out is not None:
-                    _write(out, "attend_gpu", [_gpu_machine(clock.name) | row for row in measured.results()])
+    contexts = list(itertools.product(shapes, lengths, batches))
+    with output.step("compiling kernels", len(contexts), "contexts") as step:
+        for done, (shape, length, batch) in enumerate(contexts):
+            step.at(done, what=f"timing {shape}, {batch} x {length:,} tokens")
+            measured = measure(clock, shape, batch, length, names, seconds, stop=stop)
+            results.append(measured)
+            if out is not None:
+                _write(out, "attend_gpu", [_gpu_machine(clock.name) | row for row in measured.results()])
     if as_json:
         output.print_json({"results": [row for measured in results for row in measured.results()]})
     else:
@@ -145,12 +146,14 @@ def generate(
     from tersekv.bench.generate import run
 
     found = []
-    for decoding in run(
-        network, tokenizer, recipe or [output.DEFAULT_RECIPE], lengths, new_tokens, rounds, calibration, output.report
-    ):
-        found.append(decoding)
-        if out is not None:
-            _write(out, "generate", [{"model": model, "new_tokens": new_tokens, **decoding.document()}])
+    with output.step("making prompts", unit="timings") as step:
+        for decoding in run(
+            network, tokenizer, recipe or [output.DEFAULT_RECIPE], lengths, new_tokens, rounds, calibration,
+            output.report, step.at,
+        ):  # fmt: skip
+            found.append(decoding)
+            if out is not None:
+                _write(out, "generate", [{"model": model, "new_tokens": new_tokens, **decoding.document()}])
     if as_json:
         output.print_json({"model": model, "results": [decoding.document() for decoding in found]})
         return

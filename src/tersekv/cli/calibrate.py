@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tersekv.bench.memory import PeakMemory
 from tersekv.cli import output
@@ -52,8 +50,9 @@ def calibrate(
 
     _check_length(length, network)
     name = text if text == "pydoc" else Path(text).name
-    corpus = Corpus.draw(name, read, tokenizer(read, verbose=False)["input_ids"], samples, length, seed)
-    run = Calibrator(network, recipes, corpus, sinks, workers or os.cpu_count() or 1)
+    with output.step(f"tokenising {name}"):
+        corpus = Corpus.draw(name, read, tokenizer(read, verbose=False)["input_ids"], samples, length, seed)
+        run = Calibrator(network, recipes, corpus, sinks, workers or os.cpu_count() or 1)
     start = time.perf_counter()
     with PeakMemory() as memory:
         found = _run(run)
@@ -93,7 +92,15 @@ def _check_length(length: int, network: Any) -> None:
 
 
 def _run(run: Calibrator) -> list[Calibration]:
-    with _progress() as progress:
+    units = {"samples": "samples", "layers": "sides of layers"}
+    names = {"samples": "computing gradients", "layers": "fitting"}
+    with output.step("reading the text") as step:
+
+        def progress(phase: str, done: int, total: int) -> None:
+            if step.what != names[phase]:
+                step.begin(names[phase], total, units[phase])
+            step.at(done, total)
+
         try:
             return run.run(progress)
         except KeyboardInterrupt:
@@ -112,26 +119,6 @@ def _save(found: Sequence[Calibration], recipes: Sequence[Recipe], out: Path | N
         calibration.save(path)
     run.clean()
     return paths
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr with the time left, where a person sees it; one for each phase."""
-    console = output.stderr()
-    columns = (
-        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
-        *(TextColumn("left"), TimeRemainingColumn()),
-    )
-    names = {"samples": "gradients of samples", "layers": "fitting layers"}
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        rows: dict[str, Any] = {}
-
-        def show(phase: str, done: int, total: int) -> None:
-            if phase not in rows:
-                rows[phase] = bar.add_task(names[phase], total=total)
-            bar.update(rows[phase], completed=done)
-
-        yield show
 
 
 def _show(document: dict[str, Any]) -> None:

@@ -39,8 +39,9 @@ def demo(
 
         parsed = str(Recipe.parse(recipe))
     network, tokenizer = load(model)
-    learnt = calibration_for(network, parsed, calibration)
-    document = hide(prompts.pydoc_document(tokenizer, tokens), FACT, DEPTH)
+    with output.step("preparing"):
+        learnt = calibration_for(network, parsed, calibration)
+        document = hide(prompts.pydoc_document(tokenizer, tokens), FACT, DEPTH)
     prompt = prompts.question_prompt(tokenizer, document, QUESTION)
     ids = prompts.input_ids(tokenizer, prompt, network.config, new_tokens)
     sampling = measure.Sampling(new_tokens, min_tokens=new_tokens)

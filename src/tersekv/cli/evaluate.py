@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from typer.core import TyperCommand
 
 from tersekv.cli import output
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
 
 TASKS_HELP = "perplexity, divergence, …: the files of evals/tasks."
 RECIPES_HELP = f"{output.RECIPE_HELP} May be repeated; bits=2..4 and bits=2,4 stand for several."
+QUARTERS_HELP = "divergence: also show it by quarters of the windows (growth with position), and nll."
 OUT_HELP = "Folder for records.jsonl; what it has already is not run again."
 
 
@@ -70,6 +69,7 @@ def evaluate(
     model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
     out: Annotated[Path | None, typer.Option("--out", "-o", help=OUT_HELP)] = None,
     calibration: output.Calibrations = None,
+    quarters: Annotated[bool, typer.Option("--quarters", help=QUARTERS_HELP)] = False,
     as_json: output.Json = False,
 ) -> None:
     """Score the full cache and packed ones on the same samples; with --out, a stopped run goes on where it was."""
@@ -86,7 +86,8 @@ def evaluate(
         output.print_json({"model": model, "results": [summary.document() for summary in summaries]})
         return
     for name, task in chosen.items():
-        output.show(_table(name, task, [summary for summary in summaries if summary.task == name]))
+        ours = [summary for summary in summaries if summary.task == name]
+        output.show(_table(name, task, ours, _names(summaries, recipe or []), quarters))
 
 
 def _run(
@@ -96,10 +97,12 @@ def _run(
     from tersekv.evals.harness import Harness
     from tersekv.evals.records import Records
 
-    run = Harness(network, tokenizer, model, recipes, calibration)
-    with Records(out) as records, _progress() as progress:
+    with Records(out) as records, output.step("making samples", unit="evaluations") as step:
+        run = Harness(network, tokenizer, model, recipes, calibration)
         try:
-            return run.run(chosen, records, progress)
+            return run.run(
+                chosen, records, lambda at: step.at(at.done, at.total, f"{at.task} {at.sample} with {at.recipe}")
+            )
         except KeyboardInterrupt:
             kept = f"{records.path} keeps what was done: the same command goes on from there"
             output.report(
@@ -108,41 +111,30 @@ def _run(
             raise
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[harness.Progress], None] | None]:
-    """A bar on stderr with the time left, where a person sees it."""
-    console = output.stderr()
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (
-        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
-        *(TextColumn("left"), TimeRemainingColumn()),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        row = bar.add_task("making samples", total=None)
+def _names(summaries: Sequence[harness.Summary], asked: Sequence[str]) -> dict[str, str]:
+    """A short name for each recipe; a preset's own, where it was asked for by name."""
+    from tersekv.evals.names import short_names
+    from tersekv.recipe import PRESETS
 
-        def show(at: harness.Progress) -> None:
-            said = f"{at.task} {at.sample} {at.recipe}"
-            bar.update(row, description=said, completed=at.done, total=at.total)
-
-        yield show
+    return short_names([summary.recipe for summary in summaries]) | {PRESETS[a]: a for a in asked if a in PRESETS}
 
 
-def _table(name: str, task: Task, summaries: Sequence[harness.Summary]) -> Any:
-    """One row per recipe; each metric with its standard error."""
-    metrics = list(summaries[0].metrics) if summaries else []
-    columns = ("recipe", "samples", "bits", "bytes", *metrics, "seconds")
+def _table(
+    name: str, task: Task, summaries: Sequence[harness.Summary], names: dict[str, str], quarters: bool
+) -> output.Tables:
+    """One row per recipe; each metric with its standard error. Names that leave something out are explained below."""
+    metrics = [metric for metric in (summaries[0].metrics if summaries else ()) if quarters or metric not in task.more]
+    columns = ("recipe", "samples", "bits", "bytes", *(metric.replace("_", " ") for metric in metrics), "seconds")
     rows = [
         (
-            *(s.recipe, s.samples, f"{s.bits_per_element:.2f}", output.human_bytes(s.bytes)),
+            *(names[s.recipe], s.samples, f"{s.bits_per_element:.2f}", output.human_bytes(s.bytes)),
             *(_estimate(*s.metrics[metric]) for metric in metrics),
             f"{s.seconds:.1f}",
         )
         for s in summaries
     ]
-    options = ", ".join(f"{option}={value}" for option, value in vars(task).items())
-    return output.table(f"{name} ({options})", columns, rows)
+    notes = [f"{names[s.recipe]} = {s.recipe}" for s in summaries if names[s.recipe] != s.recipe]
+    return output.table(f"{name}: {task.about()}", columns, rows, notes=notes)
 
 
 def _estimate(mean: float, stderr: float) -> str:

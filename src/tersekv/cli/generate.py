@@ -49,7 +49,8 @@ def generate(
         _use_threads(threads)
         parsed = _recipe(recipe, prompt_cache)
     network, tokenizer = load(model)
-    learnt = None if prompt_cache else calibration_for(network, parsed, calibration)
+    with output.step("looking for the calibration"):
+        learnt = None if prompt_cache else calibration_for(network, parsed, calibration)
     whole = text if raw else prompts.chat_prompt(tokenizer, text)
     ids = prompts.input_ids(tokenizer, whole, network.config, max_new_tokens, template=not raw)
     sampling = measure.Sampling(max_new_tokens, temperature=temperature, seed=seed)
@@ -62,7 +63,8 @@ def generate(
         if choice is not None and prompt_cache is not None:
             from tersekv.hf import saved
 
-            held = saved.load(prompt_cache, network, ids, tokenizer.decode)
+            with output.step(f"loading {prompt_cache}"):
+                held = saved.load(prompt_cache, network, ids, tokenizer.decode)
         outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write, learnt, held))
     if as_json:
         output.print_json(_document(outcomes))

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
 from tersekv.bench.memory import PeakMemory
 from tersekv.cli import output
 
@@ -94,8 +92,8 @@ def generate(
         cache.crop(-1)
     cached = cache.get_seq_length()
     reads_packed = contextlib.nullcontext() if recipe is None else tersekv.compress(model, cache)
-    with PeakMemory() as memory, prefill_progress(model) as first_token, reads_packed, torch.inference_mode():
-        clock = _clock(tokenizer, write, first_token)
+    with PeakMemory() as memory, _answering(model, sampling, write) as moved, reads_packed, torch.inference_mode():
+        clock = _clock(tokenizer, write, moved)
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -148,7 +146,27 @@ def _rate(times: list[float]) -> float:
     return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
 
 
-def _clock(tokenizer: Any, write: Write | None, first_token: Callable[[], None]) -> Any:
+@contextlib.contextmanager
+def _answering(model: Any, sampling: Sampling, write: Write | None) -> Iterator[Callable[[], None]]:
+    """Progress of one answer; yields what is to be called at each new token. Where the answer itself is written to the
+    same place, there is none after the prompt."""
+    with contextlib.ExitStack() as running:
+        prompt_read = running.enter_context(prefill_progress(model))
+        answering: output.Step | None = None
+
+        def moved() -> None:
+            nonlocal answering
+            if answering is None:
+                prompt_read()
+                mixed = write is not None and output.shares_a_place()
+                seen = output.step("answering", sampling.max_tokens, "tokens")
+                answering = output.Step("answering") if mixed else running.enter_context(seen)
+            answering.advance()
+
+        yield moved
+
+
+def _clock(tokenizer: Any, write: Write | None, moved: Callable[[], None]) -> Any:
     """A streamer that notes when each token came (the prompt's own call is the start) and passes text on."""
     from transformers import TextStreamer
 
@@ -159,8 +177,8 @@ def _clock(tokenizer: Any, write: Write | None, first_token: Callable[[], None])
 
         def put(self, value: Any) -> None:
             self.times.append(time.perf_counter())
-            if len(self.times) == 2:
-                first_token()
+            if len(self.times) > 1:
+                moved()
             super().put(value)
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -171,33 +189,13 @@ def _clock(tokenizer: Any, write: Write | None, first_token: Callable[[], None])
 
 
 @contextlib.contextmanager
-def prefill_progress(model: Any) -> Iterator[Callable[[], None]]:
-    """A bar on stderr that moves with each layer; yields what ends it, to be called at the first new token."""
+def prefill_progress(model: Any, what: str = "reading the prompt") -> Iterator[Callable[[], None]]:
+    """A step that moves with each layer; yields what ends it, to be called at the first new token."""
     from torch import nn
 
-    console = output.stderr()
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    if not console.is_terminal or not stacks:
-        yield lambda: None
-        return
-    layers = max(stacks, key=len)
-    columns = (
-        TextColumn("prefill"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total} layers"),
-        TimeElapsedColumn(),
-    )
-    bar = Progress(*columns, console=console, transient=True)
-    task = bar.add_task("prefill", total=len(layers))
-    hooks = [layer.register_forward_hook(lambda *_: bar.advance(task)) for layer in layers]
-
-    def end() -> None:
-        while hooks:
-            hooks.pop().remove()
-        bar.stop()
-
-    bar.start()
-    try:
-        yield end
-    finally:
-        end()
+    layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len, default=nn.ModuleList())
+    with contextlib.ExitStack() as running:
+        step = running.enter_context(output.step(what, len(layers) or None, "layers"))
+        for layer in layers:
+            running.callback(layer.register_forward_hook(lambda *_: step.advance()).remove)
+        yield running.close

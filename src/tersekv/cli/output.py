@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
+from rich.text import Text
+
+from tersekv.cli.tables import Tables, texts
+from tersekv.units import human_bytes as human_bytes
 
 Calibrations = Annotated[
     Path | None,
@@ -24,7 +30,8 @@ MODEL_HELP = "smollm2, a folder, or a Hub id."
 DEFAULT_RECIPE = "default"
 RECIPE_HELP = "How the cache is packed: small, default or safe, or like kivi:bits=4; `tersekv list` shows the methods."
 WIDTH_WHEN_PIPED = 132
-_running: list[Progress] = []
+EVERY = 5.0
+"""Seconds between two lines of progress where stderr is no terminal; what is done sooner says nothing."""
 
 
 def stdout() -> Console:
@@ -53,14 +60,11 @@ def print_json(document: Any) -> None:
     print(json.dumps(document, ensure_ascii=not utf8), flush=True)
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -> Table:
-    """A table whose first `left` columns are text and whose others are numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold")
-    for i, column in enumerate(columns):
-        made.add_column(column, justify="left" if i < left else "right", overflow="fold")
-    for row in rows:
-        made.add_row(*(str(cell) for cell in row))
-    return made
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1, notes: Sequence[str] = ()
+) -> Tables:
+    """A table whose first `left` columns are text and whose others are numbers, with lines below it."""
+    return Tables(title, columns, texts(rows), left, notes)
 
 
 def show(item: Any) -> None:
@@ -68,31 +72,166 @@ def show(item: Any) -> None:
     stdout().print(item, markup=False)
 
 
+class Step:
+    """Something long and how far it is. what: in words; total: how many `unit`s there are, where that is known.
+    changed: called after each change."""
+
+    def __init__(self, what: str, total: int | None = None, unit: str = "") -> None:
+        self.changed: Callable[[], None] = lambda: None
+        self.begin(what, total, unit)
+
+    def begin(self, what: str, total: int | None = None, unit: str = "") -> None:
+        """Go on with something else, whose time is counted from now on."""
+        self.what, self.total, self.unit, self.done = what, total, unit, 0
+        self._start = self._last = time.monotonic()
+        self._durations: list[float] = []
+        self.changed()
+
+    def at(self, done: int, total: int | None = None, what: str | None = None) -> None:
+        """Say how far it is and, where that changes, of how many and what comes next."""
+        now = time.monotonic()
+        if done > self.done:
+            self._durations += [(now - self._last) / (done - self.done)] * (done - self.done)
+        self.done, self._last = done, now
+        self.total, self.what = total or self.total, what or self.what
+        self.changed()
+
+    def advance(self) -> None:
+        """One more is done."""
+        self.at(self.done + 1)
+
+    def far(self) -> str:
+        """How far it is, for how long it has run, and for how long about it will."""
+        count = "" if self.total is None else f"{self.done:,} of {self.total:,} {self.unit}".rstrip() + ", "
+        left = self.seconds_left()
+        return f"{count}{clock(time.monotonic() - self._start)} so far" + (
+            "" if left is None else f", about {clock(left)} left"
+        )
+
+    def seconds_left(self) -> float | None:
+        """An estimate from what was done; what was found done (a hundredth of the longest) says nothing of it."""
+        slow = [d for d in self._durations if d >= max(self._durations) / 100]
+        if self.total is None or not slow:
+            return None
+        each = sum(slow) / len(slow)
+        return each * max(0, self.total - self.done - 1) + max(0.0, each - (time.monotonic() - self._last))
+
+
+class _Far(ProgressColumn):
+    """The same words on a terminal."""
+
+    def render(self, task: Any) -> Text:
+        return Text(task.fields["step"].far())
+
+
+class _Shown:
+    """The steps that are running and where they are shown: a bar each on a terminal, else a line now and then.
+
+    The stream is that of the beginning, since a library that is called may replace sys.stderr meanwhile."""
+
+    def __init__(self) -> None:
+        self.console = stderr()
+        self.steps: list[Step] = []
+        self.rows: dict[int, TaskID] = {}
+        columns = TextColumn("{task.description}", markup=False), BarColumn(), _Far()
+        bars = Progress(*columns, console=self.console, transient=True)
+        self.bars = bars if self.console.is_terminal else None
+        self._stop = threading.Event()
+        self._lines: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self.bars is not None:
+            self.bars.start()
+        else:
+            self._lines = threading.Thread(target=self._say_now_and_then, daemon=True)
+            self._lines.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._lines is not None:
+            self._lines.join()
+        if self.bars is not None:
+            self.bars.stop()
+
+    def add(self, step: Step) -> None:
+        """Show a step until it is removed."""
+        self.steps.append(step)
+        if self.bars is not None:
+            bars, row = self.bars, self.bars.add_task(step.what, total=step.total, step=step)
+            self.rows[id(step)] = row
+            step.changed = lambda: bars.update(row, description=step.what, completed=step.done, total=step.total)
+
+    def remove(self, step: Step) -> None:
+        self.steps.remove(step)
+        if self.bars is not None:
+            self.bars.remove_task(self.rows.pop(id(step)))
+
+    def say(self, line: str) -> None:
+        global _silent_since
+        _silent_since = time.monotonic()
+        with contextlib.suppress(ValueError, OSError):  # a closed stream must not end the work
+            self.console.print(line, markup=False, soft_wrap=self.bars is None)
+
+    def _say_now_and_then(self) -> None:
+        while not self._stop.wait(max(0.0, _silent_since + EVERY - time.monotonic())):
+            step = self.steps[-1]  # the outermost stays until this has ended
+            self.say(f"{step.what}: {step.far()}")
+
+
+_shown: _Shown | None = None
+_silent_since = time.monotonic()
+
+
+def begin() -> None:
+    """Note when the program started, from which on it must not be silent for long."""
+    global _silent_since
+    _silent_since = time.monotonic()
+
+
 def report(line: str) -> None:
     """A line of progress of something long; above the bar of the step that is running, where there is one."""
-    (_running[-1].console if _running else stderr()).print(line, markup=False)
+    if _shown is None:
+        stderr().print(line, markup=False)
+    else:
+        _shown.say(line)
 
 
 @contextlib.contextmanager
-def step(what: str) -> Iterator[None]:
-    """A bar with the time it has taken on stderr, where a person sees it."""
-    console = stderr()
-    if not console.is_terminal:
-        yield
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        progress.add_task(what, total=None)
-        _running.append(progress)
-        try:
-            yield
-        finally:
-            _running.pop()
+def step(what: str, total: int | None = None, unit: str = "") -> Iterator[Step]:
+    """Something long: a bar on a terminal, else a line every few seconds, on stderr. Steps may be inside each other;
+    lines are about the innermost."""
+    global _shown
+    outermost = _shown is None
+    if _shown is None:
+        _shown = _Shown()
+    shown, made = _shown, Step(what, total, unit)
+    shown.add(made)
+    if outermost:
+        shown.start()
+    try:
+        yield made
+    finally:
+        if outermost:
+            _shown = None
+            shown.stop()
+        else:
+            shown.remove(made)
 
 
-def human_bytes(size: float) -> str:
-    """Bytes in the decimal unit that leaves a number below 1,000."""
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= factor:
-            return f"{size / factor:,.2f} {unit}"
-    return f"{size:.0f} B"
+def shares_a_place() -> bool:
+    """True if what goes to stdout and what goes to stderr end in one terminal or file, where they would mix."""
+    try:
+        out, err = (os.fstat(stream.fileno()) for stream in (sys.stdout, sys.stderr))
+    except (OSError, ValueError, AttributeError, io.UnsupportedOperation):
+        return False
+    return (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino)
+
+
+def clock(seconds: float) -> str:
+    """12 s, 3 min 20 s, 2 h 5 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

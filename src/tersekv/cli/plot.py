@@ -28,6 +28,7 @@ TAKES = {
     "keys": {"model", "text", "tokens", "layers", "head"},
     "evaluation": {"records"},
     "timings": {"records"},
+    "decodings": {"records"},
     "streams": {"records"},
     "bytes": {"records", "task", "model", "recipe", "tokens"},
 }
@@ -101,6 +102,10 @@ def _source(chosen: Plot, given: dict[str, Any]) -> Any:
         from tersekv.plots.timings import read_timings
 
         return read_timings(records)
+    if chosen.reads == "decodings":
+        from tersekv.plots.decodings import read_decodings
+
+        return read_decodings(records)
     if chosen.reads == "streams":
         from tersekv.plots.streams import read_streams
 
@@ -135,6 +140,7 @@ def _tokens(given: dict[str, Any], default: int) -> int:
 def model_keys(given: dict[str, Any]) -> ModelKeys:
     """The model's keys of the first tokens of a text."""
     name, text, tokens = given.get("model", MODEL), given.get("text", TEXT), _tokens(given, TOKENS)
+    from tersekv.cli import measure
     from tersekv.evals.windows import read_text
     from tersekv.hf.capture import capture
     from tersekv.plots.base import ModelKeys
@@ -149,7 +155,7 @@ def model_keys(given: dict[str, Any]) -> ModelKeys:
         raise UserError(
             f"text {text!r} has {ids.shape[1]:,} tokens, --tokens is {tokens:,}: give fewer or a longer text"
         )
-    with output.step(f"reading {tokens:,} tokens"):
+    with measure.prefill_progress(network, f"reading {tokens:,} tokens"):
         captured = capture(network, ids)
         keys, values = ([layer[side][0].float().cpu() for layer in captured] for side in (0, 1))
     if not keys:

@@ -36,18 +36,21 @@ def build(
         import torch
 
         import tersekv
+        from tersekv.cli import measure
         from tersekv.hf.calibration import calibration_for
         from tersekv.hf.config import cache_shape
         from tersekv.hf.text import common_ids
     network, tokenizer = load(model)
-    learnt = calibration_for(network, recipe, calibration)
+    with output.step("looking for the calibration"):
+        learnt = calibration_for(network, recipe, calibration)
     ids = common_ids(tokenizer, text, network.config, raw)
     cache = tersekv.CompressedCache(network.config, recipe, learnt)
     start = time.perf_counter()
-    with tersekv.compress(network, recipe, learnt), torch.inference_mode(), output.step("reading the prompt"):
+    with tersekv.compress(network, recipe, learnt), torch.inference_mode(), measure.prefill_progress(network):
         network(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     read, start = time.perf_counter() - start, time.perf_counter()
-    cache.save(out, ids)
+    with output.step(f"writing {out}"):
+        cache.save(out, ids)
     seconds = {"prefill_seconds": round(read, 4), "save_seconds": round(time.perf_counter() - start, 4)}
     _say(out, as_json, seconds)
     gained = sizes.nothing_gained(cache.footprint(), cache_shape(network.config), str(cache.recipe))
@@ -76,7 +79,8 @@ def verify(
         network, _ = load(model)
         import tersekv
 
-        tersekv.CompressedCache.load(file, network)
+        with output.step(f"loading {file}"):
+            tersekv.CompressedCache.load(file, network)
     _say(file, as_json, {"state": "verified"})
 
 

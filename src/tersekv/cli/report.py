@@ -11,10 +11,13 @@ import typer
 from tersekv.cli import output
 from tersekv.cli.files import check_out, write_whole
 
+QUARTERS_HELP = "Also show a divergence by quarters of its windows, and nll."
+
 
 def report(
     folder: Annotated[Path, typer.Argument(help="What `tersekv eval --out` wrote.", metavar="DIR")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    quarters: Annotated[bool, typer.Option("--quarters", help=QUARTERS_HELP)] = False,
     as_json: output.Json = False,
 ) -> None:
     """Put an evaluation's tables and pictures on one page: quality against true bits, tasks, depths, bytes."""
@@ -25,7 +28,7 @@ def report(
 
         records = read_records([folder])
     with output.step("drawing"):
-        data = page(records, shlex.quote(str(folder)), shlex.quote(str(out))).encode()
+        data = page(records, shlex.quote(str(folder)), shlex.quote(str(out)), quarters).encode()
         write_whole(path, data)
     if as_json:
         output.print_json({"report": str(path), "records": len(records), "bytes": len(data)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from tersekv.errors import UserError, hint
@@ -63,6 +63,17 @@ class QuestionTask(Task):
     def __post_init__(self) -> None:
         if not 1 <= self.samples <= MOST_SAMPLES:
             raise UserError(f"samples is {self.samples}: ask for 1 to {MOST_SAMPLES:,} per cell")
+
+    def about(self) -> str:
+        """The options that are given, and how many samples, in plain words."""
+        said = {field.name: getattr(self, field.name) for field in fields(self)}
+        parts = [
+            f"{name} {str(value).lower() if isinstance(value, bool) else str(value).replace(',', ', ')}"
+            for name, value in said.items()
+            if value != "" and name not in ("samples", "seed")
+        ]
+        drawn = f", seed {self.seed}" if self.seed else ""
+        return "; ".join([*parts, f"{self.samples} sample{'' if self.samples == 1 else 's'} each{drawn}"])
 
     @abstractmethod
     def cases(self, reader: Reader) -> Iterator[Case]:

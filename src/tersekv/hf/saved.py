@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from tersekv.store.selective import SelectiveStore
 from tersekv.store.state import joined, split
 from tersekv.tensors import plain
 
+log = logging.getLogger(__name__)
 SAME = 1e-6
 """Tables made elsewhere are the same if they are as close as that: libraries of linear algebra round differently."""
 
@@ -95,6 +97,7 @@ def load(
         for i, (layer, its_state) in enumerate(zip(layers, state["layers"], strict=True)):
             layer.restore(its_state, said["batch"], model.device, f"layers.{i}")
         _check_layers([layer.store for layer in layers if layer.store is not None], said["cache"]["tokens"])
+    log.info("loaded %d tokens in %s from %s", cache.get_seq_length(), recipe, path)
     return cache
 
 

@@ -7,6 +7,7 @@ raises.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,9 @@ from tersekv.ops.implementations import BACKENDS
 BACKEND_VARIABLE = "TERSEKV_BACKEND"
 AUTO = "auto"
 
-
+log = logging.getLogger(__name__)
+_logged: set[tuple[str, str]] = set()
+"""Fallbacks to the reference that were logged, by op and reason."""
 _forced: ContextVar[str | None] = ContextVar("tersekv_backend", default=None)
 
 
@@ -62,15 +65,33 @@ def forced(name: str) -> Iterator[None]:
 def _choose(op: str, *call: Any) -> tuple[str, Callable[..., Any]]:
     """The backend that runs this call, and its function; UserError where a forced one cannot."""
     only = _forced.get() or _from_environment()
+    reasons: list[str] = []
     for name, ops in BACKENDS.items():
         if only not in (AUTO, name) or (only == AUTO and name == "triton" and triton.interpreted()):
             continue
         reason = ops[op].why_not(*call) if op in ops else f"it has no {op}"
         if reason is None:
+            if name == "reference" and only == AUTO:
+                _log_fallback(op, "; ".join(reasons))
             return name, ops[op].run
+        reasons.append(f"{name}: {reason}")
         if only == name:
             raise UserError(f"backend {only!r} is forced and cannot run {op}: {reason}")
     raise AssertionError(f"no backend takes {op}")
+
+
+def _log_fallback(op: str, reasons: str) -> None:
+    """Log each reason once; a warning where there are no kernels at all, which is many times slower."""
+    missing = cpu.why_not_built()
+    if missing is not None:
+        op, reasons = "", missing
+    if (op, reasons) in _logged:
+        return
+    _logged.add((op, reasons))
+    if missing is not None:
+        log.warning("the C++ kernels cannot be used, and torch does their work many times slower: %s", missing)
+    else:
+        log.info("%s runs on the torch reference (%s)", op, reasons)
 
 
 def _run(op: str, *call: Any) -> Any:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-Reads = Literal["keys", "evaluation", "timings", "streams", "bytes"]
+Reads = Literal["keys", "evaluation", "timings", "decodings", "streams", "bytes"]
 
 
 class KeyFigures(NamedTuple):
@@ -72,7 +72,8 @@ class Plot:
     """A file of `kinds/`: its `PLOT` says what the file's name draws.
 
     reads: "keys" (a `ModelKeys`), "evaluation" (records of `tersekv eval`), "bytes" (`Held`, of such records or
-    predicted), "timings" (`Timing`, of a benchmark of attention) or "streams" (`Step`, of one of growing caches). draw:
+    predicted), "timings" (`Timing`, of a benchmark of attention), "decodings"
+    (`Rate`, of one of decoding) or "streams" (`Step`, of one of growing caches). draw:
     called with that and the options named in `options`.
     """
 

@@ -11,6 +11,9 @@ from typing import Any
 
 from tersekv.errors import UserError
 
+DRAWN_BY = {"attend": "speed", "generate": "decoding"}
+"""Kinds of pictures that draw the records of `tersekv bench`."""
+
 
 @dataclass(frozen=True)
 class Benchmark:
@@ -22,6 +25,11 @@ class Benchmark:
     row: str
     fields: tuple[str, ...]
     measured: tuple[str, ...]
+
+    @property
+    def bench(self) -> str:
+        """How its records name it."""
+        return self.command.split()[-1]
 
     def read(self, paths: Sequence[Path]) -> list[dict[str, Any]]:
         """Every row of the files.
@@ -54,9 +62,14 @@ class Benchmark:
             raise UserError(f"line {number} of {path} is not JSON: give a file of JSON lines") from error
         whole = isinstance(row, dict) and all(name in row for name in self.fields)
         if not (whole and all(isinstance(row[n], int | float) and 0 < row[n] < math.inf for n in self.measured)):
-            kind = row.get("what") or row.get("task") if isinstance(row, dict) else None
+            kind = row.get("what") or row.get("task") or row.get("bench") if isinstance(row, dict) else None
+            drawn = DRAWN_BY.get(row.get("bench", "")) if isinstance(row, dict) else None
             raise UserError(
                 f"line {number} of {path} is no {self.row}{f' (it is of {kind!r})' if kind else ''}: "
-                f"give records of `{self.command}`"
+                + (
+                    f"`tersekv plot {drawn} {path}` draws those"
+                    if drawn and row.get("bench") != self.bench
+                    else f"give records of `{self.command}`"
+                )
             )
         return row

@@ -16,8 +16,9 @@ from tersekv.evals.harness import Summary, summarise
 from tersekv.evals.reader import FULL
 from tersekv.evals.records import FILE, Record, key_of, of_each_sample, read
 from tersekv.evals.tasks import Task, tasks
+from tersekv.plots.benchmarks import DRAWN_BY
 
-PREFERRED = ("perplexity_ratio", "kl", "accuracy", "perplexity")
+PREFERRED = ("kl", "perplexity_ratio", "accuracy", "perplexity")
 """The first of these that a task has is its metric where none is asked for."""
 LOWER_IS_BETTER = ("perplexity", "nll", "kl", "gold_nll")
 _UNITS = {"perplexity_ratio": "perplexity / the full cache's", "kl": "KL divergence from the full cache (nats)"}
@@ -37,9 +38,8 @@ class Group:
 
     @property
     def title(self) -> str:
-        """The task with the options that are not its defaults."""
-        said = ", ".join(f"{option}={written(value)}" for option, value in self.changed().items())
-        return f"{self.name} ({said})" if said else self.name
+        """The task and what it reads, in plain words."""
+        return f"{self.name}: {self.task.about()}"
 
     def changed(self) -> dict[str, Any]:
         """The options that are not the task's defaults."""
@@ -156,7 +156,8 @@ def _refuse_benchmarks(path: Path) -> None:
     except (OSError, ValueError):
         return  # the reader says what is wrong
     if isinstance(first, dict) and "task" not in first:
-        drawn = f"; `tersekv plot speed {path}` draws those" if first.get("bench") == "attend" else ""
+        kind = DRAWN_BY.get(first.get("bench", ""))
+        drawn = f"; `tersekv plot {kind} {path}` draws those" if kind else ""
         raise UserError(f"{path} holds records of a benchmark, not of `tersekv eval`{drawn}")
 
 

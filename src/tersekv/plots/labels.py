@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from matplotlib.transforms import Bbox
 
+from tersekv.evals.names import broken
 from tersekv.plots.style import BLACK, GREY
 
 if TYPE_CHECKING:
@@ -37,12 +37,7 @@ class Mark(NamedTuple):
 
 def short(recipe: str) -> str:
     """A recipe in short lines, broken only where its parts or options begin."""
-    lines = [""]
-    for part in re.split(r"(?<=[;+/,:])", recipe):
-        if lines[-1] and len(lines[-1]) + len(part) > LINE:
-            lines.append("")
-        lines[-1] += part
-    return "\n".join(lines)
+    return "\n".join(broken(recipe, LINE))
 
 
 def place(figure: Figure, axes: Axes, marks: Sequence[Mark], lines: Sequence[Segment], fontsize: float = 7.5) -> None:

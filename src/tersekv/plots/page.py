@@ -17,7 +17,7 @@ from tersekv.evals.harness import Summary
 from tersekv.evals.records import Record
 from tersekv.evals.tasks import Estimate
 from tersekv.plots.base import model_name
-from tersekv.plots.groups import Group, grouped, written
+from tersekv.plots.groups import Group, grouped
 from tersekv.plots.held import held_at_longest, longest
 from tersekv.plots.kinds import plot
 from tersekv.plots.kinds.needle import has_cells
@@ -59,13 +59,13 @@ class Section(NamedTuple):
     body: str
 
 
-def page(records: Sequence[Record], folder: str, out: str) -> str:
-    """The whole page. folder, out: as the command names them."""
+def page(records: Sequence[Record], folder: str, out: str, quarters: bool = False) -> str:
+    """The whole page. folder, out: as the command names them. quarters: with a divergence's quarters and nll."""
     groups = grouped(records)
     models = ", ".join(dict.fromkeys(model_name(group.model) for group in groups))
     sections = [
         *_pareto(records),
-        *(_task(i, group) for i, group in enumerate(groups, 1)),
+        *(_task(i, group, quarters) for i, group in enumerate(groups, 1)),
         *_needles(groups),
         *_memory(groups),
         _versions(records),
@@ -106,9 +106,9 @@ def _pareto(records: Sequence[Record]) -> Iterable[Section]:
         yield Section("pareto", "Quality against true bits", "<p>The records hold no packed recipe to compare.</p>")
 
 
-def _task(number: int, group: Group) -> Section:
-    options = ", ".join(f"{name}={written(value)}" for name, value in group.options.items())
-    names = list(dict.fromkeys(name for summary in group.summaries for name in summary.metrics))
+def _task(number: int, group: Group, quarters: bool) -> Section:
+    shown = dict.fromkeys(name for summary in group.summaries for name in summary.metrics)
+    names = [name for name in shown if quarters or name not in group.task.more]
     heads = (
         "recipe",
         "samples",
@@ -122,8 +122,9 @@ def _task(number: int, group: Group) -> Section:
         _row(summary, names, group.full.samples)
         for summary in (group.full, *sorted(group.packed, key=lambda s: s.bits_per_element))
     ]
+    said = escape(f"{group.model}: {group.task.about()}")
     body = (
-        f'<p class="dim">{escape(f"{group.model}; {options}")}</p><div class="wide" tabindex="0" role="region" '
+        f'<p class="dim">{said}</p><div class="wide" tabindex="0" role="region" '
         f'aria-label="{escape(group.title)}"><table><thead><tr>'
         + "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
         + f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"

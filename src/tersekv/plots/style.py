@@ -7,6 +7,7 @@ are viridis, whose lightness grows with the value.
 from __future__ import annotations
 
 import io
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -26,6 +27,8 @@ CATEGORIES = (BLUE, ORANGE, GREEN, PINK, SKY, RED, BLACK, YELLOW)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HEAT = "viridis"
 
+LETTER = 0.089
+"""Inches that a letter of a title takes, on average."""
 FORMATS = ("png", "svg", "pdf")
 _UNDATED: dict[str, dict[str, Any]] = {
     "png": {"Software": None},
@@ -66,7 +69,9 @@ def new_figure(width: float, height: float) -> Figure:
 
 def heading(figure: Figure, title: str, detail: str = "") -> None:
     """A title over the whole figure, flush left, with a second line of what was measured."""
-    figure.suptitle(f"{title}\n{detail}" if detail else title, x=0.01, ha="left")
+    letters = int(figure.get_figwidth() / LETTER)
+    lines = [line for text in (title, detail) if text for line in textwrap.wrap(text, letters)]
+    figure.suptitle("\n".join(lines), x=0.01, ha="left")
 
 
 def render(plot: Plot, source: Any, **options: Any) -> Picture:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tersekv.units import human_bytes
+
 PARTS = ("codes", "scales and norms", "tables", "exact sinks", "exact window", "selection", "slack")
 
 
@@ -35,6 +37,17 @@ class Footprint:
     def ratio(self, bits: int = 16) -> float:
         """How many times smaller than a cache with `bits` per element (16: bfloat16, 8: fp8); 0 for an empty cache."""
         return self.elements * bits / (self.total_bytes * 8) if self.total_bytes else 0.0
+
+    def __str__(self) -> str:
+        """Tokens, bytes, bits and ratio in one line."""
+        if not self.elements:
+            return "empty"
+        ratio = self.ratio()
+        compared = f"{ratio:.2f} times smaller" if ratio >= 1 else f"{1 / ratio:.2f} times larger"
+        return (
+            f"{self.tokens:,} tokens, {human_bytes(self.total_bytes)}, {self.bits_per_element:.2f} bits per element, "
+            f"{compared} than bfloat16"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The figures of the program's JSON documents and of records."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import math
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
@@ -27,6 +28,7 @@ from tersekv.store.states import exact_tokens, side_learnt
 from tersekv.store.tail import TailBuffer
 from tersekv.tensors import type_name
 
+log = logging.getLogger(__name__)
 ENCODE_TOKENS = 512
 """Tokens encoded at a time, which bounds the float32 copies that encoding makes."""
 
@@ -116,7 +118,9 @@ class SideStore(Stateful):
         codec, planes, old = self.codec, [], tail.shape[2]
         if flush:
             if codec.lacks == "prompt":
+                log.debug("fitting %s to a prompt of %d tokens", type(codec).__name__, old + x.shape[2])
                 codec = self._fitted(codec, torch.cat([self.sinks, first], dim=2), torch.cat([tail, x], dim=2), place)
+            log.debug("packing %d tokens with %s", len(own), type(codec).__name__)
             unit = self.packed.sizes.unit
             step = max(1, ENCODE_TOKENS // unit) * unit
             for start in range(own.start, own.stop, step):

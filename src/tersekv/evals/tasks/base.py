@@ -6,6 +6,7 @@ A task's fields are its options (`tersekv eval <task> --field value`); the file'
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from abc import ABC, abstractmethod
@@ -68,6 +69,16 @@ class Estimate(NamedTuple):
 @dataclass(frozen=True)
 class Task(ABC):
     """A task with its options."""
+
+    @property
+    def more(self) -> tuple[str, ...]:
+        """Metrics that tables show only where they are asked for."""
+        return ()
+
+    def about(self) -> str:
+        """What is read, in plain words; here the options by name."""
+        said = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return ", ".join(f"{name} {value}" for name, value in said.items() if value not in ("", None))
 
     @abstractmethod
     def instances(self, reader: Reader) -> Sequence[Sample]:

@@ -34,6 +34,11 @@ QUARTERS = 4
 class Divergence(WindowTask):
     """Options are those of `WindowTask`; positions in `prefix` are not counted."""
 
+    @property
+    def more(self) -> tuple[str, ...]:
+        """Its quarters, and nll, which perplexity says as well."""
+        return ("nll", *(f"kl_q{i}" for i in range(1, QUARTERS + 1)))
+
     def evaluate(self, sample: Sample, reader: Reader, full: Reader) -> Result:
         """`kl` in nats, `top1_agreement`, `kl_q1` … `kl_q4`, and perplexity's `nll`."""
         logits, footprint = self.logits(sample, reader)

@@ -10,9 +10,10 @@ non-overlapping windows whose remainder is dropped, and perplexity is exp of the
 cross-entropies over all predicted tokens, each window's first one excluded. For their WikiText-2 figure the text is
 the test split's rows joined by two newlines. Figures of other variants (strides, `<unk>`, per word) do not compare.
 
-mode=simulate codes every key and value in one forward pass, as KVQuant does; `sinks` keeps its first tokens exact.
-mode=cache reads through the real cache; with `prefix` P the first P tokens are packed from one exact prefill, and
-what is scored is the prediction of tokens P + 1 on, which all have been made over packed tokens.
+mode=cache (the default) reads through the real cache; with `prefix` P the first P tokens are packed from one exact
+prefill, and what is scored is the prediction of tokens P + 1 on, which all have been made over packed tokens.
+mode=simulate codes every key and value in one forward pass, as KVQuant does, so no token stays exact but the first
+`sinks`; its figures are far worse than those of a cache in use.
 """
 
 from __future__ import annotations

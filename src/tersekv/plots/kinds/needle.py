@@ -104,8 +104,8 @@ def draw(records: Sequence[Record], metric: str | None = None, task: str | None 
     figure.colorbar(image, ax=panels, label=metric, shrink=0.8, pad=0.02)
     heading(
         figure,
-        f"{group.title}: {metric} by depth and length",
-        f"{model_name(group.model)}, true bits are means over these lengths",
+        f"{metric.capitalize()} by depth and length",
+        f"{model_name(group.model)}, {group.title}; true bits are means over these lengths",
     )
     return Picture(figure, _alt(group, metric, maps), [_table(group, metric, maps)])
 

@@ -24,8 +24,8 @@ from tersekv.plots.style import BLACK, CATEGORIES, GREY, MARKERS, heading, new_f
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TITLE_LETTERS = 80
-"""Most letters in a line above a panel."""
+TITLE_LETTERS = {1: 90, 2: 80}
+"""Most letters in a line above a panel, by the number of columns of panels."""
 
 LOG_FROM = 2.5
 """Errors that differ by more than this factor stand on a logarithmic axis."""
@@ -82,7 +82,7 @@ def draw(records: Sequence[Record], metric: str | None = None, task: str | None 
     )
     styles = _styles([summary.recipe for group, _ in chosen for summary in group.packed])
     for axes, (group, name) in zip(panels, chosen, strict=False):
-        _panel(axes, group, name, styles)
+        _panel(axes, group, name, styles, columns)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     for axes, (group, name) in zip(panels, chosen, strict=False):
@@ -91,7 +91,7 @@ def draw(records: Sequence[Record], metric: str | None = None, task: str | None 
     return Picture(figure, _alt(chosen), [_table(group, name) for group, name in chosen])
 
 
-def _panel(axes: Axes, group: Group, metric: str, styles: dict[str, tuple[str, str]]) -> None:
+def _panel(axes: Axes, group: Group, metric: str, styles: dict[str, tuple[str, str]], columns: int) -> None:
     """Points, bars, front and the full cache; the names are placed later."""
     points = points_of(group, metric)
     best = front(points, lower_is_better(metric))
@@ -103,7 +103,7 @@ def _panel(axes: Axes, group: Group, metric: str, styles: dict[str, tuple[str, s
             markersize=6.5, markerfacecolor=colour if point in best else "white", elinewidth=1, capsize=2.5, zorder=3,
         )  # fmt: skip
     _scales(axes, points, group.full.metrics[metric].mean, metric)
-    axes.set_title(textwrap.fill(f"{group.title}, n = {group.full.samples}", TITLE_LETTERS))
+    axes.set_title(textwrap.fill(f"{group.title}, n = {group.full.samples}", TITLE_LETTERS[columns]))
     axes.set_xlabel(f"true bits per element at {group.full.tokens:,} tokens, everything counted")
     axes.set_ylabel(axis_label(metric))
     axes.grid(True)
@@ -132,7 +132,8 @@ def _scales(axes: Axes, points: Sequence[Point], full: float, metric: str) -> No
         room = (high / low) ** 0.15
         axes.set_yscale("log")
         axes.set_ylim(low / room, high * room)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high / low > 10 else MaxNLocator(7))
+        ticks = (1, 2, 5) if high / low < 1e4 else (1,)
+        axes.yaxis.set_major_locator(LogLocator(subs=ticks) if high / low > 10 else MaxNLocator(7))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     else:

@@ -73,7 +73,8 @@ def _styles(timings: Sequence[Timing]) -> dict[str, dict[str, Any]]:
     styles: dict[str, dict[str, Any]] = {}
     for names, colours, dash in ((packed, PACKED_COLOURS, "-"), (dense, DENSE_COLOURS, "--")):
         for i, name in enumerate(names):
-            marker = MARKERS[len(styles) % len(MARKERS)]
+            at = len(styles)
+            marker = MARKERS[(at + at // len(colours)) % len(MARKERS)]  # so that no colour meets a marker twice soon
             styles[name] = {"color": colours[i % len(colours)], "marker": marker, "linestyle": dash}
     return styles
 

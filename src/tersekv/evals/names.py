@@ -1,0 +1,54 @@
+"""Recipes in tables and pictures: short names that tell rows apart, and long ones broken where their parts begin."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+
+ALWAYS = ("bits", "budget")
+"""Options that a short name has wherever the recipe names them."""
+_TERM = re.compile(r"([a-z]\w*)((?::[^;+/]*)?)")
+
+
+def short_names(recipes: Sequence[str]) -> dict[str, str]:
+    """A name for each recipe: its methods, and those options that differ among recipes of the same methods. `full`, and
+    whatever is no recipe, is its own."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for recipe in dict.fromkeys(recipes):
+        groups[_TERM.sub(r"\1", recipe)].append(recipe)
+    return {recipe: _without_common(recipe, group) for group in groups.values() for recipe in group}
+
+
+def broken(recipe: str, width: int) -> list[str]:
+    """A recipe in lines of at most `width` characters where its parts allow it, broken only where they begin."""
+    lines = [""]
+    for part in re.split(r"(?<=[;+/,:])", recipe):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return lines
+
+
+def _without_common(recipe: str, group: Sequence[str]) -> str:
+    options = [_options(other) for other in group]
+    place = -1
+
+    def kept(found: re.Match[str]) -> str:
+        nonlocal place
+        place += 1
+        mine = _options(recipe)[place]
+        differ = [
+            name for name in mine if name in ALWAYS or any(other[place].get(name) != mine[name] for other in options)
+        ]
+        return found[1] + (":" + ",".join(f"{name}={mine[name]}" for name in differ) if differ else "")
+
+    return _TERM.sub(kept, recipe)
+
+
+def _options(recipe: str) -> list[dict[str, str]]:
+    """Of each method and policy in a recipe, its options by name."""
+    return [
+        dict(option.partition("=")[::2] for option in options.removeprefix(":").split(",") if option)
+        for _, options in _TERM.findall(recipe)
+    ]
