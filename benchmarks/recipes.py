@@ -23,6 +23,7 @@ from tersekv.evals.reader import FULL
 from tersekv.plots.groups import grouped, read_records
 from tersekv.recipe import Recipe
 from tersekv.store.estimate import CacheShape, predict
+from tersekv.transforms.rope import standard_rope
 
 RECIPES = (
     *("kivi:bits=4", "kivi:bits=2", "int4", "normalfloat", "qjl", "polarquant", "kvquant:bits=4"),
@@ -35,7 +36,7 @@ RECIPES = (
 )
 DIVERGENCE = ("--mode", "cache", "--context", "2304", "--prefix", "2048", "--chunk", "64", "--windows", "8")
 PASSKEY = ("--lengths", "4k", "--samples", "5")
-SMOLLM2 = CacheShape((None,) * 30, 3, 64, 64, torch.bfloat16)
+SMOLLM2 = CacheShape((None,) * 30, 3, 64, 64, torch.bfloat16, (standard_rope(64, 100_000.0),) * 30)
 LONG = 32 * 1024
 BEGIN, END = "<!-- recipes: made by benchmarks/recipes.py -->", "<!-- end of recipes -->"
 

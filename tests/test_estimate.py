@@ -11,8 +11,11 @@ import tersekv
 from conftest import MODELS, prompt
 from tersekv.errors import UserError
 from tersekv.hf.config import cache_shape
+from tersekv.recipe import Recipe
 from tersekv.store import kvquant_tables as kvquant
-from tersekv.store.estimate import KNOWN, predict
+from tersekv.store.estimate import KNOWN, CacheShape, predict
+from tersekv.store.kept import new_store
+from tersekv.transforms.rope import standard_rope
 
 RECIPES = [
     "kivi:bits=2",
@@ -110,3 +113,52 @@ def test_table_7_has_every_model_twice():
     assert len(rows) == 4 * 2 * 2
     first = rows[0].gigabytes
     assert (round(first["model"], 1), first["32K"], first["128K"]) == (12.6, 16.0, 64.0)
+
+
+WINDOWED = [
+    "small", "default", "safe", "trellis:bits=5,calibration=prompt", "kivi:bits=4", "kivi:bits=2", "int4", "qjl",
+    "normalfloat", "polarquant", "turboquant:bits=4", "turboquant:bits=2.5", "kivi:bits=2,pre_rope=true",
+    "window:sinks=8,recent=64+kivi:bits=2", "qjl/uniform:bits=4",
+]  # fmt: skip
+OUTLIERS = [f"kvquant:bits={bits},calibration=prompt" for bits in (2, 3, 4)]  # how many there are depends on the data
+KEPT_WHEN_GENERATED = ["snapkv:budget=0.25+kivi:bits=4", "snapkv:budget=0.25+exact"]
+
+
+def held_by_a_layer(recipe, cuts):
+    """Footprint and RoPE of a layer of one head that was fed calls of these sizes."""
+    rope, g = standard_rope(64), torch.Generator().manual_seed(0)
+    store = new_store(Recipe.parse(recipe).plan(0, 1), *[torch.empty(1, 1, 0, 64)] * 2, rope=rope)
+    for n in cuts:
+        keys, values = (torch.randn(1, 1, n, 64, generator=g) for _ in range(2))
+        votes = ()
+        if store.policy.drops and store.observed(n):
+            votes = (torch.rand(1, 1, store.tails[0].tokens + store.pool.positions.shape[2] + n, generator=g),)
+        store.append(keys, values, None, *votes)
+    footprint = store.footprint()
+    tables = {table.data_ptr(): table for table in store.tables()}
+    footprint.parts["tables"] = sum(table.numel() * table.element_size() for table in tables.values())
+    return footprint, rope
+
+
+WAYS = {"at once": (0, 0), "in parts": (512, 0), "generated": (0, 300)}
+CASES = [
+    *((recipe, tokens, way) for recipe in WINDOWED for tokens in (1000, 16_384) for way in WAYS),
+    *((recipe, 16_384, way) for recipe in OUTLIERS for way in ("at once", "generated")),  # fitted on enough tokens
+    *((recipe, 16_384, way) for recipe in KEPT_WHEN_GENERATED for way in ("at once", "generated")),
+    *((recipe, 65_536, "in parts") for recipe in ("default", "kivi:bits=4", "polarquant")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "tokens", "way"), CASES)
+def test_estimate_is_what_a_layer_holds(recipe, tokens, way):
+    """Byte for byte, however tokens came; with outliers within one percent."""
+    piece, generated = WAYS[way]
+    prompt_tokens = tokens - generated
+    cuts = [min(piece or tokens, prompt_tokens - at) for at in range(0, prompt_tokens, piece or tokens)]
+    held, rope = held_by_a_layer(recipe, [*cuts, *[1] * generated])
+    shape = CacheShape((None,), 1, 64, 64, torch.float32, (rope,))
+    expected = predict(shape, recipe, tokens, piece=piece, generated=generated)
+    if recipe in OUTLIERS:
+        assert abs(expected.total_bytes / held.total_bytes - 1) < 0.01
+    else:
+        assert expected.parts == held.parts

@@ -12,6 +12,9 @@ from tersekv.cli import estimate_tables, output
 from tersekv.errors import UserError
 from tersekv.units import LONGEST, parse_tokens
 
+GENERATED = 1000
+"""Tokens that are generated one by one in the figure of slack."""
+
 DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 MODEL_HELP = (
     "smollm2, a published model (llama-3.1-8b, qwen3-8b, gemma-3-12b, mistral-nemo-12b, …: `tersekv models list`), a "
@@ -112,7 +115,14 @@ def describe(
         except UserError as error:
             raise error if len(parsed) == 1 else UserError(f"--recipe {recipe}: {error}") from error
         sizes[str(recipe)] = lambda n, recipe=recipe: predict(shape, recipe, n, batch).total_bytes  # type: ignore[misc]
-        described.append({"recipe": str(recipe), "break_even_tokens": least, "contexts": rows})
+        described.append(
+            {
+                "recipe": str(recipe),
+                "break_even_tokens": least,
+                "contexts": rows,
+                "generating": _generating(shape, recipe, max(lengths), batch),
+            }
+        )
     document: dict[str, Any] = {"model": model, "batch": batch, "recipes": described}
     if limit is not None and room is not None:
         rows_of = {one["recipe"]: one["contexts"] for one in described}
@@ -146,6 +156,18 @@ def _sizes(footprint: Any, room: int | None) -> dict[str, Any]:
         "ratio_fp8": round(footprint.ratio(8), 4),
     }
     return row if room is None else row | _fit(footprint.total_bytes, room)
+
+
+def _generating(shape: Any, recipe: Any, tokens: int, batch: int) -> dict[str, Any]:
+    """The longest context if its last tokens are generated one by one: pages then have room for tokens to come.
+    chooses: the policy evicts tokens, and which blocks keep empty slots depends on attention."""
+    from tersekv.store.estimate import predict
+
+    generated = min(GENERATED, tokens // 2)
+    held = predict(shape, recipe, tokens, batch, generated=generated)
+    slack = held.parts["slack"]
+    figures = {"tokens": tokens, "generated": generated, "bytes": held.total_bytes, "slack_bytes": slack}
+    return figures | {"chooses": recipe.policy().drops}
 
 
 def _fit(size: int, room: int) -> dict[str, Any]:

@@ -20,6 +20,9 @@ def show(document: dict[str, Any]) -> None:
                 output.show(f"{row['tokens']:,} tokens with {sizes.short_name(one['recipe'])}: {larger}.")
     gains = [sizes.gains_from(one["recipe"], one["break_even_tokens"]) for one in recipes]
     output.show(f"Against bfloat16: {'; '.join(gains)}.")
+    last = recipes[0]["generating"]
+    held = "; ".join(sizes.while_generating(one["generating"], one["recipe"]) for one in recipes)
+    output.show(f"With the last {last['generated']:,} of {last['tokens']:,} tokens generated one by one: {held}.")
     output.show(sizes.COUNTED)
 
 

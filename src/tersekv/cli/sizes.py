@@ -16,6 +16,13 @@ COUNTED = (
 )
 
 
+def while_generating(row: dict[str, Any], recipe: str) -> str:
+    """What a recipe holds if the last tokens of a context come one by one. row: `generating` of `estimate --json`."""
+    name, share = short_name(recipe), row["slack_bytes"] / row["bytes"]
+    text = f"{name} {output.human_bytes(row['bytes'])}, {share:.1%} of it room for tokens to come"
+    return text + " (up to 1.5 times that, as attention decides which blocks keep empty slots)" * row["chooses"]
+
+
 def short_name(recipe: str) -> str:
     """The preset that a canonical recipe is, or the recipe."""
     from tersekv.recipe import PRESETS, Recipe

@@ -267,8 +267,8 @@ class SelectiveStore(Stateful, ABC):
     def tables(self) -> list[Tensor]:
         """Tables beside the planes, both sides."""
         sides = [side for pool in self.pools for side in pool.sides]
-        packed = any(len(side.packed) for side in sides)
-        rope = self.rope.tables(self.device) if self.rope is not None and packed else []
+        needed = self.plan.keys.needs_rope and any(len(side.packed) for side in sides)
+        rope = self.rope.tables(self.device) if self.rope is not None and needed else []
         return [*rope, *(table for side in sides for table in side.codec.tables(side.head_dim))]
 
     def footprint(self) -> Footprint:
