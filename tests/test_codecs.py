@@ -84,8 +84,9 @@ def test_bytes_held_are_bits_declared(name, D):
         for key, spec in layout.planes.items():
             if spec.ragged is not None:
                 share = planes[key].numel() / x.numel()
-                assert share <= spec.ragged / (layout.block_tokens * D) + 4 / min(256, 3 * D)
-                expected += (share - spec.ragged / (layout.block_tokens * D)) * 8 * spec.dtype.itemsize
+                declared = spec.block_bytes(3) / spec.dtype.itemsize / (layout.block_tokens * D)
+                assert share == declared if spec.ends else share <= declared + 4 / 256
+                expected += (share - declared) * 8 * spec.dtype.itemsize
         assert held * 8 / x.numel() == pytest.approx(expected)
         tables = codec.table_bytes(D)
         of_the_prompt = sum(t.numel() * t.element_size() for t in fitted.fitted.values())

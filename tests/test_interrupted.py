@@ -17,7 +17,7 @@ from tersekv.hf.progress import Progress
 from tersekv.store.side import SideStore
 from tersekv.store.tail import TailBuffer
 
-RECIPES = [LOSSLESS, "kivi:bits=4", "window:recent=16+trellis:bits=3,calibration=prompt"]
+RECIPES = [LOSSLESS, "window:start=0+kivi:bits=4", "window:recent=16+trellis:bits=3,calibration=prompt"]
 
 
 @contextlib.contextmanager

@@ -70,7 +70,12 @@ class TensorSpec:
         )
         if x.dtype != self.dtype or not fits:
             return f"is {type_name(x.dtype)} {list(x.shape)}, and must be {self}"
-        if self.anything or x.numel() == 0 or (self.low is self.high is None and not x.is_floating_point()):
+        if (
+            self.anything
+            or x.is_meta
+            or x.numel() == 0
+            or (self.low is self.high is None and not x.is_floating_point())
+        ):
             return None
         limits = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype)
         low = limits.min if self.low is None else self.low

@@ -58,7 +58,7 @@ def search(
         error -= tl.load(tables + width * STATES + state)[None, :]
         cost += error * error * tl.where(width > 0, tl.load(weight + row * D + d), 0.0)
     if not CLOSED:
-        tied = cost <= TIE * tl.min(cost, axis=1)[:, None]
+        tied = cost <= tl.min(cost, axis=1)[:, None] * TIE
         lowest = tl.min(tl.where(tied, state[None, :], STATES), axis=1)
         tl.store(ends + vector, lowest & (STATES - 1), mask=v < n)
 

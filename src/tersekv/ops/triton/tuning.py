@@ -50,9 +50,9 @@ TABLE: dict[Key, Shape] = {}
 HOPPER = ("sm_90", "")
 """H100 and H200; interpreted kernels go the same way."""
 
-TILES = {(False, False): 128 * 128, (True, False): 64 * 128, (False, True): 64 * 128, (True, True): 32 * 128}
+TILES = {(False, False): 128 * 128, (True, False): 64 * 128, (False, True): 32 * 128, (True, True): 32 * 128}
 """There: tokens × channels taken at a time, where layouts are decoded element by element or there are many rows, and
-where keys have RoPE."""
+where keys have RoPE, whose cosines take shared memory too."""
 
 LEAST = Shape(1, 4, 1)
 """The least that a program takes: what is safe."""
