@@ -22,7 +22,7 @@ struct Job {
   int helpers;  // how many more threads may join
   std::atomic<int64_t> next{0};
   std::atomic_flag failed = ATOMIC_FLAG_INIT;
-  std::exception_ptr error;  // the first that a task threw; tasks that have not begun by then are left out
+  std::exception_ptr error{};  // the first that a task threw; tasks that have not begun by then are left out
 
   void work() {
     try {
