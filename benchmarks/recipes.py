@@ -76,7 +76,7 @@ def table(paths: list[Path], speeds: Path | None) -> str:
 
 
 def _full_bytes() -> int:
-    return SMOLLM2.elements_per_token * LONG * SMOLLM2.dtype.itemsize
+    return SMOLLM2.elements(LONG) * SMOLLM2.dtype.itemsize
 
 
 def _written(summary: Summary, metric: str, digits: int) -> str:

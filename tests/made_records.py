@@ -30,7 +30,7 @@ def record(task: str, options: dict[str, Any], sample: str, recipe: str, metrics
     made = tasks()[task](**options)
     details = more.get("details", {})
     n = details.get("length", 2048)
-    elements = SHAPE.elements_per_token * n
+    elements = SHAPE.elements(n)
     footprint = Footprint(n, elements, {"exact": elements * 2})
     if recipe != "full":
         footprint = predict(SHAPE, Recipe.parse(recipe), n)

@@ -130,7 +130,7 @@ def test_break_even(name: str, recipe: str, batch: int) -> None:
     assert least is not None
 
     def gains(tokens: int) -> bool:
-        return predict(shape, recipe, tokens, batch).total_bytes < tokens * shape.elements_per_token * 2 * batch
+        return predict(shape, recipe, tokens, batch).total_bytes < shape.elements(tokens, batch) * 2
 
     assert not gains(least - STEP)
     assert all(gains(tokens) for tokens in [*range(least, least + 600, STEP), 4096, 1 << 17])
@@ -143,7 +143,7 @@ def test_a_recipe_that_never_gains() -> None:
 
 def test_nothing_gained() -> None:
     footprint = predict(SHAPE, "default", 9)
-    times = footprint.total_bytes / (9 * SHAPE.elements_per_token * 2)
+    times = footprint.total_bytes / (SHAPE.elements(9) * 2)
     gains = f"default gains from some {break_even(SHAPE, 'default'):,} tokens on."
     said = sizes.nothing_gained(footprint, SHAPE, "trellis:bits=3,calibration=prompt")
     assert said == f"9 tokens: the cache is {times:.1f} times as large as in bfloat16; {gains}"

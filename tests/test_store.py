@@ -112,7 +112,7 @@ def test_different_blocks_for_keys_and_values():
 def test_a_footprint_says_itself_in_one_line():
     small = Footprint(7012, 16 * 10**6, {"codes": 8 * 10**6})
     assert str(small) == "7,012 tokens, 8.00 MB, 4.00 bits per element, 4.00 times smaller than bfloat16"
-    assert str(Footprint(9, 1000, {"slack": 4000})).endswith("32.00 bits per element, 2.00 times larger than bfloat16")
+    assert str(Footprint(9, 1000, {"slack": 4000})).endswith("32.00 bits per element, 2.00 times the size of bfloat16")
     assert str(Footprint()) == "empty"
 
 

@@ -65,7 +65,7 @@ def estimate(
 def parse_memory(text: str) -> int:
     """Bytes: 24GB is 24·10⁹, 24GiB is 24·2³⁰."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
-    if not found or not 0 < float(found[1]) < 1e15:
+    if not found or not 0 < float(found[1]) < 1e15 or text.strip()[-1].isdigit():
         raise UserError(
             f"--memory {text!r} is no amount of memory: write it like 24GB (10⁹ bytes) or 80GiB (2³⁰ bytes)"
         )
@@ -104,8 +104,8 @@ def describe(
     shape, weights = load_shape(model, with_weights=limit is not None)
     room = None if limit is None else limit - weights
     sizes: dict[str, Callable[[int], int]] = {
-        "bf16": lambda n: n * shape.elements_per_token * 2 * batch,
-        "fp8": lambda n: n * shape.elements_per_token * batch,
+        "bf16": lambda n: shape.elements(n, batch) * 2,
+        "fp8": lambda n: shape.elements(n, batch),
     }
     described: list[dict[str, Any]] = []
     for recipe in parsed:

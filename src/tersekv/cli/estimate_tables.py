@@ -32,12 +32,13 @@ def _title(document: dict[str, Any], recipe: str = "") -> str:
 
 
 def _show_one(document: dict[str, Any]) -> None:
-    columns = ("context", "bytes", "bfloat16 would be", "bits/element", "× bf16", "× fp8", "codes", "other parts")
+    columns = ("context", "bytes", "bfloat16 would be", "bits/element", "× bf16", "× fp8", "codes")
     (one,) = document["recipes"]
-    cells = []
+    cells, others = [], []
     for row in one["contexts"]:
         parts = row["bytes_by_part"]
-        others = ", ".join(f"{k} {output.human_bytes(v)}" for k, v in parts.items() if v and k != "codes")
+        rest = ", ".join(f"{k} {output.human_bytes(v)}" for k, v in parts.items() if v and k != "codes")
+        others.append(f"{row['tokens']:,} tokens, beside codes: {rest}.")
         cells.append(
             (
                 f"{row['tokens']:,}",
@@ -47,10 +48,11 @@ def _show_one(document: dict[str, Any]) -> None:
                 f"{row['ratio_bf16']:.2f}",
                 f"{row['ratio_fp8']:.2f}",
                 output.human_bytes(parts.get("codes", 0)),
-                others,
             )
         )
     output.show(output.table(_title(document, one["recipe"]), columns, cells))
+    for line in others:
+        output.show(line)
     if "memory_bytes" not in document:
         return
     memory, weights = document["memory_bytes"], document["weight_bytes_bf16"]

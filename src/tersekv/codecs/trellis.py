@@ -47,6 +47,13 @@ if TYPE_CHECKING:
 SHARING = ("model", "fisher")
 """Options under which layers are compared: without gradients there is nothing to compare them by."""
 
+LEAST_SPREAD = 0.05
+"""Least standard deviation of vectors that is fitted, as a part of their mean's length."""
+
+HEADROOM = 8
+"""Factor on the scales that are fitted on a prompt: later tokens may be 980 times as long as those of the prompt, not
+only 123 times."""
+
 MANY_BITS = 3.5
 GAINS_TRIED = ((3,), (1, 4))
 """Steps of a gain beyond the one of least squares, with which codes are searched again; with `MANY_BITS` and more, the
@@ -157,9 +164,13 @@ class Trellis(Codec):
             x = x - fitted["mean"].float().unsqueeze(2)
         elif self.centred and "mean" not in fitted:  # these vectors had none
             fitted["mean"] = torch.zeros_like(x[:, :, 0], dtype=torch.float16)
-        more, variance, weight = self._components(x, gradient)
+        more, variance, weight = self._components(x, gradient, fitted.get("mean"))
         fitted |= more
         fitted["scale"] = _scales(variance)
+        if self.calibration == "prompt":
+            # later tokens may be much longer; gains are smaller by a power of two, which loses nothing
+            longer = HEADROOM * fitted["scale"].float()
+            fitted["scale"] = torch.where(longer.amax(-1, keepdim=True) < 65504, longer, longer / HEADROOM).half()
         fitted["importance"] = weight.amax(-1).clamp_min(1e-30).float()
         fitted["weight"] = (weight / fitted["importance"].unsqueeze(-1)).to(torch.float16)
         words = math.ceil(self.bits * x.shape[-1] / WORD_BITS)
@@ -191,7 +202,9 @@ class Trellis(Codec):
         """`fit` with the metric of the gradients, where it is asked for."""
         return self.fit(x, gradient if self.metric == "fisher" else None)
 
-    def _components(self, x: Tensor, gradient: Tensor | None) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    def _components(
+        self, x: Tensor, gradient: Tensor | None, mean: Tensor | None
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """What there is to keep of a basis, variance of each component and the weight of its squared error [B, H, D],
         float64."""
         D = x.shape[-1]
@@ -201,6 +214,8 @@ class Trellis(Codec):
         prior = D / (D + x.shape[2])  # a short prompt does not span what comes later
         one = torch.eye(D, dtype=x.dtype, device=x.device)
         covariance = (1 - prior) * covariance + prior * spread * one
+        if mean is not None:
+            covariance = covariance + _missing_spread(x, mean)[..., None, None] * one
         metric = one.expand_as(covariance) if gradient is None else fisher_metric(gradient, self.side == "keys")
         if self.basis != "klt":
             basis = self._fixed_basis(D, x.device).double().expand_as(covariance)
@@ -227,7 +242,9 @@ class Trellis(Codec):
         held = (bits > 0).float().unsqueeze(2)
         gain = ((y.square() * held).sum(-1) / held.sum(-1).clamp_min(1)).sqrt()
         if float(gain.amax()) > largest_gain():
-            raise UserError(MOST_GAIN.format(float(gain.amax()), largest_gain(), "calibrate on text like this one"))
+            advice = "calibrate on text like this one, or use a method that learns nothing, like turboquant"
+            times = HEADROOM if self.calibration == "prompt" else 1
+            raise UserError(MOST_GAIN.format(times * float(gain.amax()), times * largest_gain(), advice))
         tables = self._entries(str(x.device))
         codes = gain_codes(gain)
         windows = self._search(y, codes, weight, bits, tables)
@@ -308,6 +325,13 @@ class Trellis(Codec):
 def _dot(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Σ_d weight_d·a_d·b_d of each vector [B, H, T]; as a product of matrices, which sums as it does in any batch."""
     return ((weight.unsqueeze(2) * a).unsqueeze(-2) @ b.unsqueeze(-1)).flatten(2)
+
+
+def _missing_spread(x: Tensor, mean: Tensor) -> Tensor:
+    """Variance per channel that centred vectors x [B, H, T, D] lack to `LEAST_SPREAD` of their mean's, float64 [B, H]:
+    a prompt of one repeated token has none, and what comes later does."""
+    least = LEAST_SPREAD**2 * mean.double().square().mean(-1)
+    return (least - x.double().square().mean((-1, -2))).clamp(min=0)
 
 
 def _scales(variance: Tensor) -> Tensor:

@@ -130,6 +130,8 @@ def cache_shape(config: PreTrainedConfig) -> CacheShape:
     shape = AttentionShape.of(config)
     kinds = attention_layers(config)
     windows = tuple(kind.window for kind in kinds if kind.type == "attention")
+    if not windows:
+        raise UserError(f"this {config.model_type} has no attention layers, so there is no cache to pack")
     known_ropes = Ropes(config, shape.key_dim)
     ropes = tuple(known_ropes.known(i) for i, kind in enumerate(kinds) if kind.type == "attention")
     dtype = getattr(config, "dtype", None)

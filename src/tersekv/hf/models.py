@@ -155,7 +155,7 @@ def config_of_file(path: Path) -> Any:
     try:
         with quiet():
             return AutoConfig.from_pretrained(str(path))
-    except LOAD_ERRORS as error:
+    except Exception as error:  # transformers' validators raise errors of many types
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UserError(f"{path} is not a model's config.json: {said[:200]}") from error
 

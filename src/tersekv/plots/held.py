@@ -62,7 +62,7 @@ def longest(groups: Sequence[Group]) -> Group:
 def predicted(shape: CacheShape, model: str, recipes: Sequence[str], tokens: int) -> list[Held]:
     """What the full cache and recipes would hold after one prefill of `tokens` tokens."""
     origin = f"{model_name(model)}, predicted from its shapes"
-    size = shape.elements_per_token * tokens * shape.dtype.itemsize
+    size = shape.elements(tokens) * shape.dtype.itemsize
     made = [Held(FULL, tokens, {"exact": size}, 8.0 * shape.dtype.itemsize, origin)]
     for recipe in recipes:
         parsed = Recipe.parse(recipe)

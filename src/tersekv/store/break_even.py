@@ -21,10 +21,10 @@ def break_even(shape: CacheShape, recipe: str | Recipe, batch: int = 1) -> int |
         UserError: the recipe does not fit the head dims or layers.
     """
     recipe = Recipe.parse(recipe)
-    token_bytes = shape.elements_per_token * 2 * batch
+    token_bytes = shape.elements(1, batch) * 2
 
     def saved(tokens: int) -> int:
-        return tokens * token_bytes - predict(shape, recipe, tokens, batch).total_bytes
+        return shape.elements(tokens, batch) * 2 - predict(shape, recipe, tokens, batch).total_bytes
 
     # Bytes rise with exact tokens and fall when these are packed: the last length that gains nothing counts.
     length = STEP

@@ -33,10 +33,11 @@ class CacheShape:
     dtype: torch.dtype = torch.bfloat16
     ropes: tuple[Rope | None, ...] = dataclasses.field(default=(), compare=False)
 
-    @property
-    def elements_per_token(self) -> int:
-        """Key and value elements of one token over all layers."""
-        return len(self.windows) * self.kv_heads * (self.key_dim + self.value_dim)
+    def elements(self, tokens: int, batch: int = 1) -> int:
+        """Key and value elements that a full cache holds after so many tokens; a layer with a sliding window holds the
+        window's."""
+        held = sum(tokens if window is None else min(tokens, window) for window in self.windows)
+        return batch * held * self.kv_heads * (self.key_dim + self.value_dim)
 
 
 def _llama(layers: int, heads: int) -> CacheShape:
@@ -89,7 +90,7 @@ def predict(
             shared |= tables.shared
         if footprint.parts["codes"]:
             rope_tables |= {table.data_ptr(): table for table in _rope_tables(shape, index, plan, window)}
-        footprint.elements = tokens * (shape.key_dim + shape.value_dim) * rows
+        footprint.elements = min(tokens, window or tokens) * (shape.key_dim + shape.value_dim) * rows
         footprints.append(footprint)
     total = Footprint.sum(footprints)
     total.tokens = tokens

@@ -17,7 +17,8 @@ class Footprint:
     """What a cache, or a layer of it, holds.
 
     parts: bytes by part. tokens: tokens seen. elements: key and value elements of the tokens that a full cache would
-    hold (batch × layers × heads × tokens × (Dk + Dv)); ratios and bits are per such element.
+    hold (batch × layers × heads × tokens × (Dk + Dv), in layers with a sliding window its tokens); ratios and bits are
+    per such element.
     """
 
     tokens: int = 0
@@ -43,10 +44,10 @@ class Footprint:
         if not self.elements:
             return "empty"
         ratio = self.ratio()
-        compared = f"{ratio:.2f} times smaller" if ratio >= 1 else f"{1 / ratio:.2f} times larger"
+        compared = f"{ratio:.2f} times smaller than" if ratio >= 1.005 else f"{1 / ratio:.2f} times the size of"
         return (
             f"{self.tokens:,} tokens, {human_bytes(self.total_bytes)}, {self.bits_per_element:.2f} bits per element, "
-            f"{compared} than bfloat16"
+            f"{compared} bfloat16"
         )
 
     def to_dict(self) -> dict[str, Any]:

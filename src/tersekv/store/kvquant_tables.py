@@ -45,7 +45,7 @@ def average_bits(shape: CacheShape, bits: int, outliers: float) -> float:
 
 def cache_gigabytes(shape: CacheShape, bits: int, outliers: float, tokens: int, batch: int = 1) -> float:
     """Size of the cache."""
-    return average_bits(shape, bits, outliers) * shape.elements_per_token * tokens * batch / 8 / GIB
+    return average_bits(shape, bits, outliers) * shape.elements(tokens, batch) / 8 / GIB
 
 
 def model_gigabytes(name: str, bits: int) -> float:
@@ -62,7 +62,7 @@ def table_7(batches: Sequence[int] = (1, 4)) -> list[Row]:
     for batch in batches:
         for name, shape in KNOWN.items():
             for bits in (16, 2):
-                sizes = {c: shape.elements_per_token * t * batch * bits / 8 / GIB for c, t in TABLE_7_TOKENS.items()}
+                sizes = {c: shape.elements(t, batch) * bits / 8 / GIB for c, t in TABLE_7_TOKENS.items()}
                 rows.append(Row(name, f"batch {batch}, {bits} bits", {"model": model_gigabytes(name, bits), **sizes}))
     return rows
 

@@ -275,7 +275,7 @@ class LayerStore(Stateful):
 
     def footprint(self) -> Footprint:
         """Bytes held, without tables."""
-        rows = self.batch_size * self.kv_heads * self.seen
+        rows = self.batch_size * self.kv_heads * min(self.seen, self.window or self.seen)
         footprint = Footprint(self.seen, rows * sum(side.head_dim for side in self.sides))
         for side in self.sides:
             side.count(footprint)
