@@ -301,11 +301,12 @@ def test_estimate_refuses(capfd: pytest.CaptureFixture[str], arguments: tuple[st
 
 def test_units() -> None:
     assert [estimate.parse_tokens(t) for t in ("7", "1.5k", " 2M ")] == [7, 1536, 2 << 20]
-    assert [estimate.parse_memory(t) for t in ("24GB", "1.5 GiB", "512", "2T")] == [
+    assert [estimate.parse_memory(t) for t in ("24GB", "1.5 GiB", "512B", "2T", "16060522496")] == [
         24 * 10**9,
         3 << 29,
         512,
         2 * 10**12,
+        16_060_522_496,
     ]
     assert [estimate.most_tokens(lambda n: 10 * n, limit) for limit in (5, 10, 12345)] == [0, 1, 1234]
     assert [output.human_bytes(n) for n in (64, 1500, 2e6, 3e9)] == ["64 B", "1.50 kB", "2.00 MB", "3.00 GB"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,7 @@ def test_unknown_names(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     ("arguments", "said"),
     [
         (("-r", "int4", "-r", "uniform:bits=4", "-r", "int4"), "int4 was given twice"),
+        (("--memory", "24"), "write it like 24GB"),
         (("-r", "int4", "-r", "int4:group=48"), "--recipe int4:group=48: group=48 does not divide"),
         (("--tables", "kvquant", "-c", "4k", "-m", "smollm2"), "leave --model, --context away"),
     ],
@@ -158,3 +160,18 @@ def test_estimate_says_where_nothing_is_gained(capfd: pytest.CaptureFixture[str]
     assert f"{least:,} tokens with default" not in said
     assert f"default gains from some {least:,} tokens on" in said
     assert run_json(capfd, *LLAMA, "-c", "9")["recipes"][0]["break_even_tokens"] == least
+
+
+def test_configs_that_transformers_refuses(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for wrong in ({"hidden_size": "big"}, {"num_hidden_layers": 0}):
+        config = {"model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64} | wrong
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        said = refuse(capfd, "estimate", "-m", str(tmp_path / "config.json"))
+        assert "is not a model's config.json" in said or "has no attention layers" in said
+
+
+def test_a_sliding_window_is_compared_with_what_a_full_cache_holds() -> None:
+    shape = MODELS["mistral-7b-v0.1"].shape
+    footprint = predict(shape, "kivi:bits=2", 1 << 17)
+    assert footprint.elements == shape.elements(1 << 17) == shape.elements(4096)
+    assert 2 < footprint.ratio() < 6

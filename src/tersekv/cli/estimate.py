@@ -63,9 +63,9 @@ def estimate(
 
 
 def parse_memory(text: str) -> int:
-    """Bytes: 24GB is 24·10⁹, 24GiB is 24·2³⁰."""
+    """Bytes: 24GB is 24·10⁹, 24GiB is 24·2³⁰. A number without a unit is bytes; a small one lacks its unit."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
-    if not found or not 0 < float(found[1]) < 1e15 or text.strip()[-1].isdigit():
+    if not found or not 0 < float(found[1]) < 1e15 or (text.strip()[-1].isdigit() and float(found[1]) < 1e6):
         raise UserError(
             f"--memory {text!r} is no amount of memory: write it like 24GB (10⁹ bytes) or 80GiB (2³⁰ bytes)"
         )
