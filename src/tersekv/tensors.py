@@ -45,13 +45,14 @@ def cached_table(fn: Callable[P, T]) -> Callable[P, T]:
 class TensorSpec:
     """Type, shape and range of a tensor. shape: a length per axis, or the lengths that are allowed, or None for any.
     low, high: smallest and largest element; None for the type's own. Floats are finite unless a bound is infinite, and
-    never NaN unless `anything`."""
+    never NaN unless `anything`. ascending: each element of the last axis is larger than the one before."""
 
     dtype: torch.dtype
     shape: tuple[int | tuple[int, ...] | None, ...]
     low: float | None = None
     high: float | None = None
     anything: bool = False
+    ascending: bool = False
 
     def __str__(self) -> str:
         axes = (
@@ -81,9 +82,11 @@ class TensorSpec:
         low = limits.min if self.low is None else self.low
         high = limits.max if self.high is None else self.high
         least, most = (bound.item() for bound in x.aminmax())
-        if low <= least and most <= high:  # never true of NaN
-            return None
-        return f"has elements from {least:g} to {most:g}, and must have {low:g} to {high:g}"
+        if not (low <= least and most <= high):  # always so with NaN
+            return f"has elements from {least:g} to {most:g}, and must have {low:g} to {high:g}"
+        if self.ascending and not bool((x.diff(dim=-1) > 0).all()):
+            return "has elements that do not ascend"
+        return None
 
 
 def type_name(dtype: torch.dtype) -> str:

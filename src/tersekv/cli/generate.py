@@ -188,7 +188,7 @@ def summary(outcomes: Sequence[Outcome], title: str) -> Any:
 
 
 def say_where_nothing_is_gained(outcomes: Sequence[Outcome], config: Any) -> None:
-    """A line for every packed cache that is no smaller than in bfloat16."""
+    """Print a line for each packed cache that is as large as in bfloat16 or larger."""
     from tersekv.cli.measure import FULL
     from tersekv.hf.config import cache_shape
 

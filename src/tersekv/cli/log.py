@@ -1,4 +1,4 @@
-"""What the library logs and warns of, as the program says it: a line on stderr, without files and line numbers."""
+"""Print the library's log records and warnings as lines on stderr, without file names and line numbers."""
 
 from __future__ import annotations
 

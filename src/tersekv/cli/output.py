@@ -31,7 +31,7 @@ DEFAULT_RECIPE = "default"
 RECIPE_HELP = "How the cache is packed: small, default or safe, or like kivi:bits=4; `tersekv list` shows the methods."
 WIDTH_WHEN_PIPED = 132
 EVERY = 5.0
-"""Seconds between two lines of progress where stderr is no terminal; what is done sooner says nothing."""
+"""Seconds between two lines of progress where stderr is not a terminal; shorter steps print nothing."""
 
 
 def stdout() -> Console:

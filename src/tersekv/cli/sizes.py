@@ -17,7 +17,7 @@ COUNTED = (
 
 
 def while_generating(row: dict[str, Any], recipe: str) -> str:
-    """What a recipe holds if the last tokens of a context come one by one. row: `generating` of `estimate --json`."""
+    """Describe the bytes of a recipe whose last tokens are generated. row: `generating` of `estimate --json`."""
     name, share = short_name(recipe), row["slack_bytes"] / row["bytes"]
     text = f"{name} {output.human_bytes(row['bytes'])}, {share:.1%} of it room for tokens to come"
     return text + " (up to 1.5 times that, as attention decides which blocks keep empty slots)" * row["chooses"]
@@ -48,7 +48,7 @@ def gains_from(recipe: str, tokens: int | None) -> str:
 
 
 def nothing_gained(footprint: Footprint, shape: CacheShape, recipe: str, batch: int = 1) -> str | None:
-    """A sentence for a cache that is no smaller than in bfloat16; None for one that is, and for an empty one."""
+    """A sentence if the cache is as large as in bfloat16 or larger; None if it is smaller, or empty."""
     held, bfloat16 = footprint.total_bytes, footprint.elements * 2
     if not footprint.elements or held < bfloat16:
         return None

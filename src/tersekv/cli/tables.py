@@ -71,7 +71,7 @@ class Tables(NamedTuple):
         return max((cell_len(word) for cell in (self.columns[i], *self._cells(i)) for word in cell.split()), default=0)
 
     def _width(self, i: int) -> int:
-        """What a column of numbers needs: its cells in one line, its heading in several."""
+        """Width of a column of numbers: cells stay in one line, a heading may break between words."""
         heading = max((cell_len(word) for word in self.columns[i].split()), default=0)
         return max([heading, *map(cell_len, self._cells(i))])
 

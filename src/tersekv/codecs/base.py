@@ -88,8 +88,8 @@ class Codec(ABC):
         return {}
 
     def learnt_fault(self, B: int, H: int, head_dim: int) -> str | None:
-        """What is wrong with `fitted`, whose tensors are each as `learns` says, as the end of a sentence; None where
-        nothing is."""
+        """Describe a fault of `fitted` as the end of a sentence, or return None. Each tensor has been checked against
+        `learns` before; this checks what they must have in common."""
         missing = [name for name in self.learns(B, H, head_dim) if name not in self.fitted]
         return f"lacks {', '.join(missing)}" if missing and self.lacks is None else None
 

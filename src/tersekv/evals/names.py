@@ -12,8 +12,8 @@ _TERM = re.compile(r"([a-z]\w*)((?::[^;+/]*)?)")
 
 
 def short_names(recipes: Sequence[str]) -> dict[str, str]:
-    """A name for each recipe: its methods, and those options that differ among recipes of the same methods. `full`, and
-    whatever is no recipe, is its own."""
+    """A short name for each recipe: its methods, and the options that differ among recipes of the same methods. `full`
+    and other texts that are not recipes keep their name."""
     groups: dict[str, list[str]] = defaultdict(list)
     for recipe in dict.fromkeys(recipes):
         groups[_TERM.sub(r"\1", recipe)].append(recipe)
@@ -47,7 +47,7 @@ def _without_common(recipe: str, group: Sequence[str]) -> str:
 
 
 def _options(recipe: str) -> list[dict[str, str]]:
-    """Of each method and policy in a recipe, its options by name."""
+    """Options by name, for each method and policy in a recipe."""
     return [
         dict(option.partition("=")[::2] for option in options.removeprefix(":").split(",") if option)
         for _, options in _TERM.findall(recipe)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from tersekv.formats.base import PlaneSpec
 from tersekv.store.pages import ENTRY_MARGIN, SPARE_ENTRIES, PageSizes
-from tersekv.store.rollback import ROLLBACK_TOKENS
-from tersekv.store.tail import tail_capacity
+from tersekv.store.rollback import ROLLBACK_TOKENS, out_of_window
+from tersekv.store.tail import capacity_after_drop, tail_capacity
 from tersekv.tokens.base import TokenPolicy
 
 
@@ -39,8 +39,8 @@ class TailSize:
     def change(self, leave: int, enter: int) -> None:
         """Take the oldest `leave` tokens out, which gives memory beyond the usual back, and add `enter`."""
         self.tokens -= leave
-        if leave and self.capacity > self.usual >= self.tokens:
-            self.capacity = tail_capacity(self.tokens, self.usual)
+        if leave:
+            self.capacity = capacity_after_drop(self.tokens, self.capacity, self.usual)
         self.tokens += enter
         if self.tokens > self.capacity:
             self.capacity = tail_capacity(self.tokens, self.usual)
@@ -129,7 +129,7 @@ class LayerSize:
             old, enter = layer.tail.tokens, n - sinks
             packed = policy.to_pack(old + enter, flush, seen, window)
             if packed and window is not None:
-                outside = max(0, (seen - window - ROLLBACK_TOKENS - dropped) // flush * flush)
+                outside = out_of_window(seen - dropped, window, flush)
                 forget = min(outside, layer.pages.tokens)
                 skip = min(outside - forget, packed)
                 layer.pages.drop_front(forget)

@@ -35,13 +35,18 @@ def check_crop(store: LayerStore, n: int) -> None:
         )
 
 
+def out_of_window(held: int, window: int, flush: int) -> int:
+    """How many of the oldest of `held` tokens no query can see in a sliding window, a rollback included: a multiple of
+    `flush`."""
+    return max(0, (held - window - ROLLBACK_TOKENS) // flush * flush)
+
+
 def outside(store: LayerStore, seen: int, flush: int) -> tuple[int, int]:
     """Packed tokens that no query after `seen` tokens can see in a layer's sliding window, a rollback of
     ROLLBACK_TOKENS included, and how many of the `flush` tokens about to be packed are outside too and need not be."""
     if store.window is None:
         return 0, 0
-    tokens = seen - store.window - ROLLBACK_TOKENS - store.dropped
-    tokens = max(0, tokens // store.flush_tokens * store.flush_tokens)
+    tokens = out_of_window(seen - store.dropped, store.window, store.flush_tokens)
     packed = min(tokens, store.packed_tokens)
     return packed, min(tokens - packed, flush)
 

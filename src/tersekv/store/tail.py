@@ -15,6 +15,11 @@ def tail_capacity(tokens: int, usual: int) -> int:
     return max(tokens, min(usual, max(16, 2 * tokens)))
 
 
+def capacity_after_drop(tokens: int, capacity: int, usual: int) -> int:
+    """Tokens allocated once old ones have left: memory beyond the usual is given back."""
+    return tail_capacity(tokens, usual) if capacity > usual >= tokens else capacity
+
+
 def first_tokens(old: Tensor, new: Tensor, n: int) -> Tensor:
     """The first n tokens of old and new [B, H, ·, D]."""
     if old.shape[2] == 0:
@@ -62,8 +67,8 @@ class TailBuffer(Stateful):
             return
         left = self.data[:, :, n:].clone()
         self.tokens -= n
-        if self._data.shape[2] > self.usual >= self.tokens:
-            capacity = tail_capacity(self.tokens, self.usual)
+        capacity = capacity_after_drop(self.tokens, self._data.shape[2], self.usual)
+        if capacity != self._data.shape[2]:
             self._data = self._data.new_empty((*self._data.shape[:2], capacity, self._data.shape[3]))
         self._data[:, :, : self.tokens] = left
 
