@@ -238,6 +238,8 @@ def test_the_table_does_not_grow_with_tokens():
     assert len(held) == 1
     with pytest.raises(UserError, match="position 16,777,216 was given; positions up to 16,777,215 are allowed"):
         rope.angles(16_777_200, 17)
+    with pytest.raises(UserError, match="position 16,777,216 was given"):
+        rope.angles_at(torch.tensor([5, 1 << 24]))
 
 
 def test_angles_that_are_not_proportional_come_from_the_model():

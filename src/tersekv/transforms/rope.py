@@ -52,6 +52,8 @@ class Rope:
 
     def angles_at(self, positions: Tensor) -> Angles:
         """Angles of tokens at any positions, int [T], [B, T] or [B, H, T]. Where `length` does not matter."""
+        if positions.is_cpu and positions.numel():  # elsewhere a check would wait for the device at every token
+            self._check_reach(int(positions.max()) + 1)
         shape = (1, 1) if positions.dim() == 1 else (len(positions), 1) if positions.dim() == 2 else positions.shape[:2]
         places = positions.to(torch.int32).reshape(*shape, -1)
         return Angles(self, self.table(places.device), places, positions.shape[-1])
