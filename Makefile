@@ -121,8 +121,8 @@ asan: setup ## run the kernels' tests with sanitizers
 	@PATH="$(abspath $(BIN)):$$PATH" cmake --build $(ASAN)/native --parallel $(JOBS)
 	@rm -rf $(ASAN)/tersekv
 	@cp -r src/tersekv $(ASAN)/
-	@rm -f $(ASAN)/tersekv/ops/cpu/_native*.so
-	@cp $(ASAN)/native/_native*.so $(ASAN)/tersekv/ops/cpu/
+	@rm -f $(ASAN)/tersekv/kernels/cpu/_native*.so
+	@cp $(ASAN)/native/_native*.so $(ASAN)/tersekv/kernels/cpu/
 	@runtime=$$(ldd $(ASAN)/native/_native*.so | grep -o '/[^ ]*lib\(asan\|stdc++\)[^ ]*' | sort | tr '\n' ' '); \
 	packages=$$($(BIN)/python -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])'); \
 	PYTHONPATH="$(abspath $(ASAN)):$$packages" LD_PRELOAD="$$runtime" OMP_NUM_THREADS=1 \

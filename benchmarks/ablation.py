@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from tersekv import cli
-from tersekv.evals.records import read
-from tersekv.evals.tasks import tasks
-from tersekv.evals.tasks.base import Estimate
 from tersekv.hf.calibration import needs_corpus, place
 from tersekv.hf.models import load_config
+from tersekv.lab.evals.records import read
+from tersekv.lab.evals.tasks import tasks
+from tersekv.lab.evals.tasks.base import Estimate
 from tersekv.recipe import Recipe
 
 COLUMNS = {"perplexity": ("perplexity", ".2f"), "perplexity_ratio": ("ratio to full", ".3f"), "kl": ("KL", ".4f")}

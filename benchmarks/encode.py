@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from tersekv.cache.side import ENCODE_TOKENS
 from tersekv.cli.env import cpu_features
-from tersekv.ops import backends
+from tersekv.kernels import backends
 from tersekv.recipe import Recipe
-from tersekv.store.side import ENCODE_TOKENS
 
 RECIPES = [
     "polarquant",

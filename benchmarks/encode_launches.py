@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import InterpretedFunction
 
 from tersekv.attention.read import Call, attend_store
-from tersekv.ops import backends
+from tersekv.cache.layer import LayerStore
+from tersekv.codecs.transforms.rope import standard_rope
+from tersekv.kernels import backends
 from tersekv.recipe import Recipe
-from tersekv.store.layer import LayerStore
-from tersekv.transforms.rope import standard_rope
 
 RECIPES = [
     "uniform:bits=4", "kivi:bits=4", "normalfloat", "turboquant:bits=4", "turboquant:bits=4,rotation=hadamard",

@@ -28,15 +28,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tersekv.bench.attend import Heads
-from tersekv.bench.formats import Segment, make_segment
+from tersekv.codecs.codebooks.trellis import trellis_entries
 from tersekv.codecs.polarquant import offline_table
-from tersekv.ops import cpu
-from tersekv.ops.cpu import encode
-from tersekv.ops.encode_grid import GridPlace
-from tersekv.tables.trellis import trellis_entries
-from tersekv.transforms.rotation import hadamard_parts, random_rotation
-from tersekv.transforms.sketch import jl_sketch
+from tersekv.codecs.transforms.rotation import hadamard_parts, random_rotation
+from tersekv.codecs.transforms.sketch import jl_sketch
+from tersekv.kernels import cpu
+from tersekv.kernels.cpu import encode
+from tersekv.kernels.encode_grid import GridPlace
+from tersekv.lab.bench.attend import Heads
+from tersekv.lab.bench.formats import Segment, make_segment
 
 FORMATS = ["grid4", "grid3", "grid2", "qjl256", "polar", "nuq4-1%", "trellis2", "trellis3"]
 TOKENS = {"attend": 1024, "encode": 1024, "search": 64}

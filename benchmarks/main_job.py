@@ -21,12 +21,12 @@ import transformers
 from rich.console import Console
 
 import tersekv
-from tersekv.bench.generate import prompt
 from tersekv.cli import measure, output
 from tersekv.cli.env import cpu_features
 from tersekv.hf import models
 from tersekv.hf.text import pydoc_text
-from tersekv.ops import cpu
+from tersekv.kernels import cpu
+from tersekv.lab.bench.generate import prompt
 
 
 def main() -> None:

@@ -29,11 +29,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import tersekv
-from tersekv.bench.generate import prompt
 from tersekv.cli.env import cpu_features
 from tersekv.hf.cache import CompressedCache
 from tersekv.hf.models import load
 from tersekv.hf.prefill import Prefill
+from tersekv.lab.bench.generate import prompt
 
 RECIPES = ["exact:dtype=bf16", "kivi:bits=4", "polarquant", "kivi:bits=2", "subgen:budget=0.25+polarquant"]
 NEXT = 4

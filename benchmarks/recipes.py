@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 from tersekv import cli
-from tersekv.evals.harness import Summary
-from tersekv.evals.reader import FULL
-from tersekv.plots.groups import grouped, read_records
+from tersekv.cache.estimate import CacheShape, predict
+from tersekv.codecs.transforms.rope import standard_rope
+from tersekv.lab.evals.harness import Summary
+from tersekv.lab.evals.reader import FULL
+from tersekv.lab.plots.groups import grouped, read_records
 from tersekv.recipe import Recipe
-from tersekv.store.estimate import CacheShape, predict
-from tersekv.transforms.rope import standard_rope
 
 RECIPES = (
     *("kivi:bits=4", "kivi:bits=2", "int4", "normalfloat", "qjl", "polarquant", "kvquant:bits=4"),

@@ -21,15 +21,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tersekv.cache.estimate import CacheShape, predict
 from tersekv.cli.estimate import load_shape
-from tersekv.evals.harness import Harness
-from tersekv.evals.options import build
-from tersekv.evals.reader import FULL
-from tersekv.evals.records import Record, Records, read
-from tersekv.evals.tasks.base import Estimate
 from tersekv.hf.models import load
+from tersekv.lab.evals.harness import Harness
+from tersekv.lab.evals.options import build
+from tersekv.lab.evals.reader import FULL
+from tersekv.lab.evals.records import Record, Records, read
+from tersekv.lab.evals.tasks.base import Estimate
 from tersekv.recipe import Recipe
-from tersekv.store.estimate import CacheShape, predict
 
 ROWS = {
     "turboquant1": "window:recent={n}+turboquant:bits=1",

@@ -23,10 +23,10 @@ from torch import Tensor
 
 import tersekv
 from tersekv.attention.read import Call, attend_store
+from tersekv.cache.kept import new_store
 from tersekv.cli import output
 from tersekv.cli.env import cpu_features
 from tersekv.recipe import Recipe
-from tersekv.store.kept import new_store
 
 SUBGEN = "subgen:variant=stream,sinks=0,recent=128,delta=1.01,slots=16,budget=2200"
 RECIPES = ["exact", f"{SUBGEN}+exact", f"{SUBGEN}+kivi:bits=4", f"{SUBGEN}+polarquant"]

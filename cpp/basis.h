@@ -1,4 +1,4 @@
-// Products with a basis of 6-bit entries; the contract is that of ops/basis.py.
+// Products with a basis of 6-bit entries; the contract is that of kernels/basis.py.
 #pragma once
 
 #include <cstdint>

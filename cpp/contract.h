@@ -130,7 +130,7 @@ struct SparseView {
 constexpr int kTrellisStates = 256;
 constexpr int kTrellisRates = 9;  // 0 to 8 bits
 
-// Windows in a ring of bits, blocks of 32 tokens; see formats/trellis.py. Each head's bits add up to 16 * words.
+// Windows in a ring of bits, blocks of 32 tokens; see layouts/trellis.py. Each head's bits add up to 16 * words.
 struct TrellisView {
   int64_t words = 0;
   const uint16_t* stream = nullptr;  // [B, H, N, words, 32]

@@ -1,4 +1,4 @@
-// Trellis codes of vectors; the contract is that of ops/trellis.py.
+// Trellis codes of vectors; the contract is that of kernels/trellis.py.
 #pragma once
 
 #include "contract.h"

@@ -1,5 +1,5 @@
-// Encoding: contracts of ops/encode_grid.py, lanes.py, encode_signs.py, encode_polar.py and rotate.py. Each function of
-// `Encoders` does one block of tokens, or some vectors.
+// Encoding: contracts of kernels/encode_grid.py, lanes.py, encode_signs.py, encode_polar.py and rotate.py. Each
+// function of `Encoders` does one block of tokens, or some vectors.
 #pragma once
 
 #include "contract.h"

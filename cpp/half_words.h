@@ -1,4 +1,4 @@
-// How codes of any width lie in words; repeats ops/lanes.py.
+// How codes of any width lie in words; repeats kernels/lanes.py.
 #pragma once
 
 #include "contract.h"
@@ -7,7 +7,7 @@ namespace tersekv {
 
 namespace {  // internal to each build of the kernels
 
-// How codes lie in a half-word, see ops/lanes.py: `direct` ones, then those of a unit that its spare bits hold.
+// How codes lie in a half-word, see kernels/lanes.py: `direct` ones, then those of a unit that its spare bits hold.
 struct HalfWords {
   int bits, direct, spare_bits, unit_words, unit_codes;
 

@@ -1,4 +1,5 @@
-// Binding of the encoders of ops/encode_grid.py and lanes.py: calls are checked, then blocks are shared out to threads.
+// Binding of the encoders of kernels/encode_grid.py and lanes.py: calls are checked, then blocks are shared out to
+// threads.
 #include <nanobind/nanobind.h>
 
 #include <vector>

@@ -1,4 +1,4 @@
-// Binding of the encoders of ops/encode_signs.py, encode_polar.py and rotate.py: calls are checked, then blocks are
+// Binding of the encoders of kernels/encode_signs.py, encode_polar.py and rotate.py: calls are checked, then blocks are
 // shared out to threads.
 #include <nanobind/nanobind.h>
 

@@ -22,7 +22,7 @@ class Operands {
  public:
   Operands(int64_t B, int64_t H) : B_(B), H_(H) {}
 
-  // A view packed by tersekv.ops.cpu.pack: (kind, ...). D: channels it must have, or -1.
+  // A view packed by tersekv.kernels.cpu.pack: (kind, ...). D: channels it must have, or -1.
   const View* read(const char* name, nb::handle packed, int64_t D);
 
  private:

@@ -12,7 +12,7 @@ int64_t as_int(PyObject* o) {
 
 PyObject* item(nb::handle tuple, Py_ssize_t i) {
   if (!PyTuple_Check(tuple.ptr()) || i >= PyTuple_GET_SIZE(tuple.ptr()))
-    throw nb::value_error("a call must be packed by tersekv.ops.cpu");
+    throw nb::value_error("a call must be packed by tersekv.kernels.cpu");
   return PyTuple_GET_ITEM(tuple.ptr(), i);
 }
 

@@ -1,4 +1,4 @@
-// The search of ops/trellis.py for one vector after the other: Viterbi over 256 states, sixteen to a lane vector.
+// The search of kernels/trellis.py for one vector after the other: Viterbi over 256 states, sixteen to a lane vector.
 //
 // A state here is its window in reverse, newest bits at the bottom: u' = (u << k | c) & 255. So the 2^k states that
 // lead to one u' >> k are 256 >> k apart, and the best of them is found by k rounds that compare the upper half of what
@@ -98,7 +98,7 @@ inline int state_before(const Rounds& rounds, int bits, int state) {
   return x;
 }
 
-// Of the states whose cost is the least, up to rounding, the one with the lowest window: see ops/trellis.py.
+// Of the states whose cost is the least, up to rounding, the one with the lowest window: see kernels/trellis.py.
 template <class S>
 int best_state(const float* cost) {
   typename S::F least = S::load(cost);

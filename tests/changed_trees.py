@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tersekv.formats.base import View
-from tersekv.formats.polar import Polar
+from tersekv.layouts.base import View
+from tersekv.layouts.polar import Polar
 
 
 def children(x: object) -> list[tuple[object, object]]:

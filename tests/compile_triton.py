@@ -23,12 +23,12 @@ from triton.runtime.jit import JITFunction
 
 from packed_views import packed, rope, roped, tokens
 from tersekv.codecs import methods
-from tersekv.formats.base import Joined, View
-from tersekv.formats.centred import Turned
-from tersekv.ops.attend_grid import Axis, Side
-from tersekv.ops.encode_grid import GridPlace
-from tersekv.ops.triton import encode, encode_sparse, encode_trellis, launch, spec, tuning
-from tersekv.transforms.rotation import hadamard_parts, random_rotation
+from tersekv.codecs.transforms.rotation import hadamard_parts, random_rotation
+from tersekv.kernels.attend_grid import Axis, Side
+from tersekv.kernels.encode_grid import GridPlace
+from tersekv.kernels.triton import encode, encode_sparse, encode_trellis, launch, spec, tuning
+from tersekv.layouts.base import Joined, View
+from tersekv.layouts.centred import Turned
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32), "sm_86": GPUTarget("cuda", 86, 32), "gfx942": GPUTarget("hip", "gfx942", 64)

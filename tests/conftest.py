@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 
 import transformers as tf
 
-from tersekv.ops import cpu
+from tersekv.kernels import cpu
 
 SHAPE = {
     "vocab_size": 97,

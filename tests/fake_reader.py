@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from tersekv.evals.reader import Answer
-from tersekv.evals.tasks.base import Prompt
-from tersekv.store.footprint import Footprint
+from tersekv.cache.footprint import Footprint
+from tersekv.lab.evals.reader import Answer
+from tersekv.lab.evals.tasks.base import Prompt
 
 TOKEN = re.compile(r" ?\w+|[^\w\s]|\s")
 VOCABULARY = 97

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv.store import tensor_file
-from tersekv.store.state import TENSOR
+from tersekv.cache import tensor_file
+from tersekv.cache.state import TENSOR
 
 Mutant = tuple[str, dict[str, Any], dict[str, Tensor]]
 """What was changed, what the file says, and its tensors."""

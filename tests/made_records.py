@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tersekv import cli
-from tersekv.evals.records import make
-from tersekv.evals.tasks import tasks
-from tersekv.evals.tasks.base import Result
+from tersekv.cache.estimate import CacheShape, predict
+from tersekv.cache.footprint import Footprint
+from tersekv.lab.evals.records import make
+from tersekv.lab.evals.tasks import tasks
+from tersekv.lab.evals.tasks.base import Result
 from tersekv.recipe import Recipe
-from tersekv.store.estimate import CacheShape, predict
-from tersekv.store.footprint import Footprint
 
 SHAPE = CacheShape((None, None), 1, 64, 64)
 DAMAGE = {

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs import methods
-from tersekv.formats.base import Added, Joined, Rotated, View
-from tersekv.formats.centred import Turned
-from tersekv.formats.exact import ExactView
-from tersekv.formats.grid import GridView
-from tersekv.formats.roped import Roped
-from tersekv.formats.signs import SignSketch, SignsView
-from tersekv.ops.attend_grid import decode_grid
-from tersekv.transforms.rope import Rope, standard_rope
+from tersekv.codecs.transforms.rope import Rope, standard_rope
+from tersekv.kernels.attend_grid import decode_grid
+from tersekv.layouts.base import Added, Joined, Rotated, View
+from tersekv.layouts.centred import Turned
+from tersekv.layouts.exact import ExactView
+from tersekv.layouts.grid import GridView
+from tersekv.layouts.roped import Roped
+from tersekv.layouts.signs import SignSketch, SignsView
 
 FORMATS = {
     "exact": ("exact", {"dtype": "bf16"}),

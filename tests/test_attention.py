@@ -10,8 +10,8 @@ from tersekv.attention import read
 from tersekv.attention.read import Call, attend_chunk, attend_store
 from tersekv.attention.weights import attention_weights
 from tersekv.errors import UserError
-from tersekv.ops import backends, cpu
-from tersekv.ops.softmax import attend_scores, merge_segments
+from tersekv.kernels import backends, cpu
+from tersekv.kernels.softmax import attend_scores, merge_segments
 from test_store import fed, store, tokens
 
 RECIPES = [

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tersekv.errors import UserError
-from tersekv.ops import backends, cpu
-from tersekv.ops.attend_grid import GridSide
-from tersekv.ops.attend_packed import attend_packed as reference
-from tersekv.ops.lanes import pack_lanes
+from tersekv.kernels import backends, cpu
+from tersekv.kernels.attend_grid import GridSide
+from tersekv.kernels.attend_packed import attend_packed as reference
+from tersekv.kernels.lanes import pack_lanes
 
 native = pytest.mark.skipif(cpu.why_not_built() is not None, reason="the native extension is not built")
 
@@ -34,7 +34,7 @@ def call():
 @pytest.fixture
 def without_extension(monkeypatch):
     monkeypatch.setattr(cpu, "_module", None)
-    monkeypatch.setitem(sys.modules, "tersekv.ops.cpu._native", None)
+    monkeypatch.setitem(sys.modules, "tersekv.kernels.cpu._native", None)
 
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
@@ -203,22 +203,22 @@ def test_unknown_isa():
 
 
 def test_environment_variables():
-    done = run_python("from tersekv.ops import backends; print(backends.chosen())", TERSEKV_BACKEND="reference")
+    done = run_python("from tersekv.kernels import backends; print(backends.chosen())", TERSEKV_BACKEND="reference")
     assert done.stdout.strip() == "reference", done.stderr
-    done = run_python("from tersekv.ops import backends; backends.chosen()", TERSEKV_BACKEND="gpu")
+    done = run_python("from tersekv.kernels import backends; backends.chosen()", TERSEKV_BACKEND="gpu")
     assert "TERSEKV_BACKEND: got 'gpu', allowed are auto, cpu, triton, reference" in done.stderr
 
 
 @native
 def test_isa_variable():
-    done = run_python("from tersekv.ops import cpu; print(cpu.isa())", TERSEKV_CPU_ISA="scalar")
+    done = run_python("from tersekv.kernels import cpu; print(cpu.isa())", TERSEKV_CPU_ISA="scalar")
     assert done.stdout.strip() == "scalar", done.stderr
-    done = run_python("from tersekv.ops import cpu; cpu.isa()", TERSEKV_CPU_ISA="mmx")
+    done = run_python("from tersekv.kernels import cpu; cpu.isa()", TERSEKV_CPU_ISA="mmx")
     assert "TERSEKV_CPU_ISA: isa: got mmx" in done.stderr
 
 
 def test_import_loads_nothing():
-    code = "import sys, tersekv.ops.backends; print('tersekv.ops.cpu._native' in sys.modules)"
+    code = "import sys, tersekv.kernels.backends; print('tersekv.kernels.cpu._native' in sys.modules)"
     assert run_python(code).stdout.strip() == "False"
 
 
@@ -232,7 +232,7 @@ def test_a_fallback_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch
         for _ in range(2):
             backends.rotate_dense(torch.ones(3, 16, dtype=torch.float64), matrix)
     first, second = caplog.records
-    assert (first.levelname, first.name) == ("INFO", "tersekv.ops.backends")
+    assert (first.levelname, first.name) == ("INFO", "tersekv.kernels.backends")
     assert first.getMessage().startswith("rotate_dense runs on the torch reference (cpu: ")
     assert second.levelname == "WARNING"
     assert second.getMessage().endswith("many times slower: the extension is not built")

@@ -7,12 +7,12 @@ import json
 import pytest
 
 from tersekv import cli
-from tersekv.bench import attend as bench
-from tersekv.bench.attend import Heads, Measured, Row, measure
-from tersekv.bench.clock import Spread, spread, take_turns
-from tersekv.bench.formats import FORMATS, make_segment
 from tersekv.errors import CacheError, UserError
-from tersekv.ops import backends, cpu
+from tersekv.kernels import backends, cpu
+from tersekv.lab.bench import attend as bench
+from tersekv.lab.bench.attend import Heads, Measured, Row, measure
+from tersekv.lab.bench.clock import Spread, spread, take_turns
+from tersekv.lab.bench.formats import FORMATS, make_segment
 
 KERNELS = pytest.mark.skipif(cpu.why_not_built() is not None, reason=str(cpu.why_not_built()))
 KEYS = [

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tersekv import UserError, cli
-from tersekv.bench import generate
 from tersekv.hf import peers
 from tersekv.hf.models import load
+from tersekv.lab.bench import generate
 
 
 @pytest.fixture(scope="module")

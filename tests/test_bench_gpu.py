@@ -8,13 +8,13 @@ import re
 import pytest
 import torch
 
-from tersekv.bench import attend_gpu as bench
-from tersekv.bench import clock_gpu
-from tersekv.bench.attend import Heads
-from tersekv.bench.clock import Spread
-from tersekv.bench.formats import FORMATS, chosen
 from tersekv.errors import CacheError, UserError
-from tersekv.ops import backends, cpu, triton
+from tersekv.kernels import backends, cpu, triton
+from tersekv.lab.bench import attend_gpu as bench
+from tersekv.lab.bench import clock_gpu
+from tersekv.lab.bench.attend import Heads
+from tersekv.lab.bench.clock import Spread
+from tersekv.lab.bench.formats import FORMATS, chosen
 
 pytestmark = [
     pytest.mark.skipif(triton.why_not_installed() is not None, reason=str(triton.why_not_installed())),

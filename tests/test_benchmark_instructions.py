@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from conftest import benchmark
-from tersekv.bench.attend import Heads
-from tersekv.bench.formats import make_segment
+from tersekv.lab.bench.attend import Heads
+from tersekv.lab.bench.formats import make_segment
 from test_ops_parity import pytestmark  # noqa: F401
 
 HEADS = Heads(2, 1, 32)

@@ -10,7 +10,7 @@ import pytest
 
 from conftest import benchmark
 from made_records import SHAPE, record, write
-from tersekv.evals.records import Record
+from tersekv.lab.evals.records import Record
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tersekv.codecs.qjl import Qjl
-from tersekv.formats.signs import pack_signs, unpack_signs
-from tersekv.transforms.sketch import jl_sketch, sign_factor
+from tersekv.codecs.transforms.sketch import jl_sketch, sign_factor
+from tersekv.layouts.signs import pack_signs, unpack_signs
 
 # sd of the estimate of a cosine of 0.5 between unit vectors, D = 128: rows M -> (orthogonal, i.i.d.)
 SPREAD = {64: (0.118, 0.144), 128: (0.0589, 0.1013), 256: (0.0419, 0.0716), 512: (0.0296, 0.0509)}

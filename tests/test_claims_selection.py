@@ -8,11 +8,11 @@ from torch import Tensor
 
 from tersekv.attention.observe import observe
 from tersekv.attention.read import Call, attend_store
+from tersekv.cache.kept import KeptStore, best, new_store
 from tersekv.errors import UserError
+from tersekv.policies.pyramidkv import PyramidKV
+from tersekv.policies.snapkv import SnapKV
 from tersekv.recipe import Recipe
-from tersekv.store.kept import KeptStore, best, new_store
-from tersekv.tokens.pyramidkv import PyramidKV
-from tersekv.tokens.snapkv import SnapKV
 from test_store import tokens
 
 EXACT = "exact:dtype=fp32"

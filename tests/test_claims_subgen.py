@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tersekv.attention.read import Call, attend_store
-from tersekv.ops.softmax import attend_weighted
+from tersekv.cache.clusters import Clusters, Head, merged
+from tersekv.cache.kept import new_store
+from tersekv.cache.reservoir import Reservoir, counts
+from tersekv.cache.sketch import SketchStore
+from tersekv.kernels.softmax import attend_weighted
+from tersekv.policies.subgen import SubGen, farthest_first
 from tersekv.recipe import Recipe
-from tersekv.store.clusters import Clusters, Head, merged
-from tersekv.store.kept import new_store
-from tersekv.store.reservoir import Reservoir, counts
-from tersekv.store.sketch import SketchStore
-from tersekv.tokens.subgen import SubGen, farthest_first
 from test_attention import dense
 
 TRIALS = 4000

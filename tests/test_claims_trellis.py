@@ -7,12 +7,12 @@ import itertools
 import pytest
 import torch
 
+from tersekv.codecs.codebooks.bits import SQUARED_ERROR, allotted
+from tersekv.codecs.codebooks.trellis import TRAINED, scalar_entries, squared_error, trained, trellis_entries
+from tersekv.codecs.transforms.rope import Turn, standard_rope
 from tersekv.codecs.trellis import Trellis
-from tersekv.formats.centred import Centred, Turned
-from tersekv.ops import backends
-from tersekv.tables.bits import SQUARED_ERROR, allotted
-from tersekv.tables.trellis import TRAINED, scalar_entries, squared_error, trained, trellis_entries
-from tersekv.transforms.rope import Turn, standard_rope
+from tersekv.kernels import backends
+from tersekv.layouts.centred import Centred, Turned
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from tersekv.codecs.codebooks import lloyd_max as lm
+from tersekv.codecs.transforms.rotation import random_rotation
 from tersekv.codecs.turboquant import TurboQuant
 from tersekv.errors import UserError
-from tersekv.tables import lloyd_max as lm
-from tersekv.transforms.rotation import random_rotation
 
 # positive halves of the tables (unit sphere), and relative squared errors at 1 to 4 bits
 TABLES = {

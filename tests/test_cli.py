@@ -386,7 +386,7 @@ def test_help_and_version_load_no_torch() -> None:
 @pytest.mark.parametrize("variable", ["TERSEKV_BACKEND", "TERSEKV_CPU_ISA"])
 def test_wrong_environment_is_refused(variable: str, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if variable == "TERSEKV_CPU_ISA":
-        pytest.importorskip("tersekv.ops.cpu._native", reason="the C++ extension is not built")
+        pytest.importorskip("tersekv.kernels.cpu._native", reason="the C++ extension is not built")
     monkeypatch.setenv(variable, "gpu")
     for command in (["list"], ["generate", "-m", tiny, "-p", "hello", "--max-new-tokens", "3"]):
         done = process(*command)

@@ -19,11 +19,11 @@ from rich.console import Console
 
 from tersekv import cli
 from tersekv.cli import evaluate, output
-from tersekv.evals.harness import Summary
-from tersekv.evals.names import short_names
-from tersekv.evals.tasks.base import Estimate
-from tersekv.evals.tasks.divergence import Divergence
 from tersekv.hf import models
+from tersekv.lab.evals.harness import Summary
+from tersekv.lab.evals.names import short_names
+from tersekv.lab.evals.tasks.base import Estimate
+from tersekv.lab.evals.tasks.divergence import Divergence
 
 SHORT = 0.05
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tersekv.cache.blocks import BlockBuffer
 from tersekv.codecs import Codec, methods
+from tersekv.codecs.codebooks.fixed import normal_quantiles
 from tersekv.codecs.normalfloat import NormalFloat
 from tersekv.codecs.uniform import Uniform
 from tersekv.errors import UserError
-from tersekv.store.blocks import BlockBuffer
-from tersekv.tables.fixed import normal_quantiles
 
 HEAD_DIMS = [32, 64, 80, 96, 128, 256]
 

@@ -13,12 +13,12 @@ import transformers as tf
 
 import tersekv
 from conftest import HEAD, SHAPE, prompt
+from tersekv.cache.layer import LayerStore
+from tersekv.cache.spread import Spread
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.calibration import attention_plans
 from tersekv.hf.parallel import spread_over
 from tersekv.recipe import Recipe
-from tersekv.store.layer import LayerStore
-from tersekv.store.spread import Spread
 from test_saved import DROPPING, KINDS, calibration, read, singles
 from test_saved import wide as wide
 from test_tensor_parallel import torchrun

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from tersekv.codecs.base import Codec, Method, TableBytes, check_range, for_both_sides
-from tersekv.formats.grid import Grid, GridView, nearest_code, round_scale
+from tersekv.layouts.grid import Grid, GridView, nearest_code, round_scale
 
 TABLE = torch.tensor([-1.5, 0.0, 1.5, 3.0])
 

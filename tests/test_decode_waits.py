@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tersekv
 from conftest import prompt
-from tersekv.ops import backends, triton
+from tersekv.kernels import backends, triton
 
 pytestmark = [
     pytest.mark.skipif(triton.why_not_installed() is not None, reason=str(triton.why_not_installed())),

@@ -9,13 +9,13 @@ import torch
 
 import tersekv
 from conftest import MODELS, prompt
+from tersekv.cache import kvquant_tables as kvquant
+from tersekv.cache.estimate import KNOWN, CacheShape, predict
+from tersekv.cache.kept import new_store
+from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
 from tersekv.hf.config import cache_shape
 from tersekv.recipe import Recipe
-from tersekv.store import kvquant_tables as kvquant
-from tersekv.store.estimate import KNOWN, CacheShape, predict
-from tersekv.store.kept import new_store
-from tersekv.transforms.rope import standard_rope
 
 RECIPES = [
     "kivi:bits=2",

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tersekv import cli
+from tersekv.cache.break_even import STEP, break_even
+from tersekv.cache.estimate import predict
+from tersekv.cache.footprint import Footprint
+from tersekv.cache.known_models import MODELS
 from tersekv.cli import estimate, sizes
-from tersekv.store.break_even import STEP, break_even
-from tersekv.store.estimate import predict
-from tersekv.store.footprint import Footprint
-from tersekv.store.known_models import MODELS
 from test_cli import empty_cache as empty_cache
 from test_cli import refuse, run_json, run_text
 

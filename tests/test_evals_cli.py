@@ -12,11 +12,11 @@ from rich.console import Console
 
 from tersekv import UserError, cli
 from tersekv.cli import output
-from tersekv.evals import options
-from tersekv.evals.harness import Harness
-from tersekv.evals.tasks import tasks
-from tersekv.evals.tasks.perplexity import Perplexity
 from tersekv.hf.text import pydoc_text
+from tersekv.lab.evals import options
+from tersekv.lab.evals.harness import Harness
+from tersekv.lab.evals.tasks import tasks
+from tersekv.lab.evals.tasks.perplexity import Perplexity
 from test_cli import refuse, run_json, run_text
 
 TEXT = pydoc_text()[:2000]

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from tersekv import UserError
-from tersekv.evals import records as recording
-from tersekv.evals.harness import Harness
-from tersekv.evals.products import expand
-from tersekv.evals.records import FILE, Records
-from tersekv.evals.tasks import Estimate, Task
-from tersekv.evals.tasks.divergence import Divergence
-from tersekv.evals.tasks.perplexity import Perplexity
 from tersekv.hf.models import load
 from tersekv.hf.text import pydoc_text
+from tersekv.lab.evals import records as recording
+from tersekv.lab.evals.harness import Harness
+from tersekv.lab.evals.products import expand
+from tersekv.lab.evals.records import FILE, Records
+from tersekv.lab.evals.tasks import Estimate, Task
+from tersekv.lab.evals.tasks.divergence import Divergence
+from tersekv.lab.evals.tasks.perplexity import Perplexity
 
 RECIPES = ["kivi:bits=2", "turboquant:bits=3"]
 
@@ -167,7 +167,7 @@ def test_wrong_recipes_are_refused_before_anything_runs(tiny: str) -> None:
 KILLED = """
 import os, signal, sys
 from tersekv import cli
-from tersekv.evals.tasks.perplexity import Perplexity
+from tersekv.lab.evals.tasks.perplexity import Perplexity
 
 evaluate, calls = Perplexity.evaluate, []
 
@@ -238,8 +238,8 @@ def lines_of(text: str) -> list[dict[str, Any]]:
 
 
 def test_metrics_that_are_no_number_are_null(harness: Harness) -> None:
-    from tersekv.evals.tasks import Result
-    from tersekv.store.footprint import Footprint
+    from tersekv.cache.footprint import Footprint
+    from tersekv.lab.evals.tasks import Result
 
     asked = dict.fromkeys(recording.KEY, "x") | {"options": {}}
     with Records() as records:

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 import tersekv
 from tersekv import UserError
-from tersekv.evals.decoding import loglikelihood
 from tersekv.hf.models import load
 from tersekv.hf.prefill import new_cache
+from tersekv.lab.evals.decoding import loglikelihood
 
 CONTEXT, FOLLOWING = "A cache keeps keys and values. " * 8, " And it grows."
 
@@ -57,11 +57,11 @@ def test_loglikelihood_knows_greedy_answers(loaded) -> None:
 
 def test_module_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.api.registry", None)
-    monkeypatch.delitem(sys.modules, "tersekv.evals.lm_eval", raising=False)
+    monkeypatch.delitem(sys.modules, "tersekv.lab.evals.lm_eval", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'lm_eval\[hf\]"):
-        importlib.import_module("tersekv.evals.lm_eval")
+        importlib.import_module("tersekv.lab.evals.lm_eval")
     with pytest.raises(SystemExit, match=r"tersekv: lm-evaluation-harness is not here"):
-        runpy.run_module("tersekv.evals.lm_eval", run_name="__main__")
+        runpy.run_module("tersekv.lab.evals.lm_eval", run_name="__main__")
 
 
 class FakeHFLM:
@@ -92,10 +92,10 @@ def model_type(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, members in fakes.items():
         monkeypatch.setitem(sys.modules, name, type(sys)(name))
         vars(sys.modules[name]).update(members)
-    monkeypatch.delitem(sys.modules, "tersekv.evals.lm_eval", raising=False)
-    importlib.import_module("tersekv.evals.lm_eval")
+    monkeypatch.delitem(sys.modules, "tersekv.lab.evals.lm_eval", raising=False)
+    importlib.import_module("tersekv.lab.evals.lm_eval")
     yield registered["tersekv"]
-    sys.modules.pop("tersekv.evals.lm_eval", None)
+    sys.modules.pop("tersekv.lab.evals.lm_eval", None)
 
 
 @pytest.mark.parametrize("recipe", ["full", "window:recent=0+kivi:bits=2"])

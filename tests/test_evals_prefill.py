@@ -7,12 +7,12 @@ import torch
 
 import tersekv
 from conftest import MODELS, prompt
+from tersekv.cache.selective import SelectiveStore
 from tersekv.errors import UserError
-from tersekv.evals.reader import Reader
-from tersekv.evals.tasks import Prompt
 from tersekv.hf.models import load
 from tersekv.hf.prefill import Prefill, held_by, new_cache
-from tersekv.store.selective import SelectiveStore
+from tersekv.lab.evals.reader import Reader
+from tersekv.lab.evals.tasks import Prompt
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 import tersekv
 from conftest import LOSSLESS
 from tersekv import UserError
-from tersekv.evals import decoding
-from tersekv.evals.reader import FULL, Reader
-from tersekv.evals.tasks import Prompt
-from tersekv.evals.tokenise import split_ids
 from tersekv.hf.models import load
+from tersekv.lab.evals import decoding
+from tersekv.lab.evals.reader import FULL, Reader
+from tersekv.lab.evals.tasks import Prompt
+from tersekv.lab.evals.tokenise import split_ids
 
 TEXT = "A cache keeps keys and values. " * 8
 

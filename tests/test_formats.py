@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tersekv.errors import UserError
-from tersekv.formats.exact import ExactView, exact_layout
-from tersekv.formats.grid import Grid, nearest_code, round_scale
-from tersekv.formats.polar import Polar, PolarView
-from tersekv.formats.signs import pack_blocks, pack_signs, signs_planes
-from tersekv.ops.lanes import half_words, pack_lanes
+from tersekv.kernels.lanes import half_words, pack_lanes
+from tersekv.layouts.exact import ExactView, exact_layout
+from tersekv.layouts.grid import Grid, nearest_code, round_scale
+from tersekv.layouts.polar import Polar, PolarView
+from tersekv.layouts.signs import pack_blocks, pack_signs, signs_planes
 
 
 def block(D: int = 64, bits: int = 4) -> torch.Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tersekv.cache.blocks import BlockBuffer
 from tersekv.codecs.kvquant import KVQuant
-from tersekv.formats.sparse import SparseView, largest, pack_outliers, quantiles
-from tersekv.store.blocks import BlockBuffer
+from tersekv.layouts.sparse import SparseView, largest, pack_outliers, quantiles
 
 
 def overlay(B: int = 2, H: int = 3, T: int = 96, D: int = 40, seed: int = 0, share: float = 0.03):

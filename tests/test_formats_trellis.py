@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tersekv.formats.trellis import TrellisView, gain_codes, gains, largest_gain, pack_tokens, trellis_layout
-from tersekv.ops.trellis import pack_stream, windows_of
-from tersekv.tables.trellis import trellis_entries
+from tersekv.codecs.codebooks.trellis import trellis_entries
+from tersekv.kernels.trellis import pack_stream, windows_of
+from tersekv.layouts.trellis import TrellisView, gain_codes, gains, largest_gain, pack_tokens, trellis_layout
 
 
 def ring(bits, seed):

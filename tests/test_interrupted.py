@@ -12,10 +12,10 @@ import transformers as tf
 
 import tersekv
 from conftest import LOSSLESS, MODELS, SHAPE, prompt
+from tersekv.cache.side import SideStore
+from tersekv.cache.tail import TailBuffer
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.progress import Progress
-from tersekv.store.side import SideStore
-from tersekv.store.tail import TailBuffer
 
 RECIPES = [LOSSLESS, "window:start=0+kivi:bits=4", "window:recent=16+trellis:bits=3,calibration=prompt"]
 

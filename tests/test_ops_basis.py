@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tersekv.errors import UserError
-from tersekv.ops import backends, cpu
-from tersekv.ops.basis import basis_product, packed_basis, unpacked_basis
+from tersekv.kernels import backends, cpu
+from tersekv.kernels.basis import basis_product, packed_basis, unpacked_basis
 from test_ops_parity import pytestmark  # noqa: F401
 
 

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from changed_trees import at, changed, contents, leaves, replaced
 from packed_views import FORMATS, magnitude, packed, rope, roped, table_error, tokens
-from tersekv.formats.base import Joined, View
-from tersekv.formats.centred import Turned
-from tersekv.formats.roped import Roped
-from tersekv.ops import backends, cpu
-from tersekv.ops.attend_pages import attend_pages
-from tersekv.ops.cpu import encode
-from tersekv.ops.cpu.operands import pack
-from tersekv.transforms.rope import Rope
+from tersekv.codecs.transforms.rope import Rope
+from tersekv.kernels import backends, cpu
+from tersekv.kernels.attend_pages import attend_pages
+from tersekv.kernels.cpu import encode
+from tersekv.kernels.cpu.operands import pack
+from tersekv.layouts.base import Joined, View
+from tersekv.layouts.centred import Turned
+from tersekv.layouts.roped import Roped
 from test_ops_cpu_encode import calls, planes
 from test_ops_pages import PAGEABLE, pool
 from test_ops_parity import ISAS, compare, expectation, pytestmark  # noqa: F401
@@ -191,7 +191,7 @@ def test_numbers_that_no_operand_has(data, name):
     segment = replaced(keys, path, data.draw(wrong)), pack("values", call["values"].operand), None
     tensor = query.data_ptr(), query.shape, query.stride()
     out, lse = torch.empty_like(query), torch.empty(query.shape[:3])
-    native, where = importlib.import_module("tersekv.ops.cpu._native"), (D, out.data_ptr(), lse.data_ptr(), 1)
+    native, where = importlib.import_module("tersekv.kernels.cpu._native"), (D, out.data_ptr(), lse.data_ptr(), 1)
     on_some_isa(data.draw, lambda: native.attend(tensor, (segment,), SCALING, 0.0, *where))
 
 

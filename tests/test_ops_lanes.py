@@ -1,11 +1,11 @@
-"""Bit packing: the bytes drawn in `ops/lanes.py`, shapes, and the round trip."""
+"""Bit packing: the bytes drawn in `kernels/lanes.py`, shapes, and the round trip."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tersekv.ops.lanes import half_words, pack_lanes, packed_shape, packed_words, unpack_lanes
+from tersekv.kernels.lanes import half_words, pack_lanes, packed_shape, packed_words, unpack_lanes
 
 
 def one_lane(codes: list[int], bits: int) -> list[int]:

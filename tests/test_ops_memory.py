@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from tersekv.ops import cpu
+from tersekv.kernels import cpu
 
 pytestmark = pytest.mark.skipif(cpu.why_not_built() is not None, reason=cpu.why_not_built() or "")
 
 CODE = """
 import resource, sys, torch
-from tersekv.ops.cpu import encode as native
-from tersekv.tables.trellis import trellis_entries
+from tersekv.kernels.cpu import encode as native
+from tersekv.codecs.codebooks.trellis import trellis_entries
 
 threads, D = int(sys.argv[1]), 1 << 16
 torch.set_num_threads(threads)

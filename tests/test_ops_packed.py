@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from packed_views import FORMATS, magnitude, packed, roped, table_error, tokens
-from tersekv.formats.exact import ExactView
-from tersekv.ops import cpu
+from tersekv.kernels import cpu
+from tersekv.layouts.exact import ExactView
 from test_ops_parity import compare, expectation, isa, make_mask, one_thread, poisoned_outputs, pytestmark  # noqa: F401
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from packed_views import FORMATS, packed, rope, roped, tokens
-from tersekv.formats.roped import Roped
-from tersekv.formats.sparse import SparseView
-from tersekv.ops import backends, cpu
+from tersekv.kernels import backends, cpu
+from tersekv.layouts.roped import Roped
+from tersekv.layouts.sparse import SparseView
 
 native = pytest.mark.skipif(cpu.why_not_built() is not None, reason="the native extension is not built")
 pytestmark = native

@@ -8,9 +8,9 @@ import torch
 
 from packed_views import FORMATS
 from tersekv.codecs import methods
-from tersekv.ops import cpu
-from tersekv.ops.attend_packed import attend_packed
-from tersekv.ops.attend_pages import attend_pages
+from tersekv.kernels import cpu
+from tersekv.kernels.attend_packed import attend_packed
+from tersekv.kernels.attend_pages import attend_pages
 
 MISSING = cpu.why_not_built()
 ISAS = [] if MISSING else [name for name, missing in cpu.isas().items() if missing is None]

@@ -19,12 +19,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tersekv.ops import cpu
-from tersekv.ops.attend_grid import GridSide, decode_grid
-from tersekv.ops.attend_packed import attend_packed, decoded
-from tersekv.ops.lanes import pack_lanes
-from tersekv.ops.softmax import attend_scores
-from tersekv.ops.softmax import merge_segments as merge_reference
+from tersekv.kernels import cpu
+from tersekv.kernels.attend_grid import GridSide, decode_grid
+from tersekv.kernels.attend_packed import attend_packed, decoded
+from tersekv.kernels.lanes import pack_lanes
+from tersekv.kernels.softmax import attend_scores
+from tersekv.kernels.softmax import merge_segments as merge_reference
 from tersekv.recipe import Recipe
 
 MISSING = cpu.why_not_built()

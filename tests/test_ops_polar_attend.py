@@ -8,10 +8,10 @@ import torch
 
 from packed_views import tokens
 from tersekv.codecs import methods
-from tersekv.formats.exact import ExactView
-from tersekv.formats.polar import Polar, PolarView
-from tersekv.ops import cpu
-from tersekv.ops.attend_packed import attend_packed as reference
+from tersekv.kernels import cpu
+from tersekv.kernels.attend_packed import attend_packed as reference
+from tersekv.layouts.exact import ExactView
+from tersekv.layouts.polar import Polar, PolarView
 from test_ops_parity import isa, make_mask, one_thread, poisoned_outputs, pytestmark  # noqa: F401
 from test_ops_trellis_attend import check
 

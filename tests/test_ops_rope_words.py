@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from packed_views import magnitude, packed, rope, tokens
-from tersekv.formats.base import Joined
-from tersekv.formats.centred import Turned
-from tersekv.formats.exact import ExactView
-from tersekv.formats.grid import GridView
-from tersekv.formats.roped import Roped
-from tersekv.ops import cpu
-from tersekv.transforms.rope_steps import TURNS, rope_turns
+from tersekv.codecs.transforms.rope_steps import TURNS, rope_turns
+from tersekv.kernels import cpu
+from tersekv.layouts.base import Joined
+from tersekv.layouts.centred import Turned
+from tersekv.layouts.exact import ExactView
+from tersekv.layouts.grid import GridView
+from tersekv.layouts.roped import Roped
 from test_ops_parity import (  # noqa: F401
     compare,
     expectation,

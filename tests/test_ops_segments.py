@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from packed_views import packed, roped, tokens
-from tersekv.ops import backends, cpu
-from tersekv.ops.attend_segments import Segment, attend_segments
+from tersekv.kernels import backends, cpu
+from tersekv.kernels.attend_segments import Segment, attend_segments
 from test_ops_parity import ULP, isa, one_thread, poisoned_outputs, pytestmark, two_threads  # noqa: F401
 
 PAGES = {

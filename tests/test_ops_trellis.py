@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tersekv.codecs.codebooks.trellis import trellis_entries
 from tersekv.errors import UserError
-from tersekv.ops import backends, cpu
-from tersekv.ops.cpu import encode as native
-from tersekv.ops.trellis import encode_trellis, pack_stream, windows_of
-from tersekv.tables.trellis import trellis_entries
+from tersekv.kernels import backends, cpu
+from tersekv.kernels.cpu import encode as native
+from tersekv.kernels.trellis import encode_trellis, pack_stream, windows_of
 from test_ops_parity import isa, one_thread, pytestmark  # noqa: F401
 
 

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from packed_views import interleaved_rope, magnitude, rope
-from tersekv.formats.base import Joined
-from tersekv.formats.centred import Turned
-from tersekv.formats.exact import ExactView
-from tersekv.formats.roped import Roped
-from tersekv.formats.trellis import TrellisView
-from tersekv.ops import backends, cpu
-from tersekv.ops.attend_packed import attend_packed as reference
-from tersekv.store.rotary import Rotary
-from tersekv.tables.trellis import trellis_entries
+from tersekv.cache.rotary import Rotary
+from tersekv.codecs.codebooks.trellis import trellis_entries
+from tersekv.kernels import backends, cpu
+from tersekv.kernels.attend_packed import attend_packed as reference
+from tersekv.layouts.base import Joined
+from tersekv.layouts.centred import Turned
+from tersekv.layouts.exact import ExactView
+from tersekv.layouts.roped import Roped
+from tersekv.layouts.trellis import TrellisView
 from test_ops_parity import compare, expectation, isa, make_mask, one_thread, poisoned_outputs, pytestmark  # noqa: F401
 from test_ops_trellis import mixed_bits
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from packed_views import FORMATS, packed, roped, tokens
-from tersekv.ops import backends, triton
-from tersekv.ops.attend_packed import attend_packed as reference
-from tersekv.ops.softmax import attend_exact as exact_reference
-from tersekv.ops.softmax import merge_segments as merge_reference
+from tersekv.kernels import backends, triton
+from tersekv.kernels.attend_packed import attend_packed as reference
+from tersekv.kernels.softmax import attend_exact as exact_reference
+from tersekv.kernels.softmax import merge_segments as merge_reference
 from test_backends import make_side
 
 pytestmark = pytest.mark.skipif(triton.why_not_installed() is not None, reason=str(triton.why_not_installed()))
@@ -45,7 +45,7 @@ def moved(x, device):
         return type(x)(*(moved(item, device) for item in x)) if hasattr(x, "_fields") else x
     if isinstance(x, list):
         return [moved(item, device) for item in x]
-    if hasattr(x, "__dict__") and type(x).__module__.startswith("tersekv.formats"):
+    if hasattr(x, "__dict__") and type(x).__module__.startswith("tersekv.layouts"):
         other = object.__new__(type(x))
         vars(other).update({name: moved(value, device) for name, value in vars(x).items()})
         return other
@@ -117,7 +117,7 @@ def test_head_dims(device, name, D):
 @pytest.mark.parametrize("q", [1, 4])
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_masks_softcap_and_splits(device, q, softcap, monkeypatch):
-    from tersekv.ops.triton import launch
+    from tersekv.kernels.triton import launch
 
     torch.manual_seed(q)
     plan = launch.plan
@@ -134,7 +134,7 @@ def test_masks_softcap_and_splits(device, q, softcap, monkeypatch):
 @pytest.mark.parametrize("T", [64, 288])
 @pytest.mark.parametrize("name", ["grid", "signs", "joined"])
 def test_scores_alone(device, name, T, monkeypatch):
-    from tersekv.ops.triton import launch
+    from tersekv.kernels.triton import launch
 
     torch.manual_seed(T)
     plan = launch.plan
@@ -336,7 +336,7 @@ def test_interpreted_kernels_run_only_where_they_are_forced(device):
 def test_launches_of_a_step(device, monkeypatch):
     """One layer's attention for one token: a launch for each run of exact or packed tokens, and one that merges."""
     from tersekv.attention.read import Call, attend_store
-    from tersekv.ops.triton import launch
+    from tersekv.kernels.triton import launch
     from test_store import fed
     from test_store import tokens as inputs
 

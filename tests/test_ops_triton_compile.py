@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tersekv.ops import triton
+from tersekv.kernels import triton
 
 HERE = Path(__file__).parent
 SHARED_BYTES = {"sm_90": 227 * 1024, "sm_86": 99 * 1024, "gfx942": 64 * 1024}
@@ -82,7 +82,7 @@ def test_every_kernel_is_among_them(records):
 
 @pytest.mark.parametrize("side", ["keys", "keys before RoPE", "values"])
 def test_every_layout_is_among_them(records, side):
-    from tersekv.ops.triton import spec
+    from tersekv.kernels.triton import spec
 
     found = {layout for record in records for kernel in record["kernels"] for layout in kernel["layouts"].get(side, ())}
     assert found == set(spec.LAYOUTS) | ({"turned"} if side == "keys" else set())

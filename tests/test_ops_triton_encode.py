@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from packed_views import tokens
-from tersekv.ops import backends, encode_grid, encode_signs, lanes, rotate, triton
-from tersekv.ops.encode_grid import GridPlace
-from tersekv.ops.triton import encode
-from tersekv.tables.fixed import normal_quantiles
-from tersekv.transforms.rotation import hadamard_parts, random_rotation
+from tersekv.codecs.codebooks.fixed import normal_quantiles
+from tersekv.codecs.transforms.rotation import hadamard_parts, random_rotation
+from tersekv.kernels import backends, encode_grid, encode_signs, lanes, rotate, triton
+from tersekv.kernels.encode_grid import GridPlace
+from tersekv.kernels.triton import encode
 from test_ops_triton import Counted, device, pytestmark  # noqa: F401
 
 
@@ -189,7 +189,7 @@ LAUNCHES = {
 def test_launches_of_a_block(device, method, options, monkeypatch):  # noqa: F811
     """However many heads and rows there are."""
     from tersekv.codecs import methods
-    from tersekv.ops.triton import angles, hadamard, outliers, quantise
+    from tersekv.kernels.triton import angles, hadamard, outliers, quantise
 
     launched, names = [], set().union(*LAUNCHES.values())
     for module in (angles, hadamard, outliers, quantise):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tersekv.codecs import methods
-from tersekv.ops import backends, triton
-from tersekv.ops.attend_pages import attend_pages as reference
+from tersekv.kernels import backends, triton
+from tersekv.kernels.attend_pages import attend_pages as reference
 from test_ops_pages import PAGEABLE, call, pool
 from test_ops_trellis_attend import stream_view
 from test_ops_triton import compare, device, moved, pytestmark  # noqa: F401
@@ -61,7 +61,7 @@ def test_other_layouts(device, form):  # noqa: F811
 
 
 def test_splits_that_begin_inside_a_page(device, monkeypatch):  # noqa: F811
-    from tersekv.ops.triton import launch
+    from tersekv.kernels.triton import launch
 
     plan = launch.plan
     monkeypatch.setattr(launch, "plan", lambda *call: plan(*call)._replace(splits=3, split_tokens=160))
@@ -139,7 +139,7 @@ def test_why_not(device):  # noqa: F811
 
 def test_a_pool_of_an_engine(device, monkeypatch):  # noqa: F811
     """Requests of three lengths, one within its first page: packed pages go to the kernel, on the memory's device."""
-    from tersekv.ops.triton import launch
+    from tersekv.kernels.triton import launch
     from tersekv.serving.pages import Pool
     from tersekv.serving.steps import Rows
     from test_serving_pages import expected, plan, slots_of

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tersekv.codecs.polarquant import offline_table
-from tersekv.formats.polar import Polar
-from tersekv.ops import backends, encode_polar
-from tersekv.ops.triton import encode
+from tersekv.kernels import backends, encode_polar
+from tersekv.kernels.triton import encode
+from tersekv.layouts.polar import Polar
 from test_ops_triton import device, pytestmark  # noqa: F401
 from test_ops_triton_encode import on, poisoned  # noqa: F401
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tersekv.ops import backends, encode_sparse
-from tersekv.ops.triton import encode_sparse as kernels
+from tersekv.kernels import backends, encode_sparse
+from tersekv.kernels.triton import encode_sparse as kernels
 from test_ops_triton import device, pytestmark  # noqa: F401
 from test_ops_triton_encode import on, poisoned, same  # noqa: F401
 

@@ -8,7 +8,7 @@ import torch
 
 from conftest import benchmark
 from tersekv.attention.read import Call, attend_store
-from tersekv.ops import backends
+from tersekv.kernels import backends
 from test_ops_triton import OUT, Counted, compare, device, moved, pytestmark  # noqa: F401
 from test_store import store, tokens
 
@@ -38,7 +38,7 @@ def filled(recipe, B, T, D, dtype, padding):
 )  # fmt: skip
 @pytest.mark.parametrize("padding", [None, (9, 0)], ids=["", "padded"])
 def test_stores(device, recipe, dtype, D, G, q, padding, monkeypatch):  # noqa: F811
-    from tersekv.ops.triton import launch
+    from tersekv.kernels.triton import launch
 
     padded = None if padding is None else torch.tensor(padding)
     s = filled(recipe, 2, 85, D, dtype, padded)
@@ -73,7 +73,7 @@ def test_a_step_is_a_few_launches(device):  # noqa: F811
 def test_a_call_of_static_capacity_is_replayed(device, name, monkeypatch):  # noqa: F811
     """Pages and mask of a fixed size hold as many tokens as they say at the time: what was launched once is launched
     again over what is there now, as a CUDA graph does it."""
-    from tersekv.ops.attend_pages import attend_pages as reference
+    from tersekv.kernels.attend_pages import attend_pages as reference
     from test_ops_pages import call
 
     query, keys, values, pages, p, mask, *rest = call(name, 32)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from packed_views import interleaved_rope, rope
-from tersekv.formats.base import Joined
-from tersekv.formats.centred import Centred, Turned
-from tersekv.formats.exact import ExactView
-from tersekv.formats.roped import Roped
-from tersekv.ops import backends, triton
-from tersekv.ops.softmax import attend_scores
+from tersekv.kernels import backends, triton
+from tersekv.kernels.softmax import attend_scores
+from tersekv.layouts.base import Joined
+from tersekv.layouts.centred import Centred, Turned
+from tersekv.layouts.exact import ExactView
+from tersekv.layouts.roped import Roped
 from test_ops_trellis_attend import SIZES, TURNED, stream_view, turned
 from test_ops_triton import compare, device, make_mask, moved, pytestmark, run  # noqa: F401
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from packed_views import packed, tokens
-from tersekv.ops import triton
+from tersekv.kernels import triton
 
 pytestmark = pytest.mark.skipif(triton.why_not_installed() is not None, reason=str(triton.why_not_installed()))
 CPU = torch.device("cpu")
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def tuning(monkeypatch):
     """The module with a table of its own."""
-    from tersekv.ops.triton import tuning
+    from tersekv.kernels.triton import tuning
 
     monkeypatch.setattr(tuning, "TABLE", {})
     chosen = tuning.chosen
@@ -55,7 +55,7 @@ def test_measured_choices_go_first(tuning):
 
 
 def test_a_plan_asks_for_its_layouts(tuning, monkeypatch):
-    from tersekv.ops.triton import trees
+    from tersekv.kernels.triton import trees
 
     asked = []
     monkeypatch.setattr(tuning, "chosen", lambda key: asked.append(key) or tuning.LEAST)

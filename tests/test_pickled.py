@@ -13,8 +13,8 @@ import transformers as tf
 
 import tersekv
 from conftest import LOSSLESS, SHAPE, build, prompt
+from tersekv.cache.spread import Spread
 from tersekv.errors import CacheError, UserError
-from tersekv.store.spread import Spread
 from test_interrupted import HYBRID, interrupted
 
 

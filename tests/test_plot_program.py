@@ -13,10 +13,10 @@ import pytest
 
 from made_records import DAMAGE, SHAPE, document, evaluation, refuse, write
 from tersekv import UserError, cli
-from tersekv.plots import decodings, timings
-from tersekv.plots.kinds import names, plots
-from tersekv.plots.style import render
-from tersekv.store.estimate import predict
+from tersekv.cache.estimate import predict
+from tersekv.lab.plots import decodings, timings
+from tersekv.lab.plots.kinds import names, plots
+from tersekv.lab.plots.style import render
 
 RECORDS = Path(__file__).resolve().parents[1] / "benchmarks" / "records"
 ATTEND, GENERATE = RECORDS / "attend.jsonl", RECORDS / "generate.jsonl"

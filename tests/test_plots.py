@@ -13,11 +13,11 @@ import torch
 
 from made_records import evaluation, write
 from tersekv.errors import UserError
-from tersekv.plots import groups, held, labels, streams, timings
-from tersekv.plots.base import ModelKeys
-from tersekv.plots.kinds import angles, clusters, growth, magnitudes, needle, pareto, plots, speed
-from tersekv.plots.page import page
-from tersekv.plots.style import render, to_bytes
+from tersekv.lab.plots import groups, held, labels, streams, timings
+from tersekv.lab.plots.base import ModelKeys
+from tersekv.lab.plots.kinds import angles, clusters, growth, magnitudes, needle, pareto, plots, speed
+from tersekv.lab.plots.page import page
+from tersekv.lab.plots.style import render, to_bytes
 
 RECORDS = Path(__file__).resolve().parents[1] / "benchmarks" / "records"
 ATTEND, SUBGEN = RECORDS / "attend.jsonl", RECORDS / "subgen.jsonl"

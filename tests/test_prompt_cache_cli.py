@@ -9,10 +9,10 @@ import pytest
 
 import forged
 from tersekv import cli
+from tersekv.cache.break_even import break_even
 from tersekv.hf import models
 from tersekv.hf.config import cache_shape
 from tersekv.hf.text import common_ids
-from tersekv.store.break_even import break_even
 from test_cli import empty_cache as empty_cache
 from test_cli import refuse, run_json, run_text
 

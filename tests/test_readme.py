@@ -13,9 +13,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tersekv import cli
+from tersekv.cache.break_even import break_even
 from tersekv.hf import models as store
 from tersekv.hf.config import cache_shape
-from tersekv.store.break_even import break_even
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tersekv.codecs import methods
 from tersekv.errors import UserError
+from tersekv.policies import policies
 from tersekv.recipe import PRESETS, Recipe
-from tersekv.tokens import policies
 
 STRINGS = [
     "kivi",

@@ -9,7 +9,7 @@ import pytest
 
 from made_records import DAMAGE, document, evaluation, refuse, write
 from tersekv import cli
-from tersekv.plots.page import page
+from tersekv.lab.plots.page import page
 
 
 @pytest.fixture(scope="module")

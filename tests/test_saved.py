@@ -11,13 +11,13 @@ from safetensors import safe_open
 
 import tersekv
 from conftest import MODELS, SHAPE, build, prompt
+from tersekv.cache import tensor_file
 from tersekv.codecs import methods
 from tersekv.errors import UserError
 from tersekv.hf.calibrate import Calibrator, Corpus
 from tersekv.hf.calibration import Calibration, needs_corpus
+from tersekv.policies import policies
 from tersekv.recipe import Recipe, written
-from tersekv.store import tensor_file
-from tersekv.tokens import policies
 
 KINDS = [
     name + (":" + ",".join(f"{k}={written(v)}" for k, v in options.items()) if options else "")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import tersekv
 from conftest import prompt
+from tersekv.cache import tensor_file
 from tersekv.errors import UserError
-from tersekv.store import tensor_file
 
 TENSORS = {
     "codes": torch.arange(100, dtype=torch.uint8),
@@ -118,7 +118,7 @@ import os, random, resource, signal, sys, time
 from pathlib import Path
 import torch
 from tersekv.errors import UserError
-from tersekv.store import tensor_file
+from tersekv.cache import tensor_file
 
 path = Path(sys.argv[1])
 old, new = ({"x": torch.full((500_000,), value)} for value in (1.0, 2.0))

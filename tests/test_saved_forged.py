@@ -21,8 +21,8 @@ from torch import Tensor
 import forged
 import tersekv
 from conftest import build, prompt
+from tersekv.cache import tensor_file
 from tersekv.errors import CacheError, UserError
-from tersekv.store import tensor_file
 
 RECIPES = {
     "window:recent=16+kivi:bits=2": "llama",

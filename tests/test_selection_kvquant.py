@@ -7,9 +7,9 @@ import torch
 
 import tersekv
 from conftest import prompt
+from tersekv.cache.blocks import BlockBuffer
 from tersekv.codecs.kvquant import KVQuant
-from tersekv.formats.base import Layout
-from tersekv.store.blocks import BlockBuffer
+from tersekv.layouts.base import Layout
 
 POLICIES = [
     "streaming:budget=120,recent=32", "h2o:budget=96,recent=16", "snapkv:budget=80,recent=16",

@@ -9,9 +9,9 @@ import transformers as tf
 import tersekv
 from conftest import MODELS as BUILD
 from conftest import SHAPE, prompt
+from tersekv.cache.layer import LayerStore
 from tersekv.errors import CacheError, UserError
-from tersekv.store.layer import LayerStore
-from tersekv.tokens import policies
+from tersekv.policies import policies
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
 DROPPING = [name for name, policy in policies().items() if policy.drops]

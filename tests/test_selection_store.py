@@ -11,11 +11,11 @@ from torch import Tensor
 from tersekv.attention import observe as observing
 from tersekv.attention.observe import kept_weights, observe
 from tersekv.attention.read import Call, attend_chunk, attend_store
+from tersekv.cache.kept import new_store
+from tersekv.cache.layer import LayerStore
 from tersekv.errors import CacheError, UserError
-from tersekv.ops import backends
+from tersekv.kernels import backends
 from tersekv.recipe import Recipe
-from tersekv.store.kept import new_store
-from tersekv.store.layer import LayerStore
 from test_attention import check, dense
 from test_claims_selection import feed, filled, held_by_position, kept, made, masks_of
 from test_store import tokens

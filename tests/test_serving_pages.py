@@ -9,8 +9,8 @@ import torch
 
 from tersekv.codecs import methods
 from tersekv.errors import UserError
-from tersekv.formats.base import BLOCK_TOKENS
-from tersekv.ops import backends, cpu
+from tersekv.kernels import backends, cpu
+from tersekv.layouts.base import BLOCK_TOKENS
 from tersekv.serving.pages import Pool
 from tersekv.serving.slots import Slots, why_not_slots
 from tersekv.serving.steps import Rows, Step

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tersekv.cache.footprint import PARTS, Footprint
+from tersekv.cache.layer import LayerStore
+from tersekv.cache.rollback import ROLLBACK_TOKENS
 from tersekv.codecs import methods
 from tersekv.errors import CacheError, UserError
 from tersekv.recipe import Recipe
-from tersekv.store.footprint import PARTS, Footprint
-from tersekv.store.layer import LayerStore
-from tersekv.store.rollback import ROLLBACK_TOKENS
 
 UNFITTED = ["kivi:bits=2", "kivi:bits=4", "int4", "normalfloat", "qjl:outliers=0", "qjl:outliers_per=group", "exact"]
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 import tersekv
 from conftest import prompt
+from tersekv.cache.layer import LayerStore
+from tersekv.cache.side import FIT_TOKENS, SideStore
+from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.hf import layer
 from tersekv.recipe import Recipe
-from tersekv.store.layer import LayerStore
-from tersekv.store.side import FIT_TOKENS, SideStore
-from tersekv.transforms.rope import standard_rope
 from test_store import fed, tokens
 
 

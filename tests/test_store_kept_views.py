@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from tersekv.attention.read import Call, attend_store
-from tersekv.ops import cpu
-from tersekv.ops.attend_segments import Kept
+from tersekv.cache.layer import LayerStore
+from tersekv.codecs.transforms.rope import standard_rope
+from tersekv.kernels import cpu
+from tersekv.kernels.attend_segments import Kept
 from tersekv.recipe import Recipe
-from tersekv.store.layer import LayerStore
-from tersekv.transforms.rope import standard_rope
 
 RECIPES = ["kivi:bits=4", "trellis:bits=2,calibration=prompt", "kvquant:bits=3,calibration=prompt", "polarquant", "qjl"]
 pytestmark = pytest.mark.skipif(cpu.why_not_built() is not None, reason=cpu.why_not_built() or "")

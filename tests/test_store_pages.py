@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tersekv.attention.read import Call, attend_store
+from tersekv.cache.blocks import BlockBuffer
+from tersekv.cache.estimate import CacheShape, predict
+from tersekv.cache.footprint import Footprint
+from tersekv.cache.kept import KeptStore, new_store
+from tersekv.cache.layer import LayerStore
+from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS, Page, PageSizes
+from tersekv.cache.rollback import ROLLBACK_TOKENS
 from tersekv.codecs.kvquant import KVQuant
-from tersekv.formats.base import Planes
+from tersekv.layouts.base import Planes
 from tersekv.recipe import Recipe
-from tersekv.store.blocks import BlockBuffer
-from tersekv.store.estimate import CacheShape, predict
-from tersekv.store.footprint import Footprint
-from tersekv.store.kept import KeptStore, new_store
-from tersekv.store.layer import LayerStore
-from tersekv.store.pages import GROWTH, MIN_PAGE_TOKENS, Page, PageSizes
-from tersekv.store.rollback import ROLLBACK_TOKENS
 
 RECIPES = ["kivi:bits=2", "kvquant:bits=3,table=int,calibration=prompt", "polarquant"]
 UNEQUAL_BLOCKS = "uniform:bits=6,axis=channel,group=128/int4:group=32"

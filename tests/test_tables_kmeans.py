@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tersekv.tables import kmeans as km
-from tersekv.tables.lloyd_max import gaussian, lloyd_max
+from tersekv.codecs.codebooks import kmeans as km
+from tersekv.codecs.codebooks.lloyd_max import gaussian, lloyd_max
 
 
 def brute_force(x: np.ndarray, w: np.ndarray, k: int) -> float:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from fake_reader import FakeReader
-from tersekv.evals.cases import Case
-from tersekv.evals.options import build
-from tersekv.evals.tasks import Task, tasks
+from tersekv.lab.evals.cases import Case
+from tersekv.lab.evals.options import build
+from tersekv.lab.evals.tasks import Task, tasks
 
 TINY: dict[str, dict[str, Any]] = {
     "passkey": {"samples": 2, "lengths": "200"},
@@ -91,7 +91,7 @@ def test_docstrings_open_with_an_instance(name: str) -> None:
 
 
 def test_tasks_that_ask_import_no_torch() -> None:
-    names = ", ".join(f"tersekv.evals.tasks.{name}" for name in LIGHT)
+    names = ", ".join(f"tersekv.lab.evals.tasks.{name}" for name in LIGHT)
     code = f"import sys, {names}; print([m for m in sys.modules if m in ('torch', 'transformers')])"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
     assert out.stdout.strip() == "[]"

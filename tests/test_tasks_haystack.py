@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from conftest import data_folder
 from fake_reader import FakeReader
 from tersekv.errors import UserError
-from tersekv.evals import haystack
-from tersekv.evals.cases import Case, check_choice, chosen, mean_of_subtasks
-from tersekv.evals.tasks.base import Estimate, Prompt
-from tersekv.evals.words import FILES, word_lists
+from tersekv.lab.evals import haystack
+from tersekv.lab.evals.cases import Case, check_choice, chosen, mean_of_subtasks
+from tersekv.lab.evals.tasks.base import Estimate, Prompt
+from tersekv.lab.evals.words import FILES, word_lists
 from tersekv.units import parse_lengths, parse_numbers, parse_tokens
 
 READER = FakeReader()

@@ -11,7 +11,7 @@ import pytest
 from conftest import data_folder
 from fake_reader import FakeReader, ask
 from tersekv.errors import UserError
-from tersekv.evals.tasks.lines import HEADER, Lines, build
+from tersekv.lab.evals.tasks.lines import HEADER, Lines, build
 
 LONGEVAL = (
     "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and contains a "

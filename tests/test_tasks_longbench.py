@@ -13,9 +13,9 @@ import pytest
 from conftest import data_folder
 from fake_reader import FakeReader, ask
 from tersekv.errors import UserError
-from tersekv.evals import longbench_data
-from tersekv.evals.longbench_data import DATASETS
-from tersekv.evals.tasks.longbench import LongBench, build
+from tersekv.lab.evals import longbench_data
+from tersekv.lab.evals.longbench_data import DATASETS
+from tersekv.lab.evals.tasks.longbench import LongBench, build
 
 CLASSES = ["Food", "Other", "Other location"]
 

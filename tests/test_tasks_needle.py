@@ -10,7 +10,7 @@ import pytest
 
 from fake_reader import FakeReader, ask
 from tersekv.errors import UserError
-from tersekv.evals.tasks.needle import CITIES, EATEN, Needle, minference
+from tersekv.lab.evals.tasks.needle import CITIES, EATEN, Needle, minference
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
 ESSAY = "One. Two words. Then three words here. "

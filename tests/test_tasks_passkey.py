@@ -10,8 +10,8 @@ import pytest
 
 from fake_reader import FakeReader, ask
 from tersekv.errors import UserError
-from tersekv.evals.haystack import NOISE
-from tersekv.evals.tasks.passkey import Passkey, build
+from tersekv.lab.evals.haystack import NOISE
+from tersekv.lab.evals.tasks.passkey import Passkey, build
 
 INTRODUCTION = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you "

@@ -10,7 +10,7 @@ import pytest
 
 from fake_reader import FakeReader, ask, write_question_sets
 from tersekv.errors import UserError
-from tersekv.evals.tasks.ruler import SUBTASKS, Ruler
+from tersekv.lab.evals.tasks.ruler import SUBTASKS, Ruler
 
 
 @pytest.fixture

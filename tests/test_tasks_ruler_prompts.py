@@ -13,10 +13,10 @@ import pytest
 from conftest import data_folder
 from fake_reader import write_question_sets
 from tersekv.errors import UserError
-from tersekv.evals import ruler_documents, ruler_lists, ruler_needles
-from tersekv.evals.cases import Case
-from tersekv.evals.haystack import NOISE
-from tersekv.evals.words import word_lists
+from tersekv.lab.evals import ruler_documents, ruler_lists, ruler_needles
+from tersekv.lab.evals.cases import Case
+from tersekv.lab.evals.haystack import NOISE
+from tersekv.lab.evals.words import word_lists
 
 ESSAY = tuple(("One sentence here. Another one there. " * 30).split())
 KEY = r"[a-z]+-[a-z]+"

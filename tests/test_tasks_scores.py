@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from tersekv.errors import UserError
-from tersekv.evals import scores
-from tersekv.evals.tasks.needle import EATEN
+from tersekv.lab.evals import scores
+from tersekv.lab.evals.tasks.needle import EATEN
 
 
 def test_numbers() -> None:

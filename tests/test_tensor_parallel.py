@@ -13,10 +13,10 @@ import torch
 import transformers as tf
 
 from conftest import SHAPE
+from tersekv.cache.heads import Heads
 from tersekv.codecs import Codec, methods
 from tersekv.errors import UserError
 from tersekv.hf.parallel import heads_of
-from tersekv.store.heads import Heads
 
 HERE = Path(__file__).parent
 

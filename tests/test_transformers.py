@@ -18,9 +18,9 @@ from transformers import AttentionInterface, DynamicCache, StaticCache
 
 import tersekv
 from conftest import LOSSLESS, MODELS, SHAPE, prompt
+from tersekv.cache.layer import LayerStore
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.cache import CompressedLayer
-from tersekv.store.layer import LayerStore
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
 NAMES = list(MODELS)

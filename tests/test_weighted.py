@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from tersekv.attention.read import Call, attend_chunk, attend_store
+from tersekv.cache.kept import new_store
+from tersekv.cache.sketch import SketchStore
 from tersekv.errors import UserError
-from tersekv.ops.softmax import attend_weighted
+from tersekv.kernels.softmax import attend_weighted
 from tersekv.recipe import Recipe
-from tersekv.store.kept import new_store
-from tersekv.store.sketch import SketchStore
 from test_store import tokens
 
 

@@ -6,7 +6,7 @@ import re
 
 from tersekv.codecs import methods
 from tersekv.errors import UserError
-from tersekv.tokens import policies
+from tersekv.policies import policies
 
 PRESETS = {
     "small": "trellis:bits=2,calibration=prompt",

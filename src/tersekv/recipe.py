@@ -21,7 +21,7 @@ from tersekv.codecs import Codec, Pair, methods
 from tersekv.errors import UserError, hint
 from tersekv.grammar import PRESETS as PRESETS
 from tersekv.grammar import check_order, check_presets, override, without_spaces
-from tersekv.tokens import TokenPolicy, policies
+from tersekv.policies import TokenPolicy, policies
 
 DEFAULT_POLICY = "window"
 

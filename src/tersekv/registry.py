@@ -10,5 +10,5 @@ from types import ModuleType
 
 def modules(package: str, path: Iterable[str]) -> dict[str, ModuleType]:
     """Every module of a package but `base`, by name, sorted."""
-    names = sorted(module.name for module in pkgutil.iter_modules(path) if module.name != "base")
+    names = sorted(module.name for module in pkgutil.iter_modules(path) if not module.ispkg and module.name != "base")
     return {name: importlib.import_module(f"{package}.{name}") for name in names}

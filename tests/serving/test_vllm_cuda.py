@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import compute_layer_kv_cache_shape_bytes
 from vllm.v1.worker.utils import customize_attention_spec, select_common_block_size
 
 from tersekv.errors import UserError
-from tersekv.ops import backends
+from tersekv.kernels import backends
 from tersekv.serving import vllm as plugin
 
 RECIPE = "turboquant:bits=4;0=exact"
@@ -234,7 +234,7 @@ def answers(layer, config):
 
 def test_steps_are_those_of_the_cpu(engine, monkeypatch):
     """Triton's kernels code and read the pages; what is left is rounding."""
-    from tersekv.ops.triton import launch
+    from tersekv.kernels.triton import launch
 
     config = engine("cpu", block_size=PAGE_TOKENS)
     expected, pages = answers(layers_of(config)[1], config)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tersekv.formats.base import View
-from tersekv.ops import backends
-from tersekv.ops.attend_segments import Segment
+from tersekv.kernels import backends
+from tersekv.kernels.attend_segments import Segment
+from tersekv.layouts.base import View
 
 
 def direct(

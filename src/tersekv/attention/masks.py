@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tersekv.store.layer import LayerStore
-from tersekv.store.selective import SelectiveStore
+from tersekv.cache.layer import LayerStore
+from tersekv.cache.selective import SelectiveStore
 
 Store = LayerStore | SelectiveStore
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from tersekv.attention import masks
 from tersekv.attention.masks import Store
 from tersekv.attention.read import Call, grouped
+from tersekv.cache.kept import KeptStore
+from tersekv.cache.selective import SelectiveStore
 from tersekv.errors import UserError
-from tersekv.store.kept import KeptStore
-from tersekv.store.selective import SelectiveStore
 
 OBSERVED_QUERIES = 64
 """Query positions whose weights are alive at a time."""

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tersekv.attention import masks
 from tersekv.attention.masks import Store
-from tersekv.store.layer import LayerStore
-from tersekv.store.spread import SpreadStore
+from tersekv.cache.layer import LayerStore
+from tersekv.cache.spread import SpreadStore
 
 
 def is_readable(store: Store) -> bool:

@@ -15,11 +15,11 @@ from torch import Tensor
 from tersekv.attention import masks
 from tersekv.attention.dispatch import direct
 from tersekv.attention.masks import Store
-from tersekv.ops import backends, softmax
-from tersekv.ops.attend_segments import Segment
-from tersekv.store.segments import PackedSegment
-from tersekv.store.selective import SelectiveStore
-from tersekv.store.spread import Spread
+from tersekv.cache.segments import PackedSegment
+from tersekv.cache.selective import SelectiveStore
+from tersekv.cache.spread import Spread
+from tersekv.kernels import backends, softmax
+from tersekv.kernels.attend_segments import Segment
 
 BLOCK_READ_TOKENS = 1024
 """Packed tokens decoded at a time for long chunks."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tersekv.attention import masks
 from tersekv.attention.read import Call, grouped
-from tersekv.store.layer import LayerStore
+from tersekv.cache.layer import LayerStore
 
 
 def attention_weights(store: LayerStore | None, keys: Tensor, call: Call) -> Tensor:

@@ -18,9 +18,9 @@ from tersekv.errors import UserError
 from tersekv.units import parse_lengths, parse_numbers
 
 if TYPE_CHECKING:
-    from tersekv.bench.attend import Heads, Measured
-    from tersekv.bench.attend_gpu import Measured as MeasuredGpu
-    from tersekv.bench.generate import Decoding
+    from tersekv.lab.bench.attend import Heads, Measured
+    from tersekv.lab.bench.attend_gpu import Measured as MeasuredGpu
+    from tersekv.lab.bench.generate import Decoding
 
 CACHES_HELP = "A recipe, or one of transformers' own: quanto-4, quanto-2, hqq-4, hqq-2, fp8. May be repeated."
 
@@ -50,8 +50,8 @@ def attend(
     as_json: output.Json = False,
 ) -> None:
     """One token's attention over packed keys and values, beside dense ways and the memory's bandwidth."""
-    from tersekv.bench.attend import Heads, measure
-    from tersekv.bench.formats import chosen
+    from tersekv.lab.bench.attend import Heads, measure
+    from tersekv.lab.bench.formats import chosen
 
     shapes = [Heads.parse(part) for part in heads.split(",")]
     names = chosen(formats)
@@ -79,8 +79,8 @@ def _attend_gpu(
     device: str, shapes: list[Heads], lengths: tuple[int, ...], batches: tuple[int, ...], names: tuple[str, ...],
     seconds: float, limit: float, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    from tersekv.bench.attend_gpu import measure
-    from tersekv.bench.clock_gpu import CudaClock
+    from tersekv.lab.bench.attend_gpu import measure
+    from tersekv.lab.bench.clock_gpu import CudaClock
 
     if device != "cuda":
         raise UserError(f"--device {device!r}: allowed are cpu and cuda")
@@ -143,7 +143,7 @@ def generate(
     """Decoding speed with a model at several depths; transformers' own cache is always one of the caches."""
     lengths = [0 if part.strip() == "0" else parse_lengths(part, "--depths")[0] for part in depths.split(",")]
     network, tokenizer = load(model)
-    from tersekv.bench.generate import run
+    from tersekv.lab.bench.generate import run
 
     found = []
     with output.step("making prompts", unit="timings") as step:
@@ -178,7 +178,7 @@ def _speeds(found: list[Decoding]) -> Any:
 def _machine(bench: str) -> dict[str, Any]:
     import torch
 
-    from tersekv.ops import cpu
+    from tersekv.kernels import cpu
 
     isa = cpu.isa() if cpu.why_not_built() is None else None
     return {"bench": bench, "isa": isa, "cpu": cpu_features()[0], "torch": torch.__version__}

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tersekv.bench.memory import PeakMemory
 from tersekv.cli import output
 from tersekv.cli.generate import load
 from tersekv.errors import UserError
+from tersekv.lab.bench.memory import PeakMemory
 
 if TYPE_CHECKING:
     from tersekv.hf.calibrate import Calibrator
@@ -38,8 +38,8 @@ def calibrate(
 ) -> None:
     """Let codecs learn tables and thresholds from a text; a run that was stopped goes on where it was."""
     with output.step("loading torch and transformers"):
-        from tersekv.evals.products import expand, unique
-        from tersekv.evals.windows import read_text
+        from tersekv.lab.evals.products import expand, unique
+        from tersekv.lab.evals.windows import read_text
         from tersekv.recipe import Recipe
 
         recipes = [Recipe.parse(one) for one in unique(one for product in recipe for one in expand(product))]

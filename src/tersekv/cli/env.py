@@ -42,7 +42,7 @@ def describe() -> dict[str, Any]:
     import torch
 
     from tersekv.hf import models
-    from tersekv.ops import backends
+    from tersekv.kernels import backends
 
     model, features = cpu_features()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -93,9 +93,9 @@ def describe(
     model: str, recipes: Sequence[str], lengths: Sequence[int], batch: int, limit: int | None
 ) -> dict[str, Any]:
     """The document of --json: per recipe contexts and the length from which on it gains; with a limit, what fits."""
+    from tersekv.cache.break_even import break_even
+    from tersekv.cache.estimate import predict
     from tersekv.recipe import Recipe
-    from tersekv.store.break_even import break_even
-    from tersekv.store.estimate import predict
 
     parsed = [Recipe.parse(recipe) for recipe in recipes]
     twice = next((recipe for i, recipe in enumerate(parsed) if recipe in parsed[:i]), None)
@@ -161,7 +161,7 @@ def _sizes(footprint: Any, room: int | None) -> dict[str, Any]:
 def _generating(shape: Any, recipe: Any, tokens: int, batch: int) -> dict[str, Any]:
     """The longest context if its last tokens are generated one by one: pages then have room for tokens to come.
     chooses: the policy evicts tokens, and which blocks keep empty slots depends on attention."""
-    from tersekv.store.estimate import predict
+    from tersekv.cache.estimate import predict
 
     generated = min(GENERATED, tokens // 2)
     held = predict(shape, recipe, tokens, batch, generated=generated)
@@ -177,11 +177,11 @@ def _fit(size: int, room: int) -> dict[str, Any]:
 
 def load_shape(model: str, with_weights: bool) -> tuple[Any, int]:
     """The shape of a model's cache and the bytes of its weights in bfloat16, both without reading weights."""
+    from tersekv.cache import known_models
+    from tersekv.cache import kvquant_tables as kvquant
+    from tersekv.cache.estimate import KNOWN
     from tersekv.hf import models
     from tersekv.hf.config import cache_shape
-    from tersekv.store import known_models
-    from tersekv.store import kvquant_tables as kvquant
-    from tersekv.store.estimate import KNOWN
 
     path = models.expanded(model)
     known = None if path.exists() else known_models.find(model)
@@ -233,7 +233,7 @@ def _tables(name: str, others: Sequence[str], batch: int | None) -> dict[str, An
 
 def reproduce(batch: int | None = None) -> dict[str, Any]:
     """KVQuant's Tables 7 and 8, by the paper's own counting; with their batches (4 and 1, and 1) or with `batch`."""
-    from tersekv.store import kvquant_tables as kvquant
+    from tersekv.cache import kvquant_tables as kvquant
 
     titles = {
         "Table 7: weights and cache": kvquant.table_7() if batch is None else kvquant.table_7((batch,)),

@@ -16,8 +16,8 @@ from tersekv.cli.generate import load
 from tersekv.errors import UserError
 
 if TYPE_CHECKING:
-    from tersekv.evals import harness
-    from tersekv.evals.tasks import Task
+    from tersekv.lab.evals import harness
+    from tersekv.lab.evals.tasks import Task
 
 TASKS_HELP = "perplexity, divergence, …: the files of evals/tasks."
 RECIPES_HELP = f"{output.RECIPE_HELP} May be repeated; bits=2..4 and bits=2,4 stand for several."
@@ -44,7 +44,7 @@ class WithTaskOptions(TyperCommand):
 @functools.lru_cache(maxsize=1)
 def _task_params() -> list[Any]:
     """The parameters that typer makes of one text option per field."""
-    from tersekv.evals.options import all_options
+    from tersekv.lab.evals.options import all_options
 
     def command(**_: str) -> None: ...
 
@@ -74,8 +74,8 @@ def evaluate(
 ) -> None:
     """Score the full cache and packed ones on the same samples; with --out, a stopped run goes on where it was."""
     with output.step("loading torch and transformers"):
-        from tersekv.evals.options import build
-        from tersekv.evals.products import expand, unique
+        from tersekv.lab.evals.options import build
+        from tersekv.lab.evals.products import expand, unique
 
         chosen = build(tasks, ctx.obj or {})
         recipes = unique(one for text in recipe or [] for one in ([text] if text == "full" else expand(text)))
@@ -94,8 +94,8 @@ def _run(
     chosen: dict[str, Task], recipes: Sequence[str], model: str, out: Path | None, calibration: Path | None
 ) -> list[harness.Summary]:
     network, tokenizer = load(model)
-    from tersekv.evals.harness import Harness
-    from tersekv.evals.records import Records
+    from tersekv.lab.evals.harness import Harness
+    from tersekv.lab.evals.records import Records
 
     with Records(out) as records, output.step("making samples", unit="evaluations") as step:
         run = Harness(network, tokenizer, model, recipes, calibration)
@@ -113,7 +113,7 @@ def _run(
 
 def _names(summaries: Sequence[harness.Summary], asked: Sequence[str]) -> dict[str, str]:
     """A short name for each recipe; a preset's own, where it was asked for by name."""
-    from tersekv.evals.names import short_names
+    from tersekv.lab.evals.names import short_names
     from tersekv.recipe import PRESETS
 
     return short_names([summary.recipe for summary in summaries]) | {PRESETS[a]: a for a in asked if a in PRESETS}

@@ -80,7 +80,7 @@ def _recipe(recipe: str | None, prompt_cache: Path | None) -> str:
     given = None if recipe is None else str(Recipe.parse(recipe))
     if prompt_cache is None:
         return given or str(Recipe.parse(output.DEFAULT_RECIPE))
-    from tersekv.store.cache_file import read_said
+    from tersekv.cache.cache_file import read_said
 
     found = str(Recipe.parse(read_said(prompt_cache.expanduser())[0]["recipe"]))
     if given not in (None, found):
@@ -158,8 +158,8 @@ def _document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def summary(outcomes: Sequence[Outcome], title: str) -> Any:
     """One column per cache: bytes by part, bits, ratios, seconds, tokens per second, peak memory, agreement."""
+    from tersekv.cache.footprint import PARTS
     from tersekv.cli.measure import agreement
-    from tersekv.store.footprint import PARTS
 
     def row(what: str, cells: Sequence[str]) -> tuple[str, ...]:
         return (what, *cells)

@@ -69,7 +69,7 @@ def describe() -> list[dict[str, Any]]:
 
 def describe_policies() -> list[dict[str, Any]]:
     """One row per token policy, with its defaults."""
-    from tersekv.tokens import policies
+    from tersekv.policies import policies
 
     return [
         {"name": name, "drops_tokens": policy.drops, "options": policy().options()}
@@ -91,7 +91,7 @@ def _kernels(pair: Any) -> str:
     import torch
 
     from tersekv.attention.dispatch import explain
-    from tersekv.formats.base import BLOCK_TOKENS
+    from tersekv.layouts.base import BLOCK_TOKENS
 
     head_dim = HEAD_DIMS[-1]
     x = torch.linspace(-1, 1, BLOCK_TOKENS * head_dim).view(1, 1, BLOCK_TOKENS, head_dim)

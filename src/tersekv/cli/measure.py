@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tersekv.bench.memory import PeakMemory
 from tersekv.cli import output
+from tersekv.lab.bench.memory import PeakMemory
 
 if TYPE_CHECKING:
+    from tersekv.cache.footprint import Footprint
     from tersekv.hf.cache import CompressedCache
     from tersekv.hf.calibration import Calibration
-    from tersekv.store.footprint import Footprint
 
 FULL = "full"
 Write = Callable[[str], None]

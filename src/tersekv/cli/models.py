@@ -16,8 +16,8 @@ Name = Annotated[str, typer.Argument(help="A name that `tersekv models list` sho
 @app.command("list")
 def list_models(as_json: output.Json = False) -> None:
     """Models known by name, and whether they are here."""
+    from tersekv.cache import known_models
     from tersekv.hf import models
-    from tersekv.store import known_models
 
     rows = models.list_models()
     if as_json:

@@ -11,11 +11,11 @@ from tersekv.cli import output
 from tersekv.cli.files import check_out, write_whole
 from tersekv.cli.generate import load
 from tersekv.errors import UserError, hint
-from tersekv.plots import kinds
+from tersekv.lab.plots import kinds
 from tersekv.units import parse_tokens
 
 if TYPE_CHECKING:
-    from tersekv.plots.base import ModelKeys, Plot
+    from tersekv.lab.plots.base import ModelKeys, Plot
 
 KIND_HELP = f"One of: {', '.join(kinds.names())}."
 RECORDS_HELP = "What `tersekv eval --out` wrote (a folder or a file), or a benchmark's records."
@@ -63,7 +63,7 @@ def plot(
         raise UserError(f"no picture {kind!r}{hint(kind, kinds.names())} (known: {', '.join(kinds.names())})")
     path = check_out(out or Path(f"{kind}.png"), SUFFIXES)
     with output.step("loading torch and matplotlib"):
-        from tersekv.plots.style import render, to_bytes
+        from tersekv.lab.plots.style import render, to_bytes
 
         chosen = kinds.plot(kind)
     _refuse_others(kind, chosen, given)
@@ -99,18 +99,18 @@ def _source(chosen: Plot, given: dict[str, Any]) -> Any:
     if chosen.reads == "keys":
         return model_keys(given)
     if chosen.reads == "timings":
-        from tersekv.plots.timings import read_timings
+        from tersekv.lab.plots.timings import read_timings
 
         return read_timings(records)
     if chosen.reads == "decodings":
-        from tersekv.plots.decodings import read_decodings
+        from tersekv.lab.plots.decodings import read_decodings
 
         return read_decodings(records)
     if chosen.reads == "streams":
-        from tersekv.plots.streams import read_streams
+        from tersekv.lab.plots.streams import read_streams
 
         return read_streams(records)
-    from tersekv.plots import groups, held
+    from tersekv.lab.plots import groups, held
 
     if chosen.reads == "bytes" and "recipe" in given:
         return _predicted(given)
@@ -123,8 +123,8 @@ def _source(chosen: Plot, given: dict[str, Any]) -> Any:
 
 def _predicted(given: dict[str, Any]) -> Any:
     from tersekv.cli.estimate import load_shape
-    from tersekv.evals.products import expand, unique
-    from tersekv.plots.held import predicted
+    from tersekv.lab.evals.products import expand, unique
+    from tersekv.lab.plots.held import predicted
 
     if extra := sorted({"records", "task"} & set(given)):
         raise UserError(f"both --recipe (a prediction) and {extra[0]} were given: give one of them")
@@ -141,9 +141,9 @@ def model_keys(given: dict[str, Any]) -> ModelKeys:
     """The model's keys of the first tokens of a text."""
     name, text, tokens = given.get("model", MODEL), given.get("text", TEXT), _tokens(given, TOKENS)
     from tersekv.cli import measure
-    from tersekv.evals.windows import read_text
     from tersekv.hf.capture import capture
-    from tersekv.plots.base import ModelKeys
+    from tersekv.lab.evals.windows import read_text
+    from tersekv.lab.plots.base import ModelKeys
 
     words = read_text(text)
     network, tokenizer = load(name)

@@ -71,7 +71,7 @@ def verify(
     as_json: output.Json = False,
 ) -> None:
     """Compare every byte with its checksum and, with --model, load it as `generate` would."""
-    from tersekv.store import tensor_file
+    from tersekv.cache import tensor_file
 
     with output.step(f"reading {file}"):
         tensor_file.read(file.expanduser())
@@ -85,7 +85,7 @@ def verify(
 
 
 def _say(file: Path, as_json: bool, more: dict[str, Any]) -> None:
-    from tersekv.store.cache_file import read_said
+    from tersekv.cache.cache_file import read_said
 
     said, size = read_said(file.expanduser())
     held = said["cache"]

@@ -23,8 +23,8 @@ def report(
     """Put an evaluation's tables and pictures on one page: quality against true bits, tasks, depths, bytes."""
     path = check_out(out, ("html", "htm"))
     with output.step("loading torch and matplotlib"):
-        from tersekv.plots.groups import read_records
-        from tersekv.plots.page import page
+        from tersekv.lab.plots.groups import read_records
+        from tersekv.lab.plots.page import page
 
         records = read_records([folder])
     with output.step("drawing"):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from tersekv.cli import output
 
 if TYPE_CHECKING:
-    from tersekv.store.estimate import CacheShape
-    from tersekv.store.footprint import Footprint
+    from tersekv.cache.estimate import CacheShape
+    from tersekv.cache.footprint import Footprint
 
 COUNTED = (
     "Counted: all that the cache holds after a prompt fed at once (codes, scales, tables, exact tokens, slack), and "
@@ -52,7 +52,7 @@ def nothing_gained(footprint: Footprint, shape: CacheShape, recipe: str, batch: 
     held, bfloat16 = footprint.total_bytes, footprint.elements * 2
     if not footprint.elements or held < bfloat16:
         return None
-    from tersekv.store.break_even import break_even
+    from tersekv.cache.break_even import break_even
 
     gains = gains_from(recipe, break_even(shape, recipe, batch))
     return f"{footprint.tokens:,} tokens: the cache is {against_bfloat16(held, bfloat16)}; {gains}."

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tersekv.errors import UserError
-from tersekv.formats.base import Layout, Planes, Side, View
+from tersekv.layouts.base import Layout, Planes, Side, View
 from tersekv.tensors import TensorSpec
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Literal
 from torch import Tensor
 
 from tersekv.codecs.base import Codec, Method, check_choice, for_both_sides
-from tersekv.formats.base import Layout, Planes
-from tersekv.formats.exact import DTYPES, ExactView, exact_layout
+from tersekv.layouts.base import Layout, Planes
+from tersekv.layouts.exact import DTYPES, ExactView, exact_layout
 
 
 @dataclass(frozen=True)

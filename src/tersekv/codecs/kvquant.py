@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs.base import Codec, FitsOn, Method, Pair, TableBytes, check_choices, check_range
+from tersekv.codecs.codebooks.fixed import fixed_table
+from tersekv.codecs.codebooks.kmeans import kmeans
 from tersekv.errors import UserError
-from tersekv.formats.base import Added, Layout, Planes, View
-from tersekv.formats.grid import Grid, GridView, nearest_code, round_scale
-from tersekv.formats.sparse import MAX_CHANNELS, SparseView, largest, pack_outliers, quantiles, sparse_planes
-from tersekv.ops import backends
-from tersekv.tables.fixed import fixed_table
-from tersekv.tables.kmeans import kmeans
+from tersekv.kernels import backends
+from tersekv.layouts.base import Added, Layout, Planes, View
+from tersekv.layouts.grid import Grid, GridView, nearest_code, round_scale
+from tersekv.layouts.sparse import MAX_CHANNELS, SparseView, largest, pack_outliers, quantiles, sparse_planes
 from tersekv.tensors import TensorSpec
 
 if TYPE_CHECKING:

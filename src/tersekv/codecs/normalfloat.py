@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs.base import Codec, Method, TableBytes, check_choices, check_range, for_both_sides
-from tersekv.formats.base import Layout, Planes
-from tersekv.formats.grid import SCALE_DTYPES, Grid, GridView, round_scale
-from tersekv.ops import backends
-from tersekv.tables.fixed import normal_quantiles
+from tersekv.codecs.codebooks.fixed import normal_quantiles
+from tersekv.kernels import backends
+from tersekv.layouts.base import Layout, Planes
+from tersekv.layouts.grid import SCALE_DTYPES, Grid, GridView, round_scale
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ angles whose densities are known (Lemma 2): level 1 is uniform on [0, 2π), leve
 π/2]. Each angle goes to the nearest entry of its level's table (§4.1):
 
 - `codebook=offline`: level 1 evenly spaced, the others the Lloyd-Max table of the density; one for everything.
-- `codebook=online`: k-means on the prompt's own angles, per layer (`tables/kmeans.py`), at prefill.
+- `codebook=online`: k-means on the prompt's own angles, per layer (`codecs/codebooks/kmeans.py`), at prefill.
 
 With the paper's 4 levels of 4, 2, 2 and 2 bits a block of 16 channels takes 16 + 8·4 + 4·2 + 2·2 + 2 = 62 bits, 3.875
 per element (§4.1). A decoded block has the radius it was stored with: tables hold directions of length 1.
@@ -29,16 +29,16 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides
+from tersekv.codecs.codebooks.kmeans import kmeans
+from tersekv.codecs.codebooks.lloyd_max import polar_table
+from tersekv.codecs.transforms.polar import to_polar
+from tersekv.codecs.transforms.rotation import random_rotation, rotated
 from tersekv.errors import UserError
-from tersekv.formats.base import BLOCK_TOKENS, Layout, Planes, Rotated, View
-from tersekv.formats.grid import SCALE_DTYPES, round_scale
-from tersekv.formats.polar import Polar, PolarView
-from tersekv.ops import backends
-from tersekv.tables.kmeans import kmeans
-from tersekv.tables.lloyd_max import polar_table
+from tersekv.kernels import backends
+from tersekv.layouts.base import BLOCK_TOKENS, Layout, Planes, Rotated, View
+from tersekv.layouts.grid import SCALE_DTYPES, round_scale
+from tersekv.layouts.polar import Polar, PolarView
 from tersekv.tensors import TensorSpec, cached_table
-from tersekv.transforms.polar import to_polar
-from tersekv.transforms.rotation import random_rotation, rotated
 
 if TYPE_CHECKING:
     from typing_extensions import Self

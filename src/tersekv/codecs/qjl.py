@@ -2,8 +2,8 @@
 
 Stored per key: sign(S·k), M bits, and ‖k‖; the estimate √(π/2)/M·‖k‖·⟨S·q, sign(S·k)⟩ (Eq. 4) is unbiased (Lemma 3.2).
 Rows of S are orthogonal in blocks of D (§4.1), and the constant is the exact one for such rows
-(`transforms/sketch.py`). The few channels with the largest norm over the prompt, per KV head, have a sketch and a
-norm of their own (§4.1).
+(`codecs/transforms/sketch.py`). The few channels with the largest norm over the prompt, per KV head, have a sketch and
+a norm of their own (§4.1).
 
 What ours does differently: ‖k_in‖ and ‖k_out‖ are both stored, where the authors store ‖k‖ and ‖k_out‖ and subtract
 squares; norms are divided by √n before they are rounded to 16 bits, so that they cannot overflow; the outlier sketch is
@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs.base import Codec, FitsOn, Method, Pair, TableBytes, check_choices, check_range
+from tersekv.codecs.transforms.sketch import jl_sketch, sign_factor
 from tersekv.codecs.uniform import Uniform
 from tersekv.errors import UserError
-from tersekv.formats.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec
-from tersekv.formats.signs import SignSketch, SignsView, signs_planes
-from tersekv.ops import backends
+from tersekv.kernels import backends
+from tersekv.layouts.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec
+from tersekv.layouts.signs import SignSketch, SignsView, signs_planes
 from tersekv.tensors import TensorSpec
-from tersekv.transforms.sketch import jl_sketch, sign_factor
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -11,7 +11,7 @@ lengths a little above the one that then fits best; the least error stays.
 - `basis=channels` keeps the channels as they are, `rotation` takes a random orthogonal matrix: no matrix is fitted.
 - `code=scalar` takes Lloyd-Max tables in place of the trellis, in the same stream; `centre=false` keeps μ in.
 - `calibration=corpus` is what `tersekv calibrate` makes. `calibration=prompt` fits on the prompt's own vectors
-  (`store/side.py`: on some of a long one), without gradients.
+  (`cache/side.py`: on some of a long one), without gradients.
 - `pre_rope=true`: keys are decorrelated before RoPE, which is better at equal bits and slower to read.
 """
 
@@ -27,19 +27,19 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides
+from tersekv.codecs.codebooks.bits import SQUARED_ERROR, allotted, shared_out
+from tersekv.codecs.codebooks.trellis import scalar_entries, trellis_entries
+from tersekv.codecs.transforms.klt import fisher_metric, klt, within
+from tersekv.codecs.transforms.rotation import random_rotation
 from tersekv.errors import UserError
-from tersekv.formats.base import Layout, Planes, Rotated, View
-from tersekv.formats.basis import InBasis
-from tersekv.formats.centred import Shifted
-from tersekv.formats.trellis import WORD_BITS, TrellisView, gain_codes, gains, largest_gain, pack_tokens, trellis_layout
-from tersekv.ops import backends
-from tersekv.ops.basis import packed_basis, unpacked_basis
-from tersekv.ops.trellis import MOST_BITS, STATES
-from tersekv.tables.bits import SQUARED_ERROR, allotted, shared_out
-from tersekv.tables.trellis import scalar_entries, trellis_entries
+from tersekv.kernels import backends
+from tersekv.kernels.basis import packed_basis, unpacked_basis
+from tersekv.kernels.trellis import MOST_BITS, STATES
+from tersekv.layouts.base import Layout, Planes, Rotated, View
+from tersekv.layouts.basis import InBasis
+from tersekv.layouts.centred import Shifted
+from tersekv.layouts.trellis import WORD_BITS, TrellisView, gain_codes, gains, largest_gain, pack_tokens, trellis_layout
 from tersekv.tensors import TensorSpec
-from tersekv.transforms.klt import fisher_metric, klt, within
-from tersekv.transforms.rotation import random_rotation
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -155,8 +155,8 @@ class Trellis(Codec):
         x, of its shape.
 
         Fitted: `mean` float16 [B, H, D] (centred keys have it already); `basis` uint8 [B, H, 3·D²/4] and `channels`
-        float16 [B, H, D], see `ops/basis.py`; `scale`, `weight` float16 [B, H, D]; `importance` float32 [B, H], what a
-        weight of 1 stands for; `bits` uint8 [B, H, D].
+        float16 [B, H, D], see `kernels/basis.py`; `scale`, `weight` float16 [B, H, D]; `importance` float32 [B, H],
+        what a weight of 1 stands for; `bits` uint8 [B, H, D].
         """
         fitted = {name: t for name, t in self.fitted.items() if name == "mean"}
         if self._own_mean:

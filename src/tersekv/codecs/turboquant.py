@@ -28,15 +28,15 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides
+from tersekv.codecs.codebooks.lloyd_max import sphere_table
+from tersekv.codecs.transforms.rotation import random_rotation, rotated, split_rotation
+from tersekv.codecs.transforms.sketch import jl_sketch, sign_factor
 from tersekv.errors import UserError
-from tersekv.formats.base import BLOCK_TOKENS, Added, Joined, Layout, Planes, PlaneSpec, Rotated, View
-from tersekv.formats.grid import Grid, GridView, nearest_code, round_scale
-from tersekv.formats.signs import SignSketch, SignsView, signs_planes
-from tersekv.ops import backends
-from tersekv.tables.lloyd_max import sphere_table
+from tersekv.kernels import backends
+from tersekv.layouts.base import BLOCK_TOKENS, Added, Joined, Layout, Planes, PlaneSpec, Rotated, View
+from tersekv.layouts.grid import Grid, GridView, nearest_code, round_scale
+from tersekv.layouts.signs import SignSketch, SignsView, signs_planes
 from tersekv.tensors import TensorSpec, cached_table
-from tersekv.transforms.rotation import random_rotation, rotated, split_rotation
-from tersekv.transforms.sketch import jl_sketch, sign_factor
 
 if TYPE_CHECKING:
     from typing_extensions import Self

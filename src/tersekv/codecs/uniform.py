@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides
-from tersekv.formats.base import Layout, Planes
-from tersekv.formats.grid import SCALE_DTYPES, Grid, GridView, round_scale
-from tersekv.ops import backends
-from tersekv.tables.fixed import integers
+from tersekv.codecs.codebooks.fixed import integers
+from tersekv.kernels import backends
+from tersekv.layouts.base import Layout, Planes
+from tersekv.layouts.grid import SCALE_DTYPES, Grid, GridView, round_scale
 from tersekv.tensors import TensorSpec
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from tersekv.attention.observe import kept_weights, observe
 from tersekv.attention.past import is_readable, with_past
 from tersekv.attention.read import Call, attend_chunk, attend_store
 from tersekv.attention.weights import attention_weights
+from tersekv.cache.layer import LayerStore
+from tersekv.cache.selective import SelectiveStore
+from tersekv.cache.spread import SpreadStore
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.handle import Pending, PendingTokens, opened
-from tersekv.store.layer import LayerStore
-from tersekv.store.selective import SelectiveStore
-from tersekv.store.spread import SpreadStore
 
 
 def attention_forward(

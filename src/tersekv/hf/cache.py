@@ -15,6 +15,10 @@ from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
+from tersekv.cache.footprint import Footprint
+from tersekv.cache.heads import Heads
+from tersekv.cache.selective import UNREADABLE
+from tersekv.cache.spread import Spread
 from tersekv.errors import UserError
 from tersekv.hf.calibration import Calibration, calibrated_plans
 from tersekv.hf.config import AttentionShape, attention_layers, layers_without_own_tokens, text_config
@@ -24,10 +28,6 @@ from tersekv.hf.parallel import check_spread, heads_of, spread_over
 from tersekv.hf.progress import CheckedCache, Progress
 from tersekv.hf.rope import Ropes
 from tersekv.recipe import LayerPlan, Recipe
-from tersekv.store.footprint import Footprint
-from tersekv.store.heads import Heads
-from tersekv.store.selective import UNREADABLE
-from tersekv.store.spread import Spread
 from tersekv.tensors import plain
 
 ATTENTION_NAME = "tersekv"

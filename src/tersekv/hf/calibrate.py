@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tersekv.codecs import Codec
+from tersekv.codecs.transforms.rope import Turn
 from tersekv.errors import UserError
 from tersekv.hf.calibration import Calibration, Made, attention_plans, calibrated_part, needs_corpus
 from tersekv.hf.config import AttentionShape, text_config
@@ -35,7 +36,6 @@ from tersekv.hf.models import cache_dir
 from tersekv.hf.rope import Ropes
 from tersekv.hf.whole_files import save_whole
 from tersekv.recipe import Recipe
-from tersekv.transforms.rope import Turn
 
 Progress = Callable[[str, int, int], None]
 """What is being done, and how much of it is done of how much."""

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
+from tersekv.cache.estimate import CacheShape
 from tersekv.errors import UserError
 from tersekv.hf.rope import Ropes
-from tersekv.store.estimate import CacheShape
 
 ATTENTION_TYPES = {
     "full_attention": None,

@@ -17,9 +17,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tersekv.codecs import Codec
+from tersekv.codecs.transforms.rope import Turn
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.whole_files import save_whole
-from tersekv.transforms.rope import Turn
 
 
 class FitJob(NamedTuple):

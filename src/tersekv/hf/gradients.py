@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tersekv.cache.rotary import Rotary
 from tersekv.errors import CacheError
-from tersekv.formats.base import Side
 from tersekv.hf.capture import LayerTokens, OnePassCache
 from tersekv.hf.config import AttentionShape, text_config
 from tersekv.hf.rope import Ropes
-from tersekv.store.rotary import Rotary
+from tersekv.layouts.base import Side
 
 POSITIONS_AT_A_TIME = 256
 """Positions whose distributions over the vocabulary are made at a time, which bounds the copies of logits."""

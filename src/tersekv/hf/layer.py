@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from tersekv.cache.kept import new_store
+from tersekv.cache.layer import LayerStore
+from tersekv.cache.rollback import is_whole
+from tersekv.cache.schema import anything, each, flag, of_spec, one_of, record, require, whole
+from tersekv.cache.selective import UNREADABLE, SelectiveStore
+from tersekv.cache.state import State, own
 from tersekv.errors import CacheError, UserError
 from tersekv.freed_memory import give_back_freed_memory
 from tersekv.hf.handle import Pending, PendingTokens
 from tersekv.recipe import LayerPlan
-from tersekv.store.kept import new_store
-from tersekv.store.layer import LayerStore
-from tersekv.store.rollback import is_whole
-from tersekv.store.schema import anything, each, flag, of_spec, one_of, record, require, whole
-from tersekv.store.selective import UNREADABLE, SelectiveStore
-from tersekv.store.state import State, own
 
 if TYPE_CHECKING:
     from tersekv.hf.cache import CompressedCache

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tersekv.cache.heads import Heads
+from tersekv.cache.spread import Spread
+from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import UserError
 from tersekv.recipe import LayerPlan
-from tersekv.store.heads import Heads
-from tersekv.store.spread import Spread
-from tersekv.transforms.rope import Rope
 
 
 def heads_of(model: PreTrainedModel | None, held: int, total: int) -> Heads | None:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from tersekv.cache.state import own, split
 from tersekv.errors import UserError
 from tersekv.hf.cache import ATTENTION_NAME, CompressedCache, CompressedLayer
 from tersekv.hf.calibration import attention_plans
 from tersekv.recipe import Recipe
-from tersekv.store.state import own, split
 from tersekv.tensors import plain
 
 

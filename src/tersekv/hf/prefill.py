@@ -16,11 +16,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from tersekv.attention.observe import observe
 from tersekv.attention.read import Call
+from tersekv.cache.footprint import Footprint
 from tersekv.hf.cache import CompressedCache, CompressedLayer
 from tersekv.hf.calibration import Calibration, calibration_for
 from tersekv.hf.capture import LayerTokens, capture, capture_calls
 from tersekv.hf.config import attention_layers, text_config
-from tersekv.store.footprint import Footprint
 
 
 def new_cache(

@@ -1,6 +1,6 @@
 """Caches as files: `cache.save(path)` and `CompressedCache.load(path, model)`.
 
-A file (`store/tensor_file.py`) holds what `state()` of every layer gives, the tables that codecs share, the token ids
+A file (`cache/tensor_file.py`) holds what `state()` of every layer gives, the tables that codecs share, the token ids
 where they are known, and says which recipe and model it is of. Loading checks all of that; pages of packed blocks
 stay in the file's own memory.
 """
@@ -20,18 +20,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tersekv import __version__
+from tersekv.cache import tensor_file
+from tersekv.cache.cache_file import check_said
+from tersekv.cache.layer import LayerStore
+from tersekv.cache.schema import anything, each, optional, record, require, tensor
+from tersekv.cache.selective import SelectiveStore
+from tersekv.cache.state import joined, split
 from tersekv.errors import UserError
 from tersekv.hf.cache import CompressedCache, CompressedLayer
 from tersekv.hf.calibration import attention_plans
 from tersekv.hf.config import attention_layers, text_config
 from tersekv.hf.fingerprint import architecture, fingerprint
 from tersekv.recipe import Recipe
-from tersekv.store import tensor_file
-from tersekv.store.cache_file import check_said
-from tersekv.store.layer import LayerStore
-from tersekv.store.schema import anything, each, optional, record, require, tensor
-from tersekv.store.selective import SelectiveStore
-from tersekv.store.state import joined, split
 from tersekv.tensors import plain
 
 log = logging.getLogger(__name__)

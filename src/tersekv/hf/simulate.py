@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tersekv.cache.footprint import Footprint
+from tersekv.cache.rotary import Rotary
+from tersekv.cache.side import ENCODE_TOKENS
 from tersekv.codecs.base import Codec
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.calibration import Calibration, calibrated_plans
@@ -20,9 +23,6 @@ from tersekv.hf.capture import LayerTokens, OnePassCache
 from tersekv.hf.config import AttentionShape, text_config
 from tersekv.hf.rope import Ropes
 from tersekv.recipe import Recipe
-from tersekv.store.footprint import Footprint
-from tersekv.store.rotary import Rotary
-from tersekv.store.side import ENCODE_TOKENS
 
 
 class SimulatedCache(OnePassCache):

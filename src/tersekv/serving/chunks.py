@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tersekv.codecs import Codec
 from tersekv.errors import CacheError, UserError
-from tersekv.formats.base import Planes
+from tersekv.layouts.base import Planes
 from tersekv.recipe import DEFAULT_POLICY, Recipe, Term
 
 HEADER = struct.Struct("<4sIII")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tersekv.errors import UserError
-from tersekv.formats.base import BLOCK_TOKENS, View
-from tersekv.ops import backends, softmax
+from tersekv.kernels import backends, softmax
+from tersekv.layouts.base import BLOCK_TOKENS, View
 from tersekv.serving.slots import Slots, write
 from tersekv.serving.steps import Chunk, Singles, Step
 

@@ -8,7 +8,7 @@ all heads, each head with the planes of the keys and then those of the values, w
 
 so that a head's token has `token_bytes` on average and blocks of all pages stand at equal distances, which is what
 kernels read. A token is a lane of the planes of keys and a column of those with tokens last; in the codes of values,
-whose lanes are channels, it is a field of bits of every word (`ops/lanes.py`).
+whose lanes are channels, it is a field of bits of every word (`kernels/lanes.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 from tersekv.codecs import Codec
 from tersekv.codecs.exact import Exact
 from tersekv.errors import UserError
-from tersekv.formats.base import BLOCK_TOKENS, Planes, PlaneSpec
-from tersekv.ops.lanes import LANES, pack_lanes, unpack_lanes
+from tersekv.kernels.lanes import LANES, pack_lanes, unpack_lanes
+from tersekv.layouts.base import BLOCK_TOKENS, Planes, PlaneSpec
 from tersekv.tensors import cached_table
 
 Way = Literal["column", "lane", "field"]

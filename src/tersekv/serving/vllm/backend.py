@@ -36,7 +36,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from tersekv.errors import UserError
-from tersekv.formats.base import BLOCK_TOKENS
+from tersekv.layouts.base import BLOCK_TOKENS
 from tersekv.serving.pages import Pool
 from tersekv.serving.slots import Slots
 from tersekv.serving.steps import Rows, Step

@@ -8,7 +8,7 @@ from typing import Any
 
 from tersekv.codecs.exact import Exact
 from tersekv.errors import UserError
-from tersekv.formats.base import BLOCK_TOKENS
+from tersekv.layouts.base import BLOCK_TOKENS
 from tersekv.recipe import DEFAULT_POLICY, Recipe, Term
 from tersekv.serving.slots import Slots
 

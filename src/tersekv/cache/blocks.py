@@ -1,0 +1,172 @@
+"""The packed blocks of one side of a layer, in pages: an append writes new blocks and leaves all others in place."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tersekv.cache.footprint import Footprint
+from tersekv.cache.pages import ENTRY_MARGIN, SPARE_ENTRIES, Page, PageSizes, check_page
+from tersekv.cache.schema import Check, each
+from tersekv.cache.state import State, Stateful
+from tersekv.layouts.base import Layout, Planes
+
+
+class BlockBuffer(Stateful):
+    """Blocks in the order they came, each page but the last one closed. sizes: of new pages."""
+
+    def __init__(self, layout: Layout, B: int, H: int, device: torch.device, sizes: PageSizes | None = None) -> None:
+        self.layout, self.sizes = layout, sizes or PageSizes(layout.block_tokens)
+        self.pages: list[Page] = []
+        self._nothing: Planes = {}
+        for name, spec in layout.planes.items():
+            shape = (0,) if spec.ragged is not None else (B, 1 if spec.shared else H, 0, *spec.shape)
+            self._nothing[name] = torch.empty(shape, dtype=spec.dtype, device=device)
+
+    def __len__(self) -> int:
+        return sum(len(page) for page in self.pages)
+
+    @property
+    def tokens(self) -> int:
+        """Packed tokens in use."""
+        return len(self) * self.layout.block_tokens
+
+    @property
+    def capacity(self) -> int:
+        """Blocks allocated."""
+        return sum(page.capacity for page in self.pages)
+
+    @property
+    def ends(self) -> list[int]:
+        """Where each page ends, in tokens counted from the oldest in use."""
+        return [n * self.layout.block_tokens for n in itertools.accumulate(map(len, self.pages))]
+
+    def append(self, *parts: Planes) -> None:
+        """Add blocks [B, H, n, ...] of each part behind the last one."""
+        sources = [Page.of(self.layout, part) for part in parts]
+        unit = self.sizes.unit // self.layout.block_tokens
+        assert all(len(source) % unit == 0 for source in sources)
+        coming = [entries for source in sources for entries in source.entries]
+        for source in sources:
+            first = 0
+            while first < len(source):
+                n = self._room(coming[: len(source) - first])
+                if n == 0:
+                    self._open(coming)
+                    continue
+                self.pages[-1].take(source, first, n)
+                first += n
+                del coming[:n]
+
+    def _room(self, coming: list[int]) -> int:
+        """How many of coming blocks, with so many entries each, go into the last page."""
+        unit = self.sizes.unit // self.layout.block_tokens
+        return self.pages[-1].room(coming) // unit * unit if self.pages else 0
+
+    def _open(self, coming: list[int]) -> None:
+        """A new page. Where it is larger than what comes, it has room for entries as dense as in what comes, or as in
+        the page before if that is not much denser, and for some more."""
+        t, n = self.layout.block_tokens, len(coming)
+        blocks = self.sizes.next(n * t, self.tokens) // t
+        entries = sum(coming[:blocks])
+        if blocks > n and self.layout.starts is not None:
+            before = self.pages[-1].entries if self.pages else coming
+            density = sum(coming) / n
+            density = max(density, min(2 * density, sum(before) / len(before)))
+            entries += math.ceil((blocks - n) * density * (1 + ENTRY_MARGIN)) + SPARE_ENTRIES
+        self.pages.append(Page.empty(self.layout, self._nothing, blocks, entries))
+
+    def drop_front(self, blocks: int) -> None:
+        """Forget the oldest blocks; a page's memory is given back when all of it is forgotten."""
+        while blocks:
+            page = self.pages[0]
+            n = min(blocks, len(page))
+            page.resize(page.start + n, page.stop)
+            blocks -= n
+            if not len(page):
+                del self.pages[0]
+
+    def drop_back(self, blocks: int) -> None:
+        """Forget the latest blocks, and pages that become empty."""
+        while blocks:
+            page = self.pages[-1]
+            n = min(blocks, len(page))
+            page.resize(page.start, page.stop - n)
+            blocks -= n
+            if not len(page):
+                del self.pages[-1]
+
+    def hold(self, planes: Planes) -> None:
+        """Hold these blocks instead, where they are if they make one page."""
+        blocks = Page.of(self.layout, planes)
+        tokens = len(blocks) * self.layout.block_tokens
+        self.pages = []
+        if tokens == self.sizes.next(tokens, 0):
+            self.pages = [blocks]
+        else:
+            self.append(planes)
+
+    def keep(self, index: Tensor) -> None:
+        """Keep blocks `index` (int64 [B, H, n], counted from the oldest in use) of each head, in that order."""
+        self.hold(self.layout.select_blocks(self.planes(), index))
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows (int64, repeats allowed)."""
+        self._nothing = self.layout.select_rows(self._nothing, rows)
+        if self.pages:
+            self.hold(self.layout.select_rows(self.planes(), rows))
+
+    def mark(self) -> Any:
+        """What `undo` goes back to, as long as blocks were only appended or kept since."""
+        return [(page, page.start, page.stop) for page in self.pages]
+
+    def undo(self, mark: Any) -> None:
+        """Undo what was done since `mark()`."""
+        self.pages = [page for page, _, _ in mark]
+        for page, start, stop in mark:
+            page.resize(start, stop)
+
+    def state(self) -> State:
+        """See `Stateful`."""
+        return {"pages": [page.state() for page in self.pages]}
+
+    def schema(self) -> dict[str, Check]:
+        """See `Stateful`."""
+        unit = self.sizes.unit // self.layout.block_tokens
+        return {"pages": each(lambda page, place: check_page(self.layout, self._nothing, unit, page, place))}
+
+    def _hold(self, state: State, place: str) -> None:
+        """Pages that are full stay where the state's tensors lie."""
+        self.pages = []
+        for page in state["pages"]:
+            most = self.sizes.largest(page["stop"] * self.layout.block_tokens, self.tokens) // self.layout.block_tokens
+            self.pages.append(Page.restored(self.layout, self._nothing, page, most))
+
+    def planes(self, first: int = 0, last: int | None = None) -> Planes:
+        """Blocks `first` to `last` (counted from the oldest in use): views where they lie in one page, else a copy."""
+        parts, before = [], 0
+        last = len(self) if last is None else last
+        for page in self.pages:
+            begin, end = max(0, first - before), min(len(page), last - before)
+            if begin < end:
+                parts.append(page.cut(begin, end))
+            before += len(page)
+        return self.layout.join(parts) if parts else self._nothing
+
+    def to(self, device: torch.device | str) -> None:
+        """Move all planes."""
+        for planes in (self._nothing, *(page.planes for page in self.pages)):
+            planes.update({name: plane.to(device) for name, plane in planes.items()})
+
+    def count(self, footprint: Footprint) -> None:
+        """Add the bytes allocated to `footprint`, those not in use as slack."""
+        for page in self.pages:
+            used = page.cut(0, len(page))
+            for name, plane in page.planes.items():
+                in_use = used[name].numel() * plane.element_size()
+                footprint.parts[self.layout.planes[name].kind] += in_use
+                footprint.parts["slack"] += plane.numel() * plane.element_size() - in_use

@@ -1,0 +1,222 @@
+"""Bytes of a cache from shapes alone: what a layer's store would hold after so many tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tersekv.cache.footprint import Footprint
+from tersekv.cache.growth import Calls, LayerSize, PagesSize, TailSize
+from tersekv.cache.pages import PageSizes
+from tersekv.cache.rotary import Rotary
+from tersekv.codecs.transforms.rope import Rope, standard_rope
+from tersekv.layouts.base import Layout
+from tersekv.policies.base import Selection, TokenPolicy
+from tersekv.policies.subgen import SubGen
+from tersekv.recipe import LayerPlan, Recipe
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """windows: sliding window in tokens of each attention layer, None for full attention. dtype: the model's. ropes: of
+    each attention layer (None: not known, and not counted), the same object where layers share one; empty: of none."""
+
+    windows: tuple[int | None, ...]
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    ropes: tuple[Rope | None, ...] = dataclasses.field(default=(), compare=False)
+
+    def elements(self, tokens: int, batch: int = 1) -> int:
+        """Key and value elements that a full cache holds after so many tokens; a layer with a sliding window holds the
+        window's."""
+        held = sum(tokens if window is None else min(tokens, window) for window in self.windows)
+        return batch * held * self.kv_heads * (self.key_dim + self.value_dim)
+
+
+def _llama(layers: int, heads: int) -> CacheShape:
+    return CacheShape((None,) * layers, heads, 128, 128, torch.float16, (standard_rope(128),) * layers)
+
+
+KNOWN = {
+    "LLaMA-7B": _llama(32, 32),
+    "LLaMA-13B": _llama(40, 40),
+    "LLaMA-30B": _llama(60, 52),
+    "LLaMA-65B": _llama(80, 64),
+}
+"""The models of KVQuant's tables (arXiv 2302.13971, Table 2), by name, without a config file."""
+
+
+def predict(
+    shape: CacheShape, recipe: str | Recipe, tokens: int, batch: int = 1, piece: int = 0, generated: int = 0
+) -> Footprint:
+    """The footprint of `batch` sequences of `tokens` tokens: a prompt fed in calls of `piece` tokens (0: in one call),
+    the last `generated` ones of them one by one.
+
+    Of policies that choose tokens the prompt counts as fed in one call: which blocks keep a slot for a token that was
+    evicted depends on attention. Of those that go on choosing while tokens are generated, the figure is without such
+    slots.
+
+    Raises:
+        UserError: the recipe does not fit the head dims or layers.
+    """
+    recipe = Recipe.parse(recipe)
+    rows = batch * shape.kv_heads
+    calls = Calls(tokens - generated, piece, generated)
+    sizes: dict[tuple[TokenPolicy, int | None, int], LayerSize] = {}
+    footprints: list[Footprint] = []
+    shared: dict[str, int] = {}
+    rope_tables: dict[int, Tensor] = {}
+    for index, window in enumerate(shape.windows):
+        plan = recipe.plan(index, len(shape.windows))
+        if isinstance(plan.policy, Selection) and window is None:
+            footprint = _selected(plan.policy, plan, shape, calls, rows)
+        else:
+            key = plan.policy, window, _flush(layout for layout, _ in _layouts(plan, shape))
+            if key not in sizes:
+                sizes[key] = LayerSize.after(calls.sizes(), *key)
+            footprint = _layer(sizes[key], plan, shape, rows)
+        footprint.parts = {part: round(size * rows) for part, size in footprint.parts.items()}
+        for codec, dim in ((plan.keys, shape.key_dim), (plan.values, shape.value_dim)):
+            tables = codec.table_bytes(dim)
+            if footprint.parts["codes"] or not tables.of_sequence:
+                footprint.parts["tables"] += tables.of_layer(shape.kv_heads, batch)
+            shared |= tables.shared
+        if footprint.parts["codes"]:
+            rope_tables |= {table.data_ptr(): table for table in _rope_tables(shape, index, plan, window)}
+        footprint.elements = min(tokens, window or tokens) * (shape.key_dim + shape.value_dim) * rows
+        footprints.append(footprint)
+    total = Footprint.sum(footprints)
+    total.tokens = tokens
+    if tokens:
+        total.parts["tables"] += sum(shared.values())
+    total.parts["tables"] += sum(table.numel() * table.element_size() for table in rope_tables.values())
+    return total
+
+
+def _rope_tables(shape: CacheShape, layer: int, plan: LayerPlan, window: int | None) -> list[Tensor]:
+    """The tables that a layer's keys need for RoPE; layers with one RoPE share them."""
+    rope = shape.ropes[layer] if shape.ropes else None
+    if rope is None or not plan.keys.needs_rope:
+        return []
+    device = torch.device("cpu")
+    if isinstance(plan.policy, Selection) and window is None:
+        return rope.tables(device)
+    return Rotary(rope).tables(device, plan.keys.centred, shape.key_dim)
+
+
+def _flush(layouts: Iterable[Layout]) -> int:
+    return math.lcm(*(layout.block_tokens for layout in layouts))
+
+
+def _layer(size: LayerSize, plan: LayerPlan, shape: CacheShape, rows: int) -> Footprint:
+    """One head of one layer, without tables; rows: heads of all sequences."""
+    both = (shape.key_dim + shape.value_dim) * plan.policy.exact_dtype(shape.dtype).itemsize
+    footprint = Footprint()
+    footprint.parts["exact sinks"] = size.sinks * both
+    footprint.parts["exact window"] = size.tail.tokens * both
+    footprint.parts["slack"] = size.tail.slack * both
+    for codec, dim in ((plan.keys, shape.key_dim), (plan.values, shape.value_dim)):
+        _count(codec.layout(dim), size.pages, shape.kv_heads, footprint, rows)
+    return footprint
+
+
+def _selected(policy: Selection, plan: LayerPlan, shape: CacheShape, calls: Calls, rows: int) -> Footprint:
+    """The same under a policy that drops tokens."""
+    layouts = _own_layouts(plan, shape)
+    flush = _flush(layout for layout, _ in layouts)
+    itemsize = policy.exact_dtype(shape.dtype).itemsize
+    both = (shape.key_dim + shape.value_dim) * itemsize
+    stays = policy.evicts == "never"  # what is generated is never evicted
+    seen = calls.prompt if stays else calls.prompt + calls.generated
+    budget = policy.kept(seen, plan.layer, plan.layers)
+    usual = min(policy.recent, policy.latest(budget))
+    tail = TailSize(usual + (0 if policy.evicts == "step" else flush))
+    tail.change(0, min(seen, usual))
+    late = 0  # generated tokens that have left the tail
+    for _ in range(calls.generated if stays else 0):
+        leave = max(0, tail.tokens + 1 - usual) // flush * flush
+        late += leave
+        tail.change(leave, 1)
+    footprint = Footprint()
+    footprint.parts["exact window"] = tail.tokens * both
+    footprint.parts["slack"] = tail.slack * both
+    chosen = min(seen, usual)
+    if isinstance(policy, SubGen) and policy.samples:
+        sinks = min(policy.sinks, seen - chosen)
+        _sampled(footprint, plan, shape, policy, budget, seen - chosen - sinks)
+        footprint.parts["selection"] += 4 * sinks
+    else:
+        sinks = min(policy.sinks, min(seen, budget) - chosen)
+        pool = min(seen, budget) - chosen - sinks
+        packed = PagesSize(PageSizes(flush))
+        packed.append(pool // flush * flush)
+        for _ in range((pool + late) // flush - pool // flush):
+            packed.append(flush)
+        _pool(footprint, layouts, packed, pool + late, itemsize, rows)
+        footprint.parts["selection"] = 4 * (pool + late + sinks) * (2 if policy.remembers else 1)
+        footprint.parts["selection"] += 4 * tail.tokens if policy.remembers else 0
+    footprint.parts["exact sinks"] = sinks * both
+    return footprint
+
+
+def _layouts(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
+    """Of both sides, with their head dims."""
+    return [(plan.keys.layout(shape.key_dim), shape.key_dim), (plan.values.layout(shape.value_dim), shape.value_dim)]
+
+
+def _own_layouts(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
+    """The same under a policy that drops tokens: heads hold nothing together."""
+    keys, values = (dataclasses.replace(codec, per_head=True) for codec in (plan.keys, plan.values))
+    return _layouts(plan._replace(keys=keys, values=values), shape)
+
+
+def _pool(
+    footprint: Footprint, layouts: list[tuple[Layout, int]], packed: PagesSize, tokens: int, itemsize: int, rows: int
+) -> None:
+    """Chosen tokens, packed but for those that fill no block."""
+    for layout, dim in layouts:
+        _count(layout, packed, 1, footprint, rows)
+        footprint.parts["exact window"] += (tokens - packed.tokens) * dim * itemsize
+
+
+def _most(footprint: Footprint, layouts: list[tuple[Layout, int]], tokens: int, itemsize: int) -> None:
+    """At most so many tokens, of which any number may fill no block; of a page, one block may be all that is used."""
+    flush = _flush(layout for layout, _ in layouts)
+    packed, sizes = PagesSize(PageSizes(flush)), PageSizes(flush)
+    packed.append(tokens // flush * flush)
+    _pool(footprint, layouts, packed, packed.tokens, itemsize, 1)
+    if packed.tokens:
+        more = sizes.slack(flush) - sizes.slack(packed.tokens)
+        footprint.parts["slack"] += sum(more * x.block_bytes() / x.block_tokens for x, _ in layouts)  # type: ignore[assignment]
+    footprint.parts["exact window"] += min(tokens, flush - 1) * itemsize * sum(dim for _, dim in layouts)
+
+
+def _sampled(
+    footprint: Footprint, plan: LayerPlan, shape: CacheShape, policy: SubGen, budget: int, stream: int
+) -> None:
+    """Sketches of `stream` tokens, at most: as if no two samples were the same, and as many clusters as there is room
+    for (more, where δ is given and the stream has more)."""
+    s, m = policy.sizes(budget)
+    values, clusters = min(s, stream), min(m, stream)
+    keys = min(clusters * policy.slots, stream)
+    layouts, itemsize = _own_layouts(plan, shape), policy.exact_dtype(shape.dtype).itemsize
+    _most(footprint, layouts, values, itemsize)
+    _most(footprint, layouts[:1], keys, itemsize)
+    footprint.parts["exact window"] += clusters * shape.key_dim * itemsize
+    # position, norm, weight; position, weight; slots and μ; members and slots; δ and the longest value
+    footprint.parts["selection"] += 12 * values + 8 * keys + 4 * s + 8 + 4 * clusters * (1 + policy.slots) + 8
+
+
+def _count(layout: Layout, pages: PagesSize, heads: int, footprint: Footprint, rows: int) -> None:
+    """Packed tokens of one side, and the slack of their pages."""
+    for spec in layout.planes.values():
+        used, slack = pages.bytes(spec, layout.block_tokens, heads, rows)
+        footprint.parts[spec.kind] += used  # type: ignore[assignment]
+        footprint.parts["slack"] += slack  # type: ignore[assignment]

@@ -1,0 +1,183 @@
+"""The cache of one layer that keeps the tokens a policy ranks highest, for each KV head: a pool | exact tail.
+
+What leaves the tail is chosen from together with what the pool holds; chosen tokens are loose until they fill a block,
+then packed once and for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tersekv.cache.footprint import Footprint
+from tersekv.cache.heads import Heads
+from tersekv.cache.layer import LayerStore
+from tersekv.cache.pool import WEIGHT, Pool
+from tersekv.cache.segments import ExactSegment, PackedSegment
+from tersekv.cache.selective import SelectiveStore
+from tersekv.cache.side import extents
+from tersekv.cache.sketch import SketchStore
+from tersekv.cache.spread import Spread, SpreadStore
+from tersekv.cache.states import KEPT, kept_votes
+from tersekv.codecs.transforms.rope import Rope
+from tersekv.policies.base import Candidates, Selection
+from tersekv.policies.subgen import SubGen
+from tersekv.recipe import LayerPlan
+
+SPARE = 1.5
+"""Packed slots of a pool, at most, as a multiple of the tokens that it may hold: how far empty slots may add up before
+whole blocks are dropped."""
+
+VOTES = "votes"
+
+
+class KeptStore(SelectiveStore):
+    """Held tokens have an order: packed slots, loose slots, tail. Votes come in that order, then those of new ones."""
+
+    STATE, RULES = KEPT, (*SelectiveStore.RULES, kept_votes)
+
+    def _start(self, keys: Tensor, values: Tensor) -> None:
+        super()._start(keys, values)
+        self.tail_votes = keys.new_empty((*keys.shape[:2], 0), dtype=torch.float32)
+
+    def _new_pool(self, keys: Tensor, values: Tensor) -> Pool:
+        fields = {VOTES: torch.float32} if self.policy.remembers else {}
+        return Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype, fields, self.rope, self.heads)
+
+    @property
+    def packed_tokens(self) -> int:
+        """Packed slots."""
+        return self.pool.packed_tokens
+
+    def exact_segments(self) -> list[ExactSegment]:
+        """Loose tokens and tail, those that hold tokens."""
+        segments, P = [], self.packed_tokens
+        if self.pool.positions.shape[2] > P:
+            segments.append(ExactSegment(self.keys.loose, self.values.loose, self.pool.positions[:, :, P:]))
+        tail = self.tails[0].tokens
+        if tail:
+            segments.append(ExactSegment(self.tails[0].data, self.tails[1].data, self.seen - tail))
+        return segments
+
+    def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
+        """Packed slots `first` to `first + tokens` (multiples of `flush_tokens`), or None if there are none."""
+        tokens = self.packed_tokens - first if tokens is None else min(tokens, self.packed_tokens - first)
+        return self._packed(first, tokens) if tokens > 0 else None
+
+    def packed_pages(self) -> Iterator[PackedSegment]:
+        """Packed slots page by page, where they lie."""
+        return (self._packed(first, tokens) for first, tokens in extents(self.sides))
+
+    def _packed(self, first: int, tokens: int) -> PackedSegment:
+        keys, values = self.pool.views(first, tokens)
+        return PackedSegment(keys, values, 0, tokens, self.pool.positions[:, :, first : first + tokens])
+
+    def _take(self, new: list[Tensor], votes: Tensor | None, leave: int, prompt: bool) -> None:
+        """See `SelectiveStore`; votes are added to those that are remembered."""
+        slots, n = self.pool.positions.shape[2], new[0].shape[2]
+        if votes is None:
+            held = slots + self.tails[0].tokens
+            votes = self.tail_votes.new_zeros((self.batch_size, self.kv_heads, held + n))
+        if self.policy.remembers:
+            past = torch.cat([self.pool.fields[VOTES], self.tail_votes], dim=2)
+            votes = votes + torch.nn.functional.pad(past, (0, n))
+            self.pool.fields[VOTES] = votes[:, :, :slots]
+            self.tail_votes = votes[:, :, slots + leave :].clone()
+        if leave:
+            self._choose(new, votes[:, :, : slots + leave], leave, prompt)
+
+    def _choose(self, new: list[Tensor], votes: Tensor, leave: int, prompt: bool) -> None:
+        """The oldest tokens behind the pool go into it, or for good. votes: of the pool's slots and of these tokens."""
+        slots, evicts = self.pool.positions.shape[2], prompt or self.policy.evicts != "never"
+        after = self.tails[0].tokens + new[0].shape[2] - leave  # tokens that stay in the tail
+        leaving, positions = self._leaving(new, leave)
+        positions = torch.cat([self.pool.positions, positions], dim=2)
+        alive, weights = positions >= 0, torch.zeros_like(votes)
+        room = (self.budget - self._of_row(after)).clamp(min=0)
+        too_many = alive.sum(-1).amax(-1) > room
+        evicts = evicts and bool(too_many.any())
+        if evicts:
+            if not prompt and self.policy.evicts == "block":
+                room = torch.where(too_many, room - room // 8, room)
+            always = self._sinks(positions) | (positions >= (self.seen - self.latest)[:, None, None])
+            candidates = Candidates(votes, positions, self.seen, room, always, lambda: self._keys(leaving[0]))
+            weights = self.policy.ranks(candidates).masked_fill(always, torch.inf)
+            alive = best(weights, alive, room)
+        samples, sampled = self._samples(leaving), positions[:, :, self.packed_tokens :]
+        self.pool.fields[WEIGHT] = weights[:, :, :slots]
+        self.pool.keep(alive[:, :, :slots])
+        fields = {VOTES: votes[:, :, slots:], WEIGHT: weights[:, :, slots:]}
+        self.pool.take(leaving, positions[:, :, slots:], alive[:, :, slots:], fields)
+        loose = self.pool.positions[:, :, self.packed_tokens :]
+        most = self._most_blocks() if evicts else None
+        self.pool.pack((loose >= 0) & ~self._sinks(loose), samples, sampled, most)
+        del self.pool.fields[WEIGHT]
+
+    def _samples(self, leaving: list[Tensor]) -> list[Tensor]:
+        """What codecs that learn from the prompt learn from: all exact tokens at hand but the tail, dropped ones
+        included."""
+        if all(side.codec.lacks is None for side in self.sides):
+            return leaving
+        return [torch.cat([side.loose, x], dim=2) for side, x in zip(self.sides, leaving, strict=True)]
+
+    def _of_row(self, n: int) -> Tensor:
+        """How many of the latest n positions hold a token, per row."""
+        rows = torch.full_like(self.budget, n)
+        return rows if self.padding is None else torch.minimum(rows, self.seen - self.padding)
+
+    def _keys(self, leaving: Tensor) -> Tensor:
+        """Keys of the pool's slots and of what leaves the tail, float32 [B, H, slots + m, D]."""
+        packed = [self.pool.views(0, self.packed_tokens)[0].decode()] if self.packed_tokens else []
+        return torch.cat([*packed, self.keys.loose.float(), leaving.float()], dim=2)
+
+    def _most_blocks(self) -> int:
+        tokens = max(0, int(self.budget.max()) - self.tail_tokens)
+        return math.ceil(SPARE * tokens / self.flush_tokens) + 1
+
+    def _crop_tail(self, n: int) -> None:
+        super()._crop_tail(n)
+        self.tail_votes = self.tail_votes[:, :, : self.tails[0].tokens]
+
+    def footprint(self) -> Footprint:
+        """Bytes held, without tables."""
+        footprint = super().footprint()
+        footprint.parts["selection"] += self.tail_votes.numel() * self.tail_votes.element_size()
+        return footprint
+
+
+def best(weights: Tensor, alive: Tensor, room: Tensor) -> Tensor:
+    """Which of the tokens in `alive` [B, H, T] are among the `room` [B] heaviest; of equal ones the earlier."""
+    order = weights.masked_fill(~alive, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    place = torch.empty_like(order).scatter_(-1, order, places)
+    return alive & (place < room[:, None, None])
+
+
+def new_store(
+    plan: LayerPlan,
+    keys: Tensor,
+    values: Tensor,
+    window: int | None = None,
+    rope: Rope | None = None,
+    heads: Heads | None = None,
+    spread: Spread | None = None,
+) -> LayerStore | SelectiveStore:
+    """The store of a layer. With a sliding window every policy keeps what the window needs. rope, heads: see
+    `LayerStore`; samples are drawn, and their codecs fitted, for the heads at hand. spread: processes that divide the
+    packed tokens of a full-attention layer that keeps all."""
+    if heads is not None:
+        codecs = {side: getattr(plan, side).of_heads(heads.first, heads.count) for side in ("keys", "values")}
+        plan = plan._replace(**codecs)
+    if isinstance(plan.policy, SubGen) and plan.policy.samples and window is None:
+        # heads may fill blocks at different times, so that processes could not wait for each other
+        other = replace(plan.policy, seed=(plan.policy.seed + (heads.first if heads else 0)) % 2**31)
+        return SketchStore(plan._replace(policy=other), keys, values, rope)
+    if isinstance(plan.policy, Selection) and window is None:
+        return KeptStore(plan, keys, values, rope, heads)
+    if spread is not None and window is None:
+        return SpreadStore(plan, keys, values, spread, rope, heads)
+    return LayerStore(plan, keys, values, window, rope, heads)

@@ -1,0 +1,76 @@
+"""KVQuant's memory tables (arXiv 2401.18079v6, Tables 7 and 8), by the paper's own counting (Appendix M).
+
+Counted there: b bits per element; for values a 16-bit scale and a 16-bit offset per token over all heads of a layer;
+with outliers a 16-bit value and a 16-bit index each, and a 32-bit pointer per token and layer. Keys' scales and the
+tables are offline and do not grow with the context. GB are 2^30 bytes; 32K, 128K and 1M are powers of two (7B with nuq2
+takes 64 GB at 1M) and 10M is 10^7 (it then fits into 640 GB, as the text says). This is the paper's estimate, not what
+a store of ours holds; that is `estimate.predict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tersekv.cache.estimate import KNOWN, CacheShape
+
+GIB = 2**30
+FORMATS = {
+    "fp16": (16, 0.0), "nuq4": (4, 0.0), "nuq4-1%": (4, 0.01), "nuq3": (3, 0.0), "nuq3-1%": (3, 0.01),
+    "nuq2": (2, 0.0), "nuq2-1%": (2, 0.01),
+}  # fmt: skip
+TABLE_7_TOKENS = {"32K": 32 * 2**10, "128K": 128 * 2**10, "1M": 2**20, "10M": 10**7}
+TABLE_8_TOKENS = {"128K": 128 * 2**10, "1M": 2**20, "10M": 10**7}
+INTERMEDIATE = {"LLaMA-7B": 11008, "LLaMA-13B": 13824, "LLaMA-30B": 17920, "LLaMA-65B": 22016}
+VOCABULARY = 32000
+
+
+class Row(NamedTuple):
+    """One line of a table: numbers in GB by column."""
+
+    model: str
+    label: str
+    gigabytes: dict[str, float]
+
+
+def average_bits(shape: CacheShape, bits: int, outliers: float) -> float:
+    """Bits per key or value element."""
+    if bits == 16:
+        return 16.0
+    channels = shape.kv_heads * shape.key_dim
+    value_scales = 32 / channels / 2  # values only, so half of all elements
+    sparse = outliers * 32 + (32 / channels / 2 if outliers else 0)
+    return bits + value_scales + sparse
+
+
+def cache_gigabytes(shape: CacheShape, bits: int, outliers: float, tokens: int, batch: int = 1) -> float:
+    """Size of the cache."""
+    return average_bits(shape, bits, outliers) * shape.elements(tokens, batch) / 8 / GIB
+
+
+def model_gigabytes(name: str, bits: int) -> float:
+    """Size of the weights at `bits` bits: attention, gated MLP, and two embeddings."""
+    shape = KNOWN[name]
+    hidden = shape.kv_heads * shape.key_dim
+    per_layer = 4 * hidden**2 + 3 * hidden * INTERMEDIATE[name]
+    return (len(shape.windows) * per_layer + 2 * VOCABULARY * hidden) * bits / 8 / GIB
+
+
+def table_7(batches: Sequence[int] = (1, 4)) -> list[Row]:
+    """Weights and cache at 16 and at 2 bits; the paper has batches of 1 and 4."""
+    rows = []
+    for batch in batches:
+        for name, shape in KNOWN.items():
+            for bits in (16, 2):
+                sizes = {c: shape.elements(t, batch) * bits / 8 / GIB for c, t in TABLE_7_TOKENS.items()}
+                rows.append(Row(name, f"batch {batch}, {bits} bits", {"model": model_gigabytes(name, bits), **sizes}))
+    return rows
+
+
+def table_8(batch: int = 1) -> list[Row]:
+    """Cache by format and context length; the paper has batch 1."""
+    return [
+        Row(name, label, {c: cache_gigabytes(shape, *spec, t, batch) for c, t in TABLE_8_TOKENS.items()})
+        for name, shape in KNOWN.items()
+        for label, spec in FORMATS.items()
+    ]

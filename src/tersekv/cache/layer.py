@@ -1,0 +1,282 @@
+"""The cache of one layer: exact sinks | packed blocks | exact tail, in the order of the tokens, for keys and values.
+
+Append-only: what is packed is never decoded and packed again. Tokens are rounded to the exact type first and packed
+from that, and blocks start at fixed positions, so that the packed bytes do not depend on how tokens were fed (unless
+a codec is fitted on the prompt).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tersekv.cache.footprint import Footprint
+from tersekv.cache.heads import Heads
+from tersekv.cache.padding import own_sinks, without_padding
+from tersekv.cache.pages import PageSizes
+from tersekv.cache.rollback import ROLLBACK_TOKENS, check_crop, outside
+from tersekv.cache.rotary import Rotary
+from tersekv.cache.segments import ExactSegment, PackedSegment, new_page
+from tersekv.cache.side import SideStore, extents
+from tersekv.cache.state import Stateful
+from tersekv.cache.states import LAYER, layer_padding, layer_tokens
+from tersekv.codecs.transforms.rope import Rope
+from tersekv.recipe import LayerPlan
+from tersekv.tensors import plain
+
+if TYPE_CHECKING:
+    from tersekv.cache.spread import Spread
+
+
+class LayerStore(Stateful):
+    """Keys and values of one layer, created with the shapes of the first tokens.
+
+    Shapes: keys [B, H, n, Dk], values [B, H, n, Dv]. `window` is the layer's sliding window in tokens, None for full
+    attention; such a layer keeps no sinks and forgets packed tokens that no query can see any more. `rope`: of the
+    layer's keys, needed where they are coded without it. `heads`: where other processes hold other heads.
+    """
+
+    STATE, RULES = LAYER, (layer_tokens, layer_padding)
+    PARTS, MADE = ("sides", "rotary"), ("_pages",)
+    spread: Spread | None = None
+    """The processes that divide the packed tokens, where they do (`cache/spread.py`)."""
+    packed_everywhere = True  # or nowhere
+
+    @plain
+    def __init__(
+        self,
+        plan: LayerPlan,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None = None,
+        rope: Rope | None = None,
+        heads: Heads | None = None,
+    ) -> None:
+        plan = plan._replace(keys=plan.keys.to(keys.device), values=plan.values.to(keys.device))
+        self.plan, self.policy, self.window = plan, plan.policy, window
+        blocks = plan.keys.layout(keys.shape[-1]).block_tokens, plan.values.layout(values.shape[-1]).block_tokens
+        self.flush_tokens = math.lcm(*blocks)
+        dtype, tail_tokens = plan.policy.exact_dtype(keys.dtype), plan.policy.recent + self.flush_tokens
+        self.rotary = Rotary(rope) if rope is not None and plan.keys.needs_rope else None
+        sizes = PageSizes(self.flush_tokens, None if window is None else window + ROLLBACK_TOKENS)
+        self.keys = SideStore(plan.keys, keys, dtype, sizes, tail_tokens, self.rotary, heads)
+        self.values = SideStore(plan.values, values, dtype, sizes, tail_tokens, None, heads)
+        self.sides = self.keys, self.values
+        self.padding: Tensor | None = None  # while rows of a batch have sinks of their own
+        self.waits = True  # nothing is in sinks or packed: no tokens yet, or rows that are still short
+        self.record_past = False  # a sliding window forgets at a crop only
+        self.seen = self.dropped = 0
+        self._pages: list[PackedSegment] | None = None  # kept until packed blocks change
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch."""
+        return self.keys.sinks.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads."""
+        return self.keys.sinks.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes lie."""
+        return self.keys.sinks.device
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """Positions of each row, int64 [B], that are hidden in front of its packed tokens and tail, or None: padding,
+        and the places whose tokens its sinks hold."""
+        return None if self.padding is None else self.padding + self.keys.sinks.shape[2]
+
+    @plain
+    def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None) -> None:
+        """Add tokens and pack what has left the window.
+
+        padding: int64 [B], leading positions of each batch row that hold no token, known from the first mask; each
+        row's own first tokens then become its sinks.
+
+        Raises:
+            CacheError, UserError: values that are not finite, or that the exact type or a scale cannot hold; nothing
+            was added.
+        """
+        new = [side.rounded(x) for side, x in zip(self.sides, (keys, values), strict=True)]
+        if self.waits and padding is not None and int(padding.max()) > 0:
+            self.padding = padding
+        if self.rotary is not None:
+            self.rotary.note(self.seen, keys.shape[2], self.padding if self.waits else None)
+        if not self.waits or self.padding is None:
+            self._add(new, restart=False)
+        elif self._some_row_is_short(keys.shape[2]):
+            for side, x in zip(self.sides, new, strict=True):
+                side.tail.append(x)
+            self.seen += keys.shape[2]
+        else:  # start with all of them, as if they had come at once
+            new = [torch.cat([side.tail.data, x], dim=2) for side, x in zip(self.sides, new, strict=True)]
+            sinks = self.policy.sink_tokens(self.window)
+            new = [without_padding(x, self.padding, sinks) for x in new]
+            self.padding = self.padding if sinks else None
+            self._add(new, restart=True)
+
+    def _some_row_is_short(self, n: int) -> bool:
+        """Whether after n more tokens a row of a padded batch has fewer tokens than its sinks take, at least one."""
+        assert self.padding is not None
+        return int(self.padding.max()) + max(1, self.policy.sink_tokens(self.window)) > self.seen + n
+
+    def _add(self, new: list[Tensor], restart: bool) -> None:
+        """Sinks, packing and tail. restart: `new` holds what the tail held so far, too."""
+        n, held = new[0].shape[2], 0 if restart else self.keys.tail.tokens
+        seen = n if restart else self.seen + n
+        sinks = min(self.policy.sink_tokens(self.window) - self.keys.sinks.shape[2], n)
+        flush = self.policy.to_pack(held + n - sinks, self.flush_tokens, seen, self.window)
+        forget, skip = outside(self, seen, flush) if flush and not self.record_past else (0, 0)
+        place = (0 if restart else self.seen - held) + sinks
+        own = self._own(skip, flush)
+        prepared = [side.prepare(x, sinks, own, flush, restart, place) for side, x in zip(self.sides, new, strict=True)]
+        self.waits, self.seen = False, seen
+        self._forget(forget)
+        self.dropped += skip
+        for side, changes in zip(self.sides, prepared, strict=True):
+            side.commit(changes)
+        if flush:
+            self._pages = None
+            self._note(place, own, flush)
+
+    def _own(self, skip: int, flush: int) -> range:
+        """Of the `flush` tokens about to be packed, of which `skip` are not needed, those that are kept here."""
+        return range(skip, flush)
+
+    def _note(self, place: int, own: range, flush: int) -> None:
+        """`flush` tokens from `place` on were packed, those in `own` here."""
+
+    def _forget(self, tokens: int) -> None:
+        """Drop that many of the oldest packed tokens, whole blocks."""
+        for side in self.sides:
+            side.packed.drop_front(tokens // side.packed.layout.block_tokens)
+        self.dropped += tokens
+
+    def _own_sinks(self) -> Tensor:
+        """Positions [B, S] of each row's own sinks."""
+        assert self.padding is not None
+        return own_sinks(self.padding, self.keys.sinks.shape[2])
+
+    @property
+    def packed_tokens(self) -> int:
+        """Tokens held as codes."""
+        return self.keys.packed.tokens
+
+    @property
+    def packed_first(self) -> int:
+        """Position of the first packed token."""
+        return self.keys.sinks.shape[2] + self.dropped
+
+    def exact_segments(self) -> list[ExactSegment]:
+        """Sinks and tail, those that hold tokens."""
+        keys, values = self.sides
+        segments = []
+        if keys.sinks.shape[2]:
+            segments.append(ExactSegment(keys.sinks, values.sinks, 0 if self.padding is None else self._own_sinks()))
+        if keys.tail.tokens:
+            segments.append(ExactSegment(keys.tail.data, values.tail.data, self.seen - keys.tail.tokens))
+        return segments
+
+    def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
+        """Packed tokens `first` to `first + tokens` (multiples of `flush_tokens`), or None if there are none; a copy
+        where they lie in several pages."""
+        tokens = self.packed_tokens - first if tokens is None else min(tokens, self.packed_tokens - first)
+        return self._packed(first, tokens) if tokens > 0 else None
+
+    def packed_pages(self) -> Iterator[PackedSegment]:
+        """Packed tokens page by page, where they lie."""
+        if self._pages is not None:
+            yield from self._pages
+            return
+        pages = []
+        for first, tokens in extents(self.sides):
+            pages.append(self._packed(first, tokens))
+            yield pages[-1]
+        if all(page.keys.keeps and page.values.keeps for page in pages):
+            self._pages = pages
+
+    def _packed(self, first: int, tokens: int) -> PackedSegment:
+        keys, values = (side.view(first, tokens, self.packed_first) for side in self.sides)
+        return new_page(keys, values, self.packed_first + first, tokens)
+
+    def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """All tokens as [B, H, seen − dropped, D], position by position (rows with their own sinks included)."""
+        keys, values = (side.decoded(dtype, self.packed_first) for side in self.sides)
+        if self.padding is not None:
+            own = self._own_sinks()[:, None, :, None]
+            keys, values = (
+                x.scatter(2, own.expand(-1, x.shape[1], -1, x.shape[-1]), side.sinks.to(dtype))
+                for x, side in zip((keys, values), self.sides, strict=True)
+            )
+        return keys, values
+
+    check_crop = check_crop
+
+    @plain
+    def crop(self, n: int) -> None:
+        """Take back the n latest tokens. Where that reaches into packed blocks, whole blocks go and the tokens that
+        stay of the last one return to the tail as decoded.
+
+        Raises:
+            CacheError: more than was seen, or more than a sliding window or a padded batch can give back.
+        """
+        self.check_crop(n)
+        self._pages, self.seen = None, self.seen - n
+        from_tail = min(n, self.keys.tail.tokens)
+        from_packed = min(n - from_tail, self.packed_tokens)
+        blocks = -(-from_packed // self.flush_tokens) * self.flush_tokens
+        for side in self.sides:
+            side.tail.drop_back(from_tail)
+            if blocks:
+                side.unpack_back(blocks, blocks - from_packed, self.packed_first)
+            if n > from_tail + from_packed:
+                side.sinks = side.sinks[:, :, : self.seen].clone()
+        if self.record_past and self.window is not None:
+            self._forget(outside(self, self.seen, 0)[0])
+        if self.seen == 0:
+            self.padding, self.waits = None, True
+            self.keys.codec, self.values.codec = self.plan.keys, self.plan.values  # to be fitted on the next prompt
+            if self.rotary is not None:
+                self.rotary.clear()
+
+    @plain
+    def select(self, rows: Tensor) -> None:
+        """Keep the batch rows `rows` (int64, repeats allowed) in that order."""
+        rows, self._pages = rows.to(self.device), None
+        for side in self.sides:
+            side.select(rows)
+        self.padding = None if self.padding is None else self.padding.index_select(0, rows)
+        if self.rotary is not None:
+            self.rotary.select(rows)
+
+    @plain
+    def to(self, device: torch.device | str) -> None:
+        """Move everything to `device`."""
+        self._pages = None
+        self.plan = self.plan._replace(keys=self.plan.keys.to(device), values=self.plan.values.to(device))
+        for side in self.sides:
+            side.to(device)
+        self.padding = None if self.padding is None else self.padding.to(device)
+
+    def tables(self) -> list[Tensor]:
+        """Tables beside the planes, both sides; shared ones are the same objects in every layer. A codec that is
+        fitted on the prompt has none before it has packed anything."""
+        rope = []
+        if self.rotary is not None and self.packed_tokens:
+            rope = self.rotary.tables(self.device, self.keys.codec.centred, self.keys.head_dim)
+        return [*rope, *(table for side in self.sides for table in side.codec.tables(side.head_dim))]
+
+    def footprint(self) -> Footprint:
+        """Bytes held, without tables."""
+        rows = self.batch_size * self.kv_heads * min(self.seen, self.window or self.seen)
+        footprint = Footprint(self.seen, rows * sum(side.head_dim for side in self.sides))
+        for side in self.sides:
+            side.count(footprint)
+        return footprint

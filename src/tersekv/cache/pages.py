@@ -1,0 +1,226 @@
+"""Pages of packed blocks: how large they are, and one of them.
+
+A page is allocated once and never grows, so nothing that is packed moves when more is. A prompt makes a page of its own
+size. While decoding, a page has room for a sixteenth of what is there: on average it is half full, so that slack stays
+near 3 %, and the pages that attention reads one after the other stay few (`docs/design.md`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tersekv.cache.schema import anything, of_spec, record, require, whole
+from tersekv.cache.state import State
+from tersekv.layouts.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec
+from tersekv.tensors import TensorSpec
+
+GROWTH = 16
+MIN_PAGE_TOKENS = 128
+SPARE_ENTRIES = 32
+ENTRY_MARGIN = 1 / 8
+"""Room of a page for ragged entries that are denser than those it was opened with."""
+
+
+@dataclass(frozen=True)
+class PageSizes:
+    """Tokens that pages of a layer hold: multiples of `unit`, so that pages of keys and of values end at the same
+    tokens. held: most tokens that are ever there at a time (a sliding window), or None; pages are then small enough to
+    be given back one by one."""
+
+    unit: int = BLOCK_TOKENS
+    held: int | None = None
+
+    def next(self, tokens: int, used: int) -> int:
+        """Tokens of a new page, for `tokens` that come behind `used` others; fewer than come, where many would make it
+        too large."""
+        most = math.inf if self.held is None else max(MIN_PAGE_TOKENS, self.held // GROWTH)
+        size = min(max(tokens, MIN_PAGE_TOKENS, used // GROWTH), most)
+        return math.ceil(size / self.unit) * self.unit
+
+    def largest(self, tokens: int, used: int) -> int:
+        """Tokens of the largest page that may hold `tokens` and come behind `used` others; of a sliding window, whose
+        first ones may have been forgotten since, the largest of all."""
+        return self.next(tokens if self.held is None else max(tokens, self.held), used)
+
+    def slack(self, tokens: int) -> int:
+        """Tokens allocated beyond `tokens` that come at once."""
+        size = 0
+        while size < tokens:
+            size += self.next(tokens - size, size)
+        return size - tokens
+
+
+class Page:
+    """Blocks in one allocation: planes [B, H, capacity, *shape], ragged ones [capacity in entries]. Blocks `start` to
+    `stop` are in use; `ends` holds where the entries of each block end."""
+
+    def __init__(self, layout: Layout, planes: Planes, ends: list[int]) -> None:
+        self.layout, self.planes = layout, planes
+        self.start, self.stop, self.ends = 0, len(ends), ends
+
+    @classmethod
+    def of(cls, layout: Layout, planes: Planes) -> Page:
+        """The page that these planes are, full."""
+        blocks, entries = _extent(layout, planes)
+        if layout.starts is None:
+            return cls(layout, planes, [0] * blocks)
+        begins = planes[layout.starts][0, 0].tolist()
+        return cls(layout, planes, [*begins[1:], entries][:blocks])
+
+    @classmethod
+    def empty(cls, layout: Layout, like: Planes, blocks: int, entries: int) -> Page:
+        """Room for so many blocks and entries, in tensors like those of `like`."""
+        planes = {}
+        for name, spec in layout.planes.items():
+            shape = (entries,) if spec.ragged is not None else (*like[name].shape[:2], blocks, *spec.shape)
+            planes[name] = like[name].new_empty(shape)
+        return cls(layout, planes, [])
+
+    @classmethod
+    def restored(cls, layout: Layout, like: Planes, state: State, most_blocks: int) -> Page:
+        """The page that had this state, which `check_page` has passed, with as much room, but for no more than
+        `most_blocks` or those in use. Planes without room to spare are the state's tensors."""
+        blocks = min(state["blocks"], max(state["stop"], most_blocks))
+        elements = _most_entries(layout, like) * blocks
+        page = cls.empty(layout, like, blocks, min(state["entries"], max(state["end"], elements)))
+        page.start, page.stop = state["start"], state["stop"]
+        begins = state["planes"][layout.starts][0, 0].tolist() if layout.starts is not None else [0] * len(page)
+        page.ends = [*begins[:1] * page.start, *begins[1:], state["end"]]
+        for name, plane in page.cut(0, len(page)).items():
+            held = state["planes"][name]
+            if plane.shape == page.planes[name].shape:
+                page.planes[name] = held
+            else:
+                plane.copy_(held)
+        return page
+
+    def state(self) -> State:
+        """Blocks in use, and what was allocated."""
+        blocks, entries = _extent(self.layout, self.planes)
+        figures = {"blocks": blocks, "entries": entries, "start": self.start, "stop": self.stop}
+        return {**figures, "end": self._end(self.stop), "planes": self.cut(0, len(self))}
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def capacity(self) -> int:
+        """Blocks allocated."""
+        return _extent(self.layout, self.planes)[0]
+
+    @property
+    def entries(self) -> list[int]:
+        """Ragged entries of each block in use."""
+        return [b - a for a, b in itertools.pairwise([self._end(self.start), *self.ends[self.start : self.stop]])]
+
+    def _end(self, block: int) -> int:
+        """Entries in front of a block."""
+        return self.ends[block - 1] if block else 0
+
+    def room(self, entries: list[int]) -> int:
+        """How many of coming blocks with so many entries fit."""
+        blocks, pool = _extent(self.layout, self.planes)
+        ends = list(itertools.accumulate(entries[: blocks - self.stop], initial=self._end(self.stop)))
+        return bisect_right(ends, pool) - 1
+
+    def take(self, other: Page, first: int, n: int) -> None:
+        """Add n blocks of another page, counted from its oldest in use."""
+        begin, used = other._end(other.start + first), self._end(self.stop)
+        for name, plane in other.cut(first, first + n).items():
+            if self.layout.planes[name].ragged is not None:
+                self.planes[name][used : used + len(plane)] = plane
+            else:
+                shifted = plane + (used - begin) if name == self.layout.starts else plane
+                self.planes[name][:, :, self.stop : self.stop + n] = shifted
+        last = other.start + first + n
+        self.ends += [end + used - begin for end in other.ends[last - n : last]]
+        self.stop += n
+
+    def cut(self, first: int, last: int) -> Planes:
+        """Views of blocks `first` to `last`, counted from the oldest in use."""
+        first, last = self.start + first, self.start + last
+        entries = slice(self._end(first), self._end(last))
+        return {
+            name: plane[:, :, first:last] if self.layout.planes[name].ragged is None else plane[entries]
+            for name, plane in self.planes.items()
+        }
+
+    def resize(self, start: int, stop: int) -> None:
+        """Other blocks are in use, none that was not written."""
+        self.start, self.stop = start, stop
+        del self.ends[stop:]
+
+
+def check_page(layout: Layout, like: Planes, unit: int, state: State, place: str) -> None:
+    """Raise UserError unless a state is that of a page with planes like those of `like`, in multiples of `unit`
+    blocks."""
+    figures = {name: whole() for name in ("blocks", "entries", "start", "stop", "end")}
+    record({**figures, "planes": anything})(state, place)
+    blocks, start, stop, entries, end = (state[name] for name in ("blocks", "start", "stop", "entries", "end"))
+    require(start < stop <= blocks, place, f"uses blocks {start} to {stop} of {blocks}")
+    require(start % unit == 0 == stop % unit, place, f"uses blocks {start} to {stop}, which are no multiples of {unit}")
+    planes = {
+        name: anything if spec.ragged is not None else of_spec(_spec(spec, like[name], stop - start))
+        for name, spec in layout.planes.items()
+    }
+    record(planes)(state["planes"], f"{place}.planes")
+    for name, spec in layout.planes.items():
+        if spec.ragged is None:
+            _check_channels(spec, state["planes"][name], f"{place}.planes.{name}")
+    if layout.starts is None:
+        require(entries == 0 == end, place, f"has {entries} entries, and must have none")
+        return
+    starts = state["planes"][layout.starts].permute(2, 0, 1).flatten().long()  # in the order of the entries
+    first, last = int(starts[0]), int(starts[-1])
+    rises = bool((starts[1:] >= starts[:-1]).all()) and first >= 0 and last <= end <= entries
+    require(rises and (start > 0 or first == 0), f"{place}.planes.{layout.starts}", "are not where entries begin")
+    for name, spec in layout.planes.items():
+        if spec.ragged is not None:
+            own = f"{place}.planes.{name}"
+            of_spec(TensorSpec(spec.dtype, (end - first,)))(state["planes"][name], own)
+            if spec.channels is not None:
+                _check_channels(spec, state["planes"][name], own)
+                _check_order(state["planes"][name], starts, end, own)
+
+
+def _spec(spec: PlaneSpec, like: Tensor, blocks: int) -> TensorSpec:
+    return TensorSpec(spec.dtype, (*like.shape[:2], blocks, *spec.shape))
+
+
+def _check_channels(spec: PlaneSpec, plane: Tensor, place: str) -> None:
+    """Kernels follow what elements name."""
+    if spec.channels is None or not plane.numel():
+        return
+    named = plane.long() if spec.channel_bits is None else plane.long() & ((1 << spec.channel_bits) - 1)
+    least, most = (int(bound) for bound in named.aminmax())
+    require(least >= 0 and most < spec.channels, place, f"names channels {least} to {most} of {spec.channels}")
+
+
+def _check_order(places: Tensor, starts: Tensor, end: int, place: str) -> None:
+    """Entries of a block rise, as 16 bits without a sign."""
+    counts = torch.diff(starts, append=starts.new_tensor([end]))
+    block = torch.repeat_interleave(torch.arange(len(starts), device=starts.device), counts)
+    order = (block << 16) + (places.long() & 0xFFFF)
+    require(bool((order[1:] > order[:-1]).all()), place, "are not in the order of tokens and channels")
+
+
+def _most_entries(layout: Layout, like: Planes) -> int:
+    """Entries of a block of which each element is one."""
+    if layout.starts is None:
+        return 0
+    B, H = like[layout.starts].shape[:2]
+    channels = max(spec.channels or 0 for spec in layout.planes.values())
+    return B * H * layout.block_tokens * channels
+
+
+def _extent(layout: Layout, planes: Planes) -> tuple[int, int]:
+    """Blocks and entries that planes have room for."""
+    blocks = next(planes[name].shape[2] for name, spec in layout.planes.items() if spec.ragged is None)
+    entries = next((len(planes[name]) for name, spec in layout.planes.items() if spec.ragged is not None), 0)
+    return blocks, entries

@@ -1,0 +1,280 @@
+"""Tokens chosen for each KV head: packed blocks, then loose exact tokens, with the position of each.
+
+All heads have the same number of slots; a slot without a token has position −1 and is never attended to. Packed tokens
+leave by losing their position. A block that is empty in every head is given back, and where there are more blocks than
+allowed, each head loses those whose tokens count least. What was packed is packed again only where that changes no bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tersekv.cache.footprint import Footprint
+from tersekv.cache.heads import Heads
+from tersekv.cache.pages import PageSizes
+from tersekv.cache.pool_side import PoolSide
+from tersekv.cache.side import ENCODE_TOKENS
+from tersekv.cache.slots import gathered, spread
+from tersekv.cache.state import Stateful
+from tersekv.cache.states import POOL, pool_slots
+from tersekv.codecs import Codec
+from tersekv.codecs.transforms.rope import Angles, Rope
+from tersekv.layouts.base import View
+from tersekv.layouts.centred import Centred, Turned
+from tersekv.layouts.roped import Roped
+
+WEIGHT = "weight"
+
+
+class Pool(Stateful):
+    """positions int32 [B, H, slots]: packed slots, then loose ones. fields: further figures per slot, by name. rope: of
+    the keys, needed where they are coded without it; exact tokens keep theirs."""
+
+    STATE, RULES = POOL, (pool_slots,)
+    PARTS = ("sides",)
+
+    def __init__(
+        self,
+        codecs: Sequence[Codec],
+        like: Sequence[Tensor],
+        dtype: torch.dtype,
+        fields: dict[str, torch.dtype] | None = None,
+        rope: Rope | None = None,
+        heads: Heads | None = None,
+    ) -> None:
+        pairs, (B, H) = list(zip(codecs, like, strict=True)), like[0].shape[:2]
+        self.flush_tokens = math.lcm(*(codec.layout(x.shape[-1]).block_tokens for codec, x in pairs))
+        self.sides = [PoolSide(codec, x, dtype, PageSizes(self.flush_tokens), heads) for codec, x in pairs]
+        self.positions = like[0].new_empty((B, H, 0), dtype=torch.int32)
+        self.fields = {name: like[0].new_empty((B, H, 0), dtype=kind) for name, kind in (fields or {}).items()}
+        self.rope = rope if codecs[0].needs_rope else None
+        self.padding: Tensor | None = None  # int64 [B], in front of each row's first token
+        self.moves = True  # as far as is known, packing a token again gives the same bits
+
+    @property
+    def packed_tokens(self) -> int:
+        """Packed slots."""
+        return self.sides[0].packed.tokens
+
+    @property
+    def alive(self) -> Tensor:
+        """Slots that hold a token, bool [B, H, slots]."""
+        return self.positions >= 0
+
+    def add(self, tokens: Sequence[Tensor], positions: Tensor, fields: dict[str, Tensor]) -> None:
+        """Add loose tokens: [B, H, n, D] for each side, positions [B, H, n] (−1 where a head has none)."""
+        for side, x in zip(self.sides, tokens, strict=True):
+            side.loose = torch.cat([side.loose, x.to(side.dtype)], dim=2)
+        self.positions = torch.cat([self.positions, positions.to(torch.int32)], dim=2)
+        self.fields = {name: torch.cat([old, fields[name].to(old.dtype)], dim=2) for name, old in self.fields.items()}
+        self._tidy()
+
+    def take(self, tokens: Sequence[Tensor], positions: Tensor, chosen: Tensor, fields: dict[str, Tensor]) -> None:
+        """Add those of tokens [B, H, n, D] that are in chosen [B, H, n]."""
+        order = (~chosen).int().argsort(dim=-1, stable=True)[:, :, : int(chosen.sum(-1).max())]
+        entering = positions.masked_fill(~chosen, -1).gather(2, order)
+        taken = {name: x.gather(2, order) for name, x in fields.items()}
+        self.add([gathered(x, order) for x in tokens], entering, taken)
+
+    def keep(self, alive: Tensor) -> None:
+        """Only the slots in `alive` [B, H, slots] keep their tokens."""
+        self.positions = self.positions.masked_fill(~alive, -1)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Move loose tokens to the front of their head and cut off slots that no head uses."""
+        P = self.packed_tokens
+        alive = self.alive[:, :, P:]
+        if not bool(alive.all()):
+            order = (~alive).int().argsort(dim=-1, stable=True)[:, :, : int(alive.sum(-1).max())]
+            for side in self.sides:
+                side.loose = gathered(side.loose, order)
+            self._rearrange(P + order)
+
+    def _rearrange(self, loose: Tensor) -> None:
+        """Figures of the packed slots, then of the slots `loose` [B, H, n]."""
+        P = self.packed_tokens
+
+        def moved(x: Tensor) -> Tensor:
+            return torch.cat([x[:, :, :P], x.gather(2, loose)], dim=2)
+
+        self.positions = moved(self.positions)
+        self.fields = {name: moved(x) for name, x in self.fields.items()}
+
+    def _angles(self, positions: Tensor) -> Angles:
+        assert self.rope is not None
+        first = 0 if self.padding is None else self.padding[:, None, None]
+        return self.rope.angles_at((positions - first).clamp(min=0))
+
+    def _plain(self, side: int, x: Tensor, positions: Tensor) -> Tensor:
+        """Tokens [B, H, n, D] at these positions as the codec takes them: float32, keys without RoPE or their constant
+        part where it wants them so."""
+        if self.rope is None or side or not x.shape[2]:
+            return x.float()
+        codec, angles = self.sides[0].codec, self._angles(positions)
+        if codec.centred:
+            return x.float() - Turned(codec.fitted["mean"].float(), self.rope, angles).decode()
+        return self.rope.take_off(x.float(), *angles.cos_sin())
+
+    def _fitted(self, side: int, x: Tensor, positions: Tensor) -> Codec:
+        """The codec of a side with what it learns from tokens [B, H, n, D] at these positions."""
+        pool = self.sides[side]
+        if pool.codec.centred:
+            assert self.rope is not None
+            pool.codec = pool.codec.with_mean(self.rope.take_off(x.float(), *self._angles(positions).cos_sin()))
+        return pool.fitted(pool.codec, self._plain(side, x, positions))
+
+    def views(self, first: int, tokens: int) -> list[View]:
+        """Packed slots `first` to `first + tokens` of each side."""
+        views = [side.view(first, tokens) for side in self.sides]
+        if self.rope is not None:
+            codec, angles = self.sides[0].codec, self._angles(self.positions[:, :, first : first + tokens])
+            if codec.centred:
+                views[0] = Centred(views[0], Turned(codec.fitted["mean"], self.rope, angles))
+            else:
+                views[0] = Roped(views[0], self.rope, angles)
+        return views
+
+    def pack(
+        self, movable: Tensor, samples: Sequence[Tensor], sample_positions: Tensor, most_blocks: int | None
+    ) -> None:
+        """Pack whole blocks of each head's movable loose tokens, oldest first. Where blocks have to go, it is by the
+        field WEIGHT.
+
+        movable: bool [B, H, L], loose slots that may be packed. samples: for each side, what a codec that learns from
+        the prompt is fitted on, [B, H, n, D], and their positions [B, H, n]. most_blocks: blocks of `flush_tokens`
+        allowed, or None.
+
+        Raises:
+            UserError: a scale that its type cannot hold; nothing has changed.
+        """
+        t = self.flush_tokens
+        waiting = movable.sum(-1) // t
+        blocks = int(waiting.max()) if movable.shape[2] else 0
+        if blocks == 0:
+            return
+        order = (~movable).int().argsort(dim=-1, stable=True)[:, :, : blocks * t]
+        taken = torch.arange(blocks * t, device=order.device) < (waiting * t).unsqueeze(-1)
+        order = torch.where(taken, order, order[:, :, :1])  # a slot without a token repeats one, for the block's scales
+        P, planes = self.packed_tokens, []
+        positions = self.positions[:, :, P:].gather(2, order)
+        for i, (side, sample) in enumerate(zip(self.sides, samples, strict=True)):
+            if side.codec.lacks == "prompt":
+                side.codec = self._fitted(i, sample, sample_positions)
+            x = self._plain(i, gathered(side.loose, order), positions)
+            planes.append([side.codec.encode(part) for part in x.split(max(1, ENCODE_TOKENS // t) * t, dim=2)])
+        for side, parts in zip(self.sides, planes, strict=True):
+            side.packed.append(*parts)
+        self._move(P, order, taken)
+        self._compact(most_blocks)
+        self._give_back(most_blocks)
+
+    def _move(self, P: int, order: Tensor, taken: Tensor) -> None:
+        """Figures of loose slots `order` go between those of packed and of loose slots."""
+        counts = torch.zeros_like(self.positions[:, :, P:]).scatter_add(2, order, taken.to(torch.int32))
+
+        def moved(x: Tensor) -> Tensor:
+            return torch.cat([x[:, :, :P], x[:, :, P:].gather(2, order), x[:, :, P:]], dim=2)
+
+        self.fields = {name: moved(x) for name, x in self.fields.items()}
+        packed = self.positions[:, :, P:].gather(2, order).masked_fill(~taken, -1)
+        loose = self.positions[:, :, P:].masked_fill(counts > 0, -1)
+        self.positions = torch.cat([self.positions[:, :, :P], packed, loose], dim=2)
+        self._tidy()
+
+    def _compact(self, most_blocks: int | None) -> None:
+        """Where half of the packed slots are empty, or blocks are too many: put the tokens together, if that changes no
+        bit of what they decode to (as for floats)."""
+        P, t = self.packed_tokens, self.flush_tokens
+        alive = self.alive[:, :, :P]
+        slots = -(-int(alive.sum(-1).max()) // t) * t
+        wanted = 2 * slots <= P or (most_blocks is not None and most_blocks * t < P)
+        if not self.moves or not wanted or slots == P:
+            return
+        order = (~alive).int().argsort(dim=-1, stable=True)[:, :, :slots]
+        held = alive.gather(2, order)
+        order = torch.where(held, order, order[:, :, :1])
+        planes = []
+        for side in self.sides:
+            x = gathered(side.view(0, P).decode(), order)
+            planes.append(side.codec.encode(x))
+            self.moves = self.moves and torch.equal(side.codec.decode(planes[-1], side.head_dim), x)
+        if not self.moves:
+            return
+        for side, moved in zip(self.sides, planes, strict=True):
+            side.packed.hold(moved)
+        self.positions = torch.cat(
+            [self.positions.gather(2, order).masked_fill(~held, -1), self.positions[:, :, P:]], dim=2
+        )
+        self.fields = {name: torch.cat([x.gather(2, order), x[:, :, P:]], dim=2) for name, x in self.fields.items()}
+        self._tidy()
+
+    def _give_back(self, most_blocks: int | None) -> None:
+        """Drop blocks that are empty in every head, and those that are too many."""
+        P, t = self.packed_tokens, self.flush_tokens
+        alive = self.alive[:, :, :P].unflatten(2, (-1, t))
+        filled = alive.any(-1)
+        blocks = P // t
+        drop = int((~filled).sum(-1).min())
+        drop = max(drop, blocks - most_blocks) if most_blocks is not None else drop
+        if drop == 0:
+            return
+        sums = self.fields[WEIGHT][:, :, :P].unflatten(2, (-1, t)).masked_fill(~alive, 0.0).sum(-1)
+        sums = sums.masked_fill(~filled, -torch.inf)
+        kept = sums.topk(blocks - drop, dim=-1).indices.sort(dim=-1).values
+        for side in self.sides:
+            per_flush = t // side.packed.layout.block_tokens
+            side.packed.keep(spread(kept, per_flush))
+        slots = spread(kept, t)
+        loose = torch.arange(P, self.positions.shape[2], device=slots.device).expand(*slots.shape[:2], -1)
+        index = torch.cat([slots, loose], dim=2)
+        self.positions = self.positions.gather(2, index)
+        self.fields = {name: x.gather(2, index) for name, x in self.fields.items()}
+        self._tidy()
+
+    def mark(self) -> Any:
+        """What `undo` goes back to; buffers grow behind what it holds, so that nothing is copied."""
+        sides = [(side.codec, side.loose, side.packed.mark()) for side in self.sides]
+        return sides, self.positions, dict(self.fields)
+
+    def undo(self, mark: Any) -> None:
+        """Undo everything since `mark()`."""
+        sides, self.positions, self.fields = mark
+        for side, (codec, loose, packed) in zip(self.sides, sides, strict=True):
+            side.codec, side.loose = codec, loose
+            side.packed.undo(packed)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move everything."""
+        for side in self.sides:
+            side.to(device)
+        self._map_figures(lambda x: x.to(device))
+        self.padding = None if self.padding is None else self.padding.to(device)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows (int64, repeats allowed)."""
+        for side in self.sides:
+            side.select(rows)
+        self._map_figures(lambda x: x.index_select(0, rows))
+        self.padding = None if self.padding is None else self.padding.index_select(0, rows)
+
+    def _map_figures(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self.positions = fn(self.positions)
+        self.fields = {name: fn(x) for name, x in self.fields.items()}
+
+    def count(self, footprint: Footprint, sinks: int) -> None:
+        """Add the bytes held, of which `sinks` loose slots per head count as sinks."""
+        for side in self.sides:
+            side.packed.count(footprint)
+            slots = side.loose.shape[2]
+            held = side.loose.nbytes
+            as_sinks = held * min(sinks, slots) // slots if slots else 0
+            footprint.parts["exact sinks"] += as_sinks
+            footprint.parts["exact window"] += held - as_sinks
+        for x in (self.positions, *self.fields.values()):
+            footprint.parts["selection"] += x.numel() * x.element_size()

@@ -1,0 +1,123 @@
+"""Which RoPE each cached key of a layer carries, so that it can be taken off before packing and put back on reading.
+
+A token's position is its place in the cache, minus its row's padding. Where a model's frequencies change with the
+length of the sequence, keys keep those of the call they came with: runs of tokens note the length at that time.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+import torch
+from torch import Tensor
+
+from tersekv.cache.state import State, Stateful
+from tersekv.cache.states import ROTARY, rotary_runs
+from tersekv.codecs.transforms.rope import Angles, Rope
+from tersekv.layouts.centred import Turned
+
+
+class Rotary(Stateful):
+    """RoPE of the tokens of one layer; places count from the first token of the cache."""
+
+    STATE, RULES = ROTARY, (rotary_runs,)
+
+    def __init__(self, rope: Rope) -> None:
+        self.rope = rope
+        self.padding: Tensor | None = None  # int64 [B], on the CPU
+        self.starts, self.lengths = [0], [0]
+
+    def note(self, first: int, n: int, padding: Tensor | None = None) -> None:
+        """Tokens first to first + n came in one call; padding int64 [B], where a batch has just begun with some."""
+        self.padding = self.padding if padding is None else padding.cpu()
+        if not self.rope.varies or not n:
+            return
+        at = bisect.bisect_left(self.starts, first)
+        self.starts[at:], self.lengths[at:] = [first], [first + n]
+
+    def angles(self, first: int, n: int, device: torch.device) -> Angles:
+        """Angles of n tokens from place `first` on."""
+        if not self.rope.varies:
+            return self.rope.angles(first, n, self.padding, device)
+        return self.rope.given(*self.cos_sin(first, n, device))
+
+    def cos_sin(self, first: int, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin float32 [1 or B, n, R]."""
+        if not self.rope.varies:
+            return self.angles(first, n, device).cos_sin()
+        paddings = [0] if self.padding is None else [int(p) for p in self.padding]
+        return _stacked([self._row(first, n, padding, device) for padding in paddings])
+
+    def _row(self, first: int, n: int, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of one batch row, where frequencies change with the length of the sequence."""
+        parts = []
+        place = first
+        while place < first + n:
+            run = bisect.bisect_right(self.starts, place) - 1
+            stop = self.starts[run + 1] if run + 1 < len(self.starts) else first + n
+            stop = min(stop, first + n)
+            parts.append(self.rope.cos_sin(place - padding, stop - place, self.lengths[run] - padding, device))
+            place = stop
+        cos, sin = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
+        return cos, sin
+
+    def take_off(self, x: Tensor, first: int, own_sinks: bool = False) -> Tensor:
+        """Keys [B, H, n, D] from place `first` on, as they were before RoPE: float32. own_sinks: they are each row's
+        first tokens, whatever its padding."""
+        if not x.shape[2]:
+            return x.float()
+        if own_sinks and self.padding is not None:
+            cos, sin = self._own_sinks(x.shape[2], x.device)
+        else:
+            cos, sin = self.cos_sin(first, x.shape[2], x.device)
+        return self.rope.take_off(x.float(), cos, sin)
+
+    def pull_back(self, gradient: Tensor, first: int) -> Tensor:
+        """Gradients [B, H, n, D] with respect to keys from place `first` on, as those with respect to the keys before
+        RoPE: float32."""
+        return self.rope.pull_back(gradient.float(), *self.cos_sin(first, gradient.shape[2], gradient.device))
+
+    def put(self, x: Tensor, first: int) -> Tensor:
+        """Keys [B, H, n, D] from place `first` on, with their RoPE."""
+        return self.rope.put(x, *self.cos_sin(first, x.shape[2], x.device))
+
+    def _own_sinks(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin float32 [B, n, R] of each row's first n tokens."""
+        assert self.padding is not None
+        if not self.rope.varies:
+            return self.rope.angles(0, n, torch.zeros_like(self.padding), device).cos_sin()
+        return _stacked([self._row(int(p), n, int(p), device) for p in self.padding])
+
+    def turned(self, mean: Tensor, first: int, n: int) -> Turned:
+        """The constant part [1 or B, H, D] of keys as n tokens from place `first` on have it."""
+        return Turned(mean, self.rope, self.angles(first, n, mean.device))
+
+    def tables(self, device: torch.device, centred: bool, head_dim: int) -> list[Tensor]:
+        """The tensors kept for keys of head_dim channels: the table, and RoPE's steps for centred keys or its turns for
+        others."""
+        return self.rope.tables(device, stepped=centred, turned=0 if centred else head_dim)
+
+    def at(self, places: Tensor) -> Angles:
+        """Angles of tokens at `places` int [n], where frequencies do not depend on the length."""
+        padding = 0 if self.padding is None else self.padding.to(places)[:, None]
+        return self.rope.angles_at((places[None] - padding).clamp(min=0))
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.padding = None
+        self.starts, self.lengths = [0], [0]
+
+    def _hold(self, state: State, place: str) -> None:
+        super()._hold(state, place)
+        self.padding = None if self.padding is None else self.padding.cpu()
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows."""
+        if self.padding is not None:
+            self.padding = self.padding[rows.cpu()]
+
+
+def _stacked(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, n, R] from those of each batch row."""
+    cos, sin = (torch.stack(parts) for parts in zip(*rows, strict=True))
+    return cos, sin

@@ -1,0 +1,283 @@
+"""What stores that keep only some tokens have in common: an exact tail of the latest tokens, the same for all heads,
+and behind it what was chosen, in pools whose tokens keep the positions, and the RoPE, that they came with.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from tersekv.cache.footprint import Footprint
+from tersekv.cache.heads import Heads
+from tersekv.cache.pool import Pool
+from tersekv.cache.segments import ExactSegment, PackedSegment, WeightedSegment
+from tersekv.cache.state import Rules, Spec, Stateful
+from tersekv.cache.states import SELECTIVE, selective_tokens
+from tersekv.cache.tail import TailBuffer, first_tokens
+from tersekv.codecs.transforms.rope import Rope
+from tersekv.errors import CacheError, UserError
+from tersekv.policies.base import Selection
+from tersekv.recipe import LayerPlan
+from tersekv.tensors import plain
+
+PROMPT_TOKENS = 32
+"""A call of at least so many tokens, or the first one, is a prompt to choose from; shorter ones are generated tokens,
+or proposals of assisted decoding."""
+
+UNREADABLE = (
+    "a token policy that drops tokens is read by tersekv's attention only, since each head drops others; use `with "
+    "tersekv.compress(model, recipe):`, or the policy window where a model's own code opens keys and values"
+)
+
+
+class SelectiveStore(Stateful, ABC):
+    """Keys [B, H, n, Dk] and values [B, H, n, Dv] of a full-attention layer under a `Selection` policy."""
+
+    STATE: ClassVar[Spec] = SELECTIVE
+    """What a refused append puts back, beside the pools; replaced when it changes, never written into."""
+    RULES: ClassVar[Rules] = (selective_tokens,)
+    PARTS = ("pools", "tails")
+
+    dropped = 0  # from the front: nothing, all positions may be held
+    spread, packed_everywhere = None, True  # every process holds all tokens
+
+    @plain
+    def __init__(
+        self, plan: LayerPlan, keys: Tensor, values: Tensor, rope: Rope | None = None, heads: Heads | None = None
+    ) -> None:
+        assert isinstance(plan.policy, Selection)
+        self.plan, self.rope, self.heads = plan, rope, heads
+        self.policy: Selection = plan.policy
+        self.dtype, self.record_past = plan.policy.exact_dtype(keys.dtype), False
+        self._start(keys, values)
+
+    def _start(self, keys: Tensor, values: Tensor) -> None:
+        """No tokens, for shapes as these."""
+        B, H = keys.shape[:2]
+        self.pool = self._new_pool(keys, values)
+        self.keys, self.values = self.sides = self.pool.sides
+        self.flush_tokens = self.pool.flush_tokens
+        room = self.dtype, keys.device, 0, self.policy.recent + self.flush_tokens
+        self.tails = [TailBuffer(B, H, x.shape[3], *room) for x in (keys, values)]
+        self.padding: Tensor | None = None
+        self.seen = self.tail_tokens = 0  # the latter: latest tokens that stay exact
+        self.budget = torch.zeros(B, dtype=torch.int64, device=keys.device)  # tokens kept per row
+        self.latest = torch.zeros_like(self.budget)  # latest tokens per row that always stay
+
+    def _new_pool(self, keys: Tensor, values: Tensor) -> Pool:
+        return Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype, None, self.rope, self.heads)
+
+    @property
+    def pools(self) -> list[Pool]:
+        """All of them."""
+        return [self.pool]
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch."""
+        return self.budget.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads."""
+        return self.pool.positions.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes lie."""
+        return self.budget.device
+
+    @property
+    def waits(self) -> bool:
+        """Whether a row may still be all padding."""
+        return self.seen == 0 or (self.padding is not None and int(self.padding.max()) >= self.seen)
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """Positions of each row, int64 [B], in front of its first token."""
+        return self.padding
+
+    def observed(self, queries: int) -> int:
+        """How many of the latest `queries` queries the policy wants to see the attention of."""
+        return self.policy.observed(queries) if self._is_prompt(queries) or self.policy.remembers else 0
+
+    def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Not possible: heads have dropped different tokens."""
+        raise UserError(UNREADABLE)
+
+    @abstractmethod
+    def exact_segments(self) -> list[ExactSegment]:
+        """Tokens kept as floats, those that hold any."""
+
+    def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
+        """Packed slots `first` to `first + tokens` (multiples of `flush_tokens`), or None if there are none."""
+        return None
+
+    def packed_pages(self) -> Iterator[PackedSegment]:
+        """All of them page by page, where they lie."""
+        return iter(())
+
+    def weighted_segments(self) -> list[WeightedSegment]:
+        """Tokens that stand for others, with log-weights for softmax's numerator and denominator."""
+        return []
+
+    @property
+    def longest_value(self) -> Tensor | None:
+        """The largest norm of a value so far, float32 [B, H], where attention is an estimate; no true one is longer."""
+        return None
+
+    def _is_prompt(self, n: int) -> bool:
+        return self.seen == 0 or n >= PROMPT_TOKENS
+
+    @plain
+    def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, votes: Tensor | None = None) -> None:
+        """Add tokens, choose which stay, pack what has left the tail.
+
+        padding: int64 [B], leading positions of each row that hold no token. votes: float32 [B, H, held + n], the
+        attention that observed queries gave to held tokens and to the new ones.
+
+        Raises:
+            CacheError, UserError: values that are not finite, or that the exact type or a scale cannot hold; nothing
+            was added.
+        """
+        if votes is None and self.observed(keys.shape[2]):
+            raise UserError(UNREADABLE)
+        new = [side.rounded(x) for side, x in zip(self.sides, (keys, values), strict=True)]
+        before = [pool.mark() for pool in self.pools], {name: getattr(self, name) for name in self.STATE}
+        if self.waits and padding is not None and int(padding.max()) > 0:
+            self.padding = padding
+            for pool in self.pools:
+                pool.padding = padding
+        try:
+            leave = self._add(new, votes)
+        except Exception:
+            for pool, mark in zip(self.pools, before[0], strict=True):
+                pool.undo(mark)
+            self.__dict__.update(before[1])
+            raise
+        for tail, x in zip(self.tails, new, strict=True):  # last: it is not undone
+            tail.usual = self.tail_tokens + (0 if self.policy.evicts == "step" else self.flush_tokens)
+            old = tail.tokens
+            tail.drop_front(min(leave, old))
+            tail.append(x[:, :, max(0, leave - old) :])
+
+    def _add(self, new: list[Tensor], votes: Tensor | None) -> int:
+        """Everything but the tail; how many of the oldest tokens of the tail and of `new` leave it."""
+        n, t = new[0].shape[2], self.tails[0].tokens
+        prompt = self._is_prompt(n)
+        self.seen += n
+        if prompt or self.policy.evicts != "never":
+            self._set_budget()
+        leave = 0 if self.waits else max(0, t + n - self.tail_tokens)
+        if not prompt and self.policy.evicts != "step":
+            leave = leave // self.flush_tokens * self.flush_tokens
+        if self.policy.remembers or leave:
+            self._take(new, votes, leave, prompt)
+        return leave
+
+    @abstractmethod
+    def _take(self, new: list[Tensor], votes: Tensor | None, leave: int, prompt: bool) -> None:
+        """The oldest `leave` tokens of the tail and of `new` go into the pools, or for good."""
+
+    def _set_budget(self) -> None:
+        """What stays of each row, by the number of its tokens."""
+        tokens = [self.seen] * self.batch_size if self.padding is None else (self.seen - self.padding).tolist()
+        kept = [self.policy.kept(n, self.plan.layer, self.plan.layers) for n in tokens]
+        self.budget = self.budget.new_tensor(kept)
+        self.latest = self.budget.new_tensor([self.policy.latest(n) for n in kept])
+        self.tail_tokens = min(self.policy.recent, int(self.latest.max()))
+
+    def _leaving(self, new: list[Tensor], leave: int) -> tuple[list[Tensor], Tensor]:
+        """The oldest `leave` tokens [B, H, m, D] of the tail and of `new`, and their positions int32 [B, H, m]. What
+        stands in the padding has position −1 and is replaced by the row's last token, so that no scale or table sees
+        it."""
+        t, n = self.tails[0].tokens, new[0].shape[2]
+        leaving = [first_tokens(tail.data, x, leave) for tail, x in zip(self.tails, new, strict=True)]
+        first = self.seen - t - n
+        positions = torch.arange(first, first + leave, dtype=torch.int32, device=self.device)
+        positions = positions.expand(self.batch_size, self.kv_heads, -1)
+        if self.padding is not None:
+            hidden = positions < self.padding[:, None, None]
+            positions = positions.masked_fill(hidden, -1)
+            leaving = [torch.where(hidden[..., None], x[:, :, -1:], y) for x, y in zip(new, leaving, strict=True)]
+        return leaving, positions
+
+    def _sinks(self, positions: Tensor) -> Tensor:
+        """Which positions are among the first of their row."""
+        first = 0 if self.padding is None else self.padding[:, None, None]
+        return (positions >= 0) & (positions < first + self.policy.sinks)
+
+    def check_crop(self, n: int) -> None:
+        """Raise CacheError unless the n latest tokens can be taken back: all, or no more than the tail holds. What was
+        dropped in their favour is gone."""
+        held = self.tails[0].tokens
+        if n > self.seen:
+            raise CacheError(f"cannot take back {n} tokens, only {self.seen} were seen")
+        if held < n < self.seen:
+            raise CacheError(
+                f"cannot take back {n} tokens; of a policy that drops tokens, the latest {held} can be given back (its "
+                "option recent says how many), or all"
+            )
+
+    @plain
+    def crop(self, n: int) -> None:
+        """Take back the n latest tokens, see `check_crop`."""
+        self.check_crop(n)
+        if n == self.seen:
+            self._start(*(tail.data[:, :, :0] for tail in self.tails))
+        else:
+            self.seen -= n
+            self._crop_tail(n)
+
+    def _crop_tail(self, n: int) -> None:
+        for tail in self.tails:
+            tail.drop_back(n)
+
+    @plain
+    def select(self, rows: Tensor) -> None:
+        """Keep the batch rows `rows` (int64, repeats allowed) in that order."""
+        rows = rows.to(self.device)
+        for pool in self.pools:
+            pool.select(rows)
+        for tail in self.tails:
+            tail.select(rows)
+        self._map_state(lambda x: x.index_select(0, rows))
+
+    @plain
+    def to(self, device: torch.device | str) -> None:
+        """Move everything to `device`."""
+        for pool in self.pools:
+            pool.to(device)
+        for tail in self.tails:
+            tail.to(device)
+        self._map_state(lambda x: x.to(device))
+
+    def _map_state(self, fn: Callable[[Tensor], Tensor]) -> None:
+        for name in self.STATE:
+            value: Any = getattr(self, name)
+            if isinstance(value, tuple):
+                setattr(self, name, type(value)(*(fn(x) if isinstance(x, Tensor) else x for x in value)))
+            elif isinstance(value, Tensor):
+                setattr(self, name, fn(value))
+
+    def tables(self) -> list[Tensor]:
+        """Tables beside the planes, both sides."""
+        sides = [side for pool in self.pools for side in pool.sides]
+        needed = self.plan.keys.needs_rope and any(len(side.packed) for side in sides)
+        rope = self.rope.tables(self.device) if self.rope is not None and needed else []
+        return [*rope, *(table for side in sides for table in side.codec.tables(side.head_dim))]
+
+    def footprint(self) -> Footprint:
+        """Bytes held, without tables."""
+        rows = self.batch_size * self.kv_heads * self.seen
+        footprint = Footprint(self.seen, rows * sum(side.head_dim for side in self.sides))
+        for pool in self.pools:
+            loose = self._sinks(pool.positions[:, :, pool.packed_tokens :])
+            pool.count(footprint, int(loose.sum(-1).max()) if loose.shape[2] else 0)
+        for tail in self.tails:
+            tail.count(footprint)
+        return footprint

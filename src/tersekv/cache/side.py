@@ -1,0 +1,259 @@
+"""The keys, or the values, of one layer: exact sinks | packed blocks | exact tail."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tersekv.cache.blocks import BlockBuffer
+from tersekv.cache.footprint import Footprint
+from tersekv.cache.heads import Heads
+from tersekv.cache.pages import PageSizes
+from tersekv.cache.rotary import Rotary
+from tersekv.cache.schema import Check, of_spec, record, refuse, require
+from tersekv.cache.state import Rules, Spec, State, Stateful, own
+from tersekv.cache.states import exact_tokens, side_learnt
+from tersekv.cache.tail import TailBuffer
+from tersekv.codecs import Codec
+from tersekv.errors import CacheError
+from tersekv.layouts.base import Planes, View
+from tersekv.layouts.centred import Centred, Turned
+from tersekv.layouts.roped import Roped
+from tersekv.tensors import type_name
+
+log = logging.getLogger(__name__)
+ENCODE_TOKENS = 512
+"""Tokens encoded at a time, which bounds the float32 copies that encoding makes."""
+
+
+FIT_TOKENS = 2048
+"""Most tokens of a prompt that a codec is fitted on, in `FIT_PARTS` stretches: what fitting takes in float64 grows with
+them."""
+
+FIT_PARTS = 8
+
+
+class Prepared(NamedTuple):
+    """New tokens of one side, encoded: the codec (perhaps newly fitted), new sinks, planes to append, how many of the
+    oldest tokens leave the tail, and the tokens [B, H, n, D] that enter it."""
+
+    codec: Codec
+    sinks: Tensor
+    planes: list[Planes]
+    leave_tail: int
+    enter_tail: Tensor
+
+
+class SideStore(Stateful):
+    """Tokens [B, H, n, D] of one side, in the order they came. `sizes`: of the pages of packed tokens. `tail_tokens`:
+    capacity of the tail. `rotary`: RoPE of keys that are coded without it; exact tokens keep theirs. `heads`: where
+    processes divide them."""
+
+    STATE: ClassVar[Spec] = {"sinks": exact_tokens}
+    RULES: ClassVar[Rules] = (side_learnt,)
+    PARTS = ("packed", "tail")
+
+    def __init__(
+        self,
+        codec: Codec,
+        like: Tensor,
+        dtype: torch.dtype,
+        sizes: PageSizes,
+        tail_tokens: int,
+        rotary: Rotary | None = None,
+        heads: Heads | None = None,
+    ) -> None:
+        B, H, _, self.head_dim = like.shape
+        self.codec, self.rotary, self.heads = codec, rotary, heads
+        self.dtype = dtype
+        self.sinks = like.new_empty((B, H, 0, self.head_dim), dtype=dtype)
+        self.packed = BlockBuffer(codec.layout(self.head_dim), B, H, like.device, sizes)
+        self.tail = TailBuffer(B, H, self.head_dim, dtype, like.device, tail_tokens)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """New tokens in the exact type.
+
+        Raises:
+            CacheError: they are not finite, or too large for that type.
+        """
+        rounded = (x.detach() if x.requires_grad else x).to(self.dtype)
+        # elsewhere than on a CPU a check would wait for the device at every token
+        checked = x.is_cpu or x.shape[2] > 1
+        # a sum is quick and finite for ordinary tokens; the exact test runs only where it is not
+        if checked and not math.isfinite(rounded.sum(dtype=torch.float32).item()) and not rounded.isfinite().all():
+            raise CacheError(self._why_not_finite(x))
+        return rounded
+
+    def _why_not_finite(self, x: Tensor) -> str:
+        if not bool(torch.isfinite(x).all()):
+            return (
+                "keys or values hold NaN or Inf; the model's own computation has overflowed (try bfloat16 or float32 "
+                "weights)"
+            )
+        return (
+            f"keys or values reach {float(x.abs().max()):.3g}, which {type_name(self.dtype)} cannot hold; use the "
+            "policy option exact=bf16 or exact=fp32 (for example window:exact=bf16+kivi)"
+        )
+
+    def prepare(self, x: Tensor, sinks: int, own: range, flush: int, restart: bool, place: int = 0) -> Prepared:
+        """What adding tokens [B, H, n, D] will change, with nothing changed yet.
+
+        The first `sinks` of them become sinks. Of the tail and the others, the first `flush` are packed (whole blocks),
+        of which those in `own` are kept; what follows them becomes the tail. restart: `x` holds what the tail
+        held, too. A codec that learns from the prompt is fitted before it packs for the first time, on all tokens at
+        hand. place: of the first token to be packed, counted from the cache's first.
+
+        Raises:
+            UserError: a scale that its type cannot hold.
+        """
+        first, x = x[:, :, :sinks], x[:, :, sinks:]
+        tail = self.tail.data[:, :, :0] if restart else self.tail.data
+        codec, planes, old = self.codec, [], tail.shape[2]
+        if flush:
+            if codec.lacks == "prompt":
+                log.debug("fitting %s to a prompt of %d tokens", type(codec).__name__, old + x.shape[2])
+                codec = self._fitted(codec, torch.cat([self.sinks, first], dim=2), torch.cat([tail, x], dim=2), place)
+            log.debug("packing %d tokens with %s", len(own), type(codec).__name__)
+            unit = self.packed.sizes.unit
+            step = max(1, ENCODE_TOKENS // unit) * unit
+            for start in range(own.start, own.stop, step):
+                stop = min(own.stop, start + step)
+                parts = [tail[:, :, start : min(stop, old)], x[:, :, max(0, start - old) : max(0, stop - old)]]
+                planes.append(self._encoded(codec, self._plain(codec, torch.cat(parts, dim=2), place + start)))
+        leave = self.tail.tokens if restart else min(flush, old)
+        return Prepared(codec, first, planes, leave, x[:, :, max(0, flush - old) :])
+
+    def fitted(self, codec: Codec, x: Tensor) -> Codec:
+        """The codec that has learnt from x [B, H, T, D], as it takes them."""
+        return codec.fit(x) if self.heads is None else self.heads.fit(codec, x)
+
+    def _encoded(self, codec: Codec, x: Tensor) -> Planes:
+        return codec.encode(x) if self.heads is None else self.heads.encode(codec, self.packed.layout, x)
+
+    def commit(self, new: Prepared) -> None:
+        """Change what was prepared."""
+        self.codec = new.codec
+        if new.sinks.shape[2]:
+            self.sinks = torch.cat([self.sinks, new.sinks], dim=2)
+        self.packed.append(*new.planes)
+        self.tail.drop_front(new.leave_tail)
+        self.tail.append(new.enter_tail)
+
+    def _fitted(self, codec: Codec, sinks: Tensor, x: Tensor, place: int) -> Codec:
+        """The codec with what it learns from the prompt: stretches of the tokens at hand, or where their common part
+        before RoPE is sought, of those that are no sinks."""
+        stretches = [(x[:, :, start:stop], place + start) for start, stop in _stretches(x.shape[2])]
+        if codec.centred:
+            assert self.rotary is not None
+            codec = codec.with_mean(torch.cat([self.rotary.take_off(*stretch) for stretch in stretches], dim=2))
+            return self.fitted(codec, torch.cat([self._plain(codec, *stretch) for stretch in stretches], dim=2))
+        sink = self._plain(codec, sinks, 0, own_sinks=True)
+        return self.fitted(codec, torch.cat([sink, *(self._plain(codec, *s) for s in stretches)], dim=2))
+
+    def _plain(self, codec: Codec, x: Tensor, place: int, own_sinks: bool = False) -> Tensor:
+        """Tokens from `place` on as the codec takes them: float32, keys without RoPE or their constant part where it
+        wants them so. own_sinks: x are each row's first tokens, wherever padding has put them."""
+        if self.rotary is None:
+            return x.float()
+        if codec.centred:
+            return x.float() - self.rotary.turned(codec.fitted["mean"].float(), place, x.shape[2]).decode()
+        return self.rotary.take_off(x, place, own_sinks)
+
+    def coded(self, first: int, tokens: int) -> View:
+        """Packed tokens `first` to `first + tokens`, whole blocks, as they were coded: keys perhaps without RoPE."""
+        t = self.packed.layout.block_tokens
+        return self.codec.view(self.packed.planes(first // t, (first + tokens) // t), self.head_dim)
+
+    def view(self, first: int, tokens: int, place: int = 0) -> View:
+        """Packed tokens `first` to `first + tokens`, whole blocks; `place`: of the first packed token, counted from the
+        cache's first."""
+        view = self.coded(first, tokens)
+        if self.rotary is None:
+            return view
+        if self.codec.centred:
+            return Centred(view, self.rotary.turned(self.codec.fitted["mean"], place + first, tokens))
+        return Roped(view, self.rotary.rope, self.rotary.angles(place + first, tokens, self.sinks.device))
+
+    def view_at(self, first: int, tokens: int, places: Tensor) -> View:
+        """Packed tokens `first` to `first + tokens`, whole blocks, which stand at places int [tokens]."""
+        view = self.coded(first, tokens)
+        if self.rotary is None:
+            return view
+        rope, angles = self.rotary.rope, self.rotary.at(places)
+        if self.codec.centred:
+            return Centred(view, Turned(self.codec.fitted["mean"], rope, angles))
+        return Roped(view, rope, angles)
+
+    def unpack_back(self, tokens: int, keep: int, place: int) -> None:
+        """Drop the `tokens` latest packed tokens, whole blocks; the first `keep` return to the tail, decoded. place: of
+        the first packed token."""
+        if keep:
+            latest = self.view(self.packed.tokens - tokens, tokens, place)
+            self.tail.append(latest.decode()[:, :, :keep].to(self.dtype))
+        self.packed.drop_back(tokens // self.packed.layout.block_tokens)
+
+    def decoded(self, dtype: torch.dtype, place: int) -> Tensor:
+        """Sinks, packed tokens and tail as [B, H, n, D]. place: of the first packed token."""
+        pages = [self.view(first, tokens, place).decode().to(dtype) for first, tokens in extents([self])]
+        return torch.cat([self.sinks.to(dtype), *pages, self.tail.data.to(dtype)], dim=2)
+
+    def state(self) -> State:
+        """See `Stateful`; with what the codec has learnt."""
+        return super().state() | {"fitted": self.codec.fitted}
+
+    def schema(self) -> dict[str, Check]:
+        """See `Stateful`."""
+        B, H = self.sinks.shape[:2]
+        learnt = record({n: of_spec(spec) for n, spec in self.codec.learns(B, H, self.head_dim).items()}, may_lack=True)
+        return super().schema() | {"fitted": learnt}
+
+    def _hold(self, state: State, place: str) -> None:
+        super()._hold(state, place)
+        B, H = self.sinks.shape[:2]
+        self.codec = dataclasses.replace(self.codec, fitted=own(state["fitted"]))
+        if fault := self.codec.learnt_fault(B, H, self.head_dim):
+            refuse(f"{place}.fitted", fault)
+        same = self.codec.layout(self.head_dim) == self.packed.layout
+        require(same, f"{place}.fitted", "is of codes of another length than the recipe's")
+
+    def to(self, device: torch.device | str) -> None:
+        """Move everything."""
+        self.packed.to(device)
+        self.tail.to(device)
+        self.sinks = self.sinks.to(device)
+        self.codec = self.codec.to(device)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows (int64, repeats allowed)."""
+        self.packed.select(rows)
+        self.tail.select(rows)
+        self.sinks = self.sinks.index_select(0, rows)
+        self.codec = self.codec.select(rows)
+
+    def count(self, footprint: Footprint) -> None:
+        """Add the bytes held to `footprint`, without tables."""
+        footprint.parts["exact sinks"] += self.sinks.numel() * self.sinks.element_size()
+        self.packed.count(footprint)
+        self.tail.count(footprint)
+
+
+def _stretches(tokens: int) -> list[tuple[int, int]]:
+    """Where the tokens that are fitted on begin and end: all, or stretches of one length from the first to the last."""
+    if tokens <= FIT_TOKENS:
+        return [(0, tokens)]
+    length = FIT_TOKENS // FIT_PARTS
+    starts = [(tokens - length) * i // (FIT_PARTS - 1) for i in range(FIT_PARTS)]
+    return [(start, start + length) for start in starts]
+
+
+def extents(sides: Sequence[SideStore]) -> list[tuple[int, int]]:
+    """First token and number of tokens of the pages that sides with the same tokens have in common."""
+    ends = sorted({0}.union(*(side.packed.ends for side in sides)))
+    return [(first, last - first) for first, last in itertools.pairwise(ends)]

@@ -1,0 +1,187 @@
+"""SubGen's Algorithm 1 (arXiv 2402.06082) as the cache of a layer: samples of values | clusters of keys | first tokens
+| exact tail.
+
+Every token that leaves the tail goes into two sketches, in blocks, with the distribution that one token after the other
+would give. `slots` of samples say which positions are in them; the pools hold each such token once, packed like any
+other, and lose it when no slot names it any more.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tersekv.cache.clusters import Clusters
+from tersekv.cache.footprint import Footprint
+from tersekv.cache.pool import WEIGHT, Pool
+from tersekv.cache.reservoir import Reservoir, counts
+from tersekv.cache.segments import ExactSegment, WeightedSegment
+from tersekv.cache.selective import SelectiveStore
+from tersekv.cache.state import State, own
+from tersekv.cache.states import SKETCH, sketch_slots
+from tersekv.layouts.base import View
+from tersekv.layouts.exact import ExactView
+from tersekv.policies.subgen import SubGen
+
+BLOCK_TOKENS = 1024
+"""Tokens that enter the sketches at a time, and packed ones that are read at a time."""
+
+NORM = "norm"
+
+
+class SketchStore(SelectiveStore):
+    """See the module."""
+
+    STATE, RULES = SKETCH, (*SelectiveStore.RULES, sketch_slots)
+
+    def _start(self, keys: Tensor, values: Tensor) -> None:
+        super()._start(keys, values)
+        assert isinstance(self.policy, SubGen)
+        self.subgen = self.policy
+        self.centers = Pool((self.plan.keys,), (keys,), self.dtype, {WEIGHT: torch.float32}, self.rope)
+        self.first = Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype, None, self.rope)
+        self.longest = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)
+        self.draws = 0
+        self.reservoir: Reservoir | None = None  # of a size that the first prompt decides
+        self.clusters: Clusters | None = None
+
+    def _new_pool(self, keys: Tensor, values: Tensor) -> Pool:
+        fields = {NORM: torch.float32, WEIGHT: torch.float32}
+        return Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype, fields, self.rope)
+
+    @property
+    def pools(self) -> list[Pool]:
+        """All of them."""
+        return [self.pool, self.centers, self.first]
+
+    @property
+    def longest_value(self) -> Tensor:
+        """The largest norm of a value so far, float32 [B, H]."""
+        return self.longest
+
+    def exact_segments(self) -> list[ExactSegment]:
+        """First tokens and tail, those that hold tokens."""
+        segments = []
+        if self.first.positions.shape[2]:
+            keys, values = (side.loose for side in self.first.sides)
+            segments.append(ExactSegment(keys, values, self.first.positions))
+        if self.tails[0].tokens:
+            keys, values = (tail.data for tail in self.tails)
+            segments.append(ExactSegment(keys, values, self.seen - keys.shape[2]))
+        return segments
+
+    def weighted_segments(self) -> list[WeightedSegment]:
+        """Samples of values for the numerator, of clusters for the denominator."""
+        if not self.centers.positions.shape[2]:
+            return []
+        samples = [WeightedSegment(v[0], v[1], at, weight, None) for v, at, weight in _parts(self.pool)]
+        return samples + [WeightedSegment(v[0], None, at, None, weight) for v, at, weight in _parts(self.centers)]
+
+    # ------------------------------------------------------------------ growing
+
+    def _add(self, new: list[Tensor], votes: Tensor | None) -> int:
+        norms = new[1].float().norm(dim=-1)
+        if self.padding is not None:
+            places = torch.arange(self.seen, self.seen + norms.shape[2], device=self.device)
+            norms = norms.masked_fill(places < self.padding[:, None, None], 0.0)
+        self.longest = torch.maximum(self.longest, norms.amax(-1))
+        return super()._add(new, votes)
+
+    def _take(self, new: list[Tensor], votes: Tensor | None, leave: int, prompt: bool) -> None:
+        """See `SelectiveStore`: first tokens stay exact, all others go through the sketches."""
+        leaving, positions = self._leaving(new, leave)
+        sinks = self._sinks(positions)
+        if bool(sinks.any()):
+            self.first.take(leaving, positions, sinks, {})
+        positions = positions.masked_fill(sinks, -1)
+        self._size()
+        for start in range(0, leave, BLOCK_TOKENS):
+            block = slice(start, min(leave, start + BLOCK_TOKENS))
+            self._sketch([x[:, :, block] for x in leaving], positions[:, :, block])
+        self._pack(leaving, positions)
+        self._weigh()
+
+    def _size(self) -> None:
+        """Sizes of the sketches, by the first prompt."""
+        if self.reservoir is None:
+            policy = self.subgen
+            s, m = policy.sizes(int(self.budget.max()))
+            self.reservoir = Reservoir.empty(self.batch_size, self.kv_heads, s, self.device)
+            self.clusters = Clusters.empty(self.keys.loose, policy.slots, policy.delta, None if policy.delta else m)
+
+    def _sketch(self, tokens: list[Tensor], positions: Tensor) -> None:
+        """A block [B, H, n, D] goes into samples and clusters; the pools follow."""
+        assert self.reservoir is not None
+        assert self.clusters is not None
+        seed = (self.subgen.seed * 1009 + self.plan.layer << 24) + self.draws
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        self.draws += 1
+        squares = tokens[1].double().square().sum(-1).masked_fill(positions < 0, 0.0)
+        self.reservoir = self.reservoir.extended(squares, positions, generator)
+        self.clusters = self.clusters.extended(tokens[0], positions, generator)
+        norms = squares.log().float()
+        named = self.reservoir.slots, self.clusters.slots.flatten(2)
+        for pool, slots, held, fields in (
+            (self.pool, named[0], tokens, {NORM: norms}),
+            (self.centers, named[1], tokens[:1], {}),
+        ):
+            pool.keep(pool.alive & _named(pool.positions, slots))
+            fields = fields | {WEIGHT: torch.zeros_like(norms)}
+            pool.take(held, positions, (positions >= 0) & _named(positions, slots), fields)
+
+    def _pack(self, leaving: list[Tensor], positions: Tensor) -> None:
+        for pool in (self.pool, self.centers):
+            n = len(pool.sides)
+            samples = leaving[:n]
+            pool.pack(pool.alive[:, :, pool.packed_tokens :], samples, positions, None)
+
+    def _weigh(self) -> None:
+        """Log-weights of held tokens: count·μ/(s·‖v‖²) and Σ n/t."""
+        assert self.reservoir is not None
+        assert self.clusters is not None
+        slots, mu = self.reservoir
+        share = mu.log().float() - math.log(slots.shape[-1])
+        count = counts(self.pool.positions, slots).float()
+        self.pool.fields[WEIGHT] = count.log() + share.unsqueeze(-1) - self.pool.fields[NORM]
+        self.centers.fields[WEIGHT] = self.clusters.log_weights(self.centers.positions)
+
+    def _hold(self, state: State, place: str) -> None:
+        super()._hold(state, place)
+        self.reservoir = None if state["reservoir"] is None else Reservoir(**own(state["reservoir"]))
+        self.clusters = None if state["clusters"] is None else Clusters(**own(state["clusters"]))
+
+    def footprint(self) -> Footprint:
+        """Bytes held, without tables."""
+        footprint = super().footprint()
+        if self.reservoir is not None and self.clusters is not None:
+            centers, *figures = self.clusters[:4]
+            footprint.parts["exact window"] += centers.numel() * centers.element_size()
+            figures += [*self.reservoir, self.longest]
+            footprint.parts["selection"] += sum(x.numel() * x.element_size() for x in figures)
+        return footprint
+
+
+Part = tuple[list[View], Tensor, Tensor]
+
+
+def _parts(pool: Pool) -> list[Part]:
+    """Views of each side, positions and log-weights, BLOCK_TOKENS packed tokens at a time, then the loose ones (none,
+    where all values are 0)."""
+    P, t, weights = pool.packed_tokens, pool.flush_tokens, pool.fields[WEIGHT]
+    step = max(1, BLOCK_TOKENS // t) * t
+    parts: list[Part] = []
+    for first in range(0, P, step):
+        span = slice(first, min(P, first + step))
+        views = pool.views(first, span.stop - first)
+        parts.append((views, pool.positions[:, :, span], weights[:, :, span]))
+    if pool.positions.shape[2] > P or P == 0:
+        loose: list[View] = [ExactView({"x": side.loose.unsqueeze(2)}) for side in pool.sides]
+        parts.append((loose, pool.positions[:, :, P:], weights[:, :, P:]))
+    return parts
+
+
+def _named(positions: Tensor, slots: Tensor) -> Tensor:
+    """Which of positions [B, H, n] stand in their head's slots [B, H, s]."""
+    return counts(positions, slots.sort(dim=-1).values) > 0

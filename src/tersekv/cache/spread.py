@@ -1,0 +1,123 @@
+"""The cache of a layer whose packed tokens are divided among processes (context parallelism).
+
+All processes see all tokens, and keep the same sinks and the same exact tail, which are short. Of the tokens that are
+packed at once each keeps a run of whole blocks, in the order of the processes: what a prompt packs is divided evenly,
+and while decoding one block after the other goes to the next process. Blocks have the places and the bytes that they
+have in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tersekv.cache.footprint import Footprint
+from tersekv.cache.heads import Heads
+from tersekv.cache.layer import LayerStore
+from tersekv.cache.segments import PackedSegment
+from tersekv.codecs.transforms.rope import Rope
+from tersekv.errors import CacheError, UserError
+from tersekv.recipe import LayerPlan
+from tersekv.tensors import plain
+
+ELSEWHERE = "other processes hold packed tokens of this cache (context_parallel)"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The processes that divide a context. gather: a tensor of each process, in their order; all call it in step."""
+
+    rank: int
+    ranks: int
+    gather: Callable[[Tensor], list[Tensor]]
+
+    def run(self, units: int, turn: int) -> range:
+        """Of `units` blocks those of this process; what is left over goes to the processes from `turn` on, one each."""
+        each, left = divmod(units, self.ranks)
+        sizes = [each + ((rank - turn) % self.ranks < left) for rank in range(self.rank + 1)]
+        return range(sum(sizes[:-1]), sum(sizes))
+
+
+class SpreadStore(LayerStore):
+    """A full-attention layer with the packed tokens of this process; places: their positions, int32 [T]."""
+
+    def __init__(
+        self,
+        plan: LayerPlan,
+        keys: Tensor,
+        values: Tensor,
+        spread: Spread,
+        rope: Rope | None = None,
+        heads: Heads | None = None,
+    ) -> None:
+        super().__init__(plan, keys, values, None, rope, heads)
+        self.processes = spread
+        self._clear()
+
+    def _clear(self) -> None:
+        self.places = torch.empty(0, dtype=torch.int32, device=self.device)
+        self.turn = self.packed_anywhere = 0
+
+    @property
+    def spread(self) -> Spread | None:  # type: ignore[override]
+        """The processes that hold packed tokens of this layer, once there are any."""
+        return self.processes if self.packed_anywhere else None
+
+    @property
+    def packed_everywhere(self) -> bool:  # type: ignore[override]
+        """Whether no process is without packed tokens, or all are."""
+        return not 0 < self.packed_anywhere < self.processes.ranks * self.flush_tokens
+
+    def _own(self, skip: int, flush: int) -> range:
+        run = self.processes.run(flush // self.flush_tokens, self.turn)
+        return range(run.start * self.flush_tokens, run.stop * self.flush_tokens)
+
+    def _note(self, place: int, own: range, flush: int) -> None:
+        new = torch.arange(place + own.start, place + own.stop, dtype=torch.int32, device=self.device)
+        self.places = torch.cat([self.places, new])
+        self.turn = (self.turn + flush // self.flush_tokens) % self.processes.ranks
+        self.packed_anywhere += flush
+
+    def _packed(self, first: int, tokens: int) -> PackedSegment:
+        places = self.places[first : first + tokens]
+        keys, values = (side.view_at(first, tokens, places) for side in self.sides)
+        return PackedSegment(keys, values, 0, tokens, places)
+
+    def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Not possible: they are not all here."""
+        raise UserError(f"{ELSEWHERE}: only tersekv's attention reads it, without output_attentions")
+
+    def check_crop(self, n: int) -> None:
+        """Check that the n latest tokens can be taken back: all, or no more than the tail holds.
+
+        Raises:
+            CacheError: more than that.
+        """
+        if self.keys.tail.tokens < n < self.seen:
+            raise CacheError(
+                f"cannot take back {n} tokens: {ELSEWHERE}, and {self.keys.tail.tokens} are exact in all (the policy's "
+                "option recent says how many at least)"
+            )
+        super().check_crop(n)
+
+    @plain
+    def crop(self, n: int) -> None:
+        """Take back the n latest tokens, see `check_crop`."""
+        super().crop(n)
+        if self.seen == 0:
+            self._clear()
+
+    @plain
+    def to(self, device: torch.device | str) -> None:
+        """Move everything to `device`."""
+        super().to(device)
+        self.places = self.places.to(device)
+
+    def footprint(self) -> Footprint:
+        """Bytes that this process holds, without tables; per element of all tokens."""
+        footprint = super().footprint()
+        footprint.parts["selection"] += self.places.numel() * self.places.element_size()
+        return footprint

@@ -1,0 +1,110 @@
+"""The exact tail of a side: the latest tokens, as floats."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tersekv.cache.footprint import Footprint
+from tersekv.cache.schema import Check, tensor, whole
+from tersekv.cache.state import State, Stateful
+
+
+def tail_capacity(tokens: int, usual: int) -> int:
+    """Tokens allocated for a tail of `tokens` that will usually grow to `usual`: doubling for short ones."""
+    return max(tokens, min(usual, max(16, 2 * tokens)))
+
+
+def capacity_after_drop(tokens: int, capacity: int, usual: int) -> int:
+    """Tokens allocated once old ones have left: memory beyond the usual is given back."""
+    return tail_capacity(tokens, usual) if capacity > usual >= tokens else capacity
+
+
+def first_tokens(old: Tensor, new: Tensor, n: int) -> Tensor:
+    """The first n tokens of old and new [B, H, ·, D]."""
+    if old.shape[2] == 0:
+        return new[:, :, :n]
+    return torch.cat([old[:, :, :n], new[:, :, : max(0, n - old.shape[2])]], dim=2)
+
+
+class TailBuffer(Stateful):
+    """Exact tokens [B, H, capacity, D], appended at the end and taken from the front; `usual`: most tokens it will hold
+    but for a rollback, which a policy may change up to `most_usual`."""
+
+    def __init__(
+        self,
+        B: int,
+        H: int,
+        D: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        usual: int,
+        most_usual: int | None = None,
+    ) -> None:
+        self._data = torch.empty((B, H, 0, D), dtype=dtype, device=device)
+        self.usual, self.most_usual = usual, usual if most_usual is None else most_usual
+        self.tokens = 0
+
+    @property
+    def data(self) -> Tensor:
+        """The tokens in use, a view."""
+        return self._data[:, :, : self.tokens]
+
+    def append(self, x: Tensor) -> None:
+        """Add tokens [B, H, n, D]."""
+        n = x.shape[2]
+        if self.tokens + n > self._data.shape[2]:
+            capacity = tail_capacity(self.tokens + n, self.usual)
+            grown = self._data.new_empty((*self._data.shape[:2], capacity, self._data.shape[3]))
+            grown[:, :, : self.tokens] = self.data
+            self._data = grown
+        self._data[:, :, self.tokens : self.tokens + n] = x
+        self.tokens += n
+
+    def drop_front(self, n: int) -> None:
+        """Forget the n oldest tokens; the rest moves to the front, and memory beyond the usual is given back."""
+        if n == 0:
+            return
+        left = self.data[:, :, n:].clone()
+        self.tokens -= n
+        capacity = capacity_after_drop(self.tokens, self._data.shape[2], self.usual)
+        if capacity != self._data.shape[2]:
+            self._data = self._data.new_empty((*self._data.shape[:2], capacity, self._data.shape[3]))
+        self._data[:, :, : self.tokens] = left
+
+    def drop_back(self, n: int) -> None:
+        """Forget the n latest tokens."""
+        self.tokens -= n
+
+    def state(self) -> State:
+        """See `Stateful`."""
+        return {"data": self.data, "allocated": self._data.shape[2], "usual": self.usual}
+
+    def schema(self) -> dict[str, Check]:
+        """See `Stateful`."""
+        B, H, _, D = self._data.shape
+        data = tensor(self._data.dtype, B, H, None, D)
+        return {"data": data, "allocated": whole(), "usual": whole(0, self.most_usual)}
+
+    def _hold(self, state: State, place: str) -> None:
+        """Room that no append would have made is not made here either."""
+        data = state["data"]
+        self.tokens, self.usual = data.shape[2], state["usual"]
+        capacity = max(self.tokens, min(state["allocated"], self.most_usual))
+        self._data = self._data.new_empty((*data.shape[:2], capacity, data.shape[3]))
+        self._data[:, :, : self.tokens] = data
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the buffer."""
+        self._data = self._data.to(device)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows."""
+        self._data = self._data.index_select(0, rows)
+
+    def count(self, footprint: Footprint) -> None:
+        """Add the bytes allocated to `footprint`."""
+        allocated = self._data.numel() * self._data.element_size()
+        used = allocated * self.tokens // self._data.shape[2] if self._data.shape[2] else 0
+        footprint.parts["exact window"] += used
+        footprint.parts["slack"] += allocated - used

@@ -1,0 +1,208 @@
+"""Tensors in a safetensors file that knows its own damage: a SHA-256 of the header, a CRC-32 of every tensor.
+
+    8 bytes     length of the header, little-endian
+    header      JSON: {"__metadata__": {"tersekv.sha256": …, "tersekv.cache": …}, tensor: {…}, …}, filled up with spaces
+                to a multiple of 64 bytes
+    tensors     one after the other, without gaps, those with wide elements first
+
+The digest is that of length and header with zeros in its own place. `tersekv.cache` is JSON: the format's number, the
+CRC of each tensor, and what else the writer says. Any safetensors reader reads the tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import struct
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tersekv.cache.schema import anything, each, one_of, record, require, shortened, whole
+from tersekv.cache.schema import text as schema_text
+from tersekv.errors import UserError
+from tersekv.whole_file import whole_file
+
+FORMAT = 1
+DIGEST, ENTRY = "tersekv.sha256", "tersekv.cache"
+NO_DIGEST = "0" * 64
+ALIGNED = 64
+AGAIN = "make it again"
+GIVE = "give what `cache.save` or `tersekv prompt-cache build` wrote"
+MOST_AXES, MOST_BYTES = 16, 2**62
+
+NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+class TensorFile(NamedTuple):
+    """What a file says, its tensors by name, which lie in the file's own pages of memory until they are written to
+    (the file itself never is), and its size in bytes."""
+
+    said: dict[str, Any]
+    tensors: dict[str, Tensor]
+    size: int
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], said: Mapping[str, Any]) -> None:
+    """Write tensors and what is to be said of them (JSON), whole or not at all; equal arguments give equal bytes.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    crcs = {name: f"{zlib.crc32(_bytes(tensors[name])):08x}" for name in order}
+    entry = json.dumps({"format": FORMAT, **said, "crc32": crcs})
+    header: dict[str, Any] = {"__metadata__": {DIGEST: NO_DIGEST, ENTRY: entry}}
+    end = 0
+    for name in order:
+        begin, end = end, end + tensors[name].nbytes
+        shape = list(tensors[name].shape)
+        header[name] = {"dtype": NAMES[tensors[name].dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNED)
+    head = struct.pack("<Q", len(text)) + text
+    head = head.replace(NO_DIGEST.encode(), hashlib.sha256(head).hexdigest().encode(), 1)
+    with whole_file(path) as file:
+        file.write(head)
+        for name in order:
+            file.write(_bytes(tensors[name]))
+
+
+def read(path: Path) -> TensorFile:
+    """Map a file into memory and check every byte of it.
+
+    Raises:
+        UserError: no such file, another kind or format of file, or one that is cut off or damaged.
+    """
+    with _opened(path) as file:
+        size = _size(file)
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b""
+    view = memoryview(memory)
+    start, header, said = _header(path, view, size)
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = (start + offset for offset in entry["data_offsets"])
+        if f"{zlib.crc32(view[begin:end]):08x}" != said["crc32"][name]:
+            raise UserError(f"{path} is damaged: the bytes of {name} are not those that were written; {AGAIN}")
+        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
+        tensors[name] = (
+            torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=begin).view(shape)
+            if end > begin
+            else torch.empty(shape, dtype=dtype)
+        )
+    return TensorFile(said, tensors, size)
+
+
+def read_said(path: Path) -> tuple[dict[str, Any], int]:
+    """What a file says of itself and its size in bytes; only the header is read and checked.
+
+    Raises:
+        UserError: as `read`, but for damage behind the header.
+    """
+    with _opened(path) as file:
+        size = _size(file)
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        view = memoryview(head + file.read(min(length, size)))
+    return _header(path, view, size)[2], size
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; {GIVE}") from error
+
+
+def _size(file: BinaryIO) -> int:
+    size = file.seek(0, 2)
+    file.seek(0)
+    return size
+
+
+def _header(path: Path, view: memoryview, size: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Where the tensors begin, their entries, and what is said of them."""
+    if size < 8:
+        raise UserError(f"{path} has {size} bytes, which is no cache or the beginning of one; {AGAIN}")
+    start = 8 + struct.unpack("<Q", view[:8])[0]
+    if start > size:
+        raise UserError(f"{path} is cut off or no cache: its {size:,} bytes end within its header; {AGAIN}")
+    head = bytes(view[:start])
+    written = _digest(head)
+    if written is None:
+        raise UserError(f"{path} is no cache, or its header is damaged; {GIVE}")
+    if hashlib.sha256(head.replace(written, NO_DIGEST.encode(), 1)).hexdigest().encode() != written:
+        raise UserError(f"{path} is damaged: its header is not the one that was written; {AGAIN}")
+    try:
+        header, said = _parsed(head[8:])
+        end = start + _checked(header, said["crc32"])
+    except UserError as error:
+        raise UserError(f"{path} has a header that is not one of a cache: {error}; {AGAIN}") from error
+    if end != size:
+        what = "is cut off" if size < end else "has something behind its end"
+        raise UserError(f"{path} {what}: {size:,} bytes instead of {end:,}; {AGAIN}")
+    return start, header, said
+
+
+def _parsed(text: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors' entries, and what is said of them.
+
+    Raises:
+        UserError: they are no JSON of that form.
+    """
+    try:
+        header = json.loads(text)
+        record({"__metadata__": record({ENTRY: schema_text}, open_ended=True)}, open_ended=True)(header, "")
+        said = json.loads(header.pop("__metadata__")[ENTRY])
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError("it is no JSON") from error
+    record({"format": anything, "crc32": anything}, open_ended=True)(said, "")
+    if said["format"] != FORMAT:
+        raise UserError(f"it has format {shortened(said['format'])}; this version reads format {FORMAT}")
+    return header, said
+
+
+def _checked(header: dict[str, Any], crcs: Any) -> int:
+    """Where the tensors of a header end, which stand one after the other.
+
+    Raises:
+        UserError: entries that are none, or not of tensors that `write` could have written.
+    """
+    record(dict.fromkeys(header, schema_text))(crcs, "crc32")
+    end = 0
+    for name, entry in header.items():
+        offsets = each(whole(0, MOST_BYTES), 2)
+        shape = each(whole())
+        record({"dtype": one_of(*DTYPES), "shape": shape, "data_offsets": offsets})(entry, name)
+        size, axes = DTYPES[entry["dtype"]].itemsize, [max(1, n) for n in entry["shape"]]
+        require(len(axes) <= MOST_AXES and math.prod(axes) <= MOST_BYTES, name, "has a shape that no tensor has")
+        begin, stop = entry["data_offsets"]
+        require(begin == end and begin % size == 0, name, f"begins at {begin}, and must at {end}")
+        end += math.prod(entry["shape"]) * size
+        require(stop == end, name, f"ends at {stop}, and must at {end}")
+    return end
+
+
+def _digest(head: bytes) -> bytes | None:
+    """The digest that stands at the beginning of a header."""
+    before = b'{"__metadata__":{"' + DIGEST.encode() + b'":"'
+    digest = head[8 + len(before) :][: len(NO_DIGEST)]
+    return digest if head[8:].startswith(before) and len(digest) == len(NO_DIGEST) else None
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The elements as they lie in a file."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

@@ -1,0 +1,48 @@
+"""Bits per component by reverse water-filling (Cover & Thomas, §10.3), in whole bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tersekv.kernels.trellis import MOST_BITS
+
+SQUARED_ERROR = {
+    "trellis": (1.0, 0.288, 0.0771, 0.0207, 0.00572, 0.00175, 0.00064, 0.000193, 0.000095),
+    "scalar": (1.0, 0.3634, 0.1175, 0.03455, 0.009501, 0.002505, 0.000644, 0.000163, 0.0000412),
+}
+"""ε(b) of N(0, 1) at 0 to 8 bits; the trellis closed over 64 components."""
+
+
+def allotted(variance: Tensor, total: int, error: tuple[float, ...]) -> Tensor:
+    """Bits uint8 [..., D] with Σ = total in each row and the least Σ variance·error[bits]: reverse water-filling in
+    whole bits. The error falls by less with every further bit, so the largest falls win."""
+    D = variance.shape[-1]
+    falls = torch.tensor([error[b] - error[b + 1] for b in range(MOST_BITS)], dtype=torch.float64)
+    gain = variance.double().cpu().clamp_min(1e-300).unsqueeze(-1) * falls
+    order = gain.flatten(-2).argsort(dim=-1, descending=True, stable=True)[..., :total]
+    taken = torch.zeros((*variance.shape[:-1], D * MOST_BITS), dtype=torch.uint8).scatter_(-1, order, 1)
+    return taken.unflatten(-1, (D, MOST_BITS)).sum(-1).to(torch.uint8).to(variance.device)
+
+
+def shared_out(losses: Sequence[Tensor], words: int, word_bits: int, error: tuple[float, ...]) -> list[int]:
+    """Words of `word_bits` for each head of each of several layers or sides, `words` in all at most: what water-filling
+    over all their components would give them with each one's losses [1, H, D] drawn half-way, on a logarithmic scale,
+    to the mean of all. Losses foretell what small errors cost, and few bits make large ones."""
+    drawn = [loss / loss.clamp_min(1e-30).log().mean().exp().sqrt() for loss in losses]
+    wanted = allotted(torch.cat([loss.flatten() for loss in drawn]), words * word_bits, error).long()
+    heads = torch.tensor([loss.shape[1] for loss in losses])
+    bits = torch.stack([part.sum() for part in wanted.split([loss.numel() for loss in losses])])
+    most = torch.tensor([MOST_BITS * loss.shape[-1] // word_bits for loss in losses])
+    return torch.minimum(_whole(bits / word_bits / heads, heads, words), most).tolist()
+
+
+def _whole(wanted: Tensor, heads: Tensor, total: int) -> Tensor:
+    """Whole numbers of words near `wanted` [n], at least one each, that with `heads` of each use no more than total."""
+    words = wanted.floor().clamp_min(1).long()
+    for i in (wanted - words).argsort(descending=True, stable=True).tolist():
+        if int((words * heads).sum()) + int(heads[i]) <= total:
+            words[i] += 1
+    return words

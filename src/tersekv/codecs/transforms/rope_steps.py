@@ -1,0 +1,82 @@
+"""How RoPE goes on from any token: cosines and sines of the next steps in few terms.
+
+cos(n + m)θ and sin(n + m)θ follow from those of n and the cosines and sines of m steps. Over M steps a pair that turns
+slowly is a polynomial of m, so all slow pairs together take as many terms as one polynomial has.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tersekv.codecs.transforms.rope_table import relative
+
+STEPS = 256
+"""Tokens that one block of terms serves."""
+
+TURNS = 64
+"""The same, of keys that are turned in 16 bits: their table stays in the first cache."""
+
+TERMS = 16
+"""Chebyshev polynomials, of degree 0 to 15."""
+
+LARGEST_ERROR = 1e-6
+"""Of the cosine or sine of a slow pair, anywhere in a block."""
+
+
+class Steps(NamedTuple):
+    """table float32 [rows, M]: cos mθ of each fast column, then sin mθ of each, then T_0(m) to T_15(m) if there are
+    slow columns. matrix float32 [2·slow, TERMS]: in these polynomials, cos mθ of each slow column, then sin mθ of each.
+    place int32 [columns]: of a column of cos and sin, which fast one it is, or −1 − which slow one. words int16
+    [rows / 2, M, 2]: the table as `in_words` has it."""
+
+    table: Tensor
+    matrix: Tensor
+    place: Tensor
+    words: Tensor
+
+
+def in_words(rows: Tensor) -> Tensor:
+    """Rows [n, M], n even, of numbers up to one as int16 [n / 2, M, 2], a unit being 1/32767: two rows side by side."""
+    words = (rows.double() * 32767).round().clamp(-32767, 32767).to(torch.int16)
+    return words.unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
+
+
+def rope_turns(cos: Tensor, sin: Tensor, channels: Tensor) -> Tensor | None:
+    """Cosines and sines of 0 to TURNS − 1 steps, for a kernel that turns keys in 16 bits: int16 [D/4, 2, TURNS, 2],
+    those of RoPE pairs 2i and 2i + 1 side by side.
+
+    cos, sin float32 [TURNS, columns] of positions 0, 1, …; channels int32 [D, 4] of `Rope.channels`. None where
+    channels d and d + D/2 are not pairs of one column.
+    """
+    D, half = len(channels), len(channels) // 2
+    first, second, place = channels[:half], channels[half:], torch.arange(half)
+    column = first[:, 1].long()
+    if D % 4 or not (
+        torch.equal(first[:, 0].long(), place + half)
+        and bool((first[:, 3] == -1).all())
+        and torch.equal(first[:, 1:3], second[:, 1:3])
+        and torch.equal(first[:, 1], first[:, 2])
+    ):
+        return None
+    return torch.stack([in_words(x[:, column].T) for x in relative(cos, sin)], 1).contiguous()
+
+
+def rope_steps(cos: Tensor, sin: Tensor) -> Steps:
+    """cos, sin float32 [STEPS, columns] of positions 0, 1, …, all columns different; they may carry a factor."""
+    turned = relative(cos, sin)  # [cos and sin, M, columns]
+    at = torch.linspace(-1, 1, STEPS, dtype=torch.float64)
+    terms = torch.cos(torch.arange(TERMS) * torch.acos(at)[:, None])
+    fitted = torch.linalg.lstsq(terms.expand(2, -1, -1), turned).solution
+    slow = (terms @ fitted - turned).abs().amax((0, 1)) <= LARGEST_ERROR
+    if 2 * int(slow.sum()) <= TERMS:  # they would take more terms than they save
+        slow = torch.zeros_like(slow)
+    place = torch.zeros(len(slow), dtype=torch.int32)
+    place[~slow] = torch.arange(int((~slow).sum()), dtype=torch.int32)
+    place[slow] = -1 - torch.arange(int(slow.sum()), dtype=torch.int32)
+    fast_rows = turned[:, :, ~slow].transpose(1, 2).flatten(0, 1)
+    table = torch.cat([fast_rows, terms.T]) if slow.any() else fast_rows
+    matrix = fitted[:, :, slow].transpose(1, 2).flatten(0, 1)
+    return Steps(table.float().contiguous(), matrix.float().contiguous(), place, in_words(table))

@@ -1,0 +1,70 @@
+"""Orthogonal rotations, applied to the query once per step and to the output once, never to cached vectors.
+
+A rotated vector y = R·x has no distinguished channels: outlier channels are spread over all coordinates, and each
+coordinate is distributed like one of a uniform point on the sphere, for which tables are known (PolarQuant, arXiv
+2502.02617, §3; TurboQuant, arXiv 2504.19874, §3.1).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tersekv.kernels import backends
+from tersekv.tensors import cached_table
+
+RotationKind = Literal["qr", "hadamard"]
+
+
+@cached_table
+def random_rotation(D: int, seed: int, kind: RotationKind = "qr", device: str = "cpu") -> Tensor:
+    """R as float32 [D, D] with R·Rᵀ = I, the same for the same arguments on every machine's CPU and on every rank.
+
+    qr: uniform (Haar), the sign-fixed Q of a Gaussian matrix. hadamard: a Hadamard matrix with random signs before
+    it, in blocks of the largest power of two that divides D, after a random permutation of the channels.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + D)
+    if kind == "qr":
+        q, r = torch.linalg.qr(torch.randn(D, D, generator=generator, dtype=torch.float64))
+        return (q * torch.sign(torch.diagonal(r))).T.contiguous().to(device, torch.float32)
+    order, signs = hadamard_parts(D, seed, "cpu")
+    block = D & -D
+    matrix = torch.block_diag(*[hadamard(block)] * (D // block)) * signs.double()
+    return matrix[:, torch.argsort(order)].contiguous().to(device, torch.float32)
+
+
+@cached_table
+def hadamard_parts(D: int, seed: int, device: str) -> tuple[Tensor, Tensor]:
+    """The order of channels int32 [D] and the signs float32 [D] of a random Hadamard rotation."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + D)
+    signs = torch.randint(0, 2, (D,), generator=generator) * 2 - 1
+    order = torch.randperm(D, generator=generator)
+    return order.to(device, torch.int32), signs.to(device, torch.float32)
+
+
+@cached_table
+def split_rotation(first: int, D: int, seed: int, kind: RotationKind, device: str) -> Tensor:
+    """Rotations of the first channels and of the others, on the diagonal of float32 [D, D]."""
+    parts = [random_rotation(n, seed, kind, "cpu") for n in (first, D - first)]
+    return torch.block_diag(*parts).to(device)
+
+
+def rotated(x: Tensor, seed: int, kind: RotationKind) -> Tensor:
+    """R·x of `random_rotation` for x float32 [..., D], in float64 on the way: no code hangs on how tokens are
+    batched."""
+    D, device = x.shape[-1], str(x.device)
+    matrix = random_rotation(D, seed, kind, device)
+    if kind == "hadamard":
+        return backends.rotate_hadamard(x, matrix, *hadamard_parts(D, seed, device))
+    return backends.rotate_dense(x, matrix)
+
+
+def hadamard(n: int) -> Tensor:
+    """Sylvester's Hadamard matrix divided by √n, float64 [n, n]; n is a power of two."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < n:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+    return matrix / math.sqrt(n)

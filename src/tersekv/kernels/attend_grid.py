@@ -1,0 +1,73 @@
+"""The `grid` layout as attention takes it: contract and torch reference.
+
+Shapes: B batch, H key-value heads, N blocks, t tokens per block, T = N·t, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tersekv.kernels.lanes import unpack_lanes
+
+Axis = Literal["token", "channel"]
+Side = Literal["keys", "values"]
+
+
+class GridSide(NamedTuple):
+    """The keys or the values of a packed segment: x̂ = scale · table[code] + offset.
+
+    - codes: int32 [B, H, N, Lg, W, 16], see `lanes`; keys: lanes are tokens, packed axis is channels; values: lanes
+      are channels, packed axis is tokens. The two leading axes and N may have any stride, the rest is contiguous.
+    - scale, offset: float16 or bfloat16. axis "token": [B, H, N, D/group, t], one per token and group of channels.
+      axis "channel": [B, H, N, t/group, D], one per channel and group of tokens. N may have stride 0 (one range for
+      all blocks). offset may be None (0).
+    - table: float32 [2**bits], or [B, 2**bits] where batch rows have their own.
+    - integers: the table is 0 … 2**bits − 1, so that a kernel need not look it up.
+    """
+
+    side: Side
+    bits: int
+    axis: Axis
+    group: int
+    block_tokens: int
+    head_dim: int
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    table: Tensor
+    integers: bool = False
+
+    def decode(self) -> Tensor:
+        """x̂ as float32 [B, H, N·t, D]."""
+        return decode_grid(self)
+
+
+def decode_grid(grid: GridSide) -> Tensor:
+    """x̂ as float32 [B, H, N·t, D]."""
+    t, D = grid.block_tokens, grid.head_dim
+    if grid.side == "keys":
+        codes = unpack_lanes(grid.codes, grid.bits, D, t).transpose(-1, -2)
+    else:
+        codes = unpack_lanes(grid.codes, grid.bits, t, D)
+    x = _entries(grid.table, codes)  # [B, H, N, t, D]
+    x = x * _per_element(grid.scale, grid)
+    if grid.offset is not None:
+        x = x + _per_element(grid.offset, grid)
+    return x.flatten(2, 3)
+
+
+def _entries(table: Tensor, codes: Tensor) -> Tensor:
+    if table.dim() == 1:
+        return table[codes.long()]
+    rows = torch.arange(len(table), device=codes.device).view(-1, *[1] * (codes.dim() - 1))
+    return table[rows, codes.long()]
+
+
+def _per_element(scale: Tensor, grid: GridSide) -> Tensor:
+    """A scale or offset plane as float32, broadcast to [B, H, N, t, D]."""
+    if grid.axis == "token":
+        return scale.float().transpose(-1, -2).repeat_interleave(grid.group, dim=-1)
+    return scale.float().repeat_interleave(grid.group, dim=-2)

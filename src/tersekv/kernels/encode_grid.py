@@ -1,0 +1,93 @@
+"""Vectors to packed codes of the `grid` layout: contract and torch reference.
+
+Every codec of that layout is built of three steps: the range of each group, the nearest entries of a table (or nearest
+integers), and the packing of their codes (`lanes`). `group_ranges` is the first, `encode_grid` the other two.
+
+Shapes: B batch, H key-value heads, N blocks, t tokens per block, T = N·t, D head dim. A *plane* is the shape of a
+scale: [B, H, N, D/group, t] with axis "token", [B, H, N, t/group, D] with axis "channel".
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tersekv.kernels.attend_grid import Axis, Side
+from tersekv.kernels.lanes import pack_lanes
+
+
+class GridPlace(NamedTuple):
+    """Where codes of `bits` bits lie, and which elements share a scale: see `attend_grid.GridSide`."""
+
+    side: Side
+    bits: int
+    axis: Axis
+    group: int
+    block_tokens: int
+
+    def plane(self, T: int, D: int) -> tuple[int, int, int]:
+        """The last three sizes of a scale of T tokens with D channels."""
+        t, N = self.block_tokens, T // self.block_tokens
+        return (N, D // self.group, t) if self.axis == "token" else (N, t // self.group, D)
+
+
+def grouped(x: Tensor, place: GridPlace) -> Tensor:
+    """x [B, H, T, D] as [plane, group]: elements that share a scale stand on the last axis."""
+    blocks = x.unflatten(2, (-1, place.block_tokens))
+    if place.axis == "token":
+        return blocks.unflatten(-1, (-1, place.group)).transpose(-3, -2)
+    return blocks.unflatten(-2, (-1, place.group)).transpose(-1, -2)
+
+
+def pack_groups(codes: Tensor, place: GridPlace) -> Tensor:
+    """Codes in the shape of `grouped`, any integer dtype, to int32 [B, H, N, lane groups, words, 16]."""
+    return pack_lanes(lanes_of(codes, place), place.bits)
+
+
+def lanes_of(codes: Tensor, place: GridPlace) -> Tensor:
+    """Codes in the shape of `grouped` as matrices [packed, lanes] of each block."""
+    codes = codes.transpose(-3, -2) if place.axis == "token" else codes.transpose(-1, -2)
+    by_token = codes.flatten(-2) if place.axis == "token" else codes.flatten(-3, -2)  # [B, H, N, t, D]
+    return by_token.transpose(-1, -2) if place.side == "keys" else by_token
+
+
+def nearest_code(x: Tensor, table: Tensor) -> Tensor:
+    """Index (uint8) of the nearest entry of an ascending table [2**bits], for x of any shape; half-way the lower."""
+    middles = (table[1:] + table[:-1]) / 2
+    return torch.bucketize(x.contiguous(), middles).to(torch.uint8)
+
+
+def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
+    """Smallest and largest element of each group of x float32 [B, H, T, D]: two planes, float32."""
+    groups = grouped(x, place)
+    return groups.amin(-1), groups.amax(-1)
+
+
+def encode_grid(
+    x: Tensor, place: GridPlace, scale: Tensor | None, offset: Tensor | None, table: Tensor | None
+) -> Tensor:
+    """Codes of (x − offset)/scale, packed.
+
+    Args:
+        x: float32 [B, H, T, D], T whole blocks, any strides.
+        scale, offset: planes of any float dtype, or what broadcasts to them; None for 1 and 0. A scale of 0 counts
+            as 1.
+        table: float32 [2**bits], ascending: the nearest entry, half-way the lower; None: the nearest of the integers
+            0 … 2**bits − 1, half-way the even one.
+
+    Returns:
+        int32 [B, H, N, lane groups, words, 16], see `lanes`.
+    """
+    groups = grouped(x, place)
+    if offset is not None:
+        groups = groups - offset.float().unsqueeze(-1)
+    if scale is not None:
+        step = scale.float().unsqueeze(-1)
+        groups = groups / torch.where(step == 0, 1.0, step)
+    if table is None:
+        codes = groups.round().clamp_(0, 2**place.bits - 1).to(torch.uint8)
+    else:
+        codes = nearest_code(groups, table)
+    return pack_groups(codes, place)

@@ -1,0 +1,86 @@
+"""Vectors to recursive polar coordinates with coded angles (layout `polar`): contract and torch reference.
+
+Shapes: t tokens per block, D channels, L levels; level ℓ has D/2^ℓ angles of b_ℓ bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def to_polar(x: Tensor, levels: int) -> tuple[list[Tensor], Tensor]:
+    """x [..., D] to the angles of levels 1 to L, [..., D/2^ℓ] each, and the radii [..., D/2^L]. 2^L divides D."""
+    angles = []
+    radii = x
+    for level in range(1, levels + 1):
+        first, second = radii[..., 0::2], radii[..., 1::2]
+        angle = torch.atan2(second, first)
+        if level == 1:
+            angle = torch.where(angle < 0, angle + 2 * math.pi, angle)
+        angles.append(angle)
+        radii = torch.hypot(first, second)
+    return angles, radii
+
+
+def nearest_angle(angle: Tensor, table: Tensor, circular: bool) -> Tensor:
+    """Index of the nearest entry of an ascending table [n], or of each row's in [B, n], for angles [B, ...]; circular:
+    on the circle of 2π."""
+    if table.dim() == 2:
+        return torch.stack([nearest_angle(a, t, circular) for a, t in zip(angle, table, strict=True)])
+    if circular:
+        # seen from the middle between the last entry and the first, the circle is a line
+        seam = (table[-1] - 2 * math.pi + table[0]) / 2
+        angle, table = torch.remainder(angle - seam, 2 * math.pi), table - seam
+    return torch.bucketize(angle.contiguous(), (table[1:] + table[:-1]) / 2)
+
+
+def stream_offsets(level_bits: Sequence[int], D: int) -> list[int]:
+    """Where each level's codes begin in a token's stream, in bits, and where the stream ends."""
+    return [0, *itertools.accumulate(bits * (D >> level) for level, bits in enumerate(level_bits, start=1))]
+
+
+def places(level_bits: Sequence[int], D: int, level: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Byte of each code of a level (0 is the paper's 1), and its lowest bit there [n, 1]."""
+    codes = torch.arange(D >> (level + 1), device=device)
+    start = stream_offsets(level_bits, D)[level] + level_bits[level] * codes
+    return start >> 3, (start & 7).unsqueeze(-1).to(torch.int32)
+
+
+def pack_angles(codes: Sequence[Tensor], level_bits: Sequence[int]) -> Tensor:
+    """Codes per level, integers [..., D/2^ℓ, t], to the plane `angles` uint8 [..., bytes, t]."""
+    D = 2 * codes[0].shape[-2]
+    total = -(-stream_offsets(level_bits, D)[-1] // 8)
+    stream = codes[0].new_zeros((*codes[0].shape[:-2], total + 1, codes[0].shape[-1]), dtype=torch.int32)
+    for level, code in enumerate(codes):
+        byte, shift = places(level_bits, D, level, code.device)
+        # codes do not overlap, so that adding their bits joins them; a code reaches over at most two bytes
+        word = code.to(torch.int32) << shift
+        stream.index_add_(-2, byte, word & 0xFF)
+        stream.index_add_(-2, byte + 1, word >> 8)
+    return stream[..., :total, :].to(torch.uint8)
+
+
+def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Angles to the nearest entries of their level's table, and radii.
+
+    An angle half-way between two entries, as float32 rounds it, may go to either.
+
+    Args:
+        x: float32 [B, ..., t, D], 2^L divides D.
+        level_bits: b_ℓ, 1 to 8, of levels 1 to L.
+        tables: float32 per level, ascending, [2^b_ℓ] or [B, 2^b_ℓ]; those of level 1 on the circle of 2π.
+
+    Returns:
+        angles uint8 [B, ..., ceil(Σ b_ℓ·D/2^ℓ / 8), t], drawn in `layouts/polar.py`; radii float32 [B, ..., D/2^L, t].
+    """
+    angles, radii = to_polar(x, len(level_bits))
+    codes = [
+        nearest_angle(angle, table, circular=level == 0).transpose(-1, -2)
+        for level, (angle, table) in enumerate(zip(angles, tables, strict=True))
+    ]
+    return pack_angles(codes, level_bits), radii.transpose(-1, -2).contiguous()

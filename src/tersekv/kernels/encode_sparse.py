@@ -1,0 +1,54 @@
+"""Elements that are kept apart (layout `sparse`): thresholds and packing, contract and torch reference."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK_TOKENS = 32
+CHANNEL_BITS = 11
+MAX_CHANNELS = 1 << CHANNEL_BITS
+
+
+class Entries(NamedTuple):
+    """starts int32 [B, H, N], places int16 and values float16 [entries], see `tersekv.layouts.sparse`."""
+
+    starts: Tensor
+    places: Tensor
+    values: Tensor
+
+
+def pack_outliers(residual: Tensor, chosen: Tensor) -> Entries:
+    """Entries of the elements that are chosen, by block, batch row and head, then by token and channel.
+
+    Args:
+        residual: float32 [B, H, T, D], T whole blocks of 32, D at most 2,048. chosen: bool, of its shape.
+    """
+    B, H, T, _ = residual.shape
+    by_block = chosen.unflatten(2, (-1, BLOCK_TOKENS)).permute(2, 0, 1, 3, 4)  # [N, B, H, t, D]
+    values = residual.unflatten(2, (-1, BLOCK_TOKENS)).permute(2, 0, 1, 3, 4)[by_block]
+    *_, token, channel = by_block.nonzero(as_tuple=True)
+    places = token << CHANNEL_BITS | channel
+    counts = by_block.sum((-1, -2)).flatten()
+    starts = (counts.cumsum(0) - counts).view(T // BLOCK_TOKENS, B, H).permute(1, 2, 0)
+    # the 16 bits of a place as they are
+    return Entries(starts.to(torch.int32), (places - (places >> 15 << 16)).to(torch.int16), values.to(torch.float16))
+
+
+def ranks_of(share: float, n: int) -> tuple[int, int, float]:
+    """Between which elements of n from either end the thresholds lie: their ranks from 0 on, and the second's part."""
+    place = share / 2 * (n - 1)
+    below = int(place)
+    return below, min(below + 1, n - 1), place - below
+
+
+def quantiles(vectors: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """The lower and upper threshold of each vector float32 [..., n], between which lies all but a share, half of it on
+    each side, interpolated between neighbouring elements; share 0: smallest and largest element."""
+    first, second, part = ranks_of(share, vectors.shape[-1])
+    high = vectors.topk(second + 1, dim=-1).values[..., first:]
+    low = vectors.topk(second + 1, dim=-1, largest=False).values[..., first:]
+    low, high = (ends[..., 0] * (1 - part) + ends[..., -1] * part for ends in (low, high))
+    return low, high

@@ -1,0 +1,204 @@
+"""The Triton kernels as a backend: what they take (`why_not_*`) and how they are called.
+
+They run on CUDA devices, and on the CPU where Triton interprets them (TRITON_INTERPRET=1 before their first use), which
+is for tests: an interpreted kernel runs only where the backend is forced. Triton is loaded at the first call, never at
+import.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from tersekv.kernels.attend_packed import Operand
+from tersekv.kernels.attend_segments import Segment
+
+Call = ParamSpec("Call")
+Result = TypeVar("Result")
+
+MAX_ROWS = 256
+"""Most query rows per key-value head: more are a prompt's chunk, a matrix product's work."""
+
+
+@functools.cache
+def why_not_installed() -> str | None:
+    """None if Triton is there (and now loaded), else why it is not."""
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        return f"Triton is not installed: {error} (pip install triton)"
+    return None
+
+
+def interpreted() -> bool:
+    """Whether kernels run on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def why_not_usable(device: torch.device | None = None) -> str | None:
+    """Why no kernel runs on this device, or on any."""
+    if reason := why_not_installed():
+        return reason
+    if interpreted():
+        return None
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    return None if device is None or device.type == "cuda" else f"query is on {device}, not on a CUDA device"
+
+
+def detail() -> str:
+    """Version and devices, or why there is none."""
+    if reason := why_not_usable():
+        return reason
+    version = importlib.import_module("triton").__version__
+    if interpreted():
+        return f"Triton {version}, interpreted on the CPU where it is forced"
+    return f"Triton {version}, {', '.join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))}"
+
+
+def on_own_device(run: Callable[Call, Result]) -> Callable[Call, Result]:
+    """`run` where its first tensor lies: kernels are launched on the current device, whatever their tensors say."""
+
+    @functools.wraps(run)
+    def guarded(*args: Call.args, **options: Call.kwargs) -> Result:
+        first: Any = args[0]
+        x = first[0] if isinstance(first, list) else first
+        if not x.is_cuda:
+            return run(*args, **options)
+        with torch.cuda.device(x.device):
+            return run(*args, **options)
+
+    return guarded
+
+
+def _launch() -> ModuleType:
+    return importlib.import_module("tersekv.kernels.triton.launch")
+
+
+def why_not_attend_packed(
+    query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
+) -> str | None:
+    """Why `attend_packed` does not take this call; None if it does."""
+    return _why_not_attend(query, keys, values, mask)
+
+
+def why_not_attend_pages(
+    query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
+    softcap: float | None,
+) -> str | None:  # fmt: skip
+    """Why `attend_pages` does not take this call; None if it does."""
+    if pages.device != query.device or pages.dtype is not torch.int32:
+        return f"pages are {pages.dtype} on {pages.device}, not int32 on {query.device}"
+    return _why_not_attend(query, keys, values, mask, in_pages=True)
+
+
+def _why_not_attend(
+    query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, in_pages: bool = False
+) -> str | None:
+    if reason := why_not_usable(query.device) or _why_not_query(query, mask):
+        return reason
+    trees = importlib.import_module("tersekv.kernels.triton.trees")
+    try:
+        key, value = trees.keys(keys, query), trees.values(values, query.device)
+    except trees.UnreadableError as unreadable:
+        return str(unreadable)
+    if not in_pages:
+        return None
+    reason = trees.why_not_in_pages("keys", *key[:2]) or trees.why_not_in_pages("values", value.leaves)
+    return str(reason) if reason else None
+
+
+why_not_attend_exact = why_not_attend_packed
+
+
+def why_not_attend_segments(
+    query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
+) -> str | None:
+    """Why `attend_segments` does not take this call; None if it does."""
+    reasons = (why_not_attend_packed(query, *segment[:3], scaling, softcap) for segment in segments)
+    return next((reason for reason in reasons if reason), None)
+
+
+def why_not_merge_segments(outs: list[Tensor], lses: list[Tensor]) -> str | None:
+    """Why `merge_segments` does not take this call; None if it does."""
+    if reason := why_not_usable(outs[0].device):
+        return reason
+    for x in (*outs, *lses):
+        if x.device != outs[0].device:
+            return f"segments are on {outs[0].device} and {x.device}"
+        if x.dtype is not torch.float32:
+            return f"a segment is {x.dtype}, not float32"
+        if x.requires_grad and torch.is_grad_enabled():
+            return "a segment needs a gradient"
+    return None
+
+
+def _why_not_query(query: Tensor, mask: Tensor | None) -> str | None:
+    if query.dtype is not torch.float32:
+        return f"query is {query.dtype}, not float32"
+    if query.requires_grad and torch.is_grad_enabled():
+        return "query needs a gradient"
+    if query.shape[2] > MAX_ROWS:
+        return f"query has {query.shape[2]} rows per key-value head, more than {MAX_ROWS}"
+    if mask is not None:
+        if mask.device != query.device:
+            return f"mask is on {mask.device}, the query on {query.device}"
+        if mask.dtype is not torch.bool:
+            return f"mask is {mask.dtype}, not bool"
+    return None
+
+
+@on_own_device
+def attend_packed(
+    query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """See `tersekv.kernels.attend_packed`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
+    result: tuple[Tensor, Tensor] = _launch().attend_packed(query, keys, values, mask, scaling, softcap)
+    return result
+
+
+attend_exact = attend_packed
+"""See `tersekv.kernels.softmax`: the same, with unpacked tokens on both sides."""
+
+
+@on_own_device
+def score_keys(query: Tensor, keys: Operand, scaling: float) -> Tensor:
+    """log Σ exp(scaling·q·k̂) over all keys, which is attention without values: float32 [B, H, R]. For benchmarks; no
+    op of its own."""
+    result: Tensor = _launch().score_keys(query, keys, scaling)
+    return result
+
+
+@on_own_device
+def attend_pages(
+    query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `tersekv.kernels.attend_pages`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
+    call = query, keys, values, pages, page_tokens, mask, scaling, softcap
+    result: tuple[Tensor, Tensor] = _launch().attend_pages(*call)
+    return result
+
+
+def attend_segments(
+    query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """See `tersekv.kernels.attend_segments`: a launch for each segment and one that joins them."""
+    results = [attend_packed(query, *segment[:3], scaling, softcap) for segment in segments]
+    if len(results) == 1:
+        return results[0]
+    return merge_segments([out for out, _ in results], [lse for _, lse in results])
+
+
+@on_own_device
+def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """See `tersekv.kernels.softmax`: outs [B, H, R, D] and lses [B, H, R], float32, to one out and one lse."""
+    result: tuple[Tensor, Tensor] = _launch().merge_segments(outs, lses)
+    return result

@@ -1,0 +1,175 @@
+"""What a kernel does with a leaf of each layout: the query that it meets, scores, sums, and decoding in front of RoPE.
+Which loader does it is chosen when the kernel is compiled."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tersekv.kernels.triton.codes import largest, power_of_two, product
+from tersekv.kernels.triton.grid import decode_keys_grid, load_keys_grid, load_values_grid
+from tersekv.kernels.triton.rope import PAIRS, tile_cos_sin
+from tersekv.kernels.triton.sketches import decode_sketch, load_keys_sketch, load_values_sketch
+from tersekv.kernels.triton.sparse import load_keys_sparse, load_values_sparse
+from tersekv.kernels.triton.spec import (
+    CHANNELS,
+    FIRST,
+    GRID,
+    KIND,
+    MAPPED,
+    MAPPED_CHANNELS,
+    PADDED,
+    POLAR,
+    SIGNS,
+    SKETCH,
+    SPARSE,
+    TRELLIS,
+    TURNED,
+)
+from tersekv.kernels.triton.tokens import (
+    decode_exact,
+    decode_polar,
+    decode_signs,
+    load_keys_exact,
+    load_keys_polar,
+    load_keys_signs,
+    load_values_exact,
+    load_values_polar,
+    load_values_signs,
+)
+from tersekv.kernels.triton.trellis import decode_trellis, load_keys_trellis, load_values_trellis
+from tersekv.kernels.triton.turned import load_keys_turned
+
+
+@triton.jit
+def _met(S: tl.constexpr, LEAF: tl.constexpr):
+    """Channels of the query that a leaf's tile meets, and which of them there are."""
+    if S[LEAF][MAPPED] > 0:
+        channel = tl.arange(0, S[LEAF][MAPPED])
+        return channel, channel < S[LEAF][MAPPED_CHANNELS]
+    else:
+        channel = tl.arange(0, S[LEAF][PADDED])
+        return channel, channel < S[LEAF][CHANNELS]
+
+
+@triton.jit
+def _query(rows, row_ok, turn, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
+    """A leaf's query and, with RoPE, the channels that it meets across: float32 [channels, rows] divided by a power of
+    two near the largest of each row, and these powers."""
+    channel, inside = _met(S, LEAF)
+    ok = row_ok[None, :] & inside[:, None]
+    q = tl.load(rows[None, :] + channel[:, None], mask=ok, other=0.0)
+    most = tl.max(tl.abs(q), axis=0)[None, :]
+    across = q
+    if ROPED:
+        partner = tl.load(turn[PAIRS] + 4 * (S[LEAF][FIRST] + channel) + 1, mask=inside, other=0)
+        sign = tl.load(turn[PAIRS] + 4 * (S[LEAF][FIRST] + channel) + 3, mask=inside, other=0)
+        across = tl.load(rows[None, :] + (partner - S[LEAF][FIRST])[:, None], mask=ok, other=0.0)
+        across *= sign.to(tl.float32)[:, None]
+        most = tl.maximum(most, tl.max(tl.abs(across), axis=0)[None, :])
+    most = 2.0 * power_of_two(most)  # so that nothing exceeds 1
+    return q / most, across / most, most
+
+
+@triton.jit
+def leaf_query(rows, row_ok, turn, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
+    """What `_query` gives; `sparse` and sketches of each block's channels load what they want."""
+    if S[LEAF][KIND] == SPARSE or (S[LEAF][KIND] == SKETCH and not ROPED):
+        one = tl.full((1, rows.shape[0]), 1.0, tl.float32)
+        return one, one, one
+    else:
+        return _query(rows, row_ok, turn, ROPED, S, LEAF)
+
+
+@triton.jit
+def _decoded(leaf, map, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
+    """Keys as they are in front of RoPE, float32 [tokens, channels]."""
+    if S[LEAF][KIND] == GRID:
+        x = decode_keys_grid(leaf, b, h, n0, T, S, LEAF, NB)
+    elif S[LEAF][KIND] == SIGNS:
+        x = decode_signs(leaf, b, h, n0, T, S, LEAF, NB * 32)
+    elif S[LEAF][KIND] == SKETCH:
+        x = decode_sketch(leaf, b, h, n0, T, S, LEAF, NB)
+    elif S[LEAF][KIND] == POLAR:
+        x = decode_polar(leaf, b, h, n0, T, S, LEAF, NB * 32)
+    elif S[LEAF][KIND] == TRELLIS:
+        x = decode_trellis(leaf, b, h, n0, T, S, LEAF, NB * 32)
+    else:
+        x = decode_exact(leaf, b, h, n0, T, S, LEAF, NB * 32).to(tl.float32)
+    if S[LEAF][MAPPED] > 0:
+        k, c = tl.arange(0, S[LEAF][PADDED])[:, None], tl.arange(0, S[LEAF][MAPPED])[None, :]
+        at = map[0] + b.to(tl.int64) * map[1] + h.to(tl.int64) * map[2] + k * map[3] + c
+        matrix = tl.load(at, mask=(k < S[LEAF][CHANNELS]) & (c < S[LEAF][MAPPED_CHANNELS]), other=0.0)
+        most = largest(x)
+        x = product((x / most).to(tl.float16), matrix.to(tl.float16)) * most
+    return x
+
+
+@triton.jit
+def _turned(
+    x, q, across, turn, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr, ROPED: tl.constexpr
+):  # fmt: skip
+    """Scores of keys x [N, channels] whose RoPE is put on the query: q·RoPE(x) = Σ x·(q·cos + across·sin)."""
+    channel, inside = _met(S, LEAF)
+    c = S[LEAF][FIRST] + tl.where(inside, channel, 0)
+    column, sine = tl.load(turn[PAIRS] + 4 * c), tl.load(turn[PAIRS] + 4 * c + 2)
+    moved = (column >= 0)[None, :]
+    cos, sin = tile_cos_sin(turn, 0, b, h, n0, T, column[None, :], sine[None, :], moved, N, ROPED)
+    most = largest(x)
+    x /= most
+    s = product((x * cos).to(tl.float16), q.to(tl.float16))
+    return (s + product((x * sin).to(tl.float16), across.to(tl.float16))) * most
+
+
+@triton.jit
+def scores(
+    leaf, query, rows, row_ok, turn, map, b, h, B, H, n0, T, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr,
+    NB: tl.constexpr,
+):  # fmt: skip
+    """q·k̂ [32·NB, rows] of one leaf of the keys."""
+    q, across, most = query
+    if S[LEAF][KIND] == SPARSE:
+        return load_keys_sparse(leaf, rows, row_ok, turn, b, h, B, H, n0, T, S, LEAF, NB, ROPED)
+    elif ROPED:
+        x = _decoded(leaf, map, b, h, n0, T, S, LEAF, NB)
+        return _turned(x, q, across, turn, b, h, n0, T, S, LEAF, NB * 32, ROPED) * most
+    elif S[LEAF][KIND] == GRID:
+        return load_keys_grid(leaf, q, b, h, n0, T, S, LEAF, NB) * most
+    elif S[LEAF][KIND] == SIGNS:
+        return load_keys_signs(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
+    elif S[LEAF][KIND] == SKETCH:
+        return load_keys_sketch(leaf, rows, row_ok, b, h, n0, T, S, LEAF, NB)
+    elif S[LEAF][KIND] == POLAR:
+        return load_keys_polar(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
+    elif S[LEAF][KIND] == TRELLIS:
+        return load_keys_trellis(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
+    elif S[LEAF][KIND] == TURNED:
+        return load_keys_turned(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
+    else:
+        return load_keys_exact(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
+
+
+@triton.jit
+def sums(leaf, p, b, h, B, H, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
+    """Σ p·v̂ [channels, rows] of one leaf of the values, weights p float32 [32·NB, rows]."""
+    if S[LEAF][KIND] == GRID:
+        return load_values_grid(leaf, p, b, h, n0, T, S, LEAF, NB)
+    elif S[LEAF][KIND] == SPARSE:
+        return load_values_sparse(leaf, p, b, h, B, H, n0, T, S, LEAF, NB)
+    elif S[LEAF][KIND] == SIGNS:
+        return load_values_signs(leaf, p, b, h, n0, T, S, LEAF, NB * 32)
+    elif S[LEAF][KIND] == SKETCH:
+        return load_values_sketch(leaf, p, b, h, n0, T, S, LEAF, NB)
+    elif S[LEAF][KIND] == POLAR:
+        return load_values_polar(leaf, p, b, h, n0, T, S, LEAF, NB * 32)
+    elif S[LEAF][KIND] == TRELLIS:
+        return load_values_trellis(leaf, p, b, h, n0, T, S, LEAF, NB * 32)
+    else:
+        return load_values_exact(leaf, p, b, h, n0, T, S, LEAF, NB * 32)
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
+    """A leaf's sum of no tokens."""
+    P: tl.constexpr = S[LEAF][PADDED]
+    return tl.zeros((P, ROWS), tl.float32)

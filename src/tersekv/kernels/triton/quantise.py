@@ -1,0 +1,184 @@
+"""Kernels that encode: ranges of groups, nearest codes, and their packing into lanes (`kernels/encode_grid.py`).
+
+A *unit* is 32 codes of a lane, as in `codes.py`, whose 16 pairs of half-words become `bits` words. Which code goes
+where is written out at compile time, so that packing is shifts and ors of registers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CODES: tl.constexpr = tl.constexpr(0)
+INTEGERS: tl.constexpr = tl.constexpr(1)
+TABLE: tl.constexpr = tl.constexpr(2)
+"""What is packed: codes as they are, nearest integers, or nearest entries of a table."""
+
+ROUNDER: tl.constexpr = tl.constexpr(12582912.0)
+"""1.5·2^23: what it is added to is rounded to an integer, half-way to the even one."""
+
+
+@triton.jit
+def pairs_of(codes):
+    """The 16 pairs of units from their codes int32 [L, U, 32]: code 2i in the low half of pair i, 2i + 1 in its high
+    half; a tuple of int32 [L, U]."""
+    low, high = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1], 16, 2)))
+    tiles = (low | (high << 16),)
+    for level in tl.static_range(4):
+        halves = ()
+        for i in tl.static_range(1 << level):
+            even, odd = tl.split(tl.reshape(tiles[i], (codes.shape[0], codes.shape[1], 8 >> level, 2)))
+            halves = halves + (even, odd)  # type: ignore[assignment]
+        tiles = halves  # type: ignore[assignment]
+    pairs = ()
+    for i in tl.static_range(16):  # each split took the lowest bit of a pair's number
+        tile = tiles[(i & 1) * 8 + (i & 2) * 2 + (i & 4) // 2 + i // 8]
+        pairs = pairs + (tl.reshape(tile, (codes.shape[0], codes.shape[1])),)  # type: ignore[assignment]
+    return pairs
+
+
+@triton.jit
+def words_of(pairs, BITS: tl.constexpr):
+    """The words of units from their 16 pairs: a tuple of BITS int32 tensors."""
+    DIRECT: tl.constexpr = 16 // BITS
+    SPARE: tl.constexpr = 16 - BITS * DIRECT
+    WORDS: tl.constexpr = 1 if SPARE == 0 else (3 if BITS == 6 else BITS)
+    CODES_: tl.constexpr = DIRECT if SPARE == 0 else (8 if BITS == 6 else 16)
+    words = ()
+    for w in tl.static_range(BITS):
+        word = pairs[0] & 0
+        for s in tl.static_range(DIRECT):
+            word |= pairs[w // WORDS * CODES_ + w % WORDS * DIRECT + s] << (s * BITS)
+        for j in tl.static_range(SPARE):  # the remaining codes of a unit, bit by bit in the words' spare bits
+            spare = pairs[w // WORDS * CODES_ + WORDS * DIRECT + (w % WORDS * SPARE + j) // BITS]
+            word |= ((spare >> ((w % WORDS * SPARE + j) % BITS)) & 0x10001) << (DIRECT * BITS + j)
+        words = words + (word,)  # type: ignore[assignment]
+    return words
+
+
+@triton.jit
+def nearest(y, table, BITS: tl.constexpr):
+    """Index int32 of the nearest entry of an ascending table for y float32, half-way the lower: by bisection."""
+    code = tl.zeros(y.shape, tl.int32)
+    for k in tl.static_range(BITS):
+        middle = code + ((1 << (BITS - 1 - k)) - 1)
+        above = y > (tl.load(table + middle + 1) + tl.load(table + middle)) * 0.5
+        code += tl.where(above, 1 << (BITS - 1 - k), 0)
+    return code
+
+
+@triton.jit
+def _of_group(plane, b, h, n, token, channel, GROUP: tl.constexpr, PER_TOKEN: tl.constexpr):
+    """Pointers to elements' entries of a plane, a tensor and five strides; token and channel inside the block."""
+    at = plane[0] + b.to(tl.int64) * plane[1] + h.to(tl.int64) * plane[2] + n.to(tl.int64) * plane[3]
+    if PER_TOKEN:
+        return at + (channel // GROUP) * plane[4] + token * plane[5]
+    else:
+        return at + (token // GROUP) * plane[4] + channel * plane[5]
+
+
+@triton.jit
+def _code(
+    x, scale, offset, table, b, h, n, token, channel, ok, BITS: tl.constexpr, GROUP: tl.constexpr,
+    PER_TOKEN: tl.constexpr, WHAT: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Codes int32 of elements at x (pointers); 0 where not ok."""
+    y = tl.load(x, mask=ok, other=0)
+    if WHAT == CODES:
+        return y.to(tl.int32)
+    else:
+        if HAS_OFFSET:
+            at = _of_group(offset, b, h, n, token, channel, GROUP, PER_TOKEN)
+            y -= tl.load(at, mask=ok, other=0.0).to(tl.float32)
+        if HAS_SCALE:
+            at = _of_group(scale, b, h, n, token, channel, GROUP, PER_TOKEN)
+            step = tl.load(at, mask=ok, other=1.0).to(tl.float32)
+            y = tl.div_rn(y, tl.where(step == 0, 1.0, step))
+        if WHAT == INTEGERS:
+            y = tl.minimum(tl.maximum(y, 0.0), ((1 << BITS) - 1) * 1.0)
+            code = ((y + ROUNDER) - ROUNDER).to(tl.int32)
+        else:
+            code = nearest(y, table, BITS)
+        return tl.where(ok, code, 0)
+
+
+@triton.jit
+def pack(
+    out, x, x_b, x_h, x_t, x_c, scale, offset, table, H, N, t, P, L, lanes, W, BITS: tl.constexpr,
+    OF_KEYS: tl.constexpr, GROUP: tl.constexpr, PER_TOKEN: tl.constexpr, WHAT: tl.constexpr, HAS_SCALE: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, LANES: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """Grid (B·H·N, tiles of lanes). x [B, H, N·t, channels] with these strides, P packed × L lanes of it in a block, to
+    out int32 [B·H·N, lanes/16, W, 16]. OF_KEYS: lanes are tokens, else channels."""
+    block = tl.program_id(0)
+    n, h, b = block % N, block // N % H, block // N // H
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)[:, None, None]
+    unit = tl.arange(0, UNITS)[None, :, None]
+    first = x + b.to(tl.int64) * x_b + h.to(tl.int64) * x_h + (n * t).to(tl.int64) * x_t
+    packed = unit * 32 + tl.arange(0, 32)[None, None, :]
+    ok = (lane < L) & (packed < P)
+    if OF_KEYS:
+        token, channel = lane, packed
+    else:
+        token, channel = packed, lane
+    code = _code(
+        first + token.to(tl.int64) * x_t + channel * x_c, scale, offset, table, b, h, n, token, channel, ok, BITS,
+        GROUP, PER_TOKEN, WHAT, HAS_SCALE, HAS_OFFSET,
+    )  # fmt: skip
+    words = words_of(pairs_of(code), BITS)
+    lane, unit = tl.reshape(lane, (LANES, 1)), tl.reshape(unit, (1, UNITS))
+    for v in tl.static_range(BITS):
+        word = unit * BITS + v
+        at = ((block.to(tl.int64) * (lanes // 16) + lane // 16) * W + word) * 16 + lane % 16
+        tl.store(out + at, words[v], mask=(lane < lanes) & (word < W))
+
+
+@triton.jit
+def ranges(
+    low, high, x, x_b, x_h, x_t, x_c, H, N, t, rows, columns, GROUP: tl.constexpr, PER_TOKEN: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Grid (B·H·N, tiles of a plane). x as in `pack`, to low and high float32 [B·H·N, rows, columns]: rows are groups,
+    columns the tokens (PER_TOKEN) or channels."""
+    block = tl.program_id(0)
+    n, h, b = block % N, block // N % H, block // N // H
+    entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
+    ok = entry < rows * columns
+    group, column = entry // columns, entry % columns
+    first = x + b.to(tl.int64) * x_b + h.to(tl.int64) * x_h + (n * t).to(tl.int64) * x_t
+    if PER_TOKEN:
+        at, step = first + column.to(tl.int64) * x_t + group * GROUP * x_c, x_c
+    else:
+        at, step = first + (group * GROUP).to(tl.int64) * x_t + column * x_c, x_t
+    least = tl.load(at, mask=ok, other=0.0)
+    most = least
+    for _ in range(1, GROUP):
+        at += step
+        y = tl.load(at, mask=ok, other=0.0)
+        least = tl.minimum(least, y, propagate_nan=tl.PropagateNan.ALL)
+        most = tl.maximum(most, y, propagate_nan=tl.PropagateNan.ALL)
+    out = block.to(tl.int64) * rows * columns + entry
+    tl.store(low + out, least, mask=ok)
+    tl.store(high + out, most, mask=ok)
+
+
+@triton.jit
+def signs(out, x, sketch, t, D, M, rows, TOKENS: tl.constexpr, BYTES: tl.constexpr):
+    """Grid (blocks, tiles of tokens, tiles of bytes). Signs of S·x in float64, x float32 [blocks, t, D] and S float32
+    [M, D], to out uint8 [blocks, rows, t]."""
+    block = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    row = tl.program_id(2) * (BYTES * 8) + tl.arange(0, BYTES * 8)
+    x += (block * t + token) * D
+    sketch += row * D
+    sketched = tl.zeros((TOKENS, BYTES * 8), tl.float64)
+    for _ in range(D):
+        component = tl.load(x, mask=token < t, other=0.0).to(tl.float64)
+        sketched += component[:, None] * tl.load(sketch, mask=row < M, other=0.0).to(tl.float64)[None, :]
+        x += 1
+        sketch += 1
+    bit = ((sketched >= 0) & (row < M)[None, :]).to(tl.int32)
+    bit = tl.reshape(bit, (TOKENS, BYTES, 8)) << tl.arange(0, 8)[None, None, :]
+    byte = tl.program_id(2) * BYTES + tl.arange(0, BYTES)[None, :]
+    at = out + (block * rows + byte) * t + token[:, None]
+    tl.store(at, tl.sum(bit, axis=2).to(tl.uint8), mask=(token < t)[:, None] & (byte < rows))

@@ -1,0 +1,1 @@
+"""What measures tersekv: evaluations, pictures, timings. Its dependencies are the extra `lab`."""

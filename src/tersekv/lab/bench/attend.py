@@ -1,0 +1,193 @@
+"""Decode attention (one query position) over a packed segment, beside PyTorch's dense ways.
+
+Parity with float32 attention over the decoded segment comes first; then all ways take turns on inputs that rotate, so
+that caches are cold. The dense ways: SDPA with enable_gqa in bfloat16, which is what transformers runs, and the batched
+matrix product over a group's queries in bfloat16 and float32. The floor is the time to read bfloat16 keys and values
+once at the memory's bandwidth, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tersekv.errors import CacheError, UserError
+from tersekv.kernels import backends
+from tersekv.kernels.attend_packed import Operand, attend_packed
+from tersekv.lab.bench.clock import Spread, read_bandwidth, take_turns
+from tersekv.lab.bench.formats import Segment, make_segment
+
+COLD_BYTES = 96 << 20
+MAX_COPIES = 8
+LARGEST_ERROR = 1e-2
+"""Of the output, relative; the bound of kernels that multiply in bfloat16."""
+
+
+class Heads(NamedTuple):
+    """Written as query heads/KV heads/head dim."""
+
+    query: int
+    kv: int
+    dim: int
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self))
+
+    @staticmethod
+    def parse(text: str) -> Heads:
+        """From 32/8/128."""
+        found = re.fullmatch(r"\s*(\d{1,4})/(\d{1,4})/(\d{1,4})\s*", text)
+        heads = Heads(*map(int, found.groups())) if found else Heads(1, 0, 0)
+        if not heads.kv or heads.query % heads.kv or not heads.dim or heads.dim % 32:
+            raise UserError(
+                f"--heads {text.strip()!r}: write query heads/KV heads/head dim like 32/8/128, query heads a "
+                "multiple of KV heads, head dim one of 32"
+            )
+        return heads
+
+
+class Row(NamedTuple):
+    """One way of attending; bits: None for dense tensors."""
+
+    what: str
+    bits: float | None
+    tokens: int
+    heads: Heads
+    threads: int
+    time: Spread
+    bytes: int
+    error: float = 0.0
+
+    def record(self) -> dict[str, Any]:
+        """As a line of a file of records."""
+        return {
+            "what": self.what, "shape": str(self.heads), "bits": self.bits, "T": self.tokens, "threads": self.threads,
+            "median_us": round(self.time.ms * 1e3, 1), "p10": round(self.time.p10 * 1e3, 1),
+            "p90": round(self.time.p90 * 1e3, 1), "runs": self.time.runs, "bytes": self.bytes,
+            "gb_per_s": round(self.bytes / self.time.ms / 1e6, 2), "relative_error": float(f"{self.error:.3g}"),
+        }  # fmt: skip
+
+
+class Measured(NamedTuple):
+    """One context: its ways, and gigabytes per second that memory was read with."""
+
+    rows: list[Row]
+    bandwidth: float
+
+    def dense(self, what: str) -> float:
+        """Milliseconds of the fastest way whose name starts so."""
+        return min(row.time.ms for row in self.rows if row.what.startswith(what))
+
+    def results(self) -> list[dict[str, Any]]:
+        """What each format reaches, a document per format."""
+        return [self._result(row) for row in self.rows if row.bits is not None]
+
+    def _result(self, row: Row) -> dict[str, Any]:
+        Hkv, D = row.heads.kv, row.heads.dim
+        floor = 2 * Hkv * row.tokens * D * 2 / self.bandwidth / 1e6
+        return {
+            "format": row.what, "tokens": row.tokens, "heads": str(row.heads), "threads": row.threads,
+            "ms": round(row.time.ms, 4), "ms_p10": round(row.time.p10, 4), "ms_p90": round(row.time.p90, 4),
+            "speedup_sdpa": round(self.dense("sdpa") / row.time.ms, 2),
+            "speedup_dense": round(self.dense("matmul") / row.time.ms, 2),
+            "speedup_floor": round(floor / row.time.ms, 2),
+            "gbps_packed": round(row.bytes / row.time.ms / 1e6, 2),
+            "relative_error": float(f"{row.error:.3g}"),
+        }  # fmt: skip
+
+
+def measure(heads: Heads, tokens: int, formats: Sequence[str], threads: int, seconds: float, seed: int = 0) -> Measured:
+    """All ways on one context, for about `seconds` together, or five times each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _measure(heads, tokens, formats, threads, seconds, seed)
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Way(NamedTuple):
+    """Something to time on inputs that rotate, and its row but for the time."""
+
+    row: Row
+    run: Callable[..., Any]
+    inputs: list[tuple[Any, Any]]
+
+    def turn(self, number: int) -> Any:
+        """One run on the inputs whose turn it is."""
+        return self.run(*self.inputs[number % len(self.inputs)])
+
+
+def _measure(heads: Heads, tokens: int, formats: Sequence[str], threads: int, seconds: float, seed: int) -> Measured:
+    g = torch.Generator().manual_seed(seed)
+    query = torch.randn(1, heads.kv, heads.query // heads.kv, heads.dim, generator=g)
+    empty = Row("", None, tokens, heads, threads, Spread(0, 0, 0, 0), 0)
+    ways = [_packed(name, query, empty, seed + 1) for name in formats]
+    ways += [
+        _dense("sdpa bfloat16", torch.bfloat16, _sdpa, query, empty),
+        _dense("matmul bfloat16", torch.bfloat16, _matmul, query, empty),
+        _dense("matmul float32", torch.float32, _matmul, query, empty),
+    ]
+    times = take_turns({way.row.what: way.turn for way in ways}, seconds)
+    return Measured([way.row._replace(time=times[way.row.what]) for way in ways], read_bandwidth(threads))
+
+
+def _packed(name: str, query: Tensor, row: Row, seed: int) -> _Way:
+    heads, tokens = row.heads, row.tokens
+    scaling = heads.dim**-0.5
+    segment = make_segment(name, heads.kv, tokens, heads.dim, seed)
+    error = _error(name, query, segment, scaling)
+    copies = [segment.copy() for _ in range(_copies(segment.bytes) - 1)]
+    bits = round(segment.bytes * 8 / (2 * heads.kv * tokens * heads.dim), 3)
+
+    def run(keys: Operand, values: Operand) -> Any:
+        return backends.attend_packed(query, keys, values, None, scaling, None)
+
+    return _Way(
+        row._replace(what=name, bits=bits, bytes=segment.bytes, error=error),
+        run,
+        [made.operands() for made in (segment, *copies)],
+    )
+
+
+def _dense(what: str, dtype: torch.dtype, way: Callable[..., Tensor], query: Tensor, row: Row) -> _Way:
+    shape = (1, row.heads.kv, row.tokens, row.heads.dim)
+    size = 2 * math.prod(shape) * dtype.itemsize
+    inputs = [(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(_copies(size))]
+    q = query.to(dtype)
+    return _Way(row._replace(what=what, bytes=size), lambda key, value: way(q, key, value, row.heads.dim**-0.5), inputs)
+
+
+def _copies(size: int) -> int:
+    """How many inputs of `size` bytes rotate."""
+    return max(1 if size > 1 << 30 else 2, min(MAX_COPIES, COLD_BYTES // size))
+
+
+def _error(name: str, query: Tensor, segment: Segment, scaling: float) -> float:
+    """Of the kernel's output against the reference, relative to its norm."""
+    call = query, *segment.operands(), None, scaling, None
+    if backends.kernel("attend_packed", *call) is None:
+        raise UserError(f"{name} is not timed: {backends.explain('attend_packed', *call)}")
+    out, _ = backends.attend_packed(*call)
+    expected, _ = attend_packed(*call)
+    error = ((out - expected).norm() / expected.norm()).item()
+    if not error < LARGEST_ERROR:
+        raise CacheError(f"{name} is not timed: its output is off by {error:.2g} of its norm")
+    return error
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    _, Hkv, G, D = query.shape
+    return F.scaled_dot_product_attention(query.reshape(1, Hkv * G, 1, D), key, value, scale=scaling, enable_gqa=True)
+
+
+def _matmul(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """query [1, Hkv, G, D]: the group as rows of one product."""
+    weights = torch.softmax(torch.matmul(query, key.transpose(-1, -2)) * scaling, dim=-1)
+    return torch.matmul(weights, value)

@@ -1,0 +1,127 @@
+"""What `tersekv bench attend` can time, by name: packed segments of random keys and values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tersekv.codecs.base import Codec
+from tersekv.codecs.transforms.rope import standard_rope
+from tersekv.errors import UserError
+from tersekv.kernels.attend_packed import Operand
+from tersekv.layouts.base import Added, Planes
+from tersekv.layouts.centred import Turned
+from tersekv.layouts.roped import Roped
+from tersekv.recipe import Recipe
+
+# name: the recipe that packs both sides. A query's rotation is not timed. "-prerope" puts RoPE back; "-centred" adds
+# the constant part of keys, which RoPE turns, as attention with `trellis` does ("trellis2" alone leaves it out).
+FORMATS = {
+    "grid4": "kivi:bits=4",
+    "grid3": "kivi:bits=3",
+    "grid2": "kivi:bits=2",
+    "grid1": "kivi:bits=1",
+    "qjl256": "qjl:sketch=256,outliers=0,value_bits=4,initial_layers=0",
+    "qjl256+outliers": "qjl:sketch=256,outlier_sketch=256,value_bits=4,initial_layers=0",
+    "polar": "polarquant",
+    "trellis2": "trellis:bits=2,calibration=prompt",
+    "trellis2-centred": "trellis:bits=2,calibration=prompt",
+    "trellis3": "trellis:bits=3,calibration=prompt",
+    "trellis3-centred": "trellis:bits=3,calibration=prompt",
+    "nuq4": "kvquant:bits=4,calibration=prompt,outliers=0",
+    "nuq4-1%": "kvquant:bits=4,calibration=prompt",
+    "nuq4-1%-prerope": "kvquant:bits=4,calibration=prompt",
+}
+ENCODE_TOKENS = 4096
+FIT_TOKENS = 1024
+
+
+class Packer(NamedTuple):
+    """A codec, and planes that it made."""
+
+    codec: Codec
+    planes: Planes
+    head_dim: int
+    rope: str = ""  # what it does: "prerope" or "centred"
+
+    def operand(self) -> Operand:
+        """As attention reads it."""
+        view = self.codec.view(self.planes, self.head_dim).inner
+        if self.rope:
+            rope = standard_rope(self.head_dim)
+            plane = next(iter(self.planes.values()))
+            tokens = plane.shape[2] * self.codec.layout(self.head_dim).block_tokens
+            angles = rope.angles(0, tokens, device=plane.device)
+            if self.rope == "prerope":
+                view = Roped(view, rope, angles)
+            else:
+                ones = torch.ones(1, plane.shape[1], self.head_dim, device=plane.device)
+                view = Added([view, Turned(ones, rope, angles)])
+        return view.operand
+
+    def copy(self) -> Packer:
+        """The same bytes at another place."""
+        return self._replace(planes={name: plane.clone() for name, plane in self.planes.items()})
+
+    @property
+    def bytes(self) -> int:
+        """Of all planes."""
+        return sum(plane.numel() * plane.element_size() for plane in self.planes.values())
+
+
+class Segment(NamedTuple):
+    """Packed keys and values."""
+
+    keys: Packer
+    values: Packer
+
+    def operands(self) -> tuple[Operand, Operand]:
+        """As attention reads them."""
+        return self.keys.operand(), self.values.operand()
+
+    def copy(self) -> Segment:
+        """The same bytes at another place."""
+        return Segment(self.keys.copy(), self.values.copy())
+
+    @property
+    def bytes(self) -> int:
+        """Of keys and values."""
+        return self.keys.bytes + self.values.bytes
+
+
+def chosen(text: str) -> tuple[str, ...]:
+    """Names separated by commas, or "all".
+
+    Raises:
+        UserError: a name that is not there.
+    """
+    if text.strip() == "all":
+        return tuple(FORMATS)
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in FORMATS:
+            raise UserError(f"--formats {name!r} is not there: {', '.join(FORMATS)} are, or all")
+    return names
+
+
+def make_segment(name: str, heads: int, tokens: int, D: int, seed: int, device: str = "cpu") -> Segment:
+    """Normally distributed keys and values [1, heads, tokens, D] in the format `name`, made on the device."""
+    plan = Recipe.parse(FORMATS[name]).plan(0, 1)
+    g = torch.Generator(device).manual_seed(seed)
+    keys, values = (_pack(codec, heads, tokens, D, g) for codec in (plan.keys, plan.values))
+    _, _, rope = name.rpartition("-")
+    return Segment(keys._replace(rope=rope if rope in ("prerope", "centred") else ""), values)
+
+
+def _pack(codec: Codec, heads: int, tokens: int, D: int, g: torch.Generator) -> Packer:
+    block_tokens = codec.layout(D).block_tokens
+    if tokens % block_tokens:
+        raise UserError(f"--tokens {tokens}: packed are whole blocks of {block_tokens} tokens")
+    pieces: list[Planes] = []
+    for first in range(0, tokens, ENCODE_TOKENS):
+        x = torch.randn(1, heads, min(ENCODE_TOKENS, tokens - first), D, generator=g, device=g.device)
+        if codec.lacks == "prompt":
+            codec = codec.fit(x[:, :, :FIT_TOKENS])
+        pieces.append(codec.encode(x))
+    return Packer(codec, codec.layout(D).join(pieces), D)

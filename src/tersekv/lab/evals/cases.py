@@ -1,0 +1,169 @@
+"""Tasks that ask: a prompt, what a right answer says, and a score for the answer that came."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from tersekv.errors import UserError, hint
+from tersekv.lab.evals.haystack import prompt_tokens
+from tersekv.lab.evals.tasks.base import Estimate, Prompt, Result, Sample, Task
+
+if TYPE_CHECKING:
+    from tersekv.lab.evals.reader import Reader
+
+MOST_SAMPLES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question with its answer.
+
+    expected: what a right answer says (several: all of them, or any, as the task scores). new_tokens: most tokens of
+    the answer. cell: where in the task's grid it stands (length in tokens, depth in percent, subtask). single:
+    `expected` is the one right answer, whose likelihood is measured too. data: what scoring needs beside it.
+    """
+
+    id: str
+    prompt: Prompt
+    expected: tuple[str, ...]
+    new_tokens: int
+    cell: dict[str, Any] = field(default_factory=dict)
+    single: bool = True
+    stop: tuple[str, ...] = ()
+    min_new_tokens: int = 0
+    data: Any = None
+
+    @property
+    def gold(self) -> str | None:
+        """The answer as it would follow the prompt, with the space between them; None where several are right."""
+        if not self.single or len(self.expected) != 1:
+            return None
+        before = self.prompt.answer_start or ("" if self.prompt.chat else self.prompt.context + self.prompt.question)
+        return self.expected[0] if not before or before[-1].isspace() else f" {self.expected[0]}"
+
+    def tokens(self, reader: Reader) -> int:
+        """Tokens of the prompt and of the longest answer."""
+        gold = reader.count_tokens(self.gold) if self.gold else 0
+        return prompt_tokens(reader, self.prompt) + max(self.new_tokens, gold)
+
+
+@dataclass(frozen=True)
+class QuestionTask(Task):
+    """A task whose samples are cases.
+
+    samples: how many per cell of the task's grid. seed: of everything that is drawn.
+    """
+
+    samples: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.samples <= MOST_SAMPLES:
+            raise UserError(f"samples is {self.samples}: ask for 1 to {MOST_SAMPLES:,} per cell")
+
+    def about(self) -> str:
+        """The options that are given, and how many samples, in plain words."""
+        said = {field.name: getattr(self, field.name) for field in fields(self)}
+        parts = [
+            f"{name} {str(value).lower() if isinstance(value, bool) else str(value).replace(',', ', ')}"
+            for name, value in said.items()
+            if value != "" and name not in ("samples", "seed")
+        ]
+        drawn = f", seed {self.seed}" if self.seed else ""
+        return "; ".join([*parts, f"{self.samples} sample{'' if self.samples == 1 else 's'} each{drawn}"])
+
+    @abstractmethod
+    def cases(self, reader: Reader) -> Iterator[Case]:
+        """The cases, in order."""
+
+    @abstractmethod
+    def score(self, case: Case, text: str) -> dict[str, float]:
+        """Metrics of an answer, `accuracy` among them."""
+
+    def instances(self, reader: Reader) -> Sequence[Sample]:
+        """All cases.
+
+        Raises:
+            UserError: one does not fit the model's context; data or options that do not fit.
+        """
+        made = []
+        for case in self.cases(reader):
+            tokens = case.tokens(reader)
+            if tokens > reader.context_tokens:
+                raise UserError(
+                    f"sample {case.id} has {tokens:,} tokens with its answer, but this model's context is "
+                    f"{reader.context_tokens:,}: ask for less"
+                )
+            made.append(Sample(case.id, case))
+        return made
+
+    def evaluate(self, sample: Sample, reader: Reader, full: Reader) -> Result:
+        """Ask, and score what was answered."""
+        case: Case = sample.data
+        answer = reader.answer(case.prompt, case.new_tokens, case.gold, case.stop, case.min_new_tokens)
+        metrics = self.score(case, answer.text)
+        if answer.gold_nll is not None:
+            metrics["gold_nll"] = answer.gold_nll
+        details = {**case.cell, "expected": list(case.expected), "answer": answer.text}
+        return Result(metrics, answer.prompt_tokens, answer.footprint, details)
+
+    def summarise(self, metrics: Sequence[dict[str, float]], full: Sequence[dict[str, float]]) -> dict[str, Estimate]:
+        """Means over the samples that have the metric."""
+        names = dict.fromkeys(name for sample in metrics for name in sample)
+        return {name: Estimate.of([sample[name] for sample in metrics if name in sample]) for name in names}
+
+
+def mean_of_subtasks(estimates: dict[str, Estimate]) -> dict[str, Estimate]:
+    """`accuracy` as the mean over the subtasks' means, whatever their numbers of samples; subtasks are independent."""
+    parts = [estimate for name, estimate in estimates.items() if name.startswith("accuracy_")]
+    if not parts:
+        return estimates
+    mean = sum(part.mean for part in parts) / len(parts)
+    stderr = sum(part.stderr**2 for part in parts) ** 0.5 / len(parts)
+    return {**estimates, "accuracy": Estimate(mean, stderr)}
+
+
+def chosen(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
+    """Names separated by commas, each one of `known`; `all` is all of them.
+
+    Raises:
+        UserError: a name that is not known.
+    """
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    if names == ("all",):
+        return tuple(known)
+    for name in names:
+        if name not in known:
+            raise UserError(f"{option} {name!r} is not known{hint(name, known)} (known: all, {', '.join(known)})")
+    return names
+
+
+def check_choice(value: str, known: Sequence[str], option: str) -> None:
+    """Refuse what is none of `known`.
+
+    Raises:
+        UserError: `value` is none of them.
+    """
+    if value not in known:
+        raise UserError(f"{option} is {value!r}{hint(value, known)}: choose {' or '.join(known)}")
+
+
+def check_lengths(lengths: Sequence[int], reader: Reader) -> None:
+    """Refuse lengths that the model cannot read.
+
+    Raises:
+        UserError: one is past the model's context.
+    """
+    for length in lengths:
+        if length > reader.context_tokens:
+            raise UserError(
+                f"length {length:,} is past this model's context of {reader.context_tokens:,} tokens: ask for less"
+            )
+
+
+def too_short(name: str, length: int) -> UserError:
+    """What is raised where not even the smallest haystack fits."""
+    return UserError(f"{name} does not fit into {length:,} tokens with its answer: ask for a greater length")

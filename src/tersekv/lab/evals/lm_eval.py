@@ -1,0 +1,118 @@
+"""Model type `tersekv` for lm-evaluation-harness (0.4.13 and later), so that its tasks run over a packed cache.
+
+The harness finds models by what was imported, so either its program is started here,
+
+    python -m tersekv.lab.evals.lm_eval run --model tersekv --model_args pretrained=smollm2,recipe=kivi:bits=4 --tasks …
+
+or `import tersekv.lab.evals.lm_eval` goes before `lm_eval.simple_evaluate(model="tersekv", …)`. It takes the model
+arguments of the harness's `hf`, and
+
+    recipe   how the cache is packed; `full` for transformers' own. One with commas needs arguments in JSON:
+             --model_args '{"pretrained": "smollm2", "recipe": "kivi:bits=2,group=64"}'
+    chunk    tokens of a continuation that are read at a time (128), so that long ones are read over packed tokens too
+
+What is packed: the context but its last token, from one exact prefill; that token and everything after it is read over
+the packed cache, so that an answer of a single token depends on it as well.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from tersekv.errors import UserError
+from tersekv.hf import models
+from tersekv.hf.compress import compress
+from tersekv.hf.prefill import new_cache
+from tersekv.lab.evals.decoding import loglikelihood
+from tersekv.recipe import Recipe
+
+try:
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+    from tqdm import tqdm
+except ImportError as error:
+    missing = f"lm-evaluation-harness is not here ({error}): pip install 'lm_eval[hf]>=0.4.13'"
+    if __name__ == "__main__":
+        raise SystemExit(f"tersekv: {missing}") from error
+    raise ImportError(missing, name=error.name) from error
+
+FULL = "full"
+Request = tuple[Any, list[int], list[int]]
+
+
+@register_model("tersekv")
+class TersekvLM(HFLM):
+    """The harness's Hugging Face model with a cache of ours.
+
+    Raises:
+        UserError: unknown recipe, or one that cannot serve the model.
+    """
+
+    def __init__(self, pretrained: Any, recipe: str = "default", chunk: int = 128, **kwargs: Any) -> None:
+        if int(chunk) < 1:
+            raise UserError(f"chunk={chunk} is too small; read 1 token or more at a time")
+        self.chunk = int(chunk)
+        self.recipe = None if recipe == FULL else str(Recipe.parse(recipe))
+        if isinstance(pretrained, str):
+            models.pull_if_known(pretrained)
+            pretrained = models.resolve(pretrained)
+        super().__init__(pretrained, **kwargs)
+        new_cache(self.model, self.recipe)  # says what does not fit
+
+    def _reading(self) -> Any:
+        return nullcontext() if self.recipe is None else compress(self.model, self.recipe)
+
+    @torch.no_grad()
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """Each request's log-likelihood and whether greedy decoding says it; equal contexts are read once."""
+        answers: dict[int, tuple[float, bool]] = {}
+        order = sorted(range(len(requests)), key=lambda i: requests[i][1])
+        with self._reading(), tqdm(total=len(requests), disable=disable_tqdm, desc="log-likelihoods") as bar:
+            for _, same in groupby(order, key=lambda i: requests[i][1]):
+                members = list(same)
+                longest = max(len(requests[i][2]) for i in members)
+                context = requests[members[0]][1][-max(1, self.max_length + 1 - longest) :]
+                cache = self._packed(torch.tensor([context[:-1]], device=self.device))
+                for i in members:
+                    name, _, following = requests[i]
+                    used = cache if i == members[-1] else copy.deepcopy(cache)
+                    answers[i] = loglikelihood(self.model, used, context[-1], following, self.chunk)
+                    bar.update()
+                    if name is not None:
+                        self.cache_hook.add_partial("loglikelihood", name, answers[i])
+        return [answers[i] for i in range(len(requests))]
+
+    def _packed(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        """A cache that has read ids [B, T]; mask [B, T] is 0 where a row is padded."""
+        cache = new_cache(self.model, self.recipe)
+        if ids.shape[1]:
+            padded = {} if mask is None else {"position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
+            self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **padded)
+        return cache
+
+    @torch.no_grad()
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Any:
+        """Continue context [B, T], padded on the left, over a cache that has packed all but its last token."""
+        mask = kwargs.get("attention_mask")
+        with self._reading():
+            cache = self._packed(context[:, :-1], None if mask is None else mask[:, :-1])
+            return super()._model_generate(context, max_length, stop, past_key_values=cache, **kwargs)
+
+
+def main() -> None:
+    """The harness's own program, with the model type `tersekv`."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Tasks from the texts of their options: a task's fields are its options, read by their types."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, get_type_hints
+
+from tersekv.errors import UserError, hint
+from tersekv.lab.evals.tasks import Task, tasks
+
+UNITS = {"": 1, "k": 1024, "m": 1024**2}
+
+
+def fields(task: type[Task]) -> dict[str, tuple[Any, Any]]:
+    """Type and default of every option."""
+    kinds = get_type_hints(task)
+    made = task()
+    return {f.name: (kinds[f.name], getattr(made, f.name)) for f in dataclasses.fields(task)}
+
+
+def all_options() -> dict[str, dict[str, str]]:
+    """Every option of every task: by option, the default (as text) by task."""
+    found: dict[str, dict[str, str]] = {}
+    for name, task in tasks().items():
+        for option, (_, default) in fields(task).items():
+            found.setdefault(option, {})[name] = _written(default)
+    return found
+
+
+def build(names: Sequence[str], given: Mapping[str, str]) -> dict[str, Task]:
+    """The tasks by name, each with those of the given options that it has.
+
+    Raises:
+        UserError: an unknown task, an option that none of them has, a value of the wrong type or out of range.
+    """
+    known = tasks()
+    for name in names:
+        if name not in known:
+            near = hint(name, known) or "."
+            raise UserError(f"unknown task '{name}'{near} Known are {', '.join(known)}")
+    for option in given:
+        having = [name for name, task in known.items() if option in fields(task)]
+        if not set(having) & set(names):
+            raise UserError(
+                f"--{option.replace('_', '-')} is no option of {' or '.join(names)}; "
+                f"{', '.join(having) if having else 'no task'} {'has' if len(having) == 1 else 'have'} it"
+            )
+    return {name: _build(known[name], given) for name in dict.fromkeys(names)}
+
+
+def _build(task: type[Task], given: Mapping[str, str]) -> Task:
+    mine = {option: (kind, given[option]) for option, (kind, _) in fields(task).items() if option in given}
+    return task(**{option: parse(option, text, kind) for option, (kind, text) in mine.items()})
+
+
+def parse(option: str, text: str, kind: Any) -> Any:
+    """`text` as the type `kind`: str, int (k is 1024, M is 1024²), float, bool, or a choice of texts, which the task
+    checks itself. Lists are texts with commas that the task reads.
+
+    Raises:
+        UserError: it is none.
+    """
+    written = f"--{option.replace('_', '-')} {text!r}"
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise UserError(f"{written} is wrong; write true or false")
+        return text.lower() == "true"
+    if kind is int:
+        found = re.fullmatch(r"(\d{1,18})([km]?)", text, re.IGNORECASE)
+        if not found:
+            raise UserError(f"{written} is no whole number; write one like 2048 or 2k")
+        return int(found[1]) * UNITS[found[2].lower()]
+    if kind is float:
+        try:
+            return float(text)
+        except ValueError:
+            raise UserError(f"{written} is no number; write one like 0.5") from None
+    return text
+
+
+def _written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

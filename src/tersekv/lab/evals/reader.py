@@ -1,0 +1,161 @@
+"""`Reader`: a model that reads with one recipe, or with the full cache; what tasks are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tersekv.cache.footprint import Footprint
+from tersekv.errors import UserError
+from tersekv.hf.calibration import calibration_for
+from tersekv.hf.compress import compress
+from tersekv.hf.prefill import Prefill, held_by, new_cache, shares_prefill
+from tersekv.hf.simulate import SimulatedCache
+from tersekv.lab.evals import decoding
+from tersekv.lab.evals.tasks.base import Prompt
+from tersekv.lab.evals.tokenise import split_ids
+from tersekv.recipe import Recipe
+
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer: its text (without `answer_start`), how many tokens were read before it, and the bytes that the
+    cache held after it. gold_nll: mean negative log-likelihood, in nats per token, of the gold answer over the same
+    packed prompt, where one was given; it moves before accuracy does."""
+
+    text: str
+    prompt_tokens: int
+    footprint: Footprint
+    gold_nll: float | None = None
+
+
+class Reader:
+    """A model (of transformers, with its tokenizer) with a recipe, or `FULL` for transformers' own cache.
+
+    prefill: shared by the readers of one run on the same model, so that each prompt is computed once. calibration: a
+    file or a folder of them, for recipes that learn from a corpus; else the default place is looked in.
+
+    Raises:
+        UserError: unknown recipe, one that cannot serve the model, or one that lacks its calibration.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        recipe: str = FULL,
+        prefill: Prefill | None = None,
+        calibration: Path | None = None,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.recipe = recipe if recipe == FULL else str(Recipe.parse(recipe))
+        self._cache_recipe = None if recipe == FULL else self.recipe
+        self._prefill = (prefill or Prefill(model)) if shares_prefill(model) else None
+        self._last_pass: tuple[Tensor, tuple[Tensor, Footprint]] | None = None
+        self._calibration = None if recipe == FULL else calibration_for(model, recipe, calibration)
+        self._new_cache()  # says what does not fit
+
+    @property
+    def context_tokens(self) -> int:
+        """Most tokens the model takes; without a limit of its own, 2³⁰."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of `text` alone, without special ones."""
+        return len(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    @torch.no_grad()
+    def answer(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int,
+        gold: str | None = None,
+        stop: Sequence[str] = (),
+        min_new_tokens: int = 0,
+    ) -> Answer:
+        """Read the context, pack it, feed the question, answer greedily until the end token, one of `stop`, or
+        `max_new_tokens`. The end token and `stop` do not end it before `min_new_tokens`.
+
+        Raises:
+            UserError: prompt and answer do not fit the model's context.
+        """
+        self._last_pass = None
+        split = split_ids(self.tokenizer, prompt, gold)
+        following = max(max_new_tokens, len(split.gold))
+        tokens = split.context.shape[1] + split.rest.shape[1]
+        if tokens + following > self.context_tokens:
+            raise UserError(
+                f"a prompt of {tokens:,} tokens and {following:,} more do not fit the model's context of "
+                f"{self.context_tokens:,}: ask for a shorter length"
+            )
+        device = self.model.device
+        with self.reading():
+            cache = self.read_context(split.context.to(device))
+            last = decoding.feed(self.model, cache, split.rest.to(device))
+            gold_nll = decoding.nll_after(self.model, cache, last, split.gold) if split.gold else None
+            stopping = decoding.Stopping(self.model, self.tokenizer, max_new_tokens, min_new_tokens, stop)
+            text = decoding.greedy(self.model, cache, last, stopping)
+        return Answer(text, tokens, held_by(cache), gold_nll)
+
+    @torch.no_grad()
+    def simulate(self, ids: Tensor, sinks: int = 0) -> tuple[Tensor, Footprint]:
+        """Logits [T, vocabulary] of ids [1, T] from one forward pass in which every key and value of every layer is
+        coded before attention (as KVQuant evaluates), but for the first `sinks` tokens."""
+        if self._cache_recipe is None:
+            return self._full_pass(ids)
+        cache = SimulatedCache(self.model.config, self._cache_recipe, sinks, self._calibration)
+        logits = self.model(input_ids=ids.to(self.model.device), past_key_values=cache, use_cache=True).logits[0]
+        return logits, cache.footprint()
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, chunk: int, prefix: int = 0) -> tuple[Tensor, Footprint]:
+        """Logits [T - prefix, vocabulary] of ids [1, T] from position `prefix` on, through the real cache: `prefix`
+        tokens are packed from one exact prefill, then `chunk` at a time."""
+        if self._cache_recipe is None:
+            logits, held = self._full_pass(ids)
+            return logits[prefix:], held
+        ids = ids.to(self.model.device)
+        with self.reading():
+            cache = self.read_context(ids[:, :prefix])
+            parts = ids[:, prefix:].split(chunk, dim=1)
+            logits = torch.cat([self.model(input_ids=part, past_key_values=cache).logits[0] for part in parts])
+        return logits, held_by(cache)
+
+    def extras(self) -> dict[str, Any]:
+        """What a record should know beside the recipe."""
+        return {} if self._calibration is None else {"calibration": self._calibration.about()}
+
+    def _new_cache(self) -> Any:
+        return new_cache(self.model, self._cache_recipe, self._calibration)
+
+    def reading(self) -> AbstractContextManager[Any]:
+        """What the model has to be in while it reads or decodes over a cache of this reader."""
+        if self._cache_recipe is None:
+            return nullcontext()
+        return compress(self.model, self._cache_recipe, self._calibration)
+
+    def read_context(self, ids: Tensor) -> Any:
+        """To be called while `reading`: a cache that holds ids [1, T], packed; empty where T is 0."""
+        cache = self._new_cache()
+        if ids.shape[1] and self._prefill is not None:
+            self._prefill.fill(cache, ids)
+        elif ids.shape[1]:
+            decoding.feed(self.model, cache, ids)
+        return cache
+
+    def _full_pass(self, ids: Tensor) -> tuple[Tensor, Footprint]:
+        """The ordinary forward pass, kept for the same ids: every other reader is compared with it."""
+        if self._last_pass is None or not torch.equal(self._last_pass[0], ids):
+            self._last_pass = None  # freed before the next one is made
+            cache = new_cache(self.model, None)
+            logits = self.model(input_ids=ids.to(self.model.device), past_key_values=cache, use_cache=True).logits[0]
+            self._last_pass = ids, (logits, held_by(cache))
+        return self._last_pass[1]

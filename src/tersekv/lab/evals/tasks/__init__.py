@@ -1,0 +1,16 @@
+"""Tasks, one per file: the file's name is its registration."""
+
+from __future__ import annotations
+
+import functools
+
+from tersekv.lab.evals.tasks.base import Estimate, Prompt, Result, Sample, Task
+from tersekv.registry import modules
+
+__all__ = ["Estimate", "Prompt", "Result", "Sample", "Task", "tasks"]
+
+
+@functools.lru_cache(maxsize=1)
+def tasks() -> dict[str, type[Task]]:
+    """Every task in this folder by name, sorted."""
+    return {name: module.TASK for name, module in modules(__name__, __path__).items()}

@@ -1,0 +1,70 @@
+"""Divergence: how far next-token distributions move from those of the full cache.
+
+An instance is a window of text, the same as perplexity's. At each position
+
+    full cache  P = {" the": .61, " a": .22, …}        packed cache  Q = {" the": .58, " a": .25, …}
+    kl = Σ P·ln(P/Q) = .003 nats                       top1_agreement = 1 (both say " the")
+
+The Kullback-Leibler divergence needs no labels and moves before any score does; it is what llama.cpp's `perplexity
+--kl-divergence` reports for quantised weights ("Mean KLD", "Same top p"). Metrics are means over the positions of a
+window, kl_q1 to kl_q4 over its quarters, so that growth with position shows; their standard errors are over windows.
+The same logits give perplexity's metrics, which stand beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tersekv.lab.evals.tasks.base import Estimate, Result, Sample
+from tersekv.lab.evals.tasks.perplexity import Perplexity, mean_nll
+from tersekv.lab.evals.windows import POSITIONS_AT_A_TIME, WindowTask
+
+if TYPE_CHECKING:
+    from tersekv.lab.evals.reader import Reader
+
+QUARTERS = 4
+
+
+@dataclass(frozen=True)
+class Divergence(WindowTask):
+    """Options are those of `WindowTask`; positions in `prefix` are not counted."""
+
+    @property
+    def more(self) -> tuple[str, ...]:
+        """Its quarters, and nll, which perplexity says as well."""
+        return ("nll", *(f"kl_q{i}" for i in range(1, QUARTERS + 1)))
+
+    def evaluate(self, sample: Sample, reader: Reader, full: Reader) -> Result:
+        """`kl` in nats, `top1_agreement`, `kl_q1` … `kl_q4`, and perplexity's `nll`."""
+        logits, footprint = self.logits(sample, reader)
+        kl, agree = compare(self.logits(sample, full)[0], logits)
+        quarters = kl.tensor_split(QUARTERS)
+        metrics = {"kl": kl.mean().item(), "top1_agreement": agree.mean().item()}
+        metrics["nll"] = mean_nll(logits, sample.data[0, self.prefix :])
+        metrics |= {f"kl_q{i}": part.mean().item() for i, part in enumerate(quarters, 1) if len(part)}
+        return Result(metrics, sample.data.shape[1], footprint)
+
+    def summarise(self, metrics: Sequence[dict[str, float]], full: Sequence[dict[str, float]]) -> dict[str, Estimate]:
+        """Means, and those of perplexity."""
+        found = super().summarise(metrics, full)
+        scored = all("nll" in m for m in (*metrics, *full))  # records of earlier versions lack it
+        return found | Perplexity().summarise(metrics, full) if scored else found
+
+
+def compare(full: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(full‖packed) in nats and whether the likeliest tokens agree (0 or 1), float64 [T] both, of logits
+    [T, vocabulary]."""
+    kl, agree = [], []
+    for p, q in zip(full.split(POSITIONS_AT_A_TIME), packed.split(POSITIONS_AT_A_TIME), strict=True):
+        log_p, log_q = p.float().log_softmax(-1), q.float().log_softmax(-1)
+        kl.append((log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64).clamp_min(0))
+        agree.append((p.argmax(-1) == q.argmax(-1)).double())
+    return torch.cat(kl), torch.cat(agree)
+
+
+TASK = Divergence

@@ -1,0 +1,131 @@
+"""Line retrieval.
+
+`variant=longeval`:
+
+    Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and contains …
+    line torpid-kid: REGISTER_CONTENT is <24169>
+    line wide-eyed-lender: REGISTER_CONTENT is <3119>
+    …
+    Now the record is over. Tell me what is the <REGISTER_CONTENT> in line torpid-kid? I need the number.   → 24169
+
+Source: LongEval (Li et al., lmsys.org/blog/2023-06-29-longchat; DachengLi1/LongChat, longeval/generate_testcases.py).
+Kept: text, names of an adjective and a noun, numbers from 1 to 50,000, uniform target, chat template, 100 tokens at
+most, the last number of the answer counts; `data` reads the shipped cases (`200_lines.jsonl`), of which smaller ones
+are drawn that keep the target.
+Different: the space that ends the prompt is left out. Names are distinct, as theirs are; where they come from says
+tersekv.lab.evals.words (`data` may hold word lists instead). The record is packed before the question is read.
+
+`variant=pairs` is our own, for models too small for that wording: lines `torpid-kid: 24169`, the question in the
+user's turn, and the name and colon given as the answer's beginning; the first number counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from tersekv.errors import UserError
+from tersekv.lab.evals.cases import Case, QuestionTask, check_choice
+from tersekv.lab.evals.scores import first_number, last_number
+from tersekv.lab.evals.tasks.base import Prompt
+from tersekv.lab.evals.words import FILES, word_lists
+from tersekv.units import parse_numbers
+
+if TYPE_CHECKING:
+    from tersekv.lab.evals.reader import Reader
+
+HEADER = (
+    "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and contains a "
+    "'<REGISTER_CONTENT>' at the end of the line as a numerical value. For each line index, memorize its "
+    "corresponding <REGISTER_CONTENT>. At the end of the record, I will ask you to retrieve the corresponding "
+    "<REGISTER_CONTENT> of a certain line index. Now the record start:\n\n"
+)
+LINE = "line {name}: REGISTER_CONTENT is <{number}>\n"
+QUESTION = "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {name}? I need the number."
+PAIRS_HEADER = "Below is a record of names and their numbers. Remember the number of each name.\n\n"
+PAIRS_LINE = "{name}: {number}\n"
+PAIRS_QUESTION = "\nThe record is over. What is the number of {name}?"
+VARIANTS = ("longeval", "pairs")
+MOST_LINES = 100_000
+
+
+@dataclass(frozen=True)
+class Lines(QuestionTask):
+    """samples: per number of lines. lines: numbers of lines, with commas. variant: `longeval` or `pairs`.
+    data: a folder with LongEval's `<n>_lines.jsonl` (for `longeval`), or with word lists."""
+
+    lines: str = "10,20"
+    variant: str = "longeval"
+    data: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_numbers(self.lines, "lines", 1, MOST_LINES)
+        check_choice(self.variant, VARIANTS, "variant")
+
+    def cases(self, reader: Reader) -> Iterator[Case]:
+        """Samples of each number of lines."""
+        for count in parse_numbers(self.lines, "lines", 1, MOST_LINES):
+            shipped = self._shipped(count)
+            for i in range(self.samples):
+                rng = Random(f"{self.seed}-{count}-{i}")
+                if shipped:
+                    pairs, name = subset(shipped[i % len(shipped)], count, rng)
+                else:
+                    names = word_lists(self.data).keys(rng, count)
+                    pairs = {name: rng.randint(1, 50_000) for name in names}
+                    name = rng.choice(names)
+                yield build(self.variant, pairs, name, f"{count}-{i}")
+
+    def _shipped(self, count: int) -> list[dict[str, Any]]:
+        """LongEval's cases with the fewest lines that are enough; none where `data` has word lists or is not given."""
+        if not self.data or any((Path(self.data) / file).exists() for file in FILES):
+            return []
+        if self.variant != "longeval":
+            raise UserError(f"variant=pairs takes names from word lists, and {self.data} has no {', '.join(FILES)}")
+        sizes = {int(p.name.split("_")[0]): p for p in Path(self.data).glob("[0-9]*_lines.jsonl")}
+        enough = [size for size in sizes if size >= count]
+        if not enough:
+            raise UserError(
+                f"data {self.data!r} has no cases of {count} lines or more (files like 200_lines.jsonl, from "
+                "DachengLi1/LongChat): ask for fewer lines, or leave data away to have them made"
+            )
+        text = sizes[min(enough)].read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+    def score(self, case: Case, text: str) -> dict[str, float]:
+        """1 if the number is right: the last one (LongEval), or the first (pairs)."""
+        number = last_number(text) if self.variant == "longeval" else first_number(text)
+        return {"accuracy": float(number == int(case.expected[0]))}
+
+
+def subset(shipped: dict[str, Any], count: int, rng: Random) -> tuple[dict[str, int], str]:
+    """`count` lines of a shipped case in their order, its target among them, and the target's name."""
+    pairs = {}
+    for line in shipped["prompt"].splitlines():
+        if line.startswith("line ") and ": REGISTER_CONTENT is <" in line:
+            name, number = line.removeprefix("line ").split(": REGISTER_CONTENT is ")
+            pairs[name] = int(number.strip("<> "))
+    target = str(shipped["random_idx"][0])
+    others = rng.sample([name for name in pairs if name != target], count - 1)
+    kept = {target, *others}
+    return {name: number for name, number in pairs.items() if name in kept}, target
+
+
+def build(variant: str, pairs: dict[str, int], name: str, id: str) -> Case:
+    """The case that asks for `name`."""
+    place = list(pairs).index(name)
+    cell = {"lines": len(pairs), "depth": round(100 * place / max(1, len(pairs) - 1))}
+    expected = (str(pairs[name]),)
+    if variant == "pairs":
+        context = PAIRS_HEADER + "".join(PAIRS_LINE.format(name=n, number=v) for n, v in pairs.items())
+        return Case(id, Prompt(context, PAIRS_QUESTION.format(name=name), f"{name}:"), expected, 10, cell)
+    context = HEADER + "".join(LINE.format(name=n, number=v) for n, v in pairs.items())
+    return Case(id, Prompt(context, QUESTION.format(name=name)), expected, 100, cell)
+
+
+TASK = Lines

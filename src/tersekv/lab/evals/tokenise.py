@@ -1,0 +1,72 @@
+"""A prompt as token ids, cut where the context ends."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tersekv.errors import UserError
+from tersekv.hf.text import chat_prompt
+from tersekv.lab.evals.tasks.base import Prompt
+
+
+class SplitIds(NamedTuple):
+    """context [1, C] is read before the cache is packed, rest [1, R] (R ≥ 1) after; gold: ids of the gold answer."""
+
+    context: Tensor
+    rest: Tensor
+    gold: list[int]
+
+
+def split_ids(tokenizer: Any, prompt: Prompt, gold: str | None = None) -> SplitIds:
+    """The whole prompt is tokenised at once; the rest begins with the first token that starts at or after the end of
+    the context's text. At least one token is left to the rest, since the answer follows from it.
+
+    Raises:
+        UserError: an empty prompt, or a tokenizer that does not say where its tokens stand.
+    """
+    text, end, plain = _whole(tokenizer, prompt)
+    ids, spans = _encode(tokenizer, text, plain)
+    if not ids:
+        raise UserError("the prompt is empty: give it a context or a question")
+    cut = 0
+    if prompt.context:
+        later = (i for i, (start, stop) in enumerate(spans) if start >= end and stop > start)
+        cut = min(next(later, len(ids)), len(ids) - 1)
+    tensor = torch.tensor([ids])
+    return SplitIds(tensor[:, :cut], tensor[:, cut:], _gold_ids(tokenizer, text, ids, gold, plain) if gold else [])
+
+
+def _whole(tokenizer: Any, prompt: Prompt) -> tuple[str, int, bool]:
+    """The text that the model reads, where the context ends in it, and whether special tokens are still to be added."""
+    said = prompt.context + prompt.question
+    if not (prompt.chat and getattr(tokenizer, "chat_template", None)):
+        return said + prompt.answer_start, len(prompt.context), True
+    text = chat_prompt(tokenizer, said)
+    kept = said.strip()  # templates may strip a turn
+    start = text.find(kept)
+    if start < 0:
+        raise UserError("the model's chat template changes a user's text: use the task without it")
+    stripped = len(said) - len(said.lstrip())
+    return text + prompt.answer_start, start + max(0, min(len(kept), len(prompt.context) - stripped)), False
+
+
+def _encode(tokenizer: Any, text: str, plain: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(
+            f"{type(tokenizer).__name__} does not say where its tokens stand in a text; evaluation needs a fast "
+            "tokenizer (tokenizer.json)"
+        )
+    made = tokenizer(text, add_special_tokens=plain, return_offsets_mapping=True, verbose=False)
+    return list(made["input_ids"]), [(start, stop) for start, stop in made["offset_mapping"]]
+
+
+def _gold_ids(tokenizer: Any, text: str, ids: list[int], gold: str, plain: bool) -> list[int]:
+    """The gold answer's tokens as they follow the prompt; tokenised alone where it would change the prompt's last
+    token."""
+    joint, _ = _encode(tokenizer, text + gold, plain)
+    if joint[: len(ids)] == ids and len(joint) > len(ids):
+        return joint[len(ids) :]
+    return list(tokenizer(gold, add_special_tokens=False, verbose=False)["input_ids"])

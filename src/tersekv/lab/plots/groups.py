@@ -1,0 +1,174 @@
+"""Records of an evaluation in groups that compare: one task with its options, model and seed, all recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tersekv.errors import UserError, hint
+from tersekv.lab.evals.harness import Summary, summarise
+from tersekv.lab.evals.reader import FULL
+from tersekv.lab.evals.records import FILE, Record, key_of, of_each_sample, read
+from tersekv.lab.evals.tasks import Task, tasks
+from tersekv.lab.plots.benchmarks import DRAWN_BY
+
+PREFERRED = ("kl", "perplexity_ratio", "accuracy", "perplexity")
+"""The first of these that a task has is its metric where none is asked for."""
+LOWER_IS_BETTER = ("perplexity", "nll", "kl", "gold_nll")
+_UNITS = {"perplexity_ratio": "perplexity / the full cache's", "kl": "KL divergence from the full cache (nats)"}
+
+
+@dataclass(frozen=True)
+class Group:
+    """records: by recipe, the full cache first; each recipe has only samples that the full cache has, too."""
+
+    task: Task
+    name: str
+    options: dict[str, Any]
+    model: str
+    seed: int
+    records: dict[str, list[Record]]
+    summaries: list[Summary]
+
+    @property
+    def title(self) -> str:
+        """The task and what it reads, in plain words."""
+        return f"{self.name}: {self.task.about()}"
+
+    def changed(self) -> dict[str, Any]:
+        """The options that are not the task's defaults."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self.task)}
+        return {name: value for name, value in self.options.items() if value != defaults.get(name)}
+
+    def command(self, out: str) -> str:
+        """The call of `tersekv eval` that makes these records."""
+        recipes = [part for recipe in self.records if recipe != FULL for part in ("--recipe", recipe)]
+        options = [
+            part for name, value in self.changed().items() for part in (f"--{name.replace('_', '-')}", written(value))
+        ]
+        return shlex.join(["tersekv", "eval", self.name, "--model", self.model, *options, *recipes, "--out", out])
+
+    @property
+    def full(self) -> Summary:
+        """The full cache's summary."""
+        return self.summaries[0]
+
+    @property
+    def packed(self) -> list[Summary]:
+        """The other recipes' summaries."""
+        return self.summaries[1:]
+
+    def metric(self, asked: str | None = None) -> str | None:
+        """The metric asked for where the task has it, or its preferred one; None where it has none of these."""
+        names = self.full.metrics
+        wanted = PREFERRED if asked is None else (asked,)
+        return next((name for name in wanted if name in names), None)
+
+
+def read_records(paths: Sequence[Path]) -> list[Record]:
+    """The records of evaluations in files or folders, each once.
+
+    Raises:
+        UserError: no records there, or records of something else.
+    """
+    if not paths:
+        raise UserError("no records were given: give the folder that `tersekv eval … --out FOLDER` wrote")
+    found: dict[str, Record] = {}
+    for path in paths:
+        if path.is_dir() and not (path / FILE).is_file():
+            raise UserError(f"{path} holds no {FILE}: give the folder that `tersekv eval … --out FOLDER` wrote")
+        _refuse_benchmarks(path)
+        for record in read(path):
+            _check(record, path)
+            found[key_of(record)] = record
+    if not found:
+        raise UserError(f"{', '.join(map(str, paths))} has no records in it yet: run `tersekv eval … --out FOLDER`")
+    return list(found.values())
+
+
+def grouped(records: Sequence[Record], task: str | None = None) -> list[Group]:
+    """Groups in the order of their first records, those of `task` alone where it is given.
+
+    Raises:
+        UserError: no records of that task; tasks or options that this version does not know.
+    """
+    names = list(dict.fromkeys(record["task"] for record in records))
+    if task is not None and task not in names:
+        raise UserError(f"the records hold no task {task!r}{hint(task, names)} (they hold {', '.join(names)})")
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        if task in (None, record["task"]):
+            same = [record["task"], of_each_sample(record["options"]), record["model"], record["seed"]]
+            found.setdefault(json.dumps(same, sort_keys=True), []).append(record)
+    return [_group(members) for members in found.values()]
+
+
+def written(value: Any) -> str:
+    """An option's value as the command line takes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether less of a metric is better."""
+    return metric.startswith(LOWER_IS_BETTER)
+
+
+def axis_label(metric: str) -> str:
+    """A metric's name with its unit."""
+    arrow = "lower is better" if lower_is_better(metric) else "higher is better"
+    return f"{_UNITS.get(metric, metric.replace('_', ' '))}, {arrow}"
+
+
+def _group(members: Sequence[Record]) -> Group:
+    first = members[0]
+    known = tasks()
+    try:
+        task = known[first["task"]](**first["options"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"records of task {first['task']!r} with options {first['options']} are of another version: "
+            "run the evaluation again into a new folder"
+        ) from error
+    full = {record["sample"]: record for record in members if record["recipe"] == FULL}
+    if not full:
+        raise UserError(
+            f"the records of task {first['task']!r} lack the full cache, which the others are compared with: "
+            "run `tersekv eval` again with the same --out"
+        )
+    by_recipe: dict[str, list[Record]] = {FULL: list(full.values())}
+    for record in members:
+        if record["recipe"] != FULL and record["sample"] in full:
+            by_recipe.setdefault(record["recipe"], []).append(record)
+    summaries = [summarise(task, found, [full[record["sample"]] for record in found]) for found in by_recipe.values()]
+    return Group(task, first["task"], first["options"], first["model"], first["seed"], by_recipe, summaries)
+
+
+def _refuse_benchmarks(path: Path) -> None:
+    """A benchmark's records are JSON lines, too; say what draws them."""
+    try:
+        first = json.loads((path / FILE if path.is_dir() else path).read_text(encoding="utf-8").split("\n", 1)[0])
+    except (OSError, ValueError):
+        return  # the reader says what is wrong
+    if isinstance(first, dict) and "task" not in first:
+        kind = DRAWN_BY.get(first.get("bench", ""))
+        drawn = f"; `tersekv plot {kind} {path}` draws those" if kind else ""
+        raise UserError(f"{path} holds records of a benchmark, not of `tersekv eval`{drawn}")
+
+
+def _check(record: Record, path: Path) -> None:
+    numbers = all(
+        isinstance(record.get(name), int | float) and math.isfinite(record[name])
+        for name in ("tokens", "bits_per_element", "bytes", "seconds")
+    )
+    maps = all(isinstance(record.get(name), dict) for name in ("options", "metrics", "bytes_by_part", "details"))
+    if not (numbers and maps):
+        raise UserError(
+            f"{path} has a record of task {record['task']!r}, recipe {record['recipe']!r} that lacks figures: "
+            "run the evaluation again into a new folder"
+        )

@@ -1,0 +1,43 @@
+"""Records of benchmarks that feed a long stream to a cache (`benchmarks/subgen.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from tersekv.lab.plots.benchmarks import Benchmark
+
+FIELDS = ("recipe", "context_tokens", "bytes", "step_microseconds")
+COMMAND = "python benchmarks/subgen.py"
+SUBGEN = Benchmark("subgen", COMMAND, "step of a stream", (*FIELDS, "relative_error"), FIELDS[1:])
+
+
+@dataclass(frozen=True)
+class Step:
+    """A recipe's cache when `tokens` have come: bytes held, time of one more token and its attention in µs, and the
+    relative error of attention; runs of the same thing are one step, the median of theirs."""
+
+    recipe: str
+    tokens: int
+    bytes: float
+    step_us: float
+    error: float
+
+
+def read_streams(paths: Sequence[Path]) -> list[Step]:
+    """Every step in files of JSON lines, recipes in order of first appearance, by tokens.
+
+    Raises:
+        UserError: no file, or records of something else.
+    """
+    rows = SUBGEN.read(paths)
+    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+    steps = []
+    for recipe in recipes:
+        for tokens in sorted({row["context_tokens"] for row in rows if row["recipe"] == recipe}):
+            same = [row for row in rows if (row["recipe"], row["context_tokens"]) == (recipe, tokens)]
+            middle = (median(row[name] for row in same) for name in ("bytes", "step_microseconds", "relative_error"))
+            steps.append(Step(recipe, tokens, *middle))
+    return steps

@@ -1,0 +1,94 @@
+"""How pictures look, and how they become bytes. Nothing here touches matplotlib's global state.
+
+Colours of categories are Okabe and Ito's, which people with any common colour blindness tell apart; those of heat maps
+are viridis, whose lightness grows with the value.
+"""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+from matplotlib import style as mpl_style
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+if TYPE_CHECKING:
+    from tersekv.lab.plots.base import Picture, Plot
+
+BLACK, GREY, LIGHT = "#1a1a1a", "#6b6b6b", "#d9d9d9"
+ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
+    *("#E69F00", "#56B4E9", "#009E73", "#F0E442"),
+    *("#0072B2", "#D55E00", "#CC79A7"),
+)
+CATEGORIES = (BLUE, ORANGE, GREEN, PINK, SKY, RED, BLACK, YELLOW)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+HEAT = "viridis"
+
+LETTER = 0.089
+"""Inches that a letter of a title takes, on average."""
+FORMATS = ("png", "svg", "pdf")
+_UNDATED: dict[str, dict[str, Any]] = {
+    "png": {"Software": None},
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+_WHAT_IT_SHOWS = {"png": "Description", "svg": "Description", "pdf": "Subject"}
+
+STYLE: dict[str, Any] = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so text has the same extent everywhere
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.labelcolor": BLACK,
+    "axes.edgecolor": GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": LIGHT,
+    "grid.linewidth": 0.6,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": BLACK,
+    "ytick.labelcolor": BLACK,
+    "legend.frameon": False,
+    "figure.titlesize": 11,
+    "svg.hashsalt": "tersekv",
+    "svg.fonttype": "path",
+}
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of that many inches, laid out so that labels do not meet."""
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=144)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def heading(figure: Figure, title: str, detail: str = "") -> None:
+    """A title over the whole figure, flush left, with a second line of what was measured."""
+    letters = int(figure.get_figwidth() / LETTER)
+    lines = [line for text in (title, detail) if text for line in textwrap.wrap(text, letters)]
+    figure.suptitle("\n".join(lines), x=0.01, ha="left")
+
+
+def render(plot: Plot, source: Any, **options: Any) -> Picture:
+    """Draw, whatever style the user's own matplotlibrc sets."""
+    with mpl_style.context(["default", STYLE]):
+        return plot.draw(source, **options)
+
+
+def to_bytes(picture: Picture, form: str) -> bytes:
+    """The picture as png, svg or pdf: the same for the same figures, with what it shows in its metadata."""
+    metadata = _UNDATED[form] | {_WHAT_IT_SHOWS[form]: picture.alt}
+    made = io.BytesIO()
+    with mpl_style.context(["default", STYLE]):
+        picture.figure.savefig(made, format=form, metadata=metadata)
+    return made.getvalue()
+
+
+def colour_map(name: str = HEAT) -> matplotlib.colors.Colormap:
+    """A heat map's colours; missing values are light grey."""
+    return matplotlib.colormaps[name].with_extremes(bad=LIGHT)

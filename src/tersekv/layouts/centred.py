@@ -1,0 +1,91 @@
+"""Views of vectors whose constant part was taken off before coding: values' own mean, and keys' mean before RoPE."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tersekv.codecs.transforms.rope import Angles, Rope
+from tersekv.layouts.base import Joined, View
+
+
+class Turned(View):
+    """One vector per head, rotated by RoPE to each token's position: RoPE_n(mean). mean: float [1 or B, H, D]; angles:
+    of the tokens."""
+
+    format = kind = "turned"
+
+    def __init__(self, mean: Tensor, rope: Rope, angles: Angles) -> None:
+        self.mean, self.rope, self.angles = mean, rope, angles
+        self.keeps = angles.is_small  # type: ignore[misc]
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.angles.tokens
+
+    def decode(self) -> Tensor:
+        """x̂ as float32 [B, H, T, D], B = 1 where all rows have the same."""
+        cos, sin = self.angles.cos_sin()
+        rows, (H, D) = max(len(self.mean), len(cos)), self.mean.shape[1:]
+        return self.rope.put(self.mean.float().unsqueeze(2).expand(rows, H, self.tokens, D), cos, sin)
+
+
+class Shifted(View):
+    """Values x̂ = inner + mean. The weights of a softmax add up to one, so the mean is added to the output once. mean:
+    float [1 or B, H, D]."""
+
+    kind = "shifted"
+
+    def __init__(self, view: View, mean: Tensor) -> None:
+        self._view, self.mean = view, mean
+        self.keeps = view.keeps  # type: ignore[misc]
+        self.format = f"shifted {view.format}"  # type: ignore[misc]
+
+    @property
+    def inner(self) -> View:
+        """The view without the mean, in its own basis."""
+        return self._view.inner
+
+    def query(self, query: Tensor) -> Tensor:
+        """As the inner view takes it; scores also need the mean's."""
+        return self._view.query(query)
+
+    def output(self, out: Tensor) -> Tensor:
+        """The inner view's, and the mean."""
+        return self._view.output(out) + self.mean.unsqueeze(2)
+
+    def decode(self) -> Tensor:
+        """x̂ as float32 [B, H, T, D]."""
+        return self._view.decode() + self.mean.unsqueeze(2)
+
+
+class Centred(View):
+    """Keys x̂_n = inner_n + RoPE_n(mean): q·x̂_n is a product with 2 D channels, those of the inner view's basis and
+    those of the rotated mean, which takes no bytes per token."""
+
+    kind = "centred"
+
+    def __init__(self, view: View, mean: Turned) -> None:
+        self.keeps = view.keeps and mean.keeps  # type: ignore[misc]
+        self._view, self._mean = view, mean
+        D = mean.mean.shape[-1]
+        self._inner = Joined([(view.inner, D), (mean, D)])
+        self.format = f"centred {view.format}"  # type: ignore[misc]
+
+    @property
+    def inner(self) -> View:
+        """Both parts side by side."""
+        return self._inner
+
+    def query(self, query: Tensor) -> Tensor:
+        """What each part is multiplied with."""
+        return torch.cat([self._view.query(query), query], dim=-1)
+
+    def decode(self) -> Tensor:
+        """x̂ as float32 [B, H, T, D]."""
+        return self._view.decode() + self._mean.decode()
+
+    def scores(self, query: Tensor) -> Tensor:
+        """q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T], unscaled."""
+        return self._inner.scores(self.query(query))

@@ -1,0 +1,171 @@
+"""Format `grid`: b-bit codes, a table, and a scale (and offset) per group: x̂ = scale · table[code] + offset.
+
+One layout serves int, KIVI, NormalFloat, NUQ and Lloyd-Max codecs; they differ in the table and in how codes are
+chosen. A block of t tokens of one head (t = 32 unless a group is longer) has three planes:
+
+    codes   int32 [lane groups, words, 16], drawn bit by bit in `kernels/lanes.py`
+              keys:   lanes are the t tokens,   the packed axis is the D channels
+              values: lanes are the D channels, the packed axis is the t tokens
+    scale   16-bit float; axis "token":   [D/group, t], one per token and `group` neighbouring channels
+            axis "channel": [t/group, D], one per channel and `group` neighbouring tokens
+    offset  like scale, absent when the codec is symmetric
+
+With t = 32 and D = 64 at 4 bits, keys: 2 lane groups × 8 words × 16 lanes × 4 bytes = 1,024 bytes = 4 bits per element.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tersekv.errors import UserError
+from tersekv.kernels import backends
+from tersekv.kernels.attend_grid import Axis, GridSide, decode_grid
+from tersekv.kernels.encode_grid import GridPlace, grouped, lanes_of
+from tersekv.kernels.encode_grid import nearest_code as nearest_code
+from tersekv.kernels.lanes import packed_shape
+from tersekv.layouts.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec, Side, View
+
+SCALE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Layout of one side of a layer. `group` 0 means one scale for all channels (axis "token") or for all tokens of
+    the sequence (axis "channel"; the scale then lies outside the blocks, see `GridView`)."""
+
+    bits: int
+    side: Side
+    axis: Axis
+    group: int
+    affine: bool
+    head_dim: int
+    scale_dtype: torch.dtype = torch.float16
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= 8:
+            raise UserError(f"bits={self.bits} is out of range; a grid holds 1 to 8 bits per element")
+        if self.axis == "token" and self.group and self.head_dim % self.group:
+            raise UserError(
+                f"group={self.group} does not divide the head dim {self.head_dim}; choose a divisor of "
+                f"{self.head_dim}, or group=0 for one scale per token"
+            )
+        if self.axis == "channel" and self.group and BLOCK_TOKENS % self.group and self.group % BLOCK_TOKENS:
+            raise UserError(
+                f"group={self.group} tokens does not fit blocks of {BLOCK_TOKENS}; choose 1, 2, 4, 8, 16, 32 or a "
+                "multiple of 32"
+            )
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens that are packed together."""
+        return max(BLOCK_TOKENS, self.group) if self.axis == "channel" else BLOCK_TOKENS
+
+    @property
+    def group_size(self) -> int:
+        """Elements per scale within a block."""
+        return self.group or (self.head_dim if self.axis == "token" else self.block_tokens)
+
+    @property
+    def place(self) -> GridPlace:
+        """The layout as ops take it."""
+        return GridPlace(self.side, self.bits, self.axis, self.group_size, self.block_tokens)
+
+    def scale_shape(self) -> tuple[int, int]:
+        """Shape of the scale plane of one block."""
+        if self.axis == "token":
+            return (self.head_dim // self.group_size, self.block_tokens)
+        return (self.block_tokens // self.group_size, self.head_dim)
+
+    def layout(self) -> Layout:
+        """The planes; a scale that holds for the whole sequence is not one of them."""
+        extent = (self.head_dim, self.block_tokens) if self.side == "keys" else (self.block_tokens, self.head_dim)
+        planes = {"codes": PlaneSpec(packed_shape(self.bits, *extent), torch.int32, "codes")}
+        if self.axis == "token" or self.group:
+            names = ("scale", "offset") if self.affine else ("scale",)
+            planes |= {n: PlaneSpec(self.scale_shape(), self.scale_dtype, "scales and norms") for n in names}
+        return Layout(self.block_tokens, planes)
+
+    def groups(self, x: Tensor) -> Tensor:
+        """x [B, H, T, D] with the elements that share a scale on the last axis.
+
+        axis "token": [B, H, N, D/group, t, group]; axis "channel": [B, H, N, t/group, D, group]; reducing the last axis
+        gives the shape of the scale plane.
+        """
+        return grouped(x, self.place)
+
+    def pack(self, codes: Tensor, scale: Tensor | None, offset: Tensor | None) -> Planes:
+        """codes in the shape of `groups`, scale and offset in the shape of the plane (None where they lie outside)."""
+        return _planes(backends.pack_lanes(lanes_of(codes, self.place), self.bits), scale, offset)
+
+    def encode(
+        self, x: Tensor, table: Tensor | None, scale: Tensor | None, offset: Tensor | None, whole: bool = False
+    ) -> Planes:
+        """Planes of x float32 [B, H, T, D], each element to the nearest entry of a table, or integer (None), against
+        scale and offset in the shape of the plane; whole: those lie outside the blocks."""
+        codes = backends.encode_grid(x, self.place, scale, offset, table)
+        return _planes(codes, None, None) if whole else _planes(codes, scale, offset)
+
+
+def _planes(codes: Tensor, scale: Tensor | None, offset: Tensor | None) -> Planes:
+    planes = {"codes": codes, "scale": scale, "offset": offset}
+    return {name: plane for name, plane in planes.items() if plane is not None}
+
+
+class GridView(View):
+    """Planes and table of a `Grid` segment; `scale` and `offset` may be given once for all blocks as [B, H, D].
+    integers: the table is 0 … 2^b − 1."""
+
+    format = "grid"
+
+    def __init__(
+        self,
+        grid: Grid,
+        planes: Planes,
+        table: Tensor,
+        scale: Tensor | None = None,
+        offset: Tensor | None = None,
+        integers: bool = False,
+    ) -> None:
+        N = planes["codes"].shape[2]
+        self.side = GridSide(
+            side=grid.side,
+            bits=grid.bits,
+            axis=grid.axis,
+            group=grid.group_size,
+            block_tokens=grid.block_tokens,
+            head_dim=grid.head_dim,
+            codes=planes["codes"],
+            scale=planes["scale"] if scale is None else _for_all_blocks(scale, N),
+            offset=planes.get("offset") if offset is None else _for_all_blocks(offset, N),
+            table=table,
+            integers=integers,
+        )
+
+    @property
+    def operand(self) -> GridSide:
+        """The planes as ops take them."""
+        return self.side
+
+    def decode(self) -> Tensor:
+        """x̂ as float32 [B, H, T, D]."""
+        return decode_grid(self.side)
+
+
+def _for_all_blocks(scale: Tensor, N: int) -> Tensor:
+    """[B, H, D] -> [B, H, N, 1, D] without copying."""
+    B, H, D = scale.shape
+    return scale.reshape(B, H, 1, 1, D).expand(B, H, N, 1, D)
+
+
+def round_scale(x: Tensor, dtype: torch.dtype, what: str, remedy: str = "use the codec's option scales=bf16") -> Tensor:
+    """A scale, offset or radius in its stored 16-bit type; a value that does not fit is the user's to know."""
+    stored = x.to(dtype)
+    if not math.isfinite(float(stored.abs().amax())) if stored.numel() else False:
+        raise UserError(
+            f"{what} of {float(x.abs().amax()):.4g} exceeds float16's {torch.finfo(torch.float16).max:.0f}; {remedy}"
+        )
+    return stored

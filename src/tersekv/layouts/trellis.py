@@ -1,0 +1,94 @@
+"""Format `trellis`: each token's components as windows in a ring of bits, and a gain.
+
+A block of t = 32 tokens of one head, S bits for the D components of a token:
+
+    stream  int16 [S/16, t]   tokens are lanes: word i of all 32 tokens stands together
+    gain    uint8 [t]         code c stands for 2^((c − 144)/16), 0 for 0
+
+Component d has b_d of the S bits (0 to 8, as fitted). With p_d = Σ_{e≤d} b_e, its window is bits p_d − 8 to p_d − 1 of
+the ring: bit i of the ring is bit (i mod S) mod 16 of word (i mod S) // 16. Its value is
+
+    x̂_d = gain · scale_d · table_{b_d}[window]
+
+With 2 bits each: component 0 reads bits −6 to 1, component 1 bits −4 to 3, component 4 bits 2 to 9 of the ring: a
+window of 16 bits from bit 2 d − 6 on has component d below and component d + 4 above.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tersekv.kernels.trellis import pack_stream, windows_of
+from tersekv.layouts.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec, View
+
+GAIN_STEPS = 16
+"""Steps of a gain per factor of two."""
+
+UNIT_GAIN = 144
+"""The code of gain 1."""
+
+WORD_BITS = 16
+
+
+def trellis_layout(words: int) -> Layout:
+    """The planes of streams of that many words."""
+    return Layout(
+        BLOCK_TOKENS,
+        {
+            "stream": PlaneSpec((words, BLOCK_TOKENS), torch.int16, "codes"),
+            "gain": PlaneSpec((BLOCK_TOKENS,), torch.uint8, "scales and norms"),
+        },
+    )
+
+
+def gain_codes(gain: Tensor) -> Tensor:
+    """Nearest codes uint8 of gains ≥ 0; what lies beyond the largest becomes it, below half the smallest 0."""
+    codes = (gain.clamp_min(1e-30).log2() * GAIN_STEPS).round() + UNIT_GAIN
+    return codes.clamp(0, 255).to(torch.uint8)
+
+
+def gains(codes: Tensor) -> Tensor:
+    """Gains float32 of codes uint8."""
+    return torch.where(codes > 0, torch.exp2((codes.float() - UNIT_GAIN) / GAIN_STEPS), 0.0)
+
+
+def largest_gain() -> float:
+    """2^((255 − 144)/16), a factor of 122 over what was fitted."""
+    return float(gains(torch.tensor(255)))
+
+
+class TrellisView(View):
+    """Planes of a segment. bits uint8 and scale, of any float type, [1 or B, H, D]; tables float32 [9, 256], row b for
+    b bits."""
+
+    format = kind = "trellis"
+
+    def __init__(self, planes: Planes, bits: Tensor, scale: Tensor, tables: Tensor) -> None:
+        self.stream, self.gain = planes["stream"], planes["gain"]
+        self.bits, self.scale, self.tables = bits, scale, tables
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.bits.shape[-1]
+
+    def decode(self) -> Tensor:
+        """x̂ as float32 [B, H, T, D]."""
+        B, H, N, W, t = self.stream.shape
+        D = self.head_dim
+        words = self.stream.transpose(-1, -2).reshape(B * H, N * t, W)
+        bits = self.bits.expand(B, H, D).reshape(B * H, D)
+        entries = (
+            self.tables[bits.long()[:, None], windows_of(words, bits)] if W else words.new_zeros((*words.shape[:2], D))
+        )
+        x = entries.float().view(B, H, N * t, D) * self.scale.float().unsqueeze(2)
+        return x * gains(self.gain).reshape(B, H, N * t, 1)
+
+
+def pack_tokens(windows: Tensor, bits: Tensor) -> Tensor:
+    """Windows uint8 [B, H, T, D] to the plane `stream`; bits uint8 [1 or B, H, D]."""
+    B, H, T, D = windows.shape
+    rows = bits.expand(B, H, D).reshape(B * H, D)
+    words = pack_stream(windows.view(B * H, T, D), rows)
+    return words.view(B, H, T // BLOCK_TOKENS, BLOCK_TOKENS, -1).transpose(-1, -2).contiguous()

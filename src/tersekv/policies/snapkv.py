@@ -1,0 +1,59 @@
+"""SnapKV (arXiv 2404.14469): the latest queries of a prompt vote for the tokens that they attend to; votes are pooled
+over neighbours, so that what stands around a chosen token stays, too (§4.2, Listing 1).
+
+Votes are softmax weights over all tokens, summed over the queries of the observation window, without the window's own
+tokens, which always stay. One choice per KV head, by the mean over its query heads (the paper's models have one each).
+What is generated afterwards is kept; a later prompt is observed and chosen from together with what had stayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from tersekv.errors import UserError
+from tersekv.policies.base import Candidates, Selection
+
+
+@dataclass(frozen=True)
+class SnapKV(Selection):
+    """window: queries that vote. kernel: tokens per pool, odd. pool: avg or max."""
+
+    observes: ClassVar[bool] = True
+
+    recent: int = 32
+    window: int = 32
+    kernel: int = 7
+    pool: Literal["avg", "max"] = "avg"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window < 1:
+            raise UserError(f"window={self.window} is not allowed; give 1 or more queries")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise UserError(f"kernel={self.kernel} is not allowed; give an odd number of tokens")
+        if self.pool not in ("avg", "max"):
+            raise UserError(f"pool={self.pool} is not allowed; choose one of avg, max")
+
+    def latest(self, kept: int) -> int:
+        """The window, or more where more are to stay exact."""
+        return min(self.room(kept), max(self.window, self.recent))
+
+    def observed(self, queries: int) -> int:
+        """The window."""
+        return min(self.window, queries)
+
+    def ranks(self, tokens: Candidates) -> Tensor:
+        """Votes pooled over neighbours in the order of positions; tokens that an earlier prompt lost leave no gap."""
+        outside = (tokens.positions < 0) | (tokens.positions >= tokens.seen - self.window)
+        order = tokens.positions.argsort(dim=-1, stable=True)
+        votes = tokens.votes.masked_fill(outside, 0.0).gather(-1, order)
+        pool = torch.nn.functional.avg_pool1d if self.pool == "avg" else torch.nn.functional.max_pool1d
+        pooled = pool(votes, self.kernel, stride=1, padding=self.kernel // 2)
+        return torch.empty_like(pooled).scatter_(-1, order, pooled)
+
+
+POLICY = SnapKV
