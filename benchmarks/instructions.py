@@ -32,7 +32,7 @@ from tersekv.codecs.codebooks.trellis import trellis_entries
 from tersekv.codecs.polarquant import offline_table
 from tersekv.codecs.transforms.rotation import hadamard_parts, random_rotation
 from tersekv.codecs.transforms.sketch import jl_sketch
-from tersekv.kernels import cpu
+from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.kernels.cpu import encode
 from tersekv.kernels.encode_grid import GridPlace
 from tersekv.lab.bench.attend import Heads
@@ -57,9 +57,9 @@ def attention(heads: Heads, tokens: int, segments: dict[str, Segment]) -> Iterat
     scaling = heads.dim**-0.5
     for name, segment in segments.items():
         keys, values = segment.operands()
-        yield name, lambda k=keys, v=values: cpu.attend_packed(query, k, v, None, scaling, None)
+        yield name, lambda k=keys, v=values: cpu_attend.attend_packed(query, k, v, None, scaling, None)
     key, value = torch.randn(2, 1, heads.kv, tokens, heads.dim).unbind(0)
-    yield "exact", lambda: cpu.attend_exact(query, key, value, None, scaling, None)
+    yield "exact", lambda: cpu_attend.attend_exact(query, key, value, None, scaling, None)
 
 
 def searching(heads: Heads, tokens: int) -> Iterator[tuple[str, Call]]:

@@ -1,22 +1,36 @@
-// Products with a basis of 6-bit entries; the contract is that of kernels/basis.py.
+// Products of each head's vectors with a square matrix: dense, or in a basis of 6-bit entries (kernels/basis.py).
 #pragma once
 
-#include <cstdint>
+#include "contract.h"
 
 namespace tersekv {
 
-// All contiguous.
-struct BasisProduct {
-  int64_t B, H, R, D;
-  bool combine;           // sums of rows in place of products with each
-  bool shared;            // codes and channels of one batch row serve all
-  const float* x;         // [B, H, R, D]
-  const uint8_t* codes;   // [1 or B, H, 3·D²/4]
-  const float* channels;  // [1 or B, H, D]
-  float* out;             // [B, H, R, D]
+// Rows of a matrix per head: `dense`, or `codes` with a factor per channel. Strides count elements; 0: one for all.
+struct HeadMatrix {
+  const float* dense = nullptr;  // [1 or B, 1 or H, D, D]
+  int64_t dense_b = 0, dense_h = 0;
+  const uint8_t* codes = nullptr;  // [1 or B, H, 3·D²/4], D a multiple of 16
+  int64_t codes_b = 0, codes_h = 0;
+  Float type = Float::f32;
+  const void* channels = nullptr;  // [1 or B, H, D]
+  int64_t channels_b = 0, channels_h = 0;
+
+  bool given() const { return dense || codes; }
 };
 
-// Head `head` of B·H; D is a multiple of 16.
+// R vectors of each of B·H heads. Vectors of x and out are `x_stride` and `out_stride` apart, those of a head follow
+// each other.
+struct BasisProduct {
+  int64_t B, H, R, D;
+  bool combine;  // sums of rows in place of products with each
+  HeadMatrix matrix;
+  const float* x;
+  int64_t x_stride;
+  float* out;
+  int64_t out_stride;
+};
+
+// Head `head` of B·H.
 void basis_product_baseline(const BasisProduct& call, int64_t head);
 void basis_product_avx2(const BasisProduct& call, int64_t head);
 void basis_product_avx512(const BasisProduct& call, int64_t head);

@@ -32,28 +32,44 @@ inline float dot(const float* x, const float* row, int64_t D) {
   return out;
 }
 
+inline float number_of(Float type, const void* data, int64_t i) {
+  if (type == Float::f32) return static_cast<const float*>(data)[i];
+  const uint16_t bits = static_cast<const uint16_t*>(data)[i];
+  if (type == Float::f16) return static_cast<float>(__builtin_bit_cast(_Float16, bits));
+  return __builtin_bit_cast(float, static_cast<uint32_t>(bits) << 16);
+}
+
 // One head of one batch row.
 void multiply_head(const BasisProduct& call, int64_t head) {
-  const int64_t R = call.R, D = call.D, of = call.shared ? head % call.H : head;
-  const float *x = call.x + head * R * D, *channels = call.channels + of * D;
-  const uint8_t* codes = call.codes + of * (D * D * 3 / 4);
-  float* out = call.out + head * R * D;
+  const int64_t R = call.R, D = call.D, width = round_up(D, kLanes), b = head / call.H, h = head % call.H;
+  const HeadMatrix& of = call.matrix;
+  const float *x = call.x + head * R * call.x_stride, *dense = of.dense + b * of.dense_b + h * of.dense_h;
+  float* out = call.out + head * R * call.out_stride;
+  const uint8_t* codes = of.codes + b * of.codes_b + h * of.codes_h;
   reset_scratch();
-  float *row = scratch(D), *scaled = scratch(R * D);
+  float *row = scratch(width), *channel = scratch(width), *scaled = scratch(R * width);
+  for (int64_t c = 0; c < width; c++) {
+    row[c] = 0.0f;
+    channel[c] = c < D && of.codes ? number_of(of.type, of.channels, b * of.channels_b + h * of.channels_h + c) : 1.0f;
+  }
   for (int64_t r = 0; r < R; r++)
-    for (int64_t c = 0; c < D; c++) scaled[r * D + c] = call.combine ? 0.0f : x[r * D + c] * channels[c];
-  for (int64_t d = 0; d < D; d++, codes += D * 3 / 4) {
-    for (int64_t c = 0; c < D; c += kLanes) at(row + c) = unpack(codes + c * 3 / 4);
+    for (int64_t c = 0; c < width; c++)
+      scaled[r * width + c] = call.combine || c >= D ? 0.0f : x[r * call.x_stride + c] * channel[c];
+  for (int64_t d = 0; d < D; d++) {
+    if (of.codes)
+      for (int64_t c = 0; c < D; c += kLanes) at(row + c) = unpack(codes + (d * D + c) * 3 / 4);
+    else
+      for (int64_t c = 0; c < D; c++) row[c] = dense[d * D + c];
     for (int64_t r = 0; r < R; r++) {
-      float* sums = scaled + r * D;
+      float* sums = scaled + r * width;
       if (call.combine)
-        for (int64_t c = 0; c < D; c += kLanes) at(sums + c) += x[r * D + d] * at(row + c);
+        for (int64_t c = 0; c < width; c += kLanes) at(sums + c) += x[r * call.x_stride + d] * at(row + c);
       else
-        out[r * D + d] = dot(sums, row, D);
+        out[r * call.out_stride + d] = dot(sums, row, width);
     }
   }
   for (int64_t r = 0; call.combine && r < R; r++)
-    for (int64_t c = 0; c < D; c++) out[r * D + c] = scaled[r * D + c] * channels[c];
+    for (int64_t c = 0; c < D; c++) out[r * call.out_stride + c] = scaled[r * width + c] * channel[c];
 }
 
 }  // namespace

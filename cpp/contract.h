@@ -139,7 +139,8 @@ struct TrellisView {
   int64_t gain_b = 0, gain_h = 0, gain_n = 0;
   const uint8_t* bits = nullptr;  // [1 or B, H, D]
   int64_t bits_b = 0, bits_h = 0;
-  const float* scale = nullptr;  // [1 or B, H, D]
+  Float scale_type = Float::f32;
+  const void* scale = nullptr;  // [1 or B, H, D]
   int64_t scale_b = 0, scale_h = 0;
   const float* tables = nullptr;    // [9, 256]
   const int8_t* entries = nullptr;  // [9, 256], the same in units of each; null where they are no such numbers

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <memory>
 #include <vector>
 
@@ -94,7 +95,44 @@ struct Job {
 
 }  // namespace
 
-void attend(std::vector<Call>& calls, int threads, float* out, float* lse) {
+float float_at(Float type, const void* data, int64_t i) {
+  if (type == Float::f32) return static_cast<const float*>(data)[i];
+  const uint16_t bits = static_cast<const uint16_t*>(data)[i];
+  if (type == Float::f16) return static_cast<float>(std::bit_cast<_Float16>(bits));
+  return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+}
+
+void multiply(const BasisProduct& call, int threads) {
+  const double products = static_cast<double>(call.B * call.H * call.R) * static_cast<double>(call.D * call.D);
+  if (0.1 * products < kThreadsWorthNs) threads = 1;
+  run_tasks(
+      call.B * call.H, threads,
+      [](const void* context, int64_t head) {
+        current().basis_product(*static_cast<const BasisProduct*>(context), head);
+      },
+      &call);
+}
+
+namespace {
+
+// The outputs of some calls, [B·H·R, Dv], in place.
+void map_outputs(const Call& any, const OutputMap& map, int threads, float* out) {
+  const int64_t rows = any.B * any.H * any.R, Dv = any.Dv;
+  if (map.matrix.given()) {
+    const std::vector<float> inner(out, out + rows * Dv);
+    multiply({any.B, any.H, any.R, Dv, true, map.matrix, inner.data(), Dv, out, Dv}, threads);
+  }
+  if (!map.mean) return;
+  for (int64_t head = 0; head < any.B * any.H; head++)
+    for (int64_t d = 0; d < Dv; d++) {
+      const float mean = float_at(map.type, map.mean, head / any.H * map.mean_b + head % any.H * map.mean_h + d);
+      for (int64_t r = 0; r < any.R; r++) out[(head * any.R + r) * Dv + d] += mean;
+    }
+}
+
+}  // namespace
+
+void attend(std::vector<Call>& calls, const OutputMap& map, int threads, float* out, float* lse) {
   static std::atomic<int64_t> numbers{0};
   const Call& any = calls.front();
   const int64_t rows = any.B * any.H * any.R, Dv = any.Dv;
@@ -111,6 +149,7 @@ void attend(std::vector<Call>& calls, int threads, float* out, float* lse) {
     job.plans.push_back(plan_of(call));
     ns += job.plans.back().ns;
   }
+  const int most = threads;
   if (ns < kThreadsWorthNs) threads = 1;
   int64_t tasks = 0, parts = 0;
   for (Plan& plan : job.plans) {
@@ -119,20 +158,37 @@ void attend(std::vector<Call>& calls, int threads, float* out, float* lse) {
     tasks += plan.tasks();
     parts += plan.splits;
   }
+  const bool maps = map.given() && map.first < calls.size();
   std::unique_ptr<float[]> partial;
-  if (parts > 1) partial.reset(new float[parts * rows * (Dv + 1)]);
+  if (parts > 1 || maps) partial.reset(new float[(parts + 1) * rows * (Dv + 1)]);
+  const auto part_at = [&](int64_t part) { return partial.get() + part * rows * (Dv + 1); };
   std::vector<const float*> outs, lses;
-  for (Plan& plan : job.plans) {
-    const auto part = static_cast<int64_t>(outs.size());
-    plan.out = parts > 1 ? partial.get() + part * rows * Dv : out;
-    plan.lse = parts > 1 ? partial.get() + parts * rows * Dv + part * rows : lse;
+  size_t unmapped = 0;  // parts of calls before `map.first`
+  for (size_t i = 0; i < calls.size(); i++) {
+    Plan& plan = job.plans[i];
+    if (i == map.first) unmapped = outs.size();
+    const bool alone = parts == 1 && !maps;
+    float* to = alone ? out : part_at(static_cast<int64_t>(outs.size()));
+    plan.out = to;
+    plan.lse = alone ? lse : to + plan.splits * rows * Dv;
     for (int64_t s = 0; s < plan.splits; s++) {
       outs.push_back(plan.out + s * rows * Dv);
       lses.push_back(plan.lse + s * rows);
     }
   }
   run_tasks(tasks, threads, Job::run, &job);
-  if (parts > 1) current().merge({parts, rows, Dv, outs.data(), lses.data(), out, lse});
+  if (maps) {
+    float *mapped = part_at(parts), *mapped_lse = mapped + rows * Dv;
+    const auto count = static_cast<int64_t>(outs.size() - unmapped);
+    current().merge({count, rows, Dv, outs.data() + unmapped, lses.data() + unmapped, mapped, mapped_lse});
+    map_outputs(any, map, most, mapped);
+    outs.resize(unmapped);
+    lses.resize(unmapped);
+    outs.push_back(mapped);
+    lses.push_back(mapped_lse);
+  }
+  const auto count = static_cast<int64_t>(outs.size());
+  if (maps || parts > 1) current().merge({count, rows, Dv, outs.data(), lses.data(), out, lse});
 }
 
 void merge_segments(const Merge& call) { current().merge(call); }

@@ -1,14 +1,34 @@
 // Splits calls into tasks over heads, rows and tokens, runs them and merges.
 #pragma once
 
+#include <cstddef>
 #include <vector>
 
+#include "basis.h"
 #include "contract.h"
 
 namespace tersekv {
 
+// What becomes of the outputs [B, H, R, Dv] of the calls from number `first` on: a product with a matrix per head, then
+// a vector per head is added [1 or B, H, Dv].
+struct OutputMap {
+  std::size_t first = 0;
+  HeadMatrix matrix;
+  Float type = Float::f32;
+  const void* mean = nullptr;
+  int64_t mean_b = 0, mean_h = 0;
+
+  bool given() const { return matrix.given() || mean; }
+};
+
 // Calls of one query over disjoint tokens, with the same B, H, R and Dv: out [B, H, R, Dv] and lse [B, H, R] over all.
-void attend(std::vector<Call>& calls, int threads, float* out, float* lse);
+void attend(std::vector<Call>& calls, const OutputMap& map, int threads, float* out, float* lse);
 void merge_segments(const Merge& call);
+
+// All heads of a product, on up to `threads` threads.
+void multiply(const BasisProduct& call, int threads);
+
+// A number of any of these types as float32.
+float float_at(Float type, const void* data, int64_t i);
 
 }  // namespace tersekv

@@ -1,12 +1,10 @@
-// Binding: calls are checked against the contract (operands.h), and the GIL is released.
+// The extension: views, attention, encoders; which instruction set is used.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
-#include <algorithm>
-#include <numeric>
 #include <vector>
 
-#include "basis.h"
 #include "driver.h"
 #include "encode_trellis.h"
 #include "isa.h"
@@ -15,140 +13,42 @@
 
 namespace tersekv {
 
+using namespace nb::literals;
+
+void define_attention(nb::module_& m);        // module_attend.cpp
 void define_grid_encoders(nb::module_& m);    // module_grid.cpp
 void define_vector_encoders(nb::module_& m);  // module_vectors.cpp
 
 namespace {
 
-// query (address, shape, strides)
-Call common(nb::handle query, double scaling, double softcap) {
-  Call call;
-  const Tensor q = tensor_at(query, 0);
-  if (q.dims != 4) throw nb::value_error("query: expected [B, H, R, D]");
-  call.B = q.shape[0];
-  call.H = q.shape[1];
-  call.R = q.shape[2];
-  call.D = q.shape[3];
-  in_range("query: ", "D", call.D, kMostChannels);
-  if (std::max(call.B, call.H) > kMostHeads) throw nb::value_error("query: expected fewer batch rows and heads");
-  expect("", "query", q, {{"B", call.B}, {"H", call.H}, {"R", call.R}, {"D", call.D}}, 0);
-  call.query = reinterpret_cast<const float*>(q.address);
-  call.scores.scaling = static_cast<float>(scaling);
-  call.scores.softcap = static_cast<float>(softcap);
-  return call;
-}
-
-// Whether a view's tokens may lie anywhere: not where a table or a list follows their order.
-bool pageable(const View& view) {
-  if (view.kind == Kind::roped || view.kind == Kind::turned || view.kind == Kind::sparse) return false;
-  for (int64_t i = 0; i < view.count; i++)
-    if (!pageable(view.parts[i])) return false;
-  return true;
-}
-
-// (table 3x, tokens per page): int32 [B, n] of pages of a segment of T tokens.
-Pages read_pages(nb::handle packed, const View& keys, const View& values, int64_t B, int64_t unit, int64_t& T) {
-  const Tensor x = tensor_at(packed, 0);
-  Pages pages{x.as<int32_t>(), x.stride[0], as_int(item(packed, 3))};
-  const int64_t n = x.dims == 2 ? x.shape[1] : 0;
-  expect("", "pages", x, {{"B", B}, {"n", n}}, 1);
-  if (!pageable(keys) || !pageable(values)) throw nb::value_error("pages: expected views without RoPE and outliers");
-  if (pages.tokens < 1 || pages.tokens % unit || T % pages.tokens)
-    throw nb::value_error(("pages: expected tokens per page to be a multiple of " + std::to_string(unit) +
-                           " and to divide T = " + std::to_string(T) + ", got " + std::to_string(pages.tokens))
-                              .c_str());
-  const int64_t count = T / pages.tokens;
-  for (int64_t b = 0; b < B; b++)
-    for (int64_t i = 0; i < n; i++)
-      if (const int32_t at = pages.at[b * pages.stride_b + i]; at < -1 || at >= count)
-        throw nb::value_error(
-            ("pages: expected -1 to " + std::to_string(count - 1) + ", got " + std::to_string(at)).c_str());
-  if (__builtin_mul_overflow(n, pages.tokens, &T) || T > kMostElements)
-    throw nb::value_error("pages: expected fewer tokens in a row");
-  return pages;
-}
-
-// mask like query, or None
-void read_mask(Call& call, nb::handle mask) {
-  if (mask.is_none()) return;
-  const Tensor m = tensor_at(mask, 0);
-  if (m.dims < 3) throw nb::value_error("mask: expected [B, q, T] or [B, H, q, T]");
-  const int64_t rows = m.shape[m.dims - 2];
-  if (m.dims == 3) {
-    expect("", "mask", m, {{"B", call.B}, {"q", rows}, {"T", call.T}}, 2);
-  } else {
-    expect("", "mask", m, {{"B", call.B}, {"H", call.H}, {"q", rows}, {"T", call.T}}, 3);
-    call.scores.stride_h = m.stride[1];
-  }
-  if (rows < 1 || call.R % rows != 0)
-    throw nb::value_error(
-        ("mask: expected q to divide R = " + std::to_string(call.R) + ", got q = " + std::to_string(rows)).c_str());
-  call.scores.mask = reinterpret_cast<const uint8_t*>(m.address);
-  call.scores.stride_b = m.stride[0];
-  call.scores.stride_q = m.stride[m.dims - 2];
-  call.scores.q = rows;
-}
-
-// (keys, values, mask or None), and where tokens lie in pages (table 3x, tokens per page)
-void read_segment(Call& call, Operands& operands, nb::handle segment) {
-  const View *keys = operands.read("keys", item(segment, 0), call.D),
-             *values = operands.read("values", item(segment, 1), -1);
-  if (values->T != keys->T)
-    throw nb::value_error(
-        ("values: expected T = " + std::to_string(keys->T) + " tokens like the keys, got " + std::to_string(values->T))
-            .c_str());
-  const int64_t unit =
-      in_range("", "tokens that blocks of keys and values divide", std::lcm(keys->t, values->t), kMostBlockTokens);
-  call.Dv = values->D;
-  call.T = keys->T;
-  call.keys = keys;
-  call.values = values;
-  call.tokens_per_unit = unit;
-  const nb::handle pages = PyTuple_GET_SIZE(segment.ptr()) > 3 ? item(segment, 3) : nb::handle(Py_None);
-  if (!pages.is_none()) call.pages = read_pages(pages, *keys, *values, call.B, unit, call.T);
-  if (call.T % call.tokens_per_unit)
-    throw nb::value_error(("keys and values: expected a multiple of " + std::to_string(call.tokens_per_unit) +
-                           " tokens, got " + std::to_string(call.T))
-                              .c_str());
-  read_mask(call, item(segment, 2));
-}
-
-// segments: a tuple of at least one; out and lse: addresses of fresh contiguous tensors for values of Dv channels.
-void py_attend(nb::handle query, nb::handle segments, double scaling, double softcap, int64_t Dv, uintptr_t out,
-               uintptr_t lse, int threads) {
-  const Call one = common(query, scaling, softcap);
-  const Py_ssize_t n = PyTuple_Check(segments.ptr()) ? PyTuple_GET_SIZE(segments.ptr()) : 0;
-  if (n == 0) throw nb::value_error("segments: expected at least one");
-  Operands operands(one.B, one.H);
-  std::vector<Call> calls(n, one);
-  for (Py_ssize_t i = 0; i < n; i++) {
-    read_segment(calls[i], operands, item(segments, i));
-    if (calls[i].Dv != Dv)
-      throw nb::value_error(
-          ("values: expected head_dim " + std::to_string(Dv) + " in all segments, got " + std::to_string(calls[i].Dv))
-              .c_str());
+// outs float32 [B, H, R, D] and lses [B, H, R], contiguous, to one of each.
+void py_merge(const std::vector<nb::object>& outs, const std::vector<nb::object>& lses, nb::handle out,
+              nb::handle lse) {
+  const Tensor to = tensor_of("out", out, kFloat32), sum = tensor_of("lse", lse, kFloat32);
+  if (to.dims != 4) fail("out: ", "expected [B, H, R, D]");
+  const int64_t B = to.shape[0], H = to.shape[1], R = to.shape[2], D = to.shape[3];
+  expect("", "out", to, {{"B", B}, {"H", H}, {"R", R}, {"D", D}}, 0);
+  expect("", "lse", sum, {{"B", B}, {"H", H}, {"R", R}}, 0);
+  if (outs.empty() || outs.size() != lses.size()) fail("outs, lses: ", "expected as many of each and at least one");
+  std::vector<const float*> out_rows, lse_rows;
+  for (size_t i = 0; i < outs.size(); i++) {
+    const Tensor x = tensor_of("a segment", outs[i], kFloat32), y = tensor_of("a segment", lses[i], kFloat32);
+    expect("", "outs", x, {{"B", B}, {"H", H}, {"R", R}, {"D", D}}, 0);
+    expect("", "lses", y, {{"B", B}, {"H", H}, {"R", R}}, 0);
+    out_rows.push_back(x.as<float>());
+    lse_rows.push_back(y.as<float>());
   }
   nb::gil_scoped_release release;
-  attend(calls, threads, reinterpret_cast<float*>(out), reinterpret_cast<float*>(lse));
+  merge_segments({static_cast<int64_t>(outs.size()), B * H * R, D, out_rows.data(), lse_rows.data(),
+                  reinterpret_cast<float*>(to.address), reinterpret_cast<float*>(sum.address)});
 }
 
-// outs and lses: tuples of addresses of contiguous float32 [rows, D] and [rows]; sizes are the caller's to check.
-void py_merge(nb::handle outs, nb::handle lses, int64_t rows, int64_t D, uintptr_t out, uintptr_t lse) {
-  const Py_ssize_t n = PyTuple_Check(outs.ptr()) ? PyTuple_GET_SIZE(outs.ptr()) : 0;
-  std::vector<const float*> out_rows(n), lse_rows(n);
-  for (Py_ssize_t s = 0; s < n; s++) {
-    out_rows[s] = reinterpret_cast<const float*>(as_int(item(outs, s)));
-    lse_rows[s] = reinterpret_cast<const float*>(as_int(item(lses, s)));
-  }
-  nb::gil_scoped_release release;
-  merge_segments(
-      {n, rows, D, out_rows.data(), lse_rows.data(), reinterpret_cast<float*>(out), reinterpret_cast<float*>(lse)});
-}
-
-// windows: address of a fresh contiguous uint8 [R, n, D].
-void py_encode_trellis(nb::handle y, nb::handle weight, nb::handle bits, nb::handle tables, uintptr_t windows,
+// windows: a fresh contiguous uint8 [R, n, D].
+void py_encode_trellis(nb::handle y, nb::handle weight, nb::handle bits, nb::handle tables, nb::handle windows,
                        int threads) {
-  const Tensor x = tensor_at(y, 0), w = tensor_at(weight, 0), b = tensor_at(bits, 0), t = tensor_at(tables, 0);
+  const Tensor x = tensor_of("y", y, kFloat32), w = tensor_of("weight", weight, kFloat32),
+               b = tensor_of("bits", bits, kUint8), t = tensor_of("tables", tables, kFloat32),
+               out = tensor_of("windows", windows, kUint8);
   if (x.dims != 3) throw nb::value_error("y: expected [R, n, D]");
   EncodeTrellis call;
   call.R = x.shape[0];
@@ -157,6 +57,7 @@ void py_encode_trellis(nb::handle y, nb::handle weight, nb::handle bits, nb::han
   expect("", "weight", w, {{"R", call.R}, {"D", call.D}}, 0);
   expect("", "bits", b, {{"R", call.R}, {"D", call.D}}, 0);
   expect("", "tables", t, {{"9", kTrellisRates}, {"256", kTrellisStates}}, 0);
+  expect("", "windows", out, {{"R", call.R}, {"n", call.n}, {"D", call.D}}, 0);
   call.y = x.as<float>();
   call.y_r = x.stride[0];
   call.y_n = x.stride[1];
@@ -164,35 +65,34 @@ void py_encode_trellis(nb::handle y, nb::handle weight, nb::handle bits, nb::han
   call.weight = w.as<float>();
   call.bits = b.as<uint8_t>();
   call.tables = t.as<float>();
-  call.windows = reinterpret_cast<uint8_t*>(windows);
+  call.windows = reinterpret_cast<uint8_t*>(out.address);
   for (int64_t i = 0; i < call.R * call.D; i++)
     if (call.bits[i] >= kTrellisRates) fail("bits: ", "expected 0 to 8, got " + std::to_string(call.bits[i]));
   nb::gil_scoped_release release;
   encode_trellis(call, threads);
 }
 
-// x [B, H, R, D], codes [1 or B, H, 3·D²/4], channels [1 or B, H, D]; out: address of a fresh contiguous [B, H, R, D].
-void py_basis_product(nb::handle x, nb::handle codes, nb::handle channels, bool combine, uintptr_t out) {
-  const Tensor vectors = tensor_at(x, 0), c = tensor_at(codes, 0), scale = tensor_at(channels, 0);
+// x [B, H, R, D], codes [1 or B, H, 3·D²/4], channels [1 or B, H, D]; out: a fresh contiguous [B, H, R, D].
+void py_basis_product(nb::handle x, nb::handle codes, nb::handle channels, bool combine, nb::handle out, int threads) {
+  const Tensor vectors = tensor_of("x", x, kFloat32), c = tensor_of("basis", codes, kUint8),
+               scale = tensor_of("channels", channels, kFloats), to = tensor_of("out", out, kFloat32);
   if (vectors.dims != 4) throw nb::value_error("x: expected [B, H, R, D]");
   const int64_t B = vectors.shape[0], H = vectors.shape[1], R = vectors.shape[2], D = vectors.shape[3];
-  if (D % 16) throw nb::value_error(("x: expected a multiple of 16 channels, got " + std::to_string(D)).c_str());
+  if (D % 16) throw NotTaken("x has " + std::to_string(D) + " channels, not a multiple of 16");
   expect("", "x", vectors, {{"B", B}, {"H", H}, {"R", R}, {"D", D}}, 0);
-  const int64_t rows = c.dims == 3 && c.shape[0] == 1 ? 1 : B;
-  expect("", "basis", c, {{"B", rows}, {"H", H}, {"bytes", D * D * 3 / 4}}, 0);
-  expect("", "channels", scale, {{"B", rows}, {"H", H}, {"D", D}}, 0);
-  const BasisProduct call{B,
-                          H,
-                          R,
-                          D,
-                          combine,
-                          rows == 1,
-                          vectors.as<float>(),
-                          c.as<uint8_t>(),
-                          scale.as<float>(),
-                          reinterpret_cast<float*>(out)};
+  expect("", "out", to, {{"B", B}, {"H", H}, {"R", R}, {"D", D}}, 0);
+  expect("", "basis", c, {{"B", c.dims == 3 && c.shape[0] == 1 ? 1 : B}, {"H", H}, {"bytes", D * D * 3 / 4}}, 2);
+  expect("", "channels", scale, {{"B", scale.dims == 3 && scale.shape[0] == 1 ? 1 : B}, {"H", H}, {"D", D}}, 2);
+  HeadMatrix matrix;
+  matrix.codes = c.as<uint8_t>();
+  matrix.codes_b = batch_stride(c);
+  matrix.codes_h = c.stride[1];
+  matrix.type = scale.float_type();
+  matrix.channels = scale.as<void>();
+  matrix.channels_b = batch_stride(scale);
+  matrix.channels_h = scale.stride[1];
   nb::gil_scoped_release release;
-  for (int64_t head = 0; head < B * H; head++) current().basis_product(call, head);
+  multiply({B, H, R, D, combine, matrix, vectors.as<float>(), D, reinterpret_cast<float*>(to.address), D}, threads);
 }
 
 nb::list py_isas() {
@@ -206,7 +106,21 @@ nb::list py_isas() {
 
 NB_MODULE(_native, m) {
   using namespace tersekv;
-  m.def("attend", &py_attend);
+  import_torch();
+  nb::exception<Moved>(m, "Moved");
+  static PyObject* not_taken = nb::module_::import_("tersekv.kernels.registry").attr("NotTaken").inc_ref().ptr();
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const NotTaken& reason) {
+      PyErr_SetString(not_taken, reason.what());
+    }
+  });
+  define_views(m);
+  define_byte_views(m);
+  define_trellis_views(m);
+  define_rope_views(m);
+  define_attention(m);
   m.def("merge_segments", &py_merge);
   m.def("encode_trellis", &py_encode_trellis);
   m.def("basis_product", &py_basis_product);

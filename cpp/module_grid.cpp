@@ -26,8 +26,8 @@ struct Place {
   int64_t rows(int64_t D) const { return (per_token ? D : t) / group; }
   int64_t columns(int64_t D) const { return per_token ? t : D; }
 
-  TokenBlocks blocks(nb::handle packed) const {
-    const Tensor x = tensor_at(packed, 0);
+  TokenBlocks blocks(nb::handle tensor) const {
+    const Tensor x = tensor_of("x", tensor, kFloat32);
     if (x.dims != 4) fail("x: ", "expected [B, H, T, D]");
     if (x.shape[2] % t)
       fail("x: ", "expected T whole blocks of " + std::to_string(t) + " tokens, got T = " + std::to_string(x.shape[2]));
@@ -47,7 +47,7 @@ void py_group_ranges(nb::handle x, nb::handle place, nb::handle low, nb::handle 
   const Place at(place);
   GroupRanges call{at.blocks(x), at.per_token, at.group};
   const int64_t D = call.x.D;
-  const Tensor least = tensor_at(low, 0), most = tensor_at(high, 0);
+  const Tensor least = tensor_of("low", low, kFloat32), most = tensor_of("high", high, kFloat32);
   for (const Tensor* out : {&least, &most})
     expect("", "ranges", *out,
            {{"B", call.x.B}, {"H", call.x.H}, {"N", call.x.N}, {"rows", at.rows(D)}, {"columns", at.columns(D)}}, 0);
@@ -57,9 +57,9 @@ void py_group_ranges(nb::handle x, nb::handle place, nb::handle low, nb::handle 
     run_blocks(encoders().group_ranges, call, call.x.count(), 0.5 * call.x.elements(), threads);
 }
 
-ScalePlane scale_plane(const char* name, nb::handle packed, const Place& at, const TokenBlocks& x) {
-  if (packed.is_none()) return {};
-  const Tensor plane = tensor_at(packed, 0);
+ScalePlane scale_plane(const char* name, nb::handle tensor, const Place& at, const TokenBlocks& x) {
+  if (tensor.is_none()) return {};
+  const Tensor plane = tensor_of(name, tensor, kFloat32);
   expect("", name, plane, {{"B", x.B}, {"H", x.H}, {"N", x.N}, {"rows", at.rows(x.D)}, {"columns", at.columns(x.D)}},
          5);
   ScalePlane out{plane.as<float>()};
@@ -79,7 +79,7 @@ void py_encode_grid(nb::handle x, nb::handle place, nb::handle scale, nb::handle
   call.packed = at.of_keys ? lane_words(at.bits, call.x.D, at.t) : lane_words(at.bits, at.t, call.x.D);
   call.scale = scale_plane("scale", scale, at, call.x);
   call.offset = scale_plane("offset", offset, at, call.x);
-  const Tensor words = tensor_at(out, 0);
+  const Tensor words = tensor_of("codes", out, kInt32);
   expect("", "codes", words,
          {{"B", call.x.B},
           {"H", call.x.H},
@@ -91,7 +91,7 @@ void py_encode_grid(nb::handle x, nb::handle place, nb::handle scale, nb::handle
   call.packed.out = output<int32_t>(words);
   std::vector<float> middles;
   if (!table.is_none()) {
-    const Tensor entries = tensor_at(table, 0);
+    const Tensor entries = tensor_of("table", table, kFloat32);
     expect("", "table", entries, {{"entries", int64_t{1} << at.bits}}, 0);
     const float* entry = entries.as<float>();
     for (int64_t i = 0; i + 1 < int64_t{1} << at.bits; i++) middles.push_back((entry[i + 1] + entry[i]) / 2);
@@ -100,16 +100,14 @@ void py_encode_grid(nb::handle x, nb::handle place, nb::handle scale, nb::handle
   if (call.x.elements() > 0) run_blocks(encoders().encode_grid, call, call.x.count(), 1.0 * call.x.elements(), threads);
 }
 
-// codes [blocks, P, L] of integers of `item_bytes`.
-void py_pack_lanes(nb::handle codes, int64_t item_bytes, int64_t bits, nb::handle out, int threads) {
-  const Tensor x = tensor_at(codes, 0), words = tensor_at(out, 0);
+// codes [blocks, P, L] of integers.
+void py_pack_lanes(nb::handle codes, int64_t bits, nb::handle out, int threads) {
+  const Tensor x = tensor_of("codes", codes, kIntegers), words = tensor_of("words", out, kInt32);
   if (x.dims != 3) fail("codes: ", "expected [blocks, P, L]");
-  if (item_bytes != 1 && item_bytes != 2 && item_bytes != 4 && item_bytes != 8)
-    fail("codes: ", "expected integers of 1, 2, 4 or 8 bytes, got " + std::to_string(item_bytes));
   in_range("", "bits", bits, 8);
   PackLanes call;
   call.codes = x.as<void>();
-  call.item_bytes = item_bytes;
+  call.item_bytes = x.type == Type::i64 ? 8 : x.type == Type::i32 ? 4 : x.type == Type::i16 ? 2 : 1;
   call.blocks = x.shape[0];
   for (int i = 0; i < 3; i++) call.stride[i] = x.stride[i];
   call.packed = lane_words(bits, x.shape[1], x.shape[2]);

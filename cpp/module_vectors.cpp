@@ -13,7 +13,8 @@ namespace {
 
 // x [blocks, t, D] and sketch [M, D], contiguous.
 void py_encode_signs(nb::handle x, nb::handle sketch, nb::handle out, int threads) {
-  const Tensor vectors = tensor_at(x, 0), rows = tensor_at(sketch, 0), bytes = tensor_at(out, 0);
+  const Tensor vectors = tensor_of("x", x, kFloat32), rows = tensor_of("sketch", sketch, kFloat32),
+               bytes = tensor_of("signs", out, kUint8);
   if (vectors.dims != 3) fail("x: ", "expected [blocks, t, D]");
   if (rows.dims != 2) fail("sketch: ", "expected [M, D]");
   EncodeSigns call{vectors.as<float>(), rows.as<float>(), vectors.shape[0],
@@ -55,7 +56,8 @@ void find_boundaries(const float* entry, int64_t entries, bool circle, Boundarie
 // x [rows, blocks, t, D], contiguous; level_bits and tables: tuples, a table [2^bits] or [rows, 2^bits].
 void py_encode_polar(nb::handle x, nb::handle level_bits, nb::handle tables, nb::handle angles, nb::handle radii,
                      int threads) {
-  const Tensor vectors = tensor_at(x, 0), bytes = tensor_at(angles, 0), lengths = tensor_at(radii, 0);
+  const Tensor vectors = tensor_of("x", x, kFloat32), bytes = tensor_of("angles", angles, kUint8),
+               lengths = tensor_of("radii", radii, kFloat32);
   if (vectors.dims != 4) fail("x: ", "expected [rows, blocks, t, D]");
   EncodePolar call{vectors.as<float>(), vectors.shape[0], vectors.shape[1], vectors.shape[2], vectors.shape[3]};
   expect("", "x", vectors, {{"rows", call.rows}, {"blocks", call.blocks}, {"t", call.t}, {"D", call.D}}, 0);
@@ -77,7 +79,7 @@ void py_encode_polar(nb::handle x, nb::handle level_bits, nb::handle tables, nb:
   std::vector<float> directions(call.rows * entries * 2);
   float* at = directions.data();
   for (int64_t i = 0; i < call.levels; i++) {
-    const Tensor table = tensor_at(item(tables, i), 0);
+    const Tensor table = tensor_of("a table", item(tables, i), kFloat32);
     const int64_t n = int64_t{1} << call.bits[i];
     if (table.dims == 2)
       expect("", "table", table, {{"rows", call.rows}, {"entries", n}}, 0);
@@ -106,8 +108,8 @@ Rotate rotation(const Tensor& x, const Tensor& matrix, const Tensor& out) {
 
 // x and out [rows, D], matrix [D, D], contiguous.
 void py_rotate_dense(nb::handle x, nb::handle matrix, nb::handle out, int threads) {
-  const Tensor entries = tensor_at(matrix, 0);
-  Rotate call = rotation(tensor_at(x, 0), entries, tensor_at(out, 0));
+  const Tensor entries = tensor_of("matrix", matrix, kFloat32);
+  Rotate call = rotation(tensor_of("x", x, kFloat32), entries, tensor_of("out", out, kFloat32));
   if (call.rows * call.D == 0) return;
   const std::vector<double> wide(entries.as<float>(), entries.as<float>() + call.D * call.D);
   call.matrix = wide.data();
@@ -118,8 +120,9 @@ void py_rotate_dense(nb::handle x, nb::handle matrix, nb::handle out, int thread
 // The same with order int32 [D] and signs [D]; the matrix's elements are 0 or of one size.
 void py_rotate_hadamard(nb::handle x, nb::handle matrix, nb::handle order, nb::handle signs, nb::handle out,
                         int threads) {
-  const Tensor entries = tensor_at(matrix, 0), from = tensor_at(order, 0), sign = tensor_at(signs, 0);
-  Rotate call = rotation(tensor_at(x, 0), entries, tensor_at(out, 0));
+  const Tensor entries = tensor_of("matrix", matrix, kFloat32), from = tensor_of("order", order, kInt32),
+               sign = tensor_of("signs", signs, kFloat32);
+  Rotate call = rotation(tensor_of("x", x, kFloat32), entries, tensor_of("out", out, kFloat32));
   for (const auto& [name, tensor] : {std::pair{"order", &from}, std::pair{"signs", &sign}})
     expect("", name, *tensor, {{"D", call.D}}, 0);
   call.order = from.as<int32_t>();

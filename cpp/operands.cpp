@@ -1,155 +1,197 @@
 // Unpacked tokens, grids, and views made of views.
 #include "operands.h"
 
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
 #include <numeric>
 
 #include "half_words.h"
 
 namespace tersekv {
-namespace {
 
-constexpr int kMaxDepth = 8;
+using namespace nb::literals;
 
-}  // namespace
-
-Plane Operands::plane(const std::string& name, const char* what, const Tensor& x, std::initializer_list<Size> sizes) {
-  expect(name, what, x, sizes, 3);
-  return {x.as<uint16_t>(), x.stride[0], x.stride[1], x.stride[2]};
+Tensor Owner::keep(const std::string& name, nb::handle x, unsigned types) {
+  const Tensor tensor = tensor_of(name, x, types);
+  tensors_.push_back({nb::borrow(x), tensor.address});
+  return tensor;
 }
 
-// (0, type, x 3x)
-void Operands::parse_exact(View& v, const std::string& name, nb::handle packed) {
-  const int64_t type = as_int(item(packed, 1));
-  if (type < 0 || type > 2) fail(name, "expected float32, float16 or bfloat16");
-  const Tensor x = tensor_at(packed, 2);
-  if (x.dims != 4) fail(name, "expected [B, H, T, D]");
-  v.T = x.shape[2];
-  v.D = x.shape[3];
-  expect(name, "x", x, {{"B", B_}, {"H", H_}, {"T", v.T}, {"D", v.D}}, 3);
-  v.dense = {static_cast<Float>(type), x.as<void>(), x.stride[0], x.stride[1], x.stride[2]};
+void Owner::check_unmoved() const {
+  for (const Kept& kept : tensors_)
+    if (address_of(kept.tensor) != kept.address)
+      throw Moved("a tensor of a packed page is elsewhere than when the page was made");
 }
 
-// (1, bits, lanes are tokens, lane_scaled, half, group, P, L, codes 3x, scale 3x, offset 3x, table 3x); an offset at
-// address 0 is none.
-void Operands::parse_grid(View& view, const std::string& name, nb::handle packed) {
-  const auto fail = [&](const std::string& text) { tersekv::fail(name, text); };
-  GridView& v = view.grid;
-  v.bits = static_cast<int>(in_range(name, "bits", as_int(item(packed, 1)), 8));
-  const bool tokens_on_lanes = as_int(item(packed, 2)) != 0;
-  v.lane_scaled = as_int(item(packed, 3)) != 0;
-  v.group = as_int(item(packed, 5));
-  v.P = in_range(name, tokens_on_lanes ? "head_dim" : "block_tokens", as_int(item(packed, 6)), kMostBlockTokens);
-  v.L = in_range(name, tokens_on_lanes ? "block_tokens" : "head_dim", as_int(item(packed, 7)), kMostBlockTokens);
-  view.D = tokens_on_lanes ? v.P : v.L;
-  view.t = tokens_on_lanes ? v.L : v.P;
-  if (view.t % kLanes) fail("block_tokens: expected a multiple of 16, got " + std::to_string(view.t));
-  v.half = half_type(name, as_int(item(packed, 4)));
-  const int64_t grouped = v.lane_scaled ? v.P : v.L;
-  if (v.group < 1 || grouped % v.group != 0)
-    fail("group: expected a divisor of " + std::to_string(grouped) + ", got " + std::to_string(v.group));
-  if (!v.lane_scaled && v.group % kLanes != 0 && v.group != v.L)
-    fail("group: expected a multiple of 16 or " + std::to_string(v.L) + ", got " + std::to_string(v.group));
-  v.words = HalfWords(v.bits).words(v.P);
-  const Tensor codes = tensor_at(packed, 8), scale = tensor_at(packed, 11), offset = tensor_at(packed, 14);
-  const int64_t N = codes.dims > 2 ? codes.shape[2] : 0;
-  view.T = N * view.t;
-  expect(name, "codes", codes,
-         {{"B", B_}, {"H", H_}, {"N", N}, {"Lg", ceil_div(v.L, kLanes)}, {"W", v.words}, {"16", kLanes}}, 3);
-  v.codes = codes.as<int32_t>();
-  v.stride_b = codes.stride[0];
-  v.stride_h = codes.stride[1];
-  v.stride_n = codes.stride[2];
-  const int64_t groups = grouped / v.group, per_group = v.lane_scaled ? v.L : v.P;
-  const auto ranges = [&](const char* what, const Tensor& x) {
-    return plane(name, what, x, {{"B", B_}, {"H", H_}, {"N", N}, {"groups", groups}, {"per group", per_group}});
-  };
-  v.scale = ranges("scale", scale);
-  if (offset.given()) v.offset = ranges("offset", offset);
-  const Tensor table = tensor_at(packed, 17);
-  if (table.dims == 2) {
-    expect(name, "table", table, {{"B", B_}, {"2**bits", int64_t{1} << v.bits}}, 1);
-    v.table_stride_b = table.stride[0];
-  } else {
-    expect(name, "table", table, {{"2**bits", int64_t{1} << v.bits}}, 0);
-  }
-  v.table = table.as<float>();
+void NativeView::check_unmoved() const {
+  owner.check_unmoved();
+  for (const nb::object& part : parts) nb::cast<const NativeView&>(part).check_unmoved();
 }
 
-// Items from `first` on, each a view.
-void Operands::parse_parts(View& v, const std::string& name, nb::handle packed, Py_ssize_t first, int64_t count) {
-  v.count = count;
-  if (v.count < 1) fail(name, "expected at least one part");
-  auto parts = std::make_unique<View[]>(v.count);
-  for (int64_t i = 0; i < v.count; i++) {
-    parts[i] = parse(name, item(packed, first + i));
-    if (parts[i].T != parts[0].T)
-      fail(name, "expected parts with T = " + std::to_string(parts[0].T) + ", got " + std::to_string(parts[i].T));
-    v.t = in_range(name, "tokens that blocks of all parts divide", std::lcm(v.t, parts[i].t), kMostBlockTokens);
-  }
-  v.T = parts[0].T;
-  v.parts = parts.get();
-  views_.push_back(std::move(parts));
+int64_t take_sizes(NativeView& v, const char* what, const Tensor& plane, int dims) {
+  if (plane.dims < dims) fail(what, ": expected [B, H, N, ...]");
+  v.B = plane.shape[0];
+  v.H = plane.shape[1];
+  if (std::max(v.B, v.H) > kMostHeads) fail(what, ": expected fewer batch rows and heads");
+  return plane.shape[2];
 }
 
-View Operands::parse(const std::string& name, nb::handle packed) {
-  View v;
-  if (++depth_ > kMaxDepth) fail(name, "views are nested too deep");
-  const int64_t kind = as_int(item(packed, 0));
-  if (kind < 0 || kind > static_cast<int64_t>(Kind::turned)) fail(name, "a view of an unknown kind");
-  v.kind = static_cast<Kind>(kind);
-  switch (v.kind) {
-    case Kind::exact:
-      parse_exact(v, name, packed);
-      break;
-    case Kind::grid:
-      parse_grid(v, name, packed);
-      break;
-    case Kind::signs:
-      parse_signs(v, name, packed);
-      break;
-    case Kind::polar:
-      parse_polar(v, name, packed);
-      break;
-    case Kind::sparse:
-      parse_sparse(v, name, packed);
-      break;
-    case Kind::trellis:
-      parse_trellis(v, name, packed);
-      break;
-    case Kind::roped:
-      parse_roped(v, name, packed);
-      break;
-    case Kind::rotated:
-      parse_rotated(v, name, packed);
-      break;
-    case Kind::turned:
-      parse_turned(v, name, packed);
-      break;
-    case Kind::added:
-      parse_parts(v, name, packed, 1, PyTuple_GET_SIZE(packed.ptr()) - 1);
-      v.D = v.parts[0].D;
-      for (int64_t i = 1; i < v.count; i++)
-        if (v.parts[i].D != v.D)
-          fail(name, "expected parts with D = " + std::to_string(v.D) + ", got " + std::to_string(v.parts[i].D));
-      break;
-    case Kind::joined:
-      parse_parts(v, name, packed, 1, PyTuple_GET_SIZE(packed.ptr()) - 1);
-      for (int64_t i = 0; i < v.count; i++) v.D += v.parts[i].D;
-      break;
-  }
-  in_range(name, "head_dim", v.D, kMostChannels);
-  depth_--;
+Plane plane_of(const char* what, const Tensor& x, std::initializer_list<Size> sizes) {
+  expect("", what, x, sizes, 3);
+  return {x.as<uint16_t>(), batch_stride(x), x.stride[1], x.stride[2]};
+}
+
+NativeView view_of_tokens(const std::string& name, const Tensor& x) {
+  if (x.dims != 4) throw NotTaken(name + " have " + std::to_string(x.dims) + " axes, not 4");
+  if (x.last_stride() != 1)
+    throw NotTaken(name + " have stride " + std::to_string(x.stride[3]) + " along their last axis, not 1");
+  NativeView v;
+  v.view.T = x.shape[2];
+  v.view.D = in_range(name, ": head_dim", x.shape[3], kMostChannels);
+  v.B = x.shape[0];
+  v.H = x.shape[1];
+  v.view.dense = {x.float_type(), x.as<void>(), batch_stride(x), x.stride[1], x.stride[2]};
   return v;
 }
 
-const View* Operands::read(const char* name, nb::handle packed, int64_t D) {
-  auto view = std::make_unique<View[]>(1);
-  ropes_ = 0;
-  view[0] = parse(std::string(name) + ".", packed);
-  if (D >= 0 && view[0].D != D)
-    fail(name, ": expected head_dim " + std::to_string(D) + " of the query, got " + std::to_string(view[0].D));
-  views_.push_back(std::move(view));
-  return views_.back().get();
+namespace {
+
+NativeView* exact_view(nb::handle x) {
+  Owner owner;
+  const Tensor tokens = owner.keep("tokens", x, kFloats);
+  auto v = std::make_unique<NativeView>(view_of_tokens("tokens", tokens));
+  v->owner = std::move(owner);
+  return v.release();
+}
+
+// Matrices of P packed codes on L lanes: keys have P = D and L = t, values P = t and L = D.
+NativeView* grid_view(bool of_keys, int64_t bits, bool per_token, int64_t group, int64_t block_tokens, int64_t head_dim,
+                      nb::handle codes, nb::handle scale, nb::handle offset, nb::handle table) {
+  auto made = std::make_unique<NativeView>();
+  View& view = made->view;
+  GridView& v = view.grid;
+  view.kind = Kind::grid;
+  if (bits < 1 || bits > 8) throw NotTaken("codes have " + std::to_string(bits) + " bits, the kernels take 1 to 8");
+  v.bits = static_cast<int>(bits);
+  made->side = of_keys ? 1 : 2;
+  v.lane_scaled = per_token == of_keys;
+  v.group = group;
+  view.D = in_range("", "head_dim", head_dim, kMostChannels);
+  view.t = in_range("", "block_tokens", block_tokens, kMostBlockTokens);
+  v.P = of_keys ? view.D : view.t;
+  v.L = of_keys ? view.t : view.D;
+  if (view.t % kLanes) throw NotTaken("blocks have " + std::to_string(view.t) + " tokens, not a multiple of 16");
+  const int64_t grouped = v.lane_scaled ? v.P : v.L;
+  if (v.group < 1 || grouped % v.group != 0)
+    fail("group: ", "expected a divisor of " + std::to_string(grouped) + ", got " + std::to_string(v.group));
+  if (!v.lane_scaled && v.group % kLanes != 0 && v.group != v.L)
+    throw NotTaken("groups have " + std::to_string(v.group) + " lanes, neither a multiple of 16 nor all " +
+                   std::to_string(v.L));
+  v.words = HalfWords(v.bits).words(v.P);
+  Owner& owner = made->owner;
+  const Tensor words = owner.keep("codes", codes, kInt32);
+  const int64_t N = take_sizes(*made, "codes", words, 3);
+  view.T = N * view.t;
+  expect("", "codes", words,
+         {{"B", made->B}, {"H", made->H}, {"N", N}, {"Lg", ceil_div(v.L, kLanes)}, {"W", v.words}, {"16", kLanes}}, 3);
+  v.codes = words.as<int32_t>();
+  v.stride_b = batch_stride(words);
+  v.stride_h = words.stride[1];
+  v.stride_n = words.stride[2];
+  const int64_t groups = grouped / v.group, per_group = v.lane_scaled ? v.L : v.P;
+  const auto ranges = [&](const char* what, const Tensor& x) {
+    return plane_of(what, x, {{"B", made->B}, {"H", made->H}, {"N", N}, {"groups", groups}, {"per group", per_group}});
+  };
+  const Tensor scales = owner.keep("scale", scale, kHalves);
+  v.half = scales.float_type();
+  v.scale = ranges("scale", scales);
+  if (const Tensor offsets = owner.keep_optional("offset", offset, one(scales.type)); offsets.given())
+    v.offset = ranges("offset", offsets);
+  const Tensor entries = owner.keep("table", table, kFloat32);
+  if (entries.dims == 2) {
+    expect("", "table", entries, {{"B", made->B}, {"2**bits", int64_t{1} << v.bits}}, 1);
+    v.table_stride_b = batch_stride(entries);
+  } else {
+    expect("", "table", entries, {{"2**bits", int64_t{1} << v.bits}}, 0);
+  }
+  v.table = entries.as<float>();
+  return made.release();
+}
+
+constexpr int kMaxDepth = 8;
+
+int depth_of(const View& view) {
+  int most = 0;
+  for (int64_t i = 0; i < view.count; i++) most = std::max(most, depth_of(view.parts[i]));
+  return most + 1;
+}
+
+NativeView* parts_view(Kind kind, const std::vector<nb::object>& parts) {
+  auto made = std::make_unique<NativeView>();
+  View& v = made->view;
+  v.kind = kind;
+  take_parts(*made, parts);
+  for (const nb::object& part : parts)
+    if (const View& of = nb::cast<const NativeView&>(part).view; of.kind == Kind::roped || of.kind == Kind::rotated)
+      throw NotTaken("a part is a view with RoPE, or a rotation");
+  if (kind == Kind::joined) {
+    for (int64_t i = 0; i < v.count; i++) v.D += v.parts[i].D;
+  } else {
+    v.D = v.parts[0].D;
+    for (int64_t i = 1; i < v.count; i++)
+      if (v.parts[i].D != v.D)
+        fail("parts: ", "expected D = " + std::to_string(v.D) + ", got " + std::to_string(v.parts[i].D));
+  }
+  in_range("", "head_dim", v.D, kMostChannels);
+  return made.release();
+}
+
+}  // namespace
+
+void take_parts(NativeView& made, const std::vector<nb::object>& parts) {
+  View& v = made.view;
+  if (parts.empty()) fail("parts: ", "expected at least one");
+  v.count = static_cast<int64_t>(parts.size());
+  View* views = made.owner.memory<View>(v.count);
+  int ropes = 0;
+  for (int64_t i = 0; i < v.count; i++) {
+    const auto& part = nb::cast<const NativeView&>(parts[i]);
+    views[i] = part.view;
+    if (part.view.T != views[0].T)
+      fail("parts: ", "expected T = " + std::to_string(views[0].T) + " tokens, got " + std::to_string(part.view.T));
+    v.t = in_range("", "tokens that blocks of all parts divide", std::lcm(v.t, part.view.t), kMostBlockTokens);
+    ropes += part.has_rope;
+    if (part.side && made.side && part.side != made.side) fail("parts: ", "expected all of keys or all of values");
+    made.side = std::max(made.side, part.side);
+    if (part.H == 0) continue;
+    if ((made.H != 0 && part.H != made.H) || (made.B != 1 && part.B != 1 && part.B != made.B))
+      fail("parts: ", "expected the same batch and heads");
+    made.H = part.H;
+    made.B = std::max(made.B, part.B);
+  }
+  if (ropes > 1) throw NotTaken("several parts have RoPE");  // a thread keeps the cosines of one
+  made.has_rope = ropes > 0;
+  v.T = views[0].T;
+  v.parts = views;
+  made.parts = parts;
+  if (depth_of(v) > kMaxDepth) fail("parts: ", "views are nested too deep");
+}
+
+void define_views(nb::module_& m) {
+  nb::class_<NativeView>(m, "View", "Packed tokens of one page and one side, as the kernels read them.")
+      .def_prop_ro("tokens", [](const NativeView& v) { return v.view.T; })
+      .def_prop_ro("head_dim", [](const NativeView& v) { return v.view.D; });
+  const auto own = nb::rv_policy::take_ownership;
+  m.def("exact", &exact_view, "x"_a, own, "Unpacked tokens [B, H, T, D] of any float type.");
+  m.def("grid", &grid_view, nb::kw_only(), "of_keys"_a, "bits"_a, "per_token"_a, "group"_a, "block_tokens"_a,
+        "head_dim"_a, "codes"_a, "scale"_a, "offset"_a.none(), "table"_a, own, "See kernels/attend_grid.py.");
+  m.def(
+      "added", [](const std::vector<nb::object>& parts) { return parts_view(Kind::added, parts); }, "parts"_a, own,
+      "The sum of views.");
+  m.def(
+      "joined", [](const std::vector<nb::object>& parts) { return parts_view(Kind::joined, parts); }, "parts"_a, own,
+      "Views with channels side by side.");
 }
 
 }  // namespace tersekv

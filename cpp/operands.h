@@ -1,5 +1,5 @@
-// From Python to the kernels' structs: tensors arrive as (address, shape, strides) and are checked against the
-// contract.
+// Packed tokens as Python objects: `View` is one layout's planes, `Rope` a model's RoPE. They are made once, when a
+// page is made or grows; what they are given is checked there, and they keep its tensors.
 #pragma once
 
 #include <memory>
@@ -17,45 +17,81 @@ constexpr int64_t kMostChannels = int64_t{1} << 16;
 constexpr int64_t kMostHeads = int64_t{1} << 24;
 constexpr int64_t kMostBlockTokens = int64_t{1} << 20;
 
-// The views of a call, which live as long as this object.
-class Operands {
+// Tensors that an object reads, and memory of its own.
+class Owner {
  public:
-  Operands(int64_t B, int64_t H) : B_(B), H_(H) {}
+  Owner() = default;
+  Owner(Owner&&) = default;
+  Owner& operator=(Owner&&) = default;
+  Owner(const Owner&) = delete;  // what a view points to is in it
 
-  // A view packed by tersekv.kernels.cpu.pack: (kind, ...). D: channels it must have, or -1.
-  const View* read(const char* name, nb::handle packed, int64_t D);
+  // A dense tensor on the CPU of one of `types`, kept.
+  Tensor keep(const std::string& name, nb::handle x, unsigned types);
+  Tensor keep_optional(const std::string& name, nb::handle x, unsigned types) {
+    return x.is_none() ? Tensor{} : keep(name, x, types);
+  }
+  void keep_object(nb::handle x) { objects_.push_back(nb::borrow(x)); }
+  void keep_shared(std::shared_ptr<const void> x) { shared_.push_back(std::move(x)); }
+
+  // Memory for `count` elements, which lives as long as the object.
+  template <class T>
+  T* memory(int64_t count) {
+    memory_.push_back(std::make_unique<float[]>(ceil_div(count * static_cast<int64_t>(sizeof(T)), sizeof(float))));
+    return reinterpret_cast<T*>(memory_.back().get());
+  }
+
+  // Throws where a tensor lies elsewhere than when it was given: its storage was replaced, and the old memory may be
+  // gone.
+  void check_unmoved() const;
 
  private:
-  struct Index {
-    bool given = false;
-    const int64_t* data = nullptr;
-    int64_t b = 0, h = 0, n = 0, count = 0;
+  struct Kept {
+    nb::object tensor;
+    uintptr_t address;
   };
-
-  View parse(const std::string& name, nb::handle packed);
-  void parse_exact(View& v, const std::string& name, nb::handle packed);
-  void parse_grid(View& v, const std::string& name, nb::handle packed);
-  void parse_signs(View& v, const std::string& name, nb::handle packed);
-  void parse_polar(View& v, const std::string& name, nb::handle packed);
-  void parse_sparse(View& v, const std::string& name, nb::handle packed);
-  void parse_trellis(View& v, const std::string& name, nb::handle packed);
-  void parse_turned(View& v, const std::string& name, nb::handle packed);
-  void parse_turns(View& v, const std::string& name, const Tensor& turns);
-  void parse_steps(RopeView& rope, const std::string& name, nb::handle packed);
-  void turned_columns(RopeView& rope, int64_t D);
-  void parse_rope(View& v, const std::string& name, nb::handle packed, Py_ssize_t first);
-  void parse_roped(View& v, const std::string& name, nb::handle packed);
-  void parse_rotated(View& v, const std::string& name, nb::handle packed);
-  void parse_parts(View& v, const std::string& name, nb::handle packed, Py_ssize_t first, int64_t count);
-  void polar_tables(PolarView& v, const std::string& name, nb::handle packed);
-  Index channel_index(const std::string& name, const Tensor& x, int64_t N, int64_t n, int64_t channels) const;
-  Plane plane(const std::string& name, const char* what, const Tensor& x, std::initializer_list<Size> sizes);
-
-  int depth_ = 0, ropes_ = 0;
-  bool tiled_ = false;  // parts of a view that reads tiles
-  std::vector<std::unique_ptr<float[]>> tables_;
-  int64_t B_, H_;
-  std::vector<std::unique_ptr<View[]>> views_;
+  std::vector<Kept> tensors_;
+  std::vector<nb::object> objects_;
+  std::vector<std::shared_ptr<const void>> shared_;
+  std::vector<std::unique_ptr<float[]>> memory_;
 };
+
+// RoPE of a model's keys: cosines and sines of any position, and the pairs of channels that it rotates.
+struct NativeRope {
+  Owner owner;
+  RopeView rope;  // without places
+  int64_t D = 0;
+};
+
+// Planes of one layout, or a view made of views.
+struct NativeView {
+  Owner owner;
+  View view;
+  int64_t B = 1, H = 0;   // B = 1 serves any batch; H = 0: parts say it
+  int side = 0;           // 1: of keys, 2: of values, 0: of either
+  bool has_rope = false;  // somewhere in it
+  std::vector<nb::object> parts;
+
+  void check_unmoved() const;
+};
+
+void define_views(nb::module_& m);          // operands.cpp
+void define_byte_views(nb::module_& m);     // operands_bytes.cpp
+void define_trellis_views(nb::module_& m);  // operands_trellis.cpp
+void define_rope_views(nb::module_& m);     // operands_rope.cpp
+
+// A view of unpacked tokens [B, H, T, D], whose tensor the caller keeps.
+NativeView view_of_tokens(const std::string& name, const Tensor& x);
+
+// Takes B, H and N of a view from its first plane, which has at least `dims` axes [B, H, N, ...].
+int64_t take_sizes(NativeView& v, const char* what, const Tensor& plane, int dims);
+
+// Planes of 16-bit elements, [B, H, N, ...]; `sizes` in full.
+Plane plane_of(const char* what, const Tensor& x, std::initializer_list<Size> sizes);
+
+// Takes parts of equal T, batch and heads.
+void take_parts(NativeView& v, const std::vector<nb::object>& parts);
+
+// Stride along the batch of a tensor whose first axis has one row for all, or one each.
+inline int64_t batch_stride(const Tensor& x) { return x.shape[0] == 1 ? 0 : x.stride[0]; }
 
 }  // namespace tersekv

@@ -1,11 +1,14 @@
 // Trellis codes: planes, and what each head's components have of them.
 #include <cmath>
 #include <cstring>
+#include <mutex>
 
-#include "isa.h"
 #include "operands.h"
 
 namespace tersekv {
+
+using namespace nb::literals;
+
 namespace {
 
 constexpr int kEntries = kTrellisRates * kTrellisStates;
@@ -39,57 +42,91 @@ bool whole_entries(const float* tables, int8_t* entries, float* unit) {
   return true;
 }
 
-}  // namespace
+// Tables as whole numbers; pages with the same tables share them.
+struct WholeTables {
+  float tables[kEntries];
+  int8_t entries[kEntries];
+  float unit[kTrellisRates];
+  bool are_whole;
+};
 
-// (9, head_dim, stream 3x, gain 3x, bits 3x, scale 3x, tables 3x)
-void Operands::parse_trellis(View& view, const std::string& name, nb::handle packed) {
+std::shared_ptr<const WholeTables> whole_tables(const float* tables) {
+  static std::mutex mutex;
+  static std::shared_ptr<const WholeTables> last;
+  const std::lock_guard lock(mutex);
+  if (last && std::memcmp(last->tables, tables, sizeof(last->tables)) == 0) return last;
+  auto made = std::make_shared<WholeTables>();
+  std::memcpy(made->tables, tables, sizeof(made->tables));
+  made->are_whole = whole_entries(tables, made->entries, made->unit);
+  return last = made;
+}
+
+NativeView* trellis_view(int64_t head_dim, nb::handle stream, nb::handle gain, nb::handle bits, nb::handle scale,
+                         nb::handle tables) {
+  auto made = std::make_unique<NativeView>();
+  Owner& owner = made->owner;
+  View& view = made->view;
   TrellisView& v = view.trellis;
-  view.D = in_range(name, "head_dim", as_int(item(packed, 1)), kMostChannels);
+  view.kind = Kind::trellis;
+  view.D = in_range("", "head_dim", head_dim, kMostChannels);
   view.t = kByteBlock;
-  const Tensor stream = tensor_at(packed, 2), gain = tensor_at(packed, 5), bits = tensor_at(packed, 8),
-               scale = tensor_at(packed, 11), tables = tensor_at(packed, 14);
-  if (stream.dims != 5) fail(name, "stream: expected [B, H, N, W, t]");
-  const int64_t N = stream.shape[2];
-  v.words = stream.shape[3];
+  const Tensor words = owner.keep("stream", stream, kInt16), gain_codes = owner.keep("gain", gain, kUint8);
+  if (words.dims != 5) fail("stream: ", "expected [B, H, N, W, t]");
+  const int64_t N = take_sizes(*made, "stream", words, 5), B = made->B, H = made->H;
+  v.words = words.shape[3];
   view.T = N * view.t;
-  expect(name, "stream", stream, {{"B", B_}, {"H", H_}, {"N", N}, {"W", v.words}, {"t", kByteBlock}}, 3);
-  v.stream = stream.as<uint16_t>();
-  v.stride_b = stream.stride[0];
-  v.stride_h = stream.stride[1];
-  v.stride_n = stream.stride[2];
-  expect(name, "gain", gain, {{"B", B_}, {"H", H_}, {"N", N}, {"t", kByteBlock}}, 3);
-  v.gain = gain.as<uint8_t>();
-  v.gain_b = gain.stride[0];
-  v.gain_h = gain.stride[1];
-  v.gain_n = gain.stride[2];
-  const auto shared = [&](const Tensor& x) { return x.dims > 0 && x.shape[0] == 1 ? 1 : B_; };
-  expect(name, "bits", bits, {{"B", shared(bits)}, {"H", H_}, {"D", view.D}}, 2);
-  v.bits = bits.as<uint8_t>();
-  v.bits_b = bits.shape[0] == 1 ? 0 : bits.stride[0];
-  v.bits_h = bits.stride[1];
-  expect(name, "scale", scale, {{"B", shared(scale)}, {"H", H_}, {"D", view.D}}, 2);
-  v.scale = scale.as<float>();
-  v.scale_b = scale.shape[0] == 1 ? 0 : scale.stride[0];
-  v.scale_h = scale.stride[1];
-  expect(name, "tables", tables, {{"9", kTrellisRates}, {"256", kTrellisStates}}, 0);
-  v.tables = tables.as<float>();
+  expect("", "stream", words, {{"B", B}, {"H", H}, {"N", N}, {"W", v.words}, {"t", kByteBlock}}, 3);
+  v.stream = words.as<uint16_t>();
+  v.stride_b = batch_stride(words);
+  v.stride_h = words.stride[1];
+  v.stride_n = words.stride[2];
+  expect("", "gain", gain_codes, {{"B", B}, {"H", H}, {"N", N}, {"t", kByteBlock}}, 3);
+  v.gain = gain_codes.as<uint8_t>();
+  v.gain_b = batch_stride(gain_codes);
+  v.gain_h = gain_codes.stride[1];
+  v.gain_n = gain_codes.stride[2];
+  const auto rows = [&](const Tensor& x) { return x.dims > 0 && x.shape[0] == 1 ? 1 : B; };
+  const Tensor rates = owner.keep("bits", bits, kUint8), scales = owner.keep("scale", scale, kFloats);
+  expect("", "bits", rates, {{"B", rows(rates)}, {"H", H}, {"D", view.D}}, 2);
+  v.bits = rates.as<uint8_t>();
+  v.bits_b = batch_stride(rates);
+  v.bits_h = rates.stride[1];
+  expect("", "scale", scales, {{"B", rows(scales)}, {"H", H}, {"D", view.D}}, 2);
+  v.scale_type = scales.float_type();
+  v.scale = scales.as<void>();
+  v.scale_b = batch_stride(scales);
+  v.scale_h = scales.stride[1];
+  const Tensor entries = owner.keep("tables", tables, kFloat32);
+  expect("", "tables", entries, {{"9", kTrellisRates}, {"256", kTrellisStates}}, 0);
+  v.tables = entries.as<float>();
   v.gains = gains();
-  for (int64_t b = 0; b < bits.shape[0]; b++)
-    for (int64_t h = 0; h < H_; h++) {
+  for (int64_t b = 0; b < rates.shape[0]; b++)
+    for (int64_t h = 0; h < H; h++) {
       const uint8_t* of = v.bits + b * v.bits_b + h * v.bits_h;
       int64_t sum = 0;
       for (int64_t d = 0; d < view.D; d++) {
-        if (of[d] >= kTrellisRates) fail(name, "bits: expected 0 to 8, got " + std::to_string(of[d]));
+        if (of[d] >= kTrellisRates) fail("bits: ", "expected 0 to 8, got " + std::to_string(of[d]));
         sum += of[d];
       }
       if (sum != 16 * v.words)
-        fail(name, "bits: expected a sum of 16 * W = " + std::to_string(16 * v.words) + ", got " + std::to_string(sum));
+        fail("bits: ", "expected a sum of 16 * W = " + std::to_string(16 * v.words) + ", got " + std::to_string(sum));
     }
-  if (!current().trellis || v.words == 0) return;
-  auto entries = std::make_unique<float[]>(kEntries / sizeof(float));
-  if (whole_entries(v.tables, reinterpret_cast<int8_t*>(entries.get()), v.unit))
-    v.entries = reinterpret_cast<int8_t*>(entries.get());
-  tables_.push_back(std::move(entries));
+  if (v.words > 0) {
+    const auto whole = whole_tables(v.tables);
+    if (whole->are_whole) {
+      v.entries = whole->entries;
+      std::copy(whole->unit, whole->unit + kTrellisRates, v.unit);
+      owner.keep_shared(whole);
+    }
+  }
+  return made.release();
+}
+
+}  // namespace
+
+void define_trellis_views(nb::module_& m) {
+  m.def("trellis", &trellis_view, nb::kw_only(), "head_dim"_a, "stream"_a, "gain"_a, "bits"_a, "scale"_a, "tables"_a,
+        nb::rv_policy::take_ownership, "See layouts/trellis.py.");
 }
 
 }  // namespace tersekv

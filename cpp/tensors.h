@@ -1,4 +1,4 @@
-// Arguments from Python: tensors arrive as (address, shape, strides) and are checked against the contract.
+// Arguments from Python: torch tensors, whose type, shape and strides are checked against the contract.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -15,24 +15,56 @@ namespace tersekv {
 constexpr int kMaxDims = 6;
 constexpr int64_t kMostElements = int64_t{1} << 56;  // so that products of a few sizes stay in 64 bits
 
+// Types of elements that kernels read; `other` is any that they do not.
+enum class Type : int { f32, f16, bf16, i64, i32, i16, i8, u8, b8, other };
+
+// Sets of types, as bits.
+constexpr unsigned one(Type type) { return 1u << static_cast<int>(type); }
+constexpr unsigned kFloat32 = one(Type::f32), kHalves = one(Type::f16) | one(Type::bf16), kFloats = kFloat32 | kHalves,
+                   kInt32 = one(Type::i32), kInt64 = one(Type::i64), kInt16 = one(Type::i16), kUint8 = one(Type::u8),
+                   kBool = one(Type::b8), kIntegers = kInt64 | kInt32 | kInt16 | one(Type::i8) | kUint8;
+
+// The kernels do not read such an argument, and the torch reference does.
+struct NotTaken : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// A tensor's memory was replaced since an object was made of it.
+struct Moved : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 struct Tensor {
-  uintptr_t address = 0;  // 0 without dimensions: no tensor
-  int dims = 0;
+  uintptr_t address = 0;
+  int dims = -1;  // -1: no tensor
+  Type type = Type::other;
   int64_t shape[kMaxDims] = {}, stride[kMaxDims] = {};
 
-  bool given() const { return dims > 0 || address != 0; }
+  bool given() const { return dims >= 0; }
   template <class T>
   const T* as() const {
     return reinterpret_cast<const T*>(address);
   }
+  // float32, float16 or bfloat16, where `type` is one of them.
+  Float float_type() const { return type == Type::f32 ? Float::f32 : type == Type::f16 ? Float::f16 : Float::bf16; }
+  int64_t last_stride() const { return dims > 0 && shape[dims - 1] > 1 ? stride[dims - 1] : 1; }
 };
 
-int64_t as_int(PyObject* o);
-double as_double(PyObject* o);
-PyObject* item(nb::handle tuple, Py_ssize_t i);
+// Looks torch up; called once, when the extension is loaded.
+void import_torch();
 
-// Items i, i + 1, i + 2 of a tuple: address, shape, strides.
-Tensor tensor_at(nb::handle tuple, Py_ssize_t i);
+// A dense torch tensor on the CPU of one of `types`, named `name` in errors. Its shape and strides lie within its
+// storage, which torch makes sure of. Throws NotTaken for another device or type, or where it needs a gradient.
+Tensor tensor_of(const std::string& name, nb::handle x, unsigned types);
+
+// The same, or no tensor for None.
+Tensor optional_tensor(const std::string& name, nb::handle x, unsigned types);
+
+// Address of a tensor's first element now.
+uintptr_t address_of(nb::handle x);
+
+int64_t as_int(PyObject* o);
+PyObject* item(nb::handle tuple, Py_ssize_t i);
 
 struct Size {
   const char* name;
@@ -48,8 +80,5 @@ int64_t in_range(const std::string& name, const char* what, int64_t value, int64
 
 // Throws a ValueError of `name` and `text`.
 [[noreturn]] void fail(const std::string& name, const std::string& text);
-
-// float16 or bfloat16 from its number.
-Float half_type(const std::string& name, int64_t half);
 
 }  // namespace tersekv

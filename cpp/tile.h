@@ -13,6 +13,20 @@ template <class S>
   return half == Float::f16 ? S::template load_as<Float::f16>(p) : S::template load_as<Float::bf16>(p);
 }
 
+// `n` numbers of a tensor from element `at` on as float32: where they are, or in scratch memory.
+template <class S>
+const float* float_row(Float type, const void* data, int64_t at, int64_t n) {
+  if (type == Float::f32) return static_cast<const float*>(data) + at;
+  const auto* half = static_cast<const uint16_t*>(data) + at;
+  float* row = scratch(round_up(n, kLanes));
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int64_t count = n - i < kLanes ? n - i : kLanes;
+    S::store(row + i, type == Float::f16 ? S::template load_as_n<Float::f16>(half + i, count)
+                                         : S::template load_as_n<Float::bf16>(half + i, count));
+  }
+  return row;
+}
+
 // y[r] += Σ_p x[r·row_stride + p·step] · tile[p], with y[r] at r·y_stride.
 template <class S>
 void tile_dot(const float* tile, int64_t P, const float* x, int64_t row_stride, int64_t step, int64_t rows, float* y,

@@ -11,6 +11,7 @@ struct TrellisSide {
   int64_t D = 0, b = 0, h = 0, rows = 0;
   const float* query = nullptr;
   int64_t query_stride = 0;
+  const float* scale = nullptr;  // [D], of this head
 };
 
 // Rows [row, row + rows), at most four, and whole blocks of tokens [first, last).

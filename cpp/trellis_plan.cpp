@@ -20,7 +20,7 @@ class Planner {
       : D_(side.D),
         ring_(static_cast<int32_t>(16 * side.view->words)),
         bits_(side.view->bits + side.b * side.view->bits_b + side.h * side.view->bits_h),
-        scale_(side.view->scale + side.b * side.view->scale_b + side.h * side.view->scale_h),
+        scale_(side.scale),
         view_(*side.view),
         plan_(plan),
         end_(scratch_of<int32_t>(D_)) {}

@@ -74,8 +74,8 @@ void turned_prepare(Node& node) {
   const int64_t reads = rope.steps ? 2 * own->width : rope.reads;
   own->coefficients = scratch(node.rows * reads);
   own->constant = scratch(node.rows);
-  const auto* x =
-      static_cast<const float*>(view.dense.data) + node.b * view.dense.stride_b + node.h * view.dense.stride_h;
+  const float* x = float_row<S>(view.dense.type, view.dense.data,
+                                node.b * view.dense.stride_b + node.h * view.dense.stride_h, view.D);
   for (int64_t r = 0; r < node.rows; r++) {
     float *of = own->coefficients + r * reads, constant = 0.0f;
     clear(of, reads);

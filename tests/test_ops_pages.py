@@ -6,11 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from native_calls import why_not
 from packed_views import FORMATS
 from tersekv.codecs import methods
 from tersekv.kernels import cpu
 from tersekv.kernels.attend_packed import attend_packed
 from tersekv.kernels.attend_pages import attend_pages
+from tersekv.kernels.cpu import attend as cpu_attend
 
 MISSING = cpu.why_not_built()
 ISAS = [] if MISSING else [name for name, missing in cpu.isas().items() if missing is None]
@@ -46,13 +48,13 @@ def call(name: str, p: int, R: int = 6, q: int = 2):
 @pytest.mark.parametrize("isa", ISAS)
 def test_kernels_read_pages_in_any_order(isa, name, p):
     args = call(name, p)
-    assert cpu.why_not_attend_pages(*args) is None
+    assert why_not(cpu_attend.attend_pages, *args) is None
     cpu.set_isa(isa)
     try:
-        out, lse = cpu.attend_pages(*args)
+        out, lse = cpu_attend.attend_pages(*args)
     finally:
         cpu.set_isa("auto")
-    want, want_lse = attend_pages(*args)
+    want, want_lse = attend_pages.reference(*args)
     torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)  # integers multiply in bfloat16
     torch.testing.assert_close(lse, want_lse, atol=2e-2, rtol=2e-2)
 
@@ -61,8 +63,8 @@ def test_pages_one_after_the_other_are_a_segment():
     query, keys, values, _, p, _, scaling, cap = call("grid", 32)
     mask = torch.ones(2, 1, 7 * p, dtype=torch.bool)
     pages = torch.arange(7, dtype=torch.int32).expand(2, 7)
-    got = attend_pages(query, keys, values, pages, p, mask, scaling, cap)
-    for x, y in zip(got, attend_packed(query, keys, values, mask, scaling, cap), strict=True):
+    got = attend_pages.reference(query, keys, values, pages, p, mask, scaling, cap)
+    for x, y in zip(got, attend_packed.reference(query, keys, values, mask, scaling, cap), strict=True):
         torch.testing.assert_close(x, y)
 
 
@@ -76,7 +78,7 @@ def test_a_table_may_be_longer_than_the_pool(isa):
     cpu.set_isa(isa)
     try:
         got = [
-            cpu.attend_pages(query, keys, values, pages[:, :n], p, mask[..., : n * p], *rest[1:])
+            cpu_attend.attend_pages(query, keys, values, pages[:, :n], p, mask[..., : n * p], *rest[1:])
             for n in (1, pages.shape[1])
         ]
     finally:
@@ -92,14 +94,14 @@ def test_calls_that_are_none():
         bad = pages.clone()
         bad[1, 0] = wrong
         with pytest.raises(ValueError, match=words):
-            cpu.attend_pages(query, keys, values, bad, p, mask, *rest)
+            cpu_attend.attend_pages(query, keys, values, bad, p, mask, *rest)
     with pytest.raises(ValueError, match="multiple of 32"):
-        cpu.attend_pages(query, keys, values, pages, 16, mask[:, :, :64], *rest)
+        cpu_attend.attend_pages(query, keys, values, pages, 16, mask[:, :, :64], *rest)
     with pytest.raises(ValueError, match="mask: expected"):
-        cpu.attend_pages(query, keys, values, pages, p, mask[:, :, :-32], *rest)
-    assert "int64" in cpu.why_not_attend_pages(query, keys, values, pages.long(), p, mask, *rest)
+        cpu_attend.attend_pages(query, keys, values, pages, p, mask[:, :, :-32], *rest)
+    assert "int64" in why_not(cpu_attend.attend_pages, query, keys, values, pages.long(), p, mask, *rest)
     sparse = methods()["kvquant"].build(calibration="prompt").keys
-    x = torch.randn(1, 2, 64, 64)
+    x = torch.randn(*values.decode().shape[:3], 64)
     sparse = sparse.fit(x)
     view = sparse.view(sparse.encode(x), 64).operand
-    assert "order" in cpu.why_not_attend_pages(query[:1], view, values, pages[:1], p, mask[:1], *rest)
+    assert "order" in why_not(cpu_attend.attend_pages, query, view, values, pages, p, mask, *rest)

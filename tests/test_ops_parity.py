@@ -19,9 +19,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from native_calls import why_not
 from tersekv.kernels import cpu
 from tersekv.kernels.attend_grid import GridSide, decode_grid
 from tersekv.kernels.attend_packed import attend_packed, decoded
+from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.kernels.lanes import pack_lanes
 from tersekv.kernels.softmax import attend_scores
 from tersekv.kernels.softmax import merge_segments as merge_reference
@@ -60,7 +62,7 @@ def make_side(side, bits, axis, group, t, D, B=1, H=2, N=3, offset=True, dtype=t
     P, L = (D, t) if side == "keys" else (t, D)
     grouped = D if axis == "token" else t
     group = grouped if group == "all" else group
-    codes = pack_lanes(torch.randint(0, 2**bits, (B, H, N + slack, P, L)), bits)
+    codes = pack_lanes.reference(torch.randint(0, 2**bits, (B, H, N + slack, P, L)), bits)
 
     def plane(low, high):
         shape = (D // group, t) if axis == "token" else (t // group, D)
@@ -158,8 +160,8 @@ def compare_grid(result, expected):
 def run_grid(keys, values, R, mask=None, scaling=0.125, softcap=None, query_scale=1.0):
     query = torch.randn(*keys.codes.shape[:2], R, keys.head_dim) * query_scale
     args = query, keys, values, mask, scaling, softcap
-    assert cpu.why_not_attend_packed(*args) is None
-    result = cpu.attend_packed(*args)
+    assert why_not(cpu_attend.attend_packed, *args) is None
+    result = cpu_attend.attend_packed(*args)
     compare_grid(result, grid_expectation(*args))
     return args, result
 
@@ -221,8 +223,8 @@ def grid_inputs(i):
 @pytest.mark.parametrize("i", range(56), ids=grid_id)
 def test_attend_grid(isa, i):
     args, expected = grid_inputs(i)
-    assert cpu.why_not_attend_packed(*args) is None
-    compare_grid(cpu.attend_packed(*args), expected)
+    assert why_not(cpu_attend.attend_packed, *args) is None
+    compare_grid(cpu_attend.attend_packed(*args), expected)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
@@ -255,11 +257,11 @@ def test_no_rounding_no_error(isa, bits, axes, D, t, N):
     )
     query = 2.0 ** torch.randint(-2, 2, (1, 2, 3, D)) * (1 - 2 * torch.randint(0, 2, (1, 2, 3, D)))
     scores = query, keys, values, None, 0.125, None
-    _, lse = cpu.attend_packed(*scores)
+    _, lse = cpu_attend.attend_packed(*scores)
     expected = grid_expectation(*scores)
     torch.testing.assert_close(lse.double(), expected.lse, rtol=0, atol=expected.lse_bound)
     sums = query, keys, values, None, 0.0, None  # all weights are 1
-    compare(cpu.attend_packed(*sums), grid_expectation(*sums))
+    compare(cpu_attend.attend_packed(*sums), grid_expectation(*sums))
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
@@ -271,13 +273,13 @@ def test_tables_that_bfloat16_does_not_hold(isa, bits, offset, axis):
     values = make_side("values", bits, axis, 32, 32, 64, N=9, offset=offset)
     keys, values = (side._replace(table=side.table + 1 / 300 * torch.rand(2**bits)) for side in (keys, values))
     args = torch.randn(1, 2, 3, 64), keys, values, None, 0.125, None
-    compare_grid(cpu.attend_packed(*args), grid_expectation(*args))
+    compare_grid(cpu_attend.attend_packed(*args), grid_expectation(*args))
     rows = torch.stack([side.table for side in (keys, keys)]) * torch.tensor([[1.0], [0.7]])  # a table per batch row
     two = [side._replace(**{name: torch.cat([getattr(side, name)] * 2) for name in ("codes", "scale")}, table=rows)
            for side in (keys, values)]  # fmt: skip
     two = [side if side.offset is None else side._replace(offset=torch.cat([side.offset] * 2)) for side in two]
     args = args[0].expand(2, -1, -1, -1).contiguous(), *two, *args[3:]
-    compare_grid(cpu.attend_packed(*args), grid_expectation(*args))
+    compare_grid(cpu_attend.attend_packed(*args), grid_expectation(*args))
 
 
 @pytest.mark.parametrize("recipe", ["kvquant:bits=4,outliers=0", "kvquant:bits=3,outliers=0", "normalfloat"])
@@ -290,7 +292,7 @@ def test_rounded_tables_leave_no_mean_error(isa, recipe):
     codecs = [codec.fit(x) if codec.lacks else codec for codec, x in ((plan.keys, key), (plan.values, value))]
     keys, values = (codec.view(codec.encode(x), 64).operand for codec, x in zip(codecs, (key, value), strict=True))
     args = torch.randn(1, 1, 4, 64, generator=g), keys, values, None, 0.125, None
-    out, expected = cpu.attend_packed(*args)[0], attend_packed(*args)[0]
+    out, expected = cpu_attend.attend_packed(*args)[0], attend_packed.reference(*args)[0]
     assert (out - expected).norm() <= (5e-3 if isa == "avx512bf16" else 1e-5) * expected.norm()
 
 
@@ -315,8 +317,8 @@ def test_error_on_keys_with_outlier_channels(isa, recipe, seed):
     key, value, query = model_like(2, 2048, 128, seed)
     plan = Recipe.parse(recipe).plan(0, 1)
     keys, values = (codec.view(codec.encode(x), 128).operand for codec, x in ((plan.keys, key), (plan.values, value)))
-    out, _ = cpu.attend_packed(query, keys, values, None, 128**-0.5, None)
-    expected, _ = attend_packed(query, keys, values, None, 128**-0.5, None)
+    out, _ = cpu_attend.attend_packed(query, keys, values, None, 128**-0.5, None)
+    expected, _ = attend_packed.reference(query, keys, values, None, 128**-0.5, None)
     weights = torch.softmax(query.bfloat16() @ decoded(keys).bfloat16().mT * 128**-0.5, dim=-1)
     dense = (weights @ decoded(values).bfloat16()).float()
     error, dense_error = ((x - expected).norm().item() / expected.norm().item() for x in (out, dense))
@@ -370,7 +372,7 @@ def test_nan_in_a_scale_reaches_only_its_rows(isa):
     torch.manual_seed(0)
     keys, values = make_side("keys", 4, "channel", 32, 32, 64), make_side("values", 4, "token", 32, 32, 64)
     keys.scale[:, 0, 1] = float("nan")
-    out, lse = cpu.attend_packed(torch.randn(1, 2, 3, 64), keys, values, None, 0.125, None)
+    out, lse = cpu_attend.attend_packed(torch.randn(1, 2, 3, 64), keys, values, None, 0.125, None)
     assert out[:, 0].isnan().all()
     assert lse[:, 0].isnan().all()
     assert out[:, 1].isfinite().all()
@@ -395,8 +397,8 @@ def test_attend_exact(isa, dtype, D, Dv, T, R):
     size = key.double().abs(), value.double().abs()
     for mask, softcap in ((None, None), (make_mask(B, R, T) if T else None, 20.0)):
         args = query, key, value, mask, D**-0.5, softcap
-        assert cpu.why_not_attend_exact(*args) is None
-        compare(cpu.attend_exact(*args), expectation(query, key, value, size, mask, D**-0.5, softcap))
+        assert why_not(cpu_attend.attend_exact, *args) is None
+        compare(cpu_attend.attend_exact(*args), expectation(query, key, value, size, mask, D**-0.5, softcap))
 
 
 @pytest.mark.parametrize("segments", [1, 2, 4])
@@ -410,8 +412,8 @@ def test_merge_segments(isa, segments, D):
         lse[1, 1] = float("-inf")
         out[1, 1] = 0
     outs[-1] = outs[-1].mT.contiguous().mT
-    out, lse = cpu.merge_segments(outs, lses)
-    expected, expected_lse = merge_reference([x.double() for x in outs], [x.double() for x in lses])
+    out, lse = cpu_attend.merge_segments(outs, lses)
+    expected, expected_lse = merge_reference.reference([x.double() for x in outs], [x.double() for x in lses])
     # lse may be ±100: its ulp is 64 times that of 1, and weights inherit it
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-6)
@@ -427,9 +429,9 @@ def test_threads_agree(isa, two_threads):
     keys = make_side("keys", 4, "channel", 32, 32, 64, H=3, N=200)
     values = make_side("values", 4, "token", 32, 32, 64, H=3, N=200)
     args, (out, lse) = run_grid(keys, values, 3)
-    assert torch.equal(cpu.attend_packed(*args)[0], out), "same split, same bits"
+    assert torch.equal(cpu_attend.attend_packed(*args)[0], out), "same split, same bits"
     torch.set_num_threads(1)
-    single, single_lse = cpu.attend_packed(*args)
+    single, single_lse = cpu_attend.attend_packed(*args)
     # Weights relative to another chunk's maximum round to other bfloat16 neighbours; scores are the same.
     torch.testing.assert_close(out, single, rtol=0, atol=2 * BF16_ULP if isa == "avx512bf16" else 16 * ULP)
     torch.testing.assert_close(lse, single_lse, rtol=0, atol=16 * ULP * single_lse.abs().max().item())
@@ -442,12 +444,12 @@ def test_calls_from_several_python_threads(two_threads):
     keys, values = (make_side(s, 4, "channel", 32, 32, 64, N=100) for s in ("keys", "values"))
     args, (out, _) = run_grid(keys, values, 3)
     with ThreadPoolExecutor(4) as pool:
-        for other, _ in pool.map(lambda _: cpu.attend_packed(*args), range(40)):
+        for other, _ in pool.map(lambda _: cpu_attend.attend_packed(*args), range(40)):
             assert torch.equal(other, out)
 
 
 def _child(args, expected):
-    out, _ = cpu.attend_packed(*args)
+    out, _ = cpu_attend.attend_packed(*args)
     os._exit(0 if torch.equal(out, expected) else 1)
 
 
@@ -461,4 +463,4 @@ def test_fork(two_threads):
     child.start()
     child.join(20)
     assert child.exitcode == 0
-    assert torch.equal(cpu.attend_packed(*args)[0], out)
+    assert torch.equal(cpu_attend.attend_packed(*args)[0], out)

@@ -8,8 +8,8 @@ import torch
 
 from packed_views import tokens
 from tersekv.codecs import methods
-from tersekv.kernels import cpu
 from tersekv.kernels.attend_packed import attend_packed as reference
+from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.layouts.exact import ExactView
 from tersekv.layouts.polar import Polar, PolarView
 from test_ops_parity import isa, make_mask, one_thread, poisoned_outputs, pytestmark  # noqa: F401
@@ -138,16 +138,16 @@ def test_nan_stays_visible(isa):  # noqa: F811
     for wrong in (float("nan"), float("inf")):
         query = torch.randn(1, 2, 3, 64)
         query[0, 1, 2, 5] = wrong
-        out, _ = cpu.attend_packed(query, keys, values, None, 0.01, None)
+        out, _ = cpu_attend.attend_packed(query, keys, values, None, 0.01, None)
         assert out[0, 1, 2].isnan().any()
         assert out[0, 0].isfinite().all()
         assert out[0, 1, :2].isfinite().all()
     values.radii[0, 0, 1, 2, 3] = float("nan")
-    out, _ = cpu.attend_packed(torch.randn(1, 2, 3, 64), keys, values, None, 0.01, None)
+    out, _ = cpu_attend.attend_packed(torch.randn(1, 2, 3, 64), keys, values, None, 0.01, None)
     assert out[0, 0, :, 32:48].isnan().all()
     assert out[0, 1].isfinite().all()
     keys.radii[0, 1, 1, 2, 3] = float("nan")
-    out, lse = cpu.attend_packed(torch.randn(1, 2, 3, 64), keys, values, None, 0.01, None)
+    out, lse = cpu_attend.attend_packed(torch.randn(1, 2, 3, 64), keys, values, None, 0.01, None)
     assert lse[0, 1].isnan().all()
     assert lse[0, 0].isfinite().all()
 
@@ -156,7 +156,7 @@ def test_tables_that_are_not_finite(isa):  # noqa: F811
     torch.manual_seed(6)
     keys, values = polar_view(online=True), polar_view(B=1)
     keys.tables[0][:, 3] = float("nan")
-    _, lse = cpu.attend_packed(torch.randn(1, 2, 3, 64), keys, values, None, 0.01, None)
+    _, lse = cpu_attend.attend_packed(torch.randn(1, 2, 3, 64), keys, values, None, 0.01, None)
     assert lse.isnan().all()
 
 
@@ -172,7 +172,7 @@ def test_many_threads_agree(isa):  # noqa: F811
     torch.manual_seed(8)
     args, (out, lse) = run(polar_view(B=2, T=2048), polar_view(B=2, T=2048))
     torch.set_num_threads(3)
-    again = cpu.attend_packed(*args)
+    again = cpu_attend.attend_packed(*args)
     torch.testing.assert_close(again[0], out, rtol=0, atol=2e-4 * float(out.abs().max()))
     torch.testing.assert_close(again[1], lse, rtol=0, atol=1e-4)
 
@@ -186,5 +186,5 @@ def test_vectors_with_outliers(isa, options):  # noqa: F811
     keys, values = (c.fit(x).view(c.fit(x).encode(x), 128).inner for c in (codecs.keys, codecs.values))
     query = 0.3 * x[:, :, :12] + torch.randn(1, 2, 12, 128)
     args = query, keys.operand, values.operand, None, 128**-0.5, None
-    out, expected = cpu.attend_packed(*args)[0], reference(*args)[0]
+    out, expected = cpu_attend.attend_packed(*args)[0], reference.reference(*args)[0]
     assert (out - expected).norm() <= (1e-3 if isa == "avx512bf16" else 1e-5) * expected.norm()

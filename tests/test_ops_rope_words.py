@@ -7,9 +7,11 @@ to float32's; `test_ops_packed.py` has the same layouts at any positions, which 
 import pytest
 import torch
 
+from native_calls import why_not
 from packed_views import magnitude, packed, rope, tokens
 from tersekv.codecs.transforms.rope_steps import TURNS, rope_turns
 from tersekv.kernels import cpu
+from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.layouts.base import Joined
 from tersekv.layouts.centred import Turned
 from tersekv.layouts.exact import ExactView
@@ -88,8 +90,8 @@ def run(keys, R, error, mask=None, query_scale=1.0, softcap=None):
     query, value = torch.randn(B, H, R, D) * query_scale, torch.randn(B, H, T, 64)
     values = ExactView({"x": value.unsqueeze(3)})
     args = query, keys.operand, values.operand, mask, D**-0.5, softcap
-    assert cpu.why_not_attend_packed(*args) is None
-    result = cpu.attend_packed(*args)
+    assert why_not(cpu_attend.attend_packed, *args) is None
+    result = cpu_attend.attend_packed(*args)
     expected = expectation(query, key, value, (magnitude(keys), magnitude(values)), mask, *args[4:])
     lost = result[0] - expected.out
     if cpu.isa() == "avx512bf16":
@@ -147,11 +149,11 @@ def test_extreme_queries(isa, factor):  # noqa: F811
     torch.manual_seed(2)
     view = at(grid(2, 32, 64), "halves")
     query, values = torch.randn(1, 2, 3, 64) * factor, ExactView({"x": torch.randn(1, 2, 96, 1, 64)})
-    out, _ = cpu.attend_packed(query, view.operand, values.operand, None, 1.0, None)
+    out, _ = cpu_attend.attend_packed(query, view.operand, values.operand, None, 1.0, None)
     if factor <= 1e-30:
         torch.testing.assert_close(out, values.decode().mean(2, keepdim=True).expand_as(out), rtol=0, atol=1e-5)
     assert out.isfinite().all()
-    out, _ = cpu.attend_packed(query * float("nan"), view.operand, values.operand, None, 1.0, None)
+    out, _ = cpu_attend.attend_packed(query * float("nan"), view.operand, values.operand, None, 1.0, None)
     assert out.isnan().all()
 
 
@@ -159,7 +161,9 @@ def test_one_wrong_scale_is_seen(isa):  # noqa: F811
     torch.manual_seed(3)
     keys, values = grid(4, 32, 64, N=4), ExactView({"x": torch.randn(1, 2, 128, 1, 64)})
     keys.side.scale[0, 1, 2] = float("nan")
-    out, _ = cpu.attend_packed(torch.randn(1, 2, 3, 64), at(keys, "halves").operand, values.operand, None, 1.0, None)
+    out, _ = cpu_attend.attend_packed(
+        torch.randn(1, 2, 3, 64), at(keys, "halves").operand, values.operand, None, 1.0, None
+    )
     assert out[0, 0].isfinite().all()
     assert out[0, 1].isnan().all()
 

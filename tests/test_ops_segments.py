@@ -6,9 +6,10 @@ Each segment's bounds are in `test_ops_packed.py`; joining them errs by a few ul
 import pytest
 import torch
 
+from native_calls import why_not
 from packed_views import packed, roped, tokens
-from tersekv.kernels import backends, cpu
 from tersekv.kernels.attend_segments import Segment, attend_segments
+from tersekv.kernels.cpu import attend as cpu_attend
 from test_ops_parity import ULP, isa, one_thread, poisoned_outputs, pytestmark, two_threads  # noqa: F401
 
 PAGES = {
@@ -44,29 +45,29 @@ def call(name, R, q):
 @pytest.mark.parametrize("name", PAGES)
 def test_segments(isa, name, R, q):  # noqa: F811
     args = call(name, R, q)
-    assert cpu.why_not_attend_segments(*args) is None
-    out, lse = cpu.attend_segments(*args)
-    single = [cpu.attend_packed(args[0], *one[:3], *args[2:]) for one in args[1]]
-    joined, joined_lse = cpu.merge_segments([o for o, _ in single], [s for _, s in single])
+    assert why_not(cpu_attend.attend_segments, *args) is None
+    out, lse = cpu_attend.attend_segments(*args)
+    single = [cpu_attend.attend_packed(args[0], *one[:3], *args[2:]) for one in args[1]]
+    joined, joined_lse = cpu_attend.merge_segments([o for o, _ in single], [s for _, s in single])
     torch.testing.assert_close(out, joined, rtol=0, atol=64 * ULP * float(joined.abs().max()))
     torch.testing.assert_close(lse, joined_lse, rtol=0, atol=64 * ULP * float(joined_lse.abs().max()))
     if isa != "avx512bf16":  # whose bounds are in test_ops_parity.py
-        expected, expected_lse = attend_segments(*args)
+        expected, expected_lse = attend_segments.reference(*args)
         assert (out - expected).norm() <= 1e-4 * expected.norm()
         torch.testing.assert_close(lse, expected_lse, rtol=0, atol=2e-3)
 
 
 def test_threads_share_the_segments(two_threads):  # noqa: F811
     args = call("pages", 4, None)
-    out, _ = cpu.attend_segments(*args)
+    out, _ = cpu_attend.attend_segments(*args)
     torch.set_num_threads(1)
-    torch.testing.assert_close(out, cpu.attend_segments(*args)[0], rtol=0, atol=0.02)
+    torch.testing.assert_close(out, cpu_attend.attend_segments(*args)[0], rtol=0, atol=0.02)
 
 
 def test_a_row_that_sees_nothing():
     query, segments, *rest = call("pages", 2, 1)
     hidden = [one._replace(mask=torch.zeros_like(one.mask)) for one in segments]
-    out, lse = cpu.attend_segments(query, hidden, *rest)
+    out, lse = cpu_attend.attend_segments(query, hidden, *rest)
     assert torch.equal(out, torch.zeros_like(out))
     assert lse.isneginf().all()
 
@@ -74,9 +75,10 @@ def test_a_row_that_sees_nothing():
 def test_refusals_name_the_segment():
     query, segments, *rest = call("sinks, pages, tail", 2, None)
     other = segments[0]._replace(values=segments[0].values[..., :32])
-    with pytest.raises(ValueError, match="values: expected head_dim 64 in all segments, got 32"):
-        cpu.attend_segments(query, [segments[1], other], *rest)
+    with pytest.raises(ValueError, match="pages: expected the same channels in all of them"):
+        cpu_attend.attend_segments(query, [segments[1], other], *rest)
     wrong = segments[0]._replace(mask=torch.ones(2, 1, 3))
-    assert cpu.why_not_attend_segments(query, [*segments, wrong], *rest) == "mask is torch.float32, not bool"
+    told = why_not(cpu_attend.attend_segments, query, [*segments, wrong], *rest)
+    assert told == "positions is torch.float32, not int64 or int32 or bool"
     double = segments[0]._replace(keys=segments[0].keys.double())
-    assert "keys are torch.float64" in backends.explain("attend_segments", query, [*segments, double], *rest)
+    assert "tokens is torch.float64" in why_not(cpu_attend.attend_segments, query, [*segments, double], *rest)

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from native_calls import why_not
 from packed_views import interleaved_rope, magnitude, rope
 from tersekv.cache.rotary import Rotary
 from tersekv.codecs.codebooks.trellis import trellis_entries
 from tersekv.kernels import backends, cpu
 from tersekv.kernels.attend_packed import attend_packed as reference
+from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.layouts.base import Joined
 from tersekv.layouts.centred import Turned
 from tersekv.layouts.exact import ExactView
@@ -50,10 +52,10 @@ def check(query, keys, values, mask, scaling, softcap, close):
     """Against decoding: `close` to it where the kernel multiplies integers, else within the bounds of float32."""
     key, value = keys.decode(), values.decode()
     args = query, keys.operand, values.operand, mask, scaling, softcap
-    assert cpu.why_not_attend_packed(*args) is None
-    out, lse = cpu.attend_packed(*args)
+    assert why_not(cpu_attend.attend_packed, *args) is None
+    out, lse = cpu_attend.attend_packed(*args)
     if cpu.isa() == "avx512bf16":
-        expected = reference(query, key, value, mask, *args[4:])
+        expected = reference.reference(query, key, value, mask, *args[4:])
         close(out, expected[0])
         seen = expected[1].isfinite()
         close(lse[seen], expected[1][seen])
@@ -183,11 +185,11 @@ def test_rope_in_one_part_only():
     angles = of.angles(0, 96)
     keys, turned = stream_view(), Turned(torch.randn(1, 2, 64), of, angles)
     call = torch.randn(1, 2, 3, 128), Joined([(turned, 64), (turned, 64)]), keys, None, 1.0, None
-    assert "RoPE in several parts" in cpu.why_not_attend_packed(*call)
+    assert "several parts have RoPE" in why_not(cpu_attend.attend_packed, *call)
     call = torch.randn(1, 2, 3, 128), Joined([(keys, 64), (Roped(keys, of, angles), 64)]), keys, None, 1.0, None
-    assert "RoPE in several parts" in cpu.why_not_attend_packed(*call)
+    assert "a part is a view with RoPE" in why_not(cpu_attend.attend_packed, *call)
     call = torch.randn(1, 2, 3, 64), keys, turned, None, 1.0, None
-    assert cpu.why_not_attend_packed(*call) == "values have RoPE, which only keys have"
+    assert why_not(cpu_attend.attend_packed, *call) == "values have RoPE, which only keys have"
 
 
 def test_many_threads_and_batches_agree(isa):  # noqa: F811
@@ -195,7 +197,7 @@ def test_many_threads_and_batches_agree(isa):  # noqa: F811
     keys, values = stream_view(B=2, T=2048), stream_view(B=2, T=2048)
     args, (out, lse) = run(keys, values)
     torch.set_num_threads(3)
-    again = cpu.attend_packed(*args)
+    again = cpu_attend.attend_packed(*args)
     torch.testing.assert_close(again[0], out, rtol=1e-4, atol=1e-4 * float(out.abs().max()))
     torch.testing.assert_close(again[1], lse, rtol=1e-4, atol=1e-4)
 
@@ -205,7 +207,7 @@ def test_nan_stays_visible(isa):  # noqa: F811
     keys, values = stream_view(), stream_view()
     query = torch.randn(1, 2, 3, 64)
     query[0, 1, 2, 5] = float("nan")
-    out, _ = cpu.attend_packed(query, keys, values, None, 0.01, None)
+    out, _ = cpu_attend.attend_packed(query, keys, values, None, 0.01, None)
     assert out[0, 1, 2].isnan().any()
     assert out[0, 0].isfinite().all()
     assert out[0, 1, :2].isfinite().all()
@@ -217,10 +219,10 @@ CHANGES = {
         r"bits: expected a sum of",
     ),
     "rate": (lambda v: v.bits.view(-1)[:1].fill_(9), r"bits: expected 0 to 8, got 9"),
-    "gain": (lambda v: setattr(v, "gain", v.gain[:, :, :2]), r"keys\.gain: .* with N = 3, got 2"),
-    "scale": (lambda v: setattr(v, "scale", v.scale[:, :1]), r"keys\.scale: .* with H = 2, got 1"),
-    "stream": (lambda v: setattr(v, "stream", v.stream[..., :16]), r"keys\.stream: .* with t = 32, got 16"),
-    "tables": (lambda v: setattr(v, "tables", v.tables[:6]), r"keys\.tables: .* with 9 = 9, got 6"),
+    "gain": (lambda v: setattr(v, "gain", v.gain[:, :, :2]), r"gain: .* with N = 3, got 2"),
+    "scale": (lambda v: setattr(v, "scale", v.scale[:, :1]), r"scale: .* with H = 2, got 1"),
+    "stream": (lambda v: setattr(v, "stream", v.stream[..., :16]), r"stream: .* with t = 32, got 16"),
+    "tables": (lambda v: setattr(v, "tables", v.tables[:6]), r"tables: .* with 9 = 9, got 6"),
 }
 
 
@@ -230,12 +232,12 @@ def test_what_is_refused(change):
     keys, values = stream_view(), stream_view()
     CHANGES[change][0](keys)
     with pytest.raises(ValueError, match=CHANGES[change][1]):
-        cpu.attend_packed(torch.randn(1, 2, 3, 64), keys, values, None, 1.0, None)
+        cpu_attend.attend_packed(torch.randn(1, 2, 3, 64), keys, values, None, 1.0, None)
 
 
 def test_why_not():
     keys, values = stream_view(), stream_view()
     keys.scale = keys.scale.double()
     call = torch.randn(1, 2, 3, 64), keys, values, None, 1.0, None
-    assert cpu.why_not_attend_packed(*call) == "keys have scale of torch.float64, not bfloat16 or float16 or float32"
-    assert backends.explain("attend_packed", *call).startswith("reference: keys have scale")
+    assert why_not(cpu_attend.attend_packed, *call) == "scale is torch.float64, not float32 or float16 or bfloat16"
+    assert backends.explain(*call[:3]).startswith("reference: scale is")

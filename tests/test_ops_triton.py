@@ -140,7 +140,7 @@ def test_scores_alone(device, name, T, monkeypatch):
     plan = launch.plan
     monkeypatch.setattr(launch, "plan", lambda *call: plan(*call)._replace(splits=-(-T // 128), split_tokens=128))
     keys, query = view(name, "keys", 2, 2, T).operand, torch.randn(2, 2, 5, 64)
-    expected = reference(query, keys, torch.zeros(2, 2, T, 8), None, 0.125, None)[1]
+    expected = reference.reference(query, keys, torch.zeros(2, 2, T, 8), None, 0.125, None)[1]
     lse = triton.score_keys(query.to(device), moved(keys, device), 0.125).cpu()
     torch.testing.assert_close(lse, expected, rtol=LSE, atol=LSE)
 
@@ -217,7 +217,7 @@ def test_exact(device, dtype, D, Dv, T, R):
     call = query, key, value, make_mask(2, R, T), D**-0.5, 20.0
     result = backends.attend_exact(*(moved(x, device) for x in call))
     out, lse = (x.cpu() for x in result)
-    expected = exact_reference(*call)
+    expected = exact_reference.reference(*call)
     bound = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     assert (out - expected[0]).norm() <= bound * expected[0].norm()
     torch.testing.assert_close(lse, expected[1], rtol=1e-4, atol=1e-4)
@@ -240,7 +240,7 @@ def test_extreme_scores(device, factor):
     call = query, keys.operand, values.operand, None, 0.125, None
     result = backends.attend_packed(*(moved(x, device) for x in call))
     assert result[0].isfinite().all()
-    compare(result, reference(*call), float((query @ keys.decode().mT).abs().max()) * 0.125)
+    compare(result, reference.reference(*call), float((query @ keys.decode().mT).abs().max()) * 0.125)
 
 
 def test_nan_reaches_only_its_head(device):
@@ -281,7 +281,7 @@ def test_merge_segments(device, segments, D):
         out[1, 1] = 0
     outs[-1] = outs[-1].mT.contiguous().mT
     out, lse = backends.merge_segments([x.to(device) for x in outs], [x.to(device) for x in lses])
-    expected, expected_lse = merge_reference([x.double() for x in outs], [x.double() for x in lses])
+    expected, expected_lse = merge_reference.reference([x.double() for x in outs], [x.double() for x in lses])
     torch.testing.assert_close(out.cpu().double(), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-6, atol=1e-6)
 
@@ -328,9 +328,9 @@ def test_interpreted_kernels_run_only_where_they_are_forced(device):
     if device == "cuda":
         pytest.skip("nothing is interpreted")
     call = torch.randn(1, 2, 3, 64), make_side("keys"), make_side("values"), None, 0.125, None
-    assert backends.explain("attend_packed", *call) == "triton"
+    assert backends.explain(*call[:3]) == "triton"
     with backends.forced("auto"):
-        assert backends.explain("attend_packed", *call) != "triton"
+        assert backends.explain(*call[:3]) != "triton"
 
 
 def test_launches_of_a_step(device, monkeypatch):

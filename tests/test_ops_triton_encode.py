@@ -47,13 +47,13 @@ def on(device, *call):  # noqa: F811
 def test_pack_lanes(device, bits, P, L):  # noqa: F811
     torch.manual_seed(P + bits)
     codes = torch.randint(2**bits, (2, 1, P, L), dtype=torch.uint8).mT.contiguous().mT
-    same([backends.pack_lanes(codes.to(device), bits)], [lanes.pack_lanes(codes, bits)])
+    same([backends.pack_lanes(codes.to(device), bits)], [lanes.pack_lanes.reference(codes, bits)])
 
 
 @pytest.mark.parametrize(("P", "L", "dtype"), [(1, 1, torch.int64), (50, 96, torch.int32), (1056, 16, torch.int16)])
 def test_pack_lanes_of_other_sizes(device, P, L, dtype):  # noqa: F811
     codes = torch.randint(32, (2, P, L)).to(dtype)[1:]
-    same([backends.pack_lanes(codes.to(device), 5)], [lanes.pack_lanes(codes, 5)])
+    same([backends.pack_lanes(codes.to(device), 5)], [lanes.pack_lanes.reference(codes, 5)])
 
 
 def vectors(B, H, T, D):
@@ -74,7 +74,7 @@ def test_group_ranges(device, place):  # noqa: F811
     x = vectors(2, 2, 2 * t, D)
     x[0, 1, 5] = float("nan")
     call = x, GridPlace("keys", 4, axis, group, t)
-    same(backends.group_ranges(*on(device, *call)), encode_grid.group_ranges(*call))
+    same(backends.group_ranges(*on(device, *call)), encode_grid.group_ranges.reference(*call))
 
 
 def grid_calls(number, side):
@@ -84,7 +84,7 @@ def grid_calls(number, side):
     bits = 1 + (number + 3 * (side == "keys")) % 8
     torch.manual_seed(bits)
     x, place = vectors(B, H, N * t, D), GridPlace(side, bits, axis, group, t)
-    low, high = encode_grid.group_ranges(x, place)
+    low, high = encode_grid.group_ranges.reference(x, place)
     scale, offset = ((high - low) / (2**bits - 1)).half(), low.bfloat16()
     scale[0, 0, 0, 0] = 0
     table = torch.randn(2**bits).sort().values
@@ -95,7 +95,7 @@ def grid_calls(number, side):
 @pytest.mark.parametrize("number", range(len(PLACES)), ids=map(str, PLACES))
 def test_encode_grid(device, number, side):  # noqa: F811
     for call in grid_calls(number, side):
-        same([backends.encode_grid(*on(device, *call))], [encode_grid.encode_grid(*call)])
+        same([backends.encode_grid(*on(device, *call))], [encode_grid.encode_grid.reference(*call)])
 
 
 def test_half_way(device):  # noqa: F811
@@ -103,11 +103,14 @@ def test_half_way(device):  # noqa: F811
     x = torch.arange(-8, 24).view(1, 1, 1, 32).expand(1, 1, 32, 32) / 2
     place = GridPlace("values", 3, "token", 32, 32)
     same([backends.encode_grid(*on(device, x, place, None, None, None))], [
-        lanes.pack_lanes(x.round().clamp(0, 7).long()[:, :, None], 3)
+        lanes.pack_lanes.reference(x.round().clamp(0, 7).long()[:, :, None], 3)
     ])  # fmt: skip
     table = torch.tensor([-3.0, -1, 0, 1, 2, 2, 5, 8])
     codes = (x.unsqueeze(-1) > (table[1:] + table[:-1]) / 2).sum(-1)
-    same([backends.encode_grid(*on(device, x, place, None, None, table))], [lanes.pack_lanes(codes[:, :, None], 3)])
+    same(
+        [backends.encode_grid(*on(device, x, place, None, None, table))],
+        [lanes.pack_lanes.reference(codes[:, :, None], 3)],
+    )
 
 
 def call_with_one_range():
@@ -120,7 +123,7 @@ def call_with_one_range():
 
 def test_one_range_for_all_blocks(device):  # noqa: F811
     call = call_with_one_range()
-    same([backends.encode_grid(*on(device, *call))], [encode_grid.encode_grid(*call)])
+    same([backends.encode_grid(*on(device, *call))], [encode_grid.encode_grid.reference(*call)])
 
 
 def test_nothing(device):  # noqa: F811
@@ -135,7 +138,7 @@ def test_encode_signs(device, M, D, t):  # noqa: F811
     x, sketch = torch.randn(2, 1, t, D), torch.randn(M, D)
     x[0, 0, 1] = 0  # +1 each
     call = x.mT.contiguous().mT, sketch
-    same([backends.encode_signs(*on(device, *call))], [encode_signs.encode_signs(*call)])
+    same([backends.encode_signs(*on(device, *call))], [encode_signs.encode_signs.reference(*call)])
 
 
 @pytest.mark.parametrize("D", [128, 80, 64, 12, 7])
@@ -144,7 +147,7 @@ def test_rotate_hadamard(device, D):  # noqa: F811
     torch.manual_seed(D)
     x = tokens(2, 1, 20, D) if D >= 8 else torch.randn(2, 1, 20, D)
     call = x.mT.contiguous().mT, random_rotation(D, 3, "hadamard"), *hadamard_parts(D, 3, "cpu")
-    result, expected = backends.rotate_hadamard(*on(device, *call)).cpu(), rotate.rotate_hadamard(*call)
+    result, expected = backends.rotate_hadamard(*on(device, *call)).cpu(), rotate.rotate_hadamard.reference(*call)
     assert (result != expected).float().mean() <= 1e-3
     torch.testing.assert_close(result, expected, rtol=1.2e-7, atol=0)
 

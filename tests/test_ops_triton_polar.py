@@ -64,7 +64,7 @@ def test_random_vectors(device, level_bits, D, online):  # noqa: F811
     ]
     call = x, level_bits, tables
     result = backends.encode_polar(x.to(device), level_bits, on(device, *tables))
-    compare(result, encode_polar.encode_polar(*call), *call)
+    compare(result, encode_polar.encode_polar.reference(*call), *call)
 
 
 @pytest.mark.parametrize("level_bits", [[4, 2], [2, 3]], ids=str)
@@ -75,7 +75,7 @@ def test_every_direction(device, level_bits):  # noqa: F811
     x = pairs.float().view(1, 1, 32, 32)
     tables = [offline_table(bits, level, "cpu") + 0.01 for level, bits in enumerate(level_bits, start=1)]
     result = backends.encode_polar(x.to(device), level_bits, on(device, *tables))
-    expected = encode_polar.encode_polar(x, level_bits, tables)
+    expected = encode_polar.encode_polar.reference(x, level_bits, tables)
     torch.testing.assert_close(result[1].cpu(), expected[1], rtol=3e-7, atol=0)
     polar, exact = Polar(tuple(level_bits), 32), encode_polar.to_polar(x.double(), 2)[0]
     for level, table in enumerate(tables):

@@ -17,7 +17,7 @@ from test_ops_triton_encode import poisoned  # noqa: F401
 def check(device, y, weight, bits):  # noqa: F811
     call = y, weight, bits, tables()
     windows = backends.encode_trellis(*(x.to(device) for x in call)).cpu()
-    expected = reference(*call)
+    expected = reference.reference(*call)
     assert windows.dtype is torch.uint8
     assert torch.equal(windows, expected)
 
@@ -51,7 +51,9 @@ def test_paths_that_tie(device):  # noqa: F811
     """Any of them may win."""
     y, weight, bits = torch.zeros(1, 3, 8), torch.ones(1, 8), torch.full((1, 8), 2, dtype=torch.uint8)
     windows = backends.encode_trellis(*(x.to(device) for x in (y, weight, bits, tables()))).cpu()
-    errors = [squared_error(y, weight, bits, found) for found in (windows, reference(y, weight, bits, tables()))]
+    errors = [
+        squared_error(y, weight, bits, found) for found in (windows, reference.reference(y, weight, bits, tables()))
+    ]
     torch.testing.assert_close(*errors, rtol=1e-6, atol=0)
 
 

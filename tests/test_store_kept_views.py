@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import random
+import sys
 import weakref
 
 import pytest
@@ -16,7 +17,8 @@ from tersekv.attention.read import Call, attend_store
 from tersekv.cache.layer import LayerStore
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.kernels import cpu
-from tersekv.kernels.attend_segments import Kept
+from tersekv.kernels.attend_packed import native_view
+from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.recipe import Recipe
 
 RECIPES = ["kivi:bits=4", "trellis:bits=2,calibration=prompt", "kvquant:bits=3,calibration=prompt", "polarquant", "qjl"]
@@ -65,34 +67,31 @@ def test_whatever_is_done_to_a_store(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_pages_are_handed_over_once(recipe, monkeypatch):
-    packed, pack = [], cpu.pack
-    monkeypatch.setattr(cpu, "pack", lambda name, operand: packed.append(operand) or pack(name, operand))
+def test_native_objects_are_made_once(recipe, monkeypatch):
+    made = []
+    monkeypatch.setattr(cpu_attend, "native_view", lambda *call: made.append(call[1]) or native_view(*call))
     store = new_store(recipe)
     store.append(*tokens(400, 1))
     store.append(*tokens(700, 2))
-    assert len(list(store.packed_pages())) > 1
+    assert len(store.pages().tokens) > 1
     first = attend(store)
-    assert any(not isinstance(operand, Tensor) for operand in packed)
-    packed.clear()
+    assert len(made) == 2 * len(store.pages().tokens)
+    made.clear()
     assert torch.equal(attend(store), first)
-    assert packed  # sinks and tail, which move
-    assert all(isinstance(operand, Tensor) for operand in packed)
+    store.append(*tokens(1, 3))
+    attend(store)
+    assert not made
 
 
-def test_copies_begin_with_nothing():
-    kept = Kept()
-    kept.of["cpu"] = ((1,), (2,))
-    for copied in (copy.copy(kept), copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
-        assert copied.of == {}
-
-
-def test_pickled_ones_begin_with_nothing():
-    """Sending a tensor to another process moves it."""
-    kept = Kept()
-    kept.of["cpu"] = ((1,), (2,))
-    pickle.dumps(kept)
-    assert kept.of == {}
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_begin_with_nothing(copied):
+    store = new_store("kivi:bits=4")
+    store.append(*tokens(400, 1))
+    attend(store)
+    pages = store.pages()
+    assert pages.made
+    assert copied(pages).made == {}
+    assert pages.made  # nothing happens to what was copied
 
 
 def test_what_a_rope_has_lives_as_long_as_its_address():
@@ -113,7 +112,7 @@ def test_no_basis_stays_unpacked():
     store = new_store("trellis:bits=2,pre_rope=true,centre=false,calibration=prompt")
     store.append(*tokens(700, 1))
     first = attend(store)
-    assert all(page.kept.of == {} for page in store.packed_pages())
+    assert store._pages is None
     assert torch.equal(attend(store), first)
 
 
@@ -133,23 +132,13 @@ def test_states(recipe):
     assert torch.equal(attend(store), first)
 
 
-def test_pages_share_what_was_fitted():
-    """In float32 for kernels: once for all pages, and gone with the store."""
+def test_what_was_fitted_is_not_copied():
+    """Kernels read 16-bit scales and means where the codec has them; native objects keep them alive."""
     store = new_store("trellis:bits=2,calibration=prompt")
-    for seed in range(4):
-        store.append(*tokens(700, seed))
+    store.append(*tokens(700, 0))
     attend(store)
-    handed = [page.kept.of["cpu"] for page in store.packed_pages()]
-    made = {id(x): weakref.ref(x) for x in floats(handed) if x.shape == (2, 2, 64)}
-    assert len(handed) > 2
-    assert len(made) == 3  # scales of both sides and the mean
-    del handed, store
+    counts = [sys.getrefcount(store.keys.codec.fitted[name]) for name in ("scale", "mean")]
+    pages, store._pages = store._pages, None
+    del pages
     gc.collect()
-    assert all(x() is None for x in made.values())
-
-
-def floats(kept: object) -> list[Tensor]:
-    """float32 tensors in nested tuples and lists."""
-    if isinstance(kept, Tensor):
-        return [kept] if kept.dtype is torch.float32 else []
-    return [x for part in kept for x in floats(part)] if isinstance(kept, (tuple, list)) else []
+    assert all(sys.getrefcount(store.keys.codec.fitted[n]) < c for n, c in zip(("scale", "mean"), counts, strict=True))

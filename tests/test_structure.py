@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "policies": {"layouts"},
     "grammar": {"codecs", "policies"},
     "recipe": {"codecs", "grammar", "policies"},
-    "cache": {"codecs", "codecs.transforms", "layouts", "policies", "recipe"},
+    "cache": {"codecs", "codecs.transforms", "kernels", "layouts", "policies", "recipe"},
     "attention": {"cache", "kernels", "layouts"},
     "hf": {"attention", "cache", "codecs", "codecs.transforms", "layouts", "recipe"},
     "serving": {"codecs", "kernels", "layouts", "recipe"},

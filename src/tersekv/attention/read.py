@@ -8,18 +8,18 @@ decoded as a whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tersekv.attention import masks
-from tersekv.attention.dispatch import direct
 from tersekv.attention.masks import Store
 from tersekv.cache.segments import PackedSegment
 from tersekv.cache.selective import SelectiveStore
 from tersekv.cache.spread import Spread
 from tersekv.kernels import backends, softmax
-from tersekv.kernels.attend_segments import Segment
+from tersekv.kernels.attend import PageSet, finished
 
 BLOCK_READ_TOKENS = 1024
 """Packed tokens decoded at a time for long chunks."""
@@ -50,24 +50,23 @@ class Call:
 
 def attend_store(store: Store, call: Call) -> Tensor:
     """Attention over everything in the store (the queries' own tokens included): [B, q, Hq, Dv] in the query's type."""
-    query = grouped(call.query, store.kv_heads)
     q = call.query.shape[2]
-    mask = masks.padded(store, call.mask, q)
+    mask = call.mask
     if mask is None and q > 1:
-        mask = masks.causal(q, store.seen, query.device).expand(query.shape[0], -1, -1)
-    return _finish(_Reader(store, call, mask), None, query, call)
+        mask = masks.causal(q, store.seen, call.query.device).expand(call.query.shape[0], -1, -1)
+    return _Reader(store, call, mask, None).attend()
 
 
 def attend_chunk(store: Store | None, keys: Tensor, values: Tensor, call: Call) -> Tensor:
     """Attention over the past in the store (None: no past) and, exactly, over the chunk's own keys and values
     [B, Hkv, q, D], which are not in the store yet."""
-    query = grouped(call.query, keys.shape[1])
-    B, q, n = query.shape[0], call.query.shape[2], keys.shape[2]
+    B, q, n = call.query.shape[0], call.query.shape[2], keys.shape[2]
     past = 0 if store is None else store.seen
-    mask = None if call.mask is None else call.mask[:, :, :past]
-    own = masks.causal(q, n, query.device).expand(B, -1, -1) if call.mask is None else call.mask[:, :, past : past + n]
-    reader = _Reader(store, call, masks.padded(store, mask, q) if store is not None else None)
-    return _finish(reader, (keys, values, own), query, call)
+    if call.mask is None:
+        mask, own = None, masks.causal(q, n, call.query.device).expand(B, -1, -1)
+    else:
+        mask, own = call.mask[:, :, :past], call.mask[:, :, past : past + n]
+    return _Reader(store, call, mask, (keys, values, own)).attend()
 
 
 def grouped(query: Tensor, kv_heads: int) -> Tensor:
@@ -77,26 +76,88 @@ def grouped(query: Tensor, kv_heads: int) -> Tensor:
 
 
 class _Reader:
-    """The store's segments for one call: slices of the mask, and the choice between kernels and decoding."""
+    """One call over a store and the chunk's own tokens (keys, values, mask bool [B, q, n]), straight from packed bytes
+    where a kernel reads them, else decoded block by block. mask: bool [B, q, tokens seen] or None for all."""
 
-    def __init__(self, store: Store | None, call: Call, mask: Tensor | None) -> None:
-        self.store, self.call, self.mask = store, call, mask
+    def __init__(
+        self, store: Store | None, call: Call, mask: Tensor | None, own: tuple[Tensor, Tensor, Tensor] | None
+    ) -> None:
+        self.store, self.call, self.mask, self.own = store, call, mask, own
+        self.kv_heads = store.kv_heads if own is None else own[0].shape[1]  # type: ignore[union-attr]
+
+    def attend(self) -> Tensor:
+        """[B, q, Hq, Dv] in the query's type."""
+        query, store = self.call.query, self.store
+        if query.shape[1] * query.shape[2] <= KERNEL_ROWS * self.kv_heads:
+            if store is None or (store.spread is None and not isinstance(store, SelectiveStore)):
+                out = self._direct(self._exact(), None if store is None else store.pages())
+                if out is not None:
+                    return out
+            elif (whole := self._direct_parts()) is not None:
+                return self._finish([whole])
+        return self._finish(None)
+
+    def _exact(self) -> tuple[tuple[Tensor, Tensor, Tensor | int], ...]:
+        """Unpacked tokens with where they stand."""
+        exact = () if self.store is None else tuple(self.store.exact_segments())
+        return exact if self.own is None else (self.own, *exact)
+
+    def _direct(self, exact: Any, pages: PageSet | None, parts: bool = False) -> Any:
+        """`kernels/attend.py` by a kernel; None where none takes the call."""
+        call, hidden = self.call, None if self.store is None else self.store.hidden
+        sinks = None if parts else call.sink_logits
+        return backends.attend.direct(
+            call.query, exact, pages, self.mask, hidden, call.scaling, call.softcap, sinks, parts
+        )
+
+    def _direct_parts(self) -> tuple[Tensor, Tensor] | None:
+        """Out [B, H, R, Dv] and lse [B, H, R] over all tokens but those that stand for others, by kernels."""
+        store = self.store
+        assert store is not None
+        exact, pages = self._exact(), store.pages()
+        if store.spread is None:
+            if not exact and pages is None:
+                rows = _rows(grouped(self.call.query, self.kv_heads))
+                return rows.new_zeros((*rows.shape[:3], store.values.head_dim)), rows.new_full(
+                    rows.shape[:3], -torch.inf
+                )
+            return self._direct(exact, pages, parts=True)
+        if not store.packed_everywhere or pages is None:
+            return None  # where some process holds nothing, all go the same way, so that all get the same bits
+        packed = self._direct((), pages, parts=True)
+        if packed is None:
+            return None
+        packed = _of_all(store.spread, *packed)
+        beside = self._direct(exact, None, parts=True) if exact else None
+        return packed if beside is None else _merge(beside, packed)
+
+    def _finish(self, whole: list[tuple[Tensor, Tensor]] | None) -> Tensor:
+        """Read what kernels have not read tile by tile, merge, and bring the result to [B, q, Hq, Dv]."""
+        query = grouped(self.call.query, self.kv_heads)
+        q = query.shape[3]
+        tiles = [slice(start, min(q, start + QUERY_TILE)) for start in range(0, q, QUERY_TILE)]
+        packed = self.packed(query, tiles) if whole is None else []
+        outs = []
+        for i, tile in enumerate(tiles):
+            part = query if len(tiles) == 1 else query[:, :, :, tile]
+            results = whole if whole is not None else self.decoded(part, tile, packed[i : i + 1])
+            estimates = self.estimates(part, tile)
+            if estimates:
+                out, lse = _estimate(results, estimates, self.longest())
+            else:
+                out, lse = backends.merge_segments([r[0] for r in results], [r[1] for r in results])
+            outs.append(finished(out, lse, self.call.query[:, :, tile], self.call.sink_logits))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def _mask(self, positions: Tensor | int, tokens: int) -> Tensor | None:
         """Mask columns of a segment, see `masks.at`."""
         return None if self.store is None else masks.at(self.store, self.mask, positions, tokens)
 
-    def decoded(
-        self,
-        query: Tensor,
-        tile: slice,
-        packed: list[tuple[Tensor, Tensor]],
-        own: tuple[Tensor, Tensor, Tensor] | None,
-    ) -> list[tuple[Tensor, Tensor]]:
+    def decoded(self, query: Tensor, tile: slice, packed: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Out and lse of a tile of queries over each segment; `packed`: over packed tokens, already there."""
         results = self.exact(query, tile) + packed
-        if own is not None:
-            keys, values, mask = own
+        if self.own is not None:
+            keys, values, mask = self.own
             results.append(self.dense(query, keys, values, mask[:, tile]))
         return results
 
@@ -124,48 +185,12 @@ class _Reader:
             results.append(softmax.attend_weighted(scores, value, mask, self.call.scaling, self.call.softcap, *weights))
         return results
 
-    def longest(self, own: tuple[Tensor, Tensor, Tensor] | None) -> Tensor:
+    def longest(self) -> Tensor:
         """The largest norm of a value, float32 [B, H], the chunk's own included."""
         assert isinstance(self.store, SelectiveStore)
         longest = self.store.longest_value
         assert longest is not None
-        return longest if own is None else torch.maximum(longest, own[1].float().norm(dim=-1).amax(-1))
-
-    def direct(self, query: Tensor, own: tuple[Tensor, Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-        """Out and lse over all tokens but those that stand for others, by kernels; None where a kernel does not read
-        some of them, or where there are too many query rows."""
-        rows = _rows(query)
-        if rows.shape[2] > KERNEL_ROWS:
-            return None
-        exact = [Segment(*own)] if own is not None else []
-        pages = []
-        if self.store is not None:
-            of_store = self.store.exact_segments()
-            exact += [Segment(s.keys, s.values, self._mask(s.positions, s.keys.shape[2])) for s in of_store]
-            pages = list(self.store.packed_pages())
-        spread = None if self.store is None else self.store.spread
-        if self.store is not None and not self.store.packed_everywhere:
-            return None  # where some process holds nothing, all go the same way, so that all get the same bits
-        if not pages:
-            return direct(rows, exact, self.call.scaling, self.call.softcap) if exact else None
-        packed = [
-            Segment(
-                page.keys.inner.operand, page.values.inner.operand, self._mask(_place(page), page.tokens), page.kept
-            )
-            for page in pages
-        ]
-        if spread is None and pages[0].keys.inner is pages[0].keys and pages[0].values.inner is pages[0].values:
-            return direct(rows, [*exact, *packed], self.call.scaling, self.call.softcap)
-        beside = direct(rows, exact, self.call.scaling, self.call.softcap) if exact else None
-        if exact and beside is None:
-            return None
-        result = direct(pages[0].keys.query(rows), packed, self.call.scaling, self.call.softcap)
-        if result is None:
-            return None
-        result = pages[0].values.output(result[0]), result[1]
-        if spread is not None:
-            result = _of_all(spread, *result)
-        return result if beside is None else _merge(beside, result)
+        return longest if self.own is None else torch.maximum(longest, self.own[1].float().norm(dim=-1).amax(-1))
 
     def packed(self, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
         """Out and lse over the packed tokens for each tile of queries, decoded a block at a time, those of other
@@ -194,7 +219,7 @@ class _Reader:
         return [(values.output(out), lse) for out, lse in results]
 
     def _block(self, block: PackedSegment, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
-        mask = self._mask(_place(block), block.tokens)
+        mask = self._mask(block.where, block.tokens)
         value = block.values.inner.decode()
         parts = []
         for tile in tiles:
@@ -202,10 +227,6 @@ class _Reader:
             tile_mask = _tile(mask, tile)
             parts.append(softmax.attend_scores(scores, value, tile_mask, self.call.scaling, self.call.softcap))
         return parts
-
-
-def _place(segment: PackedSegment) -> Tensor | int:
-    return segment.first if segment.positions is None else segment.positions
 
 
 def _tile(mask: Tensor | None, tile: slice) -> Tensor | None:
@@ -230,30 +251,6 @@ def _of_all(spread: Spread, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return backends.merge_segments(outs, lses)
 
 
-def _finish(reader: _Reader, own: tuple[Tensor, Tensor, Tensor] | None, query: Tensor, call: Call) -> Tensor:
-    """Read all segments tile by tile, merge, and bring the result to [B, q, Hq, Dv]."""
-    B, H, G, q, _ = query.shape
-    tiles = [slice(start, min(q, start + QUERY_TILE)) for start in range(0, q, QUERY_TILE)]
-    whole = reader.direct(query, own) if len(tiles) == 1 else None
-    packed = reader.packed(query, tiles) if whole is None else []
-    outs = []
-    for i, tile in enumerate(tiles):
-        part = query if len(tiles) == 1 else query[:, :, :, tile]
-        results = [whole] if whole is not None else reader.decoded(part, tile, packed[i : i + 1], own)
-        estimates = reader.estimates(part, tile)
-        if estimates:
-            out, lse = _estimate(results, estimates, reader.longest(own))
-        else:
-            out, lse = backends.merge_segments([r[0] for r in results], [r[1] for r in results])
-        if call.sink_logits is not None:
-            out = _with_sink_logits(out, lse, call.sink_logits, G)
-        outs.append(out.reshape(B, H, G, -1, out.shape[-1]))
-    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=3)
-    if q == 1:
-        return out.reshape(B, 1, H * G, -1).to(call.query.dtype)
-    return out.permute(0, 3, 1, 2, 4).reshape(B, q, H * G, -1).to(call.query.dtype).contiguous()  # models call view
-
-
 def _estimate(
     results: list[tuple[Tensor, Tensor]], estimates: list[Estimate], longest: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -266,11 +263,3 @@ def _estimate(
     most = longest.clamp(min=1e-30).log().unsqueeze(-1) - out.norm(dim=-1).clamp(min=1e-30).log()
     log_share = torch.where(bottom.isneginf(), most, torch.minimum(top - bottom, most))
     return out * torch.where(top.isneginf(), 0.0, log_share.exp()).unsqueeze(-1), bottom
-
-
-def _with_sink_logits(out: Tensor, lse: Tensor, logits: Tensor, G: int) -> Tensor:
-    """Share of the softmax that is left beside a logit per query head."""
-    per_row = logits.float().reshape(1, -1, G, 1)
-    lse = lse.unflatten(2, (G, -1))
-    share = torch.sigmoid(lse - per_row).flatten(2, 3)
-    return out * share.unsqueeze(-1)

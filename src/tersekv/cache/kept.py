@@ -17,13 +17,14 @@ from tersekv.cache.footprint import Footprint
 from tersekv.cache.heads import Heads
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.pool import WEIGHT, Pool
-from tersekv.cache.segments import ExactSegment, PackedSegment
+from tersekv.cache.segments import ExactSegment, PackedSegment, page_set
 from tersekv.cache.selective import SelectiveStore
 from tersekv.cache.side import extents
 from tersekv.cache.sketch import SketchStore
 from tersekv.cache.spread import Spread, SpreadStore
 from tersekv.cache.states import KEPT, kept_votes
 from tersekv.codecs.transforms.rope import Rope
+from tersekv.kernels.attend import PageSet
 from tersekv.policies.base import Candidates, Selection
 from tersekv.policies.subgen import SubGen
 from tersekv.recipe import LayerPlan
@@ -43,6 +44,7 @@ class KeptStore(SelectiveStore):
     def _start(self, keys: Tensor, values: Tensor) -> None:
         super()._start(keys, values)
         self.tail_votes = keys.new_empty((*keys.shape[:2], 0), dtype=torch.float32)
+        self._pages: tuple[Tensor, PageSet | None] | None = None  # positions that it was made for
 
     def _new_pool(self, keys: Tensor, values: Tensor) -> Pool:
         fields = {VOTES: torch.float32} if self.policy.remembers else {}
@@ -71,6 +73,16 @@ class KeptStore(SelectiveStore):
     def packed_pages(self) -> Iterator[PackedSegment]:
         """Packed slots page by page, where they lie."""
         return (self._packed(first, tokens) for first, tokens in extents(self.sides))
+
+    def pages(self) -> PageSet | None:
+        """See `SelectiveStore`; made once until slots change, which makes a new tensor of positions."""
+        if self._pages is None or self._pages[0] is not self.pool.positions:
+            pages = list(self.packed_pages())
+            made = page_set(pages, self.kv_heads)
+            if not all(page.keys.keeps and page.values.keeps for page in pages):
+                return made
+            self._pages = self.pool.positions, made
+        return self._pages[1]
 
     def _packed(self, first: int, tokens: int) -> PackedSegment:
         keys, values = self.pool.views(first, tokens)

@@ -20,11 +20,12 @@ from tersekv.cache.padding import own_sinks, without_padding
 from tersekv.cache.pages import PageSizes
 from tersekv.cache.rollback import ROLLBACK_TOKENS, check_crop, outside
 from tersekv.cache.rotary import Rotary
-from tersekv.cache.segments import ExactSegment, PackedSegment, new_page
+from tersekv.cache.segments import ExactSegment, PackedSegment, page_set
 from tersekv.cache.side import SideStore, extents
 from tersekv.cache.state import Stateful
 from tersekv.cache.states import LAYER, layer_padding, layer_tokens
 from tersekv.codecs.transforms.rope import Rope
+from tersekv.kernels.attend import PageSet
 from tersekv.recipe import LayerPlan
 from tersekv.tensors import plain
 
@@ -70,7 +71,7 @@ class LayerStore(Stateful):
         self.waits = True  # nothing is in sinks or packed: no tokens yet, or rows that are still short
         self.record_past = False  # a sliding window forgets at a crop only
         self.seen = self.dropped = 0
-        self._pages: list[PackedSegment] | None = None  # kept until packed blocks change
+        self._pages: PageSet | None = None  # kept until packed blocks change
 
     @property
     def batch_size(self) -> int:
@@ -192,19 +193,21 @@ class LayerStore(Stateful):
 
     def packed_pages(self) -> Iterator[PackedSegment]:
         """Packed tokens page by page, where they lie."""
-        if self._pages is not None:
-            yield from self._pages
-            return
-        pages = []
-        for first, tokens in extents(self.sides):
-            pages.append(self._packed(first, tokens))
-            yield pages[-1]
-        if all(page.keys.keeps and page.values.keeps for page in pages):
-            self._pages = pages
+        return (self._packed(first, tokens) for first, tokens in extents(self.sides))
+
+    def pages(self) -> PageSet | None:
+        """Packed tokens as attention reads them, made once until packed blocks change; None where there are none."""
+        if self._pages is None:
+            pages = list(self.packed_pages())
+            made = page_set(pages, self.kv_heads)
+            if not all(page.keys.keeps and page.values.keeps for page in pages):
+                return made
+            self._pages = made
+        return self._pages
 
     def _packed(self, first: int, tokens: int) -> PackedSegment:
         keys, values = (side.view(first, tokens, self.packed_first) for side in self.sides)
-        return new_page(keys, values, self.packed_first + first, tokens)
+        return PackedSegment(keys, values, self.packed_first + first, tokens)
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """All tokens as [B, H, seen − dropped, D], position by position (rows with their own sinks included)."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from tersekv.layouts.base import Kept, View
+from tersekv.kernels.attend import PageSet
+from tersekv.layouts.base import View
 
 
 class ExactSegment(NamedTuple):
@@ -20,19 +22,32 @@ class ExactSegment(NamedTuple):
 
 class PackedSegment(NamedTuple):
     """Tokens kept as codes; token i stands at position first + i, or at positions int32 [T], or where heads differ
-    [B, H, T] (−1: no token). kept: see `Segment`; the views' own."""
+    [B, H, T] (−1: no token)."""
 
     keys: View
     values: View
     first: int
     tokens: int
     positions: Tensor | None = None
-    kept: Kept | None = None
+
+    @property
+    def where(self) -> Tensor | int:
+        """Position of the first token, or positions."""
+        return self.first if self.positions is None else self.positions
 
 
-def new_page(keys: View, values: View, first: int, tokens: int) -> PackedSegment:
-    """A segment whose views stay the same ones from one call to the next."""
-    return PackedSegment(keys, values, first, tokens, kept=Kept())
+def page_set(pages: Sequence[PackedSegment], heads: int) -> PageSet | None:
+    """Pages of one layer with `heads` key-value heads as attention reads them; None where there are none."""
+    if not pages:
+        return None
+    return PageSet(
+        [page.keys.inner.operand for page in pages],
+        [page.values.inner.operand for page in pages],
+        [page.where for page in pages],
+        [page.tokens for page in pages],
+        (pages[0].keys.linear, pages[0].values.linear),
+        heads,
+    )
 
 
 class WeightedSegment(NamedTuple):

@@ -14,12 +14,13 @@ from torch import Tensor
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.heads import Heads
 from tersekv.cache.pool import Pool
-from tersekv.cache.segments import ExactSegment, PackedSegment, WeightedSegment
+from tersekv.cache.segments import ExactSegment, PackedSegment, WeightedSegment, page_set
 from tersekv.cache.state import Rules, Spec, Stateful
 from tersekv.cache.states import SELECTIVE, selective_tokens
 from tersekv.cache.tail import TailBuffer, first_tokens
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError, UserError
+from tersekv.kernels.attend import PageSet
 from tersekv.policies.base import Selection
 from tersekv.recipe import LayerPlan
 from tersekv.tensors import plain
@@ -120,6 +121,10 @@ class SelectiveStore(Stateful, ABC):
     def packed_pages(self) -> Iterator[PackedSegment]:
         """All of them page by page, where they lie."""
         return iter(())
+
+    def pages(self) -> PageSet | None:
+        """Packed slots as attention reads them; None where there are none."""
+        return page_set(list(self.packed_pages()), self.kv_heads)
 
     def weighted_segments(self) -> list[WeightedSegment]:
         """Tokens that stand for others, with log-weights for softmax's numerator and denominator."""

@@ -5,7 +5,8 @@ Shapes: B batch, H key-value heads, N blocks, t tokens per block, T = N·t, D he
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,21 @@ class GridSide(NamedTuple):
     offset: Tensor | None
     table: Tensor
     integers: bool = False
+
+    def native(self, native: ModuleType) -> Any:
+        """The grid as an object of the C++ extension, which checks the planes and keeps them."""
+        return native.grid(
+            of_keys=self.side == "keys",
+            bits=self.bits,
+            per_token=self.axis == "token",
+            group=self.group,
+            block_tokens=self.block_tokens,
+            head_dim=self.head_dim,
+            codes=self.codes,
+            scale=self.scale,
+            offset=self.offset,
+            table=self.table,
+        )
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, N·t, D]."""

@@ -6,11 +6,13 @@ g and query position i), D head dim of keys, Dv of values.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from tersekv.kernels.attend_grid import GridSide
+from tersekv.kernels.registry import operator
 from tersekv.kernels.softmax import attend_scores
 
 
@@ -21,6 +23,9 @@ class Packed(Protocol):
 
     kind: str
 
+    def native(self, native: ModuleType) -> Any:
+        """The tokens as an object of the C++ extension, see `tersekv.layouts.base.View`."""
+
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D]."""
 
@@ -29,11 +34,17 @@ Operand = Tensor | GridSide | Packed
 """One side of a segment: unpacked tokens [B, H, T, D] of any float dtype, a grid, or another packed layout."""
 
 
+def native_view(native: ModuleType, operand: Operand) -> Any:
+    """An operand as an object of the C++ extension."""
+    return native.exact(operand) if isinstance(operand, Tensor) else operand.native(native)
+
+
 def decoded(operand: Operand) -> Tensor:
     """x̂ as float32 [B, H, T, D]."""
     return operand.float() if isinstance(operand, Tensor) else operand.decode()
 
 
+@operator()
 def attend_packed(
     query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from tersekv.kernels.attend_packed import Operand, decoded
+from tersekv.kernels.registry import operator
 from tersekv.kernels.softmax import attend_scores
 
 
+@operator()
 def attend_pages(
     query: Tensor,
     keys: Operand,

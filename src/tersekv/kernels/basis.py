@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tersekv.kernels.registry import like_first, operator
+
 LARGEST = 31
 """Of an entry, apart from its offset."""
 
@@ -42,6 +44,10 @@ def unpacked_basis(basis: Tensor, channels: Tensor) -> Tensor:
     return entries.double() * channels.double().unsqueeze(-2)
 
 
+@operator(
+    "(Tensor x, Tensor basis, Tensor channels, bool combine) -> Tensor",
+    like_first,
+)
 def basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> Tensor:
     """Products with the rows of a basis.
 

@@ -9,13 +9,14 @@ scale: [B, H, N, D/group, t] with axis "token", [B, H, N, t/group, D] with axis 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tersekv.kernels.attend_grid import Axis, Side
-from tersekv.kernels.lanes import pack_lanes
+from tersekv.kernels.lanes import pack_lanes, packed_shape
+from tersekv.kernels.registry import operator
 
 
 class GridPlace(NamedTuple):
@@ -43,7 +44,7 @@ def grouped(x: Tensor, place: GridPlace) -> Tensor:
 
 def pack_groups(codes: Tensor, place: GridPlace) -> Tensor:
     """Codes in the shape of `grouped`, any integer dtype, to int32 [B, H, N, lane groups, words, 16]."""
-    return pack_lanes(lanes_of(codes, place), place.bits)
+    return pack_lanes.reference(lanes_of(codes, place), place.bits)
 
 
 def lanes_of(codes: Tensor, place: GridPlace) -> Tensor:
@@ -59,12 +60,31 @@ def nearest_code(x: Tensor, table: Tensor) -> Tensor:
     return torch.bucketize(x.contiguous(), middles).to(torch.uint8)
 
 
+PLACE = "str side, int bits, str axis, int group, int block_tokens"
+"""The fields of a `GridPlace` in a schema."""
+
+
+def _fake_ranges(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
+    shape = *x.shape[:2], *GridPlace(*fields).plane(*x.shape[2:])
+    return x.new_empty(shape), x.new_empty(shape)
+
+
+def _fake_codes(x: Tensor, *rest: Any) -> Tensor:
+    place = GridPlace(*rest[:5])
+    B, H, T, D = x.shape
+    extent = (D, place.block_tokens) if place.side == "keys" else (place.block_tokens, D)
+    shape = (B, H, T // place.block_tokens, *packed_shape(place.bits, *extent))
+    return x.new_empty(shape, dtype=torch.int32)
+
+
+@operator(f"(Tensor x, {PLACE}) -> (Tensor, Tensor)", _fake_ranges)
 def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
     """Smallest and largest element of each group of x float32 [B, H, T, D]: two planes, float32."""
     groups = grouped(x, place)
     return groups.amin(-1), groups.amax(-1)
 
 
+@operator(f"(Tensor x, {PLACE}, Tensor? scale, Tensor? offset, Tensor? table) -> Tensor", _fake_codes)
 def encode_grid(
     x: Tensor, place: GridPlace, scale: Tensor | None, offset: Tensor | None, table: Tensor | None
 ) -> Tensor:

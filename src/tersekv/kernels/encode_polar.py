@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tersekv.kernels.registry import operator
+
 
 def to_polar(x: Tensor, levels: int) -> tuple[list[Tensor], Tensor]:
     """x [..., D] to the angles of levels 1 to L, [..., D/2^ℓ] each, and the radii [..., D/2^L]. 2^L divides D."""
@@ -65,6 +67,13 @@ def pack_angles(codes: Sequence[Tensor], level_bits: Sequence[int]) -> Tensor:
     return stream[..., :total, :].to(torch.uint8)
 
 
+def _fake_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    t, D = x.shape[-2:]
+    angles = x.new_empty((*x.shape[:-2], (stream_offsets(level_bits, D)[-1] + 7) // 8, t), dtype=torch.uint8)
+    return angles, x.new_empty((*x.shape[:-2], D >> len(level_bits), t))
+
+
+@operator("(Tensor x, int[] level_bits, Tensor[] tables) -> (Tensor, Tensor)", _fake_polar)
 def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Angles to the nearest entries of their level's table, and radii.
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tersekv.kernels.registry import operator
+
 
 def pack_signs(sketched: Tensor) -> Tensor:
     """Sketched vectors [..., M] to uint8 [..., ceil(M/8)], bit 1 where the entry is >= 0."""
@@ -22,6 +24,11 @@ def pack_blocks(sketched: Tensor) -> Tensor:
     return pack_signs(sketched).transpose(-1, -2).contiguous()
 
 
+def _fake(x: Tensor, sketch: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-2], (sketch.shape[0] + 7) // 8, x.shape[-2]), dtype=torch.uint8)
+
+
+@operator("(Tensor x, Tensor sketch) -> Tensor", _fake)
 def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
     """Signs of S·x, taken in float64: no sign hangs on how tokens are batched.
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tersekv.kernels.registry import operator
+
 BLOCK_TOKENS = 32
 CHANNEL_BITS = 11
 MAX_CHANNELS = 1 << CHANNEL_BITS
@@ -20,6 +22,14 @@ class Entries(NamedTuple):
     values: Tensor
 
 
+def _fake_outliers(residual: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    B, H, T, _ = residual.shape
+    n = torch.library.get_ctx().new_dynamic_size()
+    starts = residual.new_empty((B, H, T // BLOCK_TOKENS), dtype=torch.int32)
+    return starts, residual.new_empty(n, dtype=torch.int16), residual.new_empty(n, dtype=torch.float16)
+
+
+@operator("(Tensor residual, Tensor chosen) -> (Tensor, Tensor, Tensor)", _fake_outliers)
 def pack_outliers(residual: Tensor, chosen: Tensor) -> Entries:
     """Entries of the elements that are chosen, by block, batch row and head, then by token and channel.
 
@@ -44,6 +54,11 @@ def ranks_of(share: float, n: int) -> tuple[int, int, float]:
     return below, min(below + 1, n - 1), place - below
 
 
+def _fake_quantiles(vectors: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    return vectors.new_empty(vectors.shape[:-1]), vectors.new_empty(vectors.shape[:-1])
+
+
+@operator("(Tensor vectors, float share) -> (Tensor, Tensor)", _fake_quantiles)
 def quantiles(vectors: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """The lower and upper threshold of each vector float32 [..., n], between which lies all but a share, half of it on
     each side, interpolated between neighbouring elements; share 0: smallest and largest element."""

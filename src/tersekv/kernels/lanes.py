@@ -35,6 +35,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tersekv.kernels.registry import operator
+
 LANES = 16
 
 
@@ -80,6 +82,11 @@ def packed_shape(bits: int, packed: int, lanes: int) -> tuple[int, int, int]:
     return (math.ceil(lanes / LANES), packed_words(bits, packed), LANES)
 
 
+def _fake(codes: Tensor, bits: int) -> Tensor:
+    return codes.new_empty((*codes.shape[:-2], *packed_shape(bits, *codes.shape[-2:])), dtype=torch.int32)
+
+
+@operator("(Tensor codes, int bits) -> Tensor", _fake)
 def pack_lanes(codes: Tensor, bits: int) -> Tensor:
     """Pack codes [..., P, L] (any integer dtype, 0 <= code < 2**bits) into int32 [..., ceil(L/16), W, 16]."""
     *lead, P, L = codes.shape

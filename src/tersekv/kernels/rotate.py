@@ -9,7 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tersekv.kernels.registry import like_first, operator
 
+
+@operator("(Tensor x, Tensor matrix) -> Tensor", like_first)
 def rotate_dense(x: Tensor, matrix: Tensor) -> Tensor:
     """R·x, taken in float64: no code hangs on how tokens are batched.
 
@@ -23,6 +26,10 @@ def rotate_dense(x: Tensor, matrix: Tensor) -> Tensor:
     return torch.matmul(x.double(), matrix.T.double()).float()
 
 
+@operator(
+    "(Tensor x, Tensor matrix, Tensor order, Tensor signs) -> Tensor",
+    like_first,
+)
 def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:
     """The same of a random Hadamard rotation.
 
@@ -35,4 +42,4 @@ def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> 
     Returns:
         float32 [..., D].
     """
-    return rotate_dense(x, matrix)
+    return rotate_dense.reference(x, matrix)

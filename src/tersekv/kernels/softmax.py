@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tersekv.kernels.registry import operator
+
 
 def attend_scores(
     scores: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
@@ -59,6 +61,7 @@ def attend_weighted(
     return out, above, below
 
 
+@operator()
 def attend_exact(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -71,13 +74,18 @@ def attend_exact(
     return attend_scores(scores, value.float(), mask, scaling, softcap)
 
 
+def _fake_merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(outs[0]), torch.empty_like(lses[0])
+
+
+@operator("(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)", _fake_merge)
 def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Join attention over disjoint token sets: outs [B, H, R, D] and lses [B, H, R] to one out and one lse.
 
     out = Σ_s e^{lse_s}·out_s / Σ_s e^{lse_s}; a row that no segment sees stays 0 with lse -inf.
     """
     if len(outs) == 1:
-        return outs[0], lses[0]
+        return outs[0].clone(), lses[0].clone()  # results of an operator are no aliases
     stacked = torch.stack(lses)
     lse = torch.logsumexp(stacked, dim=0)
     weights = torch.exp(stacked - torch.where(lse.isneginf(), 0.0, lse))

@@ -11,8 +11,12 @@ Shapes: n vectors in each of R rows; a row is what shares bits and weights. D co
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from tersekv.kernels.registry import operator
 
 STATES = 256
 STATE_BITS = 8
@@ -30,6 +34,11 @@ and rounding would choose."""
 VECTORS_AT_A_TIME = 2048
 
 
+def _fake(y: Tensor, *rest: Any) -> Tensor:
+    return y.new_empty(y.shape, dtype=torch.uint8)
+
+
+@operator("(Tensor y, Tensor weight, Tensor bits, Tensor tables) -> Tensor", _fake)
 def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
     """Windows whose values come nearest to y: least Σ_d weight_d·(y_d − tables[b_d, window_d])² (Viterbi).
 

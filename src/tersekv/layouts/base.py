@@ -10,14 +10,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from types import ModuleType
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tersekv.kernels import backends
 from tersekv.kernels.attend_grid import Side as Side
-from tersekv.kernels.attend_packed import Operand
-from tersekv.kernels.attend_segments import Kept as Kept
+from tersekv.kernels.attend_packed import Operand, native_view
+from tersekv.kernels.basis import unpacked_basis
 
 Kind = Literal["codes", "scales and norms"]
 Planes = dict[str, Tensor]
@@ -140,20 +142,60 @@ class Layout:
         return {name: plane for name, plane in planes.items() if self.planes[name].ragged is not None}
 
 
-class View(ABC):
-    """A packed segment as attention reads it.
+class LinearMap(NamedTuple):
+    """How vectors x̂ follow from the inner vectors that are coded: x̂ = A·inner + mean.
 
-    x̂ = A·inner with a linear map A that leaves the token loop: q·k̂ = (Aᵀq)·inner and Σp·v̂ = A·Σp·inner. `inner` is
-    the view that holds the codes, `query` is Aᵀ and `output` is A; for most formats A is the identity.
+    Aᵀ, whose row d is what component d adds: `rotation` float32 [D, D] or [B, H, D, D], or held in few bits as `basis`
+    and `channels` (`kernels/basis.py`), or the identity. mean: float [1 or B, H, D] or None; the weights of a softmax
+    add up to one, so it is added to an output once. keeps_query: inner vectors have the channels of the mapped query
+    and, behind them, those of the query itself.
     """
+
+    rotation: Tensor | None = None
+    basis: Tensor | None = None
+    channels: Tensor | None = None
+    mean: Tensor | None = None
+    keeps_query: bool = False
+
+    @property
+    def rows(self) -> Tensor:
+        """Aᵀ as float32 [D, D] or [1 or B, H, D, D]."""
+        if self.basis is None:
+            assert self.rotation is not None
+            return self.rotation
+        assert self.channels is not None
+        return unpacked_basis(self.basis, self.channels).float()
+
+    def query(self, query: Tensor) -> Tensor:
+        """Aᵀ·q for queries float32 [B, H, R, D], and q itself where it is kept."""
+        out = self._product(query, combine=False)
+        return torch.cat([out, query], dim=-1) if self.keeps_query else out
+
+    def output(self, out: Tensor) -> Tensor:
+        """A·o + mean for weighted means of inner vectors, float32 [B, H, R, D]."""
+        out = self._product(out, combine=True)
+        return out if self.mean is None else out + self.mean.unsqueeze(2)
+
+    def _product(self, x: Tensor, combine: bool) -> Tensor:
+        if self.basis is not None:
+            assert self.channels is not None
+            return backends.basis_product(x, self.basis, self.channels, combine)
+        if self.rotation is None:
+            return x
+        return torch.matmul(x, self.rotation if combine else self.rotation.transpose(-1, -2))
+
+
+IDENTITY = LinearMap()
+
+
+class View(ABC):
+    """A packed segment as attention reads it: x̂ = A·inner + mean with a `LinearMap` that leaves the token loop."""
 
     format: ClassVar[str]
     kind: str = "other"
     """The layout's name for kernels, which find its planes in the view's fields."""
     keeps: ClassVar[bool] = True
-    """Whether a store may keep the view: it holds nothing but the planes and tables that are counted anyway."""
-    unpacks: ClassVar[bool] = False
-    """Whether its map is held in few bits, so that what a kernel is handed of it is a copy that must not stay."""
+    """True if a store may keep the view: it holds nothing but the planes and tables that are counted anyway."""
 
     @property
     def operand(self) -> Operand:
@@ -165,13 +207,27 @@ class View(ABC):
         """The view without the linear map."""
         return self
 
+    @property
+    def linear(self) -> LinearMap:
+        """The map from inner vectors to those that were coded."""
+        return IDENTITY
+
     def query(self, query: Tensor) -> Tensor:
-        """Aᵀq for query [..., D]."""
-        return query
+        """What inner vectors are multiplied with, for queries [B, H, R, D]."""
+        return self.linear.query(query)
 
     def output(self, out: Tensor) -> Tensor:
-        """A·o for a weighted sum of inner vectors [..., D]."""
-        return out
+        """A·o + mean for a weighted mean of inner vectors [B, H, R, D]."""
+        return self.linear.output(out)
+
+    def native(self, native: ModuleType) -> Any:
+        """The inner vectors as an object of the C++ extension, which checks the planes and keeps them.
+
+        Raises:
+            NotImplementedError: the extension does not read this layout.
+            ValueError: planes that are not what the layout says.
+        """
+        raise NotImplementedError(f"the C++ kernels do not read {self.format}")
 
     @abstractmethod
     def decode(self) -> Tensor:
@@ -182,29 +238,23 @@ class View(ABC):
         return torch.matmul(query, self.decode().transpose(-1, -2))
 
 
-class Rotated(View):
-    """A view of vectors that were rotated by R before coding: x̂ = Rᵀ·inner. R is orthogonal, float32 [D, D], or
-    [B, H, D, D] where heads differ."""
+class Mapped(View):
+    """A view of vectors that were mapped before coding: in a rotated basis, or without their constant part."""
 
-    kind = "rotated"
-
-    def __init__(self, view: View, rotation: Tensor) -> None:
-        self._inner, self.rotation = view, rotation
-        self.keeps = view.keeps and rotation.dim() == 2  # type: ignore[misc]
-        self.format = f"rotated {view.format}"  # type: ignore[misc]
+    def __init__(self, view: View, linear: LinearMap) -> None:
+        self._inner, self._linear = view.inner, linear
+        self.keeps = view.keeps and (linear.rotation is None or linear.rotation.dim() == 2)  # type: ignore[misc]
+        self.format = f"mapped {view.format}"  # type: ignore[misc]
 
     @property
     def inner(self) -> View:
-        """The rotated vectors."""
+        """The vectors that are coded."""
         return self._inner
 
-    def query(self, query: Tensor) -> Tensor:
-        """R·q."""
-        return torch.matmul(query, self.rotation.transpose(-1, -2))
-
-    def output(self, out: Tensor) -> Tensor:
-        """Rᵀ·o."""
-        return torch.matmul(out, self.rotation)
+    @property
+    def linear(self) -> LinearMap:
+        """See `View`."""
+        return self._linear
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D]."""
@@ -215,6 +265,24 @@ class Rotated(View):
         return self._inner.scores(self.query(query))
 
 
+class Rotated(Mapped):
+    """x̂ = Rᵀ·inner, with R orthogonal, float32 [D, D], or [B, H, D, D] where heads differ."""
+
+    kind = "rotated"
+
+    def __init__(self, view: View, rotation: Tensor) -> None:
+        super().__init__(view, LinearMap(rotation))
+
+    @property
+    def rotation(self) -> Tensor:
+        """Rows of the basis, float32 [D, D] or [1 or B, H, D, D]."""
+        return self.linear.rows
+
+    def native(self, native: ModuleType) -> Any:
+        """Under RoPE only, where the map cannot leave the token loop."""
+        return native.rotated(native_view(native, self.inner.operand), self.rotation.contiguous())
+
+
 class Added(View):
     """A view of the sum of several: x̂ = Σ x̂_i."""
 
@@ -223,6 +291,10 @@ class Added(View):
     def __init__(self, views: Sequence[View]) -> None:
         self.views = views
         self.format = " + ".join(view.format for view in views)  # type: ignore[misc]
+
+    def native(self, native: ModuleType) -> Any:
+        """See `View`."""
+        return native.added([native_view(native, view.operand) for view in self.views])
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D]."""
@@ -242,6 +314,10 @@ class Joined(View):
         self.views = [view for view, _ in views]
         self.dims = [dim for _, dim in views]
         self.format = " | ".join(view.format for view in self.views)  # type: ignore[misc]
+
+    def native(self, native: ModuleType) -> Any:
+        """See `View`."""
+        return native.joined([native_view(native, view.operand) for view in self.views])
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D]; a part that is the same in all rows may have one."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from types import ModuleType
+from typing import Any
+
 from torch import Tensor
 
 from tersekv.codecs.transforms.rope import Angles, Rope
-from tersekv.layouts.base import Joined, View
+from tersekv.layouts.base import Joined, LinearMap, Mapped, View
 
 
 class Turned(View):
@@ -24,6 +26,11 @@ class Turned(View):
         """T."""
         return self.angles.tokens
 
+    def native(self, native: ModuleType) -> Any:
+        """See `View`."""
+        rope, places = self.angles.native(native, self.mean.shape[-1], stepped=True)
+        return native.rotated_mean(mean=_last_contiguous(self.mean), tokens=self.tokens, rope=rope, places=places)
+
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D], B = 1 where all rows have the same."""
         cos, sin = self.angles.cos_sin()
@@ -31,33 +38,18 @@ class Turned(View):
         return self.rope.put(self.mean.float().unsqueeze(2).expand(rows, H, self.tokens, D), cos, sin)
 
 
-class Shifted(View):
-    """Values x̂ = inner + mean. The weights of a softmax add up to one, so the mean is added to the output once. mean:
-    float [1 or B, H, D]."""
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class Shifted(Mapped):
+    """Values x̂ = view + mean. mean: float [1 or B, H, D]."""
 
     kind = "shifted"
 
     def __init__(self, view: View, mean: Tensor) -> None:
-        self._view, self.mean = view, mean
+        super().__init__(view, view.linear._replace(mean=mean))
         self.keeps = view.keeps  # type: ignore[misc]
-        self.format = f"shifted {view.format}"  # type: ignore[misc]
-
-    @property
-    def inner(self) -> View:
-        """The view without the mean, in its own basis."""
-        return self._view.inner
-
-    def query(self, query: Tensor) -> Tensor:
-        """As the inner view takes it; scores also need the mean's."""
-        return self._view.query(query)
-
-    def output(self, out: Tensor) -> Tensor:
-        """The inner view's, and the mean."""
-        return self._view.output(out) + self.mean.unsqueeze(2)
-
-    def decode(self) -> Tensor:
-        """x̂ as float32 [B, H, T, D]."""
-        return self._view.decode() + self.mean.unsqueeze(2)
 
 
 class Centred(View):
@@ -78,9 +70,10 @@ class Centred(View):
         """Both parts side by side."""
         return self._inner
 
-    def query(self, query: Tensor) -> Tensor:
-        """What each part is multiplied with."""
-        return torch.cat([self._view.query(query), query], dim=-1)
+    @property
+    def linear(self) -> LinearMap:
+        """The inner view's, with the query behind it."""
+        return self._view.linear._replace(keeps_query=True)
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D]."""

@@ -21,6 +21,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,6 +98,17 @@ class PolarView(View):
         rows = max(table.shape[0] if table.dim() == 2 else 1 for table in self.tables)
         angles = torch.cat([table.expand(rows, -1) for table in self.tables], dim=1)
         return torch.stack([angles.cos(), angles.sin()], dim=-1)
+
+    def native(self, native: ModuleType) -> Any:
+        """See `View`."""
+        return native.polar(
+            head_dim=self.polar.head_dim,
+            unit=self.polar.radius_unit,
+            level_bits=list(self.polar.level_bits),
+            angles=self.angles,
+            radii=self.radii,
+            tables=self.tables,
+        )
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D]."""

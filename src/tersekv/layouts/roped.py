@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 from torch import Tensor
 
 from tersekv.codecs.transforms.rope import Angles, Rope
+from tersekv.kernels.attend_packed import Operand, native_view
 from tersekv.layouts.base import View
 
 
@@ -15,9 +19,22 @@ class Roped(View):
     kind = "roped"
 
     def __init__(self, view: View, rope: Rope, angles: Angles) -> None:
-        self.keeps = view.keeps and angles.is_small  # type: ignore[misc]
+        # kernels are given an unpacked copy of a basis that is held in few bits
+        self.keeps = view.keeps and angles.is_small and view.linear.basis is None  # type: ignore[misc]
         self.before, self.rope, self.angles = view, rope, angles
         self.format = f"roped {view.format}"  # type: ignore[misc]
+
+    def native(self, native: ModuleType) -> Any:
+        """See `View`."""
+        before = self.before.native(native) if self.before.kind == "rotated" else native_view(native, self._operand)
+        rope, places = self.angles.native(native, before.head_dim, stepped=False)
+        return native.roped(before, rope, places)
+
+    @property
+    def _operand(self) -> Operand:
+        if self.before.inner is not self.before:
+            raise NotImplementedError(f"the C++ kernels do not apply RoPE to {self.before.format}")
+        return self.before.operand
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D]."""

@@ -16,7 +16,8 @@ channels).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,6 +109,22 @@ class SignsView(View):
     def __init__(self, sketches: list[SignSketch], head_dim: int) -> None:
         self.sketches = sketches
         self.head_dim = head_dim
+
+    def native(self, native: ModuleType) -> Any:
+        """See `View`."""
+        views = [
+            native.signs(
+                head_dim=self.head_dim,
+                factor=float(s.factor),
+                signs=s.signs,
+                norms=s.norms,
+                sketch=s.sketch,
+                channels=s.channels,
+                dropped=s.dropped,
+            )
+            for s in self.sketches
+        ]
+        return views[0] if len(views) == 1 else native.added(views)
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D]: the vector whose inner product with q is the estimate."""

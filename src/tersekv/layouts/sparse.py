@@ -14,6 +14,9 @@ freely from token to token. Entries lie in the order block, batch row, head.
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,6 +61,10 @@ class SparseView(View):
     def __init__(self, planes: Planes, head_dim: int) -> None:
         self.starts, self.head_dim = planes["outlier_starts"], head_dim
         self.places, self.values = planes["outlier_places"], planes["outlier_values"]
+
+    def native(self, native: ModuleType) -> Any:
+        """See `View`."""
+        return native.sparse(head_dim=self.head_dim, starts=self.starts, places=self.places, values=self.values)
 
     def decode(self) -> Tensor:
         """float32 [B, H, T, D]."""

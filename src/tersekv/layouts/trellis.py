@@ -16,6 +16,9 @@ window of 16 bits from bit 2 d − 6 on has component d below and component d + 
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -72,6 +75,17 @@ class TrellisView(View):
     def head_dim(self) -> int:
         """D."""
         return self.bits.shape[-1]
+
+    def native(self, native: ModuleType) -> Any:
+        """See `View`."""
+        return native.trellis(
+            head_dim=self.head_dim,
+            stream=self.stream,
+            gain=self.gain,
+            bits=self.bits,
+            scale=self.scale,
+            tables=self.tables,
+        )
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D]."""

@@ -133,11 +133,8 @@ class Pool:
             keys.query(rows), keys.inner.operand, values.inner.operand, pages, self.page_tokens, mask, self.scaling,
             self.softcap,
         )  # fmt: skip
-        run = backends.kernel("attend_pages", *call)
-        if run is None:
-            return None
-        out, lse = run(*call)
-        return values.output(out), lse
+        found = backends.attend_pages.direct(*call)
+        return None if found is None else (values.output(found[0]), found[1])
 
     def _of_batch(self, B: int) -> tuple[View, View]:
         """Views of the whole pool for B rows, that of the last B kept."""

@@ -9,7 +9,8 @@ rope types, partial rotation, layouts); whatever it says, taking off and putting
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,11 @@ class Rope:
         self._one_angle: dict[int, bool] = {}
         self._steps: Steps | None = None
         self._turns: dict[int, Tensor | None] = {}
+        self._natives: dict[tuple[int, bool], tuple[Tensor, Any]] = {}  # with their tables
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies make their own objects of the extension."""
+        return self.__dict__ | {"_natives": {}}
 
     def angles(self, first: int, n: int, padding: Tensor | None = None, device: torch.device | str = "cpu") -> Angles:
         """Angles of n tokens from position `first` on; padding int64 [B]: of each batch row, what its positions are
@@ -170,6 +176,30 @@ class Rope:
             self._one_angle[D] = channels is not None and _is_one_angle(channels.long())
         return self._one_angle[D]
 
+    def native(self, native: ModuleType, table: Tensor, D: int, stepped: bool) -> Any:
+        """RoPE of D channels as an object of the C++ extension, one for all pages. table: of positions, or one that
+        holds the rows of one page's tokens. stepped: for rotated means, with `steps`; else for keys, with `turns`.
+
+        Raises:
+            NotImplementedError: `apply` does not rotate pairs of channels.
+        """
+        channels = self.channels(D)
+        if channels is None:
+            raise NotImplementedError("the RoPE does not rotate pairs of channels")
+        if len(table) == 1:
+            return native.rope(table=table, channels=channels, steps=[], turns=None)
+        before, made = self._natives.get((D, stepped), (None, None))
+        if before is not table:
+            steps = list(self.steps()) if stepped and self._shares_columns(channels) else []
+            made = native.rope(table=table, channels=channels, steps=steps, turns=None if stepped else self.turns(D))
+            self._natives[D, stepped] = table, made
+        return made
+
+    @staticmethod
+    def _shares_columns(channels: Tensor) -> bool:
+        """True if each channel takes cos and sin of one column."""
+        return torch.equal(channels[:, 1], channels[:, 2])
+
     def put(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotated x [B, H, n, D]; cos and sin [1 or B, n, R], or [B, H, n, R] where heads differ."""
         if cos.dim() == 3:
@@ -233,6 +263,11 @@ class Angles(NamedTuple):
     def is_small(self) -> bool:
         """True if it holds a few numbers beside the table of all layers, whatever the number of tokens."""
         return self.consecutive
+
+    def native(self, native: ModuleType, D: int, stepped: bool) -> tuple[Any, Tensor]:
+        """The C++ extension's RoPE of D channels, see `Rope.native`, and places whose last axis is contiguous."""
+        places = self.places if self.places.stride(-1) == 1 else self.places.contiguous()
+        return self.rope.native(native, self.table.contiguous(), D, stepped), places
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """cos and sin float32 [1 or B, T, padded columns] as the table has them, or [B, H, T, …] where heads differ."""

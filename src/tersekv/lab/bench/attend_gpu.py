@@ -170,7 +170,7 @@ def _packed(clock: Clock, name: str, heads: Heads, batch: int, tokens: int, seed
     if name not in SCORES:
         return ways
     score = functools.partial(own_scores, query, D**-0.5)
-    error = _off(score(*inputs[0]), attend_packed(query, *inputs[0], None, D**-0.5, None)[1], LARGEST_ERROR)
+    error = _off(score(*inputs[0]), attend_packed.reference(query, *inputs[0], None, D**-0.5, None)[1], LARGEST_ERROR)
     size = segment.keys.bytes
     row = Row(f"scores {name}", round(size * 8 / (rows * tokens * D), 3), size, Spread(0, 0, 0, 0), error)
     return [*ways, _Way(row, [clock.capture(functools.partial(score, *pair)) for pair in inputs])]
@@ -191,9 +191,10 @@ def _off(out: Tensor, expected: Tensor, most: float) -> float:
 def _error(name: str, query: Tensor, keys: Any, values: Any, scaling: float) -> float:
     """Of the kernel's output against the reference, relative to its norm."""
     call = query, keys, values, None, scaling, None
-    if backends.kernel("attend_packed", *call) is None:
-        raise UserError(f"{name} is not timed: {backends.explain('attend_packed', *call)}")
-    return _off(backends.attend_packed(*call)[0], attend_packed(*call)[0], LARGEST_ERROR)
+    found = backends.attend_packed.direct(*call)
+    if found is None:
+        raise UserError(f"{name} is not timed: {backends.explain(*call[:3])}")
+    return _off(found[0], attend_packed.reference(*call)[0], LARGEST_ERROR)
 
 
 def _encode_us(clock: Clock, name: str, segment: Segment) -> float:
@@ -221,7 +222,7 @@ def _dense(clock: Clock, heads: Heads, batch: int, tokens: int, seed: int) -> tu
     query, scaling = _query(clock, heads, batch, 0), heads.dim**-0.5
     draw = functools.partial(torch.randn, shape, generator=g, device=clock.device, dtype=torch.bfloat16)
     inputs = [(draw(), draw()) for _ in range(_copies(clock, size))]
-    expected, lse = attend_packed(query.float(), *inputs[0], None, scaling, None)
+    expected, lse = attend_packed.reference(query.float(), *inputs[0], None, scaling, None)
     scores = query.float() @ inputs[0][0].float().mT
     made: list[_Way] = []
     missing: dict[str, str] = {}

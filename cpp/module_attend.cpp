@@ -1,0 +1,498 @@
+// Binding of attention: one call reads all segments of a layer, applies their linear maps and merges them.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <bit>
+#include <numeric>
+
+#include "driver.h"
+#include "operands.h"
+
+namespace tersekv {
+
+using namespace nb::literals;
+
+namespace {
+
+// Pages of one layer that are read together: views of keys and values, and the linear maps of both sides.
+struct NativePages {
+  Owner owner;
+  std::vector<nb::object> keys, values;
+  std::vector<int64_t> first;  // position of each page's first token
+  std::vector<Call> calls;     // with views, tokens and units only
+  HeadMatrix query;            // queries are multiplied with its rows
+  bool keeps_query = false;    // and stand behind the products once more
+  OutputMap output;
+  int64_t B = 1, H = 0;
+
+  void check_unmoved() const {
+    owner.check_unmoved();
+    for (const auto* side : {&keys, &values})
+      for (const nb::object& view : *side) nb::cast<const NativeView&>(view).check_unmoved();
+  }
+};
+
+// Keys and values of the same tokens as a call.
+Call call_of(const NativeView& keys, const NativeView& values, int64_t& B, int64_t& H) {
+  if (keys.view.kind == Kind::rotated || values.view.kind == Kind::rotated)
+    throw NotTaken("a rotation is read under RoPE only");
+  if (keys.side == 2) fail("keys: ", "expected a grid of keys, got one of values");
+  if (values.side == 1) fail("values: ", "expected a grid of values, got one of keys");
+  if (values.has_rope) throw NotTaken("values have RoPE, which only keys have");
+  if (values.view.T != keys.view.T)
+    fail("values: ",
+         "expected T = " + std::to_string(keys.view.T) + " tokens like the keys, got " + std::to_string(values.view.T));
+  Call call;
+  call.tokens_per_unit = in_range("", "tokens that blocks of keys and values divide",
+                                  std::lcm(keys.view.t, values.view.t), kMostBlockTokens);
+  call.T = keys.view.T;
+  call.D = keys.view.D;
+  call.Dv = values.view.D;
+  call.keys = &keys.view;
+  call.values = &values.view;
+  for (const auto* side : {&keys, &values}) {
+    if (side->H != 0 && H != 0 && side->H != H)
+      fail("", "expected " + std::to_string(H) + " key-value heads, got " + std::to_string(side->H));
+    if (side->B != 1 && B != 1 && side->B != B)
+      fail("", "expected " + std::to_string(B) + " batch rows, got " + std::to_string(side->B));
+    H = std::max(H, side->H);
+    B = std::max(B, side->B);
+  }
+  return call;
+}
+
+void check_units(const Call& call) {
+  if (call.T % call.tokens_per_unit)
+    fail("keys and values: ",
+         "expected a multiple of " + std::to_string(call.tokens_per_unit) + " tokens, got " + std::to_string(call.T));
+}
+
+HeadMatrix matrix_of(Owner& owner, nb::handle rotation, nb::handle basis, nb::handle channels, int64_t B, int64_t H,
+                     int64_t D) {
+  HeadMatrix out;
+  if (const Tensor x = owner.keep_optional("rotation", rotation, kFloat32); x.given()) {
+    out.dense = x.as<float>();
+    if (x.dims == 2) {
+      expect("", "rotation", x, {{"D", D}, {"D", D}}, 0);
+    } else {
+      expect("", "rotation", x, {{"B", x.dims == 4 && x.shape[0] == 1 ? 1 : B}, {"H", H}, {"D", D}, {"D", D}}, 2);
+      out.dense_b = batch_stride(x);
+      out.dense_h = x.stride[1];
+    }
+  }
+  if (const Tensor x = owner.keep_optional("basis", basis, kUint8); x.given()) {
+    if (D % kLanes) throw NotTaken("vectors have " + std::to_string(D) + " channels, not a multiple of 16");
+    const Tensor scale = owner.keep("channels", channels, kFloats);
+    expect("", "basis", x, {{"B", x.dims == 3 && x.shape[0] == 1 ? 1 : B}, {"H", H}, {"bytes", D * D * 3 / 4}}, 2);
+    expect("", "channels", scale, {{"B", scale.dims == 3 && scale.shape[0] == 1 ? 1 : B}, {"H", H}, {"D", D}}, 2);
+    out.codes = x.as<uint8_t>();
+    out.codes_b = batch_stride(x);
+    out.codes_h = x.stride[1];
+    out.type = scale.float_type();
+    out.channels = scale.as<void>();
+    out.channels_b = batch_stride(scale);
+    out.channels_h = scale.stride[1];
+  }
+  return out;
+}
+
+NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<nb::object>& values,
+                        const std::vector<int64_t>& first, nb::handle key_rotation, nb::handle key_basis,
+                        nb::handle key_channels, bool keeps_query, nb::handle value_rotation, nb::handle value_basis,
+                        nb::handle value_channels, nb::handle value_mean) {
+  auto made = std::make_unique<NativePages>();
+  if (keys.empty() || keys.size() != values.size() || keys.size() != first.size())
+    fail("pages: ", "expected as many keys, values and positions, and at least one");
+  made->keys = keys;
+  made->values = values;
+  made->first = first;
+  for (size_t i = 0; i < keys.size(); i++) {
+    made->calls.push_back(
+        call_of(nb::cast<const NativeView&>(keys[i]), nb::cast<const NativeView&>(values[i]), made->B, made->H));
+    const Call &call = made->calls[i], &any = made->calls[0];
+    if (call.D != any.D || call.Dv != any.Dv) fail("pages: ", "expected the same channels in all of them");
+    if (first[i] < 0 || first[i] > kMostElements) fail("first: ", "expected positions from 0 on");
+  }
+  const int64_t D = made->calls[0].D, Dv = made->calls[0].Dv;
+  if (keeps_query && D % 2) fail("keys: ", "expected mapped and unmapped channels side by side");
+  made->keeps_query = keeps_query;
+  made->query =
+      matrix_of(made->owner, key_rotation, key_basis, key_channels, made->B, made->H, keeps_query ? D / 2 : D);
+  made->output.matrix = matrix_of(made->owner, value_rotation, value_basis, value_channels, made->B, made->H, Dv);
+  if (const Tensor x = made->owner.keep_optional("mean", value_mean, kFloats); x.given()) {
+    expect("", "mean", x, {{"B", x.dims == 3 && x.shape[0] == 1 ? 1 : made->B}, {"H", made->H}, {"Dv", Dv}}, 2);
+    made->output.type = x.float_type();
+    made->output.mean = x.as<void>();
+    made->output.mean_b = batch_stride(x);
+    made->output.mean_h = x.stride[1];
+  }
+  return made.release();
+}
+
+float rounded_at(const Tensor& x, int64_t i) { return float_at(x.float_type(), x.as<void>(), i); }
+
+// One call of attention: the query as the kernels take it, and what masks are made of.
+class Attention {
+ public:
+  Attention(nb::handle query, nb::handle mask, nb::handle hidden, double scaling, double softcap)
+      : query_(tensor_of("query", query, kFloats)),
+        mask_(optional_tensor("mask", mask, kBool)),
+        hidden_(optional_tensor("hidden", hidden, kInt64)) {
+    if (query_.dims != 4) fail("query: ", "expected [B, Hq, q, D]");
+    B_ = query_.shape[0];
+    q_ = query_.shape[2];
+    D_ = in_range("query: ", "D", query_.shape[3], kMostChannels);
+    if (std::max(B_, query_.shape[1]) > kMostHeads) fail("query: ", "expected fewer batch rows and heads");
+    scores_.scaling = static_cast<float>(scaling);
+    scores_.softcap = static_cast<float>(softcap);
+    if (mask_.given()) {
+      tokens_ = mask_.dims == 3 ? mask_.shape[2] : 0;
+      expect("", "mask", mask_, {{"B", mask_.dims == 3 && mask_.shape[0] == 1 ? 1 : B_}, {"q", q_}, {"T", tokens_}}, 2);
+    }
+    if (hidden_.given()) {
+      expect("", "hidden", hidden_, {{"B", B_}}, 1);
+      for (int64_t b = 0; b < B_; b++) most_hidden_ = std::max(most_hidden_, hidden_of(b));
+    }
+  }
+
+  // Query heads are divided by as many key-value heads.
+  void set_heads(int64_t H) {
+    H_ = H;
+    if (H_ < 1 || query_.shape[1] % H_)
+      fail("query: ",
+           "expected a multiple of " + std::to_string(H_) + " heads, got " + std::to_string(query_.shape[1]));
+    R_ = query_.shape[1] / H_ * q_;
+    bool packed = query_.type == Type::f32;
+    int64_t step = 1;
+    for (int k = 3; k >= 0; k--) {
+      packed &= query_.shape[k] == 1 || query_.stride[k] == step;
+      step *= query_.shape[k];
+    }
+    if (packed) {
+      rows_ = query_.as<float>();
+      return;
+    }
+    memory_.emplace_back(B_ * H_ * R_ * D_);
+    float* out = memory_.back().data();
+    rows_ = out;
+    for (int64_t b = 0; b < B_; b++)
+      for (int64_t h = 0; h < query_.shape[1]; h++)
+        for (int64_t i = 0; i < q_; i++) {
+          const int64_t at = b * query_.stride[0] + h * query_.stride[1] + i * query_.stride[2];
+          for (int64_t d = 0; d < D_; d++) *out++ = rounded_at(query_, at + d * query_.stride[3]);
+        }
+  }
+
+  int64_t batch() const { return B_; }
+
+  void add(Call call, nb::handle where) {
+    if (call.D != D_)
+      fail("keys: ", "expected head_dim " + std::to_string(D_) + " of the query, got " + std::to_string(call.D));
+    start(call, rows_);
+    locate(call, where);
+    check_units(call);
+    if (call.T > 0) calls_.push_back(call);
+  }
+
+  // where: None for the pages' own positions, or one item per page; table: None, or int32 [B, n] with `page_tokens`.
+  void add(const NativePages& pages, nb::handle where, nb::handle table, int64_t page_tokens, int threads) {
+    const int64_t D = pages.calls[0].D, inner = pages.keeps_query ? D / 2 : D;
+    const float* rows = rows_;
+    if (pages.query.given() || pages.keeps_query) {
+      if (inner != D_)
+        fail("keys: ", "expected head_dim " + std::to_string(D_) + " of the query, got " + std::to_string(inner));
+      memory_.emplace_back(B_ * H_ * R_ * D);
+      float* out = memory_.back().data();
+      if (pages.query.given()) multiply({B_, H_, R_, inner, false, pages.query, rows_, D_, out, D}, threads);
+      for (int64_t r = 0; r < B_ * H_ * R_; r++) {
+        if (!pages.query.given()) std::copy_n(rows_ + r * D_, inner, out + r * D);
+        if (pages.keeps_query) std::copy_n(rows_ + r * D_, inner, out + r * D + inner);
+      }
+      rows = out;
+    } else if (D != D_) {
+      fail("keys: ", "expected head_dim " + std::to_string(D_) + " of the query, got " + std::to_string(D));
+    }
+    map_ = pages.output;
+    map_.first = calls_.size();
+    for (size_t i = 0; i < pages.calls.size(); i++) {
+      Call call = pages.calls[i];
+      start(call, rows);
+      if (!table.is_none()) take_table(call, table, page_tokens);
+      if (where.is_none())
+        locate_from(call, pages.first[i]);
+      else
+        locate(call, item(where, static_cast<Py_ssize_t>(i)));
+      check_units(call);
+      if (call.T > 0) calls_.push_back(call);
+    }
+  }
+
+  // out [B, q, Hq, Dv] in any float type, or with lse float32 [B, H, R] parts to be merged: out float32 [B, H, R, Dv].
+  // sinks: float [Hq], logits that take part in the softmax without a value.
+  void run(nb::handle sinks, nb::handle out, nb::handle lse, int threads) {
+    const Tensor target = tensor_of("out", out, kFloats), sums = optional_tensor("lse", lse, kFloat32),
+                 logits = optional_tensor("sink logits", sinks, kFloats);
+    const int64_t Hq = query_.shape[1], rows = B_ * H_ * R_,
+                  Dv = calls_.empty() ? (target.dims ? target.shape[target.dims - 1] : 0) : calls_[0].Dv;
+    for (const Call& call : calls_)
+      if (call.Dv != Dv)
+        fail("values: ",
+             "expected head_dim " + std::to_string(Dv) + " in all segments, got " + std::to_string(call.Dv));
+    if (sums.given()) {
+      expect("", "out", target, {{"B", B_}, {"H", H_}, {"R", R_}, {"Dv", Dv}}, 0);
+      expect("", "lse", sums, {{"B", B_}, {"H", H_}, {"R", R_}}, 0);
+      if (target.type != Type::f32) fail("out: ", "expected float32");
+    } else {
+      expect("", "out", target, {{"B", B_}, {"q", q_}, {"Hq", Hq}, {"Dv", Dv}}, 0);
+    }
+    if (logits.given()) expect("", "sink logits", logits, {{"Hq", Hq}}, 1);
+    const bool direct = sums.given() || (target.type == Type::f32 && q_ == 1 && !logits.given());
+    std::vector<float> own_out(direct ? 0 : rows * Dv), own_lse(sums.given() ? 0 : rows);
+    auto* at = reinterpret_cast<float*>(target.address);
+    float *to = direct ? at : own_out.data(),
+          *to_lse = sums.given() ? reinterpret_cast<float*>(sums.address) : own_lse.data();
+    {
+      nb::gil_scoped_release release;
+      if (calls_.empty()) {
+        std::fill_n(to, rows * Dv, 0.0f);
+        std::fill_n(to_lse, rows, -std::numeric_limits<float>::infinity());
+      } else {
+        attend(calls_, map_, threads, to, to_lse);
+      }
+      if (!direct) finish(target, logits, to, to_lse, Dv);
+    }
+  }
+
+ private:
+  void start(Call& call, const float* rows) const {
+    call.B = B_;
+    call.H = H_;
+    call.R = R_;
+    call.query = rows;
+    call.scores = scores_;
+  }
+
+  int64_t hidden_of(int64_t b) const { return hidden_.as<int64_t>()[b * hidden_.stride[0]]; }
+  const uint8_t* mask_row(int64_t b, int64_t i) const {
+    return mask_.as<uint8_t>() + b * batch_stride(mask_) + i * mask_.stride[1];
+  }
+
+  // Tokens of a call by where they stand: position of the first one; positions, integers [T], [B, T] or [B, H, T] (-1:
+  // none); or a mask of their own, bool [B, q, T] or [B, H, q, T].
+  void locate(Call& call, nb::handle where) {
+    if (PyLong_Check(where.ptr())) return locate_from(call, as_int(where.ptr()));
+    const Tensor x = tensor_of("positions", where, kBool | kInt32 | kInt64);
+    if (x.type == Type::b8) return take_mask(call, x);
+    const int64_t T = call.T;
+    switch (x.dims) {
+      case 1:
+        expect("", "positions", x, {{"T", T}}, 1);
+        if (mask_.given() || most_hidden_ > 0) build_mask(call, x, 0, 0, x.stride[0], 1, false);
+        return;
+      case 2:
+        expect("", "positions", x, {{"B", B_}, {"T", T}}, 2);
+        if (mask_.given()) build_mask(call, x, x.stride[0], 0, x.stride[1], 1, true);
+        return;
+      default:
+        expect("", "positions", x, {{"B", B_}, {"H", H_}, {"T", T}}, 3);
+        if (mask_.given() || !all_there(x)) build_mask(call, x, x.stride[0], x.stride[1], x.stride[2], H_, true);
+    }
+  }
+
+  static int64_t position(const Tensor& x, int64_t i) {
+    return x.type == Type::i32 ? x.as<int32_t>()[i] : x.as<int64_t>()[i];
+  }
+
+  bool all_there(const Tensor& x) const {
+    for (int64_t b = 0; b < B_; b++)
+      for (int64_t h = 0; h < H_; h++)
+        for (int64_t t = 0; t < x.shape[2]; t++)
+          if (position(x, b * x.stride[0] + h * x.stride[1] + t * x.stride[2]) < 0) return false;
+    return true;
+  }
+
+  void take_mask(Call& call, const Tensor& x) const {
+    if (x.dims != 3 && x.dims != 4) fail("mask: ", "expected [B, q, T] or [B, H, q, T]");
+    const int64_t rows = x.shape[x.dims - 2];
+    if (x.dims == 3)
+      expect("", "mask", x, {{"B", B_}, {"q", rows}, {"T", call.T}}, 2);
+    else
+      expect("", "mask", x, {{"B", B_}, {"H", H_}, {"q", rows}, {"T", call.T}}, 3);
+    if (rows < 1 || R_ % rows)
+      fail("mask: ", "expected q to divide R = " + std::to_string(R_) + ", got " + std::to_string(rows));
+    set_mask(call, x.as<uint8_t>(), x.stride[0], x.dims == 4 ? x.stride[1] : 0, x.stride[x.dims - 2], rows);
+  }
+
+  static void set_mask(Call& call, const uint8_t* mask, int64_t b, int64_t h, int64_t q, int64_t rows) {
+    call.scores.mask = mask;
+    call.scores.stride_b = b;
+    call.scores.stride_h = h;
+    call.scores.stride_q = q;
+    call.scores.q = rows;
+  }
+
+  void check_position(int64_t last) const {
+    if (mask_.given() && last >= tokens_)
+      fail("mask: ", "expected at least " + std::to_string(last + 1) + " tokens, got " + std::to_string(tokens_));
+  }
+
+  void locate_from(Call& call, int64_t first) {
+    if (first < 0) fail("positions: ", "expected 0 or more, got " + std::to_string(first));
+    if (!mask_.given() && most_hidden_ <= first) return;
+    check_position(first + call.T - 1);
+    if (most_hidden_ <= first)
+      return set_mask(call, mask_row(0, 0) + first, batch_stride(mask_), 0, mask_.stride[1], q_);
+    const int64_t rows = mask_.given() ? q_ : 1, T = call.T;
+    uint8_t* out = room(B_ * rows * T);
+    set_mask(call, out, rows * T, 0, T, rows);
+    for (int64_t b = 0; b < B_; b++)
+      for (int64_t i = 0; i < rows; i++, out += T) {
+        const int64_t start = std::clamp<int64_t>(hidden_of(b) - first, 0, T);
+        std::fill_n(out, start, 0);
+        if (mask_.given())
+          std::copy_n(mask_row(b, i) + first + start, T - start, out + start);
+        else
+          std::fill_n(out + start, T - start, 1);
+      }
+  }
+
+  void build_mask(Call& call, const Tensor& x, int64_t by_row, int64_t by_head, int64_t by_token, int64_t heads,
+                  bool ignores_hidden) {
+    const int64_t rows = mask_.given() ? q_ : 1, T = call.T;
+    uint8_t* out = room(B_ * heads * rows * T);
+    set_mask(call, out, heads * rows * T, heads == 1 ? 0 : rows * T, T, rows);
+    for (int64_t b = 0; b < B_; b++)
+      for (int64_t h = 0; h < heads; h++) {
+        const int64_t base = b * by_row + h * by_head, hidden = ignores_hidden || !hidden_.given() ? 0 : hidden_of(b);
+        int64_t last = -1;
+        for (int64_t t = 0; t < T; t++) last = std::max(last, position(x, base + t * by_token));
+        check_position(last);
+        for (int64_t i = 0; i < rows; i++, out += T) {
+          const uint8_t* seen = mask_.given() ? mask_row(b, i) : nullptr;
+          for (int64_t t = 0; t < T; t++) {
+            const int64_t at = position(x, base + t * by_token);
+            out[t] = at >= hidden && (at >= 0) && (!seen || seen[at]);
+          }
+        }
+      }
+  }
+
+  uint8_t* room(int64_t bytes) {
+    masks_.emplace_back(bytes);
+    return masks_.back().data();
+  }
+
+  // Whether a view's tokens may stand anywhere: not where a table or a list follows their order.
+  static bool pageable(const View& view) {
+    if (view.kind == Kind::roped || view.kind == Kind::turned || view.kind == Kind::sparse) return false;
+    for (int64_t i = 0; i < view.count; i++)
+      if (!pageable(view.parts[i])) return false;
+    return true;
+  }
+
+  void take_table(Call& call, nb::handle table, int64_t page_tokens) {
+    const Tensor x = tensor_of("pages", table, kInt32);
+    const int64_t n = x.dims == 2 ? x.shape[1] : 0;
+    expect("", "pages", x, {{"B", B_}, {"n", n}}, 1);
+    if (!pageable(*call.keys) || !pageable(*call.values))
+      throw NotTaken("keys or values have RoPE or outliers: their tokens have one order");
+    if (page_tokens < 1 || page_tokens % call.tokens_per_unit || call.T % page_tokens)
+      fail("pages: ", "expected tokens per page to be a multiple of " + std::to_string(call.tokens_per_unit) +
+                          " and to divide T = " + std::to_string(call.T) + ", got " + std::to_string(page_tokens));
+    const int64_t count = call.T / page_tokens;
+    for (int64_t b = 0; b < B_; b++)
+      for (int64_t i = 0; i < n; i++)
+        if (const int32_t at = x.as<int32_t>()[b * x.stride[0] + i]; at < -1 || at >= count)
+          fail("pages: ", "expected -1 to " + std::to_string(count - 1) + ", got " + std::to_string(at));
+    if (__builtin_mul_overflow(n, page_tokens, &call.T) || call.T > kMostElements)
+      fail("pages: ", "expected fewer tokens in a row");
+    call.pages = {x.as<int32_t>(), x.stride[0], page_tokens};
+  }
+
+  void finish(const Tensor& target, const Tensor& logits, const float* rows, const float* lse, int64_t Dv) const {
+    const int64_t Hq = query_.shape[1];
+    for (int64_t b = 0; b < B_; b++)
+      for (int64_t h = 0; h < Hq; h++)
+        for (int64_t i = 0; i < q_; i++) {
+          const int64_t from = (b * Hq + h) * q_ + i, to = ((b * q_ + i) * Hq + h) * Dv;
+          float share = 1.0f;
+          if (logits.given()) share = 1.0f / (1.0f + std::exp(rounded_at(logits, h * logits.stride[0]) - lse[from]));
+          store(target, to, rows + from * Dv, Dv, share);
+        }
+  }
+
+  static void store(const Tensor& target, int64_t at, const float* row, int64_t n, float share) {
+    if (target.type == Type::f32) {
+      auto* out = reinterpret_cast<float*>(target.address) + at;
+      for (int64_t d = 0; d < n; d++) out[d] = row[d] * share;
+    } else if (target.type == Type::f16) {
+      auto* out = reinterpret_cast<_Float16*>(target.address) + at;
+      for (int64_t d = 0; d < n; d++) out[d] = static_cast<_Float16>(row[d] * share);
+    } else {
+      auto* out = reinterpret_cast<uint16_t*>(target.address) + at;
+      for (int64_t d = 0; d < n; d++) {
+        const float x = row[d] * share;
+        const auto bits = std::bit_cast<uint32_t>(x);
+        out[d] = x != x ? uint16_t{0x7fc0} : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+      }
+    }
+  }
+
+  Tensor query_, mask_, hidden_;
+  int64_t B_ = 0, H_ = 0, q_ = 0, R_ = 0, D_ = 0, tokens_ = 0, most_hidden_ = 0;
+  Scores scores_;
+  const float* rows_ = nullptr;
+  std::vector<std::vector<float>> memory_;
+  std::vector<std::vector<uint8_t>> masks_;
+  std::vector<Call> calls_;
+  OutputMap map_;
+};
+
+// exact: a tuple of (keys, values, where) with tensors [B, H, T, D], in front of the pages.
+void py_attend(nb::handle query, nb::handle exact, nb::handle pages, nb::handle where, nb::handle table,
+               int64_t page_tokens, nb::handle mask, nb::handle hidden, double scaling, double softcap,
+               nb::handle sinks, nb::handle out, nb::handle lse, int threads) {
+  Attention attention(query, mask, hidden, scaling, softcap);
+  const Py_ssize_t n = PyTuple_Check(exact.ptr()) ? PyTuple_GET_SIZE(exact.ptr()) : 0;
+  const NativePages* packed = pages.is_none() ? nullptr : &nb::cast<const NativePages&>(pages);
+  int64_t B = 1, H = 0;
+  std::vector<NativeView> views;
+  views.reserve(2 * n);
+  for (Py_ssize_t i = 0; i < n; i++) {
+    const nb::handle segment = item(exact, i);
+    views.push_back(view_of_tokens("keys", tensor_of("keys", item(segment, 0), kFloats)));
+    views.push_back(view_of_tokens("values", tensor_of("values", item(segment, 1), kFloats)));
+  }
+  std::vector<Call> calls;
+  for (Py_ssize_t i = 0; i < n; i++) calls.push_back(call_of(views[2 * i], views[2 * i + 1], B, H));
+  if (packed) {
+    packed->check_unmoved();
+    if (H != 0 && packed->H != 0 && packed->H != H)
+      fail("pages: ", "expected as many key-value heads as in exact tokens");
+    H = std::max(H, packed->H);
+    B = std::max(B, packed->B);
+  }
+  if (!packed && n == 0) fail("segments: ", "expected at least one");
+  attention.set_heads(H);
+  if (B != 1 && B != attention.batch())
+    fail("query: ", "expected B = " + std::to_string(B) + ", got " + std::to_string(attention.batch()));
+  for (Py_ssize_t i = 0; i < n; i++) attention.add(calls[i], item(item(exact, i), 2));
+  if (packed) attention.add(*packed, where, table, page_tokens, threads);
+  attention.run(sinks, out, lse, threads);
+}
+
+}  // namespace
+
+void define_attention(nb::module_& m) {
+  nb::class_<NativePages>(m, "Pages", "Packed pages of one layer with their linear maps.")
+      .def_prop_ro("head_dim", [](const NativePages& p) { return p.calls[0].Dv; });
+  m.def("pages", &make_pages, nb::kw_only(), "keys"_a, "values"_a, "first"_a, "key_rotation"_a.none(),
+        "key_basis"_a.none(), "key_channels"_a.none(), "keeps_query"_a, "value_rotation"_a.none(),
+        "value_basis"_a.none(), "value_channels"_a.none(), "value_mean"_a.none(), nb::rv_policy::take_ownership);
+  m.def("attend", &py_attend, "query"_a, "exact"_a, "pages"_a.none(), "where"_a.none(), "table"_a.none(),
+        "page_tokens"_a, "mask"_a.none(), "hidden"_a.none(), "scaling"_a, "softcap"_a, "sinks"_a.none(), "out"_a,
+        "lse"_a.none(), "threads"_a);
+}
+
+}  // namespace tersekv

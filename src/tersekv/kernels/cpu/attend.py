@@ -1,0 +1,187 @@
+"""Attention by the C++ extension: one call reads all segments of a layer and merges them.
+
+The extension checks types, devices, shapes and strides. It raises `NotTaken` for what it does not read, and ValueError
+for what contradicts the contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tersekv.kernels import attend as layer_operators
+from tersekv.kernels import attend_packed as packed_operators
+from tersekv.kernels import attend_pages as pages_operators
+from tersekv.kernels import attend_segments as segments_operators
+from tersekv.kernels import basis as basis_operators
+from tersekv.kernels import cpu
+from tersekv.kernels import softmax as softmax_operators
+from tersekv.kernels.attend import PageSet, Where
+from tersekv.kernels.attend_packed import Operand, native_view
+from tersekv.kernels.attend_segments import Segment
+from tersekv.kernels.registry import NotTaken
+
+NAME = "cpu"
+
+
+def _last_contiguous(mask: Tensor) -> Tensor:
+    return mask.contiguous() if mask.dim() and mask.stride(-1) != 1 else mask
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def native_pages(pages: PageSet) -> Any:
+    """Packed pages as an object of the extension, made at the first call and kept with them."""
+    made = pages.made.get(NAME)
+    if made is None:
+        native, (keys, values) = cpu.loaded(), pages.maps
+        made = pages.made[NAME] = native.pages(
+            keys=[native_view(native, operand) for operand in pages.keys],
+            values=[native_view(native, operand) for operand in pages.values],
+            first=[where if isinstance(where, int) else 0 for where in pages.where],
+            key_rotation=_contiguous(keys.rotation),
+            key_basis=keys.basis,
+            key_channels=keys.channels,
+            keeps_query=keys.keeps_query,
+            value_rotation=_contiguous(values.rotation),
+            value_basis=values.basis,
+            value_channels=values.channels,
+            value_mean=values.mean,
+        )
+    return made
+
+
+@layer_operators.attend.by(NAME)
+def attend(
+    query: Tensor,
+    exact: tuple[tuple[Tensor, Tensor, Where], ...],
+    pages: PageSet | None,
+    mask: Tensor | None,
+    hidden: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    parts: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `kernels/attend.py`."""
+    if query.requires_grad and not torch.is_grad_enabled():
+        query = query.detach()
+    mask = None if mask is None else _last_contiguous(mask)
+    native, packed = cpu.loaded(), None if pages is None else pages.made.get(NAME) or native_pages(pages)
+    B, Hq, q, _ = query.shape
+    Dv = exact[0][1].shape[-1] if packed is None else packed.head_dim
+    lse = None
+    if parts:
+        H = exact[0][0].shape[1] if pages is None else pages.heads
+        out, lse = _parts(query, H, Hq // H * q, Dv)
+    else:
+        out = query.new_empty((B, q, Hq, Dv))
+    where = None if pages is None or pages.is_consecutive else pages.where
+    rest = where, None, 0, mask, hidden, scaling, softcap or 0.0, sinks, out, lse, torch.get_num_threads()
+    try:
+        native.attend(query, exact, packed, *rest)
+    except native.Moved:
+        assert pages is not None
+        pages.made.clear()
+        native.attend(query, exact, native_pages(pages), *rest)
+    return out if lse is None else (out, lse)
+
+
+def _parts(query: Tensor, H: int, R: int, Dv: int) -> tuple[Tensor, Tensor]:
+    """Room for out [B, H, R, Dv] and lse [B, H, R]."""
+    shape = len(query), H, R
+    return query.new_empty((*shape, Dv), dtype=torch.float32), query.new_empty(shape, dtype=torch.float32)
+
+
+@segments_operators.attend_segments.by(NAME)
+def attend_segments(
+    query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """See `kernels/attend_segments.py`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
+    native = cpu.loaded()
+    keys = [native_view(native, segment.keys) for segment in segments]
+    values = [native_view(native, segment.values) for segment in segments]
+    where = tuple(0 if mask is None else _last_contiguous(mask) for *_, mask in segments)
+    return _attend_views(query, keys, values, where, None, 0, scaling, softcap)
+
+
+def check(query: Tensor, keys: Operand, values: Operand) -> None:
+    """Raise `NotTaken`, or what is wrong, unless the kernels read these."""
+    native = cpu.loaded()
+    if not query.is_floating_point() or query.dtype is torch.float64:
+        raise NotTaken(f"query is {query.dtype}, not float32, float16 or bfloat16")
+    _pages_of([native_view(native, keys)], [native_view(native, values)])
+
+
+def _pages_of(keys: list[Any], values: list[Any]) -> Any:
+    """Pages without positions and maps."""
+    return cpu.loaded().pages(
+        keys=keys, values=values, first=[0] * len(keys), key_rotation=None, key_basis=None, key_channels=None,
+        keeps_query=False, value_rotation=None, value_basis=None, value_channels=None, value_mean=None,
+    )  # fmt: skip
+
+
+def _attend_views(
+    query: Tensor, keys: list, values: list, where: tuple, table: Tensor | None, page_tokens: int, scaling: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    pages = _pages_of(keys, values)
+    if query.dim() != 4:
+        raise ValueError(f"query: expected [B, H, R, D], got {list(query.shape)}")
+    out, lse = _parts(query, query.shape[1], query.shape[2], pages.head_dim)
+    cpu.loaded().attend(
+        query, (), pages, where, table, page_tokens, None, None, scaling, softcap or 0.0, None, out, lse,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out, lse
+
+
+@packed_operators.attend_packed.by(NAME)
+def attend_packed(
+    query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """See `kernels/attend_packed.py`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
+    return attend_segments(query, [Segment(keys, values, mask)], scaling, softcap)
+
+
+attend_exact = softmax_operators.attend_exact.by(NAME)(attend_packed)
+"""The same, with unpacked tokens on both sides."""
+
+
+@pages_operators.attend_pages.by(NAME)
+def attend_pages(
+    query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `kernels/attend_pages.py`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
+    native = cpu.loaded()
+    views = [native_view(native, keys)], [native_view(native, values)]
+    return _attend_views(query, *views, (_last_contiguous(mask),), pages.contiguous(), page_tokens, scaling, softcap)
+
+
+@softmax_operators.merge_segments.by(NAME)
+def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """See `kernels/softmax.py`: outs [B, H, R, D] and lses [B, H, R], float32, to one out and one lse."""
+    native = cpu.loaded()
+    if not outs or len(outs) != len(lses):
+        raise ValueError(f"outs, lses: expected as many of each and at least one, got {len(outs)} and {len(lses)}")
+    if len(outs) == 1:
+        return outs[0].clone(), lses[0].clone()
+    out = torch.empty_like(outs[0], memory_format=torch.contiguous_format)
+    lse = torch.empty_like(lses[0], memory_format=torch.contiguous_format)
+    native.merge_segments([x.contiguous() for x in outs], [x.contiguous() for x in lses], out, lse)
+    return out, lse
+
+
+@basis_operators.basis_product.by(NAME)
+def basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> Tensor:
+    """See `kernels/basis.py`: x float32 [B, H, R, D] to float32 [B, H, R, D]."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    cpu.loaded().basis_product(x, basis.contiguous(), channels.contiguous(), combine, out, torch.get_num_threads())
+    return out
