@@ -54,7 +54,7 @@ def test_base_needs_none_of_the_extra(tiny: str, tmp_path: Path) -> None:
             "list", "estimate --model smollm2 --recipe default", "models list", "env",
             "generate -p hello --max-new-tokens 2 --model {tiny}",
             "eval perplexity --context 64 --windows 1 --model {tiny}",
-            "bench generate --depths 64 --new-tokens 1 --rounds 1 --model {tiny}",
+            "bench generate --context 64 --new-tokens 1 --rounds 1 --model {tiny}",
         ]
         for call in calls:
             assert cli.run(call.split()) == 0, call
