@@ -11,7 +11,6 @@ of `tersekv bench generate`. `kvquant` needs its calibrations (`tersekv calibrat
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from tersekv.cache.estimate import CacheShape, predict
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.lab.evals.harness import Summary
 from tersekv.lab.evals.reader import FULL
+from tersekv.lab.plots.decodings import Setting, read_decodings
 from tersekv.lab.plots.groups import grouped, read_records
 from tersekv.recipe import Recipe
 
@@ -52,13 +52,13 @@ def run(args: argparse.Namespace) -> None:
             sys.exit(status)
 
 
-def table(paths: list[Path], speeds: Path | None) -> str:
+def table(paths: list[Path], speeds: Path | None, dtype: str) -> str:
     """The README's table in markdown; a dash where the records say nothing."""
     by_task = {group.name: {s.recipe: s for s in group.summaries} for group in grouped(read_records(paths))}
     near, far = by_task["divergence"], by_task.get("passkey", {})
-    depth, rates = _rates(speeds)
+    heading, rates = _rates(speeds, dtype)
     lines = [
-        f"| recipe | true bits | perplexity | divergence (nats) | passkey at 4k | MB at 32k | tokens/s at {depth} |",
+        f"| recipe | true bits | perplexity | divergence (nats) | passkey at 4k | MB at 32k | {heading} |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, summary in sorted(near.items(), key=lambda item: (item[0] != FULL, item[1].metrics["kl"].mean)):
@@ -84,13 +84,15 @@ def _written(summary: Summary, metric: str, digits: int) -> str:
     return f"{mean:.{digits}f} ± {stderr:.{digits}f}" if stderr else f"{mean:.{digits}f}"
 
 
-def _rates(path: Path | None) -> tuple[str, dict[str, float]]:
-    """The deepest depth of a benchmark's records and the tokens per second there, by recipe."""
+def _rates(path: Path | None, dtype: str) -> tuple[str, dict[str, float]]:
+    """The column's heading, and tokens per second by recipe, after the longest context of a benchmark's records."""
     if path is None:
-        return "–", {}
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    depth = max(row["depth"] for row in rows)
-    return f"{depth:,}", {row["cache"]: row["tokens_per_second"] for row in rows if row["depth"] == depth}
+        return "tokens/s", {}
+    own = [rate for rate in read_decodings([path]) if rate.setting == Setting(dtype, None, "eager")]
+    if not own:
+        sys.exit(f"{path} has no records of {dtype} with prompts read whole: give another --dtype")
+    longest = max(rate.context for rate in own)
+    return f"tokens/s at {longest:,}, {dtype}", {rate.cache: rate.middle for rate in own if rate.context == longest}
 
 
 def main() -> None:
@@ -101,13 +103,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the records: run into it")
     parser.add_argument("--records", type=Path, nargs="+", help="records to make the table from")
     parser.add_argument("--speeds", type=Path, help="records of `tersekv bench generate`")
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights in the records of speed that are quoted")
     parser.add_argument("--into", type=Path, help="file whose table is replaced; else it is printed")
     args = parser.parse_args()
     if args.out is None and args.records is None:
         parser.error("give --out to run, or --records to write the table")
     if args.out is not None:
         run(args)
-    made = table(args.records or [args.out], args.speeds)
+    made = table(args.records or [args.out], args.speeds, args.dtype)
     if args.into is None:
         print(made)
         return

@@ -1,13 +1,18 @@
-"""The benchmark of decoding: which caches it times, at which depth, and what it refuses."""
+"""The benchmark of decoding: which caches it times, after which context, and what it refuses."""
 
 from __future__ import annotations
 
+import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 
 from tersekv import UserError, cli
+from tersekv.cli.bench import speeds
 from tersekv.hf import peers
 from tersekv.hf.models import load
 from tersekv.lab.bench import generate
@@ -18,64 +23,104 @@ def loaded(tiny: str) -> tuple[Any, Any]:
     return load(tiny)
 
 
-def test_caches_take_turns_at_every_depth(loaded) -> None:
+def test_caches_take_turns(loaded) -> None:
     said: list[str] = []
     found = list(
         generate.run(
-            *loaded, ["kivi:bits=2", "full", "snapkv:budget=0.5+exact"], [0, 300], new_tokens=2, rounds=2,
-            report=said.append,
+            *loaded, ["kivi:bits=2", "full", "snapkv:budget=0.5+exact"], [100, 300], [None, 64], new_tokens=2,
+            rounds=2, report=said.append,
         )
     )  # fmt: skip
     names = ["full", "kivi:bits=2", "snapkv:budget=0.5+exact"]
-    assert [(f.cache, f.depth) for f in found] == [(name, depth) for depth in (0, 300) for name in names]
-    assert all(len(f.rates) == 2 and min(f.rates) > 0 for f in found)
-    full, packed, kept = found[3:]
+    assert [(f.cache, f.context, f.prefill_chunk) for f in found] == [
+        (name, context, chunk) for chunk in (None, 64) for context in (100, 300) for name in names
+    ]
+    for one in found:
+        for rounds in (one.step_ms, one.baseline_ms, one.prefill_seconds, one.times_full):
+            assert len(rounds) == 2
+            assert min(rounds) > 0
+        assert (one.dtype, one.execution, one.seed) == ("float32", "eager", 0)
+        assert one.peak_bytes is not None
+        assert 0 <= one.peak_bytes < 2**30
+    full, packed, kept = found[3:6]
     assert full.bits_per_element == 32
+    assert full.times_full == [1, 1]
     assert packed.bytes < kept.bytes < full.bytes
-    assert len(said) == 4
-    assert all(f.peak_bytes is not None and 0 <= f.peak_bytes < 2**30 for f in found)
+    assert packed.times_full == [theirs / mine for theirs, mine in zip(full.step_ms, packed.step_ms, strict=True)]
+    assert len(said) == 8
+    assert "300 tokens, prompt in chunks of 64, round 2 of 2" in said[-1]
 
 
-def test_peak_is_of_what_a_round_takes(loaded, monkeypatch) -> None:
+def test_what_a_cache_is_fed(loaded, monkeypatch) -> None:
+    """The prompt whole or in chunks, then one token at a time, with as many tokens held as the record says."""
+    calls: list[tuple[int, int]] = []
+
+    def feed(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+        calls.append((cache.get_seq_length(), ids.shape[1]))
+        return fed(model, cache, ids)
+
+    fed = generate.feed
+    monkeypatch.setattr(generate, "feed", feed)
+    list(generate.run(*loaded, [], [150], [None, 64], new_tokens=2, rounds=1))
+    steps = [(0, 16)] + [(16 + i, 1) for i in range(5)]
+    after = [(150 + i, 1) for i in range(5)]
+    assert calls == [*steps, (0, 150), *after, *steps, (0, 64), (64, 64), (128, 22), *after]
+
+
+def test_figures_of_a_round(loaded, monkeypatch) -> None:
+    """A clock that every forward pass moves on: 10 ms, and 1 ms for each 100 tokens held."""
+    now = 0.0
+
+    def feed(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+        nonlocal now
+        now += 0.010 + 0.001 * (cache.get_seq_length() >= 100)
+        return fed(model, cache, ids)
+
+    fed = generate.feed
+    monkeypatch.setattr(generate, "feed", feed)
+    monkeypatch.setattr(generate, "_clock", lambda _: now)
+    (found,) = generate.run(*loaded, [], [100], [25], new_tokens=4, rounds=3)
+    assert found.step_ms == pytest.approx([11] * 3)
+    assert found.baseline_ms == pytest.approx([10] * 3)
+    assert found.prefill_seconds == pytest.approx([0.040] * 3)
+    document = found.document()
+    assert document["adds_ms"] == pytest.approx([1] * 3)
+    assert document["tokens_per_second"] == pytest.approx(1000 / 11)
+    assert (document["bench"], document["baseline_context"]) == ("generate", 16)
+
+
+def test_peak_is_of_one_cache(loaded, monkeypatch) -> None:
     """A cache that takes 64 MB more is seen, one that was freed before is not."""
-    import torch
+    made = generate._caches
 
-    reader = generate._packed
+    def wasteful(*of: Any) -> Any:
+        caches = made(*of)
+        waste = caches["kivi:bits=4"]
 
-    def wasteful(one: Any) -> Any:
-        read = reader(one)
+        def more() -> Any:
+            reading = waste()
+            reading.cache.waste = torch.ones(16 * 2**20)
+            return reading
 
-        def more(ids: Any) -> Any:
-            return read(ids)._replace(attention=Waste() if one.recipe != "full" else read(ids).attention)
+        return {**caches, "kivi:bits=4": more}
 
-        return more
-
-    class Waste:
-        def __enter__(self) -> None:
-            self.held = torch.ones(16 * 2**20)
-
-        def __exit__(self, *_: object) -> None: ...
-
-    monkeypatch.setattr(generate, "_packed", wasteful)
-    monkeypatch.setattr(generate, "feed", lambda *_: torch.zeros(3))
+    monkeypatch.setattr(generate, "_caches", wasteful)
     full, other = generate.run(*loaded, ["kivi:bits=4"], [40], new_tokens=1, rounds=2)
     assert other.peak_bytes > 60 * 2**20 > full.peak_bytes
 
 
-def test_documents_hold_the_median(loaded) -> None:
-    (found,) = generate.run(*loaded, [], [10], new_tokens=1, rounds=3)
-    document = found.document()
-    assert document["tokens_per_second"] == sorted(found.rates)[1]
-    assert (document["bench"], document["cache"], document["depth"]) == ("generate", "full", 10)
-
-
 @pytest.mark.parametrize(
-    ("names", "depths", "match"),
-    [(["kivy"], [0], "did you mean"), ([], [4096], "more than the model's")],
+    ("names", "contexts", "more", "match"),
+    [
+        (["kivy"], [32], {}, "did you mean"),
+        ([], [2048], {}, "more than the model's 2,048: give at most 2,013"),
+        ([], [16], {}, "give more than 16"),
+        ([], [32], {"execution": "compiled"}, "execution 'compiled' is not one of: eager"),
+    ],
 )
-def test_refused(loaded, names, depths, match) -> None:
+def test_refused(loaded, names, contexts, more, match) -> None:
     with pytest.raises(UserError, match=match):
-        list(generate.run(*loaded, names, depths))
+        list(generate.run(*loaded, names, contexts, **more))
 
 
 def test_a_missing_peer_is_named(loaded, monkeypatch) -> None:
@@ -84,17 +129,67 @@ def test_a_missing_peer_is_named(loaded, monkeypatch) -> None:
 
     monkeypatch.setattr(peers, "QuantizedCache", missing)
     with pytest.raises(UserError, match="hqq-4 needs the package hqq: pip install hqq"):
-        list(generate.run(*loaded, ["hqq-4"], [0]))
+        list(generate.run(*loaded, ["hqq-4"], [32]))
 
 
-def test_program(tiny: str, tmp_path, capsys) -> None:
+def test_program(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "generate.jsonl"
-    asked = ["bench", "generate", "-m", tiny, "-r", "kivi:bits=4", "--depths", "0,200", "--new-tokens", "1"]
+    asked = ["bench", "generate", "-m", tiny, "-r", "kivi:bits=4", "--context", "100,200", "--new-tokens", "1"]
+    asked += ["--dtype", "float32,bfloat16", "--prefill-chunk", "whole,64"]
     assert cli.run([*asked, "--rounds", "2", "--out", str(out), "--json"]) == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(r["cache"], r["depth"]) for r in results] == [(r["cache"], r["depth"]) for r in rows]
-    assert len(rows) == 4
-    assert {(r["bench"], r["new_tokens"], len(r["rates"])) for r in rows} == {("generate", 1, 2)}
+    assert [(r["dtype"], r["prefill_chunk"], r["context"], r["cache"]) for r in rows] == [
+        (dtype, chunk, context, cache)
+        for dtype in ("float32", "bfloat16")
+        for chunk in (None, 64)
+        for context in (100, 200)
+        for cache in ("full", "kivi:bits=4")
+    ]
+    assert [{**row, **result} for row, result in zip(rows, results, strict=True)] == rows
+    same = {(r["bench"], r["new_tokens"], r["execution"], r["seed"], len(r["step_ms"])) for r in rows}
+    assert same == {("generate", 1, "eager", 0, 2)}
+    for name in ("cpu", "isa", "torch", "transformers", "tersekv", "python", "torch_threads", "load"):
+        assert name in rows[0]
+    half = {r["bytes"] * 2 for r in rows if (r["cache"], r["dtype"]) == ("full", "bfloat16")}
+    assert half == {r["bytes"] for r in rows if (r["cache"], r["dtype"]) == ("full", "float32")}
     assert cli.run([*asked, "--rounds", "1"]) == 0
-    assert "kivi:bits=4" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{Path(tiny).name}, bfloat16, prompt in chunks of 64, " in said
+    assert cli.run(["plot", "decoding", str(out), "-o", str(tmp_path / "a.png")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--dtype", "float64", "--dtype 'float64'"),
+        ("--prefill-chunk", "0", "--prefill-chunk '0'"),
+        ("--prefill-chunk", "all", "write `whole`"),
+        ("--context", "some", "--context 'some' is no number of tokens"),
+        ("--context", "4k", "give at most"),
+        ("--threads", "4096", "--threads 4096"),
+    ],
+)
+def test_refused_options(option: str, value: str, said: str, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["bench", "generate", "-m", tiny, option, value]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_table_fits_a_hundred_columns() -> None:
+    """With steps, lengths and names as long as they get on a slow machine."""
+    decodings = [
+        generate.Decoding(
+            cache, "bfloat16", 8000, 512, "eager", 0, [222.2, 230.1, 219.8], [61.4, 60.2, 62.0], [101.2, 99.8, 104.1],
+            [2.68, 2.75, 2.31], 368_640_000, 32.0,
+        )
+        for cache in ("full", "trellis:bits=3,calibration=prompt", "kivi:bits=4", "turboquant:bits=4")
+    ]  # fmt: skip
+    written = io.StringIO()
+    Console(file=written, width=100).print(*speeds("smollm2", decodings, ["default", "kivi:bits=4"]))
+    lines = written.getvalue().splitlines()
+    assert max(map(len, lines)) <= 100
+    assert sum(line.startswith("┃ cache") for line in lines) == 1
+    row = next(line for line in lines if "│ default" in line)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["default", "8,000", "222 (220–230)", "2.68 (2.31–2.75)", "161", "101", "368.64 MB"]
+    assert "default = trellis:bits=3,calibration=prompt" in lines

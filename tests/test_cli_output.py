@@ -21,7 +21,7 @@ from tersekv import cli
 from tersekv.cli import evaluate, output
 from tersekv.hf import models
 from tersekv.lab.evals.harness import Summary
-from tersekv.lab.evals.names import short_names
+from tersekv.lab.evals.names import names_as_asked, short_names
 from tersekv.lab.evals.tasks.base import Estimate
 from tersekv.lab.evals.tasks.divergence import Divergence
 
@@ -126,7 +126,7 @@ def test_long_commands_report_and_stdout_stays_clean(
         (("demo", "--tokens", "300", "--new-tokens", "8"), ("reading the prompt", "answering")),
         (("prompt-cache", "build", "-p", "x" * 300, "-o", str(tmp_path / "c")), ("reading the prompt",)),
         (("eval", "perplexity", *text, "--context", "64", "--windows", "2"), ("perplexity 0-",)),
-        (("bench", "generate", "--depths", "64", "--rounds", "1", "--new-tokens", "4"), ("timing full after 64 tok",)),
+        (("bench", "generate", "--context", "64", "--rounds", "1", "--new-tokens", "4"), ("timing full after 64 tok",)),
         (
             ("calibrate", "-r", "kvquant:bits=2", *text, *corpus, "--out", str(tmp_path)),
             ("computing gradients",),
@@ -233,7 +233,7 @@ def test_no_word_of_a_table_is_broken(width: int, quarters: bool) -> None:
     metrics = {"kl": 0.003568, "top1_agreement": 0.9697, "nll": 3.063, "perplexity_ratio": 1.0043, "kl_q1": 1.367e-07}
     made = {name: Estimate(mean, mean / 7) for name, mean in metrics.items()}
     found = [Summary("divergence", recipe, 8, 2304, 5.79, 19_220_000, made, 123.6) for recipe in RECIPES]
-    names = evaluate._names(found, ["default"])
+    names = names_as_asked([summary.recipe for summary in found], ["default"])
     task = Divergence(prefix=1024)
     table = evaluate._table("divergence", task, found, names, quarters)
     screen = io.StringIO()

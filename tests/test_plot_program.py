@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -14,12 +15,13 @@ import pytest
 from made_records import DAMAGE, SHAPE, document, evaluation, refuse, write
 from tersekv import UserError, cli
 from tersekv.cache.estimate import predict
+from tersekv.lab.bench.generate import Decoding
 from tersekv.lab.plots import decodings, timings
 from tersekv.lab.plots.kinds import names, plots
 from tersekv.lab.plots.style import render
 
 RECORDS = Path(__file__).resolve().parents[1] / "benchmarks" / "records"
-ATTEND, GENERATE = RECORDS / "attend.jsonl", RECORDS / "generate.jsonl"
+ATTEND, EARLIER = RECORDS / "attend.jsonl", RECORDS / "generate.jsonl"
 SVG = b"<svg"
 
 
@@ -153,9 +155,12 @@ def test_a_failed_write_leaves_the_old_file(
 
 
 def test_decoding_says_what_the_record_says() -> None:
-    rows = [json.loads(line) for line in (GENERATE).read_text().splitlines()]
-    picture = render(plots()["decoding"], decodings.read_decodings([GENERATE]))
-    told = {(row[0], row[1]): row for row in picture.tables[0].rows}
+    """An earlier record, whose context is named `depth` and which has one dtype."""
+    rows = [json.loads(line) for line in EARLIER.read_text().splitlines()]
+    picture = render(plots()["decoding"], decodings.read_decodings([EARLIER]))
+    (table,) = picture.tables
+    assert table.title == "decoding speed (smollm2, float32, prompt read whole)"
+    told = {(row[0], row[1]): row for row in table.rows}
     assert len(told) == len(rows)
     for row in rows:
         rate, times = told[row["cache"], f"{row['depth']:,}"][2], told[row["cache"], f"{row['depth']:,}"][4]
@@ -163,4 +168,23 @@ def test_decoding_says_what_the_record_says() -> None:
         assert rate == f"{row['tokens_per_second']:.2f}"
         assert times == f"{row['tokens_per_second'] / full['tokens_per_second']:.2f}"
     with pytest.raises(UserError, match=r"`tersekv plot decoding .*generate.jsonl` draws those"):
-        timings.read_timings([GENERATE])
+        timings.read_timings([EARLIER])
+
+
+def test_decoding_by_dtype_and_way_to_read_the_prompt(tmp_path: Path) -> None:
+    """A panel and a table for each; a row that is missing in one of them leaves a gap."""
+    rows = []
+    for dtype, chunk, cache in itertools.product(("float32", "bfloat16"), (None, 512), ("full", "kivi:bits=4")):
+        for context in (1024, 8000):
+            steps = [20.0, 25.0, 50.0] if dtype == "float32" else [8.0, 25.0, 50.0]
+            found = Decoding(cache, dtype, context, chunk, "eager", 0, steps, [10.0, 10.0, 10.0])
+            rows.append({"model": "tiny", **found.document()})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
+    picture = render(plots()["decoding"], decodings.read_decodings([tmp_path / "a.jsonl"]))
+    assert {axes.get_ylim() for axes in picture.figure.axes} == {(0, 1.05 * 125)}
+    names = [f"{d}, prompt {w}" for d in ("float32", "bfloat16") for w in ("read whole", "in chunks of 512")]
+    assert [table.title for table in picture.tables] == [f"decoding speed (tiny, {name})" for name in names]
+    assert sorted(axes.get_title(loc="left") for axes in picture.figure.axes) == sorted(names)
+    assert [len(table.rows) for table in picture.tables] == [4, 4, 4, 3]
+    assert picture.tables[0].rows[1] == ["kivi:bits=4", "1,024", "40.00", "20.00–50.00", "1.00", "15.0"]
+    assert "bfloat16, prompt in chunks of 512: full: 40.0." in picture.alt

@@ -125,8 +125,8 @@ def test_clusters_picture(keys: ModelKeys) -> None:
 
 
 def test_clusters_say_what_is_missing(keys: ModelKeys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
-    with pytest.raises(UserError, match=r"needs scikit-learn: pip install 'tersekv\[plots\]'"):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(UserError, match=r"needs scikit-learn, which is not installed: pip install 'tersekv\[lab\]'"):
         render(plots()["clusters"], keys._replace(values=keys.keys))
 
 

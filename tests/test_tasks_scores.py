@@ -103,5 +103,5 @@ def test_edit_similarity() -> None:
 
 def test_edit_similarity_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rapidfuzz", None)
-    with pytest.raises(UserError, match=r"tersekv\[evals\]"):
+    with pytest.raises(UserError, match=r"tersekv\[lab\]"):
         scores.edit_similarity("a", "b")

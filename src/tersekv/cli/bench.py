@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import platform
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tersekv import __version__
 from tersekv.cli import output
-from tersekv.cli.env import cpu_features
-from tersekv.cli.generate import load
+from tersekv.cli.env import cpu_features, package_version
+from tersekv.cli.generate import load, use_threads
 from tersekv.errors import UserError
-from tersekv.units import parse_lengths, parse_numbers
+from tersekv.units import parse_lengths, parse_numbers, parse_tokens
 
 if TYPE_CHECKING:
     from tersekv.lab.bench.attend import Heads, Measured
@@ -23,6 +27,14 @@ if TYPE_CHECKING:
     from tersekv.lab.bench.generate import Decoding
 
 CACHES_HELP = "A recipe, or one of transformers' own: quanto-4, quanto-2, hqq-4, hqq-2, fp8. May be repeated."
+DTYPES = ("float32", "bfloat16", "float16")
+DTYPES_HELP = "float32, bfloat16 or float16, several with commas"
+PREFILL_CHUNK_HELP = "Tokens of a forward pass over the prompt; whole reads it in one. Several with commas."
+GENERATE_OUT_HELP = "Append JSON lines, one per dtype, way to read the prompt, context and cache."
+SPEED_NOTES = (
+    "× full: times as fast as transformers' own cache in the same round.",
+    "adds: what the context adds to a step, compared with the same cache after 16 tokens.",
+)
 
 app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 
@@ -107,8 +119,6 @@ def _attend_gpu(
 
 
 def _gpu_machine(name: str) -> dict[str, Any]:
-    from tersekv.cli.env import package_version
-
     return {"gpu": name} | {package: package_version(package) for package in ("triton", "flashinfer-python")}
 
 
@@ -133,46 +143,119 @@ def _gpu_table(measured: MeasuredGpu) -> Any:
 def generate(
     recipe: Annotated[list[str] | None, typer.Option("--recipe", "-r", help=CACHES_HELP)] = None,
     model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
-    depths: Annotated[str, typer.Option("--depths", help="Tokens in the cache, like 0,1k,8000.")] = "0,1k,4k,8000",
+    dtype: Annotated[str, typer.Option("--dtype", help=f"Of weights and activations: {DTYPES_HELP}.")] = (
+        "float32,bfloat16"
+    ),
+    context: Annotated[str, typer.Option("--context", help="Tokens in the cache, like 1k,8000.")] = "1k,4k,8000",
+    prefill_chunk: Annotated[str, typer.Option("--prefill-chunk", help=PREFILL_CHUNK_HELP)] = "whole,512",
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens timed in each round.")] = 32,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds, in which all caches take turns.")] = 3,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Threads of the CPU.")] = None,
     calibration: output.Calibrations = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Append JSON lines, one per cache and depth.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help=GENERATE_OUT_HELP)] = None,
     as_json: output.Json = False,
 ) -> None:
-    """Decoding speed with a model at several depths; transformers' own cache is always one of the caches."""
-    lengths = [0 if part.strip() == "0" else parse_lengths(part, "--depths")[0] for part in depths.split(",")]
-    network, tokenizer = load(model)
-    from tersekv.lab.bench.generate import run
+    """Decoding speed with a model after several contexts, and what each cache adds to a step without context;
+    transformers' own cache (full) is always one of them."""
+    dtypes, lengths, chunks = _dtypes(dtype), parse_lengths(context, "--context"), _chunks(prefill_chunk)
+    use_threads(threads)
+    caches = recipe or [output.DEFAULT_RECIPE]
+    documents: list[dict[str, Any]] = []
+    for name in dtypes:
+        network, tokenizer = load(model, name)
+        from tersekv.lab.bench.generate import run
 
-    found = []
-    with output.step("making prompts", unit="timings") as step:
-        for decoding in run(
-            network, tokenizer, recipe or [output.DEFAULT_RECIPE], lengths, new_tokens, rounds, calibration,
-            output.report, step.at,
-        ):  # fmt: skip
-            found.append(decoding)
-            if out is not None:
-                _write(out, "generate", [{"model": model, "new_tokens": new_tokens, **decoding.document()}])
+        found = []
+        common = {"model": model, "new_tokens": new_tokens, "load": _load()}
+        with output.step("making prompts", unit="timings") as step:
+            for decoding in run(
+                network, tokenizer, caches, lengths, chunks, new_tokens, rounds, calibration, report=output.report,
+                progress=step.at,
+            ):  # fmt: skip
+                found.append(decoding)
+                if out is not None:
+                    _write(out, "generate", [common | decoding.document()])
+        documents += [decoding.document() for decoding in found]
+        if not as_json:
+            for made in speeds(model, found, caches):
+                output.show(made)
+        del network  # before the next one is loaded
     if as_json:
-        output.print_json({"model": model, "results": [decoding.document() for decoding in found]})
-        return
-    output.show(_speeds(found))
+        output.print_json({"model": model, "results": documents})
 
 
-def _speeds(found: list[Decoding]) -> Any:
-    """One row per cache and depth; times faster than transformers' own cache, round by round."""
-    full = {decoding.depth: decoding.rates for decoding in found if decoding.cache == "full"}
-    rows = []
+def _dtypes(text: str) -> list[str]:
+    """Names of torch's dtypes, each once and in their order."""
+    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    if wrong := [name for name in names if name not in DTYPES]:
+        raise UserError(f"--dtype {wrong[0]!r} is not one of: {', '.join(DTYPES)} (several with commas)")
+    return names
+
+
+def _chunks(text: str) -> list[int | None]:
+    """Tokens of a forward pass over the prompt, each once and in their order; None for `whole`."""
+    found: dict[int | None, None] = {}
+    for part in text.split(","):
+        try:
+            found[None if part.strip() == "whole" else parse_tokens(part, "--prefill-chunk")] = None
+        except UserError as error:
+            raise UserError(
+                f"--prefill-chunk {part.strip()!r}: write `whole` for a prompt that is read in one pass, or the tokens "
+                "of a pass like 512; several with commas"
+            ) from error
+    return list(found)
+
+
+def _load() -> float | None:
+    """Processes that wanted a core in the last minute, before anything is timed; None where the system does not say."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):
+        return None
+
+
+def speeds(model: str, found: Sequence[Decoding], asked: Sequence[str]) -> list[output.Tables]:
+    """A table per dtype and way to read the prompt, a row per context and cache: medians over the rounds, with the
+    least and the most. asked: the caches as the user wrote them, since presets are shown by their own name."""
+    import torch
+
+    from tersekv.lab.evals.names import names_as_asked
+
+    names = names_as_asked([decoding.cache for decoding in found], asked)
+    tables: dict[tuple[str, int | None], list[Decoding]] = {}
     for decoding in found:
-        ratios = [mine / theirs for mine, theirs in zip(decoding.rates, full[decoding.depth], strict=True)]
-        held = "" if decoding.bytes is None else output.human_bytes(decoding.bytes)
-        rows.append((
-            decoding.cache, f"{decoding.depth:,}", f"{decoding.tokens_per_second:.2f}",
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})", held,
-            "" if decoding.peak_bytes is None else output.human_bytes(decoding.peak_bytes),
-        ))  # fmt: skip
-    return output.table("decoding", ("cache", "depth", "tokens/s", "× full", "held", "peak"), rows)
+        tables.setdefault((decoding.dtype, decoding.prefill_chunk), []).append(decoding)
+    made = []
+    for (dtype, chunk), rows in tables.items():
+        read = "prompt read whole" if chunk is None else f"prompt in chunks of {chunk:,}"
+        notes = [
+            f"{names[cache]} = {cache}" for cache in dict.fromkeys(row.cache for row in rows) if names[cache] != cache
+        ]
+        made.append(
+            output.table(
+                f"{Path(model).name}, {dtype}, {read}, threads: {torch.get_num_threads()}; medians (least–most) of "
+                f"{len(rows[0].step_ms)} rounds",
+                ("cache", "context", "ms per token", "× full", "adds ms", "prefill s", "held"),
+                [_speed(row, names[row.cache]) for row in rows],
+                notes=[*notes, *SPEED_NOTES],
+            )
+        )
+    return made
+
+
+def _speed(decoding: Decoding, name: str) -> tuple[str, ...]:
+    step, ratio = decoding.step_ms, decoding.times_full
+    return (
+        name, f"{decoding.context:,}", f"{_short(statistics.median(step))} ({_short(min(step))}–{_short(max(step))})",
+        f"{statistics.median(ratio):.2f} ({min(ratio):.2f}–{max(ratio):.2f})",
+        _short(statistics.median(decoding.adds_ms)), _short(statistics.median(decoding.prefill_seconds)),
+        "" if decoding.bytes is None else output.human_bytes(decoding.bytes),
+    )  # fmt: skip
+
+
+def _short(x: float) -> str:
+    """One decimal, none from 100 on."""
+    return f"{x:.0f}" if abs(x) >= 100 else f"{x:.1f}"
 
 
 def _machine(bench: str) -> dict[str, Any]:
@@ -192,7 +275,10 @@ def _append(path: Path, measured: Measured) -> None:
 def _write(path: Path, bench: str, rows: list[dict[str, Any]]) -> None:
     import torch
 
-    common = _machine(bench) | ({"torch_threads": torch.get_num_threads()} if bench == "generate" else {})
+    common = _machine(bench)
+    if bench == "generate":
+        versions = {"transformers": package_version("transformers"), "tersekv": __version__}
+        common |= {"python": platform.python_version(), **versions, "torch_threads": torch.get_num_threads()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(common | row) + "\n" for row in rows)

@@ -10,8 +10,9 @@ from typing import Any
 
 from tersekv import __version__
 from tersekv.cli import output
+from tersekv.extras import LAB
 
-PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "numpy", "typer", "rich")
+PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy", "typer", "rich", *LAB)
 # Instruction sets that kernels choose between, as /proc/cpuinfo spells them (x86, then Arm).
 FEATURES = (
     *("sse4_2", "avx", "f16c", "fma", "avx2", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"),

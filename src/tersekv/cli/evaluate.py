@@ -85,9 +85,12 @@ def evaluate(
     if as_json:
         output.print_json({"model": model, "results": [summary.document() for summary in summaries]})
         return
+    from tersekv.lab.evals.names import names_as_asked
+
+    names = names_as_asked([summary.recipe for summary in summaries], recipe or [])
     for name, task in chosen.items():
         ours = [summary for summary in summaries if summary.task == name]
-        output.show(_table(name, task, ours, _names(summaries, recipe or []), quarters))
+        output.show(_table(name, task, ours, names, quarters))
 
 
 def _run(
@@ -109,14 +112,6 @@ def _run(
                 f"stopped; {kept if records.path else 'nothing was kept, since no folder was given with --out'}"
             )
             raise
-
-
-def _names(summaries: Sequence[harness.Summary], asked: Sequence[str]) -> dict[str, str]:
-    """A short name for each recipe; a preset's own, where it was asked for by name."""
-    from tersekv.lab.evals.names import short_names
-    from tersekv.recipe import PRESETS
-
-    return short_names([summary.recipe for summary in summaries]) | {PRESETS[a]: a for a in asked if a in PRESETS}
 
 
 def _table(

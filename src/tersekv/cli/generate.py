@@ -46,7 +46,7 @@ def generate(
         from tersekv.hf import text as prompts
         from tersekv.hf.calibration import calibration_for
 
-        _use_threads(threads)
+        use_threads(threads)
         parsed = _recipe(recipe, prompt_cache)
     network, tokenizer = load(model)
     with output.step("looking for the calibration"):
@@ -88,15 +88,16 @@ def _recipe(recipe: str | None, prompt_cache: Path | None) -> str:
     return found
 
 
-def load(model: str) -> tuple[Any, Any]:
-    """The model and its tokenizer, got first where it is a known one, and warmed up."""
+def load(model: str, dtype: str = "auto") -> tuple[Any, Any]:
+    """The model and its tokenizer, got first where it is a known one, and warmed up. dtype: of its weights, `auto` for
+    the checkpoint's."""
     from tersekv.cli import measure
     from tersekv.hf import models
 
     with output.step(f"getting {model}"):
         models.pull_if_known(model, output.report)
     with output.step(f"loading {model}"):
-        network, tokenizer = models.load(model)
+        network, tokenizer = models.load(model, dtype)
     with output.step("warming up"):
         measure.warm_up(network)
     return network, tokenizer
@@ -129,7 +130,8 @@ def _utf8(data: bytes, where: str) -> str:
         raise UserError(f"{where} is not UTF-8 text (byte {error.start}): convert it first") from error
 
 
-def _use_threads(threads: int | None) -> None:
+def use_threads(threads: int | None) -> None:
+    """Set the threads of torch and of our kernels; None leaves them as they are."""
     if threads is not None:
         most = 4 * (os.cpu_count() or 1)
         if threads > most:

@@ -63,9 +63,9 @@ def plot(
         raise UserError(f"no picture {kind!r}{hint(kind, kinds.names())} (known: {', '.join(kinds.names())})")
     path = check_out(out or Path(f"{kind}.png"), SUFFIXES)
     with output.step("loading torch and matplotlib"):
+        chosen = kinds.plot(kind)
         from tersekv.lab.plots.style import render, to_bytes
 
-        chosen = kinds.plot(kind)
     _refuse_others(kind, chosen, given)
     source = _source(chosen, given)
     with output.step(f"drawing {kind}"):

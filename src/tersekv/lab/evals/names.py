@@ -6,6 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
+from tersekv.recipe import PRESETS
+
 ALWAYS = ("bits", "budget")
 """Options that a short name has wherever the recipe names them."""
 _TERM = re.compile(r"([a-z]\w*)((?::[^;+/]*)?)")
@@ -18,6 +20,11 @@ def short_names(recipes: Sequence[str]) -> dict[str, str]:
     for recipe in dict.fromkeys(recipes):
         groups[_TERM.sub(r"\1", recipe)].append(recipe)
     return {recipe: _without_common(recipe, group) for group in groups.values() for recipe in group}
+
+
+def names_as_asked(recipes: Sequence[str], asked: Sequence[str]) -> dict[str, str]:
+    """A short name for each canonical recipe; a preset's own, where it was asked for by name."""
+    return short_names(recipes) | {PRESETS[name]: name for name in asked if name in PRESETS}
 
 
 def broken(recipe: str, width: int) -> list[str]:

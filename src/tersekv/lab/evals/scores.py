@@ -8,7 +8,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from tersekv.errors import UserError
+from tersekv.extras import require
 
 
 def first_number(text: str) -> int | None:
@@ -139,10 +139,9 @@ def edit_similarity(answer: str, expected: str) -> float:
     Raises:
         UserError: rapidfuzz is not installed.
     """
-    try:
-        from rapidfuzz import fuzz
-    except ImportError as error:
-        raise UserError("the score of code needs rapidfuzz: pip install 'tersekv[evals]'") from error
+    require("LongBench's score of code", "rapidfuzz")
+    from rapidfuzz import fuzz
+
     lines = answer.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(fuzz.ratio(line, expected)) / 100

@@ -74,10 +74,11 @@ class Plot:
     reads: "keys" (a `ModelKeys`), "evaluation" (records of `tersekv eval`), "bytes" (`Held`, of such records or
     predicted), "timings" (`Timing`, of a benchmark of attention), "decodings"
     (`Rate`, of one of decoding) or "streams" (`Step`, of one of growing caches). draw:
-    called with that and the options named in `options`.
+    called with that and the options named in `options`. needs: packages of the extra `lab` besides matplotlib.
     """
 
     title: str
     reads: Reads
     draw: Callable[..., Picture]
     options: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()

@@ -29,6 +29,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from tersekv.errors import UserError
+from tersekv.extras import require
 from tersekv.lab.evals import scores
 from tersekv.lab.evals.cases import Case, QuestionTask, check_lengths, chosen, mean_of_subtasks, too_short
 from tersekv.lab.evals.haystack import middle_cut
@@ -84,6 +85,8 @@ class LongBench(QuestionTask):
                 f"data {self.data!r} has no {missing[0] if missing else '<dataset>'}.jsonl: give a folder with "
                 f"LongBench's files (the unpacked data.zip of its Hub repository), or data={HUB} to download them"
             )
+        if any(DATASETS[name].metric == "edit_similarity" for name in wanted):
+            require("LongBench's score of code", "rapidfuzz")
         return wanted
 
     def score(self, case: Case, text: str) -> dict[str, float]:

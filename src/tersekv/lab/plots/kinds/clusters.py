@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from tersekv.errors import UserError
+from tersekv.extras import require
 from tersekv.lab.plots.base import KeyFigures, ModelKeys, Picture, Plot
 from tersekv.lab.plots.style import BLACK, BLUE, LIGHT, RED, YELLOW, heading, new_figure
 from tersekv.policies.subgen import farthest_first
@@ -72,10 +73,9 @@ def embedded(x: Tensor) -> Array:
     Raises:
         UserError: scikit-learn is not installed.
     """
-    try:
-        from sklearn.manifold import TSNE
-    except ImportError as error:
-        raise UserError("plot clusters needs scikit-learn: pip install 'tersekv[plots]'") from error
+    require("plot clusters", "scikit-learn")
+    from sklearn.manifold import TSNE
+
     made = TSNE(perplexity=min(PERPLEXITY, (len(x) - 1) / 3), init="pca", random_state=0, n_jobs=1)
     placed: Array = made.fit_transform(x.float().numpy())
     return placed
@@ -158,4 +158,4 @@ def _alt(source: ModelKeys, found: Found) -> str:
     )
 
 
-PLOT = Plot("keys and values by t-SNE, with SubGen's centers (SubGen, Figure 1)", "keys", draw)
+PLOT = Plot("keys and values by t-SNE, with SubGen's centers (SubGen, Figure 1)", "keys", draw, needs=("scikit-learn",))
