@@ -71,6 +71,7 @@ class LayerStore(Stateful):
         self.waits = True  # nothing is in sinks or packed: no tokens yet, or rows that are still short
         self.record_past = False  # a sliding window forgets at a crop only
         self.seen = self.dropped = 0
+        self.room = 0  # tokens that can be added before some are packed, where it is known
         self._pages: PageSet | None = None  # kept until packed blocks change
 
     @property
@@ -105,6 +106,16 @@ class LayerStore(Stateful):
             CacheError, UserError: values that are not finite, or that the exact type or a scale cannot hold; nothing
             was added.
         """
+        n = keys.shape[2]
+        if n <= self.room and not self.waits:  # nothing is packed: the tokens go into the recent window
+            own_keys, own_values = self.keys.rounded(keys), self.values.rounded(values)
+            if self.rotary is not None and self.rotary.rope.varies:
+                self.rotary.note(self.seen, n)
+            self.keys.tail.append(own_keys)
+            self.values.tail.append(own_values)
+            self.room -= n
+            self.seen += n
+            return
         new = [side.rounded(x) for side, x in zip(self.sides, (keys, values), strict=True)]
         if self.waits and padding is not None and int(padding.max()) > 0:
             self.padding = padding
@@ -146,6 +157,18 @@ class LayerStore(Stateful):
         if flush:
             self._pages = None
             self._note(place, own, flush)
+        self.room = self._room()
+
+    def _room(self) -> int:
+        """Tokens that can be added before some are packed, none if sinks come first."""
+        if self.keys.sinks.shape[2] < self.policy.sink_tokens(self.window):
+            return 0
+        held, n = self.keys.tail.tokens, 0
+        while n < self.flush_tokens and not self.policy.to_pack(
+            held + n + 1, self.flush_tokens, self.seen + n + 1, self.window
+        ):
+            n += 1
+        return n
 
     def _own(self, skip: int, flush: int) -> range:
         """Of the `flush` tokens about to be packed, of which `skip` are not needed, those that are kept here."""
@@ -231,7 +254,7 @@ class LayerStore(Stateful):
             CacheError: more than was seen, or more than a sliding window or a padded batch can give back.
         """
         self.check_crop(n)
-        self._pages, self.seen = None, self.seen - n
+        self._pages, self.seen, self.room = None, self.seen - n, 0
         from_tail = min(n, self.keys.tail.tokens)
         from_packed = min(n - from_tail, self.packed_tokens)
         blocks = -(-from_packed // self.flush_tokens) * self.flush_tokens

@@ -151,6 +151,12 @@ class SelectiveStore(Stateful, ABC):
         """
         if votes is None and self.observed(keys.shape[2]):
             raise UserError(UNREADABLE)
+        if self._only_grows(keys.shape[2]):  # nothing leaves the tail
+            new = [side.rounded(x) for side, x in zip(self.sides, (keys, values), strict=True)]
+            for tail, x in zip(self.tails, new, strict=True):
+                tail.append(x)
+            self.seen += keys.shape[2]
+            return
         new = [side.rounded(x) for side, x in zip(self.sides, (keys, values), strict=True)]
         before = [pool.mark() for pool in self.pools], {name: getattr(self, name) for name in self.STATE}
         if self.waits and padding is not None and int(padding.max()) > 0:
@@ -169,6 +175,14 @@ class SelectiveStore(Stateful, ABC):
             old = tail.tokens
             tail.drop_front(min(leave, old))
             tail.append(x[:, :, max(0, leave - old) :])
+
+    def _only_grows(self, n: int) -> bool:
+        """True if n generated tokens go into the tail, and nothing else changes."""
+        policy, tail = self.policy, self.tails[0]
+        if policy.evicts != "never" or policy.remembers or self._is_prompt(n) or self.waits:
+            return False
+        usual = self.tail_tokens + self.flush_tokens
+        return tail.usual == usual and tail.tokens + n < usual
 
     def _add(self, new: list[Tensor], votes: Tensor | None) -> int:
         """Everything but the tail; how many of the oldest tokens of the tail and of `new` leave it."""

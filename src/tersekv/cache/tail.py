@@ -53,6 +53,8 @@ class TailBuffer(Stateful):
     def append(self, x: Tensor) -> None:
         """Add tokens [B, H, n, D]."""
         n = x.shape[2]
+        if n == 0:
+            return
         if self.tokens + n > self._data.shape[2]:
             capacity = tail_capacity(self.tokens + n, self.usual)
             grown = self._data.new_empty((*self._data.shape[:2], capacity, self._data.shape[3]))
