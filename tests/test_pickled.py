@@ -13,7 +13,7 @@ import transformers as tf
 
 import tersekv
 from conftest import LOSSLESS, SHAPE, build, prompt
-from tersekv.cache.spread import Spread
+from tersekv.cache.parallel import Spread
 from tersekv.errors import CacheError, UserError
 from test_interrupted import HYBRID, interrupted
 

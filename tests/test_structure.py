@@ -31,10 +31,10 @@ MAY_IMPORT = {
     "cache": {"codecs", "codecs.transforms", "layouts", "policies", "recipe"},
     "attention": {"cache", "kernels", "layouts"},
     "hf": {"attention", "cache", "codecs", "codecs.transforms", "layouts", "recipe"},
-    "serving": {"codecs", "kernels", "layouts", "recipe"},
+    "serving": {"cache", "codecs", "kernels", "layouts", "recipe"},
     "lab.evals": {"cache", "hf", "recipe"},
     "lab.plots": {"cache", "codecs.codebooks", "codecs.transforms", "lab.evals", "policies", "recipe"},
-    "lab.bench": {"codecs", "codecs.transforms", "hf", "kernels", "lab.evals", "layouts", "recipe"},
+    "lab.bench": {"cache", "codecs", "codecs.transforms", "hf", "kernels", "lab.evals", "layouts", "recipe"},
 }
 
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.heads import Heads
 from tersekv.cache.layer import LayerStore
+from tersekv.cache.parallel import Heads, Spread
 from tersekv.cache.pool import WEIGHT, Pool
 from tersekv.cache.segments import ExactSegment, PackedSegment
 from tersekv.cache.selective import SelectiveStore
 from tersekv.cache.side import extents
 from tersekv.cache.sketch import SketchStore
-from tersekv.cache.spread import Spread, SpreadStore
+from tersekv.cache.spread import SpreadStore
 from tersekv.cache.states import KEPT, kept_votes
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.policies.base import Candidates, Selection

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tersekv.cache.coding import own_sinks, without_padding
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.heads import Heads
-from tersekv.cache.padding import own_sinks, without_padding
 from tersekv.cache.pages import PageSizes
+from tersekv.cache.parallel import Heads
 from tersekv.cache.rollback import ROLLBACK_TOKENS, check_crop, outside
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.segments import ExactSegment, PackedSegment, new_page

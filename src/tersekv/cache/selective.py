@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.heads import Heads
+from tersekv.cache.parallel import Heads
 from tersekv.cache.pool import Pool
 from tersekv.cache.segments import ExactSegment, PackedSegment, WeightedSegment
 from tersekv.cache.state import Rules, Spec, Stateful

@@ -16,9 +16,8 @@ from transformers.cache_utils import LinearAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.heads import Heads
+from tersekv.cache.parallel import Heads, Spread
 from tersekv.cache.selective import UNREADABLE
-from tersekv.cache.spread import Spread
 from tersekv.errors import UserError
 from tersekv.hf.calibration import Calibration, calibrated_plans
 from tersekv.hf.config import AttentionShape, attention_layers, layers_without_own_tokens, text_config
