@@ -26,6 +26,15 @@ SPARE_ENTRIES = 32
 ENTRY_MARGIN = 1 / 8
 """Room of a page for ragged entries that are denser than those it was opened with."""
 
+ROLLBACK_TOKENS = 128
+"""Tokens kept beyond a sliding window, so that assisted decoding can take back what it had proposed."""
+
+
+def out_of_window(held: int, window: int, flush: int) -> int:
+    """How many of the oldest of `held` tokens no query can see in a sliding window, a rollback included: a multiple of
+    `flush`."""
+    return max(0, (held - window - ROLLBACK_TOKENS) // flush * flush)
+
 
 @dataclass(frozen=True)
 class PageSizes:

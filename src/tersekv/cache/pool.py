@@ -20,14 +20,20 @@ from tersekv.cache.coding import Tokens
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.pages import PageSizes
 from tersekv.cache.parallel import Heads
-from tersekv.cache.side import SideStore
+from tersekv.cache.schema import MOST, Check, flag, of_spec, optional, record, require, tensor
+from tersekv.cache.side import SideStore, exact_tokens
 from tersekv.cache.state import Spec, Stateful
-from tersekv.cache.states import POOL, exact_tokens, pool_side, pool_slots
 from tersekv.codecs import Codec
 from tersekv.codecs.transforms.rope import Angles, Rope
 from tersekv.layouts.base import View
+from tersekv.tensors import TensorSpec
 
 WEIGHT = "weight"
+
+
+def pool_side(side: SideStore, place: str) -> None:
+    """Exact tokens of a pool are its loose ones."""
+    require(side.sinks.shape[2] == 0 == side.tail.tokens, place, "has sinks or a tail, which pools do not have")
 
 
 class PoolSide(SideStore):
@@ -50,6 +56,31 @@ class PoolSide(SideStore):
         """Keep these batch rows."""
         super().select(rows)
         self.loose = self.loose.index_select(0, rows)
+
+
+def _fields(pool: Pool) -> Check:
+    """A slot without a token may hold anything."""
+    B, H, _ = pool.positions.shape
+    return record({name: of_spec(TensorSpec(x.dtype, (B, H, None), anything=True)) for name, x in pool.fields.items()})
+
+
+POOL = {
+    "positions": lambda pool: tensor(torch.int32, *pool.positions.shape[:2], None),
+    "fields": _fields,
+    "padding": lambda pool: optional(tensor(torch.int64, pool.positions.shape[0], low=0, high=MOST)),
+    "moves": lambda pool: flag,
+}
+
+
+def pool_slots(pool: Pool, place: str) -> None:
+    """Sides, positions and figures are of the same slots."""
+    counts = {(side.packed.tokens, side.loose.shape[2]) for side in pool.sides}
+    require(len(counts) == 1, place, f"holds other slots of keys than of values {sorted(counts)}")
+    slots = sum(counts.pop())
+    for name, x in {"positions": pool.positions, **pool.fields}.items():
+        where = f"{place}.{name}" if name == "positions" else f"{place}.fields.{name}"
+        require(x.shape[2] == slots, where, f"has {x.shape[2]} slots of {slots}")
+        require(bool(x[pool.alive].isfinite().all()), where, "has a NaN or Inf where a slot holds a token")
 
 
 class Pool(Stateful):

@@ -7,13 +7,28 @@ length of the sequence, keys keep those of the call they came with: runs of toke
 from __future__ import annotations
 
 import bisect
+import itertools
+import operator
 
 import torch
 from torch import Tensor
 
+from tersekv.cache.schema import MOST, each, one_of, optional, require, tensor, whole
 from tersekv.cache.state import State, Stateful
-from tersekv.cache.states import ROTARY, rotary_runs
 from tersekv.codecs.transforms.rope import Angles, Rope
+
+ROTARY = {
+    "padding": lambda rotary: optional(tensor(torch.int64, None, low=0, high=MOST)),
+    "starts": lambda rotary: each(whole()) if rotary.rope.varies else each(one_of(0), 1),
+    "lengths": lambda rotary: each(whole()) if rotary.rope.varies else each(one_of(0), 1),
+}
+
+
+def rotary_runs(rotary: Rotary, place: str) -> None:
+    """Runs of tokens begin one after the other, each within its length."""
+    rising = rotary.starts[:1] == [0] and all(a < b for a, b in itertools.pairwise(rotary.starts))
+    known = len(rotary.starts) == len(rotary.lengths) and all(map(operator.le, rotary.starts, rotary.lengths))
+    require(rising and known, place, "has starts and lengths that are not those of runs of tokens")
 
 
 class Rotary(Stateful):

@@ -19,9 +19,8 @@ from tersekv.cache.footprint import Footprint
 from tersekv.cache.pages import PageSizes
 from tersekv.cache.parallel import Heads
 from tersekv.cache.rotary import Rotary
-from tersekv.cache.schema import Check, of_spec, record, refuse, require
+from tersekv.cache.schema import Check, of_spec, record, refuse, require, tensor
 from tersekv.cache.state import Rules, Spec, State, Stateful, own
-from tersekv.cache.states import exact_tokens, side_learnt
 from tersekv.cache.tail import TailBuffer
 from tersekv.codecs import Codec
 from tersekv.errors import CacheError
@@ -29,6 +28,18 @@ from tersekv.layouts.base import Planes, View
 from tersekv.tensors import type_name
 
 log = logging.getLogger(__name__)
+
+
+def exact_tokens(side: SideStore) -> Check:
+    """Tokens as floats."""
+    return tensor(side.dtype, *side.sinks.shape[:2], None, side.head_dim)
+
+
+def side_learnt(side: SideStore, place: str) -> None:
+    """The codec has learnt what decoding needs."""
+    lacks = side.codec.lacks
+    ready = lacks is None or (lacks == "prompt" and not side.packed.tokens)
+    require(ready, f"{place}.fitted", "is not what the codec must have learnt")
 
 
 class Prepared(NamedTuple):

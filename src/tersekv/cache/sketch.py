@@ -17,10 +17,10 @@ from tersekv.cache.clusters import Clusters
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.pool import WEIGHT, Pool
 from tersekv.cache.reservoir import Reservoir, counts
+from tersekv.cache.schema import Check, optional, require, tensor, whole
 from tersekv.cache.segments import ExactSegment, WeightedSegment
-from tersekv.cache.selective import SelectiveStore
+from tersekv.cache.selective import SELECTIVE, SelectiveStore
 from tersekv.cache.state import State, own
-from tersekv.cache.states import SKETCH, sketch_slots
 from tersekv.layouts.base import View
 from tersekv.layouts.exact import ExactView
 from tersekv.policies.subgen import SubGen
@@ -29,6 +29,31 @@ BLOCK_TOKENS = 1024
 """Tokens that enter the sketches at a time, and packed ones that are read at a time."""
 
 NORM = "norm"
+
+
+def _clusters(store: SketchStore) -> Check:
+    return optional(Clusters.schema(store.keys.loose, store.subgen.slots, limited=not store.subgen.delta))
+
+
+SKETCH = {
+    **SELECTIVE,
+    "longest": lambda store: tensor(torch.float32, store.batch_size, store.kv_heads, low=0),
+    "draws": lambda store: whole(),
+    "reservoir": lambda store: optional(Reservoir.schema(store.batch_size, store.kv_heads)),
+    "clusters": _clusters,
+}
+
+
+def sketch_slots(store: SketchStore, place: str) -> None:
+    """Samples name tokens that have left the tail."""
+    first = store.seen - store.tails[0].tokens
+    sampled = store.pool.positions.shape[2] + store.centers.positions.shape[2]
+    require((store.reservoir is None) == (store.clusters is None), place, "has samples of values or of keys only")
+    require(not sampled or store.reservoir is not None, place, "has sampled tokens without samples")
+    require(store.first.packed_tokens == 0, f"{place}.pools.2", "packs tokens, and must keep all of them exact")
+    if store.reservoir is not None and store.clusters is not None:
+        store.reservoir.check(first, f"{place}.reservoir")
+        store.clusters.check(first, f"{place}.clusters")
 
 
 class SketchStore(SelectiveStore):

@@ -11,7 +11,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from tersekv.cache.kept import new_store
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.rollback import is_whole
 from tersekv.cache.schema import anything, each, flag, of_spec, one_of, record, require, whole
 from tersekv.cache.selective import UNREADABLE, SelectiveStore
 from tersekv.cache.state import State, own
@@ -98,7 +97,7 @@ class CompressedLayer(CacheLayerMixin):
             progress.torn = False
             raise type(error)(f"layer {self.index}: {error}") from error
         except BaseException:  # also KeyboardInterrupt: what was only prepared has changed nothing
-            progress.torn = not is_whole(self.store, seen)
+            progress.torn = not self.store.is_whole(seen)
             raise
         progress.torn = False
         progress.end(self.index)
