@@ -61,10 +61,10 @@ def generate(
         write = None if as_json else stream
         held = None
         if choice is not None and prompt_cache is not None:
-            from tersekv.hf import saved
+            import tersekv
 
             with output.step(f"loading {prompt_cache}"):
-                held = saved.load(prompt_cache, network, ids, tokenizer.decode)
+                held = tersekv.CompressedCache.load(prompt_cache, network, ids, tokenizer.decode)
         outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write, learnt, held))
     if as_json:
         output.print_json(_document(outcomes))

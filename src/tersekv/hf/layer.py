@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,10 @@ from tersekv.cache.selective import UNREADABLE, SelectiveStore
 from tersekv.cache.state import State, own
 from tersekv.errors import CacheError, UserError
 from tersekv.freed_memory import give_back_freed_memory
+from tersekv.hf.base import ModelCache
 from tersekv.hf.handle import Pending, PendingTokens
+from tersekv.hf.progress import checked_crop
 from tersekv.recipe import LayerPlan
-
-if TYPE_CHECKING:
-    from tersekv.hf.cache import CompressedCache
-
 
 FLOATS = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 """Types of keys and values by the names that files have for them."""
@@ -31,14 +29,6 @@ MUCH_MEMORY, MANY_TOKENS = 1 << 20, 128
 asking for: a prompt, not a step of a large batch."""
 
 
-def checked_crop(tokens_to_remove: int) -> int:
-    """The argument of `crop` as a whole number, which is 0 or less."""
-    tokens_to_remove = int(tokens_to_remove)  # releases before 5.17 pass a tensor
-    if tokens_to_remove > 0:
-        raise UserError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; pass 0 or less")
-    return tokens_to_remove
-
-
 class CompressedLayer(CacheLayerMixin):
     """One attention layer: a `LayerStore` behind transformers' layer interface."""
 
@@ -46,7 +36,7 @@ class CompressedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: CompressedCache, index: int, plan: LayerPlan, window: int | None) -> None:
+    def __init__(self, cache: ModelCache, index: int, plan: LayerPlan, window: int | None) -> None:
         super().__init__()
         self.cache, self.index, self.plan, self.sliding_window = cache, index, plan, window
         self.is_sliding = window is not None

@@ -16,14 +16,15 @@ import torch
 
 from tersekv.cache.state import own, split
 from tersekv.errors import UserError
-from tersekv.hf.cache import ATTENTION_NAME, CompressedCache, CompressedLayer
+from tersekv.hf.base import ATTENTION_NAME, ModelCache
 from tersekv.hf.calibration import attention_plans
+from tersekv.hf.layer import CompressedLayer
 from tersekv.recipe import Recipe
 from tersekv.tensors import plain
 
 
 @plain
-def reduced(cache: CompressedCache) -> tuple[Callable[..., CompressedCache], tuple[Any, ...]]:
+def reduced(cache: ModelCache) -> tuple[Callable[..., ModelCache], tuple[Any, ...]]:
     """What `__reduce__` returns.
 
     Raises:
@@ -43,8 +44,8 @@ def reduced(cache: CompressedCache) -> tuple[Callable[..., CompressedCache], tup
 
 @plain
 def rebuilt(
-    kind: type[CompressedCache], config: Any, recipe: str, layers: list[Any], progress: tuple[Any, ...]
-) -> CompressedCache:
+    kind: type[ModelCache], config: Any, recipe: str, layers: list[Any], progress: tuple[Any, ...]
+) -> ModelCache:
     """The cache of a pickle, on the device where its tensors are now."""
     parsed = Recipe.parse(recipe)
     cache = kind.of(config, parsed, attention_plans(parsed, config))
