@@ -85,14 +85,7 @@ def test_copies_begin_with_nothing():
     kept.of["cpu"] = ((1,), (2,))
     for copied in (copy.copy(kept), copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
         assert copied.of == {}
-
-
-def test_pickled_ones_begin_with_nothing():
-    """Sending a tensor to another process moves it."""
-    kept = Kept()
-    kept.of["cpu"] = ((1,), (2,))
-    pickle.dumps(kept)
-    assert kept.of == {}
+        assert kept.of == {"cpu": ((1,), (2,))}
 
 
 def test_what_a_rope_has_lives_as_long_as_its_address():

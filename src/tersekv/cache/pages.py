@@ -11,6 +11,7 @@ import itertools
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,8 +110,12 @@ class Page:
                 plane.copy_(held)
         return page
 
-    def state(self) -> State:
-        """Blocks in use, and what was allocated."""
+    def __getstate__(self) -> dict[str, Any]:
+        """Attributes for a pickle, with copies of the planes, see `Stateful.state`."""
+        return vars(self) | {"planes": {name: plane.clone() for name, plane in self.planes.items()}}
+
+    def live_state(self) -> State:
+        """Blocks in use, and what was allocated; planes are views."""
         blocks, entries = _extent(self.layout, self.planes)
         figures = {"blocks": blocks, "entries": entries, "start": self.start, "stop": self.stop}
         return {**figures, "end": self._end(self.stop), "planes": self.cut(0, len(self))}

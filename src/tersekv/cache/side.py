@@ -181,9 +181,9 @@ class SideStore(Stateful):
         pages = [self.view(first, tokens, place).decode().to(dtype) for first, tokens in extents([self])]
         return torch.cat([self.sinks.to(dtype), *pages, self.tail.data.to(dtype)], dim=2)
 
-    def state(self) -> State:
+    def live_state(self) -> State:
         """See `Stateful`; with what the codec has learnt."""
-        return super().state() | {"fitted": self.codec.fitted}
+        return super().live_state() | {"fitted": self.codec.fitted}
 
     def schema(self) -> dict[str, Check]:
         """See `Stateful`."""

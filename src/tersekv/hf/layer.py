@@ -114,7 +114,11 @@ class CompressedLayer(CacheLayerMixin):
         return torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)
 
     def state(self) -> State:
-        """What the layer holds, see `Stateful`; `plan`: what its codecs learnt from a corpus."""
+        """A copy of what the layer holds, see `Stateful`; `plan`: what its codecs learnt from a corpus."""
+        return own(self.live_state())
+
+    def live_state(self) -> State:
+        """The same without copying."""
         plan = {"keys": self.plan.keys.fitted, "values": self.plan.values.fitted}
         common: State = {"plan": plan, "record_past": self.record_past, "store": None}
         if self.store is None:
@@ -123,7 +127,7 @@ class CompressedLayer(CacheLayerMixin):
         common["heads"] = self._place_of_heads(H)
         shapes = [[B, H, 0, side.head_dim] for side in self.store.sides]
         dtype = str(self.dtype).removeprefix("torch.")
-        return common | {"shapes": shapes, "dtype": dtype, "store": self.store.state()}
+        return common | {"shapes": shapes, "dtype": dtype, "store": self.store.live_state()}
 
     def restore(self, state: State, batch: int, device: torch.device, place: str) -> None:
         """Hold what `state()` gave for so many rows. place: where errors say it is.

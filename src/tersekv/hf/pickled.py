@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tersekv.cache.state import own, split
+from tersekv.cache.state import split
 from tersekv.errors import UserError
 from tersekv.hf.base import ATTENTION_NAME, ModelCache
 from tersekv.hf.calibration import attention_plans
@@ -37,7 +37,7 @@ def reduced(cache: ModelCache) -> tuple[Callable[..., ModelCache], tuple[Any, ..
     config = copy.copy(cache.config)
     if config._attn_implementation == ATTENTION_NAME:  # true of a model while compress is installed on it
         config.__dict__["_attn_implementation_internal"] = None
-    layers = [own(layer.state()) if isinstance(layer, CompressedLayer) else layer for layer in cache.layers]
+    layers = [layer.state() if isinstance(layer, CompressedLayer) else copy.deepcopy(layer) for layer in cache.layers]
     progress = cache.progress.torn, cache.progress.steps, cache.progress.last, dict(cache.progress.done)
     return rebuilt, (type(cache), config, str(cache.recipe), layers, progress)
 

@@ -59,7 +59,7 @@ def save(cache: ModelCache, path: Path, ids: Tensor | None = None, model: PreTra
         raise UserError("only a cache that holds tokens, as many in every layer, can be saved: let the model read some")
     tokens, batch = seen.pop(), layers[0].batch_size
     ids = None if ids is None else _checked_ids(ids, batch, tokens)
-    state = {"layers": [layer.state() for layer in layers], "tables": _shared_tables(cache), "ids": ids}
+    state = {"layers": [layer.live_state() for layer in layers], "tables": _shared_tables(cache), "ids": ids}
     tree, tensors = split(state)
     said = {
         "tersekv": __version__,

@@ -17,8 +17,7 @@ from tersekv.kernels.softmax import merge_segments
 
 class Kept:
     """What a backend made of one segment's operands, by its name: for a segment that is attended to again and again.
-    It may hold addresses, so that copies begin with nothing, and what is sent to another process, too: its tensors may
-    move into memory that both see."""
+    It may hold addresses, so that copies begin with nothing, also those that are pickled."""
 
     def __init__(self) -> None:
         self.of: dict[str, Any] = {}
@@ -27,7 +26,6 @@ class Kept:
         return Kept()
 
     def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
-        self.of.clear()
         return Kept, ()
 
 
