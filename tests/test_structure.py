@@ -17,7 +17,7 @@ from tersekv.policies import policies
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "tersekv"
 
-COMMON = {"errors", "freed_memory", "registry", "tensors", "units", "whole_file", "__version__"}
+COMMON = {"errors", "registry", "tensors", "units", "whole_file", "__version__"}
 # What each folder may import of ours (besides itself and COMMON); the longest name that fits a module is its folder.
 MAY_IMPORT = {
     "kernels": set(),
@@ -26,8 +26,7 @@ MAY_IMPORT = {
     "layouts": {"codecs.transforms", "kernels"},
     "codecs": {"codecs.codebooks", "codecs.transforms", "kernels", "layouts"},
     "policies": {"layouts"},
-    "grammar": {"codecs", "policies"},
-    "recipe": {"codecs", "grammar", "policies"},
+    "recipe": {"codecs", "policies"},
     "cache": {"codecs", "codecs.transforms", "layouts", "policies", "recipe"},
     "attention": {"cache", "kernels", "layouts"},
     "hf": {"attention", "cache", "codecs", "codecs.transforms", "layouts", "recipe"},

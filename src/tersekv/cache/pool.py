@@ -155,8 +155,7 @@ class Pool(Stateful):
         def moved(x: Tensor) -> Tensor:
             return torch.cat([x[:, :, :P], x.gather(2, loose)], dim=2)
 
-        self.positions = moved(self.positions)
-        self.fields = {name: moved(x) for name, x in self.fields.items()}
+        self._map_figures(moved)
 
     def _angles(self, positions: Tensor) -> Angles:
         assert self.rope is not None
@@ -272,8 +271,7 @@ class Pool(Stateful):
         slots = _slots_of(kept, t)
         loose = torch.arange(P, self.positions.shape[2], device=slots.device).expand(*slots.shape[:2], -1)
         index = torch.cat([slots, loose], dim=2)
-        self.positions = self.positions.gather(2, index)
-        self.fields = {name: x.gather(2, index) for name, x in self.fields.items()}
+        self._map_figures(lambda x: x.gather(2, index))
         self._tidy()
 
     def mark(self) -> Any:

@@ -80,7 +80,7 @@ def _recipe(recipe: str | None, prompt_cache: Path | None) -> str:
     given = None if recipe is None else str(Recipe.parse(recipe))
     if prompt_cache is None:
         return given or str(Recipe.parse(output.DEFAULT_RECIPE))
-    from tersekv.cache.cache_file import read_said
+    from tersekv.cache.tensor_file import read_said
 
     found = str(Recipe.parse(read_said(prompt_cache.expanduser())[0]["recipe"]))
     if given not in (None, found):

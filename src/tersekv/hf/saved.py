@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from tersekv import __version__
 from tersekv.cache import tensor_file
-from tersekv.cache.cache_file import check_said
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.schema import anything, each, optional, record, require, tensor
 from tersekv.cache.selective import SelectiveStore
@@ -86,7 +85,7 @@ def load(
     """See `CompressedCache.load`. kind: the class of the cache."""
     path = Path(path).expanduser()
     said, tensors, size = tensor_file.read(path)
-    check_said(path, said, size)
+    tensor_file.check_said(path, said, size)
     check_model(path, said, model)
     with _named(path):
         state = joined(said["state"], {name: tensor.to(model.device) for name, tensor in tensors.items()})
