@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tersekv.cache.coding import chunks
+from tersekv.cache.coding import Tokens, chunks, encode
 from tersekv.codecs.base import Codec
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
@@ -124,5 +124,5 @@ def _pack(codec: Codec, heads: int, tokens: int, D: int, g: torch.Generator) -> 
         x = torch.randn(1, heads, min(DRAWN_TOKENS, tokens - first), D, generator=g, device=g.device)
         if codec.lacks == "prompt":
             codec = codec.fit(x[:, :, :FIT_TOKENS])
-        pieces += [codec.encode(x[:, :, start:stop]) for start, stop in chunks(0, x.shape[2], block_tokens)]
+        pieces += [encode(codec, Tokens(x[:, :, start:stop])) for start, stop in chunks(0, x.shape[2], block_tokens)]
     return Packer(codec, codec.layout(D).join(pieces), D)
