@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from tersekv.cache.side import ENCODE_TOKENS
+from tersekv.cache.coding import chunks
 from tersekv.cli.env import cpu_features
 from tersekv.kernels import backends
 from tersekv.recipe import Recipe
@@ -70,8 +70,8 @@ def packing(recipe: str, keys: Tensor, values: Tensor, backend: str) -> Callable
         with backends.forced(backend):
             for codec, x in ((plan.keys, keys), (plan.values, values)):
                 fitted = codec.fit(x) if codec.fits_on else codec
-                for part in x.split(ENCODE_TOKENS, dim=2):
-                    fitted.encode(part)
+                for start, stop in chunks(0, x.shape[2], fitted.layout(x.shape[-1]).block_tokens):
+                    fitted.encode(x[:, :, start:stop])
 
     return run
 

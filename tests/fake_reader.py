@@ -13,7 +13,7 @@ import torch
 
 from tersekv.cache.footprint import Footprint
 from tersekv.lab.evals.reader import Answer
-from tersekv.lab.evals.tasks.base import Prompt
+from tersekv.lab.evals.tokenise import Prompt
 
 TOKEN = re.compile(r" ?\w+|[^\w\s]|\s")
 VOCABULARY = 97

@@ -12,8 +12,7 @@ from torch import Tensor
 from tersekv.attention.read import Call, attend_store
 from tersekv.cache.clusters import Clusters, Head, merged
 from tersekv.cache.kept import new_store
-from tersekv.cache.reservoir import Reservoir, counts
-from tersekv.cache.sketch import SketchStore
+from tersekv.cache.sketch import Reservoir, SketchStore, counts
 from tersekv.kernels.softmax import attend_weighted
 from tersekv.policies.subgen import SubGen, farthest_first
 from tersekv.recipe import Recipe

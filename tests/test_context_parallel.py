@@ -14,7 +14,7 @@ import transformers as tf
 import tersekv
 from conftest import HEAD, SHAPE, prompt
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.spread import Spread
+from tersekv.cache.parallel import Spread
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.calibration import attention_plans
 from tersekv.hf.parallel import spread_over

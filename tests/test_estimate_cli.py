@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tersekv import cli
-from tersekv.cache.break_even import STEP, break_even
-from tersekv.cache.estimate import predict
+from tersekv.cache.estimate import STEP, break_even, predict
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.known_models import MODELS
 from tersekv.cli import estimate, sizes

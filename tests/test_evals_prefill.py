@@ -12,7 +12,7 @@ from tersekv.errors import UserError
 from tersekv.hf.models import load
 from tersekv.hf.prefill import Prefill, held_by, new_cache
 from tersekv.lab.evals.reader import Reader
-from tersekv.lab.evals.tasks import Prompt
+from tersekv.lab.evals.tokenise import Prompt
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from tersekv import UserError
 from tersekv.hf.models import load
 from tersekv.lab.evals import decoding
 from tersekv.lab.evals.reader import FULL, Reader
-from tersekv.lab.evals.tasks import Prompt
-from tersekv.lab.evals.tokenise import split_ids
+from tersekv.lab.evals.tokenise import Prompt, split_ids
 
 TEXT = "A cache keeps keys and values. " * 8
 

@@ -175,7 +175,7 @@ def test_rows_that_begin_elsewhere(isa, T):  # noqa: F811
     torch.manual_seed(9)
     rotary = Rotary(rope("halves", 64))
     rotary.note(0, T + 4, torch.tensor([0, 3, 70]))
-    turned = rotary.turned(torch.randn(1, 3, 64), 4, T)
+    turned = Turned(torch.randn(1, 3, 64), rotary.rope, rotary.angles(4, T, torch.device("cpu")))
     assert turned.angles.places.tolist() == [[[4]], [[1]], [[-66]]]
     run(Joined([(stream_view(3, 3, T), 64), (turned, 64)]), stream_view(3, 3, T), R=2)
 

@@ -9,11 +9,13 @@ import warnings
 
 import pytest
 import torch
+import torch.multiprocessing
 import transformers as tf
+from transformers.configuration_utils import PreTrainedConfig
 
 import tersekv
 from conftest import LOSSLESS, SHAPE, build, prompt
-from tersekv.cache.spread import Spread
+from tersekv.cache.parallel import Spread
 from tersekv.errors import CacheError, UserError
 from test_interrupted import HYBRID, interrupted
 
@@ -66,6 +68,81 @@ def test_a_copy_goes_on_alone(models, name, recipe, way):
         assert (copied.get_seq_length(), cache.get_seq_length()) == (310, 310)
     for got in results[:2]:
         assert all(torch.equal(a, b) for a, b in zip(got, results[2], strict=True))
+
+
+def tensors_of(held, seen):
+    """Every tensor that an object holds, in its attributes, lists, tuples and dictionaries, also those of kernels."""
+    if id(held) in seen or isinstance(held, (type, torch.nn.Module, PreTrainedConfig)):
+        return
+    seen[id(held)] = held
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif isinstance(held, dict):
+        for part in held.values():
+            yield from tensors_of(part, seen)
+    elif isinstance(held, (list, tuple)):
+        for part in held:
+            yield from tensors_of(part, seen)
+    elif hasattr(held, "__dict__"):
+        yield from tensors_of(vars(held), seen)
+
+
+def addresses(cache):
+    """Of every live tensor: the object, where its memory is, and whether processes share it. Holds the tensors, so that
+    no other object has their ids."""
+    found = list(tensors_of(cache, {}))
+    return found, [(id(x), x.data_ptr(), x.is_shared()) for x in found]
+
+
+def through_a_queue(held):
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    queue.put(held)
+    return queue.get()
+
+
+def saved_and_loaded(cache, model, path):
+    cache.save(path, model=model)
+    return tersekv.CompressedCache.load(path, model)
+
+
+LEAVES_ALONE = {
+    **{name: lambda cache, model, path, way=way: way(cache) for name, way in WAYS.items()},
+    "queue": lambda cache, model, path: through_a_queue(cache),
+    "state": lambda cache, model, path: cache.layers[1].state(),
+    "state in a queue": lambda cache, model, path: through_a_queue([layer.state() for layer in cache.layers]),
+    "store in a queue": lambda cache, model, path: through_a_queue(cache.layers[1].store),
+    "file": saved_and_loaded,
+}
+
+
+@pytest.mark.parametrize("way", LEAVES_ALONE)
+@pytest.mark.parametrize("recipe", [*RECIPES, "window:recent=32+kivi:bits=2", "snapkv:budget=64+polarquant"])
+def test_the_original_does_not_notice(llama, recipe, way, tmp_path):
+    """No tensor of it moves, none is replaced, and what kernels keep of its pages stays."""
+    with tersekv.compress(llama, recipe), torch.no_grad():
+        cache = filled(llama, recipe, prompt(300), None)
+        llama(prompt(1), past_key_values=cache)  # read by kernels
+        if way == "store in a queue" and cache.layers[1].plan.keys.needs_rope:
+            pytest.skip("a model's RoPE cannot be pickled")
+        held, before = addresses(cache)
+        kept = [getattr(layer.store, "_pages", None) for layer in cache.layers]
+        made = LEAVES_ALONE[way](cache, llama, tmp_path / "prompt.cache")
+        after = addresses(cache)[1]
+        assert after == before
+        assert all(layer.store.__dict__.get("_pages") is pages for layer, pages in zip(cache.layers, kept, strict=True))
+        theirs = {x.data_ptr() for x in addresses(made)[0] if x.numel()}
+        tables = {x.data_ptr() for layer in cache.layers for x in layer.store.tables()}
+        assert theirs & {x.data_ptr() for x in held if x.numel()} <= tables  # of codecs, which all caches share
+
+
+def test_linear_layers_do_not_notice_either():
+    torch.manual_seed(0)
+    model = tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**SHAPE, head_dim=32, **HYBRID)).eval()
+    with tersekv.compress(model, "kivi:bits=2"), torch.no_grad():
+        cache = filled(model, "kivi:bits=2", prompt(300), None)
+        _, before = addresses(cache)
+        through_a_queue(cache)
+        assert addresses(cache)[1] == before
 
 
 def test_it_holds_the_cache_and_nothing_else():

@@ -9,7 +9,7 @@ import pytest
 
 import forged
 from tersekv import cli
-from tersekv.cache.break_even import break_even
+from tersekv.cache.estimate import break_even
 from tersekv.hf import models
 from tersekv.hf.config import cache_shape
 from tersekv.hf.text import common_ids

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tersekv import cli
-from tersekv.cache.break_even import break_even
+from tersekv.cache.estimate import break_even
 from tersekv.hf import models as store
 from tersekv.hf.config import cache_shape
 

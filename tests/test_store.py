@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tersekv.cache.footprint import PARTS, Footprint
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.rollback import ROLLBACK_TOKENS
+from tersekv.cache.pages import ROLLBACK_TOKENS
 from tersekv.codecs import methods
 from tersekv.errors import CacheError, UserError
 from tersekv.recipe import Recipe

@@ -8,8 +8,9 @@ from torch import Tensor
 
 import tersekv
 from conftest import prompt
+from tersekv.cache.coding import FIT_TOKENS
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.side import FIT_TOKENS, SideStore
+from tersekv.codecs.qjl import Qjl
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.hf import layer
 from tersekv.recipe import Recipe
@@ -20,7 +21,8 @@ from test_store import fed, tokens
 def test_a_long_prompt_is_fitted_on_stretches_of_it(monkeypatch, T):
     """From its first token that is no sink to its last, and bounded, since fitting works in float64."""
     seen: list[Tensor] = []
-    monkeypatch.setattr(SideStore, "fitted", lambda side, codec, x: seen.append(x) or codec.fit(x))
+    fit = Qjl.fit
+    monkeypatch.setattr(Qjl, "fit", lambda codec, x: seen.append(x) or fit(codec, x))
     keys, values = tokens(T, H=1)
     fed("window:sinks=4+qjl:outliers=1", keys, values, [0, T])
     (x,) = seen

@@ -17,8 +17,7 @@ from tersekv.cache.estimate import CacheShape, predict
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.kept import KeptStore, new_store
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS, Page, PageSizes
-from tersekv.cache.rollback import ROLLBACK_TOKENS
+from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS, ROLLBACK_TOKENS, Page, PageSizes
 from tersekv.codecs.kvquant import KVQuant
 from tersekv.layouts.base import Planes
 from tersekv.recipe import Recipe

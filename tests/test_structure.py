@@ -17,7 +17,7 @@ from tersekv.policies import policies
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "tersekv"
 
-COMMON = {"errors", "extras", "freed_memory", "registry", "tensors", "units", "whole_file", "__version__"}
+COMMON = {"errors", "extras", "registry", "tensors", "units", "whole_file", "__version__"}
 # What each folder may import of ours (besides itself and COMMON); the longest name that fits a module is its folder.
 MAY_IMPORT = {
     "kernels": set(),
@@ -26,15 +26,14 @@ MAY_IMPORT = {
     "layouts": {"codecs.transforms", "kernels"},
     "codecs": {"codecs.codebooks", "codecs.transforms", "kernels", "layouts"},
     "policies": {"layouts"},
-    "grammar": {"codecs", "policies"},
-    "recipe": {"codecs", "grammar", "policies"},
+    "recipe": {"codecs", "policies"},
     "cache": {"codecs", "codecs.transforms", "kernels", "layouts", "policies", "recipe"},
     "attention": {"cache", "kernels", "layouts"},
     "hf": {"attention", "cache", "codecs", "codecs.transforms", "layouts", "recipe"},
-    "serving": {"codecs", "kernels", "layouts", "recipe"},
+    "serving": {"cache", "codecs", "kernels", "layouts", "recipe"},
     "lab.evals": {"cache", "hf", "recipe"},
     "lab.plots": {"cache", "codecs.codebooks", "codecs.transforms", "lab.evals", "policies", "recipe"},
-    "lab.bench": {"codecs", "codecs.transforms", "hf", "kernels", "lab.evals", "layouts", "recipe"},
+    "lab.bench": {"cache", "codecs", "codecs.transforms", "hf", "kernels", "lab.evals", "layouts", "recipe"},
 }
 
 
@@ -68,6 +67,58 @@ def test_imports_point_one_way(folder):
     for path in files(folder):
         ours = {home(name) for name in imports(path) if name.startswith("tersekv.")}
         assert ours <= allowed, f"{path.relative_to(ROOT)} imports {ours - allowed}"
+
+
+def module_of(path: Path) -> str:
+    """The module that a file is."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Our modules, and those of ours that each imports: at its top, in functions, for types only, or by a text that
+    names a module, as `import_module` takes it. `from package import module` is an import of the module alone, because
+    Python imports every package before its modules anyway."""
+    paths = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+    graph = {}
+    for module, path in paths.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= names if names <= paths.keys() else names | {node.module}
+            elif isinstance(node, ast.Constant):
+                found.add(node.value)
+        graph[module] = (found & paths.keys()) - {module}
+    # No import follows the names of the top: they load when a user first asks for them.
+    graph["tersekv"] = set()
+    return graph
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components of more than one module: modules that reach each other."""
+
+    def reached(start: str) -> set[str]:
+        found, left = set(), [start]
+        while left:
+            new = graph[left.pop()] - found
+            found |= new
+            left += new
+        return found
+
+    reach = {module: reached(module) for module in graph}
+    groups = {tuple(sorted(other for other in reach[m] if m in reach[other])) for m in graph if m in reach[m]}
+    return sorted(list(group) for group in groups)
+
+
+def test_no_cycle_of_imports():
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+    graph = import_graph()
+    assert "tersekv.hf.saved" in graph["tersekv.hf.cache"]
+    assert "tersekv.lab.evals.reader" in graph["tersekv.lab.evals.tasks.base"]  # for types only
+    assert cycles(graph) == []
 
 
 def test_only_hf_and_the_program_import_transformers():

@@ -13,7 +13,7 @@ import torch
 import transformers as tf
 
 from conftest import SHAPE
-from tersekv.cache.heads import Heads
+from tersekv.cache.parallel import Heads
 from tersekv.codecs import Codec, methods
 from tersekv.errors import UserError
 from tersekv.hf.parallel import heads_of
@@ -82,7 +82,7 @@ def test_a_share_of_the_heads_holds_what_all_of_them_would(codec: Codec):
         own = x[:, first : first + count]
         heads = Heads(first, count, 3, lambda part: x)
         learnt = heads.fit(codec, own)
-        planes = heads.encode(learnt, codec.layout(64), own)
+        planes = heads.encode(learnt, own)
         assert torch.equal(learnt.decode(planes, 64), expected[:, first : first + count])
 
 

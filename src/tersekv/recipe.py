@@ -19,9 +19,14 @@ from typing import Any, NamedTuple
 
 from tersekv.codecs import Codec, Pair, methods
 from tersekv.errors import UserError, hint
-from tersekv.grammar import PRESETS as PRESETS
-from tersekv.grammar import check_order, check_presets, override, without_spaces
 from tersekv.policies import TokenPolicy, policies
+
+PRESETS = {
+    "small": "trellis:bits=2,calibration=prompt",
+    "default": "trellis:bits=3,calibration=prompt",
+    "safe": "trellis:bits=4,calibration=prompt",
+}
+"""Coders by name that need no corpus; measured in docs/methods/trellis.md. Commands take `default` without a recipe."""
 
 DEFAULT_POLICY = "window"
 
@@ -93,11 +98,11 @@ class Recipe:
             raise UserError(
                 f"a recipe is a string like 'kivi:bits=4', got {recipe!r}; `tersekv list` shows the methods"
             )
-        head, *rest = without_spaces(recipe).split(";")
+        head, *rest = _without_spaces(recipe).split(";")
         policy, plus, coder = head.rpartition("+")
-        check_order(policy, plus, coder)
+        _check_order(policy, plus, coder)
         tokens = _term(policy, policies(), "token policy") if plus else Term(DEFAULT_POLICY)
-        overrides = [override(part, recipe) for part in rest]
+        overrides = [_override(part, recipe) for part in rest]
         return Recipe(_coder(coder), tokens, tuple((spec, _coder(other)) for spec, other in overrides))
 
     def __str__(self) -> str:
@@ -183,7 +188,7 @@ def _build(term: Term) -> Pair:
 
 def _coder(text: str) -> Coder:
     keys, slash, values = PRESETS.get(text, text).partition("/")
-    check_presets(keys, values, text)
+    _check_presets(keys, values, text)
     return Coder(_term(keys, methods(), "method"), _term(values, methods(), "method") if slash else None)
 
 
@@ -269,3 +274,73 @@ def _typed(name: str, option: str, value: Any, default: Any) -> Any:
         raise UserError(
             f"{name}:{option}={value} is wrong; {option} takes {wanted}, for example {written(default)}"
         ) from None
+
+
+# ---------------------------------------------------------------- text, and what is said where it is wrong
+
+
+def _without_spaces(recipe: str) -> str:
+    """A recipe in ASCII without the spaces around its separators."""
+    if odd := next((letter for letter in recipe if not letter.isascii()), None):
+        raise UserError(
+            f"recipe '{recipe}' has the character '{odd}' (U+{ord(odd):04X}); write it in ASCII, such as kivi:bits=4"
+        )
+    text = re.sub(r"\s*([+/;:,=])\s*", r"\1", recipe.strip())
+    if re.search(r"\s", text):
+        example = re.sub(r"^([\w+/]+)\s+", r"\1:", text)
+        example = re.sub(r"\s+(?=[\w.]+($|[,/;+]))", "=", example)
+        example = re.sub(r"\s+", ",", example)
+        raise UserError(f"recipe '{recipe}' has a space where a separator is missing; write for example {example}")
+    return text
+
+
+def _check_order(policy: str, plus: str, coder: str) -> None:
+    """Raise UserError where a policy stands in a method's place, or a method in a policy's."""
+    for sign, part, form in (("+", policy, "policy+method"), ("/", coder.partition("/")[2], "keys/values")):
+        if sign in part:
+            raise UserError(f"'{policy}{plus}{coder}' has more than one {sign}; write {form}, with one of each")
+    name, method = (re.split(r"[:/]", part)[0] for part in (policy, coder))
+    kind = "preset" if name in PRESETS else "method"
+    coders = (*methods(), *PRESETS)
+    if method in policies():
+        if name in coders:
+            why = f"{name} is a {kind} and {method} a token policy, which comes first"
+            raise UserError(f"{why}: write {coder}+{policy}")
+        after = coder.replace("/", "+", 1) if "/" in coder else f"{coder}+default"
+        raise UserError(f"{method} is a token policy, not a method; write {after}, or another method after the +")
+    if name in coders:
+        raise UserError(
+            f"{name} is a {kind}, not a token policy; write keys/values (kivi:bits=4/int4) for two methods, or one of "
+            f"the policies {', '.join(policies())} before the +"
+        )
+
+
+def _override(part: str, recipe: str) -> tuple[str, str]:
+    """Split 0-1=exact into the layers and what they get."""
+    spec, equals, coder = part.partition("=")
+    if not part or (equals and not coder):
+        what = f"ends in '{part}'" if part else "has nothing after a semicolon"
+        raise UserError(f"recipe '{recipe}' {what}; write layers=method there, for example ;-1=exact, or leave it out")
+    if any(spec in method.parameters for method in methods().values()):
+        raise UserError(f"'{part}' in recipe '{recipe}' is an option, and a semicolon begins layers; put a comma there")
+    if not equals or not re.fullmatch(r"-?\d+|\d+-\d+", spec):
+        raise UserError(
+            f"'{part}' in recipe '{recipe}' is no layer override; write one layer or a range each, for example "
+            ";0-1=exact;-1=exact"
+        )
+    first, dash, last = spec.partition("-") if spec[0] != "-" else (spec, "", "")
+    if dash and int(first) > int(last):
+        raise UserError(f"layers {spec} in recipe '{recipe}' run backwards; write {last}-{first}")
+    if "+" in coder:
+        raise UserError(
+            f"'{part}' in recipe '{recipe}' has a token policy, and one policy serves all layers; leave it out"
+        )
+    return spec, coder
+
+
+def _check_presets(keys: str, values: str, text: str) -> None:
+    """Raise UserError where a preset has options or is one of two methods."""
+    for part in (keys, values):
+        preset = part.partition(":")[0]
+        if preset in PRESETS:
+            raise UserError(f"{preset} is a preset, which stands alone; in '{text}' write {PRESETS[preset]} instead")

@@ -6,11 +6,14 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from tersekv.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SUFFIX = ".part"
 ABANDONED_SECONDS = 60.0
@@ -45,6 +48,24 @@ def whole_file(path: Path, advice: str = "free some space there, or give another
         if name is not None:
             with contextlib.suppress(OSError):
                 os.unlink(name)
+
+
+def save_whole(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file under another name and rename; the folder is made where it is missing.
+
+    Raises:
+        UserError: the file cannot be written, for example on a full disk.
+    """
+    from safetensors.torch import save
+
+    advice = "free some space there, or give another --out"
+    data = save({name: t.contiguous() for name, t in tensors.items()}, dict(metadata) if metadata else None)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; {advice}") from error
+    with whole_file(path, advice) as file:
+        file.write(data)
 
 
 def _prefix(path: Path) -> str:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tersekv.attention import masks
 from tersekv.attention.masks import Store
+from tersekv.cache.parallel import Spread
 from tersekv.cache.segments import PackedSegment
 from tersekv.cache.selective import SelectiveStore
-from tersekv.cache.spread import Spread
 from tersekv.kernels import backends, softmax
 from tersekv.kernels.attend import PageSet, finished
 

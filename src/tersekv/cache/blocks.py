@@ -130,9 +130,9 @@ class BlockBuffer(Stateful):
         for page, start, stop in mark:
             page.resize(start, stop)
 
-    def state(self) -> State:
+    def live_state(self) -> State:
         """See `Stateful`."""
-        return {"pages": [page.state() for page in self.pages]}
+        return {"pages": [page.live_state() for page in self.pages]}
 
     def schema(self) -> dict[str, Check]:
         """See `Stateful`."""

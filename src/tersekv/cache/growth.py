@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tersekv.cache.pages import ENTRY_MARGIN, SPARE_ENTRIES, PageSizes
-from tersekv.cache.rollback import ROLLBACK_TOKENS, out_of_window
+from tersekv.cache.pages import ENTRY_MARGIN, ROLLBACK_TOKENS, SPARE_ENTRIES, PageSizes, out_of_window
 from tersekv.cache.tail import capacity_after_drop, tail_capacity
 from tersekv.layouts.base import PlaneSpec
 from tersekv.policies.base import TokenPolicy

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.heads import Heads
 from tersekv.cache.layer import LayerStore
+from tersekv.cache.parallel import Heads, Spread
 from tersekv.cache.pool import WEIGHT, Pool
+from tersekv.cache.schema import require, tensor
 from tersekv.cache.segments import ExactSegment, PackedSegment, page_set
-from tersekv.cache.selective import SelectiveStore
+from tersekv.cache.selective import SELECTIVE, SelectiveStore
 from tersekv.cache.side import extents
 from tersekv.cache.sketch import SketchStore
-from tersekv.cache.spread import Spread, SpreadStore
-from tersekv.cache.states import KEPT, kept_votes
+from tersekv.cache.spread import SpreadStore
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.kernels.attend import PageSet
 from tersekv.policies.base import Candidates, Selection
@@ -34,6 +34,15 @@ SPARE = 1.5
 whole blocks are dropped."""
 
 VOTES = "votes"
+
+
+KEPT = {**SELECTIVE, "tail_votes": lambda store: tensor(torch.float32, store.batch_size, store.kv_heads, None, low=0)}
+
+
+def kept_votes(store: KeptStore, place: str) -> None:
+    """Votes of the tail are those of its tokens, where votes are remembered."""
+    held, wanted = store.tail_votes.shape[2], store.tails[0].tokens if store.policy.remembers else 0
+    require(held == wanted, f"{place}.tail_votes", f"has {held} tokens of {wanted}")
 
 
 class KeptStore(SelectiveStore):

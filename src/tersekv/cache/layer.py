@@ -9,28 +9,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from tersekv.cache.coding import own_sinks, without_padding
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.heads import Heads
-from tersekv.cache.padding import own_sinks, without_padding
-from tersekv.cache.pages import PageSizes
-from tersekv.cache.rollback import ROLLBACK_TOKENS, check_crop, outside
+from tersekv.cache.pages import ROLLBACK_TOKENS, PageSizes, out_of_window
+from tersekv.cache.parallel import Heads, Spread
 from tersekv.cache.rotary import Rotary
+from tersekv.cache.schema import flag, one_of, optional, per_row, require, whole
 from tersekv.cache.segments import ExactSegment, PackedSegment, page_set
 from tersekv.cache.side import SideStore, extents
 from tersekv.cache.state import Stateful
-from tersekv.cache.states import LAYER, layer_padding, layer_tokens
 from tersekv.codecs.transforms.rope import Rope
+from tersekv.errors import CacheError
 from tersekv.kernels.attend import PageSet
 from tersekv.recipe import LayerPlan
 from tersekv.tensors import plain
 
-if TYPE_CHECKING:
-    from tersekv.cache.spread import Spread
+LAYER = {
+    "padding": lambda store: optional(per_row(store)),
+    "waits": lambda store: flag,
+    "record_past": lambda store: flag,
+    "seen": lambda store: whole(),
+    "dropped": lambda store: one_of(0) if store.window is None else whole(),
+}
+
+
+def layer_tokens(store: LayerStore, place: str) -> None:
+    """What a layer holds adds up to the tokens that it has seen."""
+    counts = {(side.sinks.shape[2], side.packed.tokens, side.tail.tokens) for side in store.sides}
+    require(len(counts) == 1, place, f"holds other tokens of keys than of values {sorted(counts)}")
+    sinks, packed, tail = counts.pop()
+    held = sinks + store.dropped + packed + tail
+    require(held == store.seen, place, f"holds {held} tokens of {store.seen} that it has seen")
+    require(store.dropped % store.flush_tokens == 0, f"{place}.dropped", f"is no multiple of {store.flush_tokens}")
+    left = 0 if store.window is None else max(0, store.seen - store.window + 1)
+    require(store.dropped <= left, f"{place}.dropped", f"is {store.dropped}, and must be at most {left}")
+    wanted = 0 if store.waits else min(store.policy.sink_tokens(store.window), store.seen)
+    require(sinks == wanted, f"{place}.sides.0.sinks", f"has {sinks} tokens, and must have {wanted}")
+    require(not store.waits or held == tail, place, "waits for tokens, and has packed some")
+
+
+def layer_padding(store: LayerStore, place: str) -> None:
+    """Each row has the tokens that its padding leaves room for."""
+    if store.rotary is not None and store.rotary.padding is not None:
+        padding = store.rotary.padding
+        fits = len(padding) == store.batch_size and (store.waits or int(padding.max()) <= store.seen)
+        require(fits, f"{place}.rotary.0.padding", f"is not that of {store.batch_size} rows of {store.seen} tokens")
+        same = store.padding is None or store.padding.tolist() == padding.tolist()
+        require(same, f"{place}.rotary.0.padding", "is not the layer's")
+    if store.padding is not None and not store.waits:
+        sinks = store.keys.sinks.shape[2]
+        fits = sinks > 0 and int(store.padding.max()) + sinks <= store.seen
+        require(fits, f"{place}.padding", f"leaves no room for {sinks} tokens of {store.seen}")
 
 
 class LayerStore(Stateful):
@@ -243,7 +276,30 @@ class LayerStore(Stateful):
             )
         return keys, values
 
-    check_crop = check_crop
+    def check_crop(self, n: int) -> None:
+        """Check that the n latest tokens can be taken back.
+
+        Raises:
+            CacheError: more than was seen, or more than a sliding window or a padded batch can give back.
+        """
+        left = self.seen - n
+        if left < 0:
+            raise CacheError(f"cannot take back {n} tokens, only {self.seen} were seen")
+        if self.padding is not None and 0 < left < int(self.padding.max()) + self.keys.sinks.shape[2]:
+            raise CacheError(
+                f"cannot take back {n} of {self.seen} tokens, rows of a left-padded batch would lose their first ones; "
+                "reset the cache instead"
+            )
+        if self.window is not None and self.dropped > max(0, left - self.window + 1):
+            raise CacheError(
+                f"cannot take back {n} tokens of a layer with sliding window {self.window}; "
+                f"{ROLLBACK_TOKENS} are kept for that"
+            )
+
+    def is_whole(self, seen: int) -> bool:
+        """True if, after an interrupted append, keys and values still hold the `seen` tokens from before."""
+        held = {self.dropped + side.sinks.shape[2] + side.packed.tokens + side.tail.tokens for side in self.sides}
+        return self.seen == seen and held == {seen}
 
     @plain
     def crop(self, n: int) -> None:
@@ -306,3 +362,13 @@ class LayerStore(Stateful):
         for side in self.sides:
             side.count(footprint)
         return footprint
+
+
+def outside(store: LayerStore, seen: int, flush: int) -> tuple[int, int]:
+    """Packed tokens that no query after `seen` tokens can see in a layer's sliding window, a rollback of
+    ROLLBACK_TOKENS included, and how many of the `flush` tokens about to be packed are outside too and need not be."""
+    if store.window is None:
+        return 0, 0
+    tokens = out_of_window(seen - store.dropped, store.window, store.flush_tokens)
+    packed = min(tokens, store.packed_tokens)
+    return packed, min(tokens - packed, flush)

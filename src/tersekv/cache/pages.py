@@ -11,6 +11,7 @@ import itertools
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,15 @@ MIN_PAGE_TOKENS = 128
 SPARE_ENTRIES = 32
 ENTRY_MARGIN = 1 / 8
 """Room of a page for ragged entries that are denser than those it was opened with."""
+
+ROLLBACK_TOKENS = 128
+"""Tokens kept beyond a sliding window, so that assisted decoding can take back what it had proposed."""
+
+
+def out_of_window(held: int, window: int, flush: int) -> int:
+    """How many of the oldest of `held` tokens no query can see in a sliding window, a rollback included: a multiple of
+    `flush`."""
+    return max(0, (held - window - ROLLBACK_TOKENS) // flush * flush)
 
 
 @dataclass(frozen=True)
@@ -100,8 +110,12 @@ class Page:
                 plane.copy_(held)
         return page
 
-    def state(self) -> State:
-        """Blocks in use, and what was allocated."""
+    def __getstate__(self) -> dict[str, Any]:
+        """Attributes for a pickle, with copies of the planes, see `Stateful.state`."""
+        return vars(self) | {"planes": {name: plane.clone() for name, plane in self.planes.items()}}
+
+    def live_state(self) -> State:
+        """Blocks in use, and what was allocated; planes are views."""
         blocks, entries = _extent(self.layout, self.planes)
         figures = {"blocks": blocks, "entries": entries, "start": self.start, "stop": self.stop}
         return {**figures, "end": self._end(self.stop), "planes": self.cut(0, len(self))}

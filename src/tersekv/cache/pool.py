@@ -7,28 +7,80 @@ allowed, each head loses those whose tokens count least. What was packed is pack
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from tersekv.cache import coding
+from tersekv.cache.coding import Tokens
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.heads import Heads
 from tersekv.cache.pages import PageSizes
-from tersekv.cache.pool_side import PoolSide
-from tersekv.cache.side import ENCODE_TOKENS
-from tersekv.cache.slots import gathered, spread
-from tersekv.cache.state import Stateful
-from tersekv.cache.states import POOL, pool_slots
+from tersekv.cache.parallel import Heads
+from tersekv.cache.schema import MOST, Check, flag, of_spec, optional, record, require, tensor
+from tersekv.cache.side import SideStore, exact_tokens
+from tersekv.cache.state import Spec, Stateful
 from tersekv.codecs import Codec
 from tersekv.codecs.transforms.rope import Angles, Rope
 from tersekv.layouts.base import View
-from tersekv.layouts.centred import Centred, Turned
-from tersekv.layouts.roped import Roped
+from tersekv.tensors import TensorSpec
 
 WEIGHT = "weight"
+
+
+def pool_side(side: SideStore, place: str) -> None:
+    """Exact tokens of a pool are its loose ones."""
+    require(side.sinks.shape[2] == 0 == side.tail.tokens, place, "has sinks or a tail, which pools do not have")
+
+
+class PoolSide(SideStore):
+    """One side of a pool: packed blocks, whose heads hold different tokens, and `loose` [B, H, L, D], exact tokens that
+    do not fill a block yet, and sinks."""
+
+    STATE: ClassVar[Spec] = {"sinks": exact_tokens, "loose": exact_tokens}
+    RULES = (*SideStore.RULES, pool_side)
+
+    def __init__(self, codec: Codec, like: Tensor, dtype: torch.dtype, sizes: PageSizes, heads: Heads | None) -> None:
+        super().__init__(dataclasses.replace(codec, per_head=True), like, dtype, sizes, 0, None, heads)
+        self.loose = self.sinks
+
+    def to(self, device: torch.device | str) -> None:
+        """Move everything."""
+        super().to(device)
+        self.loose = self.loose.to(device)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows."""
+        super().select(rows)
+        self.loose = self.loose.index_select(0, rows)
+
+
+def _fields(pool: Pool) -> Check:
+    """A slot without a token may hold anything."""
+    B, H, _ = pool.positions.shape
+    return record({name: of_spec(TensorSpec(x.dtype, (B, H, None), anything=True)) for name, x in pool.fields.items()})
+
+
+POOL = {
+    "positions": lambda pool: tensor(torch.int32, *pool.positions.shape[:2], None),
+    "fields": _fields,
+    "padding": lambda pool: optional(tensor(torch.int64, pool.positions.shape[0], low=0, high=MOST)),
+    "moves": lambda pool: flag,
+}
+
+
+def pool_slots(pool: Pool, place: str) -> None:
+    """Sides, positions and figures are of the same slots."""
+    counts = {(side.packed.tokens, side.loose.shape[2]) for side in pool.sides}
+    require(len(counts) == 1, place, f"holds other slots of keys than of values {sorted(counts)}")
+    slots = sum(counts.pop())
+    for name, x in {"positions": pool.positions, **pool.fields}.items():
+        where = f"{place}.{name}" if name == "positions" else f"{place}.fields.{name}"
+        require(x.shape[2] == slots, where, f"has {x.shape[2]} slots of {slots}")
+        require(bool(x[pool.alive].isfinite().all()), where, "has a NaN or Inf where a slot holds a token")
 
 
 class Pool(Stateful):
@@ -103,42 +155,25 @@ class Pool(Stateful):
         def moved(x: Tensor) -> Tensor:
             return torch.cat([x[:, :, :P], x.gather(2, loose)], dim=2)
 
-        self.positions = moved(self.positions)
-        self.fields = {name: moved(x) for name, x in self.fields.items()}
+        self._map_figures(moved)
 
     def _angles(self, positions: Tensor) -> Angles:
         assert self.rope is not None
         first = 0 if self.padding is None else self.padding[:, None, None]
         return self.rope.angles_at((positions - first).clamp(min=0))
 
-    def _plain(self, side: int, x: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [B, H, n, D] at these positions as the codec takes them: float32, keys without RoPE or their constant
-        part where it wants them so."""
-        if self.rope is None or side or not x.shape[2]:
-            return x.float()
-        codec, angles = self.sides[0].codec, self._angles(positions)
-        if codec.centred:
-            return x.float() - Turned(codec.fitted["mean"].float(), self.rope, angles).decode()
-        return self.rope.take_off(x.float(), *angles.cos_sin())
-
-    def _fitted(self, side: int, x: Tensor, positions: Tensor) -> Codec:
-        """The codec of a side with what it learns from tokens [B, H, n, D] at these positions."""
-        pool = self.sides[side]
-        if pool.codec.centred:
-            assert self.rope is not None
-            pool.codec = pool.codec.with_mean(self.rope.take_off(x.float(), *self._angles(positions).cos_sin()))
-        return pool.fitted(pool.codec, self._plain(side, x, positions))
+    def _tokens(self, side: int, x: Tensor, positions: Tensor) -> Tokens:
+        """Tokens [B, H, n, D] of a side with the angles at their positions."""
+        return Tokens(x, None if self.rope is None or side or not x.shape[2] else self._angles(positions))
 
     def views(self, first: int, tokens: int) -> list[View]:
         """Packed slots `first` to `first + tokens` of each side."""
-        views = [side.view(first, tokens) for side in self.sides]
-        if self.rope is not None:
-            codec, angles = self.sides[0].codec, self._angles(self.positions[:, :, first : first + tokens])
-            if codec.centred:
-                views[0] = Centred(views[0], Turned(codec.fitted["mean"], self.rope, angles))
-            else:
-                views[0] = Roped(views[0], self.rope, angles)
-        return views
+        at = None if self.rope is None else self._angles(self.positions[:, :, first : first + tokens])
+        planes = [side.planes(first, tokens) for side in self.sides]
+        return [
+            coding.view(side.codec, part, side.head_dim, None if i else at)
+            for i, (side, part) in enumerate(zip(self.sides, planes, strict=True))
+        ]
 
     def pack(
         self, movable: Tensor, samples: Sequence[Tensor], sample_positions: Tensor, most_blocks: int | None
@@ -165,9 +200,12 @@ class Pool(Stateful):
         positions = self.positions[:, :, P:].gather(2, order)
         for i, (side, sample) in enumerate(zip(self.sides, samples, strict=True)):
             if side.codec.lacks == "prompt":
-                side.codec = self._fitted(i, sample, sample_positions)
-            x = self._plain(i, gathered(side.loose, order), positions)
-            planes.append([side.codec.encode(part) for part in x.split(max(1, ENCODE_TOKENS // t) * t, dim=2)])
+                side.codec = coding.fitted(side.codec, [self._tokens(i, sample, sample_positions)], heads=side.heads)
+            x, parts = gathered(side.loose, order), []
+            for start, stop in coding.chunks(0, blocks * t, t):
+                part = self._tokens(i, x[:, :, start:stop], positions[:, :, start:stop])
+                parts.append(coding.encode(side.codec, part))
+            planes.append(parts)
         for side, parts in zip(self.sides, planes, strict=True):
             side.packed.append(*parts)
         self._move(P, order, taken)
@@ -229,12 +267,11 @@ class Pool(Stateful):
         kept = sums.topk(blocks - drop, dim=-1).indices.sort(dim=-1).values
         for side in self.sides:
             per_flush = t // side.packed.layout.block_tokens
-            side.packed.keep(spread(kept, per_flush))
-        slots = spread(kept, t)
+            side.packed.keep(_slots_of(kept, per_flush))
+        slots = _slots_of(kept, t)
         loose = torch.arange(P, self.positions.shape[2], device=slots.device).expand(*slots.shape[:2], -1)
         index = torch.cat([slots, loose], dim=2)
-        self.positions = self.positions.gather(2, index)
-        self.fields = {name: x.gather(2, index) for name, x in self.fields.items()}
+        self._map_figures(lambda x: x.gather(2, index))
         self._tidy()
 
     def mark(self) -> Any:
@@ -278,3 +315,13 @@ class Pool(Stateful):
             footprint.parts["exact window"] += held - as_sinks
         for x in (self.positions, *self.fields.values()):
             footprint.parts["selection"] += x.numel() * x.element_size()
+
+
+def gathered(x: Tensor, index: Tensor) -> Tensor:
+    """Tokens `index` [B, H, n] of x [B, H, T, D]."""
+    return x.gather(2, index.unsqueeze(-1).expand(*index.shape, x.shape[-1]))
+
+
+def _slots_of(blocks: Tensor, t: int) -> Tensor:
+    """Each block index [B, H, n] as the indices of its t slots [B, H, n·t]."""
+    return (blocks.unsqueeze(-1) * t + torch.arange(t, device=blocks.device)).flatten(2)

@@ -7,14 +7,28 @@ length of the sequence, keys keep those of the call they came with: runs of toke
 from __future__ import annotations
 
 import bisect
+import itertools
+import operator
 
 import torch
 from torch import Tensor
 
+from tersekv.cache.schema import MOST, each, one_of, optional, require, tensor, whole
 from tersekv.cache.state import State, Stateful
-from tersekv.cache.states import ROTARY, rotary_runs
 from tersekv.codecs.transforms.rope import Angles, Rope
-from tersekv.layouts.centred import Turned
+
+ROTARY = {
+    "padding": lambda rotary: optional(tensor(torch.int64, None, low=0, high=MOST)),
+    "starts": lambda rotary: each(whole()) if rotary.rope.varies else each(one_of(0), 1),
+    "lengths": lambda rotary: each(whole()) if rotary.rope.varies else each(one_of(0), 1),
+}
+
+
+def rotary_runs(rotary: Rotary, place: str) -> None:
+    """Runs of tokens begin one after the other, each within its length."""
+    rising = rotary.starts[:1] == [0] and all(a < b for a, b in itertools.pairwise(rotary.starts))
+    known = len(rotary.starts) == len(rotary.lengths) and all(map(operator.le, rotary.starts, rotary.lengths))
+    require(rising and known, place, "has starts and lengths that are not those of runs of tokens")
 
 
 class Rotary(Stateful):
@@ -35,18 +49,16 @@ class Rotary(Stateful):
         at = bisect.bisect_left(self.starts, first)
         self.starts[at:], self.lengths[at:] = [first], [first + n]
 
-    def angles(self, first: int, n: int, device: torch.device) -> Angles:
-        """Angles of n tokens from place `first` on."""
+    def angles(self, first: int, n: int, device: torch.device, own_sinks: bool = False) -> Angles:
+        """Angles of n tokens from place `first` on. own_sinks: of each row's first n tokens instead, whatever its
+        padding."""
+        own_sinks = own_sinks and self.padding is not None
         if not self.rope.varies:
-            return self.rope.angles(first, n, self.padding, device)
-        return self.rope.given(*self.cos_sin(first, n, device))
-
-    def cos_sin(self, first: int, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin float32 [1 or B, n, R]."""
-        if not self.rope.varies:
-            return self.angles(first, n, device).cos_sin()
+            return self.rope.angles(0 if own_sinks else first, n, None if own_sinks else self.padding, device)
         paddings = [0] if self.padding is None else [int(p) for p in self.padding]
-        return _stacked([self._row(first, n, padding, device) for padding in paddings])
+        rows = [self._row(p if own_sinks else first, n, p, device) for p in paddings]
+        cos, sin = (torch.stack(parts) for parts in zip(*rows, strict=True))
+        return self.rope.given(cos, sin)
 
     def _row(self, first: int, n: int, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Of one batch row, where frequencies change with the length of the sequence."""
@@ -60,37 +72,6 @@ class Rotary(Stateful):
             place = stop
         cos, sin = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
         return cos, sin
-
-    def take_off(self, x: Tensor, first: int, own_sinks: bool = False) -> Tensor:
-        """Keys [B, H, n, D] from place `first` on, as they were before RoPE: float32. own_sinks: they are each row's
-        first tokens, whatever its padding."""
-        if not x.shape[2]:
-            return x.float()
-        if own_sinks and self.padding is not None:
-            cos, sin = self._own_sinks(x.shape[2], x.device)
-        else:
-            cos, sin = self.cos_sin(first, x.shape[2], x.device)
-        return self.rope.take_off(x.float(), cos, sin)
-
-    def pull_back(self, gradient: Tensor, first: int) -> Tensor:
-        """Gradients [B, H, n, D] with respect to keys from place `first` on, as those with respect to the keys before
-        RoPE: float32."""
-        return self.rope.pull_back(gradient.float(), *self.cos_sin(first, gradient.shape[2], gradient.device))
-
-    def put(self, x: Tensor, first: int) -> Tensor:
-        """Keys [B, H, n, D] from place `first` on, with their RoPE."""
-        return self.rope.put(x, *self.cos_sin(first, x.shape[2], x.device))
-
-    def _own_sinks(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin float32 [B, n, R] of each row's first n tokens."""
-        assert self.padding is not None
-        if not self.rope.varies:
-            return self.rope.angles(0, n, torch.zeros_like(self.padding), device).cos_sin()
-        return _stacked([self._row(int(p), n, int(p), device) for p in self.padding])
-
-    def turned(self, mean: Tensor, first: int, n: int) -> Turned:
-        """The constant part [1 or B, H, D] of keys as n tokens from place `first` on have it."""
-        return Turned(mean, self.rope, self.angles(first, n, mean.device))
 
     def tables(self, device: torch.device, centred: bool, head_dim: int) -> list[Tensor]:
         """The tensors kept for keys of head_dim channels: the table, and RoPE's steps for centred keys or its turns for
@@ -115,9 +96,3 @@ class Rotary(Stateful):
         """Keep these batch rows."""
         if self.padding is not None:
             self.padding = self.padding[rows.cpu()]
-
-
-def _stacked(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, n, R] from those of each batch row."""
-    cos, sin = (torch.stack(parts) for parts in zip(*rows, strict=True))
-    return cos, sin

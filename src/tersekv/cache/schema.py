@@ -89,6 +89,11 @@ def of_spec(spec: TensorSpec) -> Check:
     return check
 
 
+def per_row(store: Any) -> Check:
+    """A whole number ≥ 0 for each row of a store's batch."""
+    return tensor(torch.int64, store.batch_size, low=0, high=MOST)
+
+
 def optional(wanted: Check) -> Check:
     """Nothing, or what `wanted` allows."""
     return lambda value, place: None if value is None else wanted(value, place)

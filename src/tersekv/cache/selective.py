@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.heads import Heads
+from tersekv.cache.parallel import Heads
 from tersekv.cache.pool import Pool
+from tersekv.cache.schema import flag, optional, per_row, positions, require, whole
 from tersekv.cache.segments import ExactSegment, PackedSegment, WeightedSegment, page_set
 from tersekv.cache.state import Rules, Spec, Stateful
-from tersekv.cache.states import SELECTIVE, selective_tokens
 from tersekv.cache.tail import TailBuffer, first_tokens
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError, UserError
@@ -33,6 +33,32 @@ UNREADABLE = (
     "a token policy that drops tokens is read by tersekv's attention only, since each head drops others; use `with "
     "tersekv.compress(model, recipe):`, or the policy window where a model's own code opens keys and values"
 )
+
+
+SELECTIVE = {
+    "padding": lambda store: optional(per_row(store)),
+    "seen": lambda store: whole(),
+    "tail_tokens": lambda store: whole(0, store.policy.recent),
+    "budget": per_row,
+    "latest": per_row,
+    "record_past": lambda store: flag,
+}
+
+
+def selective_tokens(store: SelectiveStore, place: str) -> None:
+    """Pools hold tokens from before the tail."""
+    tails = {tail.tokens for tail in store.tails}
+    require(len(tails) == 1, f"{place}.tails", f"hold {sorted(tails)} tokens of keys and of values")
+    first = store.seen - tails.pop()
+    require(first >= 0, place, f"holds more tokens than the {store.seen} that it has seen")
+    most = max(store.seen + store.policy.recent + store.flush_tokens, int(store.policy.budget))
+    fits = int(store.budget.max()) <= most and bool((store.latest <= store.budget).all())
+    require(fits, f"{place}.budget", f"keeps more than {most} tokens, or fewer than the latest")
+    for i, pool in enumerate(store.pools):
+        positions(pool.positions, first, f"{place}.pools.{i}.positions")
+        given = None if store.padding is None else store.padding.tolist()
+        alike = (None if pool.padding is None else pool.padding.tolist()) == given
+        require(alike, f"{place}.pools.{i}.padding", "is not the layer's")
 
 
 class SelectiveStore(Stateful, ABC):
@@ -229,6 +255,10 @@ class SelectiveStore(Stateful, ABC):
         """Which positions are among the first of their row."""
         first = 0 if self.padding is None else self.padding[:, None, None]
         return (positions >= 0) & (positions < first + self.policy.sinks)
+
+    def is_whole(self, seen: int) -> bool:
+        """False: after an interrupted append it is not known which tokens are held."""
+        return False
 
     def check_crop(self, n: int) -> None:
         """Raise CacheError unless the n latest tokens can be taken back: all, or no more than the tail holds. What was

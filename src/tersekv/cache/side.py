@@ -12,32 +12,34 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from tersekv.cache import coding
 from tersekv.cache.blocks import BlockBuffer
+from tersekv.cache.coding import Tokens
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.heads import Heads
 from tersekv.cache.pages import PageSizes
+from tersekv.cache.parallel import Heads
 from tersekv.cache.rotary import Rotary
-from tersekv.cache.schema import Check, of_spec, record, refuse, require
+from tersekv.cache.schema import Check, of_spec, record, refuse, require, tensor
 from tersekv.cache.state import Rules, Spec, State, Stateful, own
-from tersekv.cache.states import exact_tokens, side_learnt
 from tersekv.cache.tail import TailBuffer
 from tersekv.codecs import Codec
 from tersekv.errors import CacheError
 from tersekv.layouts.base import Planes, View
-from tersekv.layouts.centred import Centred, Turned
-from tersekv.layouts.roped import Roped
 from tersekv.tensors import type_name
 
 log = logging.getLogger(__name__)
-ENCODE_TOKENS = 512
-"""Tokens encoded at a time, which bounds the float32 copies that encoding makes."""
 
 
-FIT_TOKENS = 2048
-"""Most tokens of a prompt that a codec is fitted on, in `FIT_PARTS` stretches: what fitting takes in float64 grows with
-them."""
+def exact_tokens(side: SideStore) -> Check:
+    """Tokens as floats."""
+    return tensor(side.dtype, *side.sinks.shape[:2], None, side.head_dim)
 
-FIT_PARTS = 8
+
+def side_learnt(side: SideStore, place: str) -> None:
+    """The codec has learnt what decoding needs."""
+    lacks = side.codec.lacks
+    ready = lacks is None or (lacks == "prompt" and not side.packed.tokens)
+    require(ready, f"{place}.fitted", "is not what the codec must have learnt")
 
 
 class Prepared(NamedTuple):
@@ -121,21 +123,12 @@ class SideStore(Stateful):
                 log.debug("fitting %s to a prompt of %d tokens", type(codec).__name__, old + x.shape[2])
                 codec = self._fitted(codec, torch.cat([self.sinks, first], dim=2), torch.cat([tail, x], dim=2), place)
             log.debug("packing %d tokens with %s", len(own), type(codec).__name__)
-            unit = self.packed.sizes.unit
-            step = max(1, ENCODE_TOKENS // unit) * unit
-            for start in range(own.start, own.stop, step):
-                stop = min(own.stop, start + step)
+            for start, stop in coding.chunks(own.start, own.stop, self.packed.sizes.unit):
                 parts = [tail[:, :, start : min(stop, old)], x[:, :, max(0, start - old) : max(0, stop - old)]]
-                planes.append(self._encoded(codec, self._plain(codec, torch.cat(parts, dim=2), place + start)))
+                tokens = self._tokens(torch.cat(parts, dim=2), place + start)
+                planes.append(coding.encode(codec, tokens, self.heads))
         leave = self.tail.tokens if restart else min(flush, old)
         return Prepared(codec, first, planes, leave, x[:, :, max(0, flush - old) :])
-
-    def fitted(self, codec: Codec, x: Tensor) -> Codec:
-        """The codec that has learnt from x [B, H, T, D], as it takes them."""
-        return codec.fit(x) if self.heads is None else self.heads.fit(codec, x)
-
-    def _encoded(self, codec: Codec, x: Tensor) -> Planes:
-        return codec.encode(x) if self.heads is None else self.heads.encode(codec, self.packed.layout, x)
 
     def commit(self, new: Prepared) -> None:
         """Change what was prepared."""
@@ -147,49 +140,33 @@ class SideStore(Stateful):
         self.tail.append(new.enter_tail)
 
     def _fitted(self, codec: Codec, sinks: Tensor, x: Tensor, place: int) -> Codec:
-        """The codec with what it learns from the prompt: stretches of the tokens at hand, or where their common part
-        before RoPE is sought, of those that are no sinks."""
-        stretches = [(x[:, :, start:stop], place + start) for start, stop in _stretches(x.shape[2])]
-        if codec.centred:
-            assert self.rotary is not None
-            codec = codec.with_mean(torch.cat([self.rotary.take_off(*stretch) for stretch in stretches], dim=2))
-            return self.fitted(codec, torch.cat([self._plain(codec, *stretch) for stretch in stretches], dim=2))
-        sink = self._plain(codec, sinks, 0, own_sinks=True)
-        return self.fitted(codec, torch.cat([sink, *(self._plain(codec, *s) for s in stretches)], dim=2))
+        """The codec, fitted to the prompt. x: the tokens from `place` on."""
+        stretches = coding.fit_stretches(x.shape[2])
+        parts = [self._tokens(x[:, :, start:stop], place + start) for start, stop in stretches]
+        return coding.fitted(codec, parts, self._tokens(sinks, 0, own_sinks=True), self.heads)
 
-    def _plain(self, codec: Codec, x: Tensor, place: int, own_sinks: bool = False) -> Tensor:
-        """Tokens from `place` on as the codec takes them: float32, keys without RoPE or their constant part where it
-        wants them so. own_sinks: x are each row's first tokens, wherever padding has put them."""
-        if self.rotary is None:
-            return x.float()
-        if codec.centred:
-            return x.float() - self.rotary.turned(codec.fitted["mean"].float(), place, x.shape[2]).decode()
-        return self.rotary.take_off(x, place, own_sinks)
+    def _tokens(self, x: Tensor, place: int, own_sinks: bool = False) -> Tokens:
+        """Tokens from `place` on with their angles. own_sinks: x are each row's first tokens, wherever padding has put
+        them."""
+        if self.rotary is None or not x.shape[2]:
+            return Tokens(x)
+        return Tokens(x, self.rotary.angles(place, x.shape[2], x.device, own_sinks))
 
-    def coded(self, first: int, tokens: int) -> View:
-        """Packed tokens `first` to `first + tokens`, whole blocks, as they were coded: keys perhaps without RoPE."""
+    def planes(self, first: int, tokens: int) -> Planes:
+        """Planes of the packed tokens `first` to `first + tokens`, whole blocks."""
         t = self.packed.layout.block_tokens
-        return self.codec.view(self.packed.planes(first // t, (first + tokens) // t), self.head_dim)
+        return self.packed.planes(first // t, (first + tokens) // t)
 
     def view(self, first: int, tokens: int, place: int = 0) -> View:
         """Packed tokens `first` to `first + tokens`, whole blocks; `place`: of the first packed token, counted from the
         cache's first."""
-        view = self.coded(first, tokens)
-        if self.rotary is None:
-            return view
-        if self.codec.centred:
-            return Centred(view, self.rotary.turned(self.codec.fitted["mean"], place + first, tokens))
-        return Roped(view, self.rotary.rope, self.rotary.angles(place + first, tokens, self.sinks.device))
+        angles = None if self.rotary is None else self.rotary.angles(place + first, tokens, self.sinks.device)
+        return coding.view(self.codec, self.planes(first, tokens), self.head_dim, angles)
 
     def view_at(self, first: int, tokens: int, places: Tensor) -> View:
         """Packed tokens `first` to `first + tokens`, whole blocks, which stand at places int [tokens]."""
-        view = self.coded(first, tokens)
-        if self.rotary is None:
-            return view
-        rope, angles = self.rotary.rope, self.rotary.at(places)
-        if self.codec.centred:
-            return Centred(view, Turned(self.codec.fitted["mean"], rope, angles))
-        return Roped(view, rope, angles)
+        angles = None if self.rotary is None else self.rotary.at(places)
+        return coding.view(self.codec, self.planes(first, tokens), self.head_dim, angles)
 
     def unpack_back(self, tokens: int, keep: int, place: int) -> None:
         """Drop the `tokens` latest packed tokens, whole blocks; the first `keep` return to the tail, decoded. place: of
@@ -204,9 +181,9 @@ class SideStore(Stateful):
         pages = [self.view(first, tokens, place).decode().to(dtype) for first, tokens in extents([self])]
         return torch.cat([self.sinks.to(dtype), *pages, self.tail.data.to(dtype)], dim=2)
 
-    def state(self) -> State:
+    def live_state(self) -> State:
         """See `Stateful`; with what the codec has learnt."""
-        return super().state() | {"fitted": self.codec.fitted}
+        return super().live_state() | {"fitted": self.codec.fitted}
 
     def schema(self) -> dict[str, Check]:
         """See `Stateful`."""
@@ -242,15 +219,6 @@ class SideStore(Stateful):
         footprint.parts["exact sinks"] += self.sinks.numel() * self.sinks.element_size()
         self.packed.count(footprint)
         self.tail.count(footprint)
-
-
-def _stretches(tokens: int) -> list[tuple[int, int]]:
-    """Where the tokens that are fitted on begin and end: all, or stretches of one length from the first to the last."""
-    if tokens <= FIT_TOKENS:
-        return [(0, tokens)]
-    length = FIT_TOKENS // FIT_PARTS
-    starts = [(tokens - length) * i // (FIT_PARTS - 1) for i in range(FIT_PARTS)]
-    return [(start, start + length) for start in starts]
 
 
 def extents(sides: Sequence[SideStore]) -> list[tuple[int, int]]:

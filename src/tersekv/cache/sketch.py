@@ -9,6 +9,7 @@ other, and lose it when no slot names it any more.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +17,10 @@ from torch import Tensor
 from tersekv.cache.clusters import Clusters
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.pool import WEIGHT, Pool
-from tersekv.cache.reservoir import Reservoir, counts
+from tersekv.cache.schema import Check, optional, record, require, tensor, whole
 from tersekv.cache.segments import ExactSegment, WeightedSegment
-from tersekv.cache.selective import SelectiveStore
+from tersekv.cache.selective import SELECTIVE, SelectiveStore
 from tersekv.cache.state import State, own
-from tersekv.cache.states import SKETCH, sketch_slots
 from tersekv.layouts.base import View
 from tersekv.layouts.exact import ExactView
 from tersekv.policies.subgen import SubGen
@@ -29,6 +29,79 @@ BLOCK_TOKENS = 1024
 """Tokens that enter the sketches at a time, and packed ones that are read at a time."""
 
 NORM = "norm"
+
+
+class Reservoir(NamedTuple):
+    """Samples of a stream by weight, each independent of the others.
+
+    Token by token, each of s slots is replaced with probability w/(μ + w), where w is the token's weight and μ that of
+    all before it; then a slot holds token i with probability w_i/Σw. Of a block with weight W, a slot ends with one of
+    its tokens with probability W/(μ + W), and with token i of them in proportion to w_i: the same, drawn at once.
+
+    slots int32 [B, H, s]: positions, sorted, −1 where nothing has come yet. weight float64 [B, H]: μ.
+    """
+
+    slots: Tensor
+    weight: Tensor
+
+    @staticmethod
+    def empty(B: int, H: int, s: int, device: torch.device) -> Reservoir:
+        """Nothing seen."""
+        slots = torch.full((B, H, s), -1, dtype=torch.int32, device=device)
+        return Reservoir(slots, torch.zeros(B, H, dtype=torch.float64, device=device))
+
+    @staticmethod
+    def schema(B: int, H: int) -> Check:
+        """What a file may say of one, see `cache/schema.py`."""
+        slots, weight = tensor(torch.int32, B, H, None, low=-1), tensor(torch.float64, B, H, low=0)
+        return record({"slots": slots, "weight": weight})
+
+    def check(self, below: int, place: str) -> None:
+        """Raise UserError unless slots name positions below a number, in order, at least one."""
+        ordered = self.slots.shape[2] > 0 and bool((self.slots.diff(dim=-1) >= 0).all())
+        require(ordered and int(self.slots.max()) < below, f"{place}.slots", f"must rise, and be below {below}")
+
+    def extended(self, weights: Tensor, positions: Tensor, generator: torch.Generator) -> Reservoir:
+        """After a block: weights float64 [B, H, n] (0: never sampled), positions int32 [B, H, n]."""
+        cumulated = weights.cumsum(-1)
+        added = cumulated[..., -1:]
+        total = self.weight.unsqueeze(-1) + added
+        chance = torch.where(total > 0, added / total, 0.0)
+        u, v = torch.rand((2, *self.slots.shape), dtype=torch.float64, generator=generator).to(weights.device)
+        index = torch.searchsorted(cumulated, v * added, right=True).clamp(max=weights.shape[-1] - 1)
+        slots = torch.where(u < chance, positions.gather(-1, index), self.slots)
+        return Reservoir(slots.sort(dim=-1).values, total.squeeze(-1))
+
+
+def counts(positions: Tensor, slots: Tensor) -> Tensor:
+    """How many of slots [B, H, s] (sorted) name each of positions [B, H, n], both int32."""
+    positions = positions.contiguous()
+    return torch.searchsorted(slots, positions, right=True) - torch.searchsorted(slots, positions)
+
+
+def _clusters(store: SketchStore) -> Check:
+    return optional(Clusters.schema(store.keys.loose, store.subgen.slots, limited=not store.subgen.delta))
+
+
+SKETCH = {
+    **SELECTIVE,
+    "longest": lambda store: tensor(torch.float32, store.batch_size, store.kv_heads, low=0),
+    "draws": lambda store: whole(),
+    "reservoir": lambda store: optional(Reservoir.schema(store.batch_size, store.kv_heads)),
+    "clusters": _clusters,
+}
+
+
+def sketch_slots(store: SketchStore, place: str) -> None:
+    """Samples name tokens that have left the tail."""
+    first = store.seen - store.tails[0].tokens
+    sampled = store.pool.positions.shape[2] + store.centers.positions.shape[2]
+    require((store.reservoir is None) == (store.clusters is None), place, "has samples of values or of keys only")
+    require(not sampled or store.reservoir is not None, place, "has sampled tokens without samples")
+    require(store.first.packed_tokens == 0, f"{place}.pools.2", "packs tokens, and must keep all of them exact")
+    if store.reservoir is not None and store.clusters is not None:
+        store.reservoir.check(first, f"{place}.reservoir")
+        store.clusters.check(first, f"{place}.clusters")
 
 
 class SketchStore(SelectiveStore):

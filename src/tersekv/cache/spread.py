@@ -8,15 +8,12 @@ have in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.heads import Heads
 from tersekv.cache.layer import LayerStore
+from tersekv.cache.parallel import Heads, Spread
 from tersekv.cache.segments import PackedSegment
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError, UserError
@@ -24,21 +21,6 @@ from tersekv.recipe import LayerPlan
 from tersekv.tensors import plain
 
 ELSEWHERE = "other processes hold packed tokens of this cache (context_parallel)"
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The processes that divide a context. gather: a tensor of each process, in their order; all call it in step."""
-
-    rank: int
-    ranks: int
-    gather: Callable[[Tensor], list[Tensor]]
-
-    def run(self, units: int, turn: int) -> range:
-        """Of `units` blocks those of this process; what is left over goes to the processes from `turn` on, one each."""
-        each, left = divmod(units, self.ranks)
-        sizes = [each + ((rank - turn) % self.ranks < left) for rank in range(self.rank + 1)]
-        return range(sum(sizes[:-1]), sum(sizes))
 
 
 class SpreadStore(LayerStore):

@@ -7,12 +7,18 @@ so `restore` checks every value by the class's STATE before it is used, and then
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from tersekv.cache.schema import Check, anything, each, record, refuse, require, shortened
+from tersekv.codecs import Codec
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 State = dict[str, Any]
 """By name: tensors, JSON values, and dictionaries and lists of these."""
@@ -32,8 +38,7 @@ class Stateful:
     each may be, asked of an object that holds nothing. RULES: what they must have in common, asked of one that was
     restored. PARTS:
     attributes that hold a Stateful, a sequence of them, or None. MADE: attributes that are made of the others when they
-    are asked for, and None before; they may hold addresses, and whoever gets a state may move its tensors into memory
-    that processes share, so that they are made anew."""
+    are asked for, and None before; they may hold addresses, so copies begin with None."""
 
     STATE: ClassVar[Spec] = {}
     RULES: ClassVar[Rules] = ()
@@ -41,10 +46,25 @@ class Stateful:
     MADE: ClassVar[tuple[str, ...]] = ()
 
     def state(self) -> State:
-        """Everything that the future depends on, but for the arguments it was made with. Tensors may be views."""
-        self._unmake()
+        """A copy of everything that the future depends on, but for the arguments it was made with. It is a copy because
+        sending a tensor to another process moves its memory, also under other tensors that share it."""
+        return own(self.live_state())
+
+    def live_state(self) -> State:
+        """The same without copying: tensors may be views of those that are held."""
         figures = {name: _as_data(getattr(self, name)) for name in self.STATE}
-        return figures | {name: [part.state() for part in self._parts(name)] for name in self.PARTS}
+        return figures | {name: [part.live_state() for part in self._parts(name)] for name in self.PARTS}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Attributes for a pickle, with copies of tensors, see `state`."""
+        return {name: None if name in self.MADE else _own_tensors(held) for name, held in vars(self).items()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy that shares nothing."""
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        for name, held in vars(self).items():
+            setattr(copied, name, None if name in self.MADE else copy.deepcopy(held, memo))
+        return copied
 
     def schema(self) -> dict[str, Check]:
         """What each value of a state may be, but for those of the parts."""
@@ -87,6 +107,20 @@ def _as_data(value: Any) -> Any:
 def own(value: Any) -> Any:
     """A copy, tensors included."""
     return value.clone() if isinstance(value, Tensor) else _mapped(value, own)
+
+
+def _own_tensors(value: Any) -> Any:
+    """An attribute with copies of the tensors in it; objects with a `__getstate__` of their own stay."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Codec):
+        return replace(value, fitted=_own_tensors(value.fitted))
+    if isinstance(value, dict):
+        return {key: _own_tensors(held) for key, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        held = [_own_tensors(part) for part in value]
+        return type(value)(*held) if hasattr(value, "_fields") else type(value)(held)
+    return value
 
 
 def split(state: State) -> tuple[State, dict[str, Tensor]]:

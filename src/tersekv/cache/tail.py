@@ -78,7 +78,7 @@ class TailBuffer(Stateful):
         """Forget the n latest tokens."""
         self.tokens -= n
 
-    def state(self) -> State:
+    def live_state(self) -> State:
         """See `Stateful`."""
         return {"data": self.data, "allocated": self._data.shape[2], "usual": self.usual}
 

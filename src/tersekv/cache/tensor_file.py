@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from tersekv.cache.schema import anything, each, one_of, record, require, shortened, whole
+from tersekv.cache.schema import MOST, anything, each, number, one_of, optional, record, require, shortened, whole
 from tersekv.cache.schema import text as schema_text
 from tersekv.errors import UserError
 from tersekv.whole_file import whole_file
@@ -42,6 +42,10 @@ NAMES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+HELD = record({"tokens": whole(1), "bytes": whole(1, 2**63), "ratio_bf16": number}, open_ended=True)
+"""What a cache's file says of what it holds."""
 
 
 class TensorFile(NamedTuple):
@@ -104,17 +108,31 @@ def read(path: Path) -> TensorFile:
 
 
 def read_said(path: Path) -> tuple[dict[str, Any], int]:
-    """What a file says of itself and its size in bytes; only the header is read and checked.
+    """What a cache's file says of itself and its size in bytes; only the header is read and checked.
 
     Raises:
-        UserError: as `read`, but for damage behind the header.
+        UserError: no such file, one that is damaged in its header, or that holds no cache.
     """
     with _opened(path) as file:
         size = _size(file)
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         view = memoryview(head + file.read(min(length, size)))
-    return _header(path, view, size)[2], size
+    said = _header(path, view, size)[2]
+    check_said(path, said, size)
+    return said, size
+
+
+def check_said(path: Path, said: dict[str, Any], size: int) -> None:
+    """Raise UserError unless a file of so many bytes says all that a cache's file says."""
+    if "state" not in said:
+        raise UserError(f"{path} holds tensors, but no cache; give what `cache.save` or `tersekv prompt-cache` wrote")
+    texts = dict.fromkeys(("tersekv", "recipe", "model_type", "architecture", "model"), schema_text)
+    entries = {**texts, "batch": whole(1, min(size, MOST)), "ids_sha256": optional(schema_text), "cache": HELD}
+    try:
+        record({**entries, "state": anything}, open_ended=True)(said, "")
+    except UserError as error:
+        raise UserError(f"{path} does not say what a cache's file says: {error}; {AGAIN}") from error
 
 
 def _opened(path: Path) -> BinaryIO:

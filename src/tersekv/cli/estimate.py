@@ -93,8 +93,7 @@ def describe(
     model: str, recipes: Sequence[str], lengths: Sequence[int], batch: int, limit: int | None
 ) -> dict[str, Any]:
     """The document of --json: per recipe contexts and the length from which on it gains; with a limit, what fits."""
-    from tersekv.cache.break_even import break_even
-    from tersekv.cache.estimate import predict
+    from tersekv.cache.estimate import break_even, predict
     from tersekv.recipe import Recipe
 
     parsed = [Recipe.parse(recipe) for recipe in recipes]

@@ -61,10 +61,10 @@ def generate(
         write = None if as_json else stream
         held = None
         if choice is not None and prompt_cache is not None:
-            from tersekv.hf import saved
+            import tersekv
 
             with output.step(f"loading {prompt_cache}"):
-                held = saved.load(prompt_cache, network, ids, tokenizer.decode)
+                held = tersekv.CompressedCache.load(prompt_cache, network, ids, tokenizer.decode)
         outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write, learnt, held))
     if as_json:
         output.print_json(_document(outcomes))
@@ -80,7 +80,7 @@ def _recipe(recipe: str | None, prompt_cache: Path | None) -> str:
     given = None if recipe is None else str(Recipe.parse(recipe))
     if prompt_cache is None:
         return given or str(Recipe.parse(output.DEFAULT_RECIPE))
-    from tersekv.cache.cache_file import read_said
+    from tersekv.cache.tensor_file import read_said
 
     found = str(Recipe.parse(read_said(prompt_cache.expanduser())[0]["recipe"]))
     if given not in (None, found):

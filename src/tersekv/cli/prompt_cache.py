@@ -85,7 +85,7 @@ def verify(
 
 
 def _say(file: Path, as_json: bool, more: dict[str, Any]) -> None:
-    from tersekv.cache.cache_file import read_said
+    from tersekv.cache.tensor_file import read_said
 
     said, size = read_said(file.expanduser())
     held = said["cache"]

@@ -40,7 +40,7 @@ def against_bfloat16(held: int, bfloat16: int) -> str:
 
 
 def gains_from(recipe: str, tokens: int | None) -> str:
-    """From how many tokens on a recipe gains; `tokens` as of `store.break_even.break_even`."""
+    """From how many tokens on a recipe gains; `tokens` as of `cache.estimate.break_even`."""
     name = short_name(recipe)
     if tokens is None:
         return f"{name} never makes a cache smaller"
@@ -52,7 +52,7 @@ def nothing_gained(footprint: Footprint, shape: CacheShape, recipe: str, batch: 
     held, bfloat16 = footprint.total_bytes, footprint.elements * 2
     if not footprint.elements or held < bfloat16:
         return None
-    from tersekv.cache.break_even import break_even
+    from tersekv.cache.estimate import break_even
 
     gains = gains_from(recipe, break_even(shape, recipe, batch))
     return f"{footprint.tokens:,} tokens: the cache is {against_bfloat16(held, bfloat16)}; {gains}."

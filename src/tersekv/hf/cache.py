@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import warnings
-import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +14,19 @@ from transformers.cache_utils import LinearAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.heads import Heads
+from tersekv.cache.parallel import Spread
 from tersekv.cache.selective import UNREADABLE
-from tersekv.cache.spread import Spread
 from tersekv.errors import UserError
+from tersekv.hf import pickled, saved
+from tersekv.hf.base import ModelCache
 from tersekv.hf.calibration import Calibration, calibrated_plans
 from tersekv.hf.config import AttentionShape, attention_layers, layers_without_own_tokens, text_config
-from tersekv.hf.fingerprint import architecture
 from tersekv.hf.layer import CompressedLayer as CompressedLayer
-from tersekv.hf.parallel import check_spread, heads_of, spread_over
-from tersekv.hf.progress import CheckedCache, Progress
+from tersekv.hf.parallel import check_spread, spread_over
+from tersekv.hf.progress import Progress
 from tersekv.hf.rope import Ropes
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.tensors import plain
-
-ATTENTION_NAME = "tersekv"
 
 
 def empty_layer() -> Any:
@@ -38,7 +34,7 @@ def empty_layer() -> Any:
     return getattr(cache_utils, "DummyLayer", cache_utils.DynamicLayer)()
 
 
-class CompressedCache(CheckedCache):
+class CompressedCache(ModelCache):
     """A cache for `generate(past_key_values=...)` or `model(past_key_values=...)`.
 
     Args:
@@ -84,15 +80,6 @@ class CompressedCache(CheckedCache):
         plans = calibrated_plans(recipe, text_config(config), calibration)
         self._start(config, recipe, plans, spread_over(context_parallel))
 
-    @classmethod
-    def of(
-        cls, config: PreTrainedConfig, recipe: Recipe, plans: dict[int, LayerPlan], spread: Spread | None = None
-    ) -> CompressedCache:
-        """A cache whose layers have these plans."""
-        cache = cls.__new__(cls)
-        cache._start(config, recipe, plans, spread)
-        return cache
-
     def empty(self, config: PreTrainedConfig) -> CompressedCache:
         """A cache like this without tokens, for the same model: its recipe, and what its codecs learnt from a
         corpus."""
@@ -103,10 +90,10 @@ class CompressedCache(CheckedCache):
         self, config: PreTrainedConfig, recipe: Recipe, plans: dict[int, LayerPlan], spread: Spread | None
     ) -> None:
         self.recipe, self.config, self.spread = recipe, text_config(config), spread
-        self.shape: AttentionShape = AttentionShape.of(self.config)
+        self.shape = AttentionShape.of(self.config)
         self._warned = self.told = False  # each warning comes once
-        self._model: weakref.ref[PreTrainedModel] | None = None
-        self.mask_offsets: dict[int | None, tuple[int, int]] = {}  # by window: tokens seen, and forgotten, at a mask
+        self._model = None
+        self.mask_offsets = {}
         self.ropes = Ropes(self.config, self.shape.key_dim)
         kinds = attention_layers(self.config)
         layers: list[Any] = []
@@ -141,48 +128,25 @@ class CompressedCache(CheckedCache):
             UserError: an empty cache, ids of another length, state beside keys and values, a file that cannot be
                 written.
         """
-        saved = importlib.import_module("tersekv.hf.saved")
         saved.save(self, Path(path), ids, model)
 
     @staticmethod
-    def load(path: str | Path, model: PreTrainedModel, ids: Tensor | None = None) -> CompressedCache:
+    def load(
+        path: str | Path,
+        model: PreTrainedModel,
+        ids: Tensor | None = None,
+        decode: Callable[[list[int]], str] = str,
+    ) -> CompressedCache:
         """The cache that `save` wrote, ready to go on; on a CPU its packed pages stay in the memory-mapped file, which
         must not be written to meanwhile (replacing it, as `save` does, is safe).
 
-        ids: int64 [B, T], a prompt, which must begin with the tokens of the file.
+        ids: int64 [B, T], a prompt, which must begin with the tokens of the file. decode: how errors write token ids
+        where a prompt differs.
 
         Raises:
             UserError: no such file, one that is damaged, cut off, of another format or model, or of another prompt.
         """
-        saved = importlib.import_module("tersekv.hf.saved")
-        return saved.load(path, model, ids)
-
-    def heads(self, held: int) -> Heads | None:
-        """Which key-value heads this process holds, where it holds only some of them."""
-        return heads_of(self.model, held, self.shape.kv_heads) if self.shape.passes_handles else None
-
-    @property
-    def model(self) -> PreTrainedModel | None:
-        """The model that filled it under `tersekv.compress`, as long as that lives."""
-        return None if self._model is None else self._model()
-
-    def knows(self, model: PreTrainedModel) -> None:
-        """Note which model fills it; that model's config says which attention is installed.
-
-        Raises:
-            UserError: the cache was made for a model of another architecture.
-        """
-        if self.model is not model:
-            self.check_model(model)
-            self.config, self._model = text_config(model.config), weakref.ref(model)
-
-    def check_model(self, model: PreTrainedModel) -> None:
-        """Raise UserError unless the cache was made for a model of this architecture."""
-        if self.config is not text_config(model.config) and architecture(self.config) != architecture(model.config):
-            raise UserError(
-                f"this cache was made for a {self.config.model_type} of another architecture than the model; make one "
-                "with tersekv.CompressedCache(model.config, recipe)"
-            )
+        return saved.load(CompressedCache, path, model, ids, decode)
 
     @plain
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
@@ -196,24 +160,7 @@ class CompressedCache(CheckedCache):
 
     def __reduce__(self) -> Any:
         """See `hf/pickled.py`."""
-        return importlib.import_module("tersekv.hf.pickled").reduced(self)
-
-    @property
-    def hands_out_handles(self) -> bool:
-        """Whether the model runs our attention and its modules pass keys and values on untouched."""
-        return self.config._attn_implementation == ATTENTION_NAME and self.shape.passes_handles
-
-    def warn_decoding(self) -> None:
-        """Say once that the fast path is not in use."""
-        if self._warned:
-            return
-        self._warned = True
-        why = (
-            "tersekv's attention is not installed; wrap the call in `with tersekv.compress(model, recipe):`"
-            if self.shape.passes_handles
-            else f"{self.config.model_type} models open keys and values before attention"
-        )
-        warnings.warn(f"CompressedCache decodes all tokens at every step: {why}", stacklevel=5)
+        return pickled.reduced(self)
 
     def __repr__(self) -> str:
         """Recipe, tokens, bytes, bits and ratio in one line."""

@@ -34,8 +34,8 @@ from tersekv.hf.fitting import FitJob, fit, prepare_worker
 from tersekv.hf.gradients import Source, layer_gradients
 from tersekv.hf.models import cache_dir
 from tersekv.hf.rope import Ropes
-from tersekv.hf.whole_files import save_whole
 from tersekv.recipe import Recipe
+from tersekv.whole_file import save_whole
 
 Progress = Callable[[str, int, int], None]
 """What is being done, and how much of it is done of how much."""

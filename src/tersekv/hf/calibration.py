@@ -28,8 +28,8 @@ from tersekv.errors import UserError
 from tersekv.hf.config import AttentionShape, attention_layers, text_config
 from tersekv.hf.fingerprint import architecture, fingerprint
 from tersekv.hf.models import cache_dir
-from tersekv.hf.whole_files import save_whole
 from tersekv.recipe import PRE_ROPE, Coder, LayerPlan, Recipe, Term
+from tersekv.whole_file import save_whole
 
 log = logging.getLogger(__name__)
 FORMAT = 1

@@ -19,7 +19,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from tersekv.errors import UserError
 from tersekv.hf.attention import EXPLICIT, attention_forward, attention_mask_for
-from tersekv.hf.cache import ATTENTION_NAME, CompressedCache
+from tersekv.hf.base import ATTENTION_NAME
+from tersekv.hf.cache import CompressedCache
 from tersekv.hf.calibration import Calibration, calibration_for
 from tersekv.hf.config import text_config
 from tersekv.recipe import Recipe

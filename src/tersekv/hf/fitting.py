@@ -19,7 +19,7 @@ from torch import Tensor
 from tersekv.codecs import Codec
 from tersekv.codecs.transforms.rope import Turn
 from tersekv.errors import CacheError, UserError
-from tersekv.hf.whole_files import save_whole
+from tersekv.whole_file import save_whole
 
 
 class FitJob(NamedTuple):

@@ -58,7 +58,9 @@ def layer_gradients(
         if source.pre_rope:
             rotary = Rotary(ropes.of(source.layer))
             rotary.note(0, x.shape[2])
-            x, gradient = rotary.take_off(x, 0), rotary.pull_back(gradient, 0)
+            cos_sin = rotary.angles(0, x.shape[2], x.device).cos_sin()
+            x = rotary.rope.take_off(x.float(), *cos_sin)
+            gradient = rotary.rope.pull_back(gradient.float(), *cos_sin)
         kept[f"{source.name}.x"] = x[:, :, sinks:].float().cpu().contiguous()
         kept[f"{source.name}.gradient"] = gradient[:, :, sinks:].to(torch.bfloat16).cpu().contiguous()
 

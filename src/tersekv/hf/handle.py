@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from tersekv.hf.cache import CompressedLayer
+from tersekv.cache.layer import LayerStore
+from tersekv.cache.selective import SelectiveStore
+
+
+class PendingLayer(Protocol):
+    """The layer that pending tokens are for."""
+
+    cache: Any
+    store: LayerStore | SelectiveStore | None
+
+    def get_seq_length(self) -> int:
+        """Tokens seen."""
+
+    def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, votes: Tensor | None = None) -> None:
+        """Add tokens to the store."""
+
+    def append_and_decode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add tokens and return all, decoded."""
 
 
 class Pending:
     """The keys and values [B, H, n, D] of one call to one layer, which enter the store exactly once."""
 
-    def __init__(self, layer: CompressedLayer, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, layer: PendingLayer, keys: Tensor, values: Tensor) -> None:
         self.layer, self.keys, self.values = layer, keys, values
         self.past_tokens = layer.get_seq_length()
         self.committed = False

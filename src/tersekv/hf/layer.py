@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,18 +11,15 @@ from transformers.cache_utils import CacheLayerMixin
 
 from tersekv.cache.kept import new_store
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.rollback import is_whole
 from tersekv.cache.schema import anything, each, flag, of_spec, one_of, record, require, whole
 from tersekv.cache.selective import UNREADABLE, SelectiveStore
 from tersekv.cache.state import State, own
 from tersekv.errors import CacheError, UserError
-from tersekv.freed_memory import give_back_freed_memory
+from tersekv.hf.base import ModelCache
 from tersekv.hf.handle import Pending, PendingTokens
+from tersekv.hf.progress import checked_crop
 from tersekv.recipe import LayerPlan
-
-if TYPE_CHECKING:
-    from tersekv.hf.cache import CompressedCache
-
+from tersekv.tensors import give_back_freed_memory
 
 FLOATS = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 """Types of keys and values by the names that files have for them."""
@@ -32,14 +29,6 @@ MUCH_MEMORY, MANY_TOKENS = 1 << 20, 128
 asking for: a prompt, not a step of a large batch."""
 
 
-def checked_crop(tokens_to_remove: int) -> int:
-    """The argument of `crop` as a whole number, which is 0 or less."""
-    tokens_to_remove = int(tokens_to_remove)  # releases before 5.17 pass a tensor
-    if tokens_to_remove > 0:
-        raise UserError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; pass 0 or less")
-    return tokens_to_remove
-
-
 class CompressedLayer(CacheLayerMixin):
     """One attention layer: a `LayerStore` behind transformers' layer interface."""
 
@@ -47,7 +36,7 @@ class CompressedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: CompressedCache, index: int, plan: LayerPlan, window: int | None) -> None:
+    def __init__(self, cache: ModelCache, index: int, plan: LayerPlan, window: int | None) -> None:
         super().__init__()
         self.cache, self.index, self.plan, self.sliding_window = cache, index, plan, window
         self.is_sliding = window is not None
@@ -98,7 +87,7 @@ class CompressedLayer(CacheLayerMixin):
             progress.torn = False
             raise type(error)(f"layer {self.index}: {error}") from error
         except BaseException:  # also KeyboardInterrupt: what was only prepared has changed nothing
-            progress.torn = not is_whole(self.store, seen)
+            progress.torn = not self.store.is_whole(seen)
             raise
         progress.torn = False
         progress.end(self.index)
@@ -125,7 +114,11 @@ class CompressedLayer(CacheLayerMixin):
         return torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)
 
     def state(self) -> State:
-        """What the layer holds, see `Stateful`; `plan`: what its codecs learnt from a corpus."""
+        """A copy of what the layer holds, see `Stateful`; `plan`: what its codecs learnt from a corpus."""
+        return own(self.live_state())
+
+    def live_state(self) -> State:
+        """The same without copying."""
         plan = {"keys": self.plan.keys.fitted, "values": self.plan.values.fitted}
         common: State = {"plan": plan, "record_past": self.record_past, "store": None}
         if self.store is None:
@@ -134,7 +127,7 @@ class CompressedLayer(CacheLayerMixin):
         common["heads"] = self._place_of_heads(H)
         shapes = [[B, H, 0, side.head_dim] for side in self.store.sides]
         dtype = str(self.dtype).removeprefix("torch.")
-        return common | {"shapes": shapes, "dtype": dtype, "store": self.store.state()}
+        return common | {"shapes": shapes, "dtype": dtype, "store": self.store.live_state()}
 
     def restore(self, state: State, batch: int, device: torch.device, place: str) -> None:
         """Hold what `state()` gave for so many rows. place: where errors say it is.

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tersekv.cache.heads import Heads
-from tersekv.cache.spread import Spread
+from tersekv.cache.parallel import Heads, Spread
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import UserError
 from tersekv.recipe import LayerPlan

@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 
-from tersekv.cache.state import own, split
+from tersekv.cache.state import split
 from tersekv.errors import UserError
-from tersekv.hf.cache import ATTENTION_NAME, CompressedCache, CompressedLayer
+from tersekv.hf.base import ATTENTION_NAME, ModelCache
 from tersekv.hf.calibration import attention_plans
+from tersekv.hf.layer import CompressedLayer
 from tersekv.recipe import Recipe
 from tersekv.tensors import plain
 
 
 @plain
-def reduced(cache: CompressedCache) -> tuple[Callable[..., CompressedCache], tuple[Any, ...]]:
+def reduced(cache: ModelCache) -> tuple[Callable[..., ModelCache], tuple[Any, ...]]:
     """What `__reduce__` returns.
 
     Raises:
@@ -36,15 +37,15 @@ def reduced(cache: CompressedCache) -> tuple[Callable[..., CompressedCache], tup
     config = copy.copy(cache.config)
     if config._attn_implementation == ATTENTION_NAME:  # true of a model while compress is installed on it
         config.__dict__["_attn_implementation_internal"] = None
-    layers = [own(layer.state()) if isinstance(layer, CompressedLayer) else layer for layer in cache.layers]
+    layers = [layer.state() if isinstance(layer, CompressedLayer) else copy.deepcopy(layer) for layer in cache.layers]
     progress = cache.progress.torn, cache.progress.steps, cache.progress.last, dict(cache.progress.done)
     return rebuilt, (type(cache), config, str(cache.recipe), layers, progress)
 
 
 @plain
 def rebuilt(
-    kind: type[CompressedCache], config: Any, recipe: str, layers: list[Any], progress: tuple[Any, ...]
-) -> CompressedCache:
+    kind: type[ModelCache], config: Any, recipe: str, layers: list[Any], progress: tuple[Any, ...]
+) -> ModelCache:
     """The cache of a pickle, on the device where its tensors are now."""
     parsed = Recipe.parse(recipe)
     cache = kind.of(config, parsed, attention_plans(parsed, config))

@@ -9,23 +9,40 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from torch import LongTensor, Tensor
 from transformers.cache_utils import Cache
 
 from tersekv.errors import CacheError, UserError
-from tersekv.hf.layer import CompressedLayer, checked_crop
 
 NOWHERE = (-1, 0)
 RESTART = "start again with cache.reset() or a new cache"
+
+
+def checked_crop(tokens_to_remove: int) -> int:
+    """The argument of `crop` as a whole number, which is 0 or less."""
+    tokens_to_remove = int(tokens_to_remove)  # releases before 5.17 pass a tensor
+    if tokens_to_remove > 0:
+        raise UserError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; pass 0 or less")
+    return tokens_to_remove
+
+
+class CountingLayer(Protocol):
+    """A layer that knows how many tokens it has seen, and whether it can take some back."""
+
+    def get_seq_length(self) -> int:
+        """Tokens seen."""
+
+    def check_crop(self, tokens: int) -> None:
+        """Raise CacheError unless that many of the latest tokens can be taken back."""
 
 
 class Progress:
     """Which tokens the layers of one cache have seen. attention: by index, all layers that take every token in. linear:
     indices of layers with a recurrent state, which has no count of its own and cannot be cropped."""
 
-    def __init__(self, attention: Mapping[int, CompressedLayer], linear: Collection[int]) -> None:
+    def __init__(self, attention: Mapping[int, CountingLayer], linear: Collection[int]) -> None:
         self.attention, self.linear = attention, linear
         self.clear()
 

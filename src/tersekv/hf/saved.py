@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,26 +21,27 @@ from transformers import PreTrainedModel
 
 from tersekv import __version__
 from tersekv.cache import tensor_file
-from tersekv.cache.cache_file import check_said
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.schema import anything, each, optional, record, require, tensor
 from tersekv.cache.selective import SelectiveStore
 from tersekv.cache.state import joined, split
 from tersekv.errors import UserError
-from tersekv.hf.cache import CompressedCache, CompressedLayer
+from tersekv.hf.base import ModelCache
 from tersekv.hf.calibration import attention_plans
 from tersekv.hf.config import attention_layers, text_config
 from tersekv.hf.fingerprint import architecture, fingerprint
+from tersekv.hf.layer import CompressedLayer
 from tersekv.recipe import Recipe
 from tersekv.tensors import plain
 
 log = logging.getLogger(__name__)
+C = TypeVar("C", bound=ModelCache)
 SAME = 1e-6
 """Tables made elsewhere are the same if they are as close as that: libraries of linear algebra round differently."""
 
 
 @plain
-def save(cache: CompressedCache, path: Path, ids: Tensor | None = None, model: PreTrainedModel | None = None) -> None:
+def save(cache: ModelCache, path: Path, ids: Tensor | None = None, model: PreTrainedModel | None = None) -> None:
     """See `CompressedCache.save`."""
     model = model if model is not None else cache.model
     if model is None:
@@ -57,7 +58,7 @@ def save(cache: CompressedCache, path: Path, ids: Tensor | None = None, model: P
         raise UserError("only a cache that holds tokens, as many in every layer, can be saved: let the model read some")
     tokens, batch = seen.pop(), layers[0].batch_size
     ids = None if ids is None else _checked_ids(ids, batch, tokens)
-    state = {"layers": [layer.state() for layer in layers], "tables": _shared_tables(cache), "ids": ids}
+    state = {"layers": [layer.live_state() for layer in layers], "tables": _shared_tables(cache), "ids": ids}
     tree, tensors = split(state)
     said = {
         "tersekv": __version__,
@@ -75,17 +76,21 @@ def save(cache: CompressedCache, path: Path, ids: Tensor | None = None, model: P
 
 @plain
 def load(
-    path: str | Path, model: PreTrainedModel, ids: Tensor | None = None, decode: Callable[[list[int]], str] = str
-) -> CompressedCache:
-    """See `CompressedCache.load`. decode: how token ids are written where a prompt differs."""
+    kind: type[C],
+    path: str | Path,
+    model: PreTrainedModel,
+    ids: Tensor | None = None,
+    decode: Callable[[list[int]], str] = str,
+) -> C:
+    """See `CompressedCache.load`. kind: the class of the cache."""
     path = Path(path).expanduser()
     said, tensors, size = tensor_file.read(path)
-    check_said(path, said, size)
+    tensor_file.check_said(path, said, size)
     check_model(path, said, model)
     with _named(path):
         state = joined(said["state"], {name: tensor.to(model.device) for name, tensor in tensors.items()})
         recipe = Recipe.parse(said["recipe"])
-        cache = CompressedCache.of(model.config, recipe, attention_plans(recipe, model.config))
+        cache = kind.of(model.config, recipe, attention_plans(recipe, model.config))
         layers = _layers(cache)
         record({"layers": each(anything, len(layers)), "tables": each(anything), "ids": anything})(state, "")
         _check_ids(said, state["ids"])
@@ -178,11 +183,11 @@ def _checked_ids(ids: Tensor, batch: int, tokens: int) -> Tensor:
     return ids
 
 
-def _layers(cache: CompressedCache) -> list[CompressedLayer]:
+def _layers(cache: ModelCache) -> list[CompressedLayer]:
     return [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
 
 
-def _shared_tables(cache: CompressedCache) -> list[Tensor]:
+def _shared_tables(cache: ModelCache) -> list[Tensor]:
     """What codecs make from their options alone, each table once."""
     dims = cache.shape.key_dim, cache.shape.value_dim
     codecs = [pair for layer in _layers(cache) for pair in zip((layer.plan.keys, layer.plan.values), dims, strict=True)]

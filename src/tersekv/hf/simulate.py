@@ -7,16 +7,19 @@ already read coded tokens. The recipe's token policy plays no part but for the t
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tersekv.cache import coding
+from tersekv.cache.coding import Tokens
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.rotary import Rotary
-from tersekv.cache.side import ENCODE_TOKENS
 from tersekv.codecs.base import Codec
+from tersekv.codecs.transforms.rope import Angles
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.calibration import Calibration, calibrated_plans
 from tersekv.hf.capture import LayerTokens, OnePassCache
@@ -74,42 +77,28 @@ class SimulatedCache(OnePassCache):
         self._held.parts["exact sinks"] += first.numel() * first.element_size()
         if not rest.shape[2]:
             return first.to(x.dtype)
-        codec, plain = _plain(codec.to(x.device), exact, rotary, self.sinks)
+
+        def angles(place: int, n: int) -> Angles | None:
+            return None if rotary is None else rotary.angles(place, n, x.device)
+
+        sinks = Tokens(first, angles(0, self.sinks)) if self.sinks else None
+        codec = coding.fitted(codec.to(x.device), [Tokens(rest, angles(self.sinks, rest.shape[2]))], sinks)
         for table in codec.tables(x.shape[-1]):
             self._tables[table.data_ptr()] = table
-        step = max(1, ENCODE_TOKENS // codec.layout(x.shape[-1]).block_tokens) * codec.layout(x.shape[-1]).block_tokens
-        coded = torch.cat([self._piece(codec, piece) for piece in plain[:, :, self.sinks :].split(step, dim=2)], dim=2)
-        if rotary is not None and codec.centred:
-            coded = coded + rotary.turned(codec.fitted["mean"].float(), self.sinks, coded.shape[2]).decode()
-        elif rotary is not None:
-            coded = rotary.put(coded, self.sinks)
-        return torch.cat([first.to(x.dtype), coded.to(x.dtype)], dim=2)
-
-    def _piece(self, codec: Codec, x: Tensor) -> Tensor:
-        """Encode and decode x float32 [B, H, n, D]. A last block that is not full is filled with its last token, which
-        leaves minima and maxima as they are, and counted in proportion."""
-        n, layout = x.shape[2], codec.layout(x.shape[-1])
-        missing = -n % layout.block_tokens
-        planes = codec.encode(torch.cat([x, x[:, :, -1:].expand(-1, -1, missing, -1)], dim=2))
-        for name, plane in planes.items():
-            share = plane.numel() * plane.element_size() * n / (n + missing)
-            self._held.parts[layout.planes[name].kind] += round(share)
-        return codec.decode(planes, x.shape[-1])[:, :, :n]
+        layout, coded = codec.layout(x.shape[-1]), [first.to(x.dtype)]
+        for start, stop in coding.chunks(0, rest.shape[2], layout.block_tokens):
+            n, place = stop - start, self.sinks + start
+            whole = math.ceil(n / layout.block_tokens) * layout.block_tokens
+            planes = coding.encode(codec, Tokens(rest[:, :, start:stop], angles(place, n)))
+            for name, plane in planes.items():  # a last block that is not full counts in proportion
+                share = plane.numel() * plane.element_size() * n / whole
+                self._held.parts[layout.planes[name].kind] += round(share)
+            decoded = coding.view(codec, planes, x.shape[-1], angles(place, whole)).decode()
+            coded.append(decoded[:, :, :n].to(x.dtype))
+        return torch.cat(coded, dim=2)
 
     def footprint(self) -> Footprint:
         """Bytes that the codes took, tables shared by layers counted once."""
         held = Footprint.sum([self._held])
         held.parts["tables"] = sum(table.numel() * table.element_size() for table in self._tables.values())
         return held
-
-
-def _plain(codec: Codec, exact: Tensor, rotary: Rotary | None, sinks: int) -> tuple[Codec, Tensor]:
-    """The codec, fitted where it learns from the prompt, and tokens [B, H, T, D] as it takes them: float32, without
-    RoPE or their constant part where it wants them so."""
-    if rotary is not None and codec.centred:
-        if codec.lacks == "prompt":
-            codec = codec.with_mean(rotary.take_off(exact, 0)[:, :, sinks:])
-        plain = exact.float() - rotary.turned(codec.fitted["mean"].float(), 0, exact.shape[2]).decode()
-        return (codec.fit(plain[:, :, sinks:]) if codec.lacks == "prompt" else codec), plain
-    plain = exact.float() if rotary is None else rotary.take_off(exact, 0)
-    return (codec.fit(plain) if codec.lacks == "prompt" else codec), plain

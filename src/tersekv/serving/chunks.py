@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tersekv.cache.coding import Tokens, encode
 from tersekv.codecs import Codec
 from tersekv.errors import CacheError, UserError
 from tersekv.layouts.base import Planes
@@ -103,7 +104,8 @@ class ChunkCoder:
         parts = []
         for x, runs in zip(tensors, self._runs(shapes), strict=True):
             for run in runs:
-                planes = run.codec.encode(self._heads(x[run.side, run.first : run.last], run.codec))
+                heads = x[run.side, run.first : run.last].unflatten(2, (-1, self.head_dim)).transpose(1, 2).contiguous()
+                planes = encode(run.codec, Tokens(heads))
                 parts += [
                     planes[name].contiguous().view(-1).view(torch.uint8) for name in _order(run.codec, self.head_dim)
                 ]
@@ -150,13 +152,6 @@ class ChunkCoder:
             planes[name] = body[at:end].clone().view(spec.dtype).view(shape)
             at = end
         return planes, at
-
-    def _heads(self, x: Tensor, codec: Codec) -> Tensor:
-        """[L, T, H·D] to float32 [L, H, N·t, D]; the last token stands for those that fill the last block, so that
-        they widen no range."""
-        missing = -x.shape[1] % codec.layout(self.head_dim).block_tokens
-        x = torch.cat([x, x[:, -1:].expand(-1, missing, -1)], dim=1) if missing else x
-        return x.float().unflatten(2, (-1, self.head_dim)).transpose(1, 2).contiguous()
 
     def _runs(self, shapes: Sequence[Shape]) -> Iterator[list[Run]]:
         """Runs of each tensor."""

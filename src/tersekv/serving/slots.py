@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tersekv.cache.coding import Tokens, encode
 from tersekv.codecs import Codec
 from tersekv.codecs.exact import Exact
 from tersekv.errors import UserError
@@ -145,8 +146,7 @@ def write(codec: Codec, planes: Planes, specs: tuple[Plane, ...], x: Tensor, pla
     """Code x float32 [T, H, D] and put each token into its slot of planes [1, H, N, …]; other tokens stay as they
     are."""
     T = x.shape[0]
-    whole = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -T % BLOCK_TOKENS)).transpose(0, 1).unsqueeze(0)
-    coded = codec.encode(whole)
+    coded = encode(codec, Tokens(x.transpose(0, 1).unsqueeze(0)))
     for plane in specs:
         new, held = coded[plane.name][0], planes[plane.name][0]  # [H, n, …], [H, N, …]
         if plane.way == "field":

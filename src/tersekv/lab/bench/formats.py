@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from tersekv.cache.coding import Tokens, chunks, encode
 from tersekv.codecs.base import Codec
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
@@ -33,7 +34,7 @@ FORMATS = {
     "nuq4-1%": "kvquant:bits=4,calibration=prompt",
     "nuq4-1%-prerope": "kvquant:bits=4,calibration=prompt",
 }
-ENCODE_TOKENS = 4096
+DRAWN_TOKENS = 4096
 FIT_TOKENS = 1024
 
 
@@ -119,9 +120,9 @@ def _pack(codec: Codec, heads: int, tokens: int, D: int, g: torch.Generator) -> 
     if tokens % block_tokens:
         raise UserError(f"--tokens {tokens}: packed are whole blocks of {block_tokens} tokens")
     pieces: list[Planes] = []
-    for first in range(0, tokens, ENCODE_TOKENS):
-        x = torch.randn(1, heads, min(ENCODE_TOKENS, tokens - first), D, generator=g, device=g.device)
+    for first in range(0, tokens, DRAWN_TOKENS):
+        x = torch.randn(1, heads, min(DRAWN_TOKENS, tokens - first), D, generator=g, device=g.device)
         if codec.lacks == "prompt":
             codec = codec.fit(x[:, :, :FIT_TOKENS])
-        pieces.append(codec.encode(x))
+        pieces += [encode(codec, Tokens(x[:, :, start:stop])) for start, stop in chunks(0, x.shape[2], block_tokens)]
     return Packer(codec, codec.layout(D).join(pieces), D)

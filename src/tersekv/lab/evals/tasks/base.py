@@ -21,18 +21,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """What a model reads. The cache is packed once `context` has been read, before it sees `question` (the fair order:
-    no method knows what will be asked); `answer_start` stands at the beginning of the answer. chat: the text is a
-    user's turn in the model's chat template, where it has one."""
-
-    context: str
-    question: str = ""
-    answer_start: str = ""
-    chat: bool = True
-
-
-@dataclass(frozen=True)
 class Sample:
     """One instance. id: the same in every run with equal options. data: what the task needs to evaluate it."""
 

@@ -1,0 +1,123 @@
+"""Tokens as a codec takes them, and packed tokens as attention reads them: the one place for both directions.
+
+    cached keys   ->  RoPE removed (`pre_rope`), or their rotated mean removed (`centred`)  ->  fit, encode
+    packed keys   ->  the codec's view  ->  RoPE applied, or the rotated mean added
+
+Values, and keys of all other codecs, only become float32. Stores, pools of chosen tokens, simulated passes, engine
+pages and benchmarks share these functions, so that the same tokens give the same bytes everywhere.
+
+Shapes: tokens [B, H, n, D]. `angles` are those of the keys' RoPE, None where the codec does not need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tersekv.cache.parallel import Heads
+from tersekv.codecs import Codec
+from tersekv.codecs.transforms.rope import Angles
+from tersekv.layouts.base import Planes, View
+from tersekv.layouts.centred import Centred, Turned
+from tersekv.layouts.roped import Roped
+
+ENCODE_TOKENS = 512
+"""Tokens encoded at a time, which bounds the float32 copies that encoding makes."""
+
+FIT_TOKENS = 2048
+"""Most tokens of a prompt that a codec is fitted on, because fitting in float64 needs memory for each."""
+
+FIT_PARTS = 8
+"""Stretches that these tokens are taken from, where a prompt has more."""
+
+
+class Tokens(NamedTuple):
+    """Tokens of one side with the angles of their RoPE."""
+
+    x: Tensor
+    angles: Angles | None = None
+
+
+def codec_input(codec: Codec, tokens: Tokens) -> Tensor:
+    """Tokens in float32 as the codec takes them: keys without RoPE, or without their rotated mean."""
+    x, angles = tokens
+    if angles is None or not x.shape[2]:
+        return x.float()
+    if codec.centred:
+        return x.float() - Turned(codec.fitted["mean"], angles.rope, angles).decode()
+    return angles.rope.take_off(x.float(), *angles.cos_sin())
+
+
+def fitted(codec: Codec, parts: Sequence[Tokens], sinks: Tokens | None = None, heads: Heads | None = None) -> Codec:
+    """The codec, fitted to a prompt if it needs that. A centred codec does not learn from attention sinks, because
+    their mean differs. heads: where processes divide them."""
+    if codec.lacks != "prompt":
+        return codec
+    if codec.centred:
+        codec = codec.with_mean(torch.cat([_without_rope(part) for part in parts], dim=2))
+    elif sinks is not None:
+        parts = [sinks, *parts]
+    x = torch.cat([codec_input(codec, part) for part in parts], dim=2)
+    return codec.fit(x) if heads is None else heads.fit(codec, x)
+
+
+def _without_rope(tokens: Tokens) -> Tensor:
+    assert tokens.angles is not None
+    return tokens.angles.rope.take_off(tokens.x.float(), *tokens.angles.cos_sin())
+
+
+def fit_stretches(tokens: int) -> list[tuple[int, int]]:
+    """First and last index of the tokens to fit on: all of them, or stretches of equal length over the prompt."""
+    if tokens <= FIT_TOKENS:
+        return [(0, tokens)]
+    length = FIT_TOKENS // FIT_PARTS
+    starts = [(tokens - length) * i // (FIT_PARTS - 1) for i in range(FIT_PARTS)]
+    return [(start, start + length) for start in starts]
+
+
+def encode(codec: Codec, tokens: Tokens, heads: Heads | None = None) -> Planes:
+    """Planes of tokens. Where the last block is not full, it repeats what the codec gets of the last token, so that
+    minima and maxima stay as they are. heads: where processes divide them."""
+    x = codec_input(codec, tokens)
+    missing = -x.shape[2] % codec.layout(x.shape[-1]).block_tokens
+    if missing:
+        x = torch.cat([x, x[:, :, -1:].expand(-1, -1, missing, -1)], dim=2)
+    return codec.encode(x) if heads is None else heads.encode(codec, x)
+
+
+def chunks(start: int, stop: int, block_tokens: int) -> Iterator[tuple[int, int]]:
+    """Ranges of at most ENCODE_TOKENS tokens, or of one block, to encode one after the other."""
+    step = max(1, ENCODE_TOKENS // block_tokens) * block_tokens
+    return ((first, min(stop, first + step)) for first in range(start, stop, step))
+
+
+def view(codec: Codec, planes: Planes, head_dim: int, angles: Angles | None) -> View:
+    """Planes as attention reads them. angles: of all tokens in them."""
+    coded = codec.view(planes, head_dim)
+    if angles is None:
+        return coded
+    if codec.centred:
+        return Centred(coded, Turned(codec.fitted["mean"], angles.rope, angles))
+    return Roped(coded, angles.rope, angles)
+
+
+# ---------------------------------------------------------------- left-padded batches
+
+
+def own_sinks(padding: Tensor, sinks: int) -> Tensor:
+    """Positions [B, sinks] of each row's own first tokens; padding int64 [B]: leading positions without a token."""
+    return padding[:, None] + torch.arange(sinks, device=padding.device)
+
+
+def without_padding(x: Tensor, padding: Tensor, sinks: int) -> Tensor:
+    """All tokens so far, [B, H, T, D], ready to be packed. Padding is replaced by the row's last token, so that neither
+    scales nor fitted channels depend on it. The first `sinks` places hold each row's own first tokens."""
+    hidden = (torch.arange(x.shape[2], device=x.device) < padding[:, None])[:, None, :, None]
+    x = torch.where(hidden, x[:, :, -1:], x)
+    if sinks == 0:
+        return x
+    index = own_sinks(padding, sinks)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1])
+    return torch.cat([x.gather(2, index), x[:, :, sinks:]], dim=2)

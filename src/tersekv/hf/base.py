@@ -1,0 +1,107 @@
+"""A cache that knows its model and its recipe: what its layers, its files and its pickles rely on."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+
+from tersekv.cache.footprint import Footprint
+from tersekv.cache.parallel import Heads, Spread
+from tersekv.errors import UserError
+from tersekv.hf.config import AttentionShape, text_config
+from tersekv.hf.fingerprint import architecture
+from tersekv.hf.parallel import heads_of
+from tersekv.hf.progress import CheckedCache
+from tersekv.hf.rope import Ropes
+from tersekv.recipe import LayerPlan, Recipe
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+ATTENTION_NAME = "tersekv"
+
+
+class ModelCache(CheckedCache):
+    """A cache for the attention layers of one model.
+
+    mask_offsets: by sliding window, tokens seen and evicted when the latest mask was made. told: True once a warning
+    about another recipe was given.
+    """
+
+    recipe: Recipe
+    config: PreTrainedConfig
+    shape: AttentionShape
+    spread: Spread | None
+    ropes: Ropes
+    mask_offsets: dict[int | None, tuple[int, int]]
+    told: bool
+    _warned: bool
+    _model: weakref.ref[PreTrainedModel] | None
+
+    @classmethod
+    def of(
+        cls, config: PreTrainedConfig, recipe: Recipe, plans: dict[int, LayerPlan], spread: Spread | None = None
+    ) -> Self:
+        """A cache whose layers have these plans."""
+        cache = cls.__new__(cls)
+        cache._start(config, recipe, plans, spread)
+        return cache
+
+    @abstractmethod
+    def _start(
+        self, config: PreTrainedConfig, recipe: Recipe, plans: dict[int, LayerPlan], spread: Spread | None
+    ) -> None:
+        """Make the layers."""
+
+    @abstractmethod
+    def footprint(self) -> Footprint:
+        """Bytes held by part."""
+
+    def heads(self, held: int) -> Heads | None:
+        """Which key-value heads this process holds, where it holds only some of them."""
+        return heads_of(self.model, held, self.shape.kv_heads) if self.shape.passes_handles else None
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """The model that filled it under `tersekv.compress`, as long as that lives."""
+        return None if self._model is None else self._model()
+
+    def knows(self, model: PreTrainedModel) -> None:
+        """Note which model fills it; that model's config says which attention is installed.
+
+        Raises:
+            UserError: the cache was made for a model of another architecture.
+        """
+        if self.model is not model:
+            self.check_model(model)
+            self.config, self._model = text_config(model.config), weakref.ref(model)
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Raise UserError unless the cache was made for a model of this architecture."""
+        if self.config is not text_config(model.config) and architecture(self.config) != architecture(model.config):
+            raise UserError(
+                f"this cache was made for a {self.config.model_type} of another architecture than the model; make one "
+                "with tersekv.CompressedCache(model.config, recipe)"
+            )
+
+    @property
+    def hands_out_handles(self) -> bool:
+        """Whether the model runs our attention and its modules pass keys and values on untouched."""
+        return self.config._attn_implementation == ATTENTION_NAME and self.shape.passes_handles
+
+    def warn_decoding(self) -> None:
+        """Say once that the fast path is not in use."""
+        if self._warned:
+            return
+        self._warned = True
+        why = (
+            "tersekv's attention is not installed; wrap the call in `with tersekv.compress(model, recipe):`"
+            if self.shape.passes_handles
+            else f"{self.config.model_type} models open keys and values before attention"
+        )
+        warnings.warn(f"CompressedCache decodes all tokens at every step: {why}", stacklevel=5)
