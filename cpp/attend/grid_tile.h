@@ -31,57 +31,52 @@ typename S::Words code_at(const HalfWords& how, const int32_t* words, int64_t p)
   return code;
 }
 
-// put(p, entry) for all codes of `count` words, p ascending; behind P by fewer than 32.
-template <class S, int BITS, class Put>
-[[gnu::always_inline]] inline void each_word(const float* table, const int32_t* words, int64_t count, Put&& put) {
+// Calls body with a table that S looks up, of at most 4 bits. Its entries are repeated, so that higher bits of an index
+// need no masking.
+template <class S, class Body>
+[[gnu::always_inline]] inline void with_table(const float* table, int bits, Body&& body) {
+  alignas(64) float entries[1 << kLutBits];
+  for (int i = 0; i < 1 << kLutBits; i++) entries[i] = table[i & ((1 << bits) - 1)];
+  if constexpr (S::kSmallTables)
+    if (bits <= 3) return body(typename S::template Table<3>(entries));
+  body(typename S::template Table<kLutBits>(entries));
+}
+
+// put(p, entry) for all codes of at most 4 bits in `count` words, p ascending; behind P by fewer than 32.
+template <class S, class Put>
+[[gnu::always_inline]] inline void each_code(const float* table, int bits, const int32_t* words, int64_t count,
+                                             Put&& put) {
   using Words = typename S::Words;
-  constexpr int kCodes = 2 * direct_codes(BITS);
-  const typename S::template Table<BITS> entries(table);
-  int64_t p = 0;
-  const auto direct = [&](int64_t at) TERSEKV_INLINE {
-    const Words word = S::load_words(words + at * kLanes);
-    repeat<kCodes>([&](auto i)
-                       TERSEKV_INLINE { put(p + i, entries.at(S::template shr<i % 2 * 16 + i / 2 * BITS>(word))); });
-    p += kCodes;
-    return word;
-  };
-  int64_t at = 0;
-  if constexpr (BITS == 3) {
-    for (; at + 3 <= count; at += 3) {
-      const Words a = direct(at), b = direct(at + 1), c = direct(at + 2);
-      repeat<2>([&](auto j) TERSEKV_INLINE {
-        put(p + j, entries.at(S::pick(S::template shr<15 + 16 * j>(a), S::template shr<14 + 16 * j>(b),
-                                      S::template shr<13 + 16 * j>(c))));
-      });
-      p += 2;
+  with_table<S>(table, bits, [&](const auto& entries) TERSEKV_INLINE {
+    int64_t p = 0, direct = direct_codes(bits), spare_words = 0;
+    Words spare = S::no_words();
+    const auto pairs = [&](Words word, int64_t codes) TERSEKV_INLINE {
+      for (; codes > 0; codes--, p += 2) {
+        put(p, entries.at(word));
+        put(p + 1, entries.at(S::template shr<16>(word)));
+        word = S::shift_right(word, bits);
+      }
+    };
+    for (int64_t at = 0; at < count; at++) {
+      const Words word = S::load_words(words + at * kLanes);
+      pairs(word, direct);
+      if (bits != 3) continue;
+      // Bits 15 and 31 of three words are a sixteenth code of each parity.
+      spare = S::spare(spare, word);
+      if (++spare_words < 3) continue;
+      pairs(S::template shr<13>(spare), 1);
+      spare = S::no_words();
+      spare_words = 0;
     }
-  }
-  for (; at < count; at++) direct(at);
+  });
 }
 
 template <class S, class Put>
 [[gnu::always_inline]] inline void each_entry_of(const GridView& v, const float* table, const int32_t* words,
                                                  Put&& put) {
-  switch (v.bits) {
-    case 1:
-      return each_word<S, 1>(table, words, v.words, put);
-    case 2:
-      return each_word<S, 2>(table, words, v.words, put);
-    case 3:
-      return each_word<S, 3>(table, words, v.words, put);
-    case 4:
-      return each_word<S, 4>(table, words, v.words, put);
-    default: {
-      const HalfWords how(v.bits);
-      for (int64_t p = 0; p < v.P; p++) put(p, S::gather(table, code_at<S>(how, words, p)));
-    }
-  }
-}
-
-template <class S>
-typename S::F load_half_n(Float half, const uint16_t* p, int64_t n) {
-  if (n >= kLanes) return load_half<S>(half, p);
-  return half == Float::f16 ? S::template load_as_n<Float::f16>(p, n) : S::template load_as_n<Float::bf16>(p, n);
+  if (v.bits <= kLutBits) return each_code<S>(table, v.bits, words, v.words, put);
+  const HalfWords how(v.bits);
+  for (int64_t p = 0; p < v.P; p++) put(p, S::gather(table, code_at<S>(how, words, p)));
 }
 
 struct GridOwn {

@@ -8,11 +8,6 @@ namespace {  // internal to each build of the kernels
 
 constexpr int64_t kTileSlack = 64;  // rows behind a tile that a decoder may overwrite
 
-template <class S>
-[[gnu::always_inline]] inline typename S::F load_half(Float half, const uint16_t* p) {
-  return half == Float::f16 ? S::template load_as<Float::f16>(p) : S::template load_as<Float::bf16>(p);
-}
-
 // y[r] += Σ_p x[r·row_stride + p·step] · tile[p], with y[r] at r·y_stride.
 template <class S>
 void tile_dot(const float* tile, int64_t P, const float* x, int64_t row_stride, int64_t step, int64_t rows, float* y,
