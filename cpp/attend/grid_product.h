@@ -19,8 +19,9 @@ struct GridProduct {
   // Coefficients of `blocks` blocks from `first` on, one per packed position: x times the scale. Adds x times the
   // offset to `shift`.
   template <Float HALF>
-  static void scale_rows(const GridView& view, const Block& first, int64_t blocks, int64_t g, const float* x,
-                         int64_t x_stride, float* coef, int64_t coef_stride, F (&shift)[R]) {
+  [[gnu::always_inline]] static inline void scale_rows(const GridView& view, const Block& first, int64_t blocks,
+                                                       int64_t g, const float* x, int64_t x_stride, float* coef,
+                                                       int64_t coef_stride, F (&shift)[R]) {
     if (first.offset || view.middle != 0.0f)
       return scale_blocks<HALF, true>(view, first, blocks, g, x, x_stride, coef, coef_stride, shift);
     scale_blocks<HALF, false>(view, first, blocks, g, x, x_stride, coef, coef_stride, shift);
@@ -28,9 +29,9 @@ struct GridProduct {
 
   // SHIFTED: the table's middle or an offset is added to scale times entry.
   template <Float HALF, bool SHIFTED>
-  [[gnu::noinline]] static void scale_blocks(const GridView& view, const Block& first, int64_t blocks, int64_t g,
-                                             const float* x, int64_t x_stride, float* coef, int64_t coef_stride,
-                                             F (&shift)[R]) {
+  [[gnu::always_inline]] static inline void scale_blocks(const GridView& view, const Block& first, int64_t blocks,
+                                                         int64_t g, const float* x, int64_t x_stride, float* coef,
+                                                         int64_t coef_stride, F (&shift)[R]) {
     const F unit = S::set1(view.unit), middle = S::set1(view.middle);
     const int64_t P = view.P, slots = packed_slots(view.bits, view.words);
     const uint16_t* scale = first.scale + g * P;
@@ -58,7 +59,7 @@ struct GridProduct {
       }
       for (; p < P; p += kLanes) {
         const int64_t left = P - p < kLanes ? P - p : kLanes;
-        const auto some = [&](const uint16_t* from) {
+        const auto some = [&](const uint16_t* from) TERSEKV_INLINE {
           return left == kLanes ? half(from) : S::template load_as_n<HALF>(from, left);
         };
         F xs[R];
@@ -83,7 +84,7 @@ struct GridProduct {
 
   template <Float HALF>
   static void packed_scaled(const GridView& view, const Product& in) {
-    const LutFn<S> groups_of = lut_of<S, R>(view.bits);
+    const Lut<S, R> lut(view);
     const int64_t groups = view.L / view.group, lane_groups = ceil_div(view.L, kLanes);
     const int64_t joint = in.y_step ? 1 : in.blocks;
     // Keys whose blocks share their scales meet the same coefficients in every block.
@@ -93,16 +94,20 @@ struct GridProduct {
     Finish<S> finish = {};
     finish.shift = shift;
     finish.y_stride = in.y_stride;
-    for (int64_t n0 = 0; n0 < in.blocks; n0 += joint) {
+    if (fixed) {
+      finish.blocks = in.blocks;
+      finish.code_step = view.stride_n;
+      finish.y_step = in.y_step;
+    }
+    for (int64_t n0 = 0; n0 < in.blocks; n0 += fixed ? in.blocks : joint) {
       const Block first = block_after(view, in.first, n0);
       const Codes codes = {first.codes, view.words * kLanes, view.words, joint, view.stride_n};
       finish.y = in.y + n0 * in.y_step;
       for (int64_t g = 0; g < groups; g++) {
-        if (n0 == 0 || !fixed)
-          scale_rows<HALF>(view, first, joint, g, in.x, in.x_stride, in.coef, in.coef_stride, shift);
+        scale_rows<HALF>(view, first, joint, g, in.x, in.x_stride, in.coef, in.coef_stride, shift);
         const int64_t from = g * view.group / kLanes;
         const int64_t to = g + 1 == groups ? lane_groups : (g + 1) * view.group / kLanes;
-        groups_of(view.entries, codes, in.coef, in.coef_stride, from, to, later, finish);
+        lut(codes, in.coef, in.coef_stride, from, to, later, finish);
       }
     }
   }
@@ -145,7 +150,7 @@ struct GridProduct {
   }
 
   static void lane_scaled(const GridView& view, const Product& in) {
-    const LutFn<S> groups_of = lut_of<S, R>(view.bits);
+    const Lut<S, R> lut(view);
     const int64_t groups = view.P / view.group, room = group_slots(view), lane_groups = ceil_div(view.L, kLanes);
     Later later(view, in);
     Finish<S> finish = {};
@@ -155,7 +160,14 @@ struct GridProduct {
     finish.half = view.half;
     finish.unit = view.unit;
     finish.middle = view.middle;
-    for (int64_t n = 0; n < in.blocks; n++) {
+    if (in.y_step && groups == 1) {
+      finish.blocks = in.blocks;
+      finish.code_step = view.stride_n;
+      finish.y_step = in.y_step;
+      finish.scale_step = view.scale.stride_n;
+      finish.offset_step = view.offset.stride_n;
+    }
+    for (int64_t n = 0; n < in.blocks; n += finish.blocks) {
       const Block block = block_after(view, in.first, n);
       if (n == 0 || !in.y_step)
         group_rows(view, in.x + (in.y_step ? 0 : n * view.P), in.x_stride, in.coef, in.coef_stride);
@@ -165,8 +177,8 @@ struct GridProduct {
         finish.scale = block.scale + g * view.L;
         finish.offset = block.offset ? block.offset + g * view.L : nullptr;
         finish.total = in.coef + groups * room + g;
-        groups_of(view.entries, {block.codes + span.first * kLanes, view.words * kLanes, span.words, 1, 0},
-                  in.coef + g * room, in.coef_stride, 0, lane_groups, later, finish);
+        lut({block.codes + span.first * kLanes, view.words * kLanes, span.words, 1, 0}, in.coef + g * room,
+            in.coef_stride, 0, lane_groups, later, finish);
       }
     }
   }

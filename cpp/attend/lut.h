@@ -4,6 +4,8 @@
 // lane groups, and for nothing else: compiling it takes most of the build.
 #pragma once
 
+#include <new>
+
 #include "later.h"
 
 namespace tersekv {
@@ -104,25 +106,31 @@ struct Finish {
   int64_t total_stride, lanes;
   Float half;
   float unit, middle;
+  // Blocks that meet the same coefficients, and the steps from one to the next.
+  int64_t blocks = 1, code_step = 0, y_step = 0, scale_step = 0, offset_step = 0;
 };
 
 // Sums over `codes` for lane groups [from, to), and what `finish` does with them.
 template <class S, int BITS, int R>
-[[gnu::noinline]] void lut_groups(const float* entries, Codes codes, const float* coef, int64_t coef_stride,
-                                  int64_t from, int64_t to, Later& later, const Finish<S>& finish) {
+[[gnu::noinline]] void lut_groups(const void* made, Codes codes, const float* coef, int64_t coef_stride, int64_t from,
+                                  int64_t to, Later& later, const Finish<S>& finish) {
   using F = typename S::F;
-  const typename S::template Table<BITS> table(entries);
-  codes.data += from * codes.group_stride;
+  const auto table = *static_cast<const typename S::template Table<BITS>*>(made);
+  int64_t at = from;
+  float* first = finish.y;
+  const uint16_t *scale = finish.scale, *offset = finish.offset;
   auto run = [&](auto count) TERSEKV_INLINE {
     constexpr int NG = count;
-    LutSums<S, BITS, R, NG> acc(table, codes, coef, coef_stride, later);
-    float* y = finish.y + from * kLanes;
-    if (finish.scale) {
+    Codes here = codes;
+    here.data += at * codes.group_stride;
+    LutSums<S, BITS, R, NG> acc(table, here, coef, coef_stride, later);
+    float* y = first + at * kLanes;
+    if (scale) {
       repeat<NG>([&](auto g) TERSEKV_INLINE {
-        const int64_t lane = (from + g) * kLanes, left = finish.lanes - lane;
-        const F s = load_half_n<S>(finish.half, finish.scale + lane, left);
-        const F offset = finish.offset ? load_half_n<S>(finish.half, finish.offset + lane, left) : S::zero();
-        const F o = S::fma(s, S::set1(finish.middle), offset), by = S::mul(s, S::set1(finish.unit));
+        const int64_t lane = (at + g) * kLanes, left = finish.lanes - lane;
+        const F s = load_half_n<S>(finish.half, scale + lane, left);
+        const F added = offset ? load_half_n<S>(finish.half, offset + lane, left) : S::zero();
+        const F o = S::fma(s, S::set1(finish.middle), added), by = S::mul(s, S::set1(finish.unit));
         repeat<R>([&](auto r) TERSEKV_INLINE {
           float* out = y + r * finish.y_stride + g * kLanes;
           const F total = S::set1(finish.total[r * finish.total_stride]);
@@ -137,34 +145,59 @@ template <class S, int BITS, int R>
         });
       });
     }
-    from += NG;
-    codes.data += NG * codes.group_stride;
+    at += NG;
   };
-  while (from < to) {
-    if constexpr (S::max_groups(R) >= 4) {
-      if (to - from >= 4) {
-        run(Index<4>{});
-        continue;
+  for (int64_t n = 0; n < finish.blocks; n++) {
+    for (at = from; at < to;) {
+      if constexpr (S::max_groups(R) >= 4) {
+        if (to - at >= 4) {
+          run(Index<4>{});
+          continue;
+        }
       }
-    }
-    if constexpr (S::max_groups(R) >= 2) {
-      if (to - from >= 2) {
-        run(Index<2>{});
-        continue;
+      if constexpr (S::max_groups(R) >= 2) {
+        if (to - at >= 2) {
+          run(Index<2>{});
+          continue;
+        }
       }
+      run(Index<1>{});
     }
-    run(Index<1>{});
+    codes.data += finish.code_step;
+    first += finish.y_step;
+    if (scale) scale += finish.scale_step;
+    if (offset) offset += finish.offset_step;
   }
 }
 
-template <class S>
-using LutFn = decltype(&lut_groups<S, 1, 1>);
-
+// lut_groups for one bit width and number of rows, with its table.
 template <class S, int R>
-LutFn<S> lut_of(int bits) {
-  constexpr LutFn<S> all[] = {lut_groups<S, 1, R>, lut_groups<S, 2, R>, lut_groups<S, 3, R>, lut_groups<S, 4, R>};
-  return all[bits - 1];
-}
+class Lut {
+ public:
+  explicit Lut(const GridView& view) {
+    if (view.bits == 1) make<1>(view);
+    if (view.bits == 2) make<2>(view);
+    if (view.bits == 3) make<3>(view);
+    if (view.bits == 4) make<4>(view);
+  }
+
+  void operator()(const Codes& codes, const float* coef, int64_t coef_stride, int64_t from, int64_t to, Later& later,
+                  const Finish<S>& finish) const {
+    run_(table_, codes, coef, coef_stride, from, to, later, finish);
+  }
+
+ private:
+  template <int BITS>
+  void make(const GridView& view) {
+    using Table = typename S::template Table<BITS>;
+    static_assert(sizeof(Table) <= sizeof(table_));
+    new (table_) Table(view.entries);
+    run_ = lut_groups<S, BITS, R>;
+  }
+
+  alignas(64) char table_[64];
+  decltype(&lut_groups<S, 1, R>) run_;
+};
 
 }  // namespace
 }  // namespace tersekv
