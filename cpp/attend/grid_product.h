@@ -12,26 +12,28 @@ inline Block block_after(const GridView& view, const Block& block, int64_t n) {
           block.offset ? block.offset + n * view.offset.stride_n : nullptr};
 }
 
+constexpr int64_t kBlocksAtOnce = 4;  // of keys: calls of the micro-kernel, and the first cache holds the coefficients
+
 template <class S, int R>
 struct GridProduct {
   using F = typename S::F;
 
-  // Coefficients of `blocks` blocks from `first` on, one per packed position: x times the scale. Adds x times the
-  // offset to `shift`.
+  // Coefficients of `blocks` blocks from `first` on, one per packed position: x times the scale. `shift` becomes the
+  // sum of x times the offset: of all blocks, or where they meet the same x (x_step 0) of each.
   template <Float HALF>
   [[gnu::always_inline]] static inline void scale_rows(const GridView& view, const Block& first, int64_t blocks,
-                                                       int64_t g, const float* x, int64_t x_stride, float* coef,
-                                                       int64_t coef_stride, F (&shift)[R]) {
+                                                       int64_t g, const float* x, int64_t x_stride, int64_t x_step,
+                                                       float* coef, int64_t coef_stride, F* shift) {
     if (first.offset || view.middle != 0.0f)
-      return scale_blocks<HALF, true>(view, first, blocks, g, x, x_stride, coef, coef_stride, shift);
-    scale_blocks<HALF, false>(view, first, blocks, g, x, x_stride, coef, coef_stride, shift);
+      return scale_blocks<HALF, true>(view, first, blocks, g, x, x_stride, x_step, coef, coef_stride, shift);
+    scale_blocks<HALF, false>(view, first, blocks, g, x, x_stride, x_step, coef, coef_stride, shift);
   }
 
   // SHIFTED: the table's middle or an offset is added to scale times entry.
   template <Float HALF, bool SHIFTED>
   [[gnu::always_inline]] static inline void scale_blocks(const GridView& view, const Block& first, int64_t blocks,
-                                                         int64_t g, const float* x, int64_t x_stride, float* coef,
-                                                         int64_t coef_stride, F (&shift)[R]) {
+                                                         int64_t g, const float* x, int64_t x_stride, int64_t x_step,
+                                                         float* coef, int64_t coef_stride, F* shift) {
     const F unit = S::set1(view.unit), middle = S::set1(view.middle);
     const int64_t P = view.P, slots = packed_slots(view.bits, view.words);
     const uint16_t* scale = first.scale + g * P;
@@ -76,35 +78,43 @@ struct GridProduct {
         repeat<R>([&](auto r) TERSEKV_INLINE { S::store_coefs(coef + r * coef_stride, at + p, S::zero()); });
       scale += view.scale.stride_n;
       if (offset) offset += view.offset.stride_n;
-      x += P;
+      x += x_step;
+      if (x_step && n + 1 < blocks) continue;
+      if constexpr (SHIFTED) S::spread(sum);
+      repeat<R>([&](auto r) TERSEKV_INLINE {
+        shift[r] = sum[r];
+        sum[r] = S::zero();
+      });
+      shift += R;
     }
-    if constexpr (SHIFTED) S::spread(sum);
-    repeat<R>([&](auto r) TERSEKV_INLINE { shift[r] = sum[r]; });
   }
 
   template <Float HALF>
   static void packed_scaled(const GridView& view, const Product& in) {
     const Lut<S, R> lut(view);
     const int64_t groups = view.L / view.group, lane_groups = ceil_div(view.L, kLanes);
-    const int64_t joint = in.y_step ? 1 : in.blocks;
-    // Keys whose blocks share their scales meet the same coefficients in every block.
+    // Keys whose blocks share their scales meet the same coefficients in every block. Those of other keys are made for
+    // a few blocks at a time, those of values for all.
     const bool fixed = in.y_step && groups == 1 && view.scale.stride_n == 0 && view.offset.stride_n == 0;
-    F shift[R];
+    const int64_t joint = in.y_step ? 1 : in.blocks, x_step = in.y_step ? 0 : view.P;
+    const int64_t most = fixed || !in.y_step ? in.blocks : kBlocksAtOnce;
+    F shift[kBlocksAtOnce * R];
     Later later(view, in);
     Finish<S> finish = {};
-    finish.shift = shift;
     finish.y_stride = in.y_stride;
-    if (fixed) {
-      finish.blocks = in.blocks;
-      finish.code_step = view.stride_n;
-      finish.y_step = in.y_step;
-    }
-    for (int64_t n0 = 0; n0 < in.blocks; n0 += fixed ? in.blocks : joint) {
+    finish.code_step = view.stride_n;
+    finish.y_step = in.y_step;
+    finish.coef_step = fixed ? 0 : packed_slots(view.bits, view.words);
+    finish.shift = shift;
+    finish.shift_step = fixed ? 0 : R;
+    for (int64_t n0 = 0; n0 < in.blocks; n0 += most) {
       const Block first = block_after(view, in.first, n0);
       const Codes codes = {first.codes, view.words * kLanes, view.words, joint, view.stride_n};
+      const int64_t blocks = in.blocks - n0 < most ? in.blocks - n0 : most;
       finish.y = in.y + n0 * in.y_step;
+      finish.blocks = blocks / joint;
       for (int64_t g = 0; g < groups; g++) {
-        scale_rows<HALF>(view, first, joint, g, in.x, in.x_stride, in.coef, in.coef_stride, shift);
+        scale_rows<HALF>(view, first, fixed ? 1 : blocks, g, in.x, in.x_stride, x_step, in.coef, in.coef_stride, shift);
         const int64_t from = g * view.group / kLanes;
         const int64_t to = g + 1 == groups ? lane_groups : (g + 1) * view.group / kLanes;
         lut(codes, in.coef, in.coef_stride, from, to, later, finish);

@@ -31,18 +31,21 @@ typename S::Words code_at(const HalfWords& how, const int32_t* words, int64_t p)
   return code;
 }
 
-// Calls body with a table that S looks up, of at most 4 bits. Its entries are repeated, so that higher bits of an index
-// need no masking.
-template <class S, class Body>
-[[gnu::always_inline]] inline void with_table(const float* table, int bits, Body&& body) {
-  alignas(64) float entries[1 << kLutBits];
+// Entries of a table of at most 4 bits, repeated up to sixteen: higher bits of an index need no masking.
+inline void repeat_entries(const float* table, int bits, float* entries) {
   for (int i = 0; i < 1 << kLutBits; i++) entries[i] = table[i & ((1 << bits) - 1)];
+}
+
+// Calls body with such entries as a table that S looks up.
+template <class S, class Body>
+[[gnu::always_inline]] inline void with_table(const float* entries, int bits, Body&& body) {
   if constexpr (S::kSmallTables)
     if (bits <= 3) return body(typename S::template Table<3>(entries));
   body(typename S::template Table<kLutBits>(entries));
 }
 
-// put(p, entry) for all codes of at most 4 bits in `count` words, p ascending; behind P by fewer than 32.
+// put(p, entry) for all codes of at most 4 bits in `count` words, p ascending; behind P by fewer than 32. table:
+// repeated entries.
 template <class S, class Put>
 [[gnu::always_inline]] inline void each_code(const float* table, int bits, const int32_t* words, int64_t count,
                                              Put&& put) {
@@ -81,6 +84,7 @@ template <class S, class Put>
 
 struct GridOwn {
   float *coef, *scale, *offset, *tile;
+  const float* table;  // of at most 4 bits: repeated entries
 };
 
 // Scales and offsets per packed position, as lanes from `lane` on have them: float32 in own.scale and own.offset.
@@ -106,7 +110,8 @@ void grid_fill(const Node& node, int64_t n, int64_t g, float* tile) {
   const int32_t* words = block.codes + g * v.words * kLanes;
   const int64_t lane = g * kLanes;
   if (v.lane_scaled) {
-    each_entry_of<S>(v, v.table, words, [&](int64_t p, F entry) TERSEKV_INLINE { S::store(tile + p * kLanes, entry); });
+    each_entry_of<S>(v, own.table, words,
+                     [&](int64_t p, F entry) TERSEKV_INLINE { S::store(tile + p * kLanes, entry); });
     for (int64_t p0 = 0; p0 < v.P; p0 += v.group) {
       const int64_t at = p0 / v.group * v.L + lane;
       const F scale = load_half_n<S>(v.half, block.scale + at, v.L - lane);
@@ -117,7 +122,7 @@ void grid_fill(const Node& node, int64_t n, int64_t g, float* tile) {
     return;
   }
   grid_ranges<S>(node, block, lane);
-  each_entry_of<S>(v, v.table, words, [&](int64_t p, F entry) TERSEKV_INLINE {
+  each_entry_of<S>(v, own.table, words, [&](int64_t p, F entry) TERSEKV_INLINE {
     S::store(tile + p * kLanes, S::fma(entry, S::set1(own.scale[p]), S::set1(own.offset[p])));
   });
 }
@@ -160,6 +165,7 @@ void round_table(Node& node) {
     errors[i] = v.table[i] - (rounded.unit * rounded.entry[i] + rounded.middle);
     exact = exact && errors[i] == 0.0f;
   }
+  repeat_entries(errors, v.bits, errors);
   v.entries = entries;
   v.unit = rounded.unit;
   v.middle = rounded.middle + (exact ? 0.0f : mean_error<S>(node, errors));
@@ -175,6 +181,12 @@ void grid_prepare(Node& node) {
   node.own = own;
   const GridView& v = node.grid;
   own->coef = v.bits <= kLutBits ? scratch(kRowTile * coef_stride(node)) : nullptr;
+  own->table = v.table;
+  if (v.bits <= kLutBits) {
+    float* entries = scratch(1 << kLutBits);
+    repeat_entries(v.table, v.bits, entries);
+    own->table = entries;
+  }
   own->scale = scratch(v.P + kTileSlack);
   own->offset = scratch(v.P + kTileSlack);
   own->tile = v.bits <= kLutBits ? nullptr : scratch((v.P + kTileSlack) * kLanes);

@@ -106,8 +106,8 @@ struct Finish {
   int64_t total_stride, lanes;
   Float half;
   float unit, middle;
-  // Blocks that meet the same coefficients, and the steps from one to the next.
-  int64_t blocks = 1, code_step = 0, y_step = 0, scale_step = 0, offset_step = 0;
+  // Blocks, and the steps from one to the next; coef_step counts coefficients.
+  int64_t blocks = 1, code_step = 0, y_step = 0, coef_step = 0, shift_step = 0, scale_step = 0, offset_step = 0;
 };
 
 // Sums over `codes` for lane groups [from, to), and what `finish` does with them.
@@ -118,6 +118,7 @@ template <class S, int BITS, int R>
   const auto table = *static_cast<const typename S::template Table<BITS>*>(made);
   int64_t at = from;
   float* first = finish.y;
+  const F* shift = finish.shift;
   const uint16_t *scale = finish.scale, *offset = finish.offset;
   auto run = [&](auto count) TERSEKV_INLINE {
     constexpr int NG = count;
@@ -141,7 +142,7 @@ template <class S, int BITS, int R>
       repeat<R>([&](auto r) TERSEKV_INLINE {
         repeat<NG>([&](auto g) TERSEKV_INLINE {
           float* out = y + r * finish.y_stride + g * kLanes;
-          S::store(out, S::add(S::load(out), S::add(acc.sum[0][g][r], finish.shift[r])));
+          S::store(out, S::add(S::load(out), S::add(acc.sum[0][g][r], shift[r])));
         });
       });
     }
@@ -164,7 +165,9 @@ template <class S, int BITS, int R>
       run(Index<1>{});
     }
     codes.data += finish.code_step;
+    coef += finish.coef_step * static_cast<int64_t>(sizeof(typename S::Coef)) / static_cast<int64_t>(sizeof(float));
     first += finish.y_step;
+    shift += finish.shift_step;
     if (scale) scale += finish.scale_step;
     if (offset) offset += finish.offset_step;
   }

@@ -69,13 +69,14 @@ void roped_grid_tiles(const Node& node, const Node& grid, const int32_t* words, 
   const float *query = node.query_row(row), *scale = ranges.scale, *offset = ranges.offset;
   const int bits = grid.grid.bits;
   const CodeUnit unit(bits);
+  const int64_t direct = direct_codes(bits), runs = bits == 3 ? 4 : 1;
   const int64_t q = node.query_stride, half = node.view->D / 2, group = grid.grid.words * kLanes;
   const int64_t across = (half >> unit.shift) * unit.words * kLanes;  // from a channel's word to its partner's
   F sum[R][NG];
   repeat<R>([&](auto r) TERSEKV_INLINE {
     repeat<NG>([&](auto g) TERSEKV_INLINE { sum[r][g] = S::load(score + r * score_stride + g * kLanes); });
   });
-  with_table<S>(grid.grid.table, bits, [&](const auto& entries) TERSEKV_INLINE {
+  with_table<S>(ranges.table, bits, [&](const auto& entries) TERSEKV_INLINE {
     Words first[NG], second[NG], spare[NG], more[NG];
     // A channel and its partner, whose codes are the low bits of `first` and of `second`, shifted by `SHIFT`.
     const auto add = [&](int64_t a, auto shift) TERSEKV_INLINE {
@@ -99,15 +100,18 @@ void roped_grid_tiles(const Node& node, const Node& grid, const int32_t* words, 
     for (int64_t a = 0; a < half;) {
       repeat<NG>([&](auto g) TERSEKV_INLINE { spare[g] = more[g] = S::no_words(); });
       // The words of a unit, and as a fourth one of 3 bits what those three have in bits 15 and 31.
-      for (int64_t k = 0; k < (bits == 3 ? 4 : 1); k++) {
-        int64_t codes = direct_codes(bits);
+      for (int64_t k = 0; k < runs; k++) {
+        int64_t codes = direct;
         if (k < unit.words) {
           repeat<NG>([&](auto g) TERSEKV_INLINE {
             first[g] = S::load_words(words + g * group);
             second[g] = S::load_words(words + g * group + across);
-            spare[g] = S::spare(spare[g], first[g]);
-            more[g] = S::spare(more[g], second[g]);
           });
+          if (bits == 3)
+            repeat<NG>([&](auto g) TERSEKV_INLINE {
+              spare[g] = S::spare(spare[g], first[g]);
+              more[g] = S::spare(more[g], second[g]);
+            });
           words += kLanes;
         } else {
           codes = 1;
