@@ -59,7 +59,7 @@ $(STAMP): $(BUILD_INPUTS)
 	@echo "setup: the other packages (2/3)"
 	@$(PIP) install -r $(PINS)
 	@echo "setup: tersekv and its C++ kernels (3/3)"
-	@$(PIP) install --no-build-isolation --no-deps -e .
+	@$(BIN)/python cpp/progress.py $(BIN)/python -m pip --disable-pip-version-check install -v --no-build-isolation --no-deps -e .
 	@touch $@
 
 demo: setup ## ask the default model about a long text
