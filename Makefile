@@ -9,7 +9,7 @@ MAKEFLAGS += --no-builtin-rules
 BIN := .venv/bin
 STAMP := .venv/.ready
 PINS := requirements/pins.txt
-CPP := $(sort $(wildcard cpp/*.cpp cpp/*.h))
+CPP := $(sort $(wildcard cpp/*.cpp cpp/*.h cpp/*/*.cpp cpp/*/*.h))
 BUILD_INPUTS := $(PINS) pyproject.toml CMakeLists.txt $(CPP)
 # `make setup PYTHON=/path/to/python` chooses another one.
 PYTHON ?=
@@ -59,7 +59,7 @@ $(STAMP): $(BUILD_INPUTS)
 	@echo "setup: the other packages (2/3)"
 	@$(PIP) install -r $(PINS)
 	@echo "setup: tersekv and its C++ kernels (3/3)"
-	@$(PIP) install --no-build-isolation --no-deps -e .
+	@$(BIN)/python cpp/progress.py $(BIN)/python -m pip --disable-pip-version-check install -v --no-build-isolation --no-deps -e .
 	@touch $@
 
 demo: setup ## ask the default model about a long text

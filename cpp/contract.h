@@ -76,7 +76,7 @@ static inline int64_t group_slots(const GridView& view) {
   return round_up(view.group + 2 * packed_slots(view.bits, view.bits == 3 ? 3 : 1), kLanes);
 }
 
-// Floats that Product::coef needs per row for `blocks` blocks of values, or for any number of blocks of keys.
+// Floats that Product::coef needs per row for `blocks` blocks.
 static inline int64_t coef_floats(const GridView& view, int64_t blocks) {
   const int64_t lane_scaled = view.P / view.group * (group_slots(view) + 1);
   const int64_t packed_scaled = packed_slots(view.bits, view.words) * blocks;

@@ -14,6 +14,7 @@ struct Avx512 : Float32Codes<Avx512> {
   static constexpr int max_groups(int) { return 4; }
   // Eight or more chains of additions hide the latency of one.
   static constexpr bool split(int sums) { return sums <= 8; }
+  static constexpr bool kSmallTables = false;
 
   using F = __m512;
   using Words = __m512i;
@@ -52,10 +53,11 @@ struct Avx512 : Float32Codes<Avx512> {
     if constexpr (N == 0) return w;
     return _mm512_srli_epi32(w, N);
   }
-  static Words pick(Words a, Words b, Words c) {
-    // 0xCA: where the first operand has a 1 take the second, else the third.
-    const Words low = _mm512_ternarylogic_epi32(_mm512_set1_epi32(1), a, b, 0xCA);
-    return _mm512_ternarylogic_epi32(_mm512_set1_epi32(3), low, c, 0xCA);
+  static Words no_words() { return _mm512_setzero_si512(); }
+  // Bits 15 and 31 of w, and those of earlier words one bit further down.
+  static Words spare(Words earlier, Words w) {
+    // 0xF8: the first operand, or both others.
+    return _mm512_ternarylogic_epi32(_mm512_srli_epi32(earlier, 1), w, _mm512_set1_epi32(INT32_MIN | 0x8000), 0xF8);
   }
 
   template <Float T>

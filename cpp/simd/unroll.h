@@ -23,6 +23,25 @@ template <int N, int I = 0, class Body>
 }
 #define TERSEKV_INLINE __attribute__((always_inline))
 
+// The smallest run of words whose codes stand on their own: three words of 3 bits, else one.
+struct CodeUnit {
+  int64_t words, shift;  // it has 1 << shift codes
+  explicit CodeUnit(int bits) : words(bits == 3 ? 3 : 1), shift(bits == 4 ? 3 : bits == 2 ? 4 : 5) {}
+};
+
+// Sixteen floats of either type of 16 bits.
+template <class S>
+[[gnu::always_inline]] inline typename S::F load_half(Float half, const uint16_t* p) {
+  return half == Float::f16 ? S::template load_as<Float::f16>(p) : S::template load_as<Float::bf16>(p);
+}
+
+// The first n of them, zeros after them.
+template <class S>
+typename S::F load_half_n(Float half, const uint16_t* p, int64_t n) {
+  if (n >= kLanes) return load_half<S>(half, p);
+  return half == Float::f16 ? S::template load_as_n<Float::f16>(p, n) : S::template load_as_n<Float::bf16>(p, n);
+}
+
 // Calls body(Index<rows>) for 1 to 4 rows.
 template <class Body>
 inline void with_rows(int64_t rows, Body&& body) {

@@ -31,61 +31,60 @@ typename S::Words code_at(const HalfWords& how, const int32_t* words, int64_t p)
   return code;
 }
 
-// put(p, entry) for all codes of `count` words, p ascending; behind P by fewer than 32.
-template <class S, int BITS, class Put>
-[[gnu::always_inline]] inline void each_word(const float* table, const int32_t* words, int64_t count, Put&& put) {
+// Entries of a table of at most 4 bits, repeated up to sixteen: higher bits of an index need no masking.
+inline void repeat_entries(const float* table, int bits, float* entries) {
+  for (int i = 0; i < 1 << kLutBits; i++) entries[i] = table[i & ((1 << bits) - 1)];
+}
+
+// Calls body with such entries as a table that S looks up.
+template <class S, class Body>
+[[gnu::always_inline]] inline void with_table(const float* entries, int bits, Body&& body) {
+  if constexpr (S::kSmallTables)
+    if (bits <= 3) return body(typename S::template Table<3>(entries));
+  body(typename S::template Table<kLutBits>(entries));
+}
+
+// put(p, entry) for all codes of at most 4 bits in `count` words, p ascending; behind P by fewer than 32. table:
+// repeated entries.
+template <class S, class Put>
+[[gnu::always_inline]] inline void each_code(const float* table, int bits, const int32_t* words, int64_t count,
+                                             Put&& put) {
   using Words = typename S::Words;
-  constexpr int kCodes = 2 * direct_codes(BITS);
-  const typename S::template Table<BITS> entries(table);
-  int64_t p = 0;
-  const auto direct = [&](int64_t at) TERSEKV_INLINE {
-    const Words word = S::load_words(words + at * kLanes);
-    repeat<kCodes>([&](auto i)
-                       TERSEKV_INLINE { put(p + i, entries.at(S::template shr<i % 2 * 16 + i / 2 * BITS>(word))); });
-    p += kCodes;
-    return word;
-  };
-  int64_t at = 0;
-  if constexpr (BITS == 3) {
-    for (; at + 3 <= count; at += 3) {
-      const Words a = direct(at), b = direct(at + 1), c = direct(at + 2);
-      repeat<2>([&](auto j) TERSEKV_INLINE {
-        put(p + j, entries.at(S::pick(S::template shr<15 + 16 * j>(a), S::template shr<14 + 16 * j>(b),
-                                      S::template shr<13 + 16 * j>(c))));
-      });
-      p += 2;
+  with_table<S>(table, bits, [&](const auto& entries) TERSEKV_INLINE {
+    int64_t p = 0, direct = direct_codes(bits), spare_words = 0;
+    Words spare = S::no_words();
+    const auto pairs = [&](Words word, int64_t codes) TERSEKV_INLINE {
+      for (; codes > 0; codes--, p += 2) {
+        put(p, entries.at(word));
+        put(p + 1, entries.at(S::template shr<16>(word)));
+        word = S::shift_right(word, bits);
+      }
+    };
+    for (int64_t at = 0; at < count; at++) {
+      const Words word = S::load_words(words + at * kLanes);
+      pairs(word, direct);
+      if (bits != 3) continue;
+      // Bits 15 and 31 of three words are a sixteenth code of each parity.
+      spare = S::spare(spare, word);
+      if (++spare_words < 3) continue;
+      pairs(S::template shr<13>(spare), 1);
+      spare = S::no_words();
+      spare_words = 0;
     }
-  }
-  for (; at < count; at++) direct(at);
+  });
 }
 
 template <class S, class Put>
 [[gnu::always_inline]] inline void each_entry_of(const GridView& v, const float* table, const int32_t* words,
                                                  Put&& put) {
-  switch (v.bits) {
-    case 1:
-      return each_word<S, 1>(table, words, v.words, put);
-    case 2:
-      return each_word<S, 2>(table, words, v.words, put);
-    case 3:
-      return each_word<S, 3>(table, words, v.words, put);
-    case 4:
-      return each_word<S, 4>(table, words, v.words, put);
-    default: {
-      const HalfWords how(v.bits);
-      for (int64_t p = 0; p < v.P; p++) put(p, S::gather(table, code_at<S>(how, words, p)));
-    }
-  }
-}
-
-template <class S>
-typename S::F load_half_n(Float half, const uint16_t* p, int64_t n) {
-  if (n >= kLanes) return load_half<S>(half, p);
-  return half == Float::f16 ? S::template load_as_n<Float::f16>(p, n) : S::template load_as_n<Float::bf16>(p, n);
+  if (v.bits <= kLutBits) return each_code<S>(table, v.bits, words, v.words, put);
+  const HalfWords how(v.bits);
+  for (int64_t p = 0; p < v.P; p++) put(p, S::gather(table, code_at<S>(how, words, p)));
 }
 
 struct GridOwn {
   float *coef, *scale, *offset, *tile;
+  const float* table;  // of at most 4 bits: repeated entries
 };
 
 // Scales and offsets per packed position, as lanes from `lane` on have them: float32 in own.scale and own.offset.
@@ -111,7 +110,8 @@ void grid_fill(const Node& node, int64_t n, int64_t g, float* tile) {
   const int32_t* words = block.codes + g * v.words * kLanes;
   const int64_t lane = g * kLanes;
   if (v.lane_scaled) {
-    each_entry_of<S>(v, v.table, words, [&](int64_t p, F entry) TERSEKV_INLINE { S::store(tile + p * kLanes, entry); });
+    each_entry_of<S>(v, own.table, words,
+                     [&](int64_t p, F entry) TERSEKV_INLINE { S::store(tile + p * kLanes, entry); });
     for (int64_t p0 = 0; p0 < v.P; p0 += v.group) {
       const int64_t at = p0 / v.group * v.L + lane;
       const F scale = load_half_n<S>(v.half, block.scale + at, v.L - lane);
@@ -122,7 +122,7 @@ void grid_fill(const Node& node, int64_t n, int64_t g, float* tile) {
     return;
   }
   grid_ranges<S>(node, block, lane);
-  each_entry_of<S>(v, v.table, words, [&](int64_t p, F entry) TERSEKV_INLINE {
+  each_entry_of<S>(v, own.table, words, [&](int64_t p, F entry) TERSEKV_INLINE {
     S::store(tile + p * kLanes, S::fma(entry, S::set1(own.scale[p]), S::set1(own.offset[p])));
   });
 }
@@ -165,6 +165,7 @@ void round_table(Node& node) {
     errors[i] = v.table[i] - (rounded.unit * rounded.entry[i] + rounded.middle);
     exact = exact && errors[i] == 0.0f;
   }
+  repeat_entries(errors, v.bits, errors);
   v.entries = entries;
   v.unit = rounded.unit;
   v.middle = rounded.middle + (exact ? 0.0f : mean_error<S>(node, errors));
@@ -180,6 +181,12 @@ void grid_prepare(Node& node) {
   node.own = own;
   const GridView& v = node.grid;
   own->coef = v.bits <= kLutBits ? scratch(kRowTile * coef_stride(node)) : nullptr;
+  own->table = v.table;
+  if (v.bits <= kLutBits) {
+    float* entries = scratch(1 << kLutBits);
+    repeat_entries(v.table, v.bits, entries);
+    own->table = entries;
+  }
   own->scale = scratch(v.P + kTileSlack);
   own->offset = scratch(v.P + kTileSlack);
   own->tile = v.bits <= kLutBits ? nullptr : scratch((v.P + kTileSlack) * kLanes);

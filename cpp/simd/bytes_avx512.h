@@ -47,8 +47,8 @@ struct Avx512Bytes : Avx512 {
   static Words load_halves(const uint16_t* p) {
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
-  static Words shift_right(Words w, int n) { return _mm512_srl_epi32(w, _mm_cvtsi32_si128(n)); }
-  static Words shift_left(Words w, int n) { return _mm512_sll_epi32(w, _mm_cvtsi32_si128(n)); }
+  static Words shift_right(Words w, int n) { return _mm512_srlv_epi32(w, _mm512_set1_epi32(n)); }
+  static Words shift_left(Words w, int n) { return _mm512_sllv_epi32(w, _mm512_set1_epi32(n)); }
   static Words with(Words w, uint32_t bits) { return _mm512_and_si512(w, _mm512_set1_epi32(static_cast<int>(bits))); }
   static Words either(Words a, Words b) { return _mm512_or_si512(a, b); }
   // table[index & 15] for sixteen floats.

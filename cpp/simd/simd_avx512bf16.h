@@ -38,12 +38,6 @@ struct Avx512Bf16 : Avx512 {
   static void store_coef_pair(float* row, int64_t p, F x, F y) {
     _mm512_storeu_si512(reinterpret_cast<uint16_t*>(row) + p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(y, x)));
   }
-  static Words pick(Words a, Words b, Words c) {
-    // 0xCA: where the first operand has a 1 take the second, else the third.
-    const Words low = _mm512_ternarylogic_epi32(_mm512_set1_epi32(0x00010001), a, b, 0xCA);
-    return _mm512_ternarylogic_epi32(_mm512_set1_epi32(0x00030003), low, c, 0xCA);
-  }
-
   // Each vector becomes the sum of its lanes, in every lane; four vectors share the additions.
   template <int R>
   static void spread(F (&x)[R]) {

@@ -8,11 +8,6 @@ namespace {  // internal to each build of the kernels
 
 constexpr int64_t kTileSlack = 64;  // rows behind a tile that a decoder may overwrite
 
-template <class S>
-[[gnu::always_inline]] inline typename S::F load_half(Float half, const uint16_t* p) {
-  return half == Float::f16 ? S::template load_as<Float::f16>(p) : S::template load_as<Float::bf16>(p);
-}
-
 // `n` numbers of a tensor from element `at` on as float32: where they are, or in scratch memory.
 template <class S>
 const float* float_row(Float type, const void* data, int64_t at, int64_t n) {

@@ -13,6 +13,7 @@ struct Baseline : Float32Codes<Baseline> {
   static constexpr int kExactTokens = 1;
   static constexpr int max_groups(int) { return 1; }
   static constexpr bool split(int) { return false; }
+  static constexpr bool kSmallTables = false;
 
   typedef float F __attribute__((vector_size(64)));
   typedef int32_t I __attribute__((vector_size(64)));
@@ -66,7 +67,9 @@ struct Baseline : Float32Codes<Baseline> {
   static Words shr(Words w) {
     return w >> N;
   }
-  static Words pick(Words a, Words b, Words c) { return (a & 1u) | (b & 2u) | (c & 4u); }
+  static Words no_words() { return U{}; }
+  // Bits 15 and 31 of w, and those of earlier words one bit further down.
+  static Words spare(Words earlier, Words w) { return earlier >> 1 | (w & 0x80008000u); }
 
   static F from_half(H h) {
     const U wide = __builtin_convertvector(h, U);

@@ -1,7 +1,7 @@
 // The body of basis products, compiled once per instruction set.
-#pragma once
-
 #include "basis.h"
+
+#include "build.h"
 #include "node.h"
 
 namespace tersekv {
@@ -73,4 +73,7 @@ void multiply_head(const BasisProduct& call, int64_t head) {
 }
 
 }  // namespace
+
+void TERSEKV_BUILD(basis_product)(const BasisProduct& call, int64_t head) { multiply_head(call, head); }
+
 }  // namespace tersekv

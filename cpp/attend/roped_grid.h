@@ -20,29 +20,6 @@ struct RopedGrid {
   float* angles;              // [2][columns]: room for cosines and sines of a token
 };
 
-// The words of one unit of codes, and the index of each.
-template <class S, int BITS>
-struct Unit {
-  using Words = typename S::Words;
-  static constexpr int kWords = BITS == 3 ? 3 : 1, kDirect = 2 * direct_codes(BITS);
-  static constexpr int kCodes = packed_slots(BITS, kWords);
-  Words word[kWords];
-
-  void load(const int32_t* from) {
-    for (int k = 0; k < kWords; k++) word[k] = S::load_words(from + k * kLanes);
-  }
-  template <int I>
-  [[gnu::always_inline]] inline Words index() const {
-    if constexpr (I < kWords * kDirect) {
-      return S::template shr<I % 2 * 16 + I % kDirect / 2 * BITS>(word[I / kDirect]);
-    } else {
-      constexpr int j = I % 2;
-      return S::pick(S::template shr<15 + 16 * j>(word[0]), S::template shr<14 + 16 * j>(word[1]),
-                     S::template shr<13 + 16 * j>(word[2]));
-    }
-  }
-};
-
 // Whether channels d and d + D/2 are pairs that turn by the same angle, whole units of codes apart.
 inline bool turns_halves(const Node& node) {
   const RopedOwn& own = *static_cast<RopedOwn*>(node.own);
@@ -82,36 +59,35 @@ inline RopedGrid* roped_grid(const Node& node) {
 }
 
 // Scores of NG·16 tokens whose codes begin at `words`; tables: cosines and sines of their first token.
-template <class S, int BITS, int R, int NG>
+template <class S, int R, int NG>
 void roped_grid_tiles(const Node& node, const Node& grid, const int32_t* words, const float* tables, int64_t stride,
                       int64_t row, float* score, int64_t score_stride) {
   using F = typename S::F;
-  using Codes = Unit<S, BITS>;
+  using Words = typename S::Words;
   const GridOwn& ranges = *static_cast<GridOwn*>(grid.own);
   const RopePair* pairs = static_cast<RopedOwn*>(node.own)->pairs;
   const float *query = node.query_row(row), *scale = ranges.scale, *offset = ranges.offset;
+  const int bits = grid.grid.bits;
+  const CodeUnit unit(bits);
+  const int64_t direct = direct_codes(bits), runs = bits == 3 ? 4 : 1;
   const int64_t q = node.query_stride, half = node.view->D / 2, group = grid.grid.words * kLanes;
-  const int64_t across = half / Codes::kCodes * Codes::kWords * kLanes;  // from a channel's word to its partner's
-  const typename S::template Table<BITS> entries(grid.grid.table);
+  const int64_t across = (half >> unit.shift) * unit.words * kLanes;  // from a channel's word to its partner's
   F sum[R][NG];
   repeat<R>([&](auto r) TERSEKV_INLINE {
     repeat<NG>([&](auto g) TERSEKV_INLINE { sum[r][g] = S::load(score + r * score_stride + g * kLanes); });
   });
-  for (int64_t a0 = 0; a0 < half; a0 += Codes::kCodes, words += Codes::kWords * kLanes) {
-    Codes first[NG], second[NG];
-    repeat<NG>([&](auto g) TERSEKV_INLINE {
-      first[g].load(words + g * group);
-      second[g].load(words + g * group + across);
-    });
-    repeat<Codes::kCodes>([&](auto i) TERSEKV_INLINE {
-      const int64_t a = a0 + i, b = a + half;
+  with_table<S>(ranges.table, bits, [&](const auto& entries) TERSEKV_INLINE {
+    Words first[NG], second[NG], spare[NG], more[NG];
+    // A channel and its partner, whose codes are the low bits of `first` and of `second`, shifted by `SHIFT`.
+    const auto add = [&](int64_t a, auto shift) TERSEKV_INLINE {
+      const int64_t b = a + half;
       const F scale_a = S::set1(scale[a]), scale_b = S::set1(scale[b]);
       const F offset_a = S::set1(offset[a]), offset_b = S::set1(offset[b]);
       const float *cos = tables + pairs[a].cos_a * stride, *sin = tables + pairs[a].sin_a * stride;
       F ya[NG], yb[NG];
       repeat<NG>([&](auto g) TERSEKV_INLINE {
-        const F xa = S::fma(entries.at(first[g].template index<i>()), scale_a, offset_a);
-        const F xb = S::fma(entries.at(second[g].template index<i>()), scale_b, offset_b);
+        const F xa = S::fma(entries.at(S::template shr<shift>(first[g])), scale_a, offset_a);
+        const F xb = S::fma(entries.at(S::template shr<shift>(second[g])), scale_b, offset_b);
         const F c = S::load(cos + g * kLanes), s = S::load(sin + g * kLanes);
         ya[g] = S::negative_fma(xb, s, S::mul(xa, c));
         yb[g] = S::fma(xa, s, S::mul(xb, c));
@@ -120,8 +96,41 @@ void roped_grid_tiles(const Node& node, const Node& grid, const int32_t* words, 
         const F qa = S::set1(query[r * q + a]), qb = S::set1(query[r * q + b]);
         repeat<NG>([&](auto g) TERSEKV_INLINE { sum[r][g] = S::fma(qb, yb[g], S::fma(qa, ya[g], sum[r][g])); });
       });
-    });
-  }
+    };
+    for (int64_t a = 0; a < half;) {
+      repeat<NG>([&](auto g) TERSEKV_INLINE { spare[g] = more[g] = S::no_words(); });
+      // The words of a unit, and as a fourth one of 3 bits what those three have in bits 15 and 31.
+      for (int64_t k = 0; k < runs; k++) {
+        int64_t codes = direct;
+        if (k < unit.words) {
+          repeat<NG>([&](auto g) TERSEKV_INLINE {
+            first[g] = S::load_words(words + g * group);
+            second[g] = S::load_words(words + g * group + across);
+          });
+          if (bits == 3)
+            repeat<NG>([&](auto g) TERSEKV_INLINE {
+              spare[g] = S::spare(spare[g], first[g]);
+              more[g] = S::spare(more[g], second[g]);
+            });
+          words += kLanes;
+        } else {
+          codes = 1;
+          repeat<NG>([&](auto g) TERSEKV_INLINE {
+            first[g] = S::template shr<13>(spare[g]);
+            second[g] = S::template shr<13>(more[g]);
+          });
+        }
+        for (; codes > 0; codes--, a += 2) {
+          add(a, Index<0>{});
+          add(a + 1, Index<16>{});
+          repeat<NG>([&](auto g) TERSEKV_INLINE {
+            first[g] = S::shift_right(first[g], bits);
+            second[g] = S::shift_right(second[g], bits);
+          });
+        }
+      }
+    }
+  });
   repeat<R>([&](auto r) TERSEKV_INLINE {
     repeat<NG>([&](auto g) TERSEKV_INLINE { S::store(score + r * score_stride + g * kLanes, sum[r][g]); });
   });
@@ -153,7 +162,7 @@ void roped_entries(const Node& node, RopedGrid& own, const float* tables, int64_
   add_interleaved(tokens, score_stride, span.rows, span.tokens(), score);
 }
 
-template <class S, int BITS, int R>
+template <class S, int R>
 void roped_grid_blocks(const Node& node, const Node& grid, const float* tables, int64_t stride, Span span, float* score,
                        int64_t score_stride) {
   constexpr int kTiles = S::max_groups(R) >= 2 ? 2 : 1;
@@ -167,11 +176,11 @@ void roped_grid_blocks(const Node& node, const Node& grid, const float* tables, 
     const int64_t at = token - span.first, words = v.words * kLanes;
     int64_t g = 0;
     for (; g + kTiles <= groups; g += kTiles)
-      roped_grid_tiles<S, BITS, R, kTiles>(node, grid, block.codes + g * words, tables + at + g * kLanes, stride,
-                                           span.row, score + at + g * kLanes, score_stride);
+      roped_grid_tiles<S, R, kTiles>(node, grid, block.codes + g * words, tables + at + g * kLanes, stride, span.row,
+                                     score + at + g * kLanes, score_stride);
     for (; g < groups; g++)
-      roped_grid_tiles<S, BITS, R, 1>(node, grid, block.codes + g * words, tables + at + g * kLanes, stride, span.row,
-                                      score + at + g * kLanes, score_stride);
+      roped_grid_tiles<S, R, 1>(node, grid, block.codes + g * words, tables + at + g * kLanes, stride, span.row,
+                                score + at + g * kLanes, score_stride);
   }
 }
 
@@ -223,21 +232,8 @@ void roped_grid_scores(const Node& node, RopedGrid& own, Span span, float* score
   const Task& task = *node.task;
   const int64_t unit = node.call->tokens_per_unit, first = task.first * unit, stride = task.last * unit - first;
   const float* tables = node.lanes + span.first - first;
-  with_rows(span.rows, [&](auto rows) {
-    const auto run = [&](auto bits) {
-      roped_grid_blocks<S, bits, rows>(node, *own.grid, tables, stride, span, score, score_stride);
-    };
-    switch (own.grid->grid.bits) {
-      case 1:
-        return run(Index<1>{});
-      case 2:
-        return run(Index<2>{});
-      case 3:
-        return run(Index<3>{});
-      default:
-        return run(Index<4>{});
-    }
-  });
+  with_rows(span.rows,
+            [&](auto rows) { roped_grid_blocks<S, rows>(node, *own.grid, tables, stride, span, score, score_stride); });
   if (own.sparse) roped_entries<S>(node, own, tables, stride, span, score, score_stride);
 }
 

@@ -1,9 +1,27 @@
-#include "simd_avx2.h"
+// The search of trellis codes, compiled once per instruction set, and the steps that differ between them.
 #include "trellis_search.h"
+
+#include "build.h"
 
 namespace tersekv {
 namespace {
 
+#if TERSEKV_avx512
+struct Search : Avx512 {
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static uint32_t less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+  template <int N>
+  static F down(F x) {
+    const __m512i bits = _mm512_castps_si512(x);
+    return _mm512_castsi512_ps(_mm512_alignr_epi32(bits, bits, N));
+  }
+  template <int K, int Z>
+  static F from(F best) {
+    static constexpr Origin<K, Z> origin;
+    return _mm512_permutexvar_ps(_mm512_load_si512(origin.lane), best);
+  }
+};
+#elif TERSEKV_avx2
 struct Search : Avx2 {
   static F min(F a, F b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
   static uint32_t less(F a, F b) {
@@ -30,10 +48,34 @@ struct Search : Avx2 {
             _mm256_permutevar8x32_ps(high, _mm256_load_si256(index + 1))};
   }
 };
+#else
+struct Search : Baseline {
+  static F min(F a, F b) { return a < b ? a : b; }
+  static uint32_t less(F a, F b) {
+    const I smaller = a < b;
+    uint32_t out = 0;
+    for (int i = 0; i < kLanes; i++) out |= (static_cast<uint32_t>(smaller[i]) & 1u) << i;
+    return out;
+  }
+  template <int N>
+  static F down(F x) {
+    F out = x;
+    for (int i = 0; i < kLanes; i++) out[i] = x[(i + N) % kLanes];
+    return out;
+  }
+  template <int K, int Z>
+  static F from(F best) {
+    constexpr Origin<K, Z> origin;
+    F out;
+    for (int i = 0; i < kLanes; i++) out[i] = best[origin.lane[i]];
+    return out;
+  }
+};
+#endif
 
 }  // namespace
 
-void encode_trellis_avx2(const EncodeTrellis& call, int64_t row, int64_t first, int64_t last) {
+void TERSEKV_BUILD(encode_trellis)(const EncodeTrellis& call, int64_t row, int64_t first, int64_t last) {
   encode_vectors<Search>(call, row, first, last);
 }
 

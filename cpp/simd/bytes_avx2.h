@@ -19,12 +19,12 @@ struct Avx2Bytes : Avx2 {
     return {_mm256_cvtepu16_epi32(_mm_loadu_si128(v)), _mm256_cvtepu16_epi32(_mm_loadu_si128(v + 1))};
   }
   static Words shift_right(Words w, int n) {
-    const __m128i count = _mm_cvtsi32_si128(n);
-    return {_mm256_srl_epi32(w.lo, count), _mm256_srl_epi32(w.hi, count)};
+    const __m256i count = _mm256_set1_epi32(n);
+    return {_mm256_srlv_epi32(w.lo, count), _mm256_srlv_epi32(w.hi, count)};
   }
   static Words shift_left(Words w, int n) {
-    const __m128i count = _mm_cvtsi32_si128(n);
-    return {_mm256_sll_epi32(w.lo, count), _mm256_sll_epi32(w.hi, count)};
+    const __m256i count = _mm256_set1_epi32(n);
+    return {_mm256_sllv_epi32(w.lo, count), _mm256_sllv_epi32(w.hi, count)};
   }
   static Words with(Words w, uint32_t bits) {
     const __m256i mask = _mm256_set1_epi32(static_cast<int>(bits));

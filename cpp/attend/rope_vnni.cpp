@@ -20,39 +20,26 @@ namespace {
 template <int BITS, int R, int NG>
 void tiles(const Roped& own, const int32_t* codes, int64_t step, Later& later, float* score, int64_t score_stride) {
   constexpr int kWords = BITS == 3 ? 3 : 1, kDirect = direct_codes(BITS), kPairs = packed_slots(BITS, kWords) / 2;
+  constexpr int kUnrolled = kDirect % 4 ? kDirect : 4;
   const int64_t half = own.half, group = own.side.grid->words * kLanes;
   const int64_t across = half / (2 * kPairs) * kWords * kLanes;  // from a channel's word to its partner's
   const int16_t *turns = own.side.rope->turns + 2 * step, *tables = own.tables, *query = own.words;
   __m512i sum[R][NG];
   repeat<R>([&](auto r)
                 TERSEKV_INLINE { repeat<NG>([&](auto g) TERSEKV_INLINE { sum[r][g] = _mm512_setzero_si512(); }); });
-  for (int64_t d = 0; d < half; d += 2 * kPairs, codes += kWords * kLanes) {
-    __m512i first[NG][kWords], second[NG][kWords];
-    repeat<NG>([&](auto g) TERSEKV_INLINE {
-      repeat<kWords>([&](auto k) TERSEKV_INLINE {
-        const int32_t* word = codes + g * group + k * kLanes;
-        first[g][k] = _mm512_loadu_si512(word);
-        second[g][k] = _mm512_loadu_si512(word + across);
-      });
-    });
-    later.fetch_for(2 * kWords * NG);
-    repeat<kPairs>([&](auto i) TERSEKV_INLINE {
-      const auto index = [&](const __m512i(&word)[kWords]) TERSEKV_INLINE {
-        if constexpr (i < kWords * kDirect) {
-          return indices(Avx512::shr<i % kDirect * BITS>(word[i / kDirect]));
-        } else {
-          return indices(
-              Avx512Bf16::pick(Avx512::shr<15>(word[0]), Avx512::shr<14>(word[1]), Avx512::shr<13>(word[2])));
-        }
-      };
+  __m512i first[NG], second[NG], spare[NG], more[NG];
+  int64_t d = 0;
+  // The channels of COUNT pairs of codes, from bit 0 of each half on.
+  const auto add = [&](auto count) TERSEKV_INLINE {
+    repeat<count>([&](auto i) TERSEKV_INLINE {
       const __m512i table_a = _mm512_loadu_si512(tables + (d + 2 * i) * kLanes),
                     table_b = _mm512_loadu_si512(tables + (d + 2 * i + half) * kLanes);
       const int16_t *cosines = turns + (d + 2 * i) * 2 * kTurnTokens, *sines = cosines + 2 * kTurnTokens;
       __m512i a[NG], b[NG];
       repeat<NG>([&](auto g) TERSEKV_INLINE {
         const __m512i c = _mm512_loadu_si512(cosines + g * 2 * kLanes), s = _mm512_loadu_si512(sines + g * 2 * kLanes);
-        const __m512i x = _mm512_permutexvar_epi16(index(first[g]), table_a),
-                      y = _mm512_permutexvar_epi16(index(second[g]), table_b);
+        const __m512i x = _mm512_permutexvar_epi16(indices(Avx512::shr<i * BITS>(first[g])), table_a),
+                      y = _mm512_permutexvar_epi16(indices(Avx512::shr<i * BITS>(second[g])), table_b);
         a[g] = _mm512_sub_epi16(_mm512_mulhrs_epi16(x, c), _mm512_mulhrs_epi16(y, s));
         b[g] = _mm512_add_epi16(_mm512_mulhrs_epi16(y, c), _mm512_mulhrs_epi16(x, s));
       });
@@ -62,6 +49,35 @@ void tiles(const Roped& own, const int32_t* codes, int64_t step, Later& later, f
         repeat<NG>([&](auto g) TERSEKV_INLINE { add_products(sum[r][g], b[g], q + half); });
       });
     });
+    d += 2 * count;
+  };
+  while (d < half) {
+    repeat<NG>([&](auto g) TERSEKV_INLINE { spare[g] = more[g] = Avx512::no_words(); });
+    for (int k = 0; k < kWords; k++, codes += kLanes) {
+      repeat<NG>([&](auto g) TERSEKV_INLINE {
+        first[g] = _mm512_loadu_si512(codes + g * group);
+        second[g] = _mm512_loadu_si512(codes + g * group + across);
+        if constexpr (BITS == 3) {
+          spare[g] = Avx512::spare(spare[g], first[g]);
+          more[g] = Avx512::spare(more[g], second[g]);
+        }
+      });
+      later.fetch_for(2 * NG);
+      for (int left = kDirect; left > 0; left -= kUnrolled) {
+        add(Index<kUnrolled>{});
+        repeat<NG>([&](auto g) TERSEKV_INLINE {
+          first[g] = Avx512::shr<kUnrolled * BITS>(first[g]);
+          second[g] = Avx512::shr<kUnrolled * BITS>(second[g]);
+        });
+      }
+    }
+    if constexpr (BITS == 3) {
+      repeat<NG>([&](auto g) TERSEKV_INLINE {
+        first[g] = Avx512::shr<13>(spare[g]);
+        second[g] = Avx512::shr<13>(more[g]);
+      });
+      add(Index<1>{});
+    }
   }
   repeat<R>([&](auto r) TERSEKV_INLINE {
     repeat<NG>([&](auto g) TERSEKV_INLINE {

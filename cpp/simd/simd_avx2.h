@@ -16,6 +16,7 @@ struct Avx2 : Float32Codes<Avx2> {
   // Sixteen registers: rows times groups times two, plus the table, the words and a coefficient.
   static constexpr int max_groups(int rows) { return rows <= 2 ? 2 : 1; }
   static constexpr bool split(int sums) { return sums <= 2; }
+  static constexpr bool kSmallTables = true;  // tables of up to 8 entries take half the instructions
 
   struct F {
     __m256 lo, hi;
@@ -85,11 +86,13 @@ struct Avx2 : Float32Codes<Avx2> {
   static Words shr(Words w) {
     return {_mm256_srli_epi32(w.lo, N), _mm256_srli_epi32(w.hi, N)};
   }
-  static __m256i pick(__m256i a, __m256i b, __m256i c) {
-    const auto bit = [](__m256i x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi32(mask)); };
-    return _mm256_or_si256(_mm256_or_si256(bit(a, 1), bit(b, 2)), bit(c, 4));
+  static Words no_words() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  // Bits 15 and 31 of w, and those of earlier words one bit further down.
+  static Words spare(Words earlier, Words w) {
+    const __m256i mask = _mm256_set1_epi32(INT32_MIN | 0x8000);
+    return {_mm256_or_si256(_mm256_srli_epi32(earlier.lo, 1), _mm256_and_si256(w.lo, mask)),
+            _mm256_or_si256(_mm256_srli_epi32(earlier.hi, 1), _mm256_and_si256(w.hi, mask))};
   }
-  static Words pick(Words a, Words b, Words c) { return {pick(a.lo, b.lo, c.lo), pick(a.hi, b.hi, c.hi)}; }
 
   template <Float T>
   static F load_as(const void* p) {

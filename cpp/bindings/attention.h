@@ -1,19 +1,16 @@
-// Binding of attention: one call reads all segments of a layer, applies their linear maps and merges them.
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/vector.h>
+// One call of attention: query, masks and outputs between torch tensors and the driver.
+#pragma once
 
 #include <algorithm>
 #include <bit>
-#include <numeric>
+#include <cmath>
+#include <limits>
+#include <vector>
 
 #include "driver.h"
 #include "operands.h"
 
 namespace tersekv {
-
-using namespace nb::literals;
-
-namespace {
 
 // Pages of one layer that are read together: views of keys and values, and the linear maps of both sides.
 struct NativePages {
@@ -33,104 +30,13 @@ struct NativePages {
   }
 };
 
-// Keys and values of the same tokens as a call.
-Call call_of(const NativeView& keys, const NativeView& values, int64_t& B, int64_t& H) {
-  if (keys.view.kind == Kind::rotated || values.view.kind == Kind::rotated)
-    throw NotTaken("a rotation is read under RoPE only");
-  if (keys.side == 2) fail("keys: ", "expected a grid of keys, got one of values");
-  if (values.side == 1) fail("values: ", "expected a grid of values, got one of keys");
-  if (values.has_rope) throw NotTaken("values have RoPE, which only keys have");
-  if (values.view.T != keys.view.T)
-    fail("values: ",
-         "expected T = " + std::to_string(keys.view.T) + " tokens like the keys, got " + std::to_string(values.view.T));
-  Call call;
-  call.tokens_per_unit = in_range("", "tokens that blocks of keys and values divide",
-                                  std::lcm(keys.view.t, values.view.t), kMostBlockTokens);
-  call.T = keys.view.T;
-  call.D = keys.view.D;
-  call.Dv = values.view.D;
-  call.keys = &keys.view;
-  call.values = &values.view;
-  for (const auto* side : {&keys, &values}) {
-    if (side->H != 0 && H != 0 && side->H != H)
-      fail("", "expected " + std::to_string(H) + " key-value heads, got " + std::to_string(side->H));
-    if (side->B != 1 && B != 1 && side->B != B)
-      fail("", "expected " + std::to_string(B) + " batch rows, got " + std::to_string(side->B));
-    H = std::max(H, side->H);
-    B = std::max(B, side->B);
-  }
-  return call;
-}
-
-void check_units(const Call& call) {
+inline void check_units(const Call& call) {
   if (call.T % call.tokens_per_unit)
     fail("keys and values: ",
          "expected a multiple of " + std::to_string(call.tokens_per_unit) + " tokens, got " + std::to_string(call.T));
 }
 
-HeadMatrix matrix_of(Owner& owner, nb::handle rotation, nb::handle basis, nb::handle channels, int64_t B, int64_t H,
-                     int64_t D) {
-  HeadMatrix out;
-  if (const Tensor x = owner.keep_optional("rotation", rotation, kFloat32); x.given()) {
-    out.dense = x.as<float>();
-    if (x.dims == 2) {
-      expect("", "rotation", x, {{"D", D}, {"D", D}}, 0);
-    } else {
-      expect("", "rotation", x, {{"B", x.dims == 4 && x.shape[0] == 1 ? 1 : B}, {"H", H}, {"D", D}, {"D", D}}, 2);
-      out.dense_b = batch_stride(x);
-      out.dense_h = x.stride[1];
-    }
-  }
-  if (const Tensor x = owner.keep_optional("basis", basis, kUint8); x.given()) {
-    if (D % kLanes) throw NotTaken("vectors have " + std::to_string(D) + " channels, not a multiple of 16");
-    const Tensor scale = owner.keep("channels", channels, kFloats);
-    expect("", "basis", x, {{"B", x.dims == 3 && x.shape[0] == 1 ? 1 : B}, {"H", H}, {"bytes", D * D * 3 / 4}}, 2);
-    expect("", "channels", scale, {{"B", scale.dims == 3 && scale.shape[0] == 1 ? 1 : B}, {"H", H}, {"D", D}}, 2);
-    out.codes = x.as<uint8_t>();
-    out.codes_b = batch_stride(x);
-    out.codes_h = x.stride[1];
-    out.type = scale.float_type();
-    out.channels = scale.as<void>();
-    out.channels_b = batch_stride(scale);
-    out.channels_h = scale.stride[1];
-  }
-  return out;
-}
-
-NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<nb::object>& values,
-                        const std::vector<int64_t>& first, nb::handle key_rotation, nb::handle key_basis,
-                        nb::handle key_channels, bool keeps_query, nb::handle value_rotation, nb::handle value_basis,
-                        nb::handle value_channels, nb::handle value_mean) {
-  auto made = std::make_unique<NativePages>();
-  if (keys.empty() || keys.size() != values.size() || keys.size() != first.size())
-    fail("pages: ", "expected as many keys, values and positions, and at least one");
-  made->keys = keys;
-  made->values = values;
-  made->first = first;
-  for (size_t i = 0; i < keys.size(); i++) {
-    made->calls.push_back(
-        call_of(nb::cast<const NativeView&>(keys[i]), nb::cast<const NativeView&>(values[i]), made->B, made->H));
-    const Call &call = made->calls[i], &any = made->calls[0];
-    if (call.D != any.D || call.Dv != any.Dv) fail("pages: ", "expected the same channels in all of them");
-    if (first[i] < 0 || first[i] > kMostElements) fail("first: ", "expected positions from 0 on");
-  }
-  const int64_t D = made->calls[0].D, Dv = made->calls[0].Dv;
-  if (keeps_query && D % 2) fail("keys: ", "expected mapped and unmapped channels side by side");
-  made->keeps_query = keeps_query;
-  made->query =
-      matrix_of(made->owner, key_rotation, key_basis, key_channels, made->B, made->H, keeps_query ? D / 2 : D);
-  made->output.matrix = matrix_of(made->owner, value_rotation, value_basis, value_channels, made->B, made->H, Dv);
-  if (const Tensor x = made->owner.keep_optional("mean", value_mean, kFloats); x.given()) {
-    expect("", "mean", x, {{"B", x.dims == 3 && x.shape[0] == 1 ? 1 : made->B}, {"H", made->H}, {"Dv", Dv}}, 2);
-    made->output.type = x.float_type();
-    made->output.mean = x.as<void>();
-    made->output.mean_b = batch_stride(x);
-    made->output.mean_h = x.stride[1];
-  }
-  return made.release();
-}
-
-float rounded_at(const Tensor& x, int64_t i) { return float_at(x.float_type(), x.as<void>(), i); }
+inline float rounded_at(const Tensor& x, int64_t i) { return float_at(x.float_type(), x.as<void>(), i); }
 
 // One call of attention: the query as the kernels take it, and what masks are made of.
 class Attention {
@@ -448,51 +354,5 @@ class Attention {
   std::vector<Call> calls_;
   OutputMap map_;
 };
-
-// exact: a tuple of (keys, values, where) with tensors [B, H, T, D], in front of the pages.
-void py_attend(nb::handle query, nb::handle exact, nb::handle pages, nb::handle where, nb::handle table,
-               int64_t page_tokens, nb::handle mask, nb::handle hidden, double scaling, double softcap,
-               nb::handle sinks, nb::handle out, nb::handle lse, int threads) {
-  Attention attention(query, mask, hidden, scaling, softcap);
-  const Py_ssize_t n = PyTuple_Check(exact.ptr()) ? PyTuple_GET_SIZE(exact.ptr()) : 0;
-  const NativePages* packed = pages.is_none() ? nullptr : &nb::cast<const NativePages&>(pages);
-  int64_t B = 1, H = 0;
-  std::vector<NativeView> views;
-  views.reserve(2 * n);
-  for (Py_ssize_t i = 0; i < n; i++) {
-    const nb::handle segment = item(exact, i);
-    views.push_back(view_of_tokens("keys", tensor_of("keys", item(segment, 0), kFloats)));
-    views.push_back(view_of_tokens("values", tensor_of("values", item(segment, 1), kFloats)));
-  }
-  std::vector<Call> calls;
-  for (Py_ssize_t i = 0; i < n; i++) calls.push_back(call_of(views[2 * i], views[2 * i + 1], B, H));
-  if (packed) {
-    packed->check_unmoved();
-    if (H != 0 && packed->H != 0 && packed->H != H)
-      fail("pages: ", "expected as many key-value heads as in exact tokens");
-    H = std::max(H, packed->H);
-    B = std::max(B, packed->B);
-  }
-  if (!packed && n == 0) fail("segments: ", "expected at least one");
-  attention.set_heads(H);
-  if (B != 1 && B != attention.batch())
-    fail("query: ", "expected B = " + std::to_string(B) + ", got " + std::to_string(attention.batch()));
-  for (Py_ssize_t i = 0; i < n; i++) attention.add(calls[i], item(item(exact, i), 2));
-  if (packed) attention.add(*packed, where, table, page_tokens, threads);
-  attention.run(sinks, out, lse, threads);
-}
-
-}  // namespace
-
-void define_attention(nb::module_& m) {
-  nb::class_<NativePages>(m, "Pages", "Packed pages of one layer with their linear maps.")
-      .def_prop_ro("head_dim", [](const NativePages& p) { return p.calls[0].Dv; });
-  m.def("pages", &make_pages, nb::kw_only(), "keys"_a, "values"_a, "first"_a, "key_rotation"_a.none(),
-        "key_basis"_a.none(), "key_channels"_a.none(), "keeps_query"_a, "value_rotation"_a.none(),
-        "value_basis"_a.none(), "value_channels"_a.none(), "value_mean"_a.none(), nb::rv_policy::take_ownership);
-  m.def("attend", &py_attend, "query"_a, "exact"_a, "pages"_a.none(), "where"_a.none(), "table"_a.none(),
-        "page_tokens"_a, "mask"_a.none(), "hidden"_a.none(), "scaling"_a, "softcap"_a, "sinks"_a.none(), "out"_a,
-        "lse"_a.none(), "threads"_a);
-}
 
 }  // namespace tersekv

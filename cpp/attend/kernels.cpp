@@ -1,0 +1,25 @@
+// The kernels of one instruction set; CMakeLists.txt compiles this file once for each.
+#include "attend.h"
+#include "basis.h"
+#include "build.h"
+#include "encode_trellis.h"
+#include "isa.h"
+
+namespace tersekv {
+
+const Kernels& TERSEKV_BUILD(kernels)() {
+#if TERSEKV_avx512bf16
+  // Grids of up to 4 bits in bfloat16, trellis codes and polar coordinates in integers where the CPU has the
+  // instructions, everything else as kernels_avx512 does it.
+  static const Kernels kernels = {
+      Lanes::kName, Lanes::kNsPerProduct,  kernels_avx512().attend, kernels_avx512().merge, grid_product_avx512bf16,
+      true,         encode_trellis_avx512, basis_product_avx512,    trellis_kernel(),       polar_kernel(),
+      rope_kernel()};
+#else
+  static constexpr Kernels kernels =
+      kernels_of<Lanes>(TERSEKV_BUILD(grid_product), TERSEKV_BUILD(encode_trellis), TERSEKV_BUILD(basis_product));
+#endif
+  return kernels;
+}
+
+}  // namespace tersekv

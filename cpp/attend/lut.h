@@ -1,0 +1,206 @@
+// The micro-kernel of packed codes: acc[r][lane] += coef[r][p] * table[code[p][lane]]. A wrapper S with kCodes = 1
+// multiplies in float32; with kCodes = 2 a look-up yields the bfloat16 values of codes p and p + 1, which lie in the
+// two halves of a lane's word, and a dot product adds both. Compiled per bit width, number of query rows and number of
+// lane groups, and for nothing else: compiling it takes most of the build.
+#pragma once
+
+#include <new>
+
+#include "later.h"
+
+namespace tersekv {
+namespace {  // internal to each build of the kernels
+
+// Words that meet the same sums: `count` runs of `words` words, `step` apart; lane groups lie `group_stride` apart.
+struct Codes {
+  const int32_t* data;
+  int64_t group_stride, words, count, step;
+};
+
+template <class S, int BITS, int R, int NG>
+struct LutSums {
+  using F = typename S::F;
+  static constexpr int kDirect = direct_codes(BITS);
+  static constexpr int kParts = S::split(R * NG) ? 2 : 1;
+  // A word's codes are unrolled up to eight at a time (ten of 3 bits), then the word is shifted.
+  static constexpr int kUnrolled = 2 * kDirect % 8 ? 2 * kDirect : 8;
+  F sum[kParts][NG][R];
+
+  // Coefficients of all runs lie one after the other, packed_slots(words) each.
+  [[gnu::always_inline]] inline LutSums(const typename S::template Table<BITS>& table, Codes codes, const float* coefs,
+                                        int64_t coef_stride, Later& later) {
+    using Words = typename S::Words;
+    const auto* coef = reinterpret_cast<const typename S::Coef*>(coefs);
+    coef_stride *= sizeof(float) / sizeof(*coef);
+    repeat<kParts>([&](auto part) TERSEKV_INLINE {
+      repeat<NG>([&](auto g)
+                     TERSEKV_INLINE { repeat<R>([&](auto r) TERSEKV_INLINE { sum[part][g][r] = S::zero(); }); });
+    });
+    auto add = [&](auto part, const Words(&index)[NG], const auto* c) TERSEKV_INLINE {
+      decltype(table.at(index[0])) value[NG];
+      repeat<NG>([&](auto g) TERSEKV_INLINE { value[g] = table.at(index[g]); });
+      repeat<R>([&](auto r) TERSEKV_INLINE {
+        const auto factor = S::factor(c + r * coef_stride);
+        repeat<NG>([&](auto g) TERSEKV_INLINE {
+          F& s = sum[part % kParts][g][r];
+          s = S::dot(factor, value[g], s);
+        });
+      });
+    };
+    // The codes of the words at `at`; of 3 bits, each word's bits 15 and 31 move into `spare`.
+    Words spare[NG];
+    auto add_word = [&](int64_t at) TERSEKV_INLINE {
+      Words w[NG];
+      repeat<NG>([&](auto g)
+                     TERSEKV_INLINE { w[g] = S::load_words(codes.data + g * codes.group_stride + at * kLanes); });
+      later.fetch_for(NG);
+      if constexpr (BITS == 3) repeat<NG>([&](auto g) TERSEKV_INLINE { spare[g] = S::spare(spare[g], w[g]); });
+      const auto* end = coef + 2 * kDirect;
+      while (true) {
+        repeat<kUnrolled / S::kCodes>([&](auto i) TERSEKV_INLINE {
+          constexpr int p = i * S::kCodes, kShift = p % 2 * 16 + p / 2 * BITS;
+          Words index[NG];
+          repeat<NG>([&](auto g) TERSEKV_INLINE { index[g] = S::template shr<kShift>(w[g]); });
+          add(Index<i % 2>{}, index, coef + p);
+        });
+        coef += kUnrolled;
+        if (kUnrolled == 2 * kDirect || coef == end) break;
+        repeat<NG>([&](auto g) TERSEKV_INLINE { w[g] = S::template shr<kUnrolled / 2 * BITS>(w[g]); });
+      }
+    };
+
+    for (; codes.count > 0; codes.count--, codes.data += codes.step) {
+      int64_t at = 0;
+      if constexpr (BITS == 3) {
+        while (at + 3 <= codes.words) {
+          repeat<NG>([&](auto g) TERSEKV_INLINE { spare[g] = S::no_words(); });
+          for (const int64_t end = at + 3; at < end; at++) add_word(at);
+          // Bits 15 (and 31) of the three words are the sixteenth code of each parity.
+          repeat<2 / S::kCodes>([&](auto j) TERSEKV_INLINE {
+            Words index[NG];
+            repeat<NG>([&](auto g) TERSEKV_INLINE { index[g] = S::template shr<13 + 16 * j>(spare[g]); });
+            add(j, index, coef + j);
+          });
+          coef += 2;
+        }
+      }
+      for (; at < codes.words; at++) add_word(at);
+    }
+    if constexpr (kParts == 2) {
+      repeat<NG>([&](auto g) TERSEKV_INLINE {
+        repeat<R>([&](auto r) TERSEKV_INLINE { sum[0][g][r] = S::add(sum[0][g][r], sum[1][g][r]); });
+      });
+    }
+  }
+};
+
+// What happens to the sums of R rows, `stride` apart. scale null: y += sum + shift[r]. Otherwise each lane has a scale
+// and maybe an offset: y += sum * (unit * scale) + total[r] * (middle * scale + offset).
+template <class S>
+struct Finish {
+  float* y;
+  int64_t y_stride;
+  const typename S::F* shift;
+  const uint16_t *scale, *offset;
+  const float* total;
+  int64_t total_stride, lanes;
+  Float half;
+  float unit, middle;
+  // Blocks, and the steps from one to the next; coef_step counts coefficients.
+  int64_t blocks = 1, code_step = 0, y_step = 0, coef_step = 0, shift_step = 0, scale_step = 0, offset_step = 0;
+};
+
+// Sums over `codes` for lane groups [from, to), and what `finish` does with them.
+template <class S, int BITS, int R>
+[[gnu::noinline]] void lut_groups(const void* made, Codes codes, const float* coef, int64_t coef_stride, int64_t from,
+                                  int64_t to, Later& later, const Finish<S>& finish) {
+  using F = typename S::F;
+  const auto table = *static_cast<const typename S::template Table<BITS>*>(made);
+  int64_t at = from;
+  float* first = finish.y;
+  const F* shift = finish.shift;
+  const uint16_t *scale = finish.scale, *offset = finish.offset;
+  auto run = [&](auto count) TERSEKV_INLINE {
+    constexpr int NG = count;
+    Codes here = codes;
+    here.data += at * codes.group_stride;
+    LutSums<S, BITS, R, NG> acc(table, here, coef, coef_stride, later);
+    float* y = first + at * kLanes;
+    if (scale) {
+      repeat<NG>([&](auto g) TERSEKV_INLINE {
+        const int64_t lane = (at + g) * kLanes, left = finish.lanes - lane;
+        const F s = load_half_n<S>(finish.half, scale + lane, left);
+        const F added = offset ? load_half_n<S>(finish.half, offset + lane, left) : S::zero();
+        const F o = S::fma(s, S::set1(finish.middle), added), by = S::mul(s, S::set1(finish.unit));
+        repeat<R>([&](auto r) TERSEKV_INLINE {
+          float* out = y + r * finish.y_stride + g * kLanes;
+          const F total = S::set1(finish.total[r * finish.total_stride]);
+          S::store(out, S::fma(acc.sum[0][g][r], by, S::fma(total, o, S::load(out))));
+        });
+      });
+    } else {
+      repeat<R>([&](auto r) TERSEKV_INLINE {
+        repeat<NG>([&](auto g) TERSEKV_INLINE {
+          float* out = y + r * finish.y_stride + g * kLanes;
+          S::store(out, S::add(S::load(out), S::add(acc.sum[0][g][r], shift[r])));
+        });
+      });
+    }
+    at += NG;
+  };
+  for (int64_t n = 0; n < finish.blocks; n++) {
+    for (at = from; at < to;) {
+      if constexpr (S::max_groups(R) >= 4) {
+        if (to - at >= 4) {
+          run(Index<4>{});
+          continue;
+        }
+      }
+      if constexpr (S::max_groups(R) >= 2) {
+        if (to - at >= 2) {
+          run(Index<2>{});
+          continue;
+        }
+      }
+      run(Index<1>{});
+    }
+    codes.data += finish.code_step;
+    coef += finish.coef_step * static_cast<int64_t>(sizeof(typename S::Coef)) / static_cast<int64_t>(sizeof(float));
+    first += finish.y_step;
+    shift += finish.shift_step;
+    if (scale) scale += finish.scale_step;
+    if (offset) offset += finish.offset_step;
+  }
+}
+
+// lut_groups for one bit width and number of rows, with its table.
+template <class S, int R>
+class Lut {
+ public:
+  explicit Lut(const GridView& view) {
+    if (view.bits == 1) make<1>(view);
+    if (view.bits == 2) make<2>(view);
+    if (view.bits == 3) make<3>(view);
+    if (view.bits == 4) make<4>(view);
+  }
+
+  void operator()(const Codes& codes, const float* coef, int64_t coef_stride, int64_t from, int64_t to, Later& later,
+                  const Finish<S>& finish) const {
+    run_(table_, codes, coef, coef_stride, from, to, later, finish);
+  }
+
+ private:
+  template <int BITS>
+  void make(const GridView& view) {
+    using Table = typename S::template Table<BITS>;
+    static_assert(sizeof(Table) <= sizeof(table_));
+    new (table_) Table(view.entries);
+    run_ = lut_groups<S, BITS, R>;
+  }
+
+  alignas(64) char table_[64];
+  decltype(&lut_groups<S, 1, R>) run_;
+};
+
+}  // namespace
+}  // namespace tersekv

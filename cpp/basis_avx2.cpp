@@ -1,7 +1,0 @@
-#include "basis_product.h"
-
-namespace tersekv {
-
-void basis_product_avx2(const BasisProduct& call, int64_t head) { multiply_head(call, head); }
-
-}  // namespace tersekv

@@ -1,7 +1,0 @@
-#include "encode_bodies.h"
-
-namespace tersekv {
-
-const Encoders& encoders_avx512() { return kEncoders; }
-
-}  // namespace tersekv
