@@ -26,7 +26,7 @@ from tersekv.codecs import methods
 from tersekv.codecs.transforms.rotation import hadamard_parts, random_rotation
 from tersekv.kernels.attend_grid import Axis, Side
 from tersekv.kernels.encode_grid import GridPlace
-from tersekv.kernels.triton import encode, encode_sparse, encode_trellis, launch, spec, tuning
+from tersekv.kernels.triton import encode, launch, leaves, tuning
 from tersekv.layouts.base import Joined, View
 from tersekv.layouts.centred import Turned
 
@@ -52,7 +52,7 @@ class NoDevice:
         return 0
 
 
-NAMES = {kind.value: name for name, kind in (spec.LAYOUTS | {"turned": spec.TURNED}).items()}
+NAMES = {kind.value: name for name, kind in (leaves.LAYOUTS | {"turned": leaves.TURNED}).items()}
 launch_kernel = JITFunction.run
 compiled: list[dict[str, Any]] = []
 
@@ -121,11 +121,11 @@ def grids(side: Side, bits: int, axis: Axis, group: int, table: Tensor | None = 
 
 def outliers() -> None:
     """Thresholds of tokens, and the elements that stand out. No launch fills the counts: half of all are entries."""
-    encode_sparse.quantiles(torch.randn(32, 1024), 0.01)
+    encode.quantiles(torch.randn(32, 1024), 0.01)
     empty = torch.Tensor.new_empty
     torch.Tensor.new_empty = lambda *call, **options: empty(*call, **options).fill_(512)
     try:
-        encode_sparse.pack_outliers(torch.randn(1, 2, 32, 128), torch.ones(1, 2, 32, 128, dtype=torch.bool))
+        encode.pack_outliers(torch.randn(1, 2, 32, 128), torch.ones(1, 2, 32, 128, dtype=torch.bool))
     finally:
         torch.Tensor.new_empty = empty
 
@@ -165,7 +165,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "Hadamard": lambda: encode.rotate_hadamard(
         torch.randn(2, 32, 128), random_rotation(128, 0, "hadamard"), *hadamard_parts(128, 0, "cpu")
     ),
-    "search for trellis codes": lambda: encode_trellis.encode_trellis(
+    "search for trellis codes": lambda: encode.encode_trellis(
         torch.randn(2, 32, 128), torch.ones(2, 128), torch.full((2, 128), 2, dtype=torch.uint8), torch.randn(9, 256)
     ),
     "outliers": outliers,

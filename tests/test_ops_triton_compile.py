@@ -82,7 +82,7 @@ def test_every_kernel_is_among_them(records):
 
 @pytest.mark.parametrize("side", ["keys", "keys before RoPE", "values"])
 def test_every_layout_is_among_them(records, side):
-    from tersekv.kernels.triton import spec
+    from tersekv.kernels.triton import leaves
 
     found = {layout for record in records for kernel in record["kernels"] for layout in kernel["layouts"].get(side, ())}
-    assert found == set(spec.LAYOUTS) | ({"turned"} if side == "keys" else set())
+    assert found == set(leaves.LAYOUTS) | ({"turned"} if side == "keys" else set())

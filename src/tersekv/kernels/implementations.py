@@ -21,7 +21,7 @@ from tersekv.kernels import rotate as rotation_reference
 from tersekv.kernels import softmax as softmax_reference
 from tersekv.kernels import trellis as trellis_reference
 from tersekv.kernels.cpu import encode as cpu_encode
-from tersekv.kernels.triton import encode, encode_sparse, encode_trellis
+from tersekv.kernels.triton import encode
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,6 @@ def _by(*modules: ModuleType) -> dict[str, Implementation]:
 
 BACKENDS: dict[str, dict[str, Implementation]] = {
     "cpu": _by(cpu, cpu_encode),
-    "triton": _by(triton, encode, encode_sparse, encode_trellis),
+    "triton": _by(triton, encode),
     "reference": _by(),
 }
