@@ -25,8 +25,10 @@ from packed_views import packed, rope, roped, tokens
 from tersekv.codecs import methods
 from tersekv.codecs.transforms.rotation import hadamard_parts, random_rotation
 from tersekv.kernels.attend_grid import Axis, Side
+from tersekv.kernels.attend_segments import Kept, Segment
 from tersekv.kernels.encode_grid import GridPlace
 from tersekv.kernels.triton import encode, launch, leaves, tuning
+from tersekv.kernels.triton.page_set import prepare
 from tersekv.layouts.base import Joined, View
 from tersekv.layouts.centred import Turned
 
@@ -88,6 +90,30 @@ def pages(name: str, p: int) -> None:
     key, value = (side(name, which, 64).operand for which in ("keys", "values"))
     table, mask = torch.tensor([[0, -1]], dtype=torch.int32), torch.ones(1, 1, 2 * p, dtype=torch.bool)
     launch.attend_pages(torch.randn(1, 2, 4, 64), key, value, table, p, mask, 0.1, None)
+
+
+def page_set(keys: str, values: str, pre_rope: bool = False, masked: bool = False) -> None:
+    """Two pages by their addresses, and two exact segments."""
+    segments = []
+    for first in (0, 64):
+        key = side(keys, "keys", 64)
+        if pre_rope:
+            key = roped(key, "halves", 64, 64)
+            key = type(key)(key.before, key.rope, key.rope.angles(first, 64))
+        segments.append(Segment(key.operand, side(values, "values", 64).operand, kept=Kept()))
+    exact = torch.randn(1, 2, 5, 64).bfloat16()
+    made = prepare(segments).with_segments([Segment(exact, exact), Segment(exact[:, :, :4], exact[:, :, :4])])
+    masks = [torch.ones(1, 1, n, dtype=torch.bool) if masked else None for n in (64, 64, 5, 4)]
+    launch.attend(torch.randn(1, 2, 4, 64), made, masks, 0.1, None)
+
+
+def mean_in_pages(D: int = 64) -> None:
+    """Pages of trellis codes beside a rotated mean."""
+    of, mean, codes = rope("halves", D), torch.randn(1, 2, D), side("trellis", "keys", D)
+    keys = [Joined([(codes, D), (Turned(mean, of, of.angles(first, 64)), D)]) for first in (0, 64)]
+    value = side("trellis", "values", D)
+    launch.attend(torch.randn(1, 2, 4, 2 * D), prepare([Segment(key, value, kept=Kept()) for key in keys]),
+                  [None] * 2, 0.1, None)  # fmt: skip
 
 
 def centred(D: int = 64) -> None:
@@ -153,6 +179,13 @@ CALLS: dict[str, Callable[[], None]] = {
     "grids, 32 rows, head dim 256": lambda: attend("grid", "grid", D=256, R=32),
     "grids in pages": lambda: pages("grid 7", 64),
     "polar in pages": lambda: pages("polar", 32),
+    "pages of grids by address": lambda: page_set("grid", "grid 3", masked=True),
+    "pages of exact tokens by address": lambda: page_set("exact", "exact"),
+    "pages of outliers before RoPE by address": lambda: page_set("sparse", "sparse", pre_rope=True),
+    "pages of polar by address": lambda: page_set("polar", "polar"),
+    "pages of signs by address": lambda: page_set("signs", "grid"),
+    "pages of signs per block by address": lambda: page_set("signs per group", "grid"),
+    "pages of trellis beside a mean by address": mean_in_pages,
     "scores alone": lambda: launch.score_keys(torch.randn(1, 2, 4, 64), side("grid", "keys", 64).operand, 0.1),
     "merge": merge,
     "codes of keys per channel": lambda: grids("keys", 4, "channel", 32),
