@@ -5,12 +5,14 @@ of the tests' own process.
     python compile_triton.py sm_90 [calls]
 
 Prints a line of JSON per call: {"call", "kernels": a list of {"name", "shared_bytes", "binary_bytes",
-"layouts": of each side}, "error": the compiler's or null}.
+"narrow_loads" (instructions that load 1 or 2 bytes; NVIDIA only), "layouts": of each side}, "error": the
+compiler's or null}.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -66,7 +68,8 @@ def compile_kernel(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **o
     sides = {of_keys: options.get("KEYS", ()), "values": options.get("VALUES", ())}
     layouts = {side: [NAMES[leaf[0]] for leaf in leaves] for side, leaves in sides.items()}
     binary = made.asm["hsaco" if "hsaco" in made.asm else "cubin"]
-    sizes = {"shared_bytes": made.metadata.shared, "binary_bytes": len(binary)}
+    narrow_loads = len(re.findall(r"ld\.global[.\w]*\.b(8|16)\b", made.asm.get("ptx", "")))
+    sizes = {"shared_bytes": made.metadata.shared, "binary_bytes": len(binary), "narrow_loads": narrow_loads}
     compiled.append({"name": kernel.__name__, **sizes, "layouts": layouts})
 
 

@@ -62,6 +62,15 @@ def test_every_call_compiles(records):
     check(records, "sm_90")
 
 
+def test_pages_by_address_are_loaded_as_wide_as_arguments(records):
+    """The compiler knows of addresses in a table that they are multiples of 16 bytes. Else it would load exact tokens
+    one by one, without copies in advance."""
+    by_call = {record["call"]: record["kernels"] for record in records}
+    pages, exact, _ = by_call["pages of exact tokens by address"]
+    assert (pages["narrow_loads"], pages["shared_bytes"]) == (exact["narrow_loads"], exact["shared_bytes"])
+    assert pages["narrow_loads"] == 0
+
+
 @pytest.mark.parametrize("target", ["sm_86", "gfx942"])
 def test_calls_compile_for_other_gpus(target):
     made = compiled(target, *ELSEWHERE)

@@ -1,4 +1,5 @@
-"""The Triton kernels as a backend: what they take (`why_not_*`) and how they are called.
+"""The Triton kernels as a backend: checks of a call (`why_not_*`, which do no tensor work), the ops, and attention over
+segments that are prepared once (`prepare`, `attend`).
 
 They run on CUDA devices, and on the CPU where Triton interprets them (TRITON_INTERPRET=1 before their first use), which
 is for tests: an interpreted kernel runs only where the backend is forced. Triton is loaded at the first call, never at

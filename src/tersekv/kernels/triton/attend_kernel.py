@@ -71,32 +71,33 @@ def _field(at, CODE: tl.constexpr):
         return x
     elif CODE == INT64_FIELD + ALIGNED:
         return tl.multiple_of(x, 16)
-    elif CODE % 2 == ALIGNED:
-        return tl.multiple_of(_address(x, CODE - ALIGNED), 16)
     else:
-        return _address(x, CODE)
+        return _address(x, CODE - CODE % 2, CODE % 2 == ALIGNED)
 
 
 @triton.jit
-def _address(x, CODE: tl.constexpr):
+def _address(x, CODE: tl.constexpr, IS_ALIGNED: tl.constexpr):
     if CODE == ADDRESS_OF_UINT8:
-        return x.to(tl.pointer_type(tl.uint8))
+        at = x.to(tl.pointer_type(tl.uint8))
     elif CODE == ADDRESS_OF_INT16:
-        return x.to(tl.pointer_type(tl.int16))
+        at = x.to(tl.pointer_type(tl.int16))
     elif CODE == ADDRESS_OF_INT32:
-        return x.to(tl.pointer_type(tl.int32))
+        at = x.to(tl.pointer_type(tl.int32))
     elif CODE == ADDRESS_OF_INT64:
-        return x.to(tl.pointer_type(tl.int64))
+        at = x.to(tl.pointer_type(tl.int64))
     elif CODE == ADDRESS_OF_FLOAT16:
-        return x.to(tl.pointer_type(tl.float16))
+        at = x.to(tl.pointer_type(tl.float16))
     elif CODE == ADDRESS_OF_BFLOAT16:
-        return x.to(tl.pointer_type(tl.bfloat16))
+        at = x.to(tl.pointer_type(tl.bfloat16))
     elif CODE == ADDRESS_OF_FLOAT32:
-        return x.to(tl.pointer_type(tl.float32))
+        at = x.to(tl.pointer_type(tl.float32))
     elif CODE == ADDRESS_OF_FLOAT8E5:
-        return x.to(tl.pointer_type(tl.float8e5))
+        at = x.to(tl.pointer_type(tl.float8e5))
     else:
-        return x.to(tl.pointer_type(tl.float8e4nv))
+        at = x.to(tl.pointer_type(tl.float8e4nv))
+    if IS_ALIGNED:  # here, because the compiler does not see it at the result of another function
+        at = tl.multiple_of(at, 16)
+    return at
 
 
 @triton.jit

@@ -111,6 +111,8 @@ class Group:
     def _runs(self, plan: Plan) -> tuple[Plan, int, Tensor | None]:
         tile = 32 * plan.blocks
         padded = [-(-part.tokens // tile) * tile for part in self.parts]
+        if self.table is None and len(padded) > 1 and sum(padded) <= 2 * tile:
+            plan = plan._replace(split_tokens=2 * tile)  # sinks and window: a launch that merges would take longer
         splits = max(1, -(-sum(padded) // plan.split_tokens))
         if self.table is None:
             return plan, splits, None
