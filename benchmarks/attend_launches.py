@@ -2,11 +2,11 @@
 
     TRITON_INTERPRET=1 python benchmarks/attend_launches.py
 
-Counted on the CPU in Triton's interpreter, where the code takes the same path. One line of JSON per recipe and number
-of pages: `kernels` are launches of Triton kernels by name, `torch` the operations of torch that touch elements (views
-and allocations do not), each one launch or more on a GPU. The layer
-holds attention sinks, packed pages of 128 tokens and a sliding window of recent tokens. The step is repeated once
-before it is counted, so that what is built once per set of pages is there.
+Counted on the CPU, where the code takes the same path; the kernels themselves are not run. One line of JSON per recipe
+and number of pages: `kernels` are launches of Triton kernels by name, `torch` the operations of torch that touch
+elements (views and allocations do not), each one launch or more on a GPU. The layer holds attention sinks, packed pages
+of 128 tokens and a sliding window of recent tokens. The step is repeated once before it is counted, so that what is
+built once per set of pages is there.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def step(recipe: str, pages: int) -> dict[str, Any]:
     held = len(list(store.packed_pages()))
     assert held == pages, f"expected {pages} pages, got {held}"
     call = Call(torch.randn(1, 8, 1, 64).bfloat16(), None, 64**-0.5)
-    with backends.forced("triton"), kernels() as launched:
+    with backends.forced("triton"), kernels(execute=False) as launched:
         attend_store(store, call)
         launched.clear()
         with Operations() as counted:

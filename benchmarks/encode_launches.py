@@ -50,15 +50,16 @@ class Operations(TorchDispatchMode):
 
 
 @contextmanager
-def kernels() -> Iterator[list[str]]:
-    """Names of the kernels that are launched meanwhile."""
+def kernels(execute: bool = True) -> Iterator[list[str]]:
+    """Names of the kernels that are launched meanwhile. execute: False if their results do not matter."""
     launched: list[str] = []
     run = InterpretedFunction.run
 
     def counted(kernel: InterpretedFunction, *args: Any, **options: Any) -> None:
         launched.append(kernel.fn.__name__)
-        with _disable_current_modes():
-            run(kernel, *args, **options)
+        if execute:
+            with _disable_current_modes():
+                run(kernel, *args, **options)
 
     InterpretedFunction.run = counted
     try:

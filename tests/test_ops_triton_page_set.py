@@ -319,12 +319,14 @@ def test_a_page_set_is_built_when_pages_change_and_not_otherwise(device, monkeyp
     for at in range(290, 360):
         with backends.forced("auto"):
             store.append(*(x[:, :, at : at + 1].to(device) for x in (keys, values)))
+        if at % 6:
+            continue
         got = attend_store(store, Call(query.to(device), None, 0.125)).cpu()
         tokens_packed = [page.tokens for page in store.packed_pages()]
         if not packed or packed[-1] != tokens_packed:
             packed.append(tokens_packed)
         assert made == packed
-        if at % 23 == 0:
+        if at % 24 == 0:
             with backends.forced("reference"):
                 expected = attend_store(store, Call(query.to(device), None, 0.125)).cpu()
             assert (got - expected).norm() <= 4e-3 * expected.norm()
