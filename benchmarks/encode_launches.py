@@ -23,6 +23,7 @@ from tersekv.attention.read import Call, attend_store
 from tersekv.cache.layer import LayerStore
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.kernels import backends
+from tersekv.kernels.registry import NAMESPACE
 from tersekv.recipe import Recipe
 
 RECIPES = [
@@ -44,21 +45,27 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.waits += op.overloadpacket.__name__ in WAITS
         made = op(*args, **(kwargs or {}))
-        shares = op.is_view or op.overloadpacket.__name__ in (*WAITS[:1], "empty", "new_empty", "empty_like")
+        # an operator of ours counts by what it launches
+        shares = (
+            op.is_view
+            or op.namespace == NAMESPACE
+            or op.overloadpacket.__name__ in (*WAITS[:1], "empty", "new_empty", "empty_like")
+        )
         self.torch += not shares
         return made
 
 
 @contextmanager
-def kernels() -> Iterator[list[str]]:
-    """Names of the kernels that are launched meanwhile."""
+def kernels(execute: bool = True) -> Iterator[list[str]]:
+    """Names of the kernels that are launched meanwhile. execute: False if their results do not matter."""
     launched: list[str] = []
     run = InterpretedFunction.run
 
     def counted(kernel: InterpretedFunction, *args: Any, **options: Any) -> None:
         launched.append(kernel.fn.__name__)
-        with _disable_current_modes():
-            run(kernel, *args, **options)
+        if execute:
+            with _disable_current_modes():
+                run(kernel, *args, **options)
 
     InterpretedFunction.run = counted
     try:

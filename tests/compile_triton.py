@@ -5,12 +5,14 @@ of the tests' own process.
     python compile_triton.py sm_90 [calls]
 
 Prints a line of JSON per call: {"call", "kernels": a list of {"name", "shared_bytes", "binary_bytes",
-"layouts": of each side}, "error": the compiler's or null}.
+"narrow_loads" (instructions that load 1 or 2 bytes; NVIDIA only), "layouts": of each side}, "error": the
+compiler's or null}.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +27,10 @@ from packed_views import packed, rope, roped, tokens
 from tersekv.codecs import methods
 from tersekv.codecs.transforms.rotation import hadamard_parts, random_rotation
 from tersekv.kernels.attend_grid import Axis, Side
+from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.encode_grid import GridPlace
-from tersekv.kernels.triton import encode, encode_sparse, encode_trellis, launch, spec, tuning
+from tersekv.kernels.triton import encode, launch, leaves, tuning
+from tersekv.kernels.triton.page_set import prepare
 from tersekv.layouts.base import Joined, View
 from tersekv.layouts.centred import Turned
 
@@ -52,7 +56,7 @@ class NoDevice:
         return 0
 
 
-NAMES = {kind.value: name for name, kind in (spec.LAYOUTS | {"turned": spec.TURNED}).items()}
+NAMES = {kind.value: name for name, kind in (leaves.LAYOUTS | {"turned": leaves.TURNED}).items()}
 launch_kernel = JITFunction.run
 compiled: list[dict[str, Any]] = []
 
@@ -64,7 +68,8 @@ def compile_kernel(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **o
     sides = {of_keys: options.get("KEYS", ()), "values": options.get("VALUES", ())}
     layouts = {side: [NAMES[leaf[0]] for leaf in leaves] for side, leaves in sides.items()}
     binary = made.asm["hsaco" if "hsaco" in made.asm else "cubin"]
-    sizes = {"shared_bytes": made.metadata.shared, "binary_bytes": len(binary)}
+    narrow_loads = len(re.findall(r"ld\.global[.\w]*\.b(8|16)\b", made.asm.get("ptx", "")))
+    sizes = {"shared_bytes": made.metadata.shared, "binary_bytes": len(binary), "narrow_loads": narrow_loads}
     compiled.append({"name": kernel.__name__, **sizes, "layouts": layouts})
 
 
@@ -88,6 +93,30 @@ def pages(name: str, p: int) -> None:
     key, value = (side(name, which, 64).operand for which in ("keys", "values"))
     table, mask = torch.tensor([[0, -1]], dtype=torch.int32), torch.ones(1, 1, 2 * p, dtype=torch.bool)
     launch.attend_pages(torch.randn(1, 2, 4, 64), key, value, table, p, mask, 0.1, None)
+
+
+def page_set(keys: str, values: str, pre_rope: bool = False, masked: bool = False) -> None:
+    """Two pages by their addresses, and two exact segments."""
+    segments = []
+    for first in (0, 64):
+        key = side(keys, "keys", 64)
+        if pre_rope:
+            key = roped(key, "halves", 64, 64)
+            key = type(key)(key.before, key.rope, key.rope.angles(first, 64))
+        segments.append(Segment(key.operand, side(values, "values", 64).operand, is_page=True))
+    exact = torch.randn(1, 2, 5, 64).bfloat16()
+    made = prepare(segments).with_segments([Segment(exact, exact), Segment(exact[:, :, :4], exact[:, :, :4])])
+    masks = [torch.ones(1, 1, n, dtype=torch.bool) if masked else None for n in (64, 64, 5, 4)]
+    launch.attend(torch.randn(1, 2, 4, 64), made, masks, 0.1, None)
+
+
+def mean_in_pages(D: int = 64) -> None:
+    """Pages of trellis codes beside a rotated mean."""
+    of, mean, codes = rope("halves", D), torch.randn(1, 2, D), side("trellis", "keys", D)
+    keys = [Joined([(codes, D), (Turned(mean, of, of.angles(first, 64)), D)]) for first in (0, 64)]
+    value = side("trellis", "values", D)
+    launch.attend(torch.randn(1, 2, 4, 2 * D), prepare([Segment(key, value, is_page=True) for key in keys]),
+                  [None] * 2, 0.1, None)  # fmt: skip
 
 
 def centred(D: int = 64) -> None:
@@ -121,11 +150,11 @@ def grids(side: Side, bits: int, axis: Axis, group: int, table: Tensor | None = 
 
 def outliers() -> None:
     """Thresholds of tokens, and the elements that stand out. No launch fills the counts: half of all are entries."""
-    encode_sparse.quantiles.reference(torch.randn(32, 1024), 0.01)
+    encode.quantiles(torch.randn(32, 1024), 0.01)
     empty = torch.Tensor.new_empty
     torch.Tensor.new_empty = lambda *call, **options: empty(*call, **options).fill_(512)
     try:
-        encode_sparse.pack_outliers.reference(torch.randn(1, 2, 32, 128), torch.ones(1, 2, 32, 128, dtype=torch.bool))
+        encode.pack_outliers(torch.randn(1, 2, 32, 128), torch.ones(1, 2, 32, 128, dtype=torch.bool))
     finally:
         torch.Tensor.new_empty = empty
 
@@ -153,6 +182,13 @@ CALLS: dict[str, Callable[[], None]] = {
     "grids, 32 rows, head dim 256": lambda: attend("grid", "grid", D=256, R=32),
     "grids in pages": lambda: pages("grid 7", 64),
     "polar in pages": lambda: pages("polar", 32),
+    "pages of grids by address": lambda: page_set("grid", "grid 3", masked=True),
+    "pages of exact tokens by address": lambda: page_set("exact", "exact"),
+    "pages of outliers before RoPE by address": lambda: page_set("sparse", "sparse", pre_rope=True),
+    "pages of polar by address": lambda: page_set("polar", "polar"),
+    "pages of signs by address": lambda: page_set("signs", "grid"),
+    "pages of signs per block by address": lambda: page_set("signs per group", "grid"),
+    "pages of trellis beside a mean by address": mean_in_pages,
     "scores alone": lambda: launch.score_keys(torch.randn(1, 2, 4, 64), side("grid", "keys", 64).operand, 0.1),
     "merge": merge,
     "codes of keys per channel": lambda: grids("keys", 4, "channel", 32),
@@ -165,7 +201,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "Hadamard": lambda: encode.rotate_hadamard(
         torch.randn(2, 32, 128), random_rotation(128, 0, "hadamard"), *hadamard_parts(128, 0, "cpu")
     ),
-    "search for trellis codes": lambda: encode_trellis.encode_trellis(
+    "search for trellis codes": lambda: encode.encode_trellis(
         torch.randn(2, 32, 128), torch.ones(2, 128), torch.full((2, 128), 2, dtype=torch.uint8), torch.randn(9, 256)
     ),
     "outliers": outliers,

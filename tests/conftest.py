@@ -98,6 +98,8 @@ def benchmark(name: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # as where it is run: programs import each other
     spec.loader.exec_module(module)
     return module
 

@@ -21,7 +21,7 @@ SHARED_BYTES = {"sm_90": 227 * 1024, "sm_86": 99 * 1024, "gfx942": 64 * 1024}
 ELSEWHERE = [
     "exact before RoPE, head dim 256", "polar, head dim 256", "a rotation before RoPE, head dim 128",
     "signs per block, head dim 128", "outliers before RoPE", "trellis beside a mean", "codes of keys per channel",
-    "merge",
+    "merge", "pages of grids by address", "pages of outliers before RoPE by address",
 ]  # fmt: skip
 """Calls that are compiled for the other GPUs, too."""
 
@@ -62,6 +62,15 @@ def test_every_call_compiles(records):
     check(records, "sm_90")
 
 
+def test_pages_by_address_are_loaded_as_wide_as_arguments(records):
+    """The compiler knows of addresses in a table that they are multiples of 16 bytes. Else it would load exact tokens
+    one by one, without copies in advance."""
+    by_call = {record["call"]: record["kernels"] for record in records}
+    pages, exact, _ = by_call["pages of exact tokens by address"]
+    assert (pages["narrow_loads"], pages["shared_bytes"]) == (exact["narrow_loads"], exact["shared_bytes"])
+    assert pages["narrow_loads"] == 0
+
+
 @pytest.mark.parametrize("target", ["sm_86", "gfx942"])
 def test_calls_compile_for_other_gpus(target):
     made = compiled(target, *ELSEWHERE)
@@ -82,7 +91,7 @@ def test_every_kernel_is_among_them(records):
 
 @pytest.mark.parametrize("side", ["keys", "keys before RoPE", "values"])
 def test_every_layout_is_among_them(records, side):
-    from tersekv.kernels.triton import spec
+    from tersekv.kernels.triton import leaves
 
     found = {layout for record in records for kernel in record["kernels"] for layout in kernel["layouts"].get(side, ())}
-    assert found == set(spec.LAYOUTS) | ({"turned"} if side == "keys" else set())
+    assert found == set(leaves.LAYOUTS) | ({"turned"} if side == "keys" else set())

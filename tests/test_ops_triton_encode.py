@@ -16,6 +16,7 @@ from tersekv.codecs.codebooks.fixed import normal_quantiles
 from tersekv.codecs.transforms.rotation import hadamard_parts, random_rotation
 from tersekv.kernels import backends, encode_grid, encode_signs, lanes, rotate, triton
 from tersekv.kernels.encode_grid import GridPlace
+from tersekv.kernels.registry import OPERATORS
 from tersekv.kernels.triton import encode
 from test_ops_triton import Counted, device, pytestmark  # noqa: F401
 
@@ -192,12 +193,11 @@ LAUNCHES = {
 def test_launches_of_a_block(device, method, options, monkeypatch):  # noqa: F811
     """However many heads and rows there are."""
     from tersekv.codecs import methods
-    from tersekv.kernels.triton import angles, hadamard, outliers, quantise
+    from tersekv.kernels.triton import encode_kernels
 
     launched, names = [], set().union(*LAUNCHES.values())
-    for module in (angles, hadamard, outliers, quantise):
-        for name in names & set(vars(module)):
-            monkeypatch.setattr(module, name, Counted(getattr(module, name), name, launched))
+    for name in names:
+        monkeypatch.setattr(encode_kernels, name, Counted(getattr(encode_kernels, name), name, launched))
     x = torch.randn(2, 2, 32, 16, device=device)
     codec = methods()[method].build(**dict(options)).keys.fit(x)
     launched.clear()
@@ -220,9 +220,9 @@ def test_launches_go_to_the_tensors_device(device, monkeypatch):  # noqa: F811
     run = triton.on_own_device(lambda *call: list(current))
     assert run(where) == run([where], 1) == ["cuda:1"]
     assert run(SimpleNamespace(is_cuda=False)) == current == []
-    for name, op in backends.BACKENDS["triton"].items():
-        plain = name in ("attend_segments", "basis_product", "rotate_dense")  # made of the others; made of torch's own
-        assert plain or hasattr(op.run, "__wrapped__"), name
+    for name in OPERATORS:
+        run = getattr(triton, name, None) or getattr(triton.encode, name, None)
+        assert run is None or hasattr(run, "__wrapped__"), name
 
 
 X, PLACE = torch.zeros(1, 1, 64, 64), GridPlace("keys", 4, "token", 32, 32)

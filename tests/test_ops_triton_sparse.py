@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tersekv.kernels import backends, encode_sparse
-from tersekv.kernels.triton import encode_sparse as kernels
+from tersekv.kernels.triton import encode as kernels
 from test_ops_triton import device, pytestmark  # noqa: F401
 from test_ops_triton_encode import on, poisoned, same  # noqa: F401
 

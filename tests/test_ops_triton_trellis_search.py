@@ -8,7 +8,7 @@ import torch
 
 from tersekv.kernels import backends
 from tersekv.kernels.trellis import encode_trellis as reference
-from tersekv.kernels.triton import encode_trellis
+from tersekv.kernels.triton import encode as encode_trellis
 from test_ops_trellis import mixed_bits, squared_error, tables
 from test_ops_triton import device, pytestmark  # noqa: F401
 from test_ops_triton_encode import poisoned  # noqa: F401

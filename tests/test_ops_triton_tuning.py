@@ -61,8 +61,7 @@ def test_a_plan_asks_for_its_layouts(tuning, monkeypatch):
     monkeypatch.setattr(tuning, "chosen", lambda key: asked.append(key) or tuning.LEAST)
     x = tokens(1, 2, 64, 96)
     keys, values = (packed(name, side, x).inner.operand for name, side in (("grid 3", "keys"), ("polar", "values")))
-    query = torch.randn(1, 2, 9, 96)
-    leaves = trees.keys(keys, query).leaves, trees.values(values, CPU).leaves
+    leaves = trees.keys(keys, CPU).leaves, trees.values(values, CPU).leaves
     plan = tuning.plan(2, 9, 64, *leaves, CPU, has_rope=True)
     assert asked == [tuning.Key("", ((1, 3),), ((3, 4),), True, 16, 128)]
     assert (plan.rows, plan.blocks, plan.splits * plan.split_tokens) == (16, 1, 64)

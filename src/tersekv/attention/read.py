@@ -19,7 +19,7 @@ from tersekv.cache.parallel import Spread
 from tersekv.cache.segments import PackedSegment
 from tersekv.cache.selective import SelectiveStore
 from tersekv.kernels import backends, softmax
-from tersekv.kernels.attend import PageSet, finished
+from tersekv.kernels.attend import PackedPages, finished
 
 BLOCK_READ_TOKENS = 1024
 """Packed tokens decoded at a time for long chunks."""
@@ -102,7 +102,7 @@ class _Reader:
         exact = () if self.store is None else tuple(self.store.exact_segments())
         return exact if self.own is None else (self.own, *exact)
 
-    def _direct(self, exact: Any, pages: PageSet | None, parts: bool = False) -> Any:
+    def _direct(self, exact: Any, pages: PackedPages | None, parts: bool = False) -> Any:
         """`kernels/attend.py` by a kernel; None where none takes the call."""
         call, hidden = self.call, None if self.store is None else self.store.hidden
         sinks = None if parts else call.sink_logits

@@ -18,13 +18,13 @@ from tersekv.cache.layer import LayerStore
 from tersekv.cache.parallel import Heads, Spread
 from tersekv.cache.pool import WEIGHT, Pool
 from tersekv.cache.schema import require, tensor
-from tersekv.cache.segments import ExactSegment, PackedSegment, page_set
+from tersekv.cache.segments import ExactSegment, PackedSegment, packed_pages_of
 from tersekv.cache.selective import SELECTIVE, SelectiveStore
 from tersekv.cache.side import extents
 from tersekv.cache.sketch import SketchStore
 from tersekv.cache.spread import SpreadStore
 from tersekv.codecs.transforms.rope import Rope
-from tersekv.kernels.attend import PageSet
+from tersekv.kernels.attend import PackedPages
 from tersekv.policies.base import Candidates, Selection
 from tersekv.policies.subgen import SubGen
 from tersekv.recipe import LayerPlan
@@ -53,7 +53,7 @@ class KeptStore(SelectiveStore):
     def _start(self, keys: Tensor, values: Tensor) -> None:
         super()._start(keys, values)
         self.tail_votes = keys.new_empty((*keys.shape[:2], 0), dtype=torch.float32)
-        self._pages: tuple[Tensor, PageSet | None] | None = None  # positions that it was made for
+        self._pages: tuple[Tensor, PackedPages | None] | None = None  # positions that it was made for
 
     def _new_pool(self, keys: Tensor, values: Tensor) -> Pool:
         fields = {VOTES: torch.float32} if self.policy.remembers else {}
@@ -83,11 +83,11 @@ class KeptStore(SelectiveStore):
         """Packed slots page by page, where they lie."""
         return (self._packed(first, tokens) for first, tokens in extents(self.sides))
 
-    def pages(self) -> PageSet | None:
+    def pages(self) -> PackedPages | None:
         """See `SelectiveStore`; made once until slots change, which makes a new tensor of positions."""
         if self._pages is None or self._pages[0] is not self.pool.positions:
             pages = list(self.packed_pages())
-            made = page_set(pages, self.kv_heads)
+            made = packed_pages_of(pages, self.kv_heads)
             if not all(page.keys.keeps and page.values.keeps for page in pages):
                 return made
             self._pages = self.pool.positions, made

@@ -19,12 +19,12 @@ from tersekv.cache.pages import ROLLBACK_TOKENS, PageSizes, out_of_window
 from tersekv.cache.parallel import Heads, Spread
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.schema import flag, one_of, optional, per_row, require, whole
-from tersekv.cache.segments import ExactSegment, PackedSegment, page_set
+from tersekv.cache.segments import ExactSegment, PackedSegment, packed_pages_of
 from tersekv.cache.side import SideStore, extents
 from tersekv.cache.state import Stateful
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError
-from tersekv.kernels.attend import PageSet
+from tersekv.kernels.attend import PackedPages
 from tersekv.recipe import LayerPlan
 from tersekv.tensors import plain
 
@@ -105,7 +105,7 @@ class LayerStore(Stateful):
         self.record_past = False  # a sliding window forgets at a crop only
         self.seen = self.dropped = 0
         self.room = 0  # tokens that can be added before some are packed, where it is known
-        self._pages: PageSet | None = None  # kept until packed blocks change
+        self._pages: PackedPages | None = None  # kept until packed blocks change
 
     @property
     def batch_size(self) -> int:
@@ -251,11 +251,11 @@ class LayerStore(Stateful):
         """Packed tokens page by page, where they lie."""
         return (self._packed(first, tokens) for first, tokens in extents(self.sides))
 
-    def pages(self) -> PageSet | None:
+    def pages(self) -> PackedPages | None:
         """Packed tokens as attention reads them, made once until packed blocks change; None where there are none."""
         if self._pages is None:
             pages = list(self.packed_pages())
-            made = page_set(pages, self.kv_heads)
+            made = packed_pages_of(pages, self.kv_heads)
             if not all(page.keys.keeps and page.values.keeps for page in pages):
                 return made
             self._pages = made

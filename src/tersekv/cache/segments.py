@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tersekv.kernels.attend import PageSet
+from tersekv.kernels.attend import PackedPages
 from tersekv.layouts.base import View
 
 
@@ -36,11 +36,11 @@ class PackedSegment(NamedTuple):
         return self.first if self.positions is None else self.positions
 
 
-def page_set(pages: Sequence[PackedSegment], heads: int) -> PageSet | None:
+def packed_pages_of(pages: Sequence[PackedSegment], heads: int) -> PackedPages | None:
     """Pages of one layer with `heads` key-value heads as attention reads them; None where there are none."""
     if not pages:
         return None
-    return PageSet(
+    return PackedPages(
         [page.keys.inner.operand for page in pages],
         [page.values.inner.operand for page in pages],
         [page.where for page in pages],

@@ -15,12 +15,12 @@ from tersekv.cache.footprint import Footprint
 from tersekv.cache.parallel import Heads
 from tersekv.cache.pool import Pool
 from tersekv.cache.schema import flag, optional, per_row, positions, require, whole
-from tersekv.cache.segments import ExactSegment, PackedSegment, WeightedSegment, page_set
+from tersekv.cache.segments import ExactSegment, PackedSegment, WeightedSegment, packed_pages_of
 from tersekv.cache.state import Rules, Spec, Stateful
 from tersekv.cache.tail import TailBuffer, first_tokens
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError, UserError
-from tersekv.kernels.attend import PageSet
+from tersekv.kernels.attend import PackedPages
 from tersekv.policies.base import Selection
 from tersekv.recipe import LayerPlan
 from tersekv.tensors import plain
@@ -148,9 +148,9 @@ class SelectiveStore(Stateful, ABC):
         """All of them page by page, where they lie."""
         return iter(())
 
-    def pages(self) -> PageSet | None:
+    def pages(self) -> PackedPages | None:
         """Packed slots as attention reads them; None where there are none."""
-        return page_set(list(self.packed_pages()), self.kv_heads)
+        return packed_pages_of(list(self.packed_pages()), self.kv_heads)
 
     def weighted_segments(self) -> list[WeightedSegment]:
         """Tokens that stand for others, with log-weights for softmax's numerator and denominator."""

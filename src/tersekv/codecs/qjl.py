@@ -18,6 +18,7 @@ Authors' setting (head dim 128): M = 256 and an outlier sketch of 256; M = 512 a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -132,16 +133,19 @@ class Qjl(Codec):
         main = jl_sketch(self.rows(head_dim), head_dim, self.seed, self.orthogonal, device)
         if not self.outliers:
             return SignsView([self._sketch(planes, "", main, head_dim, None, None)], head_dim)
-        if self.outliers_per == "group":
-            channels = planes["channels"].long()
-        else:
-            channels = self.fitted["channels"].long()[:, :, None]
+        channels = planes["channels"].long() if self.outliers_per == "group" else self._fitted_channels
         outlier = self._outlier_matrix(head_dim, device)
         sketches = [
             self._sketch(planes, "", main, head_dim, None, channels),
             self._sketch(planes, "outlier_", outlier, self.outliers, channels, None),
         ]
         return SignsView(sketches, head_dim)
+
+    @functools.cached_property
+    def _fitted_channels(self) -> Tensor:
+        """Outlier channels of all blocks, int64 [B, H, 1, n]. All pages share one tensor, so that kernels see that one
+        sketched query serves them."""
+        return self.fitted["channels"].long()[:, :, None]
 
     def _sketch(
         self, planes: Planes, prefix: str, S: Tensor, n: int, channels: Tensor | None, dropped: Tensor | None

@@ -52,7 +52,7 @@ class Map(Protocol):
         """Outputs from weighted means of inner vectors."""
 
 
-class PageSet:
+class PackedPages:
     """Packed pages of a layer that attention reads at every step, until they change.
 
     keys, values: inner vectors of each page; where, tokens: of each page; maps: of all keys and of all values; heads:
@@ -124,7 +124,7 @@ class Masks(NamedTuple):
 def attend(
     query: Tensor,
     exact: tuple[tuple[Tensor, Tensor, Where], ...],
-    pages: PageSet | None,
+    pages: PackedPages | None,
     mask: Tensor | None,
     hidden: Tensor | None,
     scaling: float,
@@ -154,7 +154,7 @@ def composed(
     segments: Callable[..., tuple[Tensor, Tensor]],
     query: Tensor,
     exact: tuple[tuple[Tensor, Tensor, Where], ...],
-    pages: PageSet | None,
+    pages: PackedPages | None,
     mask: Tensor | None,
     hidden: Tensor | None,
     scaling: float,
@@ -170,7 +170,7 @@ def composed(
     packed = []
     if pages is not None:
         each = zip(pages.keys, pages.values, pages.where, pages.tokens, strict=True)
-        packed = [Segment(k, v, cut.at(where, tokens)) for k, v, where, tokens in each]
+        packed = [Segment(k, v, cut.at(where, tokens), True) for k, v, where, tokens in each]
     if pages is None or not pages.is_mapped:
         out, lse = segments(rows, [*plain, *packed], scaling, softcap)
     else:

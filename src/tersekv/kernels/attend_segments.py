@@ -17,11 +17,13 @@ from tersekv.kernels.softmax import merge_segments
 
 
 class Segment(NamedTuple):
-    """Keys and values of the same T tokens, any format of each; mask: see `attend_packed`."""
+    """Keys and values of the same T tokens, any format of each; mask: see `attend_packed`. is_page: True if they are
+    read at many steps, so that a backend prepares them."""
 
     keys: Operand
     values: Operand
     mask: Tensor | None = None
+    is_page: bool = False
 
 
 @operator()
@@ -32,5 +34,5 @@ def attend_segments(
 
     Query, scaling, softcap, returns: see `attend_packed`; out float32 [B, H, R, Dv] and lse float32 [B, H, R].
     """
-    results = [attend_packed.reference(query, *segment, scaling, softcap) for segment in segments]
+    results = [attend_packed.reference(query, *segment[:3], scaling, softcap) for segment in segments]
     return merge_segments.reference([out for out, _ in results], [lse for _, lse in results])

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv.kernels import attend as attend_module
 from tersekv.kernels import cpu, triton
+from tersekv.kernels.attend import PackedPages, composed
 from tersekv.kernels.attend import attend as attend
 from tersekv.kernels.attend_packed import attend_packed as attend_packed
 from tersekv.kernels.attend_pages import attend_pages as attend_pages
+from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.attend_segments import attend_segments as attend_segments
 from tersekv.kernels.basis import basis_product as basis_product
 from tersekv.kernels.cpu import attend as cpu_attend  # joins its kernels
@@ -32,13 +33,12 @@ from tersekv.kernels.rotate import rotate_hadamard as rotate_hadamard
 from tersekv.kernels.softmax import attend_exact as attend_exact
 from tersekv.kernels.softmax import merge_segments as merge_segments
 from tersekv.kernels.trellis import encode_trellis as encode_trellis
-from tersekv.kernels.triton import encode, encode_sparse
-from tersekv.kernels.triton import encode_trellis as triton_trellis
+from tersekv.kernels.triton import encode
 
 
 def _join_triton() -> None:
     """Kernels of the Triton modules, each with its `why_not_<operator>`."""
-    for module in (triton, encode, encode_sparse, triton_trellis):
+    for module in (triton, encode):
         for name in OPERATORS:
             if hasattr(module, f"why_not_{name}"):
                 OPERATORS[name].by("triton")(_checked(getattr(module, name), getattr(module, f"why_not_{name}")))
@@ -60,12 +60,31 @@ _join_triton()
 
 
 @attend.by("triton")
-def _attend_with_triton(query: Tensor, *call: Any, **options: Any) -> Any:
-    """`attend` with one launch for each kind of segment; maps and merging in torch."""
+def _attend_with_triton(query: Tensor, exact: Any, pages: PackedPages | None, *call: Any, **options: Any) -> Any:
+    """`attend` over pages that are prepared once: a launch for the pages, one for exact tokens, one that merges."""
+    if query.is_cpu and chosen() != "triton":
+        raise NotTaken("Triton's interpreter runs only where it is forced")
+    made = None
+    if pages is not None:
+        each = zip(pages.keys, pages.values, strict=True)
+        made = pages.made.get("triton") or triton.prepare([Segment(keys, values, None, True) for keys, values in each])
+        pages.made["triton"] = made
+        if isinstance(made, str):
+            raise NotTaken(made)
+
+    def run(rows: Tensor, segments: list[Segment], scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+        own = [segment for segment in segments if segment.is_page]
+        others = [segment for segment in segments if not segment.is_page]
+        if not own:
+            return attend_segments.kernels["triton"](rows, others, scaling, softcap)
+        assert made is not None and not isinstance(made, str)  # noqa: PT018
+        page_set = made.with_segments(others)
+        masks = [segment.mask for segment in (*own, *others)]
+        return triton.attend(rows, page_set, masks, scaling, softcap)
+
     names = ("softcap", "sinks", "parts")
-    defaults = {"softcap": None, "sinks": None, "parts": False} | dict(zip(names, call[5:], strict=False)) | options
-    run = attend_segments.kernels["triton"]
-    return attend_module.composed(run, query, *call[:5], *(defaults[name] for name in names))
+    given = {"softcap": None, "sinks": None, "parts": False} | dict(zip(names, call[3:], strict=False)) | options
+    return composed(run, query, exact, pages, *call[:3], *(given[name] for name in names))
 
 
 def explain(query: Tensor, keys: Any, values: Any) -> str:

@@ -19,7 +19,7 @@ from tersekv.kernels import attend_segments as segments_operators
 from tersekv.kernels import basis as basis_operators
 from tersekv.kernels import cpu
 from tersekv.kernels import softmax as softmax_operators
-from tersekv.kernels.attend import PageSet, Where
+from tersekv.kernels.attend import PackedPages, Where
 from tersekv.kernels.attend_packed import Operand, native_view
 from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.registry import NotTaken
@@ -35,7 +35,7 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def native_pages(pages: PageSet) -> Any:
+def native_pages(pages: PackedPages) -> Any:
     """Packed pages as an object of the extension, made at the first call and kept with them."""
     made = pages.made.get(NAME)
     if made is None:
@@ -60,7 +60,7 @@ def native_pages(pages: PageSet) -> Any:
 def attend(
     query: Tensor,
     exact: tuple[tuple[Tensor, Tensor, Where], ...],
-    pages: PageSet | None,
+    pages: PackedPages | None,
     mask: Tensor | None,
     hidden: Tensor | None,
     scaling: float,
@@ -106,7 +106,7 @@ def attend_segments(
     native = cpu.loaded()
     keys = [native_view(native, segment.keys) for segment in segments]
     values = [native_view(native, segment.values) for segment in segments]
-    where = tuple(0 if mask is None else _last_contiguous(mask) for *_, mask in segments)
+    where = tuple(0 if mask is None else _last_contiguous(mask) for _, _, mask, _ in segments)
     return _attend_views(query, keys, values, where, None, 0, scaling, softcap)
 
 

@@ -1,4 +1,5 @@
-"""The Triton kernels as a backend: what they take (`why_not_*`) and how they are called.
+"""The Triton kernels as a backend: checks of a call (`why_not_*`, which do no tensor work), the ops, and attention over
+segments that are prepared once (`prepare`, `attend`).
 
 They run on CUDA devices, and on the CPU where Triton interprets them (TRITON_INTERPRET=1 before their first use), which
 is for tests: an interpreted kernel runs only where the backend is forced. Triton is loaded at the first call, never at
@@ -12,13 +13,17 @@ import importlib
 import os
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from tersekv.kernels.attend_packed import Operand
 from tersekv.kernels.attend_segments import Segment
+from tersekv.kernels.registry import NotTaken
+
+if TYPE_CHECKING:
+    from tersekv.kernels.triton.page_set import PageSet
 
 Call = ParamSpec("Call")
 Result = TypeVar("Result")
@@ -82,37 +87,15 @@ def _launch() -> ModuleType:
     return importlib.import_module("tersekv.kernels.triton.launch")
 
 
+def _page_set() -> ModuleType:
+    return importlib.import_module("tersekv.kernels.triton.page_set")
+
+
 def why_not_attend_packed(
     query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> str | None:
     """Why `attend_packed` does not take this call; None if it does."""
-    return _why_not_attend(query, keys, values, mask)
-
-
-def why_not_attend_pages(
-    query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
-    softcap: float | None,
-) -> str | None:  # fmt: skip
-    """Why `attend_pages` does not take this call; None if it does."""
-    if pages.device != query.device or pages.dtype is not torch.int32:
-        return f"pages are {pages.dtype} on {pages.device}, not int32 on {query.device}"
-    return _why_not_attend(query, keys, values, mask, in_pages=True)
-
-
-def _why_not_attend(
-    query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, in_pages: bool = False
-) -> str | None:
-    if reason := why_not_usable(query.device) or _why_not_query(query, mask):
-        return reason
-    trees = importlib.import_module("tersekv.kernels.triton.trees")
-    try:
-        key, value = trees.keys(keys, query), trees.values(values, query.device)
-    except trees.UnreadableError as unreadable:
-        return str(unreadable)
-    if not in_pages:
-        return None
-    reason = trees.why_not_in_pages("keys", *key[:2]) or trees.why_not_in_pages("values", value.leaves)
-    return str(reason) if reason else None
+    return why_not_attend_segments(query, [Segment(keys, values, mask)], scaling, softcap)
 
 
 why_not_attend_exact = why_not_attend_packed
@@ -122,8 +105,29 @@ def why_not_attend_segments(
     query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
 ) -> str | None:
     """Why `attend_segments` does not take this call; None if it does."""
-    reasons = (why_not_attend_packed(query, *segment[:3], scaling, softcap) for segment in segments)
-    return next((reason for reason in reasons if reason), None)
+    if reason := why_not_usable(query.device) or _why_not_query(query):
+        return reason
+    for segment in segments:
+        if reason := _why_not_mask(query, segment.mask):
+            return reason
+    for segment in segments:
+        reason = _page_set().why_not(segment, query.device)
+        if reason is not None:
+            return str(reason)
+    return None
+
+
+def why_not_attend_pages(
+    query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
+    softcap: float | None,
+) -> str | None:  # fmt: skip
+    """Why `attend_pages` does not take this call; None if it does."""
+    if pages.device != query.device or pages.dtype is not torch.int32:
+        return f"pages are {pages.dtype} on {pages.device}, not int32 on {query.device}"
+    reason = why_not_usable(query.device) or _why_not_query(query) or _why_not_mask(query, mask)
+    if reason is None:
+        reason = _page_set().why_not(Segment(keys, values), query.device, in_pages=True)
+    return None if reason is None else str(reason)
 
 
 def why_not_merge_segments(outs: list[Tensor], lses: list[Tensor]) -> str | None:
@@ -140,13 +144,17 @@ def why_not_merge_segments(outs: list[Tensor], lses: list[Tensor]) -> str | None
     return None
 
 
-def _why_not_query(query: Tensor, mask: Tensor | None) -> str | None:
+def _why_not_query(query: Tensor) -> str | None:
     if query.dtype is not torch.float32:
         return f"query is {query.dtype}, not float32"
     if query.requires_grad and torch.is_grad_enabled():
         return "query needs a gradient"
     if query.shape[2] > MAX_ROWS:
         return f"query has {query.shape[2]} rows per key-value head, more than {MAX_ROWS}"
+    return None
+
+
+def _why_not_mask(query: Tensor, mask: Tensor | None) -> str | None:
     if mask is not None:
         if mask.device != query.device:
             return f"mask is on {mask.device}, the query on {query.device}"
@@ -187,14 +195,60 @@ def attend_pages(
     return result
 
 
+def prepare(segments: Sequence[Segment]) -> PageSet | str:
+    """Check segments of one layer and build, once, everything that the kernel needs of them besides the query.
+
+    Args:
+        segments: at least one; keys [B, H, T, D] and values [B, H, T, Dv] of equal T, which may differ between
+            segments. Their masks are not looked at.
+
+    Returns:
+        The page set, or the reason why Triton does not take one of the segments. Segments that change at every step, as
+        the recent window does, are better added by `PageSet.with_segments`.
+    """
+    page_set = _page_set()
+    try:
+        made: PageSet = page_set.prepare(segments)
+    except page_set.UnreadableError as unreadable:
+        return str(unreadable)
+    return why_not_usable(made.device) or made
+
+
+@on_own_device
+def attend(
+    query: Tensor,
+    page_set: PageSet,
+    masks: Sequence[Tensor | None] | None,
+    scaling: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """softmax(scaling · q·K̂ᵀ)·V̂ over all tokens of a page set, with its log-sum-exp. Only launches: one for all packed
+    pages of the same layouts, one for all exact segments of the same type, and one that merges.
+
+    Args:
+        query: float32 [B, H, R, D], at most `MAX_ROWS` rows, on the page set's device.
+        masks: of each segment, in the order in which they were prepared: bool [B, q, T] or [B, H, q, T] with
+            R % q == 0 (row r uses mask row r % q), True where a token is seen, or None for all. None: all are seen.
+            Neighbouring columns of one tensor are read as they are, other masks are copied.
+        scaling: factor on the scores. softcap: s -> softcap·tanh(s/softcap), or None.
+
+    Returns:
+        out float32 [B, H, R, Dv] and lse float32 [B, H, R]; a row that sees no token has out 0 and lse -inf.
+    """
+    if reason := why_not_usable(query.device) or _why_not_query(query):
+        raise NotTaken(reason)
+    given = [None] * page_set.segments if masks is None else masks
+    result: tuple[Tensor, Tensor] = _launch().attend(query, page_set, given, scaling, softcap)
+    return result
+
+
+@on_own_device
 def attend_segments(
     query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """See `tersekv.kernels.attend_segments`: a launch for each segment and one that joins them."""
-    results = [attend_packed(query, *segment[:3], scaling, softcap) for segment in segments]
-    if len(results) == 1:
-        return results[0]
-    return merge_segments([out for out, _ in results], [lse for _, lse in results])
+    """See `tersekv.kernels.attend_segments`."""
+    result: tuple[Tensor, Tensor] = _launch().attend_segments(query, segments, scaling, softcap)
+    return result
 
 
 @on_own_device

@@ -1,5 +1,6 @@
-"""Encoding as the Triton backend does it: what the kernels take (`why_not_*`) and how they are launched, one launch per
-op. Like those of attention they are loaded at the first call."""
+"""Encoding on the Triton backend: checks of a call (`why_not_*`) and launches. The kernels are imported at the first
+call, like those of attention. The checks do no tensor work.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from tersekv.kernels.encode_grid import GridPlace
 from tersekv.kernels.encode_polar import stream_offsets
+from tersekv.kernels.encode_sparse import BLOCK_TOKENS, MAX_CHANNELS, Entries, ranks_of
 from tersekv.kernels.lanes import LANES, packed_shape
+from tersekv.kernels.trellis import MOST_BITS, WARM_UP
 from tersekv.kernels.triton import on_own_device, why_not_usable
 
 TILE = 128
@@ -29,8 +32,8 @@ _INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 @functools.cache
-def _kernels(name: str = "quantise") -> ModuleType:
-    return importlib.import_module(f"tersekv.kernels.triton.{name}")
+def _kernels() -> ModuleType:
+    return importlib.import_module("tersekv.kernels.triton.encode_kernels")
 
 
 def _why_not(x: Tensor, *more: Tensor | None) -> str | None:
@@ -167,7 +170,7 @@ def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor])
     codes = x.new_empty((*lead, entries, t), dtype=torch.uint8)
     radii = x.new_empty((*lead, D >> L, t))
     if blocks * t:
-        kernels, options = _kernels("angles"), {"LEVEL_BITS": tuple(level_bits), "TOKENS": _power(t), "num_warps": 4}
+        kernels, options = _kernels(), {"LEVEL_BITS": tuple(level_bits), "TOKENS": _power(t), "num_warps": 4}
         by_row = tuple((table, table.stride(0) if len(table.shape) == 2 and len(table) > 1 else 0) for table in tables)
         chunks = _power(min(D >> L, max(1, TILE >> L)))
         kernels.polar_codes[(blocks, -(-(D >> L) // chunks))](
@@ -184,7 +187,7 @@ def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> 
     rows, block = math.prod(x.shape[:-1]), D & -D
     tile = max(1, TILE * 8 // block)
     if rows:
-        _kernels("hadamard").hadamard[(-(-rows // tile), D // block)](
+        _kernels().hadamard[(-(-rows // tile), D // block)](
             out, x.contiguous(), matrix, order, signs, rows, D, ROWS=tile, BLOCK=block, LOG=block.bit_length() - 1,
             num_warps=4,
         )  # fmt: skip
@@ -217,3 +220,126 @@ def _pack(
 def _power(n: int) -> int:
     """The next power of two."""
     return 1 << (n - 1).bit_length()
+
+
+OUTLIER_TILE = 4096
+"""Elements of a block taken at a time."""
+
+MOST_ENTRIES = 8192
+"""Of a vector that one program sorts."""
+
+
+def why_not_quantiles(vectors: Tensor, share: float) -> str | None:
+    """Why `quantiles` does not take this call; None if it does."""
+    if reason := why_not_usable(vectors.device) or _why_not_float32("vectors", vectors):
+        return reason.replace("query", "vectors")
+    if not 1 <= vectors.shape[-1] <= MOST_ENTRIES:
+        return f"vectors have {vectors.shape[-1]} entries, not 1 to {MOST_ENTRIES}"
+    return None
+
+
+def why_not_pack_outliers(residual: Tensor, chosen: Tensor) -> str | None:
+    """Why `pack_outliers` does not take this call; None if it does."""
+    if reason := why_not_usable(residual.device) or _why_not_float32("residual", residual):
+        return reason.replace("query", "residual")
+    if chosen.device != residual.device or chosen.dtype is not torch.bool or chosen.shape != residual.shape:
+        return f"chosen is {chosen.dtype} {list(chosen.shape)} on {chosen.device}, not bool like the residual"
+    if residual.dim() != 4 or residual.shape[2] % BLOCK_TOKENS or residual.shape[3] > MAX_CHANNELS:
+        return f"residual is {list(residual.shape)}, not [B, H, T, D] with T whole blocks and D at most {MAX_CHANNELS}"
+    return None
+
+
+def _why_not_float32(name: str, x: Tensor) -> str | None:
+    if x.dtype is not torch.float32:
+        return f"{name} is {x.dtype}, not float32"
+    return f"{name} needs a gradient" if x.requires_grad and torch.is_grad_enabled() else None
+
+
+@on_own_device
+def quantiles(vectors: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """See `tersekv.kernels.encode_sparse`: vectors [..., n] to two thresholds [...]. One launch."""
+    n = vectors.shape[-1]
+    low, high = (vectors.new_empty(vectors.shape[:-1]) for _ in range(2))
+    first, second, part = ranks_of(share, n)
+    if low.numel():
+        # sums are not fused with products: the reference rounds in between
+        _kernels().quantiles[(low.numel(),)](
+            low, high, vectors.contiguous(), n, first, second, 1.0 - part, part, ENTRIES=_power(n), num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return low, high
+
+
+@on_own_device
+def pack_outliers(residual: Tensor, chosen: Tensor) -> Entries:
+    """See `tersekv.kernels.encode_sparse`: residual and chosen [B, H, T, D]. Two launches, and a wait for the number of
+    entries between them."""
+    B, H, T, D = residual.shape
+    N, marks = T // BLOCK_TOKENS, chosen.view(torch.uint8)
+    counts = residual.new_empty(N * B * H, dtype=torch.int32)
+    options = {"TOKENS": min(BLOCK_TOKENS, OUTLIER_TILE // _power(D)), "CHANNELS": _power(D), "num_warps": 4}
+    if len(counts):
+        _kernels().count_outliers[(len(counts),)](counts, marks, *marks.stride(), B, H, D, **options)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    starts, total = ends - counts, int(ends[-1]) if len(counts) else 0
+    places, values = (residual.new_empty(total, dtype=dtype) for dtype in (torch.int16, torch.float16))
+    if total:
+        _kernels().pack_outliers[(len(counts),)](
+            places, values, starts, marks, *marks.stride(), residual, *residual.stride(), B, H, D, **options
+        )
+    return Entries(starts.view(N, B, H).permute(1, 2, 0), places, values)
+
+
+VECTORS_AT_A_TIME = 4096
+"""Of all rows together: what paths are kept for, 16 bytes per bit that there could be."""
+
+VECTORS = 4
+"""That a program takes."""
+
+
+def why_not_encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> str | None:
+    """Why `encode_trellis` does not take this call; None if it does."""
+    if reason := why_not_usable(y.device):
+        return reason.replace("query", "y")
+    for name, x in (("y", y), ("weight", weight), ("bits", bits), ("tables", tables)):
+        if x.device != y.device:
+            return f"y is on {y.device}, {name} on {x.device}"
+        if x.requires_grad and torch.is_grad_enabled():
+            return f"{name} needs a gradient"
+        if name != "bits" and not x.is_floating_point():
+            return f"{name} is {x.dtype}, not a float"
+    return None if bits.dtype is torch.uint8 else f"bits is {bits.dtype}, not uint8"
+
+
+@on_own_device
+def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
+    """See `kernels/trellis.py`: y [R, n, D], weight and bits [R, D], tables [9, 256] to windows uint8 [R, n, D]. Four
+    launches per 4,096 vectors: two searches, and the way back from each."""
+    R, n, D = y.shape
+    if not y.numel():
+        return y.new_empty((R, n, D), dtype=torch.uint8)
+    weight, tables = weight.float().contiguous(), tables.float().contiguous()
+    bits = bits.contiguous()
+    active = (bits > 0).int()
+    behind = active.flip(1).cumsum(1).flip(1)  # of each component on
+    warm_up = (behind <= WARM_UP).sum(1, dtype=torch.int32)
+    at_a_time = max(1, VECTORS_AT_A_TIME // R)
+    parts = [_windows(part, weight, bits, tables, warm_up) for part in y.float().split(at_a_time, dim=1)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _windows(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor, warm_up: Tensor) -> Tensor:
+    kernels = importlib.import_module("tersekv.kernels.triton.trellis")
+    y, (R, n, D) = y.contiguous(), y.shape
+    rounds = MOST_BITS * D
+    taken = y.new_empty((R, n, rounds, kernels.ROUND_BYTES.value), dtype=torch.uint8)
+    windows, ends = y.new_empty((R, n, D), dtype=torch.uint8), y.new_empty((R, n), dtype=torch.int32)
+    grid = (-(-n // VECTORS), R)
+    for closed in (False, True):
+        options = {"CLOSED": closed, "VECTORS": VECTORS, "num_warps": VECTORS}
+        # sums are not fused with products: the reference rounds in between
+        kernels.search[grid](
+            taken, ends, y, weight, bits, tables, warm_up, n, D, rounds, enable_fp_fusion=False, **options
+        )  # fmt: skip
+        kernels.trace[grid](windows, ends, taken, bits, n, D, rounds, **options)
+    return windows

@@ -1,8 +1,12 @@
-"""Loaders of `grid` (`kernels/attend_grid.py`): codes of 1 to 8 bits, a table, scales and offsets.
+"""Loaders of `grid` (`kernels/attend_grid.py`), codes of 1 to 8 bits with a table, scales and offsets, and of `sparse`
+(`layouts/sparse.py`), the outliers of whole blocks.
 
-x̂ = scale·table[code] + offset is not computed per element where scales leave it out: where one lies on the packed axis
-(keys per channel, values per token), it is multiplied to the query or to the softmax weight, and where each lane has
-one (keys per token), to the product. Only other groups scale each element.
+x̂ = scale·table[code] + offset is not computed per element where scales can be multiplied elsewhere: a scale of the
+packed axis (keys per channel, values per token) is multiplied to the query or to the softmax weight, a scale per lane
+(keys per token) to the product. Only other groups scale each element.
+
+Outliers are read a few at a time. The product of an outlier with its query or weight is added to its token or channel
+by a matrix product with zeros and ones, because atomic adds have an order that changes from run to run.
 """
 
 from __future__ import annotations
@@ -10,12 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tersekv.kernels.triton.codes import largest, load_words, numbers, product
-from tersekv.kernels.triton.places import block_at, from_block
-from tersekv.kernels.triton.spec import (
+from tersekv.kernels.triton.leaves import (
     BITS,
     BLOCK,
     CHANNELS,
+    FIRST,
     GROUP,
     HAS_OFFSET,
     IS_INTEGER,
@@ -27,6 +30,7 @@ from tersekv.kernels.triton.spec import (
     WIDE,
     WORDS,
 )
+from tersekv.kernels.triton.tiles import PAIRS, block_at, cos_sin, from_block, largest, load_words, numbers, product
 
 # A leaf: codes and their strides of batch row, head and block; scale, offset likewise; table and its stride of a row.
 CODES: tl.constexpr = tl.constexpr(0)
@@ -177,3 +181,98 @@ def load_values_grid(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, 
         x = _scaled(tl.reshape(x, (32 * G, 32 * NB)), leaf, b, h, n0, token[None, :], channel, ok, S, LEAF)
         most = largest(x)
         return product((x / most).to(tl.float16), p.to(tl.float16)) * most
+
+
+ENTRIES: tl.constexpr = tl.constexpr(32)
+"""Entries of a block taken at a time."""
+
+
+@triton.jit
+def _start(leaf, b, h, block, ok):
+    return tl.load(leaf[0] + b * leaf[1] + h * leaf[2] + block * leaf[3], mask=ok, other=0)
+
+
+@triton.jit
+def _ranges(leaf, b, h, B, H, n0, T, NB: tl.constexpr):
+    """Where the entries of NB blocks begin and end, int32 [NB], cut to those that are there."""
+    block = n0 // 32 + tl.arange(0, NB)
+    base = tl.load(leaf[0])
+    # the next in the order block, batch row, head
+    next_h, next_b, next_block = h + 1, b, block
+    next_b = tl.where(next_h == H, b + 1, b)
+    next_h = tl.where(next_h == H, 0, next_h)
+    next_block = tl.where(next_b == B, block + 1, block)
+    next_b = tl.where(next_b == B, 0, next_b)
+    here, there = block * 32 < T, next_block * 32 < T
+    begin = _start(leaf, b, h, block, here) - base
+    end = tl.where(there, _start(leaf, next_b, next_h, next_block, there) - base, leaf[6])
+    begin = tl.minimum(tl.maximum(begin, 0), leaf[6])
+    return begin, tl.where(here, tl.minimum(tl.maximum(end, begin), leaf[6]), begin)
+
+
+@triton.jit
+def _outliers(leaf, at, end, S: tl.constexpr, LEAF: tl.constexpr):
+    """Token in the block, channel, and value (float32) of entries `at` [NB, E]; value 0 past the end."""
+    ok = at < end
+    place = tl.load(leaf[4] + at, mask=ok, other=0).to(tl.int32) & 0xFFFF
+    value = tl.load(leaf[5] + at, mask=ok, other=0.0).to(tl.float32)
+    channel = place & 2047
+    inside = channel < S[LEAF][CHANNELS]
+    return place >> 11, tl.where(inside, channel, 0), tl.where(inside, value, 0.0)
+
+
+@triton.jit
+def load_keys_sparse(
+    leaf, rows, row_ok, turn, b, h, B, H, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr,
+    ROPED: tl.constexpr,
+):  # fmt: skip
+    """Scores [32·NB, rows] of queries at `rows` (pointers [rows] to their first channel)."""
+    begin, end = _ranges(leaf, b, h, B, H, n0, T, NB)
+    s = tl.zeros((NB, 32, rows.shape[0]), tl.float32)
+    for e in range(0, tl.max(end - begin, axis=0), ENTRIES):
+        at = begin[:, None] + e + tl.arange(0, ENTRIES)[None, :]
+        token, channel, value = _outliers(leaf, at, end[:, None], S, LEAF)
+        ok = row_ok[None, None, :] & (value != 0)[:, :, None]
+        product = tl.load(rows[None, None, :] + channel[:, :, None], mask=ok, other=0.0)
+        if ROPED:
+            n = tl.minimum(n0 + 32 * tl.arange(0, NB)[:, None] + token, T - 1)
+            c = S[LEAF][FIRST] + channel
+            cos, sin, partner = turned_by(turn, b, h, n, c, ROPED)
+            across = tl.load(rows[None, None, :] + (partner - S[LEAF][FIRST])[:, :, None], mask=ok, other=0.0)
+            product = product * cos[:, :, None] + across * sin[:, :, None]
+        product *= value[:, :, None]
+        hot = (token[:, None, :] == tl.arange(0, 32)[None, :, None]).to(tl.float32)
+        s += tl.dot(hot, product)
+    return tl.reshape(s, (NB * 32, rows.shape[0]))
+
+
+@triton.jit
+def turned_by(turn, b, h, n, c, ROPED: tl.constexpr):
+    """How channel c of token n meets the query with RoPE: x·(q[c]·cos + q[partner]·sin), with the sign in sin."""
+    column = tl.load(turn[PAIRS] + 4 * c)
+    partner = tl.load(turn[PAIRS] + 4 * c + 1)
+    across = tl.load(turn[PAIRS] + 4 * c + 2)
+    sign = tl.load(turn[PAIRS] + 4 * c + 3).to(tl.float32)
+    moved = column >= 0
+    cos, sin = cos_sin(turn, 0, b, h, n, column, across, moved, ROPED)
+    return cos, sin * sign, partner
+
+
+@triton.jit
+def load_values_sparse(
+    leaf, p, b, h, B, H, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr
+):  # fmt: skip
+    """Σ p·v̂ [channels, rows] of weights p float32 [32·NB, rows]."""
+    R: tl.constexpr = p.shape[1]
+    begin, end = _ranges(leaf, b, h, B, H, n0, T, NB)
+    p = tl.reshape(p, (NB, 32, R))
+    P: tl.constexpr = S[LEAF][PADDED]
+    out = tl.zeros((P, R), tl.float32)
+    for e in range(0, tl.max(end - begin, axis=0), ENTRIES):
+        at = begin[:, None] + e + tl.arange(0, ENTRIES)[None, :]
+        token, channel, value = _outliers(leaf, at, end[:, None], S, LEAF)
+        hot = (token[:, :, None] == tl.arange(0, 32)[None, None, :]).to(tl.float32)
+        product = tl.reshape(tl.dot(hot, p) * value[:, :, None], (NB * ENTRIES, R))
+        channel = tl.reshape(channel, (NB * ENTRIES,))
+        out += tl.dot((tl.arange(0, P)[:, None] == channel[None, :]).to(tl.float32), product)
+    return out

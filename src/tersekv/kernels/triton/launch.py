@@ -1,18 +1,29 @@
-"""Launches: grids, splits and sizes of a call, and the buffers between two kernels."""
+"""Launches of attention: grids, splits and sizes of a call, and the buffers between two kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tersekv.kernels.attend_packed import Operand
-from tersekv.kernels.triton import attend as kernels
-from tersekv.kernels.triton import merge as merging
-from tersekv.kernels.triton import spec, trees
+from tersekv.kernels.attend_segments import Segment
+from tersekv.kernels.triton import attend_kernel as kernels
+from tersekv.kernels.triton import leaves as constants
 from tersekv.kernels.triton.leaves import Leaf, power
+from tersekv.kernels.triton.page_set import Group, PageSet, joined_mask, part, prepare, strided
 from tersekv.kernels.triton.tuning import plan
+
+merging = kernels
+
+
+def attend(
+    query: Tensor, page_set: PageSet, masks: Sequence[Tensor | None], scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention over a page set; see `tersekv.kernels.triton.attend`."""
+    return _attend(query.contiguous(), page_set.groups, masks, scaling, softcap)
 
 
 def attend_packed(
@@ -20,12 +31,22 @@ def attend_packed(
 ) -> tuple[Tensor, Tensor]:
     """See `kernels/attend_packed.py`: out float32 [B, H, R, Dv], lse float32 [B, H, R]. One launch, and one to merge
     where tokens are split; the queries of sketches and the outputs of sums add theirs."""
-    return _attend(query, keys, values, mask, scaling, softcap)
+    group = Group([part(keys, values, query.device)], [0], False, query.device)
+    return _attend(query.contiguous(), [group], [mask], scaling, softcap)
+
+
+def attend_segments(
+    query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """See `kernels/attend_segments.py`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
+    page_set = prepare(segments)
+    return attend(query, page_set, [segment.mask for segment in segments], scaling, softcap)
 
 
 def score_keys(query: Tensor, keys: Operand, scaling: float) -> Tensor:
     """See `tersekv.kernels.triton`: float32 [B, H, R]."""
-    return _attend(query, keys, None, None, scaling, None)[1]
+    group = Group([part(keys, None, query.device)], [0], False, query.device)
+    return _attend(query.contiguous(), [group], [None], scaling, None)[1]
 
 
 def attend_pages(
@@ -43,93 +64,94 @@ def attend_pages(
     T = pages.shape[1] * page_tokens
     if mask.shape[-1] != T:
         raise ValueError(f"mask: expected T = {T} tokens like the pages, got {mask.shape[-1]}")
+    pool = part(keys, values, query.device)
+    for leaf in (*pool.keys.leaves, *pool.values.leaves):
+        if page_tokens % (block := leaf.spec[constants.BLOCK.value]):
+            raise ValueError(f"page_tokens: expected a multiple of {block}, a block's tokens, got {page_tokens}")
     pages = pages.contiguous()
-    where = pages, pages.stride(0), page_tokens, _tokens(keys) // page_tokens
-    return _attend(query, keys, values, mask, scaling, softcap, where)
+    where = pages, pages.stride(0), page_tokens, pool.tokens // page_tokens
+    group = Group([pool._replace(tokens=T)], [0], False, query.device)
+    return _attend(query.contiguous(), [group], [mask], scaling, softcap, where)
 
 
 def _attend(
-    query: Tensor, keys: Operand, values: Operand | None, mask: Tensor | None, scaling: float, softcap: float | None,
+    query: Tensor, groups: Sequence[Group], masks: Sequence[Tensor | None], scaling: float, softcap: float | None,
     pages: tuple[Any, ...] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """values: None for an output of no channels. pages: the table, the stride of its rows, tokens per page and pages in
-    the pool; none: tokens in their order."""
-    query = query.contiguous()
-    B, H, R, _ = query.shape
-    key = trees.keys(keys, query)
-    value = trees.NO_VALUES if values is None else trees.values(values, query.device)
-    T, page_tokens = _tokens(keys), pages[2] if pages else None
-    if values is not None and _tokens(values) != T:
-        raise ValueError(f"values: expected T = {T} tokens like the keys, got {_tokens(values)}")
-    if page_tokens is not None:
-        for leaf in (*key.leaves, *value.leaves):
-            if page_tokens % (block := leaf.spec[spec.BLOCK.value]):
-                raise ValueError(f"page_tokens: expected a multiple of {block}, a block's tokens, got {page_tokens}")
-        T = pages[0].shape[1] * page_tokens
-    chosen = plan(B * H, R, T, key.leaves, value.leaves, query.device, page_tokens, bool(key.turn))
-    splits = chosen.splits
-    out = query.new_empty((B, H, splits, R, value.channels))
-    lse = query.new_empty((B, H, splits, R))
-    mask_fields, positions = _mask(mask, query)
-    if B * H * R:
-        kernels.attend[(splits, B * H, -(-R // chosen.rows))](
-            out, lse, tuple(_query(leaf) for leaf in key.leaves), tuple(_matrix(leaf, query) for leaf in key.leaves),
-            tuple(leaf.fields for leaf in key.leaves), tuple(leaf.fields for leaf in value.leaves),
-            key.turn or (query,), pages or (query,), *mask_fields, B, H, R, T, value.channels, positions,
-            chosen.split_tokens, float(scaling), float(softcap or 0.0), KEYS=tuple(leaf.spec for leaf in key.leaves),
-            VALUES=tuple(leaf.spec for leaf in value.leaves), ROPED=key.roped, PAGED=bool(pages),
-            HAS_MASK=mask is not None, HAS_SOFTCAP=softcap is not None, ROWS=chosen.rows, NB=chosen.blocks,
-            num_warps=chosen.warps, num_stages=chosen.stages,
-        )  # fmt: skip
-    out, lse = (out[:, :, 0], lse[:, :, 0]) if splits == 1 else _merged(out, lse)
-    return value.join(out), lse
+    """A launch for each group, and one that merges their splits. Groups whose outputs need a linear map of their own
+    are merged by themselves first. pages: of a pool, see `attend_kernel.attend`."""
+    plain = [group for group in groups if group.values.plain]
+    alike = len({group.values.channels for group in plain}) <= 1
+    together = ([plain] if plain else []) if alike else [[group] for group in plain]
+    results = []
+    for members in (*together, *([group] for group in groups if not group.values.plain)):
+        out, lse = _launch(query, members, masks, scaling, softcap, pages)
+        results.append((members[0].values.join(out), lse))
+    return results[0] if len(results) == 1 else merge_segments([out for out, _ in results], [lse for _, lse in results])
 
 
-def _query(leaf: Leaf) -> tuple[Any, ...]:
+def _launch(
+    query: Tensor, groups: Sequence[Group], masks: Sequence[Tensor | None], scaling: float, softcap: float | None,
+    pages: tuple[Any, ...],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out [B, H, R, channels] and lse [B, H, R] over groups with as many channels."""
+    (B, H, R, _), channels = query.shape, groups[0].values.channels
+    plans = [group.planned((B * H, R, *pages[2:3]), _planner(group, B * H, R, *pages[2:3])) for group in groups]
+    splits = sum(count for _, count, _ in plans)
+    out, lse = query.new_empty((B, H, splits, R, channels)), query.new_empty((B, H, splits, R))
+    first = 0
+    for group, (chosen, count, runs) in zip(groups, plans, strict=True):
+        given, masked = _masks(group, masks, query)
+        if B * H * R:
+            kernels.attend[(count, B * H, -(-R // chosen.rows))](
+                out, lse, tuple(_query(leaf, query) for leaf in group.keys.leaves),
+                tuple(_matrix(leaf, query) for leaf in group.keys.leaves), _or(group.keys.pairs, query),
+                group.segments, _or(group.table, query), 0 if group.table is None else group.table.shape[1],
+                _or(runs, query), given, pages or (query,), B, H, R, channels, first, splits, chosen.split_tokens,
+                float(scaling), float(softcap or 0.0), KEYS=group.key_specs, VALUES=group.value_specs,
+                FIELDS=group.field_codes, ROPED=group.keys.roped, PAGED=bool(pages), MASKED=masked,
+                HAS_SOFTCAP=softcap is not None, ROWS=chosen.rows, NB=chosen.blocks, num_warps=chosen.warps,
+                num_stages=chosen.stages,
+            )  # fmt: skip
+        first += count
+    return (out[:, :, 0], lse[:, :, 0]) if splits == 1 else _merged(out, lse)
+
+
+def _planner(group: Group, heads: int, R: int, page_tokens: int | None = None) -> Any:
+    """A function that makes the group's plan."""
+    leaves = group.keys.leaves, group.values.leaves
+    return lambda: plan(heads, R, group.tokens, *leaves, group.device, page_tokens, bool(group.keys.roped))
+
+
+def _or(x: Tensor | None, other: Tensor) -> Tensor:
+    """A kernel takes a tensor where it reads none."""
+    return other if x is None else x
+
+
+def _query(leaf: Leaf, query: Tensor) -> tuple[Any, ...]:
     """The leaf's query and the distance of its rows."""
     assert leaf.query is not None
-    return leaf.query, leaf.query.stride(2)
+    own = leaf.query(query)
+    return own, own.stride(2)
 
 
 def _matrix(leaf: Leaf, query: Tensor) -> tuple[Any, ...]:
     """The leaf's matrix and its strides of batch row, head and row; anything where it has none."""
-    m = leaf.matrix
-    if m is None:
+    if leaf.matrix is None:
         return query, 0, 0, 0
+    m = leaf.matrix()
+    m = m if m.dim() == 4 else m[None, None]
     m = m if m.stride(-1) == 1 else m.contiguous()
     return m, m.stride(0) if m.shape[0] > 1 else 0, m.stride(1) if m.shape[1] > 1 else 0, m.stride(2)
 
 
-def _mask(mask: Tensor | None, query: Tensor) -> tuple[tuple[Any, ...], int]:
-    """The mask as bytes with its strides [batch row, head, position, token], and the positions that it has."""
-    if mask is None:
-        return (query, 0, 0, 0, 0), 1
-    if mask.dim() == 3:
-        mask = mask.unsqueeze(1)
-    q = mask.shape[2]
-    strides = (0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride(), strict=True))
-    return (mask.view(torch.uint8), *strides), q
-
-
-def _tokens(operand: Operand) -> int:
-    """T."""
-    if isinstance(operand, Tensor):
-        return operand.shape[2]
-    kind = getattr(operand, "kind", "grid")
-    view: Any = operand
-    if kind == "grid":
-        return view.codes.shape[2] * view.block_tokens
-    if kind in ("added", "joined"):
-        return _tokens(view.views[0].operand)
-    if kind == "roped":
-        return _tokens((view.before.inner if view.before.kind == "rotated" else view.before).operand)
-    if kind == "turned":
-        return view.tokens
-    blocks = {"signs": lambda: view.sketches[0].norms, "polar": lambda: view.radii, "trellis": lambda: view.gain}
-    if kind == "sparse":
-        return view.starts.shape[2] * 32
-    plane = blocks[kind]()
-    return plane.shape[2] * plane.shape[-1]
+def _masks(group: Group, masks: Sequence[Tensor | None], query: Tensor) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Masks as the kernel takes them, and 1 for each one that there is. A table of pages has one mask."""
+    own = [masks[i] for i in group.numbers]
+    if group.table is not None:
+        own = [joined_mask(own, [part.tokens for part in group.parts])]
+    nothing = query, 0, 0, 0, 0, 1
+    return tuple(nothing if mask is None else strided(mask) for mask in own), tuple(int(m is not None) for m in own)
 
 
 def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

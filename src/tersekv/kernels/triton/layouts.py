@@ -1,17 +1,19 @@
-"""What a kernel does with a leaf of each layout: the query that it meets, scores, sums, and decoding in front of RoPE.
-Which loader does it is chosen when the kernel is compiled."""
+"""What the kernel does with a leaf of each layout: its query, scores, sums, and decoding before RoPE. The loader is
+chosen when the kernel is compiled."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tersekv.kernels.triton.codes import largest, power_of_two, product
-from tersekv.kernels.triton.grid import decode_keys_grid, load_keys_grid, load_values_grid
-from tersekv.kernels.triton.rope import PAIRS, tile_cos_sin
-from tersekv.kernels.triton.sketches import decode_sketch, load_keys_sketch, load_values_sketch
-from tersekv.kernels.triton.sparse import load_keys_sparse, load_values_sparse
-from tersekv.kernels.triton.spec import (
+from tersekv.kernels.triton.grid import (
+    decode_keys_grid,
+    load_keys_grid,
+    load_keys_sparse,
+    load_values_grid,
+    load_values_sparse,
+)
+from tersekv.kernels.triton.leaves import (
     CHANNELS,
     FIRST,
     GRID,
@@ -26,19 +28,23 @@ from tersekv.kernels.triton.spec import (
     TRELLIS,
     TURNED,
 )
+from tersekv.kernels.triton.tiles import PAIRS, largest, power_of_two, product, tile_cos_sin
 from tersekv.kernels.triton.tokens import (
     decode_exact,
     decode_polar,
     decode_signs,
+    decode_sketch,
     load_keys_exact,
     load_keys_polar,
     load_keys_signs,
+    load_keys_sketch,
+    load_keys_turned,
     load_values_exact,
     load_values_polar,
     load_values_signs,
+    load_values_sketch,
 )
 from tersekv.kernels.triton.trellis import decode_trellis, load_keys_trellis, load_values_trellis
-from tersekv.kernels.triton.turned import load_keys_turned
 
 
 @triton.jit
@@ -53,7 +59,7 @@ def _met(S: tl.constexpr, LEAF: tl.constexpr):
 
 
 @triton.jit
-def _query(rows, row_ok, turn, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
+def _query(rows, row_ok, pairs, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
     """A leaf's query and, with RoPE, the channels that it meets across: float32 [channels, rows] divided by a power of
     two near the largest of each row, and these powers."""
     channel, inside = _met(S, LEAF)
@@ -62,8 +68,8 @@ def _query(rows, row_ok, turn, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.co
     most = tl.max(tl.abs(q), axis=0)[None, :]
     across = q
     if ROPED:
-        partner = tl.load(turn[PAIRS] + 4 * (S[LEAF][FIRST] + channel) + 1, mask=inside, other=0)
-        sign = tl.load(turn[PAIRS] + 4 * (S[LEAF][FIRST] + channel) + 3, mask=inside, other=0)
+        partner = tl.load(pairs + 4 * (S[LEAF][FIRST] + channel) + 1, mask=inside, other=0)
+        sign = tl.load(pairs + 4 * (S[LEAF][FIRST] + channel) + 3, mask=inside, other=0)
         across = tl.load(rows[None, :] + (partner - S[LEAF][FIRST])[:, None], mask=ok, other=0.0)
         across *= sign.to(tl.float32)[:, None]
         most = tl.maximum(most, tl.max(tl.abs(across), axis=0)[None, :])
@@ -72,13 +78,13 @@ def _query(rows, row_ok, turn, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.co
 
 
 @triton.jit
-def leaf_query(rows, row_ok, turn, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
+def leaf_query(rows, row_ok, pairs, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
     """What `_query` gives; `sparse` and sketches of each block's channels load what they want."""
     if S[LEAF][KIND] == SPARSE or (S[LEAF][KIND] == SKETCH and not ROPED):
         one = tl.full((1, rows.shape[0]), 1.0, tl.float32)
         return one, one, one
     else:
-        return _query(rows, row_ok, turn, ROPED, S, LEAF)
+        return _query(rows, row_ok, pairs, ROPED, S, LEAF)
 
 
 @triton.jit

@@ -1,19 +1,119 @@
-"""Packed layouts as the kernels take them: constants, and tensors with their strides. What they do not read raises
-`UnreadableError`, whose text `why_not` gives on."""
+"""Packed layouts as the kernels take them. A *leaf* is one layout: constants, which a compiled kernel knows, and
+tensors with their strides.
+
+The constants are a tuple of integers, since compilers before Triton 3.7 take no other tuples as constants. Operands
+that the kernels do not read raise `UnreadableError`, whose text is the reason that `why_not` returns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from tersekv.kernels.attend_grid import GridSide
 from tersekv.kernels.attend_packed import Operand
 from tersekv.kernels.lanes import packed_words
-from tersekv.kernels.triton import rope, spec
 
+KIND: tl.constexpr = tl.constexpr(0)
+CHANNELS: tl.constexpr = tl.constexpr(1)
+"""Of the leaf's vectors: what a query or an output has; rows of the sketch for `signs`."""
+PADDED: tl.constexpr = tl.constexpr(2)
+"""Channels with padding, a power of two."""
+BLOCK: tl.constexpr = tl.constexpr(3)
+"""Tokens per block of the planes."""
+FIRST: tl.constexpr = tl.constexpr(4)
+"""Of keys with RoPE: the head's channel where theirs begin. Of values: where their output begins."""
+MAPPED: tl.constexpr = tl.constexpr(5)
+"""Padded channels of the vectors that a matrix makes of decoded ones in front of RoPE; 0: there is none."""
+
+MAPPED_CHANNELS: tl.constexpr = tl.constexpr(6)
+"""How many of those are channels."""
+
+BITS: tl.constexpr = tl.constexpr(7)
+GROUP: tl.constexpr = tl.constexpr(8)
+PER_TOKEN: tl.constexpr = tl.constexpr(9)
+HAS_OFFSET: tl.constexpr = tl.constexpr(10)
+IS_INTEGER: tl.constexpr = tl.constexpr(11)
+WORDS: tl.constexpr = tl.constexpr(12)
+SCALES: tl.constexpr = tl.constexpr(13)
+WIDE: tl.constexpr = tl.constexpr(14)
+"""Scales are bfloat16 and may exceed float16."""
+
+LEVELS: tl.constexpr = tl.constexpr(7)
+LEVEL_BITS: tl.constexpr = tl.constexpr(8)
+"""Of polar level 1; those of the others follow."""
+
+STREAM_WORDS: tl.constexpr = tl.constexpr(7)
+"""16-bit words of a trellis token's stream."""
+
+SKETCH_ROWS: tl.constexpr = tl.constexpr(7)
+"""Of signs with channels per block."""
+PADDED_SKETCH_ROWS: tl.constexpr = tl.constexpr(8)
+CHOSEN: tl.constexpr = tl.constexpr(9)
+"""Channels that a block chooses."""
+PADDED_CHOSEN: tl.constexpr = tl.constexpr(10)
+OF_CHOSEN: tl.constexpr = tl.constexpr(11)
+"""The sketch is of the chosen channels, else of all others."""
+
+ANGLES_KIND: tl.constexpr = tl.constexpr(7)
+"""Of a turned vector: where its angles come from, see `rope.py`."""
+
+FLOAT32: tl.constexpr = tl.constexpr(7)
+"""Exact tokens are float32."""
+FLOAT8: tl.constexpr = tl.constexpr(8)
+"""They are float8."""
+
+EXACT: tl.constexpr = tl.constexpr(0)
+GRID: tl.constexpr = tl.constexpr(1)
+SIGNS: tl.constexpr = tl.constexpr(2)
+POLAR: tl.constexpr = tl.constexpr(3)
+SPARSE: tl.constexpr = tl.constexpr(4)
+TRELLIS: tl.constexpr = tl.constexpr(5)
+TURNED: tl.constexpr = tl.constexpr(6)
+"""Holds no tokens: one vector that RoPE turns."""
+SKETCH: tl.constexpr = tl.constexpr(7)
+"""Signs whose channels differ between blocks."""
+LAYOUTS = {
+    "exact": EXACT, "grid": GRID, "signs": SIGNS, "signs per block": SKETCH, "polar": POLAR, "sparse": SPARSE,
+    "trellis": TRELLIS,
+}  # fmt: skip
+
+# Where angles come from: rows of the tokens' own, any positions, or positions that follow one another.
+GIVEN: tl.constexpr = tl.constexpr(1)
+ANYWHERE: tl.constexpr = tl.constexpr(2)
+CONSECUTIVE: tl.constexpr = tl.constexpr(3)
+
+# Where scales are multiplied (SCALES).
+TO_COEFFICIENTS: tl.constexpr = tl.constexpr(0)
+TO_PRODUCT: tl.constexpr = tl.constexpr(1)
+TO_ELEMENTS: tl.constexpr = tl.constexpr(2)
+
+# Types of the fields in a table of pages (`field_codes`). An odd code: a multiple of 16 in every page.
+ALIGNED: tl.constexpr = tl.constexpr(1)
+INT32_FIELD: tl.constexpr = tl.constexpr(0)
+INT64_FIELD: tl.constexpr = tl.constexpr(2)
+FLOAT_FIELD: tl.constexpr = tl.constexpr(4)
+ADDRESS_OF_UINT8: tl.constexpr = tl.constexpr(6)
+ADDRESS_OF_INT16: tl.constexpr = tl.constexpr(8)
+ADDRESS_OF_INT32: tl.constexpr = tl.constexpr(10)
+ADDRESS_OF_INT64: tl.constexpr = tl.constexpr(12)
+ADDRESS_OF_FLOAT16: tl.constexpr = tl.constexpr(14)
+ADDRESS_OF_BFLOAT16: tl.constexpr = tl.constexpr(16)
+ADDRESS_OF_FLOAT32: tl.constexpr = tl.constexpr(18)
+ADDRESS_OF_FLOAT8E5: tl.constexpr = tl.constexpr(20)
+ADDRESS_OF_FLOAT8E4: tl.constexpr = tl.constexpr(22)
+
+_ADDRESSES = {
+    torch.uint8: ADDRESS_OF_UINT8, torch.int16: ADDRESS_OF_INT16, torch.int32: ADDRESS_OF_INT32,
+    torch.int64: ADDRESS_OF_INT64, torch.float16: ADDRESS_OF_FLOAT16, torch.bfloat16: ADDRESS_OF_BFLOAT16,
+    torch.float32: ADDRESS_OF_FLOAT32, torch.float8_e5m2: ADDRESS_OF_FLOAT8E5,
+    torch.float8_e4m3fn: ADDRESS_OF_FLOAT8E4,
+}  # fmt: skip
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.float32, *_HALVES, *_FLOAT8)
@@ -24,13 +124,49 @@ class UnreadableError(Exception):
 
 
 class Leaf(NamedTuple):
-    """One packed layout: constants (`spec.py`), tensors and numbers; of keys the query [B, H, R, channels that it
-    meets] and a matrix in front of RoPE (or none)."""
+    """One packed layout.
+
+    spec: the constants above. fields: tensors and numbers of one segment.
+
+    Leaves of keys also have a function `query`: from the segment's queries float32 [B, H, R, D] it returns those that
+    the leaf is multiplied with, [B, H, R, channels]. A function `matrix` returns the matrix before RoPE, if there is
+    one. `origin` is equal for leaves whose two functions return the same.
+    """
 
     spec: tuple[int, ...]
     fields: tuple[Any, ...]
-    query: Tensor | None = None
-    matrix: Tensor | None = None
+    query: Callable[[Tensor], Tensor] | None = None
+    matrix: Callable[[], Tensor] | None = None
+    origin: tuple[Any, ...] = ()
+
+
+def identity(x: Tensor | None) -> tuple[Any, ...]:
+    """Equal for tensors that share memory, shape and strides."""
+    return () if x is None else (x.data_ptr(), *x.shape, *x.stride())
+
+
+def field_codes(pages: Sequence[tuple[Any, ...]]) -> tuple[int, ...]:
+    """The type of each field over all pages, which have as many fields, of the same types."""
+    return tuple(_field_code(column) for column in zip(*pages, strict=True))
+
+
+def _field_code(column: Sequence[Any]) -> int:
+    first = column[0]
+    if isinstance(first, float):
+        return _value(FLOAT_FIELD)
+    numbers = [number(field) for field in column]
+    if isinstance(first, Tensor):
+        code = _ADDRESSES[first.dtype]
+    else:
+        code = INT32_FIELD if all(abs(n) < 2**31 for n in numbers) else INT64_FIELD
+    return _value(code) + all(n % 16 == 0 for n in numbers)
+
+
+def number(field: Any) -> int:
+    """A field as the table's 64 bits: an address, an integer, or the bits of a float32."""
+    if isinstance(field, Tensor):
+        return field.data_ptr()
+    return int.from_bytes(struct.pack("<f", field), "little") if isinstance(field, float) else int(field)
 
 
 def power(n: int, least: int = 16) -> int:
@@ -53,10 +189,11 @@ def changed(leaf: Leaf, constant: Any, value: int) -> Leaf:
 
 
 class Readable:
-    """Checks of one side's tensors. device: where they have to be."""
+    """Checks of one side's tensors. device: where they have to be. dry: no tensor is made, so that leaves are complete
+    but for fields that hold a copy."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self.name, self.device = name, device
+    def __init__(self, name: str, device: torch.device, dry: bool = False) -> None:
+        self.name, self.device, self.dry = name, device, dry
 
     def plane(self, what: str, x: Tensor, dtypes: Sequence[torch.dtype], dense: int = 0) -> tuple[Any, ...]:
         """A tensor and the strides of its three leading axes, the last `dense` axes being contiguous."""
@@ -74,6 +211,11 @@ class Readable:
             step *= size
         return (x, *(0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride(), strict=False)))
 
+    def single(self, what: str, x: Tensor) -> tuple[Any, ...]:
+        """A tensor of any float type as float32, one axis contiguous; see `plane`."""
+        fields = self.plane(what, x, (*_FLOATS, torch.float64), 1)
+        return fields if self.dry or x.dtype is torch.float32 else self.plane(what, x.float(), (torch.float32,), 1)
+
     def leaf(self, operand: Operand) -> Leaf:
         """An operand that is one layout, and no sketch."""
         if isinstance(operand, Tensor):
@@ -88,7 +230,7 @@ class Readable:
     def _exact(self, x: Tensor) -> Leaf:
         fields = self.plane("tokens", x, _FLOATS, 1)
         D = x.shape[-1]
-        constants = _spec(spec.EXACT, D, power(D), 32, x.dtype is torch.float32, x.dtype in _FLOAT8)
+        constants = _spec(EXACT, D, power(D), 32, x.dtype is torch.float32, x.dtype in _FLOAT8)
         return Leaf(constants, fields)
 
     def _grid(self, grid: GridSide) -> Leaf:
@@ -109,16 +251,16 @@ class Readable:
         words = packed_words(grid.bits, D if self.name == "keys" else t)
         more = grid.bits, grid.group, grid.axis == "token", offset is not None, grid.integers, words, _scales(grid)
         wide = grid.scale.dtype is torch.bfloat16
-        return Leaf(_spec(spec.GRID, D, power(D, 32), t, *more, wide), fields)
+        return Leaf(_spec(GRID, D, power(D, 32), t, *more, wide), fields)
 
     def _polar(self, view: Any) -> Leaf:
         polar, bits = view.polar, view.polar.level_bits
         angles = self.plane("angles", view.angles, (torch.uint8,), 2)
         radii = self.plane("radii", view.radii, _HALVES, 2)
-        table = view.directions
+        table = view.tables[0] if self.dry else view.directions
         fields = (*angles, *radii, float(polar.radius_unit), table, table.stride(0) if len(table) > 1 else 0)
         D = polar.head_dim
-        return Leaf(_spec(spec.POLAR, D, power(D), view.angles.shape[-1], len(bits), *bits), fields)
+        return Leaf(_spec(POLAR, D, power(D), view.angles.shape[-1], len(bits), *bits), fields)
 
     def _sparse(self, view: Any) -> Leaf:
         fields = (
@@ -127,35 +269,35 @@ class Readable:
             *self.plane("outliers", view.values, (torch.float16,), 1)[:1],
             len(view.places),
         )
-        return Leaf(_spec(spec.SPARSE, view.head_dim, power(view.head_dim), 32), fields)
+        return Leaf(_spec(SPARSE, view.head_dim, power(view.head_dim), 32), fields)
 
     def _trellis(self, view: Any) -> Leaf:
         fields = (
             *self.plane("a stream", view.stream, (torch.int16,), 2),
             *self.plane("gains", view.gain, (torch.uint8,), 1),
             *self.plane("bits", view.bits, (torch.uint8,), 1),
-            *self.plane("a scale", view.scale.float(), (torch.float32,), 1),
+            *self.single("a scale", view.scale),
             *self.plane("tables", view.tables, (torch.float32,), 2)[:1],
         )
         D, (W, t) = view.head_dim, view.stream.shape[-2:]
-        return Leaf(_spec(spec.TRELLIS, D, power(D), t, W), fields)
+        return Leaf(_spec(TRELLIS, D, power(D), t, W), fields)
 
     def turned(self, view: Any, pairs: Tensor) -> Leaf:
         """A `turned` view; pairs int32 [D, 4]: `Rope.channels` on the device."""
         angles, kind = self.angles(view.angles, pairs)
-        fields = (*self.plane("a mean", view.mean.float(), (torch.float32,), 1), *angles, pairs)
+        fields = (*self.single("a mean", view.mean), *angles, pairs)
         D = view.mean.shape[-1]
-        return Leaf(_spec(spec.TURNED, D, power(D), 32, kind), fields)
+        return Leaf(_spec(TURNED, D, power(D), 32, kind), fields)
 
     def angles(self, angles: Any, pairs: Tensor) -> tuple[tuple[Any, ...], int]:
-        """Fields of `Angles` (`rope.py`), and where they come from.
+        """Fields of `Angles` (`tiles.py`), and where they come from.
 
         Raises:
             UnreadableError: positions whose channels take cosines and sines of different columns.
         """
         table = self.plane("a table of angles", angles.table, (torch.float32,), 4)[0]
         places = self.plane("places", angles.places, (torch.int32,))
-        kind = rope.GIVEN if angles.is_given else rope.CONSECUTIVE if angles.consecutive else rope.ANYWHERE
+        kind = GIVEN if angles.is_given else CONSECUTIVE if angles.consecutive else ANYWHERE
         if not angles.is_given and not angles.rope.has_one_angle_per_pair(len(pairs)):
             raise UnreadableError(f"{self.name} have a RoPE with cosines and sines of different columns")
         follows = int(angles.places.shape[-1] == 1)
@@ -164,7 +306,7 @@ class Readable:
     def signs(self, sketch: Any) -> Leaf:
         """One sketch of a `signs` view whose channels are the same in all blocks."""
         M = sketch.sketch.shape[0]
-        return Leaf(_spec(spec.SIGNS, M, power(M), sketch.signs.shape[-1]), self._signed(sketch))
+        return Leaf(_spec(SIGNS, M, power(M), sketch.signs.shape[-1]), self._signed(sketch))
 
     def sketch(self, sketch: Any, head_dim: int, behind: int) -> Leaf:
         """One whose channels differ. behind: channels of the leaf's query in front of the query itself.
@@ -179,7 +321,7 @@ class Readable:
         M, n = sketch.sketch.shape[0], chosen[0].shape[-1]
         more = M, power(M), n, power(n), of_chosen
         fields = *self._signed(sketch), sketch.sketch, sketch.sketch.stride(0), *chosen, behind
-        return Leaf(_spec(spec.SKETCH, head_dim, power(head_dim), sketch.signs.shape[-1], *more), fields)
+        return Leaf(_spec(SKETCH, head_dim, power(head_dim), sketch.signs.shape[-1], *more), fields)
 
     def _signed(self, sketch: Any) -> tuple[Any, ...]:
         signs = self.plane("signs", sketch.signs, (torch.uint8,), 2)
@@ -193,5 +335,5 @@ def _scales(grid: GridSide) -> int:
     packed = grid.axis == ("channel" if grid.side == "keys" else "token")
     lanes = 32  # of a tile: they share a scale of the packed axis
     if grid.axis == "token" and grid.group >= grid.head_dim:
-        return int(spec.TO_PRODUCT.value)
-    return int((spec.TO_COEFFICIENTS if packed and grid.group % lanes == 0 else spec.TO_ELEMENTS).value)
+        return int(TO_PRODUCT.value)
+    return int((TO_COEFFICIENTS if packed and grid.group % lanes == 0 else TO_ELEMENTS).value)

@@ -14,13 +14,18 @@ from typing import NamedTuple
 
 import torch
 
-from tersekv.kernels.triton import spec
+from tersekv.kernels.triton import leaves as constants
 from tersekv.kernels.triton.leaves import Leaf
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
 """Programs that a launch aims at, so that each multiprocessor has several to switch between."""
 
-SMALL = {kind.value for kind in (spec.POLAR, spec.SPARSE, spec.SIGNS, spec.SKETCH, spec.TRELLIS, spec.TURNED)}
+SMALL = {
+    kind.value
+    for kind in (
+        constants.POLAR, constants.SPARSE, constants.SIGNS, constants.SKETCH, constants.TRELLIS, constants.TURNED
+    )
+}  # fmt: skip
 """Layouts that are decoded element by element."""
 
 

@@ -1,0 +1,290 @@
+"""Decode attention in one pass over packed tokens: one kernel for all layouts, and merging by log-sum-exp.
+
+A program takes the query rows of one key-value head (or of one row tile of it) over one stretch of tokens. Tokens and
+channels, of which there are many, are the rows of every matrix product and the few query rows its columns: scores are
+x̂·q [tokens, rows] and sums v̂ᵀ·p [channels, rows], so that what was unpacked in registers is the operand that a tensor
+core takes from registers. Keys and values are tuples of leaves (`leaves.py`), each with a loader of its own kind, which
+is chosen when the kernel is compiled; all leaves of the keys add up in the scores, and each of the values has a sum of
+its own. Where tokens are in pages of a pool, a tile is part of one page, and loaders get its first token in the pool.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tersekv.kernels.triton.layouts import leaf_query, scores, sums, zeros
+from tersekv.kernels.triton.leaves import (
+    ADDRESS_OF_BFLOAT16,
+    ADDRESS_OF_FLOAT8E5,
+    ADDRESS_OF_FLOAT16,
+    ADDRESS_OF_FLOAT32,
+    ADDRESS_OF_INT16,
+    ADDRESS_OF_INT32,
+    ADDRESS_OF_INT64,
+    ADDRESS_OF_UINT8,
+    ALIGNED,
+    CHANNELS,
+    FIRST,
+    FLOAT_FIELD,
+    INT32_FIELD,
+    INT64_FIELD,
+    PADDED,
+)
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+SHIFT: tl.constexpr = tl.constexpr(10.0)
+"""Weights are multiplied by 2^10, so that float16 keeps those of many far tokens."""
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _pages_end(pages, b, first, end):
+    """Where the last page that there is of tokens first to end ends, at most at end."""
+    last = first
+    for i0 in range(first // pages[2], tl.cdiv(end, pages[2]), 64):
+        i = i0 + tl.arange(0, 64)
+        page = tl.load(pages[0] + b.to(tl.int64) * pages[1] + i, mask=i * pages[2] < end, other=-1)
+        last = tl.maximum(last, tl.max(tl.where(page >= 0, (i + 1) * pages[2], 0), axis=0))
+    return tl.minimum(last, end)
+
+
+@triton.jit
+def _paged(pages, b, n0):
+    """The place of token n0 in the pool, and the tokens there: none where its page is not there."""
+    page = tl.load(pages[0] + b.to(tl.int64) * pages[1] + n0 // pages[2])
+    there = (page >= 0) & (page < pages[3])
+    return tl.where(there, page * pages[2] + n0 % pages[2], 0), tl.where(there, pages[3] * pages[2], 0)
+
+
+@triton.jit
+def _field(at, CODE: tl.constexpr):
+    """A number or an address from a row of a table int64 [fields]; CODE: see `leaves.field_codes`."""
+    x = tl.load(at)
+    if CODE == FLOAT_FIELD:
+        return x.to(tl.int32).to(tl.float32, bitcast=True)
+    elif CODE == INT32_FIELD:
+        return x.to(tl.int32)
+    elif CODE == INT32_FIELD + ALIGNED:
+        return tl.multiple_of(x.to(tl.int32), 16)
+    elif CODE == INT64_FIELD:
+        return x
+    elif CODE == INT64_FIELD + ALIGNED:
+        return tl.multiple_of(x, 16)
+    else:
+        return _address(x, CODE - CODE % 2, CODE % 2 == ALIGNED)
+
+
+@triton.jit
+def _address(x, CODE: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    if CODE == ADDRESS_OF_UINT8:
+        at = x.to(tl.pointer_type(tl.uint8))
+    elif CODE == ADDRESS_OF_INT16:
+        at = x.to(tl.pointer_type(tl.int16))
+    elif CODE == ADDRESS_OF_INT32:
+        at = x.to(tl.pointer_type(tl.int32))
+    elif CODE == ADDRESS_OF_INT64:
+        at = x.to(tl.pointer_type(tl.int64))
+    elif CODE == ADDRESS_OF_FLOAT16:
+        at = x.to(tl.pointer_type(tl.float16))
+    elif CODE == ADDRESS_OF_BFLOAT16:
+        at = x.to(tl.pointer_type(tl.bfloat16))
+    elif CODE == ADDRESS_OF_FLOAT32:
+        at = x.to(tl.pointer_type(tl.float32))
+    elif CODE == ADDRESS_OF_FLOAT8E5:
+        at = x.to(tl.pointer_type(tl.float8e5))
+    else:
+        at = x.to(tl.pointer_type(tl.float8e4nv))
+    if IS_ALIGNED:  # here, because the compiler does not see it at the result of another function
+        at = tl.multiple_of(at, 16)
+    return at
+
+
+@triton.jit
+def _fields(line, FIELDS: tl.constexpr, PART: tl.constexpr):
+    """Fields of a part (a leaf, or the angles of RoPE) from a page's row of the table. FIELDS[PART] begins with the
+    part's place in the row."""
+    fields = ()
+    for i in tl.static_range(len(FIELDS[PART]) - 1):
+        fields = fields + (_field(line + FIELDS[PART][0] + i, FIELDS[PART][i + 1]),)  # type: ignore[assignment]
+    return fields
+
+
+@triton.jit
+def _segment(
+    most, total, totals, loaded, queries, maps, keys, values, turn, pages, mask, column, b, h, B, H, R, T, row, first,
+    end, scaling, softcap, KEYS: tl.constexpr, VALUES: tl.constexpr, ROPED: tl.constexpr, PAGED: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Add tokens `first` to `end` of one segment to the largest score, the sum of weights and the weighted sums of
+    values. column: the mask's column of the segment's first token."""
+    N: tl.constexpr = NB * 32
+    row_ok = row < R
+    head = b.to(tl.int64) * H + h
+    if PAGED:
+        end = _pages_end(pages, b, first, end)
+    for n0 in range(first, end, N):
+        at, held = n0, T
+        if PAGED:
+            at, held = _paged(pages, b, n0)
+        at = tl.multiple_of(at, 32)
+        s = tl.zeros((N, ROWS), tl.float32)
+        for i in tl.static_range(len(KEYS)):
+            rows = queries[i][0] + (head * R + row) * queries[i][1]
+            s += scores(
+                keys[i], loaded[i], rows, row_ok, turn, maps[i], b, h, B, H, at, held, ROPED, KEYS, i, NB
+            )  # fmt: skip
+        s *= scaling
+        if HAS_SOFTCAP:
+            s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))
+        n = (n0 + tl.arange(0, N))[:, None]
+        seen = n < T
+        if PAGED:
+            seen = n < tl.where(held > 0, T, 0)
+        if HAS_MASK:
+            byte = b.to(tl.int64) * mask[1] + h.to(tl.int64) * mask[2] + (row % mask[5])[None, :] * mask[3]
+            byte += (column + n) * mask[4]
+            seen = seen & (tl.load(mask[0] + byte, mask=seen & row_ok[None, :], other=0) != 0)
+        s = tl.where(seen, s * LOG2E, float("-inf"))
+        new = tl.maximum(most, tl.max(s, axis=0))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        shrink = tl.exp2(most - base)
+        p = tl.exp2(s - (base - SHIFT)[None, :])
+        total = total * shrink + tl.sum(p, axis=0)
+        grown = ()
+        for i in tl.static_range(len(VALUES)):
+            added = sums(values[i], p, b, h, B, H, at, held, VALUES, i, NB)
+            grown = grown + (totals[i] * shrink[None, :] + added,)  # type: ignore[assignment]
+        totals = grown
+        most = new
+    return most, total, totals
+
+
+@triton.jit
+def _store_output(at, x, row_ok, VALUES: tl.constexpr, LEAF: tl.constexpr):
+    """Write the output [padded channels, rows] of a leaf to rows at `at` [1, rows]."""
+    c = tl.arange(0, VALUES[LEAF][PADDED])[:, None]
+    tl.store(at + VALUES[LEAF][FIRST] + c, x, mask=row_ok[None, :] & (c < VALUES[LEAF][CHANNELS]))
+
+
+@triton.jit(do_not_specialize=["first_split", "splits", "table_width"])
+def attend(
+    out, lse, queries, maps, pairs, segments, table, table_width, runs, masks, pages, B, H, R, channels, first_split,
+    splits, split_tokens, scaling, softcap, KEYS: tl.constexpr, VALUES: tl.constexpr, FIELDS: tl.constexpr,
+    ROPED: tl.constexpr, PAGED: tl.constexpr, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
+    NB: tl.constexpr,
+):  # fmt: skip
+    """Attention over segments of the same layouts. Grid (this launch's splits, B·H, row tiles).
+
+    Writes out float32 [B·H, splits, R, channels] and lse [B·H, splits, R] from `first_split` on; each split is
+    attention over its own tokens. Segments come in one of two ways:
+
+    FIELDS is empty: `segments` is a tuple of (fields of the leaves of keys, of values, angles, T). A split is
+    `split_tokens` tokens of all segments one after the other, each padded to whole tiles. `masks` has one of each.
+    FIELDS is not: row i of `table`, int64 [pages, table_width], has T, the page's first column of the mask, and the
+    fields, which FIELDS describes. `runs`, int32 [grid's splits + 1 + 3·runs], has the first run of each split and the
+    number of runs, then page, first token and end of each run.
+
+    pairs: channels of RoPE. PAGED: pages are int32 [B, P], the stride of its rows, tokens per page (a multiple of
+    32·NB) and pages in the pool. A mask: bytes, strides of batch row, head, query and token, and its queries."""
+    N: tl.constexpr = NB * 32
+    split, head = tl.program_id(0), tl.program_id(1)
+    b, h = head // H, head % H
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    row_ok = row < R
+    loaded = ()
+    for i in tl.static_range(len(KEYS)):
+        rows = queries[i][0] + (head.to(tl.int64) * R + row) * queries[i][1]
+        loaded = loaded + (leaf_query(rows, row_ok, pairs, ROPED, KEYS, i),)  # type: ignore[assignment]
+    totals = ()
+    for i in tl.static_range(len(VALUES)):
+        totals = totals + (zeros(ROWS, VALUES, i),)  # type: ignore[assignment]
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    if len(FIELDS) > 0:
+        last = tl.load(runs + split + 1)
+        for run in range(tl.load(runs + split), last):
+            at = runs + tl.num_programs(0) + 1 + 3 * run
+            line = table + tl.load(at).to(tl.int64) * table_width
+            keys = ()
+            for i in tl.static_range(len(KEYS)):
+                keys = keys + (_fields(line, FIELDS, i),)  # type: ignore[assignment]
+            values = ()
+            for i in tl.static_range(len(VALUES)):
+                values = values + (_fields(line, FIELDS, len(KEYS) + i),)  # type: ignore[assignment]
+            turn = _fields(line, FIELDS, len(KEYS) + len(VALUES)) + (pairs,)
+            most, total, totals = _segment(
+                most, total, totals, loaded, queries, maps, keys, values, turn, pages, masks[0],
+                tl.load(line + 1).to(tl.int32), b, h, B, H, R, tl.load(line).to(tl.int32), row, tl.load(at + 1),
+                tl.load(at + 2), scaling, softcap, KEYS, VALUES, ROPED, PAGED, MASKED[0], HAS_SOFTCAP, ROWS, NB,
+            )  # fmt: skip
+    else:
+        start = 0
+        for i in tl.static_range(len(segments)):
+            T = segments[i][3]
+            most, total, totals = _segment(
+                most, total, totals, loaded, queries, maps, segments[i][0], segments[i][1],
+                segments[i][2] + (pairs,), pages, masks[i], 0, b, h, B, H, R, T, row,
+                tl.maximum(split * split_tokens - start, 0), tl.minimum((split + 1) * split_tokens - start, T), scaling,
+                softcap, KEYS, VALUES, ROPED, PAGED, MASKED[i], HAS_SOFTCAP, ROWS, NB,
+            )  # fmt: skip
+            start += tl.cdiv(T, N) * N
+    place = (head.to(tl.int64) * splits + first_split + split) * R + row
+    tl.store(lse + place, tl.where(total == 0, float("-inf"), (most - SHIFT) * LN2 + tl.log(total)), mask=row_ok)
+    share = 1.0 / tl.where(total == 0, 1.0, total)
+    for i in tl.static_range(len(VALUES)):
+        if i == 0:
+            x = totals[i]  # type: ignore[var-annotated]
+        elif VALUES[i][FIRST] == VALUES[i - 1][FIRST]:  # leaves at the same channels are added
+            x += totals[i]
+        else:
+            x = totals[i]
+        at = out + place[None, :] * channels
+        if i + 1 == len(VALUES):  # noqa: SIM114
+            _store_output(at, x * share[None, :], row_ok, VALUES, i)
+        elif VALUES[i + 1][FIRST] != VALUES[i][FIRST]:
+            _store_output(at, x * share[None, :], row_ok, VALUES, i)
+
+
+@triton.jit
+def merge(out, lse, outs, lses, splits, R, channels, SPLITS: tl.constexpr, CHANNELS_: tl.constexpr):
+    """Grid (B·H, R). outs float32 [B·H, splits, R, channels] and lses [B·H, splits, R] to out and lse of all."""
+    head, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    c = tl.arange(0, CHANNELS_)
+    most = float("-inf")
+    for s0 in range(0, splits, SPLITS):
+        s = s0 + tl.arange(0, SPLITS)
+        part = tl.load(lses + (head * splits + s) * R + row, mask=s < splits, other=float("-inf"))
+        most = tl.maximum(most, tl.max(part, axis=0))
+    base = tl.where(most == float("-inf"), 0.0, most)
+    total = 0.0
+    x = tl.zeros((CHANNELS_,), tl.float32)
+    for s0 in range(0, splits, SPLITS):
+        s = s0 + tl.arange(0, SPLITS)
+        part = tl.load(lses + (head * splits + s) * R + row, mask=s < splits, other=float("-inf"))
+        weight = tl.exp(part - base)
+        total += tl.sum(weight, axis=0)
+        at = ((head * splits + s)[:, None] * R + row) * channels + c[None, :]
+        y = tl.load(outs + at, mask=(s < splits)[:, None] & (c < channels)[None, :], other=0.0)
+        x += tl.sum(y * weight[:, None], axis=0)
+    tl.store(out + (head * R + row) * channels + c, x / tl.where(total == 0, 1.0, total), mask=c < channels)
+    tl.store(lse + head * R + row, tl.where(total == 0, float("-inf"), base + tl.log(total)))
+
+
+@triton.jit
+def merge_parts(out, lse, outs, lses, channels, PARTS: tl.constexpr, CHANNELS_: tl.constexpr):
+    """Grid (B·H·R). outs and lses: tuples of PARTS tensors [B·H·R, channels] and [B·H·R], to one."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, CHANNELS_)
+    most = float("-inf")
+    for i in tl.static_range(PARTS):
+        most = tl.maximum(most, tl.load(lses[i] + row))
+    base = tl.where(most == float("-inf"), 0.0, most)
+    total = 0.0
+    x = tl.zeros((CHANNELS_,), tl.float32)
+    for i in tl.static_range(PARTS):
+        weight = tl.exp(tl.load(lses[i] + row) - base)
+        total += weight
+        x += tl.load(outs[i] + row * channels + c, mask=c < channels, other=0.0) * weight
+    tl.store(out + row * channels + c, x / tl.where(total == 0, 1.0, total), mask=c < channels)
+    tl.store(lse + row, tl.where(total == 0, float("-inf"), base + tl.log(total)))

@@ -1,0 +1,233 @@
+"""Segments prepared for the attention kernel: everything that does not depend on the query, built once.
+
+Segments of the same layouts form a *group*, which one launch reads. Packed pages are given to the kernel as a table on
+the device, one row of addresses and numbers per page. A few exact segments are given as arguments instead, because they
+change at every step and a table would have to be copied to the device.
+
+Shapes: B batch, H key-value heads, R query rows per head, D head dim of keys, Dv of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tersekv.kernels.attend_packed import Operand
+from tersekv.kernels.attend_segments import Segment
+from tersekv.kernels.triton import trees
+from tersekv.kernels.triton.leaves import UnreadableError, field_codes, identity, number
+from tersekv.kernels.triton.trees import Keys, Values
+from tersekv.kernels.triton.tuning import Plan
+
+MAX_EXACT = 4
+"""Most exact segments that a launch takes as arguments; a kernel is compiled for each number of them."""
+
+
+class Part(NamedTuple):
+    """One segment as the kernel reads it."""
+
+    keys: Keys
+    values: Values
+    tokens: int
+    head_dim: int
+
+    def fields(self) -> tuple[tuple[Any, ...], ...]:
+        """Tensors and numbers of each leaf of the keys, of each of the values, and of the angles."""
+        return *(leaf.fields for leaf in (*self.keys.leaves, *self.values.leaves)), self.keys.angles
+
+    def likeness(self) -> tuple[Any, ...]:
+        """Equal for segments that one launch can read."""
+        types = tuple(x.dtype if isinstance(x, Tensor) else type(x) for fields in self.fields() for x in fields)
+        specs = tuple(leaf.spec for leaf in self.keys.leaves), tuple(leaf.spec for leaf in self.values.leaves)
+        origins = tuple(leaf.origin for leaf in self.keys.leaves), self.values.origin
+        return *specs, self.keys.roped, identity(self.keys.pairs), *origins, types, self.head_dim
+
+
+def part(keys: Operand, values: Operand | None, device: torch.device) -> Part:
+    """Check a segment and describe it. values: None for an output of no channels.
+
+    Raises:
+        UnreadableError: the kernels do not read it. ValueError: keys and values have different numbers of tokens.
+    """
+    made = Part(
+        trees.keys(keys, device), trees.NO_VALUES if values is None else trees.values(values, device), *trees.size(keys)
+    )
+    if values is not None and (n := trees.size(values)[0]) != made.tokens:
+        raise ValueError(f"values: expected T = {made.tokens} tokens like the keys, got {n}")
+    return made
+
+
+class Group:
+    """Segments that one launch reads. numbers: their places in the page set. tabled: as a table on the device."""
+
+    def __init__(self, parts: Sequence[Part], numbers: Sequence[int], tabled: bool, device: torch.device) -> None:
+        first = parts[0]
+        self.parts, self.numbers, self.device = list(parts), list(numbers), device
+        self.keys, self.values = first.keys, first.values
+        self.key_specs = tuple(leaf.spec for leaf in first.keys.leaves)
+        self.value_specs = tuple(leaf.spec for leaf in first.values.leaves)
+        self.field_codes: tuple[tuple[int, ...], ...] = ()
+        self.table: Tensor | None = None
+        self.segments: tuple[Any, ...] = ()
+        self._plans: dict[Any, tuple[Plan, int, Tensor | None]] = {}
+        if tabled:
+            self._make_table()
+        else:
+            n = len(self.key_specs)
+            fields = [part.fields() for part in parts]
+            self.segments = tuple(
+                (of[:n], of[n:-1], of[-1], part.tokens) for of, part in zip(fields, parts, strict=True)
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Of all segments."""
+        return sum(part.tokens for part in self.parts)
+
+    def _make_table(self) -> None:
+        rows, codes = [], []
+        columns = list(zip(*(part.fields() for part in self.parts), strict=True))
+        at = 2
+        for pages in columns:  # of each leaf
+            codes.append((at, *field_codes(pages)))
+            at += len(pages[0])
+        start = 0
+        for i, part in enumerate(self.parts):
+            rows.append([part.tokens, start, *(number(field) for pages in columns for field in pages[i])])
+            start += part.tokens
+        self.field_codes = tuple(codes)
+        self.table = torch.tensor(rows, dtype=torch.int64).to(self.device, non_blocking=True)
+
+    def planned(self, key: Any, make: Callable[[], Plan]) -> tuple[Plan, int, Tensor | None]:
+        """The plan, its number of splits and, with a table, the runs of `attend_kernel.attend`; made once per `key`."""
+        if key not in self._plans:
+            self._plans[key] = self._runs(make())
+        return self._plans[key]
+
+    def _runs(self, plan: Plan) -> tuple[Plan, int, Tensor | None]:
+        tile = 32 * plan.blocks
+        padded = [-(-part.tokens // tile) * tile for part in self.parts]
+        if self.table is None and len(padded) > 1 and sum(padded) <= 2 * tile:
+            plan = plan._replace(split_tokens=2 * tile)  # sinks and window: a launch that merges would take longer
+        splits = max(1, -(-sum(padded) // plan.split_tokens))
+        if self.table is None:
+            return plan, splits, None
+        first_runs, runs = [0], []
+        for split in range(splits):
+            begin, end, start = split * plan.split_tokens, (split + 1) * plan.split_tokens, 0
+            for page, (part, room) in enumerate(zip(self.parts, padded, strict=True)):
+                first, last = max(0, begin - start), min(part.tokens, end - start)
+                if first < last:
+                    runs.append((page, first, last))
+                start += room
+            first_runs.append(len(runs))
+        flat = [*first_runs, *(n for run in runs for n in run)]
+        return plan, splits, torch.tensor(flat, dtype=torch.int32).to(self.device, non_blocking=True)
+
+
+class PageSet:
+    """Segments of one layer, made by `prepare`. It holds their tensors; it does not notice when they change place."""
+
+    def __init__(self, groups: Sequence[Group], segments: int, device: torch.device) -> None:
+        self.groups, self.segments, self.device = list(groups), segments, device
+
+    def with_segments(self, segments: Sequence[Segment]) -> PageSet:
+        """A page set with these segments after its own, which are not built again. For segments that change at every
+        step: exact ones take no copy to the device.
+
+        Raises:
+            UnreadableError, ValueError: see `prepare`.
+        """
+        if not segments:
+            return self
+        more = _groups(segments, self.segments, self.device)
+        return PageSet([*self.groups, *more], self.segments + len(segments), self.device)
+
+
+def prepare(segments: Sequence[Segment]) -> PageSet:
+    """Check segments of one layer and build what the kernel is given of them. Masks are not looked at.
+
+    Args:
+        segments: at least one, each with keys [B, H, T, D] and values [B, H, T, Dv] of its own T, any layouts.
+
+    Raises:
+        UnreadableError: the kernels do not read a segment. ValueError: keys and values of a segment have different
+        numbers of tokens.
+    """
+    device = trees.device_of(segments[0].keys)
+    return PageSet(_groups(segments, 0, device), len(segments), device)
+
+
+def _groups(segments: Sequence[Segment], first: int, device: torch.device) -> list[Group]:
+    """Groups of segments whose places in the page set are from `first` on."""
+    alike: dict[Any, list[tuple[int, Segment, Part]]] = {}
+    for i, segment in enumerate(segments):
+        described = part(segment.keys, segment.values, device)
+        exact = isinstance(segment.keys, Tensor) and isinstance(segment.values, Tensor) and not segment.is_page
+        alike.setdefault((exact, described.likeness()), []).append((first + i, segment, described))
+    groups = []
+    for (exact, _), members in alike.items():
+        as_arguments = exact or (len(members) == 1 and not members[0][1].is_page)
+        size = MAX_EXACT if exact else len(members)
+        for chunk in (members[i : i + size] for i in range(0, len(members), size)):
+            groups.append(Group([m[2] for m in chunk], [m[0] for m in chunk], not as_arguments, device))
+    return groups
+
+
+def why_not(segment: Segment, device: torch.device, in_pages: bool = False) -> str | None:
+    """Why the kernels do not read a segment, None if they do. in_pages: its tokens are read in another order than they
+    are in. Checks only: no tensor is made."""
+    try:
+        keys = trees.keys(segment.keys, device, dry=True)
+        values = trees.values(segment.values, device, dry=True)
+    except UnreadableError as unreadable:
+        return str(unreadable)
+    if not in_pages:
+        return None
+    return trees.why_not_in_pages("keys", keys.leaves, keys.roped) or trees.why_not_in_pages("values", values.leaves)
+
+
+Strided = tuple[Tensor, int, int, int, int, int]
+"""A mask as the kernel takes it: bytes, strides of batch row, head, query and token, and its number of queries."""
+
+
+def strided(mask: Tensor) -> Strided:
+    """A mask bool [B, q, T] or [B, H, q, T]."""
+    if mask.dim() == 3:
+        mask = mask.unsqueeze(1)
+    b, h, q, t = (0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride(), strict=True))
+    return mask.view(torch.uint8), b, h, q, t, mask.shape[2]
+
+
+def joined_mask(masks: Sequence[Tensor | None], tokens: Sequence[int]) -> Tensor | None:
+    """One mask [B, H, q, ΣT] of segments with so many tokens each. Nothing is copied if all are neighbouring columns of
+    one tensor."""
+    there = [mask if mask.dim() == 4 else mask.unsqueeze(1) for mask in masks if mask is not None]
+    if not there:
+        return None
+    first = there[0]
+    if len(there) == len(masks) and _neighbours(there):
+        size = (*first.shape[:3], sum(tokens))
+        return first.as_strided(size, first.stride())
+    shape = [max(mask.shape[i] for mask in there) for i in range(3)]
+    found = iter(there)
+    columns = [
+        first.new_ones((1, 1, 1, n)).expand(*shape, n) if mask is None else next(found).expand(*shape, n)
+        for mask, n in zip(masks, tokens, strict=True)
+    ]
+    return torch.cat(columns, dim=-1)
+
+
+def _neighbours(masks: Sequence[Tensor]) -> bool:
+    """True if masks [B, H, q, T] are columns of one tensor, side by side."""
+    first, strides = masks[0], masks[0].stride()
+    place = first.storage_offset()
+    for mask in masks:
+        same = mask.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or mask.shape[:3] != first.shape[:3] or mask.storage_offset() != place or mask.stride() != strides:
+            return False
+        place += mask.shape[3] * strides[3]
+    return True

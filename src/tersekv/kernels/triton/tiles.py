@@ -1,0 +1,208 @@
+"""Pieces that all loaders share: where tokens are in a plane, packed words to numbers in registers, and RoPE.
+
+Blocks of a head are at equal distances. A tile's first token, a multiple of 32, is found in 64 bits, since a pool of
+pages may be large; what its other tokens add to the address is small.
+
+A *unit* is 32 packed codes of a lane: `bits` words for every width (`kernels/lanes.py`), 16 pairs of half-words. Which
+word, shift and mask makes a pair is written out at compile time, pair by pair, and the pairs are joined along new axes:
+a tile made with index arithmetic instead lets the compiler spread one unit over threads, which then load and shift
+every word many times. A shift and a mask place two codes below the exponents of 1.0 in float16, 1 + code/2^bits, and
+the 1 is subtracted: exact, with no conversion of integers.
+
+Cosines and sines of tokens come from a table of 256 rows (`codecs/transforms/rope_table.py`) by angle addition. Fields
+of angles, from FIRST on: the table, its columns, places with strides of batch row, head and token, 1 where a token's
+position is the first one's plus its number (else 0), and RoPE as pairs of channels.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tersekv.kernels.triton.leaves import BLOCK, CONSECUTIVE, GIVEN
+
+INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Kernels run on the CPU, where bfloat16 has no arithmetic."""
+
+
+@triton.jit
+def power_of_two(most):
+    """The power of two that begins float32 numbers, 1 for 0: dividing by it loses nothing."""
+    power = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(power == 0, 1.0, power)
+
+
+@triton.jit
+def largest(x):
+    """A power of two near the largest absolute value of a tile: what it is divided by to fit float16."""
+    return power_of_two(tl.max(tl.reshape(tl.abs(x), (x.numel,)), axis=0))
+
+
+@triton.jit
+def product(x, y):
+    """x·y of 16-bit operands, float32."""
+    if INTERPRETED:
+        return tl.dot(x.to(tl.float32), y.to(tl.float32))
+    else:
+        return tl.dot(x, y)
+
+
+@triton.jit
+def load_words(codes, at, left, BITS: tl.constexpr):
+    """The words of units that begin at `codes + at`: a tuple of BITS int32 tensors of its shape. Words lie 16 apart;
+    past `left` of them there is nothing."""
+    words = ()
+    for v in tl.static_range(BITS):
+        words = words + (tl.load(codes + at + v * 16, mask=left > v, other=0),)  # type: ignore[assignment]
+    return words
+
+
+@triton.jit
+def _pairs(words, BITS: tl.constexpr):
+    """The 16 pairs of codes of a unit, each code in bits 10 − BITS to 9 of its half of an int32: a tuple."""
+    DIRECT: tl.constexpr = 16 // BITS
+    SPARE: tl.constexpr = 16 - BITS * DIRECT
+    WORDS: tl.constexpr = 1 if SPARE == 0 else (3 if BITS == 6 else BITS)
+    CODES: tl.constexpr = DIRECT if SPARE == 0 else (8 if BITS == 6 else 16)
+    UP: tl.constexpr = 10 - BITS
+    MASK: tl.constexpr = (((1 << BITS) - 1) << UP) * 0x10001
+    pairs = ()
+    for i in tl.static_range(16):
+        if i % CODES < WORDS * DIRECT:
+            pair = words[i // CODES * WORDS + i % CODES // DIRECT]
+            if i % CODES % DIRECT * BITS >= UP:
+                pair = (pair >> (i % CODES % DIRECT * BITS - UP)) & MASK
+            else:
+                pair = (pair << (UP - i % CODES % DIRECT * BITS)) & MASK
+        else:  # its bits are spare ones of several words
+            pair = words[0] & 0
+            for k in tl.static_range(BITS):
+                word = words[i // CODES * WORDS + ((i % CODES - WORDS * DIRECT) * BITS + k) // SPARE]
+                at = DIRECT * BITS + ((i % CODES - WORDS * DIRECT) * BITS + k) % SPARE
+                pair |= ((word >> at) & 0x10001) << (k + UP)
+        pairs = pairs + (pair,)  # type: ignore[assignment]
+    return pairs
+
+
+@triton.jit
+def numbers(words, table, BITS: tl.constexpr, IS_INTEGER: tl.constexpr):
+    """A tile [G, L, 32·U] of float16 from words [G, L, U] of its units: entries of a table, or of integers
+    code/2^BITS."""
+    pairs = _pairs(words, BITS)
+    two = ()
+    for i in tl.static_range(16):
+        if IS_INTEGER:
+            pair = pairs[i] | 0x3C003C00
+            low = pair.to(tl.int16).to(tl.float16, bitcast=True) - 1.0
+            high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True) - 1.0
+        else:
+            low = tl.load(table + ((pairs[i] & 0xFFFF) >> (10 - BITS))).to(tl.float16)
+            high = tl.load(table + (pairs[i] >> (26 - BITS))).to(tl.float16)
+        two = two + (tl.join(low, high),)  # type: ignore[assignment]
+    four = ()
+    for i in tl.static_range(8):
+        four = four + (tl.join(two[2 * i], two[2 * i + 1]),)  # type: ignore[assignment]
+    eight = ()
+    for i in tl.static_range(4):
+        eight = eight + (tl.join(four[2 * i], four[2 * i + 1]),)  # type: ignore[assignment]
+    x = tl.join(tl.join(eight[0], eight[1]), tl.join(eight[2], eight[3]))  # type: ignore[misc]
+    K: tl.constexpr = 32 * x.shape[2]
+    return tl.reshape(tl.permute(x, (0, 1, 2, 7, 6, 5, 4, 3)), (x.shape[0], x.shape[1], K))
+
+
+@triton.jit
+def head_at(leaf, FIRST: tl.constexpr, b, h):
+    """Where a head begins in a plane; FIRST: of the plane's fields in the leaf, a tensor and its strides of batch row,
+    head and block."""
+    return leaf[FIRST] + b.to(tl.int64) * leaf[FIRST + 1] + h.to(tl.int64) * leaf[FIRST + 2]
+
+
+@triton.jit
+def block_at(leaf, FIRST: tl.constexpr, b, h, n0, S: tl.constexpr, LEAF: tl.constexpr):
+    """Where the block of token n0 begins."""
+    return head_at(leaf, FIRST, b, h) + (n0 // S[LEAF][BLOCK]).to(tl.int64) * leaf[FIRST + 3]
+
+
+@triton.jit
+def from_block(n0, i, S: tl.constexpr, LEAF: tl.constexpr):
+    """Tokens n0 + i counted from the beginning of n0's block."""
+    if S[LEAF][BLOCK] == 32:
+        return i
+    else:
+        return n0 % S[LEAF][BLOCK] + i
+
+
+@triton.jit
+def tokens_at(leaf, FIRST: tl.constexpr, b, h, n0, i, S: tl.constexpr, LEAF: tl.constexpr):
+    """Where tokens n0 + i begin in a plane with tokens last."""
+    i = from_block(n0, i, S, LEAF)
+    at = (i // S[LEAF][BLOCK]) * leaf[FIRST + 3] + i % S[LEAF][BLOCK]
+    return block_at(leaf, FIRST, b, h, n0, S, LEAF) + at
+
+
+PAIRS: tl.constexpr = tl.constexpr(7)
+
+DIGITS: tl.constexpr = tl.constexpr(4)
+DIGIT_BITS: tl.constexpr = tl.constexpr(6)
+BASE: tl.constexpr = tl.constexpr(64)
+
+
+@triton.jit
+def _place(angles, FIRST: tl.constexpr, b, h, n):
+    """Positions of tokens n, or their rows in a table of their own."""
+    at = angles[FIRST + 2] + b.to(tl.int64) * angles[FIRST + 3] + h.to(tl.int64) * angles[FIRST + 4]
+    return tl.load(at + n * angles[FIRST + 5]) + n * angles[FIRST + 6]
+
+
+@triton.jit
+def _row(angles, FIRST: tl.constexpr, row, cos_column, sin_column, mask):
+    at = angles[FIRST] + row.to(tl.int64) * 2 * angles[FIRST + 1]
+    cos = tl.load(at + cos_column, mask=mask, other=1.0)
+    return cos, tl.load(at + angles[FIRST + 1] + sin_column, mask=mask, other=0.0)
+
+
+@triton.jit
+def _digit(angles, FIRST: tl.constexpr, size, DIGIT: tl.constexpr, column, mask):
+    row = BASE * DIGIT + ((size >> (DIGIT_BITS * DIGIT)) & (BASE - 1))
+    return _row(angles, FIRST, row, column, column, mask)
+
+
+@triton.jit
+def _of_position(angles, FIRST: tl.constexpr, place, column, mask):
+    size = tl.abs(place)
+    cos, sin = _digit(angles, FIRST, size, DIGITS - 1, column, mask)
+    for i in tl.static_range(DIGITS - 1):
+        x, y = _digit(angles, FIRST, size, DIGITS - 2 - i, column, mask)
+        cos, sin = cos * x - sin * y, sin * x + cos * y
+    return cos, tl.where(place < 0, -sin, sin)
+
+
+@triton.jit
+def cos_sin(angles, FIRST: tl.constexpr, b, h, n, cos_column, sin_column, mask, KIND: tl.constexpr):
+    """cos and sin of tokens n; columns and mask are broadcast with n. Positions have one column for both."""
+    place = _place(angles, FIRST, b, h, n)
+    if KIND == GIVEN:
+        cos, sin = _row(angles, FIRST, place, cos_column, sin_column, mask)
+    else:
+        cos, sin = _of_position(angles, FIRST, place, cos_column, mask)
+    return cos, sin
+
+
+@triton.jit
+def tile_cos_sin(
+    angles, FIRST: tl.constexpr, b, h, n0, T, cos_column, sin_column, mask, N: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """cos and sin [N, channels] of tokens n0 to n0 + N, columns and mask [1, channels]. Of consecutive ones, the first
+    token's rotation times those of 0 to N − 1 steps, which all tiles read."""
+    if KIND == CONSECUTIVE:
+        a, b_ = _of_position(angles, FIRST, _place(angles, FIRST, b, h, n0), cos_column, mask)
+        i = tl.arange(0, N)[:, None]
+        x, y = _digit(angles, FIRST, i, 0, cos_column, mask)
+        if N > BASE:
+            u, v = _digit(angles, FIRST, i, 1, cos_column, mask)
+            x, y = x * u - y * v, y * u + x * v
+        cos, sin = a * x - b_ * y, b_ * x + a * y
+    else:
+        n = tl.minimum(n0 + tl.arange(0, N), T - 1)[:, None]
+        cos, sin = cos_sin(angles, FIRST, b, h, n, cos_column, sin_column, mask, KIND)
+    return cos, sin
