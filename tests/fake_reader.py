@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from tersekv.cache.footprint import Footprint
+from tersekv.lab.evals.prompt import Prompt
 from tersekv.lab.evals.reader import Answer
-from tersekv.lab.evals.tokenise import Prompt
 
 TOKEN = re.compile(r" ?\w+|[^\w\s]|\s")
 VOCABULARY = 97

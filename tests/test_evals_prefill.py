@@ -11,8 +11,8 @@ from tersekv.cache.selective import SelectiveStore
 from tersekv.errors import UserError
 from tersekv.hf.models import load
 from tersekv.hf.prefill import Prefill, held_by, new_cache
+from tersekv.lab.evals.prompt import Prompt
 from tersekv.lab.evals.reader import Reader
-from tersekv.lab.evals.tokenise import Prompt
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from conftest import LOSSLESS
 from tersekv import UserError
 from tersekv.hf.models import load
 from tersekv.lab.evals import decoding
+from tersekv.lab.evals.prompt import Prompt
 from tersekv.lab.evals.reader import FULL, Reader
-from tersekv.lab.evals.tokenise import Prompt, split_ids
+from tersekv.lab.evals.tokenise import split_ids
 
 TEXT = "A cache keeps keys and values. " * 8
 

@@ -16,8 +16,8 @@ from fake_reader import FakeReader
 from tersekv.errors import UserError
 from tersekv.lab.evals import haystack
 from tersekv.lab.evals.cases import Case, check_choice, chosen, mean_of_subtasks
+from tersekv.lab.evals.prompt import Prompt
 from tersekv.lab.evals.tasks.base import Estimate
-from tersekv.lab.evals.tokenise import Prompt
 from tersekv.lab.evals.words import FILES, word_lists
 from tersekv.units import parse_lengths, parse_numbers, parse_tokens
 

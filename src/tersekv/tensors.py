@@ -1,10 +1,8 @@
 """Tensors that outlive a call must not be inference tensors, nor follow a default device or type that a caller set; and
-what a tensor may be that was read from a file; and freed memory."""
+what a tensor may be that was read from a file."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,13 +92,3 @@ class TensorSpec:
 def type_name(dtype: torch.dtype) -> str:
     """A type as people write it: float16."""
     return str(dtype).removeprefix("torch.")
-
-
-def give_back_freed_memory() -> None:
-    """Hand what glibc keeps of freed memory back to the system; elsewhere nothing.
-
-    Once a tensor of some megabytes was freed, glibc takes others of its size from its heap, where what is freed stays
-    resident: as much again as a packed cache holds, after a prompt's exact keys and values are gone.
-    """
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -15,11 +15,11 @@ from tersekv.cache.schema import anything, each, flag, of_spec, one_of, record, 
 from tersekv.cache.selective import UNREADABLE, SelectiveStore
 from tersekv.cache.state import State, own
 from tersekv.errors import CacheError, UserError
+from tersekv.freed_memory import give_back_freed_memory
 from tersekv.hf.base import ModelCache
 from tersekv.hf.handle import Pending, PendingTokens
 from tersekv.hf.progress import checked_crop
 from tersekv.recipe import LayerPlan
-from tersekv.tensors import give_back_freed_memory
 
 FLOATS = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 """Types of keys and values by the names that files have for them."""

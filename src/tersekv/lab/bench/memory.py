@@ -6,7 +6,7 @@ import gc
 import sys
 from pathlib import Path
 
-from tersekv.tensors import give_back_freed_memory
+from tersekv.freed_memory import give_back_freed_memory
 
 
 class PeakMemory:

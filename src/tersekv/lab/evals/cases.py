@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tersekv.errors import UserError, hint
 from tersekv.lab.evals.haystack import prompt_tokens
+from tersekv.lab.evals.prompt import Prompt
 from tersekv.lab.evals.tasks.base import Estimate, Result, Sample, Task
-from tersekv.lab.evals.tokenise import Prompt
 
 if TYPE_CHECKING:
     from tersekv.lab.evals.reader import Reader

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tersekv.errors import UserError
 from tersekv.hf.text import chat_prompt
-from tersekv.lab.evals.tokenise import Prompt
+from tersekv.lab.evals.prompt import Prompt
 
 if TYPE_CHECKING:
     from tersekv.lab.evals.reader import Reader

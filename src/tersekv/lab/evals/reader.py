@@ -18,7 +18,8 @@ from tersekv.hf.compress import compress
 from tersekv.hf.prefill import Prefill, held_by, new_cache, shares_prefill
 from tersekv.hf.simulate import SimulatedCache
 from tersekv.lab.evals import decoding
-from tersekv.lab.evals.tokenise import Prompt, split_ids
+from tersekv.lab.evals.prompt import Prompt
+from tersekv.lab.evals.tokenise import split_ids
 from tersekv.recipe import Recipe
 
 FULL = "full"

@@ -27,7 +27,7 @@ from typing import Any
 
 from tersekv.errors import UserError
 from tersekv.lab.evals.cases import Case
-from tersekv.lab.evals.tokenise import Prompt
+from tersekv.lab.evals.prompt import Prompt
 
 INSTRUCTION = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"

@@ -25,7 +25,7 @@ from random import Random
 from tersekv.errors import UserError
 from tersekv.lab.evals.cases import Case
 from tersekv.lab.evals.haystack import NOISE, spread
-from tersekv.lab.evals.tokenise import Prompt
+from tersekv.lab.evals.prompt import Prompt
 from tersekv.lab.evals.words import Words
 
 VT_HEAD = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"

@@ -19,7 +19,7 @@ from uuid import UUID
 
 from tersekv.lab.evals.cases import Case
 from tersekv.lab.evals.haystack import NOISE, sentences, spread
-from tersekv.lab.evals.tokenise import Prompt
+from tersekv.lab.evals.prompt import Prompt
 from tersekv.lab.evals.words import Words
 
 HEAD = (

@@ -1,8 +1,7 @@
-"""A prompt, and its token ids, cut where the context ends."""
+"""A prompt as token ids, cut where the context ends."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,18 +9,7 @@ from torch import Tensor
 
 from tersekv.errors import UserError
 from tersekv.hf.text import chat_prompt
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What a model reads. The cache is packed once `context` has been read, before it sees `question` (the fair order:
-    no method knows what will be asked); `answer_start` stands at the beginning of the answer. chat: the text is a
-    user's turn in the model's chat template, where it has one."""
-
-    context: str
-    question: str = ""
-    answer_start: str = ""
-    chat: bool = True
+from tersekv.lab.evals.prompt import Prompt
 
 
 class SplitIds(NamedTuple):

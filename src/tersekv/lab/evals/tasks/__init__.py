@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
+from tersekv.lab.evals.prompt import Prompt
 from tersekv.lab.evals.tasks.base import Estimate, Result, Sample, Task
-from tersekv.lab.evals.tokenise import Prompt
 from tersekv.registry import modules
 
 __all__ = ["Estimate", "Prompt", "Result", "Sample", "Task", "tasks"]

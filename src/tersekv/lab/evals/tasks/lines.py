@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from tersekv.errors import UserError
 from tersekv.lab.evals.cases import Case, QuestionTask, check_choice
+from tersekv.lab.evals.prompt import Prompt
 from tersekv.lab.evals.scores import first_number, last_number
-from tersekv.lab.evals.tokenise import Prompt
 from tersekv.lab.evals.words import FILES, word_lists
 from tersekv.units import parse_numbers
 

@@ -34,8 +34,8 @@ from tersekv.lab.evals import scores
 from tersekv.lab.evals.cases import Case, QuestionTask, check_lengths, chosen, mean_of_subtasks, too_short
 from tersekv.lab.evals.haystack import middle_cut
 from tersekv.lab.evals.longbench_data import DATASETS, HUB, Dataset, available, dataset, samples
+from tersekv.lab.evals.prompt import Prompt
 from tersekv.lab.evals.tasks.base import Estimate
-from tersekv.lab.evals.tokenise import Prompt
 from tersekv.units import parse_tokens
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tersekv.lab.evals.cases import Case, QuestionTask, check_choice, check_lengths, too_short
 from tersekv.lab.evals.haystack import first_tokens, insert, read_text
+from tersekv.lab.evals.prompt import Prompt
 from tersekv.lab.evals.scores import word_recall
-from tersekv.lab.evals.tokenise import Prompt
 from tersekv.units import parse_lengths, parse_numbers
 
 if TYPE_CHECKING:

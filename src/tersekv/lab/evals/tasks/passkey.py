@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 
 from tersekv.lab.evals.cases import Case, QuestionTask, check_choice, check_lengths, too_short
 from tersekv.lab.evals.haystack import NOISE, largest
+from tersekv.lab.evals.prompt import Prompt
 from tersekv.lab.evals.scores import first_number
-from tersekv.lab.evals.tokenise import Prompt
 from tersekv.units import parse_lengths
 
 if TYPE_CHECKING:
