@@ -27,6 +27,7 @@ from tersekv.hf.layer import CompressedLayer as CompressedLayer
 from tersekv.hf.parallel import check_spread, heads_of, spread_over
 from tersekv.hf.progress import CheckedCache, Progress
 from tersekv.hf.rope import Ropes
+from tersekv.hf.traced import is_traced
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.tensors import plain
 
@@ -105,6 +106,7 @@ class CompressedCache(CheckedCache):
         self.recipe, self.config, self.spread = recipe, text_config(config), spread
         self.shape: AttentionShape = AttentionShape.of(self.config)
         self._warned = self.told = False  # each warning comes once
+        self.compiles = False
         self._model: weakref.ref[PreTrainedModel] | None = None
         self.mask_offsets: dict[int | None, tuple[int, int]] = {}  # by window: tokens seen, and forgotten, at a mask
         self.ropes = Ropes(self.config, self.shape.key_dim)
@@ -197,6 +199,22 @@ class CompressedCache(CheckedCache):
     def __reduce__(self) -> Any:
         """See `hf/pickled.py`."""
         return importlib.import_module("tersekv.hf.pickled").reduced(self)
+
+    compiles: bool
+    """True if the latest `generate` was given a `compile_config` that it can follow."""
+
+    @property
+    def is_compileable(self) -> bool:
+        """True if `generate` is to compile its decode steps, which it does only where its caller gave a
+        `compile_config`. Traced passes make their own masks."""
+        return self.compiles and not is_traced() and all(layer.is_compileable for layer in self.layers)
+
+    @property
+    def is_traceable(self) -> bool:
+        """True if compiled forward passes can call the operators on the layers. Recurrent states count passes in Python
+        numbers, and chunked attention has masks that no operator makes."""
+        chunked = getattr(self.config, "attention_chunk_size", None) is not None
+        return self.hands_out_handles and self.spread is None and not self.progress.linear and not chunked
 
     @property
     def hands_out_handles(self) -> bool:
