@@ -323,6 +323,20 @@ def test_a_cache_of_transformers_still_compiles_beside_us(model):
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_calls_that_break_the_graph_are_right(one_layer, gradients):
+    """A compiled call that makes its own cache, and one with gradients."""
+    compiled, more = torch.compile(one_layer, backend="eager"), prompt(3, seed=1)
+    expected = one_layer(torch.cat([prompt(20), more], dim=1)).logits[:, -3:]
+    with tersekv.compress(one_layer, LOSSLESS), torch.set_grad_enabled(gradients):
+        cache = compiled(prompt(20)).past_key_values
+        assert isinstance(cache, CompressedCache)
+        got = compiled(more, past_key_values=cache).logits
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
+    assert got.requires_grad == gradients
+    assert counters["graph_break"]
+
+
 def test_operators_keep_the_rules_of_torch(one_layer):
     """Values of ones give ones however often a test of torch appends them."""
     with tersekv.compress(one_layer, LOSSLESS):

@@ -242,7 +242,8 @@ def _compiles(model: PreTrainedModel, generation_config: Any) -> bool:
 
 def _before_forward(owner: weakref.ref[PreTrainedModel], module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A hook of the model: a compressed cache for plain calls that would make their own."""
-    if is_traced() and isinstance(kwargs.get("past_key_values"), CompressedCache):
+    cache = kwargs.get("past_key_values")
+    if is_traced() and isinstance(cache, CompressedCache) and cache.is_traceable:
         return args, kwargs  # the operators check what may change between passes
     model: Any = owner()
     template = _template(model)
@@ -261,7 +262,8 @@ def _before_forward(owner: weakref.ref[PreTrainedModel], module: Any, args: Any,
                 "them out or use transformers' own cache"
             )
         cache.knows(model)
-        cache.progress.start()
+        if not (is_traced() and cache.is_traceable):
+            cache.progress.start()
         if cache.recipe is not template.recipe and cache.recipe != template.recipe:
             _say_once(cache, f"the cache that was passed keeps its own recipe, {cache.recipe}, not {template.recipe}")
     elif isinstance(cache, Cache):
