@@ -19,6 +19,7 @@ from tersekv.cache.selective import SelectiveStore
 from tersekv.cache.spread import SpreadStore
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.handle import Pending, PendingTokens, opened
+from tersekv.hf.traced import NewTokens, append_and_attend, is_traced
 
 
 def attention_forward(
@@ -35,6 +36,8 @@ def attention_forward(
 
     Returns [B, q, Hq, Dv], and the weights [B, Hq, q, tokens] where `output_attentions` asks for them.
     """
+    if isinstance(key, NewTokens):
+        return _traced(query, key, value, attention_mask, dropout, scaling, kwargs), None
     wants_weights = kwargs.get("output_attentions")
     # a bias on positions is read with decoded tokens
     pending = _untouched(key, value) if kwargs.get("position_bias") is None else None
@@ -86,9 +89,60 @@ say that they are causal (BigBird-Pegasus)."""
 
 def attention_mask_for(*args: Any, **kwargs: Any) -> Any:
     """The mask that goes with `attention_forward`: bool [B, 1, q, tokens], or None where causal attention is clear."""
+    if is_traced() and kwargs["kv_length"] == 0:
+        return _traced_mask(*args, **kwargs)
+    for_compiled_step = not kwargs.get("allow_is_causal_skip", True) and kwargs["q_length"] == 1
     if id(kwargs.get("config")) in EXPLICIT:
         kwargs["allow_is_causal_skip"] = False
-    return sdpa_mask(*args, **kwargs)
+    mask = sdpa_mask(*args, **kwargs)
+    if for_compiled_step and mask is not None:
+        mask = mask.contiguous()  # transformers would, and the copy would not be marked
+        torch._dynamo.maybe_mark_dynamic(mask, 3)
+    return mask
+
+
+def _traced_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask of a traced pass over a compressed cache, whose number of tokens is not known: made from the padding
+    mask, which spans all tokens, or None where the operator makes it.
+
+    Raises:
+        UserError: a mask that neither can make.
+    """
+    padding, n = kwargs.get("attention_mask"), kwargs["q_length"]
+    if padding is not None:
+        tokens = padding.shape[1]
+        return sdpa_mask(*args, **(kwargs | {"kv_length": tokens, "q_offset": tokens - n, "kv_offset": 0}))
+    if not kwargs.get("allow_is_causal_skip", True):
+        raise UserError(f"{COMPILED} that makes masks of its own kind; {REMEDY}")
+    return None
+
+
+def _traced(
+    query: Tensor,
+    key: NewTokens,
+    value: NewTokens,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Attention in a traced pass: one operator, which appends and attends.
+
+    Raises:
+        UserError: dropout, attention weights or a position bias, which the operator does not take.
+    """
+    for name, given in (
+        ("dropout", dropout),
+        ("output_attentions", kwargs.get("output_attentions")),
+        ("position_bias", kwargs.get("position_bias") is not None),
+    ):
+        if given:
+            raise UserError(f"{COMPILED} with {name}; {REMEDY}")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return append_and_attend(key, value, query, mask, kwargs.get("s_aux"), scaling, kwargs.get("softcap"))
+
+
+COMPILED, REMEDY = "a compressed cache does not serve a compiled model", "leave it out or do not compile"
 
 
 OWN = ("softcap", "s_aux")

@@ -58,6 +58,11 @@ class ModelCache(CheckedCache):
     ) -> None:
         """Make the layers."""
 
+    @property
+    @abstractmethod
+    def is_traceable(self) -> bool:
+        """True if compiled forward passes can call the operators on the layers."""
+
     @abstractmethod
     def footprint(self) -> Footprint:
         """Bytes held by part."""

@@ -25,6 +25,7 @@ from tersekv.hf.layer import CompressedLayer as CompressedLayer
 from tersekv.hf.parallel import check_spread, spread_over
 from tersekv.hf.progress import Progress
 from tersekv.hf.rope import Ropes
+from tersekv.hf.traced import is_traced
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.tensors import plain
 
@@ -92,6 +93,7 @@ class CompressedCache(ModelCache):
         self.recipe, self.config, self.spread = recipe, text_config(config), spread
         self.shape = AttentionShape.of(self.config)
         self._warned = self.told = False  # each warning comes once
+        self.compiles = False
         self._model = None
         self.mask_offsets = {}
         self.ropes = Ropes(self.config, self.shape.key_dim)
@@ -161,6 +163,22 @@ class CompressedCache(ModelCache):
     def __reduce__(self) -> Any:
         """See `hf/pickled.py`."""
         return pickled.reduced(self)
+
+    compiles: bool
+    """True if the latest `generate` was given a `compile_config` that it can follow."""
+
+    @property
+    def is_compileable(self) -> bool:
+        """True if `generate` is to compile its decode steps, which it does only where its caller gave a
+        `compile_config`. Traced passes make their own masks."""
+        return self.compiles and not is_traced() and all(layer.is_compileable for layer in self.layers)
+
+    @property
+    def is_traceable(self) -> bool:
+        """True if compiled forward passes can call the operators on the layers. Recurrent states count passes in Python
+        numbers, and chunked attention has masks that no operator makes."""
+        chunked = getattr(self.config, "attention_chunk_size", None) is not None
+        return self.hands_out_handles and self.spread is None and not self.progress.linear and not chunked
 
     def __repr__(self) -> str:
         """Recipe, tokens, bytes, bits and ratio in one line."""

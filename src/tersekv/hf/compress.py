@@ -17,12 +17,14 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 
+import tersekv.hf.operators  # noqa: F401  # registers them
 from tersekv.errors import UserError
 from tersekv.hf.attention import EXPLICIT, attention_forward, attention_mask_for
 from tersekv.hf.base import ATTENTION_NAME
 from tersekv.hf.cache import CompressedCache
 from tersekv.hf.calibration import Calibration, calibration_for
 from tersekv.hf.config import text_config
+from tersekv.hf.traced import is_traced
 from tersekv.recipe import Recipe
 
 
@@ -223,13 +225,27 @@ def _prepare(
             model_kwargs["past_key_values"] = template.empty(model.config)
             generation_config = copy.copy(generation_config)
             generation_config.cache_implementation = None  # transformers refuses "dynamic" beside a cache
+        if isinstance(cache := model_kwargs["past_key_values"], CompressedCache):
+            cache.compiles = _compiles(model, generation_config)
     if before is not None and before.prepare is not None:
         return before.prepare(generation_config, model_kwargs, *args, **kwargs)
     return getattr(type(model), PREPARE)(model, generation_config, model_kwargs, *args, **kwargs)
 
 
+def _compiles(model: PreTrainedModel, generation_config: Any) -> bool:
+    """True if `generate` is to compile its decode steps: its caller gave a `compile_config`, and nothing is against
+    it."""
+    config = generation_config.compile_config
+    if config is None or generation_config.disable_compile or generation_config.output_attentions:
+        return False
+    return model.device.type != "cpu" or bool(getattr(config, "_compile_all_devices", False))
+
+
 def _before_forward(owner: weakref.ref[PreTrainedModel], module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A hook of the model: a compressed cache for plain calls that would make their own."""
+    cache = kwargs.get("past_key_values")
+    if is_traced() and isinstance(cache, CompressedCache) and cache.is_traceable:
+        return args, kwargs  # the operators check what may change between passes
     model: Any = owner()
     template = _template(model)
     if template is None:
@@ -247,7 +263,8 @@ def _before_forward(owner: weakref.ref[PreTrainedModel], module: Any, args: Any,
                 "them out or use transformers' own cache"
             )
         cache.knows(model)
-        cache.progress.start()
+        if not (is_traced() and cache.is_traceable):
+            cache.progress.start()
         if cache.recipe is not template.recipe and cache.recipe != template.recipe:
             _say_once(cache, f"the cache that was passed keeps its own recipe, {cache.recipe}, not {template.recipe}")
     elif isinstance(cache, Cache):

@@ -32,7 +32,8 @@ class Pending:
 
     def __init__(self, layer: PendingLayer, keys: Tensor, values: Tensor) -> None:
         self.layer, self.keys, self.values = layer, keys, values
-        self.past_tokens = layer.get_seq_length()
+        assert layer.store is not None
+        self.past_tokens = layer.store.seen
         self.committed = False
         self._decoded: tuple[Tensor, Tensor] | None = None
 

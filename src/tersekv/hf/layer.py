@@ -19,6 +19,7 @@ from tersekv.freed_memory import give_back_freed_memory
 from tersekv.hf.base import ModelCache
 from tersekv.hf.handle import Pending, PendingTokens
 from tersekv.hf.progress import checked_crop
+from tersekv.hf.traced import NewTokens, is_traced, num_tokens, register
 from tersekv.recipe import LayerPlan
 
 FLOATS = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
@@ -32,7 +33,6 @@ asking for: a prompt, not a step of a large batch."""
 class CompressedLayer(CacheLayerMixin):
     """One attention layer: a `LayerStore` behind transformers' layer interface."""
 
-    is_compileable = False
     is_croppable = True
     supports_early_init = False
 
@@ -43,6 +43,17 @@ class CompressedLayer(CacheLayerMixin):
         self.store: LayerStore | SelectiveStore | None = None
         self.record_past = False
         self.home: torch.device | None = None
+        self.handle = register(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy gets a handle of its own."""
+        self.__dict__.update(state)
+        self.handle = register(self)
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]  # a constant of transformers' own classes
+        """True if a compiled forward pass can call the operators on this layer."""
+        return self.cache.is_traceable
 
     # ------------------------------------------------------------------ growing
 
@@ -57,14 +68,26 @@ class CompressedLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Take new tokens [B, H, n, D]. Returns handles where our attention is installed, else all tokens decoded."""
-        self._check(key_states, value_states)
-        if self.store is None:
-            self.lazy_initialization(key_states, value_states)
         if self.cache.hands_out_handles:
-            pending = Pending(self, key_states, value_states)
-            return PendingTokens(pending, False), PendingTokens(pending, True)
+            return self.pending(key_states, value_states)
+        self._prepare(key_states, value_states)
         self.cache.warn_decoding()
         return self.append_and_decode(key_states, value_states)
+
+    def traced(self, keys: Tensor, values: Tensor) -> tuple[NewTokens, NewTokens]:
+        """`update` while a forward pass is traced: nothing is appended before the compiled pass runs."""
+        return NewTokens(self.handle, keys), NewTokens(self.handle, values)
+
+    def pending(self, keys: Tensor, values: Tensor) -> tuple[PendingTokens, PendingTokens]:
+        """Handles of new tokens [B, H, n, D], which our attention function appends."""
+        self._prepare(keys, values)
+        pending = Pending(self, keys, values)
+        return PendingTokens(pending, False), PendingTokens(pending, True)
+
+    def _prepare(self, keys: Tensor, values: Tensor) -> None:
+        self._check(keys, values)
+        if self.store is None:
+            self.lazy_initialization(keys, values)
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         if self.store is None:
@@ -173,11 +196,16 @@ class CompressedLayer(CacheLayerMixin):
     # ------------------------------------------------------------------ transformers' questions
 
     def get_seq_length(self) -> int:
-        """Tokens seen."""
+        """Tokens seen; while a forward pass is traced, a tensor that is read when the compiled pass runs."""
+        if is_traced() and self.is_compileable:
+            return num_tokens(self.handle)  # type: ignore[return-value]  # as transformers' static layers do
         return 0 if self.store is None else self.store.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Masks span all tokens seen; with handles the reader slices them, else dropped tokens are cut off in front."""
+        """Masks span all tokens seen; with handles the reader slices them, else dropped tokens are cut off in front.
+        While a forward pass is traced the size is 0, which `attention_mask_for` takes for unknown."""
+        if is_traced() and self.is_compileable:
+            return 0, 0
         seen = self.get_seq_length()
         dropped = 0 if self.store is None or self.cache.hands_out_handles else self.store.dropped
         self.cache.mask_offsets[self.sliding_window] = seen, dropped

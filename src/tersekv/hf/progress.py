@@ -15,6 +15,7 @@ from torch import LongTensor, Tensor
 from transformers.cache_utils import Cache
 
 from tersekv.errors import CacheError, UserError
+from tersekv.hf.traced import is_traced
 
 NOWHERE = (-1, 0)
 RESTART = "start again with cache.reset() or a new cache"
@@ -165,6 +166,10 @@ class CheckedCache(Cache):
         Raises:
             CacheError: the forward pass before this one was interrupted, so that layers differ in their tokens.
         """
+        if is_traced():
+            layer: Any = self.layers[layer_idx]
+            if layer.is_compileable:
+                return layer.traced(key_states, value_states)
         self.progress.reach(layer_idx, 1)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
