@@ -33,7 +33,7 @@ from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.layouts.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec
 from tersekv.layouts.signs import SignSketch, SignsView, signs_planes
-from tersekv.tensors import TensorSpec
+from tersekv.tensors import TensorSpec, plain
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -142,6 +142,7 @@ class Qjl(Codec):
         return SignsView(sketches, head_dim)
 
     @functools.cached_property
+    @plain
     def _fitted_channels(self) -> Tensor:
         """Outlier channels of all blocks, int64 [B, H, 1, n]. All pages share one tensor, so that kernels see that one
         sketched query serves them."""

@@ -30,6 +30,7 @@ from torch import Tensor
 from tersekv.codecs.transforms.polar import from_polar
 from tersekv.kernels.encode_polar import pack_angles, places, stream_offsets
 from tersekv.layouts.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec, View
+from tersekv.tensors import plain
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class PolarView(View):
         self.angles, self.radii = planes["angles"], planes["radii"]
 
     @functools.cached_property
+    @plain
     def directions(self) -> Tensor:
         """Cosine and sine of every angle of all levels, one level after the other: float32 [1 or B, entries, 2]."""
         rows = max(table.shape[0] if table.dim() == 2 else 1 for table in self.tables)
