@@ -89,9 +89,15 @@ class _Reader:
         """[B, q, Hq, Dv] in the query's type."""
         query, store = self.call.query, self.store
         if query.shape[1] * query.shape[2] <= KERNEL_ROWS * self.kv_heads:
-            if store is None or (store.spread is None and not isinstance(store, SelectiveStore)):
-                out = self._direct(self._exact(), None if store is None else store.pages())
-                if out is not None:
+            if store is None or (store.spread is None and not store.estimates):
+                call, pages, hidden = self.call, None, None
+                exact: tuple[tuple[Tensor, Tensor, Tensor | int], ...] = ()
+                if store is not None:
+                    exact, pages, hidden = tuple(store.exact_segments()), store.pages(), store.hidden
+                if self.own is not None:
+                    exact = (self.own, *exact)
+                rest = self.mask, hidden, call.scaling, call.softcap, call.sink_logits
+                if (exact or pages) and (out := backends.attend.direct(query, exact, pages, *rest)) is not None:
                     return out
             elif (whole := self._direct_parts()) is not None:
                 return self._finish([whole])

@@ -79,6 +79,7 @@ class LayerStore(Stateful):
     spread: Spread | None = None
     """The processes that divide the packed tokens, where they do (`cache/spread.py`)."""
     packed_everywhere = True  # or nowhere
+    estimates = False  # no token stands for others
 
     @plain
     def __init__(
@@ -237,8 +238,8 @@ class LayerStore(Stateful):
         segments = []
         if keys.sinks.shape[2]:
             segments.append(ExactSegment(keys.sinks, values.sinks, 0 if self.padding is None else self._own_sinks()))
-        if keys.tail.tokens:
-            segments.append(ExactSegment(keys.tail.data, values.tail.data, self.seen - keys.tail.tokens))
+        if n := keys.tail.tokens:
+            segments.append(ExactSegment(keys.tail._data[:, :, :n], values.tail._data[:, :, :n], self.seen - n))
         return segments
 
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:

@@ -71,6 +71,8 @@ class SelectiveStore(Stateful, ABC):
 
     dropped = 0  # from the front: nothing, all positions may be held
     spread, packed_everywhere = None, True  # every process holds all tokens
+    estimates = False
+    """True if some tokens stand for others, so that attention is an estimate."""
 
     @plain
     def __init__(

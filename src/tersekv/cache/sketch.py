@@ -107,6 +107,7 @@ def sketch_slots(store: SketchStore, place: str) -> None:
 class SketchStore(SelectiveStore):
     """See the module."""
 
+    estimates = True
     STATE, RULES = SKETCH, (*SelectiveStore.RULES, sketch_slots)
 
     def _start(self, keys: Tensor, values: Tensor) -> None:

@@ -56,16 +56,15 @@ def attention_forward(
     call = call_of(query, attention_mask, past + keys.shape[2], scaling, kwargs)
     weights = _weights(store, keys, call) if wants_weights else None  # before the store may forget tokens
     padding = _padding(call.mask) if store.waits else None
-    votes = observe(store, keys, call)
+    votes = observe(store, keys, call) if store.plan.policy.observes else None
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, keys, values))
-    own_kwargs: Any = {name: kwargs.get(name) for name in OWN}
     if not past:
-        out = attend_plain(module, query, keys, values, attention_mask, dropout, scaling, **own_kwargs)
+        out = attend_plain(module, query, keys, values, attention_mask, dropout, scaling, **_own(kwargs))
     elif dropout:
         if not is_readable(store):
             raise UserError(f"attention dropout over a filled cache with {pending.layer.cache.recipe}: {NO_DROPOUT}")
         tensors = with_past(store, keys, values, call.mask)
-        out = attend_plain(module, query, *tensors, dropout, scaling, **own_kwargs)
+        out = attend_plain(module, query, *tensors, dropout, scaling, **_own(kwargs))
     elif has_gradient and isinstance(store, SpreadStore):
         with torch.no_grad():
             out = attend_chunk(store, keys, values, call)
@@ -147,6 +146,11 @@ COMPILED, REMEDY = "a compressed cache does not serve a compiled model", "leave 
 
 OWN = ("softcap", "s_aux")
 """Arguments that sdpa does not take."""
+
+
+def _own(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: kwargs.get(name) for name in OWN}
+
 
 NO_DROPOUT = (
     "not all of its tokens can be decoded here; call model.eval(), use the policy window in one process, or train with "

@@ -80,7 +80,9 @@ class CompressedLayer(CacheLayerMixin):
 
     def pending(self, keys: Tensor, values: Tensor) -> tuple[PendingTokens, PendingTokens]:
         """Handles of new tokens [B, H, n, D], which our attention function appends."""
-        self._prepare(keys, values)
+        store = self.store
+        if store is None or (held := store.keys.sinks.shape)[:2] != keys.shape[:2] or held[3] != keys.shape[3]:
+            self._prepare(keys, values)
         pending = Pending(self, keys, values)
         return PendingTokens(pending, False), PendingTokens(pending, True)
 
@@ -113,7 +115,8 @@ class CompressedLayer(CacheLayerMixin):
             progress.torn = not self.store.is_whole(seen)
             raise
         progress.torn = False
-        progress.end(self.index)
+        if progress.linear:
+            progress.end(self.index)
         if keys.is_cpu and keys.nbytes >= MUCH_MEMORY and keys.shape[2] >= MANY_TOKENS:
             give_back_freed_memory()
 

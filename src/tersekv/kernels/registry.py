@@ -64,6 +64,7 @@ class Operator:
         functools.update_wrapper(self, reference)
         self.name, self.reference = reference.__name__, reference
         self.kernels: dict[str, Callable[..., Any]] = {REFERENCE: reference}
+        self.direct_order: list[str] = []  # backends with a kernel
         self.torch_operator: Any = None
         if schema is None:
             return
@@ -104,6 +105,7 @@ class Operator:
 
         def join(run: Callable[..., Any]) -> Callable[..., Any]:
             self.kernels[backend] = run
+            self.direct_order = [name for name in ORDER if name in self.kernels and name != REFERENCE]
             return run
 
         return join
@@ -130,7 +132,8 @@ class Operator:
         Raises:
             UserError: a backend is forced and does not take it.
         """
-        for name in self._asked():
+        only = _forced.get() or _from_environment()
+        for name in self.direct_order if only == AUTO else self._asked():
             if name == REFERENCE:
                 continue
             try:

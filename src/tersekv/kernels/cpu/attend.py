@@ -72,7 +72,8 @@ def attend(
     if query.requires_grad and not torch.is_grad_enabled():
         query = query.detach()
     mask = None if mask is None else _last_contiguous(mask)
-    native, packed = cpu.loaded(), None if pages is None else pages.made.get(NAME) or native_pages(pages)
+    native = cpu._module or cpu.loaded()
+    packed = None if pages is None else pages.made.get(NAME) or native_pages(pages)
     B, Hq, q, _ = query.shape
     Dv = exact[0][1].shape[-1] if packed is None else packed.head_dim
     lse = None
