@@ -183,8 +183,8 @@ def test_a_store_holds_what_its_footprint_counts(llama, codec):
         assert (store._pages is not None) == (codec in KEPT)
         planes = [plane for side in store.sides for page in side.packed.pages for plane in page.planes.values()]
         counted = {x.untyped_storage().data_ptr() for x in [*planes, *store.tables()]}
-        for page in store._pages or []:
-            for x in tensors_of((page.keys, page.values), set()):
+        if store._pages is not None:
+            for x in tensors_of((store._pages.keys, store._pages.values, store._pages.maps), set()):
                 shared = x.untyped_storage().data_ptr() in counted
                 one_place_per_row = x.dtype is torch.int32 and x.numel() == store.batch_size
                 assert shared or one_place_per_row, f"{codec}: a kept view holds {tuple(x.shape)} of its own"

@@ -72,6 +72,7 @@ def _fake_ranges(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
 def _fake_codes(x: Tensor, *rest: Any) -> Tensor:
     place = GridPlace(*rest[:5])
     B, H, T, D = x.shape
+    D = int(D)  # a shape of the layout, which no call leaves open
     extent = (D, place.block_tokens) if place.side == "keys" else (place.block_tokens, D)
     shape = (B, H, T // place.block_tokens, *packed_shape(place.bits, *extent))
     return x.new_empty(shape, dtype=torch.int32)

@@ -83,7 +83,7 @@ def packed_shape(bits: int, packed: int, lanes: int) -> tuple[int, int, int]:
 
 
 def _fake(codes: Tensor, bits: int) -> Tensor:
-    return codes.new_empty((*codes.shape[:-2], *packed_shape(bits, *codes.shape[-2:])), dtype=torch.int32)
+    return codes.new_empty((*codes.shape[:-2], *packed_shape(bits, *map(int, codes.shape[-2:]))), dtype=torch.int32)
 
 
 @operator("(Tensor codes, int bits) -> Tensor", _fake)

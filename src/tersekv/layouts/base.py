@@ -262,6 +262,8 @@ class Mapped(View):
 
     def scores(self, query: Tensor) -> Tensor:
         """q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T], unscaled."""
+        if self.linear.mean is not None:
+            return super().scores(query)
         return self._inner.scores(self.query(query))
 
 

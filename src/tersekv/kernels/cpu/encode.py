@@ -61,7 +61,8 @@ def _numbers(place: GridPlace) -> tuple[int, ...]:
 @grid.group_ranges.by("cpu")
 def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
     """See `tersekv.kernels.encode_grid`: two planes, float32."""
-    low, high = x.new_empty((2, *_plane_shape(x, place))).unbind(0)
+    shape = _plane_shape(x, place)
+    low, high = x.new_empty(shape), x.new_empty(shape)
     cpu.loaded().group_ranges(
         x, _numbers(place), low, high, torch.get_num_threads()
     )  # fmt: skip

@@ -1,0 +1,113 @@
+"""Operators as torch sees them: schemas, fake results, and names in a profile; and what a decode step costs in calls."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import tersekv
+from tersekv.hf.cache import CompressedCache
+from tersekv.kernels import backends, cpu
+from tersekv.kernels.encode_grid import GridPlace
+from tersekv.kernels.registry import OPERATORS
+
+X = torch.randn(1, 2, 64, 32)
+PLACE = GridPlace("keys", 4, "token", 32, 32)
+TRELLIS = torch.randn(2, 3, 16), torch.rand(2, 16), torch.full((2, 16), 2, dtype=torch.uint8), torch.randn(9, 256)
+CALLS = {
+    "rotate_dense": (X, torch.eye(32)),
+    "rotate_hadamard": (X, torch.eye(32), torch.arange(32, dtype=torch.int32), torch.ones(32)),
+    "basis_product": (X, torch.zeros(1, 2, 768, dtype=torch.uint8), torch.ones(1, 2, 32).half(), True),
+    "encode_trellis": TRELLIS,
+    "group_ranges": (X, *PLACE),
+    "encode_grid": (X, *PLACE, torch.ones(1, 1, 1, 1, 1), None, None),
+    "pack_lanes": (torch.randint(0, 8, (2, 32, 16)), 3),
+    "encode_signs": (X, torch.randn(40, 32)),
+    "encode_polar": (X, [3, 2], [torch.linspace(0, 6, 8), torch.linspace(0, 1.5, 4)]),
+    "quantiles": (torch.randn(3, 100), 0.02),
+    "pack_outliers": (X, X > 1),
+    "merge_segments": ([X, X + 1], [X[..., 0], X[..., 1]]),
+}
+RECIPES = ["default", "kivi:bits=4", "trellis:bits=2,calibration=prompt", "kvquant:bits=3,calibration=prompt",
+           "polarquant", "qjl", "turboquant:bits=4", "int4", "normalfloat"]  # fmt: skip
+
+
+def test_every_operator_of_tensors_is_one_of_torch():
+    assert set(CALLS) == {name for name, made in OPERATORS.items() if made.torch_operator is not None}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_schema_and_fake_results(name):
+    torch.library.opcheck(OPERATORS[name].torch_operator, CALLS[name])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_operator_is_its_reference(name):
+    made = OPERATORS[name]
+    with backends.forced("reference"):
+        out = made.torch_operator(*CALLS[name])
+    expected = made._unflattened.__func__(made, *CALLS[name]) if made._tuples else made.reference(*CALLS[name])
+    for x, y in zip(*((z if isinstance(z, (tuple, list)) else [z]) for z in (out, expected)), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+
+
+def test_profiles_name_operators():
+    with torch.profiler.profile() as profile:
+        backends.encode_signs(X, torch.randn(40, 32))
+    assert "tersekv::encode_signs" in {event.name for event in profile.events()}
+
+
+def calls_of_a_step(recipe: str) -> tuple[float, float]:
+    """Python calls in our files, and calls of the extension, per layer of one decode step after 600 tokens."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=2, num_key_value_heads=2, head_dim=64, num_hidden_layers=4,
+        intermediate_size=64, vocab_size=64,
+    )  # fmt: skip
+    model, counts = LlamaForCausalLM(config).eval(), {"python": 0, "native": 0}
+    ours, native = tersekv.__path__[0], cpu.loaded()
+
+    def count(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(ours):
+            counts["python"] += 1
+        if event == "c_call" and type(argument).__module__ == "nanobind":
+            counts["native"] += 1
+
+    class Counted:
+        def __getattr__(self, name):
+            counts["native"] += 1
+            return getattr(native, name)
+
+    with torch.no_grad(), tersekv.compress(model, recipe):
+        cache = CompressedCache(model, recipe)
+        model(torch.randint(0, 64, (1, 600)), past_key_values=cache)
+        for _ in range(3):
+            model(torch.randint(0, 64, (1, 1)), past_key_values=cache)
+        sys.setprofile(count)
+        try:
+            model(torch.randint(0, 64, (1, 1)), past_key_values=cache)
+        finally:
+            sys.setprofile(None)
+        python, counts["native"] = counts["python"], 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cpu, "_module", Counted())
+            model(torch.randint(0, 64, (1, 1)), past_key_values=cache)
+    return python / 4, counts["native"] / 4
+
+
+@pytest.mark.skipif(cpu.why_not_built() is not None, reason="the C++ extension is not built")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_is_few_calls(recipe):
+    python, native = calls_of_a_step(recipe)
+    assert python <= 40
+    assert native == 1
+
+
+@pytest.mark.skipif(cpu.why_not_built() is not None, reason="the C++ extension is not built")
+def test_a_step_of_a_policy_that_evicts_is_one_native_call():
+    python, native = calls_of_a_step("snapkv:budget=128+kivi:bits=4")
+    assert python <= 60
+    assert native == 1
