@@ -1,4 +1,4 @@
-"""Operators as torch sees them: schemas, fake results, and names in a profile; and what a decode step costs in calls."""
+"""Operators as torch sees them: schemas, fake results, names in a profile; and the calls of a decode step."""
 
 from __future__ import annotations
 

@@ -107,6 +107,29 @@ def test_each_query_reads_its_page_exact_and_others_packed(name, p, backend):
         torch.testing.assert_close(out, own, atol=4e-3, rtol=4e-3)
 
 
+@pytest.mark.skipif(cpu.why_not_built() is not None, reason="the C++ extension is not built")
+def test_requests_with_one_query_are_one_native_call(monkeypatch):
+    """Exact copies, packed pages anywhere in the pool, and linear maps, for all requests of a layer."""
+    torch.manual_seed(0)
+    slots, native, calls = slots_of("turboquant"), cpu.loaded(), []
+    pool, rows = pool_of(slots, 12, 32), Rows(4)
+    keys, values, queries = torch.randn(2, 90, 2, 64), torch.randn(2, 90, 2, 64), torch.randn(2, 90, 6, 64)
+    tables = torch.tensor([[7, 2, 5], [1, 6, 3]], dtype=torch.int32)
+    list(steps_of(pool, [(80, 70), (1, 1)], tables, 32, rows, keys, values, queries))
+
+    class Counted:
+        def __getattr__(self, name):
+            calls.append(name)
+            return getattr(native, name)
+
+    step = plan([0, 1, 2], [82, 72], tables, 32, rows)
+    key, value, query = (torch.stack([x[0, 81], x[1, 71]]) for x in (keys, values, queries))
+    pool.write(key, value, step)
+    monkeypatch.setattr(cpu, "_module", Counted())
+    pool.attend(query, key, value, step)
+    assert [name for name in calls if name != "Moved"] == ["attend"]
+
+
 def test_steps_may_be_cut_anywhere(backend):
     """Kernels read few queries, matrices many: the reference shows that both read the same, but for rounding."""
     torch.manual_seed(1)

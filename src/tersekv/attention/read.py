@@ -178,7 +178,7 @@ class _Reader:
     def dense(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Out and lse over unpacked tokens."""
         rows = _rows(query)
-        op = backends.attend_exact if rows.shape[2] <= KERNEL_ROWS else softmax.attend_exact
+        op = backends.attend_exact if rows.shape[2] <= KERNEL_ROWS else softmax.attend_exact.reference
         return op(rows, keys, values, mask, self.call.scaling, self.call.softcap)
 
     def estimates(self, query: Tensor, tile: slice) -> list[Estimate]:

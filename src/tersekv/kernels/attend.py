@@ -14,12 +14,16 @@ from torch import Tensor
 
 from tersekv.kernels.attend_packed import Operand
 from tersekv.kernels.attend_segments import Segment, attend_segments
-from tersekv.kernels.registry import operator
+from tersekv.kernels.registry import NotTaken, operator
 from tersekv.kernels.softmax import merge_segments
 
 Where = int | Tensor
 """Where a segment's tokens stand: position of the first one; positions int [T], [B, T], or [B, H, T] with −1 for none;
 or a mask of their own, bool [B, q, T] or [B, H, q, T]."""
+
+
+Table = tuple[Tensor, int]
+"""Pages int32 [B, P] of each row's tokens in a pool, −1 for none, and tokens per page."""
 
 
 class Map(Protocol):
@@ -76,6 +80,12 @@ class PackedPages:
         )
         self.made: dict[str, Any] = {}
 
+    def located(self, where: Sequence[Where]) -> PackedPages:
+        """These pages with other positions or masks; what was made of them is shared."""
+        other = PackedPages(self.keys, self.values, where, self.tokens, self.maps, self.heads)
+        other.made = self.made
+        return other
+
     def __getstate__(self) -> dict[str, Any]:
         """Copies begin with nothing made: their tensors are elsewhere."""
         return self.__dict__ | {"made": {}}
@@ -131,6 +141,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     parts: bool = False,
+    table: Table | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scaling · q·K̂ᵀ)·V̂ over all segments, which hold disjoint tokens.
 
@@ -142,11 +153,15 @@ def attend(
         scaling: factor on the scores. softcap: s -> softcap·tanh(s/softcap), or None.
         sinks: float [Hq], logits that take part in the softmax without a value.
         parts: return the parts of a larger softmax.
+        table: `pages` is one pool for all rows, of which row b reads the pages that entry b names, see
+            `kernels/attend_pages.py`; then `where` of the pool is its mask.
 
     Returns:
         [B, q, Hq, Dv] in the query's type; or parts: out float32 [B, H, R, Dv] and lse float32 [B, H, R]. A row that
         sees no token has out 0 and lse -inf.
     """
+    if table is not None:
+        raise NotTaken("a pool is read by attend_pages")
     return composed(attend_segments.reference, query, exact, pages, mask, hidden, scaling, softcap, sinks, parts)
 
 

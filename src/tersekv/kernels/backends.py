@@ -62,6 +62,8 @@ _join_triton()
 @attend.by("triton")
 def _attend_with_triton(query: Tensor, exact: Any, pages: PackedPages | None, *call: Any, **options: Any) -> Any:
     """`attend` over pages that are prepared once: a launch for the pages, one for exact tokens, one that merges."""
+    if options.get("table") is not None:
+        raise NotTaken("a pool is read by attend_pages")
     if query.is_cpu and chosen() != "triton":
         raise NotTaken("Triton's interpreter runs only where it is forced")
     made = None

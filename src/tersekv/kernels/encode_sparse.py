@@ -44,9 +44,8 @@ def pack_outliers(residual: Tensor, chosen: Tensor) -> Entries:
     counts = by_block.sum((-1, -2)).flatten()
     starts = (counts.cumsum(0) - counts).view(T // BLOCK_TOKENS, B, H).permute(1, 2, 0)
     # the 16 bits of a place as they are
-    return Entries(
-        starts.to(torch.int32).contiguous(), (places - (places >> 15 << 16)).to(torch.int16), values.to(torch.float16)
-    )
+    starts = starts.to(torch.int32).contiguous()
+    return Entries(starts, (places - (places >> 15 << 16)).to(torch.int16), values.to(torch.float16))
 
 
 def ranks_of(share: float, n: int) -> tuple[int, int, float]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tersekv.errors import UserError
 from tersekv.kernels import backends, softmax
+from tersekv.kernels.attend import PackedPages
 from tersekv.layouts.base import BLOCK_TOKENS, View
 from tersekv.serving.slots import Slots, write
 from tersekv.serving.steps import Chunk, Singles, Step
@@ -44,6 +45,7 @@ class Pool:
         self.rows: Tensor | None = None
         """Exact copies of the pages that are being filled: [2, rows, H, p, D], keys and values."""
         self._views: dict[int, tuple[View, View]] = {}
+        self._pool: PackedPages | None = None
 
     def write(self, keys: Tensor, values: Tensor, step: Step) -> None:
         """Code keys and values [T, H, D] of a step into their slots, and copy those of pages that are being filled."""
@@ -78,11 +80,31 @@ class Pool:
         """rows [B, H, G, D], one query of each request, to its output."""
         assert self.rows is not None
         key, value = self.rows[0][of.rows], self.rows[1][of.rows]
+        if of.reads_packed:
+            out = self._in_one_call(rows, (key, value, of.exact), of)
+            if out is not None:
+                return out
         parts = [backends.attend_exact(rows, key, value, of.exact, self.scaling, self.softcap)]
         if of.reads_packed:
             packed = self._direct(rows, of.pages, of.packed)
             parts.append(self._one_by_one(rows, of) if packed is None else packed)
         return _merged(parts)
+
+    def _in_one_call(self, rows: Tensor, exact: tuple[Tensor, Tensor, Tensor], of: Singles) -> Tensor | None:
+        """rows [B, H, G, D] over exact and packed tokens by one kernel call; None where no kernel takes it."""
+        if self._pool is None:
+            keys, values = (
+                codec.view(planes, self.slots.head_dim)
+                for codec, planes in zip((self.slots.keys, self.slots.values), self.planes, strict=True)
+            )
+            sides, maps = ([keys.inner.operand], [values.inner.operand]), (keys.linear, values.linear)
+            self._pool = PackedPages(*sides, [0], [0], maps, self.kv_heads)
+        pool = self._pool.located([of.packed])
+        out = backends.attend.direct(
+            rows.flatten(1, 2).unsqueeze(2), (exact,), pool, None, None, self.scaling, self.softcap, None, False,
+            (of.pages.contiguous(), self.page_tokens),
+        )  # fmt: skip
+        return None if out is None else out.view(rows.shape)
 
     def _one_by_one(self, rows: Tensor, of: Singles) -> Part:
         """The packed part where no kernel reads these pages."""
@@ -120,7 +142,7 @@ class Pool:
                 sides = [torch.cat([old.to(new.dtype), new], dim=2) for old, new in zip(held, sides, strict=True)]
             mask = (torch.arange(begin, last) <= torch.arange(first, last)[:, None]).to(query.device)
             rows = query[:, :, :, own].flatten(2, 3)
-            op = backends.attend_exact if rows.shape[2] <= KERNEL_ROWS else softmax.attend_exact
+            op = backends.attend_exact if rows.shape[2] <= KERNEL_ROWS else softmax.attend_exact.reference
             out, lse = op(rows, sides[0], sides[1], mask[None], self.scaling, self.softcap)
             outs.append(out.unflatten(2, (query.shape[2], -1)))
             lses.append(lse.unflatten(2, (query.shape[2], -1)))

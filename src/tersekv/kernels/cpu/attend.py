@@ -19,7 +19,7 @@ from tersekv.kernels import attend_segments as segments_operators
 from tersekv.kernels import basis as basis_operators
 from tersekv.kernels import cpu
 from tersekv.kernels import softmax as softmax_operators
-from tersekv.kernels.attend import PackedPages, Where
+from tersekv.kernels.attend import PackedPages, Table, Where
 from tersekv.kernels.attend_packed import Operand, native_view
 from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.registry import NotTaken
@@ -67,6 +67,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     parts: bool = False,
+    table: Table | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `kernels/attend.py`."""
     if query.requires_grad and not torch.is_grad_enabled():
@@ -83,7 +84,7 @@ def attend(
     else:
         out = query.new_empty((B, q, Hq, Dv))
     where = None if pages is None or pages.is_consecutive else pages.where
-    rest = where, None, 0, mask, hidden, scaling, softcap or 0.0, sinks, out, lse, torch.get_num_threads()
+    rest = where, *(table or (None, 0)), mask, hidden, scaling, softcap or 0.0, sinks, out, lse, torch.get_num_threads()
     try:
         native.attend(query, exact, packed, *rest)
     except native.Moved:
