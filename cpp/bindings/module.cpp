@@ -106,6 +106,7 @@ nb::list py_isas() {
 
 NB_MODULE(_native, m) {
   using namespace tersekv;
+  nb::set_leak_warnings(false);  // objects that live as long as the interpreter are no leaks
   import_torch();
   nb::exception<Moved>(m, "Moved");
   static PyObject* not_taken = nb::module_::import_("tersekv.kernels.registry").attr("NotTaken").inc_ref().ptr();
