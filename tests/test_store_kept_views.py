@@ -132,6 +132,19 @@ def test_states(recipe):
     assert torch.equal(attend(store), first)
 
 
+@pytest.mark.parametrize("recipe", ["trellis:bits=2,calibration=prompt", "kvquant:bits=3,calibration=prompt"])
+def test_tables_that_are_moved(recipe):
+    """Their old memory may be used again."""
+    store = new_store(recipe)
+    store.append(*tokens(700, 1))
+    first = attend(store)
+    for table in store.tables():
+        table.share_memory_()
+    used = [torch.full((1 << 16,), float("nan")) for _ in range(20)]
+    assert torch.equal(attend(store), first)
+    del used
+
+
 def test_what_was_fitted_is_not_copied():
     """Kernels read 16-bit scales and means where the codec has them; native objects keep them alive."""
     store = new_store("trellis:bits=2,calibration=prompt")

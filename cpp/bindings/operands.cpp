@@ -27,6 +27,7 @@ void Owner::check_unmoved() const {
 void NativeView::check_unmoved() const {
   owner.check_unmoved();
   for (const nb::object& part : parts) nb::cast<const NativeView&>(part).check_unmoved();
+  if (rope.is_valid()) nb::cast<const NativeRope&>(rope).owner.check_unmoved();
 }
 
 int64_t take_sizes(NativeView& v, const char* what, const Tensor& plane, int dims) {

@@ -30,7 +30,6 @@ class Owner {
   Tensor keep_optional(const std::string& name, nb::handle x, unsigned types) {
     return x.is_none() ? Tensor{} : keep(name, x, types);
   }
-  void keep_object(nb::handle x) { objects_.push_back(nb::borrow(x)); }
   void keep_shared(std::shared_ptr<const void> x) { shared_.push_back(std::move(x)); }
 
   // Memory for `count` elements, which lives as long as the object.
@@ -50,7 +49,6 @@ class Owner {
     uintptr_t address;
   };
   std::vector<Kept> tensors_;
-  std::vector<nb::object> objects_;
   std::vector<std::shared_ptr<const void>> shared_;
   std::vector<std::unique_ptr<float[]>> memory_;
 };
@@ -70,6 +68,7 @@ struct NativeView {
   int side = 0;           // 1: of keys, 2: of values, 0: of either
   bool has_rope = false;  // somewhere in it
   std::vector<nb::object> parts;
+  nb::object rope;  // the NativeRope of a view with RoPE
 
   void check_unmoved() const;
 };

@@ -140,7 +140,7 @@ NativeRope* make_rope(nb::handle table, nb::handle channels, const std::vector<n
 void take_rope(NativeView& made, const nb::object& rope, nb::handle places) {
   View& v = made.view;
   const auto& of = nb::cast<const NativeRope&>(rope);
-  made.owner.keep_object(rope);
+  made.rope = rope;
   v.rope = of.rope;
   if (of.D != v.D) fail("rope: ", "expected " + std::to_string(v.D) + " channels, got " + std::to_string(of.D));
   const Tensor at = made.owner.keep("places", places, kInt32);
@@ -215,7 +215,8 @@ NativeView* rotated_view(const nb::object& inner, nb::handle rotation) {
 
 void define_rope_views(nb::module_& m) {
   const auto own = nb::rv_policy::take_ownership;
-  nb::class_<NativeRope>(m, "Rope", "RoPE of a model's keys, for all pages.");
+  nb::class_<NativeRope>(m, "Rope", "RoPE of a model's keys, for all pages.")
+      .def("check_unmoved", [](const NativeRope& of) { of.owner.check_unmoved(); });
   m.def("rope", &make_rope, nb::kw_only(), "table"_a, "channels"_a, "steps"_a, "turns"_a.none(), own,
         "See codecs/transforms/rope.py.");
   m.def("roped", &roped_view, "inner"_a, "rope"_a, "places"_a, own, "Keys before RoPE.");

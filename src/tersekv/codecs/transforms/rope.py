@@ -189,6 +189,11 @@ class Rope:
         if len(table) == 1:
             return native.rope(table=table, channels=channels, steps=[], turns=None)
         before, made = self._natives.get((D, stepped), (None, None))
+        if before is table:
+            try:
+                made.check_unmoved()
+            except native.Moved:
+                before = None
         if before is not table:
             steps = list(self.steps()) if stepped and self._shares_columns(channels) else []
             made = native.rope(table=table, channels=channels, steps=steps, turns=None if stepped else self.turns(D))
