@@ -24,8 +24,9 @@ from tersekv.kernels.encode_signs import encode_signs as encode_signs
 from tersekv.kernels.encode_sparse import pack_outliers as pack_outliers
 from tersekv.kernels.encode_sparse import quantiles as quantiles
 from tersekv.kernels.lanes import pack_lanes as pack_lanes
-from tersekv.kernels.registry import AUTO, OPERATORS, REFERENCE, NotTaken
+from tersekv.kernels.registry import AUTO as AUTO
 from tersekv.kernels.registry import BACKEND_VARIABLE as BACKEND_VARIABLE
+from tersekv.kernels.registry import OPERATORS, REFERENCE, NotTaken
 from tersekv.kernels.registry import chosen as chosen
 from tersekv.kernels.registry import forced as forced
 from tersekv.kernels.rotate import rotate_dense as rotate_dense
@@ -62,7 +63,10 @@ _join_triton()
 @attend.by("triton")
 def _attend_with_triton(query: Tensor, exact: Any, pages: PackedPages | None, *call: Any, **options: Any) -> Any:
     """`attend` over pages that are prepared once: a launch for the pages, one for exact tokens, one that merges."""
-    if options.get("table") is not None:
+    names = ("softcap", "sinks", "parts", "table")
+    given: dict[str, Any] = {"softcap": None, "sinks": None, "parts": False}
+    given |= dict(zip(names, call[3:], strict=False)) | options
+    if given.pop("table", None) is not None:
         raise NotTaken("a pool is read by attend_pages")
     if query.is_cpu and chosen() != "triton":
         raise NotTaken("Triton's interpreter runs only where it is forced")
@@ -84,9 +88,7 @@ def _attend_with_triton(query: Tensor, exact: Any, pages: PackedPages | None, *c
         masks = [segment.mask for segment in (*own, *others)]
         return triton.attend(rows, page_set, masks, scaling, softcap)
 
-    names = ("softcap", "sinks", "parts")
-    given = {"softcap": None, "sinks": None, "parts": False} | dict(zip(names, call[3:], strict=False)) | options
-    return composed(run, query, exact, pages, *call[:3], *(given[name] for name in names))
+    return composed(run, query, exact, pages, *call[:3], *(given[name] for name in names[:3]))
 
 
 def explain(query: Tensor, keys: Any, values: Any) -> str:

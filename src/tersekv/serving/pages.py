@@ -80,7 +80,7 @@ class Pool:
         """rows [B, H, G, D], one query of each request, to its output."""
         assert self.rows is not None
         key, value = self.rows[0][of.rows], self.rows[1][of.rows]
-        if of.reads_packed:
+        if of.reads_packed and rows.is_cpu and backends.chosen() in (backends.AUTO, "cpu"):
             out = self._in_one_call(rows, (key, value, of.exact), of)
             if out is not None:
                 return out

@@ -188,7 +188,8 @@ class Rope:
             raise NotImplementedError("the RoPE does not rotate pairs of channels")
         if len(table) == 1:
             return native.rope(table=table, channels=channels, steps=[], turns=None)
-        before, made = self._natives.get((D, stepped), (None, None))
+        kept: tuple[Any, Any] = self._natives.get((D, stepped), (None, None))
+        before, made = kept
         if before is table:
             try:
                 made.check_unmoved()
