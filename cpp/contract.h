@@ -16,6 +16,14 @@ constexpr int kLanes = 16;
 static constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
+// Element i of an array of `type`.
+static inline float float_at(Float type, const void* data, int64_t i) {
+  if (type == Float::f32) return static_cast<const float*>(data)[i];
+  const uint16_t bits = static_cast<const uint16_t*>(data)[i];
+  if (type == Float::f16) return static_cast<float>(__builtin_bit_cast(_Float16, bits));
+  return __builtin_bit_cast(float, static_cast<uint32_t>(bits) << 16);
+}
+
 // Codes of one parity in a 16-bit half-word, not counting the code that 3-bit units keep in their spare bits.
 static constexpr int direct_codes(int bits) { return 16 / bits; }
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-import tersekv
-from tersekv.hf.cache import CompressedCache
+from conftest import benchmark
 from tersekv.kernels import backends, cpu
 from tersekv.kernels.encode_grid import GridPlace
 from tersekv.kernels.registry import OPERATORS
@@ -60,54 +56,16 @@ def test_profiles_name_operators():
     assert "tersekv::encode_signs" in {event.name for event in profile.events()}
 
 
-def calls_of_a_step(recipe: str) -> tuple[float, float]:
-    """Python calls in our files, and calls of the extension, per layer of one decode step after 600 tokens."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=128, num_attention_heads=2, num_key_value_heads=2, head_dim=64, num_hidden_layers=4,
-        intermediate_size=64, vocab_size=64,
-    )  # fmt: skip
-    model, counts = LlamaForCausalLM(config).eval(), {"python": 0, "native": 0}
-    ours, native = tersekv.__path__[0], cpu.loaded()
-
-    def count(frame, event, argument):
-        if event == "call" and frame.f_code.co_filename.startswith(ours):
-            counts["python"] += 1
-        if event == "c_call" and type(argument).__module__ == "nanobind":
-            counts["native"] += 1
-
-    class Counted:
-        def __getattr__(self, name):
-            counts["native"] += 1
-            return getattr(native, name)
-
-    with torch.no_grad(), tersekv.compress(model, recipe):
-        cache = CompressedCache(model, recipe)
-        model(torch.randint(0, 64, (1, 600)), past_key_values=cache)
-        for _ in range(3):
-            model(torch.randint(0, 64, (1, 1)), past_key_values=cache)
-        sys.setprofile(count)
-        try:
-            model(torch.randint(0, 64, (1, 1)), past_key_values=cache)
-        finally:
-            sys.setprofile(None)
-        python, counts["native"] = counts["python"], 0
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cpu, "_module", Counted())
-            model(torch.randint(0, 64, (1, 1)), past_key_values=cache)
-    return python / 4, counts["native"] / 4
-
-
 @pytest.mark.skipif(cpu.why_not_built() is not None, reason="the C++ extension is not built")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_is_few_calls(recipe):
-    python, native = calls_of_a_step(recipe)
+    python, native = benchmark("layer_step").calls(recipe)
     assert python <= 40
     assert native == 1
 
 
 @pytest.mark.skipif(cpu.why_not_built() is not None, reason="the C++ extension is not built")
 def test_a_step_of_a_policy_that_evicts_is_one_native_call():
-    python, native = calls_of_a_step("snapkv:budget=128+kivi:bits=4")
+    python, native = benchmark("layer_step").calls("snapkv:budget=128+kivi:bits=4")
     assert python <= 60
     assert native == 1

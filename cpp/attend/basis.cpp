@@ -32,13 +32,6 @@ inline float dot(const float* x, const float* row, int64_t D) {
   return out;
 }
 
-inline float number_of(Float type, const void* data, int64_t i) {
-  if (type == Float::f32) return static_cast<const float*>(data)[i];
-  const uint16_t bits = static_cast<const uint16_t*>(data)[i];
-  if (type == Float::f16) return static_cast<float>(__builtin_bit_cast(_Float16, bits));
-  return __builtin_bit_cast(float, static_cast<uint32_t>(bits) << 16);
-}
-
 // One head of one batch row.
 void multiply_head(const BasisProduct& call, int64_t head) {
   const int64_t R = call.R, D = call.D, width = round_up(D, kLanes), b = head / call.H, h = head % call.H;
@@ -50,7 +43,7 @@ void multiply_head(const BasisProduct& call, int64_t head) {
   float *row = scratch(width), *channel = scratch(width), *scaled = scratch(R * width);
   for (int64_t c = 0; c < width; c++) {
     row[c] = 0.0f;
-    channel[c] = c < D && of.codes ? number_of(of.type, of.channels, b * of.channels_b + h * of.channels_h + c) : 1.0f;
+    channel[c] = c < D && of.codes ? float_at(of.type, of.channels, b * of.channels_b + h * of.channels_h + c) : 1.0f;
   }
   for (int64_t r = 0; r < R; r++)
     for (int64_t c = 0; c < width; c++)

@@ -95,13 +95,6 @@ struct Job {
 
 }  // namespace
 
-float float_at(Float type, const void* data, int64_t i) {
-  if (type == Float::f32) return static_cast<const float*>(data)[i];
-  const uint16_t bits = static_cast<const uint16_t*>(data)[i];
-  if (type == Float::f16) return static_cast<float>(std::bit_cast<_Float16>(bits));
-  return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
-}
-
 void multiply(const BasisProduct& call, int threads) {
   const double products = static_cast<double>(call.B * call.H * call.R) * static_cast<double>(call.D * call.D);
   if (0.1 * products < kThreadsWorthNs) threads = 1;

@@ -28,7 +28,4 @@ void merge_segments(const Merge& call);
 // All heads of a product, on up to `threads` threads.
 void multiply(const BasisProduct& call, int threads);
 
-// A number of any of these types as float32.
-float float_at(Float type, const void* data, int64_t i);
-
 }  // namespace tersekv

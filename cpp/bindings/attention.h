@@ -36,7 +36,7 @@ inline void check_units(const Call& call) {
          "expected a multiple of " + std::to_string(call.tokens_per_unit) + " tokens, got " + std::to_string(call.T));
 }
 
-inline float rounded_at(const Tensor& x, int64_t i) { return float_at(x.float_type(), x.as<void>(), i); }
+inline float float_at(const Tensor& x, int64_t i) { return float_at(x.float_type(), x.as<void>(), i); }
 
 // One call of attention: the query as the kernels take it, and what masks are made of.
 class Attention {
@@ -86,7 +86,7 @@ class Attention {
       for (int64_t h = 0; h < query_.shape[1]; h++)
         for (int64_t i = 0; i < q_; i++) {
           const int64_t at = b * query_.stride[0] + h * query_.stride[1] + i * query_.stride[2];
-          for (int64_t d = 0; d < D_; d++) *out++ = rounded_at(query_, at + d * query_.stride[3]);
+          for (int64_t d = 0; d < D_; d++) *out++ = float_at(query_, at + d * query_.stride[3]);
         }
   }
 
@@ -323,7 +323,7 @@ class Attention {
         for (int64_t i = 0; i < q_; i++) {
           const int64_t from = (b * Hq + h) * q_ + i, to = ((b * q_ + i) * Hq + h) * Dv;
           float share = 1.0f;
-          if (logits.given()) share = 1.0f / (1.0f + std::exp(rounded_at(logits, h * logits.stride[0]) - lse[from]));
+          if (logits.given()) share = 1.0f / (1.0f + std::exp(float_at(logits, h * logits.stride[0]) - lse[from]));
           store(target, to, rows + from * Dv, Dv, share);
         }
   }

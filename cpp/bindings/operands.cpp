@@ -97,9 +97,7 @@ NativeView* grid_view(bool of_keys, int64_t bits, bool per_token, int64_t group,
   expect("", "codes", words,
          {{"B", made->B}, {"H", made->H}, {"N", N}, {"Lg", ceil_div(v.L, kLanes)}, {"W", v.words}, {"16", kLanes}}, 3);
   v.codes = words.as<int32_t>();
-  v.stride_b = batch_stride(words);
-  v.stride_h = words.stride[1];
-  v.stride_n = words.stride[2];
+  take_strides(v, words);
   const int64_t groups = grouped / v.group, per_group = v.lane_scaled ? v.L : v.P;
   const auto ranges = [&](const char* what, const Tensor& x) {
     return plane_of(what, x, {{"B", made->B}, {"H", made->H}, {"N", N}, {"groups", groups}, {"per group", per_group}});

@@ -78,6 +78,17 @@ void define_byte_views(nb::module_& m);     // operands_bytes.cpp
 void define_trellis_views(nb::module_& m);  // operands_trellis.cpp
 void define_rope_views(nb::module_& m);     // operands_rope.cpp
 
+// Stride along the batch: 0 where all batch rows read the same one row.
+inline int64_t batch_stride(const Tensor& x) { return x.shape[0] == 1 ? 0 : x.stride[0]; }
+
+// Sets the strides of a view's plane of codes [B, H, N, ...].
+template <typename CodesView>
+void take_strides(CodesView& v, const Tensor& codes) {
+  v.stride_b = batch_stride(codes);
+  v.stride_h = codes.stride[1];
+  v.stride_n = codes.stride[2];
+}
+
 // A view of unpacked tokens [B, H, T, D], whose tensor the caller keeps.
 NativeView view_of_tokens(const std::string& name, const Tensor& x);
 
@@ -89,8 +100,5 @@ Plane plane_of(const char* what, const Tensor& x, std::initializer_list<Size> si
 
 // Takes parts of equal T, batch and heads.
 void take_parts(NativeView& v, const std::vector<nb::object>& parts);
-
-// Stride along the batch of a tensor whose first axis has one row for all, or one each.
-inline int64_t batch_stride(const Tensor& x) { return x.shape[0] == 1 ? 0 : x.stride[0]; }
 
 }  // namespace tersekv

@@ -54,9 +54,7 @@ NativeView* signs_view(int64_t head_dim, double factor, nb::handle signs, nb::ha
   view.T = N * view.t;
   expect("", "signs", bytes, {{"B", B}, {"H", H}, {"N", N}, {"M/8", ceil_div(v.M, 8)}, {"t", kByteBlock}}, 3);
   v.signs = bytes.as<uint8_t>();
-  v.stride_b = batch_stride(bytes);
-  v.stride_h = bytes.stride[1];
-  v.stride_n = bytes.stride[2];
+  take_strides(v, bytes);
   const Tensor lengths = owner.keep("norms", norms, kHalves);
   v.half = lengths.float_type();
   v.norms = plane_of("norms", lengths, {{"B", B}, {"H", H}, {"N", N}, {"t", kByteBlock}});
@@ -137,9 +135,7 @@ NativeView* polar_view(int64_t head_dim, double unit, const std::vector<int64_t>
   view.T = N * view.t;
   expect("", "angles", codes, {{"B", B}, {"H", H}, {"N", N}, {"bytes", v.bytes}, {"t", kByteBlock}}, 3);
   v.angles = codes.as<uint8_t>();
-  v.stride_b = batch_stride(codes);
-  v.stride_h = codes.stride[1];
-  v.stride_n = codes.stride[2];
+  take_strides(v, codes);
   v.half = lengths.float_type();
   v.radii =
       plane_of("radii", lengths, {{"B", B}, {"H", H}, {"N", N}, {"D/2^L", view.D >> v.levels}, {"t", kByteBlock}});

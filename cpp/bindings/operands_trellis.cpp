@@ -77,9 +77,7 @@ NativeView* trellis_view(int64_t head_dim, nb::handle stream, nb::handle gain, n
   view.T = N * view.t;
   expect("", "stream", words, {{"B", B}, {"H", H}, {"N", N}, {"W", v.words}, {"t", kByteBlock}}, 3);
   v.stream = words.as<uint16_t>();
-  v.stride_b = batch_stride(words);
-  v.stride_h = words.stride[1];
-  v.stride_n = words.stride[2];
+  take_strides(v, words);
   expect("", "gain", gain_codes, {{"B", B}, {"H", H}, {"N", N}, {"t", kByteBlock}}, 3);
   v.gain = gain_codes.as<uint8_t>();
   v.gain_b = batch_stride(gain_codes);

@@ -29,6 +29,11 @@ def plain(fn: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
+def last_contiguous(x: Tensor) -> Tensor:
+    """x, copied only where its last axis is not contiguous."""
+    return x.contiguous() if x.dim() and x.stride(-1) != 1 else x
+
+
 def cached_table(fn: Callable[P, T]) -> Callable[P, T]:
     """Cache a table by its arguments; it is made on the CPU, in no special mode."""
 

@@ -15,6 +15,7 @@ from tersekv.attention.read import Call, grouped
 from tersekv.cache.kept import KeptStore
 from tersekv.cache.selective import SelectiveStore
 from tersekv.errors import UserError
+from tersekv.kernels.attend import Masks
 
 OBSERVED_QUERIES = 64
 """Query positions whose weights are alive at a time."""
@@ -91,7 +92,7 @@ def _weights(store: KeptStore, held: Held, keys: Tensor, call: Call, tile: slice
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
     mask = call.mask[:, tile] if call.mask is not None else _causal(store, past + n, call.query.shape[2], tile)
-    seen = masks.at(store, mask, positions, positions.shape[2])
+    seen = Masks(mask, store.hidden).at(positions, positions.shape[2])
     assert seen is not None
     scores = scores.masked_fill(~seen.unsqueeze(2), float("-inf"))
     if call.sink_logits is not None:

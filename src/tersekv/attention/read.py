@@ -19,7 +19,7 @@ from tersekv.cache.parallel import Spread
 from tersekv.cache.segments import PackedSegment
 from tersekv.cache.selective import SelectiveStore
 from tersekv.kernels import backends, softmax
-from tersekv.kernels.attend import PackedPages, finished
+from tersekv.kernels.attend import Masks, finished
 
 BLOCK_READ_TOKENS = 1024
 """Packed tokens decoded at a time for long chunks."""
@@ -90,27 +90,25 @@ class _Reader:
         query, store = self.call.query, self.store
         if query.shape[1] * query.shape[2] <= KERNEL_ROWS * self.kv_heads:
             if store is None or (store.spread is None and not store.estimates):
-                call, pages, hidden = self.call, None, None
-                exact: tuple[tuple[Tensor, Tensor, Tensor | int], ...] = ()
-                if store is not None:
-                    exact, pages, hidden = tuple(store.exact_segments()), store.pages(), store.hidden
-                if self.own is not None:
-                    exact = (self.own, *exact)
-                rest = self.mask, hidden, call.scaling, call.softcap, call.sink_logits
-                if (exact or pages) and (out := backends.attend.direct(query, exact, pages, *rest)) is not None:
+                if (out := self._direct()) is not None:
                     return out
             elif (whole := self._direct_parts()) is not None:
                 return self._finish([whole])
         return self._finish(None)
 
-    def _exact(self) -> tuple[tuple[Tensor, Tensor, Tensor | int], ...]:
-        """Unpacked tokens with where they stand."""
-        exact = () if self.store is None else tuple(self.store.exact_segments())
-        return exact if self.own is None else (self.own, *exact)
-
-    def _direct(self, exact: Any, pages: PackedPages | None, parts: bool = False) -> Any:
-        """`kernels/attend.py` by a kernel; None where none takes the call."""
-        call, hidden = self.call, None if self.store is None else self.store.hidden
+    def _direct(self, of_exact: bool = True, of_pages: bool = True, parts: bool = False) -> Any:
+        """`kernels/attend.py` over unpacked tokens, packed pages or both, by a kernel; None where none takes the call,
+        or there are no tokens."""
+        call, store = self.call, self.store
+        exact: tuple[tuple[Tensor, Tensor, Tensor | int], ...] = ()
+        pages, hidden = None, None
+        if store is not None:
+            exact = tuple(store.exact_segments()) if of_exact else ()
+            pages, hidden = store.pages() if of_pages else None, store.hidden
+        if of_exact and self.own is not None:
+            exact = (self.own, *exact)
+        if not exact and pages is None:
+            return None
         sinks = None if parts else call.sink_logits
         return backends.attend.direct(
             call.query, exact, pages, self.mask, hidden, call.scaling, call.softcap, sinks, parts
@@ -120,21 +118,14 @@ class _Reader:
         """Out [B, H, R, Dv] and lse [B, H, R] over all tokens but those that stand for others, by kernels."""
         store = self.store
         assert store is not None
-        exact, pages = self._exact(), store.pages()
         if store.spread is None:
-            if not exact and pages is None:
-                rows = _rows(grouped(self.call.query, self.kv_heads))
-                return rows.new_zeros((*rows.shape[:3], store.values.head_dim)), rows.new_full(
-                    rows.shape[:3], -torch.inf
-                )
-            return self._direct(exact, pages, parts=True)
-        if not store.packed_everywhere or pages is None:
+            return self._direct(parts=True)
+        if not store.packed_everywhere or store.pages() is None:
             return None  # where some process holds nothing, all go the same way, so that all get the same bits
-        packed = self._direct((), pages, parts=True)
-        if packed is None:
+        packed, beside = self._direct(of_exact=False, parts=True), self._direct(of_pages=False, parts=True)
+        if packed is None or (beside is None and (self.own is not None or store.exact_segments())):
             return None
         packed = _of_all(store.spread, *packed)
-        beside = self._direct(exact, None, parts=True) if exact else None
         return packed if beside is None else _merge(beside, packed)
 
     def _finish(self, whole: list[tuple[Tensor, Tensor]] | None) -> Tensor:
@@ -147,6 +138,7 @@ class _Reader:
         for i, tile in enumerate(tiles):
             part = query if len(tiles) == 1 else query[:, :, :, tile]
             results = whole if whole is not None else self.decoded(part, tile, packed[i : i + 1])
+            results = results or self._nothing(part, [slice(None)])
             estimates = self.estimates(part, tile)
             if estimates:
                 out, lse = _estimate(results, estimates, self.longest())
@@ -156,8 +148,8 @@ class _Reader:
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def _mask(self, positions: Tensor | int, tokens: int) -> Tensor | None:
-        """Mask columns of a segment, see `masks.at`."""
-        return None if self.store is None else masks.at(self.store, self.mask, positions, tokens)
+        """Mask columns of a segment, see `Masks.at`."""
+        return None if self.store is None else Masks(self.mask, self.store.hidden).at(positions, tokens)
 
     def decoded(self, query: Tensor, tile: slice, packed: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Out and lse of a tile of queries over each segment; `packed`: over packed tokens, already there."""
@@ -207,7 +199,7 @@ class _Reader:
         return [_of_all(self.store.spread, *part) for part in own or self._nothing(query, tiles)]
 
     def _nothing(self, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
-        """Out and lse of this process where it holds no packed tokens, and others do."""
+        """Out and lse over no tokens, for each tile of queries."""
         assert self.store is not None
         rows = [_rows(query[:, :, :, tile]) for tile in tiles]
         dim = self.store.values.head_dim

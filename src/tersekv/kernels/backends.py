@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from tersekv.kernels import cpu, triton
-from tersekv.kernels.attend import PackedPages, composed
 from tersekv.kernels.attend import attend as attend
 from tersekv.kernels.attend_packed import attend_packed as attend_packed
 from tersekv.kernels.attend_pages import attend_pages as attend_pages
-from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.attend_segments import attend_segments as attend_segments
 from tersekv.kernels.basis import basis_product as basis_product
 from tersekv.kernels.cpu import attend as cpu_attend  # joins its kernels
@@ -34,61 +32,7 @@ from tersekv.kernels.rotate import rotate_hadamard as rotate_hadamard
 from tersekv.kernels.softmax import attend_exact as attend_exact
 from tersekv.kernels.softmax import merge_segments as merge_segments
 from tersekv.kernels.trellis import encode_trellis as encode_trellis
-from tersekv.kernels.triton import encode
-
-
-def _join_triton() -> None:
-    """Kernels of the Triton modules, each with its `why_not_<operator>`."""
-    for module in (triton, encode):
-        for name in OPERATORS:
-            if hasattr(module, f"why_not_{name}"):
-                OPERATORS[name].by("triton")(_checked(getattr(module, name), getattr(module, f"why_not_{name}")))
-
-
-def _checked(run: Any, why_not: Any) -> Any:
-    def checked(*call: Any) -> Any:
-        first = call[0][0] if isinstance(call[0], list) else call[0]
-        if first.is_cpu and triton.interpreted() and chosen() != "triton":
-            raise NotTaken("Triton's interpreter runs only where it is forced")
-        if reason := why_not(*call):
-            raise NotTaken(reason)
-        return run(*call)
-
-    return checked
-
-
-_join_triton()
-
-
-@attend.by("triton")
-def _attend_with_triton(query: Tensor, exact: Any, pages: PackedPages | None, *call: Any, **options: Any) -> Any:
-    """`attend` over pages that are prepared once: a launch for the pages, one for exact tokens, one that merges."""
-    names = ("softcap", "sinks", "parts", "table")
-    given: dict[str, Any] = {"softcap": None, "sinks": None, "parts": False}
-    given |= dict(zip(names, call[3:], strict=False)) | options
-    if given.pop("table", None) is not None:
-        raise NotTaken("a pool is read by attend_pages")
-    if query.is_cpu and chosen() != "triton":
-        raise NotTaken("Triton's interpreter runs only where it is forced")
-    made = None
-    if pages is not None:
-        each = zip(pages.keys, pages.values, strict=True)
-        made = pages.made.get("triton") or triton.prepare([Segment(keys, values, None, True) for keys, values in each])
-        pages.made["triton"] = made
-        if isinstance(made, str):
-            raise NotTaken(made)
-
-    def run(rows: Tensor, segments: list[Segment], scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-        own = [segment for segment in segments if segment.is_page]
-        others = [segment for segment in segments if not segment.is_page]
-        if not own:
-            return attend_segments.kernels["triton"](rows, others, scaling, softcap)
-        assert made is not None and not isinstance(made, str)  # noqa: PT018
-        page_set = made.with_segments(others)
-        masks = [segment.mask for segment in (*own, *others)]
-        return triton.attend(rows, page_set, masks, scaling, softcap)
-
-    return composed(run, query, exact, pages, *call[:3], *(given[name] for name in names[:3]))
+from tersekv.kernels.triton import encode as triton_encode  # noqa: F401 (joins its kernels)
 
 
 def explain(query: Tensor, keys: Any, values: Any) -> str:
@@ -108,7 +52,7 @@ def _why_not(name: str, query: Tensor, keys: Any, values: Any) -> str | None:
         return triton.why_not_attend_packed(query, keys, values, None, 1.0, None)
     try:
         cpu_attend.check(query, keys, values)
-    except (NotTaken, NotImplementedError) as reason:
+    except NotTaken as reason:
         return str(reason)
     return None
 

@@ -63,8 +63,8 @@ class Operator:
     def __init__(self, reference: Callable[..., Any], schema: str | None, fake: Callable[..., Any] | None) -> None:
         functools.update_wrapper(self, reference)
         self.name, self.reference = reference.__name__, reference
-        self.kernels: dict[str, Callable[..., Any]] = {REFERENCE: reference}
-        self.direct_order: list[str] = []  # backends with a kernel
+        self.kernels: dict[str, Callable[..., Any]] = {}
+        self.order: list[str] = []  # backends with a kernel, in the order in which they are asked
         self.torch_operator: Any = None
         if schema is None:
             return
@@ -105,7 +105,7 @@ class Operator:
 
         def join(run: Callable[..., Any]) -> Callable[..., Any]:
             self.kernels[backend] = run
-            self.direct_order = [name for name in ORDER if name in self.kernels and name != REFERENCE]
+            self.order = [name for name in ORDER if name in self.kernels]
             return run
 
         return join
@@ -113,42 +113,35 @@ class Operator:
     def run(self, *args: Any) -> Any:
         """The same without torch's dispatcher."""
         reasons: list[str] = []
-        for name in self._asked():
-            try:
-                out = self.kernels[name](*args)
-            except (NotTaken, NotImplementedError) as reason:
-                if chosen() == name:
-                    raise UserError(f"backend {name!r} is forced and cannot run {self.name}: {reason}") from None
-                reasons.append(f"{name}: {reason}")
-                continue
-            if reasons and name == REFERENCE:
-                _log_fallback(self.name, "; ".join(reasons))
+        out = self.direct(*args, reasons=reasons)
+        if out is not None:
             return out
-        raise AssertionError(f"no backend takes {self.name}")
+        if reasons:
+            _log_fallback(self.name, "; ".join(reasons))
+        return self.reference(*args)
 
-    def direct(self, *args: Any) -> Any:
-        """The result of a kernel; None where only the reference takes the call.
+    def direct(self, *args: Any, reasons: list[str] | None = None) -> Any:
+        """The result of the first kernel that takes the call; None where only the reference does. A forced backend
+        without a kernel for this operator leaves it to the reference.
+
+        Args:
+            reasons: takes why each kernel did not take the call.
 
         Raises:
             UserError: a backend is forced and does not take it.
         """
         only = _forced.get() or _from_environment()
-        for name in self.direct_order if only == AUTO else self._asked():
-            if name == REFERENCE:
+        for name in self.order:
+            if only not in (AUTO, name):
                 continue
             try:
                 return self.kernels[name](*args)
-            except (NotTaken, NotImplementedError) as reason:
-                if chosen() == name:
+            except NotTaken as reason:
+                if only == name:
                     raise UserError(f"backend {name!r} is forced and cannot run {self.name}: {reason}") from None
+                if reasons is not None:
+                    reasons.append(f"{name}: {reason}")
         return None
-
-    def _asked(self) -> list[str]:
-        """Backends in their order; one that is forced, or torch for what it has not got at all."""
-        only = chosen()
-        if only == AUTO:
-            return [name for name in ORDER if name in self.kernels]
-        return [only if only in self.kernels else REFERENCE]
 
 
 def operator(schema: str | None = None, fake: Callable[..., Any] | None = None) -> Callable[..., Operator]:

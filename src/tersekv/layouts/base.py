@@ -20,6 +20,7 @@ from tersekv.kernels import backends
 from tersekv.kernels.attend_grid import Side as Side
 from tersekv.kernels.attend_packed import Operand, native_view
 from tersekv.kernels.basis import unpacked_basis
+from tersekv.kernels.registry import NotTaken
 
 Kind = Literal["codes", "scales and norms"]
 Planes = dict[str, Tensor]
@@ -224,10 +225,10 @@ class View(ABC):
         """The inner vectors as an object of the C++ extension, which checks the planes and keeps them.
 
         Raises:
-            NotImplementedError: the extension does not read this layout.
+            NotTaken: the extension does not read this layout.
             ValueError: planes that are not what the layout says.
         """
-        raise NotImplementedError(f"the C++ kernels do not read {self.format}")
+        raise NotTaken(f"the C++ kernels do not read {self.format}")
 
     @abstractmethod
     def decode(self) -> Tensor:

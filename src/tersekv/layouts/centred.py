@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tersekv.codecs.transforms.rope import Angles, Rope
 from tersekv.layouts.base import Joined, LinearMap, Mapped, View
+from tersekv.tensors import last_contiguous
 
 
 class Turned(View):
@@ -29,17 +30,13 @@ class Turned(View):
     def native(self, native: ModuleType) -> Any:
         """See `View`."""
         rope, places = self.angles.native(native, self.mean.shape[-1], stepped=True)
-        return native.rotated_mean(mean=_last_contiguous(self.mean), tokens=self.tokens, rope=rope, places=places)
+        return native.rotated_mean(mean=last_contiguous(self.mean), tokens=self.tokens, rope=rope, places=places)
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D], B = 1 where all rows have the same."""
         cos, sin = self.angles.cos_sin()
         rows, (H, D) = max(len(self.mean), len(cos)), self.mean.shape[1:]
         return self.rope.put(self.mean.float().unsqueeze(2).expand(rows, H, self.tokens, D), cos, sin)
-
-
-def _last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class Shifted(Mapped):

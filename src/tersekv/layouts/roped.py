@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tersekv.codecs.transforms.rope import Angles, Rope
 from tersekv.kernels.attend_packed import Operand, native_view
+from tersekv.kernels.registry import NotTaken
 from tersekv.layouts.base import View
 
 
@@ -33,7 +34,7 @@ class Roped(View):
     @property
     def _operand(self) -> Operand:
         if self.before.inner is not self.before:
-            raise NotImplementedError(f"the C++ kernels do not apply RoPE to {self.before.format}")
+            raise NotTaken(f"the C++ kernels do not apply RoPE to {self.before.format}")
         return self.before.operand
 
     def decode(self) -> Tensor:

@@ -19,6 +19,8 @@ from tersekv.codecs.transforms.rope_pairs import Apply, pairs_of
 from tersekv.codecs.transforms.rope_steps import STEPS, TURNS, Steps, rope_steps, rope_turns
 from tersekv.codecs.transforms.rope_table import MAX_POSITION, given_table, look_up, rope_table, table_positions
 from tersekv.errors import UserError
+from tersekv.kernels.registry import NotTaken
+from tersekv.tensors import last_contiguous
 
 CosSin = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 PROPORTIONAL = 0.02
@@ -181,11 +183,11 @@ class Rope:
         holds the rows of one page's tokens. stepped: for rotated means, with `steps`; else for keys, with `turns`.
 
         Raises:
-            NotImplementedError: `apply` does not rotate pairs of channels.
+            NotTaken: `apply` does not rotate pairs of channels.
         """
         channels = self.channels(D)
         if channels is None:
-            raise NotImplementedError("the RoPE does not rotate pairs of channels")
+            raise NotTaken("the RoPE does not rotate pairs of channels")
         if len(table) == 1:
             return native.rope(table=table, channels=channels, steps=[], turns=None)
         kept: tuple[Any, Any] = self._natives.get((D, stepped), (None, None))
@@ -272,8 +274,7 @@ class Angles(NamedTuple):
 
     def native(self, native: ModuleType, D: int, stepped: bool) -> tuple[Any, Tensor]:
         """The C++ extension's RoPE of D channels, see `Rope.native`, and places whose last axis is contiguous."""
-        places = self.places if self.places.stride(-1) == 1 else self.places.contiguous()
-        return self.rope.native(native, self.table.contiguous(), D, stepped), places
+        return self.rope.native(native, self.table.contiguous(), D, stepped), last_contiguous(self.places)
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """cos and sin float32 [1 or B, T, padded columns] as the table has them, or [B, H, T, …] where heads differ."""

@@ -23,12 +23,9 @@ from tersekv.kernels.attend import PackedPages, Table, Where
 from tersekv.kernels.attend_packed import Operand, native_view
 from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.registry import NotTaken
+from tersekv.tensors import last_contiguous
 
 NAME = "cpu"
-
-
-def _last_contiguous(mask: Tensor) -> Tensor:
-    return mask.contiguous() if mask.dim() and mask.stride(-1) != 1 else mask
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
@@ -72,7 +69,7 @@ def attend(
     """See `kernels/attend.py`."""
     if query.requires_grad and not torch.is_grad_enabled():
         query = query.detach()
-    mask = None if mask is None else _last_contiguous(mask)
+    mask = None if mask is None else last_contiguous(mask)
     native = cpu._module or cpu.loaded()
     packed = None if pages is None else pages.made.get(NAME) or native_pages(pages)
     B, Hq, q, _ = query.shape
@@ -108,7 +105,7 @@ def attend_segments(
     native = cpu.loaded()
     keys = [native_view(native, segment.keys) for segment in segments]
     values = [native_view(native, segment.values) for segment in segments]
-    where = tuple(0 if mask is None else _last_contiguous(mask) for _, _, mask, _ in segments)
+    where = tuple(0 if mask is None else last_contiguous(mask) for _, _, mask, _ in segments)
     return _attend_views(query, keys, values, where, None, 0, scaling, softcap)
 
 
@@ -163,7 +160,7 @@ def attend_pages(
     """See `kernels/attend_pages.py`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
     native = cpu.loaded()
     views = [native_view(native, keys)], [native_view(native, values)]
-    return _attend_views(query, *views, (_last_contiguous(mask),), pages.contiguous(), page_tokens, scaling, softcap)
+    return _attend_views(query, *views, (last_contiguous(mask),), pages.contiguous(), page_tokens, scaling, softcap)
 
 
 @softmax_operators.merge_segments.by(NAME)

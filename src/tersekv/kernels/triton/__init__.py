@@ -1,5 +1,5 @@
-"""The Triton kernels as a backend: checks of a call (`why_not_*`, which do no tensor work), the ops, and attention over
-segments that are prepared once (`prepare`, `attend`).
+"""The Triton kernels as a backend: checks of a call (`why_not_*`, which do no tensor work), the operators' kernels, and
+attention over segments that are prepared once (`prepare`, `attend`).
 
 They run on CUDA devices, and on the CPU where Triton interprets them (TRITON_INTERPRET=1 before their first use), which
 is for tests: an interpreted kernel runs only where the backend is forced. Triton is loaded at the first call, never at
@@ -18,15 +18,23 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from tersekv.kernels import attend as layer_operators
+from tersekv.kernels import attend_packed as packed_operators
+from tersekv.kernels import attend_pages as pages_operators
+from tersekv.kernels import attend_segments as segments_operators
+from tersekv.kernels import softmax as softmax_operators
+from tersekv.kernels.attend import PackedPages, Table, Where, composed
 from tersekv.kernels.attend_packed import Operand
 from tersekv.kernels.attend_segments import Segment
-from tersekv.kernels.registry import NotTaken
+from tersekv.kernels.registry import NotTaken, Operator, chosen
 
 if TYPE_CHECKING:
     from tersekv.kernels.triton.page_set import PageSet
 
 Call = ParamSpec("Call")
 Result = TypeVar("Result")
+
+NAME = "triton"
 
 MAX_ROWS = 256
 """Most query rows per key-value head: more are a prompt's chunk, a matrix product's work."""
@@ -81,6 +89,32 @@ def on_own_device(run: Callable[Call, Result]) -> Callable[Call, Result]:
             return run(*args, **options)
 
     return guarded
+
+
+def joins(
+    operator: Operator, unless: Callable[Call, str | None]
+) -> Callable[[Callable[Call, Result]], Callable[Call, Result]]:
+    """Make a function the Triton kernel of an operator. unless: of the same arguments, why the kernel does not take a
+    call, or None."""
+
+    def join(run: Callable[Call, Result]) -> Callable[Call, Result]:
+        def checked(*args: Call.args, **options: Call.kwargs) -> Result:
+            _check_interpreter(args[0])
+            if reason := unless(*args, **options):
+                raise NotTaken(reason)
+            return run(*args, **options)
+
+        operator.by(NAME)(checked)
+        return run
+
+    return join
+
+
+def _check_interpreter(first: Any) -> None:
+    """Raise `NotTaken` for tensors on the CPU unless Triton's interpreter is forced."""
+    x = first[0] if isinstance(first, list) else first
+    if x.is_cpu and interpreted() and chosen() != NAME:
+        raise NotTaken("Triton's interpreter runs only where it is forced")
 
 
 def _launch() -> ModuleType:
@@ -163,6 +197,7 @@ def _why_not_mask(query: Tensor, mask: Tensor | None) -> str | None:
     return None
 
 
+@joins(packed_operators.attend_packed, unless=why_not_attend_packed)
 @on_own_device
 def attend_packed(
     query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
@@ -172,7 +207,7 @@ def attend_packed(
     return result
 
 
-attend_exact = attend_packed
+attend_exact = joins(softmax_operators.attend_exact, unless=why_not_attend_exact)(attend_packed)
 """See `tersekv.kernels.softmax`: the same, with unpacked tokens on both sides."""
 
 
@@ -184,6 +219,7 @@ def score_keys(query: Tensor, keys: Operand, scaling: float) -> Tensor:
     return result
 
 
+@joins(pages_operators.attend_pages, unless=why_not_attend_pages)
 @on_own_device
 def attend_pages(
     query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
@@ -242,6 +278,7 @@ def attend(
     return result
 
 
+@joins(segments_operators.attend_segments, unless=why_not_attend_segments)
 @on_own_device
 def attend_segments(
     query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
@@ -251,8 +288,47 @@ def attend_segments(
     return result
 
 
+@joins(softmax_operators.merge_segments, unless=why_not_merge_segments)
 @on_own_device
 def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """See `tersekv.kernels.softmax`: outs [B, H, R, D] and lses [B, H, R], float32, to one out and one lse."""
     result: tuple[Tensor, Tensor] = _launch().merge_segments(outs, lses)
     return result
+
+
+@layer_operators.attend.by(NAME)
+def attend_layer(
+    query: Tensor,
+    exact: tuple[tuple[Tensor, Tensor, Where], ...],
+    pages: PackedPages | None,
+    mask: Tensor | None,
+    hidden: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    parts: bool = False,
+    table: Table | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `tersekv.kernels.attend`: a launch for the pages, which are prepared once, one for exact tokens, and one that
+    merges."""
+    if table is not None:
+        raise NotTaken("a pool is read by attend_pages")
+    _check_interpreter(query)
+    made: PageSet | str | None = None
+    if pages is not None:
+        each = zip(pages.keys, pages.values, strict=True)
+        made = pages.made.get(NAME) or prepare([Segment(keys, values, None, True) for keys, values in each])
+        pages.made[NAME] = made
+        if isinstance(made, str):
+            raise NotTaken(made)
+
+    def run(rows: Tensor, segments: list[Segment], scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+        own = [segment for segment in segments if segment.is_page]
+        others = [segment for segment in segments if not segment.is_page]
+        if not own:
+            return segments_operators.attend_segments.kernels[NAME](rows, others, scaling, softcap)
+        assert made is not None and not isinstance(made, str)  # noqa: PT018
+        masks = [segment.mask for segment in (*own, *others)]
+        return attend(rows, made.with_segments(others), masks, scaling, softcap)
+
+    return composed(run, query, exact, pages, mask, hidden, scaling, softcap, sinks, parts)

@@ -14,12 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tersekv.kernels import encode_grid as encode_grid_operators
+from tersekv.kernels import encode_polar as encode_polar_operators
+from tersekv.kernels import encode_signs as encode_signs_operators
+from tersekv.kernels import encode_sparse as encode_sparse_operators
+from tersekv.kernels import lanes as lanes_operators
+from tersekv.kernels import rotate as rotate_operators
+from tersekv.kernels import trellis as trellis_operators
 from tersekv.kernels.encode_grid import GridPlace
 from tersekv.kernels.encode_polar import stream_offsets
 from tersekv.kernels.encode_sparse import BLOCK_TOKENS, MAX_CHANNELS, Entries, ranks_of
 from tersekv.kernels.lanes import LANES, packed_shape
 from tersekv.kernels.trellis import MOST_BITS, WARM_UP
-from tersekv.kernels.triton import on_own_device, why_not_usable
+from tersekv.kernels.triton import joins, on_own_device, why_not_usable
 
 TILE = 128
 """Units of 32 codes, or entries of a range, that a program takes."""
@@ -106,6 +113,7 @@ def why_not_rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Ten
     return _why_not(x, matrix, order, signs)
 
 
+@joins(encode_grid_operators.group_ranges, unless=why_not_group_ranges)
 @on_own_device
 def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
     """See `tersekv.kernels.encode_grid`: two planes, float32."""
@@ -120,6 +128,7 @@ def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
     return low, high
 
 
+@joins(encode_grid_operators.encode_grid, unless=why_not_encode_grid)
 @on_own_device
 def encode_grid(
     x: Tensor, place: GridPlace, scale: Tensor | None, offset: Tensor | None, table: Tensor | None
@@ -135,6 +144,7 @@ def encode_grid(
     return out.view(B, H, N, *out.shape[1:])
 
 
+@joins(lanes_operators.pack_lanes, unless=why_not_pack_lanes)
 @on_own_device
 def pack_lanes(codes: Tensor, bits: int) -> Tensor:
     """See `tersekv.kernels.lanes`: codes [..., P, L] to int32 [..., lane groups, words, 16]."""
@@ -146,6 +156,7 @@ def pack_lanes(codes: Tensor, bits: int) -> Tensor:
     return out.view(*lead, *out.shape[1:])
 
 
+@joins(encode_signs_operators.encode_signs, unless=why_not_encode_signs)
 @on_own_device
 def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
     """See `tersekv.kernels.encode_signs`: x [..., t, D] to uint8 [..., ceil(M/8), t]."""
@@ -159,6 +170,7 @@ def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
     return out
 
 
+@joins(encode_polar_operators.encode_polar, unless=why_not_encode_polar)
 @on_own_device
 def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """See `tersekv.kernels.encode_polar`: angles uint8 [B, ..., bytes, t], radii float32 [B, ..., D/2^L, t]. Two
@@ -180,6 +192,7 @@ def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor])
     return angles, radii
 
 
+@joins(rotate_operators.rotate_hadamard, unless=why_not_rotate_hadamard)
 @on_own_device
 def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:
     """See `tersekv.kernels.rotate`: x float32 [..., D] to its shape."""
@@ -255,6 +268,7 @@ def _why_not_float32(name: str, x: Tensor) -> str | None:
     return f"{name} needs a gradient" if x.requires_grad and torch.is_grad_enabled() else None
 
 
+@joins(encode_sparse_operators.quantiles, unless=why_not_quantiles)
 @on_own_device
 def quantiles(vectors: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """See `tersekv.kernels.encode_sparse`: vectors [..., n] to two thresholds [...]. One launch."""
@@ -270,6 +284,7 @@ def quantiles(vectors: Tensor, share: float) -> tuple[Tensor, Tensor]:
     return low, high
 
 
+@joins(encode_sparse_operators.pack_outliers, unless=why_not_pack_outliers)
 @on_own_device
 def pack_outliers(residual: Tensor, chosen: Tensor) -> Entries:
     """See `tersekv.kernels.encode_sparse`: residual and chosen [B, H, T, D]. Two launches, and a wait for the number of
@@ -311,6 +326,7 @@ def why_not_encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tens
     return None if bits.dtype is torch.uint8 else f"bits is {bits.dtype}, not uint8"
 
 
+@joins(trellis_operators.encode_trellis, unless=why_not_encode_trellis)
 @on_own_device
 def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
     """See `kernels/trellis.py`: y [R, n, D], weight and bits [R, D], tables [9, 256] to windows uint8 [R, n, D]. Four

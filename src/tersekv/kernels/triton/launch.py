@@ -15,6 +15,7 @@ from tersekv.kernels.triton import leaves as constants
 from tersekv.kernels.triton.leaves import Leaf, power
 from tersekv.kernels.triton.page_set import Group, PageSet, joined_mask, part, prepare, strided
 from tersekv.kernels.triton.tuning import plan
+from tersekv.tensors import last_contiguous
 
 merging = kernels
 
@@ -141,7 +142,7 @@ def _matrix(leaf: Leaf, query: Tensor) -> tuple[Any, ...]:
         return query, 0, 0, 0
     m = leaf.matrix()
     m = m if m.dim() == 4 else m[None, None]
-    m = m if m.stride(-1) == 1 else m.contiguous()
+    m = last_contiguous(m)
     return m, m.stride(0) if m.shape[0] > 1 else 0, m.stride(1) if m.shape[1] > 1 else 0, m.stride(2)
 
 

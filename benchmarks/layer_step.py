@@ -1,0 +1,164 @@
+"""One decode step of one layer, appending a token and attending: its time and its calls.
+
+    python benchmarks/layer_step.py [--out benchmarks/records/layer_step.jsonl] [--recipes default qjl]
+        [--dtype bfloat16] [--threads 1] [--seconds 0.2]
+
+Times are medians in microseconds. In each round, every cache has the same share of seconds; "exact" is transformers'
+DynamicLayer with scaled_dot_product_attention. Calls are counted in a model of 4 layers after 600 tokens: Python calls
+in files of tersekv, and calls of its extension, per layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import DynamicLayer
+
+import tersekv
+from tersekv.attention.read import Call, attend_store
+from tersekv.cache.kept import new_store
+from tersekv.cli.env import cpu_features
+from tersekv.codecs.transforms.rope import standard_rope
+from tersekv.hf.cache import CompressedCache
+from tersekv.kernels import cpu
+from tersekv.recipe import Recipe
+
+EXACT = "exact"
+RECIPES = ("default", "kivi:bits=4", "kvquant:bits=3,calibration=prompt", "polarquant", "qjl", "turboquant:bits=4")
+COUNTED = (
+    *RECIPES, "turboquant:bits=2.5", "snapkv:budget=128+kivi:bits=4", "streaming:budget=128+kivi:bits=4",
+    "h2o:budget=128+kivi:bits=4", "subgen:budget=128+kivi:bits=4",
+)  # fmt: skip
+SHAPES = ((9, 3, 64), (32, 8, 128))
+"""Query heads, key-value heads and head dim of SmolLM2-135M and Llama-3.1-8B."""
+
+TOKENS, ROUNDS = (1024, 8192), 5
+
+
+def calls(recipe: str) -> tuple[float, float]:
+    """Python calls in files of tersekv, and calls of its extension, per layer of a decode step."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=2, num_key_value_heads=2, head_dim=64, num_hidden_layers=4,
+        intermediate_size=64, vocab_size=64,
+    )  # fmt: skip
+    model, counts = LlamaForCausalLM(config).eval(), {"python": 0, "native": 0}
+    ours, native = tersekv.__path__[0], cpu.loaded()
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ours):
+            counts["python"] += 1
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            counts["native"] += 1
+            return getattr(native, name)
+
+    with torch.no_grad(), tersekv.compress(model, recipe):
+        cache = CompressedCache(model, recipe)
+        model(torch.randint(0, 64, (1, 600)), past_key_values=cache)
+        for _ in range(3):
+            model(torch.randint(0, 64, (1, 1)), past_key_values=cache)
+        sys.setprofile(count)
+        try:
+            model(torch.randint(0, 64, (1, 1)), past_key_values=cache)
+        finally:
+            sys.setprofile(None)
+        with mock.patch.object(cpu, "_module", Counted()):
+            model(torch.randint(0, 64, (1, 1)), past_key_values=cache)
+    return counts["python"] / 4, counts["native"] / 4
+
+
+def step(recipe: str, shape: Sequence[int], tokens: int, dtype: torch.dtype) -> Callable[[], Any]:
+    """A function that appends a token to a layer that holds so many, and attends."""
+    Hq, H, D = shape
+    made = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, H, tokens, D, generator=made).to(dtype)
+    key, value = torch.randn(2, 1, H, 1, D, generator=made).to(dtype)
+    query, scaling = torch.randn(1, Hq, 1, D, generator=made).to(dtype), D**-0.5
+    if recipe == EXACT:
+        layer = DynamicLayer()
+        layer.update(keys, values)
+
+        def exact() -> None:
+            k, v = layer.update(key, value)
+            scaled_dot_product_attention(query, k, v, scale=scaling, enable_gqa=True)
+
+        return exact
+    store = new_store(Recipe.parse(recipe).plan(3, 8), keys[:, :, :0], values[:, :, :0], None, standard_rope(D))
+    store.append(keys, values)
+    call = Call(query, None, scaling)
+
+    def packed() -> None:
+        store.append(key, value)
+        attend_store(store, call)
+
+    return packed
+
+
+def medians(recipes: Sequence[str], shape: Sequence[int], tokens: int, dtype: torch.dtype, seconds: float) -> list[Any]:
+    """Microseconds of a step with each cache, the median of all rounds."""
+    steps, times = [step(recipe, shape, tokens, dtype) for recipe in recipes], [[] for _ in recipes]
+    for turn in range(1 + ROUNDS):
+        for run, taken in zip(steps, times, strict=True):
+            end = time.perf_counter() + seconds
+            while (start := time.perf_counter()) < end:
+                run()
+                if turn:  # the first round warms up
+                    taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) * 1e6 for taken in times]
+
+
+def main() -> None:
+    """Run as described above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="+", default=("float32", "bfloat16"))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=0.2, help="of each cache per round")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    about = {
+        "bench": "layer_step", "cpu": cpu_features()[0], "torch": torch.__version__, "tersekv": tersekv.__version__,
+        "transformers": transformers.__version__,
+    }  # fmt: skip
+    rows, console = [], Console()
+    counted = Table("recipe", "Python calls", "native calls")
+    for recipe in dict.fromkeys((*options.recipes, *COUNTED)):
+        python, native = calls(recipe)
+        rows.append(about | {"recipe": recipe, "python_calls": python, "native_calls": native})
+        counted.add_row(recipe, f"{python:g}", f"{native:g}")
+    console.print(counted)
+    names = [EXACT, *options.recipes]
+    table = Table("type", "heads", "tokens", *names, title="microseconds per step of a layer")
+    with torch.inference_mode():
+        for dtype in options.dtype:
+            for shape in SHAPES:
+                for tokens in TOKENS:
+                    found = medians(names, shape, tokens, getattr(torch, dtype), options.seconds)
+                    where = {"dtype": dtype, "heads": list(shape), "tokens": tokens, "threads": options.threads}
+                    for name, taken in zip(names, found, strict=True):
+                        rows.append(about | {"recipe": name, **where, "microseconds": round(taken, 1)})
+                    table.add_row(dtype, "/".join(map(str, shape)), f"{tokens:,}", *(f"{x:.0f}" for x in found))
+    console.print(table)
+    if options.out:
+        options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
