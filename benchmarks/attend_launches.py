@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from encode_launches import Operations, kernels
-from tersekv.attention.read import Call, attend_store
+from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.layer import LayerStore
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.kernels import backends
@@ -52,7 +52,7 @@ def step(recipe: str, pages: int) -> dict[str, Any]:
     store = layer(recipe, pages)
     held = len(list(store.packed_pages()))
     assert held == pages, f"expected {pages} pages, got {held}"
-    call = Call(torch.randn(1, 8, 1, 64).bfloat16(), None, 64**-0.5)
+    call = AttentionCall(torch.randn(1, 8, 1, 64).bfloat16(), None, 64**-0.5)
     with backends.forced("triton"), kernels(execute=False) as launched:
         attend_store(store, call)
         launched.clear()

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 
-from tersekv.attention.read import Call, attend_store
+from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.layer import LayerStore
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.kernels import backends
@@ -80,7 +80,7 @@ def step(recipe: str) -> dict[str, Any]:
     keys, values = torch.randn(2, 1, 2, 100, 128).bfloat16().unbind(0)
     store = LayerStore(Recipe.parse(f"window:sinks=4,recent=32+{recipe}").plan(0, 1), keys, values, None, ROPE)
     store.append(keys, values)
-    call = Call(torch.randn(1, 8, 1, 128).bfloat16(), None, 128**-0.5)
+    call = AttentionCall(torch.randn(1, 8, 1, 128).bfloat16(), None, 128**-0.5)
 
     def token() -> None:
         store.append(keys[:, :, :1], values[:, :, :1])

@@ -35,8 +35,8 @@ from tersekv.codecs.transforms.sketch import jl_sketch
 from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.kernels.cpu import encode
 from tersekv.kernels.encode_grid import GridPlace
-from tersekv.lab.bench.attend import Heads
-from tersekv.lab.bench.formats import Segment, make_segment
+from tersekv.lab.bench.attend import HeadCounts
+from tersekv.lab.bench.formats import make_segment
 
 FORMATS = ["grid4", "grid3", "grid2", "qjl256", "polar", "nuq4-1%", "trellis2", "trellis3"]
 TOKENS = {"attend": 1024, "encode": 1024, "search": 64}
@@ -48,10 +48,10 @@ void count(void) { CALLGRIND_START_INSTRUMENTATION; CALLGRIND_ZERO_STATS; }
 void counted(const char* what) { CALLGRIND_DUMP_STATS_AT(what); CALLGRIND_STOP_INSTRUMENTATION; }
 """
 MARKS, SEGMENTS = "marks.so", "segments.pt"
-Call = Callable[[], Any]
+Run = Callable[[], Any]
 
 
-def attention(heads: Heads, tokens: int, segments: dict[str, Segment]) -> Iterator[tuple[str, Call]]:
+def attention(heads: HeadCounts, tokens: int, segments: dict[str, Any]) -> Iterator[tuple[str, Run]]:
     """One query position over each of the segments, and over unpacked tokens."""
     query = torch.randn(1, heads.kv, heads.query // heads.kv, heads.dim)
     scaling = heads.dim**-0.5
@@ -62,7 +62,7 @@ def attention(heads: Heads, tokens: int, segments: dict[str, Segment]) -> Iterat
     yield "exact", lambda: cpu_attend.attend_exact(query, key, value, None, scaling, None)
 
 
-def searching(heads: Heads, tokens: int) -> Iterator[tuple[str, Call]]:
+def searching(heads: HeadCounts, tokens: int) -> Iterator[tuple[str, Run]]:
     """For trellis codes of `tokens` tokens."""
     y, bits = torch.randn(heads.kv, tokens, heads.dim), torch.full((heads.kv, heads.dim), 2, dtype=torch.uint8)
     yield (
@@ -71,7 +71,7 @@ def searching(heads: Heads, tokens: int) -> Iterator[tuple[str, Call]]:
     )
 
 
-def encoding(heads: Heads, tokens: int) -> Iterator[tuple[str, Call]]:
+def encoding(heads: HeadCounts, tokens: int) -> Iterator[tuple[str, Run]]:
     """Each other encoder over `tokens` tokens."""
     H, D = heads.kv, heads.dim
     x = torch.randn(1, H, tokens, D)
@@ -98,7 +98,7 @@ def encoding(heads: Heads, tokens: int) -> Iterator[tuple[str, Call]]:
     yield "rotate_hadamard", lambda: encode.rotate_hadamard(x, random_rotation(D, 0, "hadamard"), order, signs)
 
 
-def count(folder: Path, heads: Heads) -> None:
+def count(folder: Path, heads: HeadCounts) -> None:
     """Inside valgrind: every call twice, the second time counted."""
     marks = ctypes.CDLL(str(folder / MARKS))
     torch.set_num_threads(1)
@@ -118,7 +118,7 @@ def count(folder: Path, heads: Heads) -> None:
                 marks.counted(f"{kind}|{what}|{times}".encode())
 
 
-def prepare(folder: Path, heads: Heads) -> None:
+def prepare(folder: Path, heads: HeadCounts) -> None:
     """What `count` loads: packed segments, since codecs learn slowly inside valgrind, and how it tells valgrind.
 
     Raises:
@@ -135,7 +135,7 @@ def prepare(folder: Path, heads: Heads) -> None:
     torch.save(segments, folder / SEGMENTS)
 
 
-def counts(isa: str, heads: Heads, folder: Path) -> dict[tuple[str, str, int], int]:
+def counts(isa: str, heads: HeadCounts, folder: Path) -> dict[tuple[str, str, int], int]:
     """Instructions by kind, call and how many times the tokens, from a run of this program in valgrind."""
     command = [
         "valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder}/out", sys.executable,
@@ -154,7 +154,7 @@ def counts(isa: str, heads: Heads, folder: Path) -> dict[tuple[str, str, int], i
     return found
 
 
-def measure(isa: str, heads: Heads, folder: Path) -> list[dict[str, Any]]:
+def measure(isa: str, heads: HeadCounts, folder: Path) -> list[dict[str, Any]]:
     """Records of one instruction set."""
     found = counts(isa, heads, folder)
     rows = []
@@ -172,7 +172,9 @@ def measure(isa: str, heads: Heads, folder: Path) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--isas", default="avx2,scalar")
-    parser.add_argument("--heads", type=Heads.parse, default=Heads(9, 3, 64), help="query heads/KV heads/head dim")
+    parser.add_argument(
+        "--heads", type=HeadCounts.parse, default=HeadCounts(9, 3, 64), help="query heads/KV heads/head dim"
+    )
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--counted", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -29,8 +29,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
 import tersekv
-from tersekv.attention.read import Call, attend_store
-from tersekv.cache.kept import new_store
+from tersekv.attention.read import AttentionCall, attend_store
+from tersekv.cache.scored_eviction import new_store
 from tersekv.cli.env import cpu_features
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.hf.cache import CompressedCache
@@ -101,7 +101,7 @@ def step(recipe: str, shape: Sequence[int], tokens: int, dtype: torch.dtype) -> 
         return exact
     store = new_store(Recipe.parse(recipe).plan(3, 8), keys[:, :, :0], values[:, :, :0], None, standard_rope(D))
     store.append(keys, values)
-    call = Call(query, None, scaling)
+    call = AttentionCall(query, None, scaling)
 
     def packed() -> None:
         store.append(key, value)

@@ -22,8 +22,8 @@ from rich.console import Console
 from torch import Tensor
 
 import tersekv
-from tersekv.attention.read import Call, attend_store
-from tersekv.cache.kept import new_store
+from tersekv.attention.read import AttentionCall, attend_store
+from tersekv.cache.scored_eviction import new_store
 from tersekv.cli import output
 from tersekv.cli.env import cpu_features
 from tersekv.recipe import Recipe
@@ -73,8 +73,8 @@ def run(recipe: str, keys: Tensor, values: Tensor, queries: Tensor, args: argpar
     rows, seconds = [], 0.0
     lengths = [CHUNK * 4**i for i in range(16) if CHUNK * 4**i < args.tokens] + [args.tokens]
     for length in lengths:
-        while store.seen < length:
-            part = slice(store.seen, min(length, store.seen + CHUNK))
+        while store.num_tokens < length:
+            part = slice(store.num_tokens, min(length, store.num_tokens + CHUNK))
             start = time.perf_counter()
             store.append(keys[:, :, part], values[:, :, part])
             seconds += time.perf_counter() - start
@@ -102,18 +102,20 @@ def run(recipe: str, keys: Tensor, values: Tensor, queries: Tensor, args: argpar
 
 def relative_error(store: Any, keys: Tensor, values: Tensor, queries: Tensor) -> float:
     """Mean over queries of ‖estimate − attention‖ / ‖attention‖, over the tokens that the store has seen."""
-    k, v = keys[0, 0, : store.seen], values[0, 0, : store.seen]
+    k, v = keys[0, 0, : store.num_tokens], values[0, 0, : store.num_tokens]
     truth = torch.softmax(queries[0, 0] @ k.T * D**-0.5, dim=-1) @ v
-    got = torch.cat([attend_store(store, Call(q[None, None, None], None, D**-0.5))[0, 0] for q in queries[0, 0]])
+    got = torch.cat(
+        [attend_store(store, AttentionCall(q[None, None, None], None, D**-0.5))[0, 0] for q in queries[0, 0]]
+    )
     return float(((got - truth).norm(dim=-1) / truth.norm(dim=-1)).mean())
 
 
 def step(store: Any, keys: Tensor, values: Tensor, queries: Tensor) -> float:
     """Seconds of one token more and its attention."""
-    at = slice(store.seen, store.seen + 1)
+    at = slice(store.num_tokens, store.num_tokens + 1)
     start = time.perf_counter()
     store.append(keys[:, :, at], values[:, :, at])
-    attend_store(store, Call(queries[:, :, :1], None, D**-0.5))
+    attend_store(store, AttentionCall(queries[:, :, :1], None, D**-0.5))
     return time.perf_counter() - start
 
 

@@ -9,7 +9,7 @@
 namespace tersekv {
 
 enum class Float : int { f32 = 0, f16 = 1, bf16 = 2 };
-enum class Kind : int { exact, grid, signs, polar, sparse, added, joined, roped, rotated, trellis, turned };
+enum class Kind : int { exact, grid, signs, polar, sparse, sum, concat, roped, rotated, trellis, rotated_mean };
 
 // static: kernels are compiled with other flags, and the linker must not share their copies of inline functions.
 constexpr int kLanes = 16;

@@ -18,7 +18,7 @@ struct TurnedChannel {
 // Cosines and sines of 0 to M - 1 steps: those of fast columns are rows of `table`, those of slow ones sums of its last
 // kLanes rows, with factors in rows of `matrix`; cosines in front of sines. Pair i of coefficients is fast column i, or
 // slow column i - fast.
-struct RopeSteps {
+struct RopeOffsets {
   int64_t M = 0, rows = 0, fast = 0, slow = 0;
   const float* table = nullptr;     // [rows, M], rows = 2·fast, and kLanes more where some are slow
   const float* matrix = nullptr;    // [2·slow, kLanes]
@@ -49,10 +49,10 @@ struct RopeView {
   const TurnedChannel* turned = nullptr;  // [D]
   // Not null: positions are consecutive, channels take cosines and sines of the same columns, and angles of the next
   // steps.M tokens follow from those of any token.
-  const RopeSteps* steps = nullptr;
+  const RopeOffsets* offsets = nullptr;
   // Not null: positions are consecutive, channels d and d + D/2 are pairs of one column, and these are cosines and
-  // sines of the next steps times 32767, [D/4, 2, kTurnTokens, 2]: of pairs 2i and 2i + 1 side by side.
-  const int16_t* turns = nullptr;
+  // sines of the next steps times 32767, [D/4, 2, kInt16Offsets, 2]: of pairs 2i and 2i + 1 side by side.
+  const int16_t* int16_offsets = nullptr;
 };
 
 // Position of a token, or its row in a table of one digit. static: see contract.h.

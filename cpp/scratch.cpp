@@ -72,13 +72,13 @@ struct Arena {
   }
 };
 
-struct Kept {
+struct ThreadBuffer {
   KeptKey key = {0, 0, 0, 0};
   Chunk chunk = {nullptr, 0};
 };
 
 thread_local Arena arena;
-thread_local Kept kept;
+thread_local ThreadBuffer kept;
 
 }  // namespace
 

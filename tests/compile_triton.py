@@ -31,8 +31,8 @@ from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.encode_grid import GridPlace
 from tersekv.kernels.triton import encode, launch, leaves, tuning
 from tersekv.kernels.triton.page_set import prepare
-from tersekv.layouts.base import Joined, View
-from tersekv.layouts.centred import Turned
+from tersekv.layouts.base import Concat, View
+from tersekv.layouts.mean_removed import RotatedMean
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32), "sm_86": GPUTarget("cuda", 86, 32), "gfx942": GPUTarget("hip", "gfx942", 64)
@@ -113,7 +113,7 @@ def page_set(keys: str, values: str, pre_rope: bool = False, masked: bool = Fals
 def mean_in_pages(D: int = 64) -> None:
     """Pages of trellis codes beside a rotated mean."""
     of, mean, codes = rope("halves", D), torch.randn(1, 2, D), side("trellis", "keys", D)
-    keys = [Joined([(codes, D), (Turned(mean, of, of.angles(first, 64)), D)]) for first in (0, 64)]
+    keys = [Concat([(codes, D), (RotatedMean(mean, of, of.angles(first, 64)), D)]) for first in (0, 64)]
     value = side("trellis", "values", D)
     launch.attend(torch.randn(1, 2, 4, 2 * D), prepare([Segment(key, value, is_page=True) for key in keys]),
                   [None] * 2, 0.1, None)  # fmt: skip
@@ -122,7 +122,7 @@ def mean_in_pages(D: int = 64) -> None:
 def centred(D: int = 64) -> None:
     """Trellis codes of keys whose mean lies apart."""
     of = rope("halves", D)
-    keys = Joined([(side("trellis", "keys", D), D), (Turned(torch.randn(1, 2, D), of, of.angles(0, 64)), D)])
+    keys = Concat([(side("trellis", "keys", D), D), (RotatedMean(torch.randn(1, 2, D), of, of.angles(0, 64)), D)])
     launch.attend_packed(torch.randn(1, 2, 4, 2 * D), keys, side("trellis", "values", D), None, 0.1, None)
 
 

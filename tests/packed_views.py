@@ -10,10 +10,10 @@ from torch import Tensor
 from tersekv.codecs import methods
 from tersekv.codecs.transforms.rope import Rope, standard_rope
 from tersekv.kernels.attend_grid import decode_grid
-from tersekv.layouts.base import Added, Joined, Rotated, View
-from tersekv.layouts.centred import Turned
+from tersekv.layouts.base import Concat, Rotated, Sum, View
 from tersekv.layouts.exact import ExactView
 from tersekv.layouts.grid import GridView
+from tersekv.layouts.mean_removed import RotatedMean
 from tersekv.layouts.roped import Roped
 from tersekv.layouts.signs import SignSketch, SignsView
 
@@ -102,9 +102,9 @@ def roped(view: View, kind: str, R: int, T: int, rows: str = "shared") -> Roped:
 
 def magnitude(view: View) -> Tensor:
     """Per element the sum of the absolute values that float32 adds up to it: float64 [B, H, T, D]."""
-    if isinstance(view, Added):
+    if isinstance(view, Sum):
         return sum(magnitude(part) for part in view.views)
-    if isinstance(view, Joined):
+    if isinstance(view, Concat):
         parts = [magnitude(part) for part in view.views]
         rows = max(map(len, parts))
         return torch.cat([part.expand(rows, -1, -1, -1) for part in parts], dim=-1)
@@ -112,7 +112,7 @@ def magnitude(view: View) -> Tensor:
         return magnitude(view.inner) @ view.rotation.abs().double()
     if isinstance(view, Roped):
         return _turned_magnitude(magnitude(view.before), view)
-    if isinstance(view, Turned):
+    if isinstance(view, RotatedMean):
         return _turned_magnitude(view.mean.unsqueeze(2).abs().double(), view)
     if isinstance(view, SignsView):
         return sum(_sketch_magnitude(s, view.head_dim) for s in view.sketches)
@@ -126,7 +126,7 @@ def magnitude(view: View) -> Tensor:
     return view.decode().abs().double()
 
 
-def _turned_magnitude(size: Tensor, view: Roped | Turned) -> Tensor:
+def _turned_magnitude(size: Tensor, view: Roped | RotatedMean) -> Tensor:
     channels = view.rope.channels(size.shape[-1])
     partner, cos, sin = channels[:, 0].long(), channels[:, 1].long(), channels[:, 2].long()
     of_token = [x if x.dim() == 4 else x.unsqueeze(1) for x in (x.abs().double() for x in view.angles.rows())]
@@ -137,9 +137,9 @@ def _turned_magnitude(size: Tensor, view: Roped | Turned) -> Tensor:
 def table_error(view: View, query: Tensor) -> float:
     """Largest error of q·k̂, for query [B, H, R, D], from tables of 16-bit partial sums: half a step for each nibble of
     signs, a step being a 32760th of the largest sum of |S·q| over 32 rows of the sketch."""
-    if isinstance(view, Added):
+    if isinstance(view, Sum):
         return sum(table_error(part, query) for part in view.views)
-    if isinstance(view, Joined):
+    if isinstance(view, Concat):
         return sum(map(table_error, view.views, query.split(view.dims, dim=-1)))
     if not isinstance(view, SignsView):
         return 0.0
@@ -148,7 +148,7 @@ def table_error(view: View, query: Tensor) -> float:
 
 def _sketch_error(sketch: SignSketch, query: Tensor) -> float:
     blocks = sketch.norms.shape[2] if sketch.varies else 1
-    at = [c if c is None else c.expand(-1, -1, blocks, -1) for c in (sketch.channels, sketch.dropped)]
+    at = [c if c is None else c.expand(-1, -1, blocks, -1) for c in (sketch.channels, sketch.num_evicted)]
     most = 0.0
     for n in range(blocks):
         channels, dropped = (c if c is None else c[:, :, n : n + 1] for c in at)

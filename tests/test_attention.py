@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tersekv.attention import read
-from tersekv.attention.read import Call, attend_chunk, attend_store
+from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.attention.weights import attention_weights
 from tersekv.errors import UserError
 from tersekv.kernels import backends, cpu
@@ -20,7 +20,7 @@ RECIPES = [
 ]
 
 
-def dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, call: Call) -> Tensor:
+def dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, call: AttentionCall) -> Tensor:
     """Plain attention in float64: [B, q, Hq, D]."""
     groups = query.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(groups, dim=1) for x in (keys, values))
@@ -51,7 +51,7 @@ def test_store_equals_dense(recipe, q, softcap):
     keys, values = tokens(700, B=2)
     s = fed(recipe, keys, values, [0, 700])
     query = torch.randn(2, 6, q, 64, generator=torch.Generator().manual_seed(q))
-    call = Call(query, None, 0.125, softcap, torch.randn(6))
+    call = AttentionCall(query, None, 0.125, softcap, torch.randn(6))
     check(attend_store(s, call), dense(query, *s.decoded(torch.float32), None, call), recipe.startswith("qjl"))
 
 
@@ -61,7 +61,7 @@ def test_chunk_attends_past_and_itself(recipe, q):
     keys, values = tokens(500 + q, B=2)
     s = fed(recipe, keys[:, :, :500], values[:, :, :500], [0, 500])
     query = torch.randn(2, 4, q, 64)
-    call = Call(query, None, 0.125)
+    call = AttentionCall(query, None, 0.125)
     past = s.decoded(torch.float32)
     both = [torch.cat([p, x[:, :, 500:]], dim=2) for p, x in zip(past, (keys, values), strict=True)]
     got = attend_chunk(s, keys[:, :, 500:], values[:, :, 500:], call)
@@ -75,7 +75,7 @@ def test_masks_reach_every_segment():
     query = torch.randn(2, 4, 3, 64)
     mask = torch.rand(2, 3, 500, generator=torch.Generator().manual_seed(0)) < 0.3
     mask[1, 2] = False
-    call = Call(query, mask, 0.125)
+    call = AttentionCall(query, mask, 0.125)
     got = attend_store(s, call)
     check(got, dense(query, *s.decoded(torch.float32), mask, call))
     assert got[1, 2].abs().max() == 0
@@ -90,7 +90,7 @@ def test_left_padding_hides_what_is_no_token(q):
     query = torch.randn(3, 4, q, 64)
     visible = torch.arange(400) >= padding[:, None]
     mask = visible[:, None] & (torch.arange(400) <= torch.arange(400 - q, 400)[:, None])[None]
-    call = Call(query, mask, 0.125)
+    call = AttentionCall(query, mask, 0.125)
     check(attend_store(s, call), dense(query, *s.decoded(torch.float32), mask, call))
 
 
@@ -102,7 +102,7 @@ def test_unmasked_call_after_a_padded_start():
     query = torch.randn(2, 4, 1, 64)
     mask = torch.ones(2, 1, 400, dtype=torch.bool)
     mask[1, 0, :30] = False
-    call = Call(query, None, 0.125)
+    call = AttentionCall(query, None, 0.125)
     check(attend_store(s, call), dense(query, *s.decoded(torch.float32), mask, call))
 
 
@@ -114,7 +114,7 @@ def test_unmasked_long_chunk_after_a_padded_start():
     query = torch.randn(2, 4, 600, 64)
     mask = (torch.arange(1000) <= torch.arange(400, 1000)[:, None]).repeat(2, 1, 1)
     mask[1, :, :30] = False
-    call = Call(query, None, 0.125)
+    call = AttentionCall(query, None, 0.125)
     both = [torch.cat([p, x[:, :, 400:]], dim=2) for p, x in zip(s.decoded(torch.float32), (keys, values), strict=True)]
     check(attend_chunk(s, keys[:, :, 400:], values[:, :, 400:], call), dense(query, *both, mask, call))
 
@@ -133,7 +133,7 @@ def test_reading_block_by_block_never_decodes_everything(monkeypatch):
 
     monkeypatch.setattr(type(s), "packed_segment", watch)
     with backends.forced("reference"):
-        attend_store(s, Call(torch.randn(1, 2, 1, 64), None, 0.125))
+        attend_store(s, AttentionCall(torch.randn(1, 2, 1, 64), None, 0.125))
     assert max(asked) <= read.BLOCK_READ_TOKENS
     assert sum(asked) == s.packed_tokens
 
@@ -141,7 +141,7 @@ def test_reading_block_by_block_never_decodes_everything(monkeypatch):
 def test_reference_backend_gives_the_same():
     keys, values = tokens(500)
     s = fed("kivi:bits=4", keys, values, [0, 500])
-    call = Call(torch.randn(1, 6, 1, 64), None, 0.125)
+    call = AttentionCall(torch.randn(1, 6, 1, 64), None, 0.125)
     with backends.forced("reference"):
         expected = attend_store(s, call)
     check(attend_store(s, call), expected)
@@ -150,20 +150,20 @@ def test_reference_backend_gives_the_same():
 @pytest.mark.skipif(cpu.why_not_built() is not None, reason="the C++ extension is not built")
 def test_a_forced_kernel_runs_or_raises():
     keys, values = tokens(500)
-    call = Call(torch.randn(1, 6, 1, 64), None, 0.125)
+    call = AttentionCall(torch.randn(1, 6, 1, 64), None, 0.125)
     with backends.forced("cpu"):
         attend_store(fed("kivi/exact", keys, values, [0, 500]), call)
         attend_store(fed("qjl", keys, values, [0, 500]), call)
         query = call.query.clone().requires_grad_()
         with pytest.raises(UserError, match="'cpu' is forced and cannot run attend: query needs a gradient"):
-            attend_store(fed("uniform:bits=6", keys, values, [0, 500]), Call(query, None, 0.125))
+            attend_store(fed("uniform:bits=6", keys, values, [0, 500]), AttentionCall(query, None, 0.125))
 
 
 def test_weights_sum_to_one():
     keys, values = tokens(300)
     s = fed("kivi:bits=4", keys, values, [0, 300])
     new = torch.randn(1, 2, 2, 64)
-    weights = attention_weights(s, new, Call(torch.randn(1, 4, 2, 64), None, 0.125, 3.0))
+    weights = attention_weights(s, new, AttentionCall(torch.randn(1, 4, 2, 64), None, 0.125, 3.0))
     assert weights.shape == (1, 4, 2, 302)
     assert weights[:, :, 0, 301].abs().max() == 0
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 4, 2))

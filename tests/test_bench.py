@@ -11,7 +11,7 @@ from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends, cpu
 from tersekv.kernels.attend_packed import attend_packed
 from tersekv.lab.bench import attend as bench
-from tersekv.lab.bench.attend import Heads, Measured, Row, measure
+from tersekv.lab.bench.attend import HeadCounts, Measured, Row, measure
 from tersekv.lab.bench.clock import Spread, spread, take_turns
 from tersekv.lab.bench.formats import FORMATS, make_segment
 
@@ -64,7 +64,7 @@ def test_refusals(arguments, said, capsys):
 
 def test_what_only_the_reference_reads_is_not_timed():
     with backends.forced("reference"), pytest.raises(UserError, match="grid4 is not timed: reference: forced"):
-        measure(Heads(2, 1, 32), 64, ["grid4"], 1, 0.01)
+        measure(HeadCounts(2, 1, 32), 64, ["grid4"], 1, 0.01)
 
 
 @KERNELS
@@ -72,7 +72,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
     right = attend_packed.reference
     monkeypatch.setattr(backends.attend_packed, "direct", lambda *call: (right(*call)[0] * 1.02, None))
     with pytest.raises(CacheError, match="off by"):
-        measure(Heads(2, 1, 32), 64, ["grid4"], 1, 0.01)
+        measure(HeadCounts(2, 1, 32), 64, ["grid4"], 1, 0.01)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -89,14 +89,14 @@ def test_bytes_of_a_copy_are_its_own(name):
 @KERNELS
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_has_a_kernel_that_is_right(name):
-    row = measure(Heads(4, 2, 64), 256, [name], 1, 0.01).rows[0]
+    row = measure(HeadCounts(4, 2, 64), 256, [name], 1, 0.01).rows[0]
     assert row.error < 1e-2
     assert 1 < row.bits < 7
 
 
 def test_speedups_are_ratios():
     time = lambda ms: Spread(ms, ms, ms, 5)  # noqa: E731
-    heads = Heads(8, 2, 64)
+    heads = HeadCounts(8, 2, 64)
     rows = [
         Row("grid4", 5.0, 1000, heads, 1, time(2.0), 160_000, 1e-3),
         Row("sdpa bfloat16", None, 1000, heads, 1, time(20.0), 512_000),

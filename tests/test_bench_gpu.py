@@ -13,7 +13,7 @@ from tersekv.kernels import backends, cpu, triton
 from tersekv.kernels.attend_packed import attend_packed
 from tersekv.lab.bench import attend_gpu as bench
 from tersekv.lab.bench import clock_gpu
-from tersekv.lab.bench.attend import Heads
+from tersekv.lab.bench.attend import HeadCounts
 from tersekv.lab.bench.clock import Spread
 from tersekv.lab.bench.formats import FORMATS, chosen
 
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(triton.why_not_installed() is not None, reason=str(triton.why_not_installed())),
     pytest.mark.skipif(not triton.interpreted(), reason="kernels run on the GPU here"),
 ]
-HEADS = Heads(4, 2, 64)
+HEADS = HeadCounts(4, 2, 64)
 
 
 class Counting:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from conftest import benchmark
-from tersekv.lab.bench.attend import Heads
+from tersekv.lab.bench.attend import HeadCounts
 from tersekv.lab.bench.formats import make_segment
 from test_ops_parity import pytestmark  # noqa: F401
 
-HEADS = Heads(2, 1, 32)
+HEADS = HeadCounts(2, 1, 32)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_every_op_runs(program):
 def test_what_a_call_costs_whatever_its_length_drops_out(program, monkeypatch, tmp_path):
     found = {("attend", "grid4", times): 5000 + 1024 * 3 * 200 * times for times in (1, 2)}
     monkeypatch.setattr(program, "counts", lambda *call: found)
-    (row,) = program.measure("avx2", Heads(9, 3, 64), tmp_path)
+    (row,) = program.measure("avx2", HeadCounts(9, 3, 64), tmp_path)
     assert row["per_token_and_head"] == 200
     assert row["shape"] == "9/3/64"
 

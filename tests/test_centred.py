@@ -29,7 +29,7 @@ LOSSLESS = "window:sinks=4,recent=16,exact=fp32+centred"
 
 @dataclass(frozen=True)
 class CentredFloats(Exact):
-    """Centred keys without a loss of their own."""
+    """MeanRemoved keys without a loss of their own."""
 
     dtype: Literal["bf16", "fp16", "fp32"] = "fp32"
 

@@ -115,16 +115,16 @@ def test_true_bits_are_near_the_printed_ones(bits, share, printed):
 
 
 def test_what_is_lacking():
-    assert KVQuant().lacks == "corpus"
-    assert KVQuant(calibration="prompt").lacks == "prompt"
-    assert KVQuant(table="int", axis="token").lacks is None
-    assert KVQuant(table="nf", ranges="online").lacks == "prompt"
+    assert KVQuant().needs_fit == "corpus"
+    assert KVQuant(calibration="prompt").needs_fit == "prompt"
+    assert KVQuant(table="int", axis="token").needs_fit is None
+    assert KVQuant(table="nf", ranges="online").needs_fit == "prompt"
     both = KVQuant(ranges="online")
-    assert both.lacks == "corpus"
+    assert both.needs_fit == "corpus"
     with_table = dataclasses.replace(both, fitted={"table": torch.linspace(-1, 1, 8)[None]})
-    assert with_table.lacks == "prompt"
+    assert with_table.needs_fit == "prompt"
     fitted = with_table.fit(torch.randn(1, 2, 64, 32))
-    assert fitted.lacks is None
+    assert fitted.needs_fit is None
     assert torch.equal(fitted.fitted["table"], with_table.fitted["table"])
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tersekv.attention.observe import observe
-from tersekv.attention.read import Call, attend_store
-from tersekv.cache.kept import KeptStore, best, new_store
+from tersekv.attention.read import AttentionCall, attend_store
+from tersekv.cache.scored_eviction import ScoredEvictionStore, best, new_store
 from tersekv.errors import UserError
 from tersekv.policies.pyramidkv import PyramidKV
 from tersekv.policies.snapkv import SnapKV
@@ -18,23 +18,25 @@ from test_store import tokens
 EXACT = "exact:dtype=fp32"
 
 
-def made(recipe: str, keys: Tensor, values: Tensor, layer: int = 0, layers: int = 1) -> KeptStore:
+def made(recipe: str, keys: Tensor, values: Tensor, layer: int = 0, layers: int = 1) -> ScoredEvictionStore:
     store = new_store(Recipe.parse(recipe).plan(layer, layers), keys, values)
-    assert isinstance(store, KeptStore)
+    assert isinstance(store, ScoredEvictionStore)
     return store
 
 
-def feed(store: KeptStore, keys: Tensor, values: Tensor, query: Tensor, padding: Tensor | None = None) -> None:
+def feed(
+    store: ScoredEvictionStore, keys: Tensor, values: Tensor, query: Tensor, padding: Tensor | None = None
+) -> None:
     """Observe and append tokens [B, H, n, D] with their queries [B, Hq, n, D], as a model's attention does."""
     mask = None
     if padding is not None:
-        q, T = query.shape[2], store.seen + query.shape[2]
+        q, T = query.shape[2], store.num_tokens + query.shape[2]
         visible = torch.arange(T) >= padding[:, None]
         mask = visible[:, None] & (torch.arange(T) <= torch.arange(T - q, T)[:, None])[None]
-    store.append(keys, values, padding, *votes_of(store, keys, Call(query, mask, 0.125)))
+    store.append(keys, values, padding, *votes_of(store, keys, AttentionCall(query, mask, 0.125)))
 
 
-def votes_of(store: KeptStore, keys: Tensor, call: Call) -> list[Tensor]:
+def votes_of(store: ScoredEvictionStore, keys: Tensor, call: AttentionCall) -> list[Tensor]:
     votes = observe(store, keys, call)
     return [] if votes is None else [votes]
 
@@ -51,35 +53,35 @@ def filled(recipe: str, cuts: list[int], B: int = 1, D: int = 32, padding: Tenso
     return store, keys, values, query
 
 
-def kept(store: KeptStore, row: int = 0, head: int = 0) -> list[int]:
+def kept(store: ScoredEvictionStore, row: int = 0, head: int = 0) -> list[int]:
     """Positions held, sorted."""
     positions = store.pool.positions[row, head]
-    tail = range(store.seen - store.tails[0].tokens, store.seen)
+    tail = range(store.num_tokens - store.tails[0].tokens, store.num_tokens)
     return sorted([*positions[positions >= 0].tolist(), *tail])
 
 
-def masks_of(store: KeptStore, q: int) -> Tensor:
+def masks_of(store: ScoredEvictionStore, q: int) -> Tensor:
     """bool [B, H, q, seen]: held tokens, by position."""
-    mask = torch.zeros(store.batch_size, store.kv_heads, q, store.seen, dtype=torch.bool)
+    mask = torch.zeros(store.batch_size, store.kv_heads, q, store.num_tokens, dtype=torch.bool)
     for b in range(store.batch_size):
         for h in range(store.kv_heads):
             mask[b, h, :, kept(store, b, h)] = True
     return mask
 
 
-def held_by_position(store: KeptStore) -> tuple[Tensor, Tensor]:
+def held_by_position(store: ScoredEvictionStore) -> tuple[Tensor, Tensor]:
     """Keys and values [B, H, seen, D] as the store decodes them, NaN where nothing is held."""
     packed = store.packed_segment()
     out = []
     for i, side in enumerate(store.sides):
         view = [] if packed is None else [(packed.keys, packed.values)[i].decode()]
         chosen = torch.cat([*view, side.loose.float()], dim=2)
-        x = torch.full((*chosen.shape[:2], store.seen + 1, side.head_dim), torch.nan)
-        index = store.pool.positions.long() % (store.seen + 1)  # -1 goes to the place behind the last
+        x = torch.full((*chosen.shape[:2], store.num_tokens + 1, side.head_dim), torch.nan)
+        index = store.pool.positions.long() % (store.num_tokens + 1)  # -1 goes to the place behind the last
         x.scatter_(2, index.unsqueeze(-1).expand_as(chosen), chosen)
         tail = store.tails[i].data.float()
-        x[:, :, store.seen - tail.shape[2] : store.seen] = tail
-        out.append(x[:, :, : store.seen])
+        x[:, :, store.num_tokens - tail.shape[2] : store.num_tokens] = tail
+        out.append(x[:, :, : store.num_tokens])
     return out[0], out[1]
 
 
@@ -178,7 +180,7 @@ def test_odd_budgets(name, budget, prompt):
     for head in range(2):
         assert len(kept(store, 0, head)) <= max(allowed, 8 if prompt < 8 else 0)
         assert kept(store, 0, head)[-1] == prompt + 6
-    assert torch.isfinite(attend_store(store, Call(query[:, :, -1:], None, 0.125))).all()
+    assert torch.isfinite(attend_store(store, AttentionCall(query[:, :, -1:], None, 0.125))).all()
 
 
 def test_equal_weights_and_no_room():

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tersekv.attention.read import Call, attend_store
+from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.clusters import Clusters, Head, merged
-from tersekv.cache.kept import new_store
+from tersekv.cache.scored_eviction import new_store
 from tersekv.cache.sketch import Reservoir, SketchStore, counts
 from tersekv.kernels.softmax import attend_weighted
 from tersekv.policies.subgen import SubGen, farthest_first
@@ -224,7 +224,7 @@ def test_nothing_overflows(size, recent):
         store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values)
         store.append(keys[:, :, :n], values[:, :, :n])
         query = torch.nn.functional.normalize(keys[:, :, :1], dim=-1).repeat_interleave(2, 1)
-        out = attend_store(store, Call(query * size, None, 1.0))
+        out = attend_store(store, AttentionCall(query * size, None, 1.0))
         assert torch.isfinite(out).all()
         assert out.norm(dim=-1).max() <= values.norm(dim=-1).max() * 1.0001
 
@@ -233,18 +233,22 @@ def test_all_values_zero():
     keys = torch.randn(1, 2, 100, 8, generator=random(7))
     store = new_store(Recipe.parse("subgen:variant=stream,recent=8+exact").plan(0, 1), keys, keys * 0)
     store.append(keys, keys * 0)
-    assert attend_store(store, Call(keys[:, :, :1], None, 1.0)).abs().max() == 0
+    assert attend_store(store, AttentionCall(keys[:, :, :1], None, 1.0)).abs().max() == 0
 
 
 def test_the_estimate_comes_closer_with_the_budget():
     keys, values, query = stream(2000, 16, 12, 0.4)
-    truth = dense(query[None, :, None], keys, values, torch.ones(1, 1, 2000, dtype=torch.bool), Call(query, None, 4.0))
+    truth = dense(
+        query[None, :, None], keys, values, torch.ones(1, 1, 2000, dtype=torch.bool), AttentionCall(query, None, 4.0)
+    )
     errors = []
     for budget in (60, 240, 960):
         recipe = f"subgen:variant=stream,recent=8,sinks=0,budget={budget}+exact"
         store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values)
         store.append(keys, values)
-        errors.append(float((attend_store(store, Call(query[None, :, None], None, 4.0)) - truth).norm(dim=-1).mean()))
+        errors.append(
+            float((attend_store(store, AttentionCall(query[None, :, None], None, 4.0)) - truth).norm(dim=-1).mean())
+        )
     assert errors[0] > 1.5 * errors[1] > 2 * errors[2]
 
 

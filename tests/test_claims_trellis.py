@@ -9,10 +9,10 @@ import torch
 
 from tersekv.codecs.codebooks.bits import SQUARED_ERROR, allotted
 from tersekv.codecs.codebooks.trellis import TRAINED, scalar_entries, squared_error, trained, trellis_entries
-from tersekv.codecs.transforms.rope import Turn, standard_rope
+from tersekv.codecs.transforms.rope import SequenceRope, standard_rope
 from tersekv.codecs.trellis import Trellis
 from tersekv.kernels import backends
-from tersekv.layouts.centred import Centred, Turned
+from tersekv.layouts.mean_removed import MeanRemoved, RotatedMean
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -80,12 +80,12 @@ def test_constant_part_of_keys_before_rope_costs_no_bits():
     rope = standard_rope(D)
     cos, sin = rope.cos_sin(0, T, T, torch.device("cpu"))
     noise, mean = normal(1, 2, T, D), 8 * normal(1, 2, 1, D, seed=3)
-    keys = rope.put(noise + mean, cos[None], sin[None])
-    codec = Trellis(2.0, calibration="prompt").with_mean(rope.take_off(keys, cos[None], sin[None]))
-    left = keys - rope.put(codec.fitted["mean"].float().unsqueeze(2).expand(-1, -1, T, -1), cos[None], sin[None])
+    keys = rope.apply(noise + mean, cos[None], sin[None])
+    codec = Trellis(2.0, calibration="prompt").with_mean(rope.invert(keys, cos[None], sin[None]))
+    left = keys - rope.apply(codec.fitted["mean"].float().unsqueeze(2).expand(-1, -1, T, -1), cos[None], sin[None])
     codec = codec.fit(left)
     view = codec.view(codec.encode(left), D)
-    centred = Centred(view, Turned(codec.fitted["mean"], rope, rope.angles(0, T)))
+    centred = MeanRemoved(view, RotatedMean(codec.fitted["mean"], rope, rope.angles(0, T)))
     error = (centred.decode() - keys).square().mean()
     assert float(error) < 1.3 * SQUARED_ERROR["trellis"][2]
     with_mean = Trellis(2.0, centre=False, calibration="prompt").fit(keys)
@@ -117,12 +117,12 @@ def test_a_short_prompt_does_not_starve_what_comes_later():
 
 def test_turn_of_a_worker_is_the_models_rope():
     rope = standard_rope(16)
-    turn = rope.turn(3, 10, 24)
-    assert isinstance(turn, Turn)
+    turn = rope.of_sequence(3, 10, 24)
+    assert isinstance(turn, SequenceRope)
     x = normal(1, 2, 20, 24)
     cos, sin = rope.cos_sin(3, 10, 13, torch.device("cpu"))
-    expected = torch.cat([rope.put(part, cos[None], sin[None]) for part in x.split(10, dim=2)], dim=2)
-    torch.testing.assert_close(turn.put(x), expected)
+    expected = torch.cat([rope.apply(part, cos[None], sin[None]) for part in x.split(10, dim=2)], dim=2)
+    torch.testing.assert_close(turn.apply(x), expected)
 
 
 def test_bits_go_to_the_layers_that_the_loss_hangs_on():
@@ -131,7 +131,7 @@ def test_bits_go_to_the_layers_that_the_loss_hangs_on():
     for layer, loud in enumerate((1.0, 30.0, 0.2)):
         x = normal(1, 2, 512, 32, seed=layer)
         codecs.append(Trellis(2.0, side="values").fit_corpus(x, loud * normal(1, 2, 512, 32, seed=9 + layer)))
-    settled = Trellis.settle(codecs)
+    settled = Trellis.share_across_layers(codecs)
     bits = [int(codec.fitted["bits"].sum()) for codec in settled]
     assert bits[1] > bits[0] > bits[2]
     assert sum(bits) <= sum(int(codec.fitted["bits"].sum()) for codec in codecs)
@@ -150,4 +150,4 @@ def test_bits_go_to_the_layers_that_the_loss_hangs_on():
 
 def test_layers_without_gradients_keep_their_bits():
     codecs = [Trellis(2.0, metric="none").fit_corpus(normal(1, 1, 64, 32), normal(1, 1, 64, 32)) for _ in range(2)]
-    assert all(a is b for a, b in zip(Trellis.settle(codecs), codecs, strict=True))
+    assert all(a is b for a, b in zip(Trellis.share_across_layers(codecs), codecs, strict=True))

@@ -212,7 +212,7 @@ def test_the_library_logs_and_does_not_print() -> None:
         if path.parent.name == "cli":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+            named = isinstance(node, ast.AttentionCall) and isinstance(node.func, ast.Name) and node.func.id == "print"
             assert not named or path.name == "trellis.py", path
     assert (package / "py.typed").is_file()
 

@@ -14,7 +14,7 @@ import transformers as tf
 import tersekv
 from conftest import HEAD, SHAPE, prompt
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.parallel import Spread
+from tersekv.cache.parallel import ContextParallel
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.calibration import attention_plans
 from tersekv.hf.parallel import spread_over
@@ -26,7 +26,7 @@ from test_tensor_parallel import torchrun
 ROPED = ["kivi:bits=2,pre_rope=true", "polarquant:codebook=online"]
 
 
-def together(ranks: int, work: Callable[[Spread], Any]) -> list[Any]:
+def together(ranks: int, work: Callable[[ContextParallel], Any]) -> list[Any]:
     """What `work` gives on each of so many ranks, which are threads."""
     barrier, slots = threading.Barrier(ranks, timeout=60), [torch.empty(0)] * ranks
 
@@ -39,7 +39,7 @@ def together(ranks: int, work: Callable[[Spread], Any]) -> list[Any]:
 
     def run(rank: int) -> Any:
         try:
-            return work(Spread(rank, ranks, lambda x: gather(rank, x)))
+            return work(ContextParallel(rank, ranks, lambda x: gather(rank, x)))
         except BaseException:
             barrier.abort()
             raise
@@ -48,7 +48,7 @@ def together(ranks: int, work: Callable[[Spread], Any]) -> list[Any]:
         return list(pool.map(run, range(ranks)))
 
 
-def divided(model, recipe: str, spread: Spread, learnt=None) -> tersekv.CompressedCache:
+def divided(model, recipe: str, spread: ContextParallel, learnt=None) -> tersekv.CompressedCache:
     plans = {layer.index: layer.plan for layer in tersekv.CompressedCache(model.config, recipe, learnt).layers}
     return tersekv.CompressedCache.of(model.config, Recipe.parse(recipe), plans, spread)
 
@@ -59,7 +59,7 @@ def same_as_one(model, recipe, steps, ranks=2, mask=None, learnt=None) -> list[t
         one = tersekv.CompressedCache(model.config, recipe, learnt)
         expected = read(model, one, steps, mask)
 
-        def work(spread: Spread) -> Any:
+        def work(spread: ContextParallel) -> Any:
             cache = divided(model, recipe, spread, learnt)
             return read(model, cache, steps, mask), cache
 
@@ -116,7 +116,7 @@ def test_memory_is_divided(llama):
 
 
 def test_rollback_rows_and_reset(llama):
-    def work(spread: Spread) -> Any:
+    def work(spread: ContextParallel) -> Any:
         cache = divided(llama, "kivi:bits=4", spread)
         read(llama, cache, [prompt(300, 2)])
         cache.crop(-20)
@@ -142,7 +142,7 @@ def test_rollback_rows_and_reset(llama):
 
 
 def test_what_it_does_not_serve(llama, models, tmp_path):
-    spread = Spread(0, 2, lambda x: [x, x])
+    spread = ContextParallel(0, 2, lambda x: [x, x])
 
     def make(model, recipe):
         return tersekv.CompressedCache.of(

@@ -11,7 +11,7 @@ import tersekv
 from conftest import MODELS, prompt
 from tersekv.cache import kvquant_tables as kvquant
 from tersekv.cache.estimate import KNOWN, CacheShape, predict
-from tersekv.cache.kept import new_store
+from tersekv.cache.scored_eviction import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
 from tersekv.hf.config import cache_shape

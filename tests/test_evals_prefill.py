@@ -7,7 +7,7 @@ import torch
 
 import tersekv
 from conftest import MODELS, prompt
-from tersekv.cache.selective import SelectiveStore
+from tersekv.cache.evicting import EvictingStore
 from tersekv.errors import UserError
 from tersekv.hf.models import load
 from tersekv.hf.prefill import Prefill, held_by, new_cache
@@ -34,7 +34,7 @@ def test_shared_prefill_has_the_bytes_of_a_real_one(models, name: str, recipe: s
         if theirs.store is None:
             assert ours.store is None
             continue
-        assert (ours.store.seen, ours.store.dropped) == (theirs.store.seen, theirs.store.dropped)
+        assert (ours.store.num_tokens, ours.store.num_evicted) == (theirs.store.num_tokens, theirs.store.num_evicted)
         for a, b in zip(ours.store.sides, theirs.store.sides, strict=True):
             assert torch.equal(a.sinks, b.sinks)
             assert torch.equal(a.tail.data, b.tail.data)
@@ -87,7 +87,7 @@ def test_policies_that_observe_queries_share_the_prefill(models, name: str, reci
         nexts = [model(input_ids=ids[:, :1], past_key_values=cache).logits for cache in (filled, real)]
     assert model.config.get_text_config()._attn_implementation == before
     for ours, theirs in zip(filled.layers, real.layers, strict=True):
-        if isinstance(theirs.store, SelectiveStore):
+        if isinstance(theirs.store, EvictingStore):
             assert torch.equal(ours.store.pool.positions, theirs.store.pool.positions)
     assert held_by(filled) == held_by(real)
     assert torch.equal(*nexts)

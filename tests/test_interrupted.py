@@ -51,7 +51,7 @@ def installed(request):
 
 def all_packed(cache: tersekv.CompressedCache) -> int:
     """Tokens that the layers have packed so far, together."""
-    return sum(layer.store.packed_tokens + layer.store.dropped for layer in cache.layers)
+    return sum(layer.store.packed_tokens + layer.store.num_evicted for layer in cache.layers)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])

@@ -21,8 +21,8 @@ from tersekv.kernels.attend_pages import attend_pages
 from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.kernels.cpu import encode
 from tersekv.kernels.registry import NotTaken
-from tersekv.layouts.base import Joined, View
-from tersekv.layouts.centred import Turned
+from tersekv.layouts.base import Concat, View
+from tersekv.layouts.mean_removed import RotatedMean
 from tersekv.layouts.roped import Roped
 from test_ops_cpu_encode import calls, planes
 from test_ops_pages import PAGEABLE, pool
@@ -51,7 +51,7 @@ for _name in ("exact", "grid", "sparse", "signs", "polar", "trellis", "joined"):
 def turned(view: View) -> View:
     of = rope("pairs", D)
     mean = torch.randn(1, H, D, generator=torch.Generator().manual_seed(0))
-    return Joined([(view, D), (Turned(mean, of, of.angles(5, T)), D)])
+    return Concat([(view, D), (RotatedMean(mean, of, of.angles(5, T)), D)])
 
 
 @functools.cache
@@ -190,7 +190,7 @@ def test_columns_of_cosines_in_any_order():
     angles = mixed.angles_at(torch.arange(5, 5 + T))
     view = Roped(plain("exact", "keys"), mixed, angles)
     assert torch.equal(mixed.channels(D)[: D // 2, 1], first.int())
-    for each in (view, Joined([(plain("exact", "keys"), D), (Turned(torch.ones(1, H, D), mixed, angles), D)])):
+    for each in (view, Concat([(plain("exact", "keys"), D), (RotatedMean(torch.ones(1, H, D), mixed, angles), D)])):
         query, key, value = (
             torch.randn(B, H, R, each.decode().shape[-1]),
             each.decode(),

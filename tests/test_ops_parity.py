@@ -289,7 +289,7 @@ def test_rounded_tables_leave_no_mean_error(isa, recipe):
     key, value = (torch.randn(1, 1, 16384, 64, generator=g) for _ in range(2))
     recipe += ",calibration=prompt" if recipe.startswith("kvquant") else ""
     plan = Recipe.parse(recipe).plan(0, 1)
-    codecs = [codec.fit(x) if codec.lacks else codec for codec, x in ((plan.keys, key), (plan.values, value))]
+    codecs = [codec.fit(x) if codec.needs_fit else codec for codec, x in ((plan.keys, key), (plan.values, value))]
     keys, values = (codec.view(codec.encode(x), 64).operand for codec, x in zip(codecs, (key, value), strict=True))
     args = torch.randn(1, 1, 4, 64, generator=g), keys, values, None, 0.125, None
     out, expected = cpu_attend.attend_packed(*args)[0], attend_packed.reference(*args)[0]

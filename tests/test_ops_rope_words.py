@@ -9,13 +9,13 @@ import torch
 
 from native_calls import why_not
 from packed_views import magnitude, packed, rope, tokens
-from tersekv.codecs.transforms.rope_steps import TURNS, rope_turns
+from tersekv.codecs.transforms.rope_offsets import INT16_OFFSETS, int16_rope_offset_table
 from tersekv.kernels import cpu
 from tersekv.kernels.cpu import attend as cpu_attend
-from tersekv.layouts.base import Joined
-from tersekv.layouts.centred import Turned
+from tersekv.layouts.base import Concat
 from tersekv.layouts.exact import ExactView
 from tersekv.layouts.grid import GridView
+from tersekv.layouts.mean_removed import RotatedMean
 from tersekv.layouts.roped import Roped
 from test_ops_parity import (  # noqa: F401
     compare,
@@ -49,7 +49,7 @@ def at(view, kind, first=5, factor=1.0):
     of = rope(kind, D)
     angles = of.angles(first, T, 9 * torch.arange(B))
     scaled = torch.cat([angles.table[:-1], factor * angles.table[-1:]])
-    assert of.turns(D) is None or kind == "halves"
+    assert of.int16_offset_table(D) is None or kind == "halves"
     return Roped(view, of, angles._replace(table=scaled))
 
 
@@ -60,7 +60,7 @@ def step_of(total, most):
 
 def roped_error(view, query):
     """Of q·k̂: of the codes that are looked up, cosines, two products rounded per channel; and of the query."""
-    keys = view.before.views[0] if view.before.kind == "added" else view.before
+    keys = view.before.views[0] if view.before.kind == "sum" else view.before
     side, D = keys.side, query.shape[-1]
     factor = float(torch.hypot(*view.angles.cos_sin()).amax())
     most = [x.float().abs().amax(2).amax(2) if x is not None else 0 for x in (side.scale, side.offset)]
@@ -73,7 +73,7 @@ def roped_error(view, query):
 
 def turned_error(view, query):
     """Of q·k̂, from rounded coefficients of cosines, sines and polynomials, and a rounded table of them."""
-    steps, D = view.rope.steps(), query.shape[-1]
+    steps, D = view.rope.offset_table(), query.shape[-1]
     factor = float(torch.hypot(*view.angles.cos_sin()).amax())
     size = factor * torch.hypot(*query.chunk(2, -1)) * torch.hypot(*view.mean.float().unsqueeze(2).chunk(2, -1))
     place = steps.place[: D // 2].long()
@@ -173,8 +173,8 @@ def test_one_wrong_scale_is_seen(isa):  # noqa: F811
 def test_turned(isa, T, D):  # noqa: F811
     torch.manual_seed(T + D)
     of = rope("halves", D)
-    part = Turned(torch.randn(1, 2, D), of, of.angles(700, T, torch.tensor([697, 0])))
-    keys = Joined([(ExactView({"x": torch.randn(2, 2, T, 1, 32)}), 32), (part, D)])
+    part = RotatedMean(torch.randn(1, 2, D), of, of.angles(700, T, torch.tensor([697, 0])))
+    keys = Concat([(ExactView({"x": torch.randn(2, 2, T, 1, 32)}), 32), (part, D)])
     run(keys, 5, lambda query: turned_error(part, query[..., 32:]), query_scale=0.3)
 
 
@@ -182,8 +182,8 @@ def test_threads_begin_anywhere(isa):  # noqa: F811
     """Beside unpacked tokens a thread's first one may be any: what is read behind the last step is another's."""
     torch.manual_seed(4)
     of = rope("halves", 64)
-    part = Turned(torch.randn(1, 2, 64), of, of.angles(0, 5001))
-    keys = Joined([(ExactView({"x": torch.randn(1, 2, 5001, 1, 32)}), 32), (part, 64)])
+    part = RotatedMean(torch.randn(1, 2, 64), of, of.angles(0, 5001))
+    keys = Concat([(ExactView({"x": torch.randn(1, 2, 5001, 1, 32)}), 32), (part, 64)])
     torch.set_num_threads(3)  # `one_thread` puts it back
     run(keys, 4, lambda query: turned_error(part, query[..., 32:]), query_scale=0.3)
 
@@ -191,12 +191,12 @@ def test_threads_begin_anywhere(isa):  # noqa: F811
 def test_turns_of_other_layouts():
     """Only channels d and d + D/2 that share a column have such a table."""
     of = rope("halves", 64)
-    cos, sin = (x[0] for x in of.angles(0, TURNS).rows())
+    cos, sin = (x[0] for x in of.angles(0, INT16_OFFSETS).rows())
     channels = of.channels(64)
-    turns = rope_turns(cos, sin, channels)
-    assert turns.shape == (16, 2, TURNS, 2)
+    turns = int16_rope_offset_table(cos, sin, channels)
+    assert turns.shape == (16, 2, INT16_OFFSETS, 2)
     got = turns.double().transpose(2, 3) / 32767  # [D/4, 2, 2, steps]
     for i, x in enumerate((cos, sin)):
         torch.testing.assert_close(got[:, i].flatten(0, 1), x[:, :32].T.double(), rtol=0, atol=1 / 32767)
     for wrong in (channels.flip(0), channels[:62], rope("pairs", 64).channels(64)):
-        assert rope_turns(cos, sin, wrong) is None
+        assert int16_rope_offset_table(cos, sin, wrong) is None

@@ -10,9 +10,9 @@ from tersekv.codecs.codebooks.trellis import trellis_entries
 from tersekv.kernels import backends, cpu
 from tersekv.kernels.attend_packed import attend_packed as reference
 from tersekv.kernels.cpu import attend as cpu_attend
-from tersekv.layouts.base import Joined
-from tersekv.layouts.centred import Turned
+from tersekv.layouts.base import Concat
 from tersekv.layouts.exact import ExactView
+from tersekv.layouts.mean_removed import RotatedMean
 from tersekv.layouts.roped import Roped
 from tersekv.layouts.trellis import TrellisView
 from test_ops_parity import compare, expectation, isa, make_mask, one_thread, poisoned_outputs, pytestmark  # noqa: F401
@@ -131,8 +131,8 @@ def test_beside_other_views(isa, turns):  # noqa: F811
     exact = ExactView({"x": torch.randn(1, 2, 3, 32, 24)}) if turns == "both" else None
     keys = stream_view(bits=None)
     if exact is not None:
-        keys = Joined([(keys, 64), (exact, 24)])
-    run(keys, Joined([(stream_view(), 64), (stream_view(D=48, words=5), 48)]))
+        keys = Concat([(keys, 64), (exact, 24)])
+    run(keys, Concat([(stream_view(), 64), (stream_view(D=48, words=5), 48)]))
 
 
 @pytest.mark.parametrize("kind", ["halves", "pairs"])
@@ -157,7 +157,7 @@ def turned(case, T, consecutive=False):
     else:  # each row of the batch begins elsewhere
         angles = of.angles(7, T, 40 * torch.arange(B))
         angles = angles if consecutive else of.given(*angles.cos_sin())
-    return B, Turned(torch.randn(rows, 3, 64), of, angles)
+    return B, RotatedMean(torch.randn(rows, 3, 64), of, angles)
 
 
 @pytest.mark.parametrize("consecutive", [False, True], ids=["given cosines", "consecutive"])
@@ -166,7 +166,7 @@ def turned(case, T, consecutive=False):
 def test_beside_a_turned_vector(isa, case, T, consecutive):  # noqa: F811
     torch.manual_seed(8)
     B, part = turned(case, T, consecutive)
-    run(Joined([(stream_view(B, 3, T), 64), (part, 64)]), stream_view(B, 3, T), R=5)
+    run(Concat([(stream_view(B, 3, T), 64), (part, 64)]), stream_view(B, 3, T), R=5)
 
 
 @pytest.mark.parametrize("T", [96, 1088])
@@ -175,18 +175,18 @@ def test_rows_that_begin_elsewhere(isa, T):  # noqa: F811
     torch.manual_seed(9)
     rotary = Rotary(rope("halves", 64))
     rotary.note(0, T + 4, torch.tensor([0, 3, 70]))
-    turned = Turned(torch.randn(1, 3, 64), rotary.rope, rotary.angles(4, T, torch.device("cpu")))
+    turned = RotatedMean(torch.randn(1, 3, 64), rotary.rope, rotary.angles(4, T, torch.device("cpu")))
     assert turned.angles.places.tolist() == [[[4]], [[1]], [[-66]]]
-    run(Joined([(stream_view(3, 3, T), 64), (turned, 64)]), stream_view(3, 3, T), R=2)
+    run(Concat([(stream_view(3, 3, T), 64), (turned, 64)]), stream_view(3, 3, T), R=2)
 
 
 def test_rope_in_one_part_only():
     of = rope("halves", 64)
     angles = of.angles(0, 96)
-    keys, turned = stream_view(), Turned(torch.randn(1, 2, 64), of, angles)
-    call = torch.randn(1, 2, 3, 128), Joined([(turned, 64), (turned, 64)]), keys, None, 1.0, None
+    keys, turned = stream_view(), RotatedMean(torch.randn(1, 2, 64), of, angles)
+    call = torch.randn(1, 2, 3, 128), Concat([(turned, 64), (turned, 64)]), keys, None, 1.0, None
     assert "several parts have RoPE" in why_not(cpu_attend.attend_packed, *call)
-    call = torch.randn(1, 2, 3, 128), Joined([(keys, 64), (Roped(keys, of, angles), 64)]), keys, None, 1.0, None
+    call = torch.randn(1, 2, 3, 128), Concat([(keys, 64), (Roped(keys, of, angles), 64)]), keys, None, 1.0, None
     assert "a part is a view with RoPE" in why_not(cpu_attend.attend_packed, *call)
     call = torch.randn(1, 2, 3, 64), keys, turned, None, 1.0, None
     assert why_not(cpu_attend.attend_packed, *call) == "values have RoPE, which only keys have"

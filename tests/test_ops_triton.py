@@ -289,7 +289,7 @@ def test_merge_segments(device, segments, D):
 def both_ways(view):
     """Its first sketch leaves out channels of each block, here of some that it takes."""
     sketch = view.sketches[0]
-    return type(view)([sketch._replace(channels=sketch.dropped)], view.head_dim)
+    return type(view)([sketch._replace(channels=sketch.num_evicted)], view.head_dim)
 
 
 def wide(name):
@@ -335,7 +335,7 @@ def test_interpreted_kernels_run_only_where_they_are_forced(device):
 
 def test_launches_of_a_step(device, monkeypatch):
     """One layer's attention for one token: a launch for packed tokens, one for exact tokens, and one that merges."""
-    from tersekv.attention.read import Call, attend_store
+    from tersekv.attention.read import AttentionCall, attend_store
     from tersekv.kernels.triton import launch
     from test_store import fed
     from test_store import tokens as inputs
@@ -346,7 +346,7 @@ def test_launches_of_a_step(device, monkeypatch):
     keys, values = inputs(100, B=1)
     store = fed("window:sinks=4,recent=32+kivi:bits=4", keys, values, [0, 100])
     store.to(device)
-    attend_store(store, Call(torch.randn(1, 4, 1, 64, device=device), None, 0.125))
+    attend_store(store, AttentionCall(torch.randn(1, 4, 1, 64, device=device), None, 0.125))
     assert (len(store.exact_segments()), len(list(store.packed_pages()))) == (2, 1)
     assert launched == ["attend"] * 2 + ["merge"]
 

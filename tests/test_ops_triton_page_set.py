@@ -17,8 +17,8 @@ from tersekv.kernels.attend import PackedPages
 from tersekv.kernels.attend_packed import decoded
 from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.attend_segments import attend_segments as reference
-from tersekv.layouts.base import IDENTITY, Joined
-from tersekv.layouts.centred import Turned
+from tersekv.layouts.base import IDENTITY, Concat
+from tersekv.layouts.mean_removed import RotatedMean
 from test_ops_triton import Counted, compare, device, moved, pytestmark  # noqa: F401
 
 B, H, D, R = 2, 2, 64, 3
@@ -129,7 +129,7 @@ def test_a_mean_beside_codes(device, launched):  # noqa: F811
     of = roped(pages_of("grid", "keys", (32,))[0], "halves", D, 32).rope
     mean, first, keys = torch.randn(1, H, D), 5, []
     for view, n in zip(pages_of("trellis", "keys", sizes), sizes, strict=True):
-        keys.append(Joined([(view, D), (Turned(mean, of, of.angles(first, n)), D)]))
+        keys.append(Concat([(view, D), (RotatedMean(mean, of, of.angles(first, n)), D)]))
         first += n
     query = torch.randn(B, H, R, 2 * D)
     check(device, segments_of(keys, pages_of("trellis", "values", sizes)), query=query)
@@ -298,7 +298,7 @@ def test_why_not_does_no_work(device, side, name):  # noqa: F811
 
 
 def test_a_page_set_is_built_when_pages_change_and_not_otherwise(device, monkeypatch):  # noqa: F811
-    from tersekv.attention.read import Call, attend_store
+    from tersekv.attention.read import AttentionCall, attend_store
     from tersekv.kernels.triton import page_set
     from test_store import fed
     from test_store import tokens as inputs
@@ -321,18 +321,18 @@ def test_a_page_set_is_built_when_pages_change_and_not_otherwise(device, monkeyp
             store.append(*(x[:, :, at : at + 1].to(device) for x in (keys, values)))
         if at % 6:
             continue
-        got = attend_store(store, Call(query.to(device), None, 0.125)).cpu()
+        got = attend_store(store, AttentionCall(query.to(device), None, 0.125)).cpu()
         tokens_packed = [page.tokens for page in store.packed_pages()]
         if not packed or packed[-1] != tokens_packed:
             packed.append(tokens_packed)
         assert made == packed
         if at % 24 == 0:
             with backends.forced("reference"):
-                expected = attend_store(store, Call(query.to(device), None, 0.125)).cpu()
+                expected = attend_store(store, AttentionCall(query.to(device), None, 0.125)).cpu()
             assert (got - expected).norm() <= 4e-3 * expected.norm()
     assert len(packed) == 3
     store.select(torch.tensor([0]))
-    attend_store(store, Call(query.to(device), None, 0.125))
+    attend_store(store, AttentionCall(query.to(device), None, 0.125))
     assert len(made) == 4, "rows were copied to other places"
 
 

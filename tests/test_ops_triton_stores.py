@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conftest import benchmark
-from tersekv.attention.read import Call, attend_store
+from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.kernels import backends
 from test_ops_triton import OUT, Counted, compare, device, moved, pytestmark  # noqa: F401
 from test_store import store, tokens
@@ -48,11 +48,11 @@ def test_stores(device, recipe, dtype, D, G, q, padding, monkeypatch):  # noqa: 
         mask = seen & (torch.arange(85) >= padded[:, None, None])
     query = torch.randn(2, 2 * G, q, D, generator=torch.Generator().manual_seed(q)).to(dtype)
     with backends.forced("reference"):
-        expected = attend_store(s, Call(query, mask, D**-0.5)).float()
+        expected = attend_store(s, AttentionCall(query, mask, D**-0.5)).float()
     s.to(device)
     launched = []
     monkeypatch.setattr(launch.kernels, "attend", Counted(launch.kernels.attend, "attend", launched))
-    got = attend_store(s, Call(query.to(device), moved(mask, device), D**-0.5))
+    got = attend_store(s, AttentionCall(query.to(device), moved(mask, device), D**-0.5))
     assert (got.dtype, got.shape) == (dtype, (2, q, 2 * G, D))
     assert len(launched) == 2  # packed tokens; sinks and the window
     bound = OUT + 2 * torch.finfo(dtype).eps  # both are rounded

@@ -8,9 +8,9 @@ import torch
 from packed_views import interleaved_rope, rope
 from tersekv.kernels import backends, triton
 from tersekv.kernels.softmax import attend_scores
-from tersekv.layouts.base import Joined
-from tersekv.layouts.centred import Centred, Turned
+from tersekv.layouts.base import Concat
 from tersekv.layouts.exact import ExactView
+from tersekv.layouts.mean_removed import MeanRemoved, RotatedMean
 from tersekv.layouts.roped import Roped
 from test_ops_trellis_attend import SIZES, TURNED, stream_view, turned
 from test_ops_triton import compare, device, make_mask, moved, pytestmark, run  # noqa: F401
@@ -78,7 +78,7 @@ def test_before_rope(device, kind):  # noqa: F811
 def test_beside_a_turned_vector(device, case, consecutive):  # noqa: F811
     torch.manual_seed(8)
     B, part = turned(case, 96, consecutive)
-    run(device, Joined([(stream_view(B, 3, 96), 64), (part, 64)]), stream_view(B, 3, 96), 5)
+    run(device, Concat([(stream_view(B, 3, 96), 64), (part, 64)]), stream_view(B, 3, 96), 5)
 
 
 def test_a_turned_vector_that_is_all_there_is(device):  # noqa: F811
@@ -99,7 +99,7 @@ def test_centred_keys_of_a_codec(device):  # noqa: F811
         keys, values = pair.keys.fit(x), pair.values.fit(x + 1)
         packed = keys.view(keys.encode(x), 64), values.view(values.encode(x + 1), 64)
     of = rope("halves", 64)
-    key, value = Centred(packed[0], Turned(torch.randn(1, 2, 64), of, of.angles(0, 64))), packed[1]
+    key, value = MeanRemoved(packed[0], RotatedMean(torch.randn(1, 2, 64), of, of.angles(0, 64))), packed[1]
     query = torch.randn(1, 2, 3, 64)
     call = key.query(query), key.inner.operand, value.inner.operand, None, 0.125, None
     out, lse = backends.attend_packed(*(moved(t, device) for t in call))
@@ -111,12 +111,12 @@ def test_centred_keys_of_a_codec(device):  # noqa: F811
 def test_beside_exact_channels(device):  # noqa: F811
     torch.manual_seed(3)
     exact = ExactView({"x": torch.randn(1, 2, 3, 32, 24)})
-    run(device, Joined([(stream_view(), 64), (exact, 24)]), Joined([(stream_view(D=48, words=5), 48), (exact, 24)]), 3)
+    run(device, Concat([(stream_view(), 64), (exact, 24)]), Concat([(stream_view(D=48, words=5), 48), (exact, 24)]), 3)
 
 
 def test_rope_where_it_cannot_be(device):  # noqa: F811
     of = rope("halves", 64)
-    keys, part = stream_view(), Turned(torch.randn(1, 2, 64), of, of.angles(0, 96))
+    keys, part = stream_view(), RotatedMean(torch.randn(1, 2, 64), of, of.angles(0, 96))
     call = torch.randn(1, 2, 3, 64), Roped(part, of, of.angles(0, 96)), keys, None, 1.0, None
     assert "keys have RoPE twice" in triton.why_not_attend_packed(*call)
     call = torch.randn(1, 2, 3, 64), keys, part, None, 1.0, None

@@ -15,7 +15,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 import tersekv
 from conftest import LOSSLESS, SHAPE, build, prompt
-from tersekv.cache.parallel import Spread
+from tersekv.cache.parallel import ContextParallel
 from tersekv.errors import CacheError, UserError
 from test_interrupted import HYBRID, interrupted
 
@@ -203,6 +203,6 @@ def test_with_linear_layers():
 
 def test_a_divided_cache_is_refused(llama):
     cache = tersekv.CompressedCache(llama.config, "kivi")
-    cache.spread = Spread(0, 2, lambda x: [x, x])
+    cache.context_parallel = ContextParallel(0, 2, lambda x: [x, x])
     with pytest.raises(UserError, match="processes divide"):
         pickle.dumps(cache)

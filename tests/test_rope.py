@@ -50,7 +50,7 @@ def projected(model: tf.PreTrainedModel, layer: int, ids: torch.Tensor) -> torch
 
 
 def without_rope(rotary, x, first=0):
-    return rotary.rope.take_off(x, *rotary.angles(first, x.shape[2], x.device).cos_sin())
+    return rotary.rope.invert(x, *rotary.angles(first, x.shape[2], x.device).cos_sin())
 
 
 @pytest.mark.parametrize("rope_type", TYPES)
@@ -71,7 +71,7 @@ def test_keys_of_other_models(models, name):
         rotary = Rotary(ropes.of(index))
         plain = without_rope(rotary, layer.keys)
         torch.testing.assert_close(
-            rotary.rope.put(plain, *rotary.angles(0, 80, plain.device).cos_sin()), layer.keys, atol=1e-5, rtol=1e-4
+            rotary.rope.apply(plain, *rotary.angles(0, 80, plain.device).cos_sin()), layer.keys, atol=1e-5, rtol=1e-4
         )
         if name != "phi3":
             torch.testing.assert_close(plain, projected(model, index, ids), atol=2e-5, rtol=1e-4)
@@ -97,7 +97,7 @@ def test_lengths_that_changed_between_calls():
     for n in (90, 1, 1, 108):
         rotary.note(place, n)
         cos, sin = rope.cos_sin(place, n, place + n, x.device)
-        pieces.append(rope.put(x[:, :, place : place + n], cos[None], sin[None]))
+        pieces.append(rope.apply(x[:, :, place : place + n], cos[None], sin[None]))
         place += n
     torch.testing.assert_close(
         without_rope(rotary, torch.cat(pieces, 2)[:, :, 50:], 50), x[:, :, 50:], atol=1e-5, rtol=1e-4
@@ -108,7 +108,7 @@ def test_standard_rope_is_llamas():
     rope, model = standard_rope(32), llama("default")
     ours, theirs = rope.cos_sin(7, 5, 0, "cpu"), Ropes(model.config, 32).of(0).cos_sin(7, 5, 0, "cpu")
     x = torch.randn(1, 2, 5, 32)
-    torch.testing.assert_close(rope.put(x, *(t[None] for t in ours)), rope.put(x, *(t[None] for t in theirs)))
+    torch.testing.assert_close(rope.apply(x, *(t[None] for t in ours)), rope.apply(x, *(t[None] for t in theirs)))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen3", "gpt_oss", "phi3"])
@@ -207,7 +207,7 @@ def test_rows_with_padding_are_kept(llama):
 def test_steps_go_on_from_any_token(theta, columns):
     """cos(n + m)θ from cos nθ, sin nθ and the terms of m steps, of columns that turn fast and slowly."""
     rope = standard_rope(columns, theta)
-    steps, (cos, sin) = rope.steps(), (x[0] for x in rope.angles(0, 5000).rows())
+    steps, (cos, sin) = rope.offset_table(), (x[0] for x in rope.angles(0, 5000).rows())
     M, terms = steps.table.shape[1], steps.matrix.shape[1]
     fast, slow = int(steps.place.max()) + 1, len(steps.matrix) // 2
     for column in range(columns // 2):  # the other half is the same

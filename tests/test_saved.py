@@ -40,7 +40,7 @@ OTHERS = [
 
 @pytest.fixture(scope="module")
 def wide():
-    """Heads of 64 channels, which every method takes."""
+    """HeadShard of 64 channels, which every method takes."""
     torch.manual_seed(0)
     return tf.LlamaForCausalLM(tf.LlamaConfig(**SHAPE | {"num_hidden_layers": 2}, head_dim=64)).eval()
 

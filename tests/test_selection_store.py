@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tersekv.attention import observe as observing
 from tersekv.attention.observe import kept_weights, observe
-from tersekv.attention.read import Call, attend_chunk, attend_store
-from tersekv.cache.kept import new_store
+from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.cache.layer import LayerStore
+from tersekv.cache.scored_eviction import new_store
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends
 from tersekv.recipe import Recipe
@@ -36,7 +36,7 @@ def test_attention_is_over_what_is_kept(policy, codec, q, backend):
     keys, values = held_by_position(store)
     query = torch.randn(2, 4, q, 32, generator=torch.Generator().manual_seed(2))
     own = torch.randn(2, 2, 2, q, 32, generator=torch.Generator().manual_seed(3))
-    call = Call(query, None, 0.125)
+    call = AttentionCall(query, None, 0.125)
     with backends.forced(backend):
         got = attend_chunk(store, own[0], own[1], call)
     held = masks_of(store, q)
@@ -54,9 +54,9 @@ def test_masks_hide_kept_positions():
     store, *_ = filled("h2o:budget=100,recent=16+kivi:bits=4", [200, *range(201, 240)], B=2)
     keys, values = held_by_position(store)
     query = torch.randn(2, 4, 3, 32)
-    mask = torch.rand(2, 3, store.seen, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask = torch.rand(2, 3, store.num_tokens, generator=torch.Generator().manual_seed(0)) < 0.5
     mask[1, 2] = False
-    call = Call(query, mask, 0.125)
+    call = AttentionCall(query, mask, 0.125)
     got = attend_store(store, call)
     for head in range(2):
         seen = mask & masks_of(store, 3)[:, head]
@@ -69,7 +69,7 @@ def test_masks_hide_kept_positions():
 def test_votes_are_attention_weights_summed(monkeypatch):
     store, *_ = filled("h2o:budget=100,recent=16,sinks=0+exact:dtype=fp32", [200])
     keys, query = torch.randn(1, 2, 90, 32), torch.randn(1, 4, 90, 32)
-    call = Call(query, None, 0.125, 3.0, torch.randn(4))
+    call = AttentionCall(query, None, 0.125, 3.0, torch.randn(4))
     votes = observe(store, keys, call)
     weights = kept_weights(store, keys, call)
     assert votes.shape == (1, 2, 100 + 90)
@@ -101,7 +101,7 @@ def test_nothing_is_observed_for_others(monkeypatch):
     keys, values = tokens(100)
     window = new_store(Recipe.parse("h2o+kivi").plan(0, 1), keys, values, 48)
     assert isinstance(window, LayerStore)
-    assert observe(window, keys, Call(torch.randn(1, 4, 100, 64), None, 0.125)) is None
+    assert observe(window, keys, AttentionCall(torch.randn(1, 4, 100, 64), None, 0.125)) is None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -134,7 +134,7 @@ def test_padding_longer_than_the_first_chunk():
         for start, stop in [(0, 64), (64, 128), (128, 300)]:
             feed(store, *(x[:, :, start:stop] for x in (keys, values, query)), torch.tensor([90, 0]).clamp(max=stop))
         assert kept(store)[0] == 90
-        outs.append(attend_store(store, Call(torch.ones(2, 4, 1, 32), None, 0.125)))
+        outs.append(attend_store(store, AttentionCall(torch.ones(2, 4, 1, 32), None, 0.125)))
     assert torch.equal(*outs)
 
 
@@ -186,12 +186,12 @@ def test_a_refused_append_changes_nothing():
     before, held = kept(store), held_by_position(store)
     with pytest.raises(UserError, match="scales=bf16"):
         feed(store, keys, values * 1e5, query)
-    assert (store.seen, kept(store)) == (200, before)
+    assert (store.num_tokens, kept(store)) == (200, before)
     for a, b in zip(held_by_position(store), held, strict=True):
         assert torch.equal(a.nan_to_num(), b.nan_to_num())
     with pytest.raises(CacheError, match="NaN or Inf"):
         feed(store, keys, values * torch.nan, query)
-    assert store.seen == 200
+    assert store.num_tokens == 200
 
 
 def test_crop_select_and_copy():
@@ -210,7 +210,7 @@ def test_crop_select_and_copy():
     for new, old in enumerate(rows.tolist()):
         assert kept(store, new, 1) == kept(twin, old, 1)
     store.crop(210)
-    assert (store.seen, store.footprint().total_bytes) == (0, 0)
+    assert (store.num_tokens, store.footprint().total_bytes) == (0, 0)
     feed(store, keys, values, query)
     assert len(kept(store)) == 100
 

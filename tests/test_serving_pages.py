@@ -11,9 +11,9 @@ from tersekv.codecs import methods
 from tersekv.errors import UserError
 from tersekv.kernels import backends, cpu
 from tersekv.layouts.base import BLOCK_TOKENS
-from tersekv.serving.pages import Pool
+from tersekv.serving.pages import PagePool
 from tersekv.serving.slots import Slots, why_not_slots
-from tersekv.serving.steps import Rows, Step
+from tersekv.serving.steps import EngineStep, Rows
 
 CODECS = {
     "turboquant": ("turboquant", {}),
@@ -33,10 +33,10 @@ def slots_of(name: str, head_dim: int = 64, values: str | None = None) -> Slots:
     return Slots(methods()[method].build(**options).keys, methods()[other].build(**other_options).values, head_dim)
 
 
-def pool_of(slots: Slots, pages: int, page_tokens: int, H: int = 2) -> Pool:
+def pool_of(slots: Slots, pages: int, page_tokens: int, H: int = 2) -> PagePool:
     """A pool whose memory holds what other sequences have left behind."""
     memory = torch.randint(0, 120, (pages, H, page_tokens, slots.token_bytes), dtype=torch.uint8)
-    return Pool(slots, memory, 0.125)
+    return PagePool(slots, memory, 0.125)
 
 
 def plan(starts, seen, tables, p, rows):
@@ -45,7 +45,7 @@ def plan(starts, seen, tables, p, rows):
     for (first, last), tokens, table in zip(itertools.pairwise(starts), seen, tables, strict=True):
         position = torch.arange(tokens - (last - first), tokens)
         slots.append(table[position // p].long() * p + position % p)
-    return Step.plan(list(starts), list(seen), tables, torch.cat(slots), p, rows)
+    return EngineStep.plan(list(starts), list(seen), tables, torch.cat(slots), p, rows)
 
 
 def expected(slots: Slots, query, keys, values, p):
@@ -208,6 +208,6 @@ def test_four_bits_hold_more_than_three_times_the_tokens():
 def test_memory_of_another_shape():
     slots = slots_of("turboquant")
     with pytest.raises(UserError, match="multiple of 32"):
-        Pool(slots, torch.zeros(2, 2, 48, slots.token_bytes, dtype=torch.uint8), 1.0)
+        PagePool(slots, torch.zeros(2, 2, 48, slots.token_bytes, dtype=torch.uint8), 1.0)
     with pytest.raises(UserError, match="do not fit"):
-        Pool(slots, torch.zeros(2, 2, 32, slots.token_bytes + 1, dtype=torch.uint8), 1.0)
+        PagePool(slots, torch.zeros(2, 2, 32, slots.token_bytes + 1, dtype=torch.uint8), 1.0)

@@ -64,7 +64,7 @@ def test_any_chunking(chunks, recent, sinks):
     s = fed(recipe, keys, values, cuts)
     for a, b in zip(contents(s), contents(fed(recipe, keys, values, [0, total])), strict=True):
         assert torch.equal(a, b)
-    assert s.keys.sinks.shape[2] + s.packed_tokens + s.keys.tail.tokens == s.seen == total
+    assert s.keys.sinks.shape[2] + s.packed_tokens + s.keys.tail.tokens == s.num_tokens == total
     assert s.keys.sinks.shape[2] == min(total, sinks)
     assert s.keys.tail.tokens >= min(recent, total - s.keys.sinks.shape[2])
     assert s.keys.tail.tokens < recent + s.flush_tokens
@@ -95,7 +95,7 @@ def test_order_and_exactness():
 def test_empty_and_one_token():
     keys, values = tokens(1)
     s = fed("kivi", keys, values, [0, 1])
-    assert (s.seen, s.packed_tokens, s.keys.sinks.shape[2], s.keys.tail.tokens) == (1, 0, 1, 0)
+    assert (s.num_tokens, s.packed_tokens, s.keys.sinks.shape[2], s.keys.tail.tokens) == (1, 0, 1, 0)
     assert s.packed_segment() is None
     assert torch.equal(s.decoded(torch.float32)[0], keys.half().float())
 
@@ -147,7 +147,7 @@ def test_crop_then_go_on(removed):
     keys, values = tokens(400)
     s = fed("exact:dtype=fp16", keys, values, [0, 400])
     s.crop(removed)
-    assert s.seen == 400 - removed
+    assert s.num_tokens == 400 - removed
     torch.testing.assert_close(s.decoded(torch.float32)[0], keys[:, :, : 400 - removed].half().float())
     s.append(keys[:, :, 400 - removed :], values[:, :, 400 - removed :])
     torch.testing.assert_close(s.decoded(torch.float32)[1], values.half().float())
@@ -185,7 +185,7 @@ def test_left_padded_rows_have_their_own_sinks():
     with pytest.raises(CacheError, match="left-padded"):
         s.crop(250)
     s.crop(300)
-    assert s.seen == 0
+    assert s.num_tokens == 0
 
 
 def test_a_padded_batch_starts_when_every_row_has_its_sinks():
@@ -196,9 +196,9 @@ def test_a_padded_batch_starts_when_every_row_has_its_sinks():
     once.append(keys, values, padding)
     parts = store("uniform:bits=4,axis=channel,group=0/kivi", keys, values)
     for a, b in [(0, 64), (64, 128), (128, 151), (151, 152), (152, 400)]:
-        parts.append(keys[:, :, a:b], values[:, :, a:b], padding.clamp(max=b) if parts.waits else None)
-        assert parts.waits == (b < 154)
-        assert parts.decoded(torch.float32)[0].shape[2] == parts.seen == b
+        parts.append(keys[:, :, a:b], values[:, :, a:b], padding.clamp(max=b) if parts.deferred else None)
+        assert parts.deferred == (b < 154)
+        assert parts.decoded(torch.float32)[0].shape[2] == parts.num_tokens == b
     for x, y in zip(contents(parts), contents(once), strict=True):
         assert torch.equal(x, y)
     assert torch.equal(parts.keys.codec.fitted["scale"], once.keys.codec.fitted["scale"])
@@ -210,11 +210,11 @@ def test_sliding_window_gives_memory_back():
     grown = fed("kivi:bits=2", keys, values, [0, *range(1000, 3001)], window)
     once = fed("kivi:bits=2", keys, values, [0, 3000], window)
     for s in (grown, once):
-        kept = s.seen - s.dropped
+        kept = s.num_tokens - s.num_evicted
         assert window + ROLLBACK_TOKENS <= kept < window + ROLLBACK_TOKENS + 3 * s.flush_tokens
         assert s.footprint().parts["exact sinks"] == 0
         assert s.footprint().total_bytes < 3000 * 64 * 2 * 2
-    common = 3000 - max(grown.dropped, once.dropped)
+    common = 3000 - max(grown.num_evicted, once.num_evicted)
     a, b = (s.decoded(torch.float32)[0][:, :, -common:] for s in (grown, once))
     assert torch.equal(a, b)
     once.crop(ROLLBACK_TOKENS)
@@ -235,7 +235,7 @@ def test_values_that_float16_cannot_hold():
     keys[0, 0, 0, 0] = 1e5
     with pytest.raises(CacheError, match="use the policy option exact=bf16"):
         fed("kivi", keys, values, [0, 40])
-    assert fed("window:exact=bf16+kivi", keys, values, [0, 40]).seen == 40
+    assert fed("window:exact=bf16+kivi", keys, values, [0, 40]).num_tokens == 40
 
 
 def test_crop_more_than_seen():
@@ -248,11 +248,11 @@ def test_a_refused_append_changes_nothing():
     """Values whose scale float16 cannot hold are refused after the keys were encoded; the layer is as before."""
     keys, values = tokens(600)
     s = fed("window:exact=fp32+kivi:bits=1", keys, values, [0, 300])
-    before, seen = [x.clone() for x in contents(s)], s.seen
+    before, seen = [x.clone() for x in contents(s)], s.num_tokens
     values[:, :, 400] = 1e5
     with pytest.raises(UserError, match="scales=bf16"):
         s.append(keys[:, :, 300:], values[:, :, 300:])
-    assert s.seen == seen
+    assert s.num_tokens == seen
     for a, b in zip(contents(s), before, strict=True):
         assert torch.equal(a, b)
 

@@ -36,7 +36,7 @@ def test_a_long_prompt_is_fitted_on_stretches_of_it(monkeypatch, T):
 def test_what_keys_have_in_common_is_found_before_rope(T):
     rope = standard_rope(64)
     mean = 5 * torch.randn(1, 2, 1, 64)
-    keys = rope.put(mean.expand(1, 2, T, 64), *(x.unsqueeze(0) for x in rope.cos_sin(0, T, 0, torch.device("cpu"))))
+    keys = rope.apply(mean.expand(1, 2, T, 64), *(x.unsqueeze(0) for x in rope.cos_sin(0, T, 0, torch.device("cpu"))))
     keys = keys + 0.1 * torch.randn_like(keys)
     s = LayerStore(Recipe.parse("trellis:bits=2,calibration=prompt").plan(0, 1), keys, keys, None, rope)
     s.append(keys, keys)
@@ -46,7 +46,7 @@ def test_what_keys_have_in_common_is_found_before_rope(T):
 def test_freed_memory_is_given_back_after_prompts_only(monkeypatch, llama):
     """Not for a decoding step, which a large batch would pay for, nor for a few tokens."""
     calls: list[None] = []
-    monkeypatch.setattr(layer, "give_back_freed_memory", lambda: calls.append(None))
+    monkeypatch.setattr(layer, "malloc_trim", lambda: calls.append(None))
     monkeypatch.setattr(layer, "MUCH_MEMORY", 1)
     with tersekv.compress(llama, "kivi:bits=4"), torch.inference_mode():
         cache = tersekv.CompressedCache(llama.config, "kivi:bits=4")
@@ -65,7 +65,7 @@ def test_a_prompt_of_one_repeated_token(bits):
     )
     same, other = torch.randn(1, 2, 1, 64, generator=g), torch.randn(1, 2, 400, 64, generator=g)
     angles = (x for x in rope.angles(0, 400).cos_sin())
-    keys = torch.cat([rope.put(same.expand(-1, -1, 400, -1), *angles), other], 2)
+    keys = torch.cat([rope.apply(same.expand(-1, -1, 400, -1), *angles), other], 2)
     values = torch.cat([same.expand(-1, -1, 400, -1), other], 2)
     for at in range(0, 800, 100):
         store.append(keys[:, :, at : at + 100], values[:, :, at : at + 100])

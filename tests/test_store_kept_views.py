@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tersekv.attention.read import Call, attend_store
+from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.layer import LayerStore
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.kernels import cpu
@@ -36,7 +36,7 @@ def new_store(recipe: str) -> LayerStore:
 
 def attend(store: LayerStore, seed: int = 0) -> Tensor:
     query = torch.randn(2, 4, 1, 64, generator=torch.Generator().manual_seed(seed))
-    return attend_store(store, Call(query, None, 0.125))
+    return attend_store(store, AttentionCall(query, None, 0.125))
 
 
 def attend_anew(store: LayerStore, seed: int = 0) -> Tensor:
@@ -58,7 +58,7 @@ def test_whatever_is_done_to_a_store(recipe):
                 if what == "append":
                     one.append(*tokens(n, 100 + step))
                 elif what == "crop":
-                    one.crop(min(n, one.seen - 1))
+                    one.crop(min(n, one.num_tokens - 1))
                 elif what == "select":
                     one.select(torch.tensor([1, 0]))
             if what == "copy":
@@ -100,7 +100,7 @@ def test_what_a_rope_has_lives_as_long_as_its_address():
     store.append(*tokens(700, 1))
     first = attend(store)
     rope = store.rotary.rope
-    made = [weakref.ref(x) for x in (*rope.steps(), *rope._channels.values())]
+    made = [weakref.ref(x) for x in (*rope.offset_table(), *rope._channels.values())]
     rope._steps = None
     rope._channels.clear()
     gc.collect()

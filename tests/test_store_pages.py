@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tersekv.attention.read import Call, attend_store
+from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.blocks import BlockBuffer
 from tersekv.cache.estimate import CacheShape, predict
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.kept import KeptStore, new_store
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS, ROLLBACK_TOKENS, Page, PageSizes
+from tersekv.cache.scored_eviction import ScoredEvictionStore, new_store
 from tersekv.codecs.kvquant import KVQuant
-from tersekv.layouts.base import Planes
+from tersekv.layouts.base import PackedTensors
 from tersekv.recipe import Recipe
 
 RECIPES = ["kivi:bits=2", "kvquant:bits=3,table=int,calibration=prompt", "polarquant"]
@@ -78,7 +78,7 @@ def test_an_append_costs_the_same_however_long_the_cache_is(recipe):
         pages = len(s.keys.packed.pages)
         counts.append(written_by_appends(s, *new))
         assert len(s.keys.packed.pages) > pages
-    assert s.seen > 100_000
+    assert s.num_tokens > 100_000
     assert max(counts[0]) > 4 * min(counts[0])  # tokens are packed with every 32nd
     assert counts[1] == counts[0]
 
@@ -98,7 +98,7 @@ def test_earlier_pages_stay_as_they_are(recipe):
     assert len(s.keys.packed.pages) > 10
 
 
-def copies(page: Page) -> Planes:
+def copies(page: Page) -> PackedTensors:
     return {name: plane.clone() for name, plane in page.cut(0, len(page)).items()}
 
 
@@ -122,7 +122,7 @@ def test_attention_over_pages(recipe, padded):
     if padded:
         mask = (torch.arange(1500) >= torch.tensor([[100], [0]]))[:, None]
     for q in (1, 40):
-        call = Call(torch.randn(2, 4, q, 32), mask.expand(-1, q, -1) if mask is not None else None, 0.2)
+        call = AttentionCall(torch.randn(2, 4, q, 32), mask.expand(-1, q, -1) if mask is not None else None, 0.2)
         torch.testing.assert_close(attend_store(parts, call), attend_store(once, call), atol=1e-5, rtol=1e-4)
 
 
@@ -142,7 +142,7 @@ def test_whatever_is_done_to_a_store():
                 s.append(*new)
                 expected = tuple(torch.cat([x, y], dim=2) for x, y in zip(expected, new, strict=True))
             elif chance.random() < 0.5:
-                most = 300 if window is None else s.seen - s.dropped - window  # what it can give back
+                most = 300 if window is None else s.num_tokens - s.num_evicted - window  # what it can give back
                 n = chance.randrange(1, max(2, min(held, most)))
                 s.crop(n)
                 expected = tuple(x[:, :, : held - n] for x in expected)
@@ -152,8 +152,8 @@ def test_whatever_is_done_to_a_store():
                 expected = tuple(x[rows] for x in expected)
             exact = "uniform" in recipe.split("/")[0]  # the side that loses nothing
             decoded, whole = s.decoded(torch.float32)[exact], expected[exact]
-            assert torch.equal(decoded, whole[:, :, s.dropped :])
-            assert s.seen == whole.shape[2]
+            assert torch.equal(decoded, whole[:, :, s.num_evicted :])
+            assert s.num_tokens == whole.shape[2]
             held_bytes = sum(x.numel() * x.element_size() for x in allocated(s))
             assert s.footprint().total_bytes == held_bytes
 
@@ -176,9 +176,9 @@ def test_a_sliding_window_gives_pages_back():
             blocks = s.keys.packed
             assert blocks.capacity * 32 - blocks.tokens <= 2 * page
             assert len(blocks.pages) <= 2 * GROWTH
-        kept = s.seen - s.dropped
+        kept = s.num_tokens - s.num_evicted
         assert 2000 + ROLLBACK_TOKENS <= kept <= 2000 + ROLLBACK_TOKENS + 64
-        assert torch.equal(s.decoded(torch.float32)[0], keys[:, :, s.dropped : s.seen].half().float())
+        assert torch.equal(s.decoded(torch.float32)[0], keys[:, :, s.num_evicted : s.num_tokens].half().float())
 
 
 def test_entries_that_come_denser_than_before():
@@ -240,7 +240,7 @@ def test_estimates_know_the_pages(window, recipe):
     for n in (100, 200, 300, 500, 3000, 4100):
         keys, values = tokens(n, H=2)
         s = new_store(Recipe.parse(recipe).plan(0, 1), keys, values, window)
-        votes = torch.rand(1, 2, n) if isinstance(s, KeptStore) else None
+        votes = torch.rand(1, 2, n) if isinstance(s, ScoredEvictionStore) else None
         s.append(keys, values, **({} if votes is None else {"votes": votes}))
         held, expected = s.footprint().parts, predict(shape, recipe, n).parts
         assert held | {"tables": 0} == expected | {"tables": 0}

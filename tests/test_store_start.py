@@ -36,7 +36,7 @@ def test_bytes_do_not_depend_on_how_tokens_were_fed(recipe, cuts):
 def test_all_is_packed_at_once_and_exact_before():
     keys, values = tokens(300)
     s = fed(START, keys, values, list(range(300)))
-    assert (s.seen, s.packed_tokens) == (299, 0)
+    assert (s.num_tokens, s.packed_tokens) == (299, 0)
     assert torch.equal(s.decoded(torch.float32)[0], keys[:, :, :299].half().float())
     s.append(keys[:, :, 299:], values[:, :, 299:])
     assert s.packed_tokens == (300 - 4 - 128) // 32 * 32
@@ -91,8 +91,8 @@ def test_padded_batch():
     late, plain = store(START, keys, values), store(PLAIN, keys, values)
     for a, b in [(0, 100), (100, 299), (299, 301), (301, 400)]:
         for s in (late, plain):
-            s.append(keys[:, :, a:b], values[:, :, a:b], padding.clamp(max=b) if s.waits else None)
-        assert (late.waits, late.packed_tokens > 0) == (plain.waits, b >= 300)
+            s.append(keys[:, :, a:b], values[:, :, a:b], padding.clamp(max=b) if s.deferred else None)
+        assert (late.deferred, late.packed_tokens > 0) == (plain.deferred, b >= 300)
     for x, y in zip(contents(late), contents(plain), strict=True):
         assert torch.equal(x, y)
 
@@ -104,8 +104,8 @@ def test_sliding_windows(window, first):
     assert fed(START, keys, values, [*range(first)], window).packed_tokens == 0
     assert fed(START, keys, values, [*range(first + 5)], window).packed_tokens > 0
     late, plain = (fed(recipe, keys, values, [*range(1201)], window) for recipe in (START, PLAIN))
-    assert (late.packed_tokens, late.dropped) == (plain.packed_tokens, plain.dropped)
-    assert (late.dropped > 0) == (window is not None)
+    assert (late.packed_tokens, late.num_evicted) == (plain.packed_tokens, plain.num_evicted)
+    assert (late.num_evicted > 0) == (window is not None)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -13,7 +13,7 @@ import torch
 import transformers as tf
 
 from conftest import SHAPE
-from tersekv.cache.parallel import Heads
+from tersekv.cache.parallel import HeadShard
 from tersekv.codecs import Codec, methods
 from tersekv.errors import UserError
 from tersekv.hf.parallel import heads_of
@@ -44,7 +44,7 @@ def test_two_ranks_say_what_one_process_says(tmp_path):
 
 
 def test_whose_heads_they_are(llama):
-    """Heads are divided where transformers has divided the model, and only there."""
+    """HeadShard are divided where transformers has divided the model, and only there."""
     assert heads_of(llama, 2, 2) is None
     assert heads_of(llama, 1, 2) is None
     mesh = SimpleNamespace(ndim=1, size=lambda: 4, get_local_rank=lambda: 3, get_group=lambda: None)
@@ -80,7 +80,7 @@ def test_a_share_of_the_heads_holds_what_all_of_them_would(codec: Codec):
     expected = fitted.decode(fitted.encode(x), 64)
     for first, count in ((0, 1), (1, 2)):
         own = x[:, first : first + count]
-        heads = Heads(first, count, 3, lambda part: x)
+        heads = HeadShard(first, count, 3, lambda part: x)
         learnt = heads.fit(codec, own)
         planes = heads.encode(learnt, own)
         assert torch.equal(learnt.decode(planes, 64), expected[:, first : first + count])

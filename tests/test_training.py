@@ -90,7 +90,7 @@ def test_a_divided_cache_refuses_to_be_trained_through(trainable, monkeypatch):
         cache = tersekv.CompressedCache(model.config, LOSSLESS)
         with torch.no_grad():
             model(prompt(50), past_key_values=cache)
-        monkeypatch.setattr(attention, "SpreadStore", type(cache.layers[0].store))
+        monkeypatch.setattr(attention, "ContextParallelStore", type(cache.layers[0].store))
         logits = model(prompt(2), past_key_values=cache).logits
         with pytest.raises(CacheError, match="gradients do not flow through a filled cache that processes divide"):
             logits.sum().backward()

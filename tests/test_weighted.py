@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tersekv.attention.read import Call, attend_chunk, attend_store
-from tersekv.cache.kept import new_store
+from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
+from tersekv.cache.scored_eviction import new_store
 from tersekv.cache.sketch import SketchStore
 from tersekv.errors import UserError
 from tersekv.kernels.softmax import attend_weighted
@@ -42,7 +42,10 @@ def by_slots(
     """Algorithm 1's z/τ for one query [D], with sinks and tail in both sums, from what the slots name."""
     keys, values, query = keys[row, head].double(), values[row, head].double(), query.double()
     weight = (keys @ query * 0.125).exp()
-    exact = [*range(padding, padding + store.policy.sinks), *range(store.seen - store.tails[0].tokens, store.seen)]
+    exact = [
+        *range(padding, padding + store.policy.sinks),
+        *range(store.num_tokens - store.tails[0].tokens, store.num_tokens),
+    ]
     z, tau = weight[exact] @ values[exact], weight[exact].sum()
     slots, mu = (x[row, head] for x in store.reservoir)
     for position in slots.tolist():
@@ -60,11 +63,11 @@ def test_attention_is_the_algorithms_estimate(options):
     assert isinstance(store, SketchStore)
     padding = torch.tensor([60, 0])
     for start, stop in [(0, 200), *((i, i + 1) for i in range(200, 300)), (300, 400)]:
-        store.append(keys[:, :, start:stop], values[:, :, start:stop], padding if store.waits else None)
+        store.append(keys[:, :, start:stop], values[:, :, start:stop], padding if store.deferred else None)
     query = torch.randn(2, 4, 1, 32, generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(400) >= padding[:, None])[:, None]
-    got = attend_store(store, Call(query, mask, 0.125))
-    torch.testing.assert_close(got, attend_store(store, Call(query, None, 0.125)))
+    got = attend_store(store, AttentionCall(query, mask, 0.125))
+    torch.testing.assert_close(got, attend_store(store, AttentionCall(query, None, 0.125)))
     stream = 400 - store.tails[0].tokens - store.policy.sinks
     assert store.clusters.members.sum(-1).tolist() == [[stream - 60] * 2, [stream] * 2]
     for row, pad in enumerate(padding.tolist()):
@@ -77,7 +80,7 @@ def test_a_chunk_sees_the_estimate_and_itself():
     """A chunk's own tokens stand in both sums, exactly: with everything in the window it is exact attention."""
     keys, values = tokens(90, D=32)
     query = torch.randn(1, 4, 30, 32)
-    call = Call(query, None, 0.125)
+    call = AttentionCall(query, None, 0.125)
     outs = []
     for policy in ("window:exact=fp32", "subgen:variant=stream,recent=60,sinks=0,budget=100,exact=fp32"):
         store = new_store(Recipe.parse(f"{policy}+exact:dtype=fp32").plan(0, 1), keys, values)
@@ -91,11 +94,11 @@ def test_a_refused_append_changes_no_sketch():
     store = new_store(Recipe.parse("subgen:variant=stream,recent=16,exact=fp32+kivi:bits=1").plan(0, 1), keys, values)
     with pytest.raises(UserError, match="scales=bf16"):
         store.append(keys, values * 1e5)
-    assert (store.seen, store.reservoir, store.footprint().total_bytes) == (0, None, 0)
+    assert (store.num_tokens, store.reservoir, store.footprint().total_bytes) == (0, None, 0)
     store.append(keys, values)
-    call = Call(torch.randn(1, 4, 1, 32, generator=torch.Generator().manual_seed(2)), None, 0.125)
+    call = AttentionCall(torch.randn(1, 4, 1, 32, generator=torch.Generator().manual_seed(2)), None, 0.125)
     before = attend_store(store, call)
     with pytest.raises(UserError, match="scales=bf16"):
         store.append(keys, values * 1e5)
-    assert store.seen == 400
+    assert store.num_tokens == 400
     assert torch.equal(attend_store(store, call), before)

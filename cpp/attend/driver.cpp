@@ -20,8 +20,8 @@ constexpr int64_t kRopedTokens = 512;  // whose cosines and sines stay in the se
 
 // Whether cosines and sines of all tokens are read.
 bool turns(const Call& call, const View& view) {
-  const bool stepped = call.rope && view.rope.turns && roped_codes(view.parts[0]);
-  bool any = (view.kind == Kind::roped && !stepped) || (view.kind == Kind::turned && !view.rope.steps);
+  const bool stepped = call.rope && view.rope.int16_offsets && roped_codes(view.parts[0]);
+  bool any = (view.kind == Kind::roped && !stepped) || (view.kind == Kind::rotated_mean && !view.rope.offsets);
   for (int64_t i = 0; i < view.count; i++) any |= turns(call, view.parts[i]);
   return any;
 }

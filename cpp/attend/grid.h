@@ -1,7 +1,7 @@
 // Packed codes of 1 to 4 bits, block by block through the micro-kernel of lut.h.
 #pragma once
 
-#include "ahead.h"
+#include "prefetch_ranges.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
@@ -21,14 +21,14 @@ inline int64_t coef_stride(const Node& node) {
 
 // The grid that a view is, before RoPE or not, or the first part of a sum.
 inline const View* grid_in(const View& view) {
-  if (view.kind == Kind::added || view.kind == Kind::roped) return grid_in(view.parts[0]);
+  if (view.kind == Kind::sum || view.kind == Kind::roped) return grid_in(view.parts[0]);
   return view.kind == Kind::grid ? &view : nullptr;
 }
 
 // Fetches the values of tokens [token, token + tokens), while other keys than grids are multiplied, which take their
 // time.
 inline void fetch_values(const Node& keys, Span span, int64_t token, int64_t tokens) {
-  Ahead ahead;
+  PrefetchRanges ahead;
   ahead.add_values(keys, span, token, tokens);
   ahead.fetch(0, 1);
 }

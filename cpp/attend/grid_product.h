@@ -99,7 +99,7 @@ struct GridProduct {
     const int64_t joint = in.y_step ? 1 : in.blocks, x_step = in.y_step ? 0 : view.P;
     const int64_t most = fixed || !in.y_step ? in.blocks : kBlocksAtOnce;
     F shift[kBlocksAtOnce * R];
-    Later later(view, in);
+    Prefetch later(view, in);
     Finish<S> finish = {};
     finish.y_stride = in.y_stride;
     finish.code_step = view.stride_n;
@@ -162,7 +162,7 @@ struct GridProduct {
   static void lane_scaled(const GridView& view, const Product& in) {
     const Lut<S, R> lut(view);
     const int64_t groups = view.P / view.group, room = group_slots(view), lane_groups = ceil_div(view.L, kLanes);
-    Later later(view, in);
+    Prefetch later(view, in);
     Finish<S> finish = {};
     finish.y_stride = in.y_stride;
     finish.total_stride = in.coef_stride;

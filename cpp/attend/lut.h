@@ -6,7 +6,7 @@
 
 #include <new>
 
-#include "later.h"
+#include "prefetch.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
@@ -28,7 +28,7 @@ struct LutSums {
 
   // Coefficients of all runs lie one after the other, packed_slots(words) each.
   [[gnu::always_inline]] inline LutSums(const typename S::template Table<BITS>& table, Codes codes, const float* coefs,
-                                        int64_t coef_stride, Later& later) {
+                                        int64_t coef_stride, Prefetch& later) {
     using Words = typename S::Words;
     const auto* coef = reinterpret_cast<const typename S::Coef*>(coefs);
     coef_stride *= sizeof(float) / sizeof(*coef);
@@ -113,7 +113,7 @@ struct Finish {
 // Sums over `codes` for lane groups [from, to), and what `finish` does with them.
 template <class S, int BITS, int R>
 [[gnu::noinline]] void lut_groups(const void* made, Codes codes, const float* coef, int64_t coef_stride, int64_t from,
-                                  int64_t to, Later& later, const Finish<S>& finish) {
+                                  int64_t to, Prefetch& later, const Finish<S>& finish) {
   using F = typename S::F;
   const auto table = *static_cast<const typename S::template Table<BITS>*>(made);
   int64_t at = from;
@@ -184,7 +184,7 @@ class Lut {
     if (view.bits == 4) make<4>(view);
   }
 
-  void operator()(const Codes& codes, const float* coef, int64_t coef_stride, int64_t from, int64_t to, Later& later,
+  void operator()(const Codes& codes, const float* coef, int64_t coef_stride, int64_t from, int64_t to, Prefetch& later,
                   const Finish<S>& finish) const {
     run_(table_, codes, coef, coef_stride, from, to, later, finish);
   }

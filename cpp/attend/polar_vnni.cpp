@@ -3,8 +3,8 @@
 // Cosines, sines and what is made of them are whole numbers in units of 2^-15. A token's radii are taken relative to
 // its largest one, which is multiplied in float32: a product errs by parts of the token's own norm. Queries and weights
 // have 16 bits, in units that keep sums within 32.
-#include "ahead.h"
 #include "polar_weights.h"
+#include "prefetch_ranges.h"
 
 namespace tersekv {
 namespace {
@@ -32,7 +32,7 @@ alignas(64) constexpr Bytes kOrder[2] = {unpacked_order<0>(), unpacked_order<1>(
 
 template <int R>
 void block_scores(const PolarPlan& plan, int64_t n, int64_t row, float* score, int64_t score_stride,
-                  const Ahead& ahead) {
+                  const PrefetchRanges& ahead) {
   const Radii radii = largest_radii(plan, n);
   const Tokens tokens(plan, n, radii);
   const __m512i above = _mm512_set1_epi32(0x01000000), nibbles = _mm512_set1_epi32(0x000f000f),
@@ -81,7 +81,7 @@ void scores(const void* side, PolarSpan span, float* score, int64_t score_stride
   const auto& plan = *static_cast<const PolarPlan*>(side);
   with_rows(span.rows, [&](auto rows) {
     for (int64_t n = span.first / kPolarBlock; n < span.last / kPolarBlock; n++, score += kPolarBlock) {
-      Ahead ahead;
+      PrefetchRanges ahead;
       ahead.add(plan.angles + (n + kAheadBlocks) * plan.view->stride_n, plan.view->bytes * kPolarBlock);
       ahead.add(plan.radii + (n + kAheadBlocks) * plan.view->radii.stride_n, plan.D / 16 * kPolarBlock * 2);
       if (values) ahead.add(*values, plan.b, plan.h, n * kPolarBlock, kPolarBlock);

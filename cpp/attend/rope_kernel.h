@@ -7,7 +7,7 @@
 
 namespace tersekv {
 
-constexpr int64_t kTurnTokens = 64;  // that one turned query serves
+constexpr int64_t kInt16Offsets = 64;  // that one turned query serves
 
 // A view of kind `roped` for one task.
 struct RopedSide {
@@ -44,11 +44,11 @@ struct RopeKernel {
 };
 
 const RopeKernel& rope_kernel_vnni();
-void turned_in_words(const TurnedProduct& of);
+void rotates_in_int16(const TurnedProduct& of);
 
 // What is coded before RoPE, if it is a grid of few bits with scales per channel, maybe with entries apart.
 static inline const View* roped_codes(const View& keys) {
-  const bool apart = keys.kind == Kind::added && keys.count == 2 && keys.parts[1].kind == Kind::sparse;
+  const bool apart = keys.kind == Kind::sum && keys.count == 2 && keys.parts[1].kind == Kind::sparse;
   const View* codes = apart ? keys.parts : &keys;
   const GridView& grid = codes->grid;
   if (codes->kind != Kind::grid || grid.bits > 4 || grid.lane_scaled || grid.group != grid.L) return nullptr;

@@ -4,7 +4,7 @@
 // them: entry times scale plus offset, in units of the RoPE pair. A pair turned by a step stays within 16 bits, and so
 // do products with a query whose absolute values add up to at most kMostQuery.
 #include "grid.h"
-#include "later.h"
+#include "prefetch.h"
 #include "rope_words.h"
 
 namespace tersekv {
@@ -18,12 +18,12 @@ namespace {
 
 // Scores of NG·16 tokens whose codes begin at `codes`, `step` steps after the turned query.
 template <int BITS, int R, int NG>
-void tiles(const Roped& own, const int32_t* codes, int64_t step, Later& later, float* score, int64_t score_stride) {
+void tiles(const Roped& own, const int32_t* codes, int64_t step, Prefetch& later, float* score, int64_t score_stride) {
   constexpr int kWords = BITS == 3 ? 3 : 1, kDirect = direct_codes(BITS), kPairs = packed_slots(BITS, kWords) / 2;
   constexpr int kUnrolled = kDirect % 4 ? kDirect : 4;
   const int64_t half = own.half, group = own.side.grid->words * kLanes;
   const int64_t across = half / (2 * kPairs) * kWords * kLanes;  // from a channel's word to its partner's
-  const int16_t *turns = own.side.rope->turns + 2 * step, *tables = own.tables, *query = own.words;
+  const int16_t *int16_offsets = own.side.rope->int16_offsets + 2 * step, *tables = own.tables, *query = own.words;
   __m512i sum[R][NG];
   repeat<R>([&](auto r)
                 TERSEKV_INLINE { repeat<NG>([&](auto g) TERSEKV_INLINE { sum[r][g] = _mm512_setzero_si512(); }); });
@@ -34,7 +34,7 @@ void tiles(const Roped& own, const int32_t* codes, int64_t step, Later& later, f
     repeat<count>([&](auto i) TERSEKV_INLINE {
       const __m512i table_a = _mm512_loadu_si512(tables + (d + 2 * i) * kLanes),
                     table_b = _mm512_loadu_si512(tables + (d + 2 * i + half) * kLanes);
-      const int16_t *cosines = turns + (d + 2 * i) * 2 * kTurnTokens, *sines = cosines + 2 * kTurnTokens;
+      const int16_t *cosines = int16_offsets + (d + 2 * i) * 2 * kInt16Offsets, *sines = cosines + 2 * kInt16Offsets;
       __m512i a[NG], b[NG];
       repeat<NG>([&](auto g) TERSEKV_INLINE {
         const __m512i c = _mm512_loadu_si512(cosines + g * 2 * kLanes), s = _mm512_loadu_si512(sines + g * 2 * kLanes);
@@ -89,7 +89,7 @@ void tiles(const Roped& own, const int32_t* codes, int64_t step, Later& later, f
 }
 
 // Values of the same tokens, to be fetched while keys are read.
-Later values_of(const Roped& own, const RopedSpan& span) {
+Prefetch values_of(const Roped& own, const RopedSpan& span) {
   const View* values = span.row == 0 ? grid_in(*own.side.values) : nullptr;
   if (!values || span.first % values->t) return {};
   const GridView& keys = *own.side.grid;
@@ -102,17 +102,17 @@ template <int BITS, int R>
 void span_scores(Roped& own, const RopedSpan& span, float* score, int64_t score_stride) {
   const GridView& v = *own.side.grid;
   const int64_t t = v.L, words = v.words * kLanes;
-  Later later = values_of(own, span);
-  int64_t from = -kTurnTokens;  // the token whose angles are taken off the queries
+  Prefetch later = values_of(own, span);
+  int64_t from = -kInt16Offsets;  // the token whose angles are taken off the queries
   for (int64_t token = span.first; token < span.last; token += t) {
     const Block block = block_at(v, own.side.b, own.side.h, token / t);
     if (!own.filled || !own.fixed) fill_tables(own, block);
     own.filled = true;
     if (!own.fixed || own.row != span.row) measure_queries(own, span);
-    if (!own.fixed) from = -kTurnTokens;  // units may be others
+    if (!own.fixed) from = -kInt16Offsets;  // units may be others
     for (int64_t i = 0; i < t;) {
-      if (token + i - from >= kTurnTokens) turn_queries(own, span, from = token + i);
-      const int64_t step = token + i - from, left = kTurnTokens - step < t - i ? kTurnTokens - step : t - i;
+      if (token + i - from >= kInt16Offsets) turn_queries(own, span, from = token + i);
+      const int64_t step = token + i - from, left = kInt16Offsets - step < t - i ? kInt16Offsets - step : t - i;
       const int32_t* codes = block.codes + i / kLanes * words;
       float* out = score + token + i - span.first;
       const int64_t groups = left >= 2 * kLanes ? 2 : 1;
@@ -164,7 +164,7 @@ void* prepare(const RopedSide& side) {
 }  // namespace
 
 const RopeKernel& rope_kernel_vnni() {
-  static constexpr RopeKernel kernel = {prepare, scores, turned_in_words};
+  static constexpr RopeKernel kernel = {prepare, scores, rotates_in_int16};
   return kernel;
 }
 

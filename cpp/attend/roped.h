@@ -54,13 +54,13 @@ void rope_tables(Node& node, const int32_t* column, int64_t cos, int64_t count) 
   float* tables = kept_scratch({node.call->id, of_b, of_h, first}, count * tokens, filled);
   node.lanes = tables;
   if (filled) return;
-  const bool steps = rope.consecutive && rope.digits > 1;
+  const bool offsets = rope.consecutive && rope.digits > 1;
   float* room = scratch(2 * rope.columns);
-  const NearSteps near = steps ? near_steps<S>(rope) : NearSteps{};
+  const NearSteps near = offsets ? near_steps<S>(rope) : NearSteps{};
   for (int64_t t0 = 0; t0 < tokens; t0 += kLanes) {
     const int64_t n = tokens - t0 < kLanes ? tokens - t0 : kLanes;
     float* out = tables + t0;
-    if (!steps) {
+    if (!offsets) {
       for (int64_t t = 0; t < n; t++) {
         const RopeRow row = rope_row<S>(rope, place_of(rope, node.b, node.h, first + t0 + t), room);
         for (int64_t k = 0; k < count; k++) out[k * tokens + t] = (k < cos ? row.cos : row.sin)[column[k]];

@@ -36,12 +36,12 @@ inline bool turns_halves(const Node& node) {
 inline RopedGrid* roped_grid(const Node& node) {
   if (!roped_codes(*node.parts[0].view) || !turns_halves(node)) return nullptr;
   const Node& keys = node.parts[0];
-  const bool added = keys.view->kind == Kind::added;
+  const bool added = keys.view->kind == Kind::sum;
   const Node& grid = added ? keys.parts[0] : keys;
   auto* out = reinterpret_cast<RopedGrid*>(scratch(ceil_div(sizeof(RopedGrid), sizeof(float))));
   *out = {&grid, added ? &keys.parts[1] : nullptr, nullptr, nullptr, nullptr, nullptr, -1, nullptr, nullptr};
   const RopeView& rope = node.view->rope;
-  if (node.call->rope && rope.turns)
+  if (node.call->rope && rope.int16_offsets)
     out->fast =
         node.call->rope->prepare({&rope, &grid.grid, node.b, node.h, node.call->values, node.query, node.query_stride});
   if (added) {
@@ -52,7 +52,7 @@ inline RopedGrid* roped_grid(const Node& node) {
     out->place = reinterpret_cast<int32_t*>(scratch(node.view->D));
     for (int64_t d = 0; d < node.view->D; d++) {
       const int64_t pair = d % (node.view->D / 2);
-      out->place[d] = static_cast<int32_t>(pair / 2 * 4 * kTurnTokens + pair % 2);
+      out->place[d] = static_cast<int32_t>(pair / 2 * 4 * kInt16Offsets + pair % 2);
     }
   }
   return out;
@@ -207,20 +207,21 @@ void turn_rows(const Node& node, RopedGrid& own, const Span& span, int64_t token
 // By the call's RopeKernel; entries apart meet the cosines and sines of its steps.
 template <class S>
 void stepped_scores(const Node& node, RopedGrid& own, Span span, float* score, int64_t score_stride) {
-  const int16_t* turns = node.view->rope.turns;
+  const int16_t* int16_offsets = node.view->rope.int16_offsets;
   node.call->rope->scores(own.fast, {span.row, span.rows, span.first, span.last}, score, score_stride);
   if (!own.sparse) return;
   Rows* tokens = static_cast<SparseOwn*>(own.sparse->own)->tokens;
   clear(tokens, span.tokens());
-  for (int64_t token = span.first; token < span.last; token += kTurnTokens, tokens += kTurnTokens) {
-    const int64_t last = token + kTurnTokens < span.last ? token + kTurnTokens : span.last;
+  for (int64_t token = span.first; token < span.last; token += kInt16Offsets, tokens += kInt16Offsets) {
+    const int64_t last = token + kInt16Offsets < span.last ? token + kInt16Offsets : span.last;
     turn_rows<S>(node, own, span, token);
     const Rows *query = own.query, *turned = own.turned;
     const int32_t* place = own.place;
     each_entry<S>(*own.sparse, {span.row, span.rows, token, last},
                   [=](int64_t at, int64_t channel, float value, auto) TERSEKV_INLINE {
-                    const int16_t* cos = turns + place[channel] + 2 * at;
-                    tokens[at] += query[channel] * (value * cos[0]) + turned[channel] * (value * cos[2 * kTurnTokens]);
+                    const int16_t* cos = int16_offsets + place[channel] + 2 * at;
+                    tokens[at] +=
+                        query[channel] * (value * cos[0]) + turned[channel] * (value * cos[2 * kInt16Offsets]);
                   });
   }
   add_interleaved(static_cast<SparseOwn*>(own.sparse->own)->tokens, score_stride, span.rows, span.tokens(), score);

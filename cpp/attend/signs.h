@@ -23,7 +23,7 @@ inline SignTokens sign_tokens(const Node& node, int64_t token) {
 // tables [R, 2·bytes, 16]
 template <class S, int R>
 void sign_scores(const Node& node, const float* tables, const float*, int64_t first, int64_t last, float* score,
-                 int64_t score_stride, const Ahead& ahead) {
+                 int64_t score_stride, const PrefetchRanges& ahead) {
   using F = typename S::F;
   const SignsView& v = node.view->signs;
   const int64_t bytes = static_cast<SignsOwn*>(node.own)->bytes, table_stride = 2 * bytes * kLanes;
@@ -51,7 +51,7 @@ void sign_scores(const Node& node, const float* tables, const float*, int64_t fi
 // tables [R, 2·bytes, 32] of 16 bits, in units of steps [R].
 template <class S, int R>
 void short_sign_scores(const Node& node, const float* tables, const float* steps, int64_t first, int64_t last,
-                       float* score, int64_t score_stride, const Ahead& ahead) {
+                       float* score, int64_t score_stride, const PrefetchRanges& ahead) {
   using F = typename S::F;
   using Short = typename S::Short;
   constexpr int64_t kBytes = kShortSigns / 8;
@@ -96,7 +96,7 @@ void signs_scores(const Node& node, Span span, float* score, int64_t score_strid
   const SignsOwn& own = *static_cast<SignsOwn*>(node.own);
   const int64_t table_stride = 2 * own.bytes * kLanes;
   with_rows(span.rows, [&](auto rows) {
-    const auto scores = [&](int64_t row, int64_t first, const Ahead& ahead) {
+    const auto scores = [&](int64_t row, int64_t first, const PrefetchRanges& ahead) {
       const int64_t last = first + kSignTokens;
       const float *tables = own.tables + row * table_stride, *steps = own.steps + row;
       float* out = score + first - span.first;
@@ -108,7 +108,7 @@ void signs_scores(const Node& node, Span span, float* score, int64_t score_strid
     };
     const bool rebuilt = varies(node.view->signs);
     for (int64_t token = span.first; token < span.last; token += kSignTokens) {
-      Ahead ahead;
+      PrefetchRanges ahead;
       ahead.add(*node.view, node.b, node.h, token + 2 * kSignTokens, kSignTokens);
       ahead.add_values(node, span, token, kSignTokens);
       if (rebuilt) {

@@ -65,23 +65,24 @@ inline void clear(float* p, int64_t floats) {
   for (int64_t i = 0; i < floats; i++) p[i] = 0.0f;
 }
 
-// Scores, from tiles of sixteen tokens that fill(node, token, tile) makes.
-template <class S, class Fill>
-void tile_scores(const Node& node, Span span, float* score, int64_t score_stride, float* tile, Fill fill) {
+// Scores, from tiles of sixteen tokens that decode_tile(node, token, tile) makes.
+template <class S, class DecodeTile>
+void tile_scores(const Node& node, Span span, float* score, int64_t score_stride, float* tile, DecodeTile decode_tile) {
   for (int64_t token = span.first; token < span.last; token += kLanes) {
-    fill(node, token, tile);
+    decode_tile(node, token, tile);
     tile_dot<S>(tile, node.view->D, node.query_row(span.row), node.query_stride, 1, span.rows,
                 score + token - span.first, score_stride);
   }
 }
 
 // Sums of all channels, from such tiles.
-template <class S, class Fill>
-void tile_sums(const Node& node, Span span, const float* weight, int64_t weight_stride, float* tile, Fill fill) {
+template <class S, class DecodeTile>
+void tile_sums(const Node& node, Span span, const float* weight, int64_t weight_stride, float* tile,
+               DecodeTile decode_tile) {
   const int64_t D = node.view->D;
   for (int64_t r = 0; r < span.rows; r++) clear(node.lanes + r * D * kLanes, D * kLanes);
   for (int64_t token = span.first; token < span.last; token += kLanes) {
-    fill(node, token, tile);
+    decode_tile(node, token, tile);
     for (int64_t r = 0; r < span.rows; r++)
       tile_accumulate<S>(tile, D, S::load(weight + r * weight_stride + token - span.first),
                          node.lanes + r * D * kLanes);

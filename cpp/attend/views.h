@@ -5,10 +5,10 @@
 #include "grid_tile.h"
 #include "polar.h"
 #include "roped_grid.h"
+#include "rotated_mean.h"
 #include "signs.h"
 #include "sparse.h"
 #include "trellis.h"
-#include "turned.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
@@ -29,7 +29,7 @@ void prepare_parts(Node& node) {
     part.view = view.parts + i;
     if (node.query) part.query = node.query + channel;
     if (node.sum) part.sum = node.sum + channel;
-    if (view.kind == Kind::joined) {
+    if (view.kind == Kind::concat) {
       channel += part.view->D;
       if (node.sum && part.view->D % kLanes) {
         part.sum_stride = round_up(part.view->D, kLanes);
@@ -63,8 +63,8 @@ void prepare(Node& node) {
       prepare_parts<S>(node);
       node.own = scratch((node.view->D + kTileSlack) * kLanes);
       return;
-    case Kind::added:
-    case Kind::joined:
+    case Kind::sum:
+    case Kind::concat:
       prepare_parts<S>(node);
       node.own = scratch((node.view->D + kTileSlack) * kLanes);
       return;
@@ -72,8 +72,8 @@ void prepare(Node& node) {
       return sparse_prepare(node);
     case Kind::trellis:
       return trellis_prepare<S>(node);
-    case Kind::turned:
-      return turned_prepare<S>(node);
+    case Kind::rotated_mean:
+      return rotated_mean_prepare<S>(node);
     case Kind::exact:
       return;
   }
@@ -81,7 +81,7 @@ void prepare(Node& node) {
 
 // x̂ of `count` (at most 16) tokens from `token` on: tile [D][16], whatever was there.
 template <class S>
-void fill(const Node& node, int64_t token, int64_t count, float* tile) {
+void decode_tile(const Node& node, int64_t token, int64_t count, float* tile) {
   const View& view = *node.view;
   auto* own = static_cast<float*>(node.own);
   switch (view.kind) {
@@ -98,33 +98,33 @@ void fill(const Node& node, int64_t token, int64_t count, float* tile) {
     case Kind::sparse:
       clear(tile, view.D * kLanes);
       return sparse_add<S>(node, token, tile);
-    case Kind::added:
-      fill<S>(node.parts[0], token, count, tile);
+    case Kind::sum:
+      decode_tile<S>(node.parts[0], token, count, tile);
       for (int64_t i = 1; i < view.count; i++) {
         if (view.parts[i].kind == Kind::sparse) {
           sparse_add<S>(node.parts[i], token, tile);
         } else {
-          fill<S>(node.parts[i], token, count, own);
+          decode_tile<S>(node.parts[i], token, count, own);
           for (int64_t k = 0; k < view.D * kLanes; k += kLanes)
             S::store(tile + k, S::add(S::load(tile + k), S::load(own + k)));
         }
       }
       return;
-    case Kind::joined:
+    case Kind::concat:
       for (int64_t i = 0; i < view.count; i++) {
-        fill<S>(node.parts[i], token, count, tile);
+        decode_tile<S>(node.parts[i], token, count, tile);
         tile += node.parts[i].view->D * kLanes;
       }
       return;
     case Kind::rotated: {
-      fill<S>(node.parts[0], token, count, own);
+      decode_tile<S>(node.parts[0], token, count, own);
       clear(tile, view.D * kLanes);
       const float* rotation = view.rotation + node.b * view.rotation_stride_b + node.h * view.rotation_stride_h;
       return tile_dot<S>(own, view.D, rotation, 1, view.D, view.D, tile, kLanes);
     }
     case Kind::roped:
       return;  // only ever outermost
-    case Kind::turned:
+    case Kind::rotated_mean:
       return;  // never under what needs tiles
   }
 }
@@ -138,7 +138,8 @@ void roped_scores(const Node& node, Span span, float* score, int64_t score_strid
   for (int64_t token = span.first; token < span.last; token += kRopedTiles * kLanes) {
     int64_t tiles = 0;
     for (int64_t at = token; at < span.last && tiles < kRopedTiles; at += kLanes, tiles++)
-      fill<S>(node.parts[0], at, span.last - at < kLanes ? span.last - at : kLanes, own.tile + tiles * own.tile_floats);
+      decode_tile<S>(node.parts[0], at, span.last - at < kLanes ? span.last - at : kLanes,
+                     own.tile + tiles * own.tile_floats);
     const float* tables = node.lanes + token - first;
     float* out = score + token - span.first;
     with_rows(span.rows, [&](auto rows) {
@@ -165,10 +166,10 @@ void add_scores(const Node& node, Span span, float* score, int64_t score_stride)
       return sparse_scores<S>(node, span, score, score_stride);
     case Kind::trellis:
       return trellis_scores<S>(node, span, score, score_stride);
-    case Kind::turned:
-      return turned_scores<S>(node, span, score, score_stride);
-    case Kind::added:
-    case Kind::joined:
+    case Kind::rotated_mean:
+      return rotated_mean_scores<S>(node, span, score, score_stride);
+    case Kind::sum:
+    case Kind::concat:
       for (int64_t i = 0; i < node.view->count; i++) add_scores<S>(node.parts[i], span, score, score_stride);
       return;
     case Kind::roped:
@@ -197,14 +198,14 @@ void add_sums(const Node& node, Span span, const float* weight, int64_t weight_s
       return sparse_sums<S>(node, span, weight, weight_stride);
     case Kind::trellis:
       return trellis_sums<S>(node, span, weight, weight_stride);
-    case Kind::added:
+    case Kind::sum:
       for (int64_t i = 0; i < node.view->count; i++) add_sums<S>(node.parts[i], span, weight, weight_stride);
       return;
-    case Kind::joined:
+    case Kind::concat:
       return joined_sums<S>(node, span, weight, weight_stride);
     case Kind::roped:
     case Kind::rotated:
-    case Kind::turned:
+    case Kind::rotated_mean:
       return;  // never values
   }
 }

@@ -291,7 +291,7 @@ class Attention {
 
   // Whether a view's tokens may stand anywhere: not where a table or a list follows their order.
   static bool pageable(const View& view) {
-    if (view.kind == Kind::roped || view.kind == Kind::turned || view.kind == Kind::sparse) return false;
+    if (view.kind == Kind::roped || view.kind == Kind::rotated_mean || view.kind == Kind::sparse) return false;
     for (int64_t i = 0; i < view.count; i++)
       if (!pageable(view.parts[i])) return false;
     return true;

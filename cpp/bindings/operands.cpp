@@ -19,8 +19,8 @@ Tensor Owner::keep(const std::string& name, nb::handle x, unsigned types) {
 }
 
 void Owner::check_unmoved() const {
-  for (const Kept& kept : tensors_)
-    if (address_of(kept.tensor) != kept.address)
+  for (const HeldTensor& held : tensors_)
+    if (address_of(held.tensor) != held.address)
       throw Moved("a tensor of a packed page is elsewhere than when the page was made");
 }
 
@@ -134,7 +134,7 @@ NativeView* parts_view(Kind kind, const std::vector<nb::object>& parts) {
   for (const nb::object& part : parts)
     if (const View& of = nb::cast<const NativeView&>(part).view; of.kind == Kind::roped || of.kind == Kind::rotated)
       throw NotTaken("a part is a view with RoPE, or a rotation");
-  if (kind == Kind::joined) {
+  if (kind == Kind::concat) {
     for (int64_t i = 0; i < v.count; i++) v.D += v.parts[i].D;
   } else {
     v.D = v.parts[0].D;
@@ -186,10 +186,10 @@ void define_views(nb::module_& m) {
   m.def("grid", &grid_view, nb::kw_only(), "of_keys"_a, "bits"_a, "per_token"_a, "group"_a, "block_tokens"_a,
         "head_dim"_a, "codes"_a, "scale"_a, "offset"_a.none(), "table"_a, own, "See kernels/attend_grid.py.");
   m.def(
-      "added", [](const std::vector<nb::object>& parts) { return parts_view(Kind::added, parts); }, "parts"_a, own,
+      "sum", [](const std::vector<nb::object>& parts) { return parts_view(Kind::sum, parts); }, "parts"_a, own,
       "The sum of views.");
   m.def(
-      "joined", [](const std::vector<nb::object>& parts) { return parts_view(Kind::joined, parts); }, "parts"_a, own,
+      "concat", [](const std::vector<nb::object>& parts) { return parts_view(Kind::concat, parts); }, "parts"_a, own,
       "Views with channels side by side.");
 }
 

@@ -44,11 +44,11 @@ class Owner {
   void check_unmoved() const;
 
  private:
-  struct Kept {
+  struct HeldTensor {
     nb::object tensor;
     uintptr_t address;
   };
-  std::vector<Kept> tensors_;
+  std::vector<HeldTensor> tensors_;
   std::vector<std::shared_ptr<const void>> shared_;
   std::vector<std::unique_ptr<float[]>> memory_;
 };

@@ -57,8 +57,8 @@ bool take_columns(NativeRope& made) {
   return same;
 }
 
-// int16 [D/4, 2, kTurnTokens, 2]
-void take_turns(NativeRope& made, const Tensor& turns) {
+// int16 [D/4, 2, kInt16Offsets, 2]
+void take_turns(NativeRope& made, const Tensor& int16_offsets) {
   const int64_t half = made.D / 2;
   bool halves = made.D % 4 == 0;
   for (int64_t d = 0; halves && d < half; d++) {
@@ -66,53 +66,55 @@ void take_turns(NativeRope& made, const Tensor& turns) {
     halves = a.partner == d + half && a.sign == -1;
     for (const int32_t column : {a.sin_column, b.cos_column, b.sin_column}) halves &= column == a.cos_column;
   }
-  if (!halves) fail("turns: ", "expected channels d and d + D/2 as pairs of one column");
-  expect("", "turns", turns, {{"D/4", half / 2}, {"2", 2}, {"steps", kTurnTokens}, {"2", 2}}, 0);
-  made.rope.turns = turns.as<int16_t>();
+  if (!halves) fail("int16_offsets: ", "expected channels d and d + D/2 as pairs of one column");
+  expect("", "int16_offsets", int16_offsets, {{"D/4", half / 2}, {"2", 2}, {"offsets", kInt16Offsets}, {"2", 2}}, 0);
+  made.rope.int16_offsets = int16_offsets.as<int16_t>();
 }
 
 // (table, matrix, place, words): place int32 [columns], a fast column's number, or -1 less a slow one's
 void take_steps(NativeRope& made, const std::vector<nb::object>& parts) {
   RopeView& rope = made.rope;
-  if (parts.size() != 4) fail("steps: ", "expected a table, a matrix, places and words");
-  const Tensor table = made.owner.keep("steps", parts[0], kFloat32),
-               matrix = made.owner.keep("steps", parts[1], kFloat32),
-               place = made.owner.keep("steps", parts[2], kInt32), words = made.owner.keep("steps", parts[3], kInt16);
+  if (parts.size() != 4) fail("offsets: ", "expected a table, a matrix, places and words");
+  const Tensor table = made.owner.keep("offsets", parts[0], kFloat32),
+               matrix = made.owner.keep("offsets", parts[1], kFloat32),
+               place = made.owner.keep("offsets", parts[2], kInt32),
+               words = made.owner.keep("offsets", parts[3], kInt16);
   if (table.dims != 2 || matrix.dims != 2 || table.shape[1] < kLanes || table.shape[1] % kLanes ||
       table.shape[0] > 2 * rope.columns + kLanes || matrix.shape[0] > 2 * rope.columns)
-    fail("steps: ", "expected a table [rows, M] and a matrix [2·slow, 16], M a multiple of 16");
-  RopeSteps steps{table.shape[1], table.shape[0]};
-  steps.slow = matrix.shape[0] / 2;
-  const int64_t terms = steps.slow ? kLanes : 0;
-  steps.fast = (steps.rows - terms) / 2;
-  steps.table = table.as<float>();
-  steps.matrix = matrix.as<float>();
-  expect("", "steps' table", table, {{"rows", 2 * steps.fast + terms}, {"M", steps.M}}, 0);
-  expect("", "steps' matrix", matrix, {{"rows", 2 * steps.slow}, {"16", kLanes}}, 0);
-  expect("", "steps' words", words, {{"rows / 2", steps.rows / 2}, {"M", steps.M}, {"2", 2}}, 0);
-  steps.words = words.as<int16_t>();
+    fail("offsets: ", "expected a table [rows, M] and a matrix [2·slow, 16], M a multiple of 16");
+  RopeOffsets offsets{table.shape[1], table.shape[0]};
+  offsets.slow = matrix.shape[0] / 2;
+  const int64_t terms = offsets.slow ? kLanes : 0;
+  offsets.fast = (offsets.rows - terms) / 2;
+  offsets.table = table.as<float>();
+  offsets.matrix = matrix.as<float>();
+  expect("", "offsets' table", table, {{"rows", 2 * offsets.fast + terms}, {"M", offsets.M}}, 0);
+  expect("", "offsets' matrix", matrix, {{"rows", 2 * offsets.slow}, {"16", kLanes}}, 0);
+  expect("", "offsets' words", words, {{"rows / 2", offsets.rows / 2}, {"M", offsets.M}, {"2", 2}}, 0);
+  offsets.words = words.as<int16_t>();
   const int64_t columns = place.dims == 1 ? place.shape[0] : 0;
-  if (columns < 1 || columns > rope.columns) fail("steps' places: ", "expected one per column of the table");
-  expect("", "steps' places", place, {{"columns", columns}}, 0);
+  if (columns < 1 || columns > rope.columns) fail("offsets' places: ", "expected one per column of the table");
+  expect("", "offsets' places", place, {{"columns", columns}}, 0);
   auto* pair = made.owner.memory<int32_t>(rope.columns);
-  auto* column = made.owner.memory<int32_t>(steps.pairs());
+  auto* column = made.owner.memory<int32_t>(offsets.pairs());
   std::fill(pair, pair + rope.columns, 0);
-  std::fill(column, column + steps.pairs(), 0);
+  std::fill(column, column + offsets.pairs(), 0);
   for (int64_t c = columns; c-- > 0;) {
     const int32_t at = place.as<int32_t>()[c];
-    if (at >= steps.fast || at < -steps.slow) fail("steps' places: ", "expected one per column");
-    pair[c] = static_cast<int32_t>(at >= 0 ? at : steps.fast - 1 - at);
+    if (at >= offsets.fast || at < -offsets.slow) fail("offsets' places: ", "expected one per column");
+    pair[c] = static_cast<int32_t>(at >= 0 ? at : offsets.fast - 1 - at);
     column[pair[c]] = static_cast<int32_t>(c);
   }
-  steps.pair = pair;
-  steps.column = column;
-  steps.in_order = round_up(steps.pairs(), kLanes) <= rope.columns;
-  for (int64_t i = 0; i < steps.pairs(); i++) steps.in_order &= column[i] == i;
-  rope.steps = new (made.owner.memory<RopeSteps>(1)) RopeSteps(steps);
+  offsets.pair = pair;
+  offsets.column = column;
+  offsets.in_order = round_up(offsets.pairs(), kLanes) <= rope.columns;
+  for (int64_t i = 0; i < offsets.pairs(); i++) offsets.in_order &= column[i] == i;
+  rope.offsets = new (made.owner.memory<RopeOffsets>(1)) RopeOffsets(offsets);
 }
 
 // Any place is safe: digits are cut to the table's rows, and rows of a table of one digit are held within it.
-NativeRope* make_rope(nb::handle table, nb::handle channels, const std::vector<nb::object>& steps, nb::handle turns) {
+NativeRope* make_rope(nb::handle table, nb::handle channels, const std::vector<nb::object>& offsets,
+                      nb::handle int16_offsets) {
   auto made = std::make_unique<NativeRope>();
   RopeView& rope = made->rope;
   const Tensor angles = made->owner.keep("table of angles", table, kFloat32);
@@ -127,12 +129,12 @@ NativeRope* make_rope(nb::handle table, nb::handle channels, const std::vector<n
   rope.table = angles.as<float>();
   take_channels(*made, made->owner.keep("rope channels", channels, kInt32));
   const bool same = take_columns(*made);
-  if (!steps.empty()) {
-    if (rope.digits == 1) fail("steps: ", "expected a table of positions");
-    if (!same) fail("steps: ", "expected cosines and sines of the same columns");
-    take_steps(*made, steps);
+  if (!offsets.empty()) {
+    if (rope.digits == 1) fail("offsets: ", "expected a table of positions");
+    if (!same) fail("offsets: ", "expected cosines and sines of the same columns");
+    take_steps(*made, offsets);
   }
-  if (!turns.is_none()) take_turns(*made, made->owner.keep("turns", turns, kInt16));
+  if (!int16_offsets.is_none()) take_turns(*made, made->owner.keep("int16_offsets", int16_offsets, kInt16));
   return made.release();
 }
 
@@ -156,8 +158,8 @@ void take_rope(NativeView& made, const nb::object& rope, nb::handle places) {
   rope_view.consecutive = tokens == 1;
   rope_view.stride_t = rope_view.consecutive ? 0 : 1;
   if (!rope_view.consecutive) {
-    rope_view.steps = nullptr;
-    rope_view.turns = nullptr;
+    rope_view.offsets = nullptr;
+    rope_view.int16_offsets = nullptr;
   }
   made.has_rope = true;
 }
@@ -176,7 +178,7 @@ NativeView* roped_view(const nb::object& inner, const nb::object& rope, nb::hand
 NativeView* rotated_mean_view(nb::handle mean, int64_t tokens, const nb::object& rope, nb::handle places) {
   auto made = std::make_unique<NativeView>();
   View& v = made->view;
-  v.kind = Kind::turned;
+  v.kind = Kind::rotated_mean;
   const Tensor vector = made->owner.keep("mean", mean, kFloats);
   if (vector.dims != 3) fail("mean: ", "expected [1 or B, H, D]");
   if (vector.last_stride() != 1) throw NotTaken("the mean is not contiguous along its last axis");
@@ -217,7 +219,7 @@ void define_rope_views(nb::module_& m) {
   const auto own = nb::rv_policy::take_ownership;
   nb::class_<NativeRope>(m, "Rope", "RoPE of a model's keys, for all pages.")
       .def("check_unmoved", [](const NativeRope& of) { of.owner.check_unmoved(); });
-  m.def("rope", &make_rope, nb::kw_only(), "table"_a, "channels"_a, "steps"_a, "turns"_a.none(), own,
+  m.def("rope", &make_rope, nb::kw_only(), "table"_a, "channels"_a, "offsets"_a, "int16_offsets"_a.none(), own,
         "See codecs/transforms/rope.py.");
   m.def("roped", &roped_view, "inner"_a, "rope"_a, "places"_a, own, "Keys before RoPE.");
   m.def("rotated_mean", &rotated_mean_view, nb::kw_only(), "mean"_a, "tokens"_a, "rope"_a, "places"_a, own,

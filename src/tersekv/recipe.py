@@ -142,7 +142,7 @@ class Recipe:
 
         other = Recipe(coder(self.coder), self.tokens, tuple((spec, coder(one)) for spec, one in self.layers))
         codecs = [codec for one in (other.coder, *(one for _, one in other.layers)) for codec in one.at(0)]
-        return None if any(codec.lacks == "corpus" for codec in codecs) else other
+        return None if any(codec.needs_fit == "corpus" for codec in codecs) else other
 
     def policy(self) -> TokenPolicy:
         """The token policy."""

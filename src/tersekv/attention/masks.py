@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tersekv.cache.evicting import EvictingStore
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.selective import SelectiveStore
 
-Store = LayerStore | SelectiveStore
+Store = LayerStore | EvictingStore
 
 
 def causal(q: int, T: int, device: torch.device) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tersekv.attention import masks
 from tersekv.attention.masks import Store
-from tersekv.attention.read import Call, grouped
-from tersekv.cache.kept import KeptStore
-from tersekv.cache.selective import SelectiveStore
+from tersekv.attention.read import AttentionCall, grouped
+from tersekv.cache.evicting import EvictingStore
+from tersekv.cache.scored_eviction import ScoredEvictionStore
 from tersekv.errors import UserError
 from tersekv.kernels.attend import Masks
 
@@ -24,12 +24,12 @@ Held = list[tuple[Tensor, Tensor]]
 
 
 @torch.no_grad()
-def observe(store: Store, keys: Tensor, call: Call) -> Tensor | None:
+def observe(store: Store, keys: Tensor, call: AttentionCall) -> Tensor | None:
     """Votes float32 [B, Hkv, held + n] for the tokens that the store holds, in its order, and for new keys
     [B, Hkv, n, D]: the softmax weights that the observed latest queries give them, summed over queries and averaged
     over the query heads of a KV head. None where the store wants to see none. Queries in the padding count nothing."""
     q = call.query.shape[2]
-    if not isinstance(store, KeptStore) or store.observed(q) == 0:
+    if not isinstance(store, ScoredEvictionStore) or store.observed(q) == 0:
         return None
     n = store.observed(q)
     votes, held = None, _held(store)
@@ -37,7 +37,7 @@ def observe(store: Store, keys: Tensor, call: Call) -> Tensor | None:
         tile = slice(start, min(q, start + OBSERVED_QUERIES))
         weights = _weights(store, held, keys, call, tile)
         if call.mask is not None:  # a query that does not see itself stands in the padding
-            itself = torch.arange(store.seen + start, store.seen + tile.stop, device=keys.device)
+            itself = torch.arange(store.num_tokens + start, store.num_tokens + tile.stop, device=keys.device)
             is_token = call.mask[:, tile].gather(2, itself.expand(len(call.mask), -1).unsqueeze(-1))
             weights = weights * is_token[:, None, None]
         added = weights.sum(3).mean(2)
@@ -45,24 +45,24 @@ def observe(store: Store, keys: Tensor, call: Call) -> Tensor | None:
     return votes
 
 
-def kept_weights(store: SelectiveStore, keys: Tensor, call: Call) -> Tensor:
+def kept_weights(store: EvictingStore, keys: Tensor, call: AttentionCall) -> Tensor:
     """Softmax weights [B, Hq, q, tokens seen and new] in the query's type, 0 for tokens that were dropped.
 
     Raises:
         UserError: the store holds samples, of which no weights can be told.
     """
-    if not isinstance(store, KeptStore):
+    if not isinstance(store, ScoredEvictionStore):
         raise UserError("output_attentions: a policy that samples tokens has no weights of single ones; leave it away")
     held = _held(store)
     weights = _weights(store, held, keys, call, slice(0, call.query.shape[2]))
     B, H, G, q, _ = weights.shape
-    positions = torch.cat([place for _, place in held] + [_span(store, store.seen, keys.shape[2])], dim=2)
+    positions = torch.cat([place for _, place in held] + [_span(store, store.num_tokens, keys.shape[2])], dim=2)
     index = positions.clamp(min=0)[:, :, None, None].expand(-1, -1, G, q, -1).long()
-    out = weights.new_zeros((B, H, G, q, store.seen + keys.shape[2])).scatter_add_(-1, index, weights)
+    out = weights.new_zeros((B, H, G, q, store.num_tokens + keys.shape[2])).scatter_add_(-1, index, weights)
     return out.flatten(1, 2).to(call.query.dtype)
 
 
-def _held(store: KeptStore) -> Held:
+def _held(store: ScoredEvictionStore) -> Held:
     """Keys float32 [B, H, T, D] and positions [B, H, T] of held tokens, in the store's order."""
     parts = []
     for page in store.packed_pages():
@@ -76,16 +76,16 @@ def _held(store: KeptStore) -> Held:
     return parts
 
 
-def _span(store: KeptStore, first: int, n: int) -> Tensor:
+def _span(store: ScoredEvictionStore, first: int, n: int) -> Tensor:
     """Positions first to first + n, for all heads."""
     positions = torch.arange(first, first + n, dtype=torch.int32, device=store.device)
     return positions.expand(store.batch_size, store.kv_heads, -1)
 
 
-def _weights(store: KeptStore, held: Held, keys: Tensor, call: Call, tile: slice) -> Tensor:
+def _weights(store: ScoredEvictionStore, held: Held, keys: Tensor, call: AttentionCall, tile: slice) -> Tensor:
     """float32 [B, Hkv, G, tile, held + n]."""
     query = grouped(call.query[:, :, tile], store.kv_heads)
-    n, past = keys.shape[2], store.seen
+    n, past = keys.shape[2], store.num_tokens
     positions = torch.cat([place for _, place in held] + [_span(store, past, n)], dim=2)
     key = torch.cat([k for k, _ in held] + [keys.float()], dim=2)
     scores = torch.matmul(query, key.unsqueeze(2).transpose(-1, -2)) * call.scaling
@@ -101,7 +101,7 @@ def _weights(store: KeptStore, held: Held, keys: Tensor, call: Call, tile: slice
     return torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., : positions.shape[2]]
 
 
-def _causal(store: KeptStore, total: int, q: int, tile: slice) -> Tensor:
+def _causal(store: ScoredEvictionStore, total: int, q: int, tile: slice) -> Tensor:
     mask = masks.causal(q, total, store.device)[:, tile]
     if store.padding is not None:
         mask = mask & (torch.arange(total, device=mask.device) >= store.padding[:, None])[:, None]

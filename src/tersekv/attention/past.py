@@ -7,24 +7,24 @@ from torch import Tensor
 
 from tersekv.attention import masks
 from tersekv.attention.masks import Store
+from tersekv.cache.context_parallel import ContextParallelStore
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.spread import SpreadStore
 
 
 def is_readable(store: Store) -> bool:
     """True if all tokens of a store can be decoded here, position by position."""
-    return isinstance(store, LayerStore) and not isinstance(store, SpreadStore)
+    return isinstance(store, LayerStore) and not isinstance(store, ContextParallelStore)
 
 
 def with_past(store: Store, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Decoded tokens of a readable store and new ones behind them [B, Hkv, n, D], with their mask bool [1 or B, 1, n,
     tokens]. mask: bool [B, n, tokens seen and new], or None for causal."""
     assert isinstance(store, LayerStore)
-    n, tokens = keys.shape[2], store.seen + keys.shape[2]
+    n, tokens = keys.shape[2], store.num_tokens + keys.shape[2]
     if mask is None and (n > 1 or store.padding is not None):
         mask = masks.causal(n, tokens, store.device)
         if store.padding is not None:
             mask = mask & (torch.arange(tokens, device=store.device) >= store.padding[:, None])[:, None]
     past = store.decoded(keys.dtype)
     keys, values = (torch.cat(both, dim=2) for both in zip(past, (keys, values), strict=True))
-    return keys, values, None if mask is None else mask[:, None, :, store.dropped :]
+    return keys, values, None if mask is None else mask[:, None, :, store.num_evicted :]

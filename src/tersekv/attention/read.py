@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tersekv.attention import masks
 from tersekv.attention.masks import Store
-from tersekv.cache.parallel import Spread
+from tersekv.cache.evicting import EvictingStore
+from tersekv.cache.parallel import ContextParallel
 from tersekv.cache.segments import PackedSegment
-from tersekv.cache.selective import SelectiveStore
 from tersekv.kernels import backends, softmax
 from tersekv.kernels.attend import Masks, finished
 
@@ -34,7 +34,7 @@ KERNEL_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """What the attention module asks for.
 
     query [B, Hq, q, D]; mask bool [B, q, tokens seen] (True is visible) or None for causal; scaling; softcap or None;
@@ -48,20 +48,20 @@ class Call:
     sink_logits: Tensor | None = None
 
 
-def attend_store(store: Store, call: Call) -> Tensor:
+def attend_store(store: Store, call: AttentionCall) -> Tensor:
     """Attention over everything in the store (the queries' own tokens included): [B, q, Hq, Dv] in the query's type."""
     q = call.query.shape[2]
     mask = call.mask
     if mask is None and q > 1:
-        mask = masks.causal(q, store.seen, call.query.device).expand(call.query.shape[0], -1, -1)
+        mask = masks.causal(q, store.num_tokens, call.query.device).expand(call.query.shape[0], -1, -1)
     return _Reader(store, call, mask, None).attend()
 
 
-def attend_chunk(store: Store | None, keys: Tensor, values: Tensor, call: Call) -> Tensor:
+def attend_chunk(store: Store | None, keys: Tensor, values: Tensor, call: AttentionCall) -> Tensor:
     """Attention over the past in the store (None: no past) and, exactly, over the chunk's own keys and values
     [B, Hkv, q, D], which are not in the store yet."""
     B, q, n = call.query.shape[0], call.query.shape[2], keys.shape[2]
-    past = 0 if store is None else store.seen
+    past = 0 if store is None else store.num_tokens
     if call.mask is None:
         mask, own = None, masks.causal(q, n, call.query.device).expand(B, -1, -1)
     else:
@@ -80,7 +80,7 @@ class _Reader:
     where a kernel reads them, else decoded block by block. mask: bool [B, q, tokens seen] or None for all."""
 
     def __init__(
-        self, store: Store | None, call: Call, mask: Tensor | None, own: tuple[Tensor, Tensor, Tensor] | None
+        self, store: Store | None, call: AttentionCall, mask: Tensor | None, own: tuple[Tensor, Tensor, Tensor] | None
     ) -> None:
         self.store, self.call, self.mask, self.own = store, call, mask, own
         self.kv_heads = store.kv_heads if own is None else own[0].shape[1]  # type: ignore[union-attr]
@@ -89,7 +89,7 @@ class _Reader:
         """[B, q, Hq, Dv] in the query's type."""
         query, store = self.call.query, self.store
         if query.shape[1] * query.shape[2] <= KERNEL_ROWS * self.kv_heads:
-            if store is None or (store.spread is None and not store.estimates):
+            if store is None or (store.context_parallel is None and not store.estimates):
                 if (out := self._direct()) is not None:
                     return out
             elif (whole := self._direct_parts()) is not None:
@@ -118,14 +118,14 @@ class _Reader:
         """Out [B, H, R, Dv] and lse [B, H, R] over all tokens but those that stand for others, by kernels."""
         store = self.store
         assert store is not None
-        if store.spread is None:
+        if store.context_parallel is None:
             return self._direct(parts=True)
         if not store.packed_everywhere or store.pages() is None:
             return None  # where some process holds nothing, all go the same way, so that all get the same bits
         packed, beside = self._direct(of_exact=False, parts=True), self._direct(of_pages=False, parts=True)
         if packed is None or (beside is None and (self.own is not None or store.exact_segments())):
             return None
-        packed = _of_all(store.spread, *packed)
+        packed = _of_all(store.context_parallel, *packed)
         return packed if beside is None else _merge(beside, packed)
 
     def _finish(self, whole: list[tuple[Tensor, Tensor]] | None) -> Tensor:
@@ -176,7 +176,7 @@ class _Reader:
     def estimates(self, query: Tensor, tile: slice) -> list[Estimate]:
         """What `softmax.attend_weighted` gives for each segment of tokens that stand for others."""
         results = []
-        for segment in self.store.weighted_segments() if isinstance(self.store, SelectiveStore) else []:
+        for segment in self.store.weighted_segments() if isinstance(self.store, EvictingStore) else []:
             mask = _tile(self._mask(segment.positions, segment.positions.shape[2]), tile)
             value = None if segment.values is None else segment.values.decode()
             scores, weights = segment.keys.scores(_rows(query)), (segment.numerator, segment.denominator)
@@ -185,7 +185,7 @@ class _Reader:
 
     def longest(self) -> Tensor:
         """The largest norm of a value, float32 [B, H], the chunk's own included."""
-        assert isinstance(self.store, SelectiveStore)
+        assert isinstance(self.store, EvictingStore)
         longest = self.store.longest_value
         assert longest is not None
         return longest if self.own is None else torch.maximum(longest, self.own[1].float().norm(dim=-1).amax(-1))
@@ -194,9 +194,9 @@ class _Reader:
         """Out and lse over the packed tokens for each tile of queries, decoded a block at a time, those of other
         processes included; empty if nothing is packed."""
         own = self._packed(query, tiles)
-        if self.store is None or self.store.spread is None:
+        if self.store is None or self.store.context_parallel is None:
             return own
-        return [_of_all(self.store.spread, *part) for part in own or self._nothing(query, tiles)]
+        return [_of_all(self.store.context_parallel, *part) for part in own or self._nothing(query, tiles)]
 
     def _nothing(self, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
         """Out and lse over no tokens, for each tile of queries."""
@@ -242,9 +242,9 @@ def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, 
     return backends.merge_segments([a[0], b[0]], [a[1], b[1]])
 
 
-def _of_all(spread: Spread, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def _of_all(context_parallel: ContextParallel, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Join what each process has; all get the same bits, since they join it in the same order."""
-    parts = spread.gather(torch.cat([out, lse.unsqueeze(-1)], dim=-1))
+    parts = context_parallel.gather(torch.cat([out, lse.unsqueeze(-1)], dim=-1))
     outs, lses = ([part[..., :-1].contiguous() for part in parts], [part[..., -1].contiguous() for part in parts])
     return backends.merge_segments(outs, lses)
 

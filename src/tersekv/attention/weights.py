@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from tersekv.attention import masks
-from tersekv.attention.read import Call, grouped
+from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.layer import LayerStore
 
 
-def attention_weights(store: LayerStore | None, keys: Tensor, call: Call) -> Tensor:
+def attention_weights(store: LayerStore | None, keys: Tensor, call: AttentionCall) -> Tensor:
     """softmax(scaling·q·K̂ᵀ) [B, Hq, q, tokens seen and new] in the query's type, for those who ask to see it.
 
     Past keys are read from the store (None: no past) and decoded, all of them; the new ones [B, Hkv, q, D] are exact,
@@ -18,9 +18,9 @@ def attention_weights(store: LayerStore | None, keys: Tensor, call: Call) -> Ten
     """
     query = grouped(call.query, keys.shape[1])
     dropped = 0
-    if store is not None and store.seen:
+    if store is not None and store.num_tokens:
         keys = torch.cat([store.decoded(torch.float32)[0], keys.float()], dim=2)
-        dropped = store.dropped
+        dropped = store.num_evicted
     scores = torch.matmul(query, keys.float().unsqueeze(2).transpose(-1, -2)) * call.scaling
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap

@@ -13,7 +13,7 @@ from tersekv.cache.footprint import Footprint
 from tersekv.cache.pages import ENTRY_MARGIN, SPARE_ENTRIES, Page, PageSizes, check_page
 from tersekv.cache.schema import Check, each
 from tersekv.cache.state import State, Stateful
-from tersekv.layouts.base import Layout, Planes
+from tersekv.layouts.base import Layout, PackedTensors
 
 
 class BlockBuffer(Stateful):
@@ -22,7 +22,7 @@ class BlockBuffer(Stateful):
     def __init__(self, layout: Layout, B: int, H: int, device: torch.device, sizes: PageSizes | None = None) -> None:
         self.layout, self.sizes = layout, sizes or PageSizes(layout.block_tokens)
         self.pages: list[Page] = []
-        self._nothing: Planes = {}
+        self._nothing: PackedTensors = {}
         for name, spec in layout.planes.items():
             shape = (0,) if spec.ragged is not None else (B, 1 if spec.shared else H, 0, *spec.shape)
             self._nothing[name] = torch.empty(shape, dtype=spec.dtype, device=device)
@@ -45,7 +45,7 @@ class BlockBuffer(Stateful):
         """Where each page ends, in tokens counted from the oldest in use."""
         return [n * self.layout.block_tokens for n in itertools.accumulate(map(len, self.pages))]
 
-    def append(self, *parts: Planes) -> None:
+    def append(self, *parts: PackedTensors) -> None:
         """Add blocks [B, H, n, ...] of each part behind the last one."""
         sources = [Page.of(self.layout, part) for part in parts]
         unit = self.sizes.unit // self.layout.block_tokens
@@ -100,7 +100,7 @@ class BlockBuffer(Stateful):
             if not len(page):
                 del self.pages[-1]
 
-    def hold(self, planes: Planes) -> None:
+    def hold(self, planes: PackedTensors) -> None:
         """Hold these blocks instead, where they are if they make one page."""
         blocks = Page.of(self.layout, planes)
         tokens = len(blocks) * self.layout.block_tokens
@@ -146,7 +146,7 @@ class BlockBuffer(Stateful):
             most = self.sizes.largest(page["stop"] * self.layout.block_tokens, self.tokens) // self.layout.block_tokens
             self.pages.append(Page.restored(self.layout, self._nothing, page, most))
 
-    def planes(self, first: int = 0, last: int | None = None) -> Planes:
+    def planes(self, first: int = 0, last: int | None = None) -> PackedTensors:
         """Blocks `first` to `last` (counted from the oldest in use): views where they lie in one page, else a copy."""
         parts, before = [], 0
         last = len(self) if last is None else last

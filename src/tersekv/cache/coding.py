@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tersekv.cache.parallel import Heads
+from tersekv.cache.parallel import HeadShard
 from tersekv.codecs import Codec
 from tersekv.codecs.transforms.rope import Angles
-from tersekv.layouts.base import Planes, View
-from tersekv.layouts.centred import Centred, Turned
+from tersekv.layouts.base import PackedTensors, View
+from tersekv.layouts.mean_removed import MeanRemoved, RotatedMean
 from tersekv.layouts.roped import Roped
 
 ENCODE_TOKENS = 512
@@ -47,14 +47,14 @@ def codec_input(codec: Codec, tokens: Tokens) -> Tensor:
     if angles is None or not x.shape[2]:
         return x.float()
     if codec.centred:
-        return x.float() - Turned(codec.fitted["mean"], angles.rope, angles).decode()
-    return angles.rope.take_off(x.float(), *angles.cos_sin())
+        return x.float() - RotatedMean(codec.fitted["mean"], angles.rope, angles).decode()
+    return angles.rope.invert(x.float(), *angles.cos_sin())
 
 
-def fitted(codec: Codec, parts: Sequence[Tokens], sinks: Tokens | None = None, heads: Heads | None = None) -> Codec:
+def fitted(codec: Codec, parts: Sequence[Tokens], sinks: Tokens | None = None, heads: HeadShard | None = None) -> Codec:
     """The codec, fitted to a prompt if it needs that. A centred codec does not learn from attention sinks, because
     their mean differs. heads: where processes divide them."""
-    if codec.lacks != "prompt":
+    if codec.needs_fit != "prompt":
         return codec
     if codec.centred:
         codec = codec.with_mean(torch.cat([_without_rope(part) for part in parts], dim=2))
@@ -66,7 +66,7 @@ def fitted(codec: Codec, parts: Sequence[Tokens], sinks: Tokens | None = None, h
 
 def _without_rope(tokens: Tokens) -> Tensor:
     assert tokens.angles is not None
-    return tokens.angles.rope.take_off(tokens.x.float(), *tokens.angles.cos_sin())
+    return tokens.angles.rope.invert(tokens.x.float(), *tokens.angles.cos_sin())
 
 
 def fit_stretches(tokens: int) -> list[tuple[int, int]]:
@@ -78,9 +78,9 @@ def fit_stretches(tokens: int) -> list[tuple[int, int]]:
     return [(start, start + length) for start in starts]
 
 
-def encode(codec: Codec, tokens: Tokens, heads: Heads | None = None) -> Planes:
-    """Planes of tokens. Where the last block is not full, it repeats what the codec gets of the last token, so that
-    minima and maxima stay as they are. heads: where processes divide them."""
+def encode(codec: Codec, tokens: Tokens, heads: HeadShard | None = None) -> PackedTensors:
+    """Encode tokens. A last block that is not full repeats the last token, because that leaves minima and maxima alone.
+    heads: given where processes divide the heads."""
     x = codec_input(codec, tokens)
     missing = -x.shape[2] % codec.layout(x.shape[-1]).block_tokens
     if missing:
@@ -94,13 +94,13 @@ def chunks(start: int, stop: int, block_tokens: int) -> Iterator[tuple[int, int]
     return ((first, min(stop, first + step)) for first in range(start, stop, step))
 
 
-def view(codec: Codec, planes: Planes, head_dim: int, angles: Angles | None) -> View:
-    """Planes as attention reads them. angles: of all tokens in them."""
+def view(codec: Codec, planes: PackedTensors, head_dim: int, angles: Angles | None) -> View:
+    """Packed tensors as attention reads them. angles: of all tokens in them."""
     coded = codec.view(planes, head_dim)
     if angles is None:
         return coded
     if codec.centred:
-        return Centred(coded, Turned(codec.fitted["mean"], angles.rope, angles))
+        return MeanRemoved(coded, RotatedMean(codec.fitted["mean"], angles.rope, angles))
     return Roped(coded, angles.rope, angles)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tersekv.cache.coding import own_sinks, without_padding
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.pages import ROLLBACK_TOKENS, PageSizes, out_of_window
-from tersekv.cache.parallel import Heads, Spread
+from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.schema import flag, one_of, optional, per_row, require, whole
 from tersekv.cache.segments import ExactSegment, PackedSegment, packed_pages_of
@@ -30,10 +30,10 @@ from tersekv.tensors import plain
 
 LAYER = {
     "padding": lambda store: optional(per_row(store)),
-    "waits": lambda store: flag,
+    "deferred": lambda store: flag,
     "record_past": lambda store: flag,
-    "seen": lambda store: whole(),
-    "dropped": lambda store: one_of(0) if store.window is None else whole(),
+    "num_tokens": lambda store: whole(),
+    "num_evicted": lambda store: one_of(0) if store.window is None else whole(),
 }
 
 
@@ -42,28 +42,32 @@ def layer_tokens(store: LayerStore, place: str) -> None:
     counts = {(side.sinks.shape[2], side.packed.tokens, side.tail.tokens) for side in store.sides}
     require(len(counts) == 1, place, f"holds other tokens of keys than of values {sorted(counts)}")
     sinks, packed, tail = counts.pop()
-    held = sinks + store.dropped + packed + tail
-    require(held == store.seen, place, f"holds {held} tokens of {store.seen} that it has seen")
-    require(store.dropped % store.flush_tokens == 0, f"{place}.dropped", f"is no multiple of {store.flush_tokens}")
-    left = 0 if store.window is None else max(0, store.seen - store.window + 1)
-    require(store.dropped <= left, f"{place}.dropped", f"is {store.dropped}, and must be at most {left}")
-    wanted = 0 if store.waits else min(store.policy.sink_tokens(store.window), store.seen)
+    held = sinks + store.num_evicted + packed + tail
+    require(held == store.num_tokens, place, f"holds {held} tokens of {store.num_tokens} that it has seen")
+    require(
+        store.num_evicted % store.flush_tokens == 0, f"{place}.num_evicted", f"is no multiple of {store.flush_tokens}"
+    )
+    left = 0 if store.window is None else max(0, store.num_tokens - store.window + 1)
+    require(store.num_evicted <= left, f"{place}.num_evicted", f"is {store.num_evicted}, and must be at most {left}")
+    wanted = 0 if store.deferred else min(store.policy.sink_tokens(store.window), store.num_tokens)
     require(sinks == wanted, f"{place}.sides.0.sinks", f"has {sinks} tokens, and must have {wanted}")
-    require(not store.waits or held == tail, place, "waits for tokens, and has packed some")
+    require(not store.deferred or held == tail, place, "waits for tokens, and has packed some")
 
 
 def layer_padding(store: LayerStore, place: str) -> None:
     """Each row has the tokens that its padding leaves room for."""
     if store.rotary is not None and store.rotary.padding is not None:
         padding = store.rotary.padding
-        fits = len(padding) == store.batch_size and (store.waits or int(padding.max()) <= store.seen)
-        require(fits, f"{place}.rotary.0.padding", f"is not that of {store.batch_size} rows of {store.seen} tokens")
+        fits = len(padding) == store.batch_size and (store.deferred or int(padding.max()) <= store.num_tokens)
+        require(
+            fits, f"{place}.rotary.0.padding", f"is not that of {store.batch_size} rows of {store.num_tokens} tokens"
+        )
         same = store.padding is None or store.padding.tolist() == padding.tolist()
         require(same, f"{place}.rotary.0.padding", "is not the layer's")
-    if store.padding is not None and not store.waits:
+    if store.padding is not None and not store.deferred:
         sinks = store.keys.sinks.shape[2]
-        fits = sinks > 0 and int(store.padding.max()) + sinks <= store.seen
-        require(fits, f"{place}.padding", f"leaves no room for {sinks} tokens of {store.seen}")
+        fits = sinks > 0 and int(store.padding.max()) + sinks <= store.num_tokens
+        require(fits, f"{place}.padding", f"leaves no room for {sinks} tokens of {store.num_tokens}")
 
 
 class LayerStore(Stateful):
@@ -76,8 +80,8 @@ class LayerStore(Stateful):
 
     STATE, RULES = LAYER, (layer_tokens, layer_padding)
     PARTS, MADE = ("sides", "rotary"), ("_pages",)
-    spread: Spread | None = None
-    """The processes that divide the packed tokens, where they do (`cache/spread.py`)."""
+    context_parallel: ContextParallel | None = None
+    """The processes that divide the packed tokens, where they do (`cache/context_parallel.py`)."""
     packed_everywhere = True  # or nowhere
     estimates = False  # no token stands for others
 
@@ -89,7 +93,7 @@ class LayerStore(Stateful):
         values: Tensor,
         window: int | None = None,
         rope: Rope | None = None,
-        heads: Heads | None = None,
+        heads: HeadShard | None = None,
     ) -> None:
         plan = plan._replace(keys=plan.keys.to(keys.device), values=plan.values.to(keys.device))
         self.plan, self.policy, self.window = plan, plan.policy, window
@@ -102,9 +106,9 @@ class LayerStore(Stateful):
         self.values = SideStore(plan.values, values, dtype, sizes, tail_tokens, None, heads)
         self.sides = self.keys, self.values
         self.padding: Tensor | None = None  # while rows of a batch have sinks of their own
-        self.waits = True  # nothing is in sinks or packed: no tokens yet, or rows that are still short
+        self.deferred = True  # nothing is in sinks or packed: no tokens yet, or rows that are still short
         self.record_past = False  # a sliding window forgets at a crop only
-        self.seen = self.dropped = 0
+        self.num_tokens = self.num_evicted = 0
         self.room = 0  # tokens that can be added before some are packed, where it is known
         self._pages: PackedPages | None = None  # kept until packed blocks change
 
@@ -141,26 +145,26 @@ class LayerStore(Stateful):
             was added.
         """
         n = keys.shape[2]
-        if n <= self.room and not self.waits:  # nothing is packed: the tokens go into the recent window
+        if n <= self.room and not self.deferred:  # nothing is packed: the tokens go into the recent window
             own_keys, own_values = self.keys.rounded(keys), self.values.rounded(values)
             if self.rotary is not None and self.rotary.rope.varies:
-                self.rotary.note(self.seen, n)
+                self.rotary.note(self.num_tokens, n)
             self.keys.tail.append(own_keys)
             self.values.tail.append(own_values)
             self.room -= n
-            self.seen += n
+            self.num_tokens += n
             return
         new = [side.rounded(x) for side, x in zip(self.sides, (keys, values), strict=True)]
-        if self.waits and padding is not None and int(padding.max()) > 0:
+        if self.deferred and padding is not None and int(padding.max()) > 0:
             self.padding = padding
         if self.rotary is not None:
-            self.rotary.note(self.seen, keys.shape[2], self.padding if self.waits else None)
-        if not self.waits or self.padding is None:
+            self.rotary.note(self.num_tokens, keys.shape[2], self.padding if self.deferred else None)
+        if not self.deferred or self.padding is None:
             self._add(new, restart=False)
         elif self._some_row_is_short(keys.shape[2]):
             for side, x in zip(self.sides, new, strict=True):
                 side.tail.append(x)
-            self.seen += keys.shape[2]
+            self.num_tokens += keys.shape[2]
         else:  # start with all of them, as if they had come at once
             new = [torch.cat([side.tail.data, x], dim=2) for side, x in zip(self.sides, new, strict=True)]
             sinks = self.policy.sink_tokens(self.window)
@@ -171,21 +175,21 @@ class LayerStore(Stateful):
     def _some_row_is_short(self, n: int) -> bool:
         """Whether after n more tokens a row of a padded batch has fewer tokens than its sinks take, at least one."""
         assert self.padding is not None
-        return int(self.padding.max()) + max(1, self.policy.sink_tokens(self.window)) > self.seen + n
+        return int(self.padding.max()) + max(1, self.policy.sink_tokens(self.window)) > self.num_tokens + n
 
     def _add(self, new: list[Tensor], restart: bool) -> None:
         """Sinks, packing and tail. restart: `new` holds what the tail held so far, too."""
         n, held = new[0].shape[2], 0 if restart else self.keys.tail.tokens
-        seen = n if restart else self.seen + n
+        seen = n if restart else self.num_tokens + n
         sinks = min(self.policy.sink_tokens(self.window) - self.keys.sinks.shape[2], n)
         flush = self.policy.to_pack(held + n - sinks, self.flush_tokens, seen, self.window)
-        forget, skip = outside(self, seen, flush) if flush and not self.record_past else (0, 0)
-        place = (0 if restart else self.seen - held) + sinks
+        forget, skip = tokens_out_of_window(self, seen, flush) if flush and not self.record_past else (0, 0)
+        place = (0 if restart else self.num_tokens - held) + sinks
         own = self._own(skip, flush)
         prepared = [side.prepare(x, sinks, own, flush, restart, place) for side, x in zip(self.sides, new, strict=True)]
-        self.waits, self.seen = False, seen
+        self.deferred, self.num_tokens = False, seen
         self._forget(forget)
-        self.dropped += skip
+        self.num_evicted += skip
         for side, changes in zip(self.sides, prepared, strict=True):
             side.commit(changes)
         if flush:
@@ -199,7 +203,7 @@ class LayerStore(Stateful):
             return 0
         held, n = self.keys.tail.tokens, 0
         while n < self.flush_tokens and not self.policy.to_pack(
-            held + n + 1, self.flush_tokens, self.seen + n + 1, self.window
+            held + n + 1, self.flush_tokens, self.num_tokens + n + 1, self.window
         ):
             n += 1
         return n
@@ -215,7 +219,7 @@ class LayerStore(Stateful):
         """Drop that many of the oldest packed tokens, whole blocks."""
         for side in self.sides:
             side.packed.drop_front(tokens // side.packed.layout.block_tokens)
-        self.dropped += tokens
+        self.num_evicted += tokens
 
     def _own_sinks(self) -> Tensor:
         """Positions [B, S] of each row's own sinks."""
@@ -230,7 +234,7 @@ class LayerStore(Stateful):
     @property
     def packed_first(self) -> int:
         """Position of the first packed token."""
-        return self.keys.sinks.shape[2] + self.dropped
+        return self.keys.sinks.shape[2] + self.num_evicted
 
     def exact_segments(self) -> list[ExactSegment]:
         """Sinks and tail, those that hold tokens."""
@@ -239,7 +243,7 @@ class LayerStore(Stateful):
         if keys.sinks.shape[2]:
             segments.append(ExactSegment(keys.sinks, values.sinks, 0 if self.padding is None else self._own_sinks()))
         if n := keys.tail.tokens:
-            segments.append(ExactSegment(keys.tail._data[:, :, :n], values.tail._data[:, :, :n], self.seen - n))
+            segments.append(ExactSegment(keys.tail._data[:, :, :n], values.tail._data[:, :, :n], self.num_tokens - n))
         return segments
 
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
@@ -283,15 +287,15 @@ class LayerStore(Stateful):
         Raises:
             CacheError: more than was seen, or more than a sliding window or a padded batch can give back.
         """
-        left = self.seen - n
+        left = self.num_tokens - n
         if left < 0:
-            raise CacheError(f"cannot take back {n} tokens, only {self.seen} were seen")
+            raise CacheError(f"cannot take back {n} tokens, only {self.num_tokens} were seen")
         if self.padding is not None and 0 < left < int(self.padding.max()) + self.keys.sinks.shape[2]:
             raise CacheError(
-                f"cannot take back {n} of {self.seen} tokens, rows of a left-padded batch would lose their first ones; "
-                "reset the cache instead"
+                f"cannot take back {n} of {self.num_tokens} tokens, rows of a left-padded batch would lose their first "
+                "ones; reset the cache instead"
             )
-        if self.window is not None and self.dropped > max(0, left - self.window + 1):
+        if self.window is not None and self.num_evicted > max(0, left - self.window + 1):
             raise CacheError(
                 f"cannot take back {n} tokens of a layer with sliding window {self.window}; "
                 f"{ROLLBACK_TOKENS} are kept for that"
@@ -299,8 +303,8 @@ class LayerStore(Stateful):
 
     def is_whole(self, seen: int) -> bool:
         """True if, after an interrupted append, keys and values still hold the `seen` tokens from before."""
-        held = {self.dropped + side.sinks.shape[2] + side.packed.tokens + side.tail.tokens for side in self.sides}
-        return self.seen == seen and held == {seen}
+        held = {self.num_evicted + side.sinks.shape[2] + side.packed.tokens + side.tail.tokens for side in self.sides}
+        return self.num_tokens == seen and held == {seen}
 
     @plain
     def crop(self, n: int) -> None:
@@ -311,7 +315,7 @@ class LayerStore(Stateful):
             CacheError: more than was seen, or more than a sliding window or a padded batch can give back.
         """
         self.check_crop(n)
-        self._pages, self.seen, self.room = None, self.seen - n, 0
+        self._pages, self.num_tokens, self.room = None, self.num_tokens - n, 0
         from_tail = min(n, self.keys.tail.tokens)
         from_packed = min(n - from_tail, self.packed_tokens)
         blocks = -(-from_packed // self.flush_tokens) * self.flush_tokens
@@ -320,11 +324,11 @@ class LayerStore(Stateful):
             if blocks:
                 side.unpack_back(blocks, blocks - from_packed, self.packed_first)
             if n > from_tail + from_packed:
-                side.sinks = side.sinks[:, :, : self.seen].clone()
+                side.sinks = side.sinks[:, :, : self.num_tokens].clone()
         if self.record_past and self.window is not None:
-            self._forget(outside(self, self.seen, 0)[0])
-        if self.seen == 0:
-            self.padding, self.waits = None, True
+            self._forget(tokens_out_of_window(self, self.num_tokens, 0)[0])
+        if self.num_tokens == 0:
+            self.padding, self.deferred = None, True
             self.keys.codec, self.values.codec = self.plan.keys, self.plan.values  # to be fitted on the next prompt
             if self.rotary is not None:
                 self.rotary.clear()
@@ -358,18 +362,18 @@ class LayerStore(Stateful):
 
     def footprint(self) -> Footprint:
         """Bytes held, without tables."""
-        rows = self.batch_size * self.kv_heads * min(self.seen, self.window or self.seen)
-        footprint = Footprint(self.seen, rows * sum(side.head_dim for side in self.sides))
+        rows = self.batch_size * self.kv_heads * min(self.num_tokens, self.window or self.num_tokens)
+        footprint = Footprint(self.num_tokens, rows * sum(side.head_dim for side in self.sides))
         for side in self.sides:
             side.count(footprint)
         return footprint
 
 
-def outside(store: LayerStore, seen: int, flush: int) -> tuple[int, int]:
+def tokens_out_of_window(store: LayerStore, seen: int, flush: int) -> tuple[int, int]:
     """Packed tokens that no query after `seen` tokens can see in a layer's sliding window, a rollback of
     ROLLBACK_TOKENS included, and how many of the `flush` tokens about to be packed are outside too and need not be."""
     if store.window is None:
         return 0, 0
-    tokens = out_of_window(seen - store.dropped, store.window, store.flush_tokens)
+    tokens = out_of_window(seen - store.num_evicted, store.window, store.flush_tokens)
     packed = min(tokens, store.packed_tokens)
     return packed, min(tokens - packed, flush)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tersekv.cache.schema import anything, of_spec, record, require, whole
 from tersekv.cache.state import State
-from tersekv.layouts.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec
+from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, PlaneSpec
 from tersekv.tensors import TensorSpec
 
 GROWTH = 16
@@ -70,12 +70,12 @@ class Page:
     """Blocks in one allocation: planes [B, H, capacity, *shape], ragged ones [capacity in entries]. Blocks `start` to
     `stop` are in use; `ends` holds where the entries of each block end."""
 
-    def __init__(self, layout: Layout, planes: Planes, ends: list[int]) -> None:
+    def __init__(self, layout: Layout, planes: PackedTensors, ends: list[int]) -> None:
         self.layout, self.planes = layout, planes
         self.start, self.stop, self.ends = 0, len(ends), ends
 
     @classmethod
-    def of(cls, layout: Layout, planes: Planes) -> Page:
+    def of(cls, layout: Layout, planes: PackedTensors) -> Page:
         """The page that these planes are, full."""
         blocks, entries = _extent(layout, planes)
         if layout.starts is None:
@@ -84,7 +84,7 @@ class Page:
         return cls(layout, planes, [*begins[1:], entries][:blocks])
 
     @classmethod
-    def empty(cls, layout: Layout, like: Planes, blocks: int, entries: int) -> Page:
+    def empty(cls, layout: Layout, like: PackedTensors, blocks: int, entries: int) -> Page:
         """Room for so many blocks and entries, in tensors like those of `like`."""
         planes = {}
         for name, spec in layout.planes.items():
@@ -93,9 +93,9 @@ class Page:
         return cls(layout, planes, [])
 
     @classmethod
-    def restored(cls, layout: Layout, like: Planes, state: State, most_blocks: int) -> Page:
+    def restored(cls, layout: Layout, like: PackedTensors, state: State, most_blocks: int) -> Page:
         """The page that had this state, which `check_page` has passed, with as much room, but for no more than
-        `most_blocks` or those in use. Planes without room to spare are the state's tensors."""
+        `most_blocks` or those in use. Packed tensors without room to spare are the state's tensors."""
         blocks = min(state["blocks"], max(state["stop"], most_blocks))
         elements = _most_entries(layout, like) * blocks
         page = cls.empty(layout, like, blocks, min(state["entries"], max(state["end"], elements)))
@@ -156,7 +156,7 @@ class Page:
         self.ends += [end + used - begin for end in other.ends[last - n : last]]
         self.stop += n
 
-    def cut(self, first: int, last: int) -> Planes:
+    def cut(self, first: int, last: int) -> PackedTensors:
         """Views of blocks `first` to `last`, counted from the oldest in use."""
         first, last = self.start + first, self.start + last
         entries = slice(self._end(first), self._end(last))
@@ -171,7 +171,7 @@ class Page:
         del self.ends[stop:]
 
 
-def check_page(layout: Layout, like: Planes, unit: int, state: State, place: str) -> None:
+def check_page(layout: Layout, like: PackedTensors, unit: int, state: State, place: str) -> None:
     """Raise UserError unless a state is that of a page with planes like those of `like`, in multiples of `unit`
     blocks."""
     figures = {name: whole() for name in ("blocks", "entries", "start", "stop", "end")}
@@ -224,7 +224,7 @@ def _check_order(places: Tensor, starts: Tensor, end: int, place: str) -> None:
     require(bool((order[1:] > order[:-1]).all()), place, "are not in the order of tokens and channels")
 
 
-def _most_entries(layout: Layout, like: Planes) -> int:
+def _most_entries(layout: Layout, like: PackedTensors) -> int:
     """Entries of a block of which each element is one."""
     if layout.starts is None:
         return 0
@@ -233,7 +233,7 @@ def _most_entries(layout: Layout, like: Planes) -> int:
     return B * H * layout.block_tokens * channels
 
 
-def _extent(layout: Layout, planes: Planes) -> tuple[int, int]:
+def _extent(layout: Layout, planes: PackedTensors) -> tuple[int, int]:
     """Blocks and entries that planes have room for."""
     blocks = next(planes[name].shape[2] for name, spec in layout.planes.items() if spec.ragged is None)
     entries = next((len(planes[name]) for name, spec in layout.planes.items() if spec.ragged is not None), 0)

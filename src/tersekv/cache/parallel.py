@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tersekv.codecs import Codec
-from tersekv.layouts.base import Planes
+from tersekv.layouts.base import PackedTensors
 
 
 @dataclass(frozen=True)
-class Heads:
-    """Heads `first` to `first + count` of a layer with `total`; other processes hold the others. gather: of
+class HeadShard:
+    """HeadShard `first` to `first + count` of a layer with `total`; other processes hold the others. gather: of
     [B, count, T, D] makes all heads [B, total, T, D]; every process calls it in the same order."""
 
     first: int
@@ -28,7 +28,7 @@ class Heads:
             return codec.fit(x)
         return codec.fit(self.gather(x)).of_heads(self.first, self.count)
 
-    def encode(self, codec: Codec, x: Tensor) -> Planes:
+    def encode(self, codec: Codec, x: Tensor) -> PackedTensors:
         """`codec.encode` of x [B, count, N·t, D] as one process with all heads would have it."""
         if not codec.encode_spans_heads:
             return codec.encode(x)
@@ -36,7 +36,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Spread:
+class ContextParallel:
     """The processes that divide a context. gather: a tensor of each process, in their order; all call it in step."""
 
     rank: int

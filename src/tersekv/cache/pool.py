@@ -19,7 +19,7 @@ from tersekv.cache import coding
 from tersekv.cache.coding import Tokens
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.pages import PageSizes
-from tersekv.cache.parallel import Heads
+from tersekv.cache.parallel import HeadShard
 from tersekv.cache.schema import MOST, Check, flag, of_spec, optional, record, require, tensor
 from tersekv.cache.side import SideStore, exact_tokens
 from tersekv.cache.state import Spec, Stateful
@@ -43,7 +43,9 @@ class PoolSide(SideStore):
     STATE: ClassVar[Spec] = {"sinks": exact_tokens, "loose": exact_tokens}
     RULES = (*SideStore.RULES, pool_side)
 
-    def __init__(self, codec: Codec, like: Tensor, dtype: torch.dtype, sizes: PageSizes, heads: Heads | None) -> None:
+    def __init__(
+        self, codec: Codec, like: Tensor, dtype: torch.dtype, sizes: PageSizes, heads: HeadShard | None
+    ) -> None:
         super().__init__(dataclasses.replace(codec, per_head=True), like, dtype, sizes, 0, None, heads)
         self.loose = self.sinks
 
@@ -58,7 +60,7 @@ class PoolSide(SideStore):
         self.loose = self.loose.index_select(0, rows)
 
 
-def _fields(pool: Pool) -> Check:
+def _fields(pool: TokenPool) -> Check:
     """A slot without a token may hold anything."""
     B, H, _ = pool.positions.shape
     return record({name: of_spec(TensorSpec(x.dtype, (B, H, None), anything=True)) for name, x in pool.fields.items()})
@@ -72,7 +74,7 @@ POOL = {
 }
 
 
-def pool_slots(pool: Pool, place: str) -> None:
+def pool_slots(pool: TokenPool, place: str) -> None:
     """Sides, positions and figures are of the same slots."""
     counts = {(side.packed.tokens, side.loose.shape[2]) for side in pool.sides}
     require(len(counts) == 1, place, f"holds other slots of keys than of values {sorted(counts)}")
@@ -83,7 +85,7 @@ def pool_slots(pool: Pool, place: str) -> None:
         require(bool(x[pool.alive].isfinite().all()), where, "has a NaN or Inf where a slot holds a token")
 
 
-class Pool(Stateful):
+class TokenPool(Stateful):
     """positions int32 [B, H, slots]: packed slots, then loose ones. fields: further figures per slot, by name. rope: of
     the keys, needed where they are coded without it; exact tokens keep theirs."""
 
@@ -97,7 +99,7 @@ class Pool(Stateful):
         dtype: torch.dtype,
         fields: dict[str, torch.dtype] | None = None,
         rope: Rope | None = None,
-        heads: Heads | None = None,
+        heads: HeadShard | None = None,
     ) -> None:
         pairs, (B, H) = list(zip(codecs, like, strict=True)), like[0].shape[:2]
         self.flush_tokens = math.lcm(*(codec.layout(x.shape[-1]).block_tokens for codec, x in pairs))
@@ -199,7 +201,7 @@ class Pool(Stateful):
         P, planes = self.packed_tokens, []
         positions = self.positions[:, :, P:].gather(2, order)
         for i, (side, sample) in enumerate(zip(self.sides, samples, strict=True)):
-            if side.codec.lacks == "prompt":
+            if side.codec.needs_fit == "prompt":
                 side.codec = coding.fitted(side.codec, [self._tokens(i, sample, sample_positions)], heads=side.heads)
             x, parts = gathered(side.loose, order), []
             for start, stop in coding.chunks(0, blocks * t, t):

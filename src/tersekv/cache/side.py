@@ -17,14 +17,14 @@ from tersekv.cache.blocks import BlockBuffer
 from tersekv.cache.coding import Tokens
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.pages import PageSizes
-from tersekv.cache.parallel import Heads
+from tersekv.cache.parallel import HeadShard
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.schema import Check, of_spec, record, refuse, require, tensor
 from tersekv.cache.state import Rules, Spec, State, Stateful, own
 from tersekv.cache.tail import TailBuffer
 from tersekv.codecs import Codec
 from tersekv.errors import CacheError
-from tersekv.layouts.base import Planes, View
+from tersekv.layouts.base import PackedTensors, View
 from tersekv.tensors import type_name
 
 log = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ def exact_tokens(side: SideStore) -> Check:
 
 def side_learnt(side: SideStore, place: str) -> None:
     """The codec has learnt what decoding needs."""
-    lacks = side.codec.lacks
-    ready = lacks is None or (lacks == "prompt" and not side.packed.tokens)
+    needs_fit = side.codec.needs_fit
+    ready = needs_fit is None or (needs_fit == "prompt" and not side.packed.tokens)
     require(ready, f"{place}.fitted", "is not what the codec must have learnt")
 
 
@@ -48,7 +48,7 @@ class Prepared(NamedTuple):
 
     codec: Codec
     sinks: Tensor
-    planes: list[Planes]
+    planes: list[PackedTensors]
     leave_tail: int
     enter_tail: Tensor
 
@@ -70,7 +70,7 @@ class SideStore(Stateful):
         sizes: PageSizes,
         tail_tokens: int,
         rotary: Rotary | None = None,
-        heads: Heads | None = None,
+        heads: HeadShard | None = None,
     ) -> None:
         B, H, _, self.head_dim = like.shape
         self.codec, self.rotary, self.heads = codec, rotary, heads
@@ -119,7 +119,7 @@ class SideStore(Stateful):
         tail = self.tail.data[:, :, :0] if restart else self.tail.data
         codec, planes, old = self.codec, [], tail.shape[2]
         if flush:
-            if codec.lacks == "prompt":
+            if codec.needs_fit == "prompt":
                 log.debug("fitting %s to a prompt of %d tokens", type(codec).__name__, old + x.shape[2])
                 codec = self._fitted(codec, torch.cat([self.sinks, first], dim=2), torch.cat([tail, x], dim=2), place)
             log.debug("packing %d tokens with %s", len(own), type(codec).__name__)
@@ -152,8 +152,8 @@ class SideStore(Stateful):
             return Tokens(x)
         return Tokens(x, self.rotary.angles(place, x.shape[2], x.device, own_sinks))
 
-    def planes(self, first: int, tokens: int) -> Planes:
-        """Planes of the packed tokens `first` to `first + tokens`, whole blocks."""
+    def planes(self, first: int, tokens: int) -> PackedTensors:
+        """Packed tensors of the packed tokens `first` to `first + tokens`, whole blocks."""
         t = self.packed.layout.block_tokens
         return self.packed.planes(first // t, (first + tokens) // t)
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from tersekv.cache.clusters import Clusters
+from tersekv.cache.evicting import SELECTIVE, EvictingStore
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.pool import WEIGHT, Pool
+from tersekv.cache.pool import WEIGHT, TokenPool
 from tersekv.cache.schema import Check, optional, record, require, tensor, whole
 from tersekv.cache.segments import ExactSegment, WeightedSegment
-from tersekv.cache.selective import SELECTIVE, SelectiveStore
 from tersekv.cache.state import State, own
 from tersekv.layouts.base import View
 from tersekv.layouts.exact import ExactView
@@ -94,7 +94,7 @@ SKETCH = {
 
 def sketch_slots(store: SketchStore, place: str) -> None:
     """Samples name tokens that have left the tail."""
-    first = store.seen - store.tails[0].tokens
+    first = store.num_tokens - store.tails[0].tokens
     sampled = store.pool.positions.shape[2] + store.centers.positions.shape[2]
     require((store.reservoir is None) == (store.clusters is None), place, "has samples of values or of keys only")
     require(not sampled or store.reservoir is not None, place, "has sampled tokens without samples")
@@ -104,29 +104,29 @@ def sketch_slots(store: SketchStore, place: str) -> None:
         store.clusters.check(first, f"{place}.clusters")
 
 
-class SketchStore(SelectiveStore):
+class SketchStore(EvictingStore):
     """See the module."""
 
     estimates = True
-    STATE, RULES = SKETCH, (*SelectiveStore.RULES, sketch_slots)
+    STATE, RULES = SKETCH, (*EvictingStore.RULES, sketch_slots)
 
     def _start(self, keys: Tensor, values: Tensor) -> None:
         super()._start(keys, values)
         assert isinstance(self.policy, SubGen)
         self.subgen = self.policy
-        self.centers = Pool((self.plan.keys,), (keys,), self.dtype, {WEIGHT: torch.float32}, self.rope)
-        self.first = Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype, None, self.rope)
+        self.centers = TokenPool((self.plan.keys,), (keys,), self.dtype, {WEIGHT: torch.float32}, self.rope)
+        self.first = TokenPool((self.plan.keys, self.plan.values), (keys, values), self.dtype, None, self.rope)
         self.longest = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)
         self.draws = 0
         self.reservoir: Reservoir | None = None  # of a size that the first prompt decides
         self.clusters: Clusters | None = None
 
-    def _new_pool(self, keys: Tensor, values: Tensor) -> Pool:
+    def _new_pool(self, keys: Tensor, values: Tensor) -> TokenPool:
         fields = {NORM: torch.float32, WEIGHT: torch.float32}
-        return Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype, fields, self.rope)
+        return TokenPool((self.plan.keys, self.plan.values), (keys, values), self.dtype, fields, self.rope)
 
     @property
-    def pools(self) -> list[Pool]:
+    def pools(self) -> list[TokenPool]:
         """All of them."""
         return [self.pool, self.centers, self.first]
 
@@ -143,7 +143,7 @@ class SketchStore(SelectiveStore):
             segments.append(ExactSegment(keys, values, self.first.positions))
         if self.tails[0].tokens:
             keys, values = (tail.data for tail in self.tails)
-            segments.append(ExactSegment(keys, values, self.seen - keys.shape[2]))
+            segments.append(ExactSegment(keys, values, self.num_tokens - keys.shape[2]))
         return segments
 
     def weighted_segments(self) -> list[WeightedSegment]:
@@ -158,13 +158,13 @@ class SketchStore(SelectiveStore):
     def _add(self, new: list[Tensor], votes: Tensor | None) -> int:
         norms = new[1].float().norm(dim=-1)
         if self.padding is not None:
-            places = torch.arange(self.seen, self.seen + norms.shape[2], device=self.device)
+            places = torch.arange(self.num_tokens, self.num_tokens + norms.shape[2], device=self.device)
             norms = norms.masked_fill(places < self.padding[:, None, None], 0.0)
         self.longest = torch.maximum(self.longest, norms.amax(-1))
         return super()._add(new, votes)
 
     def _take(self, new: list[Tensor], votes: Tensor | None, leave: int, prompt: bool) -> None:
-        """See `SelectiveStore`: first tokens stay exact, all others go through the sketches."""
+        """See `EvictingStore`: first tokens stay exact, all others go through the sketches."""
         leaving, positions = self._leaving(new, leave)
         sinks = self._sinks(positions)
         if bool(sinks.any()):
@@ -240,7 +240,7 @@ class SketchStore(SelectiveStore):
 Part = tuple[list[View], Tensor, Tensor]
 
 
-def _parts(pool: Pool) -> list[Part]:
+def _parts(pool: TokenPool) -> list[Part]:
     """Views of each side, positions and log-weights, BLOCK_TOKENS packed tokens at a time, then the loose ones (none,
     where all values are 0)."""
     P, t, weights = pool.packed_tokens, pool.flush_tokens, pool.fields[WEIGHT]

@@ -33,6 +33,10 @@ TENSOR = "tensor"
 """The only key of an entry that stands for a tensor."""
 
 
+RENAMED = {"seen": "num_tokens", "dropped": "num_evicted", "waits": "deferred"}
+"""Names of values in files that earlier versions wrote, and their names now."""
+
+
 class Stateful:
     """STATE: attributes that hold tensors or JSON values (or dictionaries, lists or named tuples of these), and what
     each may be, asked of an object that holds nothing. RULES: what they must have in common, asked of one that was
@@ -77,6 +81,7 @@ class Stateful:
             UserError: a value that no state of this object has, or values that contradict each other.
         """
         parts = {name: each(anything, len(self._parts(name))) for name in self.PARTS}
+        state = {RENAMED.get(name, name): value for name, value in state.items()}
         record(self.schema() | parts)(state, place)
         self._unmake()
         self._hold(state, place)

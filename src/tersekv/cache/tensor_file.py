@@ -24,10 +24,10 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from tersekv.atomic_write import atomic_write
 from tersekv.cache.schema import MOST, anything, each, number, one_of, optional, record, require, shortened, whole
 from tersekv.cache.schema import text as schema_text
 from tersekv.errors import UserError
-from tersekv.whole_file import whole_file
 
 FORMAT = 1
 DIGEST, ENTRY = "tersekv.sha256", "tersekv.cache"
@@ -76,7 +76,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], said: Mapping[str, Any]) ->
     text += b" " * (-(8 + len(text)) % ALIGNED)
     head = struct.pack("<Q", len(text)) + text
     head = head.replace(NO_DIGEST.encode(), hashlib.sha256(head).hexdigest().encode(), 1)
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         file.write(head)
         for name in order:
             file.write(_bytes(tensors[name]))

@@ -22,7 +22,7 @@ from tersekv.errors import UserError
 from tersekv.units import parse_lengths, parse_numbers, parse_tokens
 
 if TYPE_CHECKING:
-    from tersekv.lab.bench.attend import Heads, Measured
+    from tersekv.lab.bench.attend import HeadCounts, Measured
     from tersekv.lab.bench.attend_gpu import Measured as MeasuredGpu
     from tersekv.lab.bench.generate import Decoding
 
@@ -62,10 +62,10 @@ def attend(
     as_json: output.Json = False,
 ) -> None:
     """One token's attention over packed keys and values, beside dense ways and the memory's bandwidth."""
-    from tersekv.lab.bench.attend import Heads, measure
+    from tersekv.lab.bench.attend import HeadCounts, measure
     from tersekv.lab.bench.formats import chosen
 
-    shapes = [Heads.parse(part) for part in heads.split(",")]
+    shapes = [HeadCounts.parse(part) for part in heads.split(",")]
     names = chosen(formats)
     if device != "cpu":
         sizes = parse_lengths(tokens, "--tokens"), parse_numbers(batch, "--batch", 1, 4096)
@@ -88,7 +88,7 @@ def attend(
 
 
 def _attend_gpu(
-    device: str, shapes: list[Heads], lengths: tuple[int, ...], batches: tuple[int, ...], names: tuple[str, ...],
+    device: str, shapes: list[HeadCounts], lengths: tuple[int, ...], batches: tuple[int, ...], names: tuple[str, ...],
     seconds: float, limit: float, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     from tersekv.lab.bench.attend_gpu import measure

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from tersekv.atomic_write import atomic_write
 from tersekv.errors import UserError
-from tersekv.whole_file import whole_file
 
 
 def check_out(out: Path, suffixes: Sequence[str] = ()) -> Path:
@@ -39,5 +39,5 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         UserError: the file cannot be written, for example on a full disk.
     """
-    with whole_file(path, "give another --out") as file:
+    with atomic_write(path, "give another --out") as file:
         file.write(data)

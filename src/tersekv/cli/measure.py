@@ -152,7 +152,7 @@ def _answering(model: Any, sampling: Sampling, write: Write | None) -> Iterator[
     same place, there is none after the prompt."""
     with contextlib.ExitStack() as running:
         prompt_read = running.enter_context(prefill_progress(model))
-        answering: output.Step | None = None
+        answering: output.ProgressStep | None = None
 
         def moved() -> None:
             nonlocal answering
@@ -160,7 +160,7 @@ def _answering(model: Any, sampling: Sampling, write: Write | None) -> Iterator[
                 prompt_read()
                 mixed = write is not None and output.shares_a_place()
                 seen = output.step("answering", sampling.max_tokens, "tokens")
-                answering = output.Step("answering") if mixed else running.enter_context(seen)
+                answering = output.ProgressStep("answering") if mixed else running.enter_context(seen)
             answering.advance()
 
         yield moved

@@ -72,7 +72,7 @@ def show(item: Any) -> None:
     stdout().print(item, markup=False)
 
 
-class Step:
+class ProgressStep:
     """Something long and how far it is. what: in words; total: how many `unit`s there are, where that is known.
     changed: called after each change."""
 
@@ -131,7 +131,7 @@ class _Shown:
 
     def __init__(self) -> None:
         self.console = stderr()
-        self.steps: list[Step] = []
+        self.steps: list[ProgressStep] = []
         self.rows: dict[int, TaskID] = {}
         columns = TextColumn("{task.description}", markup=False), BarColumn(), _Far()
         bars = Progress(*columns, console=self.console, transient=True)
@@ -153,7 +153,7 @@ class _Shown:
         if self.bars is not None:
             self.bars.stop()
 
-    def add(self, step: Step) -> None:
+    def add(self, step: ProgressStep) -> None:
         """Show a step until it is removed."""
         self.steps.append(step)
         if self.bars is not None:
@@ -161,7 +161,7 @@ class _Shown:
             self.rows[id(step)] = row
             step.changed = lambda: bars.update(row, description=step.what, completed=step.done, total=step.total)
 
-    def remove(self, step: Step) -> None:
+    def remove(self, step: ProgressStep) -> None:
         self.steps.remove(step)
         if self.bars is not None:
             self.bars.remove_task(self.rows.pop(id(step)))
@@ -197,14 +197,14 @@ def report(line: str) -> None:
 
 
 @contextlib.contextmanager
-def step(what: str, total: int | None = None, unit: str = "") -> Iterator[Step]:
+def step(what: str, total: int | None = None, unit: str = "") -> Iterator[ProgressStep]:
     """Something long: a bar on a terminal, else a line every few seconds, on stderr. Steps may be inside each other;
     lines are about the innermost."""
     global _shown
     outermost = _shown is None
     if _shown is None:
         _shown = _Shown()
-    shown, made = _shown, Step(what, total, unit)
+    shown, made = _shown, ProgressStep(what, total, unit)
     shown.add(made)
     if outermost:
         shown.start()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tersekv.errors import UserError
-from tersekv.layouts.base import Layout, Planes, Side, View
+from tersekv.layouts.base import Layout, PackedTensors, Side, View
 from tersekv.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Codec(ABC):
         return None
 
     @property
-    def lacks(self) -> FitsOn | None:
+    def needs_fit(self) -> FitsOn | None:
         """What it has yet to see."""
         return None if self.fitted else self.fits_on
 
@@ -91,7 +91,7 @@ class Codec(ABC):
         """Describe a fault of `fitted` as the end of a sentence, or return None. Each tensor has been checked against
         `learns` before; this checks what they must have in common."""
         missing = [name for name in self.learns(B, H, head_dim) if name not in self.fitted]
-        return f"lacks {', '.join(missing)}" if missing and self.lacks is None else None
+        return f"lacks {', '.join(missing)}" if missing and self.needs_fit is None else None
 
     def fit(self, x: Tensor) -> Self:
         """A codec that has learnt what it needs from x float32 [B, H, T, D]; itself where it needs nothing."""
@@ -103,7 +103,7 @@ class Codec(ABC):
         return self.fit(x)
 
     @classmethod
-    def settle(cls, codecs: Sequence[Codec]) -> list[Codec]:
+    def share_across_layers(cls, codecs: Sequence[Codec]) -> list[Codec]:
         """What a corpus' codecs of this method agree on over all layers and sides, once each has learnt its own."""
         return list(codecs)
 
@@ -123,17 +123,17 @@ class Codec(ABC):
 
     @abstractmethod
     def layout(self, head_dim: int) -> Layout:
-        """Planes per block; raises UserError where the options do not fit the head dim."""
+        """Packed tensors per block; raises UserError where the options do not fit the head dim."""
 
     @abstractmethod
-    def encode(self, x: Tensor) -> Planes:
+    def encode(self, x: Tensor) -> PackedTensors:
         """x float32 [B, H, N·t, D] to planes [B, H, N, ...], whole blocks only."""
 
     @abstractmethod
-    def view(self, planes: Planes, head_dim: int) -> View:
+    def view(self, planes: PackedTensors, head_dim: int) -> View:
         """The planes as attention reads them."""
 
-    def decode(self, planes: Planes, head_dim: int) -> Tensor:
+    def decode(self, planes: PackedTensors, head_dim: int) -> Tensor:
         """x̂ float32 [B, H, N·t, D]: the vector whose inner product with a query is the method's estimate."""
         return self.view(planes, head_dim).decode()
 

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from tersekv.codecs.base import Codec, Method, check_choice, for_both_sides
-from tersekv.layouts.base import Layout, Planes
+from tersekv.layouts.base import Layout, PackedTensors
 from tersekv.layouts.exact import DTYPES, ExactView, exact_layout
 
 
@@ -25,11 +25,11 @@ class Exact(Codec):
         """The one plane."""
         return exact_layout(head_dim, DTYPES[self.dtype])
 
-    def encode(self, x: Tensor) -> Planes:
+    def encode(self, x: Tensor) -> PackedTensors:
         """x float32 [B, H, N·t, D] to planes."""
         return {"x": x.to(DTYPES[self.dtype]).unflatten(2, (-1, self.layout(x.shape[-1]).block_tokens))}
 
-    def view(self, planes: Planes, head_dim: int) -> ExactView:
+    def view(self, planes: PackedTensors, head_dim: int) -> ExactView:
         """The floats."""
         return ExactView(planes)
 

@@ -33,7 +33,7 @@ from tersekv.codecs.codebooks.fixed import fixed_table
 from tersekv.codecs.codebooks.kmeans import kmeans
 from tersekv.errors import UserError
 from tersekv.kernels import backends
-from tersekv.layouts.base import Added, Layout, Planes, View
+from tersekv.layouts.base import Layout, PackedTensors, Sum, View
 from tersekv.layouts.grid import Grid, GridView, nearest_code, round_scale
 from tersekv.layouts.sparse import MAX_CHANNELS, SparseView, largest, pack_outliers, quantiles, sparse_planes
 from tersekv.tensors import TensorSpec
@@ -89,7 +89,7 @@ class KVQuant(Codec):
         return "prompt" if self.calibration == "prompt" or only_ranges else "corpus"
 
     @property
-    def lacks(self) -> FitsOn | None:
+    def needs_fit(self) -> FitsOn | None:
         """The corpus first; online ranges then come from the prompt."""
         if self.fits_on is None or (("lower" in self.fitted or "ranges" not in self._learns) and self._has_table):
             return None
@@ -223,7 +223,7 @@ class KVQuant(Codec):
         scale, middle = (high - low) / 2, (high + low) / 2
         return _stored(scale).float(), _stored(middle).float(), outlier
 
-    def encode(self, x: Tensor) -> Planes:
+    def encode(self, x: Tensor) -> PackedTensors:
         """x float32 [B, H, N·t, D] to planes."""
         D = x.shape[-1]
         scale, middle, outlier = self._normalise(x)
@@ -268,7 +268,7 @@ class KVQuant(Codec):
                 }
         return Layout(layout.block_tokens, planes)
 
-    def view(self, planes: Planes, head_dim: int) -> View:
+    def view(self, planes: PackedTensors, head_dim: int) -> View:
         """Dense codes, and the overlay added."""
         B, H = planes["codes"].shape[:2]
         scale = offset = None
@@ -283,7 +283,7 @@ class KVQuant(Codec):
         if table.dim() == 2 and len(table) == 1:
             table = table[0]
         dense = GridView(self.grid(head_dim), dense_planes, table, scale, offset)
-        return Added([dense, SparseView(planes, head_dim)]) if self.outliers else dense
+        return Sum([dense, SparseView(planes, head_dim)]) if self.outliers else dense
 
     def select(self, rows: Tensor) -> Self:
         """What came from a corpus serves every row."""

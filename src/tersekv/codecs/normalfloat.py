@@ -16,7 +16,7 @@ from torch import Tensor
 from tersekv.codecs.base import Codec, Method, TableBytes, check_choices, check_range, for_both_sides
 from tersekv.codecs.codebooks.fixed import normal_quantiles
 from tersekv.kernels import backends
-from tersekv.layouts.base import Layout, Planes
+from tersekv.layouts.base import Layout, PackedTensors
 from tersekv.layouts.grid import SCALE_DTYPES, Grid, GridView, round_scale
 
 
@@ -44,7 +44,7 @@ class NormalFloat(Codec):
         """codes, scale and, with a zero point, offset."""
         return self.grid(head_dim).layout()
 
-    def encode(self, x: Tensor) -> Planes:
+    def encode(self, x: Tensor) -> PackedTensors:
         """x float32 [B, H, N·t, D] to planes."""
         grid, dtype = self.grid(x.shape[-1]), SCALE_DTYPES[self.scales]
         low, high = backends.group_ranges(x, grid.place)
@@ -55,7 +55,7 @@ class NormalFloat(Codec):
         scale = round_scale(torch.maximum(low.abs(), high.abs()), dtype, "a scale")
         return grid.encode(x, normal_quantiles(self.bits, str(x.device)), scale, offset)
 
-    def view(self, planes: Planes, head_dim: int) -> GridView:
+    def view(self, planes: PackedTensors, head_dim: int) -> GridView:
         """Codes with the table of normal quantiles."""
         return GridView(self.grid(head_dim), planes, normal_quantiles(self.bits, str(planes["codes"].device)))
 

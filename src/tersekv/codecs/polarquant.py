@@ -35,7 +35,7 @@ from tersekv.codecs.transforms.polar import to_polar
 from tersekv.codecs.transforms.rotation import random_rotation, rotated
 from tersekv.errors import UserError
 from tersekv.kernels import backends
-from tersekv.layouts.base import BLOCK_TOKENS, Layout, Planes, Rotated, View
+from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, Rotated, View
 from tersekv.layouts.grid import SCALE_DTYPES, round_scale
 from tersekv.layouts.polar import Polar, PolarView
 from tersekv.tensors import TensorSpec, cached_table
@@ -139,7 +139,7 @@ class PolarQuant(Codec):
         weight = weight.clamp_min(LEAST_WEIGHT * float(weight.mean()))
         return torch.from_numpy(kmeans(angle.cpu().numpy(), 2**bits, weight.cpu().numpy(), self.seed)).float()
 
-    def encode(self, x: Tensor) -> Planes:
+    def encode(self, x: Tensor) -> PackedTensors:
         """x float32 [B, H, N·t, D] to planes."""
         polar = self.polar(x.shape[-1])
         blocks = self._rotated(x).unflatten(2, (-1, BLOCK_TOKENS))
@@ -163,7 +163,7 @@ class PolarQuant(Codec):
             return [self.fitted[name] for name in names if name in self.fitted]
         return [offline_table(bits, level, device) for level, bits in enumerate(self.level_bits, start=1)]
 
-    def view(self, planes: Planes, head_dim: int) -> View:
+    def view(self, planes: PackedTensors, head_dim: int) -> View:
         """Polar codes, of rotated vectors where they were rotated."""
         device = str(planes["angles"].device)
         view = PolarView(self.polar(head_dim), planes, self._level_tables(device))

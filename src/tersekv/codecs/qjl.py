@@ -31,7 +31,7 @@ from tersekv.codecs.transforms.sketch import jl_sketch, sign_factor
 from tersekv.codecs.uniform import Uniform
 from tersekv.errors import UserError
 from tersekv.kernels import backends
-from tersekv.layouts.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec
+from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, PlaneSpec
 from tersekv.layouts.signs import SignSketch, SignsView, signs_planes
 from tersekv.tensors import TensorSpec, plain
 
@@ -104,7 +104,7 @@ class Qjl(Codec):
         """Channels with the largest norm over the token axis (-2), ascending: int64 [..., n]."""
         return x.square().sum(-2).topk(self.outliers, dim=-1).indices.sort(-1).values
 
-    def encode(self, x: Tensor) -> Planes:
+    def encode(self, x: Tensor) -> PackedTensors:
         """x float32 [B, H, N·t, D] to planes. Sketches are taken in float64: no sign hangs on how tokens are
         batched."""
         blocks = x.unflatten(2, (-1, BLOCK_TOKENS))
@@ -127,7 +127,7 @@ class Qjl(Codec):
         seed = self.seed + OUTLIER_SEED_OFFSET
         return jl_sketch(self.outlier_rows(D), self.outliers, seed, self.orthogonal, device)
 
-    def view(self, planes: Planes, head_dim: int) -> SignsView:
+    def view(self, planes: PackedTensors, head_dim: int) -> SignsView:
         """Ordinary channels, and outlier channels where there are any."""
         device = str(planes["signs"].device)
         main = jl_sketch(self.rows(head_dim), head_dim, self.seed, self.orthogonal, device)
@@ -149,7 +149,7 @@ class Qjl(Codec):
         return self.fitted["channels"].long()[:, :, None]
 
     def _sketch(
-        self, planes: Planes, prefix: str, S: Tensor, n: int, channels: Tensor | None, dropped: Tensor | None
+        self, planes: PackedTensors, prefix: str, S: Tensor, n: int, channels: Tensor | None, dropped: Tensor | None
     ) -> SignSketch:
         signs, norms = planes[f"{prefix}signs"], planes[f"{prefix}norms"]
         factor = sign_factor(n, self.orthogonal) * math.sqrt(n) / S.shape[0]
@@ -170,7 +170,7 @@ class Qjl(Codec):
         return [main, *outlier, *self.fitted.values()]
 
 
-def _planes(x: Tensor, S: Tensor, prefix: str) -> Planes:
+def _planes(x: Tensor, S: Tensor, prefix: str) -> PackedTensors:
     rms = x.square().mean(-1).sqrt()
     return {f"{prefix}signs": backends.encode_signs(x, S), f"{prefix}norms": rms.to(torch.float16)}
 

@@ -35,9 +35,9 @@ from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.kernels.basis import packed_basis, unpacked_basis
 from tersekv.kernels.trellis import MOST_BITS, STATES
-from tersekv.layouts.base import Layout, Planes, Rotated, View
+from tersekv.layouts.base import Layout, PackedTensors, Rotated, View
 from tersekv.layouts.basis import InBasis
-from tersekv.layouts.centred import Shifted
+from tersekv.layouts.mean_removed import Biased
 from tersekv.layouts.trellis import WORD_BITS, TrellisView, gain_codes, gains, largest_gain, pack_tokens, trellis_layout
 from tersekv.tensors import TensorSpec
 
@@ -91,7 +91,7 @@ class Trellis(Codec):
         return self.calibration
 
     @property
-    def lacks(self) -> FitsOn | None:
+    def needs_fit(self) -> FitsOn | None:
         """Nothing once it knows its bits."""
         return None if "bits" in self.fitted else self.fits_on
 
@@ -178,7 +178,7 @@ class Trellis(Codec):
         return dataclasses.replace(self, fitted=fitted)
 
     @classmethod
-    def settle(cls, codecs: Sequence[Codec]) -> list[Codec]:
+    def share_across_layers(cls, codecs: Sequence[Codec]) -> list[Codec]:
         """Share the bits of those with `allot=model` out over layers and sides."""
         settled: list[Codec] = list(codecs)
         ours = [(i, c) for i, c in enumerate(codecs) if isinstance(c, Trellis) and (c.allot, c.metric) == SHARING]
@@ -231,7 +231,7 @@ class Trellis(Codec):
             return torch.eye(D, device=device)
         return random_rotation(D, self.seed, "qr", str(device))
 
-    def encode(self, x: Tensor) -> Planes:
+    def encode(self, x: Tensor) -> PackedTensors:
         """x float32 [B, H, N·t, D] to planes."""
         D = x.shape[-1]
         if self._own_mean:
@@ -291,7 +291,7 @@ class Trellis(Codec):
         """The tables of all rates, float32 [9, 256]."""
         return trellis_entries(device) if self.code == "trellis" else scalar_entries(device)
 
-    def view(self, planes: Planes, head_dim: int) -> View:
+    def view(self, planes: PackedTensors, head_dim: int) -> View:
         """Streams in the basis, and the mean."""
         device = planes["stream"].device
         view: View = TrellisView(planes, self.fitted["bits"], self.fitted["scale"], self._entries(str(device)))
@@ -299,7 +299,7 @@ class Trellis(Codec):
             view = InBasis(view, self.fitted["basis"], self.fitted["channels"])
         elif self.basis == "rotation":
             view = Rotated(view, self._fixed_basis(head_dim, device))
-        return Shifted(view, self.fitted["mean"]) if self._own_mean else view
+        return Biased(view, self.fitted["mean"]) if self._own_mean else view
 
     def select(self, rows: Tensor) -> Self:
         """What came from a corpus serves every row."""

@@ -33,7 +33,7 @@ from tersekv.codecs.transforms.rotation import random_rotation, rotated, split_r
 from tersekv.codecs.transforms.sketch import jl_sketch, sign_factor
 from tersekv.errors import UserError
 from tersekv.kernels import backends
-from tersekv.layouts.base import BLOCK_TOKENS, Added, Joined, Layout, Planes, PlaneSpec, Rotated, View
+from tersekv.layouts.base import BLOCK_TOKENS, Concat, Layout, PackedTensors, PlaneSpec, Rotated, Sum, View
 from tersekv.layouts.grid import Grid, GridView, nearest_code, round_scale
 from tersekv.layouts.signs import SignSketch, SignsView, signs_planes
 from tersekv.tensors import TensorSpec, cached_table
@@ -49,7 +49,7 @@ SKETCH_SEED_OFFSET = 104_729
 TOO_LARGE = "keep that layer exact: put ;LAYER=exact:dtype=bf16 behind the recipe"
 
 
-class Part(NamedTuple):
+class ChannelPart(NamedTuple):
     """Channels that are coded together as one rotated vector. bits: per channel, the sketch's sign included; name:
     prefix of its planes."""
 
@@ -87,11 +87,11 @@ class TurboQuant(Codec):
         """The prompt, where it says which channels are outliers."""
         return "prompt" if self.bits % 1 else None
 
-    def parts(self, head_dim: int) -> list[Part]:
+    def parts(self, head_dim: int) -> list[ChannelPart]:
         """The vectors that are coded apart: outlier channels first."""
         low = math.floor(self.bits)
         if not self.bits % 1:
-            return [Part(head_dim, low)]
+            return [ChannelPart(head_dim, low)]
         outliers = head_dim // OUTLIER_SHARE
         if head_dim % OUTLIER_SHARE or outliers < 3:
             raise UserError(
@@ -99,7 +99,7 @@ class TurboQuant(Codec):
                 "is not a multiple of 4 from 12 on; use whole bits"
             )
         extra = round(4 * (self.bits % 1))
-        return [Part(outliers, low + extra, "outlier_"), Part(head_dim - outliers, low)]
+        return [ChannelPart(outliers, low + extra, "outlier_"), ChannelPart(head_dim - outliers, low)]
 
     def layout(self, head_dim: int) -> Layout:
         """codes and scale of each part; for prod signs and norms of the residual."""
@@ -111,7 +111,7 @@ class TurboQuant(Codec):
                 planes |= signs_planes(part.dim, torch.float16, part.name)
         return Layout(BLOCK_TOKENS, planes)
 
-    def _grid(self, part: Part) -> Grid | None:
+    def _grid(self, part: ChannelPart) -> Grid | None:
         """The layout of the codes: one scale per token. None where prod leaves no bit for them."""
         bits = part.bits - (self.variant == "prod")
         return Grid(bits, self.side, "token", 0, False, part.dim) if bits else None
@@ -129,10 +129,10 @@ class TurboQuant(Codec):
         order = x.square().sum(-2).argsort(dim=-1, descending=True, stable=True)[..., : D // OUTLIER_SHARE]
         return dataclasses.replace(self, fitted={"channels": order.sort(-1).values.to(torch.int16)})
 
-    def encode(self, x: Tensor) -> Planes:
+    def encode(self, x: Tensor) -> PackedTensors:
         """x float32 [B, H, N·t, D] to planes."""
         turned = self._rotated(x)
-        planes: Planes = {}
+        planes: PackedTensors = {}
         start = 0
         for part in self.parts(x.shape[-1]):
             y = turned[..., start : start + part.dim]
@@ -150,7 +150,7 @@ class TurboQuant(Codec):
             return rotated(x, self.seed, self.rotation)
         return torch.matmul(x.double(), self._matrix(x.shape[-1], str(x.device)).transpose(-1, -2).double()).float()
 
-    def _codes(self, y: Tensor, part: Part) -> Planes:
+    def _codes(self, y: Tensor, part: ChannelPart) -> PackedTensors:
         grid = self._grid(part)
         if grid is None:
             return {}
@@ -164,13 +164,13 @@ class TurboQuant(Codec):
         scale = scale / table[codes.long()].square().mean(-1).sqrt()
         return grid.pack(codes, round_scale(scale, torch.float16, "a norm", TOO_LARGE), None)
 
-    def _residual(self, residual: Tensor, part: Part) -> Planes:
+    def _residual(self, residual: Tensor, part: ChannelPart) -> PackedTensors:
         """Signs and norm (over √dim) of residual [B, H, N, t, dim]."""
         signs = backends.encode_signs(residual, self._sketch(part, str(residual.device)))
         norm = residual.square().mean(-1).sqrt()
         return {f"{part.name}signs": signs, f"{part.name}norms": norm.to(torch.float16)}
 
-    def _sketch(self, part: Part, device: str) -> Tensor:
+    def _sketch(self, part: ChannelPart, device: str) -> Tensor:
         return jl_sketch(part.dim, part.dim, self.seed + SKETCH_SEED_OFFSET, self.orthogonal, device)
 
     def _matrix(self, head_dim: int, device: str) -> Tensor:
@@ -185,7 +185,7 @@ class TurboQuant(Codec):
         place = torch.cat([channels, rest], -1).argsort(-1)  # of each channel among the parts
         return blocks[:, place].permute(1, 2, 0, 3)
 
-    def view(self, planes: Planes, head_dim: int) -> View:
+    def view(self, planes: PackedTensors, head_dim: int) -> View:
         """Parts of rotated vectors, side by side."""
         views: list[tuple[View, int]] = []
         for part in self.parts(head_dim):
@@ -194,17 +194,17 @@ class TurboQuant(Codec):
             )
             signs = self._signs_view(planes, part) if self.variant == "prod" else None
             both = [v for v in (grid, signs) if v is not None]
-            views.append((both[0] if len(both) == 1 else Added(both), part.dim))
-        inner = views[0][0] if len(views) == 1 else Joined(views)
+            views.append((both[0] if len(both) == 1 else Sum(both), part.dim))
+        inner = views[0][0] if len(views) == 1 else Concat(views)
         return Rotated(inner, self._matrix(head_dim, str(next(iter(planes.values())).device)))
 
-    def _grid_view(self, planes: Planes, part: Part) -> GridView | None:
+    def _grid_view(self, planes: PackedTensors, part: ChannelPart) -> GridView | None:
         grid = self._grid(part)
         if grid is None:
             return None
         return GridView(grid, planes, sphere_entries(grid.bits, part.dim, str(planes["codes"].device)))
 
-    def _signs_view(self, planes: Planes, part: Part) -> SignsView:
+    def _signs_view(self, planes: PackedTensors, part: ChannelPart) -> SignsView:
         signs, norms = (planes[f"{part.name}{name}"] for name in ("signs", "norms"))
         factor = sign_factor(part.dim, self.orthogonal) / math.sqrt(part.dim)
         return SignsView([SignSketch(signs, norms, self._sketch(part, str(signs.device)), factor)], part.dim)

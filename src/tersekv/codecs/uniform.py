@@ -17,7 +17,7 @@ from torch import Tensor
 from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides
 from tersekv.codecs.codebooks.fixed import integers
 from tersekv.kernels import backends
-from tersekv.layouts.base import Layout, Planes
+from tersekv.layouts.base import Layout, PackedTensors
 from tersekv.layouts.grid import SCALE_DTYPES, Grid, GridView, round_scale
 from tersekv.tensors import TensorSpec
 
@@ -77,7 +77,7 @@ class Uniform(Codec):
         scale = round_scale((high - low) / (2**self.bits - 1), dtype, "a scale")
         return scale, round_scale(low, dtype, "a minimum")
 
-    def encode(self, x: Tensor) -> Planes:
+    def encode(self, x: Tensor) -> PackedTensors:
         """x float32 [B, H, N·t, D] to planes."""
         grid = self.grid(x.shape[-1])
         if self._whole:
@@ -86,7 +86,7 @@ class Uniform(Codec):
             scale, offset = self._stored(*backends.group_ranges(x, grid.place))
         return grid.encode(x, None, scale, offset, whole=self._whole)
 
-    def view(self, planes: Planes, head_dim: int) -> GridView:
+    def view(self, planes: PackedTensors, head_dim: int) -> GridView:
         """Codes with the table 0 … 2^b − 1."""
         table = integers(self.bits, str(planes["codes"].device))
         whole = self.fitted.get("scale"), self.fitted.get("offset")

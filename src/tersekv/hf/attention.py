@@ -12,11 +12,11 @@ from transformers.masking_utils import sdpa_mask
 
 from tersekv.attention.observe import kept_weights, observe
 from tersekv.attention.past import is_readable, with_past
-from tersekv.attention.read import Call, attend_chunk, attend_store
+from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.attention.weights import attention_weights
+from tersekv.cache.context_parallel import ContextParallelStore
+from tersekv.cache.evicting import EvictingStore
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.selective import SelectiveStore
-from tersekv.cache.spread import SpreadStore
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.handle import Pending, PendingTokens, opened
 from tersekv.hf.traced import NewTokens, append_and_attend, is_traced
@@ -52,10 +52,10 @@ def attention_forward(
         return attend_plain(module, query, key, value, attention_mask, dropout, scaling, **kwargs), weights
     store, keys, values = pending.layer.store, pending.keys, pending.values
     assert store is not None
-    past = store.seen
+    past = store.num_tokens
     call = call_of(query, attention_mask, past + keys.shape[2], scaling, kwargs)
     weights = _weights(store, keys, call) if wants_weights else None  # before the store may forget tokens
-    padding = _padding(call.mask) if store.waits else None
+    padding = _padding(call.mask) if store.deferred else None
     votes = observe(store, keys, call) if store.plan.policy.observes else None
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, keys, values))
     if not past:
@@ -65,7 +65,7 @@ def attention_forward(
             raise UserError(f"attention dropout over a filled cache with {pending.layer.cache.recipe}: {NO_DROPOUT}")
         tensors = with_past(store, keys, values, call.mask)
         out = attend_plain(module, query, *tensors, dropout, scaling, **_own(kwargs))
-    elif has_gradient and isinstance(store, SpreadStore):
+    elif has_gradient and isinstance(store, ContextParallelStore):
         with torch.no_grad():
             out = attend_chunk(store, keys, values, call)
         out = NoGradient.apply(out, query, keys, values)
@@ -201,10 +201,12 @@ def attend_plain(
     return torch.matmul(weights, values.repeat_interleave(groups, dim=1)).transpose(1, 2).contiguous()
 
 
-def call_of(query: Tensor, mask: Tensor | None, tokens: int, scaling: float | None, kwargs: dict[str, Any]) -> Call:
+def call_of(
+    query: Tensor, mask: Tensor | None, tokens: int, scaling: float | None, kwargs: dict[str, Any]
+) -> AttentionCall:
     """What the arguments of an attention function ask of `tokens` keys."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return Call(query, _bool_mask(mask, query, tokens), scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+    return AttentionCall(query, _bool_mask(mask, query, tokens), scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
 
 
 def _untouched(key: Any, value: Any) -> Pending | None:
@@ -214,7 +216,7 @@ def _untouched(key: Any, value: Any) -> Pending | None:
     return None
 
 
-def _weights(store: LayerStore | SelectiveStore, keys: Tensor, call: Call) -> Tensor:
+def _weights(store: LayerStore | EvictingStore, keys: Tensor, call: AttentionCall) -> Tensor:
     if isinstance(store, LayerStore):
         return attention_weights(store, keys, call)
     return kept_weights(store, keys, call)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.parallel import Heads, Spread
+from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.errors import UserError
 from tersekv.hf.config import AttentionShape, text_config
 from tersekv.hf.fingerprint import architecture
@@ -36,7 +36,7 @@ class ModelCache(CheckedCache):
     recipe: Recipe
     config: PreTrainedConfig
     shape: AttentionShape
-    spread: Spread | None
+    context_parallel: ContextParallel | None
     ropes: Ropes
     mask_offsets: dict[int | None, tuple[int, int]]
     told: bool
@@ -45,16 +45,24 @@ class ModelCache(CheckedCache):
 
     @classmethod
     def of(
-        cls, config: PreTrainedConfig, recipe: Recipe, plans: dict[int, LayerPlan], spread: Spread | None = None
+        cls,
+        config: PreTrainedConfig,
+        recipe: Recipe,
+        plans: dict[int, LayerPlan],
+        context_parallel: ContextParallel | None = None,
     ) -> Self:
         """A cache whose layers have these plans."""
         cache = cls.__new__(cls)
-        cache._start(config, recipe, plans, spread)
+        cache._start(config, recipe, plans, context_parallel)
         return cache
 
     @abstractmethod
     def _start(
-        self, config: PreTrainedConfig, recipe: Recipe, plans: dict[int, LayerPlan], spread: Spread | None
+        self,
+        config: PreTrainedConfig,
+        recipe: Recipe,
+        plans: dict[int, LayerPlan],
+        context_parallel: ContextParallel | None,
     ) -> None:
         """Make the layers."""
 
@@ -67,7 +75,7 @@ class ModelCache(CheckedCache):
     def footprint(self) -> Footprint:
         """Bytes held by part."""
 
-    def heads(self, held: int) -> Heads | None:
+    def heads(self, held: int) -> HeadShard | None:
         """Which key-value heads this process holds, where it holds only some of them."""
         return heads_of(self.model, held, self.shape.kv_heads) if self.shape.passes_handles else None
 
@@ -76,7 +84,7 @@ class ModelCache(CheckedCache):
         """The model that filled it under `tersekv.compress`, as long as that lives."""
         return None if self._model is None else self._model()
 
-    def knows(self, model: PreTrainedModel) -> None:
+    def bind_model(self, model: PreTrainedModel) -> None:
         """Note which model fills it; that model's config says which attention is installed.
 
         Raises:

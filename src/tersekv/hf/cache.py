@@ -13,9 +13,9 @@ from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
+from tersekv.cache.evicting import UNREADABLE
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.parallel import Spread
-from tersekv.cache.selective import UNREADABLE
+from tersekv.cache.parallel import ContextParallel
 from tersekv.errors import UserError
 from tersekv.hf import pickled, saved
 from tersekv.hf.base import ModelCache
@@ -85,12 +85,16 @@ class CompressedCache(ModelCache):
         """A cache like this without tokens, for the same model: its recipe, and what its codecs learnt from a
         corpus."""
         plans = {layer.index: layer.plan for layer in self.layers if isinstance(layer, CompressedLayer)}
-        return CompressedCache.of(config, self.recipe, plans, self.spread)
+        return CompressedCache.of(config, self.recipe, plans, self.context_parallel)
 
     def _start(
-        self, config: PreTrainedConfig, recipe: Recipe, plans: dict[int, LayerPlan], spread: Spread | None
+        self,
+        config: PreTrainedConfig,
+        recipe: Recipe,
+        plans: dict[int, LayerPlan],
+        context_parallel: ContextParallel | None,
     ) -> None:
-        self.recipe, self.config, self.spread = recipe, text_config(config), spread
+        self.recipe, self.config, self.context_parallel = recipe, text_config(config), context_parallel
         self.shape = AttentionShape.of(self.config)
         self._warned = self.told = False  # each warning comes once
         self.compiles = False
@@ -105,7 +109,7 @@ class CompressedCache(ModelCache):
                 plan.keys.layout(self.shape.key_dim)
                 plan.values.layout(self.shape.value_dim)
                 rope = self.ropes.needed_by(plan.keys, index)
-                if spread is not None and kind.window is None:
+                if context_parallel is not None and kind.window is None:
                     check_spread(recipe, plan, self.shape.passes_handles, rope)
                 if plan.policy.drops and not self.shape.passes_handles:
                     raise UserError(f"{self.recipe} on {self.config.model_type}: {UNREADABLE}")
@@ -178,7 +182,7 @@ class CompressedCache(ModelCache):
         """True if compiled forward passes can call the operators on the layers. Recurrent states count passes in Python
         numbers, and chunked attention has masks that no operator makes."""
         chunked = getattr(self.config, "attention_chunk_size", None) is not None
-        return self.hands_out_handles and self.spread is None and not self.progress.linear and not chunked
+        return self.hands_out_handles and self.context_parallel is None and not self.progress.linear and not chunked
 
     def __repr__(self) -> str:
         """Recipe, tokens, bytes, bits and ratio in one line."""

@@ -24,8 +24,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tersekv.atomic_write import save_whole
 from tersekv.codecs import Codec
-from tersekv.codecs.transforms.rope import Turn
+from tersekv.codecs.transforms.rope import SequenceRope
 from tersekv.errors import UserError
 from tersekv.hf.calibration import Calibration, Made, attention_plans, calibrated_part, needs_corpus
 from tersekv.hf.config import AttentionShape, text_config
@@ -35,7 +36,6 @@ from tersekv.hf.gradients import Source, layer_gradients
 from tersekv.hf.models import cache_dir
 from tersekv.hf.rope import Ropes
 from tersekv.recipe import Recipe
-from tersekv.whole_file import save_whole
 
 Progress = Callable[[str, int, int], None]
 """What is being done, and how much of it is done of how much."""
@@ -110,7 +110,7 @@ class Calibrator:
         for layer, plan in attention_plans(recipe, self.model.config).items():
             for codec, dim in ((plan.keys, shape.key_dim), (plan.values, shape.value_dim)):
                 codec.layout(dim)
-                known = self.codecs.setdefault(_source(layer, codec), []) if codec.lacks == "corpus" else [codec]
+                known = self.codecs.setdefault(_source(layer, codec), []) if codec.needs_fit == "corpus" else [codec]
                 if codec not in known:
                     known.append(codec)
 
@@ -182,7 +182,7 @@ class Calibrator:
             self.peak_worker_bytes = max(self.peak_worker_bytes, peak)
             progress("layers", done, len(self.codecs))
 
-    def _turn(self, layer: int) -> Turn:
+    def _turn(self, layer: int) -> SequenceRope:
         """RoPE of a sample's tokens.
 
         Raises:
@@ -190,7 +190,7 @@ class Calibrator:
         """
         config = text_config(self.model.config)
         D, length = AttentionShape.of(config).key_dim, self.corpus.windows.shape[1]
-        turn = Ropes(config, D).of(layer).turn(self.sinks, length - self.sinks, D)
+        turn = Ropes(config, D).of(layer).of_sequence(self.sinks, length - self.sinks, D)
         if turn is None:
             raise UserError(f"keys of {config.model_type} models cannot be centred: give the option centre=false")
         return turn
@@ -199,13 +199,13 @@ class Calibrator:
         learnt: dict[type[Codec], list[tuple[int, Codec]]] = {}
         for layer, plan in attention_plans(recipe, self.model.config).items():
             for codec in (plan.keys, plan.values):
-                if codec.lacks == "corpus":
+                if codec.needs_fit == "corpus":
                     fitted = load_file(self._out(_source(layer, codec), codec))
                     learnt.setdefault(type(codec), []).append((layer, dataclasses.replace(codec, fitted=fitted)))
         tensors: dict[str, Tensor] = {}
         for method, found in learnt.items():
             layers, codecs = zip(*found, strict=True)
-            for layer, codec in zip(layers, method.settle(codecs), strict=True):
+            for layer, codec in zip(layers, method.share_across_layers(codecs), strict=True):
                 tensors |= {f"layers.{layer}.{codec.side}.{name}": t for name, t in codec.fitted.items()}
         samples, length = self.corpus.windows.shape
         made = Made(

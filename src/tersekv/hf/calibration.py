@@ -23,13 +23,13 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv import __version__
+from tersekv.atomic_write import save_whole
 from tersekv.codecs import Codec, methods
 from tersekv.errors import UserError
 from tersekv.hf.config import AttentionShape, attention_layers, text_config
 from tersekv.hf.fingerprint import architecture, fingerprint
 from tersekv.hf.models import cache_dir
 from tersekv.recipe import PRE_ROPE, Coder, LayerPlan, Recipe, Term
-from tersekv.whole_file import save_whole
 
 log = logging.getLogger(__name__)
 FORMAT = 1
@@ -134,7 +134,7 @@ class Calibration:
             if fault:
                 raise UserError(f"{where} is wrong: {start}{name} {fault}; calibrate again")
         made = dataclasses.replace(codec, fitted=tensors)
-        if made.lacks == "corpus":
+        if made.needs_fit == "corpus":
             raise UserError(f"{where} holds too little for the {codec.side} of layer {layer}; calibrate again")
         if fault := made.learnt_fault(1, kv_heads, head_dim):
             raise UserError(f"{where} is wrong: {start.rstrip('.')} {fault}; calibrate again")
@@ -208,7 +208,7 @@ def attention_plans(recipe: Recipe, config: PreTrainedConfig) -> dict[int, Layer
 def needs_corpus(recipe: Recipe, config: PreTrainedConfig) -> bool:
     """Whether some layer has yet to learn from a corpus."""
     plans = attention_plans(recipe, config).values()
-    return any(codec.lacks == "corpus" for plan in plans for codec in (plan.keys, plan.values))
+    return any(codec.needs_fit == "corpus" for plan in plans for codec in (plan.keys, plan.values))
 
 
 def calibrated_plans(
@@ -230,7 +230,7 @@ def calibrated_plans(
     found.check(recipe, config)
 
     def learnt(codec: Codec, layer: int) -> Codec:
-        if codec.lacks != "corpus":
+        if codec.needs_fit != "corpus":
             return codec
         return found.fitted(codec, layer, shape.kv_heads, dims[codec.side])
 

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from tersekv.attention.read import Call
+from tersekv.attention.read import AttentionCall
 from tersekv.errors import CacheError
 from tersekv.hf.attention import attention_forward, call_of
 from tersekv.hf.cache import empty_layer
@@ -92,16 +92,16 @@ def capture(model: PreTrainedModel, ids: Tensor) -> list[LayerTokens]:
 
 
 @torch.no_grad()
-def capture_calls(model: PreTrainedModel, ids: Tensor) -> list[tuple[LayerTokens, Call]]:
+def capture_calls(model: PreTrainedModel, ids: Tensor) -> list[tuple[LayerTokens, AttentionCall]]:
     """The same, each with what its attention module asked for: queries, mask, scaling."""
-    calls: dict[int, Call] = {}  # by the keys they are asked of; layers that share keys come later
+    calls: dict[int, AttentionCall] = {}  # by the keys they are asked of; layers that share keys come later
     with _recording(model, calls):
         captured = capture(model, ids)
     return [(tokens, calls[id(tokens.keys)]) for tokens in captured]
 
 
 @contextmanager
-def _recording(model: PreTrainedModel, calls: dict[int, Call]) -> Iterator[None]:
+def _recording(model: PreTrainedModel, calls: dict[int, AttentionCall]) -> Iterator[None]:
     """Inside, the model's attention is that of `compress` on plain tensors, and notes what it is asked for."""
 
     def attend(

@@ -262,7 +262,7 @@ def _before_forward(owner: weakref.ref[PreTrainedModel], module: Any, args: Any,
                 f"{type(model).__name__} got states of an encoder; a compressed cache serves no cross-attention, leave "
                 "them out or use transformers' own cache"
             )
-        cache.knows(model)
+        cache.bind_model(model)
         if not (is_traced() and cache.is_traceable):
             cache.progress.start()
         if cache.recipe is not template.recipe and cache.recipe != template.recipe:

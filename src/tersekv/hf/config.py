@@ -31,7 +31,7 @@ class LayerKind(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """Heads and head dims of the tensors that reach the cache.
+    """HeadShard and head dims of the tensors that reach the cache.
 
     passes_handles: the attention modules take what `update` returns to the attention function untouched.
     """

@@ -16,10 +16,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from tersekv.atomic_write import save_whole
 from tersekv.codecs import Codec
-from tersekv.codecs.transforms.rope import Turn
+from tersekv.codecs.transforms.rope import SequenceRope
 from tersekv.errors import CacheError, UserError
-from tersekv.whole_file import save_whole
 
 
 class FitJob(NamedTuple):
@@ -30,7 +30,7 @@ class FitJob(NamedTuple):
     samples: tuple[Path, ...]
     codecs: tuple[Codec, ...]
     outs: tuple[Path, ...]
-    turn: Turn | None = None
+    turn: SequenceRope | None = None
 
 
 def prepare_worker() -> None:
@@ -62,13 +62,13 @@ def fit(job: FitJob) -> int:
     return _peak_bytes()
 
 
-def _fitted(codec: Codec, x: Tensor, gradient: Tensor, turn: Turn | None) -> Codec:
+def _fitted(codec: Codec, x: Tensor, gradient: Tensor, turn: SequenceRope | None) -> Codec:
     """The codec with what it learns from x and gradient [1, H, T, D]; centred keys are turned first."""
     if not codec.centred:
         return codec.fit_corpus(x, gradient)
     assert turn is not None
     codec = codec.with_mean(x)
-    return codec.fit_corpus(turn.put(x - codec.fitted["mean"].float().unsqueeze(2)), turn.put(gradient))
+    return codec.fit_corpus(turn.apply(x - codec.fitted["mean"].float().unsqueeze(2)), turn.apply(gradient))
 
 
 def _peak_bytes() -> int:

@@ -59,8 +59,8 @@ def layer_gradients(
             rotary = Rotary(ropes.of(source.layer))
             rotary.note(0, x.shape[2])
             cos_sin = rotary.angles(0, x.shape[2], x.device).cos_sin()
-            x = rotary.rope.take_off(x.float(), *cos_sin)
-            gradient = rotary.rope.pull_back(gradient.float(), *cos_sin)
+            x = rotary.rope.invert(x.float(), *cos_sin)
+            gradient = rotary.rope.vjp(gradient.float(), *cos_sin)
         kept[f"{source.name}.x"] = x[:, :, sinks:].float().cpu().contiguous()
         kept[f"{source.name}.gradient"] = gradient[:, :, sinks:].to(torch.bfloat16).cpu().contiguous()
 

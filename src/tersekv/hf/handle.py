@@ -7,15 +7,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tersekv.cache.evicting import EvictingStore
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.selective import SelectiveStore
 
 
 class PendingLayer(Protocol):
     """The layer that pending tokens are for."""
 
     cache: Any
-    store: LayerStore | SelectiveStore | None
+    store: LayerStore | EvictingStore | None
 
     def get_seq_length(self) -> int:
         """Tokens seen."""
@@ -33,7 +33,7 @@ class Pending:
     def __init__(self, layer: PendingLayer, keys: Tensor, values: Tensor) -> None:
         self.layer, self.keys, self.values = layer, keys, values
         assert layer.store is not None
-        self.past_tokens = layer.store.seen
+        self.past_tokens = layer.store.num_tokens
         self.committed = False
         self._decoded: tuple[Tensor, Tensor] | None = None
 

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from tersekv.cache.kept import new_store
+from tersekv.cache.evicting import UNREADABLE, EvictingStore
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.schema import anything, each, flag, of_spec, one_of, record, require, whole
-from tersekv.cache.selective import UNREADABLE, SelectiveStore
+from tersekv.cache.scored_eviction import new_store
 from tersekv.cache.state import State, own
 from tersekv.errors import CacheError, UserError
-from tersekv.freed_memory import give_back_freed_memory
 from tersekv.hf.base import ModelCache
 from tersekv.hf.handle import Pending, PendingTokens
 from tersekv.hf.progress import checked_crop
 from tersekv.hf.traced import NewTokens, is_traced, num_tokens, register
+from tersekv.malloc_trim import malloc_trim
 from tersekv.recipe import LayerPlan
 
 FLOATS = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
@@ -40,7 +40,7 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.cache, self.index, self.plan, self.sliding_window = cache, index, plan, window
         self.is_sliding = window is not None
-        self.store: LayerStore | SelectiveStore | None = None
+        self.store: LayerStore | EvictingStore | None = None
         self.record_past = False
         self.home: torch.device | None = None
         self.handle = register(self)
@@ -61,7 +61,9 @@ class CompressedLayer(CacheLayerMixin):
         """Create the store with the shapes of the first tokens."""
         rope = self.cache.ropes.needed_by(self.plan.keys, self.index)
         heads = self.cache.heads(key_states.shape[1])
-        self.store = new_store(self.plan, key_states, value_states, self.sliding_window, rope, heads, self.cache.spread)
+        self.store = new_store(
+            self.plan, key_states, value_states, self.sliding_window, rope, heads, self.cache.context_parallel
+        )
         self.store.record_past = self.record_past
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
@@ -104,7 +106,7 @@ class CompressedLayer(CacheLayerMixin):
     def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, votes: Tensor | None = None) -> None:
         """Add tokens to the store, with the attention that it has asked to see; errors name the layer."""
         assert self.store is not None
-        progress, seen = self.cache.progress, self.store.seen
+        progress, seen = self.cache.progress, self.store.num_tokens
         progress.torn = True
         try:
             self.store.append(keys, values, padding, *(() if votes is None else (votes,)))
@@ -118,7 +120,7 @@ class CompressedLayer(CacheLayerMixin):
         if progress.linear:
             progress.end(self.index)
         if keys.is_cpu and keys.nbytes >= MUCH_MEMORY and keys.shape[2] >= MANY_TOKENS:
-            give_back_freed_memory()
+            malloc_trim()
 
     def append_and_decode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add tokens and return [B, H, tokens, D]: those held before decoded, the new ones exact.
@@ -127,11 +129,11 @@ class CompressedLayer(CacheLayerMixin):
             UserError: the layer's policy drops tokens.
         """
         assert self.store is not None
-        if isinstance(self.store, SelectiveStore):
+        if isinstance(self.store, EvictingStore):
             raise UserError(f"{self.cache.recipe}: {UNREADABLE}")
-        past = self.store.decoded(keys.dtype) if self.store.seen else None
+        past = self.store.decoded(keys.dtype) if self.store.num_tokens else None
         seen, offset = self.cache.mask_offsets.get(self.sliding_window, (-1, 0))
-        missing = self.store.dropped - offset if seen == self.store.seen else 0
+        missing = self.store.num_evicted - offset if seen == self.store.num_tokens else 0
         self.append(keys, values)
         if past is None:
             return keys, values
@@ -184,7 +186,7 @@ class CompressedLayer(CacheLayerMixin):
         for side, dim in (("keys", shape.key_dim), ("values", shape.value_dim)):
             codec = replace(getattr(plan, side), fitted=own(state["plan"][side]))
             fault = codec.learnt_fault(1, shape.kv_heads, dim)
-            fault = fault or ("is not what the codec must have learnt" if codec.lacks == "corpus" else None)
+            fault = fault or ("is not what the codec must have learnt" if codec.needs_fit == "corpus" else None)
             require(fault is None, f"{place}.plan.{side}", fault or "")
             self.plan = self.plan._replace(**{side: codec})
         self.record_past = state["record_past"]
@@ -202,7 +204,7 @@ class CompressedLayer(CacheLayerMixin):
         """Tokens seen; while a forward pass is traced, a tensor that is read when the compiled pass runs."""
         if is_traced() and self.is_compileable:
             return num_tokens(self.handle)  # type: ignore[return-value]  # as transformers' static layers do
-        return 0 if self.store is None else self.store.seen
+        return 0 if self.store is None else self.store.num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Masks span all tokens seen; with handles the reader slices them, else dropped tokens are cut off in front.
@@ -210,7 +212,7 @@ class CompressedLayer(CacheLayerMixin):
         if is_traced() and self.is_compileable:
             return 0, 0
         seen = self.get_seq_length()
-        dropped = 0 if self.store is None or self.cache.hands_out_handles else self.store.dropped
+        dropped = 0 if self.store is None or self.cache.hands_out_handles else self.store.num_evicted
         self.cache.mask_offsets[self.sliding_window] = seen, dropped
         return seen + query_length - dropped, dropped
 

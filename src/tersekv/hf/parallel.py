@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tersekv.cache.parallel import Heads, Spread
+from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import UserError
 from tersekv.recipe import LayerPlan
 
 
-def heads_of(model: PreTrainedModel | None, held: int, total: int) -> Heads | None:
+def heads_of(model: PreTrainedModel | None, held: int, total: int) -> HeadShard | None:
     """The share of a process whose layers hold `held` of `total` heads; None where nobody else holds the others.
 
     Raises:
@@ -38,10 +38,10 @@ def heads_of(model: PreTrainedModel | None, held: int, total: int) -> Heads | No
         dist.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts, dim=1)
 
-    return Heads(rank * held, held, total, gather)
+    return HeadShard(rank * held, held, total, gather)
 
 
-def spread_over(group: dist.ProcessGroup | None) -> Spread | None:
+def spread_over(group: dist.ProcessGroup | None) -> ContextParallel | None:
     """The processes of a group, as those that divide a context; None where there is none.
 
     Raises:
@@ -58,7 +58,7 @@ def spread_over(group: dist.ProcessGroup | None) -> Spread | None:
         dist.all_gather(parts, x.contiguous(), group=group)
         return parts
 
-    return Spread(rank, ranks, gather)
+    return ContextParallel(rank, ranks, gather)
 
 
 def check_spread(recipe: object, plan: LayerPlan, passes_handles: bool, rope: Rope | None) -> None:

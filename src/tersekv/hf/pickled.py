@@ -32,7 +32,7 @@ def reduced(cache: ModelCache) -> tuple[Callable[..., ModelCache], tuple[Any, ..
     """
     ours = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
     divided = any(layer.store is not None and cache.heads(layer.store.kv_heads) is not None for layer in ours)
-    if divided or cache.spread is not None:
+    if divided or cache.context_parallel is not None:
         raise UserError("a cache that processes divide cannot be pickled: each holds a part of it only")
     config = copy.copy(cache.config)
     if config._attn_implementation == ATTENTION_NAME:  # true of a model while compress is installed on it

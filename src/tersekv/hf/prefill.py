@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from tersekv.attention.observe import observe
-from tersekv.attention.read import Call
+from tersekv.attention.read import AttentionCall
 from tersekv.cache.footprint import Footprint
 from tersekv.hf.cache import CompressedCache, CompressedLayer
 from tersekv.hf.calibration import Calibration, calibration_for
@@ -44,7 +44,7 @@ class Prefill:
         self.model = model
         self._ids: Tensor | None = None
         self._with_calls = False
-        self._captured: list[tuple[LayerTokens, Call | None]] = []
+        self._captured: list[tuple[LayerTokens, AttentionCall | None]] = []
 
     def fill(self, cache: DynamicCache | CompressedCache, ids: Tensor) -> None:
         """Put the tokens ids [1, T] into an empty cache."""
@@ -65,7 +65,7 @@ class Prefill:
             else:
                 layer.update(keys, values)
 
-    def _capture(self, ids: Tensor) -> list[tuple[LayerTokens, Call | None]]:
+    def _capture(self, ids: Tensor) -> list[tuple[LayerTokens, AttentionCall | None]]:
         if self._with_calls:
             return list(capture_calls(self.model, ids))
         return [(tokens, None) for tokens in capture(self.model, ids)]

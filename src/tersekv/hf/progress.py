@@ -89,7 +89,7 @@ class Progress:
         """Raise CacheError unless all layers have seen the same tokens."""
         if self.torn:
             raise CacheError(f"a change of this cache was interrupted halfway; {RESTART}")
-        seen = self.seen()
+        seen = self.num_tokens()
         if len(set(seen.values())) > 1:
             raise CacheError(
                 f"layers differ in the tokens they have seen ({_by_count(seen)}) because a forward pass was "
@@ -99,7 +99,7 @@ class Progress:
         if len(set(self.done.values())) > 1 or (in_cache and len(in_cache) < len(self.linear)):
             raise CacheError(f"a forward pass was interrupted, and linear layers cannot go back; {RESTART}")
 
-    def seen(self) -> dict[int, int]:
+    def num_tokens(self) -> dict[int, int]:
         """Tokens seen by layer."""
         return {index: layer.get_seq_length() for index, layer in self.attention.items()}
 
@@ -109,7 +109,7 @@ class Progress:
         Raises:
             CacheError: a layer has seen fewer already, or cannot take them back; nothing has changed.
         """
-        seen = self.seen()
+        seen = self.num_tokens()
         ahead, behind = max(seen.values(), default=0), min(seen.values(), default=0)
         if self.torn or (ahead != behind and self.linear):
             raise CacheError(f"this cache cannot be cropped after what was interrupted; {RESTART}")

@@ -114,7 +114,7 @@ class Ropes:
         x = torch.randn(1, 2, 3, self.head_dim, generator=torch.Generator().manual_seed(0))
         try:
             cos, sin = (t[None] for t in rope.cos_sin(5, 3, 8, x.device))
-            back = rope.take_off(rope.put(x, cos, sin), cos, sin)
+            back = rope.invert(rope.apply(x, cos, sin), cos, sin)
         except (RuntimeError, TypeError, ValueError) as error:
             raise UserError(f"{self._why()} {error}") from error
         if back.shape != x.shape or not torch.allclose(back, x, atol=1e-4):

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from tersekv import __version__
 from tersekv.cache import tensor_file
+from tersekv.cache.evicting import EvictingStore
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.schema import anything, each, optional, record, require, tensor
-from tersekv.cache.selective import SelectiveStore
 from tersekv.cache.state import joined, split
 from tersekv.errors import UserError
 from tersekv.hf.base import ModelCache
@@ -50,7 +50,7 @@ def save(cache: ModelCache, path: Path, ids: Tensor | None = None, model: PreTra
         )
     if any(kind.type == "linear" for kind in attention_layers(cache.config)):
         raise UserError(f"{cache.config.model_type} has state beside keys and values; such a cache cannot be saved")
-    if cache.spread is not None:
+    if cache.context_parallel is not None:
         raise UserError("a cache with context_parallel cannot be saved: read the prompt in one process for that")
     layers = _layers(cache)
     seen = {layer.get_seq_length() for layer in layers}
@@ -97,7 +97,7 @@ def load(
     if ids is not None:
         check_prompt(path, state["ids"], ids, decode)
     _check_tables(path, state["tables"], _shared_tables(cache))
-    cache.knows(model)
+    cache.bind_model(model)
     with _named(path):
         for i, (layer, its_state) in enumerate(zip(layers, state["layers"], strict=True)):
             layer.restore(its_state, said["batch"], model.device, f"layers.{i}")
@@ -116,11 +116,13 @@ def _named(path: Path) -> Iterator[None]:
         raise UserError(text) from error
 
 
-def _check_layers(stores: list[LayerStore | SelectiveStore], tokens: int) -> None:
+def _check_layers(stores: list[LayerStore | EvictingStore], tokens: int) -> None:
     """Raise UserError unless all layers have seen the same tokens."""
     paddings = {tuple(store.padding.tolist()) for store in stores if store.padding is not None}
     for i, store in enumerate(stores):
-        require(store.seen == tokens, f"layers.{i}", f"has seen {store.seen} tokens, and the cache {tokens}")
+        require(
+            store.num_tokens == tokens, f"layers.{i}", f"has seen {store.num_tokens} tokens, and the cache {tokens}"
+        )
     require(len(paddings) < 2, "layers", "differ in their padding")
 
 

@@ -23,7 +23,7 @@ from tersekv.kernels.basis import unpacked_basis
 from tersekv.kernels.registry import NotTaken
 
 Kind = Literal["codes", "scales and norms"]
-Planes = dict[str, Tensor]
+PackedTensors = dict[str, Tensor]
 
 BLOCK_TOKENS = 32
 
@@ -78,7 +78,7 @@ class Layout:
         """The plane that says where ragged entries begin."""
         return next((name for name in self.planes if name.endswith("_starts")), None)
 
-    def join(self, parts: Sequence[Planes]) -> Planes:
+    def join(self, parts: Sequence[PackedTensors]) -> PackedTensors:
         """The planes of all parts, one behind the other: a copy, unless there is one part only."""
         if len(parts) == 1:
             return parts[0]
@@ -92,7 +92,7 @@ class Layout:
         axis = {name: 2 if spec.ragged is None else 0 for name, spec in self.planes.items()}
         return {name: torch.cat([part[name] for part in parts], dim=axis[name]) for name in axis}
 
-    def select_rows(self, planes: Planes, rows: Tensor) -> Planes:
+    def select_rows(self, planes: PackedTensors, rows: Tensor) -> PackedTensors:
         """The planes of batch rows `rows` (int64, repeats allowed) in that order."""
         chosen = {n: p.index_select(0, rows) for n, p in planes.items() if self.planes[n].ragged is None}
         if self.starts is None:
@@ -101,7 +101,7 @@ class Layout:
         blocks = torch.arange(N * B * H, device=rows.device).view(N, B, H)
         return chosen | self._select_entries(planes, blocks[:, rows])
 
-    def select_heads(self, planes: Planes, first: int, count: int) -> Planes:
+    def select_heads(self, planes: PackedTensors, first: int, count: int) -> PackedTensors:
         """The planes of heads `first` to `first + count`; what all heads share stays."""
         heads = slice(first, first + count)
         fixed = {name: plane for name, plane in planes.items() if self.planes[name].ragged is None}
@@ -112,7 +112,7 @@ class Layout:
         blocks = torch.arange(N * B * H, device=planes[self.starts].device).view(N, B, H)
         return chosen | self._select_entries(planes, blocks[:, :, heads])
 
-    def select_blocks(self, planes: Planes, index: Tensor) -> Planes:
+    def select_blocks(self, planes: PackedTensors, index: Tensor) -> PackedTensors:
         """The planes of blocks `index` (int64 [B, H, n]) of each head, in that order; no plane is shared."""
         chosen = {}
         for name, plane in planes.items():
@@ -125,7 +125,7 @@ class Layout:
         heads = torch.arange(B * H, device=index.device).view(B, H)
         return chosen | self._select_entries(planes, index.permute(2, 0, 1) * (B * H) + heads)
 
-    def _select_entries(self, planes: Planes, blocks: Tensor) -> Planes:
+    def _select_entries(self, planes: PackedTensors, blocks: Tensor) -> PackedTensors:
         """Starts [B, H, n] and entries of `blocks` [n, B, H], which count in the order block, batch row, head."""
         assert self.starts is not None
         ragged = self._ragged(planes)
@@ -139,7 +139,7 @@ class Layout:
         starts = begin.view(blocks.shape).permute(1, 2, 0).to(planes[self.starts].dtype)
         return {self.starts: starts} | {name: plane[entry] for name, plane in ragged.items()}
 
-    def _ragged(self, planes: Planes) -> Planes:
+    def _ragged(self, planes: PackedTensors) -> PackedTensors:
         return {name: plane for name, plane in planes.items() if self.planes[name].ragged is not None}
 
 
@@ -286,10 +286,10 @@ class Rotated(Mapped):
         return native.rotated(native_view(native, self.inner.operand), self.rotation.contiguous())
 
 
-class Added(View):
+class Sum(View):
     """A view of the sum of several: x̂ = Σ x̂_i."""
 
-    kind = "added"
+    kind = "sum"
 
     def __init__(self, views: Sequence[View]) -> None:
         self.views = views
@@ -297,7 +297,7 @@ class Added(View):
 
     def native(self, native: ModuleType) -> Any:
         """See `View`."""
-        return native.added([native_view(native, view.operand) for view in self.views])
+        return native.sum([native_view(native, view.operand) for view in self.views])
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D]."""
@@ -308,10 +308,10 @@ class Added(View):
         return sum_of([view.scores(query) for view in self.views])
 
 
-class Joined(View):
+class Concat(View):
     """A view of several with channels side by side, in this order; each with its number of channels."""
 
-    kind = "joined"
+    kind = "concat"
 
     def __init__(self, views: Sequence[tuple[View, int]]) -> None:
         self.views = [view for view, _ in views]
@@ -320,7 +320,7 @@ class Joined(View):
 
     def native(self, native: ModuleType) -> Any:
         """See `View`."""
-        return native.joined([native_view(native, view.operand) for view in self.views])
+        return native.concat([native_view(native, view.operand) for view in self.views])
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D]; a part that is the same in all rows may have one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tersekv.layouts.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec, View
+from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, PlaneSpec, View
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -23,7 +23,7 @@ class ExactView(View):
 
     format = "exact"
 
-    def __init__(self, planes: Planes) -> None:
+    def __init__(self, planes: PackedTensors) -> None:
         self.x = planes["x"].flatten(2, 3)
 
     @property

@@ -27,7 +27,7 @@ from tersekv.kernels.attend_grid import Axis, GridSide, decode_grid
 from tersekv.kernels.encode_grid import GridPlace, grouped, lanes_of
 from tersekv.kernels.encode_grid import nearest_code as nearest_code
 from tersekv.kernels.lanes import packed_shape
-from tersekv.layouts.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec, Side, View
+from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, PlaneSpec, Side, View
 
 SCALE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -97,26 +97,26 @@ class Grid:
         """
         return grouped(x, self.place)
 
-    def pack(self, codes: Tensor, scale: Tensor | None, offset: Tensor | None) -> Planes:
+    def pack(self, codes: Tensor, scale: Tensor | None, offset: Tensor | None) -> PackedTensors:
         """codes in the shape of `groups`, scale and offset in the shape of the plane (None where they lie outside)."""
         return _planes(backends.pack_lanes(lanes_of(codes, self.place), self.bits), scale, offset)
 
     def encode(
         self, x: Tensor, table: Tensor | None, scale: Tensor | None, offset: Tensor | None, whole: bool = False
-    ) -> Planes:
-        """Planes of x float32 [B, H, T, D], each element to the nearest entry of a table, or integer (None), against
-        scale and offset in the shape of the plane; whole: those lie outside the blocks."""
+    ) -> PackedTensors:
+        """Encode x float32 [B, H, T, D]: each element to the nearest table entry, or to an integer if table is None.
+        scale, offset: in the shape of the plane. whole: they are stored once for all blocks."""
         codes = backends.encode_grid(x, self.place, scale, offset, table)
         return _planes(codes, None, None) if whole else _planes(codes, scale, offset)
 
 
-def _planes(codes: Tensor, scale: Tensor | None, offset: Tensor | None) -> Planes:
+def _planes(codes: Tensor, scale: Tensor | None, offset: Tensor | None) -> PackedTensors:
     planes = {"codes": codes, "scale": scale, "offset": offset}
     return {name: plane for name, plane in planes.items() if plane is not None}
 
 
 class GridView(View):
-    """Planes and table of a `Grid` segment; `scale` and `offset` may be given once for all blocks as [B, H, D].
+    """Packed tensors and table of a `Grid` segment; `scale` and `offset` may be given once for all blocks as [B, H, D].
     integers: the table is 0 … 2^b − 1."""
 
     format = "grid"
@@ -124,7 +124,7 @@ class GridView(View):
     def __init__(
         self,
         grid: Grid,
-        planes: Planes,
+        planes: PackedTensors,
         table: Tensor,
         scale: Tensor | None = None,
         offset: Tensor | None = None,

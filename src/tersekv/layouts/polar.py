@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tersekv.codecs.transforms.polar import from_polar
 from tersekv.kernels.encode_polar import pack_angles, places, stream_offsets
-from tersekv.layouts.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec, View
+from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, PlaneSpec, View
 from tersekv.tensors import plain
 
 
@@ -85,11 +85,11 @@ class Polar:
 
 
 class PolarView(View):
-    """Planes of a `Polar` segment with the tables of angles per level, each [2^b] for all rows or [B, 2^b]."""
+    """Packed tensors of a `Polar` segment with the tables of angles per level, each [2^b] for all rows or [B, 2^b]."""
 
     format = kind = "polar"
 
-    def __init__(self, polar: Polar, planes: Planes, tables: Sequence[Tensor]) -> None:
+    def __init__(self, polar: Polar, planes: PackedTensors, tables: Sequence[Tensor]) -> None:
         self.polar, self.tables = polar, list(tables)
         self.angles, self.radii = planes["angles"], planes["radii"]
 

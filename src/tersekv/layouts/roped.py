@@ -39,4 +39,4 @@ class Roped(View):
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D]."""
-        return self.rope.put(self.before.decode(), *self.angles.cos_sin())
+        return self.rope.apply(self.before.decode(), *self.angles.cos_sin())

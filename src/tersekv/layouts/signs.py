@@ -29,7 +29,7 @@ from tersekv.tensors import cached_table
 
 
 def signs_planes(sketch_dim: int, norm_dtype: torch.dtype, prefix: str = "") -> dict[str, PlaneSpec]:
-    """Planes of one sketch with `sketch_dim` rows."""
+    """Packed tensors of one sketch with `sketch_dim` rows."""
     row_bytes = (sketch_dim + 7) // 8
     return {
         f"{prefix}signs": PlaneSpec((row_bytes, BLOCK_TOKENS), torch.uint8, "codes"),
@@ -124,7 +124,7 @@ class SignsView(View):
             )
             for s in self.sketches
         ]
-        return views[0] if len(views) == 1 else native.added(views)
+        return views[0] if len(views) == 1 else native.sum(views)
 
     def decode(self) -> Tensor:
         """x̂ as float32 [B, H, T, D]: the vector whose inner product with q is the estimate."""

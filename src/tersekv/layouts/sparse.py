@@ -23,11 +23,11 @@ from torch import Tensor
 from tersekv.kernels import backends
 from tersekv.kernels.encode_sparse import CHANNEL_BITS, MAX_CHANNELS
 from tersekv.kernels.encode_sparse import quantiles as quantiles
-from tersekv.layouts.base import BLOCK_TOKENS, Planes, PlaneSpec, View
+from tersekv.layouts.base import BLOCK_TOKENS, PackedTensors, PlaneSpec, View
 
 
 def sparse_planes(expected_per_token: float, head_dim: int) -> dict[str, PlaneSpec]:
-    """Planes of the overlay. expected_per_token: entries per token and head that a declared size counts with."""
+    """Packed tensors of the outliers. expected_per_token: outliers per token and head assumed in a declared size."""
     entries = expected_per_token * BLOCK_TOKENS
     return {
         "outlier_starts": PlaneSpec((), torch.int32, "scales and norms"),
@@ -38,7 +38,7 @@ def sparse_planes(expected_per_token: float, head_dim: int) -> dict[str, PlaneSp
     }
 
 
-def pack_outliers(residual: Tensor, chosen: Tensor) -> Planes:
+def pack_outliers(residual: Tensor, chosen: Tensor) -> PackedTensors:
     """Entries for residual float32 [B, H, T, D] (x minus its dense decoding) where `chosen` (bool) is set."""
     entries = backends.pack_outliers(residual, chosen)
     return {f"outlier_{name}": plane for name, plane in entries._asdict().items()}
@@ -58,7 +58,7 @@ class SparseView(View):
 
     format = kind = "sparse"
 
-    def __init__(self, planes: Planes, head_dim: int) -> None:
+    def __init__(self, planes: PackedTensors, head_dim: int) -> None:
         self.starts, self.head_dim = planes["outlier_starts"], head_dim
         self.places, self.values = planes["outlier_places"], planes["outlier_values"]
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tersekv.kernels.trellis import pack_stream, windows_of
-from tersekv.layouts.base import BLOCK_TOKENS, Layout, Planes, PlaneSpec, View
+from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, PlaneSpec, View
 
 GAIN_STEPS = 16
 """Steps of a gain per factor of two."""
@@ -62,12 +62,12 @@ def largest_gain() -> float:
 
 
 class TrellisView(View):
-    """Planes of a segment. bits uint8 and scale, of any float type, [1 or B, H, D]; tables float32 [9, 256], row b for
-    b bits."""
+    """Packed tensors of a segment. bits uint8 and scale (any float type) are [1 or B, H, D]. tables float32 [9, 256]:
+    row b is for b bits."""
 
     format = kind = "trellis"
 
-    def __init__(self, planes: Planes, bits: Tensor, scale: Tensor, tables: Tensor) -> None:
+    def __init__(self, planes: PackedTensors, bits: Tensor, scale: Tensor, tables: Tensor) -> None:
         self.stream, self.gain = planes["stream"], planes["gain"]
         self.bits, self.scale, self.tables = bits, scale, tables
 

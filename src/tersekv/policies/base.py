@@ -64,14 +64,14 @@ class Candidates(NamedTuple):
     """Tokens to choose from, T for each KV head.
 
     votes: float32 [B, H, T], attention weights that observed queries gave each token, summed over queries and averaged
-    over the query heads of the KV head. positions: int [B, H, T], −1 where there is no token. seen: tokens so far.
+    over the query heads of the KV head. positions: int [B, H, T], −1 where there is no token. num_tokens: so far.
     room: int64 [B], how many of these may stay. always: bool [B, H, T], those that do in any case. keys: makes them,
     float32 [B, H, T, D].
     """
 
     votes: Tensor
     positions: Tensor
-    seen: int
+    num_tokens: int
     room: Tensor
     always: Tensor
     keys: Callable[[], Tensor]

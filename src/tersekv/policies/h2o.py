@@ -48,7 +48,7 @@ class H2O(Selection):
         """Attention so far."""
         if self.score == "sum":
             return tokens.votes
-        return tokens.votes / (tokens.seen - tokens.positions).clamp(min=1)
+        return tokens.votes / (tokens.num_tokens - tokens.positions).clamp(min=1)
 
 
 POLICY = H2O

@@ -48,7 +48,7 @@ class SnapKV(Selection):
 
     def ranks(self, tokens: Candidates) -> Tensor:
         """Votes pooled over neighbours in the order of positions; tokens that an earlier prompt lost leave no gap."""
-        outside = (tokens.positions < 0) | (tokens.positions >= tokens.seen - self.window)
+        outside = (tokens.positions < 0) | (tokens.positions >= tokens.num_tokens - self.window)
         order = tokens.positions.argsort(dim=-1, stable=True)
         votes = tokens.votes.masked_fill(outside, 0.0).gather(-1, order)
         pool = torch.nn.functional.avg_pool1d if self.pool == "avg" else torch.nn.functional.max_pool1d

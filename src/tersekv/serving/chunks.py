@@ -26,7 +26,7 @@ from torch import Tensor
 from tersekv.cache.coding import Tokens, encode
 from tersekv.codecs import Codec
 from tersekv.errors import CacheError, UserError
-from tersekv.layouts.base import Planes
+from tersekv.layouts.base import PackedTensors
 from tersekv.recipe import DEFAULT_POLICY, Recipe, Term
 
 HEADER = struct.Struct("<4sIII")
@@ -143,7 +143,7 @@ class ChunkCoder:
                 found = run.codec.decode(planes, self.head_dim)[:, :, : x.shape[2]]
                 x[run.side, run.first : run.last] = found.transpose(1, 2).flatten(2).to(x.device, x.dtype)
 
-    def _planes(self, body: Tensor, at: int, run: Run, T: int, heads: int) -> tuple[Planes, int]:
+    def _planes(self, body: Tensor, at: int, run: Run, T: int, heads: int) -> tuple[PackedTensors, int]:
         layout, planes = run.codec.layout(self.head_dim), {}
         for name in _order(run.codec, self.head_dim):
             spec = layout.planes[name]

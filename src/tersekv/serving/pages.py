@@ -15,7 +15,7 @@ from tersekv.kernels import backends, softmax
 from tersekv.kernels.attend import PackedPages
 from tersekv.layouts.base import BLOCK_TOKENS, View
 from tersekv.serving.slots import Slots, write
-from tersekv.serving.steps import Chunk, Singles, Step
+from tersekv.serving.steps import Chunk, EngineStep, Singles
 
 SPAN_TOKENS = 1024
 """Packed tokens decoded at a time for long chunks."""
@@ -26,11 +26,11 @@ QUERY_TILE = 256
 KERNEL_ROWS = 64
 """Most query rows per KV head (grouped heads × positions) that read packed bytes directly."""
 
-Part = tuple[Tensor, Tensor]
+PartialAttention = tuple[Tensor, Tensor]
 """Output [B, H, R, D] and log-sum-exp [B, H, R] of query rows over some tokens."""
 
 
-class Pool:
+class PagePool:
     """The pages of one layer in memory uint8 [S, H, p, token_bytes], contiguous. scaling, softcap: of the scores."""
 
     def __init__(self, slots: Slots, memory: Tensor, scaling: float, softcap: float | None = None) -> None:
@@ -47,7 +47,7 @@ class Pool:
         self._views: dict[int, tuple[View, View]] = {}
         self._pool: PackedPages | None = None
 
-    def write(self, keys: Tensor, values: Tensor, step: Step) -> None:
+    def write(self, keys: Tensor, values: Tensor, step: EngineStep) -> None:
         """Code keys and values [T, H, D] of a step into their slots, and copy those of pages that are being filled."""
         codecs = (self.slots.keys, self.slots.values)
         for codec, planes, specs, x in zip(codecs, self.planes, self.slots.planes, (keys, values), strict=True):
@@ -63,7 +63,7 @@ class Pool:
         for side, x in enumerate((keys, values)):
             self.rows[side][row, :, place] = x[token].to(self.rows.dtype)
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, step: EngineStep) -> Tensor:
         """Attention of a step's queries [T, Hq, D], whose own keys and values [T, H, D] are written: float32
         [T, Hq, D]. On whatever device they, the memory and the step are."""
         T, Hq, D = query.shape
@@ -106,7 +106,7 @@ class Pool:
         )  # fmt: skip
         return None if out is None else out.view(rows.shape)
 
-    def _one_by_one(self, rows: Tensor, of: Singles) -> Part:
+    def _one_by_one(self, rows: Tensor, of: Singles) -> PartialAttention:
         """The packed part where no kernel reads these pages."""
         parts = []
         for row, pages, mask in zip(rows, of.pages, of.packed, strict=True):
@@ -127,12 +127,12 @@ class Pool:
         parts = [self._own_pages(query, keys, values, chunk)] + ([] if packed is None else [packed])
         return _merged(parts).unflatten(2, (G, q))[0].permute(2, 0, 1, 3)
 
-    def _own_pages(self, query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk) -> Part:
+    def _own_pages(self, query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk) -> PartialAttention:
         """Exact attention of each query over its own page."""
         outs, lses, p = [], [], self.page_tokens
         key, value = (x.transpose(0, 1)[None] for x in (keys, values))  # [1, H, q, D]
-        for page in range(chunk.start // p, (chunk.seen - 1) // p + 1):
-            first, last = max(chunk.start, page * p), min(chunk.seen, (page + 1) * p)
+        for page in range(chunk.start // p, (chunk.num_tokens - 1) // p + 1):
+            first, last = max(chunk.start, page * p), min(chunk.num_tokens, (page + 1) * p)
             own = slice(first - chunk.start, last - chunk.start)
             sides, begin = [key[:, :, own], value[:, :, own]], first
             if first % p and chunk.exact < first:
@@ -148,7 +148,7 @@ class Pool:
             lses.append(lse.unflatten(2, (query.shape[2], -1)))
         return torch.cat(outs, dim=3).flatten(2, 3), torch.cat(lses, dim=3).flatten(2, 3)
 
-    def _direct(self, rows: Tensor, pages: Tensor, mask: Tensor) -> Part | None:
+    def _direct(self, rows: Tensor, pages: Tensor, mask: Tensor) -> PartialAttention | None:
         """Query rows [B, H, R, D] over packed tokens by a kernel that reads pages where they lie; None if none does."""
         keys, values = self._of_batch(rows.shape[0])
         call = (
@@ -169,12 +169,12 @@ class Pool:
             self._views = {B: (keys, values)}
         return self._views[B]
 
-    def _decoded(self, query: Tensor, pages: Tensor, exact_from: Tensor) -> Part:
+    def _decoded(self, query: Tensor, pages: Tensor, exact_from: Tensor) -> PartialAttention:
         """Queries [1, H, G, q, D], each over packed tokens before exact_from int64 [q]: tokens are decoded SPAN_TOKENS
         at a time and multiplied as matrices."""
         q, tokens = query.shape[3], int(exact_from.max())
         tiles = [slice(at, min(q, at + QUERY_TILE)) for at in range(0, q, QUERY_TILE)]
-        results: list[list[Part]] = [[_nothing(query[:, :, :, tile].flatten(2, 3))] for tile in tiles]
+        results: list[list[PartialAttention]] = [[_nothing(query[:, :, :, tile].flatten(2, 3))] for tile in tiles]
         per_page = self.page_tokens // BLOCK_TOKENS
         blocks = (pages.long()[:, None] * per_page + torch.arange(per_page, device=pages.device)).flatten()
         exact_from = exact_from.to(query.device)
@@ -199,10 +199,10 @@ class Pool:
         return out, torch.cat([lse.unflatten(2, (G, -1)) for _, lse in joined], dim=3).flatten(2, 3)
 
 
-def _nothing(rows: Tensor) -> Part:
+def _nothing(rows: Tensor) -> PartialAttention:
     """What query rows [B, H, R, D] read where there is nothing."""
     return torch.zeros_like(rows), rows.new_full(rows.shape[:-1], float("-inf"))
 
 
-def _merged(parts: list[Part]) -> Tensor:
+def _merged(parts: list[PartialAttention]) -> Tensor:
     return backends.merge_segments([out for out, _ in parts], [lse for _, lse in parts])[0]

@@ -26,7 +26,7 @@ from tersekv.codecs import Codec
 from tersekv.codecs.exact import Exact
 from tersekv.errors import UserError
 from tersekv.kernels.lanes import LANES, pack_lanes, unpack_lanes
-from tersekv.layouts.base import BLOCK_TOKENS, Planes, PlaneSpec
+from tersekv.layouts.base import BLOCK_TOKENS, PackedTensors, PlaneSpec
 from tersekv.tensors import cached_table
 
 Way = Literal["column", "lane", "field"]
@@ -95,7 +95,7 @@ class Slots:
 
     @functools.cached_property
     def planes(self) -> tuple[tuple[Plane, ...], tuple[Plane, ...]]:
-        """Planes of keys and of values."""
+        """Packed tensors of keys and of values."""
         at, sides = 0, []
         for codec in (self.keys, self.values):
             at, side = math.ceil(at / 4) * 4, []
@@ -114,11 +114,11 @@ class Slots:
         last = max((plane for side in self.planes for plane in side), key=lambda plane: plane.start)
         return math.ceil((last.start + last.bytes) / BLOCK_TOKENS)
 
-    def views(self, memory: Tensor) -> tuple[Planes, Planes]:
-        """Planes [1, H, N, …] of keys and of values in memory uint8 [N, H, 32·token_bytes], not copied."""
+    def views(self, memory: Tensor) -> tuple[PackedTensors, PackedTensors]:
+        """Packed tensors [1, H, N, …] of keys and of values in memory uint8 [N, H, 32·token_bytes], not copied."""
         return self._planes(memory, 0), self._planes(memory, 1)
 
-    def _planes(self, memory: Tensor, side: int) -> Planes:
+    def _planes(self, memory: Tensor, side: int) -> PackedTensors:
         found = {}
         for plane in self.planes[side]:
             part = memory[:, :, plane.start : plane.start + plane.bytes].view(plane.spec.dtype)
@@ -142,7 +142,7 @@ class Places(NamedTuple):
         return Places(block, token, *torch.unique(block, return_inverse=True))
 
 
-def write(codec: Codec, planes: Planes, specs: tuple[Plane, ...], x: Tensor, places: Places) -> None:
+def write(codec: Codec, planes: PackedTensors, specs: tuple[Plane, ...], x: Tensor, places: Places) -> None:
     """Code x float32 [T, H, D] and put each token into its slot of planes [1, H, N, …]; other tokens stay as they
     are."""
     T = x.shape[0]

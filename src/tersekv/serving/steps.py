@@ -67,12 +67,12 @@ class Rows:
 
 
 class Chunk(NamedTuple):
-    """Queries first to last (exclusive) of a step are the last ones of a sequence of `seen` tokens in `pages` int32
+    """Queries first to last (exclusive) of a step: the last ones of a sequence of `num_tokens` tokens in `pages` int32
     [P]. The page of its first query has exact tokens from position `exact` on, those before the chunk in row `row`."""
 
     first: int
     last: int
-    seen: int
+    num_tokens: int
     pages: Tensor
     exact: int
     row: int
@@ -80,11 +80,11 @@ class Chunk(NamedTuple):
     @property
     def start(self) -> int:
         """Position of the first query."""
-        return self.seen - (self.last - self.first)
+        return self.num_tokens - (self.last - self.first)
 
     def exact_from(self, page_tokens: int) -> Tensor:
         """Position from which on each query reads exact tokens, int64 [q]."""
-        position = torch.arange(self.start, self.seen)
+        position = torch.arange(self.start, self.num_tokens)
         page = position // page_tokens * page_tokens
         return torch.where(page < self.start, self.exact, page)
 
@@ -104,7 +104,7 @@ class Singles:
 
 
 @dataclass(frozen=True)
-class Step:
+class EngineStep:
     """The requests of one step, for all layers. places: where the step's tokens go, tokens: those that have a place
     (None: all). copied: tokens int64 [n] that go to rows int64 [n], at places int64 [n] there; rows: how many there
     are."""
@@ -116,7 +116,7 @@ class Step:
     copied: tuple[Tensor, Tensor, Tensor]
     rows: int
 
-    def to(self, device: torch.device) -> Step:
+    def to(self, device: torch.device) -> EngineStep:
         """With all that layers read many times on the device; chunks stay on the CPU, where they are cut by pages."""
         if device.type == "cpu":
             return self
@@ -127,10 +127,12 @@ class Step:
         token, row, place = (x.to(device) for x in self.copied)
         tokens = None if self.tokens is None else self.tokens.to(device)
         places = Places(*(x.to(device) for x in self.places))
-        return Step(singles, self.chunks, places, tokens, (token, row, place), self.rows)
+        return EngineStep(singles, self.chunks, places, tokens, (token, row, place), self.rows)
 
     @staticmethod
-    def plan(starts: Sequence[int], seen: Sequence[int], pages: Tensor, slots: Tensor, p: int, rows: Rows) -> Step:
+    def plan(
+        starts: Sequence[int], seen: Sequence[int], pages: Tensor, slots: Tensor, p: int, rows: Rows
+    ) -> EngineStep:
         """Request i has queries starts[i] to starts[i + 1], the last of seen[i] tokens, which lie in pages[i] (int32,
         of p tokens each, some entries of which may be unused); slots int64 [T]: where each token goes, −1 for none.
         Both are on the CPU."""
@@ -150,7 +152,7 @@ class Step:
                 chunks[-1] = chunks[-1]._replace(exact=end + held.first, row=held.row)
         known = None if bool((slots >= 0).all()) else (slots >= 0).nonzero()[:, 0]
         single = [chunk for chunk in chunks if chunk.last - chunk.first == 1]
-        return Step(
+        return EngineStep(
             _singles(single, p) if single else None,
             [chunk for chunk in chunks if chunk.last - chunk.first > 1],
             Places.of(slots if known is None else slots[known]),
@@ -167,7 +169,7 @@ def _copies(copied: list[tuple[range, int, int]]) -> tuple[Tensor, Tensor, Tenso
 
 
 def _singles(chunks: list[Chunk], p: int) -> Singles:
-    exact, seen = (torch.tensor([getattr(c, name) for c in chunks]).unsqueeze(1) for name in ("exact", "seen"))
+    exact, seen = (torch.tensor([getattr(c, name) for c in chunks]).unsqueeze(1) for name in ("exact", "num_tokens"))
     full = -(-exact // p)  # pages with packed tokens that are read
     P = max(1, int(full.max()))
     page, place = torch.arange(P), torch.arange(p)

@@ -15,8 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tersekv.codecs.transforms.rope_offsets import (
+    INT16_OFFSETS,
+    OFFSETS,
+    OffsetTable,
+    int16_rope_offset_table,
+    rope_offset_table,
+)
 from tersekv.codecs.transforms.rope_pairs import Apply, pairs_of
-from tersekv.codecs.transforms.rope_steps import STEPS, TURNS, Steps, rope_steps, rope_turns
 from tersekv.codecs.transforms.rope_table import MAX_POSITION, given_table, look_up, rope_table, table_positions
 from tersekv.errors import UserError
 from tersekv.kernels.registry import NotTaken
@@ -43,8 +49,8 @@ class Rope:
         self._unique: tuple[Tensor, Tensor] | None = None
         self._channels: dict[int, Tensor | None] = {}
         self._one_angle: dict[int, bool] = {}
-        self._steps: Steps | None = None
-        self._turns: dict[int, Tensor | None] = {}
+        self._offset_table: OffsetTable | None = None
+        self._int16_offset_tables: dict[int, Tensor | None] = {}
         self._natives: dict[tuple[int, bool], tuple[Tensor, Any]] = {}  # with their tables
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,44 +124,44 @@ class Rope:
                 self._unique = torch.unique(equal, return_inverse=True)
         return self._unique
 
-    def steps(self) -> Steps:
+    def offset_table(self) -> OffsetTable:
         """Cosines and sines of the next tokens after any token, on the CPU; where `length` does not matter."""
-        if self._steps is None:
+        if self._offset_table is None:
             with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-                self._steps = rope_steps(*self._first_positions(STEPS))
-        return self._steps
+                self._offset_table = rope_offset_table(*self._first_positions(OFFSETS))
+        return self._offset_table
 
-    def turns(self, D: int) -> Tensor | None:
-        """Cosines and sines of D channels for the next tokens after any token, in int16; see `rope_turns`."""
-        if D not in self._turns:
+    def int16_offset_table(self, D: int) -> Tensor | None:
+        """Cosines and sines of D channels for the next tokens after any token, in int16."""
+        if D not in self._int16_offset_tables:
             channels = self.channels(D)
             with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-                made = self._first_positions(TURNS)
-                self._turns[D] = None if channels is None else rope_turns(*made, channels)
-        return self._turns[D]
+                made = self._first_positions(INT16_OFFSETS)
+                self._int16_offset_tables[D] = None if channels is None else int16_rope_offset_table(*made, channels)
+        return self._int16_offset_tables[D]
 
     def _first_positions(self, n: int) -> tuple[Tensor, Tensor]:
         first, _ = self._columns()
         cos, sin = self._made(torch.arange(n), 1)
         return cos[:, first], sin[:, first]
 
-    def turn(self, first: int, n: int, D: int) -> Turn | None:
+    def of_sequence(self, first: int, n: int, D: int) -> SequenceRope | None:
         """RoPE of positions first to first + n on D channels; None where `apply` does not turn pairs of channels."""
         cos, sin = self.cos_sin(first, n, first + n, torch.device("cpu"))
         unique, _ = self._columns()
         pairs = self.channels(D)
-        return None if pairs is None else Turn(cos[:, unique], sin[:, unique], pairs)
+        return None if pairs is None else SequenceRope(cos[:, unique], sin[:, unique], pairs)
 
     def tables(self, device: torch.device, stepped: bool = False, turned: int = 0) -> list[Tensor]:
-        """The tensors that packed keys on a device need, once for all layers. On a CPU stepped adds `steps`; turned
-        adds `turns` of that many channels."""
+        """Tensors that packed keys on a device need, once for all layers. On a CPU, stepped adds `offset_table`; turned
+        adds `int16_offset_table` for that many channels, if not 0."""
         kept = [*self._columns()]
         if self.varies:
             return kept
         kept.append(self.table(device))
         if stepped and device.type == "cpu":
-            kept += self.steps()
-        if turned and device.type == "cpu" and (turns := self.turns(turned)) is not None:
+            kept += self.offset_table()
+        if turned and device.type == "cpu" and (turns := self.int16_offset_table(turned)) is not None:
             kept.append(turns)
         return kept
 
@@ -180,7 +186,8 @@ class Rope:
 
     def native(self, native: ModuleType, table: Tensor, D: int, stepped: bool) -> Any:
         """RoPE of D channels as an object of the C++ extension, one for all pages. table: of positions, or one that
-        holds the rows of one page's tokens. stepped: for rotated means, with `steps`; else for keys, with `turns`.
+        holds the rows of one page's tokens. stepped: True for rotated means, which
+        need `offset_table`; keys need `int16_offset_table`.
 
         Raises:
             NotTaken: `apply` does not rotate pairs of channels.
@@ -189,7 +196,7 @@ class Rope:
         if channels is None:
             raise NotTaken("the RoPE does not rotate pairs of channels")
         if len(table) == 1:
-            return native.rope(table=table, channels=channels, steps=[], turns=None)
+            return native.rope(table=table, channels=channels, offsets=[], int16_offsets=None)
         kept: tuple[Any, Any] = self._natives.get((D, stepped), (None, None))
         before, made = kept
         if before is table:
@@ -198,8 +205,9 @@ class Rope:
             except native.Moved:
                 before = None
         if before is not table:
-            steps = list(self.steps()) if stepped and self._shares_columns(channels) else []
-            made = native.rope(table=table, channels=channels, steps=steps, turns=None if stepped else self.turns(D))
+            offsets = list(self.offset_table()) if stepped and self._shares_columns(channels) else []
+            int16 = None if stepped else self.int16_offset_table(D)
+            made = native.rope(table=table, channels=channels, offsets=offsets, int16_offsets=int16)
             self._natives[D, stepped] = table, made
         return made
 
@@ -208,25 +216,25 @@ class Rope:
         """True if each channel takes cos and sin of one column."""
         return torch.equal(channels[:, 1], channels[:, 2])
 
-    def put(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotated x [B, H, n, D]; cos and sin [1 or B, n, R], or [B, H, n, R] where heads differ."""
         if cos.dim() == 3:
             return self._apply(x, cos, sin)
         turned = self._apply(x.flatten(0, 1).unsqueeze(1), cos.flatten(0, 1), sin.flatten(0, 1))
         return turned.squeeze(1).unflatten(0, x.shape[:2])
 
-    def take_off(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Inverse of `put`, also where cos and sin carry a factor (YaRN)."""
+    def invert(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Inverse of `apply`, also where cos and sin carry a factor (YaRN)."""
         squared = cos * cos + sin * sin
-        return self.put(x, cos / squared, -sin / squared)
+        return self.apply(x, cos / squared, -sin / squared)
 
-    def pull_back(self, gradient: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The gradient with respect to what `put` was given, from that with respect to what it returned: its transpose,
-        which differs from its inverse where cos and sin carry a factor (YaRN)."""
-        return self.put(gradient, cos, -sin)
+    def vjp(self, gradient: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Vector-Jacobian product of `apply`: the gradient of its input from that of its output. It is the transpose,
+        which differs from the inverse where cos and sin carry a factor (YaRN)."""
+        return self.apply(gradient, cos, -sin)
 
 
-class Turn(NamedTuple):
+class SequenceRope(NamedTuple):
     """RoPE of the tokens of one sequence, as tensors alone: cos, sin [n, columns that differ], and `Rope.channels`
     [D, 4]."""
 
@@ -234,7 +242,7 @@ class Turn(NamedTuple):
     sin: Tensor
     pairs: Tensor
 
-    def put(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
         """Rotated x [B, H, m·n, D], m such sequences one behind the other."""
         partner, c, s, sign = self.pairs.long().unbind(-1)
         moved = partner >= 0

@@ -20,13 +20,13 @@ from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.triton import trees
 from tersekv.kernels.triton.leaves import UnreadableError, field_codes, identity, number
 from tersekv.kernels.triton.trees import Keys, Values
-from tersekv.kernels.triton.tuning import Plan
+from tersekv.kernels.triton.tuning import LaunchPlan
 
 MAX_EXACT = 4
 """Most exact segments that a launch takes as arguments; a kernel is compiled for each number of them."""
 
 
-class Part(NamedTuple):
+class PagePart(NamedTuple):
     """One segment as the kernel reads it."""
 
     keys: Keys
@@ -46,13 +46,13 @@ class Part(NamedTuple):
         return *specs, self.keys.roped, identity(self.keys.pairs), *origins, types, self.head_dim
 
 
-def part(keys: Operand, values: Operand | None, device: torch.device) -> Part:
+def part(keys: Operand, values: Operand | None, device: torch.device) -> PagePart:
     """Check a segment and describe it. values: None for an output of no channels.
 
     Raises:
         UnreadableError: the kernels do not read it. ValueError: keys and values have different numbers of tokens.
     """
-    made = Part(
+    made = PagePart(
         trees.keys(keys, device), trees.NO_VALUES if values is None else trees.values(values, device), *trees.size(keys)
     )
     if values is not None and (n := trees.size(values)[0]) != made.tokens:
@@ -63,7 +63,7 @@ def part(keys: Operand, values: Operand | None, device: torch.device) -> Part:
 class Group:
     """Segments that one launch reads. numbers: their places in the page set. tabled: as a table on the device."""
 
-    def __init__(self, parts: Sequence[Part], numbers: Sequence[int], tabled: bool, device: torch.device) -> None:
+    def __init__(self, parts: Sequence[PagePart], numbers: Sequence[int], tabled: bool, device: torch.device) -> None:
         first = parts[0]
         self.parts, self.numbers, self.device = list(parts), list(numbers), device
         self.keys, self.values = first.keys, first.values
@@ -72,7 +72,7 @@ class Group:
         self.field_codes: tuple[tuple[int, ...], ...] = ()
         self.table: Tensor | None = None
         self.segments: tuple[Any, ...] = ()
-        self._plans: dict[Any, tuple[Plan, int, Tensor | None]] = {}
+        self._plans: dict[Any, tuple[LaunchPlan, int, Tensor | None]] = {}
         if tabled:
             self._make_table()
         else:
@@ -101,13 +101,13 @@ class Group:
         self.field_codes = tuple(codes)
         self.table = torch.tensor(rows, dtype=torch.int64).to(self.device, non_blocking=True)
 
-    def planned(self, key: Any, make: Callable[[], Plan]) -> tuple[Plan, int, Tensor | None]:
+    def planned(self, key: Any, make: Callable[[], LaunchPlan]) -> tuple[LaunchPlan, int, Tensor | None]:
         """The plan, its number of splits and, with a table, the runs of `attend_kernel.attend`; made once per `key`."""
         if key not in self._plans:
             self._plans[key] = self._runs(make())
         return self._plans[key]
 
-    def _runs(self, plan: Plan) -> tuple[Plan, int, Tensor | None]:
+    def _runs(self, plan: LaunchPlan) -> tuple[LaunchPlan, int, Tensor | None]:
         tile = 32 * plan.blocks
         padded = [-(-part.tokens // tile) * tile for part in self.parts]
         if self.table is None and len(padded) > 1 and sum(padded) <= 2 * tile:
@@ -163,7 +163,7 @@ def prepare(segments: Sequence[Segment]) -> PageSet:
 
 def _groups(segments: Sequence[Segment], first: int, device: torch.device) -> list[Group]:
     """Groups of segments whose places in the page set are from `first` on."""
-    alike: dict[Any, list[tuple[int, Segment, Part]]] = {}
+    alike: dict[Any, list[tuple[int, Segment, PagePart]]] = {}
     for i, segment in enumerate(segments):
         described = part(segment.keys, segment.values, device)
         exact = isinstance(segment.keys, Tensor) and isinstance(segment.values, Tensor) and not segment.is_page

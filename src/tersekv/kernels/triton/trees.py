@@ -46,15 +46,15 @@ def size(operand: Operand) -> tuple[int, int]:
     match getattr(operand, "kind", "grid"):
         case "grid":
             return view.codes.shape[2] * view.block_tokens, view.head_dim
-        case "added":
+        case "sum":
             return size(view.views[0].operand)
-        case "joined":
+        case "concat":
             return size(view.views[0].operand)[0], sum(view.dims)
         case "roped":
             return size(view.before if view.before.kind == "rotated" else view.before.operand)
         case "rotated":
             return size(view.inner.operand)[0], view.rotation.shape[-1]
-        case "turned":
+        case "rotated_mean":
             return view.tokens, view.mean.shape[-1]
         case "sparse":
             return view.starts.shape[2] * 32, view.head_dim
@@ -132,7 +132,7 @@ def _key_leaves(
     are multiplied with the head's own channels, from `first` on."""
     kind = getattr(operand, "kind", None)
     view: Any = operand
-    if kind == "added":
+    if kind == "sum":
         parts = [_key_leaves(readable, part.operand, query, origin, roped, first) for part in view.views]
         return [leaf for part in parts for leaf in part]
     if kind == "joined":
@@ -290,7 +290,7 @@ def _value_leaves(readable: Readable, operand: Operand, leaves: list[Leaf], orig
     if kind in ("added", "joined"):
         before, first = len(leaves), _end(leaves)
         parts = [_value_leaves(readable, part.operand, leaves, origin) for part in view.views]
-        if kind == "added":
+        if kind == "sum":
             return _added(leaves, before, parts)
         if all(isinstance(part, _Slice) for part in parts):
             return _Slice(first, _end(leaves))

@@ -63,7 +63,7 @@ LEAST = Shape(1, 4, 1)
 """The least that a program takes: what is safe."""
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """rows: of queries per program. blocks: of 32 tokens taken at a time. splits of split_tokens each. warps and stages
     as Triton counts them."""
 
@@ -84,7 +84,7 @@ def plan(
     device: torch.device,
     page_tokens: int | None = None,
     has_rope: bool = False,
-) -> Plan:
+) -> LaunchPlan:
     """For `heads` batch rows × key-value heads, R query rows each, over T tokens; no tile is longer than a page."""
     rows = 8 if R <= 8 else 16 if R <= 16 else 32
     channels = max(leaf.spec[2] for leaf in (*keys, *values))
@@ -95,7 +95,7 @@ def plan(
     tiles, programs = max(1, -(-T // tile)), max(1, heads * -(-R // rows))
     splits = max(1, min(tiles, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // programs))
     split_tokens = -(-tiles // splits) * tile
-    return Plan(rows, shape.blocks, max(1, -(-T // split_tokens)), split_tokens, shape.warps, shape.stages)
+    return LaunchPlan(rows, shape.blocks, max(1, -(-T // split_tokens)), split_tokens, shape.warps, shape.stages)
 
 
 def _kinds(leaves: Sequence[Leaf]) -> tuple[tuple[int, int], ...]:

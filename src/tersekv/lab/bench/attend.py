@@ -21,7 +21,7 @@ from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends
 from tersekv.kernels.attend_packed import Operand, attend_packed
 from tersekv.lab.bench.clock import Spread, read_bandwidth, take_turns
-from tersekv.lab.bench.formats import Segment, make_segment
+from tersekv.lab.bench.formats import PackedPair, make_segment
 
 COLD_BYTES = 96 << 20
 MAX_COPIES = 8
@@ -29,7 +29,7 @@ LARGEST_ERROR = 1e-2
 """Of the output, relative; the bound of kernels that multiply in bfloat16."""
 
 
-class Heads(NamedTuple):
+class HeadCounts(NamedTuple):
     """Written as query heads/KV heads/head dim."""
 
     query: int
@@ -40,10 +40,10 @@ class Heads(NamedTuple):
         return "/".join(map(str, self))
 
     @staticmethod
-    def parse(text: str) -> Heads:
+    def parse(text: str) -> HeadCounts:
         """From 32/8/128."""
         found = re.fullmatch(r"\s*(\d{1,4})/(\d{1,4})/(\d{1,4})\s*", text)
-        heads = Heads(*map(int, found.groups())) if found else Heads(1, 0, 0)
+        heads = HeadCounts(*map(int, found.groups())) if found else HeadCounts(1, 0, 0)
         if not heads.kv or heads.query % heads.kv or not heads.dim or heads.dim % 32:
             raise UserError(
                 f"--heads {text.strip()!r}: write query heads/KV heads/head dim like 32/8/128, query heads a "
@@ -58,7 +58,7 @@ class Row(NamedTuple):
     what: str
     bits: float | None
     tokens: int
-    heads: Heads
+    heads: HeadCounts
     threads: int
     time: Spread
     bytes: int
@@ -102,7 +102,9 @@ class Measured(NamedTuple):
         }  # fmt: skip
 
 
-def measure(heads: Heads, tokens: int, formats: Sequence[str], threads: int, seconds: float, seed: int = 0) -> Measured:
+def measure(
+    heads: HeadCounts, tokens: int, formats: Sequence[str], threads: int, seconds: float, seed: int = 0
+) -> Measured:
     """All ways on one context, for about `seconds` together, or five times each."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -124,7 +126,9 @@ class _Way(NamedTuple):
         return self.run(*self.inputs[number % len(self.inputs)])
 
 
-def _measure(heads: Heads, tokens: int, formats: Sequence[str], threads: int, seconds: float, seed: int) -> Measured:
+def _measure(
+    heads: HeadCounts, tokens: int, formats: Sequence[str], threads: int, seconds: float, seed: int
+) -> Measured:
     g = torch.Generator().manual_seed(seed)
     query = torch.randn(1, heads.kv, heads.query // heads.kv, heads.dim, generator=g)
     empty = Row("", None, tokens, heads, threads, Spread(0, 0, 0, 0), 0)
@@ -169,7 +173,7 @@ def _copies(size: int) -> int:
     return max(1 if size > 1 << 30 else 2, min(MAX_COPIES, COLD_BYTES // size))
 
 
-def _error(name: str, query: Tensor, segment: Segment, scaling: float) -> float:
+def _error(name: str, query: Tensor, segment: PackedPair, scaling: float) -> float:
     """Of the kernel's output against the reference, relative to its norm."""
     call = query, *segment.operands(), None, scaling, None
     found = backends.attend_packed.direct(*call)

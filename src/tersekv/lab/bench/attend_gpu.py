@@ -24,11 +24,11 @@ from torch import Tensor
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends
 from tersekv.kernels.attend_packed import attend_packed
-from tersekv.lab.bench.attend import Heads
+from tersekv.lab.bench.attend import HeadCounts
 from tersekv.lab.bench.clock import Spread
 from tersekv.lab.bench.clock_gpu import Clock, Run
 from tersekv.lab.bench.dense_gpu import Pair, dense_ways, own_attention, own_scores
-from tersekv.lab.bench.formats import Packer, Segment, make_segment
+from tersekv.lab.bench.formats import PackedPair, Packer, make_segment
 
 LARGEST_ERROR = 1e-2
 MAX_COPIES = 8
@@ -62,7 +62,7 @@ class Measured(NamedTuple):
     not run, and why."""
 
     machine: str
-    heads: Heads
+    heads: HeadCounts
     batch: int
     tokens: int
     bandwidth: float
@@ -101,7 +101,7 @@ class _Way(NamedTuple):
 
 
 def measure(
-    clock: Clock, heads: Heads, batch: int, tokens: int, formats: Sequence[str], seconds: float, seed: int = 0,
+    clock: Clock, heads: HeadCounts, batch: int, tokens: int, formats: Sequence[str], seconds: float, seed: int = 0,
     stop: float = math.inf,
 ) -> Measured:  # fmt: skip
     """All ways on one context, in about `seconds` of the device's time. stop: of `time.monotonic`, when no further
@@ -148,14 +148,14 @@ def _copies(clock: Clock, size: int) -> int:
     return max(2, min(MAX_COPIES, math.ceil(COLD_CACHES * clock.cache_bytes / size)))
 
 
-def _query(clock: Clock, heads: Heads, batch: int, seed: int) -> Tensor:
+def _query(clock: Clock, heads: HeadCounts, batch: int, seed: int) -> Tensor:
     """bfloat16 [batch, Hkv, G, D]."""
     g = torch.Generator(clock.device).manual_seed(seed)
     shape = batch, heads.kv, heads.query // heads.kv, heads.dim
     return torch.randn(shape, generator=g, device=clock.device).bfloat16()
 
 
-def _packed(clock: Clock, name: str, heads: Heads, batch: int, tokens: int, seed: int) -> list[_Way]:
+def _packed(clock: Clock, name: str, heads: HeadCounts, batch: int, tokens: int, seed: int) -> list[_Way]:
     """The batch's rows as heads of one row: the kernels treat them alike."""
     rows, D = batch * heads.kv, heads.dim
     query = _query(clock, heads, batch, 0).float().flatten(0, 1)[None]
@@ -197,9 +197,9 @@ def _error(name: str, query: Tensor, keys: Any, values: Any, scaling: float) -> 
     return _off(found[0], attend_packed.reference(*call)[0], LARGEST_ERROR)
 
 
-def _encode_us(clock: Clock, name: str, segment: Segment) -> float:
+def _encode_us(clock: Clock, name: str, segment: PackedPair) -> float:
     """Microseconds per token to encode a block of each side, of as many heads as the segment has."""
-    return sum(_encode_side_us(clock, f"{name} {side}", getattr(segment, side)) for side in Segment._fields)
+    return sum(_encode_side_us(clock, f"{name} {side}", getattr(segment, side)) for side in PackedPair._fields)
 
 
 def _encode_side_us(clock: Clock, what: str, side: Packer) -> float:
@@ -214,7 +214,7 @@ def _encoded(side: Packer, x: Tensor) -> Tensor:
     return next(iter(side.codec.encode(x).values()))
 
 
-def _dense(clock: Clock, heads: Heads, batch: int, tokens: int, seed: int) -> tuple[list[_Way], dict[str, str]]:
+def _dense(clock: Clock, heads: HeadCounts, batch: int, tokens: int, seed: int) -> tuple[list[_Way], dict[str, str]]:
     """Dense ways on the same keys and values, and which ways do not run here, and why."""
     g = torch.Generator(clock.device).manual_seed(seed)
     shape = batch, heads.kv, tokens, heads.dim

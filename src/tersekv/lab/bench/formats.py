@@ -11,8 +11,8 @@ from tersekv.codecs.base import Codec
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
 from tersekv.kernels.attend_packed import Operand
-from tersekv.layouts.base import Added, Planes
-from tersekv.layouts.centred import Turned
+from tersekv.layouts.base import PackedTensors, Sum
+from tersekv.layouts.mean_removed import RotatedMean
 from tersekv.layouts.roped import Roped
 from tersekv.recipe import Recipe
 
@@ -42,7 +42,7 @@ class Packer(NamedTuple):
     """A codec, and planes that it made."""
 
     codec: Codec
-    planes: Planes
+    planes: PackedTensors
     head_dim: int
     rope: str = ""  # what it does: "prerope" or "centred"
 
@@ -58,7 +58,7 @@ class Packer(NamedTuple):
                 view = Roped(view, rope, angles)
             else:
                 ones = torch.ones(1, plane.shape[1], self.head_dim, device=plane.device)
-                view = Added([view, Turned(ones, rope, angles)])
+                view = Sum([view, RotatedMean(ones, rope, angles)])
         return view.operand
 
     def copy(self) -> Packer:
@@ -71,7 +71,7 @@ class Packer(NamedTuple):
         return sum(plane.numel() * plane.element_size() for plane in self.planes.values())
 
 
-class Segment(NamedTuple):
+class PackedPair(NamedTuple):
     """Packed keys and values."""
 
     keys: Packer
@@ -81,9 +81,9 @@ class Segment(NamedTuple):
         """As attention reads them."""
         return self.keys.operand(), self.values.operand()
 
-    def copy(self) -> Segment:
+    def copy(self) -> PackedPair:
         """The same bytes at another place."""
-        return Segment(self.keys.copy(), self.values.copy())
+        return PackedPair(self.keys.copy(), self.values.copy())
 
     @property
     def bytes(self) -> int:
@@ -106,23 +106,23 @@ def chosen(text: str) -> tuple[str, ...]:
     return names
 
 
-def make_segment(name: str, heads: int, tokens: int, D: int, seed: int, device: str = "cpu") -> Segment:
+def make_segment(name: str, heads: int, tokens: int, D: int, seed: int, device: str = "cpu") -> PackedPair:
     """Normally distributed keys and values [1, heads, tokens, D] in the format `name`, made on the device."""
     plan = Recipe.parse(FORMATS[name]).plan(0, 1)
     g = torch.Generator(device).manual_seed(seed)
     keys, values = (_pack(codec, heads, tokens, D, g) for codec in (plan.keys, plan.values))
     _, _, rope = name.rpartition("-")
-    return Segment(keys._replace(rope=rope if rope in ("prerope", "centred") else ""), values)
+    return PackedPair(keys._replace(rope=rope if rope in ("prerope", "centred") else ""), values)
 
 
 def _pack(codec: Codec, heads: int, tokens: int, D: int, g: torch.Generator) -> Packer:
     block_tokens = codec.layout(D).block_tokens
     if tokens % block_tokens:
         raise UserError(f"--tokens {tokens}: packed are whole blocks of {block_tokens} tokens")
-    pieces: list[Planes] = []
+    pieces: list[PackedTensors] = []
     for first in range(0, tokens, DRAWN_TOKENS):
         x = torch.randn(1, heads, min(DRAWN_TOKENS, tokens - first), D, generator=g, device=g.device)
-        if codec.lacks == "prompt":
+        if codec.needs_fit == "prompt":
             codec = codec.fit(x[:, :, :FIT_TOKENS])
         pieces += [encode(codec, Tokens(x[:, :, start:stop])) for start, stop in chunks(0, x.shape[2], block_tokens)]
     return Packer(codec, codec.layout(D).join(pieces), D)

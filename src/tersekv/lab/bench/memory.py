@@ -6,7 +6,7 @@ import gc
 import sys
 from pathlib import Path
 
-from tersekv.freed_memory import give_back_freed_memory
+from tersekv.malloc_trim import malloc_trim
 
 
 class PeakMemory:
@@ -21,7 +21,7 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:
         gc.collect()
-        give_back_freed_memory()
+        malloc_trim()
         try:
             Path("/proc/self/clear_refs").write_text("5")
             self._before = _status_bytes("VmRSS")

@@ -73,7 +73,7 @@ class Plot:
 
     reads: "keys" (a `ModelKeys`), "evaluation" (records of `tersekv eval`), "bytes" (`Held`, of such records or
     predicted), "timings" (`Timing`, of a benchmark of attention), "decodings"
-    (`Rate`, of one of decoding) or "streams" (`Step`, of one of growing caches). draw:
+    (`Rate`, of one of decoding) or "streams" (`StreamStep`, of one of growing caches). draw:
     called with that and the options named in `options`. needs: packages of the extra `lab` besides matplotlib.
     """
 

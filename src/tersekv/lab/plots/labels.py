@@ -24,7 +24,7 @@ LINE = 24
 LEADER_FROM = 11
 """A label further than this from its point, in printer's points, is joined to it by a thin line."""
 
-Segment = tuple[float, float, float, float]
+Line = tuple[float, float, float, float]
 
 
 class Mark(NamedTuple):
@@ -40,7 +40,7 @@ def short(recipe: str) -> str:
     return "\n".join(broken(recipe, LINE))
 
 
-def place(figure: Figure, axes: Axes, marks: Sequence[Mark], lines: Sequence[Segment], fontsize: float = 7.5) -> None:
+def place(figure: Figure, axes: Axes, marks: Sequence[Mark], lines: Sequence[Line], fontsize: float = 7.5) -> None:
     """Write each mark's name near it, with a thin line where it had to go further.
 
     lines: what is not to be covered beside the marks, x0, y0, x1, y1 in data coordinates. The figure's layout is
@@ -50,7 +50,7 @@ def place(figure: Figure, axes: Axes, marks: Sequence[Mark], lines: Sequence[Seg
     scale = figure.dpi / 72
     to_pixels, to_data = axes.transData.transform, axes.transData.inverted().transform
     points = [tuple(to_pixels((mark.x, mark.y))) for mark in marks]
-    segments: list[Segment] = [(*to_pixels((a, b)), *to_pixels((c, d))) for a, b, c, d in lines]
+    segments: list[Line] = [(*to_pixels((a, b)), *to_pixels((c, d))) for a, b, c, d in lines]
     taken = [_around(x, y, 4.5 * scale) for x, y in points]
     taken += [text.get_window_extent() for text in axes.texts]
     for mark, (x, y) in sorted(zip(marks, points, strict=True), key=lambda pair: (-pair[1][1], pair[1][0])):
@@ -71,7 +71,7 @@ def place(figure: Figure, axes: Axes, marks: Sequence[Mark], lines: Sequence[Seg
 
 
 def _best(
-    x: float, y: float, width: float, height: float, frame: Bbox, taken: Sequence[Bbox], lines: Sequence[Segment],
+    x: float, y: float, width: float, height: float, frame: Bbox, taken: Sequence[Bbox], lines: Sequence[Line],
     scale: float,
 ) -> Bbox:  # fmt: skip
     """The box nearest to the point that covers nothing, or the one that covers least."""
@@ -99,7 +99,7 @@ def _overlap(a: Bbox, b: Bbox) -> float:
     return width * height if width > 0 and height > 0 else 0.0
 
 
-def _crosses(box: Bbox, line: Segment) -> bool:
+def _crosses(box: Bbox, line: Line) -> bool:
     """Whether a segment passes through a box (Liang and Barsky's clipping)."""
     x0, y0, x1, y1 = line
     first, last = 0.0, 1.0

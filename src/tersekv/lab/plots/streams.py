@@ -15,7 +15,7 @@ SUBGEN = Benchmark("subgen", COMMAND, "step of a stream", (*FIELDS, "relative_er
 
 
 @dataclass(frozen=True)
-class Step:
+class StreamStep:
     """A recipe's cache when `tokens` have come: bytes held, time of one more token and its attention in µs, and the
     relative error of attention; runs of the same thing are one step, the median of theirs."""
 
@@ -26,7 +26,7 @@ class Step:
     error: float
 
 
-def read_streams(paths: Sequence[Path]) -> list[Step]:
+def read_streams(paths: Sequence[Path]) -> list[StreamStep]:
     """Every step in files of JSON lines, recipes in order of first appearance, by tokens.
 
     Raises:
@@ -39,5 +39,5 @@ def read_streams(paths: Sequence[Path]) -> list[Step]:
         for tokens in sorted({row["context_tokens"] for row in rows if row["recipe"] == recipe}):
             same = [row for row in rows if (row["recipe"], row["context_tokens"]) == (recipe, tokens)]
             middle = (median(row[name] for row in same) for name in ("bytes", "step_microseconds", "relative_error"))
-            steps.append(Step(recipe, tokens, *middle))
+            steps.append(StreamStep(recipe, tokens, *middle))
     return steps

@@ -37,9 +37,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from tersekv.errors import UserError
 from tersekv.layouts.base import BLOCK_TOKENS
-from tersekv.serving.pages import Pool
+from tersekv.serving.pages import PagePool
 from tersekv.serving.slots import Slots
-from tersekv.serving.steps import Rows, Step
+from tersekv.serving.steps import EngineStep, Rows
 from tersekv.serving.vllm.options import configured, note, slots_of, why_not_engine, why_not_layer
 
 
@@ -104,7 +104,7 @@ class PackedMetadata(AttentionMetadata):
     """One step of a group of layers."""
 
     num_actual_tokens: int
-    step: Step
+    step: EngineStep
 
 
 class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
@@ -124,7 +124,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
         if batch.causal is not True:
             raise UserError("packed pages serve causal attention only; this batch asks for another")
         n, T = batch.num_reqs, batch.num_actual_tokens
-        step = Step.plan(
+        step = EngineStep.plan(
             batch.query_start_loc_cpu[: n + 1].tolist(),
             batch.seq_lens[:n].tolist(),
             batch.block_table_tensor[:n].to("cpu", copy=True),  # vLLM writes the next step's over it
@@ -171,7 +171,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
             page_tokens,
         )  # fmt: skip
         self._slots: Slots | None = None
-        self._pool: tuple[int, Pool] | None = None
+        self._pool: tuple[int, PagePool] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Become what the recipe says of this layer.
@@ -218,8 +218,8 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         output[:n] = pool.attend(query[:n], key[:n], value[:n], step).view_as(output[:n])
         return output
 
-    def _pool_of(self, memory: Tensor) -> Pool:
+    def _pool_of(self, memory: Tensor) -> PagePool:
         if self._pool is None or self._pool[0] != memory.data_ptr():
             assert self._slots is not None
-            self._pool = memory.data_ptr(), Pool(self._slots, memory, self.scale, self._softcap)
+            self._pool = memory.data_ptr(), PagePool(self._slots, memory, self.scale, self._softcap)
         return self._pool[1]

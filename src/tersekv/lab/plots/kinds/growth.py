@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from tersekv.errors import UserError
 from tersekv.lab.plots.base import KeyFigures, Picture, Plot
-from tersekv.lab.plots.streams import Step
+from tersekv.lab.plots.streams import StreamStep
 from tersekv.lab.plots.style import CATEGORIES, GREY, MARKERS, heading, new_figure
 from tersekv.recipe import Recipe
 
@@ -33,7 +33,7 @@ def name(recipe: str) -> str:
     return f"{policy.partition(':')[0]} + {coder}" if plus else f"every token, {coder}"
 
 
-def growth(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
+def growth(steps: Sequence[StreamStep]) -> list[tuple[StreamStep, StreamStep]]:
     """Of each recipe, the step from which growth is told and the last one."""
     made = []
     for recipe in dict.fromkeys(step.recipe for step in steps):
@@ -42,7 +42,7 @@ def growth(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
     return made
 
 
-def draw(steps: Sequence[Step]) -> Picture:
+def draw(steps: Sequence[StreamStep]) -> Picture:
     """Bytes on the left, time on the right, a line per recipe."""
     if len({step.tokens for step in steps}) < 2:
         raise UserError("the records hold one length only: give records of benchmarks/subgen.py with more --tokens")
@@ -58,7 +58,7 @@ def draw(steps: Sequence[Step]) -> Picture:
     return Picture(figure, _alt(steps), [_table(steps)])
 
 
-def _panel(axes: Axes, steps: Sequence[Step], field: str, unit: float) -> None:
+def _panel(axes: Axes, steps: Sequence[StreamStep], field: str, unit: float) -> None:
     recipes = list(dict.fromkeys(step.recipe for step in steps))
     for recipe, colour, marker in zip(recipes, CATEGORIES * len(recipes), MARKERS * len(recipes), strict=False):
         own = [step for step in steps if step.recipe == recipe]
@@ -88,7 +88,7 @@ def _tokens(n: int) -> str:
     return f"{n // size:,}{unit}"
 
 
-def _table(steps: Sequence[Step]) -> KeyFigures:
+def _table(steps: Sequence[StreamStep]) -> KeyFigures:
     rows = [
         [
             *(first.recipe, f"{first.tokens:,}", f"{last.tokens:,}", f"{last.bytes:,.0f}", f"{last.step_us:,.0f}"),
@@ -100,7 +100,7 @@ def _table(steps: Sequence[Step]) -> KeyFigures:
     return KeyFigures("growth from one length to the last", columns, rows)
 
 
-def _alt(steps: Sequence[Step]) -> str:
+def _alt(steps: Sequence[StreamStep]) -> str:
     said = "; ".join(
         f"{name(last.recipe)}: at {last.tokens:,} tokens {last.bytes / first.bytes:.2f} times the bytes and "
         f"{last.step_us / first.step_us:.2f} times the time of {first.tokens:,}"

@@ -7,12 +7,12 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-class Later {
+class Prefetch {
  public:
-  Later() = default;
+  Prefetch() = default;
 
   // `later_blocks` blocks of `v` from `later` on, while the codes of `blocks` blocks of `view` are read.
-  Later(const GridView& view, int64_t blocks, const GridView& v, const Block& later, int64_t later_blocks)
+  Prefetch(const GridView& view, int64_t blocks, const GridView& v, const Block& later, int64_t later_blocks)
       : reads_(blocks * code_lines(view)) {
     if (!reads_) return;
     const int64_t lines = code_lines(v), ranges = range_lines(v);
@@ -22,8 +22,8 @@ class Later {
   }
 
   // What a product is to fetch.
-  Later(const GridView& view, const Product& in) {
-    if (in.later_view) *this = Later(view, in.blocks, *in.later_view, in.later, in.later_blocks);
+  Prefetch(const GridView& view, const Product& in) {
+    if (in.later_view) *this = Prefetch(view, in.blocks, *in.later_view, in.later, in.later_blocks);
   }
 
   // To be called when `lines` lines of those codes are read.

@@ -12,7 +12,7 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-struct TurnedOwn {
+struct RotatedMeanOwn {
   float* coefficients;  // [rows][columns that are read]; for steps [rows][2][width], those of cos and of sin by pair
   int64_t width;        // pairs of the steps, rounded up to whole vectors
   float* turn;          // [4][width]: cos and sin of a token, and coefficients after it
@@ -26,15 +26,15 @@ struct TurnedOwn {
 template <class S>
 void step_coefficients(const Node& node, Span span, int64_t block) {
   const RopeView& rope = node.view->rope;
-  const RopeSteps& steps = *rope.steps;
-  const TurnedOwn& own = *static_cast<TurnedOwn*>(node.own);
-  const int64_t pairs = steps.pairs(), width = own.width;
-  const RopeRow at = rope_row<S>(rope, place_of(rope, node.b, node.h, block * steps.M), own.row);
+  const RopeOffsets& offsets = *rope.offsets;
+  const RotatedMeanOwn& own = *static_cast<RotatedMeanOwn*>(node.own);
+  const int64_t pairs = offsets.pairs(), width = own.width;
+  const RopeRow at = rope_row<S>(rope, place_of(rope, node.b, node.h, block * offsets.M), own.row);
   const float *cos = at.cos, *sin = at.sin;
-  if (!steps.in_order) {
+  if (!offsets.in_order) {
     for (int64_t i = 0; i < pairs; i++) {
-      own.turn[i] = cos[steps.column[i]];
-      own.turn[width + i] = sin[steps.column[i]];
+      own.turn[i] = cos[offsets.column[i]];
+      own.turn[width + i] = sin[offsets.column[i]];
     }
     cos = own.turn;
     sin = own.turn + width;
@@ -47,31 +47,31 @@ void step_coefficients(const Node& node, Span span, int64_t block) {
       S::store(with_cos + i, S::fma(x, c, S::mul(y, s)));
       S::store(with_sin + i, S::fma(y, c, S::mul(S::mul(x, s), S::set1(-1.0f))));
     }
-    float* out = own.stepped + r * steps.rows;
-    for (int64_t i = 0; i < steps.fast; i++) {
+    float* out = own.stepped + r * offsets.rows;
+    for (int64_t i = 0; i < offsets.fast; i++) {
       out[i] = with_cos[i];
-      out[steps.fast + i] = with_sin[i];
+      out[offsets.fast + i] = with_sin[i];
     }
-    if (steps.slow == 0) continue;
-    const float *cosines = steps.matrix, *sines = cosines + steps.slow * kLanes;
+    if (offsets.slow == 0) continue;
+    const float *cosines = offsets.matrix, *sines = cosines + offsets.slow * kLanes;
     auto from_cos = S::zero(), from_sin = S::zero();
-    for (int64_t i = 0; i < steps.slow; i++) {
-      from_cos = S::fma(S::set1(with_cos[steps.fast + i]), S::load(cosines + i * kLanes), from_cos);
-      from_sin = S::fma(S::set1(with_sin[steps.fast + i]), S::load(sines + i * kLanes), from_sin);
+    for (int64_t i = 0; i < offsets.slow; i++) {
+      from_cos = S::fma(S::set1(with_cos[offsets.fast + i]), S::load(cosines + i * kLanes), from_cos);
+      from_sin = S::fma(S::set1(with_sin[offsets.fast + i]), S::load(sines + i * kLanes), from_sin);
     }
-    S::store(out + 2 * steps.fast, S::add(from_cos, from_sin));
+    S::store(out + 2 * offsets.fast, S::add(from_cos, from_sin));
   }
 }
 
 template <class S>
-void turned_prepare(Node& node) {
+void rotated_mean_prepare(Node& node) {
   const View& view = *node.view;
   const RopeView& rope = view.rope;
-  auto* own = reinterpret_cast<TurnedOwn*>(scratch(ceil_div(sizeof(TurnedOwn), sizeof(float))));
+  auto* own = reinterpret_cast<RotatedMeanOwn*>(scratch(ceil_div(sizeof(RotatedMeanOwn), sizeof(float))));
   node.own = own;
-  own->width = rope.steps ? round_up(rope.steps->pairs(), kLanes) : 0;
+  own->width = rope.offsets ? round_up(rope.offsets->pairs(), kLanes) : 0;
   own->words = nullptr;
-  const int64_t reads = rope.steps ? 2 * own->width : rope.reads;
+  const int64_t reads = rope.offsets ? 2 * own->width : rope.reads;
   own->coefficients = scratch(node.rows * reads);
   own->constant = scratch(node.rows);
   const float* x = float_row<S>(view.dense.type, view.dense.data,
@@ -87,8 +87,8 @@ void turned_prepare(Node& node) {
         continue;
       }
       const RopeChannel& channel = rope.channels[d];
-      if (rope.steps) {
-        const int32_t pair = rope.steps->pair[channel.cos_column];
+      if (rope.offsets) {
+        const int32_t pair = rope.offsets->pair[channel.cos_column];
         of[pair] += q * x[d];
         of[own->width + pair] += q * static_cast<float>(channel.sign) * x[channel.partner];
         continue;
@@ -98,10 +98,10 @@ void turned_prepare(Node& node) {
     }
     own->constant[r] = constant;
   }
-  if (rope.steps) {
-    own->stepped = scratch(kRowTile * rope.steps->rows);
-    if (node.call->rope && rope.steps->words)
-      own->words = reinterpret_cast<int16_t*>(scratch(ceil_div(kRowTile * rope.steps->rows, 2)));
+  if (rope.offsets) {
+    own->stepped = scratch(kRowTile * rope.offsets->rows);
+    if (node.call->rope && rope.offsets->words)
+      own->words = reinterpret_cast<int16_t*>(scratch(ceil_div(kRowTile * rope.offsets->rows, 2)));
     own->row = scratch(2 * rope.columns);
     own->turn = scratch(4 * own->width);
     clear(own->turn, 4 * own->width);
@@ -112,8 +112,8 @@ void turned_prepare(Node& node) {
 
 // Scores of NG·16 tokens. of: [R][reads]; tables: [reads], `stride` apart.
 template <class S, int R, int NG>
-void turned_tile_scores(const float* of, const float* constant, int64_t reads, const float* tables, int64_t stride,
-                        float* score, int64_t score_stride) {
+void rotated_mean_tile_scores(const float* of, const float* constant, int64_t reads, const float* tables,
+                              int64_t stride, float* score, int64_t score_stride) {
   using F = typename S::F;
   F sum[R][NG];
   repeat<R>([&](auto r) TERSEKV_INLINE {
@@ -135,32 +135,32 @@ void turned_tile_scores(const float* of, const float* constant, int64_t reads, c
 }
 
 template <class S>
-void turned_scores(const Node& node, Span span, float* score, int64_t score_stride) {
-  const TurnedOwn& own = *static_cast<TurnedOwn*>(node.own);
+void rotated_mean_scores(const Node& node, Span span, float* score, int64_t score_stride) {
+  const RotatedMeanOwn& own = *static_cast<RotatedMeanOwn*>(node.own);
   const RopeView& rope = node.view->rope;
   const int64_t unit = node.call->tokens_per_unit, first = node.task->first * unit;
-  const int64_t stride = rope.steps ? rope.steps->M : node.task->last * unit - first;
-  const int64_t reads = rope.steps ? rope.steps->rows : rope.reads;
-  const float *of = rope.steps ? own.stepped : own.coefficients + span.row * reads,
-              *tables = rope.steps ? rope.steps->table : node.lanes, *constant = own.constant + span.row;
+  const int64_t stride = rope.offsets ? rope.offsets->M : node.task->last * unit - first;
+  const int64_t reads = rope.offsets ? rope.offsets->rows : rope.reads;
+  const float *of = rope.offsets ? own.stepped : own.coefficients + span.row * reads,
+              *tables = rope.offsets ? rope.offsets->table : node.lanes, *constant = own.constant + span.row;
   constexpr int kTiles = S::max_groups(4) >= 4 ? 4 : 1;
   for (int64_t token = span.first; token < span.last;) {
-    const int64_t begin = rope.steps ? token / stride * stride : first;
+    const int64_t begin = rope.offsets ? token / stride * stride : first;
     const int64_t end = span.last - begin < stride ? span.last : begin + stride;
-    if (rope.steps) step_coefficients<S>(node, span, begin / stride);
+    if (rope.offsets) step_coefficients<S>(node, span, begin / stride);
     if (own.words) {
-      node.call->rope->turned({rope.steps->words + 2 * (token - begin), reads, stride, end - token, span.rows, of,
+      node.call->rope->turned({rope.offsets->words + 2 * (token - begin), reads, stride, end - token, span.rows, of,
                                constant, own.words, score + token - span.first, score_stride});
       token = end;
       continue;
     }
     with_rows(span.rows, [&](auto rows) {
       for (; end - token >= kTiles * kLanes; token += kTiles * kLanes)
-        turned_tile_scores<S, rows, kTiles>(of, constant, reads, tables + token - begin, stride,
-                                            score + token - span.first, score_stride);
+        rotated_mean_tile_scores<S, rows, kTiles>(of, constant, reads, tables + token - begin, stride,
+                                                  score + token - span.first, score_stride);
       for (; token < end; token += kLanes)
-        turned_tile_scores<S, rows, 1>(of, constant, reads, tables + token - begin, stride, score + token - span.first,
-                                       score_stride);
+        rotated_mean_tile_scores<S, rows, 1>(of, constant, reads, tables + token - begin, stride,
+                                             score + token - span.first, score_stride);
     });
   }
 }

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tersekv.codecs.transforms.rope_table import relative
 
-STEPS = 256
+OFFSETS = 256
 """Tokens that one block of terms serves."""
 
-TURNS = 64
+INT16_OFFSETS = 64
 """The same, of keys that are turned in 16 bits: their table stays in the first cache."""
 
 TERMS = 16
@@ -26,7 +26,7 @@ LARGEST_ERROR = 1e-6
 """Of the cosine or sine of a slow pair, anywhere in a block."""
 
 
-class Steps(NamedTuple):
+class OffsetTable(NamedTuple):
     """table float32 [rows, M]: cos mθ of each fast column, then sin mθ of each, then T_0(m) to T_15(m) if there are
     slow columns. matrix float32 [2·slow, TERMS]: in these polynomials, cos mθ of each slow column, then sin mθ of each.
     place int32 [columns]: of a column of cos and sin, which fast one it is, or −1 − which slow one. words int16
@@ -44,11 +44,12 @@ def in_words(rows: Tensor) -> Tensor:
     return words.unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
 
 
-def rope_turns(cos: Tensor, sin: Tensor, channels: Tensor) -> Tensor | None:
-    """Cosines and sines of 0 to TURNS − 1 steps, for a kernel that turns keys in 16 bits: int16 [D/4, 2, TURNS, 2],
+def int16_rope_offset_table(cos: Tensor, sin: Tensor, channels: Tensor) -> Tensor | None:
+    """Cosines and sines of 0 to INT16_OFFSETS − 1 steps, for a kernel that rotates keys in 16 bits: int16 [D/4, 2,
+    INT16_OFFSETS, 2],
     those of RoPE pairs 2i and 2i + 1 side by side.
 
-    cos, sin float32 [TURNS, columns] of positions 0, 1, …; channels int32 [D, 4] of `Rope.channels`. None where
+    cos, sin float32 [INT16_OFFSETS, columns] of positions 0, 1, …; channels int32 [D, 4] of `Rope.channels`. None where
     channels d and d + D/2 are not pairs of one column.
     """
     D, half = len(channels), len(channels) // 2
@@ -64,10 +65,10 @@ def rope_turns(cos: Tensor, sin: Tensor, channels: Tensor) -> Tensor | None:
     return torch.stack([in_words(x[:, column].T) for x in relative(cos, sin)], 1).contiguous()
 
 
-def rope_steps(cos: Tensor, sin: Tensor) -> Steps:
-    """cos, sin float32 [STEPS, columns] of positions 0, 1, …, all columns different; they may carry a factor."""
+def rope_offset_table(cos: Tensor, sin: Tensor) -> OffsetTable:
+    """cos, sin float32 [OFFSETS, columns] of positions 0, 1, …, all columns different; they may carry a factor."""
     turned = relative(cos, sin)  # [cos and sin, M, columns]
-    at = torch.linspace(-1, 1, STEPS, dtype=torch.float64)
+    at = torch.linspace(-1, 1, OFFSETS, dtype=torch.float64)
     terms = torch.cos(torch.arange(TERMS) * torch.acos(at)[:, None])
     fitted = torch.linalg.lstsq(terms.expand(2, -1, -1), turned).solution
     slow = (terms @ fitted - turned).abs().amax((0, 1)) <= LARGEST_ERROR
@@ -79,4 +80,4 @@ def rope_steps(cos: Tensor, sin: Tensor) -> Steps:
     fast_rows = turned[:, :, ~slow].transpose(1, 2).flatten(0, 1)
     table = torch.cat([fast_rows, terms.T]) if slow.any() else fast_rows
     matrix = fitted[:, :, slow].transpose(1, 2).flatten(0, 1)
-    return Steps(table.float().contiguous(), matrix.float().contiguous(), place, in_words(table))
+    return OffsetTable(table.float().contiguous(), matrix.float().contiguous(), place, in_words(table))

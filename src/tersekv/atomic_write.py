@@ -21,7 +21,7 @@ ABANDONED_SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def whole_file(path: Path, advice: str = "free some space there, or give another place") -> Iterator[BinaryIO]:
+def atomic_write(path: Path, advice: str = "free some space there, or give another place") -> Iterator[BinaryIO]:
     """A file to write to. When the block ends it takes the place of `path`, on the disk and in its folder; after an
     exception nothing has changed. What killed writers to the same path have left is removed.
 
@@ -64,7 +64,7 @@ def save_whole(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str,
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; {advice}") from error
-    with whole_file(path, advice) as file:
+    with atomic_write(path, advice) as file:
         file.write(data)
 
 

@@ -5,7 +5,7 @@ namespace tersekv {
 namespace {
 
 template <int R, int NG>
-void turned_tiles(const TurnedProduct& of, const float* step, int64_t token) {
+void rotated_mean_tiles(const TurnedProduct& of, const float* step, int64_t token) {
   __m512i sum[R][NG];
   repeat<R>([&](auto r)
                 TERSEKV_INLINE { repeat<NG>([&](auto g) TERSEKV_INLINE { sum[r][g] = _mm512_setzero_si512(); }); });
@@ -27,14 +27,14 @@ void turned_tiles(const TurnedProduct& of, const float* step, int64_t token) {
 
 }  // namespace
 
-void turned_in_words(const TurnedProduct& of) {
+void rotates_in_int16(const TurnedProduct& of) {
   float step[4];
   for (int64_t r = 0; r < of.rows; r++)
     step[r] = to_words(of.factor + r * of.reads, of.reads, of.words + r * of.reads) / kMostWord;
   with_rows(of.rows, [&](auto rows) {
     int64_t token = 0;
-    for (; token + 4 * kLanes <= of.tokens; token += 4 * kLanes) turned_tiles<rows, 4>(of, step, token);
-    for (; token < of.tokens; token += kLanes) turned_tiles<rows, 1>(of, step, token);
+    for (; token + 4 * kLanes <= of.tokens; token += 4 * kLanes) rotated_mean_tiles<rows, 4>(of, step, token);
+    for (; token < of.tokens; token += kLanes) rotated_mean_tiles<rows, 1>(of, step, token);
   });
 }
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.parallel import Heads, Spread
+from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.cache.segments import PackedSegment
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError, UserError
@@ -23,7 +23,7 @@ from tersekv.tensors import plain
 ELSEWHERE = "other processes hold packed tokens of this cache (context_parallel)"
 
 
-class SpreadStore(LayerStore):
+class ContextParallelStore(LayerStore):
     """A full-attention layer with the packed tokens of this process; places: their positions, int32 [T]."""
 
     def __init__(
@@ -31,12 +31,12 @@ class SpreadStore(LayerStore):
         plan: LayerPlan,
         keys: Tensor,
         values: Tensor,
-        spread: Spread,
+        context_parallel: ContextParallel,
         rope: Rope | None = None,
-        heads: Heads | None = None,
+        heads: HeadShard | None = None,
     ) -> None:
         super().__init__(plan, keys, values, None, rope, heads)
-        self.processes = spread
+        self.processes = context_parallel
         self._clear()
 
     def _clear(self) -> None:
@@ -44,7 +44,7 @@ class SpreadStore(LayerStore):
         self.turn = self.packed_anywhere = 0
 
     @property
-    def spread(self) -> Spread | None:  # type: ignore[override]
+    def context_parallel(self) -> ContextParallel | None:  # type: ignore[override]
         """The processes that hold packed tokens of this layer, once there are any."""
         return self.processes if self.packed_anywhere else None
 
@@ -78,7 +78,7 @@ class SpreadStore(LayerStore):
         Raises:
             CacheError: more than that.
         """
-        if self.keys.tail.tokens < n < self.seen:
+        if self.keys.tail.tokens < n < self.num_tokens:
             raise CacheError(
                 f"cannot take back {n} tokens: {ELSEWHERE}, and {self.keys.tail.tokens} are exact in all (the policy's "
                 "option recent says how many at least)"
@@ -89,7 +89,7 @@ class SpreadStore(LayerStore):
     def crop(self, n: int) -> None:
         """Take back the n latest tokens, see `check_crop`."""
         super().crop(n)
-        if self.seen == 0:
+        if self.num_tokens == 0:
             self._clear()
 
     @plain

@@ -6,7 +6,7 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-class Ahead {
+class PrefetchRanges {
  public:
   void add(const void* first, int64_t bytes) {
     if (first && count_ < kMost) ranges_[count_++] = {static_cast<const char*>(first), bytes};
@@ -14,7 +14,7 @@ class Ahead {
 
   // Tokens [token, token + tokens) of a head, where the view is a layout of blocks or begins with one.
   void add(const View& view, int64_t b, int64_t h, int64_t token, int64_t tokens) {
-    if (view.kind == Kind::added) return add(view.parts[0], b, h, token, tokens);
+    if (view.kind == Kind::sum) return add(view.parts[0], b, h, token, tokens);
     if (token % view.t) return;
     for (int64_t n = token / view.t; n < ceil_div(token + tokens, view.t); n++) {
       if (view.kind == Kind::grid) {

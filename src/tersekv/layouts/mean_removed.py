@@ -8,15 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from tersekv.codecs.transforms.rope import Angles, Rope
-from tersekv.layouts.base import Joined, LinearMap, Mapped, View
+from tersekv.layouts.base import Concat, LinearMap, Mapped, View
 from tersekv.tensors import last_contiguous
 
 
-class Turned(View):
+class RotatedMean(View):
     """One vector per head, rotated by RoPE to each token's position: RoPE_n(mean). mean: float [1 or B, H, D]; angles:
     of the tokens."""
 
-    format = kind = "turned"
+    format = kind = "rotated_mean"
 
     def __init__(self, mean: Tensor, rope: Rope, angles: Angles) -> None:
         self.mean, self.rope, self.angles = mean, rope, angles
@@ -36,30 +36,30 @@ class Turned(View):
         """x̂ as float32 [B, H, T, D], B = 1 where all rows have the same."""
         cos, sin = self.angles.cos_sin()
         rows, (H, D) = max(len(self.mean), len(cos)), self.mean.shape[1:]
-        return self.rope.put(self.mean.float().unsqueeze(2).expand(rows, H, self.tokens, D), cos, sin)
+        return self.rope.apply(self.mean.float().unsqueeze(2).expand(rows, H, self.tokens, D), cos, sin)
 
 
-class Shifted(Mapped):
+class Biased(Mapped):
     """Values x̂ = view + mean. mean: float [1 or B, H, D]."""
 
-    kind = "shifted"
+    kind = "biased"
 
     def __init__(self, view: View, mean: Tensor) -> None:
         super().__init__(view, view.linear._replace(mean=mean))
         self.keeps = view.keeps  # type: ignore[misc]
 
 
-class Centred(View):
+class MeanRemoved(View):
     """Keys x̂_n = inner_n + RoPE_n(mean): q·x̂_n is a product with 2 D channels, those of the inner view's basis and
     those of the rotated mean, which takes no bytes per token."""
 
-    kind = "centred"
+    kind = "mean_removed"
 
-    def __init__(self, view: View, mean: Turned) -> None:
+    def __init__(self, view: View, mean: RotatedMean) -> None:
         self.keeps = view.keeps and mean.keeps  # type: ignore[misc]
         self._view, self._mean = view, mean
         D = mean.mean.shape[-1]
-        self._inner = Joined([(view.inner, D), (mean, D)])
+        self._inner = Concat([(view.inner, D), (mean, D)])
         self.format = f"centred {view.format}"  # type: ignore[misc]
 
     @property

@@ -13,16 +13,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tersekv.cache.context_parallel import ContextParallelStore
+from tersekv.cache.evicting import SELECTIVE, EvictingStore
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.parallel import Heads, Spread
-from tersekv.cache.pool import WEIGHT, Pool
+from tersekv.cache.parallel import ContextParallel, HeadShard
+from tersekv.cache.pool import WEIGHT, TokenPool
 from tersekv.cache.schema import require, tensor
 from tersekv.cache.segments import ExactSegment, PackedSegment, packed_pages_of
-from tersekv.cache.selective import SELECTIVE, SelectiveStore
 from tersekv.cache.side import extents
 from tersekv.cache.sketch import SketchStore
-from tersekv.cache.spread import SpreadStore
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.kernels.attend import PackedPages
 from tersekv.policies.base import Candidates, Selection
@@ -39,25 +39,25 @@ VOTES = "votes"
 KEPT = {**SELECTIVE, "tail_votes": lambda store: tensor(torch.float32, store.batch_size, store.kv_heads, None, low=0)}
 
 
-def kept_votes(store: KeptStore, place: str) -> None:
+def kept_votes(store: ScoredEvictionStore, place: str) -> None:
     """Votes of the tail are those of its tokens, where votes are remembered."""
     held, wanted = store.tail_votes.shape[2], store.tails[0].tokens if store.policy.remembers else 0
     require(held == wanted, f"{place}.tail_votes", f"has {held} tokens of {wanted}")
 
 
-class KeptStore(SelectiveStore):
+class ScoredEvictionStore(EvictingStore):
     """Held tokens have an order: packed slots, loose slots, tail. Votes come in that order, then those of new ones."""
 
-    STATE, RULES = KEPT, (*SelectiveStore.RULES, kept_votes)
+    STATE, RULES = KEPT, (*EvictingStore.RULES, kept_votes)
 
     def _start(self, keys: Tensor, values: Tensor) -> None:
         super()._start(keys, values)
         self.tail_votes = keys.new_empty((*keys.shape[:2], 0), dtype=torch.float32)
         self._pages: tuple[Tensor, PackedPages | None] | None = None  # positions that it was made for
 
-    def _new_pool(self, keys: Tensor, values: Tensor) -> Pool:
+    def _new_pool(self, keys: Tensor, values: Tensor) -> TokenPool:
         fields = {VOTES: torch.float32} if self.policy.remembers else {}
-        return Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype, fields, self.rope, self.heads)
+        return TokenPool((self.plan.keys, self.plan.values), (keys, values), self.dtype, fields, self.rope, self.heads)
 
     @property
     def packed_tokens(self) -> int:
@@ -71,7 +71,7 @@ class KeptStore(SelectiveStore):
             segments.append(ExactSegment(self.keys.loose, self.values.loose, self.pool.positions[:, :, P:]))
         tail = self.tails[0].tokens
         if tail:
-            segments.append(ExactSegment(self.tails[0].data, self.tails[1].data, self.seen - tail))
+            segments.append(ExactSegment(self.tails[0].data, self.tails[1].data, self.num_tokens - tail))
         return segments
 
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
@@ -84,7 +84,7 @@ class KeptStore(SelectiveStore):
         return (self._packed(first, tokens) for first, tokens in extents(self.sides))
 
     def pages(self) -> PackedPages | None:
-        """See `SelectiveStore`; made once until slots change, which makes a new tensor of positions."""
+        """See `EvictingStore`; made once until slots change, which makes a new tensor of positions."""
         if self._pages is None or self._pages[0] is not self.pool.positions:
             pages = list(self.packed_pages())
             made = packed_pages_of(pages, self.kv_heads)
@@ -98,7 +98,7 @@ class KeptStore(SelectiveStore):
         return PackedSegment(keys, values, 0, tokens, self.pool.positions[:, :, first : first + tokens])
 
     def _take(self, new: list[Tensor], votes: Tensor | None, leave: int, prompt: bool) -> None:
-        """See `SelectiveStore`; votes are added to those that are remembered."""
+        """See `EvictingStore`; votes are added to those that are remembered."""
         slots, n = self.pool.positions.shape[2], new[0].shape[2]
         if votes is None:
             held = slots + self.tails[0].tokens
@@ -124,8 +124,8 @@ class KeptStore(SelectiveStore):
         if evicts:
             if not prompt and self.policy.evicts == "block":
                 room = torch.where(too_many, room - room // 8, room)
-            always = self._sinks(positions) | (positions >= (self.seen - self.latest)[:, None, None])
-            candidates = Candidates(votes, positions, self.seen, room, always, lambda: self._keys(leaving[0]))
+            always = self._sinks(positions) | (positions >= (self.num_tokens - self.latest)[:, None, None])
+            candidates = Candidates(votes, positions, self.num_tokens, room, always, lambda: self._keys(leaving[0]))
             weights = self.policy.ranks(candidates).masked_fill(always, torch.inf)
             alive = best(weights, alive, room)
         samples, sampled = self._samples(leaving), positions[:, :, self.packed_tokens :]
@@ -141,14 +141,14 @@ class KeptStore(SelectiveStore):
     def _samples(self, leaving: list[Tensor]) -> list[Tensor]:
         """What codecs that learn from the prompt learn from: all exact tokens at hand but the tail, dropped ones
         included."""
-        if all(side.codec.lacks is None for side in self.sides):
+        if all(side.codec.needs_fit is None for side in self.sides):
             return leaving
         return [torch.cat([side.loose, x], dim=2) for side, x in zip(self.sides, leaving, strict=True)]
 
     def _of_row(self, n: int) -> Tensor:
         """How many of the latest n positions hold a token, per row."""
         rows = torch.full_like(self.budget, n)
-        return rows if self.padding is None else torch.minimum(rows, self.seen - self.padding)
+        return rows if self.padding is None else torch.minimum(rows, self.num_tokens - self.padding)
 
     def _keys(self, leaving: Tensor) -> Tensor:
         """Keys of the pool's slots and of what leaves the tail, float32 [B, H, slots + m, D]."""
@@ -184,12 +184,12 @@ def new_store(
     values: Tensor,
     window: int | None = None,
     rope: Rope | None = None,
-    heads: Heads | None = None,
-    spread: Spread | None = None,
-) -> LayerStore | SelectiveStore:
+    heads: HeadShard | None = None,
+    context_parallel: ContextParallel | None = None,
+) -> LayerStore | EvictingStore:
     """The store of a layer. With a sliding window every policy keeps what the window needs. rope, heads: see
-    `LayerStore`; samples are drawn, and their codecs fitted, for the heads at hand. spread: processes that divide the
-    packed tokens of a full-attention layer that keeps all."""
+    `LayerStore`; samples are drawn, and their codecs fitted, for the heads at hand. context_parallel: processes that
+    divide the packed tokens of a full-attention layer that keeps all."""
     if heads is not None:
         codecs = {side: getattr(plan, side).of_heads(heads.first, heads.count) for side in ("keys", "values")}
         plan = plan._replace(**codecs)
@@ -198,7 +198,7 @@ def new_store(
         other = replace(plan.policy, seed=(plan.policy.seed + (heads.first if heads else 0)) % 2**31)
         return SketchStore(plan._replace(policy=other), keys, values, rope)
     if isinstance(plan.policy, Selection) and window is None:
-        return KeptStore(plan, keys, values, rope, heads)
-    if spread is not None and window is None:
-        return SpreadStore(plan, keys, values, spread, rope, heads)
+        return ScoredEvictionStore(plan, keys, values, rope, heads)
+    if context_parallel is not None and window is None:
+        return ContextParallelStore(plan, keys, values, context_parallel, rope, heads)
     return LayerStore(plan, keys, values, window, rope, heads)

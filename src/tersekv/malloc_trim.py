@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 
 
-def give_back_freed_memory() -> None:
+def malloc_trim() -> None:
     """Hand what glibc keeps of freed memory back to the system; elsewhere nothing.
 
     Once a tensor of some megabytes was freed, glibc takes others of its size from its heap, where what is freed stays

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.parallel import Heads
-from tersekv.cache.pool import Pool
+from tersekv.cache.parallel import HeadShard
+from tersekv.cache.pool import TokenPool
 from tersekv.cache.schema import flag, optional, per_row, positions, require, whole
 from tersekv.cache.segments import ExactSegment, PackedSegment, WeightedSegment, packed_pages_of
 from tersekv.cache.state import Rules, Spec, Stateful
@@ -37,7 +37,7 @@ UNREADABLE = (
 
 SELECTIVE = {
     "padding": lambda store: optional(per_row(store)),
-    "seen": lambda store: whole(),
+    "num_tokens": lambda store: whole(),
     "tail_tokens": lambda store: whole(0, store.policy.recent),
     "budget": per_row,
     "latest": per_row,
@@ -45,13 +45,13 @@ SELECTIVE = {
 }
 
 
-def selective_tokens(store: SelectiveStore, place: str) -> None:
+def selective_tokens(store: EvictingStore, place: str) -> None:
     """Pools hold tokens from before the tail."""
     tails = {tail.tokens for tail in store.tails}
     require(len(tails) == 1, f"{place}.tails", f"hold {sorted(tails)} tokens of keys and of values")
-    first = store.seen - tails.pop()
-    require(first >= 0, place, f"holds more tokens than the {store.seen} that it has seen")
-    most = max(store.seen + store.policy.recent + store.flush_tokens, int(store.policy.budget))
+    first = store.num_tokens - tails.pop()
+    require(first >= 0, place, f"holds more tokens than the {store.num_tokens} that it has seen")
+    most = max(store.num_tokens + store.policy.recent + store.flush_tokens, int(store.policy.budget))
     fits = int(store.budget.max()) <= most and bool((store.latest <= store.budget).all())
     require(fits, f"{place}.budget", f"keeps more than {most} tokens, or fewer than the latest")
     for i, pool in enumerate(store.pools):
@@ -61,7 +61,7 @@ def selective_tokens(store: SelectiveStore, place: str) -> None:
         require(alike, f"{place}.pools.{i}.padding", "is not the layer's")
 
 
-class SelectiveStore(Stateful, ABC):
+class EvictingStore(Stateful, ABC):
     """Keys [B, H, n, Dk] and values [B, H, n, Dv] of a full-attention layer under a `Selection` policy."""
 
     STATE: ClassVar[Spec] = SELECTIVE
@@ -69,14 +69,14 @@ class SelectiveStore(Stateful, ABC):
     RULES: ClassVar[Rules] = (selective_tokens,)
     PARTS = ("pools", "tails")
 
-    dropped = 0  # from the front: nothing, all positions may be held
-    spread, packed_everywhere = None, True  # every process holds all tokens
+    num_evicted = 0  # from the front: nothing, all positions may be held
+    context_parallel, packed_everywhere = None, True  # every process holds all tokens
     estimates = False
     """True if some tokens stand for others, so that attention is an estimate."""
 
     @plain
     def __init__(
-        self, plan: LayerPlan, keys: Tensor, values: Tensor, rope: Rope | None = None, heads: Heads | None = None
+        self, plan: LayerPlan, keys: Tensor, values: Tensor, rope: Rope | None = None, heads: HeadShard | None = None
     ) -> None:
         assert isinstance(plan.policy, Selection)
         self.plan, self.rope, self.heads = plan, rope, heads
@@ -93,15 +93,15 @@ class SelectiveStore(Stateful, ABC):
         room = self.dtype, keys.device, 0, self.policy.recent + self.flush_tokens
         self.tails = [TailBuffer(B, H, x.shape[3], *room) for x in (keys, values)]
         self.padding: Tensor | None = None
-        self.seen = self.tail_tokens = 0  # the latter: latest tokens that stay exact
+        self.num_tokens = self.tail_tokens = 0  # the latter: latest tokens that stay exact
         self.budget = torch.zeros(B, dtype=torch.int64, device=keys.device)  # tokens kept per row
         self.latest = torch.zeros_like(self.budget)  # latest tokens per row that always stay
 
-    def _new_pool(self, keys: Tensor, values: Tensor) -> Pool:
-        return Pool((self.plan.keys, self.plan.values), (keys, values), self.dtype, None, self.rope, self.heads)
+    def _new_pool(self, keys: Tensor, values: Tensor) -> TokenPool:
+        return TokenPool((self.plan.keys, self.plan.values), (keys, values), self.dtype, None, self.rope, self.heads)
 
     @property
-    def pools(self) -> list[Pool]:
+    def pools(self) -> list[TokenPool]:
         """All of them."""
         return [self.pool]
 
@@ -121,9 +121,9 @@ class SelectiveStore(Stateful, ABC):
         return self.budget.device
 
     @property
-    def waits(self) -> bool:
+    def deferred(self) -> bool:
         """Whether a row may still be all padding."""
-        return self.seen == 0 or (self.padding is not None and int(self.padding.max()) >= self.seen)
+        return self.num_tokens == 0 or (self.padding is not None and int(self.padding.max()) >= self.num_tokens)
 
     @property
     def hidden(self) -> Tensor | None:
@@ -164,7 +164,7 @@ class SelectiveStore(Stateful, ABC):
         return None
 
     def _is_prompt(self, n: int) -> bool:
-        return self.seen == 0 or n >= PROMPT_TOKENS
+        return self.num_tokens == 0 or n >= PROMPT_TOKENS
 
     @plain
     def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, votes: Tensor | None = None) -> None:
@@ -183,11 +183,11 @@ class SelectiveStore(Stateful, ABC):
             new = [side.rounded(x) for side, x in zip(self.sides, (keys, values), strict=True)]
             for tail, x in zip(self.tails, new, strict=True):
                 tail.append(x)
-            self.seen += keys.shape[2]
+            self.num_tokens += keys.shape[2]
             return
         new = [side.rounded(x) for side, x in zip(self.sides, (keys, values), strict=True)]
         before = [pool.mark() for pool in self.pools], {name: getattr(self, name) for name in self.STATE}
-        if self.waits and padding is not None and int(padding.max()) > 0:
+        if self.deferred and padding is not None and int(padding.max()) > 0:
             self.padding = padding
             for pool in self.pools:
                 pool.padding = padding
@@ -207,7 +207,7 @@ class SelectiveStore(Stateful, ABC):
     def _only_grows(self, n: int) -> bool:
         """True if n generated tokens go into the tail, and nothing else changes."""
         policy, tail = self.policy, self.tails[0]
-        if policy.evicts != "never" or policy.remembers or self._is_prompt(n) or self.waits:
+        if policy.evicts != "never" or policy.remembers or self._is_prompt(n) or self.deferred:
             return False
         usual = self.tail_tokens + self.flush_tokens
         return tail.usual == usual and tail.tokens + n < usual
@@ -216,10 +216,10 @@ class SelectiveStore(Stateful, ABC):
         """Everything but the tail; how many of the oldest tokens of the tail and of `new` leave it."""
         n, t = new[0].shape[2], self.tails[0].tokens
         prompt = self._is_prompt(n)
-        self.seen += n
+        self.num_tokens += n
         if prompt or self.policy.evicts != "never":
             self._set_budget()
-        leave = 0 if self.waits else max(0, t + n - self.tail_tokens)
+        leave = 0 if self.deferred else max(0, t + n - self.tail_tokens)
         if not prompt and self.policy.evicts != "step":
             leave = leave // self.flush_tokens * self.flush_tokens
         if self.policy.remembers or leave:
@@ -232,7 +232,9 @@ class SelectiveStore(Stateful, ABC):
 
     def _set_budget(self) -> None:
         """What stays of each row, by the number of its tokens."""
-        tokens = [self.seen] * self.batch_size if self.padding is None else (self.seen - self.padding).tolist()
+        tokens = (
+            [self.num_tokens] * self.batch_size if self.padding is None else (self.num_tokens - self.padding).tolist()
+        )
         kept = [self.policy.kept(n, self.plan.layer, self.plan.layers) for n in tokens]
         self.budget = self.budget.new_tensor(kept)
         self.latest = self.budget.new_tensor([self.policy.latest(n) for n in kept])
@@ -244,7 +246,7 @@ class SelectiveStore(Stateful, ABC):
         it."""
         t, n = self.tails[0].tokens, new[0].shape[2]
         leaving = [first_tokens(tail.data, x, leave) for tail, x in zip(self.tails, new, strict=True)]
-        first = self.seen - t - n
+        first = self.num_tokens - t - n
         positions = torch.arange(first, first + leave, dtype=torch.int32, device=self.device)
         positions = positions.expand(self.batch_size, self.kv_heads, -1)
         if self.padding is not None:
@@ -266,9 +268,9 @@ class SelectiveStore(Stateful, ABC):
         """Raise CacheError unless the n latest tokens can be taken back: all, or no more than the tail holds. What was
         dropped in their favour is gone."""
         held = self.tails[0].tokens
-        if n > self.seen:
-            raise CacheError(f"cannot take back {n} tokens, only {self.seen} were seen")
-        if held < n < self.seen:
+        if n > self.num_tokens:
+            raise CacheError(f"cannot take back {n} tokens, only {self.num_tokens} were seen")
+        if held < n < self.num_tokens:
             raise CacheError(
                 f"cannot take back {n} tokens; of a policy that drops tokens, the latest {held} can be given back (its "
                 "option recent says how many), or all"
@@ -278,10 +280,10 @@ class SelectiveStore(Stateful, ABC):
     def crop(self, n: int) -> None:
         """Take back the n latest tokens, see `check_crop`."""
         self.check_crop(n)
-        if n == self.seen:
+        if n == self.num_tokens:
             self._start(*(tail.data[:, :, :0] for tail in self.tails))
         else:
-            self.seen -= n
+            self.num_tokens -= n
             self._crop_tail(n)
 
     def _crop_tail(self, n: int) -> None:
@@ -324,8 +326,8 @@ class SelectiveStore(Stateful, ABC):
 
     def footprint(self) -> Footprint:
         """Bytes held, without tables."""
-        rows = self.batch_size * self.kv_heads * self.seen
-        footprint = Footprint(self.seen, rows * sum(side.head_dim for side in self.sides))
+        rows = self.batch_size * self.kv_heads * self.num_tokens
+        footprint = Footprint(self.num_tokens, rows * sum(side.head_dim for side in self.sides))
         for pool in self.pools:
             loose = self._sinks(pool.positions[:, :, pool.packed_tokens :])
             pool.count(footprint, int(loose.sum(-1).max()) if loose.shape[2] else 0)
