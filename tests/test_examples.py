@@ -233,6 +233,7 @@ def test_notebook(model, tmp_path):
     assert len(printed) == 9
     compared = printed.pop("Recipes compared")
     assert len(compared.splitlines()) == 5
+    assert compared.count("% of bfloat16") == 5
     for title in set(printed) - {"tersekv in a notebook", "A prompt cache"}:
         assert smaller([printed[title]]), title
     assert "bytes in the file" in printed["A prompt cache"]
