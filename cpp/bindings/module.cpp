@@ -1,4 +1,4 @@
-// The extension: views, attention, encoders; which instruction set is used.
+// The extension module: views, attention, encoders, and the choice of the instruction set.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -21,7 +21,7 @@ void define_vector_encoders(nb::module_& m);  // module_vectors.cpp
 
 namespace {
 
-// outs float32 [B, H, R, D] and lses [B, H, R], contiguous, to one of each.
+// Merge outs float32 [B, H, R, D] and lses [B, H, R], contiguous, to one of each.
 void py_merge(const std::vector<nb::object>& outs, const std::vector<nb::object>& lses, nb::handle out,
               nb::handle lse) {
   const Tensor to = tensor_of("out", out, kFloat32), sum = tensor_of("lse", lse, kFloat32);
@@ -43,7 +43,7 @@ void py_merge(const std::vector<nb::object>& outs, const std::vector<nb::object>
                   reinterpret_cast<float*>(to.address), reinterpret_cast<float*>(sum.address)});
 }
 
-// windows: a fresh contiguous uint8 [R, n, D].
+// windows: a new contiguous uint8 [R, n, D].
 void py_encode_trellis(nb::handle y, nb::handle weight, nb::handle bits, nb::handle tables, nb::handle windows,
                        int threads) {
   const Tensor x = tensor_of("y", y, kFloat32), w = tensor_of("weight", weight, kFloat32),
@@ -72,7 +72,8 @@ void py_encode_trellis(nb::handle y, nb::handle weight, nb::handle bits, nb::han
   encode_trellis(call, threads);
 }
 
-// x [B, H, R, D], codes [1 or B, H, 3·D²/4], channels [1 or B, H, D]; out: a fresh contiguous [B, H, R, D].
+// x [B, H, R, D], codes [1 or B, H, 3·D²/4], channels [1 or B, H, D]; out: a new contiguous [B, H,
+// R, D].
 void py_basis_product(nb::handle x, nb::handle codes, nb::handle channels, bool combine, nb::handle out, int threads) {
   const Tensor vectors = tensor_of("x", x, kFloat32), c = tensor_of("basis", codes, kUint8),
                scale = tensor_of("channels", channels, kFloats), to = tensor_of("out", out, kFloat32);
@@ -106,7 +107,7 @@ nb::list py_isas() {
 
 NB_MODULE(_native, m) {
   using namespace tersekv;
-  nb::set_leak_warnings(false);  // objects that live as long as the interpreter are no leaks
+  nb::set_leak_warnings(false);  // objects that live as long as the interpreter are not leaks
   import_torch();
   nb::exception<Moved>(m, "Moved");
   static PyObject* not_taken = nb::module_::import_("tersekv.kernels.registry").attr("NotTaken").inc_ref().ptr();
@@ -130,6 +131,7 @@ NB_MODULE(_native, m) {
   m.def("isa", [] { return std::string(current().name); }, "Instruction set in use.");
   m.def("isas", &py_isas, "(name, missing CPU features) per build of the kernels, best first.");
   m.def("set_isa", &set_isa, nb::arg("name"), "Use one instruction set, or `auto` for the best.");
-  // At exit, while the interpreter is still whole: threads must not outlive what they run.
+  // Join the threads at exit, while the interpreter still exists: they must not outlive the code
+  // that they run.
   nb::module_::import_("atexit").attr("register")(nb::cpp_function([] { shutdown_pool(); }));
 }

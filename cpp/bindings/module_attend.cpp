@@ -1,4 +1,5 @@
-// Binding of attention: one call reads all segments of a layer, applies their linear maps and merges them.
+// Binding of attention: one call reads all segments of a layer, applies their linear maps and
+// merges them.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -12,7 +13,7 @@ using namespace nb::literals;
 
 namespace {
 
-// Keys and values of the same tokens as a call.
+// Build a call from keys and values of the same tokens.
 Call call_of(const NativeView& keys, const NativeView& values, int64_t& B, int64_t& H) {
   if (keys.view.kind == Kind::rotated || values.view.kind == Kind::rotated)
     throw NotTaken("a rotation is read under RoPE only");
@@ -103,7 +104,7 @@ NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<n
   return made.release();
 }
 
-// exact: a tuple of (keys, values, where) with tensors [B, H, T, D], in front of the pages.
+// exact: a tuple of (keys, values, where) with tensors [B, H, T, D], which come before the pages.
 void py_attend(nb::handle query, nb::handle exact, nb::handle pages, nb::handle where, nb::handle table,
                int64_t page_tokens, nb::handle mask, nb::handle hidden, double scaling, double softcap,
                nb::handle sinks, nb::handle out, nb::handle lse, int threads) {

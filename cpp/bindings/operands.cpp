@@ -1,4 +1,4 @@
-// Unpacked tokens, grids, and views made of views.
+// Unpacked tokens, grids, and views composed of views.
 #include "operands.h"
 
 #include <nanobind/stl/string.h>
@@ -66,7 +66,8 @@ NativeView* exact_view(nb::handle x) {
   return v.release();
 }
 
-// Matrices of P packed codes on L lanes: keys have P = D and L = t, values P = t and L = D.
+// Build a view of matrices of P packed codes on L lanes: keys have P = D and L = t, values P = t
+// and L = D.
 NativeView* grid_view(bool of_keys, int64_t bits, bool per_token, int64_t group, int64_t block_tokens, int64_t head_dim,
                       nb::handle codes, nb::handle scale, nb::handle offset, nb::handle table) {
   auto made = std::make_unique<NativeView>();
@@ -169,7 +170,7 @@ void take_parts(NativeView& made, const std::vector<nb::object>& parts) {
     made.H = part.H;
     made.B = std::max(made.B, part.B);
   }
-  if (ropes > 1) throw NotTaken("several parts have RoPE");  // a thread keeps the cosines of one
+  if (ropes > 1) throw NotTaken("several parts have RoPE");  // a thread caches the cosines of one only
   made.has_rope = ropes > 0;
   v.T = views[0].T;
   v.parts = views;

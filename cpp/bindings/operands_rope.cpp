@@ -1,4 +1,4 @@
-// RoPE of a model, keys before RoPE, and a vector that RoPE rotates.
+// RoPE of a model, keys before RoPE, and the rotated mean.
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -12,7 +12,7 @@ using namespace nb::literals;
 
 namespace {
 
-// int32 [D, 4]: partner, columns of cos and sin, sign
+// channels: int32 [D, 4], partner, columns of cos and sin, sign.
 void take_channels(NativeRope& made, const Tensor& channels) {
   RopeView& rope = made.rope;
   made.D = channels.dims == 2 ? channels.shape[0] : 0;
@@ -30,7 +30,8 @@ void take_channels(NativeRope& made, const Tensor& channels) {
   }
 }
 
-// Each column of cos and of sin that a channel takes once, in the order of channels. True if they are the same ones.
+// List each column of cos and of sin that a channel uses once, in the order of channels. Return
+// true if channels use the same columns of cos and sin.
 bool take_columns(NativeRope& made) {
   RopeView& rope = made.rope;
   auto* turned = made.owner.memory<TurnedChannel>(made.D);
@@ -57,7 +58,7 @@ bool take_columns(NativeRope& made) {
   return same;
 }
 
-// int16 [D/4, 2, kInt16Offsets, 2]
+// int16_offsets: int16 [D/4, 2, kInt16Offsets, 2].
 void take_turns(NativeRope& made, const Tensor& int16_offsets) {
   const int64_t half = made.D / 2;
   bool halves = made.D % 4 == 0;
@@ -71,7 +72,8 @@ void take_turns(NativeRope& made, const Tensor& int16_offsets) {
   made.rope.int16_offsets = int16_offsets.as<int16_t>();
 }
 
-// (table, matrix, place, words): place int32 [columns], a fast column's number, or -1 less a slow one's
+// parts: (table, matrix, place, words). place is int32 [columns]: the number of a fast column, or
+// -1 minus the number of a slow one.
 void take_steps(NativeRope& made, const std::vector<nb::object>& parts) {
   RopeView& rope = made.rope;
   if (parts.size() != 4) fail("offsets: ", "expected a table, a matrix, places and words");
@@ -112,7 +114,8 @@ void take_steps(NativeRope& made, const std::vector<nb::object>& parts) {
   rope.offsets = new (made.owner.memory<RopeOffsets>(1)) RopeOffsets(offsets);
 }
 
-// Any place is safe: digits are cut to the table's rows, and rows of a table of one digit are held within it.
+// Build a model's RoPE. Any position is safe to read: digits are truncated to the table's rows,
+// and row numbers of a table of one digit are clamped.
 NativeRope* make_rope(nb::handle table, nb::handle channels, const std::vector<nb::object>& offsets,
                       nb::handle int16_offsets) {
   auto made = std::make_unique<NativeRope>();
@@ -138,7 +141,8 @@ NativeRope* make_rope(nb::handle table, nb::handle channels, const std::vector<n
   return made.release();
 }
 
-// places int32 [1 or B, 1 or H, T or 1]: of each token, or of the first one where they are consecutive.
+// places int32 [1 or B, 1 or H, T or 1]: of each token, or only of the first one if positions are
+// consecutive.
 void take_rope(NativeView& made, const nb::object& rope, nb::handle places) {
   View& v = made.view;
   const auto& of = nb::cast<const NativeRope&>(rope);
@@ -192,7 +196,7 @@ NativeView* rotated_mean_view(nb::handle mean, int64_t tokens, const nb::object&
   return made.release();
 }
 
-// rotation float32 [D, D], or [1 or B, H, D, D]: x = rotation^T * inner
+// rotation float32 [D, D], or [1 or B, H, D, D]: x = rotation^T * inner.
 NativeView* rotated_view(const nb::object& inner, nb::handle rotation) {
   auto made = std::make_unique<NativeView>();
   View& v = made->view;

@@ -7,7 +7,7 @@
 namespace tersekv {
 namespace {
 
-// Names of attributes, the classes and the types of torch: Python objects that live as long as the process.
+// Attribute names, classes and types of torch: Python objects that live as long as the process.
 struct Torch {
   PyObject *tensor, *grad_enabled, *strided;
   PyObject *data_ptr, *shape, *stride, *dtype, *is_cpu, *requires_grad, *layout, *device;
@@ -136,7 +136,7 @@ PyObject* item(nb::handle tuple, Py_ssize_t i) {
 }
 
 void expect(const std::string& side, const char* what, const Tensor& x, std::initializer_list<Size> sizes, int packed) {
-  // The text is made only where it is needed: this runs at every call.
+  // The text is built only if needed, because this runs at every call.
   const auto fail = [&](const std::string& detail) {
     std::string text = std::string(side).append(what).append(": expected [");
     for (const Size& size : sizes) text.append(size.name).append(&size + 1 == sizes.end() ? "] " : ", ");
