@@ -23,7 +23,7 @@ struct Workspace {
 
   Workspace(const Call& call, const Task& task, int64_t chunk) {
     query_stride = round_up(call.D, kLanes);
-    // one vector more, so that rows are not a multiple of a page apart and share no cache sets
+    // One vector more: rows would share cache sets if their stride were a multiple of the page size.
     score_stride = round_up(chunk, kLanes) + kLanes;
     sum_stride = round_up(call.Dv, kLanes);
     const int64_t rows = task.rows;

@@ -1,4 +1,4 @@
-// Split calls into tasks over heads, rows and tokens, runs them and merges.
+// Split calls into tasks over heads, rows and tokens, run them and merge.
 #pragma once
 
 #include <cstddef>

@@ -12,7 +12,7 @@ inline Block block_after(const GridView& view, const Block& block, int64_t n) {
           block.offset ? block.offset + n * view.offset.stride_n : nullptr};
 }
 
-// of keys, per call of the micro-kernel: their coefficients fit the L1 cache
+// Blocks of keys per call of the micro-kernel, so that their coefficients fit the L1 cache.
 constexpr int64_t kBlocksAtOnce = 4;
 
 template <class S, int R>

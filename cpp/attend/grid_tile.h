@@ -1,5 +1,4 @@
-// Decode the codes of any grid into a tile: sixteen lanes of the packed axis, [P][16]. It serves
-// grids that the micro-kernel of lut.h does not support: 5 to 8 bits, and keys to which RoPE must
+// Decode the codes of any grid into a tile: sixteen lanes of the packed axis, [P][16]. This serves grids that the micro-kernel of lut.h does not support: 5 to 8 bits, and keys to which RoPE must
 // be applied.
 #pragma once
 

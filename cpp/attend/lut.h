@@ -114,7 +114,7 @@ struct Finish {
   int64_t blocks = 1, code_step = 0, y_step = 0, coef_step = 0, shift_step = 0, scale_step = 0, offset_step = 0;
 };
 
-// Compute sums over `codes` for lane groups [from, to), and adds them to y as `finish` says.
+// Compute sums over `codes` for lane groups [from, to), and add them to y as `finish` says.
 template <class S, int BITS, int R>
 [[gnu::noinline]] void lut_groups(const void* made, Codes codes, const float* coef, int64_t coef_stride, int64_t from,
                                   int64_t to, Prefetch& later, const Finish<S>& finish) {

@@ -43,7 +43,7 @@ struct RopeColumns {
 };
 
 // Compute cosines and sines of a task's tokens, [count][tokens], into node.lanes. column: the
-// columns to read, `cos` ones of cosines first.
+// columns to read; the first `cos` are cosines.
 template <class S>
 void rope_tables(Node& node, const int32_t* column, int64_t cos, int64_t count) {
   const RopeView& rope = node.view->rope;

@@ -11,10 +11,10 @@ struct Rounded {
   float unit, middle;
 };
 
-// Return the nearest table found to `size` entries (at most 16). It is exact, with unit 1, if the
-// entries need no rounding: minus the middle of the table (tried first if `centred`), or as they
-// are. Rounding errors are equal for every token and do not average out in a sum. The nearest table
-// is therefore searched, once per table and thread.
+// Return the nearest table found to `size` entries (at most 16). If the entries, or the entries
+// minus the middle of the table, need no rounding, it is exact with unit 1. `centred`: try the
+// latter first. Rounding errors are equal for every token and do not average out in a sum, so the
+// nearest table is searched, once per table and thread.
 const Rounded& rounded_table(const float* table, int size, bool centred);
 
 }  // namespace tersekv

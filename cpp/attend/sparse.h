@@ -1,5 +1,5 @@
-// Outliers as sparse entries, one by one. Starts and places are not validated, so starts are
-// clamped to the entries and channels to the head.
+// Outliers as sparse entries, one by one. Their starts and places are not validated. Starts are
+// therefore clamped to the entries, and entries whose channel is outside the head are skipped.
 #pragma once
 
 #include "tile.h"

@@ -17,8 +17,8 @@ template <class S>
 void prepare(Node& node);
 
 // Prepare the nodes of a view's parts; the channels of `concat` parts are consecutive. Kernels
-// write sums in whole vectors. A part whose size is not a multiple has sums of its own, which are
-// added to the view's.
+// write sums in whole vectors. A part whose size is not a multiple of 16 has sums of its own, which
+// are added to the view's.
 template <class S>
 void prepare_parts(Node& node) {
   const View& view = *node.view;
