@@ -1,4 +1,5 @@
-// Decode the codes of any grid into a tile: sixteen lanes of the packed axis, [P][16]. This serves grids that the micro-kernel of lut.h does not support: 5 to 8 bits, and keys to which RoPE must
+// Decode the codes of any grid into a tile: sixteen lanes of the packed axis, [P][16]. This serves
+// grids that the micro-kernel of lut.h does not support: 5 to 8 bits, and keys to which RoPE must
 // be applied.
 #pragma once
 
