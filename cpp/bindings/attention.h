@@ -50,7 +50,8 @@ class Attention {
     B_ = query_.shape[0];
     q_ = query_.shape[2];
     D_ = in_range("query: ", "D", query_.shape[3], kMostChannels);
-    if (std::max(B_, query_.shape[1]) > kMostHeads) fail("query: ", "expected fewer batch rows and heads");
+    if (std::max(B_, query_.shape[1]) > kMostHeads)
+      fail("query: ", "expected at most " + std::to_string(kMostHeads) + " batch rows and heads");
     scores_.scaling = static_cast<float>(scaling);
     scores_.softcap = static_cast<float>(softcap);
     if (mask_.given()) {
@@ -307,7 +308,7 @@ class Attention {
     const int64_t n = x.dims == 2 ? x.shape[1] : 0;
     expect("", "pages", x, {{"B", B_}, {"n", n}}, 1);
     if (!pageable(*call.keys) || !pageable(*call.values))
-      throw NotTaken("keys or values have RoPE or outliers: their tokens have one order");
+      throw NotTaken("keys or values have RoPE or outliers, so a page table cannot reorder their tokens");
     if (page_tokens < 1 || page_tokens % call.tokens_per_unit || call.T % page_tokens)
       fail("pages: ", "expected tokens per page to be a multiple of " + std::to_string(call.tokens_per_unit) +
                           " and to divide T = " + std::to_string(call.T) + ", got " + std::to_string(page_tokens));
@@ -317,7 +318,7 @@ class Attention {
         if (const int32_t at = x.as<int32_t>()[b * x.stride[0] + i]; at < -1 || at >= count)
           fail("pages: ", "expected -1 to " + std::to_string(count - 1) + ", got " + std::to_string(at));
     if (__builtin_mul_overflow(n, page_tokens, &call.T) || call.T > kMostElements)
-      fail("pages: ", "expected fewer tokens in a row");
+      fail("pages: ", "expected fewer tokens per batch row");
     call.pages = {x.as<int32_t>(), x.stride[0], page_tokens};
   }
 

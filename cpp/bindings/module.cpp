@@ -29,7 +29,7 @@ void py_merge(const std::vector<nb::object>& outs, const std::vector<nb::object>
   const int64_t B = to.shape[0], H = to.shape[1], R = to.shape[2], D = to.shape[3];
   expect("", "out", to, {{"B", B}, {"H", H}, {"R", R}, {"D", D}}, 0);
   expect("", "lse", sum, {{"B", B}, {"H", H}, {"R", R}}, 0);
-  if (outs.empty() || outs.size() != lses.size()) fail("outs, lses: ", "expected as many of each and at least one");
+  if (outs.empty() || outs.size() != lses.size()) fail("outs, lses: ", "expected equally many of both, at least one");
   std::vector<const float*> out_rows, lse_rows;
   for (size_t i = 0; i < outs.size(); i++) {
     const Tensor x = tensor_of("a segment", outs[i], kFloat32), y = tensor_of("a segment", lses[i], kFloat32);

@@ -66,7 +66,7 @@ void py_encode_polar(nb::handle x, nb::handle level_bits, nb::handle tables, nb:
   call.levels = PyTuple_Check(level_bits.ptr()) ? PyTuple_GET_SIZE(level_bits.ptr()) : 0;
   in_range("level_bits: ", "levels", call.levels, kMostLevels);
   if (call.D % (int64_t{1} << call.levels))
-    fail("x: ", "expected D that 2^" + std::to_string(call.levels) + " divides, got " + std::to_string(call.D));
+    fail("x: ", "expected D to be a multiple of 2^" + std::to_string(call.levels) + ", got " + std::to_string(call.D));
   int64_t stream = 0, entries = 0;
   for (int64_t i = 0; i < call.levels; i++) {
     call.bits[i] = in_range("level_bits: ", "bits", as_int(item(level_bits, i)), 8);

@@ -26,7 +26,7 @@ void take_channels(NativeRope& made, const Tensor& channels) {
                         channel.sin_column >= 0 && channel.sin_column < rope.columns &&
                         (channel.sign == 1 || channel.sign == -1);
     if (!inside || rope.channels[channel.partner].partner != d || rope.channels[channel.partner].sign != -channel.sign)
-      fail("rope channels: ", "expected pairs of channels, and columns of cos and sin");
+      fail("rope channels: ", "expected channels in pairs, with valid columns of cos and sin");
   }
 }
 
@@ -67,7 +67,7 @@ void take_turns(NativeRope& made, const Tensor& int16_offsets) {
     halves = a.partner == d + half && a.sign == -1;
     for (const int32_t column : {a.sin_column, b.cos_column, b.sin_column}) halves &= column == a.cos_column;
   }
-  if (!halves) fail("int16_offsets: ", "expected channels d and d + D/2 as pairs of one column");
+  if (!halves) fail("int16_offsets: ", "expected channels d and d + D/2 to be a pair with one column");
   expect("", "int16_offsets", int16_offsets, {{"D/4", half / 2}, {"2", 2}, {"offsets", kInt16Offsets}, {"2", 2}}, 0);
   made.rope.int16_offsets = int16_offsets.as<int16_t>();
 }
@@ -103,7 +103,7 @@ void take_steps(NativeRope& made, const std::vector<nb::object>& parts) {
   std::fill(column, column + offsets.pairs(), 0);
   for (int64_t c = columns; c-- > 0;) {
     const int32_t at = place.as<int32_t>()[c];
-    if (at >= offsets.fast || at < -offsets.slow) fail("offsets' places: ", "expected one per column");
+    if (at >= offsets.fast || at < -offsets.slow) fail("offsets' places: ", "expected numbers of fast or slow columns");
     pair[c] = static_cast<int32_t>(at >= 0 ? at : offsets.fast - 1 - at);
     column[pair[c]] = static_cast<int32_t>(c);
   }
@@ -133,7 +133,7 @@ NativeRope* make_rope(nb::handle table, nb::handle channels, const std::vector<n
   take_channels(*made, made->owner.keep("rope channels", channels, kInt32));
   const bool same = take_columns(*made);
   if (!offsets.empty()) {
-    if (rope.digits == 1) fail("offsets: ", "expected a table of positions");
+    if (rope.digits == 1) fail("offsets: ", "expected a table of positions, not one row per token");
     if (!same) fail("offsets: ", "expected cosines and sines of the same columns");
     take_steps(*made, offsets);
   }
@@ -173,7 +173,7 @@ NativeView* roped_view(const nb::object& inner, const nb::object& rope, nb::hand
   View& v = made->view;
   v.kind = Kind::roped;
   take_parts(*made, {inner});
-  if (made->has_rope) throw NotTaken("RoPE is applied to a view with RoPE");
+  if (made->has_rope) throw NotTaken("RoPE is applied twice");
   v.D = v.parts[0].D;
   take_rope(*made, rope, places);
   return made.release();
@@ -202,7 +202,7 @@ NativeView* rotated_view(const nb::object& inner, nb::handle rotation) {
   View& v = made->view;
   v.kind = Kind::rotated;
   take_parts(*made, {inner});
-  if (made->has_rope) throw NotTaken("a rotation of a view with RoPE");
+  if (made->has_rope) throw NotTaken("a rotation is applied after RoPE");
   v.D = v.parts[0].D;
   const Tensor matrix = made->owner.keep("rotation", rotation, kFloat32);
   if (matrix.dims == 4) {
@@ -228,7 +228,7 @@ void define_rope_views(nb::module_& m) {
   m.def("roped", &roped_view, "inner"_a, "rope"_a, "places"_a, own, "Keys before RoPE.");
   m.def("rotated_mean", &rotated_mean_view, nb::kw_only(), "mean"_a, "tokens"_a, "rope"_a, "places"_a, own,
         "One vector per head, rotated to each token's position.");
-  m.def("rotated", &rotated_view, "inner"_a, "rotation"_a, own, "A rotation under RoPE.");
+  m.def("rotated", &rotated_view, "inner"_a, "rotation"_a, own, "A rotation that is applied before RoPE.");
 }
 
 }  // namespace tersekv

@@ -111,7 +111,7 @@ Tensor tensor_of(const std::string& name, nb::handle x, unsigned types) {
     out.stride[k] = as_int(item(stride, k));
     const int64_t size = out.shape[k];
     if (size > 0 && (__builtin_mul_overflow(elements, size, &elements) || elements > kMostElements))
-      fail(name, " has a size that no memory holds: " + std::to_string(size));
+      fail(name, " has a size that is too large: " + std::to_string(size));
   }
   out.address = address_of(x);
   return out;
@@ -124,14 +124,14 @@ Tensor optional_tensor(const std::string& name, nb::handle x, unsigned types) {
 int64_t as_int(PyObject* o) {
   int overflow = 0;
   const int64_t value = PyLong_AsLongLongAndOverflow(o, &overflow);
-  if (overflow) throw nb::value_error("a whole number of 64 bits is expected");
+  if (overflow) throw nb::value_error("expected a 64-bit integer");
   if (value == -1 && PyErr_Occurred()) throw nb::python_error();
   return value;
 }
 
 PyObject* item(nb::handle tuple, Py_ssize_t i) {
   if (!PyTuple_Check(tuple.ptr()) || i >= PyTuple_GET_SIZE(tuple.ptr()))
-    throw nb::type_error(("a tuple of at least " + std::to_string(i + 1) + " is expected").c_str());
+    throw nb::type_error(("expected a tuple of at least " + std::to_string(i + 1) + " items").c_str());
   return PyTuple_GET_ITEM(tuple.ptr(), i);
 }
 

@@ -180,7 +180,7 @@ def attend(
         float32 [B, H, R]. A row that sees no token has out 0 and lse -inf.
     """
     if table is not None:
-        raise NotTaken("a pool is read by attend_pages")
+        raise NotTaken("attend does not read page tables; use attend_pages")
     return composed(attend_segments.reference, query, exact, pages, mask, hidden, scaling, softcap, sinks, parts)
 
 

@@ -46,7 +46,7 @@ def explain(query: Tensor, keys: Any, values: Any) -> str:
     reason = _why_not(name, query, keys, values)
     if reason is None:
         return f"cpu/{cpu.isa()}" if name == "cpu" else name
-    return f"reference: {reason}" if only == AUTO else f"{name} is forced and cannot: {reason}"
+    return f"reference: {reason}" if only == AUTO else f"{name} is forced and cannot run: {reason}"
 
 
 def _why_not(name: str, query: Tensor, keys: Any, values: Any) -> str | None:
@@ -82,5 +82,5 @@ def _cpu_detail() -> str:
     for name, missing in cpu.isas().items():
         if name == used:
             break
-        notes.append(f"{name} needs {missing}" if missing else f"{name} is there but {used} was asked for")
+        notes.append(f"{name} needs {missing}" if missing else f"{name} is available but {used} is selected")
     return "; ".join([f"{used}, {torch.get_num_threads()} threads", *notes])

@@ -189,7 +189,7 @@ def _from_environment() -> str:
 def _checked(name: str, origin: str) -> str:
     allowed = (AUTO, *ORDER)
     if name not in allowed:
-        raise UserError(f"{origin}: got {name!r}, allowed are {', '.join(allowed)}")
+        raise UserError(f"{origin}: {name!r} is not a valid backend; allowed are {', '.join(allowed)}")
     return name
 
 
@@ -203,6 +203,6 @@ def _log_fallback(name: str, reasons: str) -> None:
         return
     _logged.add((name, reasons))
     if missing is not None:
-        log.warning("the C++ kernels cannot be used, and torch does their work many times slower: %s", missing)
+        log.warning("the C++ kernels cannot be used; torch is used instead, which is many times slower: %s", missing)
     else:
         log.info("%s runs on the torch reference (%s)", name, reasons)

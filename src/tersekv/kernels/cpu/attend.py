@@ -173,7 +173,7 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
     out and lse."""
     native = cpu.loaded()
     if not outs or len(outs) != len(lses):
-        raise ValueError(f"outs, lses: expected as many of each and at least one, got {len(outs)} and {len(lses)}")
+        raise ValueError(f"outs, lses: expected equally many of both, at least one, got {len(outs)} and {len(lses)}")
     if len(outs) == 1:
         return outs[0].clone(), lses[0].clone()
     out = torch.empty_like(outs[0], memory_format=torch.contiguous_format)

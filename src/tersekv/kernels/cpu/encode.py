@@ -50,7 +50,7 @@ def _plane(name: str, plane: Tensor | None, shape: tuple[int, ...]) -> Tensor | 
         raise NotTaken(f"{name} is {plane.dtype}, not float32, float16 or bfloat16")
     own = (1,) * (len(shape) - plane.dim()) + tuple(plane.shape)
     if len(own) != len(shape) or any(n not in (1, m) for n, m in zip(own, shape, strict=True)):
-        raise ValueError(f"{name}: expected what broadcasts to {list(shape)}, got {list(plane.shape)}")
+        raise ValueError(f"{name}: expected a shape that broadcasts to {list(shape)}, got {list(plane.shape)}")
     return plane.float().expand(shape)
 
 

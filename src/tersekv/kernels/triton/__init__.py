@@ -73,7 +73,7 @@ def detail() -> str:
         return reason
     version = importlib.import_module("triton").__version__
     if interpreted():
-        return f"Triton {version}, interpreted on the CPU where it is forced"
+        return f"Triton {version}, interpreted on the CPU, only if it is forced"
     return f"Triton {version}, {', '.join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))}"
 
 
@@ -116,7 +116,7 @@ def _check_interpreter(first: Any) -> None:
     """Raise `NotTaken` for tensors on the CPU unless Triton's interpreter is forced."""
     x = first[0] if isinstance(first, list) else first
     if x.is_cpu and interpreted() and chosen() != NAME:
-        raise NotTaken("Triton's interpreter runs only where it is forced")
+        raise NotTaken("Triton's interpreter runs only if it is forced")
 
 
 def _launch() -> ModuleType:
@@ -322,7 +322,7 @@ def attend_layer(
     """Attend over a layer, see `kernels/attend.py`: one launch for the pages, which are prepared
     once, one for exact tokens, and one that merges."""
     if table is not None:
-        raise NotTaken("a pool is read by attend_pages")
+        raise NotTaken("attend does not read page tables; use attend_pages")
     _check_interpreter(query)
     made: PageSet | str | None = None
     if pages is not None:

@@ -48,7 +48,7 @@ def _why_not(x: Tensor, *more: Tensor | None) -> str | None:
         return reason.replace("query", "x")
     for other in more:
         if other is not None and other.device != x.device:
-            return f"x is on {x.device}, what goes with it on {other.device}"
+            return f"x is on {x.device}, another argument on {other.device}"
     for tensor in (x, *more):
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             return "x needs a gradient"

@@ -72,7 +72,7 @@ def attend_pages(
     pool = part(keys, values, query.device)
     for leaf in (*pool.keys.leaves, *pool.values.leaves):
         if page_tokens % (block := leaf.spec[constants.BLOCK.value]):
-            raise ValueError(f"page_tokens: expected a multiple of {block}, a block's tokens, got {page_tokens}")
+            raise ValueError(f"page_tokens: expected a multiple of {block} (the block size), got {page_tokens}")
     pages = pages.contiguous()
     where = pages, pages.stride(0), page_tokens, pool.tokens // page_tokens
     group = Group([pool._replace(tokens=T)], [0], False, query.device)
@@ -178,7 +178,7 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
     """Merge segments, see `kernels/softmax.py`: outs [B, H, R, D], lses [B, H, R], float32, to one
     out and lse."""
     if not outs or len(outs) != len(lses):
-        raise ValueError(f"outs, lses: expected as many of each and at least one, got {len(outs)} and {len(lses)}")
+        raise ValueError(f"outs, lses: expected equally many of both, at least one, got {len(outs)} and {len(lses)}")
     if len(outs) == 1:
         return outs[0], lses[0]
     if len(outs) > MAX_PARTS:

@@ -245,7 +245,7 @@ class Readable:
         if grid.side != self.name:
             raise ValueError(f"{self.name}: expected a GridSide of {self.name}, got one of {grid.side}")
         if not 1 <= grid.bits <= 8:
-            raise UnreadableError(f"{self.name} have {grid.bits} bits, the kernels take 1 to 8")
+            raise UnreadableError(f"{self.name} have {grid.bits} bits, the kernels support 1 to 8")
         if grid.block_tokens % 32:
             raise UnreadableError(f"{self.name} have blocks of {grid.block_tokens} tokens, not a multiple of 32")
         D, t, offset = grid.head_dim, grid.block_tokens, grid.offset
@@ -307,7 +307,7 @@ class Readable:
         places = self.plane("places", angles.places, (torch.int32,))
         kind = GIVEN if angles.is_given else CONSECUTIVE if angles.consecutive else ANYWHERE
         if not angles.is_given and not angles.rope.has_one_angle_per_pair(len(pairs)):
-            raise UnreadableError(f"{self.name} have a RoPE with cosines and sines of different columns")
+            raise UnreadableError(f"{self.name} have a RoPE whose cosines and sines are in different columns")
         follows = int(angles.places.shape[-1] == 1)
         return (table, table.shape[-1], *places, follows), _value(kind)
 
@@ -325,7 +325,7 @@ class Readable:
             UnreadableError: the sketch both takes some channels and leaves some out.
         """
         if sketch.channels is not None and sketch.dropped is not None:
-            raise UnreadableError(f"{self.name} have sketches that take some channels and leave some out")
+            raise UnreadableError(f"{self.name} have sketches that both take and leave out channels")
         of_chosen = sketch.channels is not None
         chosen = self.plane("channels", sketch.channels if of_chosen else sketch.dropped, (torch.int64,), 1)
         M, n = sketch.sketch.shape[0], chosen[0].shape[-1]

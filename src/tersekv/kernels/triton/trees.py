@@ -24,8 +24,12 @@ from tersekv.kernels.triton.leaves import Leaf, Readable, UnreadableError, chang
 def why_not_in_pages(name: str, leaves: Iterable[Leaf], roped: int = 0) -> str | None:
     """Return the reason why the tokens of these leaves cannot be read in another order, or None."""
     if roped or any(leaf.spec[0] == constants.TURNED.value for leaf in leaves):
-        return f"{name} have RoPE: their tokens have one order"
-    return f"{name} have outliers in one order" if any(x.spec[0] == constants.SPARSE.value for x in leaves) else None
+        return f"{name} have RoPE, so a page table cannot reorder their tokens"
+    return (
+        f"{name} have outliers, so a page table cannot reorder their tokens"
+        if any(x.spec[0] == constants.SPARSE.value for x in leaves)
+        else None
+    )
 
 
 class Keys(NamedTuple):
@@ -111,7 +115,7 @@ def keys(operand: Operand, device: torch.device, dry: bool = False) -> Keys:
     leaves = _key_leaves(readable, before.operand, _whole, (), roped=True)
     if rotation is not None:
         if any(leaf.matrix is not None or leaf.spec[0] == constants.SPARSE.value for leaf in leaves) or len(leaves) > 1:
-            raise UnreadableError(f"keys have a rotation of {roped.before.format} in front of RoPE")
+            raise UnreadableError(f"keys have a rotation of {roped.before.format} before RoPE")
         leaves = [_mapped(leaves[0], functools.partial(_whole, rotation), (rotation.shape[-2], D), identity(rotation))]
     pairs = _partners(roped.rope, D, device)
     angles, kind = readable.angles(roped.angles, pairs)
@@ -194,7 +198,7 @@ def _check_matrix(like: Tensor, n: int, D: int) -> None:
     """
     most = tuning.most_matrix(tuning.architecture(like.device))
     if power(n) * power(D) > most:
-        raise UnreadableError(f"keys have a matrix of {n} × {D} in front of RoPE, more than {most:,} elements")
+        raise UnreadableError(f"keys have a matrix of {n} × {D} before RoPE, more than {most:,} elements")
 
 
 def _mapped(leaf: Leaf, matrix: Callable[[], Tensor], shape: tuple[int, int], made_of: tuple[Any, ...]) -> Leaf:
@@ -229,7 +233,7 @@ def _pairs(rope: Any, D: int, device: torch.device) -> Tensor:
     if key not in known:
         pairs = rope.channels(D)
         if pairs is None:
-            raise UnreadableError("keys have a RoPE that does not turn pairs of channels")
+            raise UnreadableError("keys have a RoPE that does not rotate pairs of channels")
         known[key] = pairs.to(device)
     return known[key]
 
@@ -245,7 +249,7 @@ def _partners(rope: Any, D: int, device: torch.device) -> Tensor:
         moved, own = partner >= 0, torch.arange(D)
         back = torch.where(moved, partner.clamp(min=0), own)
         if not back[back].equal(own):
-            raise UnreadableError("keys have a RoPE that does not turn pairs of channels")
+            raise UnreadableError("keys have a RoPE that does not rotate pairs of channels")
         rows = [torch.where(moved, cos, -1), back, torch.where(moved, sin[back], 0), torch.where(moved, sign[back], 0)]
         known[key] = torch.stack(rows, 1).to(device, torch.int32)
     return known[key]
