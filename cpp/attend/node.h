@@ -27,7 +27,7 @@ struct Node {
   int64_t query_stride = 0;
   float* sum = nullptr;  // of values: [rows, sum_stride], this view's channels
   int64_t sum_stride = 0;
-  GridView grid;           // with the table of this batch row
+  GridView grid;           // the view's grid, with the table of this batch row
   void* own = nullptr;     // data of the layout, such as GridOwn
   float* lanes = nullptr;  // room for sums per lane, of kRowTile rows
   Node* parts = nullptr;

@@ -56,7 +56,7 @@ void polar_weights(const PolarView& v, const PolarOwn& own, PolarTokens at, int6
   }
 }
 
-// The same for 4, 2, 2 and 2 bits: eight weights.
+// Compute the eight weights under radius k if levels have 4, 2, 2 and 2 bits.
 template <class S>
 [[gnu::always_inline]] inline void polar_usual_weights(const PolarView& v, const PolarOwn& own, PolarTokens at,
                                                        int64_t k, typename S::F (&w)[8]) {

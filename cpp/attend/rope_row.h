@@ -1,4 +1,4 @@
-// Cosines and sines of one position: the product of the rotations of its digits (angle addition).
+// Cosines and sines of one position: the rotations of its digits, multiplied (angle addition).
 #pragma once
 
 #include "tile.h"

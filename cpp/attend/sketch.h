@@ -10,7 +10,7 @@ namespace {  // internal to each build of the kernels
 constexpr int64_t kSignTokens = 32;
 
 struct SignsOwn {
-  int64_t bytes;      // per token
+  int64_t bytes;      // bytes of signs per token
   float* tables;      // keys: [rows, 2·bytes, 16], partial sums of a nibble, or [rows, 2·bytes, 32] of int16
   float* steps;       // keys: [rows], unit of int16 tables
   float* transposed;  // if channels differ per block: [n, 8·bytes], Sᵀ

@@ -24,7 +24,7 @@ Where = int | Tensor
 """Positions or visibility of a segment's tokens. One of:
 
 - int: position of the first token; the others follow.
-- int tensor [T], [B, T] or [B, H, T]: position of each token, −1 for an empty place.
+- int tensor [T] or [B, T], or [B, H, T] with −1 for an empty place: position of each token.
 - bool tensor [B, q, T] or [B, H, q, T]: the segment's own mask.
 """
 

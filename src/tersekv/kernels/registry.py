@@ -83,7 +83,7 @@ class Operator:
         self.torch_operator = getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Return the result of the first kernel that supports the call; it equals the reference's."""
+        """Return the reference's result, computed by the first kernel that supports the call."""
         if named:
             args = inspect.signature(self.reference).bind(*args, **named).args
         if self.torch_operator is None:

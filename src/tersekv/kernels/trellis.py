@@ -109,10 +109,11 @@ def _back(state: Tensor, order: list[int], chosen: list[Tensor], bits: list[int]
 
 
 def pack_stream(windows: Tensor, bits: Tensor) -> Tensor:
-    """Windows uint8 [R, n, D] to streams int16 [R, n, S/16]; bits uint8 [R, D], each row's sum S a multiple of 16.
+    """Pack windows uint8 [R, n, D] into streams int16 [R, n, S/16]. bits is uint8 [R, D]; each
+    row's sum S is a multiple of 16.
 
-    The newest bits of component d, the b highest of its window, are bits p_d to p_d + b − 1 of the stream, where
-    p_d = Σ_{e<d} b_e; bit i of the stream is bit i % 16 of word i // 16.
+    The newest bits of component d, the b highest of its window, are bits p_d to p_d + b − 1 of the
+    stream, where p_d = Σ_{e<d} b_e. Bit i of the stream is bit i % 16 of word i // 16.
     """
     width = bits.long()
     place = width.cumsum(1) - width

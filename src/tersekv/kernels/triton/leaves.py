@@ -92,7 +92,7 @@ GIVEN: tl.constexpr = tl.constexpr(1)
 ANYWHERE: tl.constexpr = tl.constexpr(2)
 CONSECUTIVE: tl.constexpr = tl.constexpr(3)
 
-# Factor that is multiplied with the scales (SCALES).
+# Operand that scales are multiplied with (SCALES).
 TO_COEFFICIENTS: tl.constexpr = tl.constexpr(0)
 TO_PRODUCT: tl.constexpr = tl.constexpr(1)
 TO_ELEMENTS: tl.constexpr = tl.constexpr(2)
@@ -341,7 +341,7 @@ class Readable:
 
 
 def _scales(grid: GridSide) -> int:
-    """Return the factor that is multiplied with a grid's scales, see `grid.py`."""
+    """Return the operand that a grid's scales are multiplied with, see `grid.py`."""
     packed = grid.axis == ("channel" if grid.side == "keys" else "token")
     lanes = 32  # lanes of a tile, which share a scale of the packed axis
     if grid.axis == "token" and grid.group >= grid.head_dim:

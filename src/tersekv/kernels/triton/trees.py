@@ -168,7 +168,7 @@ def _sketched(
     S = sketch.sketch
     if sketch.varies:
         behind = 0
-        # the query sketched with all rows; each block subtracts its left-out channels
+        # the query sketched with all channels; each block subtracts the channels that it leaves out
         if sketch.channels is None and not roped:
             whole = query
             query, behind, origin = (lambda of: _with_sketched(whole(of), S)), len(S), (*origin, *identity(S))
