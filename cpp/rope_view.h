@@ -55,8 +55,8 @@ struct RopeView {
   // The angles of the next offsets->M tokens follow from those of any token.
   const RopeOffsets* offsets = nullptr;
   // If not null, positions are consecutive, and channels d and d + D/2 are a pair with one column.
-  // The array has cosines and sines of the next steps times 32767. Its shape is [D/4, 2,
-  // kInt16Offsets, 2], pairs 2i and 2i + 1 interleaved.
+  // The array has cosines and sines of the next steps times 32767. Its shape is
+  // [D/4, 2, kInt16Offsets, 2], pairs 2i and 2i + 1 interleaved.
   const int16_t* int16_offsets = nullptr;
 };
 

@@ -21,8 +21,8 @@ struct OutputMap {
   bool given() const { return matrix.given() || mean; }
 };
 
-// Run calls of one query over disjoint tokens, with the same B, H, R and Dv. Return out [B, H, R,
-// Dv] and lse [B, H, R] over all of them.
+// Run calls of one query over disjoint tokens, with the same B, H, R and Dv. Return out
+// [B, H, R, Dv] and lse [B, H, R] over all of them.
 void attend(std::vector<Call>& calls, const OutputMap& map, int threads, float* out, float* lse);
 void merge_segments(const Merge& call);
 

@@ -137,9 +137,9 @@ class Attention {
     }
   }
 
-  // out is [B, q, Hq, Dv] in any float type. If lse float32 [B, H, R] is given, out is float32 [B,
-  // H, R, Dv], and both can be merged with other tokens. sinks: float [Hq], logits that take part
-  // in the softmax without a value.
+  // out is [B, q, Hq, Dv] in any float type. If lse float32 [B, H, R] is given, out is float32
+  // [B, H, R, Dv], and both can be merged with other tokens. sinks: float [Hq], logits that take
+  // part in the softmax without a value.
   void run(nb::handle sinks, nb::handle out, nb::handle lse, int threads) {
     const Tensor target = tensor_of("out", out, kFloats), sums = optional_tensor("lse", lse, kFloat32),
                  logits = optional_tensor("sink logits", sinks, kFloats);
@@ -189,8 +189,8 @@ class Attention {
   }
 
   // Set the mask of a call from its tokens' positions or own mask. where: position of the first
-  // token; positions, integers [T], [B, T] or [B, H, T] (-1: none); or bool [B, q, T] or [B, H, q,
-  // T].
+  // token; positions, integers [T], [B, T] or [B, H, T] (-1: none); or bool [B, q, T] or
+  // [B, H, q, T].
   void locate(Call& call, nb::handle where) {
     if (PyLong_Check(where.ptr())) return locate_from(call, as_int(where.ptr()));
     const Tensor x = tensor_of("positions", where, kBool | kInt32 | kInt64);

@@ -72,8 +72,8 @@ void py_encode_trellis(nb::handle y, nb::handle weight, nb::handle bits, nb::han
   encode_trellis(call, threads);
 }
 
-// x [B, H, R, D], codes [1 or B, H, 3·D²/4], channels [1 or B, H, D]; out: a new contiguous [B, H,
-// R, D].
+// x [B, H, R, D], codes [1 or B, H, 3·D²/4], channels [1 or B, H, D]; out: a new contiguous
+// [B, H, R, D].
 void py_basis_product(nb::handle x, nb::handle codes, nb::handle channels, bool combine, nb::handle out, int threads) {
   const Tensor vectors = tensor_of("x", x, kFloat32), c = tensor_of("basis", codes, kUint8),
                scale = tensor_of("channels", channels, kFloats), to = tensor_of("out", out, kFloat32);

@@ -54,8 +54,8 @@ void find_boundaries(const float* entry, int64_t entries, bool circle, Boundarie
   }
 }
 
-// x [rows, blocks, t, D], contiguous. level_bits and tables: tuples, a table is [2^bits] or [rows,
-// 2^bits].
+// x [rows, blocks, t, D], contiguous. level_bits and tables: tuples, a table is [2^bits] or
+// [rows, 2^bits].
 void py_encode_polar(nb::handle x, nb::handle level_bits, nb::handle tables, nb::handle angles, nb::handle radii,
                      int threads) {
   const Tensor vectors = tensor_of("x", x, kFloat32), bytes = tensor_of("angles", angles, kUint8),

@@ -12,8 +12,8 @@ constexpr int kSketchRows = 4;                       // sketch rows that are sum
 constexpr int64_t kSketchLanes = 2 * kVectorFloats;  // tokens of a tile
 constexpr float kLeast = 1e-30f;                     // products below it lose bits
 
-// Compute the products of four rows of the sketch [4, D] with the tile's tokens, rows [D,
-// kSketchLanes].
+// Compute the products of four rows of the sketch [4, D] with the tile's tokens, rows
+// [D, kSketchLanes].
 void four_sums(const float* sketch, int64_t D, int64_t count, const float* rows, float* sums) {
   FloatVector sum[kSketchRows][2] = {};
   const float* at[kSketchRows];

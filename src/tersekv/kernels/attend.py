@@ -172,8 +172,8 @@ def attend(
         scaling: factor on the scores. softcap: s -> softcap·tanh(s/softcap), or None.
         sinks: float [Hq], logits that take part in the softmax without a value.
         parts: return float32 out and lse, which can be merged with attention over other tokens.
-        table: page table, see `kernels/attend_pages.py`. Then `pages` is one pool for all rows, row b
-            reads the pages in table entry b, and `where` of the pool is its mask.
+        table: page table, see `kernels/attend_pages.py`. Then `pages` is one pool for all rows, row
+            b reads the pages in table entry b, and `where` of the pool is its mask.
 
     Returns:
         [B, q, Hq, Dv] in the query's type. With `parts`: out float32 [B, H, R, Dv] and lse

@@ -20,12 +20,12 @@ Side = Literal["keys", "values"]
 class GridSide(NamedTuple):
     """The keys or the values of a packed segment: x̂ = scale · table[code] + offset.
 
-    - codes: int32 [B, H, N, Lg, W, 16], see `lanes`. Keys: lanes are tokens, packed axis is channels.
-      Values: lanes are channels, packed axis is tokens. The first three axes may have any stride, the
-      rest is contiguous.
-    - scale, offset: float16 or bfloat16. axis "token": [B, H, N, D/group, t], one per token and group
-      of channels. axis "channel": [B, H, N, t/group, D], one per channel and group of tokens. N may
-      have stride 0 (one range for all blocks). offset may be None (0).
+    - codes: int32 [B, H, N, Lg, W, 16], see `lanes`. Keys: lanes are tokens, packed axis is
+      channels. Values: lanes are channels, packed axis is tokens. The first three axes may have any
+      stride, the rest is contiguous.
+    - scale, offset: float16 or bfloat16. axis "token": [B, H, N, D/group, t], one per token and
+      group of channels. axis "channel": [B, H, N, t/group, D], one per channel and group of tokens.
+      N may have stride 0 (one range for all blocks). offset may be None (0).
     - table: the codebook, float32 [2**bits], or [B, 2**bits] if each batch row has its own.
     - integers: True if the table is 0 … 2**bits − 1, so that a kernel needs no look-up.
     """

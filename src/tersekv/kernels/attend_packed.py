@@ -55,8 +55,8 @@ def attend_packed(
     Args:
         query: float32 [B, H, R, D], contiguous.
         keys, values: the segment, of equal T.
-        mask: bool [B, q, T], or [B, H, q, T] if heads differ, True where a token is visible; None for
-            all. R % q == 0; row r uses mask row r % q.
+        mask: bool [B, q, T], or [B, H, q, T] if heads differ, True where a token is visible; None
+            for all. R % q == 0; row r uses mask row r % q.
         scaling: factor on the scores. softcap: s -> softcap·tanh(s/softcap), or None.
 
     Returns:

@@ -30,12 +30,12 @@ def attend_pages(
 
     Args:
         query: float32 [B, H, R, D], contiguous.
-        keys, values: the pool, S·p tokens. Tensors are [B, H, …]; the first axis usually has stride 0,
-            because all rows share the pool. A page is a whole number of blocks.
-        pages: int32 [B, P]. Entry [b, i] is the page, 0 to S − 1, with the tokens of row b from i·p on;
-            −1: none.
-        mask: bool [B, q, T] with R % q == 0 (row r uses mask row r % q), True where a token is visible.
-            Never True in a page −1.
+        keys, values: the pool, S·p tokens. Tensors are [B, H, …]; the first axis usually has stride
+            0, because all rows share the pool. A page is a whole number of blocks.
+        pages: int32 [B, P]. Entry [b, i] is the page, 0 to S − 1, with the tokens of row b from i·p
+            on; −1: none.
+        mask: bool [B, q, T] with R % q == 0 (row r uses mask row r % q), True where a token is
+            visible. Never True in a page −1.
         scaling: factor on the scores. softcap: s -> softcap·tanh(s/softcap), or None.
 
     Returns:

@@ -46,8 +46,8 @@ def grouped(x: Tensor, place: GridPlace) -> Tensor:
 
 
 def pack_groups(codes: Tensor, place: GridPlace) -> Tensor:
-    """Pack codes in the shape of `grouped`, any integer dtype, to int32 [B, H, N, lane groups,
-    words, 16]."""
+    """Pack codes in the shape of `grouped`, any integer dtype, to int32
+    [B, H, N, lane groups, words, 16]."""
     return pack_lanes.reference(lanes_of(codes, place), place.bits)
 
 
@@ -99,10 +99,10 @@ def encode_grid(
 
     Args:
         x: float32 [B, H, T, D], T whole blocks, any strides.
-        scale, offset: planes of any float dtype, or tensors that broadcast to them; None for 1 and 0.
-            A scale of 0 counts as 1.
-        table: float32 [2**bits], ascending: the nearest entry, ties to the lower one. None: the nearest
-            of the integers 0 … 2**bits − 1, ties to the even one.
+        scale, offset: planes of any float dtype, or tensors that broadcast to them; None for 1 and
+            0. A scale of 0 counts as 1.
+        table: float32 [2**bits], ascending: the nearest entry, ties to the lower one. None: the
+            nearest of the integers 0 … 2**bits − 1, ties to the even one.
 
     Returns:
         int32 [B, H, N, lane groups, words, 16], see `lanes`.

@@ -17,8 +17,8 @@ from tersekv.kernels.registry import operator
 
 
 def to_polar(x: Tensor, levels: int) -> tuple[list[Tensor], Tensor]:
-    """Convert x [..., D] to the angles of levels 1 to L, [..., D/2^ℓ] each, and the radii [...,
-    D/2^L]. 2^L divides D."""
+    """Convert x [..., D] to the angles of levels 1 to L, [..., D/2^ℓ] each, and the radii
+    [..., D/2^L]. 2^L divides D."""
     angles = []
     radii = x
     for level in range(1, levels + 1):

@@ -36,7 +36,7 @@ def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
         x: float32 [..., t, D]. sketch: S, float32 [M, D].
 
     Returns:
-        uint8 [..., ceil(M/8), t], bit 1 where the product is >= 0, least significant first; bits past M
-        are 0.
+        uint8 [..., ceil(M/8), t], bit 1 where the product is >= 0, least significant first; bits
+        past M are 0.
     """
     return pack_blocks(torch.matmul(x.double(), sketch.T.double()))

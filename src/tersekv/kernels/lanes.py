@@ -6,7 +6,7 @@ and channels on the packed axis. Value sums need one result per channel, so valu
 lanes and tokens on the packed axis. One micro-kernel serves both:
 `acc[lane] += coef[p] * table[code[p, lane]]`.
 
-Sixteen lanes make a group, and a lane holds 32-bit words. Packed index p = 2i + j goes to half-word j:
+Sixteen lanes make a group; a lane holds 32-bit words. Packed index p = 2i + j is in half-word j:
 
     word w of one lane, b = 4                       word w, b = 3 (one spare bit per half-word)
     bit 31      16 15       0                       bit 31           16 15            0
@@ -16,8 +16,8 @@ Sixteen lanes make a group, and a lane holds 32-bit words. Packed index p = 2i +
 A 16-lane load followed by one shift thus yields the codes of one p for sixteen lanes (32-bit lanes,
 float32 arithmetic). It also yields those of a pair p, p+1 in 32 half-words (bfloat16 dot products).
 Slot s of a half-word starts at bit b*s; `16 // b` codes fit directly. If b does not divide 16, the
-spare high bits of consecutive half-words form one stream (first word first, low bit first). It holds
-the remaining codes of the unit:
+spare high bits of consecutive half-words form one stream (first word first, low bit first). It
+holds the remaining codes of the unit:
 
     b   direct/half-word  spare bits  half-words per unit  codes per unit (direct + from spare bits)
     3          5              1               3                 16 (15 + 1)
@@ -25,7 +25,8 @@ the remaining codes of the unit:
     6          2              4               3                  8 ( 6 + 2)
     7          2              2               7                 16 (14 + 2)
 
-No bit is lost if P/2 is a multiple of the unit; a last, partial unit takes ceil(codes / direct) words.
+No bit is lost if P/2 is a multiple of the unit; a last, partial unit takes ceil(codes / direct)
+words.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def _fake(codes: Tensor, bits: int) -> Tensor:
 
 @operator("(Tensor codes, int bits) -> Tensor", _fake)
 def pack_lanes(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes [..., P, L] (any integer dtype, 0 <= code < 2**bits) into int32 [..., ceil(L/16), W, 16]."""
+    """Pack codes [..., P, L] (any integer dtype, 0 <= code < 2**bits) into int32
+    [..., ceil(L/16), W, 16]."""
     *lead, P, L = codes.shape
     half = half_words(bits, math.ceil(P / 2))
     slots = _slots(half)

@@ -126,7 +126,8 @@ class Operator:
         return self.reference(*args)
 
     def direct(self, *args: Any, reasons: list[str] | None = None) -> Any:
-        """Return the result of the first kernel that supports the call; None if only the reference does.
+        """Return the result of the first kernel that supports the call; None if only the reference
+        does.
 
         A forced backend that has no kernel for this operator also returns None.
 

@@ -49,8 +49,8 @@ def attend_weighted(
     """Attention over tokens that represent several others, with log-weights a (numerator) and b
     (denominator) [B, H, T].
 
-    Scores, value, mask, scaling, softcap: see `attend_scores`. Returns Σ e^{s+a}·v / Σ e^{s+a} [B,
-    H, R, D] with log Σ e^{s+a} [B, H, R], and log Σ e^{s+b} [B, H, R]. A result is None if its
+    Scores, value, mask, scaling, softcap: see `attend_scores`. Returns Σ e^{s+a}·v / Σ e^{s+a}
+    [B, H, R, D] with log Σ e^{s+a} [B, H, R], and log Σ e^{s+b} [B, H, R]. A result is None if its
     weights are None. Nothing overflows, because only differences to the largest score are
     exponentiated.
     """
@@ -69,10 +69,11 @@ def attend_weighted(
 def attend_exact(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over unpacked tokens: query float32 [B, H, R, D], key and value [B, H, T, D] of any float dtype.
+    """Attention over unpacked tokens: query float32 [B, H, R, D], key and value [B, H, T, D] of any
+    float dtype.
 
-    The two leading axes and T of key and value may have any stride. Mask, scaling, softcap, returns: see
-    `attend_scores`.
+    The two leading axes and T of key and value may have any stride. Mask, scaling, softcap,
+    returns: see `attend_scores`.
     """
     scores = torch.matmul(query, key.float().transpose(-1, -2))
     return attend_scores(scores, value.float(), mask, scaling, softcap)

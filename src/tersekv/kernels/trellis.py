@@ -47,8 +47,8 @@ def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> T
     """Viterbi search for the windows with the least Σ_d weight_d·(y_d − tables[b_d, window_d])².
 
     The ring's first state comes from the best open path over the last components followed by all
-    components; among ties, the path that ends in the lowest window. The result is the best path that
-    begins and ends in that state.
+    components; among ties, the path that ends in the lowest window. The result is the best path
+    that begins and ends in that state.
 
     Args:
         y: float32 [R, n, D]. weight: float32 [R, D], not negative. bits: uint8 [R, D], 0 to 8.

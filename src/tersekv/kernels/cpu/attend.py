@@ -160,8 +160,8 @@ def attend_pages(
     query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend over a pool, see `kernels/attend_pages.py`: out float32 [B, H, R, Dv], lse float32 [B,
-    H, R]."""
+    """Attend over a pool, see `kernels/attend_pages.py`: out float32 [B, H, R, Dv], lse float32
+    [B, H, R]."""
     native = cpu.loaded()
     views = [native_view(native, keys)], [native_view(native, values)]
     return _attend_views(query, *views, (last_contiguous(mask),), pages.contiguous(), page_tokens, scaling, softcap)

@@ -228,8 +228,8 @@ def attend_pages(
     query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend over a pool, see `kernels/attend_pages.py`: out float32 [B, H, R, Dv], lse float32 [B,
-    H, R]."""
+    """Attend over a pool, see `kernels/attend_pages.py`: out float32 [B, H, R, Dv], lse float32
+    [B, H, R]."""
     call = query, keys, values, pages, page_tokens, mask, scaling, softcap
     result: tuple[Tensor, Tensor] = _launch().attend_pages(*call)
     return result
@@ -239,8 +239,8 @@ def prepare(segments: Sequence[Segment]) -> PageSet | str:
     """Check the segments of one layer and build everything that does not depend on the query.
 
     Args:
-        segments: at least one; keys [B, H, T, D] and values [B, H, T, Dv] of equal T, which may differ
-            between segments. Masks are ignored.
+        segments: at least one; keys [B, H, T, D] and values [B, H, T, Dv] of equal T, which may
+            differ between segments. Masks are ignored.
 
     Returns:
         The page set, or the reason why Triton does not support one of the segments. Segments that
@@ -270,10 +270,10 @@ def attend(
 
     Args:
         query: float32 [B, H, R, D], at most `MAX_ROWS` rows, on the page set's device.
-        masks: one per segment, in the order in which they were prepared, or None for a segment whose
-            tokens are all visible. bool [B, q, T] or [B, H, q, T], True where a token is visible,
-            R % q == 0 (row r uses mask row r % q). None: all tokens are visible. Neighbouring columns
-            of one tensor are read in place, other masks are copied.
+        masks: one per segment, in the order in which they were prepared, or None for a segment
+            whose tokens are all visible. bool [B, q, T] or [B, H, q, T], True where a token is
+            visible, R % q == 0 (row r uses mask row r % q). None: all tokens are visible.
+            Neighbouring columns of one tensor are read in place, other masks are copied.
         scaling: factor on the scores. softcap: s -> softcap·tanh(s/softcap), or None.
 
     Returns:

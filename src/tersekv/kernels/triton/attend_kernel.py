@@ -184,19 +184,19 @@ def attend(
 ):  # fmt: skip
     """Attention over segments of the same layouts. Grid (this launch's splits, B·H, row tiles).
 
-    Writes out float32 [B·H, splits, R, channels] and lse [B·H, splits, R] from `first_split` on; each
-    split is attention over its own tokens. Segments are passed in one of two ways:
+    Writes out float32 [B·H, splits, R, channels] and lse [B·H, splits, R] from `first_split` on;
+    each split is attention over its own tokens. Segments are passed in one of two ways:
 
-    - FIELDS is empty: `segments` is a tuple of (fields of the key leaves, of the value leaves, angles,
-      T). A split is `split_tokens` tokens of all segments one after the other, each padded to whole
-      tiles. `masks` has one mask per segment.
-    - FIELDS describes the fields of `table`, int64 [pages, table_width]. A row has T, the page's first
-      mask column, and the fields. `runs`, int32 [grid's splits + 1 + 3·runs], has the first run of
-      each split and the number of runs, then page, first token and end of each run.
+    - FIELDS is empty: `segments` is a tuple of (fields of the key leaves, of the value leaves,
+      angles, T). A split is `split_tokens` tokens of all segments one after the other, each padded
+      to whole tiles. `masks` has one mask per segment.
+    - FIELDS describes the fields of `table`, int64 [pages, table_width]. A row has T, the page's
+      first mask column, and the fields. `runs`, int32 [grid's splits + 1 + 3·runs], has the first
+      run of each split and the number of runs, then page, first token and end of each run.
 
     pairs: channels of RoPE. PAGED: `pages` has the page table int32 [B, P], the stride of its rows,
-    tokens per page (a multiple of 32·NB) and pages in the pool. A mask has its bytes, its strides of
-    batch row, head, query and token, and its number of queries.
+    tokens per page (a multiple of 32·NB) and pages in the pool. A mask has its bytes, its strides
+    of batch row, head, query and token, and its number of queries.
     """
     N: tl.constexpr = NB * 32
     split, head = tl.program_id(0), tl.program_id(1)
@@ -259,8 +259,8 @@ def attend(
 
 @triton.jit
 def merge(out, lse, outs, lses, splits, R, channels, SPLITS: tl.constexpr, CHANNELS_: tl.constexpr):
-    """Merge splits. Grid (B·H, R). outs float32 [B·H, splits, R, channels] and lses [B·H, splits,
-    R] to one out and lse."""
+    """Merge splits. Grid (B·H, R). outs float32 [B·H, splits, R, channels] and lses
+    [B·H, splits, R] to one out and lse."""
     head, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.arange(0, CHANNELS_)
     most = float("-inf")

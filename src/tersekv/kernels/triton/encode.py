@@ -172,8 +172,8 @@ def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
 @joins(encode_polar_operators.encode_polar, unless=why_not_encode_polar)
 @on_own_device
 def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Encode to polar coordinates in two launches, see `kernels/encode_polar.py`: angles uint8 [B,
-    ..., bytes, t], radii float32 [B, ..., D/2^L, t]."""
+    """Encode to polar coordinates in two launches, see `kernels/encode_polar.py`: angles uint8
+    [B, ..., bytes, t], radii float32 [B, ..., D/2^L, t]."""
     *lead, t, D = x.shape
     L, blocks, x = len(level_bits), math.prod(lead), x.contiguous()
     rows, entries = -(-stream_offsets(level_bits, D)[-1] // 8), D - (D >> L)

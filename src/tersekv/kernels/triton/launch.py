@@ -56,10 +56,11 @@ def attend_pages(
     query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend over a pool, see `kernels/attend_pages.py`: out float32 [B, H, R, Dv], lse float32 [B, H, R].
+    """Attend over a pool, see `kernels/attend_pages.py`: out float32 [B, H, R, Dv], lse float32
+    [B, H, R].
 
-    Launches as in `attend_packed`. Invalid entries of `pages` are read as −1, because rejecting them
-    would wait for the device.
+    Launches as in `attend_packed`. Invalid entries of `pages` are read as −1, because rejecting
+    them would wait for the device.
 
     Raises:
         ValueError: pages are not whole blocks, or the mask has another number of tokens.

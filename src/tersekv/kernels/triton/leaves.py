@@ -133,10 +133,10 @@ class Leaf(NamedTuple):
 
     spec: the constants above. fields: tensors and numbers of one segment.
 
-    Key leaves also have a function `query`. It maps the segment's queries float32 [B, H, R, D] to the
-    queries that the leaf is multiplied with, [B, H, R, channels]. A function `matrix` returns the
-    matrix before RoPE, if there is one. `origin` is equal for leaves whose two functions return the
-    same.
+    Key leaves also have a function `query`. It maps the segment's queries float32 [B, H, R, D] to
+    the queries that the leaf is multiplied with, [B, H, R, channels]. A function `matrix` returns
+    the matrix before RoPE, if there is one. `origin` is equal for leaves whose two functions return
+    the same.
     """
 
     spec: tuple[int, ...]

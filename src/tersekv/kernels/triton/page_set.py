@@ -53,8 +53,8 @@ def part(keys: Operand, values: Operand | None, device: torch.device) -> PagePar
     """Check a segment and describe it. values: None for an output without channels.
 
     Raises:
-        UnreadableError: the kernels cannot read it. ValueError: keys and values have different numbers
-        of tokens.
+        UnreadableError: the kernels cannot read it. ValueError: keys and values have different
+        numbers of tokens.
     """
     made = PagePart(
         trees.keys(keys, device), trees.NO_VALUES if values is None else trees.values(values, device), *trees.size(keys)
@@ -160,8 +160,8 @@ def prepare(segments: Sequence[Segment]) -> PageSet:
     """Check the segments of one layer and build their kernel arguments. Masks are ignored.
 
     Args:
-        segments: at least one, each with keys [B, H, T, D] and values [B, H, T, Dv] of its own T, any
-            layouts.
+        segments: at least one, each with keys [B, H, T, D] and values [B, H, T, Dv] of its own T,
+            any layouts.
 
     Raises:
         UnreadableError: the kernels cannot read a segment. ValueError: keys and values of a segment

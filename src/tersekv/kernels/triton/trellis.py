@@ -123,9 +123,9 @@ def search(
     y float32 [R, n, D], weight float32 and bits uint8 [R, D], to taken uint8 [R, n, rounds, 16], of
     which the first Σ bits rounds of a row are written.
 
-    CLOSED: paths begin in the states `ends` int32 [R, n]. Else they begin in any state, warm_up int32
-    [R] components before the first one (these are the last components), and the best path's last state
-    is written to `ends`.
+    CLOSED: paths begin in the states `ends` int32 [R, n]. Else they begin in any state, warm_up
+    int32 [R] components before the first one (these are the last components), and the best path's
+    last state is written to `ends`.
     """
     row = tl.program_id(1).to(tl.int64)
     v = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)

@@ -69,8 +69,8 @@ LEAST = Shape(1, 4, 1)
 class LaunchPlan(NamedTuple):
     """Launch sizes of a call.
 
-    rows: query rows per program. blocks: of 32 tokens handled at a time. splits: number of splits of
-    split_tokens tokens each. warps, stages: as in Triton.
+    rows: query rows per program. blocks: of 32 tokens handled at a time. splits: number of splits
+    of split_tokens tokens each. warps, stages: as in Triton.
     """
 
     rows: int
