@@ -1,16 +1,17 @@
 """One decode step of one layer, appending a token and attending: its time and its calls.
 
     python benchmarks/layer_step.py [--out benchmarks/records/layer_step.jsonl] [--recipes default qjl]
-        [--dtype bfloat16] [--threads 1] [--seconds 0.2]
+        [--dtype bfloat16] [--threads 1] [--rounds 9]
 
-Times are medians in microseconds. In each round, every cache has the same share of seconds; "exact" is transformers'
-DynamicLayer with scaled_dot_product_attention. Calls are counted in a model of 4 layers after 600 tokens: Python calls
+Times are medians in microseconds over rounds in which the caches take turns. "exact" is transformers' DynamicLayer with
+scaled_dot_product_attention. Calls are counted in a model of 4 layers after 600 tokens: Python calls
 in files of tersekv, and calls of its extension, per layer.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import sys
@@ -46,7 +47,9 @@ COUNTED = (
 SHAPES = ((9, 3, 64), (32, 8, 128))
 """Query heads, key-value heads and head dim of SmolLM2-135M and Llama-3.1-8B."""
 
-TOKENS, ROUNDS = (1024, 8192), 5
+TOKENS = (1024, 8192)
+WARM_UP, STEPS = 8, 64
+"""Steps of a cache in each round that are not timed, and that are."""
 
 
 def calls(recipe: str) -> tuple[float, float]:
@@ -57,7 +60,7 @@ def calls(recipe: str) -> tuple[float, float]:
         intermediate_size=64, vocab_size=64,
     )  # fmt: skip
     model, counts = LlamaForCausalLM(config).eval(), {"python": 0, "native": 0}
-    ours, native = tersekv.__path__[0], cpu.loaded()
+    ours, native = tuple(tersekv.__path__), cpu.loaded()
 
     def count(frame: Any, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(ours):
@@ -83,42 +86,52 @@ def calls(recipe: str) -> tuple[float, float]:
     return counts["python"] / 4, counts["native"] / 4
 
 
-def step(recipe: str, shape: Sequence[int], tokens: int, dtype: torch.dtype) -> Callable[[], Any]:
-    """A function that appends a token to a layer that holds so many, and attends."""
-    Hq, H, D = shape
-    made = torch.Generator().manual_seed(0)
-    keys, values = torch.randn(2, 1, H, tokens, D, generator=made).to(dtype)
-    key, value = torch.randn(2, 1, H, 1, D, generator=made).to(dtype)
-    query, scaling = torch.randn(1, Hq, 1, D, generator=made).to(dtype), D**-0.5
+def filled(recipe: str, shape: Sequence[int], tokens: int, dtype: torch.dtype) -> Any:
+    """A layer that holds so many tokens: a store of tersekv, or transformers' own."""
+    _, H, D = shape
+    keys, values = torch.randn(2, 1, H, tokens, D, generator=torch.Generator().manual_seed(0)).to(dtype)
     if recipe == EXACT:
         layer = DynamicLayer()
         layer.update(keys, values)
+        return layer
+    store = new_store(Recipe.parse(recipe).plan(3, 8), keys[:, :, :0], values[:, :, :0], None, standard_rope(D))
+    store.append(keys, values)
+    return store
+
+
+def step(layer: Any, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Any]:
+    """A function that appends a token to a layer and attends over all that it holds."""
+    Hq, H, D = shape
+    made = torch.Generator().manual_seed(1)
+    key, value = torch.randn(2, 1, H, 1, D, generator=made).to(dtype)
+    query, scaling = torch.randn(1, Hq, 1, D, generator=made).to(dtype), D**-0.5
+    if isinstance(layer, DynamicLayer):
 
         def exact() -> None:
             k, v = layer.update(key, value)
             scaled_dot_product_attention(query, k, v, scale=scaling, enable_gqa=True)
 
         return exact
-    store = new_store(Recipe.parse(recipe).plan(3, 8), keys[:, :, :0], values[:, :, :0], None, standard_rope(D))
-    store.append(keys, values)
     call = AttentionCall(query, None, scaling)
 
     def packed() -> None:
-        store.append(key, value)
-        attend_store(store, call)
+        layer.append(key, value)
+        attend_store(layer, call)
 
     return packed
 
 
-def medians(recipes: Sequence[str], shape: Sequence[int], tokens: int, dtype: torch.dtype, seconds: float) -> list[Any]:
-    """Microseconds of a step with each cache, the median of all rounds."""
-    steps, times = [step(recipe, shape, tokens, dtype) for recipe in recipes], [[] for _ in recipes]
-    for turn in range(1 + ROUNDS):
-        for run, taken in zip(steps, times, strict=True):
-            end = time.perf_counter() + seconds
-            while (start := time.perf_counter()) < end:
+def medians(recipes: Sequence[str], shape: Sequence[int], tokens: int, dtype: torch.dtype, rounds: int) -> list[float]:
+    """Microseconds of a step with each cache, the median of all rounds; each round begins with as many tokens."""
+    layers = [filled(recipe, shape, tokens, dtype) for recipe in recipes]
+    times: list[list[float]] = [[] for _ in recipes]
+    for _ in range(rounds):
+        for layer, taken in zip(layers, times, strict=True):
+            run = step(copy.deepcopy(layer), shape, dtype)
+            for i in range(WARM_UP + STEPS):
+                start = time.perf_counter()
                 run()
-                if turn:  # the first round warms up
+                if i >= WARM_UP:
                     taken.append(time.perf_counter() - start)
     return [statistics.median(taken) * 1e6 for taken in times]
 
@@ -130,7 +143,7 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="+", default=("float32", "bfloat16"))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=0.2, help="of each cache per round")
+    parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     about = {
@@ -150,7 +163,7 @@ def main() -> None:
         for dtype in options.dtype:
             for shape in SHAPES:
                 for tokens in TOKENS:
-                    found = medians(names, shape, tokens, getattr(torch, dtype), options.seconds)
+                    found = medians(names, shape, tokens, getattr(torch, dtype), options.rounds)
                     where = {"dtype": dtype, "heads": list(shape), "tokens": tokens, "threads": options.threads}
                     for name, taken in zip(names, found, strict=True):
                         rows.append(about | {"recipe": name, **where, "microseconds": round(taken, 1)})

@@ -60,12 +60,12 @@ def test_profiles_name_operators():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_is_few_calls(recipe):
     python, native = benchmark("layer_step").calls(recipe)
-    assert python <= 40
+    assert 10 < python <= 40
     assert native == 1
 
 
 @pytest.mark.skipif(cpu.why_not_built() is not None, reason="the C++ extension is not built")
 def test_a_step_of_a_policy_that_evicts_is_one_native_call():
     python, native = benchmark("layer_step").calls("snapkv:budget=128+kivi:bits=4")
-    assert python <= 60
+    assert 10 < python <= 60
     assert native == 1

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tersekv.cache.schema import Check, anything, each, record, refuse, require, shortened
 from tersekv.codecs import Codec
+from tersekv.tensors import plain
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -63,6 +64,7 @@ class Stateful:
         """Attributes for a pickle, with copies of tensors, see `state`."""
         return {name: None if name in self.MADE else _own_tensors(held) for name, held in vars(self).items()}
 
+    @plain
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy that shares nothing."""
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
