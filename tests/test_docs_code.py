@@ -60,8 +60,9 @@ def name(page: Path) -> str:
 
 @pytest.fixture(scope="module")
 def small(tiny, tmp_path_factory):
-    """A model in place of the default one: the tiny one's tokens, but as many layers and heads as make a cache whose
-    tables are small beside its tokens, and a context for the examples' text."""
+    """A model in place of the default one, with the tiny one's tokens.
+
+    It has enough layers and heads for a cache whose tables are small beside its tokens, and a long context."""
     folder = tmp_path_factory.mktemp("small")
     shutil.copytree(tiny, folder, dirs_exist_ok=True)
     config = LlamaConfig.from_pretrained(folder)
@@ -145,7 +146,9 @@ def test_commands_parse(page, line):
     command.make_context(command.name, words)
 
 
-PROGRAMS = sorted({(name(page), line) for page in PAGES if page.name not in HISTORY for line in commands(page, "python")})
+PROGRAMS = sorted(
+    {(name(page), line) for page in PAGES if page.name not in HISTORY for line in commands(page, "python")}
+)
 
 
 @pytest.mark.parametrize(("page", "line"), PROGRAMS, ids=lambda value: value[:60])
