@@ -163,5 +163,5 @@ format: setup ## rewrite the code in its style
 
 clean: ## remove what was built
 	rm -rf .venv build dist htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 	find src -name '*.so' -delete

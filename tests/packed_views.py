@@ -148,7 +148,7 @@ def table_error(view: View, query: Tensor) -> float:
 
 def _sketch_error(sketch: SignSketch, query: Tensor) -> float:
     blocks = sketch.norms.shape[2] if sketch.varies else 1
-    at = [c if c is None else c.expand(-1, -1, blocks, -1) for c in (sketch.channels, sketch.num_evicted)]
+    at = [c if c is None else c.expand(-1, -1, blocks, -1) for c in (sketch.channels, sketch.dropped)]
     most = 0.0
     for n in range(blocks):
         channels, dropped = (c if c is None else c[:, :, n : n + 1] for c in at)

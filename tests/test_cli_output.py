@@ -92,7 +92,7 @@ def test_the_estimate_leaves_out_what_was_found_done(monkeypatch: pytest.MonkeyP
     """Of 110 samples 100 are in the records, and each of the others takes ten seconds."""
     now = 0.0
     monkeypatch.setattr(output.time, "monotonic", lambda: now)
-    step = output.Step("evaluating", 110, "samples")
+    step = output.ProgressStep("evaluating", 110, "samples")
     assert step.seconds_left() is None
     for done in range(1, 101):
         now += 0.001
@@ -212,7 +212,7 @@ def test_the_library_logs_and_does_not_print() -> None:
         if path.parent.name == "cli":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            named = isinstance(node, ast.AttentionCall) and isinstance(node.func, ast.Name) and node.func.id == "print"
+            named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
             assert not named or path.name == "trellis.py", path
     assert (package / "py.typed").is_file()
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tersekv.codecs.codebooks.trellis import trellis_entries
-from tersekv.kernels.trellis import pack_stream, windows_of
-from tersekv.layouts.trellis import TrellisView, gain_codes, gains, largest_gain, pack_tokens, trellis_layout
+from tersekv.kernels.trellis import gain_codes, gains, largest_gain, pack_stream, windows_of
+from tersekv.layouts.trellis import TrellisView, trellis_layout
 
 
 def ring(bits, seed):
@@ -81,7 +81,8 @@ def test_golden_bytes_of_mixed_rates():
 def test_tokens_are_lanes():
     bits = torch.tensor([[[2] * 8] * 2], dtype=torch.uint8)
     windows = torch.cat([ring(bits[0, 0], seed)[0] for seed in range(2 * 64 // 3 + 1)], 1)[0, : 2 * 64]
-    planes = {"stream": pack_tokens(windows.view(1, 2, 64, 8), bits)}
+    stream = pack_stream(windows.view(2, 64, 8), bits[0]).view(1, 2, 2, 32, 1)
+    planes = {"stream": stream.transpose(-1, -2).contiguous()}
     assert planes["stream"].shape == (1, 2, 2, 1, 32) == (1, 2, 2, *trellis_layout(1).planes["stream"].shape)
     planes["gain"] = torch.full((1, 2, 2, 32), 144, dtype=torch.uint8)
     planes["gain"][0, 1, 1, 5] = 0

@@ -7,6 +7,7 @@ import torch
 
 from conftest import benchmark
 from tersekv.kernels import backends, cpu
+from tersekv.kernels.basis import packed_basis
 from tersekv.kernels.encode_grid import GridPlace
 from tersekv.kernels.registry import OPERATORS
 
@@ -17,7 +18,9 @@ CALLS = {
     "rotate_dense": (X, torch.eye(32)),
     "rotate_hadamard": (X, torch.eye(32), torch.arange(32, dtype=torch.int32), torch.ones(32)),
     "basis_product": (X, torch.zeros(1, 2, 768, dtype=torch.uint8), torch.ones(1, 2, 32).half(), True),
+    "basis_components": (X, *packed_basis(torch.randn(1, 2, 32, 32).double(), torch.ones(1, 2, 32).double()).values()),
     "encode_trellis": TRELLIS,
+    "pack_trellis": (*TRELLIS, 2, [3]),
     "group_ranges": (X, *PLACE),
     "encode_grid": (X, *PLACE, torch.ones(1, 1, 1, 1, 1), None, None),
     "pack_lanes": (torch.randint(0, 8, (2, 32, 16)), 3),

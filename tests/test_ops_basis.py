@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from native_calls import why_not
 from tersekv.errors import UserError
 from tersekv.kernels import backends
-from tersekv.kernels.basis import basis_product, packed_basis, unpacked_basis
+from tersekv.kernels.basis import basis_components, basis_product, packed_basis, unpacked_basis
 from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.kernels.registry import NotTaken
 from test_ops_parity import pytestmark  # noqa: F401
@@ -27,6 +27,32 @@ def test_products(B, H, R, sixteens, one_row, combine):
     x = torch.randn(B, H, R, 16 * sixteens)
     expected = basis_product.reference(x, **kept, combine=combine)
     torch.testing.assert_close(cpu_attend.basis_product(x, **kept, combine=combine), expected, rtol=1e-5, atol=1e-3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 7, 300]), st.integers(1, 8), st.booleans())
+def test_components(B, H, R, sixteens, one_row):
+    kept, D = drawn(1 if one_row else B, H, 16 * sixteens), 16 * sixteens
+    y = torch.randn(B, H, R, D)
+    x = (y.double() @ unpacked_basis(**kept)).float()
+    found = cpu_attend.basis_components(x, **kept)
+    expected = basis_components.reference(x, **kept)
+    size = expected.abs().amax((-1, -2), keepdim=True)
+    torch.testing.assert_close(found / size, expected / size, rtol=1e-5, atol=1e-5)
+    back = (found.double() @ unpacked_basis(**kept)).float()
+    torch.testing.assert_close(back, x, rtol=1e-3, atol=1e-3 * float(x.abs().max()))
+
+
+def test_components_do_not_depend_on_the_batch():
+    kept, x = drawn(1, 2, 64), torch.randn(3, 2, 300, 64)
+    whole = cpu_attend.basis_components(x, **kept)
+    assert torch.equal(cpu_attend.basis_components(x[1:2, :, 257:260], **kept), whole[1:2, :, 257:260])
+
+
+def test_an_entry_of_zero_on_the_diagonal_is_no_obstacle():
+    rows = torch.eye(32, dtype=torch.float64).flip(0).expand(1, 1, 32, 32)
+    kept, x = packed_basis(rows, torch.ones(1, 1, 32).double()), torch.randn(1, 1, 3, 32)
+    torch.testing.assert_close(cpu_attend.basis_components(x, **kept), x.flip(-1) / 31, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("combine", "sum_over"), [(True, "bhrd,bhdc->bhrc"), (False, "bhrc,bhdc->bhrd")])

@@ -12,7 +12,7 @@ from tersekv.codecs.codebooks.trellis import trellis_entries
 from tersekv.errors import UserError
 from tersekv.kernels import backends, cpu
 from tersekv.kernels.cpu import encode as native
-from tersekv.kernels.trellis import encode_trellis, pack_stream, windows_of
+from tersekv.kernels.trellis import encode_trellis, gains, pack_stream, pack_trellis, windows_of
 from test_ops_parity import isa, one_thread, pytestmark  # noqa: F401
 
 
@@ -175,3 +175,49 @@ def test_short_rings_have_the_references_codes(isa, rates):  # noqa: F811
     y, weight = torch.randn(1, 2000, len(rates)), torch.rand(1, len(rates)) + 0.1
     expected = encode_trellis.reference(y, weight, bits, tables())
     assert torch.equal(native.encode_trellis(y, weight, bits, tables()), expected)
+
+
+def packed_error(y, weight, bits, stream, gain):
+    """Σ weight·(y − gain·x)² per vector, float64 [R, n], from a stream alone; components without bits are 0."""
+    entries = tables()[bits.long()[:, None], windows_of(stream, bits)].double() * (bits > 0)[:, None]
+    off = y.double() - gains(gain).double().unsqueeze(-1) * entries
+    return (off.square() * weight.double()[:, None]).sum(-1)
+
+
+@pytest.mark.parametrize("steps", [[], [3], [1, 4]])
+@pytest.mark.parametrize(("R", "n", "D"), [(1, 1, 16), (3, 40, 64), (2, 9, 128)])
+def test_packing_with_a_gain_is_as_good_as_the_reference(isa, steps, R, n, D):  # noqa: F811
+    g = torch.Generator().manual_seed(D + len(steps))
+    y = torch.randn(R, n, D, generator=g) * torch.rand(R, n, 1, generator=g).mul(6).exp2()
+    weight = torch.rand(R, D, generator=g) + 0.1
+    bits = torch.full((R, D), 2, dtype=torch.uint8)
+    bits[:, : D // 4], bits[:, -D // 4 :] = 3, 1
+    bits[:, 0], bits[:, 1] = 6, 0
+    words = int(bits[0].sum()) // 16
+    stream, gain = native.pack_trellis(y, weight, bits, tables(), words, steps)
+    expected = pack_trellis.reference(y, weight, bits, tables(), words, steps)
+    assert [(x.shape, x.dtype) for x in (stream, gain)] == [(x.shape, x.dtype) for x in expected]
+    ours, theirs = (packed_error(y, weight, bits, *found) for found in ((stream, gain), expected))
+    torch.testing.assert_close(ours.sum(), theirs.sum(), rtol=2e-3, atol=1e-9)
+    assert (gain == expected[1]).float().mean() > 0.95
+    if steps:  # the tries are searched: never worse than the first gain alone
+        plain = packed_error(y, weight, bits, *native.pack_trellis(y, weight, bits, tables(), words, []))
+        assert (ours <= plain * (1 + 1e-5)).all()
+        assert ours.sum() < plain.sum() or n == 1
+
+
+def test_packing_does_not_depend_on_the_batch(isa):  # noqa: F811
+    y, weight = torch.randn(2, 50, 64), torch.rand(2, 64)
+    bits = torch.full((2, 64), 3, dtype=torch.uint8)
+    stream, gain = native.pack_trellis(y, weight, bits, tables(), 12, [3])
+    one = native.pack_trellis(y[1:, 7:8], weight[1:], bits[1:], tables(), 12, [3])
+    assert torch.equal(one[0][0, 0], stream[1, 7])
+    assert torch.equal(one[1][0, 0], gain[1, 7])
+    zero = native.pack_trellis(torch.zeros(1, 2, 64), weight[:1], bits[:1], tables(), 12, [3])
+    assert (zero[1] == 0).all()
+
+
+def test_packing_refuses_rates_that_do_not_fill_the_stream():
+    y, weight, bits = torch.randn(1, 4, 32), torch.ones(1, 32), torch.full((1, 32), 2, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="expected a sum of 80, got 64"):
+        native.pack_trellis(y, weight, bits, tables(), 5, [3])

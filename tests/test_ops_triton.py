@@ -289,7 +289,7 @@ def test_merge_segments(device, segments, D):
 def both_ways(view):
     """Its first sketch leaves out channels of each block, here of some that it takes."""
     sketch = view.sketches[0]
-    return type(view)([sketch._replace(channels=sketch.num_evicted)], view.head_dim)
+    return type(view)([sketch._replace(channels=sketch.dropped)], view.head_dim)
 
 
 def wide(name):

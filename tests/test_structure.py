@@ -221,7 +221,7 @@ def test_every_method_has_a_page():
 
 
 def test_links_in_the_docs_lead_somewhere():
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("examples/*.md")]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
@@ -230,7 +230,7 @@ def test_links_in_the_docs_lead_somewhere():
 def test_files_stay_small():
     """No file over 400 lines but tests of many small cases: a smaller limit pushes code into compression."""
     reasons = {"test_models.py", "test_cli.py", "test_ops_parity.py", "test_ops_triton.py", "test_transformers.py"}
-    for folder in ("src", "tests", "benchmarks", "cpp"):
+    for folder in ("src", "tests", "benchmarks", "cpp", "examples"):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".py", ".cpp", ".h") and path.name not in reasons:
                 lines = path.read_text().count("\n")

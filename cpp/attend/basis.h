@@ -18,6 +18,8 @@ struct HeadMatrix {
   bool given() const { return dense || codes; }
 };
 
+constexpr int64_t kSolvedAtOnce = 256;
+
 // R vectors of each of B·H heads. Vectors of x and out are `x_stride` and `out_stride` apart, those of a head follow
 // each other.
 struct BasisProduct {
@@ -28,9 +30,13 @@ struct BasisProduct {
   int64_t x_stride;
   float* out;
   int64_t out_stride;
+  bool invert = false;  // find y with x = sum of y_d·row_d, for a matrix in codes
+
+  // Tasks per head; those of an inverse each factor the matrix again.
+  int64_t tasks() const { return invert ? ceil_div(R, kSolvedAtOnce) : 1; }
 };
 
-// Head `head` of B·H.
+// Task `head` of B·H·tasks().
 void basis_product_baseline(const BasisProduct& call, int64_t head);
 void basis_product_avx2(const BasisProduct& call, int64_t head);
 void basis_product_avx512(const BasisProduct& call, int64_t head);

@@ -99,7 +99,7 @@ void multiply(const BasisProduct& call, int threads) {
   const double products = static_cast<double>(call.B * call.H * call.R) * static_cast<double>(call.D * call.D);
   if (0.1 * products < kThreadsWorthNs) threads = 1;
   run_tasks(
-      call.B * call.H, threads,
+      call.B * call.H * call.tasks(), threads,
       [](const void* context, int64_t head) {
         current().basis_product(*static_cast<const BasisProduct*>(context), head);
       },

@@ -44,11 +44,9 @@ void py_merge(const std::vector<nb::object>& outs, const std::vector<nb::object>
 }
 
 // windows: a fresh contiguous uint8 [R, n, D].
-void py_encode_trellis(nb::handle y, nb::handle weight, nb::handle bits, nb::handle tables, nb::handle windows,
-                       int threads) {
+EncodeTrellis trellis_call(nb::handle y, nb::handle weight, nb::handle bits, nb::handle tables) {
   const Tensor x = tensor_of("y", y, kFloat32), w = tensor_of("weight", weight, kFloat32),
-               b = tensor_of("bits", bits, kUint8), t = tensor_of("tables", tables, kFloat32),
-               out = tensor_of("windows", windows, kUint8);
+               b = tensor_of("bits", bits, kUint8), t = tensor_of("tables", tables, kFloat32);
   if (x.dims != 3) throw nb::value_error("y: expected [R, n, D]");
   EncodeTrellis call;
   call.R = x.shape[0];
@@ -57,7 +55,6 @@ void py_encode_trellis(nb::handle y, nb::handle weight, nb::handle bits, nb::han
   expect("", "weight", w, {{"R", call.R}, {"D", call.D}}, 0);
   expect("", "bits", b, {{"R", call.R}, {"D", call.D}}, 0);
   expect("", "tables", t, {{"9", kTrellisRates}, {"256", kTrellisStates}}, 0);
-  expect("", "windows", out, {{"R", call.R}, {"n", call.n}, {"D", call.D}}, 0);
   call.y = x.as<float>();
   call.y_r = x.stride[0];
   call.y_n = x.stride[1];
@@ -65,15 +62,46 @@ void py_encode_trellis(nb::handle y, nb::handle weight, nb::handle bits, nb::han
   call.weight = w.as<float>();
   call.bits = b.as<uint8_t>();
   call.tables = t.as<float>();
-  call.windows = reinterpret_cast<uint8_t*>(out.address);
   for (int64_t i = 0; i < call.R * call.D; i++)
     if (call.bits[i] >= kTrellisRates) fail("bits: ", "expected 0 to 8, got " + std::to_string(call.bits[i]));
+  return call;
+}
+
+void py_encode_trellis(nb::handle y, nb::handle weight, nb::handle bits, nb::handle tables, nb::handle windows,
+                       int threads) {
+  EncodeTrellis call = trellis_call(y, weight, bits, tables);
+  const Tensor out = tensor_of("windows", windows, kUint8);
+  expect("", "windows", out, {{"R", call.R}, {"n", call.n}, {"D", call.D}}, 0);
+  call.windows = reinterpret_cast<uint8_t*>(out.address);
   nb::gil_scoped_release release;
   encode_trellis(call, threads);
 }
 
-// x [B, H, R, D], codes [1 or B, H, 3·D²/4], channels [1 or B, H, D]; out: a fresh contiguous [B, H, R, D].
-void py_basis_product(nb::handle x, nb::handle codes, nb::handle channels, bool combine, nb::handle out, int threads) {
+// stream int16 [R, n, words] and gain uint8 [R, n], fresh and contiguous.
+void py_pack_trellis(nb::handle y, nb::handle weight, nb::handle bits, nb::handle tables,
+                     const std::vector<int64_t>& steps, nb::handle stream, nb::handle gain, int threads) {
+  EncodeTrellis call = trellis_call(y, weight, bits, tables);
+  const Tensor words = tensor_of("stream", stream, kInt16), codes = tensor_of("gain", gain, kUint8);
+  if (words.dims != 3) throw nb::value_error("stream: expected [R, n, words]");
+  call.words = words.shape[2];
+  expect("", "stream", words, {{"R", call.R}, {"n", call.n}, {"words", call.words}}, 0);
+  expect("", "gain", codes, {{"R", call.R}, {"n", call.n}}, 0);
+  for (int64_t r = 0; r < call.R; r++) {
+    int64_t sum = 0;
+    for (int64_t d = 0; d < call.D; d++) sum += call.bits[r * call.D + d];
+    if (sum != 16 * call.words)
+      fail("bits: ", "expected a sum of " + std::to_string(16 * call.words) + ", got " + std::to_string(sum));
+  }
+  call.steps = steps.data();
+  call.tries = static_cast<int64_t>(steps.size());
+  call.stream = reinterpret_cast<uint16_t*>(words.address);
+  call.gain = reinterpret_cast<uint8_t*>(codes.address);
+  nb::gil_scoped_release release;
+  encode_trellis(call, threads);
+}
+
+// x and out [B, H, R, D], fresh and contiguous; codes [1 or B, H, 3·D²/4], channels [1 or B, H, D].
+BasisProduct basis_call(nb::handle x, nb::handle codes, nb::handle channels, nb::handle out) {
   const Tensor vectors = tensor_of("x", x, kFloat32), c = tensor_of("basis", codes, kUint8),
                scale = tensor_of("channels", channels, kFloats), to = tensor_of("out", out, kFloat32);
   if (vectors.dims != 4) throw nb::value_error("x: expected [B, H, R, D]");
@@ -91,8 +119,21 @@ void py_basis_product(nb::handle x, nb::handle codes, nb::handle channels, bool 
   matrix.channels = scale.as<void>();
   matrix.channels_b = batch_stride(scale);
   matrix.channels_h = scale.stride[1];
+  return {B, H, R, D, false, matrix, vectors.as<float>(), D, reinterpret_cast<float*>(to.address), D};
+}
+
+void py_basis_product(nb::handle x, nb::handle codes, nb::handle channels, bool combine, nb::handle out, int threads) {
+  BasisProduct call = basis_call(x, codes, channels, out);
+  call.combine = combine;
   nb::gil_scoped_release release;
-  multiply({B, H, R, D, combine, matrix, vectors.as<float>(), D, reinterpret_cast<float*>(to.address), D}, threads);
+  multiply(call, threads);
+}
+
+void py_basis_components(nb::handle x, nb::handle codes, nb::handle channels, nb::handle out, int threads) {
+  BasisProduct call = basis_call(x, codes, channels, out);
+  call.invert = true;
+  nb::gil_scoped_release release;
+  multiply(call, threads);
 }
 
 nb::list py_isas() {
@@ -124,7 +165,9 @@ NB_MODULE(_native, m) {
   define_attention(m);
   m.def("merge_segments", &py_merge);
   m.def("encode_trellis", &py_encode_trellis);
+  m.def("pack_trellis", &py_pack_trellis);
   m.def("basis_product", &py_basis_product);
+  m.def("basis_components", &py_basis_components);
   define_grid_encoders(m);
   define_vector_encoders(m);
   m.def("isa", [] { return std::string(current().name); }, "Instruction set in use.");

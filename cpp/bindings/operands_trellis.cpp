@@ -3,6 +3,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "encode_trellis.h"
 #include "operands.h"
 
 namespace tersekv {
@@ -12,15 +13,6 @@ using namespace nb::literals;
 namespace {
 
 constexpr int kEntries = kTrellisRates * kTrellisStates;
-
-const float* gains() {
-  static const auto table = [] {
-    auto out = std::make_unique<float[]>(256);
-    for (int code = 1; code < 256; code++) out[code] = static_cast<float>(std::exp2((code - 144) / 16.0));
-    return out;
-  }();
-  return table.get();
-}
 
 // Tables as whole numbers from -127 to 127 and a unit for each; false where they are no such numbers.
 bool whole_entries(const float* tables, int8_t* entries, float* unit) {
@@ -97,7 +89,7 @@ NativeView* trellis_view(int64_t head_dim, nb::handle stream, nb::handle gain, n
   const Tensor entries = owner.keep("tables", tables, kFloat32);
   expect("", "tables", entries, {{"9", kTrellisRates}, {"256", kTrellisStates}}, 0);
   v.tables = entries.as<float>();
-  v.gains = gains();
+  v.gains = trellis_gains();
   for (int64_t b = 0; b < rates.shape[0]; b++)
     for (int64_t h = 0; h < H; h++) {
       const uint8_t* of = v.bits + b * v.bits_b + h * v.bits_h;

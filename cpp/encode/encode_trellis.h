@@ -16,8 +16,21 @@ struct EncodeTrellis {
   const float* weight = nullptr;  // [R, D], contiguous
   const uint8_t* bits = nullptr;  // [R, D], contiguous
   const float* tables = nullptr;  // [9, 256], contiguous; kernels get it in the order of their states
-  uint8_t* windows = nullptr;     // [R, n, D], contiguous
+  uint8_t* windows = nullptr;     // [R, n, D], contiguous; null where vectors are packed
+  // Packed vectors: a gain is fitted for each one, and its windows are written as a stream.
+  const float* entries = nullptr;  // tables, in the order of windows
+  const float* gains = nullptr;    // [256], by code
+  const int64_t* steps = nullptr;  // [tries], gains beyond that of least squares with which codes are searched again
+  int64_t tries = 0;
+  int64_t words = 0;
+  uint16_t* stream = nullptr;  // [R, n, words], contiguous
+  uint8_t* gain = nullptr;     // [R, n], contiguous
 };
+
+constexpr int kGainSteps = 16, kUnitGain = 144;  // steps per factor of two, and the code of gain 1
+
+// Gains float32 [256] by code.
+const float* trellis_gains();
 
 // Vectors [first, last) of a row.
 void encode_trellis_baseline(const EncodeTrellis& call, int64_t row, int64_t first, int64_t last);

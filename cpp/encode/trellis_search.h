@@ -142,6 +142,83 @@ void encode_vector(const Component* components, int64_t count, const float* minu
   }
 }
 
+// Nearest code of a gain, see kernels/trellis.py.
+inline int gain_code(float gain) {
+  const float code =
+      __builtin_nearbyintf(__builtin_log2f(gain > 1e-30f ? gain : 1e-30f) * static_cast<float>(kGainSteps)) +
+      static_cast<float>(kUnitGain);
+  return code < 0.0f ? 0 : code > 255.0f ? 255 : static_cast<int>(code);
+}
+
+// Adds the newest bits of each window to a stream of zeros.
+inline void write_stream(const Component* components, int64_t count, const uint8_t* windows, uint16_t* stream) {
+  int64_t place = 0;
+  for (int64_t a = 0; a < count; a++) {
+    const uint32_t bits = static_cast<uint32_t>(windows[components[a].d] >> (8 - components[a].bits)) << place % 16;
+    stream[place / 16] |= static_cast<uint16_t>(bits);
+    if (bits >> 16) stream[place / 16 + 1] |= static_cast<uint16_t>(bits >> 16);
+    place += components[a].bits;
+  }
+}
+
+// The gain and the stream of each vector: the root mean square of its components as the gain, and then gains around
+// that of least squares, of which the one with the least error stays.
+template <class S>
+void pack_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64_t last, const Component* components,
+                  int64_t count, Rounds* rounds, float* minus_y) {
+  const int64_t D = call.D;
+  const float *weight = call.weight + row * D, *entry = call.entries;
+  const uint8_t* bits = call.bits + row * D;
+  auto* best = reinterpret_cast<uint8_t*>(scratch(ceil_div(D, 4)));
+  auto* windows = reinterpret_cast<uint8_t*>(scratch(ceil_div(D, 4)));
+  for (int64_t d = 0; d < D; d++) best[d] = windows[d] = 0;
+  for (int64_t i = first; i < last; i++) {
+    const float* y = call.y + row * call.y_r + i * call.y_n;
+    const auto search = [&](int code, uint8_t* to) {
+      const float gain = call.gains[code > 1 ? code : 1];
+      for (int64_t a = 0; a < count; a++) minus_y[a] = -(y[components[a].d * call.y_d] / gain);
+      encode_vector<S>(components, count, minus_y, rounds, to);
+    };
+    const auto value = [&](const uint8_t* of, int64_t d) { return entry[bits[d] * kTrellisStates + of[d]]; };
+    const auto error = [&](int code, const uint8_t* of) {
+      float sum = 0.0f;
+      for (int64_t d = 0; d < D; d++) {
+        const float off = y[d * call.y_d] - call.gains[code] * value(of, d);
+        sum += weight[d] * off * off;
+      }
+      return sum;
+    };
+    float squares = 0.0f, product = 0.0f, length = 0.0f;
+    for (int64_t a = 0; a < count; a++) {
+      const float x = y[components[a].d * call.y_d];
+      squares += x * x;
+    }
+    int code = gain_code(__builtin_sqrtf(squares / static_cast<float>(count > 1 ? count : 1)));
+    if (count) search(code, best);
+    for (int64_t d = 0; d < D; d++) {
+      const float x = value(best, d);
+      product += weight[d] * x * y[d * call.y_d];
+      length += weight[d] * x * x;
+    }
+    const int middle = gain_code(product / (length > 1e-20f ? length : 1e-20f));
+    float least = error(code, best);
+    for (int64_t t = 0; t < call.tries && count; t++) {
+      const int64_t step = middle + call.steps[t];
+      const int tried = static_cast<int>(step < 0 ? 0 : step > 255 ? 255 : step);
+      search(tried, windows);
+      const float found = error(tried, windows);
+      if (!(found < least)) continue;
+      least = found;
+      code = tried;
+      for (int64_t d = 0; d < D; d++) best[d] = windows[d];
+    }
+    uint16_t* stream = call.stream + (row * call.n + i) * call.words;
+    for (int64_t w = 0; w < call.words; w++) stream[w] = 0;
+    write_stream(components, count, best, stream);
+    call.gain[row * call.n + i] = static_cast<uint8_t>(code);
+  }
+}
+
 template <class S>
 void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64_t last) {
   static constexpr SearchStep steps[kTrellisRates] = {nullptr,           search_step<S, 1>, search_step<S, 2>,
@@ -160,6 +237,7 @@ void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64
     components[count++] = {steps[bits], call.tables + bits * kTrellisStates, __builtin_sqrtf(weight > 0 ? weight : 0),
                            bits, d};
   }
+  if (!call.windows) return pack_vectors<S>(call, row, first, last, components, count, rounds, minus_y);
   for (int64_t i = first; i < last; i++) {
     const float* y = call.y + row * call.y_r + i * call.y_n;
     uint8_t* windows = call.windows + (row * call.n + i) * D;

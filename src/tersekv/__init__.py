@@ -18,17 +18,29 @@ if TYPE_CHECKING:
     from tersekv.errors import CacheError, UserError
     from tersekv.hf.cache import CompressedCache
     from tersekv.hf.compress import compress
-    from tersekv.recipe import Recipe
+    from tersekv.hf.models import load as load_model
+    from tersekv.recipe import Recipe, register_codec
 
 __version__ = "0.1.0"
-__all__ = ["CacheError", "CompressedCache", "Recipe", "UserError", "__version__", "compress"]
+__all__ = [
+    "CacheError",
+    "CompressedCache",
+    "Recipe",
+    "UserError",
+    "__version__",
+    "compress",
+    "load_model",
+    "register_codec",
+]
 
 _HOMES = {
-    "CacheError": "tersekv.errors",
-    "CompressedCache": "tersekv.hf.cache",
-    "Recipe": "tersekv.recipe",
-    "UserError": "tersekv.errors",
-    "compress": "tersekv.hf.compress",
+    "CacheError": ("tersekv.errors", "CacheError"),
+    "CompressedCache": ("tersekv.hf.cache", "CompressedCache"),
+    "Recipe": ("tersekv.recipe", "Recipe"),
+    "UserError": ("tersekv.errors", "UserError"),
+    "compress": ("tersekv.hf.compress", "compress"),
+    "load_model": ("tersekv.hf.models", "load"),
+    "register_codec": ("tersekv.recipe", "register_codec"),
 }
 
 logging.getLogger("tersekv").addHandler(logging.NullHandler())
@@ -37,7 +49,8 @@ logging.getLogger("tersekv").addHandler(logging.NullHandler())
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'tersekv' has no attribute '{name}'; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    module, there = _HOMES[name]
+    return getattr(importlib.import_module(module), there)
 
 
 def __dir__() -> list[str]:

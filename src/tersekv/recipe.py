@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tersekv.codecs import Codec, Pair, methods
+from tersekv.codecs import Codec, Method, Pair, methods, registered
+from tersekv.codecs.base import for_both_sides
 from tersekv.errors import UserError, hint
 from tersekv.policies import TokenPolicy, policies
 
@@ -158,6 +159,41 @@ class Recipe:
             if layer in _layer_range(spec, layers):
                 coder = other
         return LayerPlan(*coder.at(layer), self.policy(), layer, layers)
+
+
+def register_codec(name: str, codec: type[Codec] | Method) -> None:
+    """Make a codec of your own a method that recipes name, until this process ends.
+
+    Registering the same name again replaces the codec. A saved cache that uses it loads only where it is registered.
+
+    name: lower-case letters, digits and underscores, for example "mulaw". codec: a frozen dataclass derived from
+    `tersekv.codecs.Codec`, which then codes keys and values, or a `Method`, which says what codes which side.
+
+    Raises:
+        UserError: a name that a recipe cannot hold or that is taken, a class that is not a dataclass, options without
+            a default.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise UserError(f"{name!r} is not a valid name of a method; use a-z, 0-9 and _, for example 'mulaw'")
+    taken = {*methods(), *policies(), *PRESETS} - registered.keys()
+    if name in taken:
+        raise UserError(f"'{name}' is taken; choose a name other than {', '.join(sorted(taken))}")
+    registered[name] = codec if isinstance(codec, Method) else _method(name, codec)
+    methods.cache_clear()
+
+
+def _method(name: str, codec: type[Codec]) -> Method:
+    """The method that uses a codec class for keys and values."""
+    if not (isinstance(codec, type) and issubclass(codec, Codec) and "__dataclass_fields__" in vars(codec)):
+        raise UserError(
+            f"{codec!r} is not a codec; register_codec takes a class that derives from tersekv.codecs.Codec, "
+            "under @dataclass(frozen=True)"
+        )
+    try:
+        codec()
+    except TypeError as error:
+        raise UserError(f"{codec.__name__} cannot be built without options: {error}; give each a default") from error
+    return Method(name, "", for_both_sides(codec))
 
 
 def written(value: Any) -> str:

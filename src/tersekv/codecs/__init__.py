@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 
-from tersekv.codecs.base import Codec, Method, Pair
+from tersekv.codecs.base import Codec, Method, Pair, TableBytes
 from tersekv.registry import modules
 
-__all__ = ["Codec", "Method", "Pair", "methods"]
+__all__ = ["Codec", "Method", "Pair", "TableBytes", "methods"]
+
+registered: dict[str, Method] = {}
+"""Methods that `tersekv.register_codec` added in this process."""
 
 
 @functools.lru_cache(maxsize=1)
 def methods() -> dict[str, Method]:
-    """Every method in this folder by name, sorted."""
-    return {name: module.METHOD for name, module in modules(__name__, __path__).items()}
+    """Every method in this folder, and every registered one, by name, sorted."""
+    found = {name: module.METHOD for name, module in modules(__name__, __path__).items()}
+    return dict(sorted((found | registered).items()))

@@ -18,6 +18,7 @@ lengths a little above the one that then fits best; the least error stays.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,11 +35,11 @@ from tersekv.codecs.transforms.rotation import random_rotation
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.kernels.basis import packed_basis, unpacked_basis
-from tersekv.kernels.trellis import MOST_BITS, STATES
+from tersekv.kernels.trellis import MOST_BITS, STATES, largest_gain
 from tersekv.layouts.base import Layout, PackedTensors, Rotated, View
 from tersekv.layouts.basis import InBasis
 from tersekv.layouts.mean_removed import Biased
-from tersekv.layouts.trellis import WORD_BITS, TrellisView, gain_codes, gains, largest_gain, pack_tokens, trellis_layout
+from tersekv.layouts.trellis import BLOCK_TOKENS, WORD_BITS, TrellisView, trellis_layout
 from tersekv.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -109,10 +110,14 @@ class Trellis(Codec):
         own = {name: t[:, first : first + count] for name, t in self.fitted.items()}
         return dataclasses.replace(self, fitted=own)
 
+    @functools.cached_property
+    def _fitted_words(self) -> int:
+        return int(self.fitted["bits"][0, 0].sum()) // WORD_BITS
+
     def words(self, head_dim: int) -> int:
         """16-bit words of a token's stream."""
         if "bits" in self.fitted:
-            return int(self.fitted["bits"][0, 0].sum()) // WORD_BITS
+            return self._fitted_words
         return math.ceil(self.bits * head_dim / WORD_BITS)
 
     def layout(self, head_dim: int) -> Layout:
@@ -233,47 +238,38 @@ class Trellis(Codec):
 
     def encode(self, x: Tensor) -> PackedTensors:
         """x float32 [B, H, N·t, D] to planes."""
-        D = x.shape[-1]
         if self._own_mean:
             x = x - self.fitted["mean"].float().unsqueeze(2)
         scale, bits = self.fitted["scale"].float(), self.fitted["bits"]
         y = self._to_components(x) / scale.unsqueeze(2)
-        weight = self.fitted["weight"].float() * scale.square()
+        self._check_gain(y, bits)
+        stream, gain = self._packed(y, self.fitted["weight"].float() * scale.square(), bits)
+        B, H, T, _ = x.shape
+        blocks = B, H, T // BLOCK_TOKENS, BLOCK_TOKENS
+        return {"stream": stream.view(*blocks, -1).transpose(-1, -2).contiguous(), "gain": gain.view(blocks)}
+
+    def _check_gain(self, y: Tensor, bits: Tensor) -> None:
+        """Raise UserError if a vector is too long for the largest gain."""
+        if y.numel() == 0 or max(map(abs, torch.stack(y.aminmax()).tolist())) <= largest_gain():
+            return  # no vector is longer than its largest component, counted per component
         held = (bits > 0).float().unsqueeze(2)
-        gain = ((y.square() * held).sum(-1) / held.sum(-1).clamp_min(1)).sqrt()
-        if float(gain.amax()) > largest_gain():
+        gain = float(((y.square() * held).sum(-1) / held.sum(-1).clamp_min(1)).sqrt().amax())
+        if gain > largest_gain():
             advice = "calibrate on text like this one, or use a method that learns nothing, like turboquant"
             times = HEADROOM if self.calibration == "prompt" else 1
-            raise UserError(MOST_GAIN.format(times * float(gain.amax()), times * largest_gain(), advice))
-        tables = self._entries(str(x.device))
-        codes = gain_codes(gain)
-        windows = self._search(y, codes, weight, bits, tables)
-        entries = tables[bits.long().unsqueeze(2), windows.long()]
-        best = gain_codes(_dot(weight, entries, y) / _dot(weight, entries, entries).clamp_min(1e-20)).int()
-        least = _dot(weight, off := y - gains(codes).unsqueeze(-1) * entries, off)
-        for steps in GAINS_TRIED[self.bits >= MANY_BITS]:
-            tried = (best + steps).clamp_max(255).to(torch.uint8)
-            found = self._search(y, tried, weight, bits, tables)
-            off = y - gains(tried).unsqueeze(-1) * tables[bits.long().unsqueeze(2), found.long()]
-            error = _dot(weight, off, off)
-            better = error < least
-            least, codes = torch.where(better, error, least), torch.where(better, tried, codes)
-            windows = torch.where(better.unsqueeze(-1), found, windows)
-        return {
-            "stream": pack_tokens(windows, bits),
-            "gain": codes.unflatten(2, (-1, self.layout(D).block_tokens)),
-        }
+            raise UserError(MOST_GAIN.format(times * gain, times * largest_gain(), advice))
 
-    def _search(self, y: Tensor, gain: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
-        """Windows uint8 [B, H, T, D] for components y with gains of these codes. Rows are what shares bits and weights,
-        a head's tokens of all batch rows or of one."""
+    def _packed(self, y: Tensor, weight: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+        """Streams int16 [B, H, T, words] and gain codes uint8 [B, H, T] of components y. Rows of the operator are the
+        vectors that share bits and weights: a head's tokens of all batch rows, or of one."""
         B, H, T, D = y.shape
-        y = y / gains(gain.clamp_min(1)).unsqueeze(-1)
-        if len(bits) == 1:
-            rows = backends.encode_trellis(y.transpose(0, 1).reshape(H, B * T, D), weight[0], bits[0], tables)
-            return rows.view(H, B, T, D).transpose(0, 1).contiguous()
-        rows = y.reshape(B * H, T, D)
-        return backends.encode_trellis(rows, weight.flatten(0, 1), bits.flatten(0, 1), tables).view(B, H, T, D)
+        rest = self._entries(str(y.device)), self.words(D), list(GAINS_TRIED[self.bits >= MANY_BITS])
+        if len(bits) > 1 or B == 1:
+            rows = y.reshape(B * H, T, D), weight.flatten(0, 1), bits.flatten(0, 1)
+            stream, gain = backends.pack_trellis(*rows, *rest)
+            return stream.view(B, H, T, -1), gain.view(B, H, T)
+        stream, gain = backends.pack_trellis(y.transpose(0, 1).reshape(H, B * T, D), weight[0], bits[0], *rest)
+        return stream.view(H, B, T, -1).transpose(0, 1), gain.view(H, B, T).transpose(0, 1).contiguous()
 
     def _to_components(self, x: Tensor) -> Tensor:
         """y with x = Σ_d y_d·row_d, in float64 on the way: no code hangs on how tokens are batched."""
@@ -281,7 +277,7 @@ class Trellis(Codec):
             return x
         if self.basis == "rotation":
             return (x.double() @ self._fixed_basis(x.shape[-1], x.device).double().T).float()
-        return (x.double() @ torch.linalg.inv(self._klt())).float()
+        return backends.basis_components(x, self.fitted["basis"], self.fitted["channels"])
 
     def _klt(self) -> Tensor:
         """The fitted basis, float64 [1 or B, H, D, D]."""
@@ -320,11 +316,6 @@ class Trellis(Codec):
         """The tensors behind `table_bytes`."""
         rotation = [self._fixed_basis(head_dim, torch.device("cpu"))] if self.basis == "rotation" else []
         return [self._entries("cpu"), *rotation, *self.fitted.values()]
-
-
-def _dot(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Σ_d weight_d·a_d·b_d of each vector [B, H, T]; as a product of matrices, which sums as it does in any batch."""
-    return ((weight.unsqueeze(2) * a).unsqueeze(-2) @ b.unsqueeze(-1)).flatten(2)
 
 
 def _missing_spread(x: Tensor, mean: Tensor) -> Tensor:

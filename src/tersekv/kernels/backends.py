@@ -12,6 +12,7 @@ from tersekv.kernels.attend import attend as attend
 from tersekv.kernels.attend_packed import attend_packed as attend_packed
 from tersekv.kernels.attend_pages import attend_pages as attend_pages
 from tersekv.kernels.attend_segments import attend_segments as attend_segments
+from tersekv.kernels.basis import basis_components as basis_components
 from tersekv.kernels.basis import basis_product as basis_product
 from tersekv.kernels.cpu import attend as cpu_attend  # joins its kernels
 from tersekv.kernels.cpu import encode as cpu_encode  # noqa: F401 (joins its kernels)
@@ -32,6 +33,7 @@ from tersekv.kernels.rotate import rotate_hadamard as rotate_hadamard
 from tersekv.kernels.softmax import attend_exact as attend_exact
 from tersekv.kernels.softmax import merge_segments as merge_segments
 from tersekv.kernels.trellis import encode_trellis as encode_trellis
+from tersekv.kernels.trellis import pack_trellis as pack_trellis
 from tersekv.kernels.triton import encode as triton_encode  # noqa: F401 (joins its kernels)
 
 

@@ -60,3 +60,17 @@ def basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> 
     """
     rows = unpacked_basis(basis, channels).float()
     return x @ (rows if combine else rows.transpose(-1, -2))
+
+
+@operator("(Tensor x, Tensor basis, Tensor channels) -> Tensor", like_first)
+def basis_components(x: Tensor, basis: Tensor, channels: Tensor) -> Tensor:
+    """Components y of vectors in a basis, x = Σ_d y_d·row_d, solved in float64.
+
+    Args:
+        x: float32 [B, H, R, D].
+
+    Returns:
+        float32 [B, H, R, D].
+    """
+    rows = unpacked_basis(basis, channels).expand(len(x), -1, -1, -1)
+    return torch.linalg.solve(rows, x.double(), left=False).float()

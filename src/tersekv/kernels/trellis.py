@@ -33,6 +33,12 @@ and rounding would choose."""
 
 VECTORS_AT_A_TIME = 2048
 
+GAIN_STEPS = 16
+"""Steps of a gain per factor of two."""
+
+UNIT_GAIN = 144
+"""The code of gain 1."""
+
 
 def _fake(y: Tensor, *rest: Any) -> Tensor:
     return y.new_empty(y.shape, dtype=torch.uint8)
@@ -62,6 +68,74 @@ def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> T
             windows = _search(part[:, active], weight[r, active].float(), bits[r, active].tolist(), tables)
             out[r, start : start + len(part), active] = windows
     return out
+
+
+def _fake_packed(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor, words: int, steps: Any) -> Any:
+    R, n, _ = y.shape
+    return y.new_empty((R, n, words), dtype=torch.int16), y.new_empty((R, n), dtype=torch.uint8)
+
+
+@operator(
+    "(Tensor y, Tensor weight, Tensor bits, Tensor tables, int words, int[] steps) -> (Tensor, Tensor)", _fake_packed
+)
+def pack_trellis(
+    y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor, words: int, steps: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Encode vectors with a gain each: find gain and windows of y ≈ gain·tables[b_d, window_d], and pack them.
+
+    The first gain is the root mean square of the components that have bits. Then the gains `steps` above the one of
+    least squares are tried. The one with the least Σ_d weight_d·(y_d − gain·x_d)² stays.
+
+    Args:
+        y, weight, bits, tables: see `encode_trellis`.
+        words: S/16, where S is the sum of each row's bits.
+        steps: distances of gain codes, see `gain_codes`.
+
+    Returns:
+        stream int16 [R, n, words], see `pack_stream`, and gain codes uint8 [R, n].
+    """
+    held = (bits > 0).float().unsqueeze(1)
+    rates = bits.long().unsqueeze(1)
+    codes = gain_codes(((y.square() * held).sum(-1) / held.sum(-1).clamp_min(1)).sqrt())
+
+    def search(gain: Tensor) -> tuple[Tensor, Tensor]:
+        windows = encode_trellis(y / gains(gain.clamp_min(1)).unsqueeze(-1), weight, bits, tables)
+        return windows, tables[rates, windows.long()]
+
+    windows, entries = search(codes)
+    best = gain_codes(_dot(weight, entries, y) / _dot(weight, entries, entries).clamp_min(1e-20)).int()
+    off = y - gains(codes).unsqueeze(-1) * entries
+    least = _dot(weight, off, off)
+    for step in steps:
+        tried = (best + step).clamp(0, 255).to(torch.uint8)
+        found, entries = search(tried)
+        off = y - gains(tried).unsqueeze(-1) * entries
+        error = _dot(weight, off, off)
+        better = error < least
+        least, codes = torch.where(better, error, least), torch.where(better, tried, codes)
+        windows = torch.where(better.unsqueeze(-1), found, windows)
+    return pack_stream(windows, bits), codes
+
+
+def _dot(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Σ_d weight_d·a_d·b_d of vectors [R, n, D]; a matrix product, whose sums do not depend on the batch."""
+    return ((weight.unsqueeze(1) * a).unsqueeze(-2) @ b.unsqueeze(-1)).flatten(1)
+
+
+def gain_codes(gain: Tensor) -> Tensor:
+    """Nearest codes uint8 of gains ≥ 0. Larger gains get the largest code, those below half the smallest get 0."""
+    codes = (gain.clamp_min(1e-30).log2() * GAIN_STEPS).round() + UNIT_GAIN
+    return codes.clamp(0, 255).to(torch.uint8)
+
+
+def gains(codes: Tensor) -> Tensor:
+    """Gains float32 of codes uint8."""
+    return torch.where(codes > 0, torch.exp2((codes.float() - UNIT_GAIN) / GAIN_STEPS), 0.0)
+
+
+def largest_gain() -> float:
+    """2^((255 − 144)/16), a factor of 122 over what was fitted."""
+    return float(gains(torch.tensor(255)))
 
 
 def _search(y: Tensor, weight: Tensor, bits: list[int], tables: Tensor) -> Tensor:

@@ -22,14 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv.kernels.trellis import pack_stream, windows_of
+from tersekv.kernels.trellis import gains, windows_of
 from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, PlaneSpec, View
-
-GAIN_STEPS = 16
-"""Steps of a gain per factor of two."""
-
-UNIT_GAIN = 144
-"""The code of gain 1."""
 
 WORD_BITS = 16
 
@@ -43,22 +37,6 @@ def trellis_layout(words: int) -> Layout:
             "gain": PlaneSpec((BLOCK_TOKENS,), torch.uint8, "scales and norms"),
         },
     )
-
-
-def gain_codes(gain: Tensor) -> Tensor:
-    """Nearest codes uint8 of gains ≥ 0; what lies beyond the largest becomes it, below half the smallest 0."""
-    codes = (gain.clamp_min(1e-30).log2() * GAIN_STEPS).round() + UNIT_GAIN
-    return codes.clamp(0, 255).to(torch.uint8)
-
-
-def gains(codes: Tensor) -> Tensor:
-    """Gains float32 of codes uint8."""
-    return torch.where(codes > 0, torch.exp2((codes.float() - UNIT_GAIN) / GAIN_STEPS), 0.0)
-
-
-def largest_gain() -> float:
-    """2^((255 − 144)/16), a factor of 122 over what was fitted."""
-    return float(gains(torch.tensor(255)))
 
 
 class TrellisView(View):
@@ -98,11 +76,3 @@ class TrellisView(View):
         )
         x = entries.float().view(B, H, N * t, D) * self.scale.float().unsqueeze(2)
         return x * gains(self.gain).reshape(B, H, N * t, 1)
-
-
-def pack_tokens(windows: Tensor, bits: Tensor) -> Tensor:
-    """Windows uint8 [B, H, T, D] to the plane `stream`; bits uint8 [1 or B, H, D]."""
-    B, H, T, D = windows.shape
-    rows = bits.expand(B, H, D).reshape(B * H, D)
-    words = pack_stream(windows.view(B * H, T, D), rows)
-    return words.view(B, H, T // BLOCK_TOKENS, BLOCK_TOKENS, -1).transpose(-1, -2).contiguous()

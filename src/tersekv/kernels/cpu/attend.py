@@ -184,3 +184,12 @@ def basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> 
     out = torch.empty_like(x)
     cpu.loaded().basis_product(x, basis.contiguous(), channels.contiguous(), combine, out, torch.get_num_threads())
     return out
+
+
+@basis_operators.basis_components.by(NAME)
+def basis_components(x: Tensor, basis: Tensor, channels: Tensor) -> Tensor:
+    """See `kernels/basis.py`: x float32 [B, H, R, D] to float32 [B, H, R, D]."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    cpu.loaded().basis_components(x, basis.contiguous(), channels.contiguous(), out, torch.get_num_threads())
+    return out

@@ -151,11 +151,28 @@ def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> 
 @trellis.encode_trellis.by("cpu")
 def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
     """See `kernels/trellis.py`: y [R, n, D], weight and bits [R, D], tables [9, 256] to windows uint8 [R, n, D]."""
+    call = _trellis_call(y, weight, bits, tables)
+    windows = torch.empty_like(call[0], dtype=torch.uint8, memory_format=torch.contiguous_format)
+    cpu.loaded().encode_trellis(*call, windows, torch.get_num_threads())
+    return windows
+
+
+@trellis.pack_trellis.by("cpu")
+def pack_trellis(
+    y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor, words: int, steps: list[int]
+) -> tuple[Tensor, Tensor]:
+    """See `kernels/trellis.py`: stream int16 [R, n, words] and gain codes uint8 [R, n]."""
+    call = _trellis_call(y, weight, bits, tables)
+    R, n, _ = y.shape
+    stream, gain = y.new_empty((R, n, words), dtype=torch.int16), y.new_empty((R, n), dtype=torch.uint8)
+    cpu.loaded().pack_trellis(*call, steps, stream, gain, torch.get_num_threads())
+    return stream, gain
+
+
+def _trellis_call(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Arguments as the extension takes them."""
     for name, x in (("y", y), ("weight", weight), ("tables", tables)):
         if not x.is_floating_point():
             raise NotTaken(f"{name} is {x.dtype}, not a float")
     y, weight, tables = (x.detach().float() for x in (y, weight, tables))
-    windows = torch.empty_like(y, dtype=torch.uint8, memory_format=torch.contiguous_format)
-    call = y, weight.contiguous(), bits.contiguous(), tables.contiguous()
-    cpu.loaded().encode_trellis(*call, windows, torch.get_num_threads())
-    return windows
+    return y, weight.contiguous(), bits.contiguous(), tables.contiguous()

@@ -135,14 +135,14 @@ def _key_leaves(
     if kind == "sum":
         parts = [_key_leaves(readable, part.operand, query, origin, roped, first) for part in view.views]
         return [leaf for part in parts for leaf in part]
-    if kind == "joined":
+    if kind == "concat":
         leaves, at = [], 0
         for part, dim in zip(view.views, view.dims, strict=True):
             own = functools.partial(_channels, query, at, dim)
             leaves += _key_leaves(readable, part.operand, own, (*origin, at, dim), roped, first + at)
             at += dim
         return leaves
-    if kind == "turned":
+    if kind == "rotated_mean":
         if roped:
             raise UnreadableError("keys have RoPE twice")
         pairs = _pairs(view.rope, view.mean.shape[-1], readable.device)
@@ -287,7 +287,7 @@ def _value_leaves(readable: Readable, operand: Operand, leaves: list[Leaf], orig
     """Adds the operand's leaves; returns the function that makes its output of all outputs."""
     kind = getattr(operand, "kind", None)
     view: Any = operand
-    if kind in ("added", "joined"):
+    if kind in ("sum", "concat"):
         before, first = len(leaves), _end(leaves)
         parts = [_value_leaves(readable, part.operand, leaves, origin) for part in view.views]
         if kind == "sum":
@@ -305,7 +305,7 @@ def _value_leaves(readable: Readable, operand: Operand, leaves: list[Leaf], orig
             S = None if varies or readable.dry else _spread(sketch, D)
             sketched.append((_own(leaves), S))
         return lambda out: _sum(pick(out) if S is None else pick(out) @ S for pick, S in sketched)
-    if kind == "turned":
+    if kind == "rotated_mean":
         raise UnreadableError("values have RoPE, which only keys have")
     leaves.append(_placed(readable.leaf(operand), leaves))
     return _own(leaves)

@@ -75,9 +75,13 @@ class Harness:
         self.full = self.readers[0]
 
     def run(
-        self, tasks: dict[str, Task], records: Records, progress: Callable[[Progress], None] | None = None
+        self, tasks: dict[str, Task], records: Records | None = None, progress: Callable[[Progress], None] | None = None
     ) -> list[Summary]:
-        """Every sample of every task with every recipe, but for what is in `records` already."""
+        """Score every sample of every task with every recipe, and return a summary of each task and recipe.
+
+        records: what it holds already is not run again; without it nothing is kept. progress: called before each score.
+        """
+        records = Records() if records is None else records
         samples = {name: task.instances(self.full) for name, task in tasks.items()}
         total = sum(map(len, samples.values())) * len(self.readers)
         done = 0

@@ -1,0 +1,58 @@
+"""Chat about a text. The packed cache keeps earlier turns, so a turn reads only its new tokens.
+Run `python examples/chat.py "A question?"`; `--help` lists the options, --model among them.
+It prints each answer, the number of new tokens read, and the size of the cache beside bfloat16.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+import tersekv
+
+LICENSE = Path(__file__).parents[1] / "LICENSE"
+QUESTIONS = ["What is this text about?", "At which web address is it?", "What does Licensor mean?"]
+
+
+def keep_common(cache, held, ids):
+    """Crop the cache to the tokens that the new prompt begins with, and return their number.
+
+    An answer that is tokenized again with the next prompt may have other tokens than the model wrote.
+    """
+    length = min(cache.get_seq_length(), ids.shape[1])
+    common = int((held[0, :length] == ids[0, :length]).long().cumprod(0).sum())
+    cache.crop(common - cache.get_seq_length())
+    return common
+
+
+def main(argv=None):
+    """Ask the questions one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("questions", nargs="*", default=QUESTIONS)
+    parser.add_argument("--model", default="smollm2", help="a known name, a folder or a Hub id")
+    parser.add_argument("--recipe", default="default")
+    parser.add_argument("--file", type=Path, default=LICENSE, help="the text to chat about")
+    parser.add_argument("--new-tokens", type=int, default=60)
+    args = parser.parse_args(argv)
+
+    model, tokenizer = tersekv.load_model(args.model, report=print)
+    cache = tersekv.CompressedCache(model, args.recipe)
+    messages, held = [], torch.empty(1, 0, dtype=torch.int64)
+    with tersekv.compress(model, cache):
+        for question in args.questions:
+            text = question if messages else f"{args.file.read_text()}\n\n{question}"
+            messages.append({"role": "user", "content": text})
+            inputs = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            ).to(model.device)
+            ids = inputs["input_ids"]
+            kept = keep_common(cache, held.to(ids.device), ids)
+            held = model.generate(**inputs, past_key_values=cache, max_new_tokens=args.new_tokens, do_sample=False)
+            answer = tokenizer.decode(held[0, ids.shape[1] :], skip_special_tokens=True).strip()
+            messages.append({"role": "assistant", "content": answer})
+            print(f"\n> {question}\n{answer}")
+            print(f"[read {ids.shape[1] - kept:,} new tokens; the cache holds {cache.footprint()}]")
+
+
+if __name__ == "__main__":
+    main()
