@@ -1,5 +1,6 @@
-// Plain structs between the binding, the driver and the kernels. Shapes: B batch, H key-value heads, N blocks,
-// t tokens per block, T = N*t, R query rows per head, D head dim of keys, Dv of values. Strides count elements.
+// Plain structs that the bindings, the driver and the kernels share. Shapes: B batch, H key-value
+// heads, N blocks, t tokens per block, T = N*t, R query rows per head, D head dim of keys, Dv of
+// values. Strides count elements.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +12,13 @@ namespace tersekv {
 enum class Float : int { f32 = 0, f16 = 1, bf16 = 2 };
 enum class Kind : int { exact, grid, signs, polar, sparse, sum, concat, roped, rotated, trellis, rotated_mean };
 
-// static: kernels are compiled with other flags, and the linker must not share their copies of inline functions.
+// static: kernels are compiled with different flags, and the linker must not merge their copies of
+// inline functions.
 constexpr int kLanes = 16;
 static constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// Element i of an array of `type`.
+// Return element i of an array of `type` as float32.
 static inline float float_at(Float type, const void* data, int64_t i) {
   if (type == Float::f32) return static_cast<const float*>(data)[i];
   const uint16_t bits = static_cast<const uint16_t*>(data)[i];
@@ -24,10 +26,12 @@ static inline float float_at(Float type, const void* data, int64_t i) {
   return __builtin_bit_cast(float, static_cast<uint32_t>(bits) << 16);
 }
 
-// Codes of one parity in a 16-bit half-word, not counting the code that 3-bit units keep in their spare bits.
+// Number of codes of one parity in a 16-bit half-word, without the code that 3-bit units keep in
+// their spare bits.
 static constexpr int direct_codes(int bits) { return 16 / bits; }
 
-// Coefficients that a kernel reads for `words` words: at least the number of codes, the excess must be zero.
+// Number of coefficients that a kernel reads for `words` words. It is at least the number of codes;
+// the excess must be zero.
 static constexpr int64_t packed_slots(int bits, int64_t words) {
   return bits == 3 ? words / 3 * 32 + words % 3 * 10 : words * 2 * direct_codes(bits);
 }
@@ -37,7 +41,8 @@ struct Plane {
   int64_t stride_b = 0, stride_h = 0, stride_n = 0;
 };
 
-// One side of a packed segment as a matrix [P, L] per block: keys have P = D, L = t; values P = t, L = Dv.
+// Keys or values of a packed segment as a matrix [P, L] per block: keys have P = D, L = t; values P
+// = t, L = Dv.
 struct GridView {
   int bits = 0;
   bool lane_scaled = false;  // scale is [P/group, L]; otherwise [L/group, P]
@@ -48,7 +53,8 @@ struct GridView {
   Plane scale, offset;
   const float* table = nullptr;
   int64_t table_stride_b = 0;
-  // What a task multiplies: table[code] = unit · entries[code] + middle, nearly. Without rounding it is the table.
+  // Table that a task multiplies with: table[code] ≈ unit · entries[code] + middle. Exact unless
+  // rounded to bfloat16.
   const float* entries = nullptr;
   float unit = 1.0f, middle = 0.0f;
 };
@@ -60,8 +66,10 @@ struct Block {
   const uint16_t* offset = nullptr;
 };
 
-// Blocks of a GridView times rows. Keys meet the same x and have a y each, y_step apart; values (y_step 0) have x one
-// after the other, P apart, and share y. Rows of y have room up to a multiple of 16, rows of coef for coef_floats().
+// Blocks of a GridView times rows. For keys (y_step > 0) all blocks share x, and each has its own
+// y, `y_step` after the previous one. For values (y_step 0) each block has its own x, P after the
+// previous one, and all blocks share y. Rows of y have room up to a multiple of 16, rows of coef
+// for coef_floats().
 struct Product {
   Block first;
   int64_t blocks = 0;
@@ -71,20 +79,21 @@ struct Product {
   int64_t y_stride = 0, y_step = 0;
   float* coef = nullptr;
   int64_t coef_stride = 0;
-  const GridView* later_view = nullptr;  // what is read after these blocks, from `later` on, is fetched meanwhile
+  const GridView* later_view = nullptr;  // blocks from `later` on are read next; prefetch them
   Block later;
   int64_t later_blocks = 0;
 };
 
-// Adds the product to y; see grid_product.h.
+// Function that adds the product to y; see grid_product.h.
 using GridFn = void (*)(const GridView&, const Product&);
 
-// Coefficients of one group of a lane-scaled view, with room for neighbours in its first and last unit.
+// Coefficients of one group of a lane-scaled view, with room for codes of the neighbouring groups
+// in its first and last unit.
 static inline int64_t group_slots(const GridView& view) {
   return round_up(view.group + 2 * packed_slots(view.bits, view.bits == 3 ? 3 : 1), kLanes);
 }
 
-// Floats that Product::coef needs per row for `blocks` blocks.
+// Floats per row that Product::coef needs for `blocks` blocks.
 static inline int64_t coef_floats(const GridView& view, int64_t blocks) {
   const int64_t lane_scaled = view.P / view.group * (group_slots(view) + 1);
   const int64_t packed_scaled = packed_slots(view.bits, view.words) * blocks;
@@ -113,7 +122,7 @@ struct SignsView {
 
 constexpr int kMaxLevels = 16;
 
-// Recursive polar coordinates, blocks of 32 tokens. cos, sin: of each level's table, [2^bits] after one another.
+// Recursive polar coordinates, blocks of 32 tokens. cos, sin: tables [2^bits] of each level.
 struct PolarView {
   int levels = 0;
   int bits[kMaxLevels] = {};
@@ -126,8 +135,8 @@ struct PolarView {
   int64_t table_stride_b = 0;
 };
 
-// Entries [ token : 5 ][ channel : 11 ] of blocks of 32 tokens, in the order block, row, head. starts count from
-// `base`.
+// Sparse entries [ token : 5 ][ channel : 11 ] of blocks of 32 tokens, ordered by block, batch row,
+// head. starts count from `base`.
 struct SparseView {
   const int32_t* starts = nullptr;  // [B, H, N]
   int64_t stride_b = 0, stride_h = 0, stride_n = 0;
@@ -138,7 +147,8 @@ struct SparseView {
 constexpr int kTrellisStates = 256;
 constexpr int kTrellisRates = 9;  // 0 to 8 bits
 
-// Windows in a ring of bits, blocks of 32 tokens; see layouts/trellis.py. Each head's bits add up to 16 * words.
+// Trellis windows in a ring of bits, blocks of 32 tokens; see layouts/trellis.py. Each head's bits
+// add up to 16 * words.
 struct TrellisView {
   int64_t words = 0;
   const uint16_t* stream = nullptr;  // [B, H, N, words, 32]
@@ -151,16 +161,17 @@ struct TrellisView {
   const void* scale = nullptr;  // [1 or B, H, D]
   int64_t scale_b = 0, scale_h = 0;
   const float* tables = nullptr;    // [9, 256]
-  const int8_t* entries = nullptr;  // [9, 256], the same in units of each; null where they are no such numbers
+  const int8_t* entries = nullptr;  // [9, 256] in units of `unit`; null if the tables cannot be stored as int8
   float unit[kTrellisRates] = {};
-  const float* gains = nullptr;  // of all 256 codes
+  const float* gains = nullptr;  // gains of all 256 codes
 };
 
-// A packed segment, or a part of one. Parts: of `added`, `joined` (channels side by side), `roped`, `rotated`.
+// A packed segment, or a part of one. Parts belong to `sum`, `concat` (consecutive channels),
+// `roped` and `rotated`.
 struct View {
   Kind kind = Kind::exact;
-  int64_t D = 0, T = 0, t = 1;  // t: it is read in multiples of t tokens
-  DenseView dense;              // of `turned`: one vector per head
+  int64_t D = 0, T = 0, t = 1;  // t: kernels read the view in multiples of t tokens
+  DenseView dense;              // of `rotated_mean`: one vector per head
   GridView grid;
   SignsView signs;
   PolarView polar;
@@ -181,18 +192,19 @@ struct BasisProduct;   // basis.h
 
 struct Scores {
   float scaling = 1.0f, softcap = 0.0f;  // softcap 0: none
-  const uint8_t* mask = nullptr;         // [B, 1 or H, q, T], last axis contiguous; null: every token is seen
+  const uint8_t* mask = nullptr;         // [B, 1 or H, q, T], last axis contiguous; null: every token is visible
   int64_t stride_b = 0, stride_h = 0, stride_q = 0, q = 1;
 };
 
-// Where the tokens of each batch row lie in the views, by pages of `tokens` each: entry [b, i] is the page of its
-// tokens from i * tokens on, or -1, which nobody sees. Without pages, token i of a row is token i of the views.
+// Page table: entry [b, i] is the page with the tokens of row b from i * tokens on, or -1, whose
+// tokens are invisible. Without pages, token i of a row is token i of the views.
 struct Pages {
   const int32_t* at = nullptr;  // [B, n], last axis contiguous
   int64_t stride_b = 0, tokens = 0;
 };
 
-// `tokens_per_unit`: the driver splits tokens by whole units, in which both views can be read.
+// Attention of one query over one segment. tokens_per_unit: the driver splits tokens at multiples
+// of it, because both views can be read in these units.
 struct Call {
   int64_t B = 0, H = 0, R = 0, T = 0, D = 0, Dv = 0, tokens_per_unit = 1;
   const float* query = nullptr;  // [B, H, R, D], contiguous
@@ -204,10 +216,11 @@ struct Call {
   const TrellisKernel* trellis = nullptr;
   const PolarKernel* polar = nullptr;
   const RopeKernel* rope = nullptr;
-  int64_t id = 0;  // no two calls of a process have the same
+  int64_t id = 0;  // unique within the process
 };
 
-// Rows [row, row + rows) of one head over units [first, last), written to out and lse laid out as in Call.
+// Query rows [row, row + rows) of one head over units [first, last). Results go to out and lse,
+// laid out as in Call.
 struct Task {
   int64_t b = 0, h = 0, row = 0, rows = 0, first = 0, last = 0;
   float* out = nullptr;
@@ -222,7 +235,8 @@ struct Merge {
   float* lse = nullptr;
 };
 
-// One instruction set's build of the kernels. ns_per_product: rough cost of one query-code product, for threading.
+// The kernels of one instruction set. ns_per_product: rough cost of one product of a query element
+// and a code, for threading.
 struct Kernels {
   const char* name;
   double ns_per_product;
@@ -232,17 +246,17 @@ struct Kernels {
   bool rounds;  // grid_product multiplies in bfloat16
   void (*encode_trellis)(const EncodeTrellis&, int64_t row, int64_t first, int64_t last);
   void (*basis_product)(const BasisProduct&, int64_t head);
-  const TrellisKernel* trellis;  // null: trellis.h does it
-  const PolarKernel* polar;      // null: polar.h does it
-  const RopeKernel* rope;        // null: roped_grid.h and turned.h do it
+  const TrellisKernel* trellis;  // null: trellis.h is used
+  const PolarKernel* polar;      // null: polar.h is used
+  const RopeKernel* rope;        // null: roped_grid.h and rotated_mean.h are used
 };
 
-// 64-byte aligned memory of the calling thread, valid until the thread calls reset_scratch.
+// Return 64-byte aligned memory of the calling thread, valid until the thread calls reset_scratch.
 float* scratch(int64_t floats);
 void reset_scratch();
 
-// Memory of the calling thread that stays for its later tasks of the same call: `filled` where it was asked for with
-// the same key last time.
+// Return memory of the calling thread that later tasks of the same call can reuse. `filled` is true
+// if the thread's last request had the same key.
 struct KeptKey {
   int64_t call, b, h, first;
 };

@@ -1,4 +1,4 @@
-// How codes of any width lie in words; repeats kernels/lanes.py.
+// Layout of codes of any width in words; equal to kernels/lanes.py.
 #pragma once
 
 #include "contract.h"
@@ -7,7 +7,8 @@ namespace tersekv {
 
 namespace {  // internal to each build of the kernels
 
-// How codes lie in a half-word, see kernels/lanes.py: `direct` ones, then those of a unit that its spare bits hold.
+// Layout of codes in a half-word, see kernels/lanes.py: `direct` codes, then the unit's codes in
+// the spare bits.
 struct HalfWords {
   int bits, direct, spare_bits, unit_words, unit_codes;
 
@@ -18,7 +19,7 @@ struct HalfWords {
     unit_codes = spare_bits ? 16 / gcd : direct;
   }
 
-  // 32-bit words per lane for `packed` codes.
+  // Return the number of 32-bit words per lane for `packed` codes.
   int64_t words(int64_t packed) const {
     const int64_t n = ceil_div(packed, 2), rest = ceil_div(n % unit_codes, direct);
     return n / unit_codes * unit_words + (rest < unit_words ? rest : unit_words);

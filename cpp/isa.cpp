@@ -16,7 +16,7 @@ namespace tersekv {
 namespace {
 
 #if TERSEKV_X86
-// Not every supported compiler knows these names in __builtin_cpu_supports.
+// cpuid, because not every supported compiler knows these names in __builtin_cpu_supports.
 bool has_f16c() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29));

@@ -1,4 +1,4 @@
-// Which builds of the kernels exist and which one runs.
+// The builds of the kernels, and the choice of the one that runs.
 #pragma once
 
 #include <string>
@@ -18,14 +18,14 @@ GridFn grid_product_avx2(const GridView& view, int rows);
 GridFn grid_product_avx512(const GridView& view, int rows);
 GridFn grid_product_avx512bf16(const GridView& view, int rows);
 
-// Products in integers; null where the CPU lacks VBMI, VBMI2 or VNNI.
+// Kernels with integer products; null if the CPU lacks VBMI, VBMI2 or VNNI.
 const TrellisKernel* trellis_kernel();
 const RopeKernel* rope_kernel();
 const PolarKernel* polar_kernel();
 
 struct Isa {
   const Kernels* kernels;
-  std::string missing;  // empty: runs here; otherwise the CPU features it lacks
+  std::string missing;  // CPU features that are missing; empty if the build runs on this CPU
 };
 
 const std::vector<Isa>& isas();  // best first

@@ -19,10 +19,10 @@ struct Job {
   TaskFn fn;
   const void* context;
   int64_t count;
-  int helpers;  // how many more threads may join
+  int helpers;  // number of further threads that may join
   std::atomic<int64_t> next{0};
   std::atomic_flag failed = ATOMIC_FLAG_INIT;
-  std::exception_ptr error{};  // the first that a task threw; tasks that have not begun by then are left out
+  std::exception_ptr error{};  // the first exception of a task; tasks that have not begun by then are skipped
 
   void work() {
     try {
@@ -37,14 +37,14 @@ struct Job {
 class Pool {
  public:
   const pid_t pid = getpid();
-  std::mutex callers;  // held by the one call that uses the threads
+  std::mutex callers;  // held by the call that uses the threads
 
   void run(Job& job) {
     {
       std::lock_guard lock(mutex_);
       try {
         while (static_cast<int>(threads_.size()) < job.helpers) threads_.emplace_back([this] { loop(); });
-      } catch (const std::system_error&) {  // the system has no more threads: those that there are do the work
+      } catch (const std::system_error&) {  // the system has no more threads: the existing ones do the work
       } catch (const std::bad_alloc&) {
       }
       job_ = &job;
@@ -54,7 +54,7 @@ class Pool {
     else
       wake_.notify_all();
     job.work();
-    // Threads that have not woken by now are not waited for: they will find no job.
+    // Do not wait for threads that have not woken up by now: they will find no job.
     std::unique_lock lock(mutex_);
     job_ = nullptr;
     idle_.wait(lock, [this] { return active_ == 0; });
@@ -95,8 +95,8 @@ class Pool {
 
 std::atomic<Pool*> instance{nullptr};
 
-// The pool of this process. After a fork the parent's threads are gone and its locks are in an unknown state, so that
-// its pool is left alone, never destroyed.
+// Return the pool of this process. After a fork the parent's threads are gone and its locks are in
+// an unknown state. The parent's pool is therefore neither used nor destroyed.
 Pool* pool() {
   Pool* found = instance.load();
   if (found && found->pid == getpid()) return found;

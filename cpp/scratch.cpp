@@ -1,4 +1,4 @@
-// Working memory of a thread: pieces of large chunks, which are kept for its next task.
+// Working memory of a thread, allocated in large chunks that are reused by its next task.
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -20,7 +20,8 @@ namespace {
 
 constexpr int64_t kChunkFloats = 1 << 16;
 
-// Pieces of a chunk are one allocation to AddressSanitizer, which is told where each ends: `kGuard` floats stay closed.
+// AddressSanitizer sees a chunk as one allocation, so it is told where each piece ends. `kGuard`
+// floats after a piece stay poisoned.
 #ifdef __SANITIZE_ADDRESS__
 constexpr int64_t kGuard = kLanes;
 void close(float* p, int64_t floats) { __asan_poison_memory_region(p, floats * sizeof(float)); }
@@ -89,7 +90,7 @@ void reset_scratch() { arena.reset(); }
 float* kept_scratch(const KeptKey& key, int64_t floats, bool& filled) {
   const KeptKey& last = kept.key;
   filled = key.call == last.call && key.b == last.b && key.h == last.h && key.first == last.first;
-  floats = round_up(floats + kLanes, kLanes);  // the last column's lanes are read whole
+  floats = round_up(floats + kLanes, kLanes);  // the last column is read in whole vectors
   if (floats > kept.chunk.floats) {
     kept.key.call = 0;
     kept.chunk = {nullptr, 0};

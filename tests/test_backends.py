@@ -71,7 +71,7 @@ def test_forced_is_undone_after_an_error():
 
 def test_unknown_name():
     with (
-        pytest.raises(ValueError, match="got 'cuda', allowed are auto, cpu, triton, reference"),
+        pytest.raises(ValueError, match="'cuda' is not a valid backend; allowed are auto, cpu, triton, reference"),
         backends.forced("cuda"),
     ):
         pass
@@ -215,7 +215,7 @@ def test_environment_variables():
     done = run_python("from tersekv.kernels import backends; print(backends.chosen())", TERSEKV_BACKEND="reference")
     assert done.stdout.strip() == "reference", done.stderr
     done = run_python("from tersekv.kernels import backends; backends.chosen()", TERSEKV_BACKEND="gpu")
-    assert "TERSEKV_BACKEND: got 'gpu', allowed are auto, cpu, triton, reference" in done.stderr
+    assert "TERSEKV_BACKEND: 'gpu' is not a valid backend; allowed are auto, cpu, triton, reference" in done.stderr
 
 
 @native

@@ -206,7 +206,7 @@ REFUSED = {
     r"expected \[B, H, T, D\]": ("group_ranges", (X[0], PLACE)),
     "group that divides 64, got 33": ("encode_grid", (X, PLACE._replace(group=33), None, None, None)),
     "at least 1": ("group_ranges", (X, PLACE._replace(block_tokens=0))),
-    "scale: expected what broadcasts": ("encode_grid", (X, PLACE, X[:, 0, 0], None, None)),
+    "scale: expected a shape that broadcasts": ("encode_grid", (X, PLACE, X[:, 0, 0], None, None)),
     "table: .* entries = 16, got 4": ("encode_grid", (X, PLACE, None, None, torch.zeros(4))),
     "bits must be 1 to 8, got 9": ("pack_lanes", (X.long(), 9)),
     r"codes: expected \[..., P, L\]": ("pack_lanes", (X[0, 0, 0].long(), 4)),

@@ -75,7 +75,7 @@ def test_a_row_that_sees_nothing():
 def test_refusals_name_the_segment():
     query, segments, *rest = call("sinks, pages, tail", 2, None)
     other = segments[0]._replace(values=segments[0].values[..., :32])
-    with pytest.raises(ValueError, match="pages: expected the same channels in all of them"):
+    with pytest.raises(ValueError, match="pages: expected the same number of channels in all pages"):
         cpu_attend.attend_segments(query, [segments[1], other], *rest)
     wrong = segments[0]._replace(mask=torch.ones(2, 1, 3))
     told = why_not(cpu_attend.attend_segments, query, [*segments, wrong], *rest)

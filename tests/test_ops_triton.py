@@ -308,7 +308,10 @@ REFUSALS = {
     "mask": (lambda c: [*c[:3], torch.ones(1, 1, 64), *c[4:]], "mask is torch.float32, not bool"),
     "matrix": (lambda c: [torch.randn(1, 2, 3, 256), wide("signs"), *c[2:]], "a matrix of 256 × 256"),
     "matrices": (lambda c: [torch.randn(1, 2, 3, 256), wide("signs per group"), *c[2:]], "a matrix of 200 × 256"),
-    "sketch": (lambda c: [c[0], both_ways(view("signs per group", "keys", T=64)), *c[2:]], "take some channels and"),
+    "sketch": (
+        lambda c: [c[0], both_ways(view("signs per group", "keys", T=64)), *c[2:]],
+        "both take and leave out channels",
+    ),
 }
 
 

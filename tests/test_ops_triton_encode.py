@@ -231,7 +231,7 @@ REFUSALS = {
     "blocks": ((X[:, :, :40], PLACE, None, None, None), "not [B, H, T, D] with T whole blocks of 32"),
     "scale": ((X, PLACE, X.long(), None, None), "scale is torch.int64"),
     "table": ((X, PLACE, None, None, X[0, 0, 0, :16].half()), "table is torch.float16, not float32"),
-    "device": ((X, PLACE, X.to("meta"), None, None), "what goes with it on meta"),
+    "device": ((X, PLACE, X.to("meta"), None, None), "another argument on meta"),
     "gradient": ((X.clone().requires_grad_(), PLACE, None, None, None), "x needs a gradient"),
 }
 

@@ -85,6 +85,6 @@ def test_a_matrix_in_front_of_rope_fits_shared_memory(tuning, monkeypatch):
     x = tokens(1, 2, 64, 128)
     keys, values = roped(packed("signs", "keys", x), "halves", 128, 64), packed("grid", "values", x)
     call = torch.randn(1, 2, 1, 128), keys.operand, values.operand, None, 1.0, None
-    assert "in front of RoPE" not in str(triton.why_not_attend_packed(*call))
+    assert "before RoPE, more" not in str(triton.why_not_attend_packed(*call))
     monkeypatch.setattr(tuning, "architecture", lambda device: "sm_86")
-    assert "256 × 128 in front of RoPE, more than 16,384" in str(triton.why_not_attend_packed(*call))
+    assert "256 × 128 before RoPE, more than 16,384" in str(triton.why_not_attend_packed(*call))

@@ -1,4 +1,4 @@
-// The task of a call: scores of a chunk of tokens, softmax, value sums, chunk after chunk.
+// The task of a call: for each chunk of tokens compute scores, softmax and value sums.
 #pragma once
 
 #include "online_softmax.h"
@@ -7,14 +7,15 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-// Calls body(row, rows) for tiles of at most four rows of even size.
+// Call body(row, rows) for tiles of at most four rows; tiles are as equal in size as possible.
 template <class Body>
 void row_tiles(int64_t rows, Body&& body) {
   const int64_t size = ceil_div(rows, ceil_div(rows, kRowTile));
   for (int64_t row = 0; row < rows; row += size) body(row, rows - row < size ? rows - row : size);
 }
 
-// Working memory of a task: scaled queries, scores of a chunk, sums of values, one softmax state per row.
+// Working memory of a task: scaled queries, scores of a chunk, value sums, one softmax state per
+// row.
 struct Workspace {
   int64_t query_stride, score_stride, sum_stride;
   float *query, *score, *sum;
@@ -22,7 +23,8 @@ struct Workspace {
 
   Workspace(const Call& call, const Task& task, int64_t chunk) {
     query_stride = round_up(call.D, kLanes);
-    score_stride = round_up(chunk, kLanes) + kLanes;  // not a multiple of the page: rows would share cache sets
+    // One vector more: rows would share cache sets if their stride were a multiple of the page size.
+    score_stride = round_up(chunk, kLanes) + kLanes;
     sum_stride = round_up(call.Dv, kLanes);
     const int64_t rows = task.rows;
     query = scratch(rows * query_stride);
@@ -38,7 +40,8 @@ struct Workspace {
     }
   }
 
-  // Softmax of a chunk; false where no row sees any of its tokens, so that the values need not be read.
+  // Apply softmax to a chunk. Return false if no row sees any of its tokens, so that the values
+  // need not be read.
   template <class S>
   bool weigh_chunk(const Call& call, const Task& task, int64_t token, int64_t count) {
     const Scores& how = call.scores;
@@ -61,7 +64,8 @@ struct Workspace {
   }
 };
 
-// The next tokens that a task reads at once: they end at t1, and lie `shift` further on in the views.
+// The tokens that a task reads next. They end at t1; in the views they are `shift` tokens further
+// on.
 struct Chunk {
   int64_t t1 = 0, shift = 0;
   bool there = true;

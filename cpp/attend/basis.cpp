@@ -1,4 +1,4 @@
-// The body of basis products, compiled once per instruction set.
+// Products with a basis, compiled once per instruction set.
 #include "basis.h"
 
 #include "build.h"
@@ -21,7 +21,7 @@ inline void swap(double& a, double& b) {
 inline Floats& at(float* x) { return *reinterpret_cast<Floats*>(x); }
 inline const Floats& at(const float* x) { return *reinterpret_cast<const Floats*>(x); }
 
-// Sixteen entries of 6 bits in twelve bytes.
+// Unpack sixteen entries of 6 bits from twelve bytes.
 inline Floats unpack(const uint8_t* codes) {
   constexpr Ints shift = {0, 6, 12, 18, 0, 6, 12, 18, 0, 6, 12, 18, 0, 6, 12, 18};
   const auto word = [&](int i) { return codes[3 * i] | codes[3 * i + 1] << 8 | codes[3 * i + 2] << 16; };
@@ -38,7 +38,7 @@ inline float dot(const float* x, const float* row, int64_t D) {
   return out;
 }
 
-// One head of one batch row.
+// Multiply one head of one batch row.
 void multiply_head(const BasisProduct& call, int64_t head) {
   const int64_t R = call.R, D = call.D, width = round_up(D, kLanes), b = head / call.H, h = head % call.H;
   const HeadMatrix& of = call.matrix;

@@ -1,11 +1,13 @@
-// Products of each head's vectors with a square matrix: dense, or in a basis of 6-bit entries (kernels/basis.py).
+// Products of each head's vectors with a square matrix: dense, or in a basis of 6-bit entries
+// (kernels/basis.py).
 #pragma once
 
 #include "contract.h"
 
 namespace tersekv {
 
-// Rows of a matrix per head: `dense`, or `codes` with a factor per channel. Strides count elements; 0: one for all.
+// Rows of a matrix per head: `dense`, or `codes` with a factor per channel. Strides count elements;
+// 0: all share one.
 struct HeadMatrix {
   const float* dense = nullptr;  // [1 or B, 1 or H, D, D]
   int64_t dense_b = 0, dense_h = 0;
@@ -20,11 +22,11 @@ struct HeadMatrix {
 
 constexpr int64_t kSolvedAtOnce = 256;
 
-// R vectors of each of B·H heads. Vectors of x and out are `x_stride` and `out_stride` apart, those of a head follow
-// each other.
+// R vectors of each of B·H heads. Strides of x and out are between vectors; the vectors of a head
+// are consecutive.
 struct BasisProduct {
   int64_t B, H, R, D;
-  bool combine;  // sums of rows in place of products with each
+  bool combine;  // true: weighted sum of the rows; false: dot product with each row
   HeadMatrix matrix;
   const float* x;
   int64_t x_stride;
@@ -36,7 +38,7 @@ struct BasisProduct {
   int64_t tasks() const { return invert ? ceil_div(R, kSolvedAtOnce) : 1; }
 };
 
-// Task `head` of B·H·tasks().
+// Run task `head` of B·H·tasks().
 void basis_product_baseline(const BasisProduct& call, int64_t head);
 void basis_product_avx2(const BasisProduct& call, int64_t head);
 void basis_product_avx512(const BasisProduct& call, int64_t head);

@@ -13,12 +13,12 @@
 namespace tersekv {
 namespace {
 
-constexpr int64_t kRowBlock = 32;    // rows whose scores stay in the second cache
-constexpr double kTaskNs = 15000.0;  // tasks no smaller than this
+constexpr int64_t kRowBlock = 32;    // rows whose scores fit the L2 cache
+constexpr double kTaskNs = 15000.0;  // minimum duration of a task
 
-constexpr int64_t kRopedTokens = 512;  // whose cosines and sines stay in the second cache
+constexpr int64_t kRopedTokens = 512;  // tokens whose cosines and sines fit the L2 cache
 
-// Whether cosines and sines of all tokens are read.
+// True if cosines and sines of all tokens are computed.
 bool turns(const Call& call, const View& view) {
   const bool stepped = call.rope && view.rope.int16_offsets && roped_codes(view.parts[0]);
   bool any = (view.kind == Kind::roped && !stepped) || (view.kind == Kind::rotated_mean && !view.rope.offsets);
@@ -26,7 +26,8 @@ bool turns(const Call& call, const View& view) {
   return any;
 }
 
-// One call's share of the tasks: `first` is its first one's number, `out` and `lse` are of its first split.
+// The tasks of one call. `first` is the number of its first task; `out` and `lse` belong to its
+// first split.
 struct Plan {
   const Call* call;
   int64_t first, row_blocks, splits, units;
@@ -37,14 +38,15 @@ struct Plan {
   int64_t heads() const { return call->B * call->H; }
   int64_t tasks() const { return heads() * row_blocks * splits; }
 
-  // A split's first unit: kernels read whole vectors of tokens from there on.
+  // Return a split's first unit. From there on kernels read whole vectors of tokens.
   int64_t begin(int64_t split) const {
     const int64_t grain = call->tokens_per_unit % kLanes ? kLanes : 1;
     return split == splits ? units : units * split / splits / grain * grain;
   }
 
   void run(int64_t index) const {
-    // Heads of the same tokens follow each other: what depends on the token alone is at hand.
+    // Tasks of different heads over the same tokens are consecutive, so that data per token stays
+    // in the cache.
     const int64_t head = index % heads(), rest = index / heads();
     const int64_t block = rest % row_blocks, split = rest / row_blocks;
     Task task;
@@ -69,7 +71,8 @@ Plan plan_of(const Call& call) {
   return plan;
 }
 
-// Splits tokens where there are too few heads for the threads, or where tokens have much that heads share.
+// Split tokens if there are fewer heads than threads need, or if heads share cosines and sines of
+// tokens.
 void split(Plan& plan, int threads) {
   const int64_t tasks = plan.tasks();
   if (threads > 1) {
@@ -108,7 +111,7 @@ void multiply(const BasisProduct& call, int threads) {
 
 namespace {
 
-// The outputs of some calls, [B·H·R, Dv], in place.
+// Transform the merged outputs of some calls, [B·H·R, Dv], in place.
 void map_outputs(const Call& any, const OutputMap& map, int threads, float* out) {
   const int64_t rows = any.B * any.H * any.R, Dv = any.Dv;
   if (map.matrix.given()) {
@@ -156,7 +159,7 @@ void attend(std::vector<Call>& calls, const OutputMap& map, int threads, float* 
   if (parts > 1 || maps) partial.reset(new float[(parts + 1) * rows * (Dv + 1)]);
   const auto part_at = [&](int64_t part) { return partial.get() + part * rows * (Dv + 1); };
   std::vector<const float*> outs, lses;
-  size_t unmapped = 0;  // parts of calls before `map.first`
+  size_t unmapped = 0;  // number of parts of calls before `map.first`
   for (size_t i = 0; i < calls.size(); i++) {
     Plan& plan = job.plans[i];
     if (i == map.first) unmapped = outs.size();

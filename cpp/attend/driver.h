@@ -1,4 +1,4 @@
-// Splits calls into tasks over heads, rows and tokens, runs them and merges.
+// Split calls into tasks over heads, rows and tokens, run them and merge.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace tersekv {
 
-// What becomes of the outputs [B, H, R, Dv] of the calls from number `first` on: a product with a matrix per head, then
-// a vector per head is added [1 or B, H, Dv].
+// Transform of the outputs [B, H, R, Dv] of the calls from number `first` on: a product with a
+// matrix per head, then a mean per head [1 or B, H, Dv] is added.
 struct OutputMap {
   std::size_t first = 0;
   HeadMatrix matrix;
@@ -21,11 +21,12 @@ struct OutputMap {
   bool given() const { return matrix.given() || mean; }
 };
 
-// Calls of one query over disjoint tokens, with the same B, H, R and Dv: out [B, H, R, Dv] and lse [B, H, R] over all.
+// Run calls of one query over disjoint tokens, with the same B, H, R and Dv. Return out
+// [B, H, R, Dv] and lse [B, H, R] over all of them.
 void attend(std::vector<Call>& calls, const OutputMap& map, int threads, float* out, float* lse);
 void merge_segments(const Merge& call);
 
-// All heads of a product, on up to `threads` threads.
+// Multiply all heads, on up to `threads` threads.
 void multiply(const BasisProduct& call, int threads);
 
 }  // namespace tersekv

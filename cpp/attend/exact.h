@@ -1,4 +1,5 @@
-// Unpacked tokens, rows of floats: dot products with queries, weighted sums, and a transposed tile of them.
+// Unpacked tokens, rows of floats: dot products with queries, weighted sums, and a transposed tile
+// of them.
 #pragma once
 
 #include "tile.h"
@@ -76,7 +77,7 @@ void dense_sums(const char* value, int64_t step, int64_t count, int64_t D, const
   if (d < D) lanes(Index<1>{}, d, [&](const char* p) TERSEKV_INLINE { return S::template load_as_n<T>(p, D - d); });
 }
 
-// Calls body with the type as a constant.
+// Call body with the type as a compile-time constant.
 template <class Body>
 void with_type(Float type, Body&& body) {
   switch (type) {
@@ -102,7 +103,7 @@ void exact_scores(const Node& node, Span span, float* score, int64_t score_strid
   });
 }
 
-// x of `count` tokens, transposed: tile [D][16], zeros for the others.
+// Load x of `count` tokens transposed into a tile [D][16], with zeros for the other lanes.
 template <class S>
 void exact_fill(const Node& node, int64_t token, int64_t count, float* tile) {
   const DenseView& v = node.view->dense;

@@ -1,4 +1,4 @@
-// Packed codes of 1 to 4 bits, block by block through the micro-kernel of lut.h.
+// Packed codes of 1 to 4 bits, multiplied block by block with the micro-kernel of lut.h.
 #pragma once
 
 #include "prefetch_ranges.h"
@@ -13,27 +13,28 @@ inline Block block_at(const GridView& v, int64_t b, int64_t h, int64_t n) {
           plane_at(v.offset, b, h, n)};
 }
 
-// Floats per row of coefficients of a span's blocks.
+// Floats per row of coefficients for the blocks of a span.
 inline int64_t coef_stride(const Node& node) {
   const int64_t t = node.view->t, unit = node.call->tokens_per_unit;
   return coef_floats(node.grid, (unit > kChunkTokens ? unit : kChunkTokens) / t);
 }
 
-// The grid that a view is, before RoPE or not, or the first part of a sum.
+// Return the grid in a view: the view itself, its part before RoPE, or the first part of a sum;
+// else null.
 inline const View* grid_in(const View& view) {
   if (view.kind == Kind::sum || view.kind == Kind::roped) return grid_in(view.parts[0]);
   return view.kind == Kind::grid ? &view : nullptr;
 }
 
-// Fetches the values of tokens [token, token + tokens), while other keys than grids are multiplied, which take their
-// time.
+// Prefetch the values of tokens [token, token + tokens) while keys other than grids are
+// multiplied.
 inline void fetch_values(const Node& keys, Span span, int64_t token, int64_t tokens) {
   PrefetchRanges ahead;
   ahead.add_values(keys, span, token, tokens);
   ahead.fetch(0, 1);
 }
 
-// Lets `product` fetch tokens of the other side while the first rows of `span` are multiplied.
+// Let `product` prefetch tokens of the other side while the first rows of `span` are multiplied.
 inline void fetch_later(Product& product, const Node& node, const View& other, Span span, Span tokens) {
   const View* view = grid_in(other);
   if (!view || span.row || tokens.first % view->t) return;

@@ -1,5 +1,5 @@
-// Blocks of one side of a packed segment times rows: y[r][lane] += sum over p of x[r][p] * x̂[p][lane], with scales and
-// offsets folded into coefficients or sums.
+// Blocks of a grid times rows: y[r][lane] += sum over p of x[r][p] * x̂[p][lane]. Scales and
+// offsets are folded into the coefficients or the sums.
 #pragma once
 
 #include "lut.h"
@@ -12,14 +12,16 @@ inline Block block_after(const GridView& view, const Block& block, int64_t n) {
           block.offset ? block.offset + n * view.offset.stride_n : nullptr};
 }
 
-constexpr int64_t kBlocksAtOnce = 4;  // of keys: calls of the micro-kernel, and the first cache holds the coefficients
+// Blocks of keys per call of the micro-kernel, so that their coefficients fit the L1 cache.
+constexpr int64_t kBlocksAtOnce = 4;
 
 template <class S, int R>
 struct GridProduct {
   using F = typename S::F;
 
-  // Coefficients of `blocks` blocks from `first` on, one per packed position: x times the scale. `shift` becomes the
-  // sum of x times the offset: of all blocks, or where they meet the same x (x_step 0) of each.
+  // Compute the coefficients of `blocks` blocks from `first` on: x times the scale, one per packed
+  // position. `shift` becomes the sum of x times the offset. It is over all blocks, or per block if
+  // all blocks share x (x_step 0).
   template <Float HALF>
   [[gnu::always_inline]] static inline void scale_rows(const GridView& view, const Block& first, int64_t blocks,
                                                        int64_t g, const float* x, int64_t x_stride, int64_t x_step,
@@ -73,7 +75,7 @@ struct GridProduct {
         });
         shift_by(s, xs, p, some);
       }
-      // Slots after the last code hold code 0, which the table need not map to zero.
+      // Slots after the last code have code 0, whose table entry need not be zero.
       for (; p < slots; p += kLanes)
         repeat<R>([&](auto r) TERSEKV_INLINE { S::store_coefs(coef + r * coef_stride, at + p, S::zero()); });
       scale += view.scale.stride_n;
@@ -93,8 +95,8 @@ struct GridProduct {
   static void packed_scaled(const GridView& view, const Product& in) {
     const Lut<S, R> lut(view);
     const int64_t groups = view.L / view.group, lane_groups = ceil_div(view.L, kLanes);
-    // Keys whose blocks share their scales meet the same coefficients in every block. Those of other keys are made for
-    // a few blocks at a time, those of values for all.
+    // Keys whose blocks share their scales have the same coefficients in every block. Coefficients
+    // of other keys are computed for a few blocks at a time, those of values for all blocks.
     const bool fixed = in.y_step && groups == 1 && view.scale.stride_n == 0 && view.offset.stride_n == 0;
     const int64_t joint = in.y_step ? 1 : in.blocks, x_step = in.y_step ? 0 : view.P;
     const int64_t most = fixed || !in.y_step ? in.blocks : kBlocksAtOnce;
@@ -122,7 +124,8 @@ struct GridProduct {
     }
   }
 
-  // The words that hold packed positions [g * group, (g + 1) * group), and the position that the first one starts at.
+  // The words that hold packed positions [g * group, (g + 1) * group), and the packed position at
+  // which the first one begins.
   struct Span {
     int64_t first, words, start;
   };
@@ -134,7 +137,8 @@ struct GridProduct {
     return {first, (up < view.words ? up : view.words) - first, begin << unit.shift};
   }
 
-  // Coefficients of every group, x with zeros for codes of neighbouring groups, and behind them each group's sum of x.
+  // Compute the coefficients of every group: x, with zeros for codes of neighbouring groups. After
+  // them comes each group's sum of x.
   static void group_rows(const GridView& view, const float* x, int64_t x_stride, float* coef, int64_t coef_stride) {
     const int64_t groups = view.P / view.group, room = group_slots(view);
     for (int64_t g = 0; g < groups; g++) {
@@ -152,7 +156,7 @@ struct GridProduct {
         for (int64_t p = 0; p < end; p += kLanes) {
           const F part = S::load(c + p);
           total[r] = S::add(total[r], part);
-          S::store_coefs(c, p, part);  // in place: never beyond what was read
+          S::store_coefs(c, p, part);  // in place: never beyond the elements that were read
         }
         coef[r * coef_stride + groups * room + g] = S::hsum(total[r]);
       });
@@ -194,7 +198,7 @@ struct GridProduct {
   }
 };
 
-// For one to four rows.
+// Return the product function for one to four rows.
 template <class S>
 GridFn product_of(const GridView& view, int rows) {
   GridFn found = nullptr;

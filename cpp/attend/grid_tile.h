@@ -1,5 +1,6 @@
-// Codes of any grid decoded into a tile: sixteen lanes of the packed axis, [P][16]. What the micro-kernel of lut.h does
-// not read (5 to 8 bits, keys whose RoPE must be put back) is attended to from there.
+// Decode the codes of any grid into a tile: sixteen lanes of the packed axis, [P][16]. This serves
+// grids that the micro-kernel of lut.h does not support: 5 to 8 bits, and keys to which RoPE must
+// be applied.
 #pragma once
 
 #include "grid.h"
@@ -10,7 +11,7 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-// Code p of sixteen lanes, whose words are `words` [W][16].
+// Return code p of sixteen lanes, whose words are `words` [W][16].
 template <class S>
 typename S::Words code_at(const HalfWords& how, const int32_t* words, int64_t p) {
   const int half = p % 2 * 16;
@@ -31,12 +32,13 @@ typename S::Words code_at(const HalfWords& how, const int32_t* words, int64_t p)
   return code;
 }
 
-// Entries of a table of at most 4 bits, repeated up to sixteen: higher bits of an index need no masking.
+// Repeat a table of at most 4 bits up to sixteen entries, so that higher bits of an index need no
+// masking.
 inline void repeat_entries(const float* table, int bits, float* entries) {
   for (int i = 0; i < 1 << kLutBits; i++) entries[i] = table[i & ((1 << bits) - 1)];
 }
 
-// Calls body with such entries as a table that S looks up.
+// Call body with such entries as a table for look-ups of S.
 template <class S, class Body>
 [[gnu::always_inline]] inline void with_table(const float* entries, int bits, Body&& body) {
   if constexpr (S::kSmallTables)
@@ -44,8 +46,8 @@ template <class S, class Body>
   body(typename S::template Table<kLutBits>(entries));
 }
 
-// put(p, entry) for all codes of at most 4 bits in `count` words, p ascending; behind P by fewer than 32. table:
-// repeated entries.
+// Call put(p, entry) for all codes of at most 4 bits in `count` words, p ascending. p may exceed P
+// by fewer than 32. table: repeated entries.
 template <class S, class Put>
 [[gnu::always_inline]] inline void each_code(const float* table, int bits, const int32_t* words, int64_t count,
                                              Put&& put) {
@@ -84,10 +86,11 @@ template <class S, class Put>
 
 struct GridOwn {
   float *coef, *scale, *offset, *tile;
-  const float* table;  // of at most 4 bits: repeated entries
+  const float* table;  // up to 4 bits: repeated entries
 };
 
-// Scales and offsets per packed position, as lanes from `lane` on have them: float32 in own.scale and own.offset.
+// Load scales and offsets per packed position for the lanes from `lane` on, float32, into
+// own.scale and own.offset.
 template <class S>
 void grid_ranges(const Node& node, const Block& block, int64_t lane) {
   const GridView& v = node.grid;
@@ -100,7 +103,7 @@ void grid_ranges(const Node& node, const Block& block, int64_t lane) {
   }
 }
 
-// x̂ of lane group g of block n: [P][16].
+// Decode x̂ of lane group g of block n: [P][16].
 template <class S>
 void grid_fill(const Node& node, int64_t n, int64_t g, float* tile) {
   using F = typename S::F;
@@ -127,8 +130,8 @@ void grid_fill(const Node& node, int64_t n, int64_t g, float* tile) {
   });
 }
 
-// Mean of errors[code] over some of the task's codes, of the whole pool's where they lie in pages, taken from columns
-// that lie apart.
+// Return the mean of errors[code] over a sample of the task's codes; with pages, of the whole
+// pool's codes. The sampled columns are evenly spaced.
 template <class S>
 float mean_error(const Node& node, const float* errors) {
   using F = typename S::F;
@@ -150,8 +153,8 @@ float mean_error(const Node& node, const float* errors) {
   return S::hsum(sum) / static_cast<float>(columns * v.P * kLanes);
 }
 
-// The table as products in bfloat16 read it. What rounding it adds to the mean of the codes is taken away again: a sum
-// over many tokens would show nothing else.
+// Round the table for bfloat16 products. The mean rounding error over the codes is added to
+// `middle`, because in a sum over many tokens it would not average out.
 template <class S>
 void round_table(Node& node) {
   GridView& v = node.grid;

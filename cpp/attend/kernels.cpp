@@ -9,8 +9,9 @@ namespace tersekv {
 
 const Kernels& TERSEKV_BUILD(kernels)() {
 #if TERSEKV_avx512bf16
-  // Grids of up to 4 bits in bfloat16, trellis codes and polar coordinates in integers where the CPU has the
-  // instructions, everything else as kernels_avx512 does it.
+  // Grids of up to 4 bits are multiplied in bfloat16. Trellis codes and polar coordinates are
+  // multiplied in integers if the CPU has the instructions. Everything else is as in
+  // kernels_avx512.
   static const Kernels kernels = {
       Lanes::kName, Lanes::kNsPerProduct,  kernels_avx512().attend, kernels_avx512().merge, grid_product_avx512bf16,
       true,         encode_trellis_avx512, basis_product_avx512,    trellis_kernel(),       polar_kernel(),

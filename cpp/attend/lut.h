@@ -1,7 +1,8 @@
-// The micro-kernel of packed codes: acc[r][lane] += coef[r][p] * table[code[p][lane]]. A wrapper S with kCodes = 1
-// multiplies in float32; with kCodes = 2 a look-up yields the bfloat16 values of codes p and p + 1, which lie in the
-// two halves of a lane's word, and a dot product adds both. Compiled per bit width, number of query rows and number of
-// lane groups, and for nothing else: compiling it takes most of the build.
+// The micro-kernel of packed codes: acc[r][lane] += coef[r][p] * table[code[p][lane]]. A wrapper S
+// with kCodes = 1 multiplies in float32. With kCodes = 2 each look-up returns the bfloat16 values
+// of codes p and p + 1 in the two halves of a lane's word, and a dot product adds both. It is
+// compiled per bit width, number of query rows and number of lane groups only, because its
+// compilation dominates the build time.
 #pragma once
 
 #include <new>
@@ -11,7 +12,8 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-// Words that meet the same sums: `count` runs of `words` words, `step` apart; lane groups lie `group_stride` apart.
+// Words that are added to the same sums: `count` runs of `words` words, `step` apart. Lane groups
+// are `group_stride` apart.
 struct Codes {
   const int32_t* data;
   int64_t group_stride, words, count, step;
@@ -22,11 +24,11 @@ struct LutSums {
   using F = typename S::F;
   static constexpr int kDirect = direct_codes(BITS);
   static constexpr int kParts = S::split(R * NG) ? 2 : 1;
-  // A word's codes are unrolled up to eight at a time (ten of 3 bits), then the word is shifted.
+  // A word's codes are unrolled up to eight at a time (ten for 3 bits), then the word is shifted.
   static constexpr int kUnrolled = 2 * kDirect % 8 ? 2 * kDirect : 8;
   F sum[kParts][NG][R];
 
-  // Coefficients of all runs lie one after the other, packed_slots(words) each.
+  // The coefficients of all runs are consecutive, packed_slots(words) each.
   [[gnu::always_inline]] inline LutSums(const typename S::template Table<BITS>& table, Codes codes, const float* coefs,
                                         int64_t coef_stride, Prefetch& later) {
     using Words = typename S::Words;
@@ -47,7 +49,8 @@ struct LutSums {
         });
       });
     };
-    // The codes of the words at `at`; of 3 bits, each word's bits 15 and 31 move into `spare`.
+    // Add the codes of the word at `at`; with 3 bits, bits 15 and 31 of each word are moved into
+    // `spare`.
     Words spare[NG];
     auto add_word = [&](int64_t at) TERSEKV_INLINE {
       Words w[NG];
@@ -94,8 +97,9 @@ struct LutSums {
   }
 };
 
-// What happens to the sums of R rows, `stride` apart. scale null: y += sum + shift[r]. Otherwise each lane has a scale
-// and maybe an offset: y += sum * (unit * scale) + total[r] * (middle * scale + offset).
+// Add the sums of R rows, `stride` apart, to y. If scale is null: y += sum + shift[r]. Otherwise
+// each lane has a scale and maybe an offset: y += sum * (unit * scale) + total[r] * (middle * scale
+// + offset).
 template <class S>
 struct Finish {
   float* y;
@@ -106,11 +110,11 @@ struct Finish {
   int64_t total_stride, lanes;
   Float half;
   float unit, middle;
-  // Blocks, and the steps from one to the next; coef_step counts coefficients.
+  // Number of blocks, and the steps from one block to the next; coef_step counts coefficients.
   int64_t blocks = 1, code_step = 0, y_step = 0, coef_step = 0, shift_step = 0, scale_step = 0, offset_step = 0;
 };
 
-// Sums over `codes` for lane groups [from, to), and what `finish` does with them.
+// Compute sums over `codes` for lane groups [from, to), and add them to y as `finish` says.
 template <class S, int BITS, int R>
 [[gnu::noinline]] void lut_groups(const void* made, Codes codes, const float* coef, int64_t coef_stride, int64_t from,
                                   int64_t to, Prefetch& later, const Finish<S>& finish) {

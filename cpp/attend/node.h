@@ -8,28 +8,28 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-constexpr int64_t kChunkTokens = 512;  // a span has at most these, or the tokens of one unit
+constexpr int64_t kChunkTokens = 512;  // most tokens of a span, unless one unit has more
 
-// Tokens [first, last) for rows [row, row + rows) of a task; at most kRowTile rows.
+// Tokens [first, last) for query rows [row, row + rows) of a task; at most kRowTile rows.
 struct Span {
   int64_t row, rows, first, last;
   int64_t tokens() const { return last - first; }
 };
 
-// One view of a call for one task, and what the task keeps for it.
+// One view of a call for one task, with the task's data for it.
 struct Node {
   const View* view = nullptr;
   const Call* call = nullptr;
   const Task* task = nullptr;
-  const Span* later = nullptr;  // tokens of the chunk after this one, or none
+  const Span* later = nullptr;  // tokens of the next chunk, or none
   int64_t b = 0, h = 0, rows = 0;
   const float* query = nullptr;  // of keys: [rows, query_stride], scaled, this view's channels
   int64_t query_stride = 0;
   float* sum = nullptr;  // of values: [rows, sum_stride], this view's channels
   int64_t sum_stride = 0;
-  GridView grid;           // with the table of this batch row
-  void* own = nullptr;     // the layout's
-  float* lanes = nullptr;  // room for sums lane by lane, of kRowTile rows
+  GridView grid;           // the view's grid, with the table of this batch row
+  void* own = nullptr;     // data of the layout, such as GridOwn
+  float* lanes = nullptr;  // room for sums per lane, of kRowTile rows
   Node* parts = nullptr;
 
   const float* query_row(int64_t row) const { return query + row * query_stride; }

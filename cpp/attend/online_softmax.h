@@ -37,9 +37,9 @@ struct RowState {
   float max = -kInfinity, sum = 0.0f;
 };
 
-// Turns raw scores of tokens [token, token + count) of one row into weights relative to the new maximum, in place.
-// Scores must have room up to a multiple of 16; weights there become 0. Returns the factor for what was summed before
-// and sets `any` where some weight is not zero.
+// Convert raw scores of `count` tokens of one row to weights relative to the new maximum, in
+// place. Scores must have room up to a multiple of 16; weights there become 0. Return the factor
+// for the earlier sums. Set `any` if some weight is not zero.
 template <class S>
 float weigh(const Scores& how, const uint8_t* mask, float* score, int64_t count, RowState& state, bool& any) {
   using F = typename S::F;

@@ -1,6 +1,7 @@
-// Recursive polar coordinates. A token's pair (2j, 2j + 1) is w_j·(cos a_j, sin a_j), a_j an angle of level 1 and w_j
-// the radius times cosines and sines of the levels above. A score is Σ w_j·(q_2j·cos a_j + q_2j+1·sin a_j): what stands
-// in brackets has 2^bits values, looked up in a table per pair and query row.
+// Recursive polar coordinates. A token's pair (2j, 2j + 1) is w_j·(cos a_j, sin a_j). a_j is an
+// angle of level 1; w_j is the radius times cosines and sines of the levels above. A score is Σ
+// w_j·(q_2j·cos a_j + q_2j+1·sin a_j). The factor in brackets has 2^bits values, looked up in a
+// table per pair and query row.
 #pragma once
 
 #include "polar_own.h"
@@ -8,7 +9,7 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-// Sixteen tokens of a block: its angles and radii from the first of them on.
+// Angles and radii of sixteen tokens of a block, from the first of them on.
 struct PolarTokens {
   const uint8_t* angles;
   const uint16_t* radii;
@@ -21,7 +22,7 @@ inline PolarTokens polar_tokens(const Node& node, int64_t token) {
           plane_at(v.radii, node.b, node.h, n) + lane};
 }
 
-// Code `index` of a level; bits above it are whatever follows.
+// Return code `index` of a level; higher bits are undefined.
 template <class S>
 [[gnu::always_inline]] inline typename S::Words polar_code(const PolarView& v, const PolarOwn& own, PolarTokens at,
                                                            int level, int64_t index) {
@@ -38,7 +39,7 @@ template <class S>
   return bits <= 4 ? S::look_up(table, code) : S::gather(table, S::with(code, (1u << bits) - 1));
 }
 
-// w of the pairs under radius k, own.pairs of them, `step` floats apart.
+// Compute w of the pairs under radius k: own.pairs weights, `step` floats apart.
 template <class S>
 void polar_weights(const PolarView& v, const PolarOwn& own, PolarTokens at, int64_t k, float* w, int64_t step) {
   using F = typename S::F;
@@ -55,7 +56,7 @@ void polar_weights(const PolarView& v, const PolarOwn& own, PolarTokens at, int6
   }
 }
 
-// The same for 4, 2, 2 and 2 bits: eight weights.
+// Compute the eight weights under radius k if levels have 4, 2, 2 and 2 bits.
 template <class S>
 [[gnu::always_inline]] inline void polar_usual_weights(const PolarView& v, const PolarOwn& own, PolarTokens at,
                                                        int64_t k, typename S::F (&w)[8]) {
@@ -137,7 +138,8 @@ void polar_scores(const Node& node, Span span, float* score, int64_t score_strid
   tile_scores<S>(node, span, score, score_stride, own.tile, polar_fill<S>);
 }
 
-// Sums of four channels (two pairs) for R rows stay in registers over all tokens of the span; w: [eight pairs][tokens].
+// Sums of four channels (two pairs) for R rows stay in registers over all tokens of the span; w:
+// [eight pairs][tokens].
 template <class S, int R>
 void polar_usual_sums(const Node& node, Span span, const float* weight, int64_t weight_stride) {
   using F = typename S::F;

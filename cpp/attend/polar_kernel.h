@@ -1,11 +1,11 @@
-// Attention to polar coordinates in integers: what polar.h calls where the CPU can do it.
+// Attention over polar coordinates in integers. polar.h uses it if the CPU supports it.
 #pragma once
 
 #include "contract.h"
 
 namespace tersekv {
 
-// One view for one task. Of keys: query [rows, query_stride], scaled; of values it is null.
+// One view for one task. Keys: query [rows, query_stride], scaled; values: query is null.
 struct PolarSide {
   const PolarView* view = nullptr;
   int64_t D = 0, b = 0, h = 0, rows = 0;
@@ -19,9 +19,10 @@ struct PolarSpan {
 };
 
 struct PolarKernel {
-  // What a task keeps for a side, in scratch memory; null where the view is none that the kernel reads.
+  // Return the task's data for a side, in scratch memory; null if the kernel does not support the
+  // view.
   const void* (*prepare)(const PolarSide&);
-  // score[r][i] += query[r] · x̂[i]. Values of the same tokens, if given, are fetched meanwhile.
+  // score[r][i] += query[r] · x̂[i]. Values of the same tokens, if given, are prefetched.
   void (*scores)(const void* side, PolarSpan span, float* score, int64_t score_stride, const View* values);
   // sum[r] += Σ weight[r][i] · x̂[i], weights not negative.
   void (*sums)(const void* side, PolarSpan span, const float* weight, int64_t weight_stride, float* sum,

@@ -1,4 +1,4 @@
-// What a task keeps for polar coordinates: tables by code, of the query too.
+// Data of a task for polar coordinates: tables by code, also of the query.
 #pragma once
 
 #include "polar_kernel.h"
@@ -11,13 +11,13 @@ constexpr int64_t kPolarTokens = 32;
 
 struct PolarOwn {
   const float *cos[kMaxLevels], *sin[kMaxLevels];  // tables, repeated up to 16 entries
-  int64_t offset[kMaxLevels];                      // where a level's codes begin, in bits
-  bool usual;                                      // 4 bits, then 2, 2 and 2
-  const float* upper;  // usual: of level 4 and 3 codes together, cos·cos, cos·sin, sin·cos, sin·sin
-  int64_t pairs;       // per radius
-  float* query;        // keys: [rows, D/2, 16], null where level 1 has more than 4 bits
+  int64_t offset[kMaxLevels];                      // bit offset of each level's codes
+  bool usual;                                      // levels have 4, 2, 2 and 2 bits
+  const float* upper;  // if usual: table by codes of levels 3 and 4: cos·cos, cos·sin, sin·cos, sin·sin
+  int64_t pairs;       // number of pairs per radius
+  float* query;        // keys: [rows, D/2, 16], null if level 1 has more than 4 bits
   float* tile;
-  const void* fast;  // of the call's PolarKernel, or null
+  const void* fast;  // data of the call's PolarKernel, or null
 };
 
 inline const float* repeated_table(const float* table, int bits) {

@@ -1,4 +1,4 @@
-// Tables of 16-bit integers for polar coordinates, with AVX-512.
+// int16 tables for polar coordinates, with AVX-512.
 #include "polar_plan.h"
 
 #include <immintrin.h>
@@ -18,8 +18,9 @@ void repeated(const float* table, int64_t entries, Shorts& out) {
   }
 }
 
-// Partial scores of a row's pairs by codes of level 1. Weights of the pairs under a radius have squares that add up to
-// 1: times the query no sum is above that of the norms of each sixteen channels, which becomes 64000.
+// Compute the partial scores of a row's pairs for each code of level 1. The squared weights of the
+// pairs under a radius add up to 1. The sum of weights times partial scores is therefore at most
+// the sum of the norms of each sixteen channels, which is scaled to 64000.
 void query_tables(const PolarPlan& plan, const float* cos, const float* sin, const float* query, int64_t row) {
   __m512 most = _mm512_setzero_ps(), wrong = _mm512_setzero_ps();
   for (int64_t d = 0; d < plan.D; d += kLanes) {
@@ -38,7 +39,7 @@ void query_tables(const PolarPlan& plan, const float* cos, const float* sin, con
   const __m512 inverse = _mm512_set1_ps(to_one * steps), of_cos = _mm512_mul_ps(_mm512_loadu_ps(cos), inverse),
                of_sin = _mm512_mul_ps(_mm512_loadu_ps(sin), inverse);
   for (int64_t d = 0; d < plan.D; d += 2) {
-    // Pair 4m + 2s + i of a radius: entries 16s and more of table i of rows 2m and 2m + 1.
+    // Pair 4m + 2s + i of a radius: entries from 16s on of table i of rows 2m and 2m + 1.
     const int64_t pair = d / 2, at = (pair / 4 * 2 + pair % 2) * plan.rows + row;
     const __m512 x =
         _mm512_fmadd_ps(_mm512_set1_ps(query[d]), of_cos, _mm512_mul_ps(_mm512_set1_ps(query[d + 1]), of_sin));

@@ -1,17 +1,18 @@
-// Polar coordinates of 4, 2, 2 and 2 bits in integers: AVX-512 with VBMI (order of bytes) and VNNI (products).
+// Polar coordinates of 4, 2, 2 and 2 bits in integers: AVX-512 with VBMI (byte permutations) and
+// VNNI (dot products).
 //
-// Cosines, sines and what is made of them are whole numbers in units of 2^-15. A token's radii are taken relative to
-// its largest one, which is multiplied in float32: a product errs by parts of the token's own norm. Queries and weights
-// have 16 bits, in units that keep sums within 32.
+// Cosines, sines and their products are integers in units of 2^-15. A token's radii are relative to
+// its largest radius, which is multiplied in float32, so errors are relative to the token's own
+// norm. Queries and weights are int16, in units that keep sums within 32 bits.
 #include "polar_weights.h"
 #include "prefetch_ranges.h"
 
 namespace tersekv {
 namespace {
 
-constexpr int64_t kAheadBlocks = 2;  // of keys that are fetched
+constexpr int64_t kAheadBlocks = 2;  // number of blocks of keys that are prefetched
 
-// sum += Σ a · b over two shorts. In place: GCC 12 copies the sums of the intrinsic.
+// sum += Σ a · b over two int16. Inline assembly, because GCC 12 copies the sums of the intrinsic.
 [[gnu::always_inline]] inline void add_products(__m512i& sum, __m512i a, __m512i b) {
   asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
 }
@@ -20,7 +21,8 @@ struct Bytes {
   uint8_t byte[64];
 };
 
-// Where shorts of 32 tokens are unpacked, half h has these of two rows of bytes: tokens 4h to 4h + 3 of each eight.
+// Order of unpacked int16 of 32 tokens: half h has tokens 4h to 4h + 3 of each eight, of two byte
+// rows.
 template <int H>
 constexpr Bytes unpacked_order() {
   Bytes out{};
@@ -45,7 +47,8 @@ void block_scores(const PolarPlan& plan, int64_t n, int64_t row, float* score, i
     tokens.weights(k, w);
     ahead.fetch(k, plan.D / 16);
     repeat<2>([&](auto m) TERSEKV_INLINE {
-      // Each integer: a byte of two rows for a token. Look-ups read five bits: 16 and more is the second row's pair.
+      // Each integer is a byte of two rows for a token. Look-ups read five bits: 16 and more is the
+      // second row's pair.
       const __m512i bytes = _mm512_loadu_si512(tokens.angles + (4 * k + 2 * m) * kPolarBlock);
       __m512i code[2][2];
       repeat<2>([&](auto h) TERSEKV_INLINE {
@@ -90,7 +93,8 @@ void scores(const void* side, PolarSpan span, float* score, int64_t score_stride
   });
 }
 
-// Added to the weights of 32 tokens before they are rounded: evenly spread between -1/2 and 1/2.
+// Dither that is added to the weights of 32 tokens before rounding: evenly spread between -1/2 and
+// 1/2.
 alignas(64) constexpr auto kDither = [] {
   struct {
     float of[kPolarBlock];
@@ -100,8 +104,9 @@ alignas(64) constexpr auto kDither = [] {
   return out;
 }();
 
-// Weights times radii in 16 bits: a lane's sum over all blocks is at most 2·32600. What is rounded differs between
-// tokens, so that many small weights are not all lost. Returns the units.
+// Weights times radii as int16, scaled so that a lane's sum over all blocks is at most 2·32600. The
+// dither differs between tokens, so that many small weights do not all round to zero. Return the
+// units.
 template <int R>
 void short_weights(const PolarPlan& plan, const float* weight, int64_t weight_stride, const Radii* radii,
                    int64_t blocks, float (&unit)[R]) {
@@ -114,7 +119,7 @@ void short_weights(const PolarPlan& plan, const float* weight, int64_t weight_st
       });
     const float most = _mm512_reduce_max_ps(_mm512_max_ps(sum[0], sum[1]));
     const float total = _mm512_reduce_add_ps(_mm512_add_ps(sum[0], sum[1]));
-    unit[r] = most / 32600.0f + 0.0f * total;  // NaN where something is not finite
+    unit[r] = most / 32600.0f + 0.0f * total;  // NaN if something is not finite
     const __m512 inverse = _mm512_set1_ps(most > kPolarLeast ? 32600.0f / most : 0.0f);
     for (int64_t n = 0; n < blocks; n++) {
       __m512 x[2];
@@ -129,7 +134,7 @@ void short_weights(const PolarPlan& plan, const float* weight, int64_t weight_st
   });
 }
 
-// Sums over the lanes of sixteen vectors.
+// Return the sums over the lanes of sixteen vectors.
 inline __m512 lane_sums(const __m512i (&sum)[16]) {
   __m512 x[16];
   for (int i = 0; i < 16; i++) x[i] = _mm512_cvtepi32_ps(sum[i]);
@@ -145,7 +150,8 @@ inline __m512 lane_sums(const __m512i (&sum)[16]) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x88), _mm512_shuffle_f32x4(x[0], x[1], 0xdd));
 }
 
-// Adds `blocks` blocks from `first` on, at most kPolarSumTokens. Sums of four channels for R rows stay in registers.
+// Add `blocks` blocks from `first` on, at most kPolarSumTokens. Sums of four channels for R rows
+// stay in registers.
 template <int R>
 void add_sums(const PolarPlan& plan, int64_t first, int64_t blocks, const float* weight, int64_t weight_stride,
               float* sum, int64_t sum_stride) {

@@ -1,5 +1,5 @@
-// Blocks of a grid that are read later, fetched line by line while other blocks are read: bandwidth that is asked for
-// evenly, where hundreds of lines at once would be dropped.
+// Prefetch blocks of a grid that are read later, line by line while other blocks are read. The
+// requests are evenly spaced, because hundreds of lines at once would be dropped.
 #pragma once
 
 #include "unroll.h"
@@ -11,7 +11,8 @@ class Prefetch {
  public:
   Prefetch() = default;
 
-  // `later_blocks` blocks of `v` from `later` on, while the codes of `blocks` blocks of `view` are read.
+  // Prefetch `later_blocks` blocks of `v` from `later` on while the codes of `blocks` blocks of
+  // `view` are read.
   Prefetch(const GridView& view, int64_t blocks, const GridView& v, const Block& later, int64_t later_blocks)
       : reads_(blocks * code_lines(view)) {
     if (!reads_) return;
@@ -21,12 +22,12 @@ class Prefetch {
     offset_ = {later.offset, ranges, v.offset.stride_n * 2, later.offset ? later_blocks * ranges : 0};
   }
 
-  // What a product is to fetch.
+  // Prefetch the blocks that a product names.
   Prefetch(const GridView& view, const Product& in) {
     if (in.later_view) *this = Prefetch(view, in.blocks, *in.later_view, in.later, in.later_blocks);
   }
 
-  // To be called when `lines` lines of those codes are read.
+  // Call this when `lines` cache lines of the codes have been read.
   [[gnu::always_inline]] inline void fetch_for(int64_t lines) {
     codes_.fetch(lines, reads_);
     scale_.fetch(lines, reads_);
@@ -39,7 +40,7 @@ class Prefetch {
     return ceil_div((v.lane_scaled ? v.P / v.group * v.L : v.L / v.group * v.P) * 2, 64);
   }
 
-  // Blocks of `lines` lines.
+  // Blocks of `lines` cache lines.
   struct Run {
     const char* at = nullptr;
     int64_t lines = 0, left = 0, skip = 0, total = 0, due = 0;

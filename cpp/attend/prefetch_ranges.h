@@ -1,4 +1,4 @@
-// Memory that is fetched while something else is computed.
+// Memory ranges that are prefetched while something else is computed.
 #pragma once
 
 #include "node.h"
@@ -12,7 +12,8 @@ class PrefetchRanges {
     if (first && count_ < kMost) ranges_[count_++] = {static_cast<const char*>(first), bytes};
   }
 
-  // Tokens [token, token + tokens) of a head, where the view is a layout of blocks or begins with one.
+  // Add tokens [token, token + tokens) of a head, if the view, or the first part of a sum, is a
+  // layout of blocks.
   void add(const View& view, int64_t b, int64_t h, int64_t token, int64_t tokens) {
     if (view.kind == Kind::sum) return add(view.parts[0], b, h, token, tokens);
     if (token % view.t) return;
@@ -35,12 +36,13 @@ class PrefetchRanges {
     }
   }
 
-  // Values of tokens whose keys are about to be scored, once for all rows.
+  // Add the values of tokens whose keys are about to be scored, once for all rows.
   void add_values(const Node& keys, Span span, int64_t token, int64_t tokens) {
     if (span.row == 0) add(*keys.call->values, keys.b, keys.h, token, tokens);
   }
 
-  // One of `parts` parts of it, into the second cache. More at once would be dropped where too much is under way.
+  // Prefetch one of `parts` parts of the ranges into the L2 cache. With more at once the CPU
+  // would drop requests.
   [[gnu::always_inline]] inline void fetch(int64_t part, int64_t parts) const {
     for (int i = 0; i < count_; i++)
       for (int64_t at = part * 64; at < ranges_[i].bytes; at += parts * 64)

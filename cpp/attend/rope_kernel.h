@@ -1,20 +1,20 @@
-// Keys before RoPE, and vectors that RoPE turns, in 16-bit integers: what roped_grid.h and turned.h call where the CPU
-// can do it. Positions are consecutive, so that the query is turned once for some tokens and cosines and sines of a few
-// steps serve them all.
+// Keys before RoPE, and rotated means, in int16. roped_grid.h and rotated_mean.h use it if the CPU
+// supports it. Positions are consecutive, so the query is rotated once for several tokens, which
+// share cosines and sines of a few steps.
 #pragma once
 
 #include "contract.h"
 
 namespace tersekv {
 
-constexpr int64_t kInt16Offsets = 64;  // that one turned query serves
+constexpr int64_t kInt16Offsets = 64;  // tokens that share one rotated query
 
 // A view of kind `roped` for one task.
 struct RopedSide {
   const RopeView* rope = nullptr;
   const GridView* grid = nullptr;  // with the table of this batch row
   int64_t b = 0, h = 0;
-  const View* values = nullptr;  // of the same tokens, fetched meanwhile
+  const View* values = nullptr;  // values of the same tokens, which are prefetched
   const float* query = nullptr;  // [rows, query_stride], scaled
   int64_t query_stride = 0;
 };
@@ -24,7 +24,8 @@ struct RopedSpan {
   int64_t row, rows, first, last;
 };
 
-// Sums of table [reads, stride] · factor for 16·n tokens: reads is even, and stands in pairs [reads / 2, stride, 2].
+// Sums of table [reads, stride] · factor for 16·n tokens. reads is even; the table is stored in
+// pairs [reads / 2, stride, 2].
 struct TurnedProduct {
   const int16_t* table = nullptr;
   int64_t reads = 0, stride = 0, tokens = 0, rows = 0;
@@ -35,7 +36,7 @@ struct TurnedProduct {
 };
 
 struct RopeKernel {
-  // What a task keeps for a side, in scratch memory.
+  // Return the task's data for a side, in scratch memory.
   void* (*prepare)(const RopedSide&);
   // score[r][i] += query[r] · x̂[i]
   void (*scores)(void* side, RopedSpan span, float* score, int64_t score_stride);
@@ -46,7 +47,8 @@ struct RopeKernel {
 const RopeKernel& rope_kernel_vnni();
 void rotates_in_int16(const TurnedProduct& of);
 
-// What is coded before RoPE, if it is a grid of few bits with scales per channel, maybe with entries apart.
+// Return the codes before RoPE if they are a grid of at most 4 bits with scales per channel, maybe
+// with outliers; else null.
 static inline const View* roped_codes(const View& keys) {
   const bool apart = keys.kind == Kind::sum && keys.count == 2 && keys.parts[1].kind == Kind::sparse;
   const View* codes = apart ? keys.parts : &keys;

@@ -1,4 +1,4 @@
-// Cosines and sines of one position: the product of the rotations of its digits (angle addition).
+// Cosines and sines of one position: the rotations of its digits, multiplied (angle addition).
 #pragma once
 
 #include "tile.h"
@@ -10,7 +10,7 @@ struct RopeRow {
   const float *cos, *sin;  // [columns]
 };
 
-// room: [2][columns], which the row may be written to. A negative position rotates the other way.
+// room: [2][columns], memory for the row. A negative position rotates backwards.
 template <class S>
 RopeRow rope_row(const RopeView& rope, int64_t place, float* room) {
   const int64_t C = rope.columns;
@@ -25,7 +25,7 @@ RopeRow rope_row(const RopeView& rope, int64_t place, float* room) {
   int64_t count = 0;
   for (int64_t digit = rope.digits; digit-- > 0;) {
     const int64_t row = static_cast<int64_t>(size >> (kTableBits * digit)) & (kTableBase - 1);
-    // The first row of a digit is the identity, but for the last digit, which may carry a factor.
+    // Row 0 of a digit is the identity and is skipped. The last digit's row 0 may carry a factor.
     if (row > 0 || digit == rope.digits - 1) rows[count++] = rope.table + (digit * kTableBase + row) * 2 * C;
   }
   if (count == 1 && !back) return {rows[0], rows[0] + C};

@@ -1,8 +1,8 @@
-// RoPE in 16-bit integers: AVX-512 BW and VNNI.
+// RoPE in int16: AVX-512 BW and VNNI.
 //
-// Two codes of a token, of neighbouring channels, stand in the halves of a word, as they do in what is looked up for
-// them: entry times scale plus offset, in units of the RoPE pair. A pair turned by a step stays within 16 bits, and so
-// do products with a query whose absolute values add up to at most kMostQuery.
+// The codes of two neighbouring channels of a token are in the halves of a word, and so are their
+// table values: entry times scale plus offset, in units of the RoPE pair. A rotated pair stays
+// within 16 bits. So do products with a query whose absolute values add up to at most kMostQuery.
 #include "grid.h"
 #include "prefetch.h"
 #include "rope_words.h"
@@ -10,26 +10,28 @@
 namespace tersekv {
 namespace {
 
-// Indices of two channels' entries: that of the second one is 16 further on.
+// Return the indices of two channels' entries; that of the second channel is 16 further on.
 [[gnu::always_inline]] inline __m512i indices(__m512i word) {
-  // 0xEA: the first and the second, or the third.
+  // 0xEA: (first & second) | third
   return _mm512_ternarylogic_epi32(word, _mm512_set1_epi32(0x000f000f), _mm512_set1_epi32(0x00100000), 0xEA);
 }
 
-// Scores of NG·16 tokens whose codes begin at `codes`, `step` steps after the turned query.
+// Compute scores of NG·16 tokens whose codes begin at `codes`, `step` steps after the rotated
+// query.
 template <int BITS, int R, int NG>
 void tiles(const Roped& own, const int32_t* codes, int64_t step, Prefetch& later, float* score, int64_t score_stride) {
   constexpr int kWords = BITS == 3 ? 3 : 1, kDirect = direct_codes(BITS), kPairs = packed_slots(BITS, kWords) / 2;
   constexpr int kUnrolled = kDirect % 4 ? kDirect : 4;
   const int64_t half = own.half, group = own.side.grid->words * kLanes;
-  const int64_t across = half / (2 * kPairs) * kWords * kLanes;  // from a channel's word to its partner's
+  // distance from a channel's word to its partner's
+  const int64_t across = half / (2 * kPairs) * kWords * kLanes;
   const int16_t *int16_offsets = own.side.rope->int16_offsets + 2 * step, *tables = own.tables, *query = own.words;
   __m512i sum[R][NG];
   repeat<R>([&](auto r)
                 TERSEKV_INLINE { repeat<NG>([&](auto g) TERSEKV_INLINE { sum[r][g] = _mm512_setzero_si512(); }); });
   __m512i first[NG], second[NG], spare[NG], more[NG];
   int64_t d = 0;
-  // The channels of COUNT pairs of codes, from bit 0 of each half on.
+  // Add the channels of `count` pairs of codes, from bit 0 of each half on.
   const auto add = [&](auto count) TERSEKV_INLINE {
     repeat<count>([&](auto i) TERSEKV_INLINE {
       const __m512i table_a = _mm512_loadu_si512(tables + (d + 2 * i) * kLanes),
@@ -88,7 +90,7 @@ void tiles(const Roped& own, const int32_t* codes, int64_t step, Prefetch& later
   });
 }
 
-// Values of the same tokens, to be fetched while keys are read.
+// Return the prefetch of the values of the same tokens, to run while keys are read.
 Prefetch values_of(const Roped& own, const RopedSpan& span) {
   const View* values = span.row == 0 ? grid_in(*own.side.values) : nullptr;
   if (!values || span.first % values->t) return {};
@@ -103,13 +105,13 @@ void span_scores(Roped& own, const RopedSpan& span, float* score, int64_t score_
   const GridView& v = *own.side.grid;
   const int64_t t = v.L, words = v.words * kLanes;
   Prefetch later = values_of(own, span);
-  int64_t from = -kInt16Offsets;  // the token whose angles are taken off the queries
+  int64_t from = -kInt16Offsets;  // position to which the queries are rotated back
   for (int64_t token = span.first; token < span.last; token += t) {
     const Block block = block_at(v, own.side.b, own.side.h, token / t);
     if (!own.filled || !own.fixed) fill_tables(own, block);
     own.filled = true;
     if (!own.fixed || own.row != span.row) measure_queries(own, span);
-    if (!own.fixed) from = -kInt16Offsets;  // units may be others
+    if (!own.fixed) from = -kInt16Offsets;  // units may differ per block
     for (int64_t i = 0; i < t;) {
       if (token + i - from >= kInt16Offsets) turn_queries(own, span, from = token + i);
       const int64_t step = token + i - from, left = kInt16Offsets - step < t - i ? kInt16Offsets - step : t - i;

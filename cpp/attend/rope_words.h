@@ -1,4 +1,4 @@
-// Keys' entries and turned queries in 16 bits, as rope_vnni.cpp multiplies them.
+// Keys' table values and rotated queries in int16, as rope_vnni.cpp multiplies them.
 #pragma once
 
 #include <immintrin.h>
@@ -19,18 +19,18 @@ struct Roped {
   RopedSide side;
   int64_t half;
   bool in_order;          // pair i has column i
-  bool fixed, filled;     // one range for all blocks; tables stand there
-  float *scale, *offset;  // [D], over the unit of their pair
+  bool fixed, filled;     // fixed: all blocks share one range; filled: `tables` is computed
+  float *scale, *offset;  // [D], in units of their pair
   float* unit;            // [half]
   int16_t* tables;        // [half, 32]: entries of channels 2i and 2i + 1
   float *cos, *sin;       // [half]: of a token, times the units
-  int64_t row;            // the first of the queries that `measure` is of, or -1
+  int64_t row;            // first query row that `measure` belongs to, or -1
   int16_t* words;         // [4, D]
   float measure[4], step[4];
   float* row_angles;  // [2][columns]: room for cosines and sines of a token
 };
 
-// Entries of all channels as block's ranges have them.
+// Compute the table values of all channels from a block's scales and offsets.
 void fill_tables(Roped& own, const Block& block) {
   const GridView& v = *own.side.grid;
   const int64_t half = own.half;
@@ -72,7 +72,8 @@ void fill_tables(Roped& own, const Block& block) {
   }
 }
 
-// Cosines and sines of a token by pair, times the pairs' units; the longest of them as vectors, without the units.
+// Compute cosines and sines of a token by pair, times the pairs' units. Return the largest length
+// of (cos, sin), without the units.
 float turn_by(Roped& own, int64_t token) {
   const RopeView& rope = *own.side.rope;
   const RopeRow at = rope_row<Avx512Bytes>(rope, place_of(rope, own.side.b, own.side.h, token), own.row_angles);
@@ -95,7 +96,7 @@ float turn_by(Roped& own, int64_t token) {
       s = _mm512_load_ps(columns[1]);
     }
     const __m512 square = _mm512_fmadd_ps(c, c, _mm512_mul_ps(s, s)), unit = _mm512_maskz_loadu_ps(held, own.unit + i);
-    // Not max(most, square), which would drop what is no number.
+    // Not max(most, square), which would drop NaN.
     most = _mm512_mask_mov_ps(most, _mm512_cmp_ps_mask(square, most, _CMP_NLE_UQ), square);
     _mm512_storeu_ps(own.cos + i, _mm512_mul_ps(c, unit));
     _mm512_storeu_ps(own.sin + i, _mm512_mul_ps(s, unit));
@@ -107,8 +108,8 @@ float turn_by(Roped& own, int64_t token) {
   return __builtin_sqrtf(longest);
 }
 
-// What a unit of each query's words stands for where cosines and sines are of length 1: no turn of a pair is longer
-// than the pair, and its channels add up to at most √2 times that.
+// Compute the unit of each query's int16 values for cosines and sines of length 1. Rotation does
+// not lengthen a pair, and its two channels add up to at most √2 times its length.
 void measure_queries(Roped& own, const RopedSpan& span) {
   for (int64_t r = 0; r < span.rows; r++) {
     const float* q = own.side.query + (span.row + r) * own.side.query_stride;
@@ -124,7 +125,7 @@ void measure_queries(Roped& own, const RopedSpan& span) {
     pairs(1.0f, [&](__m512 a, __m512 b) TERSEKV_INLINE {
       bounds = _mm512_add_ps(bounds, _mm512_add_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
     });
-    const float bound = _mm512_reduce_add_ps(bounds);  // at which squares neither overflow nor vanish
+    const float bound = _mm512_reduce_add_ps(bounds);  // dividing by it, squares neither overflow nor underflow
     pairs(bound > kLeast ? 1.0f / bound : 0.0f, [&](__m512 a, __m512 b) TERSEKV_INLINE {
       const __m512 size = _mm512_sqrt_ps(_mm512_fmadd_ps(a, a, _mm512_mul_ps(b, b)));
       sums = _mm512_add_ps(sums, size);
@@ -137,14 +138,15 @@ void measure_queries(Roped& own, const RopedSpan& span) {
   own.row = span.row;
 }
 
-// Queries as they meet keys of steps from `token` on: turned back by its angles.
+// Rotate queries back by the angles of `token`, for keys at steps from it on.
 void turn_queries(Roped& own, const RopedSpan& span, int64_t token) {
   const int64_t half = own.half;
   const float longest = turn_by(own, token);
   for (int64_t r = 0; r < span.rows; r++) {
     const float* q = own.side.query + (span.row + r) * own.side.query_stride;
     const float step = longest * own.measure[r];
-    const bool finite = step < __builtin_inff();  // what is not has no integers, and makes all scores NaN
+    // if infinite or NaN there are no integers, and all scores become NaN
+    const bool finite = step < __builtin_inff();
     const __m512 inverse = _mm512_set1_ps(finite && step > kLeast ? 1.0f / step : 0.0f);
     int16_t* words = own.words + r * 2 * half;
     for (int64_t i = 0; i < half; i += kLanes) {

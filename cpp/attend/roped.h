@@ -1,6 +1,6 @@
-// Keys that were coded before RoPE: decoded into a tile, rotated by each token's angles, and attended to from there.
-// A task computes cosines and sines of its tokens once, tokens on lanes; tasks of other heads that follow on the same
-// thread find them there.
+// Keys that were encoded before RoPE: decoded into a tile, rotated by each token's angles, and
+// multiplied from there. A task computes cosines and sines of its tokens once, tokens on lanes.
+// Later tasks of other heads on the same thread reuse them.
 #pragma once
 
 #include "rope_row.h"
@@ -9,7 +9,8 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-// y[a] = x[a]·cos[a] - x[b]·sin[a], y[b] = x[b]·cos[b] + x[a]·sin[b]: channels and rows of the turned tables.
+// y[a] = x[a]·cos[a] - x[b]·sin[a], y[b] = x[b]·cos[b] + x[a]·sin[b]: channels, and rows of the
+// tables of cosines and sines.
 struct RopePair {
   int32_t a, b, cos_a, sin_a, cos_b, sin_b;
 };
@@ -20,15 +21,15 @@ struct RopedGrid;
 
 struct RopedOwn {
   RopePair* pairs;
-  int32_t* plain;   // channels that do not turn
-  int32_t* column;  // those of cos and sin that are read, `cos` ones in front
+  int32_t* plain;   // channels without rotation
+  int32_t* column;  // columns of cos and sin that are read, those of cos first
   int64_t cos, columns;
   int64_t pair_count, plain_count, tile_floats;
-  float* tile;      // kRopedTiles of them
-  RopedGrid* grid;  // roped_grid.h; null: through tiles
+  float* tile;      // kRopedTiles tiles
+  RopedGrid* grid;  // roped_grid.h; null: decode into tiles
 };
 
-// Columns of cos and sin that are read, each once: cos in front.
+// Columns of cos and sin that are read, each once; those of cos first.
 struct RopeColumns {
   int32_t* column;
   int64_t cos = 0, count = 0;
@@ -41,8 +42,8 @@ struct RopeColumns {
   }
 };
 
-// Cosines and sines of a task's tokens, [count][tokens], into node.lanes. column: of the table's columns, those of cos
-// first.
+// Compute cosines and sines of a task's tokens, [count][tokens], into node.lanes. column: the
+// columns to read; the first `cos` are cosines.
 template <class S>
 void rope_tables(Node& node, const int32_t* column, int64_t cos, int64_t count) {
   const RopeView& rope = node.view->rope;
@@ -117,7 +118,7 @@ void roped_prepare(Node& node) {
   own->columns = columns.count;
 }
 
-// Scores of NG·16 tokens: tiles [NG] of [D][16], one after another.
+// Compute scores of NG·16 tokens from consecutive tiles [NG] of [D][16].
 template <class S, int R, int NG>
 void roped_tile_scores(const Node& node, const float* tables, int64_t stride, Span span, float* score,
                        int64_t score_stride) {

@@ -1,5 +1,6 @@
-// Keys before RoPE whose codes are a grid with scales per channel, maybe with entries apart: decoded, turned and
-// multiplied in registers, a pair of channels at a time. Entries apart meet the query turned for their own token.
+// Keys before RoPE whose codes are a grid with scales per channel, maybe with outliers. They are
+// decoded, rotated and multiplied in registers, a pair of channels at a time. Each outlier is
+// multiplied with the query rotated to its position.
 #pragma once
 
 #include "grid_tile.h"
@@ -11,16 +12,17 @@ namespace tersekv {
 namespace {  // internal to each build of the kernels
 
 struct RopedGrid {
-  const Node *grid, *sparse;  // sparse: null where there is none
-  Rows *query, *turned;       // for entries: [D][4], factors of cosines and of sines of the tokens
-  Rows* plain;                // rows as they are given
-  int32_t* place;             // [D]: of a channel's cosines among those of steps
-  int64_t row;                // the first of the rows that stand there, or -1
-  void* fast;                 // of the call's RopeKernel, or null
+  const Node *grid, *sparse;  // sparse: null if there are no outliers
+  Rows *query, *turned;       // for outliers: [D][4], factors of cosines and of sines of the tokens
+  Rows* plain;                // query rows before rotation
+  int32_t* place;             // [D]: index of a channel's cosines in the offset table
+  int64_t row;                // first of the query rows in `query` or `plain`, or -1
+  void* fast;                 // data of the call's RopeKernel, or null
   float* angles;              // [2][columns]: room for cosines and sines of a token
 };
 
-// Whether channels d and d + D/2 are pairs that turn by the same angle, whole units of codes apart.
+// True if channels d and d + D/2 are pairs that rotate by the same angle. The D/2 channels are
+// whole units of codes.
 inline bool turns_halves(const Node& node) {
   const RopedOwn& own = *static_cast<RopedOwn*>(node.own);
   const int64_t half = node.view->D / 2;
@@ -32,7 +34,7 @@ inline bool turns_halves(const Node& node) {
   return true;
 }
 
-// Null where keys must be decoded into a tile.
+// Return null if keys must be decoded into a tile.
 inline RopedGrid* roped_grid(const Node& node) {
   if (!roped_codes(*node.parts[0].view) || !turns_halves(node)) return nullptr;
   const Node& keys = node.parts[0];
@@ -58,7 +60,8 @@ inline RopedGrid* roped_grid(const Node& node) {
   return out;
 }
 
-// Scores of NG·16 tokens whose codes begin at `words`; tables: cosines and sines of their first token.
+// Compute scores of NG·16 tokens whose codes begin at `words`; tables: cosines and sines of their
+// first token.
 template <class S, int R, int NG>
 void roped_grid_tiles(const Node& node, const Node& grid, const int32_t* words, const float* tables, int64_t stride,
                       int64_t row, float* score, int64_t score_stride) {
@@ -71,14 +74,16 @@ void roped_grid_tiles(const Node& node, const Node& grid, const int32_t* words, 
   const CodeUnit unit(bits);
   const int64_t direct = direct_codes(bits), runs = bits == 3 ? 4 : 1;
   const int64_t q = node.query_stride, half = node.view->D / 2, group = grid.grid.words * kLanes;
-  const int64_t across = (half >> unit.shift) * unit.words * kLanes;  // from a channel's word to its partner's
+  // distance from a channel's word to its partner's
+  const int64_t across = (half >> unit.shift) * unit.words * kLanes;
   F sum[R][NG];
   repeat<R>([&](auto r) TERSEKV_INLINE {
     repeat<NG>([&](auto g) TERSEKV_INLINE { sum[r][g] = S::load(score + r * score_stride + g * kLanes); });
   });
   with_table<S>(ranges.table, bits, [&](const auto& entries) TERSEKV_INLINE {
     Words first[NG], second[NG], spare[NG], more[NG];
-    // A channel and its partner, whose codes are the low bits of `first` and of `second`, shifted by `SHIFT`.
+    // Add a channel and its partner. Their codes are in the low bits of `first` and `second`,
+    // shifted by `shift`.
     const auto add = [&](int64_t a, auto shift) TERSEKV_INLINE {
       const int64_t b = a + half;
       const F scale_a = S::set1(scale[a]), scale_b = S::set1(scale[b]);
@@ -99,7 +104,7 @@ void roped_grid_tiles(const Node& node, const Node& grid, const int32_t* words, 
     };
     for (int64_t a = 0; a < half;) {
       repeat<NG>([&](auto g) TERSEKV_INLINE { spare[g] = more[g] = S::no_words(); });
-      // The words of a unit, and as a fourth one of 3 bits what those three have in bits 15 and 31.
+      // The words of a unit. For 3 bits, bits 15 and 31 of its three words act as a fourth word.
       for (int64_t k = 0; k < runs; k++) {
         int64_t codes = direct;
         if (k < unit.words) {
@@ -136,7 +141,7 @@ void roped_grid_tiles(const Node& node, const Node& grid, const int32_t* words, 
   });
 }
 
-// Entries apart: value·(q[d]·cos + (the partner's q, with its sign)·sin).
+// Add the outliers: value·(q[d]·cos + (the partner's q, with its sign)·sin).
 template <class S>
 void roped_entries(const Node& node, RopedGrid& own, const float* tables, int64_t stride, Span span, float* score,
                    int64_t score_stride) {
@@ -184,7 +189,8 @@ void roped_grid_blocks(const Node& node, const Node& grid, const float* tables, 
   }
 }
 
-// Queries as they meet keys of steps from `token` on, in units of those steps' cosines, into own.query and own.turned.
+// Rotate queries back by the angles of `token`, for keys at steps from it on. They are in units of
+// the offset table and are written to own.query and own.turned.
 template <class S>
 void turn_rows(const Node& node, RopedGrid& own, const Span& span, int64_t token) {
   const RopeView& rope = node.view->rope;
@@ -204,7 +210,8 @@ void turn_rows(const Node& node, RopedGrid& own, const Span& span, int64_t token
   }
 }
 
-// By the call's RopeKernel; entries apart meet the cosines and sines of its steps.
+// Compute scores with the call's RopeKernel; outliers use the cosines and sines of its offset
+// table.
 template <class S>
 void stepped_scores(const Node& node, RopedGrid& own, Span span, float* score, int64_t score_stride) {
   const int16_t* int16_offsets = node.view->rope.int16_offsets;

@@ -1,7 +1,8 @@
-// The same vector at every token, turned by RoPE as keys are: the part of keys that was taken off before they were
-// coded. A score is a sum over the columns of cos and sin, with coefficients that a task makes once from query and
-// vector. Where positions are consecutive, cosines and sines of some hundred steps serve all tokens: those of a token
-// are put into the coefficients, cos(n + m) = cos n · cos m - sin n · sin m. Columns that turn slowly share a
+// The rotated mean: one vector, rotated by RoPE at every token. It is the mean that was removed
+// from keys before they were encoded. A score is a sum over the columns of cos and sin; a task
+// computes the coefficients once from query and vector. If positions are consecutive, cosines and
+// sines of some hundred steps serve all tokens. Those of the first token are folded into the
+// coefficients: cos(n + m) = cos n · cos m - sin n · sin m. Columns that rotate slowly share a
 // polynomial.
 #pragma once
 
@@ -13,16 +14,17 @@ namespace tersekv {
 namespace {  // internal to each build of the kernels
 
 struct RotatedMeanOwn {
-  float* coefficients;  // [rows][columns that are read]; for steps [rows][2][width], those of cos and of sin by pair
-  int64_t width;        // pairs of the steps, rounded up to whole vectors
-  float* turn;          // [4][width]: cos and sin of a token, and coefficients after it
-  float* constant;      // [rows], of channels that do not turn
-  float* stepped;       // [rows at once][rows of the steps' table], of a token
-  int16_t* words;       // the same in 16 bits, or null
-  float* row;           // [2][columns]: room for cosines and sines of a token
+  // [rows][columns that are read]; with offsets [rows][2][width], those of cos and of sin by pair
+  float* coefficients;
+  int64_t width;    // pairs of the offsets, rounded up to whole vectors
+  float* turn;      // [4][width]: cos and sin of a token, and coefficients rotated by it
+  float* constant;  // [rows], score of the channels without rotation
+  float* stepped;   // [kRowTile][rows of the offset table], for one block of tokens
+  int16_t* words;   // the same as int16, or null
+  float* row;       // [2][columns]: room for cosines and sines of a token
 };
 
-// Coefficients of steps from token block·M on.
+// Compute the coefficients of steps from token block·M on.
 template <class S>
 void step_coefficients(const Node& node, Span span, int64_t block) {
   const RopeView& rope = node.view->rope;
@@ -110,7 +112,7 @@ void rotated_mean_prepare(Node& node) {
   }
 }
 
-// Scores of NG·16 tokens. of: [R][reads]; tables: [reads], `stride` apart.
+// Compute scores of NG·16 tokens. of: [R][reads]; tables: [reads], `stride` apart.
 template <class S, int R, int NG>
 void rotated_mean_tile_scores(const float* of, const float* constant, int64_t reads, const float* tables,
                               int64_t stride, float* score, int64_t score_stride) {

@@ -1,4 +1,4 @@
-// Vectors that RoPE turns, in 16-bit integers: AVX-512 BW and VNNI.
+// Rotated means in int16: AVX-512 BW and VNNI.
 #include "words_vnni.h"
 
 namespace tersekv {

@@ -11,8 +11,8 @@ namespace tersekv {
 namespace {
 
 constexpr int kUnits = 64;      // tried between 1 and 2
-constexpr int kMiddles = 33;    // tried round the middle of the table
-constexpr double kWide = 0.12;  // how far round it, in halves of the table's range
+constexpr int kMiddles = 33;    // tried around the middle of the table
+constexpr double kWide = 0.12;  // largest distance from it, in halves of the table's range
 constexpr size_t kMostTables = 1024;
 
 struct Key {
@@ -50,7 +50,7 @@ bool shifted(const float* table, int size, float middle, Rounded& out) {
   return true;
 }
 
-// unit and middle for entries as they are, by least squares; returns the squared error.
+// Fit unit and middle to given entries by least squares; return the squared error.
 double fit(const float* table, int size, Rounded& out) {
   double mean_table = 0, mean_entry = 0, both = 0, square = 0, error = 0;
   for (int i = 0; i < size; i++) {

@@ -1,4 +1,4 @@
-// Tables whose entries bfloat16 holds, near to tables that it does not.
+// Tables with bfloat16 entries that approximate float32 tables.
 #pragma once
 
 namespace tersekv {
@@ -11,9 +11,10 @@ struct Rounded {
   float unit, middle;
 };
 
-// The nearest found to `size` entries (at most 16); exact, with unit 1, where entries less the middle of the table (of
-// a table that is `centred`), or entries as they are, need no rounding. Rounding errs the same way for every token,
-// which no sum averages out: that is why the nearest is looked for, once per table and thread.
+// Return the nearest table found to `size` entries (at most 16). If the entries, or the entries
+// minus the middle of the table, need no rounding, it is exact with unit 1. `centred`: try the
+// latter first. Rounding errors are equal for every token and do not average out in a sum, so the
+// nearest table is searched, once per table and thread.
 const Rounded& rounded_table(const float* table, int size, bool centred);
 
 }  // namespace tersekv

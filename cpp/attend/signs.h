@@ -1,5 +1,6 @@
-// Signs of a sketch S·x. A score is norm·factor·Σ_m ±(S·q)_m: partial sums of four entries of S·q have 16 values,
-// looked up with a nibble of signs. Sums of values are taken in the sketch's space and brought back by Sᵀ.
+// Signs of a sketch S·x. A score is norm·factor·Σ_m ±(S·q)_m. Partial sums of four entries of S·q
+// have 16 values, looked up with a nibble of signs. Value sums are computed in the sketch's space
+// and mapped back by Sᵀ.
 #pragma once
 
 #include "grid.h"
@@ -48,7 +49,7 @@ void sign_scores(const Node& node, const float* tables, const float*, int64_t fi
   }
 }
 
-// tables [R, 2·bytes, 32] of 16 bits, in units of steps [R].
+// tables [R, 2·bytes, 32] of int16, in units of steps [R].
 template <class S, int R>
 void short_sign_scores(const Node& node, const float* tables, const float* steps, int64_t first, int64_t last,
                        float* score, int64_t score_stride, const PrefetchRanges& ahead) {
@@ -121,7 +122,7 @@ void signs_scores(const Node& node, Span span, float* score, int64_t score_strid
   });
 }
 
-// ±norm·factor for every row of the sketch: [8·bytes][16].
+// Write ±norm·factor for every row of the sketch to a tile: [8·bytes][16].
 template <class S>
 void sign_tile(const Node& node, int64_t token, float* tile) {
   const SignsView& v = node.view->signs;
@@ -133,7 +134,7 @@ void sign_tile(const Node& node, int64_t token, float* tile) {
   }
 }
 
-// Adds Sᵀ·(rows in the sketch's space) to the sums of values, on the channels of block n.
+// Add Sᵀ·(rows in the sketch's space) to the value sums, on the channels of block n.
 template <class S>
 void bring_back(const Node& node, int64_t n, Span span) {
   const SignsView& v = node.view->signs;
@@ -168,7 +169,7 @@ void signs_sums(const Node& node, Span span, const float* weight, int64_t weight
   }
 }
 
-// x̂ of sixteen tokens: [D][16].
+// Decode x̂ of sixteen tokens: [D][16].
 template <class S>
 void signs_fill(const Node& node, int64_t token, float* tile) {
   const SignsView& v = node.view->signs;

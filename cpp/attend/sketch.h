@@ -1,4 +1,4 @@
-// What a task keeps for signs of a sketch: the sketched queries, as tables of partial sums.
+// Data of a task for the signs of a sketch: the sketched queries, as tables of partial sums.
 #pragma once
 
 #include "exact.h"
@@ -10,11 +10,11 @@ namespace {  // internal to each build of the kernels
 constexpr int64_t kSignTokens = 32;
 
 struct SignsOwn {
-  int64_t bytes;      // per token
-  float* tables;      // keys: [rows, 2·bytes, 16], partial sums of a nibble, or [rows, 2·bytes, 32] of 16 bits
-  float* steps;       // keys: [rows], what a unit of 16-bit tables stands for
-  float* transposed;  // where blocks differ in their channels: [n, 8·bytes], Sᵀ
-  float* base;        // keys, where blocks differ: [rows, 8·bytes], S·q of all channels
+  int64_t bytes;      // bytes of signs per token
+  float* tables;      // keys: [rows, 2·bytes, 16], partial sums of a nibble, or [rows, 2·bytes, 32] of int16
+  float* steps;       // keys: [rows], unit of int16 tables
+  float* transposed;  // if channels differ per block: [n, 8·bytes], Sᵀ
+  float* base;        // keys, if channels differ per block: [rows, 8·bytes], S·q of all channels
   float* space;       // [kRowTile, 8·bytes] in the sketch's space
   float* vectors;     // [kRowTile, n] on the sketch's channels
   float* tile;
@@ -32,10 +32,11 @@ inline const int64_t* dropped_at(const Node& node, int64_t n) {
   return v.dropped ? v.dropped + node.b * v.dropped_b + node.h * v.dropped_h + n * v.dropped_n : nullptr;
 }
 
-constexpr int64_t kShortSigns = 32;  // whose partial sums are added in 16 bits
+constexpr int64_t kShortSigns = 32;  // signs whose partial sums are added in int16
 constexpr float kMostShort = 32760.0f;
 
-// The sixteen sums ±s[0] ±s[1] ±s[2] ±s[3] of each nibble; bit i of an entry's index is the sign of s[i].
+// Compute the sixteen sums ±s[0] ±s[1] ±s[2] ±s[3] of each nibble; bit i of an entry's index is
+// the sign of s[i].
 template <class S>
 void sign_tables(const float* s, int64_t nibbles, float* tables, float* step) {
   using F = typename S::F;
@@ -64,13 +65,13 @@ void sign_tables(const float* s, int64_t nibbles, float* tables, float* step) {
   }
 }
 
-// S·q of rows from `row` on, into own.space.
+// Compute S·q of rows from `row` on, into own.space.
 template <class S>
 void sketch_rows(const Node& node, int64_t row, int64_t rows) {
   const SignsView& v = node.view->signs;
   const SignsOwn& own = *static_cast<SignsOwn*>(node.own);
   const int64_t *channels = channels_at(node, 0), *dropped = dropped_at(node, 0), stride = round_up(v.n, kLanes);
-  clear(own.vectors, rows * stride);  // dot products read whole lanes
+  clear(own.vectors, rows * stride);  // dot products read whole vectors
   for (int64_t r = 0; r < rows; r++) {
     float* q = own.vectors + r * stride;
     for (int64_t i = 0; i < v.n; i++) q[i] = node.query_row(row + r)[channels ? channels[i] : i];
@@ -83,7 +84,8 @@ void sketch_rows(const Node& node, int64_t row, int64_t rows) {
   });
 }
 
-// The same for block n where blocks differ: all channels but the dropped ones, or the channels alone.
+// Compute the same for block n if channels differ per block: all channels except the dropped ones,
+// or only `channels`.
 template <class S>
 void sketch_block(const Node& node, int64_t n, int64_t row, int64_t rows) {
   const SignsView& v = node.view->signs;

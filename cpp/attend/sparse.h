@@ -1,5 +1,5 @@
-// A few elements apart, entry by entry. Places come from memory that nobody has checked: starts are kept within the
-// entries, and channels within the head.
+// Outliers as sparse entries, one by one. Their starts and places are not validated. Starts are
+// therefore clamped to the entries, and entries whose channel is outside the head are skipped.
 #pragma once
 
 #include "tile.h"
@@ -9,7 +9,7 @@ namespace {  // internal to each build of the kernels
 
 constexpr int64_t kSparseTokens = 32;
 constexpr int kChannelBits = 11;
-constexpr int64_t kAheadBlocks = 16;  // of the next chunk: dense products run before they are read
+constexpr int64_t kAheadBlocks = 16;  // prefetch distance: dense products run before the entries are read
 constexpr int64_t kMostEntries = kSparseTokens << kChannelBits;
 
 struct Entries {
@@ -17,18 +17,19 @@ struct Entries {
   int64_t count;
 };
 
-// Four rows of one place side by side, so that an entry is one multiply-add for all of them.
+// Four query rows of one token or channel, so that an entry is one multiply-add for all of them.
 typedef float Rows __attribute__((vector_size(16)));
 static_assert(kRowTile == 4);
 
 struct SparseOwn {
-  const int32_t *begin, *end;      // starts of this head's blocks, and of what follows each of them
-  int64_t ends;                    // blocks whose `end` there is; entries of the last one may end where all do
+  const int32_t *begin, *end;  // starts of this head's blocks, and of the block that follows each of them
+  int64_t ends;  // number of blocks that have an `end`; the entries of the last block may end with the array
   Rows *channels, *more, *tokens;  // [D][4], [D][4], and the tokens of a span
-  int64_t row;                     // of keys: the first of the rows that stand in `channels`, or -1
+  int64_t row;                     // of keys: first of the query rows in `channels`, or -1
 };
 
-// Entries of block n: up to where those of the next block begin, in the order block, row, head.
+// Return the entries of block n. They end where those of the next block begin, in the order block,
+// batch row, head.
 inline Entries entries_of(const Node& node, int64_t n) {
   const SparseView& v = node.view->sparse;
   const SparseOwn& own = *static_cast<SparseOwn*>(node.own);
@@ -42,7 +43,7 @@ inline Entries entries_of(const Node& node, int64_t n) {
   return {v.places + begin, v.values + begin, count < 0 ? 0 : count < kMostEntries ? count : kMostEntries};
 }
 
-// body(token in block, channel, value, 0 or 1 in turns) for each entry.
+// Call body(token in block, channel, value, 0 or 1 alternately) for each entry.
 template <class S, class Body>
 [[gnu::always_inline]] inline void each_of(const Entries& entries, int64_t D, Body&& body) {
   alignas(64) float value[kLanes];
@@ -60,7 +61,8 @@ template <class S, class Body>
   for (int64_t k = 0; k < entries.count - i; k++) one(entries.places + i, k, Index<0>{});
 }
 
-// Other heads' entries stand between those of two blocks, which hardware does not foresee.
+// Prefetch block n's entries. Entries of other heads are between those of two blocks, so hardware
+// does not prefetch.
 inline void fetch_ahead(const Node& node, int64_t n) {
   if (n >= node.view->sparse.N) return;
   const Entries entries = entries_of(node, n);
@@ -70,7 +72,7 @@ inline void fetch_ahead(const Node& node, int64_t n) {
   }
 }
 
-// body(token in span, channel, value, turn) for the entries of a span.
+// Call body(token in span, channel, value, turn) for the entries of a span.
 template <class S, class Body>
 [[gnu::always_inline]] inline void each_entry(const Node& node, Span span, Body&& body) {
   for (int64_t token = span.first; token < span.last; token += kSparseTokens) {
@@ -82,7 +84,7 @@ template <class S, class Body>
   }
 }
 
-// Rows i of columns become columns i of rows.
+// Transpose a 4 × 4 matrix.
 [[gnu::always_inline]] inline void transpose(Rows (&x)[4]) {
   const Rows a = {x[0][0], x[1][0], x[0][1], x[1][1]}, b = {x[0][2], x[1][2], x[0][3], x[1][3]};
   const Rows c = {x[2][0], x[3][0], x[2][1], x[3][1]}, d = {x[2][2], x[3][2], x[2][3], x[3][3]};
@@ -92,7 +94,7 @@ template <class S, class Body>
   x[3] = Rows{b[2], b[3], d[2], d[3]};
 }
 
-// x [rows, stride] to [n][4], zeros for missing rows.
+// Convert x [rows, stride] to [n][4], zeros for missing rows.
 inline void interleave(const float* x, int64_t stride, int64_t rows, int64_t n, Rows* out) {
   int64_t i = 0;
   for (; i + 4 <= n; i += 4) {
@@ -108,7 +110,7 @@ inline void interleave(const float* x, int64_t stride, int64_t rows, int64_t n, 
   }
 }
 
-// x [rows, stride] += [n][4].
+// Add [n][4] to x [rows, stride].
 inline void add_interleaved(const Rows* in, int64_t stride, int64_t rows, int64_t n, float* x) {
   int64_t i = 0;
   for (; i + 4 <= n; i += 4) {
@@ -161,7 +163,8 @@ void sparse_sums(const Node& node, Span span, const float* weight, int64_t weigh
   interleave(weight, weight_stride, span.rows, span.tokens(), own.tokens);
   clear(own.channels, node.view->D);
   clear(own.more, node.view->D);
-  // In turns, since outliers keep to few channels, whose sums would wait for each other.
+  // Two alternating sums, because outliers are in few channels, and each addition would wait for
+  // the previous one.
   Rows *tokens = own.tokens, *sums = own.channels, *more = own.more;
   each_entry<S>(node, span, [=](int64_t at, int64_t channel, float value, auto turn) TERSEKV_INLINE {
     (turn ? more : sums)[channel] += tokens[at] * value;
@@ -170,12 +173,12 @@ void sparse_sums(const Node& node, Span span, const float* weight, int64_t weigh
   add_interleaved(own.channels, node.sum_stride, span.rows, node.view->D, node.sum_row(span.row));
 }
 
-// Adds the entries of sixteen tokens to a tile [D][16].
+// Add the entries of sixteen tokens to a tile [D][16].
 template <class S>
 void sparse_add(const Node& node, int64_t token, float* tile) {
   const int64_t first = token % kSparseTokens;
   Entries entries = entries_of(node, token / kSparseTokens);
-  // Entries ascend by token: those of earlier and of later tokens are cut off.
+  // Entries ascend by token: skip those of earlier and of later tokens.
   const auto before = [&](int64_t limit) {
     int64_t low = 0, high = entries.count;
     while (low < high) {

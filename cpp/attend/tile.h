@@ -1,4 +1,5 @@
-// Tiles: float vectors of sixteen lanes, [P][16]; what can be decoded into one can be attended to.
+// Tiles: float vectors of sixteen lanes, [P][16]. Any layout that can be decoded into a tile can be
+// attended to.
 #pragma once
 
 #include "node.h"
@@ -6,9 +7,10 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-constexpr int64_t kTileSlack = 64;  // rows behind a tile that a decoder may overwrite
+constexpr int64_t kTileSlack = 64;  // rows after a tile that a decoder may overwrite
 
-// `n` numbers of a tensor from element `at` on as float32: where they are, or in scratch memory.
+// Return `n` numbers of a tensor from element `at` on as float32: a pointer to the tensor, or to a
+// copy in scratch memory.
 template <class S>
 const float* float_row(Float type, const void* data, int64_t at, int64_t n) {
   if (type == Float::f32) return static_cast<const float*>(data) + at;
@@ -54,7 +56,7 @@ void tile_dot(const float* tile, int64_t P, const float* x, int64_t row_stride, 
   }
 }
 
-// sums[p] += weight · tile[p], lane by lane.
+// sums[p] += weight · tile[p], per lane.
 template <class S>
 void tile_accumulate(const float* tile, int64_t P, typename S::F weight, float* sums) {
   for (int64_t p = 0; p < P * kLanes; p += kLanes)
@@ -65,7 +67,7 @@ inline void clear(float* p, int64_t floats) {
   for (int64_t i = 0; i < floats; i++) p[i] = 0.0f;
 }
 
-// Scores, from tiles of sixteen tokens that decode_tile(node, token, tile) makes.
+// Compute scores from tiles of sixteen tokens, decoded by decode_tile(node, token, tile).
 template <class S, class DecodeTile>
 void tile_scores(const Node& node, Span span, float* score, int64_t score_stride, float* tile, DecodeTile decode_tile) {
   for (int64_t token = span.first; token < span.last; token += kLanes) {
@@ -75,7 +77,7 @@ void tile_scores(const Node& node, Span span, float* score, int64_t score_stride
   }
 }
 
-// Sums of all channels, from such tiles.
+// Compute sums of all channels from such tiles.
 template <class S, class DecodeTile>
 void tile_sums(const Node& node, Span span, const float* weight, int64_t weight_stride, float* tile,
                DecodeTile decode_tile) {

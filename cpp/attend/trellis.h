@@ -1,4 +1,5 @@
-// Trellis codes: each component's window is cut out of the ring of bits for sixteen tokens at once and looked up.
+// Trellis codes: each component's window is extracted from the ring of bits for sixteen tokens at
+// once and looked up.
 #pragma once
 
 #include "tile.h"
@@ -9,7 +10,8 @@ namespace {  // internal to each build of the kernels
 
 constexpr int64_t kTrellisTokens = 32;
 
-// Where a component's window lies: from bit `shift` of word `low` on, into word `high`. table: null for no bits.
+// Position of a component's window: from bit `shift` of word `low` on, into word `high`. table:
+// null if it has no bits.
 struct TrellisPlace {
   const float* table;
   int64_t low, high;
@@ -20,7 +22,7 @@ struct TrellisPlace {
 struct TrellisOwn {
   TrellisPlace* places;  // [D]
   float* tile;
-  const void* fast;  // of the call's TrellisKernel, or null
+  const void* fast;  // data of the call's TrellisKernel, or null
 };
 
 template <class S>

@@ -1,11 +1,11 @@
-// Attention to trellis codes in integers: what trellis.h calls where the CPU can do it.
+// Attention over trellis codes in integers. trellis.h uses it if the CPU supports it.
 #pragma once
 
 #include "contract.h"
 
 namespace tersekv {
 
-// One view for one task. Of keys: query [rows, query_stride], scaled; of values it is null.
+// One view for one task. Keys: query [rows, query_stride], scaled; values: query is null.
 struct TrellisSide {
   const TrellisView* view = nullptr;
   int64_t D = 0, b = 0, h = 0, rows = 0;
@@ -20,9 +20,9 @@ struct TrellisSpan {
 };
 
 struct TrellisKernel {
-  // What a task keeps for a side, in scratch memory.
+  // Return the task's data for a side, in scratch memory.
   const void* (*prepare)(const TrellisSide&);
-  // score[r][i] += query[r] · x̂[i]. Blocks of `next`, if given, are fetched meanwhile.
+  // score[r][i] += query[r] · x̂[i]. Blocks of `next`, if given, are prefetched.
   void (*scores)(const void* side, TrellisSpan span, float* score, int64_t score_stride, const TrellisSide* next);
   // sum[r] += Σ weight[r][i] · x̂[i], weights not negative.
   void (*sums)(const void* side, TrellisSpan span, const float* weight, int64_t weight_stride, float* sum,

@@ -8,7 +8,7 @@ T* scratch_of(int64_t count) {
   return reinterpret_cast<T*>(scratch(ceil_div(count * static_cast<int64_t>(sizeof(T)), sizeof(float))));
 }
 
-// Components of one rate, those that are two by two 8 bits apart and the others.
+// Components of one rate: pairs whose windows are 8 bits apart, and the others.
 struct Rate {
   int32_t *neighbours, *singles;
   int64_t neighbour_count = 0, single_count = 0;
@@ -43,7 +43,7 @@ class Planner {
       section.last = next;
       if (section.first < section.last) plan_.section[plan_.sections++] = section;
     }
-    *next = next[-1];  // kernels decode one ahead
+    *next = next[-1];  // kernels decode one quad ahead
   }
 
  private:
@@ -65,7 +65,7 @@ class Planner {
       Rate& rate = rates_[bits_[d]];
       int64_t other = d + 1;
       while (other < D_ && end_[other] < end_[d] + 8) other++;
-      while (other < D_ && bits_[other] == 0) other++;  // whose ends are the same
+      while (other < D_ && bits_[other] == 0) other++;  // skip components without bits, which have the same end
       if (other < D_ && end_[other] == end_[d] + 8 && bits_[other] == bits_[d] && !used[other]) {
         rate.neighbours[rate.neighbour_count++] = d;
         rate.neighbours[rate.neighbour_count++] = static_cast<int32_t>(other);
@@ -83,7 +83,7 @@ class Planner {
       const int32_t d = k < count ? components[k] : components[0];
       plan_.d[slot + k] = d;
       plan_.scale[slot + k] = k < count ? scale_[d] * view_.unit[bits] : 0.0f;
-      // The window in the low byte, or (a single's, where k is odd) in the high byte.
+      // The window goes to the low byte; that of a single with odd k goes to the high byte.
       int32_t begin = end_[d] - (k % 2 && !neighbours ? 16 : 8);
       if (begin < 0) begin += ring_;
       const int32_t word = begin / 16, next = word + 1 < view_.words ? word + 1 : 0;

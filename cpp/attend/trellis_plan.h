@@ -1,4 +1,4 @@
-// What the integer kernel of trellis codes reads off a head's bits: components in quads of equal rate.
+// Plan of the integer kernel of trellis codes for a head's bits: components in quads of equal rate.
 #pragma once
 
 #include "trellis_kernel.h"
@@ -7,13 +7,15 @@ namespace tersekv {
 
 constexpr int64_t kTrellisBlock = 32;
 
-// A shift over two words of a block: their places, and the shift twice, for two lanes of 16 bits.
+// A shift over two words of a block: offsets of the words, and the shift twice, for two int16
+// lanes.
 struct TrellisFetch {
   int32_t low, high, shift;
 };
 
-// Four components in two pairs. Of neighbours at[0] and at[2] bring the windows of a pair each; else at[k] brings that
-// of component k, in the low byte where k is even and in the high byte where it is odd.
+// Four components in two pairs. For neighbours, at[0] and at[2] each extract the windows of a pair.
+// Otherwise at[k] extracts that of component k, into the low byte if k is even and the high byte if
+// it is odd.
 struct TrellisQuad {
   TrellisFetch at[4];
 };
@@ -24,7 +26,7 @@ struct TrellisSection {
   const TrellisQuad *first, *singles, *last;
 };
 
-// A row of queries in units of `step`, and what an entry's 128 too much adds to its sums.
+// A query row in units of `step`, and the bias corrections for the +128 offset of unsigned entries.
 struct TrellisQuery {
   float step;
   int32_t high_offset, low_offset;
@@ -37,7 +39,7 @@ struct TrellisPlan {
   int64_t rows, quads;
   int sections;
   TrellisSection section[kTrellisRates];
-  int32_t* d;             // [quads][4] components; 0 with scale 0 where there is none
+  int32_t* d;             // [quads][4] components; padding has component 0 and scale 0
   float* scale;           // [quads][4], times the table's unit
   int32_t* coefficients;  // keys: [quads][rows] of four high and four low bytes
   TrellisQuery* queries;  // keys: [rows]

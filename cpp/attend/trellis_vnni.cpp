@@ -1,8 +1,10 @@
-// Trellis codes in integers: AVX-512 with VBMI (tables of bytes), VBMI2 (shifts over two words) and VNNI (products).
+// Trellis codes in integers: AVX-512 with VBMI (byte tables), VBMI2 (shifts over two words) and
+// VNNI (dot products).
 //
-// A block's word i of all 32 tokens is one register, so that a shift over two of them brings the windows of 32 tokens:
-// the low byte that of a component, the high byte that of the component 8 bits further on, where it has the same bits.
-// Entries are 8-bit by the format's definition. Queries and weights have 16 bits, in two bytes.
+// Word i of all 32 tokens of a block is one register. A shift over two such registers extracts the
+// windows of 32 tokens. The low byte has the window of a component. The high byte has that of the
+// component whose window is 8 bits further on, if it has the same number of bits. Table entries are
+// int8 by definition of the format. Queries and weights are int16, stored as two bytes.
 #include <immintrin.h>
 
 #include "trellis_plan.h"
@@ -11,8 +13,8 @@
 namespace tersekv {
 namespace {
 
-constexpr int64_t kSumBlocks = 16;  // whose codes and weights stay in the first cache
-constexpr float kLeast = 1e-33f;    // 32512 over less is infinite
+constexpr int64_t kSumBlocks = 16;  // blocks whose codes and weights fit the L1 cache
+constexpr float kLeast = 1e-33f;    // 32512 divided by less is infinite
 
 struct Bytes {
   uint8_t byte[64];
@@ -29,7 +31,7 @@ constexpr Bytes bytes_of(Index index) {
 struct Entries {
   __m512i quarter[4];
 
-  // Keys: the unsigned factor of a product is an entry plus 128.
+  // For keys the table is the unsigned factor of a product, so 128 is added to each entry.
   Entries(const int8_t* entry, bool plus_128) {
     const __m512i sign = _mm512_set1_epi8(plus_128 ? -128 : 0);
     for (int i = 0; i < 4; i++) quarter[i] = _mm512_xor_si512(_mm512_loadu_si512(entry + 64 * i), sign);
@@ -46,7 +48,8 @@ struct Entries {
   return _mm512_shrdv_epi16(low, high, _mm512_set1_epi32(at.shift));
 }
 
-// Windows of components 2·I and 2·I + 1 of a quad, in the low and high bytes of 32 tokens.
+// Return the windows of components 2·I and 2·I + 1 of a quad, in the low and high bytes of 32
+// tokens.
 template <bool NEIGHBOURS, int I>
 [[gnu::always_inline]] inline __m512i windows(const uint16_t* block, const TrellisQuad& quad) {
   if constexpr (NEIGHBOURS) return fetch(block, quad.at[2 * I]);
@@ -54,7 +57,7 @@ template <bool NEIGHBOURS, int I>
   return _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, low, high);
 }
 
-// Gains of sixteen codes: 2^((c - 144)/16), 0 for 0.
+// Return the gains of sixteen codes: 2^((c - 144)/16), 0 for 0.
 inline __m512 gains(const TrellisPlan& plan, const uint8_t* codes) {
   const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
   const __m512i exponent = _mm512_sub_epi32(_mm512_srli_epi32(code, 4), _mm512_set1_epi32(9));
@@ -63,7 +66,8 @@ inline __m512 gains(const TrellisPlan& plan, const uint8_t* codes) {
   return _mm512_maskz_mov_ps(_mm512_test_epi32_mask(code, code), gain);
 }
 
-// sum += Σ unsigned · signed over four bytes. In place: GCC 12 copies the sums of the intrinsic.
+// sum += Σ unsigned · signed over four bytes. Inline assembly, because GCC 12 copies the sums of
+// the intrinsic.
 [[gnu::always_inline]] inline void add_products(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
 }
@@ -72,13 +76,14 @@ inline __m512 gains(const TrellisPlan& plan, const uint8_t* codes) {
   return _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(low));
 }
 
-// Sums over components for R rows, of high and low bytes of the query, and two halves of a block's tokens.
+// Sums over components for R rows, of high and low bytes of the query, and two halves of a block's
+// tokens.
 template <int R>
 struct ScoreSums {
   __m512i of[R][2][2];
 };
 
-// Adds quads [quad, last). Not inlined: around it the compiler would keep the sums in memory.
+// Add quads [quad, last). Not inlined, because the compiler would then keep the sums in memory.
 template <int R, bool NEIGHBOURS>
 [[gnu::noinline]] void add_quads(const uint16_t* block, const int8_t* entry, const TrellisQuad* quad,
                                  const TrellisQuad* last, const int32_t* query, int64_t step, ScoreSums<R>& sums) {
@@ -97,7 +102,7 @@ template <int R, bool NEIGHBOURS>
   decode(x);
   for (; quad < last; query += step) {
     quad++;
-    decode(next);  // while products of the last one are summed: they do not wait for each other
+    decode(next);  // independent of the products of the previous quad, which are summed meanwhile
     repeat<R>([&](auto r) TERSEKV_INLINE {
       repeat<2>([&](auto part) TERSEKV_INLINE {
         const __m512i q = _mm512_set1_epi32(query[2 * r + part]);
@@ -113,7 +118,7 @@ template <int R, bool NEIGHBOURS>
   });
 }
 
-// Scores of a block for R rows.
+// Add the scores of a block for R rows.
 template <int R>
 void block_scores(const TrellisPlan& plan, const uint16_t* block, const uint8_t* codes, int64_t row, float* score,
                   int64_t score_stride) {
@@ -132,7 +137,7 @@ void block_scores(const TrellisPlan& plan, const uint16_t* block, const uint8_t*
     if (s.singles < s.last) add_quads<R, false>(block, s.entries, s.singles, s.last, query, step, sums);
     query += (s.last - s.singles) * step;
   }
-  // Unpacking left tokens in the order 0-3, 8-11, 16-19, 24-27 and 4-7, ...
+  // Unpacking leaves tokens in the order 0-3, 8-11, 16-19, 24-27 and 4-7, ...
   const __m512i early = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11),
                 late = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
   const __m512 gain[2] = {gains(plan, codes), gains(plan, codes + kLanes)};
@@ -161,8 +166,8 @@ void scores(const void* side, TrellisSpan span, float* score, int64_t score_stri
   });
 }
 
-// Weights of up to kSumBlocks blocks times gains, in units of `step`: for each block and row 32 high bytes twice, and
-// 32 low ones.
+// Weights of up to kSumBlocks blocks times gains, in units of `step`. For each block and row there
+// are 32 high bytes twice, then 32 low bytes twice.
 template <int R>
 struct Weights {
   alignas(64) uint8_t bytes[kSumBlocks][R][2][2 * kTrellisBlock];
@@ -182,7 +187,7 @@ struct Weights {
         wrong[r] = _mm512_fmadd_ps(p, _mm512_setzero_ps(), wrong[r]);  // infinities and NaN become NaN
       });
     }
-    // Of 32 integers of 32 bits the second bytes and the lowest ones, twice each.
+    // Select the second and the lowest bytes of 32 int32, each twice.
     alignas(64) static constexpr Bytes kHigh = bytes_of([](int i) { return i % 32 * 4 + 1; }),
                                        kLow = bytes_of([](int i) { return i % 32 * 4; });
     const __m512i high = _mm512_load_si512(kHigh.byte), low = _mm512_load_si512(kLow.byte);
@@ -201,7 +206,7 @@ struct Weights {
   }
 };
 
-// Sums over four components' 32 lanes each, one after the other, for four rows each.
+// Store the sums over the 32 lanes of four components, for four rows each.
 inline void store_sums(const __m512 (&x)[2][4], float* out) {
   for (int i = 0; i < 2; i++) {
     const auto two = [](__m512 a, __m512 b) {
@@ -219,7 +224,8 @@ inline void store_sums(const __m512 (&x)[2][4], float* out) {
 template <int R, bool NEIGHBOURS>
 void quad_sums(const TrellisPlan& plan, const Entries& entries, const TrellisQuad& quad, const Weights<R>& weights,
                int64_t first, int64_t blocks, float* out) {
-  // Four tokens of one component side by side: the low bytes of all 32 words, then the high ones.
+  // Arrange four tokens of one component next to each other: the low bytes of all 32 words, then
+  // the high bytes.
   alignas(64) static constexpr auto kOrder = bytes_of([](int i) { return i % 32 * 2 + i / 32; });
   const __m512i order = _mm512_load_si512(kOrder.byte);
   __m512i high[2][R], low[2][R];
@@ -290,7 +296,8 @@ void sums(const void* side, TrellisSpan span, const float* weight, int64_t weigh
   });
 }
 
-// A row in 16 bits, of which the high byte counts 256 and both are signed. x: room for a value per component.
+// Quantise a query row to 16 bits: a high byte, which counts 256, and a low byte, both signed. x:
+// room for one value per component.
 TrellisQuery quantised(const TrellisPlan& plan, const float* query, int64_t D, float* x, int32_t* out) {
   __m512 most = _mm512_setzero_ps(), wrong = _mm512_setzero_ps();
   for (int64_t d = 0; d < D; d += kLanes) {
@@ -307,7 +314,7 @@ TrellisQuery quantised(const TrellisPlan& plan, const float* query, int64_t D, f
     wrong = _mm512_fmadd_ps(q, _mm512_setzero_ps(), wrong);
   }
   const float largest = _mm512_reduce_max_ps(most), invalid = _mm512_reduce_add_ps(wrong);
-  const __mmask16 valid = invalid == 0.0f ? 0xffff : 0;  // what is not finite has no integers
+  const __mmask16 valid = invalid == 0.0f ? 0xffff : 0;  // if a value is not finite there are no integers
   const __m512 inverse = _mm512_set1_ps(largest > kLeast ? 32512.0f / largest : 0.0f);
   __m512i high_sum = _mm512_setzero_si512(), low_sum = _mm512_setzero_si512();
   for (int64_t i = 0; i < count; i += kLanes) {

@@ -1,4 +1,4 @@
-// What a task does with a view of any kind: prepare, add scores, add sums, decode into a tile.
+// Functions of a task for views of any kind: prepare, add scores, add sums, decode into a tile.
 #pragma once
 
 #include "exact.h"
@@ -16,8 +16,9 @@ namespace {  // internal to each build of the kernels
 template <class S>
 void prepare(Node& node);
 
-// Nodes of a view's parts; channels of `joined` stand side by side. Kernels write sums of whole vectors, so that parts
-// of another size have sums of their own, which are added to the view's.
+// Prepare the nodes of a view's parts; the channels of `concat` parts are consecutive. Kernels
+// write sums in whole vectors. A part whose size is not a multiple of 16 has sums of its own, which
+// are added to the view's.
 template <class S>
 void prepare_parts(Node& node) {
   const View& view = *node.view;
@@ -40,7 +41,7 @@ void prepare_parts(Node& node) {
   }
 }
 
-// The node of a view of keys (its query given) or of values (its sums given).
+// Prepare the node of a view of keys (with query) or of values (with sums).
 template <class S>
 void prepare(Node& node) {
   switch (node.view->kind) {
@@ -79,7 +80,7 @@ void prepare(Node& node) {
   }
 }
 
-// x̂ of `count` (at most 16) tokens from `token` on: tile [D][16], whatever was there.
+// Decode x̂ of `count` (at most 16) tokens from `token` on into a tile [D][16], and overwrites it.
 template <class S>
 void decode_tile(const Node& node, int64_t token, int64_t count, float* tile) {
   const View& view = *node.view;
@@ -123,9 +124,9 @@ void decode_tile(const Node& node, int64_t token, int64_t count, float* tile) {
       return tile_dot<S>(own, view.D, rotation, 1, view.D, view.D, tile, kLanes);
     }
     case Kind::roped:
-      return;  // only ever outermost
+      return;  // RoPE is only ever outermost
     case Kind::rotated_mean:
-      return;  // never under what needs tiles
+      return;  // views above it need no tiles
   }
 }
 
@@ -150,7 +151,8 @@ void roped_scores(const Node& node, Span span, float* score, int64_t score_strid
   }
 }
 
-// score[r][i] += query[r] · x̂[i] for the span's rows and tokens; score: up to a multiple of 16 tokens.
+// score[r][i] += query[r] · x̂[i] for the span's rows and tokens. score has room up to a multiple
+// of 16 tokens.
 template <class S>
 void add_scores(const Node& node, Span span, float* score, int64_t score_stride) {
   switch (node.view->kind) {
@@ -182,7 +184,8 @@ void add_scores(const Node& node, Span span, float* score, int64_t score_stride)
 template <class S>
 void joined_sums(const Node& node, Span span, const float* weight, int64_t weight_stride);
 
-// sum[r] += Σ weight[r][i] · x̂[i] over the span's tokens; weight: 0 up to a multiple of 16 tokens.
+// sum[r] += Σ weight[r][i] · x̂[i] over the span's tokens. Weights are 0 up to a multiple of 16
+// tokens.
 template <class S>
 void add_sums(const Node& node, Span span, const float* weight, int64_t weight_stride) {
   switch (node.view->kind) {

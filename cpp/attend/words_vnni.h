@@ -1,4 +1,4 @@
-// Numbers in 16 bits and sums of their products: AVX-512 BW and VNNI.
+// Conversion to int16 and sums of int16 products: AVX-512 BW and VNNI.
 #pragma once
 
 #include <immintrin.h>
@@ -11,17 +11,17 @@ namespace {  // internal to each file
 
 constexpr float kMostWord = 32767.0f;
 constexpr float kMostQuery = 65000.0f;  // times kMostWord, and rounded, less than 2^31
-constexpr float kLeast = 1e-33f;        // one over less is too much for a product with kMostQuery
+constexpr float kLeast = 1e-33f;        // for less, its inverse times kMostQuery would be too large
 
-// sum += Σ of two products. In place: GCC 12 copies the sums of the intrinsic.
+// sum += Σ of two products. Inline assembly, because GCC 12 copies the sums of the intrinsic.
 [[gnu::always_inline]] inline void add_products(__m512i& sum, __m512i x, const int16_t* pair) {
   asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(x), "m"(*reinterpret_cast<const int32_t*>(pair)));
 }
 
-// The first n of sixteen lanes.
+// Return the mask of the first n of sixteen lanes.
 inline __mmask16 first(int64_t n) { return n < kLanes ? (1u << n) - 1 : 0xffff; }
 
-// x [n] in 16 bits; returns what a unit stands for.
+// Convert x [n] to int16; return the unit.
 inline float to_words(const float* x, int64_t n, int16_t* words) {
   __m512 sum = _mm512_setzero_ps(), most = _mm512_setzero_ps();
   const auto part = [&](int64_t i) { return _mm512_maskz_loadu_ps(first(n - i), x + i); };
@@ -32,7 +32,8 @@ inline float to_words(const float* x, int64_t n, int16_t* words) {
   }
   const float all = _mm512_reduce_add_ps(sum) / kMostQuery, largest = _mm512_reduce_max_ps(most) / kMostWord;
   const float step = all > largest || all != all ? all : largest;
-  const bool finite = step < __builtin_inff();  // what is not has no integers, and makes all scores NaN
+  // if infinite or NaN there are no integers, and all scores become NaN
+  const bool finite = step < __builtin_inff();
   const __m512 inverse = _mm512_set1_ps(finite && step > kLeast ? 1.0f / step : 0.0f);
   for (int64_t i = 0; i < n; i += kLanes) {
     const __m512i word = finite ? _mm512_cvtps_epi32(_mm512_mul_ps(part(i), inverse)) : _mm512_setzero_si512();

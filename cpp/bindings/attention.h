@@ -12,14 +12,15 @@
 
 namespace tersekv {
 
-// Pages of one layer that are read together: views of keys and values, and the linear maps of both sides.
+// Pages of one layer that are read together: views of keys and values, and the linear maps of both
+// sides.
 struct NativePages {
   Owner owner;
   std::vector<nb::object> keys, values;
   std::vector<int64_t> first;  // position of each page's first token
   std::vector<Call> calls;     // with views, tokens and units only
   HeadMatrix query;            // queries are multiplied with its rows
-  bool keeps_query = false;    // and stand behind the products once more
+  bool keeps_query = false;    // the query itself is appended to the mapped query
   OutputMap output;
   int64_t B = 1, H = 0;
 
@@ -38,7 +39,7 @@ inline void check_units(const Call& call) {
 
 inline float float_at(const Tensor& x, int64_t i) { return float_at(x.float_type(), x.as<void>(), i); }
 
-// One call of attention: the query as the kernels take it, and what masks are made of.
+// One call of attention. Prepares query and masks for the kernels.
 class Attention {
  public:
   Attention(nb::handle query, nb::handle mask, nb::handle hidden, double scaling, double softcap)
@@ -49,7 +50,8 @@ class Attention {
     B_ = query_.shape[0];
     q_ = query_.shape[2];
     D_ = in_range("query: ", "D", query_.shape[3], kMostChannels);
-    if (std::max(B_, query_.shape[1]) > kMostHeads) fail("query: ", "expected fewer batch rows and heads");
+    if (std::max(B_, query_.shape[1]) > kMostHeads)
+      fail("query: ", "expected at most " + std::to_string(kMostHeads) + " batch rows and heads");
     scores_.scaling = static_cast<float>(scaling);
     scores_.softcap = static_cast<float>(softcap);
     if (mask_.given()) {
@@ -62,7 +64,7 @@ class Attention {
     }
   }
 
-  // Query heads are divided by as many key-value heads.
+  // Set the number of key-value heads. Query heads are divided evenly among them.
   void set_heads(int64_t H) {
     H_ = H;
     if (H_ < 1 || query_.shape[1] % H_)
@@ -101,7 +103,8 @@ class Attention {
     if (call.T > 0) calls_.push_back(call);
   }
 
-  // where: None for the pages' own positions, or one item per page; table: None, or int32 [B, n] with `page_tokens`.
+  // where: None for the pages' own positions, or one item per page. table: None, or int32 [B, n]
+  // with `page_tokens`.
   void add(const NativePages& pages, nb::handle where, nb::handle table, int64_t page_tokens, int threads) {
     const int64_t D = pages.calls[0].D, inner = pages.keeps_query ? D / 2 : D;
     const float* rows = rows_;
@@ -134,8 +137,9 @@ class Attention {
     }
   }
 
-  // out [B, q, Hq, Dv] in any float type, or with lse float32 [B, H, R] parts to be merged: out float32 [B, H, R, Dv].
-  // sinks: float [Hq], logits that take part in the softmax without a value.
+  // out is [B, q, Hq, Dv] in any float type. If lse float32 [B, H, R] is given, out is float32
+  // [B, H, R, Dv], and both can be merged with other tokens. sinks: float [Hq], logits that take
+  // part in the softmax without a value.
   void run(nb::handle sinks, nb::handle out, nb::handle lse, int threads) {
     const Tensor target = tensor_of("out", out, kFloats), sums = optional_tensor("lse", lse, kFloat32),
                  logits = optional_tensor("sink logits", sinks, kFloats);
@@ -184,8 +188,9 @@ class Attention {
     return mask_.as<uint8_t>() + b * batch_stride(mask_) + i * mask_.stride[1];
   }
 
-  // Tokens of a call by where they stand: position of the first one; positions, integers [T], [B, T] or [B, H, T] (-1:
-  // none); or a mask of their own, bool [B, q, T] or [B, H, q, T].
+  // Set the mask of a call from its tokens' positions or own mask. where: position of the first
+  // token; positions, integers [T], [B, T] or [B, H, T] (-1: none); or bool [B, q, T] or
+  // [B, H, q, T].
   void locate(Call& call, nb::handle where) {
     if (PyLong_Check(where.ptr())) return locate_from(call, as_int(where.ptr()));
     const Tensor x = tensor_of("positions", where, kBool | kInt32 | kInt64);
@@ -289,7 +294,8 @@ class Attention {
     return masks_.back().data();
   }
 
-  // Whether a view's tokens may stand anywhere: not where a table or a list follows their order.
+  // True if a page table may reorder a view's tokens. RoPE tables and sparse entries depend on the
+  // order.
   static bool pageable(const View& view) {
     if (view.kind == Kind::roped || view.kind == Kind::rotated_mean || view.kind == Kind::sparse) return false;
     for (int64_t i = 0; i < view.count; i++)
@@ -302,7 +308,7 @@ class Attention {
     const int64_t n = x.dims == 2 ? x.shape[1] : 0;
     expect("", "pages", x, {{"B", B_}, {"n", n}}, 1);
     if (!pageable(*call.keys) || !pageable(*call.values))
-      throw NotTaken("keys or values have RoPE or outliers: their tokens have one order");
+      throw NotTaken("keys or values have RoPE or outliers, so a page table cannot reorder their tokens");
     if (page_tokens < 1 || page_tokens % call.tokens_per_unit || call.T % page_tokens)
       fail("pages: ", "expected tokens per page to be a multiple of " + std::to_string(call.tokens_per_unit) +
                           " and to divide T = " + std::to_string(call.T) + ", got " + std::to_string(page_tokens));
@@ -312,7 +318,7 @@ class Attention {
         if (const int32_t at = x.as<int32_t>()[b * x.stride[0] + i]; at < -1 || at >= count)
           fail("pages: ", "expected -1 to " + std::to_string(count - 1) + ", got " + std::to_string(at));
     if (__builtin_mul_overflow(n, page_tokens, &call.T) || call.T > kMostElements)
-      fail("pages: ", "expected fewer tokens in a row");
+      fail("pages: ", "expected fewer tokens per batch row");
     call.pages = {x.as<int32_t>(), x.stride[0], page_tokens};
   }
 

@@ -1,4 +1,4 @@
-// The extension: views, attention, encoders; which instruction set is used.
+// The extension module: views, attention, encoders, and the choice of the instruction set.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -21,7 +21,7 @@ void define_vector_encoders(nb::module_& m);  // module_vectors.cpp
 
 namespace {
 
-// outs float32 [B, H, R, D] and lses [B, H, R], contiguous, to one of each.
+// Merge outs float32 [B, H, R, D] and lses [B, H, R], contiguous, to one of each.
 void py_merge(const std::vector<nb::object>& outs, const std::vector<nb::object>& lses, nb::handle out,
               nb::handle lse) {
   const Tensor to = tensor_of("out", out, kFloat32), sum = tensor_of("lse", lse, kFloat32);
@@ -29,7 +29,7 @@ void py_merge(const std::vector<nb::object>& outs, const std::vector<nb::object>
   const int64_t B = to.shape[0], H = to.shape[1], R = to.shape[2], D = to.shape[3];
   expect("", "out", to, {{"B", B}, {"H", H}, {"R", R}, {"D", D}}, 0);
   expect("", "lse", sum, {{"B", B}, {"H", H}, {"R", R}}, 0);
-  if (outs.empty() || outs.size() != lses.size()) fail("outs, lses: ", "expected as many of each and at least one");
+  if (outs.empty() || outs.size() != lses.size()) fail("outs, lses: ", "expected equally many of both, at least one");
   std::vector<const float*> out_rows, lse_rows;
   for (size_t i = 0; i < outs.size(); i++) {
     const Tensor x = tensor_of("a segment", outs[i], kFloat32), y = tensor_of("a segment", lses[i], kFloat32);
@@ -147,7 +147,7 @@ nb::list py_isas() {
 
 NB_MODULE(_native, m) {
   using namespace tersekv;
-  nb::set_leak_warnings(false);  // objects that live as long as the interpreter are no leaks
+  nb::set_leak_warnings(false);  // objects that live as long as the interpreter are not leaks
   import_torch();
   nb::exception<Moved>(m, "Moved");
   static PyObject* not_taken = nb::module_::import_("tersekv.kernels.registry").attr("NotTaken").inc_ref().ptr();
@@ -173,6 +173,7 @@ NB_MODULE(_native, m) {
   m.def("isa", [] { return std::string(current().name); }, "Instruction set in use.");
   m.def("isas", &py_isas, "(name, missing CPU features) per build of the kernels, best first.");
   m.def("set_isa", &set_isa, nb::arg("name"), "Use one instruction set, or `auto` for the best.");
-  // At exit, while the interpreter is still whole: threads must not outlive what they run.
+  // Join the threads at exit, while the interpreter still exists: they must not outlive the code
+  // that they run.
   nb::module_::import_("atexit").attr("register")(nb::cpp_function([] { shutdown_pool(); }));
 }

@@ -1,4 +1,5 @@
-// Binding of attention: one call reads all segments of a layer, applies their linear maps and merges them.
+// Binding of attention: one call reads all segments of a layer, applies their linear maps and
+// merges them.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -12,10 +13,10 @@ using namespace nb::literals;
 
 namespace {
 
-// Keys and values of the same tokens as a call.
+// Build a call from keys and values of the same tokens.
 Call call_of(const NativeView& keys, const NativeView& values, int64_t& B, int64_t& H) {
   if (keys.view.kind == Kind::rotated || values.view.kind == Kind::rotated)
-    throw NotTaken("a rotation is read under RoPE only");
+    throw NotTaken("a rotation is supported only before RoPE");
   if (keys.side == 2) fail("keys: ", "expected a grid of keys, got one of values");
   if (values.side == 1) fail("values: ", "expected a grid of values, got one of keys");
   if (values.has_rope) throw NotTaken("values have RoPE, which only keys have");
@@ -23,7 +24,7 @@ Call call_of(const NativeView& keys, const NativeView& values, int64_t& B, int64
     fail("values: ",
          "expected T = " + std::to_string(keys.view.T) + " tokens like the keys, got " + std::to_string(values.view.T));
   Call call;
-  call.tokens_per_unit = in_range("", "tokens that blocks of keys and values divide",
+  call.tokens_per_unit = in_range("", "least common multiple of the block sizes of keys and values",
                                   std::lcm(keys.view.t, values.view.t), kMostBlockTokens);
   call.T = keys.view.T;
   call.D = keys.view.D;
@@ -76,7 +77,7 @@ NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<n
                         nb::handle value_channels, nb::handle value_mean) {
   auto made = std::make_unique<NativePages>();
   if (keys.empty() || keys.size() != values.size() || keys.size() != first.size())
-    fail("pages: ", "expected as many keys, values and positions, and at least one");
+    fail("pages: ", "expected equally many keys, values and positions, at least one of each");
   made->keys = keys;
   made->values = values;
   made->first = first;
@@ -84,11 +85,11 @@ NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<n
     made->calls.push_back(
         call_of(nb::cast<const NativeView&>(keys[i]), nb::cast<const NativeView&>(values[i]), made->B, made->H));
     const Call &call = made->calls[i], &any = made->calls[0];
-    if (call.D != any.D || call.Dv != any.Dv) fail("pages: ", "expected the same channels in all of them");
-    if (first[i] < 0 || first[i] > kMostElements) fail("first: ", "expected positions from 0 on");
+    if (call.D != any.D || call.Dv != any.Dv) fail("pages: ", "expected the same number of channels in all pages");
+    if (first[i] < 0 || first[i] > kMostElements) fail("first: ", "expected positions of 0 or more");
   }
   const int64_t D = made->calls[0].D, Dv = made->calls[0].Dv;
-  if (keeps_query && D % 2) fail("keys: ", "expected mapped and unmapped channels side by side");
+  if (keeps_query && D % 2) fail("keys: ", "expected an even number of channels: mapped ones, then unmapped ones");
   made->keeps_query = keeps_query;
   made->query =
       matrix_of(made->owner, key_rotation, key_basis, key_channels, made->B, made->H, keeps_query ? D / 2 : D);
@@ -103,7 +104,7 @@ NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<n
   return made.release();
 }
 
-// exact: a tuple of (keys, values, where) with tensors [B, H, T, D], in front of the pages.
+// exact: a tuple of (keys, values, where) with tensors [B, H, T, D], which come before the pages.
 void py_attend(nb::handle query, nb::handle exact, nb::handle pages, nb::handle where, nb::handle table,
                int64_t page_tokens, nb::handle mask, nb::handle hidden, double scaling, double softcap,
                nb::handle sinks, nb::handle out, nb::handle lse, int threads) {
@@ -123,7 +124,7 @@ void py_attend(nb::handle query, nb::handle exact, nb::handle pages, nb::handle 
   if (packed) {
     packed->check_unmoved();
     if (H != 0 && packed->H != 0 && packed->H != H)
-      fail("pages: ", "expected as many key-value heads as in exact tokens");
+      fail("pages: ", "expected as many key-value heads as the exact tokens have");
     H = std::max(H, packed->H);
     B = std::max(B, packed->B);
   }

@@ -1,5 +1,5 @@
-// Binding of the encoders of kernels/encode_grid.py and lanes.py: calls are checked, then blocks are shared out to
-// threads.
+// Binding of the encoders of kernels/encode_grid.py and lanes.py. Calls are validated, then blocks
+// are distributed over threads.
 #include <nanobind/nanobind.h>
 
 #include <vector>
@@ -11,7 +11,7 @@
 namespace tersekv {
 namespace {
 
-// place: (of keys, bits, per token, group, tokens of a block)
+// place: (of keys, bits, per token, group, tokens per block)
 struct Place {
   bool of_keys, per_token;
   int64_t bits, group, t;

@@ -1,5 +1,5 @@
-// Binding of the encoders of kernels/encode_signs.py, encode_polar.py and rotate.py: calls are checked, then blocks are
-// shared out to threads.
+// Binding of the encoders of kernels/encode_signs.py, encode_polar.py and rotate.py. Calls are
+// validated, then blocks are distributed over threads.
 #include <nanobind/nanobind.h>
 
 #include <cmath>
@@ -32,14 +32,15 @@ void py_encode_signs(nb::handle x, nb::handle sketch, nb::handle out, int thread
     for (const double square : squares) sum += square;
     longest = sum > longest || sum != sum ? sum : longest;
   }
-  // Each of D sums is rounded to 24 bits, and no partial sum of products is longer than the two vectors' lengths.
+  // Bound of the rounding error: each of D sums is rounded to 24 bits, and no partial sum of
+  // products exceeds the product of the two vectors' lengths.
   call.unsure = static_cast<float>(std::sqrt(longest) * static_cast<double>(call.D + 4) * 0x1p-24 * 1.1);
   const double products = static_cast<double>(call.blocks * call.t) * static_cast<double>(call.D * call.M);
   if (call.blocks * call.t * call.M > 0)
     run_blocks(encoders().encode_signs, call, call.blocks, 0.05 * products, threads);
 }
 
-// Boundaries between the entries of one level's table: of the first level on a circle.
+// Compute the boundaries between the entries of one level's table; the first level is on a circle.
 void find_boundaries(const float* entry, int64_t entries, bool circle, Boundaries& level, float* cos, float* sin) {
   constexpr auto kCircle = static_cast<float>(2 * std::numbers::pi);
   const float seam = circle ? (entry[entries - 1] - kCircle + entry[0]) / 2 : 0.0f;
@@ -53,7 +54,8 @@ void find_boundaries(const float* entry, int64_t entries, bool circle, Boundarie
   }
 }
 
-// x [rows, blocks, t, D], contiguous; level_bits and tables: tuples, a table [2^bits] or [rows, 2^bits].
+// x [rows, blocks, t, D], contiguous. level_bits and tables: tuples, a table is [2^bits] or
+// [rows, 2^bits].
 void py_encode_polar(nb::handle x, nb::handle level_bits, nb::handle tables, nb::handle angles, nb::handle radii,
                      int threads) {
   const Tensor vectors = tensor_of("x", x, kFloat32), bytes = tensor_of("angles", angles, kUint8),
@@ -64,7 +66,7 @@ void py_encode_polar(nb::handle x, nb::handle level_bits, nb::handle tables, nb:
   call.levels = PyTuple_Check(level_bits.ptr()) ? PyTuple_GET_SIZE(level_bits.ptr()) : 0;
   in_range("level_bits: ", "levels", call.levels, kMostLevels);
   if (call.D % (int64_t{1} << call.levels))
-    fail("x: ", "expected D that 2^" + std::to_string(call.levels) + " divides, got " + std::to_string(call.D));
+    fail("x: ", "expected D to be a multiple of 2^" + std::to_string(call.levels) + ", got " + std::to_string(call.D));
   int64_t stream = 0, entries = 0;
   for (int64_t i = 0; i < call.levels; i++) {
     call.bits[i] = in_range("level_bits: ", "bits", as_int(item(level_bits, i)), 8);
@@ -117,7 +119,8 @@ void py_rotate_dense(nb::handle x, nb::handle matrix, nb::handle out, int thread
   run_blocks(encoders().rotate_dense, call, ceil_div(call.rows, kVectorsAtOnce), 0.05 * products, threads);
 }
 
-// The same with order int32 [D] and signs [D]; the matrix's elements are 0 or of one size.
+// The same with order int32 [D] and signs [D]. The matrix's elements are 0 or have one absolute
+// value.
 void py_rotate_hadamard(nb::handle x, nb::handle matrix, nb::handle order, nb::handle signs, nb::handle out,
                         int threads) {
   const Tensor entries = tensor_of("matrix", matrix, kFloat32), from = tensor_of("order", order, kInt32),

@@ -1,4 +1,4 @@
-// Unpacked tokens, grids, and views made of views.
+// Unpacked tokens, grids, and views composed of views.
 #include "operands.h"
 
 #include <nanobind/stl/string.h>
@@ -21,7 +21,7 @@ Tensor Owner::keep(const std::string& name, nb::handle x, unsigned types) {
 void Owner::check_unmoved() const {
   for (const HeldTensor& held : tensors_)
     if (address_of(held.tensor) != held.address)
-      throw Moved("a tensor of a packed page is elsewhere than when the page was made");
+      throw Moved("the memory of a tensor has moved since its page was packed");
 }
 
 void NativeView::check_unmoved() const {
@@ -34,7 +34,8 @@ int64_t take_sizes(NativeView& v, const char* what, const Tensor& plane, int dim
   if (plane.dims < dims) fail(what, ": expected [B, H, N, ...]");
   v.B = plane.shape[0];
   v.H = plane.shape[1];
-  if (std::max(v.B, v.H) > kMostHeads) fail(what, ": expected fewer batch rows and heads");
+  if (std::max(v.B, v.H) > kMostHeads)
+    fail(what, ": expected at most " + std::to_string(kMostHeads) + " batch rows and heads");
   return plane.shape[2];
 }
 
@@ -66,14 +67,15 @@ NativeView* exact_view(nb::handle x) {
   return v.release();
 }
 
-// Matrices of P packed codes on L lanes: keys have P = D and L = t, values P = t and L = D.
+// Build a view of matrices of P packed codes on L lanes: keys have P = D and L = t, values P = t
+// and L = D.
 NativeView* grid_view(bool of_keys, int64_t bits, bool per_token, int64_t group, int64_t block_tokens, int64_t head_dim,
                       nb::handle codes, nb::handle scale, nb::handle offset, nb::handle table) {
   auto made = std::make_unique<NativeView>();
   View& view = made->view;
   GridView& v = view.grid;
   view.kind = Kind::grid;
-  if (bits < 1 || bits > 8) throw NotTaken("codes have " + std::to_string(bits) + " bits, the kernels take 1 to 8");
+  if (bits < 1 || bits > 8) throw NotTaken("codes have " + std::to_string(bits) + " bits, the kernels support 1 to 8");
   v.bits = static_cast<int>(bits);
   made->side = of_keys ? 1 : 2;
   v.lane_scaled = per_token == of_keys;
@@ -159,9 +161,10 @@ void take_parts(NativeView& made, const std::vector<nb::object>& parts) {
     views[i] = part.view;
     if (part.view.T != views[0].T)
       fail("parts: ", "expected T = " + std::to_string(views[0].T) + " tokens, got " + std::to_string(part.view.T));
-    v.t = in_range("", "tokens that blocks of all parts divide", std::lcm(v.t, part.view.t), kMostBlockTokens);
+    v.t = in_range("", "least common multiple of the parts' block sizes", std::lcm(v.t, part.view.t), kMostBlockTokens);
     ropes += part.has_rope;
-    if (part.side && made.side && part.side != made.side) fail("parts: ", "expected all of keys or all of values");
+    if (part.side && made.side && part.side != made.side)
+      fail("parts: ", "expected all parts to be of keys or all of values");
     made.side = std::max(made.side, part.side);
     if (part.H == 0) continue;
     if ((made.H != 0 && part.H != made.H) || (made.B != 1 && part.B != 1 && part.B != made.B))
@@ -169,12 +172,12 @@ void take_parts(NativeView& made, const std::vector<nb::object>& parts) {
     made.H = part.H;
     made.B = std::max(made.B, part.B);
   }
-  if (ropes > 1) throw NotTaken("several parts have RoPE");  // a thread keeps the cosines of one
+  if (ropes > 1) throw NotTaken("several parts have RoPE");  // a thread caches the cosines of one only
   made.has_rope = ropes > 0;
   v.T = views[0].T;
   v.parts = views;
   made.parts = parts;
-  if (depth_of(v) > kMaxDepth) fail("parts: ", "views are nested too deep");
+  if (depth_of(v) > kMaxDepth) fail("parts: ", "expected views nested at most " + std::to_string(kMaxDepth) + " deep");
 }
 
 void define_views(nb::module_& m) {
@@ -190,7 +193,7 @@ void define_views(nb::module_& m) {
       "The sum of views.");
   m.def(
       "concat", [](const std::vector<nb::object>& parts) { return parts_view(Kind::concat, parts); }, "parts"_a, own,
-      "Views with channels side by side.");
+      "Views whose channels are concatenated.");
 }
 
 }  // namespace tersekv

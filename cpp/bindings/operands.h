@@ -1,5 +1,6 @@
-// Packed tokens as Python objects: `View` is one layout's planes, `Rope` a model's RoPE. They are made once, when a
-// page is made or grows; what they are given is checked there, and they keep its tensors.
+// Packed tokens as Python objects. `View` has the tensors of one layout, `Rope` a model's RoPE.
+// They are built once, when a page is packed or grows. Their arguments are validated then, and they
+// keep references to the tensors.
 #pragma once
 
 #include <memory>
@@ -10,37 +11,38 @@
 
 namespace tersekv {
 
-constexpr int64_t kByteBlock = 32;  // tokens of a block of signs, polar, sparse and trellis
+constexpr int64_t kByteBlock = 32;  // tokens per block of signs, polar, sparse and trellis
 
-// More than any model has; sums of a head's products stay in 32 bits where they are integers, and working memory small.
+// Upper limits, above any model's sizes. With them integer sums of a head's products fit 32 bits,
+// and working memory is small.
 constexpr int64_t kMostChannels = int64_t{1} << 16;
 constexpr int64_t kMostHeads = int64_t{1} << 24;
 constexpr int64_t kMostBlockTokens = int64_t{1} << 20;
 
-// Tensors that an object reads, and memory of its own.
+// References to the tensors that an object reads, and memory of its own.
 class Owner {
  public:
   Owner() = default;
   Owner(Owner&&) = default;
   Owner& operator=(Owner&&) = default;
-  Owner(const Owner&) = delete;  // what a view points to is in it
+  Owner(const Owner&) = delete;  // views point into it
 
-  // A dense tensor on the CPU of one of `types`, kept.
+  // Return a dense CPU tensor of one of `types`, and keep a reference to it.
   Tensor keep(const std::string& name, nb::handle x, unsigned types);
   Tensor keep_optional(const std::string& name, nb::handle x, unsigned types) {
     return x.is_none() ? Tensor{} : keep(name, x, types);
   }
   void keep_shared(std::shared_ptr<const void> x) { shared_.push_back(std::move(x)); }
 
-  // Memory for `count` elements, which lives as long as the object.
+  // Return memory for `count` elements that lives as long as the object.
   template <class T>
   T* memory(int64_t count) {
     memory_.push_back(std::make_unique<float[]>(ceil_div(count * static_cast<int64_t>(sizeof(T)), sizeof(float))));
     return reinterpret_cast<T*>(memory_.back().get());
   }
 
-  // Throws where a tensor lies elsewhere than when it was given: its storage was replaced, and the old memory may be
-  // gone.
+  // Throw Moved if a tensor has another address than at first: its storage was replaced, and the
+  // old memory may have been freed.
   void check_unmoved() const;
 
  private:
@@ -53,20 +55,21 @@ class Owner {
   std::vector<std::unique_ptr<float[]>> memory_;
 };
 
-// RoPE of a model's keys: cosines and sines of any position, and the pairs of channels that it rotates.
+// RoPE of a model's keys: cosines and sines of any position, and the pairs of channels that it
+// rotates.
 struct NativeRope {
   Owner owner;
   RopeView rope;  // without places
   int64_t D = 0;
 };
 
-// Planes of one layout, or a view made of views.
+// Tensors of one layout, or a view composed of views.
 struct NativeView {
   Owner owner;
   View view;
-  int64_t B = 1, H = 0;   // B = 1 serves any batch; H = 0: parts say it
+  int64_t B = 1, H = 0;   // B = 1: valid for any batch; H = 0: given by the parts
   int side = 0;           // 1: of keys, 2: of values, 0: of either
-  bool has_rope = false;  // somewhere in it
+  bool has_rope = false;  // the view or a part of it
   std::vector<nb::object> parts;
   nb::object rope;  // the NativeRope of a view with RoPE
 
@@ -78,10 +81,10 @@ void define_byte_views(nb::module_& m);     // operands_bytes.cpp
 void define_trellis_views(nb::module_& m);  // operands_trellis.cpp
 void define_rope_views(nb::module_& m);     // operands_rope.cpp
 
-// Stride along the batch: 0 where all batch rows read the same one row.
+// Return the stride along the batch: 0 if all batch rows share one.
 inline int64_t batch_stride(const Tensor& x) { return x.shape[0] == 1 ? 0 : x.stride[0]; }
 
-// Sets the strides of a view's plane of codes [B, H, N, ...].
+// Set the strides of a view's codes [B, H, N, ...].
 template <typename CodesView>
 void take_strides(CodesView& v, const Tensor& codes) {
   v.stride_b = batch_stride(codes);
@@ -89,16 +92,17 @@ void take_strides(CodesView& v, const Tensor& codes) {
   v.stride_n = codes.stride[2];
 }
 
-// A view of unpacked tokens [B, H, T, D], whose tensor the caller keeps.
+// Build a view of unpacked tokens [B, H, T, D]. The caller keeps the tensor alive.
 NativeView view_of_tokens(const std::string& name, const Tensor& x);
 
-// Takes B, H and N of a view from its first plane, which has at least `dims` axes [B, H, N, ...].
+// Set B and H of a view from its first tensor, which has at least `dims` axes [B, H, N, ...].
+// Return N.
 int64_t take_sizes(NativeView& v, const char* what, const Tensor& plane, int dims);
 
-// Planes of 16-bit elements, [B, H, N, ...]; `sizes` in full.
+// Return a tensor of 16-bit elements, [B, H, N, ...], as a Plane. `sizes`: all of its sizes.
 Plane plane_of(const char* what, const Tensor& x, std::initializer_list<Size> sizes);
 
-// Takes parts of equal T, batch and heads.
+// Set the parts of a view. They must have equal T, batch and heads.
 void take_parts(NativeView& v, const std::vector<nb::object>& parts);
 
 }  // namespace tersekv

@@ -1,4 +1,4 @@
-// Layouts whose blocks are bytes with tokens on lanes, and the overlay.
+// Layouts whose blocks are bytes with tokens on lanes, and sparse entries.
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
@@ -16,7 +16,7 @@ struct Index {
   int64_t b = 0, h = 0, n = 0, count = 0;
 };
 
-// int64 [B, H, 1 or N, n], each from 0 to `channels` - 1; n = -1: any number.
+// Validate int64 [B, H, 1 or N, n], each from 0 to `channels` - 1; n = -1: any number.
 Index channel_index(const NativeView& v, const Tensor& x, int64_t N, int64_t n, int64_t channels) {
   if (!x.given()) return {};
   const int64_t blocks = x.dims > 2 && x.shape[2] == 1 ? 1 : N;
@@ -75,7 +75,7 @@ NativeView* signs_view(int64_t head_dim, double factor, nb::handle signs, nb::ha
   return made.release();
 }
 
-// Cosines and sines of the tables, which are [2^bits], or all [B, 2^bits].
+// Compute cosines and sines of the tables, which are [2^bits] or [B, 2^bits].
 void polar_tables(NativeView& made, const std::vector<nb::object>& tables) {
   PolarView& v = made.view.polar;
   Tensor table[kMaxLevels];

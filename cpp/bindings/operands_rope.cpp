@@ -1,4 +1,4 @@
-// RoPE of a model, keys before RoPE, and a vector that RoPE rotates.
+// RoPE of a model, keys before RoPE, and the rotated mean.
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -12,7 +12,7 @@ using namespace nb::literals;
 
 namespace {
 
-// int32 [D, 4]: partner, columns of cos and sin, sign
+// channels: int32 [D, 4], partner, columns of cos and sin, sign.
 void take_channels(NativeRope& made, const Tensor& channels) {
   RopeView& rope = made.rope;
   made.D = channels.dims == 2 ? channels.shape[0] : 0;
@@ -26,11 +26,12 @@ void take_channels(NativeRope& made, const Tensor& channels) {
                         channel.sin_column >= 0 && channel.sin_column < rope.columns &&
                         (channel.sign == 1 || channel.sign == -1);
     if (!inside || rope.channels[channel.partner].partner != d || rope.channels[channel.partner].sign != -channel.sign)
-      fail("rope channels: ", "expected pairs of channels, and columns of cos and sin");
+      fail("rope channels: ", "expected channels in pairs, with valid columns of cos and sin");
   }
 }
 
-// Each column of cos and of sin that a channel takes once, in the order of channels. True if they are the same ones.
+// List each column of cos and of sin that a channel uses once, in the order of channels. Return
+// true if channels use the same columns of cos and sin.
 bool take_columns(NativeRope& made) {
   RopeView& rope = made.rope;
   auto* turned = made.owner.memory<TurnedChannel>(made.D);
@@ -57,7 +58,7 @@ bool take_columns(NativeRope& made) {
   return same;
 }
 
-// int16 [D/4, 2, kInt16Offsets, 2]
+// int16_offsets: int16 [D/4, 2, kInt16Offsets, 2].
 void take_turns(NativeRope& made, const Tensor& int16_offsets) {
   const int64_t half = made.D / 2;
   bool halves = made.D % 4 == 0;
@@ -66,12 +67,13 @@ void take_turns(NativeRope& made, const Tensor& int16_offsets) {
     halves = a.partner == d + half && a.sign == -1;
     for (const int32_t column : {a.sin_column, b.cos_column, b.sin_column}) halves &= column == a.cos_column;
   }
-  if (!halves) fail("int16_offsets: ", "expected channels d and d + D/2 as pairs of one column");
+  if (!halves) fail("int16_offsets: ", "expected channels d and d + D/2 to be a pair with one column");
   expect("", "int16_offsets", int16_offsets, {{"D/4", half / 2}, {"2", 2}, {"offsets", kInt16Offsets}, {"2", 2}}, 0);
   made.rope.int16_offsets = int16_offsets.as<int16_t>();
 }
 
-// (table, matrix, place, words): place int32 [columns], a fast column's number, or -1 less a slow one's
+// parts: (table, matrix, place, words). place is int32 [columns]: the number of a fast column, or
+// -1 minus the number of a slow one.
 void take_steps(NativeRope& made, const std::vector<nb::object>& parts) {
   RopeView& rope = made.rope;
   if (parts.size() != 4) fail("offsets: ", "expected a table, a matrix, places and words");
@@ -101,7 +103,7 @@ void take_steps(NativeRope& made, const std::vector<nb::object>& parts) {
   std::fill(column, column + offsets.pairs(), 0);
   for (int64_t c = columns; c-- > 0;) {
     const int32_t at = place.as<int32_t>()[c];
-    if (at >= offsets.fast || at < -offsets.slow) fail("offsets' places: ", "expected one per column");
+    if (at >= offsets.fast || at < -offsets.slow) fail("offsets' places: ", "expected numbers of fast or slow columns");
     pair[c] = static_cast<int32_t>(at >= 0 ? at : offsets.fast - 1 - at);
     column[pair[c]] = static_cast<int32_t>(c);
   }
@@ -112,7 +114,8 @@ void take_steps(NativeRope& made, const std::vector<nb::object>& parts) {
   rope.offsets = new (made.owner.memory<RopeOffsets>(1)) RopeOffsets(offsets);
 }
 
-// Any place is safe: digits are cut to the table's rows, and rows of a table of one digit are held within it.
+// Build a model's RoPE. Any position is safe to read: digits are truncated to the table's rows,
+// and row numbers of a table of one digit are clamped.
 NativeRope* make_rope(nb::handle table, nb::handle channels, const std::vector<nb::object>& offsets,
                       nb::handle int16_offsets) {
   auto made = std::make_unique<NativeRope>();
@@ -130,7 +133,7 @@ NativeRope* make_rope(nb::handle table, nb::handle channels, const std::vector<n
   take_channels(*made, made->owner.keep("rope channels", channels, kInt32));
   const bool same = take_columns(*made);
   if (!offsets.empty()) {
-    if (rope.digits == 1) fail("offsets: ", "expected a table of positions");
+    if (rope.digits == 1) fail("offsets: ", "expected a table of positions, not one row per token");
     if (!same) fail("offsets: ", "expected cosines and sines of the same columns");
     take_steps(*made, offsets);
   }
@@ -138,7 +141,8 @@ NativeRope* make_rope(nb::handle table, nb::handle channels, const std::vector<n
   return made.release();
 }
 
-// places int32 [1 or B, 1 or H, T or 1]: of each token, or of the first one where they are consecutive.
+// places int32 [1 or B, 1 or H, T or 1]: of each token, or only of the first one if positions are
+// consecutive.
 void take_rope(NativeView& made, const nb::object& rope, nb::handle places) {
   View& v = made.view;
   const auto& of = nb::cast<const NativeRope&>(rope);
@@ -169,7 +173,7 @@ NativeView* roped_view(const nb::object& inner, const nb::object& rope, nb::hand
   View& v = made->view;
   v.kind = Kind::roped;
   take_parts(*made, {inner});
-  if (made->has_rope) throw NotTaken("RoPE is applied to a view with RoPE");
+  if (made->has_rope) throw NotTaken("RoPE is applied twice");
   v.D = v.parts[0].D;
   take_rope(*made, rope, places);
   return made.release();
@@ -192,13 +196,13 @@ NativeView* rotated_mean_view(nb::handle mean, int64_t tokens, const nb::object&
   return made.release();
 }
 
-// rotation float32 [D, D], or [1 or B, H, D, D]: x = rotation^T * inner
+// rotation float32 [D, D], or [1 or B, H, D, D]: x = rotation^T * inner.
 NativeView* rotated_view(const nb::object& inner, nb::handle rotation) {
   auto made = std::make_unique<NativeView>();
   View& v = made->view;
   v.kind = Kind::rotated;
   take_parts(*made, {inner});
-  if (made->has_rope) throw NotTaken("a rotation of a view with RoPE");
+  if (made->has_rope) throw NotTaken("a rotation is applied after RoPE");
   v.D = v.parts[0].D;
   const Tensor matrix = made->owner.keep("rotation", rotation, kFloat32);
   if (matrix.dims == 4) {
@@ -224,7 +228,7 @@ void define_rope_views(nb::module_& m) {
   m.def("roped", &roped_view, "inner"_a, "rope"_a, "places"_a, own, "Keys before RoPE.");
   m.def("rotated_mean", &rotated_mean_view, nb::kw_only(), "mean"_a, "tokens"_a, "rope"_a, "places"_a, own,
         "One vector per head, rotated to each token's position.");
-  m.def("rotated", &rotated_view, "inner"_a, "rotation"_a, own, "A rotation under RoPE.");
+  m.def("rotated", &rotated_view, "inner"_a, "rotation"_a, own, "A rotation that is applied before RoPE.");
 }
 
 }  // namespace tersekv

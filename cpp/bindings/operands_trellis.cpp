@@ -1,4 +1,4 @@
-// Trellis codes: planes, and what each head's components have of them.
+// Trellis codes: tensors, and validation of each head's bits.
 #include <cmath>
 #include <cstring>
 #include <mutex>
@@ -14,7 +14,8 @@ namespace {
 
 constexpr int kEntries = kTrellisRates * kTrellisStates;
 
-// Tables as whole numbers from -127 to 127 and a unit for each; false where they are no such numbers.
+// Convert tables to integers from -127 to 127 and a unit for each; return false if they are not
+// such integers.
 bool whole_entries(const float* tables, int8_t* entries, float* unit) {
   constexpr float kRound = 12582912.0f;  // float32 of this size has no fractions
   for (int b = 0; b < kTrellisRates; b++) {
@@ -25,7 +26,7 @@ bool whole_entries(const float* tables, int8_t* entries, float* unit) {
     const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
     for (int i = 0; i < kTrellisStates; i++) {
       const float x = table[i] * inverse, whole = (x + kRound) - kRound;
-      if (!(std::fabs(whole) <= 127.0f)) return false;  // a table may hold anything
+      if (!(std::fabs(whole) <= 127.0f)) return false;  // a table may contain anything
       off = std::max(off, std::fabs(x - whole));
       entries[b * kTrellisStates + i] = static_cast<int8_t>(whole);
     }
@@ -34,7 +35,7 @@ bool whole_entries(const float* tables, int8_t* entries, float* unit) {
   return true;
 }
 
-// Tables as whole numbers; pages with the same tables share them.
+// Tables as integers; pages with the same tables share them.
 struct WholeTables {
   float tables[kEntries];
   int8_t entries[kEntries];

@@ -1,4 +1,4 @@
-// What the bindings of encoders share.
+// Functions that the bindings of encoders share.
 #pragma once
 
 #include <utility>
@@ -10,7 +10,7 @@
 namespace tersekv {
 namespace {
 
-// Runs `encode` for each block on up to `threads` threads; `ns`: roughly what all take.
+// Run `encode` for each block on up to `threads` threads. ns: estimated time of all blocks.
 template <class Call>
 void run_blocks(void (*encode)(const Call&, int64_t), const Call& call, int64_t blocks, double ns, int threads) {
   const std::pair context(encode, &call);

@@ -7,7 +7,7 @@
 namespace tersekv {
 namespace {
 
-// Names of attributes, the classes and the types of torch: Python objects that live as long as the process.
+// Attribute names, classes and types of torch: Python objects that live as long as the process.
 struct Torch {
   PyObject *tensor, *grad_enabled, *strided;
   PyObject *data_ptr, *shape, *stride, *dtype, *is_cpu, *requires_grad, *layout, *device;
@@ -111,7 +111,7 @@ Tensor tensor_of(const std::string& name, nb::handle x, unsigned types) {
     out.stride[k] = as_int(item(stride, k));
     const int64_t size = out.shape[k];
     if (size > 0 && (__builtin_mul_overflow(elements, size, &elements) || elements > kMostElements))
-      fail(name, " has a size that no memory holds: " + std::to_string(size));
+      fail(name, " has a size that is too large: " + std::to_string(size));
   }
   out.address = address_of(x);
   return out;
@@ -124,19 +124,19 @@ Tensor optional_tensor(const std::string& name, nb::handle x, unsigned types) {
 int64_t as_int(PyObject* o) {
   int overflow = 0;
   const int64_t value = PyLong_AsLongLongAndOverflow(o, &overflow);
-  if (overflow) throw nb::value_error("a whole number of 64 bits is expected");
+  if (overflow) throw nb::value_error("expected a 64-bit integer");
   if (value == -1 && PyErr_Occurred()) throw nb::python_error();
   return value;
 }
 
 PyObject* item(nb::handle tuple, Py_ssize_t i) {
   if (!PyTuple_Check(tuple.ptr()) || i >= PyTuple_GET_SIZE(tuple.ptr()))
-    throw nb::type_error(("a tuple of at least " + std::to_string(i + 1) + " is expected").c_str());
+    throw nb::type_error(("expected a tuple of at least " + std::to_string(i + 1) + " items").c_str());
   return PyTuple_GET_ITEM(tuple.ptr(), i);
 }
 
 void expect(const std::string& side, const char* what, const Tensor& x, std::initializer_list<Size> sizes, int packed) {
-  // The text is made only where it is needed: this runs at every call.
+  // The text is built only if needed, because this runs at every call.
   const auto fail = [&](const std::string& detail) {
     std::string text = std::string(side).append(what).append(": expected [");
     for (const Size& size : sizes) text.append(size.name).append(&size + 1 == sizes.end() ? "] " : ", ");

@@ -1,5 +1,5 @@
-// The bodies of the `grid` layout's encoding: ranges, nearest codes, packing. Lanes are tokens or channels, rows of L
-// lanes are contiguous; plain loops, which the compiler turns into vectors.
+// Encoding of the `grid` layout: ranges, nearest codes, packing. Lanes are tokens or channels; rows
+// of L lanes are contiguous. Plain loops, which the compiler vectorises.
 #pragma once
 
 #include "encoders.h"
@@ -8,13 +8,13 @@
 namespace tersekv {
 namespace {  // internal to each build of the encoders
 
-// 1.5·2^23: what it is added to is rounded to an integer, half-way to the even one.
+// 1.5·2^23: adding and subtracting it rounds to the nearest integer, ties to even.
 constexpr float kRounder = 12582912.0f;
-constexpr int64_t kCountedBits = 4;  // entries of larger tables are found by bisection
+constexpr int64_t kCountedBits = 4;  // for wider codes the nearest entry is found by bisection
 
 int32_t* int_scratch(int64_t n) { return reinterpret_cast<int32_t*>(scratch(n)); }
 
-// A block as rows [P, lanes]: lanes are tokens and rows channels, or the other way round.
+// Load a block as rows [P, lanes]: lanes are tokens and rows channels, or the other way round.
 float* load_rows(const TokenBlocks& x, int64_t block, bool tokens, int64_t lanes) {
   const int64_t P = tokens ? x.D : x.t, L = tokens ? x.t : x.D;
   const int64_t across = tokens ? x.stride_c : x.stride_t, along = tokens ? x.stride_t : x.stride_c;
@@ -32,7 +32,7 @@ float* load_rows(const TokenBlocks& x, int64_t block, bool tokens, int64_t lanes
   return rows;
 }
 
-// Elements that share a range lie in one lane.
+// Compute the ranges of a block's groups. Elements that share a range are in one lane.
 void find_ranges(const GroupRanges& call, int64_t block) {
   reset_scratch();
   const TokenBlocks& x = call.x;
@@ -44,7 +44,7 @@ void find_ranges(const GroupRanges& call, int64_t block) {
     for (int64_t i = 0; i < L; i++) low[i] = high[i] = row[i];
     for (int64_t p = 1; p < call.group; p++) {
       row += L;
-      for (int64_t i = 0; i < L; i++) {  // what is not a number stays
+      for (int64_t i = 0; i < L; i++) {  // NaN stays NaN
         const float y = row[i];
         low[i] = (y < low[i]) | (y != y) ? y : low[i];
         high[i] = (y > high[i]) | (y != y) ? y : high[i];
@@ -53,10 +53,10 @@ void find_ranges(const GroupRanges& call, int64_t block) {
   }
 }
 
-// A plane as rows of lanes.
+// A scale or offset as rows of lanes.
 struct LanePlane {
-  float* rows = nullptr;    // [groups, lanes] where lanes have entries of their own, else [P, lane groups]
-  float* spread = nullptr;  // [lanes], a row of the latter
+  float* rows = nullptr;    // `own`: [groups, lanes], one entry per lane; else [P, lane groups]
+  float* spread = nullptr;  // not `own`: [lanes], one row repeated over the lanes
   bool own = false;
   int64_t group = 1, L = 0, lanes = 0;
 
@@ -99,7 +99,7 @@ void nearest_integers(const float* y, int64_t lanes, int64_t bits, int32_t* code
   }
 }
 
-// How many middles lie below; half-way the lower entry.
+// Nearest code: the number of midpoints below the element. Ties go to the lower entry.
 void nearest_entries(const float* y, int64_t lanes, int64_t bits, const float* middles, int32_t* codes) {
   const int32_t last = (1 << bits) - 1;
   if (bits <= kCountedBits) {
@@ -114,7 +114,7 @@ void nearest_entries(const float* y, int64_t lanes, int64_t bits, const float* m
       codes[i] += y[i] <= middles[codes[i] + half - 1] ? 0 : static_cast<int32_t>(half);
 }
 
-// codes [P, lanes], zero where there is no lane, to the words of a block.
+// Pack codes [P, lanes], zero for lanes that do not exist, into the words of a block.
 void pack_rows(const int32_t* codes, const LaneWords& packed, int64_t block) {
   const HalfWords half(static_cast<int>(packed.bits));
   const int64_t lanes = packed.lanes();
@@ -122,7 +122,7 @@ void pack_rows(const int32_t* codes, const LaneWords& packed, int64_t block) {
     int32_t* out = packed.block(block) + first * packed.words;
     for (int64_t w = 0; w < packed.words; w++, out += kLanes) {
       uint32_t word[kLanes] = {};
-      // Bits of `mask` of the two codes of pair i, moved down and up.
+      // Insert the `mask` bits of the two codes of pair i, shifted down and up.
       const auto add = [&](int64_t i, int64_t down, uint32_t mask, int64_t up) {
         for (int64_t p = 2 * i; p < 2 * i + 2 && p < packed.P; p++, up += 16) {
           const int32_t* row = codes + p * lanes + first;

@@ -1,4 +1,5 @@
-// The body of polar codes. No angle is computed: which side of a boundary a vector lies on is what two products say.
+// Encoding of polar coordinates. No angle is computed: two products tell on which side of a
+// boundary a vector is.
 #pragma once
 
 #include "encoders.h"
@@ -7,9 +8,10 @@
 namespace tersekv {
 namespace {  // internal to each build of the encoders
 
-// Codes of directions (x, y) on a circle: how many boundaries lie between its seam and them.
+// Return the codes of directions (x, y) on a circle: the number of boundaries between the seam and
+// the direction.
 inline IntVector circle_codes(FloatVector x, FloatVector y, const Boundaries& level) {
-  const IntVector nothing = (x == 0.0f) & (y == 0.0f);  // its angle is 0
+  const IntVector nothing = (x == 0.0f) & (y == 0.0f);  // the angle of a zero vector is 0
   x += __builtin_convertvector(-nothing, FloatVector);
   const IntVector beyond = y * level.seam_cos < x * level.seam_sin;  // more than half the circle from the seam
   IntVector code = {};
@@ -18,7 +20,7 @@ inline IntVector circle_codes(FloatVector x, FloatVector y, const Boundaries& le
   return code;
 }
 
-// Of radii x, y >= 0: angles up to a quarter.
+// Return the codes of radii x, y >= 0, that is angles up to a quarter.
 inline IntVector quarter_codes(FloatVector x, FloatVector y, const Boundaries& level) {
   IntVector code = {};
   for (int64_t i = 0; i < level.count; i++) code -= y * level.cos[i] > x * level.sin[i];

@@ -1,5 +1,5 @@
-// The bodies of rotations, in float64, kVectorsAtOnce vectors at once: a dense one, and the fast Hadamard transform
-// with its D·log₂D additions per vector.
+// Rotations in float64, kVectorsAtOnce vectors at a time: a dense one, and the fast Hadamard
+// transform with its D·log₂D additions per vector.
 #pragma once
 
 #include "encoders.h"
@@ -8,12 +8,12 @@
 namespace tersekv {
 namespace {  // internal to each build of the encoders
 
-constexpr int kRotatedRows = 4;  // of the matrix, whose products are taken at once
+constexpr int kRotatedRows = 4;  // matrix rows that are multiplied at a time
 constexpr int kDoubles = kVectorBytes / 8;
 
 typedef double DoubleVector __attribute__((vector_size(kVectorBytes)));
 
-// Vectors of a group as rows [D, kVectorsAtOnce]; zeros where there is none.
+// Vectors of a group as rows [D, kVectorsAtOnce]; missing vectors are zeros.
 struct RotatedGroup {
   int64_t first, n;
   double* rows;

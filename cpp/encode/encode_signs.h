@@ -1,4 +1,5 @@
-// The body of sign sketches. Sums are taken in float32; where rounding could have changed a sign, again in float64.
+// Encoding of sign sketches. Sums are computed in float32, and again in float64 if rounding could
+// have changed a sign.
 #pragma once
 
 #include "encoders.h"
@@ -7,11 +8,12 @@
 namespace tersekv {
 namespace {  // internal to each build of the encoders
 
-constexpr int kSketchRows = 4;                       // whose sums are taken at once
+constexpr int kSketchRows = 4;                       // sketch rows that are summed at a time
 constexpr int64_t kSketchLanes = 2 * kVectorFloats;  // tokens of a tile
-constexpr float kLeast = 1e-30f;                     // below it products lose bits
+constexpr float kLeast = 1e-30f;                     // products below it lose bits
 
-// Sums of four rows of the sketch [4, D] with the tile's tokens, rows [D, kSketchLanes].
+// Compute the products of four rows of the sketch [4, D] with the tile's tokens, rows
+// [D, kSketchLanes].
 void four_sums(const float* sketch, int64_t D, int64_t count, const float* rows, float* sums) {
   FloatVector sum[kSketchRows][2] = {};
   const float* at[kSketchRows];
@@ -36,7 +38,7 @@ bool positive(const float* x, const float* row, int64_t D) {
   return sum >= 0.0;
 }
 
-// Tokens [first, first + n) of a block.
+// Encode tokens [first, first + n) of a block.
 void sign_tile(const EncodeSigns& call, int64_t block, int64_t first, int64_t n, float* rows, float* sums) {
   const int64_t D = call.D;
   const float* x = call.x + (block * call.t + first) * D;

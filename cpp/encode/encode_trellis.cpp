@@ -11,7 +11,7 @@ namespace tersekv {
 namespace {
 
 constexpr int64_t kVectorsPerTask = 8;
-constexpr double kNsPerStep = 15.0;  // rough, with AVX-512
+constexpr double kNsPerStep = 15.0;  // rough value, with AVX-512
 
 struct Plan {
   const EncodeTrellis& call;

@@ -1,5 +1,5 @@
-// Encoding: contracts of kernels/encode_grid.py, lanes.py, encode_signs.py, encode_polar.py and rotate.py. Each
-// function of `Encoders` does one block of tokens, or some vectors.
+// Encoders with the contracts of kernels/encode_grid.py, lanes.py, encode_signs.py, encode_polar.py
+// and rotate.py. Each function of `Encoders` handles one block of tokens or one group of vectors.
 #pragma once
 
 #include "contract.h"
@@ -29,7 +29,7 @@ struct ScalePlane {
   }
 };
 
-// Codes of b bits of P × L matrices in `words` words for each of the lanes.
+// Codes of b bits of P × L matrices, in `words` words per lane.
 struct LaneWords {
   int64_t bits = 0, P = 0, L = 0, words = 0;
   int32_t* out = nullptr;  // [blocks, lane groups, words, 16], contiguous
@@ -51,7 +51,8 @@ struct EncodeGrid {
   bool of_keys = false, per_token = false;
   int64_t group = 1;
   ScalePlane scale, offset;
-  const float* middles = nullptr;  // between entries of the table [2^bits - 1]; null: nearest integers
+  // midpoints between entries of the table [2^bits - 1]; null: nearest integers
+  const float* middles = nullptr;
 };
 
 struct PackLanes {
@@ -63,17 +64,17 @@ struct PackLanes {
 struct EncodeSigns {
   const float *x = nullptr, *sketch = nullptr;  // [blocks, t, D] and [M, D], contiguous
   int64_t blocks = 0, t = 0, D = 0, M = 0;
-  float unsure = 0;        // a sum of a vector of length 1 that is not above this is taken again in float64
+  float unsure = 0;        // for vectors of length 1: sums up to this size are computed again in float64
   uint8_t* out = nullptr;  // [blocks, ceil(M / 8), t]
 };
 
 constexpr int64_t kMostLevels = 16;
 
-// Directions between neighbouring entries of a level's table.
+// Directions half-way between neighbouring entries of a level's table.
 struct Boundaries {
   const float *cos = nullptr, *sin = nullptr;
-  int64_t near = 0, count = 0;             // near: those less than half a circle from the seam
-  float seam_cos = 1.0f, seam_sin = 0.0f;  // where a circle begins
+  int64_t near = 0, count = 0;             // near: number of boundaries within half a circle from the seam
+  float seam_cos = 1.0f, seam_sin = 0.0f;  // where the circle begins
 };
 
 struct EncodePolar {
@@ -85,8 +86,8 @@ struct EncodePolar {
   float* radii = nullptr;                  // [rows, blocks, D >> levels, t]
 };
 
-// Vectors [rows, D] times a matrix, or a Hadamard matrix in blocks of `block` channels, in another order and with
-// signs.
+// Vectors [rows, D] times a dense matrix, or times a Hadamard matrix in blocks of `block` channels,
+// after reordering and sign changes.
 struct Rotate {
   const float* x = nullptr;
   int64_t rows = 0, D = 0;
@@ -99,7 +100,8 @@ struct Rotate {
 };
 constexpr int64_t kVectorsAtOnce = 16;
 
-// One instruction set's build. Integers are blocks, for rotations groups of kVectorsAtOnce vectors.
+// Encoders of one instruction set. The integer argument is a block's number; for rotations, that of
+// a group of kVectorsAtOnce vectors.
 struct Encoders {
   void (*group_ranges)(const GroupRanges&, int64_t);
   void (*encode_grid)(const EncodeGrid&, int64_t);

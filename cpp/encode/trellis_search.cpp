@@ -1,4 +1,5 @@
-// The search of trellis codes, compiled once per instruction set, and the steps that differ between them.
+// The search for trellis codes, compiled once per instruction set, and the operations that differ
+// between them.
 #include "trellis_search.h"
 
 #include "build.h"
@@ -33,7 +34,8 @@ struct Search : Avx2 {
   static F down(F x) {
     if constexpr (N == 8) return {x.hi, x.lo};
     if constexpr (N < 4) {
-      const __m256i lane = _mm256_setr_epi32(N, N + 1, N + 2, N + 3, N + 4, N + 5, 6, 7);  // the first eight N are read
+      // only the first N lanes are used
+      const __m256i lane = _mm256_setr_epi32(N, N + 1, N + 2, N + 3, N + 4, N + 5, 6, 7);
       return {_mm256_permutevar8x32_ps(x.lo, lane), x.hi};
     }
     return {_mm256_permute2f128_ps(x.lo, x.hi, 0x21), _mm256_permute2f128_ps(x.hi, x.lo, 0x21)};

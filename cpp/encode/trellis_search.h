@@ -1,9 +1,12 @@
-// The search of kernels/trellis.py for one vector after the other: Viterbi over 256 states, sixteen to a lane vector.
+// The search of kernels/trellis.py for one vector at a time: Viterbi over 256 states, sixteen per
+// vector register.
 //
-// A state here is its window in reverse, newest bits at the bottom: u' = (u << k | c) & 255. So the 2^k states that
-// lead to one u' >> k are 256 >> k apart, and the best of them is found by k rounds that compare the upper half of what
-// is left with the lower: no sums across lanes. Each round leaves a bit per pair, 1 where the upper one was better; all
-// rounds of a step are below 256 bits, round l from bit 256 - (256 >> l) on, and the way back reads k of them.
+// A state here is its window in reverse, newest bits lowest: u' = (u << k | c) & 255. The 2^k
+// states that lead to one u' >> k are therefore 256 >> k apart. The best of them is found in k
+// rounds, each of which compares the upper half of the remaining states with the lower half. This
+// needs no operations across lanes. Each round stores one bit per pair, 1 if the upper one was
+// better. All rounds of a step take fewer than 256 bits, round l from bit 256 - (256 >> l) on. The
+// trace back reads k of them.
 #pragma once
 
 #include "encode_trellis.h"
@@ -22,7 +25,7 @@ struct Rounds {
   }
 };
 
-// The lanes of a vector of best costs that the sixteen states from 16·z on come from.
+// The lanes in a vector of best costs from which the sixteen states from 16·z on are reached.
 template <int K, int Z>
 struct Origin {
   alignas(64) int32_t lane[kLanes];
@@ -32,7 +35,7 @@ struct Origin {
   }
 };
 
-// Least costs of states x·16 to x·16 + 15 after L rounds.
+// Return the least costs of states x·16 to x·16 + 15 after L rounds.
 template <class S, int L>
 [[gnu::always_inline]] inline typename S::F survivors(const float* cost, int x, Rounds& rounds) {
   if constexpr (L == 0) {
@@ -45,7 +48,8 @@ template <class S, int L>
   }
 }
 
-// One component of K bits: costs of the paths to each state, over `cost`. Its error is (root·(table - y))².
+// Search one component of K bits. Replace `cost` by the costs of the paths to each state. The
+// component's error is (root·(table - y))².
 template <class S, int K>
 void search_step(float* cost, const float* table, float root, float minus_y, Rounds& rounds) {
   using F = typename S::F;
@@ -82,23 +86,24 @@ void search_step(float* cost, const float* table, float root, float minus_y, Rou
 
 using SearchStep = void (*)(float*, const float*, float, float, Rounds&);
 
-// A component that has bits.
+// A component with at least one bit.
 struct Component {
   SearchStep step;
   const float* table;
-  float root;  // of its weight
+  float root;  // square root of its weight
   int bits;
   int64_t d;
 };
 
-// The state before a step of `bits` that ended in `state`.
+// Return the state before a step of `bits` bits that ended in `state`.
 inline int state_before(const Rounds& rounds, int bits, int state) {
   int x = state >> bits;
   for (int round = bits - 1; round >= 0; round--) x += rounds.bit(round, x) << (7 - round);
   return x;
 }
 
-// Of the states whose cost is the least, up to rounding, the one with the lowest window: see kernels/trellis.py.
+// Return the state with the lowest window among those whose cost is the least up to rounding; see
+// kernels/trellis.py.
 template <class S>
 int best_state(const float* cost) {
   typename S::F least = S::load(cost);
@@ -161,8 +166,8 @@ inline void write_stream(const Component* components, int64_t count, const uint8
   }
 }
 
-// The gain and the stream of each vector: the root mean square of its components as the gain, and then gains around
-// that of least squares, of which the one with the least error stays.
+// Find the gain and the stream of each vector. The first gain is the root mean square of its
+// components. Gains around that of least squares are tried next; the one with the least error stays.
 template <class S>
 void pack_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64_t last, const Component* components,
                   int64_t count, Rounds* rounds, float* minus_y) {

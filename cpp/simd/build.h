@@ -1,5 +1,5 @@
-// The instruction set that this file is compiled for: CMakeLists.txt defines TERSEKV_ISA as its name, which ends the
-// names of functions, and the macro that is tested here.
+// The instruction set that this file is compiled for. CMakeLists.txt defines TERSEKV_ISA as its
+// name, which is the suffix of function names, and the macro that is tested here.
 #pragma once
 
 #if TERSEKV_avx512bf16

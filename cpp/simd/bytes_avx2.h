@@ -1,4 +1,4 @@
-// What packed bytes and long tables need beyond the float lanes: AVX2.
+// Operations for packed bytes and long tables in addition to the float lanes: AVX2.
 #pragma once
 
 #include "simd_avx2.h"
@@ -8,12 +8,12 @@ namespace tersekv {
 struct Avx2Bytes : Avx2 {
   static constexpr bool kShortTables = false;
 
-  // Sixteen bytes, one per lane.
+  // Load sixteen bytes, one per lane.
   static Words load_bytes(const uint8_t* p) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
   }
-  // Sixteen 16-bit words, one per lane.
+  // Load sixteen uint16, one per lane.
   static Words load_halves(const uint16_t* p) {
     const auto* v = reinterpret_cast<const __m128i*>(p);
     return {_mm256_cvtepu16_epi32(_mm_loadu_si128(v)), _mm256_cvtepu16_epi32(_mm_loadu_si128(v + 1))};
@@ -51,7 +51,7 @@ struct Avx2Bytes : Avx2 {
     for (int c = 0; c < kLanes; c++)
       for (int t = 0; t < kLanes; t++) out[c * out_stride + t] = in[t * stride + c];
   }
-  // x where bit `bit` of w is 1, else -x.
+  // x if bit `bit` of w is 1, else -x.
   static F signed_by(F x, Words w, int bit) {
     const Words up = shift_left(w, 31 - bit);
     const __m256 sign = _mm256_set1_ps(-0.0f);

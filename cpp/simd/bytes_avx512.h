@@ -1,4 +1,4 @@
-// What packed bytes and long tables need beyond the float lanes: AVX-512.
+// Operations for packed bytes and long tables in addition to the float lanes: AVX-512.
 #pragma once
 
 #include "simd_avx512.h"
@@ -6,7 +6,7 @@
 namespace tersekv {
 
 struct Avx512Bytes : Avx512 {
-  // Tables of 16-bit integers, looked up for 32 tokens at once.
+  // Tables of int16, looked up for 32 tokens at once.
   static constexpr bool kShortTables = true;
   using Short = __m512i;
   struct Sum {
@@ -20,7 +20,8 @@ struct Avx512Bytes : Avx512 {
   static Short look_up_short(const void* table, Short index) {
     return _mm512_permutexvar_epi16(index, _mm512_loadu_si512(table));
   }
-  // In this order: GCC 12 regroups sums of many look-ups and then has to keep them in memory.
+  // The order of additions is fixed, because GCC 12 would regroup sums of many look-ups and then
+  // keep them in memory.
   static Short add_short(Short a, Short b) {
     Short sum = _mm512_add_epi16(a, b);
     asm("" : "+v"(sum));
@@ -33,17 +34,17 @@ struct Avx512Bytes : Avx512 {
   }
   static F low_float(Sum sum) { return _mm512_cvtepi32_ps(sum.low); }
   static F high_float(Sum sum) { return _mm512_cvtepi32_ps(sum.high); }
-  // Sixteen rounded integers, twice.
+  // Store sixteen integers, rounded, twice.
   static void store_shorts(void* out, F x) {
     const __m256i shorts = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x));
     _mm512_storeu_si512(out, _mm512_broadcast_i64x4(shorts));
   }
 
-  // Sixteen bytes, one per lane.
+  // Load sixteen bytes, one per lane.
   static Words load_bytes(const uint8_t* p) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
-  // Sixteen 16-bit words, one per lane.
+  // Load sixteen uint16, one per lane.
   static Words load_halves(const uint16_t* p) {
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
@@ -79,7 +80,7 @@ struct Avx512Bytes : Avx512 {
       store(out + (12 + k) * out_stride, _mm512_shuffle_f32x4(c, d, 0xdd));
     }
   }
-  // x where bit `bit` of w is 1, else -x.
+  // x if bit `bit` of w is 1, else -x.
   static F signed_by(F x, Words w, int bit) {
     const Words minus = _mm512_andnot_si512(shift_left(w, 31 - bit), _mm512_set1_epi32(INT32_MIN));
     return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(x), minus));

@@ -1,4 +1,5 @@
-// What packed bytes and long tables need beyond the float lanes: the compilers' vector extension.
+// Operations for packed bytes and long tables in addition to the float lanes: the compilers' vector
+// extension.
 #pragma once
 
 #include "simd_baseline.h"
@@ -8,13 +9,13 @@ namespace tersekv {
 struct BaselineBytes : Baseline {
   static constexpr bool kShortTables = false;
 
-  // Sixteen bytes, one per lane.
+  // Load sixteen bytes, one per lane.
   static Words load_bytes(const uint8_t* p) {
     Words out;
     for (int i = 0; i < kLanes; i++) out[i] = p[i];
     return out;
   }
-  // Sixteen 16-bit words, one per lane.
+  // Load sixteen uint16, one per lane.
   static Words load_halves(const uint16_t* p) {
     Words out;
     for (int i = 0; i < kLanes; i++) out[i] = p[i];
@@ -37,7 +38,7 @@ struct BaselineBytes : Baseline {
     for (int c = 0; c < kLanes; c++)
       for (int t = 0; t < kLanes; t++) out[c * out_stride + t] = in[t * stride + c];
   }
-  // x where bit `bit` of w is 1, else -x.
+  // x if bit `bit` of w is 1, else -x.
   static F signed_by(F x, Words w, int bit) { return (F)((U)x ^ (~(w << (31 - bit)) & 0x80000000u)); }
 };
 

@@ -1,4 +1,4 @@
-// Vectors of the widest registers that a file is compiled for.
+// Vectors of the widest registers of the instruction set that a file is compiled for.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ inline FloatVector load_vector(const float* p) {
 inline void store_vector(float* p, FloatVector x) { std::memcpy(p, &x, sizeof(x)); }
 inline void store_vector(int32_t* p, IntVector x) { std::memcpy(p, &x, sizeof(x)); }
 
-// Vectors [n, D] as rows [D, lanes]; zeros in lanes from n on.
+// Transpose vectors [n, D] to rows [D, lanes]; lanes from n on are zeros.
 inline void transpose_vectors(const float* x, int64_t n, int64_t D, int64_t lanes, float* rows) {
   for (int64_t d = 0; d < D; d++) {
     float* row = rows + d * lanes;

@@ -13,10 +13,11 @@ struct Avx2 : Float32Codes<Avx2> {
   static constexpr const char* kName = "avx2";
   static constexpr double kNsPerProduct = 0.035;
   static constexpr int kExactTokens = 1;
-  // Sixteen registers: rows times groups times two, plus the table, the words and a coefficient.
+  // There are sixteen registers: rows times groups times two, plus the table, the words and a
+  // coefficient.
   static constexpr int max_groups(int rows) { return rows <= 2 ? 2 : 1; }
   static constexpr bool split(int sums) { return sums <= 2; }
-  static constexpr bool kSmallTables = true;  // tables of up to 8 entries take half the instructions
+  static constexpr bool kSmallTables = true;  // tables of up to 8 entries need half the instructions
 
   struct F {
     __m256 lo, hi;
@@ -37,7 +38,7 @@ struct Avx2 : Float32Codes<Avx2> {
     __m256 half(__m256i index) const {
       const __m256 first = _mm256_permutevar8x32_ps(low, index);
       if constexpr (BITS <= 3) return first;
-      // Bit 3 of the index becomes the sign, which is all that blendv looks at.
+      // Bit 3 of the index becomes the sign, the only bit that blendv reads.
       const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));
       return _mm256_blendv_ps(first, _mm256_permutevar8x32_ps(high, index), upper);
     }
@@ -87,7 +88,7 @@ struct Avx2 : Float32Codes<Avx2> {
     return {_mm256_srli_epi32(w.lo, N), _mm256_srli_epi32(w.hi, N)};
   }
   static Words no_words() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-  // Bits 15 and 31 of w, and those of earlier words one bit further down.
+  // Return bits 15 and 31 of w, and those of earlier words one bit further down.
   static Words spare(Words earlier, Words w) {
     const __m256i mask = _mm256_set1_epi32(INT32_MIN | 0x8000);
     return {_mm256_or_si256(_mm256_srli_epi32(earlier.lo, 1), _mm256_and_si256(w.lo, mask)),
@@ -103,7 +104,7 @@ struct Avx2 : Float32Codes<Avx2> {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(lo), 16)),
             _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(hi), 16))};
   }
-  // The first n of sixteen elements, zeros after them.
+  // Load the first n of sixteen elements, zeros after them.
   template <Float T>
   static F load_as_n(const void* p, int64_t n) {
     alignas(64) unsigned char buffer[64] = {};

@@ -22,7 +22,8 @@ struct Avx512 : Float32Codes<Avx512> {
   template <int BITS>
   struct Table {
     __m512 entry;
-    // The permute looks at four bits of the index, so copies of a small table make masking unnecessary.
+    // The permute reads four bits of the index, so copies of a small table make masking
+    // unnecessary.
     explicit Table(const float* table) {
       alignas(64) float copies[16];
       for (int i = 0; i < 16; i++) copies[i] = table[i & ((1 << BITS) - 1)];
@@ -54,9 +55,9 @@ struct Avx512 : Float32Codes<Avx512> {
     return _mm512_srli_epi32(w, N);
   }
   static Words no_words() { return _mm512_setzero_si512(); }
-  // Bits 15 and 31 of w, and those of earlier words one bit further down.
+  // Return bits 15 and 31 of w, and those of earlier words one bit further down.
   static Words spare(Words earlier, Words w) {
-    // 0xF8: the first operand, or both others.
+    // 0xF8: first | (second & third)
     return _mm512_ternarylogic_epi32(_mm512_srli_epi32(earlier, 1), w, _mm512_set1_epi32(INT32_MIN | 0x8000), 0xF8);
   }
 
@@ -66,7 +67,7 @@ struct Avx512 : Float32Codes<Avx512> {
     const __m256i h = _mm256_loadu_si256(static_cast<const __m256i*>(p));
     return from_half<T>(h);
   }
-  // The first n of sixteen elements, zeros after them.
+  // Load the first n of sixteen elements, zeros after them.
   template <Float T>
   static F load_as_n(const void* p, int64_t n) {
     const auto mask = static_cast<__mmask16>((1u << n) - 1);

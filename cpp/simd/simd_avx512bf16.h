@@ -1,4 +1,5 @@
-// AVX-512 with bfloat16 dot products: two codes of a lane per look-up, products of bfloat16 added up in float32.
+// AVX-512 with bfloat16 dot products: each look-up returns two codes' values per lane; products of
+// bfloat16 are summed in float32.
 #pragma once
 
 #include "simd_avx512.h"
@@ -14,7 +15,8 @@ struct Avx512Bf16 : Avx512 {
   template <int BITS>
   struct Table {
     __m512i entry;
-    // The permute looks at five bits of each half-word, so copies make masking unnecessary. Entries need no rounding.
+    // The permute reads five bits of each half-word, so copies make masking unnecessary. Entries
+    // need no rounding.
     explicit Table(const float* table) {
       constexpr int kSize = 1 << BITS;
       alignas(64) float copies[16];
@@ -38,7 +40,7 @@ struct Avx512Bf16 : Avx512 {
   static void store_coef_pair(float* row, int64_t p, F x, F y) {
     _mm512_storeu_si512(reinterpret_cast<uint16_t*>(row) + p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(y, x)));
   }
-  // Each vector becomes the sum of its lanes, in every lane; four vectors share the additions.
+  // Replace each vector by the sum of its lanes, in every lane; four vectors share the additions.
   template <int R>
   static void spread(F (&x)[R]) {
     const F a = x[0], b = x[R > 1 ? 1 : 0], c = x[R > 2 ? 2 : 0], d = x[R > 3 ? 3 : 0];

@@ -1,4 +1,5 @@
-// Sixteen lanes in the compilers' vector extension: SSE2 or NEON as the target has it, look-ups one by one.
+// Sixteen lanes in the compilers' vector extension: SSE2 or NEON, depending on the target; look-ups
+// one by one.
 #pragma once
 
 #include <cstring>
@@ -68,13 +69,14 @@ struct Baseline : Float32Codes<Baseline> {
     return w >> N;
   }
   static Words no_words() { return U{}; }
-  // Bits 15 and 31 of w, and those of earlier words one bit further down.
+  // Return bits 15 and 31 of w, and those of earlier words one bit further down.
   static Words spare(Words earlier, Words w) { return earlier >> 1 | (w & 0x80008000u); }
 
   static F from_half(H h) {
     const U wide = __builtin_convertvector(h, U);
     const U sign = (wide & 0x8000u) << 16, rest = wide & 0x7fffu;
-    // Exponents are moved by a multiplication, which also makes subnormals right; inf and nan keep theirs.
+    // A multiplication adjusts the exponents, which also handles subnormals; inf and nan keep
+    // theirs.
     const F scaled = (F)(rest << 13) * 0x1p112f;
     const U special = (rest << 13) | 0x7f800000u;
     return (F)(sign | (rest >= 0x7c00u ? special : (U)scaled));
@@ -87,7 +89,7 @@ struct Baseline : Float32Codes<Baseline> {
     if constexpr (T == Float::f16) return from_half(h);
     return (F)(__builtin_convertvector(h, U) << 16);
   }
-  // The first n of sixteen elements, zeros after them.
+  // Load the first n of sixteen elements, zeros after them.
   template <Float T>
   static F load_as_n(const void* p, int64_t n) {
     alignas(64) unsigned char buffer[64] = {};

@@ -1,4 +1,5 @@
-// How lut.h multiplies codes in float32, written over what the wrapper S has anyway.
+// Operations with which lut.h multiplies codes in float32, built on the other operations of the
+// wrapper S.
 #pragma once
 
 #include "contract.h"
@@ -7,7 +8,7 @@ namespace tersekv {
 
 template <class S>
 struct Float32Codes {
-  static constexpr int kCodes = 1;  // codes of one lane that a look-up serves
+  static constexpr int kCodes = 1;  // number of codes per lane and look-up
   using Coef = float;
 
   static auto factor(const float* coef) { return S::set1(*coef); }
@@ -15,18 +16,18 @@ struct Float32Codes {
   static F dot(F factor, F value, F sum) {
     return S::fma(factor, value, sum);
   }
-  // Sixteen coefficients from the p-th of a row on.
+  // Store sixteen coefficients from the p-th of a row on.
   template <class F>
   static void store_coefs(float* row, int64_t p, F x) {
     S::store(row + p, x);
   }
-  // Thirty-two of them.
+  // Store thirty-two coefficients.
   template <class F>
   static void store_coef_pair(float* row, int64_t p, F x, F y) {
     S::store(row + p, x);
     S::store(row + p + kLanes, y);
   }
-  // Each vector becomes the sum of its lanes, in every lane.
+  // Replace each vector by the sum of its lanes, in every lane.
   template <class F, int R>
   static void spread(F (&x)[R]) {
     for (int r = 0; r < R; r++) x[r] = S::set1(S::hsum(x[r]));

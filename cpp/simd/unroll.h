@@ -1,4 +1,4 @@
-// Loops that are unrolled by construction.
+// Loops that are unrolled at compile time.
 #pragma once
 
 #include "contract.h"
@@ -6,14 +6,14 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-constexpr int64_t kRowTile = 4;  // query rows that a kernel serves at once
+constexpr int64_t kRowTile = 4;  // query rows that a kernel handles at once
 
 template <int I>
 struct Index {
   constexpr operator int() const { return I; }
 };
 
-// Unrolled by construction: shifts need constants and sums must stay in registers.
+// Call body N times, unrolled: shifts need constants and sums must stay in registers.
 template <int N, int I = 0, class Body>
 [[gnu::always_inline]] inline void repeat(Body&& body) {
   if constexpr (I < N) {
@@ -23,26 +23,26 @@ template <int N, int I = 0, class Body>
 }
 #define TERSEKV_INLINE __attribute__((always_inline))
 
-// The smallest run of words whose codes stand on their own: three words of 3 bits, else one.
+// The smallest run of words that contains whole codes: three words for 3 bits, else one.
 struct CodeUnit {
   int64_t words, shift;  // it has 1 << shift codes
   explicit CodeUnit(int bits) : words(bits == 3 ? 3 : 1), shift(bits == 4 ? 3 : bits == 2 ? 4 : 5) {}
 };
 
-// Sixteen floats of either type of 16 bits.
+// Load sixteen float16 or bfloat16.
 template <class S>
 [[gnu::always_inline]] inline typename S::F load_half(Float half, const uint16_t* p) {
   return half == Float::f16 ? S::template load_as<Float::f16>(p) : S::template load_as<Float::bf16>(p);
 }
 
-// The first n of them, zeros after them.
+// Load the first n of them, zeros after them.
 template <class S>
 typename S::F load_half_n(Float half, const uint16_t* p, int64_t n) {
   if (n >= kLanes) return load_half<S>(half, p);
   return half == Float::f16 ? S::template load_as_n<Float::f16>(p, n) : S::template load_as_n<Float::bf16>(p, n);
 }
 
-// Calls body(Index<rows>) for 1 to 4 rows.
+// Call body(Index<rows>) for 1 to 4 rows.
 template <class Body>
 inline void with_rows(int64_t rows, Body&& body) {
   switch (rows) {

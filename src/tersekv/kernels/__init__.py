@@ -1,1 +1,2 @@
-"""Hot loops of the data path: one file per op, contract and torch reference; backends in `cpu/`."""
+"""Kernels of encoding and attention. Each file defines one operator: its contract and its torch
+reference. The C++ kernels are in `cpu/`, the Triton kernels in `triton/`."""

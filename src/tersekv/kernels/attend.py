@@ -1,7 +1,10 @@
-"""Attention of a layer's queries over everything that it holds: contract, and the composition of other operators.
+"""Attention of a layer's queries over all tokens of the layer: contract and torch reference.
 
-Shapes: B batch, H key-value heads, G = Hq/H query heads each, q queries, R = G·q rows per key-value head (row
-r = g·q + i for grouped head g and query i), T tokens of a segment, D head dim of keys, Dv of values.
+The reference is composed of `attend_segments`, the linear maps and `merge_segments`.
+
+Shapes: B batch, H key-value heads, G = Hq/H query heads per key-value head, q queries,
+R = G·q query rows per key-value head (row r = g·q + i for grouped head g and query i),
+T tokens of a segment, D head dim of keys, Dv of values.
 """
 
 from __future__ import annotations
@@ -18,16 +21,22 @@ from tersekv.kernels.registry import NotTaken, operator
 from tersekv.kernels.softmax import merge_segments
 
 Where = int | Tensor
-"""Where a segment's tokens stand: position of the first one; positions int [T], [B, T], or [B, H, T] with −1 for none;
-or a mask of their own, bool [B, q, T] or [B, H, q, T]."""
+"""Positions or visibility of a segment's tokens. One of:
+
+- int: position of the first token; the others follow.
+- int tensor [T] or [B, T], or [B, H, T] with −1 for an empty place: position of each token.
+- bool tensor [B, q, T] or [B, H, q, T]: the segment's own mask.
+"""
 
 
 Table = tuple[Tensor, int]
-"""Pages int32 [B, P] of each row's tokens in a pool, −1 for none, and tokens per page."""
+"""Page table of a pool: page of each row's tokens, int32 [B, P] with −1 for none, and tokens per
+page."""
 
 
 class Map(Protocol):
-    """A linear map between inner vectors and those that were coded, see `tersekv.layouts.base.LinearMap`."""
+    """Linear map between the decoded inner vectors and the original ones, see
+    `tersekv.layouts.base.LinearMap`."""
 
     @property
     def rotation(self) -> Tensor | None:
@@ -43,24 +52,30 @@ class Map(Protocol):
 
     @property
     def mean(self) -> Tensor | None:
-        """float [1 or B, H, D], added to outputs."""
+        """float [1 or B, H, D], added to the output."""
 
     @property
     def keeps_query(self) -> bool:
-        """True if the query itself stands behind the mapped one."""
+        """True if the query itself is needed too, next to the mapped one."""
 
     def query(self, query: Tensor) -> Tensor:
-        """What inner vectors are multiplied with."""
+        """Return the query that inner vectors are multiplied with."""
 
     def output(self, out: Tensor) -> Tensor:
-        """Outputs from weighted means of inner vectors."""
+        """Return the output that belongs to weighted means of inner vectors."""
 
 
 class PackedPages:
-    """Packed pages of a layer that attention reads at every step, until they change.
+    """Packed pages of a layer, which attention reads at every step until they change.
 
-    keys, values: inner vectors of each page; where, tokens: of each page; maps: of all keys and of all values; heads:
-    H. made: what backends made of them once, by the backend's name.
+    Attributes:
+        keys, values: inner vectors of each page.
+        where: positions of each page. tokens: number of tokens of each page.
+        maps: linear map of all keys, and of all values.
+        heads: H.
+        is_consecutive: True if every page has consecutive positions.
+        is_mapped: True if the query or the output must be transformed.
+        made: kernel arguments that backends built once, by the backend's name.
     """
 
     def __init__(
@@ -81,25 +96,29 @@ class PackedPages:
         self.made: dict[str, Any] = {}
 
     def located(self, where: Sequence[Where]) -> PackedPages:
-        """These pages with other positions or masks; what was made of them is shared."""
+        """Return these pages with other positions or masks; both share the cached kernel arguments."""
         other = PackedPages(self.keys, self.values, where, self.tokens, self.maps, self.heads)
         other.made = self.made
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies begin with nothing made: their tensors are elsewhere."""
+        """A copy starts without cached kernel arguments, because its tensors have other addresses."""
         return self.__dict__ | {"made": {}}
 
 
 class Masks(NamedTuple):
-    """The mask of a call, cut to segments. mask bool [B, q, tokens seen] (True: seen) or None for all; hidden int64
-    [B]: positions of each row before which no token is seen, or None."""
+    """The mask of a call, from which each segment takes its columns.
+
+    mask: bool [B, q, number of tokens], True where a token is visible; None: all are.
+    hidden: int64 [B], tokens at smaller positions are invisible to that row; or None.
+    """
 
     mask: Tensor | None
     hidden: Tensor | None
 
     def at(self, where: Where, tokens: int) -> Tensor | None:
-        """bool [B, q, T] or [B, H, q, T] of a segment; None: all tokens are seen."""
+        """Return the mask of a segment, bool [B, q, T] or [B, H, q, T]; None if all tokens are
+        visible."""
         if isinstance(where, Tensor) and where.dtype == torch.bool:
             return where
         if isinstance(where, Tensor) and where.dim() == 3:
@@ -148,20 +167,20 @@ def attend(
     Args:
         query: [B, Hq, q, D], any float type.
         exact: (keys, values [B, H, T, D], where) of unpacked tokens.
-        pages: packed ones.
+        pages: packed tokens.
         mask, hidden: see `Masks`.
         scaling: factor on the scores. softcap: s -> softcap·tanh(s/softcap), or None.
         sinks: float [Hq], logits that take part in the softmax without a value.
-        parts: return the parts of a larger softmax.
-        table: `pages` is one pool for all rows, of which row b reads the pages that entry b names, see
-            `kernels/attend_pages.py`; then `where` of the pool is its mask.
+        parts: return float32 out and lse, which can be merged with attention over other tokens.
+        table: page table, see `kernels/attend_pages.py`. Then `pages` is one pool for all rows, row
+            b reads the pages in table entry b, and `where` of the pool is its mask.
 
     Returns:
-        [B, q, Hq, Dv] in the query's type; or parts: out float32 [B, H, R, Dv] and lse float32 [B, H, R]. A row that
-        sees no token has out 0 and lse -inf.
+        [B, q, Hq, Dv] in the query's type. With `parts`: out float32 [B, H, R, Dv] and lse
+        float32 [B, H, R]. A row that sees no token has out 0 and lse -inf.
     """
     if table is not None:
-        raise NotTaken("a pool is read by attend_pages")
+        raise NotTaken("attend does not read page tables; use attend_pages")
     return composed(attend_segments.reference, query, exact, pages, mask, hidden, scaling, softcap, sinks, parts)
 
 
@@ -177,7 +196,7 @@ def composed(
     sinks: Tensor | None,
     parts: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attend` by an implementation of `attend_segments`; maps and merging in torch."""
+    """Compute `attend` with any implementation of `attend_segments`; maps and merging run in torch."""
     H = exact[0][0].shape[1] if pages is None else pages.heads
     B, Hq, q, D = query.shape
     rows, cut = query.float().reshape(B, H, Hq // H * q, D), Masks(mask, hidden)
@@ -201,9 +220,10 @@ def composed(
 
 
 def finished(out: Tensor, lse: Tensor, query: Tensor, sinks: Tensor | None) -> Tensor:
-    """out [B, H, R, Dv] with lse [B, H, R] as [B, q, Hq, Dv] in the query's type; sinks: see `attend`."""
+    """Convert out [B, H, R, Dv] with lse [B, H, R] to [B, q, Hq, Dv] in the query's type; sinks:
+    see `attend`."""
     B, Hq, q, _ = query.shape
     out = out.reshape(B, Hq, q, -1)
     if sinks is not None:
         out = out * torch.sigmoid(lse.reshape(B, Hq, q) - sinks.float().view(1, Hq, 1)).unsqueeze(-1)
-    return out.transpose(1, 2).to(query.dtype).contiguous()  # models call view
+    return out.transpose(1, 2).to(query.dtype).contiguous()  # models call view on the result

@@ -1,4 +1,4 @@
-"""The `grid` layout as attention takes it: contract and torch reference.
+"""Packed tokens of the `grid` layout as attention reads them: contract and torch reference.
 
 Shapes: B batch, H key-value heads, N blocks, t tokens per block, T = N·t, D head dim.
 """
@@ -20,13 +20,14 @@ Side = Literal["keys", "values"]
 class GridSide(NamedTuple):
     """The keys or the values of a packed segment: x̂ = scale · table[code] + offset.
 
-    - codes: int32 [B, H, N, Lg, W, 16], see `lanes`; keys: lanes are tokens, packed axis is channels; values: lanes
-      are channels, packed axis is tokens. The two leading axes and N may have any stride, the rest is contiguous.
-    - scale, offset: float16 or bfloat16. axis "token": [B, H, N, D/group, t], one per token and group of channels.
-      axis "channel": [B, H, N, t/group, D], one per channel and group of tokens. N may have stride 0 (one range for
-      all blocks). offset may be None (0).
-    - table: float32 [2**bits], or [B, 2**bits] where batch rows have their own.
-    - integers: the table is 0 … 2**bits − 1, so that a kernel need not look it up.
+    - codes: int32 [B, H, N, Lg, W, 16], see `lanes`. Keys: lanes are tokens, packed axis is
+      channels. Values: lanes are channels, packed axis is tokens. The first three axes may have any
+      stride, the rest is contiguous.
+    - scale, offset: float16 or bfloat16. axis "token": [B, H, N, D/group, t], one per token and
+      group of channels. axis "channel": [B, H, N, t/group, D], one per channel and group of tokens.
+      N may have stride 0 (one range for all blocks). offset may be None (0).
+    - table: the codebook, float32 [2**bits], or [B, 2**bits] if each batch row has its own.
+    - integers: True if the table is 0 … 2**bits − 1, so that a kernel needs no look-up.
     """
 
     side: Side
@@ -42,7 +43,8 @@ class GridSide(NamedTuple):
     integers: bool = False
 
     def native(self, native: ModuleType) -> Any:
-        """The grid as an object of the C++ extension, which checks the planes and keeps them."""
+        """Return the grid as an object of the C++ extension, which validates the tensors and keeps
+        references."""
         return native.grid(
             of_keys=self.side == "keys",
             bits=self.bits,
@@ -57,12 +59,12 @@ class GridSide(NamedTuple):
         )
 
     def decode(self) -> Tensor:
-        """x̂ as float32 [B, H, N·t, D]."""
+        """Decode to x̂, float32 [B, H, N·t, D]."""
         return decode_grid(self)
 
 
 def decode_grid(grid: GridSide) -> Tensor:
-    """x̂ as float32 [B, H, N·t, D]."""
+    """Decode a grid to x̂, float32 [B, H, N·t, D]."""
     t, D = grid.block_tokens, grid.head_dim
     if grid.side == "keys":
         codes = unpack_lanes(grid.codes, grid.bits, D, t).transpose(-1, -2)
@@ -83,7 +85,7 @@ def _entries(table: Tensor, codes: Tensor) -> Tensor:
 
 
 def _per_element(scale: Tensor, grid: GridSide) -> Tensor:
-    """A scale or offset plane as float32, broadcast to [B, H, N, t, D]."""
+    """Broadcast a scale or offset to [B, H, N, t, D], float32."""
     if grid.axis == "token":
         return scale.float().transpose(-1, -2).repeat_interleave(grid.group, dim=-1)
     return scale.float().repeat_interleave(grid.group, dim=-2)

@@ -1,7 +1,8 @@
-"""Attention over a packed segment, any format of keys with any format of values: contract and torch reference.
+"""Attention over one packed segment; keys and values may have different layouts: contract and torch
+reference.
 
-Shapes: B batch, H key-value heads, T tokens, R query rows per key-value head (R = G·q, row r = g·q + i for grouped head
-g and query position i), D head dim of keys, Dv of values.
+Shapes: B batch, H key-value heads, T tokens, R query rows per key-value head (R = G·q, row r = g·q
++ i for grouped head g and query position i), D head dim of keys, Dv of values.
 """
 
 from __future__ import annotations
@@ -18,29 +19,30 @@ from tersekv.kernels.softmax import attend_scores
 
 @runtime_checkable
 class Packed(Protocol):
-    """Packed tokens that know how they are decoded. `kind` names the layout to a kernel, which finds its planes in the
-    fields that the class of that kind documents (`tersekv.layouts`)."""
+    """Packed tokens that can decode themselves. `kind` names the layout. A kernel reads the fields
+    that the class of that kind documents (`tersekv.layouts`)."""
 
     kind: str
 
     def native(self, native: ModuleType) -> Any:
-        """The tokens as an object of the C++ extension, see `tersekv.layouts.base.View`."""
+        """Return the tokens as an object of the C++ extension, see `tersekv.layouts.base.View`."""
 
     def decode(self) -> Tensor:
-        """x̂ as float32 [B, H, T, D]."""
+        """Decode to x̂, float32 [B, H, T, D]."""
 
 
 Operand = Tensor | GridSide | Packed
-"""One side of a segment: unpacked tokens [B, H, T, D] of any float dtype, a grid, or another packed layout."""
+"""Keys or values of a segment: unpacked tokens [B, H, T, D] of any float dtype, a grid, or another
+packed layout."""
 
 
 def native_view(native: ModuleType, operand: Operand) -> Any:
-    """An operand as an object of the C++ extension."""
+    """Return an operand as an object of the C++ extension."""
     return native.exact(operand) if isinstance(operand, Tensor) else operand.native(native)
 
 
 def decoded(operand: Operand) -> Tensor:
-    """x̂ as float32 [B, H, T, D]."""
+    """Decode an operand to x̂, float32 [B, H, T, D]."""
     return operand.float() if isinstance(operand, Tensor) else operand.decode()
 
 
@@ -53,12 +55,13 @@ def attend_packed(
     Args:
         query: float32 [B, H, R, D], contiguous.
         keys, values: the segment, of equal T.
-        mask: bool [B, q, T], or [B, H, q, T] where heads differ, with R % q == 0 (row r uses mask row r % q), True
-            where a token is seen; None for all.
+        mask: bool [B, q, T], or [B, H, q, T] if heads differ, True where a token is visible; None
+            for all. R % q == 0; row r uses mask row r % q.
         scaling: factor on the scores. softcap: s -> softcap·tanh(s/softcap), or None.
 
     Returns:
-        out float32 [B, H, R, Dv] and lse float32 [B, H, R]; a row that sees no token has out 0 and lse -inf.
+        out float32 [B, H, R, Dv] and lse float32 [B, H, R]; a row that sees no token has out 0 and
+        lse -inf.
     """
     key, value = decoded(keys), decoded(values)
     return attend_scores(query @ key.transpose(-1, -2), value, mask, scaling, softcap)

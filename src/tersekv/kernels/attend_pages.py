@@ -1,7 +1,8 @@
-"""Attention over packed tokens that lie in pages anywhere in one pool: contract and torch reference.
+"""Paged attention: packed tokens are in pages of one pool, in any order; contract and torch
+reference.
 
-Shapes: B batch, H key-value heads, R query rows per head, D head dim, P pages per row, p tokens per page, S pages in
-the pool; T = P·p tokens of a row.
+Shapes: B batch, H key-value heads, R query rows per head, D head dim, P pages per row, p tokens per
+page, S pages in the pool; T = P·p tokens of a row.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ def attend_pages(
 
     Args:
         query: float32 [B, H, R, D], contiguous.
-        keys, values: the pool, S·p tokens; planes [B, H, …] whose leading axis usually has stride 0, since all rows
-            share the pool. A page is whole blocks.
-        pages: int32 [B, P], entry [b, i] the page with the tokens from i·p on of row b, 0 to S − 1; −1: none.
-        mask: bool [B, q, T] with R % q == 0 (row r uses mask row r % q), True where a token is seen, never in a page
-            −1.
+        keys, values: the pool, S·p tokens. Tensors are [B, H, …]; the first axis usually has stride
+            0, because all rows share the pool. A page is a whole number of blocks.
+        pages: int32 [B, P]. Entry [b, i] is the page, 0 to S − 1, with the tokens of row b from i·p
+            on; −1: none.
+        mask: bool [B, q, T] with R % q == 0 (row r uses mask row r % q), True where a token is
+            visible. Never True in a page −1.
         scaling: factor on the scores. softcap: s -> softcap·tanh(s/softcap), or None.
 
     Returns:
-        out float32 [B, H, R, Dv] and lse float32 [B, H, R]; a row that sees no token has out 0 and lse -inf.
+        out float32 [B, H, R, Dv] and lse float32 [B, H, R]; a row that sees no token has out 0 and
+        lse -inf.
     """
     place = pages.long().clamp_min(0).unsqueeze(-1) * page_tokens + torch.arange(page_tokens, device=pages.device)
     key, value = (_rows(decoded(side), place.flatten(1)) for side in (keys, values))
@@ -45,5 +48,5 @@ def attend_pages(
 
 
 def _rows(x: Tensor, place: Tensor) -> Tensor:
-    """Tokens `place` [B, T] of x [B, H, S·p, D]."""
+    """Gather the tokens with indices `place` [B, T] from x [B, H, S·p, D]."""
     return x.gather(2, place[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

@@ -1,7 +1,8 @@
-"""Attention of one query over several segments at once, packed ones and exact ones: contract and torch reference.
+"""Attention of one query over several packed and unpacked segments at once: contract and torch
+reference.
 
-Shapes: B batch, H key-value heads, R query rows per key-value head, D head dim of keys, Dv of values. Segments hold
-disjoint tokens, each a number of its own.
+Shapes: B batch, H key-value heads, R query rows per key-value head, D head dim of keys, Dv of
+values. Segments hold disjoint tokens; their lengths may differ.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from tersekv.kernels.softmax import merge_segments
 
 
 class Segment(NamedTuple):
-    """Keys and values of the same T tokens, any format of each; mask: see `attend_packed`. is_page: True if they are
-    read at many steps, so that a backend prepares them."""
+    """Keys and values of the same T tokens, each in any layout. mask: see `attend_packed`. is_page:
+    True if many steps read the segment, so that a backend prepares it once."""
 
     keys: Operand
     values: Operand
@@ -30,9 +31,11 @@ class Segment(NamedTuple):
 def attend_segments(
     query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scaling · q·K̂ᵀ)·V̂ over the tokens of all segments, at least one, with its log-sum-exp.
+    """softmax(scaling · q·K̂ᵀ)·V̂ over the tokens of all segments, with its log-sum-exp; at least
+    one segment.
 
-    Query, scaling, softcap, returns: see `attend_packed`; out float32 [B, H, R, Dv] and lse float32 [B, H, R].
+    Query, scaling, softcap, returns: see `attend_packed`; out float32 [B, H, R, Dv] and lse float32
+    [B, H, R].
     """
     results = [attend_packed.reference(query, *segment[:3], scaling, softcap) for segment in segments]
     return merge_segments.reference([out for out, _ in results], [lse for _, lse in results])

@@ -1,4 +1,5 @@
-"""Every operator with its kernels: C++ on the CPU, Triton on a GPU, and torch, the reference; see `registry`."""
+"""All operators with their kernels: C++ on the CPU, Triton on a GPU, and the torch reference; see
+`registry`."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from tersekv.kernels.attend_pages import attend_pages as attend_pages
 from tersekv.kernels.attend_segments import attend_segments as attend_segments
 from tersekv.kernels.basis import basis_components as basis_components
 from tersekv.kernels.basis import basis_product as basis_product
-from tersekv.kernels.cpu import attend as cpu_attend  # joins its kernels
-from tersekv.kernels.cpu import encode as cpu_encode  # noqa: F401 (joins its kernels)
+from tersekv.kernels.cpu import attend as cpu_attend  # registers its kernels
+from tersekv.kernels.cpu import encode as cpu_encode  # noqa: F401 (registers its kernels)
 from tersekv.kernels.encode_grid import encode_grid as encode_grid
 from tersekv.kernels.encode_grid import group_ranges as group_ranges
 from tersekv.kernels.encode_polar import encode_polar as encode_polar
@@ -34,11 +35,12 @@ from tersekv.kernels.softmax import attend_exact as attend_exact
 from tersekv.kernels.softmax import merge_segments as merge_segments
 from tersekv.kernels.trellis import encode_trellis as encode_trellis
 from tersekv.kernels.trellis import pack_trellis as pack_trellis
-from tersekv.kernels.triton import encode as triton_encode  # noqa: F401 (joins its kernels)
+from tersekv.kernels.triton import encode as triton_encode  # noqa: F401 (registers its kernels)
 
 
 def explain(query: Tensor, keys: Any, values: Any) -> str:
-    """Who attends over such operands: "cpu/avx512", "triton", or "reference: <why not the kernels>"."""
+    """Name the backend that attends over such operands: "cpu/avx512", "triton", or "reference:
+    <reason>"."""
     only = chosen()
     if only == REFERENCE:
         return "reference: forced"
@@ -46,7 +48,7 @@ def explain(query: Tensor, keys: Any, values: Any) -> str:
     reason = _why_not(name, query, keys, values)
     if reason is None:
         return f"cpu/{cpu.isa()}" if name == "cpu" else name
-    return f"reference: {reason}" if only == AUTO else f"{name} is forced and cannot: {reason}"
+    return f"reference: {reason}" if only == AUTO else f"{name} is forced and cannot run: {reason}"
 
 
 def _why_not(name: str, query: Tensor, keys: Any, values: Any) -> str | None:
@@ -60,8 +62,8 @@ def _why_not(name: str, query: Tensor, keys: Any, values: Any) -> str | None:
 
 
 def report() -> list[dict[str, Any]]:
-    """Rows {"backend", "op", "available", "detail"} for `tersekv env`."""
-    chosen()  # a wrong variable is said here too
+    """Return rows {"backend", "op", "available", "detail"} for `tersekv env`."""
+    chosen()  # raises if the variable is wrong
     details = {
         "cpu": (cpu.why_not_built() is None, _cpu_detail()),
         "triton": (triton.why_not_usable() is None, triton.detail()),
@@ -75,12 +77,12 @@ def report() -> list[dict[str, Any]]:
 
 
 def _cpu_detail() -> str:
-    """The instruction set in use, and what the better ones lack here."""
+    """Describe the instruction set in use, and the features that better ones lack on this CPU."""
     if reason := cpu.why_not_built():
         return reason
     used, notes = cpu.isa(), []
     for name, missing in cpu.isas().items():
         if name == used:
             break
-        notes.append(f"{name} needs {missing}" if missing else f"{name} is there but {used} was asked for")
+        notes.append(f"{name} needs {missing}" if missing else f"{name} is available but {used} is selected")
     return "; ".join([f"{used}, {torch.get_num_threads()} threads", *notes])

@@ -1,8 +1,8 @@
-"""A basis held in few bits, and products with it: contract and torch reference.
+"""A linear basis quantised to 6 bits per entry, and products with it: contract and torch reference.
 
-Row d of a basis is what component d adds to a vector: x = Σ_d y_d·row_d. Rows are multiples of
-channels·(entries − 32), entries of 6 bits: `basis` uint8 [1 or B, H, 3·D²/4] holds them row after row, four entries in
-three bytes, low bits first; `channels` is float16 [1 or B, H, D].
+Row d of a basis is the vector of component d: x = Σ_d y_d·row_d. A row is stored up to a factor, as
+channels·(entries − 32) with entries of 6 bits. `basis` uint8 [1 or B, H, 3·D²/4] holds the rows one
+after the other, four entries in three bytes, low bits first. `channels` is float16 [1 or B, H, D].
 
 Shapes: B batch, H key-value heads, R vectors per head, D channels and components.
 """
@@ -15,19 +15,20 @@ from torch import Tensor
 from tersekv.kernels.registry import like_first, operator
 
 LARGEST = 31
-"""Of an entry, apart from its offset."""
+"""Largest absolute value of an entry without its offset."""
 
 
 def packed_basis(rows: Tensor, channels: Tensor) -> dict[str, Tensor]:
-    """Rows float64 [B, H, D, D] as `basis` and `channels`: to each row a multiple of its own. A component's scale takes
-    the multiple in; encoding inverts what is stored."""
+    """Quantise rows float64 [B, H, D, D] to `basis` and `channels`. Each row is stored up to a
+    factor of its own. The component's scale absorbs the factor, because encoding inverts the stored
+    rows."""
     channels = (channels / channels.amax(-1, keepdim=True)).clamp_min(1e-4).to(torch.float16)
     plain = rows / channels.double().unsqueeze(-2)
     entries = (plain / plain.abs().amax(-1, keepdim=True).clamp_min(1e-300) * LARGEST).round()
     span = torch.linalg.svdvals(entries)
     lost = span[..., -1] < 1e-3 * span[..., 0]
     own = torch.eye(entries.shape[-1], dtype=entries.dtype, device=entries.device) * LARGEST
-    entries = torch.where(lost[..., None, None], own, entries)  # rounding has made rows dependent: the channels' own
+    entries = torch.where(lost[..., None, None], own, entries)  # rounding made rows dependent: use the identity
     codes = (entries + LARGEST + 1).to(torch.int32).flatten(-2)
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 4)).unflatten(-1, (-1, 4))
     words = (codes << torch.arange(0, 24, 6, device=codes.device)).sum(-1)
@@ -36,7 +37,7 @@ def packed_basis(rows: Tensor, channels: Tensor) -> dict[str, Tensor]:
 
 
 def unpacked_basis(basis: Tensor, channels: Tensor) -> Tensor:
-    """Rows float64 [B, H, D, D] of what `packed_basis` gave."""
+    """Inverse of `packed_basis`: the quantised rows, float64 [B, H, D, D]."""
     D = channels.shape[-1]
     split = basis.unflatten(-1, (-1, 3)).to(torch.int32) << torch.arange(0, 24, 8, device=basis.device)
     codes = split.sum(-1).unsqueeze(-1) >> torch.arange(0, 24, 6, device=basis.device) & 63
@@ -53,7 +54,7 @@ def basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> 
 
     Args:
         x: float32 [B, H, R, D].
-        combine: Σ_d x_d·row_d in place of x·row_d for each d.
+        combine: True: Σ_d x_d·row_d. False: x·row_d for each d.
 
     Returns:
         float32 [B, H, R, D].

@@ -1,10 +1,12 @@
-"""Vectors to packed codes of the `grid` layout: contract and torch reference.
+"""Encode vectors to packed codes of the `grid` layout: contract and torch reference.
 
-Every codec of that layout is built of three steps: the range of each group, the nearest entries of a table (or nearest
-integers), and the packing of their codes (`lanes`). `group_ranges` is the first, `encode_grid` the other two.
+Every codec of that layout has three steps: the range of each group, the nearest codebook entries
+(or nearest integers), and the packing of their codes (`lanes`). `group_ranges` is the first step,
+`encode_grid` the other two.
 
-Shapes: B batch, H key-value heads, N blocks, t tokens per block, T = N·t, D head dim. A *plane* is the shape of a
-scale: [B, H, N, D/group, t] with axis "token", [B, H, N, t/group, D] with axis "channel".
+Shapes: B batch, H key-value heads, N blocks, t tokens per block, T = N·t, D head dim. A *plane* is
+the shape of a scale: [B, H, N, D/group, t] with axis "token", [B, H, N, t/group, D] with axis
+"channel".
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from tersekv.kernels.registry import operator
 
 
 class GridPlace(NamedTuple):
-    """Where codes of `bits` bits lie, and which elements share a scale: see `attend_grid.GridSide`."""
+    """Layout of codes of `bits` bits, and the groups that share a scale: see
+    `attend_grid.GridSide`."""
 
     side: Side
     bits: int
@@ -29,13 +32,13 @@ class GridPlace(NamedTuple):
     block_tokens: int
 
     def plane(self, T: int, D: int) -> tuple[int, int, int]:
-        """The last three sizes of a scale of T tokens with D channels."""
+        """Return the last three sizes of the scale of T tokens with D channels."""
         t, N = self.block_tokens, T // self.block_tokens
         return (N, D // self.group, t) if self.axis == "token" else (N, t // self.group, D)
 
 
 def grouped(x: Tensor, place: GridPlace) -> Tensor:
-    """x [B, H, T, D] as [plane, group]: elements that share a scale stand on the last axis."""
+    """Reshape x [B, H, T, D] to [plane, group]: the last axis has the elements that share a scale."""
     blocks = x.unflatten(2, (-1, place.block_tokens))
     if place.axis == "token":
         return blocks.unflatten(-1, (-1, place.group)).transpose(-3, -2)
@@ -43,25 +46,27 @@ def grouped(x: Tensor, place: GridPlace) -> Tensor:
 
 
 def pack_groups(codes: Tensor, place: GridPlace) -> Tensor:
-    """Codes in the shape of `grouped`, any integer dtype, to int32 [B, H, N, lane groups, words, 16]."""
+    """Pack codes in the shape of `grouped`, any integer dtype, to int32
+    [B, H, N, lane groups, words, 16]."""
     return pack_lanes.reference(lanes_of(codes, place), place.bits)
 
 
 def lanes_of(codes: Tensor, place: GridPlace) -> Tensor:
-    """Codes in the shape of `grouped` as matrices [packed, lanes] of each block."""
+    """Reshape codes in the shape of `grouped` to one matrix [packed, lanes] per block."""
     codes = codes.transpose(-3, -2) if place.axis == "token" else codes.transpose(-1, -2)
     by_token = codes.flatten(-2) if place.axis == "token" else codes.flatten(-3, -2)  # [B, H, N, t, D]
     return by_token.transpose(-1, -2) if place.side == "keys" else by_token
 
 
 def nearest_code(x: Tensor, table: Tensor) -> Tensor:
-    """Index (uint8) of the nearest entry of an ascending table [2**bits], for x of any shape; half-way the lower."""
+    """Index (uint8) of the nearest entry of an ascending table [2**bits], for x of any shape. Ties
+    go to the lower entry."""
     middles = (table[1:] + table[:-1]) / 2
     return torch.bucketize(x.contiguous(), middles).to(torch.uint8)
 
 
 PLACE = "str side, int bits, str axis, int group, int block_tokens"
-"""The fields of a `GridPlace` in a schema."""
+"""Fields of a `GridPlace` in an operator's schema."""
 
 
 def _fake_ranges(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
@@ -72,7 +77,7 @@ def _fake_ranges(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
 def _fake_codes(x: Tensor, *rest: Any) -> Tensor:
     place = GridPlace(*rest[:5])
     B, H, T, D = x.shape
-    D = int(D)  # a shape of the layout, which no call leaves open
+    D = int(D)  # torch.compile must not treat this size as dynamic: the layout fixes it
     extent = (D, place.block_tokens) if place.side == "keys" else (place.block_tokens, D)
     shape = (B, H, T // place.block_tokens, *packed_shape(place.bits, *extent))
     return x.new_empty(shape, dtype=torch.int32)
@@ -80,7 +85,8 @@ def _fake_codes(x: Tensor, *rest: Any) -> Tensor:
 
 @operator(f"(Tensor x, {PLACE}) -> (Tensor, Tensor)", _fake_ranges)
 def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
-    """Smallest and largest element of each group of x float32 [B, H, T, D]: two planes, float32."""
+    """Return the smallest and the largest element of each group of x float32 [B, H, T, D]: two
+    planes, float32."""
     groups = grouped(x, place)
     return groups.amin(-1), groups.amax(-1)
 
@@ -89,14 +95,14 @@ def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
 def encode_grid(
     x: Tensor, place: GridPlace, scale: Tensor | None, offset: Tensor | None, table: Tensor | None
 ) -> Tensor:
-    """Codes of (x − offset)/scale, packed.
+    """Quantise (x − offset)/scale and pack the codes.
 
     Args:
         x: float32 [B, H, T, D], T whole blocks, any strides.
-        scale, offset: planes of any float dtype, or what broadcasts to them; None for 1 and 0. A scale of 0 counts
-            as 1.
-        table: float32 [2**bits], ascending: the nearest entry, half-way the lower; None: the nearest of the integers
-            0 … 2**bits − 1, half-way the even one.
+        scale, offset: planes of any float dtype, or tensors that broadcast to them; None for 1 and
+            0. A scale of 0 counts as 1.
+        table: float32 [2**bits], ascending: the nearest entry, ties to the lower one. None: the
+            nearest of the integers 0 … 2**bits − 1, ties to the even one.
 
     Returns:
         int32 [B, H, N, lane groups, words, 16], see `lanes`.

@@ -1,4 +1,4 @@
-"""Vectors to the packed signs of a sketch (layout `signs`): contract and torch reference.
+"""Encode vectors to the packed signs of a sketch (layout `signs`): contract and torch reference.
 
 Shapes: t tokens per block, D channels, M rows of the sketch.
 """
@@ -12,7 +12,7 @@ from tersekv.kernels.registry import operator
 
 
 def pack_signs(sketched: Tensor) -> Tensor:
-    """Sketched vectors [..., M] to uint8 [..., ceil(M/8)], bit 1 where the entry is >= 0."""
+    """Pack sketched vectors [..., M] to uint8 [..., ceil(M/8)]; a bit is 1 where the entry is >= 0."""
     M = sketched.shape[-1]
     positive = torch.nn.functional.pad(sketched >= 0, (0, -M % 8))
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=sketched.device)
@@ -20,7 +20,7 @@ def pack_signs(sketched: Tensor) -> Tensor:
 
 
 def pack_blocks(sketched: Tensor) -> Tensor:
-    """Sketched vectors of blocks [..., t, M] to the plane `signs` [..., ceil(M/8), t]."""
+    """Pack the sketched vectors of blocks [..., t, M] to `signs` [..., ceil(M/8), t]."""
     return pack_signs(sketched).transpose(-1, -2).contiguous()
 
 
@@ -30,12 +30,13 @@ def _fake(x: Tensor, sketch: Tensor) -> Tensor:
 
 @operator("(Tensor x, Tensor sketch) -> Tensor", _fake)
 def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
-    """Signs of S·x, taken in float64: no sign hangs on how tokens are batched.
+    """Signs of S·x, computed in float64 so that no sign depends on how tokens are batched.
 
     Args:
         x: float32 [..., t, D]. sketch: S, float32 [M, D].
 
     Returns:
-        uint8 [..., ceil(M/8), t], bit 1 where the product is >= 0, least significant first; bits past M are 0.
+        uint8 [..., ceil(M/8), t], bit 1 where the product is >= 0, least significant first; bits
+        past M are 0.
     """
     return pack_blocks(torch.matmul(x.double(), sketch.T.double()))

@@ -1,21 +1,23 @@
 """Bit packing for SIMD lanes: the layout that every `grid` kernel reads.
 
-A matrix of b-bit codes has a *packed axis* (P codes that meet the same accumulator) and a *lane axis* (L independent
-results). Scores need one result per token, so keys put tokens on lanes and channels on the packed axis; value sums
-need one result per channel, so values put channels on lanes and tokens on the packed axis. One micro-kernel serves
-both: `acc[lane] += coef[p] * table[code[p, lane]]`.
+A matrix of b-bit codes has a *packed axis* (P codes that are added to the same accumulator) and a
+*lane axis* (L independent results). Scores need one result per token, so keys have tokens on lanes
+and channels on the packed axis. Value sums need one result per channel, so values have channels on
+lanes and tokens on the packed axis. One micro-kernel serves both:
+`acc[lane] += coef[p] * table[code[p, lane]]`.
 
-Sixteen lanes make a group, and a lane holds 32-bit words. Packed index p = 2i + j goes to half-word j:
+Sixteen lanes make a group; a lane holds 32-bit words. Packed index p = 2i + j is in half-word j:
 
     word w of one lane, b = 4                       word w, b = 3 (one spare bit per half-word)
     bit 31      16 15       0                       bit 31           16 15            0
        [7 5 3 1]    [6 4 2 0]   + 8w                   [s 9 7 5 3 1]    [s 8 6 4 2 0]   + 10w
         j = 1        j = 0                              j = 1            j = 0
 
-so that a 16-lane load followed by one shift yields the codes of one p for sixteen lanes (32-bit lanes, float32
-arithmetic), or of a pair p, p+1 in 32 half-words (bfloat16 dot products). Slot s of a half-word starts at bit b*s;
-`16 // b` codes fit directly. Where b does not divide 16 the spare high bits of consecutive half-words, read as one
-stream (first word first, low bit first), hold the unit's remaining codes:
+A 16-lane load followed by one shift thus yields the codes of one p for sixteen lanes (32-bit lanes,
+float32 arithmetic). It also yields those of a pair p, p+1 in 32 half-words (bfloat16 dot products).
+Slot s of a half-word starts at bit b*s; `16 // b` codes fit directly. If b does not divide 16, the
+spare high bits of consecutive half-words form one stream (first word first, low bit first). It
+holds the remaining codes of the unit:
 
     b   direct/half-word  spare bits  half-words per unit  codes per unit (direct + from spare bits)
     3          5              1               3                 16 (15 + 1)
@@ -23,7 +25,8 @@ stream (first word first, low bit first), hold the unit's remaining codes:
     6          2              4               3                  8 ( 6 + 2)
     7          2              2               7                 16 (14 + 2)
 
-so no bit is lost when P/2 is a multiple of the unit; a last, partial unit takes ceil(codes / direct) words.
+No bit is lost if P/2 is a multiple of the unit; a last, partial unit takes ceil(codes / direct)
+words.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ LANES = 16
 
 @dataclass(frozen=True)
 class HalfWords:
-    """How n codes of b bits lie in 16-bit half-words (see the module's docstring)."""
+    """Layout of n codes of b bits in 16-bit half-words (see the module's docstring)."""
 
     direct: int
     spare_bits: int
@@ -52,7 +55,7 @@ class HalfWords:
 
     @property
     def spare_codes(self) -> int:
-        """Codes per unit that live in spare bits."""
+        """Number of codes per unit that are stored in spare bits."""
         return self.unit_codes - self.unit_words * self.direct
 
 
@@ -73,12 +76,13 @@ def half_words(bits: int, n: int) -> HalfWords:
 
 
 def packed_words(bits: int, packed: int) -> int:
-    """32-bit words per lane for `packed` codes of `bits` bits."""
+    """Return the number of 32-bit words per lane for `packed` codes of `bits` bits."""
     return half_words(bits, math.ceil(packed / 2)).words
 
 
 def packed_shape(bits: int, packed: int, lanes: int) -> tuple[int, int, int]:
-    """Shape [lane groups, words, 16] of the int32 tensor that holds a [packed, lanes] matrix of codes."""
+    """Return the shape [lane groups, words, 16] of the int32 tensor that holds a [packed, lanes]
+    matrix of codes."""
     return (math.ceil(lanes / LANES), packed_words(bits, packed), LANES)
 
 
@@ -88,7 +92,8 @@ def _fake(codes: Tensor, bits: int) -> Tensor:
 
 @operator("(Tensor codes, int bits) -> Tensor", _fake)
 def pack_lanes(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes [..., P, L] (any integer dtype, 0 <= code < 2**bits) into int32 [..., ceil(L/16), W, 16]."""
+    """Pack codes [..., P, L] (any integer dtype, 0 <= code < 2**bits) into int32
+    [..., ceil(L/16), W, 16]."""
     *lead, P, L = codes.shape
     half = half_words(bits, math.ceil(P / 2))
     slots = _slots(half)
@@ -113,13 +118,14 @@ def unpack_lanes(words: Tensor, bits: int, P: int, L: int) -> Tensor:
 
 
 def _slots(half: HalfWords) -> int:
-    """Code slots of one stream, rounded up to whole units (partial last units are cut after packing)."""
+    """Number of codes of one stream, rounded up to whole units; a partial last unit is cut after
+    packing."""
     units = math.ceil(half.words / half.unit_words)
     return units * half.unit_codes
 
 
 def _pack_stream(codes: Tensor, bits: int, half: HalfWords) -> Tensor:
-    """codes [..., slots, Lg, 16] -> half-words [..., W, Lg, 16]."""
+    """Pack codes [..., slots, Lg, 16] to half-words [..., W, Lg, 16]."""
     unit = codes.unflatten(-3, (-1, half.unit_codes))
     in_words = unit[..., : half.unit_words * half.direct, :, :].unflatten(-3, (half.unit_words, half.direct))
     shifts = torch.arange(half.direct, device=codes.device, dtype=torch.int32) * bits
@@ -134,7 +140,7 @@ def _pack_stream(codes: Tensor, bits: int, half: HalfWords) -> Tensor:
 
 
 def _unpack_stream(words: Tensor, bits: int, half: HalfWords) -> Tensor:
-    """half-words [..., W, Lg, 16] -> codes [..., slots, Lg, 16]."""
+    """Unpack half-words [..., W, Lg, 16] to codes [..., slots, Lg, 16]."""
     short = -half.words % half.unit_words
     if short:
         words = torch.cat([words, words.new_zeros((*words.shape[:-3], short, *words.shape[-2:]))], dim=-3)

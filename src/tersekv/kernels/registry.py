@@ -1,12 +1,12 @@
 """Operators and their kernels.
 
-An operator is a torch function, its reference, made by `@operator`; kernels join it by `@name.by(backend)`. With a
-schema it is also a torch operator, `torch.ops.tersekv.<name>`, that profilers and `torch.compile` see. A call runs the
-first kernel that takes it, in the order C++, Triton, reference; a kernel says why it does not take a call by raising
-`NotTaken`.
+An operator is made from a torch function, its reference, by `@operator`. Kernels are registered by
+`@name.by(backend)`. With a schema it is also a torch operator, `torch.ops.tersekv.<name>`, which
+profilers and `torch.compile` see. A call runs the first kernel that supports it, in the order C++,
+Triton, reference. A kernel that does not support a call raises `NotTaken` with the reason.
 
-`TERSEKV_BACKEND=auto|cpu|triton|reference` or `with forced("cpu")` takes the choice away: a forced backend runs or
-raises. `backends` imports all operators and kernels; callers take them from there.
+`TERSEKV_BACKEND=auto|cpu|triton|reference` or `with forced("cpu")` forces a backend, which then
+runs or raises. `backends` imports all operators and kernels; callers import them from there.
 """
 
 from __future__ import annotations
@@ -31,40 +31,44 @@ log = logging.getLogger(__name__)
 NAMESPACE = "tersekv"
 REFERENCE = "reference"
 ORDER = ("cpu", "triton", REFERENCE)
-"""Backends in the order in which they are asked."""
+"""Backends in the order in which they are tried."""
 
 BACKEND_VARIABLE, AUTO = "TERSEKV_BACKEND", "auto"
 
 _forced: ContextVar[str | None] = ContextVar("tersekv_backend", default=None)
 NOT_BUILT = "native kernels are not built"
-"""How a reason begins where the extension is missing."""
+"""Beginning of the reason if the extension is missing."""
 
 _logged: set[tuple[str, str]] = set()
-"""Fallbacks to the reference that were logged, by operator and reason."""
+"""Fallbacks to the reference that were already logged, by operator and reason."""
 
 OPERATORS: dict[str, Operator] = {}
-"""Every operator by its name."""
+"""All operators by name."""
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
-class NotTaken(Exception):  # noqa: N818 (no error: another kernel takes the call)
-    """Why a kernel does not take a call; another one does."""
+class NotTaken(Exception):  # noqa: N818 (not an error: another kernel runs the call)
+    """Raised by a kernel, with the reason, for a call that it does not support; another one runs
+    it."""
 
 
 class Operator:
     """A function of tensors with several implementations; called like its reference.
 
-    schema: of the torch operator, "(Tensor x, …) -> …", None where an argument is no tensor, number or list of them.
-    Named tuples among the reference's parameters are spread over the schema's. fake: results for `torch.compile`,
-    tensors of the right shape without contents, from the schema's arguments.
+    schema: of the torch operator, "(Tensor x, …) -> …". None if an argument is not a tensor, a
+    number or a list of them. The fields of a named tuple among the reference's parameters are
+    separate arguments in the schema.
+
+    fake: result for `torch.compile`, tensors of the right shape without contents, from the schema's
+    arguments.
     """
 
     def __init__(self, reference: Callable[..., Any], schema: str | None, fake: Callable[..., Any] | None) -> None:
         functools.update_wrapper(self, reference)
         self.name, self.reference = reference.__name__, reference
         self.kernels: dict[str, Callable[..., Any]] = {}
-        self.order: list[str] = []  # backends with a kernel, in the order in which they are asked
+        self.order: list[str] = []  # backends with a kernel, in the order in which they are tried
         self.torch_operator: Any = None
         if schema is None:
             return
@@ -79,13 +83,13 @@ class Operator:
         self.torch_operator = getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """What the reference gives, by the first kernel that takes the call."""
+        """Return the reference's result, computed by the first kernel that supports the call."""
         if named:
             args = inspect.signature(self.reference).bind(*args, **named).args
         if self.torch_operator is None:
             return self.run(*args)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(args)):
-            return self.run(*args)  # the reference's own gradients
+            return self.run(*args)  # so that autograd can run through the reference
         flat: list[Any] = []
         for of, value in zip(self._tuples, args, strict=True):
             flat.extend(value) if of is not None else flat.append(value)
@@ -93,7 +97,7 @@ class Operator:
         return out if self._result is None else self._result(*out)
 
     def _unflattened(self, *flat: Any) -> Any:
-        """The schema's arguments as the reference takes them."""
+        """Convert the schema's arguments to the reference's and run."""
         rest, args = iter(flat), []
         for of in self._tuples:
             args.append(next(rest) if of is None else of(*(next(rest) for _ in of._fields)))
@@ -101,7 +105,8 @@ class Operator:
         return tuple(out) if self._result is not None else out
 
     def by(self, backend: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Make a function the kernel of a backend. It raises `NotTaken` for calls that it does not take."""
+        """Register a function as the kernel of a backend. It raises `NotTaken` for calls that it
+        does not support."""
 
         def join(run: Callable[..., Any]) -> Callable[..., Any]:
             self.kernels[backend] = run
@@ -111,7 +116,7 @@ class Operator:
         return join
 
     def run(self, *args: Any) -> Any:
-        """The same without torch's dispatcher."""
+        """Run the call without torch's dispatcher."""
         reasons: list[str] = []
         out = self.direct(*args, reasons=reasons)
         if out is not None:
@@ -121,14 +126,16 @@ class Operator:
         return self.reference(*args)
 
     def direct(self, *args: Any, reasons: list[str] | None = None) -> Any:
-        """The result of the first kernel that takes the call; None where only the reference does. A forced backend
-        without a kernel for this operator leaves it to the reference.
+        """Return the result of the first kernel that supports the call; None if only the reference
+        does.
+
+        A forced backend that has no kernel for this operator also returns None.
 
         Args:
-            reasons: takes why each kernel did not take the call.
+            reasons: list to which the reason of each kernel that did not run is appended.
 
         Raises:
-            UserError: a backend is forced and does not take it.
+            UserError: a backend is forced and does not support the call.
         """
         only = _forced.get() or _from_environment()
         for name in self.order:
@@ -145,7 +152,7 @@ class Operator:
 
 
 def operator(schema: str | None = None, fake: Callable[..., Any] | None = None) -> Callable[..., Operator]:
-    """Make a function an operator with itself as the reference; see `Operator`."""
+    """Make a function an operator, with the function as its reference; see `Operator`."""
 
     def make(reference: Callable[..., Any]) -> Operator:
         made = OPERATORS[reference.__name__] = Operator(reference, schema, fake)
@@ -155,18 +162,18 @@ def operator(schema: str | None = None, fake: Callable[..., Any] | None = None) 
 
 
 def like_first(x: Tensor, *rest: Any) -> Tensor:
-    """A fake result: of the first argument's shape and type."""
+    """Fake result with the shape and type of the first argument."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def chosen() -> str:
-    """The forced backend's name, or "auto"."""
+    """Return the forced backend's name, or "auto"."""
     return _forced.get() or _from_environment()
 
 
 @contextmanager
 def forced(name: str) -> Iterator[None]:
-    """Run operators on one backend ("auto" for the usual choice) in this thread or task."""
+    """Run operators on one backend ("auto" for the usual choice) in this thread or asyncio task."""
     token = _forced.set(_checked(name, "backend"))
     try:
         yield
@@ -176,19 +183,20 @@ def forced(name: str) -> Iterator[None]:
 
 @functools.cache
 def _from_environment() -> str:
-    """The variable's value, read once per process."""
+    """Return the variable's value, which is read once per process."""
     return _checked(os.environ.get(BACKEND_VARIABLE) or AUTO, BACKEND_VARIABLE)
 
 
 def _checked(name: str, origin: str) -> str:
     allowed = (AUTO, *ORDER)
     if name not in allowed:
-        raise UserError(f"{origin}: got {name!r}, allowed are {', '.join(allowed)}")
+        raise UserError(f"{origin}: {name!r} is not a valid backend; allowed are {', '.join(allowed)}")
     return name
 
 
 def _log_fallback(name: str, reasons: str) -> None:
-    """Log each reason once; a warning where there are no kernels at all, which is many times slower."""
+    """Log each reason once. It is a warning if there are no native kernels, because torch is many
+    times slower."""
     missing = reasons.split("cpu: ", 1)[1] if "cpu: " + NOT_BUILT in reasons else None
     if missing is not None:
         name, reasons = "", missing
@@ -196,6 +204,6 @@ def _log_fallback(name: str, reasons: str) -> None:
         return
     _logged.add((name, reasons))
     if missing is not None:
-        log.warning("the C++ kernels cannot be used, and torch does their work many times slower: %s", missing)
+        log.warning("the C++ kernels cannot be used; torch is used instead, which is many times slower: %s", missing)
     else:
         log.info("%s runs on the torch reference (%s)", name, reasons)

@@ -1,7 +1,7 @@
-"""Rotations of vectors that are about to be coded: contracts and torch reference.
+"""Rotations of vectors before they are encoded: contracts and torch reference.
 
-A random Hadamard rotation is R = H·diag(signs)·P: channels in a random order, random signs, and a Hadamard matrix in
-blocks of the largest power of two that divides D.
+A random Hadamard rotation is R = H·diag(signs)·P: channels in a random order, random signs, and a
+Hadamard matrix in blocks of the largest power of two that divides D.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tersekv.kernels.registry import like_first, operator
 
 @operator("(Tensor x, Tensor matrix) -> Tensor", like_first)
 def rotate_dense(x: Tensor, matrix: Tensor) -> Tensor:
-    """R·x, taken in float64: no code hangs on how tokens are batched.
+    """R·x, computed in float64 so that no code depends on how tokens are batched.
 
     Args:
         x: float32 [..., D].
@@ -31,13 +31,16 @@ def rotate_dense(x: Tensor, matrix: Tensor) -> Tensor:
     like_first,
 )
 def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:
-    """The same of a random Hadamard rotation.
+    """R·x for a random Hadamard rotation R.
+
+    `order` and `signs` describe the same rotation as `matrix`, for kernels that add instead of
+    multiplying.
 
     Args:
         x: float32 [..., D].
-        matrix: R, float32 [D, D]; all of its elements that are not 0 have one absolute value.
-        order: int32 [D], the channel of x that column d of H meets. signs: float32 [D], ±1. They say the same as the
-            matrix, to those who add instead of multiplying.
+        matrix: R, float32 [D, D]; all nonzero elements have the same absolute value.
+        order: int32 [D], the channel of x that is multiplied with column d of H.
+        signs: float32 [D], ±1.
 
     Returns:
         float32 [..., D].

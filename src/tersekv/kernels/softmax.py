@@ -1,4 +1,5 @@
-"""Softmax pieces shared by the references: attention from raw scores, dense attention, and the log-sum-exp merge."""
+"""Softmax functions that the references share: attention from raw scores, dense attention, merging
+by log-sum-exp."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ def attend_scores(
 ) -> tuple[Tensor, Tensor]:
     """Attention from unscaled scores [B, H, R, T] and values [B, H, T, D], both float32.
 
-    `mask` is bool [B, q, T], or [B, H, q, T] where heads differ, with R % q == 0 and row r on mask row r % q. Returns
-    out [B, H, R, D] and lse [B, H, R]; a row that sees no token has out 0 and lse -inf.
+    `mask` is bool [B, q, T], or [B, H, q, T] if heads differ, with R % q == 0 and row r on mask row
+    r % q. Returns out [B, H, R, D] and lse [B, H, R]; a row that sees no token has out 0 and lse
+    -inf.
     """
     scores = _masked(_capped(scores, scaling, softcap), mask)
     lse = torch.logsumexp(scores, dim=-1)
@@ -44,11 +46,13 @@ def attend_weighted(
     numerator: Tensor | None,
     denominator: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Attention from tokens that stand for others, with log-weights a (numerator) and b (denominator) [B, H, T].
+    """Attention over tokens that represent several others, with log-weights a (numerator) and b
+    (denominator) [B, H, T].
 
-    Scores, value, mask, scaling, softcap: see `attend_scores`. Returns Σ e^{s+a}·v / Σ e^{s+a} [B, H, R, D] with
-    log Σ e^{s+a} [B, H, R], and log Σ e^{s+b} [B, H, R]; None for what has no weights. Nothing overflows: no score is
-    ever exponentiated but for its difference to the largest.
+    Scores, value, mask, scaling, softcap: see `attend_scores`. Returns Σ e^{s+a}·v / Σ e^{s+a}
+    [B, H, R, D] with log Σ e^{s+a} [B, H, R], and log Σ e^{s+b} [B, H, R]. A result is None if its
+    weights are None. Nothing overflows, because only differences to the largest score are
+    exponentiated.
     """
     out = above = below = None
     if numerator is not None:
@@ -65,10 +69,11 @@ def attend_weighted(
 def attend_exact(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over unpacked tokens: query float32 [B, H, R, D], key and value [B, H, T, D] of any float dtype.
+    """Attention over unpacked tokens: query float32 [B, H, R, D], key and value [B, H, T, D] of any
+    float dtype.
 
-    The two leading axes and T of key and value may have any stride. Mask, scaling, softcap, returns: see
-    `attend_scores`.
+    The two leading axes and T of key and value may have any stride. Mask, scaling, softcap,
+    returns: see `attend_scores`.
     """
     scores = torch.matmul(query, key.float().transpose(-1, -2))
     return attend_scores(scores, value.float(), mask, scaling, softcap)
@@ -80,12 +85,13 @@ def _fake_merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]
 
 @operator("(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)", _fake_merge)
 def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Join attention over disjoint token sets: outs [B, H, R, D] and lses [B, H, R] to one out and one lse.
+    """Merge attention over disjoint sets of tokens: outs [B, H, R, D] and lses [B, H, R] to one out
+    and one lse.
 
-    out = Σ_s e^{lse_s}·out_s / Σ_s e^{lse_s}; a row that no segment sees stays 0 with lse -inf.
+    out = Σ_s e^{lse_s}·out_s / Σ_s e^{lse_s}; a row that no segment sees has out 0 and lse -inf.
     """
     if len(outs) == 1:
-        return outs[0].clone(), lses[0].clone()  # results of an operator are no aliases
+        return outs[0].clone(), lses[0].clone()  # operators must not return their arguments
     stacked = torch.stack(lses)
     lse = torch.logsumexp(stacked, dim=0)
     weights = torch.exp(stacked - torch.where(lse.isneginf(), 0.0, lse))

@@ -1,4 +1,5 @@
-"""The C++ extension: loading it, and which instruction set it uses. It is loaded at the first call, never at import."""
+"""Load the C++ extension and choose its instruction set. It is loaded at the first call, never at
+import."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _module: ModuleType | None = None
 
 
 def why_not_built() -> str | None:
-    """None if the extension is there (and now loaded), else why it is not."""
+    """Load the extension; return None if that works, else the reason."""
     global _module
     if _module is not None:
         return None
@@ -34,7 +35,7 @@ def why_not_built() -> str | None:
 
 
 def loaded() -> ModuleType:
-    """The extension.
+    """Return the extension.
 
     Raises:
         NotTaken: it is not built.
@@ -46,15 +47,17 @@ def loaded() -> ModuleType:
 
 
 def isa() -> str:
-    """The instruction set in use."""
+    """Return the name of the instruction set in use."""
     return loaded().isa()
 
 
 def isas() -> dict[str, str | None]:
-    """Instruction sets of this build, best first: None if this CPU has it, else the features that it lacks."""
+    """Return the instruction sets of this build, best first: None if this CPU has it, else the
+    missing features."""
     return {name: missing or None for name, missing in loaded().isas()}
 
 
 def set_isa(name: str) -> None:
-    """Use one instruction set, or "auto" for the best; ValueError names those that exist or what the CPU lacks."""
+    """Use one instruction set, or "auto" for the best. A ValueError names the valid ones or the
+    missing CPU features."""
     loaded().set_isa(name)

@@ -1,7 +1,7 @@
 """Attention by the C++ extension: one call reads all segments of a layer and merges them.
 
-The extension checks types, devices, shapes and strides. It raises `NotTaken` for what it does not read, and ValueError
-for what contradicts the contract.
+The extension validates types, devices, shapes and strides. It raises `NotTaken` for inputs that it
+does not support, and ValueError for inputs that contradict the contract.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def native_pages(pages: PackedPages) -> Any:
-    """Packed pages as an object of the extension, made at the first call and kept with them."""
+    """Return packed pages as an object of the extension, built at the first call and cached on
+    them."""
     made = pages.made.get(NAME)
     if made is None:
         native, (keys, values) = cpu.loaded(), pages.maps
@@ -66,7 +67,7 @@ def attend(
     parts: bool = False,
     table: Table | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `kernels/attend.py`."""
+    """Attend over a layer, see `kernels/attend.py`."""
     if query.requires_grad and not torch.is_grad_enabled():
         query = query.detach()
     mask = None if mask is None else last_contiguous(mask)
@@ -92,7 +93,7 @@ def attend(
 
 
 def _parts(query: Tensor, H: int, R: int, Dv: int) -> tuple[Tensor, Tensor]:
-    """Room for out [B, H, R, Dv] and lse [B, H, R]."""
+    """Allocate out [B, H, R, Dv] and lse [B, H, R]."""
     shape = len(query), H, R
     return query.new_empty((*shape, Dv), dtype=torch.float32), query.new_empty(shape, dtype=torch.float32)
 
@@ -101,7 +102,8 @@ def _parts(query: Tensor, H: int, R: int, Dv: int) -> tuple[Tensor, Tensor]:
 def attend_segments(
     query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels/attend_segments.py`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
+    """Attend over segments, see `kernels/attend_segments.py`: out float32 [B, H, R, Dv], lse
+    float32 [B, H, R]."""
     native = cpu.loaded()
     keys = [native_view(native, segment.keys) for segment in segments]
     values = [native_view(native, segment.values) for segment in segments]
@@ -110,7 +112,7 @@ def attend_segments(
 
 
 def check(query: Tensor, keys: Operand, values: Operand) -> None:
-    """Raise `NotTaken`, or what is wrong, unless the kernels read these."""
+    """Raise `NotTaken` or ValueError, with the reason, if the kernels cannot read these."""
     native = cpu.loaded()
     if not query.is_floating_point() or query.dtype is torch.float64:
         raise NotTaken(f"query is {query.dtype}, not float32, float16 or bfloat16")
@@ -118,7 +120,7 @@ def check(query: Tensor, keys: Operand, values: Operand) -> None:
 
 
 def _pages_of(keys: list[Any], values: list[Any]) -> Any:
-    """Pages without positions and maps."""
+    """Build pages without positions and maps."""
     return cpu.loaded().pages(
         keys=keys, values=values, first=[0] * len(keys), key_rotation=None, key_basis=None, key_channels=None,
         keeps_query=False, value_rotation=None, value_basis=None, value_channels=None, value_mean=None,
@@ -144,12 +146,13 @@ def _attend_views(
 def attend_packed(
     query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels/attend_packed.py`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
+    """Attend over a segment, see `kernels/attend_packed.py`: out float32 [B, H, R, Dv], lse float32
+    [B, H, R]."""
     return attend_segments(query, [Segment(keys, values, mask)], scaling, softcap)
 
 
 attend_exact = softmax_operators.attend_exact.by(NAME)(attend_packed)
-"""The same, with unpacked tokens on both sides."""
+"""`attend_packed` registered for unpacked tokens."""
 
 
 @pages_operators.attend_pages.by(NAME)
@@ -157,7 +160,8 @@ def attend_pages(
     query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `kernels/attend_pages.py`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
+    """Attend over a pool, see `kernels/attend_pages.py`: out float32 [B, H, R, Dv], lse float32
+    [B, H, R]."""
     native = cpu.loaded()
     views = [native_view(native, keys)], [native_view(native, values)]
     return _attend_views(query, *views, (last_contiguous(mask),), pages.contiguous(), page_tokens, scaling, softcap)
@@ -165,10 +169,11 @@ def attend_pages(
 
 @softmax_operators.merge_segments.by(NAME)
 def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """See `kernels/softmax.py`: outs [B, H, R, D] and lses [B, H, R], float32, to one out and one lse."""
+    """Merge segments, see `kernels/softmax.py`: outs [B, H, R, D], lses [B, H, R], float32, to one
+    out and lse."""
     native = cpu.loaded()
     if not outs or len(outs) != len(lses):
-        raise ValueError(f"outs, lses: expected as many of each and at least one, got {len(outs)} and {len(lses)}")
+        raise ValueError(f"outs, lses: expected equally many of both, at least one, got {len(outs)} and {len(lses)}")
     if len(outs) == 1:
         return outs[0].clone(), lses[0].clone()
     out = torch.empty_like(outs[0], memory_format=torch.contiguous_format)
@@ -179,7 +184,8 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
 
 @basis_operators.basis_product.by(NAME)
 def basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> Tensor:
-    """See `kernels/basis.py`: x float32 [B, H, R, D] to float32 [B, H, R, D]."""
+    """Multiply with a quantised basis, see `kernels/basis.py`: x float32 [B, H, R, D] to float32
+    [B, H, R, D]."""
     x = x.contiguous()
     out = torch.empty_like(x)
     cpu.loaded().basis_product(x, basis.contiguous(), channels.contiguous(), combine, out, torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""Encoding by the C++ extension. It raises `NotTaken` for what it does not read."""
+"""Encoding by the C++ extension. It raises `NotTaken` for inputs that it does not support."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_BLOCK_TOKENS = 1 << 20
 
 
 def _vectors(x: Tensor, last: str) -> Tensor:
-    """x as [blocks, *last], contiguous."""
+    """Return x as [blocks, *last], contiguous."""
     axes = last.split(", ")
     if x.dim() < len(axes):
         raise ValueError(f"x: expected [..., {last}], got {list(x.shape)}")
@@ -30,7 +30,7 @@ def _vectors(x: Tensor, last: str) -> Tensor:
 
 
 def _plane_shape(x: Tensor, place: GridPlace) -> tuple[int, int, int, int, int]:
-    """What does not divide is for the kernel to name."""
+    """Return the shape of a scale. The kernel itself reports sizes that do not divide."""
     if x.dim() != 4:
         raise ValueError(f"x: expected [B, H, T, D], got {list(x.shape)}")
     if not 1 <= place.block_tokens <= MOST_BLOCK_TOKENS or place.group < 1:
@@ -43,14 +43,14 @@ def _plane_shape(x: Tensor, place: GridPlace) -> tuple[int, int, int, int, int]:
 
 
 def _plane(name: str, plane: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-    """float32, its sizes of 1 repeated."""
+    """Expand a scale or offset to its full shape, float32."""
     if plane is None:
         return None
     if not plane.is_floating_point() or plane.dtype is torch.float64:
         raise NotTaken(f"{name} is {plane.dtype}, not float32, float16 or bfloat16")
     own = (1,) * (len(shape) - plane.dim()) + tuple(plane.shape)
     if len(own) != len(shape) or any(n not in (1, m) for n, m in zip(own, shape, strict=True)):
-        raise ValueError(f"{name}: expected what broadcasts to {list(shape)}, got {list(plane.shape)}")
+        raise ValueError(f"{name}: expected a shape that broadcasts to {list(shape)}, got {list(plane.shape)}")
     return plane.float().expand(shape)
 
 
@@ -60,7 +60,7 @@ def _numbers(place: GridPlace) -> tuple[int, ...]:
 
 @grid.group_ranges.by("cpu")
 def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
-    """See `tersekv.kernels.encode_grid`: two planes, float32."""
+    """Compute the ranges of groups, see `kernels/encode_grid.py`: two planes, float32."""
     shape = _plane_shape(x, place)
     low, high = x.new_empty(shape), x.new_empty(shape)
     cpu.loaded().group_ranges(
@@ -73,7 +73,7 @@ def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
 def encode_grid(
     x: Tensor, place: GridPlace, scale: Tensor | None, offset: Tensor | None, table: Tensor | None
 ) -> Tensor:
-    """See `tersekv.kernels.encode_grid`: int32 [B, H, N, lane groups, words, 16]."""
+    """Encode to a grid, see `kernels/encode_grid.py`: int32 [B, H, N, lane groups, words, 16]."""
     shape = _plane_shape(x, place)
     planes = _plane("scale", scale, shape), _plane("offset", offset, shape)
     table = None if table is None else table.contiguous()
@@ -89,7 +89,7 @@ def encode_grid(
 
 @lanes.pack_lanes.by("cpu")
 def pack_lanes(codes: Tensor, bits: int) -> Tensor:
-    """See `tersekv.kernels.lanes`: codes [..., P, L] to int32 [..., lane groups, words, 16]."""
+    """Pack codes, see `kernels/lanes.py`: codes [..., P, L] to int32 [..., lane groups, words, 16]."""
     if codes.dim() < 2:
         raise ValueError(f"codes: expected [..., P, L], got {list(codes.shape)}")
     *lead, P, L = codes.shape
@@ -101,7 +101,7 @@ def pack_lanes(codes: Tensor, bits: int) -> Tensor:
 
 @signs.encode_signs.by("cpu")
 def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
-    """See `tersekv.kernels.encode_signs`: x [..., t, D] to uint8 [..., ceil(M/8), t]."""
+    """Encode signs, see `kernels/encode_signs.py`: x [..., t, D] to uint8 [..., ceil(M/8), t]."""
     blocks, sketch = _vectors(x, "t, D"), sketch.contiguous()
     out = x.new_empty((len(blocks), -(-len(sketch) // 8), blocks.shape[1]), dtype=torch.uint8)
     cpu.loaded().encode_signs(blocks, sketch, out, torch.get_num_threads())
@@ -110,7 +110,8 @@ def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
 
 @polar.encode_polar.by("cpu")
 def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """See `tersekv.kernels.encode_polar`: angles uint8 [B, ..., bytes, t], radii float32 [B, ..., D/2^L, t]."""
+    """Encode to polar coordinates, see `kernels/encode_polar.py`: angles uint8 [B, ..., bytes, t],
+    radii float32 [B, ..., D/2^L, t]."""
     blocks = _vectors(x, "t, D")
     _, t, D = blocks.shape
     if len(tables) != len(level_bits) or not all(1 <= bits <= 8 for bits in level_bits):
@@ -130,7 +131,7 @@ def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor])
 
 @rotate.rotate_dense.by("cpu")
 def rotate_dense(x: Tensor, matrix: Tensor) -> Tensor:
-    """See `tersekv.kernels.rotate`: x float32 [..., D] to its shape."""
+    """Rotate by a dense matrix, see `kernels/rotate.py`: x float32 [..., D] to its shape."""
     vectors, matrix = _vectors(x, "D"), matrix.contiguous()
     out = vectors.new_empty(vectors.shape)
     cpu.loaded().rotate_dense(vectors, matrix, out, torch.get_num_threads())
@@ -139,7 +140,8 @@ def rotate_dense(x: Tensor, matrix: Tensor) -> Tensor:
 
 @rotate.rotate_hadamard.by("cpu")
 def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:
-    """See `tersekv.kernels.rotate`: x float32 [..., D] to its shape."""
+    """Rotate by a random Hadamard rotation, see `kernels/rotate.py`: x float32 [..., D] to its
+    shape."""
     vectors, parts = _vectors(x, "D"), [part.contiguous() for part in (matrix, order, signs)]
     out = vectors.new_empty(vectors.shape)
     cpu.loaded().rotate_hadamard(

@@ -1,9 +1,9 @@
-"""The Triton kernels as a backend: checks of a call (`why_not_*`, which do no tensor work), the operators' kernels, and
-attention over segments that are prepared once (`prepare`, `attend`).
+"""The Triton kernels as a backend: checks of a call (`why_not_*`, which do no tensor work), the
+operators' kernels, and attention over segments that are prepared once (`prepare`, `attend`).
 
-They run on CUDA devices, and on the CPU where Triton interprets them (TRITON_INTERPRET=1 before their first use), which
-is for tests: an interpreted kernel runs only where the backend is forced. Triton is loaded at the first call, never at
-import.
+They run on CUDA devices. With TRITON_INTERPRET=1 before their first use, Triton interprets them on
+the CPU, for tests only: interpreted kernels run only if the backend is forced. Triton is loaded at
+the first call, never at import.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ Result = TypeVar("Result")
 NAME = "triton"
 
 MAX_ROWS = 256
-"""Most query rows per key-value head: more are a prompt's chunk, a matrix product's work."""
+"""Most query rows per key-value head. More rows are a chunk of a prompt, which is work for a dense
+matrix product."""
 
 
 @functools.cache
 def why_not_installed() -> str | None:
-    """None if Triton is there (and now loaded), else why it is not."""
+    """Load Triton; return None if that works, else the reason."""
     try:
         importlib.import_module("triton")
     except ImportError as error:
@@ -51,12 +52,12 @@ def why_not_installed() -> str | None:
 
 
 def interpreted() -> bool:
-    """Whether kernels run on the CPU."""
+    """True if Triton interprets kernels on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def why_not_usable(device: torch.device | None = None) -> str | None:
-    """Why no kernel runs on this device, or on any."""
+    """Return the reason why no kernel runs on this device, or on any device; None if kernels run."""
     if reason := why_not_installed():
         return reason
     if interpreted():
@@ -67,17 +68,18 @@ def why_not_usable(device: torch.device | None = None) -> str | None:
 
 
 def detail() -> str:
-    """Version and devices, or why there is none."""
+    """Return Triton's version and the devices, or the reason why there is none."""
     if reason := why_not_usable():
         return reason
     version = importlib.import_module("triton").__version__
     if interpreted():
-        return f"Triton {version}, interpreted on the CPU where it is forced"
+        return f"Triton {version}, interpreted on the CPU, only if it is forced"
     return f"Triton {version}, {', '.join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))}"
 
 
 def on_own_device(run: Callable[Call, Result]) -> Callable[Call, Result]:
-    """`run` where its first tensor lies: kernels are launched on the current device, whatever their tensors say."""
+    """Run a function on the device of its first tensor, because kernels are launched on the current
+    device."""
 
     @functools.wraps(run)
     def guarded(*args: Call.args, **options: Call.kwargs) -> Result:
@@ -94,8 +96,8 @@ def on_own_device(run: Callable[Call, Result]) -> Callable[Call, Result]:
 def joins(
     operator: Operator, unless: Callable[Call, str | None]
 ) -> Callable[[Callable[Call, Result]], Callable[Call, Result]]:
-    """Make a function the Triton kernel of an operator. unless: of the same arguments, why the kernel does not take a
-    call, or None."""
+    """Register a function as the Triton kernel of an operator. `unless` takes the same arguments;
+    it returns the reason why the kernel does not support a call, or None."""
 
     def join(run: Callable[Call, Result]) -> Callable[Call, Result]:
         def checked(*args: Call.args, **options: Call.kwargs) -> Result:
@@ -114,7 +116,7 @@ def _check_interpreter(first: Any) -> None:
     """Raise `NotTaken` for tensors on the CPU unless Triton's interpreter is forced."""
     x = first[0] if isinstance(first, list) else first
     if x.is_cpu and interpreted() and chosen() != NAME:
-        raise NotTaken("Triton's interpreter runs only where it is forced")
+        raise NotTaken("Triton's interpreter runs only if it is forced")
 
 
 def _launch() -> ModuleType:
@@ -128,7 +130,7 @@ def _page_set() -> ModuleType:
 def why_not_attend_packed(
     query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> str | None:
-    """Why `attend_packed` does not take this call; None if it does."""
+    """Return the reason why `attend_packed` does not support this call, or None."""
     return why_not_attend_segments(query, [Segment(keys, values, mask)], scaling, softcap)
 
 
@@ -138,7 +140,7 @@ why_not_attend_exact = why_not_attend_packed
 def why_not_attend_segments(
     query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
 ) -> str | None:
-    """Why `attend_segments` does not take this call; None if it does."""
+    """Return the reason why `attend_segments` does not support this call, or None."""
     if reason := why_not_usable(query.device) or _why_not_query(query):
         return reason
     for segment in segments:
@@ -155,7 +157,7 @@ def why_not_attend_pages(
     query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
     softcap: float | None,
 ) -> str | None:  # fmt: skip
-    """Why `attend_pages` does not take this call; None if it does."""
+    """Return the reason why `attend_pages` does not support this call, or None."""
     if pages.device != query.device or pages.dtype is not torch.int32:
         return f"pages are {pages.dtype} on {pages.device}, not int32 on {query.device}"
     reason = why_not_usable(query.device) or _why_not_query(query) or _why_not_mask(query, mask)
@@ -165,7 +167,7 @@ def why_not_attend_pages(
 
 
 def why_not_merge_segments(outs: list[Tensor], lses: list[Tensor]) -> str | None:
-    """Why `merge_segments` does not take this call; None if it does."""
+    """Return the reason why `merge_segments` does not support this call, or None."""
     if reason := why_not_usable(outs[0].device):
         return reason
     for x in (*outs, *lses):
@@ -202,19 +204,20 @@ def _why_not_mask(query: Tensor, mask: Tensor | None) -> str | None:
 def attend_packed(
     query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """See `tersekv.kernels.attend_packed`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
+    """Attend over a segment, see `kernels/attend_packed.py`: out float32 [B, H, R, Dv], lse float32
+    [B, H, R]."""
     result: tuple[Tensor, Tensor] = _launch().attend_packed(query, keys, values, mask, scaling, softcap)
     return result
 
 
 attend_exact = joins(softmax_operators.attend_exact, unless=why_not_attend_exact)(attend_packed)
-"""See `tersekv.kernels.softmax`: the same, with unpacked tokens on both sides."""
+"""`attend_packed` registered for unpacked tokens, see `kernels/softmax.py`."""
 
 
 @on_own_device
 def score_keys(query: Tensor, keys: Operand, scaling: float) -> Tensor:
-    """log Σ exp(scaling·q·k̂) over all keys, which is attention without values: float32 [B, H, R]. For benchmarks; no
-    op of its own."""
+    """log Σ exp(scaling·q·k̂) over all keys, which is attention without values: float32 [B, H, R].
+    Not an operator; benchmarks use it."""
     result: Tensor = _launch().score_keys(query, keys, scaling)
     return result
 
@@ -225,22 +228,24 @@ def attend_pages(
     query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `tersekv.kernels.attend_pages`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
+    """Attend over a pool, see `kernels/attend_pages.py`: out float32 [B, H, R, Dv], lse float32
+    [B, H, R]."""
     call = query, keys, values, pages, page_tokens, mask, scaling, softcap
     result: tuple[Tensor, Tensor] = _launch().attend_pages(*call)
     return result
 
 
 def prepare(segments: Sequence[Segment]) -> PageSet | str:
-    """Check segments of one layer and build, once, everything that the kernel needs of them besides the query.
+    """Check the segments of one layer and build everything that does not depend on the query.
 
     Args:
-        segments: at least one; keys [B, H, T, D] and values [B, H, T, Dv] of equal T, which may differ between
-            segments. Their masks are not looked at.
+        segments: at least one; keys [B, H, T, D] and values [B, H, T, Dv] of equal T, which may
+            differ between segments. Masks are ignored.
 
     Returns:
-        The page set, or the reason why Triton does not take one of the segments. Segments that change at every step, as
-        the recent window does, are better added by `PageSet.with_segments`.
+        The page set, or the reason why Triton does not support one of the segments. Segments that
+        change at every step, such as the residual window, are better added by
+        `PageSet.with_segments`.
     """
     page_set = _page_set()
     try:
@@ -258,18 +263,22 @@ def attend(
     scaling: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scaling · q·K̂ᵀ)·V̂ over all tokens of a page set, with its log-sum-exp. Only launches: one for all packed
-    pages of the same layouts, one for all exact segments of the same type, and one that merges.
+    """softmax(scaling · q·K̂ᵀ)·V̂ over all tokens of a page set, with its log-sum-exp.
+
+    It only launches kernels: one per group of packed pages with the same layouts, one per group of
+    exact segments of the same type, and one that merges.
 
     Args:
         query: float32 [B, H, R, D], at most `MAX_ROWS` rows, on the page set's device.
-        masks: of each segment, in the order in which they were prepared: bool [B, q, T] or [B, H, q, T] with
-            R % q == 0 (row r uses mask row r % q), True where a token is seen, or None for all. None: all are seen.
-            Neighbouring columns of one tensor are read as they are, other masks are copied.
+        masks: one per segment, in the order in which they were prepared, or None for a segment
+            whose tokens are all visible. bool [B, q, T] or [B, H, q, T], True where a token is
+            visible, R % q == 0 (row r uses mask row r % q). None: all tokens are visible.
+            Neighbouring columns of one tensor are read in place, other masks are copied.
         scaling: factor on the scores. softcap: s -> softcap·tanh(s/softcap), or None.
 
     Returns:
-        out float32 [B, H, R, Dv] and lse float32 [B, H, R]; a row that sees no token has out 0 and lse -inf.
+        out float32 [B, H, R, Dv] and lse float32 [B, H, R]; a row that sees no token has out 0 and
+        lse -inf.
     """
     if reason := why_not_usable(query.device) or _why_not_query(query):
         raise NotTaken(reason)
@@ -283,7 +292,7 @@ def attend(
 def attend_segments(
     query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """See `tersekv.kernels.attend_segments`."""
+    """Attend over segments, see `kernels/attend_segments.py`."""
     result: tuple[Tensor, Tensor] = _launch().attend_segments(query, segments, scaling, softcap)
     return result
 
@@ -291,7 +300,8 @@ def attend_segments(
 @joins(softmax_operators.merge_segments, unless=why_not_merge_segments)
 @on_own_device
 def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """See `tersekv.kernels.softmax`: outs [B, H, R, D] and lses [B, H, R], float32, to one out and one lse."""
+    """Merge segments, see `kernels/softmax.py`: outs [B, H, R, D], lses [B, H, R], float32, to one
+    out and lse."""
     result: tuple[Tensor, Tensor] = _launch().merge_segments(outs, lses)
     return result
 
@@ -309,10 +319,10 @@ def attend_layer(
     parts: bool = False,
     table: Table | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tersekv.kernels.attend`: a launch for the pages, which are prepared once, one for exact tokens, and one that
-    merges."""
+    """Attend over a layer, see `kernels/attend.py`: one launch for the pages, which are prepared
+    once, one for exact tokens, and one that merges."""
     if table is not None:
-        raise NotTaken("a pool is read by attend_pages")
+        raise NotTaken("attend does not read page tables; use attend_pages")
     _check_interpreter(query)
     made: PageSet | str | None = None
     if pages is not None:

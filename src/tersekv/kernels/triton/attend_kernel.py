@@ -1,11 +1,16 @@
-"""Decode attention in one pass over packed tokens: one kernel for all layouts, and merging by log-sum-exp.
+"""Attention in one pass over packed tokens: one kernel for all layouts, and merging by log-sum-exp.
 
-A program takes the query rows of one key-value head (or of one row tile of it) over one stretch of tokens. Tokens and
-channels, of which there are many, are the rows of every matrix product and the few query rows its columns: scores are
-x̂·q [tokens, rows] and sums v̂ᵀ·p [channels, rows], so that what was unpacked in registers is the operand that a tensor
-core takes from registers. Keys and values are tuples of leaves (`leaves.py`), each with a loader of its own kind, which
-is chosen when the kernel is compiled; all leaves of the keys add up in the scores, and each of the values has a sum of
-its own. Where tokens are in pages of a pool, a tile is part of one page, and loaders get its first token in the pool.
+A program handles the query rows (or a tile of them) of one key-value head over one stretch of
+tokens. In every matrix product the many tokens or channels are the rows and the few query rows are
+the columns. Scores are x̂·q [tokens, rows] and sums v̂ᵀ·p [channels, rows]. The operand that was
+unpacked in registers is thus the one that a tensor core reads from registers.
+
+Keys and values are tuples of leaves (`leaves.py`). Each leaf has a loader for its kind, chosen when
+the kernel is compiled. The scores of all key leaves are added; each value leaf has an output of its
+own.
+
+If tokens are in pages of a pool, a tile is part of one page, and loaders get the tile's first token
+in the pool.
 """
 
 from __future__ import annotations
@@ -34,13 +39,14 @@ from tersekv.kernels.triton.leaves import (
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 SHIFT: tl.constexpr = tl.constexpr(10.0)
-"""Weights are multiplied by 2^10, so that float16 keeps those of many far tokens."""
+"""Weights are multiplied by 2^10, so that float16 does not lose the small weights of many distant
+tokens."""
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def _pages_end(pages, b, first, end):
-    """Where the last page that there is of tokens first to end ends, at most at end."""
+    """Return the end of the last existing page among tokens `first` to `end`, at most `end`."""
     last = first
     for i0 in range(first // pages[2], tl.cdiv(end, pages[2]), 64):
         i = i0 + tl.arange(0, 64)
@@ -51,7 +57,8 @@ def _pages_end(pages, b, first, end):
 
 @triton.jit
 def _paged(pages, b, n0):
-    """The place of token n0 in the pool, and the tokens there: none where its page is not there."""
+    """Return the index of token n0 in the pool and the number of tokens in the pool; 0 and 0 if its
+    page does not exist."""
     page = tl.load(pages[0] + b.to(tl.int64) * pages[1] + n0 // pages[2])
     there = (page >= 0) & (page < pages[3])
     return tl.where(there, page * pages[2] + n0 % pages[2], 0), tl.where(there, pages[3] * pages[2], 0)
@@ -59,7 +66,8 @@ def _paged(pages, b, n0):
 
 @triton.jit
 def _field(at, CODE: tl.constexpr):
-    """A number or an address from a row of a table int64 [fields]; CODE: see `leaves.field_codes`."""
+    """Load a number or an address from a row of a table int64 [fields]; CODE: see
+    `leaves.field_codes`."""
     x = tl.load(at)
     if CODE == FLOAT_FIELD:
         return x.to(tl.int32).to(tl.float32, bitcast=True)
@@ -95,15 +103,15 @@ def _address(x, CODE: tl.constexpr, IS_ALIGNED: tl.constexpr):
         at = x.to(tl.pointer_type(tl.float8e5))
     else:
         at = x.to(tl.pointer_type(tl.float8e4nv))
-    if IS_ALIGNED:  # here, because the compiler does not see it at the result of another function
+    if IS_ALIGNED:  # set here, because the compiler does not see it on the result of another function
         at = tl.multiple_of(at, 16)
     return at
 
 
 @triton.jit
 def _fields(line, FIELDS: tl.constexpr, PART: tl.constexpr):
-    """Fields of a part (a leaf, or the angles of RoPE) from a page's row of the table. FIELDS[PART] begins with the
-    part's place in the row."""
+    """Load the fields of a part (a leaf, or the angles of RoPE) from a page's row of the table.
+    FIELDS[PART] begins with the part's column."""
     fields = ()
     for i in tl.static_range(len(FIELDS[PART]) - 1):
         fields = fields + (_field(line + FIELDS[PART][0] + i, FIELDS[PART][i + 1]),)  # type: ignore[assignment]
@@ -116,8 +124,8 @@ def _segment(
     end, scaling, softcap, KEYS: tl.constexpr, VALUES: tl.constexpr, ROPED: tl.constexpr, PAGED: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
-    """Add tokens `first` to `end` of one segment to the largest score, the sum of weights and the weighted sums of
-    values. column: the mask's column of the segment's first token."""
+    """Add tokens `first` to `end` of one segment to the largest score, the sum of weights and the
+    weighted sums of values. column: mask column of the segment's first token."""
     N: tl.constexpr = NB * 32
     row_ok = row < R
     head = b.to(tl.int64) * H + h
@@ -176,17 +184,20 @@ def attend(
 ):  # fmt: skip
     """Attention over segments of the same layouts. Grid (this launch's splits, B·H, row tiles).
 
-    Writes out float32 [B·H, splits, R, channels] and lse [B·H, splits, R] from `first_split` on; each split is
-    attention over its own tokens. Segments come in one of two ways:
+    Writes out float32 [B·H, splits, R, channels] and lse [B·H, splits, R] from `first_split` on;
+    each split is attention over its own tokens. Segments are passed in one of two ways:
 
-    FIELDS is empty: `segments` is a tuple of (fields of the leaves of keys, of values, angles, T). A split is
-    `split_tokens` tokens of all segments one after the other, each padded to whole tiles. `masks` has one of each.
-    FIELDS is not: row i of `table`, int64 [pages, table_width], has T, the page's first column of the mask, and the
-    fields, which FIELDS describes. `runs`, int32 [grid's splits + 1 + 3·runs], has the first run of each split and the
-    number of runs, then page, first token and end of each run.
+    - FIELDS is empty: `segments` is a tuple of (fields of the key leaves, of the value leaves,
+      angles, T). A split is `split_tokens` tokens of all segments one after the other, each padded
+      to whole tiles. `masks` has one mask per segment.
+    - FIELDS describes the fields of `table`, int64 [pages, table_width]. A row has T, the page's
+      first mask column, and the fields. `runs`, int32 [grid's splits + 1 + 3·runs], has the first
+      run of each split and the number of runs, then page, first token and end of each run.
 
-    pairs: channels of RoPE. PAGED: pages are int32 [B, P], the stride of its rows, tokens per page (a multiple of
-    32·NB) and pages in the pool. A mask: bytes, strides of batch row, head, query and token, and its queries."""
+    pairs: channels of RoPE. PAGED: `pages` has the page table int32 [B, P], the stride of its rows,
+    tokens per page (a multiple of 32·NB) and pages in the pool. A mask has its bytes, its strides
+    of batch row, head, query and token, and its number of queries.
+    """
     N: tl.constexpr = NB * 32
     split, head = tl.program_id(0), tl.program_id(1)
     b, h = head // H, head % H
@@ -235,7 +246,7 @@ def attend(
     for i in tl.static_range(len(VALUES)):
         if i == 0:
             x = totals[i]  # type: ignore[var-annotated]
-        elif VALUES[i][FIRST] == VALUES[i - 1][FIRST]:  # leaves at the same channels are added
+        elif VALUES[i][FIRST] == VALUES[i - 1][FIRST]:  # the outputs of leaves at the same channels are added
             x += totals[i]
         else:
             x = totals[i]
@@ -248,7 +259,8 @@ def attend(
 
 @triton.jit
 def merge(out, lse, outs, lses, splits, R, channels, SPLITS: tl.constexpr, CHANNELS_: tl.constexpr):
-    """Grid (B·H, R). outs float32 [B·H, splits, R, channels] and lses [B·H, splits, R] to out and lse of all."""
+    """Merge splits. Grid (B·H, R). outs float32 [B·H, splits, R, channels] and lses
+    [B·H, splits, R] to one out and lse."""
     head, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.arange(0, CHANNELS_)
     most = float("-inf")
@@ -273,7 +285,8 @@ def merge(out, lse, outs, lses, splits, R, channels, SPLITS: tl.constexpr, CHANN
 
 @triton.jit
 def merge_parts(out, lse, outs, lses, channels, PARTS: tl.constexpr, CHANNELS_: tl.constexpr):
-    """Grid (B·H·R). outs and lses: tuples of PARTS tensors [B·H·R, channels] and [B·H·R], to one."""
+    """Merge parts. Grid (B·H·R). outs and lses: tuples of PARTS tensors [B·H·R, channels] and
+    [B·H·R]."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHANNELS_)
     most = float("-inf")

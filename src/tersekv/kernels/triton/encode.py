@@ -1,6 +1,5 @@
-"""Encoding on the Triton backend: checks of a call (`why_not_*`) and launches. The kernels are imported at the first
-call, like those of attention. The checks do no tensor work.
-"""
+"""Encoding on the Triton backend: checks of a call (`why_not_*`), which do no tensor work, and
+launches. The kernels are imported at the first call, like those of attention."""
 
 from __future__ import annotations
 
@@ -29,10 +28,10 @@ from tersekv.kernels.trellis import MOST_BITS, WARM_UP
 from tersekv.kernels.triton import joins, on_own_device, why_not_usable
 
 TILE = 128
-"""Units of 32 codes, or entries of a range, that a program takes."""
+"""Units of 32 codes, or entries of a range, that one program handles."""
 
 BYTES = 8
-"""Of signs that a program makes of each token."""
+"""Bytes of signs that one program computes for each token."""
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -44,12 +43,12 @@ def _kernels() -> ModuleType:
 
 
 def _why_not(x: Tensor, *more: Tensor | None) -> str | None:
-    """Of x and what goes with it."""
+    """Return the reason why no kernel runs on x and the other tensors of the call, or None."""
     if reason := why_not_usable(x.device):
         return reason.replace("query", "x")
     for other in more:
         if other is not None and other.device != x.device:
-            return f"x is on {x.device}, what goes with it on {other.device}"
+            return f"x is on {x.device}, another argument on {other.device}"
     for tensor in (x, *more):
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             return "x needs a gradient"
@@ -65,14 +64,14 @@ def _why_not_blocks(x: Tensor, place: GridPlace) -> str | None:
 
 
 def why_not_group_ranges(x: Tensor, place: GridPlace) -> str | None:
-    """Why `group_ranges` does not take this call; None if it does."""
+    """Return the reason why `group_ranges` does not support this call, or None."""
     return _why_not(x) or _why_not_blocks(x, place)
 
 
 def why_not_encode_grid(
     x: Tensor, place: GridPlace, scale: Tensor | None, offset: Tensor | None, table: Tensor | None
 ) -> str | None:
-    """Why `encode_grid` does not take this call; None if it does."""
+    """Return the reason why `encode_grid` does not support this call, or None."""
     if reason := _why_not(x, scale, offset, table) or _why_not_blocks(x, place):
         return reason
     for name, plane in (("scale", scale), ("offset", offset)):
@@ -84,14 +83,14 @@ def why_not_encode_grid(
 
 
 def why_not_pack_lanes(codes: Tensor, bits: int) -> str | None:
-    """Why `pack_lanes` does not take this call; None if it does."""
+    """Return the reason why `pack_lanes` does not support this call, or None."""
     if codes.dtype not in _INTEGERS:
         return f"codes are {codes.dtype}, not integers of 8 to 64 bits"
     return _why_not(codes)
 
 
 def why_not_encode_signs(x: Tensor, sketch: Tensor) -> str | None:
-    """Why `encode_signs` does not take this call; None if it does."""
+    """Return the reason why `encode_signs` does not support this call, or None."""
     for name, tensor in (("x", x), ("sketch", sketch)):
         if tensor.dtype is not torch.float32:
             return f"{name} is {tensor.dtype}, not float32"
@@ -99,7 +98,7 @@ def why_not_encode_signs(x: Tensor, sketch: Tensor) -> str | None:
 
 
 def why_not_encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor]) -> str | None:
-    """Why `encode_polar` does not take this call; None if it does."""
+    """Return the reason why `encode_polar` does not support this call, or None."""
     for name, tensor in (("x", x), *(("a table", table) for table in tables)):
         if tensor.dtype is not torch.float32:
             return f"{name} is {tensor.dtype}, not float32"
@@ -107,7 +106,7 @@ def why_not_encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[
 
 
 def why_not_rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> str | None:
-    """Why `rotate_hadamard` does not take this call; None if it does."""
+    """Return the reason why `rotate_hadamard` does not support this call, or None."""
     if x.dtype is not torch.float32:
         return f"x is {x.dtype}, not float32"
     return _why_not(x, matrix, order, signs)
@@ -116,7 +115,7 @@ def why_not_rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Ten
 @joins(encode_grid_operators.group_ranges, unless=why_not_group_ranges)
 @on_own_device
 def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
-    """See `tersekv.kernels.encode_grid`: two planes, float32."""
+    """Compute the ranges of groups, see `kernels/encode_grid.py`: two planes, float32."""
     B, H, T, D = x.shape
     N, rows, columns = place.plane(T, D)
     low, high = (x.new_empty((B, H, N, rows, columns)) for _ in range(2))
@@ -133,7 +132,7 @@ def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
 def encode_grid(
     x: Tensor, place: GridPlace, scale: Tensor | None, offset: Tensor | None, table: Tensor | None
 ) -> Tensor:
-    """See `tersekv.kernels.encode_grid`: int32 [B, H, N, lane groups, words, 16]."""
+    """Encode to a grid, see `kernels/encode_grid.py`: int32 [B, H, N, lane groups, words, 16]."""
     B, H, T, D = x.shape
     N, shape = T // place.block_tokens, (B, H, *place.plane(T, D))
     planes = [(x,) if p is None else _strided(p.expand(shape)) for p in (scale, offset)]
@@ -147,7 +146,7 @@ def encode_grid(
 @joins(lanes_operators.pack_lanes, unless=why_not_pack_lanes)
 @on_own_device
 def pack_lanes(codes: Tensor, bits: int) -> Tensor:
-    """See `tersekv.kernels.lanes`: codes [..., P, L] to int32 [..., lane groups, words, 16]."""
+    """Pack codes, see `kernels/lanes.py`: codes [..., P, L] to int32 [..., lane groups, words, 16]."""
     *lead, P, _ = codes.shape
     blocks = codes.reshape(math.prod(lead), 1, *codes.shape[-2:])
     place = GridPlace("values", bits, "token", 1, P)
@@ -159,7 +158,7 @@ def pack_lanes(codes: Tensor, bits: int) -> Tensor:
 @joins(encode_signs_operators.encode_signs, unless=why_not_encode_signs)
 @on_own_device
 def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
-    """See `tersekv.kernels.encode_signs`: x [..., t, D] to uint8 [..., ceil(M/8), t]."""
+    """Encode signs, see `kernels/encode_signs.py`: x [..., t, D] to uint8 [..., ceil(M/8), t]."""
     (*lead, t, D), M = x.shape, len(sketch)
     x, sketch, rows = x.contiguous(), sketch.contiguous(), -(-M // 8)
     out = x.new_empty((*lead, rows, t), dtype=torch.uint8)
@@ -173,8 +172,8 @@ def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
 @joins(encode_polar_operators.encode_polar, unless=why_not_encode_polar)
 @on_own_device
 def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """See `tersekv.kernels.encode_polar`: angles uint8 [B, ..., bytes, t], radii float32 [B, ..., D/2^L, t]. Two
-    launches."""
+    """Encode to polar coordinates in two launches, see `kernels/encode_polar.py`: angles uint8
+    [B, ..., bytes, t], radii float32 [B, ..., D/2^L, t]."""
     *lead, t, D = x.shape
     L, blocks, x = len(level_bits), math.prod(lead), x.contiguous()
     rows, entries = -(-stream_offsets(level_bits, D)[-1] // 8), D - (D >> L)
@@ -195,7 +194,8 @@ def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor])
 @joins(rotate_operators.rotate_hadamard, unless=why_not_rotate_hadamard)
 @on_own_device
 def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:
-    """See `tersekv.kernels.rotate`: x float32 [..., D] to its shape."""
+    """Rotate by a random Hadamard rotation, see `kernels/rotate.py`: x float32 [..., D] to its
+    shape."""
     D, out = x.shape[-1], x.new_empty(x.shape)
     rows, block = math.prod(x.shape[:-1]), D & -D
     tile = max(1, TILE * 8 // block)
@@ -214,7 +214,7 @@ def _strided(plane: Tensor) -> tuple[Any, ...]:
 def _pack(
     x: Tensor, place: GridPlace, blocks: tuple[int, int, int], planes: list[Any], table: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """Launch over blocks [B, H, N] of x: int32 [B·H·N, lane groups, words, 16]."""
+    """Pack blocks [B, H, N] of x to int32 [B·H·N, lane groups, words, 16]."""
     t, D, keys = place.block_tokens, x.shape[-1], place.side == "keys"
     P, L = (D, t) if keys else (t, D)
     groups, W, _ = packed_shape(place.bits, P, L)
@@ -231,19 +231,19 @@ def _pack(
 
 
 def _power(n: int) -> int:
-    """The next power of two."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 OUTLIER_TILE = 4096
-"""Elements of a block taken at a time."""
+"""Elements of a block that a program handles at a time."""
 
 MOST_ENTRIES = 8192
-"""Of a vector that one program sorts."""
+"""Most elements of a vector that one program sorts."""
 
 
 def why_not_quantiles(vectors: Tensor, share: float) -> str | None:
-    """Why `quantiles` does not take this call; None if it does."""
+    """Return the reason why `quantiles` does not support this call, or None."""
     if reason := why_not_usable(vectors.device) or _why_not_float32("vectors", vectors):
         return reason.replace("query", "vectors")
     if not 1 <= vectors.shape[-1] <= MOST_ENTRIES:
@@ -252,7 +252,7 @@ def why_not_quantiles(vectors: Tensor, share: float) -> str | None:
 
 
 def why_not_pack_outliers(residual: Tensor, chosen: Tensor) -> str | None:
-    """Why `pack_outliers` does not take this call; None if it does."""
+    """Return the reason why `pack_outliers` does not support this call, or None."""
     if reason := why_not_usable(residual.device) or _why_not_float32("residual", residual):
         return reason.replace("query", "residual")
     if chosen.device != residual.device or chosen.dtype is not torch.bool or chosen.shape != residual.shape:
@@ -271,12 +271,13 @@ def _why_not_float32(name: str, x: Tensor) -> str | None:
 @joins(encode_sparse_operators.quantiles, unless=why_not_quantiles)
 @on_own_device
 def quantiles(vectors: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """See `tersekv.kernels.encode_sparse`: vectors [..., n] to two thresholds [...]. One launch."""
+    """Compute thresholds in one launch, see `kernels/encode_sparse.py`: vectors [..., n] to two
+    thresholds [...]."""
     n = vectors.shape[-1]
     low, high = (vectors.new_empty(vectors.shape[:-1]) for _ in range(2))
     first, second, part = ranks_of(share, n)
     if low.numel():
-        # sums are not fused with products: the reference rounds in between
+        # No fused multiply-add, because the reference rounds in between.
         _kernels().quantiles[(low.numel(),)](
             low, high, vectors.contiguous(), n, first, second, 1.0 - part, part, ENTRIES=_power(n), num_warps=4,
             enable_fp_fusion=False,
@@ -287,8 +288,8 @@ def quantiles(vectors: Tensor, share: float) -> tuple[Tensor, Tensor]:
 @joins(encode_sparse_operators.pack_outliers, unless=why_not_pack_outliers)
 @on_own_device
 def pack_outliers(residual: Tensor, chosen: Tensor) -> Entries:
-    """See `tersekv.kernels.encode_sparse`: residual and chosen [B, H, T, D]. Two launches, and a wait for the number of
-    entries between them."""
+    """Pack outliers, see `kernels/encode_sparse.py`: residual and chosen [B, H, T, D]. Two
+    launches; between them the host waits for the number of entries."""
     B, H, T, D = residual.shape
     N, marks = T // BLOCK_TOKENS, chosen.view(torch.uint8)
     counts = residual.new_empty(N * B * H, dtype=torch.int32)
@@ -306,14 +307,15 @@ def pack_outliers(residual: Tensor, chosen: Tensor) -> Entries:
 
 
 VECTORS_AT_A_TIME = 4096
-"""Of all rows together: what paths are kept for, 16 bytes per bit that there could be."""
+"""Vectors of all rows that are searched at a time. The stored paths take 16 bytes per possible bit
+of each vector."""
 
 VECTORS = 4
-"""That a program takes."""
+"""Vectors that one program handles."""
 
 
 def why_not_encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> str | None:
-    """Why `encode_trellis` does not take this call; None if it does."""
+    """Return the reason why `encode_trellis` does not support this call, or None."""
     if reason := why_not_usable(y.device):
         return reason.replace("query", "y")
     for name, x in (("y", y), ("weight", weight), ("bits", bits), ("tables", tables)):
@@ -329,15 +331,16 @@ def why_not_encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tens
 @joins(trellis_operators.encode_trellis, unless=why_not_encode_trellis)
 @on_own_device
 def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
-    """See `kernels/trellis.py`: y [R, n, D], weight and bits [R, D], tables [9, 256] to windows uint8 [R, n, D]. Four
-    launches per 4,096 vectors: two searches, and the way back from each."""
+    """Search trellis codes, see `kernels/trellis.py`: y [R, n, D], weight and bits [R, D], tables
+    [9, 256] to windows uint8 [R, n, D]. Four launches per 4,096 vectors: two searches, each
+    followed by a trace back."""
     R, n, D = y.shape
     if not y.numel():
         return y.new_empty((R, n, D), dtype=torch.uint8)
     weight, tables = weight.float().contiguous(), tables.float().contiguous()
     bits = bits.contiguous()
     active = (bits > 0).int()
-    behind = active.flip(1).cumsum(1).flip(1)  # of each component on
+    behind = active.flip(1).cumsum(1).flip(1)  # number of active components from each one on
     warm_up = (behind <= WARM_UP).sum(1, dtype=torch.int32)
     at_a_time = max(1, VECTORS_AT_A_TIME // R)
     parts = [_windows(part, weight, bits, tables, warm_up) for part in y.float().split(at_a_time, dim=1)]
@@ -353,7 +356,7 @@ def _windows(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor, warm_up: T
     grid = (-(-n // VECTORS), R)
     for closed in (False, True):
         options = {"CLOSED": closed, "VECTORS": VECTORS, "num_warps": VECTORS}
-        # sums are not fused with products: the reference rounds in between
+        # No fused multiply-add, because the reference rounds in between.
         kernels.search[grid](
             taken, ends, y, weight, bits, tables, warm_up, n, D, rounds, enable_fp_fusion=False, **options
         )  # fmt: skip

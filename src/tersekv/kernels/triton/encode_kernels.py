@@ -1,16 +1,17 @@
-"""Kernels that encode: grids and signs, Hadamard rotations, outliers, polar angles.
+"""Encoding kernels: grids and signs, Hadamard rotations, outliers, polar angles.
 
-Grids (`kernels/encode_grid.py`): ranges of groups, nearest codes, and their packing into lanes. A *unit* is 32 codes of
-a lane, as in `tiles.py`, whose 16 pairs of half-words become `bits` words. Which code goes where is written out at
-compile time, so that packing is shifts and ors of registers.
+Grids (`kernels/encode_grid.py`): ranges of groups, nearest codes, and their packing into lanes. A
+*unit* is 32 codes of a lane, as in `tiles.py`; its 16 pairs of half-words become `bits` words. The
+place of each code is fixed at compile time, so packing is only shifts and ors of registers.
 
-The fast Hadamard transform (`kernels/rotate.py`) takes D·log₂D additions per vector, in registers.
+The fast Hadamard transform (`kernels/rotate.py`) needs D·log₂D additions per vector, in registers.
 
 Outliers (`kernels/encode_sparse.py`): thresholds, and entries packed by block.
 
-Polar (`kernels/encode_polar.py`): codes of all levels, then their stream of bits. No angle is computed: which side of a
-boundary a vector lies on is the sign of a product with the boundary's direction, in float64, so that only angles that
-float32 cannot tell from a boundary go another way than the reference's.
+Polar (`kernels/encode_polar.py`): codes of all levels, then their bit stream. No angle is computed.
+The side of a boundary on which a vector is follows from the sign of a float64 product with the
+boundary's direction. Codes differ from the reference's only for angles that float32 cannot
+distinguish from a boundary.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ import triton.language as tl
 CODES: tl.constexpr = tl.constexpr(0)
 INTEGERS: tl.constexpr = tl.constexpr(1)
 TABLE: tl.constexpr = tl.constexpr(2)
-"""What is packed: codes as they are, nearest integers, or nearest entries of a table."""
+"""Input of packing: codes, elements for the nearest integers, or elements for the nearest entries
+of a table."""
 
 ROUNDER: tl.constexpr = tl.constexpr(12582912.0)
-"""1.5·2^23: what it is added to is rounded to an integer, half-way to the even one."""
+"""1.5·2^23: adding and subtracting it rounds to the nearest integer, ties to even."""
 
 
 @triton.jit
 def pairs_of(codes):
-    """The 16 pairs of units from their codes int32 [L, U, 32]: code 2i in the low half of pair i, 2i + 1 in its high
-    half; a tuple of int32 [L, U]."""
+    """Return the 16 pairs of units from their codes int32 [L, U, 32]. Pair i has code 2i in its low
+    half and 2i + 1 in its high half; a tuple of int32 [L, U]."""
     low, high = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1], 16, 2)))
     tiles = (low | (high << 16),)
     for level in tl.static_range(4):
@@ -40,7 +42,7 @@ def pairs_of(codes):
             halves = halves + (even, odd)  # type: ignore[assignment]
         tiles = halves  # type: ignore[assignment]
     pairs = ()
-    for i in tl.static_range(16):  # each split took the lowest bit of a pair's number
+    for i in tl.static_range(16):  # each split removed the lowest bit of a pair's number
         tile = tiles[(i & 1) * 8 + (i & 2) * 2 + (i & 4) // 2 + i // 8]
         pairs = pairs + (tl.reshape(tile, (codes.shape[0], codes.shape[1])),)  # type: ignore[assignment]
     return pairs
@@ -48,7 +50,7 @@ def pairs_of(codes):
 
 @triton.jit
 def words_of(pairs, BITS: tl.constexpr):
-    """The words of units from their 16 pairs: a tuple of BITS int32 tensors."""
+    """Pack the 16 pairs of units into words: a tuple of BITS int32 tensors."""
     DIRECT: tl.constexpr = 16 // BITS
     SPARE: tl.constexpr = 16 - BITS * DIRECT
     WORDS: tl.constexpr = 1 if SPARE == 0 else (3 if BITS == 6 else BITS)
@@ -67,7 +69,8 @@ def words_of(pairs, BITS: tl.constexpr):
 
 @triton.jit
 def nearest(y, table, BITS: tl.constexpr):
-    """Index int32 of the nearest entry of an ascending table for y float32, half-way the lower: by bisection."""
+    """Index int32 of the nearest entry of an ascending table for y float32, by bisection. Ties go
+    to the lower entry."""
     code = tl.zeros(y.shape, tl.int32)
     for k in tl.static_range(BITS):
         middle = code + ((1 << (BITS - 1 - k)) - 1)
@@ -78,7 +81,8 @@ def nearest(y, table, BITS: tl.constexpr):
 
 @triton.jit
 def _of_group(plane, b, h, n, token, channel, GROUP: tl.constexpr, PER_TOKEN: tl.constexpr):
-    """Pointers to elements' entries of a plane, a tensor and five strides; token and channel inside the block."""
+    """Return pointers to the scale or offset of elements. plane: a tensor and five strides; token
+    and channel count inside the block."""
     at = plane[0] + b.to(tl.int64) * plane[1] + h.to(tl.int64) * plane[2] + n.to(tl.int64) * plane[3]
     if PER_TOKEN:
         return at + (channel // GROUP) * plane[4] + token * plane[5]
@@ -91,7 +95,7 @@ def _code(
     x, scale, offset, table, b, h, n, token, channel, ok, BITS: tl.constexpr, GROUP: tl.constexpr,
     PER_TOKEN: tl.constexpr, WHAT: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Codes int32 of elements at x (pointers); 0 where not ok."""
+    """Compute the codes int32 of elements at x (pointers); 0 where not ok."""
     y = tl.load(x, mask=ok, other=0)
     if WHAT == CODES:
         return y.to(tl.int32)
@@ -117,8 +121,9 @@ def pack(
     OF_KEYS: tl.constexpr, GROUP: tl.constexpr, PER_TOKEN: tl.constexpr, WHAT: tl.constexpr, HAS_SCALE: tl.constexpr,
     HAS_OFFSET: tl.constexpr, LANES: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B·H·N, tiles of lanes). x [B, H, N·t, channels] with these strides, P packed × L lanes of it in a block, to
-    out int32 [B·H·N, lanes/16, W, 16]. OF_KEYS: lanes are tokens, else channels."""
+    """Encode and pack. Grid (B·H·N, tiles of lanes). x is [B, H, N·t, channels] with these strides;
+    a block of it is P packed × L lanes. out: int32 [B·H·N, lanes/16, W, 16]. OF_KEYS: lanes are
+    tokens, else channels."""
     block = tl.program_id(0)
     n, h, b = block % N, block // N % H, block // N // H
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)[:, None, None]
@@ -147,8 +152,8 @@ def ranges(
     low, high, x, x_b, x_h, x_t, x_c, H, N, t, rows, columns, GROUP: tl.constexpr, PER_TOKEN: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B·H·N, tiles of a plane). x as in `pack`, to low and high float32 [B·H·N, rows, columns]: rows are groups,
-    columns the tokens (PER_TOKEN) or channels."""
+    """Compute ranges of groups. Grid (B·H·N, tiles of a plane). x as in `pack`, to low and high
+    float32 [B·H·N, rows, columns]: rows are groups, columns are tokens (PER_TOKEN) or channels."""
     block = tl.program_id(0)
     n, h, b = block % N, block // N % H, block // N // H
     entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
@@ -173,8 +178,8 @@ def ranges(
 
 @triton.jit
 def signs(out, x, sketch, t, D, M, rows, TOKENS: tl.constexpr, BYTES: tl.constexpr):
-    """Grid (blocks, tiles of tokens, tiles of bytes). Signs of S·x in float64, x float32 [blocks, t, D] and S float32
-    [M, D], to out uint8 [blocks, rows, t]."""
+    """Compute the signs of S·x in float64. Grid (blocks, tiles of tokens, tiles of bytes). x
+    float32 [blocks, t, D] and S float32 [M, D], to out uint8 [blocks, rows, t]."""
     block = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     row = tl.program_id(2) * (BYTES * 8) + tl.arange(0, BYTES * 8)
@@ -197,8 +202,8 @@ def signs(out, x, sketch, t, D, M, rows, TOKENS: tl.constexpr, BYTES: tl.constex
 def hadamard(
     out, x, matrix, order, signs, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr, LOG: tl.constexpr
 ):  # fmt: skip
-    """Grid (tiles of rows, blocks of the matrix). x float32 [rows, D] to out of its shape, BLOCK = 2^LOG channels of
-    it."""
+    """Apply a random Hadamard rotation. Grid (tiles of rows, blocks of the matrix). x float32
+    [rows, D] to out of its shape; a program handles BLOCK = 2^LOG channels."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     taken = row * D + tl.load(order + channel)[None, :]
@@ -217,7 +222,8 @@ CHANNEL_BITS: tl.constexpr = tl.constexpr(11)
 
 @triton.jit
 def _block(block, x, x_b, x_h, x_t, B, H):
-    """Where a block begins; they are numbered by block, batch row, head."""
+    """Return a pointer to the beginning of a block. Blocks are numbered by block, then batch row,
+    then head."""
     h, b, n = block % H, block // H % B, block // H // B
     return x + b.to(tl.int64) * x_b + h.to(tl.int64) * x_h + (n * BLOCK_TOKENS).to(tl.int64) * x_t
 
@@ -226,7 +232,8 @@ def _block(block, x, x_b, x_h, x_t, B, H):
 def count_outliers(
     counts, chosen, x_b, x_h, x_t, x_c, B, H, D, TOKENS: tl.constexpr, CHANNELS: tl.constexpr
 ):  # fmt: skip
-    """Grid (N·B·H). chosen uint8 [B, H, N·32, D] with these strides, to counts int32 [N·B·H]."""
+    """Count outliers per block. Grid (N·B·H). chosen uint8 [B, H, N·32, D] with these strides, to
+    counts int32 [N·B·H]."""
     at = _block(tl.program_id(0), chosen, x_b, x_h, x_t, B, H)
     token, c = tl.arange(0, TOKENS)[:, None], tl.arange(0, CHANNELS)[None, :]
     found = tl.zeros((TOKENS, CHANNELS), tl.int32)
@@ -240,7 +247,8 @@ def pack_outliers(
     places, values, starts, chosen, x_b, x_h, x_t, x_c, residual, y_b, y_h, y_t, y_c, B, H, D, TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N·B·H). Entries of a block go to places and values from starts int32 [N·B·H] on, by token and channel."""
+    """Pack outliers. Grid (N·B·H). The entries of a block are stored in places and values from
+    starts int32 [N·B·H] on, ordered by token and channel."""
     x = _block(tl.program_id(0), chosen, x_b, x_h, x_t, B, H)
     y = _block(tl.program_id(0), residual, y_b, y_h, y_t, B, H)
     entry = tl.load(starts + tl.program_id(0))
@@ -257,8 +265,8 @@ def pack_outliers(
 
 @triton.jit
 def quantiles(low, high, vectors, n, first, second, rest, part, ENTRIES: tl.constexpr):
-    """Grid (vectors). float32 [vectors, n] to low and high [vectors]: elements of these ranks from either end, times
-    rest and part."""
+    """Interpolate quantiles. Grid (vectors). float32 [vectors, n] to low and high [vectors]: the
+    elements of ranks `first` and `second` from either end, weighted by `rest` and `part`."""
     i = tl.arange(0, ENTRIES)
     row = tl.program_id(0).to(tl.int64)
     x = tl.sort(tl.load(vectors + row * n + i, mask=i < n, other=float("inf")))
@@ -277,11 +285,11 @@ HALF_CIRCLE: tl.constexpr = tl.constexpr(3.141592653589793)
 
 @triton.jit
 def _circular(x, y, table, BITS: tl.constexpr):
-    """Codes int32 of directions (x, y), float64: the nearest of angles on a circle."""
-    x = tl.where((x == 0) & (y == 0), 1.0, x)  # the angle of nothing is 0
+    """Codes int32 of directions (x, y), float64: the nearest of the angles on a circle."""
+    x = tl.where((x == 0) & (y == 0), 1.0, x)  # the angle of a zero vector is 0
     seam = (tl.load(table + ((1 << BITS) - 1)) - CIRCLE + tl.load(table)) * 0.5
     cos, sin = tl.cos(seam.to(tl.float64)), tl.sin(seam.to(tl.float64))
-    # seen from the seam the circle is a line
+    # Relative to the seam, the circle is a line.
     x, y = x * cos + y * sin, y * cos - x * sin
     code = tl.zeros(x.shape, tl.int32)
     for i in range((1 << BITS) - 1):
@@ -294,7 +302,7 @@ def _circular(x, y, table, BITS: tl.constexpr):
 
 @triton.jit
 def _quarter(x, y, table, BITS: tl.constexpr):
-    """The same of x, y >= 0, angles up to π/2."""
+    """Codes int32 of directions with x, y >= 0, that is angles up to π/2."""
     code = tl.zeros(x.shape, tl.int32)
     for i in range((1 << BITS) - 1):
         middle = ((tl.load(table + i) + tl.load(table + i + 1)) * 0.5).to(tl.float64)
@@ -307,8 +315,9 @@ def polar_codes(
     codes, radii, x, tables, blocks_per_row, t, D, entries, LEVEL_BITS: tl.constexpr, TOKENS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, tiles of radii). x float32 [blocks, t, D] to codes uint8 [blocks, entries, t], one level after the
-    other, and radii float32 [blocks, D/2^L, t]. tables: of each level with the stride of a row."""
+    """Compute polar codes. Grid (blocks, tiles of radii). x float32 [blocks, t, D] to codes uint8
+    [blocks, entries, t], one level after the other, and radii float32 [blocks, D/2^L, t]. tables:
+    the table of each level and the stride of its rows."""
     L: tl.constexpr = len(LEVEL_BITS)
     block = tl.program_id(0).to(tl.int64)
     row = block // blocks_per_row
@@ -337,7 +346,8 @@ def polar_codes(
 def polar_pack(
     out, codes, t, D, entries, rows, LEVEL_BITS: tl.constexpr, TOKENS: tl.constexpr, BYTES: tl.constexpr
 ):  # fmt: skip
-    """Grid (blocks, tiles of bytes). codes as `polar_codes` leaves them, to the stream uint8 [blocks, rows, t]."""
+    """Pack polar codes. Grid (blocks, tiles of bytes). codes as `polar_codes` writes them, to the
+    stream uint8 [blocks, rows, t]."""
     block = tl.program_id(0).to(tl.int64)
     token = tl.arange(0, TOKENS)[None, None, :]
     byte = tl.program_id(1) * BYTES + tl.arange(0, BYTES)

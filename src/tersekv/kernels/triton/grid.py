@@ -1,12 +1,14 @@
-"""Loaders of `grid` (`kernels/attend_grid.py`), codes of 1 to 8 bits with a table, scales and offsets, and of `sparse`
-(`layouts/sparse.py`), the outliers of whole blocks.
+"""Loaders of `grid` (`kernels/attend_grid.py`), which has codes of 1 to 8 bits with a table, scales
+and offsets, and of `sparse` (`layouts/sparse.py`), the outliers of whole blocks.
 
-x̂ = scale·table[code] + offset is not computed per element where scales can be multiplied elsewhere: a scale of the
-packed axis (keys per channel, values per token) is multiplied to the query or to the softmax weight, a scale per lane
-(keys per token) to the product. Only other groups scale each element.
+x̂ = scale·table[code] + offset is not computed per element if scales can be multiplied elsewhere. A
+scale of the packed axis (keys per channel, values per token) is multiplied with the query or the
+softmax weight. A scale per lane (keys per token) is multiplied with the product. Only other groups
+scale each element.
 
-Outliers are read a few at a time. The product of an outlier with its query or weight is added to its token or channel
-by a matrix product with zeros and ones, because atomic adds have an order that changes from run to run.
+Outliers are read a few at a time. The product of an outlier with its query or weight is added to
+its token or channel by a matrix product with zeros and ones. Atomic adds are not used, because
+their order changes from run to run.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from tersekv.kernels.triton.leaves import (
 )
 from tersekv.kernels.triton.tiles import PAIRS, block_at, cos_sin, from_block, largest, load_words, numbers, product
 
-# A leaf: codes and their strides of batch row, head and block; scale, offset likewise; table and its stride of a row.
+# Fields of a leaf: codes and their strides of batch row, head and block; scale and offset likewise;
+# table and its row stride.
 CODES: tl.constexpr = tl.constexpr(0)
 SCALE: tl.constexpr = tl.constexpr(4)
 OFFSET: tl.constexpr = tl.constexpr(8)
@@ -41,20 +44,22 @@ TABLE: tl.constexpr = tl.constexpr(12)
 
 @triton.jit
 def _entries(leaf, b, h, n0, at, left, S: tl.constexpr, LEAF: tl.constexpr):
-    """A tile [G, L, 32·U] of the units at `at` [G, L, U] from n0's block on, in units of `_unit`."""
+    """Load a tile [G, L, 32·U] of the units at `at` [G, L, U], counted from n0's block. The entries
+    are divided by `_unit`."""
     words = load_words(block_at(leaf, CODES, b, h, n0, S, LEAF), at, left, S[LEAF][BITS])
     return numbers(words, leaf[TABLE] + b * leaf[TABLE + 1], S[LEAF][BITS], S[LEAF][IS_INTEGER])
 
 
 @triton.jit
 def _unit(S: tl.constexpr, LEAF: tl.constexpr):
-    """What an entry of a tile is to be multiplied by."""
+    """Factor by which the entries of a tile must be multiplied."""
     return (1 << S[LEAF][BITS]) * 1.0 if S[LEAF][IS_INTEGER] else 1.0
 
 
 @triton.jit
 def _plane(leaf, FIRST: tl.constexpr, b, h, n0, token, channel, ok, S: tl.constexpr, LEAF: tl.constexpr):
-    """Scale or offset (float32) of elements; token (counted from n0) and channel are broadcast to each other."""
+    """Load the scale or offset (float32) of elements; token (counted from n0) and channel are
+    broadcast to each other."""
     token = from_block(n0, token, S, LEAF)
     block, inside = token // S[LEAF][BLOCK], token % S[LEAF][BLOCK]
     if S[LEAF][PER_TOKEN]:
@@ -84,7 +89,7 @@ def _offsets(offset, coefficients):
 
 @triton.jit
 def _key_entries(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
-    """Entries of tokens n0 on: [NB, 32, K]."""
+    """Load the entries of keys from token n0 on: [NB, 32, K]."""
     U: tl.constexpr = S[LEAF][PADDED] // 32
     i = 32 * tl.arange(0, NB)[:, None, None] + tl.arange(0, 32)[None, :, None]
     n, u = from_block(n0, i, S, LEAF), tl.arange(0, U)[None, None, :]
@@ -96,7 +101,7 @@ def _key_entries(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.
 
 @triton.jit
 def decode_keys_grid(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
-    """x̂ float32 [32·NB, K]."""
+    """Decode keys to x̂, float32 [32·NB, K]."""
     K: tl.constexpr = S[LEAF][PADDED]
     x = tl.reshape(_key_entries(leaf, b, h, n0, T, S, LEAF, NB), (NB * 32, K))
     token, channel = tl.arange(0, NB * 32)[:, None], tl.arange(0, K)[None, :]
@@ -105,7 +110,7 @@ def decode_keys_grid(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB:
 
 @triton.jit
 def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
-    """Scores [32·NB, rows] of q float32 [K, rows], no larger than 1."""
+    """Scores [32·NB, rows] of q float32 [K, rows], whose elements are at most 1."""
     N: tl.constexpr = NB * 32
     K: tl.constexpr = S[LEAF][PADDED]
     if S[LEAF][SCALES] == TO_COEFFICIENTS:
@@ -139,7 +144,7 @@ def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB
 
 @triton.jit
 def _value_entries(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
-    """Entries of tokens n0 on: [channel groups, 32, 32·NB]."""
+    """Load the entries of values from token n0 on: [channel groups, 32, 32·NB]."""
     G: tl.constexpr = S[LEAF][PADDED] // 32
     c = 32 * tl.arange(0, G)[:, None, None] + tl.arange(0, 32)[None, :, None]
     i = 32 * tl.arange(0, NB)[None, None, :]
@@ -155,7 +160,8 @@ def load_values_grid(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, 
     G: tl.constexpr = S[LEAF][PADDED] // 32
     x = _value_entries(leaf, b, h, n0, T, S, LEAF, NB)
     token = tl.arange(0, 32 * NB)
-    if S[LEAF][SCALES] == TO_PRODUCT:  # one per token: it goes to the weight, and one product serves all channels
+    # a scale per token goes to the weight, and one product serves all channels
+    if S[LEAF][SCALES] == TO_PRODUCT:
         scale = _plane(leaf, SCALE, b, h, n0, token, 0, n0 + token < T, S, LEAF)
         most = largest(scale)
         coefficients = (p * (scale / most)[:, None]).to(tl.float16)
@@ -184,7 +190,7 @@ def load_values_grid(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, 
 
 
 ENTRIES: tl.constexpr = tl.constexpr(32)
-"""Entries of a block taken at a time."""
+"""Entries of a block that are read at a time."""
 
 
 @triton.jit
@@ -194,10 +200,12 @@ def _start(leaf, b, h, block, ok):
 
 @triton.jit
 def _ranges(leaf, b, h, B, H, n0, T, NB: tl.constexpr):
-    """Where the entries of NB blocks begin and end, int32 [NB], cut to those that are there."""
+    """Return begin and end of the entries of NB blocks, int32 [NB], clamped to the existing
+    entries."""
     block = n0 // 32 + tl.arange(0, NB)
     base = tl.load(leaf[0])
-    # the next in the order block, batch row, head
+    # Entries of the next block in the order block, batch row, head; its beginning is the end of
+    # this one.
     next_h, next_b, next_block = h + 1, b, block
     next_b = tl.where(next_h == H, b + 1, b)
     next_h = tl.where(next_h == H, 0, next_h)
@@ -212,7 +220,8 @@ def _ranges(leaf, b, h, B, H, n0, T, NB: tl.constexpr):
 
 @triton.jit
 def _outliers(leaf, at, end, S: tl.constexpr, LEAF: tl.constexpr):
-    """Token in the block, channel, and value (float32) of entries `at` [NB, E]; value 0 past the end."""
+    """Return the token in the block, the channel and the value (float32) of entries `at` [NB, E];
+    value 0 past the end."""
     ok = at < end
     place = tl.load(leaf[4] + at, mask=ok, other=0).to(tl.int32) & 0xFFFF
     value = tl.load(leaf[5] + at, mask=ok, other=0.0).to(tl.float32)
@@ -248,7 +257,8 @@ def load_keys_sparse(
 
 @triton.jit
 def turned_by(turn, b, h, n, c, ROPED: tl.constexpr):
-    """How channel c of token n meets the query with RoPE: x·(q[c]·cos + q[partner]·sin), with the sign in sin."""
+    """Return cos, sin and partner for channel c of token n: x contributes x·(q[c]·cos +
+    q[partner]·sin). sin includes the sign."""
     column = tl.load(turn[PAIRS] + 4 * c)
     partner = tl.load(turn[PAIRS] + 4 * c + 1)
     across = tl.load(turn[PAIRS] + 4 * c + 2)

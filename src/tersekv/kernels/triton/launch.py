@@ -1,4 +1,4 @@
-"""Launches of attention: grids, splits and sizes of a call, and the buffers between two kernels."""
+"""Launch attention kernels: grids, splits and sizes of a call, and the buffers between two kernels."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ merging = kernels
 def attend(
     query: Tensor, page_set: PageSet, masks: Sequence[Tensor | None], scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a page set; see `tersekv.kernels.triton.attend`."""
+    """Attend over a page set; see `tersekv.kernels.triton.attend`."""
     return _attend(query.contiguous(), page_set.groups, masks, scaling, softcap)
 
 
 def attend_packed(
     query: Tensor, keys: Operand, values: Operand, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels/attend_packed.py`: out float32 [B, H, R, Dv], lse float32 [B, H, R]. One launch, and one to merge
-    where tokens are split; the queries of sketches and the outputs of sums add theirs."""
+    """Attend over a segment, see `kernels/attend_packed.py`: out float32 [B, H, R, Dv], lse float32
+    [B, H, R]. One launch, and one that merges if tokens are split. Queries of sketches and outputs
+    of sums need further launches."""
     group = Group([part(keys, values, query.device)], [0], False, query.device)
     return _attend(query.contiguous(), [group], [mask], scaling, softcap)
 
@@ -39,13 +40,14 @@ def attend_packed(
 def attend_segments(
     query: Tensor, segments: Sequence[Segment], scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels/attend_segments.py`: out float32 [B, H, R, Dv], lse float32 [B, H, R]."""
+    """Attend over segments, see `kernels/attend_segments.py`: out float32 [B, H, R, Dv], lse
+    float32 [B, H, R]."""
     page_set = prepare(segments)
     return attend(query, page_set, [segment.mask for segment in segments], scaling, softcap)
 
 
 def score_keys(query: Tensor, keys: Operand, scaling: float) -> Tensor:
-    """See `tersekv.kernels.triton`: float32 [B, H, R]."""
+    """Score keys, see `tersekv.kernels.triton.score_keys`: float32 [B, H, R]."""
     group = Group([part(keys, None, query.device)], [0], False, query.device)
     return _attend(query.contiguous(), [group], [None], scaling, None)[1]
 
@@ -54,11 +56,14 @@ def attend_pages(
     query: Tensor, keys: Operand, values: Operand, pages: Tensor, page_tokens: int, mask: Tensor, scaling: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `kernels/attend_pages.py`: out float32 [B, H, R, Dv], lse float32 [B, H, R]. Launches as above. Entries of
-    `pages` that are no page of the pool are read as −1: to refuse them would wait for the device.
+    """Attend over a pool, see `kernels/attend_pages.py`: out float32 [B, H, R, Dv], lse float32
+    [B, H, R].
+
+    Launches as in `attend_packed`. Invalid entries of `pages` are read as −1, because rejecting
+    them would wait for the device.
 
     Raises:
-        ValueError: pages are not whole blocks, or the mask is not one of their tokens.
+        ValueError: pages are not whole blocks, or the mask has another number of tokens.
     """
     if page_tokens < 1 or page_tokens % 32:
         raise ValueError(f"page_tokens: expected a multiple of 32, got {page_tokens}")
@@ -68,7 +73,7 @@ def attend_pages(
     pool = part(keys, values, query.device)
     for leaf in (*pool.keys.leaves, *pool.values.leaves):
         if page_tokens % (block := leaf.spec[constants.BLOCK.value]):
-            raise ValueError(f"page_tokens: expected a multiple of {block}, a block's tokens, got {page_tokens}")
+            raise ValueError(f"page_tokens: expected a multiple of {block} (the block size), got {page_tokens}")
     pages = pages.contiguous()
     where = pages, pages.stride(0), page_tokens, pool.tokens // page_tokens
     group = Group([pool._replace(tokens=T)], [0], False, query.device)
@@ -79,8 +84,8 @@ def _attend(
     query: Tensor, groups: Sequence[Group], masks: Sequence[Tensor | None], scaling: float, softcap: float | None,
     pages: tuple[Any, ...] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """A launch for each group, and one that merges their splits. Groups whose outputs need a linear map of their own
-    are merged by themselves first. pages: of a pool, see `attend_kernel.attend`."""
+    """Launch each group, and merge their splits. A group whose outputs need a linear map is merged
+    separately first. pages: of a pool, see `attend_kernel.attend`."""
     plain = [group for group in groups if group.values.plain]
     alike = len({group.values.channels for group in plain}) <= 1
     together = ([plain] if plain else []) if alike else [[group] for group in plain]
@@ -95,7 +100,7 @@ def _launch(
     query: Tensor, groups: Sequence[Group], masks: Sequence[Tensor | None], scaling: float, softcap: float | None,
     pages: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out [B, H, R, channels] and lse [B, H, R] over groups with as many channels."""
+    """Return out [B, H, R, channels] and lse [B, H, R] over groups that have equally many channels."""
     (B, H, R, _), channels = query.shape, groups[0].values.channels
     plans = [group.planned((B * H, R, *pages[2:3]), _planner(group, B * H, R, *pages[2:3])) for group in groups]
     splits = sum(count for _, count, _ in plans)
@@ -119,25 +124,26 @@ def _launch(
 
 
 def _planner(group: Group, heads: int, R: int, page_tokens: int | None = None) -> Any:
-    """A function that makes the group's plan."""
+    """Return a function that makes the group's plan."""
     leaves = group.keys.leaves, group.values.leaves
     return lambda: plan(heads, R, group.tokens, *leaves, group.device, page_tokens, bool(group.keys.roped))
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:
-    """A kernel takes a tensor where it reads none."""
+    """Return `other` instead of None, because a kernel needs a tensor even if it does not read it."""
     return other if x is None else x
 
 
 def _query(leaf: Leaf, query: Tensor) -> tuple[Any, ...]:
-    """The leaf's query and the distance of its rows."""
+    """Return the leaf's query and its row stride."""
     assert leaf.query is not None
     own = leaf.query(query)
     return own, own.stride(2)
 
 
 def _matrix(leaf: Leaf, query: Tensor) -> tuple[Any, ...]:
-    """The leaf's matrix and its strides of batch row, head and row; anything where it has none."""
+    """Return the leaf's matrix and its strides of batch row, head and row; any tensor if it has
+    none."""
     if leaf.matrix is None:
         return query, 0, 0, 0
     m = leaf.matrix()
@@ -147,7 +153,8 @@ def _matrix(leaf: Leaf, query: Tensor) -> tuple[Any, ...]:
 
 
 def _masks(group: Group, masks: Sequence[Tensor | None], query: Tensor) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Masks as the kernel takes them, and 1 for each one that there is. A table of pages has one mask."""
+    """Return the masks as kernel arguments, and 1 for each mask that exists, else 0. A table of
+    pages has one mask."""
     own = [masks[i] for i in group.numbers]
     if group.table is not None:
         own = [joined_mask(own, [part.tokens for part in group.parts])]
@@ -156,7 +163,7 @@ def _masks(group: Group, masks: Sequence[Tensor | None], query: Tensor) -> tuple
 
 
 def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """outs [B, H, splits, R, D] and lses [B, H, splits, R] to one."""
+    """Merge outs [B, H, splits, R, D] and lses [B, H, splits, R] to one out and one lse."""
     B, H, splits, R, D = outs.shape
     out, lse = outs.new_empty((B, H, R, D)), lses.new_empty((B, H, R))
     if lse.numel():
@@ -165,13 +172,14 @@ def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 MAX_PARTS = 8
-"""Segments that one launch merges; a kernel is compiled for each number of them."""
+"""Most segments that one launch merges. A kernel is compiled for each number of them."""
 
 
 def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """See `tersekv.kernels.softmax`: outs [B, H, R, D] and lses [B, H, R], float32, to one out and one lse."""
+    """Merge segments, see `kernels/softmax.py`: outs [B, H, R, D], lses [B, H, R], float32, to one
+    out and lse."""
     if not outs or len(outs) != len(lses):
-        raise ValueError(f"outs, lses: expected as many of each and at least one, got {len(outs)} and {len(lses)}")
+        raise ValueError(f"outs, lses: expected equally many of both, at least one, got {len(outs)} and {len(lses)}")
     if len(outs) == 1:
         return outs[0], lses[0]
     if len(outs) > MAX_PARTS:

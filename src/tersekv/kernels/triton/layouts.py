@@ -1,5 +1,5 @@
-"""What the kernel does with a leaf of each layout: its query, scores, sums, and decoding before RoPE. The loader is
-chosen when the kernel is compiled."""
+"""Dispatch by layout: query, scores, sums, and decoding before RoPE of a leaf. The loader is chosen
+when the kernel is compiled."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ from tersekv.kernels.triton.trellis import decode_trellis, load_keys_trellis, lo
 
 @triton.jit
 def _met(S: tl.constexpr, LEAF: tl.constexpr):
-    """Channels of the query that a leaf's tile meets, and which of them there are."""
+    """Return the channels of the query that a leaf's tile is multiplied with, and a mask of the
+    existing ones."""
     if S[LEAF][MAPPED] > 0:
         channel = tl.arange(0, S[LEAF][MAPPED])
         return channel, channel < S[LEAF][MAPPED_CHANNELS]
@@ -60,8 +61,8 @@ def _met(S: tl.constexpr, LEAF: tl.constexpr):
 
 @triton.jit
 def _query(rows, row_ok, pairs, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
-    """A leaf's query and, with RoPE, the channels that it meets across: float32 [channels, rows] divided by a power of
-    two near the largest of each row, and these powers."""
+    """Load a leaf's query and, with RoPE, its partner channels: float32 [channels, rows], divided
+    by a power of two near each row's largest element. Also return these powers."""
     channel, inside = _met(S, LEAF)
     ok = row_ok[None, :] & inside[:, None]
     q = tl.load(rows[None, :] + channel[:, None], mask=ok, other=0.0)
@@ -73,13 +74,14 @@ def _query(rows, row_ok, pairs, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.c
         across = tl.load(rows[None, :] + (partner - S[LEAF][FIRST])[:, None], mask=ok, other=0.0)
         across *= sign.to(tl.float32)[:, None]
         most = tl.maximum(most, tl.max(tl.abs(across), axis=0)[None, :])
-    most = 2.0 * power_of_two(most)  # so that nothing exceeds 1
+    most = 2.0 * power_of_two(most)  # factor 2, so that no element exceeds 1
     return q / most, across / most, most
 
 
 @triton.jit
 def leaf_query(rows, row_ok, pairs, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
-    """What `_query` gives; `sparse` and sketches of each block's channels load what they want."""
+    """Return the result of `_query`. Sparse leaves and sketches with channels per block load their
+    query themselves."""
     if S[LEAF][KIND] == SPARSE or (S[LEAF][KIND] == SKETCH and not ROPED):
         one = tl.full((1, rows.shape[0]), 1.0, tl.float32)
         return one, one, one
@@ -89,7 +91,7 @@ def leaf_query(rows, row_ok, pairs, ROPED: tl.constexpr, S: tl.constexpr, LEAF: 
 
 @triton.jit
 def _decoded(leaf, map, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
-    """Keys as they are in front of RoPE, float32 [tokens, channels]."""
+    """Decode keys before RoPE, float32 [tokens, channels]."""
     if S[LEAF][KIND] == GRID:
         x = decode_keys_grid(leaf, b, h, n0, T, S, LEAF, NB)
     elif S[LEAF][KIND] == SIGNS:
@@ -115,7 +117,8 @@ def _decoded(leaf, map, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl
 def _turned(
     x, q, across, turn, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr, ROPED: tl.constexpr
 ):  # fmt: skip
-    """Scores of keys x [N, channels] whose RoPE is put on the query: q·RoPE(x) = Σ x·(q·cos + across·sin)."""
+    """Scores of keys x [N, channels], with their RoPE applied to the query: q·RoPE(x) = Σ x·(q·cos
+    + across·sin)."""
     channel, inside = _met(S, LEAF)
     c = S[LEAF][FIRST] + tl.where(inside, channel, 0)
     column, sine = tl.load(turn[PAIRS] + 4 * c), tl.load(turn[PAIRS] + 4 * c + 2)
@@ -176,6 +179,6 @@ def sums(leaf, p, b, h, B, H, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
-    """A leaf's sum of no tokens."""
+    """Return a leaf's sum over no tokens."""
     P: tl.constexpr = S[LEAF][PADDED]
     return tl.zeros((P, ROWS), tl.float32)

@@ -1,8 +1,9 @@
-"""Packed layouts as the kernels take them. A *leaf* is one layout: constants, which a compiled kernel knows, and
-tensors with their strides.
+"""Packed layouts as kernel arguments. A *leaf* is one layout: compile-time constants, and tensors
+with their strides.
 
-The constants are a tuple of integers, since compilers before Triton 3.7 take no other tuples as constants. Operands
-that the kernels do not read raise `UnreadableError`, whose text is the reason that `why_not` returns.
+The constants are a tuple of integers, because Triton before 3.7 supports no other tuples as
+constants. Operands that the kernels cannot read raise `UnreadableError`, whose text is the reason
+that `why_not` returns.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ from tersekv.kernels.lanes import packed_words
 
 KIND: tl.constexpr = tl.constexpr(0)
 CHANNELS: tl.constexpr = tl.constexpr(1)
-"""Of the leaf's vectors: what a query or an output has; rows of the sketch for `signs`."""
+"""Channels of the leaf's vectors, which its query or output has; for `signs` the rows of the
+sketch."""
 PADDED: tl.constexpr = tl.constexpr(2)
 """Channels with padding, a power of two."""
 BLOCK: tl.constexpr = tl.constexpr(3)
-"""Tokens per block of the planes."""
+"""Tokens per block."""
 FIRST: tl.constexpr = tl.constexpr(4)
-"""Of keys with RoPE: the head's channel where theirs begin. Of values: where their output begins."""
+"""First channel. Keys with RoPE: the leaf's first channel in the head. Values: the first channel of
+its output."""
 MAPPED: tl.constexpr = tl.constexpr(5)
-"""Padded channels of the vectors that a matrix makes of decoded ones in front of RoPE; 0: there is none."""
+"""Padded channels of the vectors to which a matrix maps decoded ones before RoPE; 0: there is no
+matrix."""
 
 MAPPED_CHANNELS: tl.constexpr = tl.constexpr(6)
-"""How many of those are channels."""
+"""Number of those channels without padding."""
 
 BITS: tl.constexpr = tl.constexpr(7)
 GROUP: tl.constexpr = tl.constexpr(8)
@@ -42,31 +46,31 @@ IS_INTEGER: tl.constexpr = tl.constexpr(11)
 WORDS: tl.constexpr = tl.constexpr(12)
 SCALES: tl.constexpr = tl.constexpr(13)
 WIDE: tl.constexpr = tl.constexpr(14)
-"""Scales are bfloat16 and may exceed float16."""
+"""True if scales are bfloat16, which may exceed float16's range."""
 
 LEVELS: tl.constexpr = tl.constexpr(7)
 LEVEL_BITS: tl.constexpr = tl.constexpr(8)
-"""Of polar level 1; those of the others follow."""
+"""Bits of polar level 1; those of the other levels follow."""
 
 STREAM_WORDS: tl.constexpr = tl.constexpr(7)
-"""16-bit words of a trellis token's stream."""
+"""Number of 16-bit words of a trellis token's stream."""
 
 SKETCH_ROWS: tl.constexpr = tl.constexpr(7)
-"""Of signs with channels per block."""
+"""Rows of a sketch whose channels differ per block."""
 PADDED_SKETCH_ROWS: tl.constexpr = tl.constexpr(8)
 CHOSEN: tl.constexpr = tl.constexpr(9)
-"""Channels that a block chooses."""
+"""Number of channels that a block chooses."""
 PADDED_CHOSEN: tl.constexpr = tl.constexpr(10)
 OF_CHOSEN: tl.constexpr = tl.constexpr(11)
-"""The sketch is of the chosen channels, else of all others."""
+"""True if the sketch is of the chosen channels, False if it is of all others."""
 
 ANGLES_KIND: tl.constexpr = tl.constexpr(7)
-"""Of a turned vector: where its angles come from, see `rope.py`."""
+"""Source of the angles of a rotated mean, see `rope.py`."""
 
 FLOAT32: tl.constexpr = tl.constexpr(7)
-"""Exact tokens are float32."""
+"""True if exact tokens are float32."""
 FLOAT8: tl.constexpr = tl.constexpr(8)
-"""They are float8."""
+"""True if exact tokens are float8."""
 
 EXACT: tl.constexpr = tl.constexpr(0)
 GRID: tl.constexpr = tl.constexpr(1)
@@ -75,7 +79,7 @@ POLAR: tl.constexpr = tl.constexpr(3)
 SPARSE: tl.constexpr = tl.constexpr(4)
 TRELLIS: tl.constexpr = tl.constexpr(5)
 TURNED: tl.constexpr = tl.constexpr(6)
-"""Holds no tokens: one vector that RoPE turns."""
+"""The rotated mean: no tokens, but one vector that RoPE rotates."""
 SKETCH: tl.constexpr = tl.constexpr(7)
 """Signs whose channels differ between blocks."""
 LAYOUTS = {
@@ -83,17 +87,18 @@ LAYOUTS = {
     "trellis": TRELLIS,
 }  # fmt: skip
 
-# Where angles come from: rows of the tokens' own, any positions, or positions that follow one another.
+# Source of angles: rows per token, arbitrary positions, or consecutive positions.
 GIVEN: tl.constexpr = tl.constexpr(1)
 ANYWHERE: tl.constexpr = tl.constexpr(2)
 CONSECUTIVE: tl.constexpr = tl.constexpr(3)
 
-# Where scales are multiplied (SCALES).
+# Operand that scales are multiplied with (SCALES).
 TO_COEFFICIENTS: tl.constexpr = tl.constexpr(0)
 TO_PRODUCT: tl.constexpr = tl.constexpr(1)
 TO_ELEMENTS: tl.constexpr = tl.constexpr(2)
 
-# Types of the fields in a table of pages (`field_codes`). An odd code: a multiple of 16 in every page.
+# Types of the fields in a table of pages (`field_codes`). An odd code: the value is a multiple of
+# 16 in every page.
 ALIGNED: tl.constexpr = tl.constexpr(1)
 INT32_FIELD: tl.constexpr = tl.constexpr(0)
 INT64_FIELD: tl.constexpr = tl.constexpr(2)
@@ -120,7 +125,7 @@ _FLOATS = (torch.float32, *_HALVES, *_FLOAT8)
 
 
 class UnreadableError(Exception):
-    """Why the kernels do not read an operand."""
+    """The kernels cannot read an operand; the text is the reason."""
 
 
 class Leaf(NamedTuple):
@@ -128,9 +133,10 @@ class Leaf(NamedTuple):
 
     spec: the constants above. fields: tensors and numbers of one segment.
 
-    Leaves of keys also have a function `query`: from the segment's queries float32 [B, H, R, D] it returns those that
-    the leaf is multiplied with, [B, H, R, channels]. A function `matrix` returns the matrix before RoPE, if there is
-    one. `origin` is equal for leaves whose two functions return the same.
+    Key leaves also have a function `query`. It maps the segment's queries float32 [B, H, R, D] to
+    the queries that the leaf is multiplied with, [B, H, R, channels]. A function `matrix` returns
+    the matrix before RoPE, if there is one. `origin` is equal for leaves whose two functions return
+    the same.
     """
 
     spec: tuple[int, ...]
@@ -141,12 +147,13 @@ class Leaf(NamedTuple):
 
 
 def identity(x: Tensor | None) -> tuple[Any, ...]:
-    """Equal for tensors that share memory, shape and strides."""
+    """Return a key that is equal for tensors that share memory, shape and strides."""
     return () if x is None else (x.data_ptr(), *x.shape, *x.stride())
 
 
 def field_codes(pages: Sequence[tuple[Any, ...]]) -> tuple[int, ...]:
-    """The type of each field over all pages, which have as many fields, of the same types."""
+    """Return the type of each field over all pages, which have equally many fields of the same
+    types."""
     return tuple(_field_code(column) for column in zip(*pages, strict=True))
 
 
@@ -163,14 +170,14 @@ def _field_code(column: Sequence[Any]) -> int:
 
 
 def number(field: Any) -> int:
-    """A field as the table's 64 bits: an address, an integer, or the bits of a float32."""
+    """Convert a field to the table's 64 bits: an address, an integer, or the bits of a float32."""
     if isinstance(field, Tensor):
         return field.data_ptr()
     return int.from_bytes(struct.pack("<f", field), "little") if isinstance(field, float) else int(field)
 
 
 def power(n: int, least: int = 16) -> int:
-    """The next power of two."""
+    """Return the smallest power of two that is at least n and at least `least`."""
     return max(least, 1 << (n - 1).bit_length())
 
 
@@ -183,20 +190,21 @@ def _spec(kind: Any, channels: int, padded: int, block: int, *more: int) -> tupl
 
 
 def changed(leaf: Leaf, constant: Any, value: int) -> Leaf:
-    """With another constant."""
+    """Return the leaf with another value of one constant."""
     at = _value(constant)
     return leaf._replace(spec=(*leaf.spec[:at], value, *leaf.spec[at + 1 :]))
 
 
 class Readable:
-    """Checks of one side's tensors. device: where they have to be. dry: no tensor is made, so that leaves are complete
-    but for fields that hold a copy."""
+    """Check the tensors of keys or values and build leaves. device: where the tensors must be. dry:
+    make no tensor; leaves are complete except for fields that hold a copy."""
 
     def __init__(self, name: str, device: torch.device, dry: bool = False) -> None:
         self.name, self.device, self.dry = name, device, dry
 
     def plane(self, what: str, x: Tensor, dtypes: Sequence[torch.dtype], dense: int = 0) -> tuple[Any, ...]:
-        """A tensor and the strides of its three leading axes, the last `dense` axes being contiguous."""
+        """Return a tensor and the strides of its first three axes; the last `dense` axes must be
+        contiguous."""
         if x.device != self.device:
             raise UnreadableError(f"{self.name} have {what} on {x.device}, the query is on {self.device}")
         if x.dtype not in dtypes:
@@ -212,12 +220,12 @@ class Readable:
         return (x, *(0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride(), strict=False)))
 
     def single(self, what: str, x: Tensor) -> tuple[Any, ...]:
-        """A tensor of any float type as float32, one axis contiguous; see `plane`."""
+        """Return a tensor of any float type as float32 with one contiguous axis; see `plane`."""
         fields = self.plane(what, x, (*_FLOATS, torch.float64), 1)
         return fields if self.dry or x.dtype is torch.float32 else self.plane(what, x.float(), (torch.float32,), 1)
 
     def leaf(self, operand: Operand) -> Leaf:
-        """An operand that is one layout, and no sketch."""
+        """Build the leaf of an operand that is one layout and not a sketch."""
         if isinstance(operand, Tensor):
             return self._exact(operand)
         if isinstance(operand, GridSide):
@@ -237,7 +245,7 @@ class Readable:
         if grid.side != self.name:
             raise ValueError(f"{self.name}: expected a GridSide of {self.name}, got one of {grid.side}")
         if not 1 <= grid.bits <= 8:
-            raise UnreadableError(f"{self.name} have {grid.bits} bits, the kernels take 1 to 8")
+            raise UnreadableError(f"{self.name} have {grid.bits} bits, the kernels support 1 to 8")
         if grid.block_tokens % 32:
             raise UnreadableError(f"{self.name} have blocks of {grid.block_tokens} tokens, not a multiple of 32")
         D, t, offset = grid.head_dim, grid.block_tokens, grid.offset
@@ -283,39 +291,41 @@ class Readable:
         return Leaf(_spec(TRELLIS, D, power(D), t, W), fields)
 
     def turned(self, view: Any, pairs: Tensor) -> Leaf:
-        """A `turned` view; pairs int32 [D, 4]: `Rope.channels` on the device."""
+        """Build the leaf of a rotated mean; pairs int32 [D, 4]: `Rope.channels` on the device."""
         angles, kind = self.angles(view.angles, pairs)
         fields = (*self.single("a mean", view.mean), *angles, pairs)
         D = view.mean.shape[-1]
         return Leaf(_spec(TURNED, D, power(D), 32, kind), fields)
 
     def angles(self, angles: Any, pairs: Tensor) -> tuple[tuple[Any, ...], int]:
-        """Fields of `Angles` (`tiles.py`), and where they come from.
+        """Return the fields of `Angles` (see `tiles.py`) and the source of the angles.
 
         Raises:
-            UnreadableError: positions whose channels take cosines and sines of different columns.
+            UnreadableError: cosines and sines of a channel are in different columns.
         """
         table = self.plane("a table of angles", angles.table, (torch.float32,), 4)[0]
         places = self.plane("places", angles.places, (torch.int32,))
         kind = GIVEN if angles.is_given else CONSECUTIVE if angles.consecutive else ANYWHERE
         if not angles.is_given and not angles.rope.has_one_angle_per_pair(len(pairs)):
-            raise UnreadableError(f"{self.name} have a RoPE with cosines and sines of different columns")
+            raise UnreadableError(f"{self.name} have a RoPE whose cosines and sines are in different columns")
         follows = int(angles.places.shape[-1] == 1)
         return (table, table.shape[-1], *places, follows), _value(kind)
 
     def signs(self, sketch: Any) -> Leaf:
-        """One sketch of a `signs` view whose channels are the same in all blocks."""
+        """Build the leaf of one sketch of a `signs` view whose channels are the same in all blocks."""
         M = sketch.sketch.shape[0]
         return Leaf(_spec(SIGNS, M, power(M), sketch.signs.shape[-1]), self._signed(sketch))
 
     def sketch(self, sketch: Any, head_dim: int, behind: int) -> Leaf:
-        """One whose channels differ. behind: channels of the leaf's query in front of the query itself.
+        """Build the leaf of a sketch whose channels differ between blocks.
+
+        behind: number of channels before the query itself in the leaf's query.
 
         Raises:
-            UnreadableError: it both takes some channels and leaves some out.
+            UnreadableError: the sketch both takes some channels and leaves some out.
         """
         if sketch.channels is not None and sketch.dropped is not None:
-            raise UnreadableError(f"{self.name} have sketches that take some channels and leave some out")
+            raise UnreadableError(f"{self.name} have sketches that both take and leave out channels")
         of_chosen = sketch.channels is not None
         chosen = self.plane("channels", sketch.channels if of_chosen else sketch.dropped, (torch.int64,), 1)
         M, n = sketch.sketch.shape[0], chosen[0].shape[-1]
@@ -331,9 +341,9 @@ class Readable:
 
 
 def _scales(grid: GridSide) -> int:
-    """Where a grid's scales are multiplied, see `grid.py`."""
+    """Return the operand that a grid's scales are multiplied with, see `grid.py`."""
     packed = grid.axis == ("channel" if grid.side == "keys" else "token")
-    lanes = 32  # of a tile: they share a scale of the packed axis
+    lanes = 32  # lanes of a tile, which share a scale of the packed axis
     if grid.axis == "token" and grid.group >= grid.head_dim:
         return int(TO_PRODUCT.value)
     return int((TO_COEFFICIENTS if packed and grid.group % lanes == 0 else TO_ELEMENTS).value)

@@ -1,8 +1,10 @@
-"""Segments prepared for the attention kernel: everything that does not depend on the query, built once.
+"""Segments prepared for the attention kernel: everything that does not depend on the query, built
+once.
 
-Segments of the same layouts form a *group*, which one launch reads. Packed pages are given to the kernel as a table on
-the device, one row of addresses and numbers per page. A few exact segments are given as arguments instead, because they
-change at every step and a table would have to be copied to the device.
+Segments of the same layouts form a *group*, which one launch reads. Packed pages are passed to the
+kernel as a table on the device, one row of addresses and numbers per page. A few exact segments are
+passed as arguments instead. They change at every step, so a table would have to be copied to the
+device each time.
 
 Shapes: B batch, H key-value heads, R query rows per head, D head dim of keys, Dv of values.
 """
@@ -23,7 +25,8 @@ from tersekv.kernels.triton.trees import Keys, Values
 from tersekv.kernels.triton.tuning import LaunchPlan
 
 MAX_EXACT = 4
-"""Most exact segments that a launch takes as arguments; a kernel is compiled for each number of them."""
+"""Most exact segments that a launch takes as arguments. A kernel is compiled for each number of
+them."""
 
 
 class PagePart(NamedTuple):
@@ -35,11 +38,11 @@ class PagePart(NamedTuple):
     head_dim: int
 
     def fields(self) -> tuple[tuple[Any, ...], ...]:
-        """Tensors and numbers of each leaf of the keys, of each of the values, and of the angles."""
+        """Return tensors and numbers of each key leaf, of each value leaf, and of the angles."""
         return *(leaf.fields for leaf in (*self.keys.leaves, *self.values.leaves)), self.keys.angles
 
     def likeness(self) -> tuple[Any, ...]:
-        """Equal for segments that one launch can read."""
+        """Return a key that is equal for segments that one launch can read."""
         types = tuple(x.dtype if isinstance(x, Tensor) else type(x) for fields in self.fields() for x in fields)
         specs = tuple(leaf.spec for leaf in self.keys.leaves), tuple(leaf.spec for leaf in self.values.leaves)
         origins = tuple(leaf.origin for leaf in self.keys.leaves), self.values.origin
@@ -47,10 +50,11 @@ class PagePart(NamedTuple):
 
 
 def part(keys: Operand, values: Operand | None, device: torch.device) -> PagePart:
-    """Check a segment and describe it. values: None for an output of no channels.
+    """Check a segment and describe it. values: None for an output without channels.
 
     Raises:
-        UnreadableError: the kernels do not read it. ValueError: keys and values have different numbers of tokens.
+        UnreadableError: the kernels cannot read it. ValueError: keys and values have different
+        numbers of tokens.
     """
     made = PagePart(
         trees.keys(keys, device), trees.NO_VALUES if values is None else trees.values(values, device), *trees.size(keys)
@@ -61,7 +65,8 @@ def part(keys: Operand, values: Operand | None, device: torch.device) -> PagePar
 
 
 class Group:
-    """Segments that one launch reads. numbers: their places in the page set. tabled: as a table on the device."""
+    """Segments that one launch reads. numbers: their indices in the page set. tabled: True to pass
+    them as a table on the device."""
 
     def __init__(self, parts: Sequence[PagePart], numbers: Sequence[int], tabled: bool, device: torch.device) -> None:
         first = parts[0]
@@ -84,14 +89,14 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """Of all segments."""
+        """Number of tokens of all segments."""
         return sum(part.tokens for part in self.parts)
 
     def _make_table(self) -> None:
         rows, codes = [], []
         columns = list(zip(*(part.fields() for part in self.parts), strict=True))
         at = 2
-        for pages in columns:  # of each leaf
+        for pages in columns:  # for each leaf, and the angles
             codes.append((at, *field_codes(pages)))
             at += len(pages[0])
         start = 0
@@ -102,7 +107,8 @@ class Group:
         self.table = torch.tensor(rows, dtype=torch.int64).to(self.device, non_blocking=True)
 
     def planned(self, key: Any, make: Callable[[], LaunchPlan]) -> tuple[LaunchPlan, int, Tensor | None]:
-        """The plan, its number of splits and, with a table, the runs of `attend_kernel.attend`; made once per `key`."""
+        """Return the plan, its number of splits and, with a table, the runs of
+        `attend_kernel.attend`. It is made once per `key`."""
         if key not in self._plans:
             self._plans[key] = self._runs(make())
         return self._plans[key]
@@ -111,7 +117,8 @@ class Group:
         tile = 32 * plan.blocks
         padded = [-(-part.tokens // tile) * tile for part in self.parts]
         if self.table is None and len(padded) > 1 and sum(padded) <= 2 * tile:
-            plan = plan._replace(split_tokens=2 * tile)  # sinks and window: a launch that merges would take longer
+            # sinks and window: two splits plus a merge would take longer
+            plan = plan._replace(split_tokens=2 * tile)
         splits = max(1, -(-sum(padded) // plan.split_tokens))
         if self.table is None:
             return plan, splits, None
@@ -129,14 +136,16 @@ class Group:
 
 
 class PageSet:
-    """Segments of one layer, made by `prepare`. It holds their tensors; it does not notice when they change place."""
+    """Segments of one layer, made by `prepare`. It holds references to their tensors and does not
+    notice if their memory moves."""
 
     def __init__(self, groups: Sequence[Group], segments: int, device: torch.device) -> None:
         self.groups, self.segments, self.device = list(groups), segments, device
 
     def with_segments(self, segments: Sequence[Segment]) -> PageSet:
-        """A page set with these segments after its own, which are not built again. For segments that change at every
-        step: exact ones take no copy to the device.
+        """Return a page set with these segments after its own, which are not built again.
+
+        This is for segments that change at every step. Exact segments need no copy to the device.
 
         Raises:
             UnreadableError, ValueError: see `prepare`.
@@ -148,21 +157,22 @@ class PageSet:
 
 
 def prepare(segments: Sequence[Segment]) -> PageSet:
-    """Check segments of one layer and build what the kernel is given of them. Masks are not looked at.
+    """Check the segments of one layer and build their kernel arguments. Masks are ignored.
 
     Args:
-        segments: at least one, each with keys [B, H, T, D] and values [B, H, T, Dv] of its own T, any layouts.
+        segments: at least one, each with keys [B, H, T, D] and values [B, H, T, Dv] of its own T,
+            any layouts.
 
     Raises:
-        UnreadableError: the kernels do not read a segment. ValueError: keys and values of a segment have different
-        numbers of tokens.
+        UnreadableError: the kernels cannot read a segment. ValueError: keys and values of a segment
+        have different numbers of tokens.
     """
     device = trees.device_of(segments[0].keys)
     return PageSet(_groups(segments, 0, device), len(segments), device)
 
 
 def _groups(segments: Sequence[Segment], first: int, device: torch.device) -> list[Group]:
-    """Groups of segments whose places in the page set are from `first` on."""
+    """Group segments. Their indices in the page set are from `first` on."""
     alike: dict[Any, list[tuple[int, Segment, PagePart]]] = {}
     for i, segment in enumerate(segments):
         described = part(segment.keys, segment.values, device)
@@ -178,8 +188,8 @@ def _groups(segments: Sequence[Segment], first: int, device: torch.device) -> li
 
 
 def why_not(segment: Segment, device: torch.device, in_pages: bool = False) -> str | None:
-    """Why the kernels do not read a segment, None if they do. in_pages: its tokens are read in another order than they
-    are in. Checks only: no tensor is made."""
+    """Return the reason why the kernels cannot read a segment, or None. in_pages: the page table
+    may change the order of its tokens. Only checks; no tensor is made."""
     try:
         keys = trees.keys(segment.keys, device, dry=True)
         values = trees.values(segment.values, device, dry=True)
@@ -191,11 +201,12 @@ def why_not(segment: Segment, device: torch.device, in_pages: bool = False) -> s
 
 
 Strided = tuple[Tensor, int, int, int, int, int]
-"""A mask as the kernel takes it: bytes, strides of batch row, head, query and token, and its number of queries."""
+"""A mask as kernel argument: bytes, strides of batch row, head, query and token, and its number of
+queries."""
 
 
 def strided(mask: Tensor) -> Strided:
-    """A mask bool [B, q, T] or [B, H, q, T]."""
+    """Convert a mask bool [B, q, T] or [B, H, q, T] to a kernel argument."""
     if mask.dim() == 3:
         mask = mask.unsqueeze(1)
     b, h, q, t = (0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride(), strict=True))
@@ -203,8 +214,8 @@ def strided(mask: Tensor) -> Strided:
 
 
 def joined_mask(masks: Sequence[Tensor | None], tokens: Sequence[int]) -> Tensor | None:
-    """One mask [B, H, q, ΣT] of segments with so many tokens each. Nothing is copied if all are neighbouring columns of
-    one tensor."""
+    """Join masks to one [B, H, q, ΣT]; tokens: number per segment. Nothing is copied if all are
+    neighbouring columns of one tensor."""
     there = [mask if mask.dim() == 4 else mask.unsqueeze(1) for mask in masks if mask is not None]
     if not there:
         return None
@@ -222,7 +233,7 @@ def joined_mask(masks: Sequence[Tensor | None], tokens: Sequence[int]) -> Tensor
 
 
 def _neighbours(masks: Sequence[Tensor]) -> bool:
-    """True if masks [B, H, q, T] are columns of one tensor, side by side."""
+    """True if masks [B, H, q, T] are consecutive columns of one tensor."""
     first, strides = masks[0], masks[0].stride()
     place = first.storage_offset()
     for mask in masks:

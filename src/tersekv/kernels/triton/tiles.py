@@ -1,17 +1,21 @@
-"""Pieces that all loaders share: where tokens are in a plane, packed words to numbers in registers, and RoPE.
+"""Functions that all loaders share: addresses of tokens, packed words to numbers in registers, and
+RoPE.
 
-Blocks of a head are at equal distances. A tile's first token, a multiple of 32, is found in 64 bits, since a pool of
-pages may be large; what its other tokens add to the address is small.
+Blocks of a head are at equal distances. The address of a tile's first token, a multiple of 32, is
+computed in 64 bits, because a pool of pages may be large. The offsets of its other tokens are
+small.
 
-A *unit* is 32 packed codes of a lane: `bits` words for every width (`kernels/lanes.py`), 16 pairs of half-words. Which
-word, shift and mask makes a pair is written out at compile time, pair by pair, and the pairs are joined along new axes:
-a tile made with index arithmetic instead lets the compiler spread one unit over threads, which then load and shift
-every word many times. A shift and a mask place two codes below the exponents of 1.0 in float16, 1 + code/2^bits, and
-the 1 is subtracted: exact, with no conversion of integers.
+A *unit* is 32 packed codes of a lane: `bits` words for every width (`kernels/lanes.py`), 16 pairs
+of half-words. The word, shift and mask of each pair are fixed at compile time, and the pairs are
+joined along new axes. With index arithmetic instead, the compiler would spread one unit over
+threads, which would load and shift every word many times. A shift and a mask place two codes below
+the exponents of 1.0 in float16, 1 + code/2^bits, and the 1 is subtracted. That is exact, and
+converts no integers.
 
-Cosines and sines of tokens come from a table of 256 rows (`codecs/transforms/rope_table.py`) by angle addition. Fields
-of angles, from FIRST on: the table, its columns, places with strides of batch row, head and token, 1 where a token's
-position is the first one's plus its number (else 0), and RoPE as pairs of channels.
+Cosines and sines of tokens come from a table of 256 rows (`codecs/transforms/rope_table.py`) by
+angle addition. Fields of angles, from FIRST on: the table; its columns; positions with strides of
+batch row, head and token; 1 if positions are consecutive, else 0. The last field is RoPE as pairs
+of channels.
 """
 
 from __future__ import annotations
@@ -22,19 +26,20 @@ import triton.language as tl
 from tersekv.kernels.triton.leaves import BLOCK, CONSECUTIVE, GIVEN
 
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Kernels run on the CPU, where bfloat16 has no arithmetic."""
+"""True if Triton interprets kernels on the CPU, where bfloat16 has no arithmetic."""
 
 
 @triton.jit
 def power_of_two(most):
-    """The power of two that begins float32 numbers, 1 for 0: dividing by it loses nothing."""
+    """Return the largest power of two up to a float32 number, 1 for 0. Dividing by it is exact."""
     power = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.where(power == 0, 1.0, power)
 
 
 @triton.jit
 def largest(x):
-    """A power of two near the largest absolute value of a tile: what it is divided by to fit float16."""
+    """Return a power of two near the largest absolute value of a tile. Divided by it, the tile fits
+    float16."""
     return power_of_two(tl.max(tl.reshape(tl.abs(x), (x.numel,)), axis=0))
 
 
@@ -49,8 +54,8 @@ def product(x, y):
 
 @triton.jit
 def load_words(codes, at, left, BITS: tl.constexpr):
-    """The words of units that begin at `codes + at`: a tuple of BITS int32 tensors of its shape. Words lie 16 apart;
-    past `left` of them there is nothing."""
+    """Load the words of units that begin at `codes + at`: a tuple of BITS int32 tensors of its
+    shape. Consecutive words are 16 apart; words from `left` on do not exist."""
     words = ()
     for v in tl.static_range(BITS):
         words = words + (tl.load(codes + at + v * 16, mask=left > v, other=0),)  # type: ignore[assignment]
@@ -59,7 +64,8 @@ def load_words(codes, at, left, BITS: tl.constexpr):
 
 @triton.jit
 def _pairs(words, BITS: tl.constexpr):
-    """The 16 pairs of codes of a unit, each code in bits 10 − BITS to 9 of its half of an int32: a tuple."""
+    """Return the 16 pairs of codes of a unit as a tuple; each code is in bits 10 − BITS to 9 of its
+    half of an int32."""
     DIRECT: tl.constexpr = 16 // BITS
     SPARE: tl.constexpr = 16 - BITS * DIRECT
     WORDS: tl.constexpr = 1 if SPARE == 0 else (3 if BITS == 6 else BITS)
@@ -74,7 +80,7 @@ def _pairs(words, BITS: tl.constexpr):
                 pair = (pair >> (i % CODES % DIRECT * BITS - UP)) & MASK
             else:
                 pair = (pair << (UP - i % CODES % DIRECT * BITS)) & MASK
-        else:  # its bits are spare ones of several words
+        else:  # its bits are spare bits of several words
             pair = words[0] & 0
             for k in tl.static_range(BITS):
                 word = words[i // CODES * WORDS + ((i % CODES - WORDS * DIRECT) * BITS + k) // SPARE]
@@ -86,8 +92,8 @@ def _pairs(words, BITS: tl.constexpr):
 
 @triton.jit
 def numbers(words, table, BITS: tl.constexpr, IS_INTEGER: tl.constexpr):
-    """A tile [G, L, 32·U] of float16 from words [G, L, U] of its units: entries of a table, or of integers
-    code/2^BITS."""
+    """Return a tile [G, L, 32·U] of float16 from words [G, L, U] of its units: entries of a table,
+    or code/2^BITS for integers."""
     pairs = _pairs(words, BITS)
     two = ()
     for i in tl.static_range(16):
@@ -112,20 +118,20 @@ def numbers(words, table, BITS: tl.constexpr, IS_INTEGER: tl.constexpr):
 
 @triton.jit
 def head_at(leaf, FIRST: tl.constexpr, b, h):
-    """Where a head begins in a plane; FIRST: of the plane's fields in the leaf, a tensor and its strides of batch row,
-    head and block."""
+    """Return a pointer to the beginning of a head. FIRST: index of a tensor in the leaf, followed
+    by its strides of batch row, head and block."""
     return leaf[FIRST] + b.to(tl.int64) * leaf[FIRST + 1] + h.to(tl.int64) * leaf[FIRST + 2]
 
 
 @triton.jit
 def block_at(leaf, FIRST: tl.constexpr, b, h, n0, S: tl.constexpr, LEAF: tl.constexpr):
-    """Where the block of token n0 begins."""
+    """Return a pointer to the beginning of the block of token n0."""
     return head_at(leaf, FIRST, b, h) + (n0 // S[LEAF][BLOCK]).to(tl.int64) * leaf[FIRST + 3]
 
 
 @triton.jit
 def from_block(n0, i, S: tl.constexpr, LEAF: tl.constexpr):
-    """Tokens n0 + i counted from the beginning of n0's block."""
+    """Return tokens n0 + i counted from the beginning of n0's block."""
     if S[LEAF][BLOCK] == 32:
         return i
     else:
@@ -134,7 +140,7 @@ def from_block(n0, i, S: tl.constexpr, LEAF: tl.constexpr):
 
 @triton.jit
 def tokens_at(leaf, FIRST: tl.constexpr, b, h, n0, i, S: tl.constexpr, LEAF: tl.constexpr):
-    """Where tokens n0 + i begin in a plane with tokens last."""
+    """Return pointers to tokens n0 + i in a tensor whose last axis is tokens."""
     i = from_block(n0, i, S, LEAF)
     at = (i // S[LEAF][BLOCK]) * leaf[FIRST + 3] + i % S[LEAF][BLOCK]
     return block_at(leaf, FIRST, b, h, n0, S, LEAF) + at
@@ -149,7 +155,7 @@ BASE: tl.constexpr = tl.constexpr(64)
 
 @triton.jit
 def _place(angles, FIRST: tl.constexpr, b, h, n):
-    """Positions of tokens n, or their rows in a table of their own."""
+    """Load the positions of tokens n, or their rows in a table of their own."""
     at = angles[FIRST + 2] + b.to(tl.int64) * angles[FIRST + 3] + h.to(tl.int64) * angles[FIRST + 4]
     return tl.load(at + n * angles[FIRST + 5]) + n * angles[FIRST + 6]
 
@@ -179,7 +185,8 @@ def _of_position(angles, FIRST: tl.constexpr, place, column, mask):
 
 @triton.jit
 def cos_sin(angles, FIRST: tl.constexpr, b, h, n, cos_column, sin_column, mask, KIND: tl.constexpr):
-    """cos and sin of tokens n; columns and mask are broadcast with n. Positions have one column for both."""
+    """Return cos and sin of tokens n; columns and mask are broadcast with n. Positions use one
+    column for both."""
     place = _place(angles, FIRST, b, h, n)
     if KIND == GIVEN:
         cos, sin = _row(angles, FIRST, place, cos_column, sin_column, mask)
@@ -192,8 +199,9 @@ def cos_sin(angles, FIRST: tl.constexpr, b, h, n, cos_column, sin_column, mask, 
 def tile_cos_sin(
     angles, FIRST: tl.constexpr, b, h, n0, T, cos_column, sin_column, mask, N: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """cos and sin [N, channels] of tokens n0 to n0 + N, columns and mask [1, channels]. Of consecutive ones, the first
-    token's rotation times those of 0 to N − 1 steps, which all tiles read."""
+    """Return cos and sin [N, channels] of tokens n0 to n0 + N, columns and mask [1, channels]. For
+    consecutive positions they are the first token's rotation times the rotations of 0 to N − 1
+    steps, which all tiles share."""
     if KIND == CONSECUTIVE:
         a, b_ = _of_position(angles, FIRST, _place(angles, FIRST, b, h, n0), cos_column, mask)
         i = tl.arange(0, N)[:, None]

@@ -1,6 +1,5 @@
-"""Loaders of layouts in which each token is decoded from its own numbers: exact, signs, polar, the rotated mean, and
-signs whose channels differ between blocks.
-"""
+"""Loaders of layouts that decode each token from its own data: exact, signs, polar, the rotated
+mean, and signs whose channels differ between blocks."""
 
 from __future__ import annotations
 
@@ -24,12 +23,12 @@ from tersekv.kernels.triton.leaves import (
 )
 from tersekv.kernels.triton.tiles import PAIRS, block_at, head_at, largest, product, tile_cos_sin, tokens_at
 
-# exact: the tensor and its strides of batch row, head and token.
+# Fields of an exact leaf: the tensor and its strides of batch row, head and token.
 
 
 @triton.jit
 def decode_exact(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
-    """x [N, channels] in its own type, float8 as float16."""
+    """Load x [N, channels] in its own type, float8 as float16."""
     n, c = n0 + tl.arange(0, N)[:, None], tl.arange(0, S[LEAF][PADDED])[None, :]
     ok = (n < T) & (c < S[LEAF][CHANNELS])
     x = tl.load(head_at(leaf, 0, b, h) + n.to(tl.int64) * leaf[3] + c, mask=ok, other=0.0)
@@ -59,7 +58,8 @@ def load_values_exact(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr,
         return product(x, p.to(x.dtype))
 
 
-# signs: the bytes with strides of batch row, head and block; the norms likewise; the estimator's factor.
+# Fields of a signs leaf: the bytes with strides of batch row, head and block; the norms likewise;
+# the estimator's factor.
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def signs_of(
     leaf, b, h, n0, T, ROWS: tl.constexpr, PADDED_ROWS: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """±1 [N, padded rows of the sketch], float16."""
+    """Unpack ±1 [N, padded rows of the sketch], float16."""
     BYTES: tl.constexpr = PADDED_ROWS // 8
     i, byte = tl.arange(0, N)[:, None], tl.arange(0, BYTES)[None, :]
     at = tokens_at(leaf, 0, b, h, n0, i, S, LEAF) + byte * S[LEAF][BLOCK]
@@ -87,7 +87,7 @@ def signs_of(
 
 @triton.jit
 def _sign(byte, BIT: tl.constexpr):
-    """−1.0, or 1.0 where the bit is set."""
+    """Return 1.0 where the bit is set, else −1.0."""
     return ((((byte >> BIT) & 1) << 15) ^ 0xBC00).to(tl.int16).to(tl.float16, bitcast=True)
 
 
@@ -118,13 +118,14 @@ def load_values_signs(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr,
     return product(tl.trans(_signs(leaf, b, h, n0, T, S, LEAF, N)), weights) * most
 
 
-# polar: angles and radii with strides of batch row, head and block; the radii's unit; cosines and sines of all levels'
-# tables as float32 [rows, entries, 2], and the stride of a row.
+# Fields of a polar leaf: angles and radii with strides of batch row, head and block; the radii's
+# unit; cosines and sines of all levels' tables as float32 [rows, entries, 2], and the row stride.
 
 
 @triton.jit
 def _polar(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
-    """x̂ over the radii's unit and the largest radius, float32 [N, channels], and that radius."""
+    """Return x̂ divided by the radii's unit and by a power of two near the largest radius, float32
+    [N, channels], and that power."""
     L: tl.constexpr = S[LEAF][LEVELS]
     i = tl.arange(0, N)[:, None]
     j = tl.arange(0, S[LEAF][PADDED] >> L)[None, :]
@@ -141,8 +142,8 @@ def _polar(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constex
 
 @triton.jit
 def _directions(leaf, b, angles, ok, LEVEL: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
-    """Cosine and sine of the angles of a level (0 is the paper's 1) of tokens at `angles` (pointers [N, 1]): float32
-    [N, padded channels / 2^(level+1)]."""
+    """Return cosine and sine of the angles of a level (0 is level 1 of the paper) of tokens at
+    `angles` (pointers [N, 1]): float32 [N, padded channels / 2^(level+1)]."""
     start = 0
     entry = 0
     for lower in tl.static_range(LEVEL):
@@ -162,7 +163,7 @@ def _directions(leaf, b, angles, ok, LEVEL: tl.constexpr, S: tl.constexpr, LEAF:
 
 @triton.jit
 def decode_polar(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
-    """x̂ float32 [N, channels]."""
+    """Decode to x̂, float32 [N, channels]."""
     x, most = _polar(leaf, b, h, n0, T, S, LEAF, N)
     return x * (leaf[8] * most)
 
@@ -181,8 +182,9 @@ def load_values_polar(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr,
     return product(tl.trans(x.to(tl.float16)), p.to(tl.float16)) * (leaf[8] * most)
 
 
-# A leaf: what one of `signs` has; the sketch and the stride of its rows; the chosen channels with strides of batch row,
-# head and block; how far behind the sketched query the query itself lies.
+# Fields of a leaf of signs with channels per block: those of `signs`; the sketch and its row
+# stride; the chosen channels with strides of batch row, head and block; the index of the query
+# itself after the sketched query.
 SKETCH: tl.constexpr = tl.constexpr(9)
 CHANNEL: tl.constexpr = tl.constexpr(11)
 BEHIND: tl.constexpr = tl.constexpr(15)
@@ -190,7 +192,7 @@ BEHIND: tl.constexpr = tl.constexpr(15)
 
 @triton.jit
 def _columns(leaf, column, ok, S: tl.constexpr, LEAF: tl.constexpr):
-    """Of the sketch, float32 [padded rows, columns]."""
+    """Load columns of the sketch, float32 [padded rows, columns]."""
     m = tl.arange(0, S[LEAF][PADDED_SKETCH_ROWS])[:, None]
     at = leaf[SKETCH] + m * leaf[SKETCH + 1] + column[None, :]
     return tl.load(at, mask=(m < S[LEAF][SKETCH_ROWS]) & ok[None, :], other=0.0)
@@ -228,7 +230,7 @@ def load_keys_sketch(
 
 @triton.jit
 def decode_sketch(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
-    """x̂ float32 [32·NB, channels]."""
+    """Decode to x̂, float32 [32·NB, channels]."""
     D: tl.constexpr = S[LEAF][PADDED]
     C: tl.constexpr = S[LEAF][PADDED_CHOSEN]
     i, j = tl.arange(0, NB)[:, None], tl.arange(0, C)[None, :]
@@ -260,7 +262,8 @@ def load_values_sketch(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr
     return product(tl.trans((x / most).to(tl.float16)), p.to(tl.float16)) * most
 
 
-# A leaf: the vectors with strides of batch row, head and channel; angles (`rope.py`), with `Rope.channels` as pairs.
+# Fields of a rotated-mean leaf: the vectors with strides of batch row, head and channel; angles
+# (`rope.py`), with `Rope.channels` as pairs.
 MEAN: tl.constexpr = tl.constexpr(0)
 ANGLES: tl.constexpr = tl.constexpr(4)
 

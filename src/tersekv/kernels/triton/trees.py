@@ -1,8 +1,8 @@
-"""Operands of attention as leaves: a tree of views becomes a list of layouts.
+"""Build leaves from operands of attention: a tree of views becomes a list of layouts.
 
-Sums and joins of layouts, sketches, RoPE and rotations in front of it are linear, so a leaf's scores are those of a
-query of its own, and all leaves of the keys add up; each leaf of the values has an output of its own, and `Values.join`
-makes one of them.
+Sums and concatenations of layouts, sketches, RoPE and rotations before RoPE are linear. A key
+leaf's scores are therefore those of its own query, and the scores of all key leaves are added. Each
+value leaf has its own output; `Values.join` combines them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ from tersekv.kernels.triton.leaves import Leaf, Readable, UnreadableError, chang
 
 
 def why_not_in_pages(name: str, leaves: Iterable[Leaf], roped: int = 0) -> str | None:
-    """Why tokens of these leaves are not read in another order than they lie in; None if they are."""
+    """Return the reason why the tokens of these leaves cannot be read in another order, or None."""
     if roped or any(leaf.spec[0] == constants.TURNED.value for leaf in leaves):
-        return f"{name} have RoPE: their tokens have one order"
-    return f"{name} have outliers in one order" if any(x.spec[0] == constants.SPARSE.value for x in leaves) else None
+        return f"{name} have RoPE, so a page table cannot reorder their tokens"
+    return (
+        f"{name} have outliers, so a page table cannot reorder their tokens"
+        if any(x.spec[0] == constants.SPARSE.value for x in leaves)
+        else None
+    )
 
 
 class Keys(NamedTuple):
-    """Leaves whose scores add up, and RoPE: angles (`tiles.py`), channels as `_partners` returns them, and where the
-    angles come from; empty, None and 0 where there is none."""
+    """Leaves whose scores are added, and RoPE: angles (`tiles.py`), channels as `_partners` returns
+    them, and the source of the angles. Without RoPE these are empty, None and 0."""
 
     leaves: list[Leaf]
     angles: tuple[Any, ...] = ()
@@ -39,7 +43,7 @@ class Keys(NamedTuple):
 
 
 def size(operand: Operand) -> tuple[int, int]:
-    """Tokens and channels of an operand."""
+    """Return the number of tokens and of channels of an operand."""
     if isinstance(operand, Tensor):
         return operand.shape[2], operand.shape[-1]
     view: Any = operand
@@ -62,7 +66,7 @@ def size(operand: Operand) -> tuple[int, int]:
 
 
 def _blocks(view: Any) -> tuple[int, int]:
-    """As `size`, of layouts with a plane whose last axis is the tokens of a block."""
+    """Like `size`, for layouts that have a tensor whose last axis is the tokens of a block."""
     match view.kind:
         case "signs":
             plane, channels = view.sketches[0].norms, view.head_dim
@@ -76,7 +80,7 @@ def _blocks(view: Any) -> tuple[int, int]:
 
 
 def device_of(operand: Operand) -> torch.device:
-    """Where the codes of an operand are, of its first layout where it has several."""
+    """Return the device of an operand's codes; the first layout's if it has several."""
     view: Any = operand
     for name in ("before", "inner", "views", "sketches"):
         part = view if isinstance(view, Tensor) else getattr(view, name, view)
@@ -90,14 +94,14 @@ def device_of(operand: Operand) -> torch.device:
 
 
 _CODES = ("codes", "signs", "radii", "gain", "starts", "mean")
-"""A plane of each layout."""
+"""Names of a tensor in each layout."""
 
 
 def keys(operand: Operand, device: torch.device, dry: bool = False) -> Keys:
-    """Leaves of keys. dry: checks only, see `Readable`.
+    """Build the leaves of keys. dry: checks only, see `Readable`.
 
     Raises:
-        UnreadableError: the kernels do not read them.
+        UnreadableError: the kernels cannot read them.
     """
     readable = Readable("keys", device, dry)
     if getattr(operand, "kind", None) != "roped":
@@ -111,7 +115,7 @@ def keys(operand: Operand, device: torch.device, dry: bool = False) -> Keys:
     leaves = _key_leaves(readable, before.operand, _whole, (), roped=True)
     if rotation is not None:
         if any(leaf.matrix is not None or leaf.spec[0] == constants.SPARSE.value for leaf in leaves) or len(leaves) > 1:
-            raise UnreadableError(f"keys have a rotation of {roped.before.format} in front of RoPE")
+            raise UnreadableError(f"keys have a rotation of {roped.before.format} before RoPE")
         leaves = [_mapped(leaves[0], functools.partial(_whole, rotation), (rotation.shape[-2], D), identity(rotation))]
     pairs = _partners(roped.rope, D, device)
     angles, kind = readable.angles(roped.angles, pairs)
@@ -128,8 +132,9 @@ def _whole(x: Tensor) -> Tensor:
 def _key_leaves(
     readable: Readable, operand: Operand, query: Query, origin: tuple[Any, ...], roped: bool = False, first: int = 0
 ) -> list[Leaf]:
-    """query: returns the operand's query from the segment's; origin: see `Leaf`. roped: RoPE follows, so that leaves
-    are multiplied with the head's own channels, from `first` on."""
+    """Build the leaves of one operand of keys. query: returns the operand's query from the
+    segment's; origin: see `Leaf`. roped: RoPE follows, so leaves are multiplied with the head's own
+    channels, from `first` on."""
     kind = getattr(operand, "kind", None)
     view: Any = operand
     if kind == "sum":
@@ -159,11 +164,12 @@ def _channels(query: Query, first: int, count: int, of: Tensor) -> Tensor:
 def _sketched(
     readable: Readable, sketch: Any, D: int, query: Query, origin: tuple[Any, ...], roped: bool, first: int
 ) -> Leaf:
-    """The leaf of one sketch of keys."""
+    """Build the leaf of one sketch of keys."""
     S = sketch.sketch
     if sketch.varies:
         behind = 0
-        if sketch.channels is None and not roped:  # the whole sketched query, which each block takes a part from
+        # the query sketched with all channels; each block subtracts the channels that it leaves out
+        if sketch.channels is None and not roped:
             whole = query
             query, behind, origin = (lambda of: _with_sketched(whole(of), S)), len(S), (*origin, *identity(S))
         if sketch.channels is None and roped:
@@ -183,18 +189,21 @@ def _with_sketched(query: Tensor, S: Tensor) -> Tensor:
 
 
 def _check_matrix(like: Tensor, n: int, D: int) -> None:
-    """Check the size of a matrix [n, D] before RoPE, since a program holds all of it; like: a tensor of its device.
+    """Check the size of a matrix [n, D] before RoPE, because a program holds all of it.
+
+    like: a tensor on the matrix's device.
 
     Raises:
-        UnreadableError: it is too large.
+        UnreadableError: the matrix is too large.
     """
     most = tuning.most_matrix(tuning.architecture(like.device))
     if power(n) * power(D) > most:
-        raise UnreadableError(f"keys have a matrix of {n} × {D} in front of RoPE, more than {most:,} elements")
+        raise UnreadableError(f"keys have a matrix of {n} × {D} before RoPE, more than {most:,} elements")
 
 
 def _mapped(leaf: Leaf, matrix: Callable[[], Tensor], shape: tuple[int, int], made_of: tuple[Any, ...]) -> Leaf:
-    """A leaf whose decoded vectors [n] become [D] by a matrix [n, D] (`shape`), or one per head [B, H, n, D]."""
+    """Return a leaf whose decoded vectors [n] are mapped to [D] by a matrix [n, D] (`shape`), or by
+    one per head [B, H, n, D]."""
     n, D = shape
     _check_matrix(leaf.fields[0], n, D)
     leaf = changed(changed(leaf, constants.MAPPED, power(D)), constants.MAPPED_CHANNELS, D)
@@ -202,7 +211,7 @@ def _mapped(leaf: Leaf, matrix: Callable[[], Tensor], shape: tuple[int, int], ma
 
 
 def _spread(sketch: Any, D: int) -> Tensor:
-    """S with its columns at their channels of the head: [M, D] or [B, H, M, D]."""
+    """Place the columns of S at their channels of the head: [M, D] or [B, H, M, D]."""
     S = sketch.sketch
     if sketch.channels is not None:
         index = sketch.channels.expand(-1, -1, S.shape[0], -1)
@@ -214,25 +223,25 @@ def _spread(sketch: Any, D: int) -> Tensor:
 
 
 _tables_of: weakref.WeakKeyDictionary[Any, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
-"""Of each RoPE, what `_pairs` and `_partners` made for a device."""
+"""Cache per RoPE of the tables that `_pairs` and `_partners` make for a device."""
 
 
 def _pairs(rope: Any, D: int, device: torch.device) -> Tensor:
-    """`Rope.channels` on the device, int32 [D, 4]."""
+    """Return `Rope.channels` on the device, int32 [D, 4]."""
     known = _tables_of.setdefault(rope, {})
     key = ("pairs", D, device)
     if key not in known:
         pairs = rope.channels(D)
         if pairs is None:
-            raise UnreadableError("keys have a RoPE that does not turn pairs of channels")
+            raise UnreadableError("keys have a RoPE that does not rotate pairs of channels")
         known[key] = pairs.to(device)
     return known[key]
 
 
 def _partners(rope: Any, D: int, device: torch.device) -> Tensor:
-    """RoPE as a query's channels meet those of a key, int32 [D, 4]: channel e of the key is multiplied by
-    q[e]·cos[column] + sign·q[partner]·sin[across] with row (column, partner, across, sign), and by q[e] alone where its
-    column is −1."""
+    """Return RoPE as a transform of the query, int32 [D, 4] with rows (column, partner, across,
+    sign). Channel e of the key is multiplied with q[e]·cos[column] + sign·q[partner]·sin[across].
+    If column is −1, it is multiplied with q[e] alone."""
     known = _tables_of.setdefault(rope, {})
     key = ("partners", D, device)
     if key not in known:
@@ -240,16 +249,20 @@ def _partners(rope: Any, D: int, device: torch.device) -> Tensor:
         moved, own = partner >= 0, torch.arange(D)
         back = torch.where(moved, partner.clamp(min=0), own)
         if not back[back].equal(own):
-            raise UnreadableError("keys have a RoPE that does not turn pairs of channels")
+            raise UnreadableError("keys have a RoPE that does not rotate pairs of channels")
         rows = [torch.where(moved, cos, -1), back, torch.where(moved, sin[back], 0), torch.where(moved, sign[back], 0)]
         known[key] = torch.stack(rows, 1).to(device, torch.int32)
     return known[key]
 
 
 class Values(NamedTuple):
-    """Leaves, their outputs of `channels` in all, and `join`, which makes the output [B, H, R, Dv] of them
-    [B, H, R, channels]. plain: the output is that of the leaves as it is. origin: equal for values whose `join` does
-    the same."""
+    """Leaves of values and their outputs.
+
+    channels: of all outputs together.
+    join: makes the output [B, H, R, Dv] from the leaves' outputs [B, H, R, channels].
+    plain: True if the leaves' output is already the output.
+    origin: equal for values whose `join` does the same.
+    """
 
     leaves: list[Leaf]
     channels: int
@@ -262,10 +275,10 @@ NO_VALUES = Values([], 0, _whole)
 
 
 def values(operand: Operand, device: torch.device, dry: bool = False) -> Values:
-    """Leaves of values. dry: checks only, see `Readable`.
+    """Build the leaves of values. dry: checks only, see `Readable`.
 
     Raises:
-        UnreadableError: the kernels do not read them.
+        UnreadableError: the kernels cannot read them.
     """
     leaves: list[Leaf] = []
     origin: list[Any] = []
@@ -274,7 +287,7 @@ def values(operand: Operand, device: torch.device, dry: bool = False) -> Values:
 
 
 class _Slice(NamedTuple):
-    """The outputs of some leaves, which are side by side."""
+    """Selects the outputs of consecutive leaves."""
 
     first: int
     end: int
@@ -284,7 +297,7 @@ class _Slice(NamedTuple):
 
 
 def _value_leaves(readable: Readable, operand: Operand, leaves: list[Leaf], origin: list[Any]) -> Any:
-    """Adds the operand's leaves; returns the function that makes its output of all outputs."""
+    """Append the operand's leaves; return the function that computes its output from all outputs."""
     kind = getattr(operand, "kind", None)
     view: Any = operand
     if kind in ("sum", "concat"):
@@ -312,8 +325,8 @@ def _value_leaves(readable: Readable, operand: Operand, leaves: list[Leaf], orig
 
 
 def _added(leaves: list[Leaf], before: int, parts: list[Any]) -> Any:
-    """The function that adds the parts' outputs. Where each part is one leaf of the same channels, the kernel adds
-    them: their outputs are at the same place."""
+    """Return the function that adds the parts' outputs. If each part is one leaf of the same
+    channels, the kernel adds them, because their outputs have the same place."""
     added = leaves[before:]
     alike = len({leaf.spec[1:3] for leaf in added}) == 1 and len(added) == len(parts)
     if not alike or not all(isinstance(part, _Slice) for part in parts):
@@ -323,17 +336,17 @@ def _added(leaves: list[Leaf], before: int, parts: list[Any]) -> Any:
 
 
 def _end(leaves: list[Leaf]) -> int:
-    """Channels of the outputs of leaves."""
+    """Return the number of channels of the outputs of leaves."""
     return max((leaf.spec[constants.FIRST.value] + leaf.spec[1] for leaf in leaves), default=0)
 
 
 def _placed(leaf: Leaf, leaves: list[Leaf]) -> Leaf:
-    """A leaf whose output begins behind those that are there."""
+    """Return a leaf whose output begins after those of the existing leaves."""
     return changed(leaf, constants.FIRST, _end(leaves))
 
 
 def _own(leaves: list[Leaf]) -> _Slice:
-    """The outputs of the last leaf."""
+    """Return the slice of the last leaf's output."""
     end = _end(leaves)
     return _Slice(end - leaves[-1].spec[1], end)
 

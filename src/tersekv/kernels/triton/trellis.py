@@ -1,13 +1,15 @@
 """Loaders of `trellis` (`layouts/trellis.py`) and the search for its codes (`kernels/trellis.py`).
 
-Loaders read any component by itself: two words of its token's ring, and a codebook. Which bits a component has depends
-on the head, so the position of its window is found once for all tokens of a tile. Scales of components are multiplied
-to the query and to the sums, gains of tokens to the scores and to the weights.
+Loaders read any component by itself: two words of its token's ring, and a codebook. The bits of a
+component depend on the head, so the position of its window is computed once for all tokens of a
+tile. Scales of components are multiplied with the query and the sums, gains of tokens with the
+scores and the weights.
 
-The search is Viterbi over 256 states, whatever bits a component has. A component of b bits is b rounds of one bit:
-states 2i and 2i + 1 go to i and i + 128, the cheaper one with its cost, and after the last round the component's error
-is added. A round stores 128 bits, one per pair of states: the one it took. The trace back reads one of them. Costs are
-added in the reference's order, so that codes are its codes.
+The search is Viterbi over 256 states, for any number of bits. A component of b bits is b rounds of
+one bit. In a round, states 2i and 2i + 1 lead to i and i + 128, and the cheaper one passes on its
+cost. After the last round the component's error is added. A round stores 128 bits, one per pair of
+states: the choice. The trace back reads one of them. Costs are added in the same order as in the
+reference, so codes are equal.
 """
 
 from __future__ import annotations
@@ -18,22 +20,22 @@ import triton.language as tl
 from tersekv.kernels.triton.leaves import BLOCK, CHANNELS, PADDED, STREAM_WORDS
 from tersekv.kernels.triton.tiles import head_at, largest, product, tokens_at
 
-# A leaf: stream and gains with strides of batch row, head and block; bits and scales with strides of batch row, head
-# and component; tables.
+# Fields of a leaf: stream and gains with strides of batch row, head and block; bits and scales with
+# strides of batch row, head and component; tables.
 STREAM: tl.constexpr = tl.constexpr(0)
 GAIN: tl.constexpr = tl.constexpr(4)
 BITS: tl.constexpr = tl.constexpr(8)
 SCALE: tl.constexpr = tl.constexpr(12)
 TABLES: tl.constexpr = tl.constexpr(16)
 STATES: tl.constexpr = tl.constexpr(256)
-"""Of the trellis: windows of 8 bits."""
+"""States of the trellis: windows of 8 bits."""
 UNIT_GAIN: tl.constexpr = tl.constexpr(144)
 GAIN_STEPS: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
 def _gains(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
-    """Of tokens, float32 [N]."""
+    """Gains of tokens, float32 [N]."""
     i = tl.arange(0, N)
     code = tl.load(tokens_at(leaf, GAIN, b, h, n0, i, S, LEAF), mask=n0 + i < T, other=0).to(tl.float32)
     return tl.where(code > 0, tl.exp2((code - UNIT_GAIN) / GAIN_STEPS), 0.0)
@@ -41,14 +43,14 @@ def _gains(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constex
 
 @triton.jit
 def _scales(leaf, b, h, S: tl.constexpr, LEAF: tl.constexpr):
-    """Of components, float32 [channels]."""
+    """Scales of components, float32 [channels]."""
     c = tl.arange(0, S[LEAF][PADDED])
     return tl.load(head_at(leaf, SCALE, b, h) + c, mask=c < S[LEAF][CHANNELS], other=0.0)
 
 
 @triton.jit
 def _entries(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
-    """Entries of the tables, float32 [N, channels]."""
+    """Load the table entries of tokens, float32 [N, channels]."""
     K: tl.constexpr = S[LEAF][PADDED]
     WORDS: tl.constexpr = S[LEAF][STREAM_WORDS]
     if WORDS == 0:
@@ -71,7 +73,7 @@ def _entries(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.const
 
 @triton.jit
 def decode_trellis(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
-    """x̂ float32 [N, channels]."""
+    """Decode to x̂, float32 [N, channels]."""
     x = _entries(leaf, b, h, n0, T, S, LEAF, N) * _scales(leaf, b, h, S, LEAF)[None, :]
     return x * _gains(leaf, b, h, n0, T, S, LEAF, N)[:, None]
 
@@ -96,14 +98,15 @@ def load_values_trellis(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexp
 
 
 TIE: tl.constexpr = tl.constexpr(1.00001)
-"""As in `kernels/trellis.py`."""
+"""Equal to `TIE` in `kernels/trellis.py`."""
 ROUND_BYTES: tl.constexpr = tl.constexpr(16)
-"""128 bits of a round."""
+"""Bytes that a round stores: 128 bits."""
 
 
 @triton.jit
 def _halved(cost, VECTORS: tl.constexpr):
-    """One round: costs [VECTORS, 256], and where the odd one of two states was cheaper as bytes [VECTORS, 16]."""
+    """Compute one round: costs [VECTORS, 256], and a bit for each pair of states whose odd one was
+    cheaper, as bytes [VECTORS, 16]."""
     even, odd = tl.split(tl.reshape(cost, (VECTORS, STATES // 2, 2)))
     least = tl.where(odd < even, odd, even)
     bit = tl.reshape((odd < even).to(tl.int32), (VECTORS, ROUND_BYTES, 8)) << tl.arange(0, 8)[None, None, :]
@@ -115,10 +118,15 @@ def _halved(cost, VECTORS: tl.constexpr):
 def search(
     taken, ends, y, weight, bits, tables, warm_up, n, D, rounds, CLOSED: tl.constexpr, VECTORS: tl.constexpr
 ):  # fmt: skip
-    """Grid (tiles of vectors, R). y float32 [R, n, D], weight float32 and bits uint8 [R, D], to taken uint8
-    [R, n, rounds, 16], of which a row's first Σ bits are written. CLOSED: paths begin in `ends` int32 [R, n]. Else they
-    begin anywhere, warm_up int32 [R] components before the first (some of the last ones), and ends is written: where
-    the best path ends."""
+    """Forward pass of the search. Grid (tiles of vectors, R).
+
+    y float32 [R, n, D], weight float32 and bits uint8 [R, D], to taken uint8 [R, n, rounds, 16], of
+    which the first Σ bits rounds of a row are written.
+
+    CLOSED: paths begin in the states `ends` int32 [R, n]. Else they begin in any state, warm_up
+    int32 [R] components before the first one (these are the last components), and the best path's
+    last state is written to `ends`.
+    """
     row = tl.program_id(1).to(tl.int64)
     v = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
     vector = row * n + v
@@ -149,8 +157,9 @@ def search(
 
 @triton.jit
 def trace(windows, ends, taken, bits, n, D, rounds, CLOSED: tl.constexpr, VECTORS: tl.constexpr):
-    """Grid (tiles of vectors, R). From `ends` back over what `search` took. CLOSED: windows uint8 [R, n, D] are
-    written; else ends is written over: where the path began."""
+    """Trace back from `ends` along the choices of `search`. Grid (tiles of vectors, R). CLOSED:
+    windows uint8 [R, n, D] are written. Else `ends` is overwritten with the state in which the path
+    began."""
     row = tl.program_id(1).to(tl.int64)
     v = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
     vector = row * n + v

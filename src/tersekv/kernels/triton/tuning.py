@@ -1,8 +1,9 @@
-"""How a call is cut into programs: a choice per shape class and layouts, made once and kept.
+"""Launch sizes of a call: chosen once per shape class and layouts, and cached.
 
-None of the choices was measured on a GPU yet. Those for sm_90 (H100, H200) are what code compiled for it asks for:
-tiles that leave its shared memory room for a program, most of them for two. Elsewhere a program takes the least that
-it can, which fits the 64 to 99 KiB of other GPUs, AMD's included. `TABLE` is the place for what measurements find.
+No choice has been measured on a GPU yet. Those for sm_90 (H100, H200) follow from the compiled
+code. With these tiles a multiprocessor's shared memory has room for one program, in most cases for
+two. Elsewhere a program uses the smallest size, which fits the 64 to 99 KiB of other GPUs, AMD's
+included. `TABLE` is for measured choices.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from tersekv.kernels.triton import leaves as constants
 from tersekv.kernels.triton.leaves import Leaf
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
-"""Programs that a launch aims at, so that each multiprocessor has several to switch between."""
+"""Programs per multiprocessor that a launch aims at, so that each multiprocessor can switch between
+several."""
 
 SMALL = {
     kind.value
@@ -30,7 +32,7 @@ SMALL = {
 
 
 class Shape(NamedTuple):
-    """Tokens taken at a time, in blocks of 32, and warps and stages as Triton counts them."""
+    """Tokens handled at a time, in blocks of 32, and Triton's number of warps and stages."""
 
     blocks: int
     warps: int
@@ -38,8 +40,8 @@ class Shape(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What choices are kept for: the GPU's architecture ("" for any), kinds and bits of leaves, whether keys have RoPE,
-    rows and padded channels."""
+    """Key of the cached choices: the GPU's architecture ("" for any), kinds and bits of leaves,
+    True if keys have RoPE, query rows and padded channels."""
 
     architecture: str
     keys: tuple[tuple[int, int], ...]
@@ -50,22 +52,26 @@ class Key(NamedTuple):
 
 
 TABLE: dict[Key, Shape] = {}
-"""Measured choices; an architecture's own entry goes before one for any."""
+"""Measured choices. An architecture's own entry takes precedence over one for any."""
 
 HOPPER = ("sm_90", "")
-"""H100 and H200; interpreted kernels go the same way."""
+"""Architectures of H100 and H200; interpreted kernels use the same sizes."""
 
 TILES = {(False, False): 128 * 128, (True, False): 64 * 128, (False, True): 32 * 128, (True, True): 32 * 128}
-"""There: tokens × channels taken at a time, where layouts are decoded element by element or there are many rows, and
-where keys have RoPE, whose cosines take shared memory too."""
+"""Tokens × channels that are handled at a time on `HOPPER`. The key is (small, has RoPE). Tiles are
+small if layouts are decoded element by element or there are many rows. With RoPE, cosines also need
+shared memory."""
 
 LEAST = Shape(1, 4, 1)
-"""The least that a program takes: what is safe."""
+"""The smallest launch size, which fits every GPU."""
 
 
 class LaunchPlan(NamedTuple):
-    """rows: of queries per program. blocks: of 32 tokens taken at a time. splits of split_tokens each. warps and stages
-    as Triton counts them."""
+    """Launch sizes of a call.
+
+    rows: query rows per program. blocks: of 32 tokens handled at a time. splits: number of splits
+    of split_tokens tokens each. warps, stages: as in Triton.
+    """
 
     rows: int
     blocks: int
@@ -85,7 +91,8 @@ def plan(
     page_tokens: int | None = None,
     has_rope: bool = False,
 ) -> LaunchPlan:
-    """For `heads` batch rows × key-value heads, R query rows each, over T tokens; no tile is longer than a page."""
+    """Plan a launch for `heads` batch rows × key-value heads, R query rows each, over T tokens. No
+    tile is longer than a page."""
     rows = 8 if R <= 8 else 16 if R <= 16 else 32
     channels = max(leaf.spec[2] for leaf in (*keys, *values))
     shape = chosen(Key(architecture(device), _kinds(keys), _kinds(values), has_rope, rows, channels))
@@ -99,13 +106,14 @@ def plan(
 
 
 def _kinds(leaves: Sequence[Leaf]) -> tuple[tuple[int, int], ...]:
-    """Kind and the first number of its own: bits of a grid, levels of polar."""
+    """Return the kind and the first constant of its own of each leaf: bits of a grid, levels of
+    polar."""
     return tuple((leaf.spec[0], leaf.spec[7] if len(leaf.spec) > 7 else 0) for leaf in leaves)
 
 
 @functools.lru_cache(maxsize=1024)
 def chosen(key: Key) -> Shape:
-    """The measured choice, or a reasoned one."""
+    """Return the measured choice, or else a derived one."""
     for known in (key, key._replace(architecture="")):
         if known in TABLE:
             return TABLE[known]
@@ -118,14 +126,15 @@ def chosen(key: Key) -> Shape:
 
 
 def most_matrix(architecture: str) -> int:
-    """Elements, with padding, of the largest matrix in front of RoPE that a program finds shared memory for: compiled,
-    one of 256 × 128 takes 152 KiB, one of 256 × 64 takes 69."""
+    """Return the number of elements, with padding, of the largest matrix before RoPE that fits a
+    program's shared memory. Compiled, a matrix of 256 × 128 takes 152 KiB, one of 256 × 64 takes
+    69."""
     return 256 * (128 if architecture in HOPPER else 64)
 
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """Of the GPU, like sm_90 or gfx942; "" where kernels are interpreted."""
+    """Return the GPU's architecture, like sm_90 or gfx942; "" if kernels are interpreted."""
     if device.type != "cuda":
         return ""
     properties = torch.cuda.get_device_properties(device)
@@ -135,5 +144,5 @@ def architecture(device: torch.device) -> str:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of the GPU; few where there is none and kernels are interpreted."""
+    """Return the GPU's number of multiprocessors; 1 if there is no GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
