@@ -16,7 +16,7 @@ PYTHON ?=
 RECIPE ?= default
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: help setup demo test test-serving test-serving-smoke asan asan-smoke lint format clean
+.PHONY: help setup demo test test-serving test-serving-smoke asan asan-smoke docs docs-serve lint format clean
 
 help: ## show this
 	@echo "make demo    ask the default model about a long text, with the full and with a packed cache"
@@ -25,6 +25,8 @@ help: ## show this
 	@echo "make test-serving-smoke  those inside LMCache only (1.4 GB)"
 	@echo "make asan    run the kernels' tests with AddressSanitizer and UndefinedBehaviorSanitizer (g++)"
 	@echo "make asan-smoke  the same with the portable kernels alone, in some 4 minutes"
+	@echo "make docs    build the documentation site in build/docs/site; a broken link is an error"
+	@echo "make docs-serve  show it at http://127.0.0.1:8000 while pages are edited"
 	@echo "make lint    ruff, mypy, clang-format, typos"
 	@echo "make format  let ruff and clang-format rewrite the code"
 	@echo "make setup   build .venv with the program tersekv in it (the others do this first)"
@@ -131,6 +133,21 @@ asan: setup ## run the kernels' tests with sanitizers
 
 asan-smoke: ## run them on the portable kernels, whose body all instruction sets share
 	@$(MAKE) --no-print-directory asan ASAN=build/asan-smoke ASAN_FLAGS=-DTERSEKV_PORTABLE=ON
+
+# An environment of its own: the site needs neither torch nor the extension.
+DOCS := build/docs
+$(DOCS)/.ready: requirements/docs.txt
+	@echo "docs: environment"
+	@$(or $(PYTHON),python3) -m venv --clear $(DOCS)/venv
+	@$(DOCS)/venv/bin/pip --disable-pip-version-check -qq install -r $<
+	@touch $@
+
+docs: $(DOCS)/.ready ## build the documentation site
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/venv/bin/mkdocs build --strict
+	@echo "docs: build/docs/site/index.html"
+
+docs-serve: $(DOCS)/.ready ## show it while pages are edited
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/venv/bin/mkdocs serve --strict
 
 lint: setup ## check style, types and spelling
 	$(BIN)/ruff check .

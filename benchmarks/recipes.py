@@ -1,7 +1,7 @@
-"""All methods side by side on a small model: the README's table, from records.
+"""All methods side by side on a small model: the table of docs/all-recipes.md, from records.
 
     python benchmarks/recipes.py --text test.txt --calibration folder --out folder     # run, or go on where it stopped
-    python benchmarks/recipes.py --records FILE… --into README.md                      # write the table, run nothing
+    python benchmarks/recipes.py --records FILE… --into docs/all-recipes.md          # write the table, run nothing
 
 Divergence and perplexity: a prefix is packed from one exact prefill, and the next tokens, read in chunks through the
 cache, are scored. Passkey: the haystack is packed before the question is fed. The speed of decoding stands in records
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def table(paths: list[Path], speeds: Path | None, dtype: str) -> str:
-    """The README's table in markdown; a dash where the records say nothing."""
+    """The table in Markdown; a dash where the records say nothing."""
     by_task = {group.name: {s.recipe: s for s in group.summaries} for group in grouped(read_records(paths))}
     near, far = by_task["divergence"], by_task.get("passkey", {})
     heading, rates = _rates(speeds, dtype)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import list_families
 import tersekv
 from tersekv.codecs import methods
 from tersekv.policies import policies
@@ -165,12 +166,16 @@ def test_one_method_one_file_with_a_docstring():
         assert len(doc) > 60
 
 
-def readme() -> str:
-    return (ROOT / "README.md").read_text()
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
 
 
-def test_readme_tree_is_the_folders():
-    tree = readme().split("src/tersekv/\n", 1)[1].split("```", 1)[0]
+def test_readme_is_short():
+    assert page("README.md").count("\n") < 130
+
+
+def test_the_design_page_lists_the_folders():
+    tree = page("docs/design.md").split("src/tersekv/\n", 1)[1].split("```", 1)[0]
     listed = set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
     real = {p.name for p in PACKAGE.iterdir() if p.is_dir() and not p.name.startswith("__")}
     assert listed == real
@@ -178,10 +183,10 @@ def test_readme_tree_is_the_folders():
         assert (ROOT / name).is_dir()
 
 
-def test_readme_names_every_method_with_its_true_bits():
+def test_the_recipes_page_names_every_method_with_its_true_bits():
     """A row may name several methods, with a pair of bits for each setting of which one is the default."""
     rows = {}
-    for line in readme().split("| method |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]:
+    for line in page("docs/recipes.md").split("| method |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         for name in re.findall(r"`(\w+)`", cells[0]):
             rows[name] = cells[2]
@@ -193,9 +198,20 @@ def test_readme_names_every_method_with_its_true_bits():
         assert " / ".join(short) in rows[name], (name, short, rows[name])
 
 
-def test_readme_names_every_policy():
-    table = readme().split("| token policy |", 1)[1].split("\n\n", 1)[0]
-    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(policies())
+def test_the_recipes_page_names_every_policy():
+    table = page("docs/recipes.md").split("| token policy |", 1)[1].split("\n\n", 1)[0]
+    assert set(re.findall(r"^\| \[?`(\w+)`", table, re.MULTILINE)) == set(policies())
+
+
+def test_the_site_lists_every_page():
+    """The build is strict about it, too; this needs no documentation tools."""
+    listed = set(re.findall(r"([\w/-]+\.md)$", page("mkdocs.yml"), re.MULTILINE))
+    assert listed == {p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")}
+
+
+def test_the_families_of_the_models_page_are_those_of_the_tests():
+    written = page("docs/models.md").split(list_families.BEGIN, 1)[1].split(list_families.END, 1)[0].strip()
+    assert written == list_families.table()
 
 
 def test_every_method_has_a_page():

@@ -1,0 +1,87 @@
+"""The model families that the tests build, as the table of docs/models.md.
+
+    python tests/list_families.py           # write the table into docs/models.md
+    python tests/list_families.py --print   # print it
+
+The sources of the tests are read, not imported, so that neither torch nor transformers is needed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+PAGE = TESTS.parent / "docs" / "models.md"
+BEGIN, END = "<!-- families: made by tests/list_families.py -->", "<!-- end of families -->"
+FAMILIES = (("conftest.py", "MODELS"), ("test_architectures.py", "BUILD"))
+"""Files, and the dictionaries in them whose values build a model."""
+
+ELSEWHERE = {
+    "diffllama": ("test_transformers.py", "DiffLlamaForCausalLM"),
+    "glm": ("test_rope.py", "GlmForCausalLM"),
+    "qwen3_next": ("test_compiled.py", "Qwen3NextForCausalLM"),
+}
+"""Families that single tests build, by name."""
+
+SPECIAL = {
+    "llama": "full attention, grouped queries",
+    "mistral": "sliding window in every layer",
+    "qwen2": "full attention, biases on q, k and v",
+    "qwen3": "full attention, norms on q and k",
+    "gemma2": "sliding and full layers in turn, soft-capped scores",
+    "gemma3": "sliding and full layers with two RoPEs",
+    "phi3": "one projection for q, k and v",
+    "gpt_oss": "sliding and full layers, attention sinks as logits, experts",
+    "deepseek_v3": "latent attention: tokens are decoded, token policies that evict are refused",
+    "moshi": "a window in the config that its mask does not follow",
+    "afmoe": "sliding and full layers, experts",
+    "whisper": "the decoder alone",
+    "bart": "the decoder alone",
+    "bigbird_pegasus": "the decoder alone",
+    "diffllama": "opens keys before attention: tokens are decoded",
+    "glm": "RoPE over a part of the channels, pairs side by side",
+    "qwen3_next": "attention layers beside recurrent ones",
+}
+"""Properties of a family that matter to a cache."""
+
+
+def families() -> list[tuple[str, str]]:
+    """Names of families with the class of transformers that is built."""
+    found = []
+    for file, name in FAMILIES:
+        for node in ast.walk(ast.parse((TESTS / file).read_text(encoding="utf-8"))):
+            named = isinstance(node, ast.Assign) and any(getattr(t, "id", "") == name for t in node.targets)
+            if named and isinstance(node.value, ast.Dict):
+                for key, value in zip(node.value.keys, node.value.values, strict=True):
+                    model = re.search(r"tf\.(\w+For\w+)\(", ast.unparse(value))
+                    if isinstance(key, ast.Constant) and model:
+                        found.append((str(key.value), model.group(1)))
+    return found + [(name, model) for name, (file, model) in ELSEWHERE.items() if model in (TESTS / file).read_text()]
+
+
+def table() -> str:
+    """The table in Markdown."""
+    lines = ["| family | class in transformers | special about it |", "|---|---|---|"]
+    lines += [f"| {name} | `{model}` | {SPECIAL.get(name, '')} |" for name, model in families()]
+    return "\n".join(lines)
+
+
+def written(page: str) -> str:
+    """The page with the table between its marks."""
+    head, tail = page.split(BEGIN)[0], page.split(END)[1]
+    return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
+
+
+def main() -> None:
+    """Print the table, or write it."""
+    if "--print" in sys.argv[1:]:
+        print(table())
+        return
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
