@@ -1,7 +1,7 @@
-"""Several recipes written as one: ranges and lists of option values make products.
+"""Expand one recipe text into several: ranges and lists of option values form a Cartesian product.
 
 turboquant:bits=2..4           bits=2, bits=3 and bits=4
-uniform:bits=2,4,group=32,64   four recipes; an item without "=" goes on with the option before it
+uniform:bits=2,4,group=32,64   four recipes; an item without "=" is another value of the option before it
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 
 
 def expand(recipe: str) -> list[str]:
-    """Every recipe that a product stands for, in order, as canonical strings without repetition; the last option
-    changes fastest.
+    """Return every recipe of a product as a canonical string, in order and without repetition.
+
+    The last option changes fastest.
 
     Raises:
-        UserError: a range that is none, or a recipe that does not parse.
+        UserError: an invalid range, or a recipe that does not parse.
     """
     parts = [_part(text) for text in re.split(r"([;+/])", "".join(recipe.split()))]
     count = 1
@@ -34,12 +35,13 @@ def expand(recipe: str) -> list[str]:
 
 
 def unique(recipes: Iterable[str]) -> list[str]:
-    """In order, each once."""
+    """Return the recipes in order, each once."""
     return list(dict.fromkeys(recipes))
 
 
 def _part(text: str) -> list[str]:
-    """The forms of one method or policy with its options; anything else stands for itself."""
+    """Return all variants of one method or policy with its options. Other text is returned
+    unchanged."""
     name, colon, rest = text.partition(":")
     if not colon:
         return [text]
@@ -51,13 +53,13 @@ def _part(text: str) -> list[str]:
         elif options and item:
             options[-1][1].extend(_values(item, item))
         else:
-            options.append((item, []))  # the recipe's own parser says what is wrong with it
+            options.append((item, []))  # the recipe's own parser reports the error
     written = [[f"{option}={value}" for value in values] or [option] for option, values in options]
     return [f"{name}:{','.join(choice)}" for choice in itertools.product(*written)]
 
 
 def _values(item: str, value: str) -> list[str]:
-    """2..4 is 2, 3 and 4."""
+    """Return the values of an item: 2..4 gives 2, 3 and 4."""
     if ".." not in value:
         return [value]
     found = RANGE.fullmatch(value)
