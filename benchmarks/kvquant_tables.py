@@ -1,11 +1,13 @@
-"""KVQuant's ablations (arXiv 2401.18079) on a small model: calibrate, evaluate, and write the tables in markdown.
+"""KVQuant's ablations (arXiv 2401.18079) on a small model: calibrate, evaluate, and write markdown
+tables.
 
     python benchmarks/kvquant_tables.py --train train.txt --test test.txt --out folder    # all; takes hours
     python benchmarks/kvquant_tables.py … --tables 9,10 --windows 2                               # some
 
-The texts are wikitext-2's train and test rows joined by two newlines. Perplexity is of `simulate` with one sink unless
-the table is about that. Calibrations and records stay in the folder: a run that was stopped goes on where it was, and
-tables are made from records alone. `--print` makes them from what is there, without running anything.
+The texts are wikitext-2's train and test rows joined by two newlines. Perplexity is measured with
+`simulate` and one sink, except in the table about sinks. Calibrations and records stay in the
+folder, so a stopped run continues where it was. Tables are made from records alone; `--print` makes
+them from existing records without running anything.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ PAPER = {
     "q_norm": "helps at 2 bits; 3 and 4 bits need none.",
     "samples": "not in the paper.",
 }
-"""What its text says about each table; perplexity of wikitext-2."""
+"""Statements of the paper about each table; perplexity is of wikitext-2."""
 SHARES = ("0", "0.001", "0.005", "0.01")
 
 
 def tables() -> dict[str, tuple[str, list[Row]]]:
-    """Every table by its number in the paper: a title and rows."""
+    """Return every table, a title and rows, by its number in the paper."""
     made: dict[str, tuple[str, list[Row]]] = {}
     axes = [("per token, after RoPE", "axis=token,pre_rope=false"), ("per channel, after RoPE", "pre_rope=false")]
     made["9"] = (
