@@ -50,11 +50,11 @@ def test_table(capsys):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (("--formats", "grid4,grid9"), "grid9' is not there: grid4, grid3"),
+    (("--formats", "grid4,grid9"), "grid9' is not a known format: choose from grid4, grid3"),
     (("--heads", "32/5/128"), "--heads '32/5/128'"),
     (("--heads", "32x8"), "--heads '32x8'"),
     (("--tokens", "many"), "--tokens 'many'"),
-    (("--tokens", "33"), "whole blocks of 32 tokens"),
+    (("--tokens", "33"), "give a multiple of 32, the tokens of a block"),
     (("--threads", "0"), "--threads '0'"),
 ])  # fmt: skip
 def test_refusals(arguments, said, capsys):
@@ -71,7 +71,7 @@ def test_what_only_the_reference_reads_is_not_timed():
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
     right = attend_packed.reference
     monkeypatch.setattr(backends.attend_packed, "direct", lambda *call: (right(*call)[0] * 1.02, None))
-    with pytest.raises(CacheError, match="off by"):
+    with pytest.raises(CacheError, match="the relative error of its output is"):
         measure(HeadCounts(2, 1, 32), 64, ["grid4"], 1, 0.01)
 
 

@@ -113,7 +113,7 @@ def test_peak_is_of_one_cache(loaded, monkeypatch) -> None:
     ("names", "contexts", "more", "match"),
     [
         (["kivy"], [32], {}, "did you mean"),
-        ([], [2048], {}, "more than the model's 2,048: give at most 2,013"),
+        ([], [2048], {}, "exceed the model's limit of 2,048: give at most 2,013"),
         ([], [16], {}, "give more than 16"),
         ([], [32], {"execution": "compiled"}, "execution 'compiled' is not one of: eager"),
     ],

@@ -101,7 +101,7 @@ def test_all_formats_are_named_at_once():
 def test_a_wrong_kernel_is_not_timed(clock, monkeypatch):
     right = attend_packed.reference
     monkeypatch.setattr(backends.attend_packed, "direct", lambda *call: (right(*call)[0] * 1.02, None))
-    with pytest.raises(CacheError, match="off by"):
+    with pytest.raises(CacheError, match="the relative error of its output is"):
         bench._packed(clock, "grid4", HEADS, 1, 64, 0)
 
 
@@ -116,7 +116,7 @@ def test_what_is_wrong_is_left_out_and_the_rest_timed(clock, monkeypatch):
     from triton.runtime.errors import OutOfResources
 
     make = bench._packed
-    errors = {"grid3": OutOfResources(300_000, 232_448, "shared memory"), "grid2": CacheError("off by 0.5")}
+    errors = {"grid3": OutOfResources(300_000, 232_448, "shared memory"), "grid2": CacheError("an error of 0.5")}
 
     def packed(clock, name, *call):
         if name in errors:
@@ -127,7 +127,7 @@ def test_what_is_wrong_is_left_out_and_the_rest_timed(clock, monkeypatch):
     measured = bench.measure(clock, HEADS, 1, 64, ["grid3", "grid2", "grid1"], 1.0)
     assert measured.rows[-1].what == "grid1"
     assert "shared memory" in measured.missing["grid3"]
-    assert measured.missing["grid2"] == "off by 0.5"
+    assert measured.missing["grid2"] == "an error of 0.5"
 
 
 def test_nothing_begins_when_time_is_up(clock):

@@ -128,13 +128,13 @@ def test_bar_with_the_time_left(
     ("arguments", "said"),
     [
         (("perplexitty",), "did you mean 'perplexity'"),
-        (("perplexity", "--samples", "4"), "--samples is no option of perplexity; "),
-        (("perplexity", "--context", "two"), "--context 'two' is no whole number"),
+        (("perplexity", "--samples", "4"), "--samples is not an option of perplexity; "),
+        (("perplexity", "--context", "two"), "--context 'two' is not a whole number"),
         (("perplexity", "--mode", "both"), "choose cache or simulate"),
-        (("perplexity", "--context", "1M"), "more than the model's 2,048"),
+        (("perplexity", "--context", "1M"), "exceeds the model's 2,048"),
         (("perplexity", "--text", "nowhere.txt"), "cannot read the text"),
         (("perplexity", "--recipe", "kivy"), "did you mean 'kivi'"),
-        (("perplexity", "--recipe", "kivi:bits=4..2"), "lower to the higher"),
+        (("perplexity", "--recipe", "kivi:bits=4..2"), "the smaller one first"),
         (("perplexity", "--recipe", "int4"), "head dim"),
         (("perplexity", "--nothing", "1"), "--nothing"),
         ((), "TASK"),
@@ -190,7 +190,7 @@ def test_values(text: str, kind: Any, value: Any) -> None:
     [
         ("2.5", int, "whole number"),
         ("-1", int, "whole number"),
-        ("x", float, "no number"),
+        ("x", float, "not a number"),
         ("yes", bool, "true or false"),
     ],
 )

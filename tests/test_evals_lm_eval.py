@@ -60,7 +60,7 @@ def test_module_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "tersekv.lab.evals.lm_eval", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'lm_eval\[hf\]"):
         importlib.import_module("tersekv.lab.evals.lm_eval")
-    with pytest.raises(SystemExit, match=r"tersekv: lm-evaluation-harness is not here"):
+    with pytest.raises(SystemExit, match=r"tersekv: lm-evaluation-harness is not installed"):
         runpy.run_module("tersekv.lab.evals.lm_eval", run_name="__main__")
 
 

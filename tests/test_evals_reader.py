@@ -69,7 +69,7 @@ def test_template_that_strips_the_turn(loaded) -> None:
         assert tokenizer.decode(split.context[0]) == "<|user|>Context. "
         assert tokenizer.decode(split.rest[0]) == "Why?<|end|><|answer|>"
         tokenizer.chat_template = "{{ messages[0]['content'] | upper }}"
-        with pytest.raises(UserError, match="changes a user's text"):
+        with pytest.raises(UserError, match="changes the user's text"):
             split_ids(tokenizer, Prompt("Context.", "Why?"))
     finally:
         tokenizer.chat_template = template

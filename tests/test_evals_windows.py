@@ -143,8 +143,8 @@ def test_wrong_texts(loaded, tmp_path: Path) -> None:
     (tmp_path / "short").write_text("x" * 100)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for text, context, said in (
-        ("short", 64, "has 100 tokens, 1 windows of 64; 4 were asked for"),
-        ("short", 4096, "more than the model's 2,048"),
+        ("short", 64, "has 100 tokens, 1 windows of 64, but 4 are needed"),
+        ("short", 4096, "exceeds the model's 2,048"),
         ("nowhere", 64, "cannot read"),
         ("binary", 64, "not UTF-8"),
     ):

@@ -87,7 +87,7 @@ def test_texts(tmp_path: Path) -> None:
 
 
 def test_a_slow_tokenizer_is_refused() -> None:
-    with pytest.raises(UserError, match="use a fast one"):
+    with pytest.raises(UserError, match="use a fast tokenizer"):
         haystack.token_spans(SimpleNamespace(tokenizer=SimpleNamespace(is_fast=False)), "text")  # type: ignore[arg-type]
 
 

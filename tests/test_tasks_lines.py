@@ -108,7 +108,7 @@ def test_longevals_own_cases() -> None:
         ({"lines": "0"}, "write whole numbers from 1"),
         ({"lines": "1k"}, "write whole numbers from 1"),
         ({"variant": "pair"}, "did you mean 'pairs'"),
-        ({"seed": 1, "samples": -1}, "samples is -1"),
+        ({"seed": 1, "samples": -1}, "samples=-1 is not allowed"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], said: str) -> None:

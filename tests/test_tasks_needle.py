@@ -110,7 +110,7 @@ def test_scores() -> None:
         ({"depths": "0,101"}, "write whole numbers from 0 to 100"),
         ({"lengths": "0"}, "is no number of tokens"),
         ({"protocol": "kamradt"}, "choose fu or minference"),
-        ({"samples": 0}, "samples is 0"),
+        ({"samples": 0}, "samples=0 is not allowed"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], said: str) -> None:

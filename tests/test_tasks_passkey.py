@@ -88,7 +88,7 @@ def test_seeds() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"samples": 0}, "samples is 0: ask for 1"),
+        ({"samples": 0}, "samples=0 is not allowed; give 1"),
         ({"lengths": "long"}, "lengths 'long' is no number of tokens"),
         ({"variant": "pos"}, "did you mean 'pose'"),
     ],
@@ -99,9 +99,9 @@ def test_wrong_options(options: dict[str, Any], said: str) -> None:
 
 
 def test_lengths_that_cannot_be() -> None:
-    with pytest.raises(UserError, match="past this model's context of 8,192"):
+    with pytest.raises(UserError, match="exceeds this model's context of 8,192"):
         Passkey(lengths="9000").instances(FakeReader())
     with pytest.raises(UserError, match="passkey does not fit into 60 tokens"):
         Passkey(lengths="60").instances(FakeReader())
-    with pytest.raises(UserError, match="ask for less"):
+    with pytest.raises(UserError, match="give a shorter length"):
         replace(Passkey(lengths="100"), samples=1).instances(FakeReader(context=99))

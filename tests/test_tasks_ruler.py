@@ -69,7 +69,7 @@ def test_wrong_options(options: dict[str, Any], said: str) -> None:
         ({"subtasks": "qa_1"}, "qa_1 needs questions: give a folder with squad.json or xquad.en.json as data"),
         ({"subtasks": "all", "data": "nowhere"}, "qa_1 needs squad.json or xquad.en.json, and data 'nowhere' has none"),
         ({"subtasks": "cwe", "lengths": "500"}, "cwe does not fit into 500 tokens"),
-        ({"subtasks": "vt", "lengths": "9k"}, "past this model's context"),
+        ({"subtasks": "vt", "lengths": "9k"}, "exceeds this model's context"),
     ],
 )
 def test_what_cannot_be_made(options: dict[str, Any], said: str) -> None:

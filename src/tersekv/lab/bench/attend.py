@@ -53,8 +53,8 @@ class HeadCounts(NamedTuple):
         heads = HeadCounts(*map(int, found.groups())) if found else HeadCounts(1, 0, 0)
         if not heads.kv or heads.query % heads.kv or not heads.dim or heads.dim % 32:
             raise UserError(
-                f"--heads {text.strip()!r}: write query heads/KV heads/head dim like 32/8/128, query heads a "
-                "multiple of KV heads, head dim one of 32"
+                f"--heads {text.strip()!r} is not valid: write query heads/KV heads/head dim, for example 32/8/128; "
+                "query heads must be a multiple of KV heads, and the head dim a multiple of 32"
             )
         return heads
 
@@ -195,7 +195,7 @@ def _error(name: str, query: Tensor, segment: PackedPair, scaling: float) -> flo
     expected, _ = attend_packed.reference(*call)
     error = ((out - expected).norm() / expected.norm()).item()
     if not error < LARGEST_ERROR:
-        raise CacheError(f"{name} is not timed: its output is off by {error:.2g} of its norm")
+        raise CacheError(f"{name} is not timed: the relative error of its output is {error:.2g}")
     return error
 
 

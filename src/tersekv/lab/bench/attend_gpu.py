@@ -203,7 +203,7 @@ def _off(out: Tensor, expected: Tensor, most: float) -> float:
     """
     error = ((out.reshape(expected.shape).float() - expected).norm() / expected.norm()).item()
     if not error < most:
-        raise CacheError(f"its output is off by {error:.2g} of its norm")
+        raise CacheError(f"the relative error of its output is {error:.2g}")
     return error
 
 

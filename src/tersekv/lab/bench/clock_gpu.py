@@ -36,7 +36,7 @@ class CudaClock:
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
-            raise UserError("--device cuda: there is no CUDA device here")
+            raise UserError("--device cuda: this machine has no CUDA device")
         properties = torch.cuda.get_device_properties(0)
         self.name, self.cache_bytes = properties.name, properties.L2_cache_size
 

@@ -103,7 +103,7 @@ def chosen(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
         if name not in FORMATS:
-            raise UserError(f"--formats {name!r} is not there: {', '.join(FORMATS)} are, or all")
+            raise UserError(f"--formats {name!r} is not a known format: choose from {', '.join(FORMATS)}, or all")
     return names
 
 
@@ -120,7 +120,7 @@ def make_segment(name: str, heads: int, tokens: int, D: int, seed: int, device: 
 def _pack(codec: Codec, heads: int, tokens: int, D: int, g: torch.Generator) -> Packer:
     block_tokens = codec.layout(D).block_tokens
     if tokens % block_tokens:
-        raise UserError(f"--tokens {tokens}: packed are whole blocks of {block_tokens} tokens")
+        raise UserError(f"--tokens {tokens} is not valid: give a multiple of {block_tokens}, the tokens of a block")
     pieces: list[PackedTensors] = []
     for first in range(0, tokens, DRAWN_TOKENS):
         x = torch.randn(1, heads, min(DRAWN_TOKENS, tokens - first), D, generator=g, device=g.device)

@@ -157,14 +157,14 @@ def prompt(tokenizer: Any, tokens: int, offset: int = 0) -> Tensor:
 def _check_contexts(model: Any, contexts: Sequence[int], new_tokens: int) -> None:
     if min(contexts) <= BASELINE:
         raise UserError(
-            f"a context of {min(contexts)} tokens is too short: give more than {BASELINE}, the context that steps are "
-            "compared with"
+            f"a context of {min(contexts)} tokens is too short: give more than {BASELINE}, the context of the baseline "
+            "step"
         )
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     most = limit - WARM_UP - new_tokens
     if max(contexts) > most:
         raise UserError(
-            f"a context of {max(contexts):,} and {WARM_UP + new_tokens} new tokens are more than the model's "
+            f"a context of {max(contexts):,} and {WARM_UP + new_tokens} new tokens exceed the model's limit of "
             f"{limit:,}: give at most {max(0, most):,}"
         )
 

@@ -68,7 +68,7 @@ class QuestionTask(Task):
 
     def __post_init__(self) -> None:
         if not 1 <= self.samples <= MOST_SAMPLES:
-            raise UserError(f"samples is {self.samples}: ask for 1 to {MOST_SAMPLES:,} per cell")
+            raise UserError(f"samples={self.samples} is not allowed; give 1 to {MOST_SAMPLES:,} per cell")
 
     def about(self) -> str:
         """Describe the given options and the number of samples in plain words."""
@@ -101,7 +101,7 @@ class QuestionTask(Task):
             if tokens > reader.context_tokens:
                 raise UserError(
                     f"sample {case.id} has {tokens:,} tokens with its answer, but this model's context is "
-                    f"{reader.context_tokens:,}: ask for less"
+                    f"{reader.context_tokens:,}: give a shorter length"
                 )
             made.append(Sample(case.id, case))
         return made
@@ -169,10 +169,11 @@ def check_lengths(lengths: Sequence[int], reader: Reader) -> None:
     for length in lengths:
         if length > reader.context_tokens:
             raise UserError(
-                f"length {length:,} is past this model's context of {reader.context_tokens:,} tokens: ask for less"
+                f"length {length:,} exceeds this model's context of {reader.context_tokens:,} tokens: give a shorter "
+                "length"
             )
 
 
 def too_short(name: str, length: int) -> UserError:
     """Return the error for a length into which not even the smallest haystack fits."""
-    return UserError(f"{name} does not fit into {length:,} tokens with its answer: ask for a greater length")
+    return UserError(f"{name} does not fit into {length:,} tokens with its answer: give a greater length")

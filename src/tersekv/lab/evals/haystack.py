@@ -36,7 +36,7 @@ def read_text(source: str) -> str:
 
     text = windows.read_text(source)
     if not text.strip():
-        raise UserError(f"the text {source!r} is empty: give a file with some English prose, or pydoc")
+        raise UserError(f"the text {source!r} is empty: give a file with English prose, or pydoc")
     return text
 
 
@@ -47,7 +47,7 @@ def token_spans(reader: Reader, text: str) -> list[tuple[int, int]]:
         UserError: the tokenizer does not report character offsets.
     """
     if not getattr(reader.tokenizer, "is_fast", False):
-        raise UserError("this model's tokenizer is a slow one, which does not say where tokens lie: use a fast one")
+        raise UserError("this model's tokenizer does not report character offsets: use a fast tokenizer")
     found = reader.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return list(found["offset_mapping"])
 

@@ -38,7 +38,7 @@ try:
     from lm_eval.models.huggingface import HFLM
     from tqdm import tqdm
 except ImportError as error:
-    missing = f"lm-evaluation-harness is not here ({error}): pip install 'lm_eval[hf]>=0.4.13'"
+    missing = f"lm-evaluation-harness is not installed ({error}): pip install 'lm_eval[hf]>=0.4.13'"
     if __name__ == "__main__":
         raise SystemExit(f"tersekv: {missing}") from error
     raise ImportError(missing, name=error.name) from error
@@ -57,7 +57,7 @@ class TersekvLM(HFLM):
 
     def __init__(self, pretrained: Any, recipe: str = "default", chunk: int = 128, **kwargs: Any) -> None:
         if int(chunk) < 1:
-            raise UserError(f"chunk={chunk} is too small; read 1 token or more at a time")
+            raise UserError(f"chunk={chunk} is too small; give 1 or more")
         self.chunk = int(chunk)
         self.recipe = None if recipe == FULL else str(Recipe.parse(recipe))
         if isinstance(pretrained, str):

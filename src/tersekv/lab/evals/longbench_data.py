@@ -171,7 +171,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is no JSON that can be read: get it again from THUDM/LongBench") from error
+        raise UserError(f"{path} is not valid JSON: download it again from THUDM/LongBench") from error
 
 
 @functools.lru_cache(maxsize=16)
@@ -194,9 +194,9 @@ def samples(name: str, source: str) -> tuple[dict[str, Any], ...]:
     except OSError as error:
         raise UserError(f"cannot read {where}: {getattr(error, 'strerror', None) or error}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{where} is not in LongBench's layout ({error!r:.80}): get it again") from error
+        raise UserError(f"{where} is not in LongBench's layout ({error!r:.80}): download it again") from error
     if not read:
-        raise UserError(f"{where} has no samples: get it again")
+        raise UserError(f"{where} has no samples: download it again")
     return read
 
 
@@ -207,8 +207,8 @@ def _from_hub(name: str) -> str:
         path = hf_hub_download(REPOSITORY, ARCHIVE, repo_type="dataset", revision=REVISION)
     except Exception as error:  # errors of the library and of its HTTP client
         raise UserError(
-            f"cannot get {ARCHIVE} of {REPOSITORY} from the Hub ({str(error).splitlines()[0][:120]}): "
-            "get it on another machine, unpack it and give the folder with its .jsonl files as data"
+            f"cannot download {ARCHIVE} of {REPOSITORY} from the Hub ({str(error).splitlines()[0][:120]}): "
+            "download it on another machine, unpack it and give the folder with its .jsonl files as data"
         ) from error
     with zipfile.ZipFile(path) as archive, archive.open(f"data/{name}.jsonl") as file:
         return io.TextIOWrapper(file, encoding="utf-8").read()

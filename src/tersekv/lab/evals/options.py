@@ -44,7 +44,7 @@ def build(names: Sequence[str], given: Mapping[str, str]) -> dict[str, Task]:
         having = [name for name, task in known.items() if option in fields(task)]
         if not set(having) & set(names):
             raise UserError(
-                f"--{option.replace('_', '-')} is no option of {' or '.join(names)}; "
+                f"--{option.replace('_', '-')} is not an option of {' or '.join(names)}; "
                 f"{', '.join(having) if having else 'no task'} {'has' if len(having) == 1 else 'have'} it"
             )
     return {name: _build(known[name], given) for name in dict.fromkeys(names)}
@@ -67,18 +67,18 @@ def parse(option: str, text: str, kind: Any) -> Any:
     written = f"--{option.replace('_', '-')} {text!r}"
     if kind is bool:
         if text.lower() not in ("true", "false"):
-            raise UserError(f"{written} is wrong; write true or false")
+            raise UserError(f"{written} is not a valid value; write true or false")
         return text.lower() == "true"
     if kind is int:
         found = re.fullmatch(r"(\d{1,18})([km]?)", text, re.IGNORECASE)
         if not found:
-            raise UserError(f"{written} is no whole number; write one like 2048 or 2k")
+            raise UserError(f"{written} is not a whole number; write one like 2048 or 2k")
         return int(found[1]) * UNITS[found[2].lower()]
     if kind is float:
         try:
             return float(text)
         except ValueError:
-            raise UserError(f"{written} is no number; write one like 0.5") from None
+            raise UserError(f"{written} is not a number; write one like 0.5") from None
     return text
 
 

@@ -30,7 +30,7 @@ def expand(recipe: str) -> list[str]:
     for part in parts:
         count *= len(part)
     if count > MOST_RECIPES:
-        raise UserError(f"'{recipe}' stands for {count:,} recipes; at most {MOST_RECIPES:,} are allowed in one run")
+        raise UserError(f"'{recipe}' expands to {count:,} recipes; at most {MOST_RECIPES:,} are allowed in one run")
     return unique(str(Recipe.parse("".join(choice))) for choice in itertools.product(*parts))
 
 
@@ -64,7 +64,7 @@ def _values(item: str, value: str) -> list[str]:
         return [value]
     found = RANGE.fullmatch(value)
     if not found or int(found[1]) > int(found[2]):
-        raise UserError(f"'{item}' is no range; write whole numbers from the lower to the higher, for example 2..4")
+        raise UserError(f"'{item}' is not a valid range; write two whole numbers, the smaller one first, like 2..4")
     if int(found[2]) - int(found[1]) >= MOST_RECIPES:
         raise UserError(f"'{item}' has more than {MOST_RECIPES:,} values; give a shorter range")
     return [str(number) for number in range(int(found[1]), int(found[2]) + 1)]

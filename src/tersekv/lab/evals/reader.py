@@ -102,8 +102,8 @@ class Reader:
         tokens = split.context.shape[1] + split.rest.shape[1]
         if tokens + following > self.context_tokens:
             raise UserError(
-                f"a prompt of {tokens:,} tokens and {following:,} more do not fit the model's context of "
-                f"{self.context_tokens:,}: ask for a shorter length"
+                f"a prompt of {tokens:,} tokens and {following:,} answer tokens exceed the model's context of "
+                f"{self.context_tokens:,}: give a shorter length"
             )
         device = self.model.device
         with self.reading():

@@ -147,7 +147,7 @@ def _parsed(data: bytes, path: Path) -> Iterator[Record]:
             key_of(record)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"line {number} of {path} is no record of an evaluation: remove the line or give another folder"
+                f"line {number} of {path} is not a record of an evaluation: remove the line or give another folder"
             ) from error
         yield record
 

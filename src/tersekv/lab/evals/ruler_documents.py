@@ -88,7 +88,7 @@ def read(subtask: str, folder: str) -> Documents:
         content = json.loads(found[0].read_text(encoding="utf-8"))
         return _squad(content) if subtask == "qa_1" else _hotpot(content)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{found[0]} is not in the layout of {names[0]} ({error!r:.80}): get it again") from error
+        raise UserError(f"{found[0]} is not in the layout of {names[0]} ({error!r:.80}): download it again") from error
 
 
 def _squad(content: dict[str, Any]) -> Documents:

@@ -113,7 +113,7 @@ def common_words(size: int, length: int, rng: Random, words: Words) -> Case:
     every = words.every
     if size > len(every):
         raise UserError(
-            f"cwe needs more than the {len(every):,} different words there are to fill {length:,} tokens: give a "
+            f"cwe needs more than the {len(every):,} available words to fill {length:,} tokens: give a "
             "folder with longer adjectivelist.txt, nounlist.txt and verblist.txt as data, or a smaller length"
         )
     often, seldom, example = (6, 1, (20, 3, 1)) if length < 4096 else (30, 3, (40, 10, 3))

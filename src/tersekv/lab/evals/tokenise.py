@@ -55,7 +55,7 @@ def _whole(tokenizer: Any, prompt: Prompt) -> tuple[str, int, bool]:
     kept = said.strip()  # templates may strip a turn
     start = text.find(kept)
     if start < 0:
-        raise UserError("the model's chat template changes a user's text: use the task without it")
+        raise UserError("the model's chat template changes the user's text: run the task without the template")
     stripped = len(said) - len(said.lstrip())
     return text + prompt.answer_start, start + max(0, min(len(kept), len(prompt.context) - stripped)), False
 
@@ -63,8 +63,8 @@ def _whole(tokenizer: Any, prompt: Prompt) -> tuple[str, int, bool]:
 def _encode(tokenizer: Any, text: str, plain: bool) -> tuple[list[int], list[tuple[int, int]]]:
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
-            f"{type(tokenizer).__name__} does not say where its tokens stand in a text; evaluation needs a fast "
-            "tokenizer (tokenizer.json)"
+            f"{type(tokenizer).__name__} does not report character offsets; evaluation needs a fast tokenizer "
+            "(tokenizer.json)"
         )
     made = tokenizer(text, add_special_tokens=plain, return_offsets_mapping=True, verbose=False)
     return list(made["input_ids"]), [(start, stop) for start, stop in made["offset_mapping"]]

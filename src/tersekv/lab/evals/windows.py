@@ -53,16 +53,19 @@ class WindowTask(Task):
                 raise UserError(f"{name}={getattr(self, name)} is too small; give {low} or more")
         if self.mode == "simulate" and self.prefix:
             raise UserError(
-                f"prefix={self.prefix} belongs to mode=cache; in mode=simulate every token is coded: leave one of them "
-                "out"
+                f"prefix={self.prefix} belongs to mode=cache; in mode=simulate every token is quantised: remove one of "
+                "them"
             )
         if self.mode == "cache" and self.sinks:
             raise UserError(
-                f"sinks={self.sinks} belongs to mode=simulate, and mode is cache: give mode=simulate, too, or write a "
-                "real cache's sinks into the recipe, like window:sinks=4+kivi:bits=2"
+                f"sinks={self.sinks} belongs to mode=simulate, and mode is cache: give mode=simulate, or set a real "
+                "cache's sinks in the recipe, for example window:sinks=4+kivi:bits=2"
             )
         if self.prefix > self.context - 2:
-            raise UserError(f"prefix={self.prefix} leaves nothing to score of a window of {self.context} tokens")
+            raise UserError(
+                f"prefix={self.prefix} leaves nothing to score in a window of {self.context} tokens; give at most "
+                f"{self.context - 2}"
+            )
 
     def about(self) -> str:
         """Describe windows, text and mode in plain words."""
@@ -70,7 +73,7 @@ class WindowTask(Task):
         read = f"{count} window{'' if self.windows == 1 else 's'} of {self.context:,} tokens of {Path(self.text).name}"
         if self.mode == "simulate":
             exact = f", the first {self.sinks} tokens exact" if self.sinks else ""
-            return f"{read}, every key and value coded in one pass{exact} (mode=simulate)"
+            return f"{read}, every key and value quantised in one pass{exact} (mode=simulate)"
         first = f"{self.prefix:,} packed at once, the others scored " if self.prefix else ""
         return f"{read}, {first}{self.chunk} tokens at a time through the real cache (mode=cache)"
 
@@ -79,15 +82,15 @@ class WindowTask(Task):
         hash of them."""
         if self.context > reader.context_tokens:
             raise UserError(
-                f"context={self.context:,} is more than the model's {reader.context_tokens:,} tokens: give fewer"
+                f"context={self.context:,} exceeds the model's {reader.context_tokens:,} tokens: give fewer"
             )
         text = read_text(self.text)
         ids = torch.tensor([reader.tokenizer(text, verbose=False)["input_ids"]])
         whole = ids.shape[1] // self.context
         if whole < max(1, self.windows):
             raise UserError(
-                f"text {self.text!r} has {ids.shape[1]:,} tokens, {whole} windows of {self.context:,}; "
-                f"{max(1, self.windows)} were asked for: give fewer windows, a shorter context or a longer text"
+                f"text {self.text!r} has {ids.shape[1]:,} tokens, {whole} windows of {self.context:,}, but "
+                f"{max(1, self.windows)} are needed: give fewer windows, a shorter context or a longer text"
             )
         windows = ids[:, : whole * self.context].split(self.context, dim=1)[: self.windows or whole]
         return [Sample(f"{i}-{_digest(window)}", window) for i, window in enumerate(windows)]

@@ -68,5 +68,5 @@ def _read(path: Path) -> tuple[str, ...]:
         ) from error
     words = tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
     if not words:
-        raise UserError(f"the word list {path} is empty: put a word on each line")
+        raise UserError(f"the word list {path} is empty: write one word per line")
     return words

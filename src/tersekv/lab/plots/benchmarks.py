@@ -70,7 +70,7 @@ class Benchmark:
             kind = row.get("what") or row.get("task") or row.get("bench") if isinstance(row, dict) else None
             drawn = DRAWN_BY.get(row.get("bench", "")) if isinstance(row, dict) else None
             raise UserError(
-                f"line {number} of {path} is no {self.row}{f' (it is of {kind!r})' if kind else ''}: "
+                f"line {number} of {path} is not a {self.row}{f' (it is of {kind!r})' if kind else ''}: "
                 + (
                     f"`tersekv plot {drawn} {path}` draws those"
                     if drawn and row.get("bench") != self.bench

@@ -93,7 +93,7 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
             _check(record, path)
             found[key_of(record)] = record
     if not found:
-        raise UserError(f"{', '.join(map(str, paths))} has no records in it yet: run `tersekv eval … --out FOLDER`")
+        raise UserError(f"{', '.join(map(str, paths))} has no records yet: run `tersekv eval … --out FOLDER`")
     return list(found.values())
 
 
@@ -106,7 +106,7 @@ def grouped(records: Sequence[Record], task: str | None = None) -> list[Group]:
     """
     names = list(dict.fromkeys(record["task"] for record in records))
     if task is not None and task not in names:
-        raise UserError(f"the records hold no task {task!r}{hint(task, names)} (they hold {', '.join(names)})")
+        raise UserError(f"the records have no task {task!r}{hint(task, names)} (they have {', '.join(names)})")
     found: dict[str, list[Record]] = {}
     for record in records:
         if task in (None, record["task"]):
@@ -144,7 +144,7 @@ def _group(members: Sequence[Record]) -> Group:
     full = {record["sample"]: record for record in members if record["recipe"] == FULL}
     if not full:
         raise UserError(
-            f"the records of task {first['task']!r} lack the full cache, which the others are compared with: "
+            f"the records of task {first['task']!r} lack the full cache, the baseline of all comparisons: "
             "run `tersekv eval` again with the same --out"
         )
     by_recipe: dict[str, list[Record]] = {FULL: list(full.values())}
@@ -176,6 +176,6 @@ def _check(record: Record, path: Path) -> None:
     maps = all(isinstance(record.get(name), dict) for name in ("options", "metrics", "bytes_by_part", "details"))
     if not (numbers and maps):
         raise UserError(
-            f"{path} has a record of task {record['task']!r}, recipe {record['recipe']!r} that lacks figures: "
+            f"{path} has a record of task {record['task']!r}, recipe {record['recipe']!r} without all its numbers: "
             "run the evaluation again into a new folder"
         )

@@ -106,13 +106,13 @@ class Lines(QuestionTask):
         if not self.data or any((Path(self.data) / file).exists() for file in FILES):
             return []
         if self.variant != "longeval":
-            raise UserError(f"variant=pairs takes names from word lists, and {self.data} has no {', '.join(FILES)}")
+            raise UserError(f"variant=pairs takes names from word lists, but {self.data} has no {', '.join(FILES)}")
         sizes = {int(p.name.split("_")[0]): p for p in Path(self.data).glob("[0-9]*_lines.jsonl")}
         enough = [size for size in sizes if size >= count]
         if not enough:
             raise UserError(
                 f"data {self.data!r} has no cases of {count} lines or more (files like 200_lines.jsonl, from "
-                "DachengLi1/LongChat): ask for fewer lines, or leave data away to have them made"
+                "DachengLi1/LongChat): give fewer lines, or omit data to generate them"
             )
         text = sizes[min(enough)].read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines() if line.strip()]

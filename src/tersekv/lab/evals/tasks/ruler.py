@@ -115,7 +115,7 @@ class Ruler(QuestionTask):
             return lambda n: ruler_lists.frequent_words(n, length, rng()), ruler_lists.FWE_LEAST, length
         documents = ruler_documents.read(subtask, self.data)
         if i >= len(documents.asked):
-            raise UserError(f"{subtask} has {len(documents.asked)} questions in {self.data}: ask for fewer samples")
+            raise UserError(f"{subtask} has {len(documents.asked)} questions in {self.data}: give fewer samples")
         least = len(documents.asked[i].needed)
         return lambda n: ruler_documents.build(documents, i, n, rng()), least, len(documents.texts)
 

@@ -27,7 +27,7 @@ def draw(rates: Sequence[Rate]) -> Picture:
     """Draw all panels with the same scale. The records must be of one model."""
     models = list(dict.fromkeys(rate.model for rate in rates))
     if len(models) > 1:
-        raise UserError(f"the records are of several models ({', '.join(models)}): give those of one")
+        raise UserError(f"the records are of several models ({', '.join(models)}): give records of one model")
     dtypes = list(dict.fromkeys(rate.setting.dtype for rate in rates))
     ways = list(dict.fromkeys(rate.setting[1:] for rate in rates))
     names = short_names([rate.cache for rate in rates])

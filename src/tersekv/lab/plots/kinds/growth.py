@@ -46,7 +46,7 @@ def growth(steps: Sequence[StreamStep]) -> list[tuple[StreamStep, StreamStep]]:
 def draw(steps: Sequence[StreamStep]) -> Picture:
     """Draw bytes on the left and time on the right, one line per recipe."""
     if len({step.tokens for step in steps}) < 2:
-        raise UserError("the records hold one length only: give records of benchmarks/subgen.py with more --tokens")
+        raise UserError("the records have one length only: give records of benchmarks/subgen.py with more --tokens")
     figure = new_figure(10.4, 4.9)
     for axes, (label, field, unit) in zip(figure.subplots(1, 2), PANELS, strict=True):
         _panel(axes, steps, field, unit)

@@ -23,7 +23,7 @@ def draw(source: Sequence[Held]) -> Picture:
     """Draw bars by size, the smallest on top. The full cache has no parts and is only in the title."""
     packed = sorted((held for held in source if not held.full), key=lambda held: (held.bytes, held.recipe))
     if not packed:
-        raise UserError("there is no packed recipe to draw: give records with one, or --recipe")
+        raise UserError("there is no packed recipe to plot: give records with one, or --recipe")
     unit, factor = _unit(max(held.bytes for held in packed))
     figure = new_figure(9.0, 0.46 * len(packed) + 2.0)
     axes = figure.subplots()

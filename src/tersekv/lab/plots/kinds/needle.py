@@ -134,7 +134,7 @@ def _chosen(groups: Sequence[Group], task: str | None) -> Group:
     if not able:
         held = ", ".join(dict.fromkeys(group.name for group in groups))
         raise UserError(
-            f"no record says at which length and depth its needle stood (they are of {held}): "
+            f"no record has the length and depth of a needle (they are of {held}): "
             "run `tersekv eval needle … --out FOLDER`"
         )
     preferred = [group for group in able if group.name == (task or PREFERRED)] or able

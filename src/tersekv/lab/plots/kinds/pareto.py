@@ -174,9 +174,9 @@ def _nothing(groups: Sequence[Group], metric: str | None) -> UserError:
     held = sorted({name for group in groups for name in group.full.metrics})
     if metric is None or metric in held:
         return UserError(
-            "the records hold no packed recipe with a finite score: run `tersekv eval` with one or more --recipe"
+            "the records have no packed recipe with a finite score: run `tersekv eval` with one or more --recipe"
         )
-    return UserError(f"the records hold no metric {metric!r}; they hold {', '.join(held)}")
+    return UserError(f"the records have no metric {metric!r}; they have {', '.join(held)}")
 
 
 def _table(group: Group, metric: str) -> KeyFigures:

@@ -44,7 +44,7 @@ def speedups(timings: Sequence[Timing]) -> list[tuple[Timing, Timing, float]]:
 def draw(timings: Sequence[Timing]) -> Picture:
     """Draw one row per number of threads and one column per shape."""
     if not any(timing.packed for timing in timings):
-        raise UserError("the records time no packed format: give records of tersekv bench attend")
+        raise UserError("the records have no packed format: give records of `tersekv bench attend`")
     shapes = list(dict.fromkeys(timing.shape for timing in timings))
     threads = sorted({timing.threads for timing in timings})
     figure = new_figure(4.6 * len(shapes) + 0.6, 3.3 * len(threads) + 1.5)
