@@ -1,4 +1,4 @@
-"""Architectures that differ from the usual in what a cache relies on: windows, causal flags, layouts, layers."""
+"""Architectures with unusual windows, causal flags, layouts or layers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_logits_are_those_of_one_pass(name, chunk):
 
 
 def test_a_window_that_the_masks_do_not_follow():
-    """Moshi's config has one, and its only mask is causal; AFMoE's masks follow theirs."""
+    """Moshi's config has a window, but its only mask is causal. AFMoE's masks follow its window."""
     moshi, afmoe = (attention_layers(text_config(built(name).config)) for name in ("moshi", "afmoe"))
     assert {kind.window for kind in moshi} == {None}
     assert {kind.window for kind in afmoe} >= {48}
@@ -68,7 +68,7 @@ def test_generate_in_chunks_where_the_model_calls_view():
 
 @pytest.mark.parametrize("name", ["whisper", "bart"])
 def test_a_decoder_alone_has_its_own_number_of_layers(name):
-    """The usual names of such a config are the encoder's."""
+    """The usual attribute of such a config is the encoder's number of layers."""
     model = built(name)
     cache = tersekv.CompressedCache(model.config, LOSSLESS)
     assert (len(cache.layers), cache.shape.layers, cache.shape.kv_heads, cache.shape.key_dim) == (3, 3, 4, 16)
@@ -90,7 +90,7 @@ def test_layers_of_cross_attention_are_refused():
 
 
 def test_mixed_recipes_on_layers_with_one_window(models):
-    """Without packed attention one mask serves layers that have forgotten different blocks."""
+    """Without packed attention one mask serves layers that have evicted different blocks."""
     model = models["mistral"]
     recipe = f"{LOSSLESS};0=uniform:bits=4,axis=channel,group=64"
     ids = prompt(620)

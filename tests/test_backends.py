@@ -1,4 +1,5 @@
-"""The dispatcher: forcing, refusals that say why, the report, and life without the extension."""
+"""The dispatcher: forced backends, refusals with a reason, the report, and use without the
+extension."""
 
 import os
 import subprocess

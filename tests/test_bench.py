@@ -1,4 +1,4 @@
-"""`tersekv bench attend`: what it says on a small context, and what it refuses. Speed itself is not tested."""
+"""`tersekv bench attend`: its output on a small context and its errors. Speed itself is not tested."""
 
 from __future__ import annotations
 

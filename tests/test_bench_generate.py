@@ -1,4 +1,4 @@
-"""The benchmark of decoding: which caches it times, after which context, and what it refuses."""
+"""The decoding benchmark: timed caches, context lengths and errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_caches_take_turns(loaded) -> None:
 
 
 def test_what_a_cache_is_fed(loaded, monkeypatch) -> None:
-    """The prompt whole or in chunks, then one token at a time, with as many tokens held as the record says."""
+    """The prompt, whole or in chunks, then one token at a time; the number of cached tokens equals
+    the record."""
     calls: list[tuple[int, int]] = []
 
     def feed(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -68,7 +69,7 @@ def test_what_a_cache_is_fed(loaded, monkeypatch) -> None:
 
 
 def test_figures_of_a_round(loaded, monkeypatch) -> None:
-    """A clock that every forward pass moves on: 10 ms, and 1 ms for each 100 tokens held."""
+    """Every forward pass advances a fake clock by 10 ms plus 1 ms per 100 cached tokens."""
     now = 0.0
 
     def feed(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -90,7 +91,7 @@ def test_figures_of_a_round(loaded, monkeypatch) -> None:
 
 
 def test_peak_is_of_one_cache(loaded, monkeypatch) -> None:
-    """A cache that takes 64 MB more is seen, one that was freed before is not."""
+    """64 MB more in a cache are measured; memory freed before is not."""
     made = generate._caches
 
     def wasteful(*of: Any) -> Any:
@@ -176,7 +177,7 @@ def test_refused_options(option: str, value: str, said: str, tiny: str, capsys: 
 
 
 def test_a_table_fits_a_hundred_columns() -> None:
-    """With steps, lengths and names as long as they get on a slow machine."""
+    """Steps, lengths and names are as long as they get on a slow machine."""
     decodings = [
         generate.Decoding(
             cache, "bfloat16", 8000, 512, "eager", 0, [222.2, 230.1, 219.8], [61.4, 60.2, 62.0], [101.2, 99.8, 104.1],

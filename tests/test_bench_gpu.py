@@ -1,5 +1,8 @@
-"""`tersekv bench attend --device cuda` with a clock that only counts: which ways run, and what is made of their times.
-Kernels are interpreted; no speed is tested."""
+"""`tersekv bench attend --device cuda` with a fake clock: the implementations it runs and its
+results.
+
+Kernels are interpreted, and no speed is tested.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ HEADS = HeadCounts(4, 2, 64)
 
 
 class Counting:
-    """Every run takes a millisecond; all of them are run once."""
+    """A clock for which every run takes a millisecond. It runs each function once."""
 
     device, name, cache_bytes = "cpu", "a test", 1 << 16
 
@@ -58,7 +61,7 @@ def test_ways_and_what_is_made_of_their_times(clock):
         "grid4": packed, "scores grid4": packed // 2,
     }  # fmt: skip
     assert list(measured.missing) == ["flashinfer bfloat16"]
-    # inputs outgrow the cache four times, in at most eight copies
+    # inputs exceed the cache four times, in at most eight copies
     alone = ("copy", "encode grid4 keys", "encode grid4 values")
     assert clock.ran == dict.fromkeys(sizes, 4) | {"grid4": 8, "scores grid4": 8} | dict.fromkeys(alone, 1)
     assert measured.bandwidth == pytest.approx(2 * (1 << 20) / 1e6)
@@ -70,7 +73,7 @@ def test_ways_and_what_is_made_of_their_times(clock):
     assert result["floor_us"] == pytest.approx(packed / measured.bandwidth / 1e3, rel=1e-3)
     assert result["speedup_bfloat16"] == 1.0
     assert 0 < result["relative_error"] < 4e-3
-    assert result["encode_us_per_token"] == pytest.approx(2 * 1e3 / 32)  # a millisecond per side and block
+    assert result["encode_us_per_token"] == pytest.approx(2 * 1e3 / 32)  # one millisecond per side and block
     assert measured.results()[0]["encode_us_per_token"] is None
 
 

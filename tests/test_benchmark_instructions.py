@@ -1,4 +1,5 @@
-"""Counting instructions: every op that is counted runs, a call's fixed part drops out, what is missing is said."""
+"""Counting instructions: every counted operator runs, fixed costs cancel, and missing tools are
+named."""
 
 import shutil
 

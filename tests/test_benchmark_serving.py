@@ -1,4 +1,4 @@
-"""The tables of `benchmarks/serving.py`, from records made by hand."""
+"""The tables of `benchmarks/serving.py`, from synthetic records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECORDS = [
 
 @pytest.fixture(scope="module")
 def serving() -> ModuleType:
-    """benchmarks/serving.py."""
+    """Load benchmarks/serving.py."""
     return benchmark("serving")
 
 

@@ -1,4 +1,4 @@
-"""Calibration: the same result however it was run or stopped, what is shared, what is refused."""
+"""Calibration: equal results for all ways to run and stop it, shared codecs, and errors."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ calibrator(build("llama"), Path(sys.argv[2]), "kvquant").run(lambda *at: print(*
 
 
 def test_killed_run_goes_on(llama, tmp_path) -> None:
-    """SIGKILL while a sample's pass runs, so that nothing of the process can tidy up."""
+    """SIGKILL during a sample's pass, so that the process cannot clean up."""
     arguments = [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path / "killed")]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -154,7 +154,7 @@ def test_one_run_at_a_time(llama, tmp_path) -> None:
 
 
 class Fatal:
-    """A job that ends the process which reads it."""
+    """A job that ends the process reading it."""
 
     def __reduce__(self) -> tuple:
         return os._exit, (1,)

@@ -1,4 +1,4 @@
-"""`tersekv calibrate`, and the commands that use what it made."""
+"""`tersekv calibrate`, and the commands that use its result."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_several_recipes_in_a_folder(tiny: str, capfd, tmp_path: Path) -> None:
     learnt = [record["details"].get("calibration", {}).get("digest") for record in kept]
     assert len(set(learnt)) == 4  # none for the full cache and kivi
     assert learnt == [record.get("calibration") for record in kept]
-    # another calibration is another evaluation; the others are found again
+    # Another calibration makes another evaluation; the other records are reused.
     assert cli.run(["calibrate", "-m", tiny, *recipes, "--seed", "5", "-o", str(out), *SHORT]) == 0
     capfd.readouterr()
     run_json(capfd, *evaluate, *options)

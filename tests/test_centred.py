@@ -1,4 +1,5 @@
-"""Keys whose constant part before RoPE is held apart: nothing is lost by it, wherever tokens come from and go to."""
+"""Keys whose constant part before RoPE is stored separately: no operation on the cache adds an
+error."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ LOSSLESS = "window:sinks=4,recent=16,exact=fp32+centred"
 
 @dataclass(frozen=True)
 class CentredFloats(Exact):
-    """MeanRemoved keys without a loss of their own."""
+    """Exact mean-removed keys."""
 
     dtype: Literal["bf16", "fp16", "fp32"] = "fp32"
 
@@ -56,7 +57,7 @@ def centred_floats(monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "phi3", "mistral"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_nothing_is_lost(models, name, batch):
-    """Greedy tokens, with left padding where there are several rows, over several pages of packed tokens."""
+    """Greedy tokens over several packed pages; batches of several rows are padded on the left."""
     model, ids = models[name], prompt(150, batch)
     mask = torch.ones_like(ids)
     for row in range(1, batch):
@@ -71,7 +72,7 @@ def test_nothing_is_lost(models, name, batch):
 
 @pytest.mark.parametrize(("batch", "policy"), [(1, "window:sinks=4,recent=16"), (3, "h2o:budget=96,recent=16")])
 def test_keys_that_do_not_hold_positions(batch, policy):
-    """What is constant in them needs no RoPE to be taken off; other options of keys before RoPE are refused."""
+    """The constant part of such keys needs no RoPE. Other options for keys before RoPE are refused."""
     torch.manual_seed(0)
     config = tf.GPT2Config(n_embd=64, n_head=2, n_layer=2, vocab_size=97, bos_token_id=1, eos_token_id=2)
     model, ids = tf.GPT2LMHeadModel(config).eval(), prompt(150, batch)

@@ -1,4 +1,4 @@
-"""What docs/methods/trellis.md claims of the codec `trellis`, in numbers."""
+"""Claims of docs/methods/trellis.md about the codec `trellis`, in numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_squared_errors_of_the_shipped_tables(bits):
     error = squared_error(bits, backends.encode_trellis, trellis_entries("cpu"), vectors=3000, dim=64)
     assert error == pytest.approx(SQUARED_ERROR["trellis"][bits], rel=0.05)
     assert 4.0**-bits < error
-    if bits < TRAINED:  # with six bits both tables do as well, and more bits take a scalar one
+    if bits < TRAINED:  # With six bits both codebooks are equally good; more bits use a scalar one.
         assert error < 0.8 * SQUARED_ERROR["scalar"][bits]
 
 
@@ -126,7 +126,7 @@ def test_turn_of_a_worker_is_the_models_rope():
 
 
 def test_bits_go_to_the_layers_that_the_loss_hangs_on():
-    """Over layers and sides, no more bits in all, and less of what the loss foretells."""
+    """Over layers and sides the total of bits does not grow, and the predicted loss falls."""
     codecs = []
     for layer, loud in enumerate((1.0, 30.0, 0.2)):
         x = normal(1, 2, 512, 32, seed=layer)

@@ -1,4 +1,4 @@
-"""`compress` as a call, as a context, on copies of a model, and beside other wishes about the cache."""
+"""`compress` as a call, as a context, on copies of a model, and with other cache settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
 
 
 def state(model):
-    """What `compress` changes on a model."""
+    """Return the state that `compress` changes on a model."""
     return (
         model.config._attn_implementation,
         dict(model.__dict__),
@@ -37,7 +37,7 @@ def recipe_in_use(model):
 
 @pytest.fixture
 def llama():
-    """One that nobody else has."""
+    """Return a model that no other test uses."""
     return build("llama")
 
 
@@ -47,7 +47,7 @@ def test_a_call_without_with_takes_effect_until_removed(llama):
     assert recipe_in_use(llama) == "kivi"
     assert repr(handle) == "<tersekv.compress of LlamaForCausalLM with kivi: installed>"
     handle.remove()
-    handle.remove()  # a second time does nothing
+    handle.remove()  # a second call does nothing
     assert repr(handle).endswith("removed>")
     assert recipe_in_use(llama) is None
     assert state(llama) == before
@@ -133,7 +133,7 @@ def test_a_call_that_fails_installs_nothing(llama):
 
 @pytest.mark.parametrize("part", ["model", "base"])
 def test_a_copy_is_made_without_packed_attention(llama, part):
-    """During the context and after it, as a copy that was made before it."""
+    """Copies made during the context and after it behave like one made before."""
     attention = llama.config._attn_implementation
     expected = llama(prompt(30), use_cache=False)[0]
     with tersekv.compress(llama, "kivi"):
@@ -210,7 +210,7 @@ def test_a_cache_of_transformers_is_used_and_said(llama, kind):
 @pytest.mark.parametrize("place", ["argument", "config"])
 @pytest.mark.parametrize("implementation", ["static", "offloaded_static", "offloaded", "quantized"])
 def test_another_cache_implementation_is_refused(llama, monkeypatch, implementation, place):
-    """In the call, and in the model's generation config; without compress it works as ever."""
+    """In the call, and in the model's generation config. Without `compress` it works as usual."""
     given = {"cache_implementation": implementation} if place == "argument" else {}
     if place == "config":
         monkeypatch.setattr(llama.generation_config, "cache_implementation", implementation)

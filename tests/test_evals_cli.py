@@ -1,4 +1,4 @@
-"""`tersekv eval`: its document and table, the tasks' options, wrong input, interruptions."""
+"""`tersekv eval`: its document and table, options of tasks, errors, interruptions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXT = pydoc_text()[:2000]
 
 @pytest.fixture
 def common(tiny: str, tmp_path: Path) -> tuple[str, ...]:
-    """A call that takes a second."""
+    """Return a command that takes a second."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     return ("eval", "perplexity", "-m", tiny, "--text", str(tmp_path / "text.txt"), "--context", "64", "--windows", "2")
 
@@ -48,7 +48,8 @@ def test_document(common: tuple[str, ...], tiny: str, capfd: pytest.CaptureFixtu
         assert all(list(metric) == ["mean", "stderr"] for metric in result["metrics"].values())
     full, packed = made["results"][0], made["results"][1]
     assert (full["bits_per_element"], full["bytes"]) == (32, 64 * 2 * 2 * 32 * 4)
-    # head dim 32 and groups of 32 are the same 3 bits as at 64; 16 bytes are the table of 2-bit codes
+    # head dim 32 with groups of 32 takes the same 3 bits as 64; 16 bytes are the table of 2-bit
+    # codes
     assert packed["bytes"] == full["bytes"] * 3 // 32 + 16
     assert full["metrics"]["perplexity_ratio"] == {"mean": 1, "stderr": 0}
     assert packed["metrics"]["perplexity"]["stderr"] > 0

@@ -33,7 +33,7 @@ def harness(tiny: str) -> Harness:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file with a text of 2,000 tokens of the tiny model."""
+    """Write a text of 2,000 tokens of the tiny model."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(pydoc_text()[:2000], encoding="utf-8")
     return str(path)
@@ -183,7 +183,8 @@ cli.run(sys.argv[1:])
 
 
 def test_killed_run_goes_on(tiny: str, text: str, tmp_path: Path) -> None:
-    """What a killed process leaves is completed by the same command, to the records of a run that was not stopped."""
+    """The same command completes the records of a killed process, equal to those of an
+    uninterrupted run."""
     common = ["eval", "perplexity", "-m", tiny, "--text", text, "-r", "kivi:bits=2", "-r", "turboquant"]
     common += ["--context", "160", "--windows", "4", "--mode", "cache", "--chunk", "32", "--out"]
     out = tmp_path / "killed"
@@ -204,7 +205,7 @@ def test_records_without_a_folder_are_kept_in_memory(harness: Harness, text: str
     task = {"perplexity": Perplexity(text, context=32)}
     with Records() as records:
         first = harness.run(task, records)
-        assert harness.run(task, records) == first  # seconds included: nothing was run again
+        assert harness.run(task, records) == first  # equal seconds show that nothing ran again
 
 
 def test_file_is_locked_and_checked(harness: Harness, text: str, tmp_path: Path) -> None:
