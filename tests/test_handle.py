@@ -1,4 +1,4 @@
-"""The handle that `update` returns: it stands for a tensor, and whoever opens it gets that tensor."""
+"""The handle returned by `update`: a tensor-like object that becomes the tensor when it is used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tersekv.hf.handle import PendingTokens
 
 @pytest.fixture
 def handles(llama):
-    """Keys and values of one more token after 200, as our attention would get them, and the layer."""
+    """Return the handles of keys and values of one token after 200, as our attention gets them, and
+    the layer."""
     with tersekv.compress(llama, "kivi:bits=4"), torch.no_grad():
         cache = tersekv.CompressedCache(llama.config, "kivi:bits=4")
         llama(prompt(200), past_key_values=cache)

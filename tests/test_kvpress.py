@@ -1,4 +1,5 @@
-"""Our policies keep the tokens that NVIDIA's kvpress keeps, on the same model and prompt (make_kvpress_fixture.py)."""
+"""Our policies keep the same tokens as NVIDIA's kvpress on one model and prompt
+(make_kvpress_fixture.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel that finds no memory raises MemoryError, and the process goes on."""
+"""A kernel without memory raises MemoryError, and the process continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton kernels over trellis streams and the mean that RoPE turns, against the torch reference."""
+"""Triton kernels over trellis streams and the rotated mean, against the torch reference."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def test_beside_a_turned_vector(device, case, consecutive):  # noqa: F811
 
 
 def test_a_turned_vector_that_is_all_there_is(device):  # noqa: F811
-    """Not rounded with anything else, and of 100 tokens: no whole tile."""
+    """It is not rounded together with anything else, and 100 tokens are not a whole tile."""
     torch.manual_seed(9)
     B, part = turned("pairs", 100)
     run(device, part, torch.randn(B, 3, 100, 64), 5)
 
 
 def test_centred_keys_of_a_codec(device):  # noqa: F811
-    """As the store hands them out: a basis, a mean that RoPE turns, values with a mean of their own."""
+    """Keys as the store provides them: a basis, a rotated mean, and values with their own mean."""
     from tersekv.codecs import methods
 
     torch.manual_seed(10)

@@ -1,4 +1,4 @@
-"""How a call is cut into programs: which choice is taken for which GPU."""
+"""Division of a call into programs: the choice for each GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def tuning(monkeypatch):
-    """The module with a table of its own."""
+    """Return the module with a separate tuning table."""
     from tersekv.kernels.triton import tuning
 
     monkeypatch.setattr(tuning, "TABLE", {})
@@ -78,7 +78,7 @@ def test_architectures(tuning, monkeypatch, name, of_amd, hip):
 
 
 def test_a_matrix_in_front_of_rope_fits_shared_memory(tuning, monkeypatch):
-    """What a program of another architecture has no room for is left to the reference."""
+    """If another architecture's program lacks shared memory, the reference computes the result."""
     from packed_views import roped
 
     torch.manual_seed(0)
