@@ -1,8 +1,8 @@
 """PolarQuant's claims (arXiv 2502.02617), numerically.
 
-Tested are Lemma 2's densities on Gaussians and on rotated real keys, independence across levels,
-errors at each setting, Theorem 1's decrease of the error with bits, and online against offline
-codebooks.
+- Lemma 2's densities on Gaussians and on rotated real keys;
+- independence across levels, and errors at each setting;
+- Theorem 1's decrease of the error with bits, and online against offline codebooks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""`tersekv plot`: what it draws from a model and from records, what it refuses, files written whole or not at all."""
+"""`tersekv plot`: plots of a model and of records, errors, and files written completely or not at
+all."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ SVG = b"<svg"
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as `tersekv eval --out` leaves it."""
+    """Write a folder as `tersekv eval --out` leaves it."""
     return write(tmp_path_factory.mktemp("evaluation") / "results", evaluation())
 
 
@@ -155,7 +156,7 @@ def test_a_failed_write_leaves_the_old_file(
 
 
 def test_decoding_says_what_the_record_says() -> None:
-    """An earlier record, whose context is named `depth` and which has one dtype."""
+    """An earlier record names its context `depth` and has one dtype."""
     rows = [json.loads(line) for line in EARLIER.read_text().splitlines()]
     picture = render(plots()["decoding"], decodings.read_decodings([EARLIER]))
     (table,) = picture.tables
@@ -172,7 +173,7 @@ def test_decoding_says_what_the_record_says() -> None:
 
 
 def test_decoding_by_dtype_and_way_to_read_the_prompt(tmp_path: Path) -> None:
-    """A panel and a table for each; a row that is missing in one of them leaves a gap."""
+    """One panel and table each; a missing row in one of them leaves a gap."""
     rows = []
     for dtype, chunk, cache in itertools.product(("float32", "bfloat16"), (None, 512), ("full", "kivi:bits=4")):
         for context in (1024, 8000):

@@ -1,4 +1,4 @@
-"""Pictures: what they show in figures, names that do not cover each other, the same bytes for the same records."""
+"""Plots: their numbers, labels that do not overlap, and equal bytes for equal records."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ ATTEND, SUBGEN = RECORDS / "attend.jsonl", RECORDS / "subgen.jsonl"
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as `tersekv eval --out` leaves it."""
+    """Write a folder as `tersekv eval --out` leaves it."""
     return write(tmp_path_factory.mktemp("evaluation") / "results", evaluation())
 
 
 @pytest.fixture
 def keys() -> ModelKeys:
-    """Keys of three layers with two heads, one channel of which is ten times larger in the last layer."""
+    """Return keys of three layers with two heads; one channel is ten times larger in the last
+    layer."""
     made = [torch.randn(2, 400, 32, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     made[2][1, :, 5] *= 10
     return ModelKeys("tiny", "pydoc", made, (0, 2))
@@ -42,7 +43,7 @@ def keys() -> ModelKeys:
 
 @pytest.mark.parametrize("level", [1, 2, 3, 4])
 def test_distance_to_the_density(level: int) -> None:
-    """Zero up to the sample's grain for its own quantiles, and the shift for a shifted uniform."""
+    """Zero up to sampling for its own quantiles, and the shift for a shifted uniform distribution."""
     x, pdf, cumulative = angles.densities(level)
     assert np.mean(pdf[1:] + pdf[:-1]) / 2 * x[-1] == pytest.approx(1, abs=1e-6)
     quantiles = np.interp((np.arange(1000) + 0.5) / 1000, cumulative, x)
@@ -201,7 +202,7 @@ def test_speed_says_what_the_record_says() -> None:
 
 
 def test_speed_draws_a_format_as_one_line_whatever_its_bits() -> None:
-    """Bits of nuq4-1% and trellis vary with shape and length; older records name all formats alike."""
+    """Bits of nuq4-1% and trellis vary with shape and length. Older records name all formats alike."""
     for name, count in (("bench_attend", 1), ("attend", 3)):
         found = [t for t in timings.read_timings([RECORDS / f"{name}.jsonl"]) if t.packed]
         kinds = {what: {t.name for t in found if t.what == what} for what in {t.what for t in found}}
@@ -213,7 +214,7 @@ def test_speed_draws_a_format_as_one_line_whatever_its_bits() -> None:
 
 
 def test_a_divergence_is_drawn_as_kl_and_titles_are_words() -> None:
-    """Its records hold the perplexity ratio, too, which the task perplexity shows."""
+    """Its records also have the perplexity ratio, which the task perplexity shows."""
     records = groups.read_records([RECORDS / "every_task.jsonl"])
     asked = ("perplexity", "divergence", "passkey")
     tables = {t.title.split(":")[0]: t for t in pareto.draw([r for r in records if r["task"] in asked]).tables}
@@ -229,7 +230,8 @@ def test_a_divergence_is_drawn_as_kl_and_titles_are_words() -> None:
 
 
 def test_growth_says_what_the_record_says() -> None:
-    """64 times the tokens: as many bytes where all are kept, hardly more in a sketch."""
+    """For 64 times the tokens, a cache that keeps all has 64 times the bytes, and a sketch hardly
+    more."""
     found = streams.read_streams([SUBGEN])
     rows = {(r["recipe"], r["context_tokens"]): r for r in map(json.loads, SUBGEN.read_text().splitlines())}
     assert len(found) == len(rows)

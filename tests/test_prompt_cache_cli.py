@@ -31,7 +31,7 @@ def test_build_info_verify(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixtu
     made = run_json(capfd, *BUILD, "-m", tiny, "-o", str(path))
     assert made["recipe"] == "polarquant"
     assert made["file_bytes"] == path.stat().st_size
-    assert made["cache"]["tokens"] == len(TEXT) + 1  # the template's beginning, and not its end
+    assert made["cache"]["tokens"] == len(TEXT) + 1  # the template's beginning, but not its end
     assert made["prefill_seconds"] > 0
     said = run_json(capfd, "prompt-cache", "info", str(path))
     assert said == {name: value for name, value in made.items() if not name.endswith("_seconds")}
@@ -41,7 +41,7 @@ def test_build_info_verify(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixtu
 
 
 def test_a_short_text_gains_nothing(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Said by `build` with the length from which on the recipe gains, and by `info` as a ratio."""
+    """`build` names the length from which the recipe saves memory, and `info` prints a ratio."""
     path = str(tmp_path / "short.cache")
     said = run_text(capfd, "prompt-cache", "build", "-r", "polarquant", "-p", "A short text", "-m", tiny, "-o", path)
     least = break_even(cache_shape(models.load_config(tiny)), "polarquant")

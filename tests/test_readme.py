@@ -1,5 +1,5 @@
-"""The README's commands, run as written: the Python block and the program's calls, with a tiny model in place of
-the default one."""
+"""The README's commands, run as written: the Python block and the program's calls, with a tiny
+model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def small(tiny, tmp_path_factory):
-    """A model in place of the default one: the tiny one's tokens, but as many layers and heads as make a cache whose
-    tables are small beside its tokens, and a context for the examples' text."""
+    """Build a model to replace the default one, with the tiny one's tokenizer.
+
+    It has enough layers and heads for tables to be small compared with tokens, and a context for
+    the examples' text.
+    """
     folder = tmp_path_factory.mktemp("small")
     shutil.copytree(tiny, folder, dirs_exist_ok=True)
     config = LlamaConfig.from_pretrained(folder)
@@ -41,7 +44,8 @@ def small(tiny, tmp_path_factory):
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A folder to work in, with the text that the examples read: part of it, since a byte is a token here."""
+    """Make a working folder with the text that the examples read, shortened because a byte is a
+    token here."""
     (tmp_path / "LICENSE").write_text((ROOT / "LICENSE").read_text()[:4096])
     monkeypatch.chdir(tmp_path)
 
@@ -59,7 +63,7 @@ def test_python_block(small, checkout, monkeypatch, capsys):
 
 
 def test_the_examples_text_is_long_enough(smollm2):
-    """With the model of the examples it fits the context, and packing gains by far."""
+    """With the examples' model it fits the context, and packing saves most of the memory."""
     model, tokenizer = smollm2
     tokens = len(tokenizer((ROOT / "LICENSE").read_text())["input_ids"])
     least = break_even(cache_shape(model.config), "default")

@@ -1,4 +1,5 @@
-"""`tersekv report`: one whole page that fetches nothing, escapes what records say, and repeats itself exactly."""
+"""`tersekv report`: one complete page that fetches nothing, escapes texts of records, and is
+reproducible."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tersekv.lab.plots.page import page
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as `tersekv eval --out` leaves it."""
+    """Write a folder as `tersekv eval --out` leaves it."""
     return write(tmp_path_factory.mktemp("evaluation") / "results", evaluation())
 
 
@@ -22,7 +23,7 @@ VOID = {"meta", "link", "img", "br"}
 
 
 class Page(HTMLParser):
-    """Checks that tags close in order, and collects ids, links, pictures and text."""
+    """Checks that tags close in order, and collects ids, links, images and text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Chunks that stand alone: round trip, size to the byte, and errors for whatever is not the chunk that was packed."""
+"""Self-contained chunks: round trip, exact size, and errors for anything but the packed chunk."""
 
 from __future__ import annotations
 

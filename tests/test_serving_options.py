@@ -1,4 +1,4 @@
-"""What the vLLM plug-in makes of a user's settings, without vLLM."""
+"""The vLLM plug-in's interpretation of a user's settings, without vLLM."""
 
 from __future__ import annotations
 
@@ -110,10 +110,10 @@ def test_engines_whose_layers_cannot_be_packed(part, change, words):
 
 
 def test_a_backend_that_vllm_keeps_refuses_the_recipe_of_a_later_engine(monkeypatch):
-    """With the few objects of vLLM that are asked; tests/serving has the real ones."""
+    """Fakes replace the few vLLM objects that are used; tests/serving has the real ones."""
 
     class Native:
-        """vLLM's own."""
+        """vLLM's own backend."""
 
         @staticmethod
         def get_impl_cls() -> type:

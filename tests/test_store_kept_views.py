@@ -1,4 +1,4 @@
-"""What kernels are handed of packed pages is made once, and stays right whatever is done to a store."""
+"""Kernel arguments of packed pages are built once and stay valid after any operation on a store."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def attend(store: LayerStore, seed: int = 0) -> Tensor:
 
 
 def attend_anew(store: LayerStore, seed: int = 0) -> Tensor:
-    """With pages that nothing was kept of."""
+    """Attend with pages without cached kernel arguments."""
     store._pages = None
     return attend(store, seed)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_whatever_is_done_to_a_store(recipe):
-    """Appends that pack and appends that do not, crops, selections, copies: attention as with pages made anew."""
+    """Appends with and without packing, crops, selections, copies: attention as with new pages."""
     for seed in range(4):
         chance, store, plain = random.Random(seed), new_store(recipe), new_store(recipe)
         for one in (store, plain):
@@ -62,7 +62,7 @@ def test_whatever_is_done_to_a_store(recipe):
                 elif what == "select":
                     one.select(torch.tensor([1, 0]))
             if what == "copy":
-                store = copy.deepcopy(store)  # what the first one kept is gone with it
+                store = copy.deepcopy(store)  # the first one's cached arguments are gone with it
             assert torch.equal(attend(store, step), attend_anew(plain, step)), (what, step)
 
 
@@ -91,11 +91,12 @@ def test_copies_begin_with_nothing(copied):
     pages = store.pages()
     assert pages.made
     assert copied(pages).made == {}
-    assert pages.made  # nothing happens to what was copied
+    assert pages.made  # the copied store is unchanged
 
 
 def test_what_a_rope_has_lives_as_long_as_its_address():
-    """Threads that look at a RoPE for the first time make its steps and channels each; the last one's stay there."""
+    """Threads that use a RoPE for the first time at once each build its tables; the last ones are
+    kept."""
     store = new_store("trellis:bits=2,calibration=prompt")
     store.append(*tokens(700, 1))
     first = attend(store)
@@ -118,7 +119,7 @@ def test_no_basis_stays_unpacked():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_states(recipe):
-    """Their tensors may be moved, and what holds one may have been looked at before."""
+    """Their tensors may be moved, and kernel arguments may be cached before that."""
     store, restored = new_store(recipe), new_store(recipe)
     store.append(*tokens(700, 1))
     first = attend(store)
@@ -146,7 +147,8 @@ def test_tables_that_are_moved(recipe):
 
 
 def test_what_was_fitted_is_not_copied():
-    """Kernels read 16-bit scales and means where the codec has them; native objects keep them alive."""
+    """Kernels read 16-bit scales and means in the codec's own memory, and native objects keep them
+    alive."""
     store = new_store("trellis:bits=2,calibration=prompt")
     store.append(*tokens(700, 0))
     attend(store)

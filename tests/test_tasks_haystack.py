@@ -1,4 +1,4 @@
-"""Haystacks, word lists, lengths, and what the tasks that ask have in common."""
+"""Haystacks, word lists, lengths, and common parts of question-answering tasks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_spread_keeps_order() -> None:
         mixed = haystack.spread(list("abcde"), list("12345"), Random(seed))
         assert [x for x in mixed if x.isdigit()] == list("12345")
         assert [x for x in mixed if x.isalpha()] == list("abcde")
-        assert mixed[-1] == "e"  # needles stand before items
+        assert mixed[-1] == "e"  # needles are inserted before items
     with pytest.raises(ValueError, match="2 needles among 1"):
         haystack.spread(["a"], ["1", "2"], Random(0))
 
@@ -152,7 +152,7 @@ def test_choices() -> None:
 @pytest.mark.parametrize(
     ("prompt", "gold"),
     [
-        (Prompt("c", "q?"), "7"),  # an answer of its own
+        (Prompt("c", "q?"), "7"),  # its own answer
         (Prompt("c", "q?", " It is"), " 7"),
         (Prompt("c", "q? It is", chat=False), " 7"),
         (Prompt("c", "q?\n", chat=False), "7"),

@@ -1,4 +1,4 @@
-"""Line retrieval: prompts to the letter, LongEval's cases, scores."""
+"""Line retrieval: exact prompts, LongEval's cases, scores."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_shipped_cases_are_subsampled(tmp_path: Path) -> None:
         numbers = [int(line.split("<")[1].strip(">")) for line in text.removeprefix(HEADER).splitlines()]
         assert numbers == sorted(numbers)
         assert len(numbers) == sample.data.cell["lines"]
-    assert "name-29" not in samples[3].data.prompt.context  # the smaller file was enough
+    assert "name-29" not in samples[3].data.prompt.context  # the smaller file was sufficient
     with pytest.raises(UserError, match="no cases of 31 lines or more"):
         Lines(lines="31", data=str(tmp_path)).instances(FakeReader())
     with pytest.raises(UserError, match="takes names from word lists"):

@@ -1,4 +1,4 @@
-"""The needle: both prompts to the letter, the grid, lengths, scores."""
+"""The needle: both exact prompts, the grid, lengths, scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passkey retrieval: prompts to the letter, lengths, scores."""
+"""Passkey retrieval: exact prompts, lengths, scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ INTRODUCTION = (
 
 
 def parts(variant: str, size: int, seed: int) -> tuple[str, str, str]:
-    """The text before and after the needle, and the key; everything else is checked to the letter."""
+    """Return the text before and after the needle, and the key. Everything else is compared
+    exactly."""
     case = build(variant, size, Random(seed), "id", 100)
     key = case.expected[0]
     assert 1 <= int(key) <= 50_000

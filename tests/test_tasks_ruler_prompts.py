@@ -1,4 +1,4 @@
-"""RULER: every template to the letter, and what each generator makes."""
+"""RULER: every template exactly, and the output of each generator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 
 
 def needles(name: str, size: int = 20, seed: int = 0) -> tuple[Case, str]:
-    """A case, and its whole prompt."""
+    """Return a case and its whole prompt."""
     case = ruler_needles.build(ruler_needles.KINDS[name], size, Random(seed), word_lists(), ESSAY)
     return case, case.prompt.context + case.prompt.question + case.prompt.answer_start
 
