@@ -244,7 +244,7 @@ def test_generate_compiles_only_where_it_is_told_to(model, monkeypatch):
         assert not model._valid_auto_compile_criteria(kwargs, plain)
         out.past_key_values.compiles = True  # `generate` sets this if it gets a `compile_config`
         assert model._valid_auto_compile_criteria(kwargs, plain)
-        monkeypatch.setattr(out.past_key_values, "spread", object())  # context parallelism
+        monkeypatch.setattr(out.past_key_values, "spread", object())  # processes divide the tokens
         assert not out.past_key_values.is_compileable
         monkeypatch.undo()
         monkeypatch.setattr(model.config, "attention_chunk_size", 64, raising=False)

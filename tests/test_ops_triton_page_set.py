@@ -1,7 +1,6 @@
-"""Segments prepared once and read by one launch.
+"""Segments prepared once and read by one launch, for many pages, masks, RoPE and tables per row.
 
-Tested are many pages, masks, RoPE, tables per batch row, exact tokens, and the number of launches.
-On a machine without a GPU Triton interprets the kernels.
+The number of launches is counted. On a machine without a GPU Triton interprets the kernels.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ def codec_of(name, side):
 
 
 def pages_of(name, side, sizes):
-    """Return views of one layer's pages with these numbers of tokens. The codec is fitted on all of
-    them."""
+    """Return views of one layer's pages of these sizes. The codec is fitted on all tokens."""
     with backends.forced("auto"):  # encoding has its own tests
         x = tokens(B, H, sum(sizes), D)
         codec = codec_of(name, side).fit(x)
@@ -92,10 +90,7 @@ def short_splits(monkeypatch):
 
 
 def sizes_of(name):
-    """Return the tokens of three pages of different sizes in whole blocks.
-
-    A page of one block has no channels that differ between blocks, so another launch reads it.
-    """
+    """Return three page sizes; two blocks each if channels of blocks differ (else another launch)."""
     return (64, 192, 128) if name in ("grid 6 per channel", "signs per group") else (32, 160, 96)
 
 
@@ -227,11 +222,7 @@ RECIPES = benchmark("attend_launches").RECIPES
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_launches_do_not_depend_on_the_number_of_pages(device, name):  # noqa: F811
-    """One launch for all pages and one for exact tokens.
-
-    If keys or values have a linear map, exact tokens are merged separately, and one launch joins
-    both.
-    """
+    """One launch reads all pages and one exact tokens; with a linear map another one merges them."""
     if device == "cuda":
         pytest.skip("counted where kernels are interpreted")
     step = benchmark("attend_launches").step
@@ -267,8 +258,7 @@ def kernels_alone(monkeypatch):
 
 @pytest.mark.parametrize("name", ["grid", "polar", "sparse", "trellis"])
 def test_a_step_builds_nothing(device, name, kernels_alone, monkeypatch):  # noqa: F811
-    """After the first call with the same number of query rows there are only launches, for any
-    number of pages."""
+    """After the first call with as many query rows there are only launches, for any page count."""
     if device == "cuda":
         pytest.skip("operations of interpreted kernels are left out")
     from tersekv.kernels.triton import leaves, trees
@@ -396,8 +386,7 @@ def test_prepare_says_why_not(device):  # noqa: F811
 
 
 def test_types_of_fields():
-    """An integer that needs 64 bits anywhere has them everywhere. Common multiples of 16 are
-    declared."""
+    """A 64-bit integer anywhere makes the field 64-bit. Common multiples of 16 are declared."""
     from tersekv.kernels.triton import leaves
 
     x = torch.zeros(64, dtype=torch.float16)
