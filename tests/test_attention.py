@@ -83,7 +83,7 @@ def test_masks_reach_every_segment():
 
 
 @pytest.mark.parametrize("q", [1, 5])
-def test_left_padding_hides_what_is_no_token(q):
+def test_left_padding_is_masked(q):
     keys, values = tokens(400, B=3)
     padding = torch.tensor([50, 0, 2])
     s = store("kivi:bits=4", keys, values)

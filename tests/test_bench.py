@@ -62,7 +62,7 @@ def test_refusals(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_what_only_the_reference_reads_is_not_timed():
+def test_formats_without_a_kernel_are_not_timed():
     with backends.forced("reference"), pytest.raises(UserError, match="grid4 is not timed: reference: forced"):
         measure(HeadCounts(2, 1, 32), 64, ["grid4"], 1, 0.01)
 
@@ -76,7 +76,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_bytes_of_a_copy_are_its_own(name):
+def test_a_copy_shares_no_memory(name):
     segment = make_segment(name, 1, 64, 32, 0)
     copy = segment.copy()
     assert copy.bytes == segment.bytes > 0
@@ -88,7 +88,7 @@ def test_bytes_of_a_copy_are_its_own(name):
 
 @KERNELS
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_has_a_kernel_that_is_right(name):
+def test_every_format_has_a_correct_kernel(name):
     row = measure(HeadCounts(4, 2, 64), 256, [name], 1, 0.01).rows[0]
     assert row.error < 1e-2
     assert 1 < row.bits < 7
@@ -108,7 +108,7 @@ def test_speedups_are_ratios():
     assert result["gbps_packed"] == 0.08
 
 
-def test_turns_and_spread():
+def test_take_turns_and_spread():
     seen = []
     times = take_turns({"a": lambda n: seen.append(("a", n)), "b": lambda n: seen.append(("b", n))}, 0.0)
     assert seen == [(way, n) for n in range(6) for way in "ab"]

@@ -51,7 +51,7 @@ def test_caches_take_turns(loaded) -> None:
     assert "300 tokens, prompt in chunks of 64, round 2 of 2" in said[-1]
 
 
-def test_what_a_cache_is_fed(loaded, monkeypatch) -> None:
+def test_tokens_fed_to_a_cache(loaded, monkeypatch) -> None:
     """The prompt, whole or in chunks, then one token at a time; the number of cached tokens equals
     the record."""
     calls: list[tuple[int, int]] = []
@@ -68,7 +68,7 @@ def test_what_a_cache_is_fed(loaded, monkeypatch) -> None:
     assert calls == [*steps, (0, 150), *after, *steps, (0, 64), (64, 64), (128, 22), *after]
 
 
-def test_figures_of_a_round(loaded, monkeypatch) -> None:
+def test_results_of_a_round(loaded, monkeypatch) -> None:
     """Every forward pass advances a fake clock by 10 ms plus 1 ms per 100 cached tokens."""
     now = 0.0
 
@@ -90,7 +90,7 @@ def test_figures_of_a_round(loaded, monkeypatch) -> None:
     assert (document["bench"], document["baseline_context"]) == ("generate", 16)
 
 
-def test_peak_is_of_one_cache(loaded, monkeypatch) -> None:
+def test_peak_memory_is_of_one_cache(loaded, monkeypatch) -> None:
     """64 MB more in a cache are measured; memory freed before is not."""
     made = generate._caches
 
@@ -176,7 +176,7 @@ def test_refused_options(option: str, value: str, said: str, tiny: str, capsys: 
     assert said in capsys.readouterr().err
 
 
-def test_a_table_fits_a_hundred_columns() -> None:
+def test_the_table_fits_100_columns() -> None:
     """Steps, lengths and names are as long as they get on a slow machine."""
     decodings = [
         generate.Decoding(

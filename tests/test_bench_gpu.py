@@ -50,7 +50,7 @@ def clock():
         yield Counting()
 
 
-def test_ways_and_what_is_made_of_their_times(clock):
+def test_implementations_and_their_records(clock):
     measured = bench.measure(clock, HEADS, 2, 64, ["grid4"], 1.0)
     packed = 2 * 2 * 2 * 64 * 64 * 5 // 8
     dense = 2 * 2 * 2 * 64 * 64 * 2
@@ -78,7 +78,7 @@ def test_ways_and_what_is_made_of_their_times(clock):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_has_a_kernel_that_is_right(clock, name, monkeypatch):
+def test_every_format_has_a_correct_kernel(clock, name, monkeypatch):
     make_segment = bench.make_segment
 
     def made(*call):
@@ -115,7 +115,7 @@ def test_scores_are_compared_with_scores():
     assert [result["speedup_bfloat16"] for result in results] == [1.0, 1.0, 2.0, 4.0]
 
 
-def test_what_is_wrong_is_left_out_and_the_rest_timed(clock, monkeypatch):
+def test_failing_formats_are_skipped_and_others_timed(clock, monkeypatch):
     from triton.runtime.errors import OutOfResources
 
     make = bench._packed
@@ -133,13 +133,13 @@ def test_what_is_wrong_is_left_out_and_the_rest_timed(clock, monkeypatch):
     assert measured.missing["grid2"] == "an error of 0.5"
 
 
-def test_nothing_begins_when_time_is_up(clock):
+def test_no_format_starts_after_the_time_limit(clock):
     measured = bench.measure(clock, HEADS, 1, 64, ["grid4"], 1.0, stop=0.0)
     assert measured.missing["grid4"] == "no time was left"
     assert "ours bfloat16" in [row.what for row in measured.rows]
 
 
-def test_one_line_says_that_there_is_no_gpu(capsys):
+def test_a_missing_gpu_is_one_line(capsys):
     from tersekv import cli
 
     if torch.cuda.is_available():

@@ -19,7 +19,7 @@ def driver() -> ModuleType:
     return benchmark("selection")
 
 
-def test_a_row_takes_the_room_it_has_and_no_more(driver: ModuleType) -> None:
+def test_a_row_fills_its_budget_and_no_more(driver: ModuleType) -> None:
     for template in driver.ROWS.values():
         recipe = driver.fitted(template, SHAPE, 1000, 1 / 5)
         if recipe is None:

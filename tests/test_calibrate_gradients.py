@@ -81,7 +81,7 @@ def test_yarn_gradients_need_the_transpose(models) -> None:
     assert float(length[0] / length[1]) == pytest.approx(float(factor), rel=1e-2)
 
 
-def test_keys_after_rope_are_the_cache_s(llama) -> None:
+def test_keys_after_rope_equal_the_caches_keys(llama) -> None:
     cache = tf.DynamicCache(config=llama.config)
     with torch.no_grad():
         llama(input_ids=prompt(40), past_key_values=cache)
@@ -91,7 +91,7 @@ def test_keys_after_rope_are_the_cache_s(llama) -> None:
     assert set(got) == {f"layers.{s}.{part}" for s in ("1.keys", "2.values") for part in ("x", "gradient")}
 
 
-def test_model_is_left_as_it_was() -> None:
+def test_model_is_unchanged() -> None:
     model = MODELS["llama"]()
     model.lm_head.weight.requires_grad_(False)
     learnt = {name: p.requires_grad for name, p in model.named_parameters()}
@@ -102,7 +102,7 @@ def test_model_is_left_as_it_was() -> None:
     assert not model.get_input_embeddings()._forward_hooks
 
 
-def test_overflow_is_said() -> None:
+def test_overflow_is_reported() -> None:
     model = MODELS["llama"]()
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.inf

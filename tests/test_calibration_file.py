@@ -50,7 +50,7 @@ def empty_cache(tmp_path, monkeypatch) -> Path:
 # ---------------------------------------------------------------- fingerprints
 
 
-def test_fingerprint_knows_weights_and_architecture(llama) -> None:
+def test_fingerprint_depends_on_weights_and_architecture(llama) -> None:
     mark = fingerprint(llama)
     assert fingerprint(build("llama")) == mark
     assert architecture(build("llama").config) == architecture(llama.config)
@@ -65,7 +65,7 @@ def test_fingerprint_knows_weights_and_architecture(llama) -> None:
     assert architecture(turned) != architecture(llama.config)
 
 
-def test_fingerprint_does_not_depend_on_the_type() -> None:
+def test_fingerprint_does_not_depend_on_the_dtype() -> None:
     model = build("llama").to(torch.bfloat16)
     assert fingerprint(model.float()) == fingerprint(model.to(torch.bfloat16))
     assert fingerprint(build("llama").to(torch.bfloat16)) == fingerprint(build("llama"))
@@ -83,7 +83,7 @@ def test_calibrated_part_is_canonical() -> None:
     assert place(Path("a"), RECIPE).name.startswith("kvquant_bits=2-")
 
 
-def test_what_needs_a_corpus(models) -> None:
+def test_recipes_that_need_a_corpus(models) -> None:
     for recipe, needed in [("kvquant", True), ("kivi", False), ("qjl", False), ("kivi/kvquant", True)]:
         assert needs_corpus(Recipe.parse(recipe), models["gemma3"].config) is needed
     assert not needs_corpus(Recipe.parse("kvquant;0-2=exact"), models["llama"].config)

@@ -56,7 +56,7 @@ def centred_floats(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "phi3", "mistral"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_nothing_is_lost(models, name, batch):
+def test_tokens_equal_the_full_cache(models, name, batch):
     """Greedy tokens over several packed pages; batches of several rows are padded on the left."""
     model, ids = models[name], prompt(150, batch)
     mask = torch.ones_like(ids)
@@ -71,7 +71,7 @@ def test_nothing_is_lost(models, name, batch):
 
 
 @pytest.mark.parametrize(("batch", "policy"), [(1, "window:sinks=4,recent=16"), (3, "h2o:budget=96,recent=16")])
-def test_keys_that_do_not_hold_positions(batch, policy):
+def test_keys_without_rope(batch, policy):
     """The constant part of such keys needs no RoPE. Other options for keys before RoPE are refused."""
     torch.manual_seed(0)
     config = tf.GPT2Config(n_embd=64, n_head=2, n_layer=2, vocab_size=97, bos_token_id=1, eos_token_id=2)
@@ -91,7 +91,7 @@ def test_keys_that_do_not_hold_positions(batch, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_policies_that_drop_tokens_lose_nothing_more(llama, policy):
+def test_eviction_adds_no_error(llama, policy):
     ids = prompt(300, 2)
     mask = torch.ones_like(ids)
     ids[1, :40] = mask[1, :40] = 0
@@ -117,7 +117,7 @@ def test_rollback_second_turn_and_beams(llama):
     torch.testing.assert_close(swapped[0], swapped[1])
 
 
-def test_simulation_puts_the_mean_back(llama):
+def test_simulation_adds_the_mean(llama):
     ids = prompt(150)
     with torch.no_grad():
         seen = llama(ids, past_key_values=SimulatedCache(llama.config, "centred", sinks=4)).logits
@@ -126,7 +126,7 @@ def test_simulation_puts_the_mean_back(llama):
 
 @pytest.mark.parametrize("prompt_tokens", [1, 5, 40, 200])
 @pytest.mark.parametrize("options", ["", ",basis=channels", ",basis=rotation,code=scalar", ",pre_rope=true"])
-def test_trellis_serves_prompts_of_any_length(llama, prompt_tokens, options):
+def test_trellis_supports_prompts_of_any_length(llama, prompt_tokens, options):
     recipe = f"window:sinks=2,recent=8+trellis:bits=6,calibration=prompt{options}"
     ids = prompt(prompt_tokens)
     with tersekv.compress(llama, recipe):
@@ -134,7 +134,7 @@ def test_trellis_serves_prompts_of_any_length(llama, prompt_tokens, options):
     assert out.shape == (1, prompt_tokens + 90)
 
 
-def test_models_with_another_rope_are_told_what_to_do():
+def test_unsupported_rope_error_says_what_to_do():
     config = tf.GPTJConfig(n_embd=64, n_head=2, n_layer=1, vocab_size=97, rotary_dim=16)
     with pytest.raises(UserError, match="centre=false"):
         tersekv.CompressedCache(config, "trellis:calibration=prompt")

@@ -119,7 +119,7 @@ def test_true_bits_are_near_the_printed_ones(bits, share, printed):
     assert printed - 0.005 < mean < printed + 0.025
 
 
-def test_what_is_lacking():
+def test_needs_fit_names_the_missing_data():
     assert KVQuant().needs_fit == "corpus"
     assert KVQuant(calibration="prompt").needs_fit == "prompt"
     assert KVQuant(table="int", axis="token").needs_fit is None

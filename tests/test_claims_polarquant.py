@@ -73,7 +73,7 @@ def test_lemma_2_densities_on_gaussians(gaussians):
         assert distance(level, angles) * math.sqrt(angles.numel()) < CRITICAL
 
 
-def test_the_distance_sees_a_wrong_density(gaussians):
+def test_the_distance_detects_a_wrong_density(gaussians):
     """Level 3's angles against level 2's density: the test above can fail."""
     angles = angles_of(gaussians[:, :, :1024])[2]
     assert distance(2, angles) * math.sqrt(angles.numel()) > 10 * CRITICAL
@@ -223,7 +223,7 @@ def test_online_tables_of_nearly_equal_tokens():
         assert relative_error(PolarQuant("8-8", rotation, "online"), x).max() < 1e-3
 
 
-def test_short_tokens_count():
+def test_short_tokens_are_coded():
     """Other tokens are still coded, if less finely, when one token is very long."""
     x = 1e-4 * torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0))
     x[:, :, 5] *= 1e6

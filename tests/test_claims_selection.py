@@ -95,14 +95,14 @@ def test_streaming_keeps_first_and_latest():
     assert kept(store) == [0, 1, 2, 3, *range(304, 400)]
 
 
-def test_streaming_gives_blocks_back():
+def test_streaming_frees_blocks():
     store, *_ = filled("streaming:budget=100,recent=16+kivi:bits=4", [300, *range(301, 600)])
     assert store.packed_tokens <= 128
     assert len(kept(store)) == 100
 
 
 @pytest.mark.parametrize("pool", ["avg", "max"])
-def test_snapkv_keeps_what_the_window_votes_for(pool):
+def test_snapkv_keeps_tokens_with_most_votes(pool):
     """The paper's listing: softmax of the last queries, summed, pooled, top k per head."""
     store, keys, _, query = filled(f"snapkv:budget=80,sinks=0,pool={pool}+{EXACT}", [300])
     window = query[:, :, -32:].unflatten(1, (2, 2))
@@ -117,7 +117,7 @@ def test_snapkv_keeps_what_the_window_votes_for(pool):
     assert kept(store, 0, 0) != kept(store, 0, 1)
 
 
-def test_snapkv_keeps_what_is_generated_and_chooses_again_at_the_next_prompt():
+def test_snapkv_keeps_generated_tokens_and_selects_again_at_the_next_prompt():
     recipe = f"snapkv:budget=80,sinks=0+{EXACT}"
     store, *_ = filled(recipe, [300])
     first = kept(store)
@@ -149,7 +149,7 @@ def reference_h2o(keys: Tensor, query: Tensor, prompt: int, budget: int) -> list
     return sorted(scores)
 
 
-def test_h2o_is_the_algorithm():
+def test_h2o_equals_algorithm_1():
     keys, values = tokens(600, H=1, D=32)
     query = torch.randn(1, 1, 600, 32, generator=torch.Generator().manual_seed(1)) * 2
     store = made(f"h2o:budget=100,sinks=0,recent=10,exact=fp32+{EXACT}", keys, values)
@@ -187,7 +187,7 @@ def test_odd_budgets(name, budget, prompt):
     assert torch.isfinite(attend_store(store, AttentionCall(query[:, :, -1:], None, 0.125))).all()
 
 
-def test_equal_weights_and_no_room():
+def test_equal_weights_without_capacity():
     weights, alive = torch.zeros(2, 1, 5), torch.tensor([True, False, True, True, False])[None, None].repeat(2, 1, 1)
     assert best(weights, alive, torch.tensor([2, 0])).tolist() == [[[True, False, True, False, False]], [[False] * 5]]
 

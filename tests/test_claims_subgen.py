@@ -123,7 +123,7 @@ def test_no_more_clusters_than_a_clusterable_stream_has(block):
     assert nearest.max() <= 0.5001
 
 
-def test_a_budget_of_clusters_is_kept():
+def test_the_cluster_budget_is_not_exceeded():
     keys = torch.randn(1, 2, 900, 8, generator=random(4))
     clusters = Clusters.empty(keys, 3, 0.0, 40)
     for part in torch.arange(900).split(100):
@@ -208,7 +208,7 @@ def test_theorem_1(epsilon):
     assert errors.median() > 0.02 * bound  # the bound is not trivially large
 
 
-def test_slots_name_what_is_held():
+def test_slots_refer_to_held_tokens():
     keys, values, _ = stream(500, 8, 3, 0.5)
     recipe = "subgen:variant=stream,recent=10,budget=200+kivi:bits=4,group=8"
     store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values)
@@ -247,7 +247,7 @@ def test_all_values_zero():
     assert attend_store(store, AttentionCall(keys[:, :, :1], None, 1.0)).abs().max() == 0
 
 
-def test_the_estimate_comes_closer_with_the_budget():
+def test_the_error_falls_with_the_budget():
     keys, values, query = stream(2000, 16, 12, 0.4)
     truth = dense(
         query[None, :, None], keys, values, torch.ones(1, 1, 2000, dtype=torch.bool), AttentionCall(query, None, 4.0)
@@ -276,7 +276,7 @@ def test_k_center_is_gonzalez():
     assert (ranks == -1).sum() == 188
 
 
-def test_k_center_starts_from_what_stays_anyway():
+def test_k_center_starts_from_tokens_that_are_always_kept():
     keys, alive = torch.randn(1, 2, 50, 4, generator=random(9)), torch.ones(1, 2, 50, dtype=torch.bool)
     alive[0, 1, 40:] = False
     centers = torch.zeros(1, 2, 50, dtype=torch.bool)

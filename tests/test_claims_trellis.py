@@ -96,7 +96,7 @@ def test_constant_part_of_keys_before_rope_costs_no_bits():
     )
 
 
-def test_metric_moves_bits_to_what_the_loss_hangs_on():
+def test_metric_moves_bits_to_directions_that_affect_the_loss():
     x = normal(1, 1, 1024, 32)
     gradient = normal(1, 1, 1024, 32, seed=5)
     gradient[..., :8] *= 10
@@ -106,7 +106,7 @@ def test_metric_moves_bits_to_what_the_loss_hangs_on():
     assert float(errors[0]) < 0.5 * float(errors[1])
 
 
-def test_a_short_prompt_does_not_starve_what_comes_later():
+def test_a_short_prompt_leaves_bits_for_later_tokens():
     """Fitted on a few tokens in a subspace, vectors outside it are still coded."""
     few = normal(1, 1, 16, 32) @ torch.diag((torch.arange(32) < 8).float())
     codec = Trellis(3.0, calibration="prompt", side="values").fit(few)
@@ -115,7 +115,7 @@ def test_a_short_prompt_does_not_starve_what_comes_later():
     assert float(error) < 0.5
 
 
-def test_turn_of_a_worker_is_the_models_rope():
+def test_rope_of_a_worker_equals_the_models():
     rope = standard_rope(16)
     turn = rope.of_sequence(3, 10, 24)
     assert isinstance(turn, SequenceRope)
@@ -125,7 +125,7 @@ def test_turn_of_a_worker_is_the_models_rope():
     torch.testing.assert_close(turn.apply(x), expected)
 
 
-def test_bits_go_to_the_layers_that_the_loss_hangs_on():
+def test_bits_go_to_layers_that_affect_the_loss():
     """Over layers and sides the total of bits does not grow, and the predicted loss falls."""
     codecs = []
     for layer, loud in enumerate((1.0, 30.0, 0.2)):

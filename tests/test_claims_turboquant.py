@@ -185,14 +185,14 @@ def test_variances_at_three_bits(unit_vectors):
         assert 64 * float(errors.var()) == pytest.approx(expected, rel=0.06)
 
 
-def test_prod_at_one_bit_holds_the_sketch_alone():
+def test_prod_at_one_bit_stores_only_the_sketch():
     assert set(TurboQuant(1, "prod").layout(64).planes) == {"signs", "norms"}
     assert TurboQuant(1, "prod").true_bits(64) == 1 + 16 / 64
     assert TurboQuant(3, "prod").true_bits(64) == 3 + 32 / 64
 
 
 @pytest.mark.parametrize(("bits", "low", "high"), [(2.25, 2, 3), (2.5, 2, 4), (3.5, 3, 5)])
-def test_outlier_channels_have_their_own_vector_and_table(bits, low, high):
+def test_outlier_channels_have_their_own_vector_and_codebook(bits, low, high):
     """A quarter of the channels is separate; each part has the error of its own dimension's
     codebook.
 

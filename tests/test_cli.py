@@ -222,7 +222,7 @@ def test_parser_errors_are_one_line(capfd: pytest.CaptureFixture[str], arguments
     assert "--help" in refuse(capfd, *arguments)
 
 
-def test_our_own_mistakes_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli.listing, "describe", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.run(["list"])
@@ -402,7 +402,7 @@ def test_refusal_as_a_process_has_no_traceback() -> None:
     assert len(complaints(done.stderr)) == 1
 
 
-def test_reader_that_leaves_gets_no_traceback() -> None:
+def test_closed_pipe_gives_no_traceback() -> None:
     command = f"{sys.executable!r} -m tersekv list | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.stdout.startswith("methods")
@@ -432,7 +432,7 @@ def test_text_that_is_not_utf8(tmp_path: Path, tiny: str) -> None:
         assert "is not UTF-8 text" in line
 
 
-def test_streams_that_cannot_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk gives one line, a stdout without UTF-8 still gets its document, and odd COLUMNS
     have no effect."""
     monkeypatch.setenv("COLUMNS", "abc")
@@ -450,7 +450,7 @@ def test_streams_that_cannot_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert done.stderr.count(b"\n") == 1
 
 
-def test_weights_that_cannot_be_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_uncountable_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for kind, said in (("vit", "cannot be counted"), ("gemma4_text", "differ in their heads")):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         assert said in refuse(capfd, "estimate", "--model", str(tmp_path), "--memory", "1GB")
@@ -472,7 +472,7 @@ def test_weights_that_cannot_be_counted(tmp_path: Path, capfd: pytest.CaptureFix
         ("list | true", 1, ""),
     ],
 )
-def test_closed_streams_and_readers_that_leave(call: str, status: int, words: str) -> None:
+def test_closed_streams_and_pipes(call: str, status: int, words: str) -> None:
     """One line or none, never a traceback. The status is that of the program."""
     program = f"{sys.executable} -m tersekv {call}"
     done = subprocess.run(
@@ -484,7 +484,7 @@ def test_closed_streams_and_readers_that_leave(call: str, status: int, words: st
     assert len(said.splitlines()) == bool(words)
 
 
-def test_a_file_does_not_take_the_place_of_a_closed_stream(tmp_path: Path) -> None:
+def test_a_file_does_not_replace_a_closed_stream(tmp_path: Path) -> None:
     """Output of a library to stderr must not end up in a file opened since."""
     code = (
         "import os; from tersekv.cli import streams; streams.prepare(); "

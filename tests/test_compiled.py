@@ -102,7 +102,7 @@ def test_generate_gives_eager_tokens_with_one_graph(name, recipe, dtype, rows):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.parametrize("prefill", ["eager", "compiled"])
-def test_compiled_model_in_a_loop_of_its_own(name, prefill):
+def test_compiled_model_without_generate(name, prefill):
     """`torch.compile(model)` without `generate`: positions come from the cache, and the operator
     makes the masks."""
     model, ids = build(name), batch(2)["input_ids"]
@@ -189,7 +189,7 @@ def test_other_ways_of_decoding(model, options):
     assert counters["stats"]["unique_graphs"] == (1 if "do_sample" in options else 0)
 
 
-def test_cache_works_on_after_compiled_steps(model, tmp_path):
+def test_cache_operations_after_compiled_steps(model, tmp_path):
     """Crop, copy, save, load, row selection and reset, each followed by compiled steps."""
     ids, compiled = prompt(70), config()
 
@@ -228,7 +228,7 @@ def test_prefill_in_chunks_is_compiled_as_transformers_does(model):
     assert not counters["graph_break"]
 
 
-def test_generate_compiles_only_where_it_is_told_to(model, monkeypatch):
+def test_generate_compiles_only_on_request(model, monkeypatch):
     """transformers would compile by itself on a GPU. The test pretends to have one; nothing may be
     traced."""
     inputs = batch(1) | GREEDY | {"max_new_tokens": 5}
@@ -253,7 +253,7 @@ def test_generate_compiles_only_where_it_is_told_to(model, monkeypatch):
 
 
 @pytest.mark.parametrize("why", ["not installed", "opens keys and values", "recurrent state", "weights"])
-def test_what_cannot_compile_runs_eager_and_transformers_says_so(models, why, monkeypatch):
+def test_uncompilable_caches_run_eager_with_a_warning(models, why, monkeypatch):
     """A `compile_config` that cannot be followed does not change the tokens."""
     said = []
     monkeypatch.setattr("transformers.generation.utils.logger.warning_once", lambda text, *_: said.append(text))
@@ -285,7 +285,7 @@ def recurrent() -> Any:
 
 
 @pytest.mark.parametrize("option", [{"dropout": 0.5}, {"output_attentions": True}, {"position_bias": torch.ones(1)}])
-def test_what_the_operator_does_not_take_is_said(one_layer, option):
+def test_the_operator_says_what_it_refuses(one_layer, option):
     layer = CompressedCache(one_layer.config, LOSSLESS).layers[0]
 
     @torch.compile(backend="eager", fullgraph=True)
@@ -324,7 +324,7 @@ def test_errors_of_the_operator(model, monkeypatch):
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
 
 
-def test_a_cache_of_transformers_still_compiles_beside_us(model):
+def test_transformers_caches_still_compile(model):
     """`compress` is installed, and a compiled call gets another cache."""
     compiled, cache = torch.compile(model, backend="eager"), DynamicCache(config=model.config)
     with tersekv.compress(model, LOSSLESS), torch.no_grad():
@@ -349,7 +349,7 @@ def test_calls_that_break_the_graph_are_right(one_layer, gradients):
     assert counters["graph_break"]
 
 
-def test_operators_keep_the_rules_of_torch(one_layer):
+def test_operators_pass_torch_opcheck(one_layer):
     """With values of ones the output is ones, even if torch's checks run the operator several
     times."""
     with tersekv.compress(one_layer, LOSSLESS):
@@ -364,7 +364,7 @@ def test_operators_keep_the_rules_of_torch(one_layer):
         assert torch.ops.tersekv.num_tokens(handle).item() == appended
 
 
-def test_an_operator_whose_output_nobody_reads_still_appends(one_layer):
+def test_an_operator_with_unused_output_still_appends(one_layer):
     """Dead code elimination must neither remove it nor merge two equal calls."""
     with tersekv.compress(one_layer, LOSSLESS), torch.no_grad():
         cache = CompressedCache(one_layer.config, LOSSLESS)
@@ -381,13 +381,13 @@ def test_an_operator_whose_output_nobody_reads_still_appends(one_layer):
         assert layer.get_seq_length() == 6
 
 
-def test_a_handle_of_a_cache_that_is_gone():
+def test_a_handle_of_a_deleted_cache():
     handle = torch.tensor(-1)
     with pytest.raises(CacheError, match="no longer exists"):
         torch.ops.tersekv.num_tokens(handle)
 
 
-def test_masks_that_neither_the_trace_nor_the_operator_makes():
+def test_unsupported_masks_are_refused():
     @torch.compile(backend="eager", fullgraph=True)
     def mask() -> Any:
         return attention_mask_for(batch_size=1, q_length=1, kv_length=0, allow_is_causal_skip=False)

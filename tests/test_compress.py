@@ -53,7 +53,7 @@ def test_a_call_without_with_takes_effect_until_removed(llama):
     assert state(llama) == before
 
 
-def test_a_handle_that_nobody_keeps_stays_in_force(llama):
+def test_a_discarded_handle_stays_in_force(llama):
     before = state(llama)
     tersekv.compress(llama, "kivi")
     tersekv.compress(llama, "int4:group=32")
@@ -172,7 +172,7 @@ def test_saving_a_model_inside(llama, tmp_path):
 # ---------------------------------------------------------------- other wishes about the cache
 
 
-def test_a_cache_keeps_its_own_recipe_and_says_so(llama):
+def test_a_cache_keeps_its_own_recipe_with_a_warning(llama):
     ids = prompt(200)
     results = []
     for installed in ("qjl", "kivi:bits=2"):
@@ -197,7 +197,7 @@ def test_a_cache_of_another_architecture_is_refused(models):
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
-def test_a_cache_of_transformers_is_used_and_said(llama, kind):
+def test_a_transformers_cache_is_used_with_a_warning(llama, kind):
     cache = kind(config=llama.config, **({"max_cache_len": 50} if kind is StaticCache else {}))
     with warnings.catch_warnings(record=True) as caught, tersekv.compress(llama, LOSSLESS):
         warnings.simplefilter("always")
@@ -223,7 +223,7 @@ def test_another_cache_implementation_is_refused(llama, monkeypatch, implementat
         llama.generate(prompt(20), **GREEDY, **given)
 
 
-def test_no_cache_at_all_is_nobodys_fault(llama):
+def test_use_cache_false_is_no_error(llama):
     with tersekv.compress(llama, "kivi"):
         out = llama.generate(prompt(20), use_cache=False, return_dict_in_generate=True, **GREEDY)
     assert out.past_key_values is None

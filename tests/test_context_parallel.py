@@ -74,7 +74,7 @@ def same_as_one(model, recipe, steps, ranks=2, mask=None, learnt=None) -> list[t
 
 
 @pytest.mark.parametrize("recipe", [*KINDS, *ROPED])
-def test_every_method_says_what_one_process_says(wide, recipe, tmp_path):
+def test_every_method_gives_the_result_of_one_process(wide, recipe, tmp_path):
     learnt = calibration(wide, recipe, tmp_path)
     steps = [prompt(300), *singles(25), prompt(70, seed=2), *singles(1)]  # 24 more fill a block
     one, *ranks = same_as_one(wide, recipe, steps, learnt=learnt)
@@ -144,7 +144,7 @@ def test_rollback_rows_and_reset(llama):
                 torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
 
 
-def test_what_it_does_not_serve(llama, models, tmp_path):
+def test_unsupported_caches_and_operations(llama, models, tmp_path):
     spread = ContextParallel(0, 2, lambda x: [x, x])
 
     def make(model, recipe):

@@ -112,7 +112,7 @@ READING = {
 
 
 @pytest.mark.parametrize("read", READING.values(), ids=READING)
-def test_what_is_counted(read, monkeypatch):
+def test_reads_of_our_code_are_counted(read, monkeypatch):
     """Reads from our folder count and others do not. Otherwise `test_steps` could not fail."""
     ours: dict = {"read": read}
     exec(compile("def run(x):\n    read(x)", f"{OURS}/example.py", "exec"), ours)

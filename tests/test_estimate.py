@@ -70,7 +70,7 @@ def test_shape_of_every_test_model(models):
         assert len(cache_shape(models[name].config).windows) == 3
 
 
-def test_unfit_recipe():
+def test_unsupported_recipe():
     with pytest.raises(UserError, match="does not divide"):
         predict(KNOWN["LLaMA-7B"], "int4:group=48", 1000)
 

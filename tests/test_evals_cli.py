@@ -152,7 +152,7 @@ def test_out_that_is_a_file_is_refused(
     assert "is a file: give a folder" in refuse(capfd, *common, "--out", str(tmp_path / "text.txt"))
 
 
-def test_help_shows_every_option_and_who_has_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_every_option_with_its_tasks(capfd: pytest.CaptureFixture[str]) -> None:
     said = " ".join(run_text(capfd, "eval", "--help").split())
     for name, task in tasks().items():
         assert name in said
@@ -205,7 +205,7 @@ def test_option_goes_to_every_task_that_has_it() -> None:
     assert [task.windows for task in made.values()] == [7, 7]  # type: ignore[attr-defined]
 
 
-def test_a_recipe_that_cannot_serve_the_model_stops_before_any_sample(tiny: str) -> None:
+def test_an_unsupported_recipe_stops_before_any_sample(tiny: str) -> None:
     from tersekv.hf.models import load
 
     with pytest.raises(UserError, match="head dim"):

@@ -144,7 +144,7 @@ def test_truncated_file_is_completed(harness: Harness, tasks: dict[str, Task], t
     assert [s.metrics for s in got if s.samples > 1] == [s.metrics for s in wanted if s.samples > 1]
 
 
-def test_other_options_recipes_and_models_live_side_by_side(
+def test_one_file_holds_other_options_recipes_and_models(
     harness: Harness, tiny: str, text: str, tmp_path: Path
 ) -> None:
     one, other = {"perplexity": Perplexity(text, context=64)}, {"perplexity": Perplexity(text, context=32)}
@@ -182,7 +182,7 @@ cli.run(sys.argv[1:])
 """
 
 
-def test_killed_run_goes_on(tiny: str, text: str, tmp_path: Path) -> None:
+def test_killed_run_continues(tiny: str, text: str, tmp_path: Path) -> None:
     """The same command completes the records of a killed process, equal to those of an
     uninterrupted run."""
     common = ["eval", "perplexity", "-m", tiny, "--text", text, "-r", "kivi:bits=2", "-r", "turboquant"]
@@ -227,7 +227,7 @@ def test_file_is_locked_and_checked(harness: Harness, text: str, tmp_path: Path)
         pass
 
 
-def test_a_run_over_more_windows_uses_those_that_are_there() -> None:
+def test_a_run_over_more_windows_reuses_records() -> None:
     asked = dict.fromkeys(recording.KEY, "x") | {"options": {"windows": 2, "context": 64}}
     more = asked | {"options": {"windows": 4, "context": 64}}
     assert recording.key_of(asked) == recording.key_of(more)
@@ -238,7 +238,7 @@ def lines_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_metrics_that_are_no_number_are_null(harness: Harness) -> None:
+def test_metrics_that_are_not_finite_are_null(harness: Harness) -> None:
     from tersekv.cache.footprint import Footprint
     from tersekv.lab.evals.tasks import Result
 

@@ -43,7 +43,7 @@ def test_loglikelihood_over_the_full_cache(loaded, chunk: int) -> None:
     assert cache.get_seq_length() == len(context) + len(following) - 1
 
 
-def test_loglikelihood_knows_greedy_answers(loaded) -> None:
+def test_loglikelihood_reports_greedy_answers(loaded) -> None:
     model, tokenizer = loaded
     context = ids(tokenizer, CONTEXT)
     out = model.generate(torch.tensor([context]), max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)

@@ -93,7 +93,7 @@ def test_policies_that_observe_queries_share_the_prefill(models, name: str, reci
     assert torch.equal(*nexts)
 
 
-def test_queries_are_noted_once_a_recipe_observes_them(tiny: str) -> None:
+def test_queries_are_recorded_once_a_recipe_observes_them(tiny: str) -> None:
     """The first prompt needs one more prefill; afterwards one serves all recipes. Answers do not
     change."""
     model, tokenizer = load(tiny)

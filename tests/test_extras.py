@@ -102,7 +102,7 @@ def test_a_command_says_what_to_install(call: str, package: str, said: str, resu
     assert list(tmp_path.iterdir()) == []
 
 
-def test_longbench_says_so_before_it_reads(tiny: str, tmp_path: Path) -> None:
+def test_longbench_names_a_missing_package_before_it_reads(tiny: str, tmp_path: Path) -> None:
     (tmp_path / "lcc.jsonl").write_text("{}\n")
     call = ["eval", "longbench", "--subtasks", "lcc", "--length", "1k", "--data", str(tmp_path), "--model", tiny]
     done = program_without(["rapidfuzz"], call, tmp_path)
@@ -112,7 +112,7 @@ def test_longbench_says_so_before_it_reads(tiny: str, tmp_path: Path) -> None:
     )
 
 
-def test_a_broken_package_is_not_called_absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_broken_package_is_not_reported_as_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "broken_package.py").write_text("import a_module_that_nobody_has")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(LAB, "broken", "broken_package")

@@ -25,7 +25,7 @@ def block(D: int = 64, bits: int = 4) -> torch.Tensor:
 
 @pytest.mark.parametrize(("axis", "group"), [("token", 32), ("channel", 32)])
 @pytest.mark.parametrize("side", ["keys", "values"])
-def test_grid_planes_lie_as_drawn(side, axis, group):
+def test_grid_layout_is_as_drawn(side, axis, group):
     """Layout of 4-bit codes: (token t, channel c) is in lane t, slot c for keys and lane c, slot t
     for values.
 
@@ -73,7 +73,7 @@ def test_first_bytes_of_a_grid_block():
         (7, [5] + [0] * 13 + [127, 1], [5 | 3 << 14, 3 << 14, 3 << 14, (1 | 1 << 1) << 14, 0, 0, 0]),
     ],
 )
-def test_spare_bits_lie_as_drawn(bits, codes, half_words_expected):
+def test_spare_bits_are_as_drawn(bits, codes, half_words_expected):
     n = len(codes)
     matrix = torch.zeros(2 * n, 16, dtype=torch.uint8)
     matrix[0::2, 3] = torch.tensor(codes, dtype=torch.uint8)  # even p: the low half-words, lane 3
@@ -82,7 +82,7 @@ def test_spare_bits_lie_as_drawn(bits, codes, half_words_expected):
     assert half_words(bits, n).words == len(half_words_expected)
 
 
-def test_signs_block_lies_as_drawn():
+def test_signs_block_is_as_drawn():
     planes = signs_planes(20, torch.float16, "outlier_")
     assert planes["outlier_signs"].shape == (3, 32)
     assert planes["outlier_norms"].shape == (32,)
@@ -95,7 +95,7 @@ def test_signs_block_lies_as_drawn():
     assert torch.equal(pack_blocks(x), packed.T)
 
 
-def test_exact_block_lies_as_drawn():
+def test_exact_block_is_as_drawn():
     layout = exact_layout(3, torch.float16)
     assert layout.planes["x"].shape == (32, 3)
     x = torch.arange(96.0).reshape(1, 1, 1, 32, 3).half()
@@ -127,7 +127,7 @@ def test_round_scale():
         ((8, 1), 4, [[0xAB, 0xCD], [1]], "abcd01"),
     ],
 )  # fmt: skip
-def test_polar_block_lies_as_drawn(level_bits, D, codes, expected):
+def test_polar_block_is_as_drawn(level_bits, D, codes, expected):
     polar = Polar(level_bits, D)
     planes = [torch.tensor(level).unsqueeze(-1).expand(-1, 32) for level in codes]
     packed = polar.pack(planes)

@@ -18,7 +18,7 @@ def overlay(B: int = 2, H: int = 3, T: int = 96, D: int = 40, seed: int = 0, sha
     return x, chosen
 
 
-def test_entries_lie_as_drawn():
+def test_entries_are_as_drawn():
     x = torch.zeros(1, 1, 64, 300)
     chosen = torch.zeros_like(x, dtype=torch.bool)
     for token, channel, value in ((0, 5, 1.0), (31, 299, -2.0), (31, 0, 0.5), (33, 7, 4.0)):
@@ -46,7 +46,7 @@ def codec() -> KVQuant:
     return KVQuant(4, "int", 0.05, calibration="prompt").fit(x)
 
 
-def test_appends_slices_selections_and_drops(codec):
+def test_appends_slices_selections_and_evictions(codec):
     """After any operation on a buffer with ragged tensors, its blocks decode to the original
     tokens."""
     x = overlay(T=256, D=64)[0]

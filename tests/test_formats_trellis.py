@@ -33,7 +33,7 @@ def _rest(bits):
 
 @settings(max_examples=150, deadline=None)
 @given(rates(), st.integers(0, 2**32 - 1))
-def test_there_and_back(bits, seed):
+def test_round_trip(bits, seed):
     windows, stream = ring(bits, seed)
     words = pack_stream(windows, bits[None])
     assert words.dtype is torch.int16
@@ -46,7 +46,7 @@ def test_there_and_back(bits, seed):
 
 @settings(max_examples=30, deadline=None)
 @given(rates(), rates(), st.integers(0, 2**32 - 1))
-def test_rows_have_bits_of_their_own(first, second, seed):
+def test_rows_have_their_own_bits(first, second, seed):
     if first.long().sum() != second.long().sum() or len(first) != len(second):
         second = first.flip(0)
     windows = torch.cat([ring(first, seed)[0], ring(second, seed + 1)[0]])

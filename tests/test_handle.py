@@ -21,7 +21,7 @@ def handles(llama):
         yield *cache.update(keys, values, 0), cache.layers[0], keys, values
 
 
-def test_it_says_what_it_stands_for(handles):
+def test_it_has_shape_and_dtype_of_its_tensor(handles):
     key, value, layer, keys, _ = handles
     assert isinstance(key, PendingTokens)
     assert key.shape == value.shape == (1, 2, 201, 32)
@@ -29,7 +29,7 @@ def test_it_says_what_it_stands_for(handles):
     assert layer.get_seq_length() == 200
 
 
-def test_any_tensor_operation_opens_it_and_commits_once(handles):
+def test_any_tensor_operation_decodes_it_and_appends_once(handles):
     key, value, layer, keys, values = handles
     query = torch.randn(1, 2, 1, 32)
     scores = torch.matmul(query, key.transpose(-1, -2))
@@ -43,7 +43,7 @@ def test_any_tensor_operation_opens_it_and_commits_once(handles):
     assert layer.get_seq_length() == 201
 
 
-def test_unknown_attributes_are_the_tensors_own(handles):
+def test_unknown_attributes_are_those_of_the_tensor(handles):
     key, *_ = handles
     assert key.ndim == 4
     with pytest.raises(AttributeError):

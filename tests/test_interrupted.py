@@ -58,7 +58,7 @@ def all_packed(cache: tersekv.CompressedCache) -> int:
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), torch.OutOfMemoryError()])
-def test_the_advice_repairs_the_cache(models, installed, name, recipe, error):
+def test_the_named_crop_repairs_the_cache(models, installed, name, recipe, error):
     """Steps over a block boundary are first interrupted before the second or the third layer.
 
     After the crop that the error names, logits equal those of a cache without interruptions.
@@ -105,7 +105,7 @@ def test_several_tokens_and_more_than_one_crop(llama, installed):
     torch.testing.assert_close(got, llama(ids).logits[:, 95:], atol=2e-4, rtol=2e-3)
 
 
-def test_a_prompt_that_was_stopped(llama, installed):
+def test_an_interrupted_prompt(llama, installed):
     with installed(llama, LOSSLESS):
         cache = tersekv.CompressedCache(llama.config, LOSSLESS)
         with interrupted(llama.model.layers[1], MemoryError()):
@@ -117,7 +117,7 @@ def test_a_prompt_that_was_stopped(llama, installed):
     torch.testing.assert_close(got, llama(prompt(100)).logits, atol=2e-4, rtol=2e-3)
 
 
-def test_generate_says_it_too(llama):
+def test_generate_reports_it_too(llama):
     with tersekv.compress(llama, LOSSLESS):
         cache = tersekv.CompressedCache(llama.config, LOSSLESS)
         first = llama.generate(prompt(50), past_key_values=cache, max_new_tokens=5, do_sample=False)
@@ -130,7 +130,7 @@ def test_generate_says_it_too(llama):
     assert got.tolist() == llama.generate(first, max_new_tokens=20, do_sample=False).tolist()
 
 
-def test_a_sliding_window_that_cannot_go_back(models):
+def test_a_sliding_window_without_rollback(models):
     """The chunk exceeds the tokens that a window keeps for rollback. The advice is to start again.
 
     A failed crop changes nothing.
@@ -165,7 +165,7 @@ HYBRID = {
 
 
 @pytest.mark.parametrize("stopped", [1, 2])
-def test_linear_layers_cannot_go_back(installed, stopped):
+def test_linear_layers_have_no_rollback(installed, stopped):
     """Their state has no token count, but an interruption between two layers is noticed."""
     torch.manual_seed(0)
     model = tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**SHAPE, head_dim=32, **HYBRID)).eval()
@@ -188,7 +188,7 @@ def test_linear_layers_cannot_go_back(installed, stopped):
 
 
 @pytest.mark.parametrize("part", ["prepare", "append"])
-def test_stopped_inside_a_layer(llama, monkeypatch, part):
+def test_interrupted_inside_a_layer(llama, monkeypatch, part):
     """While tokens are only prepared nothing has changed. Between keys and values a rollback is
     impossible."""
     ids, calls = prompt(300), []
@@ -225,7 +225,7 @@ def test_stopped_inside_a_layer(llama, monkeypatch, part):
             torch.testing.assert_close(got, llama(ids).logits, atol=1e-4, rtol=1e-3)
 
 
-def test_rows_that_were_reordered_in_some_layers_only(llama, monkeypatch):
+def test_rows_reordered_in_only_some_layers(llama, monkeypatch):
     with tersekv.compress(llama, LOSSLESS), torch.no_grad():
         cache = llama(prompt(40, batch=2)).past_key_values
         monkeypatch.setattr(cache.layers[1].store, "select", lambda rows: (_ for _ in ()).throw(KeyboardInterrupt()))
@@ -260,7 +260,7 @@ def test_one_check_for_each_forward_pass(models, monkeypatch):
         assert len(checks) == 3, name
 
 
-def test_crop_takes_no_positive_number(llama):
+def test_crop_refuses_positive_numbers(llama):
     cache = tersekv.CompressedCache(llama.config, "kivi")
     with pytest.raises(UserError, match="minus the number"):
         cache.crop(2)

@@ -46,7 +46,7 @@ def config_of(model: KnownModel) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_config_with_these_figures_has_the_same_cache(name: str) -> None:
+def test_a_config_with_these_shapes_has_the_same_cache(name: str) -> None:
     """Gemma's pattern of sliding windows comes from the config, not from us."""
     model = MODELS[name]
     config = config_of(model)

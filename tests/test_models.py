@@ -439,7 +439,7 @@ def test_file_in_place_of_a_folder(tmp_path: Path) -> None:
         models.resolve(str(tmp_path / "model.bin"))
 
 
-def test_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_id_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     def offline(*_: object, **__: object) -> None:
@@ -528,7 +528,7 @@ def test_real_default_model() -> None:
     assert "Paris" in tokenizer.decode(out[0, ids.shape[1] :])
 
 
-def test_a_model_that_cannot_be_got_says_what_to_do_for_any_model(monkeypatch) -> None:
+def test_download_errors_say_what_to_do(monkeypatch) -> None:
     """Also for models that are not known by name."""
     with pytest.raises(UserError, match="cannot get the model 'some/model' from the Hub") as error:
         models.load_config("some/model")
@@ -539,6 +539,6 @@ def test_a_model_that_cannot_be_got_says_what_to_do_for_any_model(monkeypatch) -
         models.load_config("smolm2")
 
 
-def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no config.json, so it is no model; give the folder that has it"):
         models.load_tokenizer(str(tmp_path))

@@ -58,7 +58,7 @@ def test_encode_grid(isa, number, side):  # noqa: F811
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_half_way(isa, bits):  # noqa: F811
+def test_rounding_of_halves(isa, bits):  # noqa: F811
     """Halves are rounded to the even integer and to the lower of two codebook entries; NaN gets the
     last one.
 
@@ -93,7 +93,7 @@ def test_encode_signs(isa, M, D, t):  # noqa: F811
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-36, 1e-44, 3e38, float("inf"), float("nan")])
-def test_signs_that_float32_cannot_tell(isa, size):  # noqa: F811
+def test_signs_beyond_float32_precision(isa, size):  # noqa: F811
     """Signs of small remainders after large products cancel."""
     rest = torch.tensor([1.0, -1.0]).repeat(16)
     x = torch.stack([torch.ones(32), 1e-10 * rest, -torch.ones(32)], -1)[None] * size
@@ -119,7 +119,7 @@ def test_rotations(isa, D, kind):  # noqa: F811
         close(encode.rotate_hadamard(*call), rotate.rotate_hadamard.reference(*call))
 
 
-def test_a_rotation_does_not_hang_on_the_batch(isa):  # noqa: F811
+def test_a_rotation_does_not_depend_on_the_batch(isa):  # noqa: F811
     torch.manual_seed(0)
     x, matrix = torch.randn(37, 64), random_rotation(64, 0)
     assert torch.equal(encode.rotate_dense(x, matrix)[20:21], encode.rotate_dense(x[20:21], matrix))
@@ -197,7 +197,7 @@ def test_threads(op, monkeypatch):
 
 
 @pytest.mark.parametrize("op", sorted(calls()))
-def test_nothing(op):
+def test_no_tokens(op):
     first, *rest = calls()[op]
     if op == "encode_grid":
         rest[1] = rest[1][:0]
@@ -247,7 +247,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("text", LEFT)
-def test_what_is_left_to_torch(text):
+def test_refused_calls_use_torch(text):
     """Kernels report the reason, and torch computes the result unless they are forced."""
     op, call = LEFT[text]
     assert text in why_not(getattr(encode, op), *call)

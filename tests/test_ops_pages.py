@@ -59,7 +59,7 @@ def test_kernels_read_pages_in_any_order(isa, name, p):
     torch.testing.assert_close(lse, want_lse, atol=2e-2, rtol=2e-2)
 
 
-def test_pages_one_after_the_other_are_a_segment():
+def test_consecutive_pages_are_a_segment():
     query, keys, values, _, p, _, scaling, cap = call("grid", 32)
     mask = torch.ones(2, 1, 7 * p, dtype=torch.bool)
     pages = torch.arange(7, dtype=torch.int32).expand(2, 7)
@@ -88,7 +88,7 @@ def test_a_table_may_be_longer_than_the_pool(isa):
 
 
 @pytest.mark.skipif(MISSING is not None, reason=f"{MISSING}")
-def test_calls_that_are_none():
+def test_invalid_calls():
     query, keys, values, pages, p, mask, *rest = call("grid", 32)
     for wrong, words in ((7, "expected -1 to 6, got 7"), (-2, "got -2")):
         bad = pages.clone()

@@ -125,7 +125,7 @@ def test_queries_of_any_size(isa, size):  # noqa: F811
     run(polar_view(), polar_view(), query=query, scaling=1 / size / 100)
 
 
-def test_nothing_seen_and_padding(isa):  # noqa: F811
+def test_masked_rows_and_padding(isa):  # noqa: F811
     torch.manual_seed(4)
     mask = torch.zeros(1, 3, 96, dtype=torch.bool)
     mask[0, 1, 95] = True
@@ -163,7 +163,7 @@ def test_tables_that_are_not_finite(isa):  # noqa: F811
     assert lse.isnan().all()
 
 
-def test_beside_other_views(isa):  # noqa: F811
+def test_combined_with_other_views(isa):  # noqa: F811
     """One side is polar and the other exact, so all errors come from the polar side."""
     torch.manual_seed(7)
     exact = ExactView({"x": torch.randn(1, 2, 3, 32, 64)})

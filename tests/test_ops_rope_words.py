@@ -129,19 +129,19 @@ def test_grids(isa, bits, t, D, options, R):  # noqa: F811
 
 @pytest.mark.parametrize("T", [32, 160, 1088])
 @pytest.mark.parametrize("factor", [1.0, 1.3])
-def test_entries_apart(isa, T, factor):  # noqa: F811
+def test_outliers(isa, T, factor):  # noqa: F811
     torch.manual_seed(T)
     view = at(apart(64, T), "halves", factor=factor)
     run(view, 4, lambda query: roped_error(view, query), query_scale=0.1)
 
 
-def test_masked_capped_and_far(isa):  # noqa: F811
+def test_mask_softcap_and_large_positions(isa):  # noqa: F811
     torch.manual_seed(0)
     view = at(grid(4, 32, 64, B=2, N=5), "halves", first=100_000)
     run(view, 4, lambda query: roped_error(view, query), mask=make_mask(2, 2, 160), softcap=20.0)
 
 
-def test_pairs_side_by_side_stay_in_float32(isa):  # noqa: F811
+def test_interleaved_pairs_stay_in_float32(isa):  # noqa: F811
     torch.manual_seed(1)
     run(at(grid(4, 32, 64), "pairs"), 3, lambda query: 0.0)
 
@@ -161,7 +161,7 @@ def test_extreme_queries(isa, factor):  # noqa: F811
     assert out.isnan().all()
 
 
-def test_one_wrong_scale_is_seen(isa):  # noqa: F811
+def test_one_wrong_scale_is_detected(isa):  # noqa: F811
     torch.manual_seed(3)
     keys, values = grid(4, 32, 64, N=4), ExactView({"x": torch.randn(1, 2, 128, 1, 64)})
     keys.side.scale[0, 1, 2] = float("nan")
@@ -174,7 +174,7 @@ def test_one_wrong_scale_is_seen(isa):  # noqa: F811
 
 @pytest.mark.parametrize("D", [16, 64, 128])
 @pytest.mark.parametrize("T", [16, 96, 1088])
-def test_turned(isa, T, D):  # noqa: F811
+def test_rotated_mean(isa, T, D):  # noqa: F811
     torch.manual_seed(T + D)
     of = rope("halves", D)
     part = RotatedMean(torch.randn(1, 2, D), of, of.angles(700, T, torch.tensor([697, 0])))
@@ -193,7 +193,7 @@ def test_threads_begin_anywhere(isa):  # noqa: F811
     run(keys, 4, lambda query: turned_error(part, query[..., 32:]), query_scale=0.3)
 
 
-def test_turns_of_other_layouts():
+def test_offset_tables_of_other_layouts():
     """The table exists only if channels d and d + D/2 share a column."""
     of = rope("halves", 64)
     cos, sin = (x[0] for x in of.angles(0, INT16_OFFSETS).rows())

@@ -66,7 +66,7 @@ def test_threads_share_the_segments(two_threads):  # noqa: F811
     torch.testing.assert_close(out, cpu_attend.attend_segments(*args)[0], rtol=0, atol=0.02)
 
 
-def test_a_row_that_sees_nothing():
+def test_a_fully_masked_row():
     query, segments, *rest = call("pages", 2, 1)
     hidden = [one._replace(mask=torch.zeros_like(one.mask)) for one in segments]
     out, lse = cpu_attend.attend_segments(query, hidden, *rest)

@@ -128,7 +128,7 @@ def test_tables_that_are_no_whole_numbers(isa):  # noqa: F811
 
 
 @pytest.mark.parametrize("turns", ["keys", "both"])
-def test_beside_other_views(isa, turns):  # noqa: F811
+def test_combined_with_other_views(isa, turns):  # noqa: F811
     torch.manual_seed(3)
     exact = ExactView({"x": torch.randn(1, 2, 3, 32, 24)}) if turns == "both" else None
     keys = stream_view(bits=None)
@@ -165,7 +165,7 @@ def turned(case, T, consecutive=False):
 @pytest.mark.parametrize("consecutive", [False, True], ids=["given cosines", "consecutive"])
 @pytest.mark.parametrize("case", TURNED)
 @pytest.mark.parametrize("T", [96, 1088])
-def test_beside_a_turned_vector(isa, case, T, consecutive):  # noqa: F811
+def test_combined_with_a_rotated_vector(isa, case, T, consecutive):  # noqa: F811
     torch.manual_seed(8)
     B, part = turned(case, T, consecutive)
     run(Concat([(stream_view(B, 3, T), 64), (part, 64)]), stream_view(B, 3, T), R=5)

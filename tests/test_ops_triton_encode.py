@@ -101,7 +101,7 @@ def test_encode_grid(device, number, side):  # noqa: F811
         same([backends.encode_grid(*on(device, *call))], [encode_grid.encode_grid.reference(*call)])
 
 
-def test_half_way(device):  # noqa: F811
+def test_rounding_of_halves(device):  # noqa: F811
     """Halves are rounded to the even integer and to the lower entry."""
     x = torch.arange(-8, 24).view(1, 1, 1, 32).expand(1, 1, 32, 32) / 2
     place = GridPlace("values", 3, "token", 32, 32)
@@ -129,7 +129,7 @@ def test_one_range_for_all_blocks(device):  # noqa: F811
     same([backends.encode_grid(*on(device, *call))], [encode_grid.encode_grid.reference(*call)])
 
 
-def test_nothing(device):  # noqa: F811
+def test_no_tokens(device):  # noqa: F811
     x, place = torch.zeros(2, 3, 0, 64), GridPlace("keys", 4, "token", 32, 32)
     same([backends.encode_grid(*on(device, x, place, None, None, None))], [torch.zeros(2, 3, 0, 2, 8, 16).int()])
     assert backends.group_ranges(*on(device, x, place))[0].shape == (2, 3, 0, 2, 32)
@@ -249,5 +249,5 @@ def test_why_not(device, what):  # noqa: F811
         assert text in str(encode.why_not_group_ranges(*call[:2]))
 
 
-def test_codes_that_are_no_integers(device):  # noqa: F811
+def test_codes_that_are_not_integers(device):  # noqa: F811
     assert "not integers" in str(encode.why_not_pack_lanes(X, 4))

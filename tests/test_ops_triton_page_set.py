@@ -123,7 +123,7 @@ def test_pages_before_rope(device, name, rows, launched):  # noqa: F811
     assert launched.count("attend") == 1
 
 
-def test_a_mean_beside_codes(device, launched):  # noqa: F811
+def test_codes_with_a_rotated_mean(device, launched):  # noqa: F811
     """The mean of each page is rotated to the page's own positions."""
     torch.manual_seed(0)
     sizes = (64, 32, 96)
@@ -175,7 +175,7 @@ def test_columns_of_one_mask_are_read_where_they_are():
 
 
 @pytest.mark.parametrize("name", ["polar online", "sparse", "trellis"])
-def test_batch_rows_with_tables_of_their_own(device, name, launched):  # noqa: F811
+def test_batch_rows_with_their_own_tables(device, name, launched):  # noqa: F811
     """Tables are fitted per row: one row's pages with the other's tables are far off."""
     torch.manual_seed(3)
     sizes = (64, 32)
@@ -345,7 +345,7 @@ def test_other_pages_in_the_same_call_are_another_set(device):  # noqa: F811
         check(device, chosen)
 
 
-def test_a_page_set_goes_with_its_pages(device):  # noqa: F811
+def test_a_page_set_is_freed_with_its_pages(device):  # noqa: F811
     """No reference cycle keeps the prepared data of a layer's pages alive until garbage collection."""
     keys, values = pages_of("sparse", "keys", (32, 64)), pages_of("sparse", "values", (32, 64))
     views = [[moved(x.operand, device) for x in side] for side in (keys, values)]

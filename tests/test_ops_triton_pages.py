@@ -70,7 +70,7 @@ def test_splits_that_begin_inside_a_page(device, monkeypatch):  # noqa: F811
     run(device, call("grid", 96))
 
 
-def test_what_is_in_no_page_is_not_read(device):  # noqa: F811
+def test_unused_pages_are_not_read(device):  # noqa: F811
     """A page of the pool that no row uses is all NaN. The table has unused entries at its end and
     between others."""
     query, keys, values, pages, p, mask, *rest = call("grid 3", 32)
@@ -85,7 +85,7 @@ def test_what_is_in_no_page_is_not_read(device):  # noqa: F811
     assert run(device, (query, keys, values, pages, p, seen, *rest))[0].isfinite().all()
 
 
-def test_rows_that_see_nothing(device):  # noqa: F811
+def test_fully_masked_rows(device):  # noqa: F811
     query, keys, values, pages, p, mask, *rest = call("polar", 32)
     pages[1] = -1
     mask[1] = False
@@ -100,7 +100,7 @@ def test_rows_that_see_nothing(device):  # noqa: F811
     assert lse.isneginf().all()
 
 
-def test_entries_that_are_no_page(device):  # noqa: F811
+def test_invalid_page_numbers(device):  # noqa: F811
     """They are treated as empty: nothing outside the pool is read, for any mask."""
     query, keys, values, pages, p, mask, *rest = call("grid", 32)
     without, wild = pages.clone(), pages.clone()
@@ -114,7 +114,7 @@ def test_entries_that_are_no_page(device):  # noqa: F811
         torch.testing.assert_close(x, y)
 
 
-def test_calls_that_are_none(device):  # noqa: F811
+def test_invalid_calls(device):  # noqa: F811
     query, keys, values, pages, p, mask, *rest = call("grid", 32)
     for p_, words in ((16, "multiple of 32"), (64, "mask: expected")):
         with pytest.raises(ValueError, match=words):

@@ -89,7 +89,7 @@ def test_every_direction(device, level_bits):  # noqa: F811
         assert float((taken - apart.amin(-1)).max()) <= NEAR
 
 
-def test_nothing_has_no_radius(device):  # noqa: F811
+def test_zero_has_no_radius(device):  # noqa: F811
     tables = [offline_table(2, level, "cpu") for level in (1, 2)]
     angles, radii = backends.encode_polar(torch.zeros(1, 2, 32, 16, device=device), [2, 2], on(device, *tables))
     assert angles.shape == (1, 2, 3, 32)

@@ -38,13 +38,13 @@ def test_wide_heads_many_rows_and_rope_take_fewer_tokens(tuning):
     assert tokens_of(keys=((3, 4),), channels=64) == 64
 
 
-def test_elsewhere_a_program_takes_the_least(tuning):
+def test_unknown_gpus_use_the_smallest_program(tuning):
     for name in ("sm_80", "sm_89", "sm_100", "gfx942"):
         assert tuning.chosen(key(tuning, architecture=name)) == tuning.LEAST
     assert tuning.chosen(key(tuning, architecture="")) == tuning.chosen(key(tuning))
 
 
-def test_measured_choices_go_first(tuning):
+def test_measured_choices_have_priority(tuning):
     own, any_ = tuning.Shape(2, 8, 3), tuning.Shape(1, 2, 1)
     tuning.TABLE[key(tuning)] = own
     tuning.TABLE[key(tuning, architecture="")] = any_
@@ -77,7 +77,7 @@ def test_architectures(tuning, monkeypatch, name, of_amd, hip):
     assert tuning.architecture.__wrapped__(torch.device("cuda")) == name
 
 
-def test_a_matrix_in_front_of_rope_fits_shared_memory(tuning, monkeypatch):
+def test_a_matrix_before_rope_fits_shared_memory(tuning, monkeypatch):
     """If another architecture's program lacks shared memory, the reference computes the result."""
     from packed_views import roped
 

@@ -52,7 +52,7 @@ def filled(model, recipe, ids, mask):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "recipe"), [("llama", r) for r in RECIPES] + [("gemma3", "kivi:bits=2")])
-def test_a_copy_goes_on_alone(models, name, recipe, way):
+def test_a_copy_continues_independently(models, name, recipe, way):
     """A left-padded batch. Bytes and logits equal the original's, in either order of continuing."""
     model, ids, mask = models[name], prompt(310, 2), torch.ones(2, 310, dtype=torch.long)
     mask[0, :17] = 0
@@ -120,7 +120,7 @@ LEAVES_ALONE = {
 
 @pytest.mark.parametrize("way", LEAVES_ALONE)
 @pytest.mark.parametrize("recipe", [*RECIPES, "window:recent=32+kivi:bits=2", "snapkv:budget=64+polarquant"])
-def test_the_original_does_not_notice(llama, recipe, way, tmp_path):
+def test_the_original_does_not_change(llama, recipe, way, tmp_path):
     """Its tensors are neither moved nor replaced, and the kernel arguments of its pages stay."""
     with tersekv.compress(llama, recipe), torch.no_grad():
         cache = filled(llama, recipe, prompt(300), None)
@@ -138,7 +138,7 @@ def test_the_original_does_not_notice(llama, recipe, way, tmp_path):
         assert theirs & {x.data_ptr() for x in held if x.numel()} <= tables  # tables of codecs, shared by all caches
 
 
-def test_linear_layers_do_not_notice_either():
+def test_linear_layers_do_not_change():
     torch.manual_seed(0)
     model = tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**SHAPE, head_dim=32, **HYBRID)).eval()
     with tersekv.compress(model, "kivi:bits=2"), torch.no_grad():
@@ -183,7 +183,7 @@ def test_on_another_device(llama):
     assert moved.layers[0].store.keys.sinks.device.type == "meta"
 
 
-def test_an_interrupted_cache_stays_one(llama):
+def test_an_interrupted_cache_stays_interrupted(llama):
     with tersekv.compress(llama, "kivi"), torch.no_grad():
         cache = filled(llama, "kivi", prompt(50), None)
         with interrupted(llama.model.layers[1], KeyboardInterrupt()):
@@ -204,7 +204,7 @@ def test_with_linear_layers():
             assert torch.equal(a, b)
 
 
-def test_a_divided_cache_is_refused(llama):
+def test_a_context_parallel_cache_is_refused(llama):
     cache = tersekv.CompressedCache(llama.config, "kivi")
     cache.context_parallel = ContextParallel(0, 2, lambda x: [x, x])
     with pytest.raises(UserError, match="processes divide"):

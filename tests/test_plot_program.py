@@ -32,7 +32,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("evaluation") / "results", evaluation())
 
 
-def test_pictures_of_a_model(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plots_of_a_model(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("Keys and values. " * 20)
     call = ("-m", tiny, "--tokens", "96", "--head", "0", "-o")
     made = document(capfd, "plot", "angles", *call, str(tmp_path / "a.png"), "--layers", "-1")
@@ -78,7 +78,7 @@ def test_memory_of_records_and_predicted(results: Path, tmp_path: Path, capfd: p
     assert told[0][2] == f"{4096 * 32 * 32 * 256 * 2:,}"
 
 
-def test_every_kind_is_found_and_says_what_it_is() -> None:
+def test_every_kind_is_found_and_has_a_title() -> None:
     assert list(plots()) == names()
     for plot in plots().values():
         assert plot.title
@@ -155,7 +155,7 @@ def test_a_failed_write_leaves_the_old_file(
         assert "cannot be written" in refuse(capfd, "plot", "memory", str(results), "-o", str(tmp_path / "b.png"))
 
 
-def test_decoding_says_what_the_record_says() -> None:
+def test_decoding_plot_agrees_with_the_record() -> None:
     """An earlier record names its context `depth` and has one dtype."""
     rows = [json.loads(line) for line in EARLIER.read_text().splitlines()]
     picture = render(plots()["decoding"], decodings.read_decodings([EARLIER]))

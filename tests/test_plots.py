@@ -69,7 +69,7 @@ def test_angles_of_narrow_heads() -> None:
         angles.angles_by_level(torch.randn(1, 5, 7))
 
 
-def test_magnitudes_find_the_loud_channel(keys: ModelKeys) -> None:
+def test_magnitudes_find_the_outlier_channel(keys: ModelKeys) -> None:
     picture = render(plots()["magnitudes"], keys)
     rows = picture.tables[0].rows
     assert len(rows) == 3
@@ -94,7 +94,7 @@ def test_centers_are_those_of_greedy_k_center() -> None:
         assert found.tolist() == chosen
 
 
-def test_centers_reach_what_clusters() -> None:
+def test_centers_cover_clusters() -> None:
     """Balls of a tenth of the distance between them, and no clusters at all."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(2, 300, 64, generator=generator)
@@ -106,7 +106,7 @@ def test_centers_reach_what_clusters() -> None:
     assert clusters.reaches(balls.round(), [300]) == [(0, 0)]
 
 
-def test_clusters_picture(keys: ModelKeys) -> None:
+def test_clusters_plot(keys: ModelKeys) -> None:
     pytest.importorskip("sklearn")
     balls = [x[:, torch.arange(400) % 16] for x in keys.keys]
     source = keys._replace(keys=balls, values=keys.keys)
@@ -125,7 +125,7 @@ def test_clusters_picture(keys: ModelKeys) -> None:
         render(plots()["clusters"], source._replace(keys=[x[:, :64] for x in balls]))
 
 
-def test_clusters_say_what_is_missing(keys: ModelKeys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clusters_name_a_missing_package(keys: ModelKeys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(UserError, match=r"needs scikit-learn, which is not installed: pip install 'tersekv\[lab\]'"):
         render(plots()["clusters"], keys._replace(values=keys.keys))
@@ -159,7 +159,7 @@ def test_recipes_break_where_their_parts_begin() -> None:
     ]
 
 
-def test_a_score_that_is_no_number_is_left_out(tmp_path: Path) -> None:
+def test_scores_that_are_not_finite_are_omitted(tmp_path: Path) -> None:
     records = evaluation()
     for made in records:
         if made["recipe"] == "kivi:bits=2" and made["task"] == "perplexity":
@@ -187,7 +187,7 @@ def test_needle_maps(results: Path) -> None:
     assert render(plots()["needle"], records).alt.startswith("Heat maps of accuracy")
 
 
-def test_speed_says_what_the_record_says() -> None:
+def test_speed_plot_agrees_with_the_record() -> None:
     found = timings.read_timings([ATTEND])
     recorded = {
         (r["what"], r["bits"], r["shape"], r["T"], r["threads"]): r["ratio_to_best_dense"]
@@ -201,7 +201,7 @@ def test_speed_says_what_the_record_says() -> None:
     assert b"<svg" in to_bytes(render(plots()["speed"], found), "svg")
 
 
-def test_speed_draws_a_format_as_one_line_whatever_its_bits() -> None:
+def test_speed_draws_a_format_as_one_line_for_all_its_bits() -> None:
     """Bits of nuq4-1% and trellis vary with shape and length. Older records name all formats alike."""
     for name, count in (("bench_attend", 1), ("attend", 3)):
         found = [t for t in timings.read_timings([RECORDS / f"{name}.jsonl"]) if t.packed]
@@ -229,7 +229,7 @@ def test_a_divergence_is_drawn_as_kl_and_titles_are_words() -> None:
     assert "kl q1" in page(records, "r", "o.html", quarters=True)
 
 
-def test_growth_says_what_the_record_says() -> None:
+def test_growth_plot_agrees_with_the_record() -> None:
     """For 64 times the tokens, a cache that keeps all has 64 times the bytes, and a sketch hardly
     more."""
     found = streams.read_streams([SUBGEN])

@@ -54,7 +54,7 @@ def test_a_short_text_gains_nothing(tiny: str, tmp_path: Path, capfd: pytest.Cap
     assert "gains from" not in said
 
 
-def test_generate_goes_on_behind_the_file(tiny: str, built: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_generate_continues_after_the_file(tiny: str, built: Path, capfd: pytest.CaptureFixture[str]) -> None:
     common = ("generate", "-m", tiny, "-p", TEXT, "--max-new-tokens", "8")
     for question in ((), ("-q", "What is it?")):
         made = run_json(capfd, *common, *question, "--prompt-cache", str(built))
@@ -97,7 +97,7 @@ def test_refusals(tiny: str, built: Path, tmp_path: Path, capfd: pytest.CaptureF
     assert "is damaged" in refuse(capfd, *common, "-p", TEXT)
 
 
-def test_ids_that_prompts_have_in_common(tiny: str) -> None:
+def test_common_prefix_of_prompts(tiny: str) -> None:
     tokenizer, config = models.load_tokenizer(tiny), models.load_config(tiny)
     ids = common_ids(tokenizer, "ab", config)
     assert tokenizer.decode(ids[0].tolist()) == "<|user|>ab"

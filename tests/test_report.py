@@ -52,7 +52,7 @@ class Page(HTMLParser):
         self.texts.append(data)
 
 
-def test_report_is_one_whole_page(results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_report_is_one_complete_page(results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.html"
     made = document(capfd, "report", str(results), "--out", str(out))
     assert made == {"report": str(out), "records": len(evaluation()), "bytes": out.stat().st_size}
@@ -74,7 +74,7 @@ def test_report_is_one_whole_page(results: Path, tmp_path: Path, capfd: pytest.C
     assert out.read_text(encoding="utf-8") == text
 
 
-def test_report_escapes_what_records_say(tmp_path: Path) -> None:
+def test_report_escapes_texts_of_records(tmp_path: Path) -> None:
     records = [r for r in evaluation(model='<script>alert("&")</script>') if r["recipe"] in ("full", "kivi:bits=2")]
     text = page(records, "<b>", "'&'")
     assert "<script" not in text

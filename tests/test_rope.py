@@ -115,7 +115,7 @@ def test_standard_rope_is_llamas():
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen3", "gpt_oss", "phi3"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_nothing_is_lost(models, name, batch):
+def test_tokens_equal_the_full_cache(models, name, batch):
     """Greedy tokens over keys stored without RoPE; batches of several rows are padded on the left."""
     model, ids = models[name], prompt(150, batch)
     mask = torch.ones_like(ids)
@@ -207,7 +207,7 @@ def test_rows_with_padding_are_kept(llama):
 
 @pytest.mark.parametrize("theta", [100.0, 10_000.0, 1e6])
 @pytest.mark.parametrize("columns", [4, 64])
-def test_steps_go_on_from_any_token(theta, columns):
+def test_offset_tables_continue_from_any_token(theta, columns):
     """cos(n + m)θ from cos nθ, sin nθ and the terms of m offsets, for columns of high and low
     frequency."""
     rope = standard_rope(columns, theta)
@@ -228,7 +228,7 @@ def test_steps_go_on_from_any_token(theta, columns):
 
 
 @pytest.mark.parametrize("rope_type", ["default", "linear", "yarn", "llama3"])
-def test_the_table_is_the_models_rope(rope_type):
+def test_the_table_equals_the_models_rope(rope_type):
     """At any position, up to float32 rounding of the model's own angles, which grows with the
     position."""
     rope = Ropes(llama(rope_type).config, 32).of(0)

@@ -98,7 +98,7 @@ def goes_on_alike(model, cache, path: Path, later: list[torch.Tensor], mask=None
 
 
 @pytest.mark.parametrize("recipe", [*KINDS, *SELECTED, *OTHERS])
-def test_a_loaded_cache_goes_on_as_if_it_had_never_been_saved(wide, recipe, tmp_path):
+def test_a_loaded_cache_continues_like_the_original(wide, recipe, tmp_path):
     learnt = calibration(wide, recipe, tmp_path)
     with tersekv.compress(wide, recipe, learnt):
         cache = tersekv.CompressedCache(wide.config, recipe, learnt)
@@ -129,7 +129,7 @@ def test_short_caches_and_rows_that_are_all_padding(llama, tokens, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["kivi:bits=4", "kvquant:calibration=prompt", "turboquant:bits=2.5"])
-def test_what_can_be_done_to_a_loaded_cache(llama, recipe, tmp_path):
+def test_operations_on_a_loaded_cache(llama, recipe, tmp_path):
     """Rollback into packed pages of the mapped file, row selection, and a reset. The file does not
     change."""
     path = tmp_path / "cache"
@@ -169,7 +169,7 @@ def test_a_page_of_the_file_is_not_copied(llama, tmp_path):
 
 
 @torch.no_grad()
-def test_a_file_holds_what_was_learnt_from_a_corpus(wide, tmp_path):
+def test_a_file_holds_its_calibration(wide, tmp_path):
     """A loaded cache has its recipe and calibration: new caches encode as with the calibration
     itself."""
     recipe = "kvquant:bits=3"
@@ -211,7 +211,7 @@ def saved(llama, tmp_path) -> Path:
     return tmp_path / "cache"
 
 
-def test_it_is_a_safetensors_file_that_says_what_it_is(llama, saved):
+def test_it_is_a_safetensors_file_with_a_header(llama, saved):
     with safe_open(saved, "pt") as file:
         names = set(file.keys())
         assert file.get_tensor("ids").tolist() == prompt(200).tolist()
@@ -243,7 +243,7 @@ def test_another_model_and_another_prompt(llama, models, saved):
         load(saved, llama, prompt(200, batch=2))
 
 
-def test_a_rotation_made_otherwise(llama, saved, monkeypatch):
+def test_a_rotation_with_other_values(llama, saved, monkeypatch):
     """As another version of torch might."""
     from tersekv.codecs import polarquant
 
@@ -253,7 +253,7 @@ def test_a_rotation_made_otherwise(llama, saved, monkeypatch):
         tersekv.CompressedCache.load(saved, llama)
 
 
-def test_what_cannot_be_saved(llama, tmp_path):
+def test_unsaveable_caches_are_refused(llama, tmp_path):
     cache = tersekv.CompressedCache(llama.config, "kivi")
     with pytest.raises(UserError, match="does not know its model"):
         cache.save(tmp_path / "cache")

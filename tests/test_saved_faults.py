@@ -51,7 +51,7 @@ def test_round_trip(small):
     assert small.with_name("again").read_bytes() == before
 
 
-def test_every_flipped_byte_is_seen(small):
+def test_every_flipped_byte_is_detected(small):
     data = small.read_bytes()
     for place in range(len(data)):
         flipped = bytearray(data)
@@ -61,7 +61,7 @@ def test_every_flipped_byte_is_seen(small):
             tensor_file.read(small)
 
 
-def test_every_length_is_seen(small):
+def test_every_wrong_length_is_detected(small):
     data = small.read_bytes()
     for length in range(len(data)):
         small.write_bytes(data[:length])

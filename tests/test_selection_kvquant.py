@@ -19,7 +19,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_keys_before_rope_lose_nothing(llama, policy):
+def test_keys_before_rope_add_no_error(llama, policy):
     """Kept tokens get the RoPE of their own positions: the same tokens as with keys after RoPE."""
     ids = prompt(300, 2)
     mask = torch.ones_like(ids)

@@ -112,7 +112,7 @@ def test_every_policy_with_every_kind_of_codec(llama, policy, codec):
 
 
 @pytest.mark.parametrize("policy", EVERY)
-def test_beams_follow_their_rows(llama, policy):
+def test_beams_keep_their_rows(llama, policy):
     out = run(llama, of(policy, "recent=16+kivi:bits=4"), prompt(200, batch=2), num_beams=3)
     assert out.sequences.shape == (2, 240)
 
@@ -130,7 +130,7 @@ def test_padded_rows_get_the_logits_they_get_alone(llama, policy):
 
 
 @pytest.mark.parametrize("policy", EVERY)
-def test_sliding_layers_are_left_alone(models, policy):
+def test_sliding_layers_are_not_evicted(models, policy):
     """They hold the tokens of the window; only the full-attention layer evicts."""
     model, recipe = models["gemma3"], of(policy, "budget=64,recent=16+kivi:bits=4")
     with tersekv.compress(model, recipe), torch.no_grad():
@@ -158,7 +158,7 @@ def test_output_attentions(llama, policy):
 
 
 @pytest.mark.parametrize("policy", EVERY)
-def test_where_selection_cannot_be_read(models, llama, policy):
+def test_unsupported_attention_is_refused(models, llama, policy):
     """Without our attention, and where a model's own code reads keys, an error is raised."""
     recipe = f"{policy}+kivi:bits=4"
     cache = tersekv.CompressedCache(llama.config, recipe)
@@ -176,7 +176,7 @@ def test_where_selection_cannot_be_read(models, llama, policy):
 
 
 @pytest.mark.parametrize("policy", DROPPING)
-def test_more_proposals_than_the_tail_can_give_back(llama, policy):
+def test_more_proposals_than_can_be_rolled_back(llama, policy):
     recipe = of(policy, "recent=8,sinks=0,budget=0.5+kivi")
     with tersekv.compress(llama, recipe), torch.no_grad():
         cache = llama(prompt(200)).past_key_values

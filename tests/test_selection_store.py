@@ -32,7 +32,7 @@ POLICIES = [
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("codec", ["kivi:bits=4", "qjl", "exact", "uniform:axis=channel,group=0"])
 @pytest.mark.parametrize(("q", "backend"), [(1, "auto"), (1, "reference"), (5, "auto"), (300, "auto")])
-def test_attention_is_over_what_is_kept(policy, codec, q, backend):
+def test_attention_is_over_kept_tokens(policy, codec, q, backend):
     store, *_ = filled(f"{policy}+{codec}", [200, *range(201, 280), 330], B=2)
     keys, values = held_by_position(store)
     query = torch.randn(2, 4, q, 32, generator=torch.Generator().manual_seed(2))
@@ -107,7 +107,7 @@ def test_nothing_is_observed_for_others(monkeypatch):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("codec", ["kivi:bits=4", "qjl:outliers=0"])
-def test_padded_rows_are_as_alone(policy, codec):
+def test_padded_rows_equal_rows_alone(policy, codec):
     """Rows of different lengths in one batch keep the same tokens as alone, at shifted positions."""
     keys, values = tokens(300, B=2, D=32)
     query = torch.randn(2, 4, 300, 32, generator=torch.Generator().manual_seed(1))
@@ -165,7 +165,7 @@ def test_memory_stays_bounded_while_decoding(codec):
 
 
 @pytest.mark.parametrize("policy", ["h2o:budget=160,recent=16", "snapkv:budget=160", "subgen:budget=160,recent=16"])
-def test_what_is_packed_stays_as_it_is(policy):
+def test_packed_bits_do_not_change(policy):
     """A token's decoded bits stay those it was packed with, whatever is evicted around it."""
     keys, values = tokens(500, D=32)
     query = torch.randn(1, 4, 500, 32)

@@ -42,7 +42,7 @@ def test_a_recipe_of_the_environment_is_noted_in_the_configuration(monkeypatch):
 
 
 @pytest.mark.parametrize("section", [{}, {"recipe": 4}, "turboquant", {"recipe": "int4", "bits": 2}])
-def test_a_section_of_another_form(section):
+def test_an_invalid_section(section):
     with pytest.raises(UserError, match="is not of the form"):
         configured(config(section))
 
@@ -55,7 +55,7 @@ def test_recipes_that_are_refused(recipe, words):
         configured(config({"recipe": recipe}))
 
 
-def test_layers_apart():
+def test_recipes_by_layer():
     recipe = configured(config({"recipe": "turboquant/uniform:bits=3;0=exact;-1=polarquant"}))
     assert slots_of(recipe, 0, 4, 64) is None
     middle, last = slots_of(recipe, 1, 4, 64), slots_of(recipe, 3, 4, 64)

@@ -109,7 +109,7 @@ def test_different_blocks_for_keys_and_values():
     assert s.decoded(torch.float32)[1].shape == values.shape
 
 
-def test_a_footprint_says_itself_in_one_line():
+def test_a_footprint_prints_as_one_line():
     small = Footprint(7012, 16 * 10**6, {"codes": 8 * 10**6})
     assert str(small) == "7,012 tokens, 8.00 MB, 4.00 bits per element, 4.00 times smaller than bfloat16"
     assert str(Footprint(9, 1000, {"slack": 4000})).endswith("32.00 bits per element, 2.00 times the size of bfloat16")
@@ -142,7 +142,7 @@ def test_ratios():
 
 
 @pytest.mark.parametrize("removed", [0, 1, 50, 128, 160, 161, 200, 396, 397, 399, 400])
-def test_crop_then_go_on(removed):
+def test_crop_then_continue(removed):
     """After a rollback, feeding the tokens again gives the same tokens, exact where they are exact."""
     keys, values = tokens(400)
     s = fed("exact:dtype=fp16", keys, values, [0, 400])
@@ -204,7 +204,7 @@ def test_a_padded_batch_starts_when_every_row_has_its_sinks():
     assert torch.equal(parts.keys.codec.fitted["scale"], once.keys.codec.fitted["scale"])
 
 
-def test_sliding_window_gives_memory_back():
+def test_sliding_window_frees_memory():
     keys, values = tokens(3000)
     window = 100
     grown = fed("kivi:bits=2", keys, values, [0, *range(1000, 3001)], window)
@@ -238,7 +238,7 @@ def test_values_that_float16_cannot_hold():
     assert fed("window:exact=bf16+kivi", keys, values, [0, 40]).num_tokens == 40
 
 
-def test_crop_more_than_seen():
+def test_crop_more_than_all_tokens():
     keys, values = tokens(40)
     with pytest.raises(CacheError, match="only 40 were seen"):
         fed("kivi", keys, values, [0, 40]).crop(41)

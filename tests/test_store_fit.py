@@ -18,7 +18,7 @@ from test_store import fed, tokens
 
 
 @pytest.mark.parametrize("T", [700, 2049, 9000])
-def test_a_long_prompt_is_fitted_on_stretches_of_it(monkeypatch, T):
+def test_a_long_prompt_is_fitted_on_parts_of_it(monkeypatch, T):
     """From the first token after the sinks to the last, of bounded size because fitting is in
     float64."""
     seen: list[Tensor] = []
@@ -34,7 +34,7 @@ def test_a_long_prompt_is_fitted_on_stretches_of_it(monkeypatch, T):
 
 
 @pytest.mark.parametrize("T", [300, 5000])
-def test_what_keys_have_in_common_is_found_before_rope(T):
+def test_the_constant_part_of_keys_is_found_before_rope(T):
     rope = standard_rope(64)
     mean = 5 * torch.randn(1, 2, 1, 64)
     keys = rope.apply(mean.expand(1, 2, T, 64), *(x.unsqueeze(0) for x in rope.cos_sin(0, T, 0, torch.device("cpu"))))
@@ -44,7 +44,7 @@ def test_what_keys_have_in_common_is_found_before_rope(T):
     assert (s.keys.codec.fitted["mean"].float() - mean[:, :, 0]).abs().max() < 0.1
 
 
-def test_freed_memory_is_given_back_after_prompts_only(monkeypatch, llama):
+def test_freed_memory_is_returned_only_after_prompts(monkeypatch, llama):
     """Not after a decoding step, where a large batch would pay for it, nor after a few tokens."""
     calls: list[None] = []
     monkeypatch.setattr(layer, "malloc_trim", lambda: calls.append(None))

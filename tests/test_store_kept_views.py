@@ -46,7 +46,7 @@ def attend_anew(store: LayerStore, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_whatever_is_done_to_a_store(recipe):
+def test_any_operation_on_a_store(recipe):
     """Appends with and without packing, crops, selections, copies: attention as with new pages."""
     for seed in range(4):
         chance, store, plain = random.Random(seed), new_store(recipe), new_store(recipe)
@@ -84,7 +84,7 @@ def test_native_objects_are_made_once(recipe, monkeypatch):
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_begin_with_nothing(copied):
+def test_copies_start_without_kernel_arguments(copied):
     store = new_store("kivi:bits=4")
     store.append(*tokens(400, 1))
     attend(store)
@@ -94,7 +94,7 @@ def test_copies_begin_with_nothing(copied):
     assert pages.made  # the copied store is unchanged
 
 
-def test_what_a_rope_has_lives_as_long_as_its_address():
+def test_rope_tables_live_as_long_as_their_address():
     """Threads that use a RoPE for the first time at once each build its tables; the last ones are
     kept."""
     store = new_store("trellis:bits=2,calibration=prompt")
@@ -118,7 +118,7 @@ def test_no_basis_stays_unpacked():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_states(recipe):
+def test_restored_and_shared_states(recipe):
     """Their tensors may be moved, and kernel arguments may be cached before that."""
     store, restored = new_store(recipe), new_store(recipe)
     store.append(*tokens(700, 1))
@@ -146,7 +146,7 @@ def test_tables_that_are_moved(recipe):
     del used
 
 
-def test_what_was_fitted_is_not_copied():
+def test_fitted_tables_are_not_copied():
     """Kernels read 16-bit scales and means in the codec's own memory, and native objects keep them
     alive."""
     store = new_store("trellis:bits=2,calibration=prompt")

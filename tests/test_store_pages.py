@@ -65,7 +65,7 @@ def written_by_appends(s: LayerStore, keys: Tensor, values: Tensor) -> list[int]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_an_append_costs_the_same_however_long_the_cache_is(recipe):
+def test_an_append_costs_the_same_at_any_length(recipe):
     """Appending a token writes the same number of bytes at 100,000 tokens as at 1,000.
 
     This holds for each of 400 tokens, with packing and new pages among them. Both caches were
@@ -133,7 +133,7 @@ def test_attention_over_pages(recipe, padded):
         torch.testing.assert_close(attend_store(parts, call), attend_store(once, call), atol=1e-5, rtol=1e-4)
 
 
-def test_whatever_is_done_to_a_store():
+def test_any_operation_on_a_store():
     """Appends of any size, crops, row selections: the expected tokens are there, bit by bit."""
     for seed in range(12):
         chance = random.Random(seed)
@@ -170,7 +170,7 @@ def allocated(s: LayerStore) -> list[Tensor]:
     return [*planes, *(x for side in s.sides for x in (side.sinks, side.tail._data))]
 
 
-def test_a_sliding_window_gives_pages_back():
+def test_a_sliding_window_frees_pages():
     """However the tokens came, a window holds at most two pages in addition to its tokens."""
     keys, values = tokens(9000, D=16)
     for prompt in (10, 3000):
@@ -188,7 +188,7 @@ def test_a_sliding_window_gives_pages_back():
         assert torch.equal(s.decoded(torch.float32)[0], keys[:, :, s.num_evicted : s.num_tokens].half().float())
 
 
-def test_entries_that_come_denser_than_before():
+def test_outliers_become_denser():
     """A page without room for more outliers ends at a block boundary, and the next one has more
     room."""
     x = tokens(32 * 120, B=2, H=2)[0]
@@ -209,7 +209,7 @@ def test_entries_that_come_denser_than_before():
     )  # most of it is the page in which they become rare again
 
 
-def test_a_restored_buffer_goes_on_as_before():
+def test_a_restored_buffer_continues():
     x = tokens(32 * 60, B=2, H=3, D=64)[0]
     codec = KVQuant(3, "int", 0.05, calibration="prompt", per_head=True, side="values").fit(x)
     buffer = BlockBuffer(codec.layout(64), 2, 3, x.device)
@@ -227,7 +227,7 @@ def test_a_restored_buffer_goes_on_as_before():
     assert torch.equal(codec.decode(buffer.planes(), 64), codec.decode(codec.encode(x), 64))
 
 
-def test_rows_that_are_selected_lie_in_one_page():
+def test_selected_rows_are_in_one_page():
     """Beam search copies rows anyway, and here to one page."""
     keys, values = tokens(2000, B=2)
     s = store("kvquant:bits=3,table=int,calibration=prompt", keys, values)

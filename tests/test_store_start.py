@@ -53,7 +53,7 @@ def test_without_the_option_it_is_twice_recent(recipe, first):
     assert fed(recipe, keys, values, [0, first]).packed_tokens > 0
 
 
-def test_crop_over_the_start_and_on():
+def test_crop_before_the_start_and_continue():
     """Packed tokens stay packed. More are packed only when the same number of tokens is reached
     again."""
     keys, values = tokens(500)
@@ -122,7 +122,7 @@ def test_estimate(models, name, n):
     assert cache.footprint().parts == predict(shape, START, n, batch=2).parts
 
 
-def test_saved_before_the_start_it_goes_on_over_it(wide, tmp_path):
+def test_saved_before_the_start_it_continues_beyond_it(wide, tmp_path):
     with tersekv.compress(wide, START):
         cache = tersekv.CompressedCache(wide.config, START)
         read(wide, cache, [prompt(260), *singles(5)])

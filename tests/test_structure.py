@@ -148,7 +148,7 @@ def test_import_loads_neither_transformers_nor_kernels():
     assert out.stdout.strip() == "[]"
 
 
-def test_bare_import_loads_nothing_of_ours_but_the_top():
+def test_bare_import_loads_only_the_top_package():
     code = "import sys, tersekv; print([m for m in sys.modules if m.startswith('tersekv.') or m == 'torch'])"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
     assert out.stdout.strip() == "[]"
@@ -210,7 +210,7 @@ def test_every_method_has_a_page():
         assert f"`{name}" in pages
 
 
-def test_links_in_the_docs_lead_somewhere():
+def test_links_in_the_docs_exist():
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if "://" not in target:

@@ -85,13 +85,13 @@ def test_options_are_plain(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(tasks()))
-def test_docstrings_open_with_an_instance(name: str) -> None:
+def test_docstrings_open_with_a_sample(name: str) -> None:
     doc = sys.modules[tasks()[name].__module__].__doc__ or ""
     assert "\n    " in doc[:400], "an example, indented, near the beginning"
     assert "Source: " in doc or name not in LIGHT
 
 
-def test_tasks_that_ask_import_no_torch() -> None:
+def test_question_tasks_import_no_torch() -> None:
     names = ", ".join(f"tersekv.lab.evals.tasks.{name}" for name in LIGHT)
     code = f"import sys, {names}; print([m for m in sys.modules if m in ('torch', 'transformers')])"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)

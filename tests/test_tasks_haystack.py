@@ -30,7 +30,7 @@ def test_largest(least: int, most: int, limit: int) -> None:
     assert haystack.largest(lambda n: n <= limit, least, most) == (max(fitting) if fitting else None)
 
 
-def test_first_tokens_repeats_what_is_too_short() -> None:
+def test_first_tokens_repeats_short_texts() -> None:
     assert haystack.first_tokens(READER, "One two three.", 3) == "One two three"
     assert haystack.first_tokens(READER, "One two.", 7) == "One two.\n\nOne two"
     assert haystack.first_tokens(READER, "One", 0) == ""
@@ -46,7 +46,7 @@ def test_first_tokens_repeats_what_is_too_short() -> None:
         (100, "See sys.path there. And here. Some more"),
     ],
 )
-def test_needles_stand_between_sentences(depth: int, before: str) -> None:
+def test_needles_are_between_sentences(depth: int, before: str) -> None:
     text = "See sys.path there. And here. Some more"
     assert haystack.insert(READER, text, "|", depth) == before + "|" + text[len(before) :]
 

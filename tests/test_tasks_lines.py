@@ -55,7 +55,7 @@ def test_which_number_counts(variant: str, answer: str, right: int) -> None:
     assert [m["accuracy"] for m in ask(Lines(samples=2, lines="3", variant=variant), reader)] == [right, right]
 
 
-def test_made_lines() -> None:
+def test_generated_lines() -> None:
     reader = FakeReader()
     samples = Lines(samples=20, lines="7,3").instances(reader)
     assert samples == Lines(samples=20, lines="7,3").instances(reader)

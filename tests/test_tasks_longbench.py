@@ -167,7 +167,7 @@ def test_a_folders_own_prompts(data: Path) -> None:
         LongBench(samples=1, subtasks="lcc", data=str(data)).instances(FakeReader())
 
 
-def test_all_are_those_that_are_there(data: Path) -> None:
+def test_all_means_available_datasets(data: Path) -> None:
     for name in DATASETS:
         if name not in ("qasper", "lcc"):
             (data / f"{name}.jsonl").unlink()

@@ -118,7 +118,7 @@ def test_wrong_options(options: dict[str, Any], said: str) -> None:
         Needle(**options)
 
 
-def test_what_does_not_fit() -> None:
+def test_impossible_lengths() -> None:
     with pytest.raises(UserError, match="needle does not fit into 200 tokens"):
         Needle(lengths="200").instances(FakeReader())
     with pytest.raises(UserError, match=r"cannot read the text 'nowhere\.txt'"):

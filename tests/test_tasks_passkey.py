@@ -99,7 +99,7 @@ def test_wrong_options(options: dict[str, Any], said: str) -> None:
         Passkey(**options)
 
 
-def test_lengths_that_cannot_be() -> None:
+def test_impossible_lengths() -> None:
     with pytest.raises(UserError, match="exceeds this model's context of 8,192"):
         Passkey(lengths="9000").instances(FakeReader())
     with pytest.raises(UserError, match="passkey does not fit into 60 tokens"):

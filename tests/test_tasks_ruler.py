@@ -72,7 +72,7 @@ def test_wrong_options(options: dict[str, Any], said: str) -> None:
         ({"subtasks": "vt", "lengths": "9k"}, "exceeds this model's context"),
     ],
 )
-def test_what_cannot_be_made(options: dict[str, Any], said: str) -> None:
+def test_impossible_requests(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         Ruler(**{"samples": 1, "lengths": "2k", **options}).instances(FakeReader())
 

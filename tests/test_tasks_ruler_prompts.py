@@ -86,7 +86,7 @@ def test_needles(name: str, needle: str, count: int, answers: int) -> None:
         assert keys == (1 if name == "niah_multivalue" else count)
 
 
-def test_essay_needles_stand_between_sentences() -> None:
+def test_essay_needles_are_between_sentences() -> None:
     _, text = needles("niah_multikey_1", 100, 1)
     essay = re.sub(r"(^| )One of the special magic numbers for \S+ is: \d+\.", "", text.split("\n")[1])
     assert essay.strip() == " ".join((ESSAY * 2)[:100])
@@ -180,7 +180,7 @@ def test_questions_to_the_letter(questions: str) -> None:
     assert (case.expected, case.new_tokens) == (("A00",), 32)
 
 
-def test_documents_needed_are_there(questions: str) -> None:
+def test_needed_documents_are_included(questions: str) -> None:
     squad, hotpot = (ruler_documents.read(name, questions) for name in ("qa_1", "qa_2"))
     assert (len(squad.texts), len(squad.asked), len(hotpot.texts), len(hotpot.asked)) == (12, 12, 30, 3)
     places = set()

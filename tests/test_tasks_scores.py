@@ -88,7 +88,7 @@ def test_classification() -> None:
     assert scores.classification("Other location", "Other", classes) == 0.5
 
 
-def test_classification_skips_one_after_each_that_it_strikes_off() -> None:
+def test_classification_skips_the_class_after_each_removed_one() -> None:
     """LongBench's script removes entries from the list over which it iterates, so "b" stays."""
     assert scores.classification("abc", "abc", ["a", "b", "abc"]) == 0.5
 
@@ -101,7 +101,7 @@ def test_edit_similarity() -> None:
     assert scores.edit_similarity("```", "return x") == 0
 
 
-def test_edit_similarity_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edit_similarity_names_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rapidfuzz", None)
     with pytest.raises(UserError, match=r"tersekv\[lab\]"):
         scores.edit_similarity("a", "b")

@@ -38,13 +38,13 @@ def save_model(folder: Path) -> None:
     tf.LlamaForCausalLM(tf.LlamaConfig(**shape)).save_pretrained(folder)
 
 
-def test_two_ranks_say_what_one_process_says(tmp_path):
+def test_two_ranks_give_the_result_of_one_process(tmp_path):
     pytest.importorskip("accelerate", reason="transformers' tp_plan needs accelerate")
     save_model(tmp_path / "model")
     torchrun("run_tensor_parallel.py", str(tmp_path))
 
 
-def test_whose_heads_they_are(llama):
+def test_heads_of_each_rank(llama):
     """Heads are distributed only where transformers has distributed the model."""
     assert heads_of(llama, 2, 2) is None
     assert heads_of(llama, 1, 2) is None
@@ -73,7 +73,7 @@ CODECS = {
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-def test_a_share_of_the_heads_holds_what_all_of_them_would(codec: Codec):
+def test_a_share_of_the_heads_equals_that_of_all(codec: Codec):
     """Heads fitted and encoded separately decode to the same bits as all heads together.
 
     The tokens of other heads are gathered if a codec declares that it needs them.
@@ -90,7 +90,7 @@ def test_a_share_of_the_heads_holds_what_all_of_them_would(codec: Codec):
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-def test_codecs_say_when_they_look_at_other_heads(codec: Codec):
+def test_codecs_declare_their_use_of_other_heads(codec: Codec):
     """Without `fit_spans_heads` and `encode_spans_heads` the result is the same without the other
     heads."""
     x = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(1)) * torch.tensor([1.0, 3, 9])[:, None, None]

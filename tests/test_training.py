@@ -65,7 +65,7 @@ def test_gradients_are_those_of_transformers(trainable, name, cuts):
 @pytest.mark.parametrize(
     "recipe", [LOSSLESS, "window:exact=fp32,recent=16+kivi:bits=4", "h2o:budget=64,exact=fp32+exact:dtype=fp32"]
 )
-def test_calls_that_follow_change_no_gradient(trainable, name, recipe):
+def test_later_calls_change_no_gradient(trainable, name, recipe):
     """Several calls are followed by one backward pass, over exact tokens that later calls move.
 
     Gradients are the sum of those of each call with its own cache.
@@ -89,7 +89,7 @@ def test_calls_that_follow_change_no_gradient(trainable, name, recipe):
         torch.testing.assert_close(got[key], total, atol=1e-6, rtol=2e-3)
 
 
-def test_a_divided_cache_refuses_to_be_trained_through(trainable, monkeypatch):
+def test_a_context_parallel_cache_refuses_training(trainable, monkeypatch):
     """Its forward pass works without `torch.no_grad()`; the backward pass raises an error with the
     reason."""
     model = trainable["llama"]
@@ -151,7 +151,7 @@ def test_dropout_over_a_filled_cache(models, cuts):
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-3)
 
 
-def test_dropout_over_dropped_tokens_is_refused(models):
+def test_dropout_with_evicted_tokens_is_refused(models):
     model, recipe = models["llama"], "h2o:budget=32+kivi:bits=4"
     cache = tersekv.CompressedCache(model.config, recipe)
     with pytest.raises(UserError, match=r"attention dropout over a filled cache with h2o.*call model\.eval\(\)"):

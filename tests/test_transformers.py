@@ -267,7 +267,7 @@ def test_static_cache_prefill_logits(models, name):
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-3)
 
 
-def test_a_module_that_opens_one_handle():
+def test_a_module_that_decodes_one_handle():
     """DiffLlama splits the values and calls attention twice: tokens enter the store only once."""
     config = tf.DiffLlamaConfig(**SHAPE)
     torch.manual_seed(0)
@@ -299,7 +299,7 @@ def test_padding_longer_than_a_prefill_chunk_reaches_no_codec(llama, recipe):
     assert torch.equal(logits[0], logits[1])
 
 
-def test_any_number_of_proposals_can_be_taken_back(models):
+def test_any_number_of_proposals_can_be_rolled_back(models):
     """More than a sliding window normally keeps for rollback."""
     expected, got = pair(models["mistral"], prompt(40).repeat(1, 12), prompt_lookup_num_tokens=140)
     assert got.tolist() == expected.tolist()
@@ -422,7 +422,7 @@ def test_batch_operations(llama):
         assert cache.batch_size == 1
 
 
-def test_copied_cache_goes_on_by_itself(llama):
+def test_copied_cache_continues_independently(llama):
     """The usual way to reuse a prompt: prefill once, deepcopy, continue."""
     ids, a, b = prompt(200), prompt(5, seed=1), prompt(5, seed=2)
     cache = tersekv.CompressedCache(llama.config, LOSSLESS)
@@ -437,7 +437,7 @@ def test_copied_cache_goes_on_by_itself(llama):
     assert not copy.deepcopy(cache).hands_out_handles
 
 
-def test_sliding_layers_forget(models):
+def test_sliding_layers_evict(models):
     """Packed tokens that no query can see are freed."""
     model = models["gemma3"]
     with tersekv.compress(model, "kivi:bits=4"), torch.no_grad():
@@ -480,7 +480,7 @@ def test_errors_name_layer_and_remedy(llama):
             cache.crop(-31)
 
 
-def test_models_it_cannot_serve():
+def test_unsupported_models():
     import transformers as tf
 
     with pytest.raises(UserError, match="encoder-decoder"):
@@ -549,7 +549,7 @@ def test_wrong_arguments_of_a_cache(llama, arguments, keywords, words):
         ("window:recent=0,exact=fp32+kivi", 1e6, "^layer 0: a scale of .* exceeds float16's 65504; use the codec's"),
     ],
 )
-def test_what_cannot_be_held_is_said_in_one_sentence(llama, recipe, value, words):
+def test_values_that_cannot_be_stored_are_one_sentence(llama, recipe, value, words):
     cache = tersekv.CompressedCache(llama, recipe)
     keys = torch.zeros(1, 2, 64, 32)
     keys[0, 0, 7, 3] = value

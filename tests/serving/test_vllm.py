@@ -79,7 +79,7 @@ def packed(smollm2):
     return result | {"said": said}
 
 
-def test_prompts_again_come_from_cached_pages(packed):
+def test_repeated_prompts_use_cached_pages(packed):
     assert packed["cached"][0][0] == 0
     assert packed["cached"][0][2] > 0  # pages of the first prompt, which has the same prefix
     assert packed["cached"][1][0] >= 128
@@ -97,7 +97,7 @@ def test_without_prefix_caching_in_small_chunks_the_answers_are_equal(smollm2, p
     assert not any(map(sum, result["cached"]))
 
 
-def test_capacity_that_vllm_prints_and_layers_apart(smollm2, packed):
+def test_capacity_printed_by_vllm_and_separate_layers(smollm2, packed):
     native, said = run([PROMPTS[1:2]], recipe=None, model=smollm2, dtype="bfloat16", new_tokens=4)
     assert native, said[-3000:]
     four, said = run([PROMPTS], model=smollm2, dtype="bfloat16", new_tokens=4)
@@ -111,7 +111,7 @@ def test_capacity_that_vllm_prints_and_layers_apart(smollm2, packed):
     assert native["capacity"] * 2.5 < mixed["capacity"] < four["capacity"]
 
 
-def test_without_a_recipe_vllm_is_as_it_was(smollm2):
+def test_without_a_recipe_vllm_is_unchanged(smollm2):
     with_plugin, said = run([PROMPTS], recipe=None, model=smollm2, dtype="bfloat16")
     assert with_plugin, said[-3000:]
     without, _ = run([PROMPTS], recipe=None, model=smollm2, dtype="bfloat16", environment={"VLLM_PLUGINS": ""})
@@ -119,7 +119,7 @@ def test_without_a_recipe_vllm_is_as_it_was(smollm2):
     assert with_plugin["capacity"] == without["capacity"]
 
 
-def test_greedy_answers_of_four_bits_beside_native_bfloat16(smollm2):
+def test_greedy_answers_of_four_bits_agree_with_native_bfloat16(smollm2):
     """Questions about passages of 512 tokens: on average the answers agree for more than a few
     tokens.
 
@@ -183,7 +183,7 @@ def test_a_second_engine_of_a_process_has_its_own_recipe(llama, roomy, before):
     assert (second["answers"], second["capacity"]) == (roomy["answers"], roomy["capacity"])
 
 
-def test_a_second_engine_whose_recipe_cannot_be_served_says_so(llama, tmp_path):
+def test_a_second_engine_with_an_unsupported_recipe_is_an_error(llama, tmp_path):
     """An error, as for an unsupported vLLM version. The first engine runs without a recipe."""
     (tmp_path / "sitecustomize.py").write_text("import tersekv.serving.vllm as p\np.SUPPORTED = '0.1'\n")
     result, said = run([IDS[:1]], model=llama, before="", environment={"PYTHONPATH": str(tmp_path)}, **SMALL)
@@ -199,7 +199,7 @@ def test_tensor_parallel_gives_the_same_tokens(llama, roomy):
     assert two["answers"] == roomy["answers"]
 
 
-def test_requests_that_had_to_make_room_give_the_same_tokens(llama, roomy):
+def test_preempted_requests_give_the_same_tokens(llama, roomy):
     """There are six pages besides one of vLLM's own. The first three prompts fit, and two grow into
     another page."""
     tight, said = run([IDS], model=llama, num_gpu_blocks_override=7, **SMALL)
@@ -208,7 +208,7 @@ def test_requests_that_had_to_make_room_give_the_same_tokens(llama, roomy):
     assert tight["answers"] == roomy["answers"]
 
 
-def test_native_first_and_last_layers_with_prefixes_that_are_shared(llama):
+def test_native_first_and_last_layers_with_shared_prefixes(llama):
     """Prompts with a common prefix in two rounds, with native and packed layers in one engine."""
     prompts = [IDS[0], IDS[0][:200] + IDS[1], IDS[0][:256]]
     shared, said = run([prompts[:1], prompts], recipe=EDGES, model=llama, **SMALL)
@@ -232,7 +232,7 @@ def test_native_first_and_last_layers_with_prefixes_that_are_shared(llama):
     ],
     ids=["sliding window", "head dim", "fp8", "block size", "policy", "state", "name"],
 )
-def test_what_is_not_supported_says_so(tmp_path, kind, options, engine, recipe, words):
+def test_unsupported_models_are_refused(tmp_path, kind, options, engine, recipe, words):
     model = small_model(tmp_path, kind, **options)
     result, said = run([IDS[1:2]], recipe, new_tokens=2, model=model, **SMALL, **engine)
     assert result is None

@@ -123,7 +123,7 @@ def test_the_selector_returns_our_backend(engine):
     assert chosen(engine("cpu")).full_cls_name() == ("tersekv.serving.vllm.cpu", "PackedBackend")
 
 
-def test_without_a_recipe_layers_are_as_vllm_has_them(engine):
+def test_without_a_recipe_layers_are_unchanged(engine):
     for layer in layers_of(engine("cuda", recipe=None)):
         assert type(layer.impl) is TritonAttentionBackend.get_impl_cls()
         assert layer.attn_backend.get_builder_cls() is TritonAttentionBackend.get_builder_cls()
@@ -156,7 +156,7 @@ def test_other_backends_and_platforms_are_refused(engine, hopper, monkeypatch, p
         ({}, {"attn_type": "encoder_only"}, "type 'encoder_only'"),
     ],
 )
-def test_layers_that_are_not_supported_say_so(engine, engine_options, layer_options, words):
+def test_unsupported_layers_are_refused(engine, engine_options, layer_options, words):
     with pytest.raises(UserError, match=words):
         layers_of(engine("cuda", **engine_options), **layer_options)
 
