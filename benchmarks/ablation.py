@@ -121,19 +121,19 @@ class Study:
         """Parse the options, run the study and print its tables."""
         parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--train", default="pydoc", help="text to calibrate on")
-        parser.add_argument("--other", default="pydoc", help="text of another kind to calibrate on")
+        parser.add_argument("--other", default="pydoc", help="second text to calibrate on")
         parser.add_argument("--test", required=True, help="text to evaluate on")
         parser.add_argument("--out", type=Path, required=True, help="folder of calibrations and records")
         parser.add_argument("--model", default="smollm2")
-        parser.add_argument("--tables", default="", help=f"of {', '.join(self.tables)}; all without it")
+        parser.add_argument("--tables", default="", help=f"tables to make, from {', '.join(self.tables)}; default: all")
         parser.add_argument("--windows", type=int, default=4)
         parser.add_argument("--context", type=int, default=2048)
-        parser.add_argument("--workers", type=int, default=1, help="processes that fit tables")
-        parser.add_argument("--print", action="store_true", help="run nothing")
+        parser.add_argument("--workers", type=int, default=1, help="number of processes that fit codebooks")
+        parser.add_argument("--print", action="store_true", help="print tables from existing records, run nothing")
         args = parser.parse_args()
         names = args.tables.split(",") if args.tables else list(self.tables)
         if unknown := [name for name in names if name not in self.tables]:
-            parser.error(f"no table {', '.join(unknown)}; there are {', '.join(self.tables)}")
+            parser.error(f"unknown table {', '.join(unknown)}; choose from {', '.join(self.tables)}")
         if not args.print:
             self.run(args, names)
         for name in names:

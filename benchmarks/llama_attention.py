@@ -88,12 +88,12 @@ def main() -> None:
     """Measure and print. With --out, append a record per cache."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="SmolLM2-135M as a GGUF file")
-    parser.add_argument("--recipe", action="append", help="of ours; default and kivi:bits=4 without it")
+    parser.add_argument("--recipe", action="append", help="recipe of our cache; default: default and kivi:bits=4")
     parser.add_argument("--depth", type=int, default=8000)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="append JSON lines")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     makers: dict[str, Callable[[int], Decode]] = {

@@ -80,7 +80,7 @@ def measure(model: Any, recipe: str, prefill: Prefill, ids: Tensor, rounds: int,
     with tersekv.compress(model, recipe):
         expected = logits(model, copy.deepcopy(cache), following)
         if not torch.equal(logits(model, CompressedCache.load(path, model, ids), following), expected):
-            raise SystemExit(f"{recipe}: a loaded cache gives other logits")
+            raise SystemExit(f"{recipe}: the loaded cache gives different logits")
 
     def load_once(cold: bool) -> Seconds:
         if cold:
@@ -125,7 +125,7 @@ def main() -> None:
                 options.out.parent.mkdir(parents=True, exist_ok=True)
                 with options.out.open("a") as file:
                     file.write(json.dumps(common | row) + "\n")
-    Console(width=120).print(table, f"prefill: {once.clock:.1f} s, of the processor {once.cpu:.1f} s")
+    Console(width=120).print(table, f"prefill: {once.clock:.1f} s, {once.cpu:.1f} CPU seconds")
 
 
 if __name__ == "__main__":

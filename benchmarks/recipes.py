@@ -100,13 +100,13 @@ def _rates(path: Path | None, dtype: str) -> tuple[str, dict[str, float]]:
 def main() -> None:
     """Parse the options; run, or write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", default="pydoc", help="text of the divergence")
+    parser.add_argument("--text", default="pydoc", help="text for the divergence task")
     parser.add_argument("--calibration", type=Path, help="folder of kvquant's calibrations")
-    parser.add_argument("--out", type=Path, help="folder of the records: run into it")
+    parser.add_argument("--out", type=Path, help="run, and write records to this folder")
     parser.add_argument("--records", type=Path, nargs="+", help="records to make the table from")
     parser.add_argument("--speeds", type=Path, help="records of `tersekv bench generate`")
-    parser.add_argument("--dtype", default="bfloat16", help="of the weights in the records of speed that are quoted")
-    parser.add_argument("--into", type=Path, help="file whose table is replaced; else it is printed")
+    parser.add_argument("--dtype", default="bfloat16", help="weight dtype of the quoted speeds")
+    parser.add_argument("--into", type=Path, help="file whose table is replaced; default: print it")
     args = parser.parse_args()
     if args.out is None and args.records is None:
         parser.error("give --out to run, or --records to write the table")

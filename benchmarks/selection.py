@@ -173,15 +173,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of records")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--cells", default=",".join(CELLS), help=f"of {', '.join(CELLS)}")
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--cells", default=",".join(CELLS), help=f"cells, from {', '.join(CELLS)}")
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"rows, from {', '.join(ROWS)}")
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="other seeds add samples")
-    parser.add_argument("--print", action="store_true", help="run nothing")
+    parser.add_argument("--print", action="store_true", help="print tables from existing records, run nothing")
     args = parser.parse_args()
     cells, rows = args.cells.split(","), args.rows.split(",")
     if unknown := [name for name in (*cells, *rows) if name not in CELLS | ROWS]:
-        parser.error(f"unknown: {', '.join(unknown)}")
+        parser.error(f"unknown cells or rows: {', '.join(unknown)}")
     if not args.print:
         for name in cells:
             measure(CELLS[name], rows, args)

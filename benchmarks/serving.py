@@ -122,7 +122,10 @@ def rows(records: list[dict[str, Any]]) -> list[str]:
         if r["engine"] == "vllm":
             held = r["tokens_in_1_gib"]
             lines.append(f"| `{r['recipe']}` | {held:,} | {held / full['vllm']['tokens_in_1_gib']:.2f} |")
-    lines += ["", "| engine | cache | beside | same answer | same tokens before the first other: mean | median |"]
+    lines += [
+        "",
+        "| engine | cache | compared with | same answer | tokens before the first difference: mean | median |",
+    ]
     lines += ["|---|---|---|---|---|---|"]
     for r in records:
         if r["recipe"] != FULL:
@@ -142,7 +145,7 @@ def table(args: argparse.Namespace) -> None:
         return
     page = args.into.read_text()
     if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise SystemExit(f"{args.into} has no place for the tables: give it the lines\n{BEGIN}\n{END}\n")
+        raise SystemExit(f"{args.into} has no place for the tables: add the lines\n{BEGIN}\n{END}\n")
     head, tail = page.split(BEGIN)[0], page.split(END)[1]
     args.into.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
 
@@ -160,7 +163,7 @@ def main() -> None:
     go.add_argument("--new-tokens", type=int, default=64)
     go.add_argument("--out", type=Path, required=True)
     go.set_defaults(run=run)
-    show = commands.add_parser("table", help="the table of records")
+    show = commands.add_parser("table", help="print or write the tables of records")
     show.add_argument("records", type=Path, nargs="+")
     show.add_argument("--into", type=Path)
     show.set_defaults(run=table)

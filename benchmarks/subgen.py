@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1 << 20)
     parser.add_argument("--clusters", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=15, help="timed per length")
+    parser.add_argument("--steps", type=int, default=15, help="timed steps per length")
     parser.add_argument("--recipes", nargs="*", default=RECIPES)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -88,7 +88,7 @@ def run(recipe: str, keys: Tensor, values: Tensor, queries: Tensor, args: argpar
             seconds += time.perf_counter() - start
         error = relative_error(store, keys, values, queries)
         if error > MOST_ERROR:
-            raise SystemExit(f"{recipe} at {length:,} tokens is {error:.2f} off: nothing is timed")
+            raise SystemExit(f"{recipe} at {length:,} tokens has a relative error of {error:.2f}: it is not timed")
         footprint = store.footprint()
         steps = [step(store, keys, values, queries) for _ in range(args.steps)]
         clusters = getattr(store, "clusters", None)

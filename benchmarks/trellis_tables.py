@@ -24,7 +24,7 @@ STEPS = (
     ("… and the KLT's", "allot=layer,code=scalar,metric=none"),
     ("… in the metric of the loss", "allot=layer,code=scalar"),
     ("… and trellis codes", "allot=layer"),
-    ("… and bits shared out over layers and sides: all", ""),
+    ("… and bits allocated over layers and sides: all", ""),
     ("all, without centring", "centre=false"),
     ("all, without the metric", "metric=none"),
     ("all, in the channels' own basis", "basis=channels"),
@@ -58,7 +58,7 @@ def tables() -> dict[str, tuple[str, list[Row]]]:
     )
     made["rates"] = ("Bits", [Row(f"{b} bits", trellis(b, ""), FITTED) for b in RATES])
     made["fits"] = (
-        "What it is fitted on",
+        "Calibration data",
         [
             row
             for b in ("2", "3")
@@ -78,9 +78,9 @@ NOTES = {
     "keys": "Values stay float32; true bits are of keys and values together.",
     "values": "Keys stay float32; true bits are of keys and values together.",
     "both": "",
-    "rope": "Before RoPE the query does not absorb the basis: no kernel reads it.",
+    "rope": "Before RoPE the query cannot absorb the basis, so no kernel reads this variant.",
     "rates": "",
-    "fits": "Fitted on the prompt there are no gradients, and means, bases and scales are this sequence's alone.",
+    "fits": "A fit on the prompt has no gradients; means, bases and scales are those of this sequence only.",
     "others": "",
 }
 

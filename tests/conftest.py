@@ -156,7 +156,7 @@ def smollm2():
     from tersekv.hf import models
 
     if not (models.cache_dir() / "models" / "smollm2" / "config.json").is_file():
-        pytest.skip("the default model is not here; `tersekv models pull smollm2` gets it")
+        pytest.skip("the default model is not on this machine: run `tersekv models pull smollm2`")
     return models.load("smollm2")
 
 

@@ -143,7 +143,7 @@ def test_a_missing_gpu_is_one_line(capsys):
     from tersekv import cli
 
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("this machine has a GPU")
     assert cli.run(["bench", "attend", "--device", "cuda"]) == 2
     assert "no CUDA device" in capsys.readouterr().err
     assert cli.run(["bench", "attend", "--device", "tpu"]) == 2

@@ -150,7 +150,7 @@ def test_peak_memory_sees_an_allocation(monkeypatch: pytest.MonkeyPatch) -> None
         held = torch.ones(32 << 20)
         del held
     if not memory.source.startswith("VmHWM"):
-        pytest.skip("the high-water mark cannot be set back on this system")
+        pytest.skip("the high-water mark cannot be reset on this system")
     assert memory.peak_bytes > 100e6
 
     def refuse_write(*_: object) -> None:

@@ -79,7 +79,7 @@ def test_policies_that_observe_queries_share_the_prefill(models, name: str, reci
     try:
         filled, real = new_cache(model, recipe), new_cache(model, recipe)
     except UserError:
-        pytest.skip("no policy that drops tokens serves this model")
+        pytest.skip("no eviction policy supports this model")
     before = model.config.get_text_config()._attn_implementation
     with tersekv.compress(model, recipe), torch.no_grad():
         model(input_ids=ids, past_key_values=real)

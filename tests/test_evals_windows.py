@@ -163,7 +163,7 @@ def test_baseline_on_wikitext(smollm2) -> None:
     """
     folder = data_folder()
     if folder is None:
-        pytest.skip("the folder with test texts is not beside this checkout")
+        pytest.skip("the folder with test texts is not next to this checkout")
     model, tokenizer = smollm2
     full = Reader(model, tokenizer)
     task = Perplexity(text=str(folder / "wikitext-2" / "test_gptq_joined.txt"), context=512, windows=1)

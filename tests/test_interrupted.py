@@ -66,7 +66,7 @@ def test_the_named_crop_repairs_the_cache(models, installed, name, recipe, error
     steps end at the boundary.
     """
     if recipe == RECIPES[2] and name == "deepseek_v3":
-        pytest.skip("keys of this model hold no RoPE that can be removed")
+        pytest.skip("this model has no RoPE that can be removed")
     model, ids = models[name], prompt(235)
     with installed(model, recipe):
         cache, expected = (tersekv.CompressedCache(model.config, recipe) for _ in range(2))

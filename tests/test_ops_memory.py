@@ -35,7 +35,7 @@ print(native.encode_trellis(*small, tables).shape)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's memory limits")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_no_memory_for_a_kernel(threads):
     ran = subprocess.run([sys.executable, "-c", CODE, str(threads)], capture_output=True, text=True, timeout=120)

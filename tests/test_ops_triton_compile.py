@@ -29,7 +29,7 @@ ELSEWHERE = [
 
 pytestmark = [
     pytest.mark.skipif(triton.why_not_installed() is not None, reason=str(triton.why_not_installed())),
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton brings ptxas for x86-64 only"),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton includes ptxas for x86-64 only"),
 ]
 
 

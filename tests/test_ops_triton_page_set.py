@@ -224,7 +224,7 @@ RECIPES = benchmark("attend_launches").RECIPES
 def test_launches_do_not_depend_on_the_number_of_pages(device, name):  # noqa: F811
     """One launch reads all pages and one exact tokens; with a linear map another one merges them."""
     if device == "cuda":
-        pytest.skip("counted where kernels are interpreted")
+        pytest.skip("only counted with interpreted kernels")
     step = benchmark("attend_launches").step
     few, some, many = (step(RECIPES[name], pages) for pages in (1, 5, 20))
     assert few["kernels"]["attend"] == some["kernels"]["attend"] == many["kernels"]["attend"] == 2
@@ -260,7 +260,7 @@ def kernels_alone(monkeypatch):
 def test_a_step_builds_nothing(device, name, kernels_alone, monkeypatch):  # noqa: F811
     """After the first call with as many query rows there are only launches, for any page count."""
     if device == "cuda":
-        pytest.skip("operations of interpreted kernels are left out")
+        pytest.skip("only checked with interpreted kernels")
     from tersekv.kernels.triton import leaves, trees
 
     torch.manual_seed(6)

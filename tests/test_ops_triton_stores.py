@@ -67,7 +67,7 @@ def test_a_step_is_a_few_launches(device):  # noqa: F811
     """The token is appended on both sides, the query becomes float32 and the output the model's
     dtype."""
     if device == "cuda":
-        pytest.skip("counted where kernels are interpreted")
+        pytest.skip("only counted with interpreted kernels")
     step = benchmark("encode_launches").step
     plain, rotated = step("kivi:bits=4"), step("turboquant:bits=4")
     assert plain == {"torch": 4, "kernels": ["attend"] * 2 + ["merge"], "waits": 0}

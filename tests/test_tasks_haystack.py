@@ -123,7 +123,7 @@ def test_words_of_a_folder(tmp_path: Path) -> None:
 def test_words_of_wonderwords() -> None:
     folder = data_folder()
     if folder is None or not (folder / "ruler" / FILES[0]).is_file():
-        pytest.skip("the word lists of wonderwords are not beside the checkout")
+        pytest.skip("the word lists of wonderwords are not next to the checkout")
     words = word_lists(str(folder / "ruler"))
     assert (len(words.adjectives), len(words.nouns), len(words.verbs)) == (910, 6782, 1041)
 

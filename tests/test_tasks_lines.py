@@ -95,7 +95,7 @@ def test_shipped_cases_are_subsampled(tmp_path: Path) -> None:
 def test_longevals_own_cases() -> None:
     folder = data_folder()
     if folder is None or not (folder / "longeval" / "200_lines.jsonl").is_file():
-        pytest.skip("LongEval's cases are not beside the checkout")
+        pytest.skip("LongEval's cases are not next to the checkout")
     (sample,) = Lines(samples=1, lines="200", data=str(folder / "longeval")).instances(FakeReader())
     case = json.loads((folder / "longeval" / "200_lines.jsonl").read_text().splitlines()[0])
     assert sample.data.prompt.context + sample.data.prompt.question + " " == case["prompt"]

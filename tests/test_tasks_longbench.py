@@ -43,7 +43,7 @@ def data(tmp_path: Path) -> Path:
 def shared() -> Path:
     folder = data_folder()
     if folder is None or not (folder / "longbench" / "dataset2prompt.json").is_file():
-        pytest.skip("LongBench's files are not beside the checkout")
+        pytest.skip("LongBench's files are not next to the checkout")
     return folder / "longbench"
 
 

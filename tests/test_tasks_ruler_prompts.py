@@ -199,7 +199,7 @@ def test_needed_documents_are_included(questions: str) -> None:
 def test_shared_question_sets() -> None:
     folder = data_folder()
     if folder is None or not (folder / "ruler" / "xquad.en.json").is_file():
-        pytest.skip("the question sets of RULER are not beside the checkout")
+        pytest.skip("the question sets of RULER are not next to the checkout")
     squad, hotpot = (ruler_documents.read(name, str(folder / "ruler")) for name in ("qa_1", "qa_2"))
     assert (len(squad.texts), len(squad.asked), len(hotpot.asked)) == (240, 1190, 100)
     assert all(len(q.needed) + len(q.near) == 10 for q in hotpot.asked[:20])

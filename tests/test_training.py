@@ -71,7 +71,7 @@ def test_later_calls_change_no_gradient(trainable, name, recipe):
     Gradients are the sum of those of each call with its own cache.
     """
     if recipe.startswith("h2o") and name == "deepseek_v3":
-        pytest.skip("this model opens keys and values")
+        pytest.skip("this model reads keys and values itself")
     model, ids = trainable[name], prompt(250)
     got = gradients(model, recipe, CUTS["several"])
     sums = dict.fromkeys(got, 0)

@@ -67,7 +67,7 @@ def run(batches, recipe=RECIPE, new_tokens=24, environment=None, before=None, **
 def smollm2() -> str:
     folder = folder_of("smollm2")
     if not folder.is_dir() or damage("smollm2"):
-        pytest.skip("SmolLM2 is not here: tersekv models pull smollm2")
+        pytest.skip("SmolLM2 is not on this machine: run `tersekv models pull smollm2`")
     return str(folder)
 
 
