@@ -154,7 +154,7 @@ def test_footprint_counts_the_tensors_held(policy):
 
 @pytest.mark.parametrize("codec", ["kivi:bits=2", "qjl"])
 def test_memory_stays_bounded_while_decoding(codec):
-    """Empty slots in packed blocks are at most half of the budget and two blocks.
+    """Empty slots in packed blocks are at most half of the budget plus two blocks.
 
     No head loses much by this.
     """
