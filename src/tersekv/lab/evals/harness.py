@@ -84,7 +84,7 @@ class Harness:
     def run(
         self, tasks: dict[str, Task], records: Records, progress: Callable[[Progress], None] | None = None
     ) -> list[Summary]:
-        """Evaluate every sample of every task with every recipe, except those already in `records`."""
+        """Every sample of every task with every recipe, but for what is in `records` already."""
         samples = {name: task.instances(self.full) for name, task in tasks.items()}
         total = sum(map(len, samples.values())) * len(self.readers)
         done = 0
