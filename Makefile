@@ -1,5 +1,5 @@
-# Two commands do everything: `make demo` and `make test`. Both set up .venv first, which is quick the second time.
-# `make test-serving` makes environments of its own for vLLM and LMCache under build/serving.
+# The main commands are `make demo` and `make test`. Both set up .venv first, which is quick the second time.
+# `make test-serving` creates separate environments for vLLM and LMCache in build/serving.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -11,26 +11,26 @@ STAMP := .venv/.ready
 PINS := requirements/pins.txt
 CPP := $(sort $(wildcard cpp/*.cpp cpp/*.h cpp/*/*.cpp cpp/*/*.h))
 BUILD_INPUTS := $(PINS) pyproject.toml CMakeLists.txt $(CPP)
-# `make setup PYTHON=/path/to/python` chooses another one.
+# `make setup PYTHON=/path/to/python` chooses another Python.
 PYTHON ?=
 RECIPE ?= default
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 .PHONY: help setup demo test test-serving test-serving-smoke asan asan-smoke docs docs-serve lint format clean
 
-help: ## show this
+help: ## show this help
 	@echo "make demo    ask the default model about a long text, with the full and with a packed cache"
 	@echo "make test    run the tests, with coverage"
-	@echo "make test-serving  run the tests inside vLLM and LMCache, in environments of their own (5 GB)"
-	@echo "make test-serving-smoke  those inside LMCache only (1.4 GB)"
+	@echo "make test-serving  run the tests inside vLLM and LMCache, in separate environments (5 GB)"
+	@echo "make test-serving-smoke  run only the tests inside LMCache (1.4 GB)"
 	@echo "make asan    run the kernels' tests with AddressSanitizer and UndefinedBehaviorSanitizer (g++)"
-	@echo "make asan-smoke  the same with the portable kernels alone, in some 4 minutes"
+	@echo "make asan-smoke  the same for the portable kernels only, in about 4 minutes"
 	@echo "make docs    build the documentation site in build/docs/site; a broken link is an error"
 	@echo "make docs-serve  show it at http://127.0.0.1:8000 while pages are edited"
 	@echo "make lint    ruff, mypy, clang-format, typos"
 	@echo "make format  let ruff and clang-format rewrite the code"
-	@echo "make setup   build .venv with the program tersekv in it (the others do this first)"
-	@echo "make clean   remove .venv and everything that was built"
+	@echo "make setup   build .venv with the program tersekv (the other commands do this first)"
+	@echo "make clean   remove .venv and all build results"
 
 setup: $(STAMP)
 
@@ -41,11 +41,11 @@ $(STAMP): $(BUILD_INPUTS)
 	    python="$$candidate"; break; \
 	  fi; \
 	  if [ -n "$$candidate" ] && [ "$$candidate" = "$(PYTHON)" ]; then \
-	    echo "PYTHON=$(PYTHON) is no Python >= 3.10" >&2; exit 2; \
+	    echo "PYTHON=$(PYTHON) is not Python 3.10 or later: give another one" >&2; exit 2; \
 	  fi; \
 	done; \
 	if [ -z "$$python" ]; then \
-	  echo "tersekv needs Python >= 3.10 and found none: install one, or say make PYTHON=/path/to/python3" >&2; exit 2; \
+	  echo "tersekv needs Python 3.10 or later and found none: install it, or run make PYTHON=/path/to/python3" >&2; exit 2; \
 	fi; \
 	if ! command -v c++ g++ clang++ >/dev/null; then \
 	  echo "tersekv builds a C++ extension and found no compiler: install g++ (Debian: apt-get install g++) or clang" >&2; exit 2; \
@@ -53,7 +53,7 @@ $(STAMP): $(BUILD_INPUTS)
 	if ! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
 	  echo "setup: .venv with $$("$$python" --version)"; \
 	  if ! "$$python" -m venv --clear .venv; then \
-	    echo "$$python cannot make a virtual environment (Debian: apt-get install python3-venv)" >&2; exit 2; \
+	    echo "$$python cannot create a virtual environment: install venv (Debian: apt-get install python3-venv)" >&2; exit 2; \
 	  fi; \
 	fi
 	@echo "setup: torch (1/3; the largest download)"
@@ -67,11 +67,11 @@ $(STAMP): $(BUILD_INPUTS)
 demo: setup ## ask the default model about a long text
 	@$(BIN)/tersekv demo --recipe "$(RECIPE)"
 
-# One thread per process: two processes of two threads each on two cores wait for each other most of the time.
+# One thread per process: with more threads than cores, processes wait for each other most of the time.
 test: setup ## run the tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal --cov=tersekv --cov-report=term:skip-covered --cov-fail-under=90
 
-# The wheel is built where setup has built before, so that nothing is compiled again.
+# The wheel uses the build folder of setup, so that nothing is compiled again.
 SERVING := build/serving
 $(SERVING)/wheel/.ready: $(BUILD_INPUTS) $(shell find src -name '*.py') | $(STAMP)
 	@echo "test-serving: wheel of tersekv"
@@ -79,19 +79,20 @@ $(SERVING)/wheel/.ready: $(BUILD_INPUTS) $(shell find src -name '*.py') | $(STAM
 	@$(PIP) wheel --no-build-isolation --no-deps -w $(SERVING)/wheel .
 	@touch $@
 
-# An environment of each engine. LMCache asks for CUDA packages that its serdes do without: it is installed without what
-# it asks for. What vLLM asks for beside torch (vision, audio) are builds for another torch, not needed for text.
+# One environment per engine. LMCache is installed without its dependencies, because they include CUDA packages that its
+# serdes do not need. vLLM's vision and audio packages are built for another torch; they are removed, because text does
+# not need them.
 .PRECIOUS: $(SERVING)/%/.engine
 $(SERVING)/%/.engine: requirements/%.txt | $(STAMP)
 	@echo "test-serving: environment of $*"
 	@if ! $(BIN)/python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'; then \
 	  echo "the engines run on Python 3.11 to 3.13, and .venv has $$($(BIN)/python --version):" \
-	    "say make clean, then make PYTHON=/path/to/python3.11 test-serving" >&2; exit 2; \
+	    "run make clean, then make PYTHON=/path/to/python3.11 test-serving" >&2; exit 2; \
 	fi
 	@$(BIN)/python -m venv --clear $(@D)
 	@torch="$$(grep '^torch==' $<)"; \
 	if ! $(@D)/bin/pip -qq install "$$torch"; then \
-	  echo "pip cannot install $$torch: where your index lacks torch's CPU builds," \
+	  echo "pip cannot install $$torch: if your package index has no CPU builds of torch," \
 	    "name one that has them in PIP_EXTRA_INDEX_URL" >&2; exit 2; \
 	fi
 	@$(@D)/bin/pip -qq install -r $<
@@ -110,8 +111,8 @@ test-serving: test-serving-smoke $(SERVING)/vllm/.ready ## run the tests inside 
 	@$(BIN)/tersekv models pull smollm2
 	@$(SERVING)/vllm/bin/python -m pytest tests/serving/test_vllm_cuda.py tests/serving/test_vllm.py --confcutdir=tests/serving --durations=0
 
-# A copy of the package with an extension of its own; -S keeps the editable install from coming first. Python is not
-# built with sanitizers, so what they bring is loaded before it.
+# A copy of the package with its own extension. -S keeps the editable install from being imported first. Python is not
+# built with sanitizers, so their libraries are preloaded.
 ASAN := build/asan
 ASAN_TESTS ?= $(filter-out tests/test_ops_triton%,$(wildcard tests/test_ops_*.py)) tests/test_backends.py
 JOBS ?= 1
@@ -131,7 +132,7 @@ asan: setup ## run the kernels' tests with sanitizers
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
 	$(BIN)/python -S -m pytest --capture=sys -p no:cacheprovider $(ASAN_TESTS)
 
-asan-smoke: ## run them on the portable kernels, whose body all instruction sets share
+asan-smoke: ## run them on the portable kernels, whose code all instruction sets share
 	@$(MAKE) --no-print-directory asan ASAN=build/asan-smoke ASAN_FLAGS=-DTERSEKV_PORTABLE=ON
 
 # An environment of its own: the site needs neither torch nor the extension.
@@ -156,12 +157,12 @@ lint: setup ## check style, types and spelling
 	$(if $(CPP),$(BIN)/clang-format --dry-run -Werror $(CPP))
 	$(BIN)/typos
 
-format: setup ## rewrite the code in its style
+format: setup ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(if $(CPP),$(BIN)/clang-format -i $(CPP))
 
-clean: ## remove what was built
+clean: ## remove all build results
 	rm -rf .venv build dist htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 	find src -name '*.so' -delete

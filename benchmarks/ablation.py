@@ -1,7 +1,8 @@
-"""Ablation tables from records: what `kvquant_tables.py` and `trellis_tables.py` have in common.
+"""Ablation tables from records: shared code of `kvquant_tables.py` and `trellis_tables.py`.
 
-A table is a title and rows; a row is a recipe, how it is calibrated, and how it is evaluated. Calibrations and records
-stay in the folder: a run that was stopped goes on where it was, and tables are made from records alone.
+A table has a title and rows. A row is a recipe with its calibration and evaluation settings.
+Calibrations and records stay in the folder, so a stopped run continues where it was. Tables are
+made from records alone.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from tersekv.recipe import Recipe
 COLUMNS = {"perplexity": ("perplexity", ".2f"), "perplexity_ratio": ("ratio to full", ".3f"), "kl": ("KL", ".4f")}
 COLUMNS["top1_agreement"] = ("top-1", ".3f")
 MODE = "simulate"
-"""Every key and value is coded in one forward pass, as KVQuant evaluates."""
+"""Quantise every key and value in one forward pass, as KVQuant evaluates."""
 WITH_ERRORS = ("perplexity_ratio", "kl")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a row is calibrated and evaluated. text: "train", or "other" as another corpus."""
+    """Calibration and evaluation settings of a row. text: "train", or "other" for another corpus."""
 
     samples: int = 16
     length: int = 2048
@@ -40,13 +41,14 @@ class Setting:
 
     @property
     def calibration(self) -> str:
-        """Folder of its calibrations; sinks are an option of the evaluation only."""
+        """Return the name of the calibration folder. It omits sinks, an option of the evaluation
+        only."""
         return f"{self.text}-{self.samples}x{self.length}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: a label, a recipe, and how it is calibrated and evaluated."""
+    """A row of a table: label, recipe and settings."""
 
     label: str
     recipe: str
@@ -55,14 +57,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Study:
-    """Tables by name, what is said below each, and the task that fills them."""
+    """Tables by name, a note below each, and the evaluation task that fills them."""
 
     tables: dict[str, tuple[str, list[Row]]]
     notes: dict[str, str]
     task: str
 
     def run(self, args: argparse.Namespace, names: Sequence[str]) -> None:
-        """Calibrate what is missing, one gradient pass for each setting, then evaluate."""
+        """Run missing calibrations, with one gradient pass per setting, then evaluate."""
         config = load_config(args.model)
         rows = [row for name in names for row in self.tables[name][1]]
         for setting in dict.fromkeys(row.setting for row in rows):
@@ -78,7 +80,11 @@ class Study:
             program("eval", self.task, "-m", args.model, *named, "--text", args.test, *window, *mode, *where, *out)
 
     def written(self, name: str, args: argparse.Namespace) -> str:
-        """One table in markdown; errors are standard errors over windows, of differences to the full cache."""
+        """Return one table in markdown.
+
+        Errors are standard errors over windows; for ratios and divergences, of differences to the
+        full cache.
+        """
         title, rows = self.tables[name]
         found = [self.summary(row, args) for row in rows]
         columns = [c for c in COLUMNS if any(one is not None and c in one[0] for one in found)]
@@ -92,7 +98,7 @@ class Study:
         return "\n".join([*lines, "", self.notes[name]])
 
     def summary(self, row: Row, args: argparse.Namespace) -> tuple[dict[str, Estimate], float] | None:
-        """Metrics and bits per element of a row, from records; None where they are not all there."""
+        """Return a row's metrics and bits per element from records, or None if records are missing."""
         try:
             records = read(records_folder(args.out, row.setting))
         except ValueError:
@@ -112,22 +118,22 @@ class Study:
         return metrics, sum(r["bits_per_element"] for r in packed) / len(packed)
 
     def main(self, doc: str | None) -> None:
-        """Read the options, run, print."""
+        """Parse the options, run the study and print its tables."""
         parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--train", default="pydoc", help="text to calibrate on")
-        parser.add_argument("--other", default="pydoc", help="text of another kind to calibrate on")
+        parser.add_argument("--other", default="pydoc", help="second text to calibrate on")
         parser.add_argument("--test", required=True, help="text to evaluate on")
         parser.add_argument("--out", type=Path, required=True, help="folder of calibrations and records")
         parser.add_argument("--model", default="smollm2")
-        parser.add_argument("--tables", default="", help=f"of {', '.join(self.tables)}; all without it")
+        parser.add_argument("--tables", default="", help=f"tables to make, from {', '.join(self.tables)}; default: all")
         parser.add_argument("--windows", type=int, default=4)
         parser.add_argument("--context", type=int, default=2048)
-        parser.add_argument("--workers", type=int, default=1, help="processes that fit tables")
-        parser.add_argument("--print", action="store_true", help="run nothing")
+        parser.add_argument("--workers", type=int, default=1, help="number of processes that fit codebooks")
+        parser.add_argument("--print", action="store_true", help="print tables from existing records, run nothing")
         args = parser.parse_args()
         names = args.tables.split(",") if args.tables else list(self.tables)
         if unknown := [name for name in names if name not in self.tables]:
-            parser.error(f"no table {', '.join(unknown)}; there are {', '.join(self.tables)}")
+            parser.error(f"unknown table {', '.join(unknown)}; choose from {', '.join(self.tables)}")
         if not args.print:
             self.run(args, names)
         for name in names:
@@ -145,19 +151,19 @@ def _calibrate(recipes: Sequence[str], setting: Setting, folder: Path, args: arg
 
 
 def program(*arguments: str) -> None:
-    """Run the program `tersekv`; leave where it fails."""
+    """Run the program `tersekv` and exit if it fails."""
     status = cli.run(list(arguments))
     if status:
         sys.exit(status)
 
 
 def records_folder(out: Path, setting: Setting) -> Path:
-    """Records of one setting; sinks are in the records themselves."""
+    """Return the folder of one setting's records. It omits sinks, which the records contain."""
     return out / "records" / setting.calibration
 
 
 def _cell(column: str, estimate: Estimate) -> str:
     text = format(estimate.mean, COLUMNS[column][1])
-    if column not in WITH_ERRORS or math.isnan(estimate.stderr):  # of one window there is none
+    if column not in WITH_ERRORS or math.isnan(estimate.stderr):  # undefined for one window
         return text
     return f"{text} ± {format(estimate.stderr, COLUMNS[column][1])}"

@@ -1,12 +1,14 @@
-"""How many kernels a decode step of one layer launches on a GPU, by the number of packed pages that it reads.
+"""Count the kernels that one decode step of one layer launches on a GPU, by number of packed pages.
 
     TRITON_INTERPRET=1 python benchmarks/attend_launches.py
 
-Counted on the CPU, where the code takes the same path; the kernels themselves are not run. One line of JSON per recipe
-and number of pages: `kernels` are launches of Triton kernels by name, `torch` the operations of torch that touch
-elements (views and allocations do not), each one launch or more on a GPU. The layer holds attention sinks, packed pages
-of 128 tokens and a sliding window of recent tokens. The step is repeated once before it is counted, so that what is
-built once per set of pages is there.
+The counts are taken on the CPU, where the code takes the same path; the kernels are not run. The
+output is one line of JSON per recipe and number of pages. `kernels` counts launches of Triton
+kernels by name. `torch` counts torch operations that process elements (not views or allocations);
+each is at least one launch on a GPU.
+
+The layer holds attention sinks, packed pages of 128 tokens and a sliding window of recent tokens.
+The step runs once before it is counted, so that data built once per set of pages exists.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ PAGE_TOKENS = 128
 
 
 def layer(recipe: str, pages: int) -> LayerStore:
-    """A layer of 2 key-value heads of 64 channels with that many packed pages."""
+    """Return a layer of 2 key-value heads with 64 channels and the given number of packed pages."""
     with backends.forced("auto"):  # encoding is not counted
         keys, values = torch.randn(2, 1, 2, pages * PAGE_TOKENS + 36, 64).bfloat16().unbind(0)
         plan = Recipe.parse(f"window:sinks=4,recent=32,start=36+{recipe}").plan(0, 1)
@@ -48,7 +50,7 @@ def layer(recipe: str, pages: int) -> LayerStore:
 
 
 def step(recipe: str, pages: int) -> dict[str, Any]:
-    """Launches of attention over the layer for one token."""
+    """Count the launches of attention over the layer for one token."""
     store = layer(recipe, pages)
     held = len(list(store.packed_pages()))
     assert held == pages, f"expected {pages} pages, got {held}"
@@ -62,7 +64,7 @@ def step(recipe: str, pages: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """One JSON line per recipe and number of pages."""
+    """Print one line of JSON per recipe and number of pages."""
     torch.manual_seed(0)
     for name, recipe in RECIPES.items():
         for pages in PAGES:

@@ -1,9 +1,10 @@
-"""CPU seconds that compiling the extension takes, per file, in a new folder.
+"""Measure the CPU seconds for compiling each file of the extension in a new folder.
 
     python benchmarks/build.py [--out benchmarks/records/build.jsonl] [--jobs 2] [--source FOLDER]
 
-Needs cmake, ninja and nanobind, as `make setup` installs them. CMake runs this program before the compiler, and it
-records the user time. On a busy machine user time grows as well, so compare two builds side by side.
+It needs cmake, ninja and nanobind, which `make setup` installs. CMake runs this program as compiler
+launcher, and it records the user time. On a busy machine user time grows too, so compare two builds
+in parallel.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LOG = "TERSEKV_BUILD_LOG"
 
 
 def launch(command: list[str]) -> int:
-    """Run the compiler and note its user seconds under the name of the object file."""
+    """Run the compiler and record its user seconds under the name of the object file."""
     status = subprocess.run(command).returncode
     made = next((word for word in command if word.endswith(".o")), "")
     with Path(os.environ[LOG]).open("a") as file:
@@ -34,7 +35,7 @@ def launch(command: list[str]) -> int:
 
 
 def build(source: Path, jobs: int) -> dict[str, float]:
-    """User seconds per file; files that are compiled for an instruction set have its name in front."""
+    """Return user seconds per file. Files compiled for one instruction set have its name as prefix."""
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder, log = Path(name), Path(name) / "log"
@@ -59,8 +60,8 @@ def main() -> None:
         sys.exit(launch(sys.argv[2:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--source", type=Path, default=Path(__file__).parents[1], help="another version of tersekv")
-    parser.add_argument("--label", default="", help="noted in the record")
+    parser.add_argument("--source", type=Path, default=Path(__file__).parents[1], help="folder of another version")
+    parser.add_argument("--label", default="", help="label in the record")
     parser.add_argument("--out", type=Path, help="append a JSON line to this file")
     options = parser.parse_args()
     seconds = build(options.source, options.jobs)

@@ -1,12 +1,16 @@
-"""Decoding through stock `generate`, eager and compiled: transformers' caches beside packed ones.
+"""Decoding speed of stock `generate`, eager and compiled, with transformers' caches and packed
+ones.
 
     python benchmarks/compiled.py [--out benchmarks/records/compiled.jsonl] [--depths 1000 8000]
         [--dtypes float32 bfloat16] [--recipes default kivi:bits=4] [--new-tokens 64] [--rounds 5]
 
-Contenders: DynamicCache eager, StaticCache with a compiled decode step, and each recipe eager and compiled. Caches are
-filled from one exact prefill of Python's language reference; then `generate` decodes greedily. The first call of each
-contender compiles and is not counted (`compile_seconds`: how much longer it took; recipes share a graph). Contenders
-take turns, round after round. Rates leave out the first tokens, of which the first is read eagerly.
+The contenders are DynamicCache (eager), StaticCache (compiled decode step), and each recipe in both
+modes. Caches are filled by one exact prefill of Python's language reference; then `generate`
+decodes greedily.
+
+The first call of each contender compiles and is not counted. `compile_seconds` is its additional
+time; recipes share a graph. Contenders take turns in every round. Rates omit the first tokens, and
+the first of these is read eagerly.
 """
 
 from __future__ import annotations
@@ -37,34 +41,34 @@ from tersekv.hf.prefill import Prefill, new_cache
 from tersekv.lab.bench.generate import prompt
 
 WARM_UP = 3
-"""Tokens of each call that the rates leave out."""
+"""Number of first tokens of each call that the rates omit."""
 
 EAGER, COMPILED = "eager", "compiled"
 
 
 class Clock:
-    """A streamer for `generate` that notes when each token comes."""
+    """A streamer for `generate` that records the time of each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     def put(self, value: Tensor) -> None:
-        """Called with the prompt, then with each token."""
+        """Record the time. `generate` calls this with the prompt and then with each token."""
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Called after the last token."""
+        """Do nothing. `generate` calls this after the last token."""
 
     @property
     def rate(self) -> float:
-        """Tokens per second after the first ones."""
+        """Tokens per second after the first `WARM_UP` ones."""
         first, *_, last = self.times[1 + WARM_UP :]
         return (len(self.times) - 2 - WARM_UP) / (last - first)
 
 
 @dataclass
 class Contender:
-    """A cache, a mode and what was measured of it. recipe None: transformers' own cache."""
+    """A cache, a mode and its measurements. recipe: None for transformers' own cache."""
 
     recipe: str | None
     mode: str
@@ -75,7 +79,7 @@ class Contender:
 
     @property
     def cache(self) -> str:
-        """The name in records."""
+        """Name of the cache in records."""
         return self.recipe or ("static" if self.mode == COMPILED else "dynamic")
 
 
@@ -83,7 +87,7 @@ class Contender:
 def measure(
     model: Any, prefill: Prefill, ids: Tensor, recipes: Sequence[str], new_tokens: int, rounds: int, backend: str
 ) -> list[Contender]:
-    """All contenders after the tokens ids [1, depth + 1], of which the last is read by `generate`."""
+    """Measure all contenders after ids [1, depth + 1]. `generate` itself reads the last token."""
     contenders = [Contender(recipe, mode) for recipe in (None, *recipes) for mode in (EAGER, COMPILED)]
     torch.compiler.reset()
     for turn in range(1 + rounds):
@@ -105,7 +109,7 @@ def measure(
 def run(
     model: Any, prefill: Prefill, ids: Tensor, contender: Contender, new_tokens: int, backend: str
 ) -> tuple[float, Clock, list[int]]:
-    """One call of `generate`: its seconds, the times of its tokens, and the tokens."""
+    """Call `generate` once. Return its seconds, the times of its tokens, and the tokens."""
     total = ids.shape[1] + WARM_UP + new_tokens + 1
     if contender.recipe is None and contender.mode == COMPILED:
         cache: Any = StaticCache(config=model.config, max_cache_len=total)
@@ -129,8 +133,11 @@ def run(
 
 
 def documents(contenders: Sequence[Contender]) -> list[dict[str, Any]]:
-    """Entries of records. equal_tokens: how many of the first tokens are those of the same cache in eager mode; for a
-    static cache, those of a dynamic one."""
+    """Return the entries of records.
+
+    equal_tokens: number of first tokens that are the same as in eager mode. A static cache is
+    compared with a dynamic one.
+    """
     eager = {contender.recipe: contender.tokens for contender in contenders if contender.mode == EAGER}
     rows = []
     for contender in contenders:

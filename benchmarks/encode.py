@@ -1,11 +1,14 @@
-"""What packing a prompt costs beside computing it: fit and encode against one layer's prefill.
+"""Cost of packing a prompt: fitting and encoding, compared with one layer's prefill.
 
     python benchmarks/encode.py [--out benchmarks/records/encode.jsonl] [--rounds 7]
 
-One decoder layer of SmolLM2-135M's shape (9 query heads, 3 key-value heads, head dim 64; random weights, float32, SDPA)
-reads 8,192 tokens; then each recipe fits and encodes the keys and the values of as many tokens, 1,024 at a time, as the
-store does, with the kernels and with the torch reference. All in turns in each round; medians, and ratios within a
-round. On a busy machine say OMP_NUM_THREADS=1: torch's threads wait for each other.
+One decoder layer of SmolLM2-135M's shape reads 8,192 tokens (9 query heads, 3 key-value heads, head
+dim 64; random weights, float32, SDPA). Then each recipe fits and encodes keys and values of as many
+tokens, 1,024 at a time as the store does. It uses the kernels, and in a second run the torch
+reference.
+
+All take turns in every round. Results are medians, and ratios are taken within a round. On a busy
+machine set OMP_NUM_THREADS=1, because torch's threads wait for each other.
 """
 
 from __future__ import annotations
@@ -41,13 +44,13 @@ RECIPES = [
     *(f"trellis:bits={bits},calibration=prompt" for bits in (2, 3, 4)),
 ]
 SLOW = "trellis"
-"""Whose search takes torch alone minutes: with the kernels only."""
+"""Method that is measured with the kernels only, because its search takes minutes in torch alone."""
 TORCH_ALONE = "(torch alone)"
 KV_HEADS, HEAD_DIM = 3, 64
 
 
 def layer_prefill(tokens: int) -> Callable[[], None]:
-    """One decoder layer over `tokens` tokens."""
+    """Return the prefill of one decoder layer over `tokens` tokens."""
     config = transformers.LlamaConfig(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=1, num_attention_heads=9,
         num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, vocab_size=16, max_position_embeddings=tokens,
@@ -63,7 +66,7 @@ def layer_prefill(tokens: int) -> Callable[[], None]:
 
 
 def packing(recipe: str, keys: Tensor, values: Tensor, backend: str) -> Callable[[], None]:
-    """Fit and encode both sides."""
+    """Return a function that fits and encodes keys and values."""
     plan = Recipe.parse(recipe).plan(20, 30)
 
     def run() -> None:
@@ -84,7 +87,7 @@ def seconds(run: Callable[[], None]) -> float:
 
 def measure(tokens: int, rounds: int) -> list[dict[str, Any]]:
     keys, values = torch.randn(2, 1, KV_HEADS, tokens, HEAD_DIM).unbind(0)
-    keys[..., ::9] *= 6  # outlier channels, as real keys have
+    keys[..., ::9] *= 6  # outlier channels, as in real keys
     runs = {"one layer's prefill": layer_prefill(tokens)}
     for recipe in RECIPES:
         runs[recipe] = packing(recipe, keys, values, backends.AUTO)

@@ -1,11 +1,12 @@
-"""How many operations encode a block of 32 tokens, torch's own and with the Triton kernels, and how many a token takes
-in one layer while no block is packed.
+"""Count the operations for encoding a block of 32 tokens, and for one decode step of a layer.
 
     TRITON_INTERPRET=1 python benchmarks/encode_launches.py
 
-Counted on the CPU, where the code goes the same way: operations of torch that touch elements (views and sizes do not),
-each one launch or more on a GPU, and the kernels' launches; `waits` are numbers that the host reads back. Tables that
-are made once are not counted.
+Encoding is counted for torch alone and for the Triton kernels. In the decode step no block is
+packed. The counts are taken on the CPU, where the code takes the same path. `torch` counts torch
+operations that process elements (not views or sizes); each is at least one launch on a GPU.
+`kernels` lists kernel launches, and `waits` counts values that the host reads back. Tables that are
+made once are not counted.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ WAITS = ("_local_scalar_dense", "nonzero")
 
 
 class Operations(TorchDispatchMode):
-    """Counts what runs inside it."""
+    """Counter of the operations that run inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.waits += op.overloadpacket.__name__ in WAITS
         made = op(*args, **(kwargs or {}))
-        # an operator of ours counts by what it launches
+        # our own operators count by their launches
         shares = (
             op.is_view
             or op.namespace == NAMESPACE
@@ -57,7 +58,10 @@ class Operations(TorchDispatchMode):
 
 @contextmanager
 def kernels(execute: bool = True) -> Iterator[list[str]]:
-    """Names of the kernels that are launched meanwhile. execute: False if their results do not matter."""
+    """Record the names of the kernels launched inside the context.
+
+    execute: False if their results do not matter.
+    """
     launched: list[str] = []
     run = InterpretedFunction.run
 
@@ -75,8 +79,10 @@ def kernels(execute: bool = True) -> Iterator[list[str]]:
 
 
 def step(recipe: str) -> dict[str, Any]:
-    """What one layer does for one token of bfloat16: it is added, and attention reads sinks, 64 packed tokens and a
-    window."""
+    """Count one layer's work for one bfloat16 token.
+
+    The token is appended, and attention reads sinks, 64 packed tokens and a window.
+    """
     keys, values = torch.randn(2, 1, 2, 100, 128).bfloat16().unbind(0)
     store = LayerStore(Recipe.parse(f"window:sinks=4,recent=32+{recipe}").plan(0, 1), keys, values, None, ROPE)
     store.append(keys, values)
@@ -91,13 +97,14 @@ def step(recipe: str) -> dict[str, Any]:
         launched.clear()
         with Operations() as counted:
             token()
-    # on a CPU each side is checked, which no other device does: a sum, read back
+    # On a CPU each side is checked for validity with a sum that is read back. Other devices skip
+    # this.
     checks = 2
     return {"torch": counted.torch - checks, "kernels": launched, "waits": counted.waits - checks}
 
 
 def main() -> None:
-    """One JSON line per recipe, side and backend, and one per recipe for a step."""
+    """Print one line of JSON per recipe, side and backend, and one per recipe for a decode step."""
     torch.manual_seed(0)
     x = torch.randn(1, 2, 32, 128)
     for recipe in RECIPES:

@@ -1,11 +1,14 @@
-"""How many instructions the C++ kernels take per token and KV head, counted by valgrind: the same on a busy machine.
+"""Count instructions of the C++ kernels per token and KV head with valgrind, unaffected by machine
+load.
 
     python benchmarks/instructions.py [--out benchmarks/records/instructions.jsonl] [--isas avx2,scalar]
 
-Needs valgrind with its headers and a C compiler (Debian: apt-get install valgrind gcc). Each op is called once with
-some tokens and once with twice as many, one query position in attention; the difference belongs to the tokens, and what
-a call costs whatever its length drops out. Valgrind does not know AVX-512. An instruction is not a unit of time: one of
-AVX2 does what several of the portable build do, and look-ups take longer than sums.
+It needs valgrind with its headers and a C compiler (Debian: apt-get install valgrind gcc). Each
+operator is called with a number of tokens and with twice as many; attention has one query position.
+The difference of the two counts is the cost of the tokens, without the fixed cost of a call.
+
+Valgrind does not support AVX-512. Instructions are not units of time: one AVX2 instruction does the
+work of several portable ones, and table look-ups take longer than additions.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from tersekv.lab.bench.formats import make_segment
 
 FORMATS = ["grid4", "grid3", "grid2", "qjl256", "polar", "nuq4-1%", "trellis2", "trellis3"]
 TOKENS = {"attend": 1024, "encode": 1024, "search": 64}
-"""Of the shorter call."""
+"""Number of tokens of the shorter call."""
 
 SOURCE = """
 #include <valgrind/callgrind.h>
@@ -52,7 +55,7 @@ Run = Callable[[], Any]
 
 
 def attention(heads: HeadCounts, tokens: int, segments: dict[str, Any]) -> Iterator[tuple[str, Run]]:
-    """One query position over each of the segments, and over unpacked tokens."""
+    """Yield attention of one query position over each segment, and over exact tokens."""
     query = torch.randn(1, heads.kv, heads.query // heads.kv, heads.dim)
     scaling = heads.dim**-0.5
     for name, segment in segments.items():
@@ -63,7 +66,7 @@ def attention(heads: HeadCounts, tokens: int, segments: dict[str, Any]) -> Itera
 
 
 def searching(heads: HeadCounts, tokens: int) -> Iterator[tuple[str, Run]]:
-    """For trellis codes of `tokens` tokens."""
+    """Yield the search for trellis codes of `tokens` tokens."""
     y, bits = torch.randn(heads.kv, tokens, heads.dim), torch.full((heads.kv, heads.dim), 2, dtype=torch.uint8)
     yield (
         "encode_trellis, 2 bits",
@@ -72,7 +75,7 @@ def searching(heads: HeadCounts, tokens: int) -> Iterator[tuple[str, Run]]:
 
 
 def encoding(heads: HeadCounts, tokens: int) -> Iterator[tuple[str, Run]]:
-    """Each other encoder over `tokens` tokens."""
+    """Yield every other encoder over `tokens` tokens."""
     H, D = heads.kv, heads.dim
     x = torch.randn(1, H, tokens, D)
     blocks = x.unflatten(2, (-1, 32))
@@ -99,7 +102,7 @@ def encoding(heads: HeadCounts, tokens: int) -> Iterator[tuple[str, Run]]:
 
 
 def count(folder: Path, heads: HeadCounts) -> None:
-    """Inside valgrind: every call twice, the second time counted."""
+    """Run every call twice inside valgrind and count the second run."""
     marks = ctypes.CDLL(str(folder / MARKS))
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -119,10 +122,12 @@ def count(folder: Path, heads: HeadCounts) -> None:
 
 
 def prepare(folder: Path, heads: HeadCounts) -> None:
-    """What `count` loads: packed segments, since codecs learn slowly inside valgrind, and how it tells valgrind.
+    """Prepare the files that `count` loads: packed segments, and a library that controls valgrind.
+
+    Segments are packed here because fitting codecs is slow inside valgrind.
 
     Raises:
-        SystemExit: valgrind, its header or a C compiler is not there.
+        SystemExit: valgrind, its header or a C compiler is missing.
     """
     compiler = shutil.which("cc")
     if shutil.which("valgrind") is None or compiler is None:
@@ -136,7 +141,8 @@ def prepare(folder: Path, heads: HeadCounts) -> None:
 
 
 def counts(isa: str, heads: HeadCounts, folder: Path) -> dict[tuple[str, str, int], int]:
-    """Instructions by kind, call and how many times the tokens, from a run of this program in valgrind."""
+    """Run this program in valgrind. Return instructions by kind, call and factor of the token
+    count."""
     command = [
         "valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder}/out", sys.executable,
         __file__, "--heads", str(heads), "--counted", str(folder),
@@ -155,7 +161,7 @@ def counts(isa: str, heads: HeadCounts, folder: Path) -> dict[tuple[str, str, in
 
 
 def measure(isa: str, heads: HeadCounts, folder: Path) -> list[dict[str, Any]]:
-    """Records of one instruction set."""
+    """Return the records of one instruction set."""
     found = counts(isa, heads, folder)
     rows = []
     for (kind, what, times), number in sorted(found.items()):

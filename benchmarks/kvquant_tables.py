@@ -1,11 +1,13 @@
-"""KVQuant's ablations (arXiv 2401.18079) on a small model: calibrate, evaluate, and write the tables in markdown.
+"""KVQuant's ablations (arXiv 2401.18079) on a small model: calibrate, evaluate, and write markdown
+tables.
 
     python benchmarks/kvquant_tables.py --train train.txt --test test.txt --out folder    # all; takes hours
     python benchmarks/kvquant_tables.py … --tables 9,10 --windows 2                               # some
 
-The texts are wikitext-2's train and test rows joined by two newlines. Perplexity is of `simulate` with one sink unless
-the table is about that. Calibrations and records stay in the folder: a run that was stopped goes on where it was, and
-tables are made from records alone. `--print` makes them from what is there, without running anything.
+The texts are wikitext-2's train and test rows joined by two newlines. Perplexity is measured with
+`simulate` and one sink, except in the table about sinks. Calibrations and records stay in the
+folder, so a stopped run continues where it was. Tables are made from records alone; `--print` makes
+them from existing records without running anything.
 """
 
 from __future__ import annotations
@@ -14,26 +16,26 @@ from ablation import Row, Setting, Study
 
 BITS = (4, 3, 2)
 PAPER = {
-    "9": "LLaMA-7B, 3 bits: per token 10.87, keys per channel 3.82 less; values per channel are worse than per token.",
-    "10": "LLaMA-7B, 3 bits: before RoPE 0.82 less than after.",
-    "11": "nuq below nf by up to 0.33, and below k-means without weights or without s².",
-    "12": "LLaMA-7B, 3 bits: 1 % per vector takes off another 0.19, less than 0.1 over fp16 then; per matrix is worse.",
-    "13": "first token exact helps at all bits, most at few bits and without outliers.",
-    "14": "offline a little worse without outliers, the same with 1 % apart.",
+    "9": "LLaMA-7B, 3 bits: per token 10.87; keys per channel lower it by 3.82; values per channel are worse.",
+    "10": "LLaMA-7B, 3 bits: before RoPE the perplexity is 0.82 lower than after.",
+    "11": "nuq is better than nf by up to 0.33, and better than k-means without weights or without s².",
+    "12": "LLaMA-7B, 3 bits: 1 % per vector lowers it by 0.19, to less than 0.1 above fp16; per matrix is worse.",
+    "13": "an exact first token helps at all bits, most at few bits and without outliers.",
+    "14": "offline is slightly worse without outliers, and equal with 1 % outliers.",
     "17": "nuq mostly beats int and nf, with and without groups; 0.1 to 1 % outliers help further. LLaMA-7B at 4, 3, 2 "
     "bits (Table 18; fp16 5.68): int 5.98 / 10.87 / 11779, nf 5.87 / 7.33 / 3210, nuq 5.72 / 5.87 / 7.23, nuq with 1 % "
     "5.69 / 5.75 / 6.01.",
     "20": "keys per token are better after RoPE than before.",
-    "21": "much the same, whichever corpus.",
-    "q_norm": "helps at 2 bits; 3 and 4 bits need none.",
+    "21": "nearly equal for all corpora.",
+    "q_norm": "helps at 2 bits; 3 and 4 bits do not need it.",
     "samples": "not in the paper.",
 }
-"""What its text says about each table; perplexity of wikitext-2."""
+"""Statements of the paper about each table; perplexity is of wikitext-2."""
 SHARES = ("0", "0.001", "0.005", "0.01")
 
 
 def tables() -> dict[str, tuple[str, list[Row]]]:
-    """Every table by its number in the paper: a title and rows."""
+    """Return every table, a title and rows, by its number in the paper."""
     made: dict[str, tuple[str, list[Row]]] = {}
     axes = [("per token, after RoPE", "axis=token,pre_rope=false"), ("per channel, after RoPE", "pre_rope=false")]
     made["9"] = (

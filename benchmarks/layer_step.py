@@ -1,11 +1,11 @@
-"""One decode step of one layer, appending a token and attending: its time and its calls.
+"""Time and calls of one decode step of one layer: append a token and attend.
 
     python benchmarks/layer_step.py [--out benchmarks/records/layer_step.jsonl] [--recipes default qjl]
         [--dtype bfloat16] [--threads 1] [--rounds 9]
 
-Times are medians in microseconds over rounds in which the caches take turns. "exact" is transformers' DynamicLayer with
-scaled_dot_product_attention. Calls are counted in a model of 4 layers after 600 tokens: Python calls
-in files of tersekv, and calls of its extension, per layer.
+Times are medians in microseconds over rounds in which the caches take turns. "exact" is
+transformers' DynamicLayer with scaled_dot_product_attention. Calls are counted per layer in a model
+of 4 layers after 600 tokens: Python calls in files of tersekv, and calls of its extension.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ SHAPES = ((9, 3, 64), (32, 8, 128))
 
 TOKENS = (1024, 8192)
 WARM_UP, STEPS = 8, 64
-"""Steps of a cache in each round that are not timed, and that are."""
+"""Numbers of untimed and of timed steps per cache and round."""
 
 
 def calls(recipe: str) -> tuple[float, float]:
-    """Python calls in files of tersekv, and calls of its extension, per layer of a decode step."""
+    """Count Python calls in files of tersekv and calls of its extension, per layer of a decode
+    step."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=128, num_attention_heads=2, num_key_value_heads=2, head_dim=64, num_hidden_layers=4,
@@ -87,7 +88,7 @@ def calls(recipe: str) -> tuple[float, float]:
 
 
 def filled(recipe: str, shape: Sequence[int], tokens: int, dtype: torch.dtype) -> Any:
-    """A layer that holds so many tokens: a store of tersekv, or transformers' own."""
+    """Return a layer that holds `tokens` tokens: a store of tersekv, or transformers' own."""
     _, H, D = shape
     keys, values = torch.randn(2, 1, H, tokens, D, generator=torch.Generator().manual_seed(0)).to(dtype)
     if recipe == EXACT:
@@ -100,7 +101,7 @@ def filled(recipe: str, shape: Sequence[int], tokens: int, dtype: torch.dtype) -
 
 
 def step(layer: Any, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Any]:
-    """A function that appends a token to a layer and attends over all that it holds."""
+    """Return a function that appends a token to a layer and attends over all its tokens."""
     Hq, H, D = shape
     made = torch.Generator().manual_seed(1)
     key, value = torch.randn(2, 1, H, 1, D, generator=made).to(dtype)
@@ -122,7 +123,10 @@ def step(layer: Any, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], A
 
 
 def medians(recipes: Sequence[str], shape: Sequence[int], tokens: int, dtype: torch.dtype, rounds: int) -> list[float]:
-    """Microseconds of a step with each cache, the median of all rounds; each round begins with as many tokens."""
+    """Return the median microseconds of a step with each cache, over all rounds.
+
+    Each round starts with the same number of tokens.
+    """
     layers = [filled(recipe, shape, tokens, dtype) for recipe in recipes]
     times: list[list[float]] = [[] for _ in recipes]
     for _ in range(rounds):

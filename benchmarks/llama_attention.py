@@ -1,11 +1,12 @@
-"""llama.cpp's attention beside ours: how much slower a token decodes with a deep cache than with an empty one.
+"""Compare llama.cpp's attention with ours: the slowdown of decoding with a long context.
 
     pip install llama-cpp-python
     python benchmarks/llama_attention.py --model FILE.gguf --depth 8000 --threads 1 [--out FILE.jsonl]
 
-The weights differ (a GGUF file's are quantised, ours float32), so that tokens per second cannot be compared; what the
-cache costs can: milliseconds per token at the depth less those at depth 0, with the same threads. Ours come from
-transformers with packed attention. All take turns, round by round; the cache's bytes are those of all keys and values.
+The weights differ (quantised in a GGUF file, float32 in ours), so tokens per second are not
+comparable. The cost of the cache is comparable: milliseconds per token at the depth minus those at
+depth 0, with the same threads. Ours run in transformers with packed attention. All take turns in
+every round. The cache's bytes are those of all keys and values.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from pathlib import Path
 import torch
 
 TYPES = {"f16": 1, "q8_0": 8, "q4_0": 2}
-"""llama.cpp's cache types, by the numbers that its library gives them."""
+"""llama.cpp's cache types, with their numbers in its library."""
 
 NEAR = 16
-"""Tokens in the cache at depth 0: a beginning."""
+"""Number of tokens in the cache at "depth 0", so that the cache is not empty."""
 
 Decode = Callable[[], float]
 
 
 def llama_cpp(path: Path, cache: str, depth: int, threads: int, new_tokens: int) -> Decode:
-    """What decodes after `depth` tokens and says how many milliseconds a token took."""
+    """Return a function that decodes after `depth` tokens and returns the milliseconds per token."""
     from llama_cpp import Llama
 
     kind = TYPES[cache]
@@ -51,7 +52,7 @@ def llama_cpp(path: Path, cache: str, depth: int, threads: int, new_tokens: int)
 
 
 def ours(recipe: str, depth: int, new_tokens: int) -> Decode:
-    """The same with transformers; `full` is its own cache."""
+    """Return the same function with transformers. `full` is its own cache."""
     import contextlib
 
     import tersekv
@@ -84,15 +85,15 @@ def ours(recipe: str, depth: int, new_tokens: int) -> Decode:
 
 
 def main() -> None:
-    """Measure and print; with --out append a record per cache."""
+    """Measure and print. With --out, append a record per cache."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="SmolLM2-135M as a GGUF file")
-    parser.add_argument("--recipe", action="append", help="of ours; default and kivi:bits=4 without it")
+    parser.add_argument("--recipe", action="append", help="recipe of our cache; default: default and kivi:bits=4")
     parser.add_argument("--depth", type=int, default=8000)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="append JSON lines")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     makers: dict[str, Callable[[int], Decode]] = {

@@ -1,8 +1,9 @@
-"""The main job in numbers: does a packed cache say what the full one says, how large is it, how fast does it decode.
+"""Agreement, size and decoding speed of a packed cache, compared with the full one.
 
-For each of `--prompts` places in Python's language reference: `--tokens` tokens of context, then `--new-tokens`
-greedy tokens with transformers' own cache (float32, default SDPA) and with the recipe. Then decoding speed at
-`--speed-tokens` tokens, both caches in turns in the same run. Prints a table; appends JSON lines to --out.
+For each of `--prompts` places in Python's language reference the context has `--tokens` tokens.
+Then `--new-tokens` tokens are decoded greedily with transformers' own cache (float32, default SDPA)
+and with the recipe. Decoding speed is measured at `--speed-tokens` tokens, both caches in turns in
+the same run. Prints a table; appends JSON lines to --out.
 
     python benchmarks/main_job.py --out benchmarks/records/main_job.jsonl
 """
@@ -34,11 +35,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--recipe", default="kivi:bits=4")
-    parser.add_argument("--prompts", type=int, default=10, help="0 leaves the first part out")
+    parser.add_argument("--prompts", type=int, default=10, help="0 skips the first part")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--speed-tokens", type=int, default=8000)
-    parser.add_argument("--rounds", type=int, default=5, help="0 leaves the second part out")
+    parser.add_argument("--rounds", type=int, default=5, help="0 skips the second part")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     models.pull_if_known(args.model, output.report)
@@ -53,7 +54,7 @@ def main() -> None:
 
 
 def environment(args: argparse.Namespace) -> dict[str, Any]:
-    """What ran, on what."""
+    """Return the settings, versions and machine of the run."""
     return {
         "model": args.model,
         "recipe": args.recipe,
@@ -69,7 +70,8 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def agreement(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Common prefix of greedy continuations over prompts spread over the corpus, and the size of the cache."""
+    """Measure the common prefix of greedy continuations of prompts from the whole corpus, and the
+    cache's size."""
     sampling = measure.Sampling(args.new_tokens, min_tokens=args.new_tokens)
     common, packed = [], None
     for i in range(args.prompts):
@@ -99,7 +101,10 @@ def agreement(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str,
 
 
 def speed(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Decode tokens/s at a long context, the two caches in turns; the ratio is the median of the rounds' ratios."""
+    """Measure decoding tokens/s at a long context, the two caches in turns.
+
+    The ratio is the median of the rounds' ratios.
+    """
     sampling = measure.Sampling(args.new_tokens, min_tokens=args.new_tokens)
     ids = prompt(tokenizer, args.speed_tokens)
     rates: dict[str, list[float]] = {"full": [], args.recipe: []}

@@ -1,11 +1,11 @@
-"""A prompt read once and loaded afterwards: bytes on disk and seconds against a prefill.
+"""Save and load a packed prompt: bytes on disk, and seconds compared with a prefill.
 
     python benchmarks/prompt_cache.py [--out benchmarks/records/prompt_cache.jsonl] [--tokens 8000] [--rounds 5]
 
-SmolLM2-135M reads tokens of Python's language reference once (an exact prefill); each recipe packs them, saves the
-cache and loads it again, with the file in the system's memory, and after it was given up there. First the logits of the
-next tokens must be equal, bit for bit, to those of the cache that was never saved. Seconds are of the clock and of the
-processor: on a busy machine the latter say more.
+SmolLM2-135M reads tokens of Python's language reference once (an exact prefill). Each recipe packs
+them, saves the cache and loads it. Loading is timed with the file in the page cache and after it
+was evicted from there. The logits of the next tokens must first equal those of the original cache
+bit for bit. Times are wall-clock and CPU seconds; on a busy machine CPU seconds are more reliable.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ NEXT = 4
 
 
 def logits(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:
-    """Of the next tokens, one by one."""
+    """Return the logits of the next tokens, read one by one."""
     return torch.cat([model(i, past_key_values=cache, logits_to_keep=1).logits for i in ids.split(1, dim=1)])
 
 
 def forget(path: Path) -> None:
-    """The system gives up what it holds of a file."""
+    """Evict a file from the system's page cache."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -54,7 +54,7 @@ def forget(path: Path) -> None:
 
 
 class Seconds(NamedTuple):
-    """Of the clock, and of the processor."""
+    """Wall-clock and CPU seconds."""
 
     clock: float
     cpu: float
@@ -72,7 +72,7 @@ def median(times: Sequence[Seconds]) -> Seconds:
 
 @torch.inference_mode()
 def measure(model: Any, recipe: str, prefill: Prefill, ids: Tensor, rounds: int, path: Path) -> dict[str, Any]:
-    """One recipe; ids [1, tokens + NEXT]."""
+    """Measure one recipe. ids: [1, tokens + NEXT]."""
     first, following = ids[:, :-NEXT], ids[:, -NEXT:]
     cache = CompressedCache(model.config, recipe)
     pack = seconds(lambda: prefill.fill(cache, first))
@@ -80,7 +80,7 @@ def measure(model: Any, recipe: str, prefill: Prefill, ids: Tensor, rounds: int,
     with tersekv.compress(model, recipe):
         expected = logits(model, copy.deepcopy(cache), following)
         if not torch.equal(logits(model, CompressedCache.load(path, model, ids), following), expected):
-            raise SystemExit(f"{recipe}: a loaded cache gives other logits")
+            raise SystemExit(f"{recipe}: the loaded cache gives different logits")
 
     def load_once(cold: bool) -> Seconds:
         if cold:
@@ -125,7 +125,7 @@ def main() -> None:
                 options.out.parent.mkdir(parents=True, exist_ok=True)
                 with options.out.open("a") as file:
                     file.write(json.dumps(common | row) + "\n")
-    Console(width=120).print(table, f"prefill: {once.clock:.1f} s, of the processor {once.cpu:.1f} s")
+    Console(width=120).print(table, f"prefill: {once.clock:.1f} s, {once.cpu:.1f} CPU seconds")
 
 
 if __name__ == "__main__":

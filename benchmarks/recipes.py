@@ -1,11 +1,12 @@
-"""All methods side by side on a small model: the table of docs/all-recipes.md, from records.
+"""All methods on a small model: the table of docs/all-recipes.md, made from records.
 
-    python benchmarks/recipes.py --text test.txt --calibration folder --out folder     # run, or go on where it stopped
-    python benchmarks/recipes.py --records FILE… --into docs/all-recipes.md          # write the table, run nothing
+    python benchmarks/recipes.py --text test.txt --calibration folder --out folder     # run, or continue a stopped run.
+    python benchmarks/recipes.py --records FILE… --into docs/all-recipes.md          # write the table, run nothing.
 
-Divergence and perplexity: a prefix is packed from one exact prefill, and the next tokens, read in chunks through the
-cache, are scored. Passkey: the haystack is packed before the question is fed. The speed of decoding stands in records
-of `tersekv bench generate`. `kvquant` needs its calibrations (`tersekv calibrate`).
+For KL divergence and perplexity, a prefix is packed after one exact prefill. The next tokens are
+read in chunks through the cache and scored. For passkey, the haystack is packed before the question
+is read. Decoding speed comes from records of `tersekv bench generate`. `kvquant` needs its
+calibrations (`tersekv calibrate`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ BEGIN, END = "<!-- recipes: made by benchmarks/recipes.py -->", "<!-- end of rec
 
 
 def run(args: argparse.Namespace) -> None:
-    """Evaluate every recipe; what the folder has already is not run again."""
+    """Evaluate every recipe, except results that the folder already has."""
     recipes = [part for recipe in RECIPES for part in ("--recipe", recipe)]
     if args.calibration:
         recipes += ["--calibration", str(args.calibration)]
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def table(paths: list[Path], speeds: Path | None, dtype: str) -> str:
-    """The table in Markdown; a dash where the records say nothing."""
+    """Return the table in markdown, with a dash where records are missing."""
     by_task = {group.name: {s.recipe: s for s in group.summaries} for group in grouped(read_records(paths))}
     near, far = by_task["divergence"], by_task.get("passkey", {})
     heading, rates = _rates(speeds, dtype)
@@ -85,7 +86,8 @@ def _written(summary: Summary, metric: str, digits: int) -> str:
 
 
 def _rates(path: Path | None, dtype: str) -> tuple[str, dict[str, float]]:
-    """The column's heading, and tokens per second by recipe, after the longest context of a benchmark's records."""
+    """Return the column's heading, and tokens per second by recipe after the longest context in the
+    records."""
     if path is None:
         return "tokens/s", {}
     own = [rate for rate in read_decodings([path]) if rate.setting == Setting(dtype, None, "eager")]
@@ -96,15 +98,15 @@ def _rates(path: Path | None, dtype: str) -> tuple[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Read the options; run, or write the table."""
+    """Parse the options; run, or write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", default="pydoc", help="text of the divergence")
+    parser.add_argument("--text", default="pydoc", help="text for the divergence task")
     parser.add_argument("--calibration", type=Path, help="folder of kvquant's calibrations")
-    parser.add_argument("--out", type=Path, help="folder of the records: run into it")
+    parser.add_argument("--out", type=Path, help="run, and write records to this folder")
     parser.add_argument("--records", type=Path, nargs="+", help="records to make the table from")
     parser.add_argument("--speeds", type=Path, help="records of `tersekv bench generate`")
-    parser.add_argument("--dtype", default="bfloat16", help="of the weights in the records of speed that are quoted")
-    parser.add_argument("--into", type=Path, help="file whose table is replaced; else it is printed")
+    parser.add_argument("--dtype", default="bfloat16", help="weight dtype of the quoted speeds")
+    parser.add_argument("--into", type=Path, help="file whose table is replaced; default: print it")
     args = parser.parse_args()
     if args.out is None and args.records is None:
         parser.error("give --out to run, or --records to write the table")

@@ -1,15 +1,19 @@
-"""Token selection, codecs, and both together at equal bytes (in the manner of SubGen's Table 1, arXiv 2402.06082).
+"""Token selection, codecs, and both combined at equal bytes, as in SubGen's Table 1 (arXiv
+2402.06082).
 
-    python benchmarks/selection.py --out folder                               # all cells; takes hours on two cores
+    python benchmarks/selection.py --out folder                               # all cells; takes hours on two cores.
     python benchmarks/selection.py --out folder --cells passkey-1k --samples 50 --rows snapkv,subgen+turboquant4
-    python benchmarks/selection.py --out folder --print                       # tables in markdown, from records alone
+    python benchmarks/selection.py --out folder --print                       # tables from records alone.
 
-A cell is a task at a length with a share of the bytes that the same tokens take in 16 bits. Each row is a recipe with
-one number left open (tokens kept, or the exact window of a codec), which is made as large as the share allows, to a
-block of 32 tokens: codes, scales, tables, exact tokens and positions count, the room that buffers grow into does not.
-The tables show what was held after the answer, without that room and with it. A row that does not fit at its smallest
-is left out. The context is packed before the question is read: SnapKV and PyramidKV choose by the votes of the
-context's last 32 tokens. A stopped run goes on where it was.
+A cell is a task at one length with a byte budget, a share of the same tokens' bytes in 16 bits.
+Each row is a recipe with one open number: the tokens kept, or the exact window of a codec. It is
+made as large as the budget allows, to a block of 32 tokens. Codes, scales, tables, exact tokens and
+positions count; spare capacity of buffers (slack) does not. A row whose smallest size exceeds the
+budget is omitted.
+
+The tables show the size after the answer, with and without slack. The context is packed before the
+question is read. SnapKV and PyramidKV therefore select by the votes of the context's last 32
+tokens. A stopped run continues where it was.
 """
 
 from __future__ import annotations
@@ -46,14 +50,14 @@ ROWS = {
     "subgen+turboquant2": "subgen:budget={n},recent=32+turboquant:bits=2",
     "subgen+kivi4": "subgen:budget={n},recent=32+kivi:bits=4",
 }
-"""Pure codecs, pure selections, and selections that pack."""
+"""Recipe templates: codecs alone, selection alone, and both combined."""
 SMALLEST = 40
-"""Fewest tokens that a selection keeps: sinks, the latest 32, and some."""
+"""Smallest number of tokens that a selection keeps: sinks, the latest 32, and a few more."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A task with its options, and the share of 16-bit bytes."""
+    """A task with its options, and the budget as a share of 16-bit bytes."""
 
     title: str
     task: str
@@ -70,14 +74,17 @@ CELLS = {
 
 
 def held(shape: CacheShape, recipe: str, tokens: int) -> float:
-    """Share of 16-bit bytes that a recipe takes after a prompt, without slack."""
+    """Return a recipe's share of 16-bit bytes after a prompt, without slack."""
     footprint = predict(shape, recipe, tokens)
     return (footprint.total_bytes - footprint.parts["slack"]) / (2 * footprint.elements)
 
 
 def fitted(template: str, shape: CacheShape, tokens: int, share: float) -> str | None:
-    """The template with a number whose bytes are within the share, while those of one more are not (bytes do not only
-    grow with it, since what fills no block of 32 tokens waits exact); None where its smallest does not fit."""
+    """Return the template with a number that fits the share while the next larger one does not.
+
+    Returns None if the smallest number does not fit. Bytes do not grow monotonically with the
+    number, because an incomplete block of 32 tokens stays exact.
+    """
     low, high = (0 if template.startswith("window") else SMALLEST), tokens
     if held(shape, template.format(n=low), tokens) > share:
         return None
@@ -89,7 +96,7 @@ def fitted(template: str, shape: CacheShape, tokens: int, share: float) -> str |
 
 
 def measure(cell: Cell, rows: Sequence[str], args: argparse.Namespace) -> None:
-    """Fit the recipes to the first prompt of seed 0 and evaluate them on all."""
+    """Fit the recipes to the first prompt of seed 0 and evaluate them on all prompts."""
     model, tokenizer = load(args.model)
     full = Harness(model, tokenizer, args.model, []).full
     first: Any = build([cell.task], cell.options | {"samples": "1"})[cell.task].instances(full)[0].data
@@ -103,7 +110,8 @@ def measure(cell: Cell, rows: Sequence[str], args: argparse.Namespace) -> None:
 
 
 def written(cell: Cell, records: Sequence[Record], model: str) -> str:
-    """One cell in markdown, its recipes in the order of `ROWS`, each over all its samples of any seed."""
+    """Return one cell in markdown, each recipe over all its samples of any seed, in the order of
+    `_order`."""
     by_recipe = of_cell(cell, records, model)
     if FULL not in by_recipe:
         return ""
@@ -124,7 +132,7 @@ def written(cell: Cell, records: Sequence[Record], model: str) -> str:
 
 
 def of_cell(cell: Cell, records: Sequence[Record], model: str) -> dict[str, list[Record]]:
-    """The cell's records by recipe."""
+    """Return the cell's records by recipe."""
     made: dict[str, list[Record]] = {}
     for record in records:
         options = {name: str(value) for name, value in record["options"].items()}
@@ -134,7 +142,7 @@ def of_cell(cell: Cell, records: Sequence[Record], model: str) -> dict[str, list
 
 
 def _claim(by_recipe: dict[str, list[Record]]) -> str:
-    """The best recipe that selects and packs beside the best that does one of them, on the samples of both."""
+    """Compare the best combined recipe with the best other one, on the samples that both have."""
     scores = {
         recipe: {(r["seed"], r["sample"]): r["metrics"]["accuracy"] for r in of}
         for recipe, of in by_recipe.items()
@@ -155,25 +163,25 @@ def _selects(recipe: str) -> bool:
 
 
 def _order(recipe: str) -> tuple[bool, bool, str]:
-    """The full cache, codecs alone, selections alone, both."""
+    """Return a sort key: the full cache, codecs alone, selections alone, both."""
     selects = recipe != FULL and _selects(recipe)
     return recipe != FULL, selects, ("" if recipe.endswith("+exact") else "~") + recipe
 
 
 def main() -> None:
-    """Read the options, run, print."""
+    """Parse the options, run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of records")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--cells", default=",".join(CELLS), help=f"of {', '.join(CELLS)}")
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--cells", default=",".join(CELLS), help=f"cells, from {', '.join(CELLS)}")
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"rows, from {', '.join(ROWS)}")
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="other seeds add samples")
-    parser.add_argument("--print", action="store_true", help="run nothing")
+    parser.add_argument("--print", action="store_true", help="print tables from existing records, run nothing")
     args = parser.parse_args()
     cells, rows = args.cells.split(","), args.rows.split(",")
     if unknown := [name for name in (*cells, *rows) if name not in CELLS | ROWS]:
-        parser.error(f"unknown: {', '.join(unknown)}")
+        parser.error(f"unknown cells or rows: {', '.join(unknown)}")
     if not args.print:
         for name in cells:
             measure(CELLS[name], rows, args)

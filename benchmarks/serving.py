@@ -1,12 +1,14 @@
-"""Greedy answers with packed caches beside those of the full cache, in vLLM and in transformers, and how many tokens
-vLLM's cache holds: docs/serving.md's tables.
+"""Agreement of packed and full caches in vLLM and transformers, and vLLM's token capacity.
+
+It makes the tables of docs/serving.md from greedy answers.
 
     python benchmarks/serving.py run --engine vllm --recipe turboquant:bits=4 --out FILE          # also: --recipe full
     python benchmarks/serving.py run --engine transformers --recipe turboquant:bits=4 --out FILE
     python benchmarks/serving.py table FILE… --into docs/serving.md
 
-Prompts: passages of Python's own documentation, from places drawn by seed, each with the request to explain it, as one
-turn of a chat; both engines get the same ids. bfloat16, batch as the engine has it (transformers: one by one).
+Prompts are passages of Python's documentation at seeded random places, each with a request to
+explain it, as one turn of a chat. Both engines get the same ids. The dtype is bfloat16. vLLM
+chooses its own batch; transformers answers one prompt at a time.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ import torch
 REQUEST = "Explain this text in your own words."
 FULL = "full"
 MAX_MODEL_LEN = 2048
-"""Tokens; vLLM's capacity depends on it a little."""
+"""Maximum number of tokens per sequence. vLLM's capacity depends on it slightly."""
 
 BEGIN, END = "<!-- agreement: made by benchmarks/serving.py -->", "<!-- end of agreement -->"
 
 
 def prompts(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
-    """Ids of `count` prompts with passages of about `tokens` tokens."""
+    """Return the ids of `count` prompts with passages of about `tokens` tokens."""
     from tersekv.hf.text import pydoc_document, question_prompt
 
     texts = [question_prompt(tokenizer, pydoc_document(tokenizer, tokens, seed=i), REQUEST) for i in range(count)]
@@ -39,7 +41,7 @@ def prompts(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
 
 
 def in_vllm(model: str, recipe: str, ids: list[list[int]], new_tokens: int) -> tuple[list[list[int]], dict[str, Any]]:
-    """Answers, and what the engine says of itself."""
+    """Answer with vLLM. Return the answers and what the engine reports."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     import vllm
@@ -56,7 +58,7 @@ def in_vllm(model: str, recipe: str, ids: list[list[int]], new_tokens: int) -> t
 def in_transformers(
     model: str, recipe: str, ids: list[list[int]], new_tokens: int
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Answers, and the version."""
+    """Answer with transformers. Return the answers and the version."""
     import contextlib
 
     import transformers
@@ -76,7 +78,7 @@ def in_transformers(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Append a record."""
+    """Answer the prompts and append a record."""
     from tersekv.hf.models import load_tokenizer, resolve
 
     ids = prompts(load_tokenizer(args.model), args.prompts, args.tokens)
@@ -94,13 +96,16 @@ def run(args: argparse.Namespace) -> None:
 
 
 def same(a: list[int], b: list[int]) -> int:
-    """Tokens up to the first that differs."""
+    """Return the number of tokens before the first difference."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
 def beside(record: dict[str, Any], other: dict[str, Any]) -> str:
-    """How a record's answers compare with those of another to the same prompts, as cells of a table; ± is the mean's
-    standard error."""
+    """Compare a record's answers with another's to the same prompts. Return the cells of a table
+    row.
+
+    ± is the standard error of the mean.
+    """
     pairs = [same(a, b) for a, b in zip(record["answers"], other["answers"], strict=True)]
     new_tokens = record["new_tokens"]
     whole = sum(n == new_tokens for n in pairs)
@@ -109,14 +114,18 @@ def beside(record: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def rows(records: list[dict[str, Any]]) -> list[str]:
-    """Two tables: what vLLM's cache holds, and each engine's answers against those of its full cache."""
+    """Return two tables: vLLM's token capacity, and each engine's answers compared with its full
+    cache's."""
     full = {r["engine"]: r for r in records if r["recipe"] == FULL}
     lines = ["| cache in vLLM | tokens in 1 GiB | times bfloat16 |", "|---|---|---|"]
     for r in records:
         if r["engine"] == "vllm":
             held = r["tokens_in_1_gib"]
             lines.append(f"| `{r['recipe']}` | {held:,} | {held / full['vllm']['tokens_in_1_gib']:.2f} |")
-    lines += ["", "| engine | cache | beside | same answer | same tokens before the first other: mean | median |"]
+    lines += [
+        "",
+        "| engine | cache | compared with | same answer | tokens before the first difference: mean | median |",
+    ]
     lines += ["|---|---|---|---|---|---|"]
     for r in records:
         if r["recipe"] != FULL:
@@ -128,7 +137,7 @@ def rows(records: list[dict[str, Any]]) -> list[str]:
 
 
 def table(args: argparse.Namespace) -> None:
-    """Print the tables, or write them between their marks."""
+    """Print the tables, or write them between their markers."""
     records = [json.loads(line) for path in args.records for line in path.read_text().splitlines()]
     text = "\n".join(rows(records))
     if args.into is None:
@@ -136,13 +145,13 @@ def table(args: argparse.Namespace) -> None:
         return
     page = args.into.read_text()
     if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise SystemExit(f"{args.into} has no place for the tables: give it the lines\n{BEGIN}\n{END}\n")
+        raise SystemExit(f"{args.into} has no place for the tables: add the lines\n{BEGIN}\n{END}\n")
     head, tail = page.split(BEGIN)[0], page.split(END)[1]
     args.into.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
 
 
 def main() -> None:
-    """Parse arguments."""
+    """Parse the options and run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     go = commands.add_parser("run", help="answer the prompts with one recipe and append a record")
@@ -154,7 +163,7 @@ def main() -> None:
     go.add_argument("--new-tokens", type=int, default=64)
     go.add_argument("--out", type=Path, required=True)
     go.set_defaults(run=run)
-    show = commands.add_parser("table", help="the table of records")
+    show = commands.add_parser("table", help="print or write the tables of records")
     show.add_argument("records", type=Path, nargs="+")
     show.add_argument("--into", type=Path)
     show.set_defaults(run=table)

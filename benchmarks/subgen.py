@@ -1,8 +1,14 @@
-"""SubGen's claim that memory and time per step grow slower than the context (arXiv 2402.06082, Theorem 1).
+"""Test SubGen's claim that memory and step time grow slower than the context (arXiv 2402.06082,
+Theorem 1).
 
-A stream of `--tokens` keys in `--clusters` balls goes through the cache of one layer with one KV head; at lengths that
-are powers of four it reports the bytes held, the time of one step (one token more, and its attention) and the error of
-attention against exact softmax over all tokens so far, checked before anything is timed. Appends JSON lines to --out.
+A stream of `--tokens` keys in `--clusters` balls is fed to the cache of one layer with one KV head.
+At lengths that are powers of four, the program reports:
+
+- the bytes held;
+- the time of one step, which appends a token and attends;
+- the error against exact attention over all tokens so far, which is checked before timing.
+
+Appends JSON lines to --out.
 
     python benchmarks/subgen.py --out benchmarks/records/subgen.jsonl
 """
@@ -36,11 +42,11 @@ MOST_ERROR = 0.5
 
 
 def main() -> None:
-    """All recipes over one stream."""
+    """Run all recipes over one stream."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1 << 20)
     parser.add_argument("--clusters", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=15, help="timed per length")
+    parser.add_argument("--steps", type=int, default=15, help="timed steps per length")
     parser.add_argument("--recipes", nargs="*", default=RECIPES)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -55,8 +61,10 @@ def main() -> None:
 
 
 def stream(n: int, m: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values [1, 1, n, D] of m balls of diameter 1 around keys of norm 8, values around one per ball; queries
-    [1, 1, 32, D]."""
+    """Return a clustered stream: keys and values [1, 1, n, D] and queries [1, 1, 32, D].
+
+    Keys are in m balls of diameter 1 around centers of norm 8. Values are around one mean per ball.
+    """
     generator = torch.Generator().manual_seed(0)
     middles = torch.nn.functional.normalize(torch.randn(m, D, generator=generator), dim=-1) * 8
     means = torch.randn(m, D, generator=generator)
@@ -68,7 +76,7 @@ def stream(n: int, m: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run(recipe: str, keys: Tensor, values: Tensor, queries: Tensor, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows at lengths that are powers of four, from 1,024 to the whole stream."""
+    """Return rows at lengths of 1,024 times powers of four, and at the whole stream."""
     store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values)
     rows, seconds = [], 0.0
     lengths = [CHUNK * 4**i for i in range(16) if CHUNK * 4**i < args.tokens] + [args.tokens]
@@ -80,7 +88,7 @@ def run(recipe: str, keys: Tensor, values: Tensor, queries: Tensor, args: argpar
             seconds += time.perf_counter() - start
         error = relative_error(store, keys, values, queries)
         if error > MOST_ERROR:
-            raise SystemExit(f"{recipe} at {length:,} tokens is {error:.2f} off: nothing is timed")
+            raise SystemExit(f"{recipe} at {length:,} tokens has a relative error of {error:.2f}: it is not timed")
         footprint = store.footprint()
         steps = [step(store, keys, values, queries) for _ in range(args.steps)]
         clusters = getattr(store, "clusters", None)
@@ -101,7 +109,8 @@ def run(recipe: str, keys: Tensor, values: Tensor, queries: Tensor, args: argpar
 
 
 def relative_error(store: Any, keys: Tensor, values: Tensor, queries: Tensor) -> float:
-    """Mean over queries of ‖estimate − attention‖ / ‖attention‖, over the tokens that the store has seen."""
+    """Return the mean over queries of ‖estimate − attention‖ / ‖attention‖, over all tokens fed so
+    far."""
     k, v = keys[0, 0, : store.num_tokens], values[0, 0, : store.num_tokens]
     truth = torch.softmax(queries[0, 0] @ k.T * D**-0.5, dim=-1) @ v
     got = torch.cat(
@@ -111,7 +120,7 @@ def relative_error(store: Any, keys: Tensor, values: Tensor, queries: Tensor) ->
 
 
 def step(store: Any, keys: Tensor, values: Tensor, queries: Tensor) -> float:
-    """Seconds of one token more and its attention."""
+    """Return the seconds for appending one token and attending."""
     at = slice(store.num_tokens, store.num_tokens + 1)
     start = time.perf_counter()
     store.append(keys[:, :, at], values[:, :, at])
@@ -120,7 +129,7 @@ def step(store: Any, keys: Tensor, values: Tensor, queries: Tensor) -> float:
 
 
 def environment(recipe: str, args: argparse.Namespace) -> dict[str, Any]:
-    """What ran, on what."""
+    """Return the settings, versions and machine of the run."""
     return {
         "recipe": recipe,
         "clusters_in_stream": args.clusters,
@@ -135,7 +144,7 @@ def environment(recipe: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(recipe: str, rows: list[dict[str, Any]]) -> None:
-    """A table of one recipe."""
+    """Print a table of one recipe."""
     columns = ("tokens", "bytes", "µs per step", "error", "clusters")
     cells = [
         (

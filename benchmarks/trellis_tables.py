@@ -1,11 +1,13 @@
-"""The codec `trellis`, ingredient by ingredient, and beside every other method at its bits: tables from records.
+"""Ablation of the codec `trellis`, and comparison with every other method at its bits: tables from
+records.
 
     python benchmarks/trellis_tables.py --train train.txt --other c4.txt --test test.txt --out folder    # all; hours
     python benchmarks/trellis_tables.py … --tables keys,values --windows 2                               # some
-    python benchmarks/trellis_tables.py … --print                                         # made of what is there
+    python benchmarks/trellis_tables.py … --print                                         # from existing records
 
-One forward pass in which attention sees every key and value as coded (`simulate`), four exact sinks. The texts are
-wikitext-2's train rows to fit on, another corpus beside them, and its test rows, joined by two newlines.
+Each evaluation is one forward pass in which attention sees every key and value quantised
+(`simulate`), with four exact sinks. The texts are wikitext-2's train rows for fitting, another
+corpus for comparison, and wikitext-2's test rows, joined by two newlines.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ STEPS = (
     ("… and the KLT's", "allot=layer,code=scalar,metric=none"),
     ("… in the metric of the loss", "allot=layer,code=scalar"),
     ("… and trellis codes", "allot=layer"),
-    ("… and bits shared out over layers and sides: all", ""),
+    ("… and bits allocated over layers and sides: all", ""),
     ("all, without centring", "centre=false"),
     ("all, without the metric", "metric=none"),
     ("all, in the channels' own basis", "basis=channels"),
@@ -38,12 +40,12 @@ OTHERS = (
 
 
 def trellis(bits: str, options: str) -> str:
-    """A recipe's method."""
+    """Return a recipe's trellis part."""
     return f"trellis:bits={bits}" + (f",{options}" if options else "")
 
 
 def tables() -> dict[str, tuple[str, list[Row]]]:
-    """Every table by name."""
+    """Return every table by name."""
     made = {}
     for side, recipe in (("keys", "{0}/exact:dtype=fp32"), ("values", "exact:dtype=fp32/{0}"), ("both", "{0}")):
         made[side] = (
@@ -56,7 +58,7 @@ def tables() -> dict[str, tuple[str, list[Row]]]:
     )
     made["rates"] = ("Bits", [Row(f"{b} bits", trellis(b, ""), FITTED) for b in RATES])
     made["fits"] = (
-        "What it is fitted on",
+        "Calibration data",
         [
             row
             for b in ("2", "3")
@@ -76,9 +78,9 @@ NOTES = {
     "keys": "Values stay float32; true bits are of keys and values together.",
     "values": "Keys stay float32; true bits are of keys and values together.",
     "both": "",
-    "rope": "Before RoPE the query does not absorb the basis: no kernel reads it.",
+    "rope": "Before RoPE the query cannot absorb the basis, so no kernel reads this variant.",
     "rates": "",
-    "fits": "Fitted on the prompt there are no gradients, and means, bases and scales are this sequence's alone.",
+    "fits": "A fit on the prompt has no gradients; means, bases and scales are those of this sequence only.",
     "others": "",
 }
 

@@ -1,4 +1,5 @@
-"""Trees of views, lists, tuples, tensors and numbers, and drawing one that differs in a leaf."""
+"""Draw trees of views, lists, tuples, tensors and numbers that differ from a given tree in one
+leaf."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def children(x: object) -> list[tuple[object, object]]:
 
 
 def leaves(x: object, path: tuple = ()) -> list[tuple]:
-    """Paths to the tensors and numbers of a tree."""
+    """Return the paths to the tensors and numbers of a tree."""
     if isinstance(x, Tensor) or type(x) in (int, float):
         return [path]
     return [leaf for key, child in children(x) for leaf in leaves(child, (*path, key))]
@@ -33,7 +34,7 @@ def at(x: object, path: tuple) -> object:
 
 
 def replaced(x: object, path: tuple, new: object) -> object:
-    """A copy of the tree with another leaf."""
+    """Return a copy of the tree with another leaf."""
     if not path:
         return new
     changed = dict(children(x)) | {path[0]: replaced(dict(children(x))[path[0]], path[1:], new)}
@@ -48,7 +49,7 @@ def replaced(x: object, path: tuple, new: object) -> object:
 
 
 def contents(draw, x: Tensor) -> Tensor:
-    """Other elements: all of them, or one."""
+    """Draw a tensor with other elements: all of them or one."""
     seed = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     if x.dtype is torch.bool:
         return torch.rand(x.shape, generator=seed) < 0.5
@@ -67,7 +68,7 @@ def contents(draw, x: Tensor) -> Tensor:
 
 
 def tensor(draw, x: Tensor) -> Tensor:
-    """Another shape, other strides, another type, other contents."""
+    """Draw a tensor with another shape, strides, dtype or contents."""
     axis = draw(st.integers(0, max(0, x.dim() - 1)))
     other = draw(st.integers(0, max(0, x.dim() - 1)))
     n = x.shape[axis] if x.dim() else 0

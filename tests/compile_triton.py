@@ -1,12 +1,15 @@
-"""Run in a process of its own, see test_ops_triton_compile.py: compile for a GPU, without one, what calls of the Triton
-backend launch. Triton learns when it is imported whether kernels are interpreted, so this cannot be a function
-of the tests' own process.
+"""Compile, without a GPU, the kernels that calls of the Triton backend launch.
+
+test_ops_triton_compile.py runs this in its own process, because Triton decides on import if kernels
+are interpreted.
 
     python compile_triton.py sm_90 [calls]
 
-Prints a line of JSON per call: {"call", "kernels": a list of {"name", "shared_bytes", "binary_bytes",
-"narrow_loads" (instructions that load 1 or 2 bytes; NVIDIA only), "layouts": of each side}, "error": the
-compiler's or null}.
+Prints a line of JSON per call: {"call", "kernels", "error"}. "error" is the compiler's or null.
+"kernels" is a list of {"name", "shared_bytes", "binary_bytes", "narrow_loads", "layouts"}:
+
+- narrow_loads: number of instructions that load 1 or 2 bytes (NVIDIA only);
+- layouts: those of each side.
 """
 
 from __future__ import annotations
@@ -37,11 +40,11 @@ from tersekv.layouts.mean_removed import RotatedMean
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32), "sm_86": GPUTarget("cuda", 86, 32), "gfx942": GPUTarget("hip", "gfx942", 64)
 }  # fmt: skip
-"""H100 and H200; GPUs with less shared memory; AMD's MI300."""
+"""Targets: H100 and H200; GPUs with less shared memory; AMD's MI300."""
 
 
 class NoDevice:
-    """What Triton asks a driver before it launches anything, answered as for a GPU."""
+    """A driver that answers Triton's queries before a launch as a GPU's driver would."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -62,7 +65,7 @@ compiled: list[dict[str, Any]] = []
 
 
 def compile_kernel(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-    """In place of a launch: the same specialisation, compiled."""
+    """Compile the specialisation that would be launched."""
     made = launch_kernel(kernel, *args, grid=grid, warmup=True, **options)
     of_keys = "keys before RoPE" if options.get("ROPED") else "keys"
     sides = {of_keys: options.get("KEYS", ()), "values": options.get("VALUES", ())}
@@ -74,12 +77,12 @@ def compile_kernel(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **o
 
 
 def side(name: str, which: str, D: int) -> View:
-    """64 tokens of two heads in a format of `packed_views.FORMATS`."""
+    """Pack 64 tokens of two heads in a format of `packed_views.FORMATS`."""
     return packed(name, which, tokens(1, 2, 64, D)).inner
 
 
 def attend(keys: str, values: str, D: int = 64, R: int = 4, pre_rope: bool = False, masked: bool = False) -> None:
-    """One call over packed keys and values."""
+    """Call attention over packed keys and values."""
     key = side(keys, "keys", D)
     if pre_rope:
         key = roped(key, "halves", D, 64)
@@ -89,14 +92,14 @@ def attend(keys: str, values: str, D: int = 64, R: int = 4, pre_rope: bool = Fal
 
 
 def pages(name: str, p: int) -> None:
-    """Two pages of p tokens, one of which is not there."""
+    """Call attention over two pages of p tokens, one of which is missing."""
     key, value = (side(name, which, 64).operand for which in ("keys", "values"))
     table, mask = torch.tensor([[0, -1]], dtype=torch.int32), torch.ones(1, 1, 2 * p, dtype=torch.bool)
     launch.attend_pages(torch.randn(1, 2, 4, 64), key, value, table, p, mask, 0.1, None)
 
 
 def page_set(keys: str, values: str, pre_rope: bool = False, masked: bool = False) -> None:
-    """Two pages by their addresses, and two exact segments."""
+    """Call attention over two pages given by their addresses, and two exact segments."""
     segments = []
     for first in (0, 64):
         key = side(keys, "keys", 64)
@@ -111,7 +114,7 @@ def page_set(keys: str, values: str, pre_rope: bool = False, masked: bool = Fals
 
 
 def mean_in_pages(D: int = 64) -> None:
-    """Pages of trellis codes beside a rotated mean."""
+    """Call attention over pages of trellis codes with a rotated mean."""
     of, mean, codes = rope("halves", D), torch.randn(1, 2, D), side("trellis", "keys", D)
     keys = [Concat([(codes, D), (RotatedMean(mean, of, of.angles(first, 64)), D)]) for first in (0, 64)]
     value = side("trellis", "values", D)
@@ -120,14 +123,14 @@ def mean_in_pages(D: int = 64) -> None:
 
 
 def centred(D: int = 64) -> None:
-    """Trellis codes of keys whose mean lies apart."""
+    """Call attention over trellis codes of keys whose mean is stored separately."""
     of = rope("halves", D)
     keys = Concat([(side("trellis", "keys", D), D), (RotatedMean(torch.randn(1, 2, D), of, of.angles(0, 64)), D)])
     launch.attend_packed(torch.randn(1, 2, 4, 2 * D), keys, side("trellis", "values", D), None, 0.1, None)
 
 
 def rotated(D: int) -> None:
-    """Keys with a rotation in front of RoPE."""
+    """Call attention over keys with a rotation before RoPE."""
     x = tokens(1, 2, 64, D)
     codec = methods()["turboquant"].build().keys.fit(x)
     keys = roped(codec.view(codec.encode(x), D), "halves", D, 64)
@@ -135,21 +138,22 @@ def rotated(D: int) -> None:
 
 
 def merge() -> None:
-    """A few segments in one launch, and the splits of one."""
+    """Merge a few segments in one launch, and the splits of one segment."""
     out, lse = torch.randn(1, 2, 4, 64), torch.randn(1, 2, 4)
     launch.merge_segments([out] * 3, [lse] * 3)
     launch.merge_segments([out] * 10, [lse] * 10)
 
 
 def grids(side: Side, bits: int, axis: Axis, group: int, table: Tensor | None = None) -> None:
-    """Ranges and codes of 64 tokens."""
+    """Compute ranges and codes of 64 tokens."""
     x, place = torch.randn(1, 2, 64, 128), GridPlace(side, bits, axis, group, 32)
     low, high = encode.group_ranges(x, place)
     encode.encode_grid(x, place, high.half(), low.half() if table is None else None, table)
 
 
 def outliers() -> None:
-    """Thresholds of tokens, and the elements that stand out. No launch fills the counts: half of all are entries."""
+    """Compute thresholds of tokens and their outliers. No launch fills the counts: half of all
+    elements are entries."""
     encode.quantiles(torch.randn(32, 1024), 0.01)
     empty = torch.Tensor.new_empty
     torch.Tensor.new_empty = lambda *call, **options: empty(*call, **options).fill_(512)
@@ -210,7 +214,7 @@ CALLS: dict[str, Callable[[], None]] = {
 
 
 def reasons(error: BaseException | None) -> str:
-    """What went wrong, and the errors behind it: the compiler tells the place first, the reason last."""
+    """Return the error and its causes. The compiler reports the place first and the reason last."""
     lines = []
     while error is not None:
         lines.append(f"{type(error).__name__}: {error}")
@@ -219,7 +223,7 @@ def reasons(error: BaseException | None) -> str:
 
 
 def main() -> None:
-    """Every call, or those that are named."""
+    """Run every call, or those named on the command line."""
     name, *calls = sys.argv[1:]
     triton.runtime.driver.set_active(NoDevice(TARGETS[name]))
     tuning.architecture = lambda device: name

@@ -1,4 +1,5 @@
-"""Tiny random-weight models of the architectures that transformers behaves differently for."""
+"""Fixtures: tiny random-weight models of the architectures for which transformers behaves
+differently."""
 
 from __future__ import annotations
 
@@ -65,8 +66,8 @@ LOSSLESS = "window:sinks=4,recent=32,exact=fp32+exact:dtype=fp32"
 
 
 def build(name: str) -> tf.PreTrainedModel:
-    """A model with fixed random weights, in evaluation mode; weights are large enough for greedy choices to be
-    clear."""
+    """Build a model in evaluation mode with fixed random weights, large enough for unambiguous
+    greedy choices."""
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     for parameter in model.parameters():
@@ -76,7 +77,7 @@ def build(name: str) -> tf.PreTrainedModel:
 
 @pytest.fixture(scope="session")
 def models():
-    """Each architecture once per session."""
+    """Build each architecture once per session."""
     return {name: build(name) for name in MODELS}
 
 
@@ -86,26 +87,26 @@ def llama(models):
 
 
 def prompt(tokens: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
-    """Random token ids [batch, tokens], no special ones."""
+    """Return random token ids [batch, tokens] without special tokens."""
     return torch.randint(3, 97, (batch, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 def benchmark(name: str) -> ModuleType:
-    """A program of the folder benchmarks/, as a module."""
+    """Load a program of the folder benchmarks/ as a module."""
     path = Path(__file__).resolve().parents[1] / "benchmarks" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # as where it is run: programs import each other
+        sys.path.append(str(path.parent))  # as when run as a program: programs import each other
     spec.loader.exec_module(module)
     return module
 
 
 def data_folder() -> Path | None:
-    """The folder with test texts beside the checkout, where there is one."""
+    """Return the folder of test texts next to the checkout, or None."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"
     return folder if folder.is_dir() else None
 
@@ -118,7 +119,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Llama of two layers with random weights and one token per byte, saved as a folder."""
+    """Save a Llama of two layers with random weights and one token per byte. Return its folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     folder = tmp_path_factory.mktemp("tiny")
@@ -151,17 +152,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """The default model and its tokenizer, where it has been pulled; tests never download."""
+    """Load the default model and its tokenizer if it has been pulled. Tests never download."""
     from tersekv.hf import models
 
     if not (models.cache_dir() / "models" / "smollm2" / "config.json").is_file():
-        pytest.skip("the default model is not here; `tersekv models pull smollm2` gets it")
+        pytest.skip("the default model is not on this machine: run `tersekv models pull smollm2`")
     return models.load("smollm2")
 
 
 @pytest.fixture(scope="session")
 def real_keys(smollm2) -> torch.Tensor:
-    """Keys after RoPE of 512 tokens of the language reference, float32 [layers, Hkv, T, D]."""
+    """Return keys after RoPE of 512 tokens of the language reference, float32 [layers, Hkv, T, D]."""
     from tersekv.hf.capture import capture
     from tersekv.hf.text import pydoc_document
 
@@ -172,8 +173,11 @@ def real_keys(smollm2) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def float32_kernels():
-    """Kernels that multiply in float32, whose bounds tests of the whole path hold; tests/test_ops_parity.py chooses
-    every instruction set itself."""
+    """Use kernels that multiply in float32, because tests of the whole path rely on their error
+    bounds.
+
+    tests/test_ops_parity.py chooses every instruction set itself.
+    """
     rounds = cpu.why_not_built() is None and cpu.isa() == "avx512bf16"
     if rounds:
         cpu.set_isa("avx512")

@@ -1,4 +1,5 @@
-"""A reader without a model: a token per word, mark or white-space character, and answers that a test decides."""
+"""A reader without a model. Tokens are words, marks or white-space characters, and the test
+provides answers."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ VOCABULARY = 97
 
 
 class FakeTokenizer:
-    """The parts of a fast tokenizer that tasks use. chat: it has a template, of six tokens."""
+    """The methods of a fast tokenizer that tasks use. chat: True if it has a template, of six
+    tokens."""
 
     is_fast = True
 
@@ -42,7 +44,10 @@ class FakeTokenizer:
 
 
 class FakeReader:
-    """Answers with `say(prompt, gold)`; `asked` holds what came: prompt, most new tokens, gold, stop, fewest tokens."""
+    """A reader that answers with `say(prompt, gold)`.
+
+    `asked` records its calls: prompt, maximum new tokens, gold, stop, minimum new tokens.
+    """
 
     recipe = "full"
 
@@ -56,7 +61,7 @@ class FakeReader:
         return len(TOKEN.findall(text))
 
     def tokens_of(self, prompt: Prompt) -> int:
-        """As the contract says: a user's turn where there is a template, plain text otherwise."""
+        """Count as the contract says: a user's turn if there is a template, otherwise plain text."""
         said = prompt.context + prompt.question
         if prompt.chat and self.tokenizer.chat_template:
             said = self.tokenizer.apply_chat_template([{"content": said}])
@@ -87,12 +92,12 @@ class FakeReader:
 
 
 def ask(task: Any, reader: Any) -> list[dict[str, float]]:
-    """The metrics of every sample of a task."""
+    """Return the metrics of every sample of a task."""
     return [task.evaluate(sample, reader, reader).metrics for sample in task.instances(reader)]
 
 
 def write_question_sets(folder: Path) -> str:
-    """RULER's two question sets in small: SQuAD with 12 questions on 4 articles, HotpotQA with 3."""
+    """Write small question sets for RULER: SQuAD with 12 questions on 4 articles, HotpotQA with 3."""
     articles = [
         {
             "paragraphs": [

@@ -1,4 +1,5 @@
-"""Forged files of caches: one value or tensor of a whole file is another, and every digest is right."""
+"""Forged cache files: one value or tensor of a valid file is changed, and all digests are
+recomputed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tersekv.cache import tensor_file
 from tersekv.cache.state import TENSOR
 
 Mutant = tuple[str, dict[str, Any], dict[str, Tensor]]
-"""What was changed, what the file says, and its tensors."""
+"""Description of the change, header of the file, and its tensors."""
 
 VALUES: list[Any] = [
     None, True, False, -1, 0, 1, 2, 3, 31, 32, 33, 64, 1000, 2**31, 2**40, 2**63, -(2**40), 10**30, 0.5, 1.0,
@@ -34,7 +35,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def leaves(tree: Any, path: tuple = ()) -> Iterator[tuple]:
-    """Paths to everything in a tree, containers included."""
+    """Yield the paths to everything in a tree, containers included."""
     if path:
         yield path
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
@@ -49,7 +50,7 @@ def at(tree: Any, path: tuple) -> Any:
 
 
 def mutants(said: dict[str, Any], tensors: dict[str, Tensor], seed: int, count: int) -> Iterator[Mutant]:
-    """`count` files that differ from this one in one thing each."""
+    """Yield `count` files that differ from the given one in one place each."""
     draw = random.Random(seed)
     places = list(leaves(said))
     names = list(tensors)
@@ -65,7 +66,8 @@ def mutants(said: dict[str, Any], tensors: dict[str, Tensor], seed: int, count: 
 
 
 def _tree(draw: random.Random, said: dict[str, Any], path: tuple) -> str | None:
-    """Another value, a missing one, one more, one of another place, two changed over."""
+    """Change a tree: another value, a missing one, an additional one, one from another place, or
+    two swapped."""
     parent, key = at(said, path[:-1]), path[-1]
     old = parent[key]
     kind = draw.choice(["value", "value", "near", "gone", "more", "twin", "swapped"])
@@ -122,7 +124,7 @@ def _dtype(draw: random.Random, x: Tensor) -> Tensor:
 
 
 def _viewed(draw: random.Random, x: Tensor) -> Tensor | None:
-    """The same bytes as another type of the same width."""
+    """Return the same bytes as another dtype of the same width."""
     same = [t for t in DTYPES if t.itemsize == x.element_size() and t not in (x.dtype, torch.bool)]
     return x.view(draw.choice(same)) if same and x.dim() else None
 
@@ -141,7 +143,8 @@ def _on_axis(change: Callable[[Tensor, int], Tensor]) -> Callable[[random.Random
 
 
 def _one_element(draw: random.Random, x: Tensor) -> Tensor | None:
-    """An element that is NaN, infinite, negative, or the largest or smallest of its type."""
+    """Set an element to NaN, infinity, a negative number, or its dtype's largest or smallest
+    number."""
     if not x.numel() or x.dtype == torch.bool:
         return None
     extremes = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype)
@@ -173,6 +176,6 @@ TENSORS: dict[str, Callable[[random.Random, Tensor], Tensor | None]] = {
 
 
 def rewrite(path: Path, to: Path, **changes: Any) -> None:
-    """A file that says other things of itself."""
+    """Write a copy of a file with a changed header."""
     said, tensors = read(path)
     tensor_file.write(to, tensors, said | changes)

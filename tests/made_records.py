@@ -1,4 +1,4 @@
-"""Records of an evaluation as the harness writes them, made up; and how the program is called on them."""
+"""Synthetic evaluation records as the harness writes them, and calls of the program on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DAMAGE = {
 
 
 def record(task: str, options: dict[str, Any], sample: str, recipe: str, metrics: dict[str, float], **more: Any) -> Any:
-    """A record as the harness writes it, at 2,048 tokens unless `details` have a length."""
+    """Return a record as the harness writes it, at 2,048 tokens unless `details` have a length."""
     made = tasks()[task](**options)
     details = more.get("details", {})
     n = details.get("length", 2048)
@@ -42,7 +42,7 @@ def record(task: str, options: dict[str, Any], sample: str, recipe: str, metrics
 
 
 def evaluation(model: str = "tiny") -> list[Any]:
-    """Perplexity and a needle grid of nine recipes."""
+    """Return records of perplexity and a needle grid for nine recipes."""
     rng = Random(0)
     made = []
     for recipe, damage in {"full": 0.0, **DAMAGE}.items():

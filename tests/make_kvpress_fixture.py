@@ -1,13 +1,14 @@
-"""Which tokens NVIDIA's kvpress keeps of one prompt on one tiny model, written to tests/kvpress_kept.json.
+"""Record the tokens that NVIDIA's kvpress keeps of one prompt on one tiny model in
+tests/kvpress_kept.json.
 
-kvpress needs transformers < 5.3, so this runs in an environment of its own:
+kvpress needs transformers < 5.3, so this runs in its own environment:
 
     python -m venv kvpress-env
     kvpress-env/bin/pip install torch kvpress "transformers<5.3"
     kvpress-env/bin/python tests/make_kvpress_fixture.py
 
-tests/test_kvpress.py builds the same model and prompt with `tiny_llama` and `PROMPT` and compares. Kept tokens are read
-off kvpress's own gather: it compresses positions in place of values.
+tests/test_kvpress.py builds the same model and prompt with `tiny_llama` and `PROMPT` and compares.
+The kept tokens come from kvpress's own gather: it compresses positions instead of values.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ RECIPES = {
     "snapkv, kernel 5, window 64": "snapkv:budget=0.5,sinks=0,kernel=5,window=64",
     "pyramidkv": "pyramidkv:budget=0.3,sinks=0,window=16,recent=16,beta=4",
 }
-"""Our recipes for kvpress's methods, at the same settings."""
+"""Our recipes for kvpress's methods with the same settings."""
 
 
 def tiny_llama(attention: str = "sdpa") -> LlamaForCausalLM:
-    """A Llama whose weights depend on no library's initialisation."""
+    """Build a Llama whose weights do not depend on a library's initialisation."""
     config = LlamaConfig(
         vocab_size=97,
         hidden_size=64,
@@ -56,7 +57,7 @@ def tiny_llama(attention: str = "sdpa") -> LlamaForCausalLM:
 
 
 def kept_by(press: Any, attention: str = "sdpa") -> list[list[list[int]]]:
-    """Sorted positions by layer and KV head."""
+    """Return the sorted kept positions by layer and KV head."""
     kept: list[list[list[int]]] = []
     original = press.compress
 

@@ -1,4 +1,4 @@
-"""Kernels called without the registry: what they say to a call, as a text."""
+"""Call kernels without the registry and return their refusals as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tersekv.kernels.registry import NotTaken
 
 
 def why_not(run: Callable[..., Any], *args: Any, **options: Any) -> str | None:
-    """Why a kernel does not take a call; None if it does."""
+    """Return the reason why a kernel refuses a call, or None if it accepts it."""
     try:
         run(*args, **options)
     except (NotTaken, NotImplementedError) as reason:

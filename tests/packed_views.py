@@ -1,4 +1,4 @@
-"""Views of random tokens in every packed layout, and bounds on what float32 makes of them."""
+"""Views of random tokens in every packed layout, and bounds of their float32 errors."""
 
 from __future__ import annotations
 
@@ -40,18 +40,19 @@ FORMATS = {
     "trellis other tables": ("trellis", {"bits": 1.5, "calibration": "prompt", "basis": "channels", "code": "scalar"}),
     "signs without codes": ("turboquant", {"bits": 1.0, "variant": "prod"}),
 }
-"""The recipe of each: method and options."""
+"""Recipe of each format: method and options."""
 
 
 def tokens(B: int, H: int, T: int, D: int) -> Tensor:
-    """Vectors with a few loud channels and single outliers, float32 [B, H, T, D]."""
+    """Return vectors with outlier channels and single outliers, float32 [B, H, T, D]."""
     x = torch.randn(B, H, T, D)
     x[..., :: D // 4] *= 4
     return torch.where(torch.rand_like(x) < 0.005, x * 8, x)
 
 
 def packed(name: str, side: str, x: Tensor) -> View:
-    """x [B, H, T, D] in a format of `FORMATS`, in tensors with slack behind the last block."""
+    """Pack x [B, H, T, D] in a format of `FORMATS`, in tensors with spare capacity after the last
+    block."""
     method, options = FORMATS[name]
     codec = getattr(methods()[method].build(**options), side)
     if method == "qjl":
@@ -70,7 +71,8 @@ def packed(name: str, side: str, x: Tensor) -> View:
 
 
 def interleaved_rope(R: int) -> Rope:
-    """GPT-J's: neighbouring channels are pairs, each column of cos and sin stands twice."""
+    """Return GPT-J's RoPE: pairs are adjacent channels, and each column of cos and sin occurs
+    twice."""
     frequency = 10_000.0 ** (-torch.arange(0, R, 2, dtype=torch.float64) / R)
 
     def cos_sin(positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -87,12 +89,15 @@ def interleaved_rope(R: int) -> Rope:
 
 @functools.cache
 def rope(kind: str, R: int) -> Rope:
-    """Frequencies and pairs in one of two usual orders, on R channels."""
+    """Return a RoPE on R channels with pairs in one of the two usual orders."""
     return standard_rope(R) if kind == "halves" else interleaved_rope(R)
 
 
 def roped(view: View, kind: str, R: int, T: int, rows: str = "shared") -> Roped:
-    """Keys before RoPE. rows: "shared", or positions of their own "per row", or "per head" (2 rows, 3 heads)."""
+    """Return a view of keys before RoPE.
+
+    rows: positions "shared", separate "per row", or separate "per head" (2 rows, 3 heads).
+    """
     of = rope(kind, R)
     if rows == "shared":
         return Roped(view, of, of.angles_at(torch.arange(5, 5 + T)))
@@ -101,7 +106,8 @@ def roped(view: View, kind: str, R: int, T: int, rows: str = "shared") -> Roped:
 
 
 def magnitude(view: View) -> Tensor:
-    """Per element the sum of the absolute values that float32 adds up to it: float64 [B, H, T, D]."""
+    """Return, per element, the sum of the absolute values that float32 adds up: float64 [B, H, T,
+    D]."""
     if isinstance(view, Sum):
         return sum(magnitude(part) for part in view.views)
     if isinstance(view, Concat):
@@ -135,8 +141,11 @@ def _turned_magnitude(size: Tensor, view: Roped | RotatedMean) -> Tensor:
 
 
 def table_error(view: View, query: Tensor) -> float:
-    """Largest error of q·k̂, for query [B, H, R, D], from tables of 16-bit partial sums: half a step for each nibble of
-    signs, a step being a 32760th of the largest sum of |S·q| over 32 rows of the sketch."""
+    """Return the largest error of q·k̂, for query [B, H, R, D], from tables of 16-bit partial sums.
+
+    It is half a step per nibble of signs. A step is 1/32760 of the largest sum of |S·q| over 32
+    rows of the sketch.
+    """
     if isinstance(view, Sum):
         return sum(table_error(part, query) for part in view.views)
     if isinstance(view, Concat):

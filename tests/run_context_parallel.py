@@ -1,5 +1,7 @@
-"""Run by `torchrun` on two ranks, see test_context_parallel.py: a cache whose packed tokens are divided must say what
-one process says."""
+"""Program for test_context_parallel.py, run by `torchrun` on two ranks.
+
+A cache whose packed tokens are distributed must give the same answer as one process.
+"""
 
 from __future__ import annotations
 

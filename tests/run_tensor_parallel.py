@@ -1,5 +1,8 @@
-"""Run by `torchrun` on two ranks, see test_tensor_parallel.py: a model whose heads are divided must say, with every
-recipe, what the whole model says in one process."""
+"""Program for test_tensor_parallel.py, run by `torchrun` on two ranks.
+
+A model whose heads are distributed must give, with every recipe, the answer of the whole model in
+one process.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ RECIPES = [
     "snapkv:budget=0.5,recent=16+kvquant:calibration=prompt",
 ]
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
-PROMPT = 162  # the first block of a longer tail is packed two tokens later
+PROMPT = 162  # the first block of a longer recent window is packed two tokens later
 
 
 def answer(model, recipe, learnt, ids):
@@ -44,7 +47,7 @@ def answer(model, recipe, learnt, ids):
 
 
 def digest(cache) -> str:
-    """Of rotations, sketches and tables."""
+    """Return a digest of rotations, sketches and tables."""
     codecs = [replace(side.codec, fitted={}) for layer in cache.layers for side in layer.store.sides]
     return hashlib.sha256(b"".join(t.numpy().tobytes() for codec in codecs for t in codec.tables(64))).hexdigest()
 
@@ -72,13 +75,13 @@ def main(folder: Path) -> None:
         assert own.layers[0].store.kv_heads == 1 < cache.layers[0].store.kv_heads
         assert len(set(everywhere(digest(own)))) == 1, recipe
     out = answer(divided, "subgen:variant=stream,budget=0.5,recent=16+polarquant", None, prompt(PROMPT))
-    assert bool(torch.isfinite(out[1]).all())  # samples are drawn otherwise
+    assert bool(torch.isfinite(out[1]).all())  # otherwise samples are drawn
     files(divided, own, folder)
     dist.destroy_process_group()
 
 
 def files(model, cache, folder: Path) -> None:
-    """Each rank saves and loads its own heads, and no others."""
+    """Check that each rank saves and loads only its own heads."""
     rank = dist.get_rank()
     cache.save(folder / f"cache{rank}")
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Architectures that differ from the usual in what a cache relies on: windows, causal flags, layouts, layers."""
+"""Architectures with unusual windows, causal flags, layouts or layers."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_logits_are_those_of_one_pass(name, chunk):
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=2e-4, rtol=2e-3)
 
 
-def test_a_window_that_the_masks_do_not_follow():
-    """Moshi's config has one, and its only mask is causal; AFMoE's masks follow theirs."""
+def test_config_window_is_ignored_if_the_masks_ignore_it():
+    """Moshi's config has a window, but its only mask is causal. AFMoE's masks follow its window."""
     moshi, afmoe = (attention_layers(text_config(built(name).config)) for name in ("moshi", "afmoe"))
     assert {kind.window for kind in moshi} == {None}
     assert {kind.window for kind in afmoe} >= {48}
 
 
-def test_generate_in_chunks_where_the_model_calls_view():
+def test_generate_in_chunks_if_the_model_calls_view():
     model, ids = built("afmoe"), prompt(150)
     kwargs = {"prefill_chunk_size": 64, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(ids, **kwargs)
@@ -68,13 +68,13 @@ def test_generate_in_chunks_where_the_model_calls_view():
 
 @pytest.mark.parametrize("name", ["whisper", "bart"])
 def test_a_decoder_alone_has_its_own_number_of_layers(name):
-    """The usual names of such a config are the encoder's."""
+    """The usual attribute of such a config is the encoder's number of layers."""
     model = built(name)
     cache = tersekv.CompressedCache(model.config, LOSSLESS)
     assert (len(cache.layers), cache.shape.layers, cache.shape.kv_heads, cache.shape.key_dim) == (3, 3, 4, 16)
 
 
-def test_states_of_an_encoder_are_refused():
+def test_encoder_states_are_refused():
     model = built("whisper")
     with (
         tersekv.compress(model, LOSSLESS),
@@ -83,14 +83,14 @@ def test_states_of_an_encoder_are_refused():
         model.generate(prompt(20), encoder_outputs=(torch.randn(1, 10, 64),), max_new_tokens=3)
 
 
-def test_layers_of_cross_attention_are_refused():
+def test_cross_attention_layers_are_refused():
     config = tf.MllamaConfig().text_config
     with pytest.raises(UserError, match="mllama_text_model has layers of cross-attention"):
         tersekv.CompressedCache(config, "kivi")
 
 
 def test_mixed_recipes_on_layers_with_one_window(models):
-    """Without packed attention one mask serves layers that have forgotten different blocks."""
+    """Without packed attention one mask serves layers that have evicted different blocks."""
     model = models["mistral"]
     recipe = f"{LOSSLESS};0=uniform:bits=4,axis=channel,group=64"
     ids = prompt(620)

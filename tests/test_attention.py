@@ -1,4 +1,4 @@
-"""Attention over a store's segments equals dense attention over the decoded tokens, however it is read."""
+"""Attention over a store's segments equals dense attention over the decoded tokens on every path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPES = [
 
 
 def dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, call: AttentionCall) -> Tensor:
-    """Plain attention in float64: [B, q, Hq, D]."""
+    """Compute attention in float64: [B, q, Hq, D]."""
     groups = query.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(groups, dim=1) for x in (keys, values))
     scores = query.double() @ keys.transpose(-1, -2) * call.scaling
@@ -39,7 +39,8 @@ def dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, call
 
 
 def check(got: Tensor, expected: Tensor, signs: bool = False) -> None:
-    """signs: scores may come from tables of 16 bits, whose rounding test_ops_packed.py bounds score by score."""
+    """Compare with a tolerance. signs: larger one for scores from 16-bit tables (see
+    test_ops_packed.py)."""
     share = 3e-4 if signs else 3e-5
     torch.testing.assert_close(got, expected, atol=share * float(expected.abs().max()) + 1e-6, rtol=1e-4)
 
@@ -69,7 +70,7 @@ def test_chunk_attends_past_and_itself(recipe, q):
 
 
 def test_masks_reach_every_segment():
-    """A random mask over sinks, packed and tail, and a row that sees nothing."""
+    """A random mask over sinks, packed tokens and the recent window, and a fully masked row."""
     keys, values = tokens(500, B=2)
     s = fed("kivi:bits=4", keys, values, [0, 500])
     query = torch.randn(2, 4, 3, 64)
@@ -82,7 +83,7 @@ def test_masks_reach_every_segment():
 
 
 @pytest.mark.parametrize("q", [1, 5])
-def test_left_padding_hides_what_is_no_token(q):
+def test_left_padding_is_masked(q):
     keys, values = tokens(400, B=3)
     padding = torch.tensor([50, 0, 2])
     s = store("kivi:bits=4", keys, values)
@@ -107,7 +108,7 @@ def test_unmasked_call_after_a_padded_start():
 
 
 def test_unmasked_long_chunk_after_a_padded_start():
-    """A later turn without a mask, of more queries than one tile."""
+    """A later turn without a mask, with more queries than one tile."""
     keys, values = tokens(1000, B=2)
     s = store("kivi:bits=4", keys, values)
     s.append(keys[:, :, :400], values[:, :, :400], torch.tensor([0, 30]))

@@ -1,4 +1,5 @@
-"""The dispatcher: forcing, refusals that say why, the report, and life without the extension."""
+"""The dispatcher: forced backends, refusals with a reason, the report, and use without the
+extension."""
 
 import os
 import subprocess
@@ -78,7 +79,7 @@ def test_unknown_name():
 
 
 @native
-def test_forced_raises_where_it_cannot(call):
+def test_forced_raises_if_a_kernel_refuses(call):
     call[1] = call[1]._replace(scale=call[1].scale.float())
     assert backends.explain(*call[:3]) == "reference: scale is torch.float32, not float16 or bfloat16"
     text = "'cpu' is forced and cannot run attend_packed: scale is torch.float32"
@@ -194,7 +195,7 @@ def test_report():
 
 
 @native
-def test_report_says_why_not_a_better_one():
+def test_report_says_why_a_better_instruction_set_is_not_used():
     cpu.set_isa("scalar")
     try:
         detail = backends.report()[0]["detail"]

@@ -1,4 +1,4 @@
-"""`tersekv bench attend`: what it says on a small context, and what it refuses. Speed itself is not tested."""
+"""`tersekv bench attend`: its output on a small context and its errors. Speed itself is not tested."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def test_table(capsys):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (("--formats", "grid4,grid9"), "grid9' is not there: grid4, grid3"),
+    (("--formats", "grid4,grid9"), "grid9' is not a known format: choose from grid4, grid3"),
     (("--heads", "32/5/128"), "--heads '32/5/128'"),
     (("--heads", "32x8"), "--heads '32x8'"),
     (("--tokens", "many"), "--tokens 'many'"),
-    (("--tokens", "33"), "whole blocks of 32 tokens"),
+    (("--tokens", "33"), "give a multiple of 32, the tokens of a block"),
     (("--threads", "0"), "--threads '0'"),
 ])  # fmt: skip
 def test_refusals(arguments, said, capsys):
@@ -62,7 +62,7 @@ def test_refusals(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_what_only_the_reference_reads_is_not_timed():
+def test_formats_without_a_kernel_are_not_timed():
     with backends.forced("reference"), pytest.raises(UserError, match="grid4 is not timed: reference: forced"):
         measure(HeadCounts(2, 1, 32), 64, ["grid4"], 1, 0.01)
 
@@ -71,12 +71,12 @@ def test_what_only_the_reference_reads_is_not_timed():
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
     right = attend_packed.reference
     monkeypatch.setattr(backends.attend_packed, "direct", lambda *call: (right(*call)[0] * 1.02, None))
-    with pytest.raises(CacheError, match="off by"):
+    with pytest.raises(CacheError, match="the relative error of its output is"):
         measure(HeadCounts(2, 1, 32), 64, ["grid4"], 1, 0.01)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_bytes_of_a_copy_are_its_own(name):
+def test_a_copy_shares_no_memory(name):
     segment = make_segment(name, 1, 64, 32, 0)
     copy = segment.copy()
     assert copy.bytes == segment.bytes > 0
@@ -88,7 +88,7 @@ def test_bytes_of_a_copy_are_its_own(name):
 
 @KERNELS
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_has_a_kernel_that_is_right(name):
+def test_every_format_has_a_correct_kernel(name):
     row = measure(HeadCounts(4, 2, 64), 256, [name], 1, 0.01).rows[0]
     assert row.error < 1e-2
     assert 1 < row.bits < 7
@@ -108,7 +108,7 @@ def test_speedups_are_ratios():
     assert result["gbps_packed"] == 0.08
 
 
-def test_turns_and_spread():
+def test_take_turns_and_spread():
     seen = []
     times = take_turns({"a": lambda n: seen.append(("a", n)), "b": lambda n: seen.append(("b", n))}, 0.0)
     assert seen == [(way, n) for n in range(6) for way in "ab"]

@@ -1,4 +1,4 @@
-"""The benchmark of decoding: which caches it times, after which context, and what it refuses."""
+"""The decoding benchmark: timed caches, context lengths and errors."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def test_caches_take_turns(loaded) -> None:
     assert "300 tokens, prompt in chunks of 64, round 2 of 2" in said[-1]
 
 
-def test_what_a_cache_is_fed(loaded, monkeypatch) -> None:
-    """The prompt whole or in chunks, then one token at a time, with as many tokens held as the record says."""
+def test_tokens_fed_to_a_cache(loaded, monkeypatch) -> None:
+    """The prompt, whole or in chunks, then one token at a time; the number of cached tokens equals
+    the record."""
     calls: list[tuple[int, int]] = []
 
     def feed(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -67,8 +68,8 @@ def test_what_a_cache_is_fed(loaded, monkeypatch) -> None:
     assert calls == [*steps, (0, 150), *after, *steps, (0, 64), (64, 64), (128, 22), *after]
 
 
-def test_figures_of_a_round(loaded, monkeypatch) -> None:
-    """A clock that every forward pass moves on: 10 ms, and 1 ms for each 100 tokens held."""
+def test_results_of_a_round(loaded, monkeypatch) -> None:
+    """Every forward pass advances a fake clock by 10 ms plus 1 ms per 100 cached tokens."""
     now = 0.0
 
     def feed(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -89,8 +90,8 @@ def test_figures_of_a_round(loaded, monkeypatch) -> None:
     assert (document["bench"], document["baseline_context"]) == ("generate", 16)
 
 
-def test_peak_is_of_one_cache(loaded, monkeypatch) -> None:
-    """A cache that takes 64 MB more is seen, one that was freed before is not."""
+def test_peak_memory_is_of_one_cache(loaded, monkeypatch) -> None:
+    """64 MB more in a cache are measured; memory freed before is not."""
     made = generate._caches
 
     def wasteful(*of: Any) -> Any:
@@ -113,7 +114,7 @@ def test_peak_is_of_one_cache(loaded, monkeypatch) -> None:
     ("names", "contexts", "more", "match"),
     [
         (["kivy"], [32], {}, "did you mean"),
-        ([], [2048], {}, "more than the model's 2,048: give at most 2,013"),
+        ([], [2048], {}, "exceed the model's limit of 2,048: give at most 2,013"),
         ([], [16], {}, "give more than 16"),
         ([], [32], {"execution": "compiled"}, "execution 'compiled' is not one of: eager"),
     ],
@@ -175,8 +176,8 @@ def test_refused_options(option: str, value: str, said: str, tiny: str, capsys: 
     assert said in capsys.readouterr().err
 
 
-def test_a_table_fits_a_hundred_columns() -> None:
-    """With steps, lengths and names as long as they get on a slow machine."""
+def test_the_table_fits_100_columns() -> None:
+    """Steps, lengths and names are as long as they get on a slow machine."""
     decodings = [
         generate.Decoding(
             cache, "bfloat16", 8000, 512, "eager", 0, [222.2, 230.1, 219.8], [61.4, 60.2, 62.0], [101.2, 99.8, 104.1],

@@ -1,5 +1,8 @@
-"""`tersekv bench attend --device cuda` with a clock that only counts: which ways run, and what is made of their times.
-Kernels are interpreted; no speed is tested."""
+"""`tersekv bench attend --device cuda` with a fake clock: the implementations it runs and its
+results.
+
+Kernels are interpreted, and no speed is tested.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ HEADS = HeadCounts(4, 2, 64)
 
 
 class Counting:
-    """Every run takes a millisecond; all of them are run once."""
+    """A clock for which every run takes a millisecond. It runs each function once."""
 
     device, name, cache_bytes = "cpu", "a test", 1 << 16
 
@@ -47,7 +50,7 @@ def clock():
         yield Counting()
 
 
-def test_ways_and_what_is_made_of_their_times(clock):
+def test_implementations_and_their_records(clock):
     measured = bench.measure(clock, HEADS, 2, 64, ["grid4"], 1.0)
     packed = 2 * 2 * 2 * 64 * 64 * 5 // 8
     dense = 2 * 2 * 2 * 64 * 64 * 2
@@ -58,7 +61,7 @@ def test_ways_and_what_is_made_of_their_times(clock):
         "grid4": packed, "scores grid4": packed // 2,
     }  # fmt: skip
     assert list(measured.missing) == ["flashinfer bfloat16"]
-    # inputs outgrow the cache four times, in at most eight copies
+    # inputs exceed the cache four times, in at most eight copies
     alone = ("copy", "encode grid4 keys", "encode grid4 values")
     assert clock.ran == dict.fromkeys(sizes, 4) | {"grid4": 8, "scores grid4": 8} | dict.fromkeys(alone, 1)
     assert measured.bandwidth == pytest.approx(2 * (1 << 20) / 1e6)
@@ -70,12 +73,12 @@ def test_ways_and_what_is_made_of_their_times(clock):
     assert result["floor_us"] == pytest.approx(packed / measured.bandwidth / 1e3, rel=1e-3)
     assert result["speedup_bfloat16"] == 1.0
     assert 0 < result["relative_error"] < 4e-3
-    assert result["encode_us_per_token"] == pytest.approx(2 * 1e3 / 32)  # a millisecond per side and block
+    assert result["encode_us_per_token"] == pytest.approx(2 * 1e3 / 32)  # one millisecond per side and block
     assert measured.results()[0]["encode_us_per_token"] is None
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_has_a_kernel_that_is_right(clock, name, monkeypatch):
+def test_every_format_has_a_correct_kernel(clock, name, monkeypatch):
     make_segment = bench.make_segment
 
     def made(*call):
@@ -101,7 +104,7 @@ def test_all_formats_are_named_at_once():
 def test_a_wrong_kernel_is_not_timed(clock, monkeypatch):
     right = attend_packed.reference
     monkeypatch.setattr(backends.attend_packed, "direct", lambda *call: (right(*call)[0] * 1.02, None))
-    with pytest.raises(CacheError, match="off by"):
+    with pytest.raises(CacheError, match="the relative error of its output is"):
         bench._packed(clock, "grid4", HEADS, 1, 64, 0)
 
 
@@ -112,11 +115,11 @@ def test_scores_are_compared_with_scores():
     assert [result["speedup_bfloat16"] for result in results] == [1.0, 1.0, 2.0, 4.0]
 
 
-def test_what_is_wrong_is_left_out_and_the_rest_timed(clock, monkeypatch):
+def test_failing_formats_are_skipped_and_others_timed(clock, monkeypatch):
     from triton.runtime.errors import OutOfResources
 
     make = bench._packed
-    errors = {"grid3": OutOfResources(300_000, 232_448, "shared memory"), "grid2": CacheError("off by 0.5")}
+    errors = {"grid3": OutOfResources(300_000, 232_448, "shared memory"), "grid2": CacheError("an error of 0.5")}
 
     def packed(clock, name, *call):
         if name in errors:
@@ -127,20 +130,20 @@ def test_what_is_wrong_is_left_out_and_the_rest_timed(clock, monkeypatch):
     measured = bench.measure(clock, HEADS, 1, 64, ["grid3", "grid2", "grid1"], 1.0)
     assert measured.rows[-1].what == "grid1"
     assert "shared memory" in measured.missing["grid3"]
-    assert measured.missing["grid2"] == "off by 0.5"
+    assert measured.missing["grid2"] == "an error of 0.5"
 
 
-def test_nothing_begins_when_time_is_up(clock):
+def test_no_format_starts_after_the_time_limit(clock):
     measured = bench.measure(clock, HEADS, 1, 64, ["grid4"], 1.0, stop=0.0)
     assert measured.missing["grid4"] == "no time was left"
     assert "ours bfloat16" in [row.what for row in measured.rows]
 
 
-def test_one_line_says_that_there_is_no_gpu(capsys):
+def test_a_missing_gpu_is_one_line(capsys):
     from tersekv import cli
 
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("this machine has a GPU")
     assert cli.run(["bench", "attend", "--device", "cuda"]) == 2
     assert "no CUDA device" in capsys.readouterr().err
     assert cli.run(["bench", "attend", "--device", "tpu"]) == 2

@@ -32,5 +32,5 @@ def test_every_contender_is_timed_and_only_compiled_ones_compile(tiny: str, tmp_
 def test_rates_leave_out_the_first_tokens() -> None:
     driver = benchmark("compiled")
     clock = driver.Clock()
-    clock.times = [0.0, 5.0, 6.0, 7.0, 8.0, 8.5, 9.0]  # the prompt, three tokens, and three that count
+    clock.times = [0.0, 5.0, 6.0, 7.0, 8.0, 8.5, 9.0]  # the prompt, three omitted tokens, and three that count
     assert clock.rate == pytest.approx(2.0)

@@ -1,4 +1,5 @@
-"""Counting instructions: every op that is counted runs, a call's fixed part drops out, what is missing is said."""
+"""Counting instructions: every counted operator runs, fixed costs cancel, and missing tools are
+named."""
 
 import shutil
 
@@ -32,7 +33,7 @@ def test_every_op_runs(program):
         assert all(x.numel() for x in (made if isinstance(made, tuple) else [made]))
 
 
-def test_what_a_call_costs_whatever_its_length_drops_out(program, monkeypatch, tmp_path):
+def test_fixed_cost_of_a_call_cancels(program, monkeypatch, tmp_path):
     found = {("attend", "grid4", times): 5000 + 1024 * 3 * 200 * times for times in (1, 2)}
     monkeypatch.setattr(program, "counts", lambda *call: found)
     (row,) = program.measure("avx2", HeadCounts(9, 3, 64), tmp_path)
@@ -41,7 +42,7 @@ def test_what_a_call_costs_whatever_its_length_drops_out(program, monkeypatch, t
 
 
 @pytest.mark.parametrize("there", ["cc", "valgrind"])
-def test_what_is_missing_is_said(program, monkeypatch, tmp_path, there):
+def test_missing_tools_are_named(program, monkeypatch, tmp_path, there):
     monkeypatch.setattr(shutil, "which", lambda name: name if name == there else None)
     with pytest.raises(SystemExit, match="needs valgrind and a C compiler"):
         program.prepare(tmp_path, HEADS)

@@ -1,4 +1,4 @@
-"""The driver that compares selection, codecs and both at equal bytes: what it fits, and what it makes of records."""
+"""The benchmark of selection, codecs and both at equal bytes: fitted sizes and tables from records."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tersekv.lab.evals.records import Record
 
 @pytest.fixture(scope="module")
 def driver() -> ModuleType:
-    """benchmarks/selection.py."""
+    """Load benchmarks/selection.py."""
     return benchmark("selection")
 
 
-def test_a_row_takes_the_room_it_has_and_no_more(driver: ModuleType) -> None:
+def test_a_row_fills_its_budget_and_no_more(driver: ModuleType) -> None:
     for template in driver.ROWS.values():
         recipe = driver.fitted(template, SHAPE, 1000, 1 / 5)
         if recipe is None:
@@ -44,7 +44,7 @@ def test_the_table_pools_seeds_and_compares_on_common_samples(driver: ModuleType
 
 
 def made(recipe: str, sample: int, score: int) -> Record:
-    """A record of passkey at 1k, every third sample of another seed."""
+    """Return a record of passkey at 1k. Every third sample has another seed."""
     return {
         "task": "passkey", "options": {"lengths": "1k", "samples": 2}, "recipe": recipe, "model": "smollm2",
         "sample": str(sample), "seed": sample // 2, "metrics": {"accuracy": float(score), "gold_nll": 0.5},
@@ -53,7 +53,8 @@ def made(recipe: str, sample: int, score: int) -> Record:
 
 
 def test_ablations_name_the_mode_that_their_records_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KVQuant's protocol is written into the call and looked for in records, whatever the tasks' default is."""
+    """The call sets KVQuant's protocol and records are searched for it, independent of the tasks'
+    default."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
     ablation, calls = benchmark("ablation"), []
     monkeypatch.setattr(ablation, "program", lambda *arguments: calls.append(arguments))

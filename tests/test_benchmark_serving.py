@@ -1,4 +1,4 @@
-"""The tables of `benchmarks/serving.py`, from records made by hand."""
+"""The tables of `benchmarks/serving.py`, from synthetic records."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ RECORDS = [
 
 @pytest.fixture(scope="module")
 def serving() -> ModuleType:
-    """benchmarks/serving.py."""
+    """Load benchmarks/serving.py."""
     return benchmark("serving")
 
 
-def test_each_engine_is_held_against_its_own_full_cache(serving):
+def test_each_engine_is_compared_with_its_own_full_cache(serving):
     lines = serving.rows(RECORDS)
     assert "| `int4` | 350 | 3.50 |" in lines
     assert "| vllm | `int4` | vllm, `full` | 1 of 2 | 2.0 ± 1.0 of 3 | 2 |" in lines
@@ -32,7 +32,7 @@ def test_each_engine_is_held_against_its_own_full_cache(serving):
     assert "| transformers | `full` | vllm, `full` | 0 of 2 | 1.0 ± 1.0 of 3 | 1 |" in lines
 
 
-def test_tables_go_between_their_marks(serving, tmp_path, monkeypatch):
+def test_tables_are_written_between_their_markers(serving, tmp_path, monkeypatch):
     records, page = tmp_path / "records.jsonl", tmp_path / "page.md"
     records.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     monkeypatch.setattr(sys, "argv", ["serving.py", "table", str(records), "--into", str(page)])

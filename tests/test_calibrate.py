@@ -1,4 +1,4 @@
-"""Calibration: the same result however it was run or stopped, what is shared, what is refused."""
+"""Calibration: equal results for all ways to run and stop it, shared codecs, and errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_fitted_on_all_samples_with_their_gradients(llama, tmp_path) -> None:
     assert set(found.tensors) == names | {f"layers.{i}.values.table" for i in range(3)}
 
 
-def test_workers_find_the_same(llama, tmp_path) -> None:
+def test_workers_give_the_same_result(llama, tmp_path) -> None:
     recipes = ("kvquant:bits=2,q_norm=true", "kvquant:bits=3")
     alone = calibrator(llama, tmp_path / "1", *recipes).run()
     run = calibrator(llama, tmp_path / "2", *recipes, workers=2)
@@ -53,7 +53,7 @@ def test_workers_find_the_same(llama, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("phase", "at"), [("samples", 2), ("layers", 3)])
-def test_stopped_run_goes_on(llama, tmp_path, monkeypatch, phase: str, at: int) -> None:
+def test_stopped_run_continues(llama, tmp_path, monkeypatch, phase: str, at: int) -> None:
     (wanted,) = calibrator(llama, tmp_path / "whole", "kvquant").run()
 
     def stop(now: str, done: int, total: int) -> None:
@@ -85,8 +85,8 @@ calibrator(build("llama"), Path(sys.argv[2]), "kvquant").run(lambda *at: print(*
 """
 
 
-def test_killed_run_goes_on(llama, tmp_path) -> None:
-    """SIGKILL while a sample's pass runs, so that nothing of the process can tidy up."""
+def test_killed_run_continues(llama, tmp_path) -> None:
+    """SIGKILL during a sample's pass, so that the process cannot clean up."""
     arguments = [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path / "killed")]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -154,12 +154,12 @@ def test_one_run_at_a_time(llama, tmp_path) -> None:
 
 
 class Fatal:
-    """A job that ends the process which reads it."""
+    """A job that ends the process reading it."""
 
     def __reduce__(self) -> tuple:
         return os._exit, (1,)
 
 
-def test_a_worker_that_the_system_ends_is_one_sentence() -> None:
+def test_a_killed_worker_is_one_sentence() -> None:
     with pytest.raises(UserError, match=r"the system ended a process that fits, .* with fewer --workers or --samples"):
         list(calibrate._each([Fatal(), Fatal()], 2))

@@ -1,4 +1,4 @@
-"""`tersekv calibrate`, and the commands that use what it made."""
+"""`tersekv calibrate`, and the commands that use its result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refuse(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     return said.err
 
 
-def test_default_place_is_found_again(tiny: str, capfd, empty_cache: Path) -> None:
+def test_default_file_is_found_again(tiny: str, capfd, empty_cache: Path) -> None:
     common = ("-m", tiny, "-r", "kvquant:bits=2")
     generate = ("generate", *common, "-p", "x" * 300, "--max-new-tokens", "3")
     assert "tersekv calibrate --model MODEL --recipe 'kvquant:bits=2'" in refuse(capfd, *generate)
@@ -71,14 +71,14 @@ def test_several_recipes_in_a_folder(tiny: str, capfd, tmp_path: Path) -> None:
     learnt = [record["details"].get("calibration", {}).get("digest") for record in kept]
     assert len(set(learnt)) == 4  # none for the full cache and kivi
     assert learnt == [record.get("calibration") for record in kept]
-    # another calibration is another evaluation; the others are found again
+    # Another calibration makes another evaluation; the other records are reused.
     assert cli.run(["calibrate", "-m", tiny, *recipes, "--seed", "5", "-o", str(out), *SHORT]) == 0
     capfd.readouterr()
     run_json(capfd, *evaluate, *options)
     assert len((records / "records.jsonl").read_text().splitlines()) == 8
 
 
-def test_demo_takes_one(tiny: str, capfd, tmp_path: Path) -> None:
+def test_demo_uses_a_calibration(tiny: str, capfd, tmp_path: Path) -> None:
     file = tmp_path / "one.safetensors"
     run_json(capfd, "calibrate", "-m", tiny, "-r", "kvquant", *SHORT, "--out", str(file))
     common = ("demo", "-m", tiny, "--tokens", "300", "--new-tokens", "2", "--calibration", str(file))
@@ -103,7 +103,7 @@ def test_refusals(tiny: str, capfd, arguments: tuple[str, ...], text: str) -> No
     assert text in refuse(capfd, "calibrate", "-m", tiny, *arguments)
 
 
-def test_stopped_run_says_where_it_is(tiny: str, capfd, monkeypatch) -> None:
+def test_stopped_run_says_how_to_continue(tiny: str, capfd, monkeypatch) -> None:
     from tersekv.hf import calibrate
 
     def stop(*_: Any) -> None:

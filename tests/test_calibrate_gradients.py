@@ -1,4 +1,4 @@
-"""Activations and gradients of a calibration, against autograd at the modules that make keys and values."""
+"""Activations and gradients of a calibration, compared with autograd at the key and value modules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model_of(models: dict[str, Any], name: str) -> Any:
 
 
 def by_autograd(model: Any, ids: Tensor) -> dict[Source, tuple[Tensor, Tensor]]:
-    """Keys before RoPE and values [1, H, T, D] where they are made, with the gradients of transformers' own loss."""
+    """Return keys before RoPE and values [1, H, T, D] with the gradients of transformers' own loss."""
     made: dict[Source, Tensor] = {}
 
     def keep(source: Source, out: Tensor) -> None:
@@ -48,7 +48,7 @@ def by_autograd(model: Any, ids: Tensor) -> dict[Source, tuple[Tensor, Tensor]]:
             hook.remove()
 
     def heads(source: Source, x: Tensor) -> Tensor:
-        if x.dim() == 4 and x.shape[1] == 2:  # gemma3 norms heads first
+        if x.dim() == 4 and x.shape[1] == 2:  # gemma3 normalises the heads first
             return x
         return x.reshape(1, ids.shape[1], 2, 32).transpose(1, 2)
 
@@ -72,7 +72,7 @@ def test_gradients_are_those_of_autograd(models, name: str) -> None:
 
 
 def test_yarn_gradients_need_the_transpose(models) -> None:
-    """Its factor on cos and sin is what tells the transpose from the inverse."""
+    """YaRN's factor on cos and sin makes the transpose differ from the inverse."""
     model, ids = model_of(models, "yarn"), prompt(60)
     before, after = Source(0, "keys", True), Source(0, "keys")
     got = layer_gradients(model, ids, [before, after])
@@ -81,7 +81,7 @@ def test_yarn_gradients_need_the_transpose(models) -> None:
     assert float(length[0] / length[1]) == pytest.approx(float(factor), rel=1e-2)
 
 
-def test_keys_after_rope_are_the_cache_s(llama) -> None:
+def test_keys_after_rope_equal_the_caches_keys(llama) -> None:
     cache = tf.DynamicCache(config=llama.config)
     with torch.no_grad():
         llama(input_ids=prompt(40), past_key_values=cache)
@@ -91,7 +91,7 @@ def test_keys_after_rope_are_the_cache_s(llama) -> None:
     assert set(got) == {f"layers.{s}.{part}" for s in ("1.keys", "2.values") for part in ("x", "gradient")}
 
 
-def test_model_is_left_as_it_was() -> None:
+def test_model_is_unchanged() -> None:
     model = MODELS["llama"]()
     model.lm_head.weight.requires_grad_(False)
     learnt = {name: p.requires_grad for name, p in model.named_parameters()}
@@ -102,7 +102,7 @@ def test_model_is_left_as_it_was() -> None:
     assert not model.get_input_embeddings()._forward_hooks
 
 
-def test_overflow_is_said() -> None:
+def test_overflow_is_reported() -> None:
     model = MODELS["llama"]()
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.inf

@@ -1,4 +1,4 @@
-"""The file of a calibration: what it is bound to, how it is found, and what each fault is called."""
+"""The calibration file: its binding to a model, the search for it, and an error for each fault."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RECIPE = Recipe.parse("kvquant:bits=2")
 
 @pytest.fixture(scope="module")
 def made(models, tmp_path_factory) -> Path:
-    """A calibration of the llama for `RECIPE`."""
+    """Calibrate the llama for `RECIPE`."""
     folder = tmp_path_factory.mktemp("calibration")
     corpus = Corpus("random", "0" * 64, prompt(64, batch=2), 3)
     (found,) = Calibrator(models["llama"], [RECIPE], corpus, work=folder / "work").run()
@@ -50,7 +50,7 @@ def empty_cache(tmp_path, monkeypatch) -> Path:
 # ---------------------------------------------------------------- fingerprints
 
 
-def test_fingerprint_knows_weights_and_architecture(llama) -> None:
+def test_fingerprint_depends_on_weights_and_architecture(llama) -> None:
     mark = fingerprint(llama)
     assert fingerprint(build("llama")) == mark
     assert architecture(build("llama").config) == architecture(llama.config)
@@ -65,7 +65,7 @@ def test_fingerprint_knows_weights_and_architecture(llama) -> None:
     assert architecture(turned) != architecture(llama.config)
 
 
-def test_fingerprint_does_not_depend_on_the_type() -> None:
+def test_fingerprint_does_not_depend_on_the_dtype() -> None:
     model = build("llama").to(torch.bfloat16)
     assert fingerprint(model.float()) == fingerprint(model.to(torch.bfloat16))
     assert fingerprint(build("llama").to(torch.bfloat16)) == fingerprint(build("llama"))
@@ -83,7 +83,7 @@ def test_calibrated_part_is_canonical() -> None:
     assert place(Path("a"), RECIPE).name.startswith("kvquant_bits=2-")
 
 
-def test_what_needs_a_corpus(models) -> None:
+def test_recipes_that_need_a_corpus(models) -> None:
     for recipe, needed in [("kvquant", True), ("kivi", False), ("qjl", False), ("kivi/kvquant", True)]:
         assert needs_corpus(Recipe.parse(recipe), models["gemma3"].config) is needed
     assert not needs_corpus(Recipe.parse("kvquant;0-2=exact"), models["llama"].config)
@@ -106,7 +106,7 @@ def test_save_and_load(made: Path, tmp_path: Path) -> None:
 
 
 def rewritten(made: Path, path: Path, **changes: object) -> Path:
-    """A copy that says other things of itself."""
+    """Return a copy with a changed header."""
     from safetensors import safe_open
 
     with safe_open(made, framework="pt") as file:
@@ -210,7 +210,7 @@ def test_generation_and_simulation_use_it(llama, made: Path) -> None:
 
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "deepseek_v3"])
 def test_every_architecture(models, name: str, tmp_path: Path) -> None:
-    """Calibrate and generate, with a window of its own in some layers and two rope types in others."""
+    """Calibrate and generate; some layers have a sliding window, and some models two RoPE types."""
     model, recipe = models[name], "window:sinks=1,recent=8+kvquant:bits=4,ranges=online"
     corpus = Corpus("random", "0" * 64, prompt(80), 0)
     (found,) = Calibrator(model, [Recipe.parse(recipe)], corpus, work=tmp_path).run()
@@ -232,7 +232,7 @@ def test_every_architecture(models, name: str, tmp_path: Path) -> None:
     ],
 )
 def test_forged_tensors(llama, made: Path, name: str, change, words: str) -> None:
-    """Their digest is right, and they are nothing that the recipe's codecs learn from this model."""
+    """Forged tensors have a correct digest, but the recipe's codecs cannot fit them on this model."""
     found = Calibration.load(made)
     forged = dataclasses.replace(found, tensors=found.tensors | {name: change(found.tensors[name])})
     with pytest.raises(UserError, match=rf"made.safetensors is wrong: {words}.*; calibrate again"):

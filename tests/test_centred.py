@@ -1,4 +1,5 @@
-"""Keys whose constant part before RoPE is held apart: nothing is lost by it, wherever tokens come from and go to."""
+"""Keys whose constant part before RoPE is stored separately: no operation on the cache adds an
+error."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ LOSSLESS = "window:sinks=4,recent=16,exact=fp32+centred"
 
 @dataclass(frozen=True)
 class CentredFloats(Exact):
-    """MeanRemoved keys without a loss of their own."""
+    """Exact mean-removed keys."""
 
     dtype: Literal["bf16", "fp16", "fp32"] = "fp32"
 
@@ -55,8 +56,8 @@ def centred_floats(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "phi3", "mistral"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_nothing_is_lost(models, name, batch):
-    """Greedy tokens, with left padding where there are several rows, over several pages of packed tokens."""
+def test_tokens_equal_the_full_cache(models, name, batch):
+    """Greedy tokens over several packed pages; batches of several rows are padded on the left."""
     model, ids = models[name], prompt(150, batch)
     mask = torch.ones_like(ids)
     for row in range(1, batch):
@@ -70,8 +71,8 @@ def test_nothing_is_lost(models, name, batch):
 
 
 @pytest.mark.parametrize(("batch", "policy"), [(1, "window:sinks=4,recent=16"), (3, "h2o:budget=96,recent=16")])
-def test_keys_that_do_not_hold_positions(batch, policy):
-    """What is constant in them needs no RoPE to be taken off; other options of keys before RoPE are refused."""
+def test_keys_without_rope(batch, policy):
+    """The constant part of such keys needs no RoPE. Other options for keys before RoPE are refused."""
     torch.manual_seed(0)
     config = tf.GPT2Config(n_embd=64, n_head=2, n_layer=2, vocab_size=97, bos_token_id=1, eos_token_id=2)
     model, ids = tf.GPT2LMHeadModel(config).eval(), prompt(150, batch)
@@ -90,7 +91,7 @@ def test_keys_that_do_not_hold_positions(batch, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_policies_that_drop_tokens_lose_nothing_more(llama, policy):
+def test_eviction_adds_no_error(llama, policy):
     ids = prompt(300, 2)
     mask = torch.ones_like(ids)
     ids[1, :40] = mask[1, :40] = 0
@@ -116,7 +117,7 @@ def test_rollback_second_turn_and_beams(llama):
     torch.testing.assert_close(swapped[0], swapped[1])
 
 
-def test_simulation_puts_the_mean_back(llama):
+def test_simulation_adds_the_mean(llama):
     ids = prompt(150)
     with torch.no_grad():
         seen = llama(ids, past_key_values=SimulatedCache(llama.config, "centred", sinks=4)).logits
@@ -125,7 +126,7 @@ def test_simulation_puts_the_mean_back(llama):
 
 @pytest.mark.parametrize("prompt_tokens", [1, 5, 40, 200])
 @pytest.mark.parametrize("options", ["", ",basis=channels", ",basis=rotation,code=scalar", ",pre_rope=true"])
-def test_trellis_serves_prompts_of_any_length(llama, prompt_tokens, options):
+def test_trellis_supports_prompts_of_any_length(llama, prompt_tokens, options):
     recipe = f"window:sinks=2,recent=8+trellis:bits=6,calibration=prompt{options}"
     ids = prompt(prompt_tokens)
     with tersekv.compress(llama, recipe):
@@ -133,7 +134,7 @@ def test_trellis_serves_prompts_of_any_length(llama, prompt_tokens, options):
     assert out.shape == (1, prompt_tokens + 90)
 
 
-def test_models_with_another_rope_are_told_what_to_do():
+def test_unsupported_rope_error_says_what_to_do():
     config = tf.GPTJConfig(n_embd=64, n_head=2, n_layer=1, vocab_size=97, rotary_dim=16)
     with pytest.raises(UserError, match="centre=false"):
         tersekv.CompressedCache(config, "trellis:calibration=prompt")

@@ -1,4 +1,5 @@
-"""KVQuant's claims (arXiv 2401.18079) that need no model: tables, outliers, thresholds, weights, true bits."""
+"""KVQuant's claims (arXiv 2401.18079) that need no model: codebooks, outliers, thresholds, weights,
+true bits."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tersekv.errors import UserError
 
 @pytest.fixture(scope="module")
 def keys() -> Tensor:
-    """Channels with ranges and means of their own, and a few elements far out in each: [1, 3, 512, 64]."""
+    """Return channels with different ranges and means, and a few outliers in each: [1, 3, 512, 64]."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 3, 512, 64, generator=generator)
     x = torch.where(torch.rand(x.shape, generator=generator) < 0.006, 8 * x, x)
@@ -24,7 +25,7 @@ def keys() -> Tensor:
 
 
 def error(codec: KVQuant, x: Tensor) -> float:
-    """Mean over channels of the squared error relative to the channel's variance."""
+    """Return the mean over channels of the squared error relative to the channel's variance."""
     codec = codec.fit(x)
     squared = (codec.decode(codec.encode(x), x.shape[-1]) - x).square()
     return float((squared.mean(2) / x.var(2)).mean())
@@ -52,7 +53,7 @@ def test_outliers_per_vector_beat_outliers_per_matrix(keys):
 
 
 def test_outliers_are_exact(keys):
-    """What lies outside the thresholds comes back as float16 holds it."""
+    """Outliers are decoded as float16 stores them."""
     codec = KVQuant(2, outliers=0.02).fit(keys)
     decoded = codec.decode(codec.encode(keys), 64)
     low, high = (codec.fitted[k].unsqueeze(2) for k in ("lower", "upper"))
@@ -62,7 +63,8 @@ def test_outliers_are_exact(keys):
 
 
 def test_thresholds_of_values_are_the_tokens_own(keys):
-    """Half of the outliers above and half below, over all heads of the token: 1 + 1 of 192 at 1 %."""
+    """Half of the outliers are above and half below, over all heads of the token: 1 + 1 of 192 at 1
+    %."""
     codec = KVQuant(3, outliers=0.01, axis="token", side="values").fit(keys)
     planes = codec.encode(keys)
     assert len(planes["outlier_values"]) == 2 * 512
@@ -72,8 +74,10 @@ def test_thresholds_of_values_are_the_tokens_own(keys):
 
 
 def test_weights_of_eq_7():
-    """With Fisher information in some elements alone, the table serves those; without, all alike. The square of the
-    scale counts channels as their errors do in the activations."""
+    """Fisher information in some elements fits the codebook to them; without it all count equally.
+
+    The squared scale weights channels by their errors in the activations.
+    """
     generator = torch.Generator().manual_seed(1)
     x = torch.cat([torch.randn(1, 1, 512, 8, generator=generator), torch.rand(1, 1, 512, 8, generator=generator)], -1)
     fisher = torch.zeros_like(x)
@@ -108,13 +112,14 @@ def test_q_norm_keeps_mean_and_deviation(keys):
     ("bits", "share", "printed"), [(4, 0.01, 4.33), (3, 0.01, 3.33), (2, 0.01, 2.33), (3, 0.0, 3.01)]
 )
 def test_true_bits_are_near_the_printed_ones(bits, share, printed):
-    """The paper counts 32 bits per outlier and hardly anything else; ours counts starts and tables, too."""
+    """The paper counts 32 bits per outlier and almost nothing else. Ours also counts row starts and
+    codebooks."""
     pair = kvquant(bits=bits, outliers=share)
     mean = (pair.keys.true_bits(128, heads=32) + pair.values.true_bits(128, heads=32)) / 2
     assert printed - 0.005 < mean < printed + 0.025
 
 
-def test_what_is_lacking():
+def test_needs_fit_names_the_missing_data():
     assert KVQuant().needs_fit == "corpus"
     assert KVQuant(calibration="prompt").needs_fit == "prompt"
     assert KVQuant(table="int", axis="token").needs_fit is None

@@ -1,5 +1,9 @@
-"""PolarQuant's claims (arXiv 2502.02617), numerically: Lemma 2's densities on Gaussians and on rotated real keys,
-independence across levels, errors at each setting, Theorem 1's fall of the error with bits, online against offline."""
+"""PolarQuant's claims (arXiv 2502.02617), numerically.
+
+- Lemma 2's densities on Gaussians and on rotated real keys;
+- independence across levels, and errors at each setting;
+- Theorem 1's decrease of the error with bits, and online against offline codebooks.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,12 @@ from tersekv.layouts.polar import Polar
 
 LEVELS = 4
 CRITICAL = 1.95
-"""√n times the Kolmogorov-Smirnov distance that a true distribution exceeds once in a thousand times."""
+"""Value of √n times the Kolmogorov-Smirnov distance that the true distribution exceeds with
+probability 0.001."""
 
 
 def distribution(level: int, angle: np.ndarray) -> np.ndarray:
-    """Lemma 2's distribution function; levels ≥ 2 by quadrature."""
+    """Return Lemma 2's distribution function; levels ≥ 2 by quadrature."""
     if level == 1:
         return angle / (2 * math.pi)
     grid = np.linspace(0, math.pi / 2, 20_001)
@@ -33,7 +38,7 @@ def distribution(level: int, angle: np.ndarray) -> np.ndarray:
 
 
 def distance(level: int, angles: Tensor) -> float:
-    """Kolmogorov-Smirnov distance of angles to Lemma 2's distribution."""
+    """Return the Kolmogorov-Smirnov distance of angles to Lemma 2's distribution."""
     sample = np.sort(angles.double().numpy().ravel())
     expected, n = distribution(level, sample), len(sample)
     return max((np.arange(1, n + 1) / n - expected).max(), (expected - np.arange(n) / n).max())
@@ -68,14 +73,14 @@ def test_lemma_2_densities_on_gaussians(gaussians):
         assert distance(level, angles) * math.sqrt(angles.numel()) < CRITICAL
 
 
-def test_the_distance_sees_a_wrong_density(gaussians):
+def test_the_distance_detects_a_wrong_density(gaussians):
     """Level 3's angles against level 2's density: the test above can fail."""
     angles = angles_of(gaussians[:, :, :1024])[2]
     assert distance(2, angles) * math.sqrt(angles.numel()) > 10 * CRITICAL
 
 
 def test_lemma_2_densities_on_rotated_real_keys(real_keys):
-    """Keys of all layers and heads, each rotated by a matrix of its own: whatever the vector, its angles follow
+    """Keys of all layers and heads, each with its own rotation. The angles of any vector follow
     Lemma 2."""
     keys = real_keys[::3, :, ::37].reshape(-1, real_keys.shape[-1])
     rotated = torch.stack([k.double() @ random_rotation(len(k), s).double().T for s, k in enumerate(keys)])
@@ -84,8 +89,11 @@ def test_lemma_2_densities_on_rotated_real_keys(real_keys):
 
 
 def test_one_rotation_brings_all_real_keys_close_to_lemma_2(real_keys):
-    """With one matrix for all layers and heads the densities hold on average over what the heads have in common;
-    without it they do not, the less the higher the level."""
+    """With one rotation for all layers and heads the densities hold on average over what heads
+    share.
+
+    Without rotation they do not, less so at higher levels.
+    """
     D = real_keys.shape[-1]
     plain, rotated = angles_of(real_keys), angles_of(real_keys.double() @ random_rotation(D, 0).double().T)
     for level in (3, 4):
@@ -93,7 +101,7 @@ def test_one_rotation_brings_all_real_keys_close_to_lemma_2(real_keys):
 
 
 def test_angles_of_levels_are_independent(gaussians):
-    """Neither the angles nor their distances from the middle are correlated, for parent and child in the tree."""
+    """Neither angles nor their distances from the middle are correlated between parent and child."""
     angles = angles_of(gaussians)
     middles = [math.pi] + [math.pi / 4] * 3
     for a, b in itertools.combinations(range(LEVELS), 2):
@@ -128,12 +136,14 @@ def test_relative_error_to_three_digits(gaussians, bits, expected, true_bits, ro
 
 
 def test_error_falls_with_bits_as_theorem_1_says(gaussians):
-    """An error of ε costs O(log 1/ε) bits: each further bit for every angle, 15/16 bit per channel, divides the error
-    by almost 4."""
+    """An error of ε costs O(log 1/ε) bits.
+
+    Each further bit for every angle, 15/16 bit per channel, divides the error by almost 4.
+    """
     errors = [float(relative_error(PolarQuant(f"{b + 2}-{b}-{b}-{b}"), gaussians).mean()) for b in range(1, 6)]
     ratios = [a / b for a, b in itertools.pairwise(errors)]
     assert all(3.5 < ratio < 4 for ratio in ratios)
-    assert ratios == sorted(ratios)  # towards 4, the limit of fine tables
+    assert ratios == sorted(ratios)  # towards 4, the limit of fine codebooks
 
 
 def test_online_tables_find_the_offline_ones_on_gaussians(gaussians):
@@ -145,7 +155,8 @@ def test_online_tables_find_the_offline_ones_on_gaussians(gaussians):
 
 
 def test_online_tables_beat_offline_ones_on_real_keys(real_keys):
-    """Not rotated, where angles have densities of their own, by much; rotated by little."""
+    """Online codebooks are much better without rotation, where angles have other densities, and
+    slightly with it."""
     x = real_keys[15][None]
     for rotation, factor in (("none", 0.8), ("qr", 1.0)):
         offline, online = (
@@ -156,7 +167,7 @@ def test_online_tables_beat_offline_ones_on_real_keys(real_keys):
 
 
 def test_level_1_is_a_circle():
-    """An angle just below 2π belongs to an entry near 0 where that is nearer than the last one."""
+    """An angle just below 2π gets an entry near 0 if that is nearer than the last one."""
     x = torch.zeros(1, 1, 32, 16)
     x[..., 0], x[..., 1] = 1.0, -0.05
     codec = PolarQuant(rotation="none", codebook="online")
@@ -168,7 +179,7 @@ def test_level_1_is_a_circle():
 
 
 def test_lengths_are_kept():
-    """A block of 2^L channels decodes to the radius it was stored with: float16's rounding is all that changes."""
+    """A block of 2^L channels decodes to its stored radius, up to float16 rounding."""
     x = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(1))
     codec = PolarQuant("1-1-1-1")
     ratio = codec.decode(codec.encode(x), 64).norm(dim=-1) / x.norm(dim=-1)
@@ -204,7 +215,7 @@ def test_radius_that_float16_cannot_hold():
 
 
 def test_online_tables_of_nearly_equal_tokens():
-    """A repeated token with rounding noise: still coded as well as with offline tables."""
+    """A repeated token with rounding noise is coded as well as with offline codebooks."""
     generator = torch.Generator().manual_seed(48)
     noise = torch.randn(2, 3, 32, 64, generator=generator)
     x = noise[:, :, :1] * (1 + 1e-7 * torch.randint(-2, 3, noise.shape, generator=generator))
@@ -212,8 +223,8 @@ def test_online_tables_of_nearly_equal_tokens():
         assert relative_error(PolarQuant("8-8", rotation, "online"), x).max() < 1e-3
 
 
-def test_short_tokens_count():
-    """Beside one very long token the others are still coded, if less finely."""
+def test_short_tokens_are_coded():
+    """Other tokens are still coded, if less finely, when one token is very long."""
     x = 1e-4 * torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0))
     x[:, :, 5] *= 1e6
     assert relative_error(PolarQuant("8-8", "qr", "online", radii="bf16"), x).mean() < 0.02

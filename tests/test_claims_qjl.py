@@ -1,4 +1,4 @@
-"""QJL's estimator (arXiv 2406.03482, Lemmas 3.2 and 3.5): mean and spread, numerically, and its edge cases."""
+"""QJL's estimator (arXiv 2406.03482, Lemmas 3.2 and 3.5): mean, standard deviation, and edge cases."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from tersekv.codecs.qjl import Qjl
 from tersekv.codecs.transforms.sketch import jl_sketch, sign_factor
 from tersekv.layouts.signs import pack_signs, unpack_signs
 
-# sd of the estimate of a cosine of 0.5 between unit vectors, D = 128: rows M -> (orthogonal, i.i.d.)
+# Standard deviation of the estimate of a cosine of 0.5 between unit vectors, D = 128: rows M ->
+# (orthogonal, i.i.d.)
 SPREAD = {64: (0.118, 0.144), 128: (0.0589, 0.1013), 256: (0.0419, 0.0716), 512: (0.0296, 0.0509)}
 
 
 def estimates(M: int, D: int, orthogonal: bool, trials: int, cosine: float = 0.5) -> torch.Tensor:
-    """The estimate of ⟨q, k⟩ = cosine for unit vectors, over independent sketches, through packed bytes."""
+    """Estimate ⟨q, k⟩ = cosine for unit vectors, over independent sketches, through packed bytes."""
     q, k = torch.zeros(D), torch.zeros(D)
     q[0] = 1
     k[0], k[1] = cosine, math.sqrt(1 - cosine**2)
@@ -31,7 +32,7 @@ def estimates(M: int, D: int, orthogonal: bool, trials: int, cosine: float = 0.5
 @pytest.mark.parametrize("M", SPREAD)
 @pytest.mark.parametrize("orthogonal", [True, False])
 def test_mean_and_spread(M, orthogonal):
-    """Within 4 standard errors of the mean, and of the sd's own sampling error, of the design's figures."""
+    """Mean and standard deviation agree with the design's values within 4 of their standard errors."""
     trials = 200
     x = estimates(M, 128, orthogonal, trials)
     expected = SPREAD[M][0 if orthogonal else 1]
@@ -40,8 +41,11 @@ def test_mean_and_spread(M, orthogonal):
 
 
 def test_spread_theory_per_row():
-    """sd·√M at cosine c: √(π/2 − c²) = 1.15 for i.i.d. rows and √((π/2 − 1)(1 − c²)) = 0.65 for orthogonal rows; the
-    design measured 0.67 for the latter, which holds for M = D."""
+    """sd·√M at cosine c: √(π/2 − c²) = 1.15 for i.i.d. and √((π/2 − 1)(1 − c²)) = 0.65 for
+    orthogonal rows.
+
+    The design measured 0.67 for the latter, which holds for M = D.
+    """
     trials, D = 300, 64
     iid = estimates(D, D, False, trials).std() * math.sqrt(D)
     orthogonal = estimates(D, D, True, trials).std() * math.sqrt(D)
@@ -51,7 +55,7 @@ def test_spread_theory_per_row():
 
 @pytest.mark.parametrize(("D", "bias"), [(128, 0.0020), (64, 0.0039), (32, 0.0078)])
 def test_exact_factor_of_orthogonal_rows(D, bias):
-    """√(π/2) overestimates by 0.20 / 0.39 / 0.78 %, so the exact factor is smaller by that."""
+    """√(π/2) overestimates by 0.20 / 0.39 / 0.78 %, and the exact factor is smaller by that."""
     assert math.sqrt(math.pi / 2) / sign_factor(D) - 1 == pytest.approx(bias, abs=5e-5)
     u = torch.randn(200_000, D, generator=torch.Generator().manual_seed(D))
     u = (u / u.norm(dim=-1, keepdim=True))[:, 0].abs()
@@ -84,7 +88,8 @@ def test_odd_sketch_sizes_stay_unbiased(M, outliers, outliers_per):
         total += codec.decode(codec.encode(k), D)
     norm = k.norm(dim=-1, keepdim=True)
     error = (total / trials - k).square().mean().sqrt() / norm.mean()
-    # per component, sd of one estimate is at most √(π/2)·‖k‖/√M; the mean of `trials` has that over √trials
+    # Per component the sd of one estimate is at most √(π/2)·‖k‖/√M; that of the mean is smaller by
+    # √trials.
     assert float(error) < 1.3 * math.sqrt(math.pi / 2) / math.sqrt(M * trials)
 
 

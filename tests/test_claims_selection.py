@@ -1,4 +1,4 @@
-"""Stores that keep only some tokens: who stays, by each policy and at odd budgets."""
+"""Stores that keep only some tokens: the kept tokens of each policy, and unusual budgets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def made(recipe: str, keys: Tensor, values: Tensor, layer: int = 0, layers: int 
 def feed(
     store: ScoredEvictionStore, keys: Tensor, values: Tensor, query: Tensor, padding: Tensor | None = None
 ) -> None:
-    """Observe and append tokens [B, H, n, D] with their queries [B, Hq, n, D], as a model's attention does."""
+    """Observe and append tokens [B, H, n, D] with their queries [B, Hq, n, D], as a model's
+    attention does."""
     mask = None
     if padding is not None:
         q, T = query.shape[2], store.num_tokens + query.shape[2]
@@ -42,7 +43,8 @@ def votes_of(store: ScoredEvictionStore, keys: Tensor, call: AttentionCall) -> l
 
 
 def filled(recipe: str, cuts: list[int], B: int = 1, D: int = 32, padding: Tensor | None = None) -> tuple:
-    """A store fed with random tokens in the given pieces; and all keys, values and queries."""
+    """Fill a store with random tokens in the given pieces. Return it with all keys, values and
+    queries."""
     keys, values = (x[:, :, : cuts[-1]] for x in tokens(1000, B=B, D=D))
     query = torch.randn(B, 4, 1000, D, generator=torch.Generator().manual_seed(1))[:, :, : cuts[-1]]
     store = made(recipe, keys, values)
@@ -54,14 +56,14 @@ def filled(recipe: str, cuts: list[int], B: int = 1, D: int = 32, padding: Tenso
 
 
 def kept(store: ScoredEvictionStore, row: int = 0, head: int = 0) -> list[int]:
-    """Positions held, sorted."""
+    """Return the kept positions, sorted."""
     positions = store.pool.positions[row, head]
     tail = range(store.num_tokens - store.tails[0].tokens, store.num_tokens)
     return sorted([*positions[positions >= 0].tolist(), *tail])
 
 
 def masks_of(store: ScoredEvictionStore, q: int) -> Tensor:
-    """bool [B, H, q, seen]: held tokens, by position."""
+    """Return a mask of kept tokens by position, bool [B, H, q, num_tokens]."""
     mask = torch.zeros(store.batch_size, store.kv_heads, q, store.num_tokens, dtype=torch.bool)
     for b in range(store.batch_size):
         for h in range(store.kv_heads):
@@ -70,14 +72,15 @@ def masks_of(store: ScoredEvictionStore, q: int) -> Tensor:
 
 
 def held_by_position(store: ScoredEvictionStore) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, H, seen, D] as the store decodes them, NaN where nothing is held."""
+    """Return keys and values [B, H, num_tokens, D] as the store decodes them, NaN for evicted
+    tokens."""
     packed = store.packed_segment()
     out = []
     for i, side in enumerate(store.sides):
         view = [] if packed is None else [(packed.keys, packed.values)[i].decode()]
         chosen = torch.cat([*view, side.loose.float()], dim=2)
         x = torch.full((*chosen.shape[:2], store.num_tokens + 1, side.head_dim), torch.nan)
-        index = store.pool.positions.long() % (store.num_tokens + 1)  # -1 goes to the place behind the last
+        index = store.pool.positions.long() % (store.num_tokens + 1)  # -1 maps to the place after the last
         x.scatter_(2, index.unsqueeze(-1).expand_as(chosen), chosen)
         tail = store.tails[i].data.float()
         x[:, :, store.num_tokens - tail.shape[2] : store.num_tokens] = tail
@@ -92,15 +95,15 @@ def test_streaming_keeps_first_and_latest():
     assert kept(store) == [0, 1, 2, 3, *range(304, 400)]
 
 
-def test_streaming_gives_blocks_back():
+def test_streaming_frees_blocks():
     store, *_ = filled("streaming:budget=100,recent=16+kivi:bits=4", [300, *range(301, 600)])
     assert store.packed_tokens <= 128
     assert len(kept(store)) == 100
 
 
 @pytest.mark.parametrize("pool", ["avg", "max"])
-def test_snapkv_keeps_what_the_window_votes_for(pool):
-    """Against the paper's listing: softmax of the last queries, summed, pooled, top k per head."""
+def test_snapkv_keeps_tokens_with_most_votes(pool):
+    """The paper's listing: softmax of the last queries, summed, pooled, top k per head."""
     store, keys, _, query = filled(f"snapkv:budget=80,sinks=0,pool={pool}+{EXACT}", [300])
     window = query[:, :, -32:].unflatten(1, (2, 2))
     scores = window @ keys.unsqueeze(2).transpose(-1, -2) * 0.125
@@ -114,7 +117,7 @@ def test_snapkv_keeps_what_the_window_votes_for(pool):
     assert kept(store, 0, 0) != kept(store, 0, 1)
 
 
-def test_snapkv_keeps_what_is_generated_and_chooses_again_at_the_next_prompt():
+def test_snapkv_keeps_generated_tokens_and_selects_again_at_the_next_prompt():
     recipe = f"snapkv:budget=80,sinks=0+{EXACT}"
     store, *_ = filled(recipe, [300])
     first = kept(store)
@@ -128,8 +131,8 @@ def test_snapkv_keeps_what_is_generated_and_chooses_again_at_the_next_prompt():
 
 
 def reference_h2o(keys: Tensor, query: Tensor, prompt: int, budget: int) -> list[int]:
-    """Algorithm 1 of H2O for one head, step by step: scores of all queries so far, half of the budget for the latest
-    tokens."""
+    """Run Algorithm 1 of H2O for one head: scores of all queries so far, half of the budget for
+    recent tokens."""
     weights = (query[:prompt] @ keys[:prompt].T * 0.125).masked_fill(
         torch.ones(prompt, prompt, dtype=torch.bool).triu(1), -torch.inf
     )
@@ -146,7 +149,7 @@ def reference_h2o(keys: Tensor, query: Tensor, prompt: int, budget: int) -> list
     return sorted(scores)
 
 
-def test_h2o_is_the_algorithm():
+def test_h2o_equals_algorithm_1():
     keys, values = tokens(600, H=1, D=32)
     query = torch.randn(1, 1, 600, 32, generator=torch.Generator().manual_seed(1)) * 2
     store = made(f"h2o:budget=100,sinks=0,recent=10,exact=fp32+{EXACT}", keys, values)
@@ -172,8 +175,9 @@ def test_pyramid_budgets_fall_and_have_the_same_total():
 @pytest.mark.parametrize("name", ["streaming", "h2o", "snapkv", "pyramidkv", "subgen"])
 @pytest.mark.parametrize(("budget", "prompt"), [(1, 50), (3, 50), (20, 50), (64, 1), (64, 2), (1000, 50), (0.001, 50)])
 def test_odd_budgets(name, budget, prompt):
-    """One token, fewer than the sinks, fewer than the window, more than the prompt, prompts of one token."""
-    if budget == 1:  # the number 1 is the whole prompt
+    """One token, fewer than the sinks, fewer than the window, more than the prompt, prompts of one
+    token."""
+    if budget == 1:  # the number 1 means the whole prompt
         budget = 1.2
     store, *_, query = filled(f"{name}:budget={budget}+kivi:bits=4", [prompt, *range(prompt + 1, prompt + 8)])
     allowed = max(1, int(budget)) + (7 if store.policy.evicts != "step" else 0)
@@ -183,7 +187,7 @@ def test_odd_budgets(name, budget, prompt):
     assert torch.isfinite(attend_store(store, AttentionCall(query[:, :, -1:], None, 0.125))).all()
 
 
-def test_equal_weights_and_no_room():
+def test_equal_weights_without_capacity():
     weights, alive = torch.zeros(2, 1, 5), torch.tensor([True, False, True, True, False])[None, None].repeat(2, 1, 1)
     assert best(weights, alive, torch.tensor([2, 0])).tolist() == [[[True, False, True, False, False]], [[False] * 5]]
 

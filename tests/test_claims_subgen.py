@@ -1,5 +1,9 @@
-"""SubGen's claims (arXiv 2402.06082), numerically: samples are uniform and ℓ₂-proportional however the stream is cut,
-numerator and denominator are unbiased, Theorem 1's bound holds, and no more clusters than the stream has."""
+"""SubGen's claims (arXiv 2402.06082), numerically.
+
+Samples are uniform and ℓ₂-proportional for any division of the stream into calls. Numerator and
+denominator are unbiased, Theorem 1's bound holds, and there are no more clusters than in the
+stream.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,14 @@ from tersekv.recipe import Recipe
 from test_attention import dense
 
 TRIALS = 4000
-"""Independent heads in one batch."""
+"""Number of independent heads in one batch."""
 
 
 def chi_square(observed: Tensor, expected: Tensor) -> float:
-    """Standard deviations of Pearson's statistic above its mean, over the last axis, all rows together."""
+    """Return the deviation of Pearson's statistic from its mean, in standard deviations.
+
+    It is computed over the last axis and summed over all rows.
+    """
     statistic = float(((observed - expected).square() / expected).sum())
     freedom = observed.numel() - observed.shape[:-1].numel()
     return (statistic - freedom) / math.sqrt(2 * freedom)
@@ -51,7 +58,7 @@ def test_value_slots_are_proportional_to_squared_norms(cuts):
 
 
 def test_value_slots_are_independent():
-    """Two slots name the same token as often as two independent draws do."""
+    """Two slots hold the same token as often as two independent draws do."""
     reservoir, generator = Reservoir.empty(1, TRIALS, 2, torch.device("cpu")), random(1)
     for part in torch.arange(20, dtype=torch.int32).split(4):
         ones = torch.ones(1, TRIALS, 4, dtype=torch.float64)
@@ -70,7 +77,7 @@ def test_values_of_norm_zero_are_never_sampled():
 
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
 def test_cluster_slots_are_uniform(cuts):
-    """Two clusters that come mixed: every slot is uniform over its own cluster's keys."""
+    """With two interleaved clusters, every slot is uniform over its own cluster's keys."""
     heads = 300
     near, far = torch.zeros(4), torch.full((4,), 9.0)
     which = torch.tensor([0, 1, 0, 0, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 0, 1, 0, 0, 1, 0], dtype=torch.bool)
@@ -98,7 +105,8 @@ def test_merged_clusters_are_uniform():
 
 @pytest.mark.parametrize("block", [1, 50, 1000])
 def test_no_more_clusters_than_a_clusterable_stream_has(block):
-    """Keys in m balls of diameter δ: at most m representatives, however the stream is cut (§2)."""
+    """Keys in m balls of diameter δ give at most m representatives for any division of the stream
+    (§2)."""
     m, D = 30, 16
     generator = random(3)
     middles = torch.randn(m, D, generator=generator) * 3
@@ -115,7 +123,7 @@ def test_no_more_clusters_than_a_clusterable_stream_has(block):
     assert nearest.max() <= 0.5001
 
 
-def test_a_budget_of_clusters_is_kept():
+def test_the_cluster_budget_is_not_exceeded():
     keys = torch.randn(1, 2, 900, 8, generator=random(4))
     clusters = Clusters.empty(keys, 3, 0.0, 40)
     for part in torch.arange(900).split(100):
@@ -128,7 +136,7 @@ def test_a_budget_of_clusters_is_kept():
 
 
 def sketch(keys: Tensor, values: Tensor, s: int, t: int, delta: float) -> SketchStore:
-    """Algorithm 1 alone, each head a trial of its own: no sinks, no window, exact tokens."""
+    """Return Algorithm 1 alone: no sinks, no window, exact tokens. Each head is one trial."""
     policy = f"subgen:variant=stream,sinks=0,recent=0,exact=fp32,delta={delta},slots={t},budget={2 * s}"
     store = new_store(Recipe.parse(f"{policy}+exact:dtype=fp32").plan(0, 1), keys, values)
     assert isinstance(store, SketchStore)
@@ -138,7 +146,8 @@ def sketch(keys: Tensor, values: Tensor, s: int, t: int, delta: float) -> Sketch
 
 
 def sums(store: SketchStore, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """z as direction [trials, D] and log of its factor [trials], and log τ [trials], for query [trials, D]."""
+    """Return z as direction [trials, D] and log of its factor [trials], and log τ [trials], for
+    query [trials, D]."""
     above, outs, below = [], [], []
     for part in store.weighted_segments():
         scores = part.keys.scores(query[None, :, None])
@@ -156,7 +165,7 @@ def sums(store: SketchStore, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def stream(n: int, D: int, trials: int, spread: float, seed: int = 5) -> tuple[Tensor, Tensor, Tensor]:
-    """Clustered keys, values of very different norms, a query: the same for every trial."""
+    """Return clustered keys, values of very different norms, and a query, equal for every trial."""
     generator = random(seed)
     middles = torch.nn.functional.normalize(torch.randn(6, D, generator=generator), dim=-1)
     noise = torch.nn.functional.normalize(torch.randn(n, D, generator=generator), dim=-1)
@@ -183,7 +192,8 @@ def test_numerator_and_denominator_are_unbiased():
 
 @pytest.mark.parametrize("epsilon", [0.5, 0.25])
 def test_theorem_1(epsilon):
-    """‖z/τ − Attn‖ ≤ ε·‖softmax‖₂·‖V‖_op in 99 % of trials, with t = ε⁻²·e^{2δr}·log n and s = ε⁻²·D."""
+    """‖z/τ − Attn‖ ≤ ε·‖softmax‖₂·‖V‖_op in 99 % of trials, with t = ε⁻²·e^{2δr}·log n and s =
+    ε⁻²·D."""
     n, D, delta, trials = 400, 8, 0.2, 300
     keys, values, query = stream(n, D, trials, delta / 2)
     t, s = math.ceil(epsilon**-2 * math.exp(2 * delta) * math.log(n)), math.ceil(16 * epsilon**-2 * D)
@@ -195,10 +205,10 @@ def test_theorem_1(epsilon):
     bound = epsilon * p.norm() * torch.linalg.matrix_norm(values[0, 0], 2)
     errors = (estimate - p @ values[0, 0]).norm(dim=-1)
     assert (errors <= bound).double().mean() >= 0.99
-    assert errors.median() > 0.02 * bound  # the bound is no mere formality
+    assert errors.median() > 0.02 * bound  # the bound is not trivially large
 
 
-def test_slots_name_what_is_held():
+def test_slots_refer_to_held_tokens():
     keys, values, _ = stream(500, 8, 3, 0.5)
     recipe = "subgen:variant=stream,recent=10,budget=200+kivi:bits=4,group=8"
     store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values)
@@ -215,7 +225,8 @@ def test_slots_name_what_is_held():
 @pytest.mark.parametrize("size", [1e4, -1e4])
 @pytest.mark.parametrize("recent", [0, 16])
 def test_nothing_overflows(size, recent):
-    """Scores of ±10⁴, values of norm zero, one token: finite, and no longer than the longest value."""
+    """With scores of ±10⁴, values of norm zero or one token, results are finite and no longer than
+    the longest value."""
     generator = random(6)
     keys, values = torch.randn(1, 2, 300, 8, generator=generator), torch.randn(1, 2, 300, 8, generator=generator)
     values[:, :, ::3] = 0
@@ -236,7 +247,7 @@ def test_all_values_zero():
     assert attend_store(store, AttentionCall(keys[:, :, :1], None, 1.0)).abs().max() == 0
 
 
-def test_the_estimate_comes_closer_with_the_budget():
+def test_the_error_falls_with_the_budget():
     keys, values, query = stream(2000, 16, 12, 0.4)
     truth = dense(
         query[None, :, None], keys, values, torch.ones(1, 1, 2000, dtype=torch.bool), AttentionCall(query, None, 4.0)
@@ -253,7 +264,8 @@ def test_the_estimate_comes_closer_with_the_budget():
 
 
 def test_k_center_is_gonzalez():
-    """Each center is the key farthest from those before; the radius is at most twice the best (here: known)."""
+    """Each center is the key farthest from those before. The radius is at most twice the known
+    optimum."""
     keys = torch.randn(200, 4, generator=random(8))
     ranks = farthest_first(keys[None, None], torch.ones(1, 1, 200, dtype=torch.bool), torch.zeros(1, 1, 200).bool(), 12)
     order = ranks[0, 0].argsort(descending=True)[:12].tolist()
@@ -264,7 +276,7 @@ def test_k_center_is_gonzalez():
     assert (ranks == -1).sum() == 188
 
 
-def test_k_center_starts_from_what_stays_anyway():
+def test_k_center_starts_from_tokens_that_are_always_kept():
     keys, alive = torch.randn(1, 2, 50, 4, generator=random(9)), torch.ones(1, 2, 50, dtype=torch.bool)
     alive[0, 1, 40:] = False
     centers = torch.zeros(1, 2, 50, dtype=torch.bool)

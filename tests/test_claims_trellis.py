@@ -1,4 +1,4 @@
-"""What docs/methods/trellis.md claims of the codec `trellis`, in numbers."""
+"""Claims of docs/methods/trellis.md about the codec `trellis`, in numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_squared_errors_of_the_shipped_tables(bits):
     error = squared_error(bits, backends.encode_trellis, trellis_entries("cpu"), vectors=3000, dim=64)
     assert error == pytest.approx(SQUARED_ERROR["trellis"][bits], rel=0.05)
     assert 4.0**-bits < error
-    if bits < TRAINED:  # with six bits both tables do as well, and more bits take a scalar one
+    if bits < TRAINED:  # With six bits both codebooks are equally good; more bits use a scalar one.
         assert error < 0.8 * SQUARED_ERROR["scalar"][bits]
 
 
@@ -96,7 +96,7 @@ def test_constant_part_of_keys_before_rope_costs_no_bits():
     )
 
 
-def test_metric_moves_bits_to_what_the_loss_hangs_on():
+def test_metric_moves_bits_to_directions_that_affect_the_loss():
     x = normal(1, 1, 1024, 32)
     gradient = normal(1, 1, 1024, 32, seed=5)
     gradient[..., :8] *= 10
@@ -106,7 +106,7 @@ def test_metric_moves_bits_to_what_the_loss_hangs_on():
     assert float(errors[0]) < 0.5 * float(errors[1])
 
 
-def test_a_short_prompt_does_not_starve_what_comes_later():
+def test_a_short_prompt_leaves_bits_for_later_tokens():
     """Fitted on a few tokens in a subspace, vectors outside it are still coded."""
     few = normal(1, 1, 16, 32) @ torch.diag((torch.arange(32) < 8).float())
     codec = Trellis(3.0, calibration="prompt", side="values").fit(few)
@@ -115,7 +115,7 @@ def test_a_short_prompt_does_not_starve_what_comes_later():
     assert float(error) < 0.5
 
 
-def test_turn_of_a_worker_is_the_models_rope():
+def test_rope_of_a_worker_equals_the_models():
     rope = standard_rope(16)
     turn = rope.of_sequence(3, 10, 24)
     assert isinstance(turn, SequenceRope)
@@ -125,8 +125,8 @@ def test_turn_of_a_worker_is_the_models_rope():
     torch.testing.assert_close(turn.apply(x), expected)
 
 
-def test_bits_go_to_the_layers_that_the_loss_hangs_on():
-    """Over layers and sides, no more bits in all, and less of what the loss foretells."""
+def test_bits_go_to_layers_that_affect_the_loss():
+    """Over layers and sides the total of bits does not grow, and the predicted loss falls."""
     codecs = []
     for layer, loud in enumerate((1.0, 30.0, 0.2)):
         x = normal(1, 2, 512, 32, seed=layer)

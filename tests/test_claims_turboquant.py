@@ -1,5 +1,8 @@
-"""TurboQuant (arXiv 2504.19874), numerically: its tables, errors, bounds and biases, its outlier channels; rotations
-are orthogonal and leave the token loop."""
+"""TurboQuant's claims (arXiv 2504.19874), numerically: codebooks, errors, bounds, biases and
+outlier channels.
+
+Rotations are orthogonal and are not part of the token loop.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from tersekv.codecs.transforms.rotation import random_rotation
 from tersekv.codecs.turboquant import TurboQuant
 from tersekv.errors import UserError
 
-# positive halves of the tables (unit sphere), and relative squared errors at 1 to 4 bits
+# Positive halves of the codebooks (unit sphere), and relative squared errors at 1 to 4 bits.
 TABLES = {
     (64, 2): [0.056515, 0.187497],
     (64, 3): [0.030469, 0.093832, 0.166168, 0.263914],
@@ -90,7 +93,7 @@ def test_within_2_72_of_the_shannon_bound(D):
 
 
 def test_inner_products_are_biased_towards_zero_by_the_error():
-    """E⟨q, x̂⟩ = (1 − MSE)·⟨q, x⟩ for a table of cell means, averaged over rotations."""
+    """E⟨q, x̂⟩ = (1 − MSE)·⟨q, x⟩ for a codebook of cell means, averaged over rotations."""
     x = torch.randn(1, 1, 32, 64, generator=torch.Generator().manual_seed(0))
     for bits in (1, 2):
         factors = []
@@ -121,8 +124,8 @@ def test_rotations_are_orthogonal_and_repeatable(D, kind):
 
 
 def test_outlier_channels_do_not_hurt():
-    """Rotated, a channel of fifty times the size raises the relative error by nothing; per token without rotation it
-    does."""
+    """With rotation a channel of fifty times the size does not raise the relative error; without
+    it, it does."""
     x = torch.randn(1, 2, 512, 64, generator=torch.Generator().manual_seed(0))
     x[..., 3] *= 50
     codec = TurboQuant(4)
@@ -131,7 +134,8 @@ def test_outlier_channels_do_not_hurt():
 
 
 def inner_products(codec: TurboQuant, x: torch.Tensor, q: torch.Tensor, seeds: int) -> torch.Tensor:
-    """⟨q, x̂⟩ − ⟨q, x⟩ of unit vectors for rotations and sketches of `seeds` seeds: [seeds, tokens]."""
+    """Return ⟨q, x̂⟩ − ⟨q, x⟩ of unit vectors for rotations and sketches of `seeds` seeds: [seeds,
+    tokens]."""
     out = []
     for seed in range(seeds):
         one = dataclasses.replace(codec, seed=seed)
@@ -141,7 +145,7 @@ def inner_products(codec: TurboQuant, x: torch.Tensor, q: torch.Tensor, seeds: i
 
 @pytest.fixture(scope="module")
 def unit_vectors() -> tuple[torch.Tensor, torch.Tensor]:
-    """Unit vectors and queries with inner product one half, [1, 1, 128, 64]."""
+    """Return unit vectors and queries with inner product one half, [1, 1, 128, 64]."""
     generator = torch.Generator().manual_seed(3)
     x = torch.nn.functional.normalize(torch.randn(1, 1, 128, 64, generator=generator), dim=-1)
     other = torch.randn(1, 1, 128, 64, generator=generator)
@@ -151,8 +155,8 @@ def unit_vectors() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(("bits", "orthogonal"), [(1, True), (2, True), (3, False), (3, True)])
 def test_prod_is_unbiased(unit_vectors, bits, orthogonal):
-    """Theorem 2, averaged over rotations and sketches; a factor √(π/2) in place of the exact one would not pass at 1
-    bit."""
+    """Theorem 2, averaged over rotations and sketches. A factor √(π/2) instead of the exact one
+    would fail at 1 bit."""
     x, q = unit_vectors
     errors = inner_products(TurboQuant(bits, "prod", orthogonal=orthogonal), x, q, 100)
     assert abs(float(errors.mean())) < 4 * float(errors.std()) / math.sqrt(errors.numel())
@@ -166,8 +170,10 @@ def test_mse_is_biased_by_its_error_and_prod_is_not(unit_vectors):
 
 
 def test_variances_at_three_bits(unit_vectors):
-    """D times the variance of an inner product: .182 with a Gaussian sketch, .066 with an orthogonal one, .034 for mse
-    alone, for a query that is independent of the vector."""
+    """D times the variance of an inner product, for a query independent of the vector.
+
+    It is .182 with a Gaussian sketch, .066 with an orthogonal one, and .034 for mse alone.
+    """
     x, _ = unit_vectors
     q = torch.nn.functional.normalize(torch.randn(x.shape, generator=torch.Generator().manual_seed(9)), dim=-1)
     for codec, expected in [
@@ -179,16 +185,20 @@ def test_variances_at_three_bits(unit_vectors):
         assert 64 * float(errors.var()) == pytest.approx(expected, rel=0.06)
 
 
-def test_prod_at_one_bit_holds_the_sketch_alone():
+def test_prod_at_one_bit_stores_only_the_sketch():
     assert set(TurboQuant(1, "prod").layout(64).planes) == {"signs", "norms"}
     assert TurboQuant(1, "prod").true_bits(64) == 1 + 16 / 64
     assert TurboQuant(3, "prod").true_bits(64) == 3 + 32 / 64
 
 
 @pytest.mark.parametrize(("bits", "low", "high"), [(2.25, 2, 3), (2.5, 2, 4), (3.5, 3, 5)])
-def test_outlier_channels_have_their_own_vector_and_table(bits, low, high):
-    """A quarter of the channels, each part with the error of its own dimension's table (a table scaled by the other
-    dimension would give .1258 in place of .0325 at 3 bits on 32 channels)."""
+def test_outlier_channels_have_their_own_vector_and_codebook(bits, low, high):
+    """A quarter of the channels is separate; each part has the error of its own dimension's
+    codebook.
+
+    A codebook scaled by the other dimension would give .1258 instead of .0325 at 3 bits on 32
+    channels.
+    """
     x = torch.randn(1, 2, 4096, 128, generator=torch.Generator().manual_seed(5))
     outliers = torch.randperm(128, generator=torch.Generator().manual_seed(6))[:32].sort().values
     x[..., outliers] *= 20

@@ -1,4 +1,5 @@
-"""The program: every command on a tiny model, wrong input as one line with status 2, --json alone on stdout."""
+"""The program: every command on a tiny model, errors as one line with status 2, --json alone on
+stdout."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    """The one document that the call printed; nothing else may stand on stdout."""
+    """Return the document that the call printed; stdout may contain nothing else."""
     assert cli.run([*arguments, "--json"]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert len(lines) == 1
@@ -30,7 +31,7 @@ def run_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 
 def refuse(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line of a call that must be refused."""
+    """Return the error line of a call that must fail."""
     assert cli.run(list(arguments)) == 2
     said = capfd.readouterr()
     assert said.out == ""
@@ -41,7 +42,7 @@ def refuse(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def complaints(stderr: str) -> list[str]:
-    """The lines of stderr but those of progress, which a slow machine gets."""
+    """Return the lines of stderr except progress, which only slow machines print."""
     return [line for line in stderr.splitlines() if " so far" not in line]
 
 
@@ -87,12 +88,12 @@ def test_generate_compare_json(tiny: str, capfd: pytest.CaptureFixture[str]) -> 
     assert list(made["full"]) == list(made["packed"]) == KEYS
     full = made["full"]["cache"]
     assert full["recipe"] == "full"
-    # float32 keys and values of every token but the last, which was never fed.
+    # float32 keys and values of every token except the last, which was never fed.
     assert full["bytes"] == full["tokens"] * 2 * 2 * 32 * 4
     assert full["bytes_by_part"] == {"exact": full["bytes"]}
     assert full["bits_per_element"] == 32
     assert full["tokens"] == made["full"]["prompt_tokens"] + made["full"]["new_tokens"] - 1
-    # All tokens stand in the exact window, so only rounding to 16 bits is between the two.
+    # All tokens are in the exact window, so the two differ only by rounding to 16 bits.
     assert made["agreement"] >= 1
 
 
@@ -149,7 +150,7 @@ def test_peak_memory_sees_an_allocation(monkeypatch: pytest.MonkeyPatch) -> None
         held = torch.ones(32 << 20)
         del held
     if not memory.source.startswith("VmHWM"):
-        pytest.skip("the high-water mark cannot be set back on this system")
+        pytest.skip("the high-water mark cannot be reset on this system")
     assert memory.peak_bytes > 100e6
 
     def refuse_write(*_: object) -> None:
@@ -221,7 +222,7 @@ def test_parser_errors_are_one_line(capfd: pytest.CaptureFixture[str], arguments
     assert "--help" in refuse(capfd, *arguments)
 
 
-def test_our_own_mistakes_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli.listing, "describe", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.run(["list"])
@@ -401,7 +402,7 @@ def test_refusal_as_a_process_has_no_traceback() -> None:
     assert len(complaints(done.stderr)) == 1
 
 
-def test_reader_that_leaves_gets_no_traceback() -> None:
+def test_closed_pipe_gives_no_traceback() -> None:
     command = f"{sys.executable!r} -m tersekv list | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.stdout.startswith("methods")
@@ -431,8 +432,9 @@ def test_text_that_is_not_utf8(tmp_path: Path, tiny: str) -> None:
         assert "is not UTF-8 text" in line
 
 
-def test_streams_that_cannot_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk is one line; a stdout without UTF-8 still gets its document; odd COLUMNS do nothing."""
+def test_streams_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk gives one line, a stdout without UTF-8 still gets its document, and odd COLUMNS
+    have no effect."""
     monkeypatch.setenv("COLUMNS", "abc")
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     done = process("models", "list", "--json")
@@ -448,7 +450,7 @@ def test_streams_that_cannot_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert done.stderr.count(b"\n") == 1
 
 
-def test_weights_that_cannot_be_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_uncountable_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for kind, said in (("vit", "cannot be counted"), ("gemma4_text", "differ in their heads")):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         assert said in refuse(capfd, "estimate", "--model", str(tmp_path), "--memory", "1GB")
@@ -470,8 +472,8 @@ def test_weights_that_cannot_be_counted(tmp_path: Path, capfd: pytest.CaptureFix
         ("list | true", 1, ""),
     ],
 )
-def test_closed_streams_and_readers_that_leave(call: str, status: int, words: str) -> None:
-    """One line or none, never a traceback; the status is that of the program."""
+def test_closed_streams_and_pipes(call: str, status: int, words: str) -> None:
+    """One line or none, never a traceback. The status is that of the program."""
     program = f"{sys.executable} -m tersekv {call}"
     done = subprocess.run(
         ["bash", "-c", f"{program}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True, timeout=120
@@ -482,8 +484,8 @@ def test_closed_streams_and_readers_that_leave(call: str, status: int, words: st
     assert len(said.splitlines()) == bool(words)
 
 
-def test_a_file_does_not_take_the_place_of_a_closed_stream(tmp_path: Path) -> None:
-    """What a library writes to the second stream must not end up in a file that was opened since."""
+def test_a_file_does_not_replace_a_closed_stream(tmp_path: Path) -> None:
+    """Output of a library to stderr must not end up in a file opened since."""
     code = (
         "import os; from tersekv.cli import streams; streams.prepare(); "
         f"f = open({str(tmp_path / 'out')!r}, 'w'); os.write(2, b'warning'); os.write(1, b'noise'); f.write('mine')"

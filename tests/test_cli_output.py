@@ -1,4 +1,4 @@
-"""What the program says beside its answers: progress where stderr is no terminal, warnings, tables at any width."""
+"""Output in addition to answers: progress without a terminal, warnings, and tables at any width."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHORT = 0.05
 
 @pytest.fixture
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines of progress after a twentieth of a second."""
+    """Print progress lines after a twentieth of a second."""
     monkeypatch.setattr(output, "EVERY", SHORT)
     output.begin()
 
@@ -44,7 +44,7 @@ def lines(capfd: pytest.CaptureFixture[str]) -> list[str]:
 # ---------------------------------------------------------------- progress
 
 
-def test_lines_say_what_how_far_and_how_long(hurry: None, capfd: pytest.CaptureFixture[str]) -> None:
+def test_lines_report_step_progress_and_time(hurry: None, capfd: pytest.CaptureFixture[str]) -> None:
     with output.step("reading the prompt", 30, "layers") as step:
         for _ in range(10):
             step.advance()
@@ -57,9 +57,7 @@ def test_lines_say_what_how_far_and_how_long(hurry: None, capfd: pytest.CaptureF
     assert [line.split()[3] for line in found] == sorted((line.split()[3] for line in found), key=int)
 
 
-def test_lines_are_about_the_innermost_step_and_reach_the_first_stderr(
-    hurry: None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_report_the_innermost_step_on_the_original_stderr(hurry: None, capfd: pytest.CaptureFixture[str]) -> None:
     """A conversion replaces sys.stderr for half a minute."""
     with output.step("getting a model"), contextlib.redirect_stderr(io.StringIO()) as swallowed:
         time.sleep(3 * SHORT)
@@ -73,23 +71,23 @@ def test_lines_are_about_the_innermost_step_and_reach_the_first_stderr(
     assert set(first) == {"getting a model", "converting it", "a line of its own"}
 
 
-def test_short_steps_one_after_the_other_are_not_silent(hurry: None, capfd: pytest.CaptureFixture[str]) -> None:
-    """None of them takes as long as two lines are apart."""
+def test_consecutive_short_steps_report_progress(hurry: None, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each step is shorter than the interval between two lines."""
     for i in range(8):
         with output.step(f"part {i}"):
             time.sleep(SHORT / 2)
     assert 2 <= len(lines(capfd)) <= 5
 
 
-def test_what_is_quick_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_quick_steps_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     output.begin()
     with output.step("loading"):
         pass
     assert lines(capfd) == []
 
 
-def test_the_estimate_leaves_out_what_was_found_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 110 samples 100 are in the records, and each of the others takes ten seconds."""
+def test_time_left_ignores_samples_found_in_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 of 110 samples are in the records, and each of the others takes ten seconds."""
     now = 0.0
     monkeypatch.setattr(output.time, "monotonic", lambda: now)
     step = output.ProgressStep("evaluating", 110, "samples")
@@ -108,7 +106,7 @@ def test_the_estimate_leaves_out_what_was_found_done(monkeypatch: pytest.MonkeyP
     assert step.far() == "0 of 7 layers, 0 s so far"
 
 
-def test_times_as_people_say_them() -> None:
+def test_durations_are_readable() -> None:
     said = [output.clock(seconds) for seconds in (0.4, 59.6, 200, 7500)]
     assert said == ["0 s", "1 min 0 s", "3 min 20 s", "2 h 5 min"]
 
@@ -116,7 +114,7 @@ def test_times_as_people_say_them() -> None:
 def test_long_commands_report_and_stdout_stays_clean(
     hurry: None, tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is slowed down at its work, and must say what it does meanwhile."""
+    """Each command is slowed down and must report its progress."""
     (tmp_path / "text.txt").write_text("Keys and values. " * 40)
     text = ("--text", str(tmp_path / "text.txt"))
     corpus = ("--samples", "2", "--length", "64", "--workers", "1")
@@ -142,7 +140,7 @@ def test_long_commands_report_and_stdout_stays_clean(
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let every linear layer take longer."""
+    """Slow down every linear layer."""
     done = torch.nn.Linear.forward
 
     def later(*args: Any) -> Any:
@@ -155,7 +153,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def test_an_answer_is_not_mixed_with_progress(
     hurry: None, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Streams that end in one file would mix; then the answer itself is the progress."""
+    """If both streams go to one file, only the answer is printed, as progress."""
     slow(monkeypatch, 0.004)
     call = ["generate", "-m", tiny, "-p", "x", "--max-new-tokens", "8"]
     for mixed in (False, True):
@@ -180,7 +178,7 @@ def test_a_terminal_gets_a_bar_with_the_same_words(monkeypatch: pytest.MonkeyPat
 # ---------------------------------------------------------------- warnings and the log
 
 
-def test_warnings_are_plain_lines_and_verbose_says_more(
+def test_warnings_are_plain_lines_with_details_if_verbose(
     tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = ["generate", "-m", tiny, "-p", "x" * 300, "--max-new-tokens", "2", "-r", "kivi:bits=2", "--json"]
@@ -205,7 +203,7 @@ def test_warnings_are_plain_lines_and_verbose_says_more(
 
 
 def test_the_library_logs_and_does_not_print() -> None:
-    """Nothing is seen where nobody listens, and no file of the library prints, but for the maker of a table."""
+    """Messages are invisible without a log handler, and only the generator of codebooks prints."""
     assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("tersekv").handlers)
     package = Path(cli.__file__).parents[1]
     for path in package.rglob("*.py"):
@@ -228,8 +226,9 @@ RECIPES = (
 
 @pytest.mark.parametrize("width", [80, 100, 132])
 @pytest.mark.parametrize("quarters", [False, True])
-def test_no_word_of_a_table_is_broken(width: int, quarters: bool) -> None:
-    """Every short name, heading and number is whole, in lines that fit; quarters come where they are asked for."""
+def test_table_words_are_not_broken(width: int, quarters: bool) -> None:
+    """Every short name, heading and number is whole, and lines fit. Quarters are shown only on
+    request."""
     metrics = {"kl": 0.003568, "top1_agreement": 0.9697, "nll": 3.063, "perplexity_ratio": 1.0043, "kl_q1": 1.367e-07}
     made = {name: Estimate(mean, mean / 7) for name, mean in metrics.items()}
     found = [Summary("divergence", recipe, 8, 2304, 5.79, 19_220_000, made, 123.6) for recipe in RECIPES]
@@ -252,7 +251,7 @@ def test_no_word_of_a_table_is_broken(width: int, quarters: bool) -> None:
     assert "(mode=cache)" in said
 
 
-def test_short_names_tell_recipes_apart() -> None:
+def test_short_names_of_recipes_are_distinct() -> None:
     recipes = ["trellis:bits=2", "trellis:bits=2,calibration=prompt", "qjl/uniform:bits=4,group=32", "kivi:bits=2"]
     recipes += ["kivi:bits=2;0=exact", "kivi:bits=2,group=64", "window:recent=64+kivi:bits=2", "fp8"]
     short = short_names(recipes)

@@ -1,4 +1,4 @@
-"""Conformance: every codec found in the folder, on both sides, at every head dim it takes."""
+"""Conformance of every codec in the folder, on both sides, at every head dim that it supports."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ HEAD_DIMS = [32, 64, 80, 96, 128, 256]
 
 
 def codecs(name: str) -> list[Codec]:
-    """The codecs a method's name builds with its defaults and its variants, first layers included."""
+    """Build a method's codecs with its defaults and its variants, first layers included."""
     method = methods()[name]
     pairs = [method.build(**options) for options in ({}, *method.variants)]
     return [codec for pair in pairs for codec in (pair.keys, pair.values, *(pair.initial or ()))]
 
 
 def build(name: str, D: int) -> list[Codec]:
-    """Those that take head dim D, with smaller groups where the usual ones do not divide it."""
+    """Build the codecs that support head dim D, with smaller groups where the usual ones do not
+    divide it."""
     taken = []
     for codec in codecs(name):
         try:
@@ -79,7 +80,8 @@ def test_bytes_held_are_bits_declared(name, D):
             if spec.ragged is None:
                 assert planes[key].shape == (2, 1 if spec.shared else 3, 256 // layout.block_tokens, *spec.shape)
         held = sum(plane.numel() * plane.element_size() for plane in planes.values())
-        # the number of ragged entries is the data's; a declared size counts with what a long input comes to
+        # The number of sparse entries depends on the data; a declared size is the average for a
+        # long input.
         expected = layout.bits(D, 3)
         for key, spec in layout.planes.items():
             if spec.ragged is not None:
@@ -112,7 +114,7 @@ def test_finite_on_extremes(name, kind):
 
 @pytest.mark.parametrize("name", methods())
 def test_blocks_do_not_depend_on_each_other(name):
-    """Encoding at once, or block by block, gives the same bytes once the codec is fitted."""
+    """Encoding all at once or block by block gives the same bytes once the codec is fitted."""
     for codec in build(name, 64):
         x = sample(64, T=256)
         fitted, whole = encode(codec, x)
@@ -164,8 +166,11 @@ def test_kivi_true_bits(bits, expected):
 
 
 def test_qjl_true_bits():
-    """Design figures at head dim 128: 4.27 with indices per group of 32 tokens, 5.27 in the first layers; values
-    3.0."""
+    """Design values at head dim 128: 4.27 with indices per group of 32 tokens, and 5.27 in the
+    first layers.
+
+    Values take 3.0.
+    """
     pair = methods()["qjl"].build(outliers_per="group")
     assert pair.initial is not None
     assert pair.keys.true_bits(128) == pytest.approx(4.27, abs=0.005)
@@ -216,7 +221,7 @@ def test_normalfloat_table(bits):
 
 
 def test_normalfloat_4_bits_is_nf4():
-    """bitsandbytes' published table (QLoRA, appendix E)."""
+    """The table published by bitsandbytes (QLoRA, appendix E)."""
     nf4 = [
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
         -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -226,7 +231,8 @@ def test_normalfloat_4_bits_is_nf4():
 
 
 def test_normalfloat_beats_integers_on_long_gaussian_groups():
-    """Where a group's range reaches far into the tails (1,024 values), quantiles waste fewer codes than even steps."""
+    """For 1,024 values a group's range reaches far into the tails, and quantiles waste fewer codes
+    than even steps."""
     x = torch.randn(1, 1, 2048, 64, generator=torch.Generator().manual_seed(0))
 
     def error(codec: Codec) -> float:

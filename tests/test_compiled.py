@@ -1,4 +1,5 @@
-"""Compiled decode steps over a compressed cache: the tokens of eager mode, one graph, and no recompilation."""
+"""Compiled decode steps over a compressed cache: the tokens of eager mode, one graph, no
+recompilation."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ GREEDY = {"max_new_tokens": 200, "do_sample": False, "pad_token_id": 0}
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
-    """Graphs and counters of other tests must not count."""
+    """Reset graphs and counters of other tests."""
     torch.compiler.reset()
     counters.clear()
     yield
@@ -35,25 +36,25 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.fixture
 def model() -> Any:
-    """A Llama of its own, since `generate` keeps the compiled call on the model."""
+    """Return a separate Llama, because `generate` keeps the compiled call on the model."""
     return build("llama")
 
 
 @pytest.fixture
 def one_layer() -> Any:
-    """A Llama of one layer: calls on it alone are whole forward passes."""
+    """Return a Llama of one layer, whose calls are whole forward passes."""
     return tf.LlamaForCausalLM(tf.LlamaConfig(**(SHAPE | {"num_hidden_layers": 1}), **HEAD)).eval()
 
 
 def config(backend: str = "eager", **options: Any) -> CompileConfig:
-    """Compile on the CPU, too, in one graph."""
+    """Return a config that compiles one graph, also on the CPU."""
     made = CompileConfig(fullgraph=True, backend=backend, mode=None, options=options or None)
     made._compile_all_devices = True
     return made
 
 
 def batch(rows: int, tokens: int = 60) -> dict[str, Tensor]:
-    """Prompts; of three rows two are padded on the left."""
+    """Return prompts. With three rows, two are padded on the left."""
     ids = prompt(tokens, batch=rows)
     mask = torch.ones_like(ids)
     if rows == 3:
@@ -63,7 +64,7 @@ def batch(rows: int, tokens: int = 60) -> dict[str, Tensor]:
 
 
 def assert_one_graph(graphs: int = 1) -> None:
-    """No break and no recompilation since the test began."""
+    """Check that there was no graph break and no recompilation since the test began."""
     assert counters["stats"]["unique_graphs"] == graphs
     assert not counters["graph_break"]
     assert not counters["recompile_limit"]
@@ -85,8 +86,10 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "recipe", "dtype", "rows"), CASES)
 def test_generate_gives_eager_tokens_with_one_graph(name, recipe, dtype, rows):
-    """200 tokens cross several packing steps; the second call compiles nothing. Gemma 2 has softcaps and sliding
-    windows, GPT-OSS attention sinks."""
+    """200 tokens include several packing steps, and the second call compiles nothing.
+
+    Gemma 2 has softcaps and sliding windows, GPT-OSS attention sinks.
+    """
     model, inputs = build(name).to(dtype), batch(rows)
     with tersekv.compress(model, recipe):
         expected = model.generate(**inputs, **GREEDY)
@@ -99,8 +102,9 @@ def test_generate_gives_eager_tokens_with_one_graph(name, recipe, dtype, rows):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.parametrize("prefill", ["eager", "compiled"])
-def test_compiled_model_in_a_loop_of_its_own(name, prefill):
-    """`torch.compile(model)` without `generate`: positions come from the cache, and the operator makes the masks."""
+def test_compiled_model_without_generate(name, prefill):
+    """`torch.compile(model)` without `generate`: positions come from the cache, and the operator
+    makes the masks."""
     model, ids = build(name), batch(2)["input_ids"]
     compiled = torch.compile(model, backend="eager", fullgraph=True)
 
@@ -142,7 +146,8 @@ def test_compiled_model_with_a_padding_mask_that_grows(name):
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_inductor(model, dtype):
-    """Inductor keeps sums of fused bfloat16 operations in float32 unless told otherwise; so it does without us."""
+    """By default Inductor keeps sums of fused bfloat16 operations in float32, with or without our
+    cache."""
     model, inputs = model.to(dtype), batch(3)
     with tersekv.compress(model, "kivi:bits=4"):
         expected = model.generate(**inputs, **GREEDY)
@@ -184,7 +189,7 @@ def test_other_ways_of_decoding(model, options):
     assert counters["stats"]["unique_graphs"] == (1 if "do_sample" in options else 0)
 
 
-def test_cache_works_on_after_compiled_steps(model, tmp_path):
+def test_cache_operations_after_compiled_steps(model, tmp_path):
     """Crop, copy, save, load, row selection and reset, each followed by compiled steps."""
     ids, compiled = prompt(70), config()
 
@@ -201,7 +206,7 @@ def test_cache_works_on_after_compiled_steps(model, tmp_path):
         expected = go_on(copy.deepcopy(cache), cropped, None)
         copied = copy.deepcopy(cache)
         assert go_on(copied, cropped, compiled) == expected
-        assert cache.get_seq_length() + 1 == cropped.shape[1]  # the copy has a handle of its own
+        assert cache.get_seq_length() + 1 == cropped.shape[1]  # the copy has its own handle
         assert go_on(CompressedCache.load(tmp_path / "file.cache", model), cropped, compiled) == expected
         rows = copy.deepcopy(cache)
         rows.batch_repeat_interleave(2)
@@ -223,8 +228,9 @@ def test_prefill_in_chunks_is_compiled_as_transformers_does(model):
     assert not counters["graph_break"]
 
 
-def test_generate_compiles_only_where_it_is_told_to(model, monkeypatch):
-    """Transformers would compile on its own on a GPU; the device is feigned, and nothing may be traced."""
+def test_generate_compiles_only_on_request(model, monkeypatch):
+    """transformers would compile by itself on a GPU. The test pretends to have one; nothing may be
+    traced."""
     inputs = batch(1) | GREEDY | {"max_new_tokens": 5}
     with tersekv.compress(model, "kivi:bits=4"):
         out = model.generate(**inputs, return_dict_in_generate=True)
@@ -236,7 +242,7 @@ def test_generate_compiles_only_where_it_is_told_to(model, monkeypatch):
         kwargs = {"past_key_values": out.past_key_values}
         plain = copy.deepcopy(model.generation_config)
         assert not model._valid_auto_compile_criteria(kwargs, plain)
-        out.past_key_values.compiles = True  # what `generate` notes where it is given a `compile_config`
+        out.past_key_values.compiles = True  # `generate` sets this if it gets a `compile_config`
         assert model._valid_auto_compile_criteria(kwargs, plain)
         monkeypatch.setattr(out.past_key_values, "context_parallel", object())  # processes divide the tokens
         assert not out.past_key_values.is_compileable
@@ -247,8 +253,8 @@ def test_generate_compiles_only_where_it_is_told_to(model, monkeypatch):
 
 
 @pytest.mark.parametrize("why", ["not installed", "opens keys and values", "recurrent state", "weights"])
-def test_what_cannot_compile_runs_eager_and_transformers_says_so(models, why, monkeypatch):
-    """A `compile_config` that cannot be followed changes no token."""
+def test_uncompilable_caches_run_eager_with_a_warning(models, why, monkeypatch):
+    """A `compile_config` that cannot be followed does not change the tokens."""
     said = []
     monkeypatch.setattr("transformers.generation.utils.logger.warning_once", lambda text, *_: said.append(text))
     name = "deepseek_v3" if why == "opens keys and values" else "llama"
@@ -271,7 +277,7 @@ def test_what_cannot_compile_runs_eager_and_transformers_says_so(models, why, mo
 
 
 def recurrent() -> Any:
-    """A model with a layer of linear attention."""
+    """Return a model with a layer of linear attention."""
     torch.manual_seed(0)
     types = ["linear_attention", "full_attention", "linear_attention"]
     config = tf.Qwen3NextConfig(**(SHAPE | HEAD), layer_types=types, num_experts=2, num_experts_per_tok=1)
@@ -279,7 +285,7 @@ def recurrent() -> Any:
 
 
 @pytest.mark.parametrize("option", [{"dropout": 0.5}, {"output_attentions": True}, {"position_bias": torch.ones(1)}])
-def test_what_the_operator_does_not_take_is_said(one_layer, option):
+def test_the_operator_says_what_it_refuses(one_layer, option):
     layer = CompressedCache(one_layer.config, LOSSLESS).layers[0]
 
     @torch.compile(backend="eager", fullgraph=True)
@@ -291,7 +297,8 @@ def test_what_the_operator_does_not_take_is_said(one_layer, option):
 
 
 def test_errors_of_the_operator(model, monkeypatch):
-    """A batch of another size, and an interruption between layers, which the next compiled pass detects."""
+    """A batch of another size, and an interruption between layers, which the next compiled pass
+    detects."""
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with tersekv.compress(model, LOSSLESS), torch.no_grad():
         cache = CompressedCache(model.config, LOSSLESS)
@@ -317,7 +324,7 @@ def test_errors_of_the_operator(model, monkeypatch):
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
 
 
-def test_a_cache_of_transformers_still_compiles_beside_us(model):
+def test_transformers_caches_still_compile(model):
     """`compress` is installed, and a compiled call gets another cache."""
     compiled, cache = torch.compile(model, backend="eager"), DynamicCache(config=model.config)
     with tersekv.compress(model, LOSSLESS), torch.no_grad():
@@ -342,8 +349,9 @@ def test_calls_that_break_the_graph_are_right(one_layer, gradients):
     assert counters["graph_break"]
 
 
-def test_operators_keep_the_rules_of_torch(one_layer):
-    """Values of ones give ones however often a test of torch appends them."""
+def test_operators_pass_torch_opcheck(one_layer):
+    """With values of ones the output is ones, even if torch's checks run the operator several
+    times."""
     with tersekv.compress(one_layer, LOSSLESS):
         cache = CompressedCache(one_layer.config, LOSSLESS)
         query, keys, values = torch.randn(1, 4, 1, 32), torch.randn(1, 2, 1, 32), torch.ones(1, 2, 1, 32)
@@ -356,8 +364,8 @@ def test_operators_keep_the_rules_of_torch(one_layer):
         assert torch.ops.tersekv.num_tokens(handle).item() == appended
 
 
-def test_an_operator_whose_output_nobody_reads_still_appends(one_layer):
-    """Dead code elimination must not take it away, nor merge two equal calls."""
+def test_an_operator_with_unused_output_still_appends(one_layer):
+    """Dead code elimination must neither remove it nor merge two equal calls."""
     with tersekv.compress(one_layer, LOSSLESS), torch.no_grad():
         cache = CompressedCache(one_layer.config, LOSSLESS)
         layer = cache.layers[0]
@@ -373,13 +381,13 @@ def test_an_operator_whose_output_nobody_reads_still_appends(one_layer):
         assert layer.get_seq_length() == 6
 
 
-def test_a_handle_of_a_cache_that_is_gone():
+def test_a_handle_of_a_deleted_cache():
     handle = torch.tensor(-1)
     with pytest.raises(CacheError, match="no longer exists"):
         torch.ops.tersekv.num_tokens(handle)
 
 
-def test_masks_that_neither_the_trace_nor_the_operator_makes():
+def test_unsupported_masks_are_refused():
     @torch.compile(backend="eager", fullgraph=True)
     def mask() -> Any:
         return attention_mask_for(batch_size=1, q_length=1, kv_length=0, allow_is_causal_skip=False)

@@ -1,4 +1,4 @@
-"""`compress` as a call, as a context, on copies of a model, and beside other wishes about the cache."""
+"""`compress` as a call, as a context, on copies of a model, and with other cache settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
 
 
 def state(model):
-    """What `compress` changes on a model."""
+    """Return the state that `compress` changes on a model."""
     return (
         model.config._attn_implementation,
         dict(model.__dict__),
@@ -37,7 +37,7 @@ def recipe_in_use(model):
 
 @pytest.fixture
 def llama():
-    """One that nobody else has."""
+    """Return a model that no other test uses."""
     return build("llama")
 
 
@@ -47,13 +47,13 @@ def test_a_call_without_with_takes_effect_until_removed(llama):
     assert recipe_in_use(llama) == "kivi"
     assert repr(handle) == "<tersekv.compress of LlamaForCausalLM with kivi: installed>"
     handle.remove()
-    handle.remove()  # a second time does nothing
+    handle.remove()  # a second call does nothing
     assert repr(handle).endswith("removed>")
     assert recipe_in_use(llama) is None
     assert state(llama) == before
 
 
-def test_a_handle_that_nobody_keeps_stays_in_force(llama):
+def test_a_discarded_handle_stays_in_force(llama):
     before = state(llama)
     tersekv.compress(llama, "kivi")
     tersekv.compress(llama, "int4:group=32")
@@ -133,7 +133,7 @@ def test_a_call_that_fails_installs_nothing(llama):
 
 @pytest.mark.parametrize("part", ["model", "base"])
 def test_a_copy_is_made_without_packed_attention(llama, part):
-    """During the context and after it, as a copy that was made before it."""
+    """Copies made during the context and after it behave like one made before."""
     attention = llama.config._attn_implementation
     expected = llama(prompt(30), use_cache=False)[0]
     with tersekv.compress(llama, "kivi"):
@@ -172,7 +172,7 @@ def test_saving_a_model_inside(llama, tmp_path):
 # ---------------------------------------------------------------- other wishes about the cache
 
 
-def test_a_cache_keeps_its_own_recipe_and_says_so(llama):
+def test_a_cache_keeps_its_own_recipe_with_a_warning(llama):
     ids = prompt(200)
     results = []
     for installed in ("qjl", "kivi:bits=2"):
@@ -197,7 +197,7 @@ def test_a_cache_of_another_architecture_is_refused(models):
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
-def test_a_cache_of_transformers_is_used_and_said(llama, kind):
+def test_a_transformers_cache_is_used_with_a_warning(llama, kind):
     cache = kind(config=llama.config, **({"max_cache_len": 50} if kind is StaticCache else {}))
     with warnings.catch_warnings(record=True) as caught, tersekv.compress(llama, LOSSLESS):
         warnings.simplefilter("always")
@@ -210,7 +210,7 @@ def test_a_cache_of_transformers_is_used_and_said(llama, kind):
 @pytest.mark.parametrize("place", ["argument", "config"])
 @pytest.mark.parametrize("implementation", ["static", "offloaded_static", "offloaded", "quantized"])
 def test_another_cache_implementation_is_refused(llama, monkeypatch, implementation, place):
-    """In the call, and in the model's generation config; without compress it works as ever."""
+    """In the call, and in the model's generation config. Without `compress` it works as usual."""
     given = {"cache_implementation": implementation} if place == "argument" else {}
     if place == "config":
         monkeypatch.setattr(llama.generation_config, "cache_implementation", implementation)
@@ -223,7 +223,7 @@ def test_another_cache_implementation_is_refused(llama, monkeypatch, implementat
         llama.generate(prompt(20), **GREEDY, **given)
 
 
-def test_no_cache_at_all_is_nobodys_fault(llama):
+def test_use_cache_false_is_no_error(llama):
     with tersekv.compress(llama, "kivi"):
         out = llama.generate(prompt(20), use_cache=False, return_dict_in_generate=True, **GREEDY)
     assert out.past_key_values is None

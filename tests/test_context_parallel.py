@@ -1,4 +1,5 @@
-"""Packed tokens divided among processes: here threads that meet at a barrier, and once two ranks under torchrun."""
+"""Context parallelism among threads that meet at a barrier, and once among two ranks under
+torchrun."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ ROPED = ["kivi:bits=2,pre_rope=true", "polarquant:codebook=online"]
 
 
 def together(ranks: int, work: Callable[[ContextParallel], Any]) -> list[Any]:
-    """What `work` gives on each of so many ranks, which are threads."""
+    """Return the results of `work` on all ranks, which are threads."""
     barrier, slots = threading.Barrier(ranks, timeout=60), [torch.empty(0)] * ranks
 
     def gather(rank: int, x: torch.Tensor) -> list[torch.Tensor]:
@@ -54,7 +55,8 @@ def divided(model, recipe: str, spread: ContextParallel, learnt=None) -> tersekv
 
 
 def same_as_one(model, recipe, steps, ranks=2, mask=None, learnt=None) -> list[tersekv.CompressedCache]:
-    """The caches of all ranks, after comparing their logits, which must be those of one process and the same bits."""
+    """Return the caches of all ranks after checking that their logits equal those of one process
+    bit for bit."""
     with tersekv.compress(model, recipe, learnt):
         one = tersekv.CompressedCache(model.config, recipe, learnt)
         expected = read(model, one, steps, mask)
@@ -72,7 +74,7 @@ def same_as_one(model, recipe, steps, ranks=2, mask=None, learnt=None) -> list[t
 
 
 @pytest.mark.parametrize("recipe", [*KINDS, *ROPED])
-def test_every_method_says_what_one_process_says(wide, recipe, tmp_path):
+def test_every_method_gives_the_result_of_one_process(wide, recipe, tmp_path):
     learnt = calibration(wide, recipe, tmp_path)
     steps = [prompt(300), *singles(25), prompt(70, seed=2), *singles(1)]  # 24 more fill a block
     one, *ranks = same_as_one(wide, recipe, steps, learnt=learnt)
@@ -82,7 +84,7 @@ def test_every_method_says_what_one_process_says(wide, recipe, tmp_path):
         assert places.sort().values.tolist() == list(range(store.packed_first, store.packed_first + len(places)))
         assert len(places) == store.packed_tokens
         assert max(part.packed_tokens for part in parts) <= store.packed_tokens / 2 + store.flush_tokens
-        for side in ("keys", "values"):  # the same bits, at the places where they are in one process
+        for side in ("keys", "values"):  # the same bits, at the same places as in one process
             whole = getattr(store, side)
             expected = whole.codec.decode(whole.packed.planes(), 64)
             for part in parts:
@@ -93,7 +95,8 @@ def test_every_method_says_what_one_process_says(wide, recipe, tmp_path):
 
 @pytest.mark.parametrize(("ranks", "recipe"), [(1, ROPED[0]), (3, "uniform:bits=7"), (5, ROPED[0])])
 def test_more_processes_than_blocks(llama, ranks, recipe):
-    """Those without packed tokens take part, whether kernels read the others' or not; what is left over goes round."""
+    """Ranks without packed tokens take part, also if kernels read the others' tokens. Remaining
+    blocks are distributed."""
     _, *parts = same_as_one(llama, recipe, [prompt(200), *singles(40), prompt(20, seed=3)], ranks)
     packed = [part.layers[0].store.packed_tokens for part in parts]
     assert max(packed) - min(packed) <= 32
@@ -141,7 +144,7 @@ def test_rollback_rows_and_reset(llama):
                 torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
 
 
-def test_what_it_does_not_serve(llama, models, tmp_path):
+def test_unsupported_caches_and_operations(llama, models, tmp_path):
     spread = ContextParallel(0, 2, lambda x: [x, x])
 
     def make(model, recipe):

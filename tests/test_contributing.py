@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's steps for a codec, walked through: one new file is all it takes."""
+"""CONTRIBUTING.md's steps for a codec, executed: one new file is sufficient."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ METHOD = Method("ternary", "example", for_both_sides(Ternary))
 
 @pytest.fixture
 def ternary(tmp_path, monkeypatch):
-    """The file laid into a folder that belongs to the package for the length of a test."""
+    """Write the file into a folder that is part of the package during a test."""
     (tmp_path / "ternary.py").write_text(CODEC)
     monkeypatch.setattr(codecs, "__path__", [*codecs.__path__, str(tmp_path)])
     importlib.invalidate_caches()

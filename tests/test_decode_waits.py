@@ -1,7 +1,8 @@
-"""While a model decodes, nothing of ours waits for the device: no number, and no tensor, is read back to the host.
+"""During decoding our code never waits for the device: no number or tensor is read back to the
+host.
 
-Run on the CPU, where Triton's kernels are interpreted. Tensors say that they are not on a CPU, so that the code goes
-the way it goes on a GPU. Calls of transformers' own code are not counted.
+The tests run on the CPU, where Triton's kernels are interpreted. Tensors claim not to be on a CPU,
+so that the code takes the same path as on a GPU. Calls of transformers' own code are not counted.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ pytestmark = [
 ]
 OURS = str(Path(tersekv.__file__).parent)
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "equal")
-"""Methods that give the host what a tensor holds; some read a CPU's tensor with no operation of its own."""
+"""Methods that copy a tensor's values to the host. Some read a CPU tensor without any operation."""
 SIZED_BY_VALUES = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
-"""Operations whose result the host has to see, which others are made of; so is the choice of elements by bools."""
+"""Operations whose result shape depends on values and which others use, for example selection by
+bools."""
 
 
 def caller() -> str | None:
-    """Where our own code called what runs now; None where it is another's."""
+    """Return the place in our code that made the current call, or None for a call from elsewhere."""
     frame = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -44,7 +46,7 @@ def caller() -> str | None:
 
 
 class Reads(TorchFunctionMode):
-    """Notes methods that read a tensor that is not in `host`."""
+    """Records methods that read a tensor that is not in `host`."""
 
     def __init__(self, noted: list[str], host: list[int]) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ class Reads(TorchFunctionMode):
 
 
 class Sized(TorchDispatchMode):
-    """Notes operations that the host waits for."""
+    """Records operations that the host waits for."""
 
     def __init__(self, noted: list[str], host: list[int]) -> None:
         super().__init__()
@@ -78,7 +80,7 @@ class Sized(TorchDispatchMode):
 
 
 def waits(run, monkeypatch, host=()) -> list[str]:
-    """What `run` reads back, but of tensors that lie on the host."""
+    """Return the reads of `run`, except those of tensors on the host."""
     from triton.runtime.interpreter import InterpretedFunction
 
     noted: list[str] = []
@@ -110,8 +112,8 @@ READING = {
 
 
 @pytest.mark.parametrize("read", READING.values(), ids=READING)
-def test_what_is_counted(read, monkeypatch):
-    """Or `test_steps` could not fail: reads from our folder are, those of others are not."""
+def test_reads_of_our_code_are_counted(read, monkeypatch):
+    """Reads from our folder count and others do not. Otherwise `test_steps` could not fail."""
     ours: dict = {"read": read}
     exec(compile("def run(x):\n    read(x)", f"{OURS}/example.py", "exec"), ours)
     x = torch.ones(3)
@@ -128,7 +130,7 @@ def test_tensors_of_the_host_are_not_counted(monkeypatch):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_steps(recipe, models, monkeypatch):
-    """Of a padded batch, while no block is packed. Where its rows begin is known on the host."""
+    """A padded batch while no block is packed. The start of its rows is known on the host."""
     recipe = f"{WINDOW}+{recipe}"
     model, ids = models["llama"], prompt(80, batch=2)
     mask = torch.ones_like(ids)

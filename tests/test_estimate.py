@@ -1,4 +1,4 @@
-"""The estimate from a config is what a real cache holds; KVQuant's tables come out as printed."""
+"""The estimate from a config equals the size of a real cache, and KVQuant's tables are reproduced."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def test_shape_of_every_test_model(models):
         assert len(cache_shape(models[name].config).windows) == 3
 
 
-def test_unfit_recipe():
+def test_unsupported_recipe():
     with pytest.raises(UserError, match="does not divide"):
         predict(KNOWN["LLaMA-7B"], "int4:group=48", 1000)
 
 
-# KVQuant, arXiv 2401.18079v6: Table 8 and Table 1 for LLaMA-7B at 128K, in GB, as printed
+# KVQuant, arXiv 2401.18079v6: Table 8 and Table 1 for LLaMA-7B at 128K, in GB, as printed.
 PRINTED_7B_128K = {
     "fp16": 64.0, "nuq4": 16.0, "nuq4-1%": 17.3, "nuq3": 12.0, "nuq3-1%": 13.3, "nuq2": 8.0, "nuq2-1%": 9.3,
 }  # fmt: skip
@@ -88,8 +88,11 @@ def test_table_8_as_printed(label):
 
 
 def test_statements_of_appendix_a():
-    """65B at nuq2-1% takes 46.5 GB; nuq2 brings 7B to 64 GB at 1M; 7B at 10M (nuq2) and 65B at 1M (nuq3) fit into eight
-    80-GB devices; nuq4-1% compresses 3.7 times."""
+    """65B at nuq2-1% takes 46.5 GB, nuq2 reduces 7B at 1M to 64 GB, and nuq4-1% compresses 3.7
+    times.
+
+    7B at 10M (nuq2) and 65B at 1M (nuq3) fit into eight 80-GB devices.
+    """
     rows = {(row.model, row.label): row.gigabytes for row in kvquant.table_8()}
     assert round(rows["LLaMA-65B", "nuq2-1%"]["128K"], 1) == 46.5
     assert round(rows["LLaMA-7B", "nuq2"]["1M"]) == 64
@@ -99,8 +102,11 @@ def test_statements_of_appendix_a():
 
 
 def test_average_bits():
-    """Printed: 4.00-4.02 and 4.32-4.35 over the models of Table 18 (1,024 key channels with grouped queries at one end,
-    8,192 at the other), 4.33 for a 7B model in the passkey table."""
+    """Printed are 4.00-4.02 and 4.32-4.35 over the models of Table 18, and 4.33 for 7B in the
+    passkey table.
+
+    The models range from 1,024 key channels (grouped queries) to 8,192.
+    """
     widest, narrowest = KNOWN["LLaMA-65B"], replace(KNOWN["LLaMA-65B"], kv_heads=8)
     for bits in (2, 3, 4):
         ends = [[round(kvquant.average_bits(s, bits, o), 2) for s in (widest, narrowest)] for o in (0.0, 0.01)]
@@ -120,12 +126,12 @@ WINDOWED = [
     "normalfloat", "polarquant", "turboquant:bits=4", "turboquant:bits=2.5", "kivi:bits=2,pre_rope=true",
     "window:sinks=8,recent=64+kivi:bits=2", "qjl/uniform:bits=4",
 ]  # fmt: skip
-OUTLIERS = [f"kvquant:bits={bits},calibration=prompt" for bits in (2, 3, 4)]  # how many there are depends on the data
+OUTLIERS = [f"kvquant:bits={bits},calibration=prompt" for bits in (2, 3, 4)]  # their number depends on the data
 KEPT_WHEN_GENERATED = ["snapkv:budget=0.25+kivi:bits=4", "snapkv:budget=0.25+exact"]
 
 
 def held_by_a_layer(recipe, cuts):
-    """Footprint and RoPE of a layer of one head that was fed calls of these sizes."""
+    """Return footprint and RoPE of a layer of one head that was fed calls of these sizes."""
     rope, g = standard_rope(64), torch.Generator().manual_seed(0)
     store = new_store(Recipe.parse(recipe).plan(0, 1), *[torch.empty(1, 1, 0, 64)] * 2, rope=rope)
     for n in cuts:
@@ -151,7 +157,7 @@ CASES = [
 
 @pytest.mark.parametrize(("recipe", "tokens", "way"), CASES)
 def test_estimate_is_what_a_layer_holds(recipe, tokens, way):
-    """Byte for byte, however tokens came; with outliers within one percent."""
+    """Byte for byte for any division into calls; within one percent with outliers."""
     piece, generated = WAYS[way]
     prompt_tokens = tokens - generated
     cuts = [min(piece or tokens, prompt_tokens - at) for at in range(0, prompt_tokens, piece or tokens)]

@@ -1,4 +1,5 @@
-"""`tersekv estimate`: what fits, several recipes in one table, models by name, by file and unknown; what it refuses."""
+"""`tersekv estimate`: fitting contexts, several recipes in one table, known and unknown models,
+errors."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def test_it_says_whether_contexts_fit(capfd: pytest.CaptureFixture[str]) -> None
     assert "of 7.94 GB left beside the weights" in said
     assert f"too many; at most {most:,} do." in said
     assert "Not counted: activations" in said
-    assert cli.run(list(arguments)) == 0  # "no" is an answer, not a mistake
+    assert cli.run(list(arguments)) == 0  # "no" is an answer, not an error
     capfd.readouterr()
 
 
@@ -48,7 +49,7 @@ def test_weights_that_take_all_memory(capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_most_tokens_are_fewer_than_what_does_not_fit() -> None:
-    """Bytes fall where tokens are packed, so that a longer context may fit where a shorter one does not."""
+    """Packing reduces bytes, so a longer context may fit where a shorter one does not."""
     toothed = [0, 10, 20, 30, 12, 22]
     assert estimate.most_tokens(lambda n: toothed[n], 25, below=3) == 2
     assert estimate.most_tokens(lambda n: 10 * n, 25, below=2) == 1
@@ -97,7 +98,7 @@ def test_unknown_names(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "known without a config are qwen3-4b" in refuse(capfd, "estimate", "-m", "someone/qwen3-4b-tuned")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "llama-3.1-8b").mkdir()  # a folder of that name is what the user means
+    (tmp_path / "llama-3.1-8b").mkdir()  # a folder of that name takes precedence
     assert "llama-3.1-8b holds no config.json" in refuse(capfd, *LLAMA)
 
 
@@ -125,7 +126,7 @@ def test_tables_take_a_batch(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("recipe", ["default", "kivi:bits=2", "window:recent=16+qjl", "h2o:budget=1000+exact"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_break_even(name: str, recipe: str, batch: int) -> None:
-    """From that length on nothing takes more than bfloat16 does; shorter by a step it does."""
+    """From that length on the cache is never larger than bfloat16; one step below, it is."""
     shape = MODELS[name].shape
     least = break_even(shape, recipe, batch)
     assert least is not None

@@ -1,4 +1,4 @@
-"""`tersekv eval`: its document and table, the tasks' options, wrong input, interruptions."""
+"""`tersekv eval`: its document and table, options of tasks, errors, interruptions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXT = pydoc_text()[:2000]
 
 @pytest.fixture
 def common(tiny: str, tmp_path: Path) -> tuple[str, ...]:
-    """A call that takes a second."""
+    """Return a command that takes a second."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     return ("eval", "perplexity", "-m", tiny, "--text", str(tmp_path / "text.txt"), "--context", "64", "--windows", "2")
 
@@ -48,7 +48,8 @@ def test_document(common: tuple[str, ...], tiny: str, capfd: pytest.CaptureFixtu
         assert all(list(metric) == ["mean", "stderr"] for metric in result["metrics"].values())
     full, packed = made["results"][0], made["results"][1]
     assert (full["bits_per_element"], full["bytes"]) == (32, 64 * 2 * 2 * 32 * 4)
-    # head dim 32 and groups of 32 are the same 3 bits as at 64; 16 bytes are the table of 2-bit codes
+    # head dim 32 with groups of 32 takes the same 3 bits as 64; 16 bytes are the table of 2-bit
+    # codes
     assert packed["bytes"] == full["bytes"] * 3 // 32 + 16
     assert full["metrics"]["perplexity_ratio"] == {"mean": 1, "stderr": 0}
     assert packed["metrics"]["perplexity"]["stderr"] > 0
@@ -128,13 +129,13 @@ def test_bar_with_the_time_left(
     ("arguments", "said"),
     [
         (("perplexitty",), "did you mean 'perplexity'"),
-        (("perplexity", "--samples", "4"), "--samples is no option of perplexity; "),
-        (("perplexity", "--context", "two"), "--context 'two' is no whole number"),
+        (("perplexity", "--samples", "4"), "--samples is not an option of perplexity; "),
+        (("perplexity", "--context", "two"), "--context 'two' is not a whole number"),
         (("perplexity", "--mode", "both"), "choose cache or simulate"),
-        (("perplexity", "--context", "1M"), "more than the model's 2,048"),
+        (("perplexity", "--context", "1M"), "exceeds the model's 2,048"),
         (("perplexity", "--text", "nowhere.txt"), "cannot read the text"),
         (("perplexity", "--recipe", "kivy"), "did you mean 'kivi'"),
-        (("perplexity", "--recipe", "kivi:bits=4..2"), "lower to the higher"),
+        (("perplexity", "--recipe", "kivi:bits=4..2"), "the smaller one first"),
         (("perplexity", "--recipe", "int4"), "head dim"),
         (("perplexity", "--nothing", "1"), "--nothing"),
         ((), "TASK"),
@@ -151,7 +152,7 @@ def test_out_that_is_a_file_is_refused(
     assert "is a file: give a folder" in refuse(capfd, *common, "--out", str(tmp_path / "text.txt"))
 
 
-def test_help_shows_every_option_and_who_has_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_every_option_with_its_tasks(capfd: pytest.CaptureFixture[str]) -> None:
     said = " ".join(run_text(capfd, "eval", "--help").split())
     for name, task in tasks().items():
         assert name in said
@@ -190,7 +191,7 @@ def test_values(text: str, kind: Any, value: Any) -> None:
     [
         ("2.5", int, "whole number"),
         ("-1", int, "whole number"),
-        ("x", float, "no number"),
+        ("x", float, "not a number"),
         ("yes", bool, "true or false"),
     ],
 )
@@ -204,7 +205,7 @@ def test_option_goes_to_every_task_that_has_it() -> None:
     assert [task.windows for task in made.values()] == [7, 7]  # type: ignore[attr-defined]
 
 
-def test_a_recipe_that_cannot_serve_the_model_stops_before_any_sample(tiny: str) -> None:
+def test_an_unsupported_recipe_stops_before_any_sample(tiny: str) -> None:
     from tersekv.hf.models import load
 
     with pytest.raises(UserError, match="head dim"):

@@ -33,7 +33,7 @@ def harness(tiny: str) -> Harness:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file with a text of 2,000 tokens of the tiny model."""
+    """Write a text of 2,000 tokens of the tiny model."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(pydoc_text()[:2000], encoding="utf-8")
     return str(path)
@@ -81,8 +81,8 @@ def test_products(product: str, recipes: list[str]) -> None:
 @pytest.mark.parametrize(
     ("product", "said"),
     [
-        ("kivi:bits=4..2", "lower to the higher"),
-        ("kivi:bits=2..x", "no range"),
+        ("kivi:bits=4..2", "the smaller one first"),
+        ("kivi:bits=2..x", "is not a valid range"),
         ("kivi:bits=1..99999", "more than 1,000 values"),
         ("kivi:bits=2..4,group=1..999", "at most 1,000"),
         ("kivi:2,4", "no option"),
@@ -144,7 +144,7 @@ def test_truncated_file_is_completed(harness: Harness, tasks: dict[str, Task], t
     assert [s.metrics for s in got if s.samples > 1] == [s.metrics for s in wanted if s.samples > 1]
 
 
-def test_other_options_recipes_and_models_live_side_by_side(
+def test_one_file_holds_other_options_recipes_and_models(
     harness: Harness, tiny: str, text: str, tmp_path: Path
 ) -> None:
     one, other = {"perplexity": Perplexity(text, context=64)}, {"perplexity": Perplexity(text, context=32)}
@@ -182,8 +182,9 @@ cli.run(sys.argv[1:])
 """
 
 
-def test_killed_run_goes_on(tiny: str, text: str, tmp_path: Path) -> None:
-    """What a killed process leaves is completed by the same command, to the records of a run that was not stopped."""
+def test_killed_run_continues(tiny: str, text: str, tmp_path: Path) -> None:
+    """The same command completes the records of a killed process, equal to those of an
+    uninterrupted run."""
     common = ["eval", "perplexity", "-m", tiny, "--text", text, "-r", "kivi:bits=2", "-r", "turboquant"]
     common += ["--context", "160", "--windows", "4", "--mode", "cache", "--chunk", "32", "--out"]
     out = tmp_path / "killed"
@@ -204,7 +205,7 @@ def test_records_without_a_folder_are_kept_in_memory(harness: Harness, text: str
     task = {"perplexity": Perplexity(text, context=32)}
     with Records() as records:
         first = harness.run(task, records)
-        assert harness.run(task, records) == first  # seconds included: nothing was run again
+        assert harness.run(task, records) == first  # equal seconds show that nothing ran again
 
 
 def test_file_is_locked_and_checked(harness: Harness, text: str, tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def test_file_is_locked_and_checked(harness: Harness, text: str, tmp_path: Path)
         pass
 
 
-def test_a_run_over_more_windows_uses_those_that_are_there() -> None:
+def test_a_run_over_more_windows_reuses_records() -> None:
     asked = dict.fromkeys(recording.KEY, "x") | {"options": {"windows": 2, "context": 64}}
     more = asked | {"options": {"windows": 4, "context": 64}}
     assert recording.key_of(asked) == recording.key_of(more)
@@ -237,7 +238,7 @@ def lines_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_metrics_that_are_no_number_are_null(harness: Harness) -> None:
+def test_metrics_that_are_not_finite_are_null(harness: Harness) -> None:
     from tersekv.cache.footprint import Footprint
     from tersekv.lab.evals.tasks import Result
 

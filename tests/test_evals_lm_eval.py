@@ -1,4 +1,4 @@
-"""Log-likelihoods over a packed cache, and the model type that lm-evaluation-harness uses them through."""
+"""Log-likelihoods over a packed cache, and the model type for lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_loglikelihood_over_the_full_cache(loaded, chunk: int) -> None:
     assert cache.get_seq_length() == len(context) + len(following) - 1
 
 
-def test_loglikelihood_knows_greedy_answers(loaded) -> None:
+def test_loglikelihood_reports_greedy_answers(loaded) -> None:
     model, tokenizer = loaded
     context = ids(tokenizer, CONTEXT)
     out = model.generate(torch.tensor([context]), max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
@@ -60,12 +60,12 @@ def test_module_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "tersekv.lab.evals.lm_eval", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'lm_eval\[hf\]"):
         importlib.import_module("tersekv.lab.evals.lm_eval")
-    with pytest.raises(SystemExit, match=r"tersekv: lm-evaluation-harness is not here"):
+    with pytest.raises(SystemExit, match=r"tersekv: lm-evaluation-harness is not installed"):
         runpy.run_module("tersekv.lab.evals.lm_eval", run_name="__main__")
 
 
 class FakeHFLM:
-    """What the model type uses of the harness's class (0.4.13)."""
+    """The parts of the harness's class (0.4.13) that the model type uses."""
 
     def __init__(self, pretrained: Any, tokenizer: Any = None, **kwargs: Any) -> None:
         self.model, self.tokenizer, self.max_length, self.device = pretrained, tokenizer, 512, "cpu"
@@ -80,7 +80,7 @@ class FakeHFLM:
 
 @pytest.fixture
 def model_type(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`TersekvLM` over what it uses of the harness, which tests do not install."""
+    """Return `TersekvLM` over a fake of the harness, which tests do not install."""
     registered: dict[str, Any] = {}
     fakes = {
         "lm_eval": {},
@@ -117,7 +117,7 @@ def test_model_type_scores_requests(model_type: Any, loaded, recipe: str) -> Non
     if packed:
         exact = model_type(model, recipe="full", tokenizer=tokenizer)._loglikelihood_tokens(requests)
         assert exact[0][0] != pytest.approx(got[0][0], rel=1e-6)
-        assert exact[1][0] == pytest.approx(got[1][0], rel=1e-3)  # four tokens stand in exact sinks
+        assert exact[1][0] == pytest.approx(got[1][0], rel=1e-3)  # four tokens are in exact sinks
 
 
 def test_model_type_cuts_contexts_that_are_too_long(model_type: Any, loaded) -> None:

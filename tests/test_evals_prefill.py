@@ -28,7 +28,7 @@ def test_shared_prefill_has_the_bytes_of_a_real_one(models, name: str, recipe: s
     filled, real = new_cache(model, recipe), new_cache(model, recipe)
     with tersekv.compress(model, recipe), torch.no_grad():
         model(input_ids=ids, past_key_values=real)
-        # inside, since softcaps and attention sinks are rounded otherwise than by the model's own attention
+        # inside, because the model's own attention rounds softcaps and attention sinks differently
         Prefill(model).fill(filled, ids)
     for ours, theirs in zip(filled.layers, real.layers, strict=True):
         if theirs.store is None:
@@ -74,12 +74,12 @@ def test_prefill_is_computed_once_per_prompt(llama) -> None:
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_policies_that_observe_queries_share_the_prefill(models, name: str, recipe: str) -> None:
-    """They choose the tokens, and hold the bytes, of a prefill of their own."""
+    """Tokens and bytes are those of the recipe's own prefill."""
     model, ids = models[name], prompt(200)
     try:
         filled, real = new_cache(model, recipe), new_cache(model, recipe)
     except UserError:
-        pytest.skip("no policy that drops tokens serves this model")
+        pytest.skip("no eviction policy supports this model")
     before = model.config.get_text_config()._attn_implementation
     with tersekv.compress(model, recipe), torch.no_grad():
         model(input_ids=ids, past_key_values=real)
@@ -93,8 +93,9 @@ def test_policies_that_observe_queries_share_the_prefill(models, name: str, reci
     assert torch.equal(*nexts)
 
 
-def test_queries_are_noted_once_a_recipe_observes_them(tiny: str) -> None:
-    """One prefill more for the first prompt, one for all recipes from then on; answers as before."""
+def test_queries_are_recorded_once_a_recipe_observes_them(tiny: str) -> None:
+    """The first prompt needs one more prefill; afterwards one serves all recipes. Answers do not
+    change."""
     model, tokenizer = load(tiny)
     calls: list[int] = []
     hook = model.base_model.register_forward_hook(lambda module, args, out: calls.append(1))

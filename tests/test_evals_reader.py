@@ -1,4 +1,5 @@
-"""The reader of evaluations: prompts cut at the context's end, answers, the real cache chunk by chunk."""
+"""The reader of evaluations: prompts split at the context's end, answers, and the real cache in
+chunks."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def test_template_that_strips_the_turn(loaded) -> None:
         assert tokenizer.decode(split.context[0]) == "<|user|>Context. "
         assert tokenizer.decode(split.rest[0]) == "Why?<|end|><|answer|>"
         tokenizer.chat_template = "{{ messages[0]['content'] | upper }}"
-        with pytest.raises(UserError, match="changes a user's text"):
+        with pytest.raises(UserError, match="changes the user's text"):
             split_ids(tokenizer, Prompt("Context.", "Why?"))
     finally:
         tokenizer.chat_template = template
@@ -132,7 +133,7 @@ def test_gold_nll_is_the_teacher_forced_one_and_leaves_the_cache(loaded) -> None
 
 
 class Scripted:
-    """A model that says the letters of a text one by one, and then the end token 0."""
+    """A model that outputs the letters of a text one by one, then the end token 0."""
 
     class generation_config:  # noqa: N801 (transformers' name)
         eos_token_id = (0,)
@@ -163,7 +164,7 @@ def test_greedy_stops(loaded) -> None:
     assert said(tokenizer, "ab cd.", stop=(".", "cd")) == ("ab ", 4)
     assert said(tokenizer, "a\nb\nc", least=3, stop=("\n",))[0] == "a"  # searched from the third token on
     assert said(tokenizer, "") == ("", 0)
-    assert said(tokenizer, "", least=1) == ("", 1)  # another special token in place of the end, then the end
+    assert said(tokenizer, "", least=1) == ("", 1)  # another special token instead of the end token, then the end token
 
 
 def test_answers_that_do_not_fit_are_refused(loaded) -> None:

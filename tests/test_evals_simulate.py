@@ -1,4 +1,4 @@
-"""Simulation: every key and value coded in one forward pass."""
+"""Simulation: every key and value is quantised in one forward pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_simulation_without_loss_is_the_ordinary_pass(models, name: str) -> None
 
 @pytest.mark.parametrize("recipe", ["kivi:bits=2", "qjl", "turboquant:bits=3", "kivi:bits=4;0=exact"])
 def test_simulation_is_attention_over_coded_tensors(llama, recipe: str) -> None:
-    """Against the same thing done inside the attention function; 96 tokens are whole blocks."""
+    """Compare with quantisation inside the attention function. 96 tokens are whole blocks."""
     ids, layers = prompt(96), llama.config.num_hidden_layers
 
     def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ def test_simulation_counts_what_it_encoded(llama) -> None:
 
 
 def test_simulated_tokens(llama) -> None:
-    """Sinks are exact, the last block is coded as if it ended with its last token, pieces are those of the store."""
+    """Sinks are exact, the last block is coded as if complete, and chunks are those of the store."""
     cache = SimulatedCache(llama.config, "kivi:bits=2", sinks=3)
     keys, values = torch.randn(1, 2, 1100, 32), torch.randn(1, 2, 1100, 32)
     coded = cache.layers[1].update(keys, values)

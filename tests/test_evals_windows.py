@@ -1,4 +1,5 @@
-"""Perplexity and divergence: the protocol's arithmetic, options, and real figures where model and text are at hand."""
+"""Perplexity and divergence: arithmetic of the protocol, options, and real values if model and text
+exist."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def loaded(tiny: str) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file with a text of 400 tokens of the tiny model."""
+    """Write a text of 400 tokens of the tiny model."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(pydoc_text()[:400], encoding="utf-8")
     return str(path)
@@ -65,7 +66,8 @@ def test_nll_is_the_mean_over_predicted_tokens() -> None:
 
 
 def test_perplexity_is_scored_after_the_prefix(loaded, text: str) -> None:
-    """In mode=cache, predictions of tokens after the prefix are made over packed tokens, and only they count."""
+    """In mode=cache, only predictions of tokens after the prefix count, and they are made over
+    packed tokens."""
     model, tokenizer = loaded
     full = Reader(model, tokenizer)
     packed = Reader(model, tokenizer, "window:recent=0+kivi:bits=2")
@@ -143,8 +145,8 @@ def test_wrong_texts(loaded, tmp_path: Path) -> None:
     (tmp_path / "short").write_text("x" * 100)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for text, context, said in (
-        ("short", 64, "has 100 tokens, 1 windows of 64; 4 were asked for"),
-        ("short", 4096, "more than the model's 2,048"),
+        ("short", 64, "has 100 tokens, 1 windows of 64, but 4 are needed"),
+        ("short", 4096, "exceeds the model's 2,048"),
         ("nowhere", 64, "cannot read"),
         ("binary", 64, "not UTF-8"),
     ):
@@ -153,11 +155,15 @@ def test_wrong_texts(loaded, tmp_path: Path) -> None:
 
 
 def test_baseline_on_wikitext(smollm2) -> None:
-    """The published full-cache perplexity of the first window, and packed ones far from and near to it: a user who
-    names no mode reads through the real cache, whose figures are far better than those of mode=simulate."""
+    """The published full-cache perplexity of the first window, and packed ones far from and near to
+    it.
+
+    The default mode reads through the real cache, whose values are far better than those of
+    mode=simulate.
+    """
     folder = data_folder()
     if folder is None:
-        pytest.skip("the folder with test texts is not beside this checkout")
+        pytest.skip("the folder with test texts is not next to this checkout")
     model, tokenizer = smollm2
     full = Reader(model, tokenizer)
     task = Perplexity(text=str(folder / "wikitext-2" / "test_gptq_joined.txt"), context=512, windows=1)

@@ -1,4 +1,5 @@
-"""Without the extra `lab`: what the base installation does, and what a command that needs a package says."""
+"""Without the extra `lab`: functions of the base installation, and errors of commands that need a
+package."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ os.environ["TERSEKV_CACHE"] = {cache!r}
 
 
 def run_without(modules: list[str], code: str, cache: Path) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own in which those modules cannot be imported."""
+    """Run code in a separate process in which those modules cannot be imported."""
     whole = BLOCK.format(modules=modules, cache=str(cache)) + textwrap.dedent(code)
     return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, timeout=300, cwd=cache)
 
 
 def program_without(modules: list[str], arguments: list[str], cache: Path) -> subprocess.CompletedProcess[str]:
-    """Run the program where those modules cannot be imported."""
+    """Run the program without those modules."""
     return run_without(modules, f"from tersekv import cli\nsys.exit(cli.run({arguments!r}))", cache)
 
 
@@ -78,7 +79,7 @@ GETTING = "getting the model smollm2 (its file is converted once) needs gguf"
     [
         ("plot pareto {results}", "matplotlib", "plot pareto needs matplotlib"),
         ("plot decoding {records}/generate.jsonl", "matplotlib", "plot decoding needs matplotlib"),
-        ("plot angles", "matplotlib", "plot angles needs matplotlib"),  # before the model is fetched
+        ("plot angles", "matplotlib", "plot angles needs matplotlib"),  # before the model is downloaded
         ("plot clusters", "scikit-learn", "plot clusters needs scikit-learn"),
         ("report {results}", "matplotlib", "tersekv report needs matplotlib"),
         ("models pull smollm2", "gguf", GETTING),
@@ -92,7 +93,7 @@ GETTING = "getting the model smollm2 (its file is converted once) needs gguf"
     ],
 )
 def test_a_command_says_what_to_install(call: str, package: str, said: str, results: Path, tmp_path: Path) -> None:
-    """One sentence on stderr, nothing on stdout, and nothing written."""
+    """One sentence on stderr, nothing on stdout, and no file written."""
     arguments = call.format(results=results, records=RECORDS).split()
     done = program_without([LAB[package]], arguments, tmp_path)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
@@ -101,7 +102,7 @@ def test_a_command_says_what_to_install(call: str, package: str, said: str, resu
     assert list(tmp_path.iterdir()) == []
 
 
-def test_longbench_says_so_before_it_reads(tiny: str, tmp_path: Path) -> None:
+def test_longbench_names_a_missing_package_before_it_reads(tiny: str, tmp_path: Path) -> None:
     (tmp_path / "lcc.jsonl").write_text("{}\n")
     call = ["eval", "longbench", "--subtasks", "lcc", "--length", "1k", "--data", str(tmp_path), "--model", tiny]
     done = program_without(["rapidfuzz"], call, tmp_path)
@@ -111,7 +112,7 @@ def test_longbench_says_so_before_it_reads(tiny: str, tmp_path: Path) -> None:
     )
 
 
-def test_a_broken_package_is_not_called_absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_broken_package_is_not_reported_as_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "broken_package.py").write_text("import a_module_that_nobody_has")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(LAB, "broken", "broken_package")
@@ -120,7 +121,7 @@ def test_a_broken_package_is_not_called_absent(monkeypatch: pytest.MonkeyPatch, 
 
 
 def packages(text: str) -> set[str]:
-    """Names of the packages that quoted requirements ask for."""
+    """Return the package names of quoted requirements."""
     return set(re.findall(r'^ *"([A-Za-z0-9_-]+)(?:\[\w+\])?[>;"]', text, re.MULTILINE))
 
 

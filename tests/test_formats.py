@@ -1,4 +1,5 @@
-"""Golden bytes beside the drawings: where each code, scale and sign lies, worked out by hand."""
+"""Golden bytes of the layouts: positions of codes, scales and signs, computed by hand from the
+drawings."""
 
 from __future__ import annotations
 
@@ -17,16 +18,19 @@ from tersekv.layouts.signs import pack_blocks, pack_signs, signs_planes
 
 
 def block(D: int = 64, bits: int = 4) -> torch.Tensor:
-    """Codes of one block [1, 1, 32, D], each a small hash of token and channel."""
+    """Return codes of one block [1, 1, 32, D], each a small hash of token and channel."""
     t, c = torch.arange(32)[:, None], torch.arange(D)
     return ((7 * t + 3 * c) % 2**bits).to(torch.uint8)[None, None]
 
 
 @pytest.mark.parametrize(("axis", "group"), [("token", 32), ("channel", 32)])
 @pytest.mark.parametrize("side", ["keys", "values"])
-def test_grid_planes_lie_as_drawn(side, axis, group):
-    """4 bits: code (token t, channel c) of keys is in lane t, slot c; of values in lane c, slot t. In a lane, slot p
-    = 2i + j is half-word j, bits 4·(i mod 4), of word i // 4."""
+def test_grid_layout_is_as_drawn(side, axis, group):
+    """Layout of 4-bit codes: (token t, channel c) is in lane t, slot c for keys and lane c, slot t
+    for values.
+
+    In a lane, slot p = 2i + j is half-word j, bits 4·(i mod 4), of word i // 4.
+    """
     grid = Grid(4, side, axis, group, True, 64)
     codes = block()
     groups = grid.groups(codes)
@@ -45,8 +49,10 @@ def test_grid_planes_lie_as_drawn(side, axis, group):
 
 
 def test_first_bytes_of_a_grid_block():
-    """Channels 0 to 7 of token 0 are codes 0 3 6 9 12 15 2 5; even ones fill the low half-word: 0x2C60, odd ones the
-    high: 0x5F93."""
+    """Channels 0 to 7 of token 0 have codes 0 3 6 9 12 15 2 5.
+
+    Even channels fill the low half-word, 0x2C60, and odd ones the high half-word, 0x5F93.
+    """
     grid = Grid(4, "keys", "channel", 32, True, 64)
     planes = grid.pack(grid.groups(block()), torch.zeros(1, 1, 1, 1, 64).half(), None)
     assert planes["codes"].numpy().view(np.uint32).ravel()[0] == 0x5F932C60
@@ -56,15 +62,18 @@ def test_first_bytes_of_a_grid_block():
 @pytest.mark.parametrize(
     ("bits", "codes", "half_words_expected"),
     [
-        # 16 codes of 5 bits in five half-words: three each, and the last code one bit in each spare bit 15
+        # 16 codes of 5 bits in five half-words: three each; the last code uses the spare bit 15 of
+        # each.
         (5, [1, 2, 3] + [0] * 12 + [0b10011], [1 | 2 << 5 | 3 << 10 | 1 << 15, 1 << 15, 0, 0, 1 << 15]),
-        # 8 codes of 6 bits in three: two each, and the spare four bits of each hold two more: 63 = low 6, 1 = next 6
+        # 8 codes of 6 bits in three half-words: two each. The spare four bits of each hold two more
+        # codes: 63 = low 6, 1 = next 6.
         (6, [1, 2, 0, 0, 0, 0, 63, 1], [1 | 2 << 6 | 0xF << 12, 0b0111 << 12, 0]),
-        # 16 codes of 7 bits in seven: two each, two spare bits each: 127 fills three and a half, then 1
+        # 16 codes of 7 bits in seven half-words: two each with two spare bits; 127 fills three and
+        # a half, then 1.
         (7, [5] + [0] * 13 + [127, 1], [5 | 3 << 14, 3 << 14, 3 << 14, (1 | 1 << 1) << 14, 0, 0, 0]),
     ],
 )
-def test_spare_bits_lie_as_drawn(bits, codes, half_words_expected):
+def test_spare_bits_are_as_drawn(bits, codes, half_words_expected):
     n = len(codes)
     matrix = torch.zeros(2 * n, 16, dtype=torch.uint8)
     matrix[0::2, 3] = torch.tensor(codes, dtype=torch.uint8)  # even p: the low half-words, lane 3
@@ -73,7 +82,7 @@ def test_spare_bits_lie_as_drawn(bits, codes, half_words_expected):
     assert half_words(bits, n).words == len(half_words_expected)
 
 
-def test_signs_block_lies_as_drawn():
+def test_signs_block_is_as_drawn():
     planes = signs_planes(20, torch.float16, "outlier_")
     assert planes["outlier_signs"].shape == (3, 32)
     assert planes["outlier_norms"].shape == (32,)
@@ -86,7 +95,7 @@ def test_signs_block_lies_as_drawn():
     assert torch.equal(pack_blocks(x), packed.T)
 
 
-def test_exact_block_lies_as_drawn():
+def test_exact_block_is_as_drawn():
     layout = exact_layout(3, torch.float16)
     assert layout.planes["x"].shape == (32, 3)
     x = torch.arange(96.0).reshape(1, 1, 1, 32, 3).half()
@@ -109,15 +118,16 @@ def test_round_scale():
 @pytest.mark.parametrize(
     ("level_bits", "D", "codes", "expected"),
     [
-        # angle bytes [a1 a0] … [b3 b2 b1 b0] … [c3 c2 c1 c0] [d…]: 11.5 bytes for 32 channels, the last half empty
+        # angle bytes [a1 a0] … [b3 b2 b1 b0] … [c3 c2 c1 c0] [d…]: 11.5 bytes for 32 channels, the
+        # last half empty
         ((4, 2, 2, 2), 32, [[*range(16)], [1, 2, 3, 0, 0, 0, 0, 2], [3, 0, 0, 1], [2, 1]],
          "1032547698badcfe39804306"),
-        # 3 bits reach over bytes: 1, 2, 3, 4 and then 5, 6 of level 2
+        # 3-bit codes cross bytes: 1, 2, 3, 4 and then 5, 6 of level 2
         ((3, 3), 8, [[1, 2, 3, 4], [5, 6]], "d158 03".replace(" ", "")),
         ((8, 1), 4, [[0xAB, 0xCD], [1]], "abcd01"),
     ],
 )  # fmt: skip
-def test_polar_block_lies_as_drawn(level_bits, D, codes, expected):
+def test_polar_block_is_as_drawn(level_bits, D, codes, expected):
     polar = Polar(level_bits, D)
     planes = [torch.tensor(level).unsqueeze(-1).expand(-1, 32) for level in codes]
     packed = polar.pack(planes)

@@ -1,4 +1,5 @@
-"""Format `sparse`: entries as drawn, appended, selected and dropped; thresholds; and the buffers that hold it."""
+"""Layout `sparse`: position of entries, append, slice, selection and eviction; thresholds; and its
+buffers."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ def overlay(B: int = 2, H: int = 3, T: int = 96, D: int = 40, seed: int = 0, sha
     return x, chosen
 
 
-def test_entries_lie_as_drawn():
+def test_entries_are_as_drawn():
     x = torch.zeros(1, 1, 64, 300)
     chosen = torch.zeros_like(x, dtype=torch.bool)
     for token, channel, value in ((0, 5, 1.0), (31, 299, -2.0), (31, 0, 0.5), (33, 7, 4.0)):
         x[0, 0, token, channel] = value
         chosen[0, 0, token, channel] = True
     planes = pack_outliers(x, chosen)
-    # [token : 5][channel : 11], by token and then by channel; block 1 begins at entry 3
+    # [token : 5][channel : 11], ordered by token and then by channel; block 1 begins at entry 3.
     assert [int(p) & 0xFFFF for p in planes["outlier_places"]] == [5, 31 << 11, 31 << 11 | 299, 1 << 11 | 7]
     assert planes["outlier_values"].tolist() == [1.0, 0.5, -2.0, 4.0]
     assert planes["outlier_starts"].tolist() == [[[0, 3]]]
@@ -45,8 +46,9 @@ def codec() -> KVQuant:
     return KVQuant(4, "int", 0.05, calibration="prompt").fit(x)
 
 
-def test_appends_slices_selections_and_drops(codec):
-    """Whatever is done to a buffer with ragged planes, its blocks decode to what they were."""
+def test_appends_slices_selections_and_evictions(codec):
+    """After any operation on a buffer with ragged tensors, its blocks decode to the original
+    tokens."""
     x = overlay(T=256, D=64)[0]
     whole = codec.decode(codec.encode(x), 64)
     buffer = BlockBuffer(codec.layout(64), 2, 3, x.device)
@@ -56,7 +58,7 @@ def test_appends_slices_selections_and_drops(codec):
         assert torch.equal(codec.decode(buffer.planes(first, last), 64), whole[:, :, 32 * first : 32 * last])
     buffer.drop_back(1)
     buffer.drop_front(6)
-    assert len(buffer.pages) == 1  # of two: the memory of the first four blocks is given back
+    assert len(buffer.pages) == 1  # of two: the memory of the first four blocks is freed
     assert torch.equal(codec.decode(buffer.planes(), 64), whole[:, :, 192:224])
     buffer.append(codec.encode(x[:, :, 224:256]))
     assert torch.equal(codec.decode(buffer.planes(), 64), whole[:, :, 192:256])

@@ -1,4 +1,4 @@
-"""How windows lie in a stream: golden bytes, and the way there and back for any bits."""
+"""Trellis windows in a stream: golden bytes, and the round trip for any bits."""
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from tersekv.layouts.trellis import TrellisView, trellis_layout
 
 
 def ring(bits, seed):
-    """Windows [1, n, D] of random streams: each is the last 8 bits of the ring up to its component's newest."""
+    """Return windows [1, n, D] of random streams. Each is the last 8 bits of the ring up to its
+    component's newest."""
     total = int(bits.long().sum())
     stream = torch.randint(0, 2, (3, total), generator=torch.Generator().manual_seed(seed))
     end = bits.long().cumsum(0)
@@ -21,7 +22,7 @@ def ring(bits, seed):
 
 @st.composite
 def rates(draw):
-    """uint8 [D] with a sum that is a positive multiple of 16."""
+    """Draw uint8 [D] with a sum that is a positive multiple of 16."""
     bits = draw(st.lists(st.integers(0, 6), min_size=4, max_size=140))
     return torch.tensor([*bits, *_rest(-sum(bits) % 16 or (16 if not any(bits) else 0))], dtype=torch.uint8)
 
@@ -32,7 +33,7 @@ def _rest(bits):
 
 @settings(max_examples=150, deadline=None)
 @given(rates(), st.integers(0, 2**32 - 1))
-def test_there_and_back(bits, seed):
+def test_round_trip(bits, seed):
     windows, stream = ring(bits, seed)
     words = pack_stream(windows, bits[None])
     assert words.dtype is torch.int16
@@ -45,7 +46,7 @@ def test_there_and_back(bits, seed):
 
 @settings(max_examples=30, deadline=None)
 @given(rates(), rates(), st.integers(0, 2**32 - 1))
-def test_rows_have_bits_of_their_own(first, second, seed):
+def test_rows_have_their_own_bits(first, second, seed):
     if first.long().sum() != second.long().sum() or len(first) != len(second):
         second = first.flip(0)
     windows = torch.cat([ring(first, seed)[0], ring(second, seed + 1)[0]])
@@ -58,7 +59,8 @@ def test_rows_have_bits_of_their_own(first, second, seed):
 
 
 def test_golden_bytes():
-    """Eight components of 2 bits with the newest bits 1, 2, 3, 0, 1, 2, 3, 0: one word, 0b00_11_10_01_00_11_10_01."""
+    """Eight components of 2 bits with newest bits 1, 2, 3, 0, 1, 2, 3, 0 make one word,
+    0b00_11_10_01_00_11_10_01."""
     bits = torch.full((1, 8), 2, dtype=torch.uint8)
     new = [1, 2, 3, 0, 1, 2, 3, 0]
     windows = [[new[d] << 6 | new[d - 1] << 4 | new[d - 2] << 2 | new[d - 3] for d in range(8)]]
@@ -68,12 +70,13 @@ def test_golden_bytes():
 
 
 def test_golden_bytes_of_mixed_rates():
-    """6, 0, 1, 4 and 5 bits: a component's newest bits stand above those before it, none for 0."""
+    """6, 0, 1, 4 and 5 bits: a component's newest bits are above those before it; 0 bits take no
+    place."""
     bits = torch.tensor([[6, 0, 1, 4, 5]], dtype=torch.uint8)
     stream = 0b10011_0110_1_110001
     words = torch.tensor([[[stream - 2**16]]], dtype=torch.int16)
     windows = windows_of(words, bits)[0, 0]
-    # the first one's oldest bits are the ring's last
+    # The first one's oldest bits are the ring's last.
     assert windows[[0, 2, 3, 4]].tolist() == [0b110001_10, 0b1_110001_1, 0b0110_1_110, 0b10011_011]
     assert torch.equal(pack_stream(windows.to(torch.uint8).view(1, 1, 5), bits), words)
 

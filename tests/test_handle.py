@@ -1,4 +1,4 @@
-"""The handle that `update` returns: it stands for a tensor, and whoever opens it gets that tensor."""
+"""The handle returned by `update`: a tensor-like object that becomes the tensor when it is used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tersekv.hf.handle import PendingTokens
 
 @pytest.fixture
 def handles(llama):
-    """Keys and values of one more token after 200, as our attention would get them, and the layer."""
+    """Return the handles of keys and values of one token after 200, as our attention gets them, and
+    the layer."""
     with tersekv.compress(llama, "kivi:bits=4"), torch.no_grad():
         cache = tersekv.CompressedCache(llama.config, "kivi:bits=4")
         llama(prompt(200), past_key_values=cache)
@@ -20,7 +21,7 @@ def handles(llama):
         yield *cache.update(keys, values, 0), cache.layers[0], keys, values
 
 
-def test_it_says_what_it_stands_for(handles):
+def test_it_has_shape_and_dtype_of_its_tensor(handles):
     key, value, layer, keys, _ = handles
     assert isinstance(key, PendingTokens)
     assert key.shape == value.shape == (1, 2, 201, 32)
@@ -28,7 +29,7 @@ def test_it_says_what_it_stands_for(handles):
     assert layer.get_seq_length() == 200
 
 
-def test_any_tensor_operation_opens_it_and_commits_once(handles):
+def test_any_tensor_operation_decodes_it_and_appends_once(handles):
     key, value, layer, keys, values = handles
     query = torch.randn(1, 2, 1, 32)
     scores = torch.matmul(query, key.transpose(-1, -2))
@@ -42,7 +43,7 @@ def test_any_tensor_operation_opens_it_and_commits_once(handles):
     assert layer.get_seq_length() == 201
 
 
-def test_unknown_attributes_are_the_tensors_own(handles):
+def test_unknown_attributes_are_those_of_the_tensor(handles):
     key, *_ = handles
     assert key.ndim == 4
     with pytest.raises(AttributeError):

@@ -1,4 +1,5 @@
-"""A forward pass that stops between two layers (Ctrl-C, out of memory): the next one says so, and how to go on."""
+"""A forward pass interrupted between two layers (Ctrl-C, out of memory): the next pass reports it
+and how to repair it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ RECIPES = [LOSSLESS, "window:start=0+kivi:bits=4", "window:recent=16+trellis:bit
 
 @contextlib.contextmanager
 def interrupted(module: torch.nn.Module, error: BaseException):
-    """Expect a call of the model to end with this error before `module` runs."""
+    """Let a call of the model fail with this error before `module` runs."""
 
     def stop(*_: object) -> None:
         raise error
@@ -37,7 +38,7 @@ def interrupted(module: torch.nn.Module, error: BaseException):
 
 @pytest.fixture(params=["compress", "decoded"])
 def installed(request):
-    """A context for a model: packed attention installed, or the model's own."""
+    """Return a context manager for a model: packed attention, or the model's own."""
 
     @contextlib.contextmanager
     def context(model, recipe):
@@ -50,19 +51,22 @@ def installed(request):
 
 
 def all_packed(cache: tersekv.CompressedCache) -> int:
-    """Tokens that the layers have packed so far, together."""
+    """Return the sum over layers of packed tokens."""
     return sum(layer.store.packed_tokens + layer.store.num_evicted for layer in cache.layers)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), torch.OutOfMemoryError()])
-def test_the_advice_repairs_the_cache(models, installed, name, recipe, error):
-    """Step by step over a block boundary, each step first stopped before the second or the third layer: after the crop
-    that the error names, logits are those of a cache that nothing has stopped. Decoded tensors of the past show what
-    the stopped pass has packed, so that there the steps end at the boundary."""
+def test_the_named_crop_repairs_the_cache(models, installed, name, recipe, error):
+    """Steps over a block boundary are first interrupted before the second or the third layer.
+
+    After the crop that the error names, logits equal those of a cache without interruptions.
+    Decoded tensors of the past show the tokens packed by the interrupted pass. In that case the
+    steps end at the boundary.
+    """
     if recipe == RECIPES[2] and name == "deepseek_v3":
-        pytest.skip("keys of this model hold no RoPE that can be removed")
+        pytest.skip("this model has no RoPE that can be removed")
     model, ids = models[name], prompt(235)
     with installed(model, recipe):
         cache, expected = (tersekv.CompressedCache(model.config, recipe) for _ in range(2))
@@ -95,13 +99,13 @@ def test_several_tokens_and_more_than_one_crop(llama, installed):
             llama(ids[:, 100:110], past_key_values=cache)
         with pytest.raises(CacheError, match=r"crop\(-4\) leaves 106 tokens.* use crop\(-10\) or less"):
             cache.crop(-4)
-        cache.crop(-15)  # five more than the pass that was stopped
+        cache.crop(-15)  # five more than the interrupted pass
         assert {layer.get_seq_length() for layer in cache.layers} == {95}
         got = llama(ids[:, 95:], past_key_values=cache).logits
     torch.testing.assert_close(got, llama(ids).logits[:, 95:], atol=2e-4, rtol=2e-3)
 
 
-def test_a_prompt_that_was_stopped(llama, installed):
+def test_an_interrupted_prompt(llama, installed):
     with installed(llama, LOSSLESS):
         cache = tersekv.CompressedCache(llama.config, LOSSLESS)
         with interrupted(llama.model.layers[1], MemoryError()):
@@ -113,7 +117,7 @@ def test_a_prompt_that_was_stopped(llama, installed):
     torch.testing.assert_close(got, llama(prompt(100)).logits, atol=2e-4, rtol=2e-3)
 
 
-def test_generate_says_it_too(llama):
+def test_generate_reports_it_too(llama):
     with tersekv.compress(llama, LOSSLESS):
         cache = tersekv.CompressedCache(llama.config, LOSSLESS)
         first = llama.generate(prompt(50), past_key_values=cache, max_new_tokens=5, do_sample=False)
@@ -126,9 +130,11 @@ def test_generate_says_it_too(llama):
     assert got.tolist() == llama.generate(first, max_new_tokens=20, do_sample=False).tolist()
 
 
-def test_a_sliding_window_that_cannot_go_back(models):
-    """A chunk longer than what a window keeps for taking tokens back: the advice is to start again, and nothing has
-    changed by trying."""
+def test_a_sliding_window_without_rollback(models):
+    """The chunk exceeds the tokens that a window keeps for rollback. The advice is to start again.
+
+    A failed crop changes nothing.
+    """
     model = models["mistral"]
     with tersekv.compress(model, LOSSLESS), torch.no_grad():
         cache = tersekv.CompressedCache(model.config, LOSSLESS)
@@ -159,8 +165,8 @@ HYBRID = {
 
 
 @pytest.mark.parametrize("stopped", [1, 2])
-def test_linear_layers_cannot_go_back(installed, stopped):
-    """Their state has no count, but a pass that stopped between two layers is noticed."""
+def test_linear_layers_have_no_rollback(installed, stopped):
+    """Their state has no token count, but an interruption between two layers is noticed."""
     torch.manual_seed(0)
     model = tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**SHAPE, head_dim=32, **HYBRID)).eval()
     ids = prompt(60)
@@ -182,8 +188,9 @@ def test_linear_layers_cannot_go_back(installed, stopped):
 
 
 @pytest.mark.parametrize("part", ["prepare", "append"])
-def test_stopped_inside_a_layer(llama, monkeypatch, part):
-    """While tokens are only prepared nothing has changed; between keys and values there is no way back."""
+def test_interrupted_inside_a_layer(llama, monkeypatch, part):
+    """While tokens are only prepared nothing has changed. Between keys and values a rollback is
+    impossible."""
     ids, calls = prompt(300), []
     owner, error = (SideStore, MemoryError()) if part == "prepare" else (TailBuffer, KeyboardInterrupt())
     real = getattr(owner, part)
@@ -210,7 +217,7 @@ def test_stopped_inside_a_layer(llama, monkeypatch, part):
                 llama(ids[:, 200:], past_key_values=cache)
             with pytest.raises(CacheError, match=r"cannot be cropped.*cache\.reset\(\)"):
                 cache.crop(-1)
-            cache.batch_select_indices(torch.tensor([0]))  # does not make it whole
+            cache.batch_select_indices(torch.tensor([0]))  # does not repair it
             with pytest.raises(CacheError, match="interrupted halfway"):
                 llama(ids[:, 200:], past_key_values=cache)
             cache.reset()
@@ -218,7 +225,7 @@ def test_stopped_inside_a_layer(llama, monkeypatch, part):
             torch.testing.assert_close(got, llama(ids).logits, atol=1e-4, rtol=1e-3)
 
 
-def test_rows_that_were_reordered_in_some_layers_only(llama, monkeypatch):
+def test_rows_reordered_in_only_some_layers(llama, monkeypatch):
     with tersekv.compress(llama, LOSSLESS), torch.no_grad():
         cache = llama(prompt(40, batch=2)).past_key_values
         monkeypatch.setattr(cache.layers[1].store, "select", lambda rows: (_ for _ in ()).throw(KeyboardInterrupt()))
@@ -253,7 +260,7 @@ def test_one_check_for_each_forward_pass(models, monkeypatch):
         assert len(checks) == 3, name
 
 
-def test_crop_takes_no_positive_number(llama):
+def test_crop_refuses_positive_numbers(llama):
     cache = tersekv.CompressedCache(llama.config, "kivi")
     with pytest.raises(UserError, match="minus the number"):
         cache.crop(2)

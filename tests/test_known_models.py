@@ -1,4 +1,5 @@
-"""Published models by name: the same figures in a transformers config give the same cache and as many parameters."""
+"""Published models by name: transformers configs with the same shapes give the same caches and
+parameter counts."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tersekv.cache.known_models import MODELS, KnownModel, find, names, near
 from tersekv.hf.config import cache_shape
 
-# Counted from the published checkpoints by keras-team/keras-hub (gemma3_presets.py, qwen3_presets.py); its Gemma has no
-# rows for the 64 image tokens, which the configs of 4B and more have.
+# Counted from the published checkpoints by keras-team/keras-hub (gemma3_presets.py,
+# qwen3_presets.py). Its Gemma has no rows for the 64 image tokens of the configs from 4B on.
 PUBLISHED = {
     "gemma-3-270m": 268_098_176,
     "gemma-3-1b": 999_885_952,
@@ -29,7 +30,7 @@ PUBLISHED = {
 
 
 def config_of(model: KnownModel) -> Any:
-    window = {} if model.kind == "qwen2" else {"sliding_window": model.window}  # Qwen 2.5 names one and does not use it
+    window = {} if model.kind == "qwen2" else {"sliding_window": model.window}  # Qwen 2.5 does not use its window
     return AutoConfig.for_model(
         model.kind,
         num_hidden_layers=model.layers,
@@ -45,8 +46,8 @@ def config_of(model: KnownModel) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_config_with_these_figures_has_the_same_cache(name: str) -> None:
-    """Gemma's pattern of sliding windows is the config's own, not ours."""
+def test_a_config_with_these_shapes_has_the_same_cache(name: str) -> None:
+    """Gemma's pattern of sliding windows comes from the config, not from us."""
     model = MODELS[name]
     config = config_of(model)
     assert cache_shape(config) == model.shape
@@ -57,7 +58,8 @@ def test_a_config_with_these_figures_has_the_same_cache(name: str) -> None:
 
 
 def test_windows() -> None:
-    """Gemma 3 has five layers with a sliding window, then one without; Mistral 7B had windows in its first release."""
+    """Gemma 3 alternates five layers with a sliding window and one without. Mistral 7B had windows
+    in its first release."""
     windows = MODELS["gemma-3-1b"].shape.windows
     assert windows[:7] == (512,) * 5 + (None, 512)
     assert sum(window is None for window in MODELS["gemma-3-27b"].shape.windows) == 10

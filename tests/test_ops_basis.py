@@ -1,4 +1,5 @@
-"""Products with a basis of 6-bit entries: the native ones against the reference, and what is refused."""
+"""Products with a basis of 6-bit entries: the native ones against the reference, and refused
+arguments."""
 
 import pytest
 import torch

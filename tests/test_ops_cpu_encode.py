@@ -1,8 +1,9 @@
-"""The native encoders on every instruction set of this machine against the torch reference: the same bytes.
+"""The native encoders on every instruction set of this machine give the same bytes as the torch
+reference.
 
-Sums of products are taken in another order than torch's, in float64 or with the doubtful ones taken again in float64:
-a rotated element may differ by its last bit, one in a thousand at most, and so may a polar code whose angle is as near
-to one entry as to another (`test_ops_triton_polar`).
+Sums of products have another order than torch's. They are in float64, or doubtful ones are
+recomputed in float64. One rotated element in a thousand may therefore differ by its last bit. A
+polar code may differ if its angle is equally near to two entries (`test_ops_triton_polar`).
 """
 
 from __future__ import annotations
@@ -57,8 +58,12 @@ def test_encode_grid(isa, number, side):  # noqa: F811
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_half_way(isa, bits):  # noqa: F811
-    """To the even integer, and to the lower of two entries, some of them alike; what is no number to the last one."""
+def test_rounding_of_halves(isa, bits):  # noqa: F811
+    """Halves are rounded to the even integer and to the lower of two codebook entries; NaN gets the
+    last one.
+
+    Some entries are equal.
+    """
     x = (torch.arange(-2 * 256, 2 * 256) / 2).view(1, 1, 32, 32)
     place = GridPlace("values", bits, "token", 32, 32)
     same(
@@ -88,8 +93,8 @@ def test_encode_signs(isa, M, D, t):  # noqa: F811
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-36, 1e-44, 3e38, float("inf"), float("nan")])
-def test_signs_that_float32_cannot_tell(isa, size):  # noqa: F811
-    """What is left where large products cancel, of all sizes."""
+def test_signs_beyond_float32_precision(isa, size):  # noqa: F811
+    """Signs of small remainders after large products cancel."""
     rest = torch.tensor([1.0, -1.0]).repeat(16)
     x = torch.stack([torch.ones(32), 1e-10 * rest, -torch.ones(32)], -1)[None] * size
     sketch = torch.tensor([[1.0, 1, 1], [3e-4, 5, 3e-4], [-1e3, 1, -1e3], [1, 0, 1], [1, 0.5, -1]])
@@ -114,7 +119,7 @@ def test_rotations(isa, D, kind):  # noqa: F811
         close(encode.rotate_hadamard(*call), rotate.rotate_hadamard.reference(*call))
 
 
-def test_a_rotation_does_not_hang_on_the_batch(isa):  # noqa: F811
+def test_a_rotation_does_not_depend_on_the_batch(isa):  # noqa: F811
     torch.manual_seed(0)
     x, matrix = torch.randn(37, 64), random_rotation(64, 0)
     assert torch.equal(encode.rotate_dense(x, matrix)[20:21], encode.rotate_dense(x[20:21], matrix))
@@ -135,7 +140,7 @@ def test_encode_polar(isa, level_bits, D, online):  # noqa: F811
 
 @pytest.mark.parametrize("turn", [0.0, 0.01, 2.0, 3.9])
 def test_every_direction(isa, turn):  # noqa: F811
-    """All round the circle, boundaries and axes among them, its seam anywhere; and nothing, whose angle is 0."""
+    """All directions, with boundaries and axes, any seam, and a zero vector, whose angle is 0."""
     angle = torch.arange(512, dtype=torch.float64) * 2 * torch.pi / 512
     x = torch.stack([angle.cos(), angle.sin()], -1).float().view(1, 1, 32, 32)
     x[..., 0, :] = 0
@@ -167,7 +172,7 @@ def test_codecs_make_the_same_planes(isa, method, options):  # noqa: F811
 
 
 def calls(tokens: int = 1024) -> dict[str, tuple]:
-    """One of each op; with many tokens of sizes that a thread is worth waking for."""
+    """Return one call of each operator; with many tokens, large enough to use threads."""
     torch.manual_seed(0)
     x, place = torch.randn(2, 2, tokens, 64), GridPlace("keys", 3, "token", 32, 32)
     scale, tables = torch.rand(2, 2, tokens // 32, 2, 32), [offline_table(2, level, "cpu") for level in (1, 2)]
@@ -192,7 +197,7 @@ def test_threads(op, monkeypatch):
 
 
 @pytest.mark.parametrize("op", sorted(calls()))
-def test_nothing(op):
+def test_no_tokens(op):
     first, *rest = calls()[op]
     if op == "encode_grid":
         rest[1] = rest[1][:0]
@@ -242,8 +247,8 @@ LEFT = {
 
 
 @pytest.mark.parametrize("text", LEFT)
-def test_what_is_left_to_torch(text):
-    """The kernels say why, and torch does it unless they are forced."""
+def test_refused_calls_use_torch(text):
+    """Kernels report the reason, and torch computes the result unless they are forced."""
     op, call = LEFT[text]
     assert text in why_not(getattr(encode, op), *call)
     with backends.forced("cpu"), pytest.raises(UserError, match=text):

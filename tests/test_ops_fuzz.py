@@ -1,8 +1,10 @@
-"""The boundary of the native extension: a call with something wrong gives what the reference does, or says why not.
+"""Fuzzing of the native extension: a wrong call gives the reference's result or a reason for
+refusal.
 
-A sound call is taken and a tensor or a number somewhere in it is changed: its shape, strides, type, contents. Strides
-and shapes that agree with each other are believed, since nothing tells how much memory there is; contents are not,
-since they may come from a file. `make asan` runs this too, where a read outside memory ends the process.
+Shape, strides, dtype or contents of one tensor, or a number, of a valid call are changed. Strides
+and shapes that agree are trusted, because the buffer size is unknown. Contents are not trusted,
+because they may come from a file. `make asan` runs this too; there a read outside memory ends the
+process.
 """
 
 import functools
@@ -31,7 +33,7 @@ from test_ops_parity import ISAS, compare, expectation, pytestmark  # noqa: F401
 B, H, T, D, R = 2, 2, 64, 64, 3
 SCALING = 0.125
 NOT_BELIEVED = {"starts", "places", "channels", "dropped", "bits", "cos", "sin", "dims"}
-"""Contents that the reference would trust with its memory, or takes for what they were."""
+"""Fields whose contents the reference would use unchecked, or treats as unchanged."""
 ENCODED = calls(tokens=64)
 fuzz = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 
@@ -56,7 +58,7 @@ def turned(view: View) -> View:
 
 @functools.cache
 def sound(keys: str, values: str) -> dict:
-    """A call as a tree of views, lists, tensors and numbers."""
+    """Return a valid call as a tree of views, lists, tensors and numbers."""
     view = KEYS[keys]()
     torch.manual_seed(1)
     channels = 2 * D if keys.startswith("turned") else D
@@ -67,7 +69,7 @@ def sound(keys: str, values: str) -> dict:
 
 
 def on_some_isa(draw, run, *more: type[Exception]):
-    """The instruction set, and what `run` returns or None where it says why not."""
+    """Return the instruction set and the result of `run`, or None if it is refused."""
     cpu.set_isa(isa := draw(st.sampled_from(ISAS)))
     try:
         return isa, run()
@@ -78,12 +80,13 @@ def on_some_isa(draw, run, *more: type[Exception]):
 
 
 def check(draw, call: dict, believed: bool = True) -> None:
-    """believed: the reference takes the call, and gives what the extension must."""
+    """Run a call and compare. believed: True if the reference accepts it and gives the expected
+    result."""
     query, keys, values, mask = call.values()
     args = query, keys.operand, values.operand, mask, SCALING, None
     ropes = (
         [RuntimeError, IndexError] if any(path[-1] == "cos" for path in leaves(keys)) else []
-    )  # of the model's own function
+    )  # raised by the model's own function
     run = lambda: cpu_attend.attend_packed(*args)  # noqa: E731
     isa, result = on_some_isa(draw, run, *ropes)
     if result is None or not believed:
@@ -156,14 +159,14 @@ def test_encoding_and_merging(data):
 @fuzz
 @given(data=st.data(), op=st.sampled_from(sorted(ENCODED)))
 def test_packing(data, op):
-    """Where the kernel takes the call, it gives what the reference gives."""
+    """An accepted call gives the reference's result."""
     call = dict(enumerate(ENCODED[op]))
     path = data.draw(st.sampled_from(leaves(call)))
     args = list(changed(data.draw, call, path).values())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: data.draw(st.sampled_from([1, 3])))
         _, result = on_some_isa(data.draw, lambda: getattr(encode, op)(*args))
-    said_twice = op == "rotate_hadamard" and path[0] > 0  # matrix, order and signs say the same
+    said_twice = op == "rotate_hadamard" and path[0] > 0  # matrix, order and signs contain the same information
     out_of_range = op == "pack_lanes"
     if result is None or said_twice or out_of_range or not args[0].isfinite().all():
         return
@@ -179,7 +182,8 @@ def test_packing(data, op):
 
 
 def test_columns_of_cosines_in_any_order():
-    """A run of columns whose first and last are as far apart as if they were neighbours, which the others are not."""
+    """The first and last column of a run are as far apart as in order, but those between are not in
+    order."""
     of, first = rope("halves", D), torch.arange(D // 2)
     first[1:15] = first[1:15].flip(0)
     order = torch.cat([first, first + D // 2])

@@ -9,7 +9,7 @@ from tersekv.kernels.lanes import half_words, pack_lanes, packed_shape, packed_w
 
 
 def one_lane(codes: list[int], bits: int) -> list[int]:
-    """Words of lane 0, as unsigned, when it holds `codes` and the other lanes hold zeros."""
+    """Return the words of lane 0, as unsigned, with `codes` in it and zeros in the other lanes."""
     matrix = torch.zeros(len(codes), 16, dtype=torch.int64)
     matrix[:, 0] = torch.tensor(codes)
     words = pack_lanes.reference(matrix, bits)
@@ -24,11 +24,13 @@ def test_four_bits_golden():
 
 
 def test_three_bits_golden():
-    # Word 0 of one unit holds codes 0 to 9: low half 0 2 4 6 8 = codes 1 2 3 4 5 -> 0b101_100_011_010_001.
+    # Word 0 of one unit holds codes 0 to 9: low half 0 2 4 6 8 = codes 1 2 3 4 5 ->
+    # 0b101_100_011_010_001.
     codes = [1, 7, 2, 0, 3, 0, 4, 0, 5, 6] + [0] * 22
     low, high = 0b101_100_011_010_001, 0b110_000_000_000_111
     assert one_lane(codes, 3) == [high << 16 | low, 0, 0]
-    # Codes 30 and 31 lie in the spare bits 15 and 31 of the three words, lowest bit in the first word.
+    # Codes 30 and 31 are in the spare bits 15 and 31 of the three words, lowest bit in the first
+    # word.
     codes = [0] * 30 + [0b011, 0b110]
     assert one_lane(codes, 3) == [0x0000_8000, 0x8000_8000, 0x8000_0000]
 

@@ -1,4 +1,4 @@
-"""A kernel that finds no memory raises MemoryError, and the process goes on."""
+"""A kernel without memory raises MemoryError, and the process continues."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(native.encode_trellis(*small, tables).shape)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's memory limits")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_no_memory_for_a_kernel(threads):
     ran = subprocess.run([sys.executable, "-c", CODE, str(threads)], capture_output=True, text=True, timeout=120)

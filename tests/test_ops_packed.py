@@ -1,7 +1,8 @@
-"""Attention over every packed layout, on every instruction set of this machine, against decoding in torch.
+"""Attention over every packed layout, on every instruction set of this machine, compared with
+decoding in torch.
 
-Bounds as in `test_ops_parity.py`: float32's error of a sum is a few ulps of the sum of absolute values. With AVX-512,
-scores of `signs` come from tables of 16 bits, whose rounding is added.
+Bounds are those of `test_ops_parity.py`: float32's error of a sum is a few ulps of the sum of
+absolute values. With AVX-512, scores of `signs` come from 16-bit tables, whose rounding is added.
 """
 
 import functools
@@ -18,25 +19,23 @@ from test_ops_parity import compare, expectation, isa, make_mask, one_thread, po
 
 
 def run(keys, values, R, mask=None, scaling=None, softcap=None):
-    """Views of keys and values against their decoding; without the linear map that stays outside."""
+    """Compare views of keys and values with their decoding, without the linear map applied outside."""
     keys, values = keys.inner, values.inner
     key, value = keys.decode(), values.decode()
     query = torch.randn(*key.shape[:2], R, key.shape[-1])
     args = query, keys.operand, values.operand, mask, scaling or key.shape[-1] ** -0.5, softcap
     assert why_not(cpu_attend.attend_packed, *args) is None
     poison = torch.full((*query.shape[:2], 8, query.shape[3]), float("nan"))
-    cpu_attend.attend_packed(
-        poison, *args[1:3], None, *args[4:]
-    )  # what a call leaves behind must not be read by the next
+    cpu_attend.attend_packed(poison, *args[1:3], None, *args[4:])  # the next call must not read data left by this one
     result = cpu_attend.attend_packed(*args)
     expected = expectation(query, key, value, (magnitude(keys), magnitude(values)), mask, *args[4:])
     if cpu.isa().startswith("avx512"):
         error = table_error(keys, query) * args[4]
         out_bound = expected.out_bound + 2 * error * float(value.abs().max())
         expected = expected._replace(out_bound=out_bound, lse_bound=expected.lse_bound + error)
-    if cpu.isa() == "avx512bf16":  # some part may be a grid, which rounds; test_ops_parity.py bounds that
+    if cpu.isa() == "avx512bf16":  # a part may be a grid, which rounds; test_ops_parity.py bounds it
         rounded = (result[0] - expected.out).abs() <= expected.out_bound
-        assert (result[0] - expected.out)[~rounded].norm() <= 1e-2 * expected.out.norm()  # 0 where nothing is seen
+        assert (result[0] - expected.out)[~rounded].norm() <= 1e-2 * expected.out.norm()  # 0 for fully masked rows
     else:
         compare(result, expected)
     return args, result

@@ -1,4 +1,4 @@
-"""What the packed op refuses, and bytes that no codec has written: nothing of them ends the process."""
+"""Refusals of the packed operator, and damaged bytes: none of them ends the process."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def call():
 
 
 def overlay(starts, places, D=64):
-    """Two blocks of two heads with the given starts and places."""
+    """Return two blocks of two heads with the given starts and places."""
     planes = {"outlier_starts": torch.tensor(starts, dtype=torch.int32).view(1, 2, 2)}
     planes["outlier_places"] = torch.tensor(places).to(torch.int16)
     planes["outlier_values"] = torch.ones(len(places), dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""Attention over pages anywhere in a pool: every layout that may lie so, on every instruction set, against the
+"""Attention over pages anywhere in a pool: every layout, on every instruction set, against the
 reference."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAGEABLE = ["grid", "grid 3", "grid 5", "grid 7", "polar", "polar other bits", "
 
 
 def pool(name: str, B: int, tokens: int, D: int = 64):
-    """Operands of keys and values of `tokens` tokens, shared by B rows."""
+    """Return operands of keys and values of `tokens` tokens, shared by B rows."""
     method, options = FORMATS[name]
     pair, sides = methods()[method].build(**options), []
     for codec in (pair.keys, pair.values):
@@ -32,7 +32,7 @@ def pool(name: str, B: int, tokens: int, D: int = 64):
 
 
 def call(name: str, p: int, R: int = 6, q: int = 2):
-    """A call of two rows with pages in any order, one of them short, and some tokens hidden."""
+    """Return a call of two rows with pages in any order, one of them short, and some tokens masked."""
     torch.manual_seed(0)
     keys, values = pool(name, 2, 7 * p)
     pages = torch.tensor([[5, 0, 3, 6], [2, 1, -1, -1]], dtype=torch.int32)
@@ -59,7 +59,7 @@ def test_kernels_read_pages_in_any_order(isa, name, p):
     torch.testing.assert_close(lse, want_lse, atol=2e-2, rtol=2e-2)
 
 
-def test_pages_one_after_the_other_are_a_segment():
+def test_consecutive_pages_are_a_segment():
     query, keys, values, _, p, _, scaling, cap = call("grid", 32)
     mask = torch.ones(2, 1, 7 * p, dtype=torch.bool)
     pages = torch.arange(7, dtype=torch.int32).expand(2, 7)
@@ -88,7 +88,7 @@ def test_a_table_may_be_longer_than_the_pool(isa):
 
 
 @pytest.mark.skipif(MISSING is not None, reason=f"{MISSING}")
-def test_calls_that_are_none():
+def test_invalid_calls():
     query, keys, values, pages, p, mask, *rest = call("grid", 32)
     for wrong, words in ((7, "expected -1 to 6, got 7"), (-2, "got -2")):
         bad = pages.clone()

@@ -1,13 +1,16 @@
-"""Every op on every instruction set of this machine against the reference in float64, with odd shapes.
+"""Every operator on every instruction set of this machine against the float64 reference, with odd
+shapes.
 
-Bound: a score is a float32 sum whose error is a few ulps of Σ|q|·|k̂|, so e_s = 8·2⁻²⁴·max Σ|q|·|k̂|·scaling. A weight
-then errs by e_s relative, an output by 2·e_s + 32·2⁻²⁴ of the largest |v̂|, the log-sum-exp by e_s and its own ulps.
-Magnitudes take scale·table and offset apart, because the kernels add them apart.
+Bounds: a score is a float32 sum whose error is a few ulps of Σ|q|·|k̂|, so e_s = 8·2⁻²⁴·max
+Σ|q|·|k̂|·scaling. The relative error of a weight is then e_s. The error of an output is 2·e_s +
+32·2⁻²⁴ of the largest |v̂|, and that of the log-sum-exp is e_s and its own ulps. Magnitudes count
+scale·table and offset separately, because the kernels add them separately.
 
-Grids in bfloat16: coefficients are rounded to 8 bits, each by at most 2⁻⁸ of itself and in the root mean square by less
-than u = 2⁻⁹. A score then errs by a sum with a standard deviation below u·√Σ(q·scale·table)²·scaling; the bound is four
-of them. A weight errs by u besides. Entries of a table that bfloat16 does not hold err by at most 2·u of the largest
-one, about the middle of the table. Where rounding changes nothing, the bounds of float32 hold.
+Grids in bfloat16: coefficients are rounded to 8 bits. Each error is at most 2⁻⁸ of the coefficient,
+and its root mean square is less than u = 2⁻⁹. The standard deviation of a score's error is then
+below u·√Σ(q·scale·table)²·scaling; the bound is four of them. A weight has an additional error of
+u. Codebook entries that bfloat16 cannot represent have an error of at most 2·u of the largest one,
+about the middle of the codebook. Where rounding changes nothing, the bounds of float32 hold.
 """
 
 import functools
@@ -45,7 +48,7 @@ def isa(request):
 
 @pytest.fixture(autouse=True)
 def poisoned_outputs(monkeypatch):
-    """An element that a kernel does not write shows as NaN."""
+    """Fill outputs with NaN, so that an element that a kernel does not write is visible."""
     monkeypatch.setattr(torch, "empty", lambda shape: torch.full(tuple(shape), float("nan")))
 
 
@@ -58,7 +61,8 @@ def one_thread():
 
 
 def make_side(side, bits, axis, group, t, D, B=1, H=2, N=3, offset=True, dtype=torch.float16, slack=2, shared=False):
-    """A random side whose planes are slices of larger ones that hold garbage codes and NaN scales beyond N."""
+    """Return a random side whose tensors are slices of larger ones with garbage codes and NaN
+    scales beyond N."""
     P, L = (D, t) if side == "keys" else (t, D)
     grouped = D if axis == "token" else t
     group = grouped if group == "all" else group
@@ -73,7 +77,7 @@ def make_side(side, bits, axis, group, t, D, B=1, H=2, N=3, offset=True, dtype=t
         full[:, :, N:] = float("nan")
         return full[:, :, :N]
 
-    # Entries that bfloat16 holds, also less the middle of the table.
+    # Entries that bfloat16 represents, also minus the middle of the table.
     table = ((torch.linspace(-1, 1, 2**bits) + 0.1 * torch.rand(2**bits)) * 64).round() / 64
     return GridSide(
         side, bits, axis, group, t, D, codes[:, :, :N], plane(0.5, 1.5), plane(-1, 1) if offset else None, table
@@ -98,14 +102,14 @@ class Expected(NamedTuple):
     bf16_value_error: float = 0.0
 
     def of_bfloat16(self):
-        """With the bounds of a grid's bfloat16 products."""
+        """Add the bounds of a grid's bfloat16 products."""
         error = self.bf16_score_error
         of_values = (2 * error + BF16_ULP) * self.bf16_value_size + self.bf16_value_error
         return self._replace(out_bound=self.out_bound + of_values, lse_bound=self.lse_bound + error)
 
 
 def expectation(query, key, value, size, mask, scaling, softcap=None):
-    """`size`: magnitudes of keys and values."""
+    """Compute the expected output and its bounds. size: magnitudes of keys and values."""
     out, lse = attend_scores(query.double() @ key.double().mT, value.double(), mask, scaling, softcap)
     if out.numel() == 0 or key.shape[2] == 0:
         return Expected(out, lse, 0.0, 0.0)
@@ -122,18 +126,19 @@ def compare(result, expected):
 
 
 def centred(grid):
-    """The table around zero where there is an offset that takes its middle."""
+    """Return the table shifted so that its middle is zero, if there is an offset to absorb the
+    shift."""
     middle = 0.0 if grid.offset is None else (grid.table.min() + grid.table.max()) / 2
     return grid.table - middle
 
 
 def multiplied(grid):
-    """scale·table, as coefficients of bfloat16 meet it."""
+    """Return scale·table, the factors of the bfloat16 coefficients."""
     return decode_grid(grid._replace(table=centred(grid), offset=None)).double()
 
 
 def table_error(grid):
-    """Most that rounding the table adds to each element."""
+    """Return the largest error of each element from rounding the table."""
     table = centred(grid)
     held = bool((table.bfloat16() == table).all())
     error = torch.full_like(table, 0.0 if held else 2 * BF16_ULP * float(table.abs().max()))
@@ -178,7 +183,7 @@ def pick(options, i, valid=lambda option: True):
 
 
 def grid_case(i):
-    """Case i: every list above cycles at its own length, so that pairs of neighbours vary."""
+    """Return case i. Every list above cycles at its own length, so that combinations vary."""
     D, Dv = DIMS[i % 7], DIMS[(i // 2 + i // 7) % 7] if i % 3 == 0 else DIMS[i % 7]
     N, t = BLOCKS[(i + i // 7) % 7]
     if max(D, Dv) > 128 and N > 5:
@@ -211,7 +216,7 @@ def grid_id(i):
 
 @functools.cache
 def grid_inputs(i):
-    """Arguments and expectation of case i, made once for all instruction sets."""
+    """Return arguments and expectation of case i, computed once for all instruction sets."""
     torch.manual_seed(i)
     case = grid_case(i)
     keys, values = (make_side(**case[side], dtype=case["dtype"]) for side in ("keys", "values"))
@@ -239,7 +244,7 @@ def test_attend_grid_each_layout(isa, bits, side, axis):
 
 
 def exact_in_bfloat16(grid):
-    """The side with a table of integers and scales that are powers of two."""
+    """Return the side with a table of integers and scales that are powers of two."""
     scale = 2.0 ** torch.randint(-3, 3, grid.scale.shape)
     return grid._replace(scale=scale.to(grid.scale.dtype), table=torch.arange(2.0**grid.bits))
 
@@ -248,7 +253,8 @@ def exact_in_bfloat16(grid):
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize(("D", "t", "N"), [(64, 32, 20), (80, 48, 3), (72, 16, 2)])
 def test_no_rounding_no_error(isa, bits, axes, D, t, N):
-    """Powers of two times small integers: every code must meet its own coefficient, up to the last bit of float32."""
+    """Powers of two times small integers: every code has its own coefficient, exact to float32's
+    last bit."""
     torch.manual_seed(bits)
     group = {"token": 16 if D % 16 == 0 else "all", "channel": 16}
     keys, values = (
@@ -284,7 +290,8 @@ def test_tables_that_bfloat16_does_not_hold(isa, bits, offset, axis):
 
 @pytest.mark.parametrize("recipe", ["kvquant:bits=4,outliers=0", "kvquant:bits=3,outliers=0", "normalfloat"])
 def test_rounded_tables_leave_no_mean_error(isa, recipe):
-    """Values that cancel: a table's rounding errs the same way for every token, and 16,384 of them would show it."""
+    """Values that cancel: the table's rounding error is the same for every token, and 16,384 tokens
+    would show it."""
     g = torch.Generator().manual_seed(1)
     key, value = (torch.randn(1, 1, 16384, 64, generator=g) for _ in range(2))
     recipe += ",calibration=prompt" if recipe.startswith("kvquant") else ""
@@ -297,8 +304,11 @@ def test_rounded_tables_leave_no_mean_error(isa, recipe):
 
 
 def model_like(H, T, D, seed):
-    """Keys that wander, with four channels ten times as large as the others and off zero, values, and 12 queries that
-    resemble some of the keys."""
+    """Return keys that drift, with four outlier channels off zero, values, and 12 queries similar
+    to some keys.
+
+    The outlier channels are ten times as large as the others.
+    """
     g = torch.Generator().manual_seed(seed)
     drift = torch.randn(1, H, T, D, generator=g).cumsum(2) / torch.arange(1, T + 1)[:, None].sqrt()
     keys = torch.randn(1, H, T, D, generator=g) + drift
@@ -312,8 +322,11 @@ def model_like(H, T, D, seed):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("recipe", ["kivi:bits=4", "kivi:bits=3", "kivi:bits=2", "uniform:bits=4", "normalfloat"])
 def test_error_on_keys_with_outlier_channels(isa, recipe, seed):
-    """Within 1e-2 of float32 attention over the decoded cache, though logits reach 40; and nearer to it than dense
-    attention in bfloat16, which rounds keys of which one channel outweighs a hundred others."""
+    """Within 1e-2 of float32 attention over the decoded cache, though logits reach 40.
+
+    It is also nearer to it than dense attention in bfloat16, which rounds keys of which one channel
+    outweighs a hundred others.
+    """
     key, value, query = model_like(2, 2048, 128, seed)
     plan = Recipe.parse(recipe).plan(0, 1)
     keys, values = (codec.view(codec.encode(x), 128).operand for codec, x in ((plan.keys, key), (plan.values, value)))
@@ -328,8 +341,8 @@ def test_error_on_keys_with_outlier_channels(isa, recipe, seed):
 
 def make_mask(B, q, T):
     mask = torch.rand(B, q, T) < 0.6
-    mask[:, 0] = False  # a row that sees nothing
-    mask[:, -1, : T // 2] = False  # one that starts late
+    mask[:, 0] = False  # a fully masked row
+    mask[:, -1, : T // 2] = False  # a row that starts late
     return mask
 
 
@@ -432,7 +445,8 @@ def test_threads_agree(isa, two_threads):
     assert torch.equal(cpu_attend.attend_packed(*args)[0], out), "same split, same bits"
     torch.set_num_threads(1)
     single, single_lse = cpu_attend.attend_packed(*args)
-    # Weights relative to another chunk's maximum round to other bfloat16 neighbours; scores are the same.
+    # Weights relative to another chunk's maximum round to other bfloat16 neighbours; scores are the
+    # same.
     torch.testing.assert_close(out, single, rtol=0, atol=2 * BF16_ULP if isa == "avx512bf16" else 16 * ULP)
     torch.testing.assert_close(lse, single_lse, rtol=0, atol=16 * ULP * single_lse.abs().max().item())
 

@@ -1,5 +1,5 @@
-"""Attention over polar coordinates that no codec has written: any codes, radii and tables, where the kernel multiplies
-integers and where it does not."""
+"""Attention over arbitrary polar coordinates: any codes, radii and codebooks, with and without
+integer products."""
 
 import math
 
@@ -16,11 +16,12 @@ from test_ops_parity import isa, make_mask, one_thread, poisoned_outputs, pytest
 from test_ops_trellis_attend import check
 
 INTEGERS = 4e-4
-"""Of queries, weights and coordinates in 16 bits: of the largest error's size in a norm, per row of queries."""
+"""Error of 16-bit queries, weights and coordinates per row of queries, relative to the largest
+norm."""
 
 
 def polar_view(B=1, H=2, T=96, D=64, dtype=torch.float16, radii=None, bits=(4, 2, 2, 2), online=False):
-    """A view of random codes and radii between 0.1 and 1.1, in tensors that go on behind the last block and head."""
+    """Return a view of random codes and radii between 0.1 and 1.1, in tensors larger than the view."""
     polar, N = Polar(bits, D, dtype), T // 32
     planes = {}
     for name, spec in polar.layout().planes.items():
@@ -35,7 +36,7 @@ def polar_view(B=1, H=2, T=96, D=64, dtype=torch.float16, radii=None, bits=(4, 2
 
 
 def close(x, expected):
-    """Row by row: no row's error hides behind another's size."""
+    """Compare row by row, so that a large row does not hide another's error."""
     error, size = ((y.double().norm(dim=-1)) for y in (x - expected, expected))
     assert (error <= INTEGERS * size + 1e-6).all(), float((error / size).nan_to_num().max())
 
@@ -68,7 +69,7 @@ def test_other_bits(isa, bits):  # noqa: F811
 
 @pytest.mark.parametrize("code", [0, 255])
 def test_one_direction(isa, code):  # noqa: F811
-    """All of a radius in one channel, which is the largest that a coordinate and a sum over tokens can be."""
+    """A whole radius in one channel: the largest possible coordinate and sum over tokens."""
     torch.manual_seed(code)
     for channel in (0, 1, 15):
         views = polar_view(T=1024, D=32), polar_view(T=1024, D=32)
@@ -80,7 +81,8 @@ def test_one_direction(isa, code):  # noqa: F811
 
 
 def test_radii_of_any_size(isa):  # noqa: F811
-    """Within a token, between tokens, and none at all: what is small beside others still counts where it is alone."""
+    """Radii that differ within a token and between tokens, and zero radii. Small ones count where
+    they are alone."""
     torch.manual_seed(1)
     shape = (1, 2, 8, 4, 32)
     radii = {
@@ -99,7 +101,8 @@ def test_radii_of_any_size(isa):  # noqa: F811
 
 
 def test_many_small_weights_count(isa):  # noqa: F811
-    """A token that outweighs each other one by 10^5, but not all of them: rounding must not lose the others."""
+    """One token outweighs each other one by 10^5, but not their sum: rounding must not lose the
+    others."""
     T = 512
     torch.manual_seed(2)
     values = polar_view(H=1, T=T)
@@ -122,7 +125,7 @@ def test_queries_of_any_size(isa, size):  # noqa: F811
     run(polar_view(), polar_view(), query=query, scaling=1 / size / 100)
 
 
-def test_nothing_seen_and_padding(isa):  # noqa: F811
+def test_masked_rows_and_padding(isa):  # noqa: F811
     torch.manual_seed(4)
     mask = torch.zeros(1, 3, 96, dtype=torch.bool)
     mask[0, 1, 95] = True
@@ -160,8 +163,8 @@ def test_tables_that_are_not_finite(isa):  # noqa: F811
     assert lse.isnan().all()
 
 
-def test_beside_other_views(isa):  # noqa: F811
-    """Of the sides one alone is polar; exact views are the other, so that all that errs is the polar one."""
+def test_combined_with_other_views(isa):  # noqa: F811
+    """One side is polar and the other exact, so all errors come from the polar side."""
     torch.manual_seed(7)
     exact = ExactView({"x": torch.randn(1, 2, 3, 32, 64)})
     run(polar_view(), exact)
@@ -179,7 +182,7 @@ def test_many_threads_agree(isa):  # noqa: F811
 
 @pytest.mark.parametrize("options", [{}, {"codebook": "online", "radii": "bf16", "rotation": "none"}], ids=str)
 def test_vectors_with_outliers(isa, options):  # noqa: F811
-    """Within 1e-3 of float32 attention over the decoded cache, though a few channels and tokens are loud."""
+    """Within 1e-3 of float32 attention over the decoded cache, with outlier channels and tokens."""
     torch.manual_seed(9)
     codecs = methods()["polarquant"].build(**options)
     x = tokens(1, 2, 2048, 128)

@@ -1,7 +1,8 @@
-"""RoPE in 16-bit integers: keys before RoPE that are grids, and turned vectors, where positions are consecutive.
+"""RoPE in int16: grid keys before RoPE, and rotated means, at consecutive positions.
 
-With AVX-512 VNNI keys and turned queries are rounded to 16 bits. The bounds are worst cases of those roundings, added
-to float32's; `test_ops_packed.py` has the same layouts at any positions, which stay in float32.
+With AVX-512 VNNI, keys and rotated queries are rounded to 16 bits. The bounds are worst cases of
+these roundings, added to float32's. `test_ops_packed.py` tests the same layouts at any positions,
+which stay in float32.
 """
 
 import pytest
@@ -29,7 +30,7 @@ from test_ops_parity import (  # noqa: F401
 )
 
 MOST_ENTRY, MOST_WORD, MOST_QUERY = 23160, 32767, 65000
-"""Of the kernel: of keys, of anything in 16 bits, and of the absolute values of a query added up."""
+"""Limits in the kernel: int16 keys, other int16 numbers, and the sum of absolute values of a query."""
 
 
 def grid(bits, t, D, B=1, H=2, N=3, **options):
@@ -39,12 +40,12 @@ def grid(bits, t, D, B=1, H=2, N=3, **options):
 
 
 def apart(D, T, bits=4):
-    """KVQuant's keys: fixed scales, a table, and entries apart."""
+    """Return KVQuant's keys: fixed scales, a codebook, and outliers."""
     return packed("sparse", "keys", tokens(1, 2, T, D))
 
 
 def at(view, kind, first=5, factor=1.0):
-    """Each batch row begins elsewhere."""
+    """Apply RoPE, with another first position in each batch row."""
     B, _, T, D = view.decode().shape
     of = rope(kind, D)
     angles = of.angles(first, T, 9 * torch.arange(B))
@@ -54,12 +55,13 @@ def at(view, kind, first=5, factor=1.0):
 
 
 def step_of(total, most):
-    """What a unit stands for, of numbers that add up to `total` and are at most `most`."""
+    """Return the quantisation step of numbers whose sum is `total` and whose maximum is `most`."""
     return (total / MOST_QUERY).maximum(most / MOST_WORD)
 
 
 def roped_error(view, query):
-    """Of q·k̂: of the codes that are looked up, cosines, two products rounded per channel; and of the query."""
+    """Return the error of q·k̂ from the int16 codes, cosines, two rounded products per channel, and
+    the query."""
     keys = view.before.views[0] if view.before.kind == "sum" else view.before
     side, D = keys.side, query.shape[-1]
     factor = float(torch.hypot(*view.angles.cos_sin()).amax())
@@ -72,7 +74,8 @@ def roped_error(view, query):
 
 
 def turned_error(view, query):
-    """Of q·k̂, from rounded coefficients of cosines, sines and polynomials, and a rounded table of them."""
+    """Return the error of q·k̂ from rounded coefficients of cosines, sines and polynomials, and
+    their rounded table."""
     steps, D = view.rope.offset_table(), query.shape[-1]
     factor = float(torch.hypot(*view.angles.cos_sin()).amax())
     size = factor * torch.hypot(*query.chunk(2, -1)) * torch.hypot(*view.mean.float().unsqueeze(2).chunk(2, -1))
@@ -84,7 +87,7 @@ def turned_error(view, query):
 
 
 def run(keys, R, error, mask=None, query_scale=1.0, softcap=None):
-    """Against decoding, with float32 values; and what 16 bits lose on the whole."""
+    """Compare with decoding, with float32 values, and check the total error of 16 bits."""
     key = keys.decode()
     B, H, T, D = key.shape
     query, value = torch.randn(B, H, R, D) * query_scale, torch.randn(B, H, T, 64)
@@ -126,26 +129,27 @@ def test_grids(isa, bits, t, D, options, R):  # noqa: F811
 
 @pytest.mark.parametrize("T", [32, 160, 1088])
 @pytest.mark.parametrize("factor", [1.0, 1.3])
-def test_entries_apart(isa, T, factor):  # noqa: F811
+def test_outliers(isa, T, factor):  # noqa: F811
     torch.manual_seed(T)
     view = at(apart(64, T), "halves", factor=factor)
     run(view, 4, lambda query: roped_error(view, query), query_scale=0.1)
 
 
-def test_masked_capped_and_far(isa):  # noqa: F811
+def test_mask_softcap_and_large_positions(isa):  # noqa: F811
     torch.manual_seed(0)
     view = at(grid(4, 32, 64, B=2, N=5), "halves", first=100_000)
     run(view, 4, lambda query: roped_error(view, query), mask=make_mask(2, 2, 160), softcap=20.0)
 
 
-def test_pairs_side_by_side_stay_in_float32(isa):  # noqa: F811
+def test_interleaved_pairs_stay_in_float32(isa):  # noqa: F811
     torch.manual_seed(1)
     run(at(grid(4, 32, 64), "pairs"), 3, lambda query: 0.0)
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-30, 1e30])
 def test_extreme_queries(isa, factor):  # noqa: F811
-    """No query is too small or too large; one beyond float32's range makes what it makes of floats."""
+    """No query is too small or too large. One beyond float32's range gives the result of float32
+    products."""
     torch.manual_seed(2)
     view = at(grid(2, 32, 64), "halves")
     query, values = torch.randn(1, 2, 3, 64) * factor, ExactView({"x": torch.randn(1, 2, 96, 1, 64)})
@@ -157,7 +161,7 @@ def test_extreme_queries(isa, factor):  # noqa: F811
     assert out.isnan().all()
 
 
-def test_one_wrong_scale_is_seen(isa):  # noqa: F811
+def test_one_wrong_scale_is_detected(isa):  # noqa: F811
     torch.manual_seed(3)
     keys, values = grid(4, 32, 64, N=4), ExactView({"x": torch.randn(1, 2, 128, 1, 64)})
     keys.side.scale[0, 1, 2] = float("nan")
@@ -170,7 +174,7 @@ def test_one_wrong_scale_is_seen(isa):  # noqa: F811
 
 @pytest.mark.parametrize("D", [16, 64, 128])
 @pytest.mark.parametrize("T", [16, 96, 1088])
-def test_turned(isa, T, D):  # noqa: F811
+def test_rotated_mean(isa, T, D):  # noqa: F811
     torch.manual_seed(T + D)
     of = rope("halves", D)
     part = RotatedMean(torch.randn(1, 2, D), of, of.angles(700, T, torch.tensor([697, 0])))
@@ -179,17 +183,18 @@ def test_turned(isa, T, D):  # noqa: F811
 
 
 def test_threads_begin_anywhere(isa):  # noqa: F811
-    """Beside unpacked tokens a thread's first one may be any: what is read behind the last step is another's."""
+    """With exact tokens too, a thread may begin at any token. A read after the last offset would be
+    another's data."""
     torch.manual_seed(4)
     of = rope("halves", 64)
     part = RotatedMean(torch.randn(1, 2, 64), of, of.angles(0, 5001))
     keys = Concat([(ExactView({"x": torch.randn(1, 2, 5001, 1, 32)}), 32), (part, 64)])
-    torch.set_num_threads(3)  # `one_thread` puts it back
+    torch.set_num_threads(3)  # `one_thread` resets it
     run(keys, 4, lambda query: turned_error(part, query[..., 32:]), query_scale=0.3)
 
 
-def test_turns_of_other_layouts():
-    """Only channels d and d + D/2 that share a column have such a table."""
+def test_offset_tables_of_other_layouts():
+    """The table exists only if channels d and d + D/2 share a column."""
     of = rope("halves", 64)
     cos, sin = (x[0] for x in of.angles(0, INT16_OFFSETS).rows())
     channels = of.channels(64)

@@ -1,6 +1,8 @@
-"""One call over many segments, on every instruction set of this machine, against the loop over single calls.
+"""One call over many segments, on every instruction set of this machine, compared with a loop over
+single calls.
 
-Each segment's bounds are in `test_ops_packed.py`; joining them errs by a few ulps of the largest log-sum-exp.
+Each segment's bounds are in `test_ops_packed.py`. Merging adds an error of a few ulps of the
+largest log-sum-exp.
 """
 
 import pytest
@@ -51,7 +53,7 @@ def test_segments(isa, name, R, q):  # noqa: F811
     joined, joined_lse = cpu_attend.merge_segments([o for o, _ in single], [s for _, s in single])
     torch.testing.assert_close(out, joined, rtol=0, atol=64 * ULP * float(joined.abs().max()))
     torch.testing.assert_close(lse, joined_lse, rtol=0, atol=64 * ULP * float(joined_lse.abs().max()))
-    if isa != "avx512bf16":  # whose bounds are in test_ops_parity.py
+    if isa != "avx512bf16":  # its bounds are in test_ops_parity.py
         expected, expected_lse = attend_segments.reference(*args)
         assert (out - expected).norm() <= 1e-4 * expected.norm()
         torch.testing.assert_close(lse, expected_lse, rtol=0, atol=2e-3)
@@ -64,7 +66,7 @@ def test_threads_share_the_segments(two_threads):  # noqa: F811
     torch.testing.assert_close(out, cpu_attend.attend_segments(*args)[0], rtol=0, atol=0.02)
 
 
-def test_a_row_that_sees_nothing():
+def test_a_fully_masked_row():
     query, segments, *rest = call("pages", 2, 1)
     hidden = [one._replace(mask=torch.zeros_like(one.mask)) for one in segments]
     out, lse = cpu_attend.attend_segments(query, hidden, *rest)

@@ -1,5 +1,7 @@
-"""The search for trellis codes on every instruction set of this machine against the reference in torch, and how it
-behaves where a reference does not matter: the same codes in any batch, on any number of threads."""
+"""The search for trellis codes on every instruction set against the torch reference.
+
+It also gives the same codes in any batch and on any number of threads.
+"""
 
 import functools
 
@@ -22,7 +24,7 @@ def tables():
 
 
 def mixed_bits(R, D, seed=0):
-    """Of every rate, also none; each row's sum a multiple of 16."""
+    """Return bits of every rate, zero included; each row's sum is a multiple of 16."""
     bits = torch.randint(0, 9, (R, D), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     for row in bits:
         while row.sum() % 16:
@@ -31,7 +33,7 @@ def mixed_bits(R, D, seed=0):
 
 
 def squared_error(y, weight, bits, windows):
-    """Per vector, float64 [R, n]."""
+    """Return the squared error per vector, float64 [R, n]."""
     entries = tables()[bits.long()[:, None], windows.long()].double()
     return ((y.double() - entries).square() * weight.double()[:, None] * (bits > 0)[:, None]).sum(-1)
 
@@ -47,7 +49,8 @@ def check(y, weight, bits, rtol=1e-4):
     if (bits.long().sum(1) < 8).any():
         return windows  # a ring shorter than a window may have no path at all
     error = squared_error(y, weight, bits, windows)
-    # Near-ties of the open path may begin the ring elsewhere, so that single vectors differ either way.
+    # Near-ties of the open path may begin the ring elsewhere, so single vectors may be better or
+    # worse.
     torch.testing.assert_close(error.sum(), squared_error(y, weight, bits, expected).sum(), rtol=rtol, atol=1e-9)
     assert (windows[~held] == 0).all()
     if not (bits.long().sum(1) % 16).any() and len({*bits.long().sum(1).tolist()}) == 1:
@@ -78,7 +81,7 @@ def test_edges(isa):  # noqa: F811
     torch.manual_seed(0)
     for one in (bits(0, 0, 0), bits(0, 3, 0), bits(6), bits(1), bits(4, 4, 4, 4), bits(*[1] * 16, *[0] * 16)):
         check(torch.randn(1, 3, one.shape[1]), torch.ones(one.shape), one)
-        check(torch.zeros(1, 3, one.shape[1]), torch.ones(one.shape), one, rtol=1)  # of paths that tie any may win
+        check(torch.zeros(1, 3, one.shape[1]), torch.ones(one.shape), one, rtol=1)  # any of the tied paths may win
         check(torch.randn(1, 3, one.shape[1]), torch.zeros(one.shape), one)
     assert native.encode_trellis(torch.empty(2, 0, 3), torch.ones(2, 3), torch.ones(2, 3, dtype=torch.uint8), tables())\
         .shape == (2, 0, 3)  # fmt: skip
@@ -146,8 +149,10 @@ def test_what_is_refused():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=40), st.integers(0, 2**32 - 1))
 def test_any_rates(rates, seed):
-    """Every vector's windows are a ring; nearly all errors are the reference's, whose rings begin elsewhere where the
-    open path has near-ties, as in short rings."""
+    """Every vector's windows are a ring, and nearly all errors equal the reference's.
+
+    Rings may begin elsewhere if the open path has near-ties, as in short rings.
+    """
     if sum(rates) < 8:  # a ring shorter than a window may have no path at all
         return
     generator = torch.Generator().manual_seed(seed)
@@ -168,8 +173,11 @@ def test_any_rates(rates, seed):
 @pytest.mark.parametrize("rates", [[2] * 8, [4] * 8, [5, 5, 5, 4, 4, 4, 3, 2], [2] * 12, [3] * 10 + [2] * 8 + [1] * 2],
                          ids=lambda rates: f"{len(rates)} components of {sum(rates)} bits")  # fmt: skip
 def test_short_rings_have_the_references_codes(isa, rates):  # noqa: F811
-    """Where all components are searched twice for the first state, two paths in turns tie with themselves in the other
-    order: the lowest window decides, not rounding."""
+    """If all components are searched twice for the first state, two rounds of a path can tie with
+    each other.
+
+    The lowest window then decides, not rounding.
+    """
     torch.manual_seed(0)
     bits = torch.tensor([rates], dtype=torch.uint8)
     y, weight = torch.randn(1, 2000, len(rates)), torch.rand(1, len(rates)) + 0.1

@@ -1,4 +1,4 @@
-"""Attention over trellis streams that no codec has written: any bits of any head, extreme gains, shared tables."""
+"""Attention over arbitrary trellis streams: any bits per head, extreme gains, shared codebooks."""
 
 import pytest
 import torch
@@ -19,11 +19,12 @@ from test_ops_parity import compare, expectation, isa, make_mask, one_thread, po
 from test_ops_trellis import mixed_bits
 
 INTEGERS = 3e-4
-"""Of queries and weights in 16 bits: of the largest error's size in a norm, where the kernel multiplies integers."""
+"""Error of 16-bit queries and weights where the kernel multiplies integers, relative to the largest
+norm."""
 
 
 def bits_of(rows, H, D, words):
-    """uint8 [rows, H, D], each head's own, with a sum of 16·words."""
+    """Return uint8 [rows, H, D], separate for each head, with a sum of 16·words."""
     bits = torch.zeros(rows * H, D, dtype=torch.uint8)
     for row in bits:
         row[:] = mixed_bits(1, D, int(torch.randint(10**6, ())))[0]
@@ -34,7 +35,7 @@ def bits_of(rows, H, D, words):
 
 
 def stream_view(B=1, H=2, T=96, D=64, words=8, shared=True, bits=None):
-    """A view of random streams, in tensors that go on behind the last block and after the last head."""
+    """Return a view of random streams, in tensors larger than the view."""
     N, rows = T // 32, 1 if shared else B
     bits = bits_of(rows, H, D, words) if bits is None else bits
     stream = torch.randint(-(2**15), 2**15, (B, H + 1, N + 2, words, 32)).to(torch.int16)
@@ -49,7 +50,8 @@ def run(keys, values, R=3, mask=None, scaling=None, softcap=None):
 
 
 def check(query, keys, values, mask, scaling, softcap, close):
-    """Against decoding: `close` to it where the kernel multiplies integers, else within the bounds of float32."""
+    """Compare with decoding: by `close` if the kernel multiplies integers, else within float32's
+    bounds."""
     key, value = keys.decode(), values.decode()
     args = query, keys.operand, values.operand, mask, scaling, softcap
     assert why_not(cpu_attend.attend_packed, *args) is None
@@ -126,7 +128,7 @@ def test_tables_that_are_no_whole_numbers(isa):  # noqa: F811
 
 
 @pytest.mark.parametrize("turns", ["keys", "both"])
-def test_beside_other_views(isa, turns):  # noqa: F811
+def test_combined_with_other_views(isa, turns):  # noqa: F811
     torch.manual_seed(3)
     exact = ExactView({"x": torch.randn(1, 2, 3, 32, 24)}) if turns == "both" else None
     keys = stream_view(bits=None)
@@ -149,7 +151,7 @@ TURNED = {
 
 
 def turned(case, T, consecutive=False):
-    """Batch rows, and a vector per head that is turned as `TURNED` says."""
+    """Return batch rows and a rotated vector per head as described by `TURNED`."""
     B, rows, kind, R = TURNED[case]
     of = rope("halves", R) if kind == "halves" else interleaved_rope(R)
     if kind == "any":
@@ -163,7 +165,7 @@ def turned(case, T, consecutive=False):
 @pytest.mark.parametrize("consecutive", [False, True], ids=["given cosines", "consecutive"])
 @pytest.mark.parametrize("case", TURNED)
 @pytest.mark.parametrize("T", [96, 1088])
-def test_beside_a_turned_vector(isa, case, T, consecutive):  # noqa: F811
+def test_combined_with_a_rotated_vector(isa, case, T, consecutive):  # noqa: F811
     torch.manual_seed(8)
     B, part = turned(case, T, consecutive)
     run(Concat([(stream_view(B, 3, T), 64), (part, 64)]), stream_view(B, 3, T), R=5)
@@ -171,7 +173,8 @@ def test_beside_a_turned_vector(isa, case, T, consecutive):  # noqa: F811
 
 @pytest.mark.parametrize("T", [96, 1088])
 def test_rows_that_begin_elsewhere(isa, T):  # noqa: F811
-    """Cosines and sines of the first token of each block do for all of it, also where padding reaches into a block."""
+    """Cosines and sines of the first token of a block serve all of it, also if padding ends in a
+    block."""
     torch.manual_seed(9)
     rotary = Rotary(rope("halves", 64))
     rotary.note(0, T + 4, torch.tensor([0, 3, 70]))

@@ -1,8 +1,10 @@
-"""Triton kernels against the torch reference: every layout, odd shapes, masks, RoPE, exact tokens, merging.
+"""Triton kernels against the torch reference: every layout, odd shapes, masks, RoPE, exact tokens,
+merging.
 
-On a machine without a GPU Triton interprets them on the CPU; `pytest -m gpu` runs the same tests on a CUDA device.
-Products are of float16: an output is within 4e-3 of its norm and a log-sum-exp within 2e-3 of the largest score, an
-order of magnitude below what dense attention in bfloat16 loses.
+On a machine without a GPU Triton interprets them on the CPU. `pytest -m gpu` runs the same tests on
+a CUDA device. Products are in float16. An output is within 4e-3 of its norm and a log-sum-exp
+within 2e-3 of the largest score. This is an order of magnitude below the error of dense attention
+in bfloat16.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ READ = list(FORMATS)
 
 @pytest.fixture(params=DEVICES, autouse=True)
 def device(request):
-    """Where kernels run."""
+    """Return the device of the kernels."""
     if request.param == "cpu" and not triton.interpreted():
         pytest.skip("kernels run on the GPU here")
     with backends.forced("triton"):
@@ -38,7 +40,7 @@ def device(request):
 
 
 def moved(x, device):
-    """A view, an operand or a tensor with all its tensors on a device."""
+    """Move a view, an operand or a tensor with all its tensors to a device."""
     if isinstance(x, torch.Tensor):
         return x.to(device)
     if isinstance(x, tuple):
@@ -53,7 +55,7 @@ def moved(x, device):
 
 
 def compare(result, expected, scores):
-    """Out and lse; scores: the largest absolute one."""
+    """Compare output and lse. scores: the largest absolute score."""
     out, lse = (x.cpu() for x in result)
     assert (out - expected[0]).norm() <= OUT * expected[0].norm()
     seen = expected[1].isfinite()
@@ -62,7 +64,7 @@ def compare(result, expected, scores):
 
 
 def run(device, keys, values, R, mask=None, softcap=None, op=reference):
-    """Views or tensors on the CPU; the kernels on `device`."""
+    """Run the kernels on `device` and compare. keys, values: views or tensors on the CPU."""
     keys, values = (getattr(x, "operand", x) for x in (keys, values))
     key = keys if isinstance(keys, torch.Tensor) else keys.decode()
     query = torch.randn(*key.shape[:2], R, key.shape[-1]).bfloat16().float()  # as a model's are
@@ -76,19 +78,19 @@ def run(device, keys, values, R, mask=None, softcap=None, op=reference):
 @functools.cache
 def view(name, side, B=1, H=2, T=96, D=64):
     torch.manual_seed(D + T + len(name))
-    with backends.forced("auto"):  # encoding has kernels of its own
+    with backends.forced("auto"):  # encoding has its own kernels
         return packed(name, side, tokens(B, H, T, D)).inner
 
 
 def make_mask(B, q, T):
     mask = torch.rand(B, q, T) < 0.6
-    mask[:, 0] = False  # a row that sees nothing
-    mask[:, -1, : T // 2] = False  # one that starts late
+    mask[:, 0] = False  # a fully masked row
+    mask[:, -1, : T // 2] = False  # a row that starts late
     return mask
 
 
 def length(name, T):
-    """Whole blocks of a format."""
+    """Return a length of whole blocks of a format."""
     return -(-T // 64) * 64 if "per channel" in name else T
 
 
@@ -156,14 +158,15 @@ def test_keys_before_rope(device, number):
 
 
 def test_channels_of_blocks_before_rope(device):
-    """Of one block, as above, all channels are the same."""
+    """Channels differ between blocks. With one block, as above, all are the same."""
     torch.manual_seed(0)
     keys = roped(view("signs per group", "keys", T=64), "halves", 48, 64)
     run(device, keys, view("signs per group", "values", T=64), 3)
 
 
 def test_loud_channels_that_differ_between_blocks(device):
-    """Most of a score comes from them: a kernel that took another block's would be far off."""
+    """Outlier channels dominate the score, so a kernel that used another block's channels would be
+    far off."""
     from tersekv.codecs import methods
 
     torch.manual_seed(1)
@@ -255,7 +258,7 @@ def test_nan_reaches_only_its_head(device):
 
 
 def test_every_element_is_written(device, monkeypatch):
-    """Outputs and the partial ones of splits start as NaN."""
+    """Outputs and partial outputs of splits start as NaN."""
     empty = torch.Tensor.new_empty
 
     def poisoned(x, *size, **kwargs):
@@ -287,13 +290,13 @@ def test_merge_segments(device, segments, D):
 
 
 def both_ways(view):
-    """Its first sketch leaves out channels of each block, here of some that it takes."""
+    """Return a view whose first sketch both uses and omits channels."""
     sketch = view.sketches[0]
     return type(view)([sketch._replace(channels=sketch.dropped)], view.head_dim)
 
 
 def wide(name):
-    """Sketches of 256 or 200 rows before RoPE of 256 channels."""
+    """Return sketches of 256 or 200 rows before RoPE of 256 channels."""
     return roped(view(name, "keys", T=64, D=256), "halves", 256, 64).operand
 
 
@@ -337,7 +340,8 @@ def test_interpreted_kernels_run_only_where_they_are_forced(device):
 
 
 def test_launches_of_a_step(device, monkeypatch):
-    """One layer's attention for one token: a launch for packed tokens, one for exact tokens, and one that merges."""
+    """One layer's attention for one token launches one kernel for packed tokens, one for exact
+    tokens and one to merge."""
     from tersekv.attention.read import AttentionCall, attend_store
     from tersekv.kernels.triton import launch
     from test_store import fed
@@ -355,7 +359,7 @@ def test_launches_of_a_step(device, monkeypatch):
 
 
 class Counted:
-    """A kernel that notes its launches."""
+    """A kernel that records its launches."""
 
     def __init__(self, kernel, name, launched):
         self.kernel, self.name, self.launched = kernel, name, launched

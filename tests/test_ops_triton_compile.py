@@ -1,5 +1,7 @@
-"""Every Triton kernel compiles for sm_90, and some for other GPUs, on a machine without one too: what the interpreter
-runs, the compiler may still refuse, or it may take more shared memory than there is."""
+"""Every Triton kernel compiles for sm_90, and some for other GPUs, without a GPU.
+
+The compiler may refuse code that the interpreter runs, or need more shared memory than exists.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,22 @@ from tersekv.kernels import triton
 
 HERE = Path(__file__).parent
 SHARED_BYTES = {"sm_90": 227 * 1024, "sm_86": 99 * 1024, "gfx942": 64 * 1024}
-"""Most shared memory of a program."""
+"""Maximum shared memory of a program."""
 ELSEWHERE = [
     "exact before RoPE, head dim 256", "polar, head dim 256", "a rotation before RoPE, head dim 128",
     "signs per block, head dim 128", "outliers before RoPE", "trellis beside a mean", "codes of keys per channel",
     "merge", "pages of grids by address", "pages of outliers before RoPE by address",
 ]  # fmt: skip
-"""Calls that are compiled for the other GPUs, too."""
+"""Calls that are also compiled for the other GPUs."""
 
 pytestmark = [
     pytest.mark.skipif(triton.why_not_installed() is not None, reason=str(triton.why_not_installed())),
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton brings ptxas for x86-64 only"),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton includes ptxas for x86-64 only"),
 ]
 
 
 def compiled(target: str, *calls: str):
-    """What `compile_triton.py` prints, by call."""
+    """Return the output of `compile_triton.py` by call."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
     call = [sys.executable, str(HERE / "compile_triton.py"), target, *calls]
@@ -43,12 +45,12 @@ def compiled(target: str, *calls: str):
 
 @pytest.fixture(scope="module")
 def records():
-    """Of every call, for H100 and H200."""
+    """Return the records of every call for H100 and H200."""
     return compiled("sm_90")
 
 
 def check(records, target):
-    """All compiled, and a program has the memory that it asks for."""
+    """Check that all kernels compiled and fit into shared memory."""
     errors = {record["call"]: record["error"] for record in records if record["error"]}
     assert not errors
     for record in records:
@@ -63,8 +65,10 @@ def test_every_call_compiles(records):
 
 
 def test_pages_by_address_are_loaded_as_wide_as_arguments(records):
-    """The compiler knows of addresses in a table that they are multiples of 16 bytes. Else it would load exact tokens
-    one by one, without copies in advance."""
+    """The compiler knows that addresses in a table are multiples of 16 bytes.
+
+    Otherwise it would load exact tokens one by one, without asynchronous copies.
+    """
     by_call = {record["call"]: record["kernels"] for record in records}
     pages, exact, _ = by_call["pages of exact tokens by address"]
     assert (pages["narrow_loads"], pages["shared_bytes"]) == (exact["narrow_loads"], exact["shared_bytes"])
@@ -79,7 +83,7 @@ def test_calls_compile_for_other_gpus(target):
 
 
 def kernels_in(path: Path) -> set[str]:
-    """Functions of a file that ask which program they are."""
+    """Return the functions of a file that read their program id."""
     functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
     return {f.name for f in functions if any(getattr(node, "attr", "") == "program_id" for node in ast.walk(f))}
 

@@ -1,6 +1,7 @@
-"""Triton kernels that encode against the torch reference: the same bytes, whatever is rounded.
+"""Triton kernels for encoding give the same bytes as the torch reference, with any rounding.
 
-On a machine without a GPU Triton interprets them on the CPU; `pytest -m gpu` runs the same tests on a CUDA device.
+On a machine without a GPU Triton interprets them on the CPU. `pytest -m gpu` runs the same tests on
+a CUDA device.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from test_ops_triton import Counted, device, pytestmark  # noqa: F401
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Outputs start as something that no kernel writes everywhere."""
+    """Fill outputs with a value that no kernel writes everywhere."""
     empty = torch.Tensor.new_empty
 
     def filled(x, *size, **options):
@@ -34,7 +35,7 @@ def poisoned(monkeypatch):
 
 
 def same(results, expected):
-    """Bit by bit."""
+    """Compare bit by bit."""
     for result, right in zip(results, expected, strict=True):
         torch.testing.assert_close(result.cpu(), right, rtol=0, atol=0, equal_nan=True)
 
@@ -58,7 +59,7 @@ def test_pack_lanes_of_other_sizes(device, P, L, dtype):  # noqa: F811
 
 
 def vectors(B, H, T, D):
-    """Tokens in a slice of something longer and wider, heads behind tokens, as a cache receives them."""
+    """Return tokens in a slice of a larger tensor, heads after tokens, as a cache receives them."""
     return tokens(B, T, H, D + 16).transpose(1, 2)[..., 5 : 5 + D]
 
 
@@ -79,7 +80,8 @@ def test_group_ranges(device, place):  # noqa: F811
 
 
 def grid_calls(number, side):
-    """Two calls of `encode_grid` in place `number`, with its own bits: integers and a table, two types of range."""
+    """Return two calls of `encode_grid` for place `number`: integers and a codebook, with two
+    dtypes of range."""
     axis, group, t, D = PLACES[number]
     B, H, N = [(2, 1, 1), (1, 2, 1), (1, 1, 2)][number % 3]
     bits = 1 + (number + 3 * (side == "keys")) % 8
@@ -99,8 +101,8 @@ def test_encode_grid(device, number, side):  # noqa: F811
         same([backends.encode_grid(*on(device, *call))], [encode_grid.encode_grid.reference(*call)])
 
 
-def test_half_way(device):  # noqa: F811
-    """To the even integer, and to the lower entry."""
+def test_rounding_of_halves(device):  # noqa: F811
+    """Halves are rounded to the even integer and to the lower entry."""
     x = torch.arange(-8, 24).view(1, 1, 1, 32).expand(1, 1, 32, 32) / 2
     place = GridPlace("values", 3, "token", 32, 32)
     same([backends.encode_grid(*on(device, x, place, None, None, None))], [
@@ -115,7 +117,7 @@ def test_half_way(device):  # noqa: F811
 
 
 def call_with_one_range():
-    """`encode_grid` with a range for all blocks."""
+    """Return a call of `encode_grid` with one range for all blocks."""
     torch.manual_seed(0)
     x, place = vectors(1, 2, 64, 64), GridPlace("keys", 4, "channel", 32, 32)
     low, high = (r(2)[:, :, None, None] for r in (x.amin, x.amax))
@@ -127,7 +129,7 @@ def test_one_range_for_all_blocks(device):  # noqa: F811
     same([backends.encode_grid(*on(device, *call))], [encode_grid.encode_grid.reference(*call)])
 
 
-def test_nothing(device):  # noqa: F811
+def test_no_tokens(device):  # noqa: F811
     x, place = torch.zeros(2, 3, 0, 64), GridPlace("keys", 4, "token", 32, 32)
     same([backends.encode_grid(*on(device, x, place, None, None, None))], [torch.zeros(2, 3, 0, 2, 8, 16).int()])
     assert backends.group_ranges(*on(device, x, place))[0].shape == (2, 3, 0, 2, 32)
@@ -144,7 +146,7 @@ def test_encode_signs(device, M, D, t):  # noqa: F811
 
 @pytest.mark.parametrize("D", [128, 80, 64, 12, 7])
 def test_rotate_hadamard(device, D):  # noqa: F811
-    """In float64 another order of sums changes a float32 seldom, and by its last bit only."""
+    """In float64 another order of sums rarely changes a float32, and then only its last bit."""
     torch.manual_seed(D)
     x = tokens(2, 1, 20, D) if D >= 8 else torch.randn(2, 1, 20, D)
     call = x.mT.contiguous().mT, random_rotation(D, 3, "hadamard"), *hadamard_parts(D, 3, "cpu")
@@ -191,7 +193,7 @@ LAUNCHES = {
 
 @pytest.mark.parametrize(("method", "options"), LAUNCHES, ids=str)
 def test_launches_of_a_block(device, method, options, monkeypatch):  # noqa: F811
-    """However many heads and rows there are."""
+    """The number of launches does not depend on heads and rows."""
     from tersekv.codecs import methods
     from tersekv.kernels.triton import encode_kernels
 
@@ -206,7 +208,7 @@ def test_launches_of_a_block(device, method, options, monkeypatch):  # noqa: F81
 
 
 def test_launches_go_to_the_tensors_device(device, monkeypatch):  # noqa: F811
-    """Triton launches on the current device; a model may be spread over several."""
+    """Triton launches on the current device, but a model may be distributed over several."""
     current = []
 
     @contextmanager
@@ -247,5 +249,5 @@ def test_why_not(device, what):  # noqa: F811
         assert text in str(encode.why_not_group_ranges(*call[:2]))
 
 
-def test_codes_that_are_no_integers(device):  # noqa: F811
+def test_codes_that_are_not_integers(device):  # noqa: F811
     assert "not integers" in str(encode.why_not_pack_lanes(X, 4))

@@ -1,5 +1,7 @@
-"""Segments prepared once and read by one launch: many pages, masks, RoPE, tables of batch rows, exact tokens beside
-them, and how many launches that takes. On a machine without a GPU Triton interprets the kernels."""
+"""Segments prepared once and read by one launch, for many pages, masks, RoPE and tables per row.
+
+The number of launches is counted. On a machine without a GPU Triton interprets the kernels.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ B, H, D, R = 2, 2, 64, 3
 
 
 def codec_of(name, side):
-    """The codec of a format, as `packed_views.packed` builds it."""
+    """Build the codec of a format, as `packed_views.packed` does."""
     method, options = FORMATS[name]
     codec = getattr(methods()[method].build(**options), side)
     if method == "qjl":
@@ -35,15 +37,15 @@ def codec_of(name, side):
 
 
 def pages_of(name, side, sizes):
-    """Views of one layer's pages with so many tokens each; the codec is fitted on all of them."""
-    with backends.forced("auto"):  # encoding has tests of its own
+    """Return views of one layer's pages of these sizes. The codec is fitted on all tokens."""
+    with backends.forced("auto"):  # encoding has its own tests
         x = tokens(B, H, sum(sizes), D)
         codec = codec_of(name, side).fit(x)
         return [codec.view(codec.encode(part), D).inner for part in x.split(list(sizes), dim=2)]
 
 
 def segments_of(keys, values, masks=None):
-    """Packed segments as a layer's store hands them over."""
+    """Return packed segments as a layer's store passes them."""
     masks = masks or [None] * len(keys)
     return [Segment(k.operand, v.operand, m, True) for k, v, m in zip(keys, values, masks, strict=True)]
 
@@ -53,12 +55,12 @@ def exact(n, dtype=torch.bfloat16, mask=None):
 
 
 def on(device, segments):  # noqa: F811
-    """The segments on a device."""
+    """Move the segments to a device."""
     return [Segment(*(moved(x, device) for x in s[:3]), s.is_page) for s in segments]
 
 
 def check(device, segments, softcap=None, query=None):  # noqa: F811
-    """All segments against the reference."""
+    """Compare all segments with the reference."""
     query = torch.randn(B, H, R, D).bfloat16().float() if query is None else query
     expected = reference.reference(query, segments, D**-0.5, softcap)
     result = backends.attend_segments(query.to(device), on(device, segments), D**-0.5, softcap)
@@ -69,7 +71,7 @@ def check(device, segments, softcap=None, query=None):  # noqa: F811
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Names of the attention kernels that are launched."""
+    """Record the names of launched attention kernels."""
     from tersekv.kernels.triton import launch
 
     names = []
@@ -80,7 +82,7 @@ def launched(monkeypatch):
 
 @pytest.fixture
 def short_splits(monkeypatch):
-    """Splits of 64 or 128 tokens, which begin and end within pages and over their ends."""
+    """Use splits of 64 or 128 tokens, which begin and end within pages and cross their ends."""
     from tersekv.kernels.triton import launch
 
     plan = launch.plan
@@ -88,14 +90,13 @@ def short_splits(monkeypatch):
 
 
 def sizes_of(name):
-    """Tokens of three pages: whole blocks, no two pages alike. A page of one block has no channels that differ between
-    blocks, so that another launch reads it."""
+    """Return three page sizes; two blocks each if channels of blocks differ (else another launch)."""
     return (64, 192, 128) if name in ("grid 6 per channel", "signs per group") else (32, 160, 96)
 
 
 @pytest.mark.parametrize("number", range(len(FORMATS)), ids=list(FORMATS))
 def test_pages_of_different_sizes(device, number, launched, short_splits):  # noqa: F811
-    """Each layout on both sides, with attention sinks and a window beside the pages."""
+    """Each layout on both sides, together with attention sinks and a recent window."""
     name = list(FORMATS)[number]
     torch.manual_seed(number)
     sizes = sizes_of(name)
@@ -107,7 +108,7 @@ def test_pages_of_different_sizes(device, number, launched, short_splits):  # no
 @pytest.mark.parametrize("name", ["grid", "polar", "sparse", "signs", "trellis"])
 @pytest.mark.parametrize("rows", ["shared", "per row"])
 def test_pages_before_rope(device, name, rows, launched):  # noqa: F811
-    """Each page begins at a position of its own; `shared` ones follow one another in a page."""
+    """Each page begins at its own position; `shared` positions are consecutive in a page."""
     torch.manual_seed(len(name))
     sizes = (32, 96, 64)
     keys, values = pages_of(name, "keys", sizes), pages_of("grid", "values", sizes)
@@ -122,8 +123,8 @@ def test_pages_before_rope(device, name, rows, launched):  # noqa: F811
     assert launched.count("attend") == 1
 
 
-def test_a_mean_beside_codes(device, launched):  # noqa: F811
-    """The rotated mean of each page is rotated to the page's own positions."""
+def test_codes_with_a_rotated_mean(device, launched):  # noqa: F811
+    """The mean of each page is rotated to the page's own positions."""
     torch.manual_seed(0)
     sizes = (64, 32, 96)
     of = roped(pages_of("grid", "keys", (32,))[0], "halves", D, 32).rope
@@ -143,9 +144,9 @@ def test_masked_pages(device, q, masked, launched, short_splits):  # noqa: F811
     sizes = (32, 160, 96)
     masks = [torch.rand(B, q, n) < 0.6 if there else None for n, there in zip(sizes, masked, strict=True)]
     if all(masked):
-        masks[1][:] = False  # nothing of a page is seen
+        masks[1][:] = False  # a fully masked page
         for mask in masks:
-            mask[0, -1] = False  # and one row sees nothing at all
+            mask[0, -1] = False  # and a fully masked row
     keys, values = pages_of("grid", "keys", sizes), pages_of("grid 7", "values", sizes)
     result = check(device, segments_of(keys, values, masks))
     if all(masked):
@@ -174,7 +175,7 @@ def test_columns_of_one_mask_are_read_where_they_are():
 
 
 @pytest.mark.parametrize("name", ["polar online", "sparse", "trellis"])
-def test_batch_rows_with_tables_of_their_own(device, name, launched):  # noqa: F811
+def test_batch_rows_with_their_own_tables(device, name, launched):  # noqa: F811
     """Tables are fitted per row: one row's pages with the other's tables are far off."""
     torch.manual_seed(3)
     sizes = (64, 32)
@@ -187,7 +188,7 @@ def test_batch_rows_with_tables_of_their_own(device, name, launched):  # noqa: F
 
 
 def test_pages_of_different_layouts(device, launched):  # noqa: F811
-    """A launch for each; outputs that need a map of their own are merged by themselves."""
+    """One launch each. Outputs that need their own map are merged separately."""
     torch.manual_seed(4)
     segments = [
         *segments_of(pages_of("grid", "keys", (32, 64)), pages_of("grid", "values", (32, 64))),
@@ -199,14 +200,14 @@ def test_pages_of_different_layouts(device, launched):  # noqa: F811
 
 
 def test_many_exact_segments(device, launched):  # noqa: F811
-    """A launch takes four as arguments, since each number of them is compiled."""
+    """A launch takes at most four as arguments, because each number of arguments is compiled."""
     torch.manual_seed(5)
     check(device, [exact(n) for n in (1, 32, 5, 33, 64, 2)])
     assert launched == ["attend", "attend", "merge"]
 
 
 def test_values_of_other_channels_than_exact_ones_are_not_mixed(device):  # noqa: F811
-    """Sums of two layouts are added by the kernel where their channels are the same."""
+    """The kernel adds sums of two layouts if their channels are the same."""
     from tersekv.kernels.triton import trees
 
     view = pages_of("sparse", "values", (32,))[0]
@@ -221,10 +222,9 @@ RECIPES = benchmark("attend_launches").RECIPES
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_launches_do_not_depend_on_the_number_of_pages(device, name):  # noqa: F811
-    """One launch for all pages and one for exact tokens. Where keys or values have a linear map of their own, exact
-    tokens are merged apart, and one launch joins both."""
+    """One launch reads all pages and one exact tokens; with a linear map another one merges them."""
     if device == "cuda":
-        pytest.skip("counted where kernels are interpreted")
+        pytest.skip("only counted with interpreted kernels")
     step = benchmark("attend_launches").step
     few, some, many = (step(RECIPES[name], pages) for pages in (1, 5, 20))
     assert few["kernels"]["attend"] == some["kernels"]["attend"] == many["kernels"]["attend"] == 2
@@ -234,7 +234,7 @@ def test_launches_do_not_depend_on_the_number_of_pages(device, name):  # noqa: F
 
 
 class NoWork(TorchDispatchMode):
-    """No operation of torch may run but those that allocate or view."""
+    """A mode in which torch may only allocate or view."""
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         assert op.is_view or "empty" in op.name(), f"{op} ran"
@@ -243,7 +243,7 @@ class NoWork(TorchDispatchMode):
 
 @pytest.fixture
 def kernels_alone(monkeypatch):
-    """Interpreted kernels run outside the mode that counts."""
+    """Run interpreted kernels outside the counting mode."""
     from torch.utils._python_dispatch import _disable_current_modes
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -258,9 +258,9 @@ def kernels_alone(monkeypatch):
 
 @pytest.mark.parametrize("name", ["grid", "polar", "sparse", "trellis"])
 def test_a_step_builds_nothing(device, name, kernels_alone, monkeypatch):  # noqa: F811
-    """After the first call with as many query rows there are launches only, whatever the number of pages."""
+    """After the first call with as many query rows there are only launches, for any page count."""
     if device == "cuda":
-        pytest.skip("operations of interpreted kernels are left out")
+        pytest.skip("only checked with interpreted kernels")
     from tersekv.kernels.triton import leaves, trees
 
     torch.manual_seed(6)
@@ -337,7 +337,7 @@ def test_a_page_set_is_built_when_pages_change_and_not_otherwise(device, monkeyp
 
 
 def test_other_pages_in_the_same_call_are_another_set(device):  # noqa: F811
-    """A page that stays at the front with other pages after it."""
+    """The first page stays, and other pages follow it."""
     torch.manual_seed(8)
     sizes = (32, 64, 96)
     segments = segments_of(pages_of("grid", "keys", sizes), pages_of("grid", "values", sizes))
@@ -345,8 +345,8 @@ def test_other_pages_in_the_same_call_are_another_set(device):  # noqa: F811
         check(device, chosen)
 
 
-def test_a_page_set_goes_with_its_pages(device):  # noqa: F811
-    """No cycle keeps what was prepared of a layer's pages alive until the garbage collector runs."""
+def test_a_page_set_is_freed_with_its_pages(device):  # noqa: F811
+    """No reference cycle keeps the prepared data of a layer's pages alive until garbage collection."""
     keys, values = pages_of("sparse", "keys", (32, 64)), pages_of("sparse", "values", (32, 64))
     views = [[moved(x.operand, device) for x in side] for side in (keys, values)]
     pages = PackedPages(*views, [0, 32], [32, 64], (IDENTITY, IDENTITY), H)
@@ -360,7 +360,7 @@ def test_a_page_set_goes_with_its_pages(device):  # noqa: F811
 
 
 def test_segments_of_a_step_are_added(device):  # noqa: F811
-    """`with_segments` leaves the page set as it was; masks are in the order of preparation."""
+    """`with_segments` does not change the page set; masks are in the order of preparation."""
     torch.manual_seed(9)
     sizes = (64, 32)
     pages = on(device, segments_of(pages_of("grid", "keys", sizes), pages_of("grid", "values", sizes)))
@@ -386,7 +386,7 @@ def test_prepare_says_why_not(device):  # noqa: F811
 
 
 def test_types_of_fields():
-    """An integer that needs 64 bits anywhere has them everywhere; what is a multiple of 16 everywhere says so."""
+    """A 64-bit integer anywhere makes the field 64-bit. Common multiples of 16 are declared."""
     from tersekv.kernels.triton import leaves
 
     x = torch.zeros(64, dtype=torch.float16)

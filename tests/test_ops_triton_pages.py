@@ -1,5 +1,7 @@
-"""The Triton kernel over pages anywhere in a pool, against the torch reference; in Triton's interpreter where there is
-no GPU."""
+"""The Triton kernel over pages anywhere in a pool against the torch reference.
+
+Without a GPU it runs in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from test_ops_triton import compare, device, moved, pytestmark  # noqa: F401
 
 
 def attend(device, *args):  # noqa: F811
-    """On the device."""
+    """Attend on the device."""
     args = [moved(x, device) for x in args]
     return backends.attend_pages.direct(*args)
 
 
 def run(device, args):  # noqa: F811
-    """On the device; compared with the reference."""
+    """Attend on the device and compare with the reference."""
     result, expected = attend(device, *args), reference.reference(*args)
     key = getattr(args[1], "operand", args[1])
     key = key.float() if isinstance(key, torch.Tensor) else key.decode()
@@ -30,7 +32,7 @@ def run(device, args):  # noqa: F811
 
 
 PAGE_TOKENS = {"grid 3": 96, "grid 7": 32}
-"""In place of 64: no tile of 64 tokens divides these."""
+"""Page sizes instead of 64, which no tile of 64 tokens divides."""
 
 
 @pytest.mark.parametrize("number", range(len(PAGEABLE)), ids=PAGEABLE)
@@ -68,8 +70,9 @@ def test_splits_that_begin_inside_a_page(device, monkeypatch):  # noqa: F811
     run(device, call("grid", 96))
 
 
-def test_what_is_in_no_page_is_not_read(device):  # noqa: F811
-    """A page of the pool that no row has is all NaN; there are none past the table's last, and some in between."""
+def test_unused_pages_are_not_read(device):  # noqa: F811
+    """A page of the pool that no row uses is all NaN. The table has unused entries at its end and
+    between others."""
     query, keys, values, pages, p, mask, *rest = call("grid 3", 32)
     for side in (keys, values):
         side.scale[:1, :, 4] = float("nan")
@@ -82,7 +85,7 @@ def test_what_is_in_no_page_is_not_read(device):  # noqa: F811
     assert run(device, (query, keys, values, pages, p, seen, *rest))[0].isfinite().all()
 
 
-def test_rows_that_see_nothing(device):  # noqa: F811
+def test_fully_masked_rows(device):  # noqa: F811
     query, keys, values, pages, p, mask, *rest = call("polar", 32)
     pages[1] = -1
     mask[1] = False
@@ -97,8 +100,8 @@ def test_rows_that_see_nothing(device):  # noqa: F811
     assert lse.isneginf().all()
 
 
-def test_entries_that_are_no_page(device):  # noqa: F811
-    """Read as none: nothing outside the pool is touched, whatever the mask says."""
+def test_invalid_page_numbers(device):  # noqa: F811
+    """They are treated as empty: nothing outside the pool is read, for any mask."""
     query, keys, values, pages, p, mask, *rest = call("grid", 32)
     without, wild = pages.clone(), pages.clone()
     without[0, 1], wild[0, 1], wild[1, 2], wild[1, 3] = -1, 7, -5, 2**31 - 1
@@ -111,7 +114,7 @@ def test_entries_that_are_no_page(device):  # noqa: F811
         torch.testing.assert_close(x, y)
 
 
-def test_calls_that_are_none(device):  # noqa: F811
+def test_invalid_calls(device):  # noqa: F811
     query, keys, values, pages, p, mask, *rest = call("grid", 32)
     for p_, words in ((16, "multiple of 32"), (64, "mask: expected")):
         with pytest.raises(ValueError, match=words):
@@ -140,7 +143,8 @@ def test_why_not(device):  # noqa: F811
 
 
 def test_a_pool_of_an_engine(device, monkeypatch):  # noqa: F811
-    """Requests of three lengths, one within its first page: packed pages go to the kernel, on the memory's device."""
+    """Requests of three lengths, one within its first page. Packed pages are passed to the kernel
+    on their own device."""
     from tersekv.kernels.triton import launch
     from tersekv.serving.pages import PagePool
     from tersekv.serving.steps import Rows

@@ -1,5 +1,4 @@
-"""Triton's polar codes against the torch reference: the same, but where an angle is as near to one entry as to
-another."""
+"""Triton's polar codes equal the torch reference's, except for angles equally near to two entries."""
 
 from __future__ import annotations
 
@@ -16,11 +15,13 @@ from test_ops_triton import device, pytestmark  # noqa: F401
 from test_ops_triton_encode import on, poisoned  # noqa: F401
 
 NEAR = 2e-6
-"""Radians that float32 takes for nothing: of angles up to 2π, twice its rounding and that of a seam."""
+"""Angle in radians below float32's precision: twice the rounding error of angles up to 2π and of a
+seam."""
 
 
 def distance(angle, codes, table, circular):
-    """Of angles float64 [B, ...] from their entries of a table [n] or [B, n]."""
+    """Return the distance of angles, float64 [B, ...], from their entries of a codebook [n] or [B,
+    n]."""
     rows = table.double() if table.dim() == 2 else table.double().expand(len(angle), -1)
     entries = rows.gather(1, codes.flatten(1).long()).view(angle.shape)
     apart = (angle - entries).abs()
@@ -28,7 +29,8 @@ def distance(angle, codes, table, circular):
 
 
 def compare(result, expected, x, level_bits, tables):
-    """Codes as near as the reference's, nearly all of them the same; radii to the last bit or its neighbour."""
+    """Check that codes are as near as the reference's and nearly all equal; radii may differ in the
+    last bit."""
     (angles, radii), (right, right_radii) = (tuple(t.cpu() for t in pair) for pair in (result, expected))
     assert angles.shape == right.shape
     torch.testing.assert_close(radii, right_radii, rtol=1.2e-7 * len(level_bits), atol=0)
@@ -45,7 +47,8 @@ def compare(result, expected, x, level_bits, tables):
 
 
 def fitted(level, bits, rows):
-    """Tables of each row as k-means might leave them: nothing is even, and level 1's seam is anywhere."""
+    """Return codebooks of each row as k-means might give them: uneven, with level 1's seam
+    anywhere."""
     span = 2 * math.pi if level == 1 else math.pi / 2
     return (torch.rand(rows, 2**bits).cumsum(1) + 0.1).mul(1 / (2**bits * 0.8)).clamp(max=1).mul(span * 0.98)
 
@@ -69,7 +72,7 @@ def test_random_vectors(device, level_bits, D, online):  # noqa: F811
 
 @pytest.mark.parametrize("level_bits", [[4, 2], [2, 3]], ids=str)
 def test_every_direction(device, level_bits):  # noqa: F811
-    """All round the circle, boundaries and axes among them, of lengths that differ by nine decades."""
+    """All directions, boundaries and axes included, with lengths that span nine decades."""
     angle = torch.arange(512, dtype=torch.float64) * 2 * math.pi / 512
     pairs = torch.stack([angle.cos(), angle.sin()], -1) * 10.0 ** (torch.arange(512) % 10 - 5)[:, None]
     x = pairs.float().view(1, 1, 32, 32)
@@ -86,7 +89,7 @@ def test_every_direction(device, level_bits):  # noqa: F811
         assert float((taken - apart.amin(-1)).max()) <= NEAR
 
 
-def test_nothing_has_no_radius(device):  # noqa: F811
+def test_zero_has_no_radius(device):  # noqa: F811
     tables = [offline_table(2, level, "cpu") for level in (1, 2)]
     angles, radii = backends.encode_polar(torch.zeros(1, 2, 32, 16, device=device), [2, 2], on(device, *tables))
     assert angles.shape == (1, 2, 3, 32)

@@ -1,5 +1,7 @@
-"""Triton kernels that keep elements apart, against the torch reference: the same thresholds and entries; in Triton's
-interpreter where there is no GPU."""
+"""Triton kernels for outliers give the same thresholds and entries as the torch reference.
+
+Without a GPU they run in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def test_quantiles_beside_infinities(device):  # noqa: F811
 @pytest.mark.parametrize("shape", [(2, 3, 64, 40), (1, 1, 32, 200), (1, 2, 96, 1)], ids=str)
 @pytest.mark.parametrize("share", [0.02, 0.6])
 def test_pack_outliers(device, shape, share):  # noqa: F811
-    """Of a slice of something wider, heads behind tokens; values that float16 does not hold, and a block with none."""
+    """A slice of a larger tensor, heads after tokens; values beyond float16's range, and a block
+    without outliers."""
     B, H, T, D = shape
     torch.manual_seed(D)
     residual = (torch.randn(B, T, H, D + 3) * 1e3).transpose(1, 2)[..., 1 : D + 1]

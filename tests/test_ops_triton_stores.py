@@ -1,5 +1,9 @@
-"""A layer's store read by the Triton kernels alone: types of a model, groups of query heads, several new tokens, rows
-with padding. On a machine without a GPU Triton interprets them; `pytest -m gpu` runs the same on a CUDA device."""
+"""A layer's store read by Triton kernels alone: model dtypes, query groups, several new tokens,
+padded rows.
+
+On a machine without a GPU Triton interprets the kernels. `pytest -m gpu` runs the same tests on a
+CUDA device.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,10 @@ RECIPE = "window:sinks=4,recent=32"
 
 
 def filled(recipe, B, T, D, dtype, padding):
-    """A store of T tokens, all but the latest five at once; row r begins after padding[r]."""
+    """Return a store of T tokens, all but the latest five at once. Row r begins after padding[r]."""
     keys, values = (x.to(dtype) for x in tokens(T, B=B, D=D))
     s = store(f"{RECIPE}+{recipe}", keys, values)
-    with backends.forced("auto"):  # encoding has tests of its own
+    with backends.forced("auto"):  # encoding has its own tests
         s.append(keys[:, :, :-5], values[:, :, :-5], padding)
         s.append(keys[:, :, -5:], values[:, :, -5:])
     assert s.packed_tokens >= 32
@@ -60,9 +64,10 @@ def test_stores(device, recipe, dtype, D, G, q, padding, monkeypatch):  # noqa: 
 
 
 def test_a_step_is_a_few_launches(device):  # noqa: F811
-    """The token is added to both sides, the query becomes float32 and the output the model's type."""
+    """The token is appended on both sides, the query becomes float32 and the output the model's
+    dtype."""
     if device == "cuda":
-        pytest.skip("counted where kernels are interpreted")
+        pytest.skip("only counted with interpreted kernels")
     step = benchmark("encode_launches").step
     plain, rotated = step("kivi:bits=4"), step("turboquant:bits=4")
     assert plain == {"torch": 4, "kernels": ["attend"] * 2 + ["merge"], "waits": 0}
@@ -71,8 +76,10 @@ def test_a_step_is_a_few_launches(device):  # noqa: F811
 
 @pytest.mark.parametrize("name", ["grid", "polar"])
 def test_a_call_of_static_capacity_is_replayed(device, name, monkeypatch):  # noqa: F811
-    """Pages and mask of a fixed size hold as many tokens as they say at the time: what was launched once is launched
-    again over what is there now, as a CUDA graph does it."""
+    """Pages and mask have a fixed size and a variable number of tokens.
+
+    As in a CUDA graph, the same launches are repeated over the current contents.
+    """
     from tersekv.kernels.attend_pages import attend_pages as reference
     from test_ops_pages import call
 
@@ -92,8 +99,10 @@ def test_a_call_of_static_capacity_is_replayed(device, name, monkeypatch):  # no
 
 
 def captured(run, device, monkeypatch):  # noqa: F811
-    """What runs the same launches again, and the outputs, whose memory it writes. Interpreted: no operation of torch
-    may take part, but for those that allocate or view. A first run makes tables that are made once."""
+    """Return a function that repeats the launches, and the outputs to which it writes.
+
+    When interpreted, torch may only allocate or view. A first run makes constant tables.
+    """
     run()
     if device == "cuda":
         torch.cuda.synchronize()

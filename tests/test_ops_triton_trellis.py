@@ -1,4 +1,4 @@
-"""Triton kernels over trellis streams and the mean that RoPE turns, against the torch reference."""
+"""Triton kernels over trellis streams and the rotated mean, against the torch reference."""
 
 from __future__ import annotations
 
@@ -75,21 +75,21 @@ def test_before_rope(device, kind):  # noqa: F811
 
 @pytest.mark.parametrize("consecutive", [False, True], ids=["given cosines", "consecutive"])
 @pytest.mark.parametrize("case", TURNED)
-def test_beside_a_turned_vector(device, case, consecutive):  # noqa: F811
+def test_combined_with_a_rotated_vector(device, case, consecutive):  # noqa: F811
     torch.manual_seed(8)
     B, part = turned(case, 96, consecutive)
     run(device, Concat([(stream_view(B, 3, 96), 64), (part, 64)]), stream_view(B, 3, 96), 5)
 
 
-def test_a_turned_vector_that_is_all_there_is(device):  # noqa: F811
-    """Not rounded with anything else, and of 100 tokens: no whole tile."""
+def test_a_rotated_vector_alone(device):  # noqa: F811
+    """It is not rounded together with anything else, and 100 tokens are not a whole tile."""
     torch.manual_seed(9)
     B, part = turned("pairs", 100)
     run(device, part, torch.randn(B, 3, 100, 64), 5)
 
 
 def test_centred_keys_of_a_codec(device):  # noqa: F811
-    """As the store hands them out: a basis, a mean that RoPE turns, values with a mean of their own."""
+    """Keys as the store provides them: a basis, a rotated mean, and values with their own mean."""
     from tersekv.codecs import methods
 
     torch.manual_seed(10)
@@ -108,13 +108,13 @@ def test_centred_keys_of_a_codec(device):  # noqa: F811
     compare((value.output(out.cpu()), lse), expected, float(scores.abs().max()))
 
 
-def test_beside_exact_channels(device):  # noqa: F811
+def test_combined_with_exact_channels(device):  # noqa: F811
     torch.manual_seed(3)
     exact = ExactView({"x": torch.randn(1, 2, 3, 32, 24)})
     run(device, Concat([(stream_view(), 64), (exact, 24)]), Concat([(stream_view(D=48, words=5), 48), (exact, 24)]), 3)
 
 
-def test_rope_where_it_cannot_be(device):  # noqa: F811
+def test_unsupported_rope(device):  # noqa: F811
     of = rope("halves", 64)
     keys, part = stream_view(), RotatedMean(torch.randn(1, 2, 64), of, of.angles(0, 96))
     call = torch.randn(1, 2, 3, 64), Roped(part, of, of.angles(0, 96)), keys, None, 1.0, None

@@ -1,5 +1,8 @@
-"""The Triton search for trellis codes against the torch reference: the same codes, since costs are added in the same
-order; in Triton's interpreter where there is no GPU."""
+"""The Triton search for trellis codes gives the reference's codes, because costs are added in the
+same order.
+
+Without a GPU it runs in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def check(device, y, weight, bits):  # noqa: F811
 
 @pytest.mark.parametrize("rate", [1, 2, 3, 5, 8])
 def test_one_rate(device, rate):  # noqa: F811
-    """Of 48 components half are searched beforehand, of 8 all."""
+    """Half of 48 components are searched in advance, and all of 8."""
     torch.manual_seed(rate)
     D = 48 if rate == 1 else 8
     check(device, torch.randn(1, 5, D), torch.rand(1, D) + 0.1, torch.full((1, D), rate, dtype=torch.uint8))

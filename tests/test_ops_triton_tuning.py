@@ -1,4 +1,4 @@
-"""How a call is cut into programs: which choice is taken for which GPU."""
+"""Division of a call into programs: the choice for each GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def tuning(monkeypatch):
-    """The module with a table of its own."""
+    """Return the module with a separate tuning table."""
     from tersekv.kernels.triton import tuning
 
     monkeypatch.setattr(tuning, "TABLE", {})
@@ -38,13 +38,13 @@ def test_wide_heads_many_rows_and_rope_take_fewer_tokens(tuning):
     assert tokens_of(keys=((3, 4),), channels=64) == 64
 
 
-def test_elsewhere_a_program_takes_the_least(tuning):
+def test_unknown_gpus_use_the_smallest_program(tuning):
     for name in ("sm_80", "sm_89", "sm_100", "gfx942"):
         assert tuning.chosen(key(tuning, architecture=name)) == tuning.LEAST
     assert tuning.chosen(key(tuning, architecture="")) == tuning.chosen(key(tuning))
 
 
-def test_measured_choices_go_first(tuning):
+def test_measured_choices_have_priority(tuning):
     own, any_ = tuning.Shape(2, 8, 3), tuning.Shape(1, 2, 1)
     tuning.TABLE[key(tuning)] = own
     tuning.TABLE[key(tuning, architecture="")] = any_
@@ -77,8 +77,8 @@ def test_architectures(tuning, monkeypatch, name, of_amd, hip):
     assert tuning.architecture.__wrapped__(torch.device("cuda")) == name
 
 
-def test_a_matrix_in_front_of_rope_fits_shared_memory(tuning, monkeypatch):
-    """What a program of another architecture has no room for is left to the reference."""
+def test_a_matrix_before_rope_fits_shared_memory(tuning, monkeypatch):
+    """If another architecture's program lacks shared memory, the reference computes the result."""
     from packed_views import roped
 
     torch.manual_seed(0)

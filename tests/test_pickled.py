@@ -1,4 +1,4 @@
-"""Caches as pickles: each copy goes on as the original does, and the original does not notice."""
+"""Pickled caches: each copy continues like the original, and the original does not change."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def filled(model, recipe, ids, mask):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "recipe"), [("llama", r) for r in RECIPES] + [("gemma3", "kivi:bits=2")])
-def test_a_copy_goes_on_alone(models, name, recipe, way):
-    """A left-padded batch; bytes and logits are the original's, whichever goes on first."""
+def test_a_copy_continues_independently(models, name, recipe, way):
+    """A left-padded batch. Bytes and logits equal the original's, in either order of continuing."""
     model, ids, mask = models[name], prompt(310, 2), torch.ones(2, 310, dtype=torch.long)
     mask[0, :17] = 0
     with tersekv.compress(model, recipe), torch.no_grad():
@@ -71,7 +71,8 @@ def test_a_copy_goes_on_alone(models, name, recipe, way):
 
 
 def tensors_of(held, seen):
-    """Every tensor that an object holds, in its attributes, lists, tuples and dictionaries, also those of kernels."""
+    """Return every tensor that an object holds in attributes, lists, tuples and dicts, native
+    kernel arguments included."""
     if id(held) in seen or isinstance(held, (type, torch.nn.Module, PreTrainedConfig)):
         return
     seen[id(held)] = held
@@ -88,8 +89,10 @@ def tensors_of(held, seen):
 
 
 def addresses(cache):
-    """Of every live tensor: the object, where its memory is, and whether processes share it. Holds the tensors, so that
-    no other object has their ids."""
+    """Return object, memory address and sharing of every live tensor.
+
+    The result holds the tensors, so that no other object gets their ids.
+    """
     found = list(tensors_of(cache, {}))
     return found, [(id(x), x.data_ptr(), x.is_shared()) for x in found]
 
@@ -117,8 +120,8 @@ LEAVES_ALONE = {
 
 @pytest.mark.parametrize("way", LEAVES_ALONE)
 @pytest.mark.parametrize("recipe", [*RECIPES, "window:recent=32+kivi:bits=2", "snapkv:budget=64+polarquant"])
-def test_the_original_does_not_notice(llama, recipe, way, tmp_path):
-    """No tensor of it moves, none is replaced, and what kernels keep of its pages stays."""
+def test_the_original_does_not_change(llama, recipe, way, tmp_path):
+    """Its tensors are neither moved nor replaced, and the kernel arguments of its pages stay."""
     with tersekv.compress(llama, recipe), torch.no_grad():
         cache = filled(llama, recipe, prompt(300), None)
         llama(prompt(1), past_key_values=cache)  # read by kernels
@@ -132,10 +135,10 @@ def test_the_original_does_not_notice(llama, recipe, way, tmp_path):
         assert all(layer.store.__dict__.get("_pages") is pages for layer, pages in zip(cache.layers, kept, strict=True))
         theirs = {x.data_ptr() for x in addresses(made)[0] if x.numel()}
         tables = {x.data_ptr() for layer in cache.layers for x in layer.store.tables()}
-        assert theirs & {x.data_ptr() for x in held if x.numel()} <= tables  # of codecs, which all caches share
+        assert theirs & {x.data_ptr() for x in held if x.numel()} <= tables  # tables of codecs, shared by all caches
 
 
-def test_linear_layers_do_not_notice_either():
+def test_linear_layers_do_not_change():
     torch.manual_seed(0)
     model = tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**SHAPE, head_dim=32, **HYBRID)).eval()
     with tersekv.compress(model, "kivi:bits=2"), torch.no_grad():
@@ -159,7 +162,7 @@ def test_it_holds_the_cache_and_nothing_else():
 
 
 def test_used_without_compress_it_decodes(llama):
-    """The pickle of a cache that was made under compress does not believe that its attention is installed."""
+    """A pickled cache made under `compress` does not assume that its attention is installed."""
     with tersekv.compress(llama, LOSSLESS), torch.no_grad():
         data = pickle.dumps(filled(llama, LOSSLESS, prompt(100), None))
         expected = llama(prompt(5, seed=1), past_key_values=pickle.loads(data)).logits
@@ -180,7 +183,7 @@ def test_on_another_device(llama):
     assert moved.layers[0].store.keys.sinks.device.type == "meta"
 
 
-def test_an_interrupted_cache_stays_one(llama):
+def test_an_interrupted_cache_stays_interrupted(llama):
     with tersekv.compress(llama, "kivi"), torch.no_grad():
         cache = filled(llama, "kivi", prompt(50), None)
         with interrupted(llama.model.layers[1], KeyboardInterrupt()):
@@ -201,7 +204,7 @@ def test_with_linear_layers():
             assert torch.equal(a, b)
 
 
-def test_a_divided_cache_is_refused(llama):
+def test_a_context_parallel_cache_is_refused(llama):
     cache = tersekv.CompressedCache(llama.config, "kivi")
     cache.context_parallel = ContextParallel(0, 2, lambda x: [x, x])
     with pytest.raises(UserError, match="processes divide"):

@@ -1,4 +1,5 @@
-"""`tersekv plot`: what it draws from a model and from records, what it refuses, files written whole or not at all."""
+"""`tersekv plot`: plots of a model and of records, errors, and files written completely or not at
+all."""
 
 from __future__ import annotations
 
@@ -27,11 +28,11 @@ SVG = b"<svg"
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as `tersekv eval --out` leaves it."""
+    """Write a folder as `tersekv eval --out` leaves it."""
     return write(tmp_path_factory.mktemp("evaluation") / "results", evaluation())
 
 
-def test_pictures_of_a_model(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plots_of_a_model(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("Keys and values. " * 20)
     call = ("-m", tiny, "--tokens", "96", "--head", "0", "-o")
     made = document(capfd, "plot", "angles", *call, str(tmp_path / "a.png"), "--layers", "-1")
@@ -77,7 +78,7 @@ def test_memory_of_records_and_predicted(results: Path, tmp_path: Path, capfd: p
     assert told[0][2] == f"{4096 * 32 * 32 * 256 * 2:,}"
 
 
-def test_every_kind_is_found_and_says_what_it_is() -> None:
+def test_every_kind_is_found_and_has_a_title() -> None:
     assert list(plots()) == names()
     for plot in plots().values():
         assert plot.title
@@ -99,20 +100,20 @@ def test_every_kind_is_found_and_says_what_it_is() -> None:
         (("pareto", "{t}", "-o", "{t}/x.png"), "holds no records.jsonl"),
         (("pareto", "{t}/none", "-o", "{t}/x.png"), "cannot read records"),
         (("pareto", "{a}", "-o", "{t}/x.png"), "records of a benchmark"),
-        (("pareto", "{t}/empty.jsonl", "-o", "{t}/x.png"), "has no records in it yet"),
-        (("pareto", "{t}/other.jsonl", "-o", "{t}/x.png"), "is no record of an evaluation"),
-        (("pareto", "{r}", "--metric", "beauty", "-o", "{t}/x.png"), "no metric 'beauty'; they hold accuracy"),
+        (("pareto", "{t}/empty.jsonl", "-o", "{t}/x.png"), "has no records yet"),
+        (("pareto", "{t}/other.jsonl", "-o", "{t}/x.png"), "is not a record of an evaluation"),
+        (("pareto", "{r}", "--metric", "beauty", "-o", "{t}/x.png"), "no metric 'beauty'; they have accuracy"),
         (("pareto", "{r}", "--task", "needel", "-o", "{t}/x.png"), "did you mean 'needle'?"),
-        (("needle", "{r}", "--task", "perplexity", "-o", "{t}/x.png"), "at which length and depth"),
+        (("needle", "{r}", "--task", "perplexity", "-o", "{t}/x.png"), "has the length and depth of a needle"),
         (("needle", "{r}", "--metric", "beauty", "-o", "{t}/x.png"), "has no metric 'beauty'; it has accuracy"),
         (("needle", "{r}", "--layers", "0", "-o", "{t}/x.png"), "plot needle has no --layers"),
         (("angels", "-o", "{t}/x.png"), "did you mean 'angles'?"),
         (("angles", "{r}", "-o", "{t}/x.png"), "reads a model, not records"),
         (("speed", "{r}", "-o", "{t}/x.png"), "is a folder"),
-        (("speed", "{r}/records.jsonl", "-o", "{t}/x.png"), "is no timing of attention (it is of 'perplexity')"),
+        (("speed", "{r}/records.jsonl", "-o", "{t}/x.png"), "is not a timing of attention (it is of 'perplexity')"),
         (("speed", "{t}/empty.jsonl", "-o", "{t}/x.png"), "is empty"),
         (("speed", "-o", "{t}/x.png"), "no records were given"),
-        (("growth", "{a}", "-o", "{t}/x.png"), "no step of a stream (it is of 'tersekv'): `tersekv plot speed"),
+        (("growth", "{a}", "-o", "{t}/x.png"), "is not a step of a stream (it is of 'tersekv'): `tersekv plot speed"),
         (("growth", "-o", "{t}/x.png"), "give a file like benchmarks/records/subgen.jsonl"),
         (("memory", "{r}", "-r", "kivi", "-o", "{t}/x.png"), "give one of them"),
         (("memory", "{r}", "--tokens", "4k", "-o", "{t}/x.png"), "belongs to a prediction"),
@@ -154,8 +155,8 @@ def test_a_failed_write_leaves_the_old_file(
         assert "cannot be written" in refuse(capfd, "plot", "memory", str(results), "-o", str(tmp_path / "b.png"))
 
 
-def test_decoding_says_what_the_record_says() -> None:
-    """An earlier record, whose context is named `depth` and which has one dtype."""
+def test_decoding_plot_agrees_with_the_record() -> None:
+    """An earlier record names its context `depth` and has one dtype."""
     rows = [json.loads(line) for line in EARLIER.read_text().splitlines()]
     picture = render(plots()["decoding"], decodings.read_decodings([EARLIER]))
     (table,) = picture.tables
@@ -172,7 +173,7 @@ def test_decoding_says_what_the_record_says() -> None:
 
 
 def test_decoding_by_dtype_and_way_to_read_the_prompt(tmp_path: Path) -> None:
-    """A panel and a table for each; a row that is missing in one of them leaves a gap."""
+    """One panel and table each; a missing row in one of them leaves a gap."""
     rows = []
     for dtype, chunk, cache in itertools.product(("float32", "bfloat16"), (None, 512), ("full", "kivi:bits=4")):
         for context in (1024, 8000):

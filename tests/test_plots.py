@@ -1,4 +1,4 @@
-"""Pictures: what they show in figures, names that do not cover each other, the same bytes for the same records."""
+"""Plots: their numbers, labels that do not overlap, and equal bytes for equal records."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ ATTEND, SUBGEN = RECORDS / "attend.jsonl", RECORDS / "subgen.jsonl"
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as `tersekv eval --out` leaves it."""
+    """Write a folder as `tersekv eval --out` leaves it."""
     return write(tmp_path_factory.mktemp("evaluation") / "results", evaluation())
 
 
 @pytest.fixture
 def keys() -> ModelKeys:
-    """Keys of three layers with two heads, one channel of which is ten times larger in the last layer."""
+    """Return keys of three layers with two heads; one channel is ten times larger in the last
+    layer."""
     made = [torch.randn(2, 400, 32, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     made[2][1, :, 5] *= 10
     return ModelKeys("tiny", "pydoc", made, (0, 2))
@@ -42,7 +43,7 @@ def keys() -> ModelKeys:
 
 @pytest.mark.parametrize("level", [1, 2, 3, 4])
 def test_distance_to_the_density(level: int) -> None:
-    """Zero up to the sample's grain for its own quantiles, and the shift for a shifted uniform."""
+    """Zero up to sampling for its own quantiles, and the shift for a shifted uniform distribution."""
     x, pdf, cumulative = angles.densities(level)
     assert np.mean(pdf[1:] + pdf[:-1]) / 2 * x[-1] == pytest.approx(1, abs=1e-6)
     quantiles = np.interp((np.arange(1000) + 0.5) / 1000, cumulative, x)
@@ -68,7 +69,7 @@ def test_angles_of_narrow_heads() -> None:
         angles.angles_by_level(torch.randn(1, 5, 7))
 
 
-def test_magnitudes_find_the_loud_channel(keys: ModelKeys) -> None:
+def test_magnitudes_find_the_outlier_channel(keys: ModelKeys) -> None:
     picture = render(plots()["magnitudes"], keys)
     rows = picture.tables[0].rows
     assert len(rows) == 3
@@ -93,7 +94,7 @@ def test_centers_are_those_of_greedy_k_center() -> None:
         assert found.tolist() == chosen
 
 
-def test_centers_reach_what_clusters() -> None:
+def test_centers_cover_clusters() -> None:
     """Balls of a tenth of the distance between them, and no clusters at all."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(2, 300, 64, generator=generator)
@@ -105,7 +106,7 @@ def test_centers_reach_what_clusters() -> None:
     assert clusters.reaches(balls.round(), [300]) == [(0, 0)]
 
 
-def test_clusters_picture(keys: ModelKeys) -> None:
+def test_clusters_plot(keys: ModelKeys) -> None:
     pytest.importorskip("sklearn")
     balls = [x[:, torch.arange(400) % 16] for x in keys.keys]
     source = keys._replace(keys=balls, values=keys.keys)
@@ -120,11 +121,11 @@ def test_clusters_picture(keys: ModelKeys) -> None:
     one = render(plots()["clusters"], source._replace(head=1, layers=(1,)))
     assert one.figure.axes[0].get_title(loc="left") == "keys, layer 1, head 1: radius 0.00"
     assert to_bytes(one, "png") == to_bytes(render(plots()["clusters"], source._replace(head=1, layers=(1,))), "png")
-    with pytest.raises(UserError, match="give --tokens more than 64"):
+    with pytest.raises(UserError, match="give --tokens greater than 64"):
         render(plots()["clusters"], source._replace(keys=[x[:, :64] for x in balls]))
 
 
-def test_clusters_say_what_is_missing(keys: ModelKeys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clusters_name_a_missing_package(keys: ModelKeys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(UserError, match=r"needs scikit-learn, which is not installed: pip install 'tersekv\[lab\]'"):
         render(plots()["clusters"], keys._replace(values=keys.keys))
@@ -158,7 +159,7 @@ def test_recipes_break_where_their_parts_begin() -> None:
     ]
 
 
-def test_a_score_that_is_no_number_is_left_out(tmp_path: Path) -> None:
+def test_scores_that_are_not_finite_are_omitted(tmp_path: Path) -> None:
     records = evaluation()
     for made in records:
         if made["recipe"] == "kivi:bits=2" and made["task"] == "perplexity":
@@ -186,7 +187,7 @@ def test_needle_maps(results: Path) -> None:
     assert render(plots()["needle"], records).alt.startswith("Heat maps of accuracy")
 
 
-def test_speed_says_what_the_record_says() -> None:
+def test_speed_plot_agrees_with_the_record() -> None:
     found = timings.read_timings([ATTEND])
     recorded = {
         (r["what"], r["bits"], r["shape"], r["T"], r["threads"]): r["ratio_to_best_dense"]
@@ -200,8 +201,8 @@ def test_speed_says_what_the_record_says() -> None:
     assert b"<svg" in to_bytes(render(plots()["speed"], found), "svg")
 
 
-def test_speed_draws_a_format_as_one_line_whatever_its_bits() -> None:
-    """Bits of nuq4-1% and trellis vary with shape and length; older records name all formats alike."""
+def test_speed_draws_a_format_as_one_line_for_all_its_bits() -> None:
+    """Bits of nuq4-1% and trellis vary with shape and length. Older records name all formats alike."""
     for name, count in (("bench_attend", 1), ("attend", 3)):
         found = [t for t in timings.read_timings([RECORDS / f"{name}.jsonl"]) if t.packed]
         kinds = {what: {t.name for t in found if t.what == what} for what in {t.what for t in found}}
@@ -213,7 +214,7 @@ def test_speed_draws_a_format_as_one_line_whatever_its_bits() -> None:
 
 
 def test_a_divergence_is_drawn_as_kl_and_titles_are_words() -> None:
-    """Its records hold the perplexity ratio, too, which the task perplexity shows."""
+    """Its records also have the perplexity ratio, which the task perplexity shows."""
     records = groups.read_records([RECORDS / "every_task.jsonl"])
     asked = ("perplexity", "divergence", "passkey")
     tables = {t.title.split(":")[0]: t for t in pareto.draw([r for r in records if r["task"] in asked]).tables}
@@ -228,8 +229,9 @@ def test_a_divergence_is_drawn_as_kl_and_titles_are_words() -> None:
     assert "kl q1" in page(records, "r", "o.html", quarters=True)
 
 
-def test_growth_says_what_the_record_says() -> None:
-    """64 times the tokens: as many bytes where all are kept, hardly more in a sketch."""
+def test_growth_plot_agrees_with_the_record() -> None:
+    """For 64 times the tokens, a cache that keeps all has 64 times the bytes, and a sketch hardly
+    more."""
     found = streams.read_streams([SUBGEN])
     rows = {(r["recipe"], r["context_tokens"]): r for r in map(json.loads, SUBGEN.read_text().splitlines())}
     assert len(found) == len(rows)

@@ -31,7 +31,7 @@ def test_build_info_verify(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixtu
     made = run_json(capfd, *BUILD, "-m", tiny, "-o", str(path))
     assert made["recipe"] == "polarquant"
     assert made["file_bytes"] == path.stat().st_size
-    assert made["cache"]["tokens"] == len(TEXT) + 1  # the template's beginning, and not its end
+    assert made["cache"]["tokens"] == len(TEXT) + 1  # the template's beginning, but not its end
     assert made["prefill_seconds"] > 0
     said = run_json(capfd, "prompt-cache", "info", str(path))
     assert said == {name: value for name, value in made.items() if not name.endswith("_seconds")}
@@ -41,7 +41,7 @@ def test_build_info_verify(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixtu
 
 
 def test_a_short_text_gains_nothing(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Said by `build` with the length from which on the recipe gains, and by `info` as a ratio."""
+    """`build` names the length from which the recipe saves memory, and `info` prints a ratio."""
     path = str(tmp_path / "short.cache")
     said = run_text(capfd, "prompt-cache", "build", "-r", "polarquant", "-p", "A short text", "-m", tiny, "-o", path)
     least = break_even(cache_shape(models.load_config(tiny)), "polarquant")
@@ -54,7 +54,7 @@ def test_a_short_text_gains_nothing(tiny: str, tmp_path: Path, capfd: pytest.Cap
     assert "gains from" not in said
 
 
-def test_generate_goes_on_behind_the_file(tiny: str, built: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_generate_continues_after_the_file(tiny: str, built: Path, capfd: pytest.CaptureFixture[str]) -> None:
     common = ("generate", "-m", tiny, "-p", TEXT, "--max-new-tokens", "8")
     for question in ((), ("-q", "What is it?")):
         made = run_json(capfd, *common, *question, "--prompt-cache", str(built))
@@ -97,7 +97,7 @@ def test_refusals(tiny: str, built: Path, tmp_path: Path, capfd: pytest.CaptureF
     assert "is damaged" in refuse(capfd, *common, "-p", TEXT)
 
 
-def test_ids_that_prompts_have_in_common(tiny: str) -> None:
+def test_common_prefix_of_prompts(tiny: str) -> None:
     tokenizer, config = models.load_tokenizer(tiny), models.load_config(tiny)
     ids = common_ids(tokenizer, "ab", config)
     assert tokenizer.decode(ids[0].tolist()) == "<|user|>ab"

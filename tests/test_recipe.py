@@ -164,7 +164,7 @@ def test_policies_are_found_in_their_folder():
     assert "window" in policies()
 
 
-def test_a_number_that_is_none():
+def test_invalid_numbers():
     with pytest.raises(UserError, match="bits=1e400 is wrong; bits takes a number"):
         Recipe.parse("turboquant:bits=1e400")
 

@@ -1,4 +1,5 @@
-"""`tersekv report`: one whole page that fetches nothing, escapes what records say, and repeats itself exactly."""
+"""`tersekv report`: one complete page that fetches nothing, escapes texts of records, and is
+reproducible."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tersekv.lab.plots.page import page
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as `tersekv eval --out` leaves it."""
+    """Write a folder as `tersekv eval --out` leaves it."""
     return write(tmp_path_factory.mktemp("evaluation") / "results", evaluation())
 
 
@@ -22,7 +23,7 @@ VOID = {"meta", "link", "img", "br"}
 
 
 class Page(HTMLParser):
-    """Checks that tags close in order, and collects ids, links, pictures and text."""
+    """Checks that tags close in order, and collects ids, links, images and text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class Page(HTMLParser):
         self.texts.append(data)
 
 
-def test_report_is_one_whole_page(results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_report_is_one_complete_page(results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.html"
     made = document(capfd, "report", str(results), "--out", str(out))
     assert made == {"report": str(out), "records": len(evaluation()), "bytes": out.stat().st_size}
@@ -73,7 +74,7 @@ def test_report_is_one_whole_page(results: Path, tmp_path: Path, capfd: pytest.C
     assert out.read_text(encoding="utf-8") == text
 
 
-def test_report_escapes_what_records_say(tmp_path: Path) -> None:
+def test_report_escapes_texts_of_records(tmp_path: Path) -> None:
     records = [r for r in evaluation(model='<script>alert("&")</script>') if r["recipe"] in ("full", "kivi:bits=2")]
     text = page(records, "<b>", "'&'")
     assert "<script" not in text

@@ -1,4 +1,5 @@
-"""Keys coded before RoPE: what is taken off is what the model put on, for every rope type; nothing is lost by it."""
+"""Keys coded before RoPE: the inverse matches the model's RoPE for every RoPE type, without
+additional error."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def llama(rope_type: str) -> tf.PreTrainedModel:
 
 
 def projected(model: tf.PreTrainedModel, layer: int, ids: torch.Tensor) -> torch.Tensor:
-    """The keys of a layer before RoPE, as the model computes them: [B, Hkv, T, D]."""
+    """Return the keys of a layer before RoPE, as the model computes them: [B, Hkv, T, D]."""
     attention = model.model.layers[layer].self_attn
     source = attention.k_norm if hasattr(attention, "k_norm") else attention.k_proj
     kept = []
@@ -55,7 +56,7 @@ def without_rope(rotary, x, first=0):
 
 @pytest.mark.parametrize("rope_type", TYPES)
 def test_keys_without_rope_are_the_projected_ones(rope_type):
-    model, ids = llama(rope_type), prompt(100)  # past the 64 tokens from which dynamic frequencies change
+    model, ids = llama(rope_type), prompt(100)  # beyond the 64 tokens from which dynamic frequencies change
     rotary = Rotary(Ropes(model.config, 32).of(0))
     rotary.note(0, 100)
     layer = capture(model, ids)[0]
@@ -64,7 +65,8 @@ def test_keys_without_rope_are_the_projected_ones(rope_type):
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3", "phi3"])
 def test_keys_of_other_models(models, name):
-    """Two frequencies by layer type (gemma3), normalised keys, one fused projection (phi3: taken off and put back)."""
+    """Two frequencies by layer type (gemma3), normalised keys, and a fused projection (phi3: RoPE
+    is inverted and applied)."""
     model, ids = models[name], prompt(80)
     ropes = Ropes(model.config.get_text_config(), model.config.get_text_config().head_dim if name != "phi3" else 16)
     for index, layer in enumerate(capture(model, ids)):
@@ -78,7 +80,7 @@ def test_keys_of_other_models(models, name):
 
 
 def test_interleaved_and_partial_rotation():
-    """GLM rotates neighbouring channels, and half of them."""
+    """GLM rotates pairs of adjacent channels, and only half of the channels."""
     torch.manual_seed(0)
     model = tf.GlmForCausalLM(tf.GlmConfig(**SHAPE, **HEAD, attention_bias=False)).eval()
     ids = prompt(40)
@@ -88,7 +90,7 @@ def test_interleaved_and_partial_rotation():
 
 
 def test_lengths_that_changed_between_calls():
-    """Dynamic NTK: keys keep the frequencies of the call they came with."""
+    """Dynamic NTK: keys keep the frequencies of the call that appended them."""
     rope = Ropes(llama("dynamic").config, 32).of(0)
     assert rope.varies
     rotary = Rotary(rope)
@@ -113,8 +115,8 @@ def test_standard_rope_is_llamas():
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen3", "gpt_oss", "phi3"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_nothing_is_lost(models, name, batch):
-    """Greedy tokens over keys that were stored without RoPE, with left padding where there are several rows."""
+def test_tokens_equal_the_full_cache(models, name, batch):
+    """Greedy tokens over keys stored without RoPE; batches of several rows are padded on the left."""
     model, ids = models[name], prompt(150, batch)
     mask = torch.ones_like(ids)
     for row in range(1, batch):
@@ -157,11 +159,11 @@ def test_a_model_without_rope_is_refused():
 
 
 def tensors_of(x, seen):
-    """All tensors that an object holds, through its fields, lists and dicts."""
+    """Return all tensors that an object holds, through its fields, lists and dicts."""
     if isinstance(x, torch.Tensor):
         return [x]
     if id(x) in seen or isinstance(x, Rope) or not (isinstance(x, (list, tuple, dict)) or hasattr(x, "__dict__")):
-        return []  # RoPE is there once per model
+        return []  # RoPE exists once per model
     seen.add(id(x))
     parts = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else vars(x).values()
     return [tensor for part in parts for tensor in tensors_of(part, seen)]
@@ -172,7 +174,8 @@ KEPT = ["kivi:bits=4", "kivi:pre_rope=true", "turboquant:bits=2", "trellis:calib
 
 @pytest.mark.parametrize("codec", [*KEPT, "turboquant:bits=2.5"])
 def test_a_store_holds_what_its_footprint_counts(llama, codec):
-    """Views are kept between steps where they hold nothing but planes and tables, which are counted."""
+    """Views are cached between steps if they hold only packed tensors and tables, which are
+    counted."""
     recipe = f"window:sinks=4,recent=16+{codec}"
     cache = tersekv.CompressedCache(llama.config, recipe)
     with tersekv.compress(llama, recipe), torch.no_grad():
@@ -191,7 +194,7 @@ def test_a_store_holds_what_its_footprint_counts(llama, codec):
 
 
 def test_rows_with_padding_are_kept(llama):
-    """Each begins at a position of its own; their cosines come from the table of all."""
+    """Each row begins at its own position, and their cosines come from one table."""
     recipe = "window:sinks=4,recent=16+kivi:pre_rope=true"
     cache = tersekv.CompressedCache(llama.config, recipe)
     mask = torch.ones(2, 201, dtype=torch.long)
@@ -204,8 +207,9 @@ def test_rows_with_padding_are_kept(llama):
 
 @pytest.mark.parametrize("theta", [100.0, 10_000.0, 1e6])
 @pytest.mark.parametrize("columns", [4, 64])
-def test_steps_go_on_from_any_token(theta, columns):
-    """cos(n + m)θ from cos nθ, sin nθ and the terms of m steps, of columns that turn fast and slowly."""
+def test_offset_tables_continue_from_any_token(theta, columns):
+    """cos(n + m)θ from cos nθ, sin nθ and the terms of m offsets, for columns of high and low
+    frequency."""
     rope = standard_rope(columns, theta)
     steps, (cos, sin) = rope.offset_table(), (x[0] for x in rope.angles(0, 5000).rows())
     M, terms = steps.table.shape[1], steps.matrix.shape[1]
@@ -224,8 +228,9 @@ def test_steps_go_on_from_any_token(theta, columns):
 
 
 @pytest.mark.parametrize("rope_type", ["default", "linear", "yarn", "llama3"])
-def test_the_table_is_the_models_rope(rope_type):
-    """At any position, up to float32 rounding of the model's own angles, which grows with the position."""
+def test_the_table_equals_the_models_rope(rope_type):
+    """At any position, up to float32 rounding of the model's own angles, which grows with the
+    position."""
     rope = Ropes(llama(rope_type).config, 32).of(0)
     positions = torch.tensor([0, 1, 63, 64, 65, 4095, 4096, 9_999, 131_071, 300_000])
     ours, theirs = rope.angles_at(positions).cos_sin(), rope._made(positions, 1)

@@ -1,4 +1,5 @@
-"""Saved caches: every method and policy found in the folders goes on after loading as if it had never been saved."""
+"""Saved caches: with every method and policy in the folders, a loaded cache continues like the
+original."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ OTHERS = [
 
 @pytest.fixture(scope="module")
 def wide():
-    """HeadShard of 64 channels, which every method takes."""
+    """Return a model with heads of 64 channels, which every method supports."""
     torch.manual_seed(0)
     return tf.LlamaForCausalLM(tf.LlamaConfig(**SHAPE | {"num_hidden_layers": 2}, head_dim=64)).eval()
 
@@ -56,7 +57,7 @@ def calibration(model, recipe: str, folder: Path) -> Calibration | None:
 
 @torch.no_grad()
 def read(model, cache, steps: list[torch.Tensor], mask: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """Logits of each call."""
+    """Return the logits of each call."""
     logits = []
     for ids in steps:
         kwargs = {}
@@ -80,8 +81,8 @@ def same(a: Path, b: Path) -> bool:
 
 
 def goes_on_alike(model, cache, path: Path, later: list[torch.Tensor], mask=None) -> None:
-    """A loaded cache gives the same logits, and then the same bytes, as the one that was never saved; saving changes
-    nothing."""
+    """Check that a loaded cache gives the same logits and bytes as the original, which saving does
+    not change."""
     cache.save(path)
     loaded = tersekv.CompressedCache.load(path, model)
     assert loaded.footprint() == cache.footprint()
@@ -97,7 +98,7 @@ def goes_on_alike(model, cache, path: Path, later: list[torch.Tensor], mask=None
 
 
 @pytest.mark.parametrize("recipe", [*KINDS, *SELECTED, *OTHERS])
-def test_a_loaded_cache_goes_on_as_if_it_had_never_been_saved(wide, recipe, tmp_path):
+def test_a_loaded_cache_continues_like_the_original(wide, recipe, tmp_path):
     learnt = calibration(wide, recipe, tmp_path)
     with tersekv.compress(wide, recipe, learnt):
         cache = tersekv.CompressedCache(wide.config, recipe, learnt)
@@ -108,7 +109,7 @@ def test_a_loaded_cache_goes_on_as_if_it_had_never_been_saved(wide, recipe, tmp_
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("recipe", ["kivi:bits=2", "h2o:budget=64,recent=16+polarquant"])
 def test_sliding_windows_and_padded_batches(models, name, recipe, tmp_path):
-    """Pages whose front was forgotten, rows with sinks of their own."""
+    """Pages with evicted tokens at their front, and rows with their own sinks."""
     model, mask = models[name], torch.ones(2, 330, dtype=torch.long)
     mask[0, :37] = 0
     with tersekv.compress(model, recipe):
@@ -128,8 +129,9 @@ def test_short_caches_and_rows_that_are_all_padding(llama, tokens, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["kivi:bits=4", "kvquant:calibration=prompt", "turboquant:bits=2.5"])
-def test_what_can_be_done_to_a_loaded_cache(llama, recipe, tmp_path):
-    """Rollback into packed pages of the mapped file, rows selected, a reset; the file stays as it was."""
+def test_operations_on_a_loaded_cache(llama, recipe, tmp_path):
+    """Rollback into packed pages of the mapped file, row selection, and a reset. The file does not
+    change."""
     path = tmp_path / "cache"
     with tersekv.compress(llama, recipe):
         cache = tersekv.CompressedCache(llama.config, recipe)
@@ -152,7 +154,7 @@ def test_what_can_be_done_to_a_loaded_cache(llama, recipe, tmp_path):
 
 
 def test_a_page_of_the_file_is_not_copied(llama, tmp_path):
-    """Full pages stay where the file is mapped."""
+    """Full pages stay in the mapped file."""
     with tersekv.compress(llama, "kivi:bits=4"):
         cache = llama(prompt(300)).past_key_values
         cache.save(tmp_path / "cache")
@@ -167,8 +169,9 @@ def test_a_page_of_the_file_is_not_copied(llama, tmp_path):
 
 
 @torch.no_grad()
-def test_a_file_holds_what_was_learnt_from_a_corpus(wide, tmp_path):
-    """A loaded cache stands for its recipe and calibration: new caches code as with the calibration itself."""
+def test_a_file_holds_its_calibration(wide, tmp_path):
+    """A loaded cache has its recipe and calibration: new caches encode as with the calibration
+    itself."""
     recipe = "kvquant:bits=3"
     learnt = calibration(wide, recipe, tmp_path)
     with tersekv.compress(wide, recipe, learnt):
@@ -208,7 +211,7 @@ def saved(llama, tmp_path) -> Path:
     return tmp_path / "cache"
 
 
-def test_it_is_a_safetensors_file_that_says_what_it_is(llama, saved):
+def test_it_is_a_safetensors_file_with_a_header(llama, saved):
     with safe_open(saved, "pt") as file:
         names = set(file.keys())
         assert file.get_tensor("ids").tolist() == prompt(200).tolist()
@@ -240,7 +243,7 @@ def test_another_model_and_another_prompt(llama, models, saved):
         load(saved, llama, prompt(200, batch=2))
 
 
-def test_a_rotation_made_otherwise(llama, saved, monkeypatch):
+def test_a_rotation_with_other_values(llama, saved, monkeypatch):
     """As another version of torch might."""
     from tersekv.codecs import polarquant
 
@@ -250,7 +253,7 @@ def test_a_rotation_made_otherwise(llama, saved, monkeypatch):
         tersekv.CompressedCache.load(saved, llama)
 
 
-def test_what_cannot_be_saved(llama, tmp_path):
+def test_unsaveable_caches_are_refused(llama, tmp_path):
     cache = tersekv.CompressedCache(llama.config, "kivi")
     with pytest.raises(UserError, match="does not know its model"):
         cache.save(tmp_path / "cache")
@@ -271,7 +274,7 @@ def test_what_cannot_be_saved(llama, tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_every_architecture(models, name, tmp_path):
-    """What a file may hold follows from the config, whose shapes are those of the cache."""
+    """The allowed contents of a file follow from the config, whose shapes are the cache's."""
     cache = tersekv.CompressedCache(models[name].config, "uniform:group=16")
     with tersekv.compress(models[name], "uniform:group=16"):
         read(models[name], cache, [prompt(200), *singles(3)])

@@ -1,5 +1,7 @@
-"""A saved cache is there whole or not at all, and a damaged one is never read: every byte flipped, every length,
-writers that are killed at any moment or find the disk full."""
+"""A cache file is written completely or not at all, and a damaged one is never read.
+
+Tested are every flipped byte, every length, writers killed at any moment, and a full disk.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,13 @@ def test_round_trip(small):
         assert tensor.dtype == TENSORS[name].dtype
         assert torch.equal(tensor, TENSORS[name])
     before = small.read_bytes()
-    tensors["codes"].zero_()  # a copy on write: the file stays
+    tensors["codes"].zero_()  # copy on write: the file stays
     assert small.read_bytes() == before
     tensor_file.write(small.with_name("again"), TENSORS, {"what": "a test, “quoted”"})
     assert small.with_name("again").read_bytes() == before
 
 
-def test_every_flipped_byte_is_seen(small):
+def test_every_flipped_byte_is_detected(small):
     data = small.read_bytes()
     for place in range(len(data)):
         flipped = bytearray(data)
@@ -59,7 +61,7 @@ def test_every_flipped_byte_is_seen(small):
             tensor_file.read(small)
 
 
-def test_every_length_is_seen(small):
+def test_every_wrong_length_is_detected(small):
     data = small.read_bytes()
     for length in range(len(data)):
         small.write_bytes(data[:length])
@@ -190,10 +192,10 @@ def test_killed_and_failing_writers_leave_the_old_file_or_none(tmp_path):
     assert out.returncode == 0, out.stderr
     said = out.stdout.splitlines()
     assert said[0] == f"cannot write {path}: File too large; free some space there, or give another place"
-    assert int(said[1].split()[1]) >= 6  # what the killed ones have left
+    assert int(said[1].split()[1]) >= 6  # left by the killed ones
     tensor_file.write(path, TENSORS, {})
     parts = [left for left in tmp_path.iterdir() if left.name.endswith(".part")]
-    assert parts  # too young to be known as abandoned
+    assert parts  # too new to count as abandoned
     for left in parts:
         os.utime(left, (0, 0))
     tensor_file.write(path, TENSORS, {})
@@ -214,7 +216,7 @@ def test_a_full_disk(small, monkeypatch):
 
 
 def test_another_writer_is_left_alone(small):
-    """A file that somebody is writing is locked, however old."""
+    """A file that is being written is locked, so it is kept whatever its age."""
     fcntl = pytest.importorskip("fcntl")
     other = small.with_name(".small.abc.part")
     with other.open("wb") as file:

@@ -1,6 +1,7 @@
-"""Forged files of caches, whose digests are right: each is refused in one sentence, or is loaded as what it says.
+"""Forged cache files with correct digests: each is refused in one sentence, or loaded as what it
+says.
 
-By hand, for more of them: `python tests/test_saved_forged.py 5000 [seed]`.
+For more of them run `python tests/test_saved_forged.py 5000 [seed]`.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ RECIPES = {
 }
 MUTANTS = 45
 ROOM = ("allocated", "blocks", "entries")
-"""What a file says of room to spare; no more of it is made than appending would have."""
+"""Fields for spare capacity. A loaded cache has at most the capacity that appending would give."""
 
 
 def saved(model: Any, recipe: str, path: Path) -> None:
-    """A cache of a prompt of two rows, one of them padded, and some steps."""
+    """Save a cache of a prompt of two rows, one of them padded, and some decode steps."""
     mask = torch.ones(2, 173, dtype=torch.long)
     mask[0, :5] = 0
     ids = prompt(173, 2)
@@ -64,7 +65,7 @@ def same_numbers(a: Tensor, b: Tensor) -> bool:
 
 
 def refusal(path: Path, model: Any) -> Any:
-    """The error, or the cache."""
+    """Return the error, or the loaded cache."""
     try:
         return tersekv.CompressedCache.load(path, model)
     except UserError as error:
@@ -72,7 +73,8 @@ def refusal(path: Path, model: Any) -> Any:
 
 
 def outcome(model: Any, recipe: str, mutant: forged.Mutant, path: Path) -> str:
-    """What became of a mutant; raises AssertionError where it is neither refused nor what it says."""
+    """Return the outcome of a mutant. Raises AssertionError if it is neither refused nor loaded as
+    what it says."""
     what, said, tensors = mutant
     tensor_file.write(path, tensors, said)
     cache = refusal(path, model)
@@ -113,7 +115,7 @@ def test_a_forged_file_is_refused_or_is_what_it_says(models, recipe, tmp_path, m
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     found = run(models[RECIPES[recipe]], recipe, tmp_path, 0, MUTANTS)
     assert found["refused"] > found["loaded"]
-    assert found["loaded"]  # other codes, or another program's version, are no forgery
+    assert found["loaded"]  # other codes, or another program's version, are not forgeries
 
 
 if __name__ == "__main__":

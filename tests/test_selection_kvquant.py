@@ -1,4 +1,5 @@
-"""Policies that drop tokens, with codecs that take keys before RoPE and hold outliers apart: each head has its own."""
+"""Eviction policies with codecs that take keys before RoPE and store outliers; each head keeps its
+own tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_keys_before_rope_lose_nothing(llama, policy):
-    """Kept tokens get the RoPE of their own positions back: the same tokens as with keys after RoPE."""
+def test_keys_before_rope_add_no_error(llama, policy):
+    """Kept tokens get the RoPE of their own positions: the same tokens as with keys after RoPE."""
     ids = prompt(300, 2)
     mask = torch.ones_like(ids)
     ids[1, :40] = mask[1, :40] = 0
@@ -45,7 +46,7 @@ def test_kvquant_follows_every_policy(llama, policy):
         torch.testing.assert_close(out.logits[0], out.logits[1])
     footprint = cache.footprint()
     assert footprint.parts["codes"] > 0
-    held = footprint.total_bytes - footprint.parts["tables"]  # cos and sin weigh much in a tiny model
+    held = footprint.total_bytes - footprint.parts["tables"]  # cos and sin are large in a tiny model
     assert held * 8 / footprint.elements < 0.6 * 16
 
 

@@ -1,4 +1,5 @@
-"""Every policy that drops tokens, found in its folder, with several codecs, under what transformers does to a cache."""
+"""Every eviction policy in its folder, with several codecs, under transformers' operations on a
+cache."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ DROPPING = [name for name, policy in policies().items() if policy.drops]
 EVERY = [*DROPPING, "subgen:variant=stream"]
 CODECS = ["kivi:bits=4", "polarquant", "qjl/int4:group=32"]
 ALL = "budget=4096,recent=32,exact=fp32+exact:dtype=fp32"
-"""Nothing is dropped and nothing rounded, but all goes through the pools."""
+"""Options with which nothing is evicted or rounded, but all tokens are in the pools."""
 MODELS = ["llama", "qwen2", "gemma2", "gemma3", "gpt_oss"]
 
 
@@ -30,12 +31,12 @@ def run(model, recipe, ids, **kwargs):
 
 
 def of(policy: str, options: str) -> str:
-    """The policy with further options."""
+    """Return the policy with additional options."""
     return f"{policy}{',' if ':' in policy else ':'}{options}"
 
 
 def full(name: str) -> str:
-    """The policy's recipe that drops nothing."""
+    """Return the policy's recipe that evicts nothing."""
     return f"{name}:{ALL}"
 
 
@@ -83,7 +84,8 @@ def test_several_turns_with_room_for_all(llama, policy):
 @pytest.mark.parametrize("policy", EVERY)
 @pytest.mark.parametrize("codec", CODECS)
 def test_every_policy_with_every_kind_of_codec(llama, policy, codec):
-    """The prompt's own logits are exact; afterwards the cache is smaller, logits are finite, and turns go on."""
+    """The prompt's logits are exact. Afterwards the cache is smaller, logits are finite, and turns
+    continue."""
     recipe, ids = of(policy, f"budget=0.5,recent=16+{codec}"), prompt(300, batch=2)
     with tersekv.compress(llama, recipe), torch.no_grad():
         cache = tersekv.CompressedCache(llama.config, recipe)
@@ -110,7 +112,7 @@ def test_every_policy_with_every_kind_of_codec(llama, policy, codec):
 
 
 @pytest.mark.parametrize("policy", EVERY)
-def test_beams_follow_their_rows(llama, policy):
+def test_beams_keep_their_rows(llama, policy):
     out = run(llama, of(policy, "recent=16+kivi:bits=4"), prompt(200, batch=2), num_beams=3)
     assert out.sequences.shape == (2, 240)
 
@@ -128,8 +130,8 @@ def test_padded_rows_get_the_logits_they_get_alone(llama, policy):
 
 
 @pytest.mark.parametrize("policy", EVERY)
-def test_sliding_layers_are_left_alone(models, policy):
-    """They hold what the window needs; the full-attention layer drops."""
+def test_sliding_layers_are_not_evicted(models, policy):
+    """They hold the tokens of the window; only the full-attention layer evicts."""
     model, recipe = models["gemma3"], of(policy, "budget=64,recent=16+kivi:bits=4")
     with tersekv.compress(model, recipe), torch.no_grad():
         cache = tersekv.CompressedCache(model.config, recipe)
@@ -156,8 +158,8 @@ def test_output_attentions(llama, policy):
 
 
 @pytest.mark.parametrize("policy", EVERY)
-def test_where_selection_cannot_be_read(models, llama, policy):
-    """Without our attention, and where a model's own code opens keys, it says so instead of attending to less."""
+def test_unsupported_attention_is_refused(models, llama, policy):
+    """Without our attention, and where a model's own code reads keys, an error is raised."""
     recipe = f"{policy}+kivi:bits=4"
     cache = tersekv.CompressedCache(llama.config, recipe)
     with (
@@ -174,7 +176,7 @@ def test_where_selection_cannot_be_read(models, llama, policy):
 
 
 @pytest.mark.parametrize("policy", DROPPING)
-def test_more_proposals_than_the_tail_can_give_back(llama, policy):
+def test_more_proposals_than_can_be_rolled_back(llama, policy):
     recipe = of(policy, "recent=8,sinks=0,budget=0.5+kivi")
     with tersekv.compress(llama, recipe), torch.no_grad():
         cache = llama(prompt(200)).past_key_values
@@ -184,7 +186,8 @@ def test_more_proposals_than_the_tail_can_give_back(llama, policy):
 
 @pytest.mark.parametrize("policy", EVERY)
 def test_other_types_modes_and_devices(policy):
-    """bfloat16 weights, inference mode, gradients, and a cache that is moved away and back."""
+    """bfloat16 weights, inference mode, gradients, and a cache that is moved to another device and
+    back."""
     torch.manual_seed(0)
     model = BUILD["llama"]().to(torch.bfloat16).eval()
     recipe = of(policy, "budget=0.5,recent=16+kivi:bits=4")

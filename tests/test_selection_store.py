@@ -1,4 +1,5 @@
-"""Stores that keep only some tokens: attention sees just those, the padding changes nothing, and what they weigh."""
+"""Stores that keep only some tokens: attention reads only these, padding has no effect, and their
+size."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ POLICIES = [
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("codec", ["kivi:bits=4", "qjl", "exact", "uniform:axis=channel,group=0"])
 @pytest.mark.parametrize(("q", "backend"), [(1, "auto"), (1, "reference"), (5, "auto"), (300, "auto")])
-def test_attention_is_over_what_is_kept(policy, codec, q, backend):
+def test_attention_is_over_kept_tokens(policy, codec, q, backend):
     store, *_ = filled(f"{policy}+{codec}", [200, *range(201, 280), 330], B=2)
     keys, values = held_by_position(store)
     query = torch.randn(2, 4, q, 32, generator=torch.Generator().manual_seed(2))
@@ -50,7 +51,7 @@ def test_attention_is_over_what_is_kept(policy, codec, q, backend):
 
 
 def test_masks_hide_kept_positions():
-    """A random mask over all positions reaches the kept ones, whichever head keeps them."""
+    """A random mask over all positions applies to the kept ones, in whichever head they are."""
     store, *_ = filled("h2o:budget=100,recent=16+kivi:bits=4", [200, *range(201, 240)], B=2)
     keys, values = held_by_position(store)
     query = torch.randn(2, 4, 3, 32)
@@ -106,8 +107,8 @@ def test_nothing_is_observed_for_others(monkeypatch):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("codec", ["kivi:bits=4", "qjl:outliers=0"])
-def test_padded_rows_are_as_alone(policy, codec):
-    """Rows of other lengths in one batch keep what they keep alone, at shifted positions."""
+def test_padded_rows_equal_rows_alone(policy, codec):
+    """Rows of different lengths in one batch keep the same tokens as alone, at shifted positions."""
     keys, values = tokens(300, B=2, D=32)
     query = torch.randn(2, 4, 300, 32, generator=torch.Generator().manual_seed(1))
     padding = torch.tensor([77, 0])
@@ -123,7 +124,7 @@ def test_padded_rows_are_as_alone(policy, codec):
 
 
 def test_padding_longer_than_the_first_chunk():
-    """What stands in the padding changes nothing, though the first chunk is all padding for a row."""
+    """The contents of padding have no effect, although the first chunk is all padding for one row."""
     outs = []
     for filling in (0.0, 50.0):
         keys, values = tokens(300, B=2, D=32)
@@ -153,8 +154,10 @@ def test_footprint_counts_the_tensors_held(policy):
 
 @pytest.mark.parametrize("codec", ["kivi:bits=2", "qjl"])
 def test_memory_stays_bounded_while_decoding(codec):
-    """Empty slots in packed blocks never add up to more than half of the budget and two blocks, and no head loses
-    much for that."""
+    """Empty slots in packed blocks are at most half of the budget plus two blocks.
+
+    No head loses much by this.
+    """
     store, *_ = filled(f"h2o:budget=160,recent=16+{codec}", [200, *range(201, 900)])
     assert store.packed_tokens <= 1.5 * (160 - 16) + 64
     for head in range(2):
@@ -162,8 +165,8 @@ def test_memory_stays_bounded_while_decoding(codec):
 
 
 @pytest.mark.parametrize("policy", ["h2o:budget=160,recent=16", "snapkv:budget=160", "subgen:budget=160,recent=16"])
-def test_what_is_packed_stays_as_it_is(policy):
-    """However long a token is kept and whatever is dropped around it, its decoded bits are those it was packed with."""
+def test_packed_bits_do_not_change(policy):
+    """A token's decoded bits stay those it was packed with, whatever is evicted around it."""
     keys, values = tokens(500, D=32)
     query = torch.randn(1, 4, 500, 32)
     store = made(f"{policy}+kivi:bits=2", keys, values)

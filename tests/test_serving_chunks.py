@@ -1,4 +1,4 @@
-"""Chunks that stand alone: round trip, size to the byte, and errors for whatever is not the chunk that was packed."""
+"""Self-contained chunks: round trip, exact size, and errors for anything but the packed chunk."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_groups_of_layers_count_on():
 
 
 @pytest.mark.parametrize("name", methods())
-def test_codecs_that_need_state_say_so(name):
+def test_codecs_with_state_are_refused(name):
     pair = methods()[name].build()
     reasons = [why_not_chunks(codec, 64) for codec in (pair.keys, pair.values)]
     if any(reasons):
@@ -83,7 +83,7 @@ def test_codecs_that_need_state_say_so(name):
         ("kivi:bits=4;0=qjl", "learns from the prompt"),
     ],
 )
-def test_recipes_that_do_not_stand_alone(recipe, words):
+def test_recipes_that_are_not_self_contained(recipe, words):
     with pytest.raises(UserError, match=words):
         coder(recipe)
 

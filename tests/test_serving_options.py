@@ -1,4 +1,4 @@
-"""What the vLLM plug-in makes of a user's settings, without vLLM."""
+"""The vLLM plug-in's interpretation of a user's settings, without vLLM."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_recipe_of_the_environment_is_noted_in_the_configuration(monkeypatch):
 
 
 @pytest.mark.parametrize("section", [{}, {"recipe": 4}, "turboquant", {"recipe": "int4", "bits": 2}])
-def test_a_section_of_another_form(section):
+def test_an_invalid_section(section):
     with pytest.raises(UserError, match="is not of the form"):
         configured(config(section))
 
@@ -55,7 +55,7 @@ def test_recipes_that_are_refused(recipe, words):
         configured(config({"recipe": recipe}))
 
 
-def test_layers_apart():
+def test_recipes_by_layer():
     recipe = configured(config({"recipe": "turboquant/uniform:bits=3;0=exact;-1=polarquant"}))
     assert slots_of(recipe, 0, 4, 64) is None
     middle, last = slots_of(recipe, 1, 4, 64), slots_of(recipe, 3, 4, 64)
@@ -110,10 +110,10 @@ def test_engines_whose_layers_cannot_be_packed(part, change, words):
 
 
 def test_a_backend_that_vllm_keeps_refuses_the_recipe_of_a_later_engine(monkeypatch):
-    """With the few objects of vLLM that are asked; tests/serving has the real ones."""
+    """Fakes replace the few vLLM objects that are used; tests/serving has the real ones."""
 
     class Native:
-        """vLLM's own."""
+        """vLLM's own backend."""
 
         @staticmethod
         def get_impl_cls() -> type:

@@ -1,4 +1,5 @@
-"""Pools of pages: tokens written one by one, in any order, are read as if all had been coded at once."""
+"""Pools of pages: tokens written one by one, in any order, are read as if all had been encoded at
+once."""
 
 from __future__ import annotations
 
@@ -34,13 +35,13 @@ def slots_of(name: str, head_dim: int = 64, values: str | None = None) -> Slots:
 
 
 def pool_of(slots: Slots, pages: int, page_tokens: int, H: int = 2) -> PagePool:
-    """A pool whose memory holds what other sequences have left behind."""
+    """Return a pool whose memory contains the remains of other sequences."""
     memory = torch.randint(0, 120, (pages, H, page_tokens, slots.token_bytes), dtype=torch.uint8)
     return PagePool(slots, memory, 0.125)
 
 
 def plan(starts, seen, tables, p, rows):
-    """A step whose slots follow from the pages of its requests."""
+    """Return a step whose slots follow from the pages of its requests."""
     slots = []
     for (first, last), tokens, table in zip(itertools.pairwise(starts), seen, tables, strict=True):
         position = torch.arange(tokens - (last - first), tokens)
@@ -49,8 +50,10 @@ def plan(starts, seen, tables, p, rows):
 
 
 def expected(slots: Slots, query, keys, values, p):
-    """Attention of the last queries of a sequence, each over its own page as it is and earlier ones decoded: [q, Hq,
-    D]."""
+    """Return the attention of a sequence's last queries, [q, Hq, D].
+
+    Each query reads its own page exact and earlier pages decoded.
+    """
     T, H, D = keys.shape
     q, position = query.shape[0], torch.arange(T)
     own = position >= position[-q:, None] // p * p
@@ -75,7 +78,7 @@ def backend(request):
 
 
 def steps_of(pool, counts_of_steps, tables, p, rows, keys, values, queries):
-    """Run steps with so many tokens of each request; yields the request, how many tokens it has, and its new
+    """Run steps with these numbers of tokens per request. Yield the request, its length and its new
     outputs."""
     lengths = [0] * len(tables)
     for counts in counts_of_steps:
@@ -109,7 +112,8 @@ def test_each_query_reads_its_page_exact_and_others_packed(name, p, backend):
 
 @pytest.mark.skipif(cpu.why_not_built() is not None, reason="the C++ extension is not built")
 def test_requests_with_one_query_are_one_native_call(monkeypatch):
-    """Exact copies, packed pages anywhere in the pool, and linear maps, for all requests of a layer."""
+    """Exact copies, packed pages anywhere in the pool, and linear maps, for all requests of a
+    layer."""
     torch.manual_seed(0)
     slots, native, calls = slots_of("turboquant"), cpu.loaded(), []
     pool, rows = pool_of(slots, 12, 32), Rows(4)
@@ -131,7 +135,8 @@ def test_requests_with_one_query_are_one_native_call(monkeypatch):
 
 
 def test_steps_may_be_cut_anywhere(backend):
-    """Kernels read few queries, matrices many: the reference shows that both read the same, but for rounding."""
+    """Kernels read few queries and matrix products many. With the reference both are equal up to
+    rounding."""
     torch.manual_seed(1)
     slots, tables = slots_of("turboquant"), torch.tensor([[3, 1, 0, 2, 4]], dtype=torch.int32)
     keys, values, queries = (torch.randn(1, 140, n, 64) for n in (2, 2, 6))
@@ -190,7 +195,7 @@ def test_a_row_that_is_read_in_a_step_is_not_taken_over_in_it():
 
 
 @pytest.mark.parametrize("name", methods())
-def test_codecs_without_slots_say_why(name):
+def test_codecs_without_slots_give_a_reason(name):
     pair = methods()[name].build()
     if any(why_not_slots(codec, 64) for codec in (pair.keys, pair.values)):
         with pytest.raises(UserError, match="cannot live in an engine's pages"):
@@ -198,7 +203,7 @@ def test_codecs_without_slots_say_why(name):
     else:
         slots = Slots(pair.keys, pair.values, 64)
         bits = (pair.keys.true_bits(64) + pair.values.true_bits(64)) / 2
-        assert slots.token_bytes * 8 / 128 == pytest.approx(bits, abs=0.15)  # true bits spread tables over a length
+        assert slots.token_bytes * 8 / 128 == pytest.approx(bits, abs=0.15)  # true bits distribute tables over a length
 
 
 def test_four_bits_hold_more_than_three_times_the_tokens():

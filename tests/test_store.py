@@ -1,4 +1,4 @@
-"""The store of a layer: what stays exact, what is packed, and that nothing depends on how tokens were fed."""
+"""The store of a layer: exact and packed tokens, independent of how tokens were fed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fed(recipe: str, keys: Tensor, values: Tensor, cuts: list[int], window: int 
 
 
 def contents(s: LayerStore) -> list[Tensor]:
-    """Every byte in use."""
+    """Return every byte in use."""
     planes = [plane for side in s.sides for plane in side.packed.planes().values()]
     return [*planes, *(x for side in s.sides for x in (side.sinks, side.tail.data))]
 
@@ -80,7 +80,7 @@ def test_codecs_fitted_on_the_prompt_say_so():
 
 
 def test_order_and_exactness():
-    """Sinks and window come back as they were (in the exact type); the middle is close."""
+    """Sinks and window are returned unchanged (in the exact dtype); the middle is close."""
     keys, values = tokens(500)
     s = fed("kivi:bits=4", keys, values, [0, 500])
     decoded = s.decoded(torch.float32)
@@ -101,7 +101,7 @@ def test_empty_and_one_token():
 
 
 def test_different_blocks_for_keys_and_values():
-    """Key groups of 128 tokens beside value blocks of 32: flushes come in 128s."""
+    """Key groups of 128 tokens and value blocks of 32: tokens are packed in multiples of 128."""
     keys, values = tokens(700)
     s = fed("uniform:axis=channel,group=128/int4", keys, values, [0, 300, 700])
     assert s.flush_tokens == 128
@@ -109,7 +109,7 @@ def test_different_blocks_for_keys_and_values():
     assert s.decoded(torch.float32)[1].shape == values.shape
 
 
-def test_a_footprint_says_itself_in_one_line():
+def test_a_footprint_prints_as_one_line():
     small = Footprint(7012, 16 * 10**6, {"codes": 8 * 10**6})
     assert str(small) == "7,012 tokens, 8.00 MB, 4.00 bits per element, 4.00 times smaller than bfloat16"
     assert str(Footprint(9, 1000, {"slack": 4000})).endswith("32.00 bits per element, 2.00 times the size of bfloat16")
@@ -142,8 +142,8 @@ def test_ratios():
 
 
 @pytest.mark.parametrize("removed", [0, 1, 50, 128, 160, 161, 200, 396, 397, 399, 400])
-def test_crop_then_go_on(removed):
-    """After taking tokens back, feeding them again gives the same tokens, exact where they are exact."""
+def test_crop_then_continue(removed):
+    """After a rollback, feeding the tokens again gives the same tokens, exact where they are exact."""
     keys, values = tokens(400)
     s = fed("exact:dtype=fp16", keys, values, [0, 400])
     s.crop(removed)
@@ -174,7 +174,7 @@ def test_select_rows():
 
 def test_left_padded_rows_have_their_own_sinks():
     keys, values = tokens(300, B=2)
-    keys[0, :, :50] = 1e4  # what stands in the padding must not matter
+    keys[0, :, :50] = 1e4  # the contents of padding must have no effect
     s = store("kivi:bits=2", keys, values)
     s.append(keys, values, torch.tensor([50, 0]))
     assert torch.equal(s.keys.sinks[0], keys[0, :, 50:54].half())
@@ -189,7 +189,7 @@ def test_left_padded_rows_have_their_own_sinks():
 
 
 def test_a_padded_batch_starts_when_every_row_has_its_sinks():
-    """Chunks that are padding for some row wait exact; then all is as if it had come at once."""
+    """Chunks that are padding for some row stay exact; then all is as if it had been fed at once."""
     keys, values = tokens(400, B=2)
     padding = torch.tensor([150, 0])
     once = store("uniform:bits=4,axis=channel,group=0/kivi", keys, values)
@@ -204,7 +204,7 @@ def test_a_padded_batch_starts_when_every_row_has_its_sinks():
     assert torch.equal(parts.keys.codec.fitted["scale"], once.keys.codec.fitted["scale"])
 
 
-def test_sliding_window_gives_memory_back():
+def test_sliding_window_frees_memory():
     keys, values = tokens(3000)
     window = 100
     grown = fed("kivi:bits=2", keys, values, [0, *range(1000, 3001)], window)
@@ -238,14 +238,15 @@ def test_values_that_float16_cannot_hold():
     assert fed("window:exact=bf16+kivi", keys, values, [0, 40]).num_tokens == 40
 
 
-def test_crop_more_than_seen():
+def test_crop_more_than_all_tokens():
     keys, values = tokens(40)
     with pytest.raises(CacheError, match="only 40 were seen"):
         fed("kivi", keys, values, [0, 40]).crop(41)
 
 
 def test_a_refused_append_changes_nothing():
-    """Values whose scale float16 cannot hold are refused after the keys were encoded; the layer is as before."""
+    """Values whose scale exceeds float16 are refused after the keys were encoded. The layer stays
+    unchanged."""
     keys, values = tokens(600)
     s = fed("window:exact=fp32+kivi:bits=1", keys, values, [0, 300])
     before, seen = [x.clone() for x in contents(s)], s.num_tokens

@@ -1,4 +1,4 @@
-"""What a codec that learns from the prompt is shown of it, and what packing a prompt leaves behind."""
+"""The part of the prompt on which a codec is fitted, and memory freed after packing a prompt."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from test_store import fed, tokens
 
 
 @pytest.mark.parametrize("T", [700, 2049, 9000])
-def test_a_long_prompt_is_fitted_on_stretches_of_it(monkeypatch, T):
-    """From its first token that is no sink to its last, and bounded, since fitting works in float64."""
+def test_a_long_prompt_is_fitted_on_parts_of_it(monkeypatch, T):
+    """From the first token after the sinks to the last, of bounded size because fitting is in
+    float64."""
     seen: list[Tensor] = []
     fit = Qjl.fit
     monkeypatch.setattr(Qjl, "fit", lambda codec, x: seen.append(x) or fit(codec, x))
@@ -33,7 +34,7 @@ def test_a_long_prompt_is_fitted_on_stretches_of_it(monkeypatch, T):
 
 
 @pytest.mark.parametrize("T", [300, 5000])
-def test_what_keys_have_in_common_is_found_before_rope(T):
+def test_the_constant_part_of_keys_is_found_before_rope(T):
     rope = standard_rope(64)
     mean = 5 * torch.randn(1, 2, 1, 64)
     keys = rope.apply(mean.expand(1, 2, T, 64), *(x.unsqueeze(0) for x in rope.cos_sin(0, T, 0, torch.device("cpu"))))
@@ -43,8 +44,8 @@ def test_what_keys_have_in_common_is_found_before_rope(T):
     assert (s.keys.codec.fitted["mean"].float() - mean[:, :, 0]).abs().max() < 0.1
 
 
-def test_freed_memory_is_given_back_after_prompts_only(monkeypatch, llama):
-    """Not for a decoding step, which a large batch would pay for, nor for a few tokens."""
+def test_freed_memory_is_returned_only_after_prompts(monkeypatch, llama):
+    """Not after a decoding step, where a large batch would pay for it, nor after a few tokens."""
     calls: list[None] = []
     monkeypatch.setattr(layer, "malloc_trim", lambda: calls.append(None))
     monkeypatch.setattr(layer, "MUCH_MEMORY", 1)
@@ -58,7 +59,7 @@ def test_freed_memory_is_given_back_after_prompts_only(monkeypatch, llama):
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_a_prompt_of_one_repeated_token(bits):
-    """Fitted where nothing varies, a codec still holds what comes later, as coarsely as a rotation would."""
+    """Fitted on constant data, a codec still encodes later tokens, as coarsely as with a rotation."""
     rope, g = standard_rope(64), torch.Generator().manual_seed(0)
     store = LayerStore(
         Recipe.parse(f"trellis:bits={bits},calibration=prompt").plan(0, 1), *[torch.empty(1, 2, 0, 64)] * 2, rope=rope

@@ -1,4 +1,4 @@
-"""What kernels are handed of packed pages is made once, and stays right whatever is done to a store."""
+"""Kernel arguments of packed pages are built once and stay valid after any operation on a store."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def attend(store: LayerStore, seed: int = 0) -> Tensor:
 
 
 def attend_anew(store: LayerStore, seed: int = 0) -> Tensor:
-    """With pages that nothing was kept of."""
+    """Attend with pages without cached kernel arguments."""
     store._pages = None
     return attend(store, seed)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_whatever_is_done_to_a_store(recipe):
-    """Appends that pack and appends that do not, crops, selections, copies: attention as with pages made anew."""
+def test_any_operation_on_a_store(recipe):
+    """Appends with and without packing, crops, selections, copies: attention as with new pages."""
     for seed in range(4):
         chance, store, plain = random.Random(seed), new_store(recipe), new_store(recipe)
         for one in (store, plain):
@@ -62,7 +62,7 @@ def test_whatever_is_done_to_a_store(recipe):
                 elif what == "select":
                     one.select(torch.tensor([1, 0]))
             if what == "copy":
-                store = copy.deepcopy(store)  # what the first one kept is gone with it
+                store = copy.deepcopy(store)  # the first one's cached arguments are gone with it
             assert torch.equal(attend(store, step), attend_anew(plain, step)), (what, step)
 
 
@@ -84,18 +84,19 @@ def test_native_objects_are_made_once(recipe, monkeypatch):
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_begin_with_nothing(copied):
+def test_copies_start_without_kernel_arguments(copied):
     store = new_store("kivi:bits=4")
     store.append(*tokens(400, 1))
     attend(store)
     pages = store.pages()
     assert pages.made
     assert copied(pages).made == {}
-    assert pages.made  # nothing happens to what was copied
+    assert pages.made  # the copied store is unchanged
 
 
-def test_what_a_rope_has_lives_as_long_as_its_address():
-    """Threads that look at a RoPE for the first time make its steps and channels each; the last one's stay there."""
+def test_rope_tables_live_as_long_as_their_address():
+    """Threads that use a RoPE for the first time at once each build its tables; the last ones are
+    kept."""
     store = new_store("trellis:bits=2,calibration=prompt")
     store.append(*tokens(700, 1))
     first = attend(store)
@@ -117,8 +118,8 @@ def test_no_basis_stays_unpacked():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_states(recipe):
-    """Their tensors may be moved, and what holds one may have been looked at before."""
+def test_restored_and_shared_states(recipe):
+    """Their tensors may be moved, and kernel arguments may be cached before that."""
     store, restored = new_store(recipe), new_store(recipe)
     store.append(*tokens(700, 1))
     first = attend(store)
@@ -155,8 +156,9 @@ def test_tables_that_are_moved(recipe):
     del used
 
 
-def test_what_was_fitted_is_not_copied():
-    """Kernels read 16-bit scales and means where the codec has them; native objects keep them alive."""
+def test_fitted_tables_are_not_copied():
+    """Kernels read 16-bit scales and means in the codec's own memory, and native objects keep them
+    alive."""
     store = new_store("trellis:bits=2,calibration=prompt")
     store.append(*tokens(700, 0))
     attend(store)

@@ -1,5 +1,8 @@
-"""Pages of packed blocks: an append moves nothing that is there, whatever is done to a store leaves its tokens as they
-were, and attention over many pages is attention over one."""
+"""Pages of packed blocks: an append moves no existing data, and no operation changes the kept
+tokens.
+
+Attention over many pages equals attention over one.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ def store(recipe: str, keys: Tensor, values: Tensor, window: int | None = None) 
 
 
 class WrittenBytes(TorchDispatchMode):
-    """Adds up what operations write: the bytes of their results but for views, and memory that is only allocated."""
+    """Counts the bytes written by operations: the sizes of results except views and uninitialised
+    memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +55,7 @@ class WrittenBytes(TorchDispatchMode):
 
 
 def written_by_appends(s: LayerStore, keys: Tensor, values: Tensor) -> list[int]:
-    """Bytes written by the append of each token."""
+    """Return the bytes written by the append of each token."""
     counts = []
     for i in range(keys.shape[2]):
         with WrittenBytes() as written:
@@ -61,9 +65,12 @@ def written_by_appends(s: LayerStore, keys: Tensor, values: Tensor) -> list[int]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_an_append_costs_the_same_however_long_the_cache_is(recipe):
-    """One token more writes as many bytes at 100,000 tokens as at 1,000, each of 400 in turn, over flushes and where
-    a page begins. Both caches were fitted on the same tokens and hold the same latest ones, since outliers vary."""
+def test_an_append_costs_the_same_at_any_length(recipe):
+    """Appending a token writes the same number of bytes at 100,000 tokens as at 1,000.
+
+    This holds for each of 400 tokens, with packing and new pages among them. Both caches were
+    fitted on the same tokens and have the same latest ones, because outliers vary.
+    """
     before, new = tokens(160, seed=1), tokens(400, seed=2)
     counts = []
     for more in (0, 99_008):
@@ -110,7 +117,7 @@ def test_attention_over_pages(recipe, padded):
     padding = torch.tensor([100, 0]) if padded else None
     once, parts = store(recipe, keys, values), store(recipe, keys, values)
     parts.append(keys[:, :, :300], values[:, :, :300], padding)
-    once.append(keys[:, :, :300], values[:, :, :300], padding)  # what learns from the prompt learns the same
+    once.append(keys[:, :, :300], values[:, :, :300], padding)  # codecs fitted on the prompt get the same data
     once.append(keys[:, :, 300:], values[:, :, 300:])
     for n in range(300, 1500, 32):
         parts.append(keys[:, :, n : n + 32], values[:, :, n : n + 32])
@@ -126,8 +133,8 @@ def test_attention_over_pages(recipe, padded):
         torch.testing.assert_close(attend_store(parts, call), attend_store(once, call), atol=1e-5, rtol=1e-4)
 
 
-def test_whatever_is_done_to_a_store():
-    """Appends of any size, crops, selections of rows: the tokens that should be there are there, bit by bit."""
+def test_any_operation_on_a_store():
+    """Appends of any size, crops, row selections: the expected tokens are there, bit by bit."""
     for seed in range(12):
         chance = random.Random(seed)
         window = chance.choice([None, None, 200])
@@ -142,7 +149,7 @@ def test_whatever_is_done_to_a_store():
                 s.append(*new)
                 expected = tuple(torch.cat([x, y], dim=2) for x, y in zip(expected, new, strict=True))
             elif chance.random() < 0.5:
-                most = 300 if window is None else s.num_tokens - s.num_evicted - window  # what it can give back
+                most = 300 if window is None else s.num_tokens - s.num_evicted - window  # largest possible rollback
                 n = chance.randrange(1, max(2, min(held, most)))
                 s.crop(n)
                 expected = tuple(x[:, :, : held - n] for x in expected)
@@ -150,7 +157,7 @@ def test_whatever_is_done_to_a_store():
                 rows = torch.tensor(chance.choices([0, 1], k=2))
                 s.select(rows)
                 expected = tuple(x[rows] for x in expected)
-            exact = "uniform" in recipe.split("/")[0]  # the side that loses nothing
+            exact = "uniform" in recipe.split("/")[0]  # the lossless side
             decoded, whole = s.decoded(torch.float32)[exact], expected[exact]
             assert torch.equal(decoded, whole[:, :, s.num_evicted :])
             assert s.num_tokens == whole.shape[2]
@@ -163,14 +170,14 @@ def allocated(s: LayerStore) -> list[Tensor]:
     return [*planes, *(x for side in s.sides for x in (side.sinks, side.tail._data))]
 
 
-def test_a_sliding_window_gives_pages_back():
-    """However the tokens came, what a window holds beyond its tokens is at most two pages."""
+def test_a_sliding_window_frees_pages():
+    """However the tokens came, a window holds at most two pages in addition to its tokens."""
     keys, values = tokens(9000, D=16)
     for prompt in (10, 3000):
         s = store("exact", keys, values, 2000)
         s.append(keys[:, :, :prompt], values[:, :, :prompt])
         page = s.keys.packed.sizes.next(9000, 0)
-        assert page == 160  # a sixteenth of what is held, in whole blocks
+        assert page == 160  # a sixteenth of the tokens, in whole blocks
         for n in range(prompt, 9000, 30):
             s.append(keys[:, :, n : n + 30], values[:, :, n : n + 30])
             blocks = s.keys.packed
@@ -181,8 +188,9 @@ def test_a_sliding_window_gives_pages_back():
         assert torch.equal(s.decoded(torch.float32)[0], keys[:, :, s.num_evicted : s.num_tokens].half().float())
 
 
-def test_entries_that_come_denser_than_before():
-    """Where a page has no room left for outliers it ends, with whole flushes; the next one has more."""
+def test_outliers_become_denser():
+    """A page without room for more outliers ends at a block boundary, and the next one has more
+    room."""
     x = tokens(32 * 120, B=2, H=2)[0]
     codec = KVQuant(4, "int", 0.02, calibration="prompt").fit(x[:, :, :2048])
     x[:, :, 2112:2560] *= 8  # all channels are outliers for a while
@@ -198,10 +206,10 @@ def test_entries_that_come_denser_than_before():
     buffer.count(footprint)
     assert (
         footprint.parts["slack"] < footprint.total_bytes / 5
-    )  # of which most is the page in which they become rare again
+    )  # most of it is the page in which they become rare again
 
 
-def test_a_restored_buffer_goes_on_as_before():
+def test_a_restored_buffer_continues():
     x = tokens(32 * 60, B=2, H=3, D=64)[0]
     codec = KVQuant(3, "int", 0.05, calibration="prompt", per_head=True, side="values").fit(x)
     buffer = BlockBuffer(codec.layout(64), 2, 3, x.device)
@@ -219,8 +227,8 @@ def test_a_restored_buffer_goes_on_as_before():
     assert torch.equal(codec.decode(buffer.planes(), 64), codec.decode(codec.encode(x), 64))
 
 
-def test_rows_that_are_selected_lie_in_one_page():
-    """Beam search copies rows anyhow, and then to one place."""
+def test_selected_rows_are_in_one_page():
+    """Beam search copies rows anyway, and here to one page."""
     keys, values = tokens(2000, B=2)
     s = store("kvquant:bits=3,table=int,calibration=prompt", keys, values)
     for n in range(0, 2000, 200):
@@ -247,8 +255,10 @@ def test_estimates_know_the_pages(window, recipe):
 
 
 def test_slack_stays_small():
-    """Of what is packed, at most a sixteenth and on average about 3 % is slack while decoding, none after a prompt; up
-    to 2,048 tokens at most three blocks are."""
+    """During decoding at most a sixteenth of the packed bytes is slack, about 3 % on average.
+
+    After a prompt it is none, and up to 2,048 tokens at most three blocks.
+    """
     keys, values = tokens(12_000, H=1, D=16)
     s = store("kivi:bits=2,group=16", keys, values)
     s.append(keys[:, :, :3000], values[:, :, :3000])
@@ -266,7 +276,7 @@ def test_slack_stays_small():
 
 
 def test_pages_stay_few():
-    """Decoding alone, from nothing: pages and slack at the length where a page has just begun."""
+    """Decoding from an empty cache: pages and slack at a length where a page has just begun."""
     sizes, used, pages, reached = PageSizes(), 0, 0, {}
     while used < 1 << 20:
         new = sizes.next(32, used)

@@ -1,4 +1,5 @@
-"""`window:start=N`: nothing is packed until a layer has seen N tokens, and then all as without it."""
+"""`window:start=N`: nothing is packed before a layer has N tokens; afterwards it behaves as without
+the option."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def test_all_is_packed_at_once_and_exact_before():
     assert torch.equal(s.decoded(torch.float32)[0], keys[:, :, :299].half().float())
     s.append(keys[:, :, 299:], values[:, :, 299:])
     assert s.packed_tokens == (300 - 4 - 128) // 32 * 32
-    assert s.footprint() == fed(PLAIN, keys, values, [0, 300]).footprint()  # the exact tokens' memory was given back
+    assert s.footprint() == fed(PLAIN, keys, values, [0, 300]).footprint()  # the exact tokens' memory was freed
 
 
 @pytest.mark.parametrize(
@@ -52,8 +53,9 @@ def test_without_the_option_it_is_twice_recent(recipe, first):
     assert fed(recipe, keys, values, [0, first]).packed_tokens > 0
 
 
-def test_crop_over_the_start_and_on():
-    """What was packed stays packed; more waits until as many tokens are there as before."""
+def test_crop_before_the_start_and_continue():
+    """Packed tokens stay packed. More are packed only when the same number of tokens is reached
+    again."""
     keys, values = tokens(500)
     s = fed(START, keys, values, [0, 310])
     packed = s.packed_tokens
@@ -72,7 +74,7 @@ def test_crop_over_the_start_and_on():
 
 
 def test_fitted_on_all_tokens_held():
-    """What the codec learns is what it learns of a prompt with as many tokens."""
+    """The codec is fitted as on a prompt with the same number of tokens."""
     keys, values = tokens(300)
     coder = "kvquant:calibration=prompt,pre_rope=false"
     late, once = (
@@ -85,7 +87,7 @@ def test_fitted_on_all_tokens_held():
 
 
 def test_padded_batch():
-    """Rows start when each has its sinks, as without it; packing waits longer."""
+    """Rows start when each has its sinks, as without the option; packing starts later."""
     keys, values = tokens(400, B=2)
     padding = torch.tensor([150, 0])
     late, plain = store(START, keys, values), store(PLAIN, keys, values)
@@ -99,7 +101,8 @@ def test_padded_batch():
 
 @pytest.mark.parametrize(("window", "first"), [(None, 300), (512, 300), (100, 160)])
 def test_sliding_windows(window, first):
-    """A layer whose window is smaller than the start packs as without it: it would hold tokens that it never reads."""
+    """A layer whose window is smaller than N packs as without the option, because it would hold
+    unread tokens."""
     keys, values = tokens(1200)
     assert fed(START, keys, values, [*range(first)], window).packed_tokens == 0
     assert fed(START, keys, values, [*range(first + 5)], window).packed_tokens > 0
@@ -119,7 +122,7 @@ def test_estimate(models, name, n):
     assert cache.footprint().parts == predict(shape, START, n, batch=2).parts
 
 
-def test_saved_before_the_start_it_goes_on_over_it(wide, tmp_path):
+def test_saved_before_the_start_it_continues_beyond_it(wide, tmp_path):
     with tersekv.compress(wide, START):
         cache = tersekv.CompressedCache(wide.config, START)
         read(wide, cache, [prompt(260), *singles(5)])

@@ -1,4 +1,5 @@
-"""The rules of the structure: imports point along the data path, importing does nothing, docs match the folders."""
+"""Rules of the structure: imports follow the data path, importing has no effects, docs match the
+folders."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "tersekv"
 
 COMMON = {"errors", "extras", "malloc_trim", "registry", "tensors", "units", "atomic_write", "__version__"}
-# What each folder may import of ours (besides itself and COMMON); the longest name that fits a module is its folder.
+# Folders that each folder may import (besides itself and COMMON). A module belongs to the longest
+# matching name.
 MAY_IMPORT = {
     "kernels": set(),
     "codecs.transforms": {"kernels"},
@@ -39,13 +41,13 @@ MAY_IMPORT = {
 
 
 def home(module: str) -> str:
-    """The folder, or the file at the top, that a module of ours belongs to."""
+    """Return the folder, or the top-level file, to which one of our modules belongs."""
     parts = module.split(".")[1:3]
     return ".".join(parts) if ".".join(parts) in MAY_IMPORT else parts[0]
 
 
 def imports(path: Path) -> set[str]:
-    """Modules that a file imports, wherever in it."""
+    """Return the modules that a file imports anywhere."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -71,15 +73,18 @@ def test_imports_point_one_way(folder):
 
 
 def module_of(path: Path) -> str:
-    """The module that a file is."""
+    """Return the module name of a file."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Our modules, and those of ours that each imports: at its top, in functions, for types only, or by a text that
-    names a module, as `import_module` takes it. `from package import module` is an import of the module alone, because
-    Python imports every package before its modules anyway."""
+    """Return our modules with those of ours that each imports.
+
+    Imports count at the top, in functions, for types only, or by a text that names a module, as
+    `import_module` takes it. `from package import module` counts for the module alone, because
+    Python imports every package before its modules anyway.
+    """
     paths = {module_of(path): path for path in PACKAGE.rglob("*.py")}
     graph = {}
     for module, path in paths.items():
@@ -93,13 +98,13 @@ def import_graph() -> dict[str, set[str]]:
             elif isinstance(node, ast.Constant):
                 found.add(node.value)
         graph[module] = (found & paths.keys()) - {module}
-    # No import follows the names of the top: they load when a user first asks for them.
+    # Names of the top package are not imports: they load when a user first uses them.
     graph["tersekv"] = set()
     return graph
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Strongly connected components of more than one module: modules that reach each other."""
+    """Return strongly connected components of more than one module: modules that import each other."""
 
     def reached(start: str) -> set[str]:
         found, left = set(), [start]
@@ -144,7 +149,7 @@ def test_import_loads_neither_transformers_nor_kernels():
     assert out.stdout.strip() == "[]"
 
 
-def test_bare_import_loads_nothing_of_ours_but_the_top():
+def test_bare_import_loads_only_the_top_package():
     code = "import sys, tersekv; print([m for m in sys.modules if m.startswith('tersekv.') or m == 'torch'])"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
     assert out.stdout.strip() == "[]"
@@ -184,7 +189,8 @@ def test_the_design_page_lists_the_folders():
 
 
 def test_the_recipes_page_names_every_method_with_its_true_bits():
-    """A row may name several methods, with a pair of bits for each setting of which one is the default."""
+    """A row may name several methods, with a pair of bits for each setting; one of them is the
+    default."""
     rows = {}
     for line in page("docs/recipes.md").split("| method |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -216,7 +222,7 @@ def test_the_families_of_the_models_page_are_those_of_the_tests():
 
 def test_every_method_has_a_page():
     pages = " ".join(p.read_text() for p in (ROOT / "docs" / "methods").glob("*.md"))
-    for name in {*methods(), *policies()} - {"window"}:  # what every method's page is about
+    for name in {*methods(), *policies()} - {"window"}:  # every method's page describes it
         assert f"`{name}" in pages
 
 
@@ -228,7 +234,8 @@ def test_links_in_the_docs_lead_somewhere():
 
 
 def test_files_stay_small():
-    """No file over 400 lines but tests of many small cases: a smaller limit pushes code into compression."""
+    """No file has over 400 lines, except tests of many small cases. A lower limit would make code
+    too dense."""
     reasons = {"test_models.py", "test_cli.py", "test_ops_parity.py", "test_ops_triton.py", "test_transformers.py"}
     for folder in ("src", "tests", "benchmarks", "cpp", "examples"):
         for path in (ROOT / folder).rglob("*"):

@@ -1,4 +1,5 @@
-"""k-means in one dimension: the exact optimum, weights, seeds, and how close seeding and Lloyd's iteration come."""
+"""k-means in one dimension: the exact optimum, weights, seeds, and the quality of seeding and
+Lloyd's iteration."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tersekv.codecs.codebooks.lloyd_max import gaussian, lloyd_max
 
 
 def brute_force(x: np.ndarray, w: np.ndarray, k: int) -> float:
-    """Least squared error over all cuts of the sorted samples."""
+    """Return the least squared error over all partitions of the sorted samples."""
     order = np.argsort(x)
     x, w = x[order], w[order]
 
@@ -93,7 +94,8 @@ def test_wrong_input(x, k, w, text):
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["ulps", "heavy weights", "far away"]))
 @settings(max_examples=200, deadline=None)
 def test_tables_are_finite_and_ascend(seed, kind):
-    """Samples a few units in the last place apart, weights over thirty decades, samples far from zero."""
+    """Samples a few units in the last place apart, weights over thirty decades, samples far from
+    zero."""
     rng = np.random.default_rng(seed)
     n, k = int(rng.integers(1, 60)), int(rng.integers(1, 33))
     x, w = rng.normal(size=n), None
@@ -117,7 +119,8 @@ def test_samples_that_hardly_differ_are_told_apart():
 
 @pytest.mark.parametrize("name", ["normal", "heavy tails", "few values", "two far clusters"])
 def test_bins_stand_for_many_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More samples than bins: entries move by about a bin's width, whatever the distribution and the weights."""
+    """With more samples than bins, entries move by about a bin's width for any distribution and
+    weights."""
     rng = np.random.default_rng(0)
     n = km.BINS + 40_000
     x = {

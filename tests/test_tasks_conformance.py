@@ -1,4 +1,4 @@
-"""What holds for every task in the folder; a new one is tested by being there."""
+"""Rules for every task in the folder. A new task is tested automatically."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIGHT = ("passkey", "lines", "needle", "ruler", "longbench")
 
 @pytest.fixture(params=sorted(tasks()))
 def task(request: pytest.FixtureRequest, tmp_path: Path) -> Task:
-    """Each task with settings that make it small."""
+    """Return each task with settings that make it small."""
     options = dict(TINY.get(request.param, {}))
     if request.param == "longbench":
         row = {"input": "Type:", "context": "word " * 20, "answers": ["Food"], "all_classes": ["Food", "Date"]}
@@ -62,7 +62,8 @@ def test_runs_from_end_to_end(task: Task) -> None:
 
 
 def test_cases_are_fair(task: Task) -> None:
-    """What is packed is not the question, no prompt ends with a space, right answers are right and others wrong."""
+    """The question is not packed, no prompt ends with a space, correct answers score and others do
+    not."""
     cases = [sample.data for sample in task.instances(FakeReader()) if isinstance(sample.data, Case)]
     for case in cases:
         prompt = case.prompt
@@ -77,20 +78,20 @@ def test_cases_are_fair(task: Task) -> None:
 
 @pytest.mark.parametrize("name", sorted(tasks()))
 def test_options_are_plain(name: str) -> None:
-    """The program reads them from text; every default makes a task."""
+    """The program parses them from text, and the defaults make a valid task."""
     assert build([name], {}) == {name: tasks()[name]()}
     for field in dataclasses.fields(tasks()[name]()):
         assert isinstance(getattr(tasks()[name](), field.name), (str, int, float, bool, tuple)), field.name
 
 
 @pytest.mark.parametrize("name", sorted(tasks()))
-def test_docstrings_open_with_an_instance(name: str) -> None:
+def test_docstrings_open_with_a_sample(name: str) -> None:
     doc = sys.modules[tasks()[name].__module__].__doc__ or ""
     assert "\n    " in doc[:400], "an example, indented, near the beginning"
     assert "Source: " in doc or name not in LIGHT
 
 
-def test_tasks_that_ask_import_no_torch() -> None:
+def test_question_tasks_import_no_torch() -> None:
     names = ", ".join(f"tersekv.lab.evals.tasks.{name}" for name in LIGHT)
     code = f"import sys, {names}; print([m for m in sys.modules if m in ('torch', 'transformers')])"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)

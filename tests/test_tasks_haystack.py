@@ -1,4 +1,4 @@
-"""Haystacks, word lists, lengths, and what the tasks that ask have in common."""
+"""Haystacks, word lists, lengths, and common parts of question-answering tasks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_largest(least: int, most: int, limit: int) -> None:
     assert haystack.largest(lambda n: n <= limit, least, most) == (max(fitting) if fitting else None)
 
 
-def test_first_tokens_repeats_what_is_too_short() -> None:
+def test_first_tokens_repeats_short_texts() -> None:
     assert haystack.first_tokens(READER, "One two three.", 3) == "One two three"
     assert haystack.first_tokens(READER, "One two.", 7) == "One two.\n\nOne two"
     assert haystack.first_tokens(READER, "One", 0) == ""
@@ -46,7 +46,7 @@ def test_first_tokens_repeats_what_is_too_short() -> None:
         (100, "See sys.path there. And here. Some more"),
     ],
 )
-def test_needles_stand_between_sentences(depth: int, before: str) -> None:
+def test_needles_are_between_sentences(depth: int, before: str) -> None:
     text = "See sys.path there. And here. Some more"
     assert haystack.insert(READER, text, "|", depth) == before + "|" + text[len(before) :]
 
@@ -66,7 +66,7 @@ def test_spread_keeps_order() -> None:
         mixed = haystack.spread(list("abcde"), list("12345"), Random(seed))
         assert [x for x in mixed if x.isdigit()] == list("12345")
         assert [x for x in mixed if x.isalpha()] == list("abcde")
-        assert mixed[-1] == "e"  # needles stand before items
+        assert mixed[-1] == "e"  # needles are inserted before items
     with pytest.raises(ValueError, match="2 needles among 1"):
         haystack.spread(["a"], ["1", "2"], Random(0))
 
@@ -87,7 +87,7 @@ def test_texts(tmp_path: Path) -> None:
 
 
 def test_a_slow_tokenizer_is_refused() -> None:
-    with pytest.raises(UserError, match="use a fast one"):
+    with pytest.raises(UserError, match="use a fast tokenizer"):
         haystack.token_spans(SimpleNamespace(tokenizer=SimpleNamespace(is_fast=False)), "text")  # type: ignore[arg-type]
 
 
@@ -123,7 +123,7 @@ def test_words_of_a_folder(tmp_path: Path) -> None:
 def test_words_of_wonderwords() -> None:
     folder = data_folder()
     if folder is None or not (folder / "ruler" / FILES[0]).is_file():
-        pytest.skip("the word lists of wonderwords are not beside the checkout")
+        pytest.skip("the word lists of wonderwords are not next to the checkout")
     words = word_lists(str(folder / "ruler"))
     assert (len(words.adjectives), len(words.nouns), len(words.verbs)) == (910, 6782, 1041)
 
@@ -152,7 +152,7 @@ def test_choices() -> None:
 @pytest.mark.parametrize(
     ("prompt", "gold"),
     [
-        (Prompt("c", "q?"), "7"),  # an answer of its own
+        (Prompt("c", "q?"), "7"),  # its own answer
         (Prompt("c", "q?", " It is"), " 7"),
         (Prompt("c", "q? It is", chat=False), " 7"),
         (Prompt("c", "q?\n", chat=False), "7"),

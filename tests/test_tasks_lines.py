@@ -1,4 +1,4 @@
-"""Line retrieval: prompts to the letter, LongEval's cases, scores."""
+"""Line retrieval: exact prompts, LongEval's cases, scores."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_which_number_counts(variant: str, answer: str, right: int) -> None:
     assert [m["accuracy"] for m in ask(Lines(samples=2, lines="3", variant=variant), reader)] == [right, right]
 
 
-def test_made_lines() -> None:
+def test_generated_lines() -> None:
     reader = FakeReader()
     samples = Lines(samples=20, lines="7,3").instances(reader)
     assert samples == Lines(samples=20, lines="7,3").instances(reader)
@@ -85,7 +85,7 @@ def test_shipped_cases_are_subsampled(tmp_path: Path) -> None:
         numbers = [int(line.split("<")[1].strip(">")) for line in text.removeprefix(HEADER).splitlines()]
         assert numbers == sorted(numbers)
         assert len(numbers) == sample.data.cell["lines"]
-    assert "name-29" not in samples[3].data.prompt.context  # the smaller file was enough
+    assert "name-29" not in samples[3].data.prompt.context  # the smaller file was sufficient
     with pytest.raises(UserError, match="no cases of 31 lines or more"):
         Lines(lines="31", data=str(tmp_path)).instances(FakeReader())
     with pytest.raises(UserError, match="takes names from word lists"):
@@ -95,7 +95,7 @@ def test_shipped_cases_are_subsampled(tmp_path: Path) -> None:
 def test_longevals_own_cases() -> None:
     folder = data_folder()
     if folder is None or not (folder / "longeval" / "200_lines.jsonl").is_file():
-        pytest.skip("LongEval's cases are not beside the checkout")
+        pytest.skip("LongEval's cases are not next to the checkout")
     (sample,) = Lines(samples=1, lines="200", data=str(folder / "longeval")).instances(FakeReader())
     case = json.loads((folder / "longeval" / "200_lines.jsonl").read_text().splitlines()[0])
     assert sample.data.prompt.context + sample.data.prompt.question + " " == case["prompt"]
@@ -108,7 +108,7 @@ def test_longevals_own_cases() -> None:
         ({"lines": "0"}, "write whole numbers from 1"),
         ({"lines": "1k"}, "write whole numbers from 1"),
         ({"variant": "pair"}, "did you mean 'pairs'"),
-        ({"seed": 1, "samples": -1}, "samples is -1"),
+        ({"seed": 1, "samples": -1}, "samples=-1 is not allowed"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], said: str) -> None:

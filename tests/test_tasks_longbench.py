@@ -43,7 +43,7 @@ def data(tmp_path: Path) -> Path:
 def shared() -> Path:
     folder = data_folder()
     if folder is None or not (folder / "longbench" / "dataset2prompt.json").is_file():
-        pytest.skip("LongBench's files are not beside the checkout")
+        pytest.skip("LongBench's files are not next to the checkout")
     return folder / "longbench"
 
 
@@ -163,11 +163,11 @@ def test_a_folders_own_prompts(data: Path) -> None:
     assert one.data.prompt.context.startswith("Go on: w0")
     assert one.data.new_tokens == 5
     (data / "dataset2prompt.json").write_text("{")
-    with pytest.raises(UserError, match="is no JSON"):
+    with pytest.raises(UserError, match="is not valid JSON"):
         LongBench(samples=1, subtasks="lcc", data=str(data)).instances(FakeReader())
 
 
-def test_all_are_those_that_are_there(data: Path) -> None:
+def test_all_means_available_datasets(data: Path) -> None:
     for name in DATASETS:
         if name not in ("qasper", "lcc"):
             (data / f"{name}.jsonl").unlink()
@@ -188,7 +188,7 @@ def test_no_data(folder: str) -> None:
 )
 def test_a_file_in_another_layout(content: str, data: Path) -> None:
     (data / "lcc.jsonl").write_text(content)
-    with pytest.raises(UserError, match="get it again"):
+    with pytest.raises(UserError, match="download it again"):
         LongBench(subtasks="lcc", data=str(data)).instances(FakeReader())
 
 
@@ -213,7 +213,7 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     longbench_data.samples.cache_clear()
-    with pytest.raises(UserError, match=r"from the Hub \(no connection\): get it on another machine"):
+    with pytest.raises(UserError, match=r"from the Hub \(no connection\): download it on another machine"):
         LongBench(subtasks="trec", data="hub").instances(FakeReader())
 
 
@@ -229,7 +229,7 @@ def test_shared_samples() -> None:
     [
         ({"subtasks": "qaspar"}, "did you mean 'qasper'"),
         ({"length": "long"}, "length 'long' is no number of tokens"),
-        ({"samples": 0}, "samples is 0"),
+        ({"samples": 0}, "samples=0 is not allowed"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], said: str) -> None:

@@ -1,4 +1,4 @@
-"""The needle: both prompts to the letter, the grid, lengths, scores."""
+"""The needle: both exact prompts, the grid, lengths, scores."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_scores() -> None:
         ({"depths": "0,101"}, "write whole numbers from 0 to 100"),
         ({"lengths": "0"}, "is no number of tokens"),
         ({"protocol": "kamradt"}, "choose fu or minference"),
-        ({"samples": 0}, "samples is 0"),
+        ({"samples": 0}, "samples=0 is not allowed"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], said: str) -> None:
@@ -118,7 +118,7 @@ def test_wrong_options(options: dict[str, Any], said: str) -> None:
         Needle(**options)
 
 
-def test_what_does_not_fit() -> None:
+def test_impossible_lengths() -> None:
     with pytest.raises(UserError, match="needle does not fit into 200 tokens"):
         Needle(lengths="200").instances(FakeReader())
     with pytest.raises(UserError, match=r"cannot read the text 'nowhere\.txt'"):

@@ -1,4 +1,4 @@
-"""Passkey retrieval: prompts to the letter, lengths, scores."""
+"""Passkey retrieval: exact prompts, lengths, scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ INTRODUCTION = (
 
 
 def parts(variant: str, size: int, seed: int) -> tuple[str, str, str]:
-    """The text before and after the needle, and the key; everything else is checked to the letter."""
+    """Return the text before and after the needle, and the key. Everything else is compared
+    exactly."""
     case = build(variant, size, Random(seed), "id", 100)
     key = case.expected[0]
     assert 1 <= int(key) <= 50_000
@@ -88,7 +89,7 @@ def test_seeds() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"samples": 0}, "samples is 0: ask for 1"),
+        ({"samples": 0}, "samples=0 is not allowed; give 1"),
         ({"lengths": "long"}, "lengths 'long' is no number of tokens"),
         ({"variant": "pos"}, "did you mean 'pose'"),
     ],
@@ -98,10 +99,10 @@ def test_wrong_options(options: dict[str, Any], said: str) -> None:
         Passkey(**options)
 
 
-def test_lengths_that_cannot_be() -> None:
-    with pytest.raises(UserError, match="past this model's context of 8,192"):
+def test_impossible_lengths() -> None:
+    with pytest.raises(UserError, match="exceeds this model's context of 8,192"):
         Passkey(lengths="9000").instances(FakeReader())
     with pytest.raises(UserError, match="passkey does not fit into 60 tokens"):
         Passkey(lengths="60").instances(FakeReader())
-    with pytest.raises(UserError, match="ask for less"):
+    with pytest.raises(UserError, match="give a shorter length"):
         replace(Passkey(lengths="100"), samples=1).instances(FakeReader(context=99))

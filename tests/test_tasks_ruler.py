@@ -1,4 +1,4 @@
-"""RULER as a task: lengths, scores, what cannot be made."""
+"""RULER as a task: lengths, scores, and impossible requests."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_lengths(subtask: str, questions: str) -> None:
     for sample in samples:
         tokens = reader.tokens_of(sample.data.prompt) + sample.data.new_tokens
         assert tokens <= sample.data.cell["length"]
-        if not subtask.startswith("qa"):  # there are only so many documents
+        if not subtask.startswith("qa"):  # the number of documents is limited
             assert tokens > sample.data.cell["length"] - 60
 
 
 def test_scores(questions: str) -> None:
     def half(prompt: Any, gold: str | None) -> str:
-        """The first of several values; of one the right answer in capitals."""
+        """Answer with the first of several values, or the single correct answer in capitals."""
         return gold.upper() if gold else re.search(r"is: (\d+)", prompt.context)[1]  # type: ignore[index]
 
     task = Ruler(samples=2, lengths="2k", subtasks="niah_multivalue,qa_1", data=questions)
@@ -44,7 +44,7 @@ def test_scores(questions: str) -> None:
     assert metrics[0] == {"accuracy": 0.25, "accuracy_niah_multivalue": 0.25}
     assert metrics[2] == {"accuracy": 1, "accuracy_qa_1": 1, "gold_nll": 0.5}
     summary = task.summarise([*metrics, metrics[2]], [])
-    assert summary["accuracy"].mean == (0.25 + 1) / 2  # of subtasks, not of samples
+    assert summary["accuracy"].mean == (0.25 + 1) / 2  # over subtasks, not samples
     assert summary["accuracy_niah_multivalue"].mean == 0.25
     assert summary["gold_nll"].mean == 0.5
     assert [asked[1] for asked in reader.asked] == [128, 128, 32, 32]
@@ -69,10 +69,10 @@ def test_wrong_options(options: dict[str, Any], said: str) -> None:
         ({"subtasks": "qa_1"}, "qa_1 needs questions: give a folder with squad.json or xquad.en.json as data"),
         ({"subtasks": "all", "data": "nowhere"}, "qa_1 needs squad.json or xquad.en.json, and data 'nowhere' has none"),
         ({"subtasks": "cwe", "lengths": "500"}, "cwe does not fit into 500 tokens"),
-        ({"subtasks": "vt", "lengths": "9k"}, "past this model's context"),
+        ({"subtasks": "vt", "lengths": "9k"}, "exceeds this model's context"),
     ],
 )
-def test_what_cannot_be_made(options: dict[str, Any], said: str) -> None:
+def test_impossible_requests(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         Ruler(**{"samples": 1, "lengths": "2k", **options}).instances(FakeReader())
 

@@ -1,4 +1,4 @@
-"""RULER: every template to the letter, and what each generator makes."""
+"""RULER: every template exactly, and the output of each generator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 
 
 def needles(name: str, size: int = 20, seed: int = 0) -> tuple[Case, str]:
-    """A case, and its whole prompt."""
+    """Return a case and its whole prompt."""
     case = ruler_needles.build(ruler_needles.KINDS[name], size, Random(seed), word_lists(), ESSAY)
     return case, case.prompt.context + case.prompt.question + case.prompt.answer_start
 
@@ -86,7 +86,7 @@ def test_needles(name: str, needle: str, count: int, answers: int) -> None:
         assert keys == (1 if name == "niah_multivalue" else count)
 
 
-def test_essay_needles_stand_between_sentences() -> None:
+def test_essay_needles_are_between_sentences() -> None:
     _, text = needles("niah_multikey_1", 100, 1)
     essay = re.sub(r"(^| )One of the special magic numbers for \S+ is: \d+\.", "", text.split("\n")[1])
     assert essay.strip() == " ".join((ESSAY * 2)[:100])
@@ -180,7 +180,7 @@ def test_questions_to_the_letter(questions: str) -> None:
     assert (case.expected, case.new_tokens) == (("A00",), 32)
 
 
-def test_documents_needed_are_there(questions: str) -> None:
+def test_needed_documents_are_included(questions: str) -> None:
     squad, hotpot = (ruler_documents.read(name, questions) for name in ("qa_1", "qa_2"))
     assert (len(squad.texts), len(squad.asked), len(hotpot.texts), len(hotpot.asked)) == (12, 12, 30, 3)
     places = set()
@@ -199,7 +199,7 @@ def test_documents_needed_are_there(questions: str) -> None:
 def test_shared_question_sets() -> None:
     folder = data_folder()
     if folder is None or not (folder / "ruler" / "xquad.en.json").is_file():
-        pytest.skip("the question sets of RULER are not beside the checkout")
+        pytest.skip("the question sets of RULER are not next to the checkout")
     squad, hotpot = (ruler_documents.read(name, str(folder / "ruler")) for name in ("qa_1", "qa_2"))
     assert (len(squad.texts), len(squad.asked), len(hotpot.asked)) == (240, 1190, 100)
     assert all(len(q.needed) + len(q.near) == 10 for q in hotpot.asked[:20])

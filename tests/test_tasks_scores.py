@@ -1,4 +1,4 @@
-"""Scores on cases worked out by hand, with what the original scripts do oddly."""
+"""Scores of cases computed by hand, including oddities of the original scripts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_numbers() -> None:
 @pytest.mark.parametrize(
     ("answer", "found"),
     [
-        (EATEN, 11),  # a perfect answer: 11 of 12, for "a" is expected twice
+        (EATEN, 11),  # a perfect answer has 11 of 12, because "a" is expected twice
         ("The best thing is to EAT a sandwich and sit in Dolores Park on a sunny day.", 11),
         ("eat a sandwich and sit in Dolores Park on a sunny day", 10),  # the full stop belongs to the last word
         ("a a a", 1),
@@ -50,7 +50,7 @@ def test_token_f1() -> None:
     [
         ("the cat sat", "the cat sat", 3, 3, 3),
         ("the cat", "the cat sat", 2, 2, 3),
-        ("sat cat the", "the cat sat", 1, 3, 3),  # one word: a subsequence keeps the order
+        ("sat cat the", "the cat sat", 1, 3, 3),  # one word, because a subsequence keeps the order
         ("a b. c d", "a c. b d", 4, 4, 4),  # the union over pairs of sentences
         ("a a a b", "a b", 2, 2, 2),  # distinct words
         ("w1 w2 w6 w7 w8. w1 w3 w8 w9 w5", "w1 w2 w3 w4 w5", 4, 8, 5),  # ROUGE's own example
@@ -63,7 +63,7 @@ def test_rouge_l(answer: str, expected: str, words: int, of_answer: int, of_expe
 
 
 def test_rouge_l_prefers_the_subsequence_that_rouge_finds() -> None:
-    """Of "a b" and "b a" it keeps b with the reference, so the second sentence adds nothing."""
+    """For "a b" and "b a" it keeps b with the reference, so the second sentence adds nothing."""
     assert scores._common_subsequence(["a", "b"], ["b", "a"]) == ["b"]
     assert scores._common_subsequence(list("xaybz"), list("ab")) == ["a", "b"]
 
@@ -84,12 +84,12 @@ def test_classification() -> None:
     assert scores.classification("Type: Food", "Food", classes) == 1
     assert scores.classification("Food or Date", "Food", classes) == 0.5
     assert scores.classification("Date", "Food", classes) == 0
-    assert scores.classification("Other location", "Other location", classes) == 1  # its part "Other" is struck off
+    assert scores.classification("Other location", "Other location", classes) == 1  # "Other" is removed
     assert scores.classification("Other location", "Other", classes) == 0.5
 
 
-def test_classification_skips_one_after_each_that_it_strikes_off() -> None:
-    """As LongBench's script does, which takes from the list that it goes through: "b" stays."""
+def test_classification_skips_the_class_after_each_removed_one() -> None:
+    """LongBench's script removes entries from the list over which it iterates, so "b" stays."""
     assert scores.classification("abc", "abc", ["a", "b", "abc"]) == 0.5
 
 
@@ -101,7 +101,7 @@ def test_edit_similarity() -> None:
     assert scores.edit_similarity("```", "return x") == 0
 
 
-def test_edit_similarity_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edit_similarity_names_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rapidfuzz", None)
     with pytest.raises(UserError, match=r"tersekv\[lab\]"):
         scores.edit_similarity("a", "b")

@@ -1,4 +1,4 @@
-"""Models whose key-value heads are divided among processes (`tp_plan="auto"`): two ranks on one CPU."""
+"""Tensor parallelism (`tp_plan="auto"`): models with distributed KV heads, two ranks on one CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 def torchrun(script: str, *arguments: str, ranks: int = 2) -> None:
-    """Run a script of this folder on that many ranks."""
+    """Run a script of this folder on `ranks` ranks."""
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
     call = [*program, str(HERE / script), *arguments]
@@ -31,20 +31,21 @@ def torchrun(script: str, *arguments: str, ranks: int = 2) -> None:
 
 
 def save_model(folder: Path) -> None:
-    """Two KV heads of 64 channels, weights large enough for many different tokens."""
+    """Save a model with two KV heads of 64 channels and weights large enough for many different
+    tokens."""
     torch.manual_seed(0)
     shape = SHAPE | {"num_hidden_layers": 2, "head_dim": 64, "initializer_range": 0.3}
     tf.LlamaForCausalLM(tf.LlamaConfig(**shape)).save_pretrained(folder)
 
 
-def test_two_ranks_say_what_one_process_says(tmp_path):
+def test_two_ranks_give_the_result_of_one_process(tmp_path):
     pytest.importorskip("accelerate", reason="transformers' tp_plan needs accelerate")
     save_model(tmp_path / "model")
     torchrun("run_tensor_parallel.py", str(tmp_path))
 
 
-def test_whose_heads_they_are(llama):
-    """HeadShard are divided where transformers has divided the model, and only there."""
+def test_heads_of_each_rank(llama):
+    """Heads are distributed only where transformers has distributed the model."""
     assert heads_of(llama, 2, 2) is None
     assert heads_of(llama, 1, 2) is None
     mesh = SimpleNamespace(ndim=1, size=lambda: 4, get_local_rank=lambda: 3, get_group=lambda: None)
@@ -56,7 +57,7 @@ def test_whose_heads_they_are(llama):
 
 
 class Meshes(SimpleNamespace):
-    """Several dimensions by name."""
+    """Several mesh dimensions by name."""
 
     def __getitem__(self, name):
         return getattr(self, name)
@@ -72,9 +73,11 @@ CODECS = {
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-def test_a_share_of_the_heads_holds_what_all_of_them_would(codec: Codec):
-    """Fitted and encoded apart, with the others' tokens gathered where a codec says that it looks at them: the planes
-    decode to the same bits."""
+def test_a_share_of_the_heads_equals_that_of_all(codec: Codec):
+    """Heads fitted and encoded separately decode to the same bits as all heads together.
+
+    The tokens of other heads are gathered if a codec declares that it needs them.
+    """
     x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 3, 9])[:, None, None]
     fitted = codec.fit(x)
     expected = fitted.decode(fitted.encode(x), 64)
@@ -87,8 +90,9 @@ def test_a_share_of_the_heads_holds_what_all_of_them_would(codec: Codec):
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-def test_codecs_say_when_they_look_at_other_heads(codec: Codec):
-    """What does not hold for `fit_spans_heads` and `encode_spans_heads` is the same without the other heads."""
+def test_codecs_declare_their_use_of_other_heads(codec: Codec):
+    """Without `fit_spans_heads` and `encode_spans_heads` the result is the same without the other
+    heads."""
     x = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(1)) * torch.tensor([1.0, 3, 9])[:, None, None]
     fitted = codec.fit(x)
     alone = codec.fit(x[:, :1]) if not codec.fit_spans_heads else fitted.of_heads(0, 1)

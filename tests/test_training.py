@@ -21,7 +21,7 @@ CUTS = {"one token": [200, 201], "a chunk": [200, 230], "several": [200, 230, 23
 
 @pytest.fixture(scope="module")
 def trainable():
-    """Models whose weights want gradients."""
+    """Return models whose weights require gradients."""
     made = {name: build(name) for name in NAMES}
     for model in made.values():
         model.requires_grad_(True)
@@ -29,7 +29,11 @@ def trainable():
 
 
 def gradients(model, recipe, cuts):
-    """Of every weight, for the sum of losses of calls that go on with one cache; the first tokens are read without."""
+    """Return the gradients of every weight for the summed losses of consecutive calls with one
+    cache.
+
+    The first tokens are read without gradients.
+    """
     model.zero_grad()
     ids = prompt(cuts[-1])
     cache = DynamicCache(config=model.config) if recipe is None else tersekv.CompressedCache(model.config, recipe)
@@ -48,7 +52,7 @@ def gradients(model, recipe, cuts):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("cuts", ["one token", "a chunk"])
 def test_gradients_are_those_of_transformers(trainable, name, cuts):
-    """Every weight has one, k_proj and v_proj among them."""
+    """Every weight has one, including k_proj and v_proj."""
     expected, got = (gradients(trainable[name], recipe, CUTS[cuts]) for recipe in (None, LOSSLESS))
     assert {n for n, g in got.items() if g is None} == {n for n, g in expected.items() if g is None}
     for key, gradient in expected.items():
@@ -61,11 +65,13 @@ def test_gradients_are_those_of_transformers(trainable, name, cuts):
 @pytest.mark.parametrize(
     "recipe", [LOSSLESS, "window:exact=fp32,recent=16+kivi:bits=4", "h2o:budget=64,exact=fp32+exact:dtype=fp32"]
 )
-def test_calls_that_follow_change_no_gradient(trainable, name, recipe):
-    """Several calls before one backward pass, over exact tokens that later ones move: gradients are the sum of those of
-    each call with a cache of its own."""
+def test_later_calls_change_no_gradient(trainable, name, recipe):
+    """Several calls are followed by one backward pass, over exact tokens that later calls move.
+
+    Gradients are the sum of those of each call with its own cache.
+    """
     if recipe.startswith("h2o") and name == "deepseek_v3":
-        pytest.skip("this model opens keys and values")
+        pytest.skip("this model reads keys and values itself")
     model, ids = trainable[name], prompt(250)
     got = gradients(model, recipe, CUTS["several"])
     sums = dict.fromkeys(got, 0)
@@ -83,8 +89,9 @@ def test_calls_that_follow_change_no_gradient(trainable, name, recipe):
         torch.testing.assert_close(got[key], total, atol=1e-6, rtol=2e-3)
 
 
-def test_a_divided_cache_refuses_to_be_trained_through(trainable, monkeypatch):
-    """Its forward pass works without `torch.no_grad()`; the backward pass says why it does not."""
+def test_a_context_parallel_cache_refuses_training(trainable, monkeypatch):
+    """Its forward pass works without `torch.no_grad()`; the backward pass raises an error with the
+    reason."""
     model = trainable["llama"]
     with tersekv.compress(model, LOSSLESS):
         cache = tersekv.CompressedCache(model.config, LOSSLESS)
@@ -100,7 +107,7 @@ def test_a_divided_cache_refuses_to_be_trained_through(trainable, monkeypatch):
 
 
 def run(model, context, cuts, cache):
-    """Logits of calls in training mode, with the same random numbers each time."""
+    """Return the logits of calls in training mode, with the same random numbers each time."""
     ids, out = prompt(cuts[-1]), []
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
@@ -120,7 +127,8 @@ def run(model, context, cuts, cache):
 @pytest.mark.parametrize("cuts", [[0, 45], [0, 20, 44, 45]])
 @pytest.mark.parametrize("cached", [True, False])
 def test_dropout_with_softcaps_and_sinks(models, name, cuts, cached):
-    """The same weights are dropped as by eager attention; no token leaves a window, so that both draw alike."""
+    """The same weights are dropped as by eager attention. No token leaves a window, so both draw
+    alike."""
     if not cached and len(cuts) > 2:
         pytest.skip("one call only")
     model = models[name]
@@ -143,7 +151,7 @@ def test_dropout_over_a_filled_cache(models, cuts):
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-3)
 
 
-def test_dropout_over_dropped_tokens_is_refused(models):
+def test_dropout_with_evicted_tokens_is_refused(models):
     model, recipe = models["llama"], "h2o:budget=32+kivi:bits=4"
     cache = tersekv.CompressedCache(model.config, recipe)
     with pytest.raises(UserError, match=r"attention dropout over a filled cache with h2o.*call model\.eval\(\)"):

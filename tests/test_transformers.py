@@ -1,7 +1,7 @@
-"""Behaviours of transformers that a cache meets, on tiny models of nine architectures.
+"""transformers' operations on a cache, with tiny models of nine architectures.
 
-With `LOSSLESS` (every token in float32, but through the packed store) each run must give the tokens of transformers'
-own cache.
+With `LOSSLESS` (every token in float32, but in the packed store) each run must give the tokens of
+transformers' own cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HANDLES = [name for name in NAMES if name != "deepseek_v3"]
 
 
 def pair(model, ids, recipe=LOSSLESS, **kwargs):
-    """Tokens with transformers' cache and with ours."""
+    """Return the tokens with transformers' cache and with ours."""
     kwargs = GREEDY | kwargs
     kwargs.setdefault("attention_mask", torch.ones_like(ids))
     expected = model.generate(ids, **kwargs)
@@ -57,7 +57,7 @@ def test_left_padded_batch_equal(models, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fallback_without_our_attention(models, name):
-    """Any attention implementation works with decoded tensors, and the user is told once."""
+    """Any attention implementation works with decoded tensors, and the user is warned once."""
     model, ids = models[name], prompt(250)
     expected = model.generate(ids, **GREEDY)
     cache = tersekv.CompressedCache(model.config, LOSSLESS)
@@ -97,7 +97,7 @@ def test_chunked_prefill_equal(models, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_several_turns_with_one_cache(models, name):
-    """A second turn feeds only what is new and gives what one long prompt gives."""
+    """A second turn feeds only new tokens and gives the result of one long prompt."""
     model, ids = models[name], prompt(120)
     with warnings.catch_warnings(), tersekv.compress(model, LOSSLESS):
         warnings.simplefilter("ignore")
@@ -112,7 +112,7 @@ def test_several_turns_with_one_cache(models, name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("proposed", [5, 10])
 def test_assisted_decoding_with_rejections(models, name, proposed, monkeypatch):
-    """Prompt lookup proposes tokens, most of which are taken back."""
+    """Prompt lookup proposes tokens, most of which are rolled back."""
     model, taken_back = models[name], []
     crop = CompressedLayer.crop
     monkeypatch.setattr(CompressedLayer, "crop", lambda self, n: (taken_back.append(-int(n)), crop(self, n))[1])
@@ -134,7 +134,8 @@ def test_assistant_model(models):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_output_attentions(models, name, use_cache):
-    """Weights come out as eager attention gives them, over a prompt longer than sliding windows and what they keep."""
+    """Weights equal those of eager attention, over a prompt longer than sliding windows and their
+    margin."""
     model, ids = models[name], prompt(500)
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -148,7 +149,7 @@ def test_output_attentions(models, name, use_cache):
 
 
 def test_output_attentions_while_decoding(models):
-    """One more token: a weight for every token seen, 0 for those that a sliding window has forgotten."""
+    """One more token: a weight for every token, 0 for those that a sliding window has evicted."""
     model, ids = models["gemma3"], prompt(501)
     with tersekv.compress(model, LOSSLESS), torch.no_grad():
         cache = model(ids[:, :500]).past_key_values
@@ -161,7 +162,7 @@ def test_output_attentions_while_decoding(models):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_in_every_position(models, name):
-    """Prefill, one chunk more, then single tokens: logits as with transformers' cache."""
+    """Prefill, one more chunk, then single tokens: logits as with transformers' cache."""
     model, ids = models[name], prompt(300, batch=2)
     expected = model(ids).logits
     with warnings.catch_warnings(), tersekv.compress(model, LOSSLESS), torch.no_grad():
@@ -175,7 +176,8 @@ def test_logits_equal_in_every_position(models, name):
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("recipe", ["kivi:bits=4", "qjl", "int4:group=32", "normalfloat:group=32"])
 def test_lossy_recipes_run_and_stay_close(models, name, recipe):
-    """Logits after a packed prefix stay near the full cache's: the error is the codec's, not a bug's."""
+    """Logits after a packed prefix stay near the full cache's: the error is the codec's, not a
+    bug's."""
     model, ids = models[name], prompt(260)
     with torch.no_grad():
         expected = model(ids).logits[:, -1]
@@ -201,7 +203,7 @@ def test_model_types(models, dtype):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_caches_on_one_model(models, name):
-    """Two sequences in turns on one model do not disturb each other."""
+    """Two sequences in turns on one model do not affect each other."""
     model, ids = models[name], [prompt(150, seed=1), prompt(180, seed=2)]
     last = [None, None]
     with warnings.catch_warnings(), tersekv.compress(model, LOSSLESS), torch.no_grad():
@@ -235,7 +237,8 @@ def test_context_restores_everything(models, name):
 
 
 def test_contexts_left_in_another_order(llama):
-    """As two threads would: the latest open one decides, and the last one left puts the model back."""
+    """As two threads would: the latest open context decides, and the last one closed restores the
+    model."""
     before = (llama.config._attn_implementation, dict(llama.__dict__))
     a, b = tersekv.compress(llama, "kivi"), tersekv.compress(llama, "int4:group=32")
     a.__enter__()
@@ -264,8 +267,8 @@ def test_static_cache_prefill_logits(models, name):
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-3)
 
 
-def test_a_module_that_opens_one_handle():
-    """DiffLlama splits the values and calls attention twice: tokens enter the store once and nothing is wrong."""
+def test_a_module_that_decodes_one_handle():
+    """DiffLlama splits the values and calls attention twice: tokens enter the store only once."""
     config = tf.DiffLlamaConfig(**SHAPE)
     torch.manual_seed(0)
     model = tf.DiffLlamaForCausalLM(config).eval()
@@ -281,7 +284,8 @@ def test_a_module_that_opens_one_handle():
 
 @pytest.mark.parametrize("recipe", ["uniform:bits=8,axis=channel,group=0", "qjl", "kivi:bits=2"])
 def test_padding_longer_than_a_prefill_chunk_reaches_no_codec(llama, recipe):
-    """What token stands in the padding changes nothing, though the first chunks are all padding for a row."""
+    """The token in the padding has no effect, although the first chunks are all padding for one
+    row."""
     ids, mask = prompt(300, 2), torch.ones(2, 300, dtype=torch.long)
     mask[0, :90] = 0
     logits = []
@@ -295,8 +299,8 @@ def test_padding_longer_than_a_prefill_chunk_reaches_no_codec(llama, recipe):
     assert torch.equal(logits[0], logits[1])
 
 
-def test_any_number_of_proposals_can_be_taken_back(models):
-    """More than a sliding window keeps for that otherwise."""
+def test_any_number_of_proposals_can_be_rolled_back(models):
+    """More than a sliding window normally keeps for rollback."""
     expected, got = pair(models["mistral"], prompt(40).repeat(1, 12), prompt_lookup_num_tokens=140)
     assert got.tolist() == expected.tolist()
 
@@ -311,7 +315,7 @@ def test_plain_call_in_context_uses_our_cache(llama):
 
 
 def test_cache_survives_leaving_the_context(llama):
-    """A cache filled under compress goes on outside it, decoded."""
+    """A cache filled under `compress` continues outside it, decoded."""
     ids = prompt(200)
     with tersekv.compress(llama, LOSSLESS):
         cache = tersekv.CompressedCache(llama.config, LOSSLESS)
@@ -342,7 +346,7 @@ def test_reset_offload_prefetch(llama, monkeypatch):
 
 
 def test_prefill_keeps_one_layer_exact_at_a_time(llama):
-    """When a layer has attended, its exact keys are gone."""
+    """After a layer has attended, its exact keys are freed."""
     alive: list[weakref.ref] = []
     most = []
 
@@ -368,7 +372,7 @@ def test_prefill_keeps_one_layer_exact_at_a_time(llama):
 
 
 def test_inference_mode_and_back(llama):
-    """A cache filled in one mode goes on in another, and tables made in one serve the other."""
+    """A cache filled in one mode continues in another, and tables made in one work in the other."""
     ids, more = prompt(300), prompt(40, seed=3)
     recipes = ["kivi:bits=4", "qjl:seed=77", "normalfloat:group=16,bits=5", "turboquant:seed=77"]
     for recipe in recipes:
@@ -402,7 +406,7 @@ def test_default_dtype_does_not_matter(llama, dtype):
 
 
 def test_batch_operations(llama):
-    """Repeat and select rows: each row goes on as if it had been alone."""
+    """Repeat and select rows: each row continues as if it had been alone."""
     ids, more = prompt(200, batch=2), prompt(4, batch=2, seed=5)
     with tersekv.compress(llama, "qjl"), torch.no_grad():
         cache = tersekv.CompressedCache(llama.config, "qjl")
@@ -418,7 +422,7 @@ def test_batch_operations(llama):
         assert cache.batch_size == 1
 
 
-def test_copied_cache_goes_on_by_itself(llama):
+def test_copied_cache_continues_independently(llama):
     """The usual way to reuse a prompt: prefill once, deepcopy, continue."""
     ids, a, b = prompt(200), prompt(5, seed=1), prompt(5, seed=2)
     cache = tersekv.CompressedCache(llama.config, LOSSLESS)
@@ -433,8 +437,8 @@ def test_copied_cache_goes_on_by_itself(llama):
     assert not copy.deepcopy(cache).hands_out_handles
 
 
-def test_sliding_layers_forget(models):
-    """Packed tokens that no query can see are given back."""
+def test_sliding_layers_evict(models):
+    """Packed tokens that no query can see are freed."""
     model = models["gemma3"]
     with tersekv.compress(model, "kivi:bits=4"), torch.no_grad():
         cache = tersekv.CompressedCache(model.config, "kivi:bits=4")
@@ -476,7 +480,7 @@ def test_errors_name_layer_and_remedy(llama):
             cache.crop(-31)
 
 
-def test_models_it_cannot_serve():
+def test_unsupported_models():
     import transformers as tf
 
     with pytest.raises(UserError, match="encoder-decoder"):
@@ -545,7 +549,7 @@ def test_wrong_arguments_of_a_cache(llama, arguments, keywords, words):
         ("window:recent=0,exact=fp32+kivi", 1e6, "^layer 0: a scale of .* exceeds float16's 65504; use the codec's"),
     ],
 )
-def test_what_cannot_be_held_is_said_in_one_sentence(llama, recipe, value, words):
+def test_values_that_cannot_be_stored_are_one_sentence(llama, recipe, value, words):
     cache = tersekv.CompressedCache(llama, recipe)
     keys = torch.zeros(1, 2, 64, 32)
     keys[0, 0, 7, 3] = value

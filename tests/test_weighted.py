@@ -1,4 +1,5 @@
-"""Tokens that stand for others: the op against its formula, and a layer's estimate against sums over its slots."""
+"""Tokens that represent others: the operator against its formula, and a layer's estimate against
+sums over its slots."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def test_weighted_op_is_its_formula(softcap, heads):
 def by_slots(
     store: SketchStore, keys: Tensor, values: Tensor, query: Tensor, padding: int, row: int, head: int
 ) -> Tensor:
-    """Algorithm 1's z/τ for one query [D], with sinks and tail in both sums, from what the slots name."""
+    """Compute Algorithm 1's z/τ for one query [D] from the slots, with sinks and recent window in
+    both sums."""
     keys, values, query = keys[row, head].double(), values[row, head].double(), query.double()
     weight = (keys @ query * 0.125).exp()
     exact = [
@@ -77,7 +79,8 @@ def test_attention_is_the_algorithms_estimate(options):
 
 
 def test_a_chunk_sees_the_estimate_and_itself():
-    """A chunk's own tokens stand in both sums, exactly: with everything in the window it is exact attention."""
+    """A chunk's own tokens are exact in both sums. With everything in the window it is exact
+    attention."""
     keys, values = tokens(90, D=32)
     query = torch.randn(1, 4, 30, 32)
     call = AttentionCall(query, None, 0.125)

@@ -1,8 +1,9 @@
-"""vLLM in a process of its own: a job as JSON on standard input, the answers as the last line of output.
+"""Run vLLM in its own process: a job as JSON on standard input, the answers as the last line of
+output.
 
-Job: {"engine": arguments of vllm.LLM, "batches": lists of prompts, given one after the other, "sampling": …}. A prompt
-is a text or a list of ids. "before": arguments of an engine that answers the first batch in the same process and is
-still there.
+Job: {"engine": arguments of vllm.LLM, "batches": lists of prompts, "sampling": …}. Batches are
+answered in order. A prompt is a text or a list of ids. "before": arguments of an engine that
+answers the first batch in the same process and stays alive.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 
 
 def main() -> None:
-    """Read the job, answer, say how many tokens the cache holds and how often a request had to make room."""
+    """Read the job and answer it. Report the cache's token capacity and the number of preemptions."""
     job = json.load(sys.stdin)
     if job["engine"].get("tensor_parallel_size", 1) == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -1,4 +1,5 @@
-"""The serde inside LMCache: found by its name, run by LMCache's own processor on its own memory objects."""
+"""The serde inside LMCache: found by name and run by LMCache's own processor on its own memory
+objects."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def _registered():
 
 
 def memory(layout: MemoryLayoutDesc) -> TensorMemoryObj:
-    """A memory object as LMCache's allocators make them, not yet written."""
+    """Return an empty memory object as LMCache's allocators make them."""
     size = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True))
     meta = MemoryObjMetadata(
         shape=layout.shapes[0], dtype=layout.dtypes[0], address=0, phy_size=size, ref_count=1,
@@ -47,7 +48,7 @@ def processor(recipe="turboquant:bits=4", **options):
 
 
 def finished(query, *task):
-    """What LMCache answers once it has an answer."""
+    """Return LMCache's answer once it is available."""
     until = time.monotonic() + 30
     while (done := query(*task)) is None or done == {}:
         assert time.monotonic() < until
@@ -117,7 +118,8 @@ def test_groups_of_layers_with_other_shapes():
 
 @pytest.fixture
 def on_disk(tmp_path):
-    """The adapter that the JSON of docs/serving.md asks LMCache for, over memory of LMCache's first level."""
+    """Return the adapter that the JSON in docs/serving.md configures, over memory of LMCache's
+    first level."""
     spec = {"type": "fs", "base_path": str(tmp_path)}
     spec |= {"serde": {"type": "tersekv", "recipe": "turboquant:bits=4", "head_dim": 64}}
     parser = add_l2_adapters_args(argparse.ArgumentParser())

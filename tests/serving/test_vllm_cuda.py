@@ -1,5 +1,8 @@
-"""The plug-in on vLLM's CUDA platform, without a GPU: what vLLM's selector there returns, what layers say of their
-pages, and steps of a layer with the kernels in Triton's interpreter, beside the same steps of the backend for CPUs."""
+"""The plug-in on vLLM's CUDA platform, without a GPU.
+
+Tested are the backend that vLLM selects there, the page specs of layers, and steps of a layer with
+the kernels in Triton's interpreter. The steps are compared with those of the CPU backend.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,9 @@ HEADS, KV_HEADS, HEAD_DIM, PAGES, PAGE_TOKENS = 6, 2, 64, 8, 32
 
 @pytest.fixture(scope="module")
 def hopper() -> type[Platform]:
-    """vLLM's CUDA platform as it finds one H100."""
+    """Return vLLM's CUDA platform as if it had found one H100."""
     with pytest.MonkeyPatch.context() as patch:
-        missing = "vllm._C_stable_libtorch"  # kernels that vLLM's build for CPUs lacks
+        missing = "vllm._C_stable_libtorch"  # kernels that vLLM's CPU build lacks
         patch.setitem(sys.modules, missing, ModuleType(missing))
         from vllm.platforms.cuda import CudaPlatformBase
 
@@ -53,7 +56,7 @@ def hopper() -> type[Platform]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A Llama's configuration, without weights."""
+    """Save a Llama's configuration without weights."""
     import transformers as tf
 
     folder = tmp_path_factory.mktemp("llama")
@@ -66,13 +69,14 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture
 def engine(model, hopper, monkeypatch):
-    """(platform, what differs from the usual arguments) to vLLM's configuration there, the plug-in registered."""
+    """Return a function from platform and changed arguments to vLLM's configuration with the
+    plug-in."""
     monkeypatch.delenv("TERSEKV_VLLM_RECIPE", raising=False)
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
     cpu = vllm.platforms.current_platform
 
     def made(platform, recipe=RECIPE, backend="TRITON_ATTN", **options):
-        monkeypatch.setattr(vllm.platforms, "_current_platform", cpu)  # arguments are checked for a device that is here
+        monkeypatch.setattr(vllm.platforms, "_current_platform", cpu)  # arguments are checked for an existing device
         extra = {"tersekv": {"recipe": recipe}} if recipe else {}
         usual = {"model": model, "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512}
         config = EngineArgs(**usual, additional_config=extra, **options).create_engine_config()
@@ -87,13 +91,13 @@ def engine(model, hopper, monkeypatch):
 
 
 def chosen(config, **layer):
-    """The backend that vLLM selects for a layer."""
+    """Return the backend that vLLM selects for a layer."""
     with set_current_vllm_config(config):
         return selector.get_attn_backend(HEAD_DIM, torch.bfloat16, "auto", **layer)
 
 
 def layers_of(config, load=True, **options):
-    """Three layers of attention, which have found what the recipe says of them."""
+    """Return three attention layers that have been configured by the recipe."""
     with set_current_vllm_config(config):
         layers = [
             Attention(
@@ -119,7 +123,7 @@ def test_the_selector_returns_our_backend(engine):
     assert chosen(engine("cpu")).full_cls_name() == ("tersekv.serving.vllm.cpu", "PackedBackend")
 
 
-def test_without_a_recipe_layers_are_as_vllm_has_them(engine):
+def test_without_a_recipe_layers_are_unchanged(engine):
     for layer in layers_of(engine("cuda", recipe=None)):
         assert type(layer.impl) is TritonAttentionBackend.get_impl_cls()
         assert layer.attn_backend.get_builder_cls() is TritonAttentionBackend.get_builder_cls()
@@ -152,13 +156,13 @@ def test_other_backends_and_platforms_are_refused(engine, hopper, monkeypatch, p
         ({}, {"attn_type": "encoder_only"}, "type 'encoder_only'"),
     ],
 )
-def test_layers_that_are_not_supported_say_so(engine, engine_options, layer_options, words):
+def test_unsupported_layers_are_refused(engine, engine_options, layer_options, words):
     with pytest.raises(UserError, match=words):
         layers_of(engine("cuda", **engine_options), **layer_options)
 
 
 def test_a_variant_of_the_backend_is_refused(engine):
-    """vLLM derives from a layer's backend where it restricts what queries see (chunks of Llama 4)."""
+    """vLLM derives a backend from a layer's where it restricts attention (chunks of Llama 4)."""
     config = engine("cuda")
     layers = layers_of(config, load=False)
     layers[1].attn_backend = type("ChunkedLocalAttention", (layers[1].attn_backend,), {})
@@ -167,7 +171,7 @@ def test_a_variant_of_the_backend_is_refused(engine):
 
 
 def test_pages_and_plans_are_those_of_the_cpu(engine):
-    """The spec that vLLM sizes its cache by, its shape, layout, builder and sizes of pages."""
+    """The spec that determines vLLM's cache size, and its shape, layout, builder and page sizes."""
     said = {}
     for platform, native in (("cpu", CPUAttentionBackend), ("cuda", TritonAttentionBackend)):
         config = engine(platform, block_size=PAGE_TOKENS)
@@ -189,7 +193,7 @@ def test_pages_and_plans_are_those_of_the_cpu(engine):
 
 
 def test_without_a_size_pages_are_whole_blocks(engine, hopper):
-    """vLLM's own backend takes pages of 16 tokens, which is what it starts from on CUDA."""
+    """vLLM's own CUDA backend starts from pages of 16 tokens."""
     config = engine("cuda")
     layers = layers_of(config)
     hopper.update_block_size_for_backend(config)
@@ -200,7 +204,8 @@ def test_without_a_size_pages_are_whole_blocks(engine, hopper):
 
 
 def batch(starts, seen, tables):
-    """What vLLM's runner tells of a step whose request i has queries starts[i] to starts[i + 1]."""
+    """Return the metadata of vLLM's runner for a step. Request i has queries starts[i] to starts[i
+    + 1]."""
     slots = []
     for (first, last), tokens, table in zip(itertools.pairwise(starts), seen, tables, strict=True):
         position = torch.arange(tokens - (last - first), tokens)
@@ -217,7 +222,7 @@ STEPS = {"prompts": (40, 33), "a chunk and a token": (37, 1), "tokens": (1, 1), 
 
 
 def answers(layer, config):
-    """Outputs of the steps, one after the other, and the pages that they leave."""
+    """Return the outputs of consecutive steps and the resulting pages."""
     spec = spec_of(layer, config)
     builder = layer.attn_backend.get_builder_cls()(spec, [layer.layer_name], config, torch.device("cpu"))
     memory = torch.zeros(compute_layer_kv_cache_shape_bytes(spec, PAGES), dtype=torch.uint8)
@@ -233,7 +238,7 @@ def answers(layer, config):
 
 
 def test_steps_are_those_of_the_cpu(engine, monkeypatch):
-    """Triton's kernels code and read the pages; what is left is rounding."""
+    """Triton's kernels encode and read the pages. The difference is only rounding."""
     from tersekv.kernels.triton import launch
 
     config = engine("cpu", block_size=PAGE_TOKENS)
@@ -244,7 +249,7 @@ def test_steps_are_those_of_the_cpu(engine, monkeypatch):
     layer = layers_of(config)[1]
     with backends.forced("triton"):
         outs, own = answers(layer, config)
-    assert len(calls) >= 3  # one for the requests with one query of each later step
+    assert len(calls) >= 3  # one for the one-query requests of each later step
     for name, out in outs.items():
         torch.testing.assert_close(out, expected[name], atol=4e-3, rtol=4e-3, msg=name)
     assert (own == pages).float().mean() > 0.999

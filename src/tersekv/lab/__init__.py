@@ -1,1 +1,1 @@
-"""What measures tersekv: evaluations, pictures, timings. Its dependencies are the extra `lab`."""
+"""Evaluations, plots and benchmarks of tersekv. They need the dependencies of the extra `lab`."""

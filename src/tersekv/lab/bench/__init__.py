@@ -1,1 +1,1 @@
-"""Benchmarks that the program runs: `tersekv bench`."""
+"""Benchmarks run by `tersekv bench`."""

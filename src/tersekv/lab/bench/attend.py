@@ -1,9 +1,16 @@
-"""Decode attention (one query position) over a packed segment, beside PyTorch's dense ways.
+"""Time decode attention (one query position) over a packed segment and compare it with PyTorch's
+dense attention.
 
-Parity with float32 attention over the decoded segment comes first; then all ways take turns on inputs that rotate, so
-that caches are cold. The dense ways: SDPA with enable_gqa in bfloat16, which is what transformers runs, and the batched
-matrix product over a group's queries in bfloat16 and float32. The floor is the time to read bfloat16 keys and values
-once at the memory's bandwidth, measured in the same run.
+Each kernel is first checked against float32 attention over the decoded segment. Then all
+implementations run in turns on rotating inputs, so that caches are cold.
+
+The dense baselines are:
+
+- SDPA with `enable_gqa` in bfloat16, which transformers uses;
+- the batched matrix product over each query group, in bfloat16 and in float32.
+
+The floor is the time to read bfloat16 keys and values once at the memory bandwidth measured in the
+same run.
 """
 
 from __future__ import annotations
@@ -26,11 +33,11 @@ from tersekv.lab.bench.formats import PackedPair, make_segment
 COLD_BYTES = 96 << 20
 MAX_COPIES = 8
 LARGEST_ERROR = 1e-2
-"""Of the output, relative; the bound of kernels that multiply in bfloat16."""
+"""Largest relative error of the output; the bound of kernels that multiply in bfloat16."""
 
 
 class HeadCounts(NamedTuple):
-    """Written as query heads/KV heads/head dim."""
+    """Numbers of heads and the head dimension, written as query heads/KV heads/head dim."""
 
     query: int
     kv: int
@@ -41,19 +48,19 @@ class HeadCounts(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> HeadCounts:
-        """From 32/8/128."""
+        """Parse a text such as 32/8/128."""
         found = re.fullmatch(r"\s*(\d{1,4})/(\d{1,4})/(\d{1,4})\s*", text)
         heads = HeadCounts(*map(int, found.groups())) if found else HeadCounts(1, 0, 0)
         if not heads.kv or heads.query % heads.kv or not heads.dim or heads.dim % 32:
             raise UserError(
-                f"--heads {text.strip()!r}: write query heads/KV heads/head dim like 32/8/128, query heads a "
-                "multiple of KV heads, head dim one of 32"
+                f"--heads {text.strip()!r} is not valid: write query heads/KV heads/head dim, for example 32/8/128; "
+                "query heads must be a multiple of KV heads, and the head dim a multiple of 32"
             )
         return heads
 
 
 class Row(NamedTuple):
-    """One way of attending; bits: None for dense tensors."""
+    """Timing of one attention implementation. bits: None for dense tensors."""
 
     what: str
     bits: float | None
@@ -65,7 +72,7 @@ class Row(NamedTuple):
     error: float = 0.0
 
     def record(self) -> dict[str, Any]:
-        """As a line of a file of records."""
+        """Return the row as a line of a records file."""
         return {
             "what": self.what, "shape": str(self.heads), "bits": self.bits, "T": self.tokens, "threads": self.threads,
             "median_us": round(self.time.ms * 1e3, 1), "p10": round(self.time.p10 * 1e3, 1),
@@ -75,17 +82,18 @@ class Row(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One context: its ways, and gigabytes per second that memory was read with."""
+    """Timings of all implementations at one context length. bandwidth: memory reads in GB/s."""
 
     rows: list[Row]
     bandwidth: float
 
     def dense(self, what: str) -> float:
-        """Milliseconds of the fastest way whose name starts so."""
+        """Return the time in milliseconds of the fastest implementation whose name starts with
+        `what`."""
         return min(row.time.ms for row in self.rows if row.what.startswith(what))
 
     def results(self) -> list[dict[str, Any]]:
-        """What each format reaches, a document per format."""
+        """Return one JSON document per packed format."""
         return [self._result(row) for row in self.rows if row.bits is not None]
 
     def _result(self, row: Row) -> dict[str, Any]:
@@ -105,7 +113,10 @@ class Measured(NamedTuple):
 def measure(
     heads: HeadCounts, tokens: int, formats: Sequence[str], threads: int, seconds: float, seed: int = 0
 ) -> Measured:
-    """All ways on one context, for about `seconds` together, or five times each."""
+    """Time all implementations at one context length.
+
+    They run for about `seconds` in total, and each at least five times.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -115,14 +126,14 @@ def measure(
 
 
 class _Way(NamedTuple):
-    """Something to time on inputs that rotate, and its row but for the time."""
+    """A function to time with its rotating inputs. row: the result without its time."""
 
     row: Row
     run: Callable[..., Any]
     inputs: list[tuple[Any, Any]]
 
     def turn(self, number: int) -> Any:
-        """One run on the inputs whose turn it is."""
+        """Run once on the next input of the rotation."""
         return self.run(*self.inputs[number % len(self.inputs)])
 
 
@@ -169,12 +180,13 @@ def _dense(what: str, dtype: torch.dtype, way: Callable[..., Tensor], query: Ten
 
 
 def _copies(size: int) -> int:
-    """How many inputs of `size` bytes rotate."""
+    """Return the number of inputs of `size` bytes to rotate over."""
     return max(1 if size > 1 << 30 else 2, min(MAX_COPIES, COLD_BYTES // size))
 
 
 def _error(name: str, query: Tensor, segment: PackedPair, scaling: float) -> float:
-    """Of the kernel's output against the reference, relative to its norm."""
+    """Return the error of the kernel's output against the reference, relative to the reference's
+    norm."""
     call = query, *segment.operands(), None, scaling, None
     found = backends.attend_packed.direct(*call)
     if found is None:
@@ -183,7 +195,7 @@ def _error(name: str, query: Tensor, segment: PackedPair, scaling: float) -> flo
     expected, _ = attend_packed.reference(*call)
     error = ((out - expected).norm() / expected.norm()).item()
     if not error < LARGEST_ERROR:
-        raise CacheError(f"{name} is not timed: its output is off by {error:.2g} of its norm")
+        raise CacheError(f"{name} is not timed: the relative error of its output is {error:.2g}")
     return error
 
 
@@ -193,6 +205,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
 
 
 def _matmul(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """query [1, Hkv, G, D]: the group as rows of one product."""
+    """Attend with one matrix product per KV head. query [1, Hkv, G, D] holds the query group as
+    rows."""
     weights = torch.softmax(torch.matmul(query, key.transpose(-1, -2)) * scaling, dim=-1)
     return torch.matmul(weights, value)

@@ -1,12 +1,16 @@
-"""Decode attention over packed segments on a GPU, beside the dense ways of the same machine.
+"""Time decode attention over packed segments on a GPU and compare it with dense attention there.
 
-The dense ways are those of `dense_gpu.py`. Parity with the reference comes first; a way that is off, or that does not
-run here, is not timed, and the reason is kept. Every way is captured in a CUDA graph per input, so that launches do not
-count; the graphs of all ways run in turns on inputs that outgrow the second-level cache, and events between them give
-each run's time. The floor is the time that a way's bytes take at the bandwidth of a copy, measured in the same run.
+The dense baselines are those of `dense_gpu.py`. Each implementation is first checked against the
+reference. One that is wrong or cannot run here is not timed, and the reason is recorded.
 
-Of some formats the scores are timed alone, too: what reads the keys and gives the log-sum-exp of each row's scores.
-What a token costs to encode is timed apart, launches and waits of the host included: a block's time, by its tokens.
+Each implementation is captured in one CUDA graph per input, so that launches are not timed. The
+graphs of all implementations run in turns on inputs larger than the L2 cache. CUDA events between
+them measure each run. The floor is the time to read an implementation's bytes at the bandwidth of a
+device copy measured in the same run.
+
+For some formats the scores are also timed alone. That kernel reads only the keys and returns the
+log-sum-exp of each row's scores. Encoding is timed separately, including kernel launches and host
+synchronisation: the time of a block divided by its tokens.
 """
 
 from __future__ import annotations
@@ -33,16 +37,19 @@ from tersekv.lab.bench.formats import PackedPair, Packer, make_segment
 LARGEST_ERROR = 1e-2
 MAX_COPIES = 8
 COLD_CACHES = 4
-"""Inputs together outgrow the second-level cache so many times."""
+"""Size of all rotating inputs together, in multiples of the L2 cache."""
 PROBE_BYTES = 4 << 30
 ENCODE_SECONDS = 0.2
 SCORES = ("grid4",)
-"""Formats whose scores are timed alone, too."""
+"""Formats whose scores are also timed alone."""
 
 
 class Row(NamedTuple):
-    """A way and what it took; bits: None for dense ones. bytes: of keys and values, read once. encode_us: microseconds
-    to encode a token of all heads and rows, both sides."""
+    """Timing of one implementation.
+
+    bits: None for dense ones. bytes: size of keys and values, which are read once. encode_us:
+    microseconds to encode one token of all heads and batch rows, keys and values together.
+    """
 
     what: str
     bits: float | None
@@ -53,13 +60,16 @@ class Row(NamedTuple):
 
     @property
     def of_scores(self) -> bool:
-        """Whether it reads keys alone."""
+        """True if the implementation reads only keys."""
         return self.what.startswith("scores")
 
 
 class Measured(NamedTuple):
-    """One context on one machine; bandwidth: gigabytes per second that a copy reads and writes; missing: ways that did
-    not run, and why."""
+    """Timings at one context length on one machine.
+
+    bandwidth: bytes read and written by a device copy, in GB/s. missing: reason for each
+    implementation that did not run.
+    """
 
     machine: str
     heads: HeadCounts
@@ -70,16 +80,17 @@ class Measured(NamedTuple):
     missing: dict[str, str]
 
     def baseline(self, of_scores: bool = False) -> float:
-        """Milliseconds of the fastest dense bfloat16 way of attention, or of scores."""
+        """Return the milliseconds of the fastest dense bfloat16 implementation of attention, or of
+        scores."""
         dense = [row for row in self.rows if row.bits is None and "bfloat16" in row.what]
         return min(row.time.ms for row in dense if row.of_scores == of_scores)
 
     def floor_ms(self, row: Row) -> float:
-        """What the way's bytes take at the bandwidth of the copy."""
+        """Return the time to read the implementation's bytes at the bandwidth of the copy."""
         return row.bytes / self.bandwidth / 1e6
 
     def results(self) -> list[dict[str, Any]]:
-        """A record per way."""
+        """Return one record per implementation."""
         return [self._result(row) for row in self.rows]
 
     def _result(self, row: Row) -> dict[str, Any]:
@@ -104,8 +115,10 @@ def measure(
     clock: Clock, heads: HeadCounts, batch: int, tokens: int, formats: Sequence[str], seconds: float, seed: int = 0,
     stop: float = math.inf,
 ) -> Measured:  # fmt: skip
-    """All ways on one context, in about `seconds` of the device's time. stop: of `time.monotonic`, when no further
-    format is begun."""
+    """Time all implementations at one context length, in about `seconds` of device time.
+
+    stop: value of `time.monotonic` after which no further format is started.
+    """
     ways, missing = _dense(clock, heads, batch, tokens, seed)
     for name in formats:
         make = functools.partial(_packed, clock, name, heads, batch, tokens, seed + 1)
@@ -119,7 +132,7 @@ def measure(
 
 
 def _tried(make: Callable[[], list[_Way]], name: str, missing: dict[str, str]) -> list[_Way]:
-    """Ways; where they do not run here or are wrong, why goes to `missing`."""
+    """Return the implementations that `make` builds. On failure, store the reason in `missing`."""
     try:
         return make()
     except _refusals() as reason:
@@ -129,7 +142,10 @@ def _tried(make: Callable[[], list[_Way]], name: str, missing: dict[str, str]) -
 
 @functools.cache
 def _refusals() -> tuple[type[Exception], ...]:
-    """What a way that does not run here raises, our own errors among them; Triton's are no RuntimeErrors."""
+    """Return the exceptions of an implementation that cannot run here, our own errors included.
+
+    Triton's errors are listed because they are not RuntimeErrors.
+    """
     usual = ImportError, RuntimeError, ValueError, TypeError
     if importlib.util.find_spec("triton") is None:
         return usual
@@ -137,7 +153,7 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 
 def copy_bandwidth(clock: Clock, size: int = PROBE_BYTES) -> float:
-    """Gigabytes per second that a copy within the device reads and writes."""
+    """Return the bandwidth of a copy within the device in GB/s, reads and writes together."""
     size = size if clock.device == "cuda" else 1 << 20
     here, there = (torch.ones(size // 4, device=clock.device) for _ in range(2))
     took = clock.turns({"copy": [clock.capture(lambda: there.copy_(here))]}, 0.2)["copy"]
@@ -149,14 +165,17 @@ def _copies(clock: Clock, size: int) -> int:
 
 
 def _query(clock: Clock, heads: HeadCounts, batch: int, seed: int) -> Tensor:
-    """bfloat16 [batch, Hkv, G, D]."""
+    """Return random queries, bfloat16 [batch, Hkv, G, D]."""
     g = torch.Generator(clock.device).manual_seed(seed)
     shape = batch, heads.kv, heads.query // heads.kv, heads.dim
     return torch.randn(shape, generator=g, device=clock.device).bfloat16()
 
 
 def _packed(clock: Clock, name: str, heads: HeadCounts, batch: int, tokens: int, seed: int) -> list[_Way]:
-    """The batch's rows as heads of one row: the kernels treat them alike."""
+    """Build the timed functions of one packed format.
+
+    The rows of the batch are laid out as heads of one row, because the kernels treat them alike.
+    """
     rows, D = batch * heads.kv, heads.dim
     query = _query(clock, heads, batch, 0).float().flatten(0, 1)[None]
     segment = make_segment(name, rows, tokens, D, seed, clock.device)
@@ -177,19 +196,20 @@ def _packed(clock: Clock, name: str, heads: HeadCounts, batch: int, tokens: int,
 
 
 def _off(out: Tensor, expected: Tensor, most: float) -> float:
-    """The error relative to the norm.
+    """Return the error relative to the norm of `expected`.
 
     Raises:
-        CacheError: it is larger than `most`.
+        CacheError: the error is at least `most`.
     """
     error = ((out.reshape(expected.shape).float() - expected).norm() / expected.norm()).item()
     if not error < most:
-        raise CacheError(f"its output is off by {error:.2g} of its norm")
+        raise CacheError(f"the relative error of its output is {error:.2g}")
     return error
 
 
 def _error(name: str, query: Tensor, keys: Any, values: Any, scaling: float) -> float:
-    """Of the kernel's output against the reference, relative to its norm."""
+    """Return the error of the kernel's output against the reference, relative to the reference's
+    norm."""
     call = query, keys, values, None, scaling, None
     found = backends.attend_packed.direct(*call)
     if found is None:
@@ -198,7 +218,8 @@ def _error(name: str, query: Tensor, keys: Any, values: Any, scaling: float) -> 
 
 
 def _encode_us(clock: Clock, name: str, segment: PackedPair) -> float:
-    """Microseconds per token to encode a block of each side, of as many heads as the segment has."""
+    """Return the microseconds per token to encode one block of keys and one of values for all
+    heads."""
     return sum(_encode_side_us(clock, f"{name} {side}", getattr(segment, side)) for side in PackedPair._fields)
 
 
@@ -206,7 +227,7 @@ def _encode_side_us(clock: Clock, what: str, side: Packer) -> float:
     heads, t = next(iter(side.planes.values())).shape[1], side.codec.layout(side.head_dim).block_tokens
     x = torch.randn(1, heads, t, side.head_dim, device=clock.device)
     run = functools.partial(_encoded, side, x)
-    run()  # compiles
+    run()  # compile first
     return clock.turns({f"encode {what}": [run]}, ENCODE_SECONDS)[f"encode {what}"].ms * 1e3 / t
 
 
@@ -215,7 +236,8 @@ def _encoded(side: Packer, x: Tensor) -> Tensor:
 
 
 def _dense(clock: Clock, heads: HeadCounts, batch: int, tokens: int, seed: int) -> tuple[list[_Way], dict[str, str]]:
-    """Dense ways on the same keys and values, and which ways do not run here, and why."""
+    """Build the dense baselines on the same keys and values, with the reason for each that cannot
+    run."""
     g = torch.Generator(clock.device).manual_seed(seed)
     shape = batch, heads.kv, tokens, heads.dim
     size = 2 * math.prod(shape) * 2

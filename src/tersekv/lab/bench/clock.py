@@ -1,4 +1,4 @@
-"""Clocks for things that run in turns, and the bandwidth at which memory is read."""
+"""Clocks for functions that run in turns, and a probe of the memory read bandwidth."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ class Spread(NamedTuple):
 
 
 def take_turns(ways: Mapping[str, Callable[[int], Any]], seconds: float) -> dict[str, Spread]:
-    """Times of all ways, which run one after the other in every round, so that a busy neighbour slows all of them and
-    none finds its bytes in a cache. Ways get the round's number. One leaves when it had its share of `seconds`, after
-    five rounds at least."""
+    """Time all functions in turns, one after the other in every round.
+
+    In this way a busy machine slows all of them alike, and none finds its data in a cache. Each
+    function receives the round's number. A function stops when it has used its share of `seconds`,
+    after at least five rounds.
+    """
     times: dict[str, list[float]] = {name: [] for name in ways}
     for run in ways.values():
         run(0)
@@ -41,16 +44,19 @@ def take_turns(ways: Mapping[str, Callable[[int], Any]], seconds: float) -> dict
 
 
 def spread(times: list[float]) -> Spread:
-    """Of times in milliseconds."""
+    """Return the percentiles of times in milliseconds."""
     ordered, n = sorted(times), len(times)
     return Spread(ordered[n // 2], ordered[n // 10], ordered[n * 9 // 10], n)
 
 
 def read_bandwidth(threads: int, seconds: float = 1.0) -> float:
-    """Gigabytes per second that `threads` threads read: memcmp over two equal halves, which no cache holds."""
+    """Return the bandwidth in GB/s with which `threads` threads read memory.
+
+    The probe is memcmp over two equal halves that are too large for the caches.
+    """
     compare = ctypes.CDLL(None).memcmp
     compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    # Ones: pages that were never written would all be one page of zeros.
+    # Ones, because pages that were never written all map to one page of zeros.
     halves = [[torch.ones(PROBE_BYTES // 2 // threads, dtype=torch.uint8) for _ in range(2)] for _ in range(threads)]
 
     def read(pair: list[torch.Tensor]) -> None:

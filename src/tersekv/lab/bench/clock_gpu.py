@@ -1,4 +1,4 @@
-"""Clocks for things that run on a GPU in turns: a CUDA graph of each, and events between them."""
+"""Clocks for functions that run on a GPU in turns, each a CUDA graph, timed by CUDA events."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ Run = Callable[[], Any]
 
 
 class Clock(Protocol):
-    """A machine that times."""
+    """A device that captures and times functions."""
 
     device: str
     name: str
     cache_bytes: int
 
     def capture(self, run: Run) -> Run:
-        """`run` as something that costs nothing to launch."""
+        """Return a function that repeats `run` without launch overhead."""
 
     def turns(self, ways: Mapping[str, Sequence[Run]], seconds: float) -> dict[str, Spread]:
-        """Times of all ways, one after the other in every round; a way's runs take turns."""
+        """Time all functions in turns. Each round calls the next run of every function once."""
 
 
 class CudaClock:
-    """Events on the current stream."""
+    """A clock that records CUDA events on the current stream."""
 
     device = "cuda"
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
-            raise UserError("--device cuda: there is no CUDA device here")
+            raise UserError("--device cuda: this machine has no CUDA device")
         properties = torch.cuda.get_device_properties(0)
         self.name, self.cache_bytes = properties.name, properties.L2_cache_size
 
     def capture(self, run: Run) -> Run:
-        """A graph of one run, after a few that compile and warm up on another stream."""
+        """Capture one run in a CUDA graph, after warm-up runs on another stream that also compile."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -54,7 +54,7 @@ class CudaClock:
         return functools.partial(_replay, graph, kept)
 
     def turns(self, ways: Mapping[str, Sequence[Run]], seconds: float) -> dict[str, Spread]:
-        """Rounds until `seconds` have passed, twenty at least; the first one is not counted."""
+        """Run rounds until `seconds` have passed, at least twenty. The first round is not counted."""
         times: dict[str, list[float]] = {name: [] for name in ways}
         rounds, spent = 0, 0.0
         while rounds < LEAST_ROUNDS + 1 or spent < seconds * 1e3:
@@ -66,7 +66,7 @@ class CudaClock:
 
     def _round(self, ways: Mapping[str, Sequence[Run]], number: int) -> dict[str, float]:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(ways) + 1)]
-        torch.cuda._sleep(1_000_000)  # the queue fills meanwhile, so that no run waits for the host
+        torch.cuda._sleep(1_000_000)  # the queue fills during the sleep, so that no run waits for the host
         events[0].record()
         for event, runs in zip(events[1:], ways.values(), strict=True):
             runs[number % len(runs)]()
@@ -76,5 +76,6 @@ class CudaClock:
 
 
 def _replay(graph: torch.cuda.CUDAGraph, kept: Any) -> None:
-    """kept: outputs of the graph, whose memory it writes."""
+    """Replay the graph. kept: outputs of the graph, kept alive because the graph writes to their
+    memory."""
     graph.replay()

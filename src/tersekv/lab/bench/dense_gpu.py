@@ -1,8 +1,13 @@
-"""Dense decode attention on a GPU: what packed attention is compared with.
+"""Dense decode attention on a GPU: the baselines for packed attention.
 
-SDPA's flash kernel in bfloat16 with the group as query heads (`enable_gqa`) and as query positions, FlashInfer where it
-is installed, and our own kernel over bfloat16 and over float8 tokens.
-Of scores alone: PyTorch's product, which writes them all, and our own kernel, which writes their log-sum-exps.
+For attention:
+
+- SDPA's flash kernel in bfloat16, with the query group as heads (`enable_gqa`) and as positions;
+- FlashInfer, if it is installed;
+- our own kernel over bfloat16 and over float8 tokens.
+
+For scores alone: PyTorch's matrix product, which writes all scores, and our own kernel, which
+writes their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -25,8 +30,10 @@ Ways = dict[str, tuple[Callable[..., Tensor], list[Pair]]]
 
 
 def dense_ways(device: str, query: Tensor, scaling: float, inputs: list[Pair]) -> Ways:
-    """A function of keys and values per way, and what it is called with. query bfloat16 [B, Hkv, G, D]; inputs bfloat16
-    [B, Hkv, T, D]; device: cuda, or cpu in tests."""
+    """Return a function of keys and values for each baseline, with the inputs to call it with.
+
+    device: cuda, or cpu in tests. query: bfloat16 [B, Hkv, G, D]. inputs: bfloat16 [B, Hkv, T, D].
+    """
     small = [(k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)) for k, v in inputs]
     own = functools.partial(own_attention, query.float(), scaling)
     return {
@@ -41,19 +48,19 @@ def dense_ways(device: str, query: Tensor, scaling: float, inputs: list[Pair]) -
 
 
 def own_attention(query: Tensor, scaling: float, keys: Any, values: Any) -> Tensor:
-    """Our kernel's output over packed or unpacked tokens. query float32 [B, Hkv, G, D]."""
+    """Return our kernel's output over packed or dense tokens. query: float32 [B, Hkv, G, D]."""
     return backends.attend_packed(query, keys, values, None, scaling, None)[0]
 
 
 def own_scores(query: Tensor, scaling: float, keys: Any, values: Any) -> Tensor:
-    """Our kernel's log-sum-exps over the keys alone. query float32 [B, Hkv, G, D]."""
+    """Return our kernel's log-sum-exps over the keys alone. query: float32 [B, Hkv, G, D]."""
     from tersekv.kernels.triton import score_keys
 
     return score_keys(query, keys, scaling)
 
 
 def _sdpa(device: str, query: Tensor, scaling: float, key: Tensor, value: Tensor) -> Tensor:
-    """query [B, Hq, 1, D], or [B, Hkv, G, D] with the group as positions."""
+    """Run SDPA. query: [B, Hq, 1, D], or [B, Hkv, G, D] with the query group as positions."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     flash = SDPBackend.FLASH_ATTENTION if device == "cuda" else SDPBackend.MATH
@@ -63,7 +70,10 @@ def _sdpa(device: str, query: Tensor, scaling: float, key: Tensor, value: Tensor
 
 
 def _flashinfer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """query [B, Hkv, G, D]; keys and values [1, Hkv, T, D] of one row, or pages [pages, Hkv, PAGE, D] of several."""
+    """Run FlashInfer. query: [B, Hkv, G, D].
+
+    Keys and values are [1, Hkv, T, D] for one row, or pages [pages, Hkv, PAGE, D] for several.
+    """
     flashinfer = importlib.import_module("flashinfer")
     B, H, G, D = query.shape
     if B == 1:
@@ -73,7 +83,7 @@ def _flashinfer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _planned(flashinfer: Any, B: int, H: int, G: int, D: int, pages: int, device: torch.device) -> Any:
-    """A planned call over `pages` pages per row, which lie one after the other."""
+    """Return a planned FlashInfer wrapper. The `pages` pages of each row are consecutive."""
     space = torch.empty(256 << 20, dtype=torch.uint8, device=device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "HND")
     ints = functools.partial(torch.arange, dtype=torch.int32, device=device)
@@ -86,7 +96,7 @@ def _planned(flashinfer: Any, B: int, H: int, G: int, D: int, pages: int, device
 
 
 def _paged(x: Tensor) -> Tensor:
-    """[B, H, T, D] -> [B·pages, H, PAGE, D]; one row as it is."""
+    """Cut [B, H, T, D] into pages [B·pages, H, PAGE, D]. A single row is returned unchanged."""
     if len(x) == 1 or importlib.util.find_spec("flashinfer") is None:
         return x
     return x.unflatten(2, (-1, PAGE)).transpose(1, 2).flatten(0, 1).contiguous()

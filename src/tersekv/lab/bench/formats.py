@@ -1,4 +1,4 @@
-"""What `tersekv bench attend` can time, by name: packed segments of random keys and values."""
+"""Formats that `tersekv bench attend` can time: packed segments of random keys and values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from tersekv.layouts.mean_removed import RotatedMean
 from tersekv.layouts.roped import Roped
 from tersekv.recipe import Recipe
 
-# name: the recipe that packs both sides. A query's rotation is not timed. "-prerope" puts RoPE back; "-centred" adds
-# the constant part of keys, which RoPE turns, as attention with `trellis` does ("trellis2" alone leaves it out).
+# Recipe that packs both sides, by format name. Rotating the query is not timed. "-prerope" applies
+# RoPE to decoded keys. "-centred" adds the keys' constant part, rotated by RoPE, as attention with
+# `trellis` does ("trellis2" alone omits it).
 FORMATS = {
     "grid4": "kivi:bits=4",
     "grid3": "kivi:bits=3",
@@ -39,15 +40,15 @@ FIT_TOKENS = 1024
 
 
 class Packer(NamedTuple):
-    """A codec, and planes that it made."""
+    """A codec and tensors packed by it."""
 
     codec: Codec
     planes: PackedTensors
     head_dim: int
-    rope: str = ""  # what it does: "prerope" or "centred"
+    rope: str = ""  # "prerope", "centred" or none
 
     def operand(self) -> Operand:
-        """As attention reads it."""
+        """Return the kernel's operand for these tensors."""
         view = self.codec.view(self.planes, self.head_dim).inner
         if self.rope:
             rope = standard_rope(self.head_dim)
@@ -62,12 +63,12 @@ class Packer(NamedTuple):
         return view.operand
 
     def copy(self) -> Packer:
-        """The same bytes at another place."""
+        """Return a copy in other memory."""
         return self._replace(planes={name: plane.clone() for name, plane in self.planes.items()})
 
     @property
     def bytes(self) -> int:
-        """Of all planes."""
+        """Size of all packed tensors."""
         return sum(plane.numel() * plane.element_size() for plane in self.planes.values())
 
 
@@ -78,36 +79,37 @@ class PackedPair(NamedTuple):
     values: Packer
 
     def operands(self) -> tuple[Operand, Operand]:
-        """As attention reads them."""
+        """Return the kernel's operands for keys and values."""
         return self.keys.operand(), self.values.operand()
 
     def copy(self) -> PackedPair:
-        """The same bytes at another place."""
+        """Return a copy in other memory."""
         return PackedPair(self.keys.copy(), self.values.copy())
 
     @property
     def bytes(self) -> int:
-        """Of keys and values."""
+        """Size of keys and values together."""
         return self.keys.bytes + self.values.bytes
 
 
 def chosen(text: str) -> tuple[str, ...]:
-    """Names separated by commas, or "all".
+    """Parse format names separated by commas, or "all".
 
     Raises:
-        UserError: a name that is not there.
+        UserError: an unknown format.
     """
     if text.strip() == "all":
         return tuple(FORMATS)
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
         if name not in FORMATS:
-            raise UserError(f"--formats {name!r} is not there: {', '.join(FORMATS)} are, or all")
+            raise UserError(f"--formats {name!r} is not a known format: choose from {', '.join(FORMATS)}, or all")
     return names
 
 
 def make_segment(name: str, heads: int, tokens: int, D: int, seed: int, device: str = "cpu") -> PackedPair:
-    """Normally distributed keys and values [1, heads, tokens, D] in the format `name`, made on the device."""
+    """Pack normally distributed keys and values [1, heads, tokens, D], drawn on the device, as
+    `name`."""
     plan = Recipe.parse(FORMATS[name]).plan(0, 1)
     g = torch.Generator(device).manual_seed(seed)
     keys, values = (_pack(codec, heads, tokens, D, g) for codec in (plan.keys, plan.values))
@@ -118,7 +120,7 @@ def make_segment(name: str, heads: int, tokens: int, D: int, seed: int, device: 
 def _pack(codec: Codec, heads: int, tokens: int, D: int, g: torch.Generator) -> Packer:
     block_tokens = codec.layout(D).block_tokens
     if tokens % block_tokens:
-        raise UserError(f"--tokens {tokens}: packed are whole blocks of {block_tokens} tokens")
+        raise UserError(f"--tokens {tokens} is not valid: give a multiple of {block_tokens}, the tokens of a block")
     pieces: list[PackedTensors] = []
     for first in range(0, tokens, DRAWN_TOKENS):
         x = torch.randn(1, heads, min(DRAWN_TOKENS, tokens - first), D, generator=g, device=g.device)

@@ -1,8 +1,10 @@
-"""Decoding speed of a model with each cache: transformers' own, its quantised ones, and packed ones, in one run.
+"""Measure a model's decoding speed with each cache in one run.
 
-Every cache reads the prompt itself, whole or in chunks, then greedy tokens are timed. In each round a cache is also
-timed after the first `BASELINE` tokens of the prompt: the difference of the two is what the context adds to a step.
-Caches take turns, round after round, so that a machine that slows down slows them all.
+The caches are transformers' own, its quantised ones, and packed ones. Each cache prefills the
+prompt itself, whole or in chunks; then greedy decoding steps are timed. In each round a cache is
+also timed after the first `BASELINE` tokens of the prompt. The difference of the two times is the
+cost that the context adds to a step. Caches take turns in every round, so that a slow phase of the
+machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ from tersekv.lab.evals.decoding import feed
 from tersekv.lab.evals.reader import FULL, Reader
 
 WARM_UP = 3
-"""Tokens decoded before the clock starts."""
+"""Number of tokens decoded before timing starts."""
 
 BASELINE = 16
-"""Tokens of context of the step that every other one is compared with."""
+"""Context length, in tokens, of the baseline step."""
 
 EXECUTIONS = ("eager",)
-"""Ways to run a step; records name theirs."""
+"""Ways to run a step, as named in records."""
 
 
 class Reading(NamedTuple):
-    """An empty cache, and the context manager in which the model reads and decodes with it."""
+    """An empty cache, and the context manager for running the model with it."""
 
     cache: Any
     attention: AbstractContextManager[Any]
@@ -46,13 +48,17 @@ class Reading(NamedTuple):
 
 @dataclass
 class Decoding:
-    """One cache after one length of context; lists have an entry per round.
+    """Timings of one cache at one context length. Lists have an entry per round.
 
-    context: tokens in the cache before the first step that is timed. prefill_chunk: tokens of a forward pass over the
-    prompt, None if it was read whole. execution: one of `EXECUTIONS`. step_ms: mean time of a step; baseline_ms: the
-    same after `BASELINE` tokens. prefill_seconds: reading and packing the prompt. times_full: how many times as fast a
-    step was as with transformers' own cache in the same round. bytes, bits_per_element: held after the prompt, None
-    where a library does not say. peak_bytes: growth of resident memory in the last round, reading the prompt included.
+    - context: tokens in the cache before the first timed step.
+    - prefill_chunk: tokens per forward pass over the prompt, None if it was read whole.
+    - execution: one of `EXECUTIONS`.
+    - step_ms: mean time of a step. baseline_ms: the same after `BASELINE` tokens.
+    - prefill_seconds: time to read and pack the prompt.
+    - times_full: speed of a step relative to transformers' own cache in the same round.
+    - bytes, bits_per_element: size of the cache after the prompt, None for libraries that do not
+      report it.
+    - peak_bytes: growth of resident memory in the last round, prefill included.
     """
 
     cache: str
@@ -71,16 +77,16 @@ class Decoding:
 
     @property
     def adds_ms(self) -> list[float]:
-        """What the context adds to a step, per round."""
+        """Time that the context adds to a step, per round."""
         return [step - baseline for step, baseline in zip(self.step_ms, self.baseline_ms, strict=True)]
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the median step."""
+        """Decoding speed of the median step."""
         return 1e3 / statistics.median(self.step_ms)
 
     def document(self) -> dict[str, Any]:
-        """The entry of records and of the program's JSON document."""
+        """Return the entry of records and of the program's JSON document."""
         derived = {"adds_ms": self.adds_ms, "tokens_per_second": self.tokens_per_second}
         return {"bench": "generate", "baseline_context": BASELINE, **vars(self), **derived}
 
@@ -99,16 +105,21 @@ def run(
     report: Callable[[str], None] = lambda _: None,
     progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Iterator[Decoding]:
-    """Yields the caches of each way to read the prompt and each context when all rounds are done; `full`,
-    transformers' own cache, is always the first of them.
+    """Time the caches. Yield the results of one prefill chunk and one context once all rounds are
+    done.
 
-    names: recipes, or `PEERS`. contexts: lengths in tokens. prefill_chunks: tokens of a forward pass over the prompt,
-    None for all of it. seed: of torch's generator, set before each timing. report: called with a line per round.
-    progress: called with timings done, all timings, and what comes next.
+    `full`, transformers' own cache, is always the first result.
+
+    - names: recipes, or names from `PEERS`.
+    - contexts: lengths in tokens.
+    - prefill_chunks: tokens per forward pass over the prompt, None for all of it.
+    - seed: set on torch's generator before each timing.
+    - report: called with one line per round.
+    - progress: called with the number of timings done, their total, and a description of the next.
 
     Raises:
-        UserError: an unknown recipe, a peer that is not installed, a context that is too short or too long for the
-            model, an execution that is not known.
+        UserError: an unknown recipe or execution, a peer that is not installed, or a context that is
+            too short or too long for the model.
     """
     if execution not in EXECUTIONS:
         raise UserError(f"execution {execution!r} is not one of: {', '.join(EXECUTIONS)}")
@@ -135,7 +146,10 @@ def run(
 
 
 def prompt(tokenizer: Any, tokens: int, offset: int = 0) -> Tensor:
-    """Exactly that many token ids [1, tokens] of Python's language reference, from a character on."""
+    """Return exactly `tokens` token ids [1, tokens] of Python's language reference.
+
+    offset: position of the first character.
+    """
     text = pydoc_document(tokenizer, tokens + 50, offset=offset)
     return tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids[:, :tokens]
 
@@ -143,14 +157,14 @@ def prompt(tokenizer: Any, tokens: int, offset: int = 0) -> Tensor:
 def _check_contexts(model: Any, contexts: Sequence[int], new_tokens: int) -> None:
     if min(contexts) <= BASELINE:
         raise UserError(
-            f"a context of {min(contexts)} tokens is too short: give more than {BASELINE}, the context that steps are "
-            "compared with"
+            f"a context of {min(contexts)} tokens is too short: give more than {BASELINE}, the context of the baseline "
+            "step"
         )
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     most = limit - WARM_UP - new_tokens
     if max(contexts) > most:
         raise UserError(
-            f"a context of {max(contexts):,} and {WARM_UP + new_tokens} new tokens are more than the model's "
+            f"a context of {max(contexts):,} and {WARM_UP + new_tokens} new tokens exceed the model's limit of "
             f"{limit:,}: give at most {max(0, most):,}"
         )
 
@@ -159,12 +173,12 @@ def _check_contexts(model: Any, contexts: Sequence[int], new_tokens: int) -> Non
 def _time(
     model: Any, empty: Callable[[], Reading], ids: Tensor, chunk: int | None, new_tokens: int, into: Decoding
 ) -> None:
-    """Time a cache after the first tokens of ids [1, T] and after T - 1 of them, and note a round's figures."""
+    """Time a cache after the first `BASELINE` tokens of ids [1, T] and after T - 1, and store both."""
     cache, attention = empty()
     with attention:
         feed(model, cache, ids[:, :BASELINE])
         into.baseline_ms.append(_decode_ms(model, cache, ids[:, BASELINE : BASELINE + 1], new_tokens))
-    del cache  # before memory is looked at
+    del cache  # freed before memory is measured
     with PeakMemory() as peak:
         cache, attention = empty()
         with attention:
@@ -180,7 +194,7 @@ def _time(
 
 
 def _decode_ms(model: Any, cache: Any, token: Tensor, new_tokens: int) -> float:
-    """Milliseconds of a step, the mean of `new_tokens` greedy ones after the token [1, 1]."""
+    """Return the mean milliseconds of `new_tokens` greedy steps after `token` [1, 1]."""
     for step in range(WARM_UP + new_tokens):
         if step == WARM_UP:
             start = _clock(model)
@@ -189,7 +203,7 @@ def _decode_ms(model: Any, cache: Any, token: Tensor, new_tokens: int) -> float:
 
 
 def _clock(model: Any) -> float:
-    """Seconds, once the device has done all that it was given."""
+    """Return the time in seconds after the device has finished all queued work."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter()
@@ -198,11 +212,11 @@ def _clock(model: Any) -> float:
 def _caches(
     model: Any, tokenizer: Any, names: Sequence[str], calibration: Path | None
 ) -> dict[str, Callable[[], Reading]]:
-    """For each name a function that makes an empty cache; recipes by their canonical names."""
+    """Return a function per name that makes an empty cache. Recipes get their canonical names."""
     made: dict[str, Callable[[], Reading]] = {}
     for name in names:
         if name in PEERS:
-            new_peer(model, name)  # raises the error of a library that is not installed
+            new_peer(model, name)  # raises an error if the library is not installed
             made[name] = partial(_peer, model, name)
         else:
             reader = Reader(model, tokenizer, name, calibration=calibration)

@@ -1,4 +1,4 @@
-"""Peak resident memory of a piece of work."""
+"""Measure the peak resident memory of a block of code."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tersekv.malloc_trim import malloc_trim
 
 
 class PeakMemory:
-    """Peak resident memory inside a `with`, beyond what was resident before.
+    """Context manager that measures peak resident memory above the level at its start.
 
-    Linux keeps a high-water mark that can be set back; elsewhere only the process's own peak can be asked, which is
-    right for the first use and too small later.
+    Linux keeps a high-water mark that can be reset. Elsewhere only the process's own peak is
+    available: it is correct for the first use, and later uses may report too little.
     """
 
     peak_bytes = 0

@@ -1,1 +1,4 @@
-"""Does a model still work with a packed cache: tasks, one file each in `tasks/`, run side by side by `harness`."""
+"""Evaluations of a model with a packed cache.
+
+Each file in `tasks/` is one task. `harness` runs tasks with several recipes on the same samples.
+"""

@@ -1,4 +1,5 @@
-"""Tasks that ask: a prompt, what a right answer says, and a score for the answer that came."""
+"""Base classes of question-answering tasks: a prompt, the expected answer, and a score for the
+model's answer."""
 
 from __future__ import annotations
 
@@ -20,11 +21,14 @@ MOST_SAMPLES = 1_000_000
 
 @dataclass(frozen=True)
 class Case:
-    """A question with its answer.
+    """A question with its expected answer.
 
-    expected: what a right answer says (several: all of them, or any, as the task scores). new_tokens: most tokens of
-    the answer. cell: where in the task's grid it stands (length in tokens, depth in percent, subtask). single:
-    `expected` is the one right answer, whose likelihood is measured too. data: what scoring needs beside it.
+    - expected: strings of a correct answer. The task's score decides whether all of them or any one
+      is required.
+    - new_tokens: maximum number of answer tokens.
+    - cell: position in the task's grid (length in tokens, depth in percent, subtask).
+    - single: True if `expected` is the only correct answer; its likelihood is then measured too.
+    - data: anything else that scoring needs.
     """
 
     id: str
@@ -39,14 +43,15 @@ class Case:
 
     @property
     def gold(self) -> str | None:
-        """The answer as it would follow the prompt, with the space between them; None where several are right."""
+        """The correct answer as it would follow the prompt, with a separating space; None if
+        several are correct."""
         if not self.single or len(self.expected) != 1:
             return None
         before = self.prompt.answer_start or ("" if self.prompt.chat else self.prompt.context + self.prompt.question)
         return self.expected[0] if not before or before[-1].isspace() else f" {self.expected[0]}"
 
     def tokens(self, reader: Reader) -> int:
-        """Tokens of the prompt and of the longest answer."""
+        """Return the number of tokens of the prompt and of the longest answer."""
         gold = reader.count_tokens(self.gold) if self.gold else 0
         return prompt_tokens(reader, self.prompt) + max(self.new_tokens, gold)
 
@@ -55,7 +60,7 @@ class Case:
 class QuestionTask(Task):
     """A task whose samples are cases.
 
-    samples: how many per cell of the task's grid. seed: of everything that is drawn.
+    samples: number per cell of the task's grid. seed: seed of all random draws.
     """
 
     samples: int = 10
@@ -63,10 +68,10 @@ class QuestionTask(Task):
 
     def __post_init__(self) -> None:
         if not 1 <= self.samples <= MOST_SAMPLES:
-            raise UserError(f"samples is {self.samples}: ask for 1 to {MOST_SAMPLES:,} per cell")
+            raise UserError(f"samples={self.samples} is not allowed; give 1 to {MOST_SAMPLES:,} per cell")
 
     def about(self) -> str:
-        """The options that are given, and how many samples, in plain words."""
+        """Describe the given options and the number of samples in plain words."""
         said = {field.name: getattr(self, field.name) for field in fields(self)}
         parts = [
             f"{name} {str(value).lower() if isinstance(value, bool) else str(value).replace(',', ', ')}"
@@ -78,17 +83,17 @@ class QuestionTask(Task):
 
     @abstractmethod
     def cases(self, reader: Reader) -> Iterator[Case]:
-        """The cases, in order."""
+        """Yield the cases in order."""
 
     @abstractmethod
     def score(self, case: Case, text: str) -> dict[str, float]:
-        """Metrics of an answer, `accuracy` among them."""
+        """Return the metrics of an answer, including `accuracy`."""
 
     def instances(self, reader: Reader) -> Sequence[Sample]:
-        """All cases.
+        """Return all cases.
 
         Raises:
-            UserError: one does not fit the model's context; data or options that do not fit.
+            UserError: a case exceeds the model's context, or data or options are invalid.
         """
         made = []
         for case in self.cases(reader):
@@ -96,13 +101,13 @@ class QuestionTask(Task):
             if tokens > reader.context_tokens:
                 raise UserError(
                     f"sample {case.id} has {tokens:,} tokens with its answer, but this model's context is "
-                    f"{reader.context_tokens:,}: ask for less"
+                    f"{reader.context_tokens:,}: give a shorter length"
                 )
             made.append(Sample(case.id, case))
         return made
 
     def evaluate(self, sample: Sample, reader: Reader, full: Reader) -> Result:
-        """Ask, and score what was answered."""
+        """Let `reader` answer the case and score its answer."""
         case: Case = sample.data
         answer = reader.answer(case.prompt, case.new_tokens, case.gold, case.stop, case.min_new_tokens)
         metrics = self.score(case, answer.text)
@@ -112,13 +117,16 @@ class QuestionTask(Task):
         return Result(metrics, answer.prompt_tokens, answer.footprint, details)
 
     def summarise(self, metrics: Sequence[dict[str, float]], full: Sequence[dict[str, float]]) -> dict[str, Estimate]:
-        """Means over the samples that have the metric."""
+        """Return means over the samples that have the metric."""
         names = dict.fromkeys(name for sample in metrics for name in sample)
         return {name: Estimate.of([sample[name] for sample in metrics if name in sample]) for name in names}
 
 
 def mean_of_subtasks(estimates: dict[str, Estimate]) -> dict[str, Estimate]:
-    """`accuracy` as the mean over the subtasks' means, whatever their numbers of samples; subtasks are independent."""
+    """Set `accuracy` to the mean of the subtasks' means, independent of their numbers of samples.
+
+    The standard error treats subtasks as independent.
+    """
     parts = [estimate for name, estimate in estimates.items() if name.startswith("accuracy_")]
     if not parts:
         return estimates
@@ -128,10 +136,10 @@ def mean_of_subtasks(estimates: dict[str, Estimate]) -> dict[str, Estimate]:
 
 
 def chosen(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
-    """Names separated by commas, each one of `known`; `all` is all of them.
+    """Parse names separated by commas, each one of `known`; `all` selects all of them.
 
     Raises:
-        UserError: a name that is not known.
+        UserError: an unknown name.
     """
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     if names == ("all",):
@@ -143,28 +151,29 @@ def chosen(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
 
 
 def check_choice(value: str, known: Sequence[str], option: str) -> None:
-    """Refuse what is none of `known`.
+    """Reject a value that is not in `known`.
 
     Raises:
-        UserError: `value` is none of them.
+        UserError: `value` is not one of them.
     """
     if value not in known:
         raise UserError(f"{option} is {value!r}{hint(value, known)}: choose {' or '.join(known)}")
 
 
 def check_lengths(lengths: Sequence[int], reader: Reader) -> None:
-    """Refuse lengths that the model cannot read.
+    """Reject lengths beyond the model's context.
 
     Raises:
-        UserError: one is past the model's context.
+        UserError: a length exceeds the model's context.
     """
     for length in lengths:
         if length > reader.context_tokens:
             raise UserError(
-                f"length {length:,} is past this model's context of {reader.context_tokens:,} tokens: ask for less"
+                f"length {length:,} exceeds this model's context of {reader.context_tokens:,} tokens: give a shorter "
+                "length"
             )
 
 
 def too_short(name: str, length: int) -> UserError:
-    """What is raised where not even the smallest haystack fits."""
-    return UserError(f"{name} does not fit into {length:,} tokens with its answer: ask for a greater length")
+    """Return the error for a length into which not even the smallest haystack fits."""
+    return UserError(f"{name} does not fit into {length:,} tokens with its answer: give a greater length")

@@ -14,8 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Stopping:
-    """When an answer ends: at an end token or one of the texts `stop` (which is cut off), neither before
-    `min_new_tokens`, or after `max_new_tokens`."""
+    """Conditions that end an answer.
+
+    An answer ends at an end token, at one of the texts `stop` (which is cut off), or after
+    `max_new_tokens`. The first two are ignored before `min_new_tokens`.
+    """
 
     model: Any
     tokenizer: Any
@@ -31,7 +34,7 @@ class Stopping:
         object.__setattr__(self, "end_ids", ids)
 
     def text(self, ids: list[int]) -> tuple[str, bool]:
-        """The answer so far, and whether one of `stop` has ended it."""
+        """Return the answer so far, and True if one of `stop` has ended it."""
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         found = [at for at in (text.find(stop) for stop in self.stop) if at >= 0]
         if not found or len(ids) < self.min_new_tokens:
@@ -40,12 +43,13 @@ class Stopping:
 
 
 def feed(model: Any, cache: Any, ids: Tensor) -> Tensor:
-    """Read ids [1, n] over a cache; logits [vocabulary] of the last one."""
+    """Read ids [1, n] over a cache. Return the logits [vocabulary] of the last token."""
     return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
 
 
 def greedy(model: Any, cache: Any, logits: Tensor, stopping: Stopping) -> str:
-    """The likeliest continuation after `logits` [vocabulary]; the cache grows with it."""
+    """Return the greedy continuation after `logits` [vocabulary]. Its tokens are appended to the
+    cache."""
     new_ids: list[int] = []
     while len(new_ids) < stopping.max_new_tokens:
         if len(new_ids) < stopping.min_new_tokens and stopping.end_ids:
@@ -62,8 +66,10 @@ def greedy(model: Any, cache: Any, logits: Tensor, stopping: Stopping) -> str:
 
 
 def nll_after(model: Any, cache: Any, logits: Tensor, ids: Sequence[int]) -> float:
-    """Mean negative log-likelihood, in nats per token, of `ids` after a prompt whose last logits [vocabulary] these
-    are; the cache is left as it was."""
+    """Return the mean negative log-likelihood of `ids` after a prompt, in nats per token.
+
+    logits: [vocabulary], those of the prompt's last token. The cache is not changed.
+    """
     rows = logits[None].float()
     targets = torch.tensor(ids, device=logits.device)
     if len(ids) > 1:
@@ -73,8 +79,12 @@ def nll_after(model: Any, cache: Any, logits: Tensor, ids: Sequence[int]) -> flo
 
 
 def loglikelihood(model: Any, cache: Any, last: int, following: Sequence[int], chunk: int) -> tuple[float, bool]:
-    """Log-likelihood, in nats, of `following` after the token `last`, which the cache does not hold yet, and whether
-    greedy decoding would say the same. Tokens are read `chunk` at a time, and the cache grows with them."""
+    """Return the log-likelihood of `following` in nats, and True if greedy decoding gives the same
+    tokens.
+
+    last: the token before `following`, which is not in the cache yet. Tokens are read `chunk` at a
+    time and appended to the cache.
+    """
     read = torch.tensor([[last, *following[:-1]]], device=model.device)
     targets = torch.tensor(following, device=model.device)
     total, greedy_says = 0.0, True

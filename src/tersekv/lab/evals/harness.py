@@ -1,4 +1,4 @@
-"""Run tasks with recipes side by side, on the same samples, the full cache always first."""
+"""Run tasks with several recipes on the same samples. The full cache always comes first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ from tersekv.lab.evals.tasks.base import Estimate, Sample, Task
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is: evaluations done of all, those taken from earlier records included, and what comes next."""
+    """Progress of a run.
+
+    done, total: numbers of evaluations, including those found in earlier records. task, sample,
+    recipe: the next evaluation.
+    """
 
     done: int
     total: int
@@ -34,8 +38,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class Summary:
-    """One task and recipe: means over samples of tokens read, true bits per element, bytes held and metrics; `seconds`
-    of all samples together."""
+    """Results of one task and recipe.
+
+    Tokens read, true bits per element, bytes held and metrics are means over samples. `seconds` is
+    the sum over all samples.
+    """
 
     task: str
     recipe: str
@@ -47,7 +54,7 @@ class Summary:
     seconds: float
 
     def document(self) -> dict[str, Any]:
-        """The entry of the program's JSON document; what is no finite number is null."""
+        """Return the entry of the program's JSON document. Numbers that are not finite become null."""
         metrics = {
             name: {"mean": _finite(estimate.mean), "stderr": _finite(estimate.stderr)}
             for name, estimate in self.metrics.items()
@@ -56,13 +63,13 @@ class Summary:
 
 
 class Harness:
-    """A model with recipes, ready to run tasks.
+    """A model and recipes, ready to run tasks.
 
-    model_name: how records name the model. recipes: canonical strings; `full` is put in front. calibration: a file or a
-    folder of them, for recipes that learn from a corpus.
+    model_name: the model's name in records. recipes: canonical strings; `full` is added as the
+    first. calibration: a file or a folder of files, for recipes that need a calibration corpus.
 
     Raises:
-        UserError: a recipe that does not parse or cannot serve the model.
+        UserError: a recipe that does not parse or does not support the model.
     """
 
     def __init__(
@@ -121,7 +128,7 @@ class Harness:
 
 
 def summarise(task: Task, found: Sequence[Record], full: Sequence[Record]) -> Summary:
-    """The summary of one recipe's records; `full` holds the full cache's on the same samples."""
+    """Summarise one recipe's records. `full` holds the full cache's records of the same samples."""
     first = found[0]
     return Summary(
         task=first["task"],

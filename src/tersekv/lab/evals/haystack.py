@@ -1,6 +1,6 @@
-"""Haystacks: long texts cut and filled by tokens of the reader's tokenizer, with needles between sentences.
+"""Haystacks: long texts of a given number of tokens with needles between their sentences.
 
-Texts are cut where tokens end, at their own characters, and never decoded from ids: what is left is the text itself.
+Texts are cut at token boundaries but never decoded from ids, so the remaining text is unchanged.
 """
 
 from __future__ import annotations
@@ -19,41 +19,42 @@ if TYPE_CHECKING:
     from tersekv.lab.evals.reader import Reader
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-"""The sentences that passkey retrieval and RULER repeat."""
+"""Sentences that passkey retrieval and RULER repeat."""
 
-# No text has more characters per token than this under the tokenizers in use.
+# Upper bound of the characters per token for the tokenizers in use.
 _MOST_CHARACTERS_PER_TOKEN = 8
 
 
 @functools.lru_cache(maxsize=4)
 def read_text(source: str) -> str:
-    """The text of a file, or of the corpus `pydoc`.
+    """Return the text of a file, or of the corpus `pydoc`.
 
     Raises:
-        UserError: the file cannot be read, is no text, or has nothing in it.
+        UserError: the file cannot be read, is not text, or is empty.
     """
-    from tersekv.lab.evals import windows  # imports torch, which making haystacks does without
+    from tersekv.lab.evals import windows  # imported here because it needs torch, which building haystacks does not
 
     text = windows.read_text(source)
     if not text.strip():
-        raise UserError(f"the text {source!r} is empty: give a file with some English prose, or pydoc")
+        raise UserError(f"the text {source!r} is empty: give a file with English prose, or pydoc")
     return text
 
 
 def token_spans(reader: Reader, text: str) -> list[tuple[int, int]]:
-    """The characters [start, end) of each token of `text`.
+    """Return the character range [start, end) of each token of `text`.
 
     Raises:
-        UserError: the tokenizer does not say where its tokens lie.
+        UserError: the tokenizer does not report character offsets.
     """
     if not getattr(reader.tokenizer, "is_fast", False):
-        raise UserError("this model's tokenizer is a slow one, which does not say where tokens lie: use a fast one")
+        raise UserError("this model's tokenizer does not report character offsets: use a fast tokenizer")
     found = reader.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return list(found["offset_mapping"])
 
 
 def prompt_tokens(reader: Reader, prompt: Prompt) -> int:
-    """Tokens of a prompt as the reader reads it: in the chat template, or with the special tokens of plain text."""
+    """Return the number of tokens of a prompt, including the chat template or the special tokens of
+    plain text."""
     tokenizer, said = reader.tokenizer, prompt.context + prompt.question
     if prompt.chat and getattr(tokenizer, "chat_template", None):
         return reader.count_tokens(chat_prompt(tokenizer, said) + prompt.answer_start)
@@ -61,7 +62,7 @@ def prompt_tokens(reader: Reader, prompt: Prompt) -> int:
 
 
 def first_tokens(reader: Reader, text: str, tokens: int) -> str:
-    """The first `tokens` tokens of `text`, which is repeated as often as they need."""
+    """Return the first `tokens` tokens of `text`, which is repeated as often as necessary."""
     if tokens < 1:
         return ""
     while True:
@@ -73,11 +74,14 @@ def first_tokens(reader: Reader, text: str, tokens: int) -> str:
 
 
 def insert(reader: Reader, text: str, needle: str, depth: float) -> str:
-    """`text` with `needle` after `depth` percent of its tokens, moved back to the end of a sentence (or to the start
-    of the text); at 100 it is the end, whatever stands there.
+    """Insert `needle` after `depth` percent of the tokens of `text`, at the end of a sentence.
 
-    As Kamradt's LLMTest_NeedleInAHaystack does; only that a full stop must have white space after it (there is no
-    sentence's end in `sys.path`), and that an empty line ends one, too (lists and tables have no full stops).
+    The position moves back to the previous end of a sentence, or to the start of the text. At 100
+    percent the needle is appended, even within a sentence.
+
+    This follows Kamradt's LLMTest_NeedleInAHaystack with two differences. A full stop ends a
+    sentence only before white space, because names such as `sys.path` contain full stops. An empty
+    line also ends a sentence, because lists and tables have no full stops.
     """
     if depth >= 100:
         return text + needle
@@ -96,7 +100,10 @@ def _ends_sentence(text: str, span: tuple[int, int]) -> bool:
 
 
 def middle_cut(reader: Reader, text: str, tokens: int) -> tuple[str, str]:
-    """The first and the last half of `tokens` tokens of `text`; all of it and nothing where it is no longer."""
+    """Return the first and the last half of `tokens` tokens of `text`.
+
+    A text of at most that length is returned whole, with an empty second part.
+    """
     spans = token_spans(reader, text)
     if len(spans) <= tokens:
         return text, ""
@@ -105,12 +112,13 @@ def middle_cut(reader: Reader, text: str, tokens: int) -> tuple[str, str]:
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences by their end marks; a simple rule in place of a trained one."""
+    """Split a text into sentences at their end marks, with a simple rule instead of a trained
+    model."""
     return re.split(r"(?<=[.!?])\s+", text.strip())
 
 
 def spread(items: Sequence[str], needles: Sequence[str], rng: Random) -> list[str]:
-    """`items` with `needles`, in their order, at random different places before items."""
+    """Insert `needles`, in their order, before distinct random items."""
     if len(needles) > len(items):
         raise ValueError(f"{len(needles)} needles among {len(items)} items")
     mixed, places = list(items), sorted(rng.sample(range(len(items)), len(needles)))
@@ -120,7 +128,10 @@ def spread(items: Sequence[str], needles: Sequence[str], rng: Random) -> list[st
 
 
 def largest(fits: Callable[[int], bool], least: int, most: int) -> int | None:
-    """The largest size from `least` to `most` that fits, where what is larger fits less; None where none does."""
+    """Return the largest size from `least` to `most` that fits, or None if none does.
+
+    It is a binary search: no size may fit if a smaller one does not.
+    """
     if least > most or not fits(least):
         return None
     low, step = least, 1

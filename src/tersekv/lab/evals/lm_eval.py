@@ -1,18 +1,19 @@
-"""Model type `tersekv` for lm-evaluation-harness (0.4.13 and later), so that its tasks run over a packed cache.
+"""Model type `tersekv` for lm-evaluation-harness (0.4.13 and later): runs its tasks over a packed
+cache.
 
-The harness finds models by what was imported, so either its program is started here,
+The harness only knows models whose module was imported. Either start its program here,
 
     python -m tersekv.lab.evals.lm_eval run --model tersekv --model_args pretrained=smollm2,recipe=kivi:bits=4 --tasks …
 
-or `import tersekv.lab.evals.lm_eval` goes before `lm_eval.simple_evaluate(model="tersekv", …)`. It takes the model
-arguments of the harness's `hf`, and
+or run `import tersekv.lab.evals.lm_eval` before `lm_eval.simple_evaluate(model="tersekv", …)`. The
+model takes the arguments of the harness's `hf` and two more:
 
-    recipe   how the cache is packed; `full` for transformers' own. One with commas needs arguments in JSON:
+    recipe   how the cache is packed; `full` for transformers' own. A recipe with commas needs JSON arguments:
              --model_args '{"pretrained": "smollm2", "recipe": "kivi:bits=2,group=64"}'
-    chunk    tokens of a continuation that are read at a time (128), so that long ones are read over packed tokens too
+    chunk    tokens of a continuation read per pass (128), so that long ones are also read over packed tokens
 
-What is packed: the context but its last token, from one exact prefill; that token and everything after it is read over
-the packed cache, so that an answer of a single token depends on it as well.
+The context except its last token is packed after one exact prefill. That token and everything after
+it are read over the packed cache, so that even a single-token answer depends on it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ try:
     from lm_eval.models.huggingface import HFLM
     from tqdm import tqdm
 except ImportError as error:
-    missing = f"lm-evaluation-harness is not here ({error}): pip install 'lm_eval[hf]>=0.4.13'"
+    missing = f"lm-evaluation-harness is not installed ({error}): pip install 'lm_eval[hf]>=0.4.13'"
     if __name__ == "__main__":
         raise SystemExit(f"tersekv: {missing}") from error
     raise ImportError(missing, name=error.name) from error
@@ -48,22 +49,22 @@ Request = tuple[Any, list[int], list[int]]
 
 @register_model("tersekv")
 class TersekvLM(HFLM):
-    """The harness's Hugging Face model with a cache of ours.
+    """The harness's Hugging Face model with a packed cache.
 
     Raises:
-        UserError: unknown recipe, or one that cannot serve the model.
+        UserError: an unknown recipe, or one that does not support the model.
     """
 
     def __init__(self, pretrained: Any, recipe: str = "default", chunk: int = 128, **kwargs: Any) -> None:
         if int(chunk) < 1:
-            raise UserError(f"chunk={chunk} is too small; read 1 token or more at a time")
+            raise UserError(f"chunk={chunk} is too small; give 1 or more")
         self.chunk = int(chunk)
         self.recipe = None if recipe == FULL else str(Recipe.parse(recipe))
         if isinstance(pretrained, str):
             models.pull_if_known(pretrained)
             pretrained = models.resolve(pretrained)
         super().__init__(pretrained, **kwargs)
-        new_cache(self.model, self.recipe)  # says what does not fit
+        new_cache(self.model, self.recipe)  # raises if the recipe does not support the model
 
     def _reading(self) -> Any:
         return nullcontext() if self.recipe is None else compress(self.model, self.recipe)
@@ -72,7 +73,10 @@ class TersekvLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Each request's log-likelihood and whether greedy decoding says it; equal contexts are read once."""
+        """Return the log-likelihood of each request, and True if greedy decoding gives its tokens.
+
+        Equal contexts are read once.
+        """
         answers: dict[int, tuple[float, bool]] = {}
         order = sorted(range(len(requests)), key=lambda i: requests[i][1])
         with self._reading(), tqdm(total=len(requests), disable=disable_tqdm, desc="log-likelihoods") as bar:
@@ -91,7 +95,7 @@ class TersekvLM(HFLM):
         return [answers[i] for i in range(len(requests))]
 
     def _packed(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
-        """A cache that has read ids [B, T]; mask [B, T] is 0 where a row is padded."""
+        """Return a cache that has read ids [B, T]. mask [B, T] is 0 at padding."""
         cache = new_cache(self.model, self.recipe)
         if ids.shape[1]:
             padded = {} if mask is None else {"position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
@@ -100,7 +104,8 @@ class TersekvLM(HFLM):
 
     @torch.no_grad()
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Any:
-        """Continue context [B, T], padded on the left, over a cache that has packed all but its last token."""
+        """Continue context [B, T], padded on the left, over a cache that has packed all but its
+        last token."""
         mask = kwargs.get("attention_mask")
         with self._reading():
             cache = self._packed(context[:, :-1], None if mask is None else mask[:, :-1])
@@ -108,7 +113,7 @@ class TersekvLM(HFLM):
 
 
 def main() -> None:
-    """The harness's own program, with the model type `tersekv`."""
+    """Run the harness's own program with the model type `tersekv`."""
     from lm_eval.__main__ import cli_evaluate
 
     try:

@@ -1,8 +1,9 @@
-"""LongBench's sixteen English datasets: prompts, answer lengths, metrics, and samples from a folder or from the Hub.
+"""LongBench's sixteen English datasets: prompts, answer lengths, metrics, and samples from a folder
+or the Hub.
 
-Prompts and lengths are quoted from THUDM/LongBench (MIT), config/dataset2prompt.json and dataset2maxlen.json, with
-their slips ("asconcisely", the space before "Answer the question" in qasper's). A folder's own files of these names
-take their place.
+Prompts and lengths are quoted from THUDM/LongBench (MIT), config/dataset2prompt.json and
+dataset2maxlen.json. Their typos are kept ("asconcisely", the space before "Answer the question" in
+qasper's). Files of these names in a folder replace them.
 """
 
 from __future__ import annotations
@@ -34,8 +35,14 @@ _SEVERAL = (
 
 
 class Dataset(NamedTuple):
-    """prompt: with {context} and {input}. new_tokens: of the longest answer. chat: in a user's turn. first_line: only
-    the answer's first line counts. question: has one short right answer (no summary)."""
+    """Settings of a dataset.
+
+    - prompt: contains {context} and {input}.
+    - new_tokens: maximum length of the answer.
+    - chat: True if the prompt is a user's turn.
+    - first_line: True if only the answer's first line counts.
+    - question: True if there is one short correct answer (not a summary).
+    """
 
     metric: str
     new_tokens: int
@@ -146,12 +153,13 @@ DATASETS = {
 
 
 def available(source: str) -> list[str]:
-    """The datasets that a folder has a file of; all of them on the Hub."""
+    """Return the datasets with a file in the folder, or all of them for the Hub."""
     return [name for name in DATASETS if source == HUB or (Path(source) / f"{name}.jsonl").is_file()]
 
 
 def dataset(name: str, source: str) -> Dataset:
-    """A dataset's settings, with the prompt and the answer's length of the folder where it has them."""
+    """Return a dataset's settings, with the prompt and answer length from the folder if it has
+    them."""
     made = DATASETS[name]
     if source == HUB:
         return made
@@ -163,20 +171,20 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is no JSON that can be read: get it again from THUDM/LongBench") from error
+        raise UserError(f"{path} is not valid JSON: download it again from THUDM/LongBench") from error
 
 
 @functools.lru_cache(maxsize=16)
 def samples(name: str, source: str) -> tuple[dict[str, Any], ...]:
-    """A dataset's samples: {input, context, answers, all_classes, _id}.
+    """Return a dataset's samples: {input, context, answers, all_classes, _id}.
 
     Raises:
-        UserError: no such file, a file in another layout, or a Hub that does not answer.
+        UserError: the file is missing or in another layout, or the Hub does not answer.
     """
     where = f"{name} in {source}"
     try:
         text = _from_hub(name) if source == HUB else (Path(source) / f"{name}.jsonl").read_text(encoding="utf-8")
-        # No splitlines(): texts may hold line separators of Unicode
+        # No splitlines(), because texts may contain Unicode line separators.
         read = tuple(json.loads(line) for line in text.split("\n") if line.strip())
         for sample in read:
             if not isinstance(sample["context"], str) or not isinstance(sample["input"], str) or not sample["answers"]:
@@ -186,9 +194,9 @@ def samples(name: str, source: str) -> tuple[dict[str, Any], ...]:
     except OSError as error:
         raise UserError(f"cannot read {where}: {getattr(error, 'strerror', None) or error}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{where} is not in LongBench's layout ({error!r:.80}): get it again") from error
+        raise UserError(f"{where} is not in LongBench's layout ({error!r:.80}): download it again") from error
     if not read:
-        raise UserError(f"{where} has no samples: get it again")
+        raise UserError(f"{where} has no samples: download it again")
     return read
 
 
@@ -197,10 +205,10 @@ def _from_hub(name: str) -> str:
 
     try:
         path = hf_hub_download(REPOSITORY, ARCHIVE, repo_type="dataset", revision=REVISION)
-    except Exception as error:  # the library's own kinds and those of its HTTP client
+    except Exception as error:  # errors of the library and of its HTTP client
         raise UserError(
-            f"cannot get {ARCHIVE} of {REPOSITORY} from the Hub ({str(error).splitlines()[0][:120]}): "
-            "get it on another machine, unpack it and give the folder with its .jsonl files as data"
+            f"cannot download {ARCHIVE} of {REPOSITORY} from the Hub ({str(error).splitlines()[0][:120]}): "
+            "download it on another machine, unpack it and give the folder with its .jsonl files as data"
         ) from error
     with zipfile.ZipFile(path) as archive, archive.open(f"data/{name}.jsonl") as file:
         return io.TextIOWrapper(file, encoding="utf-8").read()

@@ -1,4 +1,5 @@
-"""Recipes in tables and pictures: short names that tell rows apart, and long ones broken where their parts begin."""
+"""Names of recipes in tables and plots: short ones that are distinct, and long ones broken into
+lines."""
 
 from __future__ import annotations
 
@@ -9,13 +10,16 @@ from collections.abc import Sequence
 from tersekv.recipe import PRESETS
 
 ALWAYS = ("bits", "budget")
-"""Options that a short name has wherever the recipe names them."""
+"""Options that a short name always includes if the recipe has them."""
 _TERM = re.compile(r"([a-z]\w*)((?::[^;+/]*)?)")
 
 
 def short_names(recipes: Sequence[str]) -> dict[str, str]:
-    """A short name for each recipe: its methods, and the options that differ among recipes of the same methods. `full`
-    and other texts that are not recipes keep their name."""
+    """Return a short name for each recipe: its methods and the options that differ within the same
+    methods.
+
+    `full` and other texts that are not recipes keep their names.
+    """
     groups: dict[str, list[str]] = defaultdict(list)
     for recipe in dict.fromkeys(recipes):
         groups[_TERM.sub(r"\1", recipe)].append(recipe)
@@ -23,12 +27,15 @@ def short_names(recipes: Sequence[str]) -> dict[str, str]:
 
 
 def names_as_asked(recipes: Sequence[str], asked: Sequence[str]) -> dict[str, str]:
-    """A short name for each canonical recipe; a preset's own, where it was asked for by name."""
+    """Return a short name for each canonical recipe. A preset requested by name keeps that name."""
     return short_names(recipes) | {PRESETS[name]: name for name in asked if name in PRESETS}
 
 
 def broken(recipe: str, width: int) -> list[str]:
-    """A recipe in lines of at most `width` characters where its parts allow it, broken only where they begin."""
+    """Break a recipe into lines of at most `width` characters, only where a part begins.
+
+    A part that is longer than `width` has a line of its own.
+    """
     lines = [""]
     for part in re.split(r"(?<=[;+/,:])", recipe):
         if lines[-1] and len(lines[-1]) + len(part) > width:
@@ -54,7 +61,7 @@ def _without_common(recipe: str, group: Sequence[str]) -> str:
 
 
 def _options(recipe: str) -> list[dict[str, str]]:
-    """Options by name, for each method and policy in a recipe."""
+    """Return the options by name, for each method and policy in a recipe."""
     return [
         dict(option.partition("=")[::2] for option in options.removeprefix(":").split(",") if option)
         for _, options in _TERM.findall(recipe)

@@ -1,4 +1,4 @@
-"""Tasks from the texts of their options: a task's fields are its options, read by their types."""
+"""Build tasks from option texts. A task's fields are its options and are parsed by their types."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ UNITS = {"": 1, "k": 1024, "m": 1024**2}
 
 
 def fields(task: type[Task]) -> dict[str, tuple[Any, Any]]:
-    """Type and default of every option."""
+    """Return the type and default of every option."""
     kinds = get_type_hints(task)
     made = task()
     return {f.name: (kinds[f.name], getattr(made, f.name)) for f in dataclasses.fields(task)}
 
 
 def all_options() -> dict[str, dict[str, str]]:
-    """Every option of every task: by option, the default (as text) by task."""
+    """Return the default of every option as text, by option and task."""
     found: dict[str, dict[str, str]] = {}
     for name, task in tasks().items():
         for option, (_, default) in fields(task).items():
@@ -30,10 +30,10 @@ def all_options() -> dict[str, dict[str, str]]:
 
 
 def build(names: Sequence[str], given: Mapping[str, str]) -> dict[str, Task]:
-    """The tasks by name, each with those of the given options that it has.
+    """Build the tasks by name, each with those given options that it has.
 
     Raises:
-        UserError: an unknown task, an option that none of them has, a value of the wrong type or out of range.
+        UserError: an unknown task, an option that none of the tasks has, or an invalid value.
     """
     known = tasks()
     for name in names:
@@ -44,7 +44,7 @@ def build(names: Sequence[str], given: Mapping[str, str]) -> dict[str, Task]:
         having = [name for name, task in known.items() if option in fields(task)]
         if not set(having) & set(names):
             raise UserError(
-                f"--{option.replace('_', '-')} is no option of {' or '.join(names)}; "
+                f"--{option.replace('_', '-')} is not an option of {' or '.join(names)}; "
                 f"{', '.join(having) if having else 'no task'} {'has' if len(having) == 1 else 'have'} it"
             )
     return {name: _build(known[name], given) for name in dict.fromkeys(names)}
@@ -56,27 +56,29 @@ def _build(task: type[Task], given: Mapping[str, str]) -> Task:
 
 
 def parse(option: str, text: str, kind: Any) -> Any:
-    """`text` as the type `kind`: str, int (k is 1024, M is 1024²), float, bool, or a choice of texts, which the task
-    checks itself. Lists are texts with commas that the task reads.
+    """Parse `text` as the type `kind`: str, int (k is 1024, M is 1024²), float, bool, or a choice
+    of texts.
+
+    Choices and lists with commas are returned as text; the task checks them itself.
 
     Raises:
-        UserError: it is none.
+        UserError: the text is not valid for the type.
     """
     written = f"--{option.replace('_', '-')} {text!r}"
     if kind is bool:
         if text.lower() not in ("true", "false"):
-            raise UserError(f"{written} is wrong; write true or false")
+            raise UserError(f"{written} is not a valid value; write true or false")
         return text.lower() == "true"
     if kind is int:
         found = re.fullmatch(r"(\d{1,18})([km]?)", text, re.IGNORECASE)
         if not found:
-            raise UserError(f"{written} is no whole number; write one like 2048 or 2k")
+            raise UserError(f"{written} is not a whole number; write one like 2048 or 2k")
         return int(found[1]) * UNITS[found[2].lower()]
     if kind is float:
         try:
             return float(text)
         except ValueError:
-            raise UserError(f"{written} is no number; write one like 0.5") from None
+            raise UserError(f"{written} is not a number; write one like 0.5") from None
     return text
 
 

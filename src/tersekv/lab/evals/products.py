@@ -1,7 +1,7 @@
-"""Several recipes written as one: ranges and lists of option values make products.
+"""Expand one recipe text into several: ranges and lists of option values form a Cartesian product.
 
 turboquant:bits=2..4           bits=2, bits=3 and bits=4
-uniform:bits=2,4,group=32,64   four recipes; an item without "=" goes on with the option before it
+uniform:bits=2,4,group=32,64   four recipes; an item without "=" is another value of the option before it
 """
 
 from __future__ import annotations
@@ -18,28 +18,30 @@ RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 
 
 def expand(recipe: str) -> list[str]:
-    """Every recipe that a product stands for, in order, as canonical strings without repetition; the last option
-    changes fastest.
+    """Return every recipe of a product as a canonical string, in order and without repetition.
+
+    The last option changes fastest.
 
     Raises:
-        UserError: a range that is none, or a recipe that does not parse.
+        UserError: an invalid range, or a recipe that does not parse.
     """
     parts = [_part(text) for text in re.split(r"([;+/])", "".join(recipe.split()))]
     count = 1
     for part in parts:
         count *= len(part)
     if count > MOST_RECIPES:
-        raise UserError(f"'{recipe}' stands for {count:,} recipes; at most {MOST_RECIPES:,} are allowed in one run")
+        raise UserError(f"'{recipe}' expands to {count:,} recipes; at most {MOST_RECIPES:,} are allowed in one run")
     return unique(str(Recipe.parse("".join(choice))) for choice in itertools.product(*parts))
 
 
 def unique(recipes: Iterable[str]) -> list[str]:
-    """In order, each once."""
+    """Return the recipes in order, each once."""
     return list(dict.fromkeys(recipes))
 
 
 def _part(text: str) -> list[str]:
-    """The forms of one method or policy with its options; anything else stands for itself."""
+    """Return all variants of one method or policy with its options. Other text is returned
+    unchanged."""
     name, colon, rest = text.partition(":")
     if not colon:
         return [text]
@@ -51,18 +53,18 @@ def _part(text: str) -> list[str]:
         elif options and item:
             options[-1][1].extend(_values(item, item))
         else:
-            options.append((item, []))  # the recipe's own parser says what is wrong with it
+            options.append((item, []))  # the recipe's own parser reports the error
     written = [[f"{option}={value}" for value in values] or [option] for option, values in options]
     return [f"{name}:{','.join(choice)}" for choice in itertools.product(*written)]
 
 
 def _values(item: str, value: str) -> list[str]:
-    """2..4 is 2, 3 and 4."""
+    """Return the values of an item: 2..4 gives 2, 3 and 4."""
     if ".." not in value:
         return [value]
     found = RANGE.fullmatch(value)
     if not found or int(found[1]) > int(found[2]):
-        raise UserError(f"'{item}' is no range; write whole numbers from the lower to the higher, for example 2..4")
+        raise UserError(f"'{item}' is not a valid range; write two whole numbers, the smaller one first, like 2..4")
     if int(found[2]) - int(found[1]) >= MOST_RECIPES:
         raise UserError(f"'{item}' has more than {MOST_RECIPES:,} values; give a shorter range")
     return [str(number) for number in range(int(found[1]), int(found[2]) + 1)]

@@ -1,4 +1,4 @@
-"""What tasks ask and readers read. It needs no torch, so that the program can list tasks quickly."""
+"""Prompt of a task. It does not import torch, so that the program can list tasks quickly."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model reads. The cache is packed once `context` has been read, before it sees `question` (the fair order:
-    no method knows what will be asked); `answer_start` stands at the beginning of the answer. chat: the text is a
-    user's turn in the model's chat template, where it has one."""
+    """Text that a model reads.
+
+    The cache is packed after `context` has been read and before the model sees `question`. This
+    order is fair: no method knows the question in advance. `answer_start` is the beginning of the
+    answer. chat: True if the text is a user's turn in the model's chat template, where it has one.
+    """
 
     context: str
     question: str = ""

@@ -1,4 +1,4 @@
-"""`Reader`: a model that reads with one recipe, or with the full cache; what tasks are given."""
+"""`Reader`: a model that reads text with one recipe or with the full cache. Tasks receive readers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,14 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy answer: its text (without `answer_start`), how many tokens were read before it, and the bytes that the
-    cache held after it. gold_nll: mean negative log-likelihood, in nats per token, of the gold answer over the same
-    packed prompt, where one was given; it moves before accuracy does."""
+    """A greedy answer.
+
+    - text: without `answer_start`.
+    - prompt_tokens: number of tokens read before the answer.
+    - footprint: bytes held by the cache after the answer.
+    - gold_nll: mean negative log-likelihood of the gold answer over the same packed prompt, in nats
+      per token; None without a gold answer. It changes before accuracy does.
+    """
 
     text: str
     prompt_tokens: int
@@ -38,13 +43,15 @@ class Answer:
 
 
 class Reader:
-    """A model (of transformers, with its tokenizer) with a recipe, or `FULL` for transformers' own cache.
+    """A model of transformers and its tokenizer with a recipe, or `FULL` for transformers' own
+    cache.
 
-    prefill: shared by the readers of one run on the same model, so that each prompt is computed once. calibration: a
-    file or a folder of them, for recipes that learn from a corpus; else the default place is looked in.
+    prefill: shared by all readers of one run on the same model, so that each prompt is computed
+    once. calibration: a file or a folder of files, for recipes that need a calibration corpus; by
+    default the standard folder is searched.
 
     Raises:
-        UserError: unknown recipe, one that cannot serve the model, or one that lacks its calibration.
+        UserError: a recipe that is unknown, does not support the model or lacks its calibration.
     """
 
     def __init__(
@@ -61,15 +68,15 @@ class Reader:
         self._prefill = (prefill or Prefill(model)) if shares_prefill(model) else None
         self._last_pass: tuple[Tensor, tuple[Tensor, Footprint]] | None = None
         self._calibration = None if recipe == FULL else calibration_for(model, recipe, calibration)
-        self._new_cache()  # says what does not fit
+        self._new_cache()  # raises if the recipe does not support the model
 
     @property
     def context_tokens(self) -> int:
-        """Most tokens the model takes; without a limit of its own, 2³⁰."""
+        """Maximum context of the model in tokens; 2³⁰ for a model without a limit."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of `text` alone, without special ones."""
+        """Return the number of tokens of `text` alone, without special tokens."""
         return len(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     @torch.no_grad()
@@ -81,11 +88,13 @@ class Reader:
         stop: Sequence[str] = (),
         min_new_tokens: int = 0,
     ) -> Answer:
-        """Read the context, pack it, feed the question, answer greedily until the end token, one of `stop`, or
-        `max_new_tokens`. The end token and `stop` do not end it before `min_new_tokens`.
+        """Read the context, pack it, feed the question and answer greedily.
+
+        The answer ends at the end token, at one of `stop`, or after `max_new_tokens`. The first two
+        are ignored before `min_new_tokens`.
 
         Raises:
-            UserError: prompt and answer do not fit the model's context.
+            UserError: prompt and answer exceed the model's context.
         """
         self._last_pass = None
         split = split_ids(self.tokenizer, prompt, gold)
@@ -93,8 +102,8 @@ class Reader:
         tokens = split.context.shape[1] + split.rest.shape[1]
         if tokens + following > self.context_tokens:
             raise UserError(
-                f"a prompt of {tokens:,} tokens and {following:,} more do not fit the model's context of "
-                f"{self.context_tokens:,}: ask for a shorter length"
+                f"a prompt of {tokens:,} tokens and {following:,} answer tokens exceed the model's context of "
+                f"{self.context_tokens:,}: give a shorter length"
             )
         device = self.model.device
         with self.reading():
@@ -107,8 +116,12 @@ class Reader:
 
     @torch.no_grad()
     def simulate(self, ids: Tensor, sinks: int = 0) -> tuple[Tensor, Footprint]:
-        """Logits [T, vocabulary] of ids [1, T] from one forward pass in which every key and value of every layer is
-        coded before attention (as KVQuant evaluates), but for the first `sinks` tokens."""
+        """Return logits [T, vocabulary] of ids [1, T] from one forward pass over quantised keys and
+        values.
+
+        Every key and value of every layer, except the first `sinks` tokens, is encoded and decoded
+        before attention. KVQuant evaluates in this way.
+        """
         if self._cache_recipe is None:
             return self._full_pass(ids)
         cache = SimulatedCache(self.model.config, self._cache_recipe, sinks, self._calibration)
@@ -117,8 +130,12 @@ class Reader:
 
     @torch.no_grad()
     def read(self, ids: Tensor, chunk: int, prefix: int = 0) -> tuple[Tensor, Footprint]:
-        """Logits [T - prefix, vocabulary] of ids [1, T] from position `prefix` on, through the real cache: `prefix`
-        tokens are packed from one exact prefill, then `chunk` at a time."""
+        """Return logits [T - prefix, vocabulary] of ids [1, T] from position `prefix` on, through
+        the real cache.
+
+        The first `prefix` tokens are packed after one exact prefill; the others are read `chunk` at
+        a time.
+        """
         if self._cache_recipe is None:
             logits, held = self._full_pass(ids)
             return logits[prefix:], held
@@ -130,20 +147,23 @@ class Reader:
         return logits, held_by(cache)
 
     def extras(self) -> dict[str, Any]:
-        """What a record should know beside the recipe."""
+        """Return fields that a record needs in addition to the recipe."""
         return {} if self._calibration is None else {"calibration": self._calibration.about()}
 
     def _new_cache(self) -> Any:
         return new_cache(self.model, self._cache_recipe, self._calibration)
 
     def reading(self) -> AbstractContextManager[Any]:
-        """What the model has to be in while it reads or decodes over a cache of this reader."""
+        """Return the context manager for running the model with a cache of this reader."""
         if self._cache_recipe is None:
             return nullcontext()
         return compress(self.model, self._cache_recipe, self._calibration)
 
     def read_context(self, ids: Tensor) -> Any:
-        """To be called while `reading`: a cache that holds ids [1, T], packed; empty where T is 0."""
+        """Return a packed cache that holds ids [1, T], or an empty cache if T is 0.
+
+        Call it inside the context manager `reading`.
+        """
         cache = self._new_cache()
         if ids.shape[1] and self._prefill is not None:
             self._prefill.fill(cache, ids)
@@ -152,7 +172,8 @@ class Reader:
         return cache
 
     def _full_pass(self, ids: Tensor) -> tuple[Tensor, Footprint]:
-        """The ordinary forward pass, kept for the same ids: every other reader is compared with it."""
+        """Run the ordinary forward pass. The result for the last ids is kept for comparing other
+        readers."""
         if self._last_pass is None or not torch.equal(self._last_pass[0], ids):
             self._last_pass = None  # freed before the next one is made
             cache = new_cache(self.model, None)

@@ -1,8 +1,9 @@
-"""Records of an evaluation: JSON lines, one per task, sample and recipe, appended as soon as each is done.
+"""Records of an evaluation: JSON lines, one per task, sample and recipe, appended as soon as each
+is done.
 
-A record is found again by what was asked for (`KEY`); so a run that was stopped goes on where it was, runs with other
-options live in the same file, and a run over more windows of a text uses those that are there. A last line without its
-end, which a killed run may leave, is dropped.
+A record is identified by its request (`KEY`). A stopped run therefore continues where it was, and
+runs with other options can share the file. A run over more windows of a text reuses the existing
+ones. An incomplete last line, which a killed run may leave, is dropped.
 """
 
 from __future__ import annotations
@@ -23,23 +24,26 @@ from tersekv.lab.evals.tasks.base import Result
 FILE = "records.jsonl"
 KEY = ("task", "options", "sample", "recipe", "model", "seed")
 COUNTS = ("windows",)
-"""Options that say how many samples there are and nothing of what each of them is."""
+"""Options that only set the number of samples and do not affect any one of them."""
 Record = dict[str, Any]
 
 
 def key_of(record: Record) -> str:
-    """What was asked for, as one string; with the calibration, where the recipe has one."""
+    """Return the request as one string, including the calibration if the recipe has one."""
     asked = {name: record[name] for name in KEY} | {"options": of_each_sample(record["options"])}
     return json.dumps([*asked.values(), record.get("calibration")], sort_keys=True)
 
 
 def of_each_sample(options: Record) -> Record:
-    """A task's options without those that only count samples."""
+    """Return a task's options without those that only set the number of samples."""
     return {name: value for name, value in options.items() if name not in COUNTS}
 
 
 def make(asked: Record, result: Result, extras: dict[str, Any], seconds: float) -> Record:
-    """The record of one result; `asked` holds the fields of `KEY`. Metrics that are no finite number are null."""
+    """Build the record of one result. `asked` holds the fields of `KEY`.
+
+    Metrics that are not finite become null.
+    """
     held = result.footprint.to_dict()
     return {
         **asked,
@@ -53,7 +57,7 @@ def make(asked: Record, result: Result, extras: dict[str, Any], seconds: float) 
 
 
 def versions() -> dict[str, str]:
-    """Of what can change a figure."""
+    """Return the versions of Python and the packages that can affect results."""
     found = {"tersekv": __version__, "python": platform.python_version()}
     for package in ("torch", "transformers"):
         try:
@@ -64,12 +68,12 @@ def versions() -> dict[str, str]:
 
 
 class Records:
-    """The records of a run by key: in memory, and in `folder`/records.jsonl where a folder is given.
+    """The records of a run by key, in memory and, if a folder is given, in `folder`/records.jsonl.
 
-    Use it as a context; the file is locked inside.
+    It is a context manager that locks the file.
 
     Raises:
-        UserError: a folder that cannot be written, a file that another run writes to, a line that is no record.
+        UserError: the folder cannot be written, another run writes to the file, or a line is not a record.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -99,11 +103,11 @@ class Records:
             self._file.close()
 
     def find(self, asked: Record) -> Record | None:
-        """The record with these fields of `KEY`, if it is there."""
+        """Return the record with these fields of `KEY`, or None."""
         return self._by_key.get(key_of(asked))
 
     def add(self, record: Record) -> Record:
-        """Keep a record, in the file before anything else; returns it as a later run will read it."""
+        """Append a record, first to the file. Return it as a later run will read it."""
         line = json.dumps(record, ensure_ascii=False, allow_nan=False)
         if self._file is not None:
             self._file.write(line.encode() + b"\n")
@@ -112,10 +116,11 @@ class Records:
 
 
 def read(path: Path) -> list[Record]:
-    """Every whole record of a file, or of the file in a folder, which is left as it is.
+    """Return every complete record of a file, or of the file in a folder, without changing the
+    file.
 
     Raises:
-        UserError: no file, or a line that is no record.
+        UserError: the file is missing, or a line is not a record.
     """
     path = path / FILE if path.is_dir() else path
     try:
@@ -126,7 +131,7 @@ def read(path: Path) -> list[Record]:
 
 
 def _whole_lines(file: BinaryIO, path: Path) -> list[Record]:
-    """The records of an open file, which ends with its last whole line from now on."""
+    """Return the records of an open file and truncate the file after its last complete line."""
     file.seek(0)
     data = file.read()
     file.truncate(data.rfind(b"\n") + 1)
@@ -142,13 +147,13 @@ def _parsed(data: bytes, path: Path) -> Iterator[Record]:
             key_of(record)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"line {number} of {path} is no record of an evaluation: remove the line or give another folder"
+                f"line {number} of {path} is not a record of an evaluation: remove the line or give another folder"
             ) from error
         yield record
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
-    """Held until the file is closed; the system drops it with the process."""
+    """Lock the file until it is closed. The system releases the lock when the process ends."""
     with contextlib.suppress(ImportError):  # Windows
         import fcntl
 

@@ -7,13 +7,23 @@
     Question: How many points did the Panthers defense surrender?
     Answer:                                                       → 308
 
-Questions and documents are those of SQuAD (qa_1) and HotpotQA (qa_2), from a folder: `squad.json` or `xquad.en.json`
-in SQuAD's layout (with or without `is_impossible`), `hotpotqa.json` or `hotpot_dev_distractor*.json`.
+Questions and documents come from SQuAD (qa_1) and HotpotQA (qa_2) files in a folder. These are
+`squad.json` or `xquad.en.json` in SQuAD's layout (with or without `is_impossible`), and
+`hotpotqa.json` or `hotpot_dev_distractor*.json`.
 
-Kept: texts, the i-th sample asks the i-th question, documents of its own article first and then any others.
-Different: documents are shuffled for each sample (there, by one seed, so that the right one always stands in the same
-place); where HotpotQA's ten paragraphs of a question do not all fit, distracting ones are left out, never supporting
-ones (there, it does not end); with more room than documents, all of them are there once (there, they are repeated).
+Kept:
+
+- the texts;
+- the i-th sample uses the i-th question;
+- documents of the question's own article come before any others.
+
+Different:
+
+- Documents are shuffled for each sample. In RULER one seed puts the right one always in the same
+  place.
+- If the ten paragraphs of a HotpotQA question do not all fit, distractors are removed, never
+  supporting paragraphs. RULER does not terminate in this case.
+- If there is room for more than all documents, each is used once. RULER repeats them.
 """
 
 from __future__ import annotations
@@ -44,7 +54,8 @@ FILES = {
 
 @dataclass(frozen=True)
 class Asked:
-    """A question: its answers, the documents it needs, and those that go with it, by number."""
+    """A question with its answers. needed: numbers of its documents. near: numbers of related
+    documents."""
 
     question: str
     answers: tuple[str, ...]
@@ -62,10 +73,10 @@ class Documents:
 
 @functools.lru_cache(maxsize=4)
 def read(subtask: str, folder: str) -> Documents:
-    """The questions of `qa_1` or `qa_2`.
+    """Read the questions of `qa_1` or `qa_2`.
 
     Raises:
-        UserError: the folder has no such file, or the file is none.
+        UserError: the folder has no such file, or the file is in another layout.
     """
     names = FILES[subtask]
     if not folder:
@@ -77,7 +88,7 @@ def read(subtask: str, folder: str) -> Documents:
         content = json.loads(found[0].read_text(encoding="utf-8"))
         return _squad(content) if subtask == "qa_1" else _hotpot(content)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{found[0]} is not in the layout of {names[0]} ({error!r:.80}): get it again") from error
+        raise UserError(f"{found[0]} is not in the layout of {names[0]} ({error!r:.80}): download it again") from error
 
 
 def _squad(content: dict[str, Any]) -> Documents:
@@ -113,7 +124,7 @@ def _hotpot(content: list[dict[str, Any]]) -> Documents:
 
 
 def build(documents: Documents, index: int, size: int, rng: Random) -> Case:
-    """The `index`-th question with `size` documents, those that it needs among them."""
+    """Build the `index`-th question with `size` documents, including those that it needs."""
     asked = documents.asked[index]
     more = size - len(asked.needed)
     if more <= len(asked.near):

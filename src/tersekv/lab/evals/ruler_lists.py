@@ -1,18 +1,31 @@
-"""RULER's variable tracking, common words and frequent words (NVIDIA/RULER, scripts/data/synthetic/
-variable_tracking.py, common_words_extraction.py, freq_words_extraction.py).
+"""RULER's variable tracking, common words and frequent words (NVIDIA/RULER,
+scripts/data/synthetic).
 
     Memorize and track the chain(s) of variable assignment hidden in the following text.
     … VAR JSAQE = 16482 … VAR KWLLZ = VAR JSAQE …
     Question: Find all variables that are assigned the value 16482 in the text above.
     Answer: According to the chain(s) of variable assignment in the text above, 5 variables are assigned …
 
-Kept: texts; one chain of 4 hops and an example of at most 500 tokens with names of three letters; 10 common words 30
-times and the others 3 times (below 4,096 tokens 6 and 1) and an example of 40 words (20), 10 and 3 times (3 and 1);
-words of six letters, the n-th as often as Zipf's law with exponent 2 says, the first as dots; each example in the
-same turn as the question.
-Different: names, words and their order are drawn for each sample, the example included (there, orders are drawn once
-for all); a variable's name is not in the example and the question at once; the space that ends the prompt of variable
-tracking is left out. Where the word lists are too short, an error takes the place of their second list.
+The scripts are variable_tracking.py, common_words_extraction.py and freq_words_extraction.py.
+
+Kept:
+
+- the texts, with each example in the same turn as the question;
+- variable tracking: one chain of 4 hops, and an example of at most 500 tokens whose names have
+  three letters;
+- common words: 10 words appear 30 times and the others 3 times (below 4,096 tokens: 6 times and
+  once);
+- its example: 40 words, 10 times and 3 times (below 4,096 tokens: 20 words, 3 times and once);
+- frequent words: words of six letters, whose frequencies follow Zipf's law with exponent 2; the
+  most frequent one is written as dots.
+
+Different:
+
+- Names, words and their order are drawn for each sample, including the example. RULER draws orders
+  once for all.
+- A variable's name is never in the example and in the question.
+- The space at the end of the variable tracking prompt is omitted.
+- Too short word lists are an error. RULER falls back to a second list.
 """
 
 from __future__ import annotations
@@ -57,17 +70,17 @@ FWE_QUESTION = (
 FWE_ANSWER = " Answer: According to the coded text above, the three most frequently appeared words are:"
 FWE_NEW_TOKENS, FWE_LETTERS = 50, 6
 FWE_LEAST = math.ceil(16 * math.pi**2 / 6)
-"""Words of which the fourth is there at least once."""
+"""Smallest number of words in which the fourth-ranked word appears at least once."""
 
 
 def variables(size: int, example_size: int, rng: Random) -> Case:
-    """Variable tracking: `size` repetitions of noise, `example_size` in the example."""
+    """Build variable tracking with `size` repetitions of noise, and `example_size` in the example."""
     names = _names(5, rng)
     example_names = _names(3, rng)
     context, value = _chain(names, size, rng)
     example, example_value = _chain(example_names, example_size, rng)
     shown = VT_HEAD + example + VT_QUESTION.format(value=example_value)
-    # Two spaces: one ends their prompt, one stands before the answer
+    # Two spaces: one ends RULER's prompt, one precedes the answer.
     shown += VT_ANSWER.format(value=example_value, count=VT_HOPS + 1) + "  " + " ".join(example_names) + "\n\n"
     prompt = Prompt(
         shown + VT_HEAD + context, VT_QUESTION.format(value=value), VT_ANSWER.format(value=value, count=VT_HOPS + 1)
@@ -76,7 +89,7 @@ def variables(size: int, example_size: int, rng: Random) -> Case:
 
 
 def variables_example(size: int, rng: Random) -> str:
-    """What an example with `size` repetitions of noise looks like, to be measured."""
+    """Return an example with `size` repetitions of noise, for counting its tokens."""
     context, value = _chain(_names(3, rng), size, rng)
     return VT_HEAD + context + VT_QUESTION.format(value=value) + VT_ANSWER.format(value=value, count=VT_HOPS + 1)
 
@@ -96,11 +109,11 @@ def _chain(names: list[str], size: int, rng: Random) -> tuple[str, str]:
 
 
 def common_words(size: int, length: int, rng: Random, words: Words) -> Case:
-    """Common words: `size` different ones, for a prompt of `length` tokens."""
+    """Build common words with `size` different words for a prompt of `length` tokens."""
     every = words.every
     if size > len(every):
         raise UserError(
-            f"cwe needs more than the {len(every):,} different words there are to fill {length:,} tokens: give a "
+            f"cwe needs more than the {len(every):,} available words to fill {length:,} tokens: give a "
             "folder with longer adjectivelist.txt, nounlist.txt and verblist.txt as data, or a smaller length"
         )
     often, seldom, example = (6, 1, (20, 3, 1)) if length < 4096 else (30, 3, (40, 10, 3))
@@ -119,7 +132,7 @@ def _numbered(words: list[str], often: int, seldom: int, rng: Random) -> tuple[s
 
 
 def frequent_words(size: int, length: int, rng: Random) -> Case:
-    """Frequent words: about `size` coded ones, of a vocabulary for a prompt of `length` tokens."""
+    """Build frequent words with about `size` coded words, for a prompt of `length` tokens."""
     vocabulary: dict[str, None] = {}
     while len(vocabulary) < max(4, (length - FWE_NEW_TOKENS) // 50):
         vocabulary["".join(rng.choices(string.ascii_lowercase, k=FWE_LETTERS))] = None

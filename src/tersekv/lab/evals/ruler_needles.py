@@ -1,14 +1,22 @@
-"""RULER's eight needle tasks (NVIDIA/RULER, scripts/data/synthetic/niah.py and scripts/synthetic.yaml).
+"""RULER's eight needle tasks (NVIDIA/RULER, scripts/data/synthetic/niah.py and
+scripts/synthetic.yaml).
 
     A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about …
     … One of the special magic numbers for torpid-kid is: 1683472. …
     What is the special magic number for torpid-kid mentioned in the provided text?
     The special magic number for torpid-kid mentioned in the provided text is         → 1683472
 
-Kept: texts and their singular forms, kinds of haystack (repeated noise, essays, other needles), keys and values,
-depths of needles in essays (40 steps, between sentences), random lines otherwise.
-Different: keys are distinct (there, two may be equal by chance), the order of needles is drawn for each sample (there,
-one for all), a sentence ends at its mark (there, a trained tokenizer finds it).
+Kept:
+
+- the texts and their singular forms, keys and values;
+- the kinds of haystack (repeated noise, essays, other needles);
+- needle depths: 40 steps between sentences of essays, random lines otherwise.
+
+Different:
+
+- Keys are distinct. In RULER two may be equal by chance.
+- The order of needles is drawn for each sample. RULER uses one order for all.
+- A sentence ends at its end mark. RULER uses a trained tokenizer.
 """
 
 from __future__ import annotations
@@ -35,7 +43,8 @@ DEPTHS = tuple(round(100 * i / 39) for i in range(40))
 
 @dataclass(frozen=True)
 class Kind:
-    """A task: what the haystack is made of, what keys and values are, how many there are and are asked for."""
+    """Settings of a task: the haystack, the kinds of keys and values, and how many are hidden and
+    queried."""
 
     haystack: str
     key: str = "words"
@@ -58,7 +67,8 @@ KINDS = {
 
 
 def build(kind: Kind, size: int, rng: Random, words: Words, essay: tuple[str, ...]) -> Case:
-    """A case with `size` repetitions of noise, words of the essay, or other needles; it has no name and no cell."""
+    """Build a case without id and cell. size: repetitions of noise, words of the essay, or other
+    needles."""
     keys = _distinct(kind.key, kind.keys, rng, words)
     held = {key: [_drawn(kind.value, rng, words) for _ in range(kind.values)] for key in keys}
     needles = [NEEDLE.format(values=kind.value, key=key, value=value) for key in keys for value in held[key]]
@@ -79,7 +89,7 @@ def build(kind: Kind, size: int, rng: Random, words: Words, essay: tuple[str, ..
 
 
 def least(kind: Kind) -> int:
-    """The smallest size in which the needles have room."""
+    """Return the smallest size with room for the needles."""
     return 1 if kind.haystack == "essay" else max(5, kind.keys * kind.values)
 
 

@@ -1,5 +1,7 @@
-"""Scores of answers, as fractions, each as the benchmark's own script computes it; what that script does oddly and is
-kept, so that numbers compare, is said in the docstring."""
+"""Scores of answers as fractions, computed as in each benchmark's own script.
+
+Oddities of those scripts are kept, so that numbers compare; the docstrings name them.
+"""
 
 from __future__ import annotations
 
@@ -12,43 +14,48 @@ from tersekv.extras import require
 
 
 def first_number(text: str) -> int | None:
-    """The first run of digits (passkey retrieval)."""
+    """Return the first run of digits (passkey retrieval)."""
     found = re.search(r"\d+", text)
     return int(found[0]) if found else None
 
 
 def last_number(text: str) -> int | None:
-    """The last run of digits (LongEval)."""
+    """Return the last run of digits (LongEval)."""
     found = re.findall(r"\d+", text)
     return int(found[-1]) if found else None
 
 
 def word_recall(answer: str, expected: str) -> float:
-    """Distinct words of `expected` that the answer has, over all its words (Fu et al., visualize.py).
+    """Return the distinct words of `expected` in the answer, divided by all words of `expected`.
 
-    A word that `expected` has twice counts once above and twice below, so a perfect answer may score less than 1.
+    Source: Fu et al., visualize.py. A word that appears twice in `expected` counts once in the
+    numerator and twice in the denominator, so a perfect answer may score below 1.
     """
     words = expected.lower().split()
     return len(set(answer.lower().split()) & set(words)) / len(words)
 
 
 def printable(answer: str) -> str:
-    """RULER's clean-up: control characters become line ends."""
+    """Replace control characters by line ends, as RULER does."""
     return re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip()
 
 
 def match_all(answer: str, expected: Sequence[str]) -> float:
-    """The share of expected strings in the answer, whatever the case (RULER's string_match_all)."""
+    """Return the share of expected strings in the answer, ignoring case (RULER's string_match_all)."""
     return sum(word.lower() in answer.lower() for word in expected) / len(expected)
 
 
 def match_part(answer: str, expected: Sequence[str]) -> float:
-    """1 if one of the expected strings is in the answer, whatever the case (RULER's string_match_part)."""
+    """Return 1 if one of the expected strings is in the answer, ignoring case (RULER's
+    string_match_part)."""
     return float(any(word.lower() in answer.lower() for word in expected))
 
 
 def token_f1(answer: str, expected: str) -> float:
-    """F1 of the bags of words after SQuAD's normalisation: lower case, no punctuation, no a, an, the."""
+    """Return the F1 score of the bags of words after SQuAD's normalisation.
+
+    It converts to lower case and removes punctuation and the words a, an and the.
+    """
     got, wanted = _normal_words(answer), _normal_words(expected)
     same = sum((Counter(got) & Counter(wanted)).values())
     if not same:
@@ -63,10 +70,13 @@ def _normal_words(text: str) -> list[str]:
 
 
 def rouge_l(answer: str, expected: str) -> float:
-    """ROUGE-L F of PyPI's `rouge` 1.0: sentences end at every full stop; words in the union over sentence pairs of
-    their longest common subsequences, over the distinct words of each side.
+    """Return the ROUGE-L F score of PyPI's `rouge` 1.0.
 
-    As there, an answer without a sentence scores 0. Not kept: its 0 for pairs of sentences too long for its recursion.
+    Sentences end at every full stop. The overlap is the union, over all sentence pairs, of the
+    words in their longest common subsequences. It is divided by the distinct words of each side.
+
+    As in `rouge`, an answer without a sentence scores 0. Its score of 0 for sentence pairs that are
+    too long for its recursion is not reproduced.
     """
     got, wanted = _dotted_sentences(answer), _dotted_sentences(expected)
     if not got or not wanted:
@@ -85,7 +95,7 @@ def _dotted_sentences(text: str) -> list[list[str]]:
 
 
 def _common_subsequence(x: Sequence[str], y: Sequence[str]) -> list[str]:
-    """A longest common subsequence; of several the one that `rouge` finds, which counts for the union."""
+    """Return a longest common subsequence. Ties are broken as in `rouge`, which affects the union."""
     table = [[0] * (len(y) + 1) for _ in range(len(x) + 1)]
     for i, a in enumerate(x, 1):
         for j, b in enumerate(y, 1):
@@ -104,22 +114,24 @@ def _common_subsequence(x: Sequence[str], y: Sequence[str]) -> list[str]:
 
 
 def share_of_numbers(answer: str, expected: str) -> float:
-    """The share of the answer's numbers that are the expected one (LongBench's count and retrieval scores)."""
+    """Return the share of the answer's numbers equal to the expected one (LongBench's count and
+    retrieval scores)."""
     numbers = re.findall(r"\d+", answer)
     return numbers.count(expected) / len(numbers) if numbers else 0.0
 
 
 def paragraph_number(answer: str, expected: str) -> float:
-    """`share_of_numbers` with the number in `Paragraph N` (LongBench's retrieval_score)."""
+    """Return `share_of_numbers` for the number in `Paragraph N` (LongBench's retrieval_score)."""
     found = re.search(r"Paragraph (\d+)", expected)
     return share_of_numbers(answer, found[1]) if found else 0.0
 
 
 def classification(answer: str, expected: str, classes: Sequence[str]) -> float:
-    """1/n if the expected class is among the n classes named in the answer, but for those that are proper parts of
-    its name (LongBench).
+    """Return 1/n if the expected class is among the n classes named in the answer (LongBench).
 
-    Kept: classes are struck off the list that is gone through, so the one after each that is struck is not looked at.
+    Classes whose names are proper parts of the expected name are not counted. LongBench removes
+    them from the list while iterating over it, so the class after each removed one is skipped. This
+    is kept.
     """
     named = [name for name in classes if name in answer]
     place = 0
@@ -131,10 +143,11 @@ def classification(answer: str, expected: str, classes: Sequence[str]) -> float:
 
 
 def edit_similarity(answer: str, expected: str) -> float:
-    """Levenshtein-type ratio, in whole percent, of the answer's first line that is no comment or fence (LongBench's
-    code_sim_score with `fuzz.ratio`, which rounds).
+    """Return the similarity of the first code line of the answer with the expected line.
 
-    The ratio is that of `thefuzz` and of `fuzzywuzzy` with python-Levenshtein; without it, `fuzzywuzzy` uses difflib's.
+    It is `fuzz.ratio`, rounded to whole percent, of the first line that is neither a comment nor a
+    code fence (LongBench's code_sim_score). The ratio equals that of `thefuzz`, and of `fuzzywuzzy`
+    with python-Levenshtein. Without python-Levenshtein, `fuzzywuzzy` uses difflib's ratio.
 
     Raises:
         UserError: rapidfuzz is not installed.

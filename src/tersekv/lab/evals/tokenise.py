@@ -1,4 +1,4 @@
-"""A prompt as token ids, cut where the context ends."""
+"""Tokenise a prompt and split it at the end of the context."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from tersekv.lab.evals.prompt import Prompt
 
 
 class SplitIds(NamedTuple):
-    """context [1, C] is read before the cache is packed, rest [1, R] (R ≥ 1) after; gold: ids of the gold answer."""
+    """Token ids of a split prompt.
+
+    context [1, C] is read before the cache is packed, and rest [1, R] (R ≥ 1) after. gold: ids of
+    the gold answer.
+    """
 
     context: Tensor
     rest: Tensor
@@ -21,11 +25,13 @@ class SplitIds(NamedTuple):
 
 
 def split_ids(tokenizer: Any, prompt: Prompt, gold: str | None = None) -> SplitIds:
-    """The whole prompt is tokenised at once; the rest begins with the first token that starts at or after the end of
-    the context's text. At least one token is left to the rest, since the answer follows from it.
+    """Tokenise the whole prompt at once and split it at the end of the context.
+
+    The rest begins with the first token that starts at or after the end of the context's text. It
+    has at least one token, because the answer follows from it.
 
     Raises:
-        UserError: an empty prompt, or a tokenizer that does not say where its tokens stand.
+        UserError: an empty prompt, or a tokenizer that does not report character offsets.
     """
     text, end, plain = _whole(tokenizer, prompt)
     ids, spans = _encode(tokenizer, text, plain)
@@ -40,7 +46,8 @@ def split_ids(tokenizer: Any, prompt: Prompt, gold: str | None = None) -> SplitI
 
 
 def _whole(tokenizer: Any, prompt: Prompt) -> tuple[str, int, bool]:
-    """The text that the model reads, where the context ends in it, and whether special tokens are still to be added."""
+    """Return the text that the model reads, the context's end in it, and True if special tokens
+    must be added."""
     said = prompt.context + prompt.question
     if not (prompt.chat and getattr(tokenizer, "chat_template", None)):
         return said + prompt.answer_start, len(prompt.context), True
@@ -48,7 +55,7 @@ def _whole(tokenizer: Any, prompt: Prompt) -> tuple[str, int, bool]:
     kept = said.strip()  # templates may strip a turn
     start = text.find(kept)
     if start < 0:
-        raise UserError("the model's chat template changes a user's text: use the task without it")
+        raise UserError("the model's chat template changes the user's text: run the task without the template")
     stripped = len(said) - len(said.lstrip())
     return text + prompt.answer_start, start + max(0, min(len(kept), len(prompt.context) - stripped)), False
 
@@ -56,16 +63,18 @@ def _whole(tokenizer: Any, prompt: Prompt) -> tuple[str, int, bool]:
 def _encode(tokenizer: Any, text: str, plain: bool) -> tuple[list[int], list[tuple[int, int]]]:
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
-            f"{type(tokenizer).__name__} does not say where its tokens stand in a text; evaluation needs a fast "
-            "tokenizer (tokenizer.json)"
+            f"{type(tokenizer).__name__} does not report character offsets; evaluation needs a fast tokenizer "
+            "(tokenizer.json)"
         )
     made = tokenizer(text, add_special_tokens=plain, return_offsets_mapping=True, verbose=False)
     return list(made["input_ids"]), [(start, stop) for start, stop in made["offset_mapping"]]
 
 
 def _gold_ids(tokenizer: Any, text: str, ids: list[int], gold: str, plain: bool) -> list[int]:
-    """The gold answer's tokens as they follow the prompt; tokenised alone where it would change the prompt's last
-    token."""
+    """Return the gold answer's tokens as they follow the prompt.
+
+    It is tokenised alone if it would change the prompt's last token.
+    """
     joint, _ = _encode(tokenizer, text + gold, plain)
     if joint[: len(ids)] == ids and len(joint) > len(ids):
         return joint[len(ids) :]

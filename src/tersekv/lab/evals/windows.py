@@ -1,4 +1,4 @@
-"""Windows of a text, as perplexity and divergence read them."""
+"""Windows of a text, the samples of perplexity and divergence."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ if TYPE_CHECKING:
 BUILT_IN = "pydoc"
 Mode = Literal["cache", "simulate"]
 POSITIONS_AT_A_TIME = 256
-"""Positions whose distributions over the vocabulary are made at a time, which bounds the copies of logits."""
+"""Number of positions whose distributions are computed at a time. It limits the memory for logits."""
 
 
 @dataclass(frozen=True)
 class WindowTask(Task):
     """Options of tasks that read windows of a text.
 
-    text: "pydoc" (the language reference in Python's standard library) or a file. context: tokens per window. windows:
-    how many, from the start of the text; 0 for all. mode: "cache" reads through the real cache, `prefix` tokens at once
-    that are not scored, then `chunk` at a time; "simulate" is one forward pass with every key and value coded, but for
-    the first `sinks` tokens.
+    - text: "pydoc" (the language reference in Python's standard library) or a file.
+    - context: tokens per window.
+    - windows: their number, from the start of the text; 0 for all.
+    - mode: "cache" reads through the real cache: `prefix` tokens at once, which are not scored,
+      then `chunk` at a time. "simulate" is one forward pass with every key and value quantised,
+      except those of the first `sinks` tokens.
     """
 
     text: str = BUILT_IN
@@ -51,53 +53,57 @@ class WindowTask(Task):
                 raise UserError(f"{name}={getattr(self, name)} is too small; give {low} or more")
         if self.mode == "simulate" and self.prefix:
             raise UserError(
-                f"prefix={self.prefix} belongs to mode=cache; in mode=simulate every token is coded: leave one of them "
-                "out"
+                f"prefix={self.prefix} belongs to mode=cache; in mode=simulate every token is quantised: remove one of "
+                "them"
             )
         if self.mode == "cache" and self.sinks:
             raise UserError(
-                f"sinks={self.sinks} belongs to mode=simulate, and mode is cache: give mode=simulate, too, or write a "
-                "real cache's sinks into the recipe, like window:sinks=4+kivi:bits=2"
+                f"sinks={self.sinks} belongs to mode=simulate, and mode is cache: give mode=simulate, or set a real "
+                "cache's sinks in the recipe, for example window:sinks=4+kivi:bits=2"
             )
         if self.prefix > self.context - 2:
-            raise UserError(f"prefix={self.prefix} leaves nothing to score of a window of {self.context} tokens")
+            raise UserError(
+                f"prefix={self.prefix} leaves nothing to score in a window of {self.context} tokens; give at most "
+                f"{self.context - 2}"
+            )
 
     def about(self) -> str:
-        """Windows, text and mode, in plain words."""
+        """Describe windows, text and mode in plain words."""
         count = "all" if self.windows == 0 else str(self.windows)
         read = f"{count} window{'' if self.windows == 1 else 's'} of {self.context:,} tokens of {Path(self.text).name}"
         if self.mode == "simulate":
             exact = f", the first {self.sinks} tokens exact" if self.sinks else ""
-            return f"{read}, every key and value coded in one pass{exact} (mode=simulate)"
+            return f"{read}, every key and value quantised in one pass{exact} (mode=simulate)"
         first = f"{self.prefix:,} packed at once, the others scored " if self.prefix else ""
         return f"{read}, {first}{self.chunk} tokens at a time through the real cache (mode=cache)"
 
     def instances(self, reader: Reader) -> Sequence[Sample]:
-        """The first windows of the text; `data` is ids [1, context], and the id names their content."""
+        """Return the first windows of the text. `data` is ids [1, context], and the id contains a
+        hash of them."""
         if self.context > reader.context_tokens:
             raise UserError(
-                f"context={self.context:,} is more than the model's {reader.context_tokens:,} tokens: give fewer"
+                f"context={self.context:,} exceeds the model's {reader.context_tokens:,} tokens: give fewer"
             )
         text = read_text(self.text)
         ids = torch.tensor([reader.tokenizer(text, verbose=False)["input_ids"]])
         whole = ids.shape[1] // self.context
         if whole < max(1, self.windows):
             raise UserError(
-                f"text {self.text!r} has {ids.shape[1]:,} tokens, {whole} windows of {self.context:,}; "
-                f"{max(1, self.windows)} were asked for: give fewer windows, a shorter context or a longer text"
+                f"text {self.text!r} has {ids.shape[1]:,} tokens, {whole} windows of {self.context:,}, but "
+                f"{max(1, self.windows)} are needed: give fewer windows, a shorter context or a longer text"
             )
         windows = ids[:, : whole * self.context].split(self.context, dim=1)[: self.windows or whole]
         return [Sample(f"{i}-{_digest(window)}", window) for i, window in enumerate(windows)]
 
     def logits(self, sample: Sample, reader: Reader) -> tuple[Tensor, Footprint]:
-        """Logits [T, vocabulary] of a window, and the bytes behind them."""
+        """Return logits [T, vocabulary] of a window, and the size of the cache."""
         if self.mode == "simulate":
             return reader.simulate(sample.data, self.sinks)
         return reader.read(sample.data, self.chunk, self.prefix)
 
 
 def read_text(text: str) -> str:
-    """The built-in text, or a file's."""
+    """Return the built-in text or the text of a file."""
     if text == BUILT_IN:
         return pydoc_text()
     try:

@@ -1,8 +1,9 @@
-"""Words to make keys and lists of.
+"""Word lists for keys and lists of words.
 
-RULER and LongEval take the lists of the package wonderwords; its files (adjectivelist.txt, nounlist.txt, verblist.txt,
-a word a line) are read from a folder where one is given. Otherwise the words are those of corpus `pydoc`, dealt out in
-alphabetical order: no adjective need be one. They depend on the version of Python.
+RULER and LongEval use the lists of the package wonderwords. Its files (adjectivelist.txt,
+nounlist.txt, verblist.txt, one word per line) are read from a folder if one is given. Otherwise the
+words of the corpus `pydoc` are distributed over the three lists in alphabetical order, so an
+"adjective" may be any word. They depend on the version of Python.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FILES = ("adjectivelist.txt", "nounlist.txt", "verblist.txt")
 
 @dataclass(frozen=True)
 class Words:
-    """Three lists."""
+    """Three word lists."""
 
     adjectives: tuple[str, ...]
     nouns: tuple[str, ...]
@@ -29,15 +30,15 @@ class Words:
 
     @property
     def every(self) -> list[str]:
-        """All of them, sorted, each once."""
+        """All words, sorted, each once."""
         return sorted({*self.adjectives, *self.nouns, *self.verbs})
 
     def key(self, rng: Random) -> str:
-        """Like `torpid-kid`."""
+        """Return a random key such as `torpid-kid`."""
         return f"{rng.choice(self.adjectives)}-{rng.choice(self.nouns)}"
 
     def keys(self, rng: Random, count: int) -> list[str]:
-        """`count` different keys, in the order in which they were drawn."""
+        """Return `count` different keys in the order in which they were drawn."""
         made: dict[str, None] = {}
         while len(made) < count:
             made[self.key(rng)] = None
@@ -46,10 +47,10 @@ class Words:
 
 @functools.lru_cache(maxsize=4)
 def word_lists(folder: str = "") -> Words:
-    """The lists in `folder`, or those of corpus `pydoc` where it has none.
+    """Return the lists in `folder`, or those of the corpus `pydoc` if it has none.
 
     Raises:
-        UserError: some of the lists are there and others are not, or cannot be read.
+        UserError: only some of the lists exist, or one cannot be read.
     """
     paths = [Path(folder) / name for name in FILES]
     if folder and any(path.exists() for path in paths):
@@ -67,5 +68,5 @@ def _read(path: Path) -> tuple[str, ...]:
         ) from error
     words = tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
     if not words:
-        raise UserError(f"the word list {path} is empty: put a word on each line")
+        raise UserError(f"the word list {path} is empty: write one word per line")
     return words

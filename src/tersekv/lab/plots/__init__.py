@@ -1,1 +1,2 @@
-"""Pictures from a model's own keys and from records: kinds, one file each in `kinds/`, drawn by `style.render`."""
+"""Plots of a model's keys and of records. Each file in `kinds/` is one kind; `style.render` draws
+it."""

@@ -1,4 +1,4 @@
-"""What a kind of picture is: what it reads, and a function that draws it and says in figures what it shows."""
+"""Types of plots: the data that a kind of plot reads, and the figure and tables that it makes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Reads = Literal["keys", "evaluation", "timings", "decodings", "streams", "bytes"
 
 
 class KeyFigures(NamedTuple):
-    """A table for the terminal: the numbers that the picture shows. The first `left` columns are text."""
+    """A table of the plotted numbers for the terminal. The first `left` columns are aligned left."""
 
     title: str
     columns: Sequence[str]
@@ -24,7 +24,7 @@ class KeyFigures(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A drawing, a sentence for readers who do not see it, and its key figures."""
+    """A figure, its alternative text, and tables of its numbers."""
 
     figure: Figure
     alt: str
@@ -32,15 +32,17 @@ class Picture(NamedTuple):
 
 
 def model_name(model: str) -> str:
-    """A model for a title: a folder's own name, a known name or a Hub id as it is."""
+    """Return a model's name for a title: the last part of a folder, otherwise the name or Hub id."""
     return Path(model).name if model.startswith((".", "~", "/")) or model.count("/") > 1 else model
 
 
 class ModelKeys(NamedTuple):
-    """A model's keys of one text, after RoPE, and its values.
+    """A model's keys (after RoPE) and values for one text.
 
-    keys, values: of every attention layer, float32 [Hkv, T, D]. layers: those to look at. head: the one KV head to look
-    at, None for all. text: where the tokens come from.
+    - keys, values: one tensor per attention layer, float32 [Hkv, T, D].
+    - layers: the layers to plot.
+    - head: the KV head to plot, None for all.
+    - text: the source of the tokens.
     """
 
     model: str
@@ -51,30 +53,37 @@ class ModelKeys(NamedTuple):
     values: Sequence[Tensor] = ()
 
     def of(self, layer: int) -> Tensor:
-        """The chosen heads' keys of a layer, [H, T, D]."""
+        """Return the keys of a layer for the chosen heads, [H, T, D]."""
         return self._heads(self.keys[layer])
 
     def values_of(self, layer: int) -> Tensor:
-        """Their values, [H, T, Dv]."""
+        """Return the values of a layer for the chosen heads, [H, T, Dv]."""
         return self._heads(self.values[layer])
 
     def _heads(self, x: Tensor) -> Tensor:
         return x if self.head is None else x[self.head : self.head + 1]
 
     def caption(self) -> str:
-        """Model, length and source, for a title."""
+        """Return model, length and source for a title."""
         heads = "all KV heads" if self.head is None else f"KV head {self.head}"
         return f"{model_name(self.model)}, {self.keys[0].shape[1]:,} tokens of {Path(self.text).name}, {heads}"
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A file of `kinds/`: its `PLOT` says what the file's name draws.
+    """A kind of plot. Each file of `kinds/` defines one as `PLOT`, named after the file.
 
-    reads: "keys" (a `ModelKeys`), "evaluation" (records of `tersekv eval`), "bytes" (`Held`, of such records or
-    predicted), "timings" (`Timing`, of a benchmark of attention), "decodings"
-    (`Rate`, of one of decoding) or "streams" (`StreamStep`, of one of growing caches). draw:
-    called with that and the options named in `options`. needs: packages of the extra `lab` besides matplotlib.
+    reads: type of the data passed to `draw`.
+
+    - "keys": a `ModelKeys`.
+    - "evaluation": records of `tersekv eval`.
+    - "bytes": a list of `Held`, from such records or predicted.
+    - "timings": a list of `Timing`, from a benchmark of attention.
+    - "decodings": a list of `Rate`, from a benchmark of decoding.
+    - "streams": a list of `StreamStep`, from a benchmark of growing caches.
+
+    draw: called with the data and the options named in `options`. needs: packages of the extra
+    `lab` in addition to matplotlib.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""Records of benchmarks: JSON lines whose rows have the fields that a picture needs."""
+"""Read the records of benchmarks: JSON lines with the fields that a plot needs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from typing import Any
 from tersekv.errors import UserError
 
 DRAWN_BY = {"attend": "speed", "generate": "decoding"}
-"""Kinds of pictures that draw the records of `tersekv bench`."""
+"""Kind of plot that draws the records of each `tersekv bench` command."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A file of `benchmarks/records/` without its suffix, the command that makes it, what a row of it is, and a row's
-    fields, those of `measured` positive numbers."""
+    """A records file of a benchmark.
+
+    - name: file in `benchmarks/records/` without its suffix.
+    - command: the command that writes it.
+    - row: description of one row, for error messages.
+    - fields: fields that each row needs. Those in `measured` must be positive numbers.
+    """
 
     name: str
     command: str
@@ -28,14 +33,14 @@ class Benchmark:
 
     @property
     def bench(self) -> str:
-        """How its records name it."""
+        """Name of the benchmark in its records."""
         return self.command.split()[-1]
 
     def read(self, paths: Sequence[Path]) -> list[dict[str, Any]]:
-        """Every row of the files.
+        """Return all rows of the files.
 
         Raises:
-            UserError: no file, or records of something else.
+            UserError: no file is given, or the files hold other records.
         """
         if not paths:
             raise UserError(f"no records were given: give a file like benchmarks/records/{self.name}.jsonl")
@@ -45,7 +50,7 @@ class Benchmark:
         return rows
 
     def lines(self, path: Path) -> list[str]:
-        """The lines of a file that are not blank."""
+        """Return the lines of a file that are not blank."""
         try:
             return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         except IsADirectoryError as error:
@@ -65,7 +70,7 @@ class Benchmark:
             kind = row.get("what") or row.get("task") or row.get("bench") if isinstance(row, dict) else None
             drawn = DRAWN_BY.get(row.get("bench", "")) if isinstance(row, dict) else None
             raise UserError(
-                f"line {number} of {path} is no {self.row}{f' (it is of {kind!r})' if kind else ''}: "
+                f"line {number} of {path} is not a {self.row}{f' (it is of {kind!r})' if kind else ''}: "
                 + (
                     f"`tersekv plot {drawn} {path}` draws those"
                     if drawn and row.get("bench") != self.bench

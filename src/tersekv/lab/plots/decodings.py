@@ -1,4 +1,4 @@
-"""Records of `tersekv bench generate`: tokens per second of a cache after so many tokens."""
+"""Read records of `tersekv bench generate`: decoding speed of a cache by context length."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ GENERATE = Benchmark(
 
 
 class Setting(NamedTuple):
-    """How a run decoded. prefill_chunk: tokens of a forward pass over the prompt, None if it was read whole. execution:
-    how a step was run, "eager" or another word of the records."""
+    """Settings of a decoding run.
+
+    prefill_chunk: tokens per forward pass over the prompt, None if it was read whole. execution:
+    how a step was run, "eager" or another value in the records.
+    """
 
     dtype: str
     prefill_chunk: int | None
@@ -29,8 +32,11 @@ class Setting(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """Tokens per second of one cache after one context: the median of all rounds, the slowest and the fastest. adds_ms:
-    what the context adds to a step, the median; None in records that do not say."""
+    """Decoding speed of one cache after one context, in tokens per second.
+
+    middle, low, high: median, slowest and fastest of all rounds. adds_ms: median time that the
+    context adds to a step, None for records without it.
+    """
 
     model: str
     setting: Setting
@@ -43,10 +49,13 @@ class Rate(NamedTuple):
 
 
 def read_decodings(paths: Sequence[Path]) -> list[Rate]:
-    """Every setting, cache and context in files of JSON lines, in order of first appearance; runs of the same are one.
+    """Return the speed for every setting, cache and context in the files, in order of first
+    appearance.
+
+    Repeated runs are merged.
 
     Raises:
-        UserError: no file, or records of something else.
+        UserError: no file is given, or the files hold other records.
     """
     found: dict[tuple[str, Setting, str, int], tuple[list[float], list[float]]] = {}
     for row in GENERATE.read(paths):
@@ -60,6 +69,9 @@ def read_decodings(paths: Sequence[Path]) -> list[Rate]:
 
 
 def _key(row: dict[str, Any]) -> tuple[str, Setting, str, int]:
-    """Earlier records name the context `depth`; they are of float32 weights and of prompts read whole."""
+    """Return the identity of a row.
+
+    Earlier records name the context `depth`. They used float32 weights and read prompts whole.
+    """
     setting = Setting(row.get("dtype", "float32"), row.get("prefill_chunk"), row.get("execution", "eager"))
     return row["model"], setting, row["cache"], row["context"] if "context" in row else row["depth"]

@@ -1,4 +1,5 @@
-"""Records of an evaluation in groups that compare: one task with its options, model and seed, all recipes."""
+"""Group comparable records of an evaluation: one task with its options, model and seed, and all
+recipes."""
 
 from __future__ import annotations
 
@@ -19,14 +20,17 @@ from tersekv.lab.evals.tasks import Task, tasks
 from tersekv.lab.plots.benchmarks import DRAWN_BY
 
 PREFERRED = ("kl", "perplexity_ratio", "accuracy", "perplexity")
-"""The first of these that a task has is its metric where none is asked for."""
+"""Metrics in order of preference. The first one that a task has is used by default."""
 LOWER_IS_BETTER = ("perplexity", "nll", "kl", "gold_nll")
 _UNITS = {"perplexity_ratio": "perplexity / the full cache's", "kl": "KL divergence from the full cache (nats)"}
 
 
 @dataclass(frozen=True)
 class Group:
-    """records: by recipe, the full cache first; each recipe has only samples that the full cache has, too."""
+    """Comparable records of one task.
+
+    records: by recipe, the full cache first. Recipes only have samples that the full cache has too.
+    """
 
     task: Task
     name: str
@@ -38,16 +42,16 @@ class Group:
 
     @property
     def title(self) -> str:
-        """The task and what it reads, in plain words."""
+        """Describe the task and the text that it reads in plain words."""
         return f"{self.name}: {self.task.about()}"
 
     def changed(self) -> dict[str, Any]:
-        """The options that are not the task's defaults."""
+        """Return the options that differ from the task's defaults."""
         defaults = {field.name: field.default for field in dataclasses.fields(self.task)}
         return {name: value for name, value in self.options.items() if value != defaults.get(name)}
 
     def command(self, out: str) -> str:
-        """The call of `tersekv eval` that makes these records."""
+        """Return the `tersekv eval` command that makes these records."""
         recipes = [part for recipe in self.records if recipe != FULL for part in ("--recipe", recipe)]
         options = [
             part for name, value in self.changed().items() for part in (f"--{name.replace('_', '-')}", written(value))
@@ -56,26 +60,27 @@ class Group:
 
     @property
     def full(self) -> Summary:
-        """The full cache's summary."""
+        """Summary of the full cache."""
         return self.summaries[0]
 
     @property
     def packed(self) -> list[Summary]:
-        """The other recipes' summaries."""
+        """Summaries of the other recipes."""
         return self.summaries[1:]
 
     def metric(self, asked: str | None = None) -> str | None:
-        """The metric asked for where the task has it, or its preferred one; None where it has none of these."""
+        """Return the requested metric, or the preferred one by default; None if the task does not
+        have it."""
         names = self.full.metrics
         wanted = PREFERRED if asked is None else (asked,)
         return next((name for name in wanted if name in names), None)
 
 
 def read_records(paths: Sequence[Path]) -> list[Record]:
-    """The records of evaluations in files or folders, each once.
+    """Return the evaluation records in files or folders, each once.
 
     Raises:
-        UserError: no records there, or records of something else.
+        UserError: there are no records, or they are of another kind.
     """
     if not paths:
         raise UserError("no records were given: give the folder that `tersekv eval … --out FOLDER` wrote")
@@ -88,19 +93,20 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
             _check(record, path)
             found[key_of(record)] = record
     if not found:
-        raise UserError(f"{', '.join(map(str, paths))} has no records in it yet: run `tersekv eval … --out FOLDER`")
+        raise UserError(f"{', '.join(map(str, paths))} has no records yet: run `tersekv eval … --out FOLDER`")
     return list(found.values())
 
 
 def grouped(records: Sequence[Record], task: str | None = None) -> list[Group]:
-    """Groups in the order of their first records, those of `task` alone where it is given.
+    """Group records, in the order of their first records. With `task`, use only records of that
+    task.
 
     Raises:
-        UserError: no records of that task; tasks or options that this version does not know.
+        UserError: no records of that task, or tasks or options that this version does not know.
     """
     names = list(dict.fromkeys(record["task"] for record in records))
     if task is not None and task not in names:
-        raise UserError(f"the records hold no task {task!r}{hint(task, names)} (they hold {', '.join(names)})")
+        raise UserError(f"the records have no task {task!r}{hint(task, names)} (they have {', '.join(names)})")
     found: dict[str, list[Record]] = {}
     for record in records:
         if task in (None, record["task"]):
@@ -110,17 +116,17 @@ def grouped(records: Sequence[Record], task: str | None = None) -> list[Group]:
 
 
 def written(value: Any) -> str:
-    """An option's value as the command line takes it."""
+    """Return an option's value as the command line takes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def lower_is_better(metric: str) -> bool:
-    """Whether less of a metric is better."""
+    """True if a smaller value of the metric is better."""
     return metric.startswith(LOWER_IS_BETTER)
 
 
 def axis_label(metric: str) -> str:
-    """A metric's name with its unit."""
+    """Return a metric's name with its unit."""
     arrow = "lower is better" if lower_is_better(metric) else "higher is better"
     return f"{_UNITS.get(metric, metric.replace('_', ' '))}, {arrow}"
 
@@ -138,7 +144,7 @@ def _group(members: Sequence[Record]) -> Group:
     full = {record["sample"]: record for record in members if record["recipe"] == FULL}
     if not full:
         raise UserError(
-            f"the records of task {first['task']!r} lack the full cache, which the others are compared with: "
+            f"the records of task {first['task']!r} lack the full cache, the baseline of all comparisons: "
             "run `tersekv eval` again with the same --out"
         )
     by_recipe: dict[str, list[Record]] = {FULL: list(full.values())}
@@ -150,11 +156,12 @@ def _group(members: Sequence[Record]) -> Group:
 
 
 def _refuse_benchmarks(path: Path) -> None:
-    """A benchmark's records are JSON lines, too; say what draws them."""
+    """Raise an error for records of a benchmark, which are JSON lines too. It names the plot for
+    them."""
     try:
         first = json.loads((path / FILE if path.is_dir() else path).read_text(encoding="utf-8").split("\n", 1)[0])
     except (OSError, ValueError):
-        return  # the reader says what is wrong
+        return  # the reader reports the error
     if isinstance(first, dict) and "task" not in first:
         kind = DRAWN_BY.get(first.get("bench", ""))
         drawn = f"; `tersekv plot {kind} {path}` draws those" if kind else ""
@@ -169,6 +176,6 @@ def _check(record: Record, path: Path) -> None:
     maps = all(isinstance(record.get(name), dict) for name in ("options", "metrics", "bytes_by_part", "details"))
     if not (numbers and maps):
         raise UserError(
-            f"{path} has a record of task {record['task']!r}, recipe {record['recipe']!r} that lacks figures: "
+            f"{path} has a record of task {record['task']!r}, recipe {record['recipe']!r} without all its numbers: "
             "run the evaluation again into a new folder"
         )

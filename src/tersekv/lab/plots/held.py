@@ -1,4 +1,4 @@
-"""What caches hold by part, from records or predicted."""
+"""Bytes that caches hold by part, from records or predicted."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from tersekv.cache.estimate import CacheShape
 
 SAME_LENGTH = 0.98
-"""Samples of at least this share of the longest one's tokens count as equally long."""
+"""Share of the longest sample's tokens from which samples count as equally long."""
 
 
 class Held(NamedTuple):
-    """A recipe's bytes by part at a length, and where that comes from."""
+    """Bytes of a recipe by part at one length. origin: source of the numbers."""
 
     recipe: str
     tokens: int
@@ -30,17 +30,17 @@ class Held(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """All parts."""
+        """Size of all parts together."""
         return sum(self.parts.values())
 
     @property
     def full(self) -> bool:
-        """Whether it is the cache that nothing was packed in."""
+        """True for the full cache."""
         return self.recipe == FULL
 
 
 def held_at_longest(group: Group) -> list[Held]:
-    """Each recipe's mean bytes over the group's longest samples, the full cache first."""
+    """Return each recipe's mean bytes over the group's longest samples, the full cache first."""
     longest = max(record["tokens"] for found in group.records.values() for record in found)
     made = []
     for recipe, found in group.records.items():
@@ -55,12 +55,12 @@ def held_at_longest(group: Group) -> list[Held]:
 
 
 def longest(groups: Sequence[Group]) -> Group:
-    """The group that read most tokens."""
+    """Return the group with the longest sample."""
     return max(groups, key=lambda g: max(record["tokens"] for found in g.records.values() for record in found))
 
 
 def predicted(shape: CacheShape, model: str, recipes: Sequence[str], tokens: int) -> list[Held]:
-    """What the full cache and recipes would hold after one prefill of `tokens` tokens."""
+    """Predict the bytes of the full cache and of recipes after one prefill of `tokens` tokens."""
     origin = f"{model_name(model)}, predicted from its shapes"
     size = shape.elements(tokens) * shape.dtype.itemsize
     made = [Held(FULL, tokens, {"exact": size}, 8.0 * shape.dtype.itemsize, origin)]

@@ -1,4 +1,4 @@
-"""Names beside points that do not cover each other, the points, the lines of the picture, or its frame."""
+"""Place names next to points so that they do not cover each other, points, lines or the frame."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DISTANCES = (7, 10, 14, 20, 28, 38, 50, 66, 86, 110)
-"""How far from its point a label may stand, in printer's points, nearest first."""
+"""Distances between a label and its point to try, in typographic points, nearest first."""
 DIRECTIONS = 24
 LINE = 24
-"""Characters of a label's line, where its parts allow it."""
+"""Maximum number of characters in a label's line, if its parts allow it."""
 LEADER_FROM = 11
-"""A label further than this from its point, in printer's points, is joined to it by a thin line."""
+"""Distance from its point, in typographic points, above which a label is joined to it by a thin
+line."""
 
 Line = tuple[float, float, float, float]
 
 
 class Mark(NamedTuple):
-    """A point in data coordinates, with its name."""
+    """A named point in data coordinates."""
 
     x: float
     y: float
@@ -36,15 +37,15 @@ class Mark(NamedTuple):
 
 
 def short(recipe: str) -> str:
-    """A recipe in short lines, broken only where its parts or options begin."""
+    """Break a recipe into short lines, only where its parts or options begin."""
     return "\n".join(broken(recipe, LINE))
 
 
 def place(figure: Figure, axes: Axes, marks: Sequence[Mark], lines: Sequence[Line], fontsize: float = 7.5) -> None:
-    """Write each mark's name near it, with a thin line where it had to go further.
+    """Write each mark's name near it, with a thin line to distant names.
 
-    lines: what is not to be covered beside the marks, x0, y0, x1, y1 in data coordinates. The figure's layout is
-    settled before, and must not change after.
+    lines: other segments that names must not cover, x0, y0, x1, y1 in data coordinates. The
+    figure's layout is computed first and must not change afterwards.
     """
     figure.draw_without_rendering()
     scale = figure.dpi / 72
@@ -74,7 +75,7 @@ def _best(
     x: float, y: float, width: float, height: float, frame: Bbox, taken: Sequence[Bbox], lines: Sequence[Line],
     scale: float,
 ) -> Bbox:  # fmt: skip
-    """The box nearest to the point that covers nothing, or the one that covers least."""
+    """Return the nearest box that covers nothing, or the one that covers the least."""
     best, least = _around(x, y, width), math.inf
     area = width * height
     for distance, step in itertools.product(DISTANCES, range(DIRECTIONS)):
@@ -100,7 +101,7 @@ def _overlap(a: Bbox, b: Bbox) -> float:
 
 
 def _crosses(box: Bbox, line: Line) -> bool:
-    """Whether a segment passes through a box (Liang and Barsky's clipping)."""
+    """True if a segment passes through a box (Liang and Barsky's clipping)."""
     x0, y0, x1, y1 = line
     first, last = 0.0, 1.0
     for start, step, low, high in ((x0, x1 - x0, box.x0, box.x1), (y0, y1 - y0, box.y0, box.y1)):

@@ -1,7 +1,8 @@
-"""One HTML page of an evaluation that needs nothing else: style and pictures are inside, and nothing is fetched.
+"""One self-contained HTML page of an evaluation: styles and figures are inside, and nothing is
+fetched.
 
-Pictures are SVG in `img` elements, so that ids of one do not meet those of another; each stands on white, so that it is
-readable where the page is dark. The same records make the same bytes.
+Figures are SVG in `img` elements, so that their ids do not clash. Each has a white background, so
+that it is readable in dark mode. The same records give the same bytes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 class Section(NamedTuple):
-    """A part of the page: its anchor, its heading, its HTML."""
+    """A section of the page: its anchor, heading and HTML."""
 
     anchor: str
     heading: str
@@ -60,7 +61,10 @@ class Section(NamedTuple):
 
 
 def page(records: Sequence[Record], folder: str, out: str, quarters: bool = False) -> str:
-    """The whole page. folder, out: as the command names them. quarters: with a divergence's quarters and nll."""
+    """Return the whole page.
+
+    folder, out: as in the command. quarters: True to include divergence's quarters and nll.
+    """
     groups = grouped(records)
     models = ", ".join(dict.fromkeys(model_name(group.model) for group in groups))
     sections = [
@@ -102,7 +106,7 @@ def _pareto(records: Sequence[Record]) -> Iterable[Section]:
     )
     try:
         yield Section("pareto", "Quality against true bits", text + _picture("pareto", records))
-    except UserError:  # records of the full cache alone
+    except UserError:  # the records hold only the full cache
         yield Section("pareto", "Quality against true bits", "<p>The records hold no packed recipe to compare.</p>")
 
 
@@ -151,7 +155,7 @@ def _estimate(estimate: Estimate | None) -> str:
 
 
 def _needles(groups: Sequence[Group]) -> Iterable[Section]:
-    """Maps of the groups whose samples stand in a grid."""
+    """Return maps of the groups whose samples form a grid of lengths and depths."""
     for i, group in enumerate(groups, 1):
         if has_cells(group) and "accuracy" in group.full.metrics:
             records = [record for found in group.records.values() for record in found]

@@ -1,4 +1,4 @@
-"""Records of benchmarks that feed a long stream to a cache (`benchmarks/subgen.py`)."""
+"""Read records of benchmarks that feed a long stream to a cache (`benchmarks/subgen.py`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ SUBGEN = Benchmark("subgen", COMMAND, "step of a stream", (*FIELDS, "relative_er
 
 @dataclass(frozen=True)
 class StreamStep:
-    """A recipe's cache when `tokens` have come: bytes held, time of one more token and its attention in µs, and the
-    relative error of attention; runs of the same thing are one step, the median of theirs."""
+    """A recipe's cache after `tokens` tokens. Repeated runs are merged into their median.
+
+    bytes: size. step_us: time of one more token and its attention, in µs. error: relative error of
+    attention.
+    """
 
     recipe: str
     tokens: int
@@ -27,10 +30,10 @@ class StreamStep:
 
 
 def read_streams(paths: Sequence[Path]) -> list[StreamStep]:
-    """Every step in files of JSON lines, recipes in order of first appearance, by tokens.
+    """Return every step in the files: recipes in order of first appearance, steps by tokens.
 
     Raises:
-        UserError: no file, or records of something else.
+        UserError: no file is given, or the files hold other records.
     """
     rows = SUBGEN.read(paths)
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))

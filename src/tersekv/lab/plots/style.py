@@ -1,7 +1,7 @@
-"""How pictures look, and how they become bytes. Nothing here touches matplotlib's global state.
+"""Style of plots, and their conversion to bytes. matplotlib's global state is not changed.
 
-Colours of categories are Okabe and Ito's, which people with any common colour blindness tell apart; those of heat maps
-are viridis, whose lightness grows with the value.
+Colours of categories are Okabe and Ito's, which are distinct with any common colour blindness. Heat
+maps use viridis, whose lightness grows with the value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HEAT = "viridis"
 
 LETTER = 0.089
-"""Inches that a letter of a title takes, on average."""
+"""Average width of a letter of a title, in inches."""
 FORMATS = ("png", "svg", "pdf")
 _UNDATED: dict[str, dict[str, Any]] = {
     "png": {"Software": None},
@@ -38,7 +38,7 @@ _UNDATED: dict[str, dict[str, Any]] = {
 _WHAT_IT_SHOWS = {"png": "Description", "svg": "Description", "pdf": "Subject"}
 
 STYLE: dict[str, Any] = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so text has the same extent everywhere
+    "font.family": "DejaVu Sans",  # included in matplotlib, so text has the same size everywhere
     "font.size": 9,
     "axes.titlesize": 9.5,
     "axes.titlelocation": "left",
@@ -61,27 +61,28 @@ STYLE: dict[str, Any] = {
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of that many inches, laid out so that labels do not meet."""
+    """Return an empty figure of that size in inches, with a layout that keeps labels separate."""
     figure = Figure(figsize=(width, height), layout="constrained", dpi=144)
     FigureCanvasAgg(figure)
     return figure
 
 
 def heading(figure: Figure, title: str, detail: str = "") -> None:
-    """A title over the whole figure, flush left, with a second line of what was measured."""
+    """Write a title over the whole figure, flush left, with a second line of details."""
     letters = int(figure.get_figwidth() / LETTER)
     lines = [line for text in (title, detail) if text for line in textwrap.wrap(text, letters)]
     figure.suptitle("\n".join(lines), x=0.01, ha="left")
 
 
 def render(plot: Plot, source: Any, **options: Any) -> Picture:
-    """Draw, whatever style the user's own matplotlibrc sets."""
+    """Draw a plot independently of the user's own matplotlibrc."""
     with mpl_style.context(["default", STYLE]):
         return plot.draw(source, **options)
 
 
 def to_bytes(picture: Picture, form: str) -> bytes:
-    """The picture as png, svg or pdf: the same for the same figures, with what it shows in its metadata."""
+    """Return the picture as png, svg or pdf. Equal data gives equal bytes; metadata holds the
+    alternative text."""
     metadata = _UNDATED[form] | {_WHAT_IT_SHOWS[form]: picture.alt}
     made = io.BytesIO()
     with mpl_style.context(["default", STYLE]):
@@ -90,5 +91,5 @@ def to_bytes(picture: Picture, form: str) -> bytes:
 
 
 def colour_map(name: str = HEAT) -> matplotlib.colors.Colormap:
-    """A heat map's colours; missing values are light grey."""
+    """Return the colours of heat maps; missing values are light grey."""
     return matplotlib.colormaps[name].with_extremes(bad=LIGHT)

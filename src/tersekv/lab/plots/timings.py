@@ -1,4 +1,5 @@
-"""Records of benchmarks that time attention over a number of tokens (`tersekv bench attend --out`)."""
+"""Read records of benchmarks that time attention by number of tokens (`tersekv bench attend
+--out`)."""
 
 from __future__ import annotations
 
@@ -19,8 +20,13 @@ OURS = "tersekv"
 
 @dataclass(frozen=True)
 class Timing:
-    """One way of attending. shape: query heads/KV heads/head dim; bits: None for dense tensors. Times are µs; runs of
-    the same thing are one timing, the median of theirs. name: what a legend says."""
+    """Timing of one attention implementation.
+
+    - shape: query heads/KV heads/head dim.
+    - bits: None for dense tensors.
+    - median_us, p10_us, p90_us: in µs. Repeated runs are merged into their median.
+    - name: text of the legend.
+    """
 
     what: str
     bits: float | None
@@ -34,15 +40,15 @@ class Timing:
 
     @property
     def packed(self) -> bool:
-        """Whether it reads packed bytes."""
+        """True if packed bytes are read."""
         return self.bits is not None
 
 
 def read_timings(paths: Sequence[Path]) -> list[Timing]:
-    """Every timing in files of JSON lines, in order of first appearance.
+    """Return every timing in the files, in order of first appearance.
 
     Raises:
-        UserError: no file, or records of something else.
+        UserError: no file is given, or the files hold other records.
     """
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in ATTEND.read(paths):
@@ -59,10 +65,11 @@ def read_timings(paths: Sequence[Path]) -> list[Timing]:
 
 
 def _names(keys: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], str]:
-    """What a legend calls each key (what, bits, shape, tokens, threads).
+    """Return the legend text of each key (what, bits, shape, tokens, threads).
 
-    A format is one line whose bits may vary with shape and length. Only where one name stands for several formats, as
-    in older records, bits are told apart."""
+    A format is one line, although its bits may vary with shape and length. In older records one
+    name may mean several formats; only then does the text tell their bits apart.
+    """
     names = {}
     for what in dict.fromkeys(key[0] for key in keys):
         own = [key for key in keys if key[0] == what]
@@ -75,12 +82,12 @@ def _names(keys: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], str]:
 
 
 def _range(bits: Sequence[float]) -> str:
-    """4 or, rounded, 4.24–4.4."""
+    """Format bits as 4 or, rounded, as 4.24–4.4."""
     low, high = (f"{round(end, 2):g}" for end in (bits[0], bits[-1]))
     return low if low == high else f"{low}–{high}"
 
 
 def machine(paths: Sequence[Path]) -> str:
-    """The machines that the records name, with what their kernels were built for."""
+    """Return the machines named in the records, with the instruction set of their kernels."""
     rows = [json.loads(line) for path in paths for line in ATTEND.lines(path)]
     return "; ".join(dict.fromkeys(", ".join(str(r[k]) for k in ("cpu", "isa") if r.get(k)) for r in rows))

@@ -1,4 +1,4 @@
-"""Tasks, one per file: the file's name is its registration."""
+"""Tasks, one per file. A task is registered under its file's name."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ __all__ = ["Estimate", "Prompt", "Result", "Sample", "Task", "tasks"]
 
 @functools.lru_cache(maxsize=1)
 def tasks() -> dict[str, type[Task]]:
-    """Every task in this folder by name, sorted."""
+    """Return all tasks in this folder by name, sorted."""
     return {name: module.TASK for name, module in modules(__name__, __path__).items()}

@@ -1,7 +1,9 @@
-"""What a task is: a frozen, self-validating dataclass that makes samples and scores a reader on each of them.
+"""Base class of tasks: a frozen, self-validating dataclass that makes samples and scores a reader
+on them.
 
-A task's fields are its options (`tersekv eval <task> --field value`); the file's name is the task's name and its
-`TASK = TheClass` is the registration. Every recipe, and `full`, sees the same samples in one run.
+A task's fields are its options (`tersekv eval <task> --field value`). The file's name is the task's
+name, and `TASK = TheClass` registers it. In one run every recipe, and `full`, reads the same
+samples.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sample:
-    """One instance. id: the same in every run with equal options. data: what the task needs to evaluate it."""
+    """One sample. id: the same in every run with equal options. data: input of the task's
+    `evaluate`."""
 
     id: str
     data: Any
@@ -30,8 +33,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Result:
-    """What one reader made of one sample: metrics by name (fractions, not percent), tokens read, bytes held at that
-    length, and what a person would look at (the answer, the expected one)."""
+    """Result of one reader on one sample.
+
+    - metrics: by name, as fractions, not percent.
+    - tokens: number of tokens read.
+    - footprint: bytes held at that length.
+    - details: for inspection, for example the answer and the expected one.
+    """
 
     metrics: dict[str, float]
     tokens: int
@@ -47,9 +55,9 @@ class Estimate(NamedTuple):
 
     @staticmethod
     def of(values: Sequence[float]) -> Estimate:
-        """Mean and s/√n."""
+        """Compute the mean and its standard error s/√n."""
         mean = statistics.fmean(values) if values else math.nan
-        spread = len(values) > 1 and all(map(math.isfinite, values))  # stdev cannot take NaN
+        spread = len(values) > 1 and all(map(math.isfinite, values))  # statistics.stdev does not accept NaN
         stderr = statistics.stdev(values) / math.sqrt(len(values)) if spread else math.nan
         return Estimate(mean, stderr)
 
@@ -60,26 +68,29 @@ class Task(ABC):
 
     @property
     def more(self) -> tuple[str, ...]:
-        """Metrics that tables show only where they are asked for."""
+        """Metrics that tables show only on request."""
         return ()
 
     def about(self) -> str:
-        """What is read, in plain words; here the options by name."""
+        """Describe the text that is read in plain words. The default lists the options by name."""
         said = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return ", ".join(f"{name} {value}" for name, value in said.items() if value not in ("", None))
 
     @abstractmethod
     def instances(self, reader: Reader) -> Sequence[Sample]:
-        """The samples, made with the reader's tokenizer and no longer than its context; seeded.
+        """Make the samples with the reader's tokenizer. They fit its context and depend on the seed
+        only.
 
         Raises:
-            UserError: options that do not fit, data that is not there (and where to get it).
+            UserError: invalid options, or missing data; the message says where to get it.
         """
 
     @abstractmethod
     def evaluate(self, sample: Sample, reader: Reader, full: Reader) -> Result:
-        """Score `reader` on a sample; `full` reads the same with the full cache (they are one where reader is it)."""
+        """Score `reader` on a sample. `full` reads the same with the full cache and may be `reader`
+        itself."""
 
     def summarise(self, metrics: Sequence[dict[str, float]], full: Sequence[dict[str, float]]) -> dict[str, Estimate]:
-        """Means over samples; `full` holds the full cache's metrics on the same samples, in the same order."""
+        """Return means over samples. `full` holds the full cache's metrics of the same samples in
+        order."""
         return {name: Estimate.of([m[name] for m in metrics]) for name in (metrics[0] if metrics else {})}

@@ -1,14 +1,16 @@
-"""Divergence: how far next-token distributions move from those of the full cache.
+"""KL divergence of the next-token distributions from those of the full cache.
 
-An instance is a window of text, the same as perplexity's. At each position
+A sample is a window of text, the same as for perplexity. At each position:
 
     full cache  P = {" the": .61, " a": .22, …}        packed cache  Q = {" the": .58, " a": .25, …}
     kl = Σ P·ln(P/Q) = .003 nats                       top1_agreement = 1 (both say " the")
 
-The Kullback-Leibler divergence needs no labels and moves before any score does; it is what llama.cpp's `perplexity
---kl-divergence` reports for quantised weights ("Mean KLD", "Same top p"). Metrics are means over the positions of a
-window, kl_q1 to kl_q4 over its quarters, so that growth with position shows; their standard errors are over windows.
-The same logits give perplexity's metrics, which stand beside them.
+The Kullback-Leibler divergence needs no labels and changes before any score does. llama.cpp's
+`perplexity --kl-divergence` reports it for quantised weights ("Mean KLD", "Same top p").
+
+Metrics are means over the positions of a window. kl_q1 to kl_q4 are means over its quarters and
+show growth with the position. Standard errors are over windows. The same logits also give
+perplexity's metrics.
 """
 
 from __future__ import annotations
@@ -32,15 +34,16 @@ QUARTERS = 4
 
 @dataclass(frozen=True)
 class Divergence(WindowTask):
-    """Options are those of `WindowTask`; positions in `prefix` are not counted."""
+    """KL divergence task. Its options are those of `WindowTask`; positions in `prefix` are not
+    counted."""
 
     @property
     def more(self) -> tuple[str, ...]:
-        """Its quarters, and nll, which perplexity says as well."""
+        """The quarters, and nll, which perplexity reports as well."""
         return ("nll", *(f"kl_q{i}" for i in range(1, QUARTERS + 1)))
 
     def evaluate(self, sample: Sample, reader: Reader, full: Reader) -> Result:
-        """`kl` in nats, `top1_agreement`, `kl_q1` … `kl_q4`, and perplexity's `nll`."""
+        """Measure `kl` in nats, `top1_agreement`, `kl_q1` … `kl_q4`, and perplexity's `nll`."""
         logits, footprint = self.logits(sample, reader)
         kl, agree = compare(self.logits(sample, full)[0], logits)
         quarters = kl.tensor_split(QUARTERS)
@@ -50,15 +53,18 @@ class Divergence(WindowTask):
         return Result(metrics, sample.data.shape[1], footprint)
 
     def summarise(self, metrics: Sequence[dict[str, float]], full: Sequence[dict[str, float]]) -> dict[str, Estimate]:
-        """Means, and those of perplexity."""
+        """Return the means, and perplexity's metrics."""
         found = super().summarise(metrics, full)
-        scored = all("nll" in m for m in (*metrics, *full))  # records of earlier versions lack it
+        scored = all("nll" in m for m in (*metrics, *full))  # records of earlier versions lack nll
         return found | Perplexity().summarise(metrics, full) if scored else found
 
 
 def compare(full: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(full‖packed) in nats and whether the likeliest tokens agree (0 or 1), float64 [T] both, of logits
-    [T, vocabulary]."""
+    """Compare logits [T, vocabulary] of two caches, position by position.
+
+    Returns KL(full‖packed) in nats and 1 where the most likely tokens agree, else 0; both float64
+    [T].
+    """
     kl, agree = [], []
     for p, q in zip(full.split(POSITIONS_AT_A_TIME), packed.split(POSITIONS_AT_A_TIME), strict=True):
         log_p, log_q = p.float().log_softmax(-1), q.float().log_softmax(-1)

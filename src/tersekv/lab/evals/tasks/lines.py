@@ -8,15 +8,27 @@
     …
     Now the record is over. Tell me what is the <REGISTER_CONTENT> in line torpid-kid? I need the number.   → 24169
 
-Source: LongEval (Li et al., lmsys.org/blog/2023-06-29-longchat; DachengLi1/LongChat, longeval/generate_testcases.py).
-Kept: text, names of an adjective and a noun, numbers from 1 to 50,000, uniform target, chat template, 100 tokens at
-most, the last number of the answer counts; `data` reads the shipped cases (`200_lines.jsonl`), of which smaller ones
-are drawn that keep the target.
-Different: the space that ends the prompt is left out. Names are distinct, as theirs are; where they come from says
-tersekv.lab.evals.words (`data` may hold word lists instead). The record is packed before the question is read.
+Source: LongEval (Li et al., lmsys.org/blog/2023-06-29-longchat; DachengLi1/LongChat,
+longeval/generate_testcases.py).
 
-`variant=pairs` is our own, for models too small for that wording: lines `torpid-kid: 24169`, the question in the
-user's turn, and the name and colon given as the answer's beginning; the first number counts.
+Kept:
+
+- text, chat template, and names of an adjective and a noun;
+- numbers from 1 to 50,000, and a uniformly drawn target;
+- at most 100 answer tokens, of which the last number counts;
+- `data` reads LongEval's own cases (`200_lines.jsonl`); smaller cases are drawn from them and keep
+  the target.
+
+Different:
+
+- The space at the end of the prompt is omitted.
+- Names are distinct as in LongEval but come from tersekv.lab.evals.words, or from word lists in
+  `data`.
+- The record is packed before the question is read.
+
+`variant=pairs` is our own, for models too small for that wording. Lines are `torpid-kid: 24169`,
+and the question is in the user's turn. The answer begins with the given name and colon, and its
+first number counts.
 """
 
 from __future__ import annotations
@@ -55,8 +67,13 @@ MOST_LINES = 100_000
 
 @dataclass(frozen=True)
 class Lines(QuestionTask):
-    """samples: per number of lines. lines: numbers of lines, with commas. variant: `longeval` or `pairs`.
-    data: a folder with LongEval's `<n>_lines.jsonl` (for `longeval`), or with word lists."""
+    """Line retrieval task.
+
+    - samples: per number of lines.
+    - lines: numbers of lines, separated by commas.
+    - variant: `longeval` or `pairs`.
+    - data: a folder with LongEval's `<n>_lines.jsonl` (for `longeval`) or with word lists.
+    """
 
     lines: str = "10,20"
     variant: str = "longeval"
@@ -68,7 +85,7 @@ class Lines(QuestionTask):
         check_choice(self.variant, VARIANTS, "variant")
 
     def cases(self, reader: Reader) -> Iterator[Case]:
-        """Samples of each number of lines."""
+        """Yield the samples of each number of lines."""
         for count in parse_numbers(self.lines, "lines", 1, MOST_LINES):
             shipped = self._shipped(count)
             for i in range(self.samples):
@@ -82,29 +99,34 @@ class Lines(QuestionTask):
                 yield build(self.variant, pairs, name, f"{count}-{i}")
 
     def _shipped(self, count: int) -> list[dict[str, Any]]:
-        """LongEval's cases with the fewest lines that are enough; none where `data` has word lists or is not given."""
+        """Return LongEval's cases with the smallest sufficient number of lines.
+
+        The list is empty if `data` has word lists or is not given.
+        """
         if not self.data or any((Path(self.data) / file).exists() for file in FILES):
             return []
         if self.variant != "longeval":
-            raise UserError(f"variant=pairs takes names from word lists, and {self.data} has no {', '.join(FILES)}")
+            raise UserError(f"variant=pairs takes names from word lists, but {self.data} has no {', '.join(FILES)}")
         sizes = {int(p.name.split("_")[0]): p for p in Path(self.data).glob("[0-9]*_lines.jsonl")}
         enough = [size for size in sizes if size >= count]
         if not enough:
             raise UserError(
                 f"data {self.data!r} has no cases of {count} lines or more (files like 200_lines.jsonl, from "
-                "DachengLi1/LongChat): ask for fewer lines, or leave data away to have them made"
+                "DachengLi1/LongChat): give fewer lines, or omit data to generate them"
             )
         text = sizes[min(enough)].read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines() if line.strip()]
 
     def score(self, case: Case, text: str) -> dict[str, float]:
-        """1 if the number is right: the last one (LongEval), or the first (pairs)."""
+        """Return accuracy 1 if the number is correct: the last one (LongEval) or the first one
+        (pairs)."""
         number = last_number(text) if self.variant == "longeval" else first_number(text)
         return {"accuracy": float(number == int(case.expected[0]))}
 
 
 def subset(shipped: dict[str, Any], count: int, rng: Random) -> tuple[dict[str, int], str]:
-    """`count` lines of a shipped case in their order, its target among them, and the target's name."""
+    """Return `count` lines of a LongEval case in their order, including its target, and the
+    target's name."""
     pairs = {}
     for line in shipped["prompt"].splitlines():
         if line.startswith("line ") and ": REGISTER_CONTENT is <" in line:
@@ -117,7 +139,7 @@ def subset(shipped: dict[str, Any], count: int, rng: Random) -> tuple[dict[str, 
 
 
 def build(variant: str, pairs: dict[str, int], name: str, id: str) -> Case:
-    """The case that asks for `name`."""
+    """Build the case that asks for `name`."""
     place = list(pairs).index(name)
     cell = {"lines": len(pairs), "depth": round(100 * place / max(1, len(pairs) - 1))}
     expected = (str(pairs[name]),)

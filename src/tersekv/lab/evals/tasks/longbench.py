@@ -7,18 +7,33 @@
     Question: What occupation is shared by both Marge Piercy and Richard Aldington?
     Answer:                                                       → poet
 
-Source: Bai et al., LongBench (arXiv 2308.14508; THUDM/LongBench, pred.py, eval.py, metrics.py, config/).
-Kept: prompts, answer lengths, metrics (token F1, ROUGE-L, classification, retrieval, count, edit similarity; see
-lab/evals/scores.py), the best over the right answers, only the first line for trec, triviaqa and samsum, at least one
-token for samsum, a user's turn except for trec, triviaqa, samsum, lcc and repobench-p, prompts cut in the middle.
-`accuracy` is the mean over the datasets' means, each by its own metric.
-Different: a prompt is cut at its tokens' own characters (there, it is decoded from ids without special tokens) to what
-`length` leaves with the template and the longest answer (there, to a number per model, the template on top); no prompt
-ends with a space (passage_count's, passage_retrieval_en's and samsum's do); samsum's answer is cut at its first line's
-end, while there the line end is an end token. `samples` are drawn by the seed where a dataset has more. The text up to
-the question is packed before the rest is read.
+Source: Bai et al., LongBench (arXiv 2308.14508; THUDM/LongBench, pred.py, eval.py, metrics.py,
+config/).
 
-QJL's runner of these tasks swaps the tables of prompt and answer lengths: its figures are not those of this protocol.
+Kept:
+
+- prompts, answer lengths, and prompts cut in the middle;
+- metrics: token F1, ROUGE-L, classification, retrieval, count, edit similarity
+  (lab/evals/scores.py);
+- the best score over the correct answers;
+- only the first line counts for trec, triviaqa and samsum; at least one token for samsum;
+- a user's turn, except for trec, triviaqa, samsum, lcc and repobench-p.
+
+`accuracy` is the mean over the datasets' means, each by its own metric.
+
+Different:
+
+- A prompt is cut at character positions of its tokens. LongBench decodes it from ids without
+  special tokens.
+- Prompt, template and longest answer fit into `length`. LongBench cuts the prompt to a number per
+  model and adds the template.
+- No prompt ends with a space. In LongBench passage_count's, passage_retrieval_en's and samsum's do.
+- samsum's answer is cut at the end of its first line. In LongBench the line end is an end token.
+- `samples` samples are drawn by the seed if a dataset has more.
+- The text up to the question is packed before the rest is read.
+
+QJL's runner of these tasks swaps the tables of prompts and answer lengths. Its results therefore do
+not follow this protocol.
 """
 
 from __future__ import annotations
@@ -52,9 +67,14 @@ METRICS = {
 
 @dataclass(frozen=True)
 class LongBench(QuestionTask):
-    """samples: at most, per dataset. length: tokens of prompt and answer, at most. subtasks: datasets with commas, or
-    `all` that are there. data: a folder with <dataset>.jsonl (and dataset2prompt.json, dataset2maxlen.json where they
-    differ), or `hub` to download them."""
+    """LongBench task.
+
+    - samples: maximum per dataset.
+    - length: maximum number of tokens of prompt and answer.
+    - subtasks: datasets separated by commas, or `all` that are available.
+    - data: a folder with <dataset>.jsonl, or `hub` to download the files. The folder may hold its
+      own dataset2prompt.json and dataset2maxlen.json.
+    """
 
     length: str = "4k"
     subtasks: str = "all"
@@ -66,7 +86,7 @@ class LongBench(QuestionTask):
         chosen(self.subtasks, tuple(DATASETS), "subtasks")
 
     def cases(self, reader: Reader) -> Iterator[Case]:
-        """Samples of each dataset."""
+        """Yield the samples of each dataset."""
         length = parse_tokens(self.length, "length")
         check_lengths([length], reader)
         for name in self._datasets():
@@ -91,7 +111,7 @@ class LongBench(QuestionTask):
         return wanted
 
     def score(self, case: Case, text: str) -> dict[str, float]:
-        """The best over the answers, as `accuracy` and under the dataset's name."""
+        """Return the best score over the answers, as `accuracy` and under the dataset's name."""
         name = case.cell["subtask"]
         settings = DATASETS[name]
         if settings.first_line:
@@ -103,12 +123,12 @@ class LongBench(QuestionTask):
         return {"accuracy": accuracy, f"accuracy_{name}": accuracy}
 
     def summarise(self, metrics: Sequence[dict[str, float]], full: Sequence[dict[str, float]]) -> dict[str, Estimate]:
-        """Means per dataset, and their mean as `accuracy`."""
+        """Return the means per dataset, and their mean as `accuracy`."""
         return mean_of_subtasks(super().summarise(metrics, full))
 
 
 def build(reader: Reader, name: str, settings: Dataset, sample: dict[str, Any], index: int, length: int) -> Case:
-    """A sample cut in the middle to `length` tokens with its answer."""
+    """Build a sample, cut in the middle so that it has `length` tokens with its answer."""
     before, after = settings.prompt.split("{context}")
     question = after.replace("{input}", sample["input"]).rstrip(" ")
     whole = before + sample["context"] + question

@@ -1,4 +1,4 @@
-"""A needle in a haystack, over a grid of lengths and depths.
+"""Needle in a haystack, over a grid of lengths and depths.
 
     This is a very long story book: <book> … essays …
     The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.
@@ -6,21 +6,33 @@
      Based on the content of the book, Question: What is the best thing to do in San Francisco?
     Answer:                             → Eat a sandwich and sit in Dolores Park on a sunny day.
 
-Source: Kamradt's LLMTest_NeedleInAHaystack (placement, needle, question, 200 tokens kept free) with the prompt and the
-score of Fu et al. (arXiv 2402.10171; FranxYao/Long-Context-Data-Engineering, eval/needle), as PolarQuant uses them.
-`recall`: distinct words of "eat a sandwich and sit in Dolores Park on a sunny day." in the answer over all 12; "a"
-stands there twice, so that a perfect answer scores 11/12. `accuracy`: that phrase is in the answer.
+Source: Kamradt's LLMTest_NeedleInAHaystack (placement, needle, question, 200 tokens reserved). The
+prompt and the score are those of Fu et al. (arXiv 2402.10171;
+FranxYao/Long-Context-Data-Engineering, eval/needle), as PolarQuant uses them.
 
-`protocol=minference`: needle "The special magic {city} number is: {7 digits}", prompt of MInference (arXiv 2407.02490;
-experiments/needle_in_a_haystack); `accuracy`: the number is in the answer.
+`recall` is the number of distinct words of "eat a sandwich and sit in Dolores Park on a sunny day."
+in the answer, over all 12. The word "a" occurs twice, so a perfect answer scores 11/12. `accuracy`
+is 1 if that phrase is in the answer.
 
-Kept: what is said above, greedy answers of 50 (32) tokens at most. Fu et al. log a ROUGE-1 F too, but plot recall.
-Different: haystacks are corpus `pydoc` or a text of yours, for Kamradt's essays cannot be carried along (PG-19 in
-MInference); seed 0's first sample reads it from the beginning, as Kamradt does, the others from drawn places. Cities
-are drawn from their distinct list. chat=true puts the prompt into a user's turn and its last words ("Answer:") at the
-beginning of the answer, without the `<|im_start|>` and the space that the authors' plain prompts (chat=false) begin
-and end with; the space is left out of those, too. Where prompt and answer need more than the 200 tokens, they get them.
-The haystack is packed before the question is read.
+`protocol=minference`: the needle is "The special magic {city} number is: {7 digits}", in the prompt
+of MInference (arXiv 2407.02490; experiments/needle_in_a_haystack). `accuracy` is 1 if the number is
+in the answer.
+
+Kept: everything above, and greedy answers of at most 50 (MInference: 32) tokens. Fu et al. also log
+a ROUGE-1 F score, but plot recall.
+
+Different:
+
+- Haystacks are the corpus `pydoc` or a file, because Kamradt's essays cannot be distributed.
+  MInference uses PG-19.
+- The first sample of seed 0 reads the text from its beginning, as Kamradt does. The others start at
+  random places.
+- Cities are drawn from the distinct names of MInference's list.
+- chat=true puts the prompt into a user's turn and its last words ("Answer:") at the beginning of
+  the answer. The authors' plain prompts (chat=false) begin with `<|im_start|>` and end with a
+  space. chat=true omits both, and chat=false omits the space.
+- If question and answer need more than the 200 reserved tokens, more are reserved.
+- The haystack is packed before the question is read.
 """
 
 from __future__ import annotations
@@ -53,8 +65,11 @@ PROTOCOLS = ("fu", "minference")
 
 
 class Hidden(NamedTuple):
-    """What is hidden, and the words around: those before and after the haystack, the question, and the prompt's last
-    words, with which the answer begins in a chat."""
+    """A needle and the text around it.
+
+    - around: text before and after the haystack.
+    - last: last words of the prompt. In a chat the answer begins with them.
+    """
 
     needle: str
     around: tuple[str, str]
@@ -66,8 +81,14 @@ class Hidden(NamedTuple):
 
 @dataclass(frozen=True)
 class Needle(QuestionTask):
-    """samples: per length and depth. lengths: tokens with prompt and answer. depths: percent. protocol: `fu` or
-    `minference`. text: `pydoc` or a file. chat: as a user's turn, or as plain text."""
+    """Needle-in-a-haystack task.
+
+    - samples: per length and depth.
+    - lengths: tokens of prompt and answer. depths: percent.
+    - protocol: `fu` or `minference`.
+    - text: `pydoc` or a file.
+    - chat: True for a user's turn, False for plain text.
+    """
 
     samples: int = 1
     lengths: str = "1k,2k"
@@ -83,7 +104,7 @@ class Needle(QuestionTask):
         check_choice(self.protocol, PROTOCOLS, "protocol")
 
     def cases(self, reader: Reader) -> Iterator[Case]:
-        """Samples of each length and depth."""
+        """Yield the samples of each length and depth."""
         lengths = parse_lengths(self.lengths)
         check_lengths(lengths, reader)
         for length in lengths:
@@ -103,11 +124,11 @@ class Needle(QuestionTask):
             over = case.tokens(reader) - length
             if over <= 0:
                 return case
-            room -= over  # tokens at the edges of the parts may come out otherwise
+            room -= over  # tokens at the boundaries of the parts may change when the parts are joined
         raise too_short("needle", length)
 
     def _text(self, i: int) -> str:
-        """The text from where sample `i` begins to read, and then from its beginning."""
+        """Return the text from the start of sample `i`, followed by the whole text."""
         text = read_text(self.text)
         start = Random(f"{self.seed}-{i}").randrange(len(text)) if self.seed or i else 0
         start = text.rfind("\n", 0, start) + 1
@@ -123,7 +144,7 @@ class Needle(QuestionTask):
         return Case(id, prompt, (hidden.expected,), hidden.new_tokens, cell)
 
     def score(self, case: Case, text: str) -> dict[str, float]:
-        """`accuracy`, and for Fu et al. `recall`."""
+        """Return `accuracy`, and `recall` for Fu et al."""
         expected = case.expected[0]
         metrics = {"accuracy": float(expected.rstrip(".").lower() in text.lower())}
         if self.protocol == "fu":
@@ -132,7 +153,7 @@ class Needle(QuestionTask):
 
 
 def fu() -> Hidden:
-    """Kamradt's needle in Fu et al.'s prompt."""
+    """Return Kamradt's needle in Fu et al.'s prompt."""
     return Hidden(
         needle=f"\nThe best thing to do in San Francisco is {EATEN}\n",
         around=("This is a very long story book: <book> ", " </book>.\n"),
@@ -144,7 +165,7 @@ def fu() -> Hidden:
 
 
 def minference(rng: Random) -> Hidden:
-    """MInference's needle and prompt."""
+    """Return MInference's needle and prompt."""
     city, number = rng.choice(CITIES.split(",")), str(rng.randint(10**6, 10**7 - 1))
     return Hidden(
         needle=f"\nThe special magic {city} number is: {number}\n",

@@ -6,15 +6,24 @@
     The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.The grass is green. …
     What is the pass key? The pass key is             → 22014
 
-Source: Mohtashami and Jaggi, Landmark Attention (arXiv 2305.16300; epfml/landmark-attention, llama/run_test.py), and
-the form that PoSE gave it (arXiv 2309.10400; dwzhu-pku/PoSE, src/eval_passkey.py), which KVQuant uses.
+Source: Mohtashami and Jaggi, Landmark Attention (arXiv 2305.16300; epfml/landmark-attention,
+llama/run_test.py), and its form in PoSE (arXiv 2309.10400; dwzhu-pku/PoSE, src/eval_passkey.py),
+which KVQuant uses.
 
-Kept: texts, key from 1 to 50,000, uniform number of repetitions (`pose`, joined without a space) or characters
-(`landmark`) before it, plain completion of at most 10 tokens, the first number in it is the answer.
-Different: PoSE counts 25 tokens for a repetition, as LLaMA's tokenizer does, and none for the answer; here as many are
-taken as fit into the length with the answer, counted with the model's tokenizer. landmark's lengths are characters
-(0 to 38,000), here tokens as well. The text up to the question is packed before the question is read; KVQuant's run
-quantises during prefill.
+Kept:
+
+- the texts, and a key from 1 to 50,000;
+- a uniformly drawn number of repetitions (`pose`, joined without a space) or characters
+  (`landmark`) before the key;
+- plain completion of at most 10 tokens, of which the first number is the answer.
+
+Different:
+
+- PoSE counts 25 tokens per repetition, as LLaMA's tokenizer does, and none for the answer. Here the
+  model's tokenizer counts, and prompt and answer fill the length as far as repetitions fit.
+- landmark's lengths are characters (0 to 38,000); here they are tokens.
+- The text up to the question is packed before the question is read. KVQuant's run quantises during
+  prefill.
 """
 
 from __future__ import annotations
@@ -44,7 +53,8 @@ VARIANTS = ("pose", "landmark")
 
 @dataclass(frozen=True)
 class Passkey(QuestionTask):
-    """samples: per length. lengths: tokens with the answer. variant: `pose` or `landmark`."""
+    """Passkey task. samples: per length. lengths: tokens with the answer. variant: `pose` or
+    `landmark`."""
 
     lengths: str = "1k,2k"
     variant: str = "pose"
@@ -55,7 +65,7 @@ class Passkey(QuestionTask):
         check_choice(self.variant, VARIANTS, "variant")
 
     def cases(self, reader: Reader) -> Iterator[Case]:
-        """Samples of each length."""
+        """Yield the samples of each length."""
         lengths = parse_lengths(self.lengths)
         check_lengths(lengths, reader)
         for length in lengths:
@@ -72,14 +82,14 @@ class Passkey(QuestionTask):
         return made(size)
 
     def score(self, case: Case, text: str) -> dict[str, float]:
-        """1 if the first number is the key."""
+        """Return accuracy 1 if the first number is the key."""
         return {"accuracy": float(first_number(text) == int(case.expected[0]))}
 
 
 def build(variant: str, size: int, rng: Random, name: str, length: int) -> Case:
-    """A case with `size` repetitions (`pose`) or characters (`landmark`) of noise."""
+    """Build a case with `size` repetitions (`pose`) or characters (`landmark`) of noise."""
     key = rng.randint(1, 50_000)
-    before = int(rng.random() * (size + 1))  # one draw, whatever the size, so that lengths compare
+    before = int(rng.random() * (size + 1))  # one draw for any size, so that lengths are comparable
     if variant == "pose":
         prefix, suffix = NOISE * before, NOISE * (size - before)
     else:

@@ -1,4 +1,4 @@
-"""RULER: thirteen tasks made to a length.
+"""RULER: thirteen synthetic tasks with prompts of a given length.
 
     A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about …
     The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.
@@ -7,17 +7,27 @@
     What is the special magic number for torpid-kid mentioned in the provided text?
     The special magic number for torpid-kid mentioned in the provided text is         → 1683472
 
-Source: Hsieh et al., RULER (arXiv 2404.06654; NVIDIA/RULER at c3f5e3b). What each task keeps and what differs stands
-in tersekv.lab.evals.ruler_needles, ruler_lists and ruler_documents.
+Source: Hsieh et al., RULER (arXiv 2404.06654; NVIDIA/RULER at c3f5e3b). Details of each task are in
+tersekv.lab.evals.ruler_needles, ruler_lists and ruler_documents.
 
-Kept: the prompt in a user's turn with the answer's first words given; lengths that include the template and the
-longest answer; greedy answers, cleaned of control characters; the share of the expected strings in the answer, or for
-questions whether one of them is there; the mean over subtasks as the result.
-Different: official runs take 500 samples at 4k to 128k; sizes are fitted for each sample, to the token, instead of in
-steps of up to 500 words; essays are corpus `pydoc` or a text of yours, read from its beginning; the space before the
-answer's first words is kept, the one after them is not. The text is packed before the question is read.
+Kept:
 
-The default subtasks are those in which SmolLM2-135M leaves room above chance; the others are near its floor.
+- the prompt is a user's turn, and the answer's first words are given;
+- lengths include the template and the longest answer;
+- greedy answers, with control characters removed;
+- the score is the share of expected strings in the answer; for questions it is 1 if any of them is
+  there;
+- the result is the mean over subtasks.
+
+Different:
+
+- Official runs take 500 samples at 4k to 128k.
+- Sizes are fitted to the token for each sample. RULER fits them in steps of up to 500 words.
+- Essays are the corpus `pydoc` or a file, read from the beginning.
+- The space before the answer's first words is kept, and the one after them is omitted.
+- The text is packed before the question is read.
+
+In the default subtasks SmolLM2-135M scores clearly above chance; in the others it is near chance.
 """
 
 from __future__ import annotations
@@ -42,13 +52,19 @@ if TYPE_CHECKING:
 SUBTASKS = (*ruler_needles.KINDS, "vt", "cwe", "fwe", *ruler_documents.FILES)
 
 Maker = Callable[[int], Case]
-"""Makes a case of a size in the subtask's own unit."""
+"""Function that builds a case of a size in the subtask's own unit."""
 
 
 @dataclass(frozen=True)
 class Ruler(QuestionTask):
-    """samples: per subtask and length. lengths: tokens with the answer. subtasks: names with commas, or `all`.
-    data: a folder with question sets (needed for qa_1 and qa_2) and word lists. text: essays, `pydoc` or a file."""
+    """RULER task.
+
+    - samples: per subtask and length.
+    - lengths: tokens with the answer.
+    - subtasks: names separated by commas, or `all`.
+    - data: a folder with question sets (needed for qa_1 and qa_2) and word lists.
+    - text: essays, `pydoc` or a file.
+    """
 
     lengths: str = "1k,2k"
     subtasks: str = "niah_single_1,niah_single_2,niah_multikey_1"
@@ -61,7 +77,7 @@ class Ruler(QuestionTask):
         chosen(self.subtasks, SUBTASKS, "subtasks")
 
     def cases(self, reader: Reader) -> Iterator[Case]:
-        """Samples of each subtask and length."""
+        """Yield the samples of each subtask and length."""
         lengths = parse_lengths(self.lengths)
         check_lengths(lengths, reader)
         for subtask in chosen(self.subtasks, SUBTASKS, "subtasks"):
@@ -72,7 +88,7 @@ class Ruler(QuestionTask):
                     yield replace(made, id=f"{subtask}-{length}-{i}", cell=cell)
 
     def _fitted(self, reader: Reader, subtask: str, length: int, i: int) -> Case:
-        """The largest case that fits, by a search in which nothing but the size changes."""
+        """Return the largest case that fits. Only the size changes during the search."""
         make, least, most = self._maker(reader, subtask, length, i)
         size = largest(lambda size: make(size).tokens(reader) <= length, least, most)
         if size is None:
@@ -80,7 +96,7 @@ class Ruler(QuestionTask):
         return make(size)
 
     def _maker(self, reader: Reader, subtask: str, length: int, i: int) -> tuple[Maker, int, int]:
-        """How to make a case of a size, and the least and the most size there is."""
+        """Return a function that builds a case of a size, and the smallest and largest sizes."""
 
         def rng() -> Random:
             return Random(f"{self.seed}-{subtask}-{length}-{i}")
@@ -99,26 +115,26 @@ class Ruler(QuestionTask):
             return lambda n: ruler_lists.frequent_words(n, length, rng()), ruler_lists.FWE_LEAST, length
         documents = ruler_documents.read(subtask, self.data)
         if i >= len(documents.asked):
-            raise UserError(f"{subtask} has {len(documents.asked)} questions in {self.data}: ask for fewer samples")
+            raise UserError(f"{subtask} has {len(documents.asked)} questions in {self.data}: give fewer samples")
         least = len(documents.asked[i].needed)
         return lambda n: ruler_documents.build(documents, i, n, rng()), least, len(documents.texts)
 
     def _example_size(self, reader: Reader, rng: Callable[[], Random]) -> int:
-        """Repetitions of noise in the example of variable tracking, for RULER's 500 tokens."""
+        """Return the repetitions of noise in the variable tracking example, for RULER's 500 tokens."""
         limit, least = ruler_lists.VT_EXAMPLE_TOKENS, ruler_lists.VT_LEAST
         example = ruler_lists.variables_example
         size = largest(lambda n: reader.count_tokens(example(n, rng())) <= limit, least, limit)
         return least if size is None else size
 
     def score(self, case: Case, text: str) -> dict[str, float]:
-        """`accuracy`, under the subtask's name as well."""
+        """Return `accuracy`, also under the subtask's name."""
         answer = printable(text)
         match = match_part if case.data == "any" else match_all
         accuracy = match(answer, case.expected)
         return {"accuracy": accuracy, f"accuracy_{case.cell['subtask']}": accuracy}
 
     def summarise(self, metrics: Sequence[dict[str, float]], full: Sequence[dict[str, float]]) -> dict[str, Estimate]:
-        """Means per subtask, and their mean as `accuracy`."""
+        """Return the means per subtask, and their mean as `accuracy`."""
         return mean_of_subtasks(super().summarise(metrics, full))
 
 

@@ -1,4 +1,4 @@
-"""Kinds of pictures, one per file: the file's name is its registration."""
+"""Kinds of plots, one per file. A kind is registered under its file's name."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Plot", "names", "plot", "plots"]
 
 
 def names() -> list[str]:
-    """Every kind's name, sorted, without importing any."""
+    """Return the names of all kinds, sorted, without importing them."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def plot(name: str) -> Plot:
-    """One of `names()`, alone, with the packages that it needs.
+    """Return one of `names()` after checking that its packages are installed.
 
     Raises:
-        UserError: matplotlib, or what this kind needs besides, is not installed.
+        UserError: matplotlib or another package that this kind needs is not installed.
     """
     require(f"plot {name}", "matplotlib")
     found: Plot = importlib.import_module(f"{__name__}.{name}").PLOT
@@ -33,7 +33,7 @@ def plot(name: str) -> Plot:
 
 @functools.lru_cache(maxsize=1)
 def plots() -> dict[str, Plot]:
-    """Every kind in this folder by name, sorted.
+    """Return all kinds in this folder by name, sorted.
 
     Raises:
         UserError: matplotlib is not installed.

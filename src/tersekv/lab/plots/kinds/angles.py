@@ -1,10 +1,13 @@
-"""Polar angles of a model's keys, with and without a random rotation (PolarQuant, arXiv 2502.02617, Figure 2).
+"""Polar angles of a model's keys, with and without a random rotation (PolarQuant, arXiv 2502.02617,
+Figure 2).
 
-After a random rotation the angles of level ℓ ≥ 2 should have density ∝ sin^{2^{ℓ−1}−1}(2ψ) on [0, π/2], and those of
-level 1 be uniform on [0, 2π) (Lemma 2); one table of angles then serves every model. Keys as they are follow that
-only roughly. How far off they are is the Kolmogorov-Smirnov distance, the largest gap between the two cumulative
-distributions. Lemma 2 averages over rotations; with the one that a cache uses, keys that share a direction keep a trace
-of it, so that the distance does not fall to zero.
+After a random rotation, angles of level ℓ ≥ 2 should have density ∝ sin^{2^{ℓ−1}−1}(2ψ) on [0,
+π/2], and those of level 1 should be uniform on [0, 2π) (Lemma 2). One codebook of angles then
+serves every model. Unrotated keys follow these densities only roughly. The Kolmogorov-Smirnov
+distance, the largest gap between the two cumulative distributions, measures the deviation.
+
+Lemma 2 averages over rotations. A cache uses one rotation, which leaves a trace of any direction
+that the keys share. The distance therefore does not fall to zero.
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ Array = NDArray[np.float64]
 LEVELS = 4
 BINS = 64
 ROTATION_SEED = 0
-"""The default of recipe `polarquant`."""
+"""Default seed of recipe `polarquant`."""
 KINDS = {"as they are": RED, "rotated": BLUE}
 
 
 def densities(level: int) -> tuple[Array, Array, Array]:
-    """Angles, their density, and its integral, [4097] each: what Lemma 2 says of a level."""
+    """Return angles, their density by Lemma 2, and its cumulative distribution, [4097] each."""
     high = 2 * math.pi if level == 1 else math.pi / 2
     x = np.linspace(0, high, 4097)
     pdf = np.ones_like(x) if level == 1 else polar_angle(level).pdf(x)
@@ -45,7 +48,7 @@ def densities(level: int) -> tuple[Array, Array, Array]:
 
 
 def ks_distance(angles: Array, level: int) -> float:
-    """The largest gap between the cumulative distributions of the angles [n] and of Lemma 2."""
+    """Return the largest gap between the cumulative distributions of the angles [n] and of Lemma 2."""
     x, _, cumulative = densities(level)
     expected = np.interp(np.sort(angles), x, cumulative)
     steps = np.arange(len(angles) + 1) / len(angles)
@@ -53,7 +56,7 @@ def ks_distance(angles: Array, level: int) -> float:
 
 
 def angles_by_level(keys: Tensor) -> dict[str, list[Array]]:
-    """Angles per level, [n] each, of keys [H, T, D] as they are and rotated."""
+    """Return the angles per level, [n] each, of keys [H, T, D] without and with rotation."""
     D = keys.shape[-1]
     levels = min(LEVELS, (D & -D).bit_length() - 1)
     if not levels:
@@ -67,7 +70,7 @@ def angles_by_level(keys: Tensor) -> dict[str, list[Array]]:
 
 
 def draw(source: ModelKeys) -> Picture:
-    """One row per layer, one column per level."""
+    """Draw one row per layer and one column per level."""
     found = {layer: angles_by_level(source.of(layer)) for layer in source.layers}
     levels = len(found[source.layers[0]]["rotated"])
     figure = new_figure(2.6 * levels + 0.6, 1.9 * len(found) + 1.3)

@@ -1,10 +1,12 @@
 """Keys and values in the plane, with the centers that SubGen keeps (arXiv 2402.06082, Figure 1).
 
-Each panel is t-SNE of one head's vectors, keys after RoPE above and values below, and marks the first points of greedy
-k-center, which SubGen's practical variant (§3.2) keeps. t-SNE draws neighbours near each other and says nothing of how
-far apart things are. What is measured is how far vectors are from their nearest center, the farthest one (the k-center
-radius) and on average, as a share of the mean distance between two vectors: 0 where there are at most k different
-vectors, about 1 where there are no clusters; a radius is larger where a few vectors lie apart.
+Each panel is a t-SNE of one head's vectors, keys after RoPE above and values below. It marks the
+first points of greedy k-center, which SubGen's practical variant (§3.2) keeps. t-SNE places
+neighbours near each other, but its distances have no meaning.
+
+The tables therefore measure distances from vectors to their nearest center: the largest (the
+k-center radius) and the mean. Both are divided by the mean distance of two vectors. The result is 0
+for at most k distinct vectors and about 1 without clusters. Outliers increase the radius.
 """
 
 from __future__ import annotations
@@ -30,26 +32,30 @@ Array = NDArray[np.float32]
 
 MARKED = 16
 COUNTS = (16, 32, 64)
-"""Numbers of centers that are measured; the title gives the middle one's figures."""
+"""Numbers of centers to measure. The title gives the results for the middle one."""
 SAID = COUNTS[1]
 PERPLEXITY = 30
 SIDES = ("keys", "values")
 
 
 class Reach(NamedTuple):
-    """Distance to the nearest center over the mean distance between two vectors: the largest, and the mean."""
+    """Distances to the nearest center, largest and mean, divided by the mean distance of two
+    vectors."""
 
     radius: float
     mean: float
 
 
 Found = dict[int, dict[str, list[Reach]]]
-"""By layer and side, for each of `COUNTS`."""
+"""Results by layer and side, for each of `COUNTS`."""
 MEASURES = {"radius": "k-center radius", "mean": "mean distance to the nearest center"}
 
 
 def centers(x: Tensor, k: int) -> Tensor:
-    """The first k tokens of greedy k-center over x [H, T, D], in their order, from the first token on: int64 [H, k]."""
+    """Return the first k tokens of greedy k-center over x [H, T, D], starting at the first token.
+
+    Returns int64 [H, k], in the order of selection.
+    """
     none = torch.zeros(1, *x.shape[:2], dtype=torch.bool)
     first = none.clone()
     first[..., 0] = True
@@ -57,7 +63,7 @@ def centers(x: Tensor, k: int) -> Tensor:
 
 
 def reaches(x: Tensor, counts: Sequence[int] = COUNTS) -> list[Reach]:
-    """Of x [H, T, D] with each number of centers, averaged over heads."""
+    """Measure x [H, T, D] with each number of centers. Results are averaged over heads."""
     x = x.double()
     found = centers(x, max(counts))
     to_centers = torch.cdist(x, x.gather(1, found.unsqueeze(-1).expand(-1, -1, x.shape[-1])))
@@ -68,7 +74,7 @@ def reaches(x: Tensor, counts: Sequence[int] = COUNTS) -> list[Reach]:
 
 
 def embedded(x: Tensor) -> Array:
-    """t-SNE of x [T, D] in two dimensions, [T, 2]: the same for the same vectors.
+    """Return the t-SNE of x [T, D] in two dimensions, [T, 2]. It is deterministic.
 
     Raises:
         UserError: scikit-learn is not installed.
@@ -82,11 +88,14 @@ def embedded(x: Tensor) -> Array:
 
 
 def draw(source: ModelKeys) -> Picture:
-    """Keys above, values below, one column per layer; of all heads the first is drawn, and all are measured."""
+    """Draw keys above and values below, one column per layer.
+
+    With all heads, the first is drawn and all are measured.
+    """
     head, layers = source.head or 0, range(len(source.keys))
     tokens = source.keys[0].shape[1]
     if tokens <= max(COUNTS):
-        raise UserError(f"clusters of {tokens} tokens say nothing: give --tokens more than {max(COUNTS)}")
+        raise UserError(f"{tokens} tokens are too few for clusters: give --tokens greater than {max(COUNTS)}")
     figure = new_figure(3.1 * max(2, len(source.layers)) + 0.4, 6.9)
     grid = figure.subplots(2, len(source.layers), squeeze=False)
     for column, layer in zip(grid.T, source.layers, strict=True):
@@ -119,7 +128,11 @@ def _panel(axes: Axes, x: Tensor, colour: str) -> None:
 
 
 def _compared(found: Found, measure: str) -> tuple[float, float, int]:
-    """Of keys and of values with `SAID` centers, mean over layers, and in how many the keys' is smaller."""
+    """Compare keys and values with `SAID` centers.
+
+    Returns the means over layers of both, and the number of layers in which keys have the smaller
+    value.
+    """
     at = COUNTS.index(SAID)
     keys, values = ([getattr(sides[side][at], measure) for sides in found.values()] for side in SIDES)
     return float(np.mean(keys)), float(np.mean(values)), sum(k < v for k, v in zip(keys, values, strict=True))

@@ -1,7 +1,8 @@
-"""Decoding speed against the tokens in the cache, a line per cache (records of `tersekv bench generate`).
+"""Decoding speed by tokens in the cache, one line per cache (records of `tersekv bench generate`).
 
-One panel per dtype (columns) and way to read the prompt (rows). Points are medians over rounds, bars go from the
-slowest to the fastest. The table compares each cache with the full one after the same context.
+Columns of panels are dtypes, and rows are ways to read the prompt. Points are medians over rounds,
+and bars range from the slowest to the fastest. The table compares each cache with the full one
+after the same context.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def draw(rates: Sequence[Rate]) -> Picture:
-    """All panels have the same scale; the records must be of one model."""
+    """Draw all panels with the same scale. The records must be of one model."""
     models = list(dict.fromkeys(rate.model for rate in rates))
     if len(models) > 1:
-        raise UserError(f"the records are of several models ({', '.join(models)}): give those of one")
+        raise UserError(f"the records are of several models ({', '.join(models)}): give records of one model")
     dtypes = list(dict.fromkeys(rate.setting.dtype for rate in rates))
     ways = list(dict.fromkeys(rate.setting[1:] for rate in rates))
     names = short_names([rate.cache for rate in rates])
@@ -39,7 +40,7 @@ def draw(rates: Sequence[Rate]) -> Picture:
             _panel(axes, [rate for rate in rates if rate.setting == setting], names, contexts)
             axes.set_title(str(setting))
         row[0].set_ylabel("decoding speed (tokens/s),\nhigher is better")
-    panels[0, 0].set_ylim(0, 1.05 * max(rate.high for rate in rates))  # of all panels, which share it
+    panels[0, 0].set_ylim(0, 1.05 * max(rate.high for rate in rates))  # limit for all panels, which share the axis
     for axes in panels[-1]:
         axes.set_xlabel("tokens in the cache")
     lines = {label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
@@ -69,7 +70,7 @@ def _panel(axes: Axes, rates: Sequence[Rate], names: dict[str, str], contexts: S
 
 
 def _tables(rates: Sequence[Rate]) -> list[KeyFigures]:
-    """One per setting."""
+    """Return one table per setting."""
     columns = ("cache", "context", "tokens/s", "slowest–fastest", "times the full cache", "adds ms")
     tables = []
     for setting in dict.fromkeys(rate.setting for rate in rates):

@@ -1,9 +1,10 @@
-"""Bytes held and time per step against the tokens of a stream (records of `benchmarks/subgen.py`; SubGen, arXiv
-2402.06082, Theorem 1).
+"""Size and step time of a cache by stream length (records of `benchmarks/subgen.py`).
 
-Both axes are logarithmic: what grows with the context has slope 1, drawn through the last point of the cache that keeps
-every token. The table says how many times more is held, and how much longer a step takes, at the
-last length than at a middle one from which a sketch has all its clusters.
+Source: SubGen, arXiv 2402.06082, Theorem 1.
+
+Both axes are logarithmic. Growth proportional to the context has slope 1; this line is drawn
+through the last point of the cache that keeps every token. The table gives the growth of size and
+step time from a middle length to the last one. At the middle length a sketch has all its clusters.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FROM_TOKENS = 16384
-"""Growth is told from the first length of at least so many tokens on."""
+"""Smallest stream length that the table may start from."""
 PANELS = (("bytes held (kB)", "bytes", 1e3), ("time of one step (µs)", "step_us", 1.0))
 
 
 def name(recipe: str) -> str:
-    """A recipe in a legend: the policy without its options, and the codec."""
+    """Return a recipe's name for a legend: the policy without its options, and the codec."""
     policy, plus, coder = recipe.rpartition("+")
     return f"{policy.partition(':')[0]} + {coder}" if plus else f"every token, {coder}"
 
 
 def growth(steps: Sequence[StreamStep]) -> list[tuple[StreamStep, StreamStep]]:
-    """Of each recipe, the step from which growth is told and the last one."""
+    """Return two steps of each recipe: the one from which growth is measured, and the last one."""
     made = []
     for recipe in dict.fromkeys(step.recipe for step in steps):
         own = [step for step in steps if step.recipe == recipe]
@@ -43,9 +44,9 @@ def growth(steps: Sequence[StreamStep]) -> list[tuple[StreamStep, StreamStep]]:
 
 
 def draw(steps: Sequence[StreamStep]) -> Picture:
-    """Bytes on the left, time on the right, a line per recipe."""
+    """Draw bytes on the left and time on the right, one line per recipe."""
     if len({step.tokens for step in steps}) < 2:
-        raise UserError("the records hold one length only: give records of benchmarks/subgen.py with more --tokens")
+        raise UserError("the records have one length only: give records of benchmarks/subgen.py with more --tokens")
     figure = new_figure(10.4, 4.9)
     for axes, (label, field, unit) in zip(figure.subplots(1, 2), PANELS, strict=True):
         _panel(axes, steps, field, unit)
@@ -83,7 +84,7 @@ def _panel(axes: Axes, steps: Sequence[StreamStep], field: str, unit: float) -> 
 
 
 def _tokens(n: int) -> str:
-    """1k is 1,024, 1M is 1,024²."""
+    """Format a number of tokens: 1k is 1,024 and 1M is 1,024²."""
     size, unit = next(((size, unit) for size, unit in ((1 << 20, "M"), (1 << 10, "k")) if n % size == 0), (1, ""))
     return f"{n // size:,}{unit}"
 

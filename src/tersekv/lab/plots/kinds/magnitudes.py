@@ -1,8 +1,9 @@
-"""Magnitude of a model's keys by channel and token, and by channel and layer (QJL, arXiv 2406.03482, Figure 2).
+"""Magnitude of a model's keys by channel and token, and by channel and layer (QJL, arXiv
+2406.03482, Figure 2).
 
-A few channels of the deeper layers are much larger than the others, and stay so over the tokens: they are what a method
-has to set apart, rotate away or scale by channel. The figure of it is the ratio of the largest channel's root mean
-square to the median channel's.
+In the deeper layers a few channels are much larger than the others for all tokens. A method must
+store them as outliers, rotate them away or scale each channel. Their size is measured as the ratio
+of the largest channel's root mean square to the median channel's.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ if TYPE_CHECKING:
 Array = NDArray[np.float32]
 
 MARKS_ABOVE, MARKS_BELOW = 7, 26
-"""About how many channels and heads are named under a narrow and a wide panel."""
+"""Approximate number of channel and head labels under a narrow and a wide panel."""
 
 
 def side_by_side(keys: Tensor) -> Array:
-    """|k| as [T, H·D] of keys [H, T, D]: the heads' channels next to each other."""
+    """Return |k| of keys [H, T, D] as [T, H·D], with the heads' channels next to each other."""
     return keys.abs().transpose(0, 1).flatten(1).float().numpy()
 
 
 def channel_rms(keys: Tensor) -> Array:
-    """Root mean square over tokens of each channel, [H·D], of keys [H, T, D]."""
+    """Return the root mean square over tokens of each channel, [H·D], of keys [H, T, D]."""
     return keys.double().square().mean(1).sqrt().flatten().float().numpy()
 
 
 def draw(source: ModelKeys) -> Picture:
-    """Above, |key| by token and channel in the chosen layers; below, each channel's size in every layer."""
+    """Draw |key| by token and channel for the chosen layers above, and channels by layer below."""
     rms = np.stack([channel_rms(source.of(layer)) for layer in range(len(source.keys))])
     heads, _, D = source.of(0).shape
     figure = new_figure(3.4 * max(2, len(source.layers)) + 0.4, 7.2)
@@ -68,7 +69,7 @@ def _by_layer(figure: SubFigure, axes: Axes, rms: Array) -> None:
 
 
 def _mark_heads(axes: Axes, heads: int, D: int, only: int | None, most: int) -> None:
-    """Lines between the heads, and at most about `most` marks: channels where there is room, names of heads."""
+    """Draw lines between heads and about `most` tick labels: channels if there is room, and heads."""
     for edge in range(1, heads):
         axes.axvline(edge * D - 0.5, color="white", linewidth=0.8 if heads <= 12 else 0.3)
     parts = max(1, most // heads) // 2 * 2 or 1

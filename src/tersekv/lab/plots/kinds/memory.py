@@ -1,6 +1,7 @@
-"""Bytes that a cache holds, by part: one stacked bar per recipe, from records or predicted from shapes.
+"""Bytes that a cache holds by part: one stacked bar per recipe, from records or predicted from
+shapes.
 
-From records it shows the longest samples of one group; predicted ones are what `tersekv estimate` says.
+Records are those of the longest samples of one group. Predictions are those of `tersekv estimate`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ OTHERS = (RED, YELLOW)
 
 
 def draw(source: Sequence[Held]) -> Picture:
-    """Bars by size, smallest on top; caches without parts (the full one) are named in the title only."""
+    """Draw bars by size, the smallest on top. The full cache has no parts and is only in the title."""
     packed = sorted((held for held in source if not held.full), key=lambda held: (held.bytes, held.recipe))
     if not packed:
-        raise UserError("there is no packed recipe to draw: give records with one, or --recipe")
+        raise UserError("there is no packed recipe to plot: give records with one, or --recipe")
     unit, factor = _unit(max(held.bytes for held in packed))
     figure = new_figure(9.0, 0.46 * len(packed) + 2.0)
     axes = figure.subplots()
@@ -55,7 +56,7 @@ def draw(source: Sequence[Held]) -> Picture:
 
 
 def _colours(packed: Sequence[Held]) -> dict[str, str]:
-    """The colour of each part that any recipe holds, in the order of `PARTS`."""
+    """Return the colour of each part that any recipe holds, in the order of `PARTS`."""
     present = [part for held in packed for part, size in held.parts.items() if size]
     known = {part: colour for part, colour in COLOURS.items() if part in present}
     others = [part for part in dict.fromkeys(present) if part not in COLOURS]

@@ -1,7 +1,8 @@
-"""Retrieval by depth and length: one heat map per recipe (as Kamradt's needle in a haystack is shown).
+"""Retrieval by depth and length: one heat map per recipe, as Kamradt's needle in a haystack is
+shown.
 
-Reads records of any task that says in `details` at which length and depth its needle stood; a cell is the mean over its
-samples, grey where there is none.
+It reads records of any task whose `details` give the length and depth of the needle. A cell is the
+mean over its samples, or grey without samples.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
 
 PREFERRED = "needle"
 MOST_DEPTHS = 11
-"""More different depths than this are put together in steps of 10 %."""
+"""Largest number of different depths drawn as they are. More are merged in steps of 10 %."""
 MOST_NUMBERS = 80
-"""Cells of a map with more than this carry no numbers."""
+"""Largest number of cells of a map that shows their values."""
 
 
 class Map(NamedTuple):
-    """Means [depths, lengths], NaN where no sample is, and the mean over all samples."""
+    """Means [depths, lengths], NaN for cells without samples, and the mean over all samples."""
 
     recipe: str
     bits: float
@@ -42,14 +43,14 @@ class Map(NamedTuple):
 
 
 def grid_of(group: Group) -> tuple[list[int], list[int]]:
-    """The lengths (tokens) and depths (percent) of a group, ascending."""
+    """Return the lengths (tokens) and depths (percent) of a group, ascending."""
     cells = [_cell(r) for found in group.records.values() for r in found]
     depths = sorted({depth for _, depth in cells})
     return sorted({length for length, _ in cells}), _binned(depths)
 
 
 def maps_of(group: Group, metric: str) -> list[Map]:
-    """One map per recipe, the full cache first and the others by bits."""
+    """Return one map per recipe, the full cache first and the others by bits."""
     lengths, depths = grid_of(group)
     made = []
     for summary in (group.full, *sorted(group.packed, key=lambda s: (s.bits_per_element, s.recipe))):
@@ -68,7 +69,7 @@ def maps_of(group: Group, metric: str) -> list[Map]:
 
 
 def has_cells(group: Group) -> bool:
-    """Whether every record says where its needle stood."""
+    """True if every record gives the length and depth of its needle."""
     return all(
         isinstance(record["details"].get(name), int | float)
         for found in group.records.values()
@@ -78,7 +79,8 @@ def has_cells(group: Group) -> bool:
 
 
 def draw(records: Sequence[Record], metric: str | None = None, task: str | None = None) -> Picture:
-    """One panel per recipe, of the records' only or preferred task with depths."""
+    """Draw one panel per recipe for one task with depths. `needle` is preferred if there are
+    several."""
     group = _chosen(grouped(records, task), task)
     metric = metric or "accuracy"
     if metric not in group.full.metrics:
@@ -132,7 +134,7 @@ def _chosen(groups: Sequence[Group], task: str | None) -> Group:
     if not able:
         held = ", ".join(dict.fromkeys(group.name for group in groups))
         raise UserError(
-            f"no record says at which length and depth its needle stood (they are of {held}): "
+            f"no record has the length and depth of a needle (they are of {held}): "
             "run `tersekv eval needle … --out FOLDER`"
         )
     preferred = [group for group in able if group.name == (task or PREFERRED)] or able

@@ -1,7 +1,8 @@
-"""Quality against true bits: each recipe a point, and the front of those that no other recipe beats in both.
+"""Quality by true bits: one point per recipe, and the Pareto front.
 
-Bits are what was held at that length, with scales, norms, indices, tables and exact tokens, over the elements of a full
-cache. Error bars are standard errors over samples. The dashed line is the full cache.
+Bits are all bytes held at that length, including scales, norms, indices, codebooks and exact
+tokens, over the elements of a full cache. Error bars are standard errors over samples. The dashed
+line is the full cache.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TITLE_LETTERS = {1: 90, 2: 80}
-"""Most letters in a line above a panel, by the number of columns of panels."""
+"""Maximum number of letters in a panel's title line, by the number of panel columns."""
 
 LOG_FROM = 2.5
-"""Errors that differ by more than this factor stand on a logarithmic axis."""
+"""Ratio of the largest to the smallest error above which the axis is logarithmic."""
 
 
 class Point(NamedTuple):
-    """A recipe: true bits per element, the metric's mean and standard error (NaN for a single sample)."""
+    """A recipe with its true bits per element, and the metric's mean and standard error (NaN for a
+    single sample)."""
 
     recipe: str
     bits: float
@@ -41,13 +43,13 @@ class Point(NamedTuple):
 
     @property
     def span(self) -> tuple[float, float]:
-        """The ends of the error bar."""
+        """Ends of the error bar."""
         reach = self.stderr if math.isfinite(self.stderr) else 0.0
         return self.mean - reach, self.mean + reach
 
 
 def points_of(group: Group, metric: str) -> list[Point]:
-    """The packed recipes with a finite mean, by bits."""
+    """Return the packed recipes with a finite mean, by bits."""
     found = []
     for summary in group.packed:
         estimate = summary.metrics.get(metric)
@@ -57,7 +59,7 @@ def points_of(group: Group, metric: str) -> list[Point]:
 
 
 def front(points: Sequence[Point], lower: bool) -> list[Point]:
-    """Those with a better mean than every point of no more bits."""
+    """Return the points whose mean is better than that of every point with at most their bits."""
     best: list[Point] = []
     for point in sorted(points, key=lambda p: (p.bits, p.mean if lower else -p.mean)):
         if not best or (point.mean < best[-1].mean if lower else point.mean > best[-1].mean):
@@ -66,7 +68,7 @@ def front(points: Sequence[Point], lower: bool) -> list[Point]:
 
 
 def draw(records: Sequence[Record], metric: str | None = None, task: str | None = None) -> Picture:
-    """One panel per group of records that has the metric."""
+    """Draw one panel per group of records that has the metric."""
     groups = grouped(records, task)
     chosen = [(group, name) for group in groups if (name := group.metric(metric)) and points_of(group, name)]
     if not chosen:
@@ -92,7 +94,7 @@ def draw(records: Sequence[Record], metric: str | None = None, task: str | None 
 
 
 def _panel(axes: Axes, group: Group, metric: str, styles: dict[str, tuple[str, str]], columns: int) -> None:
-    """Points, bars, front and the full cache; the names are placed later."""
+    """Draw points, error bars, the front and the full cache. Names are placed later."""
     points = points_of(group, metric)
     best = front(points, lower_is_better(metric))
     axes.step([p.bits for p in best], [p.mean for p in best], where="post", color=GREY, linewidth=1.2, zorder=1)
@@ -110,7 +112,8 @@ def _panel(axes: Axes, group: Group, metric: str, styles: dict[str, tuple[str, s
 
 
 def _lines(axes: Axes, group: Group, metric: str) -> list[tuple[float, float, float, float]]:
-    """What names should not cover: the front, the error bars, the full cache's line."""
+    """Return the lines that names should not cover: the front, the error bars and the full cache's
+    line."""
     points = points_of(group, metric)
     lines = [(p.bits, low, p.bits, high) for p in points for low, high in [p.span]]
     for a, b in itertools.pairwise(front(points, lower_is_better(metric))):
@@ -121,7 +124,11 @@ def _lines(axes: Axes, group: Group, metric: str) -> list[tuple[float, float, fl
 
 
 def _scales(axes: Axes, points: Sequence[Point], full: float, metric: str) -> None:
-    """Room for names round the points, a logarithmic axis where errors differ much, the full cache's line."""
+    """Set axis limits with room for names and choose a logarithmic axis for widely different
+    errors.
+
+    Also draws the full cache's line.
+    """
     means = [p.mean for p in points]
     wide = lower_is_better(metric) and min(means) > 0 and max(means) / min(means) > LOG_FROM
     shown = means if wide else [end for p in points for end in p.span]
@@ -152,14 +159,14 @@ def _scales(axes: Axes, points: Sequence[Point], full: float, metric: str) -> No
 
 
 def _styles(recipes: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Colour and marker of each method, the same in every panel."""
+    """Return colour and marker of each method, the same in every panel."""
     methods = sorted(set(map(_method, recipes)))
     colours, markers = len(CATEGORIES), len(MARKERS)
     return {name: (CATEGORIES[i % colours], MARKERS[(i + i // colours) % markers]) for i, name in enumerate(methods)}
 
 
 def _method(recipe: str) -> str:
-    """The name of the first method in a recipe, after its window."""
+    """Return the name of the first method in a recipe, after its window."""
     return recipe.split(";")[0].split("+")[-1].split("/")[0].split(":")[0]
 
 
@@ -167,9 +174,9 @@ def _nothing(groups: Sequence[Group], metric: str | None) -> UserError:
     held = sorted({name for group in groups for name in group.full.metrics})
     if metric is None or metric in held:
         return UserError(
-            "the records hold no packed recipe with a finite score: run `tersekv eval` with one or more --recipe"
+            "the records have no packed recipe with a finite score: run `tersekv eval` with one or more --recipe"
         )
-    return UserError(f"the records hold no metric {metric!r}; they hold {', '.join(held)}")
+    return UserError(f"the records have no metric {metric!r}; they have {', '.join(held)}")
 
 
 def _table(group: Group, metric: str) -> KeyFigures:

@@ -1,7 +1,8 @@
-"""Time of one token's attention against the number of tokens, packed and dense (records of `tersekv bench attend`).
+"""Time of one token's attention by number of tokens, packed and dense (records of `tersekv bench
+attend`).
 
-Both axes are logarithmic; bars are the 10th and 90th percentile of the runs. The table compares each packed format with
-the fastest dense way of the same shape, tokens and threads.
+Both axes are logarithmic. Bars are the 10th and 90th percentile of the runs. The table compares
+each packed format with the fastest dense implementation of the same shape, tokens and threads.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DENSE_COLOURS = (ORANGE, RED, GREY, "#8c6d1f")
 
 
 def speedups(timings: Sequence[Timing]) -> list[tuple[Timing, Timing, float]]:
-    """Each packed timing, the fastest dense one beside it, and how many times faster the packed one is."""
+    """Return each packed timing with the fastest dense one and the speed-up over it."""
     made = []
     for timing in timings:
         dense = [
@@ -41,9 +42,9 @@ def speedups(timings: Sequence[Timing]) -> list[tuple[Timing, Timing, float]]:
 
 
 def draw(timings: Sequence[Timing]) -> Picture:
-    """One row per number of threads, one column per shape."""
+    """Draw one row per number of threads and one column per shape."""
     if not any(timing.packed for timing in timings):
-        raise UserError("the records time no packed format: give records of tersekv bench attend")
+        raise UserError("the records have no packed format: give records of `tersekv bench attend`")
     shapes = list(dict.fromkeys(timing.shape for timing in timings))
     threads = sorted({timing.threads for timing in timings})
     figure = new_figure(4.6 * len(shapes) + 0.6, 3.3 * len(threads) + 1.5)
@@ -67,14 +68,14 @@ def draw(timings: Sequence[Timing]) -> Picture:
 
 
 def _styles(timings: Sequence[Timing]) -> dict[str, dict[str, Any]]:
-    """Colour, marker and dash of each name: packed ones by bits, then the dense ones."""
+    """Return colour, marker and dash of each name: packed ones by bits, then dense ones."""
     packed = list(dict.fromkeys(t.name for t in sorted(timings, key=lambda t: (t.what, t.bits or 0)) if t.packed))
     dense = list(dict.fromkeys(t.name for t in timings if not t.packed))
     styles: dict[str, dict[str, Any]] = {}
     for names, colours, dash in ((packed, PACKED_COLOURS, "-"), (dense, DENSE_COLOURS, "--")):
         for i, name in enumerate(names):
             at = len(styles)
-            marker = MARKERS[(at + at // len(colours)) % len(MARKERS)]  # so that no colour meets a marker twice soon
+            marker = MARKERS[(at + at // len(colours)) % len(MARKERS)]  # so that a colour does not soon repeat a marker
             styles[name] = {"color": colours[i % len(colours)], "marker": marker, "linestyle": dash}
     return styles
 
