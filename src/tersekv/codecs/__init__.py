@@ -1,4 +1,4 @@
-"""Methods, one per file: the file's name is its registration."""
+"""Coding methods. Each file registers one method by its name."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ __all__ = ["Codec", "Method", "Pair", "methods"]
 
 @functools.lru_cache(maxsize=1)
 def methods() -> dict[str, Method]:
-    """Every method in this folder by name, sorted."""
+    """Return the methods of this folder by name, sorted."""
     return {name: module.METHOD for name, module in modules(__name__, __path__).items()}
