@@ -120,7 +120,7 @@ class KVQuant(Codec):
 
     @property
     def fit_spans_heads(self) -> bool:
-        """True if fitted data is shared by all heads: a codebook, or a matrix's thresholds."""
+        """True if fitting needs all heads, for a codebook or a matrix's thresholds."""
         return not self._has_table or self._of_matrix
 
     @property

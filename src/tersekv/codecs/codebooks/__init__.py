@@ -1,1 +1,3 @@
-"""Tables that codes look up: optimal for a known density (`lloyd_max`) or for samples (`kmeans`)."""
+"""Codebooks: fixed, optimal for a density (Lloyd-Max), fitted to samples (k-means), and of trellis
+codes.
+"""
