@@ -184,7 +184,7 @@ class ScoredEvictionStore(EvictingStore):
         self.tail_votes = self.tail_votes[:, :, : self.tails[0].tokens]
 
     def footprint(self) -> Footprint:
-        """Bytes held, without tables."""
+        """Return the bytes held, without tables."""
         footprint = super().footprint()
         footprint.parts["selection"] += self.tail_votes.numel() * self.tail_votes.element_size()
         return footprint
