@@ -89,7 +89,7 @@ def test_seeds() -> None:
     ("options", "said"),
     [
         ({"samples": 0}, "samples is 0: ask for 1"),
-        ({"lengths": "long"}, "lengths 'long' is no number of tokens"),
+        ({"lengths": "long"}, "lengths 'long' is not a number of tokens"),
         ({"variant": "pos"}, "did you mean 'pose'"),
     ],
 )

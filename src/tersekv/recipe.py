@@ -136,7 +136,7 @@ class Recipe:
             layers = tuple((str(entry["layers"]), _coder_from(entry)) for entry in data["layers"])
             return Recipe(_coder_from(data), tokens, layers)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise UserError(f"this is no recipe in JSON ({error}); write one with Recipe.to_json()") from error
+            raise UserError(f"this is not a recipe in JSON ({error}); write one with Recipe.to_json()") from error
 
     def learning_from_prompt(self) -> Recipe | None:
         """Return the recipe with `calibration=prompt` set for every method that has this option.
@@ -232,9 +232,11 @@ def _term(text: str, known: Mapping[str, Any], what: str) -> Term:
         option, equals, value = part.partition("=")
         if not equals or not value or not option.isidentifier():
             example = _example(known.get(name))
-            raise UserError(f"'{part}' in '{text}' is no option; write name=value, for example {example}, and commas")
+            raise UserError(
+                f"'{part}' in '{text}' is not an option; write name=value, for example {example}, and commas"
+            )
         if option in options:
-            raise UserError(f"option '{option}' stands twice in '{text}'; give it once")
+            raise UserError(f"option '{option}' occurs twice in '{text}'; give it once")
         options[option] = value
     return _checked({"name": name, "options": options}, known, what)
 
@@ -336,10 +338,10 @@ def _override(part: str, recipe: str) -> tuple[str, str]:
         what = f"ends in '{part}'" if part else "has nothing after a semicolon"
         raise UserError(f"recipe '{recipe}' {what}; write layers=method there, for example ;-1=exact, or leave it out")
     if any(spec in method.parameters for method in methods().values()):
-        raise UserError(f"'{part}' in recipe '{recipe}' is an option, and a semicolon begins layers; put a comma there")
+        raise UserError(f"'{part}' in recipe '{recipe}' is an option, and a semicolon starts layers; use a comma there")
     if not equals or not re.fullmatch(r"-?\d+|\d+-\d+", spec):
         raise UserError(
-            f"'{part}' in recipe '{recipe}' is no layer override; write one layer or a range each, for example "
+            f"'{part}' in recipe '{recipe}' is not a layer override; write one layer or a range each, for example "
             ";0-1=exact;-1=exact"
         )
     first, dash, last = spec.partition("-") if spec[0] != "-" else (spec, "", "")
@@ -357,4 +359,6 @@ def _check_presets(keys: str, values: str, text: str) -> None:
     for part in (keys, values):
         preset = part.partition(":")[0]
         if preset in PRESETS:
-            raise UserError(f"{preset} is a preset, which stands alone; in '{text}' write {PRESETS[preset]} instead")
+            raise UserError(
+                f"{preset} is a preset, which cannot be combined; in '{text}' write {PRESETS[preset]} instead"
+            )

@@ -81,7 +81,7 @@ class TensorSpec:
         None if it does not.
         """
         if not isinstance(x, Tensor):
-            return f"is no tensor, and must be {self}"
+            return f"is not a tensor, and must be {self}"
         lengths = zip(x.shape, self.shape, strict=False)
         fits = len(x.shape) == len(self.shape) and all(
             wanted is None or n in (wanted if isinstance(wanted, tuple) else (wanted,)) for n, wanted in lengths

@@ -19,7 +19,9 @@ def parse_tokens(text: str, option: str = "a length") -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)\s*", text, re.IGNORECASE)
     tokens = float(found[1]) * BINARY[found[2].lower()] if found else 0.0
     if not found or tokens < 1 or tokens > LONGEST or tokens != int(tokens):
-        raise UserError(f"{option} {text.strip()!r} is no number of tokens: write 4096, 4k or 1M, separated by commas")
+        raise UserError(
+            f"{option} {text.strip()!r} is not a number of tokens: write 4096, 4k or 1M, separated by commas"
+        )
     return int(tokens)
 
 

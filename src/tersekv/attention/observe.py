@@ -57,7 +57,9 @@ def kept_weights(store: EvictingStore, keys: Tensor, call: AttentionCall) -> Ten
         UserError: the store holds samples, which have no weights per token.
     """
     if not isinstance(store, ScoredEvictionStore):
-        raise UserError("output_attentions: a policy that samples tokens has no weights of single ones; leave it away")
+        raise UserError(
+            "output_attentions: a policy that samples tokens has no weights per token; leave the option out"
+        )
     held = _held(store)
     weights = _weights(store, held, keys, call, slice(0, call.query.shape[2]))
     B, H, G, q, _ = weights.shape

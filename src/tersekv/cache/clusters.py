@@ -93,10 +93,10 @@ class Clusters(NamedTuple):
         """Raise UserError unless sizes agree and slots hold positions below `below`."""
         m = self.centers.shape[2]
         alike = m == self.members.shape[2] == self.slots.shape[2] and (self.most is None or m <= self.most)
-        require(alike, place, f"has centers, members and slots of different clusters, or more than {self.most}")
+        require(alike, place, f"has different numbers of centers, members and slots, or more than {self.most}")
         used = self.members > 0
         first = bool((used[:, :, 1:] <= used[:, :, :-1]).all())
-        require(first, f"{place}.members", "has empty clusters before others")
+        require(first, f"{place}.members", "has unused clusters before used ones")
         named = self.slots[used]
         within = not named.numel() or (int(named.min()) >= 0 and int(named.max()) < below)
         require(within, f"{place}.slots", f"must name positions below {below}")

@@ -73,7 +73,7 @@ class ContextParallelStore(LayerStore):
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Raise UserError, because other processes hold some of the tokens."""
-        raise UserError(f"{ELSEWHERE}: only tersekv's attention reads it, without output_attentions")
+        raise UserError(f"{ELSEWHERE}: only tersekv's attention can read it, without output_attentions")
 
     def check_crop(self, n: int) -> None:
         """Check that the n latest tokens can be rolled back: all, or at most those of the tail.
@@ -83,7 +83,7 @@ class ContextParallelStore(LayerStore):
         """
         if self.keys.tail.tokens < n < self.num_tokens:
             raise CacheError(
-                f"cannot take back {n} tokens: {ELSEWHERE}, and {self.keys.tail.tokens} are exact in all (the policy's "
+                f"cannot roll back {n} tokens: {ELSEWHERE}, and {self.keys.tail.tokens} are exact in all (the policy's "
                 "option recent says how many at least)"
             )
         super().check_crop(n)

@@ -35,8 +35,8 @@ Shorter calls are generated tokens, or proposals of assisted decoding.
 """
 
 UNREADABLE = (
-    "a token policy that drops tokens is read by tersekv's attention only, since each head drops others; use `with "
-    "tersekv.compress(model, recipe):`, or the policy window where a model's own code opens keys and values"
+    "a cache whose policy evicts tokens can be read by tersekv's attention only, because heads evict different tokens; "
+    "use `with tersekv.compress(model, recipe):`, or the policy window if the model's own code reads keys and values"
 )
 
 
@@ -53,9 +53,9 @@ SELECTIVE = {
 def selective_tokens(store: EvictingStore, place: str) -> None:
     """Check that pools hold only tokens from before the tail."""
     tails = {tail.tokens for tail in store.tails}
-    require(len(tails) == 1, f"{place}.tails", f"hold {sorted(tails)} tokens of keys and of values")
+    require(len(tails) == 1, f"{place}.tails", f"hold different numbers of keys and values {sorted(tails)}")
     first = store.num_tokens - tails.pop()
-    require(first >= 0, place, f"holds more tokens than the {store.num_tokens} that it has seen")
+    require(first >= 0, place, f"holds more tokens than the {store.num_tokens} received")
     most = max(store.num_tokens + store.policy.recent + store.flush_tokens, int(store.policy.budget))
     fits = int(store.budget.max()) <= most and bool((store.latest <= store.budget).all())
     require(fits, f"{place}.budget", f"keeps more than {most} tokens, or fewer than the latest")
@@ -296,11 +296,11 @@ class EvictingStore(Stateful, ABC):
         """
         held = self.tails[0].tokens
         if n > self.num_tokens:
-            raise CacheError(f"cannot take back {n} tokens, only {self.num_tokens} were seen")
+            raise CacheError(f"cannot roll back {n} tokens, only {self.num_tokens} were seen")
         if held < n < self.num_tokens:
             raise CacheError(
-                f"cannot take back {n} tokens; of a policy that drops tokens, the latest {held} can be given back (its "
-                "option recent says how many), or all"
+                f"cannot roll back {n} tokens; a policy that evicts tokens can roll back the latest {held} (see its "
+                "option recent) or all"
             )
 
     @plain

@@ -41,18 +41,20 @@ LAYER = {
 def layer_tokens(store: LayerStore, place: str) -> None:
     """Check that the numbers of sinks, packed and tail tokens add up to the tokens received."""
     counts = {(side.sinks.shape[2], side.packed.tokens, side.tail.tokens) for side in store.sides}
-    require(len(counts) == 1, place, f"holds other tokens of keys than of values {sorted(counts)}")
+    require(len(counts) == 1, place, f"holds different numbers of keys and values {sorted(counts)}")
     sinks, packed, tail = counts.pop()
     held = sinks + store.num_evicted + packed + tail
-    require(held == store.num_tokens, place, f"holds {held} tokens of {store.num_tokens} that it has seen")
+    require(held == store.num_tokens, place, f"holds {held} tokens, and must hold {store.num_tokens}")
     require(
-        store.num_evicted % store.flush_tokens == 0, f"{place}.num_evicted", f"is no multiple of {store.flush_tokens}"
+        store.num_evicted % store.flush_tokens == 0,
+        f"{place}.num_evicted",
+        f"is not a multiple of {store.flush_tokens}",
     )
     left = 0 if store.window is None else max(0, store.num_tokens - store.window + 1)
     require(store.num_evicted <= left, f"{place}.num_evicted", f"is {store.num_evicted}, and must be at most {left}")
     wanted = 0 if store.deferred else min(store.policy.sink_tokens(store.window), store.num_tokens)
     require(sinks == wanted, f"{place}.sides.0.sinks", f"has {sinks} tokens, and must have {wanted}")
-    require(not store.deferred or held == tail, place, "waits for tokens, and has packed some")
+    require(not store.deferred or held == tail, place, "is deferred, and must not hold sinks or packed tokens")
 
 
 def layer_padding(store: LayerStore, place: str) -> None:
@@ -60,9 +62,7 @@ def layer_padding(store: LayerStore, place: str) -> None:
     if store.rotary is not None and store.rotary.padding is not None:
         padding = store.rotary.padding
         fits = len(padding) == store.batch_size and (store.deferred or int(padding.max()) <= store.num_tokens)
-        require(
-            fits, f"{place}.rotary.0.padding", f"is not that of {store.batch_size} rows of {store.num_tokens} tokens"
-        )
+        require(fits, f"{place}.rotary.0.padding", f"does not fit {store.batch_size} rows of {store.num_tokens} tokens")
         same = store.padding is None or store.padding.tolist() == padding.tolist()
         require(same, f"{place}.rotary.0.padding", "is not the layer's")
     if store.padding is not None and not store.deferred:
@@ -316,15 +316,15 @@ class LayerStore(Stateful):
         """
         left = self.num_tokens - n
         if left < 0:
-            raise CacheError(f"cannot take back {n} tokens, only {self.num_tokens} were seen")
+            raise CacheError(f"cannot roll back {n} tokens, only {self.num_tokens} were seen")
         if self.padding is not None and 0 < left < int(self.padding.max()) + self.keys.sinks.shape[2]:
             raise CacheError(
-                f"cannot take back {n} of {self.num_tokens} tokens, rows of a left-padded batch would lose their first "
+                f"cannot roll back {n} of {self.num_tokens} tokens, rows of a left-padded batch would lose their first "
                 "ones; reset the cache instead"
             )
         if self.window is not None and self.num_evicted > max(0, left - self.window + 1):
             raise CacheError(
-                f"cannot take back {n} tokens of a layer with sliding window {self.window}; "
+                f"cannot roll back {n} tokens of a layer with sliding window {self.window}; "
                 f"{ROLLBACK_TOKENS} are kept for that"
             )
 

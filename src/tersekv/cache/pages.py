@@ -201,7 +201,9 @@ def check_page(layout: Layout, like: PackedTensors, unit: int, state: State, pla
     record({**figures, "planes": anything})(state, place)
     blocks, start, stop, entries, end = (state[name] for name in ("blocks", "start", "stop", "entries", "end"))
     require(start < stop <= blocks, place, f"uses blocks {start} to {stop} of {blocks}")
-    require(start % unit == 0 == stop % unit, place, f"uses blocks {start} to {stop}, which are no multiples of {unit}")
+    require(
+        start % unit == 0 == stop % unit, place, f"uses blocks {start} to {stop}, which are not multiples of {unit}"
+    )
     planes = {
         name: anything if spec.ragged is not None else of_spec(_spec(spec, like[name], stop - start))
         for name, spec in layout.planes.items()
@@ -216,7 +218,7 @@ def check_page(layout: Layout, like: PackedTensors, unit: int, state: State, pla
     starts = state["planes"][layout.starts].permute(2, 0, 1).flatten().long()  # in the order of the entries
     first, last = int(starts[0]), int(starts[-1])
     rises = bool((starts[1:] >= starts[:-1]).all()) and first >= 0 and last <= end <= entries
-    require(rises and (start > 0 or first == 0), f"{place}.planes.{layout.starts}", "are not where entries begin")
+    require(rises and (start > 0 or first == 0), f"{place}.planes.{layout.starts}", "are not the starts of entries")
     for name, spec in layout.planes.items():
         if spec.ragged is not None:
             own = f"{place}.planes.{name}"

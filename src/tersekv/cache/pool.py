@@ -80,7 +80,7 @@ POOL = {
 def pool_slots(pool: TokenPool, place: str) -> None:
     """Check that sides, positions and fields have the same slots."""
     counts = {(side.packed.tokens, side.loose.shape[2]) for side in pool.sides}
-    require(len(counts) == 1, place, f"holds other slots of keys than of values {sorted(counts)}")
+    require(len(counts) == 1, place, f"holds different numbers of slots for keys and values {sorted(counts)}")
     slots = sum(counts.pop())
     for name, x in {"positions": pool.positions, **pool.fields}.items():
         where = f"{place}.{name}" if name == "positions" else f"{place}.fields.{name}"

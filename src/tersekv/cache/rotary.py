@@ -29,7 +29,7 @@ def rotary_runs(rotary: Rotary, place: str) -> None:
     """Check that runs of tokens are consecutive and each is within its length."""
     rising = rotary.starts[:1] == [0] and all(a < b for a, b in itertools.pairwise(rotary.starts))
     known = len(rotary.starts) == len(rotary.lengths) and all(map(operator.le, rotary.starts, rotary.lengths))
-    require(rising and known, place, "has starts and lengths that are not those of runs of tokens")
+    require(rising and known, place, "has starts and lengths that are not valid for runs of tokens")
 
 
 class Rotary(Stateful):

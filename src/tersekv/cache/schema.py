@@ -51,14 +51,14 @@ def flag(value: Any, place: str) -> None:
 def text(value: Any, place: str) -> None:
     """Check for a string."""
     if not isinstance(value, str):
-        refuse(place, f"is {shortened(value)}, and must be a text")
+        refuse(place, f"is {shortened(value)}, and must be a string")
 
 
 def number(value: Any, place: str) -> None:
     """Check for a finite number ≥ 0."""
     fits = type(value) in (int, float) and 0 <= value < float("inf")
     if not fits:
-        refuse(place, f"is {shortened(value)}, and must be a number from 0 on")
+        refuse(place, f"is {shortened(value)}, and must be a finite number of at least 0")
 
 
 def one_of(*allowed: Any) -> Check:
@@ -108,7 +108,7 @@ def record(wanted: Mapping[str, Check], open_ended: bool = False, may_lack: bool
 
     def check(value: Any, place: str) -> None:
         if not isinstance(value, dict):
-            refuse(place, f"is {shortened(value)}, and must have entries by name")
+            refuse(place, f"is {shortened(value)}, and must be a dictionary")
         if not may_lack and (missing := wanted.keys() - value.keys()):
             refuse(place, f"lacks {', '.join(sorted(missing))}")
         if not open_ended and (unknown := value.keys() - wanted.keys()):
@@ -145,7 +145,7 @@ def positions(places: Tensor, below: int, place: str) -> None:
         refuse(place, fault)
     ordered = places.sort(dim=-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-    require(not bool(twice.any()), place, "names a position twice in one head")
+    require(not bool(twice.any()), place, "has a position twice in one head")
 
 
 def shortened(value: Any) -> str:

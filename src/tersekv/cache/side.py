@@ -226,7 +226,7 @@ class SideStore(Stateful):
         if fault := self.codec.learnt_fault(B, H, self.head_dim):
             refuse(f"{place}.fitted", fault)
         same = self.codec.layout(self.head_dim) == self.packed.layout
-        require(same, f"{place}.fitted", "is of codes of another length than the recipe's")
+        require(same, f"{place}.fitted", "gives codes of another length than the recipe")
 
     def to(self, device: torch.device | str) -> None:
         """Move everything to a device."""

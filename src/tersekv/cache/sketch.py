@@ -64,7 +64,7 @@ class Reservoir(NamedTuple):
     def check(self, below: int, place: str) -> None:
         """Raise UserError unless there are slots, sorted, with positions below `below`."""
         ordered = self.slots.shape[2] > 0 and bool((self.slots.diff(dim=-1) >= 0).all())
-        require(ordered and int(self.slots.max()) < below, f"{place}.slots", f"must rise, and be below {below}")
+        require(ordered and int(self.slots.max()) < below, f"{place}.slots", f"must ascend, and be below {below}")
 
     def extended(self, weights: Tensor, positions: Tensor, generator: torch.Generator) -> Reservoir:
         """Return the reservoir after a block.
@@ -105,7 +105,7 @@ def sketch_slots(store: SketchStore, place: str) -> None:
     """Check that samples refer to tokens that have left the tail."""
     first = store.num_tokens - store.tails[0].tokens
     sampled = store.pool.positions.shape[2] + store.centers.positions.shape[2]
-    require((store.reservoir is None) == (store.clusters is None), place, "has samples of values or of keys only")
+    require((store.reservoir is None) == (store.clusters is None), place, "has samples of only values or only keys")
     require(not sampled or store.reservoir is not None, place, "has sampled tokens without samples")
     require(store.first.packed_tokens == 0, f"{place}.pools.2", "packs tokens, and must keep all of them exact")
     if store.reservoir is not None and store.clusters is not None:

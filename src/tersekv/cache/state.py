@@ -187,7 +187,7 @@ def joined(state: Any, tensors: dict[str, Tensor]) -> State:
         return [found(held, f"{place}.{i}") for i, held in enumerate(value)] if isinstance(value, list) else value
 
     whole = found(state, "")
-    require(isinstance(whole, dict), "the state", "must have entries by name")
+    require(isinstance(whole, dict), "the state", "must be a dictionary")
     if left:
         refuse(next(iter(left)), "is a tensor that the state does not name")
     return whole

@@ -34,7 +34,7 @@ FORMAT = 1
 DIGEST, ENTRY = "tersekv.sha256", "tersekv.cache"
 NO_DIGEST = "0" * 64
 ALIGNED = 64
-AGAIN = "make it again"
+AGAIN = "create it again"
 GIVE = "give what `cache.save` or `tersekv prompt-cache build` wrote"
 MOST_AXES, MOST_BYTES = 16, 2**62
 
@@ -136,7 +136,7 @@ def check_said(path: Path, said: dict[str, Any], size: int) -> None:
     try:
         record({**entries, "state": anything}, open_ended=True)(said, "")
     except UserError as error:
-        raise UserError(f"{path} does not say what a cache's file says: {error}; {AGAIN}") from error
+        raise UserError(f"{path} lacks the metadata of a cache file: {error}; {AGAIN}") from error
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -155,23 +155,23 @@ def _size(file: BinaryIO) -> int:
 def _header(path: Path, view: memoryview, size: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Return the start of the tensors, their entries, and the metadata."""
     if size < 8:
-        raise UserError(f"{path} has {size} bytes, which is no cache or the beginning of one; {AGAIN}")
+        raise UserError(f"{path} has {size} bytes, so it is not a cache or is cut off; {AGAIN}")
     start = 8 + struct.unpack("<Q", view[:8])[0]
     if start > size:
-        raise UserError(f"{path} is cut off or no cache: its {size:,} bytes end within its header; {AGAIN}")
+        raise UserError(f"{path} is cut off or is not a cache: its {size:,} bytes end within its header; {AGAIN}")
     head = bytes(view[:start])
     written = _digest(head)
     if written is None:
-        raise UserError(f"{path} is no cache, or its header is damaged; {GIVE}")
+        raise UserError(f"{path} is not a cache, or its header is damaged; {GIVE}")
     if hashlib.sha256(head.replace(written, NO_DIGEST.encode(), 1)).hexdigest().encode() != written:
         raise UserError(f"{path} is damaged: its header is not the one that was written; {AGAIN}")
     try:
         header, said = _parsed(head[8:])
         end = start + _checked(header, said["crc32"])
     except UserError as error:
-        raise UserError(f"{path} has a header that is not one of a cache: {error}; {AGAIN}") from error
+        raise UserError(f"{path} does not have the header of a cache: {error}; {AGAIN}") from error
     if end != size:
-        what = "is cut off" if size < end else "has something behind its end"
+        what = "is cut off" if size < end else "has data after its end"
         raise UserError(f"{path} {what}: {size:,} bytes instead of {end:,}; {AGAIN}")
     return start, header, said
 
@@ -189,7 +189,7 @@ def _parsed(text: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError("it is no JSON") from error
+        raise UserError("it is not JSON") from error
     record({"format": anything, "crc32": anything}, open_ended=True)(said, "")
     if said["format"] != FORMAT:
         raise UserError(f"it has format {shortened(said['format'])}; this version reads format {FORMAT}")
@@ -209,11 +209,11 @@ def _checked(header: dict[str, Any], crcs: Any) -> int:
         shape = each(whole())
         record({"dtype": one_of(*DTYPES), "shape": shape, "data_offsets": offsets})(entry, name)
         size, axes = DTYPES[entry["dtype"]].itemsize, [max(1, n) for n in entry["shape"]]
-        require(len(axes) <= MOST_AXES and math.prod(axes) <= MOST_BYTES, name, "has a shape that no tensor has")
+        require(len(axes) <= MOST_AXES and math.prod(axes) <= MOST_BYTES, name, "has a shape that is not allowed")
         begin, stop = entry["data_offsets"]
-        require(begin == end and begin % size == 0, name, f"begins at {begin}, and must at {end}")
+        require(begin == end and begin % size == 0, name, f"begins at {begin}, and must begin at {end}")
         end += math.prod(entry["shape"]) * size
-        require(stop == end, name, f"ends at {stop}, and must at {end}")
+        require(stop == end, name, f"ends at {stop}, and must end at {end}")
     return end
 
 

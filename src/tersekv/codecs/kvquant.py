@@ -47,7 +47,7 @@ from tersekv.tensors import TensorSpec
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-TOO_LARGE = "keep that layer exact: put ;LAYER=exact:dtype=bf16 behind the recipe"
+TOO_LARGE = "keep that layer exact: put ;LAYER=exact:dtype=bf16 after the recipe"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class KVQuant(Codec):
         check_choices(self)
         check_range("cap", self.cap, 0, 255)
         if not 0 <= self.outliers <= 0.1:
-            raise UserError(f"outliers={self.outliers:g} is out of range; allowed are 0 to 0.1, usual is 0.01")
+            raise UserError(f"outliers={self.outliers:g} is out of range; allowed are 0 to 0.1, and 0.01 is usual")
 
     @property
     def _of_matrix(self) -> bool:
@@ -156,7 +156,7 @@ class KVQuant(Codec):
         """
         fault = super().learnt_fault(B, H, head_dim)
         if fault is None and self.fits_on == "prompt" and len({len(t) for t in self.fitted.values()}) > 1:
-            return "has tensors of one row and of several"
+            return "has tensors for one row and tensors for several"
         if fault or "lower" not in self.fitted or "upper" not in self.fitted:
             return fault
         low, high = self.fitted["lower"], self.fitted["upper"]
@@ -285,7 +285,7 @@ class KVQuant(Codec):
     def layout(self, head_dim: int) -> Layout:
         """Return the layout: codes, scale and offset of a token for all heads, and outliers."""
         if head_dim > MAX_CHANNELS:
-            raise UserError(f"kvquant's overlay takes heads of at most {MAX_CHANNELS} channels, got {head_dim}")
+            raise UserError(f"kvquant stores outliers of heads with at most {MAX_CHANNELS} channels, got {head_dim}")
         layout = self.grid(head_dim).layout()
         planes = {
             name: spec if name == "codes" else dataclasses.replace(spec, shared=not self.per_head)

@@ -90,7 +90,7 @@ class Qjl(Codec):
         indices.
         """
         if self.outliers >= head_dim:
-            raise UserError(f"outliers={self.outliers} is not fewer than the head dim {head_dim}; usual is 8")
+            raise UserError(f"outliers={self.outliers} must be less than the head dim {head_dim}; 8 is usual")
         planes = signs_planes(self.rows(head_dim), torch.float16)
         if self.outliers:
             planes |= signs_planes(self.outlier_rows(head_dim), torch.float16, "outlier_")

@@ -74,7 +74,7 @@ The second tuple is for `MANY_BITS` and more. Larger gains help because a compon
 of its codebook costs more than wider steps do. This effect grows with the number of bits.
 """
 
-MOST_GAIN = "a vector is {0:.3g} times as long as what the codec was fitted on, and the most is {1:.3g}; {2}"
+MOST_GAIN = "a vector is {0:.3g} times as long as those that the codec was fitted on, and must be at most {1:.3g}; {2}"
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Trellis(Codec):
     def layout(self, head_dim: int) -> Layout:
         """Return the packed tensors: stream and gain."""
         if self.words(head_dim) * WORD_BITS > MOST_BITS * head_dim:
-            raise UserError(f"bits={self.bits:g} is too much for {head_dim} channels; allowed are at most {MOST_BITS}")
+            raise UserError(f"bits={self.bits:g} is too many for {head_dim} channels; allowed are at most {MOST_BITS}")
         return trellis_layout(self.words(head_dim))
 
     def learns(self, B: int, H: int, head_dim: int) -> dict[str, TensorSpec]:
@@ -166,10 +166,10 @@ class Trellis(Codec):
         if fault or "bits" not in self.fitted:
             return fault
         if len({len(t) for t in self.fitted.values()}) > 1:
-            return "has tensors of one row and of several"
+            return "has tensors for one row and tensors for several"
         sums = self.fitted["bits"].sum(-1)
         if not self.words(head_dim) or not bool((sums == self.words(head_dim) * WORD_BITS).all()):
-            return f"has bits that do not fill words of {WORD_BITS}"
+            return f"has bits that do not fill whole words of {WORD_BITS}"
         if "basis" in self.fitted and bool(torch.linalg.inv_ex(self._klt()).info.any()):
             return "has a basis that cannot be inverted"
         return None
@@ -273,7 +273,7 @@ class Trellis(Codec):
         held = (bits > 0).float().unsqueeze(2)
         gain = ((y.square() * held).sum(-1) / held.sum(-1).clamp_min(1)).sqrt()
         if float(gain.amax()) > largest_gain():
-            advice = "calibrate on text like this one, or use a method that learns nothing, like turboquant"
+            advice = "calibrate on text like this one, or use a method without fitting, such as turboquant"
             times = HEADROOM if self.calibration == "prompt" else 1
             raise UserError(MOST_GAIN.format(times * float(gain.amax()), times * largest_gain(), advice))
         tables = self._entries(str(x.device))

@@ -50,7 +50,7 @@ OUTLIER_SHARE = 4
 
 SKETCH_SEED_OFFSET = 104_729
 
-TOO_LARGE = "keep that layer exact: put ;LAYER=exact:dtype=bf16 behind the recipe"
+TOO_LARGE = "keep that layer exact: put ;LAYER=exact:dtype=bf16 after the recipe"
 
 
 class ChannelPart(NamedTuple):
@@ -109,8 +109,8 @@ class TurboQuant(Codec):
         outliers = head_dim // OUTLIER_SHARE
         if head_dim % OUTLIER_SHARE or outliers < 3:
             raise UserError(
-                f"bits={self.bits:g} sets a quarter of the channels apart, and the head dim {head_dim} "
-                "is not a multiple of 4 from 12 on; use whole bits"
+                f"bits={self.bits:g} needs a head dim that is a multiple of 4 and at least 12, got {head_dim}; "
+                "use whole bits"
             )
         extra = round(4 * (self.bits % 1))
         return [ChannelPart(outliers, low + extra, "outlier_"), ChannelPart(head_dim - outliers, low)]

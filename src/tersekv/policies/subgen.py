@@ -51,7 +51,9 @@ class SubGen(Selection):
         if self.variant not in ("kcenter", "stream"):
             raise UserError(f"variant={self.variant} is not allowed; choose one of kcenter, stream")
         if not 0 <= self.delta < float("inf"):
-            raise UserError(f"delta={self.delta:g} is not allowed; give a distance of keys, or 0 to have it chosen")
+            raise UserError(
+                f"delta={self.delta:g} is not allowed; give a distance between keys, or 0 to have it chosen"
+            )
         if not 1 <= self.slots <= 4096:
             raise UserError(f"slots={self.slots} is out of range; allowed are 1 to 4096 samples per cluster")
         if not 0 < self.values < 1:

@@ -29,7 +29,7 @@ class Window(TokenPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.start != AUTO and not re.fullmatch(r"\d{1,12}", self.start):
-            raise UserError(f"start={self.start} is no number of tokens; give 0 or more, or auto for twice `recent`")
+            raise UserError(f"start={self.start} is not a number of tokens; give 0 or more, or auto for twice `recent`")
 
     def first_packing(self, window: int | None) -> int:
         """Return `start`, or 0 in a layer whose sliding window is smaller."""
