@@ -19,9 +19,7 @@ T = TypeVar("T")
 
 
 def plain(fn: Callable[P, T]) -> Callable[P, T]:
-    """Run `fn` outside `torch.inference_mode`, so that tensors made or grown in it stay writable
-    later.
-    """
+    """Run `fn` outside `torch.inference_mode`, so that its tensors stay writable later."""
 
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

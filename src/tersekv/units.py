@@ -31,9 +31,7 @@ def parse_lengths(text: str, option: str = "lengths") -> tuple[int, ...]:
 
 
 def parse_numbers(text: str, option: str, least: int, most: int) -> tuple[int, ...]:
-    """Parse whole numbers from `least` to `most`, separated by commas, in order and without
-    duplicates.
-    """
+    """Parse whole numbers from `least` to `most`, separated by commas, without duplicates."""
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"\d{1,12}", part) and least <= int(part) <= most for part in parts):
         raise UserError(

@@ -50,8 +50,9 @@ def observe(store: Store, keys: Tensor, call: AttentionCall) -> Tensor | None:
 
 
 def kept_weights(store: EvictingStore, keys: Tensor, call: AttentionCall) -> Tensor:
-    """Return softmax weights [B, Hq, q, past + new tokens] in the query's dtype, 0 for evicted
-    tokens.
+    """Return softmax weights [B, Hq, q, past + new tokens] in the query's dtype.
+
+    Evicted tokens have weight 0.
 
     Raises:
         UserError: the store holds samples, which have no weights per token.
@@ -70,9 +71,7 @@ def kept_weights(store: EvictingStore, keys: Tensor, call: AttentionCall) -> Ten
 
 
 def _held(store: ScoredEvictionStore) -> Held:
-    """Return keys float32 [B, H, T, D] and positions [B, H, T] of the tokens held, in the store's
-    order.
-    """
+    """Return keys float32 [B, H, T, D] and positions [B, H, T] of the tokens held, in order."""
     parts = []
     for page in store.packed_pages():
         if page.positions is not None:

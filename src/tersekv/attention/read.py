@@ -1,5 +1,4 @@
-"""Attention of new queries over a layer's store and, for a chunk, over the chunk's own exact
-tokens.
+"""Attention of new queries over a layer's store and over a chunk's own exact tokens.
 
 Each segment gives an output and a log-sum-exp; `merge_segments` combines them. With few query rows,
 kernels read the packed bytes directly. With many rows, BLOCK_READ_TOKENS tokens at a time are
@@ -112,8 +111,7 @@ class _Reader:
         return self._finish(None)
 
     def _direct(self, of_exact: bool = True, of_pages: bool = True, parts: bool = False) -> Any:
-        """Compute attention over exact tokens, packed pages or both with a kernel
-        (`kernels/attend.py`).
+        """Compute attention over exact tokens, packed pages or both (`kernels/attend.py`).
 
         None if no kernel accepts the call, or if there are no tokens.
         """
@@ -147,9 +145,7 @@ class _Reader:
         return packed if beside is None else _merge(beside, packed)
 
     def _finish(self, whole: list[tuple[Tensor, Tensor]] | None) -> Tensor:
-        """Decode and read tile by tile if the kernels did not, merge, and reshape to [B, q, Hq,
-        Dv].
-        """
+        """Decode and read tile by tile if no kernel did, merge, and reshape to [B, q, Hq, Dv]."""
         query = grouped(self.call.query, self.kv_heads)
         q = query.shape[3]
         tiles = [slice(start, min(q, start + QUERY_TILE)) for start in range(0, q, QUERY_TILE)]
@@ -217,8 +213,7 @@ class _Reader:
         return longest if self.own is None else torch.maximum(longest, self.own[1].float().norm(dim=-1).amax(-1))
 
     def packed(self, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
-        """Return out and lse over the packed tokens for each tile of queries, decoded block by
-        block.
+        """Return out and lse over the packed tokens for each tile, decoded block by block.
 
         Packed tokens of other processes are included. Empty if nothing is packed.
         """

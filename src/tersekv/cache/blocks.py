@@ -120,8 +120,8 @@ class BlockBuffer(Stateful):
             self.append(planes)
 
     def keep(self, index: Tensor) -> None:
-        """Keep blocks `index` (int64 [B, H, n], counted from the oldest in use) of each head, in
-        that order.
+        """Keep blocks `index` (int64 [B, H, n], from the oldest in use) of each head, in that
+        order.
         """
         self.hold(self.layout.select_blocks(self.planes(), index))
 

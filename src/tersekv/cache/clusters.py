@@ -1,5 +1,4 @@
-"""Online clustering of keys with uniform samples of each cluster (SubGen, arXiv 2402.06082,
-Algorithm 1).
+"""Online clusters of keys with uniform samples (SubGen, arXiv 2402.06082, Algorithm 1).
 
 A key joins the cluster of the nearest representative if that is within δ. It then replaces each of
 the cluster's slots with probability 1/n. Otherwise it starts a new cluster and fills all its slots.
@@ -24,9 +23,7 @@ from torch import Tensor
 from tersekv.cache.schema import Check, optional, record, refuse, require, shortened, tensor, whole
 
 EXACT = "donot_use_mm_for_euclid_dist"
-"""Mode of `cdist` that computes distances from differences, so that a key has distance 0 to
-itself.
-"""
+"""Mode of `cdist` that subtracts first, so that a key has distance 0 to itself."""
 
 
 class Head(NamedTuple):
@@ -102,8 +99,8 @@ class Clusters(NamedTuple):
         require(within, f"{place}.slots", f"must name positions below {below}")
 
     def extended(self, keys: Tensor, positions: Tensor, generator: torch.Generator) -> Clusters:
-        """Return the clusters after a block of keys [B, H, n, D] at positions int32 [B, H, n] (−1:
-        no token).
+        """Return the clusters after keys [B, H, n, D] at positions int32 [B, H, n]
+        (−1: no token).
         """
         B, H = self.delta.shape
         heads = []

@@ -29,9 +29,7 @@ ENCODE_TOKENS = 512
 """Tokens encoded at a time. Limits the memory of float32 copies."""
 
 FIT_TOKENS = 2048
-"""Maximum number of prompt tokens that a codec is fitted on, because fitting uses float64
-copies.
-"""
+"""Maximum number of prompt tokens that a codec is fitted on, to limit float64 copies."""
 
 FIT_PARTS = 8
 """Number of stretches that these tokens are taken from in a longer prompt."""
@@ -45,9 +43,7 @@ class Tokens(NamedTuple):
 
 
 def codec_input(codec: Codec, tokens: Tokens) -> Tensor:
-    """Return float32 tokens as the codec encodes them: keys without RoPE, or without their rotated
-    mean.
-    """
+    """Return float32 tokens for the codec: keys without RoPE, or without their rotated mean."""
     x, angles = tokens
     if angles is None or not x.shape[2]:
         return x.float()
@@ -79,9 +75,7 @@ def _without_rope(tokens: Tokens) -> Tensor:
 
 
 def fit_stretches(tokens: int) -> list[tuple[int, int]]:
-    """Return ranges of tokens to fit on: all tokens, or stretches of equal length spread over the
-    prompt.
-    """
+    """Return ranges of tokens to fit on: all, or equal stretches spread over the prompt."""
     if tokens <= FIT_TOKENS:
         return [(0, tokens)]
     length = FIT_TOKENS // FIT_PARTS
@@ -103,9 +97,7 @@ def encode(codec: Codec, tokens: Tokens, heads: HeadShard | None = None) -> Pack
 
 
 def chunks(start: int, stop: int, block_tokens: int) -> Iterator[tuple[int, int]]:
-    """Split a range into parts of at most ENCODE_TOKENS tokens, or of one block, to encode in
-    turn.
-    """
+    """Split a range into parts of at most ENCODE_TOKENS tokens, or of one block."""
     step = max(1, ENCODE_TOKENS // block_tokens) * block_tokens
     return ((first, min(stop, first + step)) for first in range(start, stop, step))
 

@@ -1,6 +1,4 @@
-"""Compute the size of a cache from shapes, and the length from which it is smaller than
-bfloat16.
-"""
+"""Size of a cache computed from shapes, and the length where it gets smaller than bfloat16."""
 
 from __future__ import annotations
 
@@ -116,9 +114,7 @@ STEP = 8
 """Step between the lengths that are tried, in tokens."""
 
 UNPACKED_TOKENS = 512
-"""Upper bound of the exact tokens that accumulate between two packings, window and page
-included.
-"""
+"""Upper bound of the exact tokens that accumulate between two packings."""
 
 
 def break_even(shape: CacheShape, recipe: str | Recipe, batch: int = 1) -> int | None:
@@ -223,9 +219,7 @@ def _layouts(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
 
 
 def _own_layouts(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
-    """Return the layouts under a policy that evicts tokens: nothing is stored jointly for all
-    heads.
-    """
+    """Return the layouts under a policy that evicts tokens, without data shared by heads."""
     keys, values = (dataclasses.replace(codec, per_head=True) for codec in (plan.keys, plan.values))
     return _layouts(plan._replace(keys=keys, values=values), shape)
 

@@ -1,8 +1,7 @@
-"""Base class of stores that evict tokens: pools of chosen tokens, and an exact recent window
-(tail).
+"""Base class of stores that evict tokens: pools of chosen tokens, and an exact tail.
 
-The tail holds the same tokens for all heads. Tokens in pools keep their original positions and
-RoPE.
+The tail (recent window) holds the same tokens for all heads. Tokens in pools keep their original
+positions and RoPE.
 """
 
 from __future__ import annotations
@@ -67,9 +66,7 @@ def selective_tokens(store: EvictingStore, place: str) -> None:
 
 
 class EvictingStore(Stateful, ABC):
-    """Keys [B, H, n, Dk] and values [B, H, n, Dv] of a full-attention layer under a `Selection`
-    policy.
-    """
+    """Keys [B, H, n, Dk] and values [B, H, n, Dv] of a full-attention layer under a `Selection`."""
 
     STATE: ClassVar[Spec] = SELECTIVE
     """State that a refused append restores, next to the pools.
@@ -153,9 +150,7 @@ class EvictingStore(Stateful, ABC):
         """Return the segments of exact tokens, without empty ones."""
 
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
-        """Return packed slots `first` to `first + tokens` (multiples of `flush_tokens`), None if
-        there are none.
-        """
+        """Return packed slots `first` to `first + tokens`, multiples of `flush_tokens`, or None."""
         return None
 
     def packed_pages(self) -> Iterator[PackedSegment]:
@@ -250,9 +245,7 @@ class EvictingStore(Stateful, ABC):
         """Move the oldest `leave` tokens of the tail and of `new` into the pools, or evict them."""
 
     def _set_budget(self) -> None:
-        """Set the number of tokens that each row keeps, from the number of tokens it has
-        received.
-        """
+        """Set the number of tokens that each row keeps, from the number it has received."""
         tokens = (
             [self.num_tokens] * self.batch_size if self.padding is None else (self.num_tokens - self.padding).tolist()
         )
@@ -262,11 +255,10 @@ class EvictingStore(Stateful, ABC):
         self.tail_tokens = min(self.policy.recent, int(self.latest.max()))
 
     def _leaving(self, new: list[Tensor], leave: int) -> tuple[list[Tensor], Tensor]:
-        """Return the oldest `leave` tokens [B, H, m, D] of the tail and `new`, and their positions
-        int32 [B, H, m].
+        """Return the oldest `leave` tokens [B, H, m, D] of tail and `new`, and their positions.
 
-        Padding has position −1 and is replaced by the row's last token, so that it affects no scale
-        or table.
+        Positions are int32 [B, H, m]. Padding has position −1 and is replaced by the row's last
+        token, so that it affects no scale or table.
         """
         t, n = self.tails[0].tokens, new[0].shape[2]
         leaving = [first_tokens(tail.data, x, leave) for tail, x in zip(self.tails, new, strict=True)]
@@ -289,8 +281,7 @@ class EvictingStore(Stateful, ABC):
         return False
 
     def check_crop(self, n: int) -> None:
-        """Raise CacheError unless the n latest tokens can be rolled back: all, or at most those of
-        the tail.
+        """Raise CacheError unless n tokens can be rolled back: all, or at most those of the tail.
 
         Tokens that were evicted because of them are lost.
         """

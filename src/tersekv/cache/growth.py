@@ -13,10 +13,10 @@ from tersekv.policies.base import TokenPolicy
 
 
 class Calls(NamedTuple):
-    """Calls that feed tokens: the prompt in calls of `piece` tokens (0: one call), then single
-    tokens.
+    """Calls that feed tokens: a prompt, then single tokens.
 
     prompt: tokens of the prompt.
+    piece: tokens per call of the prompt, 0 for one call.
     generated: tokens fed one by one after it.
     """
 
@@ -44,9 +44,7 @@ class TailSize:
     capacity: int = 0
 
     def change(self, leave: int, enter: int) -> None:
-        """Remove the oldest `leave` tokens, which frees capacity beyond `usual`, and add `enter`
-        tokens.
-        """
+        """Remove the oldest `leave` tokens and add `enter`. Capacity beyond `usual` is freed."""
         self.tokens -= leave
         if leave:
             self.capacity = capacity_after_drop(self.tokens, self.capacity, self.usual)

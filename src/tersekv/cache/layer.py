@@ -1,5 +1,4 @@
-"""The cache of one layer: exact sinks | packed blocks | exact recent window (tail), for keys and
-values.
+"""The cache of one layer: exact sinks | packed blocks | exact recent window (tail).
 
 The cache is append-only: packed tokens are never decoded and packed again. Tokens are rounded to
 the exact dtype before they are packed, and blocks start at fixed positions. The packed bytes
@@ -132,8 +131,7 @@ class LayerStore(Stateful):
 
     @property
     def hidden(self) -> Tensor | None:
-        """Number of leading positions of each row, int64 [B], that packed tokens and tail do not
-        have.
+        """Leading positions of each row, int64 [B], that packed tokens and tail do not have.
 
         These are the padding and the row's own sinks. None without padding.
         """
@@ -179,9 +177,7 @@ class LayerStore(Stateful):
             self._add(new, restart=True)
 
     def _some_row_is_short(self, n: int) -> bool:
-        """True if, after n more tokens, a padded row has fewer tokens than its sinks need, or
-        none.
-        """
+        """True if, after n more tokens, a padded row cannot fill its sinks or is empty."""
         assert self.padding is not None
         return int(self.padding.max()) + max(1, self.policy.sink_tokens(self.window)) > self.num_tokens + n
 
@@ -209,8 +205,9 @@ class LayerStore(Stateful):
         self.room = self._room()
 
     def _room(self) -> int:
-        """Return the number of tokens that can be added before some are packed, 0 if sinks come
-        first.
+        """Return the number of tokens that can be added before some are packed.
+
+        It is 0 while sinks are missing.
         """
         if self.keys.sinks.shape[2] < self.policy.sink_tokens(self.window):
             return 0
@@ -229,9 +226,7 @@ class LayerStore(Stateful):
         return range(skip, flush)
 
     def _note(self, place: int, own: range, flush: int) -> None:
-        """Record that `flush` tokens from `place` on were packed, those in `own` by this
-        process.
-        """
+        """Record that `flush` tokens from `place` on were packed, those in `own` here."""
 
     def _forget(self, tokens: int) -> None:
         """Remove that many of the oldest packed tokens, whole blocks."""
@@ -265,8 +260,7 @@ class LayerStore(Stateful):
         return segments
 
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
-        """Return packed tokens `first` to `first + tokens` (multiples of `flush_tokens`), or None
-        if there are none.
+        """Return packed tokens `first` to `first + tokens`, multiples of `flush_tokens`, or None.
 
         The segment is a copy if it spans several pages.
         """
@@ -295,9 +289,7 @@ class LayerStore(Stateful):
         return PackedSegment(keys, values, self.packed_first + first, tokens)
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return all tokens that were not evicted as [B, H, n, D], in order of position, sinks
-        included.
-        """
+        """Return all tokens held as [B, H, n, D], in order of position, sinks included."""
         keys, values = (side.decoded(dtype, self.packed_first) for side in self.sides)
         if self.padding is not None:
             own = self._own_sinks()[:, None, :, None]
@@ -308,12 +300,7 @@ class LayerStore(Stateful):
         return keys, values
 
     def check_crop(self, n: int) -> None:
-        """Check that the n latest tokens can be rolled back.
-
-        Raises:
-            CacheError: n is more than the cache has, or than a sliding window or padded batch can
-                roll back.
-        """
+        """Raise CacheError unless the n latest tokens can be rolled back."""
         left = self.num_tokens - n
         if left < 0:
             raise CacheError(f"cannot roll back {n} tokens, only {self.num_tokens} were seen")
@@ -329,9 +316,7 @@ class LayerStore(Stateful):
             )
 
     def is_whole(self, seen: int) -> bool:
-        """True if, after an interrupted append, keys and values still hold the `seen` earlier
-        tokens.
-        """
+        """True if, after an interrupted append, keys and values still hold the `seen` tokens."""
         held = {self.num_evicted + side.sinks.shape[2] + side.packed.tokens + side.tail.tokens for side in self.sides}
         return self.num_tokens == seen and held == {seen}
 
@@ -339,12 +324,11 @@ class LayerStore(Stateful):
     def crop(self, n: int) -> None:
         """Roll back the n latest tokens.
 
-        If packed blocks are affected, they are removed as a whole. Their remaining tokens return to
-        the tail, decoded.
+        Affected packed blocks are removed as a whole. Their remaining tokens return to the tail,
+        decoded.
 
         Raises:
-            CacheError: n is more than the cache has, or than a sliding window or padded batch can
-                roll back.
+            CacheError: a sliding window, a padded batch or the cache holds too few tokens.
         """
         self.check_crop(n)
         self._pages, self.num_tokens, self.room = None, self.num_tokens - n, 0
@@ -404,11 +388,9 @@ class LayerStore(Stateful):
 
 
 def tokens_out_of_window(store: LayerStore, seen: int, flush: int) -> tuple[int, int]:
-    """Return how many packed tokens, and how many of the tokens about to be packed, are out of the
-    window.
+    """Return how many packed tokens, and how many of the `flush` next ones, are out of the window.
 
-    No query after `seen` tokens can see them in the layer's sliding window, even after a rollback
-    of ROLLBACK_TOKENS. flush: number of tokens about to be packed.
+    No query after `seen` tokens can see them, even after a rollback of ROLLBACK_TOKENS.
     """
     if store.window is None:
         return 0, 0

@@ -163,9 +163,7 @@ class Page:
         return bisect_right(ends, pool) - 1
 
     def take(self, other: Page, first: int, n: int) -> None:
-        """Append n blocks of another page, from block `first` on, counted from its oldest in
-        use.
-        """
+        """Append n blocks of another page from block `first` on, counted from its oldest in use."""
         begin, used = other._end(other.start + first), self._end(self.stop)
         for name, plane in other.cut(first, first + n).items():
             if self.layout.planes[name].ragged is not None:

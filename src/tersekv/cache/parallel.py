@@ -1,6 +1,4 @@
-"""A process's share of a layer: some KV heads (tensor parallelism) or packed tokens (context
-parallelism).
-"""
+"""A process's share of a layer: some heads (tensor) or packed tokens (context parallelism)."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ class HeadShard:
     gather: Callable[[Tensor], Tensor]
 
     def fit(self, codec: Codec, x: Tensor) -> Codec:
-        """Fit a codec on x [B, count, T, D], with the same result as in one process with all
-        heads.
-        """
+        """Fit a codec on x [B, count, T, D], as one process with all heads would."""
         if not codec.fit_spans_heads:
             return codec.fit(x)
         return codec.fit(self.gather(x)).of_heads(self.first, self.count)

@@ -228,9 +228,7 @@ class TokenPool(Stateful):
         self._give_back(most_blocks)
 
     def _move(self, P: int, order: Tensor, taken: Tensor) -> None:
-        """Insert positions and fields of the loose slots `order` between the packed and the loose
-        slots.
-        """
+        """Insert positions and fields of the loose slots `order` between packed and loose slots."""
         counts = torch.zeros_like(self.positions[:, :, P:]).scatter_add(2, order, taken.to(torch.int32))
 
         def moved(x: Tensor) -> Tensor:

@@ -67,9 +67,7 @@ class Rotary(Stateful):
         return self.rope.given(cos, sin)
 
     def _row(self, first: int, n: int, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of one batch row, for frequencies that change with the sequence
-        length.
-        """
+        """Return cos and sin of one batch row, if frequencies change with the sequence length."""
         parts = []
         place = first
         while place < first + n:

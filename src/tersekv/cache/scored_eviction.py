@@ -81,9 +81,7 @@ class ScoredEvictionStore(EvictingStore):
         return segments
 
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
-        """Return packed slots `first` to `first + tokens` (multiples of `flush_tokens`), None if
-        there are none.
-        """
+        """Return packed slots `first` to `first + tokens`, multiples of `flush_tokens`, or None."""
         tokens = self.packed_tokens - first if tokens is None else min(tokens, self.packed_tokens - first)
         return self._packed(first, tokens) if tokens > 0 else None
 
@@ -156,8 +154,8 @@ class ScoredEvictionStore(EvictingStore):
         del self.pool.fields[WEIGHT]
 
     def _samples(self, leaving: list[Tensor]) -> list[Tensor]:
-        """Return the tokens that codecs are fitted on: all exact ones but the tail, evicted ones
-        included.
+        """Return the tokens that codecs are fitted on: all exact ones but the tail, also evicted
+        ones.
         """
         if all(side.codec.needs_fit is None for side in self.sides):
             return leaving
@@ -169,9 +167,7 @@ class ScoredEvictionStore(EvictingStore):
         return rows if self.padding is None else torch.minimum(rows, self.num_tokens - self.padding)
 
     def _keys(self, leaving: Tensor) -> Tensor:
-        """Return keys of the pool's slots and of tokens leaving the tail, float32 [B, H, slots + m,
-        D].
-        """
+        """Return keys of the pool's slots and of tokens leaving the tail, float32 [B, H, T, D]."""
         packed = [self.pool.views(0, self.packed_tokens)[0].decode()] if self.packed_tokens else []
         return torch.cat([*packed, self.keys.loose.float(), leaving.float()], dim=2)
 

@@ -42,9 +42,7 @@ class PackedSegment(NamedTuple):
 
 
 def packed_pages_of(pages: Sequence[PackedSegment], heads: int) -> PackedPages | None:
-    """Return the pages of a layer with `heads` KV heads as attention reads them, None if there are
-    none.
-    """
+    """Return the pages of a layer with `heads` KV heads as attention reads them, or None."""
     if not pages:
         return None
     return PackedPages(

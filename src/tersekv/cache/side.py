@@ -1,6 +1,4 @@
-"""The keys, or the values, of one layer: exact sinks | packed blocks | exact recent window
-(tail).
-"""
+"""The keys, or the values, of one layer: exact sinks | packed blocks | exact tail."""
 
 from __future__ import annotations
 
@@ -185,8 +183,8 @@ class SideStore(Stateful):
         return coding.view(self.codec, self.planes(first, tokens), self.head_dim, angles)
 
     def view_at(self, first: int, tokens: int, places: Tensor) -> View:
-        """Return the view of packed tokens `first` to `first + tokens`, whole blocks, at positions
-        int [tokens].
+        """Return the view of packed tokens `first` to `first + tokens` at positions int
+        [tokens].
         """
         angles = None if self.rotary is None else self.rotary.at(places)
         return coding.view(self.codec, self.planes(first, tokens), self.head_dim, angles)

@@ -27,9 +27,7 @@ from tersekv.layouts.exact import ExactView
 from tersekv.policies.subgen import SubGen
 
 BLOCK_TOKENS = 1024
-"""Number of tokens that enter the sketches at a time, and of packed tokens that are read at a
-time.
-"""
+"""Number of tokens that enter the sketches, or are read from packed pages, at a time."""
 
 NORM = "norm"
 
@@ -156,9 +154,7 @@ class SketchStore(EvictingStore):
         return segments
 
     def weighted_segments(self) -> list[WeightedSegment]:
-        """Return samples of values for the numerator, and samples of clusters for the
-        denominator.
-        """
+        """Return samples of values for the numerator, and of clusters for the denominator."""
         if not self.centers.positions.shape[2]:
             return []
         samples = [WeightedSegment(v[0], v[1], at, weight, None) for v, at, weight in _parts(self.pool)]

@@ -1,5 +1,4 @@
-"""Base class of codecs: frozen, self-validating dataclasses with `fit`, `encode`, `decode` and
-`true_bits`.
+"""Base class of codecs: frozen dataclasses with `fit`, `encode`, `decode` and `true_bits`.
 
 Shapes: B batch, H key-value heads, N blocks, t tokens per block, T = N·t, D head dim.
 """
@@ -126,9 +125,7 @@ class Codec(ABC):
 
     @classmethod
     def share_across_layers(cls, codecs: Sequence[Codec]) -> list[Codec]:
-        """Share fitted data over all layers and sides, after each codec was calibrated on its
-        own.
-        """
+        """Share fitted data over all layers and sides, after each codec was calibrated."""
         return list(codecs)
 
     @property
@@ -192,8 +189,8 @@ class Codec(ABC):
         return self.layout(head_dim).bits(head_dim, heads) + spread
 
     def select(self, rows: Tensor) -> Self:
-        """Return the codec for batch rows `rows` (int64), after beams were reordered or a batch was
-        cut.
+        """Return the codec for batch rows `rows` (int64), for example after beams were
+        reordered.
         """
         if not self.fitted:
             return self
@@ -211,8 +208,9 @@ class Codec(ABC):
 
 
 class Pair(NamedTuple):
-    """Codecs that a method's name builds: for keys, for values, and optionally others in the first
-    layers.
+    """Codecs that a method's name builds: for keys, for values, and for the first layers.
+
+    initial: codecs of the `initial_layers` first layers, if they differ.
     """
 
     keys: Codec

@@ -1,6 +1,4 @@
-"""No quantisation: 16- or 32-bit floats in the same store, for exempted layers and as a
-baseline.
-"""
+"""No quantisation: 16- or 32-bit floats, for exempted layers and as a baseline."""
 
 from __future__ import annotations
 

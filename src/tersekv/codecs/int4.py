@@ -1,6 +1,4 @@
-"""4-bit integers per token in groups of 64 channels, for keys and values, as in FlexGen (arXiv
-2303.06865, §4).
-"""
+"""4-bit integers per token in groups of 64 channels (FlexGen, arXiv 2303.06865, §4)."""
 
 from __future__ import annotations
 

@@ -97,9 +97,7 @@ class KVQuant(Codec):
 
     @property
     def fits_on(self) -> FitsOn | None:
-        """Data that `fit` needs: "corpus", unless everything comes from the prompt or from each
-        token.
-        """
+        """Data that `fit` needs: "corpus", unless the prompt or each token gives everything."""
         if not self._learns:
             return None
         only_ranges = self._learns == {"ranges"} and self.ranges == "online"
@@ -151,8 +149,8 @@ class KVQuant(Codec):
         return found
 
     def learnt_fault(self, B: int, H: int, head_dim: int) -> str | None:
-        """Check that float16 can hold the ranges, and that tensors from the prompt have equally
-        many rows.
+        """Check that float16 can hold the ranges, and that fitted tensors have equally many
+        rows.
         """
         fault = super().learnt_fault(B, H, head_dim)
         if fault is None and self.fits_on == "prompt" and len({len(t) for t in self.fitted.values()}) > 1:
@@ -209,9 +207,7 @@ class KVQuant(Codec):
         return low, high
 
     def _kmeans(self, x: Tensor, weight: Tensor, row: int) -> tuple[Tensor, Tensor]:
-        """Return the codebook in [−1, 1] and the one used for decoding, for one row
-        [1, H, T, D].
-        """
+        """Return the codebook in [−1, 1] and the decoding codebook, for one row [1, H, T, D]."""
         one = dataclasses.replace(self, fitted={k: v[row : row + 1] for k, v in self.fitted.items()})
         scale, middle, outlier = one._normalise(x)
         y = ((x - middle) / torch.where(scale == 0, 1.0, scale))[~outlier]
@@ -272,8 +268,8 @@ class KVQuant(Codec):
         return planes
 
     def _tables(self, device: str) -> tuple[Tensor, Tensor]:
-        """Return the codebooks for encoding and for decoding, in [−1, 1]: [2^b], or [B, 2^b] if
-        fitted.
+        """Return the codebooks for encoding and decoding in [−1, 1], [2^b] or, if fitted,
+        [B, 2^b].
         """
         table = self.fitted["table"] if self.table == "nuq" else fixed_table(self.table, self.bits, device)
         return table, self.fitted.get("table_read", table)

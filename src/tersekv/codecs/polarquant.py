@@ -48,9 +48,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 FIT_SAMPLES = 16_384
-"""Number of angles per level that online codebooks are fitted on, drawn without replacement if
-there are more.
-"""
+"""Number of angles per level that online codebooks are fitted on, drawn at random."""
 
 LEAST_WEIGHT = 1e-3
 """Minimum weight of a sample, relative to the mean.

@@ -144,9 +144,7 @@ class Trellis(Codec):
         return trellis_layout(self.words(head_dim))
 
     def learns(self, B: int, H: int, head_dim: int) -> dict[str, TensorSpec]:
-        """Return the specifications of the tensors described in `fit`, per batch row or for all
-        rows.
-        """
+        """Return the specifications of the tensors in `fit`, per batch row or for all rows."""
         rows, half = (1, B), torch.float16
         channels = rows, H, head_dim
         found = {"mean": TensorSpec(half, channels)} if self.centre else {}
@@ -234,7 +232,7 @@ class Trellis(Codec):
     def _components(
         self, x: Tensor, gradient: Tensor | None, mean: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Return the fitted basis tensors, and per component variance and error weight, float64
+        """Return fitted basis tensors; variance and error weight per component, float64
         [B, H, D].
         """
         D = x.shape[-1]
@@ -378,8 +376,8 @@ def _missing_spread(x: Tensor, mean: Tensor) -> Tensor:
 
 
 def _scales(variance: Tensor) -> Tensor:
-    """Return standard deviations float16 [B, H, D], at least 1/1000 of the head's largest; 1 if all
-    are 0.
+    """Return standard deviations float16 [B, H, D], at least 1/1000 of the largest; 1 if all are
+    0.
     """
     scale = variance.sqrt()
     largest = scale.amax(-1, keepdim=True)

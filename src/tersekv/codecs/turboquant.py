@@ -116,8 +116,8 @@ class TurboQuant(Codec):
         return [ChannelPart(outliers, low + extra, "outlier_"), ChannelPart(head_dim - outliers, low)]
 
     def layout(self, head_dim: int) -> Layout:
-        """Return the packed tensors: codes and scale of each part; for prod also signs and norms of
-        the residual.
+        """Return the packed tensors: codes and scale of each part; for prod also of the
+        residual.
         """
         planes: dict[str, PlaneSpec] = {}
         for part in self.parts(head_dim):
@@ -195,9 +195,7 @@ class TurboQuant(Codec):
         return jl_sketch(part.dim, part.dim, self.seed + SKETCH_SEED_OFFSET, self.orthogonal, device)
 
     def _matrix(self, head_dim: int, device: str) -> Tensor:
-        """Return the orthogonal map applied before coding: [D, D], or [B, H, D, D] if heads differ
-        in outliers.
-        """
+        """Return the orthogonal map before coding: [D, D], or [B, H, D, D] if heads differ."""
         if self.fits_on is None:
             return random_rotation(head_dim, self.seed, self.rotation, device)
         blocks = split_rotation(head_dim // OUTLIER_SHARE, head_dim, self.seed, self.rotation, device)
@@ -233,9 +231,7 @@ class TurboQuant(Codec):
         return SignsView([SignSketch(signs, norms, self._sketch(part, str(signs.device)), factor)], part.dim)
 
     def table_bytes(self, head_dim: int) -> TableBytes:
-        """Return the bytes of codebooks, rotations and sketches, float32, and of the fitted channel
-        indices.
-        """
+        """Return the bytes of codebooks, rotations and sketches, and of the channel indices."""
         shared = {}
         for part in self.parts(head_dim):
             grid = self._grid(part)

@@ -50,9 +50,7 @@ class Uniform(Codec):
 
     @property
     def fits_on(self) -> FitsOn | None:
-        """Data that `fit` needs: "prompt" if one range per channel is used for the whole
-        sequence.
-        """
+        """Data that `fit` needs: "prompt" if one range per channel covers the whole sequence."""
         return "prompt" if self._whole else None
 
     @property

@@ -75,8 +75,9 @@ class Layout:
     planes: dict[str, PlaneSpec]
 
     def block_bytes(self, heads: int = 1) -> float:
-        """Return the bytes of one block per head, all tensors together, for a layer with `heads`
-        heads.
+        """Return the bytes of one block per head, all tensors together.
+
+        heads: number of heads of the layer.
         """
         return sum(spec.block_bytes(heads) for spec in self.planes.values())
 
@@ -223,9 +224,7 @@ class View(ABC):
     kind: str = "other"
     """Name of the layout for kernels, which read the packed tensors from the view's fields."""
     keeps: ClassVar[bool] = True
-    """True if a store may cache the view, because the view holds no memory beyond the counted
-    tensors and tables.
-    """
+    """True if a store may cache the view, which then needs no memory that is not counted."""
 
     @property
     def operand(self) -> Operand:
@@ -251,8 +250,7 @@ class View(ABC):
         return self.linear.output(out)
 
     def native(self, native: ModuleType) -> Any:
-        """Return the inner vectors as an object of the C++ extension, which validates and holds the
-        tensors.
+        """Return the inner vectors as an object of the C++ extension, which validates the tensors.
 
         Raises:
             NotTaken: the extension does not read this layout.
@@ -340,8 +338,9 @@ class Sum(View):
 
 
 class Concat(View):
-    """View of several views with their channels concatenated, each given with its number of
-    channels.
+    """View of several views with their channels concatenated.
+
+    views: each with its number of channels.
     """
 
     kind = "concat"

@@ -1,9 +1,8 @@
-"""Layout `grid`: b-bit codes, a codebook, and a scale (and offset) per group: x̂ = scale ·
-table[code] + offset.
+"""Layout `grid`: b-bit codes, a codebook, and a scale (and offset) per group.
 
-Int, KIVI, NormalFloat, NUQ and Lloyd-Max codecs share this layout. They differ in the codebook and
-in how codes are chosen. A block of t tokens of one head (t = 32 unless a group is longer) has up to
-three tensors:
+x̂ = scale · table[code] + offset. Int, KIVI, NormalFloat, NUQ and Lloyd-Max codecs share this
+layout. They differ in the codebook and in how codes are chosen. A block of t tokens of one head (t
+= 32 unless a group is longer) has up to three tensors:
 
     codes   int32 [lane groups, words, 16], drawn bit by bit in `kernels/lanes.py`
               keys:   lanes are the t tokens,   the packed axis is the D channels

@@ -1,6 +1,4 @@
-"""Views of vectors coded without their mean: values without their mean, keys without theirs before
-RoPE.
-"""
+"""Views of vectors coded without their mean. The mean of keys is taken before RoPE."""
 
 from __future__ import annotations
 

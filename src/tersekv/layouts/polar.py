@@ -60,9 +60,7 @@ class Polar:
         return 2.0 ** ((self.levels + 1) // 2)
 
     def offsets(self) -> list[int]:
-        """Return the start of each level's codes in a token's stream, in bits, and the stream's
-        end.
-        """
+        """Return the start of each level's codes in a token's stream, and its end, in bits."""
         return stream_offsets(self.level_bits, self.head_dim)
 
     def layout(self) -> Layout:
@@ -92,9 +90,7 @@ class Polar:
         return (word >> shift) & ((1 << bits) - 1)
 
     def _places(self, level: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the byte of each code of a level, and the code's lowest bit in that byte
-        [n, 1].
-        """
+        """Return the byte of each code of a level, and the code's lowest bit in it [n, 1]."""
         return places(self.level_bits, self.head_dim, level, device)
 
 

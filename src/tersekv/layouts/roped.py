@@ -14,8 +14,7 @@ from tersekv.layouts.base import View
 
 
 class Roped(View):
-    """View with x̂ = RoPE(inner), applied inside the loop over tokens because it depends on the
-    position.
+    """View with x̂ = RoPE(inner), applied inside the loop over tokens.
 
     angles: RoPE angles of the view's tokens.
     """

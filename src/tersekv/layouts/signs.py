@@ -71,9 +71,7 @@ class SignSketch(NamedTuple):
 
     @property
     def varies(self) -> bool:
-        """True if channels differ between blocks, so that each block needs its own sketched
-        query.
-        """
+        """True if channels differ between blocks, so that each block needs its own query sketch."""
         return any(c is not None and c.shape[2] > 1 for c in (self.channels, self.dropped))
 
     def unpacked(self) -> Tensor:

@@ -76,9 +76,7 @@ class SubGen(Selection):
         return s, max(1, 2 * (room - s) // (self.slots + 1))
 
     def ranks(self, tokens: Candidates) -> Tensor:
-        """Rank centers of greedy k-center in the order in which they were chosen, before all other
-        tokens.
-        """
+        """Rank the centers of greedy k-center in order of choice, before all other tokens."""
         return farthest_first(tokens.keys(), tokens.positions >= 0, tokens.always, int(tokens.room.max()))
 
 

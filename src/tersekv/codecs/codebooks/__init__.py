@@ -1,3 +1,1 @@
-"""Codebooks: fixed, optimal for a density (Lloyd-Max), fitted to samples (k-means), and of trellis
-codes.
-"""
+"""Codebooks: fixed, Lloyd-Max (for a density), k-means (for samples), and of trellis codes."""

@@ -13,9 +13,7 @@ SQUARED_ERROR = {
     "trellis": (1.0, 0.288, 0.0771, 0.0207, 0.00572, 0.00175, 0.00064, 0.000193, 0.000095),
     "scalar": (1.0, 0.3634, 0.1175, 0.03455, 0.009501, 0.002505, 0.000644, 0.000163, 0.0000412),
 }
-"""Squared error ε(b) of N(0, 1) at 0 to 8 bits, for the trellis with circular streams of 64
-components.
-"""
+"""Squared error ε(b) of N(0, 1) at 0 to 8 bits; trellis: circular streams of 64 components."""
 
 
 def allotted(variance: Tensor, total: int, error: tuple[float, ...]) -> Tensor:
@@ -47,9 +45,7 @@ def shared_out(losses: Sequence[Tensor], words: int, word_bits: int, error: tupl
 
 
 def _whole(wanted: Tensor, heads: Tensor, total: int) -> Tensor:
-    """Round `wanted` [n] to whole words, at least one each, with at most `total` words in all
-    heads.
-    """
+    """Round `wanted` [n] to whole words, at least one each, at most `total` in all heads."""
     words = wanted.floor().clamp_min(1).long()
     for i in (wanted - words).argsort(descending=True, stable=True).tolist():
         if int((words * heads).sum()) + int(heads[i]) <= total:

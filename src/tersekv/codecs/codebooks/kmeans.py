@@ -119,9 +119,7 @@ def kmeans(samples: ArrayLike, k: int, weights: ArrayLike | None = None, seed: i
 
 
 def binned(x: Array, weights: Array | None) -> tuple[Array, Array]:
-    """Return mean and weight of the samples (between 0 and 1) in each of BINS bins, without empty
-    bins.
-    """
+    """Return mean and weight of the samples (between 0 and 1) in each non-empty bin."""
     index = np.minimum((x * BINS).astype(np.int64), BINS - 1)
     w = np.bincount(index, weights, BINS).astype(np.float64)
     s = np.bincount(index, x if weights is None else weights * x, BINS)
@@ -144,9 +142,7 @@ def _table(points: Sorted, k: int, seed: int) -> Array:
 
 
 def optimum(points: Sorted, k: int) -> Array:
-    """Return the codebook of least squared error by dynamic programming, for more than k distinct
-    samples.
-    """
+    """Return the optimal codebook by dynamic programming, for more than k distinct samples."""
     n = len(points.x)
     ends = np.arange(n + 1)
     best = points.cost(np.zeros(n + 1, np.int64), ends)  # best[j]: samples before j in one cluster

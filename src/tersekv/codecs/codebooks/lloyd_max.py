@@ -51,8 +51,9 @@ def sphere_coordinate(D: int) -> Density:
 
 
 def polar_angle(level: int) -> Density:
-    """Return the density of PolarQuant's angles at level 2 and above, sin^{2^{ℓ−1}−1}(2ψ) on
-    [0, π/2] (Lemma 2).
+    """Return the density of PolarQuant's angles at level 2 and above (Lemma 2).
+
+    It is sin^{2^{ℓ−1}−1}(2ψ) on [0, π/2].
     """
     if level < 2:
         raise ValueError(f"angles of level 1 are uniform on [0, 2π); densities start at level 2, got {level}")

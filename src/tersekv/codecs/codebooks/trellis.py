@@ -86,9 +86,7 @@ def trained(bits: int, encode: Encode, seed: int, rounds: int = 60, vectors: int
 
 
 def _first(bits: int, generator: torch.Generator) -> Tensor:
-    """Return quantiles of the normal density, distributed over the successors of each older
-    state.
-    """
+    """Return quantiles of the normal density, dealt to the successors of each older state."""
     quantiles = torch.special.ndtri((torch.arange(STATES, dtype=torch.float64) + 0.5) / STATES).float()
     older = STATES >> bits
     dealt = torch.empty(1 << bits, older)
@@ -99,9 +97,7 @@ def _first(bits: int, generator: torch.Generator) -> Tensor:
 
 
 def _scalar(bits: int) -> Tensor:
-    """Return the Lloyd-Max codebook with one entry per state, selected by the state's newest
-    bits.
-    """
+    """Return the Lloyd-Max codebook with one entry per state, selected by its newest bits."""
     return torch.tensor(gaussian_table(bits), dtype=torch.float32).repeat_interleave(STATES >> bits)
 
 

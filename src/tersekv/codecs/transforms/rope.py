@@ -1,11 +1,10 @@
-"""Rotary position embeddings (RoFormer, arXiv 2104.09864), removed before coding and applied on
-reading.
+"""Rotary position embeddings (RoPE), removed before coding and applied on reading.
 
-Before RoPE the ranges and outliers of a key's channels are constant over the sequence. RoPE rotates
-pairs of channels by an angle that depends on the position, and spreads them (KVQuant, arXiv
-2401.18079, §3.2). RoPE is orthogonal up to a factor, so it can be removed from the keys that a
-cache receives. The model's own code defines it, with all rope types, partial rotation and layouts.
-Removing and applying it cancel in every case.
+RoPE is from RoFormer (arXiv 2104.09864). Before RoPE the ranges and outliers of a key's channels
+are constant over the sequence. RoPE rotates pairs of channels by an angle that depends on the
+position, and spreads them (KVQuant, arXiv 2401.18079, §3.2). RoPE is orthogonal up to a factor, so
+it can be removed from the keys that a cache receives. The model's own code defines it, with all
+rope types, partial rotation and layouts. Removing and applying it cancel in every case.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ from tersekv.tensors import last_contiguous
 
 CosSin = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 PROPORTIONAL = 0.02
-"""Tolerance for cosines at position 70,000, where float32 rounds angles by up to 0.004 per
-digit.
-"""
+"""Tolerance for cosines at position 70,000. float32 rounds angles by up to 0.004 per digit."""
 
 
 class Rope:
@@ -117,9 +114,7 @@ class Rope:
         return self._tables[device]
 
     def is_proportional(self) -> bool:
-        """True if angles are proportional to positions, up to float32 rounding, as the table
-        assumes.
-        """
+        """True if angles are proportional to positions, up to float32 rounding."""
         positions = torch.tensor([1, 77, 4097, 70_000])
         ours, theirs = self.angles_at(positions).cos_sin(), self._made(positions, 1)
         size = float(torch.hypot(*theirs).amax())
@@ -145,9 +140,7 @@ class Rope:
         return self._unique
 
     def offset_table(self) -> OffsetTable:
-        """Return cosines and sines for the tokens after any token, on the CPU, for RoPE that does
-        not vary.
-        """
+        """Return cosines and sines for the tokens after any token, for RoPE that does not vary."""
         if self._offset_table is None:
             with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
                 self._offset_table = rope_offset_table(*self._first_positions(OFFSETS))
@@ -264,8 +257,7 @@ class Rope:
         return self.apply(x, cos / squared, -sin / squared)
 
     def vjp(self, gradient: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return the vector-Jacobian product of `apply`: the gradient of its input from that of its
-        output.
+        """Return the vector-Jacobian product of `apply`, which maps output to input gradients.
 
         This is the transpose, which differs from the inverse if cos and sin have a factor (YaRN).
         """
@@ -311,29 +303,26 @@ class Angles(NamedTuple):
 
     @property
     def is_given(self) -> bool:
-        """True if the table holds the tokens' own rows, so that one token's angle does not give the
-        next one's.
+        """True if the table holds the tokens' own rows.
+
+        One token's angle then does not give the next one's.
         """
         return len(self.table) == 1
 
     @property
     def consecutive(self) -> bool:
-        """True if positions are consecutive, so that a kernel can derive them from the first
-        one.
-        """
+        """True if positions are consecutive, so that the first one gives all."""
         return not self.is_given and self.places.shape[-1] == 1
 
     @property
     def is_small(self) -> bool:
-        """True if the object holds only a few numbers next to the shared table, for any number of
+        """True if the object needs little memory next to the shared table, for any number of
         tokens.
         """
         return self.consecutive
 
     def native(self, native: ModuleType, D: int, stepped: bool) -> tuple[Any, Tensor]:
-        """Return the native RoPE of D channels, see `Rope.native`, and places with a contiguous
-        last axis.
-        """
+        """Return the native RoPE of D channels, see `Rope.native`, and contiguous places."""
         return self.rope.native(native, self.table.contiguous(), D, stepped), last_contiguous(self.places)
 
     def rows(self) -> tuple[Tensor, Tensor]:

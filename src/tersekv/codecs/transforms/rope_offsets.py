@@ -18,9 +18,7 @@ OFFSETS = 256
 """Number of tokens in a block."""
 
 INT16_OFFSETS = 64
-"""Number of tokens in a block for keys rotated in int16, so that their table fits in the L1
-cache.
-"""
+"""Number of tokens in a block for keys rotated in int16. Their table fits in the L1 cache."""
 
 TERMS = 16
 """Number of Chebyshev polynomials, of degree 0 to 15."""

@@ -1,5 +1,4 @@
-"""Orthogonal rotations, applied to the query and to the output once per step, never to cached
-vectors.
+"""Orthogonal rotations, applied to queries and outputs, never to cached vectors.
 
 A rotated vector y = R·x has no outlier channels, because they are spread over all coordinates. Each
 coordinate is distributed like one of a uniform point on the sphere, for which codebooks are known
