@@ -11,7 +11,7 @@ It uses non-uniform codebooks and sparse outliers.
   gradient of the loss) times the squared scale of the element.
 - Outliers (§3.4): a share of .1, .5 or 1 % per vector, stored in 16 bits each (layout `sparse`).
 - Q-Norm (§3.6): the codebook used for decoding has the mean and standard deviation of the
-  activations. This helps at low bits.
+  activations. It is meant for low bits.
 - The first token is exact (§3.5): use the policy's sinks.
 
 `tersekv calibrate` computes the fitted tensors. `calibration=prompt` fits them on the prompt
