@@ -76,8 +76,8 @@ class BlockBuffer(Stateful):
     def _open(self, coming: list[int]) -> None:
         """Open a new page.
 
-        A page larger than the coming blocks gets spare ragged entries. Their density is that of the
-        coming blocks, or of the page before if that is at most twice as dense, plus a margin.
+        A page larger than the coming blocks gets spare ragged entries, with a margin. Their density
+        is that of the coming blocks, or that of the page before if higher, but at most twice it.
         """
         t, n = self.layout.block_tokens, len(coming)
         blocks = self.sizes.next(n * t, self.tokens) // t

@@ -131,7 +131,7 @@ class LayerStore(Stateful):
 
     @property
     def hidden(self) -> Tensor | None:
-        """Leading positions of each row, int64 [B], that packed tokens and tail do not have.
+        """Number of leading positions per row, int64 [B], to mask for packed tokens and tail.
 
         These are the padding and the row's own sinks. None without padding.
         """
