@@ -166,7 +166,7 @@ def test_program(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("--dtype", "float64", "--dtype 'float64'"),
         ("--prefill-chunk", "0", "--prefill-chunk '0'"),
         ("--prefill-chunk", "all", "write `whole`"),
-        ("--context", "some", "--context 'some' is no number of tokens"),
+        ("--context", "some", "--context 'some' is not a number of tokens"),
         ("--context", "4k", "give at most"),
         ("--threads", "4096", "--threads 4096"),
     ],

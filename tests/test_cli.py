@@ -283,9 +283,9 @@ def test_estimate_reproduces_kvquant(capfd: pytest.CaptureFixture[str]) -> None:
     ("arguments", "said"),
     [
         (("--context", "4q"), "4096, 4k or 1M"),
-        (("--context", ""), "no number of tokens"),
-        (("--context", "0"), "no number of tokens"),
-        (("--context", "4k,"), "no number of tokens"),
+        (("--context", ""), "not a number of tokens"),
+        (("--context", "0"), "not a number of tokens"),
+        (("--context", "4k,"), "not a number of tokens"),
         (("--memory", "lots"), "24GB"),
         (("--memory", "0GB"), "24GB"),
         (("--tables", "qjl"), "known: kvquant"),

@@ -253,7 +253,7 @@ def test_normalfloat_beats_integers_on_long_gaussian_groups():
         (lambda: Uniform(4, "channel", 48).layout(64), "does not fit blocks of 32"),
         (lambda: NormalFloat(1), "bits=1 is out of range; allowed are 2 to 8"),
         (lambda: methods()["exact"].build(dtype="fp8"), "dtype=fp8 is not allowed"),
-        (lambda: methods()["qjl"].build(outliers=64).keys.layout(64), "outliers=64 is not fewer than the head dim 64"),
+        (lambda: methods()["qjl"].build(outliers=64).keys.layout(64), "outliers=64 must be less than the head dim 64"),
         (lambda: methods()["qjl"].build(outliers_per="token"), "outliers_per=token is not allowed"),
         (lambda: methods()["qjl"].build(initial_layers=-1), "initial_layers=-1 is out of range"),
     ],

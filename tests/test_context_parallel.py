@@ -123,7 +123,7 @@ def test_rollback_rows_and_reset(llama):
         cache = divided(llama, "kivi:bits=4", spread)
         read(llama, cache, [prompt(300, 2)])
         cache.crop(-20)
-        with pytest.raises(CacheError, match="layer 0: cannot take back 200 tokens: other processes"):
+        with pytest.raises(CacheError, match="layer 0: cannot roll back 200 tokens: other processes"):
             cache.crop(-200)
         cache.batch_select_indices(torch.tensor([1]))
         logits = read(llama, cache, singles(5))
@@ -170,7 +170,7 @@ def test_unsupported_caches_and_operations(llama, models, tmp_path):
         with pytest.raises(UserError, match="without output_attentions"):
             llama(prompt(1), past_key_values=cache, output_attentions=True)
     with (
-        pytest.raises(UserError, match="only tersekv's attention reads it"),
+        pytest.raises(UserError, match="only tersekv's attention can read it"),
         pytest.warns(UserWarning, match="is not installed"),
     ):
         llama(prompt(1), past_key_values=cache)

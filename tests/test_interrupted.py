@@ -143,7 +143,7 @@ def test_a_sliding_window_without_rollback(models):
             model(prompt(400, seed=1), past_key_values=cache)
         with pytest.raises(CacheError, match=r"start again with cache\.reset\(\)"):
             model(prompt(1), past_key_values=cache)
-        with pytest.raises(CacheError, match="layer 0: cannot take back 400"):
+        with pytest.raises(CacheError, match="layer 0: cannot roll back 400"):
             cache.crop(-400)
         assert [layer.get_seq_length() for layer in cache.layers] == [700, 300, 300]
 
@@ -152,7 +152,7 @@ def test_a_crop_that_one_layer_refuses_changes_none(models):
     model = models["gemma3"]  # layer 1 sees all tokens, the others have windows
     with tersekv.compress(model, LOSSLESS), torch.no_grad():
         cache = model(prompt(700)).past_key_values
-        with pytest.raises(CacheError, match="layer 0: cannot take back 600"):
+        with pytest.raises(CacheError, match="layer 0: cannot roll back 600"):
             cache.crop(-600)
         assert {layer.get_seq_length() for layer in cache.layers} == {700}
 

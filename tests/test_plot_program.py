@@ -122,7 +122,7 @@ def test_every_kind_is_found_and_has_a_title() -> None:
         (("angles", "-m", "{m}", "--layers", "x", "-o", "{t}/x.png"), "write layers from 0 to 1"),
         (("angles", "-m", "{m}", "--head", "1", "-o", "{t}/x.png"), "the model has 1 KV heads"),
         (("angles", "-m", "{m}", "--tokens", "4k", "-o", "{t}/x.png"), "more than this model's context"),
-        (("angles", "-m", "{m}", "--tokens", "some", "-o", "{t}/x.png"), "is no number of tokens"),
+        (("angles", "-m", "{m}", "--tokens", "some", "-o", "{t}/x.png"), "is not a number of tokens"),
         (("angles", "-m", "{m}", "--text", "{t}/empty.jsonl", "-o", "{t}/x.png"), "has 0 tokens"),
         (("angles", "-m", "{m}", "--text", "{t}/none", "-o", "{t}/x.png"), "cannot read the text"),
     ],

@@ -84,15 +84,15 @@ def test_initial_layers_of_a_composed_recipe():
         ("qjl:seed=-1", "seed=-1 is out of range"),
         ("kivi:bits=2.5", "bits takes a whole number"),
         ("kivi:bits=two", "bits takes a whole number"),
-        ("kivi:bits", "'bits' in 'kivi:bits' is no option"),
-        ("kivi:bits=2,bits=3", "stands twice"),
+        ("kivi:bits", "'bits' in 'kivi:bits' is not an option"),
+        ("kivi:bits=2,bits=3", "occurs twice"),
         ("qjl:orthogonal=maybe", "takes true or false"),
         ("window:sinks=-1+kivi", "sinks=-1 is negative"),
         ("window:exact=fp8+kivi", "exact=fp8 is not allowed"),
         ("+kivi", "a token policy is missing"),
         ("kivi/", "a method is missing"),
-        ("kivi;x=exact", "no layer override"),
-        ("kivi;3", "no layer override"),
+        ("kivi;x=exact", "not a layer override"),
+        ("kivi;3", "not a layer override"),
         ("kivi;3=exakt", "did you mean 'exact'"),
         ("", "a recipe is a string like"),
         (None, "a recipe is a string like"),
@@ -113,17 +113,17 @@ def test_initial_layers_of_a_composed_recipe():
         ("kivi:BITS=4", "did you mean 'bits'"),
         ("defualt", "did you mean 'default'"),
         ("default:bits=2", "default is a preset, .* write trellis:bits=3,calibration=prompt instead"),
-        ("small/kivi", "small is a preset, which stands alone"),
+        ("small/kivi", "small is a preset, which cannot be combined"),
         ("kivi:bits=4.0", "kivi:bits=4.0 is wrong; write bits=4$"),
         ("kivi:bits=\uff14", r"has the character '.' \(U\+FF14\); write it in ASCII"),
-        ("kivi:", "'' in 'kivi:' is no option"),
-        ("kivi:bits=4,", "'' in 'kivi:bits=4,' is no option"),
-        ("kivi::bits=4", "':bits=4' in .* is no option"),
-        ("kivi:=4", "'=4' in .* is no option"),
+        ("kivi:", "'' in 'kivi:' is not an option"),
+        ("kivi:bits=4,", "'' in 'kivi:bits=4,' is not an option"),
+        ("kivi::bits=4", "':bits=4' in .* is not an option"),
+        ("kivi:=4", "'=4' in .* is not an option"),
         ("kivi;", "has nothing after a semicolon"),
         ("kivi;-1=", "ends in '-1='; write layers=method"),
         ("kivi;3-1=exact", "layers 3-1 in recipe .* run backwards; write 1-3"),
-        ("kivi;bits=2", "is an option, and a semicolon begins layers; put a comma there"),
+        ("kivi;bits=2", "is an option, and a semicolon starts layers; use a comma there"),
         ("kivi;0=window+exact", "has a token policy, and one policy serves all layers"),
         ("window+window+kivi", r"has more than one \+; write policy\+method"),
         ("++", r"has more than one \+"),
@@ -146,7 +146,7 @@ def test_layers_that_do_not_exist(layers):
 
 @pytest.mark.parametrize("text", ["{", "[]", json.dumps({"keys": {"name": "kivi"}})])
 def test_wrong_json(text):
-    with pytest.raises(UserError, match="no recipe in JSON"):
+    with pytest.raises(UserError, match="not a recipe in JSON"):
         Recipe.from_json(text)
 
 

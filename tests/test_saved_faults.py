@@ -70,7 +70,7 @@ def test_every_wrong_length_is_detected(small):
         with pytest.raises(UserError, match="small"):
             tensor_file.read_said(small)
     small.write_bytes(data + b"\0")
-    with pytest.raises(UserError, match="has something behind its end"):
+    with pytest.raises(UserError, match="has data after its end"):
         tensor_file.read(small)
 
 
@@ -100,10 +100,10 @@ def test_other_files(small, tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*: No such file"):
         tensor_file.read(tmp_path / "none")
     save_file({"x": torch.ones(3)}, tmp_path / "other")
-    with pytest.raises(UserError, match="is no cache, or its header is damaged"):
+    with pytest.raises(UserError, match="is not a cache, or its header is damaged"):
         tensor_file.read(tmp_path / "other")
     (tmp_path / "text").write_text("a" * 5000)
-    with pytest.raises(UserError, match="is cut off or no cache"):
+    with pytest.raises(UserError, match="is cut off or is not a cache"):
         tensor_file.read(tmp_path / "text")
 
 

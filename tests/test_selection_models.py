@@ -167,7 +167,7 @@ def test_unsupported_attention_is_refused(models, llama, policy):
         pytest.warns(UserWarning, match="is not installed"),
     ):
         llama.generate(prompt(50), past_key_values=cache, **GREEDY)
-    with pytest.raises(UserError, match="on deepseek_v3: a token policy that drops tokens"):
+    with pytest.raises(UserError, match="on deepseek_v3: a cache whose policy evicts tokens"):
         tersekv.CompressedCache(models["deepseek_v3"].config, recipe)
     torch.manual_seed(0)
     diff = tf.DiffLlamaForCausalLM(tf.DiffLlamaConfig(**SHAPE)).eval()
@@ -180,7 +180,7 @@ def test_more_proposals_than_can_be_rolled_back(llama, policy):
     recipe = of(policy, "recent=8,sinks=0,budget=0.5+kivi")
     with tersekv.compress(llama, recipe), torch.no_grad():
         cache = llama(prompt(200)).past_key_values
-        with pytest.raises(CacheError, match="layer 0: cannot take back 190 tokens"):
+        with pytest.raises(CacheError, match="layer 0: cannot roll back 190 tokens"):
             cache.crop(-190)
 
 

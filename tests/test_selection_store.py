@@ -204,7 +204,7 @@ def test_crop_select_and_copy():
     feed(store, *(x[:, :, :5] for x in (keys, values, query)))
     store.crop(5)
     assert kept(store) == kept(twin)
-    with pytest.raises(CacheError, match=f"the latest {held} can be given back"):
+    with pytest.raises(CacheError, match=f"can roll back the latest {held} "):
         store.crop(held + 1)
     with pytest.raises(CacheError, match="only 210 were seen"):
         store.crop(211)

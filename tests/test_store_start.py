@@ -137,7 +137,7 @@ def test_several_processes(wide):
 def test_grammar():
     assert str(Recipe.parse(START)) == START
     for wrong in ("-1", "2.5", "1e3", "never"):
-        with pytest.raises(UserError, match=f"start={wrong} is no number of tokens; give 0 or more, or auto"):
+        with pytest.raises(UserError, match=f"start={wrong} is not a number of tokens; give 0 or more, or auto"):
             Recipe.parse(f"window:start={wrong}+int4")
     with pytest.raises(UserError, match="'snapkv' has no option 'start'"):
         Recipe.parse("snapkv:start=300+int4")

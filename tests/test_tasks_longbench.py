@@ -228,7 +228,7 @@ def test_shared_samples() -> None:
     ("options", "said"),
     [
         ({"subtasks": "qaspar"}, "did you mean 'qasper'"),
-        ({"length": "long"}, "length 'long' is no number of tokens"),
+        ({"length": "long"}, "length 'long' is not a number of tokens"),
         ({"samples": 0}, "samples=0 is not allowed"),
     ],
 )

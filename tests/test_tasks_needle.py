@@ -108,7 +108,7 @@ def test_scores() -> None:
     ("options", "said"),
     [
         ({"depths": "0,101"}, "write whole numbers from 0 to 100"),
-        ({"lengths": "0"}, "is no number of tokens"),
+        ({"lengths": "0"}, "is not a number of tokens"),
         ({"protocol": "kamradt"}, "choose fu or minference"),
         ({"samples": 0}, "samples=0 is not allowed"),
     ],

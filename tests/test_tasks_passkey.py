@@ -90,7 +90,7 @@ def test_seeds() -> None:
     ("options", "said"),
     [
         ({"samples": 0}, "samples=0 is not allowed; give 1"),
-        ({"lengths": "long"}, "lengths 'long' is no number of tokens"),
+        ({"lengths": "long"}, "lengths 'long' is not a number of tokens"),
         ({"variant": "pos"}, "did you mean 'pose'"),
     ],
 )

@@ -55,7 +55,7 @@ def test_scores(questions: str) -> None:
     [
         ({"subtasks": "niah_single"}, "did you mean 'niah_single_"),
         ({"subtasks": ""}, "subtasks '' is not known"),
-        ({"lengths": "-1"}, "is no number of tokens"),
+        ({"lengths": "-1"}, "is not a number of tokens"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], said: str) -> None:

@@ -1,11 +1,11 @@
-"""tersekv: key-value caches packed to 2-5 bits, with attention read from the packed bytes.
+"""tersekv: key-value caches packed to 2-5 bits, with attention computed on the packed bytes.
 
     import tersekv
     with tersekv.compress(model, "default"):
         model.generate(...)
 
-Importing changes nothing elsewhere and loads neither transformers nor the native kernels; the names below load on
-first use. What the library does (kernels it cannot use, calibrations, fitting, packing) is logged under "tersekv".
+The import patches nothing. transformers and the native kernels are loaded on first use of the names
+below. The logger "tersekv" reports calibration, fitting, packing and kernels that cannot be used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m tersekv`, the same program as `tersekv`."""
+"""Entry point of `python -m tersekv`, the same program as `tersekv`."""
 
 from tersekv.cli import main
 

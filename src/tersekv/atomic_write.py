@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, also where the program is killed or the machine stops."""
+"""Write files atomically: a file is complete or absent, even after a kill or a power failure."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ if TYPE_CHECKING:
 
 SUFFIX = ".part"
 ABANDONED_SECONDS = 60.0
-"""So old is a file at least that a killed writer has left; it is unlocked, too."""
+"""Age above which an unlocked temporary file counts as abandoned by a killed writer."""
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path, advice: str = "free some space there, or give another place") -> Iterator[BinaryIO]:
-    """A file to write to. When the block ends it takes the place of `path`, on the disk and in its folder; after an
-    exception nothing has changed. What killed writers to the same path have left is removed.
+    """Open a temporary file that replaces `path` when the block ends.
+
+    The file and its folder entry are synced to disk. After an exception `path` is unchanged.
+    Abandoned temporary files of earlier writers to `path` are removed.
 
     Raises:
-        UserError: the file cannot be written, for example on a full disk; `advice` ends the sentence.
+        UserError: the file cannot be written, for example on a full disk. `advice` ends the message.
     """
     name = None
     try:
         _remove_abandoned(path)
         handle, name = tempfile.mkstemp(prefix=_prefix(path), suffix=SUFFIX, dir=path.parent)
         with os.fdopen(handle, "wb") as file:
-            with contextlib.suppress(OSError):  # some file systems have no locks; then nothing is ever removed
+            with contextlib.suppress(OSError):  # without file locks, abandoned files are never removed
                 _lock(file)
             yield file
             file.flush()
@@ -51,7 +53,7 @@ def atomic_write(path: Path, advice: str = "free some space there, or give anoth
 
 
 def save_whole(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file under another name and rename; the folder is made where it is missing.
+    """Write a safetensors file atomically. Missing folders are created.
 
     Raises:
         UserError: the file cannot be written, for example on a full disk.
@@ -73,7 +75,7 @@ def _prefix(path: Path) -> str:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Files of writers that were killed: old, and locked by nobody."""
+    """Remove temporary files of killed writers: old ones that no process has locked."""
     for left in path.parent.iterdir():
         if not (left.name.startswith(_prefix(path)) and left.name.endswith(SUFFIX)):
             continue
@@ -84,10 +86,10 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _lock(file: BinaryIO) -> None:
-    """Held until the file is closed; the system drops it with the process.
+    """Lock a file until it is closed. The system releases the lock when the process ends.
 
     Raises:
-        OSError: another process holds it.
+        OSError: another process holds the lock.
     """
     with contextlib.suppress(ImportError):  # Windows
         import fcntl
@@ -96,7 +98,7 @@ def _lock(file: BinaryIO) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The new name itself is on the disk, where the system can say so."""
+    """Sync the folder, so that the new file name is on disk too, where the system supports it."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -106,7 +108,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _umask() -> int:
-    """The permissions that new files lack; they can only be read by setting them."""
+    """Return the process's umask, which can only be read by setting it."""
     mask = os.umask(0o022)
     os.umask(mask)
     return mask

@@ -1,4 +1,4 @@
-"""Packages that only some commands need: the extra `lab` of pyproject.toml."""
+"""Optional packages that only some commands need: the extra `lab` in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import importlib
 from tersekv.errors import UserError
 
 LAB = {"matplotlib": "matplotlib", "gguf": "gguf", "scikit-learn": "sklearn", "rapidfuzz": "rapidfuzz"}
-"""Each package of the extra `lab`, and the module that it installs."""
+"""Package name -> module name, for each package of the extra `lab`."""
 
 INSTALL_LAB = "pip install 'tersekv[lab]'"
 
 
 def require(what: str, package: str) -> None:
-    """Import a package of `LAB`, so that what needs it fails before it has begun.
+    """Check that a package of `LAB` can be imported, so that a command fails early without it.
 
-    what: the command or function that needs it, the subject of the error's sentence.
+    what: the command or function that needs the package; the subject of the error's sentence.
 
     Raises:
-        UserError: the package is not installed or cannot be imported; says how to install it.
+        UserError: the package is not installed or cannot be imported. Says how to install it.
     """
     module = LAB[package]
     try:

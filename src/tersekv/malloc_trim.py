@@ -1,4 +1,4 @@
-"""Freed memory that the allocator keeps."""
+"""Return freed memory from the allocator to the system."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import ctypes
 
 
 def malloc_trim() -> None:
-    """Hand what glibc keeps of freed memory back to the system; elsewhere nothing.
+    """Return freed heap memory to the system with glibc's `malloc_trim`; elsewhere do nothing.
 
-    Once a tensor of some megabytes was freed, glibc takes others of its size from its heap, where what is freed stays
-    resident: as much again as a packed cache holds, after a prompt's exact keys and values are gone.
+    After tensors of some megabytes are freed, glibc keeps their pages resident for later
+    allocations. After a prompt's exact keys and values are freed, these pages can take as much
+    memory as the packed cache.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,11 +1,12 @@
-"""A recipe: which codec keys and values get, which tokens stay exact, and what single layers do differently.
+"""Recipes: the codecs of keys and values, the token policy, and exceptions for single layers.
 
-recipe  = [policy "+"] coder {";" layers "=" coder}     kivi:bits=2;0-1=exact
-coder   = method ["/" method]                           keys / values: qjl/uniform:bits=4
-method  = name [":" option "=" value {"," ...}]         window:sinks=8,recent=64+kivi:bits=4,pre_rope=true
-layers  = "3" | "0-14" | "-1"                           -1 is the last layer
+    recipe  = [policy "+"] coder {";" layers "=" coder}     kivi:bits=2;0-1=exact
+    coder   = method ["/" method]                           keys / values: qjl/uniform:bits=4
+    method  = name [":" option "=" value {"," ...}]         window:sinks=8,recent=64+kivi:bits=4,pre_rope=true
+    layers  = "3" | "0-14" | "-1"                           -1 is the last layer
 
-A coder may also be a preset by name: `default`, `small`, `safe`, or snapkv:budget=0.25+small.
+A coder can also be the name of a preset: `default`, `small` or `safe`, as in
+snapkv:budget=0.25+small.
 """
 
 from __future__ import annotations
@@ -27,16 +28,23 @@ PRESETS = {
     "default": "trellis:bits=3,calibration=prompt",
     "safe": "trellis:bits=4,calibration=prompt",
 }
-"""Coders by name that need no corpus; measured in docs/methods/trellis.md. Commands take `default` without a recipe."""
+"""Named coders that need no calibration corpus, measured in docs/methods/trellis.md.
+
+Commands use `default` if no recipe is given.
+"""
 
 DEFAULT_POLICY = "window"
 
 PRE_ROPE = "pre_rope"
-"""An option of every method: whether keys are coded before RoPE."""
+"""Name of an option that every method has: if true, keys are coded before RoPE."""
 
 
 class LayerPlan(NamedTuple):
-    """What one layer does; layer: its index among `layers`."""
+    """Codecs and token policy of one layer.
+
+    layer: index of the layer.
+    layers: number of layers of the model.
+    """
 
     keys: Codec
     values: Codec
@@ -47,7 +55,7 @@ class LayerPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class Term:
-    """A method or policy by name with its options, sorted by name."""
+    """Name of a method or policy with its options, sorted by name."""
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
@@ -57,13 +65,13 @@ class Term:
         return f"{self.name}:{options}" if options else self.name
 
     def to_dict(self) -> dict[str, Any]:
-        """{"name", "options"}."""
+        """Return the term as a dictionary with the keys "name" and "options"."""
         return {"name": self.name, "options": dict(self.options)}
 
 
 @dataclass(frozen=True)
 class Coder:
-    """Method for the keys and, where it is another one, for the values."""
+    """Method of the keys and, if different, of the values."""
 
     keys: Term
     values: Term | None = None
@@ -72,14 +80,14 @@ class Coder:
         return str(self.keys) if self.values is None else f"{self.keys}/{self.values}"
 
     def at(self, layer: int) -> tuple[Codec, Codec]:
-        """The codecs of one layer."""
+        """Return the codecs of the keys and values of one layer."""
         keys, values = _build(self.keys).at(layer)
         return keys, values if self.values is None else _build(self.values).at(layer)[1]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A parsed recipe; `str()` and `to_json()` both lead back to an equal one."""
+    """A parsed recipe. Parsing its `str()` or `to_json()` gives an equal recipe."""
 
     coder: Coder
     tokens: Term = field(default_factory=lambda: Term(DEFAULT_POLICY))
@@ -92,7 +100,7 @@ class Recipe:
 
     @staticmethod
     def parse(recipe: str | Recipe | None) -> Recipe:
-        """Read the short string; a Recipe is returned as it is."""
+        """Parse a recipe string. A Recipe is returned unchanged."""
         if isinstance(recipe, Recipe):
             return recipe
         if not isinstance(recipe, str) or not recipe.strip():
@@ -112,27 +120,30 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """The preset's name where it is one, else the recipe."""
+        """Name of the preset if the recipe is one, otherwise the recipe itself."""
         return next((name for name, preset in PRESETS.items() if preset == str(self)), str(self))
 
     def to_json(self) -> str:
-        """JSON with keys, values, tokens and layers."""
+        """Return the recipe as JSON with keys, values, tokens and layers."""
         layers = [{"layers": spec, **_coder_dict(coder)} for spec, coder in self.layers]
         return json.dumps({**_coder_dict(self.coder), "tokens": self.tokens.to_dict(), "layers": layers})
 
     @staticmethod
     def from_json(text: str) -> Recipe:
-        """Inverse of `to_json`; names and options are checked as in `parse`."""
+        """Parse the output of `to_json`. Names and options are checked as in `parse`."""
         try:
             data = json.loads(text)
             tokens = _checked(data["tokens"], policies(), "token policy")
             layers = tuple((str(entry["layers"]), _coder_from(entry)) for entry in data["layers"])
             return Recipe(_coder_from(data), tokens, layers)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise UserError(f"this is no recipe in JSON ({error}); write one with Recipe.to_json()") from error
+            raise UserError(f"this is not a recipe in JSON ({error}); write one with Recipe.to_json()") from error
 
     def learning_from_prompt(self) -> Recipe | None:
-        """The same with `calibration=prompt` where a method has it; None where one learns from a corpus even so."""
+        """Return the recipe with `calibration=prompt` set for every method that has this option.
+
+        None if a method then still needs a calibration corpus.
+        """
 
         def term(one: Term) -> Term:
             given = {"calibration": "prompt"} if "calibration" in methods()[one.name].parameters else {}
@@ -146,14 +157,17 @@ class Recipe:
         return None if any(codec.needs_fit == "corpus" for codec in codecs) else other
 
     def policy(self) -> TokenPolicy:
-        """The token policy."""
+        """Build the token policy."""
         try:
             return policies()[self.tokens.name](**dict(self.tokens.options))
         except UserError as error:
             raise UserError(f"{self.tokens.name}: {error}") from error
 
     def plan(self, layer: int, layers: int) -> LayerPlan:
-        """What layer `layer` of a model with `layers` layers does; the last override that names it wins."""
+        """Return the codecs and policy of one layer.
+
+        If several overrides name the layer, the last one wins.
+        """
         coder = self.coder
         for spec, other in self.layers:
             if layer in _layer_range(spec, layers):
@@ -197,7 +211,7 @@ def _method(name: str, codec: type[Codec]) -> Method:
 
 
 def written(value: Any) -> str:
-    """An option's value as in a recipe."""
+    """Format an option's value as in a recipe."""
     if isinstance(value, float):
         return repr(value).removesuffix(".0")
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -238,7 +252,7 @@ def _coder_from(data: Mapping[str, Any]) -> Coder:
 
 
 def _term(text: str, known: Mapping[str, Any], what: str) -> Term:
-    """Read name:option=value,…"""
+    """Parse name:option=value,…"""
     name, colon, rest = text.partition(":")
     if not name:
         raise UserError(
@@ -254,15 +268,17 @@ def _term(text: str, known: Mapping[str, Any], what: str) -> Term:
         option, equals, value = part.partition("=")
         if not equals or not value or not option.isidentifier():
             example = _example(known.get(name))
-            raise UserError(f"'{part}' in '{text}' is no option; write name=value, for example {example}, and commas")
+            raise UserError(
+                f"'{part}' in '{text}' is not an option; write name=value, for example {example}, and commas"
+            )
         if option in options:
-            raise UserError(f"option '{option}' stands twice in '{text}'; give it once")
+            raise UserError(f"option '{option}' occurs twice in '{text}'; give it once")
         options[option] = value
     return _checked({"name": name, "options": options}, known, what)
 
 
 def _checked(data: Mapping[str, Any], known: Mapping[str, Any], what: str) -> Term:
-    """A term whose name and options exist and whose values have the option's type."""
+    """Build a term after checking its name, its options and the types of their values."""
     name, options = data["name"], data["options"]
     if name not in known:
         everything = [*known, *PRESETS] if what == "method" else known
@@ -279,7 +295,7 @@ def _checked(data: Mapping[str, Any], known: Mapping[str, Any], what: str) -> Te
 
 
 def _example(entry: Any) -> str:
-    """An option of a method or policy with its default."""
+    """Return one option of a method or policy with its default, for error messages."""
     defaults = {"bits": 4} if entry is None else _defaults(entry)
     option = "bits" if "bits" in defaults else next(iter(defaults))
     return f"{option}={written(defaults[option])}"
@@ -294,7 +310,7 @@ def _defaults(entry: Any) -> dict[str, Any]:
 
 
 def _typed(name: str, option: str, value: Any, default: Any) -> Any:
-    """`value` as the type of `default`."""
+    """Convert `value` to the type of `default`."""
     kind = type(default)
     text = str(value).lower() if isinstance(value, bool) else str(value)
     try:
@@ -312,11 +328,11 @@ def _typed(name: str, option: str, value: Any, default: Any) -> Any:
         ) from None
 
 
-# ---------------------------------------------------------------- text, and what is said where it is wrong
+# ---------------------------------------------------------------- recipe text and its errors
 
 
 def _without_spaces(recipe: str) -> str:
-    """A recipe in ASCII without the spaces around its separators."""
+    """Check that a recipe is ASCII and remove the spaces around its separators."""
     if odd := next((letter for letter in recipe if not letter.isascii()), None):
         raise UserError(
             f"recipe '{recipe}' has the character '{odd}' (U+{ord(odd):04X}); write it in ASCII, such as kivi:bits=4"
@@ -331,7 +347,7 @@ def _without_spaces(recipe: str) -> str:
 
 
 def _check_order(policy: str, plus: str, coder: str) -> None:
-    """Raise UserError where a policy stands in a method's place, or a method in a policy's."""
+    """Raise UserError if a policy is where a method belongs, or the other way round."""
     for sign, part, form in (("+", policy, "policy+method"), ("/", coder.partition("/")[2], "keys/values")):
         if sign in part:
             raise UserError(f"'{policy}{plus}{coder}' has more than one {sign}; write {form}, with one of each")
@@ -352,16 +368,16 @@ def _check_order(policy: str, plus: str, coder: str) -> None:
 
 
 def _override(part: str, recipe: str) -> tuple[str, str]:
-    """Split 0-1=exact into the layers and what they get."""
+    """Split an override such as 0-1=exact into its layers and its coder."""
     spec, equals, coder = part.partition("=")
     if not part or (equals and not coder):
         what = f"ends in '{part}'" if part else "has nothing after a semicolon"
         raise UserError(f"recipe '{recipe}' {what}; write layers=method there, for example ;-1=exact, or leave it out")
     if any(spec in method.parameters for method in methods().values()):
-        raise UserError(f"'{part}' in recipe '{recipe}' is an option, and a semicolon begins layers; put a comma there")
+        raise UserError(f"'{part}' in recipe '{recipe}' is an option, and a semicolon starts layers; use a comma there")
     if not equals or not re.fullmatch(r"-?\d+|\d+-\d+", spec):
         raise UserError(
-            f"'{part}' in recipe '{recipe}' is no layer override; write one layer or a range each, for example "
+            f"'{part}' in recipe '{recipe}' is not a layer override; write one layer or a range each, for example "
             ";0-1=exact;-1=exact"
         )
     first, dash, last = spec.partition("-") if spec[0] != "-" else (spec, "", "")
@@ -375,8 +391,10 @@ def _override(part: str, recipe: str) -> tuple[str, str]:
 
 
 def _check_presets(keys: str, values: str, text: str) -> None:
-    """Raise UserError where a preset has options or is one of two methods."""
+    """Raise UserError if a preset has options or is one of two methods."""
     for part in (keys, values):
         preset = part.partition(":")[0]
         if preset in PRESETS:
-            raise UserError(f"{preset} is a preset, which stands alone; in '{text}' write {PRESETS[preset]} instead")
+            raise UserError(
+                f"{preset} is a preset, which cannot be combined; in '{text}' write {PRESETS[preset]} instead"
+            )

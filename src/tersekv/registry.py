@@ -1,4 +1,4 @@
-"""Folders whose files are their own registration."""
+"""Folders in which every file registers itself by its name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from types import ModuleType
 
 
 def modules(package: str, path: Iterable[str]) -> dict[str, ModuleType]:
-    """Every module of a package but `base`, by name, sorted."""
+    """Return the modules of a package by name, sorted, without `base`."""
     names = sorted(module.name for module in pkgutil.iter_modules(path) if not module.ispkg and module.name != "base")
     return {name: importlib.import_module(f"{package}.{name}") for name in names}

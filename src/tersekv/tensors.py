@@ -1,5 +1,8 @@
-"""Tensors that outlive a call must not be inference tensors, nor follow a default device or type that a caller set; and
-what a tensor may be that was read from a file."""
+"""Helpers for tensors that outlive a call, and checks of tensors that were read from a file.
+
+Such tensors must not be inference tensors and must not depend on a caller's default device or
+dtype.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,7 @@ T = TypeVar("T")
 
 
 def plain(fn: Callable[P, T]) -> Callable[P, T]:
-    """Run `fn` outside `torch.inference_mode`, so that what it makes or grows can be written and used later in any
-    mode."""
+    """Run `fn` outside `torch.inference_mode`, so that its tensors stay writable later."""
 
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -30,12 +32,12 @@ def plain(fn: Callable[P, T]) -> Callable[P, T]:
 
 
 def last_contiguous(x: Tensor) -> Tensor:
-    """x, copied only where its last axis is not contiguous."""
+    """Return x, copied only if its last axis is not contiguous."""
     return x.contiguous() if x.dim() and x.stride(-1) != 1 else x
 
 
 def cached_table(fn: Callable[P, T]) -> Callable[P, T]:
-    """Cache a table by its arguments; it is made on the CPU, in no special mode."""
+    """Cache a table by the function's arguments. It is built on the CPU, outside inference mode."""
 
     @functools.lru_cache(maxsize=64)
     @functools.wraps(fn)
@@ -48,9 +50,14 @@ def cached_table(fn: Callable[P, T]) -> Callable[P, T]:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Type, shape and range of a tensor. shape: a length per axis, or the lengths that are allowed, or None for any.
-    low, high: smallest and largest element; None for the type's own. Floats are finite unless a bound is infinite, and
-    never NaN unless `anything`. ascending: each element of the last axis is larger than the one before."""
+    """Allowed dtype, shape and range of a tensor.
+
+    shape: per axis a length, a tuple of allowed lengths, or None for any length.
+    low, high: smallest and largest allowed element. None means the limit of the dtype.
+    anything: allow every element, NaN included. Otherwise NaN is never allowed, and infinity only
+        if a bound is infinite.
+    ascending: each element of the last axis must be larger than the one before.
+    """
 
     dtype: torch.dtype
     shape: tuple[int | tuple[int, ...] | None, ...]
@@ -67,9 +74,12 @@ class TensorSpec:
         return f"{type_name(self.dtype)} [{', '.join(axes)}]"
 
     def fault(self, x: object) -> str | None:
-        """What a value is in place of such a tensor, as the end of a sentence; None where it is one."""
+        """Describe how `x` breaks the specification, as the end of a sentence.
+
+        None if it does not.
+        """
         if not isinstance(x, Tensor):
-            return f"is no tensor, and must be {self}"
+            return f"is not a tensor, and must be {self}"
         lengths = zip(x.shape, self.shape, strict=False)
         fits = len(x.shape) == len(self.shape) and all(
             wanted is None or n in (wanted if isinstance(wanted, tuple) else (wanted,)) for n, wanted in lengths
@@ -87,7 +97,7 @@ class TensorSpec:
         low = limits.min if self.low is None else self.low
         high = limits.max if self.high is None else self.high
         least, most = (bound.item() for bound in x.aminmax())
-        if not (low <= least and most <= high):  # always so with NaN
+        if not (low <= least and most <= high):  # also true for NaN
             return f"has elements from {least:g} to {most:g}, and must have {low:g} to {high:g}"
         if self.ascending and not bool((x.diff(dim=-1) > 0).all()):
             return "has elements that do not ascend"
@@ -95,5 +105,5 @@ class TensorSpec:
 
 
 def type_name(dtype: torch.dtype) -> str:
-    """A type as people write it: float16."""
+    """Return the name of a dtype without "torch.", for example float16."""
     return str(dtype).removeprefix("torch.")

@@ -8,25 +8,30 @@ from tersekv.errors import UserError
 
 BINARY = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 LONGEST = 1 << 40
-"""No context is longer than this many tokens."""
+"""Longest context that is accepted, in tokens."""
 
 
 def parse_tokens(text: str, option: str = "a length") -> int:
-    """4096, 4k, 1M: k and M are powers of 1024. option: what the error calls it."""
+    """Parse a token count such as 4096, 4k or 1M, where k and M are powers of 1024.
+
+    option: name of the value in the error message.
+    """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)\s*", text, re.IGNORECASE)
     tokens = float(found[1]) * BINARY[found[2].lower()] if found else 0.0
     if not found or tokens < 1 or tokens > LONGEST or tokens != int(tokens):
-        raise UserError(f"{option} {text.strip()!r} is no number of tokens: write 4096, 4k or 1M, separated by commas")
+        raise UserError(
+            f"{option} {text.strip()!r} is not a number of tokens: write 4096, 4k or 1M, separated by commas"
+        )
     return int(tokens)
 
 
 def parse_lengths(text: str, option: str = "lengths") -> tuple[int, ...]:
-    """Token counts separated by commas, each once and in their order."""
+    """Parse token counts separated by commas, in order and without duplicates."""
     return tuple(dict.fromkeys(parse_tokens(part, option) for part in text.split(",")))
 
 
 def parse_numbers(text: str, option: str, least: int, most: int) -> tuple[int, ...]:
-    """Whole numbers from `least` to `most`, separated by commas, each once and in their order."""
+    """Parse whole numbers from `least` to `most`, separated by commas, without duplicates."""
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"\d{1,12}", part) and least <= int(part) <= most for part in parts):
         raise UserError(
@@ -36,7 +41,7 @@ def parse_numbers(text: str, option: str, least: int, most: int) -> tuple[int, .
 
 
 def human_bytes(size: float) -> str:
-    """Bytes in the decimal unit that leaves a number below 1,000."""
+    """Format bytes in the decimal unit that gives a number below 1,000."""
     for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size >= factor:
             return f"{size / factor:,.2f} {unit}"

@@ -1,4 +1,4 @@
-"""Which held tokens a query sees: the model's mask, cut to the positions that a segment holds."""
+"""The causal mask, and the type of stores that attention reads."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ Store = LayerStore | EvictingStore
 
 
 def causal(q: int, T: int, device: torch.device) -> Tensor:
-    """bool [1, q, T], query i at position T − q + i."""
+    """Return the causal mask, bool [1, q, T], with query i at position T − q + i."""
     return (torch.arange(T, device=device) <= torch.arange(T - q, T, device=device)[:, None])[None]

@@ -1,7 +1,7 @@
-"""What queries attend to, added up per token: the one hook through which token policies see attention.
+"""Attention weights summed per token. Token policies see attention only through this module.
 
-Softmax weights over all held and new tokens are made for a few queries at a time and reduced at once, so that no matrix
-of all queries by all tokens is ever alive.
+Softmax weights are computed for a few queries at a time and reduced at once. The full matrix of all
+queries by all tokens is never in memory.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from tersekv.errors import UserError
 from tersekv.kernels.attend import Masks
 
 OBSERVED_QUERIES = 64
-"""Query positions whose weights are alive at a time."""
+"""Number of query positions whose weights are in memory at a time."""
 
 Held = list[tuple[Tensor, Tensor]]
 
 
 @torch.no_grad()
 def observe(store: Store, keys: Tensor, call: AttentionCall) -> Tensor | None:
-    """Votes float32 [B, Hkv, held + n] for the tokens that the store holds, in its order, and for new keys
-    [B, Hkv, n, D]: the softmax weights that the observed latest queries give them, summed over queries and averaged
-    over the query heads of a KV head. None where the store wants to see none. Queries in the padding count nothing."""
+    """Return the attention that tokens receive from the observed latest queries, as votes.
+
+    Votes are float32 [B, Hkv, held + n]: first the tokens held, in the store's order, then the new
+    keys [B, Hkv, n, D]. They are softmax weights summed over queries and averaged over the query
+    heads of a KV head. Queries in the padding do not count. None if the store does not observe
+    queries.
+    """
     q = call.query.shape[2]
     if not isinstance(store, ScoredEvictionStore) or store.observed(q) == 0:
         return None
@@ -36,7 +40,7 @@ def observe(store: Store, keys: Tensor, call: AttentionCall) -> Tensor | None:
     for start in range(q - n, q, OBSERVED_QUERIES):
         tile = slice(start, min(q, start + OBSERVED_QUERIES))
         weights = _weights(store, held, keys, call, tile)
-        if call.mask is not None:  # a query that does not see itself stands in the padding
+        if call.mask is not None:  # a query that does not see itself is in the padding
             itself = torch.arange(store.num_tokens + start, store.num_tokens + tile.stop, device=keys.device)
             is_token = call.mask[:, tile].gather(2, itself.expand(len(call.mask), -1).unsqueeze(-1))
             weights = weights * is_token[:, None, None]
@@ -46,13 +50,17 @@ def observe(store: Store, keys: Tensor, call: AttentionCall) -> Tensor | None:
 
 
 def kept_weights(store: EvictingStore, keys: Tensor, call: AttentionCall) -> Tensor:
-    """Softmax weights [B, Hq, q, tokens seen and new] in the query's type, 0 for tokens that were dropped.
+    """Return softmax weights [B, Hq, q, past + new tokens] in the query's dtype.
+
+    Evicted tokens have weight 0.
 
     Raises:
-        UserError: the store holds samples, of which no weights can be told.
+        UserError: the store holds samples, which have no weights per token.
     """
     if not isinstance(store, ScoredEvictionStore):
-        raise UserError("output_attentions: a policy that samples tokens has no weights of single ones; leave it away")
+        raise UserError(
+            "output_attentions: a policy that samples tokens has no weights per token; leave the option out"
+        )
     held = _held(store)
     weights = _weights(store, held, keys, call, slice(0, call.query.shape[2]))
     B, H, G, q, _ = weights.shape
@@ -63,7 +71,7 @@ def kept_weights(store: EvictingStore, keys: Tensor, call: AttentionCall) -> Ten
 
 
 def _held(store: ScoredEvictionStore) -> Held:
-    """Keys float32 [B, H, T, D] and positions [B, H, T] of held tokens, in the store's order."""
+    """Return keys float32 [B, H, T, D] and positions [B, H, T] of the tokens held, in order."""
     parts = []
     for page in store.packed_pages():
         if page.positions is not None:
@@ -77,13 +85,13 @@ def _held(store: ScoredEvictionStore) -> Held:
 
 
 def _span(store: ScoredEvictionStore, first: int, n: int) -> Tensor:
-    """Positions first to first + n, for all heads."""
+    """Return positions first to first + n, expanded to all heads."""
     positions = torch.arange(first, first + n, dtype=torch.int32, device=store.device)
     return positions.expand(store.batch_size, store.kv_heads, -1)
 
 
 def _weights(store: ScoredEvictionStore, held: Held, keys: Tensor, call: AttentionCall, tile: slice) -> Tensor:
-    """float32 [B, Hkv, G, tile, held + n]."""
+    """Return softmax weights of one tile of queries, float32 [B, Hkv, G, tile, held + n]."""
     query = grouped(call.query[:, :, tile], store.kv_heads)
     n, past = keys.shape[2], store.num_tokens
     positions = torch.cat([place for _, place in held] + [_span(store, past, n)], dim=2)

@@ -1,4 +1,4 @@
-"""All tokens of a store and new ones as plain tensors, for attention dropout, which needs each score."""
+"""Past and new tokens as plain tensors, for attention dropout, which needs every score."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from tersekv.cache.layer import LayerStore
 
 
 def is_readable(store: Store) -> bool:
-    """True if all tokens of a store can be decoded here, position by position."""
+    """True if all tokens of the store can be decoded in this process, in order of position."""
     return isinstance(store, LayerStore) and not isinstance(store, ContextParallelStore)
 
 
 def with_past(store: Store, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Decoded tokens of a readable store and new ones behind them [B, Hkv, n, D], with their mask bool [1 or B, 1, n,
-    tokens]. mask: bool [B, n, tokens seen and new], or None for causal."""
+    """Append new tokens [B, Hkv, n, D] to the decoded tokens of a readable store.
+
+    Returns keys, values and the mask, bool [1 or B, 1, n, tokens], or None if all tokens are
+    visible.
+
+    mask: bool [B, n, past + new tokens], or None for causal.
+    """
     assert isinstance(store, LayerStore)
     n, tokens = keys.shape[2], store.num_tokens + keys.shape[2]
     if mask is None and (n > 1 or store.padding is not None):

@@ -1,8 +1,8 @@
-"""Attention of new queries over a layer's store and, for a chunk, over the chunk's own exact tokens.
+"""Attention of new queries over a layer's store and over a chunk's own exact tokens.
 
-Each segment gives an output and a log-sum-exp; `merge_segments` joins them. A few query rows read packed bytes
-through the kernels; many rows decode BLOCK_READ_TOKENS tokens at a time into a buffer, so that the cache is never
-decoded as a whole.
+Each segment gives an output and a log-sum-exp; `merge_segments` combines them. With few query rows,
+kernels read the packed bytes directly. With many rows, BLOCK_READ_TOKENS tokens at a time are
+decoded into a buffer, so the whole cache is never decoded at once.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ from tersekv.kernels import backends, softmax
 from tersekv.kernels.attend import Masks, finished
 
 BLOCK_READ_TOKENS = 1024
-"""Packed tokens decoded at a time for long chunks."""
+"""Number of packed tokens decoded at a time for long chunks."""
 
 QUERY_TILE = 256
-"""Query positions per tile of a long chunk: bounds the scores held at a time."""
+"""Query positions per tile of a long chunk. Limits the number of scores in memory."""
 
 Estimate = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 KERNEL_ROWS = 64
-"""Most query rows per KV head (grouped heads × positions) that read packed bytes directly."""
+"""Maximum number of query rows per KV head (grouped heads × positions) for the kernels."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What the attention module asks for.
+    """Arguments of one call of the attention module.
 
-    query [B, Hq, q, D]; mask bool [B, q, tokens seen] (True is visible) or None for causal; scaling; softcap or None;
-    sink_logits [Hq], a logit per head that takes part in the softmax without a value, or None.
+    query: [B, Hq, q, D].
+    mask: bool [B, q, tokens], True is visible, or None for causal.
+    scaling: factor of the scores.
+    softcap: soft cap of the scores, or None.
+    sink_logits: [Hq], one logit per head that is added to the softmax denominator, or None.
     """
 
     query: Tensor
@@ -49,7 +52,10 @@ class AttentionCall:
 
 
 def attend_store(store: Store, call: AttentionCall) -> Tensor:
-    """Attention over everything in the store (the queries' own tokens included): [B, q, Hq, Dv] in the query's type."""
+    """Return attention over all tokens in the store, the queries' own tokens included.
+
+    The result is [B, q, Hq, Dv] in the query's dtype.
+    """
     q = call.query.shape[2]
     mask = call.mask
     if mask is None and q > 1:
@@ -58,8 +64,11 @@ def attend_store(store: Store, call: AttentionCall) -> Tensor:
 
 
 def attend_chunk(store: Store | None, keys: Tensor, values: Tensor, call: AttentionCall) -> Tensor:
-    """Attention over the past in the store (None: no past) and, exactly, over the chunk's own keys and values
-    [B, Hkv, q, D], which are not in the store yet."""
+    """Return attention over the past in the store and, exactly, over the chunk's own tokens.
+
+    store: the past, or None if there is none.
+    keys, values: [B, Hkv, q, D], the chunk's tokens, which are not in the store yet.
+    """
     B, q, n = call.query.shape[0], call.query.shape[2], keys.shape[2]
     past = 0 if store is None else store.num_tokens
     if call.mask is None:
@@ -70,14 +79,19 @@ def attend_chunk(store: Store | None, keys: Tensor, values: Tensor, call: Attent
 
 
 def grouped(query: Tensor, kv_heads: int) -> Tensor:
-    """[B, Hq, q, D] -> float32 [B, Hkv, G, q, D]."""
+    """Group query heads by KV head: [B, Hq, q, D] -> float32 [B, Hkv, G, q, D]."""
     B, Hq, q, D = query.shape
     return query.float().reshape(B, kv_heads, Hq // kv_heads, q, D)
 
 
 class _Reader:
-    """One call over a store and the chunk's own tokens (keys, values, mask bool [B, q, n]), straight from packed bytes
-    where a kernel reads them, else decoded block by block. mask: bool [B, q, tokens seen] or None for all."""
+    """One attention call over a store and the chunk's own tokens.
+
+    A kernel reads the packed bytes if it can; otherwise tokens are decoded block by block.
+
+    mask: bool [B, q, past tokens], or None if all are visible.
+    own: keys, values and mask bool [B, q, n] of the chunk, or None.
+    """
 
     def __init__(
         self, store: Store | None, call: AttentionCall, mask: Tensor | None, own: tuple[Tensor, Tensor, Tensor] | None
@@ -86,7 +100,7 @@ class _Reader:
         self.kv_heads = store.kv_heads if own is None else own[0].shape[1]  # type: ignore[union-attr]
 
     def attend(self) -> Tensor:
-        """[B, q, Hq, Dv] in the query's type."""
+        """Return the attention output [B, q, Hq, Dv] in the query's dtype."""
         query, store = self.call.query, self.store
         if query.shape[1] * query.shape[2] <= KERNEL_ROWS * self.kv_heads:
             if store is None or (store.context_parallel is None and not store.estimates):
@@ -97,8 +111,10 @@ class _Reader:
         return self._finish(None)
 
     def _direct(self, of_exact: bool = True, of_pages: bool = True, parts: bool = False) -> Any:
-        """`kernels/attend.py` over unpacked tokens, packed pages or both, by a kernel; None where none takes the call,
-        or there are no tokens."""
+        """Compute attention over exact tokens, packed pages or both (`kernels/attend.py`).
+
+        None if no kernel accepts the call, or if there are no tokens.
+        """
         call, store = self.call, self.store
         exact: tuple[tuple[Tensor, Tensor, Tensor | int], ...] = ()
         pages, hidden = None, None
@@ -115,13 +131,13 @@ class _Reader:
         )
 
     def _direct_parts(self) -> tuple[Tensor, Tensor] | None:
-        """Out [B, H, R, Dv] and lse [B, H, R] over all tokens but those that stand for others, by kernels."""
+        """Return out [B, H, R, Dv] and lse [B, H, R] by kernels, without weighted samples."""
         store = self.store
         assert store is not None
         if store.context_parallel is None:
             return self._direct(parts=True)
         if not store.packed_everywhere or store.pages() is None:
-            return None  # where some process holds nothing, all go the same way, so that all get the same bits
+            return None  # all processes must take the same path to get identical bits
         packed, beside = self._direct(of_exact=False, parts=True), self._direct(of_pages=False, parts=True)
         if packed is None or (beside is None and (self.own is not None or store.exact_segments())):
             return None
@@ -129,7 +145,7 @@ class _Reader:
         return packed if beside is None else _merge(beside, packed)
 
     def _finish(self, whole: list[tuple[Tensor, Tensor]] | None) -> Tensor:
-        """Read what kernels have not read tile by tile, merge, and bring the result to [B, q, Hq, Dv]."""
+        """Decode and read tile by tile if no kernel did, merge, and reshape to [B, q, Hq, Dv]."""
         query = grouped(self.call.query, self.kv_heads)
         q = query.shape[3]
         tiles = [slice(start, min(q, start + QUERY_TILE)) for start in range(0, q, QUERY_TILE)]
@@ -148,11 +164,14 @@ class _Reader:
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def _mask(self, positions: Tensor | int, tokens: int) -> Tensor | None:
-        """Mask columns of a segment, see `Masks.at`."""
+        """Return the mask columns of a segment, see `Masks.at`."""
         return None if self.store is None else Masks(self.mask, self.store.hidden).at(positions, tokens)
 
     def decoded(self, query: Tensor, tile: slice, packed: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Out and lse of a tile of queries over each segment; `packed`: over packed tokens, already there."""
+        """Return out and lse of a tile of queries over each segment.
+
+        packed: results over the packed tokens, computed before.
+        """
         results = self.exact(query, tile) + packed
         if self.own is not None:
             keys, values, mask = self.own
@@ -160,7 +179,10 @@ class _Reader:
         return results
 
     def exact(self, query: Tensor, tile: slice) -> list[tuple[Tensor, Tensor]]:
-        """query [B, Hkv, G, q, D] -> out [B, Hkv, G·q, Dv] and lse [B, Hkv, G·q] over each segment of exact tokens."""
+        """Return out [B, Hkv, G·q, Dv] and lse [B, Hkv, G·q] for each segment of exact tokens.
+
+        query: [B, Hkv, G, q, D].
+        """
         results = []
         for segment in self.store.exact_segments() if self.store is not None else []:
             mask = self._mask(segment.positions, segment.keys.shape[2])
@@ -168,13 +190,13 @@ class _Reader:
         return results
 
     def dense(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Out and lse over unpacked tokens."""
+        """Return out and lse over unpacked tokens."""
         rows = _rows(query)
         op = backends.attend_exact if rows.shape[2] <= KERNEL_ROWS else softmax.attend_exact.reference
         return op(rows, keys, values, mask, self.call.scaling, self.call.softcap)
 
     def estimates(self, query: Tensor, tile: slice) -> list[Estimate]:
-        """What `softmax.attend_weighted` gives for each segment of tokens that stand for others."""
+        """Return the result of `softmax.attend_weighted` for each segment of weighted tokens."""
         results = []
         for segment in self.store.weighted_segments() if isinstance(self.store, EvictingStore) else []:
             mask = _tile(self._mask(segment.positions, segment.positions.shape[2]), tile)
@@ -184,22 +206,24 @@ class _Reader:
         return results
 
     def longest(self) -> Tensor:
-        """The largest norm of a value, float32 [B, H], the chunk's own included."""
+        """Return the largest norm of a value, float32 [B, H], the chunk's own values included."""
         assert isinstance(self.store, EvictingStore)
         longest = self.store.longest_value
         assert longest is not None
         return longest if self.own is None else torch.maximum(longest, self.own[1].float().norm(dim=-1).amax(-1))
 
     def packed(self, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
-        """Out and lse over the packed tokens for each tile of queries, decoded a block at a time, those of other
-        processes included; empty if nothing is packed."""
+        """Return out and lse over the packed tokens for each tile, decoded block by block.
+
+        Packed tokens of other processes are included. Empty if nothing is packed.
+        """
         own = self._packed(query, tiles)
         if self.store is None or self.store.context_parallel is None:
             return own
         return [_of_all(self.store.context_parallel, *part) for part in own or self._nothing(query, tiles)]
 
     def _nothing(self, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
-        """Out and lse over no tokens, for each tile of queries."""
+        """Return out and lse over no tokens, for each tile of queries."""
         assert self.store is not None
         rows = [_rows(query[:, :, :, tile]) for tile in tiles]
         dim = self.store.values.head_dim
@@ -228,12 +252,15 @@ class _Reader:
 
 
 def _tile(mask: Tensor | None, tile: slice) -> Tensor | None:
-    """The tile's queries of a mask [B, q, T] or [B, H, q, T]; one for all queries stays as it is."""
+    """Return the tile's queries of a mask [B, q, T] or [B, H, q, T].
+
+    A mask for all queries is unchanged.
+    """
     return mask if mask is None or mask.shape[-2] == 1 else mask[..., tile, :]
 
 
 def _rows(query: Tensor) -> Tensor:
-    """[B, H, G, q, D] -> [B, H, G·q, D], contiguous."""
+    """Flatten query groups: [B, H, G, q, D] -> [B, H, G·q, D], contiguous."""
     B, H, G, q, D = query.shape
     return query.reshape(B, H, G * q, D)
 
@@ -243,7 +270,10 @@ def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, 
 
 
 def _of_all(context_parallel: ContextParallel, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Join what each process has; all get the same bits, since they join it in the same order."""
+    """Merge the results of all processes.
+
+    Every process merges in the same order, so all get identical bits.
+    """
     parts = context_parallel.gather(torch.cat([out, lse.unsqueeze(-1)], dim=-1))
     outs, lses = ([part[..., :-1].contiguous() for part in parts], [part[..., -1].contiguous() for part in parts])
     return backends.merge_segments(outs, lses)
@@ -252,8 +282,12 @@ def _of_all(context_parallel: ContextParallel, out: Tensor, lse: Tensor) -> tupl
 def _estimate(
     results: list[tuple[Tensor, Tensor]], estimates: list[Estimate], longest: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Numerator over denominator, each with its own tokens, and the log of the denominator. Attention is a mean of
-    values, so none is longer than the longest value; an estimate that is, is cut to that length."""
+    """Divide the estimated numerator by the estimated denominator; return it with the log
+    denominator.
+
+    The two estimates use different tokens. Attention is a mean of values, so its norm cannot exceed
+    the largest norm of a value. A longer estimate is scaled down to that norm.
+    """
     above = results + [(out, lse) for out, lse, _ in estimates if out is not None and lse is not None]
     below = [lse for _, lse in results] + [lse for *_, lse in estimates if lse is not None]
     out, top = softmax.merge_segments([out for out, _ in above], [lse for _, lse in above])

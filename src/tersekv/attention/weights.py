@@ -1,4 +1,4 @@
-"""Attention weights themselves, for those who ask to see them (`output_attentions`)."""
+"""Attention weights for `output_attentions`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tersekv.cache.layer import LayerStore
 
 
 def attention_weights(store: LayerStore | None, keys: Tensor, call: AttentionCall) -> Tensor:
-    """softmax(scaling·q·K̂ᵀ) [B, Hq, q, tokens seen and new] in the query's type, for those who ask to see it.
+    """Return softmax(scaling·q·K̂ᵀ) [B, Hq, q, past + new tokens] in the query's dtype.
 
-    Past keys are read from the store (None: no past) and decoded, all of them; the new ones [B, Hkv, q, D] are exact,
-    as they are for the output. Tokens that a sliding window has forgotten have weight 0.
+    All past keys are decoded from the store (None: no past). The new keys [B, Hkv, q, D] are exact,
+    as in the output. Tokens evicted by a sliding window have weight 0.
     """
     query = grouped(call.query, keys.shape[1])
     dropped = 0

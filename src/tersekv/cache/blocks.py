@@ -1,4 +1,4 @@
-"""The packed blocks of one side of a layer, in pages: an append writes new blocks and leaves all others in place."""
+"""Packed blocks of one side of a layer, stored in pages. Appending never moves existing blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from tersekv.layouts.base import Layout, PackedTensors
 
 
 class BlockBuffer(Stateful):
-    """Blocks in the order they came, each page but the last one closed. sizes: of new pages."""
+    """Blocks in order of arrival. Only the last page accepts new blocks.
+
+    sizes: sizes of new pages.
+    """
 
     def __init__(self, layout: Layout, B: int, H: int, device: torch.device, sizes: PageSizes | None = None) -> None:
         self.layout, self.sizes = layout, sizes or PageSizes(layout.block_tokens)
@@ -32,21 +35,21 @@ class BlockBuffer(Stateful):
 
     @property
     def tokens(self) -> int:
-        """Packed tokens in use."""
+        """Number of packed tokens in use."""
         return len(self) * self.layout.block_tokens
 
     @property
     def capacity(self) -> int:
-        """Blocks allocated."""
+        """Number of blocks allocated."""
         return sum(page.capacity for page in self.pages)
 
     @property
     def ends(self) -> list[int]:
-        """Where each page ends, in tokens counted from the oldest in use."""
+        """End of each page, in tokens counted from the oldest in use."""
         return [n * self.layout.block_tokens for n in itertools.accumulate(map(len, self.pages))]
 
     def append(self, *parts: PackedTensors) -> None:
-        """Add blocks [B, H, n, ...] of each part behind the last one."""
+        """Append the blocks [B, H, n, ...] of each part."""
         sources = [Page.of(self.layout, part) for part in parts]
         unit = self.sizes.unit // self.layout.block_tokens
         assert all(len(source) % unit == 0 for source in sources)
@@ -63,13 +66,19 @@ class BlockBuffer(Stateful):
                 del coming[:n]
 
     def _room(self, coming: list[int]) -> int:
-        """How many of coming blocks, with so many entries each, go into the last page."""
+        """Return how many of the coming blocks fit into the last page.
+
+        coming: ragged entries of each block.
+        """
         unit = self.sizes.unit // self.layout.block_tokens
         return self.pages[-1].room(coming) // unit * unit if self.pages else 0
 
     def _open(self, coming: list[int]) -> None:
-        """A new page. Where it is larger than what comes, it has room for entries as dense as in what comes, or as in
-        the page before if that is not much denser, and for some more."""
+        """Open a new page.
+
+        A page larger than the coming blocks gets spare ragged entries, with a margin. Their density
+        is that of the coming blocks, or that of the page before if higher, but at most twice it.
+        """
         t, n = self.layout.block_tokens, len(coming)
         blocks = self.sizes.next(n * t, self.tokens) // t
         entries = sum(coming[:blocks])
@@ -81,7 +90,7 @@ class BlockBuffer(Stateful):
         self.pages.append(Page.empty(self.layout, self._nothing, blocks, entries))
 
     def drop_front(self, blocks: int) -> None:
-        """Forget the oldest blocks; a page's memory is given back when all of it is forgotten."""
+        """Remove the oldest blocks. A page is freed when all its blocks are removed."""
         while blocks:
             page = self.pages[0]
             n = min(blocks, len(page))
@@ -91,7 +100,7 @@ class BlockBuffer(Stateful):
                 del self.pages[0]
 
     def drop_back(self, blocks: int) -> None:
-        """Forget the latest blocks, and pages that become empty."""
+        """Remove the latest blocks, and pages that become empty."""
         while blocks:
             page = self.pages[-1]
             n = min(blocks, len(page))
@@ -101,7 +110,7 @@ class BlockBuffer(Stateful):
                 del self.pages[-1]
 
     def hold(self, planes: PackedTensors) -> None:
-        """Hold these blocks instead, where they are if they make one page."""
+        """Replace the content by these blocks, without a copy if they fill one page exactly."""
         blocks = Page.of(self.layout, planes)
         tokens = len(blocks) * self.layout.block_tokens
         self.pages = []
@@ -111,7 +120,9 @@ class BlockBuffer(Stateful):
             self.append(planes)
 
     def keep(self, index: Tensor) -> None:
-        """Keep blocks `index` (int64 [B, H, n], counted from the oldest in use) of each head, in that order."""
+        """Keep blocks `index` (int64 [B, H, n], from the oldest in use) of each head, in that
+        order.
+        """
         self.hold(self.layout.select_blocks(self.planes(), index))
 
     def select(self, rows: Tensor) -> None:
@@ -121,33 +132,34 @@ class BlockBuffer(Stateful):
             self.hold(self.layout.select_rows(self.planes(), rows))
 
     def mark(self) -> Any:
-        """What `undo` goes back to, as long as blocks were only appended or kept since."""
+        """Return a mark for `undo`, valid as long as blocks are only appended or kept after it."""
         return [(page, page.start, page.stop) for page in self.pages]
 
     def undo(self, mark: Any) -> None:
-        """Undo what was done since `mark()`."""
+        """Undo everything since `mark()`."""
         self.pages = [page for page, _, _ in mark]
         for page, start, stop in mark:
             page.resize(start, stop)
 
     def live_state(self) -> State:
-        """See `Stateful`."""
         return {"pages": [page.live_state() for page in self.pages]}
 
     def schema(self) -> dict[str, Check]:
-        """See `Stateful`."""
         unit = self.sizes.unit // self.layout.block_tokens
         return {"pages": each(lambda page, place: check_page(self.layout, self._nothing, unit, page, place))}
 
     def _hold(self, state: State, place: str) -> None:
-        """Pages that are full stay where the state's tensors lie."""
+        """Restore the pages. Full pages use the state's tensors without a copy."""
         self.pages = []
         for page in state["pages"]:
             most = self.sizes.largest(page["stop"] * self.layout.block_tokens, self.tokens) // self.layout.block_tokens
             self.pages.append(Page.restored(self.layout, self._nothing, page, most))
 
     def planes(self, first: int = 0, last: int | None = None) -> PackedTensors:
-        """Blocks `first` to `last` (counted from the oldest in use): views where they lie in one page, else a copy."""
+        """Return blocks `first` to `last`, counted from the oldest in use.
+
+        The result is a view if they are in one page, otherwise a copy.
+        """
         parts, before = [], 0
         last = len(self) if last is None else last
         for page in self.pages:
@@ -158,12 +170,12 @@ class BlockBuffer(Stateful):
         return self.layout.join(parts) if parts else self._nothing
 
     def to(self, device: torch.device | str) -> None:
-        """Move all planes."""
+        """Move all packed tensors to a device."""
         for planes in (self._nothing, *(page.planes for page in self.pages)):
             planes.update({name: plane.to(device) for name, plane in planes.items()})
 
     def count(self, footprint: Footprint) -> None:
-        """Add the bytes allocated to `footprint`, those not in use as slack."""
+        """Add the allocated bytes to `footprint`; unused ones count as slack."""
         for page in self.pages:
             used = page.cut(0, len(page))
             for name, plane in page.planes.items():

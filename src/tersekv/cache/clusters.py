@@ -1,12 +1,14 @@
-"""Keys of a stream in clusters, with uniform samples of each (SubGen, arXiv 2402.06082, Algorithm 1).
+"""Online clusters of keys with uniform samples (SubGen, arXiv 2402.06082, Algorithm 1).
 
-A key joins the cluster of the nearest representative where that is within δ, and is then put into each of its slots
-with probability 1/n; else it founds a cluster and fills all its slots. Of c keys of a block that join a cluster of n, a
-slot ends with one of them with probability c/(n + c), any of them alike: the same, drawn at once.
+A key joins the cluster of the nearest representative if that is within δ. It then replaces each of
+the cluster's slots with probability 1/n. Otherwise it starts a new cluster and fills all its slots.
+A block is drawn at once, with the same distribution. If c keys of a block join, making n + c
+members, a slot gets one of them with probability c/(n + c), chosen uniformly.
 
-Where a budget of clusters is given, δ is not: it starts at 0, and a key that would found one too many makes it grow
-until an eighth of the representatives have another within it; those then merge. A slot of merged clusters is one of
-their slots, in proportion to their sizes, and so again a uniform sample.
+With a budget of clusters, δ starts at 0. A key that would exceed the budget makes δ grow until an
+eighth of the representatives have another one within δ. These clusters merge. Each slot of a merged
+cluster takes the slot of one part, with probability in proportion to the part's size. It is
+therefore again a uniform sample.
 """
 
 from __future__ import annotations
@@ -21,11 +23,17 @@ from torch import Tensor
 from tersekv.cache.schema import Check, optional, record, refuse, require, shortened, tensor, whole
 
 EXACT = "donot_use_mm_for_euclid_dist"
-"""Distances by differences: a key is at 0 from itself."""
+"""Mode of `cdist` that subtracts first, so that a key has distance 0 to itself."""
 
 
 class Head(NamedTuple):
-    """One head: representatives float32 [m, D], members int64 [m], slots int32 [m, t] (positions), δ."""
+    """Clusters of one head.
+
+    centers: representatives, float32 [m, D].
+    members: int64 [m], keys per cluster.
+    slots: int32 [m, t], positions of samples.
+    delta: δ.
+    """
 
     centers: Tensor
     members: Tensor
@@ -34,8 +42,14 @@ class Head(NamedTuple):
 
 
 class Clusters(NamedTuple):
-    """All heads, padded to as many clusters: centers [B, H, m, D] in the exact type, members int32 [B, H, m] (0: none),
-    slots int32 [B, H, m, t], delta float32 [B, H]. most: clusters that may be, or None."""
+    """Clusters of all heads, padded to the same number.
+
+    centers: [B, H, m, D] in the exact dtype.
+    members: int32 [B, H, m], 0 for an unused cluster.
+    slots: int32 [B, H, m, t], positions of samples.
+    delta: float32 [B, H].
+    most: maximum number of clusters, or None.
+    """
 
     centers: Tensor
     members: Tensor
@@ -45,7 +59,7 @@ class Clusters(NamedTuple):
 
     @staticmethod
     def empty(like: Tensor, t: int, delta: float, most: int | None) -> Clusters:
-        """Nothing seen; keys will be like `like` [B, H, ·, D]."""
+        """Return clusters without keys. Keys will have the shape of `like` [B, H, ·, D]."""
         B, H, _, D = like.shape
         return Clusters(
             like.new_empty((B, H, 0, D)),
@@ -57,7 +71,10 @@ class Clusters(NamedTuple):
 
     @staticmethod
     def schema(like: Tensor, t: int, limited: bool) -> Check:
-        """What a file may say of such clusters, see `cache/schema.py`. limited: whether their number is."""
+        """Return the check of such clusters in a file, see `cache/schema.py`.
+
+        limited: True if `most` is set.
+        """
         B, H, _, D = like.shape
         return record(
             {
@@ -70,19 +87,21 @@ class Clusters(NamedTuple):
         )
 
     def check(self, below: int, place: str) -> None:
-        """Raise UserError unless all figures are of as many clusters, and slots name positions below a number."""
+        """Raise UserError unless sizes agree and slots hold positions below `below`."""
         m = self.centers.shape[2]
         alike = m == self.members.shape[2] == self.slots.shape[2] and (self.most is None or m <= self.most)
-        require(alike, place, f"has centers, members and slots of different clusters, or more than {self.most}")
+        require(alike, place, f"has different numbers of centers, members and slots, or more than {self.most}")
         used = self.members > 0
         first = bool((used[:, :, 1:] <= used[:, :, :-1]).all())
-        require(first, f"{place}.members", "has empty clusters before others")
+        require(first, f"{place}.members", "has unused clusters before used ones")
         named = self.slots[used]
         within = not named.numel() or (int(named.min()) >= 0 and int(named.max()) < below)
         require(within, f"{place}.slots", f"must name positions below {below}")
 
     def extended(self, keys: Tensor, positions: Tensor, generator: torch.Generator) -> Clusters:
-        """After a block of keys [B, H, n, D] at positions int32 [B, H, n] (−1: no token)."""
+        """Return the clusters after keys [B, H, n, D] at positions int32 [B, H, n]
+        (−1: no token).
+        """
         B, H = self.delta.shape
         heads = []
         for b in range(B):
@@ -104,7 +123,10 @@ class Clusters(NamedTuple):
         return Clusters(centers, members, slots, delta, self.most)
 
     def log_weights(self, positions: Tensor) -> Tensor:
-        """log Σ n/t over the slots that name each of positions int32 [B, H, n]: what such a key stands for."""
+        """Return log Σ n/t over the slots that hold each position, int32 [B, H, n].
+
+        This is the log of the number of keys that the sample represents.
+        """
         t = self.slots.shape[-1]
         names = self.slots.masked_fill((self.members == 0).unsqueeze(-1), -1).flatten(2)
         slots, order = names.sort(dim=-1)
@@ -123,7 +145,7 @@ def _padded(x: Tensor, m: int) -> Tensor:
 
 
 def _joined(head: Head, keys: Tensor, positions: Tensor, most: int | None, generator: torch.Generator) -> Head:
-    """The head after keys [n, D], one after the other."""
+    """Return the head after adding keys [n, D] in order."""
     while len(keys):
         labels, centers = _labels(head, keys, most)
         head = _sampled(head._replace(centers=centers), labels, positions[: len(labels)], generator)
@@ -134,8 +156,10 @@ def _joined(head: Head, keys: Tensor, positions: Tensor, most: int | None, gener
 
 
 def _labels(head: Head, keys: Tensor, most: int | None) -> tuple[Tensor, Tensor]:
-    """Clusters int64 of the first keys, in the order of the stream, and all representatives; it ends at a key that
-    would found one more than `most`."""
+    """Assign the first keys to clusters. Return their clusters, int64, and all representatives.
+
+    Assignment stops at a key that would start more than `most` clusters.
+    """
     n, m = len(keys), len(head.centers)
     distance, label = keys.new_full((n,), torch.inf), torch.zeros(n, dtype=torch.int64, device=keys.device)
     if m:
@@ -160,7 +184,7 @@ def _labels(head: Head, keys: Tensor, most: int | None) -> tuple[Tensor, Tensor]
 
 
 def _sampled(head: Head, labels: Tensor, positions: Tensor, generator: torch.Generator) -> Head:
-    """Members counted and slots drawn for keys that have joined."""
+    """Update member counts and draw the slots for assigned keys."""
     m, t = len(head.centers), head.slots.shape[1]
     before = _padded(head.members, m)
     joined = torch.bincount(labels, minlength=m)
@@ -176,8 +200,11 @@ def _sampled(head: Head, labels: Tensor, positions: Tensor, generator: torch.Gen
 
 
 def merged(head: Head, generator: torch.Generator) -> Head:
-    """δ grown until an eighth of the representatives, at least one, have another within it; each that is within δ of an
-    earlier one joins the nearest that stays."""
+    """Increase δ until at least an eighth of the representatives (at least one) have another within
+    δ.
+
+    Each representative within δ of an earlier one joins the nearest one that stays.
+    """
     if len(head.centers) < 2:
         return head._replace(delta=float("inf"))
     apart = torch.cdist(head.centers, head.centers, compute_mode=EXACT)
@@ -186,7 +213,8 @@ def merged(head: Head, generator: torch.Generator) -> Head:
     into = _nearest_kept(apart, delta)
     kept, target = into.unique(return_inverse=True)
     target = target.to(head.slots.device)
-    # of the slots that meet, each wins in proportion to its cluster's members: the first of exponential clocks
+    # each of the merging slots wins in proportion to its cluster's members: the first of
+    # exponential clocks
     clock = torch.empty(head.slots.shape, dtype=torch.float64).exponential_(generator=generator).to(target.device)
     clock = clock / head.members.unsqueeze(1)
     index = target.unsqueeze(1).expand_as(clock)
@@ -200,7 +228,10 @@ def merged(head: Head, generator: torch.Generator) -> Head:
 
 
 def _nearest_kept(apart: Tensor, delta: float) -> Tensor:
-    """For each of m representatives with distances [m, m] the one that it joins, itself where it stays: int64 [m]."""
+    """Return, for m representatives with distances [m, m], the one that each joins: int64 [m].
+
+    A representative that stays joins itself.
+    """
     near = (apart <= delta).cpu().numpy()
     gone = near[0] & False
     kept = []

@@ -1,12 +1,13 @@
-"""Tokens as a codec takes them, and packed tokens as attention reads them: the one place for both directions.
+"""Convert between cached tokens and a codec's input and output.
 
     cached keys   ->  RoPE removed (`pre_rope`), or their rotated mean removed (`centred`)  ->  fit, encode
     packed keys   ->  the codec's view  ->  RoPE applied, or the rotated mean added
 
-Values, and keys of all other codecs, only become float32. Stores, pools of chosen tokens, simulated passes, engine
-pages and benchmarks share these functions, so that the same tokens give the same bytes everywhere.
+Values, and keys of all other codecs, are only converted to float32. Stores, token pools, simulated
+passes, engine pages and benchmarks all use these functions. The same tokens therefore give the same
+bytes everywhere.
 
-Shapes: tokens [B, H, n, D]. `angles` are those of the keys' RoPE, None where the codec does not need them.
+Shapes: tokens [B, H, n, D]. `angles` are those of the keys' RoPE, or None if the codec needs none.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from tersekv.layouts.mean_removed import MeanRemoved, RotatedMean
 from tersekv.layouts.roped import Roped
 
 ENCODE_TOKENS = 512
-"""Tokens encoded at a time, which bounds the float32 copies that encoding makes."""
+"""Tokens encoded at a time. Limits the memory of float32 copies."""
 
 FIT_TOKENS = 2048
-"""Most tokens of a prompt that a codec is fitted on, because fitting in float64 needs memory for each."""
+"""Maximum number of prompt tokens that a codec is fitted on, to limit float64 copies."""
 
 FIT_PARTS = 8
-"""Stretches that these tokens are taken from, where a prompt has more."""
+"""Number of stretches that these tokens are taken from in a longer prompt."""
 
 
 class Tokens(NamedTuple):
-    """Tokens of one side with the angles of their RoPE."""
+    """Tokens of one side with their RoPE angles, or None."""
 
     x: Tensor
     angles: Angles | None = None
 
 
 def codec_input(codec: Codec, tokens: Tokens) -> Tensor:
-    """Tokens in float32 as the codec takes them: keys without RoPE, or without their rotated mean."""
+    """Return float32 tokens for the codec: keys without RoPE, or without their rotated mean."""
     x, angles = tokens
     if angles is None or not x.shape[2]:
         return x.float()
@@ -52,8 +53,12 @@ def codec_input(codec: Codec, tokens: Tokens) -> Tensor:
 
 
 def fitted(codec: Codec, parts: Sequence[Tokens], sinks: Tokens | None = None, heads: HeadShard | None = None) -> Codec:
-    """The codec, fitted to a prompt if it needs that. A centred codec does not learn from attention sinks, because
-    their mean differs. heads: where processes divide them."""
+    """Return the codec, fitted on a prompt if it needs that.
+
+    A centred codec is not fitted on attention sinks, because their mean differs.
+
+    heads: this process's heads under tensor parallelism, or None.
+    """
     if codec.needs_fit != "prompt":
         return codec
     if codec.centred:
@@ -70,7 +75,7 @@ def _without_rope(tokens: Tokens) -> Tensor:
 
 
 def fit_stretches(tokens: int) -> list[tuple[int, int]]:
-    """First and last index of the tokens to fit on: all of them, or stretches of equal length over the prompt."""
+    """Return ranges of tokens to fit on: all, or equal stretches spread over the prompt."""
     if tokens <= FIT_TOKENS:
         return [(0, tokens)]
     length = FIT_TOKENS // FIT_PARTS
@@ -79,8 +84,11 @@ def fit_stretches(tokens: int) -> list[tuple[int, int]]:
 
 
 def encode(codec: Codec, tokens: Tokens, heads: HeadShard | None = None) -> PackedTensors:
-    """Encode tokens. A last block that is not full repeats the last token, because that leaves minima and maxima alone.
-    heads: given where processes divide the heads."""
+    """Encode tokens. A partial last block is padded with its last token, which keeps minima and
+    maxima.
+
+    heads: this process's heads under tensor parallelism, or None.
+    """
     x = codec_input(codec, tokens)
     missing = -x.shape[2] % codec.layout(x.shape[-1]).block_tokens
     if missing:
@@ -89,13 +97,13 @@ def encode(codec: Codec, tokens: Tokens, heads: HeadShard | None = None) -> Pack
 
 
 def chunks(start: int, stop: int, block_tokens: int) -> Iterator[tuple[int, int]]:
-    """Ranges of at most ENCODE_TOKENS tokens, or of one block, to encode one after the other."""
+    """Split a range into parts of at most ENCODE_TOKENS tokens, or of one block."""
     step = max(1, ENCODE_TOKENS // block_tokens) * block_tokens
     return ((first, min(stop, first + step)) for first in range(start, stop, step))
 
 
 def view(codec: Codec, planes: PackedTensors, head_dim: int, angles: Angles | None) -> View:
-    """Packed tensors as attention reads them. angles: of all tokens in them."""
+    """Return packed tokens as attention reads them. angles: RoPE angles of all these tokens."""
     coded = codec.view(planes, head_dim)
     if angles is None:
         return coded
@@ -108,13 +116,19 @@ def view(codec: Codec, planes: PackedTensors, head_dim: int, angles: Angles | No
 
 
 def own_sinks(padding: Tensor, sinks: int) -> Tensor:
-    """Positions [B, sinks] of each row's own first tokens; padding int64 [B]: leading positions without a token."""
+    """Return positions [B, sinks] of each row's own first tokens.
+
+    padding: int64 [B], number of leading positions without a token.
+    """
     return padding[:, None] + torch.arange(sinks, device=padding.device)
 
 
 def without_padding(x: Tensor, padding: Tensor, sinks: int) -> Tensor:
-    """All tokens so far, [B, H, T, D], ready to be packed. Padding is replaced by the row's last token, so that neither
-    scales nor fitted channels depend on it. The first `sinks` places hold each row's own first tokens."""
+    """Prepare all tokens so far, [B, H, T, D], for packing.
+
+    Padding is replaced by the row's last token, so that scales and fitted channels do not depend on
+    it. The first `sinks` places hold each row's own first tokens.
+    """
     hidden = (torch.arange(x.shape[2], device=x.device) < padding[:, None])[:, None, :, None]
     x = torch.where(hidden, x[:, :, -1:], x)
     if sinks == 0:

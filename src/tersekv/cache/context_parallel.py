@@ -1,9 +1,9 @@
-"""The cache of a layer whose packed tokens are divided among processes (context parallelism).
+"""The cache of a layer whose packed tokens are distributed over processes (context parallelism).
 
-All processes see all tokens, and keep the same sinks and the same exact tail, which are short. Of the tokens that are
-packed at once each keeps a run of whole blocks, in the order of the processes: what a prompt packs is divided evenly,
-and while decoding one block after the other goes to the next process. Blocks have the places and the bytes that they
-have in one process.
+All processes see all tokens and keep the same sinks and recent window, which are short. Of the
+tokens packed in one call, each process keeps a run of whole blocks, in the order of ranks. A
+prompt's blocks are distributed evenly; while decoding, consecutive blocks go to consecutive ranks.
+Blocks have the same positions and bytes as in a single process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ ELSEWHERE = "other processes hold packed tokens of this cache (context_parallel)
 
 
 class ContextParallelStore(LayerStore):
-    """A full-attention layer with the packed tokens of this process; places: their positions, int32 [T]."""
+    """A full-attention layer that holds the packed tokens of this process.
+
+    places: their positions, int32 [T].
+    """
 
     def __init__(
         self,
@@ -45,12 +48,12 @@ class ContextParallelStore(LayerStore):
 
     @property
     def context_parallel(self) -> ContextParallel | None:  # type: ignore[override]
-        """The processes that hold packed tokens of this layer, once there are any."""
+        """The processes that share this layer's packed tokens, or None if nothing is packed yet."""
         return self.processes if self.packed_anywhere else None
 
     @property
     def packed_everywhere(self) -> bool:  # type: ignore[override]
-        """Whether no process is without packed tokens, or all are."""
+        """True if all processes have packed tokens, or none has."""
         return not 0 < self.packed_anywhere < self.processes.ranks * self.flush_tokens
 
     def _own(self, skip: int, flush: int) -> range:
@@ -69,25 +72,25 @@ class ContextParallelStore(LayerStore):
         return PackedSegment(keys, values, 0, tokens, places)
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Not possible: they are not all here."""
-        raise UserError(f"{ELSEWHERE}: only tersekv's attention reads it, without output_attentions")
+        """Raise UserError, because other processes hold some of the tokens."""
+        raise UserError(f"{ELSEWHERE}: only tersekv's attention can read it, without output_attentions")
 
     def check_crop(self, n: int) -> None:
-        """Check that the n latest tokens can be taken back: all, or no more than the tail holds.
+        """Check that the n latest tokens can be rolled back: all, or at most those of the tail.
 
         Raises:
-            CacheError: more than that.
+            CacheError: n is larger.
         """
         if self.keys.tail.tokens < n < self.num_tokens:
             raise CacheError(
-                f"cannot take back {n} tokens: {ELSEWHERE}, and {self.keys.tail.tokens} are exact in all (the policy's "
+                f"cannot roll back {n} tokens: {ELSEWHERE}, and {self.keys.tail.tokens} are exact in all (the policy's "
                 "option recent says how many at least)"
             )
         super().check_crop(n)
 
     @plain
     def crop(self, n: int) -> None:
-        """Take back the n latest tokens, see `check_crop`."""
+        """Roll back the n latest tokens, see `check_crop`."""
         super().crop(n)
         if self.num_tokens == 0:
             self._clear()
@@ -99,7 +102,7 @@ class ContextParallelStore(LayerStore):
         self.places = self.places.to(device)
 
     def footprint(self) -> Footprint:
-        """Bytes that this process holds, without tables; per element of all tokens."""
+        """Return the bytes of this process, without tables. `elements` counts all tokens."""
         footprint = super().footprint()
         footprint.parts["selection"] += self.places.numel() * self.places.element_size()
         return footprint

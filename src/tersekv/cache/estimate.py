@@ -1,5 +1,4 @@
-"""Bytes of a cache from shapes alone: what a layer's store would hold after so many tokens, and from how many on it is
-smaller than in bfloat16."""
+"""Size of a cache computed from shapes, and the length where it gets smaller than bfloat16."""
 
 from __future__ import annotations
 
@@ -25,8 +24,13 @@ from tersekv.units import LONGEST
 
 @dataclass(frozen=True)
 class CacheShape:
-    """windows: sliding window in tokens of each attention layer, None for full attention. dtype: the model's. ropes: of
-    each attention layer (None: not known, and not counted), the same object where layers share one; empty: of none."""
+    """Shape of a model's cache.
+
+    windows: sliding window in tokens of each attention layer, None for full attention.
+    dtype: the model's dtype.
+    ropes: RoPE of each attention layer, the same object where layers share one. None if it is
+        unknown and its tables are not counted; empty if all are unknown.
+    """
 
     windows: tuple[int | None, ...]
     kv_heads: int
@@ -36,8 +40,10 @@ class CacheShape:
     ropes: tuple[Rope | None, ...] = dataclasses.field(default=(), compare=False)
 
     def elements(self, tokens: int, batch: int = 1) -> int:
-        """Key and value elements that a full cache holds after so many tokens; a layer with a sliding window holds the
-        window's."""
+        """Return the key and value elements of a full cache with so many tokens.
+
+        A sliding-window layer holds the tokens of its window.
+        """
         held = sum(tokens if window is None else min(tokens, window) for window in self.windows)
         return batch * held * self.kv_heads * (self.key_dim + self.value_dim)
 
@@ -52,18 +58,20 @@ KNOWN = {
     "LLaMA-30B": _llama(60, 52),
     "LLaMA-65B": _llama(80, 64),
 }
-"""The models of KVQuant's tables (arXiv 2302.13971, Table 2), by name, without a config file."""
+"""Models of KVQuant's tables by name (arXiv 2302.13971, Table 2), known without a config file."""
 
 
 def predict(
     shape: CacheShape, recipe: str | Recipe, tokens: int, batch: int = 1, piece: int = 0, generated: int = 0
 ) -> Footprint:
-    """The footprint of `batch` sequences of `tokens` tokens: a prompt fed in calls of `piece` tokens (0: in one call),
-    the last `generated` ones of them one by one.
+    """Return the footprint of `batch` sequences of `tokens` tokens.
 
-    Of policies that choose tokens the prompt counts as fed in one call: which blocks keep a slot for a token that was
-    evicted depends on attention. Of those that go on choosing while tokens are generated, the figure is without such
-    slots.
+    piece: tokens per call while the prompt is fed, 0 for one call.
+    generated: number of last tokens that are fed one by one.
+
+    For policies that evict tokens the prompt counts as fed in one call. Otherwise attention decides
+    which blocks keep slots of evicted tokens. For policies that also evict generated tokens, such
+    slots are not counted.
 
     Raises:
         UserError: the recipe does not fit the head dims or layers.
@@ -103,15 +111,17 @@ def predict(
 
 
 STEP = 8
-"""Tokens between the lengths that are looked at."""
+"""Step between the lengths that are tried, in tokens."""
 
 UNPACKED_TOKENS = 512
-"""More exact tokens than a window and a page add between two lengths at which tokens are packed."""
+"""Upper bound of the exact tokens that accumulate between two packings."""
 
 
 def break_even(shape: CacheShape, recipe: str | Recipe, batch: int = 1) -> int | None:
-    """The length from which on a cache takes less than 16 bits per element, `STEP` tokens exactly; None if it never
-    does. Shorter caches are held in exact sinks, exact recent tokens and tables, whose bytes packing has yet to repay.
+    """Return the length from which on a cache takes less than 16 bits per element, or None.
+
+    The result is exact to `STEP` tokens. Shorter caches consist mostly of exact sinks, exact recent
+    tokens and tables, so packing saves less than these cost.
 
     Raises:
         UserError: the recipe does not fit the head dims or layers.
@@ -122,7 +132,8 @@ def break_even(shape: CacheShape, recipe: str | Recipe, batch: int = 1) -> int |
     def saved(tokens: int) -> int:
         return shape.elements(tokens, batch) * 2 - predict(shape, recipe, tokens, batch).total_bytes
 
-    # Bytes rise with exact tokens and fall when these are packed: the last length that gains nothing counts.
+    # Bytes rise with exact tokens and fall when these are packed. The last length without savings
+    # counts.
     length = STEP
     while saved(length) <= min(UNPACKED_TOKENS, length // 2) * token_bytes:
         length *= 2
@@ -134,7 +145,7 @@ def break_even(shape: CacheShape, recipe: str | Recipe, batch: int = 1) -> int |
 
 
 def _rope_tables(shape: CacheShape, layer: int, plan: LayerPlan, window: int | None) -> list[Tensor]:
-    """The tables that a layer's keys need for RoPE; layers with one RoPE share them."""
+    """Return the tables that a layer's keys need for RoPE. Layers with the same RoPE share them."""
     rope = shape.ropes[layer] if shape.ropes else None
     if rope is None or not plan.keys.needs_rope:
         return []
@@ -149,7 +160,10 @@ def _flush(layouts: Iterable[Layout]) -> int:
 
 
 def _layer(size: LayerSize, plan: LayerPlan, shape: CacheShape, rows: int) -> Footprint:
-    """One head of one layer, without tables; rows: heads of all sequences."""
+    """Return the footprint of one head of one layer, without tables.
+
+    rows: heads of all sequences.
+    """
     both = (shape.key_dim + shape.value_dim) * plan.policy.exact_dtype(shape.dtype).itemsize
     footprint = Footprint()
     footprint.parts["exact sinks"] = size.sinks * both
@@ -161,12 +175,12 @@ def _layer(size: LayerSize, plan: LayerPlan, shape: CacheShape, rows: int) -> Fo
 
 
 def _selected(policy: Selection, plan: LayerPlan, shape: CacheShape, calls: Calls, rows: int) -> Footprint:
-    """The same under a policy that drops tokens."""
+    """Return the same as `_layer` under a policy that evicts tokens."""
     layouts = _own_layouts(plan, shape)
     flush = _flush(layout for layout, _ in layouts)
     itemsize = policy.exact_dtype(shape.dtype).itemsize
     both = (shape.key_dim + shape.value_dim) * itemsize
-    stays = policy.evicts == "never"  # what is generated is never evicted
+    stays = policy.evicts == "never"  # generated tokens are never evicted
     seen = calls.prompt if stays else calls.prompt + calls.generated
     budget = policy.kept(seen, plan.layer, plan.layers)
     usual = min(policy.recent, policy.latest(budget))
@@ -200,12 +214,12 @@ def _selected(policy: Selection, plan: LayerPlan, shape: CacheShape, calls: Call
 
 
 def _layouts(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
-    """Of both sides, with their head dims."""
+    """Return the layouts of both sides with their head dims."""
     return [(plan.keys.layout(shape.key_dim), shape.key_dim), (plan.values.layout(shape.value_dim), shape.value_dim)]
 
 
 def _own_layouts(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
-    """The same under a policy that drops tokens: heads hold nothing together."""
+    """Return the layouts under a policy that evicts tokens, without data shared by heads."""
     keys, values = (dataclasses.replace(codec, per_head=True) for codec in (plan.keys, plan.values))
     return _layouts(plan._replace(keys=keys, values=values), shape)
 
@@ -213,14 +227,17 @@ def _own_layouts(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]
 def _pool(
     footprint: Footprint, layouts: list[tuple[Layout, int]], packed: PagesSize, tokens: int, itemsize: int, rows: int
 ) -> None:
-    """Chosen tokens, packed but for those that fill no block."""
+    """Count chosen tokens: packed blocks, and exact tokens that fill no block."""
     for layout, dim in layouts:
         _count(layout, packed, 1, footprint, rows)
         footprint.parts["exact window"] += (tokens - packed.tokens) * dim * itemsize
 
 
 def _most(footprint: Footprint, layouts: list[tuple[Layout, int]], tokens: int, itemsize: int) -> None:
-    """At most so many tokens, of which any number may fill no block; of a page, one block may be all that is used."""
+    """Count the upper bound for at most so many tokens.
+
+    Any number of them may fill no block, and a page may have only one block in use.
+    """
     flush = _flush(layout for layout, _ in layouts)
     packed, sizes = PagesSize(PageSizes(flush)), PageSizes(flush)
     packed.append(tokens // flush * flush)
@@ -234,8 +251,11 @@ def _most(footprint: Footprint, layouts: list[tuple[Layout, int]], tokens: int, 
 def _sampled(
     footprint: Footprint, plan: LayerPlan, shape: CacheShape, policy: SubGen, budget: int, stream: int
 ) -> None:
-    """Sketches of `stream` tokens, at most: as if no two samples were the same, and as many clusters as there is room
-    for (more, where δ is given and the stream has more)."""
+    """Count the upper bound of the sketches of `stream` tokens.
+
+    It assumes that all samples differ, and that the maximum number of clusters exists. With a given
+    δ, a stream can have more clusters than that.
+    """
     s, m = policy.sizes(budget)
     values, clusters = min(s, stream), min(m, stream)
     keys = min(clusters * policy.slots, stream)
@@ -243,12 +263,13 @@ def _sampled(
     _most(footprint, layouts, values, itemsize)
     _most(footprint, layouts[:1], keys, itemsize)
     footprint.parts["exact window"] += clusters * shape.key_dim * itemsize
-    # position, norm, weight; position, weight; slots and μ; members and slots; δ and the longest value
+    # position, norm, weight; position, weight; slots and μ; members and slots; δ and the longest
+    # value
     footprint.parts["selection"] += 12 * values + 8 * keys + 4 * s + 8 + 4 * clusters * (1 + policy.slots) + 8
 
 
 def _count(layout: Layout, pages: PagesSize, heads: int, footprint: Footprint, rows: int) -> None:
-    """Packed tokens of one side, and the slack of their pages."""
+    """Count packed tokens of one side, and the slack of their pages."""
     for spec in layout.planes.values():
         used, slack = pages.bytes(spec, layout.block_tokens, heads, rows)
         footprint.parts[spec.kind] += used  # type: ignore[assignment]

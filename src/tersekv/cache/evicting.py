@@ -1,5 +1,7 @@
-"""What stores that keep only some tokens have in common: an exact tail of the latest tokens, the same for all heads,
-and behind it what was chosen, in pools whose tokens keep the positions, and the RoPE, that they came with.
+"""Base class of stores that evict tokens: pools of chosen tokens, and an exact tail.
+
+The tail (recent window) holds the same tokens for all heads. Tokens in pools keep their original
+positions and RoPE.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ from tersekv.recipe import LayerPlan
 from tersekv.tensors import plain
 
 PROMPT_TOKENS = 32
-"""A call of at least so many tokens, or the first one, is a prompt to choose from; shorter ones are generated tokens,
-or proposals of assisted decoding."""
+"""Minimum tokens of a call that counts as a prompt; the first call always does.
+
+Shorter calls are generated tokens, or proposals of assisted decoding.
+"""
 
 UNREADABLE = (
-    "a token policy that drops tokens is read by tersekv's attention only, since each head drops others; use `with "
-    "tersekv.compress(model, recipe):`, or the policy window where a model's own code opens keys and values"
+    "a cache whose policy evicts tokens can be read by tersekv's attention only, because heads evict different tokens; "
+    "use `with tersekv.compress(model, recipe):`, or the policy window if the model's own code reads keys and values"
 )
 
 
@@ -46,11 +50,11 @@ SELECTIVE = {
 
 
 def selective_tokens(store: EvictingStore, place: str) -> None:
-    """Pools hold tokens from before the tail."""
+    """Check that pools hold only tokens from before the tail."""
     tails = {tail.tokens for tail in store.tails}
-    require(len(tails) == 1, f"{place}.tails", f"hold {sorted(tails)} tokens of keys and of values")
+    require(len(tails) == 1, f"{place}.tails", f"hold different numbers of keys and values {sorted(tails)}")
     first = store.num_tokens - tails.pop()
-    require(first >= 0, place, f"holds more tokens than the {store.num_tokens} that it has seen")
+    require(first >= 0, place, f"holds more tokens than the {store.num_tokens} received")
     most = max(store.num_tokens + store.policy.recent + store.flush_tokens, int(store.policy.budget))
     fits = int(store.budget.max()) <= most and bool((store.latest <= store.budget).all())
     require(fits, f"{place}.budget", f"keeps more than {most} tokens, or fewer than the latest")
@@ -62,17 +66,20 @@ def selective_tokens(store: EvictingStore, place: str) -> None:
 
 
 class EvictingStore(Stateful, ABC):
-    """Keys [B, H, n, Dk] and values [B, H, n, Dv] of a full-attention layer under a `Selection` policy."""
+    """Keys [B, H, n, Dk] and values [B, H, n, Dv] of a full-attention layer under a `Selection`."""
 
     STATE: ClassVar[Spec] = SELECTIVE
-    """What a refused append puts back, beside the pools; replaced when it changes, never written into."""
+    """State that a refused append restores, next to the pools.
+
+    Values are replaced, never written in place.
+    """
     RULES: ClassVar[Rules] = (selective_tokens,)
     PARTS = ("pools", "tails")
 
-    num_evicted = 0  # from the front: nothing, all positions may be held
+    num_evicted = 0  # no range of positions is evicted for all heads
     context_parallel, packed_everywhere = None, True  # every process holds all tokens
     estimates = False
-    """True if some tokens stand for others, so that attention is an estimate."""
+    """True if attention is estimated from weighted samples."""
 
     @plain
     def __init__(
@@ -85,7 +92,7 @@ class EvictingStore(Stateful, ABC):
         self._start(keys, values)
 
     def _start(self, keys: Tensor, values: Tensor) -> None:
-        """No tokens, for shapes as these."""
+        """Reset to no tokens, for keys and values with these shapes."""
         B, H = keys.shape[:2]
         self.pool = self._new_pool(keys, values)
         self.keys, self.values = self.sides = self.pool.sides
@@ -93,7 +100,7 @@ class EvictingStore(Stateful, ABC):
         room = self.dtype, keys.device, 0, self.policy.recent + self.flush_tokens
         self.tails = [TailBuffer(B, H, x.shape[3], *room) for x in (keys, values)]
         self.padding: Tensor | None = None
-        self.num_tokens = self.tail_tokens = 0  # the latter: latest tokens that stay exact
+        self.num_tokens = self.tail_tokens = 0  # tail_tokens: latest tokens that stay exact
         self.budget = torch.zeros(B, dtype=torch.int64, device=keys.device)  # tokens kept per row
         self.latest = torch.zeros_like(self.budget)  # latest tokens per row that always stay
 
@@ -102,65 +109,68 @@ class EvictingStore(Stateful, ABC):
 
     @property
     def pools(self) -> list[TokenPool]:
-        """All of them."""
+        """All pools of the store."""
         return [self.pool]
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch."""
+        """Number of batch rows."""
         return self.budget.shape[0]
 
     @property
     def kv_heads(self) -> int:
-        """Key-value heads."""
+        """Number of KV heads."""
         return self.pool.positions.shape[1]
 
     @property
     def device(self) -> torch.device:
-        """Where the bytes lie."""
+        """Device of the tensors."""
         return self.budget.device
 
     @property
     def deferred(self) -> bool:
-        """Whether a row may still be all padding."""
+        """True while a row may still be all padding."""
         return self.num_tokens == 0 or (self.padding is not None and int(self.padding.max()) >= self.num_tokens)
 
     @property
     def hidden(self) -> Tensor | None:
-        """Positions of each row, int64 [B], in front of its first token."""
+        """Number of positions of each row before its first token, int64 [B]."""
         return self.padding
 
     def observed(self, queries: int) -> int:
-        """How many of the latest `queries` queries the policy wants to see the attention of."""
+        """Return how many of the latest `queries` queries the policy observes."""
         return self.policy.observed(queries) if self._is_prompt(queries) or self.policy.remembers else 0
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Not possible: heads have dropped different tokens."""
+        """Raise UserError, because heads have evicted different tokens."""
         raise UserError(UNREADABLE)
 
     @abstractmethod
     def exact_segments(self) -> list[ExactSegment]:
-        """Tokens kept as floats, those that hold any."""
+        """Return the segments of exact tokens, without empty ones."""
 
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
-        """Packed slots `first` to `first + tokens` (multiples of `flush_tokens`), or None if there are none."""
+        """Return packed slots `first` to `first + tokens`, multiples of `flush_tokens`, or None."""
         return None
 
     def packed_pages(self) -> Iterator[PackedSegment]:
-        """All of them page by page, where they lie."""
+        """Return packed slots page by page, without copies."""
         return iter(())
 
     def pages(self) -> PackedPages | None:
-        """Packed slots as attention reads them; None where there are none."""
+        """Return packed slots as attention reads them, None if there are none."""
         return packed_pages_of(list(self.packed_pages()), self.kv_heads)
 
     def weighted_segments(self) -> list[WeightedSegment]:
-        """Tokens that stand for others, with log-weights for softmax's numerator and denominator."""
+        """Return sampled tokens with log-weights for softmax's numerator and denominator."""
         return []
 
     @property
     def longest_value(self) -> Tensor | None:
-        """The largest norm of a value so far, float32 [B, H], where attention is an estimate; no true one is longer."""
+        """Largest norm of a value so far, float32 [B, H], if attention is an estimate.
+
+        It bounds the estimate.
+        """
         return None
 
     def _is_prompt(self, n: int) -> bool:
@@ -168,14 +178,15 @@ class EvictingStore(Stateful, ABC):
 
     @plain
     def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, votes: Tensor | None = None) -> None:
-        """Add tokens, choose which stay, pack what has left the tail.
+        """Append tokens, choose which stay, and pack chosen tokens that left the tail.
 
-        padding: int64 [B], leading positions of each row that hold no token. votes: float32 [B, H, held + n], the
-        attention that observed queries gave to held tokens and to the new ones.
+        padding: int64 [B], leading positions of each row without a token.
+        votes: float32 [B, H, held + n], attention that observed queries gave to held and new
+            tokens.
 
         Raises:
-            CacheError, UserError: values that are not finite, or that the exact type or a scale cannot hold; nothing
-            was added.
+            CacheError, UserError: values are not finite, or too large for the exact dtype or a
+                scale. Nothing was added.
         """
         if votes is None and self.observed(keys.shape[2]):
             raise UserError(UNREADABLE)
@@ -198,14 +209,14 @@ class EvictingStore(Stateful, ABC):
                 pool.undo(mark)
             self.__dict__.update(before[1])
             raise
-        for tail, x in zip(self.tails, new, strict=True):  # last: it is not undone
+        for tail, x in zip(self.tails, new, strict=True):  # last, because it is not undone
             tail.usual = self.tail_tokens + (0 if self.policy.evicts == "step" else self.flush_tokens)
             old = tail.tokens
             tail.drop_front(min(leave, old))
             tail.append(x[:, :, max(0, leave - old) :])
 
     def _only_grows(self, n: int) -> bool:
-        """True if n generated tokens go into the tail, and nothing else changes."""
+        """True if n generated tokens go into the tail and nothing else changes."""
         policy, tail = self.policy, self.tails[0]
         if policy.evicts != "never" or policy.remembers or self._is_prompt(n) or self.deferred:
             return False
@@ -213,7 +224,10 @@ class EvictingStore(Stateful, ABC):
         return tail.usual == usual and tail.tokens + n < usual
 
     def _add(self, new: list[Tensor], votes: Tensor | None) -> int:
-        """Everything but the tail; how many of the oldest tokens of the tail and of `new` leave it."""
+        """Update everything but the tail.
+
+        Return how many of the oldest tokens of tail and `new` leave it.
+        """
         n, t = new[0].shape[2], self.tails[0].tokens
         prompt = self._is_prompt(n)
         self.num_tokens += n
@@ -228,10 +242,10 @@ class EvictingStore(Stateful, ABC):
 
     @abstractmethod
     def _take(self, new: list[Tensor], votes: Tensor | None, leave: int, prompt: bool) -> None:
-        """The oldest `leave` tokens of the tail and of `new` go into the pools, or for good."""
+        """Move the oldest `leave` tokens of the tail and of `new` into the pools, or evict them."""
 
     def _set_budget(self) -> None:
-        """What stays of each row, by the number of its tokens."""
+        """Set the number of tokens that each row keeps, from the number it has received."""
         tokens = (
             [self.num_tokens] * self.batch_size if self.padding is None else (self.num_tokens - self.padding).tolist()
         )
@@ -241,9 +255,11 @@ class EvictingStore(Stateful, ABC):
         self.tail_tokens = min(self.policy.recent, int(self.latest.max()))
 
     def _leaving(self, new: list[Tensor], leave: int) -> tuple[list[Tensor], Tensor]:
-        """The oldest `leave` tokens [B, H, m, D] of the tail and of `new`, and their positions int32 [B, H, m]. What
-        stands in the padding has position −1 and is replaced by the row's last token, so that no scale or table sees
-        it."""
+        """Return the oldest `leave` tokens [B, H, m, D] of tail and `new`, and their positions.
+
+        Positions are int32 [B, H, m]. Padding has position −1 and is replaced by the row's last
+        token, so that it affects no scale or table.
+        """
         t, n = self.tails[0].tokens, new[0].shape[2]
         leaving = [first_tokens(tail.data, x, leave) for tail, x in zip(self.tails, new, strict=True)]
         first = self.num_tokens - t - n
@@ -256,29 +272,31 @@ class EvictingStore(Stateful, ABC):
         return leaving, positions
 
     def _sinks(self, positions: Tensor) -> Tensor:
-        """Which positions are among the first of their row."""
+        """Return the mask of positions that are attention sinks of their row."""
         first = 0 if self.padding is None else self.padding[:, None, None]
         return (positions >= 0) & (positions < first + self.policy.sinks)
 
     def is_whole(self, seen: int) -> bool:
-        """False: after an interrupted append it is not known which tokens are held."""
+        """Return False: after an interrupted append it is unknown which tokens are held."""
         return False
 
     def check_crop(self, n: int) -> None:
-        """Raise CacheError unless the n latest tokens can be taken back: all, or no more than the tail holds. What was
-        dropped in their favour is gone."""
+        """Raise CacheError unless n tokens can be rolled back: all, or at most those of the tail.
+
+        Tokens that were evicted because of them are lost.
+        """
         held = self.tails[0].tokens
         if n > self.num_tokens:
-            raise CacheError(f"cannot take back {n} tokens, only {self.num_tokens} were seen")
+            raise CacheError(f"cannot roll back {n} tokens, only {self.num_tokens} were seen")
         if held < n < self.num_tokens:
             raise CacheError(
-                f"cannot take back {n} tokens; of a policy that drops tokens, the latest {held} can be given back (its "
-                "option recent says how many), or all"
+                f"cannot roll back {n} tokens; a policy that evicts tokens can roll back the latest {held} (see its "
+                "option recent) or all"
             )
 
     @plain
     def crop(self, n: int) -> None:
-        """Take back the n latest tokens, see `check_crop`."""
+        """Roll back the n latest tokens, see `check_crop`."""
         self.check_crop(n)
         if n == self.num_tokens:
             self._start(*(tail.data[:, :, :0] for tail in self.tails))
@@ -318,14 +336,14 @@ class EvictingStore(Stateful, ABC):
                 setattr(self, name, fn(value))
 
     def tables(self) -> list[Tensor]:
-        """Tables beside the planes, both sides."""
+        """Return the tables of both sides next to the packed tensors."""
         sides = [side for pool in self.pools for side in pool.sides]
         needed = self.plan.keys.needs_rope and any(len(side.packed) for side in sides)
         rope = self.rope.tables(self.device) if self.rope is not None and needed else []
         return [*rope, *(table for side in sides for table in side.codec.tables(side.head_dim))]
 
     def footprint(self) -> Footprint:
-        """Bytes held, without tables."""
+        """Return the bytes held, without tables."""
         rows = self.batch_size * self.kv_heads * self.num_tokens
         footprint = Footprint(self.num_tokens, rows * sum(side.head_dim for side in self.sides))
         for pool in self.pools:

@@ -1,5 +1,7 @@
-"""Bytes held, by part, and the ratios that follow from them. Nothing is left out: scales, tables, windows, slack,
-positions and counts of selected tokens."""
+"""Bytes of a cache by part, and its compression ratios.
+
+Everything is counted: scales, tables, windows, slack, and positions and counts of selected tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ PARTS = ("codes", "scales and norms", "tables", "exact sinks", "exact window", "
 
 @dataclass
 class Footprint:
-    """What a cache, or a layer of it, holds.
+    """Bytes held by a cache or by one of its layers.
 
-    parts: bytes by part. tokens: tokens seen. elements: key and value elements of the tokens that a full cache would
-    hold (batch × layers × heads × tokens × (Dk + Dv), in layers with a sliding window its tokens); ratios and bits are
-    per such element.
+    tokens: tokens received.
+    elements: key and value elements of a full cache: batch × layers × heads × tokens × (Dk + Dv).
+        Layers with a sliding window count its tokens only. Ratios and bits are relative to this
+        number.
+    parts: bytes by part.
     """
 
     tokens: int = 0
@@ -27,20 +31,23 @@ class Footprint:
 
     @property
     def total_bytes(self) -> int:
-        """All parts."""
+        """Sum of all parts."""
         return sum(self.parts.values())
 
     @property
     def bits_per_element(self) -> float:
-        """Stored bits per key or value element, everything counted; 0 for an empty cache."""
+        """Stored bits per key or value element, everything counted. 0 for an empty cache."""
         return self.total_bytes * 8 / self.elements if self.elements else 0.0
 
     def ratio(self, bits: int = 16) -> float:
-        """How many times smaller than a cache with `bits` per element (16: bfloat16, 8: fp8); 0 for an empty cache."""
+        """Return the size of an uncompressed cache divided by this one's. 0 for an empty cache.
+
+        bits: bits per element of the uncompressed cache (16: bfloat16, 8: fp8).
+        """
         return self.elements * bits / (self.total_bytes * 8) if self.total_bytes else 0.0
 
     def __str__(self) -> str:
-        """Tokens, bytes, bits and ratio in one line."""
+        """Return tokens, bytes, bits and ratio in one line."""
         if not self.elements:
             return "empty"
         ratio = self.ratio()
@@ -51,7 +58,7 @@ class Footprint:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures of the program's JSON documents and of records."""
+        """Return the figures for the program's JSON output and for records."""
         return {
             "tokens": self.tokens,
             "bytes": self.total_bytes,
@@ -63,7 +70,7 @@ class Footprint:
 
     @staticmethod
     def sum(footprints: Iterable[Footprint]) -> Footprint:
-        """Layers added up; `tokens` is the largest."""
+        """Add up the layers. `tokens` is the largest."""
         total = Footprint()
         for footprint in footprints:
             total.tokens = max(total.tokens, footprint.tokens)

@@ -1,4 +1,4 @@
-"""Sizes of a layer's parts as tokens come, call by call, without the tokens: what its tail and pages allocate."""
+"""Simulate the sizes of a layer's tail and pages, call by call, without tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from tersekv.policies.base import TokenPolicy
 
 
 class Calls(NamedTuple):
-    """How tokens come: `prompt` tokens in calls of `piece` (0: all in one call), then `generated` tokens one by one."""
+    """Calls that feed tokens: a prompt, then single tokens.
+
+    prompt: tokens of the prompt.
+    piece: tokens per call of the prompt, 0 for one call.
+    generated: tokens fed one by one after it.
+    """
 
     prompt: int
     piece: int = 0
     generated: int = 0
 
     def sizes(self) -> Iterator[int]:
-        """Tokens of each call."""
+        """Return the number of tokens of each call."""
         step = self.piece or self.prompt
         for first in range(0, self.prompt, max(1, step)):
             yield min(step, self.prompt - first)
@@ -29,14 +34,17 @@ class Calls(NamedTuple):
 
 @dataclass
 class TailSize:
-    """Of a `TailBuffer`: tokens in use and allocated. usual: most tokens it will hold but for a rollback."""
+    """Tokens of a `TailBuffer`, in use and allocated.
+
+    usual: maximum number of tokens, except after a rollback.
+    """
 
     usual: int
     tokens: int = 0
     capacity: int = 0
 
     def change(self, leave: int, enter: int) -> None:
-        """Take the oldest `leave` tokens out, which gives memory beyond the usual back, and add `enter`."""
+        """Remove the oldest `leave` tokens and add `enter`. Capacity beyond `usual` is freed."""
         self.tokens -= leave
         if leave:
             self.capacity = capacity_after_drop(self.tokens, self.capacity, self.usual)
@@ -46,12 +54,18 @@ class TailSize:
 
     @property
     def slack(self) -> int:
-        """Tokens allocated and not in use."""
+        """Number of tokens allocated and not in use."""
         return self.capacity - self.tokens
 
 
 class PageSize(NamedTuple):
-    """Tokens of a page: forgotten from its front, written in all, room for, and those it was opened with."""
+    """Tokens of one page.
+
+    forgotten: removed at its front.
+    written: written in all, removed ones included.
+    capacity: allocated.
+    first: written when it was opened.
+    """
 
     forgotten: int
     written: int
@@ -61,18 +75,18 @@ class PageSize(NamedTuple):
 
 @dataclass
 class PagesSize:
-    """Of a `BlockBuffer`, for sides whose pages end at the same tokens."""
+    """Sizes of a `BlockBuffer`'s pages, for sides whose pages end at the same tokens."""
 
     sizes: PageSizes
     pages: list[PageSize] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
-        """Tokens in use."""
+        """Number of tokens in use."""
         return sum(page.written - page.forgotten for page in self.pages)
 
     def append(self, n: int) -> None:
-        """Add n tokens, whole blocks."""
+        """Append n tokens, whole blocks."""
         while n:
             if not self.pages or self.pages[-1].written == self.pages[-1].capacity:
                 size = self.sizes.next(n, self.tokens)
@@ -83,7 +97,7 @@ class PagesSize:
             n -= taken
 
     def drop_front(self, n: int) -> None:
-        """Forget the n oldest tokens, and pages without tokens."""
+        """Remove the n oldest tokens, and pages that become empty."""
         while n:
             page = self.pages[0]
             taken = min(n, page.written - page.forgotten)
@@ -93,8 +107,10 @@ class PagesSize:
                 del self.pages[0]
 
     def bytes(self, spec: PlaneSpec, block_tokens: int, heads: int, rows: int) -> tuple[float, float]:
-        """Bytes of a plane in use and of its slack, per head; rows: heads of all sequences, which share a page's spare
-        entries."""
+        """Return the bytes of one packed tensor in use and of its slack, per head.
+
+        rows: number of heads of all sequences, which share a page's spare entries.
+        """
         per_token = spec.block_bytes(heads) / block_tokens
         used = self.tokens * per_token
         slack = 0.0
@@ -109,7 +125,7 @@ class PagesSize:
 
 @dataclass
 class LayerSize:
-    """Sizes of a `LayerStore` after these calls."""
+    """Sizes of the parts of a `LayerStore`."""
 
     sinks: int
     tail: TailSize
@@ -117,7 +133,7 @@ class LayerSize:
 
     @staticmethod
     def after(calls: Iterable[int], policy: TokenPolicy, window: int | None, flush: int) -> LayerSize:
-        """flush: tokens that are packed together."""
+        """Return the sizes after these calls. flush: number of tokens that are packed together."""
         held = None if window is None else window + ROLLBACK_TOKENS
         layer = LayerSize(0, TailSize(policy.recent + flush), PagesSize(PageSizes(flush, held)))
         seen = dropped = 0

@@ -1,9 +1,10 @@
-"""Published models by name: the shape of their caches and the number of their parameters, without a config file.
+"""Cache shapes and parameter counts of published models by name, without a config file.
 
-The figures are those of each model's config.json on the Hub (`hub` names the repository), read in public copies:
-Llama, Qwen and Gemma in litgpt/config.py (Lightning-AI/litgpt), Gemma's sliding windows also in
-models/gemma3/convert_gemma3_weights.py (huggingface/transformers), Mistral Nemo and Small in copies of their files.
-Gemma 3 from 4B on also reads images; its figures are those of the text model alone.
+The figures are those of each model's config.json on the Hub (`hub` is the repository), read in
+public copies. Llama, Qwen and Gemma: litgpt/config.py (Lightning-AI/litgpt). Gemma's sliding
+windows: also models/gemma3/convert_gemma3_weights.py (huggingface/transformers). Mistral Nemo and
+Small: copies of their files. Gemma 3 from 4B on also has an image encoder; its figures are those of
+the text model only.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from tersekv.codecs.transforms.rope import standard_rope
 class KnownModel:
     """Figures of a config.json.
 
-    kind: transformers' model_type. mlp: intermediate size. tied: the output embedding is the input's. window: sliding
-    window in tokens, or None; every `full_every`-th layer has full attention instead, where that is given.
+    kind: transformers' model_type.
+    mlp: intermediate size.
+    tied: True if input and output embedding are the same.
+    window: sliding window in tokens, or None.
+    full_every: every `full_every`-th layer has full attention, or None.
     """
 
     name: str
@@ -39,7 +43,7 @@ class KnownModel:
 
     @property
     def shape(self) -> CacheShape:
-        """The shape of its cache, in bfloat16."""
+        """Shape of the model's cache, in bfloat16."""
         full = [self.full_every is not None and (i + 1) % self.full_every == 0 for i in range(self.layers)]
         windows = tuple(None if is_full else self.window for is_full in full)
         ropes = {is_full: standard_rope(self.head_dim, THETA[self.kind][is_full]) for is_full in set(full)}
@@ -48,7 +52,9 @@ class KnownModel:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters: embeddings, and per layer attention, gated MLP, norms and biases."""
+        """Number of parameters: embeddings, and per layer attention, gated MLP, norms and
+        biases.
+        """
         queries, keys = self.query_heads * self.head_dim, self.kv_heads * self.head_dim
         attention = 2 * self.hidden * (queries + keys)
         biases = queries + 2 * keys if self.kind == "qwen2" else 0
@@ -65,10 +71,13 @@ THETA = {
     "mistral": (1e6, 1e6),
     "gemma3_text": (10_000.0, 1e6),
 }
-"""Usual base of RoPE of layers with a sliding window (or of all), and of full ones beside them. It decides how many
-bytes the tables of RoPE's next steps take: some kB."""
+"""Base of RoPE of sliding-window layers and of full-attention layers.
 
-# The columns are the fields of `KnownModel`; a dash is None.
+The two are equal in models without a sliding window. The base determines the size of RoPE's step
+table, some kB.
+"""
+
+# The columns are the fields of `KnownModel`. A dash is None.
 TABLE = """
 llama-3-8b        meta-llama/Meta-Llama-3-8B            llama        32  8 128  32  4096 14336 128256  no    - -
 llama-3-70b       meta-llama/Meta-Llama-3-70B           llama        80  8 128  64  8192 28672 128256  no    - -
@@ -115,19 +124,22 @@ MODELS = {model.name: model for model in map(_read, TABLE.strip().splitlines())}
 
 
 def find(name: str) -> KnownModel | None:
-    """The model with this name or Hub id, in any case."""
+    """Return the model with this name or Hub id, ignoring case."""
     wanted = name.strip().lower()
     return next((model for model in MODELS.values() if wanted in (model.name, model.hub.lower())), None)
 
 
 def names() -> list[str]:
-    """Names that `tersekv estimate` knows without a file, KVQuant's models included."""
+    """Return the names that `tersekv estimate` knows without a file, KVQuant's models included."""
     return [*MODELS, *(name.lower() for name in KNOWN)]
 
 
 def near(name: str) -> list[str]:
-    """Up to three names that come close, best first: those that the name, or the last part of a Hub id, begins with,
-    and those that are spelt alike."""
+    """Return up to three similar names, best first.
+
+    These are known names that the name, or the last part of a Hub id, begins with; then similar
+    spellings.
+    """
     wanted = name.strip().lower().rpartition("/")[2]
     begun = sorted((known for known in names() if wanted.startswith(known)), key=len, reverse=True)
     return list(dict.fromkeys([*begun, *difflib.get_close_matches(wanted, names(), n=3, cutoff=0.7)]))[:3]

@@ -1,10 +1,13 @@
-"""KVQuant's memory tables (arXiv 2401.18079v6, Tables 7 and 8), by the paper's own counting (Appendix M).
+"""KVQuant's memory tables (arXiv 2401.18079v6, Tables 7 and 8), as the paper counts (Appendix M).
 
-Counted there: b bits per element; for values a 16-bit scale and a 16-bit offset per token over all heads of a layer;
-with outliers a 16-bit value and a 16-bit index each, and a 32-bit pointer per token and layer. Keys' scales and the
-tables are offline and do not grow with the context. GB are 2^30 bytes; 32K, 128K and 1M are powers of two (7B with nuq2
-takes 64 GB at 1M) and 10M is 10^7 (it then fits into 640 GB, as the text says). This is the paper's estimate, not what
-a store of ours holds; that is `estimate.predict`.
+The paper counts b bits per element. Values add a 16-bit scale and a 16-bit offset per token over
+all heads of a layer. Outliers add a 16-bit value and a 16-bit index each, and a 32-bit pointer per
+token and layer. Keys' scales and the codebooks are calibrated offline and do not grow with the
+context.
+
+GB are 2^30 bytes. 32K, 128K and 1M are powers of two: 7B with nuq2 takes 64 GB at 1M. 10M is 10^7,
+which then fits into 640 GB, as the text says. This is the paper's estimate; `estimate.predict`
+computes the size of our stores.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ VOCABULARY = 32000
 
 
 class Row(NamedTuple):
-    """One line of a table: numbers in GB by column."""
+    """One line of a table: GB by column."""
 
     model: str
     label: str
@@ -34,7 +37,7 @@ class Row(NamedTuple):
 
 
 def average_bits(shape: CacheShape, bits: int, outliers: float) -> float:
-    """Bits per key or value element."""
+    """Return the bits per key or value element."""
     if bits == 16:
         return 16.0
     channels = shape.kv_heads * shape.key_dim
@@ -44,12 +47,14 @@ def average_bits(shape: CacheShape, bits: int, outliers: float) -> float:
 
 
 def cache_gigabytes(shape: CacheShape, bits: int, outliers: float, tokens: int, batch: int = 1) -> float:
-    """Size of the cache."""
+    """Return the size of the cache in GB."""
     return average_bits(shape, bits, outliers) * shape.elements(tokens, batch) / 8 / GIB
 
 
 def model_gigabytes(name: str, bits: int) -> float:
-    """Size of the weights at `bits` bits: attention, gated MLP, and two embeddings."""
+    """Return the size of the weights in GB at `bits` bits: attention, gated MLP, and two
+    embeddings.
+    """
     shape = KNOWN[name]
     hidden = shape.kv_heads * shape.key_dim
     per_layer = 4 * hidden**2 + 3 * hidden * INTERMEDIATE[name]
@@ -57,7 +62,7 @@ def model_gigabytes(name: str, bits: int) -> float:
 
 
 def table_7(batches: Sequence[int] = (1, 4)) -> list[Row]:
-    """Weights and cache at 16 and at 2 bits; the paper has batches of 1 and 4."""
+    """Return weights and cache at 16 and at 2 bits. The paper has batches of 1 and 4."""
     rows = []
     for batch in batches:
         for name, shape in KNOWN.items():
@@ -68,7 +73,7 @@ def table_7(batches: Sequence[int] = (1, 4)) -> list[Row]:
 
 
 def table_8(batch: int = 1) -> list[Row]:
-    """Cache by format and context length; the paper has batch 1."""
+    """Return the cache size by format and context length. The paper has batch 1."""
     return [
         Row(name, label, {c: cache_gigabytes(shape, *spec, t, batch) for c, t in TABLE_8_TOKENS.items()})
         for name, shape in KNOWN.items()

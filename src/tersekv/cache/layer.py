@@ -1,8 +1,8 @@
-"""The cache of one layer: exact sinks | packed blocks | exact tail, in the order of the tokens, for keys and values.
+"""The cache of one layer: exact sinks | packed blocks | exact recent window (tail).
 
-Append-only: what is packed is never decoded and packed again. Tokens are rounded to the exact type first and packed
-from that, and blocks start at fixed positions, so that the packed bytes do not depend on how tokens were fed (unless
-a codec is fitted on the prompt).
+The cache is append-only: packed tokens are never decoded and packed again. Tokens are rounded to
+the exact dtype before they are packed, and blocks start at fixed positions. The packed bytes
+therefore do not depend on how tokens were fed, unless a codec is fitted on the prompt.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ LAYER = {
 
 
 def layer_tokens(store: LayerStore, place: str) -> None:
-    """What a layer holds adds up to the tokens that it has seen."""
+    """Check that the numbers of sinks, packed and tail tokens add up to the tokens received."""
     counts = {(side.sinks.shape[2], side.packed.tokens, side.tail.tokens) for side in store.sides}
-    require(len(counts) == 1, place, f"holds other tokens of keys than of values {sorted(counts)}")
+    require(len(counts) == 1, place, f"holds different numbers of keys and values {sorted(counts)}")
     sinks, packed, tail = counts.pop()
     held = sinks + store.num_evicted + packed + tail
-    require(held == store.num_tokens, place, f"holds {held} tokens of {store.num_tokens} that it has seen")
+    require(held == store.num_tokens, place, f"holds {held} tokens, and must hold {store.num_tokens}")
     require(
-        store.num_evicted % store.flush_tokens == 0, f"{place}.num_evicted", f"is no multiple of {store.flush_tokens}"
+        store.num_evicted % store.flush_tokens == 0,
+        f"{place}.num_evicted",
+        f"is not a multiple of {store.flush_tokens}",
     )
     left = 0 if store.window is None else max(0, store.num_tokens - store.window + 1)
     require(store.num_evicted <= left, f"{place}.num_evicted", f"is {store.num_evicted}, and must be at most {left}")
     wanted = 0 if store.deferred else min(store.policy.sink_tokens(store.window), store.num_tokens)
     require(sinks == wanted, f"{place}.sides.0.sinks", f"has {sinks} tokens, and must have {wanted}")
-    require(not store.deferred or held == tail, place, "waits for tokens, and has packed some")
+    require(not store.deferred or held == tail, place, "is deferred, and must not hold sinks or packed tokens")
 
 
 def layer_padding(store: LayerStore, place: str) -> None:
-    """Each row has the tokens that its padding leaves room for."""
+    """Check that the padding of each row leaves room for its tokens."""
     if store.rotary is not None and store.rotary.padding is not None:
         padding = store.rotary.padding
         fits = len(padding) == store.batch_size and (store.deferred or int(padding.max()) <= store.num_tokens)
-        require(
-            fits, f"{place}.rotary.0.padding", f"is not that of {store.batch_size} rows of {store.num_tokens} tokens"
-        )
+        require(fits, f"{place}.rotary.0.padding", f"does not fit {store.batch_size} rows of {store.num_tokens} tokens")
         same = store.padding is None or store.padding.tolist() == padding.tolist()
         require(same, f"{place}.rotary.0.padding", "is not the layer's")
     if store.padding is not None and not store.deferred:
@@ -71,19 +71,21 @@ def layer_padding(store: LayerStore, place: str) -> None:
 
 
 class LayerStore(Stateful):
-    """Keys and values of one layer, created with the shapes of the first tokens.
+    """Keys [B, H, n, Dk] and values [B, H, n, Dv] of one layer.
 
-    Shapes: keys [B, H, n, Dk], values [B, H, n, Dv]. `window` is the layer's sliding window in tokens, None for full
-    attention; such a layer keeps no sinks and forgets packed tokens that no query can see any more. `rope`: of the
-    layer's keys, needed where they are coded without it. `heads`: where other processes hold other heads.
+    keys, values: tensors with the shapes of the first tokens.
+    window: the layer's sliding window in tokens, None for full attention. A sliding-window layer
+        has no sinks and evicts packed tokens that no query can see any more.
+    rope: RoPE of the layer's keys, needed if they are coded before RoPE.
+    heads: this process's heads under tensor parallelism, or None.
     """
 
     STATE, RULES = LAYER, (layer_tokens, layer_padding)
     PARTS, MADE = ("sides", "rotary"), ("_pages",)
     context_parallel: ContextParallel | None = None
-    """The processes that divide the packed tokens, where they do (`cache/context_parallel.py`)."""
-    packed_everywhere = True  # or nowhere
-    estimates = False  # no token stands for others
+    """Processes that share the packed tokens (`cache/context_parallel.py`), or None."""
+    packed_everywhere = True  # True if all processes have packed tokens, or none has
+    estimates = False  # True if attention is estimated from weighted samples
 
     @plain
     def __init__(
@@ -105,47 +107,49 @@ class LayerStore(Stateful):
         self.keys = SideStore(plan.keys, keys, dtype, sizes, tail_tokens, self.rotary, heads)
         self.values = SideStore(plan.values, values, dtype, sizes, tail_tokens, None, heads)
         self.sides = self.keys, self.values
-        self.padding: Tensor | None = None  # while rows of a batch have sinks of their own
-        self.deferred = True  # nothing is in sinks or packed: no tokens yet, or rows that are still short
-        self.record_past = False  # a sliding window forgets at a crop only
+        self.padding: Tensor | None = None  # set while rows of a batch have sinks of their own
+        self.deferred = True  # True while nothing is in sinks or packed: no tokens yet, or rows that are still short
+        self.record_past = False  # True if a sliding window evicts at a crop only
         self.num_tokens = self.num_evicted = 0
-        self.room = 0  # tokens that can be added before some are packed, where it is known
-        self._pages: PackedPages | None = None  # kept until packed blocks change
+        self.room = 0  # lower bound of the tokens that can be added before some are packed
+        self._pages: PackedPages | None = None  # cached until packed blocks change
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch."""
+        """Number of batch rows."""
         return self.keys.sinks.shape[0]
 
     @property
     def kv_heads(self) -> int:
-        """Key-value heads."""
+        """Number of KV heads."""
         return self.keys.sinks.shape[1]
 
     @property
     def device(self) -> torch.device:
-        """Where the bytes lie."""
+        """Device of the tensors."""
         return self.keys.sinks.device
 
     @property
     def hidden(self) -> Tensor | None:
-        """Positions of each row, int64 [B], that are hidden in front of its packed tokens and tail, or None: padding,
-        and the places whose tokens its sinks hold."""
+        """Number of leading positions per row, int64 [B], to mask for packed tokens and tail.
+
+        These are the padding and the row's own sinks. None without padding.
+        """
         return None if self.padding is None else self.padding + self.keys.sinks.shape[2]
 
     @plain
     def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None) -> None:
-        """Add tokens and pack what has left the window.
+        """Append tokens and pack those that leave the recent window.
 
-        padding: int64 [B], leading positions of each batch row that hold no token, known from the first mask; each
-        row's own first tokens then become its sinks.
+        padding: int64 [B], leading positions of each batch row without a token, known from the
+            first mask. Each row's own first tokens become its sinks.
 
         Raises:
-            CacheError, UserError: values that are not finite, or that the exact type or a scale cannot hold; nothing
-            was added.
+            CacheError, UserError: values are not finite, or too large for the exact dtype or a
+                scale. Nothing was added.
         """
         n = keys.shape[2]
-        if n <= self.room and not self.deferred:  # nothing is packed: the tokens go into the recent window
+        if n <= self.room and not self.deferred:  # nothing is packed: all tokens go into the recent window
             own_keys, own_values = self.keys.rounded(keys), self.values.rounded(values)
             if self.rotary is not None and self.rotary.rope.varies:
                 self.rotary.note(self.num_tokens, n)
@@ -165,7 +169,7 @@ class LayerStore(Stateful):
             for side, x in zip(self.sides, new, strict=True):
                 side.tail.append(x)
             self.num_tokens += keys.shape[2]
-        else:  # start with all of them, as if they had come at once
+        else:  # start over with all tokens, as if they had come in one call
             new = [torch.cat([side.tail.data, x], dim=2) for side, x in zip(self.sides, new, strict=True)]
             sinks = self.policy.sink_tokens(self.window)
             new = [without_padding(x, self.padding, sinks) for x in new]
@@ -173,12 +177,15 @@ class LayerStore(Stateful):
             self._add(new, restart=True)
 
     def _some_row_is_short(self, n: int) -> bool:
-        """Whether after n more tokens a row of a padded batch has fewer tokens than its sinks take, at least one."""
+        """True if, after n more tokens, a padded row cannot fill its sinks or is empty."""
         assert self.padding is not None
         return int(self.padding.max()) + max(1, self.policy.sink_tokens(self.window)) > self.num_tokens + n
 
     def _add(self, new: list[Tensor], restart: bool) -> None:
-        """Sinks, packing and tail. restart: `new` holds what the tail held so far, too."""
+        """Distribute new tokens to sinks, packed blocks and tail.
+
+        restart: `new` includes the tail's tokens.
+        """
         n, held = new[0].shape[2], 0 if restart else self.keys.tail.tokens
         seen = n if restart else self.num_tokens + n
         sinks = min(self.policy.sink_tokens(self.window) - self.keys.sinks.shape[2], n)
@@ -198,7 +205,10 @@ class LayerStore(Stateful):
         self.room = self._room()
 
     def _room(self) -> int:
-        """Tokens that can be added before some are packed, none if sinks come first."""
+        """Return the number of tokens that can be added before some are packed.
+
+        It is 0 while sinks are missing.
+        """
         if self.keys.sinks.shape[2] < self.policy.sink_tokens(self.window):
             return 0
         held, n = self.keys.tail.tokens, 0
@@ -209,26 +219,29 @@ class LayerStore(Stateful):
         return n
 
     def _own(self, skip: int, flush: int) -> range:
-        """Of the `flush` tokens about to be packed, of which `skip` are not needed, those that are kept here."""
+        """Return the range of the `flush` tokens about to be packed that this process keeps.
+
+        skip: number of them that are not needed.
+        """
         return range(skip, flush)
 
     def _note(self, place: int, own: range, flush: int) -> None:
-        """`flush` tokens from `place` on were packed, those in `own` here."""
+        """Record that `flush` tokens from `place` on were packed, those in `own` here."""
 
     def _forget(self, tokens: int) -> None:
-        """Drop that many of the oldest packed tokens, whole blocks."""
+        """Remove that many of the oldest packed tokens, whole blocks."""
         for side in self.sides:
             side.packed.drop_front(tokens // side.packed.layout.block_tokens)
         self.num_evicted += tokens
 
     def _own_sinks(self) -> Tensor:
-        """Positions [B, S] of each row's own sinks."""
+        """Return positions [B, S] of each row's own sinks."""
         assert self.padding is not None
         return own_sinks(self.padding, self.keys.sinks.shape[2])
 
     @property
     def packed_tokens(self) -> int:
-        """Tokens held as codes."""
+        """Number of packed tokens."""
         return self.keys.packed.tokens
 
     @property
@@ -237,7 +250,7 @@ class LayerStore(Stateful):
         return self.keys.sinks.shape[2] + self.num_evicted
 
     def exact_segments(self) -> list[ExactSegment]:
-        """Sinks and tail, those that hold tokens."""
+        """Return sinks and tail, without empty ones."""
         keys, values = self.sides
         segments = []
         if keys.sinks.shape[2]:
@@ -247,17 +260,22 @@ class LayerStore(Stateful):
         return segments
 
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
-        """Packed tokens `first` to `first + tokens` (multiples of `flush_tokens`), or None if there are none; a copy
-        where they lie in several pages."""
+        """Return packed tokens `first` to `first + tokens`, multiples of `flush_tokens`, or None.
+
+        The segment is a copy if it spans several pages.
+        """
         tokens = self.packed_tokens - first if tokens is None else min(tokens, self.packed_tokens - first)
         return self._packed(first, tokens) if tokens > 0 else None
 
     def packed_pages(self) -> Iterator[PackedSegment]:
-        """Packed tokens page by page, where they lie."""
+        """Return packed tokens page by page, without copies."""
         return (self._packed(first, tokens) for first, tokens in extents(self.sides))
 
     def pages(self) -> PackedPages | None:
-        """Packed tokens as attention reads them, made once until packed blocks change; None where there are none."""
+        """Return all packed tokens as attention reads them, None if there are none.
+
+        The result is cached until packed blocks change.
+        """
         if self._pages is None:
             pages = list(self.packed_pages())
             made = packed_pages_of(pages, self.kv_heads)
@@ -271,7 +289,7 @@ class LayerStore(Stateful):
         return PackedSegment(keys, values, self.packed_first + first, tokens)
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """All tokens as [B, H, seen − dropped, D], position by position (rows with their own sinks included)."""
+        """Return all tokens held as [B, H, n, D], in order of position, sinks included."""
         keys, values = (side.decoded(dtype, self.packed_first) for side in self.sides)
         if self.padding is not None:
             own = self._own_sinks()[:, None, :, None]
@@ -282,37 +300,35 @@ class LayerStore(Stateful):
         return keys, values
 
     def check_crop(self, n: int) -> None:
-        """Check that the n latest tokens can be taken back.
-
-        Raises:
-            CacheError: more than was seen, or more than a sliding window or a padded batch can give back.
-        """
+        """Raise CacheError unless the n latest tokens can be rolled back."""
         left = self.num_tokens - n
         if left < 0:
-            raise CacheError(f"cannot take back {n} tokens, only {self.num_tokens} were seen")
+            raise CacheError(f"cannot roll back {n} tokens, only {self.num_tokens} were seen")
         if self.padding is not None and 0 < left < int(self.padding.max()) + self.keys.sinks.shape[2]:
             raise CacheError(
-                f"cannot take back {n} of {self.num_tokens} tokens, rows of a left-padded batch would lose their first "
+                f"cannot roll back {n} of {self.num_tokens} tokens, rows of a left-padded batch would lose their first "
                 "ones; reset the cache instead"
             )
         if self.window is not None and self.num_evicted > max(0, left - self.window + 1):
             raise CacheError(
-                f"cannot take back {n} tokens of a layer with sliding window {self.window}; "
+                f"cannot roll back {n} tokens of a layer with sliding window {self.window}; "
                 f"{ROLLBACK_TOKENS} are kept for that"
             )
 
     def is_whole(self, seen: int) -> bool:
-        """True if, after an interrupted append, keys and values still hold the `seen` tokens from before."""
+        """True if, after an interrupted append, keys and values still hold the `seen` tokens."""
         held = {self.num_evicted + side.sinks.shape[2] + side.packed.tokens + side.tail.tokens for side in self.sides}
         return self.num_tokens == seen and held == {seen}
 
     @plain
     def crop(self, n: int) -> None:
-        """Take back the n latest tokens. Where that reaches into packed blocks, whole blocks go and the tokens that
-        stay of the last one return to the tail as decoded.
+        """Roll back the n latest tokens.
+
+        Affected packed blocks are removed as a whole. Their remaining tokens return to the tail,
+        decoded.
 
         Raises:
-            CacheError: more than was seen, or more than a sliding window or a padded batch can give back.
+            CacheError: a sliding window, a padded batch or the cache holds too few tokens.
         """
         self.check_crop(n)
         self._pages, self.num_tokens, self.room = None, self.num_tokens - n, 0
@@ -353,15 +369,17 @@ class LayerStore(Stateful):
         self.padding = None if self.padding is None else self.padding.to(device)
 
     def tables(self) -> list[Tensor]:
-        """Tables beside the planes, both sides; shared ones are the same objects in every layer. A codec that is
-        fitted on the prompt has none before it has packed anything."""
+        """Return the tables of both sides. Shared tables are the same objects in every layer.
+
+        A codec that is fitted on the prompt has none before it has packed anything.
+        """
         rope = []
         if self.rotary is not None and self.packed_tokens:
             rope = self.rotary.tables(self.device, self.keys.codec.centred, self.keys.head_dim)
         return [*rope, *(table for side in self.sides for table in side.codec.tables(side.head_dim))]
 
     def footprint(self) -> Footprint:
-        """Bytes held, without tables."""
+        """Return the bytes held, without tables."""
         rows = self.batch_size * self.kv_heads * min(self.num_tokens, self.window or self.num_tokens)
         footprint = Footprint(self.num_tokens, rows * sum(side.head_dim for side in self.sides))
         for side in self.sides:
@@ -370,8 +388,10 @@ class LayerStore(Stateful):
 
 
 def tokens_out_of_window(store: LayerStore, seen: int, flush: int) -> tuple[int, int]:
-    """Packed tokens that no query after `seen` tokens can see in a layer's sliding window, a rollback of
-    ROLLBACK_TOKENS included, and how many of the `flush` tokens about to be packed are outside too and need not be."""
+    """Return how many packed tokens, and how many of the `flush` next ones, are out of the window.
+
+    No query after `seen` tokens can see them, even after a rollback of ROLLBACK_TOKENS.
+    """
     if store.window is None:
         return 0, 0
     tokens = out_of_window(seen - store.num_evicted, store.window, store.flush_tokens)

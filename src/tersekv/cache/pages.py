@@ -1,8 +1,8 @@
-"""Pages of packed blocks: how large they are, and one of them.
+"""Pages of packed blocks and their sizes.
 
-A page is allocated once and never grows, so nothing that is packed moves when more is. A prompt makes a page of its own
-size. While decoding, a page has room for a sixteenth of what is there: on average it is half full, so that slack stays
-near 3 %, and the pages that attention reads one after the other stay few (`docs/design.md`).
+A page is allocated once and never grows, so appending does not move packed blocks. A prompt gets a
+page of its own size. While decoding, a new page has room for a sixteenth of the packed tokens. On
+average it is half full, so slack stays near 3 %, and attention reads few pages (`docs/design.md`).
 """
 
 from __future__ import annotations
@@ -25,41 +25,51 @@ GROWTH = 16
 MIN_PAGE_TOKENS = 128
 SPARE_ENTRIES = 32
 ENTRY_MARGIN = 1 / 8
-"""Room of a page for ragged entries that are denser than those it was opened with."""
+"""Spare room of a page for ragged entries that are denser than those it was opened with."""
 
 ROLLBACK_TOKENS = 128
-"""Tokens kept beyond a sliding window, so that assisted decoding can take back what it had proposed."""
+"""Tokens kept beyond a sliding window, so that assisted decoding can roll back rejected tokens."""
 
 
 def out_of_window(held: int, window: int, flush: int) -> int:
-    """How many of the oldest of `held` tokens no query can see in a sliding window, a rollback included: a multiple of
-    `flush`."""
+    """Return how many of the oldest of `held` tokens no query can see in a sliding window.
+
+    The result allows for a rollback and is a multiple of `flush`.
+    """
     return max(0, (held - window - ROLLBACK_TOKENS) // flush * flush)
 
 
 @dataclass(frozen=True)
 class PageSizes:
-    """Tokens that pages of a layer hold: multiples of `unit`, so that pages of keys and of values end at the same
-    tokens. held: most tokens that are ever there at a time (a sliding window), or None; pages are then small enough to
-    be given back one by one."""
+    """Sizes of a layer's pages in tokens.
+
+    unit: divisor of all sizes, so that pages of keys and of values end at the same tokens.
+    held: maximum number of tokens held at a time by a sliding window, or None. Pages of a sliding
+        window are small, so that they can be freed one by one.
+    """
 
     unit: int = BLOCK_TOKENS
     held: int | None = None
 
     def next(self, tokens: int, used: int) -> int:
-        """Tokens of a new page, for `tokens` that come behind `used` others; fewer than come, where many would make it
-        too large."""
+        """Return the size of a new page for `tokens` that follow `used` others.
+
+        In a sliding window the page can be too small for all of them.
+        """
         most = math.inf if self.held is None else max(MIN_PAGE_TOKENS, self.held // GROWTH)
         size = min(max(tokens, MIN_PAGE_TOKENS, used // GROWTH), most)
         return math.ceil(size / self.unit) * self.unit
 
     def largest(self, tokens: int, used: int) -> int:
-        """Tokens of the largest page that may hold `tokens` and come behind `used` others; of a sliding window, whose
-        first ones may have been forgotten since, the largest of all."""
+        """Return the size of the largest page that can hold `tokens` after `used` others.
+
+        For a sliding window it is the largest size of all, because first tokens may have been
+        evicted.
+        """
         return self.next(tokens if self.held is None else max(tokens, self.held), used)
 
     def slack(self, tokens: int) -> int:
-        """Tokens allocated beyond `tokens` that come at once."""
+        """Return the tokens allocated beyond `tokens` that are appended in one call."""
         size = 0
         while size < tokens:
             size += self.next(tokens - size, size)
@@ -67,8 +77,11 @@ class PageSizes:
 
 
 class Page:
-    """Blocks in one allocation: planes [B, H, capacity, *shape], ragged ones [capacity in entries]. Blocks `start` to
-    `stop` are in use; `ends` holds where the entries of each block end."""
+    """Blocks in one allocation.
+
+    Tensors are [B, H, capacity, *shape], ragged ones [capacity in entries]. Blocks `start` to
+    `stop` are in use. `ends` holds the end of each block's ragged entries.
+    """
 
     def __init__(self, layout: Layout, planes: PackedTensors, ends: list[int]) -> None:
         self.layout, self.planes = layout, planes
@@ -76,7 +89,7 @@ class Page:
 
     @classmethod
     def of(cls, layout: Layout, planes: PackedTensors) -> Page:
-        """The page that these planes are, full."""
+        """Return a full page that uses these tensors."""
         blocks, entries = _extent(layout, planes)
         if layout.starts is None:
             return cls(layout, planes, [0] * blocks)
@@ -85,7 +98,10 @@ class Page:
 
     @classmethod
     def empty(cls, layout: Layout, like: PackedTensors, blocks: int, entries: int) -> Page:
-        """Room for so many blocks and entries, in tensors like those of `like`."""
+        """Return an empty page for so many blocks and entries.
+
+        like: tensors with the batch rows, heads and device.
+        """
         planes = {}
         for name, spec in layout.planes.items():
             shape = (entries,) if spec.ragged is not None else (*like[name].shape[:2], blocks, *spec.shape)
@@ -94,8 +110,11 @@ class Page:
 
     @classmethod
     def restored(cls, layout: Layout, like: PackedTensors, state: State, most_blocks: int) -> Page:
-        """The page that had this state, which `check_page` has passed, with as much room, but for no more than
-        `most_blocks` or those in use. Packed tensors without room to spare are the state's tensors."""
+        """Return the page with this state, which `check_page` has accepted.
+
+        Its capacity is that of the saved page, limited to the larger of `most_blocks` and the
+        blocks in use. Tensors without spare capacity are used without a copy.
+        """
         blocks = min(state["blocks"], max(state["stop"], most_blocks))
         elements = _most_entries(layout, like) * blocks
         page = cls.empty(layout, like, blocks, min(state["entries"], max(state["end"], elements)))
@@ -111,11 +130,11 @@ class Page:
         return page
 
     def __getstate__(self) -> dict[str, Any]:
-        """Attributes for a pickle, with copies of the planes, see `Stateful.state`."""
+        """Return the attributes for a pickle, with copies of the tensors, see `Stateful.state`."""
         return vars(self) | {"planes": {name: plane.clone() for name, plane in self.planes.items()}}
 
     def live_state(self) -> State:
-        """Blocks in use, and what was allocated; planes are views."""
+        """Return the blocks in use, as views, and the capacity."""
         blocks, entries = _extent(self.layout, self.planes)
         figures = {"blocks": blocks, "entries": entries, "start": self.start, "stop": self.stop}
         return {**figures, "end": self._end(self.stop), "planes": self.cut(0, len(self))}
@@ -125,26 +144,26 @@ class Page:
 
     @property
     def capacity(self) -> int:
-        """Blocks allocated."""
+        """Number of blocks allocated."""
         return _extent(self.layout, self.planes)[0]
 
     @property
     def entries(self) -> list[int]:
-        """Ragged entries of each block in use."""
+        """Number of ragged entries of each block in use."""
         return [b - a for a, b in itertools.pairwise([self._end(self.start), *self.ends[self.start : self.stop]])]
 
     def _end(self, block: int) -> int:
-        """Entries in front of a block."""
+        """Return the number of ragged entries before a block."""
         return self.ends[block - 1] if block else 0
 
     def room(self, entries: list[int]) -> int:
-        """How many of coming blocks with so many entries fit."""
+        """Return how many of the coming blocks fit. entries: ragged entries of each block."""
         blocks, pool = _extent(self.layout, self.planes)
         ends = list(itertools.accumulate(entries[: blocks - self.stop], initial=self._end(self.stop)))
         return bisect_right(ends, pool) - 1
 
     def take(self, other: Page, first: int, n: int) -> None:
-        """Add n blocks of another page, counted from its oldest in use."""
+        """Append n blocks of another page from block `first` on, counted from its oldest in use."""
         begin, used = other._end(other.start + first), self._end(self.stop)
         for name, plane in other.cut(first, first + n).items():
             if self.layout.planes[name].ragged is not None:
@@ -157,7 +176,7 @@ class Page:
         self.stop += n
 
     def cut(self, first: int, last: int) -> PackedTensors:
-        """Views of blocks `first` to `last`, counted from the oldest in use."""
+        """Return views of blocks `first` to `last`, counted from the oldest in use."""
         first, last = self.start + first, self.start + last
         entries = slice(self._end(first), self._end(last))
         return {
@@ -166,19 +185,23 @@ class Page:
         }
 
     def resize(self, start: int, stop: int) -> None:
-        """Other blocks are in use, none that was not written."""
+        """Change the range of blocks in use. All of them must have been written."""
         self.start, self.stop = start, stop
         del self.ends[stop:]
 
 
 def check_page(layout: Layout, like: PackedTensors, unit: int, state: State, place: str) -> None:
-    """Raise UserError unless a state is that of a page with planes like those of `like`, in multiples of `unit`
-    blocks."""
+    """Raise UserError unless a state is that of a page with tensors like those of `like`.
+
+    unit: divisor of the block numbers.
+    """
     figures = {name: whole() for name in ("blocks", "entries", "start", "stop", "end")}
     record({**figures, "planes": anything})(state, place)
     blocks, start, stop, entries, end = (state[name] for name in ("blocks", "start", "stop", "entries", "end"))
     require(start < stop <= blocks, place, f"uses blocks {start} to {stop} of {blocks}")
-    require(start % unit == 0 == stop % unit, place, f"uses blocks {start} to {stop}, which are no multiples of {unit}")
+    require(
+        start % unit == 0 == stop % unit, place, f"uses blocks {start} to {stop}, which are not multiples of {unit}"
+    )
     planes = {
         name: anything if spec.ragged is not None else of_spec(_spec(spec, like[name], stop - start))
         for name, spec in layout.planes.items()
@@ -193,7 +216,7 @@ def check_page(layout: Layout, like: PackedTensors, unit: int, state: State, pla
     starts = state["planes"][layout.starts].permute(2, 0, 1).flatten().long()  # in the order of the entries
     first, last = int(starts[0]), int(starts[-1])
     rises = bool((starts[1:] >= starts[:-1]).all()) and first >= 0 and last <= end <= entries
-    require(rises and (start > 0 or first == 0), f"{place}.planes.{layout.starts}", "are not where entries begin")
+    require(rises and (start > 0 or first == 0), f"{place}.planes.{layout.starts}", "are not the starts of entries")
     for name, spec in layout.planes.items():
         if spec.ragged is not None:
             own = f"{place}.planes.{name}"
@@ -208,7 +231,7 @@ def _spec(spec: PlaneSpec, like: Tensor, blocks: int) -> TensorSpec:
 
 
 def _check_channels(spec: PlaneSpec, plane: Tensor, place: str) -> None:
-    """Kernels follow what elements name."""
+    """Check channel indices in a tensor, because kernels address memory with them."""
     if spec.channels is None or not plane.numel():
         return
     named = plane.long() if spec.channel_bits is None else plane.long() & ((1 << spec.channel_bits) - 1)
@@ -217,7 +240,7 @@ def _check_channels(spec: PlaneSpec, plane: Tensor, place: str) -> None:
 
 
 def _check_order(places: Tensor, starts: Tensor, end: int, place: str) -> None:
-    """Entries of a block rise, as 16 bits without a sign."""
+    """Check that the entries of a block ascend as unsigned 16-bit numbers."""
     counts = torch.diff(starts, append=starts.new_tensor([end]))
     block = torch.repeat_interleave(torch.arange(len(starts), device=starts.device), counts)
     order = (block << 16) + (places.long() & 0xFFFF)
@@ -225,7 +248,7 @@ def _check_order(places: Tensor, starts: Tensor, end: int, place: str) -> None:
 
 
 def _most_entries(layout: Layout, like: PackedTensors) -> int:
-    """Entries of a block of which each element is one."""
+    """Return the number of entries of a block if every element is an entry."""
     if layout.starts is None:
         return 0
     B, H = like[layout.starts].shape[:2]
@@ -234,7 +257,7 @@ def _most_entries(layout: Layout, like: PackedTensors) -> int:
 
 
 def _extent(layout: Layout, planes: PackedTensors) -> tuple[int, int]:
-    """Blocks and entries that planes have room for."""
+    """Return the capacity of packed tensors in blocks and in ragged entries."""
     blocks = next(planes[name].shape[2] for name, spec in layout.planes.items() if spec.ragged is None)
     entries = next((len(planes[name]) for name, spec in layout.planes.items() if spec.ragged is not None), 0)
     return blocks, entries

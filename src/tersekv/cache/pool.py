@@ -1,8 +1,9 @@
-"""Tokens chosen for each KV head: packed blocks, then loose exact tokens, with the position of each.
+"""Tokens chosen for each KV head: packed blocks, then loose exact tokens, with their positions.
 
-All heads have the same number of slots; a slot without a token has position −1 and is never attended to. Packed tokens
-leave by losing their position. A block that is empty in every head is given back, and where there are more blocks than
-allowed, each head loses those whose tokens count least. What was packed is packed again only where that changes no bit.
+All heads have the same number of slots. An empty slot has position −1 and is never attended to. A
+packed token is evicted by clearing its position. A block that is empty in every head is freed. If
+there are more blocks than allowed, each head loses those with the lowest total weight. Tokens are
+packed again only if that changes no bit.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ WEIGHT = "weight"
 
 
 def pool_side(side: SideStore, place: str) -> None:
-    """Exact tokens of a pool are its loose ones."""
+    """Check that a pool's side has no sinks and no tail."""
     require(side.sinks.shape[2] == 0 == side.tail.tokens, place, "has sinks or a tail, which pools do not have")
 
 
 class PoolSide(SideStore):
-    """One side of a pool: packed blocks, whose heads hold different tokens, and `loose` [B, H, L, D], exact tokens that
-    do not fill a block yet, and sinks."""
+    """One side of a pool. Packed blocks hold different tokens in each head.
+
+    loose: [B, H, L, D], exact tokens: attention sinks, and tokens that do not fill a block yet.
+    """
 
     STATE: ClassVar[Spec] = {"sinks": exact_tokens, "loose": exact_tokens}
     RULES = (*SideStore.RULES, pool_side)
@@ -50,7 +53,7 @@ class PoolSide(SideStore):
         self.loose = self.sinks
 
     def to(self, device: torch.device | str) -> None:
-        """Move everything."""
+        """Move everything to a device."""
         super().to(device)
         self.loose = self.loose.to(device)
 
@@ -61,7 +64,7 @@ class PoolSide(SideStore):
 
 
 def _fields(pool: TokenPool) -> Check:
-    """A slot without a token may hold anything."""
+    """Return the check of the fields. An empty slot may hold any number."""
     B, H, _ = pool.positions.shape
     return record({name: of_spec(TensorSpec(x.dtype, (B, H, None), anything=True)) for name, x in pool.fields.items()})
 
@@ -75,9 +78,9 @@ POOL = {
 
 
 def pool_slots(pool: TokenPool, place: str) -> None:
-    """Sides, positions and figures are of the same slots."""
+    """Check that sides, positions and fields have the same slots."""
     counts = {(side.packed.tokens, side.loose.shape[2]) for side in pool.sides}
-    require(len(counts) == 1, place, f"holds other slots of keys than of values {sorted(counts)}")
+    require(len(counts) == 1, place, f"holds different numbers of slots for keys and values {sorted(counts)}")
     slots = sum(counts.pop())
     for name, x in {"positions": pool.positions, **pool.fields}.items():
         where = f"{place}.{name}" if name == "positions" else f"{place}.fields.{name}"
@@ -86,8 +89,13 @@ def pool_slots(pool: TokenPool, place: str) -> None:
 
 
 class TokenPool(Stateful):
-    """positions int32 [B, H, slots]: packed slots, then loose ones. fields: further figures per slot, by name. rope: of
-    the keys, needed where they are coded without it; exact tokens keep theirs."""
+    """Chosen tokens of a layer.
+
+    positions: int32 [B, H, slots], packed slots first, then loose ones.
+    fields: further numbers per slot, by name.
+    rope: RoPE of the keys, needed if they are coded before RoPE. Exact tokens are stored after
+        RoPE.
+    """
 
     STATE, RULES = POOL, (pool_slots,)
     PARTS = ("sides",)
@@ -107,21 +115,23 @@ class TokenPool(Stateful):
         self.positions = like[0].new_empty((B, H, 0), dtype=torch.int32)
         self.fields = {name: like[0].new_empty((B, H, 0), dtype=kind) for name, kind in (fields or {}).items()}
         self.rope = rope if codecs[0].needs_rope else None
-        self.padding: Tensor | None = None  # int64 [B], in front of each row's first token
-        self.moves = True  # as far as is known, packing a token again gives the same bits
+        self.padding: Tensor | None = None  # int64 [B], positions before each row's first token
+        self.moves = True  # packing a token again gave the same bits so far
 
     @property
     def packed_tokens(self) -> int:
-        """Packed slots."""
+        """Number of packed slots."""
         return self.sides[0].packed.tokens
 
     @property
     def alive(self) -> Tensor:
-        """Slots that hold a token, bool [B, H, slots]."""
+        """Mask of slots that hold a token, bool [B, H, slots]."""
         return self.positions >= 0
 
     def add(self, tokens: Sequence[Tensor], positions: Tensor, fields: dict[str, Tensor]) -> None:
-        """Add loose tokens: [B, H, n, D] for each side, positions [B, H, n] (−1 where a head has none)."""
+        """Append loose tokens: [B, H, n, D] for each side, positions [B, H, n] (−1 if a head has
+        none).
+        """
         for side, x in zip(self.sides, tokens, strict=True):
             side.loose = torch.cat([side.loose, x.to(side.dtype)], dim=2)
         self.positions = torch.cat([self.positions, positions.to(torch.int32)], dim=2)
@@ -129,19 +139,19 @@ class TokenPool(Stateful):
         self._tidy()
 
     def take(self, tokens: Sequence[Tensor], positions: Tensor, chosen: Tensor, fields: dict[str, Tensor]) -> None:
-        """Add those of tokens [B, H, n, D] that are in chosen [B, H, n]."""
+        """Append those of tokens [B, H, n, D] that are in the mask chosen [B, H, n]."""
         order = (~chosen).int().argsort(dim=-1, stable=True)[:, :, : int(chosen.sum(-1).max())]
         entering = positions.masked_fill(~chosen, -1).gather(2, order)
         taken = {name: x.gather(2, order) for name, x in fields.items()}
         self.add([gathered(x, order) for x in tokens], entering, taken)
 
     def keep(self, alive: Tensor) -> None:
-        """Only the slots in `alive` [B, H, slots] keep their tokens."""
+        """Empty all slots except those in the mask `alive` [B, H, slots]."""
         self.positions = self.positions.masked_fill(~alive, -1)
         self._tidy()
 
     def _tidy(self) -> None:
-        """Move loose tokens to the front of their head and cut off slots that no head uses."""
+        """Move loose tokens to the front of their head and remove slots that no head uses."""
         P = self.packed_tokens
         alive = self.alive[:, :, P:]
         if not bool(alive.all()):
@@ -151,7 +161,7 @@ class TokenPool(Stateful):
             self._rearrange(P + order)
 
     def _rearrange(self, loose: Tensor) -> None:
-        """Figures of the packed slots, then of the slots `loose` [B, H, n]."""
+        """Reorder positions and fields: the packed slots, then the slots `loose` [B, H, n]."""
         P = self.packed_tokens
 
         def moved(x: Tensor) -> Tensor:
@@ -165,11 +175,11 @@ class TokenPool(Stateful):
         return self.rope.angles_at((positions - first).clamp(min=0))
 
     def _tokens(self, side: int, x: Tensor, positions: Tensor) -> Tokens:
-        """Tokens [B, H, n, D] of a side with the angles at their positions."""
+        """Return tokens [B, H, n, D] of a side with the RoPE angles at their positions."""
         return Tokens(x, None if self.rope is None or side or not x.shape[2] else self._angles(positions))
 
     def views(self, first: int, tokens: int) -> list[View]:
-        """Packed slots `first` to `first + tokens` of each side."""
+        """Return views of packed slots `first` to `first + tokens` of each side."""
         at = None if self.rope is None else self._angles(self.positions[:, :, first : first + tokens])
         planes = [side.planes(first, tokens) for side in self.sides]
         return [
@@ -180,15 +190,18 @@ class TokenPool(Stateful):
     def pack(
         self, movable: Tensor, samples: Sequence[Tensor], sample_positions: Tensor, most_blocks: int | None
     ) -> None:
-        """Pack whole blocks of each head's movable loose tokens, oldest first. Where blocks have to go, it is by the
-        field WEIGHT.
+        """Pack whole blocks of each head's movable loose tokens, oldest first.
 
-        movable: bool [B, H, L], loose slots that may be packed. samples: for each side, what a codec that learns from
-        the prompt is fitted on, [B, H, n, D], and their positions [B, H, n]. most_blocks: blocks of `flush_tokens`
-        allowed, or None.
+        If blocks must be evicted, the field WEIGHT decides which.
+
+        movable: bool [B, H, L], loose slots that may be packed.
+        samples: for each side [B, H, n, D], tokens that a codec is fitted on if it needs the
+            prompt.
+        sample_positions: [B, H, n], their positions.
+        most_blocks: allowed number of blocks of `flush_tokens`, or None.
 
         Raises:
-            UserError: a scale that its type cannot hold; nothing has changed.
+            UserError: a scale is too large for its dtype. Nothing has changed.
         """
         t = self.flush_tokens
         waiting = movable.sum(-1) // t
@@ -197,7 +210,7 @@ class TokenPool(Stateful):
             return
         order = (~movable).int().argsort(dim=-1, stable=True)[:, :, : blocks * t]
         taken = torch.arange(blocks * t, device=order.device) < (waiting * t).unsqueeze(-1)
-        order = torch.where(taken, order, order[:, :, :1])  # a slot without a token repeats one, for the block's scales
+        order = torch.where(taken, order, order[:, :, :1])  # an empty slot repeats a token to keep the block's scales
         P, planes = self.packed_tokens, []
         positions = self.positions[:, :, P:].gather(2, order)
         for i, (side, sample) in enumerate(zip(self.sides, samples, strict=True)):
@@ -215,7 +228,7 @@ class TokenPool(Stateful):
         self._give_back(most_blocks)
 
     def _move(self, P: int, order: Tensor, taken: Tensor) -> None:
-        """Figures of loose slots `order` go between those of packed and of loose slots."""
+        """Insert positions and fields of the loose slots `order` between packed and loose slots."""
         counts = torch.zeros_like(self.positions[:, :, P:]).scatter_add(2, order, taken.to(torch.int32))
 
         def moved(x: Tensor) -> Tensor:
@@ -228,8 +241,11 @@ class TokenPool(Stateful):
         self._tidy()
 
     def _compact(self, most_blocks: int | None) -> None:
-        """Where half of the packed slots are empty, or blocks are too many: put the tokens together, if that changes no
-        bit of what they decode to (as for floats)."""
+        """Move tokens together if half of the packed slots are empty, or if there are too many
+        blocks.
+
+        This is done only if it changes no bit of the decoded tokens, as for floats.
+        """
         P, t = self.packed_tokens, self.flush_tokens
         alive = self.alive[:, :, :P]
         slots = -(-int(alive.sum(-1).max()) // t) * t
@@ -255,7 +271,7 @@ class TokenPool(Stateful):
         self._tidy()
 
     def _give_back(self, most_blocks: int | None) -> None:
-        """Drop blocks that are empty in every head, and those that are too many."""
+        """Free blocks that are empty in every head, and evict those above the limit."""
         P, t = self.packed_tokens, self.flush_tokens
         alive = self.alive[:, :, :P].unflatten(2, (-1, t))
         filled = alive.any(-1)
@@ -277,7 +293,10 @@ class TokenPool(Stateful):
         self._tidy()
 
     def mark(self) -> Any:
-        """What `undo` goes back to; buffers grow behind what it holds, so that nothing is copied."""
+        """Return a mark for `undo`.
+
+        Nothing is copied, because later appends do not change marked data.
+        """
         sides = [(side.codec, side.loose, side.packed.mark()) for side in self.sides]
         return sides, self.positions, dict(self.fields)
 
@@ -289,7 +308,7 @@ class TokenPool(Stateful):
             side.packed.undo(packed)
 
     def to(self, device: torch.device | str) -> None:
-        """Move everything."""
+        """Move everything to a device."""
         for side in self.sides:
             side.to(device)
         self._map_figures(lambda x: x.to(device))
@@ -307,7 +326,7 @@ class TokenPool(Stateful):
         self.fields = {name: fn(x) for name, x in self.fields.items()}
 
     def count(self, footprint: Footprint, sinks: int) -> None:
-        """Add the bytes held, of which `sinks` loose slots per head count as sinks."""
+        """Add the bytes held to `footprint`. `sinks` loose slots per head count as sinks."""
         for side in self.sides:
             side.packed.count(footprint)
             slots = side.loose.shape[2]
@@ -320,10 +339,10 @@ class TokenPool(Stateful):
 
 
 def gathered(x: Tensor, index: Tensor) -> Tensor:
-    """Tokens `index` [B, H, n] of x [B, H, T, D]."""
+    """Return tokens `index` [B, H, n] of x [B, H, T, D]."""
     return x.gather(2, index.unsqueeze(-1).expand(*index.shape, x.shape[-1]))
 
 
 def _slots_of(blocks: Tensor, t: int) -> Tensor:
-    """Each block index [B, H, n] as the indices of its t slots [B, H, n·t]."""
+    """Return the indices of each block's t slots, [B, H, n·t], for block indices [B, H, n]."""
     return (blocks.unsqueeze(-1) * t + torch.arange(t, device=blocks.device)).flatten(2)

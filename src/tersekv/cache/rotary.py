@@ -1,7 +1,8 @@
-"""Which RoPE each cached key of a layer carries, so that it can be taken off before packing and put back on reading.
+"""RoPE angles of each cached key of a layer, to remove RoPE before packing and apply it on reading.
 
-A token's position is its place in the cache, minus its row's padding. Where a model's frequencies change with the
-length of the sequence, keys keep those of the call they came with: runs of tokens note the length at that time.
+A token's position is its place in the cache minus its row's padding. In some models the frequencies
+change with the sequence length. Keys then keep the frequencies of the call that added them. Each
+run of tokens records the length at that time.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ ROTARY = {
 
 
 def rotary_runs(rotary: Rotary, place: str) -> None:
-    """Runs of tokens begin one after the other, each within its length."""
+    """Check that runs of tokens are consecutive and each is within its length."""
     rising = rotary.starts[:1] == [0] and all(a < b for a, b in itertools.pairwise(rotary.starts))
     known = len(rotary.starts) == len(rotary.lengths) and all(map(operator.le, rotary.starts, rotary.lengths))
-    require(rising and known, place, "has starts and lengths that are not those of runs of tokens")
+    require(rising and known, place, "has starts and lengths that are not valid for runs of tokens")
 
 
 class Rotary(Stateful):
-    """RoPE of the tokens of one layer; places count from the first token of the cache."""
+    """RoPE of the tokens of one layer. Places are counted from the cache's first token."""
 
     STATE, RULES = ROTARY, (rotary_runs,)
 
@@ -42,7 +43,10 @@ class Rotary(Stateful):
         self.starts, self.lengths = [0], [0]
 
     def note(self, first: int, n: int, padding: Tensor | None = None) -> None:
-        """Tokens first to first + n came in one call; padding int64 [B], where a batch has just begun with some."""
+        """Record that tokens first to first + n were added in one call.
+
+        padding: int64 [B], given if a padded batch starts with this call.
+        """
         self.padding = self.padding if padding is None else padding.cpu()
         if not self.rope.varies or not n:
             return
@@ -50,8 +54,10 @@ class Rotary(Stateful):
         self.starts[at:], self.lengths[at:] = [first], [first + n]
 
     def angles(self, first: int, n: int, device: torch.device, own_sinks: bool = False) -> Angles:
-        """Angles of n tokens from place `first` on. own_sinks: of each row's first n tokens instead, whatever its
-        padding."""
+        """Return the angles of n tokens from place `first` on.
+
+        own_sinks: return those of each row's own first n tokens instead, after its padding.
+        """
         own_sinks = own_sinks and self.padding is not None
         if not self.rope.varies:
             return self.rope.angles(0 if own_sinks else first, n, None if own_sinks else self.padding, device)
@@ -61,7 +67,7 @@ class Rotary(Stateful):
         return self.rope.given(cos, sin)
 
     def _row(self, first: int, n: int, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of one batch row, where frequencies change with the length of the sequence."""
+        """Return cos and sin of one batch row, if frequencies change with the sequence length."""
         parts = []
         place = first
         while place < first + n:
@@ -74,17 +80,22 @@ class Rotary(Stateful):
         return cos, sin
 
     def tables(self, device: torch.device, centred: bool, head_dim: int) -> list[Tensor]:
-        """The tensors kept for keys of head_dim channels: the table, and RoPE's steps for centred keys or its turns for
-        others."""
+        """Return the tables kept for keys of head_dim channels.
+
+        They are the angle table, and RoPE's step table for centred keys or its offset table for
+        others.
+        """
         return self.rope.tables(device, stepped=centred, turned=0 if centred else head_dim)
 
     def at(self, places: Tensor) -> Angles:
-        """Angles of tokens at `places` int [n], where frequencies do not depend on the length."""
+        """Return the angles of tokens at `places` int [n], for frequencies that do not depend on
+        the length.
+        """
         padding = 0 if self.padding is None else self.padding.to(places)[:, None]
         return self.rope.angles_at((places[None] - padding).clamp(min=0))
 
     def clear(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         self.padding = None
         self.starts, self.lengths = [0], [0]
 

@@ -1,6 +1,6 @@
-"""What a state may hold, as data: one check for each of its values, which runs before anything is made of it.
+"""Checks for the values of a state that was read from a file. They run before any value is used.
 
-A check takes a value and its place in the state, and raises a `UserError` that begins with the place.
+A check takes a value and its path in the state. It raises a `UserError` that begins with the path.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tersekv.tensors import TensorSpec
 Check = Callable[[Any, str], None]
 
 MOST = 2**31 - 1
-"""Largest count of tokens or blocks: positions are int32."""
+"""Maximum number of tokens or blocks, because positions are int32."""
 
 
 def refuse(place: str, why: str) -> NoReturn:
-    """Raise UserError for what stands at a place of a state."""
+    """Raise UserError about the value at a path of a state."""
     raise UserError(f"{place} {why}")
 
 
@@ -33,7 +33,7 @@ def require(holds: bool, place: str, why: str) -> None:
 
 
 def whole(low: int = 0, high: int = MOST) -> Check:
-    """A whole number from low to high."""
+    """Return a check for a whole number from low to high."""
 
     def check(value: Any, place: str) -> None:
         if type(value) is not int or not low <= value <= high:
@@ -43,26 +43,26 @@ def whole(low: int = 0, high: int = MOST) -> Check:
 
 
 def flag(value: Any, place: str) -> None:
-    """True or false."""
+    """Check for true or false."""
     if type(value) is not bool:
         refuse(place, f"is {shortened(value)}, and must be true or false")
 
 
 def text(value: Any, place: str) -> None:
-    """A string."""
+    """Check for a string."""
     if not isinstance(value, str):
-        refuse(place, f"is {shortened(value)}, and must be a text")
+        refuse(place, f"is {shortened(value)}, and must be a string")
 
 
 def number(value: Any, place: str) -> None:
-    """A finite number ≥ 0."""
+    """Check for a finite number ≥ 0."""
     fits = type(value) in (int, float) and 0 <= value < float("inf")
     if not fits:
-        refuse(place, f"is {shortened(value)}, and must be a number from 0 on")
+        refuse(place, f"is {shortened(value)}, and must be a finite number of at least 0")
 
 
 def one_of(*allowed: Any) -> Check:
-    """One of these values."""
+    """Return a check for one of these values."""
 
     def check(value: Any, place: str) -> None:
         fits = any(type(value) is type(one) and value == one for one in allowed)
@@ -75,12 +75,12 @@ def one_of(*allowed: Any) -> Check:
 def tensor(
     dtype: torch.dtype, *shape: int | tuple[int, ...] | None, low: float | None = None, high: float | None = None
 ) -> Check:
-    """A tensor, see `TensorSpec`."""
+    """Return a check for a tensor, see `TensorSpec`."""
     return of_spec(TensorSpec(dtype, shape, low, high))
 
 
 def of_spec(spec: TensorSpec) -> Check:
-    """A tensor of this specification."""
+    """Return a check for a tensor with this specification."""
 
     def check(value: Any, place: str) -> None:
         if fault := spec.fault(value):
@@ -90,21 +90,25 @@ def of_spec(spec: TensorSpec) -> Check:
 
 
 def per_row(store: Any) -> Check:
-    """A whole number ≥ 0 for each row of a store's batch."""
+    """Return a check for one whole number ≥ 0 per batch row of a store."""
     return tensor(torch.int64, store.batch_size, low=0, high=MOST)
 
 
 def optional(wanted: Check) -> Check:
-    """Nothing, or what `wanted` allows."""
+    """Return a check that allows None and all that `wanted` allows."""
     return lambda value, place: None if value is None else wanted(value, place)
 
 
 def record(wanted: Mapping[str, Check], open_ended: bool = False, may_lack: bool = False) -> Check:
-    """A dictionary with these entries. open_ended: others may be there; may_lack: any may be missing."""
+    """Return a check for a dictionary with these entries.
+
+    open_ended: other entries are allowed.
+    may_lack: any entry may be missing.
+    """
 
     def check(value: Any, place: str) -> None:
         if not isinstance(value, dict):
-            refuse(place, f"is {shortened(value)}, and must have entries by name")
+            refuse(place, f"is {shortened(value)}, and must be a dictionary")
         if not may_lack and (missing := wanted.keys() - value.keys()):
             refuse(place, f"lacks {', '.join(sorted(missing))}")
         if not open_ended and (unknown := value.keys() - wanted.keys()):
@@ -116,7 +120,7 @@ def record(wanted: Mapping[str, Check], open_ended: bool = False, may_lack: bool
 
 
 def each(wanted: Check, count: int | None = None) -> Check:
-    """A list, of `count` entries where that is given."""
+    """Return a check for a list, of `count` entries if given."""
 
     def check(value: Any, place: str) -> None:
         if not isinstance(value, list):
@@ -130,20 +134,22 @@ def each(wanted: Check, count: int | None = None) -> Check:
 
 
 def anything(value: Any, place: str) -> None:
-    """What is checked elsewhere."""
+    """Accept any value, because it is checked elsewhere."""
 
 
 def positions(places: Tensor, below: int, place: str) -> None:
-    """Positions [B, H, n] of held tokens, −1 for none: each below a number, and none twice in a head."""
+    """Check positions [B, H, n] of held tokens, −1 for none: each below `below` and unique in its
+    head.
+    """
     if fault := TensorSpec(torch.int32, (None, None, None), -1, below - 1).fault(places):
         refuse(place, fault)
     ordered = places.sort(dim=-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-    require(not bool(twice.any()), place, "names a position twice in one head")
+    require(not bool(twice.any()), place, "has a position twice in one head")
 
 
 def shortened(value: Any) -> str:
-    """A value as an error shows it."""
+    """Describe a value briefly for an error message."""
     if isinstance(value, (Tensor, dict, list)):
         return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     return reprlib.repr(value)

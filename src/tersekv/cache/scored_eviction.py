@@ -1,7 +1,7 @@
-"""The cache of one layer that keeps the tokens a policy ranks highest, for each KV head: a pool | exact tail.
+"""The cache of one layer that keeps the highest-ranked tokens of each KV head: a pool | exact tail.
 
-What leaves the tail is chosen from together with what the pool holds; chosen tokens are loose until they fill a block,
-then packed once and for all.
+Tokens that leave the tail compete with those in the pool. Chosen tokens stay exact ("loose") until
+they fill a block, which is then packed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from tersekv.policies.subgen import SubGen
 from tersekv.recipe import LayerPlan
 
 SPARE = 1.5
-"""Packed slots of a pool, at most, as a multiple of the tokens that it may hold: how far empty slots may add up before
-whole blocks are dropped."""
+"""Maximum packed slots of a pool, as a multiple of the tokens that it may hold.
+
+This limits how many slots can become empty before whole blocks are evicted.
+"""
 
 VOTES = "votes"
 
@@ -40,20 +42,24 @@ KEPT = {**SELECTIVE, "tail_votes": lambda store: tensor(torch.float32, store.bat
 
 
 def kept_votes(store: ScoredEvictionStore, place: str) -> None:
-    """Votes of the tail are those of its tokens, where votes are remembered."""
+    """Check that the tail has votes for each of its tokens if votes are remembered."""
     held, wanted = store.tail_votes.shape[2], store.tails[0].tokens if store.policy.remembers else 0
     require(held == wanted, f"{place}.tail_votes", f"has {held} tokens of {wanted}")
 
 
 class ScoredEvictionStore(EvictingStore):
-    """Held tokens have an order: packed slots, loose slots, tail. Votes come in that order, then those of new ones."""
+    """Store of a policy that ranks tokens.
+
+    Tokens held are ordered: packed slots, loose slots, tail. Votes have this order, followed by
+    those of new tokens.
+    """
 
     STATE, RULES = KEPT, (*EvictingStore.RULES, kept_votes)
 
     def _start(self, keys: Tensor, values: Tensor) -> None:
         super()._start(keys, values)
         self.tail_votes = keys.new_empty((*keys.shape[:2], 0), dtype=torch.float32)
-        self._pages: tuple[Tensor, PackedPages | None] | None = None  # positions that it was made for
+        self._pages: tuple[Tensor, PackedPages | None] | None = None  # cached with the positions that it was built for
 
     def _new_pool(self, keys: Tensor, values: Tensor) -> TokenPool:
         fields = {VOTES: torch.float32} if self.policy.remembers else {}
@@ -61,11 +67,11 @@ class ScoredEvictionStore(EvictingStore):
 
     @property
     def packed_tokens(self) -> int:
-        """Packed slots."""
+        """Number of packed slots."""
         return self.pool.packed_tokens
 
     def exact_segments(self) -> list[ExactSegment]:
-        """Loose tokens and tail, those that hold tokens."""
+        """Return loose tokens and tail, without empty ones."""
         segments, P = [], self.packed_tokens
         if self.pool.positions.shape[2] > P:
             segments.append(ExactSegment(self.keys.loose, self.values.loose, self.pool.positions[:, :, P:]))
@@ -75,16 +81,19 @@ class ScoredEvictionStore(EvictingStore):
         return segments
 
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
-        """Packed slots `first` to `first + tokens` (multiples of `flush_tokens`), or None if there are none."""
+        """Return packed slots `first` to `first + tokens`, multiples of `flush_tokens`, or None."""
         tokens = self.packed_tokens - first if tokens is None else min(tokens, self.packed_tokens - first)
         return self._packed(first, tokens) if tokens > 0 else None
 
     def packed_pages(self) -> Iterator[PackedSegment]:
-        """Packed slots page by page, where they lie."""
+        """Return packed slots page by page, without copies."""
         return (self._packed(first, tokens) for first, tokens in extents(self.sides))
 
     def pages(self) -> PackedPages | None:
-        """See `EvictingStore`; made once until slots change, which makes a new tensor of positions."""
+        """Return packed slots as attention reads them, None if there are none.
+
+        The result is cached until slots change, which creates a new tensor of positions.
+        """
         if self._pages is None or self._pages[0] is not self.pool.positions:
             pages = list(self.packed_pages())
             made = packed_pages_of(pages, self.kv_heads)
@@ -98,7 +107,10 @@ class ScoredEvictionStore(EvictingStore):
         return PackedSegment(keys, values, 0, tokens, self.pool.positions[:, :, first : first + tokens])
 
     def _take(self, new: list[Tensor], votes: Tensor | None, leave: int, prompt: bool) -> None:
-        """See `EvictingStore`; votes are added to those that are remembered."""
+        """Move the oldest tokens into the pool, see `EvictingStore`.
+
+        New votes are added to remembered ones.
+        """
         slots, n = self.pool.positions.shape[2], new[0].shape[2]
         if votes is None:
             held = slots + self.tails[0].tokens
@@ -112,7 +124,10 @@ class ScoredEvictionStore(EvictingStore):
             self._choose(new, votes[:, :, : slots + leave], leave, prompt)
 
     def _choose(self, new: list[Tensor], votes: Tensor, leave: int, prompt: bool) -> None:
-        """The oldest tokens behind the pool go into it, or for good. votes: of the pool's slots and of these tokens."""
+        """Move the oldest tokens after the pool into it, or evict them.
+
+        votes: of the pool's slots and of these tokens.
+        """
         slots, evicts = self.pool.positions.shape[2], prompt or self.policy.evicts != "never"
         after = self.tails[0].tokens + new[0].shape[2] - leave  # tokens that stay in the tail
         leaving, positions = self._leaving(new, leave)
@@ -139,19 +154,20 @@ class ScoredEvictionStore(EvictingStore):
         del self.pool.fields[WEIGHT]
 
     def _samples(self, leaving: list[Tensor]) -> list[Tensor]:
-        """What codecs that learn from the prompt learn from: all exact tokens at hand but the tail, dropped ones
-        included."""
+        """Return the tokens that codecs are fitted on: all exact ones but the tail, also evicted
+        ones.
+        """
         if all(side.codec.needs_fit is None for side in self.sides):
             return leaving
         return [torch.cat([side.loose, x], dim=2) for side, x in zip(self.sides, leaving, strict=True)]
 
     def _of_row(self, n: int) -> Tensor:
-        """How many of the latest n positions hold a token, per row."""
+        """Return how many of the latest n positions hold a token, per row."""
         rows = torch.full_like(self.budget, n)
         return rows if self.padding is None else torch.minimum(rows, self.num_tokens - self.padding)
 
     def _keys(self, leaving: Tensor) -> Tensor:
-        """Keys of the pool's slots and of what leaves the tail, float32 [B, H, slots + m, D]."""
+        """Return keys of the pool's slots and of tokens leaving the tail, float32 [B, H, T, D]."""
         packed = [self.pool.views(0, self.packed_tokens)[0].decode()] if self.packed_tokens else []
         return torch.cat([*packed, self.keys.loose.float(), leaving.float()], dim=2)
 
@@ -164,14 +180,17 @@ class ScoredEvictionStore(EvictingStore):
         self.tail_votes = self.tail_votes[:, :, : self.tails[0].tokens]
 
     def footprint(self) -> Footprint:
-        """Bytes held, without tables."""
+        """Return the bytes held, without tables."""
         footprint = super().footprint()
         footprint.parts["selection"] += self.tail_votes.numel() * self.tail_votes.element_size()
         return footprint
 
 
 def best(weights: Tensor, alive: Tensor, room: Tensor) -> Tensor:
-    """Which of the tokens in `alive` [B, H, T] are among the `room` [B] heaviest; of equal ones the earlier."""
+    """Return the mask of the `room` [B] tokens with the highest weight among `alive` [B, H, T].
+
+    Of tokens with equal weight the earlier one is chosen.
+    """
     order = weights.masked_fill(~alive, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     place = torch.empty_like(order).scatter_(-1, order, places)
@@ -187,14 +206,19 @@ def new_store(
     heads: HeadShard | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> LayerStore | EvictingStore:
-    """The store of a layer. With a sliding window every policy keeps what the window needs. rope, heads: see
-    `LayerStore`; samples are drawn, and their codecs fitted, for the heads at hand. context_parallel: processes that
-    divide the packed tokens of a full-attention layer that keeps all."""
+    """Build the store of a layer. In sliding-window layers every policy keeps all tokens of the
+    window.
+
+    rope, heads: see `LayerStore`. Samples are drawn, and their codecs fitted, for this process's
+        heads.
+    context_parallel: processes that share the packed tokens of a full-attention layer without
+        eviction.
+    """
     if heads is not None:
         codecs = {side: getattr(plan, side).of_heads(heads.first, heads.count) for side in ("keys", "values")}
         plan = plan._replace(**codecs)
     if isinstance(plan.policy, SubGen) and plan.policy.samples and window is None:
-        # heads may fill blocks at different times, so that processes could not wait for each other
+        # heads may fill blocks at different times, so processes could not synchronise
         other = replace(plan.policy, seed=(plan.policy.seed + (heads.first if heads else 0)) % 2**31)
         return SketchStore(plan._replace(policy=other), keys, values, rope)
     if isinstance(plan.policy, Selection) and window is None:

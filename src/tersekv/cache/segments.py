@@ -1,4 +1,4 @@
-"""Tokens of a store that share a representation, as attention reads them."""
+"""Segments: tokens of a store with the same representation, as attention reads them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from tersekv.layouts.base import View
 
 
 class ExactSegment(NamedTuple):
-    """Tokens kept as floats [B, H, T, D]; positions: of the first one, or int64 [B, T] where batch rows differ, or
-    int32 [B, H, T] where heads do (−1: no token)."""
+    """Exact tokens [B, H, T, D].
+
+    positions: position of the first token; or int64 [B, T] if batch rows differ; or int32 [B, H, T]
+        if heads differ, −1 for no token.
+    """
 
     keys: Tensor
     values: Tensor
@@ -21,8 +24,10 @@ class ExactSegment(NamedTuple):
 
 
 class PackedSegment(NamedTuple):
-    """Tokens kept as codes; token i stands at position first + i, or at positions int32 [T], or where heads differ
-    [B, H, T] (−1: no token)."""
+    """Packed tokens. Token i has position first + i, unless `positions` is given.
+
+    positions: int32 [T], or [B, H, T] if heads differ, −1 for no token.
+    """
 
     keys: View
     values: View
@@ -32,12 +37,12 @@ class PackedSegment(NamedTuple):
 
     @property
     def where(self) -> Tensor | int:
-        """Position of the first token, or positions."""
+        """Position of the first token, or the tensor of positions."""
         return self.first if self.positions is None else self.positions
 
 
 def packed_pages_of(pages: Sequence[PackedSegment], heads: int) -> PackedPages | None:
-    """Pages of one layer with `heads` key-value heads as attention reads them; None where there are none."""
+    """Return the pages of a layer with `heads` KV heads as attention reads them, or None."""
     if not pages:
         return None
     return PackedPages(
@@ -51,9 +56,13 @@ def packed_pages_of(pages: Sequence[PackedSegment], heads: int) -> PackedPages |
 
 
 class WeightedSegment(NamedTuple):
-    """Tokens that stand for others. log-weights float32 [B, H, T] are added to their scores: `numerator` where they
-    count for Σ e^score·v, `denominator` where they count for Σ e^score; None where they do not. values: None without
-    numerator. positions int32 [B, H, T], −1: no token."""
+    """Sampled tokens whose log-weights float32 [B, H, T] are added to their scores.
+
+    numerator: log-weights in Σ e^score·v, or None if the tokens do not count there.
+    denominator: log-weights in Σ e^score, or None if the tokens do not count there.
+    values: None if there is no numerator.
+    positions: int32 [B, H, T], −1 for no token.
+    """
 
     keys: View
     values: View | None

@@ -31,20 +31,26 @@ log = logging.getLogger(__name__)
 
 
 def exact_tokens(side: SideStore) -> Check:
-    """Tokens as floats."""
+    """Return the check of a side's exact tokens."""
     return tensor(side.dtype, *side.sinks.shape[:2], None, side.head_dim)
 
 
 def side_learnt(side: SideStore, place: str) -> None:
-    """The codec has learnt what decoding needs."""
+    """Check that the codec has the fitted tensors that decoding needs."""
     needs_fit = side.codec.needs_fit
     ready = needs_fit is None or (needs_fit == "prompt" and not side.packed.tokens)
     require(ready, f"{place}.fitted", "is not what the codec must have learnt")
 
 
 class Prepared(NamedTuple):
-    """New tokens of one side, encoded: the codec (perhaps newly fitted), new sinks, planes to append, how many of the
-    oldest tokens leave the tail, and the tokens [B, H, n, D] that enter it."""
+    """Result of encoding new tokens of one side, before it is applied.
+
+    codec: the codec, perhaps newly fitted.
+    sinks: new sinks.
+    planes: packed tensors to append.
+    leave_tail: number of oldest tokens that leave the tail.
+    enter_tail: [B, H, n, D], tokens that enter the tail.
+    """
 
     codec: Codec
     sinks: Tensor
@@ -54,9 +60,13 @@ class Prepared(NamedTuple):
 
 
 class SideStore(Stateful):
-    """Tokens [B, H, n, D] of one side, in the order they came. `sizes`: of the pages of packed tokens. `tail_tokens`:
-    capacity of the tail. `rotary`: RoPE of keys that are coded without it; exact tokens keep theirs. `heads`: where
-    processes divide them."""
+    """Tokens [B, H, n, D] of one side, in order of arrival.
+
+    sizes: page sizes of packed tokens.
+    tail_tokens: capacity of the tail.
+    rotary: RoPE of keys that are coded before RoPE. Exact tokens are stored after RoPE.
+    heads: this process's heads under tensor parallelism, or None.
+    """
 
     STATE: ClassVar[Spec] = {"sinks": exact_tokens}
     RULES: ClassVar[Rules] = (side_learnt,)
@@ -80,15 +90,15 @@ class SideStore(Stateful):
         self.tail = TailBuffer(B, H, self.head_dim, dtype, like.device, tail_tokens)
 
     def rounded(self, x: Tensor) -> Tensor:
-        """New tokens in the exact type.
+        """Convert new tokens to the exact dtype.
 
         Raises:
-            CacheError: they are not finite, or too large for that type.
+            CacheError: they are not finite, or too large for that dtype.
         """
         rounded = (x.detach() if x.requires_grad else x).to(self.dtype)
-        # elsewhere than on a CPU a check would wait for the device at every token
+        # except on a CPU, a check at every token would synchronise with the device
         checked = x.is_cpu or x.shape[2] > 1
-        # a sum is quick and finite for ordinary tokens; the exact test runs only where it is not
+        # the sum is cheap, and finite for ordinary tokens; the exact test runs only if it is not
         if checked and not math.isfinite(rounded.sum(dtype=torch.float32).item()) and not rounded.isfinite().all():
             raise CacheError(self._why_not_finite(x))
         return rounded
@@ -105,15 +115,20 @@ class SideStore(Stateful):
         )
 
     def prepare(self, x: Tensor, sinks: int, own: range, flush: int, restart: bool, place: int = 0) -> Prepared:
-        """What adding tokens [B, H, n, D] will change, with nothing changed yet.
+        """Compute the changes of appending tokens [B, H, n, D] without applying them.
 
-        The first `sinks` of them become sinks. Of the tail and the others, the first `flush` are packed (whole blocks),
-        of which those in `own` are kept; what follows them becomes the tail. restart: `x` holds what the tail
-        held, too. A codec that learns from the prompt is fitted before it packs for the first time, on all tokens at
-        hand. place: of the first token to be packed, counted from the cache's first.
+        A codec that is fitted on the prompt is fitted before it packs for the first time, on all
+        tokens available.
+
+        sinks: number of first tokens that become sinks.
+        own: range of the packed tokens that this process keeps.
+        flush: number of tokens to pack, from the tail and then the new tokens, in whole blocks.
+            Later tokens become the tail.
+        restart: `x` includes the tokens of the tail.
+        place: position in the cache of the first token to pack.
 
         Raises:
-            UserError: a scale that its type cannot hold.
+            UserError: a scale is too large for its dtype.
         """
         first, x = x[:, :, :sinks], x[:, :, sinks:]
         tail = self.tail.data[:, :, :0] if restart else self.tail.data
@@ -131,7 +146,7 @@ class SideStore(Stateful):
         return Prepared(codec, first, planes, leave, x[:, :, max(0, flush - old) :])
 
     def commit(self, new: Prepared) -> None:
-        """Change what was prepared."""
+        """Apply prepared changes."""
         self.codec = new.codec
         if new.sinks.shape[2]:
             self.sinks = torch.cat([self.sinks, new.sinks], dim=2)
@@ -140,53 +155,64 @@ class SideStore(Stateful):
         self.tail.append(new.enter_tail)
 
     def _fitted(self, codec: Codec, sinks: Tensor, x: Tensor, place: int) -> Codec:
-        """The codec, fitted to the prompt. x: the tokens from `place` on."""
+        """Return the codec fitted on the prompt. x: the tokens from `place` on."""
         stretches = coding.fit_stretches(x.shape[2])
         parts = [self._tokens(x[:, :, start:stop], place + start) for start, stop in stretches]
         return coding.fitted(codec, parts, self._tokens(sinks, 0, own_sinks=True), self.heads)
 
     def _tokens(self, x: Tensor, place: int, own_sinks: bool = False) -> Tokens:
-        """Tokens from `place` on with their angles. own_sinks: x are each row's first tokens, wherever padding has put
-        them."""
+        """Return tokens from `place` on with their RoPE angles.
+
+        own_sinks: x holds each row's own first tokens, after its padding.
+        """
         if self.rotary is None or not x.shape[2]:
             return Tokens(x)
         return Tokens(x, self.rotary.angles(place, x.shape[2], x.device, own_sinks))
 
     def planes(self, first: int, tokens: int) -> PackedTensors:
-        """Packed tensors of the packed tokens `first` to `first + tokens`, whole blocks."""
+        """Return the packed tensors of tokens `first` to `first + tokens`, whole blocks."""
         t = self.packed.layout.block_tokens
         return self.packed.planes(first // t, (first + tokens) // t)
 
     def view(self, first: int, tokens: int, place: int = 0) -> View:
-        """Packed tokens `first` to `first + tokens`, whole blocks; `place`: of the first packed token, counted from the
-        cache's first."""
+        """Return the view of packed tokens `first` to `first + tokens`, whole blocks.
+
+        place: position in the cache of the first packed token.
+        """
         angles = None if self.rotary is None else self.rotary.angles(place + first, tokens, self.sinks.device)
         return coding.view(self.codec, self.planes(first, tokens), self.head_dim, angles)
 
     def view_at(self, first: int, tokens: int, places: Tensor) -> View:
-        """Packed tokens `first` to `first + tokens`, whole blocks, which stand at places int [tokens]."""
+        """Return the view of packed tokens `first` to `first + tokens` at positions int
+        [tokens].
+        """
         angles = None if self.rotary is None else self.rotary.at(places)
         return coding.view(self.codec, self.planes(first, tokens), self.head_dim, angles)
 
     def unpack_back(self, tokens: int, keep: int, place: int) -> None:
-        """Drop the `tokens` latest packed tokens, whole blocks; the first `keep` return to the tail, decoded. place: of
-        the first packed token."""
+        """Remove the `tokens` latest packed tokens, whole blocks. The first `keep` of them are
+        decoded and return to the tail.
+
+        place: position of the first packed token.
+        """
         if keep:
             latest = self.view(self.packed.tokens - tokens, tokens, place)
             self.tail.append(latest.decode()[:, :, :keep].to(self.dtype))
         self.packed.drop_back(tokens // self.packed.layout.block_tokens)
 
     def decoded(self, dtype: torch.dtype, place: int) -> Tensor:
-        """Sinks, packed tokens and tail as [B, H, n, D]. place: of the first packed token."""
+        """Return sinks, packed tokens and tail as [B, H, n, D].
+
+        place: position of the first packed token.
+        """
         pages = [self.view(first, tokens, place).decode().to(dtype) for first, tokens in extents([self])]
         return torch.cat([self.sinks.to(dtype), *pages, self.tail.data.to(dtype)], dim=2)
 
     def live_state(self) -> State:
-        """See `Stateful`; with what the codec has learnt."""
+        """Return the state with the codec's fitted tensors, see `Stateful`."""
         return super().live_state() | {"fitted": self.codec.fitted}
 
     def schema(self) -> dict[str, Check]:
-        """See `Stateful`."""
         B, H = self.sinks.shape[:2]
         learnt = record({n: of_spec(spec) for n, spec in self.codec.learns(B, H, self.head_dim).items()}, may_lack=True)
         return super().schema() | {"fitted": learnt}
@@ -198,10 +224,10 @@ class SideStore(Stateful):
         if fault := self.codec.learnt_fault(B, H, self.head_dim):
             refuse(f"{place}.fitted", fault)
         same = self.codec.layout(self.head_dim) == self.packed.layout
-        require(same, f"{place}.fitted", "is of codes of another length than the recipe's")
+        require(same, f"{place}.fitted", "gives codes of another length than the recipe")
 
     def to(self, device: torch.device | str) -> None:
-        """Move everything."""
+        """Move everything to a device."""
         self.packed.to(device)
         self.tail.to(device)
         self.sinks = self.sinks.to(device)
@@ -222,6 +248,9 @@ class SideStore(Stateful):
 
 
 def extents(sides: Sequence[SideStore]) -> list[tuple[int, int]]:
-    """First token and number of tokens of the pages that sides with the same tokens have in common."""
+    """Return first token and number of tokens of pages, cut where a page of any side ends.
+
+    The sides must have the same tokens.
+    """
     ends = sorted({0}.union(*(side.packed.ends for side in sides)))
     return [(first, last - first) for first, last in itertools.pairwise(ends)]

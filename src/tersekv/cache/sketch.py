@@ -1,9 +1,10 @@
-"""SubGen's Algorithm 1 (arXiv 2402.06082) as the cache of a layer: samples of values | clusters of keys | first tokens
-| exact tail.
+"""SubGen's Algorithm 1 (arXiv 2402.06082) as the cache of a layer.
 
-Every token that leaves the tail goes into two sketches, in blocks, with the distribution that one token after the other
-would give. `slots` of samples say which positions are in them; the pools hold each such token once, packed like any
-other, and lose it when no slot names it any more.
+It has four parts: samples of values | clusters of keys | attention sinks | exact tail.
+
+Every token that leaves the tail enters two sketches. Tokens enter in blocks, with the same
+distribution as one by one. The `slots` of a sketch hold the positions of samples. The pools hold
+each sampled token once, packed as usual, and remove it when no slot refers to it.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ from tersekv.layouts.exact import ExactView
 from tersekv.policies.subgen import SubGen
 
 BLOCK_TOKENS = 1024
-"""Tokens that enter the sketches at a time, and packed ones that are read at a time."""
+"""Number of tokens that enter the sketches, or are read from packed pages, at a time."""
 
 NORM = "norm"
 
 
 class Reservoir(NamedTuple):
-    """Samples of a stream by weight, each independent of the others.
+    """Independent samples of a stream, weighted.
 
-    Token by token, each of s slots is replaced with probability w/(μ + w), where w is the token's weight and μ that of
-    all before it; then a slot holds token i with probability w_i/Σw. Of a block with weight W, a slot ends with one of
-    its tokens with probability W/(μ + W), and with token i of them in proportion to w_i: the same, drawn at once.
+    Token by token, each of s slots is replaced with probability w/(μ + w). Here w is the token's
+    weight and μ the sum of all weights before it. A slot then holds token i with probability
+    w_i/Σw. A block with total weight W is drawn at once, with the same distribution. A slot gets
+    one of its tokens with probability W/(μ + W), token i in proportion to w_i.
 
-    slots int32 [B, H, s]: positions, sorted, −1 where nothing has come yet. weight float64 [B, H]: μ.
+    slots: int32 [B, H, s], positions, sorted, −1 before the first token.
+    weight: float64 [B, H], μ.
     """
 
     slots: Tensor
@@ -46,23 +49,27 @@ class Reservoir(NamedTuple):
 
     @staticmethod
     def empty(B: int, H: int, s: int, device: torch.device) -> Reservoir:
-        """Nothing seen."""
+        """Return a reservoir before any token."""
         slots = torch.full((B, H, s), -1, dtype=torch.int32, device=device)
         return Reservoir(slots, torch.zeros(B, H, dtype=torch.float64, device=device))
 
     @staticmethod
     def schema(B: int, H: int) -> Check:
-        """What a file may say of one, see `cache/schema.py`."""
+        """Return the check of a reservoir in a file, see `cache/schema.py`."""
         slots, weight = tensor(torch.int32, B, H, None, low=-1), tensor(torch.float64, B, H, low=0)
         return record({"slots": slots, "weight": weight})
 
     def check(self, below: int, place: str) -> None:
-        """Raise UserError unless slots name positions below a number, in order, at least one."""
+        """Raise UserError unless there are slots, sorted, with positions below `below`."""
         ordered = self.slots.shape[2] > 0 and bool((self.slots.diff(dim=-1) >= 0).all())
-        require(ordered and int(self.slots.max()) < below, f"{place}.slots", f"must rise, and be below {below}")
+        require(ordered and int(self.slots.max()) < below, f"{place}.slots", f"must ascend, and be below {below}")
 
     def extended(self, weights: Tensor, positions: Tensor, generator: torch.Generator) -> Reservoir:
-        """After a block: weights float64 [B, H, n] (0: never sampled), positions int32 [B, H, n]."""
+        """Return the reservoir after a block.
+
+        weights: float64 [B, H, n], 0 for tokens that are never sampled.
+        positions: int32 [B, H, n].
+        """
         cumulated = weights.cumsum(-1)
         added = cumulated[..., -1:]
         total = self.weight.unsqueeze(-1) + added
@@ -74,7 +81,7 @@ class Reservoir(NamedTuple):
 
 
 def counts(positions: Tensor, slots: Tensor) -> Tensor:
-    """How many of slots [B, H, s] (sorted) name each of positions [B, H, n], both int32."""
+    """Return how many of slots [B, H, s] (sorted) hold each of positions [B, H, n], both int32."""
     positions = positions.contiguous()
     return torch.searchsorted(slots, positions, right=True) - torch.searchsorted(slots, positions)
 
@@ -93,10 +100,10 @@ SKETCH = {
 
 
 def sketch_slots(store: SketchStore, place: str) -> None:
-    """Samples name tokens that have left the tail."""
+    """Check that samples refer to tokens that have left the tail."""
     first = store.num_tokens - store.tails[0].tokens
     sampled = store.pool.positions.shape[2] + store.centers.positions.shape[2]
-    require((store.reservoir is None) == (store.clusters is None), place, "has samples of values or of keys only")
+    require((store.reservoir is None) == (store.clusters is None), place, "has samples of only values or only keys")
     require(not sampled or store.reservoir is not None, place, "has sampled tokens without samples")
     require(store.first.packed_tokens == 0, f"{place}.pools.2", "packs tokens, and must keep all of them exact")
     if store.reservoir is not None and store.clusters is not None:
@@ -105,7 +112,7 @@ def sketch_slots(store: SketchStore, place: str) -> None:
 
 
 class SketchStore(EvictingStore):
-    """See the module."""
+    """Store of SubGen's streaming variant, see the module."""
 
     estimates = True
     STATE, RULES = SKETCH, (*EvictingStore.RULES, sketch_slots)
@@ -118,7 +125,7 @@ class SketchStore(EvictingStore):
         self.first = TokenPool((self.plan.keys, self.plan.values), (keys, values), self.dtype, None, self.rope)
         self.longest = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)
         self.draws = 0
-        self.reservoir: Reservoir | None = None  # of a size that the first prompt decides
+        self.reservoir: Reservoir | None = None  # its size depends on the first prompt
         self.clusters: Clusters | None = None
 
     def _new_pool(self, keys: Tensor, values: Tensor) -> TokenPool:
@@ -127,16 +134,16 @@ class SketchStore(EvictingStore):
 
     @property
     def pools(self) -> list[TokenPool]:
-        """All of them."""
+        """All pools of the store."""
         return [self.pool, self.centers, self.first]
 
     @property
     def longest_value(self) -> Tensor:
-        """The largest norm of a value so far, float32 [B, H]."""
+        """Largest norm of a value so far, float32 [B, H]."""
         return self.longest
 
     def exact_segments(self) -> list[ExactSegment]:
-        """First tokens and tail, those that hold tokens."""
+        """Return attention sinks and tail, without empty ones."""
         segments = []
         if self.first.positions.shape[2]:
             keys, values = (side.loose for side in self.first.sides)
@@ -147,7 +154,7 @@ class SketchStore(EvictingStore):
         return segments
 
     def weighted_segments(self) -> list[WeightedSegment]:
-        """Samples of values for the numerator, of clusters for the denominator."""
+        """Return samples of values for the numerator, and of clusters for the denominator."""
         if not self.centers.positions.shape[2]:
             return []
         samples = [WeightedSegment(v[0], v[1], at, weight, None) for v, at, weight in _parts(self.pool)]
@@ -164,7 +171,7 @@ class SketchStore(EvictingStore):
         return super()._add(new, votes)
 
     def _take(self, new: list[Tensor], votes: Tensor | None, leave: int, prompt: bool) -> None:
-        """See `EvictingStore`: first tokens stay exact, all others go through the sketches."""
+        """Keep sinks exact and add all other tokens to the sketches, see `EvictingStore`."""
         leaving, positions = self._leaving(new, leave)
         sinks = self._sinks(positions)
         if bool(sinks.any()):
@@ -178,7 +185,7 @@ class SketchStore(EvictingStore):
         self._weigh()
 
     def _size(self) -> None:
-        """Sizes of the sketches, by the first prompt."""
+        """Set the sizes of the sketches, which depend on the first prompt."""
         if self.reservoir is None:
             policy = self.subgen
             s, m = policy.sizes(int(self.budget.max()))
@@ -186,7 +193,7 @@ class SketchStore(EvictingStore):
             self.clusters = Clusters.empty(self.keys.loose, policy.slots, policy.delta, None if policy.delta else m)
 
     def _sketch(self, tokens: list[Tensor], positions: Tensor) -> None:
-        """A block [B, H, n, D] goes into samples and clusters; the pools follow."""
+        """Add a block [B, H, n, D] to samples and clusters, then update the pools."""
         assert self.reservoir is not None
         assert self.clusters is not None
         seed = (self.subgen.seed * 1009 + self.plan.layer << 24) + self.draws
@@ -212,7 +219,7 @@ class SketchStore(EvictingStore):
             pool.pack(pool.alive[:, :, pool.packed_tokens :], samples, positions, None)
 
     def _weigh(self) -> None:
-        """Log-weights of held tokens: count·μ/(s·‖v‖²) and Σ n/t."""
+        """Compute log-weights of held tokens: count·μ/(s·‖v‖²) and Σ n/t."""
         assert self.reservoir is not None
         assert self.clusters is not None
         slots, mu = self.reservoir
@@ -227,7 +234,7 @@ class SketchStore(EvictingStore):
         self.clusters = None if state["clusters"] is None else Clusters(**own(state["clusters"]))
 
     def footprint(self) -> Footprint:
-        """Bytes held, without tables."""
+        """Return the bytes held, without tables."""
         footprint = super().footprint()
         if self.reservoir is not None and self.clusters is not None:
             centers, *figures = self.clusters[:4]
@@ -241,8 +248,11 @@ Part = tuple[list[View], Tensor, Tensor]
 
 
 def _parts(pool: TokenPool) -> list[Part]:
-    """Views of each side, positions and log-weights, BLOCK_TOKENS packed tokens at a time, then the loose ones (none,
-    where all values are 0)."""
+    """Return views of each side, positions and log-weights in parts.
+
+    Packed tokens come BLOCK_TOKENS at a time, then the loose ones. There are no tokens if all
+    values are 0.
+    """
     P, t, weights = pool.packed_tokens, pool.flush_tokens, pool.fields[WEIGHT]
     step = max(1, BLOCK_TOKENS // t) * t
     parts: list[Part] = []
@@ -257,5 +267,5 @@ def _parts(pool: TokenPool) -> list[Part]:
 
 
 def _named(positions: Tensor, slots: Tensor) -> Tensor:
-    """Which of positions [B, H, n] stand in their head's slots [B, H, s]."""
+    """Return the mask of positions [B, H, n] that are in their head's slots [B, H, s]."""
     return counts(positions, slots.sort(dim=-1).values) > 0

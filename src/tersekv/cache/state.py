@@ -1,8 +1,9 @@
-"""What a store holds, as data: named tensors and JSON values in dictionaries, from which an equal store is made again.
+"""Save and restore stores as dictionaries of tensors and JSON values.
 
-Every class of a store gives it in `state()` and takes it back in `restore()`, on an object that was made with the same
-arguments and holds nothing. For most it is a list of attributes. A state may come from a file that somebody has forged,
-so `restore` checks every value by the class's STATE before it is used, and then its RULES.
+Every class of a store writes its content with `state()` and reads it back with `restore()`.
+`restore` is called on an empty object made with the same arguments. For most classes the state is a
+list of attributes. A state may come from a forged file. `restore` therefore checks every value
+against the class's STATE before using it, and then applies its RULES.
 """
 
 from __future__ import annotations
@@ -22,28 +23,35 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 State = dict[str, Any]
-"""By name: tensors, JSON values, and dictionaries and lists of these."""
+"""Tensors and JSON values by name, and dictionaries and lists of these."""
 
 Spec = Mapping[str, Callable[[Any], Check]]
-"""Attributes by name, with what each may be."""
+"""Attribute name -> function that returns the check of the attribute's value."""
 
 Rules = tuple[Callable[[Any, str], None], ...]
-"""What raises a UserError about an object that contradicts itself; the text is its place in the whole state."""
+"""Functions that raise UserError if an object contradicts itself.
+
+The text is its path in the state.
+"""
 
 TENSOR = "tensor"
-"""The only key of an entry that stands for a tensor."""
+"""Only key of an entry that represents a tensor."""
 
 
 RENAMED = {"seen": "num_tokens", "dropped": "num_evicted", "waits": "deferred"}
-"""Names of values in files that earlier versions wrote, and their names now."""
+"""Old name of a value, in files of earlier versions -> its name now."""
 
 
 class Stateful:
-    """STATE: attributes that hold tensors or JSON values (or dictionaries, lists or named tuples of these), and what
-    each may be, asked of an object that holds nothing. RULES: what they must have in common, asked of one that was
-    restored. PARTS:
-    attributes that hold a Stateful, a sequence of them, or None. MADE: attributes that are made of the others when they
-    are asked for, and None before; they may hold addresses, so copies begin with None."""
+    """An object whose content can be saved, restored and copied.
+
+    STATE: attributes with tensors or JSON values (or dictionaries, lists or named tuples of these),
+    and their checks. Checks are built for an object that holds nothing.
+    RULES: conditions between attributes, checked after a restore.
+    PARTS: attributes that hold a Stateful, a sequence of them, or None.
+    MADE: attributes computed on demand from the others, None before. They may hold addresses, so
+    copies start with None.
+    """
 
     STATE: ClassVar[Spec] = {}
     RULES: ClassVar[Rules] = ()
@@ -51,36 +59,44 @@ class Stateful:
     MADE: ClassVar[tuple[str, ...]] = ()
 
     def state(self) -> State:
-        """A copy of everything that the future depends on, but for the arguments it was made with. It is a copy because
-        sending a tensor to another process moves its memory, also under other tensors that share it."""
+        """Return a copy of everything that future results depend on, except the constructor's
+        arguments.
+
+        Tensors are copied, because sending a tensor to another process moves its memory, which
+        other tensors may share.
+        """
         return own(self.live_state())
 
     def live_state(self) -> State:
-        """The same without copying: tensors may be views of those that are held."""
+        """Return the same as `state` without copies: tensors may be views of those held."""
         figures = {name: _as_data(getattr(self, name)) for name in self.STATE}
         return figures | {name: [part.live_state() for part in self._parts(name)] for name in self.PARTS}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Attributes for a pickle, with copies of tensors, see `state`."""
+        """Return the attributes for a pickle, with copies of tensors, see `state`."""
         return {name: None if name in self.MADE else _own_tensors(held) for name, held in vars(self).items()}
 
     @plain
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy that shares nothing."""
+        """Return a copy that shares nothing with the original."""
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
         for name, held in vars(self).items():
             setattr(copied, name, None if name in self.MADE else copy.deepcopy(held, memo))
         return copied
 
     def schema(self) -> dict[str, Check]:
-        """What each value of a state may be, but for those of the parts."""
+        """Return the checks of a state's values, except those of the parts."""
         return {name: wanted(self) for name, wanted in self.STATE.items()}
 
     def restore(self, state: State, place: str = "state") -> None:
-        """Hold what `state()` gave; tensors are copied unless it says otherwise. place: where errors say it is.
+        """Restore the content that `state()` returned. Tensors are copied unless a subclass says
+        otherwise.
+
+        place: path of this object in the whole state, for error messages.
 
         Raises:
-            UserError: a value that no state of this object has, or values that contradict each other.
+            UserError: a value is not valid in a state of this object, or values contradict each
+                other.
         """
         parts = {name: each(anything, len(self._parts(name))) for name in self.PARTS}
         state = {RENAMED.get(name, name): value for name, value in state.items()}
@@ -94,7 +110,7 @@ class Stateful:
             rule(self, place)
 
     def _hold(self, state: State, place: str) -> None:
-        """Take the values that were checked, each by itself."""
+        """Set the attributes to values that were checked individually."""
         for name in self.STATE:
             setattr(self, name, own(state[name]))
 
@@ -112,12 +128,12 @@ def _as_data(value: Any) -> Any:
 
 
 def own(value: Any) -> Any:
-    """A copy, tensors included."""
+    """Return a copy, tensors included."""
     return value.clone() if isinstance(value, Tensor) else _mapped(value, own)
 
 
 def _own_tensors(value: Any) -> Any:
-    """An attribute with copies of the tensors in it; objects with a `__getstate__` of their own stay."""
+    """Copy the tensors in an attribute. Objects with a `__getstate__` of their own are kept."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, Codec):
@@ -131,7 +147,11 @@ def _own_tensors(value: Any) -> Any:
 
 
 def split(state: State) -> tuple[State, dict[str, Tensor]]:
-    """The state with `{"tensor": name}` in place of each tensor, and the tensors by name: their places in the state."""
+    """Replace each tensor of a state by `{"tensor": name}`. Return this state and the tensors by
+    name.
+
+    A tensor's name is its path in the state.
+    """
     tensors: dict[str, Tensor] = {}
 
     def place(value: Any, name: str) -> Any:
@@ -148,10 +168,10 @@ def split(state: State) -> tuple[State, dict[str, Tensor]]:
 
 
 def joined(state: Any, tensors: dict[str, Tensor]) -> State:
-    """Inverse of `split`.
+    """Invert `split`.
 
     Raises:
-        UserError: a tensor that is missing, or that nothing or something else in the state names.
+        UserError: a tensor is missing, is named nowhere, or is named at the wrong path.
     """
     left = dict(tensors)
 
@@ -167,14 +187,14 @@ def joined(state: Any, tensors: dict[str, Tensor]) -> State:
         return [found(held, f"{place}.{i}") for i, held in enumerate(value)] if isinstance(value, list) else value
 
     whole = found(state, "")
-    require(isinstance(whole, dict), "the state", "must have entries by name")
+    require(isinstance(whole, dict), "the state", "must be a dictionary")
     if left:
         refuse(next(iter(left)), "is a tensor that the state does not name")
     return whole
 
 
 def _mapped(value: Any, fn: Any) -> Any:
-    """fn of what a dictionary, list or tuple holds; anything else as it is."""
+    """Apply fn to the items of a dictionary, list or tuple. Return anything else unchanged."""
     if isinstance(value, dict):
         return {key: fn(held) for key, held in value.items()}
     return [fn(held) for held in value] if isinstance(value, (list, tuple)) else value

@@ -1,4 +1,4 @@
-"""The exact tail of a side: the latest tokens, as floats."""
+"""The recent window of one side: its latest tokens, as floats. The code calls it the tail."""
 
 from __future__ import annotations
 
@@ -11,25 +11,34 @@ from tersekv.cache.state import State, Stateful
 
 
 def tail_capacity(tokens: int, usual: int) -> int:
-    """Tokens allocated for a tail of `tokens` that will usually grow to `usual`: doubling for short ones."""
+    """Return the number of tokens to allocate for `tokens` that usually grow to `usual`.
+
+    Short tails double.
+    """
     return max(tokens, min(usual, max(16, 2 * tokens)))
 
 
 def capacity_after_drop(tokens: int, capacity: int, usual: int) -> int:
-    """Tokens allocated once old ones have left: memory beyond the usual is given back."""
+    """Return the number of tokens allocated after old ones left.
+
+    Capacity beyond `usual` is freed.
+    """
     return tail_capacity(tokens, usual) if capacity > usual >= tokens else capacity
 
 
 def first_tokens(old: Tensor, new: Tensor, n: int) -> Tensor:
-    """The first n tokens of old and new [B, H, ·, D]."""
+    """Return the first n tokens of old and new, concatenated, [B, H, ·, D]."""
     if old.shape[2] == 0:
         return new[:, :, :n]
     return torch.cat([old[:, :, :n], new[:, :, : max(0, n - old.shape[2])]], dim=2)
 
 
 class TailBuffer(Stateful):
-    """Exact tokens [B, H, capacity, D], appended at the end and taken from the front; `usual`: most tokens it will hold
-    but for a rollback, which a policy may change up to `most_usual`."""
+    """Exact tokens [B, H, capacity, D], appended at the end and removed at the front.
+
+    usual: maximum number of tokens, except after a rollback. A policy may change it, up to
+        `most_usual`.
+    """
 
     def __init__(
         self,
@@ -47,11 +56,11 @@ class TailBuffer(Stateful):
 
     @property
     def data(self) -> Tensor:
-        """The tokens in use, a view."""
+        """Tokens in use, a view."""
         return self._data[:, :, : self.tokens]
 
     def append(self, x: Tensor) -> None:
-        """Add tokens [B, H, n, D]."""
+        """Append tokens [B, H, n, D]."""
         n = x.shape[2]
         if n == 0:
             return
@@ -64,7 +73,10 @@ class TailBuffer(Stateful):
         self.tokens += n
 
     def drop_front(self, n: int) -> None:
-        """Forget the n oldest tokens; the rest moves to the front, and memory beyond the usual is given back."""
+        """Remove the n oldest tokens and move the rest to the front.
+
+        Capacity beyond `usual` is freed.
+        """
         if n == 0:
             return
         left = self.data[:, :, n:].clone()
@@ -75,21 +87,19 @@ class TailBuffer(Stateful):
         self._data[:, :, : self.tokens] = left
 
     def drop_back(self, n: int) -> None:
-        """Forget the n latest tokens."""
+        """Remove the n latest tokens."""
         self.tokens -= n
 
     def live_state(self) -> State:
-        """See `Stateful`."""
         return {"data": self.data, "allocated": self._data.shape[2], "usual": self.usual}
 
     def schema(self) -> dict[str, Check]:
-        """See `Stateful`."""
         B, H, _, D = self._data.shape
         data = tensor(self._data.dtype, B, H, None, D)
         return {"data": data, "allocated": whole(), "usual": whole(0, self.most_usual)}
 
     def _hold(self, state: State, place: str) -> None:
-        """Room that no append would have made is not made here either."""
+        """Restore the tokens, with no more capacity than appends could have allocated."""
         data = state["data"]
         self.tokens, self.usual = data.shape[2], state["usual"]
         capacity = max(self.tokens, min(state["allocated"], self.most_usual))
@@ -97,7 +107,7 @@ class TailBuffer(Stateful):
         self._data[:, :, : self.tokens] = data
 
     def to(self, device: torch.device | str) -> None:
-        """Move the buffer."""
+        """Move the buffer to a device."""
         self._data = self._data.to(device)
 
     def select(self, rows: Tensor) -> None:
@@ -105,7 +115,7 @@ class TailBuffer(Stateful):
         self._data = self._data.index_select(0, rows)
 
     def count(self, footprint: Footprint) -> None:
-        """Add the bytes allocated to `footprint`."""
+        """Add the allocated bytes to `footprint`."""
         allocated = self._data.numel() * self._data.element_size()
         used = allocated * self.tokens // self._data.shape[2] if self._data.shape[2] else 0
         footprint.parts["exact window"] += used

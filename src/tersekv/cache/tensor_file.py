@@ -1,12 +1,13 @@
-"""Tensors in a safetensors file that knows its own damage: a SHA-256 of the header, a CRC-32 of every tensor.
+"""Safetensors files with checksums: a SHA-256 of the header and a CRC-32 of every tensor.
 
     8 bytes     length of the header, little-endian
-    header      JSON: {"__metadata__": {"tersekv.sha256": …, "tersekv.cache": …}, tensor: {…}, …}, filled up with spaces
-                to a multiple of 64 bytes
-    tensors     one after the other, without gaps, those with wide elements first
+    header      JSON: {"__metadata__": {"tersekv.sha256": …, "tersekv.cache": …}, tensor: {…}, …},
+                padded with spaces to a multiple of 64 bytes
+    tensors     consecutive, without gaps, those with wide elements first
 
-The digest is that of length and header with zeros in its own place. `tersekv.cache` is JSON: the format's number, the
-CRC of each tensor, and what else the writer says. Any safetensors reader reads the tensors.
+The SHA-256 covers length and header, with zeros in place of the digest. `tersekv.cache` is JSON
+with the format's number, the CRC of each tensor, and the writer's own entries. Any safetensors
+reader can read the tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FORMAT = 1
 DIGEST, ENTRY = "tersekv.sha256", "tersekv.cache"
 NO_DIGEST = "0" * 64
 ALIGNED = 64
-AGAIN = "make it again"
+AGAIN = "create it again"
 GIVE = "give what `cache.save` or `tersekv prompt-cache build` wrote"
 MOST_AXES, MOST_BYTES = 16, 2**62
 
@@ -45,12 +46,15 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 HELD = record({"tokens": whole(1), "bytes": whole(1, 2**63), "ratio_bf16": number}, open_ended=True)
-"""What a cache's file says of what it holds."""
+"""Check of a cache file's entry about the cache's content."""
 
 
 class TensorFile(NamedTuple):
-    """What a file says, its tensors by name, which lie in the file's own pages of memory until they are written to
-    (the file itself never is), and its size in bytes."""
+    """Metadata of a file, its tensors by name, and its size in bytes.
+
+    The tensors use the memory-mapped file until they are written to. The file itself is never
+    changed.
+    """
 
     said: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -58,7 +62,7 @@ class TensorFile(NamedTuple):
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], said: Mapping[str, Any]) -> None:
-    """Write tensors and what is to be said of them (JSON), whole or not at all; equal arguments give equal bytes.
+    """Write tensors and metadata (JSON) atomically. Equal arguments give equal bytes.
 
     Raises:
         UserError: the file cannot be written.
@@ -83,10 +87,10 @@ def write(path: Path, tensors: Mapping[str, Tensor], said: Mapping[str, Any]) ->
 
 
 def read(path: Path) -> TensorFile:
-    """Map a file into memory and check every byte of it.
+    """Map a file into memory and check all its bytes.
 
     Raises:
-        UserError: no such file, another kind or format of file, or one that is cut off or damaged.
+        UserError: the file is missing, has another format, is cut off or is damaged.
     """
     with _opened(path) as file:
         size = _size(file)
@@ -108,10 +112,10 @@ def read(path: Path) -> TensorFile:
 
 
 def read_said(path: Path) -> tuple[dict[str, Any], int]:
-    """What a cache's file says of itself and its size in bytes; only the header is read and checked.
+    """Return a cache file's metadata and size in bytes. Only the header is read and checked.
 
     Raises:
-        UserError: no such file, one that is damaged in its header, or that holds no cache.
+        UserError: the file is missing, its header is damaged, or it holds no cache.
     """
     with _opened(path) as file:
         size = _size(file)
@@ -124,7 +128,7 @@ def read_said(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def check_said(path: Path, said: dict[str, Any], size: int) -> None:
-    """Raise UserError unless a file of so many bytes says all that a cache's file says."""
+    """Raise UserError unless the metadata of a file of this size are those of a cache file."""
     if "state" not in said:
         raise UserError(f"{path} holds tensors, but no cache; give what `cache.save` or `tersekv prompt-cache` wrote")
     texts = dict.fromkeys(("tersekv", "recipe", "model_type", "architecture", "model"), schema_text)
@@ -132,7 +136,7 @@ def check_said(path: Path, said: dict[str, Any], size: int) -> None:
     try:
         record({**entries, "state": anything}, open_ended=True)(said, "")
     except UserError as error:
-        raise UserError(f"{path} does not say what a cache's file says: {error}; {AGAIN}") from error
+        raise UserError(f"{path} lacks the metadata of a cache file: {error}; {AGAIN}") from error
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -149,34 +153,34 @@ def _size(file: BinaryIO) -> int:
 
 
 def _header(path: Path, view: memoryview, size: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Where the tensors begin, their entries, and what is said of them."""
+    """Return the start of the tensors, their entries, and the metadata."""
     if size < 8:
-        raise UserError(f"{path} has {size} bytes, which is no cache or the beginning of one; {AGAIN}")
+        raise UserError(f"{path} has {size} bytes, so it is not a cache or is cut off; {AGAIN}")
     start = 8 + struct.unpack("<Q", view[:8])[0]
     if start > size:
-        raise UserError(f"{path} is cut off or no cache: its {size:,} bytes end within its header; {AGAIN}")
+        raise UserError(f"{path} is cut off or is not a cache: its {size:,} bytes end within its header; {AGAIN}")
     head = bytes(view[:start])
     written = _digest(head)
     if written is None:
-        raise UserError(f"{path} is no cache, or its header is damaged; {GIVE}")
+        raise UserError(f"{path} is not a cache, or its header is damaged; {GIVE}")
     if hashlib.sha256(head.replace(written, NO_DIGEST.encode(), 1)).hexdigest().encode() != written:
         raise UserError(f"{path} is damaged: its header is not the one that was written; {AGAIN}")
     try:
         header, said = _parsed(head[8:])
         end = start + _checked(header, said["crc32"])
     except UserError as error:
-        raise UserError(f"{path} has a header that is not one of a cache: {error}; {AGAIN}") from error
+        raise UserError(f"{path} does not have the header of a cache: {error}; {AGAIN}") from error
     if end != size:
-        what = "is cut off" if size < end else "has something behind its end"
+        what = "is cut off" if size < end else "has data after its end"
         raise UserError(f"{path} {what}: {size:,} bytes instead of {end:,}; {AGAIN}")
     return start, header, said
 
 
 def _parsed(text: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors' entries, and what is said of them.
+    """Return the tensors' entries and the metadata.
 
     Raises:
-        UserError: they are no JSON of that form.
+        UserError: the text is not JSON of that form.
     """
     try:
         header = json.loads(text)
@@ -185,7 +189,7 @@ def _parsed(text: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError("it is no JSON") from error
+        raise UserError("it is not JSON") from error
     record({"format": anything, "crc32": anything}, open_ended=True)(said, "")
     if said["format"] != FORMAT:
         raise UserError(f"it has format {shortened(said['format'])}; this version reads format {FORMAT}")
@@ -193,10 +197,10 @@ def _parsed(text: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _checked(header: dict[str, Any], crcs: Any) -> int:
-    """Where the tensors of a header end, which stand one after the other.
+    """Return the end of a header's tensors, which must be consecutive.
 
     Raises:
-        UserError: entries that are none, or not of tensors that `write` could have written.
+        UserError: an entry is not one that `write` could have written.
     """
     record(dict.fromkeys(header, schema_text))(crcs, "crc32")
     end = 0
@@ -205,22 +209,22 @@ def _checked(header: dict[str, Any], crcs: Any) -> int:
         shape = each(whole())
         record({"dtype": one_of(*DTYPES), "shape": shape, "data_offsets": offsets})(entry, name)
         size, axes = DTYPES[entry["dtype"]].itemsize, [max(1, n) for n in entry["shape"]]
-        require(len(axes) <= MOST_AXES and math.prod(axes) <= MOST_BYTES, name, "has a shape that no tensor has")
+        require(len(axes) <= MOST_AXES and math.prod(axes) <= MOST_BYTES, name, "has a shape that is not allowed")
         begin, stop = entry["data_offsets"]
-        require(begin == end and begin % size == 0, name, f"begins at {begin}, and must at {end}")
+        require(begin == end and begin % size == 0, name, f"begins at {begin}, and must begin at {end}")
         end += math.prod(entry["shape"]) * size
-        require(stop == end, name, f"ends at {stop}, and must at {end}")
+        require(stop == end, name, f"ends at {stop}, and must end at {end}")
     return end
 
 
 def _digest(head: bytes) -> bytes | None:
-    """The digest that stands at the beginning of a header."""
+    """Return the digest at the beginning of a header."""
     before = b'{"__metadata__":{"' + DIGEST.encode() + b'":"'
     digest = head[8 + len(before) :][: len(NO_DIGEST)]
     return digest if head[8:].startswith(before) and len(digest) == len(NO_DIGEST) else None
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The elements as they lie in a file."""
+    """Return the elements as stored in a file."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

@@ -1,4 +1,4 @@
-"""Methods, one per file: the file's name is its registration."""
+"""Coding methods. Each file registers one method by its name."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ registered: dict[str, Method] = {}
 
 @functools.lru_cache(maxsize=1)
 def methods() -> dict[str, Method]:
-    """Every method in this folder, and every registered one, by name, sorted."""
+    """Return the methods of this folder and the registered ones by name, sorted."""
     found = {name: module.METHOD for name, module in modules(__name__, __path__).items()}
     return dict(sorted((found | registered).items()))

@@ -1,4 +1,4 @@
-"""What a codec is: a frozen, self-validating dataclass with four verbs, `fit`, `encode`, `decode`, `true_bits`.
+"""Base class of codecs: frozen dataclasses with `fit`, `encode`, `decode` and `true_bits`.
 
 Shapes: B batch, H key-value heads, N blocks, t tokens per block, T = N·t, D head dim.
 """
@@ -26,16 +26,20 @@ if TYPE_CHECKING:
 FitsOn = Literal["prompt", "corpus"]
 
 USUAL_KV_HEADS = 8
-"""Key-value heads of a layer over which `true_bits` spreads what a token or layer holds once for all heads."""
+"""KV heads that `true_bits` assumes for data stored once for all heads of a token or layer."""
 
 TABLE_LENGTH_TOKENS = 4096
-"""Length over which `true_bits` spreads what is held once per sequence."""
+"""Sequence length that `true_bits` assumes for data stored once per sequence."""
 
 
 class TableBytes(NamedTuple):
-    """Bytes held beside the planes. shared: by table, once per cache however many layers and codecs use the table;
-    per_head: for each sequence, layer and KV head; per_layer: for each sequence and layer. of_sequence: false where
-    these are fitted on a corpus and serve all sequences."""
+    """Bytes held next to the packed tensors.
+
+    shared: bytes by table, counted once per cache for all layers and codecs that use the table.
+    per_head: bytes per sequence, layer and KV head.
+    per_layer: bytes per sequence and layer.
+    of_sequence: False if the last two are fitted on a corpus and serve all sequences.
+    """
 
     shared: dict[str, int] = {}  # noqa: RUF012 (a NamedTuple's default, never written)
     per_head: int = 0
@@ -43,15 +47,23 @@ class TableBytes(NamedTuple):
     of_sequence: bool = True
 
     def of_layer(self, heads: int, batch: int) -> int:
-        """Bytes of one layer, without shared ones."""
+        """Return the bytes of one layer, without shared tables."""
         return (self.per_head * heads + self.per_layer) * (batch if self.of_sequence else 1)
 
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """A method for one side (keys or values). Fields are its options; `side` and `fitted` are set by the library.
-    pre_rope: keys come without RoPE, which is put back as they are read; a recipe may set it for any method. per_head:
-    nothing is held for all heads of a token together, since each head may keep other tokens."""
+    """A coding method for one side (keys or values). Fields are its options.
+
+    The library sets the keyword-only fields:
+
+    side: "keys" or "values".
+    pre_rope: keys are coded before RoPE, which is applied when they are read. A recipe may set it
+        for any method.
+    per_head: store nothing jointly for all heads of a token, because each head may keep other
+        tokens.
+    fitted: tensors that `fit` has computed.
+    """
 
     side: Side = field(default="keys", kw_only=True)
     pre_rope: bool = field(default=False, kw_only=True)
@@ -60,117 +72,146 @@ class Codec(ABC):
 
     @property
     def fits_on(self) -> FitsOn | None:
-        """What `fit` must have seen before `encode`: nothing, the prompt's own vectors, or a corpus."""
+        """Data that `fit` needs before `encode`: the "prompt", a "corpus", or None."""
         return None
 
     @property
     def needs_fit(self) -> FitsOn | None:
-        """What it has yet to see."""
+        """Data that `fit` still needs: "prompt", "corpus" or None."""
         return None if self.fitted else self.fits_on
 
     @property
     def fit_spans_heads(self) -> bool:
-        """Whether what `fit` learns from a prompt hangs on all heads of a layer together."""
+        """True if fitting one head on a prompt needs data of the layer's other heads."""
         return False
 
     @property
     def encode_spans_heads(self) -> bool:
-        """Whether what `encode` makes of a head hangs on the others."""
+        """True if encoding one head needs data of the other heads."""
         return False
 
     def of_heads(self, first: int, count: int) -> Self:
-        """The codec for some of the heads that it was fitted on."""
+        """Return the codec for some of the heads that it was fitted on."""
         return self
 
     def learns(self, B: int, H: int, head_dim: int) -> dict[str, TensorSpec]:
-        """The tensors that `fitted` may hold for a batch of B rows, in their order. A file may claim anything of
-        them."""
+        """Return the allowed tensors of `fitted`, in order, for a batch of B rows.
+
+        Files are checked against this, because their content cannot be trusted.
+        """
         return {}
 
     def learnt_fault(self, B: int, H: int, head_dim: int) -> str | None:
-        """Describe a fault of `fitted` as the end of a sentence, or return None. Each tensor has been checked against
-        `learns` before; this checks what they must have in common."""
+        """Describe a fault of `fitted` as the end of a sentence, or return None.
+
+        Each tensor was checked against `learns` before. This method checks that the tensors fit
+        together.
+        """
         missing = [name for name in self.learns(B, H, head_dim) if name not in self.fitted]
         return f"lacks {', '.join(missing)}" if missing and self.needs_fit is None else None
 
     def fit(self, x: Tensor) -> Self:
-        """A codec that has learnt what it needs from x float32 [B, H, T, D]; itself where it needs nothing."""
+        """Return the codec fitted on x float32 [B, H, T, D], or itself if it needs no data."""
         return self
 
     def fit_corpus(self, x: Tensor, gradient: Tensor) -> Self:
-        """A codec that has learnt from a corpus x float32 [1, H, T, D]; what the prompt is to say stays open. gradient:
-        of the loss with respect to x, of its shape."""
+        """Return the codec calibrated on a corpus x float32 [1, H, T, D].
+
+        Tensors that depend on the prompt stay unfitted.
+
+        gradient: of the loss with respect to x, with the shape of x.
+        """
         return self.fit(x)
 
     @classmethod
     def share_across_layers(cls, codecs: Sequence[Codec]) -> list[Codec]:
-        """What a corpus' codecs of this method agree on over all layers and sides, once each has learnt its own."""
+        """Share fitted data over all layers and sides, after each codec was calibrated."""
         return list(codecs)
 
     @property
     def centred(self) -> bool:
-        """Keys come after RoPE, without the constant part that they had before it: `fitted["mean"]`, [1 or B, H, D]."""
+        """True if keys are coded after RoPE with their mean before RoPE removed.
+
+        The mean is `fitted["mean"]`, [1 or B, H, D].
+        """
         return False
 
     @property
     def needs_rope(self) -> bool:
-        """Whether the store must know the keys' RoPE."""
+        """True if the store must know the keys' RoPE."""
         return self.pre_rope or self.centred
 
     def with_mean(self, x: Tensor) -> Self:
-        """A centred codec that knows the constant part of keys x float32 [B, H, T, D] before RoPE."""
+        """Return a centred codec with the mean of keys x float32 [B, H, T, D] before RoPE."""
         return dataclasses.replace(self, fitted=self.fitted | {"mean": x.mean(2).to(torch.float16)})
 
     @abstractmethod
     def layout(self, head_dim: int) -> Layout:
-        """Packed tensors per block; raises UserError where the options do not fit the head dim."""
+        """Return the packed tensors per block.
+
+        Raises:
+            UserError: the options do not fit the head dim.
+        """
 
     @abstractmethod
     def encode(self, x: Tensor) -> PackedTensors:
-        """x float32 [B, H, N·t, D] to planes [B, H, N, ...], whole blocks only."""
+        """Encode x float32 [B, H, N·t, D] as packed tensors [B, H, N, ...], whole blocks only."""
 
     @abstractmethod
     def view(self, planes: PackedTensors, head_dim: int) -> View:
-        """The planes as attention reads them."""
+        """Return the packed tensors as a view that attention reads."""
 
     def decode(self, planes: PackedTensors, head_dim: int) -> Tensor:
-        """x̂ float32 [B, H, N·t, D]: the vector whose inner product with a query is the method's estimate."""
+        """Return x̂ float32 [B, H, N·t, D], whose inner product with a query is the method's
+        estimate.
+        """
         return self.view(planes, head_dim).decode()
 
     def table_bytes(self, head_dim: int) -> TableBytes:
-        """Bytes of tables that decoding needs beside the planes."""
+        """Return the bytes of tables that decoding needs next to the packed tensors."""
         return TableBytes()
 
     def tables(self, head_dim: int) -> list[Tensor]:
-        """The tensors behind `table_bytes`; shared ones are the same object for every layer."""
+        """Return the tensors counted by `table_bytes`.
+
+        Shared ones are the same object for every layer.
+        """
         return list(self.fitted.values())
 
     def true_bits(self, head_dim: int, length_tokens: int = TABLE_LENGTH_TOKENS, heads: int = USUAL_KV_HEADS) -> float:
-        """Stored bits per element of a layer with `heads` key-value heads, with scales, norms and indices, and with
-        tables of the sequence spread over `length_tokens`."""
+        """Return the stored bits per element of a layer with `heads` KV heads.
+
+        Scales, norms and indices are included. Tables of the sequence are divided by
+        `length_tokens`.
+        """
         tables = self.table_bytes(head_dim)
         spread = (tables.per_head + tables.per_layer / heads) * 8 / (length_tokens * head_dim)
         return self.layout(head_dim).bits(head_dim, heads) + spread
 
     def select(self, rows: Tensor) -> Self:
-        """The codec for the batch rows `rows` (int64), after beams were reordered or a batch was cut."""
+        """Return the codec for batch rows `rows` (int64), for example after beams were
+        reordered.
+        """
         if not self.fitted:
             return self
         return dataclasses.replace(self, fitted={k: v.index_select(0, rows) for k, v in self.fitted.items()})
 
     def to(self, device: Any) -> Self:
-        """The codec with its fitted tensors on `device`."""
+        """Return the codec with its fitted tensors on `device`."""
         if not self.fitted:
             return self
         return dataclasses.replace(self, fitted={k: v.to(device) for k, v in self.fitted.items()})
 
     def options(self) -> dict[str, Any]:
-        """The options by name, as in a recipe."""
+        """Return the options by name, as in a recipe."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.kw_only}
 
 
 class Pair(NamedTuple):
-    """What a method's name stands for: a codec for keys, one for values, and others in the first layers."""
+    """Codecs that a method's name builds: for keys, for values, and for the first layers.
+
+    initial: codecs of the `initial_layers` first layers, if they differ.
+    """
 
     keys: Codec
     values: Codec
@@ -178,19 +219,23 @@ class Pair(NamedTuple):
     initial: tuple[Codec, Codec] | None = None
 
     def at(self, layer: int) -> tuple[Codec, Codec]:
-        """The codecs of one layer."""
+        """Return the codecs of the keys and values of one layer."""
         return self.initial if self.initial is not None and layer < self.initial_layers else (self.keys, self.values)
 
     def with_pre_rope(self, pre_rope: bool) -> Pair:
-        """Keys coded before RoPE, or after it."""
+        """Return the pair with keys coded before RoPE (True) or after it (False)."""
         initial = self.initial and (dataclasses.replace(self.initial[0], pre_rope=pre_rope), self.initial[1])
         return self._replace(keys=dataclasses.replace(self.keys, pre_rope=pre_rope), initial=initial)
 
 
 @dataclass(frozen=True)
 class Method:
-    """A file of `codecs/`: its `METHOD` says what the file's name builds. variants: option sets beside the defaults
-    that take another way through the method; conformance tests run them, too."""
+    """Registration of a method: the constant `METHOD` of a file in `codecs/`, named by the file.
+
+    build: function that makes the codecs.
+    variants: option sets that use other code paths than the defaults. Conformance tests run them
+        too.
+    """
 
     title: str
     paper: str
@@ -199,12 +244,12 @@ class Method:
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """The options that `build` takes."""
+        """Return the options that `build` takes."""
         return dict(inspect.signature(self.build).parameters)
 
 
 def for_both_sides(codec: type[Codec]) -> Callable[..., Pair]:
-    """A `build` that uses one codec class with equal options for keys and values."""
+    """Return a `build` that uses one codec class with equal options for keys and values."""
 
     def build(**options: Any) -> Pair:
         return Pair(codec(**options), codec(**options, side="values"))
@@ -223,7 +268,7 @@ def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 
 def check_choices(codec: Codec) -> None:
-    """Raise UserError unless each option whose type is a Literal has one of its values."""
+    """Raise UserError unless every option with a Literal type has one of its values."""
     for name, allowed in _choices(type(codec)).items():
         check_choice(name, getattr(codec, name), allowed)
 

@@ -1,4 +1,4 @@
-"""No compression: tokens in 16- or 32-bit floats, in the same store; for skipped layers and as the baseline."""
+"""No quantisation: 16- or 32-bit floats, for exempted layers and as a baseline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tersekv.layouts.exact import DTYPES, ExactView, exact_layout
 
 @dataclass(frozen=True)
 class Exact(Codec):
-    """dtype: bf16, fp16 or fp32."""
+    """Store unquantised floats. dtype: bf16, fp16 or fp32."""
 
     dtype: Literal["bf16", "fp16", "fp32"] = "fp16"
 
@@ -22,15 +22,15 @@ class Exact(Codec):
         check_choice("dtype", self.dtype, tuple(DTYPES))
 
     def layout(self, head_dim: int) -> Layout:
-        """The one plane."""
+        """Return the layout with one tensor."""
         return exact_layout(head_dim, DTYPES[self.dtype])
 
     def encode(self, x: Tensor) -> PackedTensors:
-        """x float32 [B, H, N·t, D] to planes."""
+        """Convert x float32 [B, H, N·t, D] to the dtype."""
         return {"x": x.to(DTYPES[self.dtype]).unflatten(2, (-1, self.layout(x.shape[-1]).block_tokens))}
 
     def view(self, planes: PackedTensors, head_dim: int) -> ExactView:
-        """The floats."""
+        """Return the view of the floats."""
         return ExactView(planes)
 
 

@@ -1,4 +1,4 @@
-"""4-bit integers per token in groups of 64 channels, keys and values: FlexGen's cache (arXiv 2303.06865, §4)."""
+"""4-bit integers per token in groups of 64 channels (FlexGen, arXiv 2303.06865, §4)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tersekv.codecs.uniform import Uniform
 
 
 def build(group: int = 64) -> Pair:
-    """group: channels per range (64 in FlexGen, 128 in Atom)."""
+    """Build the codecs. group: channels per scale (64 in FlexGen, 128 in Atom)."""
     return Pair(Uniform(4, "token", group), Uniform(4, "token", group, side="values"))
 
 

@@ -1,8 +1,9 @@
-"""KIVI (arXiv 2402.02750): keys per channel in groups of 32 tokens, values per token in groups of 32 channels.
+"""KIVI (arXiv 2402.02750): keys per channel in groups of 32 tokens, values per token in groups of
+32 channels.
 
-Ours keeps sinks exact and flushes whole blocks, so that between 128 and 159 of the latest tokens are exact; the
-authors' code quantises 128 keys at once when the residual of 128 is full, and slides values one by one (§3.3). True
-bits: 3.0 and 5.0 for 2 and 4.
+This implementation keeps attention sinks exact and packs whole blocks, so 128 to 159 of the latest
+tokens are exact. The authors' code quantises 128 keys at once when the residual window of 128 is
+full, and values one by one (§3.3). Stored bits per element: 3.0 with bits=2, 5.0 with bits=4.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from tersekv.codecs.uniform import Uniform
 
 
 def build(bits: int = 2, group: int = 32) -> Pair:
-    """bits: 1 to 8 for both sides; group: tokens per range of keys, channels per range of values."""
+    """Build the codecs.
+
+    bits: 1 to 8 for both sides.
+    group: tokens per scale of keys, channels per scale of values.
+    """
     check_range("group", group, 1, 1024)
     return Pair(Uniform(bits, "channel", group), Uniform(bits, "token", group, side="values"))
 

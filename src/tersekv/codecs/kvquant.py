@@ -1,21 +1,27 @@
-"""KVQuant (arXiv 2401.18079): pre-RoPE keys per channel, values per token, non-uniform tables, outliers apart.
+"""KVQuant (arXiv 2401.18079): keys per channel before RoPE, values per token.
 
-- Keys (§3.1, 3.2): before RoPE, per channel. Thresholds come from calibration: the (1 ± s)/2-quantiles of each channel
-  for a share s of outliers; the rest is normalised from between them to [−1, 1]. Values: per token, thresholds and
-  range of the token itself, over all heads of a layer, as it comes.
-- nuq (§3.3): per layer one table of 2^b entries for keys and one for values, by k-means on the normalised activations
-  with the weights of Eq. 7: Fisher information (squared gradient of the loss) times the square of the element's scale.
-- Outliers (§3.4): per vector, a share of .1, .5 or 1 %, in 16 bits each (format `sparse`).
-- Q-Norm (§3.6): the table read has mean and standard deviation of the activations; for low bits.
-- The first token exact (§3.5): the policy's sinks.
+It uses non-uniform codebooks and sparse outliers.
 
-`tersekv calibrate` makes what is fitted. `calibration=prompt` takes it from the prompt instead, without Fisher
-information, so that no corpus is needed. The ablations of the paper are options: `table=nf|int` (Table 11),
-`outliers_per=matrix` (Table 12), `axis=token` keys (Table 9), `pre_rope=false` (Table 10), `ranges=online` (Table 14),
-`weights=fisher|none`.
+- Keys (§3.1, 3.2): before RoPE, per channel. Calibration gives each channel's thresholds, its
+  (1 ± s)/2-quantiles for a share s of outliers. Elements between the thresholds are normalised to
+  [−1, 1].
+- Values: per token. Thresholds and range are those of the token itself, over all heads of a layer.
+- nuq (§3.3): per layer one codebook of 2^b entries for keys and one for values. They come from
+  k-means on the normalised activations with the weights of Eq. 7: Fisher information (squared
+  gradient of the loss) times the squared scale of the element.
+- Outliers (§3.4): a share of .1, .5 or 1 % per vector, stored in 16 bits each (layout `sparse`).
+- Q-Norm (§3.6): the codebook used for decoding has the mean and standard deviation of the
+  activations. It is meant for low bits.
+- The first token is exact (§3.5): use the policy's sinks.
 
-What ours does differently: k-means has the weight s² that Eq. 7 derives and the authors' code leaves out; entries of
-the overlay hold the difference to the dense code, so that reading adds; a token's thresholds leave out no head.
+`tersekv calibrate` computes the fitted tensors. `calibration=prompt` fits them on the prompt
+instead, without Fisher information and without a corpus. The paper's ablations are options:
+`table=nf|int` (Table 11), `outliers_per=matrix` (Table 12), `axis=token` keys (Table 9),
+`pre_rope=false` (Table 10), `ranges=online` (Table 14), `weights=fisher|none`.
+
+Differences from the authors' code: k-means uses the weight s² that Eq. 7 derives and the code
+omits. Sparse entries hold the difference to the dense code, so that reading adds them. A token's
+thresholds include all heads.
 """
 
 from __future__ import annotations
@@ -41,15 +47,24 @@ from tersekv.tensors import TensorSpec
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-TOO_LARGE = "keep that layer exact: put ;LAYER=exact:dtype=bf16 behind the recipe"
+TOO_LARGE = "keep that layer exact: put ;LAYER=exact:dtype=bf16 after the recipe"
 
 
 @dataclass(frozen=True)
 class KVQuant(Codec):
-    """bits: 2 to 5. table: nuq, nf or int. outliers: share of elements kept apart, 0 to 0.1. outliers_per: vector or
-    matrix. axis: channel (needs calibration) or token. ranges: offline or online, of channels. weights: eq7 (Fisher
-    times s²), fisher, or none, of k-means. q_norm: normalise the table that is read. cap: most outliers per token and
-    head, 0 for no limit. calibration: corpus or prompt."""
+    """One side of KVQuant.
+
+    bits: 2 to 5.
+    table: codebook, nuq, nf or int.
+    outliers: share of elements stored as outliers, 0 to 0.1.
+    outliers_per: vector or matrix.
+    axis: channel (needs calibration) or token.
+    ranges: offline or online, for channels.
+    weights: of k-means: eq7 (Fisher times s²), fisher, or none.
+    q_norm: normalise the codebook used for decoding.
+    cap: maximum number of outliers per token and head, 0 for no limit.
+    calibration: corpus or prompt.
+    """
 
     bits: int = 3
     table: Literal["nuq", "nf", "int"] = "nuq"
@@ -67,22 +82,22 @@ class KVQuant(Codec):
         check_choices(self)
         check_range("cap", self.cap, 0, 255)
         if not 0 <= self.outliers <= 0.1:
-            raise UserError(f"outliers={self.outliers:g} is out of range; allowed are 0 to 0.1, usual is 0.01")
+            raise UserError(f"outliers={self.outliers:g} is out of range; allowed are 0 to 0.1, and 0.01 is usual")
 
     @property
     def _of_matrix(self) -> bool:
-        """Whether thresholds hold for the whole layer: fitted, for both sides."""
+        """True if thresholds are fitted for the whole layer."""
         return self.outliers_per == "matrix" and self.outliers > 0
 
     @property
     def _learns(self) -> set[str]:
-        """What must be fitted: ranges, or a table, or nothing."""
+        """Parts that must be fitted: "ranges", "table", both or none."""
         ranges = {"ranges"} if self.axis == "channel" or self._of_matrix else set()
         return ranges | ({"table"} if self.table == "nuq" else set())
 
     @property
     def fits_on(self) -> FitsOn | None:
-        """A corpus, unless everything comes from the prompt or from the token."""
+        """Data that `fit` needs: "corpus", unless the prompt or each token gives everything."""
         if not self._learns:
             return None
         only_ranges = self._learns == {"ranges"} and self.ranges == "online"
@@ -90,7 +105,7 @@ class KVQuant(Codec):
 
     @property
     def needs_fit(self) -> FitsOn | None:
-        """The corpus first; online ranges then come from the prompt."""
+        """Data still needed: the corpus first, then the prompt if ranges are online."""
         if self.fits_on is None or (("lower" in self.fitted or "ranges" not in self._learns) and self._has_table):
             return None
         if self.fits_on == "corpus" and self.ranges == "online" and self._has_table:
@@ -103,22 +118,25 @@ class KVQuant(Codec):
 
     @property
     def fit_spans_heads(self) -> bool:
-        """A table, or the thresholds of a matrix, serve all heads."""
+        """True if fitting needs all heads, for a codebook or a matrix's thresholds."""
         return not self._has_table or self._of_matrix
 
     @property
     def encode_spans_heads(self) -> bool:
-        """A token's range is that of all its heads."""
+        """True if a token's range covers all heads."""
         return self.axis == "token" and not self.per_head
 
     def of_heads(self, first: int, count: int) -> Self:
-        """Thresholds of channels are those of heads."""
+        """Return the codec for some heads, with their thresholds of channels."""
         per_head = {name: t for name, t in self.fitted.items() if t.dim() == 3 and t.shape[1] > 1}
         own = {name: t[:, first : first + count] for name, t in per_head.items()}
         return dataclasses.replace(self, fitted=self.fitted | own)
 
     def learns(self, B: int, H: int, head_dim: int) -> dict[str, TensorSpec]:
-        """Thresholds and tables, of each row or of all; what comes from a corpus is of all."""
+        """Return the specifications of thresholds and codebooks, per batch row or for all rows.
+
+        Tensors from a corpus are for all rows.
+        """
         found = {}
         learnt = (1,) if self.fits_on == "corpus" else (1, B)
         rows = learnt if self.ranges == "offline" else (1, B)
@@ -131,10 +149,12 @@ class KVQuant(Codec):
         return found
 
     def learnt_fault(self, B: int, H: int, head_dim: int) -> str | None:
-        """Ranges that half precision holds; what a prompt has taught is all of as many rows."""
+        """Check that float16 can hold the ranges, and that fitted tensors have equally many
+        rows.
+        """
         fault = super().learnt_fault(B, H, head_dim)
         if fault is None and self.fits_on == "prompt" and len({len(t) for t in self.fitted.values()}) > 1:
-            return "has tensors of one row and of several"
+            return "has tensors for one row and tensors for several"
         if fault or "lower" not in self.fitted or "upper" not in self.fitted:
             return fault
         low, high = self.fitted["lower"], self.fitted["upper"]
@@ -144,11 +164,13 @@ class KVQuant(Codec):
         return None if bool(stored.all()) else "has thresholds that float16 cannot hold"
 
     def fit(self, x: Tensor, fisher: Tensor | None = None) -> Self:
-        """Learn from x float32 [B, H, T, D], each row of the batch for itself; from a corpus B is 1. fisher: squared
-        gradients of the loss with respect to x, of its shape, 1 where not given.
+        """Fit on x float32 [B, H, T, D], each batch row separately. For a corpus B is 1.
 
-        Fitted: `lower` and `upper` [B, H, D] (per channel) or [B, 1, 1] (per matrix), `table` and `table_read`
-        [B, 2^bits].
+        Fits `lower` and `upper` [B, H, D] (per channel) or [B, 1, 1] (per matrix), `table` and
+        `table_read` [B, 2^bits].
+
+        fisher: squared gradients of the loss with respect to x, with the shape of x. 1 if not
+            given.
         """
         fitted = dict(self.fitted)
         if "ranges" in self._learns:
@@ -164,7 +186,7 @@ class KVQuant(Codec):
         return dataclasses.replace(codec, fitted=fitted)
 
     def fit_corpus(self, x: Tensor, gradient: Tensor) -> Self:
-        """`fit`, without ranges where they come from the prompt."""
+        """Fit on a corpus, without ranges if they come from the prompt."""
         codec = self.fit(x, gradient.square())
         if self.ranges == "offline":
             return codec
@@ -172,11 +194,12 @@ class KVQuant(Codec):
         return dataclasses.replace(codec, fitted=kept)
 
     def _thresholds(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantiles over tokens, or over everything."""
+        """Return quantiles over tokens, or over the whole matrix."""
         vectors = x.reshape(len(x), 1, 1, -1) if self._of_matrix else x.transpose(-1, -2)
         low, high = quantiles(vectors, self.outliers)
         if self._of_matrix and self.axis == "channel":
-            # the outliers are the matrix's; what is left has a range per channel
+            # outliers are those of the whole matrix; the remaining elements have a range per
+            # channel
             inside = ((x >= low.unsqueeze(-1)) & (x <= high.unsqueeze(-1))) | (x == x.amin(2, keepdim=True))
             low_c = torch.where(inside, x, torch.inf).amin(2).clamp_min(low)
             high_c = torch.where(inside, x, -torch.inf).amax(2).clamp_max(high)
@@ -184,7 +207,7 @@ class KVQuant(Codec):
         return low, high
 
     def _kmeans(self, x: Tensor, weight: Tensor, row: int) -> tuple[Tensor, Tensor]:
-        """Table in [−1, 1] and the table read, for one row [1, H, T, D]."""
+        """Return the codebook in [−1, 1] and the decoding codebook, for one row [1, H, T, D]."""
         one = dataclasses.replace(self, fitted={k: v[row : row + 1] for k, v in self.fitted.items()})
         scale, middle, outlier = one._normalise(x)
         y = ((x - middle) / torch.where(scale == 0, 1.0, scale))[~outlier]
@@ -202,8 +225,11 @@ class KVQuant(Codec):
         return table, (table - coded.mean()) * factor + y.mean().cpu()
 
     def _normalise(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Half the range and its middle, in their stored precision and broadcast to x [B, H, T, D], and which elements
-        are outliers (bool, as x)."""
+        """Return scale, middle and the mask of outliers for x [B, H, T, D].
+
+        Scale (half the range) and middle have their stored precision and broadcast to x. The mask
+        is bool with the shape of x.
+        """
         if self.axis == "channel" or self._of_matrix:
             low, high = (self.fitted[k].unsqueeze(2) for k in ("lower", "upper"))
         elif self.per_head:
@@ -224,7 +250,7 @@ class KVQuant(Codec):
         return _stored(scale).float(), _stored(middle).float(), outlier
 
     def encode(self, x: Tensor) -> PackedTensors:
-        """x float32 [B, H, N·t, D] to planes."""
+        """Encode x float32 [B, H, N·t, D] as packed tensors."""
         D = x.shape[-1]
         scale, middle, outlier = self._normalise(x)
         y = ((x - middle) / torch.where(scale == 0, 1.0, scale)).clamp(-1, 1)
@@ -242,18 +268,20 @@ class KVQuant(Codec):
         return planes
 
     def _tables(self, device: str) -> tuple[Tensor, Tensor]:
-        """The table codes are chosen from and the one they are read with, in [−1, 1]: [2^b], or [B, 2^b] fitted."""
+        """Return the codebooks for encoding and decoding in [−1, 1], [2^b] or, if fitted,
+        [B, 2^b].
+        """
         table = self.fitted["table"] if self.table == "nuq" else fixed_table(self.table, self.bits, device)
         return table, self.fitted.get("table_read", table)
 
     def grid(self, head_dim: int) -> Grid:
-        """The layout of the dense codes."""
+        """Return the layout of the dense codes."""
         return Grid(self.bits, self.side, self.axis, 0, True, head_dim)
 
     def layout(self, head_dim: int) -> Layout:
-        """codes; scale and offset of a token, for all heads; the overlay."""
+        """Return the layout: codes, scale and offset of a token for all heads, and outliers."""
         if head_dim > MAX_CHANNELS:
-            raise UserError(f"kvquant's overlay takes heads of at most {MAX_CHANNELS} channels, got {head_dim}")
+            raise UserError(f"kvquant stores outliers of heads with at most {MAX_CHANNELS} channels, got {head_dim}")
         layout = self.grid(head_dim).layout()
         planes = {
             name: spec if name == "codes" else dataclasses.replace(spec, shared=not self.per_head)
@@ -269,13 +297,14 @@ class KVQuant(Codec):
         return Layout(layout.block_tokens, planes)
 
     def view(self, planes: PackedTensors, head_dim: int) -> View:
-        """Dense codes, and the overlay added."""
+        """Return the view of the dense codes plus the outliers."""
         B, H = planes["codes"].shape[:2]
         scale = offset = None
         dense_planes = dict(planes)
         if self.axis == "channel":
             low, high = (self.fitted[k].expand(B, H, -1) for k in ("lower", "upper"))
-            # what `encode` has checked; a check would wait for a GPU at every token
+            # not checked here, because `encode` has checked it and a check would synchronise with
+            # the GPU
             scale, offset = ((high - low) / 2).to(torch.float16), ((high + low) / 2).to(torch.float16)
         else:
             dense_planes |= {name: planes[name].expand(-1, H, -1, -1, -1) for name in ("scale", "offset")}
@@ -286,14 +315,14 @@ class KVQuant(Codec):
         return Sum([dense, SparseView(planes, head_dim)]) if self.outliers else dense
 
     def select(self, rows: Tensor) -> Self:
-        """What came from a corpus serves every row."""
+        """Return the codec for these batch rows. Tensors from a corpus are shared by all rows."""
         if all(len(t) == 1 for t in self.fitted.values()):
             return self
         fitted = {name: t.index_select(0, rows) if len(t) > 1 else t for name, t in self.fitted.items()}
         return dataclasses.replace(self, fitted=fitted)
 
     def table_bytes(self, head_dim: int) -> TableBytes:
-        """Thresholds and tables, float32."""
+        """Return the bytes of thresholds and codebooks, float32."""
         shared = {} if self.table == "nuq" else {f"{self.table} {self.bits}": 4 * 2**self.bits}
         per_channel = 8 * head_dim if self.axis == "channel" else 0
         per_layer = 4 * 2**self.bits * (1 + self.q_norm) if self.table == "nuq" else 0
@@ -301,7 +330,7 @@ class KVQuant(Codec):
         return TableBytes(shared, per_channel, per_layer, of_sequence=self.fits_on != "corpus")
 
     def tables(self, head_dim: int) -> list[Tensor]:
-        """The tensors behind `table_bytes`."""
+        """Return the tensors counted by `table_bytes`."""
         fixed = [] if self.table == "nuq" else [fixed_table(self.table, self.bits, "cpu")]
         return [*fixed, *self.fitted.values()]
 
@@ -311,7 +340,7 @@ def _stored(x: Tensor) -> Tensor:
 
 
 def _per_row(fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, table: Tensor) -> Tensor:
-    """fn(x, table) with one table [n], or with each row's own of [B, n]."""
+    """Apply fn(x, table) with one codebook [n], or row by row with the codebooks [B, n]."""
     if table.dim() == 1 or len(table) == 1:
         return fn(x, table.flatten())
     return torch.stack([fn(row, own) for row, own in zip(x, table, strict=True)])
@@ -329,7 +358,7 @@ def build(
     cap: int = 0,
     calibration: Literal["corpus", "prompt"] = "corpus",
 ) -> Pair:
-    """Keys before RoPE along `axis`, values per token."""
+    """Build the codecs: keys before RoPE along `axis`, values per token."""
     keys = KVQuant(bits, table, outliers, outliers_per, axis, ranges, weights, q_norm, cap, calibration, pre_rope=True)
     return Pair(keys, dataclasses.replace(keys, axis="token", ranges="offline", side="values", pre_rope=False))
 

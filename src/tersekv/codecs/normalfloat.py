@@ -1,8 +1,10 @@
-"""NormalFloat: a table of normal quantiles times a scale per group (QLoRA, arXiv 2305.14314, §3, Eq. 4).
+"""NormalFloat: a codebook of normal quantiles, times a scale per group (QLoRA, arXiv 2305.14314,
+§3, Eq. 4).
 
-The table holds 2^{b-1} positive quantiles, zero, and 2^{b-1} − 1 negative ones, normalised to [−1, 1]; at 4 bits it is
-bitsandbytes' NF4. Scale: the group's largest magnitude (`zero_point=false`, QLoRA), or half its range with the
-mid-point as offset (`zero_point=true`, as KVQuant's nf comparators normalise).
+The codebook holds 2^{b-1} positive quantiles, zero, and 2^{b-1} − 1 negative ones, normalised to
+[−1, 1]. At 4 bits it is bitsandbytes' NF4. With `zero_point=false` (QLoRA) the scale is the group's
+largest magnitude. With `zero_point=true` it is half the range, and the mid-point is the offset, as
+in KVQuant's nf baselines.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from tersekv.layouts.grid import SCALE_DTYPES, Grid, GridView, round_scale
 
 @dataclass(frozen=True)
 class NormalFloat(Codec):
-    """bits: 2 to 8. axis: "token" or "channel". group: elements per scale; 0 for all channels of a token."""
+    """One side of NormalFloat.
+
+    bits: 2 to 8.
+    axis: "token" or "channel".
+    group: elements per scale, 0 for all channels of a token.
+    zero_point: store an offset per group.
+    scales: dtype of scales and offsets.
+    """
 
     bits: int = 4
     axis: Literal["token", "channel"] = "token"
@@ -36,16 +45,16 @@ class NormalFloat(Codec):
         check_range("group", self.group, 1 if self.axis == "channel" else 0, 1024)
 
     def grid(self, head_dim: int) -> Grid:
-        """The memory layout."""
+        """Return the memory layout."""
         dtype = SCALE_DTYPES[self.scales]
         return Grid(self.bits, self.side, self.axis, self.group, self.zero_point, head_dim, dtype)
 
     def layout(self, head_dim: int) -> Layout:
-        """codes, scale and, with a zero point, offset."""
+        """Return the packed tensors: codes, scale and, with a zero point, offset."""
         return self.grid(head_dim).layout()
 
     def encode(self, x: Tensor) -> PackedTensors:
-        """x float32 [B, H, N·t, D] to planes."""
+        """Encode x float32 [B, H, N·t, D] as packed tensors."""
         grid, dtype = self.grid(x.shape[-1]), SCALE_DTYPES[self.scales]
         low, high = backends.group_ranges(x, grid.place)
         offset = None
@@ -56,15 +65,15 @@ class NormalFloat(Codec):
         return grid.encode(x, normal_quantiles(self.bits, str(x.device)), scale, offset)
 
     def view(self, planes: PackedTensors, head_dim: int) -> GridView:
-        """Codes with the table of normal quantiles."""
+        """Return the view of codes with the codebook of normal quantiles."""
         return GridView(self.grid(head_dim), planes, normal_quantiles(self.bits, str(planes["codes"].device)))
 
     def table_bytes(self, head_dim: int) -> TableBytes:
-        """The quantiles, float32."""
+        """Return the bytes of the codebook, float32."""
         return TableBytes({f"normal quantiles {self.bits}": 4 * 2**self.bits})
 
     def tables(self, head_dim: int) -> list[Tensor]:
-        """The tensors behind `table_bytes`."""
+        """Return the tensors counted by `table_bytes`."""
         return [normal_quantiles(self.bits, "cpu")]
 
 

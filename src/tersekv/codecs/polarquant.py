@@ -1,21 +1,25 @@
-"""PolarQuant (arXiv 2502.02617): a random rotation, then recursive polar angles as codes, and one radius per 2^L
-channels.
+"""PolarQuant (arXiv 2502.02617): a random rotation, then recursive polar coordinates.
 
-One orthogonal matrix, shared by keys, values, layers and heads, makes channels alike (§3.1; `rotation=none` is the
-paper's variant without it). L levels of polar coordinates (Definition 1, Algorithm 1) leave D/2^L radii in 16 bits and
-angles whose densities are known (Lemma 2): level 1 is uniform on [0, 2π), level ℓ ≥ 2 has ∝ sin^{2^{ℓ−1}−1}(2ψ) on [0,
-π/2]. Each angle goes to the nearest entry of its level's table (§4.1):
+Angles are coded, with one radius per 2^L channels.
+One orthogonal matrix, shared by keys, values, layers and heads, makes channels alike (§3.1).
+`rotation=none` is the paper's variant without it. L levels of polar coordinates (Definition 1,
+Algorithm 1) give D/2^L radii in 16 bits and angles with known densities (Lemma 2). Level 1 is
+uniform on [0, 2π). Level ℓ ≥ 2 has density ∝ sin^{2^{ℓ−1}−1}(2ψ) on [0, π/2]. Each angle is coded
+as the nearest entry of its level's codebook (§4.1):
 
-- `codebook=offline`: level 1 evenly spaced, the others the Lloyd-Max table of the density; one for everything.
-- `codebook=online`: k-means on the prompt's own angles, per layer (`codecs/codebooks/kmeans.py`), at prefill.
+- `codebook=offline`: level 1 evenly spaced, the others Lloyd-Max for the density. One codebook for
+  everything.
+- `codebook=online`: k-means on the prompt's own angles, per layer (`codecs/codebooks/kmeans.py`),
+  at prefill.
 
-With the paper's 4 levels of 4, 2, 2 and 2 bits a block of 16 channels takes 16 + 8·4 + 4·2 + 2·2 + 2 = 62 bits, 3.875
-per element (§4.1). A decoded block has the radius it was stored with: tables hold directions of length 1.
+With the paper's 4 levels of 4, 2, 2 and 2 bits a block of 16 channels takes 16 + 8·4 + 4·2 + 2·2 +
+2 = 62 bits, 3.875 per element (§4.1). A decoded block has exactly its stored radius, because
+codebooks hold unit directions.
 
-What ours does differently: the angle of level 1 is on a circle, so its nearest entry is found across 0 = 2π; online
-samples count with the squared radius at their level, which is what an angle's error is multiplied by in the vector's
-(`weighted=false` is the paper's plain k-means); the rotation is taken in float64, so that no code hangs on how tokens
-are batched.
+Differences from the paper: the angle of level 1 is on a circle, so the search for its nearest entry
+wraps at 2π. Online samples are weighted with the squared radius at their level, because an angle's
+error is multiplied by the radius (`weighted=false`: the paper's plain k-means). The rotation is
+computed in float64, so that codes do not depend on how tokens are batched.
 """
 
 from __future__ import annotations
@@ -44,17 +48,26 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 FIT_SAMPLES = 16_384
-"""Angles per level that online tables are fitted on, drawn without replacement where there are more."""
+"""Number of angles per level that online codebooks are fitted on, drawn at random."""
 
 LEAST_WEIGHT = 1e-3
-"""Of the mean: so much every sample counts, lest tokens much shorter than others get no entries near them."""
+"""Minimum weight of a sample, relative to the mean.
+
+Without it, much shorter tokens would get no entries.
+"""
 
 
 @dataclass(frozen=True)
 class PolarQuant(Codec):
-    """bits: per level from 1 on, each 1 to 8; their number is L, and 2^L divides the head dim. rotation: qr, hadamard
-    or none. codebook: offline or online. radii: fp16 or bf16. weighted: online samples count with their squared radius.
-    seed: of the rotation and of online sampling."""
+    """One side of PolarQuant.
+
+    bits: per level from 1 on, each 1 to 8. Their number is L, and 2^L divides the head dim.
+    rotation: qr, hadamard or none.
+    codebook: offline or online.
+    radii: dtype, fp16 or bf16.
+    weighted: weight online samples with their squared radius.
+    seed: of the rotation and of online sampling.
+    """
 
     bits: str = "4-2-2-2"
     rotation: Literal["qr", "hadamard", "none"] = "qr"
@@ -80,16 +93,16 @@ class PolarQuant(Codec):
 
     @property
     def fits_on(self) -> FitsOn | None:
-        """The prompt, where the tables are made from its angles."""
+        """Data that `fit` needs: "prompt" if the codebooks are fitted on its angles."""
         return "prompt" if self.codebook == "online" else None
 
     @property
     def fit_spans_heads(self) -> bool:
-        """A table serves all heads."""
+        """True if codebooks are fitted, because all heads share them."""
         return self.codebook == "online"
 
     def polar(self, head_dim: int) -> Polar:
-        """The memory layout.
+        """Return the memory layout.
 
         Raises:
             UserError: 2^L does not divide the head dim.
@@ -104,18 +117,18 @@ class PolarQuant(Codec):
         return Polar(self.level_bits, head_dim, SCALE_DTYPES[self.radii])
 
     def layout(self, head_dim: int) -> Layout:
-        """angles and radii."""
+        """Return the packed tensors: angles and radii."""
         return self.polar(head_dim).layout()
 
     def learns(self, B: int, H: int, head_dim: int) -> dict[str, TensorSpec]:
-        """Online tables."""
+        """Return the specifications of online codebooks."""
         if self.codebook == "offline":
             return {}
         levels = enumerate(self.level_bits, start=1)
         return {f"level {level}": TensorSpec(torch.float32, (B, 2**bits)) for level, bits in levels}
 
     def fit(self, x: Tensor) -> Self:
-        """Online tables from x [B, H, T, D]: per level [B, 2^b], float32."""
+        """Fit online codebooks on x [B, H, T, D]: per level [B, 2^b], float32."""
         if self.codebook == "offline":
             return self
         rotated = self._rotated(x)
@@ -128,7 +141,7 @@ class PolarQuant(Codec):
         return dataclasses.replace(self, fitted=fitted)
 
     def _online(self, angle: Tensor, squared_radius: Tensor, bits: int) -> Tensor:
-        """A table for one level of one row of the batch, from all its heads and tokens."""
+        """Fit a codebook for one level of one batch row, on all its heads and tokens."""
         angle, weight = angle.flatten(), squared_radius.flatten()
         if angle.numel() > FIT_SAMPLES:
             generator = torch.Generator().manual_seed(self.seed)
@@ -140,7 +153,7 @@ class PolarQuant(Codec):
         return torch.from_numpy(kmeans(angle.cpu().numpy(), 2**bits, weight.cpu().numpy(), self.seed)).float()
 
     def encode(self, x: Tensor) -> PackedTensors:
-        """x float32 [B, H, N·t, D] to planes."""
+        """Encode x float32 [B, H, N·t, D] as packed tensors."""
         polar = self.polar(x.shape[-1])
         blocks = self._rotated(x).unflatten(2, (-1, BLOCK_TOKENS))
         angles, radii = backends.encode_polar(blocks, polar.level_bits, self._level_tables(str(x.device)))
@@ -157,20 +170,20 @@ class PolarQuant(Codec):
         return random_rotation(head_dim, self.seed, self.rotation, device)
 
     def _level_tables(self, device: str) -> list[Tensor]:
-        """Tables of levels 1 to L: [2^b], or [B, 2^b] where they are fitted."""
+        """Return the codebooks of levels 1 to L: [2^b], or [B, 2^b] if fitted."""
         if self.codebook == "online":
             names = (f"level {level}" for level in range(1, len(self.level_bits) + 1))
             return [self.fitted[name] for name in names if name in self.fitted]
         return [offline_table(bits, level, device) for level, bits in enumerate(self.level_bits, start=1)]
 
     def view(self, planes: PackedTensors, head_dim: int) -> View:
-        """Polar codes, of rotated vectors where they were rotated."""
+        """Return the view of polar codes, with the rotation if there is one."""
         device = str(planes["angles"].device)
         view = PolarView(self.polar(head_dim), planes, self._level_tables(device))
         return view if self.rotation == "none" else Rotated(view, self._matrix(head_dim, device))
 
     def table_bytes(self, head_dim: int) -> TableBytes:
-        """Tables of angles, float32, and the rotation."""
+        """Return the bytes of codebooks of angles, float32, and of the rotation."""
         shared = {}
         if self.rotation != "none":
             shared[f"rotation {self.rotation} {head_dim} {self.seed}"] = 4 * head_dim**2
@@ -180,15 +193,17 @@ class PolarQuant(Codec):
         return TableBytes(shared | {f"polar {bits} {level}": 4 * 2**bits for level, bits in levels})
 
     def tables(self, head_dim: int) -> list[Tensor]:
-        """The tensors behind `table_bytes`."""
+        """Return the tensors counted by `table_bytes`."""
         rotation = [] if self.rotation == "none" else [self._matrix(head_dim, "cpu")]
         return [*rotation, *self._level_tables("cpu")]
 
 
 @cached_table
 def offline_table(bits: int, level: int, device: str) -> Tensor:
-    """Angles of one level, ascending, float32 [2^bits]: evenly spaced at level 1, else optimal for Lemma 2's
-    density."""
+    """Return the angles of one level, ascending, float32 [2^bits].
+
+    They are evenly spaced at level 1, otherwise optimal for Lemma 2's density.
+    """
     if level == 1:
         return ((torch.arange(2**bits, dtype=torch.float64) + 0.5) * 2 * math.pi / 2**bits).to(device, torch.float32)
     return torch.tensor(polar_table(bits, level), dtype=torch.float32, device=device)

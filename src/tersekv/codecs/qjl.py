@@ -1,18 +1,20 @@
 """QJL (arXiv 2406.03482): keys as the signs of a Johnson-Lindenstrauss sketch.
 
-Stored per key: sign(S·k), M bits, and ‖k‖; the estimate √(π/2)/M·‖k‖·⟨S·q, sign(S·k)⟩ (Eq. 4) is unbiased (Lemma 3.2).
-Rows of S are orthogonal in blocks of D (§4.1), and the constant is the exact one for such rows
-(`codecs/transforms/sketch.py`). The few channels with the largest norm over the prompt, per KV head, have a sketch and
-a norm of their own (§4.1).
+Per key, M bits sign(S·k) and the norm ‖k‖ are stored. The estimate √(π/2)/M·‖k‖·⟨S·q, sign(S·k)⟩
+(Eq. 4) is unbiased (Lemma 3.2). Rows of S are orthogonal in blocks of D (§4.1), and the constant is
+the exact one for such rows (`codecs/transforms/sketch.py`). The few channels with the largest norm
+over the prompt, per KV head, have their own sketch and norm (§4.1).
 
-What ours does differently: ‖k_in‖ and ‖k_out‖ are both stored, where the authors store ‖k‖ and ‖k_out‖ and subtract
-squares; norms are divided by √n before they are rounded to 16 bits, so that they cannot overflow; the outlier sketch is
-an independent matrix on the outlier channels, where the authors' code reuses the first rows of S. `outliers_per=group`
-picks the channels for every 32 tokens, as the authors' code does, and stores their indices.
+Differences from the authors' code: ‖k_in‖ and ‖k_out‖ are both stored; the authors store ‖k‖ and
+‖k_out‖ and subtract squares. Norms are divided by √n before they are rounded to 16 bits, so that
+they cannot overflow. The outlier sketch is an independent matrix on the outlier channels; the
+authors reuse the first rows of S. `outliers_per=group` chooses the channels for every 32 tokens, as
+the authors' code does, and stores their indices.
 
-Authors' setting (head dim 128): M = 256 and an outlier sketch of 256; M = 512 and 128 in the first 15 layers; values
-2 bits in groups of 32. With M = 2·D in place of 256 the recipe `qjl` is that at any head dim. True bits of keys, D =
-128: 4.25 (5.25 in the first layers); with `outliers_per=group` 4.27 (5.27).
+The authors' setting for head dim 128: M = 256 and an outlier sketch of 256; M = 512 and 128 in the
+first 15 layers; values with 2 bits in groups of 32. The recipe `qjl` uses this setting at any head
+dim, with M = 2·D in place of 256. Stored bits per key element at D = 128: 4.25 (5.25 in the first
+layers); with `outliers_per=group` 4.27 (5.27).
 """
 
 from __future__ import annotations
@@ -43,10 +45,16 @@ OUTLIER_SEED_OFFSET = 7_919
 
 @dataclass(frozen=True)
 class Qjl(Codec):
-    """sketch: rows M of S, 0 for 2·D. outliers: channels with a sketch of their own, 0 for none. outlier_sketch: its
-    rows, 0 for 2·D. outliers_per: "prompt" or "group" (32 tokens). orthogonal: rows orthogonal in blocks of D.
-    initial: twice the rows and half the outlier rows, for the first layers. seed: of S, the same on every rank and
-    machine."""
+    """Keys by QJL.
+
+    sketch: rows M of S, 0 for 2·D.
+    outliers: number of channels with their own sketch, 0 for none.
+    outlier_sketch: rows of their sketch, 0 for 2·D.
+    outliers_per: "prompt" or "group" (32 tokens).
+    orthogonal: rows are orthogonal in blocks of D.
+    initial: twice the rows and half the outlier rows, for the first layers.
+    seed: of S, the same on every rank and machine.
+    """
 
     sketch: int = 0
     outliers: int = 8
@@ -65,22 +73,24 @@ class Qjl(Codec):
 
     @property
     def fits_on(self) -> FitsOn | None:
-        """The prompt, where it says which channels are outliers."""
+        """Data that `fit` needs: "prompt" if it decides which channels are outliers."""
         return "prompt" if self.outliers and self.outliers_per == "prompt" else None
 
     def rows(self, head_dim: int) -> int:
-        """M, the bits per key without outliers."""
+        """Return M, the bits per key without outliers."""
         return (self.sketch or 2 * head_dim) * (2 if self.initial else 1)
 
     def outlier_rows(self, head_dim: int) -> int:
-        """Rows of the outlier sketch."""
+        """Return the number of rows of the outlier sketch."""
         rows = self.outlier_sketch or 2 * head_dim
         return max(1, rows // 2) if self.initial else rows
 
     def layout(self, head_dim: int) -> Layout:
-        """signs and norms; with outliers, theirs; per group, the indices too."""
+        """Return the packed tensors: signs and norms, those of outliers, and per group the outlier
+        indices.
+        """
         if self.outliers >= head_dim:
-            raise UserError(f"outliers={self.outliers} is not fewer than the head dim {head_dim}; usual is 8")
+            raise UserError(f"outliers={self.outliers} must be less than the head dim {head_dim}; 8 is usual")
         planes = signs_planes(self.rows(head_dim), torch.float16)
         if self.outliers:
             planes |= signs_planes(self.outlier_rows(head_dim), torch.float16, "outlier_")
@@ -90,7 +100,7 @@ class Qjl(Codec):
         return Layout(BLOCK_TOKENS, planes)
 
     def learns(self, B: int, H: int, head_dim: int) -> dict[str, TensorSpec]:
-        """The outlier channels of each head, ascending."""
+        """Return the specification of the outlier channels of each head, ascending."""
         n = self.outliers
         return {"channels": TensorSpec(torch.int16, (B, H, n), 0, head_dim - 1, ascending=True)} if self.fits_on else {}
 
@@ -101,12 +111,16 @@ class Qjl(Codec):
         return dataclasses.replace(self, fitted={"channels": self._largest(x).to(torch.int16)})
 
     def _largest(self, x: Tensor) -> Tensor:
-        """Channels with the largest norm over the token axis (-2), ascending: int64 [..., n]."""
+        """Return the channels with the largest norm over the token axis (-2), ascending: int64
+        [..., n].
+        """
         return x.square().sum(-2).topk(self.outliers, dim=-1).indices.sort(-1).values
 
     def encode(self, x: Tensor) -> PackedTensors:
-        """x float32 [B, H, N·t, D] to planes. Sketches are taken in float64: no sign hangs on how tokens are
-        batched."""
+        """Encode x float32 [B, H, N·t, D] as packed tensors.
+
+        Sketches are computed in float64, so that signs do not depend on how tokens are batched.
+        """
         blocks = x.unflatten(2, (-1, BLOCK_TOKENS))
         D = x.shape[-1]
         main = jl_sketch(self.rows(D), D, self.seed, self.orthogonal, str(x.device))
@@ -128,7 +142,7 @@ class Qjl(Codec):
         return jl_sketch(self.outlier_rows(D), self.outliers, seed, self.orthogonal, device)
 
     def view(self, planes: PackedTensors, head_dim: int) -> SignsView:
-        """Ordinary channels, and outlier channels where there are any."""
+        """Return the view of ordinary channels and, if there are any, outlier channels."""
         device = str(planes["signs"].device)
         main = jl_sketch(self.rows(head_dim), head_dim, self.seed, self.orthogonal, device)
         if not self.outliers:
@@ -144,8 +158,11 @@ class Qjl(Codec):
     @functools.cached_property
     @plain
     def _fitted_channels(self) -> Tensor:
-        """Outlier channels of all blocks, int64 [B, H, 1, n]. All pages share one tensor, so that kernels see that one
-        sketched query serves them."""
+        """Outlier channels of all blocks, int64 [B, H, 1, n].
+
+        All pages share this tensor, which tells kernels that one sketched query is valid for all of
+        them.
+        """
         return self.fitted["channels"].long()[:, :, None]
 
     def _sketch(
@@ -156,7 +173,7 @@ class Qjl(Codec):
         return SignSketch(signs, norms, S, factor, channels, dropped)
 
     def table_bytes(self, head_dim: int) -> TableBytes:
-        """The matrices, float32, and the fitted channel indices."""
+        """Return the bytes of the sketch matrices, float32, and of the fitted channel indices."""
         shapes = [(self.rows(head_dim), head_dim, self.seed)]
         if self.outliers:
             shapes.append((self.outlier_rows(head_dim), self.outliers, self.seed + OUTLIER_SEED_OFFSET))
@@ -164,7 +181,7 @@ class Qjl(Codec):
         return TableBytes(shared, 2 * self.outliers if self.fits_on else 0)
 
     def tables(self, head_dim: int) -> list[Tensor]:
-        """The tensors behind `table_bytes`."""
+        """Return the tensors counted by `table_bytes`."""
         main = jl_sketch(self.rows(head_dim), head_dim, self.seed, self.orthogonal, "cpu")
         outlier = [self._outlier_matrix(head_dim, "cpu")] if self.outliers else []
         return [main, *outlier, *self.fitted.values()]
@@ -186,7 +203,10 @@ def build(
     value_group: int = 32,
     seed: int = 0,
 ) -> Pair:
-    """Keys by QJL, values by integers per token; the first `initial_layers` layers with twice the rows."""
+    """Build the codecs: keys by QJL, values as integers per token.
+
+    initial_layers: number of first layers with twice the rows.
+    """
     check_range("initial_layers", initial_layers, 0, 10_000)
     keys = Qjl(sketch, outliers, outlier_sketch, outliers_per, orthogonal, False, seed)
     values = Uniform(value_bits, "token", value_group, side="values")

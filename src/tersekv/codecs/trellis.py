@@ -1,18 +1,25 @@
-"""Trellis codes of decorrelated vectors: the constant part of a vector apart, a basis in which what is left is
-uncorrelated, bits by reverse water-filling, and trellis-coded quantisation (ours; docs/methods/trellis.md).
+"""Trellis-coded quantisation of decorrelated vectors (ours; docs/methods/trellis.md).
 
-x = μ + Σ_d a_d·y_d. For keys μ is constant before RoPE and the basis is after it, so that it folds into the query; for
-values both are plain. The basis diagonalises the covariance in the metric of the loss (Karhunen-Loève transform): the
-Fisher information E[g·gᵀ] of values, of keys its mean over each pair that RoPE turns. Component d then has variance
-λ_d in units of the loss, and gets the bits that take most off Σ_d λ_d·ε(b_d), ε being the code's squared error for
-N(0, 1). A vector's own length is a gain of 8 bits: codes are searched with the plain length, and again with
-lengths a little above the one that then fits best; the least error stays.
+The mean of a vector is removed. A basis decorrelates the rest; reverse water-filling allocates bits
+to its components, which are coded by trellis-coded quantisation.
 
-- `basis=channels` keeps the channels as they are, `rotation` takes a random orthogonal matrix: no matrix is fitted.
-- `code=scalar` takes Lloyd-Max tables in place of the trellis, in the same stream; `centre=false` keeps μ in.
-- `calibration=corpus` is what `tersekv calibrate` makes. `calibration=prompt` fits on the prompt's own vectors
-  (`cache/side.py`: on some of a long one), without gradients.
-- `pre_rope=true`: keys are decorrelated before RoPE, which is better at equal bits and slower to read.
+x = μ + Σ_d a_d·y_d. For keys μ is the mean before RoPE, and the basis is after RoPE so that it can
+be applied to the query. For values both are plain. The basis diagonalises the covariance in the
+metric of the loss (Karhunen-Loève transform). The metric is the Fisher information E[g·gᵀ] for
+values, and its diagonal for keys. Component d then has variance λ_d in units of the loss. Bits b_d
+minimise Σ_d λ_d·ε(b_d), where ε is the code's squared error for N(0, 1).
+
+A vector's length is coded as a gain of 8 bits. The codes are searched with the plain length first.
+They are searched again with gains a little above the one that then fits best. The result with the
+smallest error is kept.
+
+- `basis=channels` keeps the channels, `rotation` uses a random orthogonal matrix. Neither fits a
+  matrix.
+- `code=scalar` uses Lloyd-Max codebooks in place of the trellis, in the same stream. `centre=false`
+  does not remove μ.
+- `calibration=corpus` uses the output of `tersekv calibrate`. `calibration=prompt` fits on the
+  prompt's own vectors (`cache/side.py`: on some of a long prompt), without gradients.
+- `pre_rope=true` decorrelates keys before RoPE, which is better at equal bits and slower to read.
 """
 
 from __future__ import annotations
@@ -46,30 +53,45 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 SHARING = ("model", "fisher")
-"""Options under which layers are compared: without gradients there is nothing to compare them by."""
+"""Options under which bits are shared across layers.
+
+Without gradients, layers cannot be compared.
+"""
 
 LEAST_SPREAD = 0.05
-"""Least standard deviation of vectors that is fitted, as a part of their mean's length."""
+"""Minimum standard deviation of fitted vectors, relative to the length of their mean."""
 
 HEADROOM = 8
-"""Factor on the scales that are fitted on a prompt: later tokens may be 980 times as long as those of the prompt, not
-only 123 times."""
+"""Factor on scales fitted on a prompt.
+
+Later tokens may be 980 times as long as those of the prompt, instead of 123 times.
+"""
 
 MANY_BITS = 3.5
 GAINS_TRIED = ((3,), (1, 4))
-"""Steps of a gain beyond the one of least squares, with which codes are searched again; with `MANY_BITS` and more, the
-second. Longer than that, since a component beyond the end of its table costs more than wider steps do, and that the
-more, the more bits there are."""
+"""Gain steps above the least-squares gain with which codes are searched again.
 
-MOST_GAIN = "a vector is {0:.3g} times as long as what the codec was fitted on, and the most is {1:.3g}; {2}"
+The second tuple is for `MANY_BITS` and more. Larger gains help because a component beyond the end
+of its codebook costs more than wider steps do. This effect grows with the number of bits.
+"""
+
+MOST_GAIN = "a vector is {0:.3g} times as long as those that the codec was fitted on, and must be at most {1:.3g}; {2}"
 
 
 @dataclass(frozen=True)
 class Trellis(Codec):
-    """bits: mean of the components' bits, 0.25 to 8; a token's bits are rounded up to a multiple of 16. basis: klt,
-    channels or rotation. code: trellis or scalar. centre: keep the constant part apart. metric: fisher or none, where
-    there are gradients. allot: share a corpus' bits out over all layers and sides (model), or give each the same
-    (layer). calibration: corpus or prompt. seed: of the rotation."""
+    """One side of the trellis codec.
+
+    bits: mean bits per component, 0.25 to 8. A token's bits are rounded up to a multiple of 16.
+    basis: klt, channels or rotation.
+    code: trellis or scalar.
+    centre: remove the mean.
+    metric: fisher or none, if there are gradients.
+    allot: with a corpus, share bits over all layers and sides (model), or give each the same
+        (layer).
+    calibration: corpus or prompt.
+    seed: of the rotation.
+    """
 
     bits: float = 2.0
     basis: Literal["klt", "channels", "rotation"] = "klt"
@@ -88,17 +110,17 @@ class Trellis(Codec):
 
     @property
     def fits_on(self) -> FitsOn | None:
-        """As `calibration` says."""
+        """Data that the option `calibration` names."""
         return self.calibration
 
     @property
     def needs_fit(self) -> FitsOn | None:
-        """Nothing once it knows its bits."""
+        """Data still needed: None once bits are fitted."""
         return None if "bits" in self.fitted else self.fits_on
 
     @property
     def centred(self) -> bool:
-        """Keys after RoPE come without what they have in common before it."""
+        """True for keys after RoPE whose mean before RoPE is removed."""
         return self.centre and self.side == "keys" and not self.pre_rope
 
     @property
@@ -106,7 +128,7 @@ class Trellis(Codec):
         return self.centre and not self.centred
 
     def of_heads(self, first: int, count: int) -> Self:
-        """All that is fitted is of heads."""
+        """Return the codec for some heads. All fitted tensors have a head axis."""
         own = {name: t[:, first : first + count] for name, t in self.fitted.items()}
         return dataclasses.replace(self, fitted=own)
 
@@ -115,19 +137,19 @@ class Trellis(Codec):
         return int(self.fitted["bits"][0, 0].sum()) // WORD_BITS
 
     def words(self, head_dim: int) -> int:
-        """16-bit words of a token's stream."""
+        """Return the number of int16 elements of a token's stream."""
         if "bits" in self.fitted:
             return self._fitted_words
         return math.ceil(self.bits * head_dim / WORD_BITS)
 
     def layout(self, head_dim: int) -> Layout:
-        """stream and gain."""
+        """Return the packed tensors: stream and gain."""
         if self.words(head_dim) * WORD_BITS > MOST_BITS * head_dim:
-            raise UserError(f"bits={self.bits:g} is too much for {head_dim} channels; allowed are at most {MOST_BITS}")
+            raise UserError(f"bits={self.bits:g} is too many for {head_dim} channels; allowed are at most {MOST_BITS}")
         return trellis_layout(self.words(head_dim))
 
     def learns(self, B: int, H: int, head_dim: int) -> dict[str, TensorSpec]:
-        """See `fit`; of each row or of all."""
+        """Return the specifications of the tensors in `fit`, per batch row or for all rows."""
         rows, half = (1, B), torch.float16
         channels = rows, H, head_dim
         found = {"mean": TensorSpec(half, channels)} if self.centre else {}
@@ -142,38 +164,43 @@ class Trellis(Codec):
         }
 
     def learnt_fault(self, B: int, H: int, head_dim: int) -> str | None:
-        """Streams of one length, and a basis that can be inverted."""
+        """Check that streams have one length and that the basis is invertible."""
         fault = super().learnt_fault(B, H, head_dim)
         if fault or "bits" not in self.fitted:
             return fault
         if len({len(t) for t in self.fitted.values()}) > 1:
-            return "has tensors of one row and of several"
+            return "has tensors for one row and tensors for several"
         sums = self.fitted["bits"].sum(-1)
         if not self.words(head_dim) or not bool((sums == self.words(head_dim) * WORD_BITS).all()):
-            return f"has bits that do not fill words of {WORD_BITS}"
+            return f"has bits that do not fill whole words of {WORD_BITS}"
         if "basis" in self.fitted and bool(torch.linalg.inv_ex(self._klt()).info.any()):
             return "has a basis that cannot be inverted"
         return None
 
     def fit(self, x: Tensor, gradient: Tensor | None = None) -> Self:
-        """Learn from x float32 [B, H, T, D], each row of the batch for itself. gradient: of the loss with respect to
-        x, of its shape.
+        """Fit on x float32 [B, H, T, D], each batch row separately.
 
-        Fitted: `mean` float16 [B, H, D] (centred keys have it already); `basis` uint8 [B, H, 3·D²/4] and `channels`
-        float16 [B, H, D], see `kernels/basis.py`; `scale`, `weight` float16 [B, H, D]; `importance` float32 [B, H],
-        what a weight of 1 stands for; `bits` uint8 [B, H, D].
+        gradient: of the loss with respect to x, with the shape of x.
+
+        Fits:
+
+        - `mean` float16 [B, H, D]; centred keys have it already.
+        - `basis` uint8 [B, H, 3·D²/4] and `channels` float16 [B, H, D], see `kernels/basis.py`.
+        - `scale`, `weight` float16 [B, H, D].
+        - `importance` float32 [B, H], the value of weight 1.
+        - `bits` uint8 [B, H, D].
         """
         fitted = {name: t for name, t in self.fitted.items() if name == "mean"}
         if self._own_mean:
             fitted["mean"] = _stored(x.mean(2))
             x = x - fitted["mean"].float().unsqueeze(2)
-        elif self.centred and "mean" not in fitted:  # these vectors had none
+        elif self.centred and "mean" not in fitted:  # these vectors had no mean removed
             fitted["mean"] = torch.zeros_like(x[:, :, 0], dtype=torch.float16)
         more, variance, weight = self._components(x, gradient, fitted.get("mean"))
         fitted |= more
         fitted["scale"] = _scales(variance)
         if self.calibration == "prompt":
-            # later tokens may be much longer; gains are smaller by a power of two, which loses nothing
+            # later tokens may be much longer; dividing gains by a power of two loses no precision
             longer = HEADROOM * fitted["scale"].float()
             fitted["scale"] = torch.where(longer.amax(-1, keepdim=True) < 65504, longer, longer / HEADROOM).half()
         fitted["importance"] = weight.amax(-1).clamp_min(1e-30).float()
@@ -184,7 +211,7 @@ class Trellis(Codec):
 
     @classmethod
     def share_across_layers(cls, codecs: Sequence[Codec]) -> list[Codec]:
-        """Share the bits of those with `allot=model` out over layers and sides."""
+        """Share the bits of codecs with `allot=model` over layers and sides."""
         settled: list[Codec] = list(codecs)
         ours = [(i, c) for i, c in enumerate(codecs) if isinstance(c, Trellis) and (c.allot, c.metric) == SHARING]
         if len(ours) < 2:
@@ -199,24 +226,25 @@ class Trellis(Codec):
         return settled
 
     def losses(self) -> Tensor:
-        """What each component's variance costs, float64 [B, H, D]."""
+        """Return the loss per unit of squared error of each coded component, float64 [B, H, D]."""
         weight = self.fitted["weight"].double() * self.fitted["importance"].double().unsqueeze(-1)
         return weight * self.fitted["scale"].double().square()
 
     def fit_corpus(self, x: Tensor, gradient: Tensor) -> Self:
-        """`fit` with the metric of the gradients, where it is asked for."""
+        """Fit on a corpus, with the metric of the gradients if the option `metric` says so."""
         return self.fit(x, gradient if self.metric == "fisher" else None)
 
     def _components(
         self, x: Tensor, gradient: Tensor | None, mean: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """What there is to keep of a basis, variance of each component and the weight of its squared error [B, H, D],
-        float64."""
+        """Return fitted basis tensors; variance and error weight per component, float64
+        [B, H, D].
+        """
         D = x.shape[-1]
         x = x.double()
         covariance = x.transpose(-1, -2) @ x / max(1, x.shape[2])
         spread = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-        prior = D / (D + x.shape[2])  # a short prompt does not span what comes later
+        prior = D / (D + x.shape[2])  # a short prompt does not span later vectors
         one = torch.eye(D, dtype=x.dtype, device=x.device)
         covariance = (1 - prior) * covariance + prior * spread * one
         if mean is not None:
@@ -226,7 +254,8 @@ class Trellis(Codec):
             basis = self._fixed_basis(D, x.device).double().expand_as(covariance)
             return {}, within(covariance, basis), within(metric, basis)
         kept = packed_basis(klt(covariance, metric), metric.diagonal(dim1=-2, dim2=-1).rsqrt())
-        # of what the rounded rows really are: components by their inverse, errors by their own lengths
+        # use the quantised rows: components follow from their inverse, error weights from their
+        # lengths
         basis = unpacked_basis(**kept)
         dual = torch.linalg.inv(basis).transpose(-1, -2)
         return kept, within(covariance, dual).clamp_min(0), within(metric, basis)
@@ -237,7 +266,7 @@ class Trellis(Codec):
         return random_rotation(D, self.seed, "qr", str(device))
 
     def encode(self, x: Tensor) -> PackedTensors:
-        """x float32 [B, H, N·t, D] to planes."""
+        """Encode x float32 [B, H, N·t, D] as packed tensors."""
         if self._own_mean:
             x = x - self.fitted["mean"].float().unsqueeze(2)
         scale, bits = self.fitted["scale"].float(), self.fitted["bits"]
@@ -251,17 +280,20 @@ class Trellis(Codec):
     def _check_gain(self, y: Tensor, bits: Tensor) -> None:
         """Raise UserError if a vector is too long for the largest gain."""
         if y.numel() == 0 or max(map(abs, torch.stack(y.aminmax()).tolist())) <= largest_gain():
-            return  # no vector is longer than its largest component, counted per component
+            return  # a vector's gain is at most its largest component
         held = (bits > 0).float().unsqueeze(2)
         gain = float(((y.square() * held).sum(-1) / held.sum(-1).clamp_min(1)).sqrt().amax())
         if gain > largest_gain():
-            advice = "calibrate on text like this one, or use a method that learns nothing, like turboquant"
+            advice = "calibrate on text like this one, or use a method without fitting, such as turboquant"
             times = HEADROOM if self.calibration == "prompt" else 1
             raise UserError(MOST_GAIN.format(times * gain, times * largest_gain(), advice))
 
     def _packed(self, y: Tensor, weight: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-        """Streams int16 [B, H, T, words] and gain codes uint8 [B, H, T] of components y. Rows of the operator are the
-        vectors that share bits and weights: a head's tokens of all batch rows, or of one."""
+        """Return streams int16 [B, H, T, words] and gain codes uint8 [B, H, T] of components y.
+
+        A row of the operator holds the vectors with the same bits and weights: a head's tokens of
+        all batch rows, or of one.
+        """
         B, H, T, D = y.shape
         rest = self._entries(str(y.device)), self.words(D), list(GAINS_TRIED[self.bits >= MANY_BITS])
         if len(bits) > 1 or B == 1:
@@ -272,7 +304,10 @@ class Trellis(Codec):
         return stream.view(H, B, T, -1).transpose(0, 1), gain.view(H, B, T).transpose(0, 1).contiguous()
 
     def _to_components(self, x: Tensor) -> Tensor:
-        """y with x = Σ_d y_d·row_d, in float64 on the way: no code hangs on how tokens are batched."""
+        """Return y with x = Σ_d y_d·row_d.
+
+        The product is computed in float64, so that codes do not depend on how tokens are batched.
+        """
         if self.basis == "channels":
             return x
         if self.basis == "rotation":
@@ -280,15 +315,15 @@ class Trellis(Codec):
         return backends.basis_components(x, self.fitted["basis"], self.fitted["channels"])
 
     def _klt(self) -> Tensor:
-        """The fitted basis, float64 [1 or B, H, D, D]."""
+        """Return the fitted basis, float64 [1 or B, H, D, D]."""
         return unpacked_basis(self.fitted["basis"], self.fitted["channels"])
 
     def _entries(self, device: str) -> Tensor:
-        """The tables of all rates, float32 [9, 256]."""
+        """Return the codebooks of all bit widths, float32 [9, 256]."""
         return trellis_entries(device) if self.code == "trellis" else scalar_entries(device)
 
     def view(self, planes: PackedTensors, head_dim: int) -> View:
-        """Streams in the basis, and the mean."""
+        """Return the view of streams with the basis and the mean."""
         device = planes["stream"].device
         view: View = TrellisView(planes, self.fitted["bits"], self.fitted["scale"], self._entries(str(device)))
         if self.basis == "klt":
@@ -298,13 +333,13 @@ class Trellis(Codec):
         return Biased(view, self.fitted["mean"]) if self._own_mean else view
 
     def select(self, rows: Tensor) -> Self:
-        """What came from a corpus serves every row."""
+        """Return the codec for these batch rows. Tensors from a corpus are shared by all rows."""
         if all(len(t) == 1 for t in self.fitted.values()):
             return self
         return super().select(rows)
 
     def table_bytes(self, head_dim: int) -> TableBytes:
-        """Tables, means, scales, weights, bits and the basis."""
+        """Return the bytes of codebooks, means, scales, weights, bits and the basis."""
         shared = {f"{self.code} tables": 4 * (MOST_BITS + 1) * STATES}
         if self.basis == "rotation":
             shared[f"rotation qr {head_dim} {self.seed}"] = 4 * head_dim**2
@@ -313,20 +348,25 @@ class Trellis(Codec):
         return TableBytes(shared, per_head, of_sequence=self.fits_on != "corpus")
 
     def tables(self, head_dim: int) -> list[Tensor]:
-        """The tensors behind `table_bytes`."""
+        """Return the tensors counted by `table_bytes`."""
         rotation = [self._fixed_basis(head_dim, torch.device("cpu"))] if self.basis == "rotation" else []
         return [self._entries("cpu"), *rotation, *self.fitted.values()]
 
 
 def _missing_spread(x: Tensor, mean: Tensor) -> Tensor:
-    """Variance per channel that centred vectors x [B, H, T, D] lack to `LEAST_SPREAD` of their mean's, float64 [B, H]:
-    a prompt of one repeated token has none, and what comes later does."""
+    """Return the variance per channel that must be added to reach `LEAST_SPREAD`, float64 [B, H].
+
+    x: centred vectors [B, H, T, D]. Those of a prompt of one repeated token have no variance, but
+        later ones do.
+    """
     least = LEAST_SPREAD**2 * mean.double().square().mean(-1)
     return (least - x.double().square().mean((-1, -2))).clamp(min=0)
 
 
 def _scales(variance: Tensor) -> Tensor:
-    """Standard deviations float16 [B, H, D], none of them nothing beside the head's largest; 1 where all are 0."""
+    """Return standard deviations float16 [B, H, D], at least 1/1000 of the largest; 1 if all are
+    0.
+    """
     scale = variance.sqrt()
     largest = scale.amax(-1, keepdim=True)
     return _stored(torch.where(largest > 0, torch.maximum(scale, largest * 1e-3), 1.0).clamp_min(1e-6))

@@ -1,21 +1,25 @@
-"""TurboQuant (arXiv 2504.19874): a random rotation, then each coordinate to the table that is optimal for a coordinate
-of a uniform point on the sphere; the norm apart.
+"""TurboQuant (arXiv 2504.19874): a random rotation, then scalar quantisation of coordinates.
 
-y = R·x/‖x‖ has coordinates with density ∝ (1 − y²)^{(D−3)/2} (Lemma 1); the table is that density's Lloyd-Max solution.
+y = R·x/‖x‖ has coordinates with density ∝ (1 − y²)^{(D−3)/2} (Lemma 1). The codebook is that
+density's Lloyd-Max solution.
 
-- `variant=mse` (Algorithm 1): codes and the norm. `correct_norm` stores the norm that makes ‖x̂‖ = ‖x‖ instead (the
-  table shrinks vectors by 1 − MSE on average).
-- `variant=prod` (Algorithm 2): one bit less per coordinate, and a QJL sketch of the residual, D signs and its norm:
-  inner products are unbiased, with a larger variance at equal bits. At 1 bit nothing but the sketch is left.
-- Fractions of a bit (§4.3): bits = b + f with f = .25, .5 or .75 gives the quarter of the channels that is largest over
-  the prompt, per KV head, b + 4f bits and the others b. Each part is a vector of its own, with its own norm, rotation
-  and the table of its own dimension. The paper's "2.5 bits" for 32 of 128 channels at 3 bits and the others at 2 are
-  2.25, and are named so here.
+- `variant=mse` (Algorithm 1): codes and the norm. `correct_norm` stores the norm that makes ‖x̂‖ =
+  ‖x‖ instead, because the codebook shrinks vectors by 1 − MSE on average.
+- `variant=prod` (Algorithm 2): one bit less per coordinate, and a QJL sketch of the residual, D
+  signs and its norm. Inner products are unbiased, with a larger variance at equal bits. At 1 bit
+  only the sketch is left.
+- Fractional bits (§4.3): bits = b + f with f = .25, .5 or .75. The quarter of the channels with the
+  largest norm over the prompt, per KV head, gets b + 4f bits; the others get b. Each part is coded
+  as its own vector, with its own norm, rotation and codebook for its dimension. The paper's "2.5
+  bits" are 3 bits for 32 of 128 channels and 2 bits for the others. That is 2.25, the name used
+  here.
 
-What ours does differently: norms are stored as ‖x‖/√D in float16 so that they cannot overflow; a residual is taken from
-what was stored, so that prod is unbiased whatever was rounded; the sketch has orthogonal rows (`orthogonal=false` for
-the paper's Gaussian ones); rotations are taken in float64, so that no code hangs on how tokens are batched. The
-rotation is applied to the query and to the output, never to the cache."""
+Differences from the paper: norms are stored as ‖x‖/√D in float16, so that they cannot overflow. The
+residual is computed from the stored values, so that prod is unbiased despite rounding. The sketch
+has orthogonal rows (`orthogonal=false` for the paper's Gaussian ones). Rotations are computed in
+float64, so that codes do not depend on how tokens are batched. The rotation is applied to the query
+and to the output, never to the cache.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +46,19 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 OUTLIER_SHARE = 4
-"""One in so many channels is an outlier where bits are fractional (32 of 128 in the paper)."""
+"""One of this many channels is an outlier if bits are fractional (32 of 128 in the paper)."""
 
 SKETCH_SEED_OFFSET = 104_729
 
-TOO_LARGE = "keep that layer exact: put ;LAYER=exact:dtype=bf16 behind the recipe"
+TOO_LARGE = "keep that layer exact: put ;LAYER=exact:dtype=bf16 after the recipe"
 
 
 class ChannelPart(NamedTuple):
-    """Channels that are coded together as one rotated vector. bits: per channel, the sketch's sign included; name:
-    prefix of its planes."""
+    """Channels that are coded together as one rotated vector.
+
+    bits: per channel, the sketch's sign included.
+    name: prefix of the part's packed tensors.
+    """
 
     dim: int
     bits: int
@@ -60,8 +67,15 @@ class ChannelPart(NamedTuple):
 
 @dataclass(frozen=True)
 class TurboQuant(Codec):
-    """bits: 1 to 8 in steps of a quarter. variant: mse or prod. rotation: qr or hadamard. correct_norm: keep the
-    vector's length exactly (mse). orthogonal: rows of the sketch (prod). seed: of rotation and sketch."""
+    """One side of TurboQuant.
+
+    bits: 1 to 8 in steps of a quarter.
+    variant: mse or prod.
+    rotation: qr or hadamard.
+    correct_norm: keep the vector's length exactly (mse).
+    orthogonal: orthogonal rows of the sketch (prod).
+    seed: of rotation and sketch.
+    """
 
     bits: float = 4.0
     variant: Literal["mse", "prod"] = "mse"
@@ -84,25 +98,27 @@ class TurboQuant(Codec):
 
     @property
     def fits_on(self) -> FitsOn | None:
-        """The prompt, where it says which channels are outliers."""
+        """Data that `fit` needs: "prompt" if it decides which channels are outliers."""
         return "prompt" if self.bits % 1 else None
 
     def parts(self, head_dim: int) -> list[ChannelPart]:
-        """The vectors that are coded apart: outlier channels first."""
+        """Return the channel parts that are coded separately, outlier channels first."""
         low = math.floor(self.bits)
         if not self.bits % 1:
             return [ChannelPart(head_dim, low)]
         outliers = head_dim // OUTLIER_SHARE
         if head_dim % OUTLIER_SHARE or outliers < 3:
             raise UserError(
-                f"bits={self.bits:g} sets a quarter of the channels apart, and the head dim {head_dim} "
-                "is not a multiple of 4 from 12 on; use whole bits"
+                f"bits={self.bits:g} needs a head dim that is a multiple of 4 and at least 12, got {head_dim}; "
+                "use whole bits"
             )
         extra = round(4 * (self.bits % 1))
         return [ChannelPart(outliers, low + extra, "outlier_"), ChannelPart(head_dim - outliers, low)]
 
     def layout(self, head_dim: int) -> Layout:
-        """codes and scale of each part; for prod signs and norms of the residual."""
+        """Return the packed tensors: codes and scale of each part; for prod also of the
+        residual.
+        """
         planes: dict[str, PlaneSpec] = {}
         for part in self.parts(head_dim):
             if grid := self._grid(part):
@@ -112,17 +128,22 @@ class TurboQuant(Codec):
         return Layout(BLOCK_TOKENS, planes)
 
     def _grid(self, part: ChannelPart) -> Grid | None:
-        """The layout of the codes: one scale per token. None where prod leaves no bit for them."""
+        """Return the layout of the codes, with one scale per token.
+
+        None if prod leaves no bit for them.
+        """
         bits = part.bits - (self.variant == "prod")
         return Grid(bits, self.side, "token", 0, False, part.dim) if bits else None
 
     def learns(self, B: int, H: int, head_dim: int) -> dict[str, TensorSpec]:
-        """The outlier channels of each head, ascending."""
+        """Return the specification of the outlier channels of each head, ascending."""
         n = head_dim // OUTLIER_SHARE
         return {"channels": TensorSpec(torch.int16, (B, H, n), 0, head_dim - 1, ascending=True)} if self.fits_on else {}
 
     def fit(self, x: Tensor) -> Self:
-        """Choose the outlier channels of each head from x [B, H, T, D]: the largest by norm."""
+        """Choose the outlier channels of each head, those with the largest norm in x
+        [B, H, T, D].
+        """
         if self.fits_on is None:
             return self
         D = x.shape[-1]
@@ -130,7 +151,7 @@ class TurboQuant(Codec):
         return dataclasses.replace(self, fitted={"channels": order.sort(-1).values.to(torch.int16)})
 
     def encode(self, x: Tensor) -> PackedTensors:
-        """x float32 [B, H, N·t, D] to planes."""
+        """Encode x float32 [B, H, N·t, D] as packed tensors."""
         turned = self._rotated(x)
         planes: PackedTensors = {}
         start = 0
@@ -165,7 +186,7 @@ class TurboQuant(Codec):
         return grid.pack(codes, round_scale(scale, torch.float16, "a norm", TOO_LARGE), None)
 
     def _residual(self, residual: Tensor, part: ChannelPart) -> PackedTensors:
-        """Signs and norm (over √dim) of residual [B, H, N, t, dim]."""
+        """Return signs and norm (divided by √dim) of residual [B, H, N, t, dim]."""
         signs = backends.encode_signs(residual, self._sketch(part, str(residual.device)))
         norm = residual.square().mean(-1).sqrt()
         return {f"{part.name}signs": signs, f"{part.name}norms": norm.to(torch.float16)}
@@ -174,7 +195,7 @@ class TurboQuant(Codec):
         return jl_sketch(part.dim, part.dim, self.seed + SKETCH_SEED_OFFSET, self.orthogonal, device)
 
     def _matrix(self, head_dim: int, device: str) -> Tensor:
-        """The map to what is coded, orthogonal: [D, D], or [B, H, D, D] where heads differ in their outliers."""
+        """Return the orthogonal map before coding: [D, D], or [B, H, D, D] if heads differ."""
         if self.fits_on is None:
             return random_rotation(head_dim, self.seed, self.rotation, device)
         blocks = split_rotation(head_dim // OUTLIER_SHARE, head_dim, self.seed, self.rotation, device)
@@ -182,11 +203,11 @@ class TurboQuant(Codec):
         others = torch.ones((*channels.shape[:-1], head_dim), dtype=torch.bool, device=channels.device)
         others.scatter_(-1, channels, False)
         rest = others.nonzero()[:, -1].view(*channels.shape[:-1], -1)
-        place = torch.cat([channels, rest], -1).argsort(-1)  # of each channel among the parts
+        place = torch.cat([channels, rest], -1).argsort(-1)  # place of each channel among the parts
         return blocks[:, place].permute(1, 2, 0, 3)
 
     def view(self, planes: PackedTensors, head_dim: int) -> View:
-        """Parts of rotated vectors, side by side."""
+        """Return the view of the parts' channels, concatenated, with the rotation."""
         views: list[tuple[View, int]] = []
         for part in self.parts(head_dim):
             grid = self._grid_view(
@@ -210,7 +231,7 @@ class TurboQuant(Codec):
         return SignsView([SignSketch(signs, norms, self._sketch(part, str(signs.device)), factor)], part.dim)
 
     def table_bytes(self, head_dim: int) -> TableBytes:
-        """Tables, rotations and sketches, float32; the fitted channel indices."""
+        """Return the bytes of codebooks, rotations and sketches, and of the channel indices."""
         shared = {}
         for part in self.parts(head_dim):
             grid = self._grid(part)
@@ -224,7 +245,7 @@ class TurboQuant(Codec):
         return TableBytes(shared, 2 * head_dim // OUTLIER_SHARE if self.fits_on else 0)
 
     def tables(self, head_dim: int) -> list[Tensor]:
-        """The tensors behind `table_bytes`."""
+        """Return the tensors counted by `table_bytes`."""
         options = self.seed, self.rotation, "cpu"
         split = split_rotation(head_dim // OUTLIER_SHARE, head_dim, *options) if self.fits_on else None
         found = [random_rotation(head_dim, *options) if split is None else split]
@@ -239,7 +260,7 @@ class TurboQuant(Codec):
 
 @cached_table
 def sphere_entries(bits: int, D: int, device: str) -> Tensor:
-    """The optimal table for √D times a sphere's coordinate, float32 [2^bits]."""
+    """Return the optimal codebook for √D times a sphere's coordinate, float32 [2^bits]."""
     return torch.tensor(sphere_table(bits, D), dtype=torch.float32, device=device)
 
 

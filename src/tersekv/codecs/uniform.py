@@ -1,9 +1,12 @@
-"""Uniform integers per token or per channel, in groups: x̂ = min + scale·code, scale = (max − min)/(2^b − 1).
+"""Uniform integers per token or per channel, in groups.
 
-The common ground of int-X caches (FlexGen, arXiv 2303.06865: group 64; Atom, arXiv 2310.19102: group 128) and of KIVI
-(arXiv 2402.02750, §3). Scale and minimum are stored in 16 bits and codes are chosen against the stored ones. A constant
-group has scale 0 and decodes to its minimum. `group=0`: one range per token (axis=token) or, for axis=channel, one
-range per channel for the whole sequence, taken from the prompt and kept; later values outside it are clamped.
+x̂ = min + scale·code with scale = (max − min)/(2^b − 1).
+
+int-X caches (FlexGen, arXiv 2303.06865: group 64; Atom, arXiv 2310.19102: group 128) and KIVI
+(arXiv 2402.02750, §3) use this method. Scale and minimum are rounded to 16 bits before codes are
+chosen. A constant group has scale 0 and decodes to its minimum. `group=0` with axis=token means one
+range per token. With axis=channel it means one range per channel, fitted on the prompt and kept for
+the whole sequence; later values outside it are clamped.
 """
 
 from __future__ import annotations
@@ -27,8 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Uniform(Codec):
-    """bits: 1 to 8. axis: "token" or "channel". group: elements per range (channels or tokens). scales: fp16 or
-    bf16."""
+    """One side of uniform quantisation.
+
+    bits: 1 to 8.
+    axis: "token" or "channel".
+    group: elements per range (channels or tokens).
+    scales: dtype of scale and minimum, fp16 or bf16.
+    """
 
     bits: int = 4
     axis: Literal["token", "channel"] = "token"
@@ -42,7 +50,7 @@ class Uniform(Codec):
 
     @property
     def fits_on(self) -> FitsOn | None:
-        """The prompt, where one range per channel serves the whole sequence."""
+        """Data that `fit` needs: "prompt" if one range per channel covers the whole sequence."""
         return "prompt" if self._whole else None
 
     @property
@@ -50,35 +58,37 @@ class Uniform(Codec):
         return self.axis == "channel" and self.group == 0
 
     def grid(self, head_dim: int) -> Grid:
-        """The memory layout."""
+        """Return the memory layout."""
         dtype = SCALE_DTYPES[self.scales]
         return Grid(self.bits, self.side, self.axis, self.group, True, head_dim, dtype)
 
     def layout(self, head_dim: int) -> Layout:
-        """codes, scale, offset."""
+        """Return the packed tensors: codes, scale and offset."""
         return self.grid(head_dim).layout()
 
     def learns(self, B: int, H: int, head_dim: int) -> dict[str, TensorSpec]:
-        """Ranges of the whole sequence."""
+        """Return the specifications of the ranges of the whole sequence."""
         dtype = SCALE_DTYPES[self.scales]
         scale, offset = TensorSpec(dtype, (B, H, head_dim), low=0), TensorSpec(dtype, (B, H, head_dim))
         return {"scale": scale, "offset": offset} if self._whole else {}
 
     def fit(self, x: Tensor) -> Self:
-        """Take each channel's range from x [B, H, T, D] if one range serves the whole sequence."""
+        """Fit each channel's range on x [B, H, T, D] if one range is used for the whole
+        sequence.
+        """
         if not self._whole:
             return self
         scale, offset = self._stored(x.amin(2), x.amax(2))
         return dataclasses.replace(self, fitted={"scale": scale, "offset": offset})
 
     def _stored(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and minimum of ranges as they are stored."""
+        """Return scale and minimum in their stored dtype."""
         dtype = SCALE_DTYPES[self.scales]
         scale = round_scale((high - low) / (2**self.bits - 1), dtype, "a scale")
         return scale, round_scale(low, dtype, "a minimum")
 
     def encode(self, x: Tensor) -> PackedTensors:
-        """x float32 [B, H, N·t, D] to planes."""
+        """Encode x float32 [B, H, N·t, D] as packed tensors."""
         grid = self.grid(x.shape[-1])
         if self._whole:
             scale, offset = (self.fitted[name][:, :, None, None] for name in ("scale", "offset"))
@@ -87,17 +97,17 @@ class Uniform(Codec):
         return grid.encode(x, None, scale, offset, whole=self._whole)
 
     def view(self, planes: PackedTensors, head_dim: int) -> GridView:
-        """Codes with the table 0 … 2^b − 1."""
+        """Return the view of codes with the codebook 0 … 2^b − 1."""
         table = integers(self.bits, str(planes["codes"].device))
         whole = self.fitted.get("scale"), self.fitted.get("offset")
         return GridView(self.grid(head_dim), planes, table, *whole, integers=True)
 
     def table_bytes(self, head_dim: int) -> TableBytes:
-        """The integers as floats; the fitted ranges."""
+        """Return the bytes of the integers as floats, and of fitted ranges."""
         return TableBytes({f"integers {self.bits}": 4 * 2**self.bits}, per_head=4 * head_dim if self._whole else 0)
 
     def tables(self, head_dim: int) -> list[Tensor]:
-        """The tensors behind `table_bytes`."""
+        """Return the tensors counted by `table_bytes`."""
         return [integers(self.bits, "cpu"), *self.fitted.values()]
 
 

@@ -1,6 +1,7 @@
-"""What every packed layout states: its planes, and how attention reads them.
+"""Base classes of packed layouts: the packed tensors, and the views that attention reads.
 
-Shapes: B batch, H key-value heads, N blocks, t tokens per block, T = N·t, R query rows per head, D head dim.
+Shapes: B batch, H key-value heads, N blocks, t tokens per block, T = N·t, R query rows per head, D
+head dim.
 """
 
 from __future__ import annotations
@@ -30,14 +31,18 @@ BLOCK_TOKENS = 32
 
 @dataclass(frozen=True)
 class PlaneSpec:
-    """One tensor of a packed block: `shape` and `dtype` per block, and the part of the footprint it counts to.
+    """One packed tensor: its shape and dtype per block, and its part of the footprint.
 
-    shared: one for all heads of a layer, [B, 1, N, *shape]. ragged: a list of entries whose number varies, [entries] in
-    the order block, batch row, head; the figure is the number per block and head that a declared size counts with. A
-    layout with ragged planes has one named `…_starts`, int32 [B, H, N], that says where each block's entries begin.
-    ends: (share, elements per head) where entries are what lies outside two quantiles of each token's vector over all
-    heads: a whole number at each end, so that short vectors have more than the share.
-    channels: of a plane whose elements name channels in their low `channel_bits` bits (None: all), how many there are.
+    shared: one tensor for all heads of a layer, [B, 1, N, *shape].
+    ragged: None, or the number of entries per block and head that estimated sizes assume. A ragged
+        tensor is a list with a variable number of entries, [entries], ordered by block, batch row,
+        head. A layout with ragged tensors also has one named `…_starts`, int32 [B, H, N], with the
+        first entry of each block.
+    ends: (share, elements per head) if the entries are the outliers beyond two quantiles of each
+        token's vector over all heads. Their number is rounded up at both ends, so short vectors
+        have more than the share.
+    channels: number of channels, if the elements contain channel indices.
+    channel_bits: number of low bits of an element that hold the channel index. None means all bits.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +55,7 @@ class PlaneSpec:
     channel_bits: int | None = None
 
     def block_bytes(self, heads: int = 1) -> float:
-        """Bytes of one block, per head of a layer with `heads` of them."""
+        """Return the bytes of one block per head, for a layer with `heads` heads."""
         per_block = math.prod(self.shape) if self.ragged is None else self.ragged
         if self.ends is not None:
             share, elements = self.ends
@@ -60,26 +65,36 @@ class PlaneSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """The planes of a packed segment; every plane but ragged ones is [B, H, N, *shape], or [B, 1, N, *shape]."""
+    """Specifications of a packed segment's tensors.
+
+    Tensors are [B, H, N, *shape], or [B, 1, N, *shape] if shared. Ragged tensors are
+    one-dimensional.
+    """
 
     block_tokens: int
     planes: dict[str, PlaneSpec]
 
     def block_bytes(self, heads: int = 1) -> float:
-        """Bytes of one block, all planes, per head of a layer with `heads` of them."""
+        """Return the bytes of one block per head, all tensors together.
+
+        heads: number of heads of the layer.
+        """
         return sum(spec.block_bytes(heads) for spec in self.planes.values())
 
     def bits(self, head_dim: int, heads: int = 1) -> float:
-        """Stored bits per element."""
+        """Return the stored bits per element."""
         return self.block_bytes(heads) * 8 / (self.block_tokens * head_dim)
 
     @property
     def starts(self) -> str | None:
-        """The plane that says where ragged entries begin."""
+        """Name of the tensor with the first ragged entry of each block, or None."""
         return next((name for name in self.planes if name.endswith("_starts")), None)
 
     def join(self, parts: Sequence[PackedTensors]) -> PackedTensors:
-        """The planes of all parts, one behind the other: a copy, unless there is one part only."""
+        """Concatenate parts along the blocks.
+
+        The result is a copy, unless there is only one part.
+        """
         if len(parts) == 1:
             return parts[0]
         if self.starts is not None:
@@ -93,7 +108,7 @@ class Layout:
         return {name: torch.cat([part[name] for part in parts], dim=axis[name]) for name in axis}
 
     def select_rows(self, planes: PackedTensors, rows: Tensor) -> PackedTensors:
-        """The planes of batch rows `rows` (int64, repeats allowed) in that order."""
+        """Return the tensors of batch rows `rows` (int64, repeats allowed) in that order."""
         chosen = {n: p.index_select(0, rows) for n, p in planes.items() if self.planes[n].ragged is None}
         if self.starts is None:
             return chosen
@@ -102,7 +117,7 @@ class Layout:
         return chosen | self._select_entries(planes, blocks[:, rows])
 
     def select_heads(self, planes: PackedTensors, first: int, count: int) -> PackedTensors:
-        """The planes of heads `first` to `first + count`; what all heads share stays."""
+        """Return the tensors of heads `first` to `first + count`. Shared tensors are unchanged."""
         heads = slice(first, first + count)
         fixed = {name: plane for name, plane in planes.items() if self.planes[name].ragged is None}
         chosen = {name: plane if self.planes[name].shared else plane[:, heads] for name, plane in fixed.items()}
@@ -113,7 +128,10 @@ class Layout:
         return chosen | self._select_entries(planes, blocks[:, :, heads])
 
     def select_blocks(self, planes: PackedTensors, index: Tensor) -> PackedTensors:
-        """The planes of blocks `index` (int64 [B, H, n]) of each head, in that order; no plane is shared."""
+        """Return the tensors of blocks `index` (int64 [B, H, n]) of each head, in that order.
+
+        The layout must have no shared tensors.
+        """
         chosen = {}
         for name, plane in planes.items():
             if self.planes[name].ragged is None:
@@ -126,7 +144,10 @@ class Layout:
         return chosen | self._select_entries(planes, index.permute(2, 0, 1) * (B * H) + heads)
 
     def _select_entries(self, planes: PackedTensors, blocks: Tensor) -> PackedTensors:
-        """Starts [B, H, n] and entries of `blocks` [n, B, H], which count in the order block, batch row, head."""
+        """Return starts [B, H, n] and ragged entries of the chosen blocks.
+
+        blocks: [n, B, H], indices that count blocks in the order block, batch row, head.
+        """
         assert self.starts is not None
         ragged = self._ragged(planes)
         order, total = planes[self.starts].permute(2, 0, 1).flatten().long(), len(next(iter(ragged.values())))
@@ -144,12 +165,16 @@ class Layout:
 
 
 class LinearMap(NamedTuple):
-    """How vectors x̂ follow from the inner vectors that are coded: x̂ = A·inner + mean.
+    """Linear map from coded inner vectors to the vectors x̂ = A·inner + mean.
 
-    Aᵀ, whose row d is what component d adds: `rotation` float32 [D, D] or [B, H, D, D], or held in few bits as `basis`
-    and `channels` (`kernels/basis.py`), or the identity. mean: float [1 or B, H, D] or None; the weights of a softmax
-    add up to one, so it is added to an output once. keeps_query: inner vectors have the channels of the mapped query
-    and, behind them, those of the query itself.
+    Aᵀ, whose row d is the contribution of component d, has one of three forms. It is `rotation`,
+    float32 [D, D] or [B, H, D, D]; or quantised as `basis` and `channels` (`kernels/basis.py`); or
+    the identity.
+
+    mean: float [1 or B, H, D] or None. It is added to an output once, because softmax weights sum
+        to one.
+    keeps_query: inner vectors have the channels of the mapped query, followed by those of the query
+        itself.
     """
 
     rotation: Tensor | None = None
@@ -160,7 +185,7 @@ class LinearMap(NamedTuple):
 
     @property
     def rows(self) -> Tensor:
-        """Aᵀ as float32 [D, D] or [1 or B, H, D, D]."""
+        """Return Aᵀ as float32 [D, D] or [1 or B, H, D, D]."""
         if self.basis is None:
             assert self.rotation is not None
             return self.rotation
@@ -168,12 +193,12 @@ class LinearMap(NamedTuple):
         return unpacked_basis(self.basis, self.channels).float()
 
     def query(self, query: Tensor) -> Tensor:
-        """Aᵀ·q for queries float32 [B, H, R, D], and q itself where it is kept."""
+        """Return Aᵀ·q for queries float32 [B, H, R, D], followed by q itself if `keeps_query`."""
         out = self._product(query, combine=False)
         return torch.cat([out, query], dim=-1) if self.keeps_query else out
 
     def output(self, out: Tensor) -> Tensor:
-        """A·o + mean for weighted means of inner vectors, float32 [B, H, R, D]."""
+        """Return A·o + mean for weighted means of inner vectors, float32 [B, H, R, D]."""
         out = self._product(out, combine=True)
         return out if self.mean is None else out + self.mean.unsqueeze(2)
 
@@ -190,57 +215,60 @@ IDENTITY = LinearMap()
 
 
 class View(ABC):
-    """A packed segment as attention reads it: x̂ = A·inner + mean with a `LinearMap` that leaves the token loop."""
+    """A packed segment as attention reads it: x̂ = A·inner + mean.
+
+    The `LinearMap` is applied outside the loop over tokens.
+    """
 
     format: ClassVar[str]
     kind: str = "other"
-    """The layout's name for kernels, which find its planes in the view's fields."""
+    """Name of the layout for kernels, which read the packed tensors from the view's fields."""
     keeps: ClassVar[bool] = True
-    """True if a store may keep the view: it holds nothing but the planes and tables that are counted anyway."""
+    """True if a store may cache the view, which then needs no memory that is not counted."""
 
     @property
     def operand(self) -> Operand:
-        """What `kernels/attend_packed.py` takes for this side."""
+        """Return the argument of `kernels/attend_packed.py` for this side."""
         return self
 
     @property
     def inner(self) -> View:
-        """The view without the linear map."""
+        """Return the view without the linear map."""
         return self
 
     @property
     def linear(self) -> LinearMap:
-        """The map from inner vectors to those that were coded."""
+        """Return the map from inner vectors to the vectors that were coded."""
         return IDENTITY
 
     def query(self, query: Tensor) -> Tensor:
-        """What inner vectors are multiplied with, for queries [B, H, R, D]."""
+        """Map queries [B, H, R, D] to the ones that inner vectors are multiplied with."""
         return self.linear.query(query)
 
     def output(self, out: Tensor) -> Tensor:
-        """A·o + mean for a weighted mean of inner vectors [B, H, R, D]."""
+        """Return A·o + mean for a weighted mean of inner vectors [B, H, R, D]."""
         return self.linear.output(out)
 
     def native(self, native: ModuleType) -> Any:
-        """The inner vectors as an object of the C++ extension, which checks the planes and keeps them.
+        """Return the inner vectors as an object of the C++ extension, which validates the tensors.
 
         Raises:
             NotTaken: the extension does not read this layout.
-            ValueError: planes that are not what the layout says.
+            ValueError: the tensors do not fit the layout.
         """
         raise NotTaken(f"the C++ kernels do not read {self.format}")
 
     @abstractmethod
     def decode(self) -> Tensor:
-        """x̂ as float32 [B, H, T, D]."""
+        """Return x̂ as float32 [B, H, T, D]."""
 
     def scores(self, query: Tensor) -> Tensor:
-        """q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T], unscaled."""
+        """Return unscaled q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T]."""
         return torch.matmul(query, self.decode().transpose(-1, -2))
 
 
 class Mapped(View):
-    """A view of vectors that were mapped before coding: in a rotated basis, or without their constant part."""
+    """View of vectors that were mapped before coding: rotated, or with the mean removed."""
 
     def __init__(self, view: View, linear: LinearMap) -> None:
         self._inner, self._linear = view.inner, linear
@@ -249,27 +277,26 @@ class Mapped(View):
 
     @property
     def inner(self) -> View:
-        """The vectors that are coded."""
+        """Return the view of the coded vectors."""
         return self._inner
 
     @property
     def linear(self) -> LinearMap:
-        """See `View`."""
         return self._linear
 
     def decode(self) -> Tensor:
-        """x̂ as float32 [B, H, T, D]."""
+        """Return x̂ as float32 [B, H, T, D]."""
         return self.output(self._inner.decode())
 
     def scores(self, query: Tensor) -> Tensor:
-        """q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T], unscaled."""
+        """Return unscaled q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T]."""
         if self.linear.mean is not None:
             return super().scores(query)
         return self._inner.scores(self.query(query))
 
 
 class Rotated(Mapped):
-    """x̂ = Rᵀ·inner, with R orthogonal, float32 [D, D], or [B, H, D, D] where heads differ."""
+    """View with x̂ = Rᵀ·inner, R orthogonal, float32 [D, D], or [B, H, D, D] if heads differ."""
 
     kind = "rotated"
 
@@ -278,16 +305,19 @@ class Rotated(Mapped):
 
     @property
     def rotation(self) -> Tensor:
-        """Rows of the basis, float32 [D, D] or [1 or B, H, D, D]."""
+        """Return the rows of the basis, float32 [D, D] or [1 or B, H, D, D]."""
         return self.linear.rows
 
     def native(self, native: ModuleType) -> Any:
-        """Under RoPE only, where the map cannot leave the token loop."""
+        """Return the native object.
+
+        Used only under RoPE, where the map must stay inside the loop over tokens.
+        """
         return native.rotated(native_view(native, self.inner.operand), self.rotation.contiguous())
 
 
 class Sum(View):
-    """A view of the sum of several: x̂ = Σ x̂_i."""
+    """View of the sum of several views: x̂ = Σ x̂_i."""
 
     kind = "sum"
 
@@ -296,20 +326,22 @@ class Sum(View):
         self.format = " + ".join(view.format for view in views)  # type: ignore[misc]
 
     def native(self, native: ModuleType) -> Any:
-        """See `View`."""
         return native.sum([native_view(native, view.operand) for view in self.views])
 
     def decode(self) -> Tensor:
-        """x̂ as float32 [B, H, T, D]."""
+        """Return x̂ as float32 [B, H, T, D]."""
         return sum_of([view.decode() for view in self.views])
 
     def scores(self, query: Tensor) -> Tensor:
-        """q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T], unscaled."""
+        """Return unscaled q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T]."""
         return sum_of([view.scores(query) for view in self.views])
 
 
 class Concat(View):
-    """A view of several with channels side by side, in this order; each with its number of channels."""
+    """View of several views with their channels concatenated.
+
+    views: each with its number of channels.
+    """
 
     kind = "concat"
 
@@ -319,21 +351,23 @@ class Concat(View):
         self.format = " | ".join(view.format for view in self.views)  # type: ignore[misc]
 
     def native(self, native: ModuleType) -> Any:
-        """See `View`."""
         return native.concat([native_view(native, view.operand) for view in self.views])
 
     def decode(self) -> Tensor:
-        """x̂ as float32 [B, H, T, D]; a part that is the same in all rows may have one."""
+        """Return x̂ as float32 [B, H, T, D].
+
+        A part that is equal in all batch rows may have only one.
+        """
         parts = [view.decode() for view in self.views]
         rows = max(map(len, parts))
         return torch.cat([part.expand(rows, -1, -1, -1) for part in parts], dim=-1)
 
     def scores(self, query: Tensor) -> Tensor:
-        """q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T], unscaled."""
+        """Return unscaled q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T]."""
         parts = zip(self.views, query.split(self.dims, dim=-1), strict=True)
         return sum_of([view.scores(part) for view, part in parts])
 
 
 def sum_of(parts: Sequence[Tensor]) -> Tensor:
-    """Sum of one or more tensors."""
+    """Return the sum of one or more tensors."""
     return functools.reduce(torch.add, parts)

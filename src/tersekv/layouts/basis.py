@@ -1,4 +1,4 @@
-"""A view of vectors that were coded in a basis of their own, which is held in few bits."""
+"""View of vectors that were coded in a quantised basis."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from tersekv.layouts.base import LinearMap, Mapped, Rotated, View
 
 
 class InBasis(Rotated):
-    """x̂ = Σ_d inner_d·row_d. basis, channels: see `kernels/basis.py`; rows need not be orthogonal. Products are made
-    from what is held, so that nothing unpacked stays."""
+    """View with x̂ = Σ_d inner_d·row_d. The rows need not be orthogonal.
+
+    Products use the quantised basis directly, so no dequantised copy is kept.
+
+    basis, channels: see `kernels/basis.py`.
+    """
 
     def __init__(self, view: View, basis: Tensor, channels: Tensor) -> None:
         Mapped.__init__(self, view, LinearMap(basis=basis, channels=channels))

@@ -1,4 +1,4 @@
-"""Format `exact`: tokens as they are, in 16- or 32-bit floats.
+"""Layout `exact`: unquantised tokens in 16- or 32-bit floats.
 
 x   [t, D] per block of t = 32 tokens: token-major rows, D floats each
 """
@@ -14,7 +14,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def exact_layout(head_dim: int, dtype: torch.dtype) -> Layout:
-    """The one plane `x`."""
+    """Return the layout with its only tensor `x`."""
     return Layout(BLOCK_TOKENS, {"x": PlaneSpec((BLOCK_TOKENS, head_dim), dtype, "codes")})
 
 
@@ -28,9 +28,9 @@ class ExactView(View):
 
     @property
     def operand(self) -> Tensor:
-        """The tokens [B, H, T, D]."""
+        """Tokens [B, H, T, D]."""
         return self.x
 
     def decode(self) -> Tensor:
-        """x as float32 [B, H, T, D]."""
+        """Return x as float32 [B, H, T, D]."""
         return self.x.to(torch.float32)

@@ -1,7 +1,8 @@
-"""Format `grid`: b-bit codes, a table, and a scale (and offset) per group: x̂ = scale · table[code] + offset.
+"""Layout `grid`: b-bit codes, a codebook, and a scale (and offset) per group.
 
-One layout serves int, KIVI, NormalFloat, NUQ and Lloyd-Max codecs; they differ in the table and in how codes are
-chosen. A block of t tokens of one head (t = 32 unless a group is longer) has three planes:
+x̂ = scale · table[code] + offset. Int, KIVI, NormalFloat, NUQ and Lloyd-Max codecs share this
+layout. They differ in the codebook and in how codes are chosen. A block of t tokens of one head (t
+= 32 unless a group is longer) has up to three tensors:
 
     codes   int32 [lane groups, words, 16], drawn bit by bit in `kernels/lanes.py`
               keys:   lanes are the t tokens,   the packed axis is the D channels
@@ -10,7 +11,8 @@ chosen. A block of t tokens of one head (t = 32 unless a group is longer) has th
             axis "channel": [t/group, D], one per channel and `group` neighbouring tokens
     offset  like scale, absent when the codec is symmetric
 
-With t = 32 and D = 64 at 4 bits, keys: 2 lane groups × 8 words × 16 lanes × 4 bytes = 1,024 bytes = 4 bits per element.
+Example: keys, t = 32, D = 64, 4 bits. 2 lane groups × 8 words × 16 lanes × 4 bytes = 1,024 bytes =
+4 bits per element.
 """
 
 from __future__ import annotations
@@ -34,8 +36,12 @@ SCALE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Grid:
-    """Layout of one side of a layer. `group` 0 means one scale for all channels (axis "token") or for all tokens of
-    the sequence (axis "channel"; the scale then lies outside the blocks, see `GridView`)."""
+    """Layout of one side of a layer.
+
+    group: elements per scale. 0 means one scale for all channels of a token (axis "token"), or one
+        per channel for all tokens of the sequence (axis "channel"). The latter is stored outside
+        the blocks, see `GridView`.
+    """
 
     bits: int
     side: Side
@@ -61,27 +67,27 @@ class Grid:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens that are packed together."""
+        """Number of tokens that are packed together."""
         return max(BLOCK_TOKENS, self.group) if self.axis == "channel" else BLOCK_TOKENS
 
     @property
     def group_size(self) -> int:
-        """Elements per scale within a block."""
+        """Number of elements per scale within a block."""
         return self.group or (self.head_dim if self.axis == "token" else self.block_tokens)
 
     @property
     def place(self) -> GridPlace:
-        """The layout as ops take it."""
+        """The layout as the kernels' argument."""
         return GridPlace(self.side, self.bits, self.axis, self.group_size, self.block_tokens)
 
     def scale_shape(self) -> tuple[int, int]:
-        """Shape of the scale plane of one block."""
+        """Return the shape of one block's scales."""
         if self.axis == "token":
             return (self.head_dim // self.group_size, self.block_tokens)
         return (self.block_tokens // self.group_size, self.head_dim)
 
     def layout(self) -> Layout:
-        """The planes; a scale that holds for the whole sequence is not one of them."""
+        """Return the packed tensors. A scale for the whole sequence is not one of them."""
         extent = (self.head_dim, self.block_tokens) if self.side == "keys" else (self.block_tokens, self.head_dim)
         planes = {"codes": PlaneSpec(packed_shape(self.bits, *extent), torch.int32, "codes")}
         if self.axis == "token" or self.group:
@@ -90,22 +96,29 @@ class Grid:
         return Layout(self.block_tokens, planes)
 
     def groups(self, x: Tensor) -> Tensor:
-        """x [B, H, T, D] with the elements that share a scale on the last axis.
+        """Group x [B, H, T, D] with the elements that share a scale on the last axis.
 
-        axis "token": [B, H, N, D/group, t, group]; axis "channel": [B, H, N, t/group, D, group]; reducing the last axis
-        gives the shape of the scale plane.
+        axis "token": [B, H, N, D/group, t, group]; axis "channel": [B, H, N, t/group, D, group].
+        Reducing the last axis gives the shape of the scales.
         """
         return grouped(x, self.place)
 
     def pack(self, codes: Tensor, scale: Tensor | None, offset: Tensor | None) -> PackedTensors:
-        """codes in the shape of `groups`, scale and offset in the shape of the plane (None where they lie outside)."""
+        """Pack codes in the shape of `groups`.
+
+        scale, offset: in their stored shape, or None if stored elsewhere.
+        """
         return _planes(backends.pack_lanes(lanes_of(codes, self.place), self.bits), scale, offset)
 
     def encode(
         self, x: Tensor, table: Tensor | None, scale: Tensor | None, offset: Tensor | None, whole: bool = False
     ) -> PackedTensors:
-        """Encode x float32 [B, H, T, D]: each element to the nearest table entry, or to an integer if table is None.
-        scale, offset: in the shape of the plane. whole: they are stored once for all blocks."""
+        """Encode x float32 [B, H, T, D] as indices of the nearest codebook entries.
+
+        table: the codebook, or None for integers.
+        scale, offset: in their stored shape.
+        whole: True if they are stored once for all blocks.
+        """
         codes = backends.encode_grid(x, self.place, scale, offset, table)
         return _planes(codes, None, None) if whole else _planes(codes, scale, offset)
 
@@ -116,8 +129,11 @@ def _planes(codes: Tensor, scale: Tensor | None, offset: Tensor | None) -> Packe
 
 
 class GridView(View):
-    """Packed tensors and table of a `Grid` segment; `scale` and `offset` may be given once for all blocks as [B, H, D].
-    integers: the table is 0 … 2^b − 1."""
+    """Packed tensors and codebook of a `Grid` segment.
+
+    scale, offset: given if they are stored once for all blocks, [B, H, D].
+    integers: True if the codebook is 0 … 2^b − 1.
+    """
 
     format = "grid"
 
@@ -147,22 +163,28 @@ class GridView(View):
 
     @property
     def operand(self) -> GridSide:
-        """The planes as ops take them."""
+        """The packed tensors as the kernels' argument."""
         return self.side
 
     def decode(self) -> Tensor:
-        """x̂ as float32 [B, H, T, D]."""
+        """Return x̂ as float32 [B, H, T, D]."""
         return decode_grid(self.side)
 
 
 def _for_all_blocks(scale: Tensor, N: int) -> Tensor:
-    """[B, H, D] -> [B, H, N, 1, D] without copying."""
+    """Expand [B, H, D] to [B, H, N, 1, D] without copying."""
     B, H, D = scale.shape
     return scale.reshape(B, H, 1, 1, D).expand(B, H, N, 1, D)
 
 
 def round_scale(x: Tensor, dtype: torch.dtype, what: str, remedy: str = "use the codec's option scales=bf16") -> Tensor:
-    """A scale, offset or radius in its stored 16-bit type; a value that does not fit is the user's to know."""
+    """Convert a scale, offset or radius to its stored 16-bit dtype.
+
+    what: name of the value in the error message.
+
+    Raises:
+        UserError: a value is too large for the dtype. `remedy` ends the message.
+    """
     stored = x.to(dtype)
     if not math.isfinite(float(stored.abs().amax())) if stored.numel() else False:
         raise UserError(

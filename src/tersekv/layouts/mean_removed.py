@@ -1,4 +1,4 @@
-"""Views of vectors whose constant part was taken off before coding: values' own mean, and keys' mean before RoPE."""
+"""Views of vectors coded without their mean. The mean of keys is taken before RoPE."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from tersekv.tensors import last_contiguous
 
 
 class RotatedMean(View):
-    """One vector per head, rotated by RoPE to each token's position: RoPE_n(mean). mean: float [1 or B, H, D]; angles:
-    of the tokens."""
+    """One vector per head, rotated by RoPE to each token's position: RoPE_n(mean).
+
+    mean: float [1 or B, H, D].
+    angles: RoPE angles of the tokens.
+    """
 
     format = kind = "rotated_mean"
 
@@ -24,16 +27,15 @@ class RotatedMean(View):
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """Number of tokens T."""
         return self.angles.tokens
 
     def native(self, native: ModuleType) -> Any:
-        """See `View`."""
         rope, places = self.angles.native(native, self.mean.shape[-1], stepped=True)
         return native.rotated_mean(mean=last_contiguous(self.mean), tokens=self.tokens, rope=rope, places=places)
 
     def decode(self) -> Tensor:
-        """x̂ as float32 [B, H, T, D], B = 1 where all rows have the same."""
+        """Return x̂ as float32 [B, H, T, D]. B is 1 if all batch rows are equal."""
         cos, sin = self.angles.cos_sin()
         rows, (H, D) = max(len(self.mean), len(cos)), self.mean.shape[1:]
         return self.rope.apply(self.mean.float().unsqueeze(2).expand(rows, H, self.tokens, D), cos, sin)
@@ -50,8 +52,11 @@ class Biased(Mapped):
 
 
 class MeanRemoved(View):
-    """Keys x̂_n = inner_n + RoPE_n(mean): q·x̂_n is a product with 2 D channels, those of the inner view's basis and
-    those of the rotated mean, which takes no bytes per token."""
+    """Keys x̂_n = inner_n + RoPE_n(mean).
+
+    q·x̂_n is a product over 2 D channels: those of the inner view's basis and those of the rotated
+    mean. The rotated mean takes no bytes per token.
+    """
 
     kind = "mean_removed"
 
@@ -64,18 +69,18 @@ class MeanRemoved(View):
 
     @property
     def inner(self) -> View:
-        """Both parts side by side."""
+        """View of both parts, with their channels concatenated."""
         return self._inner
 
     @property
     def linear(self) -> LinearMap:
-        """The inner view's, with the query behind it."""
+        """Linear map of the inner view, which also keeps the query for the second part."""
         return self._view.linear._replace(keeps_query=True)
 
     def decode(self) -> Tensor:
-        """x̂ as float32 [B, H, T, D]."""
+        """Return x̂ as float32 [B, H, T, D]."""
         return self._view.decode() + self._mean.decode()
 
     def scores(self, query: Tensor) -> Tensor:
-        """q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T], unscaled."""
+        """Return unscaled q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T]."""
         return self._inner.scores(self.query(query))

@@ -1,4 +1,4 @@
-"""A view of keys that were coded before RoPE: RoPE is applied as they are read."""
+"""View of keys that were coded before RoPE. RoPE is applied as they are read."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from tersekv.layouts.base import View
 
 
 class Roped(View):
-    """x̂ = RoPE(inner). RoPE depends on the token's position, so it stays in the token loop; angles: of the view's
-    tokens."""
+    """View with x̂ = RoPE(inner), applied inside the loop over tokens.
+
+    angles: RoPE angles of the view's tokens.
+    """
 
     kind = "roped"
 
     def __init__(self, view: View, rope: Rope, angles: Angles) -> None:
-        # kernels are given an unpacked copy of a basis that is held in few bits
+        # kernels get a dequantised copy of a quantised basis, which must not be cached
         self.keeps = view.keeps and angles.is_small and view.linear.basis is None  # type: ignore[misc]
         self.before, self.rope, self.angles = view, rope, angles
         self.format = f"roped {view.format}"  # type: ignore[misc]
 
     def native(self, native: ModuleType) -> Any:
-        """See `View`."""
         before = self.before.native(native) if self.before.kind == "rotated" else native_view(native, self._operand)
         rope, places = self.angles.native(native, before.head_dim, stepped=False)
         return native.roped(before, rope, places)
@@ -38,5 +39,5 @@ class Roped(View):
         return self.before.operand
 
     def decode(self) -> Tensor:
-        """x̂ as float32 [B, H, T, D]."""
+        """Return x̂ as float32 [B, H, T, D]."""
         return self.rope.apply(self.before.decode(), *self.angles.cos_sin())

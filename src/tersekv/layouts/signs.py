@@ -1,17 +1,17 @@
-"""Format `signs`: the signs of a sketch S·x, one bit each, and the norm of x.
+"""Layout `signs`: the signs of a sketch S·x, one bit each, and the norm of x.
 
-A block of t = 32 tokens of one head, sketch of M rows:
+A block of t = 32 tokens of one head, with a sketch of M rows, has two tensors:
 
-    signs   uint8 [ceil(M/8), t]   tokens are lanes: byte i of all 32 tokens stands together. Bit m of a token is byte
-                                   m // 8, bit m % 8 (least significant first); 1 stands for S_m·x >= 0, so that
-                                   sign(0) = +1; bits past M are 0
+    signs   uint8 [ceil(M/8), t]   tokens are lanes: byte i of all 32 tokens is contiguous. Bit m of a
+                                   token is byte m // 8, bit m % 8 (least significant first). It is 1 for
+                                   S_m·x >= 0, so that sign(0) = +1. Bits past M are 0.
     norms   16-bit float [t]
 
     token t, byte 0           token t, byte 1 (32 bytes further)
     [m7 m6 m5 m4 m3 m2 m1 m0] [m15 ... m8] ...
 
-A view may hold several such sketches, each of its own channels, whose estimates add up (QJL: ordinary and outlier
-channels).
+A view may hold several sketches of different channels, whose estimates are added. QJL has one of
+ordinary channels and one of outlier channels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tersekv.tensors import cached_table
 
 
 def signs_planes(sketch_dim: int, norm_dtype: torch.dtype, prefix: str = "") -> dict[str, PlaneSpec]:
-    """Packed tensors of one sketch with `sketch_dim` rows."""
+    """Return the specifications of one sketch's packed tensors. sketch_dim: number of rows."""
     row_bytes = (sketch_dim + 7) // 8
     return {
         f"{prefix}signs": PlaneSpec((row_bytes, BLOCK_TOKENS), torch.uint8, "codes"),
@@ -38,14 +38,14 @@ def signs_planes(sketch_dim: int, norm_dtype: torch.dtype, prefix: str = "") -> 
 
 
 def unpack_signs(packed: Tensor, M: int) -> Tensor:
-    """uint8 [..., ceil(M/8)] to float32 ±1 [..., M]."""
+    """Unpack uint8 [..., ceil(M/8)] to float32 ±1 [..., M]."""
     rows = _byte_signs(str(packed.device)).index_select(0, packed.flatten().int())
     return rows.reshape(*packed.shape[:-1], -1)[..., :M]
 
 
 @cached_table
 def _byte_signs(device: str) -> Tensor:
-    """The eight signs of each byte: float32 ±1 [256, 8]."""
+    """Return the eight signs of each byte value: float32 ±1 [256, 8]."""
     bits = torch.bitwise_and(torch.bitwise_right_shift(torch.arange(256)[:, None], torch.arange(8)), 1)
     return (bits * 2 - 1).to(device, torch.float32)
 
@@ -53,9 +53,13 @@ def _byte_signs(device: str) -> Tensor:
 class SignSketch(NamedTuple):
     """One sketch of a segment: x̂ = factor · norms · Sᵀ·signs on its channels.
 
-    signs uint8 [B, H, N, ceil(M/8), t]; norms [B, H, N, t]; sketch float32 [M, n]; factor: the estimator's constant
-    over M. channels int64 [B, H, 1 or N, n]: where the n sketched channels lie in the head, None if n = D and in order.
-    dropped int64 [B, H, 1 or N, m]: channels whose estimate is set to 0 (another sketch holds them), or None.
+    signs: uint8 [B, H, N, ceil(M/8), t].
+    norms: [B, H, N, t].
+    sketch: S, float32 [M, n].
+    factor: the estimator's constant divided by M.
+    channels: int64 [B, H, 1 or N, n], the n sketched channels, None if n = D and they are in order.
+    dropped: int64 [B, H, 1 or N, m], channels whose estimate is set to 0 because another sketch
+        holds them, or None.
     """
 
     signs: Tensor
@@ -67,19 +71,19 @@ class SignSketch(NamedTuple):
 
     @property
     def varies(self) -> bool:
-        """Whether blocks differ in their channels, so that no sketched query serves them all."""
+        """True if channels differ between blocks, so that each block needs its own query sketch."""
         return any(c is not None and c.shape[2] > 1 for c in (self.channels, self.dropped))
 
     def unpacked(self) -> Tensor:
-        """float32 ±1 [B, H, T, M]."""
+        """Return the signs as float32 ±1 [B, H, T, M]."""
         return unpack_signs(self.signs.transpose(-1, -2).flatten(2, 3), self.sketch.shape[0])
 
     def weights(self) -> Tensor:
-        """factor · norms, float32 [B, H, T]."""
+        """Return factor · norms, float32 [B, H, T]."""
         return self.norms.float().flatten(2, 3) * self.factor
 
     def query(self, query: Tensor) -> Tensor:
-        """S·q on this sketch's channels: float32 [B, H, R, D] -> [B, H, R, M]."""
+        """Return S·q on this sketch's channels: float32 [B, H, R, D] -> [B, H, R, M]."""
         R = query.shape[2]
         if self.channels is not None:
             query = query.gather(-1, self.channels.expand(-1, -1, R, -1))
@@ -88,7 +92,7 @@ class SignSketch(NamedTuple):
         return torch.matmul(query, self.sketch.T)
 
     def decode(self, head_dim: int) -> Tensor:
-        """x̂ as float32 [B, H, T, D], 0 outside its channels."""
+        """Return x̂ as float32 [B, H, T, D], 0 outside the sketch's channels."""
         x = torch.matmul(self.unpacked(), self.sketch) * self.weights().unsqueeze(-1)
         if self.channels is not None:
             x = x.new_zeros(*x.shape[:-1], head_dim).scatter(-1, self._of_tokens(self.channels), x)
@@ -102,7 +106,10 @@ class SignSketch(NamedTuple):
 
 
 class SignsView(View):
-    """Sum of sign sketches. The query is sketched once; cached signs are not multiplied by S for scores."""
+    """Sum of sign sketches.
+
+    The query is sketched once, so scores need no product of S and cached signs.
+    """
 
     format = kind = "signs"
 
@@ -111,7 +118,6 @@ class SignsView(View):
         self.head_dim = head_dim
 
     def native(self, native: ModuleType) -> Any:
-        """See `View`."""
         views = [
             native.signs(
                 head_dim=self.head_dim,
@@ -127,11 +133,13 @@ class SignsView(View):
         return views[0] if len(views) == 1 else native.sum(views)
 
     def decode(self) -> Tensor:
-        """x̂ as float32 [B, H, T, D]: the vector whose inner product with q is the estimate."""
+        """Return x̂ as float32 [B, H, T, D], the vector whose inner product with q is the
+        estimate.
+        """
         return sum_of([s.decode(self.head_dim) for s in self.sketches])
 
     def scores(self, query: Tensor) -> Tensor:
-        """factor·‖k‖·⟨S·q, sign(S·k)⟩, summed over the sketches: float32 [B, H, R, T]."""
+        """Return factor·‖k‖·⟨S·q, sign(S·k)⟩, summed over the sketches: float32 [B, H, R, T]."""
         if any(s.varies for s in self.sketches):
             return super().scores(query)
         return sum_of(

@@ -1,15 +1,16 @@
-"""Format `sparse`: a few elements of a block apart, added to what its dense codes decode to (KVQuant's
-dense-and-sparse, arXiv 2401.18079, §3.4).
+"""Layout `sparse`: outliers, which are added to the decoded dense codes.
 
-For a block of t = 32 tokens of one head with n outliers:
+This is KVQuant's dense-and-sparse format (arXiv 2401.18079, §3.4). A block of t = 32 tokens of one
+head with n outliers has three tensors:
 
-    outlier_places  ragged, n × 16 bits   [ token in block : 5 ][ channel : 11 ], ascending: by token, then by channel
-    outlier_values  ragged, n × float16   x minus what the dense codes decode to
-    outlier_starts  int32, one per block  where the block's entries begin, counted from its buffer's first entry
+    outlier_places  ragged, n × 16 bits   [ token in block : 5 ][ channel : 11 ], ascending;
+    outlier_values  ragged, n × float16   x minus the decoded dense codes;
+    outlier_starts  int32, one per block  index of the block's first entry, counted from its buffer's start
 
-Token-major entries are columns of the key matrix and rows of the value matrix (CSC and CSR): a new block's entries
-stand behind all earlier ones, and its own numbers say where, so an append touches nothing that is there. Counts vary
-freely from token to token. Entries lie in the order block, batch row, head.
+Token-major entries are columns of the key matrix and rows of the value matrix (CSC and CSR). A new
+block's entries follow all earlier ones, and their start is stored with the new block. An append
+therefore changes no existing data. The number of outliers may vary from token to token. Entries are
+in the order block, batch row, head.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from tersekv.layouts.base import BLOCK_TOKENS, PackedTensors, PlaneSpec, View
 
 
 def sparse_planes(expected_per_token: float, head_dim: int) -> dict[str, PlaneSpec]:
-    """Packed tensors of the outliers. expected_per_token: outliers per token and head assumed in a declared size."""
+    """Return the specifications of the outliers' packed tensors.
+
+    expected_per_token: outliers per token and head that estimated sizes assume.
+    """
     entries = expected_per_token * BLOCK_TOKENS
     return {
         "outlier_starts": PlaneSpec((), torch.int32, "scales and norms"),
@@ -39,13 +43,19 @@ def sparse_planes(expected_per_token: float, head_dim: int) -> dict[str, PlaneSp
 
 
 def pack_outliers(residual: Tensor, chosen: Tensor) -> PackedTensors:
-    """Entries for residual float32 [B, H, T, D] (x minus its dense decoding) where `chosen` (bool) is set."""
+    """Return the packed entries of residual float32 [B, H, T, D] where `chosen` (bool) is True.
+
+    The residual is x minus the decoded dense codes.
+    """
     entries = backends.pack_outliers(residual, chosen)
     return {f"outlier_{name}": plane for name, plane in entries._asdict().items()}
 
 
 def largest(excess: Tensor, chosen: Tensor, most: int) -> Tensor:
-    """Of the `chosen` elements (bool [..., D]) the `most` with the largest excess, along the last axis."""
+    """Return the mask of the `most` chosen elements with the largest excess along the last axis.
+
+    chosen: bool [..., D].
+    """
     most = min(most, excess.shape[-1])
     kept = torch.where(chosen, excess, -torch.inf).topk(most, dim=-1)
     mask = torch.zeros_like(chosen).scatter(-1, kept.indices, True)
@@ -53,8 +63,11 @@ def largest(excess: Tensor, chosen: Tensor, most: int) -> Tensor:
 
 
 class SparseView(View):
-    """The overlay of a segment: zeros but for its entries. planes: `outlier_starts` [B, H, N], counted from anywhere,
-    and the entries of these blocks; `head_dim`: D."""
+    """Outliers of a segment as a tensor that is zero elsewhere.
+
+    planes: `outlier_starts` [B, H, N], counted from any origin, and the entries of these blocks.
+    head_dim: D.
+    """
 
     format = kind = "sparse"
 
@@ -63,13 +76,12 @@ class SparseView(View):
         self.places, self.values = planes["outlier_places"], planes["outlier_values"]
 
     def native(self, native: ModuleType) -> Any:
-        """See `View`."""
         return native.sparse(head_dim=self.head_dim, starts=self.starts, places=self.places, values=self.values)
 
     def decode(self) -> Tensor:
-        """float32 [B, H, T, D]."""
+        """Return the outliers as float32 [B, H, T, D], 0 elsewhere."""
         B, H, N = self.starts.shape
-        order = self.starts.permute(2, 0, 1).flatten().long()  # of blocks, as entries lie
+        order = self.starts.permute(2, 0, 1).flatten().long()  # blocks in the order of their entries
         ends = torch.cat([order[1:], order[:1] + len(self.places)])
         block = torch.repeat_interleave(torch.arange(N * B * H, device=order.device), ends - order)
         place = self.places.long() & 0xFFFF

@@ -1,17 +1,19 @@
-"""Format `trellis`: each token's components as windows in a ring of bits, and a gain.
+"""Layout `trellis`: a circular bit stream per token, read by overlapping windows, and a gain.
 
-A block of t = 32 tokens of one head, S bits for the D components of a token:
+A block of t = 32 tokens of one head, with S bits for the D components of a token, has two tensors:
 
-    stream  int16 [S/16, t]   tokens are lanes: word i of all 32 tokens stands together
-    gain    uint8 [t]         code c stands for 2^((c − 144)/16), 0 for 0
+    stream  int16 [S/16, t]   tokens are lanes: int16 element i of all 32 tokens is contiguous
+    gain    uint8 [t]         code c is 2^((c − 144)/16), except that code 0 is 0
 
-Component d has b_d of the S bits (0 to 8, as fitted). With p_d = Σ_{e≤d} b_e, its window is bits p_d − 8 to p_d − 1 of
-the ring: bit i of the ring is bit (i mod S) mod 16 of word (i mod S) // 16. Its value is
+Component d has b_d of the S bits (0 to 8, as fitted). With p_d = Σ_{e≤d} b_e, its window is bits
+p_d − 8 to p_d − 1 of the circular stream. Bit i of the stream is bit (i mod S) mod 16 of element
+(i mod S) // 16. The component's value is
 
     x̂_d = gain · scale_d · table_{b_d}[window]
 
-With 2 bits each: component 0 reads bits −6 to 1, component 1 bits −4 to 3, component 4 bits 2 to 9 of the ring: a
-window of 16 bits from bit 2 d − 6 on has component d below and component d + 4 above.
+With 2 bits each, component 0 reads bits −6 to 1, component 1 bits −4 to 3, component 4 bits 2 to 9.
+A window of 16 bits from bit 2 d − 6 on therefore has component d in its low byte and component d +
+4 in its high byte.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ WORD_BITS = 16
 
 
 def trellis_layout(words: int) -> Layout:
-    """The planes of streams of that many words."""
+    """Return the layout of streams with this number of int16 elements."""
     return Layout(
         BLOCK_TOKENS,
         {
@@ -40,8 +42,12 @@ def trellis_layout(words: int) -> Layout:
 
 
 class TrellisView(View):
-    """Packed tensors of a segment. bits uint8 and scale (any float type) are [1 or B, H, D]. tables float32 [9, 256]:
-    row b is for b bits."""
+    """Packed tensors of a segment and their codebooks.
+
+    bits: uint8 [1 or B, H, D].
+    scale: any float dtype, [1 or B, H, D].
+    tables: float32 [9, 256], row b is the codebook for b bits.
+    """
 
     format = kind = "trellis"
 
@@ -51,11 +57,10 @@ class TrellisView(View):
 
     @property
     def head_dim(self) -> int:
-        """D."""
+        """Number of components D."""
         return self.bits.shape[-1]
 
     def native(self, native: ModuleType) -> Any:
-        """See `View`."""
         return native.trellis(
             head_dim=self.head_dim,
             stream=self.stream,
@@ -66,7 +71,7 @@ class TrellisView(View):
         )
 
     def decode(self) -> Tensor:
-        """x̂ as float32 [B, H, T, D]."""
+        """Return x̂ as float32 [B, H, T, D]."""
         B, H, N, W, t = self.stream.shape
         D = self.head_dim
         words = self.stream.transpose(-1, -2).reshape(B * H, N * t, W)

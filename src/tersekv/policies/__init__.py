@@ -1,4 +1,4 @@
-"""Which tokens stay exact and which are coded, one policy per file: the file's name is its registration."""
+"""Token policies: which tokens stay exact, are packed or evicted. Each file is one policy."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ __all__ = ["TokenPolicy", "policies"]
 
 @functools.lru_cache(maxsize=1)
 def policies() -> dict[str, type[TokenPolicy]]:
-    """Every policy in this folder by name, sorted."""
+    """Return the policy classes of this folder by name, sorted."""
     return {name: module.POLICY for name, module in modules(__name__, __path__).items()}

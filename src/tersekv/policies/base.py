@@ -1,4 +1,4 @@
-"""What a token policy states: which tokens stay exact, in which type, when others are packed, and which are dropped."""
+"""Base classes of token policies, which decide what stays exact, is packed or is evicted."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ Evicts = Literal["never", "block", "step"]
 
 @dataclass(frozen=True)
 class TokenPolicy:
-    """sinks: first tokens kept exact. recent: latest tokens kept exact, at least. exact: their type; "auto" is the
-    model's own where it has 16 bits, else fp16. observes: whether the policy looks at queries. drops:
-    whether it keeps only some of the tokens (`Selection`)."""
+    """Policy of one recipe, shared by all layers. This base class keeps every token.
+
+    sinks: number of attention sinks (first tokens) kept exact.
+    recent: minimum number of latest tokens kept exact.
+    exact: dtype of exact tokens. "auto" is the model's dtype if that has 16 bits, otherwise fp16.
+    observes: True if the policy uses attention weights of queries.
+    drops: True if the policy evicts tokens (`Selection`).
+    """
 
     observes: ClassVar[bool] = False
     drops: ClassVar[bool] = False
@@ -36,37 +41,49 @@ class TokenPolicy:
             raise UserError(f"exact={self.exact} is not allowed; choose one of auto, {', '.join(DTYPES)}")
 
     def exact_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """The type of exact tokens for a model that computes in `model_dtype`."""
+        """Return the dtype of exact tokens for a model that computes in `model_dtype`."""
         if self.exact != "auto":
             return DTYPES[self.exact]
         return model_dtype if model_dtype.itemsize == 2 else torch.float16
 
     def sink_tokens(self, window: int | None) -> int:
-        """First tokens that stay exact in a layer with that sliding window; such a layer forgets them, so it has
-        none."""
+        """Return the number of attention sinks of a layer with this sliding window.
+
+        It is 0 for sliding-window layers, because they evict their first tokens.
+        """
         return self.sinks if window is None else 0
 
     def first_packing(self, window: int | None) -> int:
-        """Tokens that a layer with that sliding window has seen before any is packed."""
+        """Return the number of tokens that a layer with this sliding window must reach before it
+        packs any.
+        """
         return 0
 
     def to_pack(self, waiting: int, block: int, seen: int, window: int | None) -> int:
-        """Number of tokens to pack now, a multiple of `block`, when a layer has seen `seen` tokens and `waiting` of
-        them are exact and no sinks. It depends on these counts alone, so that chunks of a prompt pack the same."""
+        """Return the number of tokens to pack now, a multiple of `block`.
+
+        seen: tokens the layer has received so far.
+        waiting: exact tokens of the layer that are not sinks.
+
+        The result depends on these counts only, so a prompt fed in chunks is packed identically.
+        """
         return 0 if seen < self.first_packing(window) else max(0, waiting - self.recent) // block * block
 
     def options(self) -> dict[str, Any]:
-        """The options by name, as in a recipe."""
+        """Return the options by name, as in a recipe."""
         return dict(vars(self))
 
 
 class Candidates(NamedTuple):
     """Tokens to choose from, T for each KV head.
 
-    votes: float32 [B, H, T], attention weights that observed queries gave each token, summed over queries and averaged
-    over the query heads of the KV head. positions: int [B, H, T], −1 where there is no token. num_tokens: so far.
-    room: int64 [B], how many of these may stay. always: bool [B, H, T], those that do in any case. keys: makes them,
-    float32 [B, H, T, D].
+    votes: float32 [B, H, T]. Attention weights that each token received from observed queries,
+        summed over queries and averaged over the KV head's query heads.
+    positions: int [B, H, T], −1 for an empty slot.
+    num_tokens: tokens received so far.
+    room: int64 [B], number of these candidates that may stay.
+    always: bool [B, H, T], candidates that stay in any case.
+    keys: function that returns the keys, float32 [B, H, T, D].
     """
 
     votes: Tensor
@@ -79,11 +96,16 @@ class Candidates(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection(TokenPolicy):
-    """A policy that keeps only some tokens, chosen for each KV head; sliding-window layers keep all of theirs.
+    """A policy that evicts tokens, with a separate choice for each KV head.
 
-    budget: tokens kept, sinks and latest ones included; up to 1 a fraction of the tokens so far, above 1 a number.
-    evicts: whether tokens are dropped after the prompt, too: at every step, or when a block is full. remembers: whether
-    attention is added up over calls. Kept tokens but the sinks and the `recent` latest are packed.
+    Sliding-window layers keep all tokens of their window. Kept tokens are packed, except the sinks
+    and the `recent` latest tokens.
+
+    budget: tokens kept, sinks and latest tokens included. Up to 1: a fraction of the tokens so far.
+        Above 1: a number of tokens.
+    evicts: when tokens are evicted after the prompt: never, whenever a block is full, or at every
+        step.
+    remembers: True if attention weights are summed over calls.
     """
 
     drops: ClassVar[bool] = True
@@ -102,25 +124,31 @@ class Selection(TokenPolicy):
 
     @property
     def samples(self) -> bool:
-        """Whether it holds samples that estimate attention, instead of chosen tokens."""
+        """True if the policy keeps samples that estimate attention instead of chosen tokens."""
         return False
 
     def kept(self, tokens: int, layer: int = 0, layers: int = 1) -> int:
-        """How many tokens may stay in layer `layer` of `layers` when there have been `tokens`; at least one."""
+        """Return the number of tokens that may stay in layer `layer` of `layers`, at least one.
+
+        tokens: number of tokens so far.
+        """
         return max(1, int(self.budget * tokens + 1e-6) if self.budget <= 1 else int(self.budget))
 
     def room(self, kept: int) -> int:
-        """Of `kept` tokens, those that are left beside the sinks, at least one."""
+        """Return `kept` minus the number of sinks, at least one."""
         return kept - min(self.sinks, max(0, kept - 1))
 
     def latest(self, kept: int) -> int:
-        """Latest tokens that are always among `kept` ones."""
+        """Return how many of `kept` tokens are always the latest ones."""
         return min(self.recent, self.room(kept))
 
     def observed(self, queries: int) -> int:
-        """How many of the latest `queries` queries of a prompt the policy wants to see the attention of."""
+        """Return how many of the latest `queries` queries of a prompt the policy observes."""
         return 0
 
     def ranks(self, tokens: Candidates) -> Tensor:
-        """What decides who stays, highest first: float32 [B, H, T]. Sinks and the latest tokens stay in any case."""
+        """Return a score per token, float32 [B, H, T]; the tokens with the highest scores stay.
+
+        Sinks and the latest tokens stay in any case.
+        """
         return tokens.positions.float()

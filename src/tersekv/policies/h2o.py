@@ -1,10 +1,13 @@
-"""H2O (arXiv 2306.14048): tokens that have received most attention so far ("heavy hitters") and the latest ones, half
-the budget each; one token leaves at every step (Algorithm 1).
+"""H2O (arXiv 2306.14048): keep the latest tokens and those that received most attention.
 
-The score of a token is the sum of the attention weights that all queries so far gave it, averaged over the query heads
-of its KV head (the paper's models have one each). Sinks are no part of the paper: `sinks=0` leaves them out.
-`score=mean` divides by the queries that could see the token, which takes away the early tokens' advantage; with
-`heavy=1` it is what kvpress calls observed attention.
+The latter are the "heavy hitters". Each group gets half of the budget. One token is evicted at
+every step (Algorithm 1).
+
+A token's score is the sum of the attention weights from all queries so far. It is averaged over the
+query heads of its KV head; the paper's models have one query head per KV head. Sinks are not part
+of the paper: `sinks=0` removes them. `score=mean` divides by the number of queries that could see
+the token, because early tokens are seen by more queries. With `heavy=1` this is observed attention
+in kvpress.
 """
 
 from __future__ import annotations
@@ -20,7 +23,11 @@ from tersekv.policies.base import Candidates, Evicts, Selection
 
 @dataclass(frozen=True)
 class H2O(Selection):
-    """heavy: share of the budget for heavy hitters (and sinks); the rest are the latest tokens. score: sum or mean."""
+    """Options of H2O.
+
+    heavy: share of the budget for heavy hitters and sinks. The rest is for the latest tokens.
+    score: "sum" or "mean" of the attention weights over queries.
+    """
 
     observes: ClassVar[bool] = True
     evicts: ClassVar[Evicts] = "step"
@@ -37,15 +44,15 @@ class H2O(Selection):
             raise UserError(f"score={self.score} is not allowed; choose one of sum, mean")
 
     def latest(self, kept: int) -> int:
-        """The share that is not for heavy hitters."""
+        """Return the part of the budget that is not for heavy hitters."""
         return min(self.room(kept), kept - int(self.heavy * kept))
 
     def observed(self, queries: int) -> int:
-        """All."""
+        """Return `queries`: all of them are observed."""
         return queries
 
     def ranks(self, tokens: Candidates) -> Tensor:
-        """Attention so far."""
+        """Return the attention received so far, or its mean per query."""
         if self.score == "sum":
             return tokens.votes
         return tokens.votes / (tokens.num_tokens - tokens.positions).clamp(min=1)

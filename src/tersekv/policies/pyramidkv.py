@@ -1,9 +1,11 @@
-"""PyramidKV (arXiv 2406.02069): SnapKV with more tokens in the first layers, where attention is spread, and fewer in
-the last ones, where it gathers on a few; budgets fall evenly from layer to layer and have SnapKV's total.
+"""PyramidKV (arXiv 2406.02069): SnapKV with larger budgets in the early layers.
 
-The last layer gets budget/β and the first twice the mean less that (§4). Ours counts the observation
-window within the budget, and never gives a layer less than it or more than the prompt. kvpress gives up the pyramid
-altogether (as SnapKV) where the last layer would get less than the window.
+Attention is spread out in the first layers and concentrates on few tokens in the last ones. Budgets
+fall linearly over the layers; their total is SnapKV's.
+
+The last layer gets budget/β; the first gets twice the mean minus that (§4). Here the observation
+window counts towards the budget. A layer never gets less than the window or more than the prompt.
+kvpress instead falls back to SnapKV if the last layer would get less than the window.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from tersekv.policies.snapkv import SnapKV
 
 @dataclass(frozen=True)
 class PyramidKV(SnapKV):
-    """beta: how many times less than the mean the last layer gets."""
+    """Options of PyramidKV.
+
+    beta: mean budget divided by the last layer's budget.
+    """
 
     beta: int = 20
 
@@ -26,7 +31,7 @@ class PyramidKV(SnapKV):
             raise UserError(f"beta={self.beta} is not allowed; give 1 (all layers alike) or more")
 
     def kept(self, tokens: int, layer: int = 0, layers: int = 1) -> int:
-        """Falls evenly over the layers."""
+        """Return the layer's budget, which falls linearly over the layers."""
         mean = min(float(tokens), self.budget * tokens if self.budget <= 1 else self.budget)
         most = max(mean, tokens - self.window)
         last = min(mean, max(mean / self.beta, 2 * mean - most, self.window))

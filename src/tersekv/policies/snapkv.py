@@ -1,9 +1,12 @@
-"""SnapKV (arXiv 2404.14469): the latest queries of a prompt vote for the tokens that they attend to; votes are pooled
-over neighbours, so that what stands around a chosen token stays, too (§4.2, Listing 1).
+"""SnapKV (arXiv 2404.14469): keep the tokens that the latest queries of a prompt attend to.
 
-Votes are softmax weights over all tokens, summed over the queries of the observation window, without the window's own
-tokens, which always stay. One choice per KV head, by the mean over its query heads (the paper's models have one each).
-What is generated afterwards is kept; a later prompt is observed and chosen from together with what had stayed.
+Queries vote by attention weight. Votes are pooled over neighbouring tokens, so the context of a
+chosen token stays too (§4.2, Listing 1).
+
+Votes are softmax weights over all tokens, summed over the queries of the observation window. The
+window's own tokens are not voted on, because they always stay. There is one choice per KV head, by
+the mean over its query heads (the paper's models have one each). Generated tokens are kept. A later
+prompt triggers a new choice among its tokens and those kept before.
 """
 
 from __future__ import annotations
@@ -20,7 +23,12 @@ from tersekv.policies.base import Candidates, Selection
 
 @dataclass(frozen=True)
 class SnapKV(Selection):
-    """window: queries that vote. kernel: tokens per pool, odd. pool: avg or max."""
+    """Options of SnapKV.
+
+    window: number of latest queries that vote.
+    kernel: number of tokens per pool, odd.
+    pool: "avg" or "max".
+    """
 
     observes: ClassVar[bool] = True
 
@@ -39,15 +47,18 @@ class SnapKV(Selection):
             raise UserError(f"pool={self.pool} is not allowed; choose one of avg, max")
 
     def latest(self, kept: int) -> int:
-        """The window, or more where more are to stay exact."""
+        """Return the larger of the observation window and `recent`, within the budget."""
         return min(self.room(kept), max(self.window, self.recent))
 
     def observed(self, queries: int) -> int:
-        """The window."""
+        """Return the size of the observation window, at most `queries`."""
         return min(self.window, queries)
 
     def ranks(self, tokens: Candidates) -> Tensor:
-        """Votes pooled over neighbours in the order of positions; tokens that an earlier prompt lost leave no gap."""
+        """Return the votes pooled over neighbours in order of position.
+
+        Tokens evicted after an earlier prompt leave no gap in this order.
+        """
         outside = (tokens.positions < 0) | (tokens.positions >= tokens.num_tokens - self.window)
         order = tokens.positions.argsort(dim=-1, stable=True)
         votes = tokens.votes.masked_fill(outside, 0.0).gather(-1, order)

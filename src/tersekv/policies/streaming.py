@@ -1,9 +1,11 @@
-"""StreamingLLM (arXiv 2309.17453): the first tokens, which attract attention whatever they say (§3.1), and the latest
-ones; all between them is dropped (§3.2, Figure 4).
+"""StreamingLLM (arXiv 2309.17453): keep the attention sinks and the latest tokens, evict the rest.
 
-Ours keeps tokens at the positions they were read at, as long as the model's own positions reach; the paper counts
-positions within the cache. The paper's cache is `streaming:budget=2048+exact`; with a codec, the latest tokens but
-`recent` of them are packed.
+Sinks are the first tokens, which receive attention whatever their content (§3.1; §3.2, Figure 4).
+
+Here tokens keep their original positions, so contexts cannot exceed the model's position range. The
+paper counts positions within the cache. The recipe of the paper's cache is
+`streaming:budget=2048+exact`. With a codec, the kept tokens are packed, except the sinks and the
+`recent` latest ones.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from tersekv.policies.base import Evicts, Selection
 
 @dataclass(frozen=True)
 class Streaming(Selection):
-    """Sinks and the latest tokens, `budget` in all."""
+    """Keep attention sinks and the latest tokens, `budget` in all."""
 
     evicts: ClassVar[Evicts] = "step"
 
     def latest(self, kept: int) -> int:
-        """All but the sinks."""
+        """Return all of the budget except the sinks."""
         return self.room(kept)
 
 

@@ -1,13 +1,18 @@
-"""SubGen (arXiv 2402.06082): a cache that grows slower than the context, by clusters of keys and samples of values.
+"""SubGen (arXiv 2402.06082): a cache that grows more slowly than the context.
 
-`variant=kcenter` (§3.2, the paper's experiments): greedy k-center over the keys of the prompt and the `recent` latest
-tokens; the centers' keys and values stay. Ours counts tokens that stay anyway as centers, and chooses again among what
-is held whenever the budget is exceeded, an eighth less than it, so that it does not choose at every block.
+It keeps clusters of keys and samples of values.
 
-`variant=stream` (Algorithm 1): a key joins the nearest cluster within δ, or founds one; each cluster keeps `slots`
-uniform samples of its keys, which estimate softmax's denominator, and of all tokens a number of samples by ‖v‖²
-estimates its numerator. Sinks and the `recent` latest tokens are exact in both sums (0 of each: the paper's algorithm).
-With `delta=0`, δ starts at 0 and grows, merging clusters, whenever there would be more than the budget has room for.
+`variant=kcenter` (§3.2, the paper's experiments): greedy k-center over the prompt's keys. The
+centers and the `recent` latest tokens stay. Here tokens that always stay count as centers. Whenever
+the budget is exceeded, centers are chosen again among the tokens held, down to 7/8 of the budget.
+This avoids a new choice at every block.
+
+`variant=stream` (Algorithm 1): a key joins the nearest cluster within δ, or starts a new one. Each
+cluster keeps `slots` uniform samples of its keys, which estimate softmax's denominator. Samples of
+all tokens with probability proportional to ‖v‖² estimate the numerator. Sinks and the `recent`
+latest tokens are exact in both sums. The paper's algorithm has neither: `sinks=0,recent=0`. With
+`delta=0`, δ starts at 0 and grows whenever there are more clusters than the budget allows; clusters
+are then merged.
 """
 
 from __future__ import annotations
@@ -24,8 +29,14 @@ from tersekv.policies.base import Candidates, Evicts, Selection
 
 @dataclass(frozen=True)
 class SubGen(Selection):
-    """variant: kcenter or stream. For stream: delta, δ in units of keys, or 0; slots, samples per cluster (t); values,
-    share of the budget for samples of values, the rest is for clusters; seed."""
+    """Options of SubGen.
+
+    variant: "kcenter" or "stream".
+    delta: (stream) δ, a distance between keys, or 0 to have it chosen.
+    slots: (stream) samples per cluster, t in the paper.
+    values: (stream) share of the budget for samples of values. The rest is for clusters.
+    seed: (stream) seed of the samples.
+    """
 
     evicts: ClassVar[Evicts] = "block"
 
@@ -40,7 +51,9 @@ class SubGen(Selection):
         if self.variant not in ("kcenter", "stream"):
             raise UserError(f"variant={self.variant} is not allowed; choose one of kcenter, stream")
         if not 0 <= self.delta < float("inf"):
-            raise UserError(f"delta={self.delta:g} is not allowed; give a distance of keys, or 0 to have it chosen")
+            raise UserError(
+                f"delta={self.delta:g} is not allowed; give a distance between keys, or 0 to have it chosen"
+            )
         if not 1 <= self.slots <= 4096:
             raise UserError(f"slots={self.slots} is out of range; allowed are 1 to 4096 samples per cluster")
         if not 0 < self.values < 1:
@@ -50,18 +63,20 @@ class SubGen(Selection):
 
     @property
     def samples(self) -> bool:
-        """Whether it holds samples instead of chosen tokens."""
+        """True if the policy keeps samples instead of chosen tokens."""
         return self.variant == "stream"
 
     def sizes(self, kept: int) -> tuple[int, int]:
-        """For a budget of `kept` tokens: samples of values (s), each a key and a value, and clusters (m), each a
-        representative and `slots` keys."""
+        """Return the number of value samples (s) and of clusters (m) for a budget of `kept` tokens.
+
+        A sample is a key and a value. A cluster is a representative and `slots` keys.
+        """
         room = max(1, self.room(kept) - self.latest(kept))
         s = max(1, round(room * self.values))
         return s, max(1, 2 * (room - s) // (self.slots + 1))
 
     def ranks(self, tokens: Candidates) -> Tensor:
-        """Greedy k-center: centers by the order in which they were chosen, the others after them."""
+        """Rank the centers of greedy k-center in order of choice, before all other tokens."""
         return farthest_first(tokens.keys(), tokens.positions >= 0, tokens.always, int(tokens.room.max()))
 
 
@@ -69,9 +84,14 @@ POLICY = SubGen
 
 
 def farthest_first(keys: Tensor, alive: Tensor, centers: Tensor, room: int) -> Tensor:
-    """Gonzalez's greedy k-center over keys [B, H, T, D]: to `centers` (bool [B, H, T]), or the first token where there
-    are none, adds the token farthest from all, until there are `room`. float32 [B, H, T]: inf for the first ones,
-    then falling by 1, −1 for the others."""
+    """Run Gonzalez's greedy k-center over keys [B, H, T, D].
+
+    Starting from `centers` (bool [B, H, T]), or the first token if there are none, add the token
+    farthest from all centers until there are `room` centers.
+
+    Returns float32 [B, H, T]: inf for the initial centers, then values falling by 1, −1 for other
+    tokens.
+    """
     ranks = torch.full(alive.shape, -1.0, device=keys.device).masked_fill(centers, torch.inf)
     squares = keys.square().sum(-1)
     distances = torch.full_like(squares, torch.inf)
@@ -89,7 +109,7 @@ def farthest_first(keys: Tensor, alive: Tensor, centers: Tensor, room: int) -> T
 
 
 def _to(keys: Tensor, squares: Tensor, chosen: Tensor) -> Tensor:
-    """Squared distances [B, H, T] of all keys to the one at `chosen` [B, H, 1]."""
+    """Return squared distances [B, H, T] of all keys to the key at `chosen` [B, H, 1]."""
     center = keys.gather(2, chosen.unsqueeze(-1).expand(-1, -1, 1, keys.shape[-1]))
     products = torch.matmul(keys, center.transpose(-1, -2)).squeeze(-1)
     return squares + squares.gather(-1, chosen) - 2 * products

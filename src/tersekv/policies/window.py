@@ -1,5 +1,7 @@
-"""Keep every token: sinks and the latest tokens exact, everything between them packed (StreamingLLM's sinks, arXiv
-2309.17453; KIVI's residual, arXiv 2402.02750)."""
+"""Keep every token: attention sinks and the latest tokens exact, all others packed.
+
+Sinks are from StreamingLLM (arXiv 2309.17453), the residual window is from KIVI (arXiv 2402.02750).
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,12 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Window(TokenPolicy):
-    """Packs whole blocks as soon as at least `recent` tokens stay exact behind them.
+    """Pack whole blocks as soon as at least `recent` later tokens stay exact.
 
-    start: tokens that are held exact before any is packed; then all but the sinks and the recent ones are packed at
-    once. "auto" is twice `recent`: packing fewer gains nothing, and codecs that are fitted on the prompt are fitted on
-    more (`docs/log.md`). A layer whose sliding window is smaller packs as with 0.
+    start: number of tokens before any is packed. Then all tokens but the sinks and the `recent`
+        latest are packed at once. "auto" is twice `recent`, because packing fewer saves nothing,
+        and codecs fitted on the prompt get more data (`docs/log.md`). A layer whose sliding window
+        is smaller packs as with 0.
     """
 
     start: str = AUTO
@@ -26,10 +29,10 @@ class Window(TokenPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.start != AUTO and not re.fullmatch(r"\d{1,12}", self.start):
-            raise UserError(f"start={self.start} is no number of tokens; give 0 or more, or auto for twice `recent`")
+            raise UserError(f"start={self.start} is not a number of tokens; give 0 or more, or auto for twice `recent`")
 
     def first_packing(self, window: int | None) -> int:
-        """`start`, or none in a layer that drops tokens before."""
+        """Return `start`, or 0 in a layer whose sliding window is smaller."""
         start = 2 * self.recent if self.start == AUTO else int(self.start)
         return start if window is None or start <= window else 0
 

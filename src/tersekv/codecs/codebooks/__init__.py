@@ -1,1 +1,1 @@
-"""Tables that codes look up: optimal for a known density (`lloyd_max`) or for samples (`kmeans`)."""
+"""Codebooks: fixed, Lloyd-Max (for a density), k-means (for samples), and of trellis codes."""

@@ -1,4 +1,4 @@
-"""Bits per component by reverse water-filling (Cover & Thomas, §10.3), in whole bits."""
+"""Bit allocation by reverse water-filling (Cover & Thomas, §10.3), in whole bits."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ SQUARED_ERROR = {
     "trellis": (1.0, 0.288, 0.0771, 0.0207, 0.00572, 0.00175, 0.00064, 0.000193, 0.000095),
     "scalar": (1.0, 0.3634, 0.1175, 0.03455, 0.009501, 0.002505, 0.000644, 0.000163, 0.0000412),
 }
-"""ε(b) of N(0, 1) at 0 to 8 bits; the trellis closed over 64 components."""
+"""Squared error ε(b) of N(0, 1) at 0 to 8 bits; trellis: circular streams of 64 components."""
 
 
 def allotted(variance: Tensor, total: int, error: tuple[float, ...]) -> Tensor:
-    """Bits uint8 [..., D] with Σ = total in each row and the least Σ variance·error[bits]: reverse water-filling in
-    whole bits. The error falls by less with every further bit, so the largest falls win."""
+    """Allocate bits uint8 [..., D] with Σ = total per row, minimising Σ variance·error[bits].
+
+    Each further bit reduces the error by less, so bits go to the largest reductions.
+    """
     D = variance.shape[-1]
     falls = torch.tensor([error[b] - error[b + 1] for b in range(MOST_BITS)], dtype=torch.float64)
     gain = variance.double().cpu().clamp_min(1e-300).unsqueeze(-1) * falls
@@ -28,9 +30,12 @@ def allotted(variance: Tensor, total: int, error: tuple[float, ...]) -> Tensor:
 
 
 def shared_out(losses: Sequence[Tensor], words: int, word_bits: int, error: tuple[float, ...]) -> list[int]:
-    """Words of `word_bits` for each head of each of several layers or sides, `words` in all at most: what water-filling
-    over all their components would give them with each one's losses [1, H, D] drawn half-way, on a logarithmic scale,
-    to the mean of all. Losses foretell what small errors cost, and few bits make large ones."""
+    """Allocate `words` words of `word_bits` to layers and sides. Return the words per head of each.
+
+    Water-filling runs over the components of all of them, with losses [1, H, D]. First, losses are
+    divided by the square root of their geometric mean, which halves differences on a logarithmic
+    scale. Unscaled losses predict only small errors well, and few bits make large ones.
+    """
     drawn = [loss / loss.clamp_min(1e-30).log().mean().exp().sqrt() for loss in losses]
     wanted = allotted(torch.cat([loss.flatten() for loss in drawn]), words * word_bits, error).long()
     heads = torch.tensor([loss.shape[1] for loss in losses])
@@ -40,7 +45,7 @@ def shared_out(losses: Sequence[Tensor], words: int, word_bits: int, error: tupl
 
 
 def _whole(wanted: Tensor, heads: Tensor, total: int) -> Tensor:
-    """Whole numbers of words near `wanted` [n], at least one each, that with `heads` of each use no more than total."""
+    """Round `wanted` [n] to whole words, at least one each, at most `total` in all heads."""
     words = wanted.floor().clamp_min(1).long()
     for i in (wanted - words).argsort(descending=True, stable=True).tolist():
         if int((words * heads).sum()) + int(heads[i]) <= total:

@@ -1,4 +1,6 @@
-"""Tables that nobody fits: integers, and normal quantiles (NormalFloat; QLoRA, arXiv 2305.14314)."""
+"""Codebooks without fitting: integers, and normal quantiles (NormalFloat; QLoRA, arXiv
+2305.14314).
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ from tersekv.tensors import cached_table
 
 @cached_table
 def integers(bits: int, device: str) -> Tensor:
-    """The table 0 … 2^bits − 1 as float32."""
+    """Return the codebook 0 … 2^bits − 1 as float32."""
     return torch.arange(2**bits, dtype=torch.float32, device=device)
 
 
 @cached_table
 def normal_quantiles(bits: int, device: str) -> Tensor:
-    """Ascending float32 table [2^bits] on [−1, 1] with an exact zero."""
+    """Return the normal quantiles on [−1, 1], ascending, with an exact zero, float32 [2^bits]."""
     half = 2 ** (bits - 1)
     top = ((1 - 1 / (2 * (2 * half - 1))) + (1 - 1 / (4 * half))) / 2
     positive = torch.special.ndtri(torch.linspace(top, 0.5, half + 1, dtype=torch.float64))[:-1]
@@ -26,11 +28,13 @@ def normal_quantiles(bits: int, device: str) -> Tensor:
 
 
 def fixed_table(name: str, bits: int, device: str) -> Tensor:
-    """Evenly spaced entries ("int") or normal quantiles ("nf") on [−1, 1], float32 [2^bits]."""
+    """Return evenly spaced entries ("int") or normal quantiles ("nf") on [−1, 1], float32
+    [2^bits].
+    """
     return normal_quantiles(bits, device) if name == "nf" else spaced(bits, device)
 
 
 @cached_table
 def spaced(bits: int, device: str) -> Tensor:
-    """2^bits entries from −1 to 1."""
+    """Return 2^bits evenly spaced entries from −1 to 1."""
     return torch.linspace(-1, 1, 2**bits, device=device)

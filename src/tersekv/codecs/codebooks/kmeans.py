@@ -1,11 +1,13 @@
-"""Weighted k-means in one dimension: tables with the least squared error for samples.
+"""Weighted k-means in one dimension: codebooks with the least squared error for samples.
 
-In one dimension clusters are intervals of the sorted samples. The optimum is found exactly by dynamic programming over
-their ends (Wu 1991; Grønlund et al., arXiv 1701.07204), O(k·n·log n), where that is quick enough; else by k-means++
-seeding (Arthur and Vassilvitskii 2007), several times, and Lloyd's iteration, each step of which costs O(k·log n) with
-prefix sums. More than BINS samples are not sorted but put into as many bins of equal width, each of which counts as its
-mean: an entry of the table is then off by a bin's width at most, 4·10⁻⁶ of the samples' range. Equal samples and equal
-seeds give equal tables.
+In one dimension clusters are intervals of the sorted samples. For few samples the optimum is found
+exactly by dynamic programming over the intervals' ends, O(k·n·log n) (Wu 1991; Grønlund et al.,
+arXiv 1701.07204). Otherwise k-means++ seeding (Arthur and Vassilvitskii 2007) runs several times,
+followed by Lloyd's iteration. Each of its steps costs O(k·log n) with prefix sums.
+
+More than BINS samples are put into bins of equal width instead of being sorted. Each bin counts as
+its mean. A codebook entry is then off by at most a bin's width, 4·10⁻⁶ of the samples' range. Equal
+samples and equal seeds give equal codebooks.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from numpy.typing import ArrayLike, NDArray
 Array = NDArray[np.float64]
 
 EXACT_SAMPLES = 4096
-"""Most distinct samples for which the optimum is found exactly."""
+"""Maximum number of distinct samples for which the optimum is found exactly."""
 
 SEEDED_SAMPLES = 1 << 16
-"""Most distinct samples among which seeds are drawn; of more, groups of neighbours are seeded, and only the last of
-Lloyd's iterations sees every sample."""
+"""Maximum number of distinct samples among which seeds are drawn.
+
+Of more samples, groups of neighbours are seeded. Only the last run of Lloyd's iteration sees every
+sample.
+"""
 
 BINS = 1 << 18
-"""Most samples that are sorted."""
+"""Maximum number of samples that are sorted."""
 
 RESTARTS = 4
 LEAST_WEIGHT = 1e-9
@@ -40,7 +45,7 @@ class Sorted:
         self.x = x[first]
         w = np.ones(len(x)) if weights is None else weights[order]
         self.w = np.add.reduceat(w, first)
-        # sums about the middle keep their digits
+        # sums about the mean lose less precision
         self.origin = float(np.average(self.x, weights=self.w))
         self.centred = self.x - self.origin
         self.sum_w, self.sum_x, self.sum_xx = (
@@ -48,26 +53,28 @@ class Sorted:
         )
 
     def grouped(self, groups: int) -> Sorted:
-        """At most that many means of neighbours of about equal weight, in place of the samples."""
+        """Replace the samples by at most `groups` means of neighbours of about equal weight."""
         ends = np.searchsorted(self.sum_w, np.linspace(0, self.sum_w[-1], groups + 1)[1:-1])
         edges = np.unique(np.concatenate([[0], ends, [len(self.x)]]))
         weight = np.diff(self.sum_w[edges])
         return Sorted(self.means(edges)[weight > 0], weight[weight > 0])
 
     def cost(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> Array:
-        """Squared error of one cluster for samples start ≤ i < stop."""
+        """Return the squared error of one cluster of the samples start ≤ i < stop."""
         w = self.sum_w[stop] - self.sum_w[start]
         s = self.sum_x[stop] - self.sum_x[start]
         return np.maximum(self.sum_xx[stop] - self.sum_xx[start] - s * s / np.where(w > 0, w, 1.0), 0.0)
 
     def means(self, edges: NDArray[np.int64]) -> Array:
-        """Means of the clusters between neighbouring edges (indices); NaN for empty ones."""
+        """Return the means of the clusters between neighbouring edges (indices), NaN for empty
+        ones.
+        """
         w = np.diff(self.sum_w[edges])
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.diff(self.sum_x[edges]) / w + self.origin
 
     def error(self, table: Array) -> float:
-        """Total squared error to the nearest entry of an ascending table."""
+        """Return the total squared error to the nearest entry of an ascending codebook."""
         edges = self.edges(table)
         return float(self.cost(edges[:-1], edges[1:]).sum() + self._offset(edges, table))
 
@@ -76,19 +83,22 @@ class Sorted:
         return float(np.nansum(np.diff(self.sum_w[edges]) * (mean - table) ** 2))
 
     def edges(self, table: Array) -> NDArray[np.int64]:
-        """Indices at which the nearest entry changes, with both ends."""
+        """Return the indices at which the nearest entry changes, with both ends."""
         inner = np.searchsorted(self.x, (table[1:] + table[:-1]) / 2)
         return np.concatenate([[0], inner, [len(self.x)]])
 
 
 def kmeans(samples: ArrayLike, k: int, weights: ArrayLike | None = None, seed: int = 0) -> Array:
-    """Table of k entries, ascending, float64, for samples [n] with weights [n] ≥ 0 (all 1 where not given).
+    """Return a codebook of k entries, ascending, float64, for samples [n].
 
-    Where there are fewer distinct samples than entries, the last entries repeat the largest sample. Weights below
-    LEAST_WEIGHT of the largest count as 0: sums over both could not tell them.
+    weights: [n], ≥ 0; 1 if not given. Weights below LEAST_WEIGHT of the largest count as 0, because
+        prefix sums cannot resolve them.
+
+    With fewer distinct samples than entries, the last entries repeat the largest sample.
 
     Raises:
-        ValueError: no samples, samples or weights that are not finite, negative weights, or weights that are all 0.
+        ValueError: no samples, samples or weights that are not finite, negative weights, or all
+            weights 0.
     """
     x = np.asarray(samples, np.float64).ravel()
     w = None if weights is None else np.asarray(weights, np.float64).ravel()
@@ -102,14 +112,14 @@ def kmeans(samples: ArrayLike, k: int, weights: ArrayLike | None = None, seed: i
     low, high = float(x.min()), float(x.max())
     if low == high:
         return np.full(k, low)
-    # samples that hardly differ keep their digits
+    # scaling keeps the precision of samples that hardly differ
     x = (x - low) / (high - low)
     table = _table(Sorted(*(binned(x, w) if len(x) > BINS else (x, w))), k, seed)
     return np.sort(np.clip(table * (high - low) + low, low, high))
 
 
 def binned(x: Array, weights: Array | None) -> tuple[Array, Array]:
-    """The mean and the weight of the samples (between 0 and 1) in each of BINS bins that has any weight."""
+    """Return mean and weight of the samples (between 0 and 1) in each non-empty bin."""
     index = np.minimum((x * BINS).astype(np.int64), BINS - 1)
     w = np.bincount(index, weights, BINS).astype(np.float64)
     s = np.bincount(index, x if weights is None else weights * x, BINS)
@@ -117,7 +127,7 @@ def binned(x: Array, weights: Array | None) -> tuple[Array, Array]:
 
 
 def _table(points: Sorted, k: int, seed: int) -> Array:
-    """Entries for more than one distinct sample, between 0 and 1."""
+    """Return entries for at least two distinct samples between 0 and 1."""
     if len(points.x) <= k:
         return np.concatenate([points.x, np.full(k - len(points.x), points.x[-1])])
     if len(points.x) <= EXACT_SAMPLES:
@@ -132,7 +142,7 @@ def _table(points: Sorted, k: int, seed: int) -> Array:
 
 
 def optimum(points: Sorted, k: int) -> Array:
-    """The table of least squared error, by dynamic programming; more than k distinct samples."""
+    """Return the optimal codebook by dynamic programming, for more than k distinct samples."""
     n = len(points.x)
     ends = np.arange(n + 1)
     best = points.cost(np.zeros(n + 1, np.int64), ends)  # best[j]: samples before j in one cluster
@@ -145,15 +155,16 @@ def optimum(points: Sorted, k: int) -> Array:
         edges.append(int(start[edges[-1]]))
     bounds = np.array([0, *reversed(edges)])
     means = points.means(bounds)
-    # a cluster may be empty where rounding hides what it would gain
+    # a cluster may be empty if its gain is below rounding errors
     return np.where(np.isfinite(means), means, points.x[np.minimum(bounds[:-1], n - 1)])
 
 
 def _one_more_cluster(points: Sorted, best: Array) -> tuple[Array, NDArray[np.int64]]:
-    """min over i ≤ j of best[i] + cost(i, j) for every j, and the smallest i that attains it.
+    """Return min over i ≤ j of best[i] + cost(i, j) for every j, and the smallest i that attains
+    it.
 
-    That i never falls as j grows, so that the answer at j bounds those at both sides: the midpoints of ever smaller
-    intervals are solved level by level, each level with at most 2n candidates in all.
+    This i never decreases with j, so the result at j bounds those on both sides. Midpoints of ever
+    smaller intervals are solved level by level, each level with at most 2n candidates in all.
     """
     n = len(best) - 1
     value, choice = np.full(n + 1, np.inf), np.zeros(n + 1, np.int64)
@@ -180,8 +191,11 @@ def _one_more_cluster(points: Sorted, best: Array) -> tuple[Array, NDArray[np.in
 
 
 def plus_plus(points: Sorted, k: int, generator: np.random.Generator) -> Array:
-    """k-means++ seeds, ascending: each new one is drawn with probability proportional to weight times the squared
-    distance to the nearest before."""
+    """Return k-means++ seeds, ascending.
+
+    Each new seed is drawn with probability proportional to weight times squared distance to the
+    nearest seed so far.
+    """
     chosen = [generator.choice(len(points.x), p=points.w / points.w.sum())]
     distance = (points.x - points.x[chosen[0]]) ** 2
     for _ in range(k - 1):
@@ -192,7 +206,10 @@ def plus_plus(points: Sorted, k: int, generator: np.random.Generator) -> Array:
 
 
 def lloyd(points: Sorted, table: Array) -> Array:
-    """Lloyd's iteration until the clusters stay; an entry whose cluster is empty stays where it is."""
+    """Run Lloyd's iteration until the clusters are stable.
+
+    An entry with an empty cluster is unchanged.
+    """
     edges = points.edges(table)
     for _ in range(MAX_STEPS):
         mean = points.means(edges)

@@ -1,11 +1,14 @@
-"""Tables of the trellis codes: for 1 to 8 bits per component 256 entries, one per state, that code N(0, 1) best.
+"""Codebooks of the trellis codes for N(0, 1): 256 entries, one per state, for 1 to 8 bits per
+component.
 
-An entry is the mean of the samples that the best path puts into its state, which changes the paths: a generalised Lloyd
-iteration (Linde, Buzo & Gray 1980). It starts where every state's 2^b successors are spread over the density, and
-2^(8−b) such subsets take turns, as in Ungerboeck's partition. Entries are int8 times a scale, so that integer kernels
-read them as they are. Squared errors of 64 components in a ring at 1 to 8 bits: .288, .0771, .0207, .0057, .0018,
-.00064, .00019, .000095, where scalar tables of floats reach .363, .1175, .0345, .0095, .0025, .00064, .00016, .000041
-(tests/test_claims_trellis.py).
+Each entry is the mean of the samples that the best path assigns to its state, which changes the
+paths. This is a generalised Lloyd iteration (Linde, Buzo & Gray 1980). At its start the 2^b
+successors of every state are spread over the density, with 2^(8−b) such subsets, as in Ungerboeck's
+partition. Entries are int8 times a scale, so that integer kernels can use them directly.
+
+Squared errors of 64 components in a circular stream at 1 to 8 bits: .288, .0771, .0207, .0057,
+.0018, .00064, .00019, .000095. Scalar float codebooks have .363, .1175, .0345, .0095, .0025,
+.00064, .00016, .000041 (tests/test_claims_trellis.py).
 
     python -m tersekv.codecs.codebooks.trellis FILE      # makes the file that is shipped; minutes
 """
@@ -26,32 +29,38 @@ from tersekv.tensors import cached_table
 
 SHIPPED = Path(__file__).with_suffix(".safetensors")
 TRAINED = 6
-"""Most bits of a trained table: with 7 and 8 little of a state is old, and Lloyd-Max tables do as well."""
+"""Maximum bits of a trained codebook.
+
+With 7 and 8 bits few bits of a state are old, and Lloyd-Max codebooks are as good.
+"""
 
 Encode = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @cached_table
 def trellis_entries(device: str) -> Tensor:
-    """float32 [9, 256]: row b holds the table for b bits, row 0 zeros."""
+    """Return the codebooks float32 [9, 256]: row b is for b bits, row 0 is zeros."""
     return (entries_int8().float() * entry_scale()[:, None]).to(device)
 
 
 @cached_table
 def entries_int8() -> Tensor:
-    """The same as int8, to be multiplied by `entry_scale`."""
+    """Return the codebooks as int8, to be multiplied by `entry_scale`."""
     return load_file(SHIPPED)["entries"]
 
 
 @cached_table
 def entry_scale() -> Tensor:
-    """float32 [9]."""
+    """Return the scale of each codebook, float32 [9]."""
     return load_file(SHIPPED)["scale"]
 
 
 @cached_table
 def scalar_entries(device: str) -> Tensor:
-    """Lloyd-Max tables as tables of windows, float32 [9, 256]: the newest b bits are the code."""
+    """Return Lloyd-Max codebooks indexed by windows, float32 [9, 256].
+
+    The newest b bits are the code.
+    """
     entries = torch.zeros(MOST_BITS + 1, STATES)
     for bits in range(1, MOST_BITS + 1):
         entries[bits] = _scalar(bits)
@@ -59,8 +68,10 @@ def scalar_entries(device: str) -> Tensor:
 
 
 def trained(bits: int, encode: Encode, seed: int, rounds: int = 60, vectors: int = 2000, dim: int = 128) -> Tensor:
-    """A table float32 [256] for `bits` bits, by generalised Lloyd on normal samples; `encode`: as
-    `ops.trellis.encode_trellis`."""
+    """Train a codebook float32 [256] for `bits` bits by generalised Lloyd on normal samples.
+
+    encode: a function like `kernels.trellis.encode_trellis`.
+    """
     generator = torch.Generator().manual_seed(seed)
     tables = torch.zeros(MOST_BITS + 1, STATES)
     tables[bits] = _first(bits, generator)
@@ -75,7 +86,7 @@ def trained(bits: int, encode: Encode, seed: int, rounds: int = 60, vectors: int
 
 
 def _first(bits: int, generator: torch.Generator) -> Tensor:
-    """Quantiles of the normal density, dealt to the successors of each older state."""
+    """Return quantiles of the normal density, dealt to the successors of each older state."""
     quantiles = torch.special.ndtri((torch.arange(STATES, dtype=torch.float64) + 0.5) / STATES).float()
     older = STATES >> bits
     dealt = torch.empty(1 << bits, older)
@@ -86,12 +97,12 @@ def _first(bits: int, generator: torch.Generator) -> Tensor:
 
 
 def _scalar(bits: int) -> Tensor:
-    """The Lloyd-Max table, an entry for each state that its bits are the newest of."""
+    """Return the Lloyd-Max codebook with one entry per state, selected by its newest bits."""
     return torch.tensor(gaussian_table(bits), dtype=torch.float32).repeat_interleave(STATES >> bits)
 
 
 def squared_error(bits: int, encode: Encode, tables: Tensor, vectors: int = 2000, dim: int = 128) -> float:
-    """Mean squared error on fresh normal samples."""
+    """Return the mean squared error on new normal samples."""
     y = torch.randn(1, vectors, dim, generator=torch.Generator().manual_seed(12345))
     widths = torch.full((1, dim), bits, dtype=torch.uint8)
     windows = encode(y, torch.ones(1, dim), widths, tables)
@@ -99,7 +110,9 @@ def squared_error(bits: int, encode: Encode, tables: Tensor, vectors: int = 2000
 
 
 def main(path: Path) -> None:
-    """Train every table from three starts and write the best of each, with the best of some scales."""
+    """Train every codebook from three starts and write the best of each, with the best of some
+    scales.
+    """
     from tersekv.kernels.backends import encode_trellis
 
     entries, scales = torch.zeros(MOST_BITS + 1, STATES, dtype=torch.int8), torch.ones(MOST_BITS + 1)

@@ -1,1 +1,1 @@
-"""How a vector is made easier to code: `sketch` (Johnson-Lindenstrauss matrices), `rotation`, `polar` coordinates."""
+"""Transforms applied before coding: RoPE removal, rotations, sketches, polar coordinates, KLT."""

@@ -1,7 +1,8 @@
-"""The Karhunen-Loève transform in a metric.
+"""Karhunen-Loève transform in a metric.
 
-Components that are uncorrelated, and whose squared errors add up in the metric, are y = Uᵀ·M^½·x with the eigenvectors
-U of M^½·C·M^½; row d of the basis, M^−½·u_d, is what component d adds to x.
+The components are y = Uᵀ·M^½·x with the eigenvectors U of M^½·C·M^½, where M is the metric and C
+the covariance. They are uncorrelated, and their squared errors add up in the metric. Row d of the
+basis, M^−½·u_d, is the contribution of component d to x.
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ import torch
 from torch import Tensor
 
 SHRINK = 0.1
-"""Share of its own mean in a metric that was estimated: few tokens carry most of the Fisher information."""
+"""Share of its mean that replaces a part of an estimated metric.
+
+Shrinkage is needed because few tokens carry most of the Fisher information.
+"""
 
 
 def fisher_metric(gradient: Tensor, diagonal: bool) -> Tensor:
-    """E[g·gᵀ] float64 [B, H, D, D] of gradients [B, H, T, D], shrunk towards its mean; diagonal: without the rest."""
+    """Return E[g·gᵀ] float64 [B, H, D, D] of gradients [B, H, T, D], shrunk towards its mean.
+
+    diagonal: keep the diagonal only.
+    """
     g = gradient.double()
     moment = g.transpose(-1, -2) @ g / g.shape[2]
     if diagonal:
@@ -25,7 +32,7 @@ def fisher_metric(gradient: Tensor, diagonal: bool) -> Tensor:
 
 
 def klt(covariance: Tensor, metric: Tensor) -> Tensor:
-    """Rows float64 [..., D, D] of the basis, the component with the largest variance first."""
+    """Return the basis rows float64 [..., D, D], the component with the largest variance first."""
     root, inverse = _roots(metric)
     lengths, vectors = torch.linalg.eigh(root @ covariance @ root)
     order = lengths.argsort(-1, descending=True)
@@ -34,12 +41,12 @@ def klt(covariance: Tensor, metric: Tensor) -> Tensor:
 
 
 def within(form: Tensor, rows: Tensor) -> Tensor:
-    """rowᵀ·form·row for each row: [..., D]."""
+    """Return rowᵀ·form·row for each row: [..., D]."""
     return (rows @ form @ rows.transpose(-1, -2)).diagonal(dim1=-2, dim2=-1)
 
 
 def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
-    """Square root and inverse square root of symmetric positive matrices [..., D, D]."""
+    """Return square root and inverse square root of symmetric positive matrices [..., D, D]."""
     lengths, vectors = torch.linalg.eigh(metric)
     lengths = lengths.clamp_min(1e-9 * lengths.amax(-1, keepdim=True)).sqrt().unsqueeze(-2)
     back = vectors.transpose(-1, -2)

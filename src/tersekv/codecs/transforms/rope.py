@@ -1,9 +1,10 @@
-"""Rotary position embeddings (RoFormer, arXiv 2104.09864), taken off keys before coding and put back on reading.
+"""Rotary position embeddings (RoPE), removed before coding and applied on reading.
 
-Before RoPE a key's channels have ranges and outliers that stay where they are over the sequence; RoPE mixes pairs of
-channels by an angle that depends on the position, and spreads them (KVQuant, arXiv 2401.18079, §3.2). RoPE is
-orthogonal up to a factor, so it can be taken off the key that a cache receives. The model's own code says how (all its
-rope types, partial rotation, layouts); whatever it says, taking off and putting back cancel.
+RoPE is from RoFormer (arXiv 2104.09864). Before RoPE the ranges and outliers of a key's channels
+are constant over the sequence. RoPE rotates pairs of channels by an angle that depends on the
+position, and spreads them (KVQuant, arXiv 2401.18079, §3.2). RoPE is orthogonal up to a factor, so
+it can be removed from the keys that a cache receives. The model's own code defines it, with all
+rope types, partial rotation and layouts. Removing and applying it cancel in every case.
 """
 
 from __future__ import annotations
@@ -30,17 +31,20 @@ from tersekv.tensors import last_contiguous
 
 CosSin = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 PROPORTIONAL = 0.02
-"""Largest difference of cosines at position 70,000, where float32 rounds angles by up to 0.004 per digit."""
+"""Tolerance for cosines at position 70,000. float32 rounds angles by up to 0.004 per digit."""
 
 
 class Rope:
     """RoPE of one layer.
 
-    cos_sin(positions int64 [n], length): cos and sin [n, R] as the model makes them for a sequence that has `length`
-    tokens so far (it matters where frequencies change with the length: dynamic NTK, LongRoPE). apply(x, cos, sin):
-    rotates x [B, H, n, D] by cos and sin [1 or B, n, R], linear in them. varies: True if `length` matters, or if a
-    position's angle is not proportional to it; cosines then come from the model for each segment. Otherwise they come
-    from a table of 256 rows (`rope_table.py`), which agrees with the model's up to float32 rounding of its angles.
+    cos_sin: function (positions int64 [n], length) that returns cos and sin [n, R] as the model
+        computes them. `length` is the number of tokens of the sequence so far. It matters if
+        frequencies change with it: dynamic NTK, LongRoPE.
+    apply: function (x, cos, sin) that rotates x [B, H, n, D] by cos and sin [1 or B, n, R], linear
+        in them.
+    varies: True if `length` matters, or if a position's angle is not proportional to it. Cosines
+        then come from the model for each segment. Otherwise they come from a table of 256 rows
+        (`rope_table.py`), which equals the model's up to float32 rounding of its angles.
     """
 
     def __init__(self, cos_sin: CosSin, apply: Apply, varies: bool = False) -> None:
@@ -51,29 +55,34 @@ class Rope:
         self._one_angle: dict[int, bool] = {}
         self._offset_table: OffsetTable | None = None
         self._int16_offset_tables: dict[int, Tensor | None] = {}
-        self._natives: dict[tuple[int, bool], tuple[Tensor, Any]] = {}  # with their tables
+        self._natives: dict[tuple[int, bool], tuple[Tensor, Any]] = {}  # native object and the table it was built from
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies make their own objects of the extension."""
+        """Return the state without native objects; copies build their own."""
         return self.__dict__ | {"_natives": {}}
 
     def angles(self, first: int, n: int, padding: Tensor | None = None, device: torch.device | str = "cpu") -> Angles:
-        """Angles of n tokens from position `first` on; padding int64 [B]: of each batch row, what its positions are
-        less. Negative positions (of padding) are allowed. Where `length` does not matter."""
+        """Return the angles of n tokens from position `first` on, for RoPE that does not vary.
+
+        padding: int64 [B], subtracted from the positions of each batch row. Negative positions
+            (padding) are allowed.
+        """
         self._check_reach(first + n)
         places = torch.tensor([first], device=device) - (0 if padding is None else padding.to(device))
         return Angles(self, self.table(places.device), places.to(torch.int32).view(-1, 1, 1), n)
 
     def angles_at(self, positions: Tensor) -> Angles:
-        """Angles of tokens at any positions, int [T], [B, T] or [B, H, T]. Where `length` does not matter."""
-        if positions.is_cpu and positions.numel():  # elsewhere a check would wait for the device at every token
+        """Return the angles at positions int [T], [B, T] or [B, H, T], for RoPE that does not
+        vary.
+        """
+        if positions.is_cpu and positions.numel():  # except on a CPU, a check would synchronise with the device
             self._check_reach(int(positions.max()) + 1)
         shape = (1, 1) if positions.dim() == 1 else (len(positions), 1) if positions.dim() == 2 else positions.shape[:2]
         places = positions.to(torch.int32).reshape(*shape, -1)
         return Angles(self, self.table(places.device), places, positions.shape[-1])
 
     def given(self, cos: Tensor, sin: Tensor) -> Angles:
-        """Angles of tokens whose cos and sin [1 or B, T, R] are at hand."""
+        """Return the angles of tokens whose cos and sin [1 or B, T, R] are given."""
         B, T, _ = cos.shape
         first = self._columns()[0].to(cos.device)
         table = given_table(*(x[..., first].flatten(0, 1) for x in (cos, sin)))
@@ -81,7 +90,10 @@ class Rope:
         return Angles(self, table, places.view(-1, 1, 1), T)
 
     def cos_sin(self, first: int, n: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin float32 [n, R] of positions first to first + n; negative positions (padding) are allowed."""
+        """Return cos and sin float32 [n, R] of positions first to first + n.
+
+        They may be negative (padding).
+        """
         if not self.varies:
             cos, sin = self.angles(first, n, device=device).cos_sin()
             return cos[0], sin[0]
@@ -94,7 +106,7 @@ class Rope:
             raise UserError(f"a token at position {end - 1:,} was given; positions up to {MAX_POSITION:,} are allowed")
 
     def table(self, device: torch.device) -> Tensor:
-        """The table of `rope_table.py`, one per device for all layers with this RoPE."""
+        """Return the table of `rope_table.py`, one per device for all layers with this RoPE."""
         if device not in self._tables:
             first, _ = self._columns()
             made = rope_table(*(x[:, first] for x in self._made(table_positions(), 1)))
@@ -102,7 +114,7 @@ class Rope:
         return self._tables[device]
 
     def is_proportional(self) -> bool:
-        """True if angles are proportional to positions, as the table takes them to be: up to float32 rounding."""
+        """True if angles are proportional to positions, up to float32 rounding."""
         positions = torch.tensor([1, 77, 4097, 70_000])
         ours, theirs = self.angles_at(positions).cos_sin(), self._made(positions, 1)
         size = float(torch.hypot(*theirs).amax())
@@ -114,8 +126,11 @@ class Rope:
             return cos.float().cpu(), sin.float().cpu()
 
     def _columns(self) -> tuple[Tensor, Tensor]:
-        """The model's columns of cos and sin that differ, int64 [unique], and which of them each column equals,
-        int64 [R]; equal means at some forty positions."""
+        """Return the distinct columns of the model's cos and sin, int64 [unique].
+
+        The second tensor, int64 [R], is the index of each column among them. Columns that agree at
+        40 positions count as equal.
+        """
         if self._unique is None:
             with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
                 cos, sin = self._made(torch.cat([torch.arange(20), torch.arange(1000, 1020)]), 1020)
@@ -125,14 +140,17 @@ class Rope:
         return self._unique
 
     def offset_table(self) -> OffsetTable:
-        """Cosines and sines of the next tokens after any token, on the CPU; where `length` does not matter."""
+        """Return cosines and sines for the tokens after any token, for RoPE that does not vary."""
         if self._offset_table is None:
             with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
                 self._offset_table = rope_offset_table(*self._first_positions(OFFSETS))
         return self._offset_table
 
     def int16_offset_table(self, D: int) -> Tensor | None:
-        """Cosines and sines of D channels for the next tokens after any token, in int16."""
+        """Return cosines and sines of D channels for the tokens after any token, in int16.
+
+        None if channels d and d + D/2 are not pairs with one angle.
+        """
         if D not in self._int16_offset_tables:
             channels = self.channels(D)
             with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
@@ -146,15 +164,21 @@ class Rope:
         return cos[:, first], sin[:, first]
 
     def of_sequence(self, first: int, n: int, D: int) -> SequenceRope | None:
-        """RoPE of positions first to first + n on D channels; None where `apply` does not turn pairs of channels."""
+        """Return RoPE of positions first to first + n on D channels.
+
+        None if `apply` does not rotate pairs of channels.
+        """
         cos, sin = self.cos_sin(first, n, first + n, torch.device("cpu"))
         unique, _ = self._columns()
         pairs = self.channels(D)
         return None if pairs is None else SequenceRope(cos[:, unique], sin[:, unique], pairs)
 
     def tables(self, device: torch.device, stepped: bool = False, turned: int = 0) -> list[Tensor]:
-        """Tensors that packed keys on a device need, once for all layers. On a CPU, stepped adds `offset_table`; turned
-        adds `int16_offset_table` for that many channels, if not 0."""
+        """Return the tensors that packed keys on a device need, once for all layers.
+
+        stepped: add `offset_table` on a CPU.
+        turned: add `int16_offset_table` for this number of channels on a CPU, if not 0.
+        """
         kept = [*self._columns()]
         if self.varies:
             return kept
@@ -166,9 +190,12 @@ class Rope:
         return kept
 
     def channels(self, D: int) -> Tensor | None:
-        """`apply` as pairs of channels: int32 [D, 4], where channel d becomes x[d]·cos[c] + sign·x[partner]·sin[s] with
-        row (partner, c, s, sign), and stays where its partner is −1. c and s count the columns that differ, as in the
-        table. None where `apply` is not of that form, or takes another number of channels."""
+        """Return `apply` as pairs of channels, int32 [D, 4].
+
+        Row d is (partner, c, s, sign): channel d becomes x[d]·cos[c] + sign·x[partner]·sin[s]. It
+        is unchanged if its partner is −1. c and s are indices of distinct columns, as in the table.
+        None if `apply` has another form or takes another number of channels.
+        """
         if D not in self._channels:
             with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
                 try:
@@ -178,16 +205,17 @@ class Rope:
         return self._channels[D]
 
     def has_one_angle_per_pair(self, D: int) -> bool:
-        """True if both channels of each pair take cosines and sines of one column."""
+        """True if both channels of each pair use cosines and sines of one column."""
         if D not in self._one_angle:
             channels = self.channels(D)
             self._one_angle[D] = channels is not None and _is_one_angle(channels.long())
         return self._one_angle[D]
 
     def native(self, native: ModuleType, table: Tensor, D: int, stepped: bool) -> Any:
-        """RoPE of D channels as an object of the C++ extension, one for all pages. table: of positions, or one that
-        holds the rows of one page's tokens. stepped: True for rotated means, which
-        need `offset_table`; keys need `int16_offset_table`.
+        """Return RoPE of D channels as an object of the C++ extension, shared by all pages.
+
+        table: of positions, or one with the rows of one page's tokens.
+        stepped: True for rotated means, which need `offset_table`. Keys need `int16_offset_table`.
 
         Raises:
             NotTaken: `apply` does not rotate pairs of channels.
@@ -213,37 +241,42 @@ class Rope:
 
     @staticmethod
     def _shares_columns(channels: Tensor) -> bool:
-        """True if each channel takes cos and sin of one column."""
+        """True if each channel uses cos and sin of the same column."""
         return torch.equal(channels[:, 1], channels[:, 2])
 
     def apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotated x [B, H, n, D]; cos and sin [1 or B, n, R], or [B, H, n, R] where heads differ."""
+        """Rotate x [B, H, n, D]. cos, sin: [1 or B, n, R], or [B, H, n, R] if heads differ."""
         if cos.dim() == 3:
             return self._apply(x, cos, sin)
         turned = self._apply(x.flatten(0, 1).unsqueeze(1), cos.flatten(0, 1), sin.flatten(0, 1))
         return turned.squeeze(1).unflatten(0, x.shape[:2])
 
     def invert(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Inverse of `apply`, also where cos and sin carry a factor (YaRN)."""
+        """Invert `apply`, also if cos and sin have a factor (YaRN)."""
         squared = cos * cos + sin * sin
         return self.apply(x, cos / squared, -sin / squared)
 
     def vjp(self, gradient: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Vector-Jacobian product of `apply`: the gradient of its input from that of its output. It is the transpose,
-        which differs from the inverse where cos and sin carry a factor (YaRN)."""
+        """Return the vector-Jacobian product of `apply`, which maps output to input gradients.
+
+        This is the transpose, which differs from the inverse if cos and sin have a factor (YaRN).
+        """
         return self.apply(gradient, cos, -sin)
 
 
 class SequenceRope(NamedTuple):
-    """RoPE of the tokens of one sequence, as tensors alone: cos, sin [n, columns that differ], and `Rope.channels`
-    [D, 4]."""
+    """RoPE of the tokens of one sequence, as plain tensors.
+
+    cos, sin: [n, distinct columns].
+    pairs: `Rope.channels`, [D, 4].
+    """
 
     cos: Tensor
     sin: Tensor
     pairs: Tensor
 
     def apply(self, x: Tensor) -> Tensor:
-        """Rotated x [B, H, m·n, D], m such sequences one behind the other."""
+        """Rotate x [B, H, m·n, D], m such sequences concatenated."""
         partner, c, s, sign = self.pairs.long().unbind(-1)
         moved = partner >= 0
         cos = torch.where(moved, self.cos[:, c.clamp_min(0)], 1.0)
@@ -253,11 +286,14 @@ class SequenceRope(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """Cosines and sines of the tokens of a segment, by their places in a table.
+    """Cosines and sines of a segment's tokens, as indices into a table.
 
-    rope: the layer's. table float32 [digits, rows, 2, padded columns]: `rope_table`, or `given_table` where a model's
-    frequencies change with the length of the sequence. places int32 [1 or B, 1 or H, T or 1]: each token's position, or
-    its row in a table of one digit; of consecutive tokens only the first one's. tokens: T.
+    rope: RoPE of the layer.
+    table: float32 [digits, rows, 2, padded columns], a `rope_table`, or a `given_table` if
+        frequencies change with the sequence length.
+    places: int32 [1 or B, 1 or H, T or 1], each token's position, or its row in a table of one
+        digit. For consecutive tokens only the first one's.
+    tokens: T.
     """
 
     rope: Rope
@@ -267,32 +303,41 @@ class Angles(NamedTuple):
 
     @property
     def is_given(self) -> bool:
-        """True if the table holds the tokens' own rows, so that nothing follows from one token for the next."""
+        """True if the table holds the tokens' own rows.
+
+        One token's angle then does not give the next one's.
+        """
         return len(self.table) == 1
 
     @property
     def consecutive(self) -> bool:
-        """True if positions follow one another, so that a kernel may go on from the first one."""
+        """True if positions are consecutive, so that the first one gives all."""
         return not self.is_given and self.places.shape[-1] == 1
 
     @property
     def is_small(self) -> bool:
-        """True if it holds a few numbers beside the table of all layers, whatever the number of tokens."""
+        """True if the object needs little memory next to the shared table, for any number of
+        tokens.
+        """
         return self.consecutive
 
     def native(self, native: ModuleType, D: int, stepped: bool) -> tuple[Any, Tensor]:
-        """The C++ extension's RoPE of D channels, see `Rope.native`, and places whose last axis is contiguous."""
+        """Return the native RoPE of D channels, see `Rope.native`, and contiguous places."""
         return self.rope.native(native, self.table.contiguous(), D, stepped), last_contiguous(self.places)
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """cos and sin float32 [1 or B, T, padded columns] as the table has them, or [B, H, T, …] where heads differ."""
+        """Return cos and sin float32 [1 or B, T, padded columns] as in the table, or [B, H, T, …]
+        if heads differ.
+        """
         places = self.places
         if places.shape[-1] == 1 != self.tokens:
             places = places + torch.arange(self.tokens, dtype=places.dtype, device=places.device)
         return look_up(self.table, places[:, 0] if places.shape[1] == 1 else places)
 
     def cos_sin(self) -> tuple[Tensor, Tensor]:
-        """cos and sin float32 [1 or B, T, R] as the model has them, or [B, H, T, R] where heads differ."""
+        """Return cos and sin float32 [1 or B, T, R] as in the model, or [B, H, T, R] if heads
+        differ.
+        """
         cos, sin = self.rows()
         columns = self.rope._columns()[1].to(cos.device)
         return cos[..., columns], sin[..., columns]
@@ -304,7 +349,9 @@ def _is_one_angle(channels: Tensor) -> bool:
 
 
 def standard_rope(R: int, theta: float = 10_000.0) -> Rope:
-    """Llama's RoPE on the first R channels: frequencies θ^(−2i/R), channel i paired with i + R/2."""
+    """Return Llama's RoPE on the first R channels: frequencies θ^(−2i/R), channel i paired with i +
+    R/2.
+    """
     frequency = theta ** (-torch.arange(0, R, 2, dtype=torch.float64) / R)
 
     def cos_sin(positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -324,4 +371,4 @@ def _still(positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 NO_ROPE = Rope(_still, lambda x, *_: x)
-"""Of models whose keys do not hold their positions."""
+"""RoPE of models whose keys do not contain positions."""

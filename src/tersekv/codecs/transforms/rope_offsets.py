@@ -1,7 +1,8 @@
-"""How RoPE goes on from any token: cosines and sines of the next steps in few terms.
+"""Offset tables: cosines and sines of RoPE for the tokens after any token.
 
-cos(n + m)θ and sin(n + m)θ follow from those of n and the cosines and sines of m steps. Over M steps a pair that turns
-slowly is a polynomial of m, so all slow pairs together take as many terms as one polynomial has.
+cos(n + m)θ and sin(n + m)θ follow from those of n and of m. For a pair that rotates slowly, they
+are a polynomial of m over the M tokens of a block. All slow pairs together therefore need as many
+terms as one polynomial has.
 """
 
 from __future__ import annotations
@@ -14,23 +15,29 @@ from torch import Tensor
 from tersekv.codecs.transforms.rope_table import relative
 
 OFFSETS = 256
-"""Tokens that one block of terms serves."""
+"""Number of tokens in a block."""
 
 INT16_OFFSETS = 64
-"""The same, of keys that are turned in 16 bits: their table stays in the first cache."""
+"""Number of tokens in a block for keys rotated in int16. Their table fits in the L1 cache."""
 
 TERMS = 16
-"""Chebyshev polynomials, of degree 0 to 15."""
+"""Number of Chebyshev polynomials, of degree 0 to 15."""
 
 LARGEST_ERROR = 1e-6
-"""Of the cosine or sine of a slow pair, anywhere in a block."""
+"""Maximum error of the cosine or sine of a slow pair in a block."""
 
 
 class OffsetTable(NamedTuple):
-    """table float32 [rows, M]: cos mθ of each fast column, then sin mθ of each, then T_0(m) to T_15(m) if there are
-    slow columns. matrix float32 [2·slow, TERMS]: in these polynomials, cos mθ of each slow column, then sin mθ of each.
-    place int32 [columns]: of a column of cos and sin, which fast one it is, or −1 − which slow one. words int16
-    [rows / 2, M, 2]: the table as `in_words` has it."""
+    """Cosines and sines of offsets m = 0 to M − 1.
+
+    table: float32 [rows, M]: cos mθ of each fast column, then sin mθ of each, then T_0(m) to
+        T_15(m) if there are slow columns.
+    matrix: float32 [2·slow, TERMS]: coefficients of cos mθ of each slow column in these
+        polynomials, then of sin mθ.
+    place: int32 [columns]: a column's index i among the fast ones, or −1 − i for index i among the
+        slow ones.
+    words: int16 [rows / 2, M, 2]: the table as returned by `in_words`.
+    """
 
     table: Tensor
     matrix: Tensor
@@ -39,18 +46,22 @@ class OffsetTable(NamedTuple):
 
 
 def in_words(rows: Tensor) -> Tensor:
-    """Rows [n, M], n even, of numbers up to one as int16 [n / 2, M, 2], a unit being 1/32767: two rows side by side."""
+    """Convert rows [n, M], n even, |x| ≤ 1, to int16 [n / 2, M, 2] with unit 1/32767, rows
+    interleaved in pairs.
+    """
     words = (rows.double() * 32767).round().clamp(-32767, 32767).to(torch.int16)
     return words.unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
 
 
 def int16_rope_offset_table(cos: Tensor, sin: Tensor, channels: Tensor) -> Tensor | None:
-    """Cosines and sines of 0 to INT16_OFFSETS − 1 steps, for a kernel that rotates keys in 16 bits: int16 [D/4, 2,
-    INT16_OFFSETS, 2],
-    those of RoPE pairs 2i and 2i + 1 side by side.
+    """Return cosines and sines of offsets 0 to INT16_OFFSETS − 1 for a kernel that rotates keys in
+    int16.
 
-    cos, sin float32 [INT16_OFFSETS, columns] of positions 0, 1, …; channels int32 [D, 4] of `Rope.channels`. None where
-    channels d and d + D/2 are not pairs of one column.
+    The result is int16 [D/4, 2, INT16_OFFSETS, 2] with those of RoPE pairs 2i and 2i + 1
+    interleaved. None if channels d and d + D/2 are not pairs of one column.
+
+    cos, sin: float32 [INT16_OFFSETS, columns] of positions 0, 1, ….
+    channels: int32 [D, 4] of `Rope.channels`.
     """
     D, half = len(channels), len(channels) // 2
     first, second, place = channels[:half], channels[half:], torch.arange(half)
@@ -66,13 +77,17 @@ def int16_rope_offset_table(cos: Tensor, sin: Tensor, channels: Tensor) -> Tenso
 
 
 def rope_offset_table(cos: Tensor, sin: Tensor) -> OffsetTable:
-    """cos, sin float32 [OFFSETS, columns] of positions 0, 1, …, all columns different; they may carry a factor."""
+    """Build the offset table.
+
+    cos, sin: float32 [OFFSETS, columns] of positions 0, 1, …, all columns different. They may have
+        a common factor.
+    """
     turned = relative(cos, sin)  # [cos and sin, M, columns]
     at = torch.linspace(-1, 1, OFFSETS, dtype=torch.float64)
     terms = torch.cos(torch.arange(TERMS) * torch.acos(at)[:, None])
     fitted = torch.linalg.lstsq(terms.expand(2, -1, -1), turned).solution
     slow = (terms @ fitted - turned).abs().amax((0, 1)) <= LARGEST_ERROR
-    if 2 * int(slow.sum()) <= TERMS:  # they would take more terms than they save
+    if 2 * int(slow.sum()) <= TERMS:  # otherwise they would need more terms than they save
         slow = torch.zeros_like(slow)
     place = torch.zeros(len(slow), dtype=torch.int32)
     place[~slow] = torch.arange(int((~slow).sum()), dtype=torch.int32)

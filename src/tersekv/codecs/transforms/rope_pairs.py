@@ -1,4 +1,4 @@
-"""Read a model's rotation as pairs of channels, which is what kernels apply."""
+"""Convert a model's RoPE function to rotations of channel pairs, which kernels apply."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ Apply = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def pairs_of(apply: Apply, D: int, unique: Tensor, equal: Tensor) -> Tensor | None:
-    """`Rope.channels` of D channels: read from what `apply` makes of unit vectors, and checked with a random vector.
+    """Return `Rope.channels` of D channels, derived from `apply` on unit vectors.
 
-    unique: columns of cos and sin that differ, int64; equal: which of these each column is, int64 [R]. None if `apply`
-    is no rotation of pairs of channels.
+    The result is checked with a random vector. None if `apply` is not a rotation of channel pairs.
+
+    unique: distinct columns of cos and sin, int64.
+    equal: index of each column among these, int64 [R].
     """
     columns = len(equal)
     generator = torch.Generator().manual_seed(0)
     value = torch.arange(1, columns + 1, dtype=torch.float32).expand(1, D, -1)
     unit, zero = torch.eye(D).view(1, 1, D, D), torch.zeros(1, D, columns)
-    turned = apply(unit, value, zero)[0, 0].T  # [to, from]: the column of cos, or 1 where nothing is done
+    turned = apply(unit, value, zero)[0, 0].T  # [to, from]: the column of cos, or 1 if unchanged
     across = apply(unit, zero, value)[0, 0].T - apply(unit, zero, zero)[0, 0].T
     moved = across.abs().sum(1) > 0
     partner = across.abs().argmax(1)

@@ -1,8 +1,8 @@
 """Cosines and sines of any position from a table of 256 rows.
 
-A rotation by the angle p·θ is the product of the rotations by the parts of p: with p = Σ d_l·64^l in base 64 it takes
-four rows of the table, one per digit, and three complex products (angle addition). The table's size does not depend
-on the number of tokens.
+A rotation by the angle p·θ is the product of the rotations by the parts of p. In base 64, p = Σ
+d_l·64^l, so it needs four rows of the table, one per digit, and three complex products
+(angle addition). The table's size does not depend on the number of tokens.
 """
 
 from __future__ import annotations
@@ -19,26 +19,34 @@ LANES = 16
 
 
 def table_positions() -> Tensor:
-    """Positions that the table is made of, int64 [DIGITS · BASE]: each digit times its power of 64."""
+    """Return the positions of the table's rows, int64 [DIGITS · BASE]: each digit times its power
+    of 64.
+    """
     return (torch.arange(BASE) * BASE ** torch.arange(DIGITS)[:, None]).flatten()
 
 
 def relative(cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotations from the first row to each row, float64 [2, rows, columns] (cosines, sines); cos and sin
-    [rows, columns] may carry a common factor (YaRN)."""
+    """Return rotations from the first row to each row, float64 [2, rows, columns] (cosines, sines).
+
+    cos, sin: [rows, columns], which may have a common factor (YaRN).
+    """
     cos, sin = cos.double(), sin.double()
     square = cos[0].square() + sin[0].square()
     return torch.stack([cos * cos[0] + sin * sin[0], sin * cos[0] - cos * sin[0]]) / square
 
 
 def padded_columns(columns: int) -> int:
-    """Columns of a table for that many pairs of channels."""
+    """Return the number of table columns for this number of channel pairs."""
     return -(-columns // LANES) * LANES
 
 
 def rope_table(cos: Tensor, sin: Tensor) -> Tensor:
-    """The table float32 [DIGITS, BASE, 2, padded columns] from cos and sin [DIGITS · BASE, columns] of
-    `table_positions()`. A common factor of cos and sin is in the rows of the last digit alone."""
+    """Return the table float32 [DIGITS, BASE, 2, padded columns].
+
+    A common factor of cos and sin is included in the rows of the last digit only.
+
+    cos, sin: [DIGITS · BASE, columns] of `table_positions()`.
+    """
     table = relative(cos, sin).unflatten(1, (DIGITS, BASE))  # [2, DIGITS, BASE, columns]
     c, s = table[:, -1]
     first_cos, first_sin = cos[0].double(), sin[0].double()
@@ -47,7 +55,11 @@ def rope_table(cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def given_table(cos: Tensor, sin: Tensor) -> Tensor:
-    """A table of one digit, float32 [1, rows, 2, padded columns]: the rows cos and sin [rows, columns] themselves."""
+    """Return a table of one digit, float32 [1, rows, 2, padded columns], whose rows are cos and
+    sin.
+
+    cos, sin: [rows, columns].
+    """
     return _padded(torch.stack([cos, sin], 1)[None])
 
 
@@ -57,8 +69,11 @@ def _padded(table: Tensor) -> Tensor:
 
 
 def look_up(table: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin float32 [*places.shape, padded columns] of positions (of a table with several digits; negative ones
-    rotate the other way), or of rows (of a table with one)."""
+    """Return cos and sin float32 [*places.shape, padded columns].
+
+    places: positions, if the table has several digits; negative ones rotate in the other direction.
+        Rows, if it has one digit.
+    """
     if len(table) == 1:
         rows = table[0][places.clamp(0, table.shape[1] - 1).long()]
         return rows[..., 0, :], rows[..., 1, :]

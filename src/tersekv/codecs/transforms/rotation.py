@@ -1,8 +1,8 @@
-"""Orthogonal rotations, applied to the query once per step and to the output once, never to cached vectors.
+"""Orthogonal rotations, applied to queries and outputs, never to cached vectors.
 
-A rotated vector y = R·x has no distinguished channels: outlier channels are spread over all coordinates, and each
-coordinate is distributed like one of a uniform point on the sphere, for which tables are known (PolarQuant, arXiv
-2502.02617, §3; TurboQuant, arXiv 2504.19874, §3.1).
+A rotated vector y = R·x has no outlier channels, because they are spread over all coordinates. Each
+coordinate is distributed like one of a uniform point on the sphere, for which codebooks are known
+(PolarQuant, arXiv 2502.02617, §3; TurboQuant, arXiv 2504.19874, §3.1).
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ RotationKind = Literal["qr", "hadamard"]
 
 @cached_table
 def random_rotation(D: int, seed: int, kind: RotationKind = "qr", device: str = "cpu") -> Tensor:
-    """R as float32 [D, D] with R·Rᵀ = I, the same for the same arguments on every machine's CPU and on every rank.
+    """Return R as float32 [D, D] with R·Rᵀ = I, equal for equal arguments on every CPU and rank.
 
-    qr: uniform (Haar), the sign-fixed Q of a Gaussian matrix. hadamard: a Hadamard matrix with random signs before
-    it, in blocks of the largest power of two that divides D, after a random permutation of the channels.
+    qr: uniform (Haar), the Q of a Gaussian matrix with fixed signs.
+    hadamard: random signs and a Hadamard matrix, in blocks of the largest power of two that divides
+        D, after a random permutation of the channels.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + D)
     if kind == "qr":
@@ -38,7 +39,9 @@ def random_rotation(D: int, seed: int, kind: RotationKind = "qr", device: str = 
 
 @cached_table
 def hadamard_parts(D: int, seed: int, device: str) -> tuple[Tensor, Tensor]:
-    """The order of channels int32 [D] and the signs float32 [D] of a random Hadamard rotation."""
+    """Return the order of channels int32 [D] and the signs float32 [D] of a random Hadamard
+    rotation.
+    """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + D)
     signs = torch.randint(0, 2, (D,), generator=generator) * 2 - 1
     order = torch.randperm(D, generator=generator)
@@ -47,14 +50,18 @@ def hadamard_parts(D: int, seed: int, device: str) -> tuple[Tensor, Tensor]:
 
 @cached_table
 def split_rotation(first: int, D: int, seed: int, kind: RotationKind, device: str) -> Tensor:
-    """Rotations of the first channels and of the others, on the diagonal of float32 [D, D]."""
+    """Return a block-diagonal float32 [D, D] with rotations of the first channels and of the
+    others.
+    """
     parts = [random_rotation(n, seed, kind, "cpu") for n in (first, D - first)]
     return torch.block_diag(*parts).to(device)
 
 
 def rotated(x: Tensor, seed: int, kind: RotationKind) -> Tensor:
-    """R·x of `random_rotation` for x float32 [..., D], in float64 on the way: no code hangs on how tokens are
-    batched."""
+    """Return R·x of `random_rotation` for x float32 [..., D].
+
+    The product is computed in float64, so that codes do not depend on how tokens are batched.
+    """
     D, device = x.shape[-1], str(x.device)
     matrix = random_rotation(D, seed, kind, device)
     if kind == "hadamard":
@@ -63,7 +70,10 @@ def rotated(x: Tensor, seed: int, kind: RotationKind) -> Tensor:
 
 
 def hadamard(n: int) -> Tensor:
-    """Sylvester's Hadamard matrix divided by √n, float64 [n, n]; n is a power of two."""
+    """Return Sylvester's Hadamard matrix divided by √n, float64 [n, n].
+
+    n must be a power of two.
+    """
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while matrix.shape[0] < n:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)

@@ -1,8 +1,8 @@
-"""Johnson-Lindenstrauss sketch matrices S in R^{M×D}, with rows orthogonal in blocks of D (QJL, arXiv 2406.03482,
-§4.1).
+"""Johnson-Lindenstrauss sketch matrices S in R^{M×D} with rows orthogonal in blocks of D.
 
-With orthogonal rows each row is uniform on the sphere of radius √D, so that for every vector x and query q
-E⟨s,q⟩·sign⟨s,x⟩ = √D·E|u₁|·⟨q,x⟩/‖x‖, u uniform on the unit sphere; with i.i.d. Gaussian rows the constant is √(2/π).
+This is QJL (arXiv 2406.03482, §4.1). Each orthogonal row is uniform on the sphere of radius √D. For
+every vector x and query q therefore E⟨s,q⟩·sign⟨s,x⟩ = √D·E|u₁|·⟨q,x⟩/‖x‖, with u uniform on the
+unit sphere. With i.i.d. Gaussian rows the constant is √(2/π).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tersekv.tensors import cached_table
 
 @cached_table
 def jl_sketch(M: int, D: int, seed: int, orthogonal: bool = True, device: str = "cpu") -> Tensor:
-    """S as float32 [M, D], the same for the same arguments on every machine's CPU and on every rank.
+    """Return S as float32 [M, D], equal for equal arguments on every CPU and rank.
 
-    Rows are N(0, 1); with `orthogonal`, each block of D rows (the last may be shorter) is orthogonalised by a
-    sign-fixed QR and scaled to row norm √D.
+    Rows are N(0, 1). With `orthogonal`, each block of D rows (the last may be shorter) is
+    orthogonalised by a QR decomposition with fixed signs and scaled to row norm √D.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + M * 1009 + D)
     blocks = []
@@ -35,10 +35,10 @@ def jl_sketch(M: int, D: int, seed: int, orthogonal: bool = True, device: str = 
 
 
 def sign_factor(D: int, orthogonal: bool = True) -> float:
-    """The constant c with E[c·‖x‖·⟨Sq, sign(Sx)⟩/M] = ⟨q, x⟩.
+    """Return the constant c with E[c·‖x‖·⟨Sq, sign(Sx)⟩/M] = ⟨q, x⟩.
 
-    i.i.d. rows: √(π/2) (Eq. 4). Orthogonal rows: 1/(√D·E|u₁|) with E|u₁| = Γ(D/2)/(√π·Γ((D+1)/2)), which is smaller
-    than √(π/2) by 0.20 % at D = 128, 0.39 % at 64 and 0.78 % at 32.
+    i.i.d. rows: √(π/2) (Eq. 4). Orthogonal rows: 1/(√D·E|u₁|) with E|u₁| = Γ(D/2)/(√π·Γ((D+1)/2)),
+    which is smaller than √(π/2) by 0.20 % at D = 128, 0.39 % at 64 and 0.78 % at 32.
     """
     if not orthogonal:
         return math.sqrt(math.pi / 2)
