@@ -217,7 +217,7 @@ REFUSED = {
     r"codes: expected \[..., P, L\]": ("pack_lanes", (X[0, 0, 0].long(), 4)),
     "sketch: .* D = 64, got 32": ("encode_signs", (X, torch.zeros(8, 32))),
     r"x: expected \[..., t, D\]": ("encode_signs", (X[0, 0, 0], torch.zeros(8, 64))),
-    "D that 2\\^7 divides, got 64": ("encode_polar", (X, [1] * 7, [torch.zeros(2)] * 7)),
+    "D to be a multiple of 2\\^7, got 64": ("encode_polar", (X, [1] * 7, [torch.zeros(2)] * 7)),
     "1 to 8 for each of 1 tables": ("encode_polar", (X, [9], [torch.zeros(512)])),
     "table: .* entries = 4, got 2": ("encode_polar", (X, [2], [torch.zeros(2)])),
     "table: .* rows = 2, got 3": ("encode_polar", (X, [1], [torch.zeros(3, 2)])),
