@@ -1,4 +1,5 @@
-"""`tersekv bench`: attention over packed bytes against dense attention, and decoding with a model, on this machine."""
+"""`tersekv bench`: measure attention over packed bytes, compared with dense attention, and decoding
+with a model."""
 
 from __future__ import annotations
 
@@ -61,7 +62,10 @@ def attend(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Append JSON lines, one per way.")] = None,
     as_json: output.Json = False,
 ) -> None:
-    """One token's attention over packed keys and values, beside dense ways and the memory's bandwidth."""
+    """Measure one token's attention to packed keys and values.
+
+    Dense attention and memory bandwidth are measured for comparison.
+    """
     from tersekv.lab.bench.attend import HeadCounts, measure
     from tersekv.lab.bench.formats import chosen
 
@@ -155,8 +159,11 @@ def generate(
     out: Annotated[Path | None, typer.Option("--out", "-o", help=GENERATE_OUT_HELP)] = None,
     as_json: output.Json = False,
 ) -> None:
-    """Decoding speed with a model after several contexts, and what each cache adds to a step without context;
-    transformers' own cache (full) is always one of them."""
+    """Measure a model's decoding speed at several context lengths.
+
+    It also shows the time that each cache adds to a step, compared with a short context.
+    Transformers' own cache (full) is always measured, too.
+    """
     dtypes, lengths, chunks = _dtypes(dtype), parse_lengths(context, "--context"), _chunks(prefill_chunk)
     use_threads(threads)
     caches = recipe or [output.DEFAULT_RECIPE]
@@ -185,7 +192,7 @@ def generate(
 
 
 def _dtypes(text: str) -> list[str]:
-    """Names of torch's dtypes, each once and in their order."""
+    """Parse --dtype into names of torch's dtypes, each once and in the given order."""
     names = list(dict.fromkeys(part.strip() for part in text.split(",")))
     if wrong := [name for name in names if name not in DTYPES]:
         raise UserError(f"--dtype {wrong[0]!r} is not one of: {', '.join(DTYPES)} (several with commas)")
@@ -193,7 +200,8 @@ def _dtypes(text: str) -> list[str]:
 
 
 def _chunks(text: str) -> list[int | None]:
-    """Tokens of a forward pass over the prompt, each once and in their order; None for `whole`."""
+    """Parse --prefill-chunk into numbers of tokens, each once and in the given order; None for
+    `whole`."""
     found: dict[int | None, None] = {}
     for part in text.split(","):
         try:
@@ -207,7 +215,8 @@ def _chunks(text: str) -> list[int | None]:
 
 
 def _load() -> float | None:
-    """Processes that wanted a core in the last minute, before anything is timed; None where the system does not say."""
+    """Return the system's load average of the last minute; None if the system does not report
+    it."""
     try:
         return round(os.getloadavg()[0], 2)
     except (AttributeError, OSError):
@@ -215,8 +224,9 @@ def _load() -> float | None:
 
 
 def speeds(model: str, found: Sequence[Decoding], asked: Sequence[str]) -> list[output.Tables]:
-    """A table per dtype and way to read the prompt, a row per context and cache: medians over the rounds, with the
-    least and the most. asked: the caches as the user wrote them, since presets are shown by their own name."""
+    """Return a table per dtype and prefill chunk, with a row per context and cache: median, least
+    and most over the rounds. asked: the caches as the user wrote them, so that presets are shown by
+    name."""
     import torch
 
     from tersekv.lab.evals.names import names_as_asked
@@ -254,7 +264,7 @@ def _speed(decoding: Decoding, name: str) -> tuple[str, ...]:
 
 
 def _short(x: float) -> str:
-    """One decimal, none from 100 on."""
+    """Format a number with one decimal, or none from 100."""
     return f"{x:.0f}" if abs(x) >= 100 else f"{x:.1f}"
 
 

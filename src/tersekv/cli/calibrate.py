@@ -1,4 +1,4 @@
-"""`tersekv calibrate`: let codecs learn from a corpus, once for a model."""
+"""`tersekv calibrate`: fit codecs on a corpus, once per model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def calibrate(
     workers: Annotated[int, typer.Option(min=0, help="Processes that fit tables; 0 is one for each core.")] = 0,
     as_json: output.Json = False,
 ) -> None:
-    """Let codecs learn tables and thresholds from a text; a run that was stopped goes on where it was."""
+    """Fit codebooks and thresholds on a text, for recipes that need calibration.
+
+    A run that was stopped continues where it was.
+    """
     with output.step("loading torch and transformers"):
         from tersekv.lab.evals.products import expand, unique
         from tersekv.lab.evals.windows import read_text
@@ -109,7 +112,7 @@ def _run(run: Calibrator) -> list[Calibration]:
 
 
 def _save(found: Sequence[Calibration], recipes: Sequence[Recipe], out: Path | None, run: Calibrator) -> list[Path]:
-    """Write every calibration, then forget the work."""
+    """Write every calibration, then remove the work folder."""
     from tersekv.hf.calibration import default_folder, place
 
     folder = default_folder(run.mark) if out is None else out

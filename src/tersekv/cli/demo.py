@@ -1,6 +1,7 @@
-"""`tersekv demo`: the main job on real text, a question about a long document with the full cache and a packed one.
+"""`tersekv demo`: ask a question about a long document, with the full cache and with a packed one.
 
-The document is the language reference that ships with Python; the question asks for a sentence hidden in it.
+The document is the language reference that ships with Python. The question asks for a fact hidden
+in it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAGIC = "7482153"
 FACT = f"One of the special magic numbers for harbour is: {MAGIC}."
 QUESTION = "What is the special magic number for harbour mentioned in the provided text?"
 DEPTH = 0.5
-"""Where the sentence stands, as a share of the document."""
+"""Position of the hidden sentence, as a fraction of the document."""
 
 
 def demo(
@@ -30,7 +31,7 @@ def demo(
     calibration: output.Calibrations = None,
     as_json: output.Json = False,
 ) -> None:
-    """Ask about a long text with transformers' own cache and with a packed one, and compare what they hold and say."""
+    """Ask about a long text with the full cache and with a packed one, and compare them."""
     with output.step("loading torch and transformers"):
         from tersekv.cli import measure
         from tersekv.hf import text as prompts
@@ -70,7 +71,8 @@ def demo(
 
 
 def hide(document: str, fact: str, depth: float) -> str:
-    """`fact` as a paragraph of its own, at the end of the paragraph that stands at `depth`."""
+    """Insert `fact` as a paragraph of its own, after the paragraph at the fraction `depth` of the
+    document."""
     at = document.find("\n\n", int(len(document) * depth))
     at = len(document) if at < 0 else at
     return f"{document[:at]}\n\n{fact}{document[at:]}"

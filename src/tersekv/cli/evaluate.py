@@ -1,4 +1,4 @@
-"""`tersekv eval`: tasks with recipes side by side, the full cache always one of them."""
+"""`tersekv eval`: score recipes and the full cache on the same tasks."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ OUT_HELP = "Folder for records.jsonl; what it has already is not run again."
 
 
 class WithTaskOptions(TyperCommand):
-    """A command that also takes an option per field of any task. Tasks are imported only where the command is used."""
+    """A command that also has one option per field of any task. Tasks are imported only when it is
+    used."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The command's own parameters and the tasks' options."""
+        """Return the command's own parameters and the tasks' options."""
         own = super().get_params(ctx)
         taken = {param.name for param in own}
         return [*own[:-1], *(param for param in _task_params() if param.name not in taken), own[-1]]
 
     def invoke(self, ctx: Any) -> Any:
-        """Call the command with the tasks' options that were given in `ctx.obj`."""
+        """Call the command; the given options of tasks are in `ctx.obj`."""
         taken = {param.name: ctx.params.pop(param.name) for param in _task_params() if param.name in ctx.params}
         ctx.obj = {name: text for name, text in taken.items() if text is not None}
         return super().invoke(ctx)
@@ -43,7 +44,7 @@ class WithTaskOptions(TyperCommand):
 
 @functools.lru_cache(maxsize=1)
 def _task_params() -> list[Any]:
-    """The parameters that typer makes of one text option per field."""
+    """Return typer's parameters for one text option per field of any task."""
     from tersekv.lab.evals.options import all_options
 
     def command(**_: str) -> None: ...
@@ -72,7 +73,10 @@ def evaluate(
     quarters: Annotated[bool, typer.Option("--quarters", help=QUARTERS_HELP)] = False,
     as_json: output.Json = False,
 ) -> None:
-    """Score the full cache and packed ones on the same samples; with --out, a stopped run goes on where it was."""
+    """Score the full cache and packed caches on the same samples of one or more tasks.
+
+    With --out, a run that was stopped continues where it was.
+    """
     with output.step("loading torch and transformers"):
         from tersekv.lab.evals.options import build
         from tersekv.lab.evals.products import expand, unique
@@ -117,7 +121,8 @@ def _run(
 def _table(
     name: str, task: Task, summaries: Sequence[harness.Summary], names: dict[str, str], quarters: bool
 ) -> output.Tables:
-    """One row per recipe; each metric with its standard error. Names that leave something out are explained below."""
+    """Return a table with one row per recipe, each metric with its standard error. Notes below it
+    explain short names."""
     metrics = [metric for metric in (summaries[0].metrics if summaries else ()) if quarters or metric not in task.more]
     columns = ("recipe", "samples", "bits", "bytes", *(metric.replace("_", " ") for metric in metrics), "seconds")
     rows = [

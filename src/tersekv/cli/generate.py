@@ -1,4 +1,4 @@
-"""`tersekv generate`: answer a prompt with a packed cache, and say what the cache held."""
+"""`tersekv generate`: answer a prompt with a packed cache, and show the size of the cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def generate(
     prompt_cache: Annotated[Path | None, typer.Option("--prompt-cache", help=FROM_FILE_HELP)] = None,
     as_json: output.Json = False,
 ) -> None:
-    """Answer a prompt with a packed cache; the prompt is --prompt, --file, or what is piped in."""
+    """Answer a prompt with a packed cache. The prompt is --prompt, --file, or standard input."""
     if 0 < temperature < 0.001 or temperature > 1000:
         raise UserError(f"--temperature {temperature} is out of range: 0 is greedy, else 0.001 to 1000")
     text = read_text(prompt, file, question)
@@ -74,7 +74,7 @@ def generate(
 
 
 def _recipe(recipe: str | None, prompt_cache: Path | None) -> str:
-    """The canonical recipe: the given one, the file's, or the usual one."""
+    """Return the canonical recipe: the given one, that of the prompt cache, or the default."""
     from tersekv.recipe import Recipe
 
     given = None if recipe is None else str(Recipe.parse(recipe))
@@ -89,8 +89,8 @@ def _recipe(recipe: str | None, prompt_cache: Path | None) -> str:
 
 
 def load(model: str, dtype: str = "auto") -> tuple[Any, Any]:
-    """The model and its tokenizer, got first where it is a known one, and warmed up. dtype: of its weights, `auto` for
-    the checkpoint's."""
+    """Load a model and its tokenizer and warm the model up. A missing known model is downloaded
+    first. dtype: type of the weights; `auto` keeps the checkpoint's."""
     from tersekv.cli import measure
     from tersekv.hf import models
 
@@ -104,7 +104,7 @@ def load(model: str, dtype: str = "auto") -> tuple[Any, Any]:
 
 
 def read_text(prompt: str | None, file: Path | None, question: str | None) -> str:
-    """The prompt of a command's options."""
+    """Return the prompt from a command's options or standard input."""
     if prompt is not None and file is not None:
         raise UserError("--prompt and --file were both given: give one (a --question may follow either)")
     if prompt is not None:
@@ -131,7 +131,7 @@ def _utf8(data: bytes, where: str) -> str:
 
 
 def use_threads(threads: int | None) -> None:
-    """Set the threads of torch and of our kernels; None leaves them as they are."""
+    """Set the number of threads of torch and our kernels; None keeps it."""
     if threads is not None:
         most = 4 * (os.cpu_count() or 1)
         if threads > most:
@@ -144,7 +144,7 @@ def use_threads(threads: int | None) -> None:
 
 
 def stream(text: str) -> None:
-    """Write a piece of an answer at once."""
+    """Write a piece of an answer and flush it."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -159,7 +159,8 @@ def _document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def summary(outcomes: Sequence[Outcome], title: str) -> Any:
-    """One column per cache: bytes by part, bits, ratios, seconds, tokens per second, peak memory, agreement."""
+    """Return a table with one column per cache: bytes by part, bits, ratios, seconds, tokens per
+    second, peak memory and agreement."""
     from tersekv.cache.footprint import PARTS
     from tersekv.cli.measure import agreement
 

@@ -1,4 +1,4 @@
-"""`tersekv plot`: a picture from a model's own keys, or from records, and on the terminal the figures in it."""
+"""`tersekv plot`: draw a figure from a model's keys or from records, and print its numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ TEXT_HELP = "pydoc (Python's language reference) or a file; pydoc by default."
 SUFFIXES = ("png", "svg", "pdf")
 MODEL, TEXT, TOKENS, PREDICTED_TOKENS = "smollm2", "pydoc", 1024, 32768
 
-# Options of the command, by what a kind of picture reads; its own ones (metric, task) come on top.
+# Options of the command, by the data that a kind of figure reads. Kinds add options of their own
+# (metric, task).
 TAKES = {
     "keys": {"model", "text", "tokens", "layers", "head"},
     "evaluation": {"records"},
@@ -52,7 +53,7 @@ def plot(
     ] = None,
     as_json: output.Json = False,
 ) -> None:
-    """Draw angles, magnitudes or clusters of a model's keys, or what records of evaluations and benchmarks hold."""
+    """Draw a figure from a model's keys, or from records of evaluations and benchmarks."""
     given: dict[str, Any] = {
         name: value for name, value in {
             "records": records, "model": model, "text": text, "tokens": tokens, "layers": layers, "head": head,
@@ -83,7 +84,7 @@ def plot(
 
 
 def _refuse_others(kind: str, chosen: Plot, given: dict[str, Any]) -> None:
-    """Options that this kind has no use for are mistakes, not nothing."""
+    """Raise UserError if an option was given that this kind of figure does not use."""
     takes = TAKES[chosen.reads] | set(chosen.options)
     wrong = sorted(set(given) - takes)
     if wrong == ["records"]:
@@ -94,7 +95,7 @@ def _refuse_others(kind: str, chosen: Plot, given: dict[str, Any]) -> None:
 
 
 def _source(chosen: Plot, given: dict[str, Any]) -> Any:
-    """What the kind of picture reads."""
+    """Read the data for a kind of figure."""
     records = given.get("records", [])
     if chosen.reads == "keys":
         return model_keys(given)
@@ -138,7 +139,7 @@ def _tokens(given: dict[str, Any], default: int) -> int:
 
 
 def model_keys(given: dict[str, Any]) -> ModelKeys:
-    """The model's keys of the first tokens of a text."""
+    """Return a model's keys for the first tokens of a text."""
     name, text, tokens = given.get("model", MODEL), given.get("text", TEXT), _tokens(given, TOKENS)
     from tersekv.cli import measure
     from tersekv.hf.capture import capture
@@ -167,7 +168,8 @@ def model_keys(given: dict[str, Any]) -> ModelKeys:
 
 
 def _layers(text: str | None, count: int) -> list[int]:
-    """The layers asked for; negative ones count from the last. By default the first, middle and last."""
+    """Parse --layers; negative numbers count from the last layer. By default use the first, middle
+    and last layer."""
     if text is None:
         return sorted({0, count // 2, count - 1})
     try:

@@ -1,4 +1,4 @@
-"""`tersekv prompt-cache`: read a prompt once, keep its packed cache as a file."""
+"""`tersekv prompt-cache`: read a prompt once and keep its packed cache in a file."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def build(
     calibration: output.Calibrations = None,
     as_json: output.Json = False,
 ) -> None:
-    """Read a text, and write the packed cache of all tokens that prompts of `tersekv generate` with this text and any
-    --question have in common."""
+    """Read a text and write its packed cache to a file for `tersekv generate`.
+
+    The file holds the tokens that all prompts with this text share, for any --question.
+    """
     text = read_text(prompt, file, None)
     out = check_out(out)
     with output.step("loading torch and transformers"):
@@ -60,7 +62,7 @@ def build(
 
 @app.command()
 def info(file: File, as_json: output.Json = False) -> None:
-    """What a file says of itself; only its header is read and checked."""
+    """Show the contents of a prompt cache. Only its header is read and checked."""
     _say(file, as_json, {})
 
 
@@ -70,7 +72,10 @@ def verify(
     model: Annotated[str | None, typer.Option("--model", "-m", help="Load it for this model, too.")] = None,
     as_json: output.Json = False,
 ) -> None:
-    """Compare every byte with its checksum and, with --model, load it as `generate` would."""
+    """Verify the checksums of a prompt cache.
+
+    With --model, also load it as `tersekv generate` does.
+    """
     from tersekv.cache import tensor_file
 
     with output.step(f"reading {file}"):

@@ -1,4 +1,4 @@
-"""`tersekv report`: the records of an evaluation as one HTML page that needs nothing else."""
+"""`tersekv report`: write the records of an evaluation as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def report(
     quarters: Annotated[bool, typer.Option("--quarters", help=QUARTERS_HELP)] = False,
     as_json: output.Json = False,
 ) -> None:
-    """Put an evaluation's tables and pictures on one page: quality against true bits, tasks, depths, bytes."""
+    """Write an evaluation's tables and figures to one HTML page.
+
+    It shows quality against true bits, tasks, depths and bytes.
+    """
     path = check_out(out, ("html", "htm"))
     require("tersekv report", "matplotlib")
     with output.step("loading torch and matplotlib"):
