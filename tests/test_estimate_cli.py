@@ -93,9 +93,11 @@ def test_a_config_file(tmp_path: Path, tiny: str, capfd: pytest.CaptureFixture[s
 
 
 def test_unknown_names(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert "near it are llama-3.1-8b, " in refuse(capfd, "estimate", "-m", "lama-3.1-8b")
+    assert "similar: llama-3.1-8b, " in refuse(capfd, "estimate", "-m", "lama-3.1-8b")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "known without a config are qwen3-4b" in refuse(capfd, "estimate", "-m", "someone/qwen3-4b-tuned")
+    assert "published models with similar names are qwen3-4b" in refuse(
+        capfd, "estimate", "-m", "someone/qwen3-4b-tuned"
+    )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama-3.1-8b").mkdir()  # a folder of that name is what the user means
     assert "llama-3.1-8b holds no config.json" in refuse(capfd, *LLAMA)
@@ -107,7 +109,7 @@ def test_unknown_names(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         (("-r", "int4", "-r", "uniform:bits=4", "-r", "int4"), "int4 was given twice"),
         (("--memory", "24"), "write it like 24GB"),
         (("-r", "int4", "-r", "int4:group=48"), "--recipe int4:group=48: group=48 does not divide"),
-        (("--tables", "kvquant", "-c", "4k", "-m", "smollm2"), "leave --model, --context away"),
+        (("--tables", "kvquant", "-c", "4k", "-m", "smollm2"), "leave --model, --context out"),
     ],
     ids=lambda case: " ".join(case) if isinstance(case, tuple) else "",
 )

@@ -537,5 +537,7 @@ def test_a_model_that_cannot_be_got_says_what_to_do_for_any_model(monkeypatch) -
 
 
 def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no config.json, so it is no model; give the folder that has it"):
+    with pytest.raises(
+        UserError, match=r"has no config.json, so it is not a model folder; give the folder that has it"
+    ):
         models.load_tokenizer(str(tmp_path))

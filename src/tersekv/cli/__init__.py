@@ -30,7 +30,7 @@ from tersekv.errors import CacheError, UserError
 
 app = typer.Typer(
     name="tersekv",
-    help="Key-value caches of language models, packed to 2-5 bits, with attention read from the packed bytes.",
+    help="Compress key-value caches of language models to 2-5 bits, and attend to the packed bytes.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -59,8 +59,8 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-_Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which it is.")]
-_Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say on stderr what is loaded, fitted and packed.")]
+_Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
+_Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log to stderr what is loaded, fitted and packed.")]
 
 
 @app.callback()

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from tersekv.lab.bench.attend_gpu import Measured as MeasuredGpu
     from tersekv.lab.bench.generate import Decoding
 
-CACHES_HELP = "A recipe, or one of transformers' own: quanto-4, quanto-2, hqq-4, hqq-2, fp8. May be repeated."
+CACHES_HELP = "Recipe, or a cache of transformers: quanto-4, quanto-2, hqq-4, hqq-2, fp8. May be repeated."
 DTYPES = ("float32", "bfloat16", "float16")
-DTYPES_HELP = "float32, bfloat16 or float16, several with commas"
-PREFILL_CHUNK_HELP = "Tokens of a forward pass over the prompt; whole reads it in one. Several with commas."
-GENERATE_OUT_HELP = "Append JSON lines, one per dtype, way to read the prompt, context and cache."
+DTYPES_HELP = "float32, bfloat16 or float16, separated by commas"
+PREFILL_CHUNK_HELP = "Prompt tokens per forward pass, or whole for one pass. Several separated by commas."
+GENERATE_OUT_HELP = "Append JSON lines to this file, one per dtype, prefill chunk, context and cache."
 SPEED_NOTES = (
-    "× full: times as fast as transformers' own cache in the same round.",
-    "adds: what the context adds to a step, compared with the same cache after 16 tokens.",
+    "× full: speed relative to transformers' own cache in the same round.",
+    "adds: time that the context adds to a step, compared with the same cache after 16 tokens.",
 )
 
 app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
@@ -47,19 +47,21 @@ def _group() -> None:
 
 @app.command()
 def attend(
-    tokens: Annotated[str, typer.Option("--tokens", help="Context lengths, like 1k,32k.")] = "32k",
-    heads: Annotated[str, typer.Option("--heads", help="Query heads/KV heads/head dim, several with commas.")] = (
+    tokens: Annotated[str, typer.Option("--tokens", help="Context lengths, for example 1k,32k.")] = "32k",
+    heads: Annotated[str, typer.Option("--heads", help="Query heads/KV heads/head dim, separated by commas.")] = (
         "32/8/128"
     ),
     formats: Annotated[str, typer.Option("--formats", help="Packed formats, separated by commas, or all.")] = (
         "grid4,grid3,grid2"
     ),
-    threads: Annotated[str, typer.Option("--threads", help="Numbers of threads, like 1,2.")] = "1",
-    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Time for one context.")] = 6.0,
-    device: Annotated[str, typer.Option("--device", help="cpu, or cuda.")] = "cpu",
-    batch: Annotated[str, typer.Option("--batch", help="Rows of a batch on a GPU, like 1,8.")] = "1",
-    limit: Annotated[float, typer.Option("--limit", min=0.0, help="Minutes; later no format begins on a GPU.")] = 8.0,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Append JSON lines, one per way.")] = None,
+    threads: Annotated[str, typer.Option("--threads", help="Numbers of threads, for example 1,2.")] = "1",
+    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Seconds of measurement per context.")] = 6.0,
+    device: Annotated[str, typer.Option("--device", help="Device: cpu or cuda.")] = "cpu",
+    batch: Annotated[str, typer.Option("--batch", help="Batch sizes on a GPU, for example 1,8.")] = "1",
+    limit: Annotated[
+        float, typer.Option("--limit", min=0.0, help="On a GPU: minutes after which no format starts.")
+    ] = 8.0,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Append JSON lines to this file.")] = None,
     as_json: output.Json = False,
 ) -> None:
     """Measure one token's attention to packed keys and values.
@@ -147,14 +149,14 @@ def _gpu_table(measured: MeasuredGpu) -> Any:
 def generate(
     recipe: Annotated[list[str] | None, typer.Option("--recipe", "-r", help=CACHES_HELP)] = None,
     model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
-    dtype: Annotated[str, typer.Option("--dtype", help=f"Of weights and activations: {DTYPES_HELP}.")] = (
+    dtype: Annotated[str, typer.Option("--dtype", help=f"Type of weights and activations: {DTYPES_HELP}.")] = (
         "float32,bfloat16"
     ),
-    context: Annotated[str, typer.Option("--context", help="Tokens in the cache, like 1k,8000.")] = "1k,4k,8000",
+    context: Annotated[str, typer.Option("--context", help="Context lengths, for example 1k,8000.")] = "1k,4k,8000",
     prefill_chunk: Annotated[str, typer.Option("--prefill-chunk", help=PREFILL_CHUNK_HELP)] = "whole,512",
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens timed in each round.")] = 32,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds, in which all caches take turns.")] = 3,
-    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Threads of the CPU.")] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Number of rounds; each times every cache.")] = 3,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Number of CPU threads.")] = None,
     calibration: output.Calibrations = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help=GENERATE_OUT_HELP)] = None,
     as_json: output.Json = False,

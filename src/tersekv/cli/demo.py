@@ -26,8 +26,8 @@ DEPTH = 0.5
 def demo(
     recipe: Annotated[str, typer.Option("--recipe", "-r", help=output.RECIPE_HELP)] = output.DEFAULT_RECIPE,
     model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
-    tokens: Annotated[int, typer.Option(min=64, help="About how long the document is.")] = 6900,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Length of both answers.")] = 64,
+    tokens: Annotated[int, typer.Option(min=64, help="Approximate length of the document.")] = 6900,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Length of both answers in tokens.")] = 64,
     calibration: output.Calibrations = None,
     as_json: output.Json = False,
 ) -> None:
@@ -50,7 +50,7 @@ def demo(
         output.show(
             f"{model} reads {ids.shape[1]:,} tokens of Python's language reference, in which one sentence is hidden:\n"
             f'  "{FACT}"\nand is asked:\n  "{QUESTION}"\n'
-            f"Both answers are greedy and go on for {new_tokens} tokens, so that decoding speed can be measured."
+            f"Both answers are greedy and have {new_tokens} tokens, so that decoding speed can be measured."
         )
     outcomes: list[Outcome] = []
     for choice in (None, parsed):
@@ -67,7 +67,7 @@ def demo(
     say_where_nothing_is_gained(outcomes, network.config)
     found = ["yes" if MAGIC in outcome.answer else "no" for outcome in outcomes]
     output.show(f"Hidden number found: {found[0]} with the full cache, {found[1]} with the packed one.")
-    output.show(f"Peak memory is beyond what was resident before each run, by {outcomes[0].peak_from}.")
+    output.show(f"Peak memory is relative to the memory before each run, by {outcomes[0].peak_from}.")
 
 
 def hide(document: str, fact: str, depth: float) -> str:

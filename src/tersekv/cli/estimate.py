@@ -18,12 +18,12 @@ GENERATED = 1000
 
 DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 MODEL_HELP = (
-    "smollm2, a published model (llama-3.1-8b, qwen3-8b, gemma-3-12b, mistral-nemo-12b, …: `tersekv models list`), a "
-    "folder, a config.json, or a Hub id."
+    "Model: smollm2, a published model (llama-3.1-8b, qwen3-8b, gemma-3-12b, …; see `tersekv models list`), a folder, "
+    "a config.json, or a Hub id."
 )
-RECIPE_HELP = f"{output.RECIPE_HELP} Several --recipe make one table."
-MEMORY_HELP = "Like 24GB or 80GiB: says whether each context fits beside the weights, and how many tokens do."
-TABLES_HELP = "kvquant: its Tables 7 and 8, recomputed; takes --batch alone."
+RECIPE_HELP = f"{output.RECIPE_HELP} May be repeated, for one table of all."
+MEMORY_HELP = "Memory for weights and cache, for example 24GB or 80GiB. Shows which contexts fit."
+TABLES_HELP = "kvquant: recompute Tables 7 and 8 of the KVQuant paper. Only --batch may be combined with it."
 DEFAULT_MODEL, DEFAULT_CONTEXT = "smollm2", "4k,32k,128k,1M"
 
 
@@ -33,10 +33,15 @@ def estimate(
         list[str] | None, typer.Option("--recipe", "-r", help=RECIPE_HELP, show_default=output.DEFAULT_RECIPE)
     ] = None,
     context: Annotated[
-        str | None, typer.Option("--context", "-c", help="Tokens; k is 1024, M is 1024².", show_default=DEFAULT_CONTEXT)
+        str | None,
+        typer.Option(
+            "--context", "-c", help="Context lengths in tokens; k is 1024, M is 1024².", show_default=DEFAULT_CONTEXT
+        ),
     ] = None,
     memory: Annotated[str | None, typer.Option("--memory", help=MEMORY_HELP)] = None,
-    batch: Annotated[int | None, typer.Option("--batch", "-b", min=1, help="Sequences.", show_default="1")] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", "-b", min=1, help="Number of sequences.", show_default="1")
+    ] = None,
     tables: Annotated[str | None, typer.Option("--tables", help=TABLES_HELP)] = None,
     as_json: output.Json = False,
 ) -> None:
@@ -76,7 +81,7 @@ def parse_memory(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
     if not found or not 0 < float(found[1]) < 1e15 or (text.strip()[-1].isdigit() and float(found[1]) < 1e6):
         raise UserError(
-            f"--memory {text!r} is no amount of memory: write it like 24GB (10⁹ bytes) or 80GiB (2³⁰ bytes)"
+            f"--memory {text!r} is not a valid amount of memory: write it like 24GB (10⁹ bytes) or 80GiB (2³⁰ bytes)"
         )
     unit = found[2].lower()
     factor = 1024 ** "kmgt".index(unit) * 1024 if found[3] and unit else DECIMAL[unit]
@@ -212,7 +217,7 @@ def load_shape(model: str, with_weights: bool) -> tuple[Any, int]:
     near = [] if path.exists() or model in models.KNOWN else known_models.near(model)
     if near and "/" not in model:
         raise UserError(
-            f"no published model {model!r} is known; near it are {', '.join(near)}. Or give a folder, a config.json, "
+            f"{model!r} is not a known published model; similar: {', '.join(near)}. Or give a folder, a config.json, "
             "or a Hub id like owner/name"
         )
     try:
@@ -220,7 +225,7 @@ def load_shape(model: str, with_weights: bool) -> tuple[Any, int]:
     except UserError as error:
         if not near:
             raise
-        raise UserError(f"{error}; known without a config are {', '.join(near)}") from error
+        raise UserError(f"{error}; published models with similar names are {', '.join(near)}") from error
     return cache_shape(config), weight_bytes(config) if with_weights else 0
 
 
@@ -235,7 +240,7 @@ def weight_bytes(config: Any) -> int:
     except (ValueError, AttributeError, TypeError, RuntimeError) as error:
         raise UserError(
             f"the weights of a {config.model_type} model cannot be counted from its config ({str(error)[:120]}); "
-            "leave --memory away, or give a decoder language model"
+            "leave --memory out, or give a decoder language model"
         ) from error
     return 2 * sum(p.numel() for p in network.parameters())
 
@@ -247,9 +252,9 @@ def _tables(name: str, others: Sequence[str], batch: int | None) -> dict[str, An
         UserError: the paper is unknown, or `others` is not empty.
     """
     if name != "kvquant":
-        raise UserError(f"no tables of {name!r} are known (known: kvquant)")
+        raise UserError(f"{name!r} is not a valid value of --tables (known: kvquant)")
     if others:
-        raise UserError(f"--tables {name} has its own models, formats and contexts: leave {', '.join(others)} away")
+        raise UserError(f"--tables {name} has its own models, formats and contexts: leave {', '.join(others)} out")
     with output.step("loading torch"):
         return reproduce(batch)
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from tersekv.lab.evals import harness
     from tersekv.lab.evals.tasks import Task
 
-TASKS_HELP = "perplexity, divergence, …: the files of evals/tasks."
-RECIPES_HELP = f"{output.RECIPE_HELP} May be repeated; bits=2..4 and bits=2,4 stand for several."
-QUARTERS_HELP = "divergence: also show it by quarters of the windows (growth with position), and nll."
-OUT_HELP = "Folder for records.jsonl; what it has already is not run again."
+TASKS_HELP = "Tasks: divergence, lines, longbench, needle, passkey, perplexity, ruler."
+RECIPES_HELP = f"{output.RECIPE_HELP} May be repeated; bits=2..4 and bits=2,4 give several recipes."
+QUARTERS_HELP = "For divergence: also show it by quarters of the windows, and the negative log-likelihood."
+OUT_HELP = "Output folder for records.jsonl. Evaluations that it already has are not repeated."
 
 
 class WithTaskOptions(TyperCommand):
@@ -53,7 +53,7 @@ def _task_params() -> list[Any]:
     for option, defaults in all_options().items():
         same = len(set(defaults.values())) == 1
         said = next(iter(defaults.values())) if same else ", ".join(f"{t}: {d}" for t, d in defaults.items())
-        help_text = f"{', '.join(defaults)}. Default {said or 'none'}."
+        help_text = f"For {', '.join(defaults)}. Default {said or 'none'}."
         kind = Annotated[str | None, typer.Option(f"--{option.replace('_', '-')}", help=help_text, metavar="VALUE")]
         parameters.append(inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -111,10 +111,8 @@ def _run(
                 chosen, records, lambda at: step.at(at.done, at.total, f"{at.task} {at.sample} with {at.recipe}")
             )
         except KeyboardInterrupt:
-            kept = f"{records.path} keeps what was done: the same command goes on from there"
-            output.report(
-                f"stopped; {kept if records.path else 'nothing was kept, since no folder was given with --out'}"
-            )
+            kept = f"{records.path} keeps the finished part: the same command continues from there"
+            output.report(f"stopped; {kept if records.path else 'nothing was kept, because no --out folder was given'}")
             raise
 
 

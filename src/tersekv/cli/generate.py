@@ -17,22 +17,24 @@ if TYPE_CHECKING:
     from tersekv.cli.measure import Outcome
 
 
-RECIPE_HELP = f"{output.RECIPE_HELP} Without it {output.DEFAULT_RECIPE}, or the prompt cache's."
-FROM_FILE_HELP = "What `tersekv prompt-cache build` made of the beginning of this prompt."
+RECIPE_HELP = f"{output.RECIPE_HELP} By default {output.DEFAULT_RECIPE}, or the recipe of the prompt cache."
+FROM_FILE_HELP = "File from `tersekv prompt-cache build` with the beginning of this prompt."
 
 
 def generate(
     recipe: Annotated[str | None, typer.Option("--recipe", "-r", help=RECIPE_HELP)] = None,
     model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to answer.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="A file with it; - is standard input.")] = None,
-    question: Annotated[str | None, typer.Option("--question", "-q", help="Asked after the text.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 128,
-    compare: Annotated[bool, typer.Option("--compare", help="Answer with the full cache as well, first.")] = False,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of sampling.")] = 0,
-    raw: Annotated[bool, typer.Option("--raw", help="Do not put the text into the model's chat template.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU kernels.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text of the prompt.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="File with the prompt; - is standard input.")
+    ] = None,
+    question: Annotated[str | None, typer.Option("--question", "-q", help="Question, appended to the prompt.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in the answer.")] = 128,
+    compare: Annotated[bool, typer.Option("--compare", help="Also answer with the full cache, and compare.")] = False,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of sampling.")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads.")] = None,
     calibration: output.Calibrations = None,
     prompt_cache: Annotated[Path | None, typer.Option("--prompt-cache", help=FROM_FILE_HELP)] = None,
     as_json: output.Json = False,
@@ -84,7 +86,7 @@ def _recipe(recipe: str | None, prompt_cache: Path | None) -> str:
 
     found = str(Recipe.parse(read_said(prompt_cache.expanduser())[0]["recipe"]))
     if given not in (None, found):
-        raise UserError(f"--recipe {given} and {prompt_cache}, which has recipe {found}: leave --recipe out")
+        raise UserError(f"--recipe {given} differs from recipe {found} of {prompt_cache}: leave --recipe out")
     return found
 
 
@@ -136,7 +138,7 @@ def use_threads(threads: int | None) -> None:
         most = 4 * (os.cpu_count() or 1)
         if threads > most:
             raise UserError(
-                f"--threads {threads}: this machine has {os.cpu_count()} cores, at most {most} threads are allowed"
+                f"--threads {threads}: this machine has {os.cpu_count()} cores; at most {most} threads are allowed"
             )
         import torch
 
@@ -169,13 +171,13 @@ def summary(outcomes: Sequence[Outcome], title: str) -> Any:
 
     held = [o.footprint for o in outcomes]
     parts = [p for p in ("exact", *PARTS) if any(p in h.parts for h in held)]
-    names = {"exact": "keys and values as they are"}
+    names = {"exact": "unpacked keys and values"}
     rows = [
         row(names.get(p, p), [output.human_bytes(h.parts[p]) if p in h.parts else "-" for h in held]) for p in parts
     ]
     rows += [
         row("cache, all parts", [output.human_bytes(h.total_bytes) for h in held]),
-        row("tokens in it", [f"{h.tokens:,}" for h in held]),
+        row("tokens in the cache", [f"{h.tokens:,}" for h in held]),
         row("true bits per element", [f"{h.bits_per_element:.2f}" for h in held]),
         row("times smaller than bfloat16", [f"{h.ratio(16):.2f}" for h in held]),
         row("times smaller than fp8", [f"{h.ratio(8):.2f}" for h in held]),
@@ -186,7 +188,7 @@ def summary(outcomes: Sequence[Outcome], title: str) -> Any:
     ]
     if len(outcomes) == 2:
         same, of = agreement(*outcomes), len(outcomes[0].new_ids)
-        rows.append(row("new tokens equal from the first on", ["-", f"{same} of {of}"]))
+        rows.append(row("equal new tokens at the start", ["-", f"{same} of {of}"]))
     return output.table(title, ("", *(_heading(o.recipe) for o in outcomes)), rows)
 
 

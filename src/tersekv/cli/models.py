@@ -9,8 +9,8 @@ import typer
 from tersekv.cli import output
 from tersekv.errors import UserError
 
-app = typer.Typer(help="Models known by name: list, pull, verify.", no_args_is_help=True)
-Name = Annotated[str, typer.Argument(help="A name that `tersekv models list` shows.")]
+app = typer.Typer(help="List, download and verify models known by name.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="Name from `tersekv models list`.")]
 
 
 @app.command("list")

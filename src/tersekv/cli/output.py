@@ -24,12 +24,12 @@ from tersekv.units import human_bytes as human_bytes
 
 Calibrations = Annotated[
     Path | None,
-    typer.Option("--calibration", help="What `tersekv calibrate` made, a file or folder; else from the default place."),
+    typer.Option("--calibration", help="File or folder from `tersekv calibrate`. By default the folder it writes to."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on the last line of stdout, nothing else there.")]
-MODEL_HELP = "smollm2, a folder, or a Hub id."
+Json = Annotated[bool, typer.Option("--json", help="Print only one line of JSON on stdout.")]
+MODEL_HELP = "Model: smollm2, a folder, or a Hub id."
 DEFAULT_RECIPE = "default"
-RECIPE_HELP = "How the cache is packed: small, default or safe, or like kivi:bits=4; `tersekv list` shows the methods."
+RECIPE_HELP = "Recipe: a preset (small, default or safe) or for example kivi:bits=4. See `tersekv list`."
 WIDTH_WHEN_PIPED = 132
 EVERY = 5.0
 """Seconds between progress lines if stderr is not a terminal. Shorter steps print nothing."""

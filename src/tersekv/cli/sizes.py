@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from tersekv.cache.footprint import Footprint
 
 COUNTED = (
-    "Counted: all that the cache holds after a prompt fed at once (codes, scales, tables, exact tokens, slack), and "
-    "weights in bfloat16. Not counted: activations, and what the program itself takes."
+    "Counted: the whole cache after a prefill in one pass (codes, scales, tables, exact tokens, slack), and weights in "
+    "bfloat16. Not counted: activations and the memory of the program itself."
 )
 
 
 def while_generating(row: dict[str, Any], recipe: str) -> str:
     """Describe the bytes of a recipe whose last tokens are generated. row: `generating` of `estimate --json`."""
     name, share = short_name(recipe), row["slack_bytes"] / row["bytes"]
-    text = f"{name} {output.human_bytes(row['bytes'])}, {share:.1%} of it room for tokens to come"
+    text = f"{name} {output.human_bytes(row['bytes'])}, {share:.1%} of it reserved for further tokens"
     return text + " (up to 1.5 times that, as attention decides which blocks keep empty slots)" * row["chooses"]
 
 

@@ -20,7 +20,8 @@ class Closed(io.TextIOBase):
     def write(self, text: str) -> NoReturn:
         """Raise OSError."""
         raise OSError(
-            errno.EBADF, "standard output is closed, so the answer has nowhere to go; give a file or /dev/null"
+            errno.EBADF,
+            "standard output is closed, so the result cannot be written; redirect it to a file or /dev/null",
         )
 
 

@@ -176,8 +176,8 @@ class NoGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Raise CacheError."""
         raise CacheError(
-            "gradients do not flow through a filled cache that processes divide (context_parallel); train with an "
-            "empty cache, or without context_parallel"
+            "gradients do not flow through a filled cache with context_parallel; train with an empty cache, or without "
+            "context_parallel"
         )
 
 

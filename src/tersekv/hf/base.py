@@ -119,6 +119,6 @@ class ModelCache(CheckedCache):
         why = (
             "tersekv's attention is not installed; wrap the call in `with tersekv.compress(model, recipe):`"
             if self.shape.passes_handles
-            else f"{self.config.model_type} models open keys and values before attention"
+            else f"{self.config.model_type} models change keys and values before attention"
         )
         warnings.warn(f"CompressedCache decodes all tokens at every step: {why}", stacklevel=5)

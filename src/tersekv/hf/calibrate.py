@@ -62,7 +62,7 @@ class Corpus:
         """
         if len(ids) <= length:
             raise UserError(
-                f"text {name!r} has {len(ids):,} tokens, and samples of {length:,} were asked for: "
+                f"text {name!r} has {len(ids):,} tokens, too few for samples of {length:,} tokens: "
                 "give a longer text or a shorter --length"
             )
         chance = random.Random(seed)
@@ -106,8 +106,8 @@ class Calibrator:
         """Add the codecs of a recipe that need calibration."""
         if not needs_corpus(recipe, self.model.config):
             raise UserError(
-                f"recipe '{recipe}' has nothing to calibrate: its codecs learn nothing, or from the prompt; "
-                "use it as it is, or give one like kvquant:bits=3"
+                f"recipe '{recipe}' has nothing to calibrate: its codecs are not fitted, or fitted on the prompt; "
+                "use it without calibration, or give a recipe like kvquant:bits=3"
             )
         shape = AttentionShape.of(text_config(self.model.config))
         for layer, plan in attention_plans(recipe, self.model.config).items():
@@ -156,8 +156,8 @@ class Calibrator:
         needed, free = self.work_bytes * missing // len(paths), shutil.disk_usage(self.work).free
         if needed > free:
             raise UserError(
-                f"the samples take {needed:,} bytes in {self.work}, and {free:,} are free there: set TERSEKV_CACHE to "
-                "a folder with more room, or ask for fewer or shorter samples"
+                f"the samples need {needed:,} bytes in {self.work}, and {free:,} are free there: set TERSEKV_CACHE to "
+                "a folder with more space, or use fewer or shorter samples"
             )
         for i, path in enumerate(paths):
             progress("samples", i, len(paths))
@@ -248,8 +248,8 @@ def _each(jobs: Sequence[FitJob], workers: int) -> Iterator[int]:
         yield from (future.result() for future in as_completed([pool.submit(fit, job) for job in jobs]))
     except BrokenProcessPool as error:
         raise UserError(
-            "the system ended a process that fits, most often for want of memory: run it again with fewer --workers or "
-            "--samples, and it goes on where it was"
+            "the system killed a fitting process, usually because memory ran out: run it again with fewer --workers or "
+            "--samples; it continues where it was"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

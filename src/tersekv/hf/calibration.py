@@ -106,10 +106,10 @@ class Calibration:
         digest = said.pop("digest")
         kinds = {field.name: int if field.type == "int" else str for field in dataclasses.fields(Made)}
         if {name: type(value) for name, value in said.items()} != kinds:
-            raise UserError(f"{path} is damaged: what it says of itself has other fields; calibrate again")
+            raise UserError(f"{path} is damaged: its metadata has unexpected fields; calibrate again")
         found = Calibration(Made(**said), tensors, path)
         if found.digest != digest:
-            raise UserError(f"{path} is damaged: its tensors are not those that were written; calibrate again")
+            raise UserError(f"{path} is damaged: the hash of its tensors differs; calibrate again")
         return found
 
     def about(self) -> dict[str, Any]:
@@ -140,12 +140,12 @@ class Calibration:
         tensors = {name.removeprefix(start): t for name, t in self.tensors.items() if name.startswith(start)}
         where, learns = self.path or "this calibration", codec.learns(1, kv_heads, head_dim)
         for name, tensor in tensors.items():
-            fault = learns[name].fault(tensor) if name in learns else f"is nothing that {codec.side} learn"
+            fault = learns[name].fault(tensor) if name in learns else f"is not a tensor of this codec for {codec.side}"
             if fault:
                 raise UserError(f"{where} is wrong: {start}{name} {fault}; calibrate again")
         made = dataclasses.replace(codec, fitted=tensors)
         if made.needs_fit == "corpus":
-            raise UserError(f"{where} holds too little for the {codec.side} of layer {layer}; calibrate again")
+            raise UserError(f"{where} lacks tensors for the {codec.side} of layer {layer}; calibrate again")
         if fault := made.learnt_fault(1, kv_heads, head_dim):
             raise UserError(f"{where} is wrong: {start.rstrip('.')} {fault}; calibrate again")
         return made
@@ -158,13 +158,13 @@ def _entry(entry: str | None, path: Path) -> dict[str, Any]:
         UserError: the metadata is missing or damaged, or has another format.
     """
     if entry is None:
-        raise UserError(f"{path} is a safetensors file, but no calibration; give what `tersekv calibrate` wrote")
+        raise UserError(f"{path} is a safetensors file, but not a calibration; give a file from `tersekv calibrate`")
     try:
         said = dict(json.loads(entry))
         found = said.pop("format")
         said["digest"] = str(said["digest"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: it does not say what it is; calibrate again") from error
+        raise UserError(f"{path} is damaged: its metadata is not readable; calibrate again") from error
     if found != FORMAT:
         raise UserError(f"{path} has format {found}; this version reads format {FORMAT}: calibrate again")
     return said
@@ -181,9 +181,9 @@ def calibrated_part(recipe: Recipe) -> str:
 
 def how_to(recipe: Recipe) -> str:
     """Return the end of an error message that says how to get a calibration."""
-    prompt = f", or use '{other}', which learns from the prompt" if (other := recipe.learning_from_prompt()) else ""
+    prompt = f", or use '{other}', which is fitted on the prompt" if (other := recipe.learning_from_prompt()) else ""
     make = f"make one with `tersekv calibrate --model MODEL --recipe '{recipe}'`, which later runs find"
-    return f"{make} (elsewhere give calibration=FILE){prompt}"
+    return f"{make} (or give calibration=FILE){prompt}"
 
 
 def place(folder: Path, recipe: Recipe) -> Path:
@@ -243,7 +243,7 @@ def calibrated_plans(
     if not needs_corpus(recipe, config):
         return plans
     if calibration is None:
-        raise UserError(f"recipe '{recipe}' learns from a corpus first: {how_to(recipe)}")
+        raise UserError(f"recipe '{recipe}' needs a calibration: {how_to(recipe)}")
     found = _loaded(calibration, recipe)
     found.check(recipe, config)
 
@@ -273,7 +273,7 @@ def calibration_for(
     if calibration is None:
         path = place(default_folder(mark), recipe)
         if not path.is_file():
-            raise UserError(f"recipe '{recipe}' learns from a corpus first, and {path} is not there: {how_to(recipe)}")
+            raise UserError(f"recipe '{recipe}' needs a calibration, and {path} does not exist: {how_to(recipe)}")
         calibration = path
     found = _loaded(calibration, recipe)
     found.check(recipe, model.config, mark)

@@ -72,11 +72,11 @@ def compress(
     has_usual_cache: Any = model._supports_default_dynamic_cache
     if not has_usual_cache():
         raise UserError(
-            f"{type(model).__name__} keeps a cache of its own kind; tersekv serves models with key-value caches"
+            f"{type(model).__name__} has a cache of another kind; tersekv supports models with key-value caches"
         )
     if not model._can_set_attn_implementation():
         raise UserError(
-            f"{type(model).__name__} does not take attention functions; "
+            f"{type(model).__name__} does not support attention functions; "
             "pass past_key_values=tersekv.CompressedCache(model.config, recipe) without compress"
         )
     return Compression(model, recipe.empty(model.config))
@@ -238,7 +238,7 @@ def _prepare(
         if model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = template.empty(model.config)
             generation_config = copy.copy(generation_config)
-            generation_config.cache_implementation = None  # transformers refuses "dynamic" beside a cache
+            generation_config.cache_implementation = None  # transformers rejects "dynamic" together with a cache
         if isinstance(cache := model_kwargs["past_key_values"], CompressedCache):
             cache.compiles = _compiles(model, generation_config)
     if before is not None and before.prepare is not None:
@@ -274,8 +274,8 @@ def _before_forward(owner: weakref.ref[PreTrainedModel], module: Any, args: Any,
     if isinstance(cache, CompressedCache):
         if any(kwargs.get(name) is not None for name in ("encoder_hidden_states", "encoder_outputs")):
             raise UserError(
-                f"{type(model).__name__} got states of an encoder; a compressed cache serves no cross-attention, leave "
-                "them out or use transformers' own cache"
+                f"{type(model).__name__} got states of an encoder; a compressed cache does not support "
+                "cross-attention: leave them out, or use transformers' own cache"
             )
         cache.bind_model(model)
         if not (is_traced() and cache.is_traceable):

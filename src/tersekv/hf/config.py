@@ -68,7 +68,7 @@ class AttentionShape(NamedTuple):
             )
         except RuntimeError as error:  # transformers raises it if layers differ
             raise UserError(
-                f"the layers of {config.model_type} differ in their heads; tersekv serves models whose layers are alike"
+                f"the layers of {config.model_type} differ in their heads; tersekv supports models with equal layers"
             ) from error
         shares = bool(getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None))
         return AttentionShape(layers, heads, kv_heads, head_dim, head_dim, not shares)

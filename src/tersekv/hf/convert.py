@@ -29,7 +29,12 @@ class PackagedModel:
 
 
 def convert(model: PackagedModel, gguf: Path, target: Path) -> None:
-    """Write `target` as a Hugging Face model folder: float32 safetensors, tokenizer, chat template, configs."""
+    """Write `target` as a Hugging Face model folder: float32 safetensors, tokenizer, chat template,
+    configs.
+
+    Raises:
+        UserError: the converted model differs from the known facts in `model`.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

@@ -120,7 +120,9 @@ def _only_activations_have_gradients(model: PreTrainedModel) -> Iterator[None]:
 
 def _check(source: Source, kept: dict[str, Tensor]) -> None:
     if f"{source.name}.x" not in kept:
-        raise CacheError(f"the loss does not depend on the {source.side} of layer {source.layer}; nothing to learn")
+        raise CacheError(
+            f"the loss does not depend on the {source.side} of layer {source.layer}, so there is nothing to fit"
+        )
     for part in ("x", "gradient"):
         if not bool(kept[f"{source.name}.{part}"].isfinite().all()):
             what = source.side if part == "x" else f"gradients of {source.side}"

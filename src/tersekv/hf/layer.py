@@ -188,12 +188,12 @@ class CompressedLayer(CacheLayerMixin):
         if state["heads"] != (ours := self._place_of_heads(held)):
             raise UserError(
                 f"the file holds key-value heads (first, number, of) {state['heads']}, and this process has "
-                f"{ours}: processes that divide the heads save and load a file each"
+                f"{ours}: with tensor parallelism each process saves and loads a file of its own"
             )
         for side, dim in (("keys", shape.key_dim), ("values", shape.value_dim)):
             codec = replace(getattr(plan, side), fitted=own(state["plan"][side]))
             fault = codec.learnt_fault(1, shape.kv_heads, dim)
-            fault = fault or ("is not what the codec must have learnt" if codec.needs_fit == "corpus" else None)
+            fault = fault or ("does not fit the codec" if codec.needs_fit == "corpus" else None)
             require(fault is None, f"{place}.plan.{side}", fault or "")
             self.plan = self.plan._replace(**{side: codec})
         self.record_past = state["record_past"]
@@ -205,8 +205,7 @@ class CompressedLayer(CacheLayerMixin):
         heads = self.cache.heads(held)
         return [0, held, held] if heads is None else [heads.first, held, heads.total]
 
-    # ------------------------------------------------------------------ sizes that transformers
-    # asks for
+    # ------------------------------------------------------------------ sizes for transformers
 
     def get_seq_length(self) -> int:
         """Return the number of tokens seen. During tracing it is a tensor, which is read when the

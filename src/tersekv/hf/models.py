@@ -140,7 +140,7 @@ def resolve(name: str) -> str:
     if name.strip() and path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(
-                f"{path} holds no config.json, so it is no model; give the folder that has it and the weights"
+                f"{path} has no config.json, so it is not a model folder; give the folder that has it and the weights"
             )
         return str(path)
     if not name.strip() or path.exists() or name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name:

@@ -25,7 +25,7 @@ from tersekv.hf.traced import layer_of
 
 
 class _Module(NamedTuple):
-    """The attributes of an attention module that attention over plain tensors reads."""
+    """Attributes of an attention module that transformers' attention over plain tensors reads."""
 
     num_key_value_groups: int
     is_causal: bool = True

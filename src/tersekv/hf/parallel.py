@@ -30,8 +30,8 @@ def heads_of(model: PreTrainedModel | None, held: int, total: int) -> HeadShard 
     group, rank, ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     if ranks * held != total:
         raise UserError(
-            f"this process holds {held} of {total} key-value heads, and {ranks} processes divide the model: choose a "
-            "number of processes that divides the heads"
+            f"this process holds {held} of {total} key-value heads, and the model is split among {ranks} processes: "
+            "choose a number of processes that divides the heads"
         )
 
     def gather(x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def check_spread(recipe: object, plan: LayerPlan, passes_handles: bool, rope: Ro
     if plan.policy.drops:
         why = "its policy drops tokens; use one that keeps all (window)"
     elif not passes_handles:
-        why = "the model opens keys and values before attention"
+        why = "the model changes keys and values before attention"
     elif rope is not None and rope.varies:
         why = "keys before RoPE need frequencies that do not change with the length; use pre_rope=false"
     if why is not None:

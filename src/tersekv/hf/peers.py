@@ -1,4 +1,4 @@
-"""transformers' own quantised caches, for benchmarks."""
+"""Create quantised caches of transformers, for benchmarks."""
 
 from __future__ import annotations
 

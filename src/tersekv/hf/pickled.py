@@ -33,7 +33,7 @@ def reduced(cache: ModelCache) -> tuple[Callable[..., ModelCache], tuple[Any, ..
     ours = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
     divided = any(layer.store is not None and cache.heads(layer.store.kv_heads) is not None for layer in ours)
     if divided or cache.context_parallel is not None:
-        raise UserError("a cache that processes divide cannot be pickled: each holds a part of it only")
+        raise UserError("a cache that is split among processes cannot be pickled: each holds only a part of it")
     config = copy.copy(cache.config)
     if config._attn_implementation == ATTENTION_NAME:  # set only while compress is installed on the model
         config.__dict__["_attn_implementation_internal"] = None

@@ -103,7 +103,7 @@ class Progress:
             )
         in_cache = self.done.keys() & set(self.linear)  # RecurrentGemma keeps its state in its modules
         if len(set(self.done.values())) > 1 or (in_cache and len(in_cache) < len(self.linear)):
-            raise CacheError(f"a forward pass was interrupted, and linear layers cannot go back; {RESTART}")
+            raise CacheError(f"a forward pass was interrupted, and linear layers cannot be rolled back; {RESTART}")
 
     def num_tokens(self) -> dict[int, int]:
         """Return the number of tokens seen, by layer."""
@@ -120,7 +120,7 @@ class Progress:
         seen = self.num_tokens()
         ahead, behind = max(seen.values(), default=0), min(seen.values(), default=0)
         if self.torn or (ahead != behind and self.linear):
-            raise CacheError(f"this cache cannot be cropped after what was interrupted; {RESTART}")
+            raise CacheError(f"this cache cannot be cropped after the interruption; {RESTART}")
         if ahead != behind and ahead - tokens > behind:
             raise CacheError(
                 f"crop({-tokens}) leaves {ahead - tokens} tokens, and a forward pass was interrupted "
@@ -139,7 +139,7 @@ class Progress:
             return RESTART
         if behind == 0:
             return "call cache.reset() and run the prompt again"
-        return f"take the pass back with cache.crop({behind - ahead}) and run it again"
+        return f"undo the pass with cache.crop({behind - ahead}) and run it again"
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -155,7 +155,7 @@ class Progress:
 
 
 def _by_count(seen: dict[int, int]) -> str:
-    """ "31 in layers 0-4, 30 in layers 5-29"."""
+    """Return numbers of tokens by layers as text, such as "31 in layers 0-4, 30 in layers 5-29"."""
     runs = []
     for tokens, layers in itertools.groupby(seen, key=lambda index: seen[index]):
         first, *rest = layers

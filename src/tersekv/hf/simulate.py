@@ -48,7 +48,9 @@ class SimulatedCache(OnePassCache):
         recipe = Recipe.parse(recipe)
         self.plans = calibrated_plans(recipe, text_config(config), calibration)
         if recipe.policy().drops:
-            raise UserError(f"{recipe} drops tokens, which a simulation does not: use mode=cache, or the policy window")
+            raise UserError(
+                f"{recipe} evicts tokens, which a simulation does not support: use mode=cache, or the policy window"
+            )
         self.sinks = sinks
         self._ropes = Ropes(text_config(config), AttentionShape.of(text_config(config)).key_dim)
         self._held = Footprint()

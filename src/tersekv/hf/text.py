@@ -41,7 +41,7 @@ def pydoc_document(tokenizer: Any, tokens: int, offset: int = 0, seed: int | Non
     its end.
     """
     if tokens < 1:
-        raise UserError(f"a document of {tokens} tokens was asked for: ask for at least 1")
+        raise UserError(f"a document of {tokens} tokens is not possible: give at least 1")
     text = pydoc_text()
     start = random.Random(seed).randrange(len(text)) if seed is not None else offset % len(text)
     start = text.rfind("\n", 0, start) + 1

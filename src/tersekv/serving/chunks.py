@@ -39,9 +39,9 @@ Shape = Sequence[int]
 def why_not_chunks(codec: Codec, head_dim: int) -> str | None:
     """Return the reason why a chunk of this codec would not be self-contained; None if it is."""
     if codec.fits_on is not None:
-        return f"it learns from the {codec.fits_on}, and what it learnt would lie outside the chunk"
+        return f"it is fitted on the {codec.fits_on}, and the fitted tensors would be outside the chunk"
     if codec.pre_rope:
-        return "keys before RoPE need their positions, which a chunk does not know"
+        return "keys before RoPE need their positions, which a chunk does not contain"
     if codec.layout(head_dim).starts is not None:
         return "its outliers are a list of no fixed size"
     return None
@@ -82,7 +82,7 @@ class ChunkCoder:
     def _check(self, codec: Codec) -> None:
         if reason := why_not_chunks(codec, self.head_dim):
             raise UserError(
-                f"{type(codec).__name__} for {codec.side} cannot code chunks that stand alone: {reason}; use kivi, "
+                f"{type(codec).__name__} for {codec.side} cannot encode self-contained chunks: {reason}; use kivi, "
                 "uniform, int4, normalfloat, turboquant (whole bits), polarquant (codebook=offline) or exact"
             )
 
@@ -132,7 +132,7 @@ class ChunkCoder:
         data = data.cpu()
         magic, version, what, crc = HEADER.unpack(data[: HEADER.size].numpy().tobytes())
         if magic != MAGIC or version != VERSION:
-            raise CacheError(f"these bytes are no chunk of version {VERSION} (they begin with {magic!r}, {version})")
+            raise CacheError(f"these bytes are not a chunk of version {VERSION} (they begin with {magic!r}, {version})")
         if what != self._what(shapes):
             raise CacheError(
                 f"this chunk was packed with another recipe, head dim or shape than '{self.recipe}', {shapes}"
@@ -188,7 +188,7 @@ def _order(codec: Codec, head_dim: int) -> list[str]:
 def _checked(shape: Shape, head_dim: int) -> Shape:
     if len(shape) != 4 or shape[0] not in (1, 2) or shape[2] < 1 or shape[3] < 1 or shape[3] % head_dim:
         raise UserError(
-            f"a chunk of shape {list(shape)} is none of [1 or 2, layers, tokens, heads · {head_dim}]; "
+            f"{list(shape)} is not a valid shape of a chunk, [1 or 2, layers, tokens, heads · {head_dim}]; "
             "check head_dim, the model's channels per head"
         )
     return shape

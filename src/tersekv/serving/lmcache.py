@@ -103,12 +103,12 @@ def _tensors(memory: MemoryObj) -> Sequence[Tensor]:
     if groups is not None and len(groups) > 1:
         return [memory.get_tensor(i) for i in range(len(groups))]
     if memory.tensor is None:
-        raise UserError("LMCache handed over a memory object without a tensor")
+        raise UserError("LMCache passed a memory object without a tensor")
     return [memory.tensor]
 
 
 def _bytes(memory: MemoryObj) -> Tensor:
     """Return a memory object as uint8 [bytes]."""
     if memory.tensor is None:
-        raise UserError("LMCache handed over a memory object without a tensor")
+        raise UserError("LMCache passed a memory object without a tensor")
     return memory.tensor.view(-1).view(torch.uint8)

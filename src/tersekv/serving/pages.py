@@ -41,7 +41,7 @@ class PagePool:
         if p % BLOCK_TOKENS or slots.token_bytes != C or not memory.is_contiguous():
             raise UserError(
                 f"pages of {p} tokens with {C} bytes each do not fit: pages hold a multiple of {BLOCK_TOKENS} tokens, "
-                f"of {slots.token_bytes} bytes per KV head, and a layer's pages lie one after the other"
+                f"of {slots.token_bytes} bytes per KV head, and a layer's pages are contiguous"
             )
         self.slots, self.page_tokens, self.kv_heads, self.scaling, self.softcap = slots, p, H, scaling, softcap
         self.planes = slots.views(memory.view(S * p // BLOCK_TOKENS, H, BLOCK_TOKENS * C))

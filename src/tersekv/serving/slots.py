@@ -41,11 +41,11 @@ or bit "field" of all words."""
 def why_not_slots(codec: Codec, head_dim: int) -> str | None:
     """Return the reason why this codec does not support slots; None if it does."""
     if codec.fits_on is not None:
-        return f"it learns from the {codec.fits_on} before it can code a token"
+        return f"it must be fitted on the {codec.fits_on} before it can encode a token"
     if codec.pre_rope:
         return "keys before RoPE need a position for each token as they are read, which pages do not hold"
     if getattr(codec, "axis", "token") != "token":
-        return "its ranges span several tokens, so that a token cannot be coded alone (use axis=token)"
+        return "its ranges span several tokens, so a token cannot be encoded alone (use axis=token)"
     if isinstance(codec, Exact):
         return "its tokens are not packed (a layer with exact keys and exact values is left to the engine)"
     layout = codec.layout(head_dim)
@@ -53,7 +53,7 @@ def why_not_slots(codec: Codec, head_dim: int) -> str | None:
         return f"its blocks hold {layout.block_tokens} tokens, not {BLOCK_TOKENS}"
     for name, spec in layout.planes.items():
         if spec.shared or spec.ragged is not None or way_of(codec, name, spec) is None:
-            return f"its plane {name!r} has no fixed room for each token and head"
+            return f"its plane {name!r} has no fixed size per token and head"
     return None
 
 
@@ -95,7 +95,7 @@ class Slots:
         for codec in (self.keys, self.values):
             if reason := why_not_slots(codec, self.head_dim):
                 raise UserError(
-                    f"{type(codec).__name__} for {codec.side} cannot live in an engine's pages: {reason}; use "
+                    f"{type(codec).__name__} for {codec.side} cannot be used in an engine's pages: {reason}; use "
                     "turboquant (whole bits), polarquant (codebook=offline), uniform, int4 or normalfloat"
                 )
 

@@ -76,7 +76,7 @@ def why_not_engine(vllm_config: Any) -> str | None:
         "adaptive verification": guess is not None and guess.enable_adaptive_verification,
     }
     found = [name for name, value in asked.items() if value]
-    return f"the engine has {', '.join(found)}, which packed pages have not been tried with" if found else None
+    return f"the engine has {', '.join(found)}, which packed pages do not support yet" if found else None
 
 
 def why_not_layer(
@@ -90,7 +90,7 @@ def why_not_layer(
     if attn_type != "decoder":
         return f"its attention is of the type {attn_type!r}; only decoders' own attention reads packed pages"
     if cache_dtype not in ("auto", "float16", "bfloat16"):
-        return f"kv_cache_dtype is {cache_dtype!r}, which is another way to pack; leave it at auto"
+        return f"kv_cache_dtype is {cache_dtype!r}, which packs the cache in another way; leave it at auto"
     if head_dim % 16:
         return f"its head dim is {head_dim}, not a multiple of 16"
     if page_tokens % BLOCK_TOKENS:
@@ -101,4 +101,4 @@ def why_not_layer(
     if sharing is not None:
         return f"it shares the cache of {sharing}, which is not supported yet"
     asked = [name for name, value in options.items() if value is not None and value is not False]
-    return f"it asks for {', '.join(asked)}, which packed pages do not have" if asked else None
+    return f"it asks for {', '.join(asked)}, which packed pages do not support" if asked else None

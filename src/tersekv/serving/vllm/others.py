@@ -71,8 +71,8 @@ def _reason(name: str) -> str:
     if own is None:
         return f"vLLM runs on {current_platform.device_name}, and the plug-in has kernels for CPUs and CUDA only"
     if "MLA" in name:
-        return "the model has latent attention (MLA), whose cache is no keys and values"
+        return "the model has latent attention (MLA), whose cache does not hold keys and values"
     return (
-        f"vLLM has chosen its backend {name}, and the plug-in stands for {own} only (--attention-backend {own}, where "
+        f"vLLM has chosen its backend {name}, and the plug-in replaces {own} only (--attention-backend {own}, where "
         "the model does not ask for another)"
     )
