@@ -33,7 +33,7 @@ def test_it_says_whether_contexts_fit(capfd: pytest.CaptureFixture[str]) -> None
     assert "131,072 tokens fit: " in said
     assert "of 7.94 GB left beside the weights" in said
     assert f"too many; at most {most:,} do." in said
-    assert "Not counted: activations" in said
+    assert "activations and the memory of the program" in said
     assert cli.run(list(arguments)) == 0  # "no" is an answer, not a mistake
     capfd.readouterr()
 
@@ -100,7 +100,7 @@ def test_unknown_names(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama-3.1-8b").mkdir()  # a folder of that name is what the user means
-    assert "llama-3.1-8b holds no config.json" in refuse(capfd, *LLAMA)
+    assert "llama-3.1-8b has no config.json" in refuse(capfd, *LLAMA)
 
 
 @pytest.mark.parametrize(
