@@ -87,7 +87,7 @@ def files(model, cache, folder: Path) -> None:
     dist.barrier()
     loaded = tersekv.CompressedCache.load(folder / f"cache{rank}", model)
     assert loaded.footprint() == cache.footprint()
-    with pytest.raises(tersekv.UserError, match="save and load a file each"):
+    with pytest.raises(tersekv.UserError, match="saves and loads a file of its own"):
         tersekv.CompressedCache.load(folder / f"cache{1 - rank}", model)
 
 

@@ -128,7 +128,7 @@ def test_samples_are_random_windows() -> None:
     assert torch.equal(corpus.windows, Corpus.draw("text", "abc", ids, 5, 50, 7).windows)
     assert not torch.equal(corpus.windows, Corpus.draw("text", "abc", ids, 5, 50, 8).windows)
     assert corpus.sha256 == hashlib.sha256(b"abc").hexdigest()
-    with pytest.raises(UserError, match=r"'text' has 1,000 tokens, and samples of 1,000 were asked for"):
+    with pytest.raises(UserError, match=r"'text' has 1,000 tokens, too few for samples of 1,000 tokens"):
         Corpus.draw("text", "abc", ids, 1, 1000, 0)
 
 
@@ -142,7 +142,7 @@ def test_wrong_settings(llama, tmp_path, monkeypatch) -> None:
     with pytest.raises(UserError, match="64 sinks leave nothing of samples of 64 tokens"):
         Calibrator(llama, [Recipe.parse("kvquant")], CORPUS, sinks=64, work=tmp_path)
     monkeypatch.setattr(calibrate.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(UserError, match=r"the samples take 435,456 bytes in .*, and 1,000 are free there"):
+    with pytest.raises(UserError, match=r"the samples need 435,456 bytes in .*, and 1,000 are free there"):
         calibrator(llama, tmp_path, "kvquant").run()
 
 
@@ -161,5 +161,5 @@ class Fatal:
 
 
 def test_a_killed_worker_is_one_sentence() -> None:
-    with pytest.raises(UserError, match=r"the system ended a process that fits, .* with fewer --workers or --samples"):
+    with pytest.raises(UserError, match=r"the system killed a fitting process, .* with fewer --workers or --samples"):
         list(calibrate._each([Fatal(), Fatal()], 2))

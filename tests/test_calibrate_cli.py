@@ -94,7 +94,7 @@ def test_demo_uses_a_calibration(tiny: str, capfd, tmp_path: Path) -> None:
         (("-r", "kvquant", "--length", "4096"), "--length 4,096 is more than the model's context of 2,048"),
         (("-r", "kvquant", "--length", "8", "--sinks", "8"), "8 sinks leave nothing"),
         (("-r", "kvquant", "--text", "no-such-text"), "cannot read the text 'no-such-text'"),
-        (("-r", "kvquant", "--out", "x.pt"), "--out x.pt has no suffix .safetensors"),
+        (("-r", "kvquant", "--out", "x.pt"), "--out x.pt is not a folder and does not end in .safetensors"),
         (("-r", "kvquant:bits=2..3", "--out", "x.safetensors"), "is a file, and there are 2 recipes: give a folder"),
         ((), "Missing option"),
     ],
@@ -112,4 +112,4 @@ def test_stopped_run_says_how_to_continue(tiny: str, capfd, monkeypatch) -> None
     monkeypatch.setattr(calibrate, "layer_gradients", stop)
     assert cli.run(["calibrate", "-m", tiny, "-r", "kvquant", *SHORT]) == 130
     said = " ".join(capfd.readouterr().err.split())
-    assert "keeps what was done: the same command goes on from there" in said
+    assert "keeps the finished part: the same command continues from there" in said

@@ -103,7 +103,7 @@ def test_generate_streams_and_shows_a_table(tiny: str, capfd: pytest.CaptureFixt
     )
     assert "--- full cache" in said
     assert "true bits per element" in said
-    assert "keys and values as they are" in said
+    assert "unpacked keys and values" in said
     assert "scales and norms" in said
 
 
@@ -415,7 +415,7 @@ def test_closed_pipe_gives_no_traceback() -> None:
         (("generate", "-p", "x", "--threads", "100000"), "threads are allowed"),
         (("generate", "-p", "x", "--seed", "99999999999999999999"), "--seed"),
         (("generate", "-p", "x", "--temperature", "1e-320"), "--temperature 1e-320 is out of range"),
-        (("estimate", "--memory", "9" * 320 + "GB"), "is no amount of memory"),
+        (("estimate", "--memory", "9" * 320 + "GB"), "is not a valid amount of memory"),
         (("estimate", "--model", "~nosuchuser/x"), "home folder that does not exist"),
     ],
 )
@@ -462,7 +462,7 @@ def test_uncountable_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("call", "status", "words"),
     [
-        ("list >&-", 2, "tersekv: standard output is closed, so the answer has nowhere to go; "),
+        ("list >&-", 2, "tersekv: standard output is closed, so the result cannot be written; "),
         ("list --json >&-", 2, "tersekv: standard output is closed"),
         ("--version >&-", 2, "tersekv: standard output is closed"),
         ("list >&- 2>&-", 2, ""),

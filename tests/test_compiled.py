@@ -316,7 +316,7 @@ def test_errors_of_the_operator(model, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             compiled(prompt(1), past_key_values=cache)
         monkeypatch.undo()
-        with pytest.raises(CacheError, match=r"take the pass back with cache.crop\(-1\)"):
+        with pytest.raises(CacheError, match=r"undo the pass with cache.crop\(-1\)"):
             compiled(prompt(1), past_key_values=cache)
         cache.crop(-1)
         got = compiled(prompt(1), past_key_values=cache).logits

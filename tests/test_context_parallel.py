@@ -155,7 +155,7 @@ def test_unsupported_caches_and_operations(llama, models, tmp_path):
     for policy in DROPPING:
         with pytest.raises(UserError, match="its policy drops tokens"):
             make(llama, f"{policy}+kivi")
-    with pytest.raises(UserError, match="opens keys and values before attention"):
+    with pytest.raises(UserError, match="changes keys and values before attention"):
         make(models["deepseek_v3"], "kivi")
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     dynamic = tf.LlamaForCausalLM(tf.LlamaConfig(**SHAPE, **HEAD, rope_parameters=rope))

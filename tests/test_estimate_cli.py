@@ -34,7 +34,7 @@ def test_it_says_whether_contexts_fit(capfd: pytest.CaptureFixture[str]) -> None
     assert "131,072 tokens fit: " in said
     assert "of 7.94 GB left beside the weights" in said
     assert f"too many; at most {most:,} do." in said
-    assert "Not counted: activations" in said
+    assert "activations and the memory of the program" in said
     assert cli.run(list(arguments)) == 0  # "no" is an answer, not an error
     capfd.readouterr()
 
@@ -94,12 +94,14 @@ def test_a_config_file(tmp_path: Path, tiny: str, capfd: pytest.CaptureFixture[s
 
 
 def test_unknown_names(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert "near it are llama-3.1-8b, " in refuse(capfd, "estimate", "-m", "lama-3.1-8b")
+    assert "similar: llama-3.1-8b, " in refuse(capfd, "estimate", "-m", "lama-3.1-8b")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "known without a config are qwen3-4b" in refuse(capfd, "estimate", "-m", "someone/qwen3-4b-tuned")
+    assert "published models with similar names are qwen3-4b" in refuse(
+        capfd, "estimate", "-m", "someone/qwen3-4b-tuned"
+    )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama-3.1-8b").mkdir()  # a folder of that name takes precedence
-    assert "llama-3.1-8b holds no config.json" in refuse(capfd, *LLAMA)
+    assert "llama-3.1-8b has no config.json" in refuse(capfd, *LLAMA)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ def test_unknown_names(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         (("-r", "int4", "-r", "uniform:bits=4", "-r", "int4"), "int4 was given twice"),
         (("--memory", "24"), "write it like 24GB"),
         (("-r", "int4", "-r", "int4:group=48"), "--recipe int4:group=48: group=48 does not divide"),
-        (("--tables", "kvquant", "-c", "4k", "-m", "smollm2"), "leave --model, --context away"),
+        (("--tables", "kvquant", "-c", "4k", "-m", "smollm2"), "leave --model, --context out"),
     ],
     ids=lambda case: " ".join(case) if isinstance(case, tuple) else "",
 )

@@ -102,7 +102,7 @@ def test_interrupt_says_how_to_go_on(
     out = ("--out", str(tmp_path / "out")) if keeps else ()
     assert cli.run([*common, "-r", "kivi:bits=2", *out]) == 130
     said = capfd.readouterr()
-    assert ("goes on from there" if keeps else "nothing was kept") in " ".join(said.err.split())
+    assert ("continues from there" if keeps else "nothing was kept") in " ".join(said.err.split())
     assert said.out == ""
     if keeps:
         assert [json.loads(line)["recipe"] for line in (tmp_path / "out" / "records.jsonl").open()] == [

@@ -123,7 +123,7 @@ def test_generate_reports_it_too(llama):
         first = llama.generate(prompt(50), past_key_values=cache, max_new_tokens=5, do_sample=False)
         with interrupted(llama.model.layers[1], KeyboardInterrupt()):
             llama.generate(first, past_key_values=cache, max_new_tokens=5, do_sample=False)
-        with pytest.raises(CacheError, match=r"take the pass back with cache\.crop\(-1\)"):
+        with pytest.raises(CacheError, match=r"undo the pass with cache\.crop\(-1\)"):
             llama.generate(torch.cat([first, prompt(3)], 1), past_key_values=cache, max_new_tokens=5, do_sample=False)
         cache.crop(-1)
         got = llama.generate(first, past_key_values=cache, max_new_tokens=20, do_sample=False)
@@ -178,7 +178,7 @@ def test_linear_layers_have_no_rollback(installed, stopped):
         stopped_cache = copy.deepcopy(cache)
         with interrupted(model.model.layers[stopped], KeyboardInterrupt()):
             model(ids[:, 55:56], past_key_values=stopped_cache)
-        with pytest.raises(CacheError, match=r"linear layers cannot go back; start again with cache\.reset\(\)"):
+        with pytest.raises(CacheError, match=r"linear layers cannot be rolled back; start again with cache\.reset\(\)"):
             model(ids[:, 55:56], past_key_values=stopped_cache)
         stopped_cache.reset()
         for start, stop in ((0, 50), (50, 55)):

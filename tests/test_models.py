@@ -540,5 +540,7 @@ def test_download_errors_say_what_to_do(monkeypatch) -> None:
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no config.json, so it is no model; give the folder that has it"):
+    with pytest.raises(
+        UserError, match=r"has no config.json, so it is not a model folder; give the folder that has it"
+    ):
         models.load_tokenizer(str(tmp_path))

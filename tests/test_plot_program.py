@@ -116,7 +116,7 @@ def test_every_kind_is_found_and_has_a_title() -> None:
         (("growth", "{a}", "-o", "{t}/x.png"), "is not a step of a stream (it is of 'tersekv'): `tersekv plot speed"),
         (("growth", "-o", "{t}/x.png"), "give a file like benchmarks/records/subgen.jsonl"),
         (("memory", "{r}", "-r", "kivi", "-o", "{t}/x.png"), "give one of them"),
-        (("memory", "{r}", "--tokens", "4k", "-o", "{t}/x.png"), "belongs to a prediction"),
+        (("memory", "{r}", "--tokens", "4k", "-o", "{t}/x.png"), "is only used for a prediction"),
         (("memory", "-r", "kiwi", "-o", "{t}/x.png"), "kiwi"),
         (("angles", "-m", "{m}", "--layers", "0,7", "-o", "{t}/x.png"), "write layers from 0 to 1"),
         (("angles", "-m", "{m}", "--layers", "x", "-o", "{t}/x.png"), "write layers from 0 to 1"),

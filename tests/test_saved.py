@@ -255,9 +255,9 @@ def test_a_rotation_with_other_values(llama, saved, monkeypatch):
 
 def test_unsaveable_caches_are_refused(llama, tmp_path):
     cache = tersekv.CompressedCache(llama.config, "kivi")
-    with pytest.raises(UserError, match="does not know its model"):
+    with pytest.raises(UserError, match="the model of this cache is unknown"):
         cache.save(tmp_path / "cache")
-    with pytest.raises(UserError, match="only a cache that holds tokens"):
+    with pytest.raises(UserError, match="the cache is empty"):
         cache.save(tmp_path / "cache", model=llama)
     with tersekv.compress(llama, "kivi"), torch.no_grad():
         cache = llama(prompt(50)).past_key_values
@@ -267,7 +267,7 @@ def test_unsaveable_caches_are_refused(llama, tmp_path):
         cache.save(tmp_path / "none" / "cache")
     cache.save(tmp_path / "cache", prompt(50)[0])
     cache.save(tmp_path / "cache")
-    with pytest.raises(UserError, match="does not know its token ids"):
+    with pytest.raises(UserError, match="was saved without token ids"):
         tersekv.CompressedCache.load(tmp_path / "cache", llama, prompt(50))
 
 

@@ -65,7 +65,7 @@ def test_codecs_with_state_are_refused(name):
     pair = methods()[name].build()
     reasons = [why_not_chunks(codec, 64) for codec in (pair.keys, pair.values)]
     if any(reasons):
-        with pytest.raises(UserError, match="cannot code chunks that stand alone"):
+        with pytest.raises(UserError, match="cannot encode self-contained chunks"):
             coder(name)
     else:
         assert coder(name).size([(2, 1, 1, 64)]) > 0
@@ -74,13 +74,13 @@ def test_codecs_with_state_are_refused(name):
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        ("kvquant:bits=3", "learns from the corpus"),
-        ("qjl", "learns from the prompt"),
-        ("turboquant:bits=2.5", "learns from the prompt"),
-        ("polarquant:codebook=online", "learns from the prompt"),
+        ("kvquant:bits=3", "is fitted on the corpus"),
+        ("qjl", "is fitted on the prompt"),
+        ("turboquant:bits=2.5", "is fitted on the prompt"),
+        ("polarquant:codebook=online", "is fitted on the prompt"),
         ("kivi:bits=4,pre_rope=true", "positions"),
         ("streaming:budget=64+kivi:bits=4", "token policy"),
-        ("kivi:bits=4;0=qjl", "learns from the prompt"),
+        ("kivi:bits=4;0=qjl", "is fitted on the prompt"),
     ],
 )
 def test_recipes_that_are_not_self_contained(recipe, words):

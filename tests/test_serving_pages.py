@@ -198,7 +198,7 @@ def test_a_row_that_is_read_in_a_step_is_not_taken_over_in_it():
 def test_codecs_without_slots_give_a_reason(name):
     pair = methods()[name].build()
     if any(why_not_slots(codec, 64) for codec in (pair.keys, pair.values)):
-        with pytest.raises(UserError, match="cannot live in an engine's pages"):
+        with pytest.raises(UserError, match="cannot be used in an engine's pages"):
             Slots(pair.keys, pair.values, 64)
     else:
         slots = Slots(pair.keys, pair.values, 64)

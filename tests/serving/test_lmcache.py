@@ -156,8 +156,8 @@ def test_chunks_on_disk_through_an_adapter(on_disk, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"recipe": "qjl", "head_dim": 64}, "learns from the prompt"),
-        ({"recipe": "kvquant:bits=3", "head_dim": 64}, "learns from the corpus"),
+        ({"recipe": "qjl", "head_dim": 64}, "is fitted on the prompt"),
+        ({"recipe": "kvquant:bits=3", "head_dim": 64}, "is fitted on the corpus"),
         ({"recipe": "kivi:bits=4"}, "lacks head_dim"),
         ({"recipe": "kivi:bits=4", "head_dim": 64, "bits": 2}, "no option bits"),
         ({"recipe": "streaming+kivi", "head_dim": 64}, "token policy"),

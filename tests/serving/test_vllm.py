@@ -227,7 +227,7 @@ def test_native_first_and_last_layers_with_shared_prefixes(llama):
         ("Llama", {}, {"kv_cache_dtype": "fp8"}, RECIPE, "kv_cache_dtype is 'fp8'"),
         ("Llama", {}, {"block_size": 48}, RECIPE, "pages hold 48 tokens"),
         ("Llama", {}, {}, "h2o:budget=64+kivi:bits=4", "has the token policy"),
-        ("Llama", {}, {}, "kivi:bits=4", "cannot live in an engine's pages"),
+        ("Llama", {}, {}, "kivi:bits=4", "cannot be used in an engine's pages"),
         ("Llama", {}, {}, "turbo", "unknown method 'turbo'"),
     ],
     ids=["sliding window", "head dim", "fp8", "block size", "policy", "state", "name"],

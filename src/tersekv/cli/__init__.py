@@ -1,4 +1,5 @@
-"""The program `tersekv`: one file per command. torch and transformers load inside commands, so that help is quick."""
+"""The program `tersekv`, with one file per command. Commands import torch and transformers when
+they run, so that help is fast."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from tersekv.errors import CacheError, UserError
 
 app = typer.Typer(
     name="tersekv",
-    help="Key-value caches of language models, packed to 2-5 bits, with attention read from the packed bytes.",
+    help="Compress key-value caches of language models to 2-5 bits, and attend to the packed bytes.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -47,7 +48,8 @@ app.command()(plot.plot)
 app.command()(report.report)
 app.add_typer(bench.app, name="bench")
 
-# The parser's own errors (typer carries click in one version and imports it in another), without naming either.
+# Base class of the parser's errors. It has no stable import path: some versions of typer import
+# click, others bundle it.
 _PARSER_ERROR: Any = typer.BadParameter.__mro__[2]
 
 
@@ -57,8 +59,8 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-_Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which it is.")]
-_Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say on stderr what is loaded, fitted and packed.")]
+_Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
+_Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log to stderr what is loaded, fitted and packed.")]
 
 
 @app.callback()
@@ -68,12 +70,12 @@ def _options(version: _Version = False, verbose: _Verbose = False) -> None:
 
 
 def main() -> None:
-    """Run the program; a mistake of the user is one line on stderr and exit status 2."""
+    """Run the program. User errors print one line on stderr and give exit status 2."""
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
-    """The exit status of one call."""
+    """Run one command line and return its exit status."""
     streams.prepare()
     output.begin()
     with log.shown():

@@ -1,4 +1,5 @@
-"""`tersekv bench`: attention over packed bytes against dense attention, and decoding with a model, on this machine."""
+"""`tersekv bench`: measure attention over packed bytes, compared with dense attention, and decoding
+with a model."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
     from tersekv.lab.bench.attend_gpu import Measured as MeasuredGpu
     from tersekv.lab.bench.generate import Decoding
 
-CACHES_HELP = "A recipe, or one of transformers' own: quanto-4, quanto-2, hqq-4, hqq-2, fp8. May be repeated."
+CACHES_HELP = "Recipe, or a cache of transformers: quanto-4, quanto-2, hqq-4, hqq-2, fp8. May be repeated."
 DTYPES = ("float32", "bfloat16", "float16")
-DTYPES_HELP = "float32, bfloat16 or float16, several with commas"
-PREFILL_CHUNK_HELP = "Tokens of a forward pass over the prompt; whole reads it in one. Several with commas."
-GENERATE_OUT_HELP = "Append JSON lines, one per dtype, way to read the prompt, context and cache."
+DTYPES_HELP = "float32, bfloat16 or float16, separated by commas"
+PREFILL_CHUNK_HELP = "Prompt tokens per forward pass, or whole for one pass. Several separated by commas."
+GENERATE_OUT_HELP = "Append JSON lines to this file, one per dtype, prefill chunk, context and cache."
 SPEED_NOTES = (
-    "× full: times as fast as transformers' own cache in the same round.",
-    "adds: what the context adds to a step, compared with the same cache after 16 tokens.",
+    "× full: speed relative to transformers' own cache in the same round.",
+    "adds: time that the context adds to a step, compared with the same cache after 16 tokens.",
 )
 
 app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
@@ -46,22 +47,27 @@ def _group() -> None:
 
 @app.command()
 def attend(
-    tokens: Annotated[str, typer.Option("--tokens", help="Context lengths, like 1k,32k.")] = "32k",
-    heads: Annotated[str, typer.Option("--heads", help="Query heads/KV heads/head dim, several with commas.")] = (
+    tokens: Annotated[str, typer.Option("--tokens", help="Context lengths, for example 1k,32k.")] = "32k",
+    heads: Annotated[str, typer.Option("--heads", help="Query heads/KV heads/head dim, separated by commas.")] = (
         "32/8/128"
     ),
     formats: Annotated[str, typer.Option("--formats", help="Packed formats, separated by commas, or all.")] = (
         "grid4,grid3,grid2"
     ),
-    threads: Annotated[str, typer.Option("--threads", help="Numbers of threads, like 1,2.")] = "1",
-    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Time for one context.")] = 6.0,
-    device: Annotated[str, typer.Option("--device", help="cpu, or cuda.")] = "cpu",
-    batch: Annotated[str, typer.Option("--batch", help="Rows of a batch on a GPU, like 1,8.")] = "1",
-    limit: Annotated[float, typer.Option("--limit", min=0.0, help="Minutes; later no format begins on a GPU.")] = 8.0,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Append JSON lines, one per way.")] = None,
+    threads: Annotated[str, typer.Option("--threads", help="Numbers of threads, for example 1,2.")] = "1",
+    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Seconds of measurement per context.")] = 6.0,
+    device: Annotated[str, typer.Option("--device", help="Device: cpu or cuda.")] = "cpu",
+    batch: Annotated[str, typer.Option("--batch", help="Batch sizes on a GPU, for example 1,8.")] = "1",
+    limit: Annotated[
+        float, typer.Option("--limit", min=0.0, help="On a GPU: minutes after which no format starts.")
+    ] = 8.0,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Append JSON lines to this file.")] = None,
     as_json: output.Json = False,
 ) -> None:
-    """One token's attention over packed keys and values, beside dense ways and the memory's bandwidth."""
+    """Measure one token's attention to packed keys and values.
+
+    Dense attention and memory bandwidth are measured for comparison.
+    """
     from tersekv.lab.bench.attend import HeadCounts, measure
     from tersekv.lab.bench.formats import chosen
 
@@ -143,20 +149,23 @@ def _gpu_table(measured: MeasuredGpu) -> Any:
 def generate(
     recipe: Annotated[list[str] | None, typer.Option("--recipe", "-r", help=CACHES_HELP)] = None,
     model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
-    dtype: Annotated[str, typer.Option("--dtype", help=f"Of weights and activations: {DTYPES_HELP}.")] = (
+    dtype: Annotated[str, typer.Option("--dtype", help=f"Type of weights and activations: {DTYPES_HELP}.")] = (
         "float32,bfloat16"
     ),
-    context: Annotated[str, typer.Option("--context", help="Tokens in the cache, like 1k,8000.")] = "1k,4k,8000",
+    context: Annotated[str, typer.Option("--context", help="Context lengths, for example 1k,8000.")] = "1k,4k,8000",
     prefill_chunk: Annotated[str, typer.Option("--prefill-chunk", help=PREFILL_CHUNK_HELP)] = "whole,512",
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens timed in each round.")] = 32,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds, in which all caches take turns.")] = 3,
-    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Threads of the CPU.")] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Number of rounds; each times every cache.")] = 3,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Number of CPU threads.")] = None,
     calibration: output.Calibrations = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help=GENERATE_OUT_HELP)] = None,
     as_json: output.Json = False,
 ) -> None:
-    """Decoding speed with a model after several contexts, and what each cache adds to a step without context;
-    transformers' own cache (full) is always one of them."""
+    """Measure a model's decoding speed at several context lengths.
+
+    It also shows the time that each cache adds to a step, compared with a short context.
+    Transformers' own cache (full) is always measured, too.
+    """
     dtypes, lengths, chunks = _dtypes(dtype), parse_lengths(context, "--context"), _chunks(prefill_chunk)
     use_threads(threads)
     caches = recipe or [output.DEFAULT_RECIPE]
@@ -185,7 +194,7 @@ def generate(
 
 
 def _dtypes(text: str) -> list[str]:
-    """Names of torch's dtypes, each once and in their order."""
+    """Parse --dtype into names of torch's dtypes, each once and in the given order."""
     names = list(dict.fromkeys(part.strip() for part in text.split(",")))
     if wrong := [name for name in names if name not in DTYPES]:
         raise UserError(f"--dtype {wrong[0]!r} is not one of: {', '.join(DTYPES)} (several with commas)")
@@ -193,7 +202,8 @@ def _dtypes(text: str) -> list[str]:
 
 
 def _chunks(text: str) -> list[int | None]:
-    """Tokens of a forward pass over the prompt, each once and in their order; None for `whole`."""
+    """Parse --prefill-chunk into numbers of tokens, each once and in the given order; None for
+    `whole`."""
     found: dict[int | None, None] = {}
     for part in text.split(","):
         try:
@@ -207,7 +217,8 @@ def _chunks(text: str) -> list[int | None]:
 
 
 def _load() -> float | None:
-    """Processes that wanted a core in the last minute, before anything is timed; None where the system does not say."""
+    """Return the system's load average of the last minute; None if the system does not report
+    it."""
     try:
         return round(os.getloadavg()[0], 2)
     except (AttributeError, OSError):
@@ -215,8 +226,9 @@ def _load() -> float | None:
 
 
 def speeds(model: str, found: Sequence[Decoding], asked: Sequence[str]) -> list[output.Tables]:
-    """A table per dtype and way to read the prompt, a row per context and cache: medians over the rounds, with the
-    least and the most. asked: the caches as the user wrote them, since presets are shown by their own name."""
+    """Return a table per dtype and prefill chunk, with a row per context and cache: median, least
+    and most over the rounds. asked: the caches as the user wrote them, so that presets are shown by
+    name."""
     import torch
 
     from tersekv.lab.evals.names import names_as_asked
@@ -254,7 +266,7 @@ def _speed(decoding: Decoding, name: str) -> tuple[str, ...]:
 
 
 def _short(x: float) -> str:
-    """One decimal, none from 100 on."""
+    """Format a number with one decimal, or none from 100."""
     return f"{x:.0f}" if abs(x) >= 100 else f"{x:.1f}"
 
 

@@ -1,4 +1,4 @@
-"""`tersekv calibrate`: let codecs learn from a corpus, once for a model."""
+"""`tersekv calibrate`: fit codecs on a corpus, once per model."""
 
 from __future__ import annotations
 
@@ -20,23 +20,28 @@ if TYPE_CHECKING:
     from tersekv.hf.calibration import Calibration
     from tersekv.recipe import Recipe
 
-RECIPES_HELP = f"{output.RECIPE_HELP} May be repeated, for one pass over the text; bits=2..4 stands for several."
-OUT_HELP = "File (one recipe) or folder; else the default place, where the other commands find it."
+RECIPES_HELP = f"{output.RECIPE_HELP} May be repeated, with one pass over the text; bits=2..4 gives several recipes."
+OUT_HELP = "Output file (for one recipe) or folder. By default a folder that the other commands search."
 
 
 def calibrate(
     recipe: Annotated[list[str], typer.Option("--recipe", "-r", help=RECIPES_HELP)],
     model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
-    text: Annotated[str, typer.Option("--text", "-t", help="A text file, or pydoc.")] = "pydoc",
-    samples: Annotated[int, typer.Option(min=1, help="Windows of the text, at random places.")] = 16,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 2048,
-    seed: Annotated[int, typer.Option(min=0, help="Of their places.")] = 0,
-    sinks: Annotated[int, typer.Option(min=0, help="First tokens of each that are left out.")] = 1,
+    text: Annotated[
+        str, typer.Option("--text", "-t", help="Text file, or pydoc (Python's language reference).")
+    ] = "pydoc",
+    samples: Annotated[int, typer.Option(min=1, help="Number of samples, at random positions of the text.")] = 16,
+    length: Annotated[int, typer.Option(min=2, help="Tokens per sample.")] = 2048,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the positions.")] = 0,
+    sinks: Annotated[int, typer.Option(min=0, help="Tokens left out at the start of each sample.")] = 1,
     out: Annotated[Path | None, typer.Option("--out", "-o", help=OUT_HELP)] = None,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that fit tables; 0 is one for each core.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that fit codecs; 0 is one per core.")] = 0,
     as_json: output.Json = False,
 ) -> None:
-    """Let codecs learn tables and thresholds from a text; a run that was stopped goes on where it was."""
+    """Fit codebooks and thresholds on a text, for recipes that need calibration.
+
+    A run that was stopped continues where it was.
+    """
     with output.step("loading torch and transformers"):
         from tersekv.lab.evals.products import expand, unique
         from tersekv.lab.evals.windows import read_text
@@ -82,7 +87,9 @@ def _check_out(out: Path | None, recipes: int) -> None:
     if recipes > 1 and (out.is_file() or out.suffix == ".safetensors"):
         raise UserError(f"--out {out} is a file, and there are {recipes} recipes: give a folder")
     if recipes == 1 and not out.is_dir() and out.suffix != ".safetensors":
-        raise UserError(f"--out {out} has no suffix .safetensors and is no folder: give a file that ends in it")
+        raise UserError(
+            f"--out {out} is not a folder and does not end in .safetensors: give an existing folder or such a file"
+        )
 
 
 def _check_length(length: int, network: Any) -> None:
@@ -104,12 +111,12 @@ def _run(run: Calibrator) -> list[Calibration]:
         try:
             return run.run(progress)
         except KeyboardInterrupt:
-            output.report(f"stopped; {run.work} keeps what was done: the same command goes on from there")
+            output.report(f"stopped; {run.work} keeps the finished part: the same command continues from there")
             raise
 
 
 def _save(found: Sequence[Calibration], recipes: Sequence[Recipe], out: Path | None, run: Calibrator) -> list[Path]:
-    """Write every calibration, then forget the work."""
+    """Write every calibration, then remove the work folder."""
     from tersekv.hf.calibration import default_folder, place
 
     folder = default_folder(run.mark) if out is None else out
@@ -127,7 +134,7 @@ def _show(document: dict[str, Any]) -> None:
     rows = [(made["recipe"], made["path"], output.human_bytes(made["bytes"])) for made in document["files"]]
     output.show(output.table(title, ("recipe", "file", "size"), rows, left=2))
     output.show(
-        f"{document['seconds']:,.0f} s; peak memory {output.human_bytes(document['peak_bytes'])} beside the model, "
-        f"{output.human_bytes(document['peak_worker_bytes'])} in a process that fits; "
-        f"{output.human_bytes(document['disk_bytes'])} on disk meanwhile"
+        f"{document['seconds']:,.0f} s; peak memory {output.human_bytes(document['peak_bytes'])} "
+        f"in addition to the model, {output.human_bytes(document['peak_worker_bytes'])} in a fitting process; "
+        f"{output.human_bytes(document['disk_bytes'])} of temporary files on disk"
     )

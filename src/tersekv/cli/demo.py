@@ -1,6 +1,7 @@
-"""`tersekv demo`: the main job on real text, a question about a long document with the full cache and a packed one.
+"""`tersekv demo`: ask a question about a long document, with the full cache and with a packed one.
 
-The document is the language reference that ships with Python; the question asks for a sentence hidden in it.
+The document is the language reference that ships with Python. The question asks for a fact hidden
+in it.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ MAGIC = "7482153"
 FACT = f"One of the special magic numbers for harbour is: {MAGIC}."
 QUESTION = "What is the special magic number for harbour mentioned in the provided text?"
 DEPTH = 0.5
-"""Where the sentence stands, as a share of the document."""
+"""Position of the hidden sentence, as a fraction of the document."""
 
 
 def demo(
     recipe: Annotated[str, typer.Option("--recipe", "-r", help=output.RECIPE_HELP)] = output.DEFAULT_RECIPE,
     model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
-    tokens: Annotated[int, typer.Option(min=64, help="About how long the document is.")] = 6900,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Length of both answers.")] = 64,
+    tokens: Annotated[int, typer.Option(min=64, help="Approximate length of the document.")] = 6900,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Length of both answers in tokens.")] = 64,
     calibration: output.Calibrations = None,
     as_json: output.Json = False,
 ) -> None:
-    """Ask about a long text with transformers' own cache and with a packed one, and compare what they hold and say."""
+    """Ask about a long text with the full cache and with a packed one, and compare them."""
     with output.step("loading torch and transformers"):
         from tersekv.cli import measure
         from tersekv.hf import text as prompts
@@ -49,7 +50,7 @@ def demo(
         output.show(
             f"{model} reads {ids.shape[1]:,} tokens of Python's language reference, in which one sentence is hidden:\n"
             f'  "{FACT}"\nand is asked:\n  "{QUESTION}"\n'
-            f"Both answers are greedy and go on for {new_tokens} tokens, so that decoding speed can be measured."
+            f"Both answers are greedy and have {new_tokens} tokens, so that decoding speed can be measured."
         )
     outcomes: list[Outcome] = []
     for choice in (None, parsed):
@@ -66,11 +67,12 @@ def demo(
     say_where_nothing_is_gained(outcomes, network.config)
     found = ["yes" if MAGIC in outcome.answer else "no" for outcome in outcomes]
     output.show(f"Hidden number found: {found[0]} with the full cache, {found[1]} with the packed one.")
-    output.show(f"Peak memory is beyond what was resident before each run, by {outcomes[0].peak_from}.")
+    output.show(f"Peak memory is relative to the memory before each run, by {outcomes[0].peak_from}.")
 
 
 def hide(document: str, fact: str, depth: float) -> str:
-    """`fact` as a paragraph of its own, at the end of the paragraph that stands at `depth`."""
+    """Insert `fact` as a paragraph of its own, after the paragraph at the fraction `depth` of the
+    document."""
     at = document.find("\n\n", int(len(document) * depth))
     at = len(document) if at < 0 else at
     return f"{document[:at]}\n\n{fact}{document[at:]}"

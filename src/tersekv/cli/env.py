@@ -1,4 +1,4 @@
-"""`tersekv env`: versions, CPU, kernels and why one is not available, folders. What a bug report should hold."""
+"""`tersekv env`: versions, CPU, available kernels and folders, as needed in a bug report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEATURES = (
 
 
 def env(as_json: output.Json = False) -> None:
-    """Versions, CPU features, kernels available and why not, cache folder."""
+    """Show versions, CPU features, available kernels and the cache folder."""
     with output.step("looking at torch and the kernels"):
         document = describe()
     if as_json:
@@ -39,7 +39,7 @@ def env(as_json: output.Json = False) -> None:
 
 
 def describe() -> dict[str, Any]:
-    """Everything `env` shows."""
+    """Return everything that `tersekv env` shows."""
     import torch
 
     from tersekv.hf import models
@@ -66,7 +66,7 @@ def describe() -> dict[str, Any]:
 
 
 def package_version(name: str) -> str:
-    """Of an installed package."""
+    """Return the version of a package, or "not installed"."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -74,7 +74,7 @@ def package_version(name: str) -> str:
 
 
 def cpu_features() -> tuple[str, list[str]]:
-    """Model and the features that matter, from /proc/cpuinfo where there is one."""
+    """Return the CPU's name and those of `FEATURES` it has, from /proc/cpuinfo if that exists."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

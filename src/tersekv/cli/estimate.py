@@ -1,4 +1,5 @@
-"""`tersekv estimate`: what a cache would take, from the model's config alone; no weights are read."""
+"""`tersekv estimate`: predict the size of a cache from the model's config, without reading
+weights."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ from tersekv.errors import UserError
 from tersekv.units import LONGEST, parse_tokens
 
 GENERATED = 1000
-"""Tokens that are generated one by one in the figure of slack."""
+"""Number of tokens generated one by one in the estimate of slack."""
 
 DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 MODEL_HELP = (
-    "smollm2, a published model (llama-3.1-8b, qwen3-8b, gemma-3-12b, mistral-nemo-12b, …: `tersekv models list`), a "
-    "folder, a config.json, or a Hub id."
+    "Model: smollm2, a published model (llama-3.1-8b, qwen3-8b, gemma-3-12b, …; see `tersekv models list`), a folder, "
+    "a config.json, or a Hub id."
 )
-RECIPE_HELP = f"{output.RECIPE_HELP} Several --recipe make one table."
-MEMORY_HELP = "Like 24GB or 80GiB: says whether each context fits beside the weights, and how many tokens do."
-TABLES_HELP = "kvquant: its Tables 7 and 8, recomputed; takes --batch alone."
+RECIPE_HELP = f"{output.RECIPE_HELP} May be repeated, for one table of all."
+MEMORY_HELP = "Memory for weights and cache, for example 24GB or 80GiB. Shows which contexts fit."
+TABLES_HELP = "kvquant: recompute Tables 7 and 8 of the KVQuant paper. Only --batch may be combined with it."
 DEFAULT_MODEL, DEFAULT_CONTEXT = "smollm2", "4k,32k,128k,1M"
 
 
@@ -32,16 +33,23 @@ def estimate(
         list[str] | None, typer.Option("--recipe", "-r", help=RECIPE_HELP, show_default=output.DEFAULT_RECIPE)
     ] = None,
     context: Annotated[
-        str | None, typer.Option("--context", "-c", help="Tokens; k is 1024, M is 1024².", show_default=DEFAULT_CONTEXT)
+        str | None,
+        typer.Option(
+            "--context", "-c", help="Context lengths in tokens; k is 1024, M is 1024².", show_default=DEFAULT_CONTEXT
+        ),
     ] = None,
     memory: Annotated[str | None, typer.Option("--memory", help=MEMORY_HELP)] = None,
-    batch: Annotated[int | None, typer.Option("--batch", "-b", min=1, help="Sequences.", show_default="1")] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", "-b", min=1, help="Number of sequences.", show_default="1")
+    ] = None,
     tables: Annotated[str | None, typer.Option("--tables", help=TABLES_HELP)] = None,
     as_json: output.Json = False,
 ) -> None:
-    """Bytes of a cache at given context lengths, and whether it fits in a given memory; needs the model's config only.
+    """Predict the bytes of a cache at several context lengths, from the model's config alone.
 
-    The exit status is 0 whether it fits or not: both are answers. Scripts read "fits" of --json.
+    With --memory, also say if it fits. The exit status is 0 even if it does not fit.
+
+    Scripts can read "fits" in the output of --json.
     """
     if tables is not None:
         others = {"--model": model, "--recipe": recipe, "--context": context, "--memory": memory}
@@ -63,11 +71,17 @@ def estimate(
 
 
 def parse_memory(text: str) -> int:
-    """Bytes: 24GB is 24·10⁹, 24GiB is 24·2³⁰. A number without a unit is bytes; a small one lacks its unit."""
+    """Parse an amount of memory into bytes: 24GB is 24·10⁹, 24GiB is 24·2³⁰. Without a unit it is
+    bytes.
+
+    Raises:
+        UserError: the text is not an amount, or is below 10⁶ without a unit, which is probably
+            missing.
+    """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
     if not found or not 0 < float(found[1]) < 1e15 or (text.strip()[-1].isdigit() and float(found[1]) < 1e6):
         raise UserError(
-            f"--memory {text!r} is no amount of memory: write it like 24GB (10⁹ bytes) or 80GiB (2³⁰ bytes)"
+            f"--memory {text!r} is not a valid amount of memory: write it like 24GB (10⁹ bytes) or 80GiB (2³⁰ bytes)"
         )
     unit = found[2].lower()
     factor = 1024 ** "kmgt".index(unit) * 1024 if found[3] and unit else DECIMAL[unit]
@@ -75,8 +89,8 @@ def parse_memory(text: str) -> int:
 
 
 def most_tokens(size: Callable[[int], int], limit: int, below: int = LONGEST) -> int:
-    """The largest number of tokens, fewer than `below`, whose `size` is within `limit`, for a size that grows with
-    tokens."""
+    """Return the largest number of tokens, less than `below`, whose `size` is at most `limit`.
+    `size` must be increasing."""
     if size(1) > limit:
         return 0
     low, high = 1, 2
@@ -92,7 +106,12 @@ def most_tokens(size: Callable[[int], int], limit: int, below: int = LONGEST) ->
 def describe(
     model: str, recipes: Sequence[str], lengths: Sequence[int], batch: int, limit: int | None
 ) -> dict[str, Any]:
-    """The document of --json: per recipe contexts and the length from which on it gains; with a limit, what fits."""
+    """Return the document of --json: contexts and break-even length per recipe, and with a limit
+    what fits.
+
+    Raises:
+        UserError: a recipe is given twice or does not support the model.
+    """
     from tersekv.cache.estimate import break_even, predict
     from tersekv.recipe import Recipe
 
@@ -145,7 +164,7 @@ def describe(
 
 
 def _sizes(footprint: Any, room: int | None) -> dict[str, Any]:
-    """One context of a recipe, without its length."""
+    """Return the sizes of one context of a recipe, without its length."""
     row = {
         "bytes": footprint.total_bytes,
         "bytes_by_part": dict(footprint.parts),
@@ -158,8 +177,12 @@ def _sizes(footprint: Any, room: int | None) -> dict[str, Any]:
 
 
 def _generating(shape: Any, recipe: Any, tokens: int, batch: int) -> dict[str, Any]:
-    """The longest context if its last tokens are generated one by one: pages then have room for tokens to come.
-    chooses: the policy evicts tokens, and which blocks keep empty slots depends on attention."""
+    """Return the size of the longest context if its last tokens are generated one by one. Pages
+    then have room for further tokens ("slack_bytes").
+
+    "chooses" is true if the policy evicts tokens: attention then decides which blocks keep empty
+    slots.
+    """
     from tersekv.cache.estimate import predict
 
     generated = min(GENERATED, tokens // 2)
@@ -170,12 +193,14 @@ def _generating(shape: Any, recipe: Any, tokens: int, batch: int) -> dict[str, A
 
 
 def _fit(size: int, room: int) -> dict[str, Any]:
-    """left_bytes: what a cache leaves of the room beside the weights; negative where it does not fit."""
+    """Return whether a cache fits into `room`, the memory next to the weights, and the bytes left,
+    negative if it does not fit."""
     return {"bytes": size, "fits": size <= room, "left_bytes": room - size}
 
 
 def load_shape(model: str, with_weights: bool) -> tuple[Any, int]:
-    """The shape of a model's cache and the bytes of its weights in bfloat16, both without reading weights."""
+    """Return the shape of a model's cache and the bytes of its weights in bfloat16, without reading
+    weights. The bytes are 0 if not wanted."""
     from tersekv.cache import known_models
     from tersekv.cache import kvquant_tables as kvquant
     from tersekv.cache.estimate import KNOWN
@@ -192,7 +217,7 @@ def load_shape(model: str, with_weights: bool) -> tuple[Any, int]:
     near = [] if path.exists() or model in models.KNOWN else known_models.near(model)
     if near and "/" not in model:
         raise UserError(
-            f"no published model {model!r} is known; near it are {', '.join(near)}. Or give a folder, a config.json, "
+            f"{model!r} is not a known published model; similar: {', '.join(near)}. Or give a folder, a config.json, "
             "or a Hub id like owner/name"
         )
     try:
@@ -200,12 +225,12 @@ def load_shape(model: str, with_weights: bool) -> tuple[Any, int]:
     except UserError as error:
         if not near:
             raise
-        raise UserError(f"{error}; known without a config are {', '.join(near)}") from error
+        raise UserError(f"{error}; published models with similar names are {', '.join(near)}") from error
     return cache_shape(config), weight_bytes(config) if with_weights else 0
 
 
 def weight_bytes(config: Any) -> int:
-    """Bytes of the weights in bfloat16, counted without making them."""
+    """Return the bytes of the weights in bfloat16, counted on the meta device."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -215,23 +240,28 @@ def weight_bytes(config: Any) -> int:
     except (ValueError, AttributeError, TypeError, RuntimeError) as error:
         raise UserError(
             f"the weights of a {config.model_type} model cannot be counted from its config ({str(error)[:120]}); "
-            "leave --memory away, or give a decoder language model"
+            "leave --memory out, or give a decoder language model"
         ) from error
     return 2 * sum(p.numel() for p in network.parameters())
 
 
 def _tables(name: str, others: Sequence[str], batch: int | None) -> dict[str, Any]:
-    """The paper's tables; `others` are the options that were given and that they do not take."""
+    """Return the tables of a paper. others: given options that cannot be combined with --tables.
+
+    Raises:
+        UserError: the paper is unknown, or `others` is not empty.
+    """
     if name != "kvquant":
-        raise UserError(f"no tables of {name!r} are known (known: kvquant)")
+        raise UserError(f"{name!r} is not a valid value of --tables (known: kvquant)")
     if others:
-        raise UserError(f"--tables {name} has its own models, formats and contexts: leave {', '.join(others)} away")
+        raise UserError(f"--tables {name} has its own models, formats and contexts: leave {', '.join(others)} out")
     with output.step("loading torch"):
         return reproduce(batch)
 
 
 def reproduce(batch: int | None = None) -> dict[str, Any]:
-    """KVQuant's Tables 7 and 8, by the paper's own counting; with their batches (4 and 1, and 1) or with `batch`."""
+    """Compute KVQuant's Tables 7 and 8 by the paper's own counting, with the paper's batches (4 and
+    1, and 1) or with `batch`."""
     from tersekv.cache import kvquant_tables as kvquant
 
     titles = {

@@ -1,4 +1,4 @@
-"""How `tersekv estimate` shows its document: the details of one recipe, or one row per recipe."""
+"""Tables of `tersekv estimate`: details of one recipe, or one row per recipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tersekv.units import LONGEST
 
 
 def show(document: dict[str, Any]) -> None:
-    """Sizes, what fits, and what is counted."""
+    """Print sizes, what fits, and what is counted."""
     recipes = document["recipes"]
     (_show_one if len(recipes) == 1 else _show_several)(document)
     for one in recipes:
@@ -69,7 +69,8 @@ def _show_one(document: dict[str, Any]) -> None:
 
 
 def _show_several(document: dict[str, Any]) -> None:
-    """One row per recipe, contexts as columns: bytes, times smaller than bfloat16, and with --memory yes or no."""
+    """Print one row per recipe and one column per context: bytes, ratio to bfloat16, and with
+    --memory if it fits."""
     recipes = document["recipes"]
     contexts = recipes[0]["contexts"]
     limited = "memory_bytes" in document
@@ -99,7 +100,7 @@ def _show_several(document: dict[str, Any]) -> None:
 
 
 def _wrapped(recipe: str, width: int = 16) -> str:
-    """The recipe in lines of at most `width` characters, broken behind its signs."""
+    """Break a recipe into lines of at most `width` characters, after its punctuation."""
     lines = [""]
     for part in re.split(r"(?<=[+:,;/])", recipe):
         if lines[-1] and len(lines[-1] + part) > width:
@@ -118,7 +119,7 @@ def _count(tokens: int) -> str:
 
 
 def show_kvquant(document: dict[str, Any]) -> None:
-    """The paper's tables."""
+    """Print the tables of `estimate --tables kvquant`."""
     for made in document["tables"]:
         rows = [[*row[:2], *(f"{size:,.1f}" for size in row[2:])] for row in made["rows"]]
         output.show(output.table(made["title"], made["columns"], rows, left=2))

@@ -1,4 +1,4 @@
-"""`tersekv eval`: tasks with recipes side by side, the full cache always one of them."""
+"""`tersekv eval`: score recipes and the full cache on the same tasks."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ if TYPE_CHECKING:
     from tersekv.lab.evals import harness
     from tersekv.lab.evals.tasks import Task
 
-TASKS_HELP = "perplexity, divergence, …: the files of evals/tasks."
-RECIPES_HELP = f"{output.RECIPE_HELP} May be repeated; bits=2..4 and bits=2,4 stand for several."
-QUARTERS_HELP = "divergence: also show it by quarters of the windows (growth with position), and nll."
-OUT_HELP = "Folder for records.jsonl; what it has already is not run again."
+TASKS_HELP = "Tasks: divergence, lines, longbench, needle, passkey, perplexity, ruler."
+RECIPES_HELP = f"{output.RECIPE_HELP} May be repeated; bits=2..4 and bits=2,4 give several recipes."
+QUARTERS_HELP = "For divergence: also show it by quarters of the windows, and the negative log-likelihood."
+OUT_HELP = "Output folder for records.jsonl. Evaluations that it already has are not repeated."
 
 
 class WithTaskOptions(TyperCommand):
-    """A command that also takes an option per field of any task. Tasks are imported only where the command is used."""
+    """A command that also has one option per field of any task. Tasks are imported only when it is
+    used."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The command's own parameters and the tasks' options."""
+        """Return the command's own parameters and the tasks' options."""
         own = super().get_params(ctx)
         taken = {param.name for param in own}
         return [*own[:-1], *(param for param in _task_params() if param.name not in taken), own[-1]]
 
     def invoke(self, ctx: Any) -> Any:
-        """Call the command with the tasks' options that were given in `ctx.obj`."""
+        """Call the command; the given options of tasks are in `ctx.obj`."""
         taken = {param.name: ctx.params.pop(param.name) for param in _task_params() if param.name in ctx.params}
         ctx.obj = {name: text for name, text in taken.items() if text is not None}
         return super().invoke(ctx)
@@ -43,7 +44,7 @@ class WithTaskOptions(TyperCommand):
 
 @functools.lru_cache(maxsize=1)
 def _task_params() -> list[Any]:
-    """The parameters that typer makes of one text option per field."""
+    """Return typer's parameters for one text option per field of any task."""
     from tersekv.lab.evals.options import all_options
 
     def command(**_: str) -> None: ...
@@ -52,7 +53,7 @@ def _task_params() -> list[Any]:
     for option, defaults in all_options().items():
         same = len(set(defaults.values())) == 1
         said = next(iter(defaults.values())) if same else ", ".join(f"{t}: {d}" for t, d in defaults.items())
-        help_text = f"{', '.join(defaults)}. Default {said or 'none'}."
+        help_text = f"For {', '.join(defaults)}. Default {said or 'none'}."
         kind = Annotated[str | None, typer.Option(f"--{option.replace('_', '-')}", help=help_text, metavar="VALUE")]
         parameters.append(inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -72,7 +73,10 @@ def evaluate(
     quarters: Annotated[bool, typer.Option("--quarters", help=QUARTERS_HELP)] = False,
     as_json: output.Json = False,
 ) -> None:
-    """Score the full cache and packed ones on the same samples; with --out, a stopped run goes on where it was."""
+    """Score the full cache and packed caches on the same samples of one or more tasks.
+
+    With --out, a run that was stopped continues where it was.
+    """
     with output.step("loading torch and transformers"):
         from tersekv.lab.evals.options import build
         from tersekv.lab.evals.products import expand, unique
@@ -107,17 +111,16 @@ def _run(
                 chosen, records, lambda at: step.at(at.done, at.total, f"{at.task} {at.sample} with {at.recipe}")
             )
         except KeyboardInterrupt:
-            kept = f"{records.path} keeps what was done: the same command goes on from there"
-            output.report(
-                f"stopped; {kept if records.path else 'nothing was kept, since no folder was given with --out'}"
-            )
+            kept = f"{records.path} keeps the finished part: the same command continues from there"
+            output.report(f"stopped; {kept if records.path else 'nothing was kept, because no --out folder was given'}")
             raise
 
 
 def _table(
     name: str, task: Task, summaries: Sequence[harness.Summary], names: dict[str, str], quarters: bool
 ) -> output.Tables:
-    """One row per recipe; each metric with its standard error. Names that leave something out are explained below."""
+    """Return a table with one row per recipe, each metric with its standard error. Notes below it
+    explain short names."""
     metrics = [metric for metric in (summaries[0].metrics if summaries else ()) if quarters or metric not in task.more]
     columns = ("recipe", "samples", "bits", "bytes", *(metric.replace("_", " ") for metric in metrics), "seconds")
     rows = [

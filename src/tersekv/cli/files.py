@@ -1,4 +1,4 @@
-"""Files that commands make: checked before the work, written whole or not at all."""
+"""Output files of commands: checked before the work, and written atomically."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from tersekv.errors import UserError
 
 
 def check_out(out: Path, suffixes: Sequence[str] = ()) -> Path:
-    """`out` with its home folder filled in, if a file of one of these kinds (none: any) can be written there.
+    """Return `out` with `~` expanded, if it has one of the suffixes (if any are given) and its
+    folder is writable.
 
     Raises:
-        UserError: another suffix, a folder that is not there or cannot be written.
+        UserError: `out` has another suffix or is a folder, or its folder does not exist or is not
+            writable.
     """
     try:
         path = out.expanduser()
@@ -34,7 +36,7 @@ def check_out(out: Path, suffixes: Sequence[str] = ()) -> Path:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write under another name and rename, so that nobody ever sees half a file.
+    """Write a file atomically: under a temporary name, then rename it.
 
     Raises:
         UserError: the file cannot be written, for example on a full disk.

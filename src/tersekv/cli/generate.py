@@ -1,4 +1,4 @@
-"""`tersekv generate`: answer a prompt with a packed cache, and say what the cache held."""
+"""`tersekv generate`: answer a prompt with a packed cache, and show the size of the cache."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ if TYPE_CHECKING:
     from tersekv.cli.measure import Outcome
 
 
-RECIPE_HELP = f"{output.RECIPE_HELP} Without it {output.DEFAULT_RECIPE}, or the prompt cache's."
-FROM_FILE_HELP = "What `tersekv prompt-cache build` made of the beginning of this prompt."
+RECIPE_HELP = f"{output.RECIPE_HELP} By default {output.DEFAULT_RECIPE}, or the recipe of the prompt cache."
+FROM_FILE_HELP = "File from `tersekv prompt-cache build` with the beginning of this prompt."
 
 
 def generate(
     recipe: Annotated[str | None, typer.Option("--recipe", "-r", help=RECIPE_HELP)] = None,
     model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to answer.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="A file with it; - is standard input.")] = None,
-    question: Annotated[str | None, typer.Option("--question", "-q", help="Asked after the text.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 128,
-    compare: Annotated[bool, typer.Option("--compare", help="Answer with the full cache as well, first.")] = False,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of sampling.")] = 0,
-    raw: Annotated[bool, typer.Option("--raw", help="Do not put the text into the model's chat template.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU kernels.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text of the prompt.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="File with the prompt; - is standard input.")
+    ] = None,
+    question: Annotated[str | None, typer.Option("--question", "-q", help="Question, appended to the prompt.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in the answer.")] = 128,
+    compare: Annotated[bool, typer.Option("--compare", help="Also answer with the full cache, and compare.")] = False,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of sampling.")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads.")] = None,
     calibration: output.Calibrations = None,
     prompt_cache: Annotated[Path | None, typer.Option("--prompt-cache", help=FROM_FILE_HELP)] = None,
     as_json: output.Json = False,
 ) -> None:
-    """Answer a prompt with a packed cache; the prompt is --prompt, --file, or what is piped in."""
+    """Answer a prompt with a packed cache. The prompt is --prompt, --file, or standard input."""
     if 0 < temperature < 0.001 or temperature > 1000:
         raise UserError(f"--temperature {temperature} is out of range: 0 is greedy, else 0.001 to 1000")
     text = read_text(prompt, file, question)
@@ -74,7 +76,7 @@ def generate(
 
 
 def _recipe(recipe: str | None, prompt_cache: Path | None) -> str:
-    """The canonical recipe: the given one, the file's, or the usual one."""
+    """Return the canonical recipe: the given one, that of the prompt cache, or the default."""
     from tersekv.recipe import Recipe
 
     given = None if recipe is None else str(Recipe.parse(recipe))
@@ -84,13 +86,13 @@ def _recipe(recipe: str | None, prompt_cache: Path | None) -> str:
 
     found = str(Recipe.parse(read_said(prompt_cache.expanduser())[0]["recipe"]))
     if given not in (None, found):
-        raise UserError(f"--recipe {given} and {prompt_cache}, which has recipe {found}: leave --recipe out")
+        raise UserError(f"--recipe {given} differs from recipe {found} of {prompt_cache}: leave --recipe out")
     return found
 
 
 def load(model: str, dtype: str = "auto") -> tuple[Any, Any]:
-    """The model and its tokenizer, got first where it is a known one, and warmed up. dtype: of its weights, `auto` for
-    the checkpoint's."""
+    """Load a model and its tokenizer and warm the model up. A missing known model is downloaded
+    first. dtype: type of the weights; `auto` keeps the checkpoint's."""
     from tersekv.cli import measure
     from tersekv.hf import models
 
@@ -104,7 +106,7 @@ def load(model: str, dtype: str = "auto") -> tuple[Any, Any]:
 
 
 def read_text(prompt: str | None, file: Path | None, question: str | None) -> str:
-    """The prompt of a command's options."""
+    """Return the prompt from a command's options or standard input."""
     if prompt is not None and file is not None:
         raise UserError("--prompt and --file were both given: give one (a --question may follow either)")
     if prompt is not None:
@@ -131,12 +133,12 @@ def _utf8(data: bytes, where: str) -> str:
 
 
 def use_threads(threads: int | None) -> None:
-    """Set the threads of torch and of our kernels; None leaves them as they are."""
+    """Set the number of threads of torch and our kernels; None keeps it."""
     if threads is not None:
         most = 4 * (os.cpu_count() or 1)
         if threads > most:
             raise UserError(
-                f"--threads {threads}: this machine has {os.cpu_count()} cores, at most {most} threads are allowed"
+                f"--threads {threads}: this machine has {os.cpu_count()} cores; at most {most} threads are allowed"
             )
         import torch
 
@@ -144,7 +146,7 @@ def use_threads(threads: int | None) -> None:
 
 
 def stream(text: str) -> None:
-    """Write a piece of an answer at once."""
+    """Write a piece of an answer and flush it."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -159,7 +161,8 @@ def _document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def summary(outcomes: Sequence[Outcome], title: str) -> Any:
-    """One column per cache: bytes by part, bits, ratios, seconds, tokens per second, peak memory, agreement."""
+    """Return a table with one column per cache: bytes by part, bits, ratios, seconds, tokens per
+    second, peak memory and agreement."""
     from tersekv.cache.footprint import PARTS
     from tersekv.cli.measure import agreement
 
@@ -168,13 +171,13 @@ def summary(outcomes: Sequence[Outcome], title: str) -> Any:
 
     held = [o.footprint for o in outcomes]
     parts = [p for p in ("exact", *PARTS) if any(p in h.parts for h in held)]
-    names = {"exact": "keys and values as they are"}
+    names = {"exact": "unpacked keys and values"}
     rows = [
         row(names.get(p, p), [output.human_bytes(h.parts[p]) if p in h.parts else "-" for h in held]) for p in parts
     ]
     rows += [
         row("cache, all parts", [output.human_bytes(h.total_bytes) for h in held]),
-        row("tokens in it", [f"{h.tokens:,}" for h in held]),
+        row("tokens in the cache", [f"{h.tokens:,}" for h in held]),
         row("true bits per element", [f"{h.bits_per_element:.2f}" for h in held]),
         row("times smaller than bfloat16", [f"{h.ratio(16):.2f}" for h in held]),
         row("times smaller than fp8", [f"{h.ratio(8):.2f}" for h in held]),
@@ -185,7 +188,7 @@ def summary(outcomes: Sequence[Outcome], title: str) -> Any:
     ]
     if len(outcomes) == 2:
         same, of = agreement(*outcomes), len(outcomes[0].new_ids)
-        rows.append(row("new tokens equal from the first on", ["-", f"{same} of {of}"]))
+        rows.append(row("equal new tokens at the start", ["-", f"{same} of {of}"]))
     return output.table(title, ("", *(_heading(o.recipe) for o in outcomes)), rows)
 
 

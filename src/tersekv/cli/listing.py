@@ -1,4 +1,5 @@
-"""`tersekv list`: the methods, their paper, true bits, what they are fitted on, and which kernels serve them."""
+"""`tersekv list`: show the methods with paper, true bits, the data they are fitted on, and their
+kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ HEAD_DIMS = (64, 128)
 
 
 def list_methods(as_json: output.Json = False) -> None:
-    """Methods with paper, true bits, what they are fitted on, kernels that serve them, options."""
+    """List the methods with paper, true bits, required fit, kernels and options."""
     with output.step("loading the methods"):
         rows = describe()
     if as_json:
@@ -46,7 +47,7 @@ def list_methods(as_json: output.Json = False) -> None:
 
 
 def describe() -> list[dict[str, Any]]:
-    """One row per method, with its defaults."""
+    """Return one row per method, with its default options."""
     from tersekv.codecs import methods
 
     rows = []
@@ -68,7 +69,7 @@ def describe() -> list[dict[str, Any]]:
 
 
 def describe_policies() -> list[dict[str, Any]]:
-    """One row per token policy, with its defaults."""
+    """Return one row per token policy, with its default options."""
     from tersekv.policies import policies
 
     return [
@@ -87,7 +88,8 @@ def _bits(sides: dict[str, float]) -> str:
 
 
 def _kernels(pair: Any) -> str:
-    """Who attends over packed tokens of this method, asked with a few of them."""
+    """Return the kernels that attend to packed tokens of this method, found by a test on a few
+    tokens."""
     import torch
 
     from tersekv.attention.dispatch import explain

@@ -1,4 +1,4 @@
-"""Print the library's log records and warnings as lines on stderr, without file names and line numbers."""
+"""Print log records and warnings as lines on stderr, without file names and line numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIBRARY = logging.getLogger("tersekv")
 
 
 class _Lines(logging.Handler):
-    """Each record is a line of progress, so that it does not tear a bar."""
+    """Prints each record as a line of progress, so that it does not break a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = "warning: " if record.levelno >= logging.WARNING else ""
@@ -22,18 +22,18 @@ class _Lines(logging.Handler):
 
 
 def say(text: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     output.report(f"tersekv: {' '.join(text.split())}")
 
 
 def verbose() -> None:
-    """Show what the library does, too, not its warnings alone."""
+    """Show all log records of the library, not only warnings."""
     LIBRARY.setLevel(logging.DEBUG)
 
 
 @contextlib.contextmanager
 def shown() -> Iterator[None]:
-    """Show warnings of the library's log and of Python while the program runs."""
+    """Show warnings of the library and of Python while the program runs."""
     lines, level = _Lines(), LIBRARY.level
     LIBRARY.addHandler(lines)
     LIBRARY.setLevel(logging.WARNING)

@@ -1,4 +1,5 @@
-"""Run one generation and measure it: seconds, tokens per second, bytes of the cache, peak resident memory."""
+"""Run one generation and measure seconds, tokens per second, bytes of the cache and peak resident
+memory."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Write = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen: greedy at temperature 0. min_tokens: the end is not accepted before."""
+    """Sampling options. temperature: 0 is greedy. min_tokens: the end of text is not accepted
+    before."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -32,8 +34,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One generation: what it said and what it cost. `recipe` is "full" for transformers' own cache. cached_tokens:
-    those of the prompt that a file held."""
+    """Answer and measurements of one generation.
+
+    recipe: "full" for transformers' own cache. cached_tokens: prompt tokens that came from a file.
+    """
 
     recipe: str
     answer: str
@@ -47,7 +51,7 @@ class Outcome:
     cached_tokens: int = 0
 
     def document(self) -> dict[str, Any]:
-        """The JSON document of `tersekv generate`."""
+        """Return the JSON document of `tersekv generate`."""
         return {
             "answer": self.answer,
             "prompt_tokens": self.prompt_tokens,
@@ -60,7 +64,7 @@ class Outcome:
 
 
 def agreement(a: Outcome, b: Outcome) -> int:
-    """Length of the common prefix of new tokens."""
+    """Return the number of new tokens that are equal from the first on."""
     same = 0
     for left, right in zip(a.new_ids, b.new_ids, strict=False):
         if left != right:
@@ -79,8 +83,12 @@ def generate(
     calibration: Calibration | None = None,
     held: CompressedCache | None = None,
 ) -> Outcome:
-    """Answer `ids` [1, T] with a packed cache, or with transformers' own where `recipe` is None; stream to `write`.
-    held: a cache that has read the first tokens, to go on with; of a whole prompt the last token is read again."""
+    """Answer `ids` [1, T] with a packed cache, or with transformers' own if `recipe` is None. Text
+    is streamed to `write`.
+
+    held: a cache that has read the first tokens. If it has read all of them, the last token is read
+    again.
+    """
     import torch
 
     import tersekv
@@ -120,7 +128,8 @@ def generate(
 
 
 def warm_up(model: Any) -> None:
-    """Touch every weight and start the threads, so that the first measured run does not pay for that."""
+    """Run a short forward pass, so that loading weights and starting threads is not measured
+    later."""
     import torch
 
     with torch.inference_mode():
@@ -130,7 +139,7 @@ def warm_up(model: Any) -> None:
 def _choosing(sampling: Sampling) -> dict[str, Any]:
     if sampling.temperature > 0:
         return {"do_sample": True, "temperature": sampling.temperature}
-    # None silences the warnings about options of sampling that a model's generation config may hold.
+    # None silences warnings about sampling options in a model's generation config.
     return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
@@ -142,14 +151,14 @@ def _pad_id(tokenizer: Any, model: Any) -> int | None:
 
 
 def _rate(times: list[float]) -> float:
-    """Tokens after the first, per second."""
+    """Return tokens per second, without the first token."""
     return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
 
 
 @contextlib.contextmanager
 def _answering(model: Any, sampling: Sampling, write: Write | None) -> Iterator[Callable[[], None]]:
-    """Progress of one answer; yields what is to be called at each new token. Where the answer itself is written to the
-    same place, there is none after the prompt."""
+    """Show the progress of one answer; yield a function to call at each new token. If the answer is
+    written to the same place, no progress is shown after the prompt."""
     with contextlib.ExitStack() as running:
         prompt_read = running.enter_context(prefill_progress(model))
         answering: output.ProgressStep | None = None
@@ -167,7 +176,8 @@ def _answering(model: Any, sampling: Sampling, write: Write | None) -> Iterator[
 
 
 def _clock(tokenizer: Any, write: Write | None, moved: Callable[[], None]) -> Any:
-    """A streamer that notes when each token came (the prompt's own call is the start) and passes text on."""
+    """Return a streamer that records the time of each token and passes text to `write`. The call
+    with the prompt is the start."""
     from transformers import TextStreamer
 
     class Clock(TextStreamer):
@@ -190,7 +200,8 @@ def _clock(tokenizer: Any, write: Write | None, moved: Callable[[], None]) -> An
 
 @contextlib.contextmanager
 def prefill_progress(model: Any, what: str = "reading the prompt") -> Iterator[Callable[[], None]]:
-    """A step that moves with each layer; yields what ends it, to be called at the first new token."""
+    """Show a step that advances with each layer; yield a function that ends it, to call at the
+    first new token."""
     from torch import nn
 
     layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len, default=nn.ModuleList())

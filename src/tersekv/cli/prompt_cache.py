@@ -1,4 +1,4 @@
-"""`tersekv prompt-cache`: read a prompt once, keep its packed cache as a file."""
+"""`tersekv prompt-cache`: read a prompt once and keep its packed cache in a file."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from tersekv.cli import output, sizes
 from tersekv.cli.files import check_out
 from tersekv.cli.generate import load, read_text
 
-app = typer.Typer(help="Prompts read once, kept as packed caches in files: build, info, verify.", no_args_is_help=True)
-File = Annotated[Path, typer.Argument(help="What `tersekv prompt-cache build` wrote.")]
-RAW_HELP = "Do not put the text into the model's chat template."
+app = typer.Typer(help="Keep packed caches of prompts in files, to read each prompt only once.", no_args_is_help=True)
+File = Annotated[Path, typer.Argument(help="File from `tersekv prompt-cache build`.")]
+RAW_HELP = "Do not use the model's chat template."
 
 
 @app.command()
 def build(
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output file.")],
     recipe: Annotated[str, typer.Option("--recipe", "-r", help=output.RECIPE_HELP)] = output.DEFAULT_RECIPE,
     model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text that prompts begin with.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="A file with it; - is standard input.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text that prompts begin with.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="File with that text; - is standard input.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help=RAW_HELP)] = False,
     calibration: output.Calibrations = None,
     as_json: output.Json = False,
 ) -> None:
-    """Read a text, and write the packed cache of all tokens that prompts of `tersekv generate` with this text and any
-    --question have in common."""
+    """Read a text and write its packed cache to a file for `tersekv generate`.
+
+    The file holds the tokens that all prompts with this text share, for any --question.
+    """
     text = read_text(prompt, file, None)
     out = check_out(out)
     with output.step("loading torch and transformers"):
@@ -60,17 +62,20 @@ def build(
 
 @app.command()
 def info(file: File, as_json: output.Json = False) -> None:
-    """What a file says of itself; only its header is read and checked."""
+    """Show the contents of a prompt cache. Only its header is read and checked."""
     _say(file, as_json, {})
 
 
 @app.command()
 def verify(
     file: File,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Load it for this model, too.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Also load the file for this model.")] = None,
     as_json: output.Json = False,
 ) -> None:
-    """Compare every byte with its checksum and, with --model, load it as `generate` would."""
+    """Verify the checksums of a prompt cache.
+
+    With --model, also load it as `tersekv generate` does.
+    """
     from tersekv.cache import tensor_file
 
     with output.step(f"reading {file}"):

@@ -1,4 +1,4 @@
-"""`tersekv report`: the records of an evaluation as one HTML page that needs nothing else."""
+"""`tersekv report`: write the records of an evaluation as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from tersekv.cli import output
 from tersekv.cli.files import check_out, write_whole
 from tersekv.extras import require
 
-QUARTERS_HELP = "Also show a divergence by quarters of its windows, and nll."
+QUARTERS_HELP = "Also show divergence by quarters of its windows, and the negative log-likelihood."
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="What `tersekv eval --out` wrote.", metavar="DIR")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    folder: Annotated[Path, typer.Argument(help="Folder from `tersekv eval --out`.", metavar="DIR")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output file.")] = Path("report.html"),
     quarters: Annotated[bool, typer.Option("--quarters", help=QUARTERS_HELP)] = False,
     as_json: output.Json = False,
 ) -> None:
-    """Put an evaluation's tables and pictures on one page: quality against true bits, tasks, depths, bytes."""
+    """Write an evaluation's tables and figures to one HTML page.
+
+    It shows quality against true bits, tasks, depths and bytes.
+    """
     path = check_out(out, ("html", "htm"))
     require("tersekv report", "matplotlib")
     with output.step("loading torch and matplotlib"):

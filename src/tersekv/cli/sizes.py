@@ -1,4 +1,4 @@
-"""Sentences about the size of a cache: against bfloat16's, against memory, and what is counted."""
+"""Sentences about the size of a cache, compared with bfloat16 and with memory."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ if TYPE_CHECKING:
     from tersekv.cache.footprint import Footprint
 
 COUNTED = (
-    "Counted: all that the cache holds after a prompt fed at once (codes, scales, tables, exact tokens, slack), and "
-    "weights in bfloat16. Not counted: activations, and what the program itself takes."
+    "Counted: the whole cache after a prefill in one pass (codes, scales, tables, exact tokens, slack), and weights in "
+    "bfloat16. Not counted: activations and the memory of the program itself."
 )
 
 
 def while_generating(row: dict[str, Any], recipe: str) -> str:
     """Describe the bytes of a recipe whose last tokens are generated. row: `generating` of `estimate --json`."""
     name, share = short_name(recipe), row["slack_bytes"] / row["bytes"]
-    text = f"{name} {output.human_bytes(row['bytes'])}, {share:.1%} of it room for tokens to come"
+    text = f"{name} {output.human_bytes(row['bytes'])}, {share:.1%} of it reserved for further tokens"
     return text + " (up to 1.5 times that, as attention decides which blocks keep empty slots)" * row["chooses"]
 
 
 def short_name(recipe: str) -> str:
-    """The preset that a canonical recipe is, or the recipe."""
+    """Return the name of the preset that equals a canonical recipe, else the recipe."""
     from tersekv.recipe import PRESETS, Recipe
 
     return next((name for name in PRESETS if str(Recipe.parse(name)) == recipe), recipe)
 
 
 def against_bfloat16(held: int, bfloat16: int) -> str:
-    """held: bytes of a cache; bfloat16: what it would take with 16 bits per element."""
+    """Return a phrase that compares a cache with bfloat16. held: its bytes; bfloat16: its bytes
+    with 16 bits per element."""
     if held < bfloat16:
         return f"{bfloat16 / held:.2f} times smaller than in bfloat16"
     if held < 1.05 * bfloat16:
@@ -40,7 +41,8 @@ def against_bfloat16(held: int, bfloat16: int) -> str:
 
 
 def gains_from(recipe: str, tokens: int | None) -> str:
-    """From how many tokens on a recipe gains; `tokens` as of `cache.estimate.break_even`."""
+    """Return a phrase about the number of tokens from which a recipe saves memory. tokens: from
+    `cache.estimate.break_even`."""
     name = short_name(recipe)
     if tokens is None:
         return f"{name} never makes a cache smaller"
@@ -48,7 +50,8 @@ def gains_from(recipe: str, tokens: int | None) -> str:
 
 
 def nothing_gained(footprint: Footprint, shape: CacheShape, recipe: str, batch: int = 1) -> str | None:
-    """A sentence if the cache is as large as in bfloat16 or larger; None if it is smaller, or empty."""
+    """Return a sentence if the cache is at least as large as in bfloat16; None if it is smaller or
+    empty."""
     held, bfloat16 = footprint.total_bytes, footprint.elements * 2
     if not footprint.elements or held < bfloat16:
         return None
@@ -59,7 +62,8 @@ def nothing_gained(footprint: Footprint, shape: CacheShape, recipe: str, batch: 
 
 
 def verdict(row: dict[str, Any], room: int, most: int) -> str:
-    """Yes or no for one context beside the weights. row: of `tersekv estimate --json`; most: tokens that do fit."""
+    """Return a phrase that says if one context fits next to the weights. row: from `estimate
+    --json`; most: the most tokens that fit."""
     tokens, left = f"{row['tokens']:,} tokens", row["left_bytes"]
     if row["fits"]:
         return f"{tokens} fit: {output.human_bytes(left)} of {output.human_bytes(room)} left beside the weights"
@@ -68,7 +72,7 @@ def verdict(row: dict[str, Any], room: int, most: int) -> str:
 
 
 def no_room(weights: int, memory: int) -> str:
-    """A sentence for weights that take all memory."""
+    """Return a sentence for weights that already exceed the memory."""
     return (
         f"No cache fits: the weights take {output.human_bytes(weights)} in bfloat16, "
         f"and --memory is {output.human_bytes(memory)}"

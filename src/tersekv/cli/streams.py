@@ -1,4 +1,5 @@
-"""Standard streams that are closed (`tersekv list >&-`), or whose reader has left (`tersekv list | head -1`)."""
+"""Handle standard streams that are closed (`tersekv list >&-`) or lose their reader (`tersekv list
+| head -1`)."""
 
 from __future__ import annotations
 
@@ -11,22 +12,24 @@ from typing import NoReturn
 
 
 class Closed(io.TextIOBase):
-    """In place of a standard output that the caller has closed: an answer that cannot be given is an error."""
+    """Replacement for a closed standard output; writing to it is an error, because the result would
+    be lost."""
 
     encoding = "utf-8"
 
     def write(self, text: str) -> NoReturn:
-        """Raises OSError."""
+        """Raise OSError."""
         raise OSError(
-            errno.EBADF, "standard output is closed, so the answer has nowhere to go; give a file or /dev/null"
+            errno.EBADF,
+            "standard output is closed, so the result cannot be written; redirect it to a file or /dev/null",
         )
 
 
 def prepare() -> None:
-    """Make every standard stream one that can be used.
+    """Replace closed standard streams by usable ones.
 
-    Files that are opened later must not take the numbers of closed ones, which libraries write warnings to. A terminal
-    without UTF-8 still gets its answer.
+    Files opened later must not get the file numbers 0 to 2, because libraries write warnings there.
+    On terminals without UTF-8, unsupported characters are escaped.
     """
     for number in range(3):
         try:
@@ -45,7 +48,8 @@ def prepare() -> None:
 
 
 def abandon() -> None:
-    """Whoever read our output has left; the interpreter's own last flush must not complain either."""
+    """Redirect output to the null device after its reader has left, so that the interpreter's final
+    flush does not fail."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,5 @@
-"""Tables that stay readable at any width: no word is broken, and columns that do not fit go into further tables."""
+"""Tables that stay readable at any width: words are not broken, and columns that do not fit go into
+further tables."""
 
 from __future__ import annotations
 
@@ -11,12 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 BORDER = 3
-"""Characters that a column takes beside its text."""
+"""Characters that a column takes in addition to its text."""
 
 
 class Tables(NamedTuple):
-    """One table, or several one below the other, each beginning with the first `left` columns, which are text; the
-    others are numbers. notes: lines below."""
+    """One table, split into several below each other if it is too wide.
+
+    The first `left` columns are text and repeated in each; the others are numbers. notes: lines
+    below.
+    """
 
     title: str
     columns: Sequence[str]
@@ -32,7 +36,7 @@ class Tables(NamedTuple):
             yield Text(note)
 
     def _groups(self, width: int) -> list[list[int]]:
-        """The columns of each table. Text may be wrapped between words, numbers are not."""
+        """Return the columns of each table. Text may be wrapped between words, numbers are not."""
         text, numbers = list(range(self.left)), list(range(self.left, len(self.columns)))
         taken = 1 + sum(self._word(i) + BORDER for i in text)
         groups: list[list[int]] = []
@@ -47,7 +51,7 @@ class Tables(NamedTuple):
         return [text + group for group in groups] or [text]
 
     def _table(self, chosen: Sequence[int], width: int) -> Table:
-        """Headings are in one line where there is room for that."""
+        """Build one table. Headings are in one line if there is room for that."""
         made = Table()
         whole = {i: max(self._width(i), cell_len(self.columns[i])) for i in chosen}
         if 1 + sum(whole[i] + BORDER for i in chosen) > width:
@@ -67,17 +71,18 @@ class Tables(NamedTuple):
         return [row[i] for row in self.rows]
 
     def _word(self, i: int) -> int:
-        """The longest word of a column."""
+        """Return the width of the longest word of a column."""
         return max((cell_len(word) for cell in (self.columns[i], *self._cells(i)) for word in cell.split()), default=0)
 
     def _width(self, i: int) -> int:
-        """Width of a column of numbers: cells stay in one line, a heading may break between words."""
+        """Return the width of a column of numbers. Cells stay in one line; a heading may break
+        between words."""
         heading = max((cell_len(word) for word in self.columns[i].split()), default=0)
         return max([heading, *map(cell_len, self._cells(i))])
 
 
 def wrapped(text: str, width: int) -> str:
-    """Words in lines of at most `width`, a longer word in a line of its own."""
+    """Break a text into lines of at most `width`. Longer words get a line of their own."""
     lines: list[str] = []
     for word in text.split():
         if lines and cell_len(lines[-1]) + 1 + cell_len(word) <= width:
@@ -88,5 +93,5 @@ def wrapped(text: str, width: int) -> str:
 
 
 def texts(rows: Sequence[Sequence[Any]]) -> list[list[str]]:
-    """Cells as they are shown."""
+    """Return all cells as strings."""
     return [[str(cell) for cell in row] for row in rows]

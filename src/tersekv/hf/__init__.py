@@ -1,1 +1,5 @@
-"""Hugging Face transformers: cache, attention that reads packed bytes, models. Only this folder imports it."""
+"""Integration with Hugging Face transformers: the compressed cache, attention over packed bytes,
+and models.
+
+Only this folder imports transformers.
+"""

@@ -1,4 +1,4 @@
-"""The attention function that transformers calls under the name "tersekv"."""
+"""Attention and mask functions that transformers calls under the name "tersekv"."""
 
 from __future__ import annotations
 
@@ -32,20 +32,22 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of query [B, Hq, q, D] over a compressed cache (key and value are handles) or over plain tensors.
+    """Attend with query [B, Hq, q, D] to a compressed cache (key and value are handles) or to plain
+    tensors.
 
-    Returns [B, q, Hq, Dv], and the weights [B, Hq, q, tokens] where `output_attentions` asks for them.
+    Returns [B, q, Hq, Dv], and with `output_attentions` the weights [B, Hq, q, tokens], else None.
     """
     if isinstance(key, NewTokens):
         return _traced(query, key, value, attention_mask, dropout, scaling, kwargs), None
     wants_weights = kwargs.get("output_attentions")
-    # a bias on positions is read with decoded tokens
+    # position biases are only supported on decoded tokens
     pending = _untouched(key, value) if kwargs.get("position_bias") is None else None
     if pending is None:
         key, value = opened((key, value))
         own = wants_weights or any(kwargs.get(name) is not None for name in OWN)
         if own and attention_mask is None and 1 < query.shape[2] < key.shape[2]:
-            # no mask means causal from the first position on: a static cache's later places are empty
+            # no mask means causal from the first position: the later slots of a static cache are
+            # empty
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         call = call_of(query, attention_mask, key.shape[2], scaling, kwargs) if wants_weights else None
         weights = None if call is None else attention_weights(None, key, call)
@@ -54,7 +56,7 @@ def attention_forward(
     assert store is not None
     past = store.num_tokens
     call = call_of(query, attention_mask, past + keys.shape[2], scaling, kwargs)
-    weights = _weights(store, keys, call) if wants_weights else None  # before the store may forget tokens
+    weights = _weights(store, keys, call) if wants_weights else None  # before the store may evict tokens
     padding = _padding(call.mask) if store.deferred else None
     votes = observe(store, keys, call) if store.plan.policy.observes else None
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, keys, values))
@@ -82,12 +84,13 @@ def attention_forward(
 
 
 EXPLICIT: set[int] = set()
-"""Ids of the configs of models that transformers serves with explicit masks only, not with sdpa: their modules may not
-say that they are causal (BigBird-Pegasus)."""
+"""Ids of the configs of models without sdpa support in transformers. They get explicit masks,
+because their modules may not declare that they are causal (BigBird-Pegasus)."""
 
 
 def attention_mask_for(*args: Any, **kwargs: Any) -> Any:
-    """The mask that goes with `attention_forward`: bool [B, 1, q, tokens], or None where causal attention is clear."""
+    """Return the mask for `attention_forward`: bool [B, 1, q, tokens], or None if plain causal
+    attention suffices."""
     if is_traced() and kwargs["kv_length"] == 0:
         return _traced_mask(*args, **kwargs)
     for_compiled_step = not kwargs.get("allow_is_causal_skip", True) and kwargs["q_length"] == 1
@@ -95,17 +98,18 @@ def attention_mask_for(*args: Any, **kwargs: Any) -> Any:
         kwargs["allow_is_causal_skip"] = False
     mask = sdpa_mask(*args, **kwargs)
     if for_compiled_step and mask is not None:
-        mask = mask.contiguous()  # transformers would, and the copy would not be marked
+        mask = mask.contiguous()  # otherwise transformers copies it later, and that copy is not marked
         torch._dynamo.maybe_mark_dynamic(mask, 3)
     return mask
 
 
 def _traced_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask of a traced pass over a compressed cache, whose number of tokens is not known: made from the padding
-    mask, which spans all tokens, or None where the operator makes it.
+    """Return the mask of a traced pass over a compressed cache, whose number of tokens is unknown.
+
+    It is made from the padding mask, which spans all tokens; None lets the operator make it.
 
     Raises:
-        UserError: a mask that neither can make.
+        UserError: the model needs a mask of another kind.
     """
     padding, n = kwargs.get("attention_mask"), kwargs["q_length"]
     if padding is not None:
@@ -125,10 +129,11 @@ def _traced(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Attention in a traced pass: one operator, which appends and attends.
+    """Attend in a traced pass, by one operator that appends the new tokens and attends.
 
     Raises:
-        UserError: dropout, attention weights or a position bias, which the operator does not take.
+        UserError: the call uses dropout, attention weights or a position bias, which the operator
+            does not support.
     """
     for name, given in (
         ("dropout", dropout),
@@ -145,7 +150,7 @@ COMPILED, REMEDY = "a compressed cache does not serve a compiled model", "leave 
 
 
 OWN = ("softcap", "s_aux")
-"""Arguments that sdpa does not take."""
+"""Arguments of the attention function that sdpa does not support."""
 
 
 def _own(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -159,24 +164,26 @@ NO_DROPOUT = (
 
 
 class NoGradient(torch.autograd.Function):
-    """Attention that can be used without `torch.no_grad()`, but not trained through."""
+    """Attention output that may be computed outside `torch.no_grad()`; its backward pass raises an
+    error."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
-        """out, as if it came from the inputs."""
+        """Return `out` as if it had been computed from the inputs."""
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Refuse."""
+        """Raise CacheError."""
         raise CacheError(
-            "gradients do not flow through a filled cache that processes divide (context_parallel); train with an "
-            "empty cache, or without context_parallel"
+            "gradients do not flow through a filled cache with context_parallel; train with an empty cache, or without "
+            "context_parallel"
         )
 
 
 def _unchanging(x: Tensor) -> Tensor:
-    """What the backward pass keeps of x: a copy where x may be in the store, which later tokens change in place."""
+    """Return what the backward pass saves for x: a copy if x may belong to the store, which is
+    changed in place."""
     return x if x.requires_grad else x.clone()
 
 
@@ -190,7 +197,7 @@ def attend_plain(
     scaling: float | None,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention over tensors [B, Hkv, n, D], with dropout and gradients: [B, q, Hq, Dv]."""
+    """Attend to tensors [B, Hkv, n, D], with dropout and gradients. Returns [B, q, Hq, Dv]."""
     if all(kwargs.get(name) is None for name in OWN) and not kwargs.get("output_attentions"):
         return sdpa_attention_forward(module, query, keys, values, mask, dropout, scaling, **kwargs)[0]
     call = call_of(query, mask, keys.shape[2], scaling, kwargs)
@@ -204,13 +211,14 @@ def attend_plain(
 def call_of(
     query: Tensor, mask: Tensor | None, tokens: int, scaling: float | None, kwargs: dict[str, Any]
 ) -> AttentionCall:
-    """What the arguments of an attention function ask of `tokens` keys."""
+    """Build the `AttentionCall` over `tokens` keys from the arguments of an attention function."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return AttentionCall(query, _bool_mask(mask, query, tokens), scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
 
 
 def _untouched(key: Any, value: Any) -> Pending | None:
-    """The tokens behind two handles that nothing has opened or attended to yet."""
+    """Return the pending tokens if both arguments are handles that are not committed yet, else
+    None."""
     if isinstance(key, PendingTokens) and isinstance(value, PendingTokens) and not key.pending.committed:
         return key.pending
     return None
@@ -223,7 +231,11 @@ def _weights(store: LayerStore | EvictingStore, keys: Tensor, call: AttentionCal
 
 
 def _bool_mask(mask: Tensor | None, query: Tensor, tokens: int) -> Tensor | None:
-    """[B, 1, q, kv] as transformers makes it -> bool [B, q, tokens]."""
+    """Convert transformers' mask [B, 1, q, kv] to bool [B, q, tokens].
+
+    Raises:
+        UserError: the mask has another shape, or holds biases.
+    """
     if mask is None:
         return None
     B, _, q, _ = query.shape
@@ -234,7 +246,7 @@ def _bool_mask(mask: Tensor | None, query: Tensor, tokens: int) -> Tensor | None
         )
     if mask.dtype != torch.bool:
         blocked = mask <= torch.finfo(mask.dtype).min / 2
-        # elsewhere than on a CPU a check would wait for the device at every token
+        # on an accelerator this check would synchronise at every token, so decode steps skip it
         if (mask.is_cpu or q > 1) and not bool(((mask == 0) | blocked).all()):
             raise UserError(
                 "the attention mask holds biases; a compressed cache reads masks that only hide tokens "
@@ -245,7 +257,8 @@ def _bool_mask(mask: Tensor | None, query: Tensor, tokens: int) -> Tensor | None
 
 
 def _padding(mask: Tensor | None) -> Tensor | None:
-    """Leading positions of each row that no query sees, all of them where it has no token yet: int64 [B]."""
+    """Return the number of leading positions that no query of the row sees, int64 [B]. For a row
+    without tokens it is all positions."""
     if mask is None:
         return None
     seen = mask.any(dim=1)

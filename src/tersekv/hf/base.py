@@ -1,4 +1,5 @@
-"""A cache that knows its model and its recipe: what its layers, its files and its pickles rely on."""
+"""`ModelCache`: base class of a cache that knows its model and recipe, used by its layers, files
+and pickles."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ ATTENTION_NAME = "tersekv"
 class ModelCache(CheckedCache):
     """A cache for the attention layers of one model.
 
-    mask_offsets: by sliding window, tokens seen and evicted when the latest mask was made. told: True once a warning
-    about another recipe was given.
+    mask_offsets: tokens seen and evicted when the latest mask was made, by sliding window.
+    told: True once a warning about another recipe or cache was given.
     """
 
     recipe: Recipe
@@ -51,7 +52,7 @@ class ModelCache(CheckedCache):
         plans: dict[int, LayerPlan],
         context_parallel: ContextParallel | None = None,
     ) -> Self:
-        """A cache whose layers have these plans."""
+        """Return a cache whose layers have the given plans."""
         cache = cls.__new__(cls)
         cache._start(config, recipe, plans, context_parallel)
         return cache
@@ -64,7 +65,7 @@ class ModelCache(CheckedCache):
         plans: dict[int, LayerPlan],
         context_parallel: ContextParallel | None,
     ) -> None:
-        """Make the layers."""
+        """Create the layers and set all attributes."""
 
     @property
     @abstractmethod
@@ -73,19 +74,21 @@ class ModelCache(CheckedCache):
 
     @abstractmethod
     def footprint(self) -> Footprint:
-        """Bytes held by part."""
+        """Return the bytes by part."""
 
     def heads(self, held: int) -> HeadShard | None:
-        """Which key-value heads this process holds, where it holds only some of them."""
+        """Return the share of key-value heads in this process if it holds only `held` of them, else
+        None."""
         return heads_of(self.model, held, self.shape.kv_heads) if self.shape.passes_handles else None
 
     @property
     def model(self) -> PreTrainedModel | None:
-        """The model that filled it under `tersekv.compress`, as long as that lives."""
+        """The model that filled the cache under `tersekv.compress`; None if there is none or it no
+        longer exists."""
         return None if self._model is None else self._model()
 
     def bind_model(self, model: PreTrainedModel) -> None:
-        """Note which model fills it; that model's config says which attention is installed.
+        """Remember the model that fills the cache, whose config tells which attention is installed.
 
         Raises:
             UserError: the cache was made for a model of another architecture.
@@ -104,17 +107,18 @@ class ModelCache(CheckedCache):
 
     @property
     def hands_out_handles(self) -> bool:
-        """Whether the model runs our attention and its modules pass keys and values on untouched."""
+        """True if the model runs our attention and its modules pass keys and values on
+        unchanged."""
         return self.config._attn_implementation == ATTENTION_NAME and self.shape.passes_handles
 
     def warn_decoding(self) -> None:
-        """Say once that the fast path is not in use."""
+        """Warn once that all tokens are decoded at every step, and why."""
         if self._warned:
             return
         self._warned = True
         why = (
             "tersekv's attention is not installed; wrap the call in `with tersekv.compress(model, recipe):`"
             if self.shape.passes_handles
-            else f"{self.config.model_type} models open keys and values before attention"
+            else f"{self.config.model_type} models change keys and values before attention"
         )
         warnings.warn(f"CompressedCache decodes all tokens at every step: {why}", stacklevel=5)

@@ -1,4 +1,4 @@
-"""`CompressedCache`: a transformers `Cache` whose attention layers keep packed bytes."""
+"""`CompressedCache`: a transformers `Cache` whose attention layers store packed keys and values."""
 
 from __future__ import annotations
 
@@ -31,31 +31,34 @@ from tersekv.tensors import plain
 
 
 def empty_layer() -> Any:
-    """A place for a layer that caches nothing; releases before 5.17 keep an unused dynamic layer there."""
+    """Return a placeholder for a layer that caches nothing. Releases before 5.17 have no
+    `DummyLayer`; an unused dynamic layer serves there."""
     return getattr(cache_utils, "DummyLayer", cache_utils.DynamicLayer)()
 
 
 class CompressedCache(ModelCache):
-    """A cache for `generate(past_key_values=...)` or `model(past_key_values=...)`.
+    """A compressed cache for `generate(past_key_values=...)` or `model(past_key_values=...)`.
 
     Args:
         config: the model, or its config (`model.config`).
         recipe: a recipe string or `Recipe`, for example "kivi:bits=2".
-        calibration: for recipes that learn from a corpus, what `tersekv calibrate` made: a file, a folder of them, or a
-            `Calibration`.
-        context_parallel: processes that run the same model on the same tokens, and divide the packed ones: each holds
-            some, and attention joins what they have. For policies that keep every token.
+        calibration: the output of `tersekv calibrate`, for recipes that need calibration: a file, a
+            folder of such files, or a `Calibration`.
+        context_parallel: process group for context parallelism. Its processes run the same model on
+            the same tokens; each stores a share of the packed tokens, and attention merges the
+            parts. The token policy must keep every token.
 
-    Under `tersekv.compress(model, …)` attention reads the packed bytes; with any other attention implementation
-    `update` hands out decoded tensors (slower; said once in a warning).
+    Under `tersekv.compress(model, …)` attention reads the packed bytes. With any other attention
+    implementation `update` returns decoded tensors, which is slower; a warning says so once.
 
-    A forward pass that was interrupted between layers is an error of the next one, which says whether `crop` or `reset`
-    repairs the cache. Cached tokens are constants: gradients flow through the tokens of a call only (`compress` says
-    what is refused). Caches can be copied and pickled.
+    If a forward pass is interrupted between layers, the next one raises an error, which names the
+    remedy: `crop` or `reset`. Cached tokens are constants: gradients flow only through the tokens
+    of the current call. The docstring of `compress` lists the calls that are refused. Caches can be
+    copied and pickled.
 
     Raises:
-        UserError: unknown recipe, options that do not fit the model's head dim, a model it cannot serve, or a
-            calibration that is missing or was made for something else.
+        UserError: the recipe is unknown, its options do not fit the model's head dim, or the model
+            is not supported; or the calibration is missing or was made for another recipe or model.
     """
 
     def __init__(
@@ -82,8 +85,8 @@ class CompressedCache(ModelCache):
         self._start(config, recipe, plans, spread_over(context_parallel))
 
     def empty(self, config: PreTrainedConfig) -> CompressedCache:
-        """A cache like this without tokens, for the same model: its recipe, and what its codecs learnt from a
-        corpus."""
+        """Return a cache without tokens that has the same recipe and calibrated codecs, for the
+        same model."""
         plans = {layer.index: layer.plan for layer in self.layers if isinstance(layer, CompressedLayer)}
         return CompressedCache.of(config, self.recipe, plans, self.context_parallel)
 
@@ -96,7 +99,7 @@ class CompressedCache(ModelCache):
     ) -> None:
         self.recipe, self.config, self.context_parallel = recipe, text_config(config), context_parallel
         self.shape = AttentionShape.of(self.config)
-        self._warned = self.told = False  # each warning comes once
+        self._warned = self.told = False  # each warning is given once
         self.compiles = False
         self._model = None
         self.mask_offsets = {}
@@ -125,14 +128,14 @@ class CompressedCache(ModelCache):
     # ------------------------------------------------------------------ files and copies
 
     def save(self, path: str | Path, ids: Tensor | None = None, model: PreTrainedModel | None = None) -> None:
-        """Write everything to a safetensors file, whole or not at all: what `load` makes an equal cache of.
+        """Write the cache to a safetensors file that `load` can read. The write is atomic.
 
-        ids: int64 [B, T], the tokens that the model has read, where prompts are to be compared with them. model: the
-        one that filled it, where that was not under `tersekv.compress`.
+        ids: int64 [B, T], the tokens that the model has read; `load` compares a prompt with them.
+        model: the model that filled the cache, if that was not under `tersekv.compress`.
 
         Raises:
-            UserError: an empty cache, ids of another length, state beside keys and values, a file that cannot be
-                written.
+            UserError: the cache is empty or has state other than keys and values, the number of ids
+                differs, or the file cannot be written.
         """
         saved.save(self, Path(path), ids, model)
 
@@ -143,21 +146,25 @@ class CompressedCache(ModelCache):
         ids: Tensor | None = None,
         decode: Callable[[list[int]], str] = str,
     ) -> CompressedCache:
-        """The cache that `save` wrote, ready to go on; on a CPU its packed pages stay in the memory-mapped file, which
-        must not be written to meanwhile (replacing it, as `save` does, is safe).
+        """Read a cache that `save` wrote, ready to continue.
 
-        ids: int64 [B, T], a prompt, which must begin with the tokens of the file. decode: how errors write token ids
-        where a prompt differs.
+        On a CPU its packed pages stay in the memory-mapped file. That file must not be modified in
+        the meantime; replacing it, as `save` does, is safe.
+
+        ids: int64 [B, T], a prompt that must begin with the tokens of the file.
+        decode: turns token ids into text for the error message about a different prompt.
 
         Raises:
-            UserError: no such file, one that is damaged, cut off, of another format or model, or of another prompt.
+            UserError: the file does not exist, is damaged or truncated, or belongs to another
+                format, model or prompt.
         """
         return saved.load(CompressedCache, path, model, ids, decode)
 
     @plain
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
-        """A cache of its own with the same tokens, for a prompt that many continuations share; the config stays the
-        model's, since it says which attention is installed."""
+        """Return an independent copy with the same tokens, for a prompt that many continuations
+        share. The config is not copied, because it tells which attention is installed on the
+        model."""
         memo[id(self.config)] = self.config
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
@@ -165,31 +172,33 @@ class CompressedCache(ModelCache):
         return copied
 
     def __reduce__(self) -> Any:
-        """See `hf/pickled.py`."""
+        """Support pickling; see `hf/pickled.py`."""
         return pickled.reduced(self)
 
     compiles: bool
-    """True if the latest `generate` was given a `compile_config` that it can follow."""
+    """True if the latest `generate` got a `compile_config` and nothing prevents compiling."""
 
     @property
     def is_compileable(self) -> bool:
-        """True if `generate` is to compile its decode steps, which it does only where its caller gave a
-        `compile_config`. Traced passes make their own masks."""
+        """True if `generate` should compile its decode steps: only if the caller gave a
+        `compile_config`. False during tracing, because traced passes make their own masks."""
         return self.compiles and not is_traced() and all(layer.is_compileable for layer in self.layers)
 
     @property
     def is_traceable(self) -> bool:
-        """True if compiled forward passes can call the operators on the layers. Recurrent states count passes in Python
-        numbers, and chunked attention has masks that no operator makes."""
+        """True if compiled forward passes can call the operators on the layers. Not supported:
+        recurrent states, whose passes are counted in Python, and chunked attention, whose masks no
+        operator makes."""
         chunked = getattr(self.config, "attention_chunk_size", None) is not None
         return self.hands_out_handles and self.context_parallel is None and not self.progress.linear and not chunked
 
     def __repr__(self) -> str:
-        """Recipe, tokens, bytes, bits and ratio in one line."""
+        """Return recipe, tokens, bytes, bits and ratio in one line."""
         return f"{type(self).__name__}({self.recipe.name}): {self.footprint()}"
 
     def footprint(self) -> Footprint:
-        """Bytes held by part, over all attention layers; tables shared by layers count once."""
+        """Return the bytes by part, summed over all attention layers. Tables shared by layers count
+        once."""
         stores = [
             layer.store for layer in self.layers if isinstance(layer, CompressedLayer) and layer.store is not None
         ]

@@ -1,8 +1,8 @@
-"""Calibration: one pass with gradients over samples of a corpus, then codecs fitted layer by layer, side by side.
+"""Calibration: gradients over samples of a corpus, then codecs fitted layer by layer in parallel.
 
-Both phases leave their results in a work folder, one file for each sample and for each codec of a layer, so that a run
-that was killed goes on where it was. Codecs that several recipes share are fitted once. Samples and results depend on
-what is asked for only, not on where a run was stopped or on how many workers it had.
+Both phases write their results to a work folder: one file per sample, and one per codec of a layer.
+A run that was killed continues from these files. Codecs that several recipes share are fitted once.
+Samples and results are independent of interruptions and of the number of workers.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ from tersekv.hf.rope import Ropes
 from tersekv.recipe import Recipe
 
 Progress = Callable[[str, int, int], None]
-"""What is being done, and how much of it is done of how much."""
+"""Progress callback: name of the phase, steps done, and steps in total."""
 
 BYTES_PER_ELEMENT = 4 + 2  # an activation and its gradient
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Samples of a text. windows: ids [samples, length]; name, sha256: of the text; seed: they were drawn with."""
+    """Samples of a text. windows: ids [samples, length]; name, sha256: of the text; seed: of the
+    random positions."""
 
     name: str
     sha256: str
@@ -54,14 +55,14 @@ class Corpus:
 
     @staticmethod
     def draw(name: str, text: str, ids: Sequence[int], samples: int, length: int, seed: int) -> Corpus:
-        """Windows of the tokenised text at random places, as GPTQ and KVQuant draw them.
+        """Draw windows of the tokenised text at random positions, as GPTQ and KVQuant do.
 
         Raises:
             UserError: the text is too short.
         """
         if len(ids) <= length:
             raise UserError(
-                f"text {name!r} has {len(ids):,} tokens, and samples of {length:,} were asked for: "
+                f"text {name!r} has {len(ids):,} tokens, too few for samples of {length:,} tokens: "
                 "give a longer text or a shorter --length"
             )
         chance = random.Random(seed)
@@ -71,13 +72,15 @@ class Corpus:
 
 
 class Calibrator:
-    """One calibration of a model for several recipes.
+    """Calibrate a model for several recipes in one run.
 
-    sinks: first tokens of each sample that are left out. workers: processes that fit, 1 for this one alone. work: the
-    folder of what is done so far, in the cache folder where it is not given.
+    sinks: number of tokens left out at the start of each sample.
+    workers: number of processes that fit codecs; 1 fits in this process.
+    work: work folder of intermediate results, by default in the cache folder.
 
     Raises:
-        UserError: a recipe that has nothing to calibrate or does not fit the model, or a disk that is too full.
+        UserError: a recipe has nothing to calibrate or does not fit the model, or `sinks` leaves no
+            tokens.
     """
 
     def __init__(
@@ -93,18 +96,18 @@ class Calibrator:
             raise UserError(f"{sinks} sinks leave nothing of samples of {corpus.windows.shape[1]} tokens; give fewer")
         self.model, self.recipes, self.corpus, self.sinks, self.workers = model, recipes, corpus, sinks, workers
         self.codecs: dict[Source, list[Codec]] = {}
-        self.peak_worker_bytes = 0  # of one process that fits, in bytes
+        self.peak_worker_bytes = 0  # highest peak memory of one fitting process
         for recipe in recipes:
             self._add(recipe)
         self.mark = fingerprint(model)
         self.work = (cache_dir() / "calibrations" / "work" if work is None else work) / self._key()
 
     def _add(self, recipe: Recipe) -> None:
-        """Note what a recipe's codecs are to learn."""
+        """Add the codecs of a recipe that need calibration."""
         if not needs_corpus(recipe, self.model.config):
             raise UserError(
-                f"recipe '{recipe}' has nothing to calibrate: its codecs learn nothing, or from the prompt; "
-                "use it as it is, or give one like kvquant:bits=3"
+                f"recipe '{recipe}' has nothing to calibrate: its codecs are not fitted, or fitted on the prompt; "
+                "use it without calibration, or give a recipe like kvquant:bits=3"
             )
         shape = AttentionShape.of(text_config(self.model.config))
         for layer, plan in attention_plans(recipe, self.model.config).items():
@@ -115,24 +118,25 @@ class Calibrator:
                     known.append(codec)
 
     def _key(self) -> str:
-        """Names the samples' files; what is fitted from them stands beside them."""
+        """Return the name of the work folder: a hash of everything that samples depend on."""
         asked = [self.mark, self.corpus.sha256, self.sinks, sorted(source.name for source in self.codecs)]
         ids = self.corpus.windows.numpy().tobytes()
         return hashlib.sha256(repr(asked).encode() + ids).hexdigest()[:16]
 
     @property
     def work_bytes(self) -> int:
-        """Bytes that the samples take on disk."""
+        """Size of all samples on disk in bytes."""
         shape = AttentionShape.of(text_config(self.model.config))
         dims = sum(shape.key_dim if source.side == "keys" else shape.value_dim for source in self.codecs)
         samples, length = self.corpus.windows.shape
         return samples * (length - self.sinks) * shape.kv_heads * dims * BYTES_PER_ELEMENT
 
     def run(self, progress: Progress = lambda *_: None) -> list[Calibration]:
-        """The calibration of each recipe. The work folder stays until `clean`.
+        """Return the calibration of each recipe. The work folder stays until `clean`.
 
         Raises:
-            UserError, CacheError: a full disk, another run with the same work, activations that are not finite.
+            UserError, CacheError: the disk is full, another run uses the same work folder, or
+                activations are not finite.
         """
         self.work.mkdir(parents=True, exist_ok=True)
         with _locked(self.work):
@@ -145,14 +149,15 @@ class Calibrator:
         shutil.rmtree(self.work, ignore_errors=True)
 
     def _samples(self, progress: Progress) -> tuple[Path, ...]:
-        """The files of the samples' activations and gradients, made where they are missing."""
+        """Return the files of the samples' activations and gradients; create those that are
+        missing."""
         paths = tuple(self.work / f"sample-{i:04}.safetensors" for i in range(len(self.corpus.windows)))
         missing = sum(not path.exists() for path in paths)
         needed, free = self.work_bytes * missing // len(paths), shutil.disk_usage(self.work).free
         if needed > free:
             raise UserError(
-                f"the samples take {needed:,} bytes in {self.work}, and {free:,} are free there: set TERSEKV_CACHE to "
-                "a folder with more room, or ask for fewer or shorter samples"
+                f"the samples need {needed:,} bytes in {self.work}, and {free:,} are free there: set TERSEKV_CACHE to "
+                "a folder with more space, or use fewer or shorter samples"
             )
         for i, path in enumerate(paths):
             progress("samples", i, len(paths))
@@ -163,7 +168,7 @@ class Calibrator:
         return paths
 
     def _out(self, source: Source, codec: Codec) -> Path:
-        """The file of what a codec learnt."""
+        """Return the file of a codec's calibrated tensors."""
         return self.work / f"fitted-{source.name}-{hashlib.sha256(repr(codec).encode()).hexdigest()[:16]}.safetensors"
 
     def _fit(self, samples: tuple[Path, ...], progress: Progress) -> None:
@@ -183,10 +188,10 @@ class Calibrator:
             progress("layers", done, len(self.codecs))
 
     def _turn(self, layer: int) -> SequenceRope:
-        """RoPE of a sample's tokens.
+        """Return the RoPE of a sample's tokens.
 
         Raises:
-            UserError: it is none that turns pairs of channels.
+            UserError: the model's RoPE does not rotate pairs of channels.
         """
         config = text_config(self.model.config)
         D, length = AttentionShape.of(config).key_dim, self.corpus.windows.shape[1]
@@ -227,10 +232,11 @@ def _source(layer: int, codec: Codec) -> Source:
 
 
 def _each(jobs: Sequence[FitJob], workers: int) -> Iterator[int]:
-    """Run the jobs, here or in worker processes; yields the peak memory of the process that did each."""
+    """Run the jobs, here or in worker processes; yield the peak memory in bytes of each job's
+    process."""
     if workers == 1 or len(jobs) < 2:
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # sums of one thread, as in a worker
+        torch.set_num_threads(1)  # so that sums round as in a worker
         try:
             yield from map(fit, jobs)
         finally:
@@ -242,8 +248,8 @@ def _each(jobs: Sequence[FitJob], workers: int) -> Iterator[int]:
         yield from (future.result() for future in as_completed([pool.submit(fit, job) for job in jobs]))
     except BrokenProcessPool as error:
         raise UserError(
-            "the system ended a process that fits, most often for want of memory: run it again with fewer --workers or "
-            "--samples, and it goes on where it was"
+            "the system killed a fitting process, usually because memory ran out: run it again with fewer --workers or "
+            "--samples; it continues where it was"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -251,7 +257,11 @@ def _each(jobs: Sequence[FitJob], workers: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One run at a time; the system drops the lock with the process."""
+    """Hold the lock of a work folder. The system releases it when the process ends.
+
+    Raises:
+        UserError: another run holds the lock.
+    """
     with (folder / "lock").open("w") as file:
         with contextlib.suppress(ImportError):  # Windows
             import fcntl

@@ -1,8 +1,10 @@
-"""What codecs learnt from a corpus, as a file: made by `tersekv calibrate`, used by caches.
+"""Calibration files: tensors that codecs fitted on a corpus, written by `tersekv calibrate` and
+read by caches.
 
-A file is safetensors with tensors `layers.<i>.keys.<name>` and `layers.<i>.values.<name>`, shaped as in `Codec.fitted`
-with batch dimension 1, and one metadata entry: JSON that says what they were made of. It is bound to the recipe (but
-for its token policy), to the model, and by a hash to its own tensors.
+The format is safetensors. Tensors are named `layers.<i>.keys.<name>` and
+`layers.<i>.values.<name>`, shaped as in `Codec.fitted` with batch dimension 1. One metadata entry,
+in JSON, says how they were made. The file is bound to the model, to the recipe without its token
+policy, and to a hash of its own tensors.
 """
 
 from __future__ import annotations
@@ -39,8 +41,13 @@ SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class Made:
-    """What a calibration was made of. recipe: its calibrated part, all options written out. architecture, model: see
-    `fingerprint`. corpus: its name; length: tokens per sample; sinks: first tokens of each that were left out."""
+    """Provenance of a calibration.
+
+    recipe: its calibrated part, with all options written out.
+    architecture, model: hashes, see `fingerprint`.
+    corpus: name of the corpus; length: tokens per sample; sinks: number of tokens left out at the
+    start of each sample.
+    """
 
     recipe: str
     architecture: str
@@ -56,7 +63,8 @@ class Made:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What codecs learnt from a corpus. tensors: by name, as in the file. path: where it was read from."""
+    """Tensors that codecs fitted on a corpus. tensors: by name, as in the file. path: the file it
+    was read from."""
 
     made: Made
     tensors: dict[str, Tensor] = dataclasses.field(repr=False)
@@ -64,7 +72,7 @@ class Calibration:
 
     @property
     def digest(self) -> str:
-        """16 hex digits that change with any tensor."""
+        """Hash of all tensors, 16 hex digits."""
         digest = hashlib.sha256()
         for name in sorted(self.tensors):
             tensor = self.tensors[name]
@@ -73,16 +81,17 @@ class Calibration:
         return digest.hexdigest()[:16]
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file atomically."""
         said = {"format": FORMAT, "digest": self.digest, **dataclasses.asdict(self.made)}
         save_whole(self.tensors, path, {ENTRY: json.dumps(said, sort_keys=True)})
 
     @staticmethod
     def load(path: str | Path) -> Calibration:
-        """Read a file.
+        """Read a calibration file.
 
         Raises:
-            UserError: no such file, no calibration, one that is damaged or of another format.
+            UserError: the file does not exist, is no calibration, is damaged, or has another
+                format.
         """
         path = Path(path).expanduser()
         if not path.is_file():
@@ -97,18 +106,19 @@ class Calibration:
         digest = said.pop("digest")
         kinds = {field.name: int if field.type == "int" else str for field in dataclasses.fields(Made)}
         if {name: type(value) for name, value in said.items()} != kinds:
-            raise UserError(f"{path} is damaged: what it says of itself has other fields; calibrate again")
+            raise UserError(f"{path} is damaged: its metadata has unexpected fields; calibrate again")
         found = Calibration(Made(**said), tensors, path)
         if found.digest != digest:
-            raise UserError(f"{path} is damaged: its tensors are not those that were written; calibrate again")
+            raise UserError(f"{path} is damaged: the hash of its tensors differs; calibrate again")
         return found
 
     def about(self) -> dict[str, Any]:
-        """What a record should know."""
+        """Return digest and provenance, for the records of benchmarks."""
         return {"digest": self.digest, **dataclasses.asdict(self.made)}
 
     def check(self, recipe: Recipe, config: PreTrainedConfig, model: str | None = None) -> None:
-        """Raise UserError unless it was made for this recipe and model (config alone, or its fingerprint, too)."""
+        """Raise UserError unless the calibration was made for this recipe and config. model: a
+        fingerprint that must match, too, or None."""
         where = self.path or "this calibration"
         part = calibrated_part(recipe)
         if part != self.made.recipe:
@@ -121,36 +131,40 @@ class Calibration:
             raise UserError(f"{where} was made for a model with other weights; {how_to(recipe)}")
 
     def fitted(self, codec: Codec, layer: int, kv_heads: int, head_dim: int) -> Codec:
-        """The codec of one side of a layer with what it learnt.
+        """Return the codec of one side of a layer with its calibrated tensors.
 
         Raises:
-            UserError: tensors are missing, or are not those that such a codec learns.
+            UserError: tensors are missing, or do not fit such a codec.
         """
         start = f"layers.{layer}.{codec.side}."
         tensors = {name.removeprefix(start): t for name, t in self.tensors.items() if name.startswith(start)}
         where, learns = self.path or "this calibration", codec.learns(1, kv_heads, head_dim)
         for name, tensor in tensors.items():
-            fault = learns[name].fault(tensor) if name in learns else f"is nothing that {codec.side} learn"
+            fault = learns[name].fault(tensor) if name in learns else f"is not a tensor of this codec for {codec.side}"
             if fault:
                 raise UserError(f"{where} is wrong: {start}{name} {fault}; calibrate again")
         made = dataclasses.replace(codec, fitted=tensors)
         if made.needs_fit == "corpus":
-            raise UserError(f"{where} holds too little for the {codec.side} of layer {layer}; calibrate again")
+            raise UserError(f"{where} lacks tensors for the {codec.side} of layer {layer}; calibrate again")
         if fault := made.learnt_fault(1, kv_heads, head_dim):
             raise UserError(f"{where} is wrong: {start.rstrip('.')} {fault}; calibrate again")
         return made
 
 
 def _entry(entry: str | None, path: Path) -> dict[str, Any]:
-    """What a file says of itself, without the format."""
+    """Return the metadata of a file, without the format.
+
+    Raises:
+        UserError: the metadata is missing or damaged, or has another format.
+    """
     if entry is None:
-        raise UserError(f"{path} is a safetensors file, but no calibration; give what `tersekv calibrate` wrote")
+        raise UserError(f"{path} is a safetensors file, but not a calibration; give a file from `tersekv calibrate`")
     try:
         said = dict(json.loads(entry))
         found = said.pop("format")
         said["digest"] = str(said["digest"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: it does not say what it is; calibrate again") from error
+        raise UserError(f"{path} is damaged: its metadata is not readable; calibrate again") from error
     if found != FORMAT:
         raise UserError(f"{path} has format {found}; this version reads format {FORMAT}: calibrate again")
     return said
@@ -160,25 +174,26 @@ def _entry(entry: str | None, path: Path) -> dict[str, Any]:
 
 
 def calibrated_part(recipe: Recipe) -> str:
-    """The recipe without its token policy and with all options written out: what a calibration is bound to."""
+    """Return the part of a recipe that a calibration is bound to: all options written out, no token
+    policy."""
     return _written(recipe, in_full=True)
 
 
 def how_to(recipe: Recipe) -> str:
-    """The end of a sentence that says how to get a calibration."""
-    prompt = f", or use '{other}', which learns from the prompt" if (other := recipe.learning_from_prompt()) else ""
+    """Return the end of an error message that says how to get a calibration."""
+    prompt = f", or use '{other}', which is fitted on the prompt" if (other := recipe.learning_from_prompt()) else ""
     make = f"make one with `tersekv calibrate --model MODEL --recipe '{recipe}'`, which later runs find"
-    return f"{make} (elsewhere give calibration=FILE){prompt}"
+    return f"{make} (or give calibration=FILE){prompt}"
 
 
 def place(folder: Path, recipe: Recipe) -> Path:
-    """The file of a recipe's calibration in a folder."""
+    """Return the path of a recipe's calibration in a folder."""
     slug = re.sub(r"[^\w.=-]+", "_", _written(recipe, in_full=False))[:100]
     return folder / f"{slug}-{hashlib.sha256(calibrated_part(recipe).encode()).hexdigest()[:8]}{SUFFIX}"
 
 
 def default_folder(model: str) -> Path:
-    """Where calibrations of the model with this fingerprint are looked for."""
+    """Return the default folder of calibrations for the model with this fingerprint."""
     return cache_dir() / "calibrations" / model[:16]
 
 
@@ -200,13 +215,13 @@ def _written(recipe: Recipe, in_full: bool) -> str:
 
 
 def attention_plans(recipe: Recipe, config: PreTrainedConfig) -> dict[int, LayerPlan]:
-    """The plans of the layers that keep keys and values, by layer."""
+    """Return the plans of all layers with keys and values, by layer index."""
     kinds = attention_layers(text_config(config))
     return {i: recipe.plan(i, len(kinds)) for i, kind in enumerate(kinds) if kind.type == "attention"}
 
 
 def needs_corpus(recipe: Recipe, config: PreTrainedConfig) -> bool:
-    """Whether some layer has yet to learn from a corpus."""
+    """True if a codec of some layer still needs calibration on a corpus."""
     plans = attention_plans(recipe, config).values()
     return any(codec.needs_fit == "corpus" for plan in plans for codec in (plan.keys, plan.values))
 
@@ -214,18 +229,21 @@ def needs_corpus(recipe: Recipe, config: PreTrainedConfig) -> bool:
 def calibrated_plans(
     recipe: Recipe, config: PreTrainedConfig, calibration: Calibration | str | Path | None
 ) -> dict[int, LayerPlan]:
-    """The plans of the layers that keep keys and values, each with what its codecs learnt. calibration: a file, a
-    folder of them, or one that was loaded; recipes that need none do without.
+    """Return the plans of all layers with keys and values, each with its calibrated codecs.
+
+    calibration: a file, a folder of such files, or a loaded calibration; None if the recipe needs
+    none.
 
     Raises:
-        UserError: none is given where the recipe needs one, or one that was made for something else.
+        UserError: the recipe needs a calibration and got none, or one made for another recipe or
+            model.
     """
     plans, shape = attention_plans(recipe, config), AttentionShape.of(text_config(config))
     dims = {"keys": shape.key_dim, "values": shape.value_dim}
     if not needs_corpus(recipe, config):
         return plans
     if calibration is None:
-        raise UserError(f"recipe '{recipe}' learns from a corpus first: {how_to(recipe)}")
+        raise UserError(f"recipe '{recipe}' needs a calibration: {how_to(recipe)}")
     found = _loaded(calibration, recipe)
     found.check(recipe, config)
 
@@ -240,11 +258,13 @@ def calibrated_plans(
 def calibration_for(
     model: PreTrainedModel, recipe: str | Recipe, calibration: Calibration | str | Path | None = None
 ) -> Calibration | None:
-    """The calibration of a model for a recipe: the given one (a file, a folder of them, or one that was loaded), else
-    the one in the default place; None where the recipe needs none.
+    """Return a model's calibration for a recipe; None if the recipe needs none.
+
+    calibration: a file, a folder of such files, or a loaded calibration. By default it is read from
+    the model's default folder.
 
     Raises:
-        UserError: there is none, or the given one was made for something else.
+        UserError: there is no calibration, or it was made for another recipe or model.
     """
     recipe = Recipe.parse(recipe)
     if not needs_corpus(recipe, model.config):
@@ -253,7 +273,7 @@ def calibration_for(
     if calibration is None:
         path = place(default_folder(mark), recipe)
         if not path.is_file():
-            raise UserError(f"recipe '{recipe}' learns from a corpus first, and {path} is not there: {how_to(recipe)}")
+            raise UserError(f"recipe '{recipe}' needs a calibration, and {path} does not exist: {how_to(recipe)}")
         calibration = path
     found = _loaded(calibration, recipe)
     found.check(recipe, model.config, mark)

@@ -1,4 +1,5 @@
-"""The keys and values that a model makes of a text, as a cache receives them (keys after RoPE)."""
+"""Capture the keys and values that a model computes for a text, as a cache receives them (keys
+after RoPE)."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ Through = Callable[[int, Tensor, Tensor], LayerTokens]
 
 
 class OnePassLayer(CacheLayerMixin):
-    """A layer that gets all tokens in one call and hands on what `through` makes of them; it keeps none."""
+    """A layer that receives all tokens in one call and returns the result of `through`. It stores
+    no tokens."""
 
     def __init__(self, index: int, window: int | None, through: Through) -> None:
         super().__init__()
@@ -42,31 +44,38 @@ class OnePassLayer(CacheLayerMixin):
         self.seen = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare."""
+        """Do nothing; there is no state to prepare."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """What attention is to see of all tokens [B, H, T, D]."""
+        """Return the keys and values [B, H, T, D] for attention.
+
+        Raises:
+            CacheError: the layer is called a second time.
+        """
         if self.seen:
             raise CacheError(f"layer {self.index} got tokens twice; this cache serves one forward pass, make a new one")
         self.seen = key_states.shape[2]
         return self.through(self.index, key_states, value_states)
 
     def get_seq_length(self) -> int:
-        """Tokens seen."""
+        """Return the number of tokens seen."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Masks span all tokens."""
+        """Return (number of keys, offset) of the mask, which spans all tokens."""
         return self.seen + query_length, 0
 
     def get_max_length(self) -> int:
-        """No maximum, or the sliding window."""
+        """Return the sliding window, or -1 for no maximum."""
         return -1 if self.sliding_window is None else self.sliding_window
 
 
 class OnePassCache(Cache):
-    """A cache for one forward pass. Attention in layer i sees `through(i, keys, values)` in place of the keys and
-    values that the layer made, whatever attention implementation the model has; nothing is installed on it."""
+    """A cache for one forward pass: attention in layer i uses `through(i, keys, values)` in place
+    of keys and values.
+
+    It works with every attention implementation and does not modify the model.
+    """
 
     def __init__(self, config: PreTrainedConfig, through: Through) -> None:
         layers: list[Any] = []
@@ -80,7 +89,8 @@ class OnePassCache(Cache):
 
 @torch.no_grad()
 def capture(model: PreTrainedModel, ids: Tensor) -> list[LayerTokens]:
-    """Keys and values of ids [B, T], one entry per attention layer with a key-value cache, sliding windows whole."""
+    """Return keys and values of ids [B, T], one entry per attention layer with a key-value cache.
+    Layers with a sliding window return all tokens."""
     captured: list[LayerTokens] = []
 
     def keep(layer: int, keys: Tensor, values: Tensor) -> LayerTokens:
@@ -93,8 +103,9 @@ def capture(model: PreTrainedModel, ids: Tensor) -> list[LayerTokens]:
 
 @torch.no_grad()
 def capture_calls(model: PreTrainedModel, ids: Tensor) -> list[tuple[LayerTokens, AttentionCall]]:
-    """The same, each with what its attention module asked for: queries, mask, scaling."""
-    calls: dict[int, AttentionCall] = {}  # by the keys they are asked of; layers that share keys come later
+    """Return the same entries as `capture`, each with the arguments of its attention call: queries,
+    mask, scaling."""
+    calls: dict[int, AttentionCall] = {}  # by id of the keys; the first call counts if layers share keys
     with _recording(model, calls):
         captured = capture(model, ids)
     return [(tokens, calls[id(tokens.keys)]) for tokens in captured]
@@ -102,7 +113,8 @@ def capture_calls(model: PreTrainedModel, ids: Tensor) -> list[tuple[LayerTokens
 
 @contextmanager
 def _recording(model: PreTrainedModel, calls: dict[int, AttentionCall]) -> Iterator[None]:
-    """Inside, the model's attention is that of `compress` on plain tensors, and notes what it is asked for."""
+    """Run the model with the attention function of `compress` on plain tensors, and record each
+    call's arguments."""
 
     def attend(
         module: torch.nn.Module,

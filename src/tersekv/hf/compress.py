@@ -1,5 +1,5 @@
-"""`compress(model, recipe)` installs packed attention on a model; leaving its `with`, or `remove()`, puts everything
-back."""
+"""`compress(model, recipe)`: install packed attention on a model until `remove()` or the end of a
+`with` block."""
 
 from __future__ import annotations
 
@@ -34,28 +34,34 @@ def compress(
     calibration: Calibration | str | Path | None = None,
     context_parallel: ProcessGroup | None = None,
 ) -> Compression:
-    """From now on `model.generate(...)` and `model(...)` use a `CompressedCache` with `recipe`, and attention reads its
-    packed bytes. Leaving a `with` block around the call, or `remove()`, puts the model back as it was.
+    """Make `model.generate(...)` and `model(...)` use a `CompressedCache` with `recipe`; attention
+    reads its packed bytes. `remove()`, or the end of a `with` block around the call, restores the
+    model.
 
-    It takes effect at once, as PyTorch's hooks do, so that a call without `with` is not ignored. Several may be open on
-    one model and end in any order; the latest decides, and the model is put back when the last one ends.
+    The call takes effect at once, as PyTorch's hooks do, so that a call without `with` is not
+    ignored. Several may be open on one model and end in any order. The latest one decides, and the
+    model is restored when the last one ends.
 
-    A `CompressedCache` that is passed as `past_key_values` keeps its own recipe; a warning says so where it is another
-    one. A cache of transformers is used as it is, not compressed, also with a warning. A copy of the model
-    (`copy.deepcopy`) is made without packed attention.
+    A `CompressedCache` passed as `past_key_values` keeps its own recipe; a warning says so if that
+    recipe differs. A cache class of transformers is used uncompressed, also with a warning. A copy
+    of the model (`copy.deepcopy`) has no packed attention.
 
-    Gradients flow through the tokens of a call, and attention dropout is applied, as without a cache; cached tokens are
-    constants. Once the cache holds tokens, dropout is refused with a policy that drops tokens, and both are with
-    `context_parallel`.
+    Gradients flow through the tokens of a call, and attention dropout is applied, as without a
+    cache; cached tokens are constants. Two combinations are refused once the cache holds tokens.
+    Dropout needs a policy that keeps all tokens, and `context_parallel` allows neither gradients
+    nor dropout.
 
-    recipe: or a cache, for example one that was loaded; new caches are then as it is, without its tokens.
-    calibration: for recipes that learn from a corpus, what `tersekv calibrate` made: a file, a folder of them, or a
-    `Calibration`; without it the one in the default place for this model is used.
+    recipe: a recipe, or a cache, for example a loaded one: new caches then have its recipe and
+    calibration, without its tokens.
+    calibration: the output of `tersekv calibrate`, for recipes that need calibration: a file, a
+    folder of such files, or a `Calibration`. By default the one in this model's default folder is
+    used.
     context_parallel: see `CompressedCache`.
 
     Raises:
-        UserError: unknown recipe, a model that the recipe cannot serve, or a calibration that is missing or was made
-            for something else. Later, by `generate`: a `cache_implementation` other than "dynamic".
+        UserError: the recipe is unknown or does not support the model, or the calibration is
+            missing or was made for another recipe or model. Later `generate` raises it for a
+            `cache_implementation` other than "dynamic".
     """
     if not isinstance(model, PreTrainedModel):
         raise UserError(f"compress takes a transformers model, got {type(model).__name__}")
@@ -66,19 +72,21 @@ def compress(
     has_usual_cache: Any = model._supports_default_dynamic_cache
     if not has_usual_cache():
         raise UserError(
-            f"{type(model).__name__} keeps a cache of its own kind; tersekv serves models with key-value caches"
+            f"{type(model).__name__} has a cache of another kind; tersekv supports models with key-value caches"
         )
     if not model._can_set_attn_implementation():
         raise UserError(
-            f"{type(model).__name__} does not take attention functions; "
+            f"{type(model).__name__} does not support attention functions; "
             "pass past_key_values=tersekv.CompressedCache(model.config, recipe) without compress"
         )
     return Compression(model, recipe.empty(model.config))
 
 
 class Compression:
-    """Packed attention on one model, installed until `remove()` or the end of a `with` block. A handle that nobody
-    keeps does not remove it. A handle that was removed can be entered again."""
+    """Packed attention on one model, installed until `remove()` or the end of a `with` block.
+
+    Deleting this object does not remove the attention. After `remove()` it can be entered again.
+    """
 
     def __init__(self, model: PreTrainedModel, template: CompressedCache) -> None:
         self.model, self.template = model, template
@@ -101,7 +109,8 @@ class Compression:
             templates.append(self.template)
 
     def remove(self) -> None:
-        """Put the model back as it was, once no other one is installed on it; a second call does nothing."""
+        """Remove this one; restore the model if no other one is installed on it. A second call does
+        nothing."""
         with _lock:
             templates = [template for template in _open.get(self.model, ()) if template is not self.template]
             if templates:
@@ -119,21 +128,25 @@ class Compression:
 
 
 def remove_all(model: PreTrainedModel) -> None:
-    """Put a model back as it was, however often `compress` was called on it."""
+    """Restore a model, however often `compress` was called on it."""
     with _lock:
         if _open.pop(model, None) is not None:
             _uninstall(model)
 
 
 class _Before(NamedTuple):
-    """What a model had where packed attention is installed, and the handle of the hook. It must not hold the model."""
+    """Attributes of a model that packed attention replaces, and the handle of the hook.
+
+    It must not reference the model, which is its key in a weak dictionary.
+    """
 
     attention: str | None
     prepare: Any
     hook: RemovableHandle
 
 
-# The templates that are open on a model, empty caches; the latest says what new caches are like.
+# Open templates by model. A template is an empty cache; new caches are copies of the latest
+# template.
 _lock = threading.RLock()
 _open: weakref.WeakKeyDictionary[PreTrainedModel, list[CompressedCache]] = weakref.WeakKeyDictionary()
 _before: weakref.WeakKeyDictionary[PreTrainedModel, _Before] = weakref.WeakKeyDictionary()
@@ -142,7 +155,7 @@ PREPARE, COPY = "_prepare_cache_for_generation", "__deepcopy__"
 
 
 def _install(model: PreTrainedModel) -> None:
-    """Make a model use packed attention."""
+    """Replace a model's attention, mask and cache creation by ours."""
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, attention_mask_for)
     config, owner = text_config(model.config), weakref.ref(model)
@@ -173,15 +186,15 @@ def _uninstall(model: PreTrainedModel) -> None:
 
 
 def _with_config(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """The model and its parts that are models with the same text config."""
+    """Return the model and those of its submodels that share its text config."""
     config = text_config(model.config)
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return [part for part in parts if part is model or part.config is config]
 
 
 def _plain_copy(owner: weakref.ref[PreTrainedModel], before: _Before, memo: dict[int, Any]) -> PreTrainedModel:
-    """`copy.deepcopy` of a model without packed attention; the hook's and the functions' copies would belong to the
-    original."""
+    """Deep-copy a model without packed attention, because copies of the hook and functions would
+    refer to the original."""
     model: Any = owner()
     copied = model.__class__.__new__(model.__class__)
     memo[id(model)] = copied
@@ -199,7 +212,8 @@ def _plain_copy(owner: weakref.ref[PreTrainedModel], before: _Before, memo: dict
 
 
 def _template(model: PreTrainedModel) -> CompressedCache | None:
-    """The cache that new ones are to be like; None where nothing is installed, as on a shallow copy of a model."""
+    """Return the template of new caches; None if nothing is installed, as on a shallow copy of a
+    model."""
     templates = _open.get(model)
     return templates[-1] if templates else None
 
@@ -211,7 +225,7 @@ def _prepare(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """In place of the model's method with which `generate` makes its cache: a compressed one."""
+    """Replace the model's method by which `generate` makes its cache: make a compressed one."""
     model: Any = owner()
     template, before = _template(model), _before.get(model)
     if template is not None and generation_config.use_cache is not False:
@@ -224,7 +238,7 @@ def _prepare(
         if model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = template.empty(model.config)
             generation_config = copy.copy(generation_config)
-            generation_config.cache_implementation = None  # transformers refuses "dynamic" beside a cache
+            generation_config.cache_implementation = None  # transformers rejects "dynamic" together with a cache
         if isinstance(cache := model_kwargs["past_key_values"], CompressedCache):
             cache.compiles = _compiles(model, generation_config)
     if before is not None and before.prepare is not None:
@@ -233,8 +247,8 @@ def _prepare(
 
 
 def _compiles(model: PreTrainedModel, generation_config: Any) -> bool:
-    """True if `generate` is to compile its decode steps: its caller gave a `compile_config`, and nothing is against
-    it."""
+    """True if `generate` should compile its decode steps: the caller gave a `compile_config` and
+    nothing prevents it."""
     config = generation_config.compile_config
     if config is None or generation_config.disable_compile or generation_config.output_attentions:
         return False
@@ -242,25 +256,26 @@ def _compiles(model: PreTrainedModel, generation_config: Any) -> bool:
 
 
 def _before_forward(owner: weakref.ref[PreTrainedModel], module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A hook of the model: a compressed cache for plain calls that would make their own."""
+    """Pass a compressed cache to plain calls of the model that would make their own cache. This is
+    a pre-forward hook."""
     cache = kwargs.get("past_key_values")
     if is_traced() and isinstance(cache, CompressedCache) and cache.is_traceable:
-        return args, kwargs  # the operators check what may change between passes
+        return args, kwargs  # the operators do the checks of each pass
     model: Any = owner()
     template = _template(model)
     if template is None:
         return args, kwargs
     use_cache = kwargs.get("use_cache")
     use_cache = module.config.get_text_config().use_cache if use_cache is None else use_cache
-    # past_key_values is the fourth argument where it is given by position
+    # past_key_values is the fourth positional argument
     if use_cache and kwargs.get("past_key_values") is None and len(args) < 4:
         kwargs["past_key_values"] = template.empty(model.config)
     cache = kwargs.get("past_key_values")
     if isinstance(cache, CompressedCache):
         if any(kwargs.get(name) is not None for name in ("encoder_hidden_states", "encoder_outputs")):
             raise UserError(
-                f"{type(model).__name__} got states of an encoder; a compressed cache serves no cross-attention, leave "
-                "them out or use transformers' own cache"
+                f"{type(model).__name__} got states of an encoder; a compressed cache does not support "
+                "cross-attention: leave them out, or use transformers' own cache"
             )
         cache.bind_model(model)
         if not (is_traced() and cache.is_traceable):
@@ -273,7 +288,7 @@ def _before_forward(owner: weakref.ref[PreTrainedModel], module: Any, args: Any,
 
 
 def _say_once(cache: CompressedCache, what: str) -> None:
-    """Warn, once for each cache."""
+    """Warn once per cache."""
     if not cache.told:
         cache.told = True
         warnings.warn(what, stacklevel=3)

@@ -1,4 +1,5 @@
-"""What a model's config says about its attention: shapes, kinds of layers, and whether a recipe can serve it."""
+"""Read attention shapes and kinds of layers from a model's config; refuse models that are not
+supported."""
 
 from __future__ import annotations
 
@@ -18,22 +19,24 @@ ATTENTION_TYPES = {
     "chunked_attention": "attention_chunk_size",
 }
 WINDOW_MASKS = {"create_sliding_window_causal_mask", "create_chunked_causal_mask", "create_masks_for_generate"}
-"""Functions of transformers that a modelling file with windows makes its masks by."""
+"""Mask functions of transformers that modelling files with sliding windows use."""
 LINEAR_TYPES = ("linear_attention", "conv")
 DUMMY_TYPES = ("moe", "mlp", "dummy")
 
 
 class LayerKind(NamedTuple):
-    """type: "attention", "linear" or "dummy"; window: sliding window in tokens, or None."""
+    """Kind of a layer. type: "attention", "linear" or "dummy"; window: sliding window in tokens, or
+    None."""
 
     type: str
     window: int | None = None
 
 
 class AttentionShape(NamedTuple):
-    """HeadShard and head dims of the tensors that reach the cache.
+    """Numbers of layers and heads, and head dims of the tensors that the cache receives.
 
-    passes_handles: the attention modules take what `update` returns to the attention function untouched.
+    passes_handles: True if attention modules pass the result of `update` to the attention function
+    unchanged.
     """
 
     layers: int
@@ -45,7 +48,11 @@ class AttentionShape(NamedTuple):
 
     @staticmethod
     def of(config: PreTrainedConfig) -> AttentionShape:
-        """Read a (text) config."""
+        """Read the shape from a (text) config.
+
+        Raises:
+            UserError: the config has no attention heads, or its layers differ in their heads.
+        """
         heads = getattr(config, "num_attention_heads", None)
         if not isinstance(heads, int):
             raise UserError(f"{config.model_type} has no attention heads in its config; tersekv serves decoder models")
@@ -59,16 +66,20 @@ class AttentionShape(NamedTuple):
             kv_heads = _of_decoder(
                 config, "decoder_attention_heads", getattr(config, "num_key_value_heads", None) or heads
             )
-        except RuntimeError as error:  # transformers' way of saying that layers differ
+        except RuntimeError as error:  # transformers raises it if layers differ
             raise UserError(
-                f"the layers of {config.model_type} differ in their heads; tersekv serves models whose layers are alike"
+                f"the layers of {config.model_type} differ in their heads; tersekv supports models with equal layers"
             ) from error
         shares = bool(getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None))
         return AttentionShape(layers, heads, kv_heads, head_dim, head_dim, not shares)
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The decoder's part of a config."""
+    """Return the decoder's part of a config.
+
+    Raises:
+        UserError: the config is of an encoder-decoder.
+    """
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(
             f"{config.model_type} is an encoder-decoder; tersekv serves decoder-only models, "
@@ -78,26 +89,26 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def number_of_layers(config: PreTrainedConfig) -> int:
-    """Layers of the decoder."""
+    """Return the number of layers of the decoder."""
     return _of_decoder(config, "decoder_layers", config.num_hidden_layers)
 
 
 def _of_decoder(config: PreTrainedConfig, field: str, usual: int) -> int:
-    """A field of the decoder of an encoder-decoder that is used alone (WhisperForCausalLM): the usual names are mapped
-    to the encoder's fields there."""
+    """Return `field` of a config with encoder layers, else `usual`. For the decoder of an
+    encoder-decoder used alone (WhisperForCausalLM) the usual names refer to the encoder."""
     return getattr(config, field, usual) if hasattr(config, "encoder_layers") else usual
 
 
 def layers_without_own_tokens(config: PreTrainedConfig) -> set[int]:
-    """Layers that read the keys of another layer."""
+    """Return the indices of layers that read the keys of another layer."""
     shared: int = getattr(config, "num_kv_shared_layers", None) or 0
     layers = number_of_layers(config)
     return set(range(layers - shared, layers))
 
 
 def masks_windows(config: PreTrainedConfig) -> bool:
-    """True if the model's masks hide tokens outside its sliding windows. Moshi's config has a window, and its only mask
-    is causal, so that its layers see all tokens that they are given."""
+    """True if the model's masks hide tokens outside its sliding windows. Moshi's config has a
+    window, but its only mask is causal, so its layers see all tokens."""
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     try:
         names = vars(importlib.import_module(name))
@@ -107,8 +118,11 @@ def masks_windows(config: PreTrainedConfig) -> bool:
 
 
 def attention_layers(config: PreTrainedConfig) -> list[LayerKind]:
-    """The kind of each layer; raises UserError for kinds whose state is not keys and values. Windows that the model's
-    masks do not follow are left out."""
+    """Return the kind of each layer. Windows that the model's masks do not apply are left out.
+
+    Raises:
+        UserError: the model has cross-attention, or layers whose state is not keys and values.
+    """
     if getattr(config, "cross_attention_layers", None):
         raise UserError(f"{config.model_type} has layers of cross-attention; tersekv serves decoder-only models")
     types = getattr(config, "layer_types", None)
@@ -125,7 +139,7 @@ def attention_layers(config: PreTrainedConfig) -> list[LayerKind]:
 
 
 def cache_shape(config: PreTrainedConfig) -> CacheShape:
-    """Shapes for `store.estimate.predict`."""
+    """Return the shapes that `cache.estimate.predict` needs."""
     config = text_config(config)
     shape = AttentionShape.of(config)
     kinds = attention_layers(config)

@@ -1,4 +1,5 @@
-"""From a GGUF file to a folder in Hugging Face's layout, once, checked against what is known of the model."""
+"""Convert a GGUF file to a folder in Hugging Face's layout, and check the result against known
+facts."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ class PackagedModel:
 
 
 def convert(model: PackagedModel, gguf: Path, target: Path) -> None:
-    """Write `target` as a Hugging Face model folder: float32 safetensors, tokenizer, chat template, configs."""
+    """Write `target` as a Hugging Face model folder: float32 safetensors, tokenizer, chat template,
+    configs.
+
+    Raises:
+        UserError: the converted model differs from the known facts in `model`.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -36,13 +42,15 @@ def convert(model: PackagedModel, gguf: Path, target: Path) -> None:
     with quiet():
         config = AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
         network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        # from_pretrained(gguf_file=...) would do these two lines, but asks for `accelerate`, needed for nothing here.
+        # from_pretrained(gguf_file=...) does the same, but requires `accelerate`, which is not
+        # needed here.
         tensors = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=network)["tensors"]
         left = network.load_state_dict(tensors, strict=False)
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
         tokenizer.model_max_length = config.max_position_embeddings
         for kind in ("bos_token", "eos_token", "unk_token", "pad_token"):
-            # Some releases of transformers take bos for eos here; the ids in the config are the file's own.
+            # Some releases of transformers confuse bos and eos here; the ids in the config come
+            # from the file.
             if (token_id := getattr(config, f"{kind}_id", None)) is not None:
                 setattr(tokenizer, kind, tokenizer.convert_ids_to_tokens(token_id))
         network.save_pretrained(target)
@@ -57,7 +65,7 @@ def convert(model: PackagedModel, gguf: Path, target: Path) -> None:
 
 
 def _faults(model: PackagedModel, config: Any, missing: set[str], tokenizer: Any) -> list[str]:
-    """What differs from what is known of the model."""
+    """Return the differences between the converted model and the known facts in `model`."""
     faults = [
         f"{key} is {getattr(config, key, None)!r}, expected {value!r}"
         for key, value in model.config.items()
@@ -77,7 +85,7 @@ def _faults(model: PackagedModel, config: Any, missing: set[str], tokenizer: Any
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and no warnings of transformers inside; its settings are put back after."""
+    """Silence progress bars and warnings of transformers; restore its settings afterwards."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

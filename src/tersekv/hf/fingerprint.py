@@ -1,4 +1,4 @@
-"""What a calibration knows a model by: its architecture, and a sample of every weight."""
+"""Hashes that identify a model: of its architecture, and of a sample of every weight."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ FIELDS = (
     "sliding_window",
     "rope_parameters",
 )
-"""The fields of a config that shape keys and values."""
+"""Fields of a config that affect keys and values."""
 
 SAMPLED = 1024
-"""Elements read of each weight."""
+"""Most elements read from each weight."""
 
 
 def architecture(config: PreTrainedConfig) -> str:
-    """sha256 in hex of the fields of a config that shape keys and values."""
+    """Return the SHA-256 in hex of the fields of a config that affect keys and values."""
     config = text_config(config)
     fields: dict[str, Any] = {name: getattr(config, name, None) for name in FIELDS}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
@@ -42,10 +42,11 @@ def architecture(config: PreTrainedConfig) -> str:
 
 @torch.no_grad()
 def fingerprint(model: PreTrainedModel) -> str:
-    """sha256 in hex of the architecture and of elements at even distances in every weight, up to `SAMPLED` of each.
+    """Return the SHA-256 in hex of the architecture and of up to `SAMPLED` evenly spaced elements
+    of every weight.
 
-    They are read as bfloat16, so that a model is known again whatever type it is loaded in. Weights that processes
-    have divided are gathered one by one, by all of them.
+    Elements are read as bfloat16, so that the hash does not depend on the type a model is loaded
+    in. Sharded weights are gathered one by one, so all processes must call this function.
     """
     digest = hashlib.sha256(architecture(model.config).encode())
     weights = {name: weight for name, weight in model.named_parameters() if not weight.is_meta}
@@ -61,6 +62,6 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def _sample(weight: Any) -> torch.Tensor:
-    """A copy, so that a gathered weight is not kept for it."""
+    """Return sampled elements as a copy, so that a gathered weight can be freed."""
     weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
     return weight.reshape(-1)[:: max(1, weight.numel() // SAMPLED)][:SAMPLED].to(torch.bfloat16, copy=True)

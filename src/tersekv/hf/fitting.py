@@ -1,6 +1,6 @@
-"""Fit codecs to the samples of one side of one layer; what the worker processes of a calibration run.
+"""Fit codecs to the samples of one side of one layer, in the worker processes of a calibration.
 
-It imports no transformers, so that a worker starts quickly.
+This module does not import transformers, so that workers start quickly.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from tersekv.errors import CacheError, UserError
 
 
 class FitJob(NamedTuple):
-    """Codecs of one side of one layer. source: name of its tensors in the files of the samples; outs: a file for each
-    codec's tensors; turn: RoPE of a sample's tokens, for centred keys."""
+    """Codecs to fit on one side of one layer.
+
+    source: name of the tensors in the sample files. samples: those files. outs: output file of each
+    codec.
+    turn: RoPE of a sample's tokens, for mean-centred keys.
+    """
 
     source: str
     samples: tuple[Path, ...]
@@ -34,7 +38,7 @@ class FitJob(NamedTuple):
 
 
 def prepare_worker() -> None:
-    """One thread each; a worker ends with the process that started it, even where that was killed."""
+    """Use one thread, and end this worker when its parent process ends, even if that is killed."""
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -47,11 +51,13 @@ def prepare_worker() -> None:
 
 
 def fit(job: FitJob) -> int:
-    """Fit every codec and write what it learnt; returns the peak resident memory of this process in bytes so far, 0
-    where the system does not say.
+    """Fit every codec and write its calibrated tensors.
+
+    Returns the peak resident memory of this process in bytes, or 0 if the system does not report
+    it.
 
     Raises:
-        UserError, CacheError: what a codec cannot code, with the source's name.
+        UserError, CacheError: a codec cannot encode the samples; the message names the source.
     """
     x, gradient = (_joined(job.samples, f"{job.source}.{part}").float() for part in ("x", "gradient"))
     for codec, out in zip(job.codecs, job.outs, strict=True):
@@ -63,7 +69,8 @@ def fit(job: FitJob) -> int:
 
 
 def _fitted(codec: Codec, x: Tensor, gradient: Tensor, turn: SequenceRope | None) -> Codec:
-    """The codec with what it learns from x and gradient [1, H, T, D]; centred keys are turned first."""
+    """Return the codec fitted on x and gradient [1, H, T, D]. For mean-centred keys the mean is
+    removed before RoPE is applied; RoPE is applied to the gradient, too."""
     if not codec.centred:
         return codec.fit_corpus(x, gradient)
     assert turn is not None
@@ -72,7 +79,8 @@ def _fitted(codec: Codec, x: Tensor, gradient: Tensor, turn: SequenceRope | None
 
 
 def _peak_bytes() -> int:
-    """This process's own high-water mark; getrusage would count the copy of its parent that it began as."""
+    """Return this process's peak resident memory. `getrusage` is not used, because after a fork it
+    includes memory of the parent."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -81,7 +89,7 @@ def _peak_bytes() -> int:
 
 
 def _joined(samples: Sequence[Path], name: str) -> Tensor:
-    """The samples' tensors [1, H, T, D] one behind the other."""
+    """Read the tensor `name` of each sample and concatenate along tokens: [1, H, T, D]."""
     parts = []
     for path in samples:
         with safe_open(path, framework="pt") as file:

@@ -1,8 +1,10 @@
-"""Keys and values of a text with the gradients of the loss with respect to them: what calibration learns from.
+"""Keys and values of a text, with the gradients of the loss with respect to them; calibration fits
+codecs on these.
 
-The loss is the mean cross-entropy of the next token; squared gradients of it are the diagonal Fisher information that
-KVQuant (arXiv 2401.18079, §3.3) weighs k-means with. Weights are frozen, so that the backward pass keeps nothing for
-them. A key's gradient before RoPE is its gradient after RoPE, pulled back by the rotation's transpose.
+The loss is the mean cross-entropy of the next token. Its squared gradients are the diagonal Fisher
+information, by which KVQuant (arXiv 2401.18079, §3.3) weights k-means. Weights are frozen, so that
+the backward pass saves nothing for them. The gradient of a key before RoPE is its gradient after
+RoPE times the transposed rotation.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ from tersekv.hf.rope import Ropes
 from tersekv.layouts.base import Side
 
 POSITIONS_AT_A_TIME = 256
-"""Positions whose distributions over the vocabulary are made at a time, which bounds the copies of logits."""
+"""Positions whose softmax over the vocabulary is computed at a time, which bounds the memory for
+copies of logits."""
 
 
 class Source(NamedTuple):
-    """What a codec learns from: one side of one layer; keys before RoPE or after it."""
+    """Data that a codec is fitted on: one side of one layer; pre_rope: keys before RoPE."""
 
     layer: int
     side: Side
@@ -36,25 +39,29 @@ class Source(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As in files."""
+        """Name of the tensors in files."""
         return f"layers.{self.layer}.{self.side}{'.pre_rope' if self.pre_rope else ''}"
 
 
 def layer_gradients(
     model: PreTrainedModel, ids: Tensor, sources: Collection[Source], sinks: int = 0
 ) -> dict[str, Tensor]:
-    """For each source, `<name>.x` float32 and `<name>.gradient` bfloat16, both [1, H, T − sinks, D] on the CPU: the
-    activations of ids [1, T] without the first `sinks` tokens, and the gradients of the loss with respect to them.
+    """Return activations and gradients of the loss for ids [1, T], without the first `sinks`
+    tokens.
+
+    Each source gives `<name>.x` float32 and `<name>.gradient` bfloat16, both [1, H, T − sinks, D]
+    on the CPU.
 
     Raises:
-        CacheError: a layer's keys or values are not finite, or nothing depends on them.
+        CacheError: keys, values or gradients of a layer are not finite, or the loss does not depend
+            on them.
     """
     kept: dict[str, Tensor] = {}
     ropes = Ropes(text_config(model.config), AttentionShape.of(text_config(model.config)).key_dim)
     predictions = ids.shape[1] - 1
 
     def keep(source: Source, x: Tensor, gradient: Tensor) -> None:
-        gradient = gradient / predictions  # the backward pass begins with the sum, which small types can hold
+        gradient = gradient / predictions  # the loss is summed, because means would underflow in small types
         if source.pre_rope:
             rotary = Rotary(ropes.of(source.layer))
             rotary.note(0, x.shape[2])
@@ -81,7 +88,8 @@ def layer_gradients(
 
 
 def _sum_gradient(logits: Tensor, ids: Tensor) -> Tensor:
-    """Gradient of the summed cross-entropy of ids [1, T] with respect to logits [1, T, vocabulary]."""
+    """Return the gradient of the summed cross-entropy of ids [1, T] with respect to logits [1, T,
+    vocabulary]."""
     gradient = torch.zeros_like(logits)
     targets = ids[0, 1:].to(logits.device)
     for start in range(0, len(targets), POSITIONS_AT_A_TIME):
@@ -94,7 +102,8 @@ def _sum_gradient(logits: Tensor, ids: Tensor) -> Tensor:
 
 @contextmanager
 def _only_activations_have_gradients(model: PreTrainedModel) -> Iterator[None]:
-    """Gradients flow from the embeddings on and to no weight; all is put back on leaving."""
+    """Compute gradients from the embeddings on, but for no weight; restore the settings
+    afterwards."""
     learnt = [p for p in model.parameters() if p.requires_grad]
     embeddings: Any = model.get_input_embeddings()
     hook = embeddings.register_forward_hook(lambda module, args, out: out.detach().requires_grad_(True))
@@ -111,7 +120,9 @@ def _only_activations_have_gradients(model: PreTrainedModel) -> Iterator[None]:
 
 def _check(source: Source, kept: dict[str, Tensor]) -> None:
     if f"{source.name}.x" not in kept:
-        raise CacheError(f"the loss does not depend on the {source.side} of layer {source.layer}; nothing to learn")
+        raise CacheError(
+            f"the loss does not depend on the {source.side} of layer {source.layer}, so there is nothing to fit"
+        )
     for part in ("x", "gradient"):
         if not bool(kept[f"{source.name}.{part}"].isfinite().all()):
             what = source.side if part == "x" else f"gradients of {source.side}"

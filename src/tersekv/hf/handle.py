@@ -1,4 +1,5 @@
-"""What `CompressedCache.update` hands to our attention in place of key and value tensors."""
+"""Handles that `CompressedCache.update` returns to our attention function in place of key and value
+tensors."""
 
 from __future__ import annotations
 
@@ -12,23 +13,24 @@ from tersekv.cache.layer import LayerStore
 
 
 class PendingLayer(Protocol):
-    """The layer that pending tokens are for."""
+    """Interface of the layer that pending tokens belong to."""
 
     cache: Any
     store: LayerStore | EvictingStore | None
 
     def get_seq_length(self) -> int:
-        """Tokens seen."""
+        """Return the number of tokens seen."""
 
     def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, votes: Tensor | None = None) -> None:
-        """Add tokens to the store."""
+        """Append tokens to the store."""
 
     def append_and_decode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add tokens and return all, decoded."""
+        """Append tokens and return all tokens, decoded."""
 
 
 class Pending:
-    """The keys and values [B, H, n, D] of one call to one layer, which enter the store exactly once."""
+    """Keys and values [B, H, n, D] of one call to one layer, which are appended to the store
+    exactly once."""
 
     def __init__(self, layer: PendingLayer, keys: Tensor, values: Tensor) -> None:
         self.layer, self.keys, self.values = layer, keys, values
@@ -38,13 +40,14 @@ class Pending:
         self._decoded: tuple[Tensor, Tensor] | None = None
 
     def commit(self, padding: Tensor | None, votes: Tensor | None = None) -> None:
-        """Add the tokens to the store, with the attention that it has asked to see."""
+        """Append the tokens to the store. votes: attention weights for policies that observe
+        them."""
         self.committed = True
         self.layer.append(self.keys, self.values, padding, votes)
 
     def decoded(self) -> tuple[Tensor, Tensor]:
-        """All tokens [B, H, tokens, D]. Commits where nobody has: then the new tokens are exact, else as the store
-        has them."""
+        """Return all tokens [B, H, tokens, D]. If the tokens are not committed yet, commit them and
+        return them exact; otherwise return them as the store decodes them."""
         if self._decoded is None:
             if self.committed:
                 assert self.layer.store is not None
@@ -56,10 +59,11 @@ class Pending:
 
 
 class PendingTokens:
-    """Stands for the keys or the values of a layer.
+    """Handle for the keys or the values of a layer.
 
-    Attention modules pass it on untouched from `update` to the attention function, which reads the store and then
-    commits. Anything else that opens it gets the decoded tensor and commits by that, slower but right.
+    Attention modules pass it unchanged from `update` to the attention function, which reads the
+    store and then commits. Any other use decodes the whole tensor and commits, which is slower but
+    correct.
     """
 
     def __init__(self, pending: Pending, is_values: bool) -> None:
@@ -71,7 +75,7 @@ class PendingTokens:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the tensor this stands for."""
+        """Shape of the decoded tensor."""
         B, H, n, D = self._new.shape
         return torch.Size((B, H, self.pending.past_tokens + n, D))
 
@@ -86,7 +90,7 @@ class PendingTokens:
         return self._new.device
 
     def decoded(self) -> Tensor:
-        """The tensor."""
+        """Return the tensor, see `Pending.decoded`."""
         return self.pending.decoded()[int(self.is_values)]
 
     def __getattr__(self, name: str) -> Any:
@@ -103,7 +107,7 @@ class PendingTokens:
 
 
 def opened(x: Any) -> Any:
-    """Handles replaced by tensors, also inside tuples, lists and dicts."""
+    """Return x with handles replaced by decoded tensors, also inside tuples, lists and dicts."""
     if isinstance(x, PendingTokens):
         return x.decoded()
     if isinstance(x, (list, tuple)):

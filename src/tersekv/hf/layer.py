@@ -1,4 +1,4 @@
-"""One attention layer of a `CompressedCache`: a store behind transformers' layer interface."""
+"""One attention layer of a `CompressedCache`: a store with transformers' cache layer interface."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from tersekv.malloc_trim import malloc_trim
 from tersekv.recipe import LayerPlan
 
 FLOATS = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
-"""Types of keys and values by the names that files have for them."""
+"""Types of keys and values by their names in files."""
 
 MUCH_MEMORY, MANY_TOKENS = 1 << 20, 128
-"""Bytes of new keys, and how many tokens they are of, from which on packing them leaves memory behind that is worth
-asking for: a prompt, not a step of a large batch."""
+"""Prompt size, in bytes of new keys and in tokens, from which freed memory is returned to the
+system after packing. Decode steps of a large batch stay below the number of tokens."""
 
 
 class CompressedLayer(CacheLayerMixin):
-    """One attention layer: a `LayerStore` behind transformers' layer interface."""
+    """One attention layer: a `LayerStore` or `EvictingStore` with transformers' cache layer
+    interface."""
 
     is_croppable = True
     supports_early_init = False
@@ -46,7 +47,7 @@ class CompressedLayer(CacheLayerMixin):
         self.handle = register(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy gets a handle of its own."""
+        """Restore the attributes of a copy and register a new handle for it."""
         self.__dict__.update(state)
         self.handle = register(self)
 
@@ -69,7 +70,8 @@ class CompressedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Take new tokens [B, H, n, D]. Returns handles where our attention is installed, else all tokens decoded."""
+        """Accept new tokens [B, H, n, D]. Return handles if our attention is installed, else all
+        tokens decoded."""
         if self.cache.hands_out_handles:
             return self.pending(key_states, value_states)
         self._prepare(key_states, value_states)
@@ -77,11 +79,12 @@ class CompressedLayer(CacheLayerMixin):
         return self.append_and_decode(key_states, value_states)
 
     def traced(self, keys: Tensor, values: Tensor) -> tuple[NewTokens, NewTokens]:
-        """`update` while a forward pass is traced: nothing is appended before the compiled pass runs."""
+        """Do the work of `update` while a forward pass is traced. Tokens are appended when the
+        compiled pass runs."""
         return NewTokens(self.handle, keys), NewTokens(self.handle, values)
 
     def pending(self, keys: Tensor, values: Tensor) -> tuple[PendingTokens, PendingTokens]:
-        """Handles of new tokens [B, H, n, D], which our attention function appends."""
+        """Return handles of new tokens [B, H, n, D]; our attention function appends them later."""
         store = self.store
         if store is None or (held := store.keys.sinks.shape)[:2] != keys.shape[:2] or held[3] != keys.shape[3]:
             self._prepare(keys, values)
@@ -104,7 +107,8 @@ class CompressedLayer(CacheLayerMixin):
             )
 
     def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, votes: Tensor | None = None) -> None:
-        """Add tokens to the store, with the attention that it has asked to see; errors name the layer."""
+        """Append tokens to the store. votes: attention weights for policies that observe them.
+        Errors name the layer."""
         assert self.store is not None
         progress, seen = self.cache.progress, self.store.num_tokens
         progress.torn = True
@@ -113,7 +117,7 @@ class CompressedLayer(CacheLayerMixin):
         except (CacheError, UserError) as error:
             progress.torn = False
             raise type(error)(f"layer {self.index}: {error}") from error
-        except BaseException:  # also KeyboardInterrupt: what was only prepared has changed nothing
+        except BaseException:  # also KeyboardInterrupt, which may come before anything has changed
             progress.torn = not self.store.is_whole(seen)
             raise
         progress.torn = False
@@ -123,10 +127,10 @@ class CompressedLayer(CacheLayerMixin):
             malloc_trim()
 
     def append_and_decode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add tokens and return [B, H, tokens, D]: those held before decoded, the new ones exact.
+        """Append tokens and return all [B, H, tokens, D]: earlier tokens decoded, new tokens exact.
 
         Raises:
-            UserError: the layer's policy drops tokens.
+            UserError: the layer's policy evicts tokens.
         """
         assert self.store is not None
         if isinstance(self.store, EvictingStore):
@@ -137,16 +141,18 @@ class CompressedLayer(CacheLayerMixin):
         self.append(keys, values)
         if past is None:
             return keys, values
-        # one mask serves all layers with a window, and they may have forgotten different blocks that it hides
+        # All layers with this window share one mask, but may have evicted different numbers of
+        # tokens that it hides.
         old_keys, old_values = (torch.nn.functional.pad(x, (0, 0, missing, 0)) for x in past)
         return torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)
 
     def state(self) -> State:
-        """A copy of what the layer holds, see `Stateful`; `plan`: what its codecs learnt from a corpus."""
+        """Return a copy of the layer's state, see `Stateful`. The entry `plan` holds the calibrated
+        tensors of its codecs."""
         return own(self.live_state())
 
     def live_state(self) -> State:
-        """The same without copying."""
+        """Return the same state as `state`, without copying its tensors."""
         plan = {"keys": self.plan.keys.fitted, "values": self.plan.values.fitted}
         common: State = {"plan": plan, "record_past": self.record_past, "store": None}
         if self.store is None:
@@ -158,11 +164,12 @@ class CompressedLayer(CacheLayerMixin):
         return common | {"shapes": shapes, "dtype": dtype, "store": self.store.live_state()}
 
     def restore(self, state: State, batch: int, device: torch.device, place: str) -> None:
-        """Hold what `state()` gave for so many rows. place: where errors say it is.
+        """Restore what `state()` returned, for `batch` rows. place: name of the state in error
+        messages.
 
         Raises:
-            UserError: a state that no layer of this model and recipe has, or one of other heads than this process
-                holds.
+            UserError: the state does not fit this model and recipe, or holds other heads than this
+                process.
         """
         shape, plan = self.cache.shape, self.plan
         learns = {
@@ -181,12 +188,12 @@ class CompressedLayer(CacheLayerMixin):
         if state["heads"] != (ours := self._place_of_heads(held)):
             raise UserError(
                 f"the file holds key-value heads (first, number, of) {state['heads']}, and this process has "
-                f"{ours}: processes that divide the heads save and load a file each"
+                f"{ours}: with tensor parallelism each process saves and loads a file of its own"
             )
         for side, dim in (("keys", shape.key_dim), ("values", shape.value_dim)):
             codec = replace(getattr(plan, side), fitted=own(state["plan"][side]))
             fault = codec.learnt_fault(1, shape.kv_heads, dim)
-            fault = fault or ("is not what the codec must have learnt" if codec.needs_fit == "corpus" else None)
+            fault = fault or ("does not fit the codec" if codec.needs_fit == "corpus" else None)
             require(fault is None, f"{place}.plan.{side}", fault or "")
             self.plan = self.plan._replace(**{side: codec})
         self.record_past = state["record_past"]
@@ -198,17 +205,19 @@ class CompressedLayer(CacheLayerMixin):
         heads = self.cache.heads(held)
         return [0, held, held] if heads is None else [heads.first, held, heads.total]
 
-    # ------------------------------------------------------------------ transformers' questions
+    # ------------------------------------------------------------------ sizes for transformers
 
     def get_seq_length(self) -> int:
-        """Tokens seen; while a forward pass is traced, a tensor that is read when the compiled pass runs."""
+        """Return the number of tokens seen. During tracing it is a tensor, which is read when the
+        compiled pass runs."""
         if is_traced() and self.is_compileable:
             return num_tokens(self.handle)  # type: ignore[return-value]  # as transformers' static layers do
         return 0 if self.store is None else self.store.num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Masks span all tokens seen; with handles the reader slices them, else dropped tokens are cut off in front.
-        While a forward pass is traced the size is 0, which `attention_mask_for` takes for unknown."""
+        """Return (number of keys, offset) of the mask. With handles the mask spans all tokens seen,
+        and attention slices it; without them evicted tokens are cut off at the start. During
+        tracing the size is 0, which `attention_mask_for` interprets as unknown."""
         if is_traced() and self.is_compileable:
             return 0, 0
         seen = self.get_seq_length()
@@ -217,25 +226,25 @@ class CompressedLayer(CacheLayerMixin):
         return seen + query_length - dropped, dropped
 
     def get_max_length(self) -> int:
-        """No maximum, or the sliding window."""
+        """Return the sliding window, or -1 for no maximum."""
         return -1 if self.sliding_window is None else self.sliding_window
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch."""
+        """Number of rows in the batch, or -1 before the first tokens."""
         return -1 if self.store is None else self.store.batch_size
 
     # ------------------------------------------------------------------ changing
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the latest tokens; `tokens_to_remove` is minus their number."""
+        """Remove the latest tokens; `tokens_to_remove` is minus their number."""
         tokens = -checked_crop(tokens_to_remove)
         self.check_crop(tokens)
         if self.store is not None:
             self.store.crop(tokens)
 
     def check_crop(self, tokens: int) -> None:
-        """Raise CacheError unless that many of the latest tokens can be taken back."""
+        """Raise CacheError unless the latest `tokens` tokens can be removed."""
         if self.store is not None:
             try:
                 self.store.check_crop(tokens)
@@ -243,39 +252,40 @@ class CompressedLayer(CacheLayerMixin):
                 raise CacheError(f"layer {self.index}: {error}") from error
 
     def activate_past_recording(self) -> None:
-        """From now on a sliding window forgets at a `crop` only, so that any number of proposals can be taken back."""
+        """Let a sliding window evict tokens only at a `crop`, so that any number of draft tokens
+        can be removed."""
         self.record_past = True
         if self.store is not None:
             self.store.record_past = True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow beam search."""
+        """Select the rows `beam_idx` that beam search continues."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times."""
+        """Repeat each row `repeats` times."""
         if self.store is not None:
             rows = torch.arange(self.batch_size, device=self.store.device)
             self.store.select(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows: indices or a bool mask."""
+        """Keep the given rows. indices: row numbers or a bool mask."""
         if self.store is not None:
             rows = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
             self.store.select(rows)
 
     def reset(self) -> None:
-        """Forget all tokens and what was fitted on them."""
+        """Remove all tokens and everything that codecs fitted on them."""
         self.store = None
         self.is_initialized = False
 
     def offload(self) -> None:
-        """Move the bytes to the host."""
+        """Move the store to host memory."""
         if self.store is not None:
             self.home = self.store.device
             self.store.to("cpu")
 
     def prefetch(self) -> None:
-        """Move the bytes back to where they were."""
+        """Move the store back to the device it was on before `offload`."""
         if self.store is not None and self.home is not None:
             self.store.to(self.home)

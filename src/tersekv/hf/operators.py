@@ -1,11 +1,14 @@
-"""The operators of compiled forward passes. Each is a thin function around what eager mode calls.
+"""Operators of compiled forward passes. Each is a thin wrapper around the functions of eager mode.
 
-    tersekv::append_and_attend   append the new tokens of a layer, and attend to all of them
-    tersekv::num_tokens          number of tokens that a layer has seen
+```text
+tersekv::append_and_attend   append the new tokens of a layer, and attend to all of them
+tersekv::num_tokens          number of tokens that a layer has seen
+```
 
-`handle` is the tensor of `traced.register`. `append_and_attend` declares that it writes to the handle, because it
-changes the layer behind it: so it is neither removed nor merged with another call, and calls on one layer keep their
-order. The operators read the store in Python, which a CUDA graph would not replay: they are marked as unsafe for it.
+`handle` is the tensor of `traced.register`. `append_and_attend` declares that it writes to the
+handle, because it changes the layer. The compiler therefore neither removes nor merges its calls,
+and keeps their order. The operators read the store in Python, which a CUDA graph would not replay,
+so they are marked as unsafe for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from tersekv.hf.traced import layer_of
 
 
 class _Module(NamedTuple):
-    """The attributes of an attention module that attention over plain tensors reads."""
+    """Attributes of an attention module that transformers' attention over plain tensors reads."""
 
     num_key_value_groups: int
     is_causal: bool = True
@@ -39,7 +42,8 @@ def append_and_attend(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """Append keys and values [B, Hkv, n, D] to a layer, and attend with query [B, Hq, n, D]: [B, n, Hq, Dv].
+    """Append keys and values [B, Hkv, n, D] to a layer, and attend with query [B, Hq, n, D].
+    Returns [B, n, Hq, Dv].
 
     mask: bool [B, 1, n, tokens], or None for causal attention within the layer's sliding window.
     sink_logits: [Hq], or None.
@@ -54,8 +58,8 @@ def append_and_attend(
 
 
 def _as_in_eager_mode(layer: CompressedLayer, mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """The mask that transformers makes in eager mode: None where causal attention is clear, so that the same kernels
-    run with the same arguments."""
+    """Return the mask of eager mode, so that the same kernels run with the same arguments. It is
+    None if plain causal attention suffices."""
     n = query.shape[2]
     tokens = layer.get_seq_length() + n
     if mask is None:
@@ -65,7 +69,7 @@ def _as_in_eager_mode(layer: CompressedLayer, mask: Tensor | None, query: Tensor
         causal = masks.causal(n, tokens, query.device)
         first = torch.arange(tokens - n - window + 1, tokens - window + 1, device=query.device)
         return (causal & (torch.arange(tokens, device=query.device) >= first[:, None])).expand(len(query), 1, -1, -1)
-    # elsewhere than on a CPU this would wait for the device
+    # on an accelerator this check would synchronise, so it is made on CPUs only
     if n == 1 and mask.is_cpu and mask.dtype == torch.bool and bool(mask[..., :tokens].all()):
         return None
     return mask
@@ -86,7 +90,7 @@ def _append_and_attend_fake(
 
 
 def num_tokens(handle: Tensor) -> Tensor:
-    """Number of tokens that a layer has seen, int64 [] on the CPU."""
+    """Return the number of tokens that a layer has seen, int64 [] on the CPU."""
     return torch.tensor(layer_of(handle).get_seq_length(), dtype=torch.int64, device="cpu")
 
 
@@ -94,7 +98,7 @@ def _num_tokens_fake(handle: Tensor) -> Tensor:
     return torch.empty_like(handle)
 
 
-# FRAGMENT: other files may define operators of the same namespace
+# FRAGMENT, because other files may define operators of the same namespace
 _library = torch.library.Library("tersekv", "FRAGMENT")
 _tags = [tag for name in ("cudagraph_unsafe",) if (tag := getattr(torch.Tag, name, None)) is not None]
 _library.define(

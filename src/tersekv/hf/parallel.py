@@ -1,5 +1,5 @@
-"""What this process holds of a layer where several share it: key-value heads that transformers has divided
-(`tp_plan="auto"`), tokens that the user wants divided (`context_parallel`)."""
+"""Shares of a layer under tensor parallelism (heads, by `tp_plan="auto"` of transformers) and
+context parallelism (tokens, by `context_parallel`)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from tersekv.recipe import LayerPlan
 
 
 def heads_of(model: PreTrainedModel | None, held: int, total: int) -> HeadShard | None:
-    """The share of a process whose layers hold `held` of `total` heads; None where nobody else holds the others.
+    """Return the share of this process, whose layers hold `held` of `total` heads; None without
+    tensor parallelism.
 
     Raises:
-        UserError: the model is divided among processes, but not its heads evenly.
+        UserError: the heads are not split evenly among the processes.
     """
     mesh: Any = getattr(model, "_device_mesh", None)
     if held >= total or mesh is None:
@@ -29,8 +30,8 @@ def heads_of(model: PreTrainedModel | None, held: int, total: int) -> HeadShard 
     group, rank, ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     if ranks * held != total:
         raise UserError(
-            f"this process holds {held} of {total} key-value heads, and {ranks} processes divide the model: choose a "
-            "number of processes that divides the heads"
+            f"this process holds {held} of {total} key-value heads, and the model is split among {ranks} processes: "
+            "choose a number of processes that divides the heads"
         )
 
     def gather(x: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ def heads_of(model: PreTrainedModel | None, held: int, total: int) -> HeadShard 
 
 
 def spread_over(group: dist.ProcessGroup | None) -> ContextParallel | None:
-    """The processes of a group, as those that divide a context; None where there is none.
+    """Return the context parallelism over a process group; None without a group.
 
     Raises:
         UserError: this process is not in the group.
@@ -62,12 +63,12 @@ def spread_over(group: dist.ProcessGroup | None) -> ContextParallel | None:
 
 
 def check_spread(recipe: object, plan: LayerPlan, passes_handles: bool, rope: Rope | None) -> None:
-    """Raise UserError unless the packed tokens of a layer can be divided among processes."""
+    """Raise UserError unless a layer supports context parallelism."""
     why = None
     if plan.policy.drops:
         why = "its policy drops tokens; use one that keeps all (window)"
     elif not passes_handles:
-        why = "the model opens keys and values before attention"
+        why = "the model changes keys and values before attention"
     elif rope is not None and rope.varies:
         why = "keys before RoPE need frequencies that do not change with the length; use pre_rope=false"
     if why is not None:

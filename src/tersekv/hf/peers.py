@@ -1,4 +1,4 @@
-"""transformers' own quantised caches, for benchmarks."""
+"""Create quantised caches of transformers, for benchmarks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ PEERS: dict[str, tuple[str, dict[str, int]]] = {
     "hqq-2": ("hqq", {"nbits": 2}),
     "fp8": ("fp8", {}),
 }
-"""Name to backend and options; the others are the backend's own defaults."""
+"""Backend and options by name; all other options have the backend's defaults."""
 
 PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
 
 
 def new_peer(model: PreTrainedModel, name: str) -> Any:
-    """An empty cache of `PEERS`.
+    """Return an empty cache of the kind `name` in `PEERS`.
 
     Raises:
-        UserError: its library is not installed.
+        UserError: the library of its backend is not installed.
     """
     backend, options = PEERS[name]
     try:

@@ -1,8 +1,8 @@
-"""Caches as pickles, for `pickle`, `copy.copy`, `torch.save` and other processes.
+"""Pickle caches, for `pickle`, `copy.copy`, `torch.save` and other processes.
 
-A pickle holds the text config, the recipe and copies of what `state()` of every layer gives; it holds no model. The
-cache that is made of it finds its model at the first call under `compress`. To keep a cache, `save` is better: its
-files are checked against the model, and they are mapped into memory.
+A pickle holds the text config, the recipe and copies of every layer's `state()`, but no model. The
+restored cache is bound to its model at the first call under `compress`. To keep a cache, prefer
+`save`: its files are checked against the model and mapped into memory.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tersekv.tensors import plain
 
 @plain
 def reduced(cache: ModelCache) -> tuple[Callable[..., ModelCache], tuple[Any, ...]]:
-    """What `__reduce__` returns.
+    """Return the value of `__reduce__`.
 
     Raises:
-        UserError: processes divide the cache.
+        UserError: the cache is shared by processes (tensor or context parallelism).
     """
     ours = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
     divided = any(layer.store is not None and cache.heads(layer.store.kv_heads) is not None for layer in ours)
     if divided or cache.context_parallel is not None:
-        raise UserError("a cache that processes divide cannot be pickled: each holds a part of it only")
+        raise UserError("a cache that is split among processes cannot be pickled: each holds only a part of it")
     config = copy.copy(cache.config)
-    if config._attn_implementation == ATTENTION_NAME:  # true of a model while compress is installed on it
+    if config._attn_implementation == ATTENTION_NAME:  # set only while compress is installed on the model
         config.__dict__["_attn_implementation_internal"] = None
     layers = [layer.state() if isinstance(layer, CompressedLayer) else copy.deepcopy(layer) for layer in cache.layers]
     progress = cache.progress.torn, cache.progress.steps, cache.progress.last, dict(cache.progress.done)
@@ -46,7 +46,7 @@ def reduced(cache: ModelCache) -> tuple[Callable[..., ModelCache], tuple[Any, ..
 def rebuilt(
     kind: type[ModelCache], config: Any, recipe: str, layers: list[Any], progress: tuple[Any, ...]
 ) -> ModelCache:
-    """The cache of a pickle, on the device where its tensors are now."""
+    """Rebuild the cache of a pickle, on the device of its tensors."""
     parsed = Recipe.parse(recipe)
     cache = kind.of(config, parsed, attention_plans(parsed, config))
     for index, held in enumerate(layers):

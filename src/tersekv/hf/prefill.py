@@ -1,9 +1,10 @@
-"""Caches filled from one exact prefill, and the bytes that transformers' own cache holds.
+"""Fill caches from one exact prefill, and count the bytes of transformers' own caches.
 
-A prompt's own attention is exact with every recipe, so its keys and values are computed once per prompt and put into
-as many caches as there are recipes, with the attention that policies see who observe queries. The bytes are those of a
-prefill of its own; where `compress` reads the prompt through another function than the model does (softcaps, attention
-sinks), they are so up to float32 rounding.
+The prefill's own attention is exact with every recipe. Keys and values are therefore computed once
+per prompt and copied into one cache per recipe. Policies that observe attention also get the
+queries. The packed bytes equal those of a separate prefill. With softcaps or attention sinks
+`compress` uses another attention function than the model, and they are equal up to float32
+rounding.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ from tersekv.hf.config import attention_layers, text_config
 def new_cache(
     model: PreTrainedModel, recipe: str | None, calibration: Calibration | None = None
 ) -> DynamicCache | CompressedCache:
-    """An empty cache; recipe None is transformers' own. A calibration not given comes from the default place."""
+    """Return an empty cache; recipe None gives transformers' own. Without `calibration` the one in
+    the model's default folder is used."""
     if recipe is None:
         return DynamicCache(config=model.config)
     return CompressedCache(model.config, recipe, calibration or calibration_for(model, recipe))
 
 
 def shares_prefill(model: PreTrainedModel) -> bool:
-    """Whether caches can be filled with captured tokens: all of the model's state is keys and values."""
+    """True if caches can be filled with captured tokens, because the model's whole state is keys
+    and values."""
     return all(kind.type != "linear" for kind in attention_layers(text_config(model.config)))
 
 
 class Prefill:
-    """The keys and values of the last prompt that was asked for, and its queries once a recipe observes them."""
+    """Keys and values of the latest prompt, and its queries once a recipe observes them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -47,11 +50,11 @@ class Prefill:
         self._captured: list[tuple[LayerTokens, AttentionCall | None]] = []
 
     def fill(self, cache: DynamicCache | CompressedCache, ids: Tensor) -> None:
-        """Put the tokens ids [1, T] into an empty cache."""
+        """Fill an empty cache with the tokens ids [1, T]."""
         observes = isinstance(cache, CompressedCache) and cache.recipe.policy().observes
         if self._ids is None or not torch.equal(self._ids, ids) or (observes and not self._with_calls):
-            self._with_calls |= observes  # from now on, since the next prompt will be asked for by as many recipes
-            self._captured = []  # freed before the next ones are made
+            self._with_calls |= observes  # stays True, because the next prompt gets the same recipes
+            self._captured = []  # free them before the next ones are made
             self._ids, self._captured = ids, self._capture(ids)
         kinds = attention_layers(text_config(self.model.config))
         places = [index for index, kind in enumerate(kinds) if kind.type == "attention"]
@@ -72,12 +75,13 @@ class Prefill:
 
 
 def held_by(cache: Any) -> Footprint:
-    """The footprint of our cache, or of the tensors that transformers' own holds."""
+    """Return the footprint of our cache, or that of the tensors in transformers' own cache."""
     if isinstance(cache, CompressedCache):
         return cache.footprint()
     sides = [getattr(layer, side, None) for layer in cache.layers for side in ("keys", "values")]
     tensors = [side for side in sides if side is not None]
     seen = cache.get_seq_length()
-    # Layers with a sliding window hold fewer tokens than were seen; a ratio is against a cache of all of them.
+    # Layers with a sliding window hold fewer tokens than were seen; ratios refer to a cache of all
+    # tokens.
     elements = sum(t.shape[0] * t.shape[1] * seen * t.shape[3] for t in tensors)
     return Footprint(seen, elements, {"exact": sum(t.untyped_storage().nbytes() for t in tensors)})

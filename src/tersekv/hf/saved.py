@@ -1,8 +1,8 @@
 """Caches as files: `cache.save(path)` and `CompressedCache.load(path, model)`.
 
-A file (`cache/tensor_file.py`) holds what `state()` of every layer gives, the tables that codecs share, the token ids
-where they are known, and says which recipe and model it is of. Loading checks all of that; pages of packed blocks
-stay in the file's own memory.
+A file (`cache/tensor_file.py`) holds the `state()` of every layer, the tables that codecs share,
+and the token ids if they are known. It also names its recipe and model. Loading checks all of that.
+Pages of packed blocks stay in the memory-mapped file.
 """
 
 from __future__ import annotations
@@ -37,25 +37,26 @@ from tersekv.tensors import plain
 log = logging.getLogger(__name__)
 C = TypeVar("C", bound=ModelCache)
 SAME = 1e-6
-"""Tables made elsewhere are the same if they are as close as that: libraries of linear algebra round differently."""
+"""Tolerance for tables made on another machine, because libraries of linear algebra round
+differently."""
 
 
 @plain
 def save(cache: ModelCache, path: Path, ids: Tensor | None = None, model: PreTrainedModel | None = None) -> None:
-    """See `CompressedCache.save`."""
+    """Write a cache to a file; see `CompressedCache.save`."""
     model = model if model is not None else cache.model
     if model is None:
         raise UserError(
-            "this cache does not know its model: fill it under tersekv.compress, or give cache.save(path, model=model)"
+            "the model of this cache is unknown: fill it under tersekv.compress, or give cache.save(path, model=model)"
         )
     if any(kind.type == "linear" for kind in attention_layers(cache.config)):
-        raise UserError(f"{cache.config.model_type} has state beside keys and values; such a cache cannot be saved")
+        raise UserError(f"{cache.config.model_type} has state other than keys and values; such a cache cannot be saved")
     if cache.context_parallel is not None:
-        raise UserError("a cache with context_parallel cannot be saved: read the prompt in one process for that")
+        raise UserError("a cache with context_parallel cannot be saved: read the prompt in one process instead")
     layers = _layers(cache)
     seen = {layer.get_seq_length() for layer in layers}
     if len(seen) != 1 or seen == {0}:
-        raise UserError("only a cache that holds tokens, as many in every layer, can be saved: let the model read some")
+        raise UserError("the cache is empty or its layers differ in their tokens: fill it before it is saved")
     tokens, batch = seen.pop(), layers[0].batch_size
     ids = None if ids is None else _checked_ids(ids, batch, tokens)
     state = {"layers": [layer.live_state() for layer in layers], "tables": _shared_tables(cache), "ids": ids}
@@ -82,7 +83,7 @@ def load(
     ids: Tensor | None = None,
     decode: Callable[[list[int]], str] = str,
 ) -> C:
-    """See `CompressedCache.load`. kind: the class of the cache."""
+    """Read a cache from a file; see `CompressedCache.load`. kind: the class of the cache."""
     path = Path(path).expanduser()
     said, tensors, size = tensor_file.read(path)
     tensor_file.check_said(path, said, size)
@@ -108,7 +109,7 @@ def load(
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Errors about what a file holds name it."""
+    """Add the path to errors about the contents of a file."""
     try:
         yield
     except UserError as error:
@@ -117,7 +118,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _check_layers(stores: list[LayerStore | EvictingStore], tokens: int) -> None:
-    """Raise UserError unless all layers have seen the same tokens."""
+    """Raise UserError unless all layers have seen `tokens` tokens and have the same padding."""
     paddings = {tuple(store.padding.tolist()) for store in stores if store.padding is not None}
     for i, store in enumerate(stores):
         require(
@@ -127,7 +128,7 @@ def _check_layers(stores: list[LayerStore | EvictingStore], tokens: int) -> None
 
 
 def _check_ids(said: dict[str, Any], ids: Any) -> None:
-    """Raise UserError unless the ids that a file holds are those that it says."""
+    """Raise UserError unless the token ids of a file match the shape and hash in its metadata."""
     shape = said["batch"], said["cache"]["tokens"]
     optional(tensor(torch.int32, *shape))(ids, "ids")
     digest = None if ids is None else ids_digest(ids)
@@ -135,7 +136,7 @@ def _check_ids(said: dict[str, Any], ids: Any) -> None:
 
 
 def check_model(path: Path, said: dict[str, Any], model: PreTrainedModel) -> None:
-    """Raise UserError unless a file that says this was made by this model."""
+    """Raise UserError unless the metadata of a file names this model. said: the metadata."""
     if said["architecture"] != architecture(model.config):
         ours = text_config(model.config).model_type
         raise UserError(
@@ -147,9 +148,9 @@ def check_model(path: Path, said: dict[str, Any], model: PreTrainedModel) -> Non
 
 
 def check_prompt(path: Path, held: Tensor | None, ids: Tensor, decode: Callable[[list[int]], str] = str) -> None:
-    """Raise UserError unless a prompt [B, T] begins with the tokens [B, n] that a file holds."""
+    """Raise UserError unless a prompt [B, T] begins with the tokens [B, n] of a file."""
     if held is None:
-        raise UserError(f"{path} does not know its token ids: give them when it is made: cache.save(path, ids)")
+        raise UserError(f"{path} was saved without token ids: save it with cache.save(path, ids)")
     new = ids.reshape(-1, ids.shape[-1]).to(held)
     if len(new) != len(held):
         raise UserError(f"{path} holds {len(held)} sequences, and the prompt has {len(new)}")
@@ -171,7 +172,7 @@ def check_prompt(path: Path, held: Tensor | None, ids: Tensor, decode: Callable[
 
 
 def ids_digest(ids: Tensor) -> str:
-    """sha256 in hex of token ids [B, T] as 32-bit integers."""
+    """Return the SHA-256 in hex of token ids [B, T] as int32."""
     return hashlib.sha256(ids.to("cpu", torch.int32).contiguous().numpy().tobytes()).hexdigest()
 
 
@@ -190,7 +191,7 @@ def _layers(cache: ModelCache) -> list[CompressedLayer]:
 
 
 def _shared_tables(cache: ModelCache) -> list[Tensor]:
-    """What codecs make from their options alone, each table once."""
+    """Return the tables that codecs derive from their options alone, each table once."""
     dims = cache.shape.key_dim, cache.shape.value_dim
     codecs = [pair for layer in _layers(cache) for pair in zip((layer.plan.keys, layer.plan.values), dims, strict=True)]
     tables = [table for codec, dim in codecs for table in replace(codec, fitted={}).tables(dim)]
@@ -198,7 +199,8 @@ def _shared_tables(cache: ModelCache) -> list[Tensor]:
 
 
 def _check_tables(path: Path, written: list[Tensor], made: list[Tensor]) -> None:
-    """A rotation or sketch other than the one that codes were made with would decode to something else."""
+    """Raise UserError unless the tables are alike, because codes decode correctly only with the
+    rotation or sketch that made them."""
     alike = len(written) == len(made) and all(
         isinstance(a, Tensor)
         and (a.dtype, a.shape) == (b.dtype, b.shape)

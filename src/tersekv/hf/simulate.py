@@ -1,8 +1,9 @@
-"""One forward pass in which attention sees every key and value as a recipe's codecs leave them.
+"""Simulate a recipe in one forward pass: attention sees every key and value after encoding and
+decoding.
 
-This is how KVQuant (arXiv 2401.18079, §4) and GPTQ's script measure perplexity: queries, too, come from layers that
-already read coded tokens. The recipe's token policy plays no part but for the type of exact tokens; only the first
-`sinks` tokens stay exact. Nothing is installed on the model, so there is nothing to undo.
+KVQuant (arXiv 2401.18079, §4) and GPTQ's script measure perplexity this way. Queries, too, come
+from layers that already read coded tokens. Of the recipe's token policy only the type of exact
+tokens is used; only the first `sinks` tokens stay exact. The model is not modified.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class SimulatedCache(OnePassCache):
     """A cache for one call of a model, `model(ids, past_key_values=SimulatedCache(model.config, recipe))`.
 
     Raises:
-        UserError: unknown recipe, options that do not fit the model's head dim, or a calibration that is missing or was
-            made for something else.
+        UserError: the recipe is unknown, evicts tokens, or has options that do not fit the model's
+            head dim; or the calibration is missing or was made for another recipe or model.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class SimulatedCache(OnePassCache):
         recipe = Recipe.parse(recipe)
         self.plans = calibrated_plans(recipe, text_config(config), calibration)
         if recipe.policy().drops:
-            raise UserError(f"{recipe} drops tokens, which a simulation does not: use mode=cache, or the policy window")
+            raise UserError(
+                f"{recipe} evicts tokens, which a simulation does not support: use mode=cache, or the policy window"
+            )
         self.sinks = sinks
         self._ropes = Ropes(text_config(config), AttentionShape.of(text_config(config)).key_dim)
         self._held = Footprint()
@@ -69,7 +72,8 @@ class SimulatedCache(OnePassCache):
             raise type(error)(f"layer {layer}: {error}") from error
 
     def _code(self, codec: Codec, x: Tensor, dtype: torch.dtype, rotary: Rotary | None = None) -> Tensor:
-        """x [B, H, T, D] after coding, in its own type. As in the store, tokens are rounded to the exact type first."""
+        """Return x [B, H, T, D] after encoding and decoding, in its own type. As in the store,
+        tokens are rounded to the exact type first."""
         exact = x.to(dtype)
         if not bool(exact.isfinite().all()):
             raise CacheError(f"keys or values are not finite in {str(dtype).removeprefix('torch.')}")
@@ -90,7 +94,7 @@ class SimulatedCache(OnePassCache):
             n, place = stop - start, self.sinks + start
             whole = math.ceil(n / layout.block_tokens) * layout.block_tokens
             planes = coding.encode(codec, Tokens(rest[:, :, start:stop], angles(place, n)))
-            for name, plane in planes.items():  # a last block that is not full counts in proportion
+            for name, plane in planes.items():  # a partial last block counts in proportion
                 share = plane.numel() * plane.element_size() * n / whole
                 self._held.parts[layout.planes[name].kind] += round(share)
             decoded = coding.view(codec, planes, x.shape[-1], angles(place, whole)).decode()
@@ -98,7 +102,7 @@ class SimulatedCache(OnePassCache):
         return torch.cat(coded, dim=2)
 
     def footprint(self) -> Footprint:
-        """Bytes that the codes took, tables shared by layers counted once."""
+        """Return the bytes of the codes; tables shared by layers count once."""
         held = Footprint.sum([self._held])
         held.parts["tables"] = sum(table.numel() * table.element_size() for table in self._tables.values())
         return held

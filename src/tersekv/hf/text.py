@@ -1,7 +1,8 @@
-"""Real text that is on every machine, and the prompts made of it.
+"""Text that every Python installation has, and prompts made from it.
 
-Corpus `pydoc` is the language reference that ships with Python (`pydoc_data.topics`): about 700,000 characters of
-English prose with code, joined in the order of the topics' names, cleaned of nothing.
+Corpus `pydoc` is the language reference that ships with Python (`pydoc_data.topics`). It has about
+700,000 characters of English prose with code. Topics are joined in the order of their names,
+without cleaning.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from typing import Any
 
 from tersekv.errors import UserError
 
-# No English text with code has fewer characters per token than this under the tokenizers in use.
+# English text with code has fewer characters per token than this with the tokenizers in use.
 _MOST_CHARACTERS_PER_TOKEN = 8
 
 
 def pydoc_text() -> str:
-    """All topics of the language reference, in the order of their names."""
+    """Return all topics of the language reference, in the order of their names.
+
+    Raises:
+        UserError: this Python lacks `pydoc_data`.
+    """
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -29,12 +34,14 @@ def pydoc_text() -> str:
 
 
 def pydoc_document(tokenizer: Any, tokens: int, offset: int = 0, seed: int | None = None) -> str:
-    """About `tokens` tokens of corpus `pydoc` from character `offset` on (or from a place drawn by `seed`).
+    """Return about `tokens` tokens of corpus `pydoc` from character `offset`, or from a position
+    drawn with `seed`.
 
-    It begins at the start of a line, and wraps round at the end of the corpus.
+    The document begins at the start of a line and continues at the beginning of the corpus after
+    its end.
     """
     if tokens < 1:
-        raise UserError(f"a document of {tokens} tokens was asked for: ask for at least 1")
+        raise UserError(f"a document of {tokens} tokens is not possible: give at least 1")
     text = pydoc_text()
     start = random.Random(seed).randrange(len(text)) if seed is not None else offset % len(text)
     start = text.rfind("\n", 0, start) + 1
@@ -51,12 +58,13 @@ def _first_tokens(tokenizer: Any, text: str, tokens: int) -> str:
 
 
 def question_prompt(tokenizer: Any, document: str, question: str) -> str:
-    """One user turn with the document and then the question, ready for the answer."""
+    """Return the prompt of one user turn: the document, then the question."""
     return chat_prompt(tokenizer, f"{document}\n\n{question}" if document else question)
 
 
 def chat_prompt(tokenizer: Any, text: str) -> str:
-    """`text` as a user's turn where the tokenizer has a chat template, otherwise as it is."""
+    """Return `text` as a user turn in the tokenizer's chat template; without a template return it
+    unchanged."""
     if not getattr(tokenizer, "chat_template", None):
         return text
     turns = [{"role": "user", "content": text}]
@@ -64,8 +72,14 @@ def chat_prompt(tokenizer: Any, text: str) -> str:
 
 
 def common_ids(tokenizer: Any, text: str, config: Any, raw: bool = False) -> Any:
-    """The ids [1, T] that all prompts with `text` begin with, whatever question follows it (`question_prompt`, or with
-    `raw` the plain text), or none."""
+    """Return the ids [1, T] that all prompts with `text` begin with, whichever question follows, or
+    none.
+
+    raw: prompts are plain text, not a chat template (`question_prompt`).
+
+    Raises:
+        UserError: such prompts have no first token in common.
+    """
     prompts = [text, *(f"{text}\n\n{question}" for question in ("What?", "A b", "1"))]
     prompts = prompts if raw else [chat_prompt(tokenizer, prompt) for prompt in prompts]
     ids = [input_ids(tokenizer, prompt, config, template=not raw) for prompt in prompts]
@@ -77,7 +91,12 @@ def common_ids(tokenizer: Any, text: str, config: Any, raw: bool = False) -> Any
 
 
 def input_ids(tokenizer: Any, prompt: str, config: Any, new_tokens: int = 0, template: bool = True) -> Any:
-    """`prompt` as ids [1, T], refused where the model cannot hold it; `template` says that special tokens are in it."""
+    """Return `prompt` as ids [1, T]. template: the prompt contains its special tokens if the
+    tokenizer has a chat template.
+
+    Raises:
+        UserError: the prompt is empty, or longer than the model's context with `new_tokens` more.
+    """
     plain = not (template and getattr(tokenizer, "chat_template", None))
     ids = tokenizer(prompt, add_special_tokens=plain, return_tensors="pt", verbose=False)["input_ids"]
     tokens = ids.shape[-1]

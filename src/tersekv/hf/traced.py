@@ -1,8 +1,9 @@
-"""The part of a compressed cache that `torch.compile` sees.
+"""Handles and wrappers through which `torch.compile` sees a compressed cache.
 
-A traced forward pass must not read the store: its Python numbers change at every token, and each change would compile
-the model again. A layer therefore shows `torch.compile` one tensor, its handle, which holds the layer's number in a
-registry. The operators of `hf/operators.py` look the layer up when the compiled graph runs.
+A traced forward pass must not read the store. Its Python numbers change at every token, and each
+change would recompile the model. Each layer therefore exposes one tensor, its handle, with the
+layer's number in a registry. The operators of `hf/operators.py` look up the layer when the compiled
+graph runs.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 @plain
 def register(layer: Any) -> Tensor:
-    """A handle for a `CompressedLayer`, int64 [] on the CPU. The registry does not keep the layer alive."""
+    """Return a new handle for a `CompressedLayer`, int64 [] on the CPU. The registry holds a weak
+    reference."""
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
 def layer_of(handle: Tensor) -> Any:
-    """The `CompressedLayer` that a handle was made for.
+    """Return the `CompressedLayer` that a handle belongs to.
 
     Raises:
         CacheError: the layer no longer exists.
@@ -42,13 +44,13 @@ def layer_of(handle: Tensor) -> Any:
 
 
 def is_traced() -> bool:
-    """True while `torch.compile` traces a forward pass without gradients. Passes with gradients take the eager path,
-    which may break the graph."""
+    """True while `torch.compile` traces a forward pass without gradients. Passes with gradients use
+    the eager path, which may break the graph."""
     return torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
 
 def num_tokens(handle: Tensor) -> Tensor:
-    """The operator of this name, see `hf/operators.py`."""
+    """Call the operator `tersekv::num_tokens`, see `hf/operators.py`."""
     tokens: Tensor = torch.ops.tersekv.num_tokens(handle)
     return tokens
 
@@ -62,7 +64,7 @@ def append_and_attend(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """The operator of this name, see `hf/operators.py`."""
+    """Call the operator `tersekv::append_and_attend`, see `hf/operators.py`."""
     out: Tensor = torch.ops.tersekv.append_and_attend(
         key.handle, query, key.tokens, value.tokens, mask, sink_logits, scaling, softcap
     )
@@ -70,7 +72,8 @@ def append_and_attend(
 
 
 class NewTokens:
-    """The keys or the values [B, H, n, D] of one traced call, on their way from `update` to our attention function."""
+    """New keys or values [B, H, n, D] of one traced call, passed from `update` to our attention
+    function."""
 
     def __init__(self, handle: Tensor, tokens: Tensor) -> None:
         self.handle, self.tokens = handle, tokens

@@ -1,5 +1,6 @@
-"""The same packed bytes inside serving engines, which page, schedule and share them.
+"""Packed caches inside serving engines, which do their own paging, scheduling and prefix sharing.
 
-`slots` and `pages` know of no engine: what a token's slot is made of, and how a pool of pages is written and read. Each
-engine has a module of its own: `vllm` is a plug-in of vLLM, `lmcache` a serializer of LMCache.
+`slots`, `pages` and `steps` are independent of any engine. They define the bytes of a token's slot,
+and how pools of pages are written and read. `vllm` is a plug-in for vLLM, `lmcache` a serializer
+for LMCache.
 """

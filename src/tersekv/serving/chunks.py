@@ -1,13 +1,15 @@
-"""Chunks of a cache as bytes that stand alone: what LMCache stores and sends, and any other store of prefixes could.
+"""Self-contained packed chunks of a cache, for LMCache or any other store of prefixes.
 
-A chunk is one or more tensors [s, L, T, H·D]: s = 2 for keys and values (s = 1 where a model caches one vector per
-token, as latent attention does; it is coded as keys), L layers, T tokens. Layers of all its tensors count on, and are
-those of the recipe. The bytes:
+A chunk is one or more tensors [s, L, T, H·D] with L layers and T tokens. s = 2 for keys and values.
+s = 1 if a model caches one vector per token, as latent attention does; it is encoded as keys.
+Layers are numbered through all tensors of a chunk, as in the recipe. The bytes:
 
-    header    "TKVC", version, CRC-32 of what the chunk is (recipe, head dim, shapes), CRC-32 of the planes   16 bytes
-    planes    for each run of layers with one codec, keys and then values; each plane whole, in the layout's order
+```text
+header    "TKVC", version, CRC-32 of recipe, head dim and shapes, CRC-32 of the planes     16 bytes
+planes    for each run of layers with one codec: keys, then values; each plane in the layout's order
+```
 
-so that a chunk read with another recipe, cut or damaged is an error, never another tensor.
+A chunk that is truncated, damaged, or read with another recipe raises an error.
 """
 
 from __future__ import annotations
@@ -35,18 +37,19 @@ Shape = Sequence[int]
 
 
 def why_not_chunks(codec: Codec, head_dim: int) -> str | None:
-    """Why a chunk coded by this codec would not stand alone; None if it does."""
+    """Return the reason why a chunk of this codec would not be self-contained; None if it is."""
     if codec.fits_on is not None:
-        return f"it learns from the {codec.fits_on}, and what it learnt would lie outside the chunk"
+        return f"it is fitted on the {codec.fits_on}, and the fitted tensors would be outside the chunk"
     if codec.pre_rope:
-        return "keys before RoPE need their positions, which a chunk does not know"
+        return "keys before RoPE need their positions, which a chunk does not contain"
     if codec.layout(head_dim).starts is not None:
         return "its outliers are a list of no fixed size"
     return None
 
 
 class Run(NamedTuple):
-    """Layers first to last (exclusive) of one tensor with one codec for one side (0 keys, 1 values)."""
+    """Layers first to last (exclusive) of one tensor that share a codec. side: 0 for keys, 1 for
+    values."""
 
     side: int
     first: int
@@ -56,10 +59,10 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkCoder:
-    """Chunks of a model with `head_dim` channels per head, coded as `recipe` says.
+    """Packs and unpacks chunks of a model with `head_dim` channels per head by `recipe`.
 
     Raises:
-        UserError: the recipe keeps other tokens than all, or a codec needs more than the chunk.
+        UserError: the recipe has a token policy, or a codec needs data outside the chunk.
     """
 
     recipe: Recipe
@@ -79,12 +82,12 @@ class ChunkCoder:
     def _check(self, codec: Codec) -> None:
         if reason := why_not_chunks(codec, self.head_dim):
             raise UserError(
-                f"{type(codec).__name__} for {codec.side} cannot code chunks that stand alone: {reason}; use kivi, "
+                f"{type(codec).__name__} for {codec.side} cannot encode self-contained chunks: {reason}; use kivi, "
                 "uniform, int4, normalfloat, turboquant (whole bits), polarquant (codebook=offline) or exact"
             )
 
     def size(self, shapes: Sequence[Shape]) -> int:
-        """Bytes of a chunk, exactly."""
+        """Return the exact size of a chunk in bytes."""
         total = HEADER.size
         for shape, runs in zip(shapes, self._runs(shapes), strict=True):
             _, _, T, width = shape
@@ -99,7 +102,7 @@ class ChunkCoder:
         )
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Tensors [s, L, T, H·D] of any float dtype to uint8 [size]."""
+        """Pack tensors [s, L, T, H·D] of any float dtype into uint8 [size]."""
         shapes = [tuple(x.shape) for x in tensors]
         parts = []
         for x, runs in zip(tensors, self._runs(shapes), strict=True):
@@ -114,10 +117,11 @@ class ChunkCoder:
         return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), body])
 
     def unpack(self, data: Tensor, out: Sequence[Tensor]) -> None:
-        """Bytes uint8 (what follows the chunk's size is not read) into `out`, tensors of the shapes that were packed.
+        """Unpack uint8 bytes into `out`, tensors of the shapes that were packed. Bytes after the
+        chunk's size are ignored.
 
         Raises:
-            CacheError: the bytes are no such chunk.
+            CacheError: the bytes are truncated, damaged, or of another recipe, head dim or shape.
         """
         shapes = [tuple(x.shape) for x in out]
         need = self.size(shapes)
@@ -128,7 +132,7 @@ class ChunkCoder:
         data = data.cpu()
         magic, version, what, crc = HEADER.unpack(data[: HEADER.size].numpy().tobytes())
         if magic != MAGIC or version != VERSION:
-            raise CacheError(f"these bytes are no chunk of version {VERSION} (they begin with {magic!r}, {version})")
+            raise CacheError(f"these bytes are not a chunk of version {VERSION} (they begin with {magic!r}, {version})")
         if what != self._what(shapes):
             raise CacheError(
                 f"this chunk was packed with another recipe, head dim or shape than '{self.recipe}', {shapes}"
@@ -154,7 +158,7 @@ class ChunkCoder:
         return planes, at
 
     def _runs(self, shapes: Sequence[Shape]) -> Iterator[list[Run]]:
-        """Runs of each tensor."""
+        """Yield the runs of each tensor."""
         layers = sum(_checked(shape, self.head_dim)[1] for shape in shapes)
         first = 0
         for sides, L, *_ in shapes:
@@ -184,7 +188,7 @@ def _order(codec: Codec, head_dim: int) -> list[str]:
 def _checked(shape: Shape, head_dim: int) -> Shape:
     if len(shape) != 4 or shape[0] not in (1, 2) or shape[2] < 1 or shape[3] < 1 or shape[3] % head_dim:
         raise UserError(
-            f"a chunk of shape {list(shape)} is none of [1 or 2, layers, tokens, heads · {head_dim}]; "
+            f"{list(shape)} is not a valid shape of a chunk, [1 or 2, layers, tokens, heads · {head_dim}]; "
             "check head_dim, the model's channels per head"
         )
     return shape

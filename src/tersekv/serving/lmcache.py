@@ -1,9 +1,13 @@
-"""LMCache with packed chunks: a serde by the name `tersekv`, for adapters of its second level.
+"""Serializer for LMCache that packs chunks: a serde named `tersekv`, for adapters of its L2
+storage.
 
-    {"type": "fs", "base_path": "/cache", "serde": {"type": "tersekv", "recipe": "turboquant:bits=4", "head_dim": 64}}
+```json
+{"type": "fs", "base_path": "/cache", "serde": {"type": "tersekv", "recipe": "turboquant:bits=4",
+"head_dim": 64}}
+```
 
-`register()` makes the name known to the process that calls it; LMCache looks for no plug-ins of this kind. What a
-chunk's bytes are stands in `tersekv.serving.chunks`.
+`register()` registers the name in the calling process, because LMCache does not look for serde
+plug-ins. `tersekv.serving.chunks` defines the bytes of a chunk.
 """
 
 from __future__ import annotations
@@ -32,13 +36,18 @@ NAME = "tersekv"
 
 
 class PackedSerializer(Serializer):
-    """Packs what LMCache holds of a chunk."""
+    """Packs the tensors of a chunk."""
 
     def __init__(self, coder: ChunkCoder) -> None:
         self.coder = coder
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
-        """Write src's tensors [1 or 2, layers, tokens, heads·D] into dst's bytes; how many there are of them."""
+        """Pack src's tensors [1 or 2, layers, tokens, heads·D] into dst; return the number of
+        bytes.
+
+        Raises:
+            UserError: dst is too small.
+        """
         packed, room = self.coder.pack(_tensors(src)), _bytes(dst)
         if room.numel() < packed.numel():
             raise UserError(f"the packed chunk has {packed.numel():,} bytes, there is room for {room.numel():,}")
@@ -46,7 +55,7 @@ class PackedSerializer(Serializer):
         return packed.numel()
 
     def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
-        """Bytes of the packed chunk, exactly."""
+        """Return the exact size of the packed chunk in bytes."""
         return self.coder.size([tuple(shape) for shape in layout_desc.shapes])
 
 
@@ -57,7 +66,7 @@ class PackedDeserializer(Deserializer):
         self.coder = coder
 
     def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
-        """Decode src's bytes into dst's tensors, in their type.
+        """Decode src's bytes into dst's tensors, with their dtype.
 
         Raises:
             CacheError: the bytes are damaged, or of another recipe or shape.
@@ -66,7 +75,12 @@ class PackedDeserializer(Deserializer):
 
 
 def create(options: Mapping[str, Any]) -> SerdeProcessor:
-    """A processor for LMCache from the options of an adapter's "serde": recipe, head_dim, max_workers (1)."""
+    """Create a processor from the options of an adapter's "serde": recipe, head_dim and max_workers
+    (default 1).
+
+    Raises:
+        UserError: an option is missing or unknown, or the recipe does not support chunks.
+    """
     known = {"recipe", "head_dim", "max_workers"}
     if unknown := set(options) - known:
         raise UserError(f"serde {NAME!r} has no option {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
@@ -78,23 +92,23 @@ def create(options: Mapping[str, Any]) -> SerdeProcessor:
 
 
 def register() -> None:
-    """Make the serde known to this process; doing so again changes nothing."""
+    """Register the serde in this process. A second call does nothing."""
     if NAME not in get_registered_serde_types():
         register_serde_factory(NAME, create)
 
 
 def _tensors(memory: MemoryObj) -> Sequence[Tensor]:
-    """The tensors that a memory object holds, one per group of layers."""
+    """Return the tensors of a memory object, one per group of layers."""
     groups = memory.meta.shapes
     if groups is not None and len(groups) > 1:
         return [memory.get_tensor(i) for i in range(len(groups))]
     if memory.tensor is None:
-        raise UserError("LMCache handed over a memory object without a tensor")
+        raise UserError("LMCache passed a memory object without a tensor")
     return [memory.tensor]
 
 
 def _bytes(memory: MemoryObj) -> Tensor:
-    """A memory object as uint8 [bytes]."""
+    """Return a memory object as uint8 [bytes]."""
     if memory.tensor is None:
-        raise UserError("LMCache handed over a memory object without a tensor")
+        raise UserError("LMCache passed a memory object without a tensor")
     return memory.tensor.view(-1).view(torch.uint8)

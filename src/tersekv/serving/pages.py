@@ -1,6 +1,8 @@
-"""A layer's pool of pages: new tokens are coded into their slots, and queries read the packed bytes where they lie.
+"""Pool of pages of one layer: new tokens are encoded into their slots, and queries read the packed
+bytes in place.
 
-What a query reads, packed or exact, is said by `tersekv.serving.steps`; both parts are joined by their log-sum-exp.
+`tersekv.serving.steps` decides which tokens a query reads packed and which exact. Both parts are
+merged by their log-sum-exp.
 
 Shapes: T tokens of a step, H key-value heads, Hq query heads, G = Hq/H, D head dim, S pages, p tokens per page.
 """
@@ -18,37 +20,39 @@ from tersekv.serving.slots import Slots, write
 from tersekv.serving.steps import Chunk, EngineStep, Singles
 
 SPAN_TOKENS = 1024
-"""Packed tokens decoded at a time for long chunks."""
+"""Number of packed tokens decoded at a time for long chunks."""
 
 QUERY_TILE = 256
-"""Query positions of a long chunk at a time: bounds the scores that are held."""
+"""Query positions of a long chunk processed at a time, which bounds the memory for scores."""
 
 KERNEL_ROWS = 64
-"""Most query rows per KV head (grouped heads × positions) that read packed bytes directly."""
+"""Most query rows per KV head (grouped heads × positions) for kernels that read packed bytes."""
 
 PartialAttention = tuple[Tensor, Tensor]
 """Output [B, H, R, D] and log-sum-exp [B, H, R] of query rows over some tokens."""
 
 
 class PagePool:
-    """The pages of one layer in memory uint8 [S, H, p, token_bytes], contiguous. scaling, softcap: of the scores."""
+    """Pages of one layer in contiguous memory uint8 [S, H, p, token_bytes]. scaling, softcap:
+    applied to the scores."""
 
     def __init__(self, slots: Slots, memory: Tensor, scaling: float, softcap: float | None = None) -> None:
         S, H, p, C = memory.shape
         if p % BLOCK_TOKENS or slots.token_bytes != C or not memory.is_contiguous():
             raise UserError(
                 f"pages of {p} tokens with {C} bytes each do not fit: pages hold a multiple of {BLOCK_TOKENS} tokens, "
-                f"of {slots.token_bytes} bytes per KV head, and a layer's pages lie one after the other"
+                f"of {slots.token_bytes} bytes per KV head, and a layer's pages are contiguous"
             )
         self.slots, self.page_tokens, self.kv_heads, self.scaling, self.softcap = slots, p, H, scaling, softcap
         self.planes = slots.views(memory.view(S * p // BLOCK_TOKENS, H, BLOCK_TOKENS * C))
         self.rows: Tensor | None = None
-        """Exact copies of the pages that are being filled: [2, rows, H, p, D], keys and values."""
+        """Exact copies of partially filled pages: [2, rows, H, p, D], keys and values."""
         self._views: dict[int, tuple[View, View]] = {}
         self._pool: PackedPages | None = None
 
     def write(self, keys: Tensor, values: Tensor, step: EngineStep) -> None:
-        """Code keys and values [T, H, D] of a step into their slots, and copy those of pages that are being filled."""
+        """Encode keys and values [T, H, D] of a step into their slots; also copy those of partially
+        filled pages."""
         codecs = (self.slots.keys, self.slots.values)
         for codec, planes, specs, x in zip(codecs, self.planes, self.slots.planes, (keys, values), strict=True):
             x = x if step.tokens is None else x[step.tokens]
@@ -64,8 +68,11 @@ class PagePool:
             self.rows[side][row, :, place] = x[token].to(self.rows.dtype)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, step: EngineStep) -> Tensor:
-        """Attention of a step's queries [T, Hq, D], whose own keys and values [T, H, D] are written: float32
-        [T, Hq, D]. On whatever device they, the memory and the step are."""
+        """Attend with a step's queries [T, Hq, D]; their keys and values [T, H, D] must be written
+        already.
+
+        Returns float32 [T, Hq, D], on the device that queries, memory and step share.
+        """
         T, Hq, D = query.shape
         rows = query.float().view(T, self.kv_heads, -1, D)  # [T, H, G, D]
         out = torch.zeros_like(rows)
@@ -77,7 +84,7 @@ class PagePool:
         return out.view(T, Hq, D)
 
     def _singles(self, rows: Tensor, of: Singles) -> Tensor:
-        """rows [B, H, G, D], one query of each request, to its output."""
+        """Attend with rows [B, H, G, D], one query per request."""
         assert self.rows is not None
         key, value = self.rows[0][of.rows], self.rows[1][of.rows]
         if of.reads_packed and rows.is_cpu and backends.chosen() in (backends.AUTO, "cpu"):
@@ -91,7 +98,8 @@ class PagePool:
         return _merged(parts)
 
     def _in_one_call(self, rows: Tensor, exact: tuple[Tensor, Tensor, Tensor], of: Singles) -> Tensor | None:
-        """rows [B, H, G, D] over exact and packed tokens by one kernel call; None where no kernel takes it."""
+        """Attend with rows [B, H, G, D] to exact and packed tokens by one kernel call; None if no
+        kernel supports it."""
         if self._pool is None:
             keys, values = (
                 codec.view(planes, self.slots.head_dim)
@@ -107,7 +115,7 @@ class PagePool:
         return None if out is None else out.view(rows.shape)
 
     def _one_by_one(self, rows: Tensor, of: Singles) -> PartialAttention:
-        """The packed part where no kernel reads these pages."""
+        """Attend to the packed tokens request by request, for pages that no kernel supports."""
         parts = []
         for row, pages, mask in zip(rows, of.pages, of.packed, strict=True):
             first = mask.sum(-1)
@@ -115,7 +123,8 @@ class PagePool:
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
     def _chunk(self, query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk) -> Tensor:
-        """query [1, H, G, q, D] with its own keys and values [q, H, D] to its output [q, H, G, D]."""
+        """Attend with query [1, H, G, q, D], whose own keys and values are [q, H, D]. Returns [q,
+        H, G, D]."""
         G, q = query.shape[2:4]
         exact_from, packed = chunk.exact_from(self.page_tokens), None
         if int(exact_from.max()):
@@ -128,7 +137,7 @@ class PagePool:
         return _merged(parts).unflatten(2, (G, q))[0].permute(2, 0, 1, 3)
 
     def _own_pages(self, query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk) -> PartialAttention:
-        """Exact attention of each query over its own page."""
+        """Attend with each query to the exact tokens of its own page."""
         outs, lses, p = [], [], self.page_tokens
         key, value = (x.transpose(0, 1)[None] for x in (keys, values))  # [1, H, q, D]
         for page in range(chunk.start // p, (chunk.num_tokens - 1) // p + 1):
@@ -149,7 +158,8 @@ class PagePool:
         return torch.cat(outs, dim=3).flatten(2, 3), torch.cat(lses, dim=3).flatten(2, 3)
 
     def _direct(self, rows: Tensor, pages: Tensor, mask: Tensor) -> PartialAttention | None:
-        """Query rows [B, H, R, D] over packed tokens by a kernel that reads pages where they lie; None if none does."""
+        """Attend with query rows [B, H, R, D] by a kernel that reads pages in place; None if no
+        kernel supports them."""
         keys, values = self._of_batch(rows.shape[0])
         call = (
             keys.query(rows), keys.inner.operand, values.inner.operand, pages, self.page_tokens, mask, self.scaling,
@@ -159,7 +169,7 @@ class PagePool:
         return None if found is None else (values.output(found[0]), found[1])
 
     def _of_batch(self, B: int) -> tuple[View, View]:
-        """Views of the whole pool for B rows, that of the last B kept."""
+        """Return views of the whole pool for B rows. Those of the latest B are cached."""
         if B not in self._views:
             codecs = (self.slots.keys, self.slots.values)
             keys, values = (
@@ -170,8 +180,11 @@ class PagePool:
         return self._views[B]
 
     def _decoded(self, query: Tensor, pages: Tensor, exact_from: Tensor) -> PartialAttention:
-        """Queries [1, H, G, q, D], each over packed tokens before exact_from int64 [q]: tokens are decoded SPAN_TOKENS
-        at a time and multiplied as matrices."""
+        """Attend with queries [1, H, G, q, D] to packed tokens, query i to those before
+        exact_from[i] (int64 [q]).
+
+        Tokens are decoded SPAN_TOKENS at a time, and scores are dense matrix products.
+        """
         q, tokens = query.shape[3], int(exact_from.max())
         tiles = [slice(at, min(q, at + QUERY_TILE)) for at in range(0, q, QUERY_TILE)]
         results: list[list[PartialAttention]] = [[_nothing(query[:, :, :, tile].flatten(2, 3))] for tile in tiles]
@@ -200,7 +213,7 @@ class PagePool:
 
 
 def _nothing(rows: Tensor) -> PartialAttention:
-    """What query rows [B, H, R, D] read where there is nothing."""
+    """Return the partial attention of query rows [B, H, R, D] over no tokens."""
     return torch.zeros_like(rows), rows.new_full(rows.shape[:-1], float("-inf"))
 
 

@@ -1,14 +1,18 @@
-"""Slots: tokens of a fixed size that are written one by one, whatever block of 32 they share.
+"""Slots: packed tokens of a fixed size, written one at a time into blocks of 32.
 
-A page of an engine holds p tokens of all KV heads of a layer, p a multiple of 32. Its bytes are p/32 blocks, each with
-all heads, each head with the planes of the keys and then those of the values, wider types first:
+A page of an engine holds p tokens of all KV heads of a layer, with p a multiple of 32. It consists
+of p/32 blocks; each block has all heads. A head has the packed tensors ("planes") of its keys, then
+of its values, wider types first:
 
-    page   [ block 0 | block 1 | … ]          block   [ head 0 | head 1 | … ]
-    head   [ codes of keys | scales | … | codes of values | scales | … | rounded up to 32 bytes ]
+```text
+page   [ block 0 | block 1 | … ]          block   [ head 0 | head 1 | … ]
+head   [ codes of keys | scales | … | codes of values | scales | … | rounded up to 32 bytes ]
+```
 
-so that a head's token has `token_bytes` on average and blocks of all pages stand at equal distances, which is what
-kernels read. A token is a lane of the planes of keys and a column of those with tokens last; in the codes of values,
-whose lanes are channels, it is a field of bits of every word (`kernels/lanes.py`).
+A token of one head thus takes `token_bytes` on average. Blocks of all pages have equal distances in
+memory, as kernels require. In the codes of keys a token is a lane, and in planes whose last axis is
+tokens it is a column. In the codes of values lanes are channels, and a token is a bit field of
+every int32 (`kernels/lanes.py`).
 """
 
 from __future__ import annotations
@@ -30,17 +34,18 @@ from tersekv.layouts.base import BLOCK_TOKENS, PackedTensors, PlaneSpec
 from tersekv.tensors import cached_table
 
 Way = Literal["column", "lane", "field"]
-"""Where a token is in a block's plane: on the last axis; a lane of [groups, words, 16]; bits of all words."""
+"""Position of a token in a block's plane: "column" of the last axis, "lane" of [groups, words, 16],
+or bit "field" of all words."""
 
 
 def why_not_slots(codec: Codec, head_dim: int) -> str | None:
-    """Why tokens of this codec have no slots of their own; None if they have."""
+    """Return the reason why this codec does not support slots; None if it does."""
     if codec.fits_on is not None:
-        return f"it learns from the {codec.fits_on} before it can code a token"
+        return f"it must be fitted on the {codec.fits_on} before it can encode a token"
     if codec.pre_rope:
         return "keys before RoPE need a position for each token as they are read, which pages do not hold"
     if getattr(codec, "axis", "token") != "token":
-        return "its ranges span several tokens, so that a token cannot be coded alone (use axis=token)"
+        return "its ranges span several tokens, so a token cannot be encoded alone (use axis=token)"
     if isinstance(codec, Exact):
         return "its tokens are not packed (a layer with exact keys and exact values is left to the engine)"
     layout = codec.layout(head_dim)
@@ -48,19 +53,20 @@ def why_not_slots(codec: Codec, head_dim: int) -> str | None:
         return f"its blocks hold {layout.block_tokens} tokens, not {BLOCK_TOKENS}"
     for name, spec in layout.planes.items():
         if spec.shared or spec.ragged is not None or way_of(codec, name, spec) is None:
-            return f"its plane {name!r} has no fixed room for each token and head"
+            return f"its plane {name!r} has no fixed size per token and head"
     return None
 
 
 def way_of(codec: Codec, name: str, spec: PlaneSpec) -> Way | None:
-    """Where a token is in a plane."""
+    """Return the position of a token in a plane; None if tokens have no fixed position."""
     if name.endswith("codes") and spec.dtype is torch.int32:
         return "lane" if codec.side == "keys" else "field"
     return "column" if spec.shape and spec.shape[-1] == BLOCK_TOKENS else None
 
 
 class Plane(NamedTuple):
-    """A plane of a block's head: its first byte there, and where a token is in it."""
+    """One packed tensor of a block's head. start: its first byte there; way: position of a token in
+    it."""
 
     name: str
     spec: PlaneSpec
@@ -69,16 +75,16 @@ class Plane(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return math.prod(self.spec.shape) * self.spec.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Slots:
-    """What a layer's tokens are made of in an engine's pages.
+    """Layout of a layer's tokens in an engine's pages.
 
     Raises:
-        UserError: a codec whose tokens have no fixed size of their own.
+        UserError: a codec does not encode each token alone in a fixed size.
     """
 
     keys: Codec
@@ -89,13 +95,13 @@ class Slots:
         for codec in (self.keys, self.values):
             if reason := why_not_slots(codec, self.head_dim):
                 raise UserError(
-                    f"{type(codec).__name__} for {codec.side} cannot live in an engine's pages: {reason}; use "
+                    f"{type(codec).__name__} for {codec.side} cannot be used in an engine's pages: {reason}; use "
                     "turboquant (whole bits), polarquant (codebook=offline), uniform, int4 or normalfloat"
                 )
 
     @functools.cached_property
     def planes(self) -> tuple[tuple[Plane, ...], tuple[Plane, ...]]:
-        """Packed tensors of keys and of values."""
+        """Planes of keys and of values."""
         at, sides = 0, []
         for codec in (self.keys, self.values):
             at, side = math.ceil(at / 4) * 4, []
@@ -115,7 +121,8 @@ class Slots:
         return math.ceil((last.start + last.bytes) / BLOCK_TOKENS)
 
     def views(self, memory: Tensor) -> tuple[PackedTensors, PackedTensors]:
-        """Packed tensors [1, H, N, …] of keys and of values in memory uint8 [N, H, 32·token_bytes], not copied."""
+        """Return views [1, H, N, …] of the packed keys and values in memory uint8 [N, H,
+        32·token_bytes]."""
         return self._planes(memory, 0), self._planes(memory, 1)
 
     def _planes(self, memory: Tensor, side: int) -> PackedTensors:
@@ -127,8 +134,12 @@ class Slots:
 
 
 class Places(NamedTuple):
-    """Where tokens go: block and place in it int64 [T], the different blocks int64 [U], and each token's among
-    these."""
+    """Destinations of tokens.
+
+    block, token: block of each token and its position in the block, int64 [T].
+    blocks: distinct blocks, int64 [U]. of_token: index of each token's block in `blocks`, int64
+    [T].
+    """
 
     block: Tensor
     token: Tensor
@@ -137,14 +148,15 @@ class Places(NamedTuple):
 
     @staticmethod
     def of(slots: Tensor) -> Places:
-        """Of slot numbers int64 [T]: 32 times the block plus the place in it."""
+        """Build from slot numbers int64 [T], each 32 times the block plus the position in the
+        block."""
         block, token = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
         return Places(block, token, *torch.unique(block, return_inverse=True))
 
 
 def write(codec: Codec, planes: PackedTensors, specs: tuple[Plane, ...], x: Tensor, places: Places) -> None:
-    """Code x float32 [T, H, D] and put each token into its slot of planes [1, H, N, …]; other tokens stay as they
-    are."""
+    """Encode x float32 [T, H, D] and write each token to its slot in planes [1, H, N, …]. Other
+    tokens are unchanged."""
     T = x.shape[0]
     coded = encode(codec, Tokens(x.transpose(0, 1).unsqueeze(0)))
     for plane in specs:
@@ -161,8 +173,8 @@ def write(codec: Codec, planes: PackedTensors, specs: tuple[Plane, ...], x: Tens
 
 
 def _write_fields(held: Tensor, new: Tensor, D: int, places: Places) -> None:
-    """Codes of values: words [H, N, groups, W, 16] with b = W bits per code, since 32 tokens fill them without a
-    rest."""
+    """Write codes of values into int32 words [H, N, groups, W, 16]. Codes have W bits, because 32
+    tokens of b bits fill b words exactly."""
     bits = held.shape[-2]
     codes = unpack_lanes(new, bits, BLOCK_TOKENS, D).flatten(1, 2)[:, : len(places.token)]
     blocks = codes.new_zeros((held.shape[0], len(places.blocks), BLOCK_TOKENS, D))
@@ -176,7 +188,7 @@ def _write_fields(held: Tensor, new: Tensor, D: int, places: Places) -> None:
 
 @cached_table
 def _fields(bits: int, device: str) -> Tensor:
-    """The bits of each token in a lane's words: int32 [32, W]."""
+    """Return the bit mask of each token in a lane's words: int32 [32, W]."""
     full = torch.zeros(BLOCK_TOKENS, BLOCK_TOKENS, LANES, dtype=torch.uint8)
     full[torch.arange(BLOCK_TOKENS), torch.arange(BLOCK_TOKENS)] = 2**bits - 1
     return pack_lanes(full, bits)[:, 0, :, 0].to(device)

@@ -1,9 +1,11 @@
-"""What one step of an engine asks of every layer: where its tokens go, and what each of its queries reads.
+"""Plan of one engine step, for all layers: destinations of its tokens, and the tokens that each
+query reads.
 
-A query at position i reads the tokens of its own page (those from (i // p)·p on) exactly and all earlier ones packed.
-That holds however a prompt is cut into steps and whichever pages an earlier request had filled, so an answer depends on
-neither. The exact copy of a page that is being filled lies in a row beside the pool (`Rows`), one per running request;
-when the page is full only its packed tokens are left.
+A query at position i reads the tokens of its own page, from position (i // p)·p on, exactly. It
+reads all earlier tokens packed. Results therefore do not depend on how a prompt is split into
+steps, or on pages that earlier requests filled. The exact copy of a partially filled page is in a
+row outside the pool (`Rows`), one per running request. Once the page is full, only its packed
+tokens remain.
 """
 
 from __future__ import annotations
@@ -19,12 +21,16 @@ from torch import Tensor
 from tersekv.serving.slots import Places
 
 IDLE_STEPS = 32
-"""A row that no step has asked for so long may serve another page. A running request that a step leaves out is back
-before; should it not be, it reads its page packed."""
+"""Number of steps after which an unused row may be reused for another page.
+
+A running request that a step leaves out normally returns earlier. If it does not, it reads its page
+packed.
+"""
 
 
 class _Held(NamedTuple):
-    """Row of a page, which of its tokens are there, first to last (exclusive), and the step that used it last."""
+    """Row of a page. first, last: range of its tokens there, last exclusive. used: latest step that
+    used it."""
 
     row: int
     first: int
@@ -33,7 +39,7 @@ class _Held(NamedTuple):
 
 
 class Rows:
-    """Which pages have an exact copy, and in which row: as many rows as pages are being filled, at most `most`."""
+    """Rows of the exact copies of partially filled pages, at most `most`."""
 
     def __init__(self, most: int) -> None:
         self.most, self.step = most, 0
@@ -43,16 +49,18 @@ class Rows:
         return len(self._held)
 
     def of(self, page: int, tokens: int) -> _Held | None:
-        """The row of a page whose first `tokens` tokens were written; None if it has none with all up to there."""
+        """Return the row of a page that contains its tokens up to `tokens`; None if there is no
+        such row."""
         held = self._held.get(page)
         if held is None or held.last < tokens:
             return None
-        del self._held[page]  # the latest used stand last, so that no other page of this step takes the row over
+        del self._held[page]  # reinsert it last, so that no other page of this step reuses the row
         self._held[page] = held._replace(used=self.step)
         return self._held[page]
 
     def put(self, page: int, first: int, last: int) -> _Held:
-        """The row of a page that gets its tokens first to last (exclusive): its own, with what it holds, or another."""
+        """Return the row for tokens first to last (exclusive) of a page: its present row with its
+        tokens, or a new one."""
         before = self.of(page, first) if first else None
         own = self._held.pop(page, None)
         oldest = next(iter(self._held.values()), None)
@@ -67,8 +75,12 @@ class Rows:
 
 
 class Chunk(NamedTuple):
-    """Queries first to last (exclusive) of a step: the last ones of a sequence of `num_tokens` tokens in `pages` int32
-    [P]. The page of its first query has exact tokens from position `exact` on, those before the chunk in row `row`."""
+    """Queries first to last (exclusive) of a step, which end a sequence of `num_tokens` tokens in
+    `pages` int32 [P].
+
+    The page of the first query has exact tokens from position `exact` on; those before the chunk
+    are in row `row`.
+    """
 
     first: int
     last: int
@@ -83,7 +95,7 @@ class Chunk(NamedTuple):
         return self.num_tokens - (self.last - self.first)
 
     def exact_from(self, page_tokens: int) -> Tensor:
-        """Position from which on each query reads exact tokens, int64 [q]."""
+        """Return the first position that each query reads exactly, int64 [q]."""
         position = torch.arange(self.start, self.num_tokens)
         page = position // page_tokens * page_tokens
         return torch.where(page < self.start, self.exact, page)
@@ -91,9 +103,13 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Singles:
-    """Requests with one query each: its token int64 [B], pages int32 [B, P] and which packed tokens it reads
-    bool [B, 1, P·p], its row int64 [B] and which of the row's tokens it reads bool [B, 1, p]. reads_packed: whether any
-    of them reads any."""
+    """Requests with one query each.
+
+    tokens: token of each query, int64 [B]. pages: int32 [B, P]. packed: mask of packed tokens, bool
+    [B, 1, P·p].
+    rows: row of each request, int64 [B]. exact: mask of the row's tokens, bool [B, 1, p].
+    reads_packed: True if any query reads a packed token.
+    """
 
     tokens: Tensor
     pages: Tensor
@@ -105,9 +121,13 @@ class Singles:
 
 @dataclass(frozen=True)
 class EngineStep:
-    """The requests of one step, for all layers. places: where the step's tokens go, tokens: those that have a place
-    (None: all). copied: tokens int64 [n] that go to rows int64 [n], at places int64 [n] there; rows: how many there
-    are."""
+    """Requests of one step, for all layers.
+
+    places: destinations of the step's tokens. tokens: tokens that have a destination, or None for
+    all.
+    copied: tokens copied to rows, as token, row and position in the row, each int64 [n].
+    rows: number of rows.
+    """
 
     singles: Singles | None
     chunks: list[Chunk]
@@ -117,7 +137,8 @@ class EngineStep:
     rows: int
 
     def to(self, device: torch.device) -> EngineStep:
-        """With all that layers read many times on the device; chunks stay on the CPU, where they are cut by pages."""
+        """Return the step with its tensors on the device. Chunks stay on the CPU, where they are
+        split by pages."""
         if device.type == "cpu":
             return self
         singles = self.singles
@@ -133,9 +154,14 @@ class EngineStep:
     def plan(
         starts: Sequence[int], seen: Sequence[int], pages: Tensor, slots: Tensor, p: int, rows: Rows
     ) -> EngineStep:
-        """Request i has queries starts[i] to starts[i + 1], the last of seen[i] tokens, which lie in pages[i] (int32,
-        of p tokens each, some entries of which may be unused); slots int64 [T]: where each token goes, −1 for none.
-        Both are on the CPU."""
+        """Plan a step. Request i has queries starts[i] to starts[i + 1], which are the last of its
+        seen[i] tokens.
+
+        pages: int32, on the CPU; pages[i] lists the pages of request i, of p tokens each. Trailing
+        entries may be unused.
+        slots: int64 [T], on the CPU; the slot of each token, or −1 for none.
+        rows: rows of exact copies, which are updated.
+        """
         rows.step += 1
         chunks: list[Chunk] = []
         copied: list[tuple[range, int, int]] = []

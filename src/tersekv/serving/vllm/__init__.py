@@ -1,25 +1,30 @@
-"""vLLM with packed pages: a plug-in that vLLM finds by its entry point `vllm.general_plugins` and asks to `register`.
+"""Plug-in for vLLM with packed pages. vLLM finds it by the entry point `vllm.general_plugins` and
+calls `register`.
 
-    vllm serve MODEL --additional-config '{"tersekv": {"recipe": "turboquant:bits=4;0=exact;-1=exact"}}'
+```bash
+vllm serve MODEL --additional-config '{"tersekv": {"recipe": "turboquant:bits=4;0=exact;-1=exact"}}'
+```
 
-or, for all engines of a shell, TERSEKV_VLLM_RECIPE="turboquant:bits=4". Without either nothing is changed: vLLM's own
-attention runs. With one, vLLM is told what a page of packed tokens weighs, so that its cache holds more of them;
-paging, scheduling, prefix caching, chunked prefill and tensor parallelism stay vLLM's own. No class of vLLM is
-patched: its registry of attention backends is given ours.
+For all engines of a shell, set TERSEKV_VLLM_RECIPE="turboquant:bits=4" instead. Without a recipe
+vLLM's own attention runs, unchanged. With a recipe vLLM gets the size of a packed page, so its
+cache holds more pages. vLLM still does paging, scheduling, prefix caching, chunked prefill and
+tensor parallelism. No class of vLLM is patched; our backends are added to its registry of attention
+backends.
 """
 
 from __future__ import annotations
 
 SUPPORTED = "0.32"
-"""The minor version of vLLM whose interfaces this plug-in is written and tested for."""
+"""Minor version of vLLM that this plug-in is written for and tested with."""
 
 OWN = {"cpu": "CPU_ATTN", "cuda": "TRITON_ATTN"}
-"""vLLM's name of the backend that ours stands for, by its name of the platform: our `PackedBackend` of that module."""
+"""Name of the vLLM backend that our `PackedBackend` replaces, by vLLM's name of the platform, which
+is also the name of our module."""
 
 
 def register() -> None:
-    """Put our attention in place of vLLM's own of the platform, and, in place of all others, what refuses a recipe.
-    vLLM calls this in each of its processes, sometimes twice."""
+    """Replace vLLM's attention backend of the platform by ours, and all others by classes that
+    refuse a recipe. vLLM calls this function in each of its processes, sometimes twice."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -33,7 +38,7 @@ def register() -> None:
 
 
 def why_not_version() -> str | None:
-    """Why the installed vLLM is not served; None if it is."""
+    """Return the reason why the installed vLLM is not supported; None if it is."""
     import vllm
 
     if vllm.__version__.split("+")[0].rsplit(".", 1)[0] == SUPPORTED:

@@ -1,18 +1,21 @@
-"""Attention backends that stand for vLLM's own of a platform: packed pages where a recipe is set, else its own.
+"""Attention backends that replace vLLM's own of a platform: packed pages if a recipe is set, else
+vLLM's attention.
 
-What differs by platform is the backend they stand for (`cpu.py`, `cuda.py`); pools and kernels work on the device of
-their memory.
+`cpu.py` and `cuda.py` name the vLLM backend that is replaced. Pools and kernels work on the device
+of their memory.
 
-How a layer becomes packed, all in vLLM's own steps:
+A layer becomes packed in these steps, all called by vLLM:
 
-1. `Attention.__init__` asks the backend for its implementation: ours, if a recipe is set (`PackedImpl`), which checks
-   what the layer wants of it.
-2. When the weights are loaded, each implementation looks which layer it belongs to, reads in the recipe what that layer
-   does, and gives it the backend of its slot size, or vLLM's own implementation back (`process_weights_after_loading`).
-3. vLLM asks each packed layer's backend (`OfSlots`) what a page weighs: `customize_spec` states `state_content_bytes`,
-   bytes per token and KV head. From here on capacity, block tables and prefix caching follow from it.
-4. At every step `PackedBuilder` plans where tokens go and who reads what, once for all layers; `PackedImpl.forward`
-   writes and reads.
+1. `Attention.__init__` asks the backend for its implementation. If a recipe is set it is
+`PackedImpl`, which checks the options of the layer.
+2. After the weights are loaded, `process_weights_after_loading` finds the layer and its part of the
+recipe. A packed layer gets a backend for its slot size; other layers get vLLM's own implementation
+back.
+3. vLLM asks each packed layer's backend (`OfSlots`) for the size of a page. `customize_spec` sets
+`state_content_bytes`, bytes per token and KV head. Capacity, block tables and prefix caching follow
+from it.
+4. At every step `PackedBuilder` plans destinations and reads, once for all layers.
+`PackedImpl.forward` writes tokens and attends.
 """
 
 from __future__ import annotations
@@ -44,18 +47,18 @@ from tersekv.serving.vllm.options import configured, note, slots_of, why_not_eng
 
 
 class ByRecipe:
-    """What vLLM resolves for a layer, beside the backend `native` that it stands for."""
+    """Mixin for a backend that replaces vLLM's backend `native`."""
 
     native: ClassVar[type[AttentionBackend]]
 
     @classmethod
     def get_impl_cls(cls) -> type[Any]:
-        """Ours if a recipe is set."""
+        """Return `PackedImpl` if a recipe is set, else vLLM's own implementation."""
         return cls.native.get_impl_cls() if configured(get_current_vllm_config()) is None else PackedImpl
 
 
 class OfSlots(AttentionBackend):
-    """The backend of packed layers, made by `of_slots`."""
+    """Base class of the backends of packed layers, which `of_slots` creates."""
 
     name: ClassVar[str]
     token_bytes: ClassVar[int]
@@ -63,45 +66,46 @@ class OfSlots(AttentionBackend):
 
     @classmethod
     def get_name(cls) -> str:
-        """That of vLLM's own, which layers look up among the names it knows."""
+        """Return the name of the replaced vLLM backend, because layers look it up in vLLM's
+        registry."""
         return cls.name
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
-        """Ours."""
+        """Return `PackedImpl`."""
         return PackedImpl
 
     @staticmethod
     def get_builder_cls() -> type[Any]:
-        """Ours."""
+        """Return `PackedBuilder`."""
         return PackedBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Whole blocks."""
+        """Return the supported page sizes: multiples of a block of 32 tokens."""
         return [MultipleOf(BLOCK_TOKENS)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """A layer's pages one after the other, heads before tokens."""
+        """Return the supported layout: a layer's pages are contiguous, with heads before tokens."""
         return (KVCacheLayout.LBHNC,)
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """A page of packed tokens weighs what they weigh."""
+        """Return the spec with the size of packed tokens."""
         return replace(spec, dtype=torch.uint8, state_content_bytes=cls.token_bytes)
 
 
 @functools.cache
 def of_slots(name: str, token_bytes: int) -> type[OfSlots]:
-    """The backend of packed layers with slots of so many bytes, in place of vLLM's `name`. vLLM tells backends apart by
-    the names of their classes."""
+    """Create the backend of packed layers with slots of `token_bytes` bytes, which replaces vLLM's
+    `name`. Class names differ by size, because vLLM distinguishes backends by them."""
     return type(f"Packed{token_bytes}Backend", (OfSlots,), {"name": name, "token_bytes": token_bytes})
 
 
 @dataclass
 class PackedMetadata(AttentionMetadata):
-    """One step of a group of layers."""
+    """Plan of one step for a group of layers."""
 
     num_actual_tokens: int
     step: EngineStep
@@ -113,13 +117,18 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.page_tokens = kv_cache_spec.block_size
-        # a request may be left out of a step, and is still there for the next one
+        # twice as many, because a request may be left out of a step and return in the next one
         self.rows = Rows(2 * vllm_config.scheduler_config.max_num_seqs)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PackedMetadata:
-        """Requests with one query, requests with more, and where their tokens go."""
+        """Plan the step of a batch: destinations of its tokens, and the tokens that each query
+        reads.
+
+        Raises:
+            UserError: the batch does not use causal attention.
+        """
         batch = common_attn_metadata
         if batch.causal is not True:
             raise UserError("packed pages serve causal attention only; this batch asks for another")
@@ -127,7 +136,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
         step = EngineStep.plan(
             batch.query_start_loc_cpu[: n + 1].tolist(),
             batch.seq_lens[:n].tolist(),
-            batch.block_table_tensor[:n].to("cpu", copy=True),  # vLLM writes the next step's over it
+            batch.block_table_tensor[:n].to("cpu", copy=True),  # vLLM overwrites it in the next step
             batch.slot_mapping[:T].to("cpu", torch.int64),
             self.page_tokens,
             self.rows,
@@ -164,7 +173,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         self._vllm_config = get_current_vllm_config()
         note(self._vllm_config)
         cache = self._vllm_config.cache_config
-        # a size that is not the user's is chosen later, among those of `OfSlots`
+        # vLLM chooses the size later, from those of `OfSlots`, unless the user sets it
         page_tokens = cache.block_size if cache.user_specified_block_size else BLOCK_TOKENS
         self._why_not = why_not_engine(self._vllm_config) or why_not_layer(
             head_size, asked, kv_cache_dtype, getattr(attn_type, "value", attn_type), kv_sharing_target_layer_name,
@@ -174,10 +183,11 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         self._pool: tuple[int, PagePool] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Become what the recipe says of this layer.
+        """Give the layer its packed backend, or vLLM's own implementation if the recipe keeps it
+        exact.
 
         Raises:
-            UserError: the recipe packs the layer, and it is none that can be.
+            UserError: the recipe packs this layer, but the layer or engine does not support that.
         """
         layers = self._vllm_config.compilation_config.static_forward_context
         name, layer = next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is self)
@@ -209,8 +219,12 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """query [T, Hq, D], key and value [T, H, D], kv_cache uint8 [S, H, p, token_bytes]; output is written."""
-        if attn_metadata is None:  # vLLM measures a step without a cache
+        """Write new tokens to the pool and attend; the result is stored in `output`, which is
+        returned.
+
+        query: [T, Hq, D]. key, value: [T, H, D]. kv_cache: uint8 [S, H, p, token_bytes].
+        """
+        if attn_metadata is None:  # vLLM profiles a step without a cache
             return output.zero_()
         n, step = attn_metadata.num_actual_tokens, attn_metadata.step
         pool = self._pool_of(kv_cache)

@@ -1,4 +1,4 @@
-"""The backend that stands for vLLM's own on CPUs (`CPU_ATTN`)."""
+"""Backend that replaces vLLM's own on CPUs (`CPU_ATTN`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from tersekv.serving.vllm.backend import ByRecipe
 
 
 class PackedBackend(ByRecipe, CPUAttentionBackend):
-    """What a layer on a CPU gets."""
+    """Backend of layers on a CPU."""
 
     native = CPUAttentionBackend

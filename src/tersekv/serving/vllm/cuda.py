@@ -1,8 +1,11 @@
-"""The backend that stands for vLLM's own in Triton on CUDA devices (`--attention-backend TRITON_ATTN`).
+"""Backend that replaces vLLM's own Triton backend on CUDA devices (`--attention-backend
+TRITON_ATTN`).
 
-vLLM chooses among several backends there, and ours stands for the one that takes every layout of the cache, head dim
-and GPU; its kernels, like ours, are in Triton. Without cudagraph support stated, vLLM runs attention between its graphs
-and never in one: a step's plan is made on the CPU. Not yet run inside vLLM on a GPU.
+It has not been run inside vLLM on a GPU.
+
+vLLM has several backends for CUDA. Ours replaces the one that supports every cache layout, head dim
+and GPU; its kernels, like ours, are in Triton. Our backend declares no CUDA graph support, because
+a step is planned on the CPU. vLLM therefore runs attention between its graphs.
 """
 
 from __future__ import annotations
@@ -13,6 +16,6 @@ from tersekv.serving.vllm.backend import ByRecipe
 
 
 class PackedBackend(ByRecipe, TritonAttentionBackend):
-    """What a layer on a CUDA device gets."""
+    """Backend of layers on a CUDA device."""
 
     native = TritonAttentionBackend

@@ -1,5 +1,5 @@
-"""What the user asked for: a recipe, found in vLLM's configuration or in the environment, and what it says of a
-layer."""
+"""Options of the vLLM plug-in: the recipe from vLLM's configuration or the environment, and its
+checks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ EXAMPLE = '{"tersekv": {"recipe": "turboquant:bits=4"}}'
 
 
 def configured(vllm_config: Any) -> Recipe | None:
-    """The recipe that an engine is to use; None for vLLM's own cache.
+    """Return the recipe of an engine; None for vLLM's own cache.
 
     Raises:
-        UserError: the section of the configuration or the recipe is wrong.
+        UserError: the recipe or its section in the configuration is not valid.
     """
     extra = getattr(vllm_config, "additional_config", None)
     section = extra.get(SECTION) if isinstance(extra, dict) else None
@@ -34,15 +34,19 @@ def configured(vllm_config: Any) -> Recipe | None:
 
 
 def note(vllm_config: Any) -> None:
-    """Write a recipe of the environment into the configuration. vLLM finds the graphs that it has compiled before by
-    the configuration, and those with packed pages are others: an engine must never get the other's."""
+    """Copy a recipe from the environment into the configuration. vLLM looks up compiled graphs by
+    the configuration, and graphs with packed pages differ from those without."""
     text = os.environ.get(VARIABLE)
     if text and SECTION not in vllm_config.additional_config:
         vllm_config.additional_config[SECTION] = {"recipe": text}
 
 
 def checked(text: str) -> Recipe:
-    """The recipe, if pages of an engine can hold what it asks for."""
+    """Parse a recipe for pages of an engine.
+
+    Raises:
+        UserError: the recipe is not valid, or has a token policy.
+    """
     recipe = Recipe.parse(text)
     if recipe.tokens != Term(DEFAULT_POLICY):
         raise UserError(
@@ -53,7 +57,7 @@ def checked(text: str) -> Recipe:
 
 
 def slots_of(recipe: Recipe, layer: int, layers: int, head_dim: int) -> Slots | None:
-    """What the slots of one layer are made of; None where it stays as vLLM has it (`…;0=exact`)."""
+    """Return the slots of one layer; None if vLLM's own cache serves it (`…;0=exact`)."""
     plan = recipe.plan(layer, layers)
     if isinstance(plan.keys, Exact) and isinstance(plan.values, Exact):
         return None
@@ -61,7 +65,8 @@ def slots_of(recipe: Recipe, layer: int, layers: int, head_dim: int) -> Slots | 
 
 
 def why_not_engine(vllm_config: Any) -> str | None:
-    """Why no layer of an engine with this configuration reads packed pages; None if they may."""
+    """Return the reason why an engine with this configuration does not support packed pages; None
+    if it does."""
     model, parallel, guess = vllm_config.model_config, vllm_config.parallel_config, vllm_config.speculative_config
     asked = {
         "a KV connector": vllm_config.kv_transfer_config is not None,
@@ -71,18 +76,21 @@ def why_not_engine(vllm_config: Any) -> str | None:
         "adaptive verification": guess is not None and guess.enable_adaptive_verification,
     }
     found = [name for name, value in asked.items() if value]
-    return f"the engine has {', '.join(found)}, which packed pages have not been tried with" if found else None
+    return f"the engine has {', '.join(found)}, which packed pages do not support yet" if found else None
 
 
 def why_not_layer(
     head_dim: int, options: dict[str, Any], cache_dtype: str, attn_type: str, sharing: str | None, page_tokens: int
 ) -> str | None:
-    """Why a layer's attention is none that reads packed pages of `page_tokens` tokens; None if it is. options: what
-    vLLM's models may ask of a layer beside that, by name; None or False for nothing."""
+    """Return the reason why a layer does not support packed pages of `page_tokens` tokens; None if
+    it does.
+
+    options: other options of the layer's attention, by name; None or False if not used.
+    """
     if attn_type != "decoder":
         return f"its attention is of the type {attn_type!r}; only decoders' own attention reads packed pages"
     if cache_dtype not in ("auto", "float16", "bfloat16"):
-        return f"kv_cache_dtype is {cache_dtype!r}, which is another way to pack; leave it at auto"
+        return f"kv_cache_dtype is {cache_dtype!r}, which packs the cache in another way; leave it at auto"
     if head_dim % 16:
         return f"its head dim is {head_dim}, not a multiple of 16"
     if page_tokens % BLOCK_TOKENS:
@@ -93,4 +101,4 @@ def why_not_layer(
     if sharing is not None:
         return f"it shares the cache of {sharing}, which is not supported yet"
     asked = [name for name, value in options.items() if value is not None and value is not False]
-    return f"it asks for {', '.join(asked)}, which packed pages do not have" if asked else None
+    return f"it asks for {', '.join(asked)}, which packed pages do not support" if asked else None

@@ -1,8 +1,10 @@
-"""Every other attention backend of vLLM by its name: as without the plug-in, unless a recipe is set.
+"""Wrappers of all other attention backends of vLLM, by name. They refuse recipes and otherwise
+change nothing.
 
-vLLM resolves a backend's class only when a layer chooses it, as `tersekv.serving.vllm.others.<NAME>`. A recipe that
-such a layer could not honour must not be forgotten silently. vLLM keeps the class for later engines of the process,
-which may have a recipe where the first had none: the class asks again for each layer.
+vLLM resolves a backend's class only when a layer chooses it, as
+`tersekv.serving.vllm.others.<NAME>`. Without these classes a recipe would be ignored silently for
+such a layer. vLLM reuses the class for later engines of the process, which may have a recipe. The
+class therefore checks again for each layer.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from tersekv.errors import UserError
 
 
 def __getattr__(name: str) -> Any:
-    """vLLM's own backend `name`, which refuses recipes.
+    """Return vLLM's own backend `name`, wrapped to refuse recipes.
 
     Raises:
         UserError: a recipe is set.
@@ -29,14 +31,15 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _without_recipe(name: str) -> Any:
-    """A class that differs from vLLM's own in what it asks before it gives its implementation."""
+    """Return a subclass of vLLM's backend that checks for a recipe before it returns its
+    implementation."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     native = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
 
     def get_impl_cls() -> Any:
-        """That of vLLM."""
+        """Return vLLM's implementation if no recipe is set."""
         _refuse_recipe(name)
         return native.get_impl_cls()
 
@@ -45,7 +48,7 @@ def _without_recipe(name: str) -> Any:
 
 
 def _refuse_recipe(name: str) -> None:
-    """Raise UserError where the engine that is being made has a recipe."""
+    """Raise UserError if the engine being created has a recipe."""
     from vllm.config import get_current_vllm_config_or_none
 
     from tersekv.serving.vllm.options import configured
@@ -68,8 +71,8 @@ def _reason(name: str) -> str:
     if own is None:
         return f"vLLM runs on {current_platform.device_name}, and the plug-in has kernels for CPUs and CUDA only"
     if "MLA" in name:
-        return "the model has latent attention (MLA), whose cache is no keys and values"
+        return "the model has latent attention (MLA), whose cache does not hold keys and values"
     return (
-        f"vLLM has chosen its backend {name}, and the plug-in stands for {own} only (--attention-backend {own}, where "
+        f"vLLM has chosen its backend {name}, and the plug-in replaces {own} only (--attention-backend {own}, where "
         "the model does not ask for another)"
     )
