@@ -27,7 +27,7 @@ help: ## show this help
 	@echo "make asan-smoke  the same for the portable kernels only, in about 4 minutes"
 	@echo "make docs    build the documentation site in build/docs/site; a broken link is an error"
 	@echo "make docs-serve  show it at http://127.0.0.1:8000 while pages are edited"
-	@echo "make lint    ruff, mypy, clang-format, typos"
+	@echo "make lint    ruff, mypy, clang-format, typos, plain words"
 	@echo "make format  let ruff and clang-format rewrite the code"
 	@echo "make setup   build .venv with the program tersekv (the other commands do this first)"
 	@echo "make clean   remove .venv and all build results"
@@ -156,6 +156,7 @@ lint: setup ## check style, types and spelling
 	$(BIN)/mypy
 	$(if $(CPP),$(BIN)/clang-format --dry-run -Werror $(CPP))
 	$(BIN)/typos
+	$(BIN)/python tools/words.py
 
 format: setup ## format the code
 	$(BIN)/ruff check --fix .

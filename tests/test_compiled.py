@@ -244,7 +244,7 @@ def test_generate_compiles_only_on_request(model, monkeypatch):
         assert not model._valid_auto_compile_criteria(kwargs, plain)
         out.past_key_values.compiles = True  # `generate` sets this if it gets a `compile_config`
         assert model._valid_auto_compile_criteria(kwargs, plain)
-        monkeypatch.setattr(out.past_key_values, "context_parallel", object())  # processes divide the tokens
+        monkeypatch.setattr(out.past_key_values, "context_parallel", object())  # context parallelism
         assert not out.past_key_values.is_compileable
         monkeypatch.undo()
         monkeypatch.setattr(model.config, "attention_chunk_size", 64, raising=False)
