@@ -121,30 +121,52 @@ int best_state(const float* cost) {
   return window < kTrellisStates ? reversed_byte(window) : 0;
 }
 
-template <class S>
-void encode_vector(const Component* components, int64_t count, const float* minus_y, Rounds* rounds, uint8_t* windows) {
-  alignas(64) float cost[kTrellisStates];
+// Vectors searched at once. A step waits for the costs of the step before, so that a second vector
+// fills the gaps.
+constexpr int kTogether = 2;
+
+// Room for the search of one vector: components times -1, what each step chose, and the windows found.
+struct Lane {
+  float* minus_y;
+  Rounds* rounds;
+  uint8_t* windows;
+};
+
+template <class S, int N>
+void search_together(const Component* components, int64_t count, const Lane* lanes) {
+  alignas(64) float cost[N][kTrellisStates];
+  int state[N];
   const auto forward = [&](int64_t first) {
     for (int64_t i = first; i < count; i++) {
       const Component& c = components[i];
-      c.step(cost, c.table, c.root, minus_y[i], rounds[i]);
+      for (int v = 0; v < N; v++) c.step(cost[v], c.table, c.root, lanes[v].minus_y[i], lanes[v].rounds[i]);
     }
   };
   const auto fill = [&](float x) {
-    for (int i = 0; i < kTrellisStates; i++) cost[i] = x;
+    for (int v = 0; v < N; v++)
+      for (int i = 0; i < kTrellisStates; i++) cost[v][i] = x;
   };
   fill(0.0f);
   forward(count > kTrellisWarmUp ? count - kTrellisWarmUp : 0);
   forward(0);
-  int state = best_state<S>(cost);
-  for (int64_t i = count - 1; i >= 0; i--) state = state_before(rounds[i], components[i].bits, state);
+  for (int v = 0; v < N; v++) state[v] = best_state<S>(cost[v]);
+  for (int64_t i = count - 1; i >= 0; i--)
+    for (int v = 0; v < N; v++) state[v] = state_before(lanes[v].rounds[i], components[i].bits, state[v]);
   fill(__builtin_inff());
-  cost[state] = 0.0f;
+  for (int v = 0; v < N; v++) cost[v][state[v]] = 0.0f;
   forward(0);
-  for (int64_t i = count - 1; i >= 0; i--) {
-    windows[components[i].d] = static_cast<uint8_t>(reversed_byte(state));
-    state = state_before(rounds[i], components[i].bits, state);
-  }
+  for (int64_t i = count - 1; i >= 0; i--)
+    for (int v = 0; v < N; v++) {
+      lanes[v].windows[components[i].d] = static_cast<uint8_t>(reversed_byte(state[v]));
+      state[v] = state_before(lanes[v].rounds[i], components[i].bits, state[v]);
+    }
+}
+
+// Search the windows of `n` vectors, at most kTogether.
+template <class S>
+void search_vectors(const Component* components, int64_t count, const Lane* lanes, int64_t n) {
+  if (n == kTogether) return search_together<S, kTogether>(components, count, lanes);
+  for (int64_t v = 0; v < n; v++) search_together<S, 1>(components, count, lanes + v);
 }
 
 // Nearest code of a gain, see kernels/trellis.py.
@@ -166,61 +188,86 @@ inline void write_stream(const Component* components, int64_t count, const uint8
   }
 }
 
+// A vector while its gain is searched.
+struct Gained {
+  const float* y;
+  uint8_t* best;  // the windows with the least error so far
+  float least;
+  int code, middle, tried;  // codes of gains: the best one, that of least squares, and the one in search
+};
+
 // Find the gain and the stream of each vector. The first gain is the root mean square of its
 // components. Gains around that of least squares are tried next; the one with the least error stays.
 template <class S>
 void pack_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64_t last, const Component* components,
-                  int64_t count, Rounds* rounds, float* minus_y) {
+                  int64_t count, const Lane* lanes) {
   const int64_t D = call.D;
   const float *weight = call.weight + row * D, *entry = call.entries;
   const uint8_t* bits = call.bits + row * D;
-  auto* best = reinterpret_cast<uint8_t*>(scratch(ceil_div(D, 4)));
-  auto* windows = reinterpret_cast<uint8_t*>(scratch(ceil_div(D, 4)));
-  for (int64_t d = 0; d < D; d++) best[d] = windows[d] = 0;
-  for (int64_t i = first; i < last; i++) {
-    const float* y = call.y + row * call.y_r + i * call.y_n;
-    const auto search = [&](int code, uint8_t* to) {
-      const float gain = call.gains[code > 1 ? code : 1];
-      for (int64_t a = 0; a < count; a++) minus_y[a] = -(y[components[a].d * call.y_d] / gain);
-      encode_vector<S>(components, count, minus_y, rounds, to);
-    };
-    const auto value = [&](const uint8_t* of, int64_t d) { return entry[bits[d] * kTrellisStates + of[d]]; };
-    const auto error = [&](int code, const uint8_t* of) {
-      float sum = 0.0f;
-      for (int64_t d = 0; d < D; d++) {
-        const float off = y[d * call.y_d] - call.gains[code] * value(of, d);
-        sum += weight[d] * off * off;
-      }
-      return sum;
-    };
-    float squares = 0.0f, product = 0.0f, length = 0.0f;
-    for (int64_t a = 0; a < count; a++) {
-      const float x = y[components[a].d * call.y_d];
-      squares += x * x;
-    }
-    int code = gain_code(__builtin_sqrtf(squares / static_cast<float>(count > 1 ? count : 1)));
-    if (count) search(code, best);
+  Gained vectors[kTogether];
+  for (Gained& v : vectors) v.best = reinterpret_cast<uint8_t*>(scratch(ceil_div(D, 4)));
+  const auto value = [&](const uint8_t* of, int64_t d) { return entry[bits[d] * kTrellisStates + of[d]]; };
+  const auto error = [&](const Gained& v, const uint8_t* of) {
+    float sum = 0.0f;
     for (int64_t d = 0; d < D; d++) {
-      const float x = value(best, d);
-      product += weight[d] * x * y[d * call.y_d];
-      length += weight[d] * x * x;
+      const float off = v.y[d * call.y_d] - call.gains[v.tried] * value(of, d);
+      sum += weight[d] * off * off;
     }
-    const int middle = gain_code(product / (length > 1e-20f ? length : 1e-20f));
-    float least = error(code, best);
+    return sum;
+  };
+  for (int64_t i = first; i < last; i += kTogether) {
+    const int64_t n = last - i < kTogether ? last - i : kTogether;
+    const auto search = [&] {
+      for (int64_t v = 0; v < n; v++) {
+        const float gain = call.gains[vectors[v].tried > 1 ? vectors[v].tried : 1];
+        for (int64_t a = 0; a < count; a++) lanes[v].minus_y[a] = -(vectors[v].y[components[a].d * call.y_d] / gain);
+      }
+      if (count) search_vectors<S>(components, count, lanes, n);
+    };
+    for (int64_t v = 0; v < n; v++) {
+      Gained& own = vectors[v];
+      own.y = call.y + row * call.y_r + (i + v) * call.y_n;
+      float squares = 0.0f;
+      for (int64_t a = 0; a < count; a++) {
+        const float x = own.y[components[a].d * call.y_d];
+        squares += x * x;
+      }
+      own.code = own.tried = gain_code(__builtin_sqrtf(squares / static_cast<float>(count > 1 ? count : 1)));
+    }
+    search();
+    for (int64_t v = 0; v < n; v++) {
+      Gained& own = vectors[v];
+      float product = 0.0f, length = 0.0f;
+      for (int64_t d = 0; d < D; d++) {
+        own.best[d] = lanes[v].windows[d];
+        const float x = value(own.best, d);
+        product += weight[d] * x * own.y[d * call.y_d];
+        length += weight[d] * x * x;
+      }
+      own.middle = gain_code(product / (length > 1e-20f ? length : 1e-20f));
+      own.least = error(own, own.best);
+    }
     for (int64_t t = 0; t < call.tries && count; t++) {
-      const int64_t step = middle + call.steps[t];
-      const int tried = static_cast<int>(step < 0 ? 0 : step > 255 ? 255 : step);
-      search(tried, windows);
-      const float found = error(tried, windows);
-      if (!(found < least)) continue;
-      least = found;
-      code = tried;
-      for (int64_t d = 0; d < D; d++) best[d] = windows[d];
+      for (int64_t v = 0; v < n; v++) {
+        const int64_t step = vectors[v].middle + call.steps[t];
+        vectors[v].tried = static_cast<int>(step < 0 ? 0 : step > 255 ? 255 : step);
+      }
+      search();
+      for (int64_t v = 0; v < n; v++) {
+        Gained& own = vectors[v];
+        const float found = error(own, lanes[v].windows);
+        if (!(found < own.least)) continue;
+        own.least = found;
+        own.code = own.tried;
+        for (int64_t d = 0; d < D; d++) own.best[d] = lanes[v].windows[d];
+      }
     }
-    uint16_t* stream = call.stream + (row * call.n + i) * call.words;
-    for (int64_t w = 0; w < call.words; w++) stream[w] = 0;
-    write_stream(components, count, best, stream);
-    call.gain[row * call.n + i] = static_cast<uint8_t>(code);
+    for (int64_t v = 0; v < n; v++) {
+      uint16_t* stream = call.stream + (row * call.n + i + v) * call.words;
+      for (int64_t w = 0; w < call.words; w++) stream[w] = 0;
+      write_stream(components, count, vectors[v].best, stream);
+      call.gain[row * call.n + i + v] = static_cast<uint8_t>(vectors[v].code);
+    }
   }
 }
 
@@ -232,8 +279,13 @@ void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64
   reset_scratch();
   const int64_t D = call.D;
   auto* components = reinterpret_cast<Component*>(scratch(D * (sizeof(Component) / sizeof(float))));
-  auto* rounds = reinterpret_cast<Rounds*>(scratch(D * (sizeof(Rounds) / sizeof(float))));
-  float* minus_y = scratch(D);
+  Lane lanes[kTogether];
+  for (Lane& lane : lanes) {
+    lane.minus_y = scratch(D);
+    lane.rounds = reinterpret_cast<Rounds*>(scratch(D * (sizeof(Rounds) / sizeof(float))));
+    lane.windows = reinterpret_cast<uint8_t*>(scratch(ceil_div(D, 4)));
+    for (int64_t d = 0; d < D; d++) lane.windows[d] = 0;
+  }
   int64_t count = 0;
   for (int64_t d = 0; d < D; d++) {
     const int bits = call.bits[row * D + d];
@@ -242,13 +294,16 @@ void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64
     components[count++] = {steps[bits], call.tables + bits * kTrellisStates, __builtin_sqrtf(weight > 0 ? weight : 0),
                            bits, d};
   }
-  if (!call.windows) return pack_vectors<S>(call, row, first, last, components, count, rounds, minus_y);
-  for (int64_t i = first; i < last; i++) {
-    const float* y = call.y + row * call.y_r + i * call.y_n;
-    uint8_t* windows = call.windows + (row * call.n + i) * D;
-    for (int64_t d = 0; d < D; d++) windows[d] = 0;
-    for (int64_t a = 0; a < count; a++) minus_y[a] = -y[components[a].d * call.y_d];
-    if (count) encode_vector<S>(components, count, minus_y, rounds, windows);
+  if (!call.windows) return pack_vectors<S>(call, row, first, last, components, count, lanes);
+  for (int64_t i = first; i < last; i += kTogether) {
+    const int64_t n = last - i < kTogether ? last - i : kTogether;
+    for (int64_t v = 0; v < n; v++) {
+      const float* y = call.y + row * call.y_r + (i + v) * call.y_n;
+      for (int64_t a = 0; a < count; a++) lanes[v].minus_y[a] = -y[components[a].d * call.y_d];
+    }
+    if (count) search_vectors<S>(components, count, lanes, n);
+    for (int64_t v = 0; v < n; v++)
+      for (int64_t d = 0; d < D; d++) call.windows[(row * call.n + i + v) * D + d] = lanes[v].windows[d];
   }
 }
 
