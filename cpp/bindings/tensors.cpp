@@ -23,7 +23,8 @@ nb::object attribute(nb::handle x, PyObject* name) {
 }
 
 nb::object call_method(nb::handle x, PyObject* name) {
-  PyObject* out = PyObject_CallMethodNoArgs(x.ptr(), name);
+  PyObject* self = x.ptr();
+  PyObject* out = PyObject_VectorcallMethod(name, &self, 1, nullptr);
   if (!out) throw nb::python_error();
   return nb::steal(out);
 }
