@@ -17,7 +17,7 @@ from tersekv.policies import policies
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "tersekv"
 
-COMMON = {"errors", "extras", "malloc_trim", "registry", "tensors", "units", "atomic_write", "__version__"}
+COMMON = {"errors", "extras", "malloc_trim", "registry", "tensors", "units", "atomic_write", "versions", "__version__"}
 # What each folder may import of ours (besides itself and COMMON); the longest name that fits a module is its folder.
 MAY_IMPORT = {
     "kernels": set(),
