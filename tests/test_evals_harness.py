@@ -85,7 +85,7 @@ def test_products(product: str, recipes: list[str]) -> None:
         ("kivi:bits=2..x", "is not a valid range"),
         ("kivi:bits=1..99999", "more than 1,000 values"),
         ("kivi:bits=2..4,group=1..999", "at most 1,000"),
-        ("kivi:2,4", "no option"),
+        ("kivi:2,4", "is not an option"),
         ("kivi:bits=2,9", "bits=9"),
         ("kivy:bits=2..4", "did you mean 'kivi'"),
     ],

@@ -207,5 +207,5 @@ def test_with_linear_layers():
 def test_a_context_parallel_cache_is_refused(llama):
     cache = tersekv.CompressedCache(llama.config, "kivi")
     cache.context_parallel = ContextParallel(0, 2, lambda x: [x, x])
-    with pytest.raises(UserError, match="processes divide"):
+    with pytest.raises(UserError, match="split among processes"):
         pickle.dumps(cache)

@@ -19,7 +19,7 @@ from tersekv.policies import policies
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "tersekv"
 
-COMMON = {"errors", "extras", "malloc_trim", "registry", "tensors", "units", "atomic_write", "__version__"}
+COMMON = {"errors", "extras", "malloc_trim", "registry", "tensors", "units", "atomic_write", "versions", "__version__"}
 # Folders that each folder may import (besides itself and COMMON). A module belongs to the longest
 # matching name.
 MAY_IMPORT = {

@@ -52,7 +52,7 @@ def test_heads_of_each_rank(llama):
     for model in (SimpleNamespace(_device_mesh=mesh), SimpleNamespace(_device_mesh=Meshes(ndim=2, tp=mesh))):
         heads = heads_of(model, 2, 8)
         assert (heads.first, heads.count, heads.total) == (6, 2, 8)
-        with pytest.raises(UserError, match="holds 1 of 6 key-value heads, and 4 processes"):
+        with pytest.raises(UserError, match="holds 1 of 6 key-value heads, and the model is split among 4 processes"):
             heads_of(model, 1, 6)
 
 

@@ -109,7 +109,7 @@ void py_attend(nb::handle query, nb::handle exact, nb::handle pages, nb::handle 
                int64_t page_tokens, nb::handle mask, nb::handle hidden, double scaling, double softcap,
                nb::handle sinks, nb::handle out, nb::handle lse, int threads) {
   Attention attention(query, mask, hidden, scaling, softcap);
-  const Py_ssize_t n = PyTuple_Check(exact.ptr()) ? PyTuple_GET_SIZE(exact.ptr()) : 0;
+  const Py_ssize_t n = PyTuple_Check(exact.ptr()) ? NB_TUPLE_GET_SIZE(exact.ptr()) : 0;
   const NativePages* packed = pages.is_none() ? nullptr : &nb::cast<const NativePages&>(pages);
   int64_t B = 1, H = 0;
   std::vector<NativeView> views;

@@ -63,7 +63,7 @@ void py_encode_polar(nb::handle x, nb::handle level_bits, nb::handle tables, nb:
   if (vectors.dims != 4) fail("x: ", "expected [rows, blocks, t, D]");
   EncodePolar call{vectors.as<float>(), vectors.shape[0], vectors.shape[1], vectors.shape[2], vectors.shape[3]};
   expect("", "x", vectors, {{"rows", call.rows}, {"blocks", call.blocks}, {"t", call.t}, {"D", call.D}}, 0);
-  call.levels = PyTuple_Check(level_bits.ptr()) ? PyTuple_GET_SIZE(level_bits.ptr()) : 0;
+  call.levels = PyTuple_Check(level_bits.ptr()) ? NB_TUPLE_GET_SIZE(level_bits.ptr()) : 0;
   in_range("level_bits: ", "levels", call.levels, kMostLevels);
   if (call.D % (int64_t{1} << call.levels))
     fail("x: ", "expected D to be a multiple of 2^" + std::to_string(call.levels) + ", got " + std::to_string(call.D));

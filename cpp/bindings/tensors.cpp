@@ -23,7 +23,8 @@ nb::object attribute(nb::handle x, PyObject* name) {
 }
 
 nb::object call_method(nb::handle x, PyObject* name) {
-  PyObject* out = PyObject_CallMethodNoArgs(x.ptr(), name);
+  PyObject* self = x.ptr();
+  PyObject* out = PyObject_VectorcallMethod(name, &self, 1, nullptr);
   if (!out) throw nb::python_error();
   return nb::steal(out);
 }
@@ -102,7 +103,7 @@ Tensor tensor_of(const std::string& name, nb::handle x, unsigned types) {
   if (out.type == Type::other || !(types & one(out.type)))
     throw NotTaken(name + " is " + text_of(dtype) + ", not " + names_of(types));
   const nb::object shape = attribute(x, torch.shape), stride = call_method(x, torch.stride);
-  const Py_ssize_t dims = PyTuple_GET_SIZE(shape.ptr());
+  const Py_ssize_t dims = NB_TUPLE_GET_SIZE(shape.ptr());
   if (dims > kMaxDims) fail(name, ": expected at most 6 dimensions, got " + std::to_string(dims));
   out.dims = static_cast<int>(dims);
   int64_t elements = 1;
@@ -130,9 +131,9 @@ int64_t as_int(PyObject* o) {
 }
 
 PyObject* item(nb::handle tuple, Py_ssize_t i) {
-  if (!PyTuple_Check(tuple.ptr()) || i >= PyTuple_GET_SIZE(tuple.ptr()))
+  if (!PyTuple_Check(tuple.ptr()) || i >= NB_TUPLE_GET_SIZE(tuple.ptr()))
     throw nb::type_error(("expected a tuple of at least " + std::to_string(i + 1) + " items").c_str());
-  return PyTuple_GET_ITEM(tuple.ptr(), i);
+  return NB_TUPLE_GET_ITEM(tuple.ptr(), i);
 }
 
 void expect(const std::string& side, const char* what, const Tensor& x, std::initializer_list<Size> sizes, int packed) {

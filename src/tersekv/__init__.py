@@ -50,7 +50,14 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'tersekv' has no attribute '{name}'; it has {', '.join(__all__)}")
     module, there = _HOMES[name]
-    return getattr(importlib.import_module(module), there)
+    try:
+        return getattr(importlib.import_module(module), there)
+    except ImportError as error:
+        if not (error.name or "").startswith("transformers."):
+            raise
+        from tersekv.versions import advice
+
+        raise ImportError(f"tersekv cannot use this transformers ({error}); {advice()}", name=error.name) from error
 
 
 def __dir__() -> list[str]:

@@ -28,6 +28,7 @@ from tersekv.hf.rope import Ropes
 from tersekv.hf.traced import is_traced
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.tensors import plain
+from tersekv.versions import check_transformers
 
 
 def empty_layer() -> Any:
@@ -69,6 +70,7 @@ class CompressedCache(ModelCache):
         context_parallel: ProcessGroup | None = None,
         **unknown: Any,
     ) -> None:
+        check_transformers()
         if unknown:
             raise UserError(
                 f"CompressedCache takes no {', '.join(unknown)}; it takes a model or its config, recipe, calibration "

@@ -15,6 +15,7 @@ import functools
 import inspect
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -195,15 +196,15 @@ def _checked(name: str, origin: str) -> str:
 
 
 def _log_fallback(name: str, reasons: str) -> None:
-    """Log each reason once. It is a warning if there are no native kernels, because torch is many
-    times slower."""
-    missing = reasons.split("cpu: ", 1)[1] if "cpu: " + NOT_BUILT in reasons else None
+    """Log each reason once. If there are no native kernels, warn once instead, because torch is
+    many times slower and an unconfigured log shows nothing."""
+    missing = reasons.split("cpu: ", 1)[1].split("; triton: ")[0] if "cpu: " + NOT_BUILT in reasons else None
     if missing is not None:
         name, reasons = "", missing
     if (name, reasons) in _logged:
         return
     _logged.add((name, reasons))
     if missing is not None:
-        log.warning("the C++ kernels cannot be used; torch is used instead, which is many times slower: %s", missing)
+        warnings.warn(f"tersekv runs on torch, which is many times slower: {missing}", RuntimeWarning, stacklevel=2)
     else:
         log.info("%s runs on the torch reference (%s)", name, reasons)

@@ -11,6 +11,9 @@ from tersekv.errors import UserError
 from tersekv.kernels.registry import NOT_BUILT, NotTaken
 
 ISA_VARIABLE = "TERSEKV_CPU_ISA"
+INSTALL = (
+    "install g++ or clang, then: pip install --force-reinstall --no-cache-dir --no-deps --no-binary tersekv tersekv"
+)
 
 _module: ModuleType | None = None
 
@@ -23,7 +26,7 @@ def why_not_built() -> str | None:
     try:
         module = importlib.import_module("tersekv.kernels.cpu._native")
     except ImportError as error:
-        return f"{NOT_BUILT}: {error} (build: pip install --no-build-isolation -e .)"
+        return f"{NOT_BUILT}: {error} ({INSTALL})"
     forced = os.environ.get(ISA_VARIABLE)
     if forced:
         try:

@@ -1,0 +1,50 @@
+"""Versions of transformers: the tested ones, and those that are known to break."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+
+from tersekv.errors import UserError
+
+OLDEST, NEWEST = (5, 16), (5, 23)
+"""First and last tested release."""
+
+BROKEN: dict[tuple[int, int], str] = {}
+"""Releases that are known to break, each with the reason. They are refused."""
+
+
+def release(text: str) -> tuple[int, int]:
+    """Return major and minor number of a version."""
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def advice() -> str:
+    """Return the tested versions and the command that installs one."""
+    oldest, newest = (".".join(map(str, r)) for r in (OLDEST, NEWEST))
+    return f"tested are {oldest} to {newest}; to install one: pip install 'transformers=={newest}.*'"
+
+
+@functools.cache
+def check_transformers() -> None:
+    """Check the installed transformers once per process.
+
+    A release after the tested ones gives a warning, because most of them work.
+
+    Raises:
+        UserError: the release is older than the oldest tested one, or is known to break.
+    """
+    try:
+        installed = version("transformers")
+    except PackageNotFoundError:
+        return  # a source tree on the path; importing it says what is missing
+    found = release(installed)
+    if found < OLDEST:
+        raise UserError(f"transformers {installed} is too old for tersekv; {advice()}")
+    if found in BROKEN:
+        raise UserError(f"transformers {installed} does not work with tersekv ({BROKEN[found]}); {advice()}")
+    if found > NEWEST:
+        warnings.warn(f"transformers {installed} is newer than tersekv was tested with; {advice()}", stacklevel=4)
