@@ -236,5 +236,7 @@ def test_wrong_options(options, text):
 
 
 def test_head_dim_that_has_no_quarter():
-    with pytest.raises(UserError, match="needs a head dim that is a multiple of 4 and at least 12, got 30; use whole bits"):
+    with pytest.raises(
+        UserError, match="needs a head dim that is a multiple of 4 and at least 12, got 30; use whole bits"
+    ):
         TurboQuant(2.5).layout(30)
