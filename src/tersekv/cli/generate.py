@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tersekv.cli.measure import Outcome
 
 
-RECIPE_HELP = f"{output.RECIPE_HELP} By default {output.DEFAULT_RECIPE}, or the recipe of the prompt cache."
+RECIPE_HELP = f"{output.RECIPE_HELP} If not given: `{output.DEFAULT_RECIPE}`, or the recipe of the prompt cache."
 FROM_FILE_HELP = "File from `tersekv prompt-cache build` with the beginning of this prompt."
 
 

@@ -12,7 +12,8 @@ from tersekv.kernels.registry import NOT_BUILT, NotTaken
 
 ISA_VARIABLE = "TERSEKV_CPU_ISA"
 INSTALL = (
-    "install g++ or clang, then: pip install --force-reinstall --no-cache-dir --no-deps --no-binary tersekv tersekv"
+    "install g++ or clang, then install tersekv again: pip install --force-reinstall --no-cache-dir --no-deps . "
+    "in its checkout"
 )
 
 _module: ModuleType | None = None
