@@ -166,7 +166,7 @@ class Simulation:
                 decoded = []
                 for side, x in zip(store.sides, (exact.keys, exact.values), strict=True):
                     part = x[:, :, first : first + count]
-                    codec = replace(side.codec, bits=rate)._with_own_bits()
+                    codec = side.codec.at_rate(rate)
                     tokens = side._tokens(part, first)
                     view = coding.view(codec, coding.encode(codec, tokens), part.shape[-1], tokens.angles)
                     decoded.append(view.decode()[0])

@@ -235,7 +235,7 @@ class Trellis(Codec):
     @classmethod
     def share_across_layers(cls, codecs: Sequence[Codec]) -> list[Codec]:
         """Allot the bits of calibrated codecs; of those with `allot=model` over layers and sides."""
-        settled = [codec._with_own_bits() if isinstance(codec, Trellis) else codec for codec in codecs]
+        settled = [codec.at_rate(codec.bits) if isinstance(codec, Trellis) else codec for codec in codecs]
         ours = [(i, c) for i, c in enumerate(codecs) if isinstance(c, Trellis) and (c.allot, c.metric) == SHARING]
         if len(ours) < 2:
             return settled
@@ -248,12 +248,14 @@ class Trellis(Codec):
             settled[i] = dataclasses.replace(codec, fitted=codec.fitted | {"bits": own})
         return settled
 
-    def _with_own_bits(self) -> Self:
-        """Return the codec with its own mean bits in each head."""
+    def at_rate(self, bits: float) -> Self:
+        """Return the codec with these mean bits in each head."""
+        codec = dataclasses.replace(self, bits=bits)
+        if "scale" not in self.fitted:
+            return codec
         losses = self.losses()
-        words = math.ceil(self.bits * losses.shape[-1] / WORD_BITS)
-        bits = allotted(losses, words * WORD_BITS, SQUARED_ERROR[self.code])
-        return dataclasses.replace(self, fitted=self.fitted | {"bits": bits})
+        own = allotted(losses, math.ceil(bits * losses.shape[-1] / WORD_BITS) * WORD_BITS, SQUARED_ERROR[self.code])
+        return dataclasses.replace(codec, fitted=self.fitted | {"bits": own})
 
     def losses(self) -> Tensor:
         """Return the loss per unit of squared error of each coded component, float64 [B, H, D]."""

@@ -121,7 +121,7 @@ class CompressedCache(ModelCache):
                 rope = self.ropes.needed_by(plan.keys, index)
                 if context_parallel is not None and kind.window is None:
                     check_spread(recipe, plan, self.shape.passes_handles, rope)
-                if plan.policy.drops and not self.shape.passes_handles:
+                if (plan.policy.drops or plan.policy.observes) and not self.shape.passes_handles:
                     raise UserError(f"{self.recipe} on {self.config.model_type}: {UNREADABLE}")
                 layers.append(CompressedLayer(self, index, plan, kind.window))
             else:

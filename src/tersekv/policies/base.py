@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tersekv.codecs import Codec
 from tersekv.errors import UserError
 from tersekv.layouts.exact import DTYPES
 from tersekv.units import parse_bytes
@@ -108,6 +109,9 @@ class TokenPolicy:
         The result depends on these counts only, so a prompt fed in chunks is packed identically.
         """
         return 0 if seen < self.first_packing(window) else max(0, waiting - self.recent) // block * block
+
+    def check(self, keys: Codec, values: Codec) -> None:
+        """Raise UserError unless the policy serves a layer with these codecs."""
 
     def options(self) -> dict[str, Any]:
         """Return the options by name, as in a recipe."""
