@@ -42,7 +42,8 @@ def test_a_recipe_calibrates_once(cache, llama) -> None:
     with compression, warnings.catch_warnings():
         warnings.simplefilter("error")
         assert llama.generate(prompt(300), max_new_tokens=4).shape == (1, 304)
-        for recipe in ("trellis:bits=2", "trellis:bits=4", "trellis:bits=2.5", "trellis:bits=3;0=exact"):  # one file serves them all
+        # one file serves them all
+        for recipe in ("trellis:bits=2", "trellis:bits=4", "trellis:bits=2.5", "trellis:bits=3;0=exact"):
             tersekv.CompressedCache(llama, recipe)
     assert files(cache) == {path.name}  # neither text nor sums are left
     made = Calibration.load(path).made

@@ -26,8 +26,8 @@ struct EncodeTrellis {
   int64_t R = 0, n = 0, D = 0;
   const float* y = nullptr;  // [R, n, D]: components, or vectors if there is an inverse
   int64_t y_r = 0, y_n = 0, y_d = 0;
-  const float* weight = nullptr;  // [R, D], contiguous
-  const uint8_t* bits = nullptr;  // [R, D], contiguous
+  const float* weight = nullptr;   // [R, D], contiguous
+  const uint8_t* bits = nullptr;   // [R, D], contiguous
   const float* entries = nullptr;  // tables [9, 256], in the order of windows
   uint8_t* windows = nullptr;      // [R, n, D], contiguous; null where vectors are packed
   // Vectors x become components (x - shift)·inverse.
@@ -43,9 +43,9 @@ struct EncodeTrellis {
   uint8_t* gain = nullptr;     // [R, n], contiguous
   float* length = nullptr;     // [R, n], contiguous: root mean square of components, or null
   // Set by encode_trellis.
-  const float* gains = nullptr;          // [256], by code
-  const int16_t* scaled = nullptr;       // [9, 256], tables scaled to kTrellisLargest, states in reverse
-  const TrellisUnit* units = nullptr;    // [R, D]
+  const float* gains = nullptr;        // [256], by code
+  const int16_t* scaled = nullptr;     // [9, 256], tables scaled to kTrellisLargest, states in reverse
+  const TrellisUnit* units = nullptr;  // [R, D]
 };
 
 // Gains float32 [256] by code.

@@ -13,9 +13,9 @@
 namespace tersekv {
 namespace {  // internal to each build of the search
 
-constexpr int kCosts = 32;                               // costs per vector
-constexpr int kCostVectors = kTrellisStates / kCosts;    // vectors that hold all costs
-constexpr int kTogether = 2;                             // vectors searched at once, which hide each other's latency
+constexpr int kCosts = 32;                             // costs per vector
+constexpr int kCostVectors = kTrellisStates / kCosts;  // vectors that hold all costs
+constexpr int kTogether = 2;                           // vectors searched at once, which hide each other's latency
 constexpr int kStateBits = 8;
 
 // The lanes in a vector of best costs from which the states from 32·z on are reached.
@@ -42,10 +42,10 @@ struct Component {
 
 // Room for the search of one vector.
 struct Lane {
-  float* y;           // components with bits
-  int16_t* scaled;    // those in units of costs
-  uint16_t* chosen;   // for each step and best state, the distance of the state before it
-  uint8_t* windows;   // found last, by component with bits
+  float* y;          // components with bits
+  int16_t* scaled;   // those in units of costs
+  uint16_t* chosen;  // for each step and best state, the distance of the state before it
+  uint8_t* windows;  // found last, by component with bits
 };
 
 // Costs of the paths of N vectors.
@@ -141,9 +141,14 @@ void search_steps(const Component* components, int64_t first, int64_t last, int6
                   Paths<S, N>& paths) {
   using Run = void (*)(const Component*, int64_t, int64_t, int64_t, const Lane*, Paths<S, N>&);
   static constexpr Run runs[kTrellisRates] = {nullptr,
-                                              search_run<S, 1, N>, search_run<S, 2, N>, search_run<S, 3, N>,
-                                              search_run<S, 4, N>, search_run<S, 5, N>, search_run<S, 6, N>,
-                                              search_run<S, 7, N>, search_run<S, 8, N>};
+                                              search_run<S, 1, N>,
+                                              search_run<S, 2, N>,
+                                              search_run<S, 3, N>,
+                                              search_run<S, 4, N>,
+                                              search_run<S, 5, N>,
+                                              search_run<S, 6, N>,
+                                              search_run<S, 7, N>,
+                                              search_run<S, 8, N>};
   while (first < last) {
     int64_t end = first + 1;
     while (end < last && components[end].bits == components[first].bits) end++;

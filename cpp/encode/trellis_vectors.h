@@ -34,12 +34,13 @@ struct Row {
 
 // A vector while its gain is searched.
 struct Gained {
-  float* y;             // components with bits
-  uint8_t* best;        // the windows with the least error so far
-  float squares;        // weighted
-  float least;          // least error so far
-  float enough;         // error below which no other gain is tried
-  int code, own, tried;  // codes of gains: the best one, that of least squares of the first search, and the one in search
+  float* y;       // components with bits
+  uint8_t* best;  // the windows with the least error so far
+  float squares;  // weighted
+  float least;    // least error so far
+  float enough;   // error below which no other gain is tried
+  int code, own,
+      tried;  // codes of gains: the best one, that of least squares of the first search, and the one in search
 
   // Keep the windows found last if they are better with the gain tried or with that of least squares.
   // Return the latter.
