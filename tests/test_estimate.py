@@ -10,7 +10,8 @@ import torch
 import tersekv
 from conftest import MODELS, prompt
 from tersekv.cache import kvquant_tables as kvquant
-from tersekv.cache.estimate import KNOWN, CacheShape, predict
+from tersekv.cache.cache_size import CacheShape
+from tersekv.cache.estimate import KNOWN, predict
 from tersekv.cache.scored_eviction import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
