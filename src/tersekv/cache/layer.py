@@ -103,7 +103,11 @@ class LayerStore(Stateful):
 
     @plain
     def append(
-        self, keys: Tensor, values: Tensor, padding: Tensor | None = None, losses: Sequence[TokenLoss] | None = None
+        self,
+        keys: Tensor,
+        values: Tensor,
+        padding: Tensor | None = None,
+        losses: Sequence[TokenLoss | None] | None = None,
     ) -> None:
         """Append tokens and pack those that leave the recent window.
 
@@ -156,7 +160,7 @@ class LayerStore(Stateful):
         assert self.padding is not None
         return int(self.padding.max()) + max(1, self.policy.sink_tokens(self.window)) > self.num_tokens + n
 
-    def _add(self, new: list[Tensor], restart: bool, losses: Sequence[TokenLoss] | None) -> None:
+    def _add(self, new: list[Tensor], restart: bool, losses: Sequence[TokenLoss | None] | None) -> None:
         """Distribute new tokens to sinks, packed blocks and tail.
 
         restart: `new` includes the tail's tokens.
