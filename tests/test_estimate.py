@@ -144,7 +144,8 @@ def test_table_7_has_every_model_twice():
 WINDOWED = [
     *(f"trellis:bits={bits},calibration=prompt" for bits in (2, 3, 4, 5)), "kivi:bits=4", "kivi:bits=2", "int4", "qjl",
     "normalfloat", "polarquant", "turboquant:bits=4", "turboquant:bits=2.5", "kivi:bits=2,pre_rope=true",
-    "window:sinks=8,recent=64+kivi:bits=2", "qjl/uniform:bits=4", "window:generated=exact,recent=64+kivi:bits=2",
+    "kvarn", "oscar:calibration=prompt", "window:sinks=8,recent=64+kivi:bits=2",
+    "qjl/uniform:bits=4", "window:generated=exact,recent=64+kivi:bits=2",
     "mixed+trellis:bits=4,calibration=prompt", "mixed:budget=0.1,rest=3+uniform:bits=4/turboquant:bits=8",
 ]  # fmt: skip
 OUTLIERS = [f"kvquant:bits={bits},calibration=prompt" for bits in (2, 3, 4)]  # their number depends on the data

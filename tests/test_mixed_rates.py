@@ -133,7 +133,7 @@ def test_tokens_with_much_attention_get_the_higher_rate():
 def test_importance_is_attention_of_moved_queries():
     """Against a softmax over queries at positions behind the prompt, with padding and sink logits."""
     n, padding, rope = 40, [0, 7], standard_rope(D)
-    keys, values, query = made(2, n)
+    keys, _, query = made(2, n)
     logits = normal(H * G, seed=4)
     store = store_of(keys, f"{OPTIONS}+{TRELLIS}")
     call = AttentionCall(query, mask_of(0, n, padding), 0.3, 20.0, logits)
@@ -145,7 +145,9 @@ def test_importance_is_attention_of_moved_queries():
             sums = torch.zeros(n)
             for g in range(G):
                 for i in range(p, n):
-                    q = rope.apply(plain[b : b + 1, h * G + g : h * G + g + 1, i : i + 1], at[i][0][None], at[i][1][None])
+                    q = rope.apply(
+                        plain[b : b + 1, h * G + g : h * G + g + 1, i : i + 1], at[i][0][None], at[i][1][None]
+                    )
                     scores = 20 * torch.tanh(0.3 * keys[b, h].half().float() @ q[0, 0, 0] / 20)
                     scores[:p] = float("-inf")
                     sums += torch.cat([scores, logits[h * G + g].view(1)]).softmax(0)[:n].square()

@@ -31,7 +31,7 @@ OBSERVED_QUERIES = 64
 Held = list[tuple[Tensor, Tensor]]
 
 
-Observed = Tensor | Ranking | tuple[TokenLoss, TokenLoss]
+Observed = Tensor | Ranking | tuple[TokenLoss | None, TokenLoss | None]
 """Votes for an evicting store, the loss of errors in keys and in values for a `LayerStore`, or both
 that loss and the importance of tokens for a `MixedRatesStore`."""
 

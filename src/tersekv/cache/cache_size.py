@@ -151,7 +151,7 @@ def _rest(
     for codec, dim in ((low.keys, shape.key_dim), (low.values, shape.value_dim)):
         _count(codec.layout(dim), size.rest, 1, footprint, rows)
         tables, learns = codec.table_bytes(dim), codec.learns(1, 1, dim)
-        own = sum(math.prod(learns[name].shape[2:]) * learns[name].dtype.itemsize for name in codec.rate_tensors)  # type: ignore[arg-type]
+        own = sum(dim * learns[name].dtype.itemsize for name in codec.rate_tensors)
         footprint.parts["tables"] += own * (batch if tables.of_sequence else 1) / batch  # type: ignore[assignment]
         shared |= tables.shared
     return shared

@@ -149,7 +149,7 @@ class LayerSize:
         """
         held = None if window is None else window + ROLLBACK_TOKENS
         tail = TailSize(policy.recent + flush, grows=not policy.packs_generated)
-        layer = LayerSize(0, tail, *(PagesSize(PageSizes(flush, held)) for _ in range(2)))
+        layer = LayerSize(0, tail, PagesSize(PageSizes(flush, held)), PagesSize(PageSizes(flush, held)))
         seen = dropped = 0
         continues = False
         for n in calls:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.segments import ExactSegment, PackedSegment, packed_pages_of
 from tersekv.cache.side import SideStore, extents
-from tersekv.cache.state import Stateful
+from tersekv.cache.state import Rules, Spec, Stateful
 from tersekv.codecs import Codec
 from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.codecs.transforms.rope import Rope
@@ -42,7 +42,8 @@ class LayerStore(Stateful):
     heads: this process's heads under tensor parallelism, or None.
     """
 
-    STATE, RULES = LAYER, (layer_tokens, layer_padding)
+    STATE: ClassVar[Spec] = LAYER
+    RULES: ClassVar[Rules] = (layer_tokens, layer_padding)
     PARTS, MADE = ("sides", "rotary"), ("_pages",)
     context_parallel: ContextParallel | None = None
     """Processes that share the packed tokens (`cache/context_parallel.py`), or None."""
@@ -108,7 +109,11 @@ class LayerStore(Stateful):
 
     @plain
     def append(
-        self, keys: Tensor, values: Tensor, padding: Tensor | None = None, losses: Sequence[TokenLoss] | None = None
+        self,
+        keys: Tensor,
+        values: Tensor,
+        padding: Tensor | None = None,
+        losses: Sequence[TokenLoss | None] | None = None,
     ) -> None:
         """Append tokens and pack those that leave the recent window.
 
@@ -161,7 +166,7 @@ class LayerStore(Stateful):
         assert self.padding is not None
         return int(self.padding.max()) + max(1, self.policy.sink_tokens(self.window)) > self.num_tokens + n
 
-    def _add(self, new: list[Tensor], restart: bool, losses: Sequence[TokenLoss] | None) -> None:
+    def _add(self, new: list[Tensor], restart: bool, losses: Sequence[TokenLoss | None] | None) -> None:
         """Distribute new tokens to sinks, packed blocks and tail.
 
         restart: `new` includes the tail's tokens.

@@ -79,7 +79,7 @@ class SideStore(Stateful):
 
     STATE: ClassVar[Spec] = {"sinks": exact_tokens}
     RULES: ClassVar[Rules] = (side_learnt,)
-    PARTS = ("packed", "tail")
+    PARTS: ClassVar[tuple[str, ...]] = ("packed", "tail")
 
     def __init__(
         self,

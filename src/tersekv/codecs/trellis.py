@@ -36,7 +36,7 @@ from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices
 from tersekv.codecs.codebooks.bits import SQUARED_ERROR, allotted, shared_out
 from tersekv.codecs.codebooks.trellis import scalar_entries, trellis_entries
 from tersekv.codecs.transforms.klt import SHRINK, klt, shrunk, within
-from tersekv.codecs.transforms.moments import Moments
+from tersekv.codecs.transforms.moments import Moments, Observes, WeightedBy
 from tersekv.codecs.transforms.rotation import random_rotation
 from tersekv.errors import UserError
 from tersekv.kernels import backends
@@ -127,14 +127,14 @@ class Trellis(Codec):
         return None if "bits" in self.fitted else self.fits_on
 
     @property
-    def uses_gradients(self) -> bool:
-        """True if errors are weighted by the loss."""
-        return self.metric == "fisher"
+    def weighted_by(self) -> WeightedBy | None:
+        """ "gradients" if errors are weighted by the loss."""
+        return "gradients" if self.metric == "fisher" else None
 
     @property
-    def observes(self) -> bool:
-        """True if a fit on a prompt uses the loss that its queries show."""
-        return self.calibration == "prompt" and self.uses_gradients
+    def observes(self) -> Observes | None:
+        """ "loss" if a fit on a prompt uses the loss that its queries show."""
+        return "loss" if self.calibration == "prompt" and self.metric == "fisher" else None
 
     @property
     def centred(self) -> bool:
@@ -250,12 +250,11 @@ class Trellis(Codec):
 
     def at_rate(self, bits: float) -> Self:
         """Return the codec with these mean bits in each head."""
-        codec = dataclasses.replace(self, bits=bits)
         if "scale" not in self.fitted:
-            return codec
-        losses = self.losses()
-        own = allotted(losses, math.ceil(bits * losses.shape[-1] / WORD_BITS) * WORD_BITS, SQUARED_ERROR[self.code])
-        return dataclasses.replace(codec, fitted=self.fitted | {"bits": own})
+            return dataclasses.replace(self, bits=bits)
+        total = math.ceil(bits * self.fitted["scale"].shape[-1] / WORD_BITS) * WORD_BITS
+        own = allotted(self.losses(), total, SQUARED_ERROR[self.code])
+        return dataclasses.replace(self, bits=bits, fitted=self.fitted | {"bits": own})
 
     def losses(self) -> Tensor:
         """Return the loss per unit of squared error of each coded component, float64 [B, H, D]."""
@@ -278,7 +277,7 @@ class Trellis(Codec):
             missing = (least[..., None, None] - spread).clamp_min(0)
         covariance = (1 - prior) * covariance + (prior * spread + missing) * one
         metric = one.expand_as(covariance)
-        if moments.metric is not None and self.uses_gradients:
+        if moments.metric is not None and self.metric == "fisher":
             metric = shrunk(moments.metric / max(1, moments.vectors), SHRINK[self.calibration])
         if self.basis != "klt":
             basis = self._fixed_basis(D, covariance.device).double().expand_as(covariance)
@@ -378,9 +377,7 @@ class Trellis(Codec):
 
 
 def _scales(variance: Tensor) -> Tensor:
-    """Return standard deviations float16 [B, H, D], at least 1/1000 of the largest; 1 if all are
-    0.
-    """
+    """Return standard deviations float16 [B, H, D], at least 1/1000 of the largest, or 1 if all are 0."""
     scale = variance.sqrt()
     largest = scale.amax(-1, keepdim=True)
     return _stored(torch.where(largest > 0, torch.maximum(scale, largest * 1e-3), 1.0).clamp_min(1e-6))

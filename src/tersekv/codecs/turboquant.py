@@ -31,7 +31,16 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides, whole_bits
+from tersekv.codecs.base import (
+    Codec,
+    FitsOn,
+    Method,
+    TableBytes,
+    check_choices,
+    check_range,
+    for_both_sides,
+    whole_bits,
+)
 from tersekv.codecs.codebooks.lloyd_max import sphere_table
 from tersekv.codecs.transforms.rotation import random_rotation, rotated, split_rotation
 from tersekv.codecs.transforms.sketch import jl_sketch, sign_factor

@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides, whole_bits
+from tersekv.codecs.base import (
+    Codec,
+    FitsOn,
+    Method,
+    TableBytes,
+    check_choices,
+    check_range,
+    for_both_sides,
+    whole_bits,
+)
 from tersekv.codecs.codebooks.fixed import integers
 from tersekv.errors import UserError
 from tersekv.kernels import backends
