@@ -71,6 +71,9 @@ class Codec(ABC):
     rate_tensors: ClassVar[tuple[str, ...]] = ()
     """Names in `fitted` that `share_across_layers` computes from the others and from those options."""
 
+    has_rates: ClassVar[bool] = True
+    """True if the codec quantises. False for floats, which have one rate."""
+
     takes_moments: ClassVar[bool] = False
     """True if calibration needs only sums over the corpus, see `fit_moments`."""
 

@@ -15,10 +15,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tersekv.codecs import Codec
-from tersekv.codecs.exact import Exact
 from tersekv.errors import UserError
-from tersekv.policies.base import TokenPolicy
+from tersekv.policies.base import Rated, TokenPolicy
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Mixed(TokenPolicy):
         """Return twice `recent`, or 0 in a layer whose sliding window is smaller, as for `window`."""
         return 2 * self.recent if window is None or 2 * self.recent <= window else 0
 
-    def check(self, keys: Codec, values: Codec) -> None:
+    def check(self, keys: Rated, values: Rated) -> None:
         """Raise UserError unless both codecs have the lower rate. Exact layers need none."""
         for codec in (keys, values) if self.mixes(keys, values) else ():
             codec.at_rate(self.rest)
@@ -61,9 +59,9 @@ class Mixed(TokenPolicy):
                 raise UserError(f"rest={self.rest:g} must be lower than the codec's bits={bits:g}")
 
     @staticmethod
-    def mixes(keys: Codec, values: Codec) -> bool:
+    def mixes(keys: Rated, values: Rated) -> bool:
         """True if a layer with these codecs has several rates. A layer of exact tokens has one."""
-        return not (isinstance(keys, Exact) and isinstance(values, Exact))
+        return keys.has_rates or values.has_rates
 
     def chosen(self, tokens: int, unit: int) -> int:
         """Return how many of a prompt's packed tokens have the codec's bits, a multiple of `unit`."""
