@@ -17,7 +17,7 @@ from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.layer import LayerStore
 from tersekv.codecs.transforms.rope import Rope
 
-QUERIES = 256
+QUERIES = 128
 """Number of query positions observed, spread over the call."""
 
 TILE = 32

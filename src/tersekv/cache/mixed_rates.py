@@ -270,8 +270,9 @@ class MixedRatesStore(LayerStore):
 
 def _places(mask: Tensor) -> Tensor:
     """Return the indices int64 [B, H, n] of a mask [B, H, T] with n in every head, ascending."""
-    B, H, _ = mask.shape
-    return mask.nonzero()[:, 2].view(B, H, -1)
+    B, H, T = mask.shape
+    places = mask.flatten().nonzero().view(B, H, -1)  # far faster than the indices of three axes
+    return places - torch.arange(0, B * H * T, T, device=mask.device).view(B, H, 1)
 
 
 def _bytes(mask: Tensor) -> Tensor:
