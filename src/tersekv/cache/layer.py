@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.segments import ExactSegment, PackedSegment, packed_pages_of
 from tersekv.cache.side import SideStore, extents
-from tersekv.cache.state import Stateful
+from tersekv.cache.state import Rules, Spec, Stateful
 from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError
@@ -40,7 +41,8 @@ class LayerStore(Stateful):
     heads: this process's heads under tensor parallelism, or None.
     """
 
-    STATE, RULES = LAYER, (layer_tokens, layer_padding)
+    STATE: ClassVar[Spec] = LAYER
+    RULES: ClassVar[Rules] = (layer_tokens, layer_padding)
     PARTS, MADE = ("sides", "rotary"), ("_pages",)
     context_parallel: ContextParallel | None = None
     """Processes that share the packed tokens (`cache/context_parallel.py`), or None."""
