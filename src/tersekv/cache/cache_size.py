@@ -137,7 +137,7 @@ def _layer(size: LayerSize, plan: LayerPlan, shape: CacheShape, rows: int, windo
     ):
         found = min(plan.policy.found, size.pages.tokens)
         footprint.parts["exact sinks"] += found * both
-        footprint.parts["selection"] += 8 * found / shape.kv_heads + 16  # type: ignore[assignment]
+        footprint.parts["selection"] += (8 * found + size.pages.tokens) / shape.kv_heads + 16  # type: ignore[assignment]
     return footprint
 
 

@@ -72,6 +72,7 @@ class FoundSinksStore(LayerStore):
         "usual": lambda store: tensor(torch.float32, store.batch_size, 4, store.kv_heads),
     }
     RULES = (*LayerStore.RULES, found_tokens)
+    MADE = (*LayerStore.MADE, "_located")
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class FoundSinksStore(LayerStore):
         super().__init__(plan, keys, values, None, rope, heads)
         self.most_found, self.heads = plan.policy.found, heads
         self.usual = keys.new_zeros((keys.shape[0], 4, keys.shape[1]), dtype=torch.float32)
+        self._located: tuple[PackedPages, PackedPages] | None = None  # pages, and the same with masks for a step
         self._forget_found(keys.shape[0])
 
     def _forget_found(self, rows: int) -> None:
@@ -111,7 +113,7 @@ class FoundSinksStore(LayerStore):
 
     def _find(self, packed: Sequence[Tensor], place: int) -> None:
         """Choose among the tokens found before and [B, H, n, D], packed from position `place` on."""
-        n = packed[0].shape[2]
+        n, self._located = packed[0].shape[2], None
         positions = torch.arange(place, place + n, dtype=torch.int32, device=self.device).expand(self.batch_size, -1)
         hidden = None if self.hidden is None else positions < self.hidden[:, None]
         norms = torch.stack([(x.float().norm(dim=-1) + SMALLEST).log() for x in packed], dim=1)  # [B, 2, H, n]
@@ -153,8 +155,14 @@ class FoundSinksStore(LayerStore):
 
     def without_copies(self, pages: PackedPages, masks: Masks, queries: int) -> PackedPages:
         """Return the pages with masks [B, queries, T] that hide the packed copies of found tokens."""
+        plain_step = masks.mask is None and masks.hidden is None and queries == 1
+        if plain_step and self._located is not None and self._located[0] is pages:
+            return self._located[1]
         each = [self.shown(masks.at(at, n), at, n) for at, n in zip(pages.where, pages.tokens, strict=True)]
-        return pages.located([mask.expand(-1, queries, -1) for mask in each])
+        located = pages.located([mask.expand(-1, queries, -1) for mask in each])
+        if plain_step and self._pages is pages:
+            self._located = pages, located
+        return located
 
     def shown(self, mask: Tensor | None, where: Where, tokens: int) -> Tensor:
         """Return a segment's mask, bool [B, 1 or q, T], with the copies of found tokens hidden."""
@@ -185,6 +193,7 @@ class FoundSinksStore(LayerStore):
     def crop(self, n: int) -> None:
         """Roll back the n latest tokens, see `LayerStore.crop`. Found tokens return to the tail exact."""
         super().crop(n)
+        self._located = None
         if self.num_tokens == 0:
             return self._forget_found(self.batch_size)
         first = self.num_tokens - self.keys.tail.tokens
@@ -207,6 +216,7 @@ class FoundSinksStore(LayerStore):
         self._map_found(lambda x: x.to(device))
 
     def _map_found(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self._located = None
         for name in ("found", "unusual", "found_keys", "found_values", "usual"):
             setattr(self, name, fn(getattr(self, name)))
 
@@ -215,4 +225,5 @@ class FoundSinksStore(LayerStore):
         footprint = super().footprint()
         footprint.parts["exact sinks"] += self.found_keys.nbytes + self.found_values.nbytes
         footprint.parts["selection"] += self.found.nbytes + self.unusual.nbytes + self.usual.nbytes
+        footprint.parts["selection"] += self.batch_size * self.packed_tokens  # masks of decode steps
         return footprint
