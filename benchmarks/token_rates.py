@@ -100,8 +100,9 @@ def measured(simulation: Simulation, text: str, first: Tensor, rest: Tensor) -> 
         else:
             kl = (reference.exp() * (reference - got)).sum(-1)
             line |= {"kl": float(kl.mean()), "p99": float(kl.quantile(0.99))}
-            line |= {"kl_copies": float(kl[:-1][copies].mean()), "kl_others": float(kl[:-1][~copies].mean())}
             line |= {"copies": float(copies.float().mean())}
+            for label, at in (("kl_copies", copies), ("kl_others", ~copies)):
+                line[label] = float(kl[:-1][at].mean()) if bool(at.any()) else None
         yield line
 
 
@@ -138,13 +139,17 @@ def run(args: argparse.Namespace) -> None:
             print(f"{text} {sample}: done", flush=True)
 
 
+def mean(name: str, lines: list[dict[str, Any]]) -> float:
+    """Return the mean of a metric over the lines that have it."""
+    return statistics.fmean(line[name] for line in lines if line[name] is not None)
+
+
 def table(lines: list[dict[str, Any]], text: str) -> str:
     """Return the table of a text in Markdown: a row per importance and mean rate."""
     groups = defaultdict(list)
     for line in lines:
         if line["text"] == text:
             groups[line["importance"], line["bits"]].append(line)
-    mean = lambda name, found: statistics.fmean(line[name] for line in found)  # noqa: E731
     if text == "passkey":
         head, full = "NLL of the answer | answered", next(iter(groups.values()))
         rows = [f"| full cache | | {mean('full_nll', full):.2f} | {sum(x['full_nll_right'] for x in full):.0f} |"]
@@ -156,7 +161,7 @@ def table(lines: list[dict[str, Any]], text: str) -> str:
         head, rows = "KL, mean | windows | 99th percentile | copies | other tokens", []
         for (name, bits), found in groups.items():
             each = " ".join(f"{line['kl']:.4f}" for line in found)
-            rest = " | ".join(f"{mean(key, found):.4f}" for key in ("p99", "kl_copies", "kl_others"))
+            rest = f"{mean('p99', found):.3f} | {mean('kl_copies', found):.4f} | {mean('kl_others', found):.4f}"
             rows.append(f"| {name} | {bits:g} | {mean('kl', found):.4f} | {each} | {rest} |")
     return "\n".join([f"| importance | mean bits | {head} |", f"|---|---|{'---|' * head.count('|')}---|", *rows])
 

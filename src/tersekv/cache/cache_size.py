@@ -14,11 +14,13 @@ from tersekv.cache.footprint import Footprint
 from tersekv.cache.growth import Calls, LayerSize, PagesSize, TailSize
 from tersekv.cache.pages import PageSizes
 from tersekv.cache.rotary import Rotary
+from tersekv.codecs.exact import Exact
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.layouts.base import Layout
 from tersekv.policies.base import Selection, TokenPolicy
 from tersekv.policies.mixed import Mixed
 from tersekv.policies.subgen import SubGen
+from tersekv.policies.window import Window
 from tersekv.recipe import LayerPlan, Recipe
 
 
@@ -81,7 +83,7 @@ def size(
             key = plan.policy, window, _flush(layout for layout, _ in _layouts(plan, shape)), low is not None
             if key not in sizes:
                 sizes[key] = LayerSize.after(calls.sizes(), *key)
-            footprint = _layer(sizes[key], plan if low is None else _of_heads(plan), shape, rows)
+            footprint = _layer(sizes[key], plan if low is None else _of_heads(plan), shape, rows, window)
             if low is not None and sizes[key].rest.tokens:
                 shared |= _rest(sizes[key], low, shape, rows, batch, footprint)
         footprint.parts = {part: round(size * rows) for part, size in footprint.parts.items()}
@@ -119,7 +121,7 @@ def _flush(layouts: Iterable[Layout]) -> int:
     return math.lcm(*(layout.block_tokens for layout in layouts))
 
 
-def _layer(size: LayerSize, plan: LayerPlan, shape: CacheShape, rows: int) -> Footprint:
+def _layer(size: LayerSize, plan: LayerPlan, shape: CacheShape, rows: int, window: int | None) -> Footprint:
     """Return the footprint of one head of one layer, without tables.
 
     rows: heads of all sequences.
@@ -131,6 +133,15 @@ def _layer(size: LayerSize, plan: LayerPlan, shape: CacheShape, rows: int) -> Fo
     footprint.parts["slack"] = size.tail.slack * both
     for codec, dim in ((plan.keys, shape.key_dim), (plan.values, shape.value_dim)):
         _count(codec.layout(dim), size.pages, shape.kv_heads, footprint, rows)
+    if (
+        isinstance(plan.policy, Window)
+        and plan.policy.found
+        and window is None
+        and not (isinstance(plan.keys, Exact) and isinstance(plan.values, Exact))
+    ):
+        found = min(plan.policy.found, size.pages.tokens)
+        footprint.parts["exact sinks"] += found * both
+        footprint.parts["selection"] += (8 * found + size.pages.tokens) / shape.kv_heads + 16  # type: ignore[assignment]
     return footprint
 
 

@@ -44,7 +44,8 @@ class LayerStore(Stateful):
 
     STATE: ClassVar[Spec] = LAYER
     RULES: ClassVar[Rules] = (layer_tokens, layer_padding)
-    PARTS, MADE = ("sides", "rotary"), ("_pages",)
+    PARTS: ClassVar[tuple[str, ...]] = ("sides", "rotary")
+    MADE: ClassVar[tuple[str, ...]] = ("_pages",)
     context_parallel: ContextParallel | None = None
     """Processes that share the packed tokens (`cache/context_parallel.py`), or None."""
     packed_everywhere = True  # True if all processes have packed tokens, or none has
