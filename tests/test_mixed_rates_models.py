@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,6 +14,7 @@ from conftest import SHAPE, prompt
 from tersekv.cache.estimate import predict
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.mixed_rates import MixedRatesStore
+from tersekv.codecs import methods, registered
 from tersekv.codecs.exact import ExactView
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.config import cache_shape
@@ -43,7 +45,15 @@ class Lossless(tersekv.codecs.Codec):
         return replace(self, bits=bits)
 
 
-tersekv.register_codec("lossless", Lossless)
+@pytest.fixture(scope="module", autouse=True)
+def lossless() -> Iterator[None]:
+    """Register the codec for this file's tests."""
+    tersekv.register_codec("lossless", Lossless)
+    yield
+    del registered["lossless"]
+    methods.cache_clear()
+
+
 LOSSLESS = "mixed:recent=20,exact=fp32+lossless"
 RECIPES = ["mixed:recent=20+kivi:bits=4", "mixed:recent=20,budget=0.5,rest=1+trellis:bits=3,calibration=prompt"]
 

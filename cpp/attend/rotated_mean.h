@@ -168,19 +168,19 @@ void gathered_scores(const Node& node, Span span, float* score, int64_t score_st
   const RotatedMeanOwn& own = *static_cast<RotatedMeanOwn*>(node.own);
   const RopeView& rope = node.view->rope;
   const int64_t M = rope.offsets->M;
-  const auto place = [&](int64_t token) TERSEKV_INLINE { return place_of(rope, node.b, node.h, token); };
+  const int32_t* places = rope.places + node.b * rope.stride_b + node.h * rope.stride_h;
   for (int64_t token = span.first; token < span.last;) {
-    const int64_t begin = place(token) / M * M, from = (place(token) - begin) / kLanes * kLanes;
+    const int64_t begin = places[token] / M * M, from = (places[token] - begin) / kLanes * kLanes;
     int64_t end = token + 1;
-    while (end < span.last && place(end) < begin + M && place(end) >= place(end - 1)) end++;
-    const int64_t count = round_up(place(end - 1) - begin + 1, kLanes) - from;
+    while (end < span.last && places[end] < begin + M && places[end] >= places[end - 1]) end++;
+    const int64_t count = round_up(places[end - 1] - begin + 1, kLanes) - from;
     step_coefficients<S>(node, span, begin);
     for (int64_t r = 0; r < span.rows; r++) clear(own.block + r * M, count);
     add_table_scores<S>(node, span, from, count, own.block, M);
     for (int64_t r = 0; r < span.rows; r++) {
-      const float* block = own.block + r * M - begin - from;
-      float* out = score + r * score_stride - span.first;
-      for (int64_t t = token; t < end; t++) out[t] += block[place(t)];
+      const float* __restrict block = own.block + r * M - begin - from;
+      float* __restrict out = score + r * score_stride - span.first;
+      for (int64_t t = token; t < end; t++) out[t] += block[places[t]];
     }
     token = end;
   }
