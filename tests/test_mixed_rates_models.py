@@ -61,7 +61,7 @@ RECIPES = ["mixed:recent=20+kivi:bits=4", "mixed:recent=20,budget=0.5,rest=1+tre
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_beams": 3}, {"prefill_chunk_size": 64}, {"prompt_lookup_num_tokens": 5}],
+    [{}, {"num_beams": 3}, {"prefill_chunk_size": 160}, {"prompt_lookup_num_tokens": 5}],
     ids=["greedy", "beam", "chunked", "assisted"],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -140,7 +140,7 @@ def test_what_cannot_see_queries_is_refused(models, llama):
         pytest.raises(UserError, match="layer 0: the policy mixed ranks a prompt's tokens by its queries"),
         pytest.warns(UserWarning, match="is not installed"),
     ):
-        llama.generate(prompt(150), past_key_values=cache, **GREEDY)
+        llama.generate(prompt(250), past_key_values=cache, **GREEDY)
     with pytest.raises(UserError, match="on deepseek_v3: the policy mixed ranks"):
         tersekv.CompressedCache(models["deepseek_v3"].config, LOSSLESS)
     with pytest.raises(UserError, match="its policy ranks all tokens of a prompt"):

@@ -6,7 +6,7 @@ the rest with fewer bits from the same fit. Generated tokens are few and recent,
 shown their importance yet, so all of them have the codec's bits.
 
 A call of 32 tokens or more is a prompt, and so is the first call. Tokens of a later prompt are
-ranked among those that it packs.
+ranked among those that it packs. If they fill fewer than 4 blocks, all have the codec's bits.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from typing import ClassVar
 
 from tersekv.errors import UserError
 from tersekv.policies.base import Rated, TokenPolicy
+
+
+FEW = 4
+"""Blocks that a prompt must pack at once to have two rates. Fewer tokens are recent ones, and few
+queries have seen them."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,11 @@ class Mixed(TokenPolicy):
         return keys.has_rates or values.has_rates
 
     def chosen(self, tokens: int, unit: int) -> int:
-        """Return how many of a prompt's packed tokens have the codec's bits, a multiple of `unit`."""
-        return min(tokens, math.ceil(self.budget * tokens / unit - 1e-6) * unit)
+        """Return how many of a prompt's packed tokens have the codec's bits, a multiple of `unit`.
+
+        If there are fewer than FEW blocks, all have them.
+        """
+        return tokens if tokens < FEW * unit else min(tokens, math.ceil(self.budget * tokens / unit - 1e-6) * unit)
 
 
 POLICY = Mixed
