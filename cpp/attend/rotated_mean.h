@@ -140,6 +140,8 @@ template <class S>
 void rotated_mean_scores(const Node& node, Span span, float* score, int64_t score_stride) {
   const RotatedMeanOwn& own = *static_cast<RotatedMeanOwn*>(node.own);
   const RopeView& rope = node.view->rope;
+  span.first -= *node.shift;  // the mean has no page: only positions in the row matter
+  span.last -= *node.shift;
   const int64_t unit = node.call->tokens_per_unit, first = node.task->first * unit;
   const int64_t stride = rope.offsets ? rope.offsets->M : node.task->last * unit - first;
   const int64_t reads = rope.offsets ? rope.offsets->rows : rope.reads;
