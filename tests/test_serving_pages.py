@@ -10,6 +10,7 @@ import torch
 
 from tersekv.cache import coding
 from tersekv.codecs import methods
+from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends, cpu
 from tersekv.layouts.base import BLOCK_TOKENS
@@ -31,10 +32,33 @@ CODECS = {
 }
 
 
+CALIBRATED = {
+    "trellis": ("trellis", {"bits": 3.0}),
+    "trellis before RoPE": ("trellis", {"bits": 2.0, "basis": "rotation", "centre": False}),
+    "trellis rotated": ("trellis", {"bits": 2.0, "basis": "rotation", "code": "scalar", "centre": False}),
+    "kvquant": ("kvquant", {"outliers": 0.0}),
+}
+"""Codecs that are fitted on a corpus."""
+
+ROPE = standard_rope(64)
+
+
 def slots_of(name: str, head_dim: int = 64, values: str | None = None) -> Slots:
     method, options = CODECS[name]
     other, other_options = CODECS[values or name]
     return Slots(methods()[method].build(**options).keys, methods()[other].build(**other_options).values, head_dim)
+
+
+def calibrated(name: str, H: int = 2, D: int = 64) -> Slots:
+    """Return slots of codecs fitted on random tokens with a mean."""
+    method, options = CALIBRATED[name]
+    pair = methods()[method].build(**options)
+    pair = pair.with_pre_rope("before" in name or pair.keys.pre_rope)
+    x = torch.randn(1, H, 300, D) * torch.linspace(0.2, 2, D) + torch.randn(H, 1, D)
+    keys = pair.keys.with_mean(x) if pair.keys.centred else pair.keys
+    sides = keys.fit_corpus(x, torch.randn_like(x)), pair.values.fit_corpus(x, torch.randn_like(x))
+    keys, values = (type(side).share_across_layers([side])[0] for side in sides)
+    return Slots(keys, values, D)
 
 
 def pool_of(slots: Slots, pages: int, page_tokens: int, exactness="step", rope=None, H: int = 2) -> PagePool:
@@ -107,6 +131,33 @@ def test_full_pages_are_read_packed_and_others_exactly(name, p, exactness, backe
     for i, seen, out in steps_of(pool, counts, tables, p, rows, keys, values, queries):
         own = expected(slots, queries[i, seen - len(out) : seen], keys[i, :seen], values[i, :seen], p, exactness)
         torch.testing.assert_close(out, own, atol=4e-3, rtol=4e-3)
+
+
+ISAS = [] if cpu.why_not_built() else [name for name, missing in cpu.isas().items() if missing is None]
+
+
+@pytest.mark.parametrize("exactness", ["step", "page"])
+@pytest.mark.parametrize("isa", ["reference", *ISAS])
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_calibrated_codecs_read_positions_of_their_request(name, isa, exactness):
+    """Keys' means and RoPE depend on positions in the request, not on places in the pool."""
+    torch.manual_seed(4)
+    slots, p = calibrated(name), 64
+    keys, values, queries = torch.randn(2, 700, 2, 64), torch.randn(2, 700, 2, 64), torch.randn(2, 700, 6, 64)
+    tables = torch.arange(24, dtype=torch.int32)[torch.randperm(24)].view(2, 12)
+    pool, rows = pool_of(slots, 24, p, exactness, ROPE), Rows(4)
+    counts = [(137, 5), (400, 60), (1, 1), (3, 1), (64, 8), (60, 1), (1, 30)]
+    with backends.forced("reference" if isa == "reference" else "cpu"):
+        if isa != "reference":
+            cpu.set_isa(isa)
+        try:
+            for i, seen, out in steps_of(pool, counts, tables, p, rows, keys, values, queries):
+                of = queries[i, seen - len(out) : seen], keys[i, :seen], values[i, :seen]
+                own = expected(slots, *of, p, exactness, ROPE)
+                torch.testing.assert_close(out, own, atol=1e-2, rtol=1e-2)
+        finally:
+            if isa != "reference":
+                cpu.set_isa("auto")
 
 
 @pytest.mark.skipif(cpu.why_not_built() is not None, reason="the C++ extension is not built")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+import torch
 
 from tersekv.codecs import Codec
 from tersekv.codecs.exact import Exact
@@ -34,14 +38,26 @@ def pages_of(choice: Choice, vllm_config: Any, layer: int, kv_heads: int) -> Lay
 
     model = vllm_config.model_config
     config = text_config(model.hf_config)
-    head_dim = model.get_head_size()
-    plan = layer_plan(choice, model.hf_config, layer)
-    if isinstance(plan.keys, Exact) and isinstance(plan.values, Exact):
-        return None
-    slots = Slots(plan.keys, plan.values, head_dim)
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    sides = [_of_rank(codec, kv_heads, ranks, AttentionShape.of(config).kv_heads) for codec in (plan.keys, plan.values)]
-    return LayerPages(dataclasses.replace(slots, keys=sides[0], values=sides[1]), _rope(sides[0], config, layer, Ropes))
+    with _float32():
+        plan = layer_plan(choice, model.hf_config, layer)
+        if isinstance(plan.keys, Exact) and isinstance(plan.values, Exact):
+            return None
+        slots = Slots(plan.keys, plan.values, model.get_head_size())
+        all_heads = AttentionShape.of(config).kv_heads if ranks > 1 else kv_heads
+        keys, values = (_of_rank(codec, kv_heads, ranks, all_heads) for codec in (plan.keys, plan.values))
+        return LayerPages(dataclasses.replace(slots, keys=keys, values=values), _rope(keys, config, layer, Ropes))
+
+
+@contextlib.contextmanager
+def _float32() -> Iterator[None]:
+    """Make float32 the default type. vLLM loads models with that of the weights as default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def layer_plan(choice: Choice, config: Any, layer: int) -> LayerPlan:
