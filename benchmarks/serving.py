@@ -139,15 +139,20 @@ def rows(records: list[dict[str, Any]]) -> list[str]:
 def table(args: argparse.Namespace) -> None:
     """Print the tables, or write them between their markers."""
     records = [json.loads(line) for path in args.records for line in path.read_text().splitlines()]
-    text = "\n".join(rows(records))
-    if args.into is None:
+    write_between(args.into, BEGIN, END, rows(records))
+
+
+def write_between(page: Path | None, begin: str, end: str, lines: list[str]) -> None:
+    """Write lines into a page between two markers, or print them without a page."""
+    text = "\n".join(lines)
+    if page is None:
         print(text)
         return
-    page = args.into.read_text()
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise SystemExit(f"{args.into} has no place for the tables: add the lines\n{BEGIN}\n{END}\n")
-    head, tail = page.split(BEGIN)[0], page.split(END)[1]
-    args.into.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
+    before = page.read_text()
+    if before.count(begin) != 1 or before.count(end) != 1 or before.index(begin) > before.index(end):
+        raise SystemExit(f"{page} has no place for the tables: add the lines\n{begin}\n{end}\n")
+    head, tail = before.split(begin)[0], before.split(end)[1]
+    page.write_text(f"{head}{begin}\n{text}\n{end}{tail}")
 
 
 def main() -> None:

@@ -115,7 +115,8 @@ class Attention {
         fail("keys: ", "expected head_dim " + std::to_string(D_) + " of the query, got " + std::to_string(inner));
       memory_.emplace_back(B_ * H_ * R_ * D);
       float* out = memory_.back().data();
-      if (pages.query.given()) multiply({B_, H_, R_, inner, false, pages.query, rows_, D_, out, D}, threads);
+      if (pages.query.given())
+        multiply({B_, H_, R_, inner, false, pages.query, rows_, D_, out, D}, threads, !table.is_none());
       for (int64_t r = 0; r < B_ * H_ * R_; r++) {
         if (!pages.query.given()) std::copy_n(rows_ + r * D_, inner, out + r * D);
         if (pages.keeps_query) std::copy_n(rows_ + r * D_, inner, out + r * D + inner);
