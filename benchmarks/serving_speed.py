@@ -21,20 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from serving import FULL, write_between
+from serving import FULL, engine, write_between
 
 BEGIN, END = "<!-- speed: made by benchmarks/serving_speed.py -->", "<!-- end of speed -->"
-
-
-def engine(model: str, recipe: str, calibration: str | None, longest: int, requests: int) -> Any:
-    """Return an engine of vLLM with a recipe."""
-    import vllm
-
-    section = {"recipe": recipe} | ({"calibration": calibration} if calibration and "trellis" in recipe else {})
-    return vllm.LLM(
-        model, dtype="bfloat16", enforce_eager=True, max_model_len=longest, max_num_seqs=requests,
-        enable_prefix_caching=False, additional_config={} if recipe == FULL else {"tersekv": section},
-    )  # fmt: skip
 
 
 def seconds(llm: Any, ids: list[list[int]], new_tokens: int) -> float:
@@ -54,10 +43,7 @@ def capacity(llm: Any) -> int:
 
 def run(args: argparse.Namespace) -> None:
     """Measure all recipes in turns and append a record per shape."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     import torch
     import vllm
 
@@ -67,7 +53,8 @@ def run(args: argparse.Namespace) -> None:
     model = resolve(args.model)
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes]
     longest, most = max(p + n for _, p, n in shapes), max(b for b, _, _ in shapes)
-    engines = {recipe: engine(model, recipe, args.calibration, longest, most) for recipe in args.recipes}
+    options = {"max_model_len": longest, "max_num_seqs": most, "enable_prefix_caching": False}
+    engines = {recipe: engine(model, recipe, args.calibration, **options) for recipe in args.recipes}
     for requests, prompt, new in shapes:
         draw = torch.Generator().manual_seed(0)
         ids = torch.randint(1000, 40000, (requests, prompt), generator=draw).tolist()
