@@ -16,7 +16,7 @@ from tersekv.kernels import backends, cpu
 from tersekv.layouts.base import BLOCK_TOKENS
 from tersekv.serving.pages import PagePool
 from tersekv.serving.slots import Slots, why_not_slots
-from tersekv.serving.steps import IDLE_STEPS, EngineStep, Rows
+from tersekv.serving.steps import IDLE_STEPS, SINKS, EngineStep, Rows, SinkRows
 
 CODECS = {
     "turboquant": ("turboquant", {}),
@@ -71,13 +71,14 @@ def expected(slots: Slots, query, keys, values, p, exactness, rope=None):
     """Return the attention of a sequence's last queries, [q, Hq, D].
 
     Each query reads its own page, or with "step" all pages from that of the first query on, exactly
-    and earlier pages decoded.
+    and earlier pages decoded, without the first tokens.
     """
     T, H, D = keys.shape
     q, position = query.shape[0], torch.arange(T)
     own = position >= position[-q:, None] // p * p
     if exactness == "step":
         own = (position >= (T - q) // p * p).expand(q, T)
+    own = own | (position < SINKS)
     rows = query.view(q, H, -1, D).permute(1, 2, 0, 3)  # [H, G, q, D]
     sides = []
     for codec, x in ((slots.keys, keys), (slots.values, values)):
@@ -250,6 +251,16 @@ def test_rows_of_running_requests_are_never_reused():
     assert not {*rows.take(pages(11, 12))} & {*first}
     with pytest.raises(CacheError, match="are gone"):
         rows.find(pages(1), pages(1))
+
+
+def test_sinks_last_until_their_page_is_written_again():
+    sinks = SinkRows()
+    first = sinks.take(pages(3, 9))
+    assert sinks.take(pages(9)) == first[1]
+    sinks.begin(pages(3, 70))
+    assert sinks.of(pages(3, 9)).tolist() == [-1, first[1]]
+    assert sinks.take(pages(100)) == first[0]
+    assert sinks.count == 2
 
 
 def test_rows_are_as_many_as_pages_are_being_filled():

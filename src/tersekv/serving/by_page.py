@@ -35,7 +35,9 @@ class Pool(Protocol):
     softcap: float | None
     rows: Tensor | None
 
-    def unpacked(self, pages: Tensor, numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def unpacked(
+        self, pages: Tensor, numbers: Tensor, dtype: torch.dtype, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Decode pages, which are the pages `numbers` of their request: keys and values [n·p, H, D]."""
 
 
@@ -93,7 +95,8 @@ def _earlier_pages(pool: Pool, query: Tensor, chunk: Chunk, pages: int) -> Parti
     for first in range(0, pages, step):
         last = min(pages, first + step)
         numbers = torch.arange(first, last, device=query.device)
-        decoded = pool.unpacked(chunk.pages[first:last].to(query.device), numbers, torch.float32)
+        sinks = torch.tensor([chunk.sink] if first == 0 else [], dtype=torch.int64, device=query.device)
+        decoded = pool.unpacked(chunk.pages[first:last].to(query.device), numbers, torch.float32, sinks)
         key, value = (x.transpose(0, 1)[None] for x in decoded)
         mask = torch.arange(first * p, last * p, device=query.device) < exact_from[:, None]
         for tile, parts in zip(tiles, results, strict=True):

@@ -27,7 +27,7 @@ from tersekv.layouts.base import BLOCK_TOKENS, PackedTensors, View
 from tersekv.serving.by_page import attend_by_page, nothing
 from tersekv.serving.dense import DenseAttention, Lengths, attend_dense
 from tersekv.serving.slots import Slots
-from tersekv.serving.steps import Chunk, EngineStep, Full, Singles
+from tersekv.serving.steps import SINKS, Chunk, EngineStep, Full, Singles
 
 PART_TOKENS = 4096
 """Number of tokens encoded or decoded at a time, which bounds the memory of float32 copies."""
@@ -76,24 +76,31 @@ class PagePool:
         self.planes = slots.views(memory.view(S * p // BLOCK_TOKENS, H, BLOCK_TOKENS * C))
         self.rows: Tensor | None = None
         """Exact copies of pages being filled: [2, rows, H, p, D], keys and values."""
+        self.sinks: Tensor | None = None
+        """Exact first tokens of requests: [2, rows, H, SINKS, D]."""
         self._pool: PackedPages | None = None
 
     # ---------------------------------------------------------------- write
 
     def write(self, keys: Tensor, values: Tensor, step: EngineStep) -> None:
         """Copy the tokens [T, H, D] of pages being filled to their rows, and pack full pages."""
-        have = 0 if self.rows is None else self.rows.shape[1]
-        if have < step.rows:
-            more = keys.new_zeros((2, max(step.rows, 2 * have) - have, self.kv_heads, self.page_tokens, keys.shape[-1]))
-            self.rows = more if self.rows is None else torch.cat([self.rows, more], dim=1)
+        self.rows = self._with_rows(self.rows, step.rows, self.page_tokens, keys)
+        self.sinks = self._with_rows(self.sinks, step.sinks, SINKS, keys)
         token, row, place = step.copied
         if len(token):
-            assert self.rows is not None
             whole = len(token) == len(keys) and step.singles is not None and step.singles.tokens is None
             for side, x in enumerate((keys, values)):
                 self.rows[side].transpose(1, 2)[row, place] = (x if whole else x[token]).to(self.rows.dtype)
         if step.full is not None:
             self._pack(keys, values, step.full, step.shared)
+
+    def _with_rows(self, held: Tensor | None, rows: int, tokens: int, like: Tensor) -> Tensor:
+        """Return exact tokens [2, at least `rows`, H, tokens, D] that begin with the present ones."""
+        have = 0 if held is None else held.shape[1]
+        if held is not None and have >= rows:
+            return held
+        more = like.new_zeros((2, max(rows, 2 * have, 1) - have, self.kv_heads, tokens, self.slots.head_dim))
+        return more if held is None else torch.cat([held, more], dim=1)
 
     def _pack(self, keys: Tensor, values: Tensor, full: Full, shared: dict[Any, Any]) -> None:
         """Encode the tokens of full pages and store their blocks."""
@@ -103,6 +110,11 @@ class PagePool:
                 assert self.rows is not None
                 parts.append(self.rows[side][full.rows].transpose(1, 2).flatten(0, 1))
             tokens = torch.cat(parts).transpose(0, 1)[None]  # [1, H, n, D]
+            page, row = full.sinks
+            if len(page):
+                assert self.sinks is not None
+                pages = tokens[0].unflatten(1, (-1, self.page_tokens))  # [H, pages, p, D]
+                self.sinks[side][row] = pages[:, page, :SINKS].transpose(0, 1).to(self.sinks.dtype)
             for first in range(0, tokens.shape[2], PART_TOKENS):
                 part = slice(first, first + PART_TOKENS)
                 angles = self._angles(side, full.positions[part], shared, ("full", first))
@@ -174,11 +186,15 @@ class PagePool:
     def _singles(self, query: Tensor, of: Singles) -> Tensor:
         """Attend with queries [B, Hq, D], one per request."""
         assert self.rows is not None
+        assert self.sinks is not None
         if self._native(query):
             pages = self.pool(of.packed) if of.reads_packed else None
+            exact: tuple[Any, ...] = ((self.rows[0], self.rows[1], of.exact, of.rows),)
+            if of.reads_packed:
+                exact = (*exact, (self.sinks[0], self.sinks[1], of.first, of.sinks))
             found = backends.attend.direct(
-                query.unsqueeze(2), ((self.rows[0], self.rows[1], of.exact, of.rows),), pages, None, None, self.scaling,
-                self.softcap, None, False, (of.pages, self.page_tokens) if of.reads_packed else None,
+                query.unsqueeze(2), exact, pages, None, None, self.scaling, self.softcap, None, False,
+                (of.pages, self.page_tokens) if of.reads_packed else None,
             )  # fmt: skip
             if found is not None:
                 return found[:, 0]
@@ -186,6 +202,8 @@ class PagePool:
         key, value = self.rows[0][of.rows], self.rows[1][of.rows]
         parts = [backends.attend_exact(rows, key, value, of.exact, self.scaling, self.softcap)]
         if of.reads_packed:
+            first = self.sinks[0][of.sinks], self.sinks[1][of.sinks]
+            parts.append(backends.attend_exact(rows, *first, of.first, self.scaling, self.softcap))
             parts.append(self._packed(rows, of))
         out, _ = backends.merge_segments([out for out, _ in parts], [lse for _, lse in parts])
         return out.flatten(1, 2).to(query.dtype)
@@ -208,7 +226,7 @@ class PagePool:
             out, lse = nothing(row[None])
             if len(pages):
                 key, value = self.unpacked(pages, torch.arange(len(pages)), torch.float32)
-                sides = (x.transpose(0, 1)[None] for x in (key, value))
+                sides = (x[SINKS:].transpose(0, 1)[None] for x in (key, value))
                 out, lse = backends.attend_exact(row[None], *sides, None, self.scaling, self.softcap)
             outs.append(out)
             lses.append(lse)
@@ -224,7 +242,12 @@ class PagePool:
             assert self.rows is not None
             held = self.rows[:, chunk.row, None, :, :before]
             exact.append((held[0], held[1], torch.ones(1, q, before, dtype=torch.bool)))
-        pages = self.pool(torch.ones(1, q, whole * self.page_tokens, dtype=torch.bool))
+        assert self.sinks is not None
+        first = self.sinks[:, chunk.sink, None]
+        exact.append((first[0], first[1], torch.ones(1, q, SINKS, dtype=torch.bool)))
+        visible = torch.ones(1, q, whole * self.page_tokens, dtype=torch.bool)
+        visible[..., :SINKS] = False
+        pages = self.pool(visible)
         found = backends.attend.direct(
             query.transpose(0, 1)[None], tuple(exact), pages, None, None, self.scaling, self.softcap, None, False,
             (chunk.pages[None, :whole].contiguous(), self.page_tokens),
@@ -243,7 +266,7 @@ class PagePool:
             sides = [x if plan.tokens is None else x[plan.tokens] for x in (keys, values)]
         else:
             sides = [x.new_empty((sum(plan.lengths.tokens), *x.shape[1:])) for x in (keys, values)]
-            packed = self.unpacked(plan.pages, plan.numbers, keys.dtype, shared)
+            packed = self.unpacked(plan.pages, plan.numbers, keys.dtype, plan.sinks, shared)
             row, place, held = plan.held
             for side, (to, x) in enumerate(zip(sides, (keys, values), strict=True)):
                 to[plan.own] = x if plan.tokens is None else x[plan.tokens]
@@ -260,10 +283,16 @@ class PagePool:
             out[plan.tokens] = found
 
     def unpacked(
-        self, pages: Tensor, numbers: Tensor, dtype: torch.dtype, shared: dict[Any, Any] | None = None
+        self,
+        pages: Tensor,
+        numbers: Tensor,
+        dtype: torch.dtype,
+        sinks: Tensor | None = None,
+        shared: dict[Any, Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Decode pages int64 [n], which are the pages `numbers` of their requests: keys and values
-        [n·p, H, D]."""
+        [n·p, H, D]. sinks: rows of the sinks of those with the number 0, which replace their first tokens.
+        """
         p, D = self.page_tokens, self.slots.head_dim
         blocks = (pages.long()[:, None] * (p // BLOCK_TOKENS) + torch.arange(p // BLOCK_TOKENS)).flatten()
         positions = (numbers[:, None] * p + torch.arange(p)).flatten()
@@ -277,6 +306,10 @@ class PagePool:
                 )
                 view = _gathered(codec, planes, part, D, angles)
                 out[first : first + PART_TOKENS] = view.decode()[0].transpose(0, 1)
+            if sinks is not None and len(sinks):
+                assert self.sinks is not None
+                starting = (numbers == 0).nonzero()[:, 0]
+                out.unflatten(0, (-1, p))[starting, :SINKS] = self.sinks[side][sinks].transpose(1, 2).to(dtype)
             made.append(out)
         return made[0], made[1]
 
@@ -291,7 +324,7 @@ class _Long(NamedTuple):
     tokens: their tokens in the step, int64, or None for all. from_start: True if no chunk has
     earlier tokens. pages, numbers: earlier full pages and their numbers in their requests, int64.
     own, packed: places of own and unpacked tokens among all tokens of the requests. held: row, place
-    in the row and place among all tokens, of tokens in rows.
+    in the row and place among all tokens, of tokens in rows. sinks: rows of the sinks of earlier pages.
     """
 
     lengths: Lengths
@@ -302,6 +335,7 @@ class _Long(NamedTuple):
     own: Tensor
     packed: Tensor
     held: tuple[Tensor, Tensor, Tensor]
+    sinks: Tensor
 
     @staticmethod
     def of(chunks: Sequence[Chunk], p: int, T: int, device: torch.device) -> _Long:
@@ -323,4 +357,5 @@ class _Long(NamedTuple):
         pages_, numbers_, own_, packed_, row_, place_, held_ = parts
         tokens = None if sum(lengths.queries) == T else torch.cat(ranges).to(device)
         from_start = all(c.start == 0 for c in chunks)
-        return _Long(lengths, tokens, from_start, pages_, numbers_, own_, packed_, (row_, place_, held_))
+        sinks = torch.tensor([c.sink for c in chunks if c.start >= p], dtype=torch.int64, device=device)
+        return _Long(lengths, tokens, from_start, pages_, numbers_, own_, packed_, (row_, place_, held_), sinks)

@@ -2,7 +2,8 @@
 
 A page is packed when its last token arrives. Until then its tokens are in a row outside the pool
 (`Rows`), exactly, one row per running request. A query reads the page being filled exactly and full
-pages packed. Queries of a prompt also read the tokens of their own step exactly.
+pages packed, except that the first SINKS tokens of a request stay exact (attention sinks). Queries of a
+prompt also read the tokens of their own step exactly.
 
 The plan is made of whole arrays, without a loop over requests.
 
@@ -29,6 +30,9 @@ Engines run every unfinished request at almost every step. A row that is idle fo
 request that has ended.
 """
 
+SINKS = 4
+"""First tokens of a request that are read exactly. They get much attention, and their keys are unlike others."""
+
 Ints = NDArray[np.int64]
 
 
@@ -45,6 +49,7 @@ class Rows:
         self._page = np.zeros(0, np.int64)  # by row; −1: free
         self._tokens = np.zeros(0, np.int64)  # by row: number of its tokens, from the page's first on
         self._used = np.zeros(0, np.int64)  # by row: latest step
+        self.sinks = SinkRows()
 
     def __len__(self) -> int:
         return len(self._page)
@@ -55,7 +60,7 @@ class Rows:
         Raises:
             CacheError: a row lacks tokens, because it was reused.
         """
-        self._grow_pages(pages)
+        self._row = _reaching(self._row, pages)
         rows = self._row[pages]
         if len(pages) and (rows.min() < 0 or bool((self._tokens[rows] < tokens).any())):
             raise CacheError(
@@ -67,7 +72,7 @@ class Rows:
 
     def take(self, pages: Ints) -> Ints:
         """Return rows for pages that begin in this step: their present rows, or others."""
-        self._grow_pages(pages)
+        self._row = _reaching(self._row, pages)
         rows = self._row[pages]
         new = np.flatnonzero(rows < 0)
         if len(new):
@@ -83,7 +88,7 @@ class Rows:
 
     def release(self, pages: Ints) -> None:
         """Free the rows of pages, if they have any."""
-        self._grow_pages(pages)
+        self._row = _reaching(self._row, pages)
         rows = self._row[pages]
         rows = rows[rows >= 0]
         self._row[pages] = -1
@@ -107,11 +112,41 @@ class Rows:
         self._tokens, self._used = (np.concatenate([x, np.zeros(more, np.int64)]) for x in (self._tokens, self._used))
         return np.concatenate([idle, np.arange(first, first + more)])
 
-    def _grow_pages(self, pages: Ints) -> None:
-        last = int(pages.max(initial=0))
-        if last >= len(self._row):
-            more = max(last + 1, 2 * len(self._row)) - len(self._row)
-            self._row = np.concatenate([self._row, np.full(more, -1)])
+
+class SinkRows:
+    """Rows of the exact first tokens of packed first pages. A row lasts until its page is written again."""
+
+    def __init__(self) -> None:
+        self._row = np.full(64, -1, np.int64)  # by page; −1: none
+        self._free: list[int] = []
+        self.count = 0
+
+    def of(self, pages: Ints) -> Ints:
+        """Return the rows of first pages; −1 for those that are not packed."""
+        self._row = _reaching(self._row, pages)
+        return self._row[pages]
+
+    def begin(self, pages: Ints) -> None:
+        """Free the rows of pages that are written anew."""
+        rows = self.of(pages)
+        self._free += rows[rows >= 0].tolist()
+        self._row[pages] = -1
+
+    def take(self, pages: Ints) -> Ints:
+        """Return rows for first pages that get full."""
+        for page in pages[self.of(pages) < 0]:
+            if not self._free:
+                self._free.append(self.count)
+                self.count += 1
+            self._row[page] = self._free.pop()
+        return self._row[pages]
+
+
+def _reaching(rows: Ints, pages: Ints) -> Ints:
+    """Return an array by page that reaches all these pages, with −1 for new ones."""
+    last = int(pages.max(initial=0))
+    more = max(last + 1, 2 * len(rows)) - len(rows) if last >= len(rows) else 0
+    return np.concatenate([rows, np.full(more, -1)]) if more else rows
 
 
 class Chunk(NamedTuple):
@@ -119,6 +154,7 @@ class Chunk(NamedTuple):
     `pages` int32 [P].
 
     row: row of the page of the first query, if tokens before the chunk are there; else −1.
+    sink: row of the sinks, if the first page is packed; else −1.
     """
 
     first: int
@@ -126,6 +162,7 @@ class Chunk(NamedTuple):
     num_tokens: int
     pages: Tensor
     row: int
+    sink: int
 
     @property
     def start(self) -> int:
@@ -140,6 +177,7 @@ class Singles:
     tokens: token of each query, int64 [B]; None if the step has no other tokens. pages: int32
     [B, P] of full pages, −1 for none. packed: mask of packed tokens, bool [B, 1, P·p].
     rows: row of each request, int64 [B]. exact: mask of the row's tokens, bool [B, 1, p].
+    sinks: row of each request's sinks, int64 [B]. first: mask of them, bool [B, 1, SINKS].
     reads_packed: True if any query reads a packed token.
     """
 
@@ -148,6 +186,8 @@ class Singles:
     packed: Tensor
     rows: Tensor
     exact: Tensor
+    sinks: Tensor
+    first: Tensor
     reads_packed: bool
 
 
@@ -157,12 +197,14 @@ class Full:
 
     tokens: the step's tokens of the first ones, int64 [F1·p]. rows: rows of the others, int64 [F2].
     blocks: blocks to write, int64 [F·p/32]. positions: of the tokens, int64 [F·p].
+    sinks: index of the pages that are first ones, int64 [m], and their rows of sinks, int64 [m].
     """
 
     tokens: Tensor
     rows: Tensor
     blocks: Tensor
     positions: Tensor
+    sinks: tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -170,7 +212,7 @@ class EngineStep:
     """Requests of one step, for all layers.
 
     copied: tokens copied to rows in their order, as token, row and position in the row, each int64 [n].
-    rows: number of rows. shared: room for what layers compute alike.
+    rows, sinks: numbers of rows, of pages and of sinks. shared: room for what layers compute alike.
     """
 
     singles: Singles | None
@@ -178,6 +220,7 @@ class EngineStep:
     full: Full | None
     copied: tuple[Tensor, Tensor, Tensor]
     rows: int
+    sinks: int
     shared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def to(self, device: torch.device) -> EngineStep:
@@ -187,7 +230,7 @@ class EngineStep:
             return self
         singles, full = (None if part is None else _moved(part, device) for part in (self.singles, self.full))
         token, row, place = (x.to(device) for x in self.copied)
-        return EngineStep(singles, self.chunks, full, (token, row, place), self.rows)
+        return EngineStep(singles, self.chunks, full, (token, row, place), self.rows, self.sinks)
 
     @staticmethod
     def plan(starts: Any, seen: Any, pages: Tensor, p: int, rows: Rows) -> EngineStep:
@@ -204,7 +247,8 @@ class EngineStep:
         queries = np.diff(starts)
         runs = np.flatnonzero(queries)
         first, queries, seen = starts[:-1][runs], queries[runs], seen[runs]
-        table = pages.numpy()[runs]
+        pages = pages[torch.from_numpy(runs)]
+        table = pages.numpy()
         start = seen - queries
         begun, ends = start // p, (seen - 1) // p  # pages of the first and of the last query
         each = np.arange(len(runs))
@@ -219,6 +263,7 @@ class EngineStep:
         owner = np.repeat(each, alone)
         own_page = full_first[owner] + _counted(alone)
         rows.release(table[owner, own_page].astype(np.int64))
+        rows.sinks.begin(np.concatenate([table[owner, own_page], table[new, ends[new]]]).astype(np.int64))
         new_row = rows.take(table[new, ends[new]].astype(np.int64))
         old_stop = np.minimum(seen[old], (begun[old] + 1) * p)
         rows.hold(old_row, old_stop - begun[old] * p)
@@ -241,37 +286,46 @@ class EngineStep:
             number = np.concatenate([own_page, begun[old][completed]])
             blocks = page[:, None] * (p // BLOCK_TOKENS) + np.arange(p // BLOCK_TOKENS)
             places = number[:, None] * p + np.arange(p)
-            full = Full(*map(_tensor, (tokens, old_row[completed], blocks, places)))
+            starting = np.flatnonzero(number == 0)
+            sinks = _tensor(starting), _tensor(rows.sinks.take(page[starting]))
+            full = Full(_tensor(tokens), _tensor(old_row[completed]), _tensor(blocks), _tensor(places), sinks)
             if not rows.keeps_full:
                 rows.release(old_page[completed])
 
         row = np.full(len(runs), -1)
         row[old] = old_row
+        sink = rows.sinks.of(table[:, 0].astype(np.int64))
+        last = first + queries
         chunks = tuple(
-            Chunk(int(first[i]), int(first[i] + queries[i]), int(seen[i]), pages[int(runs[i])], int(row[i]))
-            for i in np.flatnonzero(queries > 1)
+            Chunk(int(first[i]), int(last[i]), int(seen[i]), pages[i], int(row[i]), int(sink[i]))
+            for i in np.flatnonzero(queries > 1).tolist()
         )
         row[new] = new_row
         single = np.flatnonzero(queries == 1)
-        singles = _singles(first, seen, table, row, single, p) if len(single) else None
-        if singles is not None and not chunks and bool((first[single] == np.arange(len(single))).all()):
-            singles = Singles(None, *(getattr(singles, f.name) for f in fields(Singles)[1:]))
+        singles = None
+        if len(single):
+            only = not chunks and bool((first[single] == np.arange(len(single))).all())
+            singles = _singles(first[single], seen[single], table[single], row[single], sink[single], p, only)
         tokens_, held, place = map(_tensor, copied)
-        return EngineStep(singles, chunks, full, (tokens_, held, place), len(rows))
+        return EngineStep(singles, chunks, full, (tokens_, held, place), len(rows), rows.sinks.count)
 
 
-def _singles(first: Ints, seen: Ints, table: NDArray[np.int32], row: Ints, single: Ints, p: int) -> Singles:
-    """Return the reads of requests with one query each."""
-    packed = (seen[single] - 1) // p  # pages that are read packed
-    P = max(1, int(packed.max()))
+def _singles(first: Ints, seen: Ints, table: NDArray[np.int32], row: Ints, sink: Ints, p: int, alone: bool) -> Singles:
+    """Return the reads of requests with one query each. alone: the step has no other tokens."""
+    packed = (seen - 1) // p  # pages that are read packed
+    P = max(1, int(packed.max(initial=0)))
     reads = np.arange(P) < packed[:, None]
-    held = np.arange(p) < (seen[single] - packed * p)[:, None]
+    visible = np.repeat(reads, p, axis=1)
+    visible[:, :SINKS] = False
+    held = np.arange(p) < (seen - packed * p)[:, None]
     return Singles(
-        torch.from_numpy(first[single]),
-        torch.from_numpy(np.where(reads, table[single, :P], -1).astype(np.int32)),
-        torch.from_numpy(np.repeat(reads, p, axis=1)).unsqueeze(1),
-        torch.from_numpy(row[single]),
+        None if alone else torch.from_numpy(first),
+        torch.from_numpy(np.where(reads, table[:, :P], -1).astype(np.int32)),
+        torch.from_numpy(visible).unsqueeze(1),
+        torch.from_numpy(row),
         torch.from_numpy(held).unsqueeze(1),
+        torch.from_numpy(np.maximum(sink, 0)),
+        torch.from_numpy(np.repeat((packed > 0)[:, None], SINKS, axis=1)).unsqueeze(1),
         bool(packed.any()),
     )
 
@@ -288,4 +342,10 @@ def _tensor(x: NDArray[Any]) -> Tensor:
 def _moved(part: Any, device: torch.device) -> Any:
     """Return a dataclass with its tensors on the device."""
     moved = {f.name: getattr(part, f.name) for f in fields(part)}
-    return type(part)(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in moved.items()})
+    return type(part)(**{name: _to(x, device) for name, x in moved.items()})
+
+
+def _to(x: Any, device: torch.device) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_to(one, device) for one in x)
+    return x.to(device) if isinstance(x, Tensor) else x
