@@ -3,9 +3,9 @@
 It makes the tables of docs/serving.md from greedy answers.
 
     python benchmarks/serving.py run --engine vllm --recipe turboquant:bits=4 --out FILE          # also: --recipe full
-    python benchmarks/serving.py run --engine transformers --recipe turboquant:bits=4 --out FILE
-    python benchmarks/serving.py kl --recipes full turboquant:bits=4 --out FILE
-    python benchmarks/serving.py table FILE… --into docs/serving.md
+    python benchmarks/serving.py kl --recipes turboquant:bits=4 --out FILE
+
+`run --engine transformers` answers with transformers; `table FILE… --into docs/serving.md` writes the tables.
 
 Prompts are passages of Python's documentation at seeded random places, each with a request to
 explain it, as one turn of a chat. Both engines get the same ids. The dtype is bfloat16. vLLM

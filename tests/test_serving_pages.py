@@ -70,8 +70,8 @@ def pool_of(slots: Slots, pages: int, page_tokens: int, exactness="step", rope=N
 def expected(slots: Slots, query, keys, values, p, exactness, rope=None):
     """Return the attention of a sequence's last queries, [q, Hq, D].
 
-    Each query reads its own page, or with "step" all pages from that of the first query on, exactly
-    and earlier pages decoded, without the first tokens.
+    Attention sinks are exact. So is each query's own page, or with "step" all pages from that of the
+    first query on. Earlier pages are decoded.
     """
     T, H, D = keys.shape
     q, position = query.shape[0], torch.arange(T)

@@ -77,7 +77,7 @@ class PagePool:
         self.rows: Tensor | None = None
         """Exact copies of pages being filled: [2, rows, H, p, D], keys and values."""
         self.sinks: Tensor | None = None
-        """Exact first tokens of requests: [2, rows, H, SINKS, D]."""
+        """Exact attention sinks of requests: [2, rows, H, SINKS, D]."""
         self._pool: PackedPages | None = None
 
     # ---------------------------------------------------------------- write

@@ -114,7 +114,7 @@ class Rows:
 
 
 class SinkRows:
-    """Rows of the exact first tokens of packed first pages. A row lasts until its page is written again."""
+    """Rows of the attention sinks of packed first pages. A row lasts until its page is written again."""
 
     def __init__(self) -> None:
         self._row = np.full(64, -1, np.int64)  # by page; −1: none
