@@ -7,7 +7,8 @@ machine meets all alike.
     python benchmarks/serving_speed.py table FILE… --into docs/serving.md
 
 A shape is requests x prompt tokens x new tokens. Prompts are random ids, which greedy decoding
-continues without stopping. Prefill is the time of one new token; decode is the rest.
+continues without stopping. Every step of an engine is timed. Prefill is the sum of steps until the last
+request has its first token. Decode is the median step after that, with all requests running.
 """
 
 from __future__ import annotations
@@ -26,14 +27,27 @@ from serving import FULL, engine, write_between
 BEGIN, END = "<!-- speed: made by benchmarks/serving_speed.py -->", "<!-- end of speed -->"
 
 
-def seconds(llm: Any, ids: list[list[int]], new_tokens: int) -> float:
-    """Return the time of one batch."""
+def steps(llm: Any, ids: list[list[int]], new_tokens: int) -> tuple[float, float]:
+    """Answer one batch. Return the seconds of prefill and of a median decoding step."""
     import vllm
 
     sampling = vllm.SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    started = time.perf_counter()
-    llm.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
-    return time.perf_counter() - started
+    core, made = llm.llm_engine, {str(i): 0 for i in range(len(ids))}
+    for name, row in zip(made, ids, strict=True):
+        core.add_request(name, {"prompt_token_ids": row}, sampling)
+    prefill, decode = 0.0, []
+    while core.has_unfinished_requests():
+        begun, running = all(made.values()), all(n < new_tokens for n in made.values())
+        started = time.perf_counter()
+        outs = core.step()
+        spent = time.perf_counter() - started
+        for out in outs:
+            made[out.request_id] = len(out.outputs[0].token_ids)
+        if not begun:
+            prefill += spent
+        elif running:
+            decode.append(spent)
+    return prefill, statistics.median(decode)
 
 
 def capacity(llm: Any) -> int:
@@ -60,11 +74,10 @@ def run(args: argparse.Namespace) -> None:
         ids = torch.randint(1000, 40000, (requests, prompt), generator=draw).tolist()
         times: dict[str, list[tuple[float, float]]] = {recipe: [] for recipe in engines}
         for llm in engines.values():
-            seconds(llm, ids, 2)  # first calls allocate memory
+            steps(llm, [row[: args.warm_up] for row in ids], 3)  # first calls allocate memory
         for _ in range(args.rounds):
             for recipe, llm in engines.items():
-                first = seconds(llm, ids, 1)
-                times[recipe].append((first, seconds(llm, ids, new) - first))
+                times[recipe].append(steps(llm, ids, new))
         record = {
             "shape": [requests, prompt, new], "threads": args.threads, "model": args.model, "rounds": args.rounds,
             "seconds": times, "vllm": vllm.__version__, "torch": torch.__version__, "machine": platform.machine(),
@@ -76,9 +89,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def rows(records: list[dict[str, Any]]) -> list[str]:
-    """Return a table: medians over rounds, and the median of the ratios to vLLM's own cache."""
+    """Return a table: medians over rounds, and the median of the ratios to vLLM's own cache of a round."""
     lines = [
-        "| requests x prompt x new | cache | prefill s | decode s | prefill | decode |",
+        "| requests x prompt x new | cache | prefill s | decode ms per step | prefill | decode |",
         "|---|---|---|---|---|---|",
     ]
     for record in records:
@@ -87,9 +100,8 @@ def rows(records: list[dict[str, Any]]) -> list[str]:
             spent = [statistics.median(t[i] for t in times) for i in (0, 1)]
             faster = [statistics.median(own[i] / t[i] for own, t in zip(native, times, strict=True)) for i in (0, 1)]
             shape = " x ".join(f"{n:,}" for n in record["shape"])
-            lines.append(
-                f"| {shape} | `{recipe}` | {spent[0]:.2f} | {spent[1]:.2f} | {faster[0]:.2f}x | {faster[1]:.2f}x |"
-            )
+            cells = [f"{spent[0]:.2f}", f"{1e3 * spent[1]:.1f}", *(f"{x:.2f}x" for x in faster)]
+            lines.append(f"| {shape} | `{recipe}` | {' | '.join(cells)} |")
     return lines
 
 
@@ -108,6 +120,7 @@ def main() -> None:
     go.add_argument("--calibration", help="calibration file of recipes with trellis")
     go.add_argument("--shapes", nargs="+", default=["8x400x129"])
     go.add_argument("--rounds", type=int, default=3)
+    go.add_argument("--warm-up", type=int, default=400, help="prompt tokens of a batch that is not timed")
     go.add_argument("--threads", type=int, default=3)
     go.add_argument("--model", default="smollm2")
     go.add_argument("--out", type=Path, required=True)
