@@ -29,7 +29,7 @@ from tersekv.serving.dense import DenseAttention, Lengths, attend_dense
 from tersekv.serving.slots import Slots
 from tersekv.serving.steps import SINKS, Chunk, EngineStep, Full, Singles
 
-PART_TOKENS = 4096
+PART_TOKENS = 2048
 """Number of tokens encoded or decoded at a time, which bounds the memory of float32 copies."""
 
 FEW_QUERIES = 8
@@ -143,6 +143,8 @@ class PagePool:
         singles = step.singles
         if singles is not None and singles.tokens is None:
             return self._singles(query, singles)
+        if singles is None and self.exactness == "step" and _are_long(step.chunks, len(query)):
+            return self._long(query, keys, values, list(step.chunks), step.shared)
         out = torch.zeros_like(query)
         if singles is not None and singles.tokens is not None:
             out[singles.tokens] = self._singles(query[singles.tokens], singles)
@@ -160,7 +162,8 @@ class PagePool:
                 else:
                     out[own] = found
         if long:
-            self._long(query, keys, values, long, step.shared, out)
+            tokens = torch.cat([torch.arange(c.first, c.last) for c in long])
+            out[tokens] = self._long(query, keys, values, long, step.shared)
         return out
 
     def _native(self, query: Tensor) -> bool:
@@ -254,10 +257,8 @@ class PagePool:
         )  # fmt: skip
         return None if found is None else found[0]
 
-    def _long(
-        self, query: Tensor, keys: Tensor, values: Tensor, chunks: list[Chunk], shared: dict[Any, Any], out: Tensor
-    ) -> None:
-        """Attend with chunks of prompts to all their tokens at once; store in `out` [T, Hq, D]."""
+    def _long(self, query: Tensor, keys: Tensor, values: Tensor, chunks: list[Chunk], shared: dict[Any, Any]) -> Tensor:
+        """Attend with chunks of prompts to all their tokens at once. Returns [their queries, Hq, D]."""
         key = "long", len(chunks)
         if key not in shared:
             shared[key] = _Long.of(chunks, self.page_tokens, len(query), query.device)
@@ -276,11 +277,7 @@ class PagePool:
                     assert self.rows is not None
                     to[held] = self.rows[side].transpose(1, 2)[row, place].to(to.dtype)
         rows = query if plan.tokens is None else query[plan.tokens]
-        found = self.dense(rows, sides[0], sides[1], plan.lengths, self.scaling, self.softcap)
-        if plan.tokens is None:
-            out.copy_(found)
-        else:
-            out[plan.tokens] = found
+        return self.dense(rows, sides[0], sides[1], plan.lengths, self.scaling, self.softcap)
 
     def unpacked(
         self,
@@ -312,6 +309,11 @@ class PagePool:
                 out.unflatten(0, (-1, p))[starting, :SINKS] = self.sinks[side][sinks].transpose(1, 2).to(dtype)
             made.append(out)
         return made[0], made[1]
+
+
+def _are_long(chunks: Sequence[Chunk], T: int) -> bool:
+    """True if these chunks are all T tokens of a step, in order, and each has many queries."""
+    return sum(c.last - c.first for c in chunks) == T and all(c.last - c.first > FEW_QUERIES for c in chunks)
 
 
 def _gathered(codec: Codec, planes: PackedTensors, blocks: Tensor, D: int, angles: Angles | None) -> View:
