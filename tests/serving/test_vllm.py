@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -40,7 +41,10 @@ ENVIRONMENT = {
 }
 
 
-def run(batches, recipe=RECIPE, new_tokens=24, environment=None, before=None, exact="page", calibration=None, **engine):
+def run(
+    batches, recipe=RECIPE, new_tokens=24, environment=None, before=None, exact="page", calibration=None,
+    cancelled=None, **engine,
+):  # fmt: skip
     """Return answers, cached tokens, capacity and output of one engine.
 
     before: recipe (or "") of an engine created before it in the same process. exact: with "page",
@@ -54,6 +58,7 @@ def run(batches, recipe=RECIPE, new_tokens=24, environment=None, before=None, ex
         "before": None if before is None else first,
         "engine": options,
         "batches": batches,
+        "cancelled": cancelled,
         "sampling": {"max_tokens": new_tokens},
     }
     done = subprocess.run(
@@ -206,6 +211,31 @@ def test_prompts_in_chunks_alone_and_with_speculation_give_the_same_tokens(llama
     ahead, said = run([IDS], model=llama, speculative_config=guess, **roomy["own"], **SMALL)
     assert ahead, said[-3000:]
     assert ahead["answers"] == roomy["answers"]
+
+
+REQUESTS = int(os.environ.get("TERSEKV_TEST_REQUESTS", "200"))
+
+
+def test_no_token_is_lost_over_many_requests(llama, calibration):
+    """Shared prefixes, preemption, chunks, cancelled requests and speculation, beside a roomy engine without them."""
+    draw = random.Random(0)
+    shared = [[draw.randrange(512) for _ in range(300)] for _ in range(5)]
+    prompts = []
+    for _ in range(REQUESTS):
+        prefix = draw.choice(shared)[: draw.choice((0, 40, 128, 260))]
+        prompts.append(prefix + [draw.randrange(512) for _ in range(draw.randint(1, 120))])
+    cancelled = draw.sample(range(REQUESTS), REQUESTS // 10)
+    own = {"recipe": "trellis:bits=4", "calibration": calibration, "new_tokens": 40, "model": llama}
+    guess = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    options = {"num_gpu_blocks_override": 12, "max_num_batched_tokens": 64, "speculative_config": guess}
+    tight, said = run([prompts], cancelled=cancelled, **options, **own, **SMALL)
+    assert tight, said[-3000:]
+    assert tight["preempted"] > 0
+    assert max(tight["cached"][0]) >= 128
+    kept = [prompt for i, prompt in enumerate(prompts) if i not in cancelled]
+    alone, said = run([kept], enable_prefix_caching=False, **own, **SMALL)
+    assert alone, said[-3000:]
+    assert tight["answers"] == alone["answers"]
 
 
 @pytest.mark.parametrize("before", ["", "uniform:bits=8;0=exact"])

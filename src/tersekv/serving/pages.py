@@ -162,7 +162,7 @@ class PagePool:
                 else:
                     out[own] = found
         if long:
-            tokens = torch.cat([torch.arange(c.first, c.last) for c in long])
+            tokens = torch.cat([torch.arange(c.first, c.last, device=out.device) for c in long])
             out[tokens] = self._long(query, keys, values, long, step.shared)
         return out
 
@@ -228,7 +228,7 @@ class PagePool:
             pages = pages[pages >= 0]
             out, lse = nothing(row[None])
             if len(pages):
-                key, value = self.unpacked(pages, torch.arange(len(pages)), torch.float32)
+                key, value = self.unpacked(pages, torch.arange(len(pages), device=pages.device), torch.float32)
                 sides = (x[SINKS:].transpose(0, 1)[None] for x in (key, value))
                 out, lse = backends.attend_exact(row[None], *sides, None, self.scaling, self.softcap)
             outs.append(out)
@@ -291,8 +291,9 @@ class PagePool:
         [n·p, H, D]. sinks: rows of the sinks of those with the number 0, which replace their first tokens.
         """
         p, D = self.page_tokens, self.slots.head_dim
-        blocks = (pages.long()[:, None] * (p // BLOCK_TOKENS) + torch.arange(p // BLOCK_TOKENS)).flatten()
-        positions = (numbers[:, None] * p + torch.arange(p)).flatten()
+        place = torch.arange(p, device=pages.device)
+        blocks = (pages.long()[:, None] * (p // BLOCK_TOKENS) + place[: p // BLOCK_TOKENS]).flatten()
+        positions = (numbers[:, None] * p + place).flatten()
         made: list[Tensor] = []
         for side, (codec, planes) in enumerate(zip(self.codecs, self.planes, strict=True)):
             out = torch.empty((len(positions), self.kv_heads, D), dtype=dtype, device=blocks.device)
