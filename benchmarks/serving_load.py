@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> None:
 def rows(records: list[dict[str, Any]]) -> list[str]:
     """Return the table of records."""
     lines = [
-        "| cache | pages | requests/s | preemptions | first token s, p50 / p95 | next token ms, p50 / p95 | whole |"
+        "| cache | pages | requests/s | preemptions | first token s, p50/p95 | next token ms, p50/p95 | whole |",
     ]
     lines.append("|---|---|---|---|---|---|---|")
     for r in records:
