@@ -11,7 +11,8 @@ from statistics import fmean
 from typing import Any
 
 from experiment import ROUNDS, Column, Experiment, Questions, Result, Setting
-from tersekv.cache.estimate import CacheShape, predict
+from tersekv.cache.cache_size import CacheShape
+from tersekv.cache.estimate import predict
 from tersekv.cli.estimate import load_shape
 from tersekv.errors import UserError
 from tersekv.hf.capture import capture

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from tersekv import cli
-from tersekv.cache.estimate import CacheShape, predict
+from tersekv.cache.cache_size import CacheShape
+from tersekv.cache.estimate import predict
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.lab.evals.harness import Summary
 from tersekv.lab.evals.reader import FULL

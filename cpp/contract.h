@@ -10,7 +10,7 @@
 namespace tersekv {
 
 enum class Float : int { f32 = 0, f16 = 1, bf16 = 2 };
-enum class Kind : int { exact, grid, signs, polar, sparse, sum, concat, roped, rotated, trellis, rotated_mean };
+enum class Kind : int { exact, grid, signs, polar, sparse, sum, concat, roped, rotated, trellis, rotated_mean, scaled };
 
 // static: kernels are compiled with different flags, and the linker must not merge their copies of
 // inline functions.
@@ -168,7 +168,7 @@ struct TrellisView {
 };
 
 // A packed segment, or a part of one. Parts belong to `sum`, `concat` (consecutive channels),
-// `roped` and `rotated`.
+// `roped`, `rotated` and `scaled`.
 struct View {
   Kind kind = Kind::exact;
   int64_t D = 0, T = 0, t = 1;  // t: kernels read the view in multiples of t tokens
@@ -181,6 +181,8 @@ struct View {
   RopeView rope;
   const float* rotation = nullptr;  // [D, D], x = rotation^T * part
   int64_t rotation_stride_b = 0, rotation_stride_h = 0;
+  Plane factor;  // of `scaled`: [B, H, N, t] for keys, [B, H, N, D] for values; x = factor * part
+  Float factor_type = Float::f16;
   const View* parts = nullptr;
   int64_t count = 0;
 };

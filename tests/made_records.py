@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tersekv import cli
-from tersekv.cache.estimate import CacheShape, predict
+from tersekv.cache.cache_size import CacheShape
+from tersekv.cache.estimate import predict
 from tersekv.cache.footprint import Footprint
 from tersekv.lab.evals.records import make
 from tersekv.lab.evals.tasks import tasks

@@ -24,6 +24,8 @@ FORMATS = {
     "grid 5": ("uniform", {"bits": 5}),
     "grid 6 per channel": ("uniform", {"bits": 6, "axis": "channel", "group": 64}),
     "grid 7": ("turboquant", {"bits": 7.0}),
+    "grid per channel with factors": ("kvarn", {"tile": 64}),
+    "grid 5 with factors": ("kvarn", {"bits": 5, "tile": 32}),
     "grid 8": ("uniform", {"bits": 8, "axis": "channel", "group": 0, "scales": "bf16"}),
     "signs": ("qjl", {"sketch": 256}),
     "signs per group": ("qjl", {"outliers_per": "group", "sketch": 200}),
@@ -125,6 +127,8 @@ def magnitude(view: View) -> Tensor:
         return sum(_sketch_magnitude(s, view.head_dim) for s in view.sketches)
     if isinstance(view, GridView):
         side = view.side
+        if side.factor is not None:
+            side = side._replace(factor=side.factor.abs())
         total = decode_grid(side._replace(table=side.table.abs(), scale=side.scale.abs(), offset=None)).double()
         if side.offset is not None:
             total += decode_grid(side._replace(table=torch.ones_like(side.table), scale=side.offset.abs(), offset=None))

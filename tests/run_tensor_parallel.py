@@ -34,6 +34,7 @@ RECIPES = [
     *dict.fromkeys([*methods(), *LOOKING]),
     *(f"{name}:budget=0.5,recent=16+kivi:bits=4" for name in DROPPING),
     "h2o:budget=0.5,recent=16+polarquant:codebook=online",
+    "window:recent=16+kvarn:tile=64",
     "snapkv:budget=0.5,recent=16+kvquant:calibration=prompt",
 ]
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}

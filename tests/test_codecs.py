@@ -39,7 +39,7 @@ def build(name: str, D: int) -> list[Codec]:
     return taken
 
 
-def sample(D: int, T: int = 64, B: int = 2, H: int = 3, kind: str = "normal") -> Tensor:
+def sample(D: int, T: int = 128, B: int = 2, H: int = 3, kind: str = "normal") -> Tensor:
     x = torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(D))
     if kind == "zeros":
         x = torch.zeros_like(x)

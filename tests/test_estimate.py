@@ -10,7 +10,8 @@ import torch
 import tersekv
 from conftest import MODELS, prompt
 from tersekv.cache import kvquant_tables as kvquant
-from tersekv.cache.estimate import KNOWN, CacheShape, predict
+from tersekv.cache.cache_size import CacheShape
+from tersekv.cache.estimate import KNOWN, predict
 from tersekv.cache.scored_eviction import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
@@ -140,7 +141,8 @@ def test_table_7_has_every_model_twice():
 WINDOWED = [
     *(f"trellis:bits={bits},calibration=prompt" for bits in (2, 3, 4, 5)), "kivi:bits=4", "kivi:bits=2", "int4", "qjl",
     "normalfloat", "polarquant", "turboquant:bits=4", "turboquant:bits=2.5", "kivi:bits=2,pre_rope=true",
-    "window:sinks=8,recent=64+kivi:bits=2", "qjl/uniform:bits=4", "window:generated=exact,recent=64+kivi:bits=2",
+    "kvarn", "oscar:calibration=prompt", "window:sinks=8,recent=64+kivi:bits=2",
+    "qjl/uniform:bits=4", "window:generated=exact,recent=64+kivi:bits=2",
 ]  # fmt: skip
 OUTLIERS = [f"kvquant:bits={bits},calibration=prompt" for bits in (2, 3, 4)]  # their number depends on the data
 KEPT_WHEN_GENERATED = ["snapkv:budget=0.25+kivi:bits=4", "snapkv:budget=0.25+exact"]

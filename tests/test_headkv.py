@@ -15,7 +15,8 @@ import tersekv
 from conftest import MODELS, prompt
 from tersekv import cli
 from tersekv.attention.read import AttentionCall, attend_store
-from tersekv.cache.estimate import CacheShape, predict
+from tersekv.cache.cache_size import CacheShape
+from tersekv.cache.estimate import predict
 from tersekv.cache.parallel import HeadShard
 from tersekv.cache.scored_eviction import new_store
 from tersekv.errors import UserError

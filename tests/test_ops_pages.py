@@ -16,7 +16,10 @@ from tersekv.kernels.cpu import attend as cpu_attend
 
 MISSING = cpu.why_not_built()
 ISAS = [] if MISSING else [name for name, missing in cpu.isas().items() if missing is None]
-PAGEABLE = ["grid", "grid 3", "grid 5", "grid 7", "polar", "polar other bits", "joined", "signs without codes"]
+PAGEABLE = [
+    "grid", "grid 3", "grid 5", "grid 7", "grid 5 with factors", "polar", "polar other bits", "joined",
+    "signs without codes",
+]  # fmt: skip
 
 
 def pool(name: str, B: int, tokens: int, D: int = 64):

@@ -10,7 +10,8 @@ import torch
 
 import tersekv
 from conftest import prompt
-from tersekv.cache.estimate import CacheShape, predict
+from tersekv.cache.cache_size import CacheShape
+from tersekv.cache.estimate import predict
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS, ROLLBACK_TOKENS
 from tersekv.cache.prompt_packing import PromptPackingStore

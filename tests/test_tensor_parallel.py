@@ -78,7 +78,10 @@ def test_a_share_of_the_heads_equals_that_of_all(codec: Codec):
 
     The tokens of other heads are gathered if a codec declares that it needs them.
     """
-    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 3, 9])[:, None, None]
+    x = (
+        torch.randn(2, 3, 128, 64, generator=torch.Generator().manual_seed(0))
+        * torch.tensor([1.0, 3, 9])[:, None, None]
+    )
     fitted = codec.fit(x)
     expected = fitted.decode(fitted.encode(x), 64)
     for first, count in ((0, 1), (1, 2)):
@@ -93,7 +96,10 @@ def test_a_share_of_the_heads_equals_that_of_all(codec: Codec):
 def test_codecs_declare_their_use_of_other_heads(codec: Codec):
     """Without `fit_spans_heads` and `encode_spans_heads` the result is the same without the other
     heads."""
-    x = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(1)) * torch.tensor([1.0, 3, 9])[:, None, None]
+    x = (
+        torch.randn(1, 3, 128, 64, generator=torch.Generator().manual_seed(1))
+        * torch.tensor([1.0, 3, 9])[:, None, None]
+    )
     fitted = codec.fit(x)
     alone = codec.fit(x[:, :1]) if not codec.fit_spans_heads else fitted.of_heads(0, 1)
     if not codec.encode_spans_heads:

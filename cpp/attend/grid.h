@@ -19,10 +19,10 @@ inline int64_t coef_stride(const Node& node) {
   return coef_floats(node.grid, (unit > kChunkTokens ? unit : kChunkTokens) / t);
 }
 
-// Return the grid in a view: the view itself, its part before RoPE, or the first part of a sum;
-// else null.
+// Return the grid in a view: the view itself, its part before RoPE or a factor, or the first part
+// of a sum; else null.
 inline const View* grid_in(const View& view) {
-  if (view.kind == Kind::sum || view.kind == Kind::roped) return grid_in(view.parts[0]);
+  if (view.kind == Kind::sum || view.kind == Kind::roped || view.kind == Kind::scaled) return grid_in(view.parts[0]);
   return view.kind == Kind::grid ? &view : nullptr;
 }
 

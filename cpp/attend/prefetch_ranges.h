@@ -12,10 +12,10 @@ class PrefetchRanges {
     if (first && count_ < kMost) ranges_[count_++] = {static_cast<const char*>(first), bytes};
   }
 
-  // Add tokens [token, token + tokens) of a head, if the view, or the first part of a sum, is a
-  // layout of blocks.
+  // Add tokens [token, token + tokens) of a head, if the view, its part before a factor, or the
+  // first part of a sum, is a layout of blocks.
   void add(const View& view, int64_t b, int64_t h, int64_t token, int64_t tokens) {
-    if (view.kind == Kind::sum) return add(view.parts[0], b, h, token, tokens);
+    if (view.kind == Kind::sum || view.kind == Kind::scaled) return add(view.parts[0], b, h, token, tokens);
     if (token % view.t) return;
     for (int64_t n = token / view.t; n < ceil_div(token + tokens, view.t); n++) {
       if (view.kind == Kind::grid) {

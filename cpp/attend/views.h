@@ -6,6 +6,7 @@
 #include "polar.h"
 #include "roped_grid.h"
 #include "rotated_mean.h"
+#include "scaled.h"
 #include "signs.h"
 #include "sparse.h"
 #include "trellis.h"
@@ -64,6 +65,9 @@ void prepare(Node& node) {
       prepare_parts<S>(node);
       node.own = scratch((node.view->D + kTileSlack) * kLanes);
       return;
+    case Kind::scaled:
+      prepare_parts<S>(node);
+      return scaled_prepare(node);
     case Kind::sum:
     case Kind::concat:
       prepare_parts<S>(node);
@@ -123,6 +127,8 @@ void decode_tile(const Node& node, int64_t token, int64_t count, float* tile) {
       const float* rotation = view.rotation + node.b * view.rotation_stride_b + node.h * view.rotation_stride_h;
       return tile_dot<S>(own, view.D, rotation, 1, view.D, view.D, tile, kLanes);
     }
+    case Kind::scaled:
+      return scaled_fill<S>(node, token, tile);
     case Kind::roped:
       return;  // RoPE is only ever outermost
     case Kind::rotated_mean:
@@ -170,6 +176,8 @@ void add_scores(const Node& node, Span span, float* score, int64_t score_stride)
       return trellis_scores<S>(node, span, score, score_stride);
     case Kind::rotated_mean:
       return rotated_mean_scores<S>(node, span, score, score_stride);
+    case Kind::scaled:
+      return scaled_scores<S>(node, span, score, score_stride);
     case Kind::sum:
     case Kind::concat:
       for (int64_t i = 0; i < node.view->count; i++) add_scores<S>(node.parts[i], span, score, score_stride);
@@ -201,6 +209,8 @@ void add_sums(const Node& node, Span span, const float* weight, int64_t weight_s
       return sparse_sums<S>(node, span, weight, weight_stride);
     case Kind::trellis:
       return trellis_sums<S>(node, span, weight, weight_stride);
+    case Kind::scaled:
+      return scaled_sums<S>(node, span, weight, weight_stride);
     case Kind::sum:
       for (int64_t i = 0; i < node.view->count; i++) add_sums<S>(node.parts[i], span, weight, weight_stride);
       return;

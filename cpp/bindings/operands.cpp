@@ -120,6 +120,23 @@ NativeView* grid_view(bool of_keys, int64_t bits, bool per_token, int64_t group,
   return made.release();
 }
 
+// Build a view of a grid times a second scale: a factor per token of keys, or per block and channel
+// of values.
+NativeView* scaled_view(nb::object part, nb::handle factor) {
+  auto made = std::make_unique<NativeView>();
+  View& v = made->view;
+  v.kind = Kind::scaled;
+  take_parts(*made, {part});
+  const View& of = v.parts[0];
+  if (of.kind != Kind::grid) throw NotTaken("a factor is not that of a grid");
+  v.D = of.D;
+  const Tensor plane = made->owner.keep("factor", factor, kHalves);
+  v.factor_type = plane.float_type();
+  const int64_t per_block = made->side == 1 ? of.t : of.D;
+  v.factor = plane_of("factor", plane, {{"B", made->B}, {"H", made->H}, {"N", of.T / of.t}, {"per block", per_block}});
+  return made.release();
+}
+
 constexpr int kMaxDepth = 8;
 
 int depth_of(const View& view) {
@@ -188,6 +205,7 @@ void define_views(nb::module_& m) {
   m.def("exact", &exact_view, "x"_a, own, "Unpacked tokens [B, H, T, D] of any float type.");
   m.def("grid", &grid_view, nb::kw_only(), "of_keys"_a, "bits"_a, "per_token"_a, "group"_a, "block_tokens"_a,
         "head_dim"_a, "codes"_a, "scale"_a, "offset"_a.none(), "table"_a, own, "See kernels/attend_grid.py.");
+  m.def("scaled", &scaled_view, "part"_a, "factor"_a, own, "A grid times a factor per token or channel.");
   m.def(
       "sum", [](const std::vector<nb::object>& parts) { return parts_view(Kind::sum, parts); }, "parts"_a, own,
       "The sum of views.");

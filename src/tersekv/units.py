@@ -40,6 +40,21 @@ def parse_numbers(text: str, option: str, least: int, most: int) -> tuple[int, .
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
+DECIMAL = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Parse a number of bytes such as 512MB, 1.5GB or 2GiB.
+
+    option: name of the value in the error message.
+    """
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([kmgt])(i?)b", text.strip(), re.IGNORECASE)
+    factor = (1024 ** (1 + "kmgt".index(found[2].lower())) if found[3] else DECIMAL[found[2].lower()]) if found else 0
+    if not found or float(found[1]) * factor < 1:
+        raise UserError(f"{option}={text.strip()} is not a number of bytes; write for example 512MB, 1.5GB or 2GiB")
+    return int(float(found[1]) * factor)
+
+
 def human_bytes(size: float) -> str:
     """Format bytes in the decimal unit that gives a number below 1,000."""
     for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):

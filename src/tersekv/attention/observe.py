@@ -29,7 +29,7 @@ OBSERVED_QUERIES = 64
 Held = list[tuple[Tensor, Tensor]]
 
 
-Observed = Tensor | tuple[TokenLoss, TokenLoss]
+Observed = Tensor | tuple[TokenLoss | None, TokenLoss | None]
 """Votes for an evicting store, or the loss of errors in keys and in values for a `LayerStore`."""
 
 

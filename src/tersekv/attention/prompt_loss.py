@@ -11,6 +11,8 @@ Squared and summed over the query heads of a KV head and over some queries, with
   w_q = scaling²·Σ_n p_n²·|v_n − o|²;
 - values: token n has the weight Σ_q p_n².
 
+Codecs that observe scores get another loss, `score_loss`, from all queries of the second half.
+
 Tokens that stay exact, or are hidden, have weight 0. Attention functions do not see the projection
 of outputs to the residual stream, so it is left out; so is the slope of a softcap.
 """
@@ -23,7 +25,7 @@ from torch import Tensor
 from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.coding import own_sinks
 from tersekv.cache.layer import LayerStore
-from tersekv.codecs.transforms.moments import TokenLoss
+from tersekv.codecs.transforms.moments import Observes, TokenLoss, score_loss
 
 QUERIES = 32
 """Number of query positions observed, from the second half of a call. Later ones see more tokens."""
@@ -34,7 +36,7 @@ TILE = 16
 
 def prompt_loss(
     store: LayerStore, keys: Tensor, values: Tensor, call: AttentionCall
-) -> tuple[TokenLoss, TokenLoss] | None:
+) -> tuple[TokenLoss | None, TokenLoss | None] | None:
     """Return the loss of errors in the keys and in the values of all tokens so far.
 
     None if appending these keys and values [B, Hkv, n, D] fits no codec that observes queries, or
@@ -45,7 +47,27 @@ def prompt_loss(
     if store.num_tokens:
         held = LayerStore.decoded(store, keys.dtype)  # all of them are exact, in every process
         keys, values = torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2)
-    return observed_loss(keys, values, call, _coded(store, call, keys.shape[2]))
+    kinds = store.keys.codec.observes, store.values.codec.observes
+    return losses_for(kinds, keys, values, call, _coded(store, call, keys.shape[2]))
+
+
+@torch.no_grad()
+def losses_for(
+    kinds: tuple[Observes | None, Observes | None], keys: Tensor, values: Tensor, call: AttentionCall, coded: Tensor
+) -> tuple[TokenLoss | None, TokenLoss | None]:
+    """Return the loss that the codecs of keys and values observe, None for one that observes nothing.
+
+    kinds: of both codecs, see `Codec.observes`. keys, values, coded: see `observed_loss`.
+    """
+    found: dict[str | None, tuple[TokenLoss | None, TokenLoss | None]] = {None: (None, None)}
+    if "loss" in kinds:
+        found["loss"] = observed_loss(keys, values, call, coded)
+    if "scores" in kinds:
+        seen = call.query[:, :, call.query.shape[2] // 2 :]
+        of_keys, of_values = score_loss(keys.float(), grouped(seen, keys.shape[1]).flatten(2, 3).float())
+        weights = of_values.weights * coded[:, None]
+        found["scores"] = of_keys._replace(weights=of_keys.weights * coded[:, None]), TokenLoss(weights)
+    return found[kinds[0]][0], found[kinds[1]][1]
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch import Tensor
 from tersekv.attention import masks
 from tersekv.attention.masks import Store
 from tersekv.cache.evicting import EvictingStore
+from tersekv.cache.found_sinks import FoundSinksStore
 from tersekv.cache.parallel import ContextParallel
 from tersekv.cache.segments import PackedSegment
 from tersekv.kernels import backends, softmax
@@ -121,6 +122,8 @@ class _Reader:
         if store is not None:
             exact = tuple(store.exact_segments()) if of_exact else ()
             pages, hidden = store.pages() if of_pages else None, store.hidden
+            if pages is not None and isinstance(store, FoundSinksStore) and store.hides_copies:
+                pages = store.without_copies(pages, Masks(self.mask, hidden), call.query.shape[2])
         if of_exact and self.own is not None:
             exact = (self.own, *exact)
         if not exact and pages is None:
@@ -247,6 +250,8 @@ class _Reader:
 
     def _block(self, block: PackedSegment, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
         mask = self._mask(block.where, block.tokens)
+        if isinstance(self.store, FoundSinksStore) and self.store.hides_copies:
+            mask = self.store.shown(mask, block.where, block.tokens)
         value = block.values.inner.decode()
         parts = []
         for tile in tiles:

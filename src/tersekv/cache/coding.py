@@ -73,7 +73,7 @@ def fitted(
     if codec.needs_fit != "prompt":
         return codec
     if loss is not None and codec.observes:
-        return _fitted_to_loss(codec, parts, loss)
+        return _fitted_to_loss(codec, parts, loss, heads)
     if codec.centred:
         codec = codec.with_mean(_mean_without_rope(parts))
     elif sinks is not None:
@@ -82,18 +82,19 @@ def fitted(
     return codec.fit(x) if heads is None else heads.fit(codec, x)
 
 
-def _fitted_to_loss(codec: Codec, parts: Sequence[Tokens], loss: TokenLoss) -> Codec:
+def _fitted_to_loss(codec: Codec, parts: Sequence[Tokens], loss: TokenLoss, heads: HeadShard | None) -> Codec:
     """Return the codec fitted on sums over weighted tokens, which are made part by part."""
     if codec.centred:
         codec = codec.with_mean(_mean_without_rope(parts))
-    loss, sums, start = loss.relative("prompt"), [], 0
+    loss, sums, start = loss.relative("scores" if codec.observes == "scores" else "prompt"), [], 0
     if codec.pre_rope:
         loss = loss._replace(metric=None)  # queries are observed after RoPE
     for part in parts:
         stop = start + part.x.shape[2]
         sums.append(Moments.weighted(codec_input(codec, part), loss.tokens(start, stop)))
         start = stop
-    return codec.fit_moments(functools.reduce(Moments.plus, sums))
+    moments = functools.reduce(Moments.plus, sums)
+    return codec.fit_moments(moments) if heads is None else heads.fit_moments(codec, moments)
 
 
 def _mean_without_rope(parts: Sequence[Tokens]) -> Tensor:

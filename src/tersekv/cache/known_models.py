@@ -12,7 +12,8 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from tersekv.cache.estimate import KNOWN, CacheShape
+from tersekv.cache.cache_size import CacheShape
+from tersekv.cache.estimate import KNOWN
 from tersekv.codecs.transforms.rope import standard_rope
 
 

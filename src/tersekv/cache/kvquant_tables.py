@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tersekv.cache.estimate import KNOWN, CacheShape, predict
+from tersekv.cache.cache_size import CacheShape
+from tersekv.cache.estimate import KNOWN, predict
 
 GIB = 2**30
 FORMATS = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.segments import ExactSegment, PackedSegment, packed_pages_of
 from tersekv.cache.side import SideStore, extents
-from tersekv.cache.state import Stateful
+from tersekv.cache.state import Rules, Spec, Stateful
 from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError
@@ -40,8 +41,10 @@ class LayerStore(Stateful):
     heads: this process's heads under tensor parallelism, or None.
     """
 
-    STATE, RULES = LAYER, (layer_tokens, layer_padding)
-    PARTS, MADE = ("sides", "rotary"), ("_pages",)
+    STATE: ClassVar[Spec] = LAYER
+    RULES: ClassVar[Rules] = (layer_tokens, layer_padding)
+    PARTS: ClassVar[tuple[str, ...]] = ("sides", "rotary")
+    MADE: ClassVar[tuple[str, ...]] = ("_pages",)
     context_parallel: ContextParallel | None = None
     """Processes that share the packed tokens (`cache/context_parallel.py`), or None."""
     packed_everywhere = True  # True if all processes have packed tokens, or none has
@@ -103,7 +106,11 @@ class LayerStore(Stateful):
 
     @plain
     def append(
-        self, keys: Tensor, values: Tensor, padding: Tensor | None = None, losses: Sequence[TokenLoss] | None = None
+        self,
+        keys: Tensor,
+        values: Tensor,
+        padding: Tensor | None = None,
+        losses: Sequence[TokenLoss | None] | None = None,
     ) -> None:
         """Append tokens and pack those that leave the recent window.
 
@@ -156,7 +163,7 @@ class LayerStore(Stateful):
         assert self.padding is not None
         return int(self.padding.max()) + max(1, self.policy.sink_tokens(self.window)) > self.num_tokens + n
 
-    def _add(self, new: list[Tensor], restart: bool, losses: Sequence[TokenLoss] | None) -> None:
+    def _add(self, new: list[Tensor], restart: bool, losses: Sequence[TokenLoss | None] | None) -> None:
         """Distribute new tokens to sinks, packed blocks and tail.
 
         restart: `new` includes the tail's tokens.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tersekv.codecs import Codec
+from tersekv.codecs.transforms.moments import Moments
 from tersekv.layouts.base import PackedTensors
 
 
@@ -29,6 +30,15 @@ class HeadShard:
         if not codec.fit_spans_heads:
             return codec.fit(x)
         return codec.fit(self.gather(x)).of_heads(self.first, self.count)
+
+    def fit_moments(self, codec: Codec, moments: Moments) -> Codec:
+        """Fit a codec on sums over this process's heads, as one process with all heads would."""
+        if not codec.fit_spans_heads:
+            return codec.fit_moments(moments)
+        metric = None if moments.metric is None else self.gather(moments.metric)
+        total = self.gather(moments.total.unsqueeze(2)).squeeze(2)
+        whole = Moments(moments.vectors, total, self.gather(moments.squares), metric)
+        return codec.fit_moments(whole).of_heads(self.first, self.count)
 
     def encode(self, codec: Codec, x: Tensor) -> PackedTensors:
         """Encode x [B, count, N·t, D], with the same result as in one process with all heads."""

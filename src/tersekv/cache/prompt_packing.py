@@ -39,7 +39,7 @@ class PromptPackingStore(LayerStore):
         for side in self.sides:
             side.tail.grows = True
 
-    def _add(self, new: list[Tensor], restart: bool, losses: Sequence[TokenLoss] | None) -> None:
+    def _add(self, new: list[Tensor], restart: bool, losses: Sequence[TokenLoss | None] | None) -> None:
         n = new[0].shape[2]
         super()._add(new, restart, losses)
         self.continues = n >= PROMPT_TOKENS

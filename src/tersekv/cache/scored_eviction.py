@@ -16,6 +16,7 @@ from torch import Tensor
 from tersekv.cache.context_parallel import ContextParallelStore
 from tersekv.cache.evicting import SELECTIVE, EvictingStore
 from tersekv.cache.footprint import Footprint
+from tersekv.cache.found_sinks import FoundSinksStore
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.cache.pool import WEIGHT, TokenPool
@@ -24,11 +25,13 @@ from tersekv.cache.schema import require, tensor
 from tersekv.cache.segments import ExactSegment, PackedSegment, packed_pages_of
 from tersekv.cache.side import extents
 from tersekv.cache.sketch import SketchStore
+from tersekv.codecs.exact import Exact
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import UserError
 from tersekv.kernels.attend import PackedPages
 from tersekv.policies.base import Candidates, Selection
 from tersekv.policies.subgen import SubGen
+from tersekv.policies.window import Window
 from tersekv.recipe import LayerPlan
 
 SPARE = 1.5
@@ -246,6 +249,11 @@ def new_store(
         return SketchStore(plan._replace(policy=other), keys, values, rope)
     if isinstance(plan.policy, Selection) and window is None:
         return ScoredEvictionStore(plan, keys, values, rope, heads)
+    finds = isinstance(plan.policy, Window) and plan.policy.found > 0 and window is None
+    if finds and context_parallel is not None:
+        raise UserError("found=… is not available with context_parallel, whose processes hold different tokens")
+    if finds and not (isinstance(plan.keys, Exact) and isinstance(plan.values, Exact)):
+        return FoundSinksStore(plan, keys, values, None, rope, heads)
     if context_parallel is not None and window is None:
         return ContextParallelStore(plan, keys, values, context_parallel, rope, heads)
     store = LayerStore if plan.policy.packs_generated else PromptPackingStore

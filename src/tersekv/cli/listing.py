@@ -3,6 +3,7 @@ kernels."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from tersekv.cli import output
@@ -102,10 +103,10 @@ def _kernels(pair: Any) -> str:
     import torch
 
     from tersekv.attention.dispatch import explain
-    from tersekv.layouts.base import BLOCK_TOKENS
 
     head_dim = max(LAYERS)
-    x = torch.linspace(-1, 1, BLOCK_TOKENS * head_dim).view(1, 1, BLOCK_TOKENS, head_dim)
+    tokens = math.lcm(*(codec.layout(head_dim).block_tokens for codec in (pair.keys, pair.values)))
+    x = torch.linspace(-1, 1, tokens * head_dim).view(1, 1, tokens, head_dim)
     views = []
     for codec in (pair.keys, pair.values):
         fitted = codec.fit(x)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tersekv.cli import output
 
 if TYPE_CHECKING:
-    from tersekv.cache.estimate import CacheShape
+    from tersekv.cache.cache_size import CacheShape
     from tersekv.cache.footprint import Footprint
 
 COUNTED = (

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args, 
 import torch
 from torch import Tensor
 
-from tersekv.codecs.transforms.moments import Moments
+from tersekv.codecs.transforms.moments import Moments, Observes, WeightedBy
 from tersekv.errors import UserError
 from tersekv.layouts.base import Layout, PackedTensors, Side, View
 from tersekv.tensors import TensorSpec
@@ -90,12 +90,11 @@ class Codec(ABC):
         return None if self.fitted else self.fits_on
 
     @property
-    def observes(self) -> bool:
-        """True if `fit_moments` on a prompt uses the loss that its queries show (`TokenLoss`).
-
-        Each head must be fitted on its own.
+    def observes(self) -> Observes | None:
+        """Data of the prompt's queries that `fit_moments` uses: the "loss" of errors that they show,
+        or their "scores" (`score_loss`). None if it uses nothing of them.
         """
-        return False
+        return None
 
     @property
     def fit_spans_heads(self) -> bool:
@@ -140,13 +139,13 @@ class Codec(ABC):
         """
         if not self.takes_moments:
             return self.fit(x)
-        used = gradient if self.uses_gradients else None
+        used = gradient if self.weighted_by == "gradients" else None
         return self.fit_moments(Moments.of(x, used, diagonal=self.side == "keys"))
 
     @property
-    def uses_gradients(self) -> bool:
-        """True if calibration on a corpus depends on the gradients of the loss."""
-        return True
+    def weighted_by(self) -> WeightedBy | None:
+        """Weights of the sums in a calibration on a corpus: "gradients" of the loss, or "queries"."""
+        return "gradients"
 
     def fit_moments(self, moments: Moments) -> Self:
         """Return the codec calibrated on sums over a corpus, if `takes_moments`.

@@ -36,7 +36,7 @@ from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices
 from tersekv.codecs.codebooks.bits import SQUARED_ERROR, allotted, shared_out
 from tersekv.codecs.codebooks.trellis import scalar_entries, trellis_entries
 from tersekv.codecs.transforms.klt import SHRINK, klt, shrunk, within
-from tersekv.codecs.transforms.moments import Moments
+from tersekv.codecs.transforms.moments import Moments, Observes, WeightedBy
 from tersekv.codecs.transforms.rotation import random_rotation
 from tersekv.errors import UserError
 from tersekv.kernels import backends
@@ -127,14 +127,14 @@ class Trellis(Codec):
         return None if "bits" in self.fitted else self.fits_on
 
     @property
-    def uses_gradients(self) -> bool:
-        """True if errors are weighted by the loss."""
-        return self.metric == "fisher"
+    def weighted_by(self) -> WeightedBy | None:
+        """ "gradients" if errors are weighted by the loss."""
+        return "gradients" if self.metric == "fisher" else None
 
     @property
-    def observes(self) -> bool:
-        """True if a fit on a prompt uses the loss that its queries show."""
-        return self.calibration == "prompt" and self.uses_gradients
+    def observes(self) -> Observes | None:
+        """ "loss" if a fit on a prompt uses the loss that its queries show."""
+        return "loss" if self.calibration == "prompt" and self.metric == "fisher" else None
 
     @property
     def centred(self) -> bool:
@@ -276,7 +276,7 @@ class Trellis(Codec):
             missing = (least[..., None, None] - spread).clamp_min(0)
         covariance = (1 - prior) * covariance + (prior * spread + missing) * one
         metric = one.expand_as(covariance)
-        if moments.metric is not None and self.uses_gradients:
+        if moments.metric is not None and self.metric == "fisher":
             metric = shrunk(moments.metric / max(1, moments.vectors), SHRINK[self.calibration])
         if self.basis != "klt":
             basis = self._fixed_basis(D, covariance.device).double().expand_as(covariance)

@@ -244,7 +244,7 @@ class Calibrator:
 
 
 def _wanted(layer: int, codec: Codec) -> Wanted:
-    return Wanted(Source(layer, codec.side, codec.pre_rope), codec.centred, codec.uses_gradients)
+    return Wanted(Source(layer, codec.side, codec.pre_rope), codec.centred, codec.weighted_by)
 
 
 def _each(jobs: Sequence[FitJob], workers: int) -> Iterator[int]:

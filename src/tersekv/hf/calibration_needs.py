@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from transformers.configuration_utils import PreTrainedConfig
 
+from tersekv.cache.memory_budget import settled
 from tersekv.codecs import methods
-from tersekv.hf.config import attention_layers, text_config
+from tersekv.hf.config import attention_layers, cache_shape, text_config
 from tersekv.recipe import PRE_ROPE, Coder, LayerPlan, Recipe, Term
 
 
@@ -21,8 +22,13 @@ def scored_part(recipe: Recipe) -> str | None:
 
 
 def attention_plans(recipe: Recipe, config: PreTrainedConfig) -> dict[int, LayerPlan]:
-    """Return the plans of all layers with keys and values, by layer index."""
+    """Return the plans of all layers with keys and values, by layer index.
+
+    A policy's `memory` becomes a number of tokens.
+    """
     kinds = attention_layers(text_config(config))
+    if any(name == "memory" for name, _ in recipe.tokens.options):
+        recipe = settled(recipe, cache_shape(config))
     return {i: recipe.plan(i, len(kinds)) for i, kind in enumerate(kinds) if kind.type == "attention"}
 
 

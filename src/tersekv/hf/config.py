@@ -10,7 +10,7 @@ import torch
 from transformers import cache_utils
 from transformers.configuration_utils import PreTrainedConfig
 
-from tersekv.cache.estimate import CacheShape
+from tersekv.cache.cache_size import CacheShape
 from tersekv.errors import UserError
 from tersekv.hf.rope import Ropes
 

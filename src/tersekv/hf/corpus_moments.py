@@ -1,7 +1,7 @@
 """Sums over a corpus from which codecs are fitted, see `Codec.fit_moments`.
 
-Two passes over the samples: the mean of keys before RoPE, if a codec removes it, then vectors and
-gradients. Only sums are kept. After each sample they are written to the work folder, so that a
+Two passes over the samples: the mean of keys before RoPE, if a codec removes it, then vectors with
+gradients, or with queries. Only sums are kept. After each sample they are written to the work folder, so that a
 stopped run continues.
 """
 
@@ -18,11 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tersekv.atomic_write import save_whole
+from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.rotary import Rotary
 from tersekv.codecs import Codec
-from tersekv.codecs.transforms.moments import Moments
+from tersekv.codecs.transforms.moments import Moments, WeightedBy, score_loss
 from tersekv.codecs.transforms.rope import Angles
-from tersekv.hf.capture import LayerTokens, OnePassCache
+from tersekv.hf.capture import LayerTokens, OnePassCache, watch_calls
 from tersekv.hf.config import AttentionShape, text_config
 from tersekv.hf.gradients import Source, each_gradient
 from tersekv.hf.rope import Ropes
@@ -59,17 +60,18 @@ class Sums:
 class Wanted(NamedTuple):
     """Sums that codecs are fitted on.
 
-    centred: keys without their rotated mean. weighted: by gradients.
+    centred: keys without their rotated mean. by: weights of the tokens, see `Codec.weighted_by`.
     """
 
     source: Source
     centred: bool
-    weighted: bool
+    by: WeightedBy | None
 
     @property
     def name(self) -> str:
         """Name of the tensors in files."""
-        return f"{self.source.name}{'.centred' if self.centred else ''}{'' if self.weighted else '.plain'}"
+        weights = {"gradients": "", "queries": ".queries", None: ".plain"}[self.by]
+        return f"{self.source.name}{'.centred' if self.centred else ''}{weights}"
 
 
 class CorpusMoments:
@@ -85,7 +87,8 @@ class CorpusMoments:
         config = text_config(model.config)
         self.model, self.windows, self.wanted, self.sinks = model, windows, wanted, sinks
         self.ropes = Ropes(config, AttentionShape.of(config).key_dim)
-        self.sources = list(dict.fromkeys(one.source for one in wanted))
+        self.sources = list(dict.fromkeys(one.source for one in wanted if one.by != "queries"))
+        self.scored = [one for one in wanted if one.by == "queries"]
         self.centred = [one for one in wanted if one.centred]
         self.means: dict[int, Tensor] = {}
 
@@ -143,13 +146,40 @@ class CorpusMoments:
 
         def add(source: Source, x: Tensor, gradient: Tensor) -> None:
             for one in self.wanted:
-                if one.source == source:
-                    used = gradient if one.weighted else None
+                if one.source == source and one.by != "queries":
+                    used = gradient if one.by == "gradients" else None
                     moments = Moments.of(self._input(one, x), used, source.side == "keys")
                     found.update(_tensors(one, moments))
 
-        each_gradient(self.model, self._ids(i), self.sources, add, self.sinks)
+        def add_scored(layer: int, tokens: LayerTokens, call: AttentionCall) -> None:
+            wanted = [one for one in self.scored if one.source.layer == layer]
+            if wanted:
+                found.update(self._scored(wanted, tokens, call))
+
+        if self.sources:
+            each_gradient(self.model, self._ids(i), self.sources, add, self.sinks)
+        if self.scored:
+            watch_calls(self.model, self._ids(i), add_scored)
         return found
+
+    def _scored(self, wanted: Sequence[Wanted], tokens: LayerTokens, call: AttentionCall) -> dict[str, Tensor]:
+        """Return the sums of one layer that are weighted by queries."""
+        keys, values = (x[:, :, self.sinks :].float() for x in tokens)
+        queries = grouped(call.query[:, :, self.sinks :], keys.shape[1]).flatten(2, 3)
+        losses = score_loss(keys, queries)
+        found: dict[str, Tensor] = {}
+        for one in wanted:
+            of_keys = one.source.side == "keys"
+            x, loss = (keys, losses[0]) if of_keys else (values, losses[1])
+            if one.source.pre_rope:
+                x, loss = self._before_rope(one.source.layer, x), loss._replace(metric=None)
+            found.update(_tensors(one, Moments.weighted(self._input(one, x), loss.relative("scores"))))
+        return found
+
+    def _before_rope(self, layer: int, keys: Tensor) -> Tensor:
+        rotary = Rotary(self.ropes.of(layer))
+        rotary.note(0, keys.shape[2] + self.sinks)
+        return rotary.rope.invert(keys, *rotary.angles(self.sinks, keys.shape[2], keys.device).cos_sin())
 
     def _input(self, one: Wanted, x: Tensor) -> Tensor:
         """Return the vectors that the codec encodes."""

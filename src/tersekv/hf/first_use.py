@@ -33,7 +33,7 @@ from tersekv.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
-SAMPLES, LENGTH, SINKS = 16, 512, 1
+SAMPLES, LENGTH, SINKS = 12, 512, 1
 """Samples of the model's own text, tokens of each, and first tokens that are left out."""
 
 VARIABLE = "TERSEKV_CALIBRATE"

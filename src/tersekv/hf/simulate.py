@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tersekv.attention.prompt_loss import observed_loss
+from tersekv.attention.prompt_loss import losses_for
 from tersekv.attention.read import AttentionCall
 from tersekv.cache import coding
 from tersekv.cache.coding import Tokens
@@ -69,7 +69,7 @@ class SimulatedCache(OnePassCache):
                 "mode=cache, or bias_correction=off"
             )
         self.sinks = sinks
-        self.losses: dict[int, tuple[TokenLoss, TokenLoss]] = {}
+        self.losses: dict[int, tuple[TokenLoss | None, TokenLoss | None]] = {}
         self._ropes = Ropes(text_config(config), AttentionShape.of(text_config(config)).key_dim)
         self._held = Footprint()
         self._tables: dict[int, Tensor] = {}
@@ -81,8 +81,9 @@ class SimulatedCache(OnePassCache):
         def see(layer: int, tokens: LayerTokens, call: AttentionCall) -> None:
             plan, coded = self.plans[layer], torch.ones(1, ids.shape[1], device=ids.device)
             coded[:, : self.sinks] = 0
-            if ids.shape[1] >= LayerStore.least_queries and (plan.keys.observes or plan.values.observes):
-                self.losses[layer] = observed_loss(*tokens, call, coded)
+            kinds = plan.keys.observes, plan.values.observes
+            if ids.shape[1] >= LayerStore.least_queries and any(kinds):
+                self.losses[layer] = losses_for(kinds, *tokens, call, coded)
 
         if any(plan.keys.observes or plan.values.observes for plan in self.plans.values()):
             watch_calls(model, ids, see)

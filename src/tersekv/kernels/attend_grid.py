@@ -18,7 +18,7 @@ Side = Literal["keys", "values"]
 
 
 class GridSide(NamedTuple):
-    """The keys or the values of a packed segment: x̂ = scale · table[code] + offset.
+    """The keys or the values of a packed segment: x̂ = factor · (scale · table[code] + offset).
 
     - codes: int32 [B, H, N, Lg, W, 16], see `lanes`. Keys: lanes are tokens, packed axis is
       channels. Values: lanes are channels, packed axis is tokens. The first three axes may have any
@@ -28,6 +28,9 @@ class GridSide(NamedTuple):
       N may have stride 0 (one range for all blocks). offset may be None (0).
     - table: the codebook, float32 [2**bits], or [B, 2**bits] if each batch row has its own.
     - integers: True if the table is 0 … 2**bits − 1, so that a kernel needs no look-up.
+    - factor: a second scale along the other axis, float16 or bfloat16, or None (1). axis "channel"
+      of keys: [B, H, N, t], one per token. axis "token" of values: [B, H, N, D], one per channel of
+      a block. Other grids have none.
     """
 
     side: Side
@@ -41,11 +44,12 @@ class GridSide(NamedTuple):
     offset: Tensor | None
     table: Tensor
     integers: bool = False
+    factor: Tensor | None = None
 
     def native(self, native: ModuleType) -> Any:
         """Return the grid as an object of the C++ extension, which validates the tensors and keeps
         references."""
-        return native.grid(
+        grid = native.grid(
             of_keys=self.side == "keys",
             bits=self.bits,
             per_token=self.axis == "token",
@@ -57,6 +61,7 @@ class GridSide(NamedTuple):
             offset=self.offset,
             table=self.table,
         )
+        return grid if self.factor is None else native.scaled(grid, self.factor)
 
     def decode(self) -> Tensor:
         """Decode to x̂, float32 [B, H, N·t, D]."""
@@ -74,6 +79,8 @@ def decode_grid(grid: GridSide) -> Tensor:
     x = x * _per_element(grid.scale, grid)
     if grid.offset is not None:
         x = x + _per_element(grid.offset, grid)
+    if grid.factor is not None:
+        x = x * grid.factor.float().unsqueeze(-1 if grid.axis == "channel" else -2)
     return x.flatten(2, 3)
 
 

@@ -21,13 +21,14 @@ MOST_CONDITION = 1e3
 """Largest condition number of a basis of one channel, in the Frobenius norm. It grows with √D."""
 
 
-def packed_basis(rows: Tensor, channels: Tensor) -> dict[str, Tensor]:
+def packed_basis(rows: Tensor, channels: Tensor, one_factor: bool = False) -> dict[str, Tensor]:
     """Quantise rows float64 [B, H, D, D] to `basis` and `channels`. Each row is stored up to a
-    factor of its own. The component's scale absorbs the factor, because encoding inverts the stored
-    rows."""
+    factor of its own, or all of a head up to `one_factor`. The components' scales absorb factors,
+    because encoding inverts the stored rows."""
     channels = (channels / channels.amax(-1, keepdim=True)).clamp_min(1e-4).to(torch.float16)
     plain = rows / channels.double().unsqueeze(-2)
-    entries = (plain / plain.abs().amax(-1, keepdim=True).clamp_min(1e-300) * LARGEST).round()
+    largest = plain.abs().amax((-2, -1) if one_factor else -1, keepdim=True).clamp_min(1e-300)
+    entries = (plain / largest * LARGEST).round()
     D = entries.shape[-1]
     inverse, singular = torch.linalg.inv_ex(entries)
     condition = torch.linalg.vector_norm(entries, dim=(-2, -1)) * torch.linalg.vector_norm(inverse, dim=(-2, -1))

@@ -1,8 +1,8 @@
 """Layout `grid`: b-bit codes, a codebook, and a scale (and offset) per group.
 
-x̂ = scale · table[code] + offset. Int, KIVI, NormalFloat, NUQ and Lloyd-Max codecs share this
-layout. They differ in the codebook and in how codes are chosen. A block of t tokens of one head (t
-= 32 unless a group is longer) has up to three tensors:
+x̂ = factor · (scale · table[code] + offset). Int, KIVI, NormalFloat, NUQ, Lloyd-Max and KVarN codecs
+share this layout. They differ in the codebook and in how codes are chosen. A block of t tokens of
+one head (t = 32 unless a group is longer) has up to four tensors:
 
     codes   int32 [lane groups, words, 16], drawn bit by bit in `kernels/lanes.py`
               keys:   lanes are the t tokens,   the packed axis is the D channels
@@ -10,6 +10,8 @@ layout. They differ in the codebook and in how codes are chosen. A block of t to
     scale   16-bit float; axis "token":   [D/group, t], one per token and `group` neighbouring channels
             axis "channel": [t/group, D], one per channel and `group` neighbouring tokens
     offset  like scale, absent when the codec is symmetric
+    factor  16-bit float, a second scale along the other axis, absent in most codecs: [t] for keys
+            with axis "channel", [D] for values with axis "token"
 
 Example: keys, t = 32, D = 64, 4 bits. 2 lane groups × 8 words × 16 lanes × 4 bytes = 1,024 bytes =
 4 bits per element.
@@ -41,6 +43,8 @@ class Grid:
     group: elements per scale. 0 means one scale for all channels of a token (axis "token"), or one
         per channel for all tokens of the sequence (axis "channel"). The latter is stored outside
         the blocks, see `GridView`.
+    tile: tokens of a block with a factor per token (keys per channel) or per channel (values per
+        token), a multiple of 32; 0 for a layout without factors.
     """
 
     bits: int
@@ -50,6 +54,7 @@ class Grid:
     affine: bool
     head_dim: int
     scale_dtype: torch.dtype = torch.float16
+    tile: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:
@@ -64,10 +69,14 @@ class Grid:
                 f"group={self.group} tokens does not fit blocks of {BLOCK_TOKENS}; choose 1, 2, 4, 8, 16, 32 or a "
                 "multiple of 32"
             )
+        if self.tile and (self.axis == "channel") != (self.side == "keys"):
+            raise ValueError("only keys per channel and values per token have factors")
 
     @property
     def block_tokens(self) -> int:
         """Number of tokens that are packed together."""
+        if self.tile:
+            return self.tile
         return max(BLOCK_TOKENS, self.group) if self.axis == "channel" else BLOCK_TOKENS
 
     @property
@@ -93,6 +102,9 @@ class Grid:
         if self.axis == "token" or self.group:
             names = ("scale", "offset") if self.affine else ("scale",)
             planes |= {n: PlaneSpec(self.scale_shape(), self.scale_dtype, "scales and norms") for n in names}
+        if self.tile:
+            factors = self.tile if self.axis == "channel" else self.head_dim
+            planes["factor"] = PlaneSpec((factors,), self.scale_dtype, "scales and norms")
         return Layout(self.block_tokens, planes)
 
     def groups(self, x: Tensor) -> Tensor:
@@ -159,6 +171,7 @@ class GridView(View):
             offset=planes.get("offset") if offset is None else _for_all_blocks(offset, N),
             table=table,
             integers=integers,
+            factor=planes.get("factor"),
         )
 
     @property

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tersekv.errors import UserError
 from tersekv.layouts.exact import DTYPES
+from tersekv.units import parse_bytes
 
 Evicts = Literal["never", "block", "step"]
 
@@ -19,6 +20,8 @@ PROMPT_TOKENS = 32
 
 Shorter calls are generated tokens, or proposals of assisted decoding.
 """
+
+UNLIMITED = "unlimited"
 
 CORRECTED_SHARES = {"off": 0.0, "half": 0.5, "full": 1.0}
 """Share of the bias that each value of `bias_correction` corrects."""
@@ -140,6 +143,8 @@ class Selection(TokenPolicy):
 
     budget: tokens kept, sinks and latest tokens included. Up to 1: a fraction of the tokens so far.
         Above 1: a number of tokens.
+    memory: bytes of the whole cache of one sequence, such as 512MB or 2GiB, in place of `budget`.
+        The policy then keeps as many tokens as fit, see `cache/memory_budget.py`.
     evicts: when tokens are evicted after the prompt: never, whenever a block is full, or at every
         step.
     remembers: True if attention weights are summed over calls.
@@ -150,6 +155,7 @@ class Selection(TokenPolicy):
     remembers: ClassVar[bool] = False
 
     budget: float = 0.25
+    memory: str = UNLIMITED
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,6 +164,14 @@ class Selection(TokenPolicy):
                 f"budget={self.budget:g} is not allowed; give a fraction of the prompt's tokens up to 1, or a number "
                 "of tokens above 1"
             )
+        if self.memory != UNLIMITED:
+            parse_bytes(self.memory, "memory")
+            if self.evicts == "never":
+                raise UserError(
+                    f"memory={self.memory} needs a policy that also evicts generated tokens: h2o, streaming or subgen"
+                )
+            if self.budget != type(self).budget:
+                raise UserError(f"memory={self.memory} takes the place of budget={self.budget:g}; give one of them")
 
     @property
     def samples(self) -> bool:
@@ -168,7 +182,12 @@ class Selection(TokenPolicy):
         """Return the number of tokens that may stay in layer `layer` of `layers`, at least one.
 
         tokens: number of tokens so far.
+
+        Raises:
+            UserError: the policy has `memory`, which depends on the model.
         """
+        if self.memory != UNLIMITED:
+            raise UserError(f"memory={self.memory} needs the model's shape; use tersekv.CompressedCache(model, recipe)")
         return max(1, int(self.budget * tokens + 1e-6) if self.budget <= 1 else int(self.budget))
 
     def of_heads(self, kept: int, tokens: int, scores: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from tersekv.errors import UserError
 from tersekv.policies.base import TokenPolicy
 
 AUTO = "auto"
+MOST_FOUND = 1024
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,13 @@ class Window(TokenPolicy):
         and codecs fitted on the prompt get more data (`docs/log.md`). A layer whose sliding window
         is smaller packs as with 0.
     generated: "packed", or "exact" to pack prompts only.
+    found: number of packed tokens per layer that stay exact, those of the most unusual norms
+        (`cache/found_sinks.py`). Sliding-window layers have none.
     """
 
     start: str = AUTO
     generated: Literal["packed", "exact"] = "packed"
+    found: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,6 +50,10 @@ class Window(TokenPolicy):
             raise UserError(f"start={self.start} is not a number of tokens; give 0 or more, or auto for twice `recent`")
         if self.generated not in ("packed", "exact"):
             raise UserError(f"generated={self.generated} is not allowed; choose one of packed, exact")
+        if not 0 <= self.found <= MOST_FOUND:
+            raise UserError(f"found={self.found} is out of range; allowed are 0 to {MOST_FOUND} tokens")
+        if self.found and not self.packs_generated:
+            raise UserError(f"found={self.found} needs generated=packed; leave one of them out")
 
     @property
     def packs_generated(self) -> bool:

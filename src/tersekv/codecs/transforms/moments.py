@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-PLAIN_SHARE = {"corpus": 0.1, "prompt": 0.5}
-"""Share of equal weights in the weights of tokens, by calibration.
+Observes = Literal["loss", "scores"]
+WeightedBy = Literal["gradients", "queries"]
+
+PLAIN_SHARE = {"corpus": 0.1, "prompt": 0.5, "scores": 0.0}
+"""Share of equal weights in the weights of tokens, by calibration. Score weights are used as they are.
 
 Later queries may read tokens that the observed queries do not. Their scales are thus at least those
 of a plain fit times the root of this share. Chosen by divergence and by passkeys
@@ -23,7 +26,8 @@ PART_TOKENS = 256
 class TokenLoss(NamedTuple):
     """Loss of errors in a prompt's keys or values: e in token t costs weights_t·Σ_d metric_d·e_d².
 
-    weights: float32 [B, H, T], not negative. metric: float32 [B, H, D], or None for ones.
+    weights: float32 [B, H, T], not negative. metric: float32 [B, H, D], or None for ones; with
+    scores a matrix [B, H, D, D].
     """
 
     weights: Tensor
@@ -36,12 +40,25 @@ class TokenLoss(NamedTuple):
     def relative(self, calibration: str) -> TokenLoss:
         """Return weights with mean 1 in each head, of which a share is the same for all tokens.
 
-        calibration: corpus or prompt, see `PLAIN_SHARE`.
+        calibration: corpus, prompt or scores, see `PLAIN_SHARE`.
         """
         mean = self.weights.mean(-1, keepdim=True)
         plain = PLAIN_SHARE[calibration]
         weights = plain + (1 - plain) * self.weights / mean
         return self._replace(weights=torch.where((mean > 0) & mean.isfinite(), weights, 1.0))
+
+
+def score_loss(keys: Tensor, query: Tensor) -> tuple[TokenLoss, TokenLoss]:
+    """Return the loss of errors in keys and values by all scores (OSCAR, arXiv 2605.17757).
+
+    An error e in a key costs eᵀ·E[q·qᵀ]·e. A value v of the key k counts with the mean square of its
+    scores, kᵀ·E[q·qᵀ]·k.
+
+    keys: float32 [B, H, T, D]. query: float32 [B, H, R, D], all of a KV head.
+    """
+    form = query.mT @ query / max(1, query.shape[2])
+    ones = torch.ones_like(keys[..., 0])
+    return TokenLoss(ones, form), TokenLoss((keys @ form * keys).sum(-1).clamp_min(0))
 
 
 class Moments(NamedTuple):
@@ -74,7 +91,9 @@ class Moments(NamedTuple):
     def weighted(x: Tensor, loss: TokenLoss) -> Moments:
         """Return the sums over x [B, H, T, D], each vector multiplied by the weight of its token."""
         scaled = x * loss.weights.to(x.dtype).unsqueeze(-1)
-        metric = None if loss.metric is None else x.shape[2] * loss.metric.double().diag_embed()
+        metric = None
+        if loss.metric is not None:
+            metric = x.shape[2] * (loss.metric if loss.metric.dim() == 4 else loss.metric.diag_embed()).double()
         return Moments(x.shape[2], scaled.sum(2, dtype=torch.float64), _products(scaled, x), metric)
 
     def plus(self, other: Moments) -> Moments:

@@ -20,15 +20,16 @@ RotationKind = Literal["qr", "hadamard"]
 
 
 @cached_table
-def random_rotation(D: int, seed: int, kind: RotationKind = "qr", device: str = "cpu") -> Tensor:
+def random_rotation(D: int, seed: int | None, kind: RotationKind = "qr", device: str = "cpu") -> Tensor:
     """Return R as float32 [D, D] with R·Rᵀ = I, equal for equal arguments on every CPU and rank.
 
     qr: uniform (Haar), the Q of a Gaussian matrix with fixed signs.
     hadamard: random signs and a Hadamard matrix, in blocks of the largest power of two that divides
-        D, after a random permutation of the channels.
+        D, after a random permutation of the channels. Without a seed: the Hadamard matrices alone.
     """
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + D)
     if kind == "qr":
+        assert seed is not None
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + D)
         q, r = torch.linalg.qr(torch.randn(D, D, generator=generator, dtype=torch.float64))
         return (q * torch.sign(torch.diagonal(r))).T.contiguous().to(device, torch.float32)
     order, signs = hadamard_parts(D, seed, "cpu")
@@ -38,10 +39,13 @@ def random_rotation(D: int, seed: int, kind: RotationKind = "qr", device: str = 
 
 
 @cached_table
-def hadamard_parts(D: int, seed: int, device: str) -> tuple[Tensor, Tensor]:
-    """Return the order of channels int32 [D] and the signs float32 [D] of a random Hadamard
-    rotation.
+def hadamard_parts(D: int, seed: int | None, device: str) -> tuple[Tensor, Tensor]:
+    """Return the order of channels int32 [D] and the signs float32 [D] of a Hadamard rotation.
+
+    seed: of both; None for the channels' own order and positive signs.
     """
+    if seed is None:
+        return torch.arange(D, dtype=torch.int32).to(device), torch.ones(D).to(device)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + D)
     signs = torch.randint(0, 2, (D,), generator=generator) * 2 - 1
     order = torch.randperm(D, generator=generator)
@@ -57,7 +61,7 @@ def split_rotation(first: int, D: int, seed: int, kind: RotationKind, device: st
     return torch.block_diag(*parts).to(device)
 
 
-def rotated(x: Tensor, seed: int, kind: RotationKind) -> Tensor:
+def rotated(x: Tensor, seed: int | None, kind: RotationKind) -> Tensor:
     """Return R·x of `random_rotation` for x float32 [..., D].
 
     The product is computed in float64, so that codes do not depend on how tokens are batched.

@@ -3,8 +3,8 @@ and offsets, and of `sparse` (`layouts/sparse.py`), the outliers of whole blocks
 
 x̂ = scale·table[code] + offset is not computed per element if scales can be multiplied elsewhere. A
 scale of the packed axis (keys per channel, values per token) is multiplied with the query or the
-softmax weight. A scale per lane (keys per token) is multiplied with the product. Only other groups
-scale each element.
+softmax weight. A scale per lane (keys per token) is multiplied with the product. Only other groups,
+and values with a factor per channel, scale each element.
 
 Outliers are read a few at a time. The product of an outlier with its query or weight is added to
 its token or channel by a matrix product with zeros and ones. Atomic adds are not used, because
@@ -22,6 +22,7 @@ from tersekv.kernels.triton.leaves import (
     CHANNELS,
     FIRST,
     GROUP,
+    HAS_FACTOR,
     HAS_OFFSET,
     IS_INTEGER,
     PADDED,
@@ -35,11 +36,12 @@ from tersekv.kernels.triton.leaves import (
 from tersekv.kernels.triton.tiles import PAIRS, block_at, cos_sin, from_block, largest, load_words, numbers, product
 
 # Fields of a leaf: codes and their strides of batch row, head and block; scale and offset likewise;
-# table and its row stride.
+# table and its row stride. A factor and its strides, if there is one.
 CODES: tl.constexpr = tl.constexpr(0)
 SCALE: tl.constexpr = tl.constexpr(4)
 OFFSET: tl.constexpr = tl.constexpr(8)
 TABLE: tl.constexpr = tl.constexpr(12)
+FACTOR: tl.constexpr = tl.constexpr(14)
 
 
 @triton.jit
@@ -71,12 +73,24 @@ def _plane(leaf, FIRST: tl.constexpr, b, h, n0, token, channel, ok, S: tl.conste
 
 
 @triton.jit
+def _factor(leaf, b, h, n0, token, channel, ok, S: tl.constexpr, LEAF: tl.constexpr):
+    """Load the second scale (float32) of elements, see `_plane`."""
+    token = from_block(n0, token, S, LEAF)
+    block, inside = token // S[LEAF][BLOCK], token % S[LEAF][BLOCK]
+    at = block * leaf[FACTOR + 3]
+    at += channel if S[LEAF][PER_TOKEN] else inside
+    return tl.load(block_at(leaf, FACTOR, b, h, n0, S, LEAF) + at, mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _scaled(x, leaf, b, h, n0, token, channel, ok, S: tl.constexpr, LEAF: tl.constexpr):
-    """scale·entry + offset, float32, from a tile of `_entries`."""
+    """factor·(scale·entry + offset), float32, from a tile of `_entries`."""
     x = x.to(tl.float32) * _unit(S, LEAF)
     x *= _plane(leaf, SCALE, b, h, n0, token, channel, ok, S, LEAF)
     if S[LEAF][HAS_OFFSET]:
         x += _plane(leaf, OFFSET, b, h, n0, token, channel, ok, S, LEAF)
+    if S[LEAF][HAS_FACTOR]:
+        x *= _factor(leaf, b, h, n0, token, channel, ok, S, LEAF)
     return x
 
 
@@ -127,7 +141,11 @@ def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB
         if S[LEAF][HAS_OFFSET]:
             offset = _plane(leaf, OFFSET, b, h, n0, token, channel, ok, S, LEAF)
             s += _offsets(offset, q)
-        return tl.reshape(s, (N, q.shape[1]))
+        s = tl.reshape(s, (N, q.shape[1]))
+        if S[LEAF][HAS_FACTOR]:
+            one = tl.arange(0, N)
+            s *= _factor(leaf, b, h, n0, one, 0, n0 + one < T, S, LEAF)[:, None]
+        return s
     elif S[LEAF][SCALES] == TO_PRODUCT:
         token = tl.arange(0, N)
         x = tl.reshape(_key_entries(leaf, b, h, n0, T, S, LEAF, NB), (N, K))

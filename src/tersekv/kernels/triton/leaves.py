@@ -47,6 +47,8 @@ WORDS: tl.constexpr = tl.constexpr(12)
 SCALES: tl.constexpr = tl.constexpr(13)
 WIDE: tl.constexpr = tl.constexpr(14)
 """True if scales are bfloat16, which may exceed float16's range."""
+HAS_FACTOR: tl.constexpr = tl.constexpr(15)
+"""True if a grid has a second scale, see `GridSide.factor`."""
 
 LEVELS: tl.constexpr = tl.constexpr(7)
 LEVEL_BITS: tl.constexpr = tl.constexpr(8)
@@ -258,8 +260,10 @@ class Readable:
         )
         words = packed_words(grid.bits, D if self.name == "keys" else t)
         more = grid.bits, grid.group, grid.axis == "token", offset is not None, grid.integers, words, _scales(grid)
-        wide = grid.scale.dtype is torch.bfloat16
-        return Leaf(_spec(GRID, D, power(D, 32), t, *more, wide), fields)
+        wide, factor = grid.scale.dtype is torch.bfloat16, grid.factor
+        if factor is not None:
+            fields += self.plane("a factor", factor, _HALVES, 1)
+        return Leaf(_spec(GRID, D, power(D, 32), t, *more, wide, factor is not None), fields)
 
     def _polar(self, view: Any) -> Leaf:
         polar, bits = view.polar, view.polar.level_bits
@@ -344,6 +348,8 @@ def _scales(grid: GridSide) -> int:
     """Return the operand that a grid's scales are multiplied with, see `grid.py`."""
     packed = grid.axis == ("channel" if grid.side == "keys" else "token")
     lanes = 32  # lanes of a tile, which share a scale of the packed axis
+    if grid.axis == "token" and grid.factor is not None:
+        return int(TO_ELEMENTS.value)  # a tile of values may have several blocks, with a factor each
     if grid.axis == "token" and grid.group >= grid.head_dim:
         return int(TO_PRODUCT.value)
     return int((TO_COEFFICIENTS if packed and grid.group % lanes == 0 else TO_ELEMENTS).value)

@@ -13,7 +13,7 @@ from tersekv.lab.plots.groups import Group
 from tersekv.recipe import Recipe
 
 if TYPE_CHECKING:
-    from tersekv.cache.estimate import CacheShape
+    from tersekv.cache.cache_size import CacheShape
 
 SAME_LENGTH = 0.98
 """Share of the longest sample's tokens from which samples count as equally long."""

@@ -9,8 +9,8 @@ The Kullback-Leibler divergence needs no labels and changes before any score doe
 `perplexity --kl-divergence` reports it for quantised weights ("Mean KLD", "Same top p").
 
 Metrics are means over the positions of a window. kl_q1 to kl_q4 are means over its quarters and
-show growth with the position. Standard errors are over windows. The same logits also give
-perplexity's metrics.
+show growth with the position. kl_p99 is the 99th percentile over its positions. Standard errors are
+over windows. The same logits also give perplexity's metrics.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ class Divergence(WindowTask):
 
     @property
     def more(self) -> tuple[str, ...]:
-        """The quarters, and nll, which perplexity reports as well."""
-        return ("nll", *(f"kl_q{i}" for i in range(1, QUARTERS + 1)))
+        """The quarters, the 99th percentile, and nll, which perplexity reports as well."""
+        return ("nll", "kl_p99", *(f"kl_q{i}" for i in range(1, QUARTERS + 1)))
 
     def evaluate(self, sample: Sample, reader: Reader, full: Reader) -> Result:
-        """Measure `kl` in nats, `top1_agreement`, `kl_q1` … `kl_q4`, and perplexity's `nll`."""
+        """Measure `kl` in nats, `top1_agreement`, `kl_p99`, `kl_q1` … `kl_q4`, and perplexity's `nll`."""
         logits, footprint = self.logits(sample, reader)
         kl, agree = compare(self.logits(sample, full)[0], logits)
         quarters = kl.tensor_split(QUARTERS)
         metrics = {"kl": kl.mean().item(), "top1_agreement": agree.mean().item()}
+        metrics["kl_p99"] = kl.quantile(0.99).item()
         metrics["nll"] = mean_nll(logits, sample.data[0, self.prefix :])
         metrics |= {f"kl_q{i}": part.mean().item() for i, part in enumerate(quarters, 1) if len(part)}
         return Result(metrics, sample.data.shape[1], footprint)

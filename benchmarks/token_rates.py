@@ -1,0 +1,196 @@
+"""Rates per token, simulated: each token of a prompt is coded with bits by its importance.
+
+    python benchmarks/token_rates.py --out file.jsonl --text wikitext=test.txt --text code=code.txt  # run or continue.
+    python benchmarks/token_rates.py --records file.jsonl --into docs/token-rates.md       # write the tables.
+
+`trellis` is fitted on the prompt and encodes all its tokens at every rate. Then each token takes the
+rate that minimises Σ importance·error at a mean rate, per KV head. Attention reads the decoded
+tokens. Positions and rate maps are not counted, so the bits are those of the codes alone.
+
+Divergence: 2,048 tokens are packed, the next 256 are read at once. Passkey: the text is packed before
+the question is read, and the answer's negative log-likelihood per token is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simulated_rates import EXACT, RATES, Maps, Prompt, Simulation, copied, fixed, water_filled
+from tersekv.lab.evals.tasks.passkey import build
+from tersekv.lab.evals.windows import read_text
+
+MEANS = (1.5, 2, 2.5)
+PREFIX, CONTEXT = 2048, 2304
+FLOORS = {"seen": 1.0, "moved": 1.0, "both": 1.0, "reread": 0.1, "future": 0.03}
+"""Share of the mean importance that every token gets in addition. Chosen on two windows of wikitext."""
+SHARES = (((4, 1 / 4), (2, 1)), ((4, 1 / 8), (2.5, 1 / 2), (2, 1)))
+"""Fixed shares of each head's tokens: rate and share, the most important first. The last takes the rest."""
+FOUND = 16
+"""Tokens of unusual norm per head that stay exact."""
+PASSKEYS, REPETITIONS = 6, 75
+
+
+def settings(prompt: Prompt, importances: dict[str, Maps]) -> Iterator[tuple[str, float, Maps, bool]]:
+    """Yield importance, mean rate, rates per token and whether the bias is corrected."""
+    heads = importances["seen"][0].shape[0]
+    for rate in RATES:
+        yield "equal rates", rate, [torch.full((heads, prompt.packed), float(rate))] * len(prompt.layers), False
+    for rate in (2, 3):
+        maps = []
+        for weights in importances["norm"]:
+            own = weights[:, prompt.sinks : prompt.sinks + prompt.packed]
+            few = own.topk(FOUND, dim=-1).indices
+            maps.append(torch.full(own.shape, float(rate)).scatter_(-1, few, EXACT))
+        yield f"equal rates, {FOUND} tokens of unusual norm exact", rate, maps, False
+    for name, weights in importances.items():
+        if name == "norm":
+            continue
+        for mean in MEANS:
+            maps = water_filled(weights, prompt, mean, FLOORS[name])
+            yield name, mean, maps, True
+        if name in ("both", "future"):
+            for shares in SHARES:
+                maps = fixed(weights, prompt, shares)
+                mean = statistics.fmean(float(x.mean()) for x in maps)
+                label = f"{name}, fixed shares of {'/'.join(f'{rate:g}' for rate, _ in shares)} bits"
+                yield label, round(mean, 2), maps, True
+                yield f"{label}, bias not corrected", round(mean, 2), maps, False
+
+
+def windows(simulation: Simulation, path: str, count: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield number, packed tokens and later tokens of the first windows of a text."""
+    ids = torch.tensor([simulation.tokenizer(read_text(path), verbose=False)["input_ids"]])
+    for i in range(count):
+        window = ids[:, i * CONTEXT : (i + 1) * CONTEXT]
+        yield str(i), window[:, :PREFIX], window[:, PREFIX:]
+
+
+def passkeys(simulation: Simulation) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield number, context of about 2,000 tokens, and question with answer of passkeys."""
+    for i in range(PASSKEYS):
+        case = build("pose", REPETITIONS, Random(f"rates-{i}"), str(i), PREFIX)
+        encode = simulation.tokenizer
+        context = encode(case.prompt.context, return_tensors="pt")["input_ids"]
+        rest = f"{case.prompt.question} {case.expected[0]}"
+        yield str(i), context, encode(rest, return_tensors="pt")["input_ids"]
+
+
+def measured(simulation: Simulation, text: str, first: Tensor, rest: Tensor) -> Iterator[dict[str, Any]]:
+    """Yield the results of all settings on one sample."""
+    full, importances = simulation.importances(first, rest)
+    prompt = simulation.pack(first, full)
+    reference = simulation.forward(rest, copied(full))
+    pairs = set(zip(first[0].tolist(), first[0, 1:].tolist(), strict=False))
+    copies = torch.tensor([pair in pairs for pair in zip(rest[0].tolist(), rest[0, 1:].tolist(), strict=False)])
+    for name, mean, maps, corrects in settings(prompt, importances):
+        got = simulation.read(prompt, maps, rest, corrects)
+        line = {"importance": name, "bits": mean, "mean_bits": sum(float(m.mean()) for m in maps) / len(maps)}
+        if text == "passkey":
+            line |= answered(simulation, rest, got, reference)
+        else:
+            kl = (reference.exp() * (reference - got)).sum(-1)
+            line |= {"kl": float(kl.mean()), "p99": float(kl.quantile(0.99))}
+            line |= {"copies": float(copies.float().mean())}
+            for label, at in (("kl_copies", copies), ("kl_others", ~copies)):
+                line[label] = float(kl[:-1][at].mean()) if bool(at.any()) else None
+        yield line
+
+
+def answered(simulation: Simulation, rest: Tensor, got: Tensor, reference: Tensor) -> dict[str, float]:
+    """Return the negative log-likelihood of the answer's digits, and whether all are most likely."""
+    words = simulation.tokenizer.convert_ids_to_tokens(rest[0].tolist())
+    digits = [i for i, word in enumerate(words) if word.strip("Ġ ").isdigit()]
+    at, target = torch.tensor(digits) - 1, rest[0, digits]
+    found = {}
+    for name, logits in (("nll", got), ("full_nll", reference)):
+        found[name] = float(-logits[at, target].mean())
+        found[f"{name}_right"] = float(bool((logits[at].argmax(-1) == target).all()))
+    return found
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure every sample that the file does not have yet."""
+    simulation, held = Simulation(args.model), set()
+    if args.out.is_file():
+        held = {(x["text"], x["sample"]) for x in map(json.loads, args.out.read_text(encoding="utf-8").splitlines())}
+    for option in [*args.text, "passkey="]:
+        text, _, path = option.partition("=")
+        samples = windows(simulation, path, args.windows) if path else passkeys(simulation)
+        for sample, first, rest in samples:
+            if (text, sample) in held:
+                continue
+            with torch.no_grad():
+                lines = [
+                    {"model": args.model, "text": text, "sample": sample} | line
+                    for line in measured(simulation, text, first, rest)
+                ]
+            with args.out.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+            print(f"{text} {sample}: done", flush=True)
+
+
+def mean(name: str, lines: list[dict[str, Any]]) -> float:
+    """Return the mean of a metric over the lines that have it."""
+    return statistics.fmean(line[name] for line in lines if line[name] is not None)
+
+
+def table(lines: list[dict[str, Any]], text: str) -> str:
+    """Return the table of a text in Markdown: a row per importance and mean rate."""
+    groups = defaultdict(list)
+    for line in lines:
+        if line["text"] == text:
+            groups[line["importance"], line["bits"]].append(line)
+    if text == "passkey":
+        head, full = "NLL of the answer | answered", next(iter(groups.values()))
+        rows = [f"| full cache | | {mean('full_nll', full):.2f} | {sum(x['full_nll_right'] for x in full):.0f} |"]
+        rows += [
+            f"| {name} | {bits:g} | {mean('nll', found):.2f} | {sum(x['nll_right'] for x in found):.0f} |"
+            for (name, bits), found in groups.items()
+        ]
+    else:
+        head, rows = "KL, mean | windows | 99th percentile | copies | other tokens", []
+        for (name, bits), found in groups.items():
+            each = " ".join(f"{line['kl']:.4f}" for line in found)
+            rest = f"{mean('p99', found):.3f} | {mean('kl_copies', found):.4f} | {mean('kl_others', found):.4f}"
+            rows.append(f"| {name} | {bits:g} | {mean('kl', found):.4f} | {each} | {rest} |")
+    return "\n".join([f"| importance | mean bits | {head} |", f"|---|---|{'---|' * head.count('|')}---|", *rows])
+
+
+def filled(page: str, lines: list[dict[str, Any]]) -> str:
+    """Return the page with the table of every text made from the records."""
+    for text in dict.fromkeys(line["text"] for line in lines):
+        begin, end = f"<!-- {text}: made by benchmarks/token_rates.py -->", f"<!-- end of {text} -->"
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n{table(lines, text)}\n{end}{rest.split(end)[1]}"
+    return page
+
+
+def main() -> None:
+    """Parse the options; run, or write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="name, folder or Hub id of a Llama-like model")
+    parser.add_argument("--text", action="append", default=[], help="NAME=FILE, a text; repeat")
+    parser.add_argument("--windows", type=int, default=4, help="windows of each text")
+    parser.add_argument("--out", type=Path, help="run, and add records to this file")
+    parser.add_argument("--records", type=Path, help="records to make the tables from")
+    parser.add_argument("--into", type=Path, help="page whose tables are replaced")
+    args = parser.parse_args()
+    if args.out is not None:
+        run(args)
+    if args.records is not None and args.into is not None:
+        lines = [json.loads(line) for line in args.records.read_text(encoding="utf-8").splitlines()]
+        args.into.write_text(filled(args.into.read_text(encoding="utf-8"), lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
