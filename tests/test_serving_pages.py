@@ -29,6 +29,7 @@ CODECS = {
     "normalfloat": ("normalfloat", {"bits": 6}),
     "kivi": ("kivi", {"bits": 2}),
     "qjl": ("qjl", {"outliers": 0}),
+    "kvarn": ("kvarn", {"bits": 3, "tile": 32}),
 }
 
 
@@ -37,6 +38,7 @@ CALIBRATED = {
     "trellis before RoPE": ("trellis", {"bits": 2.0, "basis": "rotation", "centre": False}),
     "trellis rotated": ("trellis", {"bits": 2.0, "basis": "rotation", "code": "scalar", "centre": False}),
     "kvquant": ("kvquant", {"outliers": 0.0}),
+    "oscar": ("oscar", {"bits": 3}),
 }
 """Codecs that are fitted on a corpus."""
 
