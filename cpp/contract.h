@@ -104,6 +104,7 @@ struct DenseView {
   Float type = Float::f32;
   const void* data = nullptr;
   int64_t stride_b = 0, stride_h = 0, stride_t = 0;
+  const int64_t* rows = nullptr;  // [B]: index along the first axis of each batch row; null: its number
 };
 
 // One sketch of `signs`: x = factor * norms * S^T * signs on n channels, blocks of 32 tokens.
@@ -200,7 +201,8 @@ struct Scores {
 };
 
 // Page table: entry [b, i] is the page with the tokens of row b from i * tokens on, or -1, whose
-// tokens are invisible. Without pages, token i of a row is token i of the views.
+// tokens are invisible. Without pages, token i of a row is token i of the views. Consecutive positions of
+// RoPE count a row's tokens, not the pages'.
 struct Pages {
   const int32_t* at = nullptr;  // [B, n], last axis contiguous
   int64_t stride_b = 0, tokens = 0;

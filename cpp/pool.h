@@ -8,6 +8,8 @@ namespace tersekv {
 
 constexpr double kThreadsWorthNs = 50000.0;  // for less work, waking a thread costs more than it saves
 
+constexpr double kTeamWorthNs = 10000.0;  // the same for torch's threads between its operations, which spin
+
 constexpr double kLongNs = 1e6;  // work from here on is for run_long_tasks
 
 using TaskFn = void (*)(const void* context, int64_t index);

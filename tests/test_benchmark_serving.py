@@ -1,4 +1,4 @@
-"""The tables of `benchmarks/serving.py`, from synthetic records."""
+"""The tables of `benchmarks/serving*.py`, from synthetic records."""
 
 from __future__ import annotations
 
@@ -44,3 +44,25 @@ def test_tables_are_written_between_their_markers(serving, tmp_path, monkeypatch
     assert page.read_text().startswith(f"before\n{serving.BEGIN}\n| cache in vLLM |")
     assert page.read_text().endswith(f"|\n{serving.END}\nafter\n")
     assert "old" not in page.read_text()
+
+
+def test_divergences_are_a_table_of_their_own(serving):
+    record = {"engine": "vllm", "kl": {"int4": [[0.1, 0.9], [0.3, 1.0]]}}
+    lines = serving.rows([*RECORDS, record])
+    assert lines[-1] == "| `int4` | 0.2000 ± 0.1000 | 95.0% |"
+    assert serving.rows(RECORDS) == lines[: len(serving.rows(RECORDS))]
+
+
+def test_speeds_are_compared_within_a_round():
+    times = {"full": [[2.0, 0.1], [4.0, 0.2]], "int4": [[1.0, 0.2], [2.0, 0.4]]}
+    lines = benchmark("serving_speed").rows([{"shape": [8, 4000, 9], "seconds": times}])
+    assert "| 8 x 4,000 x 9 | `full` | 3.00 | 150.0 | 1.00x | 1.00x |" in lines
+    assert "| 8 x 4,000 x 9 | `int4` | 1.50 | 300.0 | 2.00x | 0.50x |" in lines
+
+
+def test_latencies_of_a_load():
+    record = {"recipe": "int4", "pages": 9, "done": 20, "seconds": 10.0, "preemptions": 2.0, "whole": 20}
+    record |= {"first": [float(i) for i in range(20)], "each": [0.1] * 20}
+    assert (
+        benchmark("serving_load").rows([record])[-1] == "| `int4` | 9 | 2.00 | 2 | 9.5 / 18.9 | 100 / 100 | 20 of 20 |"
+    )

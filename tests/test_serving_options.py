@@ -7,14 +7,19 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from transformers import LlamaConfig
 
 from tersekv.errors import UserError
-from tersekv.serving.vllm.options import VARIABLE, configured, note, slots_of, why_not_engine, why_not_layer
+from tersekv.serving.vllm.options import VARIABLES, configured, note, why_not_engine, why_not_layer
+from tersekv.serving.vllm.plans import pages_of
+
+VARIABLE = VARIABLES["recipe"]
 
 
 @pytest.fixture(autouse=True)
 def _no_variable(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    for variable in VARIABLES.values():
+        monkeypatch.delenv(variable, raising=False)
 
 
 def config(section) -> SimpleNamespace:
@@ -24,10 +29,15 @@ def config(section) -> SimpleNamespace:
 def test_the_configuration_comes_before_the_environment(monkeypatch):
     assert configured(config(None)) is None
     assert configured(None) is None
-    assert str(configured(config({"recipe": "turboquant:bits=3"}))) == "turboquant:bits=3"
+    assert str(configured(config({"recipe": "turboquant:bits=3"})).recipe) == "turboquant:bits=3"
     monkeypatch.setenv(VARIABLE, "polarquant")
-    assert str(configured(config(None))) == "polarquant"
-    assert str(configured(config({"recipe": "int4"}))) == "int4"
+    assert str(configured(config(None)).recipe) == "polarquant"
+    assert str(configured(config({"recipe": "int4"})).recipe) == "int4"
+    assert configured(config(None)).exact == "step"
+    monkeypatch.setenv(VARIABLES["exact"], "page")
+    monkeypatch.setenv(VARIABLES["calibration"], "file")
+    assert configured(config(None))[1:] == ("file", "page")
+    assert configured(config({"recipe": "int4"}))[1:] == (None, "step")
 
 
 def test_a_recipe_of_the_environment_is_noted_in_the_configuration(monkeypatch):
@@ -41,7 +51,12 @@ def test_a_recipe_of_the_environment_is_noted_in_the_configuration(monkeypatch):
     assert full.additional_config == {"tersekv": {"recipe": "int4"}}
 
 
-@pytest.mark.parametrize("section", [{}, {"recipe": 4}, "turboquant", {"recipe": "int4", "bits": 2}])
+def test_unknown_exactness():
+    with pytest.raises(UserError, match="exact is 'all' and must be one of step, page"):
+        configured(config({"recipe": "int4", "exact": "all"}))
+
+
+@pytest.mark.parametrize("section", [{}, {"recipe": 4}, "turboquant", {"recipe": "int4", "bits": "2"}])
 def test_an_invalid_section(section):
     with pytest.raises(UserError, match="is not of the form"):
         configured(config(section))
@@ -55,15 +70,41 @@ def test_recipes_that_are_refused(recipe, words):
         configured(config({"recipe": recipe}))
 
 
-def test_recipes_by_layer():
-    recipe = configured(config({"recipe": "turboquant/uniform:bits=3;0=exact;-1=polarquant"}))
-    assert slots_of(recipe, 0, 4, 64) is None
-    middle, last = slots_of(recipe, 1, 4, 64), slots_of(recipe, 3, 4, 64)
+def engine_of(folder) -> SimpleNamespace:
+    """A configuration of vLLM for a small Llama, as far as it is read."""
+    hf = LlamaConfig(
+        hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64
+    )  # fmt: skip
+    model = SimpleNamespace(hf_config=hf, model=str(folder), get_head_size=lambda: 64)
+    return SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=1))
+
+
+def test_recipes_by_layer(tmp_path):
+    engine = engine_of(tmp_path)
+    choice = configured(config({"recipe": "turboquant/uniform:bits=3;0=exact;-1=polarquant"}))
+    assert pages_of(choice, engine, 0, 2) is None
+    middle, last = (pages_of(choice, engine, layer, 2).slots for layer in (1, 3))
     assert (type(middle.keys).__name__, type(middle.values).__name__) == ("TurboQuant", "Uniform")
     assert type(last.values).__name__ == "PolarQuant"
     assert middle.token_bytes != last.token_bytes
     with pytest.raises(UserError, match="exact keys and exact values"):
-        slots_of(configured(config({"recipe": "exact/int4"})), 0, 4, 64)
+        pages_of(configured(config({"recipe": "exact/int4"})), engine, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("trellis", "needs a calibration: make one with `tersekv calibrate"),
+        ("trellis:calibration=prompt", "use calibration=corpus"),
+        ("qjl", "it is fitted on every prompt"),
+        ("kvquant:calibration=prompt", "use calibration=corpus"),
+        ("kvquant:ranges=online,table=int", r"use outliers=0|fitted on every prompt"),
+        ("uniform:axis=channel,group=64", "blocks hold 64 tokens"),
+    ],
+)
+def test_recipes_that_cannot_be_served(recipe, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        pages_of(configured(config({"recipe": recipe})), engine_of(tmp_path), 1, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,22 @@
-"""Pools of pages: tokens written one by one, in any order, are read as if all had been encoded at
-once."""
+"""Pools of pages: full pages are read as the codec decodes them, others exactly, in any order of steps."""
 
 from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
+from tersekv.cache import coding
 from tersekv.codecs import methods
-from tersekv.errors import UserError
+from tersekv.codecs.transforms.rope import standard_rope
+from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends, cpu
 from tersekv.layouts.base import BLOCK_TOKENS
 from tersekv.serving.pages import PagePool
 from tersekv.serving.slots import Slots, why_not_slots
-from tersekv.serving.steps import EngineStep, Rows
+from tersekv.serving.steps import IDLE_STEPS, SINKS, EngineStep, Rows, SinkRows
 
 CODECS = {
     "turboquant": ("turboquant", {}),
@@ -25,7 +27,22 @@ CODECS = {
     "uniform": ("uniform", {}),
     "uniform 5": ("uniform", {"bits": 5, "group": 16}),
     "normalfloat": ("normalfloat", {"bits": 6}),
+    "kivi": ("kivi", {"bits": 2}),
+    "qjl": ("qjl", {"outliers": 0}),
+    "kvarn": ("kvarn", {"bits": 3, "tile": 32}),
 }
+
+
+CALIBRATED = {
+    "trellis": ("trellis", {"bits": 3.0}),
+    "trellis before RoPE": ("trellis", {"bits": 2.0, "basis": "rotation", "centre": False}),
+    "trellis rotated": ("trellis", {"bits": 2.0, "basis": "rotation", "code": "scalar", "centre": False}),
+    "kvquant": ("kvquant", {"outliers": 0.0}),
+    "oscar": ("oscar", {"bits": 3}),
+}
+"""Codecs that are fitted on a corpus."""
+
+ROPE = standard_rope(64)
 
 
 def slots_of(name: str, head_dim: int = 64, values: str | None = None) -> Slots:
@@ -34,34 +51,43 @@ def slots_of(name: str, head_dim: int = 64, values: str | None = None) -> Slots:
     return Slots(methods()[method].build(**options).keys, methods()[other].build(**other_options).values, head_dim)
 
 
-def pool_of(slots: Slots, pages: int, page_tokens: int, H: int = 2) -> PagePool:
+def calibrated(name: str, H: int = 2, D: int = 64) -> Slots:
+    """Return slots of codecs fitted on random tokens with a mean."""
+    method, options = CALIBRATED[name]
+    pair = methods()[method].build(**options)
+    pair = pair.with_pre_rope("before" in name or pair.keys.pre_rope)
+    x = torch.randn(1, H, 300, D) * torch.linspace(0.2, 2, D) + torch.randn(H, 1, D)
+    keys = pair.keys.with_mean(x) if pair.keys.centred else pair.keys
+    sides = keys.fit_corpus(x, torch.randn_like(x)), pair.values.fit_corpus(x, torch.randn_like(x))
+    keys, values = (type(side).share_across_layers([side])[0] for side in sides)
+    return Slots(keys, values, D)
+
+
+def pool_of(slots: Slots, pages: int, page_tokens: int, exactness="step", rope=None, H: int = 2) -> PagePool:
     """Return a pool whose memory contains the remains of other sequences."""
     memory = torch.randint(0, 120, (pages, H, page_tokens, slots.token_bytes), dtype=torch.uint8)
-    return PagePool(slots, memory, 0.125)
+    return PagePool(slots, memory, 0.125, rope=rope, exactness=exactness)
 
 
-def plan(starts, seen, tables, p, rows):
-    """Return a step whose slots follow from the pages of its requests."""
-    slots = []
-    for (first, last), tokens, table in zip(itertools.pairwise(starts), seen, tables, strict=True):
-        position = torch.arange(tokens - (last - first), tokens)
-        slots.append(table[position // p].long() * p + position % p)
-    return EngineStep.plan(list(starts), list(seen), tables, torch.cat(slots), p, rows)
-
-
-def expected(slots: Slots, query, keys, values, p):
+def expected(slots: Slots, query, keys, values, p, exactness, rope=None):
     """Return the attention of a sequence's last queries, [q, Hq, D].
 
-    Each query reads its own page exact and earlier pages decoded.
+    Attention sinks are exact. So is each query's own page, or with "step" all pages from that of the
+    first query on. Earlier pages are decoded.
     """
     T, H, D = keys.shape
     q, position = query.shape[0], torch.arange(T)
     own = position >= position[-q:, None] // p * p
+    if exactness == "step":
+        own = (position >= (T - q) // p * p).expand(q, T)
+    own = own | (position < SINKS)
     rows = query.view(q, H, -1, D).permute(1, 2, 0, 3)  # [H, G, q, D]
     sides = []
     for codec, x in ((slots.keys, keys), (slots.values, values)):
         whole = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -T % BLOCK_TOKENS)).transpose(0, 1)[None]
-        sides.append((x.transpose(0, 1)[:, None], codec.decode(codec.encode(whole), D)[0, :, None, :T]))
+        angles = rope.angles(0, whole.shape[2]) if codec.needs_rope else None
+        packed = coding.view(codec, coding.encode(codec, coding.Tokens(whole, angles)), D, angles)
+        sides.append((x.transpose(0, 1)[:, None], packed.decode()[0, :, None, :T]))
     (key, key_hat), (value, value_hat) = sides
     scores = torch.where(own, rows @ key.transpose(-1, -2), rows @ key_hat.transpose(-1, -2)) * 0.125
     weight = scores.masked_fill(position > position[-q:, None], float("-inf")).softmax(-1)
@@ -84,7 +110,7 @@ def steps_of(pool, counts_of_steps, tables, p, rows, keys, values, queries):
     for counts in counts_of_steps:
         starts = [0, *itertools.accumulate(counts)]
         lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
-        step = plan(starts, lengths, tables, p, rows)
+        step = EngineStep.plan(starts, lengths, tables, p, rows)
         key, value, query = (
             torch.cat([x[i, lengths[i] - n : lengths[i]] for i, n in enumerate(counts)])
             for x in (keys, values, queries)
@@ -96,18 +122,45 @@ def steps_of(pool, counts_of_steps, tables, p, rows, keys, values, queries):
                 yield i, lengths[i], out[first:last]
 
 
-@pytest.mark.parametrize("p", [32, 64])
+@pytest.mark.parametrize(("p", "exactness"), [(32, "step"), (64, "step"), (32, "page"), (64, "page")])
 @pytest.mark.parametrize("name", CODECS)
-def test_each_query_reads_its_page_exact_and_others_packed(name, p, backend):
+def test_full_pages_are_read_packed_and_others_exactly(name, p, exactness, backend):
     torch.manual_seed(0)
     slots, D = slots_of(name), 64
-    pool, rows = pool_of(slots, 12, p), Rows(4)
+    pool, rows = pool_of(slots, 12, p, exactness), Rows(4)
     keys, values, queries = torch.randn(2, 140, 2, D), torch.randn(2, 140, 2, D), torch.randn(2, 140, 6, D)
     tables = torch.tensor([[7, 2, 5, 0, 8], [1, 6, 3, 4, 9]], dtype=torch.int32)
     counts = [(37, 5), (1, 60), (9, 1), (1, 1), (0, 1), (16, 1), (1, 1), (60, 30)]
     for i, seen, out in steps_of(pool, counts, tables, p, rows, keys, values, queries):
-        own = expected(slots, queries[i, seen - len(out) : seen], keys[i, :seen], values[i, :seen], p)
+        own = expected(slots, queries[i, seen - len(out) : seen], keys[i, :seen], values[i, :seen], p, exactness)
         torch.testing.assert_close(out, own, atol=4e-3, rtol=4e-3)
+
+
+ISAS = [] if cpu.why_not_built() else [name for name, missing in cpu.isas().items() if missing is None]
+
+
+@pytest.mark.parametrize("exactness", ["step", "page"])
+@pytest.mark.parametrize("isa", ["reference", *ISAS])
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_calibrated_codecs_read_positions_of_their_request(name, isa, exactness):
+    """Keys' means and RoPE depend on positions in the request, not on places in the pool."""
+    torch.manual_seed(4)
+    slots, p = calibrated(name), 64
+    keys, values, queries = torch.randn(2, 700, 2, 64), torch.randn(2, 700, 2, 64), torch.randn(2, 700, 6, 64)
+    tables = torch.arange(24, dtype=torch.int32)[torch.randperm(24)].view(2, 12)
+    pool, rows = pool_of(slots, 24, p, exactness, ROPE), Rows(4)
+    counts = [(137, 5), (400, 60), (1, 1), (3, 1), (64, 8), (60, 1), (1, 30)]
+    with backends.forced("reference" if isa == "reference" else "cpu"):
+        if isa != "reference":
+            cpu.set_isa(isa)
+        try:
+            for i, seen, out in steps_of(pool, counts, tables, p, rows, keys, values, queries):
+                of = queries[i, seen - len(out) : seen], keys[i, :seen], values[i, :seen]
+                own = expected(slots, *of, p, exactness, ROPE)
+                torch.testing.assert_close(out, own, atol=1e-2, rtol=1e-2)
+        finally:
+            if isa != "reference":
+                cpu.set_isa("auto")
 
 
 @pytest.mark.skipif(cpu.why_not_built() is not None, reason="the C++ extension is not built")
@@ -126,7 +179,7 @@ def test_requests_with_one_query_are_one_native_call(monkeypatch):
             calls.append(name)
             return getattr(native, name)
 
-    step = plan([0, 1, 2], [82, 72], tables, 32, rows)
+    step = EngineStep.plan([0, 1, 2], [82, 72], tables, 32, rows)
     key, value, query = (torch.stack([x[0, 81], x[1, 71]]) for x in (keys, values, queries))
     pool.write(key, value, step)
     monkeypatch.setattr(cpu, "_module", Counted())
@@ -134,7 +187,7 @@ def test_requests_with_one_query_are_one_native_call(monkeypatch):
     assert [name for name in calls if name != "Moved"] == ["attend"]
 
 
-def test_steps_may_be_cut_anywhere(backend):
+def test_steps_may_be_cut_anywhere_if_pages_are_exact(backend):
     """Kernels read few queries and matrix products many. With the reference both are equal up to
     rounding."""
     torch.manual_seed(1)
@@ -142,7 +195,7 @@ def test_steps_may_be_cut_anywhere(backend):
     keys, values, queries = (torch.randn(1, 140, n, 64) for n in (2, 2, 6))
     outs = []
     for counts in ([(140,)], [(1,)] * 140, [(50,), (14,), (1,), (75,)]):
-        pool = pool_of(slots, 5, 32)
+        pool = pool_of(slots, 5, 32, "page")
         parts = steps_of(pool, counts, tables, 32, Rows(2), keys, values, queries)
         outs.append(torch.cat([out for _, _, out in parts]))
     bound = 1e-5 if backend == "reference" else 2e-3
@@ -156,42 +209,68 @@ def test_pages_filled_by_another_request_are_read():
     keys, values, queries = (torch.randn(1, 100, n, 64) for n in (2, 2, 6))
     pool, rows = pool_of(slots, 6, p), Rows(2)
     first = torch.tensor([[4, 2, 0, 5]], dtype=torch.int32)
-    whole = torch.cat([out for *_, out in steps_of(pool, [(100,)], first, p, rows, keys, values, queries)])
+    whole = torch.cat([out for *_, out in steps_of(pool, [(64,), (36,)], first, p, rows, keys, values, queries)])
     second = torch.tensor([[4, 2, 1, 3]], dtype=torch.int32)
-    step = plan([0, 36], [100], second, p, rows)
+    step = EngineStep.plan([0, 36], [100], second, p, rows)
     pool.write(keys[0, 64:], values[0, 64:], step)
     assert torch.equal(pool.attend(queries[0, 64:], keys[0, 64:], values[0, 64:], step), whole[64:])
 
 
-def test_rows_that_were_taken_over_are_read_packed():
-    rows = Rows(1)
-    assert rows.put(7, 0, 5).row == 0
-    assert rows.of(7, 5).first == 0
-    assert rows.of(7, 6) is None
-    assert rows.put(8, 0, 3).row == 0
-    assert rows.of(7, 5) is None
-    assert rows.put(7, 5, 6).first == 5
-    assert rows.put(7, 6, 7).first == 5
-    assert rows.put(7, 0, 2).first == 0
+def test_tokens_that_are_taken_back_leave_no_trace(backend):
+    """Speculation: the last 5 of 8 tokens of a step are replaced, with a page boundary among them."""
+    torch.manual_seed(3)
+    slots, p = slots_of("turboquant"), 32
+    keys, values, queries = (torch.randn(1, 100, n, 64) for n in (2, 2, 6))
+    tables, outs = torch.tensor([[4, 2, 0, 5]], dtype=torch.int32), []
+    for wrong in (False, True):
+        pool, rows = pool_of(slots, 6, p), Rows(4, keeps_full=True)
+        list(steps_of(pool, [(60,)], tables, p, rows, keys, values, queries))
+        if wrong:
+            step = EngineStep.plan([0, 8], [65], tables, p, rows)
+            pool.write(*(torch.cat([x[0, 57:60], torch.randn(5, 2, 64)]) for x in (keys, values)), step)
+        for first, last in ((60, 63), (63, 66), (66, 67)):
+            step = EngineStep.plan([0, last - first], [last], tables, p, rows)
+            pool.write(keys[0, first:last], values[0, first:last], step)
+            outs.append(pool.attend(queries[0, first:last], keys[0, first:last], values[0, first:last], step))
+    assert all(torch.equal(a, b) for a, b in zip(outs[:3], outs[3:], strict=True))
+
+
+def pages(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int64)
+
+
+def test_rows_of_running_requests_are_never_reused():
+    rows = Rows(2)
+    first = rows.take(pages(7))
+    rows.hold(first, pages(5))
+    assert rows.find(pages(7), pages(5)) == first
+    with pytest.raises(CacheError, match="are gone"):
+        rows.find(pages(7), pages(6))
+    others = rows.take(pages(1, 2, 3))
+    assert len({*others, *first}) == 4
+    rows.step += IDLE_STEPS + 1
+    assert rows.find(pages(7), pages(5)) == first
+    assert not {*rows.take(pages(11, 12))} & {*first}
+    with pytest.raises(CacheError, match="are gone"):
+        rows.find(pages(1), pages(1))
+
+
+def test_sinks_last_until_their_page_is_written_again():
+    sinks = SinkRows()
+    first = sinks.take(pages(3, 9))
+    assert sinks.take(pages(9)) == first[1]
+    sinks.begin(pages(3, 70))
+    assert sinks.of(pages(3, 9)).tolist() == [-1, first[1]]
+    assert sinks.take(pages(100)) == first[0]
+    assert sinks.count == 2
 
 
 def test_rows_are_as_many_as_pages_are_being_filled():
-    rows = Rows(64)
-    for step in range(2000):  # two requests, whose pages change every 128 steps
-        rows.step += 1
-        for request in (0, 1):
-            assert rows.put(1000 * request + step // 128, step % 128, step % 128 + 1).first == 0
+    rows, p = Rows(64), 32
+    for length in range(1, 400):  # two requests that grow by one token
+        tables = torch.arange(26, dtype=torch.int32).view(2, 13)
+        EngineStep.plan([0, 1, 2], [length, length], tables, p, rows)
     assert len(rows) <= 4
-    assert rows.put(5000, 0, 1).row not in {rows.of(1000 * i + 1999 // 128, 1).row for i in (0, 1)}
-
-
-def test_a_row_that_is_read_in_a_step_is_not_taken_over_in_it():
-    rows = Rows(3)
-    old = rows.put(1, 0, 5).row
-    rows.put(2, 0, 5)
-    rows.step += 1000
-    assert rows.of(1, 5).row == old
-    assert rows.put(3, 0, 1).row != old
 
 
 @pytest.mark.parametrize("name", methods())

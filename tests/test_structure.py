@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "cache": {"codecs", "codecs.transforms", "kernels", "layouts", "policies", "recipe"},
     "attention": {"cache", "codecs.transforms", "kernels", "layouts"},
     "hf": {"attention", "cache", "codecs", "codecs.transforms", "layouts", "recipe"},
-    "serving": {"cache", "codecs", "kernels", "layouts", "recipe"},
+    "serving": {"cache", "codecs", "codecs.transforms", "hf", "kernels", "layouts", "plan", "recipe"},
     "lab.evals": {"cache", "hf", "recipe"},
     "lab.plots": {"cache", "codecs.codebooks", "codecs.transforms", "lab.evals", "policies", "recipe"},
     "lab.bench": {"cache", "codecs", "codecs.transforms", "hf", "kernels", "lab.evals", "layouts", "recipe"},

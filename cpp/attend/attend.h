@@ -93,6 +93,8 @@ void attend(const Call& call, const Task& task) {
   keys.call = values.call = &call;
   keys.task = values.task = &task;
   Span later{};
+  int64_t shift = 0;
+  keys.shift = values.shift = &shift;
   keys.later = values.later = &later;
   keys.b = values.b = task.b;
   keys.h = values.h = task.h;
@@ -110,7 +112,8 @@ void attend(const Call& call, const Task& task) {
     const Chunk now(call, task, t0, end, chunk);
     t1 = now.t1;
     if (!now.there) continue;
-    const int64_t first = t0 + now.shift, last = t1 + now.shift;
+    shift = now.shift;
+    const int64_t first = t0 + shift, last = t1 + shift;
     later = Span{};
     if (t1 < end) {
       const Chunk next(call, task, t1, end, chunk);

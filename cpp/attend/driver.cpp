@@ -98,10 +98,10 @@ struct Job {
 
 }  // namespace
 
-void multiply(const BasisProduct& call, int threads) {
+void multiply(const BasisProduct& call, int threads, bool team) {
   const double products = static_cast<double>(call.B * call.H * call.R) * static_cast<double>(call.D * call.D);
-  if (0.1 * products < kThreadsWorthNs) threads = 1;
-  run_tasks(
+  if (0.1 * products < (team ? kTeamWorthNs : kThreadsWorthNs)) threads = 1;
+  (team ? run_long_tasks : run_tasks)(
       call.B * call.H * call.tasks(), threads,
       [](const void* context, int64_t head) {
         current().basis_product(*static_cast<const BasisProduct*>(context), head);
@@ -112,11 +112,11 @@ void multiply(const BasisProduct& call, int threads) {
 namespace {
 
 // Transform the merged outputs of some calls, [B·H·R, Dv], in place.
-void map_outputs(const Call& any, const OutputMap& map, int threads, float* out) {
+void map_outputs(const Call& any, const OutputMap& map, int threads, bool team, float* out) {
   const int64_t rows = any.B * any.H * any.R, Dv = any.Dv;
   if (map.matrix.given()) {
     const std::vector<float> inner(out, out + rows * Dv);
-    multiply({any.B, any.H, any.R, Dv, true, map.matrix, inner.data(), Dv, out, Dv}, threads);
+    multiply({any.B, any.H, any.R, Dv, true, map.matrix, inner.data(), Dv, out, Dv}, threads, team);
   }
   if (!map.mean) return;
   for (int64_t head = 0; head < any.B * any.H; head++)
@@ -146,7 +146,9 @@ void attend(std::vector<Call>& calls, const OutputMap& map, int threads, float* 
     ns += job.plans.back().ns;
   }
   const int most = threads;
-  if (ns < kThreadsWorthNs) threads = 1;
+  // Engines call for all requests at once, between torch's operations, whose threads still spin.
+  const bool team = std::any_of(calls.begin(), calls.end(), [](const Call& call) { return call.pages.at; });
+  if (ns < (team ? kTeamWorthNs : kThreadsWorthNs)) threads = 1;
   int64_t tasks = 0, parts = 0;
   for (Plan& plan : job.plans) {
     split(plan, threads);
@@ -172,12 +174,12 @@ void attend(std::vector<Call>& calls, const OutputMap& map, int threads, float* 
       lses.push_back(plan.lse + s * rows);
     }
   }
-  run_tasks(tasks, threads, Job::run, &job);
+  (team ? run_long_tasks : run_tasks)(tasks, threads, Job::run, &job);
   if (maps) {
     float *mapped = part_at(parts), *mapped_lse = mapped + rows * Dv;
     const auto count = static_cast<int64_t>(outs.size() - unmapped);
     current().merge({count, rows, Dv, outs.data() + unmapped, lses.data() + unmapped, mapped, mapped_lse});
-    map_outputs(any, map, most, mapped);
+    map_outputs(any, map, most, team, mapped);
     outs.resize(unmapped);
     lses.resize(unmapped);
     outs.push_back(mapped);

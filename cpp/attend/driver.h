@@ -27,6 +27,7 @@ void attend(std::vector<Call>& calls, const OutputMap& map, int threads, float* 
 void merge_segments(const Merge& call);
 
 // Multiply all heads, on up to `threads` threads.
-void multiply(const BasisProduct& call, int threads);
+// team: run on torch's threads, see `run_long_tasks`.
+void multiply(const BasisProduct& call, int threads, bool team = false);
 
 }  // namespace tersekv

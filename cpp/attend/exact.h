@@ -9,6 +9,7 @@ namespace {  // internal to each build of the kernels
 
 inline const char* dense_row(const DenseView& v, int64_t b, int64_t h, int64_t t) {
   const int64_t size = v.type == Float::f32 ? 4 : 2;
+  if (v.rows) b = v.rows[b];
   return static_cast<const char*>(v.data) + (b * v.stride_b + h * v.stride_h + t * v.stride_t) * size;
 }
 

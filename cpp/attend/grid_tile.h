@@ -130,17 +130,20 @@ void grid_fill(const Node& node, int64_t n, int64_t g, float* tile) {
   });
 }
 
-// Return the mean of errors[code] over a sample of the task's codes; with pages, of the whole
-// pool's codes. The sampled columns are evenly spaced.
+// Return the mean of errors[code] over a sample of the task's codes. The sampled columns are evenly
+// spaced. With pages, the mean is over all codes: a result must not depend on other rows' pages.
 template <class S>
 float mean_error(const Node& node, const float* errors) {
   using F = typename S::F;
   constexpr int64_t kCodes = 4096;
   const GridView& v = node.grid;
   const int64_t unit = node.call->tokens_per_unit, t = node.view->t, groups = v.L / kLanes;
-  const bool pages = node.call->pages.at != nullptr;
-  const int64_t first = pages ? 0 : node.task->first * unit / t;
-  const int64_t blocks = (pages ? node.view->T : node.task->last * unit) / t - first;
+  if (node.call->pages.at) {
+    float sum = 0.0f;
+    for (int i = 0; i < 1 << v.bits; i++) sum += errors[i];
+    return sum / static_cast<float>(1 << v.bits);
+  }
+  const int64_t first = node.task->first * unit / t, blocks = node.task->last * unit / t - first;
   if (blocks == 0 || groups == 0) return 0.0f;
   const int64_t wanted = ceil_div(kCodes, v.P * kLanes), columns = wanted < blocks ? wanted : blocks;
   F sum = S::zero();

@@ -21,7 +21,8 @@ struct Node {
   const View* view = nullptr;
   const Call* call = nullptr;
   const Task* task = nullptr;
-  const Span* later = nullptr;  // tokens of the next chunk, or none
+  const Span* later = nullptr;     // tokens of the next chunk, or none
+  const int64_t* shift = nullptr;  // tokens of the present chunk are this many further on than in the row
   int64_t b = 0, h = 0, rows = 0;
   const float* query = nullptr;  // of keys: [rows, query_stride], scaled, this view's channels
   int64_t query_stride = 0;

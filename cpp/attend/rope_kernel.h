@@ -19,9 +19,9 @@ struct RopedSide {
   int64_t query_stride = 0;
 };
 
-// Rows [row, row + rows), at most four, over tokens [first, last).
+// Rows [row, row + rows), at most four, over tokens [first, last), whose positions are `shift` less.
 struct RopedSpan {
-  int64_t row, rows, first, last;
+  int64_t row, rows, first, last, shift;
 };
 
 // Sums of table [reads, stride] · factor for 16·n tokens. reads is even; the table is stored in

@@ -113,7 +113,7 @@ void span_scores(Roped& own, const RopedSpan& span, float* score, int64_t score_
     if (!own.fixed || own.row != span.row) measure_queries(own, span);
     if (!own.fixed) from = -kInt16Offsets;  // units may differ per block
     for (int64_t i = 0; i < t;) {
-      if (token + i - from >= kInt16Offsets) turn_queries(own, span, from = token + i);
+      if (token + i - from >= kInt16Offsets) turn_queries(own, span, (from = token + i) - span.shift);
       const int64_t step = token + i - from, left = kInt16Offsets - step < t - i ? kInt16Offsets - step : t - i;
       const int32_t* codes = block.codes + i / kLanes * words;
       float* out = score + token + i - span.first;

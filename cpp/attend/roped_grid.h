@@ -215,13 +215,13 @@ void turn_rows(const Node& node, RopedGrid& own, const Span& span, int64_t token
 template <class S>
 void stepped_scores(const Node& node, RopedGrid& own, Span span, float* score, int64_t score_stride) {
   const int16_t* int16_offsets = node.view->rope.int16_offsets;
-  node.call->rope->scores(own.fast, {span.row, span.rows, span.first, span.last}, score, score_stride);
+  node.call->rope->scores(own.fast, {span.row, span.rows, span.first, span.last, *node.shift}, score, score_stride);
   if (!own.sparse) return;
   Rows* tokens = static_cast<SparseOwn*>(own.sparse->own)->tokens;
   clear(tokens, span.tokens());
   for (int64_t token = span.first; token < span.last; token += kInt16Offsets, tokens += kInt16Offsets) {
     const int64_t last = token + kInt16Offsets < span.last ? token + kInt16Offsets : span.last;
-    turn_rows<S>(node, own, span, token);
+    turn_rows<S>(node, own, span, token - *node.shift);
     const Rows *query = own.query, *turned = own.turned;
     const int32_t* place = own.place;
     each_entry<S>(*own.sparse, {span.row, span.rows, token, last},
@@ -239,7 +239,7 @@ void roped_grid_scores(const Node& node, RopedGrid& own, Span span, float* score
   if (own.fast) return stepped_scores<S>(node, own, span, score, score_stride);
   const Task& task = *node.task;
   const int64_t unit = node.call->tokens_per_unit, first = task.first * unit, stride = task.last * unit - first;
-  const float* tables = node.lanes + span.first - first;
+  const float* tables = node.lanes + span.first - *node.shift - first;
   with_rows(span.rows,
             [&](auto rows) { roped_grid_blocks<S, rows>(node, *own.grid, tables, stride, span, score, score_stride); });
   if (own.sparse) roped_entries<S>(node, own, tables, stride, span, score, score_stride);

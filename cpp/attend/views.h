@@ -147,7 +147,7 @@ void roped_scores(const Node& node, Span span, float* score, int64_t score_strid
     for (int64_t at = token; at < span.last && tiles < kRopedTiles; at += kLanes, tiles++)
       decode_tile<S>(node.parts[0], at, span.last - at < kLanes ? span.last - at : kLanes,
                      own.tile + tiles * own.tile_floats);
-    const float* tables = node.lanes + token - first;
+    const float* tables = node.lanes + token - *node.shift - first;
     float* out = score + token - span.first;
     with_rows(span.rows, [&](auto rows) {
       if (tiles == kRopedTiles)

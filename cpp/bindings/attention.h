@@ -115,7 +115,8 @@ class Attention {
         fail("keys: ", "expected head_dim " + std::to_string(D_) + " of the query, got " + std::to_string(inner));
       memory_.emplace_back(B_ * H_ * R_ * D);
       float* out = memory_.back().data();
-      if (pages.query.given()) multiply({B_, H_, R_, inner, false, pages.query, rows_, D_, out, D}, threads);
+      if (pages.query.given())
+        multiply({B_, H_, R_, inner, false, pages.query, rows_, D_, out, D}, threads, !table.is_none());
       for (int64_t r = 0; r < B_ * H_ * R_; r++) {
         if (!pages.query.given()) std::copy_n(rows_ + r * D_, inner, out + r * D);
         if (pages.keeps_query) std::copy_n(rows_ + r * D_, inner, out + r * D + inner);
@@ -314,10 +315,11 @@ class Attention {
     return masks_.back().data();
   }
 
-  // True if a page table may reorder a view's tokens. RoPE tables and sparse entries depend on the
-  // order.
+  // True if a page table may reorder a view's tokens. Sparse entries and listed positions depend on the
+  // order; consecutive positions count the row's tokens.
   static bool pageable(const View& view) {
-    if (view.kind == Kind::roped || view.kind == Kind::rotated_mean || view.kind == Kind::sparse) return false;
+    if (view.kind == Kind::sparse) return false;
+    if ((view.kind == Kind::roped || view.kind == Kind::rotated_mean) && !view.rope.consecutive) return false;
     for (int64_t i = 0; i < view.count; i++)
       if (!pageable(view.parts[i])) return false;
     return true;
@@ -328,7 +330,7 @@ class Attention {
     const int64_t n = x.dims == 2 ? x.shape[1] : 0;
     expect("", "pages", x, {{"B", B_}, {"n", n}}, 1);
     if (!pageable(*call.keys) || !pageable(*call.values))
-      throw NotTaken("keys or values have RoPE or outliers, so a page table cannot reorder their tokens");
+      throw NotTaken("keys or values have outliers or listed positions, so a page table cannot reorder their tokens");
     if (page_tokens < 1 || page_tokens % call.tokens_per_unit || call.T % page_tokens)
       fail("pages: ", "expected tokens per page to be a multiple of " + std::to_string(call.tokens_per_unit) +
                           " and to divide T = " + std::to_string(call.T) + ", got " + std::to_string(page_tokens));

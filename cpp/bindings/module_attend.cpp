@@ -111,7 +111,18 @@ NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<n
   return made.release();
 }
 
-// exact: a tuple of (keys, values, where) with tensors [B, H, T, D], which come before the pages.
+// Read rows `rows` int64 [B] of the first axis, one per batch row.
+void take_rows(NativeView& v, const Tensor& rows, int64_t batch) {
+  expect("", "rows", rows, {{"B", batch}}, 0);
+  for (int64_t b = 0; b < batch; b++)
+    if (const int64_t at = rows.as<int64_t>()[b]; at < 0 || at >= v.B)
+      fail("rows: ", "expected 0 to " + std::to_string(v.B - 1) + ", got " + std::to_string(at));
+  v.view.dense.rows = rows.as<int64_t>();
+  v.B = 1;
+}
+
+// exact: a tuple of (keys, values, where) or (keys, values, where, rows) with tensors [B, H, T, D],
+// which come before the pages. rows: int64, index along the first axis of each batch row.
 void py_attend(nb::handle query, nb::handle exact, nb::handle pages, nb::handle where, nb::handle table,
                int64_t page_tokens, nb::handle mask, nb::handle hidden, double scaling, double softcap,
                nb::handle sinks, nb::handle out, nb::handle lse, int threads) {
@@ -125,6 +136,9 @@ void py_attend(nb::handle query, nb::handle exact, nb::handle pages, nb::handle 
     const nb::handle segment = item(exact, i);
     views.push_back(view_of_tokens("keys", tensor_of("keys", item(segment, 0), kFloats)));
     views.push_back(view_of_tokens("values", tensor_of("values", item(segment, 1), kFloats)));
+    if (NB_TUPLE_GET_SIZE(segment.ptr()) < 4) continue;
+    const Tensor rows = tensor_of("rows", item(segment, 3), kInt64);
+    for (NativeView* view : {&views[2 * i], &views[2 * i + 1]}) take_rows(*view, rows, attention.batch());
   }
   std::vector<Call> calls;
   for (Py_ssize_t i = 0; i < n; i++) calls.push_back(call_of(views[2 * i], views[2 * i + 1], B, H));

@@ -3,7 +3,8 @@ output.
 
 Job: {"engine": arguments of vllm.LLM, "batches": lists of prompts, "sampling": …}. Batches are
 answered in order. A prompt is a text or a list of ids. "before": arguments of an engine that
-answers the first batch in the same process and stays alive.
+answers the first batch in the same process and stays alive. "cancelled": numbers of requests that are
+cancelled after three tokens; requests are then added one per step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,21 @@ from __future__ import annotations
 import json
 import os
 import sys
+
+
+def churn(llm, prompts, sampling, cancelled):
+    """Answer prompts that arrive one per step. Cancelled requests have no output."""
+    core, outs, waiting, stopped = llm.llm_engine, {}, list(enumerate(prompts)), set(map(str, cancelled))
+    while waiting or core.has_unfinished_requests():
+        if waiting:
+            number, prompt = waiting.pop(0)
+            core.add_request(str(number), {"prompt_token_ids": prompt["prompt_token_ids"]}, sampling)
+        for out in core.step():
+            outs[out.request_id] = out
+            if out.request_id in stopped and len(out.outputs[0].token_ids) >= 3:
+                core.abort_request([out.request_id])
+                stopped.remove(out.request_id)
+    return [outs[str(i)] for i in range(len(prompts)) if i not in set(cancelled)]
 
 
 def main() -> None:
@@ -28,7 +44,12 @@ def main() -> None:
         prompts = [p if isinstance(p, str) else {"prompt_token_ids": p} for p in batch]
         if first is not None:
             first.generate(prompts, sampling, use_tqdm=False)
-        outs = llm.generate(prompts, sampling, use_tqdm=False)
+        cancelled = job.get("cancelled")
+        outs = (
+            llm.generate(prompts, sampling, use_tqdm=False)
+            if cancelled is None
+            else churn(llm, prompts, sampling, cancelled)
+        )
         answers.append([list(out.outputs[0].token_ids) for out in outs])
         cached.append([out.num_cached_tokens for out in outs])
     held = llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -40,18 +41,24 @@ ENVIRONMENT = {
 }
 
 
-def run(batches, recipe=RECIPE, new_tokens=24, environment=None, before=None, **engine):
+def run(
+    batches, recipe=RECIPE, new_tokens=24, environment=None, before=None, exact="page", calibration=None,
+    cancelled=None, **engine,
+):  # fmt: skip
     """Return answers, cached tokens, capacity and output of one engine.
 
-    before: recipe (or "") of an engine created before it in the same process.
+    before: recipe (or "") of an engine created before it in the same process. exact: with "page",
+    answers depend neither on chunks nor on cached prefixes.
     """
-    extra = {"tersekv": {"recipe": recipe}} if recipe else {}
+    section = {"recipe": recipe, "exact": exact} | ({"calibration": calibration} if calibration else {})
+    extra = {"tersekv": section} if recipe else {}
     options = {"enforce_eager": True, "max_model_len": 1024, "additional_config": extra, "max_num_seqs": 8} | engine
     first = options | {"additional_config": {"tersekv": {"recipe": before}} if before else {}}
     job = {
         "before": None if before is None else first,
         "engine": options,
         "batches": batches,
+        "cancelled": cancelled,
         "sampling": {"max_tokens": new_tokens},
     }
     done = subprocess.run(
@@ -134,7 +141,7 @@ def test_greedy_answers_of_four_bits_agree_with_native_bfloat16(smollm2):
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     answers = []
     for recipe in (None, RECIPE):
-        result, said = run([ids], recipe=recipe, new_tokens=64, model=smollm2, dtype="bfloat16")
+        result, said = run([ids], recipe=recipe, new_tokens=64, model=smollm2, dtype="bfloat16", exact="step")
         assert result, said[-3000:]
         answers.append(result["answers"][0])
     pairs = zip(*answers, strict=True)
@@ -168,17 +175,72 @@ def llama(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def roomy(llama):
-    """Answers of an engine with enough memory."""
-    result, said = run([IDS], model=llama, **SMALL)
+def calibration(llama, tmp_path_factory) -> str:
+    """Calibrate `trellis` on random ids."""
+    import torch
+    import transformers as tf
+
+    from tersekv.hf.calibrate import Calibrator, Corpus
+    from tersekv.recipe import Recipe
+
+    folder = tmp_path_factory.mktemp("calibration")
+    ids = torch.randint(512, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
+    corpus = Corpus.draw("ids", "ids", ids, samples=4, length=256, seed=0)
+    model = tf.AutoModelForCausalLM.from_pretrained(llama)
+    made = Calibrator(model, [Recipe.parse("trellis")], corpus, work=folder).run(lambda *_: None)
+    made[0].save(folder / "trellis.safetensors")
+    return str(folder / "trellis.safetensors")
+
+
+@pytest.fixture(scope="module", params=[RECIPE, "trellis:bits=4"])
+def roomy(request, llama, calibration):
+    """Answers of an engine with enough memory, and its recipe and calibration as arguments of `run`."""
+    own = {"recipe": request.param, "calibration": calibration if "trellis" in request.param else None}
+    result, said = run([IDS], model=llama, **own, **SMALL)
     assert result, said[-3000:]
     assert result["preempted"] == 0
-    return result
+    return result | {"own": own}
+
+
+def test_prompts_in_chunks_alone_and_with_speculation_give_the_same_tokens(llama, roomy):
+    options = {"max_num_batched_tokens": 64, "enable_prefix_caching": False} | roomy["own"]
+    chunks, said = run([[row] for row in IDS], model=llama, **options, **SMALL)
+    assert chunks, said[-3000:]
+    assert [batch[0] for batch in chunks["answers"]] == roomy["answers"][0]
+    guess = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    ahead, said = run([IDS], model=llama, speculative_config=guess, **roomy["own"], **SMALL)
+    assert ahead, said[-3000:]
+    assert ahead["answers"] == roomy["answers"]
+
+
+REQUESTS = int(os.environ.get("TERSEKV_TEST_REQUESTS", "40"))
+
+
+def test_no_token_is_lost_over_many_requests(llama, calibration):
+    """Shared prefixes, preemption, chunks, cancelled requests and speculation, beside a roomy engine without them."""
+    draw = random.Random(0)
+    shared = [[draw.randrange(512) for _ in range(300)] for _ in range(5)]
+    prompts = []
+    for _ in range(REQUESTS):
+        prefix = draw.choice(shared)[: draw.choice((0, 40, 128, 260))]
+        prompts.append(prefix + [draw.randrange(512) for _ in range(draw.randint(1, 120))])
+    cancelled = draw.sample(range(REQUESTS), REQUESTS // 10)
+    own = {"recipe": "trellis:bits=4", "calibration": calibration, "new_tokens": 40, "model": llama}
+    guess = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    options = {"num_gpu_blocks_override": 12, "max_num_batched_tokens": 64, "speculative_config": guess}
+    tight, said = run([prompts], cancelled=cancelled, **options, **own, **SMALL)
+    assert tight, said[-3000:]
+    assert tight["preempted"] > 0
+    assert max(tight["cached"][0]) >= 128
+    kept = [prompt for i, prompt in enumerate(prompts) if i not in cancelled]
+    alone, said = run([kept], enable_prefix_caching=False, **own, **SMALL)
+    assert alone, said[-3000:]
+    assert tight["answers"] == alone["answers"]
 
 
 @pytest.mark.parametrize("before", ["", "uniform:bits=8;0=exact"])
 def test_a_second_engine_of_a_process_has_its_own_recipe(llama, roomy, before):
-    second, said = run([IDS], model=llama, before=before, **SMALL)
+    second, said = run([IDS], model=llama, before=before, **roomy["own"], **SMALL)
     assert second, said[-3000:]
     assert (second["answers"], second["capacity"]) == (roomy["answers"], roomy["capacity"])
 
@@ -194,7 +256,7 @@ def test_a_second_engine_with_an_unsupported_recipe_is_an_error(llama, tmp_path)
 def test_tensor_parallel_gives_the_same_tokens(llama, roomy):
     cores = "0|1" if (os.cpu_count() or 1) > 1 else "nobind"
     environment = {"VLLM_CPU_OMP_THREADS_BIND": cores}
-    two, said = run([IDS], model=llama, tensor_parallel_size=2, environment=environment, **SMALL)
+    two, said = run([IDS], model=llama, tensor_parallel_size=2, environment=environment, **roomy["own"], **SMALL)
     assert two, said[-3000:]
     assert two["answers"] == roomy["answers"]
 
@@ -202,7 +264,7 @@ def test_tensor_parallel_gives_the_same_tokens(llama, roomy):
 def test_preempted_requests_give_the_same_tokens(llama, roomy):
     """There are six pages besides one of vLLM's own. The first three prompts fit, and two grow into
     another page."""
-    tight, said = run([IDS], model=llama, num_gpu_blocks_override=7, **SMALL)
+    tight, said = run([IDS], model=llama, num_gpu_blocks_override=7, **roomy["own"], **SMALL)
     assert tight, said[-3000:]
     assert tight["preempted"] > 0
     assert tight["answers"] == roomy["answers"]
@@ -227,10 +289,11 @@ def test_native_first_and_last_layers_with_shared_prefixes(llama):
         ("Llama", {}, {"kv_cache_dtype": "fp8"}, RECIPE, "kv_cache_dtype is 'fp8'"),
         ("Llama", {}, {"block_size": 48}, RECIPE, "pages hold 48 tokens"),
         ("Llama", {}, {}, "h2o:budget=64+kivi:bits=4", "has the token policy"),
-        ("Llama", {}, {}, "kivi:bits=4", "cannot be used in an engine's pages"),
+        ("Llama", {}, {}, "qjl", "cannot be used in an engine's pages"),
+        ("Llama", {}, {}, "trellis:bits=4", "needs a calibration"),
         ("Llama", {}, {}, "turbo", "unknown method 'turbo'"),
     ],
-    ids=["sliding window", "head dim", "fp8", "block size", "policy", "state", "name"],
+    ids=["sliding window", "head dim", "fp8", "block size", "policy", "state", "calibration", "name"],
 )
 def test_unsupported_models_are_refused(tmp_path, kind, options, engine, recipe, words):
     model = small_model(tmp_path, kind, **options)

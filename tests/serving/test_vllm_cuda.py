@@ -133,7 +133,7 @@ def test_without_a_recipe_layers_are_unchanged(engine):
 @pytest.mark.parametrize(
     ("platform", "backend", "layer", "words"),
     [
-        ("cuda", None, {}, "FLASH_ATTN, and the plug-in stands for TRITON_ATTN only .--attention-backend TRITON_ATTN"),
+        ("cuda", None, {}, "FLASH_ATTN, and the plug-in replaces TRITON_ATTN only .--attention-backend TRITON_ATTN"),
         ("cuda", "FLEX_ATTENTION", {}, "chosen its backend FLEX_ATTENTION"),
         ("cuda", None, {"use_mla": True}, "latent attention"),
         ("rocm", "TRITON_ATTN", {}, "vLLM runs on rocm"),

@@ -24,6 +24,7 @@ from tersekv.cli import (
     plot,
     prompt_cache,
     report,
+    serve,
     streams,
 )
 from tersekv.errors import CacheError, UserError
@@ -38,6 +39,7 @@ app = typer.Typer(
 app.command()(generate.generate)
 app.command("eval", cls=evaluate.WithTaskOptions)(evaluate.evaluate)
 app.command()(calibrate.calibrate)
+app.command(context_settings={"allow_extra_args": True})(serve.serve)
 app.command("list")(listing.list_methods)
 app.command()(estimate.estimate)
 app.add_typer(models.app, name="models")

@@ -1,42 +1,64 @@
-"""Pool of pages of one layer: new tokens are encoded into their slots, and queries read the packed
-bytes in place.
+"""Pool of pages of one layer: pages are packed when they are full, and queries read packed bytes.
 
-`tersekv.serving.steps` decides which tokens a query reads packed and which exact. Both parts are
-merged by their log-sum-exp.
+`tersekv.serving.steps` says which pages get full in a step and which tokens a query reads packed.
+Queries of a prompt read the tokens of their own step exactly, in one fused product with what is
+unpacked of earlier pages. Kernels read packed bytes in place for requests with few queries.
 
 Shapes: T tokens of a step, H key-value heads, Hq query heads, G = Hq/H, D head dim, S pages, p tokens per page.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, cast
+
 import torch
 from torch import Tensor
 
+from tersekv.cache import coding
+from tersekv.cache.coding import Tokens
+from tersekv.codecs import Codec
+from tersekv.codecs.transforms.rope import Angles, Rope
 from tersekv.errors import UserError
-from tersekv.kernels import backends, softmax
+from tersekv.kernels import backends
 from tersekv.kernels.attend import PackedPages
-from tersekv.layouts.base import BLOCK_TOKENS, View
-from tersekv.serving.slots import Slots, write
-from tersekv.serving.steps import Chunk, EngineStep, Singles
+from tersekv.layouts.base import BLOCK_TOKENS, PackedTensors, View
+from tersekv.serving.by_page import attend_by_page, nothing
+from tersekv.serving.dense import DenseAttention, Lengths, attend_dense
+from tersekv.serving.slots import Slots
+from tersekv.serving.steps import SINKS, Chunk, EngineStep, Full, Singles
 
-SPAN_TOKENS = 1024
-"""Number of packed tokens decoded at a time for long chunks."""
+PART_TOKENS = 2048
+"""Number of tokens encoded or decoded at a time, which bounds the memory of float32 copies."""
 
-QUERY_TILE = 256
-"""Query positions of a long chunk processed at a time, which bounds the memory for scores."""
+FEW_QUERIES = 8
+"""Most queries of a request for which kernels read its packed bytes, instead of unpacking them."""
 
-KERNEL_ROWS = 64
-"""Most query rows per KV head (grouped heads × positions) for kernels that read packed bytes."""
+Exactness = Literal["step", "page"]
+"""Tokens that a prompt's query reads exactly: those of its own step, or those of its own page.
 
-PartialAttention = tuple[Tensor, Tensor]
-"""Output [B, H, R, D] and log-sum-exp [B, H, R] of query rows over some tokens."""
+With "page" results do not depend on how prompts are cut into steps.
+"""
 
 
 class PagePool:
-    """Pages of one layer in contiguous memory uint8 [S, H, p, token_bytes]. scaling, softcap:
-    applied to the scores."""
+    """Pages of one layer in contiguous memory uint8 [S, H, p, token_bytes].
 
-    def __init__(self, slots: Slots, memory: Tensor, scaling: float, softcap: float | None = None) -> None:
+    scaling, softcap: applied to the scores. rope: of the keys, if their codec needs it. dense:
+    attention over unpacked tokens.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        memory: Tensor,
+        scaling: float,
+        softcap: float | None = None,
+        rope: Rope | None = None,
+        dense: DenseAttention = attend_dense,
+        exactness: Exactness = "step",
+    ) -> None:
         S, H, p, C = memory.shape
         if p % BLOCK_TOKENS or slots.token_bytes != C or not memory.is_contiguous():
             raise UserError(
@@ -44,178 +66,299 @@ class PagePool:
                 f"of {slots.token_bytes} bytes per KV head, and a layer's pages are contiguous"
             )
         self.slots, self.page_tokens, self.kv_heads, self.scaling, self.softcap = slots, p, H, scaling, softcap
+        self.rope, self.dense, self.exactness = rope if slots.keys.needs_rope else None, dense, exactness
+        if slots.keys.needs_rope and (rope is None or rope.varies):
+            raise UserError(
+                f"{type(slots.keys).__name__} needs the RoPE of the keys' positions, and this model has none that "
+                "depends on positions alone; use turboquant"
+            )
+        self.codecs: tuple[Codec, Codec] = (slots.keys, slots.values)
         self.planes = slots.views(memory.view(S * p // BLOCK_TOKENS, H, BLOCK_TOKENS * C))
         self.rows: Tensor | None = None
-        """Exact copies of partially filled pages: [2, rows, H, p, D], keys and values."""
-        self._views: dict[int, tuple[View, View]] = {}
+        """Exact copies of pages being filled: [2, rows, H, p, D], keys and values."""
+        self.sinks: Tensor | None = None
+        """Exact attention sinks of requests: [2, rows, H, SINKS, D]."""
         self._pool: PackedPages | None = None
 
+    # ---------------------------------------------------------------- write
+
     def write(self, keys: Tensor, values: Tensor, step: EngineStep) -> None:
-        """Encode keys and values [T, H, D] of a step into their slots; also copy those of partially
-        filled pages."""
-        codecs = (self.slots.keys, self.slots.values)
-        for codec, planes, specs, x in zip(codecs, self.planes, self.slots.planes, (keys, values), strict=True):
-            x = x if step.tokens is None else x[step.tokens]
-            if len(x):
-                write(codec, planes, specs, x.float(), step.places)
-        have = 0 if self.rows is None else self.rows.shape[1]
-        if have < step.rows:
-            more = keys.new_zeros((2, max(step.rows, 2 * have) - have, self.kv_heads, self.page_tokens, keys.shape[-1]))
-            self.rows = more if self.rows is None else torch.cat([self.rows, more], dim=1)
-        assert self.rows is not None
+        """Copy the tokens [T, H, D] of pages being filled to their rows, and pack full pages."""
+        self.rows = self._with_rows(self.rows, step.rows, self.page_tokens, keys)
+        self.sinks = self._with_rows(self.sinks, step.sinks, SINKS, keys)
         token, row, place = step.copied
-        for side, x in enumerate((keys, values)):
-            self.rows[side][row, :, place] = x[token].to(self.rows.dtype)
+        if len(token):
+            whole = len(token) == len(keys) and step.singles is not None and step.singles.tokens is None
+            for side, x in enumerate((keys, values)):
+                self.rows[side].transpose(1, 2)[row, place] = (x if whole else x[token]).to(self.rows.dtype)
+        if step.full is not None:
+            self._pack(keys, values, step.full, step.shared)
+
+    def _with_rows(self, held: Tensor | None, rows: int, tokens: int, like: Tensor) -> Tensor:
+        """Return exact tokens [2, at least `rows`, H, tokens, D] that begin with the present ones."""
+        have = 0 if held is None else held.shape[1]
+        if held is not None and have >= rows:
+            return held
+        more = like.new_zeros((2, max(rows, 2 * have, 1) - have, self.kv_heads, tokens, self.slots.head_dim))
+        return more if held is None else torch.cat([held, more], dim=1)
+
+    def _pack(self, keys: Tensor, values: Tensor, full: Full, shared: dict[Any, Any]) -> None:
+        """Encode the tokens of full pages and store their blocks."""
+        for side, (codec, planes, x) in enumerate(zip(self.codecs, self.planes, (keys, values), strict=True)):
+            parts = [x[full.tokens]] if len(full.tokens) else []
+            if len(full.rows):
+                assert self.rows is not None
+                parts.append(self.rows[side][full.rows].transpose(1, 2).flatten(0, 1))
+            tokens = torch.cat(parts).transpose(0, 1)[None]  # [1, H, n, D]
+            page, row = full.sinks
+            if len(page):
+                assert self.sinks is not None
+                pages = tokens[0].unflatten(1, (-1, self.page_tokens))  # [H, pages, p, D]
+                self.sinks[side][row] = pages[:, page, :SINKS].transpose(0, 1).to(self.sinks.dtype)
+            for first in range(0, tokens.shape[2], PART_TOKENS):
+                part = slice(first, first + PART_TOKENS)
+                angles = self._angles(side, full.positions[part], shared, ("full", first))
+                coded = coding.encode(codec, Tokens(tokens[:, :, part].float(), angles))
+                blocks = full.blocks[first // BLOCK_TOKENS : (first + PART_TOKENS) // BLOCK_TOKENS]
+                for name, plane in planes.items():
+                    plane[0].index_copy_(1, blocks, coded[name][0])
+
+    def _angles(self, side: int, positions: Tensor, shared: dict[Any, Any], key: Any) -> Angles | None:
+        """Return the RoPE angles of tokens, for keys whose codec needs them. Layers share them."""
+        if side or self.rope is None:
+            return None
+        key = id(self.rope), key
+        if key not in shared:
+            shared[key] = self.rope.angles_at(positions)
+        return cast(Angles, shared[key])
+
+    # ---------------------------------------------------------------- read
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, step: EngineStep) -> Tensor:
         """Attend with a step's queries [T, Hq, D]; their keys and values [T, H, D] must be written
         already.
 
-        Returns float32 [T, Hq, D], on the device that queries, memory and step share.
+        Returns [T, Hq, D] in the query's type, on the device that queries, memory and step share.
         """
-        T, Hq, D = query.shape
-        rows = query.float().view(T, self.kv_heads, -1, D)  # [T, H, G, D]
-        out = torch.zeros_like(rows)
-        if step.singles is not None:
-            out[step.singles.tokens] = self._singles(rows[step.singles.tokens], step.singles)
+        singles = step.singles
+        if singles is not None and singles.tokens is None:
+            return self._singles(query, singles)
+        if singles is None and self.exactness == "step" and _are_long(step.chunks, len(query)):
+            return self._long(query, keys, values, list(step.chunks), step.shared)
+        out = torch.zeros_like(query)
+        if singles is not None and singles.tokens is not None:
+            out[singles.tokens] = self._singles(query[singles.tokens], singles)
+        long: list[Chunk] = []
         for chunk in step.chunks:
             own = slice(chunk.first, chunk.last)
-            out[own] = self._chunk(rows[own].permute(1, 2, 0, 3)[None], keys[own], values[own], chunk)
-        return out.view(T, Hq, D)
+            if self.exactness == "page":
+                out[own] = attend_by_page(self, query[own], keys[own], values[own], chunk).to(out.dtype)
+            elif chunk.last - chunk.first > FEW_QUERIES or chunk.start < self.page_tokens or not self._native(query):
+                long.append(chunk)
+            else:
+                found = self._few(query[own], keys[own], values[own], chunk)
+                if found is None:
+                    long.append(chunk)
+                else:
+                    out[own] = found
+        if long:
+            tokens = torch.cat([torch.arange(c.first, c.last, device=out.device) for c in long])
+            out[tokens] = self._long(query, keys, values, long, step.shared)
+        return out
 
-    def _singles(self, rows: Tensor, of: Singles) -> Tensor:
-        """Attend with rows [B, H, G, D], one query per request."""
+    def _native(self, query: Tensor) -> bool:
+        return query.is_cpu and backends.chosen() in (backends.AUTO, "cpu")
+
+    def pool(self, mask: Tensor) -> PackedPages:
+        """Return all packed pages for kernels, read through a page table. Positions of RoPE count
+        the tokens of a request."""
+        if self._pool is None:
+            angles = None if self.rope is None else self.rope.angles(0, 1)._replace(tokens=self._pool_tokens())
+            views = [
+                coding.view(codec, planes, self.slots.head_dim, of)
+                for codec, planes, of in zip(self.codecs, self.planes, (angles, None), strict=True)
+            ]
+            keys, values = views
+            maps = keys.linear, values.linear
+            self._pool = PackedPages([keys.inner.operand], [values.inner.operand], [0], [0], maps, self.kv_heads)
+        return self._pool.located([mask])
+
+    def _pool_tokens(self) -> int:
+        return next(iter(self.planes[0].values())).shape[2] * BLOCK_TOKENS
+
+    def _singles(self, query: Tensor, of: Singles) -> Tensor:
+        """Attend with queries [B, Hq, D], one per request."""
         assert self.rows is not None
+        assert self.sinks is not None
+        if self._native(query):
+            pages = self.pool(of.packed) if of.reads_packed else None
+            exact: tuple[Any, ...] = ((self.rows[0], self.rows[1], of.exact, of.rows),)
+            if of.reads_packed:
+                exact = (*exact, (self.sinks[0], self.sinks[1], of.first, of.sinks))
+            found = backends.attend.direct(
+                query.unsqueeze(2), exact, pages, None, None, self.scaling, self.softcap, None, False,
+                (of.pages, self.page_tokens) if of.reads_packed else None,
+            )  # fmt: skip
+            if found is not None:
+                return found[:, 0]
+        rows = query.float().unflatten(1, (self.kv_heads, -1))  # [B, H, G, D]
         key, value = self.rows[0][of.rows], self.rows[1][of.rows]
-        if of.reads_packed and rows.is_cpu and backends.chosen() in (backends.AUTO, "cpu"):
-            out = self._in_one_call(rows, (key, value, of.exact), of)
-            if out is not None:
-                return out
         parts = [backends.attend_exact(rows, key, value, of.exact, self.scaling, self.softcap)]
         if of.reads_packed:
-            packed = self._direct(rows, of.pages, of.packed)
-            parts.append(self._one_by_one(rows, of) if packed is None else packed)
-        return _merged(parts)
+            first = self.sinks[0][of.sinks], self.sinks[1][of.sinks]
+            parts.append(backends.attend_exact(rows, *first, of.first, self.scaling, self.softcap))
+            parts.append(self._packed(rows, of))
+        out, _ = backends.merge_segments([out for out, _ in parts], [lse for _, lse in parts])
+        return out.flatten(1, 2).to(query.dtype)
 
-    def _in_one_call(self, rows: Tensor, exact: tuple[Tensor, Tensor, Tensor], of: Singles) -> Tensor | None:
-        """Attend with rows [B, H, G, D] to exact and packed tokens by one kernel call; None if no
-        kernel supports it."""
-        if self._pool is None:
+    def _packed(self, rows: Tensor, of: Singles) -> tuple[Tensor, Tensor]:
+        """Attend with rows [B, H, G, D] to packed tokens by a kernel, else request by request."""
+        if self.rope is None:
+            B, D = len(rows), self.slots.head_dim
             keys, values = (
-                codec.view(planes, self.slots.head_dim)
-                for codec, planes in zip((self.slots.keys, self.slots.values), self.planes, strict=True)
+                codec.view({name: x.expand(B, *x.shape[1:]) for name, x in planes.items()}, D)
+                for codec, planes in zip(self.codecs, self.planes, strict=True)
             )
-            sides, maps = ([keys.inner.operand], [values.inner.operand]), (keys.linear, values.linear)
-            self._pool = PackedPages(*sides, [0], [0], maps, self.kv_heads)
-        pool = self._pool.located([of.packed])
-        out = backends.attend.direct(
-            rows.flatten(1, 2).unsqueeze(2), (exact,), pool, None, None, self.scaling, self.softcap, None, False,
-            (of.pages.contiguous(), self.page_tokens),
+            call = keys.query(rows), keys.inner.operand, values.inner.operand, of.pages, self.page_tokens, of.packed
+            found = backends.attend_pages.direct(*call, self.scaling, self.softcap)
+            if found is not None:
+                return values.output(found[0]), found[1]
+        outs, lses = [], []
+        for row, pages in zip(rows, of.pages, strict=True):
+            pages = pages[pages >= 0]
+            out, lse = nothing(row[None])
+            if len(pages):
+                key, value = self.unpacked(pages, torch.arange(len(pages), device=pages.device), torch.float32)
+                sides = (x[SINKS:].transpose(0, 1)[None] for x in (key, value))
+                out, lse = backends.attend_exact(row[None], *sides, None, self.scaling, self.softcap)
+            outs.append(out)
+            lses.append(lse)
+        return torch.cat(outs), torch.cat(lses)
+
+    def _few(self, query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk) -> Tensor | None:
+        """Attend with a few queries [q, Hq, D] of one request in one kernel call; None if no kernel
+        supports it."""
+        q, whole = len(query), chunk.start // self.page_tokens
+        own = torch.ones(q, q, dtype=torch.bool).tril()[None]
+        exact: list[tuple[Any, ...]] = [(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], own)]
+        if before := chunk.start % self.page_tokens:
+            assert self.rows is not None
+            held = self.rows[:, chunk.row, None, :, :before]
+            exact.append((held[0], held[1], torch.ones(1, q, before, dtype=torch.bool)))
+        assert self.sinks is not None
+        first = self.sinks[:, chunk.sink, None]
+        exact.append((first[0], first[1], torch.ones(1, q, SINKS, dtype=torch.bool)))
+        visible = torch.ones(1, q, whole * self.page_tokens, dtype=torch.bool)
+        visible[..., :SINKS] = False
+        pages = self.pool(visible)
+        found = backends.attend.direct(
+            query.transpose(0, 1)[None], tuple(exact), pages, None, None, self.scaling, self.softcap, None, False,
+            (chunk.pages[None, :whole].contiguous(), self.page_tokens),
         )  # fmt: skip
-        return None if out is None else out.view(rows.shape)
+        return None if found is None else found[0]
 
-    def _one_by_one(self, rows: Tensor, of: Singles) -> PartialAttention:
-        """Attend to the packed tokens request by request, for pages that no kernel supports."""
-        parts = []
-        for row, pages, mask in zip(rows, of.pages, of.packed, strict=True):
-            first = mask.sum(-1)
-            parts.append(self._decoded(row[None, :, :, None], pages, first) if int(first) else _nothing(row[None]))
-        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+    def _long(self, query: Tensor, keys: Tensor, values: Tensor, chunks: list[Chunk], shared: dict[Any, Any]) -> Tensor:
+        """Attend with chunks of prompts to all their tokens at once. Returns [their queries, Hq, D]."""
+        key = "long", len(chunks)
+        if key not in shared:
+            shared[key] = _Long.of(chunks, self.page_tokens, len(query), query.device)
+        plan: _Long = shared[key]
+        if plan.from_start:
+            sides = [x if plan.tokens is None else x[plan.tokens] for x in (keys, values)]
+        else:
+            sides = [x.new_empty((sum(plan.lengths.tokens), *x.shape[1:])) for x in (keys, values)]
+            packed = self.unpacked(plan.pages, plan.numbers, keys.dtype, plan.sinks, shared)
+            row, place, held = plan.held
+            for side, (to, x) in enumerate(zip(sides, (keys, values), strict=True)):
+                to[plan.own] = x if plan.tokens is None else x[plan.tokens]
+                if len(plan.packed):
+                    to[plan.packed] = packed[side]
+                if len(held):
+                    assert self.rows is not None
+                    to[held] = self.rows[side].transpose(1, 2)[row, place].to(to.dtype)
+        rows = query if plan.tokens is None else query[plan.tokens]
+        return self.dense(rows, sides[0], sides[1], plan.lengths, self.scaling, self.softcap)
 
-    def _chunk(self, query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk) -> Tensor:
-        """Attend with query [1, H, G, q, D], whose own keys and values are [q, H, D]. Returns [q,
-        H, G, D]."""
-        G, q = query.shape[2:4]
-        exact_from, packed = chunk.exact_from(self.page_tokens), None
-        if int(exact_from.max()):
-            pages = chunk.pages.to(query.device)
-            if G * q <= KERNEL_ROWS:
-                mask = torch.arange(len(pages) * self.page_tokens) < exact_from[:, None]
-                packed = self._direct(query.flatten(2, 3), pages[None], mask[None].to(query.device))
-            packed = packed or self._decoded(query, pages, exact_from)
-        parts = [self._own_pages(query, keys, values, chunk)] + ([] if packed is None else [packed])
-        return _merged(parts).unflatten(2, (G, q))[0].permute(2, 0, 1, 3)
-
-    def _own_pages(self, query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk) -> PartialAttention:
-        """Attend with each query to the exact tokens of its own page."""
-        outs, lses, p = [], [], self.page_tokens
-        key, value = (x.transpose(0, 1)[None] for x in (keys, values))  # [1, H, q, D]
-        for page in range(chunk.start // p, (chunk.num_tokens - 1) // p + 1):
-            first, last = max(chunk.start, page * p), min(chunk.num_tokens, (page + 1) * p)
-            own = slice(first - chunk.start, last - chunk.start)
-            sides, begin = [key[:, :, own], value[:, :, own]], first
-            if first % p and chunk.exact < first:
-                assert self.rows is not None
-                begin = chunk.exact
-                held = self.rows[:, chunk.row, None, :, begin % p : first % p]
-                sides = [torch.cat([old.to(new.dtype), new], dim=2) for old, new in zip(held, sides, strict=True)]
-            mask = (torch.arange(begin, last) <= torch.arange(first, last)[:, None]).to(query.device)
-            rows = query[:, :, :, own].flatten(2, 3)
-            op = backends.attend_exact if rows.shape[2] <= KERNEL_ROWS else softmax.attend_exact.reference
-            out, lse = op(rows, sides[0], sides[1], mask[None], self.scaling, self.softcap)
-            outs.append(out.unflatten(2, (query.shape[2], -1)))
-            lses.append(lse.unflatten(2, (query.shape[2], -1)))
-        return torch.cat(outs, dim=3).flatten(2, 3), torch.cat(lses, dim=3).flatten(2, 3)
-
-    def _direct(self, rows: Tensor, pages: Tensor, mask: Tensor) -> PartialAttention | None:
-        """Attend with query rows [B, H, R, D] by a kernel that reads pages in place; None if no
-        kernel supports them."""
-        keys, values = self._of_batch(rows.shape[0])
-        call = (
-            keys.query(rows), keys.inner.operand, values.inner.operand, pages, self.page_tokens, mask, self.scaling,
-            self.softcap,
-        )  # fmt: skip
-        found = backends.attend_pages.direct(*call)
-        return None if found is None else (values.output(found[0]), found[1])
-
-    def _of_batch(self, B: int) -> tuple[View, View]:
-        """Return views of the whole pool for B rows. Those of the latest B are cached."""
-        if B not in self._views:
-            codecs = (self.slots.keys, self.slots.values)
-            keys, values = (
-                codec.view({name: x.expand(B, *x.shape[1:]) for name, x in planes.items()}, self.slots.head_dim)
-                for codec, planes in zip(codecs, self.planes, strict=True)
-            )
-            self._views = {B: (keys, values)}
-        return self._views[B]
-
-    def _decoded(self, query: Tensor, pages: Tensor, exact_from: Tensor) -> PartialAttention:
-        """Attend with queries [1, H, G, q, D] to packed tokens, query i to those before
-        exact_from[i] (int64 [q]).
-
-        Tokens are decoded SPAN_TOKENS at a time, and scores are dense matrix products.
+    def unpacked(
+        self,
+        pages: Tensor,
+        numbers: Tensor,
+        dtype: torch.dtype,
+        sinks: Tensor | None = None,
+        shared: dict[Any, Any] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Decode pages int64 [n], which are the pages `numbers` of their requests: keys and values
+        [n·p, H, D]. sinks: rows of the sinks of those with the number 0, which replace their first tokens.
         """
-        q, tokens = query.shape[3], int(exact_from.max())
-        tiles = [slice(at, min(q, at + QUERY_TILE)) for at in range(0, q, QUERY_TILE)]
-        results: list[list[PartialAttention]] = [[_nothing(query[:, :, :, tile].flatten(2, 3))] for tile in tiles]
-        per_page = self.page_tokens // BLOCK_TOKENS
-        blocks = (pages.long()[:, None] * per_page + torch.arange(per_page, device=pages.device)).flatten()
-        exact_from = exact_from.to(query.device)
-        for first in range(0, tokens, SPAN_TOKENS):
-            last = min(tokens, first + SPAN_TOKENS)
-            span = blocks[first // BLOCK_TOKENS : -(-last // BLOCK_TOKENS)]
-            keys, values = (
-                codec.view({name: x.index_select(2, span) for name, x in planes.items()}, self.slots.head_dim)
-                for codec, planes in zip((self.slots.keys, self.slots.values), self.planes, strict=True)
-            )
-            key, value = (view.inner.decode()[:, :, : last - first] for view in (keys, values))
-            mask = torch.arange(first, last, device=query.device) < exact_from[:, None]
-            rows = keys.query(query)
-            for tile, parts in zip(tiles, results, strict=True):
-                if bool(mask[tile].any()):
-                    scores = rows[:, :, :, tile].flatten(2, 3) @ key.transpose(-1, -2)
-                    out, lse = softmax.attend_scores(scores, value, mask[None, tile], self.scaling, self.softcap)
-                    parts.append((values.output(out), lse))
-        joined = [backends.merge_segments([o for o, _ in parts], [lse for _, lse in parts]) for parts in results]
-        G = query.shape[2]
-        out = torch.cat([out.unflatten(2, (G, -1)) for out, _ in joined], dim=3).flatten(2, 3)
-        return out, torch.cat([lse.unflatten(2, (G, -1)) for _, lse in joined], dim=3).flatten(2, 3)
+        p, D = self.page_tokens, self.slots.head_dim
+        place = torch.arange(p, device=pages.device)
+        blocks = (pages.long()[:, None] * (p // BLOCK_TOKENS) + place[: p // BLOCK_TOKENS]).flatten()
+        positions = (numbers[:, None] * p + place).flatten()
+        made: list[Tensor] = []
+        for side, (codec, planes) in enumerate(zip(self.codecs, self.planes, strict=True)):
+            out = torch.empty((len(positions), self.kv_heads, D), dtype=dtype, device=blocks.device)
+            for first in range(0, len(positions), PART_TOKENS):
+                part = blocks[first // BLOCK_TOKENS : (first + PART_TOKENS) // BLOCK_TOKENS]
+                angles = self._angles(
+                    side, positions[first : first + PART_TOKENS], {} if shared is None else shared, ("read", first)
+                )
+                view = _gathered(codec, planes, part, D, angles)
+                out[first : first + PART_TOKENS] = view.decode()[0].transpose(0, 1)
+            if sinks is not None and len(sinks):
+                assert self.sinks is not None
+                starting = (numbers == 0).nonzero()[:, 0]
+                out.unflatten(0, (-1, p))[starting, :SINKS] = self.sinks[side][sinks].transpose(1, 2).to(dtype)
+            made.append(out)
+        return made[0], made[1]
 
 
-def _nothing(rows: Tensor) -> PartialAttention:
-    """Return the partial attention of query rows [B, H, R, D] over no tokens."""
-    return torch.zeros_like(rows), rows.new_full(rows.shape[:-1], float("-inf"))
+def _are_long(chunks: Sequence[Chunk], T: int) -> bool:
+    """True if these chunks are all T tokens of a step, in order, and each has many queries."""
+    return sum(c.last - c.first for c in chunks) == T and all(c.last - c.first > FEW_QUERIES for c in chunks)
 
 
-def _merged(parts: list[PartialAttention]) -> Tensor:
-    return backends.merge_segments([out for out, _ in parts], [lse for _, lse in parts])[0]
+def _gathered(codec: Codec, planes: PackedTensors, blocks: Tensor, D: int, angles: Angles | None) -> View:
+    return coding.view(codec, {name: x.index_select(2, blocks) for name, x in planes.items()}, D, angles)
+
+
+class _Long(NamedTuple):
+    """Chunks of prompts of a step, for all layers.
+
+    tokens: their tokens in the step, int64, or None for all. from_start: True if no chunk has
+    earlier tokens. pages, numbers: earlier full pages and their numbers in their requests, int64.
+    own, packed: places of own and unpacked tokens among all tokens of the requests. held: row, place
+    in the row and place among all tokens, of tokens in rows. sinks: rows of the sinks of earlier pages.
+    """
+
+    lengths: Lengths
+    tokens: Tensor | None
+    from_start: bool
+    pages: Tensor
+    numbers: Tensor
+    own: Tensor
+    packed: Tensor
+    held: tuple[Tensor, Tensor, Tensor]
+    sinks: Tensor
+
+    @staticmethod
+    def of(chunks: Sequence[Chunk], p: int, T: int, device: torch.device) -> _Long:
+        """Plan the reads of chunks in a step of T tokens, with pages of p tokens."""
+        lengths = Lengths([c.last - c.first for c in chunks], [c.num_tokens for c in chunks])
+        begins = [0, *itertools.accumulate(lengths.tokens)]
+        ranges = [torch.arange(c.first, c.last) for c in chunks]
+        pages, numbers, own, packed, row, place, held = ([] for _ in range(7))
+        for c, begin in zip(chunks, begins, strict=False):
+            whole, rest = c.start // p, c.start % p
+            pages.append(c.pages[:whole].long())
+            numbers.append(torch.arange(whole))
+            packed.append(torch.arange(begin, begin + whole * p))
+            row.append(torch.full((rest,), c.row))
+            place.append(torch.arange(rest))
+            held.append(torch.arange(begin + whole * p, begin + c.start))
+            own.append(torch.arange(begin + c.start, begin + c.num_tokens))
+        parts = (torch.cat(x).to(device) for x in (pages, numbers, own, packed, row, place, held))
+        pages_, numbers_, own_, packed_, row_, place_, held_ = parts
+        tokens = None if sum(lengths.queries) == T else torch.cat(ranges).to(device)
+        from_start = all(c.start == 0 for c in chunks)
+        sinks = torch.tensor([c.sink for c in chunks if c.start >= p], dtype=torch.int64, device=device)
+        return _Long(lengths, tokens, from_start, pages_, numbers_, own_, packed_, (row_, place_, held_), sinks)

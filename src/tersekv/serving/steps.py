@@ -1,211 +1,351 @@
-"""Plan of one engine step, for all layers: destinations of its tokens, and the tokens that each
-query reads.
+"""Plan of one engine step, for all layers: pages that get full, and the tokens that each query reads.
 
-A query at position i reads the tokens of its own page, from position (i // p)·p on, exactly. It
-reads all earlier tokens packed. Results therefore do not depend on how a prompt is split into
-steps, or on pages that earlier requests filled. The exact copy of a partially filled page is in a
-row outside the pool (`Rows`), one per running request. Once the page is full, only its packed
-tokens remain.
+A page is packed when its last token arrives. Until then its tokens are in a row outside the pool
+(`Rows`), exactly, one row per running request. A query reads the page being filled exactly and full
+pages packed, except that the first SINKS tokens of a request stay exact (attention sinks). Queries of a
+prompt also read the tokens of their own step exactly.
+
+The plan is made of whole arrays, without a loop over requests.
+
+Shapes: T tokens of the step, n requests, P pages of the longest request, p tokens per page.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from tersekv.serving.slots import Places
+from tersekv.errors import CacheError
+from tersekv.layouts.base import BLOCK_TOKENS
 
 IDLE_STEPS = 32
-"""Number of steps after which an unused row may be reused for another page.
+"""Number of steps after which the row of a page may be reused for another page.
 
-A running request that a step leaves out normally returns earlier. If it does not, it reads its page
-packed.
+Engines run every unfinished request at almost every step. A row that is idle for longer belongs to a
+request that has ended.
 """
 
+SINKS = 4
+"""First tokens of a request that are read exactly. They get much attention, and their keys are unlike others."""
 
-class _Held(NamedTuple):
-    """Row of a page. first, last: range of its tokens there, last exclusive. used: latest step that
-    used it."""
-
-    row: int
-    first: int
-    last: int
-    used: int
+Ints = NDArray[np.int64]
 
 
 class Rows:
-    """Rows of the exact copies of partially filled pages, at most `most`."""
+    """Rows of the exact copies of pages that are being filled.
 
-    def __init__(self, most: int) -> None:
-        self.most, self.step = most, 0
-        self._held: dict[int, _Held] = {}  # by page, the latest used last
+    most: number of rows above which idle ones are reused.
+    keeps_full: keep the row of a full page, because its last tokens may be taken back (speculation).
+    """
+
+    def __init__(self, most: int, keeps_full: bool = False) -> None:
+        self.most, self.keeps_full, self.step = most, keeps_full, 0
+        self._row = np.full(64, -1, np.int64)  # by page; −1: none
+        self._page = np.zeros(0, np.int64)  # by row; −1: free
+        self._tokens = np.zeros(0, np.int64)  # by row: number of its tokens, from the page's first on
+        self._used = np.zeros(0, np.int64)  # by row: latest step
+        self.sinks = SinkRows()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._page)
 
-    def of(self, page: int, tokens: int) -> _Held | None:
-        """Return the row of a page that contains its tokens up to `tokens`; None if there is no
-        such row."""
-        held = self._held.get(page)
-        if held is None or held.last < tokens:
-            return None
-        del self._held[page]  # reinsert it last, so that no other page of this step reuses the row
-        self._held[page] = held._replace(used=self.step)
-        return self._held[page]
+    def find(self, pages: Ints, tokens: Ints) -> Ints:
+        """Return the rows of pages that have `tokens` tokens already.
 
-    def put(self, page: int, first: int, last: int) -> _Held:
-        """Return the row for tokens first to last (exclusive) of a page: its present row with its
-        tokens, or a new one."""
-        before = self.of(page, first) if first else None
-        own = self._held.pop(page, None)
-        oldest = next(iter(self._held.values()), None)
-        if own is not None:
-            row = own.row
-        elif oldest is None or (len(self) < self.most and oldest.used >= self.step - IDLE_STEPS):
-            row = len(self)
-        else:
-            row = self._held.pop(next(iter(self._held))).row
-        self._held[page] = _Held(row, before.first if before else first, last, self.step)
-        return self._held[page]
+        Raises:
+            CacheError: a row lacks tokens, because it was reused.
+        """
+        self._row = _reaching(self._row, pages)
+        rows = self._row[pages]
+        if len(pages) and (rows.min() < 0 or bool((self._tokens[rows] < tokens).any())):
+            raise CacheError(
+                f"the exact tokens of a page being filled are gone, because its request paused for more than "
+                f"{IDLE_STEPS} steps while {self.most} others began; allow fewer running requests"
+            )
+        self._used[rows] = self.step
+        return rows
+
+    def take(self, pages: Ints) -> Ints:
+        """Return rows for pages that begin in this step: their present rows, or others."""
+        self._row = _reaching(self._row, pages)
+        rows = self._row[pages]
+        new = np.flatnonzero(rows < 0)
+        if len(new):
+            rows[new] = self._free(len(new))
+            self._row[pages[new]] = rows[new]
+            self._page[rows[new]] = pages[new]
+        self._used[rows] = self.step
+        return rows
+
+    def hold(self, rows: Ints, tokens: Ints) -> None:
+        """Note that rows now have `tokens` tokens."""
+        self._tokens[rows] = tokens
+
+    def release(self, pages: Ints) -> None:
+        """Free the rows of pages, if they have any."""
+        self._row = _reaching(self._row, pages)
+        rows = self._row[pages]
+        rows = rows[rows >= 0]
+        self._row[pages] = -1
+        self._page[rows] = -1
+        self._used[rows] = -1
+
+    def _free(self, count: int) -> Ints:
+        """Return the numbers of `count` rows without a page: free ones, idle ones, then new ones."""
+        idle = np.flatnonzero(self._page < 0)
+        if len(idle) < count and len(self) + count - len(idle) > self.most:
+            old = np.flatnonzero((self._page >= 0) & (self._used < self.step - IDLE_STEPS))
+            old = old[np.argsort(self._used[old], kind="stable")][: count - len(idle)]
+            self._row[self._page[old]] = -1
+            self._page[old] = -1
+            idle = np.concatenate([idle, old])
+        more = count - len(idle)
+        if more <= 0:
+            return idle[:count]
+        first = len(self)
+        self._page = np.concatenate([self._page, np.full(more, -1)])
+        self._tokens, self._used = (np.concatenate([x, np.zeros(more, np.int64)]) for x in (self._tokens, self._used))
+        return np.concatenate([idle, np.arange(first, first + more)])
+
+
+class SinkRows:
+    """Rows of the attention sinks of packed first pages. A row lasts until its page is written again."""
+
+    def __init__(self) -> None:
+        self._row = np.full(64, -1, np.int64)  # by page; −1: none
+        self._free: list[int] = []
+        self.count = 0
+
+    def of(self, pages: Ints) -> Ints:
+        """Return the rows of first pages; −1 for those that are not packed."""
+        self._row = _reaching(self._row, pages)
+        return self._row[pages]
+
+    def begin(self, pages: Ints) -> None:
+        """Free the rows of pages that are written anew."""
+        rows = self.of(pages)
+        self._free += rows[rows >= 0].tolist()
+        self._row[pages] = -1
+
+    def take(self, pages: Ints) -> Ints:
+        """Return rows for first pages that get full."""
+        for page in pages[self.of(pages) < 0]:
+            if not self._free:
+                self._free.append(self.count)
+                self.count += 1
+            self._row[page] = self._free.pop()
+        return self._row[pages]
+
+
+def _reaching(rows: Ints, pages: Ints) -> Ints:
+    """Return an array by page that reaches all these pages, with −1 for new ones."""
+    last = int(pages.max(initial=0))
+    more = max(last + 1, 2 * len(rows)) - len(rows) if last >= len(rows) else 0
+    return np.concatenate([rows, np.full(more, -1)]) if more else rows
 
 
 class Chunk(NamedTuple):
     """Queries first to last (exclusive) of a step, which end a sequence of `num_tokens` tokens in
     `pages` int32 [P].
 
-    The page of the first query has exact tokens from position `exact` on; those before the chunk
-    are in row `row`.
+    row: row of the page of the first query, if tokens before the chunk are there; else −1.
+    sink: row of the sinks, if the first page is packed; else −1.
     """
 
     first: int
     last: int
     num_tokens: int
     pages: Tensor
-    exact: int
     row: int
+    sink: int
 
     @property
     def start(self) -> int:
         """Position of the first query."""
         return self.num_tokens - (self.last - self.first)
 
-    def exact_from(self, page_tokens: int) -> Tensor:
-        """Return the first position that each query reads exactly, int64 [q]."""
-        position = torch.arange(self.start, self.num_tokens)
-        page = position // page_tokens * page_tokens
-        return torch.where(page < self.start, self.exact, page)
-
 
 @dataclass(frozen=True)
 class Singles:
     """Requests with one query each.
 
-    tokens: token of each query, int64 [B]. pages: int32 [B, P]. packed: mask of packed tokens, bool
-    [B, 1, P·p].
+    tokens: token of each query, int64 [B]; None if the step has no other tokens. pages: int32
+    [B, P] of full pages, −1 for none. packed: mask of packed tokens, bool [B, 1, P·p].
     rows: row of each request, int64 [B]. exact: mask of the row's tokens, bool [B, 1, p].
+    sinks: row of each request's sinks, int64 [B]. first: mask of them, bool [B, 1, SINKS].
     reads_packed: True if any query reads a packed token.
     """
 
-    tokens: Tensor
+    tokens: Tensor | None
     pages: Tensor
     packed: Tensor
     rows: Tensor
     exact: Tensor
+    sinks: Tensor
+    first: Tensor
     reads_packed: bool
+
+
+@dataclass(frozen=True)
+class Full:
+    """Pages that get full in a step: first those whose tokens are all of the step, then others.
+
+    tokens: the step's tokens of the first ones, int64 [F1·p]. rows: rows of the others, int64 [F2].
+    blocks: blocks to write, int64 [F·p/32]. positions: of the tokens, int64 [F·p].
+    sinks: index of the pages that are first ones, int64 [m], and their rows of sinks, int64 [m].
+    """
+
+    tokens: Tensor
+    rows: Tensor
+    blocks: Tensor
+    positions: Tensor
+    sinks: tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class EngineStep:
     """Requests of one step, for all layers.
 
-    places: destinations of the step's tokens. tokens: tokens that have a destination, or None for
-    all.
-    copied: tokens copied to rows, as token, row and position in the row, each int64 [n].
-    rows: number of rows.
+    copied: tokens copied to rows in their order, as token, row and position in the row, each int64 [n].
+    rows, sinks: numbers of rows, of pages and of sinks. shared: room for what layers compute alike.
     """
 
     singles: Singles | None
-    chunks: list[Chunk]
-    places: Places
-    tokens: Tensor | None
+    chunks: tuple[Chunk, ...]
+    full: Full | None
     copied: tuple[Tensor, Tensor, Tensor]
     rows: int
+    sinks: int
+    shared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def to(self, device: torch.device) -> EngineStep:
         """Return the step with its tensors on the device. Chunks stay on the CPU, where they are
         split by pages."""
         if device.type == "cpu":
             return self
-        singles = self.singles
-        if singles is not None:
-            tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(singles).items() if isinstance(x, Tensor)}
-            singles = replace(singles, **tensors)
+        singles, full = (None if part is None else _moved(part, device) for part in (self.singles, self.full))
         token, row, place = (x.to(device) for x in self.copied)
-        tokens = None if self.tokens is None else self.tokens.to(device)
-        places = Places(*(x.to(device) for x in self.places))
-        return EngineStep(singles, self.chunks, places, tokens, (token, row, place), self.rows)
+        return EngineStep(singles, self.chunks, full, (token, row, place), self.rows, self.sinks)
 
     @staticmethod
-    def plan(
-        starts: Sequence[int], seen: Sequence[int], pages: Tensor, slots: Tensor, p: int, rows: Rows
-    ) -> EngineStep:
+    def plan(starts: Any, seen: Any, pages: Tensor, p: int, rows: Rows) -> EngineStep:
         """Plan a step. Request i has queries starts[i] to starts[i + 1], which are the last of its
         seen[i] tokens.
 
+        starts: n + 1 numbers. seen: n numbers.
         pages: int32, on the CPU; pages[i] lists the pages of request i, of p tokens each. Trailing
         entries may be unused.
-        slots: int64 [T], on the CPU; the slot of each token, or −1 for none.
         rows: rows of exact copies, which are updated.
         """
         rows.step += 1
-        chunks: list[Chunk] = []
-        copied: list[tuple[range, int, int]] = []
-        for (first, last), tokens, table in zip(itertools.pairwise(starts), seen, pages, strict=True):
-            if first == last:
-                continue
-            start, end = tokens - (last - first), (tokens - 1) // p * p  # of the queries; of the page of the last one
-            before = rows.of(int(table[start // p]), start % p) if start % p else None
-            exact = start - start % p + before.first if before else start
-            chunks.append(Chunk(first, last, tokens, table[: -(-tokens // p)], exact, before.row if before else 0))
-            held = rows.put(int(table[end // p]), max(start, end) - end, tokens - end)
-            copied.append((range(last - (tokens - max(start, end)), last), held.row, max(start, end) - end))
-            if last - first == 1:
-                chunks[-1] = chunks[-1]._replace(exact=end + held.first, row=held.row)
-        known = None if bool((slots >= 0).all()) else (slots >= 0).nonzero()[:, 0]
-        single = [chunk for chunk in chunks if chunk.last - chunk.first == 1]
-        return EngineStep(
-            _singles(single, p) if single else None,
-            [chunk for chunk in chunks if chunk.last - chunk.first > 1],
-            Places.of(slots if known is None else slots[known]),
-            known,
-            _copies(copied),
-            len(rows),
+        starts, seen = np.asarray(starts, np.int64), np.asarray(seen, np.int64)
+        queries = np.diff(starts)
+        runs = np.flatnonzero(queries)
+        first, queries, seen = starts[:-1][runs], queries[runs], seen[runs]
+        pages = pages[torch.from_numpy(runs)]
+        table = pages.numpy()
+        start = seen - queries
+        begun, ends = start // p, (seen - 1) // p  # pages of the first and of the last query
+        each = np.arange(len(runs))
+
+        # the page that was begun before this step, and the one that this step begins
+        old = np.flatnonzero(start % p)
+        old_page = table[old, begun[old]].astype(np.int64)
+        old_row = rows.find(old_page, start[old] % p)
+        new = np.flatnonzero(((ends > begun) | (start % p == 0)) & (seen % p != 0))
+        full_first = begun + (start % p != 0)  # pages from here to seen // p are of this step alone
+        alone = np.maximum(seen // p - full_first, 0)
+        owner = np.repeat(each, alone)
+        own_page = full_first[owner] + _counted(alone)
+        rows.release(table[owner, own_page].astype(np.int64))
+        rows.sinks.begin(np.concatenate([table[owner, own_page], table[new, ends[new]]]).astype(np.int64))
+        new_row = rows.take(table[new, ends[new]].astype(np.int64))
+        old_stop = np.minimum(seen[old], (begun[old] + 1) * p)
+        rows.hold(old_row, old_stop - begun[old] * p)
+        rows.hold(new_row, seen[new] - ends[new] * p)
+
+        new_start = np.maximum(start[new], ends[new] * p)
+        count = np.concatenate([old_stop - start[old], seen[new] - new_start])
+        where = np.concatenate([start[old], new_start])
+        who, step = np.repeat(np.concatenate([old, new]), count), _counted(count)
+        position = np.repeat(where, count) + step
+        token = first[who] + position - start[who]
+        order = np.argsort(token)
+        copied = token[order], np.repeat(np.concatenate([old_row, new_row]), count)[order], position[order] % p
+
+        completed = np.flatnonzero(old_stop == (begun[old] + 1) * p)
+        full = None
+        if len(owner) or len(completed):
+            tokens = (first[owner] + own_page * p - start[owner])[:, None] + np.arange(p)
+            page = np.concatenate([table[owner, own_page].astype(np.int64), old_page[completed]])
+            number = np.concatenate([own_page, begun[old][completed]])
+            blocks = page[:, None] * (p // BLOCK_TOKENS) + np.arange(p // BLOCK_TOKENS)
+            places = number[:, None] * p + np.arange(p)
+            starting = np.flatnonzero(number == 0)
+            sinks = _tensor(starting), _tensor(rows.sinks.take(page[starting]))
+            full = Full(_tensor(tokens), _tensor(old_row[completed]), _tensor(blocks), _tensor(places), sinks)
+            if not rows.keeps_full:
+                rows.release(old_page[completed])
+
+        row = np.full(len(runs), -1)
+        row[old] = old_row
+        sink = rows.sinks.of(table[:, 0].astype(np.int64))
+        last = first + queries
+        chunks = tuple(
+            Chunk(int(first[i]), int(last[i]), int(seen[i]), pages[i], int(row[i]), int(sink[i]))
+            for i in np.flatnonzero(queries > 1).tolist()
         )
+        row[new] = new_row
+        single = np.flatnonzero(queries == 1)
+        singles = None
+        if len(single):
+            only = not chunks and bool((first[single] == np.arange(len(single))).all())
+            singles = _singles(first[single], seen[single], table[single], row[single], sink[single], p, only)
+        tokens_, held, place = map(_tensor, copied)
+        return EngineStep(singles, chunks, full, (tokens_, held, place), len(rows), rows.sinks.count)
 
 
-def _copies(copied: list[tuple[range, int, int]]) -> tuple[Tensor, Tensor, Tensor]:
-    triples = [(t, row, at + i) for tokens, row, at in copied for i, t in enumerate(tokens)]
-    token, row, place = torch.tensor(triples, dtype=torch.int64).view(-1, 3).unbind(1)
-    return token, row, place
-
-
-def _singles(chunks: list[Chunk], p: int) -> Singles:
-    exact, seen = (torch.tensor([getattr(c, name) for c in chunks]).unsqueeze(1) for name in ("exact", "num_tokens"))
-    full = -(-exact // p)  # pages with packed tokens that are read
-    P = max(1, int(full.max()))
-    page, place = torch.arange(P), torch.arange(p)
-    tables = torch.stack([torch.nn.functional.pad(c.pages[:P], (0, P - len(c.pages[:P])), value=-1) for c in chunks])
-    base = (seen - 1) // p * p
+def _singles(first: Ints, seen: Ints, table: NDArray[np.int32], row: Ints, sink: Ints, p: int, alone: bool) -> Singles:
+    """Return the reads of requests with one query each. alone: the step has no other tokens."""
+    packed = (seen - 1) // p  # pages that are read packed
+    P = max(1, int(packed.max(initial=0)))
+    reads = np.arange(P) < packed[:, None]
+    visible = np.repeat(reads, p, axis=1)
+    visible[:, :SINKS] = False
+    held = np.arange(p) < (seen - packed * p)[:, None]
     return Singles(
-        torch.tensor([c.first for c in chunks]),
-        torch.where(page < full, tables, -1).to(torch.int32),
-        (torch.arange(P * p) < exact).unsqueeze(1),
-        torch.tensor([c.row for c in chunks]),
-        ((place + base >= exact) & (place + base < seen)).unsqueeze(1),
-        bool((exact > 0).any()),
+        None if alone else torch.from_numpy(first),
+        torch.from_numpy(np.where(reads, table[:, :P], -1).astype(np.int32)),
+        torch.from_numpy(visible).unsqueeze(1),
+        torch.from_numpy(row),
+        torch.from_numpy(held).unsqueeze(1),
+        torch.from_numpy(np.maximum(sink, 0)),
+        torch.from_numpy(np.repeat((packed > 0)[:, None], SINKS, axis=1)).unsqueeze(1),
+        bool(packed.any()),
     )
+
+
+def _counted(counts: Ints) -> Ints:
+    """Return 0 to counts[0] − 1, then 0 to counts[1] − 1, and so on."""
+    return np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+
+
+def _tensor(x: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(x.reshape(-1), dtype=np.int64))
+
+
+def _moved(part: Any, device: torch.device) -> Any:
+    """Return a dataclass with its tensors on the device."""
+    moved = {f.name: getattr(part, f.name) for f in fields(part)}
+    return type(part)(**{name: _to(x, device) for name, x in moved.items()})
+
+
+def _to(x: Any, device: torch.device) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_to(one, device) for one in x)
+    return x.to(device) if isinstance(x, Tensor) else x

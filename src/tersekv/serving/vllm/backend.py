@@ -40,16 +40,19 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from tersekv.errors import UserError
 from tersekv.layouts.base import BLOCK_TOKENS
+from tersekv.serving.dense import DenseAttention, attend_dense
 from tersekv.serving.pages import PagePool
-from tersekv.serving.slots import Slots
 from tersekv.serving.steps import EngineStep, Rows
-from tersekv.serving.vllm.options import configured, note, slots_of, why_not_engine, why_not_layer
+from tersekv.serving.vllm.options import Choice, configured, note, why_not_engine, why_not_layer
+from tersekv.serving.vllm.plans import LayerPages, pages_of
 
 
 class ByRecipe:
     """Mixin for a backend that replaces vLLM's backend `native`."""
 
     native: ClassVar[type[AttentionBackend]]
+    dense: ClassVar[DenseAttention] = staticmethod(attend_dense)
+    """Attention of prompts over unpacked tokens."""
 
     @classmethod
     def get_impl_cls(cls) -> type[Any]:
@@ -118,7 +121,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.page_tokens = kv_cache_spec.block_size
         # twice as many, because a request may be left out of a step and return in the next one
-        self.rows = Rows(2 * vllm_config.scheduler_config.max_num_seqs)
+        self.rows = Rows(2 * vllm_config.scheduler_config.max_num_seqs, vllm_config.speculative_config is not None)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -132,16 +135,15 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
         batch = common_attn_metadata
         if batch.causal is not True:
             raise UserError("packed pages serve causal attention only; this batch asks for another")
-        n, T = batch.num_reqs, batch.num_actual_tokens
+        n = batch.num_reqs
         step = EngineStep.plan(
-            batch.query_start_loc_cpu[: n + 1].tolist(),
-            batch.seq_lens[:n].tolist(),
+            batch.query_start_loc_cpu[: n + 1].numpy(),
+            batch.seq_lens[:n].cpu().numpy(),
             batch.block_table_tensor[:n].to("cpu", copy=True),  # vLLM overwrites it in the next step
-            batch.slot_mapping[:T].to("cpu", torch.int64),
             self.page_tokens,
             self.rows,
         )
-        return PackedMetadata(T, step.to(self.device))
+        return PackedMetadata(batch.num_actual_tokens, step.to(self.device))
 
 
 class PackedImpl(AttentionImpl[PackedMetadata]):
@@ -179,7 +181,9 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
             head_size, asked, kv_cache_dtype, getattr(attn_type, "value", attn_type), kv_sharing_target_layer_name,
             page_tokens,
         )  # fmt: skip
-        self._slots: Slots | None = None
+        self._choice: Choice | None = None
+        self._pages: LayerPages | None = None
+        self._dense: DenseAttention = attend_dense
         self._pool: tuple[int, PagePool] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -191,11 +195,11 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         """
         layers = self._vllm_config.compilation_config.static_forward_context
         name, layer = next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is self)
-        recipe = configured(self._vllm_config)
-        assert recipe is not None
-        count = self._vllm_config.model_config.hf_text_config.num_hidden_layers
-        self._slots = slots_of(recipe, extract_layer_index(name), count, self.head_size)
-        if self._slots is None:
+        self._choice = configured(self._vllm_config)
+        assert self._choice is not None
+        recipe = self._choice.recipe
+        self._pages = pages_of(self._choice, self._vllm_config, extract_layer_index(name), layer.num_kv_heads)
+        if self._pages is None:
             layer.impl = layer.attn_backend.native.get_impl_cls()(**self._own)
             layer.impl.process_weights_after_loading(act_dtype)
         elif self._why_not is not None:
@@ -205,7 +209,8 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         elif "native" not in vars(layer.attn_backend):
             raise UserError(f"recipe '{recipe}' cannot pack {name}: its attention is {layer.attn_backend.__name__}")
         else:
-            layer.attn_backend = of_slots(layer.attn_backend.get_name(), self._slots.token_bytes)
+            self._dense = layer.attn_backend.dense
+            layer.attn_backend = of_slots(layer.attn_backend.get_name(), self._pages.slots.token_bytes)
 
     def forward(
         self,
@@ -234,6 +239,9 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
 
     def _pool_of(self, memory: Tensor) -> PagePool:
         if self._pool is None or self._pool[0] != memory.data_ptr():
-            assert self._slots is not None
-            self._pool = memory.data_ptr(), PagePool(self._slots, memory, self.scale, self._softcap)
+            assert self._pages is not None
+            assert self._choice is not None
+            slots, rope = self._pages
+            made = PagePool(slots, memory, self.scale, self._softcap, rope, self._dense, self._choice.exact)
+            self._pool = memory.data_ptr(), made
         return self._pool[1]

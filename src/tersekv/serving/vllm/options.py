@@ -4,21 +4,37 @@ checks."""
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple, cast, get_args
 
-from tersekv.codecs.exact import Exact
 from tersekv.errors import UserError
 from tersekv.layouts.base import BLOCK_TOKENS
 from tersekv.recipe import DEFAULT_POLICY, Recipe, Term
-from tersekv.serving.slots import Slots
+from tersekv.serving.pages import Exactness
 
-VARIABLE = "TERSEKV_VLLM_RECIPE"
+VARIABLES = {
+    "recipe": "TERSEKV_VLLM_RECIPE",
+    "calibration": "TERSEKV_VLLM_CALIBRATION",
+    "exact": "TERSEKV_VLLM_EXACT",
+}
+"""Environment variables of the options of the section."""
 SECTION = "tersekv"
 EXAMPLE = '{"tersekv": {"recipe": "turboquant:bits=4"}}'
 
 
-def configured(vllm_config: Any) -> Recipe | None:
-    """Return the recipe of an engine; None for vLLM's own cache.
+class Choice(NamedTuple):
+    """A user's settings.
+
+    calibration: file or folder of a calibration, or None. exact: tokens that a prompt's query reads
+    exactly, see `serving.pages`.
+    """
+
+    recipe: Recipe
+    calibration: str | None = None
+    exact: Exactness = "step"
+
+
+def configured(vllm_config: Any) -> Choice | None:
+    """Return the settings of an engine; None for vLLM's own cache.
 
     Raises:
         UserError: the recipe or its section in the configuration is not valid.
@@ -26,19 +42,33 @@ def configured(vllm_config: Any) -> Recipe | None:
     extra = getattr(vllm_config, "additional_config", None)
     section = extra.get(SECTION) if isinstance(extra, dict) else None
     if section is None:
-        text = os.environ.get(VARIABLE)
-        return checked(text) if text else None
-    if not isinstance(section, dict) or set(section) != {"recipe"} or not isinstance(section["recipe"], str):
-        raise UserError(f"additional_config has {SECTION}: {section!r}, which is not of the form {EXAMPLE}")
-    return checked(section["recipe"])
+        section = _of_environment()
+        if section is None:
+            return None
+    valid = isinstance(section, dict) and all(isinstance(value, str) for value in section.values())
+    if not valid or "recipe" not in section or set(section) - set(VARIABLES):
+        raise UserError(
+            f"additional_config has {SECTION}: {section!r}, which is not of the form {EXAMPLE}; the options are "
+            f"{', '.join(VARIABLES)}, and each is a text"
+        )
+    exact = section.get("exact", "step")
+    if exact not in get_args(Exactness):
+        raise UserError(f"exact is {exact!r} and must be one of {', '.join(get_args(Exactness))}")
+    return Choice(checked(section["recipe"]), section.get("calibration"), cast(Exactness, exact))
+
+
+def _of_environment() -> dict[str, str] | None:
+    """Return the section that environment variables give; None without a recipe."""
+    given = {name: os.environ.get(variable) for name, variable in VARIABLES.items()}
+    return {name: value for name, value in given.items() if value} if given["recipe"] else None
 
 
 def note(vllm_config: Any) -> None:
-    """Copy a recipe from the environment into the configuration. vLLM looks up compiled graphs by
+    """Copy settings from the environment into the configuration. vLLM looks up compiled graphs by
     the configuration, and graphs with packed pages differ from those without."""
-    text = os.environ.get(VARIABLE)
-    if text and SECTION not in vllm_config.additional_config:
-        vllm_config.additional_config[SECTION] = {"recipe": text}
+    section = _of_environment()
+    if section and SECTION not in vllm_config.additional_config:
+        vllm_config.additional_config[SECTION] = section
 
 
 def checked(text: str) -> Recipe:
@@ -50,18 +80,10 @@ def checked(text: str) -> Recipe:
     recipe = Recipe.parse(text)
     if recipe.tokens != Term(DEFAULT_POLICY):
         raise UserError(
-            f"recipe '{text}' has the token policy '{recipe.tokens}': vLLM's pages hold every token in a slot of one "
+            f"recipe '{text}' has the token policy '{recipe.tokens}': vLLM's pages hold every token in a block of one "
             "size, and the page that is being filled is read exactly, so leave the policy out"
         )
     return recipe
-
-
-def slots_of(recipe: Recipe, layer: int, layers: int, head_dim: int) -> Slots | None:
-    """Return the slots of one layer; None if vLLM's own cache serves it (`…;0=exact`)."""
-    plan = recipe.plan(layer, layers)
-    if isinstance(plan.keys, Exact) and isinstance(plan.values, Exact):
-        return None
-    return Slots(plan.keys, plan.values, head_dim)
 
 
 def why_not_engine(vllm_config: Any) -> str | None:

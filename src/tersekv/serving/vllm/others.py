@@ -53,10 +53,10 @@ def _refuse_recipe(name: str) -> None:
 
     from tersekv.serving.vllm.options import configured
 
-    recipe = configured(get_current_vllm_config_or_none())
-    if recipe is not None:
+    choice = configured(get_current_vllm_config_or_none())
+    if choice is not None:
         raise UserError(
-            f"recipe '{recipe}' cannot be served: {_reason(name)}; leave the recipe out for vLLM's own cache"
+            f"recipe '{choice.recipe}' cannot be served: {_reason(name)}; leave the recipe out for vLLM's own cache"
         )
 
 

