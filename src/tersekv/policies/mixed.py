@@ -18,7 +18,6 @@ from typing import ClassVar
 from tersekv.errors import UserError
 from tersekv.policies.base import Rated, TokenPolicy
 
-
 FEW = 4
 """Blocks that a prompt must pack at once to have two rates. Fewer tokens are recent ones, and few
 queries have seen them."""
