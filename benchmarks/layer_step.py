@@ -31,6 +31,7 @@ from transformers.cache_utils import DynamicLayer
 
 import tersekv
 from tersekv.attention.read import AttentionCall, attend_store
+from tersekv.cache.mixed_rates import MixedRatesStore, Ranking
 from tersekv.cache.scored_eviction import new_store
 from tersekv.cli.env import cpu_features
 from tersekv.codecs.transforms.rope import standard_rope
@@ -96,7 +97,9 @@ def filled(recipe: str, shape: Sequence[int], tokens: int, dtype: torch.dtype) -
         layer.update(keys, values)
         return layer
     store = new_store(Recipe.parse(recipe).plan(3, 8), keys[:, :, :0], values[:, :, :0], None, standard_rope(D))
-    store.append(keys, values)
+    # only the number of tokens of each rate matters here, not which ones
+    ranking = (None, Ranking(torch.rand(1, H, tokens))) if isinstance(store, MixedRatesStore) else ()
+    store.append(keys, values, *ranking)
     return store
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -166,7 +165,7 @@ class Simulation:
                 decoded = []
                 for side, x in zip(store.sides, (exact.keys, exact.values), strict=True):
                     part = x[:, :, first : first + count]
-                    codec = replace(side.codec, bits=rate)._with_own_bits()
+                    codec = side.codec.at_rate(rate)
                     tokens = side._tokens(part, first)
                     view = coding.view(codec, coding.encode(codec, tokens), part.shape[-1], tokens.angles)
                     decoded.append(view.decode()[0])

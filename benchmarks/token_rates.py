@@ -148,7 +148,7 @@ def table(lines: list[dict[str, Any]], text: str) -> str:
     """Return the table of a text in Markdown: a row per importance and mean rate."""
     groups = defaultdict(list)
     for line in lines:
-        if line["text"] == text:
+        if line["text"] == text and not line["importance"].startswith("future, "):
             groups[line["importance"], line["bits"]].append(line)
     if text == "passkey":
         head, full = "NLL of the answer | answered", next(iter(groups.values()))

@@ -51,8 +51,9 @@ struct RopeView {
   const int32_t* read = nullptr;
   int64_t reads_cos = 0, reads = 0;
   const TurnedChannel* turned = nullptr;  // [D]
-  // If not null, positions are consecutive and channels use the same columns of cosines and sines.
-  // The angles of the next offsets->M tokens follow from those of any token.
+  // If not null, positions are consecutive, or in order with gaps in a rotated mean, and channels
+  // use the same columns of cosines and sines. The angles of the next offsets->M positions follow
+  // from those of any position.
   const RopeOffsets* offsets = nullptr;
   // If not null, positions are consecutive, and channels d and d + D/2 are a pair with one column.
   // The array has cosines and sines of the next steps times 32767. Its shape is

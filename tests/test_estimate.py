@@ -12,6 +12,7 @@ from conftest import MODELS, prompt
 from tersekv.cache import kvquant_tables as kvquant
 from tersekv.cache.cache_size import CacheShape
 from tersekv.cache.estimate import KNOWN, predict
+from tersekv.cache.mixed_rates import MixedRatesStore, Ranking
 from tersekv.cache.scored_eviction import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
@@ -31,6 +32,8 @@ RECIPES = [
     "pyramidkv:budget=300,sinks=0+exact",
     "subgen:budget=0.4+kivi:bits=4",
     "headkv:budget=0.4+kivi:bits=4",
+    "mixed:recent=32+kivi:bits=4",
+    "mixed:recent=32+trellis:bits=4,calibration=prompt",
 ]
 
 pytestmark = pytest.mark.usefixtures("scored_heads")
@@ -143,6 +146,7 @@ WINDOWED = [
     "normalfloat", "polarquant", "turboquant:bits=4", "turboquant:bits=2.5", "kivi:bits=2,pre_rope=true",
     "kvarn", "oscar:calibration=prompt", "window:sinks=8,recent=64+kivi:bits=2",
     "qjl/uniform:bits=4", "window:generated=exact,recent=64+kivi:bits=2",
+    "mixed+trellis:bits=4,calibration=prompt", "mixed:budget=0.1,rest=3+uniform:bits=4/turboquant:bits=8",
 ]  # fmt: skip
 OUTLIERS = [f"kvquant:bits={bits},calibration=prompt" for bits in (2, 3, 4)]  # their number depends on the data
 KEPT_WHEN_GENERATED = ["snapkv:budget=0.25+kivi:bits=4", "snapkv:budget=0.25+exact"]
@@ -155,6 +159,8 @@ def held_by_a_layer(recipe, cuts):
     for n in cuts:
         keys, values = (torch.randn(1, 1, n, 64, generator=g) for _ in range(2))
         votes = ()
+        if isinstance(store, MixedRatesStore):
+            votes = (Ranking(torch.rand(1, 1, store.keys.tail.tokens + n, generator=g)),)
         if store.policy.drops and store.observed(n):
             votes = (torch.rand(1, 1, store.tails[0].tokens + store.pool.positions.shape[2] + n, generator=g),)
         store.append(keys, values, None, *votes)

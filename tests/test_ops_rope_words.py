@@ -182,6 +182,22 @@ def test_rotated_mean(isa, T, D):  # noqa: F811
     run(keys, 5, lambda query: turned_error(part, query[..., 32:]), query_scale=0.3)
 
 
+@pytest.mark.parametrize("gap", [1, 4, 15, 40])
+@pytest.mark.parametrize("T", [1, 33, 1088])
+def test_rotated_mean_of_tokens_with_gaps(isa, T, gap):  # noqa: F811
+    """Tokens in order of position, others in each row and head; padding repeats position 0.
+
+    With a gap of 40 positions the angles of each token are computed instead, in float32.
+    """
+    torch.manual_seed(T + gap)
+    of = rope("halves", 64)
+    places = torch.randint(0, 2 * gap, (2, 2, T)).cumsum(-1) + 3
+    places[1, :, : T // 5] = 0
+    part = RotatedMean(torch.randn(1, 2, 64), of, of.angles_at(places))
+    keys = Concat([(ExactView({"x": torch.randn(2, 2, T, 1, 32)}), 32), (part, 64)])
+    run(keys, 5, lambda query: turned_error(part, query[..., 32:]), query_scale=0.3)
+
+
 def test_threads_begin_anywhere(isa):  # noqa: F811
     """With exact tokens too, a thread may begin at any token. A read after the last offset would be
     another's data."""

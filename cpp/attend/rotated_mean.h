@@ -21,17 +21,18 @@ struct RotatedMeanOwn {
   float* constant;  // [rows], score of the channels without rotation
   float* stepped;   // [kRowTile][rows of the offset table], for one block of tokens
   int16_t* words;   // the same as int16, or null
+  float* block;     // [kRowTile][M], scores of a block of positions, or null if tokens are consecutive
   float* row;       // [2][columns]: room for cosines and sines of a token
 };
 
-// Compute the coefficients of steps from token block·M on.
+// Compute the coefficients of steps from a position on.
 template <class S>
-void step_coefficients(const Node& node, Span span, int64_t block) {
+void step_coefficients(const Node& node, Span span, int64_t place) {
   const RopeView& rope = node.view->rope;
   const RopeOffsets& offsets = *rope.offsets;
   const RotatedMeanOwn& own = *static_cast<RotatedMeanOwn*>(node.own);
   const int64_t pairs = offsets.pairs(), width = own.width;
-  const RopeRow at = rope_row<S>(rope, place_of(rope, node.b, node.h, block * offsets.M), own.row);
+  const RopeRow at = rope_row<S>(rope, place, own.row);
   const float *cos = at.cos, *sin = at.sin;
   if (!offsets.in_order) {
     for (int64_t i = 0; i < pairs; i++) {
@@ -104,6 +105,7 @@ void rotated_mean_prepare(Node& node) {
     own->stepped = scratch(kRowTile * rope.offsets->rows);
     if (node.call->rope && rope.offsets->words)
       own->words = reinterpret_cast<int16_t*>(scratch(ceil_div(kRowTile * rope.offsets->rows, 2)));
+    own->block = rope.consecutive ? nullptr : scratch(kRowTile * rope.offsets->M);
     own->row = scratch(2 * rope.columns);
     own->turn = scratch(4 * own->width);
     clear(own->turn, 4 * own->width);
@@ -136,36 +138,67 @@ void rotated_mean_tile_scores(const float* of, const float* constant, int64_t re
   });
 }
 
+// Add the scores of `count` columns of the tables from `start` on, a multiple of kLanes.
 template <class S>
-void rotated_mean_scores(const Node& node, Span span, float* score, int64_t score_stride) {
+void add_table_scores(const Node& node, Span span, int64_t start, int64_t count, float* score, int64_t score_stride) {
   const RotatedMeanOwn& own = *static_cast<RotatedMeanOwn*>(node.own);
   const RopeView& rope = node.view->rope;
-  span.first -= *node.shift;  // the mean has no page: only positions in the row matter
-  span.last -= *node.shift;
-  const int64_t unit = node.call->tokens_per_unit, first = node.task->first * unit;
-  const int64_t stride = rope.offsets ? rope.offsets->M : node.task->last * unit - first;
+  const int64_t unit = node.call->tokens_per_unit;
+  const int64_t stride = rope.offsets ? rope.offsets->M : (node.task->last - node.task->first) * unit;
   const int64_t reads = rope.offsets ? rope.offsets->rows : rope.reads;
   const float *of = rope.offsets ? own.stepped : own.coefficients + span.row * reads,
-              *tables = rope.offsets ? rope.offsets->table : node.lanes, *constant = own.constant + span.row;
+              *tables = (rope.offsets ? rope.offsets->table : node.lanes) + start, *constant = own.constant + span.row;
+  if (own.words)
+    return node.call->rope->turned({rope.offsets->words + 2 * start, reads, stride, count, span.rows, of, constant,
+                                    own.words, score, score_stride});
   constexpr int kTiles = S::max_groups(4) >= 4 ? 4 : 1;
+  with_rows(span.rows, [&](auto rows) {
+    int64_t i = 0;
+    for (; count - i >= kTiles * kLanes; i += kTiles * kLanes)
+      rotated_mean_tile_scores<S, rows, kTiles>(of, constant, reads, tables + i, stride, score + i, score_stride);
+    for (; i < count; i += kLanes)
+      rotated_mean_tile_scores<S, rows, 1>(of, constant, reads, tables + i, stride, score + i, score_stride);
+  });
+}
+
+// Add the scores of tokens in order of position, with gaps. Scores of all positions of a block are
+// computed at once, and those of the tokens are gathered.
+template <class S>
+void gathered_scores(const Node& node, Span span, float* score, int64_t score_stride) {
+  const RotatedMeanOwn& own = *static_cast<RotatedMeanOwn*>(node.own);
+  const RopeView& rope = node.view->rope;
+  const int64_t M = rope.offsets->M;
+  const int32_t* places = rope.places + node.b * rope.stride_b + node.h * rope.stride_h;
   for (int64_t token = span.first; token < span.last;) {
-    const int64_t begin = rope.offsets ? token / stride * stride : first;
-    const int64_t end = span.last - begin < stride ? span.last : begin + stride;
-    if (rope.offsets) step_coefficients<S>(node, span, begin / stride);
-    if (own.words) {
-      node.call->rope->turned({rope.offsets->words + 2 * (token - begin), reads, stride, end - token, span.rows, of,
-                               constant, own.words, score + token - span.first, score_stride});
-      token = end;
-      continue;
+    const int64_t begin = places[token] / M * M, from = (places[token] - begin) / kLanes * kLanes;
+    int64_t end = token + 1;
+    while (end < span.last && places[end] < begin + M && places[end] >= places[end - 1]) end++;
+    const int64_t count = round_up(places[end - 1] - begin + 1, kLanes) - from;
+    step_coefficients<S>(node, span, begin);
+    for (int64_t r = 0; r < span.rows; r++) clear(own.block + r * M, count);
+    add_table_scores<S>(node, span, from, count, own.block, M);
+    for (int64_t r = 0; r < span.rows; r++) {
+      const float* __restrict block = own.block + r * M - begin - from;
+      float* __restrict out = score + r * score_stride - span.first;
+      for (int64_t t = token; t < end; t++) out[t] += block[places[t]];
     }
-    with_rows(span.rows, [&](auto rows) {
-      for (; end - token >= kTiles * kLanes; token += kTiles * kLanes)
-        rotated_mean_tile_scores<S, rows, kTiles>(of, constant, reads, tables + token - begin, stride,
-                                                  score + token - span.first, score_stride);
-      for (; token < end; token += kLanes)
-        rotated_mean_tile_scores<S, rows, 1>(of, constant, reads, tables + token - begin, stride,
-                                             score + token - span.first, score_stride);
-    });
+    token = end;
+  }
+}
+
+template <class S>
+void rotated_mean_scores(const Node& node, Span span, float* score, int64_t score_stride) {
+  const RopeView& rope = node.view->rope;
+  if (rope.offsets && !rope.consecutive) return gathered_scores<S>(node, span, score, score_stride);
+  span.first -= *node.shift;  // the mean has no page: only positions in the row matter
+  span.last -= *node.shift;
+  const int64_t first = node.task->first * node.call->tokens_per_unit;
+  for (int64_t token = span.first; token < span.last;) {
+    const int64_t begin = rope.offsets ? token / rope.offsets->M * rope.offsets->M : first;
+    const int64_t end = rope.offsets && span.last - begin > rope.offsets->M ? begin + rope.offsets->M : span.last;
+    if (rope.offsets) step_coefficients<S>(node, span, place_of(rope, node.b, node.h, begin));
+    add_table_scores<S>(node, span, token - begin, end - token, score + token - span.first, score_stride);
+    token = end;
   }
 }
 

@@ -12,6 +12,10 @@ using namespace nb::literals;
 
 namespace {
 
+// Positions per token up to which rotated means are computed for all positions in order. More cost
+// more than the angles of each token.
+constexpr int64_t kSparsest = 16;
+
 // channels: int32 [D, 4], partner, columns of cos and sin, sign.
 void take_channels(NativeRope& made, const Tensor& channels) {
   RopeView& rope = made.rope;
@@ -141,6 +145,20 @@ NativeRope* make_rope(nb::handle table, nb::handle channels, const std::vector<n
   return made.release();
 }
 
+// True if the tokens of every head are in order of position, and span at most kSparsest positions
+// per token.
+bool is_dense_in_order(const Tensor& places) {
+  const int64_t T = places.shape[2];
+  for (int64_t b = 0; b < places.shape[0]; b++)
+    for (int64_t h = 0; h < places.shape[1]; h++) {
+      const int32_t* at = places.as<int32_t>() + b * places.stride[0] + h * places.stride[1];
+      if (T < 1 || at[0] < 0 || at[T - 1] - at[0] >= kSparsest * T) return false;
+      for (int64_t t = 1; t < T; t++)
+        if (at[t] < at[t - 1]) return false;
+    }
+  return true;
+}
+
 // places int32 [1 or B, 1 or H, T or 1]: of each token, or only of the first one if positions are
 // consecutive.
 void take_rope(NativeView& made, const nb::object& rope, nb::handle places) {
@@ -162,7 +180,7 @@ void take_rope(NativeView& made, const nb::object& rope, nb::handle places) {
   rope_view.consecutive = tokens == 1;
   rope_view.stride_t = rope_view.consecutive ? 0 : 1;
   if (!rope_view.consecutive) {
-    rope_view.offsets = nullptr;
+    if (!is_dense_in_order(at)) rope_view.offsets = nullptr;
     rope_view.int16_offsets = nullptr;
   }
   made.has_rope = true;

@@ -81,9 +81,13 @@ class Recipe:
     layers: tuple[tuple[str, Coder], ...] = ()
 
     def __post_init__(self) -> None:
-        for coder in (self.coder, *(c for _, c in self.layers)):
-            coder.at(0)
-        self.policy()
+        codecs = [coder.at(0) for coder in (self.coder, *(c for _, c in self.layers))]
+        policy = self.policy()
+        for keys, values in codecs:
+            try:
+                policy.check(keys, values)
+            except UserError as error:
+                raise UserError(f"{self.tokens.name}: {error}") from error
 
     @staticmethod
     def parse(recipe: str | Recipe | None) -> Recipe:

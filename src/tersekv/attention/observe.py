@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from tersekv.attention import masks
+from tersekv.attention.importance import importance
 from tersekv.attention.masks import Store
 from tersekv.attention.prompt_loss import prompt_loss
 from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.evicting import EvictingStore
 from tersekv.cache.layer import LayerStore
+from tersekv.cache.mixed_rates import MixedRatesStore, Ranking
 from tersekv.cache.scored_eviction import ScoredEvictionStore
 from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.errors import UserError
@@ -29,12 +31,15 @@ OBSERVED_QUERIES = 64
 Held = list[tuple[Tensor, Tensor]]
 
 
-Observed = Tensor | tuple[TokenLoss | None, TokenLoss | None]
-"""Votes for an evicting store, or the loss of errors in keys and in values for a `LayerStore`."""
+Observed = Tensor | Ranking | tuple[TokenLoss | None, TokenLoss | None]
+"""Votes for an evicting store, the loss of errors in keys and in values for a `LayerStore`, or both
+that loss and the importance of tokens for a `MixedRatesStore`."""
 
 
 def observe(store: Store, keys: Tensor, values: Tensor, call: AttentionCall) -> Observed | None:
     """Return the sums that the store needs before it appends keys and values [B, Hkv, n, D], or None."""
+    if isinstance(store, MixedRatesStore) and store.ranks(keys.shape[2]):
+        return Ranking(importance(store, keys, call), prompt_loss(store, keys, values, call))
     if isinstance(store, LayerStore):
         return prompt_loss(store, keys, values, call)
     return _votes(store, keys, call)

@@ -241,7 +241,7 @@ class _Reader:
             parts, values = self._block(block, query, tiles), block.values
             keys = block.keys.linear
             results = parts if not results else [_merge(a, b) for a, b in zip(results, parts, strict=True)]
-            first += step
+            first += block.tokens
         if results and (correction := self.store.keys.correction) is not None:
             rows = [keys.query(_rows(query[:, :, :, tile])) for tile in tiles]
             biases = [softmax.score_bias(mapped, correction, self.call.scaling) for mapped in rows]

@@ -18,6 +18,7 @@ from tersekv.codecs.exact import Exact
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.layouts.base import Layout
 from tersekv.policies.base import Selection, TokenPolicy
+from tersekv.policies.mixed import Mixed
 from tersekv.policies.subgen import SubGen
 from tersekv.policies.window import Window
 from tersekv.recipe import LayerPlan, Recipe
@@ -68,7 +69,7 @@ def size(
     """
     rows = batch * shape.kv_heads
     calls = Calls(tokens - generated, piece, generated)
-    sizes: dict[tuple[TokenPolicy, int | None, int], LayerSize] = {}
+    sizes: dict[tuple[TokenPolicy, int | None, int, bool], LayerSize] = {}
     footprints: list[Footprint] = []
     shared: dict[str, int] = {}
     rope_tables: dict[int, Tensor] = {}
@@ -78,10 +79,13 @@ def size(
         if isinstance(plan.policy, Selection) and window is None:
             footprint = _selected(plan.policy, plan, shape, calls, rows)
         else:
-            key = plan.policy, window, _flush(layout for layout, _ in _layouts(plan, shape))
+            low = _lower(plan, window)
+            key = plan.policy, window, _flush(layout for layout, _ in _layouts(plan, shape)), low is not None
             if key not in sizes:
                 sizes[key] = LayerSize.after(calls.sizes(), *key)
-            footprint = _layer(sizes[key], plan, shape, rows, window)
+            footprint = _layer(sizes[key], plan if low is None else _of_heads(plan), shape, rows, window)
+            if low is not None and sizes[key].rest.tokens:
+                shared |= _rest(sizes[key], low, shape, rows, batch, footprint)
         footprint.parts = {part: round(size * rows) for part, size in footprint.parts.items()}
         for codec, dim in ((plan.keys, shape.key_dim), (plan.values, shape.value_dim)):
             tables = codec.table_bytes(dim)
@@ -141,6 +145,29 @@ def _layer(size: LayerSize, plan: LayerPlan, shape: CacheShape, rows: int, windo
     return footprint
 
 
+def _lower(plan: LayerPlan, window: int | None) -> LayerPlan | None:
+    """Return the plan with the codecs of the lower rate if a layer has two rates, else None."""
+    policy = plan.policy
+    if window is not None or not isinstance(policy, Mixed) or not policy.mixes(plan.keys, plan.values):
+        return None
+    return _of_heads(plan._replace(keys=plan.keys.at_rate(policy.rest), values=plan.values.at_rate(policy.rest)))
+
+
+def _rest(
+    size: LayerSize, low: LayerPlan, shape: CacheShape, rows: int, batch: int, footprint: Footprint
+) -> dict[str, int]:
+    """Count tokens of the lower rate and the map of rates. Return the tables that layers share."""
+    shared: dict[str, int] = {}
+    footprint.parts["selection"] += size.ranked / 8  # type: ignore[assignment]
+    for codec, dim in ((low.keys, shape.key_dim), (low.values, shape.value_dim)):
+        _count(codec.layout(dim), size.rest, 1, footprint, rows)
+        tables, learns = codec.table_bytes(dim), codec.learns(1, 1, dim)
+        own = sum(dim * learns[name].dtype.itemsize for name in codec.rate_tensors)
+        footprint.parts["tables"] += own * (batch if tables.of_sequence else 1) / batch  # type: ignore[assignment]
+        shared |= tables.shared
+    return shared
+
+
 def _selected(policy: Selection, plan: LayerPlan, shape: CacheShape, calls: Calls, rows: int) -> Footprint:
     """Return the same as `_layer` under a policy that evicts tokens."""
     layouts = layouts_of_heads(plan, shape)
@@ -191,9 +218,14 @@ def _layouts(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
 
 
 def layouts_of_heads(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
-    """Return the layouts under a policy that evicts tokens, without data shared by heads."""
+    """Return the layouts if heads store different tokens, without data shared by heads."""
+    return _layouts(_of_heads(plan), shape)
+
+
+def _of_heads(plan: LayerPlan) -> LayerPlan:
+    """Return the plan whose codecs store nothing jointly for all heads of a token."""
     keys, values = (dataclasses.replace(codec, per_head=True) for codec in (plan.keys, plan.values))
-    return _layouts(plan._replace(keys=keys, values=values), shape)
+    return plan._replace(keys=keys, values=values)
 
 
 def _pool(

@@ -10,6 +10,7 @@ from tersekv.cache.pages import ENTRY_MARGIN, ROLLBACK_TOKENS, SPARE_ENTRIES, Pa
 from tersekv.cache.tail import capacity_after_drop, tail_capacity
 from tersekv.layouts.base import PlaneSpec
 from tersekv.policies.base import PROMPT_TOKENS, TokenPolicy, is_prompt
+from tersekv.policies.mixed import Mixed
 
 
 class Calls(NamedTuple):
@@ -126,18 +127,29 @@ class PagesSize:
 
 @dataclass
 class LayerSize:
-    """Sizes of the parts of a `LayerStore`."""
+    """Sizes of the parts of a `LayerStore`.
+
+    rest: packed tokens of the lower rate, in a `MixedRatesStore`.
+    ranked: packed tokens up to the end of the latest ranked prompt there.
+    """
 
     sinks: int
     tail: TailSize
     pages: PagesSize
+    rest: PagesSize
+    ranked: int = 0
 
     @staticmethod
-    def after(calls: Iterable[int], policy: TokenPolicy, window: int | None, flush: int) -> LayerSize:
-        """Return the sizes after these calls. flush: number of tokens that are packed together."""
+    def after(
+        calls: Iterable[int], policy: TokenPolicy, window: int | None, flush: int, mixes: bool = False
+    ) -> LayerSize:
+        """Return the sizes after these calls.
+
+        flush: number of tokens that are packed together. mixes: the layer has two rates.
+        """
         held = None if window is None else window + ROLLBACK_TOKENS
         tail = TailSize(policy.recent + flush, grows=not policy.packs_generated)
-        layer = LayerSize(0, tail, PagesSize(PageSizes(flush, held)))
+        layer = LayerSize(0, tail, PagesSize(PageSizes(flush, held)), PagesSize(PageSizes(flush, held)))
         seen = dropped = 0
         continues = False
         for n in calls:
@@ -154,7 +166,13 @@ class LayerSize:
             leave = leave if packs else skip
             layer.pages.drop_front(forget)
             dropped += forget + skip
-            layer.pages.append(leave - skip)
+            high = leave - skip
+            if mixes and isinstance(policy, Mixed) and (seen == n or n >= PROMPT_TOKENS):
+                high = policy.chosen(leave, flush)
+                layer.rest.append(leave - high)
+            layer.pages.append(high)
+            if high < leave - skip:
+                layer.ranked = layer.pages.tokens + layer.rest.tokens
             from_tail = min(leave, old)
             tail.change(from_tail, enter - (leave - from_tail))
         return layer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from tersekv.cache.rotary import Rotary
 from tersekv.cache.segments import ExactSegment, PackedSegment, packed_pages_of
 from tersekv.cache.side import SideStore, extents
 from tersekv.cache.state import Rules, Spec, Stateful
+from tersekv.codecs import Codec
 from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError
@@ -71,8 +72,8 @@ class LayerStore(Stateful):
         self.rotary = Rotary(rope) if rope is not None and plan.keys.needs_rope else None
         sizes = PageSizes(self.flush_tokens, None if window is None else window + ROLLBACK_TOKENS)
         corrected = plan.policy.corrected_share
-        self.keys = SideStore(plan.keys, keys, dtype, sizes, tail_tokens, self.rotary, heads, corrected)
-        self.values = SideStore(plan.values, values, dtype, sizes, tail_tokens, None, heads)
+        self.keys = self._side(plan.keys, keys, dtype, sizes, tail_tokens, self.rotary, heads, corrected)
+        self.values = self._side(plan.values, values, dtype, sizes, tail_tokens, None, heads)
         self.sides = self.keys, self.values
         self.padding: Tensor | None = None  # set while rows of a batch have sinks of their own
         self.deferred = True  # True while nothing is in sinks or packed: no tokens yet, or rows that are still short
@@ -80,6 +81,9 @@ class LayerStore(Stateful):
         self.num_tokens = self.num_evicted = 0
         self.room = 0  # lower bound of the tokens that can be added before some are packed
         self._pages: PackedPages | None = None  # cached until packed blocks change
+
+    def _side(self, codec: Codec, *arguments: Any) -> SideStore:
+        return SideStore(codec, *arguments)
 
     @property
     def batch_size(self) -> int:
@@ -239,7 +243,7 @@ class LayerStore(Stateful):
     @property
     def packed_tokens(self) -> int:
         """Number of packed tokens."""
-        return self.keys.packed.tokens
+        return self.keys.packed_tokens
 
     @property
     def packed_first(self) -> int:
@@ -287,7 +291,7 @@ class LayerStore(Stateful):
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return all tokens held as [B, H, n, D], in order of position, sinks included."""
-        keys, values = (side.decoded(dtype, self.packed_first) for side in self.sides)
+        keys, values = (self._in_order(side, dtype) for side in self.sides)
         if self.padding is not None:
             own = self._own_sinks()[:, None, :, None]
             keys, values = (
@@ -295,6 +299,10 @@ class LayerStore(Stateful):
                 for x, side in zip((keys, values), self.sides, strict=True)
             )
         return keys, values
+
+    def _in_order(self, side: SideStore, dtype: torch.dtype) -> Tensor:
+        """Return sinks, packed tokens and tail of a side as [B, H, n, D]."""
+        return side.decoded(dtype, self.packed_first)
 
     def check_crop(self, n: int) -> None:
         """Raise CacheError unless the n latest tokens can be rolled back."""
@@ -314,7 +322,7 @@ class LayerStore(Stateful):
 
     def is_whole(self, seen: int) -> bool:
         """True if, after an interrupted append, keys and values still hold the `seen` tokens."""
-        held = {self.num_evicted + side.sinks.shape[2] + side.packed.tokens + side.tail.tokens for side in self.sides}
+        held = {self.num_evicted + side.sinks.shape[2] + side.packed_tokens + side.tail.tokens for side in self.sides}
         return self.num_tokens == seen and held == {seen}
 
     @plain

@@ -17,7 +17,7 @@ LAYER = {
 
 def layer_tokens(store: Any, place: str) -> None:
     """Check that the numbers of sinks, packed and tail tokens add up to the tokens received."""
-    counts = {(side.sinks.shape[2], side.packed.tokens, side.tail.tokens) for side in store.sides}
+    counts = {(side.sinks.shape[2], side.packed_tokens, side.tail.tokens) for side in store.sides}
     require(len(counts) == 1, place, f"holds different numbers of keys and values {sorted(counts)}")
     sinks, packed, tail = counts.pop()
     held = sinks + store.num_evicted + packed + tail

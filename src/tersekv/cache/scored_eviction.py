@@ -18,6 +18,7 @@ from tersekv.cache.evicting import SELECTIVE, EvictingStore
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.found_sinks import FoundSinksStore
 from tersekv.cache.layer import LayerStore
+from tersekv.cache.mixed_rates import MixedRatesStore
 from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.cache.pool import WEIGHT, TokenPool
 from tersekv.cache.prompt_packing import PromptPackingStore
@@ -30,6 +31,7 @@ from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import UserError
 from tersekv.kernels.attend import PackedPages
 from tersekv.policies.base import Candidates, Selection
+from tersekv.policies.mixed import Mixed
 from tersekv.policies.subgen import SubGen
 from tersekv.policies.window import Window
 from tersekv.recipe import LayerPlan
@@ -256,5 +258,7 @@ def new_store(
         return FoundSinksStore(plan, keys, values, None, rope, heads)
     if context_parallel is not None and window is None:
         return ContextParallelStore(plan, keys, values, context_parallel, rope, heads)
+    if isinstance(plan.policy, Mixed) and window is None and plan.policy.mixes(plan.keys, plan.values):
+        return MixedRatesStore(plan, keys, values, None, rope, heads)
     store = LayerStore if plan.policy.packs_generated else PromptPackingStore
     return store(plan, keys, values, window, rope, heads)

@@ -53,6 +53,7 @@ class Prepared(NamedTuple):
     leave_tail: number of oldest tokens that leave the tail.
     enter_tail: [B, H, n, D], tokens that enter the tail.
     lost: lost variance of the keys, see `SideStore`.
+    rest: packed tensors of tokens with a lower rate, see `MixedSide`.
     """
 
     codec: Codec
@@ -61,6 +62,7 @@ class Prepared(NamedTuple):
     leave_tail: int
     enter_tail: Tensor
     lost: Tensor | None
+    rest: Sequence[PackedTensors] = ()
 
 
 class SideStore(Stateful):
@@ -77,7 +79,7 @@ class SideStore(Stateful):
 
     STATE: ClassVar[Spec] = {"sinks": exact_tokens}
     RULES: ClassVar[Rules] = (side_learnt,)
-    PARTS = ("packed", "tail")
+    PARTS: ClassVar[tuple[str, ...]] = ("packed", "tail")
 
     def __init__(
         self,
@@ -98,6 +100,11 @@ class SideStore(Stateful):
         self.sinks = like.new_empty((B, H, 0, self.head_dim), dtype=dtype)
         self.packed = BlockBuffer(codec.layout(self.head_dim), B, H, like.device, sizes)
         self.tail = TailBuffer(B, H, self.head_dim, dtype, like.device, tail_tokens)
+
+    @property
+    def packed_tokens(self) -> int:
+        """Number of packed tokens."""
+        return self.packed.tokens
 
     def rounded(self, x: Tensor) -> Tensor:
         """Convert new tokens to the exact dtype.

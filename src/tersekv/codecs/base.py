@@ -71,6 +71,9 @@ class Codec(ABC):
     rate_tensors: ClassVar[tuple[str, ...]] = ()
     """Names in `fitted` that `share_across_layers` computes from the others and from those options."""
 
+    has_rates: ClassVar[bool] = True
+    """True if the codec quantises. False for floats, which have one rate."""
+
     takes_moments: ClassVar[bool] = False
     """True if calibration needs only sums over the corpus, see `fit_moments`."""
 
@@ -158,6 +161,19 @@ class Codec(ABC):
     def share_across_layers(cls, codecs: Sequence[Codec]) -> list[Codec]:
         """Compute `rate_tensors` of calibrated codecs of all layers and sides."""
         return list(codecs)
+
+    def at_rate(self, bits: float) -> Self:
+        """Return the codec at another rate, with the same fit.
+
+        Both rates have the same linear maps, so that attention transforms a query once.
+
+        Raises:
+            UserError: the method has no such rate.
+        """
+        raise UserError(
+            f"{type(self).__name__} cannot code tokens at several rates from one fit; use trellis, uniform, kivi or "
+            "turboquant"
+        )
 
     def for_all_rates(self) -> Self:
         """Return the codec with the default of every option in `rate_options`."""
@@ -318,3 +334,10 @@ def check_range(name: str, value: int, low: int, high: int) -> None:
     """Raise UserError unless low <= value <= high."""
     if not low <= value <= high:
         raise UserError(f"{name}={value} is out of range; allowed are {low} to {high}")
+
+
+def whole_bits(bits: float) -> int:
+    """Return a number of bits as an int, or raise UserError."""
+    if bits % 1:
+        raise UserError(f"{bits:g} bits are not allowed here; give a whole number")
+    return int(bits)

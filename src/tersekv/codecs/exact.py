@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -15,6 +15,8 @@ from tersekv.layouts.exact import DTYPES, ExactView, exact_layout
 @dataclass(frozen=True)
 class Exact(Codec):
     """Store unquantised floats. dtype: bf16, fp16 or fp32."""
+
+    has_rates: ClassVar[bool] = False
 
     dtype: Literal["bf16", "fp16", "fp32"] = "fp16"
 

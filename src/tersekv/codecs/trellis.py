@@ -235,7 +235,7 @@ class Trellis(Codec):
     @classmethod
     def share_across_layers(cls, codecs: Sequence[Codec]) -> list[Codec]:
         """Allot the bits of calibrated codecs; of those with `allot=model` over layers and sides."""
-        settled = [codec._with_own_bits() if isinstance(codec, Trellis) else codec for codec in codecs]
+        settled = [codec.at_rate(codec.bits) if isinstance(codec, Trellis) else codec for codec in codecs]
         ours = [(i, c) for i, c in enumerate(codecs) if isinstance(c, Trellis) and (c.allot, c.metric) == SHARING]
         if len(ours) < 2:
             return settled
@@ -248,12 +248,13 @@ class Trellis(Codec):
             settled[i] = dataclasses.replace(codec, fitted=codec.fitted | {"bits": own})
         return settled
 
-    def _with_own_bits(self) -> Self:
-        """Return the codec with its own mean bits in each head."""
-        losses = self.losses()
-        words = math.ceil(self.bits * losses.shape[-1] / WORD_BITS)
-        bits = allotted(losses, words * WORD_BITS, SQUARED_ERROR[self.code])
-        return dataclasses.replace(self, fitted=self.fitted | {"bits": bits})
+    def at_rate(self, bits: float) -> Self:
+        """Return the codec with these mean bits in each head."""
+        if "scale" not in self.fitted:
+            return dataclasses.replace(self, bits=bits)
+        total = math.ceil(bits * self.fitted["scale"].shape[-1] / WORD_BITS) * WORD_BITS
+        own = allotted(self.losses(), total, SQUARED_ERROR[self.code])
+        return dataclasses.replace(self, bits=bits, fitted=self.fitted | {"bits": own})
 
     def losses(self) -> Tensor:
         """Return the loss per unit of squared error of each coded component, float64 [B, H, D]."""
@@ -376,9 +377,7 @@ class Trellis(Codec):
 
 
 def _scales(variance: Tensor) -> Tensor:
-    """Return standard deviations float16 [B, H, D], at least 1/1000 of the largest; 1 if all are
-    0.
-    """
+    """Return standard deviations float16 [B, H, D], at least 1/1000 of the largest, or 1 if all are 0."""
     scale = variance.sqrt()
     largest = scale.amax(-1, keepdim=True)
     return _stored(torch.where(largest > 0, torch.maximum(scale, largest * 1e-3), 1.0).clamp_min(1e-6))

@@ -31,7 +31,16 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides
+from tersekv.codecs.base import (
+    Codec,
+    FitsOn,
+    Method,
+    TableBytes,
+    check_choices,
+    check_range,
+    for_both_sides,
+    whole_bits,
+)
 from tersekv.codecs.codebooks.lloyd_max import sphere_table
 from tersekv.codecs.transforms.rotation import random_rotation, rotated, split_rotation
 from tersekv.codecs.transforms.sketch import jl_sketch, sign_factor
@@ -100,6 +109,12 @@ class TurboQuant(Codec):
     def fits_on(self) -> FitsOn | None:
         """Data that `fit` needs: "prompt" if it decides which channels are outliers."""
         return "prompt" if self.bits % 1 else None
+
+    def at_rate(self, bits: float) -> Self:
+        """Return the codec with other bits. Both rates must be whole numbers, without a sketch."""
+        if self.variant != "mse" or self.bits % 1:
+            raise UserError("several rates need variant=mse and a whole number of bits")
+        return dataclasses.replace(self, bits=float(whole_bits(bits)))
 
     def parts(self, head_dim: int) -> list[ChannelPart]:
         """Return the channel parts that are coded separately, outlier channels first."""

@@ -17,8 +17,18 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides
+from tersekv.codecs.base import (
+    Codec,
+    FitsOn,
+    Method,
+    TableBytes,
+    check_choices,
+    check_range,
+    for_both_sides,
+    whole_bits,
+)
 from tersekv.codecs.codebooks.fixed import integers
+from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.layouts.base import Layout, PackedTensors
 from tersekv.layouts.grid import SCALE_DTYPES, Grid, GridView, round_scale
@@ -52,6 +62,12 @@ class Uniform(Codec):
     def fits_on(self) -> FitsOn | None:
         """Data that `fit` needs: "prompt" if one range per channel covers the whole sequence."""
         return "prompt" if self._whole else None
+
+    def at_rate(self, bits: float) -> Self:
+        """Return the codec with other bits. One range for the whole sequence is fitted for one rate."""
+        if self._whole:
+            raise UserError("axis=channel,group=0 fits its ranges for one rate; give a group of 1 or more tokens")
+        return dataclasses.replace(self, bits=whole_bits(bits))
 
     @property
     def _whole(self) -> bool:

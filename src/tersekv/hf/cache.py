@@ -15,6 +15,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.cache.evicting import UNREADABLE
 from tersekv.cache.footprint import Footprint
+from tersekv.cache.mixed_rates import UNRANKED
 from tersekv.cache.parallel import ContextParallel
 from tersekv.errors import UserError
 from tersekv.hf import pickled, saved
@@ -121,8 +122,9 @@ class CompressedCache(ModelCache):
                 rope = self.ropes.needed_by(plan.keys, index)
                 if context_parallel is not None and kind.window is None:
                     check_spread(recipe, plan, self.shape.passes_handles, rope)
-                if plan.policy.drops and not self.shape.passes_handles:
-                    raise UserError(f"{self.recipe} on {self.config.model_type}: {UNREADABLE}")
+                if (plan.policy.drops or plan.policy.observes) and not self.shape.passes_handles:
+                    why = UNREADABLE if plan.policy.drops else UNRANKED
+                    raise UserError(f"{self.recipe} on {self.config.model_type}: {why}")
                 layers.append(CompressedLayer(self, index, plan, kind.window))
             else:
                 layers.append(LinearAttentionLayer() if kind.type == "linear" else empty_layer())

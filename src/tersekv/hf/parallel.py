@@ -67,6 +67,8 @@ def check_spread(recipe: object, plan: LayerPlan, passes_handles: bool, rope: Ro
     why = None
     if plan.policy.drops:
         why = "its policy drops tokens; use one that keeps all (window)"
+    elif plan.policy.observes:
+        why = "its policy ranks all tokens of a prompt; use one with equal rates (window)"
     elif not plan.policy.packs_generated:
         why = "generated tokens that stay exact would be held by every process; use generated=packed"
     elif not passes_handles:

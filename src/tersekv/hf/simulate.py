@@ -63,6 +63,11 @@ class SimulatedCache(OnePassCache):
             raise UserError(
                 f"{recipe} evicts tokens, which a simulation does not support: use mode=cache, or the policy window"
             )
+        if recipe.policy().observes:
+            raise UserError(
+                f"{recipe} codes tokens at several rates, which a simulation does not support: use mode=cache, or the "
+                "policy window"
+            )
         if recipe.policy().corrected_share:
             raise UserError(
                 f"{recipe} corrects the softmax bias of packed tokens, which a simulation does not support: use "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,17 @@ def is_prompt(n: int, first: bool, continues: bool) -> bool:
     2 or more tokens are the rest of a prompt fed in chunks.
     """
     return first or n >= PROMPT_TOKENS or (continues and n > 1)
+
+
+class Rated(Protocol):
+    """The part of a codec that policies use, see `tersekv.codecs.Codec`."""
+
+    @property
+    def has_rates(self) -> bool:
+        """True if the codec quantises."""
+
+    def at_rate(self, bits: float) -> Any:
+        """Return the codec at another rate, or raise UserError."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +119,9 @@ class TokenPolicy:
         The result depends on these counts only, so a prompt fed in chunks is packed identically.
         """
         return 0 if seen < self.first_packing(window) else max(0, waiting - self.recent) // block * block
+
+    def check(self, keys: Rated, values: Rated) -> None:
+        """Raise UserError unless the policy serves a layer with these codecs."""
 
     def options(self) -> dict[str, Any]:
         """Return the options by name, as in a recipe."""

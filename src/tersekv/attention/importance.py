@@ -1,0 +1,79 @@
+"""Importance of a prompt's tokens: attention that they receive in a second reading of the prompt.
+
+Every query that was observed is moved behind the prompt: RoPE rotates it further by the number of
+tokens. It then attends to all tokens of the prompt, also to those that follow it. So a token counts
+that the text comes back to later, and no token is too late to be seen. A token's importance is the
+root mean square of its attention weights over the queries and over the query heads of a KV head.
+
+Models without RoPE, or with frequencies that change with the length, have queries where they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tersekv.attention.read import AttentionCall, grouped
+from tersekv.cache.layer import LayerStore
+from tersekv.codecs.transforms.rope import Rope
+
+QUERIES = 128
+"""Number of query positions observed, spread over the call."""
+
+TILE = 32
+"""Number of query positions whose weights are in memory at a time."""
+
+
+@torch.no_grad()
+def importance(store: LayerStore, keys: Tensor, call: AttentionCall) -> Tensor:
+    """Return the importance of the tokens in the tail and of new keys [B, Hkv, n, D].
+
+    The result is float32 [B, Hkv, T]. Attention sinks of the store compete with these tokens, and
+    tokens packed before do not. Padding has importance 0, and its queries do not count.
+    """
+    q, sinks = call.query.shape[2], store.keys.sinks
+    key = torch.cat([sinks, store.keys.tail.data, keys.to(sinks.dtype)], dim=2).float()
+    tokens, past = key.shape[2] - sinks.shape[2], store.num_tokens
+    at = torch.linspace(0, q - 1, min(QUERIES, q), device=keys.device).long()
+    query = moved(call.query[:, :, at].float(), _rope(store), past + keys.shape[2])
+    hidden, counts = None, None
+    if call.mask is not None:
+        seen = call.mask.any(dim=1)[:, -tokens:].expand(len(keys), -1)
+        hidden = ~torch.nn.functional.pad(seen, (sinks.shape[2], 0), value=True)[:, None, None]
+        itself = (past + at).expand(len(call.mask), -1).unsqueeze(-1)
+        counts = call.mask[:, at].gather(2, itself).float().expand(len(keys), -1, -1)  # [B, queries, 1]
+    total = key.new_zeros(key.shape[:3])
+    for start in range(0, len(at), TILE):
+        part = grouped(query[:, :, start : start + TILE], key.shape[1])
+        weights = _weights(part, key, call, hidden)
+        if counts is not None:
+            weights *= counts[:, start : start + TILE].repeat(1, part.shape[2], 1)[:, None]
+        total += weights.square_().sum(2)
+    return total[:, :, sinks.shape[2] :].sqrt()
+
+
+def moved(query: Tensor, rope: Rope | None, tokens: int) -> Tensor:
+    """Return queries [B, Hq, n, D] after RoPE, rotated further by so many tokens."""
+    if rope is None or rope.varies:
+        return query
+    cos, sin = rope.cos_sin(tokens, 1, tokens + 1, query.device)
+    length = torch.hypot(cos, sin)  # some models scale keys and queries by a factor with RoPE
+    return rope.apply(query, (cos / length)[None], (sin / length)[None])
+
+
+def _rope(store: LayerStore) -> Rope | None:
+    return None if store.rotary is None else store.rotary.rope
+
+
+def _weights(query: Tensor, keys: Tensor, call: AttentionCall, hidden: Tensor | None) -> Tensor:
+    """Return softmax weights [B, Hkv, G·n, T] of queries [B, Hkv, G, n, D] over all keys."""
+    scores = torch.matmul(query.flatten(2, 3) * call.scaling, keys.transpose(-1, -2))
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    if hidden is not None:
+        scores.masked_fill_(hidden, float("-inf"))
+    if call.sink_logits is not None:
+        logits = call.sink_logits.float().view(1, keys.shape[1], -1, 1, 1)
+        logits = logits.expand(*query.shape[:4], 1).flatten(2, 3)
+        return torch.cat([scores, logits], dim=-1).softmax(-1)[..., :-1]
+    return scores.softmax(-1)

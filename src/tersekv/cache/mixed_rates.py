@@ -1,0 +1,281 @@
+"""The cache of one layer that packs a prompt's tokens at two rates; no token is evicted.
+
+    sinks | packed tokens of both rates | exact recent window
+
+Packed tokens of the codec's own rate are in `side.packed`, those of the lower rate in `side.rest`,
+each in order of position. `high` has one bit per token: 1 for the codec's rate. Positions follow from
+it. Tokens packed after the last prompt have the codec's rate and need no bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tersekv.cache.footprint import Footprint
+from tersekv.cache.layer import LayerStore
+from tersekv.cache.layer_checks import LAYER
+from tersekv.cache.mixed_side import MixedSide, Split
+from tersekv.cache.parallel import HeadShard
+from tersekv.cache.schema import require, tensor
+from tersekv.cache.segments import PackedSegment
+from tersekv.cache.side import SideStore, extents
+from tersekv.cache.state import Rules
+from tersekv.codecs import Codec
+from tersekv.codecs.transforms.moments import TokenLoss
+from tersekv.codecs.transforms.rope import Rope
+from tersekv.errors import CacheError, UserError
+from tersekv.policies.base import PROMPT_TOKENS
+from tersekv.policies.mixed import Mixed
+from tersekv.recipe import LayerPlan
+from tersekv.tensors import plain
+
+BITS = 8
+"""Tokens per byte of `high`."""
+
+UNRANKED = (
+    "the policy mixed ranks a prompt's tokens by its queries, which only tersekv's attention sees; use "
+    "`with tersekv.compress(model, recipe):`, or the policy window"
+)
+
+
+class Ranking(NamedTuple):
+    """Importance of tokens and loss of errors, as the queries of a prompt show them.
+
+    importance: float32 [B, H, T], of the tokens in the tail and then of the new tokens.
+    losses: of errors in the keys and in the values of all tokens so far, or None.
+    """
+
+    importance: Tensor
+    losses: Sequence[TokenLoss | None] | None = None
+
+
+def rates_agree(store: MixedRatesStore, place: str) -> None:
+    """Check that `high` has one bit per ranked token, with as many tokens of each rate in every head."""
+    held = {(side.packed.tokens, side.rest.tokens) for side in store.sides}
+    require(len(held) == 1, f"{place}.sides", f"hold different numbers of tokens at each rate {sorted(held)}")
+    packed, rest = held.pop()
+    ranked = store.ranked
+    require(ranked % store.flush_tokens == 0 and rest <= ranked <= packed + rest, f"{place}.high", "has a wrong length")
+    count = store.is_high().sum(-1)
+    require(bool((count == ranked - rest).all()), f"{place}.high", f"must name {ranked - rest} tokens in every head")
+
+
+class MixedRatesStore(LayerStore):
+    """Full-attention layer under the policy `mixed`.
+
+    high: uint8 [B, H, ranked / 8], bit i % 8 of byte i // 8 is 1 if packed token i has the codec's rate.
+    """
+
+    STATE = LAYER | {"high": lambda store: tensor(torch.uint8, store.batch_size, store.kv_heads, None)}
+    RULES: ClassVar[Rules] = (*LayerStore.RULES, rates_agree)
+
+    sides: tuple[MixedSide, MixedSide]
+
+    def __init__(
+        self,
+        plan: LayerPlan,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None = None,
+        rope: Rope | None = None,
+        heads: HeadShard | None = None,
+    ) -> None:
+        assert isinstance(plan.policy, Mixed)
+        assert window is None
+        self.mixed = plan.policy
+        # heads store different tokens, so nothing is stored jointly for all of them
+        own = {side: dataclasses.replace(getattr(plan, side), per_head=True) for side in ("keys", "values")}
+        super().__init__(plan._replace(**own), keys, values, None, rope, heads)
+        self.high = keys.new_empty((*keys.shape[:2], 0), dtype=torch.uint8)
+
+    def _side(self, codec: Codec, *arguments: Any) -> SideStore:
+        return MixedSide(codec, self.mixed.rest, *arguments)
+
+    @property
+    def ranked(self) -> int:
+        """Number of packed tokens up to the end of the latest ranked prompt."""
+        return self.high.shape[2] * BITS
+
+    # ------------------------------------------------------------------ growing
+
+    def ranks(self, n: int) -> bool:
+        """True if appending n tokens packs some of them at the lower rate."""
+        waiting = self.num_tokens + n - self.policy.sink_tokens(None) - self.packed_tokens
+        return self._is_prompt(n) and self._counts(self._due(waiting, n, self.num_tokens + n)[0])[1] > 0
+
+    def _is_prompt(self, n: int) -> bool:
+        return self.num_tokens == 0 or n >= PROMPT_TOKENS
+
+    def _counts(self, flush: int) -> tuple[int, int]:
+        """Return how many of `flush` tokens of a prompt have each rate."""
+        high = self.mixed.chosen(flush, self.flush_tokens)
+        return high, flush - high
+
+    def _add(self, new: list[Tensor], restart: bool, losses: Any) -> None:
+        """Distribute new tokens, see `LayerStore`. losses: a `Ranking`, losses alone, or None."""
+        n, tail = new[0].shape[2], self.keys.tail.tokens
+        added, before = n - (tail if restart else 0), 0 if restart else self.num_tokens - tail
+        sinks = min(self.policy.sink_tokens(None) - self.keys.sinks.shape[2], n)
+        waiting = n + (0 if restart else tail) - sinks
+        flush = self._due(waiting, added, before + sinks + waiting)[0]
+        prompt, ranking = self._is_prompt(added), losses if isinstance(losses, Ranking) else None
+        losses = ranking.losses if ranking is not None else losses
+        if not prompt or self._counts(flush)[1] == 0:
+            return super()._add(new, restart, losses)
+        if ranking is None:
+            raise UserError(UNRANKED)
+        high = self._choice(ranking.importance[:, :, sinks : sinks + flush], before + sinks)
+        earlier, packed = self.is_high(), self.packed_tokens
+        split = [Split(_places(high), _places(~high), loss) for loss in losses or (None, None)]
+        super()._add(new, restart, split)  # type: ignore[arg-type]  # `MixedSide.prepare` takes them
+        unranked = earlier.new_ones(*earlier.shape[:2], packed - earlier.shape[2])
+        self.high = _bytes(torch.cat([earlier, unranked, high], dim=2))
+        return None
+
+    def _choice(self, importance: Tensor, place: int) -> Tensor:
+        """Return the mask [B, H, n] of the tokens from `place` on that have the codec's rate.
+
+        Every row has as many. A row with padding has fewer tokens to choose, and padding fills up.
+        """
+        n = importance.shape[2]
+        most = self._counts(n)[0]
+        score = importance.float()
+        if self.padding is not None:
+            hidden = (self.padding + self.policy.sink_tokens(None) - place).clamp(0, n)
+            own = torch.tensor([self.mixed.chosen(n - p, 1) for p in hidden.tolist()], device=score.device)
+            filled = most - torch.maximum(own.clamp(max=most), most - hidden)
+            at = torch.arange(n, device=score.device)
+            score = score.masked_fill((at < hidden[:, None])[:, None], float("-inf"))
+            score = score.masked_fill((at < filled[:, None])[:, None], float("inf"))
+        order = score.argsort(dim=-1, descending=True, stable=True)[:, :, :most]
+        return torch.zeros_like(score, dtype=torch.bool).scatter_(2, order, True)
+
+    # ------------------------------------------------------------------ reading
+
+    def is_high(self) -> Tensor:
+        """Return `high` as bool [B, H, ranked]."""
+        shifts = torch.arange(BITS, dtype=torch.uint8, device=self.device)
+        return (self.high.unsqueeze(-1) >> shifts & 1).flatten(2).bool()
+
+    def _extents(self) -> Iterator[tuple[bool, int, int, Tensor | int]]:
+        """Yield, for pages of each rate: is it the lower one, first slot, number of slots, and positions.
+
+        Positions are int32 [B, H, slots], or that of the first slot.
+        """
+        ranked = self.ranked
+        high = self.is_high() if ranked else None
+        before = ranked - self.sides[0].rest.tokens  # ranked tokens of the codec's rate
+        places = [] if high is None else [_places(x).to(torch.int32) + self.packed_first for x in (high, ~high)]
+        for first, tokens in extents(self.sides):
+            cut = min(max(before - first, 0), tokens)  # a page may hold ranked and later tokens
+            if cut:
+                yield False, first, cut, places[0][:, :, first : first + cut]
+            if tokens > cut:
+                yield False, first + cut, tokens - cut, self.packed_first + ranked + first + cut - before
+        ends = [0, *self.sides[0].rest.ends]
+        for first, last in itertools.pairwise(ends):
+            yield True, first, last - first, places[1][:, :, first:last]
+
+    def packed_pages(self) -> Iterator[PackedSegment]:
+        """Return packed tokens page by page, those of the codec's rate first."""
+        return (self._segment(*extent) for extent in self._extents())
+
+    def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
+        """Return slots `first` to `first + tokens`, or up to the end of a page, or None.
+
+        Slots count those of the codec's rate first.
+        """
+        offset = 0
+        for rest, start, length, where in self._extents():
+            if first < offset + length:
+                skip = first - offset
+                take = length - skip if tokens is None else min(tokens, length - skip)
+                where = where + skip if isinstance(where, int) else where[:, :, skip : skip + take]
+                return self._segment(rest, start + skip, take, where)
+            offset += length
+        return None
+
+    def _segment(self, rest: bool, first: int, tokens: int, where: Tensor | int) -> PackedSegment:
+        keys, values = (side.view_of(rest, first, tokens, where) for side in self.sides)
+        if isinstance(where, int):
+            return PackedSegment(keys, values, where, tokens)
+        if self.hidden is not None:
+            where = where.masked_fill(where < self.hidden[:, None, None], -1)
+        return PackedSegment(keys, values, 0, tokens, where)
+
+    def _in_order(self, side: SideStore, dtype: torch.dtype) -> Tensor:
+        assert isinstance(side, MixedSide)
+        out = side.sinks.new_empty((*side.sinks.shape[:2], self.packed_tokens, side.head_dim), dtype=dtype)
+        for rest, first, tokens, where in self._extents():
+            x = side.view_of(rest, first, tokens, where).decode().to(dtype)
+            if isinstance(where, int):
+                out[:, :, where - self.packed_first :][:, :, :tokens] = x
+            else:
+                at = (where - self.packed_first).long().unsqueeze(-1)
+                out.scatter_(2, at.expand_as(x), x)
+        return torch.cat([side.sinks.to(dtype), out, side.tail.data.to(dtype)], dim=2)
+
+    # ------------------------------------------------------------------ changing
+
+    def check_crop(self, n: int) -> None:
+        """Raise CacheError unless n tokens can be rolled back: all, or those after the latest prompt's
+        packed ones.
+        """
+        super().check_crop(n)
+        most = self.num_tokens - self.packed_first - self.ranked
+        if self.ranked and most < n < self.num_tokens:
+            raise CacheError(
+                f"cannot roll back {n} of {self.num_tokens} tokens; under the policy mixed the latest {most} can be "
+                "rolled back, or all"
+            )
+
+    @plain
+    def crop(self, n: int) -> None:
+        """Roll back the n latest tokens, see `check_crop`."""
+        self.check_crop(n)
+        everything = n == self.num_tokens
+        if everything:
+            self.high = self.high[:, :, :0]
+            for side in self.sides:
+                side.restart()
+        super().crop(n)
+        if everything:
+            for side in self.sides:
+                side.restart()
+
+    @plain
+    def select(self, rows: Tensor) -> None:
+        """Keep the batch rows `rows` (int64, repeats allowed) in that order."""
+        super().select(rows)
+        self.high = self.high.index_select(0, rows.to(self.device))
+
+    @plain
+    def to(self, device: torch.device | str) -> None:
+        """Move everything to `device`."""
+        super().to(device)
+        self.high = self.high.to(device)
+
+    def footprint(self) -> Footprint:
+        """Return the bytes held, without tables."""
+        footprint = super().footprint()
+        footprint.parts["selection"] += self.high.numel()
+        return footprint
+
+
+def _places(mask: Tensor) -> Tensor:
+    """Return the indices int64 [B, H, n] of a mask [B, H, T] with n in every head, ascending."""
+    B, H, T = mask.shape
+    places = mask.flatten().nonzero().view(B, H, -1)  # far faster than the indices of three axes
+    return places - torch.arange(0, B * H * T, T, device=mask.device).view(B, H, 1)
+
+
+def _bytes(mask: Tensor) -> Tensor:
+    """Return bool [B, H, T], T a multiple of 8, as bits: uint8 [B, H, T / 8]."""
+    weights = (1 << torch.arange(BITS, device=mask.device)).to(torch.uint8)
+    return (mask.unflatten(2, (-1, BITS)) * weights).sum(-1, dtype=torch.uint8)
