@@ -189,6 +189,8 @@ void gathered_scores(const Node& node, Span span, float* score, int64_t score_st
 template <class S>
 void rotated_mean_scores(const Node& node, Span span, float* score, int64_t score_stride) {
   const RopeView& rope = node.view->rope;
+  span.first -= *node.shift;  // the mean has no page: only positions in the row matter
+  span.last -= *node.shift;
   if (rope.offsets && !rope.consecutive) return gathered_scores<S>(node, span, score, score_stride);
   span.first -= *node.shift;  // the mean has no page: only positions in the row matter
   span.last -= *node.shift;
