@@ -192,8 +192,6 @@ void rotated_mean_scores(const Node& node, Span span, float* score, int64_t scor
   span.first -= *node.shift;  // the mean has no page: only positions in the row matter
   span.last -= *node.shift;
   if (rope.offsets && !rope.consecutive) return gathered_scores<S>(node, span, score, score_stride);
-  span.first -= *node.shift;  // the mean has no page: only positions in the row matter
-  span.last -= *node.shift;
   const int64_t first = node.task->first * node.call->tokens_per_unit;
   for (int64_t token = span.first; token < span.last;) {
     const int64_t begin = rope.offsets ? token / rope.offsets->M * rope.offsets->M : first;
