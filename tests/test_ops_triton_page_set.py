@@ -91,7 +91,8 @@ def short_splits(monkeypatch):
 
 def sizes_of(name):
     """Return three page sizes; two blocks each if channels of blocks differ (else another launch)."""
-    return (64, 192, 128) if name in ("grid 6 per channel", "signs per group") else (32, 160, 96)
+    wide = "grid 6 per channel", "grid per channel with factors", "signs per group"
+    return (64, 192, 128) if name in wide else (32, 160, 96)
 
 
 @pytest.mark.parametrize("number", range(len(FORMATS)), ids=list(FORMATS))

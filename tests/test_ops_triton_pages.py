@@ -147,8 +147,8 @@ def test_a_pool_of_an_engine(device, monkeypatch):  # noqa: F811
     on their own device."""
     from tersekv.kernels.triton import launch
     from tersekv.serving.pages import PagePool
-    from tersekv.serving.steps import Rows
-    from test_serving_pages import expected, plan, slots_of
+    from tersekv.serving.steps import EngineStep, Rows
+    from test_serving_pages import expected, slots_of
 
     torch.manual_seed(3)
     slots, p, seen = slots_of("turboquant"), 32, (70, 9, 33)
@@ -158,15 +158,15 @@ def test_a_pool_of_an_engine(device, monkeypatch):  # noqa: F811
     pool, rows = PagePool(slots, memory, 0.125), Rows(6)
     sides = [torch.cat([x[i, : n - 1] for i, n in enumerate(seen)]).to(device) for x in (keys, values)]
     with backends.forced("auto"):
-        pool.write(*sides, plan([0, 69, 77, 109], [69, 8, 32], tables, p, rows).to(memory.device))
+        pool.write(*sides, EngineStep.plan([0, 69, 77, 109], [69, 8, 32], tables, p, rows).to(memory.device))
     called = []
     run_kernel = launch.attend_pages
     monkeypatch.setattr(launch, "attend_pages", lambda *call: called.append(call) or run_kernel(*call))
-    step = plan([0, 1, 2, 3], seen, tables, p, rows).to(memory.device)
+    step = EngineStep.plan([0, 1, 2, 3], list(seen), tables, p, rows).to(memory.device)
     latest = [torch.stack([x[i, n - 1] for i, n in enumerate(seen)]).to(device) for x in (queries, keys, values)]
     pool.write(*latest[1:], step)
     out = pool.attend(*latest, step).cpu()
     assert len(called) == 1
     for i, n in enumerate(seen):
-        own = expected(slots, queries[i, n - 1 : n], keys[i, :n], values[i, :n], p)
+        own = expected(slots, queries[i, n - 1 : n], keys[i, :n], values[i, :n], p, "step")
         torch.testing.assert_close(out[i : i + 1], own, atol=4e-3, rtol=4e-3)

@@ -43,8 +43,8 @@ def test_a_class_is_a_method(llama):
 
 
 def test_a_method_may_code_each_side_otherwise():
-    tersekv.register_codec("mixed", Method("mixed", "", lambda: Pair(Coarse(), Exact(side="values"))))
-    keys, values = tersekv.Recipe.parse("mixed").coder.at(0)
+    tersekv.register_codec("two_sides", Method("two sides", "", lambda: Pair(Coarse(), Exact(side="values"))))
+    keys, values = tersekv.Recipe.parse("two_sides").coder.at(0)
     assert isinstance(keys, Coarse)
     assert isinstance(values, Exact)
 
