@@ -14,7 +14,7 @@ from tersekv.attention.observe import observe
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.attention.weights import attention_weights
 from tersekv.cache.mixed_rates import MixedRatesStore
-from tersekv.cache.scored_eviction import new_store
+from tersekv.cache.stores import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import CacheError, UserError
 from tersekv.recipe import Recipe

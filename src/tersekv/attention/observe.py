@@ -21,6 +21,7 @@ from tersekv.cache.evicting import EvictingStore
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.mixed_rates import MixedRatesStore, Ranking
 from tersekv.cache.scored_eviction import ScoredEvictionStore
+from tersekv.cache.segments import PackedSegment
 from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.errors import UserError
 from tersekv.kernels.attend import Masks
@@ -95,14 +96,10 @@ def kept_weights(store: EvictingStore, keys: Tensor, call: AttentionCall) -> Ten
 def _held(store: ScoredEvictionStore) -> Held:
     """Return keys float32 [B, H, T, D] and positions [B, H, T] of the tokens held, in order."""
     parts = []
-    for page in store.packed_pages():
-        if page.positions is not None:
-            parts.append((page.keys.decode(), page.positions))
-    for segment in store.exact_segments():
+    for segment in store.held():
+        key = segment.keys.decode() if isinstance(segment, PackedSegment) else segment.keys.float()
         place = segment.positions
-        if not isinstance(place, Tensor):
-            place = _span(store, place, segment.keys.shape[2])
-        parts.append((segment.keys.float(), place))
+        parts.append((key, place if isinstance(place, Tensor) else _span(store, place or 0, key.shape[2])))
     return parts
 
 

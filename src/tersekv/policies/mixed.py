@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tersekv.errors import UserError
-from tersekv.policies.base import Rated, TokenPolicy
+from tersekv.policies.base import Rated, TokenPolicy, check_lower_rate
 
 FEW = 4
 """Blocks that a prompt must pack at once to have two rates. Fewer tokens are recent ones, and few
@@ -57,15 +57,7 @@ class Mixed(TokenPolicy):
 
     def check(self, keys: Rated, values: Rated) -> None:
         """Raise UserError unless both codecs have the lower rate. Exact layers need none."""
-        for codec in (keys, values) if self.mixes(keys, values) else ():
-            codec.at_rate(self.rest)
-            if self.rest >= (bits := getattr(codec, "bits", math.inf)):
-                raise UserError(f"rest={self.rest:g} must be lower than the codec's bits={bits:g}")
-
-    @staticmethod
-    def mixes(keys: Rated, values: Rated) -> bool:
-        """True if a layer with these codecs has several rates. A layer of exact tokens has one."""
-        return keys.has_rates or values.has_rates
+        check_lower_rate(self.rest, keys, values)
 
     def chosen(self, tokens: int, unit: int) -> int:
         """Return how many of a prompt's packed tokens have the codec's bits, a multiple of `unit`.
