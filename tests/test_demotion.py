@@ -63,7 +63,7 @@ def test_attention_is_over_kept_tokens_of_both_rates(policy, codec, q, backend):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_kept_tokens_are_those_of_the_policy_alone(policy):
-    """What is evicted does not depend on the second rate if the codec of both is nearly exact."""
+    """Tokens that stay do not depend on the second rate if the codecs of both are nearly exact."""
     two, *_ = filled(f"{policy.replace('rest=2', 'rest=7')}+uniform:bits=8", [300])
     one, *_ = filled(f"{policy.split(',rest')[0]}+uniform:bits=8", [300])
     for head in range(2):
