@@ -13,7 +13,7 @@ const Kernels& TERSEKV_BUILD(kernels)() {
   // multiplied in integers if the CPU has the instructions. Everything else is as in
   // kernels_avx512.
   static const Kernels kernels = {
-      Lanes::kName, Lanes::kNsPerProduct,  kernels_avx512().attend, kernels_avx512().merge, grid_product_avx512bf16,
+      Lanes::kName, Lanes::kNsPerProduct,  kernels_avx512().attend, kernels_avx512().merge, kernels_avx512().mean_scores, grid_product_avx512bf16,
       true,         encode_trellis_avx512, basis_product_avx512,    trellis_kernel(),       polar_kernel(),
       rope_kernel()};
 #else

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "driver.h"
@@ -12,13 +13,26 @@
 
 namespace tersekv {
 
+// Most bytes of scores of rotated means that a call keeps. Each task computes its own beyond that.
+constexpr int64_t kMostMeanBytes = int64_t{1} << 26;
+
+// A rotated mean that pages of marked tokens share.
+struct MarkedMean {
+  View view;                // at all positions, in order
+  std::vector<Marks> sets;  // pages of one set have different `skip`
+  std::vector<int64_t> tokens;  // of each set
+};
+
 // Pages of one layer that are read together: views of keys and values, and the linear maps of both
 // sides.
 struct NativePages {
   Owner owner;
   std::vector<nb::object> keys, values;
-  std::vector<int64_t> first;  // position of each page's first token
-  std::vector<Call> calls;     // with views, tokens and units only
+  std::vector<int64_t> first;  // position of each page's first token, or of its first mark
+  std::vector<Marks> marks;    // of each page
+  std::vector<MarkedMean> means;
+  std::vector<std::pair<int, int>> shared;  // of each page: number of its mean and of its set; -1: none
+  std::vector<Call> calls;                  // with views, tokens and units only
   HeadMatrix query;            // queries are multiplied with its rows
   bool keeps_query = false;    // the query itself is appended to the mapped query
   OutputMap output;
@@ -127,17 +141,27 @@ class Attention {
     }
     map_ = pages.output;
     map_.first = calls_.size();
+    if (table.is_none()) share_means(pages, rows, D);
     const float* bias = pages.correction ? score_bias(pages, rows, D) : nullptr;
     for (size_t i = 0; i < pages.calls.size(); i++) {
       Call call = pages.calls[i];
       start(call, rows);
       call.scores.bias = bias;
       if (!table.is_none()) take_table(call, table, page_tokens);
-      if (where.is_none())
-        locate_from(call, pages.first[i]);
+      const nb::handle own = where.is_none() ? where : nb::handle(item(where, static_cast<Py_ssize_t>(i)));
+      if (!own.is_none())
+        locate(call, own);
+      else if (pages.marks[i].bits)
+        locate_marks(call, pages.marks[i], pages.first[i]);
       else
-        locate(call, item(where, static_cast<Py_ssize_t>(i)));
+        locate_from(call, pages.first[i]);
       check_units(call);
+      if (const auto [mean, set] = pages.shared[i]; mean >= 0 && !means_.empty()) {
+        const MarkedScores& from = means_[mean].sets[set];
+        call.keys = call.keys->parts;
+        call.start = from.score + pages.marks[i].skip;
+        call.start_stride = from.stride;
+      }
       if (call.T > 0) calls_.push_back(call);
     }
   }
@@ -173,7 +197,7 @@ class Attention {
         std::fill_n(to, rows * Dv, 0.0f);
         std::fill_n(to_lse, rows, -std::numeric_limits<float>::infinity());
       } else {
-        attend(calls_, map_, threads, to, to_lse);
+        attend(calls_, map_, means_, threads, to, to_lse);
       }
       if (!direct) finish(target, logits, to, to_lse, Dv);
     }
@@ -289,6 +313,52 @@ class Attention {
       }
   }
 
+  // Set the mask of tokens at marks that count from position `first` on.
+  void locate_marks(Call& call, const Marks& marks, int64_t first) {
+    if (!mask_.given() && most_hidden_ <= first) return;
+    const int64_t rows = mask_.given() ? q_ : 1, T = call.T;
+    check_position(first + marks.positions - 1);
+    uint8_t* out = room(B_ * H_ * rows * T);
+    set_mask(call, out, H_ * rows * T, rows * T, T, rows);
+    for (int64_t b = 0; b < B_; b++)
+      for (int64_t h = 0; h < H_; h++)
+        for (int64_t i = 0; i < rows; i++, out += T) {
+          const uint8_t* seen = mask_.given() ? mask_row(b, i) + first : nullptr;
+          const int64_t hidden = hidden_.given() ? hidden_of(b) - first : 0;
+          marks_of(marks, b, h).each(marks.skip, T, [&](int64_t t, int64_t position) {
+            out[t] = position >= hidden && (!seen || seen[position]);
+          });
+        }
+  }
+
+  // Make room for the scores of means that pages share. query: [B, H, R, D], with the query itself last.
+  void share_means(const NativePages& pages, const float* query, int64_t D) {
+    int64_t floats = 0;
+    for (const MarkedMean& mean : pages.means)
+      for (const int64_t tokens : mean.tokens) floats += B_ * H_ * R_ * (round_up(tokens, kLanes) + kLanes);
+    if (floats == 0 || floats > kMostMeanBytes / static_cast<int64_t>(sizeof(float))) return;
+    mean_memory_.reset(new float[floats]);
+    float* room = mean_memory_.get();
+    means_.reserve(pages.means.size());
+    for (const MarkedMean& mean : pages.means) {
+      SharedMean& made = means_.emplace_back();
+      made.view = mean.view;
+      for (size_t i = 0; i < mean.sets.size(); i++) {
+        const int64_t stride = round_up(mean.tokens[i], kLanes) + kLanes;
+        made.sets.push_back({mean.sets[i], room, stride});
+        room += B_ * H_ * R_ * stride;
+      }
+      Call& call = made.scores.call;
+      start(call, query + D - D_);
+      call.T = made.view.T;
+      call.D = D_;
+      call.keys = &made.view;
+      made.scores.query_stride = D;
+      made.scores.sets = made.sets.data();
+      made.scores.count = static_cast<int64_t>(made.sets.size());
+    }
+  }
+
   void build_mask(Call& call, const Tensor& x, int64_t by_row, int64_t by_head, int64_t by_token, int64_t heads,
                   bool ignores_hidden) {
     const int64_t rows = mask_.given() ? q_ : 1, T = call.T;
@@ -380,6 +450,8 @@ class Attention {
   std::vector<std::vector<float>> memory_;
   std::vector<std::vector<uint8_t>> masks_;
   std::vector<Call> calls_;
+  std::vector<SharedMean> means_;
+  std::unique_ptr<float[]> mean_memory_;
   OutputMap map_;
 };
 
