@@ -245,7 +245,7 @@ struct MarkedScores {
 // Scores of a rotated mean at all positions of a range, in order. They are written to the rooms of
 // several sets of tokens, of which each has some of the positions.
 struct MeanScores {
-  Call call;   // B, H, R, T positions, D, keys: the mean at consecutive positions
+  Call call;                 // B, H, R, T positions, D, keys: the mean at consecutive positions
   int64_t query_stride = 0;  // call.query is [B, H, R, query_stride]
   const MarkedScores* sets = nullptr;
   int64_t count = 0;

@@ -145,8 +145,8 @@ template <class S>
 constexpr Kernels kernels_of(GridFn (*grid_product)(const GridView&, int rows),
                              decltype(Kernels::encode_trellis) encode_trellis,
                              decltype(Kernels::basis_product) basis_product) {
-  return {S::kName,       S::kNsPerProduct, attend<S>, merge_rows<S>, mean_scores<S>, grid_product, false,
-          encode_trellis, basis_product,    nullptr,   nullptr,       nullptr};
+  return {S::kName, S::kNsPerProduct, attend<S>,     merge_rows<S>, mean_scores<S>, grid_product,
+          false,    encode_trellis,   basis_product, nullptr,       nullptr,        nullptr};
 }
 
 }  // namespace

@@ -52,8 +52,7 @@ void mean_scores(const MeanScores& of, const Task& task) {
   node.query_stride = width;
   rotated_mean_prepare<S>(node);
   auto* numbers = reinterpret_cast<int64_t*>(scratch(of.count * 2));
-  for (int64_t i = 0; i < of.count; i++)
-    numbers[i] = marks_of(of.sets[i].marks, task.b, task.h).count(task.first);
+  for (int64_t i = 0; i < of.count; i++) numbers[i] = marks_of(of.sets[i].marks, task.b, task.h).count(task.first);
   for (int64_t first = task.first; first < task.last; first += kMeanChunk) {
     const int64_t last = task.last - first < kMeanChunk ? task.last : first + kMeanChunk;
     for (int64_t row = 0; row < task.rows; row += kRowTile) {
@@ -65,7 +64,8 @@ void mean_scores(const MeanScores& of, const Task& task) {
     }
     for (int64_t i = 0; i < of.count; i++) {
       const HeadMarks marks = marks_of(of.sets[i].marks, task.b, task.h);
-      for (int64_t at = first; at < last; at += kWordBits) numbers[i] += __builtin_popcountll(marks.word(at / kWordBits));
+      for (int64_t at = first; at < last; at += kWordBits)
+        numbers[i] += __builtin_popcountll(marks.word(at / kWordBits));
     }
   }
 }

@@ -51,7 +51,8 @@ void rope_tables(Node& node, const int32_t* column, int64_t cos, int64_t count) 
   const int64_t first = task.first * node.call->tokens_per_unit,
                 tokens = task.last * node.call->tokens_per_unit - first;
   const Marks& marks = rope.marks;
-  const int64_t of_b = rope.stride_b || marks.stride_b ? node.b : 0, of_h = rope.stride_h || marks.stride_h ? node.h : 0;
+  const int64_t of_b = rope.stride_b || marks.stride_b ? node.b : 0,
+                of_h = rope.stride_h || marks.stride_h ? node.h : 0;
   bool filled = false;
   float* tables = kept_scratch({node.call->id, of_b, of_h, first}, count * tokens, filled);
   node.lanes = tables;

@@ -109,9 +109,10 @@ std::pair<int, int> take_mean(NativePages& pages, const View& keys) {
 }
 
 NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<nb::object>& values,
-                        const std::vector<int64_t>& first, const std::vector<nb::object>& marks, nb::handle key_rotation, nb::handle key_basis,
-                        nb::handle key_channels, bool keeps_query, nb::handle value_rotation, nb::handle value_basis,
-                        nb::handle value_channels, nb::handle value_mean, nb::handle correction) {
+                        const std::vector<int64_t>& first, const std::vector<nb::object>& marks,
+                        nb::handle key_rotation, nb::handle key_basis, nb::handle key_channels, bool keeps_query,
+                        nb::handle value_rotation, nb::handle value_basis, nb::handle value_channels,
+                        nb::handle value_mean, nb::handle correction) {
   auto made = std::make_unique<NativePages>();
   if (keys.empty() || keys.size() != values.size() || keys.size() != first.size() || keys.size() != marks.size())
     fail("pages: ", "expected equally many keys, values, positions and marks, at least one of each");
@@ -204,8 +205,8 @@ void py_attend(nb::handle query, nb::handle exact, nb::handle pages, nb::handle 
 void define_attention(nb::module_& m) {
   nb::class_<NativePages>(m, "Pages", "Packed pages of one layer with their linear maps.")
       .def_prop_ro("head_dim", [](const NativePages& p) { return p.calls[0].Dv; });
-  m.def("pages", &make_pages, nb::kw_only(), "keys"_a, "values"_a, "first"_a, "marks"_a,
-        "key_rotation"_a.none(), "key_basis"_a.none(), "key_channels"_a.none(), "keeps_query"_a, "value_rotation"_a.none(),
+  m.def("pages", &make_pages, nb::kw_only(), "keys"_a, "values"_a, "first"_a, "marks"_a, "key_rotation"_a.none(),
+        "key_basis"_a.none(), "key_channels"_a.none(), "keeps_query"_a, "value_rotation"_a.none(),
         "value_basis"_a.none(), "value_channels"_a.none(), "value_mean"_a.none(), "correction"_a.none(),
         nb::rv_policy::take_ownership);
   m.def("attend", &py_attend, "query"_a, "exact"_a, "pages"_a.none(), "where"_a.none(), "table"_a.none(),

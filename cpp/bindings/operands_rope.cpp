@@ -252,8 +252,8 @@ Marks take_marks(Owner& owner, nb::handle marks, int64_t B, int64_t H, int64_t t
   const Tensor bits = owner.keep("marks", nb::handle(item(marks, 0)), kUint8);
   const int64_t n = bits.dims == 3 ? bits.shape[2] : 0;
   expect("", "marks", bits, {{"B", bits.dims == 3 && bits.shape[0] == 1 ? 1 : B}, {"H", H}, {"n", n}}, 2);
-  made = {bits.as<uint8_t>(), batch_stride(bits), bits.stride[1], n * 8, item(marks, 1) == Py_True,
-          as_int(item(marks, 2))};
+  made = {bits.as<uint8_t>(),        batch_stride(bits),    bits.stride[1], n * 8,
+          item(marks, 1) == Py_True, as_int(item(marks, 2))};
   if (made.skip < 0 || made.skip > kMostElements) fail("marks: ", "expected to skip 0 tokens or more");
   for (int64_t b = 0; b < bits.shape[0]; b++)
     for (int64_t h = 0; h < H; h++)
@@ -270,8 +270,7 @@ void define_rope_views(nb::module_& m) {
         "See codecs/transforms/rope.py.");
   m.def("roped", &roped_view, "inner"_a, "rope"_a, "places"_a, "marks"_a.none() = nb::none(), own, "Keys before RoPE.");
   m.def("rotated_mean", &rotated_mean_view, nb::kw_only(), "mean"_a, "tokens"_a, "rope"_a, "places"_a,
-        "marks"_a.none() = nb::none(), own,
-        "One vector per head, rotated to each token's position.");
+        "marks"_a.none() = nb::none(), own, "One vector per head, rotated to each token's position.");
   m.def("rotated", &rotated_view, "inner"_a, "rotation"_a, own, "A rotation that is applied before RoPE.");
 }
 

@@ -96,7 +96,7 @@ def _held(store: ScoredEvictionStore) -> Held:
     """Return keys float32 [B, H, T, D] and positions [B, H, T] of the tokens held, in order."""
     parts = []
     for page in store.packed_pages():
-        if page.positions is not None:
+        if isinstance(page.positions, Tensor):
             parts.append((page.keys.decode(), page.positions))
     for segment in store.exact_segments():
         place = segment.positions
