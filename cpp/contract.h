@@ -216,6 +216,9 @@ struct Call {
   Scores scores;
   Pages pages;
   const View *keys = nullptr, *values = nullptr;
+  // [B, H, R, start_stride], scores that are added to those of the keys; null: none
+  const float* start = nullptr;
+  int64_t start_stride = 0;
   GridFn (*grid_product)(const GridView&, int rows) = nullptr;
   bool rounds = false;  // grid_product multiplies in bfloat16
   const TrellisKernel* trellis = nullptr;
@@ -230,6 +233,22 @@ struct Task {
   int64_t b = 0, h = 0, row = 0, rows = 0, first = 0, last = 0;
   float* out = nullptr;
   float* lse = nullptr;
+};
+
+// Tokens of a mask, and room for their scores [B, H, R, stride].
+struct MarkedScores {
+  Marks marks;
+  float* score = nullptr;
+  int64_t stride = 0;
+};
+
+// Scores of a rotated mean at all positions of a range, in order. They are written to the rooms of
+// several sets of tokens, of which each has some of the positions.
+struct MeanScores {
+  Call call;                 // B, H, R, T positions, D, keys: the mean at consecutive positions
+  int64_t query_stride = 0;  // call.query is [B, H, R, query_stride]
+  const MarkedScores* sets = nullptr;
+  int64_t count = 0;
 };
 
 struct Merge {
@@ -247,6 +266,7 @@ struct Kernels {
   double ns_per_product;
   void (*attend)(const Call&, const Task&);
   void (*merge)(const Merge&);
+  void (*mean_scores)(const MeanScores&, const Task&);  // of positions [task.first, task.last)
   GridFn (*grid_product)(const GridView&, int rows);
   bool rounds;  // grid_product multiplies in bfloat16
   void (*encode_trellis)(const EncodeTrellis&, int64_t row, int64_t first, int64_t last);

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "marks.h"
+
 namespace tersekv {
 
 // Channel d becomes x[d]·cos[column] + sign·x[partner]·sin[sin_column]. A channel without a partner
@@ -46,6 +48,7 @@ struct RopeView {
   const int32_t* places = nullptr;
   int64_t stride_b = 0, stride_h = 0, stride_t = 0;
   bool consecutive = false;
+  Marks marks;  // if given, `places` has the position of the first bit, and the bits give those of tokens
   const RopeChannel* channels = nullptr;  // [D]
   // For a rotated mean: the columns that are read, those of cos first.
   const int32_t* read = nullptr;

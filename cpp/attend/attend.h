@@ -1,6 +1,7 @@
 // The task of a call: for each chunk of tokens compute scores, softmax and value sums.
 #pragma once
 
+#include "marked_mean.h"
 #include "online_softmax.h"
 #include "views.h"
 
@@ -83,6 +84,14 @@ struct Chunk {
   }
 };
 
+// Set the first scores of tokens [t0, t1) of a row. Reads and writes whole vectors.
+inline void start_scores(const Call& call, const Task& task, int64_t row, int64_t t0, int64_t t1, float* score) {
+  const int64_t count = round_up(t1 - t0, kLanes);
+  if (!call.start) return clear(score, count);
+  const float* from = call.start + ((task.b * call.H + task.h) * call.R + task.row + row) * call.start_stride + t0;
+  for (int64_t i = 0; i < count; i++) score[i] = from[i];
+}
+
 template <class S>
 void attend(const Call& call, const Task& task) {
   reset_scratch();
@@ -121,8 +130,7 @@ void attend(const Call& call, const Task& task) {
     }
     row_tiles(task.rows, [&](int64_t row, int64_t rows) {
       float* score = w.score + row * w.score_stride;
-      for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = 0; i < round_up(t1 - t0, kLanes); i++) score[r * w.score_stride + i] = 0.0f;
+      for (int64_t r = 0; r < rows; r++) start_scores(call, task, row + r, t0, t1, score + r * w.score_stride);
       add_scores<S>(keys, {row, rows, first, last}, score, w.score_stride);
     });
     if (!w.weigh_chunk<S>(call, task, t0, t1 - t0)) continue;
@@ -137,8 +145,8 @@ template <class S>
 constexpr Kernels kernels_of(GridFn (*grid_product)(const GridView&, int rows),
                              decltype(Kernels::encode_trellis) encode_trellis,
                              decltype(Kernels::basis_product) basis_product) {
-  return {S::kName,       S::kNsPerProduct, attend<S>, merge_rows<S>, grid_product, false,
-          encode_trellis, basis_product,    nullptr,   nullptr,       nullptr};
+  return {S::kName, S::kNsPerProduct, attend<S>,     merge_rows<S>, mean_scores<S>, grid_product,
+          false,    encode_trellis,   basis_product, nullptr,       nullptr,        nullptr};
 }
 
 }  // namespace

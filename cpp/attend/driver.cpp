@@ -4,6 +4,7 @@
 #include <atomic>
 #include <bit>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "isa.h"
@@ -15,6 +16,8 @@ namespace {
 
 constexpr int64_t kRowBlock = 32;    // rows whose scores fit the L2 cache
 constexpr double kTaskNs = 15000.0;  // minimum duration of a task
+
+constexpr int64_t kMeanPositions = 1024;  // fewest positions of a task that computes scores of a mean
 
 constexpr int64_t kRopedTokens = 512;  // tokens whose cosines and sines fit the L2 cache
 
@@ -84,15 +87,68 @@ void split(Plan& plan, int threads) {
         std::max<int64_t>(1, std::min(plan.units, std::max(plan.splits, ceil_div(plan.call->T, kRopedTokens))));
 }
 
+// The tasks that compute scores of a rotated mean.
+struct MeanPlan {
+  const MeanScores* of;
+  int64_t first, row_blocks, splits;
+
+  int64_t heads() const { return of->call.B * of->call.H; }
+  int64_t tasks() const { return heads() * row_blocks * splits; }
+  int64_t begin(int64_t split) const {
+    return split == splits ? of->call.T : of->call.T * split / splits / kWordBits * kWordBits;
+  }
+
+  void run(int64_t index) const {
+    const int64_t head = index % heads(), rest = index / heads(), split = rest / row_blocks;
+    Task task;
+    task.b = head / of->call.H;
+    task.h = head % of->call.H;
+    task.row = rest % row_blocks * kRowBlock;
+    task.rows = std::min(kRowBlock, of->call.R - task.row);
+    task.first = begin(split);
+    task.last = begin(split + 1);
+    current().mean_scores(*of, task);
+  }
+};
+
+MeanPlan mean_plan_of(const MeanScores& of, int threads) {
+  MeanPlan plan{&of, 0, ceil_div(of.call.R, kRowBlock), 1};
+  if (threads > 1) {
+    const int64_t worth = ceil_div(of.call.T, kMeanPositions);
+    plan.splits = std::max<int64_t>(1, std::min(ceil_div(2 * threads, plan.tasks()), worth));
+  }
+  return plan;
+}
+
 struct Job {
+  std::vector<MeanPlan> means;
+  int64_t mean_tasks = 0;
+  mutable std::atomic<int64_t> means_left{0};  // tasks of means that have not ended
   std::vector<Plan> plans;
 
+  // Tasks begin in order, so those of means are running or have ended when any other one begins.
   static void run(const void* context, int64_t index) {
-    const std::vector<Plan>& plans = static_cast<const Job*>(context)->plans;
-    const auto after = std::upper_bound(plans.begin(), plans.end(), index,
-                                        [](int64_t task, const Plan& plan) { return task < plan.first; });
-    const Plan& plan = *(after - 1);
+    const Job& job = *static_cast<const Job*>(context);
+    if (index < job.mean_tasks) return job.run_mean(index);
+    const Plan& plan = find(job.plans, index);
+    while (plan.call->start && job.means_left.load(std::memory_order_acquire) > 0) std::this_thread::yield();
     plan.run(index - plan.first);
+  }
+
+  void run_mean(int64_t index) const {
+    struct End {
+      std::atomic<int64_t>& left;
+      ~End() { left.fetch_sub(1, std::memory_order_release); }
+    } end{means_left};
+    const MeanPlan& plan = find(means, index);
+    plan.run(index - plan.first);
+  }
+
+  template <class P>
+  static const P& find(const std::vector<P>& plans, int64_t index) {
+    const auto after = std::upper_bound(plans.begin(), plans.end(), index,
+                                        [](int64_t task, const P& plan) { return task < plan.first; });
+    return *(after - 1);
   }
 };
 
@@ -128,7 +184,8 @@ void map_outputs(const Call& any, const OutputMap& map, int threads, bool team, 
 
 }  // namespace
 
-void attend(std::vector<Call>& calls, const OutputMap& map, int threads, float* out, float* lse) {
+void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMean>& means, int threads, float* out,
+            float* lse) {
   static std::atomic<int64_t> numbers{0};
   const Call& any = calls.front();
   const int64_t rows = any.B * any.H * any.R, Dv = any.Dv;
@@ -150,6 +207,13 @@ void attend(std::vector<Call>& calls, const OutputMap& map, int threads, float* 
   const bool team = std::any_of(calls.begin(), calls.end(), [](const Call& call) { return call.pages.at; });
   if (ns < (team ? kTeamWorthNs : kThreadsWorthNs)) threads = 1;
   int64_t tasks = 0, parts = 0;
+  for (SharedMean& mean : means) {
+    mean.scores.call.rope = current().rope;
+    job.means.push_back(mean_plan_of(mean.scores, threads));
+    job.means.back().first = tasks;
+    tasks += job.means.back().tasks();
+  }
+  job.mean_tasks = job.means_left = tasks;
   for (Plan& plan : job.plans) {
     split(plan, threads);
     plan.first = tasks;

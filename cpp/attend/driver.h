@@ -21,9 +21,17 @@ struct OutputMap {
   bool given() const { return matrix.given() || mean; }
 };
 
+// A rotated mean whose scores some calls start with, and room for them.
+struct SharedMean {
+  View view;
+  MeanScores scores;
+  std::vector<MarkedScores> sets;
+};
+
 // Run calls of one query over disjoint tokens, with the same B, H, R and Dv. Return out
-// [B, H, R, Dv] and lse [B, H, R] over all of them.
-void attend(std::vector<Call>& calls, const OutputMap& map, int threads, float* out, float* lse);
+// [B, H, R, Dv] and lse [B, H, R] over all of them. means: their scores are computed first.
+void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMean>& means, int threads, float* out,
+            float* lse);
 void merge_segments(const Merge& call);
 
 // Multiply all heads, on up to `threads` threads.

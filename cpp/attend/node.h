@@ -32,6 +32,7 @@ struct Node {
   void* own = nullptr;     // data of the layout, such as GridOwn
   float* lanes = nullptr;  // room for sums per lane, of kRowTile rows
   Node* parts = nullptr;
+  const int32_t* places = nullptr;  // positions of the task's tokens, if they are marked
 
   const float* query_row(int64_t row) const { return query + row * query_stride; }
   float* sum_row(int64_t row) const { return sum + row * sum_stride; }

@@ -43,6 +43,20 @@ RopeRow rope_row(const RopeView& rope, int64_t place, float* room) {
   return {room, room + C};
 }
 
+// List the positions of a task's tokens in node.places, if they are marked.
+inline void list_places(Node& node) {
+  const RopeView& rope = node.view->rope;
+  if (!rope.marks.bits) return;
+  const int64_t unit = node.call->tokens_per_unit, first = node.task->first * unit,
+                count = node.task->last * unit - first;
+  auto* places = reinterpret_cast<int32_t*>(scratch(count));
+  const int32_t begin = rope.places[node.b * rope.stride_b + node.h * rope.stride_h];
+  marks_of(rope.marks, node.b, node.h).each(rope.marks.skip + first, count, [&](int64_t i, int64_t position) {
+    places[i] = begin + static_cast<int32_t>(position);
+  });
+  node.places = places;
+}
+
 // Cosines and sines of the next kLanes tokens after a position: [columns][kLanes] each.
 struct NearSteps {
   float *cos, *sin;

@@ -50,7 +50,9 @@ void rope_tables(Node& node, const int32_t* column, int64_t cos, int64_t count) 
   const Task& task = *node.task;
   const int64_t first = task.first * node.call->tokens_per_unit,
                 tokens = task.last * node.call->tokens_per_unit - first;
-  const int64_t of_b = rope.stride_b ? node.b : 0, of_h = rope.stride_h ? node.h : 0;
+  const Marks& marks = rope.marks;
+  const int64_t of_b = rope.stride_b || marks.stride_b ? node.b : 0,
+                of_h = rope.stride_h || marks.stride_h ? node.h : 0;
   bool filled = false;
   float* tables = kept_scratch({node.call->id, of_b, of_h, first}, count * tokens, filled);
   node.lanes = tables;
@@ -63,7 +65,8 @@ void rope_tables(Node& node, const int32_t* column, int64_t cos, int64_t count) 
     float* out = tables + t0;
     if (!offsets) {
       for (int64_t t = 0; t < n; t++) {
-        const RopeRow row = rope_row<S>(rope, place_of(rope, node.b, node.h, first + t0 + t), room);
+        const int64_t place = node.places ? node.places[t0 + t] : place_of(rope, node.b, node.h, first + t0 + t);
+        const RopeRow row = rope_row<S>(rope, place, room);
         for (int64_t k = 0; k < count; k++) out[k * tokens + t] = (k < cos ? row.cos : row.sin)[column[k]];
       }
       continue;
@@ -92,6 +95,7 @@ void roped_prepare(Node& node) {
   const int64_t D = view.D;
   auto* own = reinterpret_cast<RopedOwn*>(scratch(ceil_div(sizeof(RopedOwn), sizeof(float))));
   node.own = own;
+  list_places(node);
   own->pairs = reinterpret_cast<RopePair*>(scratch(D / 2 * (sizeof(RopePair) / sizeof(float))));
   own->plain = reinterpret_cast<int32_t*>(scratch(D));
   own->tile_floats = (D + kTileSlack) * kLanes;

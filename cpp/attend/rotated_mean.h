@@ -72,6 +72,7 @@ void rotated_mean_prepare(Node& node) {
   const RopeView& rope = view.rope;
   auto* own = reinterpret_cast<RotatedMeanOwn*>(scratch(ceil_div(sizeof(RotatedMeanOwn), sizeof(float))));
   node.own = own;
+  list_places(node);
   own->width = rope.offsets ? round_up(rope.offsets->pairs(), kLanes) : 0;
   own->words = nullptr;
   const int64_t reads = rope.offsets ? 2 * own->width : rope.reads;
@@ -168,7 +169,8 @@ void gathered_scores(const Node& node, Span span, float* score, int64_t score_st
   const RotatedMeanOwn& own = *static_cast<RotatedMeanOwn*>(node.own);
   const RopeView& rope = node.view->rope;
   const int64_t M = rope.offsets->M;
-  const int32_t* places = rope.places + node.b * rope.stride_b + node.h * rope.stride_h;
+  const int32_t* places = node.places ? node.places - node.task->first * node.call->tokens_per_unit
+                                      : rope.places + node.b * rope.stride_b + node.h * rope.stride_h;
   for (int64_t token = span.first; token < span.last;) {
     const int64_t begin = places[token] / M * M, from = (places[token] - begin) / kLanes * kLanes;
     int64_t end = token + 1;

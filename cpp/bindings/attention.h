@@ -5,33 +5,16 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <vector>
 
-#include "driver.h"
-#include "operands.h"
+#include "native_pages.h"
+#include "segment_masks.h"
 
 namespace tersekv {
 
-// Pages of one layer that are read together: views of keys and values, and the linear maps of both
-// sides.
-struct NativePages {
-  Owner owner;
-  std::vector<nb::object> keys, values;
-  std::vector<int64_t> first;  // position of each page's first token
-  std::vector<Call> calls;     // with views, tokens and units only
-  HeadMatrix query;            // queries are multiplied with its rows
-  bool keeps_query = false;    // the query itself is appended to the mapped query
-  OutputMap output;
-  const float* correction = nullptr;  // [1 or B, H, D], see `score_bias`; null: none
-  int64_t correction_b = 0, correction_h = 0;
-  int64_t B = 1, H = 0;
-
-  void check_unmoved() const {
-    owner.check_unmoved();
-    for (const auto* side : {&keys, &values})
-      for (const nb::object& view : *side) nb::cast<const NativeView&>(view).check_unmoved();
-  }
-};
+// Most bytes of scores of rotated means that a call keeps. Each task computes its own beyond that.
+constexpr int64_t kMostMeanBytes = int64_t{1} << 26;
 
 inline void check_units(const Call& call) {
   if (call.T % call.tokens_per_unit)
@@ -45,9 +28,7 @@ inline float float_at(const Tensor& x, int64_t i) { return float_at(x.float_type
 class Attention {
  public:
   Attention(nb::handle query, nb::handle mask, nb::handle hidden, double scaling, double softcap)
-      : query_(tensor_of("query", query, kFloats)),
-        mask_(optional_tensor("mask", mask, kBool)),
-        hidden_(optional_tensor("hidden", hidden, kInt64)) {
+      : query_(tensor_of("query", query, kFloats)) {
     if (query_.dims != 4) fail("query: ", "expected [B, Hq, q, D]");
     B_ = query_.shape[0];
     q_ = query_.shape[2];
@@ -56,14 +37,7 @@ class Attention {
       fail("query: ", "expected at most " + std::to_string(kMostHeads) + " batch rows and heads");
     scores_.scaling = static_cast<float>(scaling);
     scores_.softcap = static_cast<float>(softcap);
-    if (mask_.given()) {
-      tokens_ = mask_.dims == 3 ? mask_.shape[2] : 0;
-      expect("", "mask", mask_, {{"B", mask_.dims == 3 && mask_.shape[0] == 1 ? 1 : B_}, {"q", q_}, {"T", tokens_}}, 2);
-    }
-    if (hidden_.given()) {
-      expect("", "hidden", hidden_, {{"B", B_}}, 1);
-      for (int64_t b = 0; b < B_; b++) most_hidden_ = std::max(most_hidden_, hidden_of(b));
-    }
+    masks_ = SegmentMasks(mask, hidden, B_, q_);
   }
 
   // Set the number of key-value heads. Query heads are divided evenly among them.
@@ -100,7 +74,7 @@ class Attention {
     if (call.D != D_)
       fail("keys: ", "expected head_dim " + std::to_string(D_) + " of the query, got " + std::to_string(call.D));
     start(call, rows_);
-    locate(call, where);
+    masks_.locate(call, where);
     check_units(call);
     if (call.T > 0) calls_.push_back(call);
   }
@@ -127,17 +101,27 @@ class Attention {
     }
     map_ = pages.output;
     map_.first = calls_.size();
+    if (table.is_none()) share_means(pages, rows, D);
     const float* bias = pages.correction ? score_bias(pages, rows, D) : nullptr;
     for (size_t i = 0; i < pages.calls.size(); i++) {
       Call call = pages.calls[i];
       start(call, rows);
       call.scores.bias = bias;
       if (!table.is_none()) take_table(call, table, page_tokens);
-      if (where.is_none())
-        locate_from(call, pages.first[i]);
+      const nb::handle own = where.is_none() ? where : nb::handle(item(where, static_cast<Py_ssize_t>(i)));
+      if (!own.is_none())
+        masks_.locate(call, own);
+      else if (pages.marks[i].bits)
+        masks_.locate_marks(call, pages.marks[i], pages.first[i]);
       else
-        locate(call, item(where, static_cast<Py_ssize_t>(i)));
+        masks_.locate_from(call, pages.first[i]);
       check_units(call);
+      if (const auto [mean, set] = pages.shared[i]; mean >= 0 && !means_.empty()) {
+        const MarkedScores& from = means_[mean].sets[set];
+        call.start = from.score + call.keys->parts[1].rope.marks.skip;
+        call.keys = call.keys->parts;
+        call.start_stride = from.stride;
+      }
       if (call.T > 0) calls_.push_back(call);
     }
   }
@@ -173,7 +157,7 @@ class Attention {
         std::fill_n(to, rows * Dv, 0.0f);
         std::fill_n(to_lse, rows, -std::numeric_limits<float>::infinity());
       } else {
-        attend(calls_, map_, threads, to, to_lse);
+        attend(calls_, map_, means_, threads, to, to_lse);
       }
       if (!direct) finish(target, logits, to, to_lse, Dv);
     }
@@ -204,115 +188,32 @@ class Attention {
     return out;
   }
 
-  int64_t hidden_of(int64_t b) const { return hidden_.as<int64_t>()[b * hidden_.stride[0]]; }
-  const uint8_t* mask_row(int64_t b, int64_t i) const {
-    return mask_.as<uint8_t>() + b * batch_stride(mask_) + i * mask_.stride[1];
-  }
-
-  // Set the mask of a call from its tokens' positions or own mask. where: position of the first
-  // token; positions, integers [T], [B, T] or [B, H, T] (-1: none); or bool [B, q, T] or
-  // [B, H, q, T].
-  void locate(Call& call, nb::handle where) {
-    if (PyLong_Check(where.ptr())) return locate_from(call, as_int(where.ptr()));
-    const Tensor x = tensor_of("positions", where, kBool | kInt32 | kInt64);
-    if (x.type == Type::b8) return take_mask(call, x);
-    const int64_t T = call.T;
-    switch (x.dims) {
-      case 1:
-        expect("", "positions", x, {{"T", T}}, 1);
-        if (mask_.given() || most_hidden_ > 0) build_mask(call, x, 0, 0, x.stride[0], 1, false);
-        return;
-      case 2:
-        expect("", "positions", x, {{"B", B_}, {"T", T}}, 2);
-        if (mask_.given()) build_mask(call, x, x.stride[0], 0, x.stride[1], 1, true);
-        return;
-      default:
-        expect("", "positions", x, {{"B", B_}, {"H", H_}, {"T", T}}, 3);
-        if (mask_.given() || !all_there(x)) build_mask(call, x, x.stride[0], x.stride[1], x.stride[2], H_, true);
+  // Make room for the scores of means that pages share. query: [B, H, R, D], with the query itself last.
+  void share_means(const NativePages& pages, const float* query, int64_t D) {
+    int64_t floats = 0;
+    for (const MarkedMean& mean : pages.means)
+      for (const int64_t tokens : mean.tokens) floats += B_ * H_ * R_ * (round_up(tokens, kLanes) + kLanes);
+    if (floats == 0 || floats > kMostMeanBytes / static_cast<int64_t>(sizeof(float))) return;
+    mean_memory_.reset(new float[floats]);
+    float* room = mean_memory_.get();
+    means_.reserve(pages.means.size());
+    for (const MarkedMean& mean : pages.means) {
+      SharedMean& made = means_.emplace_back();
+      made.view = mean.view;
+      for (size_t i = 0; i < mean.sets.size(); i++) {
+        const int64_t stride = round_up(mean.tokens[i], kLanes) + kLanes;
+        made.sets.push_back({mean.sets[i], room, stride});
+        room += B_ * H_ * R_ * stride;
+      }
+      Call& call = made.scores.call;
+      start(call, query + D - D_);
+      call.T = made.view.T;
+      call.D = D_;
+      call.keys = &made.view;
+      made.scores.query_stride = D;
+      made.scores.sets = made.sets.data();
+      made.scores.count = static_cast<int64_t>(made.sets.size());
     }
-  }
-
-  static int64_t position(const Tensor& x, int64_t i) {
-    return x.type == Type::i32 ? x.as<int32_t>()[i] : x.as<int64_t>()[i];
-  }
-
-  bool all_there(const Tensor& x) const {
-    for (int64_t b = 0; b < B_; b++)
-      for (int64_t h = 0; h < H_; h++)
-        for (int64_t t = 0; t < x.shape[2]; t++)
-          if (position(x, b * x.stride[0] + h * x.stride[1] + t * x.stride[2]) < 0) return false;
-    return true;
-  }
-
-  void take_mask(Call& call, const Tensor& x) const {
-    if (x.dims != 3 && x.dims != 4) fail("mask: ", "expected [B, q, T] or [B, H, q, T]");
-    const int64_t rows = x.shape[x.dims - 2];
-    if (x.dims == 3)
-      expect("", "mask", x, {{"B", B_}, {"q", rows}, {"T", call.T}}, 2);
-    else
-      expect("", "mask", x, {{"B", B_}, {"H", H_}, {"q", rows}, {"T", call.T}}, 3);
-    if (rows < 1 || R_ % rows)
-      fail("mask: ", "expected q to divide R = " + std::to_string(R_) + ", got " + std::to_string(rows));
-    set_mask(call, x.as<uint8_t>(), x.stride[0], x.dims == 4 ? x.stride[1] : 0, x.stride[x.dims - 2], rows);
-  }
-
-  static void set_mask(Call& call, const uint8_t* mask, int64_t b, int64_t h, int64_t q, int64_t rows) {
-    call.scores.mask = mask;
-    call.scores.stride_b = b;
-    call.scores.stride_h = h;
-    call.scores.stride_q = q;
-    call.scores.q = rows;
-  }
-
-  void check_position(int64_t last) const {
-    if (mask_.given() && last >= tokens_)
-      fail("mask: ", "expected at least " + std::to_string(last + 1) + " tokens, got " + std::to_string(tokens_));
-  }
-
-  void locate_from(Call& call, int64_t first) {
-    if (first < 0) fail("positions: ", "expected 0 or more, got " + std::to_string(first));
-    if (!mask_.given() && most_hidden_ <= first) return;
-    check_position(first + call.T - 1);
-    if (most_hidden_ <= first)
-      return set_mask(call, mask_row(0, 0) + first, batch_stride(mask_), 0, mask_.stride[1], q_);
-    const int64_t rows = mask_.given() ? q_ : 1, T = call.T;
-    uint8_t* out = room(B_ * rows * T);
-    set_mask(call, out, rows * T, 0, T, rows);
-    for (int64_t b = 0; b < B_; b++)
-      for (int64_t i = 0; i < rows; i++, out += T) {
-        const int64_t start = std::clamp<int64_t>(hidden_of(b) - first, 0, T);
-        std::fill_n(out, start, 0);
-        if (mask_.given())
-          std::copy_n(mask_row(b, i) + first + start, T - start, out + start);
-        else
-          std::fill_n(out + start, T - start, 1);
-      }
-  }
-
-  void build_mask(Call& call, const Tensor& x, int64_t by_row, int64_t by_head, int64_t by_token, int64_t heads,
-                  bool ignores_hidden) {
-    const int64_t rows = mask_.given() ? q_ : 1, T = call.T;
-    uint8_t* out = room(B_ * heads * rows * T);
-    set_mask(call, out, heads * rows * T, heads == 1 ? 0 : rows * T, T, rows);
-    for (int64_t b = 0; b < B_; b++)
-      for (int64_t h = 0; h < heads; h++) {
-        const int64_t base = b * by_row + h * by_head, hidden = ignores_hidden || !hidden_.given() ? 0 : hidden_of(b);
-        int64_t last = -1;
-        for (int64_t t = 0; t < T; t++) last = std::max(last, position(x, base + t * by_token));
-        check_position(last);
-        for (int64_t i = 0; i < rows; i++, out += T) {
-          const uint8_t* seen = mask_.given() ? mask_row(b, i) : nullptr;
-          for (int64_t t = 0; t < T; t++) {
-            const int64_t at = position(x, base + t * by_token);
-            out[t] = at >= hidden && (at >= 0) && (!seen || seen[at]);
-          }
-        }
-      }
-  }
-
-  uint8_t* room(int64_t bytes) {
-    masks_.emplace_back(bytes);
-    return masks_.back().data();
   }
 
   // True if a page table may reorder a view's tokens. Sparse entries and listed positions depend on the
@@ -373,13 +274,15 @@ class Attention {
     }
   }
 
-  Tensor query_, mask_, hidden_;
-  int64_t B_ = 0, H_ = 0, q_ = 0, R_ = 0, D_ = 0, tokens_ = 0, most_hidden_ = 0;
+  Tensor query_;
+  int64_t B_ = 0, H_ = 0, q_ = 0, R_ = 0, D_ = 0;
+  SegmentMasks masks_;
   Scores scores_;
   const float* rows_ = nullptr;
   std::vector<std::vector<float>> memory_;
-  std::vector<std::vector<uint8_t>> masks_;
   std::vector<Call> calls_;
+  std::vector<SharedMean> means_;
+  std::unique_ptr<float[]> mean_memory_;
   OutputMap map_;
 };
 

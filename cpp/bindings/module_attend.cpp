@@ -71,13 +71,51 @@ HeadMatrix matrix_of(Owner& owner, nb::handle rotation, nb::handle basis, nb::ha
   return out;
 }
 
+bool same_positions(const RopeView& a, const RopeView& b, int64_t B) {
+  if (a.offsets != b.offsets || a.table != b.table || a.marks.positions != b.marks.positions) return false;
+  for (int64_t row = 0; row < B; row++)
+    if (a.places[row * a.stride_b] != b.places[row * b.stride_b]) return false;
+  return true;
+}
+
+// If keys are codes and then a rotated mean at marks, add the mean and the marks to those of the pages,
+// unless they are there. Return their numbers, or -1.
+std::pair<int, int> take_mean(NativePages& pages, const View& keys) {
+  if (keys.kind != Kind::concat || keys.count != 2) return {-1, -1};
+  const View& view = keys.parts[1];
+  const Marks& marks = view.rope.marks;
+  if (view.kind != Kind::rotated_mean || !marks.bits || !view.rope.offsets) return {-1, -1};
+  size_t mean = 0, set = 0;
+  const auto same_mean = [&](const View& other) {
+    return other.dense.data == view.dense.data && other.dense.stride_b == view.dense.stride_b &&
+           other.dense.stride_h == view.dense.stride_h && same_positions(other.rope, view.rope, pages.B);
+  };
+  while (mean < pages.means.size() && !same_mean(pages.means[mean].view)) mean++;
+  if (mean == pages.means.size()) {
+    MarkedMean& made = pages.means.emplace_back(MarkedMean{view, {}, {}});
+    made.view.T = marks.positions;
+    made.view.rope.consecutive = true;
+  }
+  MarkedMean& of = pages.means[mean];
+  while (set < of.sets.size() && (of.sets[set].bits != marks.bits || of.sets[set].value != marks.value)) set++;
+  if (set == of.sets.size()) {
+    int64_t most = 0;
+    for (int64_t b = 0; b < (marks.stride_b ? pages.B : 1); b++)
+      for (int64_t h = 0; h < pages.H; h++) most = std::max(most, marks_of(marks, b, h).count(marks.positions));
+    of.sets.push_back(marks);
+    of.tokens.push_back(most);
+  }
+  return {static_cast<int>(mean), static_cast<int>(set)};
+}
+
 NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<nb::object>& values,
-                        const std::vector<int64_t>& first, nb::handle key_rotation, nb::handle key_basis,
-                        nb::handle key_channels, bool keeps_query, nb::handle value_rotation, nb::handle value_basis,
-                        nb::handle value_channels, nb::handle value_mean, nb::handle correction) {
+                        const std::vector<int64_t>& first, const std::vector<nb::object>& marks,
+                        nb::handle key_rotation, nb::handle key_basis, nb::handle key_channels, bool keeps_query,
+                        nb::handle value_rotation, nb::handle value_basis, nb::handle value_channels,
+                        nb::handle value_mean, nb::handle correction) {
   auto made = std::make_unique<NativePages>();
-  if (keys.empty() || keys.size() != values.size() || keys.size() != first.size())
-    fail("pages: ", "expected equally many keys, values and positions, at least one of each");
+  if (keys.empty() || keys.size() != values.size() || keys.size() != first.size() || keys.size() != marks.size())
+    fail("pages: ", "expected equally many keys, values, positions and marks, at least one of each");
   made->keys = keys;
   made->values = values;
   made->first = first;
@@ -87,6 +125,10 @@ NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<n
     const Call &call = made->calls[i], &any = made->calls[0];
     if (call.D != any.D || call.Dv != any.Dv) fail("pages: ", "expected the same number of channels in all pages");
     if (first[i] < 0 || first[i] > kMostElements) fail("first: ", "expected positions of 0 or more");
+  }
+  for (size_t i = 0; i < keys.size(); i++) {
+    made->marks.push_back(take_marks(made->owner, marks[i], made->B, made->H, made->calls[i].T));
+    made->shared.push_back(take_mean(*made, *made->calls[i].keys));
   }
   const int64_t D = made->calls[0].D, Dv = made->calls[0].Dv;
   if (keeps_query && D % 2) fail("keys: ", "expected an even number of channels: mapped ones, then unmapped ones");
@@ -163,7 +205,7 @@ void py_attend(nb::handle query, nb::handle exact, nb::handle pages, nb::handle 
 void define_attention(nb::module_& m) {
   nb::class_<NativePages>(m, "Pages", "Packed pages of one layer with their linear maps.")
       .def_prop_ro("head_dim", [](const NativePages& p) { return p.calls[0].Dv; });
-  m.def("pages", &make_pages, nb::kw_only(), "keys"_a, "values"_a, "first"_a, "key_rotation"_a.none(),
+  m.def("pages", &make_pages, nb::kw_only(), "keys"_a, "values"_a, "first"_a, "marks"_a, "key_rotation"_a.none(),
         "key_basis"_a.none(), "key_channels"_a.none(), "keeps_query"_a, "value_rotation"_a.none(),
         "value_basis"_a.none(), "value_channels"_a.none(), "value_mean"_a.none(), "correction"_a.none(),
         nb::rv_policy::take_ownership);

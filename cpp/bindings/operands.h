@@ -84,6 +84,10 @@ void define_rope_views(nb::module_& m);     // operands_rope.cpp
 // Return the stride along the batch: 0 if all batch rows share one.
 inline int64_t batch_stride(const Tensor& x) { return x.shape[0] == 1 ? 0 : x.stride[0]; }
 
+// Return marks as (bits uint8 [1 or B, H, n], value, skip), or none for None. They must mark at least
+// skip + tokens tokens in every head.
+Marks take_marks(Owner& owner, nb::handle marks, int64_t B, int64_t H, int64_t tokens);
+
 // Set the strides of a view's codes [B, H, N, ...].
 template <typename CodesView>
 void take_strides(CodesView& v, const Tensor& codes) {

@@ -160,8 +160,8 @@ bool is_dense_in_order(const Tensor& places) {
 }
 
 // places int32 [1 or B, 1 or H, T or 1]: of each token, or only of the first one if positions are
-// consecutive.
-void take_rope(NativeView& made, const nb::object& rope, nb::handle places) {
+// consecutive, or of the first mark.
+void take_rope(NativeView& made, const nb::object& rope, nb::handle places, nb::handle marks) {
   View& v = made.view;
   const auto& of = nb::cast<const NativeRope&>(rope);
   made.rope = rope;
@@ -179,25 +179,32 @@ void take_rope(NativeView& made, const nb::object& rope, nb::handle places) {
   rope_view.stride_h = H == 1 ? 0 : at.stride[1];
   rope_view.consecutive = tokens == 1;
   rope_view.stride_t = rope_view.consecutive ? 0 : 1;
-  if (!rope_view.consecutive) {
+  if (!marks.is_none()) {
+    if (tokens != 1 || at.shape[1] != 1) fail("places: ", "expected one position per batch row next to marks");
+    if (PyTuple_Check(marks.ptr()) && made.B == 1) made.B = tensor_of("marks", item(marks, 0), kUint8).shape[0];
+    rope_view.marks = take_marks(made.owner, marks, made.B, made.H, v.T);
+    rope_view.consecutive = false;
+    rope_view.int16_offsets = nullptr;
+  } else if (!rope_view.consecutive) {
     if (!is_dense_in_order(at)) rope_view.offsets = nullptr;
     rope_view.int16_offsets = nullptr;
   }
   made.has_rope = true;
 }
 
-NativeView* roped_view(const nb::object& inner, const nb::object& rope, nb::handle places) {
+NativeView* roped_view(const nb::object& inner, const nb::object& rope, nb::handle places, nb::handle marks) {
   auto made = std::make_unique<NativeView>();
   View& v = made->view;
   v.kind = Kind::roped;
   take_parts(*made, {inner});
   if (made->has_rope) throw NotTaken("RoPE is applied twice");
   v.D = v.parts[0].D;
-  take_rope(*made, rope, places);
+  take_rope(*made, rope, places, marks);
   return made.release();
 }
 
-NativeView* rotated_mean_view(nb::handle mean, int64_t tokens, const nb::object& rope, nb::handle places) {
+NativeView* rotated_mean_view(nb::handle mean, int64_t tokens, const nb::object& rope, nb::handle places,
+                              nb::handle marks) {
   auto made = std::make_unique<NativeView>();
   View& v = made->view;
   v.kind = Kind::rotated_mean;
@@ -210,7 +217,7 @@ NativeView* rotated_mean_view(nb::handle mean, int64_t tokens, const nb::object&
   v.T = tokens;
   v.D = in_range("", "head_dim", vector.shape[2], kMostChannels);
   v.dense = {vector.float_type(), vector.as<void>(), batch_stride(vector), vector.stride[1], 0};
-  take_rope(*made, rope, places);
+  take_rope(*made, rope, places, marks);
   return made.release();
 }
 
@@ -237,15 +244,33 @@ NativeView* rotated_view(const nb::object& inner, nb::handle rotation) {
 
 }  // namespace
 
+Marks take_marks(Owner& owner, nb::handle marks, int64_t B, int64_t H, int64_t tokens) {
+  Marks made;
+  if (marks.is_none()) return made;
+  if (!PyTuple_Check(marks.ptr()) || NB_TUPLE_GET_SIZE(marks.ptr()) != 3)
+    fail("marks: ", "expected (bits, value, skip)");
+  const Tensor bits = owner.keep("marks", nb::handle(item(marks, 0)), kUint8);
+  const int64_t n = bits.dims == 3 ? bits.shape[2] : 0;
+  expect("", "marks", bits, {{"B", bits.dims == 3 && bits.shape[0] == 1 ? 1 : B}, {"H", H}, {"n", n}}, 2);
+  made = {bits.as<uint8_t>(),        batch_stride(bits),    bits.stride[1], n * 8,
+          item(marks, 1) == Py_True, as_int(item(marks, 2))};
+  if (made.skip < 0 || made.skip > kMostElements) fail("marks: ", "expected to skip 0 tokens or more");
+  for (int64_t b = 0; b < bits.shape[0]; b++)
+    for (int64_t h = 0; h < H; h++)
+      if (const int64_t held = marks_of(made, b, h).count(made.positions); held < made.skip + tokens)
+        fail("marks: ", "expected " + std::to_string(made.skip + tokens) + " tokens, got " + std::to_string(held));
+  return made;
+}
+
 void define_rope_views(nb::module_& m) {
   const auto own = nb::rv_policy::take_ownership;
   nb::class_<NativeRope>(m, "Rope", "RoPE of a model's keys, for all pages.")
       .def("check_unmoved", [](const NativeRope& of) { of.owner.check_unmoved(); });
   m.def("rope", &make_rope, nb::kw_only(), "table"_a, "channels"_a, "offsets"_a, "int16_offsets"_a.none(), own,
         "See codecs/transforms/rope.py.");
-  m.def("roped", &roped_view, "inner"_a, "rope"_a, "places"_a, own, "Keys before RoPE.");
-  m.def("rotated_mean", &rotated_mean_view, nb::kw_only(), "mean"_a, "tokens"_a, "rope"_a, "places"_a, own,
-        "One vector per head, rotated to each token's position.");
+  m.def("roped", &roped_view, "inner"_a, "rope"_a, "places"_a, "marks"_a.none() = nb::none(), own, "Keys before RoPE.");
+  m.def("rotated_mean", &rotated_mean_view, nb::kw_only(), "mean"_a, "tokens"_a, "rope"_a, "places"_a,
+        "marks"_a.none() = nb::none(), own, "One vector per head, rotated to each token's position.");
   m.def("rotated", &rotated_view, "inner"_a, "rotation"_a, own, "A rotation that is applied before RoPE.");
 }
 

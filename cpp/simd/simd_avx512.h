@@ -36,6 +36,12 @@ struct Avx512 : Float32Codes<Avx512> {
   static F set1(float x) { return _mm512_set1_ps(x); }
   static F load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+  // Store the lanes whose bits are set one after the other. Nothing after them is written.
+  static void store_marked(float* p, F x, unsigned bits) {
+    const auto count = static_cast<unsigned>(__builtin_popcount(bits));
+    const F lanes = _mm512_maskz_compress_ps(static_cast<__mmask16>(bits), x);
+    _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << count) - 1), lanes);
+  }
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F div(F a, F b) { return _mm512_div_ps(a, b); }

@@ -27,6 +27,13 @@ struct Float32Codes {
     S::store(row + p, x);
     S::store(row + p + kLanes, y);
   }
+  // Store the lanes whose bits are set one after the other. Nothing after them is written.
+  template <class F>
+  static void store_marked(float* p, F x, unsigned bits) {
+    alignas(64) float lanes[kLanes];
+    S::store(lanes, x);
+    for (; bits; bits &= bits - 1) *p++ = lanes[__builtin_ctz(bits)];
+  }
   // Replace each vector by the sum of its lanes, in every lane.
   template <class F, int R>
   static void spread(F (&x)[R]) {

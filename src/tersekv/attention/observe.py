@@ -98,8 +98,11 @@ def _held(store: ScoredEvictionStore) -> Held:
     parts = []
     for segment in store.held():
         key = segment.keys.decode() if isinstance(segment, PackedSegment) else segment.keys.float()
-        place = segment.positions
-        parts.append((key, place if isinstance(place, Tensor) else _span(store, place or 0, key.shape[2])))
+        place = segment.where if isinstance(segment, PackedSegment) else segment.positions
+        if isinstance(place, int):
+            place = _span(store, place, key.shape[2])
+        assert isinstance(place, Tensor)
+        parts.append((key, place))
     return parts
 
 

@@ -20,7 +20,7 @@ from tersekv.cache.found_sinks import FoundSinksStore
 from tersekv.cache.parallel import ContextParallel
 from tersekv.cache.segments import PackedSegment
 from tersekv.kernels import backends, softmax
-from tersekv.kernels.attend import Masks, finished
+from tersekv.kernels.attend import Masks, Where, finished
 
 BLOCK_READ_TOKENS = 1024
 """Number of packed tokens decoded at a time for long chunks."""
@@ -166,7 +166,7 @@ class _Reader:
             outs.append(finished(out, lse, self.call.query[:, :, tile], self.call.sink_logits))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
-    def _mask(self, positions: Tensor | int, tokens: int) -> Tensor | None:
+    def _mask(self, positions: Where, tokens: int) -> Tensor | None:
         """Return the mask columns of a segment, see `Masks.at`."""
         return None if self.store is None else Masks(self.mask, self.store.hidden).at(positions, tokens)
 

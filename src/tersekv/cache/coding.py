@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tersekv.cache.parallel import HeadShard
 from tersekv.codecs import Codec
+from tersekv.codecs.transforms.marked_angles import MarkedAngles
 from tersekv.codecs.transforms.moments import Moments, TokenLoss
 from tersekv.codecs.transforms.rope import Angles
 from tersekv.layouts.base import PackedTensors, View
@@ -156,7 +157,7 @@ def chunks(start: int, stop: int, block_tokens: int, like: Tensor) -> Iterator[t
     return ((first, min(stop, first + step)) for first in range(start, stop, step))
 
 
-def view(codec: Codec, planes: PackedTensors, head_dim: int, angles: Angles | None) -> View:
+def view(codec: Codec, planes: PackedTensors, head_dim: int, angles: Angles | MarkedAngles | None) -> View:
     """Return packed tokens as attention reads them. angles: RoPE angles of all these tokens."""
     coded = codec.view(planes, head_dim)
     if angles is None:

@@ -30,13 +30,11 @@ from tersekv.codecs import Codec
 from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError, UserError
+from tersekv.kernels.marks import BITS, Marks, pack_bits, places_of, unpack_bits
 from tersekv.policies.base import PROMPT_TOKENS
 from tersekv.policies.mixed import Mixed
 from tersekv.recipe import LayerPlan
 from tersekv.tensors import plain
-
-BITS = 8
-"""Tokens per byte of `high`."""
 
 UNRANKED = (
     "the policy mixed ranks a prompt's tokens by its queries, which only tersekv's attention sees; use "
@@ -132,10 +130,10 @@ class MixedRatesStore(LayerStore):
             raise UserError(UNRANKED)
         high = self._choice(ranking.importance[:, :, sinks : sinks + flush], before + sinks)
         earlier, packed = self.is_high(), self.packed_tokens
-        split = [Split(_places(high), _places(~high), loss) for loss in losses or (None, None)]
+        split = [Split(places_of(high), places_of(~high), loss) for loss in losses or (None, None)]
         super()._add(new, restart, split)  # type: ignore[arg-type]  # `MixedSide.prepare` takes them
         unranked = earlier.new_ones(*earlier.shape[:2], packed - earlier.shape[2])
-        self.high = _bytes(torch.cat([earlier, unranked, high], dim=2))
+        self.high = pack_bits(torch.cat([earlier, unranked, high], dim=2))
         return None
 
     def _choice(self, importance: Tensor, place: int) -> Tensor:
@@ -160,27 +158,24 @@ class MixedRatesStore(LayerStore):
 
     def is_high(self) -> Tensor:
         """Return `high` as bool [B, H, ranked]."""
-        shifts = torch.arange(BITS, dtype=torch.uint8, device=self.device)
-        return (self.high.unsqueeze(-1) >> shifts & 1).flatten(2).bool()
+        return unpack_bits(self.high)
 
-    def _extents(self) -> Iterator[tuple[bool, int, int, Tensor | int]]:
+    def _extents(self) -> Iterator[tuple[bool, int, int, Marks | int]]:
         """Yield, for pages of each rate: is it the lower one, first slot, number of slots, and positions.
 
-        Positions are int32 [B, H, slots], or that of the first slot.
+        Positions are marks, or that of the first slot.
         """
-        ranked = self.ranked
-        high = self.is_high() if ranked else None
+        ranked, start = self.ranked, self.packed_first
         before = ranked - self.sides[0].rest.tokens  # ranked tokens of the codec's rate
-        places = [] if high is None else [_places(x).to(torch.int32) + self.packed_first for x in (high, ~high)]
         for first, tokens in extents(self.sides):
             cut = min(max(before - first, 0), tokens)  # a page may hold ranked and later tokens
             if cut:
-                yield False, first, cut, places[0][:, :, first : first + cut]
+                yield False, first, cut, Marks(self.high, start, cut, True, first)
             if tokens > cut:
-                yield False, first + cut, tokens - cut, self.packed_first + ranked + first + cut - before
+                yield False, first + cut, tokens - cut, start + ranked + first + cut - before
         ends = [0, *self.sides[0].rest.ends]
         for first, last in itertools.pairwise(ends):
-            yield True, first, last - first, places[1][:, :, first:last]
+            yield True, first, last - first, Marks(self.high, start, last - first, False, first)
 
     def packed_pages(self) -> Iterator[PackedSegment]:
         """Return packed tokens page by page, those of the codec's rate first."""
@@ -196,17 +191,15 @@ class MixedRatesStore(LayerStore):
             if first < offset + length:
                 skip = first - offset
                 take = length - skip if tokens is None else min(tokens, length - skip)
-                where = where + skip if isinstance(where, int) else where[:, :, skip : skip + take]
+                where = where + skip if isinstance(where, int) else where.part(skip, take)
                 return self._segment(rest, start + skip, take, where)
             offset += length
         return None
 
-    def _segment(self, rest: bool, first: int, tokens: int, where: Tensor | int) -> PackedSegment:
+    def _segment(self, rest: bool, first: int, tokens: int, where: Marks | int) -> PackedSegment:
         keys, values = (side.view_of(rest, first, tokens, where) for side in self.sides)
         if isinstance(where, int):
             return PackedSegment(keys, values, where, tokens)
-        if self.hidden is not None:
-            where = where.masked_fill(where < self.hidden[:, None, None], -1)
         return PackedSegment(keys, values, 0, tokens, where)
 
     def _in_order(self, side: SideStore, dtype: torch.dtype) -> Tensor:
@@ -217,7 +210,7 @@ class MixedRatesStore(LayerStore):
             if isinstance(where, int):
                 out[:, :, where - self.packed_first :][:, :, :tokens] = x
             else:
-                at = (where - self.packed_first).long().unsqueeze(-1)
+                at = (where.positions() - self.packed_first).long().unsqueeze(-1)
                 out.scatter_(2, at.expand_as(x), x)
         return torch.cat([side.sinks.to(dtype), out, side.tail.data.to(dtype)], dim=2)
 
@@ -266,16 +259,3 @@ class MixedRatesStore(LayerStore):
         footprint = super().footprint()
         footprint.parts["selection"] += self.high.numel()
         return footprint
-
-
-def _places(mask: Tensor) -> Tensor:
-    """Return the indices int64 [B, H, n] of a mask [B, H, T] with n in every head, ascending."""
-    B, H, T = mask.shape
-    places = mask.flatten().nonzero().view(B, H, -1)  # far faster than the indices of three axes
-    return places - torch.arange(0, B * H * T, T, device=mask.device).view(B, H, 1)
-
-
-def _bytes(mask: Tensor) -> Tensor:
-    """Return bool [B, H, T], T a multiple of 8, as bits: uint8 [B, H, T / 8]."""
-    weights = (1 << torch.arange(BITS, device=mask.device)).to(torch.uint8)
-    return (mask.unflatten(2, (-1, BITS)) * weights).sum(-1, dtype=torch.uint8)

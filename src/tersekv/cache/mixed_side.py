@@ -17,8 +17,10 @@ from tersekv.cache.schema import Check, of_spec, record, refuse
 from tersekv.cache.side import Prepared, SideStore
 from tersekv.cache.state import State, own
 from tersekv.codecs import Codec
+from tersekv.codecs.transforms.marked_angles import MarkedAngles
 from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.codecs.transforms.rope import Angles
+from tersekv.kernels.marks import Marks
 from tersekv.layouts.base import PackedTensors, View
 
 
@@ -113,15 +115,20 @@ class MixedSide(SideStore):
         first = 0 if padding is None else padding.to(positions)[:, None, None]
         return rope.angles_at((positions - first).clamp(min=0))
 
-    def view_of(self, rest: bool, first: int, tokens: int, where: Tensor | int) -> View:
-        """Return the view of packed tokens of one rate. where: int [B, H, tokens], or the first position."""
+    def _angles(self, marks: Marks) -> Angles | MarkedAngles | None:
+        if self.rotary is None or self.rotary.rope.varies:
+            return self.angles_at(marks.positions()) if self.rotary is not None else None
+        return MarkedAngles(self.rotary.rope, marks, self.rotary.padding)
+
+    def view_of(self, rest: bool, first: int, tokens: int, where: Marks | int) -> View:
+        """Return the view of packed tokens of one rate. where: marks, or the first position."""
         if not rest and isinstance(where, int):
             return self.view(first, tokens, where - first)
         codec, buffer = (self.low, self.rest) if rest else (self.codec, self.packed)
         t = buffer.layout.block_tokens
         planes = buffer.planes(first // t, (first + tokens) // t)
-        assert isinstance(where, Tensor)
-        return coding.view(codec, planes, self.head_dim, self.angles_at(where))
+        assert isinstance(where, Marks)
+        return coding.view(codec, planes, self.head_dim, self._angles(where))
 
     def unpack_back(self, tokens: int, keep: int, place: int) -> None:
         """Remove the latest packed tokens, see `SideStore`. All of them came after the ranked ones."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tersekv.kernels.attend import PackedPages
+from tersekv.kernels.marks import Marks
 from tersekv.layouts.base import View
 
 
@@ -26,18 +27,18 @@ class ExactSegment(NamedTuple):
 class PackedSegment(NamedTuple):
     """Packed tokens. Token i has position first + i, unless `positions` is given.
 
-    positions: int32 [T], or [B, H, T] if heads differ, −1 for no token.
+    positions: int32 [T]; if heads differ [B, H, T], −1 for no token, or marks.
     """
 
     keys: View
     values: View
     first: int
     tokens: int
-    positions: Tensor | None = None
+    positions: Tensor | Marks | None = None
 
     @property
-    def where(self) -> Tensor | int:
-        """Position of the first token, or the tensor of positions."""
+    def where(self) -> Tensor | Marks | int:
+        """Position of the first token, or the positions of all."""
         return self.first if self.positions is None else self.positions
 
 

@@ -17,13 +17,15 @@ from torch import Tensor
 
 from tersekv.kernels.attend_packed import Operand
 from tersekv.kernels.attend_segments import Segment, attend_segments
+from tersekv.kernels.marks import Marks
 from tersekv.kernels.registry import NotTaken, operator
 from tersekv.kernels.softmax import merge_segments, score_bias
 
-Where = int | Tensor
+Where = int | Tensor | Marks
 """Positions or visibility of a segment's tokens. One of:
 
 - int: position of the first token; the others follow.
+- `Marks`: bits of the tokens' positions, ascending. Only for packed pages.
 - int tensor [T] or [B, T], or [B, H, T] with −1 for an empty place: position of each token.
 - bool tensor [B, q, T] or [B, H, q, T]: the segment's own mask.
 """
@@ -73,7 +75,7 @@ class PackedPages:
         where: positions of each page. tokens: number of tokens of each page.
         maps: linear map of all keys, and of all values.
         heads: H.
-        is_consecutive: True if every page has consecutive positions.
+        listed: positions or masks that are tensors, None for the other pages; None if no page has such.
         is_mapped: True if the query or the output must be transformed.
         correction: float32 [1 or B, H, D], see `softmax.score_bias`, or None.
         made: kernel arguments that backends built once, by the backend's name.
@@ -91,7 +93,8 @@ class PackedPages:
     ) -> None:
         self.keys, self.values, self.where, self.maps = tuple(keys), tuple(values), tuple(where), maps
         self.tokens, self.heads, self.correction = tuple(tokens), heads, correction
-        self.is_consecutive = all(isinstance(place, int) for place in where)
+        listed = tuple(place if isinstance(place, Tensor) else None for place in where)
+        self.listed = listed if any(place is not None for place in listed) else None
         self.is_mapped = maps[0].keeps_query or any(
             x is not None for of in maps for x in (of.rotation, of.basis, of.mean)
         )
@@ -123,6 +126,8 @@ class Masks(NamedTuple):
         visible."""
         if isinstance(where, Tensor) and where.dtype == torch.bool:
             return where
+        if isinstance(where, Marks):
+            return self._marked(where)
         if isinstance(where, Tensor) and where.dim() == 3:
             return self._per_head(where)
         mask = self.mask
@@ -140,6 +145,14 @@ class Masks(NamedTuple):
             columns = mask[:, :, where : where + tokens]
             places = torch.arange(where, where + tokens, device=columns.device)
         return columns if self.hidden is None else columns & (places >= self.hidden[:, None])[:, None]
+
+    def _marked(self, marks: Marks) -> Tensor | None:
+        if self.mask is None and self.hidden is None:
+            return None
+        positions = marks.positions()
+        if self.hidden is not None:
+            positions = positions.masked_fill(positions < self.hidden[:, None, None], -1)
+        return self._per_head(positions)
 
     def _per_head(self, positions: Tensor) -> Tensor | None:
         held = positions >= 0

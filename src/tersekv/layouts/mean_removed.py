@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tersekv.codecs.transforms.marked_angles import MarkedAngles
 from tersekv.codecs.transforms.rope import Angles, Rope
 from tersekv.layouts.base import Concat, LinearMap, Mapped, View
 from tersekv.tensors import last_contiguous
@@ -22,7 +23,7 @@ class RotatedMean(View):
 
     format = kind = "rotated_mean"
 
-    def __init__(self, mean: Tensor, rope: Rope, angles: Angles) -> None:
+    def __init__(self, mean: Tensor, rope: Rope, angles: Angles | MarkedAngles) -> None:
         self.mean, self.rope, self.angles = mean, rope, angles
         self.keeps = angles.is_small  # type: ignore[misc]
 
@@ -33,7 +34,9 @@ class RotatedMean(View):
 
     def native(self, native: ModuleType) -> Any:
         rope, places = self.angles.native(native, self.mean.shape[-1], stepped=True)
-        return native.rotated_mean(mean=last_contiguous(self.mean), tokens=self.tokens, rope=rope, places=places)
+        marks = self.angles.marks.native if isinstance(self.angles, MarkedAngles) else None
+        mean = last_contiguous(self.mean)
+        return native.rotated_mean(mean=mean, tokens=self.tokens, rope=rope, places=places, marks=marks)
 
     def decode(self) -> Tensor:
         """Return x̂ as float32 [B, H, T, D]. B is 1 if all batch rows are equal."""

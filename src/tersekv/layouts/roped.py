@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tersekv.codecs.transforms.marked_angles import MarkedAngles
 from tersekv.codecs.transforms.rope import Angles, Rope
 from tersekv.kernels.attend_packed import Operand, native_view
 from tersekv.kernels.registry import NotTaken
@@ -21,7 +22,7 @@ class Roped(View):
 
     kind = "roped"
 
-    def __init__(self, view: View, rope: Rope, angles: Angles) -> None:
+    def __init__(self, view: View, rope: Rope, angles: Angles | MarkedAngles) -> None:
         # kernels get a dequantised copy of a quantised basis, which must not be cached
         self.keeps = view.keeps and angles.is_small and view.linear.basis is None  # type: ignore[misc]
         self.before, self.rope, self.angles = view, rope, angles
@@ -30,7 +31,8 @@ class Roped(View):
     def native(self, native: ModuleType) -> Any:
         before = self.before.native(native) if self.before.kind == "rotated" else native_view(native, self._operand)
         rope, places = self.angles.native(native, before.head_dim, stepped=False)
-        return native.roped(before, rope, places)
+        marks = self.angles.marks.native if isinstance(self.angles, MarkedAngles) else None
+        return native.roped(before, rope, places, marks)
 
     @property
     def _operand(self) -> Operand:

@@ -22,6 +22,7 @@ from tersekv.kernels import softmax as softmax_operators
 from tersekv.kernels.attend import PackedPages, Table, Where
 from tersekv.kernels.attend_packed import Operand, native_view
 from tersekv.kernels.attend_segments import Segment
+from tersekv.kernels.marks import Marks
 from tersekv.kernels.registry import NotTaken
 from tersekv.tensors import last_contiguous
 
@@ -30,6 +31,11 @@ NAME = "cpu"
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
+
+
+def _first(where: Where) -> int:
+    """Return the position of the first token, or of the first bit. Listed positions have none."""
+    return where.first if isinstance(where, Marks) else 0 if isinstance(where, Tensor) else where
 
 
 def native_pages(pages: PackedPages) -> Any:
@@ -41,7 +47,8 @@ def native_pages(pages: PackedPages) -> Any:
         made = pages.made[NAME] = native.pages(
             keys=[native_view(native, operand) for operand in pages.keys],
             values=[native_view(native, operand) for operand in pages.values],
-            first=[where if isinstance(where, int) else 0 for where in pages.where],
+            first=[_first(where) for where in pages.where],
+            marks=[where.native if isinstance(where, Marks) else None for where in pages.where],
             key_rotation=_contiguous(keys.rotation),
             key_basis=keys.basis,
             key_channels=keys.channels,
@@ -82,7 +89,7 @@ def attend(
         out, lse = _parts(query, H, Hq // H * q, Dv)
     else:
         out = query.new_empty((B, q, Hq, Dv))
-    where = None if pages is None or pages.is_consecutive else pages.where
+    where = None if pages is None else pages.listed
     rest = where, *(table or (None, 0)), mask, hidden, scaling, softcap or 0.0, sinks, out, lse, torch.get_num_threads()
     try:
         native.attend(query, exact, packed, *rest)
@@ -123,8 +130,9 @@ def check(query: Tensor, keys: Operand, values: Operand) -> None:
 def _pages_of(keys: list[Any], values: list[Any]) -> Any:
     """Build pages without positions and maps."""
     return cpu.loaded().pages(
-        keys=keys, values=values, first=[0] * len(keys), key_rotation=None, key_basis=None, key_channels=None,
-        keeps_query=False, value_rotation=None, value_basis=None, value_channels=None, value_mean=None, correction=None,
+        keys=keys, values=values, first=[0] * len(keys), marks=[None] * len(keys), key_rotation=None, key_basis=None,
+        key_channels=None, keeps_query=False, value_rotation=None, value_basis=None, value_channels=None,
+        value_mean=None, correction=None,
     )  # fmt: skip
 
 

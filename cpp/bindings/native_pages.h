@@ -1,0 +1,43 @@
+// Packed pages of a layer as the extension holds them between calls.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "driver.h"
+#include "operands.h"
+
+namespace tersekv {
+
+// A rotated mean that pages of marked tokens share.
+struct MarkedMean {
+  View view;                    // at all positions, in order
+  std::vector<Marks> sets;      // pages of one set have different `skip`
+  std::vector<int64_t> tokens;  // of each set
+};
+
+// Pages of one layer that are read together: views of keys and values, and the linear maps of both
+// sides.
+struct NativePages {
+  Owner owner;
+  std::vector<nb::object> keys, values;
+  std::vector<int64_t> first;  // position of each page's first token, or of its first mark
+  std::vector<Marks> marks;    // of each page
+  std::vector<MarkedMean> means;
+  std::vector<std::pair<int, int>> shared;  // of each page: number of its mean and of its set; -1: none
+  std::vector<Call> calls;                  // with views, tokens and units only
+  HeadMatrix query;                         // queries are multiplied with its rows
+  bool keeps_query = false;                 // the query itself is appended to the mapped query
+  OutputMap output;
+  const float* correction = nullptr;  // [1 or B, H, D], see `score_bias`; null: none
+  int64_t correction_b = 0, correction_h = 0;
+  int64_t B = 1, H = 0;
+
+  void check_unmoved() const {
+    owner.check_unmoved();
+    for (const auto* side : {&keys, &values})
+      for (const nb::object& view : *side) nb::cast<const NativeView&>(view).check_unmoved();
+  }
+};
+
+}  // namespace tersekv

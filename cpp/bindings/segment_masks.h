@@ -1,0 +1,164 @@
+// Masks of the segments of one call: columns of the call's mask, by the positions of tokens.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "operands.h"
+
+namespace tersekv {
+
+class SegmentMasks {
+ public:
+  SegmentMasks() = default;
+  SegmentMasks(nb::handle mask, nb::handle hidden, int64_t B, int64_t q)
+      : mask_(optional_tensor("mask", mask, kBool)), hidden_(optional_tensor("hidden", hidden, kInt64)), B_(B), q_(q) {
+    if (mask_.given()) {
+      tokens_ = mask_.dims == 3 ? mask_.shape[2] : 0;
+      expect("", "mask", mask_, {{"B", mask_.dims == 3 && mask_.shape[0] == 1 ? 1 : B_}, {"q", q_}, {"T", tokens_}}, 2);
+    }
+    if (hidden_.given()) {
+      expect("", "hidden", hidden_, {{"B", B_}}, 1);
+      for (int64_t b = 0; b < B_; b++) most_hidden_ = std::max(most_hidden_, hidden_of(b));
+    }
+  }
+
+  // Set the mask of a call from its tokens' positions or own mask. where: position of the first
+  // token; positions, integers [T], [B, T] or [B, H, T] (-1: none); or bool [B, q, T] or
+  // [B, H, q, T].
+  void locate(Call& call, nb::handle where) {
+    if (PyLong_Check(where.ptr())) return locate_from(call, as_int(where.ptr()));
+    const Tensor x = tensor_of("positions", where, kBool | kInt32 | kInt64);
+    if (x.type == Type::b8) return take_mask(call, x);
+    const int64_t T = call.T;
+    switch (x.dims) {
+      case 1:
+        expect("", "positions", x, {{"T", T}}, 1);
+        if (mask_.given() || most_hidden_ > 0) build_mask(call, x, 0, 0, x.stride[0], 1, false);
+        return;
+      case 2:
+        expect("", "positions", x, {{"B", B_}, {"T", T}}, 2);
+        if (mask_.given()) build_mask(call, x, x.stride[0], 0, x.stride[1], 1, true);
+        return;
+      default:
+        expect("", "positions", x, {{"B", B_}, {"H", call.H}, {"T", T}}, 3);
+        if (mask_.given() || !all_there(call, x))
+          build_mask(call, x, x.stride[0], x.stride[1], x.stride[2], call.H, true);
+    }
+  }
+
+  // Set the mask of tokens at consecutive positions.
+  void locate_from(Call& call, int64_t first) {
+    if (first < 0) fail("positions: ", "expected 0 or more, got " + std::to_string(first));
+    if (!mask_.given() && most_hidden_ <= first) return;
+    check_position(first + call.T - 1);
+    if (most_hidden_ <= first)
+      return set_mask(call, mask_row(0, 0) + first, batch_stride(mask_), 0, mask_.stride[1], q_);
+    const int64_t rows = mask_.given() ? q_ : 1, T = call.T;
+    uint8_t* out = room(B_ * rows * T);
+    set_mask(call, out, rows * T, 0, T, rows);
+    for (int64_t b = 0; b < B_; b++)
+      for (int64_t i = 0; i < rows; i++, out += T) {
+        const int64_t start = std::clamp<int64_t>(hidden_of(b) - first, 0, T);
+        std::fill_n(out, start, 0);
+        if (mask_.given())
+          std::copy_n(mask_row(b, i) + first + start, T - start, out + start);
+        else
+          std::fill_n(out + start, T - start, 1);
+      }
+  }
+
+  // Set the mask of tokens at marks that count from position `first` on.
+  void locate_marks(Call& call, const Marks& marks, int64_t first) {
+    if (!mask_.given() && most_hidden_ <= first) return;
+    const int64_t rows = mask_.given() ? q_ : 1, T = call.T;
+    check_position(first + marks.positions - 1);
+    uint8_t* out = room(B_ * call.H * rows * T);
+    set_mask(call, out, call.H * rows * T, rows * T, T, rows);
+    for (int64_t b = 0; b < B_; b++)
+      for (int64_t h = 0; h < call.H; h++)
+        for (int64_t i = 0; i < rows; i++, out += T) {
+          const uint8_t* seen = mask_.given() ? mask_row(b, i) + first : nullptr;
+          const int64_t hidden = hidden_.given() ? hidden_of(b) - first : 0;
+          marks_of(marks, b, h).each(marks.skip, T, [&](int64_t t, int64_t position) {
+            out[t] = position >= hidden && (!seen || seen[position]);
+          });
+        }
+  }
+
+ private:
+  int64_t hidden_of(int64_t b) const { return hidden_.as<int64_t>()[b * hidden_.stride[0]]; }
+  const uint8_t* mask_row(int64_t b, int64_t i) const {
+    return mask_.as<uint8_t>() + b * batch_stride(mask_) + i * mask_.stride[1];
+  }
+
+  static int64_t position(const Tensor& x, int64_t i) {
+    return x.type == Type::i32 ? x.as<int32_t>()[i] : x.as<int64_t>()[i];
+  }
+
+  static bool all_there(const Call& call, const Tensor& x) {
+    for (int64_t b = 0; b < call.B; b++)
+      for (int64_t h = 0; h < call.H; h++)
+        for (int64_t t = 0; t < x.shape[2]; t++)
+          if (position(x, b * x.stride[0] + h * x.stride[1] + t * x.stride[2]) < 0) return false;
+    return true;
+  }
+
+  void take_mask(Call& call, const Tensor& x) const {
+    if (x.dims != 3 && x.dims != 4) fail("mask: ", "expected [B, q, T] or [B, H, q, T]");
+    const int64_t rows = x.shape[x.dims - 2];
+    if (x.dims == 3)
+      expect("", "mask", x, {{"B", B_}, {"q", rows}, {"T", call.T}}, 2);
+    else
+      expect("", "mask", x, {{"B", B_}, {"H", call.H}, {"q", rows}, {"T", call.T}}, 3);
+    if (rows < 1 || call.R % rows)
+      fail("mask: ", "expected q to divide R = " + std::to_string(call.R) + ", got " + std::to_string(rows));
+    set_mask(call, x.as<uint8_t>(), x.stride[0], x.dims == 4 ? x.stride[1] : 0, x.stride[x.dims - 2], rows);
+  }
+
+  static void set_mask(Call& call, const uint8_t* mask, int64_t b, int64_t h, int64_t q, int64_t rows) {
+    call.scores.mask = mask;
+    call.scores.stride_b = b;
+    call.scores.stride_h = h;
+    call.scores.stride_q = q;
+    call.scores.q = rows;
+  }
+
+  void check_position(int64_t last) const {
+    if (mask_.given() && last >= tokens_)
+      fail("mask: ", "expected at least " + std::to_string(last + 1) + " tokens, got " + std::to_string(tokens_));
+  }
+
+  void build_mask(Call& call, const Tensor& x, int64_t by_row, int64_t by_head, int64_t by_token, int64_t heads,
+                  bool ignores_hidden) {
+    const int64_t rows = mask_.given() ? q_ : 1, T = call.T;
+    uint8_t* out = room(B_ * heads * rows * T);
+    set_mask(call, out, heads * rows * T, heads == 1 ? 0 : rows * T, T, rows);
+    for (int64_t b = 0; b < B_; b++)
+      for (int64_t h = 0; h < heads; h++) {
+        const int64_t base = b * by_row + h * by_head, hidden = ignores_hidden || !hidden_.given() ? 0 : hidden_of(b);
+        int64_t last = -1;
+        for (int64_t t = 0; t < T; t++) last = std::max(last, position(x, base + t * by_token));
+        check_position(last);
+        for (int64_t i = 0; i < rows; i++, out += T) {
+          const uint8_t* seen = mask_.given() ? mask_row(b, i) : nullptr;
+          for (int64_t t = 0; t < T; t++) {
+            const int64_t at = position(x, base + t * by_token);
+            out[t] = at >= hidden && (at >= 0) && (!seen || seen[at]);
+          }
+        }
+      }
+  }
+
+  uint8_t* room(int64_t bytes) {
+    masks_.emplace_back(bytes);
+    return masks_.back().data();
+  }
+
+  Tensor mask_, hidden_;
+  int64_t B_ = 0, q_ = 0, tokens_ = 0, most_hidden_ = 0;
+  std::vector<std::vector<uint8_t>> masks_;  // memory of masks that were built
+};
+
+}  // namespace tersekv

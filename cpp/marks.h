@@ -1,0 +1,66 @@
+// Positions of a page's tokens as bits of a mask. Tokens are in order of position.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace tersekv {
+
+// The tokens of a head at positions whose bits are `value` are numbered in order; the page has those
+// from number `skip` on. Bits count from the position of the first one.
+struct Marks {
+  const uint8_t* bits = nullptr;  // [1 or B, H, positions / 8], last axis contiguous; null: none
+  int64_t stride_b = 0, stride_h = 0;
+  int64_t positions = 0;
+  bool value = true;
+  int64_t skip = 0;
+};
+
+constexpr int64_t kWordBits = 64;
+
+namespace {  // internal to each build of the kernels
+
+// The tokens of one head.
+struct HeadMarks {
+  const uint8_t* bits;
+  int64_t positions;
+  uint64_t flip;
+
+  // Return word i: bit k is 1 if there is a token at position 64·i + k.
+  uint64_t word(int64_t i) const {
+    const int64_t first = i * kWordBits, left = positions - first;
+    uint64_t out = 0;
+    std::memcpy(&out, bits + first / 8, left >= kWordBits ? 8 : left / 8);
+    out ^= flip;
+    return left >= kWordBits ? out : out & ((uint64_t{1} << left) - 1);
+  }
+
+  // Return the number of tokens at positions before `end`, a multiple of 64 or `positions`.
+  int64_t count(int64_t end) const {
+    int64_t out = 0;
+    for (int64_t i = 0; i * kWordBits < end; i++) out += __builtin_popcountll(word(i));
+    return out;
+  }
+
+  // Call body(i, position) for tokens number first + i, 0 <= i < count, or as many as there are.
+  template <class Body>
+  void each(int64_t first, int64_t count, Body&& body) const {
+    int64_t number = -first;
+    for (int64_t i = 0; i * kWordBits < positions && number < count; i++) {
+      uint64_t left = word(i);
+      if (const int64_t n = __builtin_popcountll(left); number + n <= 0) {
+        number += n;
+        continue;
+      }
+      for (; left && number < count; left &= left - 1, number++)
+        if (number >= 0) body(number, i * kWordBits + __builtin_ctzll(left));
+    }
+  }
+};
+
+inline HeadMarks marks_of(const Marks& marks, int64_t b, int64_t h) {
+  return {marks.bits + b * marks.stride_b + h * marks.stride_h, marks.positions, marks.value ? 0 : ~uint64_t{0}};
+}
+
+}  // namespace
+}  // namespace tersekv
