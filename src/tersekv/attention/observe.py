@@ -39,8 +39,12 @@ that loss and the importance of tokens for a `MixedRatesStore`."""
 
 def observe(store: Store, keys: Tensor, values: Tensor, call: AttentionCall) -> Observed | None:
     """Return the sums that the store needs before it appends keys and values [B, Hkv, n, D], or None."""
-    if isinstance(store, MixedRatesStore) and store.ranks(keys.shape[2]):
-        return Ranking(importance(store, keys, call), prompt_loss(store, keys, values, call))
+    if isinstance(store, MixedRatesStore):
+        ranks = store.ranks(keys.shape[2])
+        ranking = Ranking(importance(store, keys, call), prompt_loss(store, keys, values, call)) if ranks else None
+        if call.mask is None or call.query.shape[2] == 1:  # others may be in the padding
+            store.keep(call.query)
+        return ranking
     if isinstance(store, LayerStore):
         return prompt_loss(store, keys, values, call)
     return _votes(store, keys, call)

@@ -32,6 +32,7 @@ class CacheShape:
     dtype: the model's dtype.
     ropes: RoPE of each attention layer, the same object where layers share one. None if it is
         unknown and its tables are not counted; empty if all are unknown.
+    query_heads: number of query heads, which the policy mixed needs.
     """
 
     windows: tuple[int | None, ...]
@@ -40,6 +41,7 @@ class CacheShape:
     value_dim: int
     dtype: torch.dtype = torch.bfloat16
     ropes: tuple[Rope | None, ...] = dataclasses.field(default=(), compare=False)
+    query_heads: int = 0
 
     def elements(self, tokens: int, batch: int = 1) -> int:
         """Return the key and value elements of a full cache with so many tokens.
@@ -159,8 +161,10 @@ def lower_plan(plan: LayerPlan, window: int | None = None) -> LayerPlan | None:
 
 
 def _rest(size: LayerSize, low: LayerPlan, shape: CacheShape, rows: int, footprint: Footprint) -> None:
-    """Count tokens of the lower rate and the map of rates."""
-    footprint.parts["selection"] += size.ranked / 8  # type: ignore[assignment]
+    """Count tokens of the lower rate, the map of rates and the kept queries."""
+    of_queries = size.queries * shape.query_heads * shape.key_dim * low.policy.exact_dtype(shape.dtype).itemsize
+    ranked = size.pages.tokens + size.rest.tokens
+    footprint.parts["selection"] += ranked / 8 + of_queries / shape.kv_heads  # type: ignore[assignment]
     for codec, dim in ((low.keys, shape.key_dim), (low.values, shape.value_dim)):
         _count(codec.layout(dim), size.rest, 1, footprint, rows)
 

@@ -124,6 +124,10 @@ class TokenPolicy:
         """
         return 0
 
+    def waiting_tokens(self, block: int, window: int | None) -> int:
+        """Return the number of tokens that are packed together: at most so many less one wait, next to `recent`."""
+        return block
+
     def to_pack(self, waiting: int, block: int, seen: int, window: int | None) -> int:
         """Return the number of tokens to pack now, a multiple of `block`.
 
@@ -132,7 +136,8 @@ class TokenPolicy:
 
         The result depends on these counts only, so a prompt fed in chunks is packed identically.
         """
-        return 0 if seen < self.first_packing(window) else max(0, waiting - self.recent) // block * block
+        due = 0 if seen < self.first_packing(window) else max(0, waiting - self.recent) // block * block
+        return due if due >= self.waiting_tokens(block, window) else 0
 
     def check(self, keys: Rated, values: Rated) -> None:
         """Raise UserError unless the policy serves a layer with these codecs."""
