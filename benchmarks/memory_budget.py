@@ -24,8 +24,10 @@ from tersekv.recipe import Recipe
 from tersekv.units import parse_bytes
 
 RECIPES = (
-    "streaming:memory=2MB+turboquant:bits=4",
-    "h2o:memory=2MB+kivi:bits=4",
+    "streaming:memory=2MB,evict=block+turboquant:bits=4",
+    "streaming:memory=2MB,rest=2,evict=block+turboquant:bits=4",
+    "h2o:memory=2MB,evict=block+kivi:bits=4",
+    "h2o:memory=2MB,rest=2,evict=block+kivi:bits=4",
 )
 PROMPT = 4096
 PARTS = 20

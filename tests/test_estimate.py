@@ -28,6 +28,7 @@ RECIPES = [
     "uniform:axis=channel,group=0/normalfloat:group=32",
     "streaming:budget=200+kivi:bits=4",
     "h2o:recent=16+kivi:bits=2",
+    "h2o:recent=16,evict=block+kivi:bits=2",
     "h2o:recent=16,rest=2+kivi:bits=4",
     "snapkv:budget=0.6,recent=16,rest=2,rest_share=0.7+trellis:bits=4,calibration=prompt",
     "snapkv:budget=0.5+qjl",

@@ -24,6 +24,7 @@ SHAPE = CacheShape((None,), 2, 64, 64, torch.float32, (ROPE,))
         ("h2o:memory=150kB,recent=32+kivi:bits=2", 150_000),
         ("h2o:memory=200kB,recent=16+trellis:bits=2,calibration=prompt", 200_000),
         ("streaming:memory=200kB,recent=16+turboquant:bits=4", 200_000),
+        ("streaming:memory=200kB,recent=16,evict=block+turboquant:bits=4", 200_000),
         ("h2o:memory=300kB,recent=16,rest=2+kivi:bits=4", 300_000),
         ("h2o:memory=300kB,recent=16,rest=1,rest_share=0.8+trellis:bits=4,calibration=prompt", 300_000),
         ("streaming:memory=200kB,recent=16,rest=2+turboquant:bits=4", 200_000),

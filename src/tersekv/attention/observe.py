@@ -9,6 +9,8 @@ queries by all tokens is never in memory.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -60,15 +62,22 @@ def _votes(store: EvictingStore, keys: Tensor, call: AttentionCall) -> Tensor | 
     queries.
     """
     q = call.query.shape[2]
-    if not isinstance(store, ScoredEvictionStore) or store.observed(q) == 0:
+    if not isinstance(store, ScoredEvictionStore):
         return None
-    n = store.observed(q)
+    if (n := store.observed(q)) == 0:
+        if store.keeps_queries:
+            store.keep(call.query)
+        return None
+    if (waiting := store.waiting_queries()) is not None:  # no mask is known for these, and no padding is among them
+        call = replace(call, query=torch.cat([waiting.to(call.query.dtype), call.query], dim=2), mask=None)
+        n, q = n + waiting.shape[2], q + waiting.shape[2]
+    first = store.num_tokens + keys.shape[2] - q  # position of the first query
     votes, held = None, _held(store)
     for start in range(q - n, q, OBSERVED_QUERIES):
         tile = slice(start, min(q, start + OBSERVED_QUERIES))
         weights = _weights(store, held, keys, call, tile)
         if call.mask is not None:  # a query that does not see itself is in the padding
-            itself = torch.arange(store.num_tokens + start, store.num_tokens + tile.stop, device=keys.device)
+            itself = torch.arange(first + start, first + tile.stop, device=keys.device)
             is_token = call.mask[:, tile].gather(2, itself.expand(len(call.mask), -1).unsqueeze(-1))
             weights = weights * is_token[:, None, None]
         added = weights.sum(3).mean(2)

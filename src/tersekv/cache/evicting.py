@@ -135,8 +135,9 @@ class EvictingStore(Stateful, ABC):
         return self.padding
 
     def observed(self, queries: int) -> int:
-        """Return how many of the latest `queries` queries the policy observes."""
-        return self.policy.observed(queries) if self._is_prompt(queries) or self.policy.remembers else 0
+        """Return how many of the latest `queries` queries the policy observes now."""
+        due = self._is_prompt(queries) or (self.policy.remembers and not self._only_grows(queries))
+        return self.policy.observed(queries) if due else 0
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Raise UserError, because heads have evicted different tokens."""
@@ -214,8 +215,8 @@ class EvictingStore(Stateful, ABC):
 
     def _only_grows(self, n: int) -> bool:
         """True if n generated tokens go into the tail and nothing else changes."""
-        policy, tail = self.policy, self.tails[0]
-        if policy.evicts != "never" or policy.remembers or self._is_prompt(n) or self.deferred:
+        tail = self.tails[0]
+        if self.policy.evicts == "step" or self._is_prompt(n) or self.deferred:
             return False
         usual = self.tail_tokens + self.flush_tokens
         return tail.usual == usual and tail.tokens + n < usual
@@ -233,7 +234,7 @@ class EvictingStore(Stateful, ABC):
         leave = 0 if self.deferred else max(0, t + n - self.tail_tokens)
         if not prompt and self.policy.evicts != "step":
             leave = leave // self.flush_tokens * self.flush_tokens
-        if self.policy.remembers or leave:
+        if leave or (self.policy.remembers and votes is not None):
             self._take(new, votes, leave, prompt)
         return leave
 

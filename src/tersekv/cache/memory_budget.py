@@ -78,7 +78,9 @@ def _most_spare(plan: LayerPlan, policy: Selection, shape: CacheShape) -> int:
     spare = _of_pool(policy, layouts, budget - usual - lower, policy.sinks, shape, demotes=low is not None)
     if low is not None:
         spare += _of_pool(policy, layouts_of_heads(low, shape), lower, 0, shape)
-    return math.ceil(shape.kv_heads * spare)
+    kept = policy.remembers and policy.evicts == "block"  # queries of tokens that came since the latest eviction
+    queries = shape.query_heads * shape.key_dim * _flush(layouts) if kept else 0
+    return math.ceil(shape.kv_heads * spare) + queries * policy.exact_dtype(shape.dtype).itemsize
 
 
 def _of_pool(
@@ -93,9 +95,9 @@ def _of_pool(
 
     demotes: its tokens move to another pool, a block at a time.
     """
-    flush = math.lcm(*(layout.block_tokens for layout, _ in layouts))
+    flush = _flush(layouts)
     blocks = math.ceil(SPARE * (tokens + demotes * flush) / flush) + 1
-    if policy.evicts == "block":  # evicted down to 7/8, then filled again
+    if policy.evicts_ahead:  # evicted down to 7/8, then filled again
         blocks += math.ceil(policy.budget / 8 / flush) + 1
     slots = (blocks + 1) * flush - (tokens - sinks)
     page = max(MIN_PAGE_TOKENS, blocks * flush // GROWTH) + flush
@@ -103,3 +105,7 @@ def _of_pool(
     exact = (shape.key_dim + shape.value_dim) * policy.exact_dtype(shape.dtype).itemsize
     selection = 4 * (2 if policy.remembers else 1)
     return (slots + page) * packed + slots * selection + 2 * flush * exact
+
+
+def _flush(layouts: list[tuple[Layout, int]]) -> int:
+    return math.lcm(*(layout.block_tokens for layout, _ in layouts))

@@ -17,7 +17,7 @@ from torch import Tensor
 from tersekv.cache.evicting import SELECTIVE, EvictingStore
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.pool import WEIGHT, TokenPool
-from tersekv.cache.schema import require, tensor
+from tersekv.cache.schema import require, tensor, whole
 from tersekv.cache.segments import ExactSegment, PackedSegment, packed_pages_of
 from tersekv.cache.side import extents
 from tersekv.errors import UserError
@@ -38,13 +38,24 @@ NO_SCORES = (
 )
 
 
-KEPT = {**SELECTIVE, "tail_votes": lambda store: tensor(torch.float32, store.batch_size, store.kv_heads, None, low=0)}
+KEPT = {
+    **SELECTIVE,
+    "tail_votes": lambda store: tensor(torch.float32, store.batch_size, store.kv_heads, None, low=0),
+    "queries": lambda store: tensor(store.dtype, store.batch_size, None, None, store.keys.head_dim),
+    "queries_end": lambda store: whole(),
+}
 
 
 def kept_votes(store: ScoredEvictionStore, place: str) -> None:
-    """Check that the tail has votes for each of its tokens if votes are remembered."""
+    """Check that the tail has votes for each of its tokens if votes are remembered.
+
+    Tokens whose queries are kept may have none yet.
+    """
     held, wanted = store.tail_votes.shape[2], store.tails[0].tokens if store.policy.remembers else 0
-    require(held == wanted, f"{place}.tail_votes", f"has {held} tokens of {wanted}")
+    later = store.policy.evicts == "block"
+    require(held == wanted or (later and held < wanted), f"{place}.tail_votes", f"has {held} tokens of {wanted}")
+    kept, most = store.queries.shape[2], store.tails[0].tokens if store.keeps_queries else 0
+    require(kept <= most, f"{place}.queries", f"has {kept} queries, and at most {most} are kept")
 
 
 class Leaving(NamedTuple):
@@ -78,6 +89,9 @@ class Ranks:
 class ScoredEvictionStore(EvictingStore):
     """Store of a policy that ranks tokens.
 
+    queries: [B, Hq, n, D] after RoPE, of tokens whose votes are added up later. `queries_end` is the
+        number of tokens with the last one.
+
     Tokens held are ordered: packed slots, loose slots, tail. Votes have this order, followed by
     those of new tokens. With several pools, the slots of each follow those of the one before.
     """
@@ -87,6 +101,7 @@ class ScoredEvictionStore(EvictingStore):
     def _start(self, keys: Tensor, values: Tensor) -> None:
         super()._start(keys, values)
         self.tail_votes = keys.new_empty((*keys.shape[:2], 0), dtype=torch.float32)
+        self.queries, self.queries_end = self.keys.sinks[:, :, :0], 0
         self._pages: tuple[list[Tensor], PackedPages | None] | None = None  # with the positions it was built for
 
     def _fields(self) -> dict[str, torch.dtype]:
@@ -96,6 +111,22 @@ class ScoredEvictionStore(EvictingStore):
     def _new_pool(self, keys: Tensor, values: Tensor) -> TokenPool:
         codecs, share = (self.plan.keys, self.plan.values), self.policy.corrected_share
         return TokenPool(codecs, (keys, values), self.dtype, self._fields(), self.rope, self.heads, share)
+
+    @property
+    def keeps_queries(self) -> bool:
+        """True if votes of several generated tokens are added up at once."""
+        return self.policy.remembers and self.policy.evicts == "block"
+
+    def waiting_queries(self) -> Tensor | None:
+        """Return the kept queries of the latest tokens, or None. A rollback has removed some of them."""
+        left = self.queries.shape[2] - (self.queries_end - self.num_tokens)
+        return self.queries[:, :, :left] if self.queries_end >= self.num_tokens and left > 0 else None
+
+    def keep(self, query: Tensor) -> None:
+        """Keep queries [B, Hq, n, D] of tokens that are about to be appended."""
+        waiting, new = self.waiting_queries(), query.detach().to(self.dtype)
+        self.queries = new if waiting is None else torch.cat([waiting, new], dim=2)
+        self.queries_end = self.num_tokens + query.shape[2]
 
     @property
     def packed_tokens(self) -> int:
@@ -163,7 +194,8 @@ class ScoredEvictionStore(EvictingStore):
             votes = self.tail_votes.new_zeros((self.batch_size, self.kv_heads, total))
         if self.policy.remembers:
             past = torch.cat([*(pool.fields[VOTES] for pool in self.pools), self.tail_votes], dim=2)
-            votes = votes + torch.nn.functional.pad(past, (0, n))
+            votes = votes + torch.nn.functional.pad(past, (0, votes.shape[2] - past.shape[2]))
+            self.queries = self.queries[:, :, :0]
             for pool, own in zip(self.pools, votes[:, :, :slots].split(held, dim=2), strict=True):
                 pool.fields[VOTES] = own
             self.tail_votes = votes[:, :, slots + leave :].clone()
@@ -189,7 +221,7 @@ class ScoredEvictionStore(EvictingStore):
         too_many = (alive.sum(-1) > room).any(-1, keepdim=True)
         evicts = evicts and bool(too_many.any())
         kept = room
-        if evicts and not prompt and self.policy.evicts == "block":
+        if evicts and not prompt and self.policy.evicts_ahead:
             kept = torch.where(too_many, room - room // 8, room)
         candidates = Candidates(votes, positions, self.num_tokens, kept, always, lambda: self._keys(tokens[0]))
         ranks = Ranks(candidates, self.policy)
@@ -269,7 +301,7 @@ class ScoredEvictionStore(EvictingStore):
     def footprint(self) -> Footprint:
         """Return the bytes held, without tables."""
         footprint = super().footprint()
-        footprint.parts["selection"] += self.tail_votes.numel() * self.tail_votes.element_size()
+        footprint.parts["selection"] += self.tail_votes.nbytes + self.queries.nbytes
         return footprint
 
 

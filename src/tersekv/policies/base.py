@@ -181,13 +181,12 @@ class Selection(TokenPolicy):
     rest: bits of the kept tokens of lower rank, fewer than the codec's. A token whose rank falls is
         first demoted to these bits, then evicted. 0: all have the codec's bits.
     rest_share: share of the kept tokens that have `rest` bits.
-    evicts: when tokens are evicted after the prompt: never, whenever a block is full, or at every
-        step.
     remembers: True if attention weights are summed over calls.
+    evicts_ahead: True if an eviction also makes room for later blocks, an eighth of the budget.
     """
 
     drops: ClassVar[bool] = True
-    evicts: ClassVar[Evicts] = "never"
+    evicts_ahead: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
 
     budget: float = 0.25
@@ -231,6 +230,11 @@ class Selection(TokenPolicy):
     def lower(self, kept: int) -> int:
         """Return how many of `kept` tokens have the lower rate."""
         return int(self.rest_share * kept + 1e-6) if self.rest else 0
+
+    @property
+    def evicts(self) -> Evicts:
+        """When tokens are evicted after the prompt: never, whenever a block is full, or at every step."""
+        return "never"
 
     @property
     def samples(self) -> bool:
@@ -277,3 +281,25 @@ class Selection(TokenPolicy):
         Sinks and the latest tokens stay in any case.
         """
         return tokens.positions.float()
+
+
+@dataclass(frozen=True)
+class Stepwise(Selection):
+    """A policy that evicts tokens at every step, or a block of them at once.
+
+    evict: "step", as in the papers: one token leaves for each that comes. "block": nothing leaves until
+        a block of 32 is due. Until then up to 31 tokens more than the budget are kept. A step is many
+        times faster.
+    """
+
+    evict: Literal["step", "block"] = "step"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.evict not in ("step", "block"):
+            raise UserError(f"evict={self.evict} is not allowed; choose one of step, block")
+
+    @property
+    def evicts(self) -> Evicts:
+        """The option `evict`."""
+        return self.evict

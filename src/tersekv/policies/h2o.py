@@ -1,7 +1,8 @@
 """H2O (arXiv 2306.14048): keep the latest tokens and those that received most attention.
 
 The latter are the "heavy hitters". Each group gets half of the budget. One token is evicted at
-every step (Algorithm 1).
+every step (Algorithm 1). With `evict=block` the attention of 32 queries is added up at once, and 32
+tokens are evicted together.
 
 A token's score is the sum of the attention weights from all queries so far. It is averaged over the
 query heads of its KV head; the paper's models have one query head per KV head. Sinks are not part
@@ -18,11 +19,11 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from tersekv.errors import UserError
-from tersekv.policies.base import Candidates, Evicts, Selection
+from tersekv.policies.base import Candidates, Stepwise
 
 
 @dataclass(frozen=True)
-class H2O(Selection):
+class H2O(Stepwise):
     """Options of H2O.
 
     heavy: share of the budget for heavy hitters and sinks. The rest is for the latest tokens.
@@ -30,7 +31,6 @@ class H2O(Selection):
     """
 
     observes: ClassVar[bool] = True
-    evicts: ClassVar[Evicts] = "step"
     remembers: ClassVar[bool] = True
 
     heavy: float = 0.5

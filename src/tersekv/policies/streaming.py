@@ -11,16 +11,13 @@ paper counts positions within the cache. The recipe of the paper's cache is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from tersekv.policies.base import Evicts, Selection
+from tersekv.policies.base import Stepwise
 
 
 @dataclass(frozen=True)
-class Streaming(Selection):
+class Streaming(Stepwise):
     """Keep attention sinks and the latest tokens, `budget` in all."""
-
-    evicts: ClassVar[Evicts] = "step"
 
     def latest(self, kept: int) -> int:
         """Return all of the budget except the sinks."""

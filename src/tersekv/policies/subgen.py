@@ -38,7 +38,7 @@ class SubGen(Selection):
     seed: (stream) seed of the samples.
     """
 
-    evicts: ClassVar[Evicts] = "block"
+    evicts_ahead: ClassVar[bool] = True
 
     variant: Literal["kcenter", "stream"] = "kcenter"
     delta: float = 0.0
@@ -70,6 +70,11 @@ class SubGen(Selection):
                 f"bias_correction={self.bias_correction} does not work with variant=stream, which estimates attention "
                 "from samples; use bias_correction=off, or variant=kcenter"
             )
+
+    @property
+    def evicts(self) -> Evicts:
+        """Tokens are evicted whenever a block is full."""
+        return "block"
 
     @property
     def samples(self) -> bool:
