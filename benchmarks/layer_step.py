@@ -36,7 +36,7 @@ from transformers.cache_utils import DynamicLayer
 import tersekv
 from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.mixed_rates import MixedRatesStore, Ranking
-from tersekv.cache.scored_eviction import new_store
+from tersekv.cache.stores import new_store
 from tersekv.cli.env import cpu_features
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.hf.cache import CompressedCache

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from experiment import Experiment, Measured, OutOfTimeError, Questions, Result, Setting, median_of
 from layer_step import EXACT, step
-from tersekv.cache.scored_eviction import new_store
+from tersekv.cache.stores import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.units import parse_tokens

@@ -29,7 +29,7 @@ from torch import Tensor
 
 import tersekv
 from tersekv.attention.read import AttentionCall, attend_store
-from tersekv.cache.scored_eviction import new_store
+from tersekv.cache.stores import new_store
 from tersekv.cli import output
 from tersekv.cli.env import cpu_features
 from tersekv.recipe import Recipe

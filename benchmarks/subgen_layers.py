@@ -34,8 +34,8 @@ from torch import Tensor
 
 from tersekv.attention.read import AttentionCall, attend_chunk
 from tersekv.cache.pool import WEIGHT, TokenPool
-from tersekv.cache.scored_eviction import new_store
 from tersekv.cache.sketch import SketchStore
+from tersekv.cache.stores import new_store
 from tersekv.cli import output
 from tersekv.hf.capture import capture_calls
 from tersekv.hf.models import load

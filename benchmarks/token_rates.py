@@ -1,6 +1,7 @@
 """Rates per token, simulated: each token of a prompt is coded with bits by its importance.
 
     python benchmarks/token_rates.py --out file.jsonl --text wikitext=test.txt --text code=code.txt  # run or continue.
+    python benchmarks/token_rates.py --out file.jsonl --text … --settings shares           # two rates, fixed shares.
     python benchmarks/token_rates.py --records file.jsonl --into docs/token-rates.md       # write the tables.
 
 `trellis` is fitted on the prompt and encodes all its tokens at every rate. Then each token takes the
@@ -17,7 +18,7 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -35,6 +36,15 @@ FLOORS = {"seen": 1.0, "moved": 1.0, "both": 1.0, "reread": 0.1, "future": 0.03}
 """Share of the mean importance that every token gets in addition. Chosen on two windows of wikitext."""
 SHARES = (((4, 1 / 4), (2, 1)), ((4, 1 / 8), (2.5, 1 / 2), (2, 1)))
 """Fixed shares of each head's tokens: rate and share, the most important first. The last takes the rest."""
+LOW_SHARES = (
+    ((4, 0.25), (2, 1)),
+    ((3, 0.25), (2, 1)),
+    ((4, 0.15), (1.5, 1)),
+    ((3, 0.25), (1.5, 1)),
+    ((2.5, 0.25), (1, 1)),
+    ((3, 0.17), (1, 1)),
+)
+"""Fixed shares for `--settings shares`."""
 FOUND = 16
 """Tokens of unusual norm per head that stay exact."""
 PASSKEYS, REPETITIONS = 6, 75
@@ -42,16 +52,7 @@ PASSKEYS, REPETITIONS = 6, 75
 
 def settings(prompt: Prompt, importances: dict[str, Maps]) -> Iterator[tuple[str, float, Maps, bool]]:
     """Yield importance, mean rate, rates per token and whether the bias is corrected."""
-    heads = importances["seen"][0].shape[0]
-    for rate in RATES:
-        yield "equal rates", rate, [torch.full((heads, prompt.packed), float(rate))] * len(prompt.layers), False
-    for rate in (2, 3):
-        maps = []
-        for weights in importances["norm"]:
-            own = weights[:, prompt.sinks : prompt.sinks + prompt.packed]
-            few = own.topk(FOUND, dim=-1).indices
-            maps.append(torch.full(own.shape, float(rate)).scatter_(-1, few, EXACT))
-        yield f"equal rates, {FOUND} tokens of unusual norm exact", rate, maps, False
+    yield from equal(prompt, importances, RATES, (2, 3))
     for name, weights in importances.items():
         if name == "norm":
             continue
@@ -65,6 +66,44 @@ def settings(prompt: Prompt, importances: dict[str, Maps]) -> Iterator[tuple[str
                 label = f"{name}, fixed shares of {'/'.join(f'{rate:g}' for rate, _ in shares)} bits"
                 yield label, round(mean, 2), maps, True
                 yield f"{label}, bias not corrected", round(mean, 2), maps, False
+
+
+def equal(
+    prompt: Prompt, importances: dict[str, Maps], rates: Sequence[float], found: Sequence[float]
+) -> Iterator[tuple[str, float, Maps, bool]]:
+    """Yield settings with equal rates, and the same with tokens of unusual norm kept exact."""
+    heads = importances["seen"][0].shape[0]
+    for rate in rates:
+        yield "equal rates", rate, [torch.full((heads, prompt.packed), float(rate))] * len(prompt.layers), False
+    for rate in found:
+        maps = [torch.full((heads, prompt.packed), float(rate))] * len(prompt.layers)
+        yield f"equal rates, {FOUND} tokens of unusual norm exact", rate, kept_exact(maps, prompt, importances), False
+
+
+def kept_exact(maps: Maps, prompt: Prompt, importances: dict[str, Maps]) -> Maps:
+    """Return the rates with `FOUND` tokens of unusual norm per head exact."""
+    found = []
+    for rates, weights in zip(maps, importances["norm"], strict=True):
+        few = weights[:, prompt.sinks : prompt.sinks + prompt.packed].topk(FOUND, dim=-1).indices
+        found.append(rates.clone().scatter_(-1, few, EXACT))
+    return found
+
+
+def shares(prompt: Prompt, importances: dict[str, Maps]) -> Iterator[tuple[str, float, Maps, bool]]:
+    """Yield the same as `settings` for fixed shares of two rates."""
+    yield from equal(prompt, importances, (1.5, 2, 2.5, 3), (1.5, 2, 2.5, 3))
+    for parts in LOW_SHARES:
+        label = f"{parts[0][1]:.0%} with {parts[0][0]:g} bits, others {parts[1][0]:g}"
+        for name in ("moved", "reread"):
+            maps = fixed(importances[name], prompt, parts)
+            mean = round(statistics.fmean(float(x.mean()) for x in maps), 2)
+            if name == "moved":
+                yield f"{name}: {label}, bias not corrected", mean, maps, False
+            yield f"{name}: {label}", mean, maps, True
+            yield f"{name}: {label}; {FOUND} exact", mean, kept_exact(maps, prompt, importances), True
+
+
+SETTINGS = {"rates": settings, "shares": shares}
 
 
 def windows(simulation: Simulation, path: str, count: int) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -85,17 +124,17 @@ def passkeys(simulation: Simulation) -> Iterator[tuple[str, Tensor, Tensor]]:
         yield str(i), context, encode(rest, return_tensors="pt")["input_ids"]
 
 
-def measured(simulation: Simulation, text: str, first: Tensor, rest: Tensor) -> Iterator[dict[str, Any]]:
-    """Yield the results of all settings on one sample."""
+def measured(simulation: Simulation, text: str, first: Tensor, rest: Tensor, which: str) -> Iterator[dict[str, Any]]:
+    """Yield the results of all settings on one sample. which: a name in `SETTINGS`."""
     full, importances = simulation.importances(first, rest)
     prompt = simulation.pack(first, full)
     reference = simulation.forward(rest, copied(full))
     pairs = set(zip(first[0].tolist(), first[0, 1:].tolist(), strict=False))
     copies = torch.tensor([pair in pairs for pair in zip(rest[0].tolist(), rest[0, 1:].tolist(), strict=False)])
-    for name, mean, maps, corrects in settings(prompt, importances):
+    for name, mean, maps, corrects in SETTINGS[which](prompt, importances):
         got = simulation.read(prompt, maps, rest, corrects)
         line = {"importance": name, "bits": mean, "mean_bits": sum(float(m.mean()) for m in maps) / len(maps)}
-        if text == "passkey":
+        if text.startswith("passkey"):
             line |= answered(simulation, rest, got, reference)
         else:
             kl = (reference.exp() * (reference - got)).sum(-1)
@@ -126,13 +165,14 @@ def run(args: argparse.Namespace) -> None:
     for option in [*args.text, "passkey="]:
         text, _, path = option.partition("=")
         samples = windows(simulation, path, args.windows) if path else passkeys(simulation)
+        text += "" if args.settings == "rates" else f", {args.settings}"
         for sample, first, rest in samples:
             if (text, sample) in held:
                 continue
             with torch.no_grad():
                 lines = [
                     {"model": args.model, "text": text, "sample": sample} | line
-                    for line in measured(simulation, text, first, rest)
+                    for line in measured(simulation, text, first, rest, args.settings)
                 ]
             with args.out.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -150,7 +190,7 @@ def table(lines: list[dict[str, Any]], text: str) -> str:
     for line in lines:
         if line["text"] == text and not line["importance"].startswith("future, "):
             groups[line["importance"], line["bits"]].append(line)
-    if text == "passkey":
+    if text.startswith("passkey"):
         head, full = "NLL of the answer | answered", next(iter(groups.values()))
         rows = [f"| full cache | | {mean('full_nll', full):.2f} | {sum(x['full_nll_right'] for x in full):.0f} |"]
         rows += [
@@ -181,6 +221,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="name, folder or Hub id of a Llama-like model")
     parser.add_argument("--text", action="append", default=[], help="NAME=FILE, a text; repeat")
     parser.add_argument("--windows", type=int, default=4, help="windows of each text")
+    parser.add_argument("--settings", choices=list(SETTINGS), default="rates", help="settings that are measured")
     parser.add_argument("--out", type=Path, help="run, and add records to this file")
     parser.add_argument("--records", type=Path, help="records to make the tables from")
     parser.add_argument("--into", type=Path, help="page whose tables are replaced")

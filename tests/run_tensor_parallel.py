@@ -34,6 +34,7 @@ RECIPES = [
     *dict.fromkeys([*methods(), *LOOKING]),
     *(f"{name}:budget=0.5,recent=16+kivi:bits=4" for name in DROPPING),
     "h2o:budget=0.5,recent=16+polarquant:codebook=online",
+    "h2o:budget=0.8,recent=16,rest=2+uniform:bits=4",
     "window:recent=16+kvarn:tile=64",
     "snapkv:budget=0.5,recent=16+kvquant:calibration=prompt",
 ]

@@ -14,7 +14,7 @@ from conftest import benchmark, prompt
 from tersekv.attention.read import KERNEL_ROWS, AttentionCall, attend_store
 from tersekv.cache.estimate import predict
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.scored_eviction import new_store
+from tersekv.cache.stores import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
 from tersekv.hf.config import cache_shape

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from tersekv.attention.observe import observe
 from tersekv.attention.read import AttentionCall, attend_store
-from tersekv.cache.scored_eviction import ScoredEvictionStore, best, new_store
+from tersekv.cache.scored_eviction import ScoredEvictionStore, best
+from tersekv.cache.segments import PackedSegment
+from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.policies.pyramidkv import PyramidKV
 from tersekv.policies.snapkv import SnapKV
@@ -57,7 +59,7 @@ def filled(recipe: str, cuts: list[int], B: int = 1, D: int = 32, padding: Tenso
 
 def kept(store: ScoredEvictionStore, row: int = 0, head: int = 0) -> list[int]:
     """Return the kept positions, sorted."""
-    positions = store.pool.positions[row, head]
+    positions = torch.cat([pool.positions[row, head] for pool in store.pools])
     tail = range(store.num_tokens - store.tails[0].tokens, store.num_tokens)
     return sorted([*positions[positions >= 0].tolist(), *tail])
 
@@ -74,17 +76,17 @@ def masks_of(store: ScoredEvictionStore, q: int) -> Tensor:
 def held_by_position(store: ScoredEvictionStore) -> tuple[Tensor, Tensor]:
     """Return keys and values [B, H, num_tokens, D] as the store decodes them, NaN for evicted
     tokens."""
-    packed = store.packed_segment()
-    out = []
-    for i, side in enumerate(store.sides):
-        view = [] if packed is None else [(packed.keys, packed.values)[i].decode()]
-        chosen = torch.cat([*view, side.loose.float()], dim=2)
-        x = torch.full((*chosen.shape[:2], store.num_tokens + 1, side.head_dim), torch.nan)
-        index = store.pool.positions.long() % (store.num_tokens + 1)  # -1 maps to the place after the last
-        x.scatter_(2, index.unsqueeze(-1).expand_as(chosen), chosen)
-        tail = store.tails[i].data.float()
-        x[:, :, store.num_tokens - tail.shape[2] : store.num_tokens] = tail
-        out.append(x[:, :, : store.num_tokens])
+    places = torch.arange(store.num_tokens).expand(*store.pool.positions.shape[:2], -1)
+    out = [torch.full((*places.shape, side.head_dim), torch.nan) for side in store.sides]
+    for segment in store.held():
+        at = segment.where if isinstance(segment, PackedSegment) else segment.positions
+        for x, held in zip(out, (segment.keys, segment.values), strict=True):
+            held = held.float() if isinstance(held, Tensor) else held.decode()
+            if isinstance(at, int):
+                x[:, :, at : at + held.shape[2]] = held
+            else:
+                b, h, slot = (at >= 0).nonzero(as_tuple=True)
+                x[b, h, at[b, h, slot].long()] = held[b, h, slot]
     return out[0], out[1]
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.clusters import Clusters, Head, merged
-from tersekv.cache.scored_eviction import new_store
 from tersekv.cache.sketch import Reservoir, SketchStore, counts
+from tersekv.cache.stores import new_store
 from tersekv.kernels.softmax import attend_weighted
 from tersekv.policies.subgen import SubGen, farthest_first
 from tersekv.recipe import Recipe

@@ -13,7 +13,7 @@ from tersekv.cache import kvquant_tables as kvquant
 from tersekv.cache.cache_size import CacheShape
 from tersekv.cache.estimate import KNOWN, predict
 from tersekv.cache.mixed_rates import MixedRatesStore, Ranking
-from tersekv.cache.scored_eviction import new_store
+from tersekv.cache.stores import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
 from tersekv.hf.config import cache_shape
@@ -28,6 +28,8 @@ RECIPES = [
     "uniform:axis=channel,group=0/normalfloat:group=32",
     "streaming:budget=200+kivi:bits=4",
     "h2o:recent=16+kivi:bits=2",
+    "h2o:recent=16,rest=2+kivi:bits=4",
+    "snapkv:budget=0.6,recent=16,rest=2,rest_share=0.7+trellis:bits=4,calibration=prompt",
     "snapkv:budget=0.5+qjl",
     "pyramidkv:budget=300,sinks=0+exact",
     "subgen:budget=0.4+kivi:bits=4",

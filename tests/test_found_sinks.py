@@ -9,7 +9,7 @@ from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.cache.cache_size import CacheShape
 from tersekv.cache.estimate import predict
 from tersekv.cache.found_sinks import FoundSinksStore
-from tersekv.cache.scored_eviction import new_store
+from tersekv.cache.stores import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
 from tersekv.kernels.registry import forced

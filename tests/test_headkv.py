@@ -18,7 +18,7 @@ from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.cache_size import CacheShape
 from tersekv.cache.estimate import predict
 from tersekv.cache.parallel import HeadShard
-from tersekv.cache.scored_eviction import new_store
+from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.hf.calibration import SCORES, Calibration, Made
 from tersekv.hf.find_calibration import calibration_for, default_folder, scores_place

@@ -8,7 +8,7 @@ from conftest import prompt
 from tersekv.cache.cache_size import CacheShape
 from tersekv.cache.estimate import predict
 from tersekv.cache.memory_budget import settled
-from tersekv.cache.scored_eviction import new_store
+from tersekv.cache.stores import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
 from tersekv.recipe import Recipe
@@ -24,6 +24,10 @@ SHAPE = CacheShape((None,), 2, 64, 64, torch.float32, (ROPE,))
         ("h2o:memory=150kB,recent=32+kivi:bits=2", 150_000),
         ("h2o:memory=200kB,recent=16+trellis:bits=2,calibration=prompt", 200_000),
         ("streaming:memory=200kB,recent=16+turboquant:bits=4", 200_000),
+        ("h2o:memory=300kB,recent=16,rest=2+kivi:bits=4", 300_000),
+        ("h2o:memory=300kB,recent=16,rest=1,rest_share=0.8+trellis:bits=4,calibration=prompt", 300_000),
+        ("streaming:memory=200kB,recent=16,rest=2+turboquant:bits=4", 200_000),
+        ("subgen:memory=300kB,recent=16,rest=2+uniform:bits=4", 300_000),
         ("subgen:memory=150kB,recent=16+int4", 150_000),
         ("h2o:memory=0.5MiB,recent=16+exact", 524_288),
         ("subgen:variant=stream,memory=200kB,recent=16+turboquant:bits=4", 200_000),
@@ -38,7 +42,8 @@ def test_bytes_never_exceed_the_memory(recipe, limit):
     for n in (1500, *[1] * 70, 40, *[1] * 150):
         votes = None
         if store.observed(n):
-            votes = torch.rand(1, 2, store.pool.positions.shape[2] + store.tails[0].tokens + n) ** 8
+            held = sum(pool.positions.shape[2] for pool in store.pools) + store.tails[0].tokens
+            votes = torch.rand(1, 2, held + n) ** 8
         store.append(*torch.randn(2, 1, 2, n, 64), None, votes)
         tables = {id(table): table.nbytes for table in store.tables()}
         sizes.append(store.footprint().total_bytes + sum(tables.values()))

@@ -14,10 +14,11 @@ from tersekv.attention.observe import observe
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.attention.weights import attention_weights
 from tersekv.cache.mixed_rates import MixedRatesStore
-from tersekv.cache.scored_eviction import new_store
+from tersekv.cache.stores import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels.attend import Masks
+from tersekv.policies.mixed import EVERY, KEPT
 from tersekv.recipe import Recipe
 
 H, G, D = 2, 3, 64
@@ -213,12 +214,12 @@ def test_rollback():
     tokens = made(1, 520)
     store = fed(f"{OPTIONS}+{TRELLIS}", tokens, [0, 400, *range(401, 521)])
     before = store.decoded(torch.float32)[0]
-    assert store.packed_tokens > store.ranked > 0
-    store.crop(110)  # generated tokens that were packed return to the tail
-    torch.testing.assert_close(store.decoded(torch.float32)[0], before[:, :, :410], rtol=1e-3, atol=1e-3)
-    with pytest.raises(CacheError, match="under the policy mixed the latest"):
-        store.crop(60)
-    store.crop(410)
+    assert store.packed_tokens == 480
+    store.crop(30)
+    assert torch.equal(store.decoded(torch.float32)[0], before[:, :, :490])
+    with pytest.raises(CacheError, match="under the policy mixed the latest 6 can be"):
+        store.crop(7)
+    store.crop(490)
     assert store.num_tokens == store.packed_tokens == store.ranked == 0
     again = fed(f"{OPTIONS}+{TRELLIS}", tokens, [0, 400])
     keys, values, query = (x[:, :, :400] for x in tokens)
@@ -226,16 +227,32 @@ def test_rollback():
     assert torch.equal(store.decoded(torch.float32)[0], again.decoded(torch.float32)[0])
 
 
-def test_short_prompts_and_generated_tokens_have_the_codecs_rate():
-    store = fed(f"{OPTIONS}+{TRELLIS}", made(1, 300), [0, 70, *range(71, 301)])
-    assert store.packed_tokens > 200
-    assert store.ranked == store.sides[0].rest.tokens == 0
+def test_generated_tokens_are_ranked_in_chunks():
+    """Kept queries look for certain generated tokens, which get the higher rate when they are packed."""
+    keys, values, query = made(1, 300)
+    places, rope = [*range(90, 110)], standard_rope(D)
+    cos, sin = rope.cos_sin(0, 300, 300, keys.device)
+    look = normal(1, H, 1, D, seed=8)
+    keys[:, :, places] += 2 * look
+    query = query * 0.1 + look.repeat_interleave(G, dim=1)
+    keys, query = rope.apply(keys, cos[None], sin[None]), rope.apply(query, cos[None], sin[None])
+    store = fed(f"{OPTIONS}+{TRELLIS}", (keys, values, query), [0, 70, *range(71, 301)])
+    assert (store.packed_tokens, store.sides[0].packed.tokens, store.queries.shape) == (256, 64, (1, H * G, KEPT, D))
+    assert torch.equal(store.queries, query[:, :, 176:300:EVERY].half())
+    assert float(store.is_high()[0, :, [p - 4 for p in places]].float().mean()) > 0.9
+
+
+def test_few_tokens_wait_until_they_can_be_ranked():
+    store = fed(f"{OPTIONS}+{TRELLIS}", made(1, 163), [0, 60, 100, 163])
+    assert store.packed_tokens == 0
+    store = fed(f"{OPTIONS}+{TRELLIS}", made(1, 164), [0, 60, 100, 164])
+    assert store.packed_tokens == 128
 
 
 def test_a_prompt_without_queries_is_refused():
     keys, values, _ = made(1, 400)
     store = store_of(keys, f"{OPTIONS}+{TRELLIS}")
-    with pytest.raises(UserError, match="ranks a prompt's tokens by its queries"):
+    with pytest.raises(UserError, match="ranks tokens by queries"):
         store.append(keys, values)
     assert store.num_tokens == 0
 
@@ -244,7 +261,8 @@ def test_positions_take_one_bit_per_token():
     store = fed(f"{OPTIONS}+{TRELLIS}", made(1, 1060), [0, 1060])
     assert store.packed_tokens == 1024
     footprint = store.footprint()
-    assert footprint.parts["selection"] == H * 1024 / 8
+    queries = H * G * KEPT * D * 2
+    assert footprint.parts["selection"] == H * 1024 / 8 + queries
     assert footprint.parts["codes"] == H * 2 * D * 1024 * 2.5 / 8
 
 

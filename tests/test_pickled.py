@@ -40,6 +40,7 @@ RECIPES = [
     "small",
     "qjl",
     "h2o:budget=64+kivi:bits=4",
+    "h2o:budget=128,recent=16,rest=2+trellis:bits=4,calibration=prompt",
     "subgen:budget=64,variant=stream+exact",
 ]
 

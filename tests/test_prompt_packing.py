@@ -15,7 +15,7 @@ from tersekv.cache.estimate import predict
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS, ROLLBACK_TOKENS
 from tersekv.cache.prompt_packing import PromptPackingStore
-from tersekv.cache.scored_eviction import new_store
+from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.hf.config import cache_shape
 from tersekv.recipe import Recipe

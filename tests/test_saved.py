@@ -37,6 +37,7 @@ SELECTED = [
 OTHERS = [
     "subgen:variant=stream,budget=0.5,recent=16+polarquant:codebook=online",
     "h2o:budget=0.5,recent=16+exact",
+    "h2o:budget=0.8,recent=16,rest=2+trellis:bits=4,calibration=prompt",
     "window:exact=fp32,sinks=0,recent=3+qjl/turboquant:bits=2.5;0=exact;-1=int4",
     "kivi:bits=3,pre_rope=true",
     "window:recent=16+kvarn:tile=64",

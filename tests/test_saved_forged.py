@@ -32,6 +32,7 @@ RECIPES = {
     "window:recent=16+qjl:outliers_per=group/uniform:axis=channel,group=0": "llama",
     "window:recent=16+polarquant:codebook=online/turboquant:bits=2.5": "llama",
     "h2o:budget=64,recent=16+kivi:bits=4,pre_rope=true": "llama",
+    "streaming:budget=128,recent=16,rest=2+trellis:bits=4,calibration=prompt": "llama",
     "snapkv:budget=0.5+kvquant:calibration=prompt,outliers=0.05": "llama",
     "subgen:variant=stream,budget=0.5,recent=16+qjl/kivi:bits=4": "llama",
     "window:recent=16+kvquant:calibration=prompt,axis=token;1=trellis:calibration=prompt": "gemma3",

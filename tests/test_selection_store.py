@@ -13,7 +13,7 @@ from tersekv.attention import observe as observing
 from tersekv.attention.observe import kept_weights, observe
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.scored_eviction import new_store
+from tersekv.cache.stores import new_store
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends
 from tersekv.recipe import Recipe

@@ -21,7 +21,8 @@ from tersekv.cache.estimate import predict
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS, ROLLBACK_TOKENS, Page, PageSizes
-from tersekv.cache.scored_eviction import ScoredEvictionStore, new_store
+from tersekv.cache.scored_eviction import ScoredEvictionStore
+from tersekv.cache.stores import new_store
 from tersekv.codecs.kvquant import KVQuant
 from tersekv.layouts.base import PackedTensors
 from tersekv.recipe import Recipe

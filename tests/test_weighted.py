@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
-from tersekv.cache.scored_eviction import new_store
 from tersekv.cache.sketch import SketchStore
+from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.kernels.softmax import attend_weighted
 from tersekv.recipe import Recipe

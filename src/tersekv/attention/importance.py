@@ -1,7 +1,7 @@
-"""Importance of a prompt's tokens: attention that they receive in a second reading of the prompt.
+"""Importance of tokens that are packed: attention that they receive in a second reading of the text.
 
-Every query that was observed is moved behind the prompt: RoPE rotates it further by the number of
-tokens. It then attends to all tokens of the prompt, also to those that follow it. So a token counts
+Every query that was observed is moved behind the text: RoPE rotates it further by the number of
+tokens. It then attends to all tokens, also to those that follow it. So a token counts
 that the text comes back to later, and no token is too late to be seen. A token's importance is the
 root mean square of its attention weights over the queries and over the query heads of a KV head.
 
@@ -15,18 +15,21 @@ from torch import Tensor
 
 from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.layer import LayerStore
+from tersekv.cache.mixed_rates import MixedRatesStore
 from tersekv.codecs.transforms.rope import Rope
 
 QUERIES = 128
-"""Number of query positions observed, spread over the call."""
+"""Number of query positions observed, spread over the call. Kept queries come before these."""
 
 TILE = 32
 """Number of query positions whose weights are in memory at a time."""
 
 
 @torch.no_grad()
-def importance(store: LayerStore, keys: Tensor, call: AttentionCall) -> Tensor:
+def importance(store: MixedRatesStore, keys: Tensor, call: AttentionCall) -> Tensor:
     """Return the importance of the tokens in the tail and of new keys [B, Hkv, n, D].
+
+    The queries are those of the call, and with few of them also those that the store has kept.
 
     The result is float32 [B, Hkv, T]. Attention sinks of the store compete with these tokens, and
     tokens packed before do not. Padding has importance 0, and its queries do not count.
@@ -35,15 +38,18 @@ def importance(store: LayerStore, keys: Tensor, call: AttentionCall) -> Tensor:
     key = torch.cat([sinks, store.keys.tail.data, keys.to(sinks.dtype)], dim=2).float()
     tokens, past = key.shape[2] - sinks.shape[2], store.num_tokens
     at = torch.linspace(0, q - 1, min(QUERIES, q), device=keys.device).long()
-    query = moved(call.query[:, :, at].float(), _rope(store), past + keys.shape[2])
+    kept, query = store.queries[:, :, : max(0, QUERIES - q)], call.query[:, :, at].float()
+    query = torch.cat([kept.float(), query], dim=2) if kept.shape[2] else query
+    query = moved(query, _rope(store), past + keys.shape[2])
     hidden, counts = None, None
     if call.mask is not None:
         seen = call.mask.any(dim=1)[:, -tokens:].expand(len(keys), -1)
         hidden = ~torch.nn.functional.pad(seen, (sinks.shape[2], 0), value=True)[:, None, None]
         itself = (past + at).expand(len(call.mask), -1).unsqueeze(-1)
         counts = call.mask[:, at].gather(2, itself).float().expand(len(keys), -1, -1)  # [B, queries, 1]
+        counts = torch.nn.functional.pad(counts, (0, 0, kept.shape[2], 0), value=1.0)
     total = key.new_zeros(key.shape[:3])
-    for start in range(0, len(at), TILE):
+    for start in range(0, query.shape[2], TILE):
         part = grouped(query[:, :, start : start + TILE], key.shape[1])
         weights = _weights(part, key, call, hidden)
         if counts is not None:

@@ -21,6 +21,7 @@ from tersekv.cache.evicting import EvictingStore
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.mixed_rates import MixedRatesStore, Ranking
 from tersekv.cache.scored_eviction import ScoredEvictionStore
+from tersekv.cache.segments import PackedSegment
 from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.errors import UserError
 from tersekv.kernels.attend import Masks
@@ -38,8 +39,12 @@ that loss and the importance of tokens for a `MixedRatesStore`."""
 
 def observe(store: Store, keys: Tensor, values: Tensor, call: AttentionCall) -> Observed | None:
     """Return the sums that the store needs before it appends keys and values [B, Hkv, n, D], or None."""
-    if isinstance(store, MixedRatesStore) and store.ranks(keys.shape[2]):
-        return Ranking(importance(store, keys, call), prompt_loss(store, keys, values, call))
+    if isinstance(store, MixedRatesStore):
+        ranks = store.ranks(keys.shape[2])
+        ranking = Ranking(importance(store, keys, call), prompt_loss(store, keys, values, call)) if ranks else None
+        if call.mask is None or call.query.shape[2] == 1:  # others may be in the padding
+            store.keep(call.query)
+        return ranking
     if isinstance(store, LayerStore):
         return prompt_loss(store, keys, values, call)
     return _votes(store, keys, call)
@@ -95,14 +100,13 @@ def kept_weights(store: EvictingStore, keys: Tensor, call: AttentionCall) -> Ten
 def _held(store: ScoredEvictionStore) -> Held:
     """Return keys float32 [B, H, T, D] and positions [B, H, T] of the tokens held, in order."""
     parts = []
-    for page in store.packed_pages():
-        if isinstance(page.positions, Tensor):
-            parts.append((page.keys.decode(), page.positions))
-    for segment in store.exact_segments():
-        place = segment.positions
-        if not isinstance(place, Tensor):
-            place = _span(store, place, segment.keys.shape[2])
-        parts.append((segment.keys.float(), place))
+    for segment in store.held():
+        key = segment.keys.decode() if isinstance(segment, PackedSegment) else segment.keys.float()
+        place = segment.where if isinstance(segment, PackedSegment) else segment.positions
+        if isinstance(place, int):
+            place = _span(store, place, key.shape[2])
+        assert isinstance(place, Tensor)
+        parts.append((key, place))
     return parts
 
 

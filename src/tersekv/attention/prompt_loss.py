@@ -42,7 +42,7 @@ def prompt_loss(
     None if appending these keys and values [B, Hkv, n, D] fits no codec that observes queries, or
     if there are too few queries.
     """
-    if call.query.shape[2] < store.least_queries or not store.observes(keys.shape[2]):
+    if call.query.shape[2] < LayerStore.least_queries or not store.observes(keys.shape[2]):
         return None
     if store.num_tokens:
         held = LayerStore.decoded(store, keys.dtype)  # all of them are exact, in every process

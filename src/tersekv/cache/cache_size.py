@@ -17,7 +17,7 @@ from tersekv.cache.rotary import Rotary
 from tersekv.codecs.exact import Exact
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.layouts.base import Layout
-from tersekv.policies.base import Selection, TokenPolicy
+from tersekv.policies.base import Selection, TokenPolicy, two_rates
 from tersekv.policies.mixed import Mixed
 from tersekv.policies.subgen import SubGen
 from tersekv.policies.window import Window
@@ -32,6 +32,7 @@ class CacheShape:
     dtype: the model's dtype.
     ropes: RoPE of each attention layer, the same object where layers share one. None if it is
         unknown and its tables are not counted; empty if all are unknown.
+    query_heads: number of query heads, which the policy mixed needs.
     """
 
     windows: tuple[int | None, ...]
@@ -40,6 +41,7 @@ class CacheShape:
     value_dim: int
     dtype: torch.dtype = torch.bfloat16
     ropes: tuple[Rope | None, ...] = dataclasses.field(default=(), compare=False)
+    query_heads: int = 0
 
     def elements(self, tokens: int, batch: int = 1) -> int:
         """Return the key and value elements of a full cache with so many tokens.
@@ -77,15 +79,19 @@ def size(
         plan = recipe.plan(index, len(shape.windows))
         plan = plan if scores is None else plan._replace(scores=scores)
         if isinstance(plan.policy, Selection) and window is None:
-            footprint = _selected(plan.policy, plan, shape, calls, rows)
+            low = lower_plan(plan)
+            footprint = _selected(plan.policy, plan, low, shape, calls, rows)
         else:
-            low = _lower(plan, window)
+            low = lower_plan(plan, window)
             key = plan.policy, window, _flush(layout for layout, _ in _layouts(plan, shape)), low is not None
             if key not in sizes:
                 sizes[key] = LayerSize.after(calls.sizes(), *key)
             footprint = _layer(sizes[key], plan if low is None else _of_heads(plan), shape, rows, window)
-            if low is not None and sizes[key].rest.tokens:
-                shared |= _rest(sizes[key], low, shape, rows, batch, footprint)
+            if low is not None:
+                _rest(sizes[key], low, shape, rows, footprint)
+                low = low if sizes[key].rest.tokens else None
+        if low is not None:
+            shared |= _lower_tables(low, shape, batch, footprint)
         footprint.parts = {part: round(size * rows) for part, size in footprint.parts.items()}
         for codec, dim in ((plan.keys, shape.key_dim), (plan.values, shape.value_dim)):
             tables = codec.table_bytes(dim)
@@ -145,31 +151,43 @@ def _layer(size: LayerSize, plan: LayerPlan, shape: CacheShape, rows: int, windo
     return footprint
 
 
-def _lower(plan: LayerPlan, window: int | None) -> LayerPlan | None:
+def lower_plan(plan: LayerPlan, window: int | None = None) -> LayerPlan | None:
     """Return the plan with the codecs of the lower rate if a layer has two rates, else None."""
     policy = plan.policy
-    if window is not None or not isinstance(policy, Mixed) or not policy.mixes(plan.keys, plan.values):
+    rest = policy.rest if isinstance(policy, (Mixed, Selection)) else 0.0
+    if window is not None or not rest or not two_rates(plan.keys, plan.values):
         return None
-    return _of_heads(plan._replace(keys=plan.keys.at_rate(policy.rest), values=plan.values.at_rate(policy.rest)))
+    return _of_heads(plan._replace(keys=plan.keys.at_rate(rest), values=plan.values.at_rate(rest)))
 
 
-def _rest(
-    size: LayerSize, low: LayerPlan, shape: CacheShape, rows: int, batch: int, footprint: Footprint
-) -> dict[str, int]:
-    """Count tokens of the lower rate and the map of rates. Return the tables that layers share."""
-    shared: dict[str, int] = {}
-    footprint.parts["selection"] += size.ranked / 8  # type: ignore[assignment]
+def _rest(size: LayerSize, low: LayerPlan, shape: CacheShape, rows: int, footprint: Footprint) -> None:
+    """Count tokens of the lower rate, the map of rates and the kept queries."""
+    of_queries = size.queries * shape.query_heads * shape.key_dim * low.policy.exact_dtype(shape.dtype).itemsize
+    ranked = size.pages.tokens + size.rest.tokens
+    footprint.parts["selection"] += ranked / 8 + of_queries / shape.kv_heads  # type: ignore[assignment]
     for codec, dim in ((low.keys, shape.key_dim), (low.values, shape.value_dim)):
         _count(codec.layout(dim), size.rest, 1, footprint, rows)
+
+
+def _lower_tables(low: LayerPlan, shape: CacheShape, batch: int, footprint: Footprint) -> dict[str, int]:
+    """Count the tables that differ at the lower rate. Return the tables that layers share."""
+    shared: dict[str, int] = {}
+    for codec, dim in ((low.keys, shape.key_dim), (low.values, shape.value_dim)):
         tables, learns = codec.table_bytes(dim), codec.learns(1, 1, dim)
-        own = sum(dim * learns[name].dtype.itemsize for name in codec.rate_tensors)
-        footprint.parts["tables"] += own * (batch if tables.of_sequence else 1) / batch  # type: ignore[assignment]
+        if footprint.parts["codes"] or not tables.of_sequence:
+            own = sum(dim * learns[name].dtype.itemsize for name in codec.rate_tensors)
+            footprint.parts["tables"] += own * (batch if tables.of_sequence else 1) / batch  # type: ignore[assignment]
         shared |= tables.shared
     return shared
 
 
-def _selected(policy: Selection, plan: LayerPlan, shape: CacheShape, calls: Calls, rows: int) -> Footprint:
-    """Return the same as `_layer` under a policy that evicts tokens."""
+def _selected(
+    policy: Selection, plan: LayerPlan, low: LayerPlan | None, shape: CacheShape, calls: Calls, rows: int
+) -> Footprint:
+    """Return the same as `_layer` under a policy that evicts tokens.
+
+    low: the plan of the lower rate, or None.
+    """
     layouts = layouts_of_heads(plan, shape)
     flush = _flush(layout for layout, _ in layouts)
     itemsize = policy.exact_dtype(shape.dtype).itemsize
@@ -199,13 +217,16 @@ def _selected(policy: Selection, plan: LayerPlan, shape: CacheShape, calls: Call
         if policy.needs_scores and plan.scores is not None:
             budgets = policy.of_heads(budget, seen, plan.scores)[plan.layer].tolist()
         pools = [min(seen, one) - chosen - sinks for one in budgets]  # of each head; all have the slots of the largest
-        blocks, loose = max(pool // flush for pool in pools), max(pool % flush for pool in pools)
-        packed = PagesSize(PageSizes(flush))
-        packed.append(blocks * flush)
-        for _ in range((loose + late) // flush):
-            packed.append(flush)
-        slots = packed.tokens + (loose + late) % flush
-        _pool(footprint, layouts, packed, slots, itemsize, rows)
+        if low is None:
+            slots = _pool(footprint, layouts, pools, late, flush, itemsize, rows)
+        else:
+            high = [
+                min(pool, max(0, one - chosen - sinks - policy.lower(one)))
+                for pool, one in zip(pools, budgets, strict=True)
+            ]
+            rest = [pool - own for pool, own in zip(pools, high, strict=True)]
+            slots = _pool(footprint, layouts, high, late, flush, itemsize, rows)
+            slots += _pool(footprint, layouts_of_heads(low, shape), rest, 0, flush, itemsize, rows)
         footprint.parts["selection"] = 4 * (slots + sinks) * (2 if policy.remembers else 1)
         footprint.parts["selection"] += 4 * tail.tokens if policy.remembers else 0
     footprint.parts["exact sinks"] = sinks * both
@@ -229,6 +250,29 @@ def _of_heads(plan: LayerPlan) -> LayerPlan:
 
 
 def _pool(
+    footprint: Footprint,
+    layouts: list[tuple[Layout, int]],
+    heads: list[int],
+    late: int,
+    flush: int,
+    itemsize: int,
+    rows: int,
+) -> int:
+    """Count the chosen tokens of a pool, and return its slots.
+
+    heads: tokens chosen of the prompt by each head. late: generated tokens added one block at a time.
+    """
+    blocks, loose = max(n // flush for n in heads), max(n % flush for n in heads)
+    packed = PagesSize(PageSizes(flush))
+    packed.append(blocks * flush)
+    for _ in range((loose + late) // flush):
+        packed.append(flush)
+    slots = packed.tokens + (loose + late) % flush
+    _chosen(footprint, layouts, packed, slots, itemsize, rows)
+    return slots
+
+
+def _chosen(
     footprint: Footprint, layouts: list[tuple[Layout, int]], packed: PagesSize, tokens: int, itemsize: int, rows: int
 ) -> None:
     """Count chosen tokens: packed blocks, and exact tokens that fill no block."""
@@ -245,7 +289,7 @@ def _most(footprint: Footprint, layouts: list[tuple[Layout, int]], tokens: int, 
     flush = _flush(layout for layout, _ in layouts)
     packed, sizes = PagesSize(PageSizes(flush)), PageSizes(flush)
     packed.append(tokens // flush * flush)
-    _pool(footprint, layouts, packed, packed.tokens, itemsize, 1)
+    _chosen(footprint, layouts, packed, packed.tokens, itemsize, 1)
     if packed.tokens:
         more = sizes.slack(flush) - sizes.slack(packed.tokens)
         footprint.parts["slack"] += sum(more * x.block_bytes() / x.block_tokens for x, _ in layouts)  # type: ignore[assignment]

@@ -10,7 +10,7 @@ from tersekv.cache.pages import ENTRY_MARGIN, ROLLBACK_TOKENS, SPARE_ENTRIES, Pa
 from tersekv.cache.tail import capacity_after_drop, tail_capacity
 from tersekv.layouts.base import PlaneSpec
 from tersekv.policies.base import PROMPT_TOKENS, TokenPolicy, is_prompt
-from tersekv.policies.mixed import Mixed
+from tersekv.policies.mixed import KEPT, Mixed
 
 
 class Calls(NamedTuple):
@@ -130,14 +130,14 @@ class LayerSize:
     """Sizes of the parts of a `LayerStore`.
 
     rest: packed tokens of the lower rate, in a `MixedRatesStore`.
-    ranked: packed tokens up to the end of the latest ranked prompt there.
+    queries: queries that are kept there.
     """
 
     sinks: int
     tail: TailSize
     pages: PagesSize
     rest: PagesSize
-    ranked: int = 0
+    queries: int = 0
 
     @staticmethod
     def after(
@@ -148,7 +148,7 @@ class LayerSize:
         flush: number of tokens that are packed together. mixes: the layer has two rates.
         """
         held = None if window is None else window + ROLLBACK_TOKENS
-        tail = TailSize(policy.recent + flush, grows=not policy.packs_generated)
+        tail = TailSize(policy.recent + policy.waiting_tokens(flush, window), grows=not policy.packs_generated)
         layer = LayerSize(0, tail, PagesSize(PageSizes(flush, held)), PagesSize(PageSizes(flush, held)))
         seen = dropped = 0
         continues = False
@@ -167,12 +167,11 @@ class LayerSize:
             layer.pages.drop_front(forget)
             dropped += forget + skip
             high = leave - skip
-            if mixes and isinstance(policy, Mixed) and (seen == n or n >= PROMPT_TOKENS):
+            if mixes and isinstance(policy, Mixed):
                 high = policy.chosen(leave, flush)
                 layer.rest.append(leave - high)
+                layer.queries = min(KEPT, layer.queries + len(policy.kept_queries(seen - n, n)))
             layer.pages.append(high)
-            if high < leave - skip:
-                layer.ranked = layer.pages.tokens + layer.rest.tokens
             from_tail = min(leave, old)
             tail.change(from_tail, enter - (leave - from_tail))
         return layer

@@ -49,7 +49,8 @@ class KnownModel:
         windows = tuple(None if is_full else self.window for is_full in full)
         ropes = {is_full: standard_rope(self.head_dim, THETA[self.kind][is_full]) for is_full in set(full)}
         by_layer = tuple(ropes[is_full] for is_full in full)
-        return CacheShape(windows, self.kv_heads, self.head_dim, self.head_dim, ropes=by_layer)
+        dims = self.kv_heads, self.head_dim, self.head_dim
+        return CacheShape(windows, *dims, ropes=by_layer, query_heads=self.query_heads)
 
     @property
     def parameters(self) -> int:

@@ -68,7 +68,8 @@ class LayerStore(Stateful):
         self.plan, self.policy, self.window = plan, plan.policy, window
         blocks = plan.keys.layout(keys.shape[-1]).block_tokens, plan.values.layout(values.shape[-1]).block_tokens
         self.flush_tokens = math.lcm(*blocks)
-        dtype, tail_tokens = plan.policy.exact_dtype(keys.dtype), plan.policy.recent + self.flush_tokens
+        dtype = plan.policy.exact_dtype(keys.dtype)
+        tail_tokens = plan.policy.recent + plan.policy.waiting_tokens(self.flush_tokens, window)
         self.rotary = Rotary(rope) if rope is not None and plan.keys.needs_rope else None
         sizes = PageSizes(self.flush_tokens, None if window is None else window + ROLLBACK_TOKENS)
         corrected = plan.policy.corrected_share

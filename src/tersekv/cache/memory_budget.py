@@ -11,10 +11,11 @@ import dataclasses
 import functools
 import math
 
-from tersekv.cache.cache_size import CacheShape, layouts_of_heads, size
+from tersekv.cache.cache_size import CacheShape, layouts_of_heads, lower_plan, size
 from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS
 from tersekv.cache.scored_eviction import SPARE
 from tersekv.errors import UserError
+from tersekv.layouts.base import Layout
 from tersekv.policies.base import UNLIMITED, Selection
 from tersekv.recipe import LayerPlan, Recipe, Term
 from tersekv.units import LONGEST, human_bytes, parse_bytes
@@ -71,16 +72,34 @@ def most_bytes(recipe: Recipe, shape: CacheShape) -> int:
 
 def _most_spare(plan: LayerPlan, policy: Selection, shape: CacheShape) -> int:
     """Return the most bytes of slots without a token in one layer, beyond those `size` counts."""
-    layouts, budget = layouts_of_heads(plan, shape), int(policy.budget)
+    budget, layouts = int(policy.budget), layouts_of_heads(plan, shape)
+    usual, low = min(policy.recent, policy.latest(budget)), lower_plan(plan)
+    lower = 0 if low is None else policy.lower(budget)
+    spare = _of_pool(policy, layouts, budget - usual - lower, policy.sinks, shape, demotes=low is not None)
+    if low is not None:
+        spare += _of_pool(policy, layouts_of_heads(low, shape), lower, 0, shape)
+    return math.ceil(shape.kv_heads * spare)
+
+
+def _of_pool(
+    policy: Selection,
+    layouts: list[tuple[Layout, int]],
+    tokens: int,
+    sinks: int,
+    shape: CacheShape,
+    demotes: bool = False,
+) -> float:
+    """Return the most bytes of slots without a token in one head of a pool for so many tokens.
+
+    demotes: its tokens move to another pool, a block at a time.
+    """
     flush = math.lcm(*(layout.block_tokens for layout, _ in layouts))
-    usual = min(policy.recent, policy.latest(budget))
-    pool = budget - usual - policy.sinks
-    blocks = math.ceil(SPARE * (budget - usual) / flush) + 1
+    blocks = math.ceil(SPARE * (tokens + demotes * flush) / flush) + 1
     if policy.evicts == "block":  # evicted down to 7/8, then filled again
-        blocks += math.ceil(budget / 8 / flush) + 1
-    slots = (blocks + 1) * flush - pool
+        blocks += math.ceil(policy.budget / 8 / flush) + 1
+    slots = (blocks + 1) * flush - (tokens - sinks)
     page = max(MIN_PAGE_TOKENS, blocks * flush // GROWTH) + flush
     packed = sum(layout.block_bytes() / layout.block_tokens for layout, _ in layouts)
     exact = (shape.key_dim + shape.value_dim) * policy.exact_dtype(shape.dtype).itemsize
     selection = 4 * (2 if policy.remembers else 1)
-    return math.ceil(shape.kv_heads * ((slots + page) * packed + slots * selection + 2 * flush * exact))
+    return (slots + page) * packed + slots * selection + 2 * flush * exact

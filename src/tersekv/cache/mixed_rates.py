@@ -4,7 +4,7 @@
 
 Packed tokens of the codec's own rate are in `side.packed`, those of the lower rate in `side.rest`,
 each in order of position. `high` has one bit per token: 1 for the codec's rate. Positions follow from
-it. Tokens packed after the last prompt have the codec's rate and need no bit.
+it.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels.marks import BITS, Marks, pack_bits, places_of, unpack_bits
-from tersekv.policies.base import PROMPT_TOKENS
-from tersekv.policies.mixed import Mixed
+from tersekv.policies.mixed import KEPT, Mixed
 from tersekv.recipe import LayerPlan
 from tersekv.tensors import plain
 
 UNRANKED = (
-    "the policy mixed ranks a prompt's tokens by its queries, which only tersekv's attention sees; use "
+    "the policy mixed ranks tokens by queries, which only tersekv's attention sees; use "
     "`with tersekv.compress(model, recipe):`, or the policy window"
 )
 
 
 class Ranking(NamedTuple):
-    """Importance of tokens and loss of errors, as the queries of a prompt show them.
+    """Importance of tokens and loss of errors, as queries show them.
 
     importance: float32 [B, H, T], of the tokens in the tail and then of the new tokens.
     losses: of errors in the keys and in the values of all tokens so far, or None.
@@ -67,10 +66,15 @@ def rates_agree(store: MixedRatesStore, place: str) -> None:
 class MixedRatesStore(LayerStore):
     """Full-attention layer under the policy `mixed`.
 
-    high: uint8 [B, H, ranked / 8], bit i % 8 of byte i // 8 is 1 if packed token i has the codec's rate.
+    high: uint8 [B, H, packed / 8], bit i % 8 of byte i // 8 is 1 if packed token i has the codec's rate.
+    queries: [B, Hq, n, D] after RoPE, kept to rank tokens that are packed later.
     """
 
-    STATE = LAYER | {"high": lambda store: tensor(torch.uint8, store.batch_size, store.kv_heads, None)}
+    least_queries = 1
+    STATE = LAYER | {
+        "high": lambda store: tensor(torch.uint8, store.batch_size, store.kv_heads, None),
+        "queries": lambda store: tensor(store.queries.dtype, store.batch_size, None, None, store.keys.head_dim),
+    }
     RULES: ClassVar[Rules] = (*LayerStore.RULES, rates_agree)
 
     sides: tuple[MixedSide, MixedSide]
@@ -91,27 +95,34 @@ class MixedRatesStore(LayerStore):
         own = {side: dataclasses.replace(getattr(plan, side), per_head=True) for side in ("keys", "values")}
         super().__init__(plan._replace(**own), keys, values, None, rope, heads)
         self.high = keys.new_empty((*keys.shape[:2], 0), dtype=torch.uint8)
+        self.queries = self.keys.sinks[:, :, :0]
 
     def _side(self, codec: Codec, *arguments: Any) -> SideStore:
         return MixedSide(codec, self.mixed.rest, *arguments)
 
     @property
     def ranked(self) -> int:
-        """Number of packed tokens up to the end of the latest ranked prompt."""
+        """Number of packed tokens."""
         return self.high.shape[2] * BITS
 
     # ------------------------------------------------------------------ growing
 
     def ranks(self, n: int) -> bool:
         """True if appending n tokens packs some of them at the lower rate."""
+        if n <= self.room and not self.deferred:
+            return False
         waiting = self.num_tokens + n - self.policy.sink_tokens(None) - self.packed_tokens
-        return self._is_prompt(n) and self._counts(self._due(waiting, n, self.num_tokens + n)[0])[1] > 0
+        return self._counts(self._due(waiting, n, self.num_tokens + n)[0])[1] > 0
 
-    def _is_prompt(self, n: int) -> bool:
-        return self.num_tokens == 0 or n >= PROMPT_TOKENS
+    def keep(self, query: Tensor) -> None:
+        """Keep some of the queries [B, Hq, n, D] of the tokens that are about to be appended."""
+        kept = self.mixed.kept_queries(self.num_tokens, query.shape[2])
+        if kept:
+            new = query.detach()[:, :, kept].to(self.queries.dtype)
+            self.queries = torch.cat([self.queries, new], dim=2)[:, :, -KEPT:] if self.queries.shape[2] else new
 
     def _counts(self, flush: int) -> tuple[int, int]:
-        """Return how many of `flush` tokens of a prompt have each rate."""
+        """Return how many of `flush` tokens that are packed together have each rate."""
         high = self.mixed.chosen(flush, self.flush_tokens)
         return high, flush - high
 
@@ -122,18 +133,19 @@ class MixedRatesStore(LayerStore):
         sinks = min(self.policy.sink_tokens(None) - self.keys.sinks.shape[2], n)
         waiting = n + (0 if restart else tail) - sinks
         flush = self._due(waiting, added, before + sinks + waiting)[0]
-        prompt, ranking = self._is_prompt(added), losses if isinstance(losses, Ranking) else None
+        ranking = losses if isinstance(losses, Ranking) else None
         losses = ranking.losses if ranking is not None else losses
-        if not prompt or self._counts(flush)[1] == 0:
+        if not flush:
             return super()._add(new, restart, losses)
-        if ranking is None:
+        if self._counts(flush)[1] == 0:
+            high = torch.ones((*new[0].shape[:2], flush), dtype=torch.bool, device=self.device)
+        elif ranking is None:
             raise UserError(UNRANKED)
-        high = self._choice(ranking.importance[:, :, sinks : sinks + flush], before + sinks)
-        earlier, packed = self.is_high(), self.packed_tokens
-        split = [Split(places_of(high), places_of(~high), loss) for loss in losses or (None, None)]
-        super()._add(new, restart, split)  # type: ignore[arg-type]  # `MixedSide.prepare` takes them
-        unranked = earlier.new_ones(*earlier.shape[:2], packed - earlier.shape[2])
-        self.high = pack_bits(torch.cat([earlier, unranked, high], dim=2))
+        else:
+            high = self._choice(ranking.importance[:, :, sinks : sinks + flush], before + sinks)
+            losses = [Split(places_of(high), places_of(~high), loss) for loss in losses or (None, None)]
+        super()._add(new, restart, losses)  # `MixedSide.prepare` takes a `Split`
+        self.high = torch.cat([self.high, pack_bits(high)], dim=2)
         return None
 
     def _choice(self, importance: Tensor, place: int) -> Tensor:
@@ -217,9 +229,7 @@ class MixedRatesStore(LayerStore):
     # ------------------------------------------------------------------ changing
 
     def check_crop(self, n: int) -> None:
-        """Raise CacheError unless n tokens can be rolled back: all, or those after the latest prompt's
-        packed ones.
-        """
+        """Raise CacheError unless n tokens can be rolled back: all, or those that are not packed."""
         super().check_crop(n)
         most = self.num_tokens - self.packed_first - self.ranked
         if self.ranked and most < n < self.num_tokens:
@@ -234,7 +244,7 @@ class MixedRatesStore(LayerStore):
         self.check_crop(n)
         everything = n == self.num_tokens
         if everything:
-            self.high = self.high[:, :, :0]
+            self.high, self.queries = self.high[:, :, :0], self.queries[:, :, :0]
             for side in self.sides:
                 side.restart()
         super().crop(n)
@@ -246,16 +256,16 @@ class MixedRatesStore(LayerStore):
     def select(self, rows: Tensor) -> None:
         """Keep the batch rows `rows` (int64, repeats allowed) in that order."""
         super().select(rows)
-        self.high = self.high.index_select(0, rows.to(self.device))
+        self.high, self.queries = (x.index_select(0, rows.to(self.device)) for x in (self.high, self.queries))
 
     @plain
     def to(self, device: torch.device | str) -> None:
         """Move everything to `device`."""
         super().to(device)
-        self.high = self.high.to(device)
+        self.high, self.queries = self.high.to(device), self.queries.to(device)
 
     def footprint(self) -> Footprint:
         """Return the bytes held, without tables."""
         footprint = super().footprint()
-        footprint.parts["selection"] += self.high.numel()
+        footprint.parts["selection"] += self.high.nbytes + self.queries.nbytes
         return footprint

@@ -226,9 +226,8 @@ class TokenPool(Stateful):
         P, planes = self.packed_tokens, []
         lost = [side.lost for side in self.sides]
         positions = self.positions[:, :, P:].gather(2, order)
-        for i, (side, sample) in enumerate(zip(self.sides, samples, strict=True)):
-            if side.codec.needs_fit == "prompt":
-                side.codec = coding.fitted(side.codec, [self._tokens(i, sample, sample_positions)], heads=side.heads)
+        self.fit(samples, sample_positions)
+        for i, side in enumerate(self.sides):
             x, parts = gathered(side.loose, order), []
             sums = LostVariance() if side.corrected and side.lost is None else None
             for start, stop in coding.chunks(0, blocks * t, t, x):
@@ -245,6 +244,12 @@ class TokenPool(Stateful):
         self._move(P, order, taken)
         self._compact(most_blocks)
         self._give_back(most_blocks)
+
+    def fit(self, samples: Sequence[Tensor], positions: Tensor) -> None:
+        """Fit the codecs that need the prompt and have not been fitted, see `pack`."""
+        for i, (side, sample) in enumerate(zip(self.sides, samples, strict=True)):
+            if side.codec.needs_fit == "prompt":
+                side.codec = coding.fitted(side.codec, [self._tokens(i, sample, positions)], heads=side.heads)
 
     def _move(self, P: int, order: Tensor, taken: Tensor) -> None:
         """Insert positions and fields of the loose slots `order` between packed and loose slots."""

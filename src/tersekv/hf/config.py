@@ -151,7 +151,7 @@ def cache_shape(config: PreTrainedConfig) -> CacheShape:
     ropes = tuple(known_ropes.known(i) for i, kind in enumerate(kinds) if kind.type == "attention")
     dtype = getattr(config, "dtype", None)
     known = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-    return CacheShape(windows, shape.kv_heads, shape.key_dim, shape.value_dim, known, ropes)
+    return CacheShape(windows, shape.kv_heads, shape.key_dim, shape.value_dim, known, ropes, shape.query_heads)
 
 
 def _kind(config: PreTrainedConfig, name: str) -> LayerKind:

@@ -13,8 +13,8 @@ from tersekv.attention.observe import Observed
 from tersekv.cache.evicting import UNREADABLE, EvictingStore
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.schema import anything, each, flag, of_spec, one_of, optional, record, require, tensor, whole
-from tersekv.cache.scored_eviction import new_store
 from tersekv.cache.state import State, own
+from tersekv.cache.stores import new_store
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.base import ModelCache
 from tersekv.hf.handle import Pending, PendingTokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
@@ -45,6 +46,19 @@ class Rated(Protocol):
 
     def at_rate(self, bits: float) -> Any:
         """Return the codec at another rate, or raise UserError."""
+
+
+def two_rates(keys: Rated, values: Rated) -> bool:
+    """True if a layer with these codecs can have two rates. A layer of exact tokens has one."""
+    return keys.has_rates or values.has_rates
+
+
+def check_lower_rate(rest: float, keys: Rated, values: Rated) -> None:
+    """Raise UserError unless both codecs have the lower rate of `rest` bits. Exact layers need none."""
+    for codec in (keys, values) if two_rates(keys, values) else ():
+        codec.at_rate(rest)
+        if rest >= (bits := getattr(codec, "bits", math.inf)):
+            raise UserError(f"rest={rest:g} must be lower than the codec's bits={bits:g}")
 
 
 @dataclass(frozen=True)
@@ -110,6 +124,10 @@ class TokenPolicy:
         """
         return 0
 
+    def waiting_tokens(self, block: int, window: int | None) -> int:
+        """Return the number of tokens that are packed together: at most so many less one wait, next to `recent`."""
+        return block
+
     def to_pack(self, waiting: int, block: int, seen: int, window: int | None) -> int:
         """Return the number of tokens to pack now, a multiple of `block`.
 
@@ -118,7 +136,8 @@ class TokenPolicy:
 
         The result depends on these counts only, so a prompt fed in chunks is packed identically.
         """
-        return 0 if seen < self.first_packing(window) else max(0, waiting - self.recent) // block * block
+        due = 0 if seen < self.first_packing(window) else max(0, waiting - self.recent) // block * block
+        return due if due >= self.waiting_tokens(block, window) else 0
 
     def check(self, keys: Rated, values: Rated) -> None:
         """Raise UserError unless the policy serves a layer with these codecs."""
@@ -159,6 +178,9 @@ class Selection(TokenPolicy):
         Above 1: a number of tokens.
     memory: bytes of the whole cache of one sequence, such as 512MB or 2GiB, in place of `budget`.
         The policy then keeps as many tokens as fit, see `cache/memory_budget.py`.
+    rest: bits of the kept tokens of lower rank, fewer than the codec's. A token whose rank falls is
+        first demoted to these bits, then evicted. 0: all have the codec's bits.
+    rest_share: share of the kept tokens that have `rest` bits.
     evicts: when tokens are evicted after the prompt: never, whenever a block is full, or at every
         step.
     remembers: True if attention weights are summed over calls.
@@ -170,9 +192,23 @@ class Selection(TokenPolicy):
 
     budget: float = 0.25
     memory: str = UNLIMITED
+    rest: float = 0.0
+    rest_share: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.rest < 0:
+            raise UserError(
+                f"rest={self.rest:g} is not allowed; give the bits of tokens of lower rank, or 0 for one rate"
+            )
+        if not 0 < self.rest_share < 1:
+            raise UserError(
+                f"rest_share={self.rest_share:g} is not allowed; give a share of the kept tokens between 0 and 1"
+            )
+        if self.rest and self.corrected_share:
+            raise UserError(
+                f"bias_correction={self.bias_correction} is not available with rest={self.rest:g}; give one of them"
+            )
         if not 0 < self.budget < float("inf"):
             raise UserError(
                 f"budget={self.budget:g} is not allowed; give a fraction of the prompt's tokens up to 1, or a number "
@@ -186,6 +222,15 @@ class Selection(TokenPolicy):
                 )
             if self.budget != type(self).budget:
                 raise UserError(f"memory={self.memory} takes the place of budget={self.budget:g}; give one of them")
+
+    def check(self, keys: Rated, values: Rated) -> None:
+        """Raise UserError unless both codecs have the lower rate, if there is one."""
+        if self.rest:
+            check_lower_rate(self.rest, keys, values)
+
+    def lower(self, kept: int) -> int:
+        """Return how many of `kept` tokens have the lower rate."""
+        return int(self.rest_share * kept + 1e-6) if self.rest else 0
 
     @property
     def samples(self) -> bool:

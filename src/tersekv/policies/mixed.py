@@ -1,12 +1,11 @@
 """Keep every token: the most important ones at the codec's rate, the others at a lower one (ours).
 
-A prompt's tokens are ranked for each KV head by the attention that they receive in a second reading
-of the prompt (`attention/importance.py`). A fixed share of them is packed with the codec's bits, and
-the rest with fewer bits from the same fit. Generated tokens are few and recent, and no query has
-shown their importance yet, so all of them have the codec's bits.
+Tokens are ranked for each KV head by the attention that they receive in a second reading of the text
+(`attention/importance.py`). A fixed share of them is packed with the codec's bits, and the rest with
+fewer bits from the same fit.
 
-A call of 32 tokens or more is a prompt, and so is the first call. Tokens of a later prompt are
-ranked among those that it packs. If they fill fewer than 4 blocks, all have the codec's bits.
+Tokens are ranked when they are packed: those of a prompt together, and generated tokens in chunks of
+4 blocks. A chunk is ranked among itself by queries that were kept since, one of every 8 tokens.
 """
 
 from __future__ import annotations
@@ -16,19 +15,21 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tersekv.errors import UserError
-from tersekv.policies.base import Rated, TokenPolicy
+from tersekv.policies.base import Rated, TokenPolicy, check_lower_rate
 
-FEW = 4
-"""Blocks that a prompt must pack at once to have two rates. Fewer tokens are recent ones, and few
-queries have seen them."""
+CHUNK = 4
+"""Blocks that are packed together at least. Fewer tokens could hardly be ranked."""
+
+EVERY, KEPT = 8, 16
+"""A query of every `EVERY` tokens is kept, and the latest `KEPT` of them."""
 
 
 @dataclass(frozen=True)
 class Mixed(TokenPolicy):
     """Options of mixed rates.
 
-    budget: share of each KV head's prompt tokens that have the codec's bits, rounded up to whole
-        blocks.
+    budget: share of each KV head's tokens that have the codec's bits, rounded up to whole blocks of
+        those that are packed together.
     rest: bits of the other tokens.
     """
 
@@ -40,9 +41,7 @@ class Mixed(TokenPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.budget < 1:
-            raise UserError(
-                f"budget={self.budget:g} is not allowed; give a share of the prompt's tokens between 0 and 1"
-            )
+            raise UserError(f"budget={self.budget:g} is not allowed; give a share of the tokens between 0 and 1")
         if self.rest <= 0:
             raise UserError(f"rest={self.rest:g} is not allowed; give the bits of the less important tokens, above 0")
         if self.corrected_share:
@@ -57,22 +56,20 @@ class Mixed(TokenPolicy):
 
     def check(self, keys: Rated, values: Rated) -> None:
         """Raise UserError unless both codecs have the lower rate. Exact layers need none."""
-        for codec in (keys, values) if self.mixes(keys, values) else ():
-            codec.at_rate(self.rest)
-            if self.rest >= (bits := getattr(codec, "bits", math.inf)):
-                raise UserError(f"rest={self.rest:g} must be lower than the codec's bits={bits:g}")
+        check_lower_rate(self.rest, keys, values)
 
-    @staticmethod
-    def mixes(keys: Rated, values: Rated) -> bool:
-        """True if a layer with these codecs has several rates. A layer of exact tokens has one."""
-        return keys.has_rates or values.has_rates
+    def waiting_tokens(self, block: int, window: int | None) -> int:
+        """Return `CHUNK` blocks. Layers with a sliding window have one rate and pack single blocks."""
+        return CHUNK * block if window is None else block
 
     def chosen(self, tokens: int, unit: int) -> int:
-        """Return how many of a prompt's packed tokens have the codec's bits, a multiple of `unit`.
+        """Return how many of the tokens that are packed have the codec's bits, a multiple of `unit`."""
+        return min(tokens, math.ceil(self.budget * tokens / unit - 1e-6) * unit)
 
-        If there are fewer than FEW blocks, all have them.
-        """
-        return tokens if tokens < FEW * unit else min(tokens, math.ceil(self.budget * tokens / unit - 1e-6) * unit)
+    @staticmethod
+    def kept_queries(seen: int, n: int) -> list[int]:
+        """Return which of n new queries, after `seen` tokens, are kept. Of all, the latest `KEPT` stay."""
+        return [i for i in range(max(0, n - EVERY * KEPT), n) if (seen + i) % EVERY == 0]
 
 
 POLICY = Mixed

@@ -60,6 +60,11 @@ class SubGen(Selection):
             raise UserError(f"values={self.values:g} is not allowed; give a share of the budget between 0 and 1")
         if not 0 <= self.seed < 2**31:
             raise UserError(f"seed={self.seed} is out of range; allowed are 0 to {2**31 - 1}")
+        if self.samples and self.rest:
+            raise UserError(
+                f"rest={self.rest:g} does not work with variant=stream, whose samples have no rank; use "
+                "variant=kcenter, or leave rest out"
+            )
         if self.samples and self.corrected_share:
             raise UserError(
                 f"bias_correction={self.bias_correction} does not work with variant=stream, which estimates attention "

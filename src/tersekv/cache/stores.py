@@ -1,0 +1,67 @@
+"""The store of a layer's keys and values, by its token policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from tersekv.cache.context_parallel import ContextParallelStore
+from tersekv.cache.demotion import DemotingStore
+from tersekv.cache.evicting import EvictingStore
+from tersekv.cache.found_sinks import FoundSinksStore
+from tersekv.cache.layer import LayerStore
+from tersekv.cache.mixed_rates import MixedRatesStore
+from tersekv.cache.parallel import ContextParallel, HeadShard
+from tersekv.cache.prompt_packing import PromptPackingStore
+from tersekv.cache.scored_eviction import ScoredEvictionStore
+from tersekv.cache.sketch import SketchStore
+from tersekv.codecs.exact import Exact
+from tersekv.codecs.transforms.rope import Rope
+from tersekv.errors import UserError
+from tersekv.policies.base import Selection, two_rates
+from tersekv.policies.mixed import Mixed
+from tersekv.policies.subgen import SubGen
+from tersekv.policies.window import Window
+from tersekv.recipe import LayerPlan
+
+
+def new_store(
+    plan: LayerPlan,
+    keys: Tensor,
+    values: Tensor,
+    window: int | None = None,
+    rope: Rope | None = None,
+    heads: HeadShard | None = None,
+    context_parallel: ContextParallel | None = None,
+) -> LayerStore | EvictingStore:
+    """Build the store of a layer. In sliding-window layers every policy keeps all tokens of the
+    window.
+
+    rope, heads: see `LayerStore`. Samples are drawn, and their codecs fitted, for this process's
+        heads.
+    context_parallel: processes that share the packed tokens of a full-attention layer without
+        eviction.
+    """
+    if heads is not None:
+        codecs = {side: getattr(plan, side).of_heads(heads.first, heads.count) for side in ("keys", "values")}
+        plan = plan._replace(**codecs)
+    if isinstance(plan.policy, SubGen) and plan.policy.samples and window is None:
+        # heads may fill blocks at different times, so processes could not synchronise
+        other = replace(plan.policy, seed=(plan.policy.seed + (heads.first if heads else 0)) % 2**31)
+        return SketchStore(plan._replace(policy=other), keys, values, rope)
+    if isinstance(plan.policy, Selection) and window is None:
+        demotes = plan.policy.rest > 0 and two_rates(plan.keys, plan.values)
+        kept: type[ScoredEvictionStore] = DemotingStore if demotes else ScoredEvictionStore
+        return kept(plan, keys, values, rope, heads)
+    finds = isinstance(plan.policy, Window) and plan.policy.found > 0 and window is None
+    if finds and context_parallel is not None:
+        raise UserError("found=… is not available with context_parallel, whose processes hold different tokens")
+    if finds and not (isinstance(plan.keys, Exact) and isinstance(plan.values, Exact)):
+        return FoundSinksStore(plan, keys, values, None, rope, heads)
+    if context_parallel is not None and window is None:
+        return ContextParallelStore(plan, keys, values, context_parallel, rope, heads)
+    if isinstance(plan.policy, Mixed) and window is None and two_rates(plan.keys, plan.values):
+        return MixedRatesStore(plan, keys, values, None, rope, heads)
+    store = LayerStore if plan.policy.packs_generated else PromptPackingStore
+    return store(plan, keys, values, window, rope, heads)

@@ -1,0 +1,189 @@
+"""The option `rest` of policies that evict: tokens of lower rank are demoted before they are evicted."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import tersekv
+from conftest import prompt
+from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
+from tersekv.cache.demotion import DemotingStore
+from tersekv.cache.scored_eviction import ScoredEvictionStore
+from tersekv.cache.stores import new_store
+from tersekv.errors import UserError
+from tersekv.kernels import backends
+from tersekv.recipe import Recipe
+from test_attention import check, dense
+from test_claims_selection import feed, filled, held_by_position, kept, made, masks_of
+from test_store import tokens
+
+POLICIES = [
+    "streaming:budget=200,recent=16,rest=2",
+    "h2o:budget=200,recent=16,rest=2",
+    "snapkv:budget=200,recent=16,rest=2,rest_share=0.7",
+    "subgen:budget=200,recent=16,rest=2",
+]
+CODECS = [
+    "kivi:bits=4",
+    "uniform:bits=4/turboquant:bits=4",
+    "trellis:bits=4,calibration=prompt,centre=false",
+]
+CALLS = [300, *range(301, 380), 480]
+
+
+def lower_positions(store: ScoredEvictionStore, row: int = 0, head: int = 0) -> set[int]:
+    """Return the positions of tokens at the lower rate."""
+    return set(store.pools[1].positions[row, head].tolist()) - {-1}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("q", "backend"), [(1, "auto"), (1, "reference"), (300, "auto")])
+def test_attention_is_over_kept_tokens_of_both_rates(policy, codec, q, backend):
+    store, *_ = filled(f"{policy}+{codec}", CALLS, B=2)
+    assert isinstance(store, DemotingStore)
+    assert all(pool.packed_tokens for pool in store.pools)
+    keys, values = held_by_position(store)
+    query = torch.randn(2, 4, q, 32, generator=torch.Generator().manual_seed(2))
+    own = torch.randn(2, 2, 2, q, 32, generator=torch.Generator().manual_seed(3))
+    call = AttentionCall(query, None, 0.125)
+    with backends.forced(backend):
+        got = attend_chunk(store, own[0], own[1], call)
+    held = masks_of(store, q)
+    mask = torch.cat([held, torch.ones(q, q, dtype=torch.bool).tril().expand(2, 2, -1, -1)], dim=3)
+    for head in range(2):
+        parts = [torch.cat([x[:, head : head + 1].nan_to_num(), o[:, head : head + 1]], 2) for x, o in
+                 ((keys, own[0]), (values, own[1]))]  # fmt: skip
+        expected = dense(query[:, 2 * head : 2 * head + 2], *parts, mask[:, head], call)
+        check(got[:, :, 2 * head : 2 * head + 2], expected, False)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_kept_tokens_are_those_of_the_policy_alone(policy):
+    """Tokens that stay do not depend on the second rate if the codecs of both are nearly exact."""
+    two, *_ = filled(f"{policy.replace('rest=2', 'rest=7')}+uniform:bits=8", [300])
+    one, *_ = filled(f"{policy.split(',rest')[0]}+uniform:bits=8", [300])
+    for head in range(2):
+        assert kept(two, 0, head) == kept(one, 0, head)
+    shares = [int((pool.positions >= 0).sum(-1).max()) for pool in two.pools]
+    share = 0.7 if "0.7" in policy else 0.5
+    assert shares[1] == min(int(200 * share), sum(shares) - 4)
+
+
+def test_streaming_demotes_the_oldest():
+    """From old to new: evicted, low rate, the codec's rate. Errors are those of the rates."""
+    store, keys, values, _ = filled("streaming:budget=200,recent=16,rest=2+kivi:bits=4", CALLS)
+    low = sorted(lower_positions(store))
+    assert kept(store) == [0, 1, 2, 3, *range(480 - 196, 480)]
+    assert low == list(range(480 - 196, 480 - 196 + len(low)))
+    assert 100 - 32 <= len(low) <= 100
+    for held, x in zip(held_by_position(store), (keys, values), strict=True):
+        error = (held - x).square().mean(-1)[0, 0]
+        packed = list(range(low[-1] + 1, 430))
+        assert 6 < float(error[low].mean() / error[packed].mean()) < 60
+
+
+def test_demoted_tokens_do_not_return():
+    """Under H2O a token of the lower rate keeps its bits until it is evicted."""
+    keys, values = tokens(500, D=32)
+    query = torch.randn(1, 4, 500, 32, generator=torch.Generator().manual_seed(1))
+    store = made("h2o:budget=200,recent=16,rest=2+kivi:bits=4", keys, values)
+    seen: set[int] = set()
+    for start, stop in [(0, 300), *((i, i + 1) for i in range(300, 420)), (420, 500)]:
+        feed(store, *(x[:, :, start:stop] for x in (keys, values, query)))
+        now = lower_positions(store)
+        high = set(store.pool.positions[0, 0].tolist())
+        assert not high & seen
+        assert len(kept(store)) <= 200
+        seen |= now
+    assert len(seen) > 150
+
+
+def test_copies_pickles_and_rows(tmp_path):
+    store, keys, values, query = filled(f"{POLICIES[1]}+{CODECS[2]}", CALLS[:40], B=3)
+    call = AttentionCall(query[:, :, -1:], None, 0.125)
+    want = attend_store(store, call)
+    tables = len({x.data_ptr() for x in store.tables()})
+    twin = copy.deepcopy(store)
+    torch.save(store, tmp_path / "store")
+    loaded = torch.load(tmp_path / "store", weights_only=False)
+    fresh = made(f"{POLICIES[1]}+{CODECS[2]}", keys, values)
+    fresh.restore(store.state())
+    for other in (twin, loaded, fresh):
+        assert torch.equal(attend_store(other, call), want)
+        assert len({x.data_ptr() for x in other.tables()}) == tables
+        feed(other, *(x[:, :, :40] for x in (keys, values, query)))
+    assert kept(twin, 1) == kept(loaded, 1) == kept(fresh, 1)
+    rows = torch.tensor([2, 0])
+    store.select(rows)
+    call = AttentionCall(query[rows][:, :, -1:], None, 0.125)
+    torch.testing.assert_close(attend_store(store, call), want[rows])
+    store.crop(store.num_tokens)
+    feed(store, *(x[rows] for x in (keys, values, query)))
+    assert all(pool.packed_tokens for pool in store.pools)
+
+
+@pytest.mark.parametrize("policy", POLICIES[:3])
+def test_padded_rows_equal_rows_alone(policy):
+    keys, values = tokens(400, B=2, D=32)
+    query = torch.randn(2, 4, 400, 32, generator=torch.Generator().manual_seed(1))
+    recipe, padding = f"{policy}+uniform:bits=4", torch.tensor([77, 0])
+    together = made(recipe, keys, values)
+    for start, stop in [(0, 300), *((i, i + 1) for i in range(300, 360)), (360, 400)]:
+        feed(together, *(x[:, :, start:stop] for x in (keys, values, query)), padding)
+    for row, pad in enumerate(padding.tolist()):
+        alone = made(recipe, *(x[row : row + 1, :, pad:] for x in (keys, values)))
+        for start, stop in [(0, 300 - pad), *((i - pad, i - pad + 1) for i in range(300, 360)), (360 - pad, 400 - pad)]:
+            feed(alone, *(x[row : row + 1, :, pad + start : pad + stop] for x in (keys, values, query)))
+        for head in range(2):
+            assert [p - pad for p in kept(together, row, head)] == kept(alone, 0, head)
+
+
+def test_a_refused_append_changes_nothing():
+    store, keys, values, query = filled("h2o:budget=200,recent=16,exact=fp32,rest=2+kivi:bits=4", [300])
+    before, held = kept(store), held_by_position(store)
+    low = lower_positions(store)
+    with pytest.raises(UserError, match="scales=bf16"):
+        feed(store, *(x[:, :, :200] * scale for x, scale in ((keys, 1), (values, 1e6), (query, 1))))
+    assert (store.num_tokens, kept(store), lower_positions(store)) == (300, before, low)
+    for a, b in zip(held_by_position(store), held, strict=True):
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def test_exact_layers_have_one_rate():
+    recipe = Recipe.parse("h2o:budget=64,rest=2+kivi:bits=4;0=exact")
+    keys, values = tokens(100)
+    assert type(new_store(recipe.plan(0, 2), keys, values)) is ScoredEvictionStore
+    assert type(new_store(recipe.plan(1, 2), keys, values)) is DemotingStore
+
+
+@pytest.mark.parametrize("policy", ["h2o", "streaming", "snapkv", "pyramidkv"])
+def test_a_model_generates(llama, policy):
+    recipe = f"{policy}:budget=160,recent=16,rest=2+trellis:bits=4,calibration=prompt"
+    with torch.no_grad(), tersekv.compress(llama, recipe):
+        cache = tersekv.CompressedCache(llama, recipe)
+        out = llama.generate(prompt(400), past_key_values=cache, max_new_tokens=40, do_sample=False)
+        more = llama.generate(
+            torch.cat([out, prompt(50)], dim=1), past_key_values=cache, max_new_tokens=5, do_sample=False
+        )
+    assert more.shape[1] == 495
+    assert all(pool.packed_tokens for pool in cache.layers[0].store.pools)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        ("h2o:rest=-1+kivi:bits=4", "rest=-1 is not allowed"),
+        ("h2o:rest=4+kivi:bits=4", "rest=4 must be lower than the codec's bits=4"),
+        ("h2o:rest=2,rest_share=1+kivi:bits=4", "rest_share=1 is not allowed"),
+        ("h2o:rest=2+qjl", "cannot code tokens at several rates"),
+        ("h2o:rest=2,bias_correction=half+kivi:bits=4", "bias_correction=half is not available with rest=2"),
+        ("subgen:variant=stream,rest=2+kivi:bits=4", "rest=2 does not work with variant=stream"),
+    ],
+)
+def test_refused(recipe, reason):
+    with pytest.raises(UserError, match=reason):
+        Recipe.parse(recipe)
