@@ -1,11 +1,15 @@
 """Time and calls of one decode step of one layer: append a token and attend.
 
     python benchmarks/layer_step.py [--out benchmarks/records/layer_step.jsonl] [--recipes default qjl]
-        [--dtype bfloat16] [--threads 1] [--rounds 9]
+        [--dtype bfloat16] [--threads 1] [--rounds 9] [--tokens 1024 8192]
+    python benchmarks/layer_step.py --mixed [--out benchmarks/records/mixed_step.jsonl]
 
 Times are medians in microseconds over rounds in which the caches take turns. "exact" is
 transformers' DynamicLayer with scaled_dot_product_attention. Calls are counted per layer in a model
 of 4 layers after 600 tokens: Python calls in files of tersekv, and calls of its extension.
+
+`--mixed` compares the policy `mixed` with equal rates instead, of the same mean bits where the method
+has them.
 """
 
 from __future__ import annotations
@@ -45,10 +49,17 @@ COUNTED = (
     *RECIPES, "turboquant:bits=2.5", "snapkv:budget=128+kivi:bits=4", "streaming:budget=128+kivi:bits=4",
     "h2o:budget=128+kivi:bits=4", "subgen:budget=128+kivi:bits=4",
 )  # fmt: skip
+MIXED = (
+    ("trellis:bits=2.5,calibration=prompt", "mixed:budget=0.25,rest=2+trellis:bits=4,calibration=prompt"),
+    ("kivi:bits=2", "mixed:budget=0.25,rest=2+kivi:bits=4"),
+    ("turboquant:bits=2", "mixed:budget=0.25,rest=2+turboquant:bits=4"),
+)  # fmt: skip
+"""Equal rates, and two rates with a mean of 2.5 bits."""
+
 SHAPES = ((9, 3, 64), (32, 8, 128))
 """Query heads, key-value heads and head dim of SmolLM2-135M and Llama-3.1-8B."""
 
-TOKENS = (1024, 8192)
+TOKENS, MIXED_TOKENS = (1024, 8192), (8192, 32768)
 WARM_UP, STEPS = 8, 64
 """Numbers of untimed and of timed steps per cache and round."""
 
@@ -125,22 +136,28 @@ def step(layer: Any, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], A
     return packed
 
 
-def medians(recipes: Sequence[str], shape: Sequence[int], tokens: int, dtype: torch.dtype, rounds: int) -> list[float]:
-    """Return the median microseconds of a step with each cache, over all rounds.
+def medians(
+    recipes: Sequence[str], shape: Sequence[int], tokens: int, dtype: torch.dtype, rounds: int, threads: Sequence[int]
+) -> dict[int, list[float]]:
+    """Return the median microseconds of a step with each cache, over all rounds, by number of threads.
 
     Each round starts with the same number of tokens.
     """
     layers = [filled(recipe, shape, tokens, dtype) for recipe in recipes]
-    times: list[list[float]] = [[] for _ in recipes]
-    for _ in range(rounds):
-        for layer, taken in zip(layers, times, strict=True):
-            run = step(copy.deepcopy(layer), shape, dtype)
-            for i in range(WARM_UP + STEPS):
-                start = time.perf_counter()
-                run()
-                if i >= WARM_UP:
-                    taken.append(time.perf_counter() - start)
-    return [statistics.median(taken) * 1e6 for taken in times]
+    found = {}
+    for count in threads:
+        torch.set_num_threads(count)
+        times: list[list[float]] = [[] for _ in recipes]
+        for _ in range(rounds):
+            for layer, taken in zip(layers, times, strict=True):
+                run = step(copy.deepcopy(layer), shape, dtype)
+                for i in range(WARM_UP + STEPS):
+                    start = time.perf_counter()
+                    run()
+                    if i >= WARM_UP:
+                        taken.append(time.perf_counter() - start)
+        found[count] = [statistics.median(taken) * 1e6 for taken in times]
+    return found
 
 
 def main() -> None:
@@ -148,33 +165,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--mixed", action="store_true")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="+", default=("float32", "bfloat16"))
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--tokens", type=int, nargs="+")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     about = {
         "bench": "layer_step", "cpu": cpu_features()[0], "torch": torch.__version__, "tersekv": tersekv.__version__,
         "transformers": transformers.__version__,
     }  # fmt: skip
+    names = [name for pair in MIXED for name in pair] if options.mixed else [EXACT, *options.recipes]
     rows, console = [], Console()
     counted = Table("recipe", "Python calls", "native calls")
-    for recipe in dict.fromkeys((*options.recipes, *COUNTED)):
+    for recipe in dict.fromkeys(names if options.mixed else (*options.recipes, *COUNTED)):
         python, native = calls(recipe)
         rows.append(about | {"recipe": recipe, "python_calls": python, "native_calls": native})
         counted.add_row(recipe, f"{python:g}", f"{native:g}")
     console.print(counted)
-    names = [EXACT, *options.recipes]
-    table = Table("type", "heads", "tokens", *names, title="microseconds per step of a layer")
+    table = Table("type", "heads", "tokens", "threads", *names, title="microseconds per step of a layer")
     with torch.inference_mode():
         for dtype in options.dtype:
             for shape in SHAPES:
-                for tokens in TOKENS:
-                    found = medians(names, shape, tokens, getattr(torch, dtype), options.rounds)
-                    where = {"dtype": dtype, "heads": list(shape), "tokens": tokens, "threads": options.threads}
-                    for name, taken in zip(names, found, strict=True):
-                        rows.append(about | {"recipe": name, **where, "microseconds": round(taken, 1)})
-                    table.add_row(dtype, "/".join(map(str, shape)), f"{tokens:,}", *(f"{x:.0f}" for x in found))
+                for tokens in options.tokens or (MIXED_TOKENS if options.mixed else TOKENS):
+                    found = medians(names, shape, tokens, getattr(torch, dtype), options.rounds, options.threads)
+                    for threads, each in found.items():
+                        where = {"dtype": dtype, "heads": list(shape), "tokens": tokens, "threads": threads}
+                        for name, taken in zip(names, each, strict=True):
+                            rows.append(about | {"recipe": name, **where, "microseconds": round(taken, 1)})
+                        cells = (f"{x:.0f}" for x in each)
+                        table.add_row(dtype, "/".join(map(str, shape)), f"{tokens:,}", f"{threads}", *cells)
     console.print(table)
     if options.out:
         options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -5,6 +5,7 @@
 - **Prefill.** The model reads a prompt with transformers' own cache and with each recipe, in turns
   in every round. The time within the cache's layers is packing; the rest of the same prefill is the
   model. Their ratio is reported, because it depends less on other programs than two prefills do.
+  For the policy `mixed`, ranking the tokens is reported likewise, and is no part of the rest.
   Presets are fitted within it, on the prompt.
 - **Memory.** Exact keys and values of one layer are packed by as many layers as the model has. The
   peak of resident memory above the start is compared with the bytes held.
@@ -22,12 +23,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import tersekv
+from tersekv.attention import observe
 from tersekv.cache.layer import LayerStore
 from tersekv.cli.env import cpu_features
 from tersekv.codecs.transforms.rope import standard_rope
@@ -49,31 +51,45 @@ LARGE = {"layers": 32, "kv_heads": 8, "head_dim": 128, "parameters": 8e9}
 
 
 @contextmanager
-def packing_time() -> Iterator[list[float]]:
-    """Collect the seconds of each append to a layer of a cache."""
+def time_of(owner: Any, name: str) -> Iterator[list[float]]:
+    """Collect the seconds of each call of a function of a module or class."""
     taken: list[float] = []
-    append = CompressedLayer.append
+    run = getattr(owner, name)
 
-    def timed(self: CompressedLayer, *args: Any, **named: Any) -> None:
+    def timed(*args: Any, **named: Any) -> Any:
         start = time.perf_counter()
-        append(self, *args, **named)
+        result = run(*args, **named)
         taken.append(time.perf_counter() - start)
+        return result
 
-    CompressedLayer.append = timed  # type: ignore[method-assign]
+    setattr(owner, name, timed)
     try:
         yield taken
     finally:
-        CompressedLayer.append = append  # type: ignore[method-assign]
+        setattr(owner, name, run)
+
+
+class Prefill(NamedTuple):
+    """Seconds of a prefill, of packing in it, and of ranking its tokens (policy `mixed`)."""
+
+    whole: float
+    packing: float
+    ranking: float
+
+    @property
+    def rest(self) -> float:
+        """Seconds of the model alone."""
+        return self.whole - self.packing - self.ranking
 
 
 @torch.inference_mode()
-def prefill(model: Any, ids: Tensor, recipe: str | None, calibration: Path | None) -> tuple[float, float]:
-    """Return the seconds of a prefill, and those of packing in it."""
+def prefill(model: Any, ids: Tensor, recipe: str | None, calibration: Path | None) -> Prefill:
+    """Read a prompt and return the times."""
     opened = nullcontext() if recipe is None else tersekv.compress(model, recipe, calibration)
-    with opened, packing_time() as packing:
+    with opened, time_of(CompressedLayer, "append") as packing, time_of(observe, "importance") as ranking:
         start = time.perf_counter()
         model(ids, use_cache=True, logits_to_keep=1)
-        return time.perf_counter() - start, sum(packing)
+        return Prefill(time.perf_counter() - start, sum(packing), sum(ranking))
 
 
 def on_corpus(recipe: str | None) -> bool:
@@ -87,24 +103,25 @@ def prefills(options: argparse.Namespace, recipes: list[str]) -> Iterator[dict[s
         model, tokenizer = models.load(options.model, dtype=dtype)
         for tokens in options.tokens:
             ids = prompt(tokenizer, tokens)
-            times: dict[str | None, list[tuple[float, float]]] = {name: [] for name in (None, *recipes)}
+            times: dict[str | None, list[Prefill]] = {name: [] for name in (None, *recipes)}
             prefill(model, ids[:, :512], None, None)
             for _ in range(options.rounds):
                 for name, own in times.items():
                     own.append(prefill(model, ids, name, options.calibration if on_corpus(name) else None))
-            full = [whole for whole, _ in times[None]]
+            full = [own.whole for own in times[None]]
             for name, own in times.items():
-                shares = sorted(packing / (whole - packing) for whole, packing in own)
+                shares = sorted(each.packing / each.rest for each in own)
+                ranking = statistics.median(each.ranking / each.rest for each in own)
                 yield {
                     "what": "prefill", "recipe": name or "full", "dtype": dtype, "T": tokens, "rounds": options.rounds,
-                    "seconds": round(statistics.median(whole for whole, _ in own), 4),
-                    "packing_seconds": round(statistics.median(packing for _, packing in own), 5),
+                    "seconds": round(statistics.median(each.whole for each in own), 4),
+                    "packing_seconds": round(statistics.median(each.packing for each in own), 5),
                     "share": round(statistics.median(shares), 4),
                     "share_range": [round(shares[0], 4), round(shares[-1], 4)],
                     "times_full": round(
-                        statistics.median(whole / base for (whole, _), base in zip(own, full, strict=True)), 3
+                        statistics.median(each.whole / base for each, base in zip(own, full, strict=True)), 3
                     ),
-                }  # fmt: skip
+                } | ({"ranking_share": round(ranking, 4)} if ranking else {})  # fmt: skip
 
 
 def drawn(tokens: int, heads: int = 3, head_dim: int = 64) -> tuple[Tensor, Tensor]:
@@ -229,12 +246,13 @@ def main(arguments: list[str] | None = None) -> None:
         for row in prefills(options, options.recipes):
             write(row)
             full = common | row if row["recipe"] == "full" and full is None else full
+    alone = [recipe for recipe in options.recipes if not Recipe.parse(recipe).plan(0, 1).policy.observes]
     if "memory" in options.parts:
         for tokens in options.tokens:
-            for recipe in options.recipes:
+            for recipe in alone:  # the others need a model's queries
                 write(memory(tokens, recipe))
     if "block" in options.parts:
-        for recipe in options.recipes:
+        for recipe in alone:
             write(block(recipe))
     if "vectors" in options.parts:
         for head_dim in (64, 128):

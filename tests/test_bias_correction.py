@@ -156,7 +156,7 @@ def test_policies_that_evict(policy):
     assert not torch.allclose(*outs, rtol=0.01)
 
 
-@pytest.mark.parametrize("policy", ["window:", "snapkv:budget=0.5,"])
+@pytest.mark.parametrize("policy", ["window:", "snapkv:budget=0.5,", "mixed:rest=1,"])
 def test_bytes_are_counted_and_generation_runs(models, policy):
     """Beams, a batch with padding, and the estimate, on a small model."""
     model = models["llama"]

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from tersekv.attention.importance import importance, moved
 from tersekv.attention.observe import observe
-from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
+from tersekv.attention.read import AttentionCall, attend_chunk, attend_store, grouped
 from tersekv.attention.weights import attention_weights
 from tersekv.cache.mixed_rates import MixedRatesStore
 from tersekv.cache.stores import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import CacheError, UserError
+from tersekv.kernels import backends, softmax
 from tersekv.kernels.attend import Masks
 from tersekv.policies.mixed import EVERY, KEPT
 from tersekv.recipe import Recipe
@@ -266,6 +267,85 @@ def test_positions_take_one_bit_per_token():
     assert footprint.parts["codes"] == H * 2 * D * 1024 * 2.5 / 8
 
 
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("padding", [None, [0, 37]], ids=["alike", "padded"])
+def test_the_bias_of_each_rate_is_corrected(codec: str, padding: list[int] | None):
+    """Kernels, the reference, and decoding block by block: each rate's term is added to its scores."""
+    tokens = made(2, 600)
+    store = fed(f"{OPTIONS},bias_correction=full+{codec}", tokens, [0, 600], padding)
+    side, scaling = store.keys, 0.3
+    high, rest = side.correction_of(False), side.correction_of(True)
+    assert high.shape == rest.shape == (2, H, D)
+    assert float(rest.abs().mean()) > 3 * float(high.abs().mean())
+    query = 2 * normal(2, H * G, 70, D, seed=9)
+    rows = grouped(query, H).flatten(2, 3)
+    mapped = next(store.packed_pages()).keys.query(rows)
+    biases = [softmax.score_bias(mapped, x, scaling).unsqueeze(-1) for x in (high, rest)]
+    of_packed = torch.where(store.is_high().unsqueeze(2), *biases)
+    bias = torch.zeros(*rows.shape[:3], 600)
+    bias[..., 4 : 4 + store.packed_tokens] = of_packed
+    if padding is not None:  # exact sinks of each row come after its padding
+        for row, p in enumerate(padding):
+            bias[row, ..., p : p + 4] = 0
+    keys, values = store.decoded(torch.float32)
+    seen = mask_of(599, 1, padding)
+    scores = rows @ keys.transpose(-1, -2) * scaling + bias
+    if seen is not None:
+        scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    wanted = (scores.softmax(-1) @ values).reshape(2, H * G, 70, D).transpose(1, 2)
+    call = AttentionCall(query, None if seen is None else seen.expand(-1, 70, -1), scaling)
+    every = torch.ones(2, 70, 600, dtype=torch.bool) if seen is None else call.mask
+    blocks = attend_store(store, AttentionCall(query, every, scaling))
+    torch.testing.assert_close(blocks, wanted, rtol=0, atol=1e-4)
+    one = AttentionCall(query[:, :, :1].contiguous(), seen, scaling)
+    with backends.forced("reference"):
+        torch.testing.assert_close(attend_store(store, one), wanted[:, :1], rtol=0, atol=1e-4)
+    torch.testing.assert_close(attend_store(store, one), wanted[:, :1], rtol=0, atol=1e-2)
+    without = fed(f"{OPTIONS}+{codec}", tokens, [0, 600], padding)
+    assert float((attend_store(without, one) - wanted[:, :1]).abs().max()) > 2e-2
+
+
+def test_lost_variance_is_that_of_the_tokens_of_a_rate():
+    tokens = made(2, 600)
+    store = fed(f"{OPTIONS},bias_correction=half+kivi:bits=4", tokens, [0, 600])
+    got, x = store.decoded(torch.float32)[0], tokens[0].half().float()
+    high = torch.zeros(2, H, 600, dtype=torch.bool)
+    high[:, :, 4 : 4 + store.packed_tokens] = store.is_high()
+    low = torch.zeros_like(high)
+    low[:, :, 4 : 4 + store.packed_tokens] = ~store.is_high()
+    for chosen, lost in ((high, store.keys.lost), (low, store.keys.lost_rest)):
+        for b in range(2):
+            for h in range(H):
+                variances = [of[b, h, chosen[b, h]].double().var(0, unbiased=False) for of in (x, got)]
+                torch.testing.assert_close(lost[b, h].double(), variances[0] - variances[1], rtol=1e-3, atol=1e-5)
+    assert torch.equal(store.keys.correction_of(True), store.keys.lost_rest / 4)
+    assert store.values.lost_rest is None
+
+
+def test_lost_variances_are_kept_with_the_tokens():
+    tokens, recipe = made(3, 600), f"{OPTIONS},bias_correction=half+kivi:bits=4"
+    store = fed(recipe, tokens, [0, 600])
+    lost = store.keys.lost_rest
+    other = store_of(tokens[0], recipe)
+    other.restore(store.state())
+    assert torch.equal(other.keys.lost_rest, lost)
+    call = AttentionCall(normal(3, H * G, 1, D, seed=9), None, 0.3)
+    for same in (other, copy.deepcopy(store)):
+        assert torch.equal(attend_store(same, call), attend_store(store, call))
+    rows = torch.tensor([2, 0])
+    out = attend_store(store, call)[rows]
+    store.select(rows)
+    assert torch.equal(store.keys.lost_rest, lost[rows])
+    torch.testing.assert_close(attend_store(store, AttentionCall(call.query[rows], None, 0.3)), out)
+    store.crop(600)
+    assert store.keys.lost_rest is store.keys.lost is None
+    state = other.state()
+    state["sides"][0]["lost_rest"] = torch.full((3, H, D), torch.nan)
+    with pytest.raises(UserError, match="lost_rest"):
+        store_of(tokens[0], recipe).restore(state)
+    assert "lost_rest" not in fed(f"{OPTIONS}+kivi:bits=4", tokens, [0, 600]).state()["sides"][0]
+
+
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
@@ -274,7 +354,6 @@ def test_positions_take_one_bit_per_token():
         ("mixed:rest=2.5+kivi:bits=4", "2.5 bits are not allowed"),
         ("mixed:budget=1+trellis:bits=4", "budget=1 is not allowed"),
         ("mixed:rest=0+trellis:bits=4", "rest=0 is not allowed"),
-        ("mixed:bias_correction=half+trellis:bits=4", "bias_correction=half is not available"),
         ("mixed+turboquant:bits=4,variant=prod", "variant=mse"),
         ("mixed+uniform:bits=4,axis=channel,group=0", "fits its ranges for one rate"),
     ],

@@ -41,7 +41,8 @@ CALLS = {
     "merge_segments": ([X, X + 1], [X[..., 0], X[..., 1]]),
 }
 RECIPES = ["default", "kivi:bits=4", "trellis:bits=2,calibration=prompt", "kvquant:bits=3,calibration=prompt",
-           "polarquant", "qjl", "turboquant:bits=4", "int4", "normalfloat"]  # fmt: skip
+           "polarquant", "qjl", "turboquant:bits=4", "int4", "normalfloat",
+           "mixed:rest=2+trellis:bits=4,calibration=prompt"]  # fmt: skip
 
 
 def test_every_operator_of_tensors_is_one_of_torch():

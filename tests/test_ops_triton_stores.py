@@ -12,7 +12,10 @@ import torch
 
 from conftest import benchmark
 from tersekv.attention.read import AttentionCall, attend_store
+from tersekv.cache.mixed_rates import Ranking
+from tersekv.cache.stores import new_store
 from tersekv.kernels import backends
+from tersekv.recipe import Recipe
 from test_ops_triton import OUT, Counted, compare, device, moved, pytestmark  # noqa: F401
 from test_store import store, tokens
 
@@ -74,6 +77,29 @@ def test_bias_correction(device, recipe):  # noqa: F811
     s.to(device)
     got = attend_store(s, AttentionCall(query.to(device), None, 0.125))
     assert (got.cpu() - expected).norm() <= OUT * expected.norm()
+    assert (expected - without).norm() > 10 * OUT * expected.norm()
+
+
+def test_bias_correction_of_two_rates(device):  # noqa: F811
+    """The pages of each rate have a launch and a term of their own."""
+    keys, values = tokens(200, B=2, D=64)
+    ranking = Ranking(torch.rand(2, 2, 200, generator=torch.Generator().manual_seed(1)))
+    stores = []
+    for options in ("", ",bias_correction=full"):
+        s = new_store(Recipe.parse(f"mixed:sinks=4,recent=32,rest=1{options}+kivi:bits=2").plan(0, 1), keys, values)
+        with backends.forced("auto"):
+            s.append(keys, values, None, ranking)
+        assert min(side.tokens for side in (s.keys.packed, s.keys.rest)) >= 32
+        stores.append(s)
+    off, s = stores
+    query = 3 * torch.randn(2, 4, 2, 64, generator=torch.Generator().manual_seed(0))
+    call = AttentionCall(query, None, 0.125)
+    with backends.forced("reference"):
+        expected, without = attend_store(s, call), attend_store(off, call)
+    s.to(device)
+    for _ in range(2):  # the second call has the page sets of the first
+        got = attend_store(s, AttentionCall(query.to(device), None, 0.125))
+        assert (got.cpu() - expected).norm() <= OUT * expected.norm()
     assert (expected - without).norm() > 10 * OUT * expected.norm()
 
 

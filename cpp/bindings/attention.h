@@ -102,11 +102,10 @@ class Attention {
     map_ = pages.output;
     map_.first = calls_.size();
     if (table.is_none()) share_means(pages, rows, D);
-    const float* bias = pages.correction ? score_bias(pages, rows, D) : nullptr;
     for (size_t i = 0; i < pages.calls.size(); i++) {
       Call call = pages.calls[i];
       start(call, rows);
-      call.scores.bias = bias;
+      call.scores.bias = bias_of(pages, i, rows, D);
       if (!table.is_none()) take_table(call, table, page_tokens);
       const nb::handle own = where.is_none() ? where : nb::handle(item(where, static_cast<Py_ssize_t>(i)));
       if (!own.is_none())
@@ -172,16 +171,25 @@ class Attention {
     call.scores = scores_;
   }
 
-  // Return scaling² · Σ_d query_d² · correction_d per row, [B, H, R]. query: mapped, [B, H, R, D].
-  const float* score_bias(const NativePages& pages, const float* query, int64_t D) {
+  // Return the bias of a page's scores, or null. Pages with the same correction share it.
+  const float* bias_of(const NativePages& pages, size_t page, const float* query, int64_t D) {
+    const float* factors = pages.corrections[page].factors;
+    if (!factors) return nullptr;
+    for (const auto& [known, bias] : biases_)
+      if (known == factors) return bias;
+    return biases_.emplace_back(factors, score_bias(pages.corrections[page], query, D)).second;
+  }
+
+  // Return scaling² · Σ_d query_d² · factor_d per row, [B, H, R]. query: mapped, [B, H, R, D].
+  const float* score_bias(const Correction& correction, const float* query, int64_t D) {
     memory_.emplace_back(B_ * H_ * R_);
     float* out = memory_.back().data();
     const float factor = scores_.scaling * scores_.scaling;
     for (int64_t head = 0; head < B_ * H_; head++) {
-      const float* correction = pages.correction + head / H_ * pages.correction_b + head % H_ * pages.correction_h;
+      const float* factors = correction.factors + head / H_ * correction.stride_b + head % H_ * correction.stride_h;
       for (int64_t r = 0; r < R_; r++, query += D) {
         float sum = 0.0f;
-        for (int64_t d = 0; d < D_; d++) sum += query[d] * query[d] * correction[d];
+        for (int64_t d = 0; d < D_; d++) sum += query[d] * query[d] * factors[d];
         out[head * R_ + r] = factor * sum;
       }
     }
@@ -280,6 +288,7 @@ class Attention {
   Scores scores_;
   const float* rows_ = nullptr;
   std::vector<std::vector<float>> memory_;
+  std::vector<std::pair<const float*, const float*>> biases_;  // factors of a correction, and its bias
   std::vector<Call> calls_;
   std::vector<SharedMean> means_;
   std::unique_ptr<float[]> mean_memory_;

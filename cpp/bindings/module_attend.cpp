@@ -112,10 +112,11 @@ NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<n
                         const std::vector<int64_t>& first, const std::vector<nb::object>& marks,
                         nb::handle key_rotation, nb::handle key_basis, nb::handle key_channels, bool keeps_query,
                         nb::handle value_rotation, nb::handle value_basis, nb::handle value_channels,
-                        nb::handle value_mean, nb::handle correction) {
+                        nb::handle value_mean, const std::vector<nb::object>& corrections) {
   auto made = std::make_unique<NativePages>();
-  if (keys.empty() || keys.size() != values.size() || keys.size() != first.size() || keys.size() != marks.size())
-    fail("pages: ", "expected equally many keys, values, positions and marks, at least one of each");
+  if (keys.empty() || keys.size() != values.size() || keys.size() != first.size() || keys.size() != marks.size() ||
+      keys.size() != corrections.size())
+    fail("pages: ", "expected equally many keys, values, positions, marks and corrections, at least one of each");
   made->keys = keys;
   made->values = values;
   made->first = first;
@@ -143,12 +144,13 @@ NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<n
     made->output.mean_b = batch_stride(x);
     made->output.mean_h = x.stride[1];
   }
-  if (const Tensor x = made->owner.keep_optional("correction", correction, kFloat32); x.given()) {
+  for (const nb::object& correction : corrections) {
+    Correction& of = made->corrections.emplace_back();
+    const Tensor x = made->owner.keep_optional("correction", correction, kFloat32);
+    if (!x.given()) continue;
     const int64_t inner = keeps_query ? D / 2 : D;
     expect("", "correction", x, {{"B", x.dims == 3 && x.shape[0] == 1 ? 1 : made->B}, {"H", made->H}, {"D", inner}}, 2);
-    made->correction = x.as<float>();
-    made->correction_b = batch_stride(x);
-    made->correction_h = x.stride[1];
+    of = {x.as<float>(), batch_stride(x), x.stride[1]};
   }
   return made.release();
 }
@@ -207,7 +209,7 @@ void define_attention(nb::module_& m) {
       .def_prop_ro("head_dim", [](const NativePages& p) { return p.calls[0].Dv; });
   m.def("pages", &make_pages, nb::kw_only(), "keys"_a, "values"_a, "first"_a, "marks"_a, "key_rotation"_a.none(),
         "key_basis"_a.none(), "key_channels"_a.none(), "keeps_query"_a, "value_rotation"_a.none(),
-        "value_basis"_a.none(), "value_channels"_a.none(), "value_mean"_a.none(), "correction"_a.none(),
+        "value_basis"_a.none(), "value_channels"_a.none(), "value_mean"_a.none(), "corrections"_a,
         nb::rv_policy::take_ownership);
   m.def("attend", &py_attend, "query"_a, "exact"_a, "pages"_a.none(), "where"_a.none(), "table"_a.none(),
         "page_tokens"_a, "mask"_a.none(), "hidden"_a.none(), "scaling"_a, "softcap"_a, "sinks"_a.none(), "out"_a,

@@ -16,6 +16,12 @@ struct MarkedMean {
   std::vector<int64_t> tokens;  // of each set
 };
 
+// Factors [1 or B, H, D], see `score_bias`; null: none.
+struct Correction {
+  const float* factors = nullptr;
+  int64_t stride_b = 0, stride_h = 0;
+};
+
 // Pages of one layer that are read together: views of keys and values, and the linear maps of both
 // sides.
 struct NativePages {
@@ -29,8 +35,7 @@ struct NativePages {
   HeadMatrix query;                         // queries are multiplied with its rows
   bool keeps_query = false;                 // the query itself is appended to the mapped query
   OutputMap output;
-  const float* correction = nullptr;  // [1 or B, H, D], see `score_bias`; null: none
-  int64_t correction_b = 0, correction_h = 0;
+  std::vector<Correction> corrections;  // of each page
   int64_t B = 1, H = 0;
 
   void check_unmoved() const {

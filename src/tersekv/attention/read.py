@@ -237,15 +237,16 @@ class _Reader:
             return []
         results: list[tuple[Tensor, Tensor]] = []
         first, step = 0, max(1, BLOCK_READ_TOKENS // self.store.flush_tokens) * self.store.flush_tokens
+        biases: dict[int, list[Tensor]] = {}
         while (block := self.store.packed_segment(first, step)) is not None:
             parts, values = self._block(block, query, tiles), block.values
-            keys = block.keys.linear
+            if (correction := block.correction) is not None:
+                if id(correction) not in biases:
+                    rows = [block.keys.query(_rows(query[:, :, :, tile])) for tile in tiles]
+                    biases[id(correction)] = [softmax.score_bias(x, correction, self.call.scaling) for x in rows]
+                parts = [(out, lse + bias) for (out, lse), bias in zip(parts, biases[id(correction)], strict=True)]
             results = parts if not results else [_merge(a, b) for a, b in zip(results, parts, strict=True)]
             first += block.tokens
-        if results and (correction := self.store.keys.correction) is not None:
-            rows = [keys.query(_rows(query[:, :, :, tile])) for tile in tiles]
-            biases = [softmax.score_bias(mapped, correction, self.call.scaling) for mapped in rows]
-            results = [(out, lse + bias) for (out, lse), bias in zip(results, biases, strict=True)]
         return [(values.output(out), lse) for out, lse in results]
 
     def _block(self, block: PackedSegment, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:

@@ -99,7 +99,7 @@ def size(
                 footprint.parts["tables"] += tables.of_layer(shape.kv_heads, batch)
             shared |= tables.shared
         if footprint.parts["codes"] and plan.policy.corrected_share:
-            footprint.parts["tables"] += LOST_BYTES * shape.key_dim * rows
+            footprint.parts["tables"] += LOST_BYTES * shape.key_dim * rows * (1 if low is None else 2)
         if footprint.parts["codes"]:
             rope_tables |= {table.data_ptr(): table for table in _rope_tables(shape, index, plan, window)}
         footprint.elements = min(tokens, window or tokens) * (shape.key_dim + shape.value_dim) * rows

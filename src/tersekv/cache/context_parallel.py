@@ -69,7 +69,7 @@ class ContextParallelStore(LayerStore):
     def _packed(self, first: int, tokens: int) -> PackedSegment:
         places = self.places[first : first + tokens]
         keys, values = (side.view_at(first, tokens, places) for side in self.sides)
-        return PackedSegment(keys, values, 0, tokens, places)
+        return PackedSegment(keys, values, 0, tokens, places, self.keys.correction)
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Raise UserError, because other processes hold some of the tokens."""

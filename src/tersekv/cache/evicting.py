@@ -157,7 +157,7 @@ class EvictingStore(Stateful, ABC):
 
     def pages(self) -> PackedPages | None:
         """Return packed slots as attention reads them, None if there are none."""
-        return packed_pages_of(list(self.packed_pages()), self.kv_heads, self.keys.correction)
+        return packed_pages_of(list(self.packed_pages()), self.kv_heads)
 
     def weighted_segments(self) -> list[WeightedSegment]:
         """Return sampled tokens with log-weights for softmax's numerator and denominator."""

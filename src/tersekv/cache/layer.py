@@ -280,7 +280,7 @@ class LayerStore(Stateful):
         """
         if self._pages is None:
             pages = list(self.packed_pages())
-            made = packed_pages_of(pages, self.kv_heads, self.keys.correction)
+            made = packed_pages_of(pages, self.kv_heads)
             if not all(page.keys.keeps and page.values.keeps for page in pages):
                 return made
             self._pages = made
@@ -288,7 +288,7 @@ class LayerStore(Stateful):
 
     def _packed(self, first: int, tokens: int) -> PackedSegment:
         keys, values = (side.view(first, tokens, self.packed_first) for side in self.sides)
-        return PackedSegment(keys, values, self.packed_first + first, tokens)
+        return PackedSegment(keys, values, self.packed_first + first, tokens, None, self.keys.correction)
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return all tokens held as [B, H, n, D], in order of position, sinks included."""

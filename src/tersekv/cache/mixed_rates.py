@@ -210,9 +210,10 @@ class MixedRatesStore(LayerStore):
 
     def _segment(self, rest: bool, first: int, tokens: int, where: Marks | int) -> PackedSegment:
         keys, values = (side.view_of(rest, first, tokens, where) for side in self.sides)
+        correction = self.sides[0].correction_of(rest)
         if isinstance(where, int):
-            return PackedSegment(keys, values, where, tokens)
-        return PackedSegment(keys, values, 0, tokens, where)
+            return PackedSegment(keys, values, where, tokens, None, correction)
+        return PackedSegment(keys, values, 0, tokens, where, correction)
 
     def _in_order(self, side: SideStore, dtype: torch.dtype) -> Tensor:
         assert isinstance(side, MixedSide)

@@ -12,8 +12,9 @@ from tersekv.cache import coding
 from tersekv.cache.blocks import BlockBuffer
 from tersekv.cache.coding import Tokens
 from tersekv.cache.footprint import Footprint
+from tersekv.cache.lost_variance import LostVariance
 from tersekv.cache.pool import gathered
-from tersekv.cache.schema import Check, of_spec, record, refuse
+from tersekv.cache.schema import Check, of_spec, optional, record, refuse, tensor
 from tersekv.cache.side import Prepared, SideStore
 from tersekv.cache.state import State, own
 from tersekv.codecs import Codec
@@ -41,6 +42,7 @@ class MixedSide(SideStore):
 
     rest: packed tokens of the lower rate.
     low: codec of the lower rate, with the same fit.
+    lost_rest: lost variance of the lower rate, see `SideStore`.
     """
 
     PARTS: ClassVar[tuple[str, ...]] = ("packed", "tail", "rest")
@@ -55,6 +57,7 @@ class MixedSide(SideStore):
         B, H, _, D = self.sinks.shape
         self.low = self.codec.at_rate(self.rest_bits)
         self.rest = BlockBuffer(self.low.layout(D), B, H, self.sinks.device, self.packed.sizes)
+        self.lost_rest: Tensor | None = None
 
     @property
     def packed_tokens(self) -> int:
@@ -83,17 +86,32 @@ class MixedSide(SideStore):
         if codec.needs_fit == "prompt":
             codec = self._fitted(codec, torch.cat([self.sinks, made.sinks], dim=2), waiting, place, loss.loss)
             low = codec.at_rate(self.rest_bits)
-        planes = [self._encoded(c, waiting, at, place) for c, at in ((codec, loss.high), (low, loss.rest))]
+        rates = (codec, loss.high, self.lost), (low, loss.rest, self.lost_rest)
+        (high, lost), (rest, lost_rest) = (self._encoded(c, waiting, at, place, hidden, of) for c, at, of in rates)
         leave = self.tail.tokens if restart else min(flush, old.shape[2])
-        return Prepared(codec, made.sinks, planes[0], leave, waiting[:, :, max(flush, old.shape[2]) :], None, planes[1])
+        stay = waiting[:, :, max(flush, old.shape[2]) :]
+        return Prepared(codec, made.sinks, high, leave, stay, lost, rest, lost_rest)
 
-    def _encoded(self, codec: Codec, x: Tensor, index: Tensor, place: int) -> list[PackedTensors]:
-        """Encode the tokens `index` [B, H, n] of x [B, H, T, D], whose first one is at `place`."""
-        parts = []
+    def _encoded(
+        self, codec: Codec, x: Tensor, index: Tensor, place: int, hidden: Tensor | None, lost: Tensor | None
+    ) -> tuple[list[PackedTensors], Tensor | None]:
+        """Encode the tokens `index` [B, H, n] of x [B, H, T, D], whose first one is at `place`.
+
+        Also return their lost variance, or `lost` if it is known.
+        """
+        parts, sums = [], LostVariance() if self.corrected and lost is None else None
         for start, stop in coding.chunks(0, index.shape[2], self.packed.sizes.unit, x):
             at = index[:, :, start:stop]
-            parts.append(coding.encode(codec, Tokens(gathered(x, at), self.angles_at(place + at))))
-        return parts
+            tokens = Tokens(gathered(x, at), self.angles_at(place + at))
+            parts.append(coding.encode(codec, tokens))
+            if sums is not None:
+                counts = None if hidden is None else place + at >= hidden[:, None, None]
+                sums.add(tokens.x, self._view(codec, parts[-1], tokens), counts)
+        return parts, lost if sums is None else sums.value()
+
+    def correction_of(self, rest: bool) -> Tensor | None:
+        """Return the factors of `softmax.score_bias` for one rate, or None."""
+        return self._factors_of(self.lost_rest) if rest else self.correction
 
     def commit(self, new: Prepared) -> None:
         """Apply prepared changes."""
@@ -101,7 +119,9 @@ class MixedSide(SideStore):
         super().commit(new)
         if fitted:
             self.restart()
-        self.rest.append(*new.rest)
+        if new.rest:
+            self.lost_rest = new.lost_rest
+            self.rest.append(*new.rest)
 
     def angles_at(self, positions: Tensor) -> Angles | None:
         """Return the RoPE angles at positions int [B, H, n] of the cache."""
@@ -145,17 +165,20 @@ class MixedSide(SideStore):
 
     def live_state(self) -> State:
         """Return the state with the tensors that differ at the lower rate."""
-        return super().live_state() | {"low": self._rates(self.low)}
+        lost = {"lost_rest": self.lost_rest} if self.corrected else {}
+        return super().live_state() | {"low": self._rates(self.low)} | lost
 
     def schema(self) -> dict[str, Check]:
         B, H, _, D = self.sinks.shape
         specs = {n: of_spec(spec) for n, spec in self.low.learns(B, H, D).items() if n in self.low.rate_tensors}
-        return super().schema() | {"low": record(specs, may_lack=True)}
+        lost = {"lost_rest": optional(tensor(torch.float32, B, H, D))} if self.corrected else {}
+        return super().schema() | {"low": record(specs, may_lack=True)} | lost
 
     def _hold(self, state: State, place: str) -> None:
         super()._hold(state, place)
         B, H, _, D = self.sinks.shape
         self._share(own(state["low"]))
+        self.lost_rest = own(state.get("lost_rest"))
         if fault := self.low.learnt_fault(B, H, D):
             refuse(f"{place}.low", fault)
         self.rest = BlockBuffer(self.low.layout(D), B, H, self.sinks.device, self.packed.sizes)
@@ -165,16 +188,19 @@ class MixedSide(SideStore):
         super().to(device)
         self.rest.to(device)
         self._share(self._rates(self.low.to(device)))
+        self.lost_rest = None if self.lost_rest is None else self.lost_rest.to(device)
 
     def select(self, rows: Tensor) -> None:
         """Keep these batch rows."""
         super().select(rows)
         self.rest.select(rows)
         self._share(self._rates(self.low.select(rows)))
+        self.lost_rest = None if self.lost_rest is None else self.lost_rest.index_select(0, rows)
 
     def tables(self) -> list[Tensor]:
         """Return the tensors that decoding and attention need next to the packed ones."""
-        return [*super().tables(), *(self.low.tables(self.head_dim) if self.rest.tokens else [])]
+        lost = [] if self.lost_rest is None else [self.lost_rest]
+        return [*super().tables(), *(self.low.tables(self.head_dim) if self.rest.tokens else []), *lost]
 
     def count(self, footprint: Footprint) -> None:
         """Add the bytes held to `footprint`, without tables."""

@@ -171,7 +171,7 @@ class ScoredEvictionStore(EvictingStore):
         now = [pool.positions for pool in self.pools]
         if self._pages is None or not all(a is b for a, b in zip(self._pages[0], now, strict=True)):
             pages = list(self.packed_pages())
-            made = packed_pages_of(pages, self.kv_heads, self.keys.correction)
+            made = packed_pages_of(pages, self.kv_heads)
             if not all(page.keys.keeps and page.values.keeps for page in pages):
                 return made
             self._pages = now, made
@@ -180,7 +180,8 @@ class ScoredEvictionStore(EvictingStore):
     @staticmethod
     def _packed(pool: TokenPool, first: int, tokens: int) -> PackedSegment:
         keys, values = pool.views(first, tokens)
-        return PackedSegment(keys, values, 0, tokens, pool.positions[:, :, first : first + tokens])
+        positions = pool.positions[:, :, first : first + tokens]
+        return PackedSegment(keys, values, 0, tokens, positions, pool.sides[0].correction)
 
     def _take(self, new: list[Tensor], votes: Tensor | None, leave: int, prompt: bool) -> None:
         """Move the oldest tokens into the pool, see `EvictingStore`.

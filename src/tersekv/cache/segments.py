@@ -28,6 +28,7 @@ class PackedSegment(NamedTuple):
     """Packed tokens. Token i has position first + i, unless `positions` is given.
 
     positions: int32 [T]; if heads differ [B, H, T], −1 for no token, or marks.
+    correction: float32 [B, H, D], see `softmax.score_bias`, or None. Segments of one rate share it.
     """
 
     keys: View
@@ -35,6 +36,7 @@ class PackedSegment(NamedTuple):
     first: int
     tokens: int
     positions: Tensor | Marks | None = None
+    correction: Tensor | None = None
 
     @property
     def where(self) -> Tensor | Marks | int:
@@ -42,11 +44,8 @@ class PackedSegment(NamedTuple):
         return self.first if self.positions is None else self.positions
 
 
-def packed_pages_of(pages: Sequence[PackedSegment], heads: int, correction: Tensor | None = None) -> PackedPages | None:
-    """Return the pages of a layer with `heads` KV heads as attention reads them, or None.
-
-    correction: see `PackedPages`.
-    """
+def packed_pages_of(pages: Sequence[PackedSegment], heads: int) -> PackedPages | None:
+    """Return the pages of a layer with `heads` KV heads as attention reads them, or None."""
     if not pages:
         return None
     return PackedPages(
@@ -56,7 +55,7 @@ def packed_pages_of(pages: Sequence[PackedSegment], heads: int, correction: Tens
         [page.tokens for page in pages],
         (pages[0].keys.linear, pages[0].values.linear),
         heads,
-        correction,
+        [page.correction for page in pages],
     )
 
 

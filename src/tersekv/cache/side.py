@@ -54,6 +54,7 @@ class Prepared(NamedTuple):
     enter_tail: [B, H, n, D], tokens that enter the tail.
     lost: lost variance of the keys, see `SideStore`.
     rest: packed tensors of tokens with a lower rate, see `MixedSide`.
+    lost_rest: lost variance of such keys.
     """
 
     codec: Codec
@@ -63,6 +64,7 @@ class Prepared(NamedTuple):
     enter_tail: Tensor
     lost: Tensor | None
     rest: Sequence[PackedTensors] = ()
+    lost_rest: Tensor | None = None
 
 
 class SideStore(Stateful):
@@ -80,6 +82,7 @@ class SideStore(Stateful):
     STATE: ClassVar[Spec] = {"sinks": exact_tokens}
     RULES: ClassVar[Rules] = (side_learnt,)
     PARTS: ClassVar[tuple[str, ...]] = ("packed", "tail")
+    MADE: ClassVar[tuple[str, ...]] = ("_factors",)
 
     def __init__(
         self,
@@ -95,6 +98,7 @@ class SideStore(Stateful):
         B, H, _, self.head_dim = like.shape
         self.corrected = corrected
         self.lost: Tensor | None = None
+        self._factors: dict[int, tuple[Tensor, Tensor]] | None = None
         self.codec, self.rotary, self.heads = codec, rotary, heads
         self.dtype = dtype
         self.sinks = like.new_empty((B, H, 0, self.head_dim), dtype=dtype)
@@ -293,6 +297,7 @@ class SideStore(Stateful):
         self.sinks = self.sinks.to(device)
         self.codec = self.codec.to(device)
         self.lost = None if self.lost is None else self.lost.to(device)
+        self._factors = None
 
     def select(self, rows: Tensor) -> None:
         """Keep these batch rows (int64, repeats allowed)."""
@@ -301,11 +306,21 @@ class SideStore(Stateful):
         self.sinks = self.sinks.index_select(0, rows)
         self.codec = self.codec.select(rows)
         self.lost = None if self.lost is None else self.lost.index_select(0, rows)
+        self._factors = None
 
     @property
     def correction(self) -> Tensor | None:
         """Return the factors of `softmax.score_bias`, float32 [B, H, D], or None."""
-        return None if self.lost is None else self.lost * (0.5 * self.corrected)
+        return self._factors_of(self.lost)
+
+    def _factors_of(self, lost: Tensor | None) -> Tensor | None:
+        """Return the factors for a lost variance, which are the same tensor at every call."""
+        if lost is None:
+            return None
+        made = self._factors = self._factors or {}
+        if id(lost) not in made:
+            made[id(lost)] = lost, lost * (0.5 * self.corrected)
+        return made[id(lost)][1]
 
     def tables(self) -> list[Tensor]:
         """Return the tensors that decoding and attention need next to the packed ones."""

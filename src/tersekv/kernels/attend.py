@@ -77,7 +77,8 @@ class PackedPages:
         heads: H.
         listed: positions or masks that are tensors, None for the other pages; None if no page has such.
         is_mapped: True if the query or the output must be transformed.
-        correction: float32 [1 or B, H, D], see `softmax.score_bias`, or None.
+        corrections: float32 [1 or B, H, D] of each page, see `softmax.score_bias`, or None.
+        alike: numbers of the pages with the same correction, for each of them.
         made: kernel arguments that backends built once, by the backend's name.
     """
 
@@ -89,10 +90,15 @@ class PackedPages:
         tokens: Sequence[int],
         maps: tuple[Map, Map],
         heads: int,
-        correction: Tensor | None = None,
+        corrections: Sequence[Tensor | None] | None = None,
     ) -> None:
         self.keys, self.values, self.where, self.maps = tuple(keys), tuple(values), tuple(where), maps
-        self.tokens, self.heads, self.correction = tuple(tokens), heads, correction
+        self.tokens, self.heads = tuple(tokens), heads
+        self.corrections = (None,) * len(self.keys) if corrections is None else tuple(corrections)
+        alike: dict[int, list[int]] = {}
+        for i, correction in enumerate(self.corrections):
+            alike.setdefault(id(correction), []).append(i)
+        self.alike = list(alike.values())
         listed = tuple(place if isinstance(place, Tensor) else None for place in where)
         self.listed = listed if any(place is not None for place in listed) else None
         self.is_mapped = maps[0].keeps_query or any(
@@ -102,7 +108,7 @@ class PackedPages:
 
     def located(self, where: Sequence[Where]) -> PackedPages:
         """Return these pages with other positions or masks; both share the cached kernel arguments."""
-        other = PackedPages(self.keys, self.values, where, self.tokens, self.maps, self.heads, self.correction)
+        other = PackedPages(self.keys, self.values, where, self.tokens, self.maps, self.heads, self.corrections)
         other.made = self.made
         return other
 
@@ -220,14 +226,18 @@ def composed(
     if pages is not None:
         each = zip(pages.keys, pages.values, pages.where, pages.tokens, strict=True)
         packed = [Segment(k, v, cut.at(where, tokens), True) for k, v, where, tokens in each]
-    if pages is None or not (pages.is_mapped or pages.correction is not None):
+    if pages is None or not (pages.is_mapped or any(x is not None for x in pages.corrections)):
         out, lse = segments(rows, [*plain, *packed], scaling, softcap)
     else:
         keys, values = pages.maps
         mapped = keys.query(rows)
-        inner, lse = segments(mapped, packed, scaling, softcap)
-        if pages.correction is not None:
-            lse = lse + score_bias(mapped, pages.correction, scaling)
+        of_pages = []
+        for numbers in pages.alike:
+            inner, lse = segments(mapped, [packed[i] for i in numbers], scaling, softcap)
+            if (correction := pages.corrections[numbers[0]]) is not None:
+                lse = lse + score_bias(mapped, correction, scaling)
+            of_pages.append((inner, lse))
+        inner, lse = _merged(of_pages)
         out = values.output(inner)
         if plain:
             beside = segments(rows, plain, scaling, softcap)
@@ -235,6 +245,12 @@ def composed(
         elif values.mean is not None:
             out = out.masked_fill(lse.isneginf().unsqueeze(-1), 0.0)
     return (out, lse) if parts else finished(out, lse, query, sinks)
+
+
+def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    if len(parts) == 1:
+        return parts[0]
+    return merge_segments([out for out, _ in parts], [lse for _, lse in parts])
 
 
 def finished(out: Tensor, lse: Tensor, query: Tensor, sinks: Tensor | None) -> Tensor:

@@ -44,11 +44,6 @@ class Mixed(TokenPolicy):
             raise UserError(f"budget={self.budget:g} is not allowed; give a share of the tokens between 0 and 1")
         if self.rest <= 0:
             raise UserError(f"rest={self.rest:g} is not allowed; give the bits of the less important tokens, above 0")
-        if self.corrected_share:
-            raise UserError(
-                f"bias_correction={self.bias_correction} is not available with several rates; use "
-                "bias_correction=off, or the policy window"
-            )
 
     def first_packing(self, window: int | None) -> int:
         """Return twice `recent`, or 0 in a layer whose sliding window is smaller, as for `window`."""

@@ -57,7 +57,7 @@ def native_pages(pages: PackedPages) -> Any:
             value_basis=values.basis,
             value_channels=values.channels,
             value_mean=values.mean,
-            correction=pages.correction,
+            corrections=[_contiguous(correction) for correction in pages.corrections],
         )
     return made
 
@@ -132,7 +132,7 @@ def _pages_of(keys: list[Any], values: list[Any]) -> Any:
     return cpu.loaded().pages(
         keys=keys, values=values, first=[0] * len(keys), marks=[None] * len(keys), key_rotation=None, key_basis=None,
         key_channels=None, keeps_query=False, value_rotation=None, value_basis=None, value_channels=None,
-        value_mean=None, correction=None,
+        value_mean=None, corrections=[None] * len(keys),
     )  # fmt: skip
 
 

@@ -319,25 +319,31 @@ def attend_layer(
     parts: bool = False,
     table: Table | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend over a layer, see `kernels/attend.py`: one launch for the pages, which are prepared
-    once, one for exact tokens, and one that merges."""
+    """Attend over a layer, see `kernels/attend.py`: one launch for the pages of each layout and
+    correction, which are prepared once, one for exact tokens, and one that merges."""
     if table is not None:
         raise NotTaken("attend does not read page tables; use attend_pages")
     _check_interpreter(query)
-    made: PageSet | str | None = None
+    sets: dict[int, PageSet | str] = {}
     if pages is not None:
-        each = zip(pages.keys, pages.values, strict=True)
-        made = pages.made.get(NAME) or prepare([Segment(keys, values, None, True) for keys, values in each])
-        pages.made[NAME] = made
-        if isinstance(made, str):
-            raise NotTaken(made)
+        if (sets := pages.made.get(NAME, {})) == {}:
+            sets = pages.made[NAME] = {
+                id(pages.keys[numbers[0]]): prepare(
+                    [Segment(pages.keys[i], pages.values[i], None, True) for i in numbers]
+                )
+                for numbers in pages.alike
+            }
+        for made in sets.values():
+            if isinstance(made, str):
+                raise NotTaken(made)
 
     def run(rows: Tensor, segments: list[Segment], scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         own = [segment for segment in segments if segment.is_page]
         others = [segment for segment in segments if not segment.is_page]
         if not own:
             return segments_operators.attend_segments.kernels[NAME](rows, others, scaling, softcap)
-        assert made is not None and not isinstance(made, str)  # noqa: PT018
+        made = sets[id(own[0].keys)]
+        assert not isinstance(made, str)
         masks = [segment.mask for segment in (*own, *others)]
         return attend(rows, made.with_segments(others), masks, scaling, softcap)
 
