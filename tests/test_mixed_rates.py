@@ -80,7 +80,7 @@ def test_attention_reads_every_token_at_its_rate(codec: str, padding: list[int] 
     cuts = [0, 600, *range(601, 701), 1000]
     store = fed(f"{OPTIONS}+{codec}", tokens, cuts, padding)
     assert store.num_tokens == 1000
-    assert store.ranked == store.packed_tokens > 900
+    assert store.packed_tokens > 900
     for n in (1, 100):
         query = normal(2, H * G, n, D, seed=9)
         if n == 1:
@@ -221,7 +221,7 @@ def test_rollback():
     with pytest.raises(CacheError, match="under the policy mixed the latest 6 can be"):
         store.crop(7)
     store.crop(490)
-    assert store.num_tokens == store.packed_tokens == store.ranked == 0
+    assert store.num_tokens == store.packed_tokens == 0
     again = fed(f"{OPTIONS}+{TRELLIS}", tokens, [0, 400])
     keys, values, query = (x[:, :, :400] for x in tokens)
     store.append(keys, values, None, observe(store, keys, values, AttentionCall(query, None, 0.3)))

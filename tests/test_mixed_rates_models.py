@@ -75,7 +75,7 @@ def test_transformers_tokens(models, name, options):
     assert got.tolist() == expected.tolist()
     full = next(layer.store for layer in cache.layers if layer.sliding_window is None)
     assert isinstance(full, MixedRatesStore)
-    assert full.packed_tokens == full.ranked >= 128
+    assert full.packed_tokens >= 128
     sliding = [layer.store for layer in cache.layers if layer.sliding_window is not None]
     assert all(type(store) is LayerStore for store in sliding)
 

@@ -53,14 +53,13 @@ class Ranking(NamedTuple):
 
 
 def rates_agree(store: MixedRatesStore, place: str) -> None:
-    """Check that `high` has one bit per ranked token, with as many tokens of each rate in every head."""
+    """Check that `high` has one bit per packed token, with as many tokens of each rate in every head."""
     held = {(side.packed.tokens, side.rest.tokens) for side in store.sides}
     require(len(held) == 1, f"{place}.sides", f"hold different numbers of tokens at each rate {sorted(held)}")
     packed, rest = held.pop()
-    ranked = store.ranked
-    require(ranked % store.flush_tokens == 0 and rest <= ranked <= packed + rest, f"{place}.high", "has a wrong length")
+    require(store.high.shape[2] * BITS == packed + rest, f"{place}.high", "has a wrong length")
     count = store.is_high().sum(-1)
-    require(bool((count == ranked - rest).all()), f"{place}.high", f"must name {ranked - rest} tokens in every head")
+    require(bool((count == packed).all()), f"{place}.high", f"must name {packed} tokens in every head")
 
 
 class MixedRatesStore(LayerStore):
@@ -99,11 +98,6 @@ class MixedRatesStore(LayerStore):
 
     def _side(self, codec: Codec, *arguments: Any) -> SideStore:
         return MixedSide(codec, self.mixed.rest, *arguments)
-
-    @property
-    def ranked(self) -> int:
-        """Number of packed tokens."""
-        return self.high.shape[2] * BITS
 
     # ------------------------------------------------------------------ growing
 
@@ -169,25 +163,16 @@ class MixedRatesStore(LayerStore):
     # ------------------------------------------------------------------ reading
 
     def is_high(self) -> Tensor:
-        """Return `high` as bool [B, H, ranked]."""
+        """Return `high` as bool [B, H, packed]."""
         return unpack_bits(self.high)
 
-    def _extents(self) -> Iterator[tuple[bool, int, int, Marks | int]]:
-        """Yield, for pages of each rate: is it the lower one, first slot, number of slots, and positions.
-
-        Positions are marks, or that of the first slot.
-        """
-        ranked, start = self.ranked, self.packed_first
-        before = ranked - self.sides[0].rest.tokens  # ranked tokens of the codec's rate
+    def _extents(self) -> Iterator[tuple[bool, int, Marks]]:
+        """Yield, for pages of each rate: is it the lower one, first slot, and positions."""
         for first, tokens in extents(self.sides):
-            cut = min(max(before - first, 0), tokens)  # a page may hold ranked and later tokens
-            if cut:
-                yield False, first, cut, Marks(self.high, start, cut, True, first)
-            if tokens > cut:
-                yield False, first + cut, tokens - cut, start + ranked + first + cut - before
+            yield False, first, Marks(self.high, self.packed_first, tokens, True, first)
         ends = [0, *self.sides[0].rest.ends]
         for first, last in itertools.pairwise(ends):
-            yield True, first, last - first, Marks(self.high, start, last - first, False, first)
+            yield True, first, Marks(self.high, self.packed_first, last - first, False, first)
 
     def packed_pages(self) -> Iterator[PackedSegment]:
         """Return packed tokens page by page, those of the codec's rate first."""
@@ -199,32 +184,26 @@ class MixedRatesStore(LayerStore):
         Slots count those of the codec's rate first.
         """
         offset = 0
-        for rest, start, length, where in self._extents():
-            if first < offset + length:
+        for rest, start, where in self._extents():
+            if first < offset + where.tokens:
                 skip = first - offset
-                take = length - skip if tokens is None else min(tokens, length - skip)
-                where = where + skip if isinstance(where, int) else where.part(skip, take)
-                return self._segment(rest, start + skip, take, where)
-            offset += length
+                left = where.tokens - skip
+                take = left if tokens is None else min(tokens, left)
+                return self._segment(rest, start + skip, where.part(skip, take))
+            offset += where.tokens
         return None
 
-    def _segment(self, rest: bool, first: int, tokens: int, where: Marks | int) -> PackedSegment:
-        keys, values = (side.view_of(rest, first, tokens, where) for side in self.sides)
-        correction = self.sides[0].correction_of(rest)
-        if isinstance(where, int):
-            return PackedSegment(keys, values, where, tokens, None, correction)
-        return PackedSegment(keys, values, 0, tokens, where, correction)
+    def _segment(self, rest: bool, first: int, where: Marks) -> PackedSegment:
+        keys, values = (side.view_of(rest, first, where) for side in self.sides)
+        return PackedSegment(keys, values, 0, where.tokens, where, self.sides[0].correction_of(rest))
 
     def _in_order(self, side: SideStore, dtype: torch.dtype) -> Tensor:
         assert isinstance(side, MixedSide)
         out = side.sinks.new_empty((*side.sinks.shape[:2], self.packed_tokens, side.head_dim), dtype=dtype)
-        for rest, first, tokens, where in self._extents():
-            x = side.view_of(rest, first, tokens, where).decode().to(dtype)
-            if isinstance(where, int):
-                out[:, :, where - self.packed_first :][:, :, :tokens] = x
-            else:
-                at = (where.positions() - self.packed_first).long().unsqueeze(-1)
-                out.scatter_(2, at.expand_as(x), x)
+        for rest, first, where in self._extents():
+            x = side.view_of(rest, first, where).decode().to(dtype)
+            at = (where.positions() - self.packed_first).long().unsqueeze(-1)
+            out.scatter_(2, at.expand_as(x), x)
         return torch.cat([side.sinks.to(dtype), out, side.tail.data.to(dtype)], dim=2)
 
     # ------------------------------------------------------------------ changing
@@ -232,8 +211,8 @@ class MixedRatesStore(LayerStore):
     def check_crop(self, n: int) -> None:
         """Raise CacheError unless n tokens can be rolled back: all, or those that are not packed."""
         super().check_crop(n)
-        most = self.num_tokens - self.packed_first - self.ranked
-        if self.ranked and most < n < self.num_tokens:
+        most = self.keys.tail.tokens
+        if self.packed_tokens and most < n < self.num_tokens:
             raise CacheError(
                 f"cannot roll back {n} of {self.num_tokens} tokens; under the policy mixed the latest {most} can be "
                 "rolled back, or all"

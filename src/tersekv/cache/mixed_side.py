@@ -140,19 +140,12 @@ class MixedSide(SideStore):
             return self.angles_at(marks.positions()) if self.rotary is not None else None
         return MarkedAngles(self.rotary.rope, marks, self.rotary.padding)
 
-    def view_of(self, rest: bool, first: int, tokens: int, where: Marks | int) -> View:
-        """Return the view of packed tokens of one rate. where: marks, or the first position."""
-        if not rest and isinstance(where, int):
-            return self.view(first, tokens, where - first)
+    def view_of(self, rest: bool, first: int, where: Marks) -> View:
+        """Return the view of packed tokens of one rate, from slot `first` on."""
         codec, buffer = (self.low, self.rest) if rest else (self.codec, self.packed)
         t = buffer.layout.block_tokens
-        planes = buffer.planes(first // t, (first + tokens) // t)
-        assert isinstance(where, Marks)
+        planes = buffer.planes(first // t, (first + where.tokens) // t)
         return coding.view(codec, planes, self.head_dim, self._angles(where))
-
-    def unpack_back(self, tokens: int, keep: int, place: int) -> None:
-        """Remove the latest packed tokens, see `SideStore`. All of them came after the ranked ones."""
-        super().unpack_back(tokens, keep, place + self.rest.tokens)
 
     @staticmethod
     def _rates(low: Codec) -> dict[str, Tensor]:
