@@ -14,6 +14,7 @@ from conftest import benchmark
 from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.mixed_rates import Ranking
 from tersekv.cache.stores import new_store
+from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.kernels import backends
 from tersekv.recipe import Recipe
 from test_ops_triton import OUT, Counted, compare, device, moved, pytestmark  # noqa: F401
@@ -80,13 +81,16 @@ def test_bias_correction(device, recipe):  # noqa: F811
     assert (expected - without).norm() > 10 * OUT * expected.norm()
 
 
-def test_bias_correction_of_two_rates(device):  # noqa: F811
-    """The pages of each rate have a launch and a term of their own."""
+@pytest.mark.parametrize("recipe", ["kivi:bits=2", "trellis:bits=2,calibration=prompt"])
+def test_bias_correction_of_two_rates(device, recipe):  # noqa: F811
+    """The pages of each rate have a launch and a term of their own, without and with a rotated mean."""
     keys, values = tokens(200, B=2, D=64)
     ranking = Ranking(torch.rand(2, 2, 200, generator=torch.Generator().manual_seed(1)))
-    stores = []
+    stores, rope = [], standard_rope(64)
     for options in ("", ",bias_correction=full"):
-        s = new_store(Recipe.parse(f"mixed:sinks=4,recent=32,rest=1{options}+kivi:bits=2").plan(0, 1), keys, values)
+        s = new_store(
+            Recipe.parse(f"mixed:sinks=4,recent=32,rest=1{options}+{recipe}").plan(0, 1), keys, values, None, rope
+        )
         with backends.forced("auto"):
             s.append(keys, values, None, ranking)
         assert min(side.tokens for side in (s.keys.packed, s.keys.rest)) >= 32

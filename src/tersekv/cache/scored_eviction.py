@@ -6,6 +6,7 @@ they fill a block, which is then packed.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from functools import cached_property
@@ -135,17 +136,26 @@ class ScoredEvictionStore(EvictingStore):
 
     def held(self) -> Iterator[PackedSegment | ExactSegment]:
         """Return the tokens held in the order of votes: packed and loose slots of each pool, then the tail."""
+        exact = self.exact_segments()
         for pool in self.pools:
-            yield from (self._packed(pool, first, tokens) for first, tokens in extents(pool.sides))
-            P = pool.packed_tokens
-            if pool.positions.shape[2] > P:
-                yield ExactSegment(pool.sides[0].loose, pool.sides[1].loose, pool.positions[:, :, P:])
-        if tail := self.tails[0].tokens:
-            yield ExactSegment(self.tails[0].data, self.tails[1].data, self.num_tokens - tail)
+            yield from self._pages_of(pool)
+            if pool.sides[0].loose.shape[2]:
+                yield exact.pop(0)
+        yield from exact
+
+    def _pages_of(self, pool: TokenPool) -> Iterator[PackedSegment]:
+        return (self._packed(pool, first, tokens) for first, tokens in extents(pool.sides))
 
     def exact_segments(self) -> list[ExactSegment]:
-        """Return loose tokens and tail, without empty ones."""
-        return [segment for segment in self.held() if isinstance(segment, ExactSegment)]
+        """Return loose tokens of each pool and the tail, without empty ones."""
+        segments = []
+        for pool in self.pools:
+            keys, values = pool.sides[0].loose, pool.sides[1].loose
+            if n := keys.shape[2]:
+                segments.append(ExactSegment(keys, values, pool.positions[:, :, -n:]))
+        if tail := self.tails[0].tokens:
+            segments.append(ExactSegment(self.tails[0].data, self.tails[1].data, self.num_tokens - tail))
+        return segments
 
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
         """Return packed slots `first` to `first + tokens`, multiples of `flush_tokens`, or None.
@@ -161,21 +171,24 @@ class ScoredEvictionStore(EvictingStore):
 
     def packed_pages(self) -> Iterator[PackedSegment]:
         """Return packed slots page by page, without copies."""
-        return (segment for segment in self.held() if isinstance(segment, PackedSegment))
+        return (page for pool in self.pools for page in self._pages_of(pool))
 
     def pages(self) -> PackedPages | None:
         """Return packed slots as attention reads them, None if there are none.
 
         The result is cached until slots change, which creates a new tensor of positions.
         """
-        now = [pool.positions for pool in self.pools]
-        if self._pages is None or not all(a is b for a, b in zip(self._pages[0], now, strict=True)):
-            pages = list(self.packed_pages())
-            made = packed_pages_of(pages, self.kv_heads)
-            if not all(page.keys.keeps and page.values.keeps for page in pages):
-                return made
-            self._pages = now, made
-        return self._pages[1]
+        positions, made = self._pages or ([], None)
+        for pool, known in itertools.zip_longest(self.pools, positions):
+            if known is not pool.positions:
+                break
+        else:
+            return made
+        pages = list(self.packed_pages())
+        made = packed_pages_of(pages, self.kv_heads)
+        if all(page.keys.keeps and page.values.keeps for page in pages):
+            self._pages = [pool.positions for pool in self.pools], made
+        return made
 
     @staticmethod
     def _packed(pool: TokenPool, first: int, tokens: int) -> PackedSegment:
