@@ -134,7 +134,7 @@ MeanPlan mean_plan_of(const MeanScores& of, int threads) {
   MeanPlan plan{&of, 0, ceil_div(of.call.R, kRowBlock), 1, nullptr};
   if (threads > 1) {
     const int64_t worth = ceil_div(of.call.T, kMeanPositions);
-    plan.splits = std::max<int64_t>(1, std::min(ceil_div(2 * threads, plan.tasks()), worth));
+    plan.splits = std::max<int64_t>(1, std::min(ceil_div(3 * threads, plan.tasks()), worth));
   }
   plan.left.reset(new std::atomic<int64_t>[plan.splits]);
   for (int64_t split = 0; split < plan.splits; split++) plan.left[split] = plan.heads() * plan.row_blocks;
