@@ -35,6 +35,8 @@ RECIPES = [
     *(f"{name}:budget=0.5,recent=16+kivi:bits=4" for name in DROPPING),
     "h2o:budget=0.5,recent=16+polarquant:codebook=online",
     "h2o:budget=0.8,recent=16,rest=2+uniform:bits=4",
+    "mixed:recent=16+uniform:bits=4",
+    "h2o:budget=0.8,recent=16,rest=2,evict=block+kivi:bits=4",
     "window:recent=16+kvarn:tile=64",
     "snapkv:budget=0.5,recent=16+kvquant:calibration=prompt",
 ]

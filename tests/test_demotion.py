@@ -187,3 +187,24 @@ def test_a_model_generates(llama, policy):
 def test_refused(recipe, reason):
     with pytest.raises(UserError, match=reason):
         Recipe.parse(recipe)
+
+
+@pytest.mark.parametrize("codec", ["trellis:bits=4,calibration=prompt,centre=false", "polarquant", "exact"])
+def test_tokens_are_moved_together_unchanged(codec):
+    """Layouts that can move tokens keep few empty slots, and every token keeps its bits."""
+    keys, values = tokens(900, D=32)
+    query = torch.randn(1, 4, 900, 32, generator=torch.Generator().manual_seed(1))
+    store = made(f"h2o:budget=300,recent=16,evict=block+{codec}", keys, values)
+    known: dict[tuple[int, int], torch.Tensor] = {}
+    for start, stop in [(0, 500), *((i, i + 1) for i in range(500, 800)), (800, 900)]:
+        feed(store, *(x[:, :, start:stop] for x in (keys, values, query)))
+        if start % 40 and stop != 900:
+            continue
+        for segment in store.packed_pages():
+            for head in range(2):
+                for slot, position in enumerate(segment.positions[0, head].tolist()):
+                    if position >= 0:
+                        token = segment.keys.decode()[0, head, slot]
+                        assert torch.equal(known.setdefault((head, position), token), token)
+    assert len(known) > 500
+    assert store.packed_tokens <= 1.125 * (300 - 16) + 64

@@ -107,3 +107,15 @@ class TensorSpec:
 def type_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without "torch.", for example float16."""
     return str(dtype).removeprefix("torch.")
+
+
+def chosen_tokens(blocks: Tensor, index: Tensor, axis: int | None) -> Tensor:
+    """Return blocks of the tokens `index` (int64 [B, H, n·t]) of blocks [B, H, N, …] of t tokens.
+
+    axis: that of the tokens, counted from the fourth of `blocks`.
+    """
+    assert axis is not None
+    tokens = blocks.movedim(3 + axis, 3)
+    own = index.reshape(*index.shape, *(1,) * (tokens.dim() - 4)).expand(*index.shape, *tokens.shape[4:])
+    chosen = tokens.flatten(2, 3).gather(2, own).unflatten(2, (-1, tokens.shape[3]))
+    return chosen.movedim(3, 3 + axis).contiguous()

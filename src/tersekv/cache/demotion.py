@@ -83,7 +83,7 @@ class DemotingStore(ScoredEvictionStore):
         limits: tuple[int | None, ...] = (None, None)
         if evicts or demotes:
             tokens = int(most.max()) + self.flush_tokens, int(lower.max())
-            limits = tuple(self._most_blocks(n) for n in tokens)
+            limits = tuple(self._most_blocks(pool, n) for pool, n in zip(self.pools, tokens, strict=True))
         self._fit(samples, sampled)
         for pool, limit in zip(self.pools, limits, strict=True):
             pool.pack(self._movable(pool), samples, sampled, limit)

@@ -13,7 +13,7 @@ import math
 
 from tersekv.cache.cache_size import CacheShape, layouts_of_heads, lower_plan, size
 from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS
-from tersekv.cache.scored_eviction import SPARE
+from tersekv.cache.pool import most_blocks
 from tersekv.errors import UserError
 from tersekv.layouts.base import Layout
 from tersekv.policies.base import UNLIMITED, Selection
@@ -96,7 +96,7 @@ def _of_pool(
     demotes: its tokens move to another pool, a block at a time.
     """
     flush = _flush(layouts)
-    blocks = math.ceil(SPARE * (tokens + demotes * flush) / flush) + 1
+    blocks = most_blocks([layout for layout, _ in layouts], tokens + demotes * flush, flush)
     if policy.evicts_ahead:  # evicted down to 7/8, then filled again
         blocks += math.ceil(policy.budget / 8 / flush) + 1
     slots = (blocks + 1) * flush - (tokens - sinks)

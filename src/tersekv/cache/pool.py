@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -27,10 +27,23 @@ from tersekv.cache.side import SideStore, exact_tokens
 from tersekv.cache.state import Spec, Stateful
 from tersekv.codecs import Codec
 from tersekv.codecs.transforms.rope import Angles, Rope
-from tersekv.layouts.base import View
+from tersekv.layouts.base import Layout, View
 from tersekv.tensors import TensorSpec
 
 WEIGHT = "weight"
+
+SPARE, SPARE_MOVING = 1.5, 1.125
+"""Maximum packed slots of a pool, as a multiple of the tokens that it may hold, and the same if its
+layouts can move tokens.
+
+This limits how many slots can become empty before whole blocks are evicted, or tokens are moved.
+"""
+
+
+def most_blocks(layouts: Iterable[Layout], tokens: int, flush: int) -> int:
+    """Return how many blocks of `flush` slots a pool for so many tokens per head may have."""
+    spare = SPARE_MOVING if all(layout.moves_tokens for layout in layouts) else SPARE
+    return math.ceil(spare * max(0, tokens) / flush) + 1
 
 
 def pool_side(side: SideStore, place: str) -> None:
@@ -268,7 +281,8 @@ class TokenPool(Stateful):
         """Move tokens together if half of the packed slots are empty, or if there are too many
         blocks.
 
-        This is done only if it changes no bit of the decoded tokens, as for floats.
+        This is done only if it changes no bit of the decoded tokens: if the layout can move tokens, or
+        if coding them again gives the same.
         """
         P, t = self.packed_tokens, self.flush_tokens
         alive = self.alive[:, :, :P]
@@ -281,6 +295,9 @@ class TokenPool(Stateful):
         order = torch.where(held, order, order[:, :, :1])
         planes = []
         for side in self.sides:
+            if side.packed.layout.moves_tokens:
+                planes.append(side.packed.layout.select_tokens(side.planes(0, P), order))
+                continue
             x = gathered(side.view(0, P).decode(), order)
             planes.append(side.codec.encode(x))
             self.moves = self.moves and torch.equal(side.codec.decode(planes[-1], side.head_dim), x)

@@ -7,7 +7,6 @@ they fill a block, which is then packed.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
@@ -17,19 +16,13 @@ from torch import Tensor
 
 from tersekv.cache.evicting import SELECTIVE, EvictingStore
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.pool import WEIGHT, TokenPool
+from tersekv.cache.pool import WEIGHT, TokenPool, most_blocks
 from tersekv.cache.schema import require, tensor, whole
 from tersekv.cache.segments import ExactSegment, PackedSegment, packed_pages_of
 from tersekv.cache.side import extents
 from tersekv.errors import UserError
 from tersekv.kernels.attend import PackedPages
 from tersekv.policies.base import Candidates, Selection
-
-SPARE = 1.5
-"""Maximum packed slots of a pool, as a multiple of the tokens that it may hold.
-
-This limits how many slots can become empty before whole blocks are evicted.
-"""
 
 VOTES = "votes"
 
@@ -256,7 +249,7 @@ class ScoredEvictionStore(EvictingStore):
         self.pool.keep(alive[:, :, :slots])
         fields = {VOTES: leaving.votes[:, :, slots:], WEIGHT: weights[:, :, slots:]}
         self.pool.take(leaving.tokens, leaving.positions, alive[:, :, slots:], fields)
-        most = self._most_blocks(int(self._head_budget().max()) - self.tail_tokens) if evicts else None
+        most = self._most_blocks(self.pool, int(self._head_budget().max()) - self.tail_tokens) if evicts else None
         self.pool.pack(self._movable(self.pool), samples, sampled, most)
         del self.pool.fields[WEIGHT]
 
@@ -304,9 +297,10 @@ class ScoredEvictionStore(EvictingStore):
             parts.append(pool.sides[0].loose.float())
         return torch.cat([*parts, leaving.float()], dim=2)
 
-    def _most_blocks(self, tokens: int) -> int:
+    @staticmethod
+    def _most_blocks(pool: TokenPool, tokens: int) -> int:
         """Return how many blocks a pool may have for so many tokens per head."""
-        return math.ceil(SPARE * max(0, tokens) / self.flush_tokens) + 1
+        return most_blocks([side.packed.layout for side in pool.sides], tokens, pool.flush_tokens)
 
     def _crop_tail(self, n: int) -> None:
         super()._crop_tail(n)

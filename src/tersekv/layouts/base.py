@@ -22,6 +22,7 @@ from tersekv.kernels.attend_grid import Side as Side
 from tersekv.kernels.attend_packed import Operand, native_view
 from tersekv.kernels.basis import unpacked_basis
 from tersekv.kernels.registry import NotTaken
+from tersekv.tensors import chosen_tokens
 
 Kind = Literal["codes", "scales and norms"]
 PackedTensors = dict[str, Tensor]
@@ -43,6 +44,8 @@ class PlaneSpec:
         have more than the share.
     channels: number of channels, if the elements contain channel indices.
     channel_bits: number of low bits of an element that hold the channel index. None means all bits.
+    token_axis: axis of `shape` with an element, or several, for each of the block's tokens. None if
+        tokens share elements, so that none can be moved alone.
     """
 
     shape: tuple[int, ...]
@@ -53,6 +56,7 @@ class PlaneSpec:
     ends: tuple[float, int] | None = None
     channels: int | None = None
     channel_bits: int | None = None
+    token_axis: int | None = None
 
     def block_bytes(self, heads: int = 1) -> float:
         """Return the bytes of one block per head, for a layer with `heads` heads."""
@@ -142,6 +146,15 @@ class Layout:
         B, H, _ = index.shape
         heads = torch.arange(B * H, device=index.device).view(B, H)
         return chosen | self._select_entries(planes, index.permute(2, 0, 1) * (B * H) + heads)
+
+    @property
+    def moves_tokens(self) -> bool:
+        """True if tokens can be moved between blocks as they are, by `select_tokens`."""
+        return all(spec.token_axis is not None and not spec.shared for spec in self.planes.values())
+
+    def select_tokens(self, planes: PackedTensors, index: Tensor) -> PackedTensors:
+        """Return the tensors of tokens `index` (int64 [B, H, n], whole blocks) of each head, in that order."""
+        return {name: chosen_tokens(plane, index, self.planes[name].token_axis) for name, plane in planes.items()}
 
     def _select_entries(self, planes: PackedTensors, blocks: Tensor) -> PackedTensors:
         """Return starts [B, H, n] and ragged entries of the chosen blocks.

@@ -15,7 +15,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def exact_layout(head_dim: int, dtype: torch.dtype) -> Layout:
     """Return the layout with its only tensor `x`."""
-    return Layout(BLOCK_TOKENS, {"x": PlaneSpec((BLOCK_TOKENS, head_dim), dtype, "codes")})
+    return Layout(BLOCK_TOKENS, {"x": PlaneSpec((BLOCK_TOKENS, head_dim), dtype, "codes", token_axis=0)})
 
 
 class ExactView(View):

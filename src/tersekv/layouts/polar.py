@@ -65,11 +65,12 @@ class Polar:
 
     def layout(self) -> Layout:
         """Return the layout with angles and radii."""
+        bytes_, radii = (self.offsets()[-1] + 7) // 8, self.head_dim >> self.levels
         return Layout(
             BLOCK_TOKENS,
             {
-                "angles": PlaneSpec(((self.offsets()[-1] + 7) // 8, BLOCK_TOKENS), torch.uint8, "codes"),
-                "radii": PlaneSpec((self.head_dim >> self.levels, BLOCK_TOKENS), self.radius_dtype, "scales and norms"),
+                "angles": PlaneSpec((bytes_, BLOCK_TOKENS), torch.uint8, "codes", token_axis=1),
+                "radii": PlaneSpec((radii, BLOCK_TOKENS), self.radius_dtype, "scales and norms", token_axis=1),
             },
         )
 

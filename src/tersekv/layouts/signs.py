@@ -32,8 +32,8 @@ def signs_planes(sketch_dim: int, norm_dtype: torch.dtype, prefix: str = "") -> 
     """Return the specifications of one sketch's packed tensors. sketch_dim: number of rows."""
     row_bytes = (sketch_dim + 7) // 8
     return {
-        f"{prefix}signs": PlaneSpec((row_bytes, BLOCK_TOKENS), torch.uint8, "codes"),
-        f"{prefix}norms": PlaneSpec((BLOCK_TOKENS,), norm_dtype, "scales and norms"),
+        f"{prefix}signs": PlaneSpec((row_bytes, BLOCK_TOKENS), torch.uint8, "codes", token_axis=1),
+        f"{prefix}norms": PlaneSpec((BLOCK_TOKENS,), norm_dtype, "scales and norms", token_axis=0),
     }
 
 

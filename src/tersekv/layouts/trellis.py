@@ -35,8 +35,8 @@ def trellis_layout(words: int) -> Layout:
     return Layout(
         BLOCK_TOKENS,
         {
-            "stream": PlaneSpec((words, BLOCK_TOKENS), torch.int16, "codes"),
-            "gain": PlaneSpec((BLOCK_TOKENS,), torch.uint8, "scales and norms"),
+            "stream": PlaneSpec((words, BLOCK_TOKENS), torch.int16, "codes", token_axis=1),
+            "gain": PlaneSpec((BLOCK_TOKENS,), torch.uint8, "scales and norms", token_axis=0),
         },
     )
 
