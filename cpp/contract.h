@@ -219,6 +219,8 @@ struct Call {
   // [B, H, R, start_stride], scores that are added to those of the keys; null: none
   const float* start = nullptr;
   int64_t start_stride = 0;
+  int64_t start_mean = 0;              // number of the mean that they are of
+  const Marks* start_marks = nullptr;  // of the call's tokens
   GridFn (*grid_product)(const GridView&, int rows) = nullptr;
   bool rounds = false;  // grid_product multiplies in bfloat16
   const TrellisKernel* trellis = nullptr;

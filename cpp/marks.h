@@ -42,6 +42,13 @@ struct HeadMarks {
     return out;
   }
 
+  // Return the position of a token.
+  int64_t position(int64_t number) const {
+    int64_t out = 0;
+    each(number, 1, [&](int64_t, int64_t position) { out = position; });
+    return out;
+  }
+
   // Call body(i, position) for tokens number first + i, 0 <= i < count, or as many as there are.
   template <class Body>
   void each(int64_t first, int64_t count, Body&& body) const {

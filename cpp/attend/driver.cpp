@@ -47,6 +47,14 @@ struct Plan {
     return split == splits ? units : units * split / splits / grain * grain;
   }
 
+  // Return the position of a task's last token, relative to the first mark.
+  int64_t last_position(int64_t index) const {
+    const int64_t head = index % heads(), split = index / heads() / row_blocks;
+    const Marks& marks = *call->start_marks;
+    const int64_t last = marks.skip + begin(split + 1) * call->tokens_per_unit - 1;
+    return marks_of(marks, head / call->H, head % call->H).position(last);
+  }
+
   void run(int64_t index) const {
     // Tasks of different heads over the same tokens are consecutive, so that data per token stays
     // in the cache.
@@ -91,6 +99,7 @@ void split(Plan& plan, int threads) {
 struct MeanPlan {
   const MeanScores* of;
   int64_t first, row_blocks, splits;
+  std::unique_ptr<std::atomic<int64_t>[]> left;  // of each split, the tasks that have not ended
 
   int64_t heads() const { return of->call.B * of->call.H; }
   int64_t tasks() const { return heads() * row_blocks * splits; }
@@ -98,8 +107,18 @@ struct MeanPlan {
     return split == splits ? of->call.T : of->call.T * split / splits / kWordBits * kWordBits;
   }
 
+  // Wait until the scores of positions up to `last` are there.
+  void wait(int64_t last) const {
+    for (int64_t split = 0; split < splits && begin(split) <= last; split++)
+      while (left[split].load(std::memory_order_acquire) > 0) std::this_thread::yield();
+  }
+
   void run(int64_t index) const {
     const int64_t head = index % heads(), rest = index / heads(), split = rest / row_blocks;
+    struct End {
+      std::atomic<int64_t>& left;
+      ~End() { left.fetch_sub(1, std::memory_order_release); }
+    } end{left[split]};
     Task task;
     task.b = head / of->call.H;
     task.h = head % of->call.H;
@@ -112,35 +131,30 @@ struct MeanPlan {
 };
 
 MeanPlan mean_plan_of(const MeanScores& of, int threads) {
-  MeanPlan plan{&of, 0, ceil_div(of.call.R, kRowBlock), 1};
+  MeanPlan plan{&of, 0, ceil_div(of.call.R, kRowBlock), 1, nullptr};
   if (threads > 1) {
     const int64_t worth = ceil_div(of.call.T, kMeanPositions);
-    plan.splits = std::max<int64_t>(1, std::min(ceil_div(2 * threads, plan.tasks()), worth));
+    plan.splits = std::max<int64_t>(1, std::min(ceil_div(3 * threads, plan.tasks()), worth));
   }
+  plan.left.reset(new std::atomic<int64_t>[plan.splits]);
+  for (int64_t split = 0; split < plan.splits; split++) plan.left[split] = plan.heads() * plan.row_blocks;
   return plan;
 }
 
 struct Job {
   std::vector<MeanPlan> means;
   int64_t mean_tasks = 0;
-  mutable std::atomic<int64_t> means_left{0};  // tasks of means that have not ended
   std::vector<Plan> plans;
 
   // Tasks begin in order, so those of means are running or have ended when any other one begins.
   static void run(const void* context, int64_t index) {
     const Job& job = *static_cast<const Job*>(context);
-    if (index < job.mean_tasks) return job.run_mean(index);
+    if (index < job.mean_tasks) {
+      const MeanPlan& plan = find(job.means, index);
+      return plan.run(index - plan.first);
+    }
     const Plan& plan = find(job.plans, index);
-    while (plan.call->start && job.means_left.load(std::memory_order_acquire) > 0) std::this_thread::yield();
-    plan.run(index - plan.first);
-  }
-
-  void run_mean(int64_t index) const {
-    struct End {
-      std::atomic<int64_t>& left;
-      ~End() { left.fetch_sub(1, std::memory_order_release); }
-    } end{means_left};
-    const MeanPlan& plan = find(means, index);
+    if (plan.call->start) job.means[plan.call->start_mean].wait(plan.last_position(index - plan.first));
     plan.run(index - plan.first);
   }
 
@@ -213,7 +227,7 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
     job.means.back().first = tasks;
     tasks += job.means.back().tasks();
   }
-  job.mean_tasks = job.means_left = tasks;
+  job.mean_tasks = tasks;
   for (Plan& plan : job.plans) {
     split(plan, threads);
     plan.first = tasks;

@@ -117,9 +117,11 @@ class Attention {
       check_units(call);
       if (const auto [mean, set] = pages.shared[i]; mean >= 0 && !means_.empty()) {
         const MarkedScores& from = means_[mean].sets[set];
-        call.start = from.score + call.keys->parts[1].rope.marks.skip;
+        call.start_marks = &call.keys->parts[1].rope.marks;
+        call.start = from.score + call.start_marks->skip;
         call.keys = call.keys->parts;
         call.start_stride = from.stride;
+        call.start_mean = mean;
       }
       if (call.T > 0) calls_.push_back(call);
     }
