@@ -3,7 +3,7 @@
 Every query that was observed is moved behind the text: RoPE rotates it further by the number of
 tokens. It then attends to all tokens, also to those that follow it. So a token counts
 that the text comes back to later, and no token is too late to be seen. A token's importance is the
-root mean square of its attention weights over the queries and over the query heads of a KV head.
+root mean square of its attention weights over the queries. Query heads of a KV head take turns.
 
 Models without RoPE, or with frequencies that change with the length, have queries where they are.
 """
@@ -18,10 +18,11 @@ from tersekv.cache.layer import LayerStore
 from tersekv.cache.mixed_rates import MixedRatesStore
 from tersekv.codecs.transforms.rope import Rope
 
-QUERIES = 128
-"""Number of query positions observed, spread over the call. Kept queries come before these."""
+QUERIES = 512
+"""Number of query positions observed, spread over the call. Kept queries come before these. Of each
+position one query head of a KV head's group is observed, in turn."""
 
-TILE = 32
+TILE = 128
 """Number of query positions whose weights are in memory at a time."""
 
 
@@ -49,13 +50,25 @@ def importance(store: MixedRatesStore, keys: Tensor, call: AttentionCall) -> Ten
         counts = call.mask[:, at].gather(2, itself).float().expand(len(keys), -1, -1)  # [B, queries, 1]
         counts = torch.nn.functional.pad(counts, (0, 0, kept.shape[2], 0), value=1.0)
     total = key.new_zeros(key.shape[:3])
+    rows, logits = _in_turn(query, call.sink_logits, key.shape[1])
     for start in range(0, query.shape[2], TILE):
-        part = grouped(query[:, :, start : start + TILE], key.shape[1])
-        weights = _weights(part, key, call, hidden)
+        tile = slice(start, start + TILE)
+        weights = _weights(rows[:, :, tile], key, call, None if logits is None else logits[:, tile], hidden)
         if counts is not None:
-            weights *= counts[:, start : start + TILE].repeat(1, part.shape[2], 1)[:, None]
+            weights *= counts[:, tile].unsqueeze(1)
         total += weights.square_().sum(2)
     return total[:, :, sinks.shape[2] :].sqrt()
+
+
+def _in_turn(query: Tensor, sink_logits: Tensor | None, kv_heads: int) -> tuple[Tensor, Tensor | None]:
+    """Return the rows [B, Hkv, n, D] of queries [B, Hq, n, D]: of each position one query head of the
+    group, in turn. Also return the rows' sink logits [Hkv, n].
+    """
+    heads = grouped(query, kv_heads)
+    place = torch.arange(query.shape[2], device=query.device)
+    turn = place % heads.shape[2]
+    logits = None if sink_logits is None else sink_logits.float().view(kv_heads, -1)[:, turn]
+    return heads[:, :, turn, place], logits
 
 
 def moved(query: Tensor, rope: Rope | None, tokens: int) -> Tensor:
@@ -71,15 +84,17 @@ def _rope(store: LayerStore) -> Rope | None:
     return None if store.rotary is None else store.rotary.rope
 
 
-def _weights(query: Tensor, keys: Tensor, call: AttentionCall, hidden: Tensor | None) -> Tensor:
-    """Return softmax weights [B, Hkv, G·n, T] of queries [B, Hkv, G, n, D] over all keys."""
-    scores = torch.matmul(query.flatten(2, 3) * call.scaling, keys.transpose(-1, -2))
+def _weights(rows: Tensor, keys: Tensor, call: AttentionCall, logits: Tensor | None, hidden: Tensor | None) -> Tensor:
+    """Return softmax weights [B, Hkv, n, T] of queries [B, Hkv, n, D] over all keys.
+
+    logits: sink logits [Hkv, n], or None.
+    """
+    scores = torch.matmul(rows * call.scaling, keys.transpose(-1, -2))
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
     if hidden is not None:
         scores.masked_fill_(hidden, float("-inf"))
-    if call.sink_logits is not None:
-        logits = call.sink_logits.float().view(1, keys.shape[1], -1, 1, 1)
-        logits = logits.expand(*query.shape[:4], 1).flatten(2, 3)
-        return torch.cat([scores, logits], dim=-1).softmax(-1)[..., :-1]
+    if logits is not None:
+        own = logits[None, :, :, None].expand(len(scores), -1, -1, 1)
+        return torch.cat([scores, own], dim=-1).softmax(-1)[..., :-1]
     return scores.softmax(-1)
