@@ -195,7 +195,7 @@ class _Reader:
     def dense(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return out and lse over unpacked tokens."""
         rows = _rows(query)
-        op = backends.attend_exact if rows.shape[2] <= KERNEL_ROWS else softmax.attend_exact.reference
+        op = backends.attend_exact if rows.shape[2] <= KERNEL_ROWS else softmax.attend_many
         return op(rows, keys, values, mask, self.call.scaling, self.call.softcap)
 
     def estimates(self, query: Tensor, tile: slice) -> list[Estimate]:
@@ -254,11 +254,16 @@ class _Reader:
         if isinstance(self.store, FoundSinksStore) and self.store.hides_copies:
             mask = self.store.shown(mask, block.where, block.tokens)
         value = block.values.inner.decode()
+        # With few rows, mapping the queries is cheaper than mapping the keys back.
+        key = block.keys.decode() if query.shape[2] * query.shape[3] > KERNEL_ROWS else None
         parts = []
         for tile in tiles:
-            scores = block.keys.scores(_rows(query[:, :, :, tile]))
-            tile_mask = _tile(mask, tile)
-            parts.append(softmax.attend_scores(scores, value, tile_mask, self.call.scaling, self.call.softcap))
+            rows, tile_mask = _rows(query[:, :, :, tile]), _tile(mask, tile)
+            limits = (self.call.scaling, self.call.softcap)
+            if key is None:
+                parts.append(softmax.attend_scores(block.keys.scores(rows), value, tile_mask, *limits))
+            else:
+                parts.append(softmax.attend_many(rows, key, value, tile_mask, *limits))
         return parts
 
 

@@ -7,6 +7,10 @@ import torch
 from torch import Tensor
 
 from tersekv.kernels.registry import operator
+from tersekv.tensors import last_contiguous
+
+FUSED_ROWS = 32
+"""Minimum number of query rows for torch's fused attention."""
 
 
 def attend_scores(
@@ -22,6 +26,34 @@ def attend_scores(
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - torch.where(lse.isneginf(), 0.0, lse)[..., None])
     return torch.matmul(weights, value), lse
+
+
+def attend_many(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention of many query rows over decoded or exact tokens.
+
+    query: float32 [B, H, R, D]; key [B, H, T, D] and value [B, H, T, Dv] of any float dtype. Mask,
+    scaling, softcap, returns: see `attend_scores`.
+
+    On a CPU torch's fused attention computes it, which never holds the scores of all rows. It takes
+    float32 with D = Dv, without a softcap.
+    """
+    key, value = key.float(), value.float()
+    fused = query.device.type == "cpu" and softcap is None and query.shape[-1] == value.shape[-1]
+    if not fused or query.shape[2] < FUSED_ROWS or key.shape[2] == 0:
+        return attend_scores(torch.matmul(query, key.transpose(-1, -2)), value, mask, scaling, softcap)
+    bias = unseen = None
+    if mask is not None:
+        rows = _mask_of_rows(mask, query.shape[2])
+        unseen = ~rows.any(dim=-1)
+        bias = torch.zeros(rows.shape).masked_fill_(~(rows | unseen.unsqueeze(-1)), float("-inf"))
+    batch = (len(query), query.shape[1], -1, -1)
+    operands = [last_contiguous(x.expand(batch)) for x in (query, key, value)]  # torch does not check strides here
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*operands, attn_mask=bias, scale=scaling)
+    if unseen is not None:
+        out, lse = out.masked_fill(unseen.unsqueeze(-1), 0.0), lse.masked_fill(unseen, float("-inf"))
+    return out, lse
 
 
 def score_bias(mapped: Tensor, correction: Tensor, scaling: float) -> Tensor:
@@ -42,9 +74,13 @@ def _capped(scores: Tensor, scaling: float, softcap: float | None) -> Tensor:
 def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return scores
+    return scores.masked_fill(~_mask_of_rows(mask, scores.shape[2]), float("-inf"))
+
+
+def _mask_of_rows(mask: Tensor, rows: int) -> Tensor:
+    """Return the mask of each of R rows: [B, q, T] or [B, H, q, T] -> [B, 1 or H, R, T]."""
     B, H, q, T = (mask if mask.dim() == 4 else mask[:, None]).shape
-    rows = mask.reshape(B, H, 1, q, T).expand(B, H, scores.shape[2] // q, q, T).reshape(B, H, -1, T)
-    return scores.masked_fill(~rows, float("-inf"))
+    return mask.reshape(B, H, 1, q, T).expand(B, H, rows // q, q, T).reshape(B, H, -1, T)
 
 
 def attend_weighted(
