@@ -17,13 +17,14 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,26 @@ STARTING_SECONDS = 300
 
 
 @contextlib.contextmanager
-def server(model: str, recipe: str, calibration: str | None, blocks: int, threads: int) -> Iterator[str]:
-    """Start a server; yield its address. blocks: pages of the cache, 0 for those of 1 GiB."""
+def server(
+    model: str,
+    recipe: str,
+    calibration: str | None,
+    blocks: int,
+    threads: int,
+    options: Sequence[str] = ("--dtype", "bfloat16"),
+    more: Mapping[str, str] | None = None,
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Start a server with processes of its own group; yield its address and its first process.
+
+    blocks: pages of the cache, 0 for those of 1 GiB. options: of vLLM. more: options of the recipe's section.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     section = {"recipe": recipe} | ({"calibration": calibration} if calibration and "trellis" in recipe else {})
+    section |= dict(more or {})
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
-    command += ["--served-model-name", "m", "--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager"]
+    command += ["--served-model-name", "m", "--host", "127.0.0.1", "--enforce-eager", *options]
     command += ["--max-model-len", "1024", "--max-num-seqs", "64"]
     command += ["--num-gpu-blocks-override", str(blocks)] if blocks else []
     command += [] if recipe == FULL else ["--additional-config", json.dumps({"tersekv": section})]
@@ -52,7 +65,7 @@ def server(model: str, recipe: str, calibration: str | None, blocks: int, thread
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     log = Path(f"{os.environ.get('TMPDIR', '/tmp')}/serving-load-{port}.log")
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
         try:
             started = time.monotonic()
             while True:
@@ -61,10 +74,12 @@ def server(model: str, recipe: str, calibration: str | None, blocks: int, thread
                 if process.poll() is not None or time.monotonic() - started > STARTING_SECONDS:
                     raise SystemExit(f"the server did not start; see {log}")
                 time.sleep(1)
-            yield f"http://127.0.0.1:{port}"
+            yield f"http://127.0.0.1:{port}", process
         finally:
             process.terminate()
             process.wait(timeout=60)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # whatever its processes left
 
 
 async def stream(session: Any, address: str, ids: list[int], new: int) -> AsyncIterator[list[int]]:
@@ -121,7 +136,7 @@ def run(args: argparse.Namespace) -> None:
     if args.recipe != FULL:
         whole = NATIVE_TOKENS_IN_1_GIB // PAGE
         blocks = int(args.native_pages * args.tokens_in_1_gib / PAGE / whole)
-    with server(model, args.recipe, args.calibration, blocks, args.threads) as address:
+    with server(model, args.recipe, args.calibration, blocks, args.threads) as (address, _):
         measured = asyncio.run(load(address, args))
         with urllib.request.urlopen(f"{address}/metrics") as answer:
             said = re.findall(r"^vllm:num_preemptions_total\S* (\S+)", answer.read().decode(), re.MULTILINE)

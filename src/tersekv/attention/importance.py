@@ -4,6 +4,8 @@ Every query that was observed is moved behind the text: RoPE rotates it further 
 tokens. It then attends to all tokens, also to those that follow it. So a token counts
 that the text comes back to later, and no token is too late to be seen. A token's importance is the
 root mean square of its attention weights over the queries. Query heads of a KV head take turns.
+With `reread=true` the model does read a prompt twice, and all queries of the second reading are
+observed.
 
 Models without RoPE, or with frequencies that change with the length, have queries where they are.
 """
@@ -23,25 +25,34 @@ QUERIES = 512
 position one query head of a KV head's group is observed, in turn."""
 
 TILE = 128
-"""Number of query positions whose weights are in memory at a time."""
+"""Number of query rows whose weights are in memory at a time."""
 
 
 @torch.no_grad()
-def importance(store: MixedRatesStore, keys: Tensor, call: AttentionCall) -> Tensor:
+def importance(store: MixedRatesStore, keys: Tensor, call: AttentionCall, again: int = 0) -> Tensor:
     """Return the importance of the tokens in the tail and of new keys [B, Hkv, n, D].
 
     The queries are those of the call, and with few of them also those that the store has kept.
 
     The result is float32 [B, Hkv, T]. Attention sinks of the store compete with these tokens, and
     tokens packed before do not. Padding has importance 0, and its queries do not count.
+
+    again: number of the last keys and queries that are a second reading of the others. Then all of
+        its queries are observed, where they are: the one before a token's second reading often is the
+        only one that attends to the token. The result is without these keys, which compete.
     """
     q, sinks = call.query.shape[2], store.keys.sinks
     key = torch.cat([sinks, store.keys.tail.data, keys.to(sinks.dtype)], dim=2).float()
     tokens, past = key.shape[2] - sinks.shape[2], store.num_tokens
-    at = torch.linspace(0, q - 1, min(QUERIES, q), device=keys.device).long()
-    kept, query = store.queries[:, :, : max(0, QUERIES - q)], call.query[:, :, at].float()
-    query = torch.cat([kept.float(), query], dim=2) if kept.shape[2] else query
-    query = moved(query, _rope(store), past + keys.shape[2])
+    first = q - again if again else 0
+    at = torch.linspace(first, q - 1, q - first if again else min(QUERIES, q), device=keys.device).long()
+    query, later = call.query[:, :, at].float(), None
+    kept = store.queries[:, :, : 0 if again else max(0, QUERIES - q)]
+    if again:
+        later = torch.arange(first, q, device=keys.device) > at[:, None]
+    else:
+        query = torch.cat([kept.float(), query], dim=2) if kept.shape[2] else query
+        query = moved(query, _rope(store), past + keys.shape[2])
     hidden, counts = None, None
     if call.mask is not None:
         seen = call.mask.any(dim=1)[:, -tokens:].expand(len(keys), -1)
@@ -50,23 +61,37 @@ def importance(store: MixedRatesStore, keys: Tensor, call: AttentionCall) -> Ten
         counts = call.mask[:, at].gather(2, itself).float().expand(len(keys), -1, -1)  # [B, queries, 1]
         counts = torch.nn.functional.pad(counts, (0, 0, kept.shape[2], 0), value=1.0)
     total = key.new_zeros(key.shape[:3])
-    rows, logits = _in_turn(query, call.sink_logits, key.shape[1])
-    for start in range(0, query.shape[2], TILE):
+    rows, logits = _in_turn(query, call.sink_logits, key.shape[1], every=bool(again))
+    heads = rows.shape[2] // query.shape[2]
+    later, counts = (x if x is None else x.repeat_interleave(heads, dim=-2) for x in (later, counts))
+    for start in range(0, rows.shape[2], TILE):
         tile = slice(start, start + TILE)
-        weights = _weights(rows[:, :, tile], key, call, None if logits is None else logits[:, tile], hidden)
+        unseen = hidden if later is None else _and_later(hidden, later[tile], key.shape[2])
+        weights = _weights(rows[:, :, tile], key, call, None if logits is None else logits[:, tile], unseen)
         if counts is not None:
             weights *= counts[:, tile].unsqueeze(1)
         total += weights.square_().sum(2)
-    return total[:, :, sinks.shape[2] :].sqrt()
+    return total[:, :, sinks.shape[2] : total.shape[2] - again].sqrt()
 
 
-def _in_turn(query: Tensor, sink_logits: Tensor | None, kv_heads: int) -> tuple[Tensor, Tensor | None]:
+def _and_later(hidden: Tensor | None, later: Tensor, tokens: int) -> Tensor:
+    """Add to the hidden tokens those of the second reading that are later than each query.
+
+    hidden: bool [B, 1, 1, tokens] or None. later: bool [queries, n], for the last n tokens.
+    """
+    whole = torch.nn.functional.pad(later, (tokens - later.shape[1], 0))
+    return whole if hidden is None else hidden | whole
+
+
+def _in_turn(query: Tensor, sink_logits: Tensor | None, kv_heads: int, every: bool) -> tuple[Tensor, Tensor | None]:
     """Return the rows [B, Hkv, n, D] of queries [B, Hq, n, D]: of each position one query head of the
     group, in turn. Also return the rows' sink logits [Hkv, n].
+
+    every: return all query heads of each position instead, G·n rows, position by position.
     """
     heads = grouped(query, kv_heads)
-    place = torch.arange(query.shape[2], device=query.device)
-    turn = place % heads.shape[2]
+    rows = torch.arange(query.shape[2] * (heads.shape[2] if every else 1), device=query.device)
+    place, turn = rows // heads.shape[2] if every else rows, rows % heads.shape[2]
     logits = None if sink_logits is None else sink_logits.float().view(kv_heads, -1)[:, turn]
     return heads[:, :, turn, place], logits
 

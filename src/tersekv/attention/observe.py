@@ -39,11 +39,16 @@ Observed = Tensor | Ranking | tuple[TokenLoss | None, TokenLoss | None]
 that loss and the importance of tokens for a `MixedRatesStore`."""
 
 
-def observe(store: Store, keys: Tensor, values: Tensor, call: AttentionCall) -> Observed | None:
-    """Return the sums that the store needs before it appends keys and values [B, Hkv, n, D], or None."""
+def observe(store: Store, keys: Tensor, values: Tensor, call: AttentionCall, again: int = 0) -> Observed | None:
+    """Return the sums that the store needs before it appends keys and values [B, Hkv, n, D], or None.
+
+    again: number of the last tokens that are a second reading of the others, and are not appended.
+    """
+    n, both = keys.shape[2] - again, (keys, call)
+    keys, values, call = keys[:, :, :n], values[:, :, :n], call.without_last(again)
     if isinstance(store, MixedRatesStore):
-        ranks = store.ranks(keys.shape[2])
-        ranking = Ranking(importance(store, keys, call), prompt_loss(store, keys, values, call)) if ranks else None
+        ranks = store.ranks(n)
+        ranking = Ranking(importance(store, *both, again), prompt_loss(store, keys, values, call)) if ranks else None
         if call.mask is None or call.query.shape[2] == 1:  # others may be in the padding
             store.keep(call.query)
         return ranking

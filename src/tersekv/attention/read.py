@@ -7,7 +7,7 @@ decoded into a buffer, so the whole cache is never decoded at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,13 @@ class AttentionCall:
     scaling: float
     softcap: float | None = None
     sink_logits: Tensor | None = None
+
+    def without_last(self, n: int) -> AttentionCall:
+        """Return the call without its n last queries and tokens."""
+        if not n:
+            return self
+        mask = None if self.mask is None else self.mask[:, :-n, :-n]
+        return replace(self, query=self.query[:, :, :-n], mask=mask)
 
 
 def attend_store(store: Store, call: AttentionCall) -> Tensor:

@@ -32,6 +32,8 @@ class ModelCache(CheckedCache):
 
     mask_offsets: tokens seen and evicted when the latest mask was made, by sliding window.
     told: True once a warning about another recipe or cache was given.
+    reads_twice: True if a policy ranks tokens by a second reading of the prompt.
+    read_again: tokens at the end of the current call that are a second reading (`hf/second_reading.py`).
     """
 
     recipe: Recipe
@@ -41,6 +43,8 @@ class ModelCache(CheckedCache):
     ropes: Ropes
     mask_offsets: dict[int | None, tuple[int, int]]
     told: bool
+    reads_twice: bool
+    read_again: int
     _warned: bool
     _model: weakref.ref[PreTrainedModel] | None
 

@@ -108,6 +108,7 @@ class CompressedCache(ModelCache):
         self.recipe, self.config, self.context_parallel = recipe, text_config(config), context_parallel
         self.shape = AttentionShape.of(self.config)
         self._warned = self.told = False  # each warning is given once
+        self.read_again = 0
         self.compiles = False
         self._model = None
         self.mask_offsets = {}
@@ -132,6 +133,7 @@ class CompressedCache(ModelCache):
         others = layers_without_own_tokens(self.config)
         attention = {i: layer for i, layer in enumerate(layers) if isinstance(layer, CompressedLayer)}
         linear = [i for i, kind in enumerate(kinds) if kind.type == "linear"]
+        self.reads_twice = any(layer.plan.policy.reads_twice for layer in attention.values()) and not linear
         self.progress = Progress({i: layer for i, layer in attention.items() if i not in others}, linear)
 
     # ------------------------------------------------------------------ files and copies

@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import tersekv.hf.operators  # noqa: F401  # registers them
 from tersekv.errors import UserError
+from tersekv.hf import second_reading
 from tersekv.hf.attention import EXPLICIT, attention_forward, attention_mask_for
 from tersekv.hf.base import ATTENTION_NAME
 from tersekv.hf.cache import CompressedCache
@@ -70,7 +71,12 @@ def compress(
         recipe = Recipe.parse(recipe)
         recipe = CompressedCache(model.config, recipe, calibration_for(model, recipe, calibration), context_parallel)
     recipe.check_model(model)
-    has_usual_cache: Any = model._supports_default_dynamic_cache
+    has_usual_cache: Any = getattr(model, "_supports_default_dynamic_cache", None)
+    if has_usual_cache is None:
+        raise UserError(
+            f"{type(model).__name__} cannot generate; compress takes a model that can, such as the one that "
+            "AutoModelForCausalLM loads"
+        )
     if not has_usual_cache():
         raise UserError(
             f"{type(model).__name__} has a cache of another kind; tersekv supports models with key-value caches"
@@ -136,14 +142,14 @@ def remove_all(model: PreTrainedModel) -> None:
 
 
 class _Before(NamedTuple):
-    """Attributes of a model that packed attention replaces, and the handle of the hook.
+    """Attributes of a model that packed attention replaces, and the handles of its hooks.
 
     It must not reference the model, which is its key in a weak dictionary.
     """
 
     attention: str | None
     prepare: Any
-    hook: RemovableHandle
+    hooks: list[RemovableHandle]
 
 
 # Open templates by model. A template is an empty cache; new caches are copies of the latest
@@ -153,6 +159,11 @@ _open: weakref.WeakKeyDictionary[PreTrainedModel, list[CompressedCache]] = weakr
 _before: weakref.WeakKeyDictionary[PreTrainedModel, _Before] = weakref.WeakKeyDictionary()
 
 PREPARE, COPY = "_prepare_cache_for_generation", "__deepcopy__"
+HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)  # fmt: skip
+"""Attributes of a module that hold hooks of forward passes by their ids."""
 
 
 def _install(model: PreTrainedModel) -> None:
@@ -161,7 +172,8 @@ def _install(model: PreTrainedModel) -> None:
     AttentionMaskInterface.register(ATTENTION_NAME, attention_mask_for)
     config, owner = text_config(model.config), weakref.ref(model)
     hook = model.register_forward_pre_hook(partial(_before_forward, owner), with_kwargs=True)
-    _before[model] = before = _Before(config._attn_implementation, model.__dict__.get(PREPARE), hook)
+    hooks = [hook, *second_reading.install(model)]
+    _before[model] = before = _Before(config._attn_implementation, model.__dict__.get(PREPARE), hooks)
     config._attn_implementation = ATTENTION_NAME
     if not model._supports_sdpa:
         EXPLICIT.add(id(config))
@@ -174,7 +186,8 @@ def _uninstall(model: PreTrainedModel) -> None:
     before = _before.pop(model)
     text_config(model.config)._attn_implementation = before.attention
     EXPLICIT.discard(id(text_config(model.config)))
-    before.hook.remove()
+    for hook in before.hooks:
+        hook.remove()
     if before.prepare is None:
         del model.__dict__[PREPARE]
     else:
@@ -194,7 +207,7 @@ def _with_config(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 
 def _plain_copy(owner: weakref.ref[PreTrainedModel], before: _Before, memo: dict[int, Any]) -> PreTrainedModel:
-    """Deep-copy a model without packed attention, because copies of the hook and functions would
+    """Deep-copy a model without packed attention, because copies of the hooks and functions would
     refer to the original."""
     model: Any = owner()
     copied = model.__class__.__new__(model.__class__)
@@ -203,13 +216,21 @@ def _plain_copy(owner: weakref.ref[PreTrainedModel], before: _Before, memo: dict
     config = text_config(copied.config)
     if config is not text_config(model.config):
         config._attn_implementation = before.attention
+    _without_hooks(copied, {hook.id for hook in before.hooks})
     if PREPARE in copied.__dict__:
         del copied.__dict__[PREPARE]
-        copied._forward_pre_hooks.pop(before.hook.id, None)
-        copied._forward_pre_hooks_with_kwargs.pop(before.hook.id, None)
         if before.prepare is not None:
             copied.__dict__[PREPARE] = copy.deepcopy(before.prepare, memo)
     return copied
+
+
+def _without_hooks(model: PreTrainedModel, ids: set[int]) -> None:
+    """Remove hooks by their ids from a copy of a model."""
+    for module in model.modules():
+        for name in HOOKS:
+            held = getattr(module, name)
+            for i in ids & held.keys():
+                del held[i]
 
 
 def _template(model: PreTrainedModel) -> CompressedCache | None:

@@ -22,6 +22,7 @@ from tersekv.cache.footprint import Footprint
 from tersekv.hf.cache import CompressedCache, CompressedLayer
 from tersekv.hf.calibration import Calibration
 from tersekv.hf.capture import LayerTokens, capture_prompt
+from tersekv.hf.compress import compress
 from tersekv.hf.config import attention_layers, text_config
 from tersekv.hf.find_calibration import calibration_for
 
@@ -55,7 +56,10 @@ class Prefill:
 
     def fill(self, cache: DynamicCache | CompressedCache, ids: Tensor) -> Tensor:
         """Fill an empty cache with the tokens ids [1, T]. Return the exact logits [vocabulary] of the
-        last one."""
+        last one. A cache that reads prompts twice gets a pass of its own."""
+        if isinstance(cache, CompressedCache) and cache.reads_twice:
+            with compress(self.model, cache):
+                return self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
         observes = isinstance(cache, CompressedCache) and cache.observes
         if self._ids is None or not torch.equal(self._ids, ids) or (observes and not self._with_calls):
             self._with_calls |= observes  # stays True, because the next prompt gets the same recipes

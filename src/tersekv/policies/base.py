@@ -96,6 +96,11 @@ class TokenPolicy:
             )
 
     @property
+    def reads_twice(self) -> bool:
+        """True if the policy ranks a prompt's tokens by a second reading of it."""
+        return False
+
+    @property
     def corrected_share(self) -> float:
         """Share of the bias that is corrected: 0, 0.5 or 1."""
         return CORRECTED_SHARES[self.bias_correction]

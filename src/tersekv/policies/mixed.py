@@ -31,12 +31,14 @@ class Mixed(TokenPolicy):
     budget: share of each KV head's tokens that have the codec's bits, rounded up to whole blocks of
         those that are packed together.
     rest: bits of the other tokens.
+    reread: read prompts twice and rank their tokens by the second reading.
     """
 
     observes: ClassVar[bool] = True
 
     budget: float = 0.25
     rest: float = 2.0
+    reread: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,6 +46,11 @@ class Mixed(TokenPolicy):
             raise UserError(f"budget={self.budget:g} is not allowed; give a share of the tokens between 0 and 1")
         if self.rest <= 0:
             raise UserError(f"rest={self.rest:g} is not allowed; give the bits of the less important tokens, above 0")
+
+    @property
+    def reads_twice(self) -> bool:
+        """True if the policy ranks a prompt's tokens by a second reading of it."""
+        return self.reread
 
     def first_packing(self, window: int | None) -> int:
         """Return twice `recent`, or 0 in a layer whose sliding window is smaller, as for `window`."""
