@@ -14,6 +14,7 @@ from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends, cpu
 from tersekv.layouts.base import BLOCK_TOKENS
+from tersekv.serving.dense import AttentionKind
 from tersekv.serving.pages import PagePool
 from tersekv.serving.slots import Slots, why_not_slots
 from tersekv.serving.steps import IDLE_STEPS, SINKS, EngineStep, Rows, SinkRows
@@ -63,13 +64,18 @@ def calibrated(name: str, H: int = 2, D: int = 64) -> Slots:
     return Slots(keys, values, D)
 
 
-def pool_of(slots: Slots, pages: int, page_tokens: int, exactness="step", rope=None, H: int = 2) -> PagePool:
+PLAIN = AttentionKind(0.125)
+
+
+def pool_of(
+    slots: Slots, pages: int, page_tokens: int, exactness="step", rope=None, H: int = 2, kind=PLAIN
+) -> PagePool:
     """Return a pool whose memory contains the remains of other sequences."""
     memory = torch.randint(0, 120, (pages, H, page_tokens, slots.token_bytes), dtype=torch.uint8)
-    return PagePool(slots, memory, 0.125, rope=rope, exactness=exactness)
+    return PagePool(slots, memory, kind, rope=rope, exactness=exactness)
 
 
-def expected(slots: Slots, query, keys, values, p, exactness, rope=None):
+def expected(slots: Slots, query, keys, values, p, exactness, rope=None, kind=PLAIN):
     """Return the attention of a sequence's last queries, [q, Hq, D].
 
     Attention sinks are exact. So is each query's own page, or with "step" all pages from that of the
@@ -90,7 +96,11 @@ def expected(slots: Slots, query, keys, values, p, exactness, rope=None):
         sides.append((x.transpose(0, 1)[:, None], packed.decode()[0, :, None, :T]))
     (key, key_hat), (value, value_hat) = sides
     scores = torch.where(own, rows @ key.transpose(-1, -2), rows @ key_hat.transpose(-1, -2)) * 0.125
-    weight = scores.masked_fill(position > position[-q:, None], float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~kind.visible(position[-q:], position), float("-inf"))
+    if kind.sink_logits is not None:
+        logits = kind.sink_logits.view(H, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, logits], dim=-1)
+    weight = scores.softmax(-1)[..., :T]
     out = (weight * own) @ value + (weight * ~own) @ value_hat
     return out.permute(2, 0, 1, 3).reshape(query.shape)
 
@@ -292,6 +302,6 @@ def test_four_bits_hold_more_than_three_times_the_tokens():
 def test_memory_of_another_shape():
     slots = slots_of("turboquant")
     with pytest.raises(UserError, match="multiple of 32"):
-        PagePool(slots, torch.zeros(2, 2, 48, slots.token_bytes, dtype=torch.uint8), 1.0)
+        PagePool(slots, torch.zeros(2, 2, 48, slots.token_bytes, dtype=torch.uint8), PLAIN)
     with pytest.raises(UserError, match="do not fit"):
-        PagePool(slots, torch.zeros(2, 2, 32, slots.token_bytes + 1, dtype=torch.uint8), 1.0)
+        PagePool(slots, torch.zeros(2, 2, 32, slots.token_bytes + 1, dtype=torch.uint8), PLAIN)

@@ -152,7 +152,6 @@ def test_other_backends_and_platforms_are_refused(engine, hopper, monkeypatch, p
     [
         ({"kv_cache_dtype": "fp8"}, {}, "kv_cache_dtype is 'fp8'"),
         ({"block_size": 48}, {}, "pages hold 48 tokens"),
-        ({}, {"per_layer_sliding_window": 64}, "asks for a sliding window"),
         ({}, {"attn_type": "encoder_only"}, "type 'encoder_only'"),
     ],
 )

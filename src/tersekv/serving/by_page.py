@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tersekv.kernels import backends, softmax
+from tersekv.serving.dense import AttentionKind
 from tersekv.serving.steps import Chunk
 
 SPAN_TOKENS = 1024
@@ -31,8 +32,7 @@ class Pool(Protocol):
 
     page_tokens: int
     kv_heads: int
-    scaling: float
-    softcap: float | None
+    kind: AttentionKind
     rows: Tensor | None
 
     def unpacked(
@@ -57,7 +57,7 @@ def attend_by_page(pool: Pool, query: Tensor, keys: Tensor, values: Tensor, chun
     last = (chunk.num_tokens - 1) // pool.page_tokens
     if last:
         parts.append(_earlier_pages(pool, rows, chunk, last))
-    out, _ = backends.merge_segments([out for out, _ in parts], [lse for _, lse in parts])
+    out = pool.kind.with_sinks(*backends.merge_segments([out for out, _ in parts], [lse for _, lse in parts]))
     return out.unflatten(2, (-1, q))[0].permute(2, 0, 1, 3).reshape(q, Hq, D)
 
 
@@ -73,9 +73,9 @@ def _own_pages(pool: Pool, query: Tensor, keys: Tensor, values: Tensor, chunk: C
             assert pool.rows is not None
             held = pool.rows[:, chunk.row, None, :, : first % p]
             sides = [torch.cat([old.to(new.dtype), new], dim=2) for old, new in zip(held, sides, strict=True)]
-        mask = (torch.arange(page * p, last) <= torch.arange(first, last)[:, None]).to(query.device)
+        mask = pool.kind.visible(torch.arange(first, last), torch.arange(page * p, last)).to(query.device)
         rows = query[:, :, :, own].flatten(2, 3)
-        out, lse = softmax.attend_exact.reference(rows, sides[0], sides[1], mask[None], pool.scaling, pool.softcap)
+        out, lse = softmax.attend_exact.reference(rows, sides[0], sides[1], mask[None], *pool.kind[:2])
         outs.append(out.unflatten(2, (query.shape[2], -1)))
         lses.append(lse.unflatten(2, (query.shape[2], -1)))
     return torch.cat(outs, dim=3).flatten(2, 3), torch.cat(lses, dim=3).flatten(2, 3)
@@ -92,17 +92,18 @@ def _earlier_pages(pool: Pool, query: Tensor, chunk: Chunk, pages: int) -> Parti
     tiles = [slice(at, min(q, at + QUERY_TILE)) for at in range(0, q, QUERY_TILE)]
     results: list[list[PartialAttention]] = [[nothing(query[:, :, :, tile].flatten(2, 3))] for tile in tiles]
     step = max(1, SPAN_TOKENS // p)
-    for first in range(0, pages, step):
+    for first in range(chunk.first_page(pool.kind.window, p), pages, step):
         last = min(pages, first + step)
         numbers = torch.arange(first, last, device=query.device)
         sinks = torch.tensor([chunk.sink] if first == 0 else [], dtype=torch.int64, device=query.device)
         decoded = pool.unpacked(chunk.pages[first:last].to(query.device), numbers, torch.float32, sinks)
         key, value = (x.transpose(0, 1)[None] for x in decoded)
-        mask = torch.arange(first * p, last * p, device=query.device) < exact_from[:, None]
+        place = torch.arange(first * p, last * p, device=query.device)
+        mask = pool.kind.visible(position, place) & (place < exact_from[:, None])
         for tile, parts in zip(tiles, results, strict=True):
             if bool(mask[tile].any()):
                 scores = query[:, :, :, tile].flatten(2, 3) @ key.transpose(-1, -2)
-                parts.append(softmax.attend_scores(scores, value, mask[None, tile], pool.scaling, pool.softcap))
+                parts.append(softmax.attend_scores(scores, value, mask[None, tile], *pool.kind[:2]))
     joined = [backends.merge_segments([o for o, _ in parts], [lse for _, lse in parts]) for parts in results]
     out = torch.cat([out.unflatten(2, (G, -1)) for out, _ in joined], dim=3).flatten(2, 3)
     return out, torch.cat([lse.unflatten(2, (G, -1)) for _, lse in joined], dim=3).flatten(2, 3)

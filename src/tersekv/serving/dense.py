@@ -23,56 +23,79 @@ class Lengths(NamedTuple):
     tokens: list[int]
 
 
+class AttentionKind(NamedTuple):
+    """Kind of attention of a layer.
+
+    scaling: factor of the scores. softcap: soft cap of the scores, or None.
+    window: number of latest tokens that a query sees, its own included; None for all.
+    sink_logits: float [Hq], one logit per head in the denominator of the softmax, or None.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    window: int | None = None
+    sink_logits: Tensor | None = None
+
+    def with_sinks(self, out: Tensor, lse: Tensor) -> Tensor:
+        """Add the sink logits to the denominator of out [B, Hkv, G·q, D] with log-sum-exp [B, Hkv, G·q]."""
+        if self.sink_logits is None:
+            return out
+        kv_heads, rows = lse.shape[1:]
+        logits = self.sink_logits.float().view(kv_heads, -1)
+        share = torch.sigmoid(lse - logits.repeat_interleave(rows // logits.shape[1], dim=1))
+        return out * share.unsqueeze(-1)
+
+    def visible(self, queries: Tensor, tokens: Tensor) -> Tensor:
+        """Return which tokens each query sees, bool [queries, tokens], from their positions."""
+        seen = tokens <= queries[:, None]
+        return seen if self.window is None else seen & (tokens > queries[:, None] - self.window)
+
+
 class DenseAttention(Protocol):
     """Causal attention of several requests at once."""
 
-    def __call__(
-        self, query: Tensor, keys: Tensor, values: Tensor, lengths: Lengths, scaling: float, softcap: float | None
-    ) -> Tensor:
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, lengths: Lengths, kind: AttentionKind) -> Tensor:
         """Attend with queries [T, Hq, D] to keys and values [S, H, D]. Requests follow each other.
 
         Returns [T, Hq, D] in the query's type.
         """
 
 
-def attend_dense(
-    query: Tensor, keys: Tensor, values: Tensor, lengths: Lengths, scaling: float, softcap: float | None
-) -> Tensor:
+def attend_dense(query: Tensor, keys: Tensor, values: Tensor, lengths: Lengths, kind: AttentionKind) -> Tensor:
     """`DenseAttention` by torch's fused attention, request by request."""
     outs, q, s = [], 0, 0
     for n, tokens in zip(*lengths, strict=True):
         rows, key, value = (
             x.transpose(0, 1)[None] for x in (query[q : q + n], keys[s : s + tokens], values[s : s + tokens])
         )
-        if softcap is not None:
-            out = _capped(rows, key, value, scaling, softcap)
-        elif n == tokens:
+        if kind.softcap is not None or kind.sink_logits is not None:
+            out = _by_tile(rows, key, value, kind)
+        elif n == tokens and kind.window is None:
             out = torch.nn.functional.scaled_dot_product_attention(
-                rows, key, value, is_causal=True, scale=scaling, enable_gqa=True
+                rows, key, value, is_causal=True, scale=kind.scaling, enable_gqa=True
             )
         else:
+            place = torch.arange(tokens, device=rows.device)
+            mask = kind.visible(place[tokens - n :], place)
             out = torch.nn.functional.scaled_dot_product_attention(
-                rows, key, value, attn_mask=_causal(n, tokens, rows.device), scale=scaling, enable_gqa=True
+                rows, key, value, attn_mask=mask, scale=kind.scaling, enable_gqa=True
             )
         outs.append(out[0].transpose(0, 1))
         q, s = q + n, s + tokens
     return torch.cat(outs)
 
 
-def _causal(queries: int, tokens: int, device: torch.device) -> Tensor:
-    """Return the mask bool [queries, tokens] of the last queries of a sequence."""
-    place = torch.arange(tokens, device=device)
-    return place <= place[tokens - queries :, None]
-
-
-def _capped(query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float) -> Tensor:
-    """Attend with scores limited by a softcap: query [1, Hq, q, D], key and value [1, H, S, D]."""
+def _by_tile(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+    """Attend with a softcap or sink logits: query [1, Hq, q, D], key and value [1, H, S, D]."""
     H, tokens = key.shape[1:3]
     q = query.shape[2]
-    mask = _causal(q, tokens, query.device)
+    place = torch.arange(tokens, device=query.device)
+    mask = kind.visible(place[tokens - q :], place)
     parts = []
     for at in range(0, q, QUERY_TILE):
         rows = query[:, :, at : at + QUERY_TILE].float().unflatten(1, (H, -1)).flatten(2, 3)
-        out, _ = softmax.attend_exact.reference(rows, key, value, mask[None, at : at + QUERY_TILE], scaling, softcap)
-        parts.append(out.unflatten(2, (query.shape[1] // H, -1)).flatten(1, 2))
+        found = softmax.attend_exact.reference(
+            rows, key, value, mask[None, at : at + QUERY_TILE], kind.scaling, kind.softcap
+        )
+        parts.append(kind.with_sinks(*found).unflatten(2, (query.shape[1] // H, -1)).flatten(1, 2))
     return torch.cat(parts, dim=2).to(query.dtype)

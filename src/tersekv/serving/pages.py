@@ -25,7 +25,7 @@ from tersekv.kernels import backends
 from tersekv.kernels.attend import PackedPages
 from tersekv.layouts.base import BLOCK_TOKENS, PackedTensors, View
 from tersekv.serving.by_page import attend_by_page, nothing
-from tersekv.serving.dense import DenseAttention, Lengths, attend_dense
+from tersekv.serving.dense import AttentionKind, DenseAttention, Lengths, attend_dense
 from tersekv.serving.slots import Slots
 from tersekv.serving.steps import SINKS, Chunk, EngineStep, Full, Singles
 
@@ -45,16 +45,15 @@ With "page" results do not depend on how prompts are cut into steps.
 class PagePool:
     """Pages of one layer in contiguous memory uint8 [S, H, p, token_bytes].
 
-    scaling, softcap: applied to the scores. rope: of the keys, if their codec needs it. dense:
-    attention over unpacked tokens.
+    kind: how the layer attends. rope: of the keys, if their codec needs it. dense: attention over
+    unpacked tokens.
     """
 
     def __init__(
         self,
         slots: Slots,
         memory: Tensor,
-        scaling: float,
-        softcap: float | None = None,
+        kind: AttentionKind,
         rope: Rope | None = None,
         dense: DenseAttention = attend_dense,
         exactness: Exactness = "step",
@@ -65,7 +64,7 @@ class PagePool:
                 f"pages of {p} tokens with {C} bytes each do not fit: pages hold a multiple of {BLOCK_TOKENS} tokens, "
                 f"of {slots.token_bytes} bytes per KV head, and a layer's pages are contiguous"
             )
-        self.slots, self.page_tokens, self.kv_heads, self.scaling, self.softcap = slots, p, H, scaling, softcap
+        self.slots, self.page_tokens, self.kv_heads, self.kind = slots, p, H, kind
         self.rope, self.dense, self.exactness = rope if slots.keys.needs_rope else None, dense, exactness
         if slots.keys.needs_rope and (rope is None or rope.varies):
             raise UserError(
@@ -140,7 +139,7 @@ class PagePool:
 
         Returns [T, Hq, D] in the query's type, on the device that queries, memory and step share.
         """
-        singles = step.singles
+        singles = step.singles_within(self.kind.window)
         if singles is not None and singles.tokens is None:
             return self._singles(query, singles)
         if singles is None and self.exactness == "step" and _are_long(step.chunks, len(query)):
@@ -196,19 +195,20 @@ class PagePool:
             if of.reads_packed:
                 exact = (*exact, (self.sinks[0], self.sinks[1], of.first, of.sinks))
             found = backends.attend.direct(
-                query.unsqueeze(2), exact, pages, None, None, self.scaling, self.softcap, None, False,
+                query.unsqueeze(2), exact, pages, None, None, *self.kind[:2], self.kind.sink_logits, False,
                 (of.pages, self.page_tokens) if of.reads_packed else None,
             )  # fmt: skip
             if found is not None:
                 return found[:, 0]
         rows = query.float().unflatten(1, (self.kv_heads, -1))  # [B, H, G, D]
         key, value = self.rows[0][of.rows], self.rows[1][of.rows]
-        parts = [backends.attend_exact(rows, key, value, of.exact, self.scaling, self.softcap)]
+        parts = [backends.attend_exact(rows, key, value, of.exact, *self.kind[:2])]
         if of.reads_packed:
             first = self.sinks[0][of.sinks], self.sinks[1][of.sinks]
-            parts.append(backends.attend_exact(rows, *first, of.first, self.scaling, self.softcap))
+            parts.append(backends.attend_exact(rows, *first, of.first, *self.kind[:2]))
             parts.append(self._packed(rows, of))
-        out, _ = backends.merge_segments([out for out, _ in parts], [lse for _, lse in parts])
+        merged = backends.merge_segments([out for out, _ in parts], [lse for _, lse in parts])
+        out = self.kind.with_sinks(*merged)
         return out.flatten(1, 2).to(query.dtype)
 
     def _packed(self, rows: Tensor, of: Singles) -> tuple[Tensor, Tensor]:
@@ -220,17 +220,17 @@ class PagePool:
                 for codec, planes in zip(self.codecs, self.planes, strict=True)
             )
             call = keys.query(rows), keys.inner.operand, values.inner.operand, of.pages, self.page_tokens, of.packed
-            found = backends.attend_pages.direct(*call, self.scaling, self.softcap)
+            found = backends.attend_pages.direct(*call, *self.kind[:2])
             if found is not None:
                 return values.output(found[0]), found[1]
         outs, lses = [], []
-        for row, pages in zip(rows, of.pages, strict=True):
-            pages = pages[pages >= 0]
+        for row, pages, seen in zip(rows, of.pages, of.packed, strict=True):
+            numbers = (pages >= 0).nonzero()[:, 0]
             out, lse = nothing(row[None])
-            if len(pages):
-                key, value = self.unpacked(pages, torch.arange(len(pages), device=pages.device), torch.float32)
-                sides = (x[SINKS:].transpose(0, 1)[None] for x in (key, value))
-                out, lse = backends.attend_exact(row[None], *sides, None, self.scaling, self.softcap)
+            if len(numbers):
+                sides = (x.transpose(0, 1)[None] for x in self.unpacked(pages[numbers], numbers, torch.float32))
+                mask = seen.unflatten(1, (-1, self.page_tokens))[:, numbers].flatten(1)
+                out, lse = backends.attend_exact(row[None], *sides, mask[None], *self.kind[:2])
             outs.append(out)
             lses.append(lse)
         return torch.cat(outs), torch.cat(lses)
@@ -238,36 +238,41 @@ class PagePool:
     def _few(self, query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk) -> Tensor | None:
         """Attend with a few queries [q, Hq, D] of one request in one kernel call; None if no kernel
         supports it."""
-        q, whole = len(query), chunk.start // self.page_tokens
-        own = torch.ones(q, q, dtype=torch.bool).tril()[None]
+        whole = chunk.start // self.page_tokens
+        place = torch.arange(chunk.num_tokens)
+        visible = self.kind.visible(place[chunk.start :], place)[None]
+        packed = whole * self.page_tokens
+        own = visible[..., chunk.start :].contiguous()
         exact: list[tuple[Any, ...]] = [(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], own)]
         if before := chunk.start % self.page_tokens:
             assert self.rows is not None
             held = self.rows[:, chunk.row, None, :, :before]
-            exact.append((held[0], held[1], torch.ones(1, q, before, dtype=torch.bool)))
+            exact.append((held[0], held[1], visible[..., packed : chunk.start].contiguous()))
         assert self.sinks is not None
         first = self.sinks[:, chunk.sink, None]
-        exact.append((first[0], first[1], torch.ones(1, q, SINKS, dtype=torch.bool)))
-        visible = torch.ones(1, q, whole * self.page_tokens, dtype=torch.bool)
+        exact.append((first[0], first[1], visible[..., :SINKS].contiguous()))
         visible[..., :SINKS] = False
-        pages = self.pool(visible)
+        pages = self.pool(visible[..., :packed].contiguous())
+        table = chunk.pages[None, :whole].clone()
+        table[:, : chunk.first_page(self.kind.window, self.page_tokens)] = -1
         found = backends.attend.direct(
-            query.transpose(0, 1)[None], tuple(exact), pages, None, None, self.scaling, self.softcap, None, False,
-            (chunk.pages[None, :whole].contiguous(), self.page_tokens),
+            query.transpose(0, 1)[None], tuple(exact), pages, None, None, *self.kind[:2], self.kind.sink_logits, False,
+            (table, self.page_tokens),
         )  # fmt: skip
         return None if found is None else found[0]
 
     def _long(self, query: Tensor, keys: Tensor, values: Tensor, chunks: list[Chunk], shared: dict[Any, Any]) -> Tensor:
         """Attend with chunks of prompts to all their tokens at once. Returns [their queries, Hq, D]."""
-        key = "long", len(chunks)
+        key = "long", len(chunks), self.kind.window
         if key not in shared:
-            shared[key] = _Long.of(chunks, self.page_tokens, len(query), query.device)
+            shared[key] = _Long.of(chunks, self.page_tokens, len(query), query.device, self.kind.window)
         plan: _Long = shared[key]
         if plan.from_start:
             sides = [x if plan.tokens is None else x[plan.tokens] for x in (keys, values)]
         else:
             sides = [x.new_empty((sum(plan.lengths.tokens), *x.shape[1:])) for x in (keys, values)]
-            packed = self.unpacked(plan.pages, plan.numbers, keys.dtype, plan.sinks, shared)
+            known = shared.setdefault(("angles", key), {})
+            packed = self.unpacked(plan.pages, plan.numbers, keys.dtype, plan.sinks, known)
             row, place, held = plan.held
             for side, (to, x) in enumerate(zip(sides, (keys, values), strict=True)):
                 to[plan.own] = x if plan.tokens is None else x[plan.tokens]
@@ -277,7 +282,7 @@ class PagePool:
                     assert self.rows is not None
                     to[held] = self.rows[side].transpose(1, 2)[row, place].to(to.dtype)
         rows = query if plan.tokens is None else query[plan.tokens]
-        return self.dense(rows, sides[0], sides[1], plan.lengths, self.scaling, self.softcap)
+        return self.dense(rows, sides[0], sides[1], plan.lengths, self.kind)
 
     def unpacked(
         self,
@@ -341,17 +346,23 @@ class _Long(NamedTuple):
     sinks: Tensor
 
     @staticmethod
-    def of(chunks: Sequence[Chunk], p: int, T: int, device: torch.device) -> _Long:
-        """Plan the reads of chunks in a step of T tokens, with pages of p tokens."""
-        lengths = Lengths([c.last - c.first for c in chunks], [c.num_tokens for c in chunks])
+    def of(chunks: Sequence[Chunk], p: int, T: int, device: torch.device, window: int | None) -> _Long:
+        """Plan the reads of chunks in a step of T tokens, with pages of p tokens.
+
+        Pages before the sliding window are left out of the requests, which then are shorter.
+        """
+        left_out = [c.first_page(window, p) for c in chunks]
+        tokens_read = [c.num_tokens - skip * p for c, skip in zip(chunks, left_out, strict=True)]
+        lengths = Lengths([c.last - c.first for c in chunks], tokens_read)
         begins = [0, *itertools.accumulate(lengths.tokens)]
         ranges = [torch.arange(c.first, c.last) for c in chunks]
         pages, numbers, own, packed, row, place, held = ([] for _ in range(7))
-        for c, begin in zip(chunks, begins, strict=False):
+        for c, skip, after in zip(chunks, left_out, begins, strict=False):
             whole, rest = c.start // p, c.start % p
-            pages.append(c.pages[:whole].long())
-            numbers.append(torch.arange(whole))
-            packed.append(torch.arange(begin, begin + whole * p))
+            begin = after - skip * p  # where the request would begin with all its tokens
+            pages.append(c.pages[skip:whole].long())
+            numbers.append(torch.arange(skip, whole))
+            packed.append(torch.arange(after, begin + whole * p))
             row.append(torch.full((rest,), c.row))
             place.append(torch.arange(rest))
             held.append(torch.arange(begin + whole * p, begin + c.start))
@@ -360,5 +371,6 @@ class _Long(NamedTuple):
         pages_, numbers_, own_, packed_, row_, place_, held_ = parts
         tokens = None if sum(lengths.queries) == T else torch.cat(ranges).to(device)
         from_start = all(c.start == 0 for c in chunks)
-        sinks = torch.tensor([c.sink for c in chunks if c.start >= p], dtype=torch.int64, device=device)
+        firsts = [c.sink for c, skip in zip(chunks, left_out, strict=True) if c.start >= p and not skip]
+        sinks = torch.tensor(firsts, dtype=torch.int64, device=device)
         return _Long(lengths, tokens, from_start, pages_, numbers_, own_, packed_, (row_, place_, held_), sinks)

@@ -12,7 +12,7 @@ Shapes: T tokens of the step, n requests, P pages of the longest request, p toke
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,6 +169,10 @@ class Chunk(NamedTuple):
         """Position of the first query."""
         return self.num_tokens - (self.last - self.first)
 
+    def first_page(self, window: int | None, p: int) -> int:
+        """Return the number of the first page, of p tokens, that a query sees."""
+        return 0 if window is None else max(0, self.start - window + 1) // p
+
 
 @dataclass(frozen=True)
 class Singles:
@@ -176,12 +180,14 @@ class Singles:
 
     tokens: token of each query, int64 [B]; None if the step has no other tokens. pages: int32
     [B, P] of full pages, −1 for none. packed: mask of packed tokens, bool [B, 1, P·p].
+    seen: number of each request's tokens, int64 [B].
     rows: row of each request, int64 [B]. exact: mask of the row's tokens, bool [B, 1, p].
     sinks: row of each request's sinks, int64 [B]. first: mask of them, bool [B, 1, SINKS].
     reads_packed: True if any query reads a packed token.
     """
 
     tokens: Tensor | None
+    seen: Tensor
     pages: Tensor
     packed: Tensor
     rows: Tensor
@@ -189,6 +195,24 @@ class Singles:
     sinks: Tensor
     first: Tensor
     reads_packed: bool
+
+    def within(self, window: int) -> Singles:
+        """Return the reads of a layer whose queries see only the `window` latest tokens, their own included.
+
+        Pages before the window are left out, because the engine may have given them away.
+        """
+        device, p = self.seen.device, self.exact.shape[-1]
+        first = (self.seen - window)[:, None]  # position of the first token in the window, or below 0
+        page = torch.arange(self.pages.shape[1], device=device)
+        place = torch.arange(len(page) * p, device=device)
+        begun = ((self.seen - 1) // p * p)[:, None] + torch.arange(p, device=device)
+        return replace(
+            self,
+            pages=torch.where((page + 1) * p > first, self.pages, -1),
+            packed=self.packed & (place >= first)[:, None],
+            exact=self.exact & (begun >= first)[:, None],
+            first=self.first & (torch.arange(SINKS, device=device) >= first)[:, None],
+        )
 
 
 @dataclass(frozen=True)
@@ -222,6 +246,16 @@ class EngineStep:
     rows: int
     sinks: int
     shared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def singles_within(self, window: int | None) -> Singles | None:
+        """Return the reads of requests with one query in a layer with this sliding window, or none."""
+        if window is None or self.singles is None:
+            return self.singles
+        key = "window", window
+        if key not in self.shared:
+            self.shared[key] = self.singles.within(window)
+        found: Singles = self.shared[key]
+        return found
 
     def to(self, device: torch.device) -> EngineStep:
         """Return the step with its tensors on the device. Chunks stay on the CPU, where they are
@@ -320,6 +354,7 @@ def _singles(first: Ints, seen: Ints, table: NDArray[np.int32], row: Ints, sink:
     held = np.arange(p) < (seen - packed * p)[:, None]
     return Singles(
         None if alone else torch.from_numpy(first),
+        torch.from_numpy(seen),
         torch.from_numpy(np.where(reads, table[:, :P], -1).astype(np.int32)),
         torch.from_numpy(visible).unsqueeze(1),
         torch.from_numpy(row),

@@ -40,7 +40,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from tersekv.errors import UserError
 from tersekv.layouts.base import BLOCK_TOKENS
-from tersekv.serving.dense import DenseAttention, attend_dense
+from tersekv.serving.dense import AttentionKind, DenseAttention, attend_dense
 from tersekv.serving.pages import PagePool
 from tersekv.serving.steps import EngineStep, Rows
 from tersekv.serving.vllm.options import Choice, configured, note, why_not_engine, why_not_layer
@@ -169,9 +169,11 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
             attn_type=attn_type, kv_sharing_target_layer_name=kv_sharing_target_layer_name, **other,
         )  # fmt: skip
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
-        self.num_kv_heads, self.kv_cache_dtype, self.sliding_window = num_kv_heads, kv_cache_dtype, None
-        self._softcap = logits_soft_cap or None
-        asked = {"a sliding window": sliding_window, "ALiBi": alibi_slopes} | other
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
+        self.sliding_window = sliding_window
+        sinks = other.pop("sinks", None)
+        self._kind = AttentionKind(float(scale), logits_soft_cap or None, sliding_window, sinks)
+        asked = {"ALiBi": alibi_slopes} | other
         self._vllm_config = get_current_vllm_config()
         note(self._vllm_config)
         cache = self._vllm_config.cache_config
@@ -242,6 +244,11 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
             assert self._pages is not None
             assert self._choice is not None
             slots, rope = self._pages
-            made = PagePool(slots, memory, self.scale, self._softcap, rope, self._dense, self._choice.exact)
+            sinks = self._kind.sink_logits
+            if sinks is not None and sinks.dtype != torch.bfloat16:
+                sinks = sinks.float()  # vLLM's kernel reads these two types
+            made = PagePool(
+                slots, memory, self._kind._replace(sink_logits=sinks), rope, self._dense, self._choice.exact
+            )
             self._pool = memory.data_ptr(), made
         return self._pool[1]

@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 
-from tersekv.serving.dense import Lengths, attend_dense
+from tersekv.serving.dense import AttentionKind, Lengths, attend_dense
 from tersekv.serving.vllm.backend import ByRecipe
 
 SCRATCH_PAGE = 128
@@ -19,9 +19,9 @@ SCRATCH_PAGE = 128
 class _Plan:
     """Arguments of vLLM's kernel for the requests of one step, which all its layers share."""
 
-    def __init__(self, query: Tensor, kv_heads: int, lengths: Lengths) -> None:
+    def __init__(self, query: Tensor, kv_heads: int, lengths: Lengths, window: int) -> None:
         _, Hq, D = query.shape
-        self.lengths, self.shape, self.dtype = lengths, (Hq, kv_heads, D), query.dtype
+        self.lengths, self.shape, self.dtype, self.window = lengths, (Hq, kv_heads, D), query.dtype, window
         self.isa = _get_attn_isa(query.dtype, SCRATCH_PAGE, D)
         self.starts = torch.tensor([0, *lengths.queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         self.seen = torch.tensor(lengths.tokens, dtype=torch.int32)
@@ -33,7 +33,7 @@ class _Plan:
         self.memory = query.new_zeros((int(pages.sum()), kv_heads, 2 * SCRATCH_PAGE, D))
         self.metadata: Any = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(lengths.queries), num_heads=Hq, num_kv_heads=kv_heads, head_dim=D, seq_lens=self.seen,
-            dtype=query.dtype, query_start_loc=self.starts, causal=True, sliding_window_size=-1, isa=self.isa,
+            dtype=query.dtype, query_start_loc=self.starts, causal=True, sliding_window_size=window, isa=self.isa,
             enable_kv_split=True, dynamic_causal=None, kv_cache_dtype="auto",
         )  # fmt: skip
 
@@ -42,22 +42,21 @@ class VllmDense:
     """`DenseAttention` by vLLM's own CPU kernel, for all requests in one call."""
 
     def __init__(self) -> None:
-        self._plan: _Plan | None = None
+        self._plans: dict[int, _Plan] = {}  # by sliding window
 
-    def __call__(
-        self, query: Tensor, keys: Tensor, values: Tensor, lengths: Lengths, scaling: float, softcap: float | None
-    ) -> Tensor:
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, lengths: Lengths, kind: AttentionKind) -> Tensor:
         """See `tersekv.serving.dense.DenseAttention`."""
         Hq, D = query.shape[1:]
         if D not in CPUAttentionBackend.get_supported_head_sizes():
-            return attend_dense(query, keys, values, lengths, scaling, softcap)
-        plan = self._plan
+            return attend_dense(query, keys, values, lengths, kind)
+        window = -1 if kind.window is None else kind.window
+        plan = self._plans.get(window)
         if (
             plan is None
             or plan.lengths is not lengths
             or (plan.shape, plan.dtype) != ((Hq, keys.shape[1], D), query.dtype)
         ):
-            plan = self._plan = _Plan(query, keys.shape[1], lengths)
+            plan = self._plans[window] = _Plan(query, keys.shape[1], lengths, window)
         key_cache, value_cache = plan.memory.chunk(2, dim=2)
         ops.cpu_attn_reshape_and_cache(
             keys.to(query.dtype), values.to(query.dtype), key_cache, value_cache, plan.slots, plan.isa, k_scale=1.0,
@@ -66,15 +65,15 @@ class VllmDense:
         out = torch.empty_like(query)
         ops.cpu_attention_with_kv_cache(
             query=query, key_cache=key_cache, value_cache=value_cache, output=out, query_start_loc=plan.starts,
-            seq_lens=plan.seen, scale=scaling, causal=True, alibi_slopes=None, sliding_window=-1,
-            block_table=plan.table, softcap=softcap or 0.0, scheduler_metadata=plan.metadata, s_aux=None,
-            dynamic_causal=None, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto",
+            seq_lens=plan.seen, scale=kind.scaling, causal=True, alibi_slopes=None, sliding_window=window,
+            block_table=plan.table, softcap=kind.softcap or 0.0, scheduler_metadata=plan.metadata,
+            s_aux=kind.sink_logits, dynamic_causal=None, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto",
         )  # fmt: skip
         return out
 
     def release(self) -> None:
         """Free the memory of unpacked tokens."""
-        self._plan = None
+        self._plans.clear()
 
 
 class PackedBackend(ByRecipe, CPUAttentionBackend):
