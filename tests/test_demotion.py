@@ -142,6 +142,27 @@ def test_padded_rows_equal_rows_alone(policy):
             assert [p - pad for p in kept(together, row, head)] == kept(alone, 0, head)
 
 
+@pytest.fixture
+def uninitialised_is_nan():
+    """Fill uninitialised memory with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("uninitialised_is_nan")
+def test_empty_slots_are_finite():
+    """A row with padding demotes fewer tokens. Its empty slots are read with weight 0, which turns no NaN into 0."""
+    keys, values = tokens(300, B=2, D=32)
+    keys[:, :, :129] += 3  # these get most attention, so the packed tokens stay and newer ones are demoted
+    query = torch.ones(2, 4, 300, 32)
+    store = made("h2o:budget=436,heavy=1,recent=16,rest=2+kivi:bits=4", keys, values)
+    for start, stop in [(0, 129), (129, 300)]:
+        feed(store, *(x[:, :, start:stop] for x in (keys, values, query)), torch.tensor([77, 0]))
+    assert len(lower_positions(store, 0)) < len(lower_positions(store, 1))
+    assert torch.isfinite(attend_store(store, AttentionCall(query[:, :, -1:], None, 0.125))).all()
+
+
 def test_a_refused_append_changes_nothing():
     store, keys, values, query = filled("h2o:budget=200,recent=16,exact=fp32,rest=2+kivi:bits=4", [300])
     before, held = kept(store), held_by_position(store)

@@ -88,6 +88,12 @@ def test_models_that_write_no_text(llama) -> None:
         calibration_for(llama.model, RECIPE)
 
 
+def test_a_folder_that_cannot_be_written(cache, llama) -> None:
+    cache.write_text("a file, not a folder")
+    with pytest.raises(UserError, match=r"cannot write .*: Not a directory; give another place .* TERSEKV_CACHE$"):
+        calibration_for(llama, RECIPE)
+
+
 def test_a_stopped_run_continues(cache, llama, monkeypatch) -> None:
     wanted = calibration_for(llama, RECIPE)
     place(default_folder(fingerprint(llama)), PARSED).unlink()

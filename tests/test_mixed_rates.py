@@ -351,7 +351,7 @@ def test_lost_variances_are_kept_with_the_tokens():
     [
         ("mixed+qjl", "cannot code tokens at several rates"),
         ("mixed:rest=4+trellis:bits=4", "must be lower than the codec's bits=4"),
-        ("mixed:rest=2.5+kivi:bits=4", "2.5 bits are not allowed"),
+        ("mixed:rest=2.5+kivi:bits=4", "rest=2.5 is not available: 2.5 bits are not allowed"),
         ("mixed:budget=1+trellis:bits=4", "budget=1 is not allowed"),
         ("mixed:rest=0+trellis:bits=4", "rest=0 is not allowed"),
         ("mixed+turboquant:bits=4,variant=prod", "variant=mse"),

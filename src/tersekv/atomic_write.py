@@ -19,6 +19,8 @@ SUFFIX = ".part"
 ABANDONED_SECONDS = 60.0
 """Age above which an unlocked temporary file counts as abandoned by a killed writer."""
 
+ELSEWHERE = "give another place with --out or the variable TERSEKV_CACHE"
+
 
 @contextlib.contextmanager
 def atomic_write(path: Path, advice: str = "free some space there, or give another place") -> Iterator[BinaryIO]:
@@ -60,7 +62,7 @@ def save_whole(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str,
     """
     from safetensors.torch import save
 
-    advice = "free some space there, or give another --out"
+    advice = f"free some space there, or {ELSEWHERE}"
     data = save({name: t.contiguous() for name, t in tensors.items()}, dict(metadata) if metadata else None)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -111,7 +111,7 @@ class DemotingStore(ScoredEvictionStore):
         views = self.pool.views(0, P) if bool(slots.demoted[:, :, :P].any()) else []
         tokens = []
         for i, (side, x) in enumerate(zip(self.sides, leaving.tokens, strict=True)):
-            packed = views[i].decode().to(side.dtype) if views else x.new_empty((*x.shape[:2], P, x.shape[3]))
+            packed = views[i].decode().to(side.dtype) if views else x.new_zeros((*x.shape[:2], P, x.shape[3]))
             tokens.append(gathered(torch.cat([packed, side.loose, x.to(side.dtype)], dim=2), order))
         positions = torch.cat([self.pool.positions, leaving.positions], dim=2).masked_fill(~demoted, -1)
         both = slots.fields(), others.fields()

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tersekv.atomic_write import save_whole
+from tersekv.atomic_write import ELSEWHERE, save_whole
 from tersekv.codecs import Codec
 from tersekv.errors import UserError
 from tersekv.hf.calibration import Calibration, Made
@@ -278,10 +278,14 @@ def locked(folder: Path, wait: bool = False) -> Iterator[None]:
     wait: until another run ends.
 
     Raises:
-        UserError: another run holds the lock, and `wait` is False.
+        UserError: the folder cannot be written, or another run holds the lock and `wait` is False.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}; {ELSEWHERE}") from error
+    with lock as file:
         with contextlib.suppress(ImportError):  # Windows
             import fcntl
 

@@ -24,6 +24,9 @@ Shorter calls are generated tokens, or proposals of assisted decoding.
 
 UNLIMITED = "unlimited"
 
+MOST_TOKENS = 10**12
+"""Largest number of tokens that an option takes. Tensors of int64 hold sums of such numbers."""
+
 CORRECTED_SHARES = {"off": 0.0, "half": 0.5, "full": 1.0}
 """Share of the bias that each value of `bias_correction` corrects."""
 
@@ -56,9 +59,14 @@ def two_rates(keys: Rated, values: Rated) -> bool:
 def check_lower_rate(rest: float, keys: Rated, values: Rated) -> None:
     """Raise UserError unless both codecs have the lower rate of `rest` bits. Exact layers need none."""
     for codec in (keys, values) if two_rates(keys, values) else ():
-        codec.at_rate(rest)
+        try:
+            codec.at_rate(rest)
+        except UserError as error:
+            raise UserError(f"rest={rest:g} is not available: {error}") from error
         if rest >= (bits := getattr(codec, "bits", math.inf)):
-            raise UserError(f"rest={rest:g} must be lower than the codec's bits={bits:g}")
+            raise UserError(
+                f"rest={rest:g} must be lower than the codec's bits={bits:g}; give a lower rest, or more bits"
+            )
 
 
 @dataclass(frozen=True)
@@ -86,8 +94,10 @@ class TokenPolicy:
 
     def __post_init__(self) -> None:
         for name in ("sinks", "recent"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name}={getattr(self, name)} is negative; give 0 or more tokens")
+            if (tokens := getattr(self, name)) < 0:
+                raise UserError(f"{name}={tokens} is negative; give 0 or more tokens")
+            if tokens > MOST_TOKENS:
+                raise UserError(f"{name}={tokens} is out of range; allowed are 0 to {MOST_TOKENS} tokens")
         if self.exact != "auto" and self.exact not in DTYPES:
             raise UserError(f"exact={self.exact} is not allowed; choose one of auto, {', '.join(DTYPES)}")
         if self.bias_correction not in CORRECTED_SHARES:
@@ -213,10 +223,10 @@ class Selection(TokenPolicy):
             raise UserError(
                 f"bias_correction={self.bias_correction} is not available with rest={self.rest:g}; give one of them"
             )
-        if not 0 < self.budget < float("inf"):
+        if not 0 < self.budget <= MOST_TOKENS:
             raise UserError(
                 f"budget={self.budget:g} is not allowed; give a fraction of the prompt's tokens up to 1, or a number "
-                "of tokens above 1"
+                f"of tokens above 1, at most {MOST_TOKENS:g}"
             )
         if self.memory != UNLIMITED:
             parse_bytes(self.memory, "memory")

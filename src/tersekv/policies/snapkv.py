@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tersekv.errors import UserError
-from tersekv.policies.base import Candidates, Selection
+from tersekv.policies.base import MOST_TOKENS, Candidates, Selection
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class SnapKV(Selection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window < 1:
-            raise UserError(f"window={self.window} is not allowed; give 1 or more queries")
+        if not 1 <= self.window <= MOST_TOKENS:
+            raise UserError(f"window={self.window} is not allowed; give 1 to {MOST_TOKENS} queries")
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise UserError(f"kernel={self.kernel} is not allowed; give an odd number of tokens")
         if self.pool not in ("avg", "max"):

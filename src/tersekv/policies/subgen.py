@@ -50,7 +50,7 @@ class SubGen(Selection):
         super().__post_init__()
         if self.variant not in ("kcenter", "stream"):
             raise UserError(f"variant={self.variant} is not allowed; choose one of kcenter, stream")
-        if not 0 <= self.delta < float("inf"):
+        if not 0 <= self.delta <= torch.finfo(torch.float32).max:
             raise UserError(
                 f"delta={self.delta:g} is not allowed; give a distance between keys, or 0 to have it chosen"
             )
