@@ -8,8 +8,8 @@ a tenth repeats an earlier prompt, so the prefix cache is used. The cache is so 
 preempted, prompts are cut by a small token budget, and some streams are closed early. Then the server
 is killed while it answers others, and started again. It answers some of the prompts one at a time.
 
-Computation is in float32 and greedy. With `--exact page`, the default here, answers do not depend on how
-prompts are cut or on the prefix cache, so they must be those of the load. Where they part, the logits of
+Computation is in float32 and greedy. With `--exact page`, the default here, answers depend neither on how
+prompts are cut nor on the prefix cache. So they must be those of the load. Where they part, the logits of
 both tokens must be within `--tie` of each other, as rounding explains.
 """
 
