@@ -143,7 +143,8 @@ def device_of(python: str, found: dict[str, Any]) -> str:
         raise UserError(f"vLLM is not installed in the environment of {python}. Install it: {INSTALL}")
     if found["vllm"].split("+")[0].rsplit(".", 1)[0] not in SUPPORTED:
         raise UserError(
-            f"{python} has vLLM {found['vllm']}, the plug-in is written for {' and '.join(SUPPORTED)}. Install: {INSTALL}"
+            f"{python} has vLLM {found['vllm']}, the plug-in is written for {' and '.join(SUPPORTED)}. Install: "
+            f"{INSTALL}"
         )
     if not found["plugin"]:
         raise UserError(f"tersekv is not installed beside vLLM in the environment of {python}. Install it: {INSTALL}")
