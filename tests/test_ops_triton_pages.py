@@ -146,6 +146,7 @@ def test_a_pool_of_an_engine(device, monkeypatch):  # noqa: F811
     """Requests of three lengths, one within its first page. Packed pages are passed to the kernel
     on their own device."""
     from tersekv.kernels.triton import launch
+    from tersekv.serving.dense import AttentionKind
     from tersekv.serving.pages import PagePool
     from tersekv.serving.steps import EngineStep, Rows
     from test_serving_pages import expected, slots_of
@@ -155,7 +156,7 @@ def test_a_pool_of_an_engine(device, monkeypatch):  # noqa: F811
     keys, values, queries = (torch.randn(3, 70, n, 64) for n in (2, 2, 6))
     tables = torch.tensor([[4, 2, 0], [1, -1, -1], [3, 5, -1]], dtype=torch.int32)
     memory = torch.zeros(6, 2, p, slots.token_bytes, dtype=torch.uint8, device=device)
-    pool, rows = PagePool(slots, memory, 0.125), Rows(6)
+    pool, rows = PagePool(slots, memory, AttentionKind(0.125)), Rows(6)
     sides = [torch.cat([x[i, : n - 1] for i, n in enumerate(seen)]).to(device) for x in (keys, values)]
     with backends.forced("auto"):
         pool.write(*sides, EngineStep.plan([0, 69, 77, 109], [69, 8, 32], tables, p, rows).to(memory.device))

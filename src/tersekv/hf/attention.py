@@ -60,7 +60,8 @@ def attention_forward(
     again = pending.layer.cache.read_again
     padding = _padding(call.without_last(again).mask) if store.deferred else None
     observed = observe(store, keys, values, call, again) if query.shape[2] >= store.least_queries else None
-    pending.drop_last(again)
+    if again:
+        pending.drop_last(again)
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, keys, values))
     if not past:
         out = attend_plain(module, query, keys, values, attention_mask, dropout, scaling, **_own(kwargs))

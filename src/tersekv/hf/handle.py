@@ -44,8 +44,7 @@ class Pending:
 
     def drop_last(self, n: int) -> None:
         """Leave out the n last tokens, which are a second reading of the others."""
-        if n:
-            self.keys, self.values = (x[:, :, :-n].contiguous() for x in (self.keys, self.values))
+        self.keys, self.values = (x[:, :, :-n].contiguous() for x in (self.keys, self.values))
 
     def commit(self, padding: Tensor | None, observed: Observed | None = None) -> None:
         """Append the tokens to the store. observed: see `attention/observe.py`."""

@@ -42,7 +42,7 @@ def _parameters(module: torch.nn.Module) -> list[str]:
 
 def _double(owner: weakref.ref[PreTrainedModel], module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Double the tokens of a call whose cache asks for it. This is a pre-forward hook."""
-    given = dict(zip(_parameters(module), args, strict=False)) | kwargs
+    given = dict(zip(_parameters(module), args, strict=False)) | kwargs if args else kwargs
     cache = given.get("past_key_values")
     if not isinstance(cache, ModelCache):
         return args, kwargs
@@ -51,6 +51,7 @@ def _double(owner: weakref.ref[PreTrainedModel], module: Any, args: Any, kwargs:
     if not cache.reads_twice or is_traced() or tokens is None or not _fits(module, cache, given, tokens):
         return args, kwargs
     cache.read_again = n = tokens.shape[1]
+    given = dict(given)
     for name in ("input_ids", "inputs_embeds"):
         if given.get(name) is not None:
             given[name] = torch.cat([given[name]] * 2, dim=1)
