@@ -272,7 +272,7 @@ struct Kernels {
   GridFn (*grid_product)(const GridView&, int rows);
   bool rounds;  // grid_product multiplies in bfloat16
   void (*encode_trellis)(const EncodeTrellis&, int64_t row, int64_t first, int64_t last);
-  void (*basis_product)(const BasisProduct&, int64_t head);
+  void (*basis_product)(const BasisProduct&, int64_t task);
   const TrellisKernel* trellis;  // null: trellis.h is used
   const PolarKernel* polar;      // null: polar.h is used
   const RopeKernel* rope;        // null: roped_grid.h and rotated_mean.h are used

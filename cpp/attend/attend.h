@@ -84,6 +84,32 @@ struct Chunk {
   }
 };
 
+// The tokens of a chunk, without those at its ends that no row of the task sees. The first one is a
+// whole number of vectors further on, so that sums have the order that they have with all tokens.
+struct Visible {
+  int64_t first, last;
+
+  Visible(const Call& call, const Task& task, int64_t t0, int64_t t1) : first(t0), last(t1) {
+    const Scores& how = call.scores;
+    if (!how.mask) return;
+    first = t1;
+    last = t0;
+    const int64_t rows = how.q < task.rows ? how.q : task.rows;
+    for (int64_t r = 0; r < rows; r++) {
+      const uint8_t* mask =
+          how.mask + task.b * how.stride_b + task.h * how.stride_h + (task.row + r) % how.q * how.stride_q;
+      int64_t from = t0, to = t1;
+      while (from < first && !mask[from]) from++;
+      while (to > last && !mask[to - 1]) to--;
+      if (from < first) first = from;
+      if (to > last) last = to;
+    }
+    if (first >= last) first = last = t0;
+    first -= (first - t0) % kLanes;
+  }
+  bool any() const { return first < last; }
+};
+
 // Set the first scores of tokens [t0, t1) of a row. Reads and writes whole vectors.
 inline void start_scores(const Call& call, const Task& task, int64_t row, int64_t t0, int64_t t1, float* score) {
   const int64_t count = round_up(t1 - t0, kLanes);
@@ -116,13 +142,17 @@ void attend(const Call& call, const Task& task) {
   values.sum_stride = w.sum_stride;
   prepare<S>(keys);
   prepare<S>(values);
+  const bool dense = call.keys->kind == Kind::exact && call.values->kind == Kind::exact;
   const int64_t end = task.last * unit;
   for (int64_t t0 = task.first * unit, t1; t0 < end; t0 = t1) {
     const Chunk now(call, task, t0, end, chunk);
     t1 = now.t1;
     if (!now.there) continue;
+    const Visible seen(call, task, t0, t1);
+    if (!seen.any()) continue;
+    const int64_t from = dense ? seen.first : t0, to = dense ? seen.last : t1;
     shift = now.shift;
-    const int64_t first = t0 + shift, last = t1 + shift;
+    const int64_t first = from + shift, last = to + shift;
     later = Span{};
     if (t1 < end) {
       const Chunk next(call, task, t1, end, chunk);
@@ -130,10 +160,10 @@ void attend(const Call& call, const Task& task) {
     }
     row_tiles(task.rows, [&](int64_t row, int64_t rows) {
       float* score = w.score + row * w.score_stride;
-      for (int64_t r = 0; r < rows; r++) start_scores(call, task, row + r, t0, t1, score + r * w.score_stride);
+      for (int64_t r = 0; r < rows; r++) start_scores(call, task, row + r, from, to, score + r * w.score_stride);
       add_scores<S>(keys, {row, rows, first, last}, score, w.score_stride);
     });
-    if (!w.weigh_chunk<S>(call, task, t0, t1 - t0)) continue;
+    if (!w.weigh_chunk<S>(call, task, from, to - from)) continue;
     row_tiles(task.rows, [&](int64_t row, int64_t rows) {
       add_sums<S>(values, {row, rows, first, last}, w.score + row * w.score_stride, w.score_stride);
     });

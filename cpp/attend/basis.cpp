@@ -30,45 +30,82 @@ inline Floats unpack(const uint8_t* codes) {
   return __builtin_convertvector((words >> shift & 63) - kOffset, Floats);
 }
 
-inline float dot(const float* x, const float* row, int64_t D) {
-  Floats sum = {};
-  for (int64_t c = 0; c < D; c += kLanes) sum += at(x + c) * at(row + c);
-  float out = 0.0f;
-  for (int i = 0; i < kLanes; i++) out += sum[i];
-  return out;
+// Vectors of columns whose sums stay in registers.
+#ifdef __AVX512F__
+constexpr int kColumns = 2;
+#else
+constexpr int kColumns = 1;
+#endif
+
+// out[r][j] = Σ_k x[r][k] · w[k][j] for R vectors and NG·16 columns. The order of each sum does not depend on R and NG.
+template <int R, int NG>
+void multiply_tile(const float* x, int64_t x_stride, const float* w, int64_t D, int64_t width, float* out,
+                   int64_t out_stride) {
+  Floats sum[R][NG] = {};
+  for (int64_t k = 0; k < D; k++, w += width)
+    repeat<NG>([&](auto g) TERSEKV_INLINE {
+      const Floats column = at(w + g * kLanes);
+      repeat<R>([&](auto r) TERSEKV_INLINE { sum[r][g] += x[r * x_stride + k] * column; });
+    });
+  repeat<R>([&](auto r) TERSEKV_INLINE {
+    repeat<NG>([&](auto g) TERSEKV_INLINE { at(out + r * out_stride + g * kLanes) = sum[r][g]; });
+  });
 }
 
-// Multiply one head of one batch row.
-void multiply_head(const BasisProduct& call, int64_t head) {
-  const int64_t R = call.R, D = call.D, width = round_up(D, kLanes), b = head / call.H, h = head % call.H;
+// Unpack a head's matrix. combine: its rows are w's rows, else its columns are.
+void unpack_matrix(const BasisProduct& call, int64_t b, int64_t h, int64_t width, float* w) {
+  const int64_t D = call.D;
   const HeadMatrix& of = call.matrix;
-  const float *x = call.x + head * R * call.x_stride, *dense = of.dense + b * of.dense_b + h * of.dense_h;
-  float* out = call.out + head * R * call.out_stride;
-  const uint8_t* codes = of.codes + b * of.codes_b + h * of.codes_h;
-  reset_scratch();
-  float *row = scratch(width), *channel = scratch(width), *scaled = scratch(R * width);
-  for (int64_t c = 0; c < width; c++) {
-    row[c] = 0.0f;
-    channel[c] = c < D && of.codes ? float_at(of.type, of.channels, b * of.channels_b + h * of.channels_h + c) : 1.0f;
-  }
-  for (int64_t r = 0; r < R; r++)
-    for (int64_t c = 0; c < width; c++)
-      scaled[r * width + c] = call.combine || c >= D ? 0.0f : x[r * call.x_stride + c] * channel[c];
-  for (int64_t d = 0; d < D; d++) {
-    if (of.codes)
-      for (int64_t c = 0; c < D; c += kLanes) at(row + c) = unpack(codes + (d * D + c) * 3 / 4);
-    else
-      for (int64_t c = 0; c < D; c++) row[c] = dense[d * D + c];
-    for (int64_t r = 0; r < R; r++) {
-      float* sums = scaled + r * width;
-      if (call.combine)
-        for (int64_t c = 0; c < width; c += kLanes) at(sums + c) += x[r * call.x_stride + d] * at(row + c);
+  const float* dense = of.codes ? nullptr : of.dense + b * of.dense_b + h * of.dense_h;
+  const uint8_t* codes = of.codes ? of.codes + b * of.codes_b + h * of.codes_h : nullptr;
+  for (int64_t i = 0; i < D * width; i++) w[i] = 0.0f;
+  alignas(64) float entries[kLanes];
+  for (int64_t d = 0; d < D; d++)
+    for (int64_t c = 0; c < D; c += kLanes) {
+      const int64_t n = D - c < kLanes ? D - c : kLanes;
+      if (codes)
+        at(entries) = unpack(codes + (d * D + c) * 3 / 4);
       else
-        out[r * call.out_stride + d] = dot(sums, row, width);
+        for (int64_t i = 0; i < n; i++) entries[i] = dense[d * D + c + i];
+      if (call.combine)
+        for (int64_t i = 0; i < n; i++) w[d * width + c + i] = entries[i];
+      else
+        for (int64_t i = 0; i < n; i++) w[(c + i) * width + d] = entries[i];
+    }
+}
+
+// Multiply the vectors of one head, of the batch rows of a task.
+void multiply_head(const BasisProduct& call, int64_t task) {
+  const int64_t R = call.R, D = call.D, width = round_up(D, kLanes), h = task % call.H;
+  const int64_t from = task / call.H * call.batch_rows();
+  const int64_t to = call.B - from < call.batch_rows() ? call.B : from + call.batch_rows();
+  const HeadMatrix& of = call.matrix;
+  reset_scratch();
+  float *w = scratch(D * width), *channel = scratch(width);
+  float *in = scratch(kRowTile * D), *out = scratch(kRowTile * width);
+  unpack_matrix(call, from, h, width, w);
+  for (int64_t c = 0; c < width; c++)
+    channel[c] =
+        c < D && of.codes ? float_at(of.type, of.channels, from * of.channels_b + h * of.channels_h + c) : 1.0f;
+  const auto vector = [&](int64_t i) { return ((from + i / R) * call.H + h) * R + i % R; };
+  const int64_t count = (to - from) * R;
+  for (int64_t first = 0; first < count; first += kRowTile) {
+    const int64_t rows = count - first < kRowTile ? count - first : kRowTile;
+    for (int64_t r = 0; r < rows; r++) {
+      const float* x = call.x + vector(first + r) * call.x_stride;
+      for (int64_t c = 0; c < D; c++) in[r * D + c] = call.combine ? x[c] : x[c] * channel[c];
+    }
+    with_rows(rows, [&](auto n) {
+      int64_t c = 0;
+      for (; c + kColumns * kLanes <= width; c += kColumns * kLanes)
+        multiply_tile<n, kColumns>(in, D, w + c, D, width, out + c, width);
+      for (; c < width; c += kLanes) multiply_tile<n, 1>(in, D, w + c, D, width, out + c, width);
+    });
+    for (int64_t r = 0; r < rows; r++) {
+      float* y = call.out + vector(first + r) * call.out_stride;
+      for (int64_t c = 0; c < D; c++) y[c] = call.combine ? out[r * width + c] * channel[c] : out[r * width + c];
     }
   }
-  for (int64_t r = 0; call.combine && r < R; r++)
-    for (int64_t c = 0; c < D; c++) out[r * call.out_stride + c] = scaled[r * width + c] * channel[c];
 }
 
 constexpr int64_t kWide = 8;
@@ -84,7 +121,8 @@ inline void subtract(double* to, double factor, double* from, int64_t first, int
 // Components of some vectors of a head, by Gauss's elimination with row pivots in float64. Each vector is a column, so
 // that its result does not depend on the others.
 void invert_head(const BasisProduct& call, int64_t task) {
-  const int64_t D = call.D, head = task / call.tasks(), first = task % call.tasks() * kSolvedAtOnce;
+  const int64_t D = call.D, parts = ceil_div(call.R, kSolvedAtOnce), head = task / parts;
+  const int64_t first = task % parts * kSolvedAtOnce;
   const int64_t n = call.R - first < kSolvedAtOnce ? call.R - first : kSolvedAtOnce, width = round_up(n, kWide);
   const int64_t b = head / call.H, h = head % call.H;
   const HeadMatrix& of = call.matrix;

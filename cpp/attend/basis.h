@@ -18,9 +18,13 @@ struct HeadMatrix {
   int64_t channels_b = 0, channels_h = 0;
 
   bool given() const { return dense || codes; }
+  // True if all batch rows have the same matrices.
+  bool shared() const { return dense_b == 0 && codes_b == 0 && channels_b == 0; }
 };
 
 constexpr int64_t kSolvedAtOnce = 256;
+
+constexpr int64_t kMultipliedAtOnce = 48;  // vectors for which unpacking and transposing a matrix costs little
 
 // R vectors of each of B·H heads. Strides of x and out are between vectors; the vectors of a head
 // are consecutive.
@@ -34,13 +38,14 @@ struct BasisProduct {
   int64_t out_stride;
   bool invert = false;  // find y with x = sum of y_d·row_d, for a matrix in codes
 
-  // Tasks per head; those of an inverse each factor the matrix again.
-  int64_t tasks() const { return invert ? ceil_div(R, kSolvedAtOnce) : 1; }
+  // Batch rows of a product's task, which multiply with the same matrix.
+  int64_t batch_rows() const { return matrix.shared() ? ceil_div(kMultipliedAtOnce, R > 0 ? R : 1) : 1; }
+  // Number of tasks. Those of an inverse each factor the matrix again.
+  int64_t tasks() const { return invert ? B * H * ceil_div(R, kSolvedAtOnce) : H * ceil_div(B, batch_rows()); }
 };
 
-// Run task `head` of B·H·tasks().
-void basis_product_baseline(const BasisProduct& call, int64_t head);
-void basis_product_avx2(const BasisProduct& call, int64_t head);
-void basis_product_avx512(const BasisProduct& call, int64_t head);
+void basis_product_baseline(const BasisProduct& call, int64_t task);
+void basis_product_avx2(const BasisProduct& call, int64_t task);
+void basis_product_avx512(const BasisProduct& call, int64_t task);
 
 }  // namespace tersekv

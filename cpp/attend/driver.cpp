@@ -172,9 +172,9 @@ void multiply(const BasisProduct& call, int threads, bool team) {
   const double products = static_cast<double>(call.B * call.H * call.R) * static_cast<double>(call.D * call.D);
   if (0.1 * products < (team ? kTeamWorthNs : kThreadsWorthNs)) threads = 1;
   (team ? run_long_tasks : run_tasks)(
-      call.B * call.H * call.tasks(), threads,
-      [](const void* context, int64_t head) {
-        current().basis_product(*static_cast<const BasisProduct*>(context), head);
+      call.tasks(), threads,
+      [](const void* context, int64_t task) {
+        current().basis_product(*static_cast<const BasisProduct*>(context), task);
       },
       &call);
 }
@@ -189,11 +189,16 @@ void map_outputs(const Call& any, const OutputMap& map, int threads, bool team, 
     multiply({any.B, any.H, any.R, Dv, true, map.matrix, inner.data(), Dv, out, Dv}, threads, team);
   }
   if (!map.mean) return;
-  for (int64_t head = 0; head < any.B * any.H; head++)
-    for (int64_t d = 0; d < Dv; d++) {
-      const float mean = float_at(map.type, map.mean, head / any.H * map.mean_b + head % any.H * map.mean_h + d);
-      for (int64_t r = 0; r < any.R; r++) out[(head * any.R + r) * Dv + d] += mean;
-    }
+  const int64_t heads = map.mean_b ? any.B * any.H : any.H;
+  std::vector<float> means(heads * Dv);
+  for (int64_t head = 0; head < heads; head++)
+    for (int64_t d = 0; d < Dv; d++)
+      means[head * Dv + d] = float_at(map.type, map.mean, head / any.H * map.mean_b + head % any.H * map.mean_h + d);
+  for (int64_t head = 0; head < any.B * any.H; head++) {
+    const float* mean = means.data() + head % heads * Dv;
+    for (int64_t r = 0; r < any.R; r++)
+      for (int64_t d = 0; d < Dv; d++) out[(head * any.R + r) * Dv + d] += mean[d];
+  }
 }
 
 }  // namespace

@@ -62,9 +62,12 @@ class Attention {
     rows_ = out;
     for (int64_t b = 0; b < B_; b++)
       for (int64_t h = 0; h < query_.shape[1]; h++)
-        for (int64_t i = 0; i < q_; i++) {
+        for (int64_t i = 0; i < q_; i++, out += D_) {
           const int64_t at = b * query_.stride[0] + h * query_.stride[1] + i * query_.stride[2];
-          for (int64_t d = 0; d < D_; d++) *out++ = float_at(query_, at + d * query_.stride[3]);
+          if (query_.type == Type::bf16 && query_.stride[3] == 1)
+            widen(query_.as<uint16_t>() + at, out);
+          else
+            for (int64_t d = 0; d < D_; d++) out[d] = float_at(query_, at + d * query_.stride[3]);
         }
   }
 
@@ -165,6 +168,11 @@ class Attention {
   }
 
  private:
+  // Convert D bfloat16 to float32.
+  void widen(const uint16_t* from, float* to) const {
+    for (int64_t d = 0; d < D_; d++) to[d] = std::bit_cast<float>(static_cast<uint32_t>(from[d]) << 16);
+  }
+
   void start(Call& call, const float* rows) const {
     call.B = B_;
     call.H = H_;
