@@ -6,6 +6,9 @@
 The cache has the bytes of `--native-pages` pages of vLLM's own cache, whatever the recipe. A client sends
 requests of random ids to the server at the loopback address, at most `--at-once` at a time, and streams
 the answers. Every fourth request has the prompt of an earlier one; `--cancel` streams are closed early.
+
+With `--turns 4` each request is a conversation about a text of its own instead: its prompt is followed by a
+question of 32 ids, and every turn sends what was said before. The prefix cache then saves what the cache holds.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ NATIVE_TOKENS_IN_1_GIB = 46_592
 """SmolLM2 in bfloat16, from vLLM's line `CPU KV cache size`."""
 PAGE = 128
 STARTING_SECONDS = 300
+QUESTION = 32
+"""Ids of the question of each turn."""
 
 
 @contextlib.contextmanager
@@ -46,10 +51,12 @@ def server(
     threads: int,
     options: Sequence[str] = ("--dtype", "bfloat16"),
     more: Mapping[str, str] | None = None,
+    longest: int = 1024,
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Start a server with processes of its own group; yield its address and its first process.
 
     blocks: pages of the cache, 0 for those of 1 GiB. options: of vLLM. more: options of the recipe's section.
+    longest: tokens of the longest sequence.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -58,7 +65,7 @@ def server(
     section |= dict(more or {})
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
     command += ["--served-model-name", "m", "--host", "127.0.0.1", "--enforce-eager", *options]
-    command += ["--max-model-len", "1024", "--max-num-seqs", "64"]
+    command += ["--max-model-len", str(max(1024, longest)), "--max-num-seqs", "64"]
     command += ["--num-gpu-blocks-override", str(blocks)] if blocks else []
     command += [] if recipe == FULL else ["--additional-config", json.dumps({"tersekv": section})]
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(threads)}
@@ -102,25 +109,35 @@ async def load(address: str, args: argparse.Namespace) -> dict[str, Any]:
     fresh = [[draw.randrange(1000, 40000) for _ in range(args.prompt)] for _ in range(args.requests)]
     prompts = [fresh[i] if i % 4 != 3 else fresh[i - 3] for i in range(args.requests)]
     cancelled = set(draw.sample(range(args.requests), args.cancel))
-    found: list[dict[str, Any]] = [{} for _ in prompts]
+    if args.turns:
+        prompts = fresh
+    questions = [[[draw.randrange(1000, 40000) for _ in range(QUESTION)] for _ in range(args.turns)] for _ in prompts]
+    found: list[list[dict[str, Any]]] = [[] for _ in prompts]
 
     async def one(session: Any, i: int) -> None:
-        async with slots:
-            started, times, tokens = time.perf_counter(), [], []
-            async for new in stream(session, address, prompts[i], args.new):
-                times.append(time.perf_counter() - started)
-                tokens += new
-                if i in cancelled and len(tokens) >= 3:
-                    return
-            found[i] = {"tokens": tokens, "first": times[0], "each": (times[-1] - times[0]) / max(1, len(tokens) - 1)}
+        said = prompts[i]
+        for turn in range(max(1, args.turns)):
+            if args.turns:
+                said = said + questions[i][turn]
+            async with slots:
+                started, times, tokens = time.perf_counter(), [], []
+                async for new in stream(session, address, said, args.new):
+                    times.append(time.perf_counter() - started)
+                    tokens += new
+                    if i in cancelled and len(tokens) >= 3:
+                        return
+            each = (times[-1] - times[0]) / max(1, len(tokens) - 1)
+            found[i].append({"tokens": tokens, "first": times[0], "each": each})
+            said = said + tokens
 
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         started = time.perf_counter()
         await asyncio.gather(*(one(session, i) for i in range(args.requests)))
         spent = time.perf_counter() - started
-    done = [one for one in found if one]
-    same = [found[i]["tokens"] == found[i - 3]["tokens"] for i in range(3, len(found), 4) if found[i] and found[i - 3]]
+    done = [answer for answers in found for answer in answers]
+    again = [] if args.turns else [i for i in range(3, len(found), 4) if found[i] and found[i - 3]]
+    same = [found[i][0]["tokens"] == found[i - 3][0]["tokens"] for i in again]
     return {
         "seconds": spent, "done": len(done), "whole": sum(len(one["tokens"]) == args.new for one in done),
         "repeated": len(same), "repeated_same": sum(same), "first": sorted(one["first"] for one in done),
@@ -136,14 +153,15 @@ def run(args: argparse.Namespace) -> None:
     if args.recipe != FULL:
         whole = NATIVE_TOKENS_IN_1_GIB // PAGE
         blocks = int(args.native_pages * args.tokens_in_1_gib / PAGE / whole)
-    with server(model, args.recipe, args.calibration, blocks, args.threads) as (address, _):
+    longest = args.prompt + max(1, args.turns) * (QUESTION + args.new)
+    with server(model, args.recipe, args.calibration, blocks, args.threads, longest=longest) as (address, _):
         measured = asyncio.run(load(address, args))
         with urllib.request.urlopen(f"{address}/metrics") as answer:
             said = re.findall(r"^vllm:num_preemptions_total\S* (\S+)", answer.read().decode(), re.MULTILINE)
     record = {
         "recipe": args.recipe, "pages": blocks, "native_pages": args.native_pages, "requests": args.requests,
         "at_once": args.at_once, "prompt": args.prompt, "new": args.new, "cancelled": args.cancel,
-        "threads": args.threads, "preemptions": sum(map(float, said)), **measured,
+        "turns": args.turns, "threads": args.threads, "preemptions": sum(map(float, said)), **measured,
     }  # fmt: skip
     with args.out.open("a") as file:
         file.write(json.dumps(record) + "\n")
@@ -153,12 +171,14 @@ def run(args: argparse.Namespace) -> None:
 def rows(records: list[dict[str, Any]]) -> list[str]:
     """Return the table of records."""
     lines = [
-        "| cache | pages | requests/s | preemptions | first token s, p50/p95 | next token ms, p50/p95 | whole |",
+        "| load | cache | requests/s | preemptions | first token s, p50/p95 | next token ms, p50/p95 | whole |",
     ]
     lines.append("|---|---|---|---|---|---|---|")
     for r in records:
         first, each = ([statistics.quantiles(r[name], n=20)[i] for i in (9, 18)] for name in ("first", "each"))
-        cells = [f"`{r['recipe']}`", r["pages"], f"{r['done'] / r['seconds']:.2f}", f"{r['preemptions']:.0f}"]
+        what = f"{r['requests']} x {r['prompt']:,} + {r['new']}"
+        what += f", {r['turns']} turns" if r.get("turns") else ""
+        cells = [what, f"`{r['recipe']}`", f"{r['done'] / r['seconds']:.2f}", f"{r['preemptions']:.0f}"]
         cells += [f"{first[0]:.1f} / {first[1]:.1f}", f"{1e3 * each[0]:.0f} / {1e3 * each[1]:.0f}"]
         lines.append(f"| {' | '.join(map(str, cells))} | {r['whole']} of {r['done']} |")
     return lines
@@ -185,6 +205,7 @@ def main() -> None:
         ("prompt", 400),
         ("new", 128),
         ("cancel", 0),
+        ("turns", 0),
         ("threads", 3),
     ):
         go.add_argument(f"--{name}", type=int, default=value)

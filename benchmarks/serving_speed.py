@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -47,7 +48,7 @@ def steps(llm: Any, ids: list[list[int]], new_tokens: int) -> tuple[float, float
             prefill += spent
         elif running:
             decode.append(spent)
-    return prefill, statistics.median(decode)
+    return prefill, statistics.median(decode or [math.nan])  # short answers may end before the last one begins
 
 
 def capacity(llm: Any) -> int:

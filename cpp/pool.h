@@ -10,7 +10,7 @@ constexpr double kThreadsWorthNs = 50000.0;  // for less work, waking a thread c
 
 constexpr double kTeamWorthNs = 10000.0;  // the same for torch's threads between its operations, which spin
 
-constexpr double kLongNs = 1e6;  // work from here on is for run_long_tasks
+constexpr double kLongNs = 1e5;  // work from here on is for run_long_tasks
 
 using TaskFn = void (*)(const void* context, int64_t index);
 

@@ -62,7 +62,7 @@ def test_speeds_are_compared_within_a_round():
 
 def test_latencies_of_a_load():
     record = {"recipe": "int4", "pages": 9, "done": 20, "seconds": 10.0, "preemptions": 2.0, "whole": 20}
-    record |= {"first": [float(i) for i in range(20)], "each": [0.1] * 20}
-    assert (
-        benchmark("serving_load").rows([record])[-1] == "| `int4` | 9 | 2.00 | 2 | 9.5 / 18.9 | 100 / 100 | 20 of 20 |"
-    )
+    record |= {"first": [float(i) for i in range(20)], "each": [0.1] * 20, "requests": 5, "prompt": 1500, "new": 32}
+    found = "| `int4` | 2.00 | 2 | 9.5 / 18.9 | 100 / 100 | 20 of 20 |"
+    assert benchmark("serving_load").rows([record | {"turns": 0}])[-1] == "| 5 x 1,500 + 32 " + found
+    assert benchmark("serving_load").rows([record | {"turns": 4}])[-1] == "| 5 x 1,500 + 32, 4 turns " + found
