@@ -39,6 +39,7 @@ from tersekv.hf.capture import capture_prompt
 from tersekv.hf.compress import compress
 from tersekv.hf.models import load
 from tersekv.hf.prefill import held_by, new_cache
+from tersekv.lab.evals.records import versions
 from tersekv.lab.evals.tasks.divergence import compare
 from tersekv.lab.evals.tasks.perplexity import mean_nll
 from tersekv.lab.evals.windows import read_text
@@ -108,9 +109,9 @@ OVERVIEW = (
     "SnapKV",
     "SubGen",
     "StreamingLLM, TurboQuant 4 and 2 bits",
-    "StreamingLLM, trellis 2 and 1 bits",
+    "StreamingLLM, trellis 4 and 2 bits",
     "H2O, TurboQuant 4 and 2 bits",
-    "H2O, trellis 2 and 1 bits",
+    "H2O, trellis 4 and 2 bits",
     "SubGen, TurboQuant 4 bits",
     "mixed",
     "trellis, all tokens",
@@ -222,6 +223,7 @@ def run(args: argparse.Namespace) -> None:
         (budget, row, found)
         for budget in args.budgets
         for row in ROWS
+        if not args.rows or row.label in args.rows
         if (found := fitted(row, shape, args.prefix, budget))
     ]
     held: set[tuple[str, ...]] = set()
@@ -244,7 +246,8 @@ def run(args: argparse.Namespace) -> None:
                 for budget, row, (recipe, predicted) in missing:
                     line = {"model": args.model, "text": text, "window": str(i), "budget": budget, "row": row.label}
                     line |= {"recipe": recipe, "prefix": args.prefix, "scored": args.scored, "chunk": args.chunk}
-                    line |= {"predicted_bytes": predicted} | window.measure(recipe)
+                    line |= {"bytes_full": 2 * shape.elements(args.prefix), "predicted_bytes": predicted}
+                    line |= window.measure(recipe) | {"seed": 0, "versions": versions()}
                     with args.out.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(line) + "\n")
                     print(text, i, budget, recipe, f"{line['kl']:.4f}", flush=True)
@@ -256,25 +259,38 @@ def ratio(lines: list[dict[str, Any]]) -> float:
 
 
 def cells(lines: list[dict[str, Any]], text: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Return the records of a text by row and budget, of the windows that all of them have."""
-    ours = [line for line in lines if line["text"] == text]
-    found = defaultdict(list)
-    for line in ours:
-        found[line["row"], line["budget"]].append(line)
-    common = set.intersection(*({line["window"] for line in group} for group in found.values()))
-    return {at: [line for line in group if line["window"] in common] for at, group in found.items()}
+    """Return the records of a text by row and budget. Rows that lack a window of the text are left out."""
+    found, wanted = defaultdict(list), {line["window"] for line in lines if line["text"] == text}
+    for line in lines:
+        if line["text"] == text:
+            found[line["row"], line["budget"]].append(line)
+    return {at: group for at, group in found.items() if {line["window"] for line in group} == wanted}
+
+
+def grown(lines: list[dict[str, Any]]) -> bool:
+    """True if a cache ends with more than its budget for the context and the tokens that followed."""
+    return any(
+        x["bytes_end"] * x["prefix"] > x["bytes_full"] * Fraction(x["budget"]) * (x["prefix"] + x["scored"])
+        for x in lines
+    )
 
 
 def overview(lines: list[dict[str, Any]], text: str) -> str:
-    """Return a table with a row per recipe and a column per budget: divergence, and ratio of perplexities."""
+    """Return a table with a row per recipe and a column per budget: divergence, and ratio of perplexities.
+
+    A star marks caches that have `grown`.
+    """
     found = cells(lines, text)
-    rows = ["| recipe | " + " | ".join(BUDGETS) + " |", "|---|" + "---|" * len(BUDGETS)]
+
+    def cell(group: list[dict[str, Any]] | None) -> str:
+        if not group:
+            return "–"
+        star = "\\*" if grown(group) else ""
+        return f"{statistics.fmean(x['kl'] for x in group):.4f} ({ratio(group):.3f}){star}"
+
+    rows = [f"| recipe | {' | '.join(BUDGETS)} |", "|---|" + "---|" * len(BUDGETS)]
     for label in OVERVIEW:
-        each = [found.get((label, budget)) for budget in BUDGETS]
-        kl = [
-            f"{statistics.fmean(x['kl'] for x in group):.3f} ({ratio(group):.2f})" if group else "–" for group in each
-        ]
-        rows.append(f"| {label} | {' | '.join(kl)} |")
+        rows.append(f"| {label} | {' | '.join(cell(found.get((label, budget))) for budget in BUDGETS)} |")
     return "\n".join(rows)
 
 
@@ -317,6 +333,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--scored", type=int, default=256, help="tokens that follow and are scored")
     parser.add_argument("--chunk", type=int, default=64, help="of these, tokens per call")
     parser.add_argument("--budgets", nargs="+", default=list(BUDGETS), choices=BUDGETS, help="shares of bfloat16")
+    parser.add_argument("--rows", nargs="+", choices=[row.label for row in ROWS], help="labels; all by default")
     parser.add_argument("--out", type=Path, help="run, and add records to this file")
     parser.add_argument("--records", type=Path, help="records to make the tables from")
     parser.add_argument("--into", type=Path, help="page whose tables are replaced")
