@@ -1,0 +1,349 @@
+"""Language modelling at equal bytes: eviction, two rates before eviction, and codes for all tokens.
+
+    python benchmarks/budgets.py --out FILE.jsonl --text wikitext=test.txt --text code=code.txt  # run or continue.
+    python benchmarks/budgets.py --records FILE.jsonl --into docs/budgets.md          # write the tables.
+
+A budget is a share of the bytes of the context in bfloat16. Every recipe has one open number: tokens
+that are kept, exact latest tokens, or a share of tokens. It is as large as the predicted footprint
+allows. Codes, scales, tables, exact tokens, positions and scores count; spare room of buffers does
+not. A recipe whose smallest number does not fit has no row. One that evicts has none either if every
+token fits.
+
+The context is read at once and packed. The next tokens are read a chunk at a time, and their distributions are
+compared with those of the full cache. All recipes share one prefill of a window.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tersekv.attention.observe import observe
+from tersekv.cache.cache_size import CacheShape
+from tersekv.cache.estimate import predict
+from tersekv.cache.footprint import Footprint
+from tersekv.cache.scored_eviction import ScoredEvictionStore
+from tersekv.cli.estimate import load_shape
+from tersekv.hf.capture import capture_prompt
+from tersekv.hf.compress import compress
+from tersekv.hf.models import load
+from tersekv.hf.prefill import held_by, new_cache
+from tersekv.lab.evals.records import versions
+from tersekv.lab.evals.tasks.divergence import compare
+from tersekv.lab.evals.tasks.perplexity import mean_nll
+from tersekv.lab.evals.windows import read_text
+
+BUDGETS = ("1/4", "1/8", "1/16", "1/32")
+RECENT = {"1/4": 128, "1/8": 64, "1/16": 32, "1/32": 16}
+"""Exact latest tokens of recipes with a codec."""
+SMALLEST = 40
+"""Smallest number of tokens that a policy keeps."""
+BLOCK = 32
+"""Tokens that are packed together."""
+TRELLIS, BITS = "trellis:bits={bits},calibration=prompt", (4, 3.5, 3, 2.5, 2, 1.5, 1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the tables.
+
+    recipes: with one open number, the first that fits is used. {n} is a number of tokens, {half} half of it,
+        {share} its share of the context, and {recent} the exact latest tokens of the budget.
+    low: smallest number.
+    """
+
+    label: str
+    recipes: tuple[str, ...]
+    low: int = SMALLEST
+
+    @property
+    def evicts(self) -> bool:
+        """True if the number is that of the tokens that are kept."""
+        return self.recipes[0].partition(":")[0] not in ("window", "mixed")
+
+
+def _trellis(policy: str, bits: float) -> str:
+    return f"{policy}+{TRELLIS.format(bits=f'{bits:g}')}"
+
+
+ROWS = (
+    Row("StreamingLLM", ("streaming:budget={n}+exact",)),
+    Row("H2O", ("h2o:budget={n}+exact",)),
+    Row("SnapKV", ("snapkv:budget={n}+exact",)),
+    Row("SubGen", ("subgen:budget={n},recent={half}+exact",)),
+    Row("StreamingLLM, TurboQuant 4 and 2 bits", ("streaming:budget={n},recent={recent},rest=2+turboquant:bits=4",)),
+    Row("StreamingLLM, trellis 4 and 2 bits", (_trellis("streaming:budget={n},recent={recent},rest=2", 4),)),
+    Row("StreamingLLM, trellis 2 and 1 bits", (_trellis("streaming:budget={n},recent={recent},rest=1", 2),)),
+    Row("H2O, TurboQuant 4 and 2 bits", ("h2o:budget={n},recent={recent},rest=2,evict=block+turboquant:bits=4",)),
+    Row("H2O, trellis 4 and 2 bits", (_trellis("h2o:budget={n},recent={recent},rest=2", 4),)),
+    Row("H2O, trellis 2 and 1 bits", (_trellis("h2o:budget={n},recent={recent},rest=1", 2),)),
+    Row("SnapKV, trellis 4 and 2 bits", (_trellis("snapkv:budget={n},recent={recent},rest=2", 4),)),
+    Row("SnapKV, trellis 2 and 1 bits", (_trellis("snapkv:budget={n},recent={recent},rest=1", 2),)),
+    Row("SubGen, TurboQuant 4 bits", ("subgen:budget={n},recent={recent}+turboquant:bits=4",)),
+    Row(
+        "mixed",
+        tuple(
+            _trellis(f"mixed:budget={{share}},recent={{recent}},rest={rest},bias_correction=full", bits)
+            for bits, rest in ((4, 2), (3, 1.5), (2.5, 1), (2, 1))
+        ),
+    ),
+    Row("trellis, all tokens", tuple(_trellis("window:recent={n}", bits) for bits in BITS), 32),
+    Row("KIVI, all tokens", ("window:recent={n}+kivi:bits=2",), 32),
+    Row("TurboQuant, all tokens", tuple(f"window:recent={{n}}+turboquant:bits={bits}" for bits in (3, 2, 1)), 32),
+)
+
+OVERVIEW = (
+    "StreamingLLM",
+    "H2O",
+    "SnapKV",
+    "SubGen",
+    "StreamingLLM, TurboQuant 4 and 2 bits",
+    "StreamingLLM, trellis 4 and 2 bits",
+    "H2O, TurboQuant 4 and 2 bits",
+    "H2O, trellis 4 and 2 bits",
+    "SubGen, TurboQuant 4 bits",
+    "mixed",
+    "trellis, all tokens",
+    "TurboQuant, all tokens",
+)
+"""Rows of the short tables."""
+
+
+def filled_in(template: str, n: int, tokens: int, recent: int) -> str:
+    """Return the recipe with its open number."""
+    share = f"{n / tokens:.4f}"
+    return template.format(n=n, half=n // 2, share=share, recent=recent)
+
+
+def used(held: Footprint) -> int:
+    """Return the bytes without the spare room of buffers."""
+    return held.total_bytes - held.parts.get("slack", 0)
+
+
+def fitted(row: Row, shape: CacheShape, tokens: int, budget: str) -> tuple[str, int] | None:
+    """Return the row's recipe for a budget with the largest number that fits, and its predicted bytes.
+
+    None if nothing fits, or if a policy that evicts would keep every token. Bytes do not grow monotonically
+    with the number, because an incomplete block stays exact. So the next numbers are tried, too.
+    """
+    room = math.floor(Fraction(budget) * 2 * shape.elements(tokens))
+
+    def size(template: str, n: int) -> int:
+        return used(predict(shape, filled_in(template, n, tokens, RECENT[budget]), tokens))
+
+    for template in row.recipes:
+        low, high = row.low, tokens - 1
+        if size(template, low) > room:
+            continue
+        if row.evicts and size(template, high) <= room:
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if size(template, middle) <= room else (low, middle)
+        low = max(n for n in range(low, min(low + 2 * BLOCK, tokens)) if n == low or size(template, n) <= room)
+        return filled_in(template, low, tokens, RECENT[budget]), size(template, low)
+    return None
+
+
+class Window:
+    """A context and the tokens that follow it, read once with the full cache."""
+
+    def __init__(self, model: Any, ids: Tensor, prefix: int, chunk: int) -> None:
+        self.model, self.chunk, self.rest = model, chunk, ids[:, prefix:]
+        self._captured, _ = capture_prompt(model, ids[:, :prefix], True)
+        self._votes: dict[tuple[int, int], Any] = {}
+        cache = new_cache(model, None)
+        for layer, ((keys, values), _) in zip(cache.layers, self._captured, strict=True):
+            layer.update(keys, values)
+        self.full = self._read(cache)
+
+    def _read(self, cache: Any) -> Tensor:
+        parts = self.rest.split(self.chunk, dim=1)
+        return torch.cat([self.model(input_ids=part, past_key_values=cache).logits[0] for part in parts])
+
+    def _fill(self, cache: Any) -> None:
+        """Fill the cache as `tersekv.hf.prefill` does. Votes are kept for other recipes, because every policy
+        that observes as many queries gets the same ones."""
+        for index, (layer, ((keys, values), call)) in enumerate(zip(cache.layers, self._captured, strict=True)):
+            layer.lazy_initialization(keys, values)
+            if isinstance(layer.store, ScoredEvictionStore):
+                at = index, layer.store.observed(keys.shape[2])
+                if at not in self._votes:
+                    self._votes[at] = observe(layer.store, keys, values, call)
+                seen = self._votes[at]
+            else:
+                seen = observe(layer.store, keys, values, call)
+            layer.append(keys, values, None, seen)
+
+    def measure(self, recipe: str) -> dict[str, Any]:
+        """Return the metrics of one recipe, and the bytes that its cache holds."""
+        torch.manual_seed(0)
+        with compress(self.model, recipe):
+            cache = new_cache(self.model, recipe)
+            self._fill(cache)
+            held = held_by(cache)
+            logits = self._read(cache)
+        kl, agree = compare(self.full, logits)
+        line = {"kl": kl.mean().item(), "kl_p99": kl.quantile(0.99).item(), "top1": agree.mean().item()}
+        line |= {"kl_quarters": [part.mean().item() for part in kl.tensor_split(4)]}
+        line |= {"nll": mean_nll(logits, self.rest[0]), "full_nll": mean_nll(self.full, self.rest[0])}
+        return line | sizes("context", held) | sizes("end", held_by(cache))
+
+
+def sizes(when: str, held: Footprint) -> dict[str, Any]:
+    """Return the bytes at one moment without spare room, and by part with it."""
+    return {f"bytes_{when}": used(held), f"parts_{when}": {k: v for k, v in held.parts.items() if v}}
+
+
+def windows(tokenizer: Any, path: str, tokens: int, count: int) -> Iterator[Tensor]:
+    """Yield windows [1, tokens] of a text, evenly spaced so that they come from different parts of it."""
+    ids = torch.tensor([tokenizer(read_text(path), verbose=False)["input_ids"]])
+    there = ids.shape[1] // tokens
+    for i in range(min(count, there)):
+        start = (2 * i + 1) * there // (2 * count) * tokens
+        yield ids[:, start : start + tokens]
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure every cell that the file does not have yet, window by window over all texts."""
+    model, tokenizer = load(args.model)
+    shape = load_shape(args.model, with_weights=False)[0]
+    cells = [
+        (budget, row, found)
+        for budget in args.budgets
+        for row in ROWS
+        if not args.rows or row.label in args.rows
+        if (found := fitted(row, shape, args.prefix, budget))
+    ]
+    held: set[tuple[str, ...]] = set()
+    if args.out.is_file():
+        lines = map(json.loads, args.out.read_text(encoding="utf-8").splitlines())
+        held = {(x["text"], x["window"], x["budget"], x["recipe"]) for x in lines}
+    named = dict(option.split("=", 1) for option in args.text)
+    texts = {
+        name: list(windows(tokenizer, path, args.prefix + args.scored, args.windows)) for name, path in named.items()
+    }
+    for i in range(args.windows):
+        for text, ids in texts.items():
+            if i >= len(ids):
+                continue
+            missing = [cell for cell in cells if (text, str(i), cell[0], cell[2][0]) not in held]
+            if not missing:
+                continue
+            with torch.no_grad():
+                window = Window(model, ids[i], args.prefix, args.chunk)
+                for budget, row, (recipe, predicted) in missing:
+                    line = {"model": args.model, "text": text, "window": str(i), "budget": budget, "row": row.label}
+                    line |= {"recipe": recipe, "prefix": args.prefix, "scored": args.scored, "chunk": args.chunk}
+                    line |= {"bytes_full": 2 * shape.elements(args.prefix), "predicted_bytes": predicted}
+                    line |= window.measure(recipe) | {"seed": 0, "versions": versions()}
+                    with args.out.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(line) + "\n")
+                    print(text, i, budget, recipe, f"{line['kl']:.4f}", flush=True)
+
+
+def ratio(lines: list[dict[str, Any]]) -> float:
+    """Return the perplexity over all windows, divided by the full cache's."""
+    return math.exp(statistics.fmean(line["nll"] - line["full_nll"] for line in lines))
+
+
+def cells(lines: list[dict[str, Any]], text: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Return the records of a text by row and budget. Rows that lack a window of the text are left out."""
+    found, wanted = defaultdict(list), {line["window"] for line in lines if line["text"] == text}
+    for line in lines:
+        if line["text"] == text:
+            found[line["row"], line["budget"]].append(line)
+    return {at: group for at, group in found.items() if {line["window"] for line in group} == wanted}
+
+
+def grown(lines: list[dict[str, Any]]) -> bool:
+    """True if a cache ends with more than its budget for the context and the tokens that followed."""
+    return any(
+        x["bytes_end"] * x["prefix"] > x["bytes_full"] * Fraction(x["budget"]) * (x["prefix"] + x["scored"])
+        for x in lines
+    )
+
+
+def overview(lines: list[dict[str, Any]], text: str) -> str:
+    """Return a table with a row per recipe and a column per budget: divergence, and ratio of perplexities.
+
+    A star marks caches that have `grown`.
+    """
+    found = cells(lines, text)
+
+    def cell(group: list[dict[str, Any]] | None) -> str:
+        if not group:
+            return "–"
+        star = "\\*" if grown(group) else ""
+        return f"{statistics.fmean(x['kl'] for x in group):.4f} ({ratio(group):.3f}){star}"
+
+    rows = [f"| recipe | {' | '.join(BUDGETS)} |", "|---|" + "---|" * len(BUDGETS)]
+    for label in OVERVIEW:
+        rows.append(f"| {label} | {' | '.join(cell(found.get((label, budget))) for budget in BUDGETS)} |")
+    return "\n".join(rows)
+
+
+def details(lines: list[dict[str, Any]], text: str) -> str:
+    """Return a table with a row per budget and recipe, and all metrics."""
+    head = "budget | recipe | MB, context | MB, end | KL, mean | windows | 99th percentile | perplexity ratio"
+    rows, found = [f"| {head} |", "|---" * head.count(" | ") + "|---|"], cells(lines, text)
+    for budget in BUDGETS:
+        for row in ROWS:
+            if group := found.get((row.label, budget)):
+                mean = {name: statistics.fmean(x[name] for x in group) for name in ("kl", "kl_p99")}
+                held = [statistics.fmean(x[f"bytes_{when}"] for x in group) / 1e6 for when in ("context", "end")]
+                each = " ".join(f"{x['kl']:.4f}" for x in group)
+                recipe = group[0]["recipe"].replace(",calibration=prompt", "")
+                rows.append(
+                    f"| {budget} | `{recipe}` | {held[0]:.2f} | {held[1]:.2f} | {mean['kl']:.4f} | {each} | "
+                    f"{mean['kl_p99']:.3f} | {ratio(group):.3f} |"
+                )
+    return "\n".join(rows)
+
+
+def filled(page: str, lines: list[dict[str, Any]]) -> str:
+    """Return the page with the tables that it has marks for."""
+    for text in dict.fromkeys(line["text"] for line in lines):
+        for kind, table in (("overview", overview), ("all", details)):
+            begin, end = f"<!-- {text}, {kind}: made by benchmarks/budgets.py -->", f"<!-- end of {text}, {kind} -->"
+            if begin in page:
+                before, rest = page.split(begin)
+                page = f"{before}{begin}\n{table(lines, text)}\n{end}{rest.split(end)[1]}"
+    return page
+
+
+def main(given: list[str] | None = None) -> None:
+    """Parse the options; run, or write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="name, folder or Hub id of a model")
+    parser.add_argument("--text", action="append", default=[], help="NAME=FILE, a text; repeat")
+    parser.add_argument("--windows", type=int, default=3, help="windows of each text")
+    parser.add_argument("--prefix", type=int, default=4096, help="tokens of the context")
+    parser.add_argument("--scored", type=int, default=256, help="tokens that follow and are scored")
+    parser.add_argument("--chunk", type=int, default=64, help="of these, tokens per call")
+    parser.add_argument("--budgets", nargs="+", default=list(BUDGETS), choices=BUDGETS, help="shares of bfloat16")
+    parser.add_argument("--rows", nargs="+", choices=[row.label for row in ROWS], help="labels; all by default")
+    parser.add_argument("--out", type=Path, help="run, and add records to this file")
+    parser.add_argument("--records", type=Path, help="records to make the tables from")
+    parser.add_argument("--into", type=Path, help="page whose tables are replaced")
+    args = parser.parse_args(given)
+    if args.out is not None:
+        run(args)
+    if args.records is not None and args.into is not None:
+        lines = [json.loads(line) for line in args.records.read_text(encoding="utf-8").splitlines()]
+        args.into.write_text(filled(args.into.read_text(encoding="utf-8"), lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
