@@ -39,6 +39,8 @@ CALIBRATED = {
     "trellis before RoPE": ("trellis", {"bits": 2.0, "basis": "rotation", "centre": False}),
     "trellis rotated": ("trellis", {"bits": 2.0, "basis": "rotation", "code": "scalar", "centre": False}),
     "kvquant": ("kvquant", {"outliers": 0.0}),
+    "kvquant room": ("kvquant", {"outliers": 0.02, "room": 1.1}),
+    "kvquant room after RoPE": ("kvquant", {"bits": 4, "outliers": 0.02, "room": 0.5, "value_axis": "channel"}),
     "oscar": ("oscar", {"bits": 3}),
     "qjl": ("qjl", {"calibration": "corpus"}),
     "turboquant": ("turboquant", {"bits": 2.5, "calibration": "corpus"}),
@@ -59,7 +61,7 @@ def calibrated(name: str, H: int = 2, D: int = 64) -> Slots:
     """Return slots of codecs fitted on random tokens with a mean."""
     method, options = CALIBRATED[name]
     pair = methods()[method].build(**options)
-    pair = pair.with_pre_rope("before" in name or pair.keys.pre_rope)
+    pair = pair.with_pre_rope("before" in name or (pair.keys.pre_rope and "after" not in name))
     x = torch.randn(1, H, 300, D) * torch.linspace(0.2, 2, D) + torch.randn(H, 1, D)
     keys = pair.keys.with_mean(x) if pair.keys.centred else pair.keys
     sides = keys.fit_corpus(x, torch.randn_like(x)), pair.values.fit_corpus(x, torch.randn_like(x))
