@@ -136,13 +136,16 @@ struct PolarView {
   int64_t table_stride_b = 0;
 };
 
-// Sparse entries [ token : 5 ][ channel : 11 ] of blocks of 32 tokens, ordered by block, batch row,
-// head. starts count from `base`.
+// Sparse entries [ token : 5 ][ channel : 11 ] of blocks of 32 tokens. They are a list, ordered by
+// block, batch row, head, whose starts count from `base`. With `per_block` each block has as many
+// entries, in its own place.
 struct SparseView {
   const int32_t* starts = nullptr;  // [B, H, N]
   int64_t stride_b = 0, stride_h = 0, stride_n = 0;
   int64_t B = 0, H = 0, N = 0, base = 0, entries = 0;
   const uint16_t *places = nullptr, *values = nullptr;
+  int64_t per_block = 0;
+  Plane place, value;  // [B, H, N, per_block]
 };
 
 constexpr int kTrellisStates = 256;

@@ -189,6 +189,10 @@ CALLS: dict[str, Callable[[], None]] = {
     "pages of grids by address": lambda: page_set("grid", "grid 3", masked=True),
     "pages of exact tokens by address": lambda: page_set("exact", "exact"),
     "pages of outliers before RoPE by address": lambda: page_set("sparse", "sparse", pre_rope=True),
+    "pages of blocks of outliers before RoPE by address": lambda: page_set(
+        "sparse blocks", "sparse blocks", pre_rope=True
+    ),
+    "blocks of outliers in pages": lambda: pages("sparse blocks", 32),
     "pages of polar by address": lambda: page_set("polar", "polar"),
     "pages of signs by address": lambda: page_set("signs", "grid"),
     "pages of signs per block by address": lambda: page_set("signs per group", "grid"),

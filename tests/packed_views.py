@@ -37,6 +37,7 @@ FORMATS = {
     "sparse": ("kvquant", {"calibration": "prompt", "outliers": 0.02}),
     "sparse matrix": ("kvquant", {"bits": 4, "calibration": "prompt", "outliers_per": "matrix", "axis": "token"}),
     "sparse per channel": ("kvquant", {"calibration": "prompt", "outliers": 0.02, "value_axis": "channel"}),
+    "sparse blocks": ("kvquant", {"calibration": "prompt", "outliers": 0.02, "room": 1.1}),
     "joined": ("turboquant", {"bits": 2.5}),
     "joined and added": ("turboquant", {"bits": 3.25, "variant": "prod"}),
     "trellis": ("trellis", {"bits": 2.0, "calibration": "prompt"}),
@@ -133,7 +134,7 @@ def magnitude(view: View) -> Tensor:
         if side.offset is not None:
             total += decode_grid(side._replace(table=torch.ones_like(side.table), scale=side.offset.abs(), offset=None))
         return total
-    assert isinstance(view, ExactView) or view.kind in ("polar", "sparse", "trellis")
+    assert isinstance(view, ExactView) or view.kind in ("polar", "sparse", "sparse blocks", "trellis")
     return view.decode().abs().double()
 
 

@@ -4,6 +4,7 @@ true bits."""
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -158,11 +159,51 @@ def test_needs_fit_names_the_missing_data():
         ({"outliers": -0.1}, "out of range"),
         ({"outliers_per": "head"}, "choose one of vector, matrix"),
         ({"cap": 256}, "cap=256 is out of range"),
+        ({"room": 0.05}, "room=0.05 is out of range; allowed are 0 and 0.1 to 10"),
     ],
 )
 def test_wrong_options(options, text):
     with pytest.raises(UserError, match=text):
         KVQuant(**options)
+
+
+@pytest.mark.parametrize("axis", ["channel", "token"])
+def test_blocks_with_room_for_all_outliers_are_those_of_the_list(keys, axis):
+    listed = KVQuant(3, outliers=0.02, axis=axis, calibration="prompt").fit(keys)
+    roomy = dataclasses.replace(listed, room=10.0)
+    assert torch.equal(roomy.decode(roomy.encode(keys), 64), listed.decode(listed.encode(keys), 64))
+    tight = dataclasses.replace(listed, room=1.0)
+    assert tight.places(64) == math.ceil(0.02 * 32 * 64)
+    assert dataclasses.replace(listed, room=1.0).fit(keys).fitted["table"].equal(listed.fitted["table"])
+
+
+def test_the_most_extreme_outliers_of_a_block_win(keys):
+    """The others are clamped to the thresholds, and a token's range covers them."""
+    listed = KVQuant(3, outliers=0.02, calibration="prompt").fit(keys)
+    few = dataclasses.replace(listed, room=0.5)
+    low, high = (listed.fitted[name].unsqueeze(2) for name in ("lower", "upper"))
+    excess = torch.maximum(low - keys, keys - high).unflatten(2, (-1, 32)).flatten(3)
+    kept = few.encode(keys)["outlier_places"].long() & 0xFFFF
+    element = (kept >> 11) * 64 + (kept & 2047)
+    wanted = excess.topk(few.places(64), dim=-1)
+    assert bool((wanted.values > 0).any(-1).all())
+    for got, place, most in zip(
+        element.flatten(0, 2), wanted.indices.flatten(0, 2), wanted.values.flatten(0, 2), strict=True
+    ):
+        assert set(place[most > 0].tolist()) <= set(got.tolist())
+    decoded = few.decode(few.encode(keys), 64)
+    beyond = ((keys - decoded).abs().unflatten(2, (-1, 32)).flatten(3) / excess.clamp_min(1e-9))[excess > 0]
+    assert 0 < float((beyond > 0.9).float().mean()) < 0.9  # some are clamped, some are stored
+    of_tokens = KVQuant(3, "int", outliers=0.02, axis="token", room=0.5)
+    x = of_tokens.decode(of_tokens.encode(keys), 64)
+    span = keys.amax((1, 3)) - keys.amin((1, 3))
+    assert bool(((x - keys).abs().amax((1, 3)) <= span / 12).all())  # half of a step of 1/7
+
+
+def test_every_entry_of_a_block_is_counted():
+    codec = KVQuant(3, outliers=0.01, room=1.5)
+    bits = codec.layout(128).bits(128) - KVQuant(3, outliers=0.0).layout(128).bits(128)
+    assert bits == pytest.approx(math.ceil(1.5 * 0.01 * 32 * 128) * 32 / (32 * 128))
 
 
 def test_wrong_axis_of_values():

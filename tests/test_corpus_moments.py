@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from conftest import prompt
+from tersekv import CompressedCache
 from tersekv.cache.coding import Tokens, codec_input
 from tersekv.cache.rotary import Rotary
 from tersekv.codecs.transforms.moments import Moments
 from tersekv.codecs.trellis import Trellis
+from tersekv.errors import UserError
 from tersekv.hf import corpus_moments
 from tersekv.hf.calibrate import Calibrator, Corpus
 from tersekv.hf.gradients import Source, each_gradient, layer_gradients
@@ -103,3 +105,39 @@ def test_codecs_on_vectors_and_on_sums_share_a_run(llama, tmp_path) -> None:
     found = together.run()
     alone = [calibrator(llama, tmp_path / r, r).run()[0] for r in ("trellis", "kvquant:bits=2")]
     assert [one.digest for one in found] == [one.digest for one in alone]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "qjl:outliers=3,calibration=corpus",
+        "qjl:outliers=3,calibration=corpus,pre_rope=true",
+        "turboquant:bits=2.5,calibration=corpus",
+    ],
+)
+def test_outlier_channels_are_the_largest_of_the_corpus(llama, tmp_path, recipe: str) -> None:
+    """In the vectors that the codec encodes: keys before RoPE have other large channels."""
+    (found,) = calibrator(llama, tmp_path, recipe).run()
+    for layer, plan in found.plans(Recipe.parse(recipe), llama.config).items():
+        for codec in (plan.keys, plan.values):
+            if codec.fits_on is None:
+                assert codec.side == "values"
+                continue
+            x, _ = vectors(llama, Source(layer, codec.side, codec.pre_rope))
+            n = 3 if recipe.startswith("qjl") else x.shape[-1] // 4
+            largest = x.square().mean(2).topk(n).indices.sort(-1).values
+            assert torch.equal(codec.fitted["channels"].long(), largest)
+
+
+def test_outlier_channels_of_one_file_serve_other_rates(llama, tmp_path) -> None:
+    recipe = "turboquant:bits=2.5,calibration=corpus"
+    (found,) = calibrator(llama, tmp_path, recipe).run()
+    for other in (recipe, "turboquant:bits=3.25,variant=prod,calibration=corpus"):
+        other = f"window:recent=0,start=0+{other}"
+        found.check(Recipe.parse(other), llama.config)
+        cache = CompressedCache(llama.config, other, found)
+        with torch.no_grad():
+            llama(prompt(96), past_key_values=cache)
+        assert cache.footprint().parts["codes"] > 0
+    with pytest.raises(UserError, match="was made for recipe 'turboquant:calibration=corpus"):
+        found.check(Recipe.parse("qjl:calibration=corpus"), llama.config)

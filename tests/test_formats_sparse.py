@@ -8,7 +8,7 @@ import torch
 
 from tersekv.cache.blocks import BlockBuffer
 from tersekv.codecs.kvquant import KVQuant
-from tersekv.layouts.sparse import SparseView, largest, pack_outliers, quantiles
+from tersekv.layouts.sparse import SparseBlocksView, SparseView, largest, pack_outlier_blocks, pack_outliers, quantiles
 
 
 def overlay(B: int = 2, H: int = 3, T: int = 96, D: int = 40, seed: int = 0, share: float = 0.03):
@@ -31,6 +31,28 @@ def test_entries_are_as_drawn():
     assert planes["outlier_starts"].tolist() == [[[0, 3]]]
     assert planes["outlier_places"].dtype == torch.int16
     assert torch.equal(SparseView(planes, 300).decode(), x)
+
+
+def test_blocks_of_one_size_are_as_drawn():
+    x = torch.zeros(1, 1, 64, 300)
+    chosen = torch.zeros_like(x, dtype=torch.bool)
+    for token, channel, value in ((0, 5, 1.0), (31, 299, -2.0), (31, 0, 0.5), (33, 7, 4.0)):
+        x[0, 0, token, channel] = value
+        chosen[0, 0, token, channel] = True
+    planes = pack_outlier_blocks(x, chosen, 4)
+    last = 31 << 11 | 299  # of unused entries
+    places = planes["outlier_places"].long() & 0xFFFF
+    assert places.tolist() == [[[[5, 31 << 11, last, last], [1 << 11 | 7, last, last, last]]]]
+    assert planes["outlier_values"].tolist() == [[[[1.0, 0.5, -2.0, 0.0], [4.0, 0.0, 0.0, 0.0]]]]
+    assert (planes["outlier_places"].dtype, planes["outlier_values"].dtype) == (torch.int16, torch.float16)
+    assert torch.equal(SparseBlocksView(planes, 300).decode(), x)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.03, 1.0])
+def test_blocks_of_one_size_hold_the_same_outliers(share):
+    x, chosen = overlay(share=share)
+    planes = pack_outlier_blocks(x, chosen, max(1, int(chosen.unflatten(2, (-1, 32)).sum((3, 4)).max())))
+    assert torch.equal(SparseBlocksView(planes, 40).decode(), SparseView(pack_outliers(x, chosen), 40).decode())
 
 
 @pytest.mark.parametrize("share", [0.0, 0.03, 1.0])

@@ -45,7 +45,7 @@ def plain(name: str, side: str) -> View:
 
 
 KEYS = {name: functools.partial(plain, name, "keys") for name in FORMATS}
-for _name in ("exact", "grid", "sparse", "signs", "polar", "trellis", "joined"):
+for _name in ("exact", "grid", "sparse", "sparse blocks", "signs", "polar", "trellis", "joined"):
     KEYS[f"roped {_name}"] = lambda name=_name: roped(plain(name, "keys"), "halves", D, T, "per row")
     KEYS[f"turned {_name}"] = lambda name=_name: turned(plain(name, "keys"))
 

@@ -8,7 +8,7 @@ from packed_views import FORMATS, packed, rope, roped, tokens
 from tersekv.kernels import backends, cpu
 from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.layouts.roped import Roped
-from tersekv.layouts.sparse import SparseView
+from tersekv.layouts.sparse import SparseBlocksView, SparseView
 
 native = pytest.mark.skipif(cpu.why_not_built() is not None, reason="the native extension is not built")
 pytestmark = native
@@ -54,6 +54,17 @@ def test_channels_out_of_bounds_are_left_out(call):
         torch.testing.assert_close(run(wrap(far), query), run(wrap(near), query), rtol=0, atol=0)
 
 
+def test_channels_of_blocks_out_of_bounds_are_left_out(call):
+    run, _ = call
+    places = torch.tensor([[2047, 31 << 11 | 2047], [64, 1000]] * 2).to(torch.int16).view(1, 2, 2, 2)
+    far = SparseBlocksView({"outlier_places": places, "outlier_values": torch.ones(1, 2, 2, 2).half()}, 64)
+    near = SparseBlocksView({"outlier_places": places % 64, "outlier_values": torch.zeros(1, 2, 2, 2).half()}, 64)
+    assert not far.decode().any()
+    query = torch.randn(1, 2, 3, 64)
+    for wrap in (lambda view: view, lambda view: roped(view, "halves", 64, 64)):
+        torch.testing.assert_close(run(wrap(far), query), run(wrap(near), query), rtol=0, atol=0)
+
+
 def test_channels_of_a_sketch_are_checked(call):
     run, views = call
     view = views["signs"]
@@ -72,6 +83,9 @@ CHANGES = {
     "radii": ("polar", lambda v: changed(v, radii=v.radii[:, :1]), "radii: .* with H = 2, got 1"),
     "table": ("polar", lambda v: changed(v, tables=[v.tables[0][:15], *v.tables[1:]]), "table: .* = 16, got 15"),
     "entries": ("sparse", lambda v: parts(v, values=v.views[1].values[1:]), "outlier_values: .* with entries"),
+    "values": ("sparse blocks", lambda v: parts(v, values=v.views[1].values[..., 1:]), "values: .* got 45"),
+    "blocks": ("sparse blocks", lambda v: parts(v, values=v.views[1].values[:, :, :1]), "values: .* N = 2, got 1"),
+    "none": ("sparse blocks", lambda v: parts(v, places=v.views[1].places[..., :0]), "per block: expected 1 to"),
     "starts": ("sparse", lambda v: parts(v, starts=v.views[1].starts[:, :, :1]), "T = 64 tokens, got 32"),
     "joined": ("joined", lambda v: changed(v, views=v.views[:1]), "expected head_dim 64 of the query, got 16"),
 }  # fmt: skip

@@ -18,7 +18,7 @@ MISSING = cpu.why_not_built()
 ISAS = [] if MISSING else [name for name, missing in cpu.isas().items() if missing is None]
 PAGEABLE = [
     "grid", "grid 3", "grid 5", "grid 7", "grid 5 with factors", "polar", "polar other bits", "joined",
-    "signs without codes",
+    "signs without codes", "sparse blocks",
 ]  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def test_pages_of_different_sizes(device, number, launched, short_splits):  # no
     assert launched.count("attend") == 2
 
 
-@pytest.mark.parametrize("name", ["grid", "polar", "sparse", "signs", "trellis"])
+@pytest.mark.parametrize("name", ["grid", "polar", "sparse", "sparse blocks", "signs", "trellis"])
 @pytest.mark.parametrize("rows", ["shared", "per row"])
 def test_pages_before_rope(device, name, rows, launched):  # noqa: F811
     """Each page begins at its own position; `shared` positions are consecutive in a page."""

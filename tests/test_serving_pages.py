@@ -39,7 +39,12 @@ CALIBRATED = {
     "trellis before RoPE": ("trellis", {"bits": 2.0, "basis": "rotation", "centre": False}),
     "trellis rotated": ("trellis", {"bits": 2.0, "basis": "rotation", "code": "scalar", "centre": False}),
     "kvquant": ("kvquant", {"outliers": 0.0}),
+    "kvquant room": ("kvquant", {"outliers": 0.02, "room": 1.1}),
+    "kvquant room after RoPE": ("kvquant", {"bits": 4, "outliers": 0.02, "room": 0.5, "value_axis": "channel"}),
     "oscar": ("oscar", {"bits": 3}),
+    "qjl": ("qjl", {"calibration": "corpus"}),
+    "turboquant": ("turboquant", {"bits": 2.5, "calibration": "corpus"}),
+    "turboquant prod": ("turboquant", {"bits": 3.25, "variant": "prod", "calibration": "corpus"}),
 }
 """Codecs that are fitted on a corpus."""
 
@@ -56,7 +61,7 @@ def calibrated(name: str, H: int = 2, D: int = 64) -> Slots:
     """Return slots of codecs fitted on random tokens with a mean."""
     method, options = CALIBRATED[name]
     pair = methods()[method].build(**options)
-    pair = pair.with_pre_rope("before" in name or pair.keys.pre_rope)
+    pair = pair.with_pre_rope("before" in name or (pair.keys.pre_rope and "after" not in name))
     x = torch.randn(1, H, 300, D) * torch.linspace(0.2, 2, D) + torch.randn(H, 1, D)
     keys = pair.keys.with_mean(x) if pair.keys.centred else pair.keys
     sides = keys.fit_corpus(x, torch.randn_like(x)), pair.values.fit_corpus(x, torch.randn_like(x))
@@ -174,12 +179,13 @@ def test_calibrated_codecs_read_positions_of_their_request(name, isa, exactness)
 
 
 @pytest.mark.skipif(cpu.why_not_built() is not None, reason="the C++ extension is not built")
-def test_requests_with_one_query_are_one_native_call(monkeypatch):
+@pytest.mark.parametrize("name", ["turboquant 4", *CALIBRATED])
+def test_requests_with_one_query_are_one_native_call(name, monkeypatch):
     """Exact copies, packed pages anywhere in the pool, and linear maps, for all requests of a
     layer."""
     torch.manual_seed(0)
-    slots, native, calls = slots_of("turboquant"), cpu.loaded(), []
-    pool, rows = pool_of(slots, 12, 32), Rows(4)
+    slots, native, calls = calibrated(name) if name in CALIBRATED else slots_of("turboquant"), cpu.loaded(), []
+    pool, rows = pool_of(slots, 12, 32, rope=ROPE), Rows(4)
     keys, values, queries = torch.randn(2, 90, 2, 64), torch.randn(2, 90, 2, 64), torch.randn(2, 90, 6, 64)
     tables = torch.tensor([[7, 2, 5], [1, 6, 3]], dtype=torch.int32)
     list(steps_of(pool, [(80, 70), (1, 1)], tables, 32, rows, keys, values, queries))

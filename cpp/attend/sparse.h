@@ -1,5 +1,6 @@
 // Outliers as sparse entries, one by one. Their starts and places are not validated. Starts are
 // therefore clamped to the entries, and entries whose channel is outside the head are skipped.
+// A view with equally many entries in each block has no starts.
 #pragma once
 
 #include "tile.h"
@@ -22,7 +23,8 @@ typedef float Rows __attribute__((vector_size(16)));
 static_assert(kRowTile == 4);
 
 struct SparseOwn {
-  const int32_t *begin, *end;  // starts of this head's blocks, and of the block that follows each of them
+  const uint16_t *places, *values;  // of this head's first block, if blocks have equally many entries
+  const int32_t *begin, *end;       // starts of this head's blocks, and of the block that follows each of them
   int64_t ends;  // number of blocks that have an `end`; the entries of the last block may end with the array
   Rows *channels, *more, *tokens;  // [D][4], [D][4], and the tokens of a span
   int64_t row;                     // of keys: first of the query rows in `channels`, or -1
@@ -33,6 +35,7 @@ struct SparseOwn {
 inline Entries entries_of(const Node& node, int64_t n) {
   const SparseView& v = node.view->sparse;
   const SparseOwn& own = *static_cast<SparseOwn*>(node.own);
+  if (v.per_block) return {own.places + n * v.place.stride_n, own.values + n * v.value.stride_n, v.per_block};
   const auto inside = [&](int64_t start) {
     start -= v.base;
     return start < 0 ? 0 : start < v.entries ? start : v.entries;
@@ -131,10 +134,17 @@ inline void sparse_prepare(Node& node) {
   const int64_t unit = node.call->tokens_per_unit, D = node.view->D;
   auto* own = reinterpret_cast<SparseOwn*>(scratch(ceil_div(sizeof(SparseOwn), sizeof(float))));
   node.own = own;
-  const bool last_head = node.h + 1 == v.H, last = last_head && node.b + 1 == v.B;
-  own->begin = v.starts + node.b * v.stride_b + node.h * v.stride_h;
-  own->end = last ? v.starts + v.stride_n : last_head ? v.starts + (node.b + 1) * v.stride_b : own->begin + v.stride_h;
-  own->ends = last ? v.N - 1 : v.N;
+  if (v.per_block) {
+    own->places = v.place.data + node.b * v.place.stride_b + node.h * v.place.stride_h;
+    own->values = v.value.data + node.b * v.value.stride_b + node.h * v.value.stride_h;
+  } else {
+    const bool last_head = node.h + 1 == v.H, last = last_head && node.b + 1 == v.B;
+    own->begin = v.starts + node.b * v.stride_b + node.h * v.stride_h;
+    own->end = last        ? v.starts + v.stride_n
+               : last_head ? v.starts + (node.b + 1) * v.stride_b
+                           : own->begin + v.stride_h;
+    own->ends = last ? v.N - 1 : v.N;
+  }
   own->channels = reinterpret_cast<Rows*>(scratch(4 * D));
   own->more = reinterpret_cast<Rows*>(scratch(4 * D));
   own->tokens = reinterpret_cast<Rows*>(scratch(4 * (unit > kChunkTokens ? unit : kChunkTokens)));

@@ -234,10 +234,10 @@ class Attention {
     }
   }
 
-  // True if a page table may reorder a view's tokens. Sparse entries and listed positions depend on the
-  // order; consecutive positions count the row's tokens.
+  // True if a page table may reorder a view's tokens. A list of sparse entries and listed positions
+  // depend on the order; consecutive positions count the row's tokens.
   static bool pageable(const View& view) {
-    if (view.kind == Kind::sparse) return false;
+    if (view.kind == Kind::sparse) return view.sparse.per_block > 0;
     if ((view.kind == Kind::roped || view.kind == Kind::rotated_mean) && !view.rope.consecutive) return false;
     for (int64_t i = 0; i < view.count; i++)
       if (!pageable(view.parts[i])) return false;
@@ -249,7 +249,8 @@ class Attention {
     const int64_t n = x.dims == 2 ? x.shape[1] : 0;
     expect("", "pages", x, {{"B", B_}, {"n", n}}, 1);
     if (!pageable(*call.keys) || !pageable(*call.values))
-      throw NotTaken("keys or values have outliers or listed positions, so a page table cannot reorder their tokens");
+      throw NotTaken(
+          "keys or values have a list of outliers or listed positions, so a page table cannot reorder their tokens");
     if (page_tokens < 1 || page_tokens % call.tokens_per_unit || call.T % page_tokens)
       fail("pages: ", "expected tokens per page to be a multiple of " + std::to_string(call.tokens_per_unit) +
                           " and to divide T = " + std::to_string(call.T) + ", got " + std::to_string(page_tokens));

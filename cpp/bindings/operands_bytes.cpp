@@ -172,6 +172,28 @@ NativeView* sparse_view(int64_t head_dim, nb::handle starts, nb::handle places, 
   return made.release();
 }
 
+NativeView* sparse_blocks_view(int64_t head_dim, nb::handle places, nb::handle values) {
+  auto made = std::make_unique<NativeView>();
+  Owner& owner = made->owner;
+  View& view = made->view;
+  SparseView& v = view.sparse;
+  view.kind = Kind::sparse;
+  view.D = in_range("", "head_dim", head_dim, kMostChannels);
+  view.t = kByteBlock;
+  const Tensor of = owner.keep("outlier_places", places, kInt16);
+  const Tensor entries = owner.keep("outlier_values", values, one(Type::f16));
+  v.N = take_sizes(*made, "outlier_places", of, 3);
+  v.B = made->B;
+  v.H = made->H;
+  view.T = v.N * view.t;
+  v.per_block = of.dims == 4 ? in_range("", "entries per block", of.shape[3], kByteBlock * view.D) : 0;
+  const std::initializer_list<Size> shape = {{"B", v.B}, {"H", v.H}, {"N", v.N}, {"n", v.per_block}};
+  expect("", "outlier_places", of, shape, 3);
+  v.place = {of.as<uint16_t>(), batch_stride(of), of.stride[1], of.stride[2]};
+  v.value = plane_of("outlier_values", entries, shape);
+  return made.release();
+}
+
 }  // namespace
 
 void define_byte_views(nb::module_& m) {
@@ -181,6 +203,8 @@ void define_byte_views(nb::module_& m) {
   m.def("polar", &polar_view, nb::kw_only(), "head_dim"_a, "unit"_a, "level_bits"_a, "angles"_a, "radii"_a, "tables"_a,
         own, "See layouts/polar.py.");
   m.def("sparse", &sparse_view, nb::kw_only(), "head_dim"_a, "starts"_a, "places"_a, "values"_a, own,
+        "See layouts/sparse.py.");
+  m.def("sparse_blocks", &sparse_blocks_view, nb::kw_only(), "head_dim"_a, "places"_a, "values"_a, own,
         "See layouts/sparse.py.");
 }
 

@@ -4,8 +4,11 @@ objects."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,12 +119,11 @@ def test_groups_of_layers_with_other_shapes():
         serde.close()
 
 
-@pytest.fixture
-def on_disk(tmp_path):
+@contextlib.contextmanager
+def adapter_on(folder, **serde):
     """Return the adapter that the JSON in docs/serving.md configures, over memory of LMCache's
     first level."""
-    spec = {"type": "fs", "base_path": str(tmp_path)}
-    spec |= {"serde": {"type": "tersekv", "recipe": "turboquant:bits=4", "head_dim": 64}}
+    spec = {"type": "fs", "base_path": str(folder), "serde": {"type": "tersekv", "head_dim": 64, **serde}}
     parser = add_l2_adapters_args(argparse.ArgumentParser())
     config = parse_args_to_l2_adapters_config(parser.parse_args(["--l2-adapter", json.dumps(spec)])).adapters[0]
     level1 = L1Manager(L1ManagerConfig(L1MemoryManagerConfig(2**24, use_lazy=False, init_size_in_bytes=2**24)))
@@ -129,6 +131,12 @@ def on_disk(tmp_path):
     yield adapter
     adapter.close()
     level1.close()
+
+
+@pytest.fixture
+def on_disk(tmp_path):
+    with adapter_on(tmp_path, recipe="turboquant:bits=4") as adapter:
+        yield adapter
 
 
 def test_chunks_on_disk_through_an_adapter(on_disk, tmp_path):
@@ -153,11 +161,71 @@ def test_chunks_on_disk_through_an_adapter(on_disk, tmp_path):
     assert not finished(on_disk.query_load_result, on_disk.submit_load_task([KEY], [target])).test(0)
 
 
+CALIBRATED = ["trellis:bits=3,centre=false/trellis:bits=2", "kvquant:bits=4,pre_rope=false,outliers=0.02,room=1.5"]
+
+
+@pytest.fixture(params=CALIBRATED)
+def calibrated(request, tmp_path, monkeypatch):
+    """Return a function that calibrates three layers of two heads and gives the serde's options."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    from random_calibration import calibration
+
+    def options(seed: int = 0) -> dict:
+        file = tmp_path / f"{seed}.safetensors"
+        calibration(request.param, 3, 2, 64, seed).save(file)
+        return {"recipe": request.param, "calibration": str(file)}
+
+    return options
+
+
+def written() -> TensorMemoryObj:
+    """Return the chunk that the other process writes."""
+    source = memory(MemoryLayoutDesc([torch.Size([2, 3, 256, 128])], [torch.bfloat16]))
+    source.tensor.copy_(torch.randn(2, 3, 256, 128, generator=torch.Generator().manual_seed(3)))
+    return source
+
+
+def store(folder: str, serde: dict) -> None:
+    """Write a chunk; runs in a process of its own."""
+    plugin.register()
+    with adapter_on(folder, **serde) as adapter:
+        adapter.submit_store_task([KEY], [written()])
+        finished(adapter.pop_completed_store_tasks)
+
+
+def test_another_process_reads_what_one_has_written(calibrated, tmp_path):
+    folder, serde = tmp_path / "shared", calibrated()
+    folder.mkdir()
+    process = multiprocessing.get_context("spawn").Process(target=store, args=(str(folder), serde))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    (file,) = folder.rglob("*.data")
+    source, target = written(), memory(MemoryLayoutDesc([torch.Size([2, 3, 256, 128])], [torch.bfloat16]))
+    with adapter_on(folder, **serde) as adapter:
+        assert finished(adapter.query_load_result, adapter.submit_load_task([KEY], [target])).test(0)
+        want = torch.empty_like(source.tensor)
+        made = plugin.Calibration.load(serde["calibration"])
+        coder = plugin.ChunkCoder(plugin.Recipe.parse(serde["recipe"]), 64, made)
+        coder.unpack(coder.pack([source.tensor]), [want])
+        assert torch.equal(target.tensor, want)
+        whole = file.read_bytes()
+        for damaged in (whole[: len(whole) // 2], whole[:-1] + bytes([whole[-1] ^ 1])):
+            file.write_bytes(damaged)
+            assert not finished(adapter.query_load_result, adapter.submit_load_task([KEY], [target])).test(0)
+        file.write_bytes(whole)
+        assert finished(adapter.query_load_result, adapter.submit_load_task([KEY], [target])).test(0)
+    with adapter_on(folder, **calibrated(seed=1)) as adapter:  # another calibration of the same recipe
+        assert not finished(adapter.query_load_result, adapter.submit_load_task([KEY], [target])).test(0)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"recipe": "qjl", "head_dim": 64}, "is fitted on the prompt"),
-        ({"recipe": "kvquant:bits=3", "head_dim": 64}, "is fitted on the corpus"),
+        ({"recipe": "trellis:bits=3", "head_dim": 64}, "does not contain their positions; use centre=false"),
+        ({"recipe": "trellis:centre=false", "head_dim": 64}, "give the file of `tersekv calibrate`"),
+        ({"recipe": "trellis:centre=false", "head_dim": 64, "calibration": "/no/file"}, "there is no calibration at"),
         ({"recipe": "kivi:bits=4"}, "lacks head_dim"),
         ({"recipe": "kivi:bits=4", "head_dim": 64, "bits": 2}, "no option bits"),
         ({"recipe": "streaming+kivi", "head_dim": 64}, "token policy"),

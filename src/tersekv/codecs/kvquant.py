@@ -10,6 +10,8 @@ It uses non-uniform codebooks and sparse outliers.
   k-means on the normalised activations with the weights of Eq. 7: Fisher information (squared
   gradient of the loss) times the squared scale of the element.
 - Outliers (§3.4): a share of .1, .5 or 1 % per vector, stored in 16 bits each (layout `sparse`).
+  With `room` (ours) each block of 32 tokens and head has places for equally many. The most extreme
+  outliers of a block get them, and the others are clamped to the thresholds.
 - Q-Norm (§3.6 of an earlier version): the codebook used for decoding has the mean and standard deviation of the
   activations. It is meant for low bits.
 - The first token is exact (§3.5): use the policy's sinks.
@@ -28,9 +30,10 @@ thresholds include all heads.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -40,9 +43,19 @@ from tersekv.codecs.codebooks.fixed import fixed_table
 from tersekv.codecs.codebooks.kmeans import kmeans
 from tersekv.errors import UserError
 from tersekv.kernels import backends
-from tersekv.layouts.base import Layout, PackedTensors, Sum, View
+from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, Sum, View
 from tersekv.layouts.grid import Grid, GridView, nearest_code, round_scale
-from tersekv.layouts.sparse import MAX_CHANNELS, SparseView, largest, pack_outliers, quantiles, sparse_planes
+from tersekv.layouts.sparse import (
+    MAX_CHANNELS,
+    SparseBlocksView,
+    SparseView,
+    largest,
+    pack_outlier_blocks,
+    pack_outliers,
+    quantiles,
+    sparse_block_planes,
+    sparse_planes,
+)
 from tersekv.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -65,7 +78,11 @@ class KVQuant(Codec):
     q_norm: normalise the codebook used for decoding.
     cap: maximum number of outliers per token and head, 0 for no limit.
     calibration: corpus or prompt.
+    room: outliers that a block of 32 tokens of a head has places for, as a multiple of the expected
+        number, 0.1 to 10. 0 for a list of any length, so that sizes of blocks differ.
     """
+
+    rate_options: ClassVar[tuple[str, ...]] = ("room",)
 
     bits: int = 3
     table: Literal["nuq", "nf", "int"] = "nuq"
@@ -77,6 +94,7 @@ class KVQuant(Codec):
     q_norm: bool = False
     cap: int = 0
     calibration: Literal["corpus", "prompt"] = "corpus"
+    room: float = 0.0
 
     def __post_init__(self) -> None:
         check_range("bits", self.bits, 2, 5)
@@ -84,6 +102,8 @@ class KVQuant(Codec):
         check_range("cap", self.cap, 0, 255)
         if not 0 <= self.outliers <= 0.1:
             raise UserError(f"outliers={self.outliers:g} is out of range; allowed are 0 to 0.1, and 0.01 is usual")
+        if self.room and not 0.1 <= self.room <= 10:
+            raise UserError(f"room={self.room:g} is out of range; allowed are 0 and 0.1 to 10, and 1.5 is usual")
 
     @property
     def _of_matrix(self) -> bool:
@@ -209,7 +229,8 @@ class KVQuant(Codec):
 
     def _kmeans(self, x: Tensor, weight: Tensor, row: int) -> tuple[Tensor, Tensor]:
         """Return the codebook in [−1, 1] and the decoding codebook, for one row [1, H, T, D]."""
-        one = dataclasses.replace(self, fitted={k: v[row : row + 1] for k, v in self.fitted.items()})
+        # without a limit of outliers per block, so that one calibration serves all of them
+        one = dataclasses.replace(self, fitted={k: v[row : row + 1] for k, v in self.fitted.items()}, room=0.0)
         scale, middle, outlier = one._normalise(x)
         y = ((x - middle) / torch.where(scale == 0, 1.0, scale))[~outlier]
         if self.weights == "eq7":
@@ -242,6 +263,9 @@ class KVQuant(Codec):
         outlier = (x < low) | (x > high) if self.outliers else torch.zeros_like(x, dtype=torch.bool)
         if self.cap:
             outlier = largest(torch.maximum(low - x, x - high), outlier, self.cap)
+        if self.outliers and self.room:
+            excess, chosen = (_by_block(y) for y in (torch.maximum(low - x, x - high), outlier))
+            outlier = largest(excess, chosen, self.places(x.shape[-1])).view(x.shape)
         if self.axis == "token":
             axes = (3,) if self.per_head else (1, 3)
             rest_low = torch.where(outlier, torch.inf, x).amin(axes, keepdim=True)
@@ -265,8 +289,14 @@ class KVQuant(Codec):
         planes = grid.pack(by_group, *((None, None) if ranges is None else (r.half() for r in ranges)))
         if self.outliers:
             dense = _per_row(lambda c, t: t[c.long()], codes, read) * scale + middle
-            planes |= pack_outliers(x - dense, outlier)
+            rest = x - dense
+            planes |= pack_outlier_blocks(rest, outlier, self.places(D)) if self.room else pack_outliers(rest, outlier)
         return planes
+
+    def places(self, head_dim: int) -> int:
+        """Return the number of outliers that a block of a head has places for, if there is `room`."""
+        elements = BLOCK_TOKENS * head_dim
+        return min(elements, max(1, math.ceil(round(self.room * self.outliers * elements, 6))))
 
     def _tables(self, device: str) -> tuple[Tensor, Tensor]:
         """Return the codebooks for encoding and decoding in [−1, 1], [2^b] or, if fitted,
@@ -288,7 +318,9 @@ class KVQuant(Codec):
             name: spec if name == "codes" else dataclasses.replace(spec, shared=not self.per_head)
             for name, spec in layout.planes.items()
         }
-        if self.outliers:
+        if self.outliers and self.room:
+            planes |= sparse_block_planes(self.places(head_dim), head_dim)
+        elif self.outliers:
             planes |= sparse_planes(self.outliers * head_dim, head_dim)
             if self.axis == "token" and not self._of_matrix and not self.cap:
                 planes = {
@@ -313,7 +345,9 @@ class KVQuant(Codec):
         if table.dim() == 2 and len(table) == 1:
             table = table[0]
         dense = GridView(self.grid(head_dim), dense_planes, table, scale, offset)
-        return Sum([dense, SparseView(planes, head_dim)]) if self.outliers else dense
+        if not self.outliers:
+            return dense
+        return Sum([dense, (SparseBlocksView if self.room else SparseView)(planes, head_dim)])
 
     def select(self, rows: Tensor) -> Self:
         """Return the codec for these batch rows. Tensors from a corpus are shared by all rows."""
@@ -334,6 +368,11 @@ class KVQuant(Codec):
         """Return the tensors counted by `table_bytes`."""
         fixed = [] if self.table == "nuq" else [fixed_table(self.table, self.bits, "cpu")]
         return [*fixed, *self.fitted.values()]
+
+
+def _by_block(x: Tensor) -> Tensor:
+    """Return the elements of each block, [B, H, N, 32·D], of x [B, H, N·32, D]."""
+    return x.unflatten(2, (-1, BLOCK_TOKENS)).flatten(3)
 
 
 def _stored(x: Tensor) -> Tensor:
@@ -359,10 +398,12 @@ def build(
     cap: int = 0,
     calibration: Literal["corpus", "prompt"] = "corpus",
     value_axis: Literal["token", "channel"] = "token",
+    room: float = 0.0,
 ) -> Pair:
     """Build the codecs: keys before RoPE along `axis`, values along `value_axis`."""
     check_choice("value_axis", value_axis, ("token", "channel"))
-    keys = KVQuant(bits, table, outliers, outliers_per, axis, ranges, weights, q_norm, cap, calibration, pre_rope=True)
+    options = bits, table, outliers, outliers_per, axis, ranges, weights, q_norm, cap, calibration, room
+    keys = KVQuant(*options, pre_rope=True)
     if value_axis == "token":
         ranges = "offline"  # a token's range is always its own
     return Pair(keys, dataclasses.replace(keys, axis=value_axis, ranges=ranges, side="values", pre_rope=False))
@@ -379,5 +420,6 @@ METHOD = Method(
         {"outliers_per": "matrix", "table": "nf"},
         {"ranges": "online", "table": "int", "outliers": 0.05},
         {"calibration": "prompt", "value_axis": "channel", "table": "int"},
+        {"calibration": "prompt", "room": 1.5},
     ),
 )

@@ -3,7 +3,8 @@
 Per key, M bits sign(S·k) and the norm ‖k‖ are stored. The estimate √(π/2)/M·‖k‖·⟨S·q, sign(S·k)⟩
 (Eq. 4) is unbiased (Lemma 3.2). Rows of S are orthogonal in blocks of D (§4.1), and the constant is
 the exact one for such rows (`codecs/transforms/sketch.py`). The few channels with the largest norm
-over the prompt, per KV head, have their own sketch and norm (§4.1).
+over the prompt, per KV head, have their own sketch and norm (§4.1). With `calibration=corpus` they
+are the largest over a corpus, the same for all prompts.
 
 Differences from the authors' code: ‖k_in‖ and ‖k_out‖ are both stored; the authors store ‖k‖ and
 ‖k_out‖ and subtract squares. Norms are divided by √n before they are rounded to 16 bits, so that
@@ -20,31 +21,27 @@ layers); with `outliers_per=group` 4.27 (5.27). The mean of keys and values over
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from tersekv.codecs.base import Codec, FitsOn, Method, Pair, TableBytes, check_choices, check_range
+from tersekv.codecs.base import Method, Pair, TableBytes, check_choices, check_range
+from tersekv.codecs.transforms.outlier_channels import OutlierChannels
 from tersekv.codecs.transforms.sketch import jl_sketch, sign_factor
 from tersekv.codecs.uniform import Uniform
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, PlaneSpec
 from tersekv.layouts.signs import SignSketch, SignsView, signs_planes
-from tersekv.tensors import TensorSpec, plain
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 OUTLIER_SEED_OFFSET = 7_919
 
 
 @dataclass(frozen=True)
-class Qjl(Codec):
+class Qjl(OutlierChannels):
     """Keys by QJL.
 
     sketch: rows M of S, 0 for 2·D.
@@ -54,7 +51,12 @@ class Qjl(Codec):
     orthogonal: rows are orthogonal in blocks of D.
     initial: twice the rows and half the outlier rows, for the first layers.
     seed: of S, the same on every rank and machine.
+    calibration: prompt or corpus, from which the channels of `outliers_per=prompt` are chosen.
     """
+
+    rate_options: ClassVar[tuple[str, ...]] = (
+        "sketch", "outlier_sketch", "orthogonal", "initial", "seed", "initial_layers", "value_bits", "value_group",
+    )  # fmt: skip
 
     sketch: int = 0
     outliers: int = 8
@@ -63,6 +65,7 @@ class Qjl(Codec):
     orthogonal: bool = True
     initial: bool = False
     seed: int = 0
+    calibration: Literal["prompt", "corpus"] = "prompt"
 
     def __post_init__(self) -> None:
         check_range("sketch", self.sketch, 0, 1 << 16)
@@ -71,10 +74,14 @@ class Qjl(Codec):
         check_range("seed", self.seed, 0, 2**31)
         check_choices(self)
 
+    def num_outliers(self, head_dim: int) -> int:
+        """Return the number of outlier channels."""
+        return self.outliers
+
     @property
-    def fits_on(self) -> FitsOn | None:
-        """Data that `fit` needs: "prompt" if it decides which channels are outliers."""
-        return "prompt" if self.outliers and self.outliers_per == "prompt" else None
+    def chooses_channels(self) -> bool:
+        """True if one set of outlier channels serves all blocks."""
+        return self.outliers > 0 and self.outliers_per == "prompt"
 
     def rows(self, head_dim: int) -> int:
         """Return M, the bits per key without outliers."""
@@ -99,17 +106,6 @@ class Qjl(Codec):
                 planes["channels"] = PlaneSpec((self.outliers,), index, "scales and norms", channels=head_dim)
         return Layout(BLOCK_TOKENS, planes)
 
-    def learns(self, B: int, H: int, head_dim: int) -> dict[str, TensorSpec]:
-        """Return the specification of the outlier channels of each head, ascending."""
-        n = self.outliers
-        return {"channels": TensorSpec(torch.int16, (B, H, n), 0, head_dim - 1, ascending=True)} if self.fits_on else {}
-
-    def fit(self, x: Tensor) -> Self:
-        """Choose the outlier channels of each head from x [B, H, T, D]."""
-        if self.fits_on is None:
-            return self
-        return dataclasses.replace(self, fitted={"channels": self._largest(x).to(torch.int16)})
-
     def _largest(self, x: Tensor) -> Tensor:
         """Return the channels with the largest norm over the token axis (-2), ascending: int64
         [..., n].
@@ -129,7 +125,7 @@ class Qjl(Codec):
         if self.outliers_per == "group":
             channels = self._largest(blocks)
         else:
-            channels = self.fitted["channels"].long()[:, :, None].expand(-1, -1, blocks.shape[2], -1)
+            channels = self.channels(len(x)).unsqueeze(2).expand(-1, -1, blocks.shape[2], -1)
         index = channels.unsqueeze(-2).expand(-1, -1, -1, BLOCK_TOKENS, -1)
         planes = _planes(blocks.scatter(-1, index, 0.0), main, "")
         planes |= _planes(blocks.gather(-1, index), self._outlier_matrix(D, str(x.device)), "outlier_")
@@ -147,23 +143,14 @@ class Qjl(Codec):
         main = jl_sketch(self.rows(head_dim), head_dim, self.seed, self.orthogonal, device)
         if not self.outliers:
             return SignsView([self._sketch(planes, "", main, head_dim, None, None)], head_dim)
-        channels = planes["channels"].long() if self.outliers_per == "group" else self._fitted_channels
+        per_group, B = self.outliers_per == "group", len(planes["signs"])
+        channels = planes["channels"].long() if per_group else self.channels(B).unsqueeze(2)
         outlier = self._outlier_matrix(head_dim, device)
         sketches = [
             self._sketch(planes, "", main, head_dim, None, channels),
             self._sketch(planes, "outlier_", outlier, self.outliers, channels, None),
         ]
         return SignsView(sketches, head_dim)
-
-    @functools.cached_property
-    @plain
-    def _fitted_channels(self) -> Tensor:
-        """Outlier channels of all blocks, int64 [B, H, 1, n].
-
-        All pages share this tensor, which tells kernels that one sketched query is valid for all of
-        them.
-        """
-        return self.fitted["channels"].long()[:, :, None]
 
     def _sketch(
         self, planes: PackedTensors, prefix: str, S: Tensor, n: int, channels: Tensor | None, dropped: Tensor | None
@@ -178,7 +165,7 @@ class Qjl(Codec):
         if self.outliers:
             shapes.append((self.outlier_rows(head_dim), self.outliers, self.seed + OUTLIER_SEED_OFFSET))
         shared = {f"sketch {M}x{D} {seed} {self.orthogonal}": 4 * M * D for M, D, seed in shapes}
-        return TableBytes(shared, 2 * self.outliers if self.fits_on else 0)
+        return TableBytes(shared, 2 * self.outliers if self.fits_on else 0, of_sequence=self.fits_on != "corpus")
 
     def tables(self, head_dim: int) -> list[Tensor]:
         """Return the tensors counted by `table_bytes`."""
@@ -202,13 +189,14 @@ def build(
     value_bits: int = 2,
     value_group: int = 32,
     seed: int = 0,
+    calibration: Literal["prompt", "corpus"] = "prompt",
 ) -> Pair:
     """Build the codecs: keys by QJL, values as integers per token.
 
     initial_layers: number of first layers with twice the rows.
     """
     check_range("initial_layers", initial_layers, 0, 10_000)
-    keys = Qjl(sketch, outliers, outlier_sketch, outliers_per, orthogonal, False, seed)
+    keys = Qjl(sketch, outliers, outlier_sketch, outliers_per, orthogonal, False, seed, calibration)
     values = Uniform(value_bits, "token", value_group, side="values")
     first = dataclasses.replace(keys, initial=True)
     return Pair(keys, values, initial_layers, (first, values))
@@ -218,5 +206,9 @@ METHOD = Method(
     "QJL",
     "arXiv 2406.03482",
     build,
-    variants=({"outliers_per": "group"}, {"outliers": 0, "sketch": 100, "orthogonal": False}),
+    variants=(
+        {"outliers_per": "group"},
+        {"outliers": 0, "sketch": 100, "orthogonal": False},
+        {"calibration": "corpus"},
+    ),
 )

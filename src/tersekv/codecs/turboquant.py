@@ -12,7 +12,8 @@ density's Lloyd-Max solution.
   largest norm over the prompt, per KV head, gets b + 4f bits; the others get b. Each part is coded
   as its own vector, with its own norm, rotation and codebook for its dimension. The paper's "2.5
   bits" are 3 bits for 32 of 128 channels and 2 bits for the others. That is 2.25, the name used
-  here.
+  here. With `calibration=corpus` the channels are the largest over a corpus, the same for all
+  prompts.
 
 Differences from the paper: norms are stored as ‖x‖/√D in float16, so that they cannot overflow. The
 residual is computed from the stored values, so that prod is unbiased despite rounding. The sketch
@@ -26,14 +27,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tersekv.codecs.base import (
-    Codec,
-    FitsOn,
     Method,
     TableBytes,
     check_choices,
@@ -42,6 +41,7 @@ from tersekv.codecs.base import (
     whole_bits,
 )
 from tersekv.codecs.codebooks.lloyd_max import sphere_table
+from tersekv.codecs.transforms.outlier_channels import OutlierChannels
 from tersekv.codecs.transforms.rotation import random_rotation, rotated, split_rotation
 from tersekv.codecs.transforms.sketch import jl_sketch, sign_factor
 from tersekv.errors import UserError
@@ -49,7 +49,7 @@ from tersekv.kernels import backends
 from tersekv.layouts.base import BLOCK_TOKENS, Concat, Layout, PackedTensors, PlaneSpec, Rotated, Sum, View
 from tersekv.layouts.grid import Grid, GridView, nearest_code, round_scale
 from tersekv.layouts.signs import SignSketch, SignsView, signs_planes
-from tersekv.tensors import TensorSpec, cached_table
+from tersekv.tensors import cached_table
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -75,7 +75,7 @@ class ChannelPart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TurboQuant(Codec):
+class TurboQuant(OutlierChannels):
     """One side of TurboQuant.
 
     bits: 1 to 8 in steps of a quarter.
@@ -84,7 +84,10 @@ class TurboQuant(Codec):
     correct_norm: keep the vector's length exactly (mse).
     orthogonal: orthogonal rows of the sketch (prod).
     seed: of rotation and sketch.
+    calibration: prompt or corpus, from which fractional bits choose the outlier channels.
     """
+
+    rate_options: ClassVar[tuple[str, ...]] = ("bits", "variant", "rotation", "correct_norm", "orthogonal", "seed")
 
     bits: float = 4.0
     variant: Literal["mse", "prod"] = "mse"
@@ -92,6 +95,7 @@ class TurboQuant(Codec):
     correct_norm: bool = False
     orthogonal: bool = True
     seed: int = 0
+    calibration: Literal["prompt", "corpus"] = "prompt"
 
     def __post_init__(self) -> None:
         low, high = math.floor(self.bits), math.floor(self.bits) + 4 * (self.bits % 1)
@@ -105,10 +109,14 @@ class TurboQuant(Codec):
         if self.correct_norm and self.variant == "prod":
             raise UserError("correct_norm=true would make variant=prod biased; leave it out, or use variant=mse")
 
+    def num_outliers(self, head_dim: int) -> int:
+        """Return the number of channels with more bits, if bits are fractional."""
+        return head_dim // OUTLIER_SHARE
+
     @property
-    def fits_on(self) -> FitsOn | None:
-        """Data that `fit` needs: "prompt" if it decides which channels are outliers."""
-        return "prompt" if self.bits % 1 else None
+    def chooses_channels(self) -> bool:
+        """True if bits are fractional."""
+        return self.bits % 1 > 0
 
     def at_rate(self, bits: float) -> Self:
         """Return the codec with other bits. Both rates must be whole numbers, without a sketch."""
@@ -149,21 +157,6 @@ class TurboQuant(Codec):
         """
         bits = part.bits - (self.variant == "prod")
         return Grid(bits, self.side, "token", 0, False, part.dim) if bits else None
-
-    def learns(self, B: int, H: int, head_dim: int) -> dict[str, TensorSpec]:
-        """Return the specification of the outlier channels of each head, ascending."""
-        n = head_dim // OUTLIER_SHARE
-        return {"channels": TensorSpec(torch.int16, (B, H, n), 0, head_dim - 1, ascending=True)} if self.fits_on else {}
-
-    def fit(self, x: Tensor) -> Self:
-        """Choose the outlier channels of each head, those with the largest norm in x
-        [B, H, T, D].
-        """
-        if self.fits_on is None:
-            return self
-        D = x.shape[-1]
-        order = x.square().sum(-2).argsort(dim=-1, descending=True, stable=True)[..., : D // OUTLIER_SHARE]
-        return dataclasses.replace(self, fitted={"channels": order.sort(-1).values.to(torch.int16)})
 
     def encode(self, x: Tensor) -> PackedTensors:
         """Encode x float32 [B, H, N·t, D] as packed tensors."""
@@ -257,7 +250,8 @@ class TurboQuant(Codec):
                 shared[f"sketch {part.dim}x{part.dim} {seed} {self.orthogonal}"] = 4 * part.dim**2
         split = " split" if self.fits_on else ""
         shared[f"rotation {self.rotation} {head_dim} {self.seed}{split}"] = 4 * head_dim**2
-        return TableBytes(shared, 2 * head_dim // OUTLIER_SHARE if self.fits_on else 0)
+        per_head = 2 * self.num_outliers(head_dim) if self.fits_on else 0
+        return TableBytes(shared, per_head, of_sequence=self.fits_on != "corpus")
 
     def tables(self, head_dim: int) -> list[Tensor]:
         """Return the tensors counted by `table_bytes`."""
@@ -289,5 +283,6 @@ METHOD = Method(
         {"bits": 2.5},
         {"bits": 3.25, "variant": "prod", "rotation": "hadamard"},
         {"bits": 2.0, "rotation": "hadamard", "correct_norm": True},
+        {"bits": 2.5, "calibration": "corpus"},
     ),
 )

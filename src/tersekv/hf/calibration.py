@@ -12,6 +12,8 @@ the options that it was made with, or the token policy that it names.
 
 Options that only set the rate (`Codec.rate_options`, the bits of `trellis`) are applied when it is
 loaded, so one file serves all rates.
+
+This module does not import transformers, because LMCache's processes read files without it.
 """
 
 from __future__ import annotations
@@ -20,25 +22,24 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv import __version__
 from tersekv.atomic_write import save_whole
 from tersekv.codecs import Codec
 from tersekv.errors import UserError
-from tersekv.hf.calibration_needs import attention_plans, calibrated_part, how_to
-from tersekv.hf.config import AttentionShape, text_config
-from tersekv.hf.fingerprint import architecture
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from transformers.configuration_utils import PreTrainedConfig
 
 log = logging.getLogger(__name__)
 FORMAT = 1
@@ -94,13 +95,18 @@ class Calibration:
 
     def serves(self, recipe: Recipe, config: PreTrainedConfig) -> bool:
         """True if it was made with the options of every codec that the recipe must calibrate."""
+        from tersekv.hf.calibration_needs import attention_plans
+
+        return self._serves(attention_plans(recipe, config), lambda made: attention_plans(made, config))
+
+    def _serves(self, plans: dict[int, LayerPlan], plans_of: Callable[[Recipe], dict[int, LayerPlan]]) -> bool:
         try:
-            made = attention_plans(Recipe.parse(self.made.recipe), config)
+            made = plans_of(Recipe.parse(self.made.recipe))
         except UserError:  # a recipe of another version
             return False
         return all(
             codec.needs_fit != "corpus" or codec.for_all_rates() == getattr(made[layer], codec.side).for_all_rates()
-            for layer, plan in attention_plans(recipe, config).items()
+            for layer, plan in plans.items()
             for codec in (plan.keys, plan.values)
         )
 
@@ -149,6 +155,9 @@ class Calibration:
         model: a fingerprint that must match, too, or None. part: the part of the recipe that it must
         serve, by default that of the codecs.
         """
+        from tersekv.hf.calibration_needs import calibrated_part, how_to
+        from tersekv.hf.fingerprint import architecture
+
         where = self.path or "this calibration"
         if not (self.serves(recipe, config) if part is None else self.made.recipe == part):
             part = part or calibrated_part(recipe)
@@ -168,24 +177,48 @@ class Calibration:
         Raises:
             UserError: tensors are missing, or do not fit a codec.
         """
+        from tersekv.hf.calibration_needs import attention_plans
+        from tersekv.hf.config import AttentionShape, text_config
+
         plans, shape = attention_plans(recipe, config), AttentionShape.of(text_config(config))
         key = str(recipe), len(plans)
         if key not in self._fitted:
-            self._fitted[key] = self._made_plans(plans, shape)
+            dims = {"keys": shape.key_dim, "values": shape.value_dim}
+            self._fitted[key] = self._made_plans(plans, shape.kv_heads, dims)
         return dict(self._fitted[key])
 
-    def _made_plans(self, plans: dict[int, LayerPlan], shape: AttentionShape) -> dict[int, LayerPlan]:
-        dims = {"keys": shape.key_dim, "values": shape.value_dim}
+    def plans_by_shape(self, recipe: Recipe, layers: int, kv_heads: int, head_dim: int) -> dict[int, LayerPlan]:
+        """Return the plans of a model of which only the shape is known. All its layers have keys and values.
+
+        Raises:
+            UserError: it was made for other options or another shape.
+        """
+
+        def plans_of(one: Recipe) -> dict[int, LayerPlan]:
+            return {i: one.plan(i, layers) for i in range(layers)}
+
+        plans = plans_of(recipe)
+        if not self._serves(plans, plans_of):
+            raise UserError(
+                f"{self._where} was made for recipe '{self.made.recipe}', which has other options than '{recipe}'; "
+                f"make one with `tersekv calibrate --model MODEL --recipe '{recipe}'`"
+            )
+        most = max((int(name.split(".")[1]) for name in self.tensors if name.startswith("layers.")), default=-1)
+        if most >= layers:
+            raise UserError(f"{self._where} has tensors of layer {most}, and there are {layers} layers")
+        return self._made_plans(plans, kv_heads, {"keys": head_dim, "values": head_dim})
+
+    def _made_plans(self, plans: dict[int, LayerPlan], kv_heads: int, dims: dict[str, int]) -> dict[int, LayerPlan]:
         learning = [
             (layer, codec)
             for layer, plan in plans.items()
             for codec in (plan.keys, plan.values)
             if codec.needs_fit == "corpus"
         ]
-        read = [self._read(codec, layer, shape.kv_heads, dims[codec.side]) for layer, codec in learning]
+        read = [self._read(codec, layer, kv_heads, dims[codec.side]) for layer, codec in learning]
         made = dict(plans)
         for (layer, _), codec in zip(learning, _shared(read), strict=True):
-            if fault := codec.learnt_fault(1, shape.kv_heads, dims[codec.side]):
+            if fault := codec.learnt_fault(1, kv_heads, dims[codec.side]):
                 raise UserError(f"{self._where} is wrong: layers.{layer}.{codec.side} {fault}; calibrate again")
             plan = made[layer]
             made[layer] = plan._replace(keys=codec) if codec.side == "keys" else plan._replace(values=codec)

@@ -11,6 +11,14 @@ Token-major entries are columns of the key matrix and rows of the value matrix (
 block's entries follow all earlier ones, and their start is stored with the new block. An append
 therefore changes no existing data. The number of outliers may vary from token to token. Entries are
 in the order block, batch row, head.
+
+Blocks of one size, which the pages of an engine need, have room for n outliers each:
+
+    outlier_places  n × 16 bits           as above;
+    outlier_values  n × float16           as above.
+
+Unused entries follow the others. Their place is the last one of the block and their value is 0, so
+that adding them changes nothing.
 """
 
 from __future__ import annotations
@@ -39,6 +47,34 @@ def sparse_planes(expected_per_token: float, head_dim: int) -> dict[str, PlaneSp
             (), torch.int16, "codes", ragged=entries, channels=head_dim, channel_bits=CHANNEL_BITS
         ),
         "outlier_values": PlaneSpec((), torch.float16, "codes", ragged=entries),
+    }
+
+
+def sparse_block_planes(most: int, head_dim: int) -> dict[str, PlaneSpec]:
+    """Return the specifications of the packed tensors with room for `most` outliers per block."""
+    return {
+        "outlier_places": PlaneSpec((most,), torch.int16, "codes", channels=head_dim, channel_bits=CHANNEL_BITS),
+        "outlier_values": PlaneSpec((most,), torch.float16, "codes"),
+    }
+
+
+def pack_outlier_blocks(residual: Tensor, chosen: Tensor, most: int) -> PackedTensors:
+    """Return the packed entries of blocks that have room for `most` outliers each.
+
+    residual, chosen: as in `pack_outliers`, with at most that many chosen in each block.
+    """
+    D = residual.shape[-1]
+    elements = BLOCK_TOKENS * D
+    by_block = chosen.unflatten(2, (-1, BLOCK_TOKENS)).flatten(3)  # [B, H, N, 32·D]
+    numbers = torch.where(by_block, torch.arange(elements, device=chosen.device), elements)
+    first = numbers.topk(most, dim=-1, largest=False).values.sort(dim=-1).values
+    used, element = first < elements, first.clamp_max(elements - 1)
+    values = residual.unflatten(2, (-1, BLOCK_TOKENS)).flatten(3).gather(-1, element)
+    places = element // D << CHANNEL_BITS | element % D
+    return {
+        # convert to int16 without changing the low 16 bits
+        "outlier_places": (places - (places >> 15 << 16)).to(torch.int16),
+        "outlier_values": torch.where(used, values, 0.0).to(torch.float16),
     }
 
 
@@ -88,3 +124,27 @@ class SparseView(View):
         dense = torch.zeros(N * B * H, BLOCK_TOKENS, self.head_dim, device=order.device)
         dense[block, place >> CHANNEL_BITS, place & (MAX_CHANNELS - 1)] = self.values.float()
         return dense.view(N, B, H, BLOCK_TOKENS, self.head_dim).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+class SparseBlocksView(View):
+    """Outliers of blocks with equally many entries, as a tensor that is zero elsewhere.
+
+    planes: `outlier_places` and `outlier_values` [B, H, N, n]. head_dim: D.
+    """
+
+    format = kind = "sparse blocks"
+
+    def __init__(self, planes: PackedTensors, head_dim: int) -> None:
+        self.places, self.values, self.head_dim = planes["outlier_places"], planes["outlier_values"], head_dim
+
+    def native(self, native: ModuleType) -> Any:
+        return native.sparse_blocks(head_dim=self.head_dim, places=self.places, values=self.values)
+
+    def decode(self) -> Tensor:
+        """Return the outliers as float32 [B, H, T, D], 0 elsewhere. Places outside the head are left out."""
+        place, D = self.places.long() & 0xFFFF, self.head_dim
+        channel = place & (MAX_CHANNELS - 1)
+        element = (place >> CHANNEL_BITS) * D + channel.clamp_max(D - 1)
+        dense = torch.zeros(*place.shape[:3], BLOCK_TOKENS * D, device=place.device)
+        dense.scatter_add_(-1, element, torch.where(channel < D, self.values.float(), 0.0))
+        return dense.unflatten(-1, (BLOCK_TOKENS, D)).flatten(2, 3)

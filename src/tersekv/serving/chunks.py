@@ -5,22 +5,24 @@ s = 1 if a model caches one vector per token, as latent attention does; it is en
 Layers are numbered through all tensors of a chunk, as in the recipe. The bytes:
 
 ```text
-header    "TKVC", version, CRC-32 of recipe, head dim and shapes, CRC-32 of the planes     16 bytes
+header    "TKVC", version, CRC-32 of recipe, calibration, head dim and shapes, CRC-32 of the planes
+          16 bytes
 planes    for each run of layers with one codec: keys, then values; each plane in the layout's order
 ```
 
-A chunk that is truncated, damaged, or read with another recipe raises an error.
+A chunk that is truncated, damaged, or read with another recipe or calibration raises an error.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,21 +31,33 @@ from tersekv.cache.coding import Tokens, encode
 from tersekv.codecs import Codec
 from tersekv.errors import CacheError, UserError
 from tersekv.layouts.base import PackedTensors
+from tersekv.plan import LayerPlan
 from tersekv.recipe import DEFAULT_POLICY, Recipe, Term
+
+if TYPE_CHECKING:
+    from tersekv.hf.calibration import Calibration
 
 HEADER = struct.Struct("<4sIII")
 MAGIC, VERSION = b"TKVC", 1
 Shape = Sequence[int]
 
 
-def why_not_chunks(codec: Codec, head_dim: int) -> str | None:
-    """Return the reason why a chunk of this codec would not be self-contained; None if it is."""
-    if codec.fits_on is not None:
-        return f"it is fitted on the {codec.fits_on}, and the fitted tensors would be outside the chunk"
-    if codec.pre_rope:
-        return "keys before RoPE need their positions, which a chunk does not contain"
+def why_not_chunks(codec: Codec, head_dim: int, calibrated: bool = False) -> str | None:
+    """Return the reason why chunks of this codec cannot be read alone; None if they can.
+
+    calibrated: True if there is a calibration.
+    """
+    if codec.fits_on == "prompt":
+        advice = "; use calibration=corpus" if hasattr(codec, "calibration") else ""
+        return f"it is fitted on the prompt, and the fitted tensors would be outside the chunk{advice}"
+    if codec.needs_rope:
+        advice = "centre=false" if codec.centred else "pre_rope=false"
+        return f"its keys are coded without RoPE, and a chunk does not contain their positions; use {advice}"
     if codec.layout(head_dim).starts is not None:
-        return "its outliers are a list of no fixed size"
+        advice = "; use room=1.5, or outliers=0" if hasattr(codec, "room") else ""
+        return f"its outliers are a list of no fixed size{advice}"
+    if codec.needs_fit is not None and not calibrated:
+        return "it is fitted on a corpus; give the file of `tersekv calibrate` as calibration"
     return None
 
 
@@ -61,12 +75,18 @@ class Run(NamedTuple):
 class ChunkCoder:
     """Packs and unpacks chunks of a model with `head_dim` channels per head by `recipe`.
 
+    calibration: of codecs that are fitted on a corpus. Chunks then hold all KV heads of the model.
+
     Raises:
-        UserError: the recipe has a token policy, or a codec needs data outside the chunk.
+        UserError: the recipe has a token policy, or a codec needs data that it does not get.
     """
 
     recipe: Recipe
     head_dim: int
+    calibration: Calibration | None = None
+    _plans: dict[tuple[int, int], dict[int, LayerPlan]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.recipe.tokens != Term(DEFAULT_POLICY):
@@ -80,10 +100,10 @@ class ChunkCoder:
                 self._check(codec)
 
     def _check(self, codec: Codec) -> None:
-        if reason := why_not_chunks(codec, self.head_dim):
+        if reason := why_not_chunks(codec, self.head_dim, self.calibration is not None):
             raise UserError(
-                f"{type(codec).__name__} for {codec.side} cannot encode self-contained chunks: {reason}; use kivi, "
-                "uniform, int4, normalfloat, turboquant (whole bits), polarquant (codebook=offline) or exact"
+                f"{type(codec).__name__} for {codec.side} cannot encode self-contained chunks: {reason}. Others are "
+                "kivi, uniform, int4, normalfloat, turboquant (whole bits), polarquant (codebook=offline) and exact"
             )
 
     def size(self, shapes: Sequence[Shape]) -> int:
@@ -135,7 +155,8 @@ class ChunkCoder:
             raise CacheError(f"these bytes are not a chunk of version {VERSION} (they begin with {magic!r}, {version})")
         if what != self._what(shapes):
             raise CacheError(
-                f"this chunk was packed with another recipe, head dim or shape than '{self.recipe}', {shapes}"
+                "this chunk was packed with another recipe, calibration, head dim or shape than "
+                f"'{self.recipe}', {shapes}"
             )
         body = data[HEADER.size : need].contiguous()
         if _crc(body) != crc:
@@ -160,21 +181,50 @@ class ChunkCoder:
     def _runs(self, shapes: Sequence[Shape]) -> Iterator[list[Run]]:
         """Yield the runs of each tensor."""
         layers = sum(_checked(shape, self.head_dim)[1] for shape in shapes)
+        of_layers = self._plans_of(layers, {shape[3] // self.head_dim for shape in shapes})
         first = 0
         for sides, L, *_ in shapes:
-            plans = [self.recipe.plan(first + i, layers) for i in range(L)]
+            plans = [of_layers[first + i] for i in range(L)]
             first += L
             runs = []
             for side in range(sides):
                 codecs = [plan.values if side else plan.keys for plan in plans]
-                for codec, group in itertools.groupby(range(L), key=lambda i, codecs=codecs: codecs[i]):  # type: ignore[misc]
+                # codecs with fitted tensors are equal if only these differ
+                keys = [(codec, i if codec.fitted else -1) for i, codec in enumerate(codecs)]
+                for (codec, _), group in itertools.groupby(range(L), key=lambda i, keys=keys: keys[i]):  # type: ignore[misc]
                     index = list(group)
                     self._check(codec)
                     runs.append(Run(side, index[0], index[-1] + 1, codec))
             yield runs
 
+    def _plans_of(self, layers: int, heads: set[int]) -> dict[int, LayerPlan]:
+        """Return the plans of all layers, with their calibration. heads: numbers of KV heads of the tensors."""
+        if self.calibration is None:
+            return {i: self.recipe.plan(i, layers) for i in range(layers)}
+        key = layers, max(heads)
+        if len(heads) > 1:
+            raise UserError(
+                f"with a calibration all layers have the same number of KV heads; got {sorted(heads)}, so use a recipe "
+                "without one"
+            )
+        if key not in self._plans:
+            try:
+                self._plans[key] = self.calibration.plans_by_shape(self.recipe, *key, self.head_dim)
+            except UserError as error:
+                raise UserError(
+                    f"the calibration does not fit chunks of {layers} layers with {key[1]} KV heads of "
+                    f"{self.head_dim} channels: {error}. Under tensor parallelism a process has some of the heads, "
+                    "which needs a recipe without a calibration"
+                ) from error
+        return self._plans[key]
+
     def _what(self, shapes: Sequence[Shape]) -> int:
-        return zlib.crc32(f"{self.recipe.to_json()} {self.head_dim} {[tuple(shape) for shape in shapes]}".encode())
+        bound = f"{self.recipe.to_json()} {self.head_dim} {[tuple(shape) for shape in shapes]}"
+        return zlib.crc32((bound if self._digest is None else f"{bound} {self._digest}").encode())
+
+    @functools.cached_property
+    def _digest(self) -> str | None:
+        return None if self.calibration is None else self.calibration.digest
 
 
 def _crc(body: Tensor) -> int:

@@ -29,6 +29,7 @@ from lmcache.v1.memory_management import MemoryObj
 from torch import Tensor
 
 from tersekv.errors import UserError
+from tersekv.hf.calibration import Calibration
 from tersekv.recipe import Recipe
 from tersekv.serving.chunks import ChunkCoder
 
@@ -75,18 +76,20 @@ class PackedDeserializer(Deserializer):
 
 
 def create(options: Mapping[str, Any]) -> SerdeProcessor:
-    """Create a processor from the options of an adapter's "serde": recipe, head_dim and max_workers
-    (default 1).
+    """Create a processor from the options of an adapter's "serde": recipe, head_dim, calibration
+    (a file, for codecs that need one) and max_workers (default 1).
 
     Raises:
         UserError: an option is missing or unknown, or the recipe does not support chunks.
     """
-    known = {"recipe", "head_dim", "max_workers"}
+    known = {"recipe", "head_dim", "calibration", "max_workers"}
     if unknown := set(options) - known:
         raise UserError(f"serde {NAME!r} has no option {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
     if missing := {"recipe", "head_dim"} - set(options):
         raise UserError(f"serde {NAME!r} lacks {' and '.join(sorted(missing))}: give a recipe and the model's head dim")
-    coder = ChunkCoder(Recipe.parse(options["recipe"]), int(options["head_dim"]))
+    file = options.get("calibration")
+    calibration = None if file is None else Calibration.load(file)
+    coder = ChunkCoder(Recipe.parse(options["recipe"]), int(options["head_dim"]), calibration)
     workers = int(options.get("max_workers", 1))
     return AsyncSerdeProcessor(PackedSerializer(coder), PackedDeserializer(coder), max_workers=workers)
 

@@ -41,9 +41,10 @@ def why_not_slots(codec: Codec, head_dim: int) -> str | None:
         return f"its blocks hold {layout.block_tokens} tokens, not {BLOCK_TOKENS}"
     for name, spec in layout.planes.items():
         if spec.ragged is not None:
-            advice = " (use outliers=0)" if hasattr(codec, "outliers") else ""
+            advice = "; use room=1.5, or outliers=0" if hasattr(codec, "room") else ""
             return f"the size of its {name} differs from block to block{advice}"
-        if spec.channels is not None:
+        # kernels skip sparse entries whose channel is outside the head
+        if spec.channels is not None and spec.channel_bits is None:
             return f"its {name} are channel numbers of each block, which kernels must check before they read them"
     return None
 
@@ -78,7 +79,7 @@ class Slots:
             if reason := why_not_slots(codec, self.head_dim):
                 raise UserError(
                     f"{type(codec).__name__} for {codec.side} cannot be used in an engine's pages: {reason}. Others "
-                    "are trellis with a calibration, turboquant (whole bits), kivi, polarquant, uniform, normalfloat"
+                    "are trellis with a calibration, turboquant, kivi, polarquant, uniform, normalfloat"
                 )
 
     @functools.cached_property

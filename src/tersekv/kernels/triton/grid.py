@@ -26,6 +26,7 @@ from tersekv.kernels.triton.leaves import (
     HAS_OFFSET,
     IS_INTEGER,
     PADDED,
+    PER_BLOCK,
     PER_TOKEN,
     SCALES,
     TO_COEFFICIENTS,
@@ -217,9 +218,20 @@ def _start(leaf, b, h, block, ok):
 
 
 @triton.jit
-def _ranges(leaf, b, h, B, H, n0, T, NB: tl.constexpr):
-    """Return begin and end of the entries of NB blocks, int32 [NB], clamped to the existing
-    entries."""
+def _ranges(leaf, b, h, B, H, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
+    """Return begin and end of the entries of NB blocks, [NB], clamped to the existing
+    entries. A leaf with PER_BLOCK has as many entries in each block, and no starts."""
+    if S[LEAF][PER_BLOCK] > 0:
+        block = n0 // 32 + tl.arange(0, NB)
+        first = b * leaf[1] + h * leaf[2] + block.to(tl.int64) * leaf[3]
+        return first, tl.where(block * 32 < T, first + S[LEAF][PER_BLOCK], first)
+    else:
+        return _listed(leaf, b, h, B, H, n0, T, NB)
+
+
+@triton.jit
+def _listed(leaf, b, h, B, H, n0, T, NB: tl.constexpr):
+    """Return begin and end of the entries of NB blocks of a list, int32 [NB]."""
     block = n0 // 32 + tl.arange(0, NB)
     base = tl.load(leaf[0])
     # Entries of the next block in the order block, batch row, head; its beginning is the end of
@@ -254,9 +266,9 @@ def load_keys_sparse(
     ROPED: tl.constexpr,
 ):  # fmt: skip
     """Scores [32·NB, rows] of queries at `rows` (pointers [rows] to their first channel)."""
-    begin, end = _ranges(leaf, b, h, B, H, n0, T, NB)
+    begin, end = _ranges(leaf, b, h, B, H, n0, T, S, LEAF, NB)
     s = tl.zeros((NB, 32, rows.shape[0]), tl.float32)
-    for e in range(0, tl.max(end - begin, axis=0), ENTRIES):
+    for e in range(0, tl.max((end - begin).to(tl.int32), axis=0), ENTRIES):
         at = begin[:, None] + e + tl.arange(0, ENTRIES)[None, :]
         token, channel, value = _outliers(leaf, at, end[:, None], S, LEAF)
         ok = row_ok[None, None, :] & (value != 0)[:, :, None]
@@ -292,11 +304,11 @@ def load_values_sparse(
 ):  # fmt: skip
     """Σ p·v̂ [channels, rows] of weights p float32 [32·NB, rows]."""
     R: tl.constexpr = p.shape[1]
-    begin, end = _ranges(leaf, b, h, B, H, n0, T, NB)
+    begin, end = _ranges(leaf, b, h, B, H, n0, T, S, LEAF, NB)
     p = tl.reshape(p, (NB, 32, R))
     P: tl.constexpr = S[LEAF][PADDED]
     out = tl.zeros((P, R), tl.float32)
-    for e in range(0, tl.max(end - begin, axis=0), ENTRIES):
+    for e in range(0, tl.max((end - begin).to(tl.int32), axis=0), ENTRIES):
         at = begin[:, None] + e + tl.arange(0, ENTRIES)[None, :]
         token, channel, value = _outliers(leaf, at, end[:, None], S, LEAF)
         hot = (token[:, :, None] == tl.arange(0, 32)[None, None, :]).to(tl.float32)

@@ -57,6 +57,9 @@ LEVEL_BITS: tl.constexpr = tl.constexpr(8)
 STREAM_WORDS: tl.constexpr = tl.constexpr(7)
 """Number of 16-bit words of a trellis token's stream."""
 
+PER_BLOCK: tl.constexpr = tl.constexpr(7)
+"""Number of sparse entries of each block; 0: they are a list with starts."""
+
 SKETCH_ROWS: tl.constexpr = tl.constexpr(7)
 """Rows of a sketch whose channels differ per block."""
 PADDED_SKETCH_ROWS: tl.constexpr = tl.constexpr(8)
@@ -232,7 +235,8 @@ class Readable:
             return self._exact(operand)
         if isinstance(operand, GridSide):
             return self._grid(operand)
-        read = {"polar": self._polar, "sparse": self._sparse, "trellis": self._trellis}.get(operand.kind)
+        by_kind = {"polar": self._polar, "sparse": self._sparse, "trellis": self._trellis}
+        read = (by_kind | {"sparse blocks": self._sparse_blocks}).get(operand.kind)
         if read is None:
             raise UnreadableError(f"no kernel reads the format {getattr(operand, 'format', operand.kind)}")
         return read(operand)
@@ -281,7 +285,15 @@ class Readable:
             *self.plane("outliers", view.values, (torch.float16,), 1)[:1],
             len(view.places),
         )
-        return Leaf(_spec(SPARSE, view.head_dim, power(view.head_dim), 32), fields)
+        return Leaf(_spec(SPARSE, view.head_dim, power(view.head_dim), 32, 0), fields)
+
+    def _sparse_blocks(self, view: Any) -> Leaf:
+        places = self.plane("places", view.places, (torch.int16,), 1)
+        values = self.plane("outliers", view.values, (torch.float16,), 1)
+        if places[1:] != values[1:]:
+            raise UnreadableError(f"{self.name} have outliers with other strides than their places")
+        n = view.places.shape[-1]
+        return Leaf(_spec(SPARSE, view.head_dim, power(view.head_dim), 32, n), (*places, places[0], values[0], 0))
 
     def _trellis(self, view: Any) -> Leaf:
         fields = (

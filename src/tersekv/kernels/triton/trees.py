@@ -26,8 +26,8 @@ def why_not_in_pages(name: str, leaves: Iterable[Leaf], roped: int = 0) -> str |
     if roped or any(leaf.spec[0] == constants.TURNED.value for leaf in leaves):
         return f"{name} have RoPE, so a page table cannot reorder their tokens"
     return (
-        f"{name} have outliers, so a page table cannot reorder their tokens"
-        if any(x.spec[0] == constants.SPARSE.value for x in leaves)
+        f"{name} have a list of outliers, so a page table cannot reorder their tokens"
+        if any(x.spec[0] == constants.SPARSE.value and not x.spec[constants.PER_BLOCK.value] for x in leaves)
         else None
     )
 
@@ -62,6 +62,8 @@ def size(operand: Operand) -> tuple[int, int]:
             return view.tokens, view.mean.shape[-1]
         case "sparse":
             return view.starts.shape[2] * 32, view.head_dim
+        case "sparse blocks":
+            return view.places.shape[2] * 32, view.head_dim
     return _blocks(view)
 
 
@@ -93,7 +95,7 @@ def device_of(operand: Operand) -> torch.device:
     return device
 
 
-_CODES = ("codes", "signs", "radii", "gain", "starts", "mean")
+_CODES = ("codes", "signs", "radii", "gain", "starts", "places", "mean")
 """Names of a tensor in each layout."""
 
 
