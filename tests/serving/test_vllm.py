@@ -179,9 +179,18 @@ def llama(tmp_path_factory) -> str:
     return small_model(tmp_path_factory.mktemp("llama"), "Llama")
 
 
+CALIBRATED = {
+    "trellis:bits=4": "trellis",
+    "qjl:calibration=corpus": "qjl:calibration=corpus",
+    "turboquant:bits=2.5,calibration=corpus": "turboquant:bits=2.5,calibration=corpus",
+    "kvquant:bits=4,room=1.5": "kvquant:bits=4",
+}
+"""Recipes that need a calibration, and the recipe that it is made for."""
+
+
 @pytest.fixture(scope="module")
-def calibration(llama, tmp_path_factory) -> str:
-    """Calibrate `trellis` on random ids."""
+def calibrations(llama, tmp_path_factory) -> dict[str, str]:
+    """Calibrate on random ids. Return the file of each recipe."""
     import torch
     import transformers as tf
 
@@ -192,9 +201,19 @@ def calibration(llama, tmp_path_factory) -> str:
     ids = torch.randint(512, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
     corpus = Corpus.draw("ids", "ids", ids, samples=4, length=256, seed=0)
     model = tf.AutoModelForCausalLM.from_pretrained(llama)
-    made = Calibrator(model, [Recipe.parse("trellis")], corpus, work=folder).run(lambda *_: None)
-    made[0].save(folder / "trellis.safetensors")
-    return str(folder / "trellis.safetensors")
+    recipes = [Recipe.parse(text) for text in CALIBRATED.values()]
+    files = {}
+    for i, (recipe, made) in enumerate(
+        zip(CALIBRATED, Calibrator(model, recipes, corpus, work=folder).run(), strict=True)
+    ):
+        files[recipe] = str(folder / f"{i}.safetensors")
+        made.save(Path(files[recipe]))
+    return files
+
+
+@pytest.fixture(scope="module")
+def calibration(calibrations) -> str:
+    return calibrations["trellis:bits=4"]
 
 
 @pytest.fixture(scope="module", params=[RECIPE, "trellis:bits=4"])
@@ -241,6 +260,23 @@ def test_no_token_is_lost_over_many_requests(llama, calibration):
     alone, said = run([kept], enable_prefix_caching=False, **own, **SMALL)
     assert alone, said[-3000:]
     assert tight["answers"] == alone["answers"]
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in CALIBRATED if "trellis" not in recipe])
+def test_calibrated_codecs_do_not_depend_on_chunks_and_cached_prefixes(llama, calibrations, recipe):
+    own = {"recipe": recipe, "calibration": calibrations[recipe], "model": llama}
+    prompts = [*IDS, IDS[0][:256] + IDS[3]]
+    whole, said = run([prompts, prompts], **own, **SMALL)
+    assert whole, said[-3000:]
+    assert whole["cached"][1][0] >= 128
+    assert whole["answers"][1] == whole["answers"][0]
+    options = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
+    chunks, said = run([[row] for row in prompts], **options, **own, **SMALL)
+    assert chunks, said[-3000:]
+    assert [batch[0] for batch in chunks["answers"]] == whole["answers"][0]
+    native, said = run([prompts], recipe=None, model=llama, **SMALL)
+    assert native, said[-3000:]
+    assert native["answers"] != whole["answers"][:1]  # pages were read packed
 
 
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
