@@ -109,7 +109,7 @@ test-serving-smoke: setup $(SERVING)/lmcache/.ready ## run the tests inside LMCa
 
 test-serving: test-serving-smoke $(SERVING)/vllm/.ready ## run the tests inside LMCache and vLLM
 	@$(BIN)/tersekv models pull smollm2
-	@$(SERVING)/vllm/bin/python -m pytest tests/serving/test_vllm_cuda.py tests/serving/test_vllm.py --confcutdir=tests/serving --durations=0
+	@$(SERVING)/vllm/bin/python -m pytest tests/serving/test_vllm_cuda.py tests/serving/test_vllm.py tests/serving/test_vllm_windows.py --confcutdir=tests/serving --durations=0
 
 # A copy of the package with its own extension. -S keeps the editable install from being imported first. Python is not
 # built with sanitizers, so their libraries are preloaded.

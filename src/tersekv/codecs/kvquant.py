@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -40,16 +39,17 @@ from torch import Tensor
 
 from tersekv.codecs.base import Codec, FitsOn, Method, Pair, TableBytes, check_choice, check_choices, check_range
 from tersekv.codecs.codebooks.fixed import fixed_table
-from tersekv.codecs.codebooks.kmeans import kmeans
+from tersekv.codecs.codebooks.kmeans import weighted_codebook
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, Sum, View
-from tersekv.layouts.grid import Grid, GridView, nearest_code, round_scale
+from tersekv.layouts.grid import Grid, GridView, nearest_code, per_row, round_scale
 from tersekv.layouts.sparse import (
     MAX_CHANNELS,
     SparseBlocksView,
     SparseView,
     largest,
+    largest_of_blocks,
     pack_outlier_blocks,
     pack_outliers,
     quantiles,
@@ -170,9 +170,7 @@ class KVQuant(Codec):
         return found
 
     def learnt_fault(self, B: int, H: int, head_dim: int) -> str | None:
-        """Check that float16 can hold the ranges, and that fitted tensors have equally many
-        rows.
-        """
+        """Check that float16 holds the ranges, and that fitted tensors have equally many rows."""
         fault = super().learnt_fault(B, H, head_dim)
         if fault is None and self.fits_on == "prompt" and len({len(t) for t in self.fitted.values()}) > 1:
             return "has tensors for one row and tensors for several"
@@ -190,8 +188,7 @@ class KVQuant(Codec):
         Fits `lower` and `upper` [B, H, D] (per channel) or [B, 1, 1] (per matrix), `table` and
         `table_read` [B, 2^bits].
 
-        fisher: squared gradients of the loss with respect to x, with the shape of x. 1 if not
-            given.
+        fisher: squared gradients of the loss with respect to x, of its shape. 1 if not given.
         """
         fitted = dict(self.fitted)
         if "ranges" in self._learns:
@@ -219,8 +216,7 @@ class KVQuant(Codec):
         vectors = x.reshape(len(x), 1, 1, -1) if self._of_matrix else x.transpose(-1, -2)
         low, high = quantiles(vectors, self.outliers)
         if self._of_matrix and self.axis == "channel":
-            # outliers are those of the whole matrix; the remaining elements have a range per
-            # channel
+            # outliers are those of the whole matrix; the other elements have a range per channel
             inside = ((x >= low.unsqueeze(-1)) & (x <= high.unsqueeze(-1))) | (x == x.amin(2, keepdim=True))
             low_c = torch.where(inside, x, torch.inf).amin(2).clamp_min(low)
             high_c = torch.where(inside, x, -torch.inf).amax(2).clamp_max(high)
@@ -235,16 +231,7 @@ class KVQuant(Codec):
         y = ((x - middle) / torch.where(scale == 0, 1.0, scale))[~outlier]
         if self.weights == "eq7":
             weight = weight * scale.square()
-        w = weight.expand_as(x)[~outlier]
-        if not bool(w.any()):
-            w = torch.ones_like(w)
-        table = torch.from_numpy(kmeans(y.clamp(-1, 1).cpu().numpy(), 2**self.bits, w.cpu().numpy())).float()
-        if not self.q_norm:
-            return table, table
-        coded = table[nearest_code(y.cpu(), table).long()]
-        spread = coded.std(unbiased=False)
-        factor = y.std(unbiased=False).cpu() / spread if spread > 0 else torch.ones(())
-        return table, (table - coded.mean()) * factor + y.mean().cpu()
+        return weighted_codebook(y, weight.expand_as(x)[~outlier], self.bits, self.q_norm)
 
     def _normalise(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return scale, middle and the mask of outliers for x [B, H, T, D].
@@ -264,8 +251,7 @@ class KVQuant(Codec):
         if self.cap:
             outlier = largest(torch.maximum(low - x, x - high), outlier, self.cap)
         if self.outliers and self.room:
-            excess, chosen = (_by_block(y) for y in (torch.maximum(low - x, x - high), outlier))
-            outlier = largest(excess, chosen, self.places(x.shape[-1])).view(x.shape)
+            outlier = largest_of_blocks(torch.maximum(low - x, x - high), outlier, self.places(x.shape[-1]))
         if self.axis == "token":
             axes = (3,) if self.per_head else (1, 3)
             rest_low = torch.where(outlier, torch.inf, x).amin(axes, keepdim=True)
@@ -280,7 +266,7 @@ class KVQuant(Codec):
         scale, middle, outlier = self._normalise(x)
         y = ((x - middle) / torch.where(scale == 0, 1.0, scale)).clamp(-1, 1)
         table, read = self._tables(str(x.device))
-        codes = _per_row(nearest_code, y, table)
+        codes = per_row(nearest_code, y, table)
         grid = self.grid(D)
         by_group = grid.groups(codes)
         ranges = None
@@ -288,7 +274,7 @@ class KVQuant(Codec):
             ranges = [s.squeeze(-1).unflatten(2, (-1, grid.block_tokens)).unsqueeze(3) for s in (scale, middle)]
         planes = grid.pack(by_group, *((None, None) if ranges is None else (r.half() for r in ranges)))
         if self.outliers:
-            dense = _per_row(lambda c, t: t[c.long()], codes, read) * scale + middle
+            dense = per_row(lambda c, t: t[c.long()], codes, read) * scale + middle
             rest = x - dense
             planes |= pack_outlier_blocks(rest, outlier, self.places(D)) if self.room else pack_outliers(rest, outlier)
         return planes
@@ -370,20 +356,8 @@ class KVQuant(Codec):
         return [*fixed, *self.fitted.values()]
 
 
-def _by_block(x: Tensor) -> Tensor:
-    """Return the elements of each block, [B, H, N, 32·D], of x [B, H, N·32, D]."""
-    return x.unflatten(2, (-1, BLOCK_TOKENS)).flatten(3)
-
-
 def _stored(x: Tensor) -> Tensor:
     return round_scale(x, torch.float16, "a range", TOO_LARGE)
-
-
-def _per_row(fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, table: Tensor) -> Tensor:
-    """Apply fn(x, table) with one codebook [n], or row by row with the codebooks [B, n]."""
-    if table.dim() == 1 or len(table) == 1:
-        return fn(x, table.flatten())
-    return torch.stack([fn(row, own) for row, own in zip(x, table, strict=True)])
 
 
 def build(

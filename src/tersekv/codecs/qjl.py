@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs.base import Method, Pair, TableBytes, check_choices, check_range
-from tersekv.codecs.transforms.outlier_channels import OutlierChannels
+from tersekv.codecs.common.outlier_channels import OutlierChannels
 from tersekv.codecs.transforms.sketch import jl_sketch, sign_factor
 from tersekv.codecs.uniform import Uniform
 from tersekv.errors import UserError

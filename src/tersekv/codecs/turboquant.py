@@ -41,7 +41,7 @@ from tersekv.codecs.base import (
     whole_bits,
 )
 from tersekv.codecs.codebooks.lloyd_max import sphere_table
-from tersekv.codecs.transforms.outlier_channels import OutlierChannels
+from tersekv.codecs.common.outlier_channels import OutlierChannels
 from tersekv.codecs.transforms.rotation import random_rotation, rotated, split_rotation
 from tersekv.codecs.transforms.sketch import jl_sketch, sign_factor
 from tersekv.errors import UserError

@@ -20,6 +20,7 @@ Example: keys, t = 32, D = 64, 4 bits. 2 lane groups × 8 words × 16 lanes × 4
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -188,6 +189,13 @@ def _for_all_blocks(scale: Tensor, N: int) -> Tensor:
     """Expand [B, H, D] to [B, H, N, 1, D] without copying."""
     B, H, D = scale.shape
     return scale.reshape(B, H, 1, 1, D).expand(B, H, N, 1, D)
+
+
+def per_row(fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, table: Tensor) -> Tensor:
+    """Apply fn(x, table) with one codebook [n], or row by row with the codebooks [B, n]."""
+    if table.dim() == 1 or len(table) == 1:
+        return fn(x, table.flatten())
+    return torch.stack([fn(row, own) for row, own in zip(x, table, strict=True)])
 
 
 def round_scale(x: Tensor, dtype: torch.dtype, what: str, remedy: str = "use the codec's option scales=bf16") -> Tensor:

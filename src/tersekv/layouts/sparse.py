@@ -98,6 +98,13 @@ def largest(excess: Tensor, chosen: Tensor, most: int) -> Tensor:
     return mask & chosen
 
 
+def largest_of_blocks(excess: Tensor, chosen: Tensor, most: int) -> Tensor:
+    """Return the mask of the `most` chosen elements with the largest excess in each block, of
+    [B, H, N·32, D]."""
+    excess_, chosen_ = (x.unflatten(2, (-1, BLOCK_TOKENS)).flatten(3) for x in (excess, chosen))
+    return largest(excess_, chosen_, most).view(chosen.shape)
+
+
 class SparseView(View):
     """Outliers of a segment as a tensor that is zero elsewhere.
 

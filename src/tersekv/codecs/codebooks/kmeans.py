@@ -13,7 +13,11 @@ samples and equal seeds give equal codebooks.
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from tersekv.kernels.encode_grid import nearest_code
 
 Array = NDArray[np.float64]
 
@@ -219,3 +223,19 @@ def lloyd(points: Sorted, table: Array) -> Array:
             break
         edges = after
     return table
+
+
+def weighted_codebook(y: Tensor, weight: Tensor, bits: int, match_moments: bool) -> tuple[Tensor, Tensor]:
+    """Return the codebook of 2^bits entries for values y in [−1, 1], and the one for decoding.
+
+    weight: of each value; if all are 0, values count equally.
+    match_moments: the decoded values get the mean and standard deviation of y (KVQuant's Q-Norm).
+    """
+    w = weight if bool(weight.any()) else torch.ones_like(weight)
+    table = torch.from_numpy(kmeans(y.clamp(-1, 1).cpu().numpy(), 2**bits, w.cpu().numpy())).float()
+    if not match_moments:
+        return table, table
+    coded = table[nearest_code(y.cpu(), table).long()]
+    spread = coded.std(unbiased=False)
+    factor = y.std(unbiased=False).cpu() / spread if spread > 0 else torch.ones(())
+    return table, (table - coded.mean()) * factor + y.mean().cpu()
