@@ -12,13 +12,12 @@ import torch.distributed as dist
 
 import tersekv
 from conftest import build, prompt
+from ranks import process_group
 
 RECIPES = ["kvquant:calibration=prompt", "kivi:bits=2,pre_rope=true"]
 
 
-def main(tokens: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def compare(tokens: int) -> None:
     model, ids = build("llama"), prompt(tokens)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
     for recipe in RECIPES:
@@ -34,8 +33,8 @@ def main(tokens: int) -> None:
         dist.all_reduce(packed)
         assert int(packed) == one.packed_tokens
         assert abs(own.packed_tokens - one.packed_tokens / 2) <= 96
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    with process_group():
+        compare(int(sys.argv[1]))

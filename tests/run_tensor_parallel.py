@@ -18,6 +18,7 @@ import transformers as tf
 
 import tersekv
 from conftest import prompt, score_heads
+from ranks import process_group
 from tersekv.codecs import methods
 from tersekv.hf.calibration_needs import needs_corpus
 from tersekv.hf.fingerprint import fingerprint
@@ -62,10 +63,8 @@ def everywhere(value):
     return found
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
+def compare(folder: Path) -> None:
     score_heads()
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     whole = tf.AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     divided = tf.AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto").eval()
@@ -82,7 +81,6 @@ def main(folder: Path) -> None:
     out = answer(divided, "subgen:variant=stream,budget=0.5,recent=16+polarquant", None, prompt(PROMPT))
     assert bool(torch.isfinite(out[1]).all())  # otherwise samples are drawn
     files(divided, own, folder)
-    dist.destroy_process_group()
 
 
 def files(model, cache, folder: Path) -> None:
@@ -97,4 +95,5 @@ def files(model, cache, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    with process_group():
+        compare(Path(sys.argv[1]))

@@ -14,6 +14,7 @@ import transformers as tf
 
 import tersekv
 from conftest import HEAD, SHAPE, prompt
+from ranks import torchrun
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.parallel import ContextParallel
 from tersekv.errors import CacheError, UserError
@@ -22,7 +23,6 @@ from tersekv.hf.parallel import spread_over
 from tersekv.recipe import Recipe
 from test_saved import DROPPING, KINDS, calibration, read, singles
 from test_saved import wide as wide
-from test_tensor_parallel import torchrun
 
 ROPED = ["kivi:bits=2,pre_rope=true", "polarquant:codebook=online"]
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,21 +10,11 @@ import torch
 import transformers as tf
 
 from conftest import SHAPE
+from ranks import torchrun
 from tersekv.cache.parallel import HeadShard
 from tersekv.codecs import Codec, methods
 from tersekv.errors import UserError
 from tersekv.hf.parallel import heads_of
-
-HERE = Path(__file__).parent
-
-
-def torchrun(script: str, *arguments: str, ranks: int = 2) -> None:
-    """Run a script of this folder on `ranks` ranks."""
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
-    call = [*program, str(HERE / script), *arguments]
-    out = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=600)
-    assert out.returncode == 0, out.stderr[-4000:]
 
 
 def save_model(folder: Path) -> None:
