@@ -68,9 +68,9 @@ def importance(store: MixedRatesStore, keys: Tensor, call: AttentionCall, again:
         tile = slice(start, start + TILE)
         unseen = hidden if later is None else _and_later(hidden, later[tile], key.shape[2])
         weights = _weights(rows[:, :, tile], key, call, None if logits is None else logits[:, tile], unseen)
-        if counts is not None:
-            weights *= counts[:, tile].unsqueeze(1)
-        total += weights.square_().sum(2)
+        # a product sums rows faster than a reduction over this dimension
+        counted = rows.new_ones((1, 1, 1, weights.shape[2])) if counts is None else counts[:, None, tile].mT
+        total += torch.matmul(counted, weights.square_()).squeeze(2)
     return total[:, :, sinks.shape[2] : total.shape[2] - again].sqrt()
 
 
