@@ -212,7 +212,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "TurboQuant, 3.25 bits": "turboquant:bits=3",
             "PolarQuant, full recursion": "polarquant:bits=4-2-2-2-2-2",
             "default": "default",
-            "small": "small",
+            "trellis, 2 bits": "trellis:bits=2,calibration=prompt",
         },
         samples=8,
         count="windows",

@@ -10,7 +10,7 @@ from tersekv.lab.evals.harness import Harness
 from tersekv.lab.evals.tasks.divergence import Divergence
 from tersekv.units import human_bytes
 
-RECIPES = ["small", "default", "safe", "kivi:bits=4", "kivi:bits=2"]
+RECIPES = ["default", "safe", "trellis:bits=2,calibration=prompt", "kivi:bits=4", "kivi:bits=2"]
 
 
 def main(argv=None):
@@ -28,13 +28,13 @@ def main(argv=None):
     task = Divergence(text=args.text, context=args.packed + args.scored, prefix=args.packed, windows=args.windows)
     harness = Harness(model, tokenizer, args.model, args.recipe or RECIPES)
     print(task.about())
-    print(f"{'recipe':24}{'size':>10}{'of bf16':>9}{'KL':>9}{'same top':>10}{'perplexity':>12}")
+    print(f"{'recipe':36}{'size':>10}{'of bf16':>9}{'KL':>9}{'same top':>10}{'perplexity':>12}")
     for row in harness.run({"divergence": task}):
         full = row.recipe == "full"
         name = f"full, {model.dtype}" if full else tersekv.Recipe.parse(row.recipe).name
         found = row.metrics
         print(
-            f"{name:24}{human_bytes(row.bytes):>10}{row.bits_per_element / 16:>9.1%}{found['kl'].mean:>9.4f}"
+            f"{name:36}{human_bytes(row.bytes):>10}{row.bits_per_element / 16:>9.1%}{found['kl'].mean:>9.4f}"
             f"{found['top1_agreement'].mean:>9.1%}{found['perplexity'].mean:>12.2f}"
         )
 

@@ -37,7 +37,7 @@ RECIPES = [
     LOSSLESS,
     "kivi:bits=2;0=exact",
     "kvquant:bits=2,calibration=prompt",
-    "small",
+    "trellis:bits=2,calibration=prompt",
     "qjl",
     "h2o:budget=64+kivi:bits=4",
     "h2o:budget=64,evict=block+kivi:bits=4",

@@ -5,8 +5,7 @@
     method  = name [":" option "=" value {"," ...}]         window:sinks=8,recent=64+kivi:bits=4,pre_rope=true
     layers  = "3" | "0-14" | "-1"                           -1 is the last layer
 
-A coder can also be the name of a preset: `default`, `small` or `safe`, as in
-snapkv:budget=0.25+small.
+A coder can also be the name of a preset: `default` or `safe`, as in snapkv:budget=0.25+safe.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ from tersekv.plan import LayerPlan as LayerPlan
 from tersekv.policies import TokenPolicy, policies
 
 PRESETS = {
-    "small": "trellis:bits=2,calibration=prompt",
     "default": "trellis:bits=3,calibration=prompt",
     "safe": "trellis:bits=4,calibration=prompt",
 }
-"""Named coders that need no calibration, measured in docs/methods/trellis.md.
+"""Named coders that need no calibration and find in long texts what the full cache finds.
 
-Commands use `default` if no recipe is given.
+Measured in docs/choose.md. Commands use `default` if no recipe is given.
 """
 
 DEFAULT_POLICY = "window"

@@ -29,7 +29,7 @@ Calibrations = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print only one line of JSON on stdout.")]
 MODEL_HELP = "Model: smollm2, a folder, or a Hub id."
 DEFAULT_RECIPE = "default"
-RECIPE_HELP = "Recipe: a preset (small, default or safe) or for example kivi:bits=4. See `tersekv list`."
+RECIPE_HELP = "Recipe: a preset (default or safe) or for example kivi:bits=4. See `tersekv list`."
 WIDTH_WHEN_PIPED = 132
 EVERY = 5.0
 """Seconds between progress lines if stderr is not a terminal. Shorter steps print nothing."""

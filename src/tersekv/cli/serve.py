@@ -44,7 +44,7 @@ INSTALL = (
 )
 
 RECIPE = (
-    "Recipe: a preset (small, default or safe) or for example turboquant:bits=4. A preset's codec is calibrated once "
+    "Recipe: a preset (default or safe) or for example turboquant:bits=4. A preset's codec is calibrated once "
     "per model here, because pages are shared by prompts."
 )
 
