@@ -6,8 +6,8 @@
 A budget is a share of the bytes of the context in bfloat16. Every recipe has one open number: tokens
 that are kept, exact latest tokens, or a share of tokens. It is as large as the predicted footprint
 allows. Codes, scales, tables, exact tokens, positions and scores count; spare room of buffers does
-not. A recipe whose smallest number does not fit has no row. One that evicts has none either if every
-token fits.
+not. A recipe has no row if it is too large even with its least number. A recipe that evicts has no row
+if every token fits.
 
 The context is read at once and packed. The next tokens are read a chunk at a time, and their distributions are
 compared with those of the full cache. All recipes share one prefill of a window.
@@ -48,7 +48,7 @@ BUDGETS = ("1/4", "1/8", "1/16", "1/32")
 RECENT = {"1/4": 128, "1/8": 64, "1/16": 32, "1/32": 16}
 """Exact latest tokens of recipes with a codec."""
 SMALLEST = 40
-"""Smallest number of tokens that a policy keeps."""
+"""Fewest tokens that a policy is measured with."""
 BLOCK = 32
 """Tokens that are packed together."""
 TRELLIS, BITS = "trellis:bits={bits},calibration=prompt", (4, 3.5, 3, 2.5, 2, 1.5, 1)
@@ -60,7 +60,7 @@ class Row:
 
     recipes: with one open number, the first that fits is used. {n} is a number of tokens, {half} half of it,
         {share} its share of the context, and {recent} the exact latest tokens of the budget.
-    low: smallest number.
+    low: least value of the open number.
     """
 
     label: str

@@ -36,8 +36,8 @@ def importance(store: MixedRatesStore, keys: Tensor, call: AttentionCall, again:
 
     The result is float32 [B, Hkv, T]. Attention sinks of the store compete with these tokens, and
     tokens packed before do not. Padding has importance 0, and its queries do not count. Weights of a
-    bfloat16 model are computed in bfloat16, which CPUs multiply several times faster, and summed in
-    float32.
+    bfloat16 model are computed in bfloat16, which CPUs multiply several times faster. Sums of `TILE`
+    rows are rounded to bfloat16, and added in float32.
 
     again: number of the last keys and queries that are a second reading of the others. Then all of
         its queries are observed, where they are: the one before a token's second reading often is the
