@@ -23,12 +23,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from recorded import add_options, run_or_fill
 from tersekv.attention.observe import observe
 from tersekv.cache.cache_size import CacheShape
 from tersekv.cache.estimate import predict
@@ -334,15 +334,9 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--chunk", type=int, default=64, help="of these, tokens per call")
     parser.add_argument("--budgets", nargs="+", default=list(BUDGETS), choices=BUDGETS, help="shares of bfloat16")
     parser.add_argument("--rows", nargs="+", choices=[row.label for row in ROWS], help="labels; all by default")
-    parser.add_argument("--out", type=Path, help="run, and add records to this file")
-    parser.add_argument("--records", type=Path, help="records to make the tables from")
-    parser.add_argument("--into", type=Path, help="page whose tables are replaced")
+    add_options(parser)
     args = parser.parse_args(given)
-    if args.out is not None:
-        run(args)
-    if args.records is not None and args.into is not None:
-        lines = [json.loads(line) for line in args.records.read_text(encoding="utf-8").splitlines()]
-        args.into.write_text(filled(args.into.read_text(encoding="utf-8"), lines), encoding="utf-8")
+    run_or_fill(args, run, filled)
 
 
 if __name__ == "__main__":

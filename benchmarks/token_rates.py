@@ -19,13 +19,13 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from recorded import add_options, run_or_fill
 from simulated_rates import EXACT, RATES, Maps, Prompt, Simulation, copied, fixed, water_filled
 from tersekv.lab.evals.tasks.passkey import build
 from tersekv.lab.evals.windows import read_text
@@ -222,15 +222,9 @@ def main() -> None:
     parser.add_argument("--text", action="append", default=[], help="NAME=FILE, a text; repeat")
     parser.add_argument("--windows", type=int, default=4, help="windows of each text")
     parser.add_argument("--settings", choices=list(SETTINGS), default="rates", help="settings that are measured")
-    parser.add_argument("--out", type=Path, help="run, and add records to this file")
-    parser.add_argument("--records", type=Path, help="records to make the tables from")
-    parser.add_argument("--into", type=Path, help="page whose tables are replaced")
+    add_options(parser)
     args = parser.parse_args()
-    if args.out is not None:
-        run(args)
-    if args.records is not None and args.into is not None:
-        lines = [json.loads(line) for line in args.records.read_text(encoding="utf-8").splitlines()]
-        args.into.write_text(filled(args.into.read_text(encoding="utf-8"), lines), encoding="utf-8")
+    run_or_fill(args, run, filled)
 
 
 if __name__ == "__main__":
