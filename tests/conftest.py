@@ -119,11 +119,11 @@ def score_heads() -> Callable[[], None]:
         scores = 0.5 + torch.rand(layers, 2, generator=torch.Generator().manual_seed(layers))
         return made._replace(scores=scores) if made.policy.needs_scores else made
 
-    asked = find_calibration.needs_scores
-    Recipe.plan, find_calibration.needs_scores = scored, lambda recipe, config: False  # type: ignore[method-assign]
+    asked = find_calibration.needs_profile
+    Recipe.plan, find_calibration.needs_profile = scored, lambda recipe, config: False  # type: ignore[method-assign]
 
     def restore() -> None:
-        Recipe.plan, find_calibration.needs_scores = plan, asked  # type: ignore[method-assign]
+        Recipe.plan, find_calibration.needs_profile = plan, asked  # type: ignore[method-assign]
 
     return restore
 

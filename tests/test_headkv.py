@@ -21,7 +21,7 @@ from tersekv.cache.parallel import HeadShard
 from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.hf.calibration import SCORES, Calibration, Made
-from tersekv.hf.find_calibration import calibration_for, default_folder, scores_place
+from tersekv.hf.find_calibration import calibration_for, default_folder, profile_place
 from tersekv.hf.fingerprint import architecture, fingerprint
 from tersekv.hf.head_scores import AnsweredPrompt, measure
 from tersekv.policies.headkv import HeadKV, head_budgets
@@ -256,7 +256,7 @@ def test_a_recipe_finds_its_importance(llama, empty_cache, tmp_path):
     for call in (lambda: tersekv.compress(llama, recipe), lambda: tersekv.CompressedCache(llama, recipe)):
         with pytest.raises(UserError, match=r"needs a calibration.* `tersekv calibrate --model MODEL --recipe 'headkv"):
             call()
-    path = scores_place(default_folder(fingerprint(llama)), "headkv")
+    path = profile_place(default_folder(fingerprint(llama)), "headkv")
     calibration_of(llama, scores).save(path)
     for one in (None, path, path.parent, Calibration.load(path)):
         with tersekv.compress(llama, recipe, one), torch.no_grad():

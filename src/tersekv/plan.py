@@ -17,6 +17,8 @@ class LayerPlan(NamedTuple):
     layers: number of layers of the model.
     scores: importance of the model's KV heads, float32 [layers, heads], for policies that need it.
         It is −1 in layers that evict nothing.
+    rates: bits, lower rate and share of tokens with the codec's bits, float32 [3], if they were
+        chosen for this layer (`cache/rate_allotment.py`). Codecs and policy have them already.
     """
 
     keys: Codec
@@ -25,3 +27,4 @@ class LayerPlan(NamedTuple):
     layer: int = 0
     layers: int = 1
     scores: Tensor | None = None
+    rates: Tensor | None = None

@@ -13,6 +13,7 @@ from torch import Tensor
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.growth import Calls, LayerSize, PagesSize, TailSize
 from tersekv.cache.pages import PageSizes
+from tersekv.cache.rate_allotment import evenly
 from tersekv.cache.rotary import Rotary
 from tersekv.codecs.exact import Exact
 from tersekv.codecs.transforms.rope import Rope
@@ -78,6 +79,8 @@ def size(
     for index, window in enumerate(shape.windows):
         plan = recipe.plan(index, len(shape.windows))
         plan = plan if scores is None else plan._replace(scores=scores)
+        if isinstance(plan.policy, Mixed) and plan.policy.profile and window is None and two_rates(*plan[:2]):
+            plan = evenly(plan, (shape.key_dim, shape.value_dim))
         if isinstance(plan.policy, Selection) and window is None:
             low = lower_plan(plan)
             footprint = _selected(plan.policy, plan, low, shape, calls, rows)

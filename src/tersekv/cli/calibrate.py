@@ -6,7 +6,6 @@ import hashlib
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +17,7 @@ from tersekv.errors import UserError
 from tersekv.lab.bench.memory import PeakMemory
 
 if TYPE_CHECKING:
-    from tersekv.hf.calibrate import Calibrator
+    from tersekv.hf.calibrate import Calibrator, Corpus
     from tersekv.hf.calibration import Calibration
     from tersekv.recipe import Recipe
 
@@ -43,7 +42,8 @@ def calibrate(
     """Measure a model once, for recipes that need calibration.
 
     Codebooks and thresholds are fitted on the text. A run that was stopped continues where it was.
-    For headkv, the importance of heads is measured on needles hidden in the text.
+    For headkv, the importance of heads is measured on needles hidden in the text. For mixed with
+    allot=model, it is measured how attention spreads over the tokens of the text.
     """
     with output.step("loading torch and transformers"):
         from tersekv.lab.evals.products import expand, unique
@@ -55,24 +55,34 @@ def calibrate(
     read = read_text(text)
     network, tokenizer = load(model)
     from tersekv.hf.calibrate import Calibrator, Corpus
-    from tersekv.hf.calibration_needs import needs_corpus, needs_scores, scored_part
+    from tersekv.hf.calibration_needs import needs_corpus, needs_profile, profile_of
 
-    policies = list(dict.fromkeys(scored_part(one) for one in recipes if needs_scores(one, network.config)))
-    fitted = [one for one in recipes if needs_corpus(one, network.config) or not needs_scores(one, network.config)]
-    _check_out(out, len(fitted) + len(policies))
+    needing = [one for one in recipes if needs_profile(one, network.config)]
+    profiles = {str(profile_of(one)): one.policy().needs_scores for one in needing}
+    fitted = [one for one in recipes if needs_corpus(one, network.config) or not needs_profile(one, network.config)]
+    _check_out(out, len(fitted) + len(profiles))
     _check_length(length, network)
     name = text if text == "pydoc" else Path(text).name
     start = time.perf_counter()
     files: list[tuple[str, Path, Calibration]] = []
     peaks = {"peak_worker_bytes": 0, "disk_bytes": 0}
     with PeakMemory() as memory:
-        if policies:
-            about = {"corpus": name, "corpus_sha256": _sha256(read), "samples": samples, "length": length, "seed": seed}
-            files += _save_scores(_measure(network, tokenizer, text, about), policies, out)
-        if fitted:
+        about = {"corpus": name, "corpus_sha256": _sha256(read), "samples": samples, "length": length, "seed": seed}
+        files += [
+            _save_profile(_measure(network, tokenizer, text, about, profile), out)
+            for profile, of_heads in profiles.items()
+            if of_heads
+        ]
+        if fitted or not all(profiles.values()):
             with output.step(f"tokenising {name}"):
                 corpus = Corpus.draw(name, read, tokenizer(read, verbose=False)["input_ids"], samples, length, seed)
-                run = Calibrator(network, fitted, corpus, sinks, workers or os.cpu_count() or 1)
+            files += [
+                _save_profile(_spread(network, profile, corpus), out)
+                for profile, of_heads in profiles.items()
+                if not of_heads
+            ]
+        if fitted:
+            run = Calibrator(network, fitted, corpus, sinks, workers or os.cpu_count() or 1)
             found = _run(run)
             files += zip(map(str, fitted), _save(found, fitted, out, run), found, strict=True)
             peaks = {"peak_worker_bytes": run.peak_worker_bytes, "disk_bytes": run.work_bytes}
@@ -115,7 +125,7 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _measure(network: Any, tokenizer: Any, text: str, about: dict[str, Any]) -> Calibration:
+def _measure(network: Any, tokenizer: Any, text: str, about: dict[str, Any], profile: str) -> Calibration:
     """Return the importance of a model's heads. about: name and hash of the text, samples, length, seed."""
     from tersekv.hf.calibration import SCORES, Calibration, Made
     from tersekv.hf.fingerprint import architecture, fingerprint
@@ -129,23 +139,30 @@ def _measure(network: Any, tokenizer: Any, text: str, about: dict[str, Any]) -> 
         prompts = answered_prompts(Reader(network, tokenizer), text, samples, length, seed)
         scores = measure(network, prompts, step.at)
         step.at(samples, samples)
-    made = Made(recipe="", architecture=architecture(network.config), model=fingerprint(network), sinks=0, **about)
+    made = Made(recipe=profile, architecture=architecture(network.config), model=fingerprint(network), sinks=0, **about)
     return Calibration(made, {SCORES: scores})
 
 
-def _save_scores(
-    found: Calibration, policies: Sequence[str | None], out: Path | None
-) -> list[tuple[str, Path, Calibration]]:
-    """Write the importance of heads for each policy that needs it."""
-    from tersekv.hf.find_calibration import default_folder, scores_place
+def _spread(network: Any, profile: str, corpus: Corpus) -> Calibration:
+    """Return how attention spreads over ranked tokens, for the policy `mixed`."""
+    from tersekv.hf.attention_spread import profile_on
 
-    folder, saved = default_folder(found.made.model) if out is None else out, []
-    for policy in map(str, policies):
-        path = out if out is not None and out.suffix == ".safetensors" else scores_place(folder, policy)
-        own = replace(found, made=replace(found.made, recipe=policy))
-        own.save(path)
-        saved.append((policy, path, own))
-    return saved
+    samples = len(corpus.windows)
+    with output.step("measuring attention") as step:
+        step.begin("measuring attention", samples, "samples")
+        found = profile_on(network, profile, corpus, step.at)
+        step.at(samples, samples)
+    return found
+
+
+def _save_profile(found: Calibration, out: Path | None) -> tuple[str, Path, Calibration]:
+    """Write the measurement of a token policy."""
+    from tersekv.hf.find_calibration import default_folder, profile_place
+
+    folder = default_folder(found.made.model) if out is None else out
+    path = out if out is not None and out.suffix == ".safetensors" else profile_place(folder, found.made.recipe)
+    found.save(path)
+    return found.made.recipe, path, found
 
 
 def _run(run: Calibrator) -> list[Calibration]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args, 
 import torch
 from torch import Tensor
 
+from tersekv.codecs.codebooks.bits import SQUARED_ERROR
 from tersekv.codecs.transforms.moments import Moments, Observes, WeightedBy
 from tersekv.errors import UserError
 from tersekv.layouts.base import Layout, PackedTensors, Side, View
@@ -174,6 +176,15 @@ class Codec(ABC):
             f"{type(self).__name__} cannot code tokens at several rates from one fit; use trellis, uniform, kivi or "
             "turboquant"
         )
+
+    @staticmethod
+    def expected_error(bits: float) -> float:
+        """Return the squared error of a number N(0, 1) with so many bits, whole ones or not.
+
+        This is the trellis code's. That of other codes falls with each bit by about the same factor.
+        """
+        table, whole = SQUARED_ERROR["trellis"], math.floor(bits)
+        return float(table[whole] ** (1 - bits + whole) * table[math.ceil(bits)] ** (bits - whole))
 
     def for_all_rates(self) -> Self:
         """Return the codec with the default of every option in `rate_options`."""

@@ -240,13 +240,15 @@ class Calibration:
             raise UserError(f"{self._where} lacks tensors for the {codec.side} of layer {layer}; calibrate again")
         return made
 
-    def scores(self, layers: int, kv_heads: int) -> Tensor:
-        """Return the importance of heads, float32 [layers, KV heads].
+    def scores(self, *shape: int) -> Tensor:
+        """Return what a token policy needs: float32 [layers, KV heads, …], −1 where it is not used.
+
+        The importance of heads, or how attention spreads, with one more dimension.
 
         Raises:
             UserError: it is missing, or does not fit the model.
         """
-        where, spec = self.path or "this calibration", TensorSpec(torch.float32, (layers, kv_heads), low=-1)
+        where, spec = self.path or "this calibration", TensorSpec(torch.float32, shape, low=-1)
         fault = "is missing" if SCORES not in self.tensors else spec.fault(self.tensors[SCORES])
         if fault:
             raise UserError(f"{where} is wrong: {SCORES} {fault}; calibrate again")

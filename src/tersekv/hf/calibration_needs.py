@@ -16,9 +16,9 @@ def calibrated_part(recipe: Recipe) -> str:
     return written(recipe, in_full=True)
 
 
-def scored_part(recipe: Recipe) -> str | None:
-    """Return the name of the token policy if it needs the importance of heads, otherwise None."""
-    return recipe.tokens.name if recipe.policy().needs_scores else None
+def profile_of(recipe: Recipe) -> str | None:
+    """Return the name of the measurement that the token policy needs, or None."""
+    return recipe.policy().profile
 
 
 def attention_plans(recipe: Recipe, config: PreTrainedConfig) -> dict[int, LayerPlan]:
@@ -38,16 +38,16 @@ def needs_corpus(recipe: Recipe, config: PreTrainedConfig) -> bool:
     return any(codec.needs_fit == "corpus" for plan in plans for codec in (plan.keys, plan.values))
 
 
-def needs_scores(recipe: Recipe, config: PreTrainedConfig) -> bool:
-    """True if the token policy needs the importance of the model's heads."""
+def needs_profile(recipe: Recipe, config: PreTrainedConfig) -> bool:
+    """True if the token policy needs a measurement of the model."""
     kinds = attention_layers(text_config(config))
     full = any(kind.type == "attention" and kind.window is None for kind in kinds)
-    return full and scored_part(recipe) is not None
+    return full and profile_of(recipe) is not None
 
 
 def calibrates_itself(recipe: Recipe, config: PreTrainedConfig) -> bool:
-    """True if all that the recipe lacks can be fitted on the model's own text."""
-    if needs_scores(recipe, config):
+    """True if all that the recipe lacks can be fitted and measured on the model's own text."""
+    if recipe.policy().needs_scores:
         return False
     plans = attention_plans(recipe, config).values()
     return all(
@@ -57,7 +57,7 @@ def calibrates_itself(recipe: Recipe, config: PreTrainedConfig) -> bool:
 
 def how_to(recipe: Recipe) -> str:
     """Return the end of an error message that says how to get a calibration."""
-    other = None if scored_part(recipe) else recipe.learning_from_prompt()
+    other = None if profile_of(recipe) else recipe.learning_from_prompt()
     prompt = f", or use '{other}', which is fitted on the prompt" if other else ""
     make = f"make one with `tersekv calibrate --model MODEL --recipe '{recipe}'`, which later runs find"
     return f"{make} (or give calibration=FILE){prompt}"

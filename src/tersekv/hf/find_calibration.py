@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
+from tersekv.cache.rate_allotment import STEPS, allotted
 from tersekv.errors import UserError
 from tersekv.hf import first_use
 from tersekv.hf.calibration import SUFFIX, Calibration
@@ -21,11 +22,11 @@ from tersekv.hf.calibration_needs import (
     calibrates_itself,
     how_to,
     needs_corpus,
-    needs_scores,
-    scored_part,
+    needs_profile,
+    profile_of,
     written,
 )
-from tersekv.hf.config import AttentionShape, attention_layers, text_config
+from tersekv.hf.config import AttentionShape, attention_layers, cache_shape, text_config
 from tersekv.hf.fingerprint import fingerprint
 from tersekv.hf.models import cache_dir
 from tersekv.recipe import LayerPlan, Recipe
@@ -36,8 +37,9 @@ log = logging.getLogger(__name__)
 def calibrated_plans(
     recipe: Recipe, config: PreTrainedConfig, calibration: Calibration | str | Path | None
 ) -> dict[int, LayerPlan]:
-    """Return the plans of all layers with keys and values, each with its calibrated codecs and the
-    importance of heads.
+    """Return the plans of all layers with keys and values, each with its calibrated codecs.
+
+    They also have what the policy needs: the importance of heads, or rates of each layer.
 
     calibration: a file, a folder of such files, or a loaded calibration; None if the recipe needs
     none.
@@ -46,7 +48,7 @@ def calibrated_plans(
         UserError: the recipe needs a calibration and got none, or one made for another recipe or
             model.
     """
-    if not needs_corpus(recipe, config) and not needs_scores(recipe, config):
+    if not needs_corpus(recipe, config) and not needs_profile(recipe, config):
         return attention_plans(recipe, config)
     if calibration is None:
         itself = "give the model in place of its config, and it is calibrated at first use; or "
@@ -54,11 +56,15 @@ def calibrated_plans(
         raise UserError(f"recipe '{recipe}' needs a calibration: {itself}{how_to(recipe)}")
     found = _found(recipe, config, calibration)
     plans = found.plans(recipe, config)
-    if needs_scores(recipe, config):
-        kv_heads = AttentionShape.of(text_config(config)).kv_heads
-        scores = (found.heads or found).scores(len(attention_layers(text_config(config))), kv_heads)
-        plans = {i: plan._replace(scores=scores) for i, plan in plans.items()}
-    return plans
+    if not needs_profile(recipe, config):
+        return plans
+    profile, text = found.heads or found, text_config(config)
+    heads = len(attention_layers(text)), AttentionShape.of(text).kv_heads
+    if recipe.policy().needs_scores:
+        scores = profile.scores(*heads)
+        return {i: plan._replace(scores=scores) for i, plan in plans.items()}
+    shape = cache_shape(config)
+    return allotted(plans, profile.scores(*heads, STEPS + 1), (shape.key_dim, shape.value_dim))
 
 
 def calibration_for(
@@ -74,14 +80,15 @@ def calibration_for(
         UserError: there is no calibration, or it was made for another recipe or model.
     """
     recipe = Recipe.parse(recipe)
-    if not needs_corpus(recipe, model.config) and not needs_scores(recipe, model.config):
+    if not needs_corpus(recipe, model.config) and not needs_profile(recipe, model.config):
         return None
     mark = fingerprint(model)
     if calibration is None:
         calibration = default_folder(mark)
         missing = [path for path in _files(recipe, model.config, calibration) if not path.is_file()]
         if missing and calibrates_itself(recipe, model.config):
-            calibration = first_use.calibrate_once(model, recipe, missing[0])
+            for path in missing:
+                first_use.calibrate_once(model, recipe, path)
         elif missing:
             raise UserError(f"recipe '{recipe}' needs a calibration, and {missing[0]} does not exist: {how_to(recipe)}")
     return _found(recipe, model.config, calibration, mark)
@@ -111,9 +118,9 @@ def found_in(folder: Path, recipe: Recipe, config: PreTrainedConfig) -> Path:
     return path
 
 
-def scores_place(folder: Path, policy: str) -> Path:
-    """Return the path of the importance of heads in a folder. policy: the policy's name."""
-    return folder / f"{policy}{SUFFIX}"
+def profile_place(folder: Path, profile: str) -> Path:
+    """Return the path of a policy's measurement in a folder. profile: its name, see `TokenPolicy.profile`."""
+    return folder / f"{profile}{SUFFIX}"
 
 
 def default_folder(model: str) -> Path:
@@ -130,8 +137,8 @@ def _files(recipe: Recipe, config: PreTrainedConfig, path: Path) -> list[Path]:
         UserError: the recipe needs two files, and the path is one.
     """
     of_codecs = [found_in(path, recipe, config)] if needs_corpus(recipe, config) else []
-    policy = scored_part(recipe) if needs_scores(recipe, config) else None
-    files = [*of_codecs, *([scores_place(path, policy)] if policy else [])]
+    policy = profile_of(recipe) if needs_profile(recipe, config) else None
+    files = [*of_codecs, *([profile_place(path, policy)] if policy else [])]
     if not path.is_file():
         return files if path.is_dir() or path.suffix != SUFFIX else [path] * len(files)
     if len(files) > 1:
@@ -143,7 +150,7 @@ def _found(
     recipe: Recipe, config: PreTrainedConfig, calibration: Calibration | str | Path, model: str | None = None
 ) -> Calibration:
     """Return the calibration of a recipe that needs one, after checks. model: its fingerprint."""
-    codecs, policy = needs_corpus(recipe, config), scored_part(recipe) if needs_scores(recipe, config) else None
+    codecs, policy = needs_corpus(recipe, config), profile_of(recipe) if needs_profile(recipe, config) else None
     if isinstance(calibration, Calibration):
         found = calibration
     else:
@@ -155,7 +162,7 @@ def _found(
         found.check(recipe, config, model)
     heads = found.heads if codecs else found
     if policy and heads is None:
-        raise UserError(f"the calibration has no importance of heads, which recipe '{recipe}' needs; {how_to(recipe)}")
+        raise UserError(f"the calibration has no measurement that recipe '{recipe}' needs; {how_to(recipe)}")
     if policy and heads is not None:
         heads.check(recipe, config, model, policy)
     return found

@@ -1,9 +1,10 @@
 """Calibration at the first use of a recipe with a model.
 
-It needs no corpus: the model writes the text itself (`own_text`). Only recipes whose codecs are
-fitted on sums are calibrated in this way, which the text hardly matters for
-(docs/methods/trellis-measured.md). The file is kept in the model's default folder, and a stopped run
-continues. The environment variable TERSEKV_CALIBRATE=never forbids it.
+It needs no corpus: the model writes the text itself (`own_text`). Codecs that are fitted on sums are
+calibrated in this way, which the text hardly matters for (docs/methods/trellis-measured.md). The
+spread of attention is measured in this way, too, for `mixed` with `allot=model`. The file is kept in the model's
+default folder, and a stopped run continues. The environment variable TERSEKV_CALIBRATE=never forbids
+it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from transformers.utils.logging import tqdm
 from tersekv import steps
 from tersekv.atomic_write import save_whole
 from tersekv.errors import UserError
+from tersekv.hf.attention_spread import profile_on
 from tersekv.hf.calibrate import Calibrator, Corpus, locked
 from tersekv.hf.calibration import Calibration
-from tersekv.hf.calibration_needs import how_to
+from tersekv.hf.calibration_needs import how_to, profile_of
 from tersekv.hf.own_text import NAME, own_text
 from tersekv.recipe import Recipe
 
@@ -83,6 +85,11 @@ def _calibrated(model: PreTrainedModel, recipe: Recipe, path: Path) -> Calibrati
     text = path.with_name(f"{NAME.replace(' ', '-')}-{SAMPLES}x{LENGTH}.ids")
     ids = _written(model, text)
     corpus = Corpus(NAME, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), ids, 0)
+    if path.stem == profile_of(recipe):
+        with steps.step("measuring attention", SAMPLES, "samples", _bar) as done:
+            profile_on(model, path.stem, corpus, done).save(path)
+        text.unlink(missing_ok=True)
+        return Calibration.load(path)
     run = Calibrator(model, [recipe], corpus, SINKS)
     with contextlib.ExitStack() as latest:
         shown: dict[str, steps.At] = {}

@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from tersekv.attention.observe import Observed
 from tersekv.cache.evicting import UNREADABLE, EvictingStore
 from tersekv.cache.layer import LayerStore
+from tersekv.cache.rate_allotment import with_rates
 from tersekv.cache.schema import anything, each, flag, of_spec, one_of, optional, record, require, tensor, whole
 from tersekv.cache.state import State, own
 from tersekv.cache.stores import new_store
@@ -29,6 +30,10 @@ FLOATS = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat
 MUCH_MEMORY, MANY_TOKENS = 1 << 23, 128
 """Bytes of exact prompts, and tokens of a call, from which freed memory is returned to the
 system after packing. Decode steps of a large batch stay below the number of tokens."""
+
+
+RATES = tensor(torch.float32, 3, low=0)
+"""Check of `LayerPlan.rates` in a state."""
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -161,6 +166,8 @@ class CompressedLayer(CacheLayerMixin):
         plan: State = {"keys": self.plan.keys.fitted, "values": self.plan.values.fitted}
         if self.plan.policy.needs_scores:
             plan["scores"] = self.plan.scores
+        if self.plan.rates is not None:
+            plan["rates"] = self.plan.rates
         common: State = {"plan": plan, "record_past": self.record_past, "store": None}
         if self.store is None:
             return common
@@ -170,6 +177,18 @@ class CompressedLayer(CacheLayerMixin):
         dtype = str(self.dtype).removeprefix("torch.")
         return common | {"shapes": shapes, "dtype": dtype, "store": self.store.live_state()}
 
+    def adopt_rates(self, state: Any, place: str) -> None:
+        """Give the layer the rates in a state, if they were chosen for it (`LayerPlan.rates`)."""
+        held = state.get("plan") if isinstance(state, dict) else None
+        rates = held.get("rates") if isinstance(held, dict) else None
+        if rates is None or self.plan.rates is not None or self.plan.policy.profile is None:
+            return
+        RATES(rates, f"{place}.plan.rates")
+        try:
+            self.plan = with_rates(self.plan, own(rates))
+        except UserError as error:
+            raise UserError(f"{place}.plan.rates do not fit the codec: {error}") from error
+
     def restore(self, state: State, batch: int, device: torch.device, place: str) -> None:
         """Restore what `state()` returned, for `batch` rows. place: name of the state in error
         messages.
@@ -178,6 +197,7 @@ class CompressedLayer(CacheLayerMixin):
             UserError: the state does not fit this model and recipe, or holds other heads than this
                 process.
         """
+        self.adopt_rates(state, place)
         shape, plan = self.cache.shape, self.plan
         learns = {
             "keys": plan.keys.learns(1, shape.kv_heads, shape.key_dim),
@@ -189,6 +209,8 @@ class CompressedLayer(CacheLayerMixin):
         }
         if plan.policy.needs_scores:
             fitted["scores"] = optional(tensor(torch.float32, plan.layers, shape.kv_heads, low=-1))
+        if plan.rates is not None:
+            fitted["rates"] = RATES
         head = {"plan": record(fitted), "record_past": flag, "heads": each(whole(0, shape.kv_heads), 3)}
         record({**head, "dtype": one_of(*FLOATS), "shapes": anything, "store": anything})(state, place)
         _, held, _ = state["heads"]

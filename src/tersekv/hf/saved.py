@@ -97,6 +97,9 @@ def load(
         _check_ids(said, state["ids"])
     if ids is not None:
         check_prompt(path, state["ids"], ids, decode)
+    with _named(path):
+        for i, (layer, its_state) in enumerate(zip(layers, state["layers"], strict=True)):
+            layer.adopt_rates(its_state, f"layers.{i}")
     _check_tables(path, state["tables"], _shared_tables(cache))
     cache.bind_model(model)
     with _named(path):

@@ -56,14 +56,18 @@ def two_rates(keys: Rated, values: Rated) -> bool:
     return keys.has_rates or values.has_rates
 
 
-def check_lower_rate(rest: float, keys: Rated, values: Rated) -> None:
-    """Raise UserError unless both codecs have the lower rate of `rest` bits. Exact layers need none."""
+def check_lower_rate(rest: float | None, keys: Rated, values: Rated) -> None:
+    """Raise UserError unless both codecs have the lower rate of `rest` bits. Exact layers need none.
+
+    rest: None if it is not known yet. Codecs must then have several rates.
+    """
     for codec in (keys, values) if two_rates(keys, values) else ():
         try:
-            codec.at_rate(rest)
+            codec.at_rate(getattr(codec, "bits", math.inf) if rest is None else rest)
         except UserError as error:
-            raise UserError(f"rest={rest:g} is not available: {error}") from error
-        if rest >= (bits := getattr(codec, "bits", math.inf)):
+            asked = "allot=model" if rest is None else f"rest={rest:g}"
+            raise UserError(f"{asked} is not available: {error}") from error
+        if rest is not None and rest >= (bits := getattr(codec, "bits", math.inf)):
             raise UserError(
                 f"rest={rest:g} must be lower than the codec's bits={bits:g}; give a lower rest, or more bits"
             )
@@ -104,6 +108,14 @@ class TokenPolicy:
             raise UserError(
                 f"bias_correction={self.bias_correction} is not allowed; choose one of {', '.join(CORRECTED_SHARES)}"
             )
+
+    @property
+    def profile(self) -> str | None:
+        """Name of what must be measured once per model before the policy can be used, or None.
+
+        It names the file of the measurement, see `tersekv calibrate`.
+        """
+        return None
 
     @property
     def reads_twice(self) -> bool:

@@ -48,6 +48,11 @@ class HeadKV(SnapKV):
         if not 1 <= self.beta < float("inf"):
             raise UserError(f"beta={self.beta:g} is not allowed; give 1 (all by importance) or more")
 
+    @property
+    def profile(self) -> str:
+        """Importance of the model's heads."""
+        return "headkv"
+
     def of_heads(self, kept: int, tokens: int, scores: Tensor) -> Tensor:
         """Return the budget of each head, int64 [layers, heads], with the mean `kept`."""
         always = kept - self.room(kept) + self.latest(kept)

@@ -2,7 +2,7 @@
 
 Tokens are ranked for each KV head by the attention that they receive in a second reading of the text
 (`attention/importance.py`). A fixed share of them is packed with the codec's bits, and the rest with
-fewer bits from the same fit.
+fewer bits from the same fit. With `allot=model`, rates and shares differ between layers.
 
 Tokens are ranked when they are packed: those of a prompt together, and generated tokens in chunks of
 4 blocks. A chunk is ranked among itself by queries that were kept since, one of every 8 tokens.
@@ -10,9 +10,10 @@ Tokens are ranked when they are packed: those of a prompt together, and generate
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from tersekv.errors import UserError
 from tersekv.policies.base import Rated, TokenPolicy, check_lower_rate
@@ -32,6 +33,8 @@ class Mixed(TokenPolicy):
         those that are packed together.
     rest: bits of the other tokens.
     reread: read prompts twice and rank their tokens by the second reading.
+    allot: layer uses these rates in every layer. model chooses budget and rates of each layer, with
+        the codec's bits as the mean over layers and tokens (`cache/rate_allotment.py`).
     """
 
     observes: ClassVar[bool] = True
@@ -39,9 +42,17 @@ class Mixed(TokenPolicy):
     budget: float = 0.25
     rest: float = 2.0
     reread: bool = False
+    allot: Literal["layer", "model"] = "layer"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.allot not in ("layer", "model"):
+            raise UserError(f"allot={self.allot} is not allowed; choose one of layer, model")
+        if self.allot == "model" and (self.budget, self.rest) != (Mixed.budget, Mixed.rest):
+            raise UserError(
+                "allot=model chooses budget and rest of each layer; leave these options out, and give the mean bits as "
+                "the codec's bits"
+            )
         if not 0 < self.budget < 1:
             raise UserError(f"budget={self.budget:g} is not allowed; give a share of the tokens between 0 and 1")
         if self.rest <= 0:
@@ -52,20 +63,34 @@ class Mixed(TokenPolicy):
         """True if the policy ranks a prompt's tokens by a second reading of it."""
         return self.reread
 
+    @property
+    def profile(self) -> str | None:
+        """Spread of the model's attention, for allot=model. Ranking by a second reading has its own."""
+        return None if self.allot == "layer" else "mixed-reread" if self.reread else "mixed"
+
+    def with_shares(self, budget: float, rest: float) -> Mixed:
+        """Return the policy of one layer after `allot=model`."""
+        return dataclasses.replace(self, allot="layer", budget=budget, rest=rest)
+
     def first_packing(self, window: int | None) -> int:
         """Return twice `recent`, or 0 in a layer whose sliding window is smaller, as for `window`."""
         return 2 * self.recent if window is None or 2 * self.recent <= window else 0
 
     def check(self, keys: Rated, values: Rated) -> None:
         """Raise UserError unless both codecs have the lower rate. Exact layers need none."""
-        check_lower_rate(self.rest, keys, values)
+        check_lower_rate(self.rest if self.allot == "layer" else None, keys, values)
 
     def waiting_tokens(self, block: int, window: int | None) -> int:
         """Return `CHUNK` blocks. Layers with a sliding window have one rate and pack single blocks."""
         return CHUNK * block if window is None else block
 
     def chosen(self, tokens: int, unit: int) -> int:
-        """Return how many of the tokens that are packed have the codec's bits, a multiple of `unit`."""
+        """Return how many of the tokens that are packed have the codec's bits, a multiple of `unit`.
+
+        All of them before `allot=model` has given the layer its rates.
+        """
+        if self.allot == "model":
+            return tokens
         return min(tokens, math.ceil(self.budget * tokens / unit - 1e-6) * unit)
 
     @staticmethod
