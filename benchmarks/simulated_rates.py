@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from tersekv.attention import masks
 from tersekv.attention.read import grouped
 from tersekv.cache import coding
 from tersekv.cache.lost_variance import LostVariance
-from tersekv.codecs.codebooks.bits import SQUARED_ERROR
+from tersekv.codecs import Codec
 from tersekv.hf.models import load
 
 RECIPE = "trellis:bits=2,calibration=prompt"
@@ -80,13 +79,14 @@ class Prompt(NamedTuple):
     @property
     def packed(self) -> int:
         """Number of packed tokens."""
-        return self.layers[0][RATES[0]][0].shape[1]
+        return next(iter(self.layers[0].values()))[0].shape[1]
 
 
 class Simulation:
-    """The model with `Attention` in place of its own."""
+    """The model with `Attention` in place of its own. rates: bits at which prompts are packed."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, rates: Sequence[float] = RATES) -> None:
+        self.rates = rates
         self.model, self.tokenizer = load(name)
         self.attention = Attention()
         AttentionInterface.register(NAME, self.attention)
@@ -161,7 +161,7 @@ class Simulation:
             store = layer.store
             first, count = store.packed_first, store.packed_tokens
             by_rate = {}
-            for rate in RATES:
+            for rate in self.rates:
                 decoded = []
                 for side, x in zip(store.sides, (exact.keys, exact.values), strict=True):
                     part = x[:, :, first : first + count]
@@ -216,8 +216,7 @@ def water_filled(importance: Maps, prompt: Prompt, mean: float, floor: float) ->
 
     floor: share of the mean importance that every token gets in addition.
     """
-    rates, of_bits = torch.tensor(RATES), SQUARED_ERROR["trellis"]
-    error = torch.tensor([(of_bits[math.floor(r)] * of_bits[math.ceil(r)]) ** 0.5 for r in RATES])
+    rates, error = torch.tensor(RATES), torch.tensor([Codec.expected_error(r) for r in RATES])
     found = []
     for weights in importance:
         own = weights[:, prompt.sinks : prompt.sinks + prompt.packed]

@@ -2,6 +2,7 @@
 
     python benchmarks/token_rates.py --out file.jsonl --text wikitext=test.txt --text code=code.txt  # run or continue.
     python benchmarks/token_rates.py --out file.jsonl --text … --settings shares           # two rates, fixed shares.
+    python benchmarks/token_rates.py --out file.jsonl --text … --settings layers --spread FOLDER  # rates by layer.
     python benchmarks/token_rates.py --records file.jsonl --into docs/token-rates.md       # write the tables.
 
 `trellis` is fitted on the prompt and encodes all its tokens at every rate. Then each token takes the
@@ -19,6 +20,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -27,6 +29,8 @@ from torch import Tensor
 
 from recorded import add_options, run_or_fill
 from simulated_rates import EXACT, RATES, Maps, Prompt, Simulation, copied, fixed, water_filled
+from tersekv.cache.rate_allotment import STEPS, Option, least_loss
+from tersekv.hf.calibration import SCORES, Calibration
 from tersekv.lab.evals.tasks.passkey import build
 from tersekv.lab.evals.windows import read_text
 
@@ -45,6 +49,8 @@ LOW_SHARES = (
     ((3, 0.17), (1, 1)),
 )
 """Fixed shares for `--settings shares`."""
+ALL_RATES = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4, 6)
+"""Rates for `--settings layers`."""
 FOUND = 16
 """Tokens of unusual norm per head that stay exact."""
 PASSKEYS, REPETITIONS = 6, 75
@@ -103,7 +109,46 @@ def shares(prompt: Prompt, importances: dict[str, Maps]) -> Iterator[tuple[str, 
             yield f"{name}: {label}; {FOUND} exact", mean, kept_exact(maps, prompt, importances), True
 
 
-SETTINGS = {"rates": settings, "shares": shares}
+def layers(prompt: Prompt, importances: dict[str, Maps], spread: Path) -> Iterator[tuple[str, float, Maps, bool]]:
+    """Yield two rates: the same in all layers, by layer, and by layer and head.
+
+    spread: folder of measurements, see `tersekv calibrate`.
+    """
+    sizes = {rate: rate for rate in ALL_RATES}
+    for name, file in (("moved", "mixed"), ("reread", "mixed-reread")):
+        received = Calibration.load(spread / f"{file}.safetensors").tensors[SCORES].double()
+        heads = received.shape[1]
+        for parts in (LOW_SHARES[3], LOW_SHARES[4]):
+            (high, share), (rest, _) = parts
+            mean = round(share * high + (1 - share) * rest, 2)
+            yield (
+                f"{name}: {share:.0%} with {high:g} bits, others {rest:g}",
+                mean,
+                fixed(importances[name], prompt, parts),
+                True,
+            )
+            of_layers = [one for one in least_loss(received.sum(1), sizes, mean) for _ in range(heads)]
+            for label, options in (
+                ("layer", of_layers),
+                ("layer and head", least_loss(received.flatten(0, 1), sizes, mean)),
+            ):
+                yield f"{name}: rates by {label}", mean, with_options(importances[name], prompt, options), True
+
+
+def with_options(importance: Maps, prompt: Prompt, options: Sequence[Option]) -> Maps:
+    """Return the rates [H, packed] with two rates and a share for each head of each layer."""
+    found, left = [], iter(options)
+    for weights in importance:
+        own = weights[:, prompt.sinks : prompt.sinks + prompt.packed]
+        rank = own.argsort(-1, descending=True).argsort(-1)
+        of_heads = [next(left) for _ in own]
+        most = torch.tensor([[round(one.steps / STEPS * prompt.packed)] for one in of_heads])
+        rates = torch.tensor([[one.bits, one.rest] for one in of_heads])
+        found.append(torch.where(rank < most, rates[:, :1], rates[:, 1:]))
+    return found
+
+
+SETTINGS = {"rates": settings, "shares": shares, "layers": layers}
 
 
 def windows(simulation: Simulation, path: str, count: int) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -124,14 +169,16 @@ def passkeys(simulation: Simulation) -> Iterator[tuple[str, Tensor, Tensor]]:
         yield str(i), context, encode(rest, return_tensors="pt")["input_ids"]
 
 
-def measured(simulation: Simulation, text: str, first: Tensor, rest: Tensor, which: str) -> Iterator[dict[str, Any]]:
+def measured(
+    simulation: Simulation, text: str, first: Tensor, rest: Tensor, which: str, spread: Path | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield the results of all settings on one sample. which: a name in `SETTINGS`."""
     full, importances = simulation.importances(first, rest)
     prompt = simulation.pack(first, full)
     reference = simulation.forward(rest, copied(full))
     pairs = set(zip(first[0].tolist(), first[0, 1:].tolist(), strict=False))
     copies = torch.tensor([pair in pairs for pair in zip(rest[0].tolist(), rest[0, 1:].tolist(), strict=False)])
-    for name, mean, maps, corrects in SETTINGS[which](prompt, importances):
+    for name, mean, maps, corrects in SETTINGS[which](prompt, importances, *([spread] if which == "layers" else [])):
         got = simulation.read(prompt, maps, rest, corrects)
         line = {"importance": name, "bits": mean, "mean_bits": sum(float(m.mean()) for m in maps) / len(maps)}
         if text.startswith("passkey"):
@@ -159,7 +206,7 @@ def answered(simulation: Simulation, rest: Tensor, got: Tensor, reference: Tenso
 
 def run(args: argparse.Namespace) -> None:
     """Measure every sample that the file does not have yet."""
-    simulation, held = Simulation(args.model), set()
+    simulation, held = Simulation(args.model, ALL_RATES if args.settings == "layers" else RATES), set()
     if args.out.is_file():
         held = {(x["text"], x["sample"]) for x in map(json.loads, args.out.read_text(encoding="utf-8").splitlines())}
     for option in [*args.text, "passkey="]:
@@ -172,7 +219,7 @@ def run(args: argparse.Namespace) -> None:
             with torch.no_grad():
                 lines = [
                     {"model": args.model, "text": text, "sample": sample} | line
-                    for line in measured(simulation, text, first, rest, args.settings)
+                    for line in measured(simulation, text, first, rest, args.settings, args.spread)
                 ]
             with args.out.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -222,6 +269,7 @@ def main() -> None:
     parser.add_argument("--text", action="append", default=[], help="NAME=FILE, a text; repeat")
     parser.add_argument("--windows", type=int, default=4, help="windows of each text")
     parser.add_argument("--settings", choices=list(SETTINGS), default="rates", help="settings that are measured")
+    parser.add_argument("--spread", type=Path, help="folder of measurements of `tersekv calibrate`, for layers")
     add_options(parser)
     args = parser.parse_args()
     run_or_fill(args, run, filled)

@@ -61,6 +61,17 @@ def allotted(plans: Mapping[int, LayerPlan], spread: Tensor, dims: tuple[int, in
             f"{found}; give one number of bits, or use allot=layer"
         )
     sizes, most = _sizes(next(iter(own.values())), dims)
+    best = least_loss(spread[list(own)].double().sum(1), sizes, most)
+    made = {i: with_rates(plan, rates_of(option)) for (i, plan), option in zip(own.items(), best, strict=True)}
+    return dict(plans) | made
+
+
+def least_loss(received: Tensor, sizes: Mapping[float, float], most: float) -> list[Option]:
+    """Return the rates of each layer that lose least.
+
+    received: float64 [layers, STEPS + 1], a(k/STEPS) of each layer. sizes: bytes of a token by bits.
+    most: mean bytes that a token may have.
+    """
     pairs = [(a, b) for a in sizes for b in sizes if a > b]
     options = [
         Option(a, b, k, (k * sizes[a] + (STEPS - k) * sizes[b]) / STEPS) for a, b in pairs for k in range(1, STEPS)
@@ -69,18 +80,15 @@ def allotted(plans: Mapping[int, LayerPlan], spread: Tensor, dims: tuple[int, in
         [[Codec.expected_error(o.bits), Codec.expected_error(o.rest)] for o in options], dtype=torch.float64
     )
     steps, size = torch.tensor([o.steps for o in options]), torch.tensor([o.bytes for o in options])
-    received = spread[list(own)].double().sum(1)  # [layers, STEPS + 1]
     first = received[:, steps]
     loss = first * error[:, 0] + (received[:, -1:] - first) * error[:, 1]
-    loss = loss / loss.mean()
+    loss = loss / loss.mean().clamp_min(1e-30)
     low, high = 1e-12, 1e12
     for _ in range(100):
         price = math.sqrt(low * high)
         chosen = (loss + price * size).argmin(dim=1)
         low, high = (price, high) if float(size[chosen].mean()) > most else (low, price)
-    best = (loss + high * size).argmin(dim=1).tolist()
-    made = {i: with_rates(plan, rates_of(options[k])) for (i, plan), k in zip(own.items(), best, strict=True)}
-    return dict(plans) | made
+    return [options[k] for k in (loss + high * size).argmin(dim=1).tolist()]
 
 
 def evenly(plan: LayerPlan, dims: tuple[int, int]) -> LayerPlan:
