@@ -381,14 +381,3 @@ def test_exact_layers_are_allowed():
     keys = normal(1, H, 4, D)
     assert not isinstance(new_store(recipe.plan(0, 2), keys, keys), MixedRatesStore)
     assert isinstance(new_store(recipe.plan(1, 2), keys, keys, None, standard_rope(D)), MixedRatesStore)
-
-
-def test_generated_tokens_keep_the_share():
-    """With a small share most chunks of generated tokens have none of the higher rate."""
-    tokens = made(1, 1000)
-    store = fed(f"mixed:budget=0.05,sinks=0,recent=0+{TRELLIS}", tokens, [0, 200, *range(201, 1001)])
-    assert store.packed_tokens == 192 + 6 * 128
-    assert store.keys.packed.tokens == 64
-    call = AttentionCall(tokens[2][:, :, -1:], None, 0.3)
-    torch.testing.assert_close(attend_store(store, call), expected(store, call), rtol=2e-3, atol=2e-3)
-    assert store.is_high().sum(-1).tolist() == [[64] * H]

@@ -168,7 +168,7 @@ class LayerSize:
             dropped += forget + skip
             high = leave - skip
             if mixes and isinstance(policy, Mixed):
-                high = policy.chosen(leave, flush, layer.pages.tokens, layer.rest.tokens)
+                high = policy.chosen(leave, flush)
                 layer.rest.append(leave - high)
                 layer.queries = min(KEPT, layer.queries + len(policy.kept_queries(seen - n, n)))
             layer.pages.append(high)

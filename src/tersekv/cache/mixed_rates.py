@@ -117,8 +117,7 @@ class MixedRatesStore(LayerStore):
 
     def _counts(self, flush: int) -> tuple[int, int]:
         """Return how many of `flush` tokens that are packed together have each rate."""
-        keys = self.sides[0]
-        high = self.mixed.chosen(flush, self.flush_tokens, keys.packed.tokens, keys.rest.tokens)
+        high = self.mixed.chosen(flush, self.flush_tokens)
         return high, flush - high
 
     def _add(self, new: list[Tensor], restart: bool, losses: Any) -> None:

@@ -29,8 +29,8 @@ EVERY, KEPT = 8, 16
 class Mixed(TokenPolicy):
     """Options of mixed rates.
 
-    budget: share of each KV head's packed tokens that have the codec's bits, rounded up to whole
-        blocks.
+    budget: share of each KV head's tokens that have the codec's bits, rounded up to whole blocks of
+        those that are packed together.
     rest: bits of the other tokens.
     reread: read prompts twice and rank their tokens by the second reading.
     allot: layer uses these rates in every layer. model chooses budget and rates of each layer, with
@@ -84,18 +84,16 @@ class Mixed(TokenPolicy):
         """Return `CHUNK` blocks. Layers with a sliding window have one rate and pack single blocks."""
         return CHUNK * block if window is None else block
 
-    def chosen(self, tokens: int, unit: int, high: int = 0, low: int = 0) -> int:
-        """Return how many of the tokens that are packed now have the codec's bits, a multiple of `unit`.
+    def chosen(self, tokens: int, unit: int) -> int:
+        """Return how many of the tokens that are packed have the codec's bits, a multiple of `unit`.
 
-        high, low: tokens of each rate that are packed already. The share is that of all tokens, so a
-        few generated tokens may all have the lower rate.
+        It is at least one block, also of a few generated tokens: later tokens read these most.
 
         All have the codec's bits before `allot=model` has given the layer its rates.
         """
         if self.allot == "model":
             return tokens
-        wanted = math.ceil(self.budget * (high + low + tokens) / unit - 1e-6) * unit
-        return min(tokens, max(0, wanted - high))
+        return min(tokens, math.ceil(self.budget * tokens / unit - 1e-6) * unit)
 
     @staticmethod
     def kept_queries(seen: int, n: int) -> list[int]:
