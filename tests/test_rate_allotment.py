@@ -290,5 +290,5 @@ def test_the_command(tiny, capfd, cache, tmp_path):
     assert (found.made.samples, found.made.length, found.made.sinks) == (2, 400, SINKS)
     held = run_json(capfd, "generate", "-m", tiny, "-r", RECIPE, "-p", "x" * 600, "--max-new-tokens", "3")["cache"]
     assert held["bytes_by_part"]["selection"] > 0
-    rows = run_json(capfd, "estimate", "-m", tiny, "-r", RECIPE, "-c", "4k")
-    assert rows["recipes"][0]["contexts"][0]["bytes"] > 0
+    assert cli.run(["estimate", "-m", tiny, "-r", RECIPE, "-c", "4k"]) == 0
+    assert "all layers count alike here" in capfd.readouterr().out

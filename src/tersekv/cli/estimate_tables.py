@@ -26,6 +26,8 @@ def show(document: dict[str, Any]) -> None:
     for one in recipes:
         if one["equal_heads"]:
             output.show(sizes.equal_heads(one["recipe"]))
+        if one["equal_layers"]:
+            output.show(sizes.equal_layers(one["recipe"]))
     output.show(sizes.COUNTED)
 
 

@@ -31,6 +31,14 @@ def equal_heads(recipe: str) -> str:
     )
 
 
+def equal_layers(recipe: str) -> str:
+    """Return a sentence about a recipe whose policy gives layers rates of their own."""
+    return (
+        f"{short_name(recipe)}: all layers count alike here, with the recipe's bits. A cache has these bits on "
+        "average for a prompt, and about half a bit more for generated tokens."
+    )
+
+
 def short_name(recipe: str) -> str:
     """Return the name of the preset that equals a canonical recipe, else the recipe."""
     from tersekv.recipe import PRESETS, Recipe
