@@ -96,6 +96,18 @@ def test_attention_reads_every_token_at_its_rate(codec: str, padding: list[int] 
             torch.testing.assert_close(attend_chunk(store, keys, values, call), wanted, rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize(("bits", "rest", "share"), [(8, 0.25, 1 / 32), (1.75, 0.5, 0.28), (6, 2.75, 0.5)])
+def test_attention_reads_rates_far_apart(bits: float, rest: float, share: float):
+    """Rates that `allot=model` gives to layers."""
+    recipe = f"mixed:budget={share},rest={rest},bias_correction=full+trellis:bits={bits},calibration=prompt"
+    store = fed(recipe, made(1, 1000), [0, 700, *range(701, 1000)])
+    assert (store.keys.packed.tokens < store.keys.rest.tokens) == (share < 0.5)
+    call = AttentionCall(normal(1, H * G, 1, D, seed=9), None, 0.3)
+    with backends.forced("reference"):
+        wanted = attend_store(store, call)
+    torch.testing.assert_close(attend_store(store, call), wanted, rtol=0, atol=2e-3)
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_each_token_is_coded_at_its_rate(codec: str):
     """Tokens of each rate are those that the side's codec of that rate encodes, at their positions."""
