@@ -144,7 +144,7 @@ def test_wrong_options(recipe, message):
     ("recipe", "message"),
     [
         ("mixed:allot=model+trellis:bits=2/trellis:bits=3", "the same bits for keys and values .* got 2, 3"),
-        ("mixed:allot=model+trellis:bits=8", "rates above and below the recipe's bits, and this codec has 0.5, .* 8"),
+        ("mixed:allot=model+trellis:bits=8", "rates above and below the recipe's bits=8, and this codec has 0.5, .* 8"),
         ("mixed:allot=model+trellis:bits=0.25", "rates above and below"),
         ("mixed:allot=model+trellis:bits=2;1=trellis:bits=3", "in all layers .* got 2, 3"),
     ],

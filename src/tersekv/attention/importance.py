@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from tersekv.attention.read import AttentionCall, grouped
-from tersekv.cache.layer import LayerStore
 from tersekv.cache.mixed_rates import MixedRatesStore
 from tersekv.codecs.transforms.rope import Rope
 
@@ -55,7 +54,7 @@ def importance(store: MixedRatesStore, keys: Tensor, call: AttentionCall, again:
         later = torch.arange(first, q, device=keys.device) > at[:, None]
     else:
         query = torch.cat([kept.float(), query], dim=2) if kept.shape[2] else query
-        query = moved(query, _rope(store), past + keys.shape[2])
+        query = moved(query, store.query_rope, past + keys.shape[2])
     hidden, counts = None, None
     if call.mask is not None:
         seen = call.mask.any(dim=1)[:, -tokens:].expand(len(keys), -1)
@@ -106,10 +105,6 @@ def moved(query: Tensor, rope: Rope | None, tokens: int) -> Tensor:
     cos, sin = rope.cos_sin(tokens, 1, tokens + 1, query.device)
     length = torch.hypot(cos, sin)  # some models scale keys and queries by a factor with RoPE
     return rope.apply(query, (cos / length)[None], (sin / length)[None])
-
-
-def _rope(store: LayerStore) -> Rope | None:
-    return None if store.rotary is None else store.rotary.rope
 
 
 def _weights(rows: Tensor, keys: Tensor, call: AttentionCall, logits: Tensor | None, hidden: Tensor | None) -> Tensor:

@@ -41,6 +41,12 @@ UNRANKED = (
 )
 
 
+UNMEASURED = (
+    "mixed: allot=model has given this layer no rates, because the measurement of the model has none for it; make it "
+    "again with `tersekv calibrate`, or use allot=layer"
+)
+
+
 class Ranking(NamedTuple):
     """Importance of tokens and loss of errors, as queries show them.
 
@@ -89,10 +95,13 @@ class MixedRatesStore(LayerStore):
     ) -> None:
         assert isinstance(plan.policy, Mixed)
         assert window is None
+        if plan.policy.profile is not None:
+            raise UserError(UNMEASURED)
         self.mixed = plan.policy
         # heads store different tokens, so nothing is stored jointly for all of them
         own = {side: dataclasses.replace(getattr(plan, side), per_head=True) for side in ("keys", "values")}
         super().__init__(plan._replace(**own), keys, values, None, rope, heads)
+        self.query_rope = rope  # that of the model also if the codec needs none
         self.high = keys.new_empty((*keys.shape[:2], 0), dtype=torch.uint8)
         self.queries = self.keys.sinks[:, :, :0]
 

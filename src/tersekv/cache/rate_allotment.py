@@ -61,6 +61,8 @@ def allotted(plans: Mapping[int, LayerPlan], spread: Tensor, dims: tuple[int, in
             f"{found}; give one number of bits, or use allot=layer"
         )
     sizes, most = _sizes(next(iter(own.values())), dims)
+    if any(_sizes(plan, dims) != (sizes, most) for plan in own.values()):
+        raise UserError("mixed: allot=model needs the same method in all layers that are not exact; use allot=layer")
     best = least_loss(spread[list(own)].double().sum(1), sizes, most)
     made = {i: with_rates(plan, rates_of(option)) for (i, plan), option in zip(own.items(), best, strict=True)}
     return dict(plans) | made
@@ -128,6 +130,8 @@ def _sizes(plan: LayerPlan, dims: tuple[int, int]) -> tuple[dict[float, float], 
 
     The latter belong to the bits of the codec, also if it would round them up to whole words.
     """
+    for codec, dim in zip((plan.keys, plan.values), dims, strict=True):
+        codec.layout(dim)  # raises if the method does not serve this head dim
     by_size = {_bytes(plan, bits, dims): bits for bits in CANDIDATES}  # of equal sizes the last one
     sizes = {bits: size for size, bits in by_size.items() if size is not None}
     bits = float(getattr(plan.keys, "bits", 0))
@@ -136,8 +140,8 @@ def _sizes(plan: LayerPlan, dims: tuple[int, int]) -> tuple[dict[float, float], 
     if not sizes or min(sizes.values()) >= most or max(sizes.values()) <= most:
         known = ", ".join(f"{own:g}" for own in sizes) or "none"
         raise UserError(
-            f"mixed: allot=model needs rates above and below the recipe's bits, and this codec has {known}; give other "
-            "bits, or use allot=layer"
+            f"mixed: allot=model needs rates above and below the recipe's bits={bits:g}, and this codec has {known} at "
+            "this head dim; give other bits, or use allot=layer"
         )
     return sizes, most
 

@@ -56,7 +56,10 @@ def calibrate(
     network, tokenizer = load(model)
     from tersekv.hf.calibrate import Calibrator, Corpus
     from tersekv.hf.calibration_needs import needs_corpus, needs_profile, profile_of
+    from tersekv.hf.find_calibration import check_allotment
 
+    for one in recipes:
+        check_allotment(one, network.config)
     needing = [one for one in recipes if needs_profile(one, network.config)]
     profiles = {str(profile_of(one)): one.policy().needs_scores for one in needing}
     fitted = [one for one in recipes if needs_corpus(one, network.config) or not needs_profile(one, network.config)]
@@ -108,7 +111,7 @@ def _check_out(out: Path | None, recipes: int) -> None:
     if out is None:
         return
     if recipes > 1 and (out.is_file() or out.suffix == ".safetensors"):
-        raise UserError(f"--out {out} is a file, and there are {recipes} recipes: give a folder")
+        raise UserError(f"--out {out} is a file, and these recipes need {recipes} files: give a folder")
     if recipes == 1 and not out.is_dir() and out.suffix != ".safetensors":
         raise UserError(
             f"--out {out} is not a folder and does not end in .safetensors: give an existing folder or such a file"

@@ -35,7 +35,7 @@ from tersekv.hf.fingerprint import architecture, fingerprint
 from tersekv.hf.rope import Ropes
 from tersekv.recipe import Recipe
 
-RANKED = "mixed:sinks=0+trellis:bits=4,calibration=prompt"
+RANKED = "mixed:sinks=0+trellis:bits=4,centre=false,calibration=prompt"
 """A recipe whose stores rank tokens. They store none here."""
 
 SINKS = 4
@@ -43,6 +43,9 @@ SINKS = 4
 
 FEWEST = 48
 """Minimum tokens of a text."""
+
+TILE = 128
+"""Number of queries whose weights are in memory at a time."""
 
 
 def profile_on(
@@ -83,9 +86,17 @@ def measure(
         raise UserError(
             f"attention is measured on texts of {FEWEST} tokens or more, got {ids.shape[1]}: give longer ones"
         )
+    first, context = 3 * ids.shape[1] // 4, getattr(text_config(model.config), "max_position_embeddings", None)
+    longest = 2 * first if reread else ids.shape[1]
+    if context is not None and longest > context:
+        twice = "; with reread=true three quarters of it are read twice" if reread else ""
+        raise UserError(
+            f"the model has {context} positions, and a text of {ids.shape[1]} tokens takes {longest}{twice}: make the "
+            "measurement with `tersekv calibrate --length` and fewer tokens"
+        )
     kinds = attention_layers(text_config(model.config))
     whole = [kind.type == "attention" and kind.window is None for kind in kinds]
-    reader = _Reader(model, 3 * ids.shape[1] // 4, whole)
+    reader = _Reader(model, first, whole)
     total = torch.zeros(len(kinds), reader.kv_heads, STEPS + 1)
     for done, sample in enumerate(ids.to(model.device)):
         progress(done)
@@ -128,17 +139,21 @@ class _Reader:
     def _rank(self, layer: int, keys: Tensor, call: AttentionCall, again: int = 0) -> None:
         n = keys.shape[2] if again else self.first
         plan, nothing = self.recipe.plan(layer, len(self.whole)), keys[:, :, :0]
-        store = new_store(plan, nothing, nothing, None, self.ropes.needed_by(plan.keys, layer))
+        store = new_store(plan, nothing, nothing)
         assert isinstance(store, MixedRatesStore)
+        store.query_rope = self.ropes.known(layer)
         call = call.without_last(keys.shape[2] - n)
         self.ranks[layer] = importance(store, keys[:, :, :n], call, again)[0, :, SINKS:]
 
     def _later(self, layer: int, keys: Tensor, call: AttentionCall) -> None:
         T = keys.shape[2]
         mask = masks.causal(T, T, keys.device) if call.mask is None else call.mask
-        own = replace(call, query=call.query[:, :, self.first :].float(), mask=mask[:, self.first :])
-        weights = attention_weights(None, keys, own)[0, :, :, SINKS : self.first]
-        self.received[layer] = weights.square().mean(1).unflatten(0, (self.kv_heads, -1)).mean(1)
+        total = torch.zeros(call.query.shape[1], self.first - SINKS, device=keys.device)
+        for start in range(self.first, T, TILE):
+            tile = slice(start, start + TILE)
+            own = replace(call, query=call.query[:, :, tile].float(), mask=mask[:, tile])
+            total += attention_weights(None, keys, own)[0, :, :, SINKS : self.first].square().sum(1)
+        self.received[layer] = total.unflatten(0, (self.kv_heads, -1)).mean(1) / (T - self.first)
 
 
 def in_order(received: Tensor, rank: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import logging
 import re
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -86,12 +87,23 @@ def calibration_for(
     if calibration is None:
         calibration = default_folder(mark)
         missing = [path for path in _files(recipe, model.config, calibration) if not path.is_file()]
+        check_allotment(recipe, model.config)
         if missing and calibrates_itself(recipe, model.config):
             for path in missing:
                 first_use.calibrate_once(model, recipe, path)
         elif missing:
             raise UserError(f"recipe '{recipe}' needs a calibration, and {missing[0]} does not exist: {how_to(recipe)}")
     return _found(recipe, model.config, calibration, mark)
+
+
+def check_allotment(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Raise UserError if no measurement can give the layers of a recipe rates of their own."""
+    if recipe.policy().profile is None or recipe.policy().needs_scores:
+        return
+    kinds, shape = attention_layers(text_config(config)), cache_shape(config)
+    plans = {i: plan for i, plan in attention_plans(recipe, config).items() if kinds[i].window is None}
+    some = torch.arange(STEPS + 1.0).expand(len(kinds), shape.kv_heads, -1)
+    allotted(plans, some, (shape.key_dim, shape.value_dim))
 
 
 def place(folder: Path, recipe: Recipe) -> Path:

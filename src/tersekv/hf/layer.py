@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from tersekv.attention.observe import Observed
 from tersekv.cache.evicting import UNREADABLE, EvictingStore
 from tersekv.cache.layer import LayerStore
+from tersekv.cache.mixed_rates import MixedRatesStore
 from tersekv.cache.rate_allotment import with_rates
 from tersekv.cache.schema import anything, each, flag, of_spec, one_of, optional, record, require, tensor, whole
 from tersekv.cache.state import State, own
@@ -71,6 +72,8 @@ class CompressedLayer(CacheLayerMixin):
         self.store = new_store(
             self.plan, key_states, value_states, self.sliding_window, rope, heads, self.cache.context_parallel
         )
+        if isinstance(self.store, MixedRatesStore) and rope is None:
+            self.store.query_rope = self.cache.ropes.known(self.index)
         self.store.record_past = self.record_past
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
