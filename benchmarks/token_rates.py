@@ -143,7 +143,7 @@ def with_options(importance: Maps, prompt: Prompt, options: Sequence[Option]) ->
         rank = own.argsort(-1, descending=True).argsort(-1)
         of_heads = [next(left) for _ in own]
         most = torch.tensor([[round(one.steps / STEPS * prompt.packed)] for one in of_heads])
-        rates = torch.tensor([[one.bits, one.rest] for one in of_heads])
+        rates = torch.tensor([[one.bits, one.rest] for one in of_heads], dtype=torch.float32)
         found.append(torch.where(rank < most, rates[:, :1], rates[:, 1:]))
     return found
 
