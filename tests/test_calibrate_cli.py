@@ -95,7 +95,7 @@ def test_demo_uses_a_calibration(tiny: str, capfd, tmp_path: Path) -> None:
         (("-r", "kvquant", "--length", "8", "--sinks", "8"), "8 sinks leave nothing"),
         (("-r", "kvquant", "--text", "no-such-text"), "cannot read the text 'no-such-text'"),
         (("-r", "kvquant", "--out", "x.pt"), "--out x.pt is not a folder and does not end in .safetensors"),
-        (("-r", "kvquant:bits=2..3", "--out", "x.safetensors"), "is a file, and these recipes need 2 files: give a folder"),
+        (("-r", "kvquant:bits=2..3", "--out", "x.safetensors"), "and these recipes need 2 files: give a folder"),
         ((), "Missing option"),
     ],
 )
