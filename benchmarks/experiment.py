@@ -19,8 +19,8 @@ from typing import Any
 
 from tersekv import cli
 from tersekv.errors import UserError
-from tersekv.hf.calibration_needs import needs_corpus, needs_scores, scored_part
-from tersekv.hf.find_calibration import place, scores_place
+from tersekv.hf.calibration_needs import needs_corpus, needs_profile, profile_of
+from tersekv.hf.find_calibration import place, profile_place
 from tersekv.hf.models import load, load_config
 from tersekv.lab.evals.harness import Harness, Progress
 from tersekv.lab.evals.options import build
@@ -330,7 +330,9 @@ def calibrated(recipes: Sequence[str], setting: Setting, corpus: Corpus = KVQUAN
     """
     config = load_config(setting.model)
     parsed = {text: Recipe.parse(text) for text in recipes}
-    learning = [text for text, recipe in parsed.items() if needs_corpus(recipe, config) or needs_scores(recipe, config)]
+    learning = [
+        text for text, recipe in parsed.items() if needs_corpus(recipe, config) or needs_profile(recipe, config)
+    ]
     if not learning:
         return setting.calibration
     folder = setting.calibration or setting.out.parent / "calibrations" / setting.model.replace("/", "--")
@@ -340,7 +342,7 @@ def calibrated(recipes: Sequence[str], setting: Setting, corpus: Corpus = KVQUAN
 
     def done(recipe: Recipe) -> bool:
         of_codecs = not needs_corpus(recipe, config) or place(folder, recipe).exists()
-        return of_codecs and (not needs_scores(recipe, config) or scores_place(folder, scored_part(recipe)).exists())
+        return of_codecs and (not needs_profile(recipe, config) or profile_place(folder, profile_of(recipe)).exists())
 
     missing = [text for text in learning if not done(parsed[text])]
     if missing:
