@@ -79,7 +79,7 @@ def size(
     for index, window in enumerate(shape.windows):
         plan = recipe.plan(index, len(shape.windows))
         plan = plan if scores is None else plan._replace(scores=scores)
-        if isinstance(plan.policy, Mixed) and plan.policy.profile and window is None and two_rates(*plan[:2]):
+        if plan.policy.allots and window is None and two_rates(plan.keys, plan.values):
             plan = evenly(plan, (shape.key_dim, shape.value_dim))
         if isinstance(plan.policy, Selection) and window is None:
             low = lower_plan(plan)

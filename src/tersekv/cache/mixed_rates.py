@@ -95,7 +95,7 @@ class MixedRatesStore(LayerStore):
     ) -> None:
         assert isinstance(plan.policy, Mixed)
         assert window is None
-        if plan.policy.profile is not None:
+        if plan.policy.allots:
             raise UserError(UNMEASURED)
         self.mixed = plan.policy
         # heads store different tokens, so nothing is stored jointly for all of them

@@ -151,12 +151,8 @@ def _bytes(plan: LayerPlan, bits: float, dims: tuple[int, int]) -> float | None:
     total = 0.0
     for codec, dim in zip((plan.keys, plan.values), dims, strict=True):
         try:
-            layout = _at(codec, bits).layout(dim)
+            layout = codec.at_rate(bits).layout(dim)
         except UserError:
             return None
         total += layout.block_bytes() / layout.block_tokens
     return total
-
-
-def _at(codec: Codec, bits: float) -> Codec:
-    return codec.at_rate(bits) if codec.has_rates else codec

@@ -60,8 +60,8 @@ def calibrate(
 
     for one in recipes:
         check_allotment(one, network.config)
-    needing = [one for one in recipes if needs_profile(one, network.config)]
-    profiles = {str(profile_of(one)): one.policy().needs_scores for one in needing}
+    profiles = {profile_of(one): one for one in recipes if needs_profile(one, network.config)}
+    of_heads = {name for name, one in profiles.items() if one.policy().needs_scores}
     fitted = [one for one in recipes if needs_corpus(one, network.config) or not needs_profile(one, network.config)]
     _check_out(out, len(fitted) + len(profiles))
     _check_length(length, network)
@@ -71,19 +71,12 @@ def calibrate(
     peaks = {"peak_worker_bytes": 0, "disk_bytes": 0}
     with PeakMemory() as memory:
         about = {"corpus": name, "corpus_sha256": _sha256(read), "samples": samples, "length": length, "seed": seed}
-        files += [
-            _save_profile(_measure(network, tokenizer, text, about, profile), out)
-            for profile, of_heads in profiles.items()
-            if of_heads
-        ]
-        if fitted or not all(profiles.values()):
+        files += [_save_profile(_measure(network, tokenizer, text, about, str(name)), out) for name in of_heads]
+        if fitted or len(of_heads) < len(profiles):
             with output.step(f"tokenising {name}"):
                 corpus = Corpus.draw(name, read, tokenizer(read, verbose=False)["input_ids"], samples, length, seed)
-            files += [
-                _save_profile(_spread(network, profile, corpus), out)
-                for profile, of_heads in profiles.items()
-                if not of_heads
-            ]
+            others = [one for name, one in profiles.items() if name not in of_heads]
+            files += [_save_profile(_spread(network, one, corpus), out) for one in others]
         if fitted:
             run = Calibrator(network, fitted, corpus, sinks, workers or os.cpu_count() or 1)
             found = _run(run)
@@ -146,14 +139,14 @@ def _measure(network: Any, tokenizer: Any, text: str, about: dict[str, Any], pro
     return Calibration(made, {SCORES: scores})
 
 
-def _spread(network: Any, profile: str, corpus: Corpus) -> Calibration:
+def _spread(network: Any, recipe: Recipe, corpus: Corpus) -> Calibration:
     """Return how attention spreads over ranked tokens, for the policy `mixed`."""
     from tersekv.hf.attention_spread import profile_on
 
     samples = len(corpus.windows)
     with output.step("measuring attention") as step:
         step.begin("measuring attention", samples, "samples")
-        found = profile_on(network, profile, corpus, step.at)
+        found = profile_on(network, recipe, corpus, step.at)
         step.at(samples, samples)
     return found
 

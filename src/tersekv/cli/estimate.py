@@ -140,7 +140,7 @@ def describe(
                 "contexts": rows,
                 "generating": _generating(shape, recipe, max(lengths), batch),
                 "equal_heads": recipe.policy().needs_scores,
-                "equal_layers": recipe.policy().profile is not None and not recipe.policy().needs_scores,
+                "equal_layers": recipe.policy().allots,
             }
         )
     document: dict[str, Any] = {"model": model, "batch": batch, "recipes": described}

@@ -49,13 +49,14 @@ TILE = 128
 
 
 def profile_on(
-    model: PreTrainedModel, profile: str, corpus: Corpus, progress: Callable[[int], object] = lambda done: None
+    model: PreTrainedModel, recipe: Recipe, corpus: Corpus, progress: Callable[[int], object] = lambda done: None
 ) -> Calibration:
-    """Return the measurement of this name, see `Mixed.profile`, on a corpus."""
-    spread = measure(model, corpus.windows, profile.endswith("reread"), progress)
+    """Return the measurement that a recipe with `mixed` needs, on a corpus."""
+    policy = recipe.policy()
+    spread = measure(model, corpus.windows, policy.reads_twice, progress)
     samples, length = corpus.windows.shape
     made = Made(
-        recipe=profile,
+        recipe=str(policy.profile),
         architecture=architecture(model.config),
         model=fingerprint(model),
         corpus=corpus.name,

@@ -98,7 +98,7 @@ def calibration_for(
 
 def check_allotment(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Raise UserError if no measurement can give the layers of a recipe rates of their own."""
-    if recipe.policy().profile is None or recipe.policy().needs_scores:
+    if not recipe.policy().allots:
         return
     kinds, shape = attention_layers(text_config(config)), cache_shape(config)
     plans = {i: plan for i, plan in attention_plans(recipe, config).items() if kinds[i].window is None}

@@ -87,7 +87,7 @@ def _calibrated(model: PreTrainedModel, recipe: Recipe, path: Path) -> Calibrati
     corpus = Corpus(NAME, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), ids, 0)
     if path.stem == profile_of(recipe):
         with steps.step("measuring attention", SAMPLES, "samples", _bar) as done:
-            profile_on(model, path.stem, corpus, done).save(path)
+            profile_on(model, recipe, corpus, done).save(path)
         text.unlink(missing_ok=True)
         return Calibration.load(path)
     run = Calibrator(model, [recipe], corpus, SINKS)

@@ -184,7 +184,7 @@ class CompressedLayer(CacheLayerMixin):
         """Give the layer the rates in a state, if they were chosen for it (`LayerPlan.rates`)."""
         held = state.get("plan") if isinstance(state, dict) else None
         rates = held.get("rates") if isinstance(held, dict) else None
-        if rates is None or self.plan.rates is not None or self.plan.policy.profile is None:
+        if rates is None or not self.plan.policy.allots:
             return
         RATES(rates, f"{place}.plan.rates")
         try:

@@ -51,9 +51,8 @@ def rebuilt(
     cache = kind.of(config, parsed, attention_plans(parsed, config))
     for index, held in enumerate(layers):
         layer: Any = cache.layers[index]
-        if isinstance(layer, CompressedLayer):
-            layer.adopt_rates(held, f"layers.{index}")
         if isinstance(layer, CompressedLayer) and held["store"] is None:
+            layer.adopt_rates(held, f"layers.{index}")
             learnt = {
                 side: replace(getattr(layer.plan, side), fitted=held["plan"][side]) for side in ("keys", "values")
             }

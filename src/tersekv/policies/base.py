@@ -118,6 +118,11 @@ class TokenPolicy:
         return None
 
     @property
+    def allots(self) -> bool:
+        """True if layers get rates of their own from the measurement (`cache/rate_allotment.py`)."""
+        return False
+
+    @property
     def reads_twice(self) -> bool:
         """True if the policy ranks a prompt's tokens by a second reading of it."""
         return False

@@ -64,9 +64,16 @@ class Mixed(TokenPolicy):
         return self.reread
 
     @property
+    def allots(self) -> bool:
+        """True before a layer has got its rates, with allot=model."""
+        return self.allot == "model"
+
+    @property
     def profile(self) -> str | None:
         """Spread of the model's attention, for allot=model. Ranking by a second reading has its own."""
-        return None if self.allot == "layer" else "mixed-reread" if self.reread else "mixed"
+        if not self.allots:
+            return None
+        return "mixed-reread" if self.reread else "mixed"
 
     def with_shares(self, budget: float, rest: float) -> Mixed:
         """Return the policy of one layer after `allot=model`."""
@@ -78,7 +85,7 @@ class Mixed(TokenPolicy):
 
     def check(self, keys: Rated, values: Rated) -> None:
         """Raise UserError unless both codecs have the lower rate. Exact layers need none."""
-        check_lower_rate(self.rest if self.allot == "layer" else None, keys, values)
+        check_lower_rate(None if self.allots else self.rest, keys, values)
 
     def waiting_tokens(self, block: int, window: int | None) -> int:
         """Return `CHUNK` blocks. Layers with a sliding window have one rate and pack single blocks."""
@@ -91,7 +98,7 @@ class Mixed(TokenPolicy):
 
         All have the codec's bits before `allot=model` has given the layer its rates.
         """
-        if self.allot == "model":
+        if self.allots:
             return tokens
         return min(tokens, math.ceil(self.budget * tokens / unit - 1e-6) * unit)
 
