@@ -1,8 +1,8 @@
-"""Keys whose constant part before RoPE is stored separately: no operation on the cache adds an
-error."""
+"""Keys whose mean before RoPE is removed, by codecs of their own and by `centre=true` of every method."""
 
 from __future__ import annotations
 
+from copy import deepcopy as copied
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -12,11 +12,18 @@ import transformers as tf
 
 import tersekv
 from conftest import prompt
+from tersekv.attention.read import AttentionCall, attend_store
+from tersekv.cache.layer import LayerStore
 from tersekv.codecs import methods
 from tersekv.codecs.base import FitsOn, Method, Pair
 from tersekv.codecs.exact import Exact
+from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
 from tersekv.hf.simulate import SimulatedCache
+from tersekv.kernels import cpu
+from tersekv.kernels.attend_packed import native_view
+from tersekv.recipe import Recipe
+from test_attention import check, dense
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,6 +139,120 @@ def test_trellis_supports_prompts_of_any_length(llama, prompt_tokens, options):
     with tersekv.compress(llama, recipe):
         out = llama.generate(ids, max_new_tokens=90, do_sample=False)
     assert out.shape == (1, prompt_tokens + 90)
+
+
+CENTRED = [
+    *("turboquant:bits=4", "turboquant:bits=2.5", "turboquant:bits=3,variant=prod", "polarquant", "qjl", "int4"),
+    *("polarquant:codebook=online", "qjl:outliers_per=group", "normalfloat", "kvarn", "kivi:bits=4", "uniform:bits=3"),
+    *("oscar:calibration=prompt", "kvquant:calibration=prompt,pre_rope=false", "kvquant:calibration=prompt"),
+    *("turboquant:bits=4,pre_rope=true", "oscar:calibration=prompt,pre_rope=true", "uniform:axis=channel,group=0"),
+]
+
+
+def centred(recipe: str) -> str:
+    return f"{recipe}{',' if ':' in recipe else ':'}centre=true"
+
+
+def biased_keys(mean: float, T: int = 256) -> Tensor:
+    """Keys after RoPE, whose first channels have this mean before it and a spread of 1."""
+    rope, x = standard_rope(64), torch.randn(1, 2, T, 64, generator=torch.Generator().manual_seed(0))
+    x[..., :3] += mean * torch.tensor([1.0, -0.7, 0.4])
+    return rope.apply(x, *rope.angles(0, T).cos_sin())
+
+
+def stored(recipe: str, keys: Tensor) -> LayerStore:
+    plan = Recipe.parse(f"window:sinks=0,recent=0,exact=fp32+{recipe}").plan(0, 1)
+    made = LayerStore(plan, keys, keys, rope=standard_rope(64) if plan.keys.needs_rope else None)
+    made.append(keys, keys)
+    return made
+
+
+@pytest.mark.parametrize("recipe", CENTRED)
+def test_the_error_does_not_depend_on_the_mean(recipe):
+    """A method with `centre=true` codes keys with a large mean as well as keys without one."""
+    errors = []
+    for mean in (0.0, 300.0):
+        keys = biased_keys(mean)
+        errors.append(float((stored(centred(recipe), keys).decoded(torch.float32)[0] - keys).square().mean()))
+    assert errors[1] < 1.1 * errors[0] + 1e-3
+
+
+@pytest.mark.parametrize("recipe", [r for r in CENTRED if "pre_rope=true" not in r and r != CENTRED[-4]])
+@pytest.mark.parametrize("q", [1, 5])
+def test_kernels_read_centred_keys(recipe, q):
+    """Attention of the C++ kernels, and of the reference, equals dense attention over decoded tokens."""
+    keys, values = biased_keys(4.0, 300), torch.randn(1, 2, 300, 64, generator=torch.Generator().manual_seed(1))
+    plan = Recipe.parse(centred(recipe)).plan(0, 1)
+    s = LayerStore(plan, keys, values, rope=standard_rope(64))
+    s.append(keys, values)
+    call = AttentionCall(torch.randn(1, 4, q, 64, generator=torch.Generator().manual_seed(q)), None, 0.125)
+    past = s.decoded(torch.float32)
+    expected = dense(call.query, *past, None, call)
+    check(attend_store(s, call), expected, recipe.startswith("qjl"))
+    if cpu.why_not_built() is None:
+        for page in s.packed_pages():
+            native_view(cpu.loaded(), page.keys.inner.operand)  # raises if the kernels do not read it
+
+
+@pytest.mark.parametrize("recipe", ["turboquant:bits=4", "polarquant", "kivi:bits=2", "qjl"])
+def test_centred_methods_live_a_whole_life(llama, tmp_path, recipe):
+    """Short prompt, padded batch, second turn, rollback, beams, save and load, estimate."""
+    recipe = f"window:recent=16,sinks=2+{centred(recipe)}"
+    ids = prompt(150, 2)
+    mask = torch.ones_like(ids)
+    ids[1, :40] = mask[1, :40] = 0
+    with tersekv.compress(llama, recipe), torch.no_grad():
+        short = llama.generate(ids[:, :3], max_new_tokens=60, do_sample=False)
+        assert short.shape == (2, 63)
+        cache = tersekv.CompressedCache(llama, recipe)
+        llama.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=30, do_sample=False)
+        alone = tersekv.CompressedCache(llama, recipe)
+        one = llama.generate(ids[1:, 40:], past_key_values=alone, max_new_tokens=30, do_sample=False)
+        alone.save(tmp_path / "one.cache", ids=one[:, :-1])
+        again = tersekv.CompressedCache.load(tmp_path / "one.cache", llama)
+        copy = copied(alone)
+        for turn in (torch.full((1, 40), 7), torch.full((1, 5), 9)):
+            logits = [llama(turn, past_key_values=each).logits for each in (alone, again, copy)]
+            assert torch.equal(logits[0], logits[1])
+            assert torch.equal(logits[0], logits[2])
+        alone.crop(-3)
+        cache.reorder_cache(torch.tensor([1, 1]))
+        same = llama(ids[:1, :4].expand(2, -1), past_key_values=cache).logits
+        torch.testing.assert_close(same[0], same[1])
+    held = alone.footprint()
+    means = sum(layer.store.keys.codec.fitted["mean"].nbytes for layer in alone.layers)
+    assert 0 < means <= held.parts["tables"]
+
+
+def test_a_mean_from_a_calibration(llama, tmp_path):
+    """`calibration=corpus` fits the mean once; prompts then share it, and short ones have it."""
+    recipe = "window:recent=8,sinks=1+polarquant:centre=true,calibration=corpus"
+    with pytest.raises(UserError, match="needs a calibration"):
+        tersekv.CompressedCache(llama.config, recipe)
+    caches = [tersekv.CompressedCache(llama, recipe) for _ in range(2)]  # calibrated at first use
+    with tersekv.compress(llama, recipe), torch.no_grad():
+        for i, cache in enumerate(caches):
+            llama(prompt(60, seed=i), past_key_values=cache)
+    means = [[layer.store.keys.codec.fitted["mean"] for layer in cache.layers] for cache in caches]
+    for one, other in zip(*means, strict=True):
+        assert torch.equal(one, other)
+        assert one.shape == (1, 2, 32)
+        assert bool(one.any())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("exact:centre=true", "not quantised; leave it out"),
+        ("kivi:calibration=prompt", "needs centre=true"),
+        ("kivi:centre=true,calibration=file", "choose one of prompt, corpus"),
+        ("kvquant:pre_rope=false,centre=true", "calibration=prompt or pre_rope=true"),
+        ("kivi:centre=2", "centre takes true or false"),
+    ],
+)
+def test_wrong_uses_of_centre(recipe, said):
+    with pytest.raises(UserError, match=said):
+        Recipe.parse(recipe)
 
 
 def test_unsupported_rope_error_says_what_to_do():

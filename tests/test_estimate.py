@@ -22,6 +22,8 @@ from tersekv.recipe import Recipe
 RECIPES = [
     "kivi:bits=2",
     "qjl",
+    "turboquant:bits=4,centre=true",
+    "snapkv:budget=0.5+polarquant:centre=true",
     "int4:group=32",
     "kivi:bits=4;0=exact",
     "kvquant:calibration=prompt,table=int,outliers=0,pre_rope=false",

@@ -41,6 +41,8 @@ def filled(recipe, B, T, D, dtype, padding, options=""):
         ("polarquant", torch.float32, 64, 7, 9), ("turboquant:bits=3", torch.bfloat16, 256, 2, 5),
         ("qjl:initial_layers=0", torch.float16, 96, 3, 2), ("exact", torch.float32, 80, 8, 1),
         ("kvquant:bits=4,calibration=prompt,pre_rope=false", torch.bfloat16, 64, 2, 3),
+        ("turboquant:bits=4,centre=true", torch.bfloat16, 64, 2, 3),
+        ("polarquant:centre=true", torch.float32, 64, 2, 1), ("qjl:centre=true", torch.float16, 64, 1, 2),
     ],
     ids=str,
 )  # fmt: skip

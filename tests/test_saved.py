@@ -42,6 +42,9 @@ OTHERS = [
     "window:exact=fp32,sinks=0,recent=3+qjl/turboquant:bits=2.5;0=exact;-1=int4",
     "kivi:bits=3,pre_rope=true",
     "window:recent=16+kvarn:tile=64",
+    "turboquant:bits=2.5,centre=true",
+    "h2o:budget=0.5,recent=16+polarquant:centre=true,calibration=corpus",
+    "kvquant:centre=true",
 ]
 
 

@@ -45,6 +45,8 @@ CALIBRATED = {
     "qjl": ("qjl", {"calibration": "corpus"}),
     "turboquant": ("turboquant", {"bits": 2.5, "calibration": "corpus"}),
     "turboquant prod": ("turboquant", {"bits": 3.25, "variant": "prod", "calibration": "corpus"}),
+    "turboquant centred": ("turboquant", {"bits": 4.0, "calibration": "corpus"}),
+    "polarquant centred": ("polarquant", {}),
 }
 """Codecs that are fitted on a corpus."""
 
@@ -62,6 +64,7 @@ def calibrated(name: str, H: int = 2, D: int = 64) -> Slots:
     method, options = CALIBRATED[name]
     pair = methods()[method].build(**options)
     pair = pair.with_pre_rope("before" in name or (pair.keys.pre_rope and "after" not in name))
+    pair = pair.with_centre("corpus") if "centred" in name else pair
     x = torch.randn(1, H, 300, D) * torch.linspace(0.2, 2, D) + torch.randn(H, 1, D)
     keys = pair.keys.with_mean(x) if pair.keys.centred else pair.keys
     sides = keys.fit_corpus(x, torch.randn_like(x)), pair.values.fit_corpus(x, torch.randn_like(x))

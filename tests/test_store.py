@@ -14,6 +14,7 @@ from tersekv.cache.footprint import PARTS, Footprint
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.pages import ROLLBACK_TOKENS
 from tersekv.codecs import methods
+from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import CacheError, UserError
 from tersekv.recipe import Recipe
 
@@ -26,7 +27,9 @@ def tokens(T: int, B: int = 1, H: int = 2, D: int = 64, seed: int = 0) -> tuple[
 
 
 def store(recipe: str, keys: Tensor, values: Tensor, window: int | None = None) -> LayerStore:
-    return LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values, window)
+    plan = Recipe.parse(recipe).plan(0, 1)
+    rope = standard_rope(keys.shape[-1]) if plan.keys.needs_rope else None
+    return LayerStore(plan, keys, values, window, rope)
 
 
 def fed(recipe: str, keys: Tensor, values: Tensor, cuts: list[int], window: int | None = None) -> LayerStore:

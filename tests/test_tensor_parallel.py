@@ -56,6 +56,9 @@ CODECS = {
     for i, options in enumerate(({}, *method.variants))
     for pair in [method.build(**options)]
     for codec in (pair.keys, pair.values)
+} | {
+    f"{name} centred": methods()[name].build(**options).with_centre("prompt").keys.with_mean(torch.zeros(2, 3, 1, 64))
+    for name, options in (("polarquant", {"codebook": "online"}), ("turboquant", {"bits": 2.5}))
 }
 
 

@@ -37,6 +37,12 @@ DEFAULT_POLICY = "window"
 PRE_ROPE = "pre_rope"
 """Name of an option that every method has: if true, keys are coded before RoPE."""
 
+CENTRE = "centre"
+"""Name of an option that every method has: if true, the mean of keys before RoPE is removed."""
+
+CALIBRATION = "calibration"
+"""Name of the option that says where fitted tensors are from. Every method with `centre=true` has it."""
+
 
 @dataclass(frozen=True)
 class Term:
@@ -135,8 +141,9 @@ class Recipe:
         """
 
         def term(one: Term) -> Term:
-            given = {"calibration": "prompt"} if "calibration" in methods()[one.name].parameters else {}
-            return Term(one.name, tuple(sorted((dict(one.options) | given).items())))
+            options, method = dict(one.options), methods()[one.name]
+            fitted = CALIBRATION in method.parameters or options.get(CENTRE)
+            return Term(one.name, tuple(sorted((options | ({CALIBRATION: "prompt"} if fitted else {})).items())))
 
         def coder(one: Coder) -> Coder:
             return Coder(term(one.keys), one.values and term(one.values))
@@ -216,13 +223,21 @@ def _layer_range(spec: str, layers: int) -> range:
 
 
 def _build(term: Term) -> Pair:
-    options = dict(term.options)
+    options, method = dict(term.options), methods()[term.name]
     pre_rope = options.pop(PRE_ROPE, None)
+    centre = CENTRE not in method.parameters and options.pop(CENTRE, False)
+    source: Any = options.get(CALIBRATION)
+    if CALIBRATION not in method.parameters:
+        source = options.pop(CALIBRATION, None)
+        if source is not None and not centre:
+            raise UserError(f"{term.name}: calibration={source} is of the mean of keys, so it needs centre=true")
     try:
-        pair = methods()[term.name].build(**options)
+        pair = method.build(**options)
+        pair = pair if pre_rope is None else pair.with_pre_rope(pre_rope)
+        source = source or getattr(pair.keys, CALIBRATION, "prompt")
+        return pair.with_centre(source) if centre else pair
     except UserError as error:
         raise UserError(f"{term.name}: {error}") from error
-    return pair if pre_rope is None else pair.with_pre_rope(pre_rope)
 
 
 def _coder(text: str) -> Coder:
@@ -293,9 +308,8 @@ def _example(entry: Any) -> str:
 def _defaults(entry: Any) -> dict[str, Any]:
     if isinstance(entry, type):
         return dict(vars(entry()))
-    return {name: parameter.default for name, parameter in entry.parameters.items()} | {
-        PRE_ROPE: entry.build().keys.pre_rope
-    }
+    every = {PRE_ROPE: entry.build().keys.pre_rope, CENTRE: False, CALIBRATION: "prompt"}
+    return every | {name: parameter.default for name, parameter in entry.parameters.items()}
 
 
 def _typed(name: str, option: str, value: Any, default: Any) -> Any:

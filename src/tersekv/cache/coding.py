@@ -76,7 +76,9 @@ def fitted(
     if loss is not None and codec.observes:
         return _fitted_to_loss(codec, parts, loss, heads)
     if codec.centred:
-        codec = codec.with_mean(_mean_without_rope(parts))
+        codec = _with_mean(codec, parts)
+        if codec.needs_fit is None:
+            return codec
     elif sinks is not None:
         parts = [sinks, *parts]
     x = torch.cat([codec_input(codec, part) for part in parts], dim=2)
@@ -86,7 +88,7 @@ def fitted(
 def _fitted_to_loss(codec: Codec, parts: Sequence[Tokens], loss: TokenLoss, heads: HeadShard | None) -> Codec:
     """Return the codec fitted on sums over weighted tokens, which are made part by part."""
     if codec.centred:
-        codec = codec.with_mean(_mean_without_rope(parts))
+        codec = _with_mean(codec, parts)
     loss, sums, start = loss.relative("scores" if codec.observes == "scores" else "prompt"), [], 0
     if codec.pre_rope:
         loss = loss._replace(metric=None)  # queries are observed after RoPE
@@ -96,6 +98,11 @@ def _fitted_to_loss(codec: Codec, parts: Sequence[Tokens], loss: TokenLoss, head
         start = stop
     moments = functools.reduce(Moments.plus, sums)
     return codec.fit_moments(moments) if heads is None else heads.fit_moments(codec, moments)
+
+
+def _with_mean(codec: Codec, parts: Sequence[Tokens]) -> Codec:
+    """Return a centred codec with the mean of these keys, or its own from a corpus."""
+    return codec if "mean" in codec.fitted else codec.with_mean(_mean_without_rope(parts))
 
 
 def _mean_without_rope(parts: Sequence[Tokens]) -> Tensor:

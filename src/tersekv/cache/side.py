@@ -169,10 +169,10 @@ class SideStore(Stateful):
         sums = LostVariance() if self.corrected and self.lost is None else None
         if flush:
             if codec.needs_fit == "prompt":
-                log.debug("fitting %s to a prompt of %d tokens", type(codec).__name__, old + x.shape[2])
+                log.debug("fitting %s to a prompt of %d tokens", codec.label, old + x.shape[2])
                 waiting = torch.cat([tail, x], dim=2) if old else x
                 codec = self._fitted(codec, torch.cat([self.sinks, first], dim=2), waiting, place, loss)
-            log.debug("packing %d tokens with %s", len(own), type(codec).__name__)
+            log.debug("packing %d tokens with %s", len(own), codec.label)
             for start, stop in coding.chunks(own.start, own.stop, self.packed.sizes.unit, x):
                 parts = [tail[:, :, start : min(stop, old)], x[:, :, max(0, start - old) : max(0, stop - old)]]
                 part = torch.cat(parts, dim=2) if start < old else parts[1]

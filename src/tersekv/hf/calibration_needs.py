@@ -70,7 +70,7 @@ def written(recipe: Recipe, in_full: bool) -> str:
         defaults = {name: p.default for name, p in parameters if name not in keys.rate_options}
         defaults[PRE_ROPE] = keys.pre_rope
         options = defaults | {name: value for name, value in one.options if name not in keys.rate_options}
-        return Term(one.name, tuple(sorted((k, v) for k, v in options.items() if in_full or v != defaults[k])))
+        return Term(one.name, tuple(sorted((k, v) for k, v in options.items() if in_full or v != defaults.get(k))))
 
     def coder(one: Coder) -> Coder:
         keys, values = term(one.keys), one.values and term(one.values)

@@ -140,6 +140,5 @@ class Ropes:
 
     def _why(self) -> str:
         return (
-            f"keys of {self.config.model_type} models cannot be coded before RoPE; use pre_rope=false (and "
-            "centre=false with trellis):"
+            f"keys of {self.config.model_type} models cannot be coded before RoPE; use pre_rope=false and centre=false:"
         )

@@ -102,7 +102,7 @@ class ChunkCoder:
     def _check(self, codec: Codec) -> None:
         if reason := why_not_chunks(codec, self.head_dim, self.calibration is not None):
             raise UserError(
-                f"{type(codec).__name__} for {codec.side} cannot encode self-contained chunks: {reason}. Others are "
+                f"{codec.label} for {codec.side} cannot encode self-contained chunks: {reason}. Others are "
                 "kivi, uniform, int4, normalfloat, turboquant (whole bits), polarquant (codebook=offline) and exact"
             )
 

@@ -68,7 +68,7 @@ class PagePool:
         self.rope, self.dense, self.exactness = rope if slots.keys.needs_rope else None, dense, exactness
         if slots.keys.needs_rope and (rope is None or rope.varies):
             raise UserError(
-                f"{type(slots.keys).__name__} needs the RoPE of the keys' positions, and this model has none that "
+                f"{slots.keys.label} needs the RoPE of the keys' positions, and this model has none that "
                 "depends on positions alone; use turboquant"
             )
         self.codecs: tuple[Codec, Codec] = (slots.keys, slots.values)

@@ -78,7 +78,7 @@ class Slots:
         for codec in (self.keys, self.values):
             if reason := why_not_slots(codec, self.head_dim):
                 raise UserError(
-                    f"{type(codec).__name__} for {codec.side} cannot be used in an engine's pages: {reason}. Others "
+                    f"{codec.label} for {codec.side} cannot be used in an engine's pages: {reason}. Others "
                     "are trellis with a calibration, turboquant, kivi, polarquant, uniform, normalfloat"
                 )
 

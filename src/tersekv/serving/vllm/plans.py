@@ -86,7 +86,7 @@ def _of_rank(codec: Codec, kv_heads: int, ranks: int, all_heads: int) -> Codec:
         return codec
     if codec.encode_spans_heads:
         raise UserError(
-            f"{type(codec).__name__} for {codec.side} codes all heads of a token together, which tensor parallelism "
+            f"{codec.label} for {codec.side} codes all heads of a token together, which tensor parallelism "
             "divides; use one process"
         )
     from vllm.distributed import get_tensor_model_parallel_rank
