@@ -183,6 +183,12 @@ def test_rope_of_a_broken_config_is_refused():
         Ropes(config, 16).of(0)
 
 
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_policies_that_evict_are_refused_if_layers_share_keys(name):
+    with pytest.raises(UserError, match=r"snapkv:budget=64\+kivi:group=16 on gemma(3n|4)_text: "):
+        tersekv.CompressedCache(built(name).config, "snapkv:budget=64+kivi:group=16")
+
+
 def test_layers_that_differ_in_their_heads_are_refused():
     """Full layers of Gemma 4 have other head dims than its sliding layers."""
     config = tf.Gemma4TextConfig(**SHORT, **HEAD, **WINDOWS, global_head_dim=64)
