@@ -3,20 +3,24 @@
     python tests/list_families.py           # write the table into docs/models.md
     python tests/list_families.py --print   # print it
 
-The sources of the tests are read, not imported, so that neither torch nor transformers is needed.
+The configs of the tests' models tell if a family's keys have a bias. Names of classes are read from
+the sources.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
+import importlib
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).resolve().parent
 PAGE = TESTS.parent / "docs" / "models.md"
 BEGIN, END = "<!-- families: made by tests/list_families.py -->", "<!-- end of families -->"
-FAMILIES = (("conftest.py", "MODELS"), ("test_architectures.py", "BUILD"))
+FAMILIES = (("conftest.py", "MODELS"), ("test_architectures.py", "BUILD"), ("test_recent_families.py", "RECENT"))
 """Files, and the dictionaries in them whose values build a model."""
 
 ELSEWHERE = {
@@ -44,6 +48,13 @@ SPECIAL = {
     "diffllama": "opens keys before attention: tokens are decoded",
     "glm": "RoPE over a part of the channels, pairs side by side",
     "qwen3_next": "attention layers beside recurrent ones",
+    "qwen3_5": "attention layers beside recurrent ones, RoPE over a part of the channels",
+    "qwen3_5_moe": "as qwen3_5, with experts",
+    "gemma3n": "layers that share keys: tokens are decoded, token policies that evict are refused",
+    "gemma4": "as gemma3n; refused if its full layers have other head dims, which is the default of its config",
+    "smollm3": "some layers without RoPE",
+    "granitemoehybrid": "attention layers beside recurrent ones, with or without RoPE, experts",
+    "cohere2": "sliding layers with RoPE, full layers without",
 }
 """Properties of a family that matter to a cache."""
 
@@ -62,10 +73,41 @@ def families() -> list[tuple[str, str]]:
     return found + [(name, model) for name, (file, model) in ELSEWHERE.items() if model in (TESTS / file).read_text()]
 
 
+def key_bias(model: str, built: Any = None) -> str:
+    """Answer if the keys of a class of models have a bias, and which field of the config decides.
+
+    built: a function that builds a small model of the class, whose config is used. By default it is
+        the class's usual config with four layers.
+    """
+    import torch
+    import transformers
+
+    from tersekv.hf.config import has_key_bias
+
+    usual = getattr(transformers, model).config_class
+    with torch.device("meta"):
+        config = built().config if built else usual(num_hidden_layers=4)
+    fields = [name for name, value in vars(config).items() if "bias" in name and isinstance(value, bool)]
+    for name in fields:
+        setattr(config, name, False)
+    if has_key_bias(config):
+        return "always"
+    for name in fields:
+        biased = copy.deepcopy(config)
+        setattr(biased, name, True)
+        if has_key_bias(biased):
+            return f"`{name}`, on by default" if getattr(usual(), name) else f"`{name}`"
+    return "never"
+
+
 def table() -> str:
     """The table in Markdown."""
-    lines = ["| family | class in transformers | special about it |", "|---|---|---|"]
-    lines += [f"| {name} | `{model}` | {SPECIAL.get(name, '')} |" for name, model in families()]
+    builders: dict[str, Any] = {}
+    for file, name in FAMILIES:
+        builders |= getattr(importlib.import_module(file.removesuffix(".py")), name)
+    lines = ["| family | class in transformers | special about it | bias of keys |", "|---|---|---|---|"]
+    for name, model in families():
+        lines.append(f"| {name} | `{model}` | {SPECIAL.get(name, '')} | {key_bias(model, builders.get(name))} |")
     return "\n".join(lines)
 
 

@@ -3,15 +3,18 @@ supported."""
 
 from __future__ import annotations
 
+import copy
 import importlib
+import re
 from typing import Any, NamedTuple
 
 import torch
-from transformers import cache_utils
+from transformers import AutoModel, AutoModelForCausalLM, cache_utils
 from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.cache.cache_size import CacheShape
 from tersekv.errors import UserError
+from tersekv.hf.convert import quiet
 from tersekv.hf.rope import Ropes
 
 ATTENTION_TYPES = {
@@ -23,6 +26,12 @@ WINDOW_MASKS = {"create_sliding_window_causal_mask", "create_chunked_causal_mask
 """Mask functions of transformers that modelling files with sliding windows use."""
 LINEAR_TYPES = ("linear_attention", "conv")
 DUMMY_TYPES = ("moe", "mlp", "dummy")
+
+
+KEY_MODULE = re.compile(r"(^|_|w)(k|key|keys|kv|qk|qkv)(_|$)|^c_attn$", re.IGNORECASE)
+"""Names of modules that make keys, alone or with queries and values, or normalise them."""
+OTHER_KEYS = re.compile(r"vision|audio|image|indexer|linear_attn|cross_attn|encoder_attn")
+"""Parts of a model whose keys are not in the cache of a decoder."""
 
 
 class LayerKind(NamedTuple):
@@ -69,7 +78,8 @@ class AttentionShape(NamedTuple):
             )
         except RuntimeError as error:  # transformers raises it if layers differ
             raise UserError(
-                f"the layers of {config.model_type} differ in their heads; tersekv supports models with equal layers"
+                f"the layers of {config.model_type} differ in their heads or head dims; tersekv serves models with "
+                "equal layers, use transformers' own cache"
             ) from error
         shares = bool(getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None))
         return AttentionShape(layers, heads, kv_heads, head_dim, head_dim, not shares)
@@ -139,6 +149,27 @@ def attention_layers(config: PreTrainedConfig) -> list[LayerKind]:
     return kinds
 
 
+def has_key_bias(config: PreTrainedConfig) -> bool | None:
+    """Return True if the model adds a bias to its keys, so that their mean is large; None if unknown.
+
+    The modelling class is built on the meta device, which needs no memory. It has a bias if a key
+    projection or a norm of keys has a parameter of that name.
+    """
+    config = copy.deepcopy(config if config.is_encoder_decoder else config.get_text_config(decoder=True))
+    config._attn_implementation = "eager"  # a constructor refuses ours outside `compress`
+    for auto in (AutoModelForCausalLM, AutoModel):
+        if type(config) not in auto._model_mapping:
+            continue
+        try:
+            with torch.device("meta"), quiet():
+                model = auto.from_config(config)
+        except Exception:  # the constructor of a model may raise any error
+            return None
+        modules = [name.split(".")[:-1] for name, _ in model.named_parameters() if name.endswith(".bias")]
+        return any(KEY_MODULE.search(path[-1]) and not OTHER_KEYS.search(".".join(path)) for path in modules)
+    return None
+
+
 def cache_shape(config: PreTrainedConfig) -> CacheShape:
     """Return the shapes that `cache.estimate.predict` needs."""
     config = text_config(config)
@@ -164,7 +195,7 @@ def _kind(config: PreTrainedConfig, name: str) -> LayerKind:
         return LayerKind("dummy")
     raise UserError(
         f"{config.model_type} has layers of type '{name}', whose state is not plain keys and values; tersekv serves "
-        f"{', '.join((*ATTENTION_TYPES, *LINEAR_TYPES))}"
+        f"{', '.join((*ATTENTION_TYPES, *LINEAR_TYPES))}, use transformers' own cache"
     )
 
 

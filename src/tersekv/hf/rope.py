@@ -19,6 +19,21 @@ from tersekv.codecs.transforms.rope import NO_ROPE, Apply, Rope
 from tersekv.errors import UserError
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
+BY_LAYER = ("no_rope_layers", "layer_rope_theta")
+"""Config fields with one entry per layer, which is 0 if the layer has no RoPE."""
+NOT_TEXT = ("Vision", "Audio")
+"""Words in names of classes that encode images or sound."""
+
+
+class KeyProbe(Exception):  # noqa: N818  # it stops an attention module whose keys are known
+    """In place of a cache: see if keys depend on the angles of RoPE, then raise itself."""
+
+    rotated = True
+
+    def update(self, keys: Tensor, *_: Any, **__: Any) -> Any:
+        """Note if the keys [B, H, n, D] require a gradient, and stop the attention module."""
+        self.rotated = keys.requires_grad
+        raise self
 
 
 class Ropes:
@@ -28,16 +43,24 @@ class Ropes:
     def __init__(self, config: Any, head_dim: int) -> None:
         self.config, self.head_dim = config, head_dim
         self._known: dict[str | None, Rope] = {}
+        self._rotated: dict[str | None, bool] = {}
 
     def of(self, layer: int) -> Rope:
-        """Return the RoPE of one layer.
+        """Return the RoPE of one layer. It is `NO_ROPE` if only other layers have RoPE.
 
         Raises:
             UserError: the model has no RoPE, or one that cannot be removed from keys.
         """
+        if not self._rotates(layer):
+            return NO_ROPE
         kind = self._kind(layer)
         if kind not in self._known:
-            self._known[kind] = self._make(kind)
+            try:
+                self._known[kind] = self._make(kind)
+            except UserError:
+                raise
+            except Exception as error:  # the model's own code may raise any error
+                raise UserError(f"{self._why()} its RoPE raises {type(error).__name__} ({error})") from error
         return self._known[kind]
 
     def known(self, layer: int) -> Rope | None:
@@ -77,12 +100,63 @@ class Ropes:
         parameters = getattr(self.config, "rope_parameters", None) or {}
         return types[layer] if types and types[layer] in parameters else None
 
+    def _rotates(self, layer: int) -> bool:
+        """True if the keys of a layer have RoPE, according to the model's config, else its code."""
+        config = self.config
+        for name in BY_LAYER:
+            if getattr(config, name, None):
+                return bool(getattr(config, name)[layer])
+        types, parameters = getattr(config, "layer_types", None), getattr(config, "rope_parameters", None) or {}
+        kind = types[layer] if types else None
+        if getattr(config, "position_embedding_type", "rope") is None or parameters.get(kind, 0) is None:
+            return False
+        if kind not in self._rotated:
+            self._rotated[kind] = self._attention_rotates(layer)
+        return self._rotated[kind]
+
+    def _attention_rotates(self, layer: int) -> bool:
+        """True unless the attention module's code shows that its keys do not depend on the angles.
+
+        Some models have RoPE only in layers with a sliding window, and only their code says so. The
+        module runs on the meta device, which needs no memory. The angles require a gradient, so keys
+        that depend on them require one, too.
+        """
+        made = self._class("Attention", ("layer_idx",))
+        if made is None or "position_embeddings" not in inspect.signature(made.forward).parameters:
+            return True
+        probe = KeyProbe()
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), torch.device("meta"):
+                module = made(self.config, layer_idx=layer).requires_grad_(False)
+                angles = torch.ones(2, 1, 1, self.head_dim, requires_grad=True).unbind()
+                x = torch.ones(1, 1, self.config.hidden_size)
+                module(hidden_states=x, position_embeddings=angles, attention_mask=None, past_key_values=probe)
+        except KeyProbe:
+            return probe.rotated
+        except Exception:  # a module of another form may raise any error
+            return True
+        return True
+
+    def _class(self, suffix: str, takes: tuple[str, ...] = ()) -> Any:
+        """Return the decoder's class whose name has a suffix; None if there is none.
+
+        takes: arguments of its `__init__`. A file may have classes for images and sound, too. Then
+        the class whose `config` is of this config's type comes first.
+        """
+        found: list[tuple[bool, int, Any]] = []
+        for name, made in vars(self._modelling()).items():
+            if name.endswith(suffix) and inspect.isclass(made):
+                arguments = inspect.signature(made).parameters
+                if "config" in arguments and all(argument in arguments for argument in takes):
+                    of = arguments["config"].annotation
+                    exact = getattr(of, "__name__", of) == type(self.config).__name__
+                    if exact or not any(word in name for word in NOT_TEXT):
+                        found.append((not exact, len(found), made))
+        return min(found, default=(True, 0, None))[-1]
+
     def _make(self, kind: str | None) -> Rope:
-        module, config = self._modelling(), self.config
-        made: Any = next(
-            (v for k, v in vars(module).items() if k.endswith("RotaryEmbedding") and inspect.isclass(v)), None
-        )
-        rotate = getattr(module, "apply_rotary_pos_emb", None)
+        config, made = self.config, self._class("RotaryEmbedding")
+        rotate = getattr(self._modelling(), "apply_rotary_pos_emb", None)
         if made is None or rotate is None:
             raise UserError(f"{self._why()} transformers has no common RoPE functions for it")
         parameters = config.rope_parameters if kind is None else config.rope_parameters[kind]
@@ -107,11 +181,13 @@ class Ropes:
         only, the others are passed through."""
         R = cos_sin(torch.arange(1), 1)[0].shape[-1]
 
+        single = list(inspect.signature(rotate).parameters)[1] == "cos"  # one tensor, else queries and keys
+
         def whole(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            return rotate(x, x, cos, sin)[0]
+            return rotate(x, cos, sin) if single else rotate(x, x, cos, sin)[0]
 
         def partly(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            return torch.cat([rotate(x[..., :R], x[..., :R], cos, sin)[0], x[..., R:]], dim=-1)
+            return torch.cat([whole(x[..., :R], cos, sin), x[..., R:]], dim=-1)
 
         probe = torch.zeros(1, 1, 1, self.head_dim)
         try:
@@ -123,11 +199,8 @@ class Ropes:
     def _check(self, rope: Rope) -> None:
         """Raise UserError unless removing RoPE inverts applying it."""
         x = torch.randn(1, 2, 3, self.head_dim, generator=torch.Generator().manual_seed(0))
-        try:
-            cos, sin = (t[None] for t in rope.cos_sin(5, 3, 8, x.device))
-            back = rope.invert(rope.apply(x, cos, sin), cos, sin)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise UserError(f"{self._why()} {error}") from error
+        cos, sin = (t[None] for t in rope.cos_sin(5, 3, 8, x.device))
+        back = rope.invert(rope.apply(x, cos, sin), cos, sin)
         if back.shape != x.shape or not torch.allclose(back, x, atol=1e-4):
             raise UserError(f"{self._why()} it does not rotate pairs of channels")
 
