@@ -229,7 +229,7 @@ def run(args: argparse.Namespace) -> None:
     held: set[tuple[str, ...]] = set()
     if args.out.is_file():
         lines = map(json.loads, args.out.read_text(encoding="utf-8").splitlines())
-        held = {(x["text"], x["window"], x["budget"], x["recipe"]) for x in lines}
+        held = {(x["text"], x["window"], x["budget"], x["recipe"]) for x in lines if x["model"] == args.model}
     named = dict(option.split("=", 1) for option in args.text)
     texts = {
         name: list(windows(tokenizer, path, args.prefix + args.scored, args.windows)) for name, path in named.items()
@@ -326,7 +326,6 @@ def filled(page: str, lines: list[dict[str, Any]]) -> str:
 def main(given: list[str] | None = None) -> None:
     """Parse the options; run, or write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="name, folder or Hub id of a model")
     parser.add_argument("--text", action="append", default=[], help="NAME=FILE, a text; repeat")
     parser.add_argument("--windows", type=int, default=3, help="windows of each text")
     parser.add_argument("--prefix", type=int, default=4096, help="tokens of the context")

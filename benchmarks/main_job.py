@@ -42,8 +42,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="0 skips the second part")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    models.pull_if_known(args.model, output.report)
-    model, tokenizer = models.load(args.model)
+    model, tokenizer = models.load(args.model, report=output.report)
     measure.warm_up(model)
     parts = [part for part, runs in ((agreement, args.prompts), (speed, args.rounds)) if runs]
     for record in (part(args, model, tokenizer) for part in parts):

@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 import tersekv
+from recorded import add_models
 from tersekv.attention import observe
 from tersekv.cache.layer import LayerStore
 from tersekv.cli.env import cpu_features
@@ -98,9 +100,9 @@ def on_corpus(recipe: str | None) -> bool:
 
 
 def prefills(options: argparse.Namespace, recipes: list[str]) -> Iterator[dict[str, Any]]:
-    """Time prefills in turns. Yield a row per dtype, length and recipe."""
-    for dtype in options.dtypes:
-        model, tokenizer = models.load(options.model, dtype=dtype)
+    """Time prefills in turns. Yield a row per model, dtype, length and recipe."""
+    for name_of_model, dtype in itertools.product(options.model or ["smollm2"], options.dtypes):
+        model, tokenizer = models.load(name_of_model, dtype=dtype)
         for tokens in options.tokens:
             ids = prompt(tokenizer, tokens)
             times: dict[str | None, list[Prefill]] = {name: [] for name in (None, *recipes)}
@@ -113,7 +115,8 @@ def prefills(options: argparse.Namespace, recipes: list[str]) -> Iterator[dict[s
                 shares = sorted(each.packing / each.rest for each in own)
                 ranking = statistics.median(each.ranking / each.rest for each in own)
                 yield {
-                    "what": "prefill", "recipe": name or "full", "dtype": dtype, "T": tokens, "rounds": options.rounds,
+                    "what": "prefill", "model": name_of_model, "recipe": name or "full", "dtype": dtype,
+                    "T": tokens, "rounds": options.rounds,
                     "seconds": round(statistics.median(each.whole for each in own), 4),
                     "packing_seconds": round(statistics.median(each.packing for each in own), 5),
                     "share": round(statistics.median(shares), 4),
@@ -219,7 +222,7 @@ def estimate(us_per_vector: float, small: dict[str, Any], parameters: float = 13
 def main(arguments: list[str] | None = None) -> None:
     """Run all parts; print each row, and append it to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
+    add_models(parser)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

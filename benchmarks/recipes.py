@@ -12,14 +12,17 @@ calibrations (`tersekv calibrate`).
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
 import torch
 
+from recorded import add_models
 from tersekv import cli
 from tersekv.cache.cache_size import CacheShape
 from tersekv.cache.estimate import predict
+from tersekv.cli.estimate import load_shape
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.lab.evals.harness import Summary
 from tersekv.lab.evals.reader import FULL
@@ -44,19 +47,23 @@ BEGIN, END = "<!-- recipes: made by benchmarks/recipes.py -->", "<!-- end of rec
 
 
 def run(args: argparse.Namespace) -> None:
-    """Evaluate every recipe, except results that the folder already has."""
+    """Evaluate every recipe with every model, except results that the folder already has."""
     recipes = [part for recipe in RECIPES for part in ("--recipe", recipe)]
     if args.calibration:
         recipes += ["--calibration", str(args.calibration)]
-    for task in (("divergence", "--text", args.text, *DIVERGENCE), ("passkey", *PASSKEY)):
-        status = cli.run(["eval", *task, *recipes, "--model", "smollm2", "--out", str(args.out)])
-        if status:
+    tasks = (("divergence", "--text", args.text, *DIVERGENCE), ("passkey", *PASSKEY))
+    for model, task in itertools.product(args.model or ["smollm2"], tasks):
+        if status := cli.run(["eval", *task, *recipes, "--model", model, "--out", str(args.out)]):
             sys.exit(status)
 
 
-def table(paths: list[Path], speeds: Path | None, dtype: str) -> str:
-    """Return the table in markdown, with a dash where records are missing."""
-    by_task = {group.name: {s.recipe: s for s in group.summaries} for group in grouped(read_records(paths))}
+def table(paths: list[Path], speeds: Path | None, dtype: str, model: str = "smollm2") -> str:
+    """Return a model's table in markdown, with a dash where records are missing."""
+    groups = [group for group in grouped(read_records(paths)) if group.model == model]
+    if not groups:
+        sys.exit(f"the records have no model {model}: give the --model that was run")
+    by_task = {group.name: {s.recipe: s for s in group.summaries} for group in groups}
+    shape = SMOLLM2 if model == "smollm2" else load_shape(model, with_weights=False)[0]
     near, far = by_task["divergence"], by_task.get("passkey", {})
     heading, rates = _rates(speeds, dtype)
     lines = [
@@ -64,21 +71,21 @@ def table(paths: list[Path], speeds: Path | None, dtype: str) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, summary in sorted(near.items(), key=lambda item: (item[0] != FULL, item[1].metrics["kl"].mean)):
-        held = predict(SMOLLM2, Recipe.parse("exact" if name == FULL else name), LONG).total_bytes
+        held = predict(shape, Recipe.parse("exact" if name == FULL else name), LONG).total_bytes
         cells = [
             "full (bfloat16)" if name == FULL else f"`{name}`",
             "16" if name == FULL else f"{summary.bits_per_element:.2f}",
             *([_written(summary, "perplexity_ratio", 3), _written(summary, "kl", 4)] if name != FULL else ["1", "0"]),
             _written(far[name], "accuracy", 2) if name in far else "–",
-            f"{_full_bytes() / 1e6 if name == FULL else held / 1e6:.0f}",
+            f"{_full_bytes(shape) / 1e6 if name == FULL else held / 1e6:.0f}",
             f"{rates[name]:.1f}" if name in rates else "–",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _full_bytes() -> int:
-    return SMOLLM2.elements(LONG) * SMOLLM2.dtype.itemsize
+def _full_bytes(shape: CacheShape) -> int:
+    return 2 * shape.elements(LONG)
 
 
 def _written(summary: Summary, metric: str, digits: int) -> str:
@@ -101,6 +108,7 @@ def _rates(path: Path | None, dtype: str) -> tuple[str, dict[str, float]]:
 def main() -> None:
     """Parse the options; run, or write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_models(parser)
     parser.add_argument("--text", default="pydoc", help="text for the divergence task")
     parser.add_argument("--calibration", type=Path, help="folder of kvquant's calibrations")
     parser.add_argument("--out", type=Path, help="run, and write records to this folder")
@@ -111,9 +119,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.out is None and args.records is None:
         parser.error("give --out to run, or --records to write the table")
+    if args.into is not None and len(args.model or []) > 1:
+        parser.error("--into has room for the table of one model: give one --model")
     if args.out is not None:
         run(args)
-    made = table(args.records or [args.out], args.speeds, args.dtype)
+    tables = [table(args.records or [args.out], args.speeds, args.dtype, model) for model in args.model or ["smollm2"]]
+    made = "\n\n".join(tables)
     if args.into is None:
         print(made)
         return

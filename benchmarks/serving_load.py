@@ -147,9 +147,9 @@ async def load(address: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> None:
     """Measure one recipe and append a record."""
-    from tersekv.hf.models import resolve
+    from tersekv.hf.models import prepare
 
-    model, blocks = resolve(args.model), args.native_pages
+    model, blocks = prepare(args.model), args.native_pages
     if args.recipe != FULL:
         whole = NATIVE_TOKENS_IN_1_GIB // PAGE
         blocks = int(args.native_pages * args.tokens_in_1_gib / PAGE / whole)

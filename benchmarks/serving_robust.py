@@ -135,9 +135,9 @@ def run(args: argparse.Namespace) -> None:
     """Run one recipe and append a record."""
     from transformers import AutoTokenizer
 
-    from tersekv.hf.models import resolve
+    from tersekv.hf.models import prepare
 
-    model = resolve(args.model)
+    model = prepare(args.model)
     asked = requests(AutoTokenizer.from_pretrained(model), args.requests, seed=0)
     draw = random.Random(1)
     cancelled = set(draw.sample(range(len(asked)), args.cancel))

@@ -62,10 +62,10 @@ def run(args: argparse.Namespace) -> None:
     import torch
     import vllm
 
-    from tersekv.hf.models import resolve
+    from tersekv.hf.models import prepare
 
     torch.set_num_threads(args.threads)
-    model = resolve(args.model)
+    model = prepare(args.model)
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes]
     longest, most = max(p + n for _, p, n in shapes), max(b for b, _, _ in shapes)
     options = {"max_model_len": longest, "max_num_seqs": most, "enable_prefix_caching": False}

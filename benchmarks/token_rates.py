@@ -208,7 +208,8 @@ def run(args: argparse.Namespace) -> None:
     """Measure every sample that the file does not have yet."""
     simulation, held = Simulation(args.model, ALL_RATES if args.settings == "layers" else RATES), set()
     if args.out.is_file():
-        held = {(x["text"], x["sample"]) for x in map(json.loads, args.out.read_text(encoding="utf-8").splitlines())}
+        lines = map(json.loads, args.out.read_text(encoding="utf-8").splitlines())
+        held = {(x["text"], x["sample"]) for x in lines if x["model"] == args.model}
     for option in [*args.text, "passkey="]:
         text, _, path = option.partition("=")
         samples = windows(simulation, path, args.windows) if path else passkeys(simulation)
@@ -265,7 +266,6 @@ def filled(page: str, lines: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Parse the options; run, or write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="name, folder or Hub id of a Llama-like model")
     parser.add_argument("--text", action="append", default=[], help="NAME=FILE, a text; repeat")
     parser.add_argument("--windows", type=int, default=4, help="windows of each text")
     parser.add_argument("--settings", choices=list(SETTINGS), default="rates", help="settings that are measured")

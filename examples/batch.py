@@ -17,7 +17,7 @@ def main(argv=None):
     """Ask the same question about each text."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, help="texts; without them three pages of Python's reference")
-    parser.add_argument("--model", default="smollm2", help="a known name, a folder or a Hub id")
+    parser.add_argument("--model", default="smollm2", help="a known name, a folder, a GGUF file or a Hub id")
     parser.add_argument("--recipe", default="default")
     parser.add_argument("--new-tokens", type=int, default=40)
     args = parser.parse_args(argv)

@@ -29,7 +29,7 @@ def main(argv=None):
     """Ask the questions one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("questions", nargs="*", default=QUESTIONS)
-    parser.add_argument("--model", default="smollm2", help="a known name, a folder or a Hub id")
+    parser.add_argument("--model", default="smollm2", help="a known name, a folder, a GGUF file or a Hub id")
     parser.add_argument("--recipe", default="default")
     parser.add_argument("--file", type=Path, default=LICENSE, help="the text to chat about")
     parser.add_argument("--new-tokens", type=int, default=60)

@@ -17,7 +17,7 @@ def main(argv=None):
     """Read the same windows of the text with each recipe."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("text", nargs="?", default="pydoc", help="a file; without it Python's language reference")
-    parser.add_argument("--model", default="smollm2", help="a known name, a folder or a Hub id")
+    parser.add_argument("--model", default="smollm2", help="a known name, a folder, a GGUF file or a Hub id")
     parser.add_argument("--recipe", action="append", help=f"may be repeated; without it {', '.join(RECIPES)}")
     parser.add_argument("--packed", type=int, default=1792, help="tokens of a window that are packed first")
     parser.add_argument("--scored", type=int, default=256, help="tokens of a window that are then scored")

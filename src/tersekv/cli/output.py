@@ -27,7 +27,7 @@ Calibrations = Annotated[
     typer.Option("--calibration", help="File or folder from `tersekv calibrate`. By default the folder it writes to."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print only one line of JSON on stdout.")]
-MODEL_HELP = "Model: smollm2, a folder, or a Hub id."
+MODEL_HELP = "Model: smollm2, a folder, a GGUF file (also on the Hub: owner/name:file.gguf), or a Hub id."
 DEFAULT_RECIPE = "default"
 RECIPE_HELP = "Recipe: a preset (default or safe) or for example kivi:bits=4. See `tersekv list`."
 WIDTH_WHEN_PIPED = 132

@@ -87,9 +87,7 @@ def serve(
     interpreter = str(python or sys.executable)
     with output.step("looking for vLLM"):
         device = device_of(interpreter, found_in(interpreter))
-    if not dry_run:
-        models.pull_if_known(model, output.report)
-    where = models.resolve(model)
+    where = models.resolve(model) if dry_run else models.prepare(model, output.report)
     file = calibration_file(model, chosen, calibration, make=not dry_run)
     server = made(interpreter, device, where, model, chosen, file, (host, port), cache_gib, context.args)
     if dry_run:

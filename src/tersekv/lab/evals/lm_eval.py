@@ -61,8 +61,7 @@ class TersekvLM(HFLM):
         self.chunk = int(chunk)
         self.recipe = None if recipe == FULL else str(Recipe.parse(recipe))
         if isinstance(pretrained, str):
-            models.pull_if_known(pretrained)
-            pretrained = models.resolve(pretrained)
+            pretrained = models.prepare(pretrained)
         super().__init__(pretrained, **kwargs)
         new_cache(self.model, self.recipe)  # raises if the recipe does not support the model
 
