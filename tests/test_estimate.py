@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers as tf
 
 import tersekv
-from conftest import MODELS, prompt
+from conftest import MODELS, SHAPE, prompt
+from tersekv.cache import known_models
 from tersekv.cache import kvquant_tables as kvquant
 from tersekv.cache.cache_size import CacheShape
 from tersekv.cache.estimate import KNOWN, predict
@@ -23,6 +25,7 @@ RECIPES = [
     "kivi:bits=2",
     "qjl",
     "turboquant:bits=4,centre=true",
+    "trellis:bits=3,calibration=prompt",
     "snapkv:budget=0.5+polarquant:centre=true",
     "int4:group=32",
     "kivi:bits=4;0=exact",
@@ -197,3 +200,35 @@ def test_estimate_is_what_a_layer_holds(recipe, tokens, way):
         assert abs(expected.total_bytes / held.total_bytes - 1) < 0.01
     else:
         assert expected.parts == held.parts
+
+
+def test_presets_choose_the_codec_of_each_layer():
+    """Layers that hold few tokens per channel are coded as `kivi:bits=4`; a preset is then never larger."""
+    gemma, llama = known_models.find("gemma-3-270m").shape, known_models.find("llama-3.1-8b").shape
+    for tokens in (1024, 2048):  # too few for a basis of 256 channels
+        assert predict(gemma, "default", tokens).parts == predict(gemma, "kivi:bits=4", tokens).parts
+    longer = predict(gemma, "default", 8192)
+    assert longer.coded == {"uniform, 4 bits": 15, "trellis, 3 bits": 3}
+    for shape, recipe in ((gemma, "default"), (gemma, "safe"), (llama, "default")):
+        for tokens in (1024, 2048, 8192, 32_768):
+            assert predict(shape, recipe, tokens).total_bytes <= predict(shape, "kivi:bits=4", tokens).total_bytes
+    assert predict(llama, "default", 300).coded == {"trellis, 3 bits": 32}  # a chat begins short
+    assert predict(gemma, "trellis:bits=3,basis=klt,calibration=prompt", 1024).coded == {"trellis, 3 bits": 18}
+
+
+def test_the_choice_outlives_save_load_and_reset(tmp_path):
+    """It depends on the tokens of the first call, which a file names."""
+    torch.manual_seed(0)
+    sizes = SHAPE | {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, head_dim=192)).eval()
+    with tersekv.compress(model, "default"), torch.no_grad():
+        cache, ids = tersekv.CompressedCache(model, "default"), prompt(400)
+        model(ids, past_key_values=cache)
+        assert cache.footprint().coded == {"uniform, 4 bits": 1}
+        cache.save(tmp_path / "one.cache")
+        again = tersekv.CompressedCache.load(tmp_path / "one.cache", model)
+        assert again.footprint().parts == cache.footprint().parts
+        assert torch.equal(*(model(ids[:, :40], past_key_values=c).logits for c in (cache, again)))
+        cache.reset()
+        model(prompt(2304), past_key_values=cache)
+        assert cache.footprint().coded == {"trellis, 3 bits": 1}

@@ -9,6 +9,9 @@ from torch import Tensor
 from tersekv.codecs import Codec
 from tersekv.policies import TokenPolicy
 
+LEAST_EXPECTED = 1536
+"""Tokens that a sequence is expected to reach, if its first call is shorter. A chat begins so."""
+
 
 class LayerPlan(NamedTuple):
     """Codecs and token policy of one layer.
@@ -28,3 +31,26 @@ class LayerPlan(NamedTuple):
     layers: int = 1
     scores: Tensor | None = None
     rates: Tensor | None = None
+
+    @property
+    def coded(self) -> str:
+        """Method and bits of keys and values, for a person."""
+        keys, values = (
+            f"{codec.label.lower()}, {bits:g} bits"
+            if isinstance(bits := getattr(codec, "bits", None), (int, float))
+            else codec.label.lower()
+            for codec in (self.keys, self.values)
+        )
+        return keys if keys == values else f"{keys} / {values}"
+
+    def in_layer(self, tokens: int, window: int | None, key_dim: int, value_dim: int) -> LayerPlan:
+        """Return the plan with the codecs that this layer gets, see `Codec.in_layer`.
+
+        tokens: number of tokens of the first call.
+        """
+        fixed = window is None and (self.policy.drops or self.policy.observes)
+        if fixed:  # such a policy needs the codec's rates or its tokens' places
+            return self
+        held = max(tokens, LEAST_EXPECTED) if window is None else window
+        keys, values = self.keys.in_layer(held, key_dim), self.values.in_layer(held, value_dim)
+        return self._replace(keys=keys, values=values)

@@ -72,6 +72,7 @@ def size(
     """
     rows = batch * shape.kv_heads
     calls = Calls(tokens - generated, piece, generated)
+    first = next(iter(calls.sizes()), 0)
     sizes: dict[tuple[TokenPolicy, int | None, int, bool], LayerSize] = {}
     footprints: list[Footprint] = []
     shared: dict[str, int] = {}
@@ -79,6 +80,7 @@ def size(
     for index, window in enumerate(shape.windows):
         plan = recipe.plan(index, len(shape.windows))
         plan = plan if scores is None else plan._replace(scores=scores)
+        plan = plan.in_layer(first, window, shape.key_dim, shape.value_dim)
         if plan.policy.allots and window is None and two_rates(plan.keys, plan.values):
             plan = evenly(plan, (shape.key_dim, shape.value_dim))
         if isinstance(plan.policy, Selection) and window is None:
@@ -106,6 +108,7 @@ def size(
         if footprint.parts["codes"]:
             rope_tables |= {table.data_ptr(): table for table in _rope_tables(shape, index, plan, window)}
         footprint.elements = min(tokens, window or tokens) * (shape.key_dim + shape.value_dim) * rows
+        footprint.coded = {plan.coded: 1}
         footprints.append(footprint)
     total = Footprint.sum(footprints)
     total.tokens = tokens

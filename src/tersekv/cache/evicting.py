@@ -348,6 +348,7 @@ class EvictingStore(Stateful, ABC):
         """Return the bytes held, without tables."""
         rows = self.batch_size * self.kv_heads * self.num_tokens
         footprint = Footprint(self.num_tokens, rows * sum(side.head_dim for side in self.sides))
+        footprint.coded = {self.plan.coded: 1}
         for pool in self.pools:
             loose = self._sinks(pool.positions[:, :, pool.packed_tokens :])
             pool.count(footprint, int(loose.sum(-1).max()) if loose.shape[2] else 0)

@@ -23,11 +23,13 @@ class Footprint:
         Layers with a sliding window count its tokens only. Ratios and bits are relative to this
         number.
     parts: bytes by part.
+    coded: number of layers by method and bits, see `LayerPlan.coded`.
     """
 
     tokens: int = 0
     elements: int = 0
     parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    coded: dict[str, int] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -77,4 +79,6 @@ class Footprint:
             total.elements += footprint.elements
             for part, size in footprint.parts.items():
                 total.parts[part] += size
+            for name, layers in footprint.coded.items():
+                total.coded[name] = total.coded.get(name, 0) + layers
         return total

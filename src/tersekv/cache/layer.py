@@ -389,6 +389,7 @@ class LayerStore(Stateful):
         """Return the bytes held, without tables."""
         rows = self.batch_size * self.kv_heads * min(self.num_tokens, self.window or self.num_tokens)
         footprint = Footprint(self.num_tokens, rows * sum(side.head_dim for side in self.sides))
+        footprint.coded = {self.plan.coded: 1}
         for side in self.sides:
             side.count(footprint)
         return footprint

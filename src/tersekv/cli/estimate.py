@@ -139,6 +139,7 @@ def describe(
                 "break_even_tokens": least,
                 "contexts": rows,
                 "generating": _generating(shape, recipe, max(lengths), batch),
+                "layers": predict(shape, recipe, max(lengths), batch).coded,
                 "equal_heads": recipe.policy().needs_scores,
                 "equal_layers": recipe.policy().allots,
             }

@@ -24,6 +24,8 @@ def show(document: dict[str, Any]) -> None:
     held = "; ".join(sizes.while_generating(one["generating"], one["recipe"]) for one in recipes)
     output.show(f"With the last {last['generated']:,} of {last['tokens']:,} tokens generated one by one: {held}.")
     for one in recipes:
+        if len(one["layers"]) > 1:
+            output.show(sizes.by_layer(one["recipe"], one["layers"]))
         if one["equal_heads"]:
             output.show(sizes.equal_heads(one["recipe"]))
         if one["equal_layers"]:

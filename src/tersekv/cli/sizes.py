@@ -39,6 +39,12 @@ def equal_layers(recipe: str) -> str:
     )
 
 
+def by_layer(recipe: str, layers: dict[str, int]) -> str:
+    """Return a sentence about a recipe whose layers are coded differently. layers: their number by code."""
+    each = "; ".join(f"{n} {'layer' if n == 1 else 'layers'} with {name}" for name, n in layers.items())
+    return f"{short_name(recipe)} codes {each}."
+
+
 def short_name(recipe: str) -> str:
     """Return the name of the preset that equals a canonical recipe, else the recipe."""
     from tersekv.recipe import PRESETS, Recipe

@@ -89,6 +89,10 @@ class Codec(ABC):
         """Name of the method in messages."""
         return type(self).__name__
 
+    def in_layer(self, tokens: int, head_dim: int) -> Codec:
+        """Return the codec of a layer that holds so many tokens: this one, unless it chooses by layer."""
+        return self
+
     @property
     def fits_on(self) -> FitsOn | None:
         """Data that `fit` needs before `encode`: the "prompt", a "corpus", or None."""

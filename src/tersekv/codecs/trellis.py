@@ -13,6 +13,8 @@ A vector's length is coded as a gain of 8 bits. The codes are searched with the 
 If the error is larger than expected, they are searched again with gains above the one that then fits
 best. The result with the smallest error is kept.
 
+- `basis=auto` is klt. Layers that hold too few tokens to fit a basis on, such as short sliding windows
+  of wide heads, are coded as `kivi` with one bit more, at most 4 (`Trellis.in_layer`).
 - `basis=channels` keeps the channels, `rotation` uses a random orthogonal matrix, not a fitted one.
 - `code=scalar` uses Lloyd-Max codebooks in the same stream. `centre=false` does not remove μ.
 - `calibration=corpus` uses the output of `tersekv calibrate`. `calibration=prompt` fits on the
@@ -38,6 +40,7 @@ from tersekv.codecs.codebooks.trellis import scalar_entries, trellis_entries
 from tersekv.codecs.transforms.klt import SHRINK, klt, shrunk, within
 from tersekv.codecs.transforms.moments import Moments, Observes, WeightedBy
 from tersekv.codecs.transforms.rotation import random_rotation
+from tersekv.codecs.uniform import Uniform
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.kernels.basis import packed_basis, unpacked_basis
@@ -72,6 +75,12 @@ GAINS_TRIED = (2, 5)
 Larger gains help because a component beyond the end of its codebook costs more than wider steps do.
 """
 
+VECTORS_PER_CHANNEL = 12
+"""Tokens per channel of a head below which no basis is fitted. Measured between 8, too few, and 16."""
+
+MOST_INTEGER_BITS, INTEGER_GROUP = 4, 32
+"""Bits and groups of the integers in layers with fewer tokens."""
+
 MANY_BITS = 3.5
 ENOUGH = (0.97, 0.9)
 """Error, relative to the expected one, below which no other gain is tried.
@@ -87,7 +96,7 @@ class Trellis(Codec):
     """One side of the trellis codec.
 
     bits: mean bits per component, 0.25 to 8. A token's bits are rounded up to a multiple of 16.
-    basis: klt, channels or rotation.
+    basis: klt, channels, rotation, or auto, which is klt in all layers but those of `in_layer`.
     code: trellis or scalar.
     centre: remove the mean.
     metric: fisher or none. On a prompt, fisher is estimated from its queries.
@@ -102,7 +111,7 @@ class Trellis(Codec):
     takes_moments: ClassVar[bool] = True
 
     bits: float = 2.0
-    basis: Literal["klt", "channels", "rotation"] = "klt"
+    basis: Literal["auto", "klt", "channels", "rotation"] = "auto"
     code: Literal["trellis", "scalar"] = "trellis"
     centre: bool = True
     metric: Literal["fisher", "none"] = "fisher"
@@ -115,6 +124,24 @@ class Trellis(Codec):
             raise UserError(f"bits={self.bits:g} is out of range; allowed are 0.25 to {MOST_BITS}")
         check_choices(self)
         check_range("seed", self.seed, 0, 2**31)
+
+    @property
+    def _fits_basis(self) -> bool:
+        return self.basis in ("auto", "klt")
+
+    def in_layer(self, tokens: int, head_dim: int) -> Codec:
+        """Return the codec of a layer that holds so many tokens.
+
+        With `basis=auto` a layer with fewer than VECTORS_PER_CHANNEL tokens per channel gets integers in
+        groups, as `kivi` has them. A basis fitted on so few vectors costs more bytes than it saves, and
+        it fits the few tokens that have most of the weight (docs/methods/trellis-measured.md).
+        """
+        if self.basis != "auto" or self.calibration != "prompt" or tokens >= VECTORS_PER_CHANNEL * head_dim:
+            return self
+        bits = min(MOST_INTEGER_BITS, math.ceil(self.bits) + 1)
+        group = math.gcd(INTEGER_GROUP, head_dim) if self.side == "values" else INTEGER_GROUP
+        axis: Literal["channel", "token"] = "channel" if self.side == "keys" else "token"
+        return Uniform(bits, axis, group, side=self.side, pre_rope=self.pre_rope, per_head=self.per_head)
 
     @property
     def fits_on(self) -> FitsOn | None:
@@ -171,7 +198,7 @@ class Trellis(Codec):
         rows, half = (1, B), torch.float16
         channels = rows, H, head_dim
         found = {"mean": TensorSpec(half, channels)} if self.centre else {}
-        if self.basis == "klt":
+        if self._fits_basis:
             found["basis"] = TensorSpec(torch.uint8, (rows, H, 3 * -(-(head_dim**2) // 4)))
             found["channels"] = TensorSpec(half, channels)
         return found | {
@@ -279,7 +306,7 @@ class Trellis(Codec):
         metric = one.expand_as(covariance)
         if moments.metric is not None and self.metric == "fisher":
             metric = shrunk(moments.metric / max(1, moments.vectors), SHRINK[self.calibration])
-        if self.basis != "klt":
+        if not self._fits_basis:
             basis = self._fixed_basis(D, covariance.device).double().expand_as(covariance)
             return {}, within(covariance, basis), within(metric, basis)
         kept = packed_basis(klt(covariance, metric), metric.diagonal(dim1=-2, dim2=-1).rsqrt())
@@ -349,7 +376,7 @@ class Trellis(Codec):
         """Return the view of streams with the basis and the mean."""
         device = planes["stream"].device
         view: View = TrellisView(planes, self.fitted["bits"], self.fitted["scale"], self._entries(str(device)))
-        if self.basis == "klt":
+        if self._fits_basis:
             view = InBasis(view, self.fitted["basis"], self.fitted["channels"])
         elif self.basis == "rotation":
             view = Rotated(view, self._fixed_basis(head_dim, device))
@@ -367,7 +394,7 @@ class Trellis(Codec):
         if self.basis == "rotation":
             shared[f"rotation qr {head_dim} {self.seed}"] = 4 * head_dim**2
         per_head = 4 + head_dim * (5 + 2 * self.centre)
-        per_head += 3 * -(-(head_dim**2) // 4) + 2 * head_dim if self.basis == "klt" else 0
+        per_head += 3 * -(-(head_dim**2) // 4) + 2 * head_dim if self._fits_basis else 0
         return TableBytes(shared, per_head, of_sequence=self.fits_on != "corpus")
 
     def tables(self, head_dim: int) -> list[Tensor]:

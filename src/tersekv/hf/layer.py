@@ -50,6 +50,7 @@ class CompressedLayer(CacheLayerMixin):
         self.is_sliding = window is not None
         self.store: LayerStore | EvictingStore | None = None
         self.record_past = False
+        self.first_tokens = 0  # tokens of the first call, on which codecs may depend
         self.home: torch.device | None = None
         self.handle = register(self)
 
@@ -67,10 +68,13 @@ class CompressedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Create the store with the shapes of the first tokens."""
-        rope = self.cache.ropes.needed_by(self.plan.keys, self.index)
+        self.first_tokens = self.first_tokens or key_states.shape[2]
+        dims = key_states.shape[-1], value_states.shape[-1]
+        plan = self.plan.in_layer(self.first_tokens, self.sliding_window, *dims)
+        rope = self.cache.ropes.needed_by(plan.keys, self.index)
         heads = self.cache.heads(key_states.shape[1])
         self.store = new_store(
-            self.plan, key_states, value_states, self.sliding_window, rope, heads, self.cache.context_parallel
+            plan, key_states, value_states, self.sliding_window, rope, heads, self.cache.context_parallel
         )
         if isinstance(self.store, MixedRatesStore) and rope is None:
             self.store.query_rope = self.cache.ropes.known(self.index)
@@ -171,7 +175,12 @@ class CompressedLayer(CacheLayerMixin):
             plan["scores"] = self.plan.scores
         if self.plan.rates is not None:
             plan["rates"] = self.plan.rates
-        common: State = {"plan": plan, "record_past": self.record_past, "store": None}
+        common: State = {
+            "plan": plan,
+            "record_past": self.record_past,
+            "first_tokens": self.first_tokens,
+            "store": None,
+        }
         if self.store is None:
             return common
         B, H = self.store.batch_size, self.store.kv_heads
@@ -214,7 +223,12 @@ class CompressedLayer(CacheLayerMixin):
             fitted["scores"] = optional(tensor(torch.float32, plan.layers, shape.kv_heads, low=-1))
         if plan.rates is not None:
             fitted["rates"] = RATES
-        head = {"plan": record(fitted), "record_past": flag, "heads": each(whole(0, shape.kv_heads), 3)}
+        head = {
+            "plan": record(fitted),
+            "record_past": flag,
+            "first_tokens": whole(),
+            "heads": each(whole(0, shape.kv_heads), 3),
+        }
         record({**head, "dtype": one_of(*FLOATS), "shapes": anything, "store": anything})(state, place)
         _, held, _ = state["heads"]
         shapes = [[batch, held, 0, shape.key_dim], [batch, held, 0, shape.value_dim]]
@@ -231,7 +245,7 @@ class CompressedLayer(CacheLayerMixin):
             require(fault is None, f"{place}.plan.{side}", fault or "")
             self.plan = self.plan._replace(**{side: codec})
         self.plan = self.plan._replace(scores=own(state["plan"].get("scores")))
-        self.record_past = state["record_past"]
+        self.record_past, self.first_tokens = state["record_past"], state["first_tokens"]
         self.lazy_initialization(*(torch.empty(s, dtype=FLOATS[state["dtype"]], device=device) for s in shapes))
         assert self.store is not None
         self.store.restore(state["store"], f"{place}.store")
@@ -312,6 +326,7 @@ class CompressedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Remove all tokens and everything that codecs fitted on them."""
         self.store = None
+        self.first_tokens = 0
         self.is_initialized = False
 
     def offload(self) -> None:

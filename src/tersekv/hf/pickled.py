@@ -58,6 +58,7 @@ def rebuilt(
             }
             scores = held["plan"].get("scores")
             layer.plan, layer.record_past = layer.plan._replace(**learnt, scores=scores), held["record_past"]
+            layer.first_tokens = held["first_tokens"]
         elif isinstance(layer, CompressedLayer):
             devices = [tensor.device for tensor in split(held)[1].values()]
             device = devices[0] if devices else torch.device("cpu")

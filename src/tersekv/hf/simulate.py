@@ -29,7 +29,7 @@ from tersekv.codecs.transforms.rope import Angles
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.calibration import Calibration
 from tersekv.hf.capture import LayerTokens, OnePassCache, watch_calls
-from tersekv.hf.config import AttentionShape, text_config
+from tersekv.hf.config import AttentionShape, attention_layers, text_config
 from tersekv.hf.find_calibration import calibrated_plans
 from tersekv.hf.rope import Ropes
 from tersekv.recipe import Recipe
@@ -75,6 +75,7 @@ class SimulatedCache(OnePassCache):
             )
         self.sinks = sinks
         self.losses: dict[int, tuple[TokenLoss | None, TokenLoss | None]] = {}
+        self._windows = [kind.window for kind in attention_layers(text_config(config))]
         self._ropes = Ropes(text_config(config), AttentionShape.of(text_config(config)).key_dim)
         self._held = Footprint()
         self._tables: dict[int, Tensor] = {}
@@ -95,7 +96,8 @@ class SimulatedCache(OnePassCache):
         return self
 
     def _coded(self, layer: int, keys: Tensor, values: Tensor) -> LayerTokens:
-        plan = self.plans[layer]
+        dims = keys.shape[-1], values.shape[-1]
+        plan = self.plans[layer].in_layer(keys.shape[2], self._windows[layer], *dims)
         if self.keep:
             self.received.append(LayerTokens(keys, values))
         B, H, T, _ = keys.shape
