@@ -126,6 +126,14 @@ def test_two_at_once_calibrate_once(llama, monkeypatch) -> None:
     assert found[0].digest == found[1].digest
 
 
+def test_bars_that_are_turned_off(llama) -> None:
+    tf.utils.logging.disable_progress_bar()
+    try:
+        assert calibration_for(llama, RECIPE) is not None
+    finally:
+        tf.utils.logging.enable_progress_bar()
+
+
 def test_training_mode_is_restored(monkeypatch) -> None:
     model = build("llama").train()
     modes = []

@@ -128,5 +128,12 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
 @contextlib.contextmanager
 def _bar(what: str, total: int, unit: str) -> Iterator[steps.At]:
     """Show a step as a bar; `transformers.utils.logging.disable_progress_bar` turns bars off."""
+    shown = 0  # counted here, because a bar that is turned off has no count
+
+    def at(done: int) -> None:
+        nonlocal shown
+        bar.update(done - shown)
+        shown = done
+
     with tqdm(desc=what, total=total, unit=f" {unit}", leave=False) as bar:
-        yield lambda done: bar.update(done - bar.n)
+        yield at
