@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
 
 import transformers as tf
 
+from tersekv.cli import output
 from tersekv.hf import calibrate, find_calibration, first_use
 from tersekv.hf import models as known_models
 from tersekv.kernels import cpu
@@ -94,6 +95,19 @@ def short_calibrations(tmp_path_factory) -> Iterator[None]:
         patch.setattr(first_use, "SAMPLES", 2)
         patch.setattr(first_use, "LENGTH", 48)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_progress_lines() -> Iterator[None]:
+    """Commands of this process print no progress lines, however slow the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output, "EVERY", 24 * 3600.0)
+        yield
+
+
+def complaints(stderr: str) -> list[str]:
+    """Return the lines of a process' stderr except progress, which only slow machines print."""
+    return [line for line in stderr.splitlines() if " so far" not in line]
 
 
 @pytest.fixture(scope="session")

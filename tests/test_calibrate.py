@@ -75,27 +75,24 @@ def test_stopped_run_continues(llama, tmp_path, monkeypatch, phase: str, at: int
 
 
 KILLED = """
-import sys
+import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from conftest import build
 from test_calibrate import calibrator
 
-calibrator(build("llama"), Path(sys.argv[2]), "kvquant").run(lambda *at: print(*at, flush=True))
+def dies(phase, done, total):
+    if (phase, done) == ("samples", 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+calibrator(build("llama"), Path(sys.argv[2]), "kvquant").run(dies)
 """
 
 
 def test_killed_run_continues(llama, tmp_path) -> None:
-    """SIGKILL during a sample's pass, so that the process cannot clean up."""
+    """SIGKILL before a sample's pass, so that the process cannot clean up."""
     arguments = [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path / "killed")]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("samples 1"):
-            process.send_signal(signal.SIGKILL)
-            break
-    assert process.wait(60) == -signal.SIGKILL
-    process.stdout.close()
+    assert subprocess.run(arguments).returncode == -signal.SIGKILL
     run = calibrator(llama, tmp_path / "killed", "kvquant")
     first = run.work / "sample-0000.safetensors"
     before = first.stat().st_mtime_ns

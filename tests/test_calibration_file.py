@@ -122,7 +122,7 @@ def test_wrong_files(made: Path, tmp_path: Path) -> None:
     data = bytearray(made.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(UserError, match="damaged: the hash of its tensors differs"):
+    with pytest.raises(UserError, match="damaged: the hash of its contents differs"):
         Calibration.load(path)
     save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(UserError, match="a safetensors file, but not a calibration"):
@@ -130,10 +130,19 @@ def test_wrong_files(made: Path, tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, path, {ENTRY: "{"})
     with pytest.raises(UserError, match="its metadata is not readable"):
         Calibration.load(path)
-    with pytest.raises(UserError, match="has format 0; this version reads format 1"):
+    with pytest.raises(UserError, match="has format 0; this version reads format 2"):
         Calibration.load(rewritten(made, path, format=0))
     with pytest.raises(UserError, match="unexpected fields"):
         Calibration.load(rewritten(made, path, corpus=None))
+
+
+def test_a_flip_anywhere_in_the_header_is_noticed(made: Path, tmp_path: Path) -> None:
+    """The header holds the metadata, and the names and shapes of tensors."""
+    data, path = made.read_bytes(), tmp_path / "flipped.safetensors"
+    for i in range(8 + int.from_bytes(data[:8], "little")):
+        path.write_bytes(data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :])
+        with pytest.raises(UserError, match=r"calibrate again|not a calibration"):
+            Calibration.load(path)
 
 
 def test_bound_to_recipe_and_model(llama, models, made: Path) -> None:

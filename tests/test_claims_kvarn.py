@@ -78,9 +78,12 @@ def test_deviations_become_equal():
 
 
 def test_scales_of_a_tile_do_not_depend_on_its_size():
-    """Factors are relative to the tile, so tiny and huge tokens are normalised alike."""
+    """Factors are relative to the tile, so tiny and huge tokens are normalised alike.
+
+    Sizes are powers of two, which are exact. Others round, and KVarN may then keep another step.
+    """
     x = sample(128, 64)
-    for size in (1e-3, 1e3):
+    for size in (2.0**-10, 2.0**10):
         torch.testing.assert_close(column_scales(size * x, 16), size * column_scales(x, 16))
 
 

@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import save_file
 
 import tersekv
 from conftest import HEAD, SHAPE, build, prompt
@@ -113,6 +114,33 @@ def test_a_stopped_run_continues(cache, llama, monkeypatch) -> None:
     assert found.digest == wanted.digest
 
 
+TEXTS = {"another tensor": {"x": torch.zeros(3)}, "another length": {"ids": torch.zeros(2, 7, dtype=torch.int64)}}
+
+
+@pytest.mark.parametrize("fault", ["flipped", "cut off", "empty", *TEXTS])
+def test_a_damaged_text_is_written_again(cache, llama, monkeypatch, fault) -> None:
+    wanted = calibration_for(llama, RECIPE)
+    path = place(default_folder(fingerprint(llama)), PARSED)
+    path.unlink()
+    run = first_use.Calibrator.run
+    monkeypatch.setattr(first_use.Calibrator, "run", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        calibration_for(llama, RECIPE)
+    (text,) = path.parent.glob("*.ids")
+    data = text.read_bytes()
+    if fault in TEXTS:
+        save_file(TEXTS[fault], text)
+    else:
+        text.write_bytes({"flipped": data[:-1] + bytes([data[-1] ^ 1]), "cut off": data[:-8], "empty": b""}[fault])
+    monkeypatch.setattr(first_use.Calibrator, "run", run)
+    found = calibration_for(llama, RECIPE)
+    assert files(cache) == {path.name}
+    assert found is not None
+    assert wanted is not None
+    assert found.digest == wanted.digest
+    assert found.made.corpus_sha256 == wanted.made.corpus_sha256
+
+
 def test_two_at_once_calibrate_once(llama, monkeypatch) -> None:
     pytest.importorskip("fcntl")
     written, found = [], []
@@ -124,6 +152,14 @@ def test_two_at_once_calibrate_once(llama, monkeypatch) -> None:
         thread.join()
     assert len(written) == 1
     assert found[0].digest == found[1].digest
+
+
+def test_bars_that_are_turned_off(llama) -> None:
+    tf.utils.logging.disable_progress_bar()
+    try:
+        assert calibration_for(llama, RECIPE) is not None
+    finally:
+        tf.utils.logging.enable_progress_bar()
 
 
 def test_training_mode_is_restored(monkeypatch) -> None:

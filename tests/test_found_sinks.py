@@ -106,6 +106,17 @@ def test_rows_with_padding_find_what_they_find_alone():
     assert sorted(store.found[2].tolist()) == list(ODD)
 
 
+@pytest.mark.parametrize("parts", [(), (100,)])
+def test_padding_does_not_change_what_is_usual(parts):
+    """Tokens of the padding are longer, and their number is one of whole blocks."""
+    x, p = tokens(n=600), 256
+    x[..., :p, :] *= 3
+    both = filled(RECIPES[0], x.repeat(1, 2, 1, 1, 1), parts, padding=torch.tensor([0, p]))
+    alone = filled(RECIPES[0], x[..., p:, :])
+    torch.testing.assert_close(both.usual[1], alone.usual[0])
+    assert sorted(both.found[1].tolist()) == [p + place for place in sorted(alone.found[0].tolist())]
+
+
 @pytest.mark.parametrize("left", [290, 200, 152, 151, 60, 0])
 def test_rollback_keeps_found_tokens_exact(left):
     x = tokens()

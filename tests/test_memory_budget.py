@@ -11,6 +11,7 @@ from tersekv.cache.memory_budget import settled
 from tersekv.cache.stores import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
+from tersekv.policies.base import MOST_TOKENS
 from tersekv.recipe import Recipe
 from tersekv.units import parse_bytes
 
@@ -64,6 +65,18 @@ def test_a_model_keeps_more_tokens_with_more_memory(llama):
         assert cache.footprint().total_bytes <= parse_bytes(memory, "memory")
         kept.append(int(cache.layers[0].store.pool.alive.sum()))
     assert kept[0] < kept[1]
+
+
+def test_memory_that_every_stream_fits(models):
+    """Layers that slide hold no more tokens with a longer stream, and nothing is evicted."""
+    model, recipe = models["mistral"], "h2o:memory=120kB,recent=16+kivi:bits=2"
+    with torch.no_grad(), tersekv.compress(model, recipe):
+        cache = tersekv.CompressedCache(model, recipe)
+        model.generate(prompt(100), past_key_values=cache, max_new_tokens=3, do_sample=False)
+    assert cache.layers[0].plan.policy.budget == MOST_TOKENS
+    assert cache.footprint().total_bytes <= 120_000
+    with pytest.raises(UserError, match=r"memory=1kB is too small; .* need \d+\.\d\d kB: give more"):
+        tersekv.CompressedCache(model, recipe.replace("120kB", "1kB"))
 
 
 def test_saved_caches_keep_their_memory(llama, tmp_path):

@@ -111,6 +111,8 @@ def test_initial_layers_of_a_composed_recipe():
         ("kivi bits=4", "has a space where a separator is missing; write for example kivi:bits=4$"),
         ("kivi:bits=4 group=16", "write for example kivi:bits=4,group=16$"),
         ("kivi:bits 4", "write for example kivi:bits=4$"),
+        ("h2o:memory=512 MB+kivi", r"write for example h2o:memory=512MB\+kivi$"),
+        ("h2o:memory 1.5 gib,recent=16+kivi", r"write for example h2o:memory=1.5gib,recent=16\+kivi$"),
         ("kivi,bits=4", "'kivi,bits=4' lacks a colon"),
         ("kivi=4", "lacks a colon; write kivi:option=value, for example kivi:bits=2"),
         ("KIVI", "did you mean 'kivi'"),

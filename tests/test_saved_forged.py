@@ -120,6 +120,51 @@ def test_a_forged_file_is_refused_or_is_what_it_says(models, recipe, tmp_path, m
     assert found["loaded"]  # other codes, or another program's version, are not forgeries
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "mixed:budget=0.4,rest=1,recent=16+kivi:bits=4",
+        "window:found=4,recent=16+trellis:calibration=prompt",
+        "h2o:budget=64,recent=16,rest=2+kivi:bits=4,pre_rope=true",
+        "subgen:variant=stream,budget=0.5,recent=16+qjl",
+    ],
+)
+def test_a_number_in_place_of_a_dictionary_or_list_is_refused(llama, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    path = tmp_path / "cache"
+    saved(llama, recipe, path)
+    said, tensors = forged.read(path)
+    places = [("state", *place) for place in forged.leaves(said["state"]) if place[:2] in [("layers",), ("layers", 0)]]
+    for place in [("state",), *places]:
+        if isinstance(forged.at(said, place), (dict, list)):
+            changed = copy.deepcopy(said)
+            forged.at(changed, place[:-1])[place[-1]] = 3
+            tensor_file.write(path, tensors, changed)
+            assert isinstance(refusal(path, llama), UserError), place
+
+
+@pytest.mark.parametrize(
+    ("recipe", "old", "new"),
+    [
+        ("turboquant:bits=4,seed=0", "seed=0", "seed=1"),
+        ("mixed:budget=0.4,rest=1,recent=16+uniform:bits=4", "budget=0.4", "budget=0.5"),
+        ("mixed:budget=0.4,rest=1,recent=16+uniform:bits=4", "rest=1", "rest=2"),
+        ("mixed:budget=0.4,rest=1,recent=16+trellis:bits=4,calibration=prompt", "rest=1", "rest=1.5"),
+        ("window:bias_correction=half+kivi:bits=4", "half", "full"),
+        ("h2o:budget=64,recent=16+kivi:bits=4", "budget=64", "budget=96"),
+        ("kivi:bits=4;0=turboquant:bits=2,seed=5", "seed=5", "seed=6"),
+    ],
+)
+def test_another_recipe_in_the_header_is_refused(llama, tmp_path, recipe, old, new):
+    path = tmp_path / "cache"
+    saved(llama, recipe, path)
+    said, tensors = forged.read(path)
+    assert old in said["recipe"]
+    tensor_file.write(path, tensors, said | {"recipe": said["recipe"].replace(old, new)})
+    with pytest.raises(UserError, match=r"options\.policy\.\w+ is '.*', and must be|made with other tables"):
+        tersekv.CompressedCache.load(path, llama)
+
+
 if __name__ == "__main__":
     import tempfile
     import traceback

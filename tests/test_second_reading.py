@@ -11,6 +11,7 @@ import transformers as tf
 import tersekv
 from conftest import SHAPE, build, prompt
 from tersekv.cache.mixed_rates import MixedRatesStore
+from tersekv.hf.attention_spread import measure
 from tersekv.hf.second_reading import FEWEST
 from test_transformers import GREEDY
 
@@ -124,6 +125,45 @@ def test_no_place_for_a_second_reading():
     model = tf.LlamaForCausalLM(config).eval()
     assert length_read(model, RECIPE, prompt(301)) == [301]
     assert length_read(model, RECIPE, prompt(300)) == [600]
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16,
+    "original_max_position_embeddings": 512, "factor": 8.0,
+}  # fmt: skip
+
+
+def test_rope_that_depends_on_the_length():
+    """Twice the tokens would turn the first reading by the angles of a longer text."""
+    torch.manual_seed(0)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**SHAPE, head_dim=32, rope_parameters=LONGROPE)).eval()
+    ids = prompt(FEWEST + 1)
+    assert length_read(model, RECIPE, ids) == [FEWEST + 1]
+    with tersekv.compress(model, RECIPE), torch.no_grad():
+        logits = model(ids).logits
+    torch.testing.assert_close(logits, model(ids).logits, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(measure(model, prompt(300), True), measure(model, prompt(300), False))
+
+
+@pytest.mark.parametrize("asked", ["hidden_states", "router_logits"])
+@pytest.mark.parametrize("by_config", [False, True])
+def test_results_of_all_tokens_are_those_of_one_reading(asked, by_config):
+    """Hidden states, and the router's logits with the loss that is computed from them."""
+    torch.manual_seed(0)
+    config = tf.MixtralConfig(**SHAPE, head_dim=32, num_local_experts=4, num_experts_per_tok=2)
+    model, ids = tf.MixtralForCausalLM(config).eval(), prompt(300)
+    options = {"labels": ids, "attention_mask": torch.ones_like(ids)}
+    if by_config:
+        setattr(model.config, f"output_{asked}", True)
+    else:
+        options[f"output_{asked}"] = True
+    with torch.no_grad():
+        wanted = model(ids, **options)
+        with tersekv.compress(model, RECIPE):
+            got = model(ids, **options)
+    torch.testing.assert_close(got[asked], wanted[asked], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got.loss, wanted.loss)
+    assert torch.equal(got.aux_loss, wanted.aux_loss) if asked == "router_logits" else got.aux_loss is None
 
 
 def test_an_interrupted_prompt_can_be_read_again(llama):

@@ -51,6 +51,36 @@ def test_a_python_that_does_not_run():
         serve.found_in("/nonexistent/python")
 
 
+ANSWERED = "in place of its versions of vLLM and tersekv; give the Python of an environment with vLLM"
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo FOUND nothing", ANSWERED),
+        ("echo FOUND '[1]'", ANSWERED),
+        ("echo FOUND '{}'", ANSWERED),
+        ("""echo FOUND '{"vllm": 3, "tersekv": null, "device": null, "plugin": true}'""", ANSWERED),
+        ("""echo FOUND '{"vllm": null, "tersekv": null, "device": null, "plugin": "yes"}'""", ANSWERED),
+        ("printf 'FOUND '; head -c 100000 /dev/zero | tr '\\0' '['", ANSWERED),
+        (r"printf 'FOUND \377\376\n'", ANSWERED),
+        (r"printf '\377\n' >&2", "cannot import vLLM: \ufffd; give the Python"),
+        ("exec sleep 30", "has not answered within 0.2 seconds; try it again, or give the Python"),
+        ("head -c 100000 /dev/zero | tr '\\0' 'x' >&2", "cannot import vLLM: xxx"),
+    ],
+)
+def test_odd_answers_are_one_line(tmp_path: Path, monkeypatch, capfd, script, words):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    if "sleep" in script:
+        monkeypatch.setattr(serve, "PATIENCE", 0.2)
+    assert cli.run(["serve", "-r", "turboquant:bits=4", "--python", str(python), "--dry-run"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert words in line
+    assert len(line) < 600
+
+
 def test_the_command_is_printed(monkeypatch, capsys):
     monkeypatch.setattr(serve, "found_in", lambda python: FOUND)
     assert cli.run(["serve", "smollm2", "--dry-run", "--port", "9000", "--", "--max-model-len", "512"]) == 0

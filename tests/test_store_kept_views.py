@@ -133,16 +133,6 @@ def test_restored_and_shared_states(recipe):
     assert torch.equal(attend(store), first)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_states_of_earlier_versions(recipe):
-    """Values had other names in files that earlier versions wrote."""
-    store, restored = new_store(recipe), new_store(recipe)
-    store.append(*tokens(700, 1))
-    earlier = {"num_tokens": "seen", "num_evicted": "dropped", "deferred": "waits"}
-    restored.restore({earlier.get(name, name): value for name, value in store.state().items()})
-    assert torch.equal(attend(restored), attend(store))
-
-
 @pytest.mark.parametrize("recipe", ["trellis:bits=2,calibration=prompt", "kvquant:bits=3,calibration=prompt"])
 def test_tables_that_are_moved(recipe):
     """Their old memory may be used again."""

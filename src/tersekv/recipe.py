@@ -342,7 +342,8 @@ def _without_spaces(recipe: str) -> str:
         )
     text = re.sub(r"\s*([+/;:,=])\s*", r"\1", recipe.strip())
     if re.search(r"\s", text):
-        example = re.sub(r"^([\w+/]+)\s+", r"\1:", text)
+        example = re.sub(r"(?i)(?<=\d)\s+(?=[kmgt]i?b\b)", "", text)  # 512 MB
+        example = re.sub(r"^([\w+/]+)\s+", r"\1:", example)
         example = re.sub(r"\s+(?=[\w.]+($|[,/;+]))", "=", example)
         example = re.sub(r"\s+", ",", example)
         raise UserError(f"recipe '{recipe}' has a space where a separator is missing; write for example {example}")

@@ -55,13 +55,23 @@ def _exact(side: int) -> Callable[[Any], Check]:
     return lambda store: exact_tokens(store.sides[side])
 
 
+def _usual(norms: Tensor) -> Tensor:
+    """Return median and mean deviation [B, 4, H] of log norms [B, 2, H, n]. NaN marks tokens that do not count.
+
+    They are 0 in a row in which no token counts.
+    """
+    middle = norms.nanmedian(-1).values
+    return torch.cat([middle, (norms - middle.unsqueeze(-1)).abs().nanmean(-1)], dim=1).nan_to_num(0.0)
+
+
 class FoundSinksStore(LayerStore):
     """Full-attention layer under the policy `window` with the option `found`.
 
     found: int32 [B, n], positions of found tokens, n = min(`most_found`, packed tokens); −1 for none.
     unusual: float32 [B, n], how unusual they are; −1 for none.
     found_keys, found_values: [B, H, n, D], exact.
-    usual: float32 [B, 4, H], median and mean deviation of the log norms of keys and of values.
+    usual: float32 [B, 4, H], median and mean deviation of the log norms of keys and of values, without
+        padding and sinks.
     """
 
     STATE = LAYER | {
@@ -115,11 +125,14 @@ class FoundSinksStore(LayerStore):
         """Choose among the tokens found before and [B, H, n, D], packed from position `place` on."""
         n, self._located = packed[0].shape[2], None
         positions = torch.arange(place, place + n, dtype=torch.int32, device=self.device).expand(self.batch_size, -1)
-        hidden = None if self.hidden is None else positions < self.hidden[:, None]
+        end = self.hidden
+        hidden = None if end is None else positions < end[:, None]
         norms = torch.stack([(x.float().norm(dim=-1) + SMALLEST).log() for x in packed], dim=1)  # [B, 2, H, n]
-        if not self.found.shape[1]:
-            middle = norms.median(-1).values
-            self.usual = torch.cat([middle, (norms - middle.unsqueeze(-1)).abs().mean(-1)], dim=1)
+        if end is not None and hidden is not None:  # rows whose tokens were all hidden before get their usual norms now
+            new = _usual(norms.masked_fill(hidden[:, None, None], torch.nan))
+            self.usual = torch.where((end >= place)[:, None, None], new, self.usual)
+        elif not self.found.shape[1]:
+            self.usual = _usual(norms)
         middle, spread = self.usual.unsqueeze(-1).split(2, dim=1)
         away = (norms - middle).abs() / (spread + SMALLEST)
         by_head = away.amax(1)

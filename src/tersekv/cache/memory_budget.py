@@ -16,7 +16,7 @@ from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS
 from tersekv.cache.pool import most_blocks
 from tersekv.errors import UserError
 from tersekv.layouts.base import Layout
-from tersekv.policies.base import UNLIMITED, Selection
+from tersekv.policies.base import MOST_TOKENS, UNLIMITED, Selection
 from tersekv.recipe import LayerPlan, Recipe, Term
 from tersekv.units import LONGEST, human_bytes, parse_bytes
 
@@ -41,9 +41,9 @@ def _settled(recipe: Recipe, shape: CacheShape, policy: Selection) -> Recipe:
             f"{recipe}: memory={policy.memory} is too small; {policy.sinks} sinks, {policy.recent} recent tokens and "
             f"the tables of this model need {human_bytes(needed)}: give more, or set sinks and recent lower"
         )
-    low, high = least, 2 * least
-    while high < LONGEST and most_bytes(with_budget(recipe, high), shape) <= limit:
-        low, high = high, 2 * high
+    low, high, end = least, 2 * least, MOST_TOKENS + 1  # the end is reached if all layers slide, for example
+    while high < end and most_bytes(with_budget(recipe, high), shape) <= limit:
+        low, high = high, min(2 * high, end)
     while high - low > 1:
         middle = (low + high) // 2
         fits = most_bytes(with_budget(recipe, middle), shape) <= limit

@@ -38,10 +38,6 @@ TENSOR = "tensor"
 """Only key of an entry that represents a tensor."""
 
 
-RENAMED = {"seen": "num_tokens", "dropped": "num_evicted", "waits": "deferred"}
-"""Old name of a value, in files of earlier versions -> its name now."""
-
-
 class Stateful:
     """An object whose content can be saved, restored and copied.
 
@@ -99,7 +95,6 @@ class Stateful:
                 other.
         """
         parts = {name: each(anything, len(self._parts(name))) for name in self.PARTS}
-        state = {RENAMED.get(name, name): value for name, value in state.items()}
         record(self.schema() | parts)(state, place)
         self._unmake()
         self._hold(state, place)

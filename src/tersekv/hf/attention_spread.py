@@ -75,6 +75,7 @@ def measure(
     """Return the attention that the tokens of the first ranks receive later.
 
     ids: int64 [samples, T], texts. reread: rank tokens by a second reading, see `attention/importance.py`.
+    Without effect if RoPE depends on the length, as in caches.
 
     The result is float32 [layers, KV heads, STEPS + 1]. Entry k is the sum of squared softmax weights
     of the k/STEPS most important tokens of a prompt, per query of the tokens that follow; mean over
@@ -88,6 +89,10 @@ def measure(
             f"attention is measured on texts of {FEWEST} tokens or more, got {ids.shape[1]}: give longer ones"
         )
     first, context = 3 * ids.shape[1] // 4, getattr(text_config(model.config), "max_position_embeddings", None)
+    kinds = attention_layers(text_config(model.config))
+    whole = [kind.type == "attention" and kind.window is None for kind in kinds]
+    reader = _Reader(model, first, whole)
+    reread = reread and not reader.ropes.vary(i for i, kind in enumerate(kinds) if kind.type == "attention")
     longest = 2 * first if reread else ids.shape[1]
     if context is not None and longest > context:
         twice = "; with reread=true three quarters of it are read twice" if reread else ""
@@ -95,9 +100,6 @@ def measure(
             f"the model has {context} positions, and a text of {ids.shape[1]} tokens takes {longest}{twice}: make the "
             "measurement with `tersekv calibrate --length` and fewer tokens"
         )
-    kinds = attention_layers(text_config(model.config))
-    whole = [kind.type == "attention" and kind.window is None for kind in kinds]
-    reader = _Reader(model, first, whole)
     total = torch.zeros(len(kinds), reader.kv_heads, STEPS + 1)
     for done, sample in enumerate(ids.to(model.device)):
         progress(done)

@@ -32,7 +32,8 @@ class ModelCache(CheckedCache):
 
     mask_offsets: tokens seen and evicted when the latest mask was made, by sliding window.
     told: True once a warning about another recipe or cache was given.
-    reads_twice: True if a policy ranks tokens by a second reading of the prompt.
+    reads_twice: True if a policy ranks tokens by a second reading of the prompt, and the model's RoPE
+        does not depend on the length.
     read_again: tokens at the end of the current call that are a second reading (`hf/second_reading.py`).
     """
 

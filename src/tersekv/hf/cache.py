@@ -133,7 +133,9 @@ class CompressedCache(ModelCache):
         others = layers_without_own_tokens(self.config)
         attention = {i: layer for i, layer in enumerate(layers) if isinstance(layer, CompressedLayer)}
         linear = [i for i, kind in enumerate(kinds) if kind.type == "linear"]
-        self.reads_twice = any(layer.plan.policy.reads_twice for layer in attention.values()) and not linear
+        asked = any(layer.plan.policy.reads_twice for layer in attention.values()) and not linear
+        # a second reading doubles the length, and would change the angles of the first one
+        self.reads_twice = asked and not self.ropes.vary(attention)
         self.progress = Progress({i: layer for i, layer in attention.items() if i not in others}, linear)
 
     # ------------------------------------------------------------------ files and copies

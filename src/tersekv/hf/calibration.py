@@ -7,7 +7,7 @@ model's heads, for token policies that need it. A recipe may need both.
 The format is safetensors. Tensors of codecs are named `layers.<i>.keys.<name>` and
 `layers.<i>.values.<name>`, shaped as in `Codec.fitted` with batch dimension 1. Importance is one
 tensor, `scores`, float32 [layers, KV heads]. One metadata entry, in JSON, says how they were made.
-The file is bound to the model and to a hash of its own tensors. It serves recipes whose codecs have
+The file is bound to the model and to a hash of its tensors and of this metadata. It serves recipes whose codecs have
 the options that it was made with, or the token policy that it names.
 
 Options that only set the rate (`Codec.rate_options`, the bits of `trellis`) are applied when it is
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
 
 log = logging.getLogger(__name__)
-FORMAT = 1
+FORMAT = 2
 ENTRY = "tersekv.calibration"
 SUFFIX = ".safetensors"
 SCORES = "scores"
@@ -93,6 +93,12 @@ class Calibration:
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
 
+    @property
+    def _seal(self) -> str:
+        """Hash of the metadata and of all tensors, 16 hex digits."""
+        said = json.dumps(dataclasses.asdict(self.made), sort_keys=True)
+        return hashlib.sha256(f"{said} {self.digest}".encode()).hexdigest()[:16]
+
     def serves(self, recipe: Recipe, config: PreTrainedConfig) -> bool:
         """True if it was made with the options of every codec that the recipe must calibrate."""
         from tersekv.hf.calibration_needs import attention_plans
@@ -112,7 +118,7 @@ class Calibration:
 
     def save(self, path: Path) -> None:
         """Write the file atomically."""
-        said = {"format": FORMAT, "digest": self.digest, **dataclasses.asdict(self.made)}
+        said = {"format": FORMAT, "digest": self._seal, **dataclasses.asdict(self.made)}
         save_whole(self.tensors, path, {ENTRY: json.dumps(said, sort_keys=True)})
 
     @staticmethod
@@ -138,8 +144,8 @@ class Calibration:
         if {name: type(value) for name, value in said.items()} != kinds:
             raise UserError(f"{path} is damaged: its metadata has unexpected fields; calibrate again")
         found = Calibration(Made(**said), tensors, path)
-        if found.digest != digest:
-            raise UserError(f"{path} is damaged: the hash of its tensors differs; calibrate again")
+        if found._seal != digest:
+            raise UserError(f"{path} is damaged: the hash of its contents differs; calibrate again")
         return found
 
     def about(self) -> dict[str, Any]:

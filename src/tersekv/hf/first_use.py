@@ -18,7 +18,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors.torch import load_file
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
@@ -84,7 +85,7 @@ def _check(model: PreTrainedModel, recipe: Recipe, path: Path) -> None:
 def _calibrated(model: PreTrainedModel, recipe: Recipe, path: Path) -> Calibration:
     text = path.with_name(f"{NAME.replace(' ', '-')}-{SAMPLES}x{LENGTH}.ids")
     ids = _written(model, text)
-    corpus = Corpus(NAME, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), ids, 0)
+    corpus = Corpus(NAME, _digest(ids), ids, 0)
     if path.stem == profile_of(recipe):
         with steps.step("measuring attention", SAMPLES, "samples", _bar) as done:
             profile_on(model, recipe, corpus, done).save(path)
@@ -109,10 +110,27 @@ def _calibrated(model: PreTrainedModel, recipe: Recipe, path: Path) -> Calibrati
 
 def _written(model: PreTrainedModel, path: Path) -> Tensor:
     """Return the model's own text. It is kept in a file until the calibration is done."""
-    if not path.is_file():
+    ids = _kept(path) if path.is_file() else None
+    if ids is None:
         with steps.step("the model writes a text", LENGTH, "tokens", _bar) as at:
-            save_whole({"ids": own_text(model, SAMPLES, LENGTH, progress=lambda done, total: at(done))}, path)
-    return load_file(path)["ids"]
+            ids = own_text(model, SAMPLES, LENGTH, progress=lambda done, total: at(done))
+        save_whole({"ids": ids}, path, {"sha256": _digest(ids)})
+    return ids
+
+
+def _kept(path: Path) -> Tensor | None:
+    """Return the text in a file. If the file is damaged, remove it and return None."""
+    with contextlib.suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
+        ids, digest = file.get_tensor("ids"), (file.metadata() or {}).get("sha256")
+        if (ids.dtype, ids.shape) == (torch.int64, (SAMPLES, LENGTH)) and _digest(ids) == digest:
+            return ids.clone()
+    log.info("%s is damaged: the model writes its text again", path)
+    path.unlink(missing_ok=True)
+    return None
+
+
+def _digest(ids: Tensor) -> str:
+    return hashlib.sha256(ids.numpy().tobytes()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -128,5 +146,12 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
 @contextlib.contextmanager
 def _bar(what: str, total: int, unit: str) -> Iterator[steps.At]:
     """Show a step as a bar; `transformers.utils.logging.disable_progress_bar` turns bars off."""
+    shown = 0  # counted here, because a bar that is turned off has no count
+
+    def at(done: int) -> None:
+        nonlocal shown
+        bar.update(done - shown)
+        shown = done
+
     with tqdm(desc=what, total=total, unit=f" {unit}", leave=False) as bar:
-        yield lambda done: bar.update(done - bar.n)
+        yield at

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from tersekv.cache.evicting import UNREADABLE, EvictingStore
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.mixed_rates import MixedRatesStore
 from tersekv.cache.rate_allotment import with_rates
-from tersekv.cache.schema import anything, each, flag, of_spec, one_of, optional, record, require, tensor, whole
+from tersekv.cache.schema import Check, anything, each, flag, of_spec, one_of, optional, record, require, tensor, whole
 from tersekv.cache.state import State, own
 from tersekv.cache.stores import new_store
 from tersekv.errors import CacheError, UserError
@@ -23,7 +23,7 @@ from tersekv.hf.handle import Pending, PendingTokens
 from tersekv.hf.progress import checked_crop
 from tersekv.hf.traced import NewTokens, is_traced, num_tokens, register
 from tersekv.malloc_trim import malloc_trim
-from tersekv.recipe import LayerPlan
+from tersekv.recipe import LayerPlan, written
 
 FLOATS = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 """Types of keys and values by their names in files."""
@@ -33,8 +33,21 @@ MUCH_MEMORY, MANY_TOKENS = 1 << 23, 128
 system after packing. Decode steps of a large batch stay below the number of tokens."""
 
 
+PARTS = "keys", "values", "policy"
+"""Parts of a plan whose options a state names."""
+
 RATES = tensor(torch.float32, 3, low=0)
 """Check of `LayerPlan.rates` in a state."""
+
+
+def options(part: Any) -> dict[str, str]:
+    """Return the options of a codec or policy as text, with the name of its class.
+
+    A state names them, because the recipe of a file could be edited: codes of another seed, or a file
+    of another share, would be read wrongly.
+    """
+    held = {field.name: written(getattr(part, field.name)) for field in fields(part) if field.name != "fitted"}
+    return {"class": type(part).__name__, **held}
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -165,12 +178,13 @@ class CompressedLayer(CacheLayerMixin):
 
     def state(self) -> State:
         """Return a copy of the layer's state, see `Stateful`. The entry `plan` holds the calibrated
-        tensors of its codecs."""
+        tensors of its codecs, and the options of codecs and policy."""
         return own(self.live_state())
 
     def live_state(self) -> State:
         """Return the same state as `state`, without copying its tensors."""
-        plan: State = {"keys": self.plan.keys.fitted, "values": self.plan.values.fitted}
+        packed = {name: options(getattr(self.plan, name)) for name in PARTS}
+        plan: State = {"keys": self.plan.keys.fitted, "values": self.plan.values.fitted, "options": packed}
         if self.plan.policy.needs_scores:
             plan["scores"] = self.plan.scores
         if self.plan.rates is not None:
@@ -215,7 +229,7 @@ class CompressedLayer(CacheLayerMixin):
             "keys": plan.keys.learns(1, shape.kv_heads, shape.key_dim),
             "values": plan.values.learns(1, shape.kv_heads, shape.value_dim),
         }
-        fitted = {
+        fitted: dict[str, Check] = {
             side: record({name: of_spec(spec) for name, spec in specs.items()}, may_lack=True)
             for side, specs in learns.items()
         }
@@ -223,6 +237,8 @@ class CompressedLayer(CacheLayerMixin):
             fitted["scores"] = optional(tensor(torch.float32, plan.layers, shape.kv_heads, low=-1))
         if plan.rates is not None:
             fitted["rates"] = RATES
+        packed = {name: {k: one_of(text) for k, text in options(getattr(plan, name)).items()} for name in PARTS}
+        fitted["options"] = record({name: record(wanted) for name, wanted in packed.items()})
         head = {
             "plan": record(fitted),
             "record_past": flag,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -70,6 +71,10 @@ class Ropes:
             return self.of(layer) if self._any() else NO_ROPE
         except UserError:
             return None
+
+    def vary(self, layers: Iterable[int]) -> bool:
+        """True if the angles of one of these layers depend on the length of the sequence."""
+        return any((rope := self.known(layer)) is not None and rope.varies for layer in layers)
 
     def needed_by(self, codec: Codec, layer: int) -> Rope | None:
         """Return the RoPE that `codec` needs for the keys of a layer; None if it needs none.

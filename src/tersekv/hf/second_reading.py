@@ -26,6 +26,10 @@ from tersekv.hf.traced import is_traced
 FEWEST = 256
 """Minimum number of new tokens that are read twice. Fewer are ranked by moved queries."""
 
+RECORDED = "output_attentions", "output_hidden_states", "output_router_logits"
+"""Options of a call that return results of all tokens. They are not read twice, because only the last
+hidden states are cut."""
+
 
 def install(model: PreTrainedModel) -> list[RemovableHandle]:
     """Add the hooks to the decoder of a model, and return their handles: none without a decoder."""
@@ -69,10 +73,15 @@ def _fits(module: Any, cache: ModelCache, given: dict[str, Any], tokens: Tensor)
     """True if the call can be doubled: a prompt with plain masks and positions, and room for both."""
     n, mask, places = tokens.shape[1], given.get("attention_mask"), given.get("position_ids")
     plain = (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)) and (places is None or places.dim() == 2)
-    others = any(given.get(name) for name in ("output_attentions", "output_hidden_states")) or module.training
+    others = any(_wanted(module, given, name) for name in RECORDED) or module.training
     room = getattr(text_config(module.config), "max_position_embeddings", None)
     end = cache.get_seq_length() + 2 * n
     return n >= FEWEST and plain and not others and cache.hands_out_handles and (room is None or end <= room)
+
+
+def _wanted(module: Any, given: dict[str, Any], name: str) -> Any:
+    """Return the value of an option of a call, by default that of the config."""
+    return getattr(module.config, name, None) if given.get(name) is None else given[name]
 
 
 def _cut(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
