@@ -208,7 +208,7 @@ def test_presets_choose_the_codec_of_each_layer():
     for tokens in (1024, 2048):  # too few for a basis of 256 channels
         assert predict(gemma, "default", tokens).parts == predict(gemma, "kivi:bits=4", tokens).parts
     longer = predict(gemma, "default", 8192)
-    assert longer.coded == {"uniform, 4 bits": 15, "trellis, 3 bits": 3}
+    assert longer.coded == {"uniform, 4 bits": 15, "trellis, 4.5 bits": 3}
     for shape, recipe in ((gemma, "default"), (gemma, "safe"), (llama, "default")):
         for tokens in (1024, 2048, 8192, 32_768):
             assert predict(shape, recipe, tokens).total_bytes <= predict(shape, "kivi:bits=4", tokens).total_bytes

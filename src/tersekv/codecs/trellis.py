@@ -13,8 +13,9 @@ A vector's length is coded as a gain of 8 bits. The codes are searched with the 
 If the error is larger than expected, they are searched again with gains above the one that then fits
 best. The result with the smallest error is kept.
 
-- `basis=auto` is klt. Layers that hold too few tokens to fit a basis on, such as short sliding windows
-  of wide heads, are coded as `kivi` with one bit more, at most 4 (`Trellis.in_layer`).
+- `basis=auto` is klt. With `calibration=prompt`, layers of wide heads are exceptions: with short
+  windows they are coded as `kivi` with one bit more, at most 4; others keep their channels and get 4.5
+  bits or more (`Trellis.in_layer`).
 - `basis=channels` keeps the channels, `rotation` uses a random orthogonal matrix, not a fitted one.
 - `code=scalar` uses Lloyd-Max codebooks in the same stream. `centre=false` does not remove μ.
 - `calibration=corpus` uses the output of `tersekv calibrate`. `calibration=prompt` fits on the
@@ -78,6 +79,9 @@ Larger gains help because a component beyond the end of its codebook costs more 
 VECTORS_PER_CHANNEL = 12
 """Tokens per channel of a head below which no basis is fitted. Measured between 8, too few, and 16."""
 
+WIDE, WIDE_BITS = 256, 4.5
+"""Channels of a head from which on channels are kept, and the bits that they need to equal `kivi:bits=4`."""
+
 MOST_INTEGER_BITS, INTEGER_GROUP = 4, 32
 """Bits and groups of the integers in layers with fewer tokens."""
 
@@ -134,10 +138,14 @@ class Trellis(Codec):
 
         With `basis=auto` a layer with fewer than VECTORS_PER_CHANNEL tokens per channel gets integers in
         groups, as `kivi` has them. A basis fitted on so few vectors costs more bytes than it saves, and
-        it fits the few tokens that have most of the weight (docs/methods/trellis-measured.md).
+        it fits the few tokens that have most of the weight. Heads of WIDE channels or more keep their
+        channels and get WIDE_BITS at least, for the same reason (docs/methods/trellis-measured.md).
         """
-        if self.basis != "auto" or self.calibration != "prompt" or tokens >= VECTORS_PER_CHANNEL * head_dim:
+        if self.basis != "auto" or self.calibration != "prompt":
             return self
+        if tokens >= VECTORS_PER_CHANNEL * head_dim:
+            wide = head_dim >= WIDE
+            return dataclasses.replace(self, basis="channels", bits=max(self.bits, WIDE_BITS)) if wide else self
         bits = min(MOST_INTEGER_BITS, math.ceil(self.bits) + 1)
         group = math.gcd(INTEGER_GROUP, head_dim) if self.side == "values" else INTEGER_GROUP
         axis: Literal["channel", "token"] = "channel" if self.side == "keys" else "token"
