@@ -183,10 +183,11 @@ def test_bos_is_added_where_the_file_says_so(tmp_path: Path) -> None:
 
 def test_configs_beside_the_file_are_not_read(path: Path) -> None:
     for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
-        path.with_name(name).write_text('{"chat_template": "other", "eos_token": "x", "eos_token_id": 9}')
+        path.with_name(name).write_text('{"extra_special_tokens": ["<extra>"], "eos_token_id": 9}')
     path.with_name("chat_template.jinja").write_text("other")
     model, tokenizer = models.load(str(path))
     assert tokenizer.chat_template == CHATML
+    assert "<extra>" not in tokenizer.get_vocab()
     assert model.generation_config.eos_token_id == [2, 0]
 
 
