@@ -31,7 +31,7 @@ from torch import Tensor
 import tersekv
 from tersekv.attention import observe
 from tersekv.cache.layer import LayerStore
-from tersekv.cli.env import cpu_features
+from tersekv.cli.installation import cpu_features
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.hf import models
 from tersekv.hf.layer import CompressedLayer

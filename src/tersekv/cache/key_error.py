@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 from tersekv.cache import coding
+from tersekv.cache.cache_size import CacheShape
 from tersekv.cache.coding import Tokens
 from tersekv.cache.parallel import HeadShard
+from tersekv.cache.rotary import Rotary
 from tersekv.codecs import Codec
 from tersekv.codecs.transforms.rope import Angles, Rope
 from tersekv.errors import UserError
@@ -38,6 +40,9 @@ LARGE_MEAN, LARGE_ERROR = 6.0, 3.0
 BIASED_MEAN = 90.0
 """Mean of the keys that stand for a model with key biases: that of Qwen2.5-0.5B's first layer."""
 
+HEADS = 2
+"""KV heads of these keys."""
+
 CODED_BY_CHANNEL = "kivi:bits=4"
 """Recipe that any model can use, whatever the mean of its keys is."""
 
@@ -50,8 +55,8 @@ class KeyFigures(NamedTuple):
 
     @property
     def is_large(self) -> bool:
-        """True if the error drowns the differences of the keys."""
-        return self.error > LARGE_ERROR
+        """True if the error drowns the differences of the keys, and removing their mean would help."""
+        return self.mean > LARGE_MEAN and self.error > LARGE_ERROR
 
 
 def sample_tokens(n: int, rows: int) -> int:
@@ -65,7 +70,7 @@ def key_error(
 ) -> KeyFigures:
     """Return the lengths in the head where the error is largest.
 
-    The error is 0 where the mean is not large. Then nothing is coded, which takes longer than the rest.
+    The error is 0 where no head has a large mean. Then nothing is coded, which takes longest.
 
     codec: fitted, if it needs that.
     x: keys [B, H, n, D] as a cache receives them.
@@ -89,7 +94,7 @@ def key_error(
     planes = coding.encode(codec, Tokens(x, own), heads)
     decoded = coding.view(codec, planes, D, own).decode()[:, :, : x.shape[2]]
     lost = _mean_square(angles.rope.invert(x - decoded, *cos_sin), weights)
-    errors = torch.where(means > LARGE_MEAN, lost / spread, 0.0).sqrt()
+    errors = torch.where(known, lost / spread, 0.0).sqrt()
     worst = errors.argmax()
     return KeyFigures(*torch.stack([means.flatten()[worst], errors.flatten()[worst]]).tolist())
 
@@ -120,6 +125,28 @@ def _cos_sin(rope: Rope, first: int, n: int) -> tuple[Tensor, Tensor]:
     """Return cos and sin [1, n, R] of positions from `first` on."""
     cos, sin = rope.cos_sin(first, n, first + n, torch.device("cpu"))
     return cos[None], sin[None]
+
+
+def error_with_biases(recipe: Recipe, shape: CacheShape) -> KeyFigures | None:
+    """Return the largest error of keys that a model with key biases makes; None if nothing is measured.
+
+    Codecs that need a corpus are fitted on these keys instead, if they can be.
+
+    Raises:
+        UserError: the recipe does not fit the head dim or the layers.
+    """
+    recipe = recipe.learning_from_prompt() or recipe
+    known: dict[tuple[Codec, int], KeyFigures] = {}
+    for layer in range(len(shape.windows)):
+        codec, rope = recipe.plan(layer, len(shape.windows)).keys, shape.ropes[layer] if shape.ropes else None
+        if (codec, id(rope)) in known or rope is None or not codec.has_rates or codec.needs_fit == "corpus":
+            continue
+        length = 2 * MOST_TOKENS
+        rotary, latest, x = Rotary(rope), length - MOST_TOKENS, biased_keys(rope, HEADS, shape.key_dim, 0, length)
+        angles = rotary.angles(0, length, x.device) if codec.needs_rope else None
+        codec, key = coding.fitted(codec, [Tokens(x, angles)]), (codec, id(rope))
+        known[key] = key_error(codec, x[:, :, latest:], rotary.angles(latest, MOST_TOKENS, x.device))
+    return max(known.values(), key=lambda figures: figures.error, default=None)
 
 
 def remedy(recipe: Recipe, rope: Rope | None) -> str:

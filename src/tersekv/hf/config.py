@@ -4,10 +4,11 @@ supported."""
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any, NamedTuple
 
 import torch
-from transformers import cache_utils
+from transformers import AutoModelForCausalLM, cache_utils
 from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.cache.cache_size import CacheShape
@@ -23,6 +24,8 @@ WINDOW_MASKS = {"create_sliding_window_causal_mask", "create_chunked_causal_mask
 """Mask functions of transformers that modelling files with sliding windows use."""
 LINEAR_TYPES = ("linear_attention", "conv")
 DUMMY_TYPES = ("moe", "mlp", "dummy")
+KEY_BIAS = re.compile(r"\b(k_proj|key|to_k|w?_?qkv\w*|c_attn|query_key_value)\.bias$", re.IGNORECASE)
+"""Names of the bias of keys in models of transformers."""
 
 
 class LayerKind(NamedTuple):
@@ -152,6 +155,19 @@ def cache_shape(config: PreTrainedConfig) -> CacheShape:
     dtype = getattr(config, "dtype", None)
     known = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
     return CacheShape(windows, shape.kv_heads, shape.key_dim, shape.value_dim, known, ropes, shape.query_heads)
+
+
+def has_key_bias(config: PreTrainedConfig) -> bool | None:
+    """Return if the model's projection of keys has a bias; None if the model cannot be built.
+
+    The model is built on the meta device, without weights.
+    """
+    try:
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(text_config(config))
+    except (ValueError, AttributeError, TypeError, RuntimeError):
+        return None
+    return any(KEY_BIAS.search(name) for name, _ in network.named_parameters())
 
 
 def _kind(config: PreTrainedConfig, name: str) -> LayerKind:
