@@ -35,7 +35,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import tersekv
-from tersekv.cli.env import cpu_features
+from tersekv.cli.installation import cpu_features
 from tersekv.hf.models import load
 from tersekv.hf.prefill import Prefill, new_cache
 from tersekv.lab.bench.generate import prompt

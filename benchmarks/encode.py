@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from tersekv.cache.coding import chunks
-from tersekv.cli.env import cpu_features
+from tersekv.cli.installation import cpu_features
 from tersekv.kernels import backends
 from tersekv.recipe import Recipe
 

@@ -37,7 +37,7 @@ import tersekv
 from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.mixed_rates import MixedRatesStore, Ranking
 from tersekv.cache.stores import new_store
-from tersekv.cli.env import cpu_features
+from tersekv.cli.installation import cpu_features
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.hf.cache import CompressedCache
 from tersekv.kernels import cpu

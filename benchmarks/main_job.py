@@ -23,7 +23,7 @@ from rich.console import Console
 
 import tersekv
 from tersekv.cli import measure, output
-from tersekv.cli.env import cpu_features
+from tersekv.cli.installation import cpu_features
 from tersekv.hf import models
 from tersekv.hf.text import pydoc_text
 from tersekv.kernels import cpu

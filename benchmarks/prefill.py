@@ -33,7 +33,7 @@ import tersekv
 from recorded import add_models
 from tersekv.attention import observe
 from tersekv.cache.layer import LayerStore
-from tersekv.cli.env import cpu_features
+from tersekv.cli.installation import cpu_features
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.hf import models
 from tersekv.hf.layer import CompressedLayer

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import tersekv
-from tersekv.cli.env import cpu_features
+from tersekv.cli.installation import cpu_features
 from tersekv.hf.cache import CompressedCache
 from tersekv.hf.models import load
 from tersekv.hf.prefill import Prefill

@@ -31,7 +31,7 @@ import tersekv
 from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.stores import new_store
 from tersekv.cli import output
-from tersekv.cli.env import cpu_features
+from tersekv.cli.installation import cpu_features
 from tersekv.recipe import Recipe
 
 SUBGEN = "subgen:variant=stream,sinks=0,recent=128,delta=1.01,slots=16,budget=2200"

@@ -313,25 +313,6 @@ def test_units() -> None:
     assert [output.human_bytes(n) for n in (64, 1500, 2e6, 3e9)] == ["64 B", "1.50 kB", "2.00 MB", "3.00 GB"]
 
 
-def test_env(empty_cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    made = run_json(capfd, "env")
-    assert made["packages"]["torch"] == torch.__version__
-    assert made["folders"]["models"] == str(empty_cache / "models")
-    assert {row["backend"] for row in made["kernels"]} >= {"cpu", "reference"}
-    said = run_text(capfd, "env")
-    assert "cpu features" in said
-    assert "attend_packed" in said
-
-
-def test_env_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse_read(*_: object, **__: object) -> None:
-        raise OSError
-
-    monkeypatch.setattr(Path, "read_text", refuse_read)
-    assert cli.env.cpu_features()[1] == []
-    assert cli.env.package_version("no-such-package") == "not installed"
-
-
 def test_models(empty_cache: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from tersekv.hf import models
 

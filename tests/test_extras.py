@@ -53,7 +53,7 @@ def test_base_needs_none_of_the_extra(tiny: str, tmp_path: Path) -> None:
             out.past_key_values.save("prompt.cache")
             assert tersekv.CompressedCache.load("prompt.cache", model).get_seq_length()
         calls = [
-            "list", "estimate --model smollm2 --recipe default", "models list", "env",
+            "list", "estimate --model smollm2 --recipe default", "models list", "doctor", "doctor --all",
             "generate -p hello --max-new-tokens 2 --model {tiny}",
             "eval perplexity --context 64 --windows 1 --model {tiny}",
             "bench generate --context 64 --new-tokens 1 --rounds 1 --model {tiny}",

@@ -71,6 +71,7 @@ class EvictingStore(Stateful, ABC):
     PARTS = ("pools", "tails")
 
     num_evicted = 0  # no range of positions is evicted for all heads
+    rotary = None  # positions differ by head, see `TokenPool`
     context_parallel, packed_everywhere = None, True  # every process holds all tokens
     estimates = False
     """True if attention is estimated from weighted samples."""
@@ -128,6 +129,11 @@ class EvictingStore(Stateful, ABC):
     def deferred(self) -> bool:
         """True while a row may still be all padding."""
         return self.num_tokens == 0 or (self.padding is not None and int(self.padding.max()) >= self.num_tokens)
+
+    @property
+    def latest_keys(self) -> Tensor:
+        """Keys [B, H, n, D] of the latest tokens, which are exact."""
+        return self.tails[0].data
 
     @property
     def hidden(self) -> Tensor | None:

@@ -53,13 +53,18 @@ class KnownModel:
         return CacheShape(windows, *dims, ropes=by_layer, query_heads=self.query_heads)
 
     @property
+    def key_biases(self) -> bool:
+        """True if the projection of keys has a bias."""
+        return self.kind == "qwen2"
+
+    @property
     def parameters(self) -> int:
         """Number of parameters: embeddings, and per layer attention, gated MLP, norms and
         biases.
         """
         queries, keys = self.query_heads * self.head_dim, self.kv_heads * self.head_dim
         attention = 2 * self.hidden * (queries + keys)
-        biases = queries + 2 * keys if self.kind == "qwen2" else 0
+        biases = queries + 2 * keys if self.key_biases else 0
         head_norms = 2 * self.head_dim if self.kind in ("qwen3", "gemma3_text") else 0
         norms = (4 if self.kind == "gemma3_text" else 2) * self.hidden
         layer = attention + biases + head_norms + norms + 3 * self.hidden * self.mlp

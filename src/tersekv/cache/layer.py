@@ -102,6 +102,11 @@ class LayerStore(Stateful):
         return self.keys.sinks.device
 
     @property
+    def latest_keys(self) -> Tensor:
+        """Keys [B, H, n, D] of the latest tokens, which are exact."""
+        return self.keys.tail.data
+
+    @property
     def hidden(self) -> Tensor | None:
         """Number of leading positions per row, int64 [B], to mask for packed tokens and tail.
 

@@ -13,7 +13,7 @@ from tersekv.cli import (
     bench,
     calibrate,
     demo,
-    env,
+    doctor,
     estimate,
     evaluate,
     generate,
@@ -44,7 +44,7 @@ app.command("list")(listing.list_methods)
 app.command()(estimate.estimate)
 app.add_typer(models.app, name="models")
 app.add_typer(prompt_cache.app, name="prompt-cache")
-app.command()(env.env)
+app.command()(doctor.doctor)
 app.command()(demo.demo)
 app.command()(plot.plot)
 app.command()(report.report)

@@ -17,8 +17,8 @@ import typer
 
 from tersekv import __version__
 from tersekv.cli import output
-from tersekv.cli.env import cpu_features, package_version
 from tersekv.cli.generate import load, use_threads
+from tersekv.cli.installation import cpu_features, package_version
 from tersekv.errors import UserError
 from tersekv.units import parse_lengths, parse_numbers, parse_tokens
 

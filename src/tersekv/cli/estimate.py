@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -119,7 +119,9 @@ def describe(
     twice = next((recipe for i, recipe in enumerate(parsed) if recipe in parsed[:i]), None)
     if twice is not None:
         raise UserError(f"--recipe {twice} was given twice: give each recipe once")
-    shape, weights = load_shape(model, with_weights=limit is not None)
+    known = load_known(model)
+    shape, weights = known.shape, known.weights() if limit is not None else 0
+    biases = bool(known.key_bias())
     room = None if limit is None else limit - weights
     sizes: dict[str, Callable[[int], int]] = {
         "bf16": lambda n: shape.elements(n, batch) * 2,
@@ -142,6 +144,7 @@ def describe(
                 "layers": predict(shape, recipe, max(lengths), batch).coded,
                 "equal_heads": recipe.policy().needs_scores,
                 "equal_layers": recipe.policy().allots,
+                "advice": why_not(recipe, shape) if biases else None,
             }
         )
     document: dict[str, Any] = {"model": model, "batch": batch, "recipes": described}
@@ -164,6 +167,22 @@ def describe(
             "most_tokens_beside_weights": beside,
         }
     return document
+
+
+def why_not(recipe: Any, shape: Any) -> str | None:
+    """Return why a recipe does not fit a model with key biases, and what does; None if it fits.
+
+    It is measured on made keys (`cache/key_error.py`).
+    """
+    from tersekv.cache.key_error import error_with_biases, remedy
+
+    figures = error_with_biases(recipe, shape)
+    if figures is None or not figures.is_large:
+        return None
+    return (
+        f"the model's keys have biases, which {recipe.name} codes with an error of {figures.error:.0f} times the keys' "
+        f"spread: answers may be garbage; use {remedy(recipe, shape.ropes[0])}"
+    )
 
 
 def _sizes(footprint: Any, room: int | None) -> dict[str, Any]:
@@ -201,22 +220,43 @@ def _fit(size: int, room: int) -> dict[str, Any]:
     return {"bytes": size, "fits": size <= room, "left_bytes": room - size}
 
 
+class Known(NamedTuple):
+    """Facts about a model that are known without its weights.
+
+    shape: of its cache.
+    config: None for published models and those of the KVQuant paper, which are known by name.
+    weights: function that returns their bytes in bfloat16.
+    key_bias: function that returns if keys have biases, None if that is unknown.
+    """
+
+    shape: Any
+    config: Any
+    weights: Callable[[], int]
+    key_bias: Callable[[], bool | None]
+
+
 def load_shape(model: str, with_weights: bool) -> tuple[Any, int]:
     """Return the shape of a model's cache and the bytes of its weights in bfloat16, without reading
     weights. The bytes are 0 if not wanted."""
+    known = load_known(model)
+    return known.shape, known.weights() if with_weights else 0
+
+
+def load_known(model: str) -> Known:
+    """Return what is known of a model by its name, its folder, its config.json or its Hub id."""
     from tersekv.cache import known_models
     from tersekv.cache import kvquant_tables as kvquant
     from tersekv.cache.estimate import KNOWN
     from tersekv.hf import models
-    from tersekv.hf.config import cache_shape
+    from tersekv.hf.config import cache_shape, has_key_bias
 
     path = models.expanded(model)
     known = None if path.exists() else known_models.find(model)
     if known is not None:
-        return known.shape, 2 * known.parameters
-    for name, shape in KNOWN.items():
-        if name.lower() == model.lower():
-            return shape, int(kvquant.model_gigabytes(name, 16) * kvquant.GIB)
+        return Known(known.shape, None, lambda: 2 * known.parameters, lambda: known.key_biases)
+    name = next((name for name in KNOWN if name.lower() == model.lower()), None)
+    if name is not None:
+        return Known(KNOWN[name], None, lambda: int(kvquant.model_gigabytes(name, 16) * kvquant.GIB), lambda: False)
     named = path.exists() or model in models.KNOWN or model.lower().endswith(".gguf")
     near = [] if named else known_models.near(model)
     if near and "/" not in model:
@@ -231,7 +271,7 @@ def load_shape(model: str, with_weights: bool) -> tuple[Any, int]:
         if not near:
             raise
         raise UserError(f"{error}; published models with similar names are {', '.join(near)}") from error
-    return cache_shape(config), weight_bytes(config) if with_weights else 0
+    return Known(cache_shape(config), config, lambda: weight_bytes(config), lambda: has_key_bias(config))
 
 
 def weight_bytes(config: Any) -> int:

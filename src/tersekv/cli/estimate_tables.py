@@ -30,6 +30,9 @@ def show(document: dict[str, Any]) -> None:
             output.show(sizes.equal_heads(one["recipe"]))
         if one["equal_layers"]:
             output.show(sizes.equal_layers(one["recipe"]))
+        if one["advice"]:
+            name = sizes.short_name(one["recipe"])
+            output.show(f"{name}: {one['advice']}. See `tersekv doctor {document['model']}`.")
     output.show(sizes.COUNTED)
 
 

@@ -63,7 +63,7 @@ def describe() -> list[dict[str, Any]]:
                 "title": method.title,
                 "paper": method.paper,
                 "fits_on": ", ".join(fits) or None,
-                "kernels": _kernels(pair),
+                "kernels": kernels_of(pair),
                 "options": {option: parameter.default for option, parameter in method.parameters.items()},
                 "bits": {str(d): _both_sides(name, layers, d) for d, layers in LAYERS.items()},
             }
@@ -97,14 +97,13 @@ def _bits(sides: dict[str, float]) -> str:
     return f"{sides['keys']:.2f} / {sides['values']:.2f} / {sides['mean']:.2f}"
 
 
-def _kernels(pair: Any) -> str:
+def kernels_of(pair: Any, head_dim: int = max(LAYERS)) -> str:
     """Return the kernels that attend to packed tokens of this method, found by a test on a few
     tokens."""
     import torch
 
     from tersekv.attention.dispatch import explain
 
-    head_dim = max(LAYERS)
     tokens = math.lcm(*(codec.layout(head_dim).block_tokens for codec in (pair.keys, pair.values)))
     x = torch.linspace(-1, 1, tokens * head_dim).view(1, 1, tokens, head_dim)
     views = []

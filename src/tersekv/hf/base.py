@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.cache.footprint import Footprint
+from tersekv.cache.key_error import KeyFigures, remedy
 from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.errors import UserError
 from tersekv.hf.config import AttentionShape, text_config
@@ -32,6 +33,7 @@ class ModelCache(CheckedCache):
 
     mask_offsets: tokens seen and evicted when the latest mask was made, by sliding window.
     told: True once a warning about another recipe or cache was given.
+    warned_of_keys: True once a warning about an error of keys was given.
     reads_twice: True if a policy ranks tokens by a second reading of the prompt, and the model's RoPE
         does not depend on the length.
     read_again: tokens at the end of the current call that are a second reading (`hf/second_reading.py`).
@@ -44,6 +46,7 @@ class ModelCache(CheckedCache):
     ropes: Ropes
     mask_offsets: dict[int | None, tuple[int, int]]
     told: bool
+    warned_of_keys: bool
     reads_twice: bool
     read_again: int
     _warned: bool
@@ -130,3 +133,15 @@ class ModelCache(CheckedCache):
             else f"{self.config.model_type} models change keys and values before attention"
         )
         warnings.warn(f"CompressedCache decodes all tokens at every step: {why}", stacklevel=5)
+
+    def warn_of_keys(self, layer: int, figures: KeyFigures) -> None:
+        """Warn once that coding drowns the differences of keys, and name a remedy."""
+        if self.warned_of_keys:
+            return
+        self.warned_of_keys = True
+        warnings.warn(
+            f"layer {layer}: the mean of the keys is {figures.mean:.0f} times their spread, and {self.recipe.name} "
+            f"codes them with an error of {figures.error:.1f} times the spread: answers may be garbage; use "
+            f"{remedy(self.recipe, self.ropes.known(layer))}",
+            stacklevel=5,
+        )

@@ -107,7 +107,7 @@ class CompressedCache(ModelCache):
     ) -> None:
         self.recipe, self.config, self.context_parallel = recipe, text_config(config), context_parallel
         self.shape = AttentionShape.of(self.config)
-        self._warned = self.told = False  # each warning is given once
+        self._warned = self.told = self.warned_of_keys = False  # each warning is given once
         self.read_again = 0
         self.compiles = False
         self._model = None

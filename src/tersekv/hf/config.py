@@ -26,8 +26,6 @@ WINDOW_MASKS = {"create_sliding_window_causal_mask", "create_chunked_causal_mask
 """Mask functions of transformers that modelling files with sliding windows use."""
 LINEAR_TYPES = ("linear_attention", "conv")
 DUMMY_TYPES = ("moe", "mlp", "dummy")
-
-
 KEY_MODULE = re.compile(r"(^|_|w)(k|key|keys|kv|qk|qkv)(_|$)|^c_attn$", re.IGNORECASE)
 """Names of modules that make keys, alone or with queries and values, or normalise them."""
 OTHER_KEYS = re.compile(r"vision|audio|image|indexer|linear_attn|cross_attn|encoder_attn")

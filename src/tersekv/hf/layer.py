@@ -11,12 +11,15 @@ from transformers.cache_utils import CacheLayerMixin
 
 from tersekv.attention.observe import Observed
 from tersekv.cache.evicting import UNREADABLE, EvictingStore
+from tersekv.cache.key_error import LEAST_TOKENS, key_error, sample_tokens
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.mixed_rates import MixedRatesStore
 from tersekv.cache.rate_allotment import with_rates
+from tersekv.cache.rotary import Rotary
 from tersekv.cache.schema import Check, anything, each, flag, of_spec, one_of, optional, record, require, tensor, whole
 from tersekv.cache.state import State, own
 from tersekv.cache.stores import new_store
+from tersekv.codecs.transforms.rope import NO_ROPE
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.base import ModelCache
 from tersekv.hf.handle import Pending, PendingTokens
@@ -24,6 +27,7 @@ from tersekv.hf.progress import checked_crop
 from tersekv.hf.traced import NewTokens, is_traced, num_tokens, register
 from tersekv.malloc_trim import malloc_trim
 from tersekv.recipe import LayerPlan, written
+from tersekv.tensors import plain
 
 FLOATS = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 """Types of keys and values by their names in files."""
@@ -65,6 +69,7 @@ class CompressedLayer(CacheLayerMixin):
         self.record_past = False
         self.first_tokens = 0  # tokens of the first call, on which codecs may depend
         self.home: torch.device | None = None
+        self.measured = not plan.keys.has_rates  # True once the error of packed keys was measured
         self.handle = register(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -148,6 +153,8 @@ class CompressedLayer(CacheLayerMixin):
             progress.torn = not self.store.is_whole(seen)
             raise
         progress.torn = False
+        if not self.measured and self.store.keys.packed_tokens:
+            self._measure(keys)
         if progress.linear:
             progress.end(self.index)
         if keys.is_cpu and keys.shape[2] >= MANY_TOKENS:
@@ -155,6 +162,33 @@ class CompressedLayer(CacheLayerMixin):
             if progress.freed >= MUCH_MEMORY:
                 progress.freed = 0
                 malloc_trim()
+
+    @plain
+    def _measure(self, keys: Tensor) -> None:
+        """Warn if coding drowns the differences of keys, once the first ones are packed.
+
+        keys: of the present call, which end with the store's latest token.
+        """
+        store, rope = self.store, self.cache.ropes.known(self.index) or NO_ROPE
+        assert store is not None
+        keys = (keys if keys.shape[2] >= LEAST_TOKENS else store.latest_keys).detach()
+        n = sample_tokens(keys.shape[2], keys.shape[0])
+        if not n:  # later calls leave more tokens exact
+            return
+        self.measured, first = True, store.num_tokens - n
+        positions = torch.arange(first, first + n, device=keys.device)
+        sinks = torch.zeros_like(positions[:1]) if store.padding is None else store.padding.to(keys.device)
+        counts = positions >= (sinks + store.policy.sink_tokens(self.sliding_window)).unsqueeze(1)
+        rotary = store.rotary or Rotary(rope)
+        if store.rotary is None:
+            rotary.note(0, store.num_tokens, store.padding)
+        try:
+            angles, x = rotary.angles(first, n, keys.device), keys[:, :, -n:].to(store.keys.dtype)
+            figures = key_error(store.keys.codec, x, angles, counts, store.keys.heads)
+        except UserError:  # a scale of tokens that are packed later is too large
+            return
+        if figures.is_large:
+            self.cache.warn_of_keys(self.index, figures)
 
     def append_and_decode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append tokens and return all [B, H, tokens, D]: earlier tokens decoded, new tokens exact.
@@ -265,6 +299,7 @@ class CompressedLayer(CacheLayerMixin):
         self.lazy_initialization(*(torch.empty(s, dtype=FLOATS[state["dtype"]], device=device) for s in shapes))
         assert self.store is not None
         self.store.restore(state["store"], f"{place}.store")
+        self.measured |= self.store.keys.packed_tokens > 0  # by the cache that packed them
 
     def _place_of_heads(self, held: int) -> list[int]:
         heads = self.cache.heads(held)

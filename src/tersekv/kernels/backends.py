@@ -63,7 +63,7 @@ def _why_not(name: str, query: Tensor, keys: Any, values: Any) -> str | None:
 
 
 def report() -> list[dict[str, Any]]:
-    """Return rows {"backend", "op", "available", "detail"} for `tersekv env`."""
+    """Return rows {"backend", "op", "available", "detail"} for `tersekv doctor --all`."""
     chosen()  # raises if the variable is wrong
     details = {
         "cpu": (cpu.why_not_built() is None, _cpu_detail()),

@@ -1,17 +1,23 @@
-"""`tersekv env`: versions, CPU, available kernels and folders, as needed in a bug report."""
+"""Versions, CPU, available kernels and folders of this installation, as `tersekv doctor` shows them."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
+import tempfile
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tersekv import __version__
 from tersekv.cli import output
-from tersekv.extras import LAB
+from tersekv.errors import UserError
+from tersekv.extras import INSTALL_LAB, LAB
+from tersekv.versions import check_transformers
 
+ABSENT = "not installed"
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy", "typer", "rich", *LAB)
 # Instruction sets that kernels choose between, as /proc/cpuinfo spells them (x86, then Arm).
 FEATURES = (
@@ -20,13 +26,63 @@ FEATURES = (
 )
 
 
-def env(as_json: output.Json = False) -> None:
-    """Show versions, CPU features, available kernels and the cache folder."""
-    with output.step("looking at torch and the kernels"):
-        document = describe()
-    if as_json:
-        output.print_json(document)
-        return
+class Check(NamedTuple):
+    """One line about the installation. broken: what to do about it, or None if it is right."""
+
+    what: str
+    value: str
+    broken: str | None = None
+
+
+def checks() -> list[Check]:
+    """Check what the library needs, in about ten lines."""
+    import torch
+
+    from tersekv.hf import models
+    from tersekv.kernels import backends, cpu, triton
+
+    def refused(check: Callable[[], object]) -> str | None:
+        try:
+            check()
+        except (UserError, OSError) as error:
+            return str(error)
+        return None
+
+    usable, model = usable_cores(), cpu_features()[0]
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    why_not_gpu, folder = triton.why_not_usable(), models.cache_dir()
+    missing = [name for name in LAB if package_version(name) == ABSENT]
+    compilers = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
+    used = refused(backends.chosen) or refused(cpu.why_not_built)
+    built = None if used else cpu.why_not_built()
+    return [
+        Check("tersekv", f"{__version__}, Python {platform.python_version()}"),
+        Check("torch", package_version("torch")),
+        Check("transformers", package_version("transformers"), refused(check_transformers)),
+        Check("cpu", f"{model}, {usable} of {os.cpu_count()} cores, {torch.get_num_threads()} threads"),
+        Check("cpu kernels", "none" if used or built else cpu.isa(), used or built),
+        Check("gpu", ", ".join(gpus) or "none"),
+        Check("gpu kernels", why_not_gpu or triton.detail(), why_not_gpu if gpus else None),
+        Check("compiler", ", ".join(compilers) or "none; only building from source and torch.compile need one"),
+        Check("cache folder", str(folder), refused(lambda: _write_into(folder))),
+        Check("extra lab", f"lacks {', '.join(missing)}: {INSTALL_LAB}" if missing else "complete"),
+    ]
+
+
+def _write_into(folder: Path) -> None:
+    """Raise an error unless files can be written into a folder, which is made if it does not exist."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"cannot be written ({error.strerror}); set TERSEKV_CACHE to a folder that can be written"
+        ) from error
+
+
+def show(document: dict[str, Any]) -> None:
+    """Print everything of `describe` in tables."""
     cpu, folders = document["cpu"], document["folders"]
     rows = [("python", document["python"]), *document["packages"].items()]
     rows += [("system", document["system"]), ("cpu", cpu["model"])]
@@ -39,14 +95,13 @@ def env(as_json: output.Json = False) -> None:
 
 
 def describe() -> dict[str, Any]:
-    """Return everything that `tersekv env` shows."""
+    """Return everything that `tersekv doctor --all` shows."""
     import torch
 
     from tersekv.hf import models
     from tersekv.kernels import backends
 
     model, features = cpu_features()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
@@ -56,7 +111,7 @@ def describe() -> dict[str, Any]:
             "model": model,
             "features": features,
             "cores": os.cpu_count(),
-            "usable_cores": usable,
+            "usable_cores": usable_cores(),
             "torch_threads": torch.get_num_threads(),
         },
         "accelerators": ", ".join(gpus) or "none",
@@ -65,12 +120,17 @@ def describe() -> dict[str, Any]:
     }
 
 
+def usable_cores() -> int | None:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def package_version(name: str) -> str:
     """Return the version of a package, or "not installed"."""
     try:
         return version(name)
     except PackageNotFoundError:
-        return "not installed"
+        return ABSENT
 
 
 def cpu_features() -> tuple[str, list[str]]:

@@ -1,0 +1,166 @@
+"""`tersekv doctor`: what fits a model, or what is wrong with the installation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from tersekv.cli import estimate, installation, output, sizes
+from tersekv.errors import UserError
+
+RECIPES = ("default", "safe", "kivi:bits=4")
+"""Recipes that are examined if none is given: the presets, and one that codes keys by channel."""
+
+USUAL_TOKENS = 32768
+"""Length at which a cache must be smaller than in bfloat16, or the model's longest context if it is shorter."""
+
+MODEL_HELP = f"{estimate.MODEL_HELP} Without a model the installation is checked."
+RECIPE_HELP = f"{output.RECIPE_HELP} May be repeated."
+
+
+def doctor(
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=False)] = None,
+    recipe: Annotated[
+        list[str] | None, typer.Option("--recipe", "-r", help=RECIPE_HELP, show_default=", ".join(RECIPES))
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show all versions, CPU features and kernels, for a bug report.")
+    ] = False,
+    as_json: output.Json = False,
+) -> int:
+    """Say what fits a model and which recipes are a good choice, from its config alone.
+
+    Without a model, check the installation.
+
+    The exit status is 1 if a recipe is a bad choice or something is broken.
+    """
+    if model is not None:
+        if everything:
+            raise UserError("--all is about the installation; leave it out, or the model")
+        return _show_model(model, recipe or list(RECIPES), as_json)
+    if recipe:
+        raise UserError("--recipe needs a model; write for example tersekv doctor MODEL --recipe kivi:bits=4")
+    with output.step("looking at torch and the kernels"):
+        checks = installation.checks()
+        document = installation.describe() if as_json or everything else {}
+    if as_json:
+        output.print_json({"checks": [check._asdict() for check in checks], **document})
+    elif everything:
+        installation.show(document)
+    else:
+        for check in checks:
+            output.show(f"{check.what:13} {f'BROKEN: {check.broken}' if check.broken else check.value}")
+    return int(any(check.broken for check in checks))
+
+
+def _show_model(model: str, recipes: list[str], as_json: bool) -> int:
+    with output.step("loading torch and transformers"):
+        document = describe(model, recipes)
+    if as_json:
+        output.print_json(document)
+    else:
+        for what, value in document["properties"].items():
+            output.show(f"{what:13} {value}")
+        for one in document["recipes"]:
+            output.show(f"{one['recipe']}: {'good' if one['good'] else 'BAD'}: {'; '.join(one['reasons'])}.")
+    return int(not all(one["good"] for one in document["recipes"]))
+
+
+def describe(model: str, recipes: list[str]) -> dict[str, Any]:
+    """Return the document of --json: properties of a model, and a verdict on each recipe."""
+    from tersekv.recipe import Recipe
+
+    parsed = [Recipe.parse(recipe) for recipe in recipes]
+    known = estimate.load_known(model)
+    biases, longest = known.key_bias(), getattr(_text(known), "max_position_embeddings", None)
+    tokens = min(USUAL_TOKENS, longest or USUAL_TOKENS)
+    return {
+        "model": model,
+        "properties": properties(known, biases, longest),
+        "recipes": [verdict(recipe, known, biases, tokens) for recipe in parsed],
+    }
+
+
+def _text(known: estimate.Known) -> Any:
+    from tersekv.hf.config import text_config
+
+    return None if known.config is None else text_config(known.config)
+
+
+def properties(known: estimate.Known, biases: bool | None, longest: int | None) -> dict[str, str]:
+    """Return what matters of a model, in words, by name."""
+    shape, config = known.shape, _text(known)
+    windows = [window for window in shape.windows if window is not None]
+    spans = f", {len(windows)} with a sliding window of {max(windows):,} tokens" if windows else ""
+    said = {
+        "layers": f"{len(shape.windows)} with a cache{spans}",
+        "heads": f"{shape.query_heads or 'unknown number of'} query heads, {shape.kv_heads} KV heads",
+        "head dim": f"{shape.key_dim} (keys), {shape.value_dim} (values)",
+        "RoPE": rope_of(known),
+        "key biases": {True: "yes: keys have a mean that not every method can code", False: "no", None: "unknown"}[
+            biases
+        ],
+    }
+    if getattr(config, "kv_lora_rank", None):
+        said["latents"] = "keys and values come from latents: tokens are decoded at every step"
+    said["context"] = "unknown" if longest is None else f"{longest:,} tokens"
+    try:
+        said["weights"] = f"{output.human_bytes(known.weights())} in bfloat16"
+    except UserError as error:
+        said["weights"] = f"unknown: {error}"
+    return said
+
+
+def rope_of(known: estimate.Known) -> str:
+    """Return the type of a model's RoPE, and if it can be removed from keys."""
+    from tersekv.codecs.transforms.rope import NO_ROPE
+
+    ropes = set(known.shape.ropes)
+    if ropes == {NO_ROPE}:
+        return "none"
+    parameters = getattr(_text(known), "rope_parameters", None) or {}
+    each = parameters.values() if all(isinstance(one, dict) for one in parameters.values()) else [parameters]
+    kinds = ", ".join(dict.fromkeys(one.get("rope_type", "default") for one in each)) or "default"
+    if not ropes or None in ropes:
+        return f"{kinds}; it cannot be removed from keys, so pre_rope and centre are refused"
+    return f"{kinds}{' (changes with the length)' * any(rope.varies for rope in ropes)}"
+
+
+def verdict(recipe: Any, known: estimate.Known, biases: bool | None, tokens: int) -> dict[str, Any]:
+    """Return if a recipe is a good choice for a model, with the reasons."""
+    from tersekv.cache.estimate import break_even, predict
+
+    try:
+        footprint, least = predict(known.shape, recipe, tokens), break_even(known.shape, recipe)
+        _check(recipe, known.config)
+        fault = estimate.why_not(recipe, known.shape) if biases else None
+    except UserError as error:
+        return {"recipe": recipe.name, "good": False, "reasons": [str(error)]}
+    held, bfloat16 = footprint.total_bytes, footprint.elements * 2
+    size = f"{sizes.against_bfloat16(held, bfloat16)} at {tokens:,} tokens"
+    if fault or held >= bfloat16:
+        return {"recipe": recipe.name, "good": False, "reasons": [fault] * bool(fault) + [size]}
+    reasons = [size, f"gains from some {least:,} tokens on", _kernels(recipe, known.shape)]
+    return {"recipe": recipe.name, "good": True, "reasons": reasons}
+
+
+def _check(recipe: Any, config: Any) -> None:
+    """Raise UserError unless a cache for the model can be made. config: None if it is not known."""
+    from tersekv.hf.cache import CompressedCache
+    from tersekv.hf.calibration_needs import attention_plans
+
+    if config is not None:
+        CompressedCache.of(config, recipe, attention_plans(recipe, config))
+
+
+def _kernels(recipe: Any, shape: Any) -> str:
+    """Return the kernel that attends to packed tokens of the middle layer."""
+    from tersekv.cli.listing import kernels_of
+    from tersekv.codecs.base import Pair
+
+    layers = len(shape.windows)
+    plan = (recipe.learning_from_prompt() or recipe).plan(layers // 2, layers)
+    if plan.keys.needs_fit == "corpus" or shape.key_dim != shape.value_dim:
+        return "kernel unknown"
+    return f"kernel {kernels_of(Pair(plan.keys, plan.values), shape.key_dim)}"
