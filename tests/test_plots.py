@@ -15,7 +15,7 @@ from made_records import evaluation, write
 from tersekv.errors import UserError
 from tersekv.lab.plots import groups, held, labels, streams, timings
 from tersekv.lab.plots.base import ModelKeys
-from tersekv.lab.plots.kinds import angles, clusters, growth, magnitudes, needle, outliers, pareto, plots, speed
+from tersekv.lab.plots.kinds import angles, clusters, growth, magnitudes, means, needle, outliers, pareto, plots, speed
 from tersekv.lab.plots.page import page
 from tersekv.lab.plots.style import render, to_bytes
 
@@ -79,6 +79,15 @@ def test_magnitudes_find_the_outlier_channel(keys: ModelKeys) -> None:
     one = magnitudes.draw(keys._replace(head=1))
     assert one.tables[0].rows[2][-1] == "head 1, channel 5"
     assert magnitudes.side_by_side(keys.keys[2])[7, 32 + 5] == keys.keys[2][1, 7, 5].abs()
+
+
+def test_means_in_units_of_the_spread(keys: ModelKeys) -> None:
+    x = torch.zeros(2, 4, 32)
+    x[0, :, 7] = torch.tensor([9.0, 11.0, 9.0, 11.0])
+    assert means.mean_in_spreads(x) == pytest.approx(10)
+    picture = render(plots()["means"], keys._replace(before=[torch.randn(2, 50, 32), x, x]))
+    assert [row[1] for row in picture.tables[0].rows][1:] == ["10.00", "10.00"]
+    assert "largest in layer 1, 10.0 times their spread" in picture.alt
 
 
 def test_outliers_set_the_range(keys: ModelKeys) -> None:

@@ -53,7 +53,7 @@ INSTALL = (
 )
 
 RECIPE = (
-    "Recipe: a preset (default or safe) or for example turboquant:bits=4. A preset's codec is calibrated once "
+    "Recipe: a preset (default or safe) or for example kivi:bits=4. A preset's codec is calibrated once "
     "per model here, because pages are shared by prompts."
 )
 

@@ -2,7 +2,7 @@
 storage.
 
 ```json
-{"type": "fs", "base_path": "/cache", "serde": {"type": "tersekv", "recipe": "turboquant:bits=4",
+{"type": "fs", "base_path": "/cache", "serde": {"type": "tersekv", "recipe": "kivi:bits=4",
 "head_dim": 64}}
 ```
 

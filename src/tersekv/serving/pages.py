@@ -69,7 +69,7 @@ class PagePool:
         if slots.keys.needs_rope and (rope is None or rope.varies):
             raise UserError(
                 f"{slots.keys.label} needs the RoPE of the keys' positions, and this model has none that "
-                "depends on positions alone; use turboquant"
+                "depends on positions alone; use kivi"
             )
         self.codecs: tuple[Codec, Codec] = (slots.keys, slots.values)
         self.planes = slots.views(memory.view(S * p // BLOCK_TOKENS, H, BLOCK_TOKENS * C))

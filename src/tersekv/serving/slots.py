@@ -79,7 +79,7 @@ class Slots:
             if reason := why_not_slots(codec, self.head_dim):
                 raise UserError(
                     f"{codec.label} for {codec.side} cannot be used in an engine's pages: {reason}. Others "
-                    "are trellis with a calibration, turboquant, kivi, polarquant, uniform, normalfloat"
+                    "are trellis with a calibration, kivi, turboquant, polarquant, uniform, normalfloat"
                 )
 
     @functools.cached_property

@@ -2,10 +2,10 @@
 calls `register`.
 
 ```bash
-vllm serve MODEL --additional-config '{"tersekv": {"recipe": "turboquant:bits=4;0=exact;-1=exact"}}'
+vllm serve MODEL --additional-config '{"tersekv": {"recipe": "kivi:bits=4;0=exact;-1=exact"}}'
 ```
 
-For all engines of a shell, set TERSEKV_VLLM_RECIPE="turboquant:bits=4" instead. Without a recipe
+For all engines of a shell, set TERSEKV_VLLM_RECIPE="kivi:bits=4" instead. Without a recipe
 vLLM's own attention runs, unchanged. With a recipe vLLM gets the size of a packed page, so its
 cache holds more pages. vLLM still does paging, scheduling, prefix caching, chunked prefill and
 tensor parallelism. No class of vLLM is patched; our backends are added to its registry of attention

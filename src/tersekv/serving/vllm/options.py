@@ -18,7 +18,7 @@ VARIABLES = {
 }
 """Environment variables of the options of the section."""
 SECTION = "tersekv"
-EXAMPLE = '{"tersekv": {"recipe": "turboquant:bits=4"}}'
+EXAMPLE = '{"tersekv": {"recipe": "kivi:bits=4"}}'
 
 
 class Choice(NamedTuple):

@@ -72,7 +72,7 @@ def layer_plan(choice: Choice, config: Any, layer: int) -> LayerPlan:
     if not needs_corpus(choice.recipe, config):
         return attention_plans(choice.recipe, config)[layer]
     if choice.calibration is None:
-        example = EXAMPLE.replace("turboquant:bits=4", str(choice.recipe)).replace('"}}', '", "calibration": "FILE"}}')
+        example = EXAMPLE.replace("kivi:bits=4", str(choice.recipe)).replace('"}}', '", "calibration": "FILE"}}')
         raise UserError(
             f"recipe '{choice.recipe}' needs a calibration: make one with `tersekv calibrate --model MODEL --recipe "
             f"'{choice.recipe}' --out FILE` and give it as {example}"
