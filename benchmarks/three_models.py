@@ -1,7 +1,7 @@
 """Recipes on several models, texts and lengths: the tables of docs/presets.md and docs/methods/centred.md.
 
     python benchmarks/three_models.py --model Qwen/Qwen2.5-0.5B=FOLDER --text C4=c4.txt --out FOLDER    # run.
-    python benchmarks/three_models.py --model … --text wikitext=test.txt --lengths 2048 --centred --out FOLDER
+    python benchmarks/three_models.py --centred --lengths 2048 --model … --text … --out FOLDER
     python benchmarks/three_models.py --record FOLDER                     # keep the results as records.
     python benchmarks/three_models.py --into docs/presets.md docs/methods/centred.md  # write the tables from them.
 
@@ -16,19 +16,27 @@ import argparse
 import json
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers.cache_utils import QuantizedCache
+
 from tersekv.errors import UserError
+from tersekv.hf.config import cache_shape
 from tersekv.hf.models import load
 from tersekv.lab.evals.harness import Harness
 from tersekv.lab.evals.options import build
 from tersekv.lab.evals.records import Records
+from tersekv.lab.evals.tasks.divergence import compare
 from tersekv.recipe import Recipe
 
 RECORDS = Path(__file__).parent / "records" / "three_models.jsonl"
 BEGIN, END = "<!-- {}: made by benchmarks/three_models.py -->", "<!-- end of {} -->"
 RECIPES = ("default", "safe", "kivi:bits=4")
+PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
+AXES = {"hqq": {"axis_key": 1, "axis_value": 1}}  # hqq allows no other
 METHODS = ("turboquant:bits=4", "polarquant", "qjl", "int4", "normalfloat", "kvarn", "kivi:bits=4")
 SCORED = 256
 MODULES = ("argparse", "typing", "inspect", "subprocess", "tarfile", "turtle")
@@ -60,6 +68,7 @@ def run(args: argparse.Namespace) -> None:
                     with Records(args.out / "raw" / model_name.replace("/", "--") / text) as records:
                         summaries = harness.run(build(["divergence"], options), records)
                     full, *each = summaries
+                    task = next(iter(build(["divergence"], options).values()))
                     line = {"model": model_name, "text": text, "tokens": length, "windows": full.samples}
                     for summary in each:
                         kl, agree = summary.metrics["kl"], summary.metrics["top1_agreement"]
@@ -67,9 +76,51 @@ def run(args: argparse.Namespace) -> None:
                             "kl": kl.mean, "stderr": kl.stderr if full.samples > 1 else None, "same": agree.mean,
                             "bits": summary.bits_per_element, "bytes": summary.bytes,
                         }  # fmt: skip
+                    for backend in args.rivals:
+                        line[backend] = rival(backend, harness, task, length)
                     print(json.dumps(line), flush=True)
                     with (args.out / "cells.jsonl").open("a", encoding="utf-8") as file:
                         file.write(json.dumps(line) + "\n")
+
+
+@torch.no_grad()
+def rival(backend: str, harness: Harness, task: Any, prefix: int) -> dict[str, Any]:
+    """Return the results of transformers' own `QuantizedCache` with 4 bits on the same windows.
+
+    backend: quanto or hqq. Its options are transformers' defaults. Bytes are those of all tensors held.
+    """
+    model, found = harness.full.model, []
+    shape = cache_shape(model.config)
+    for sample in task.instances(harness.full):
+        cache = QuantizedCache(backend, model.config, nbits=4, **AXES.get(backend, {}))
+        model(sample.data[:, :prefix], past_key_values=cache, logits_to_keep=1)
+        parts = sample.data[:, prefix:].split(64, dim=1)
+        logits = torch.cat([model(part, past_key_values=cache).logits[0] for part in parts])
+        kl, agree = compare(task.logits(sample, harness.full)[0], logits)
+        size = sum(t.untyped_storage().nbytes() for layer in cache.layers for t in held(vars(layer)))
+        found.append((kl.mean().item(), agree.mean().item(), size))
+    kl, agree, size = (sum(column) / len(found) for column in zip(*found, strict=True))
+    bits = 8 * size / shape.elements(prefix + SCORED)
+    return {
+        "kl": kl,
+        "stderr": None,
+        "same": agree,
+        "bits": bits,
+        "bytes": size,
+        "versions": version(PACKAGES[backend]),
+    }
+
+
+def held(value: Any) -> Iterator[torch.Tensor]:
+    """Return all plain tensors in an object of a quantised cache."""
+    if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__") and type(value) is not torch.Tensor:
+        for name in value.__tensor_flatten__()[0]:
+            yield from held(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from held(one)
 
 
 def centred(recipe: str) -> str:
@@ -146,6 +197,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="run, and write results to this folder")
     parser.add_argument("--record", type=Path, help="folder whose results become records")
     parser.add_argument("--centred", action="store_true", help="run METHODS with and without `centre=true`")
+    parser.add_argument("--rivals", nargs="+", default=[], choices=PACKAGES, help="run transformers' own cache, too")
     parser.add_argument("--into", type=Path, nargs="+", default=[], help="pages whose tables are replaced")
     args = parser.parse_args()
     try:
