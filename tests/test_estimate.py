@@ -212,7 +212,9 @@ def test_presets_choose_the_codec_of_each_layer():
     for shape, recipe in ((gemma, "default"), (gemma, "safe"), (llama, "default")):
         for tokens in (1024, 2048, 8192, 32_768):
             assert predict(shape, recipe, tokens).total_bytes <= predict(shape, "kivi:bits=4", tokens).total_bytes
+    assert predict(llama, "default", 1024).coded == {"trellis, 3.25 bits": 32}  # a short prompt
     assert predict(llama, "default", 300).coded == {"trellis, 3 bits": 32}  # a chat begins short
+    assert predict(gemma, "trellis:bits=2,calibration=prompt", 1024).coded == {"trellis, 2 bits": 18}
     assert predict(gemma, "trellis:bits=3,basis=klt,calibration=prompt", 1024).coded == {"trellis, 3 bits": 18}
 
 

@@ -14,8 +14,8 @@ If the error is larger than expected, they are searched again with gains above t
 best. The result with the smallest error is kept.
 
 - `basis=auto` is klt. With `calibration=prompt`, layers of wide heads are exceptions: with short
-  windows they are coded as `kivi` with one bit more, at most 4; others keep their channels and get 4.5
-  bits or more (`Trellis.in_layer`).
+  windows they are coded as `kivi:bits=4`; others keep their channels and get 4.5 bits or more
+  (`Trellis.in_layer`).
 - `basis=channels` keeps the channels, `rotation` uses a random orthogonal matrix, not a fitted one.
 - `code=scalar` uses Lloyd-Max codebooks in the same stream. `centre=false` does not remove μ.
 - `calibration=corpus` uses the output of `tersekv calibrate`. `calibration=prompt` fits on the
@@ -77,13 +77,20 @@ Larger gains help because a component beyond the end of its codebook costs more 
 """
 
 VECTORS_PER_CHANNEL = 12
-"""Tokens per channel of a head below which no basis is fitted. Measured between 8, too few, and 16."""
+"""Tokens per channel of a head below which no basis is fitted. 8 are too few, 16 are enough."""
 
 WIDE, WIDE_BITS = 256, 4.5
 """Channels of a head from which on channels are kept, and the bits that they need to equal `kivi:bits=4`."""
 
-MOST_INTEGER_BITS, INTEGER_GROUP = 4, 32
-"""Bits and groups of the integers in layers with fewer tokens."""
+SHORT, MORE_BITS = range(512, 2048), 0.25
+"""Lengths of prompts that a fit has few vectors of, and the bits that make up for it. A shorter first call
+is the start of a chat, which will grow."""
+
+LEAST_CHOSEN = 3.0
+"""Bits from which on the rate is chosen, too: that of the preset `default`."""
+
+INTEGER_BITS, INTEGER_GROUP = 4, 32
+"""Bits and groups of the integers in layers with few tokens, those of `kivi:bits=4`."""
 
 MANY_BITS = 3.5
 ENOUGH = (0.97, 0.9)
@@ -133,23 +140,28 @@ class Trellis(Codec):
     def _fits_basis(self) -> bool:
         return self.basis in ("auto", "klt")
 
-    def in_layer(self, tokens: int, head_dim: int) -> Codec:
-        """Return the codec of a layer that holds so many tokens.
+    def in_layer(self, first: int, held: int, head_dim: int) -> Codec:
+        """Return the codec of a layer whose first call has `first` tokens and that will hold `held`.
 
-        With `basis=auto` a layer with fewer than VECTORS_PER_CHANNEL tokens per channel gets integers in
-        groups, as `kivi` has them. A basis fitted on so few vectors costs more bytes than it saves, and
-        it fits the few tokens that have most of the weight. Heads of WIDE channels or more keep their
-        channels and get WIDE_BITS at least, for the same reason (docs/methods/trellis-measured.md).
+        With `basis=auto` a layer that holds fewer than VECTORS_PER_CHANNEL tokens per channel gets
+        integers in groups, as `kivi` has them. A basis fitted on so few vectors costs more bytes than it
+        saves, and codes the tokens with most of the weight worst. Heads of WIDE channels or more keep
+        their channels and get WIDE_BITS at least, for the same reason. Prompts of SHORT tokens get a
+        quarter of a bit more. Rates below LEAST_CHOSEN stay what they are: only the basis is chosen.
+        Figures: docs/presets.md.
         """
         if self.basis != "auto" or self.calibration != "prompt":
             return self
-        if tokens >= VECTORS_PER_CHANNEL * head_dim:
-            wide = head_dim >= WIDE
-            return dataclasses.replace(self, basis="channels", bits=max(self.bits, WIDE_BITS)) if wide else self
-        bits = min(MOST_INTEGER_BITS, math.ceil(self.bits) + 1)
+        few, wide = held < VECTORS_PER_CHANNEL * head_dim, head_dim >= WIDE
+        if self.bits < LEAST_CHOSEN or (wide and not few):
+            bits = self.bits if self.bits < LEAST_CHOSEN else max(self.bits, WIDE_BITS)
+            return dataclasses.replace(self, basis="channels", bits=bits) if few or wide else self
+        if not few:
+            short = first in SHORT and self.bits < INTEGER_BITS
+            return dataclasses.replace(self, bits=self.bits + MORE_BITS) if short else self
         group = math.gcd(INTEGER_GROUP, head_dim) if self.side == "values" else INTEGER_GROUP
         axis: Literal["channel", "token"] = "channel" if self.side == "keys" else "token"
-        return Uniform(bits, axis, group, side=self.side, pre_rope=self.pre_rope, per_head=self.per_head)
+        return Uniform(INTEGER_BITS, axis, group, side=self.side, pre_rope=self.pre_rope, per_head=self.per_head)
 
     @property
     def fits_on(self) -> FitsOn | None:
