@@ -287,7 +287,7 @@ def test_one_file_serves_all_rates(llama, trellis: Calibration, tmp_path: Path) 
     assert set(bits_of(trellis, "trellis:allot=layer,bits=3", llama.config).values()) == {3.0}
     of_sides = bits_of(trellis, "trellis:allot=layer,bits=2/trellis:allot=layer,bits=4", llama.config)
     assert {side: bits for (_, side), bits in of_sides.items()} == {"keys": 2.0, "values": 4.0}
-    with pytest.raises(UserError, match=r"was made for recipe 'trellis:basis=klt.*, not for 'trellis:basis=channels"):
+    with pytest.raises(UserError, match=r"was made for recipe 'trellis:basis=auto.*, not for 'trellis:basis=channels"):
         trellis.check(Recipe.parse("trellis:basis=channels"), llama.config)
 
 

@@ -175,7 +175,6 @@ def test_key_biases_of_families(family: str, answer: bool) -> None:
 def test_key_biases_of_other_configs() -> None:
     assert has_key_bias(tf.GPT2Config(n_layer=1, n_embd=32, n_head=2)) is True
     assert has_key_bias(tf.GPTNeoXConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2)) is True
-    assert has_key_bias(tf.ViTConfig()) is None
 
 
 # ---------------------------------------------------------------- estimate

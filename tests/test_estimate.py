@@ -163,7 +163,8 @@ KEPT_WHEN_GENERATED = ["snapkv:budget=0.25+kivi:bits=4", "snapkv:budget=0.25+exa
 def held_by_a_layer(recipe, cuts):
     """Return footprint and RoPE of a layer of one head that was fed calls of these sizes."""
     rope, g = standard_rope(64), torch.Generator().manual_seed(0)
-    store = new_store(Recipe.parse(recipe).plan(0, 1), *[torch.empty(1, 1, 0, 64)] * 2, rope=rope)
+    plan = Recipe.parse(recipe).plan(0, 1).in_layer(cuts[0], None, 64, 64)
+    store = new_store(plan, *[torch.empty(1, 1, 0, 64)] * 2, rope=rope)
     for n in cuts:
         keys, values = (torch.randn(1, 1, n, 64, generator=g) for _ in range(2))
         votes = ()

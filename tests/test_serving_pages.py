@@ -10,6 +10,7 @@ import torch
 
 from tersekv.cache import coding
 from tersekv.codecs import methods
+from tersekv.codecs.common.centred import with_centre
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends, cpu
@@ -64,7 +65,7 @@ def calibrated(name: str, H: int = 2, D: int = 64) -> Slots:
     method, options = CALIBRATED[name]
     pair = methods()[method].build(**options)
     pair = pair.with_pre_rope("before" in name or (pair.keys.pre_rope and "after" not in name))
-    pair = pair.with_centre("corpus") if "centred" in name else pair
+    pair = with_centre(pair, "corpus") if "centred" in name else pair
     x = torch.randn(1, H, 300, D) * torch.linspace(0.2, 2, D) + torch.randn(H, 1, D)
     keys = pair.keys.with_mean(x) if pair.keys.centred else pair.keys
     sides = keys.fit_corpus(x, torch.randn_like(x)), pair.values.fit_corpus(x, torch.randn_like(x))

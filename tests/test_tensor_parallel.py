@@ -13,6 +13,7 @@ from conftest import SHAPE
 from ranks import torchrun
 from tersekv.cache.parallel import HeadShard
 from tersekv.codecs import Codec, methods
+from tersekv.codecs.common.centred import with_centre
 from tersekv.errors import UserError
 from tersekv.hf.parallel import heads_of
 
@@ -57,7 +58,7 @@ CODECS = {
     for pair in [method.build(**options)]
     for codec in (pair.keys, pair.values)
 } | {
-    f"{name} centred": methods()[name].build(**options).with_centre("prompt").keys.with_mean(torch.zeros(2, 3, 1, 64))
+    f"{name} centred": with_centre(methods()[name].build(**options), "prompt").keys.with_mean(torch.zeros(2, 3, 1, 64))
     for name, options in (("polarquant", {"codebook": "online"}), ("turboquant", {"bits": 2.5}))
 }
 

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tersekv.codecs import Codec, Method, Pair, methods, registered
-from tersekv.codecs.base import for_both_sides
+from tersekv.codecs import Codec, Method, Pair, method_of, methods, registered
+from tersekv.codecs.common.centred import with_centre
 from tersekv.errors import UserError, hint
 from tersekv.plan import LayerPlan as LayerPlan
 from tersekv.policies import TokenPolicy, policies
@@ -188,22 +188,8 @@ def register_codec(name: str, codec: type[Codec] | Method) -> None:
     taken = {*methods(), *policies(), *PRESETS} - registered.keys()
     if name in taken:
         raise UserError(f"'{name}' is taken; choose a name other than {', '.join(sorted(taken))}")
-    registered[name] = codec if isinstance(codec, Method) else _method(name, codec)
+    registered[name] = codec if isinstance(codec, Method) else method_of(name, codec)
     methods.cache_clear()
-
-
-def _method(name: str, codec: type[Codec]) -> Method:
-    """The method that uses a codec class for keys and values."""
-    if not (isinstance(codec, type) and issubclass(codec, Codec) and "__dataclass_fields__" in vars(codec)):
-        raise UserError(
-            f"{codec!r} is not a codec; register_codec takes a class that derives from tersekv.codecs.Codec, "
-            "under @dataclass(frozen=True)"
-        )
-    try:
-        codec()
-    except TypeError as error:
-        raise UserError(f"{codec.__name__} cannot be built without options: {error}; give each a default") from error
-    return Method(name, "", for_both_sides(codec))
 
 
 def written(value: Any) -> str:
@@ -235,7 +221,7 @@ def _build(term: Term) -> Pair:
         pair = method.build(**options)
         pair = pair if pre_rope is None else pair.with_pre_rope(pre_rope)
         source = source or getattr(pair.keys, CALIBRATION, "prompt")
-        return pair.with_centre(source) if centre else pair
+        return with_centre(pair, source) if centre else pair
     except UserError as error:
         raise UserError(f"{term.name}: {error}") from error
 

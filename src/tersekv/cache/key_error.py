@@ -34,6 +34,9 @@ from tersekv.recipe import Recipe
 MOST_TOKENS, LEAST_TOKENS = 128, 16
 """Largest number of tokens that are coded again, and smallest number in a batch row."""
 
+STEP = 32
+"""Generated tokens between two looks if a layer has packed any, before its error of keys is measured."""
+
 LARGE_MEAN, LARGE_ERROR = 6.0, 3.0
 """Mean from which keys are coded again, and error from which their recipe is reported."""
 

@@ -302,17 +302,6 @@ class Pair(NamedTuple):
         initial = self.initial and (dataclasses.replace(self.initial[0], pre_rope=pre_rope), self.initial[1])
         return self._replace(keys=dataclasses.replace(self.keys, pre_rope=pre_rope), initial=initial)
 
-    def with_centre(self, calibration: FitsOn) -> Pair:
-        """Return the pair with the mean of keys removed, which is from the prompt or from a corpus."""
-        from tersekv.codecs.common.centred import Centred  # it derives from Codec
-
-        def centred(keys: Codec) -> Codec:
-            return Centred(keys, calibration, side=keys.side, pre_rope=keys.pre_rope, per_head=keys.per_head)
-
-        return self._replace(
-            keys=centred(self.keys), initial=self.initial and (centred(self.initial[0]), self.initial[1])
-        )
-
 
 @dataclass(frozen=True)
 class Method:

@@ -13,9 +13,7 @@ A vector's length is coded as a gain of 8 bits. The codes are searched with the 
 If the error is larger than expected, they are searched again with gains above the one that then fits
 best. The result with the smallest error is kept.
 
-- `basis=auto` is klt. With `calibration=prompt`, layers of wide heads are exceptions: with short
-  windows they are coded as `kivi:bits=4`; others keep their channels and get 4.5 bits or more
-  (`Trellis.in_layer`).
+- `basis=auto` is klt; with `calibration=prompt` a layer may get another codec (`layer_choice.py`).
 - `basis=channels` keeps the channels, `rotation` uses a random orthogonal matrix, not a fitted one.
 - `code=scalar` uses Lloyd-Max codebooks in the same stream. `centre=false` does not remove μ.
 - `calibration=corpus` uses the output of `tersekv calibrate`. `calibration=prompt` fits on the
@@ -38,10 +36,10 @@ from torch import Tensor
 from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides
 from tersekv.codecs.codebooks.bits import SQUARED_ERROR, allotted, shared_out
 from tersekv.codecs.codebooks.trellis import scalar_entries, trellis_entries
-from tersekv.codecs.transforms.klt import SHRINK, klt, shrunk, within
+from tersekv.codecs.common.layer_choice import chosen, integers_of_kivi
+from tersekv.codecs.transforms.klt import SHRINK, klt, scales, shrunk, stored, within
 from tersekv.codecs.transforms.moments import Moments, Observes, WeightedBy
 from tersekv.codecs.transforms.rotation import random_rotation
-from tersekv.codecs.uniform import Uniform
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.kernels.basis import packed_basis, unpacked_basis
@@ -55,6 +53,7 @@ from tersekv.tensors import TensorSpec
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+FITTED = "auto", "klt"
 SHARING = ("model", "fisher")
 """Options under which bits are shared across layers.
 
@@ -75,22 +74,6 @@ GAINS_TRIED = (2, 5)
 
 Larger gains help because a component beyond the end of its codebook costs more than wider steps do.
 """
-
-VECTORS_PER_CHANNEL = 12
-"""Tokens per channel of a head below which no basis is fitted. 8 are too few, 16 are enough."""
-
-WIDE, WIDE_BITS = 256, 4.5
-"""Channels of a head from which on channels are kept, and the bits that they need to equal `kivi:bits=4`."""
-
-SHORT, MORE_BITS = range(512, 2048), 0.25
-"""Lengths of prompts that a fit has few vectors of, and the bits that make up for it. A shorter first call
-is the start of a chat, which will grow."""
-
-LEAST_CHOSEN = 3.0
-"""Bits from which on the rate is chosen, too: that of the preset `default`."""
-
-INTEGER_BITS, INTEGER_GROUP = 4, 32
-"""Bits and groups of the integers in layers with few tokens, those of `kivi:bits=4`."""
 
 MANY_BITS = 3.5
 ENOUGH = (0.97, 0.9)
@@ -136,32 +119,14 @@ class Trellis(Codec):
         check_choices(self)
         check_range("seed", self.seed, 0, 2**31)
 
-    @property
-    def _fits_basis(self) -> bool:
-        return self.basis in ("auto", "klt")
-
     def in_layer(self, first: int, held: int, head_dim: int) -> Codec:
-        """Return the codec of a layer whose first call has `first` tokens and that will hold `held`.
-
-        With `basis=auto` a layer that holds fewer than VECTORS_PER_CHANNEL tokens per channel gets
-        integers in groups, as `kivi` has them. A basis fitted on so few vectors costs more bytes than it
-        saves, and codes the tokens with most of the weight worst. Heads of WIDE channels or more keep
-        their channels and get WIDE_BITS at least, for the same reason. Prompts of SHORT tokens get a
-        quarter of a bit more. Rates below LEAST_CHOSEN stay what they are: only the basis is chosen.
-        Figures: docs/presets.md.
-        """
+        """Return the codec of a layer if the basis is "auto" and fitted on the prompt, see `layer_choice.py`."""
         if self.basis != "auto" or self.calibration != "prompt":
             return self
-        few, wide = held < VECTORS_PER_CHANNEL * head_dim, head_dim >= WIDE
-        if self.bits < LEAST_CHOSEN or (wide and not few):
-            bits = self.bits if self.bits < LEAST_CHOSEN else max(self.bits, WIDE_BITS)
-            return dataclasses.replace(self, basis="channels", bits=bits) if few or wide else self
-        if not few:
-            short = first in SHORT and self.bits < INTEGER_BITS
-            return dataclasses.replace(self, bits=self.bits + MORE_BITS) if short else self
-        group = math.gcd(INTEGER_GROUP, head_dim) if self.side == "values" else INTEGER_GROUP
-        axis: Literal["channel", "token"] = "channel" if self.side == "keys" else "token"
-        return Uniform(INTEGER_BITS, axis, group, side=self.side, pre_rope=self.pre_rope, per_head=self.per_head)
+        basis, bits = chosen(self.bits, first, held, head_dim)
+        if basis == "integers":
+            return integers_of_kivi(self.side, head_dim, pre_rope=self.pre_rope, per_head=self.per_head)
+        return dataclasses.replace(self, basis=basis, bits=bits)
 
     @property
     def fits_on(self) -> FitsOn | None:
@@ -218,7 +183,7 @@ class Trellis(Codec):
         rows, half = (1, B), torch.float16
         channels = rows, H, head_dim
         found = {"mean": TensorSpec(half, channels)} if self.centre else {}
-        if self._fits_basis:
+        if self.basis in FITTED:
             found["basis"] = TensorSpec(torch.uint8, (rows, H, 3 * -(-(head_dim**2) // 4)))
             found["channels"] = TensorSpec(half, channels)
         return found | {
@@ -262,13 +227,13 @@ class Trellis(Codec):
         fitted = {name: t for name, t in self.fitted.items() if name == "mean"}
         mean = None
         if self._own_mean:
-            fitted["mean"] = _stored(moments.total / max(1, moments.vectors))
+            fitted["mean"] = stored(moments.total / max(1, moments.vectors))
             mean = fitted["mean"]
         elif self.centred and "mean" not in fitted:  # these vectors had no mean removed
             fitted["mean"] = torch.zeros_like(moments.total, dtype=torch.float16)
         more, variance, weight = self._components(moments, moments.covariance(mean), fitted.get("mean"))
         fitted |= more
-        fitted["scale"] = _scales(variance)
+        fitted["scale"] = scales(variance)
         if self.calibration == "prompt":
             # later tokens may be much longer; dividing gains by a power of two loses no precision
             longer = HEADROOM * fitted["scale"].float()
@@ -326,7 +291,7 @@ class Trellis(Codec):
         metric = one.expand_as(covariance)
         if moments.metric is not None and self.metric == "fisher":
             metric = shrunk(moments.metric / max(1, moments.vectors), SHRINK[self.calibration])
-        if not self._fits_basis:
+        if self.basis not in FITTED:
             basis = self._fixed_basis(D, covariance.device).double().expand_as(covariance)
             return {}, within(covariance, basis), within(metric, basis)
         kept = packed_basis(klt(covariance, metric), metric.diagonal(dim1=-2, dim2=-1).rsqrt())
@@ -396,7 +361,7 @@ class Trellis(Codec):
         """Return the view of streams with the basis and the mean."""
         device = planes["stream"].device
         view: View = TrellisView(planes, self.fitted["bits"], self.fitted["scale"], self._entries(str(device)))
-        if self._fits_basis:
+        if self.basis in FITTED:
             view = InBasis(view, self.fitted["basis"], self.fitted["channels"])
         elif self.basis == "rotation":
             view = Rotated(view, self._fixed_basis(head_dim, device))
@@ -414,24 +379,13 @@ class Trellis(Codec):
         if self.basis == "rotation":
             shared[f"rotation qr {head_dim} {self.seed}"] = 4 * head_dim**2
         per_head = 4 + head_dim * (5 + 2 * self.centre)
-        per_head += 3 * -(-(head_dim**2) // 4) + 2 * head_dim if self._fits_basis else 0
+        per_head += 3 * -(-(head_dim**2) // 4) + 2 * head_dim if self.basis in FITTED else 0
         return TableBytes(shared, per_head, of_sequence=self.fits_on != "corpus")
 
     def tables(self, head_dim: int) -> list[Tensor]:
         """Return the tensors counted by `table_bytes`."""
         rotation = [self._fixed_basis(head_dim, torch.device("cpu"))] if self.basis == "rotation" else []
         return [self._entries("cpu"), *rotation, *self.fitted.values()]
-
-
-def _scales(variance: Tensor) -> Tensor:
-    """Return standard deviations float16 [B, H, D], at least 1/1000 of the largest, or 1 if all are 0."""
-    scale = variance.sqrt()
-    largest = scale.amax(-1, keepdim=True)
-    return _stored(torch.where(largest > 0, torch.maximum(scale, largest * 1e-3), 1.0).clamp_min(1e-6))
-
-
-def _stored(x: Tensor) -> Tensor:
-    return x.clamp(-65504, 65504).to(torch.float16)
 
 
 METHOD = Method(

@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from tersekv.attention.observe import Observed
 from tersekv.cache.evicting import UNREADABLE, EvictingStore
-from tersekv.cache.key_error import LEAST_TOKENS, key_error, sample_tokens
+from tersekv.cache.key_error import LEAST_TOKENS, STEP, key_error, sample_tokens
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.mixed_rates import MixedRatesStore
 from tersekv.cache.rate_allotment import with_rates
@@ -153,7 +153,7 @@ class CompressedLayer(CacheLayerMixin):
             progress.torn = not self.store.is_whole(seen)
             raise
         progress.torn = False
-        if not self.measured and self.store.keys.packed_tokens:
+        if not self.measured and (keys.shape[2] > 1 or not self.store.num_tokens % STEP):
             self._measure(keys)
         if progress.linear:
             progress.end(self.index)
@@ -169,8 +169,11 @@ class CompressedLayer(CacheLayerMixin):
 
         keys: of the present call, which end with the store's latest token.
         """
-        store, rope = self.store, self.cache.ropes.known(self.index) or NO_ROPE
+        store = self.store
         assert store is not None
+        if not store.keys.packed_tokens:
+            return
+        rope = self.cache.ropes.known(self.index) or NO_ROPE
         keys = (keys if keys.shape[2] >= LEAST_TOKENS else store.latest_keys).detach()
         n = sample_tokens(keys.shape[2], keys.shape[0])
         if not n:  # later calls leave more tokens exact
@@ -183,7 +186,11 @@ class CompressedLayer(CacheLayerMixin):
         if store.rotary is None:
             rotary.note(0, store.num_tokens, store.padding)
         try:
-            angles, x = rotary.angles(first, n, keys.device), keys[:, :, -n:].to(store.keys.dtype)
+            x = keys[:, :, -n:].to(store.keys.dtype)
+            if missing := -n % store.keys.codec.layout(x.shape[-1]).block_tokens:  # whole blocks are coded
+                x = torch.cat([x, x[:, :, -1:].expand(-1, -1, missing, -1)], dim=2)
+                counts = torch.nn.functional.pad(counts, (0, missing))
+            angles = rotary.angles(first, n + missing, keys.device)
             figures = key_error(store.keys.codec, x, angles, counts, store.keys.heads)
         except UserError:  # a scale of tokens that are packed later is too large
             return

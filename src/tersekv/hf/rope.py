@@ -137,6 +137,9 @@ class Ropes:
                 x = torch.ones(1, 1, self.config.hidden_size)
                 module(hidden_states=x, position_embeddings=angles, attention_mask=None, past_key_values=probe)
         except KeyProbe:
+            probe.__traceback__ = (
+                None  # its frames hold the probe, and so everything of the callers, until a collection
+            )
             return probe.rotated
         except Exception:  # a module of another form may raise any error
             return True

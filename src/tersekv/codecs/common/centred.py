@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from tersekv.codecs.base import Codec, FitsOn, TableBytes, check_choices
+from tersekv.codecs.base import Codec, FitsOn, Pair, TableBytes, check_choices
 from tersekv.codecs.transforms.moments import Moments, Observes, WeightedBy
 from tersekv.errors import UserError
 from tersekv.layouts.base import Layout, PackedTensors, View
@@ -227,3 +227,12 @@ class Centred(Codec):
     def options(self) -> dict[str, Any]:
         """Return the method's options and `centre`."""
         return self.codec.options() | {"centre": True}
+
+
+def with_centre(pair: Pair, calibration: FitsOn) -> Pair:
+    """Return the codecs with the mean of keys removed, which is from the prompt or from a corpus."""
+
+    def centred(keys: Codec) -> Codec:
+        return Centred(keys, calibration, side=keys.side, pre_rope=keys.pre_rope, per_head=keys.per_head)
+
+    return pair._replace(keys=centred(pair.keys), initial=pair.initial and (centred(pair.initial[0]), pair.initial[1]))

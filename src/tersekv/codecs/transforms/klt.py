@@ -52,3 +52,15 @@ def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
     lengths = lengths.clamp_min(1e-9 * lengths.amax(-1, keepdim=True)).sqrt().unsqueeze(-2)
     back = vectors.transpose(-1, -2)
     return (vectors * lengths) @ back, (vectors / lengths) @ back
+
+
+def scales(variance: Tensor) -> Tensor:
+    """Return standard deviations float16 [B, H, D], at least 1/1000 of the largest, or 1 if all are 0."""
+    scale = variance.sqrt()
+    largest = scale.amax(-1, keepdim=True)
+    return stored(torch.where(largest > 0, torch.maximum(scale, largest * 1e-3), 1.0).clamp_min(1e-6))
+
+
+def stored(x: Tensor) -> Tensor:
+    """Return x as float16, limited to its range."""
+    return x.clamp(-65504, 65504).to(torch.float16)
