@@ -174,6 +174,7 @@ def test_baseline_on_wikitext(smollm2) -> None:
         for recipe in ("full", "kivi:bits=4", "kivi:bits=2")
     }
     assert nll["full"] == pytest.approx(3.0902, abs=2e-3)
-    assert nll["full"] < nll["kivi:bits=4"] < nll["full"] + 0.05 < nll["kivi:bits=2"]
+    # one window may gain by chance, depending on the CPU's rounding: by .007 with AVX2
+    assert abs(nll["kivi:bits=4"] - nll["full"]) < 0.05 < nll["kivi:bits=2"] - nll["full"]
     cache = task.evaluate(sample, Reader(model, tokenizer, "kivi:bits=2"), full).metrics["nll"]
     assert cache - nll["full"] < (nll["kivi:bits=2"] - nll["full"]) / 5
