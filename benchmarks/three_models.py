@@ -165,7 +165,19 @@ def of_presets(cells: list[dict[str, Any]]) -> str:
             held = (f"{one[name]['bits']:.2f} bits, {one[name]['kl']:.4f}" for name in RECIPES)
             parts.append(f"| {one['text']}, {one['tokens']:,}, {one['windows']} | {' | '.join(held)} |")
         parts.append("")
-    return "\n".join([*parts, *map(" ".join, worst(cells))])
+    return "\n".join([*parts, *map("\n  ".join, worst(cells)), *map("\n  ".join, of_rivals(cells))])
+
+
+def of_rivals(cells: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Return sentences about transformers' own quantised cache."""
+    for one in cells:
+        for backend in (backend for backend in PACKAGES if backend in one):
+            held, ours = one[backend], one["default"]
+            yield (
+                f"- `QuantizedCache` of transformers, {backend} {held['versions']}, 4 bits:",
+                f"{held['bits']:.2f} bits, {held['kl']:.3f} nats; `default` {ours['bits']:.2f} and {ours['kl']:.4f}",
+                f"({one['model'].split('/')[-1]}, {one['text']}, {one['tokens']:,} tokens).",
+            )
 
 
 def worst(cells: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -174,10 +186,11 @@ def worst(cells: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
         for what, said in (("kl", "divergence"), ("bytes", "size")):
             at = max(cells, key=lambda one: one[name][what] / one["kivi:bits=4"][what])
             ratio = at[name][what] / at["kivi:bits=4"][what]
-            where = f"{at['model']}, {at['text']}, {at['tokens']:,} tokens"
+            where = f"{at['model'].split('/')[-1]}, {at['text']}, {at['tokens']:,} tokens"
             more = sum(one[name][what] > 1.0001 * one["kivi:bits=4"][what] for one in cells)
             yield (
-                f"- `{name}`, {said}: worst cell {ratio:.2f} times that of `kivi:bits=4` ({where});",
+                f"- `{name}`, {said}: worst cell {ratio:.2f} times that of `kivi:bits=4`",
+                f"({where});",
                 f"more than it in {more} of {len(cells)} cells.",
             )
 
