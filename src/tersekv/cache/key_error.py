@@ -32,7 +32,7 @@ from tersekv.errors import UserError
 from tersekv.recipe import Recipe
 
 MOST_TOKENS, LEAST_TOKENS = 128, 16
-"""Largest number of tokens that are coded again, and smallest number in a batch row."""
+"""Largest sample of tokens, and smallest sample of one batch row."""
 
 STEP = 32
 """Generated tokens between two looks if a layer has packed any, before its error of keys is measured."""

@@ -194,8 +194,8 @@ def resolve(name: str) -> str:
     file may not exist yet.
 
     Raises:
-        UserError: the name is no known model, folder with a config.json, GGUF file, or possible Hub
-            id.
+        UserError: the name is none of these: a known model, a folder with a config.json, a GGUF file,
+            a Hub id.
     """
     if name in KNOWN or gguf_of(name) is not None:
         return str(folder_of(name))
