@@ -5,7 +5,8 @@
     python benchmarks/three_models.py --record FOLDER                     # keep the results as records.
     python benchmarks/three_models.py --into docs/presets.md docs/methods/centred.md  # write the tables from them.
 
-A prefix is packed after one exact prefill, and the tokens after it are scored 64 at a time, in float32.
+Each window is read once, exactly. Its first tokens are packed, and the tokens after them are scored 64 at
+a time, in float32.
 A preset must never be larger and never diverge more than `kivi:bits=4`. `code` is always among the
 texts: the standard library's sources.
 """
@@ -16,6 +17,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,13 @@ import torch
 from transformers.cache_utils import QuantizedCache
 
 from tersekv.errors import UserError
+from tersekv.hf.capture import LayerTokens, capture_prompt
+from tersekv.hf.compress import compress
 from tersekv.hf.config import cache_shape
 from tersekv.hf.models import load
-from tersekv.lab.evals.harness import Harness
-from tersekv.lab.evals.options import build
-from tersekv.lab.evals.records import Records
+from tersekv.hf.prefill import fill_layers, held_by, new_cache
 from tersekv.lab.evals.tasks.divergence import compare
-from tersekv.recipe import Recipe
+from tersekv.lab.evals.windows import read_text
 
 RECORDS = Path(__file__).parent / "records" / "three_models.jsonl"
 BEGIN, END = "<!-- {}: made by benchmarks/three_models.py -->", "<!-- end of {} -->"
@@ -50,65 +52,81 @@ def code(folder: Path) -> Path:
     return made
 
 
+@torch.no_grad()
 def run(args: argparse.Namespace) -> None:
-    """Evaluate every cell that the folder does not have yet."""
-    chosen = [recipe for method in METHODS for recipe in (method, centred(method))] if args.centred else RECIPES
-    names = {str(Recipe.parse(name)): name for name in chosen}
+    """Evaluate every cell. A text is read once per window, and every length takes its first tokens from that."""
+    recipes = [recipe for method in METHODS for recipe in (method, centred(method))] if args.centred else RECIPES
     for model_name, where in pairs(args.model):
         model, tokenizer = load(str(where), "float32")
-        harness = Harness(model, tokenizer, model_name, list(names))
         with tempfile.TemporaryDirectory() as folder:
-            texts = [*pairs(args.text), ("code", code(Path(folder)))]
-            for text, path in texts:
-                for length in args.lengths:
-                    options = {
-                        "mode": "cache", "context": str(length + SCORED), "prefix": str(length), "chunk": "64",
-                        "windows": str(args.windows), "text": str(path),
-                    }  # fmt: skip
-                    with Records(args.out / "raw" / model_name.replace("/", "--") / text) as records:
-                        summaries = harness.run(build(["divergence"], options), records)
-                    full, *each = summaries
-                    task = next(iter(build(["divergence"], options).values()))
-                    line = {"model": model_name, "text": text, "tokens": length, "windows": full.samples}
-                    for summary in each:
-                        kl, agree = summary.metrics["kl"], summary.metrics["top1_agreement"]
-                        line[names[summary.recipe]] = {
-                            "kl": kl.mean, "stderr": kl.stderr if full.samples > 1 else None, "same": agree.mean,
-                            "bits": summary.bits_per_element, "bytes": summary.bytes,
-                        }  # fmt: skip
-                    for backend in args.rivals:
-                        line[backend] = rival(backend, harness, task, length)
-                    print(json.dumps(line), flush=True)
-                    with (args.out / "cells.jsonl").open("a", encoding="utf-8") as file:
+            for text, path in [*pairs(args.text), ("code", code(Path(folder)))]:
+                ids = torch.tensor([tokenizer(read_text(str(path)), verbose=False)["input_ids"]])
+                cells: dict[int, dict[str, list[dict[str, Any]]]] = {length: {} for length in args.lengths}
+                for window in windows(ids, max(args.lengths) + SCORED, args.windows):
+                    one_pass = Pass(model, window, args.lengths)
+                    for length, of_names in cells.items():
+                        for name in (*recipes, *args.rivals):
+                            found = one_pass.scores(name, length)
+                            print(f"{model_name} {text} {length} {name}: {json.dumps(found)}", flush=True)
+                            of_names.setdefault(name, []).append(found)
+                with (args.out / "cells.jsonl").open("a", encoding="utf-8") as file:
+                    for length, of_names in cells.items():
+                        line = {"model": model_name, "text": text, "tokens": length, "windows": args.windows}
+                        line |= {name: mean(found) for name, found in of_names.items()}
                         file.write(json.dumps(line) + "\n")
 
 
-@torch.no_grad()
-def rival(backend: str, harness: Harness, task: Any, prefix: int) -> dict[str, Any]:
-    """Return the results of transformers' own `QuantizedCache` with 4 bits on the same windows.
+class Pass:
+    """One exact pass of a model over a window [1, T]: keys, values and queries of all layers, and the logits
+    of the tokens that are scored."""
 
-    backend: quanto or hqq. Its options are transformers' defaults. Bytes are those of all tensors held.
-    """
-    model, found = harness.full.model, []
-    shape = cache_shape(model.config)
-    for sample in task.instances(harness.full):
-        cache = QuantizedCache(backend, model.config, nbits=4, **AXES.get(backend, {}))
-        model(sample.data[:, :prefix], past_key_values=cache, logits_to_keep=1)
-        parts = sample.data[:, prefix:].split(64, dim=1)
-        logits = torch.cat([model(part, past_key_values=cache).logits[0] for part in parts])
-        kl, agree = compare(task.logits(sample, harness.full)[0], logits)
-        size = sum(t.untyped_storage().nbytes() for layer in cache.layers for t in held(vars(layer)))
-        found.append((kl.mean().item(), agree.mean().item(), size))
-    kl, agree, size = (sum(column) / len(found) for column in zip(*found, strict=True))
-    bits = 8 * size / shape.elements(prefix + SCORED)
-    return {
-        "kl": kl,
-        "stderr": None,
-        "same": agree,
-        "bits": bits,
-        "bytes": size,
-        "versions": version(PACKAGES[backend]),
-    }
+    def __init__(self, model: Any, window: torch.Tensor, lengths: list[int]) -> None:
+        self.model, self.window = model, window
+        scored = sorted({at for n in lengths for at in range(n, n + SCORED)})
+        self.captured, logits = capture_prompt(model, window, True, torch.tensor(scored))
+        self.logits = dict(zip(scored, logits, strict=True))
+
+    def scores(self, name: str, length: int) -> dict[str, Any]:
+        """Return divergence, agreement and size with a recipe or a rival, after `length` packed tokens."""
+        more = self.window.shape[1] - length
+        first = [
+            (LayerTokens(keys[:, :, :length], values[:, :, :length]), call and call.without_last(more))
+            for (keys, values), call in self.captured
+        ]
+        ids, config = self.window[:, length : length + SCORED], self.model.config
+        cache: Any
+        if name in PACKAGES:
+            cache, reading = QuantizedCache(name, config, nbits=4, **AXES.get(name, {})), nullcontext()
+        else:
+            cache = new_cache(self.model, name)
+            reading = compress(self.model, cache)
+        with reading:
+            fill_layers(self.model, cache, first)
+            logits = [self.model(part, past_key_values=cache).logits[0] for part in ids.split(64, dim=1)]
+        full = torch.stack([self.logits[at] for at in range(length, length + SCORED)])
+        kl, agree = compare(full, torch.cat(logits))
+        size = held_by(cache).total_bytes
+        if name in PACKAGES:
+            size = sum(t.untyped_storage().nbytes() for layer in cache.layers for t in held(vars(layer)))
+        bits = 8 * size / cache_shape(config).elements(length + SCORED)
+        found = {"kl": kl.mean().item(), "same": agree.mean().item(), "bits": bits, "bytes": size}
+        return found | ({"versions": version(PACKAGES[name])} if name in PACKAGES else {})
+
+
+def windows(ids: torch.Tensor, size: int, count: int) -> list[torch.Tensor]:
+    """Return the first windows [1, size] of a text [1, T]."""
+    found = [one for one in ids.split(size, dim=1) if one.shape[1] == size][:count]
+    if len(found) < count:
+        raise UserError(f"a text has {ids.shape[1]:,} tokens, too few for {count} windows of {size:,}: give a longer one")
+    return found
+
+
+def mean(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the means over windows, with the standard error of the divergence."""
+    kl = torch.tensor([one["kl"] for one in found], dtype=torch.float64)
+    stderr = (kl.std() / len(kl) ** 0.5).item() if len(kl) > 1 else None
+    means = {key: sum(one[key] for one in found) / len(found) for key in ("kl", "same", "bits", "bytes")}
+    return found[0] | means | {"stderr": stderr}
 
 
 def held(value: Any) -> Iterator[torch.Tensor]:

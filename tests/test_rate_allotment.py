@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import tersekv
 from conftest import prompt
@@ -18,6 +19,7 @@ from tersekv.cache.rate_allotment import STEPS, allotted
 from tersekv.codecs import Codec
 from tersekv.codecs.codebooks.bits import SQUARED_ERROR
 from tersekv.errors import UserError
+from tersekv.hf import first_use
 from tersekv.hf.attention_spread import SINKS, in_order, measure
 from tersekv.hf.calibration import SCORES, Calibration, Made
 from tersekv.hf.calibration_needs import attention_plans
@@ -207,6 +209,18 @@ def test_the_first_use_measures_the_model(llama):
         tersekv.CompressedCache(llama.config, RECIPE)
     with pytest.raises(UserError, match="was made for recipe 'mixed', not for 'mixed-reread'"):
         tersekv.CompressedCache(llama, RECIPE.replace("allot=model", "allot=model,reread=true"), path)
+
+
+@pytest.mark.parametrize("words", [259, 80])
+def test_the_first_use_reads_a_text_with_the_tokenizer_of_the_model(tiny, words):
+    """A tokenizer whose ids the model does not have is not used."""
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    model.resize_token_embeddings(words)
+    with pytest.warns(UserWarning, match="behind Python's help" if words == 259 else "writes itself"):
+        tersekv.CompressedCache(model, RECIPE)
+    made = Calibration.load(profile_place(default_folder(fingerprint(model)), "mixed")).made
+    samples = first_use.READ if words == 259 else first_use.SAMPLES
+    assert (made.corpus, made.samples) == ("pydoc" if words == 259 else "own text", samples)
 
 
 @pytest.mark.filterwarnings("ignore")

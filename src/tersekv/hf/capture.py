@@ -145,15 +145,19 @@ def watch_calls(model: PreTrainedModel, ids: Tensor, see: Callable[[int, LayerTo
 
 @torch.no_grad()
 def capture_prompt(
-    model: PreTrainedModel, ids: Tensor, with_calls: bool
+    model: PreTrainedModel, ids: Tensor, with_calls: bool, positions: Tensor | None = None
 ) -> tuple[list[tuple[LayerTokens, AttentionCall | None]], Tensor]:
-    """Return the entries of `capture_calls`, or those of `capture` with None, and the last token's
-    logits [vocabulary] of ids [1, T]."""
+    """Return the entries of `capture_calls`, or those of `capture` with None, and logits of ids [1, T].
+
+    positions: int64 [n]; logits are [n, vocabulary]. By default they are the last token's [vocabulary].
+    """
     calls: dict[int, AttentionCall] = {}
     with _recording(model, lambda keys, call: calls.setdefault(id(keys), call)) if with_calls else nullcontext():
         # forward itself, because the hook of `compress` warns of a cache that is not compressed
-        captured, output = _one_pass(model, model.forward, ids, logits_to_keep=1)
-    return [(tokens, calls.get(id(tokens.keys))) for tokens in captured], output.logits[0, -1]
+        wanted = 1 if positions is None else positions
+        captured, output = _one_pass(model, model.forward, ids, logits_to_keep=wanted)
+    logits = output.logits[0]
+    return [(tokens, calls.get(id(tokens.keys))) for tokens in captured], logits[-1] if positions is None else logits
 
 
 def _one_pass(model: PreTrainedModel, run: Any, ids: Tensor, **options: Any) -> tuple[list[LayerTokens], Any]:

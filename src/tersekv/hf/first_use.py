@@ -1,10 +1,11 @@
 """Calibration at the first use of a recipe with a model.
 
-It needs no corpus: the model writes the text itself (`own_text`). Codecs that are fitted on sums are
-calibrated in this way, which the text hardly matters for (docs/methods/trellis-measured.md). The
-spread of attention is measured in this way, too, for `mixed` with `allot=model`. The file is kept in the model's
-default folder, and a stopped run continues. The environment variable TERSEKV_CALIBRATE=never forbids
-it.
+It needs no corpus. Codecs that are fitted on sums are calibrated on a text that the model writes itself
+(`own_text`); which text hardly matters for them (docs/methods/trellis-measured.md). The spread of
+attention, for `mixed` with `allot=model`, is measured on the text behind Python's `help()`: reading takes
+seconds where writing takes minutes, and a real text is better. Without the model's tokenizer it is
+measured on the model's own text, too. The file is kept in the model's default folder, and a stopped run
+continues. The environment variable TERSEKV_CALIBRATE=never forbids it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from tersekv import steps
@@ -31,13 +32,18 @@ from tersekv.hf.attention_spread import profile_on
 from tersekv.hf.calibrate import Calibrator, Corpus, locked
 from tersekv.hf.calibration import Calibration
 from tersekv.hf.calibration_needs import how_to, profile_of
+from tersekv.hf.config import text_config
 from tersekv.hf.own_text import NAME, own_text
+from tersekv.hf.text import pydoc_text
 from tersekv.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
 SAMPLES, LENGTH, SINKS = 12, 512, 1
 """Samples of the model's own text, tokens of each, and first tokens that are left out."""
+
+READ = 3
+"""Samples of the text behind `help()` that attention is measured on."""
 
 VARIABLE = "TERSEKV_CALIBRATE"
 ALLOWED = "first-use", "never"
@@ -55,14 +61,18 @@ def calibrate_once(model: PreTrainedModel, recipe: Recipe, path: Path) -> Calibr
     with locked(path.parent, wait=True):
         if path.is_file():
             return Calibration.load(path)
+        read = _pydoc(model) if path.stem == profile_of(recipe) else None
+        text = f"{SAMPLES} × {LENGTH} tokens that the model writes itself"
+        if read is not None:
+            text = f"{READ} × {LENGTH} tokens of the text behind Python's help()"
         warnings.warn(
-            f"{type(model).__name__} has no calibration for '{recipe.name}' yet; it is made once, on {SAMPLES} × "
-            f"{LENGTH} tokens that the model writes itself, and kept in {path} ({VARIABLE}=never forbids this)",
+            f"{type(model).__name__} has no calibration for '{recipe.name}' yet; it is made once, on {text}, and kept "
+            f"in {path} ({VARIABLE}=never forbids this)",
             stacklevel=3,
         )
         start = time.monotonic()
         with _evaluating(model):
-            found = _calibrated(model, recipe, path)
+            found = _calibrated(model, recipe, path, read)
         log.info("calibrated in %.0f s", time.monotonic() - start)
         return found
 
@@ -82,12 +92,11 @@ def _check(model: PreTrainedModel, recipe: Recipe, path: Path) -> None:
         raise UserError(f"recipe '{recipe}' needs a calibration, {path} does not exist, and {reason}: {how_to(recipe)}")
 
 
-def _calibrated(model: PreTrainedModel, recipe: Recipe, path: Path) -> Calibration:
+def _calibrated(model: PreTrainedModel, recipe: Recipe, path: Path, read: Corpus | None) -> Calibration:
     text = path.with_name(f"{NAME.replace(' ', '-')}-{SAMPLES}x{LENGTH}.ids")
-    ids = _written(model, text)
-    corpus = Corpus(NAME, _digest(ids), ids, 0)
+    corpus = _written(model, text) if read is None else read
     if path.stem == profile_of(recipe):
-        with steps.step("measuring attention", SAMPLES, "samples", _bar) as done:
+        with steps.step("measuring attention", len(corpus.windows), "samples", _bar) as done:
             profile_on(model, recipe, corpus, done).save(path)
         text.unlink(missing_ok=True)
         return Calibration.load(path)
@@ -108,14 +117,28 @@ def _calibrated(model: PreTrainedModel, recipe: Recipe, path: Path) -> Calibrati
     return Calibration.load(path)
 
 
-def _written(model: PreTrainedModel, path: Path) -> Tensor:
+def _pydoc(model: PreTrainedModel) -> Corpus | None:
+    """Return samples of the text behind `help()`. None if the model's folder has no tokenizer that fits it."""
+    try:
+        # remote code is not run for this, and nothing is downloaded
+        tokenizer = AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True, trust_remote_code=False)
+        text = pydoc_text()
+        corpus = Corpus.draw("pydoc", text, tokenizer(text, verbose=False)["input_ids"], READ, LENGTH, 0)
+    except Exception as error:  # loading a tokenizer raises many kinds, and the model can write a text instead
+        log.info("no tokenizer of %s at hand: %s", type(model).__name__, error)
+        return None
+    fits = int(corpus.windows.max()) < text_config(model.config).vocab_size
+    return corpus if fits else None
+
+
+def _written(model: PreTrainedModel, path: Path) -> Corpus:
     """Return the model's own text. It is kept in a file until the calibration is done."""
     ids = _kept(path) if path.is_file() else None
     if ids is None:
         with steps.step("the model writes a text", LENGTH, "tokens", _bar) as at:
             ids = own_text(model, SAMPLES, LENGTH, progress=lambda done, total: at(done))
         save_whole({"ids": ids}, path, {"sha256": _digest(ids)})
-    return ids
+    return Corpus(NAME, _digest(ids), ids, 0)
 
 
 def _kept(path: Path) -> Tensor | None:
