@@ -117,7 +117,9 @@ def windows(ids: torch.Tensor, size: int, count: int) -> list[torch.Tensor]:
     """Return the first windows [1, size] of a text [1, T]."""
     found = [one for one in ids.split(size, dim=1) if one.shape[1] == size][:count]
     if len(found) < count:
-        raise UserError(f"a text has {ids.shape[1]:,} tokens, too few for {count} windows of {size:,}: give a longer one")
+        raise UserError(
+            f"a text has {ids.shape[1]:,} tokens, and {count} windows of {size:,} are asked for: give more text"
+        )
     return found
 
 
