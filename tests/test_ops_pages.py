@@ -9,7 +9,7 @@ import torch
 from native_calls import why_not
 from packed_views import FORMATS
 from tersekv.codecs import methods
-from tersekv.kernels import cpu
+from tersekv.kernels import backends, cpu
 from tersekv.kernels.attend_packed import attend_packed
 from tersekv.kernels.attend_pages import attend_pages
 from tersekv.kernels.cpu import attend as cpu_attend
@@ -26,11 +26,12 @@ def pool(name: str, B: int, tokens: int, D: int = 64):
     """Return operands of keys and values of `tokens` tokens, shared by B rows."""
     method, options = FORMATS[name]
     pair, sides = methods()[method].build(**options), []
-    for codec in (pair.keys, pair.values):
-        x = torch.randn(1, 2, tokens, D)
-        codec = codec.fit(x)
-        planes = {key: plane.contiguous().expand(B, *plane.shape[1:]) for key, plane in codec.encode(x).items()}
-        sides.append(codec.view(planes, D).inner.operand)
+    with backends.forced("auto"):  # encoding has its own kernels
+        for codec in (pair.keys, pair.values):
+            x = torch.randn(1, 2, tokens, D)
+            codec = codec.fit(x)
+            planes = {key: plane.contiguous().expand(B, *plane.shape[1:]) for key, plane in codec.encode(x).items()}
+            sides.append(codec.view(planes, D).inner.operand)
     return sides
 
 
