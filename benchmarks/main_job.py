@@ -31,9 +31,9 @@ from tersekv.lab.bench.generate import prompt
 
 
 def main() -> None:
-    """Run both parts."""
+    """Run both parts with each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--model", action="append", help="name, folder, GGUF file or Hub id; repeat for several")
     parser.add_argument("--recipe", default="kivi:bits=4")
     parser.add_argument("--prompts", type=int, default=10, help="0 skips the first part")
     parser.add_argument("--tokens", type=int, default=4096)
@@ -42,20 +42,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="0 skips the second part")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    model, tokenizer = models.load(args.model, report=output.report)
-    measure.warm_up(model)
     parts = [part for part, runs in ((agreement, args.prompts), (speed, args.rounds)) if runs]
-    for record in (part(args, model, tokenizer) for part in parts):
-        record |= environment(args)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+    for name in args.model or ["smollm2"]:
+        model, tokenizer = models.load(name, report=output.report)
+        measure.warm_up(model)
+        for record in (part(args, model, tokenizer) for part in parts):
+            record |= environment(args, name)
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
 
 
-def environment(args: argparse.Namespace) -> dict[str, Any]:
+def environment(args: argparse.Namespace, model: str) -> dict[str, Any]:
     """Return the settings, versions and machine of the run."""
     return {
-        "model": args.model,
+        "model": model,
         "recipe": args.recipe,
         "dtype": "float32",
         "threads": torch.get_num_threads(),

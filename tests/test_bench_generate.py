@@ -183,7 +183,7 @@ def test_the_table_fits_100_columns() -> None:
             cache, "bfloat16", 8000, 512, "eager", 0, [222.2, 230.1, 219.8], [61.4, 60.2, 62.0], [101.2, 99.8, 104.1],
             [2.68, 2.75, 2.31], 368_640_000, 32.0,
         )
-        for cache in ("full", "trellis:bits=3,calibration=prompt", "kivi:bits=4", "turboquant:bits=4")
+        for cache in ("full", "trellis:bits=3.5,calibration=prompt", "kivi:bits=4", "turboquant:bits=4")
     ]  # fmt: skip
     written = io.StringIO()
     Console(file=written, width=100).print(*speeds("smollm2", decodings, ["default", "kivi:bits=4"]))
@@ -193,4 +193,4 @@ def test_the_table_fits_100_columns() -> None:
     row = next(line for line in lines if "│ default" in line)
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     assert cells == ["default", "8,000", "222 (220–230)", "2.68 (2.31–2.75)", "161", "101", "368.64 MB"]
-    assert "default = trellis:bits=3,calibration=prompt" in lines
+    assert "default = trellis:bits=3.5,calibration=prompt" in lines

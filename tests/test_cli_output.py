@@ -237,7 +237,7 @@ def test_the_library_logs_and_does_not_print() -> None:
 
 
 RECIPES = (
-    *("full", "kivi:bits=2", "trellis:bits=3,calibration=prompt", "trellis:bits=2,calibration=prompt"),
+    *("full", "kivi:bits=2", "trellis:bits=3.5,calibration=prompt", "trellis:bits=2,calibration=prompt"),
     *("window:recent=64,sinks=8+kivi:bits=2", "kvquant:bits=4", "snapkv:budget=0.25+turboquant:bits=2.5"),
 )
 
@@ -259,13 +259,13 @@ def test_table_words_are_not_broken(width: int, quarters: bool) -> None:
     assert max(map(len, said.splitlines())) <= width
     cells = {cell.strip() for line in said.splitlines() for cell in re.split("[│┃]", line)}
     assert set(names.values()) < cells
-    assert names["trellis:bits=3,calibration=prompt"] == "default"
+    assert names["trellis:bits=3.5,calibration=prompt"] == "default"
     assert names["window:recent=64,sinks=8+kivi:bits=2"] == "window+kivi:bits=2"
     assert {"samples", "0.003568 ± 0.00051", "19.22 MB"} < cells
     for first, second in (("top1", "agreement"), ("perplexity", "ratio")):
         assert {first, second} < cells or f"{first} {second}" in cells
     assert ("kl q1" in cells) is quarters
-    assert "default = trellis:bits=3,calibration=prompt" in said
+    assert "default = trellis:bits=3.5,calibration=prompt" in said
     assert "(mode=cache)" in said
 
 

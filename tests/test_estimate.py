@@ -213,9 +213,9 @@ def test_presets_choose_the_codec_of_each_layer():
     for shape, recipe in ((gemma, "default"), (gemma, "safe"), (llama, "default")):
         for tokens in (1024, 2048, 8192, 32_768):
             assert predict(shape, recipe, tokens).total_bytes <= predict(shape, "kivi:bits=4", tokens).total_bytes
-    assert predict(llama, "default", 1024).coded == {"trellis, 3.25 bits": 32}  # a short prompt
-    assert predict(llama, "default", 300).coded == {"trellis, 3 bits": 32}  # a chat begins short
-    assert predict(gemma, "trellis:bits=2,calibration=prompt", 1024).coded == {"trellis, 2 bits": 18}
+    assert predict(llama, "default", 300).coded == {"trellis, 3.5 bits": 32}  # a chat begins short
+    # rates below the presets' stay what they are
+    assert predict(gemma, "trellis:bits=3,calibration=prompt", 1024).coded == {"trellis, 3 bits": 18}
     assert predict(gemma, "trellis:bits=3,basis=klt,calibration=prompt", 1024).coded == {"trellis, 3 bits": 18}
 
 
@@ -234,4 +234,4 @@ def test_the_choice_outlives_save_load_and_reset(tmp_path):
         assert torch.equal(*(model(ids[:, :40], past_key_values=c).logits for c in (cache, again)))
         cache.reset()
         model(prompt(2304), past_key_values=cache)
-        assert cache.footprint().coded == {"trellis, 3 bits": 1}
+        assert cache.footprint().coded == {"trellis, 3.5 bits": 1}

@@ -149,7 +149,7 @@ def test_nothing_gained() -> None:
     footprint = predict(SHAPE, "default", 9)
     times = footprint.total_bytes / (SHAPE.elements(9) * 2)
     gains = f"default gains from some {break_even(SHAPE, 'default'):,} tokens on."
-    said = sizes.nothing_gained(footprint, SHAPE, "trellis:bits=3,calibration=prompt")
+    said = sizes.nothing_gained(footprint, SHAPE, "trellis:bits=3.5,calibration=prompt")
     assert said == f"9 tokens: the cache is {times:.1f} times as large as in bfloat16; {gains}"
     assert sizes.nothing_gained(predict(SHAPE, "default", 4096), SHAPE, "default") is None
     assert sizes.nothing_gained(Footprint(), SHAPE, "default") is None

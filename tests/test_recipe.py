@@ -118,7 +118,7 @@ def test_initial_layers_of_a_composed_recipe():
         ("KIVI", "did you mean 'kivi'"),
         ("kivi:BITS=4", "did you mean 'bits'"),
         ("defualt", "did you mean 'default'"),
-        ("default:bits=2", "default is a preset, .* write trellis:bits=3,calibration=prompt instead"),
+        ("default:bits=2", "default is a preset, .* write trellis:bits=3.5,calibration=prompt instead"),
         ("safe/kivi", "safe is a preset, which cannot be combined"),
         ("kivi:bits=4.0", "kivi:bits=4.0 is wrong; write bits=4$"),
         ("kivi:bits=\uff14", r"has the character '.' \(U\+FF14\); write it in ASCII"),

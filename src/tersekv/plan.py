@@ -52,5 +52,5 @@ class LayerPlan(NamedTuple):
         if fixed:  # such a policy needs the codec's rates or its tokens' places
             return self
         held = max(tokens, LEAST_EXPECTED) if window is None else window
-        keys, values = self.keys.in_layer(tokens, held, key_dim), self.values.in_layer(tokens, held, value_dim)
+        keys, values = self.keys.in_layer(held, key_dim), self.values.in_layer(held, value_dim)
         return self._replace(keys=keys, values=values)

@@ -24,7 +24,7 @@ from tersekv.plan import LayerPlan as LayerPlan
 from tersekv.policies import TokenPolicy, policies
 
 PRESETS = {
-    "default": "trellis:bits=3,calibration=prompt",
+    "default": "trellis:bits=3.5,calibration=prompt",
     "safe": "trellis:bits=4,calibration=prompt",
 }
 """Named coders that need no calibration and find in long texts what the full cache finds.

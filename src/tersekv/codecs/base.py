@@ -89,10 +89,10 @@ class Codec(ABC):
         """Name of the method in messages."""
         return type(self).__name__
 
-    def in_layer(self, first: int, held: int, head_dim: int) -> Codec:
+    def in_layer(self, held: int, head_dim: int) -> Codec:
         """Return the codec of a layer: this one, unless it chooses by layer.
 
-        first: tokens of the first call. held: tokens that the layer is expected to hold.
+        held: number of tokens that the layer is expected to hold.
         """
         return self
 

@@ -119,11 +119,11 @@ class Trellis(Codec):
         check_choices(self)
         check_range("seed", self.seed, 0, 2**31)
 
-    def in_layer(self, first: int, held: int, head_dim: int) -> Codec:
+    def in_layer(self, held: int, head_dim: int) -> Codec:
         """Return the codec of a layer if the basis is "auto" and fitted on the prompt, see `layer_choice.py`."""
         if self.basis != "auto" or self.calibration != "prompt":
             return self
-        basis, bits = chosen(self.bits, first, held, head_dim)
+        basis, bits = chosen(self.bits, held, head_dim)
         if basis == "integers":
             return integers_of_kivi(self.side, head_dim, pre_rope=self.pre_rope, per_head=self.per_head)
         return dataclasses.replace(self, basis=basis, bits=bits)

@@ -18,26 +18,21 @@ VECTORS_PER_CHANNEL = 12
 WIDE, WIDE_BITS = 256, 4.5
 """Channels of a head from which on channels are kept, and the bits that they need to equal `kivi:bits=4`."""
 
-SHORT, MORE_BITS = range(512, 2048), 0.25
-"""Lengths of prompts that a fit has few vectors of, and the bits that make up for it. A shorter first call
-is the start of a chat, which will grow."""
-
-LEAST_CHOSEN = 3.0
+LEAST_CHOSEN = 3.5
 """Bits from which on the rate is chosen, too: that of the preset `default`."""
 
 INTEGER_BITS, INTEGER_GROUP = 4, 32
 """Bits and groups of the integers in layers with few tokens, those of `kivi:bits=4`."""
 
 
-def chosen(bits: float, first: int, held: int, head_dim: int) -> tuple[Literal["auto", "channels", "integers"], float]:
+def chosen(bits: float, held: int, head_dim: int) -> tuple[Literal["auto", "channels", "integers"], float]:
     """Return basis and bits of a layer; "auto" stands for a fitted basis.
 
     A layer that holds fewer than VECTORS_PER_CHANNEL tokens per channel gets integers in groups, as
     `kivi` has them. Heads of WIDE channels or more keep their channels and get WIDE_BITS at least.
-    Prompts of SHORT tokens get a quarter of a bit more. Rates below LEAST_CHOSEN stay what they are:
-    only the basis is chosen.
+    Rates below LEAST_CHOSEN stay what they are: only the basis is chosen.
 
-    bits: of the recipe. first: tokens of the first call. held: tokens that the layer is expected to hold.
+    bits: of the recipe. held: tokens that the layer is expected to hold.
     """
     few, wide = held < VECTORS_PER_CHANNEL * head_dim, head_dim >= WIDE
     if bits < LEAST_CHOSEN:
@@ -46,7 +41,7 @@ def chosen(bits: float, first: int, held: int, head_dim: int) -> tuple[Literal["
         return "integers", INTEGER_BITS
     if wide:
         return "channels", max(bits, WIDE_BITS)
-    return "auto", bits + MORE_BITS if first in SHORT and bits < INTEGER_BITS else bits
+    return "auto", bits
 
 
 def integers_of_kivi(side: Side, head_dim: int, pre_rope: bool, per_head: bool) -> Uniform:
