@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,7 @@ import papers_polarquant
 import papers_qjl
 import papers_subgen
 from experiment import Experiment, OutOfTimeError, Result, Setting
+from recorded import add_models
 from tersekv.errors import UserError
 from tersekv.lab.evals.records import versions
 
@@ -217,7 +219,7 @@ def main() -> None:
     parser.add_argument("paper", nargs="?", choices=PAPERS, help="paper")
     parser.add_argument("table", nargs="?", help="table or figure; without it all of the paper are listed")
     parser.add_argument("--out", type=Path, help="folder of raw records; a stopped run continues from it")
-    parser.add_argument("--model", default="smollm2", help="name, folder or Hub id")
+    add_models(parser)
     parser.add_argument("--dtype", default="float32", help="dtype of the weights")
     parser.add_argument("--data", type=Path, help="folder of texts and question sets")
     parser.add_argument("--calibration", type=Path, help="folder of calibration files")
@@ -243,7 +245,10 @@ def main() -> None:
         elif args.out is None:
             parser.error("give --out, a folder for raw records")
         else:
-            run(args.paper, args.table, args)
+            for model in (models := args.model or ["smollm2"]):
+                # raw records of several models have folders of their own
+                out = args.out / re.sub(r"[^\w.-]+", "-", model) if len(models) > 1 else args.out
+                run(args.paper, args.table, argparse.Namespace(**vars(args) | {"model": model, "out": out}))
     except UserError as error:
         sys.exit(f"papers.py: {error}")
 
