@@ -128,9 +128,10 @@ asan: setup ## run the kernels' tests with sanitizers
 	@cp $(ASAN)/native/_native*.so $(ASAN)/tersekv/kernels/cpu/
 	@runtime=$$(ldd $(ASAN)/native/_native*.so | grep -o '/[^ ]*lib\(asan\|stdc++\)[^ ]*' | sort | tr '\n' ' '); \
 	packages=$$($(BIN)/python -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])'); \
-	PYTHONPATH="$(abspath $(ASAN)):$$packages" LD_PRELOAD="$$runtime" OMP_NUM_THREADS=1 \
+	printf '%s\n' $(ASAN_TESTS) | xargs -n 3 -P $(JOBS) \
+	env PYTHONPATH="$(abspath $(ASAN)):$$packages" LD_PRELOAD="$$runtime" OMP_NUM_THREADS=1 \
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
-	$(BIN)/python -S -m pytest --capture=sys -p no:cacheprovider $(ASAN_TESTS)
+	$(BIN)/python -S -m pytest --capture=sys -p no:cacheprovider
 
 asan-smoke: ## run them on the portable kernels, whose code all instruction sets share
 	@$(MAKE) --no-print-directory asan ASAN=build/asan-smoke ASAN_FLAGS=-DTERSEKV_PORTABLE=ON

@@ -47,9 +47,13 @@ def view(name, side, B=1, H=2, T=128, D=64):
     return packed(name, side, tokens(B, H, T, D))
 
 
-@pytest.mark.parametrize("values", FORMATS)
-@pytest.mark.parametrize("keys", FORMATS)
-def test_every_pair(keys, values):
+NAMES = list(FORMATS)
+PAIRS = [(NAMES[i], NAMES[(i + step) % len(NAMES)]) for i in range(len(NAMES)) for step in (0, 1, 7)]
+"""Each layout of keys with three of values: kernels read the two sides with code of their own."""
+
+
+@pytest.mark.parametrize(("keys", "values"), PAIRS)
+def test_pairs(keys, values):
     torch.manual_seed(0)
     run(view(keys, "keys"), view(values, "values"), 3)
 
@@ -64,9 +68,16 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+SIZES = [
+    (name, side, SHAPES[at])
+    for number, name in enumerate(FORMATS)
+    for other, side in enumerate(("keys", "values"))
+    for at in range((number + other) % 2, len(SHAPES), 2)
+]
+"""Each layout has half of the shapes on one side and the others on the other side."""
+
+
+@pytest.mark.parametrize(("name", "side", "shape"), SIZES, ids=str)
 def test_sizes(isa, name, side, shape):  # noqa: F811
     B, H, T, D, R = shape
     torch.manual_seed(R)
@@ -76,9 +87,16 @@ def test_sizes(isa, name, side, shape):  # noqa: F811
     run(*((one, other) if side == "keys" else (other, one)), R, mask, softcap=20.0 if R == 5 else None)
 
 
-@pytest.mark.parametrize("rows", ["shared", "per row", "per head"])
-@pytest.mark.parametrize(("kind", "R"), [("halves", 64), ("halves", 32), ("pairs", 64), ("pairs", 48)])
-@pytest.mark.parametrize("name", FORMATS)
+ROPES = [("halves", 64), ("halves", 32), ("pairs", 64), ("pairs", 48)]
+TURNED = [
+    (name, *ROPES[(number + at) % 4], rows)
+    for number, name in enumerate(FORMATS)
+    for at, rows in enumerate(("shared", "per row", "per head"))
+]
+"""Each layout with each kind of positions, in three of the four forms of RoPE."""
+
+
+@pytest.mark.parametrize(("name", "kind", "R", "rows"), TURNED)
 def test_keys_before_rope(isa, name, kind, R, rows):  # noqa: F811
     torch.manual_seed(R)
     T = 1088 if rows == "shared" else 128

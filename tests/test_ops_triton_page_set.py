@@ -92,7 +92,7 @@ def short_splits(monkeypatch):
 def sizes_of(name):
     """Return three page sizes; two blocks each if channels of blocks differ (else another launch)."""
     wide = "grid 6 per channel", "grid per channel with factors", "signs per group"
-    return (64, 192, 128) if name in wide else (32, 160, 96)
+    return (64, 128, 64) if name in wide else (32, 96, 64)
 
 
 @pytest.mark.parametrize("number", range(len(FORMATS)), ids=list(FORMATS))

@@ -15,33 +15,28 @@ from tersekv.layouts.base import Side
 VECTORS_PER_CHANNEL = 12
 """Tokens per channel of a head below which no basis is fitted. 8 are too few, 16 are enough."""
 
-WIDE, WIDE_BITS = 256, 4.5
-"""Channels of a head from which on channels are kept, and the bits that they need to equal `kivi:bits=4`."""
+WIDE = 256
+"""Channels of a head from which on no basis is fitted, however many tokens there are."""
 
 LEAST_CHOSEN = 3.5
 """Bits from which on the rate is chosen, too: that of the preset `default`."""
 
 INTEGER_BITS, INTEGER_GROUP = 4, 32
-"""Bits and groups of the integers in layers with few tokens, those of `kivi:bits=4`."""
+"""Bits and groups of the integers in layers without a basis, those of `kivi:bits=4`."""
 
 
 def chosen(bits: float, held: int, head_dim: int) -> tuple[Literal["auto", "channels", "integers"], float]:
     """Return basis and bits of a layer; "auto" stands for a fitted basis.
 
-    A layer that holds fewer than VECTORS_PER_CHANNEL tokens per channel gets integers in groups, as
-    `kivi` has them. Heads of WIDE channels or more keep their channels and get WIDE_BITS at least.
-    Rates below LEAST_CHOSEN stay what they are: only the basis is chosen.
+    A layer gets integers in groups, as `kivi` has them, if it holds fewer than VECTORS_PER_CHANNEL
+    tokens per channel or has heads of WIDE channels. Rates below LEAST_CHOSEN stay what they are: such
+    a layer keeps its channels.
 
     bits: of the recipe. held: tokens that the layer is expected to hold.
     """
-    few, wide = held < VECTORS_PER_CHANNEL * head_dim, head_dim >= WIDE
-    if bits < LEAST_CHOSEN:
-        return "channels" if few or wide else "auto", bits
-    if few:
-        return "integers", INTEGER_BITS
-    if wide:
-        return "channels", max(bits, WIDE_BITS)
-    return "auto", bits
+    if held >= VECTORS_PER_CHANNEL * head_dim and head_dim < WIDE:
+        return "auto", bits
+    return ("channels", bits) if bits < LEAST_CHOSEN else ("integers", INTEGER_BITS)
 
 
 def integers_of_kivi(side: Side, head_dim: int, pre_rope: bool, per_head: bool) -> Uniform:
