@@ -75,30 +75,34 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 GETTING = "getting the model smollm2 (its file is converted once) needs gguf"
 
 
-@pytest.mark.parametrize(
-    ("call", "package", "said"),
-    [
-        ("plot pareto {results}", "matplotlib", "plot pareto needs matplotlib"),
-        ("plot decoding {records}/generate.jsonl", "matplotlib", "plot decoding needs matplotlib"),
-        ("plot angles", "matplotlib", "plot angles needs matplotlib"),  # before the model is downloaded
-        ("plot clusters", "scikit-learn", "plot clusters needs scikit-learn"),
-        ("report {results}", "matplotlib", "tersekv report needs matplotlib"),
-        ("models pull smollm2", "gguf", GETTING),
-        ("demo", "gguf", GETTING),
-        ("generate -p hello", "gguf", GETTING),
-        ("prompt-cache build -p hello -o a.cache", "gguf", GETTING),
-        ("calibrate -r kvquant:bits=2 --out .", "gguf", GETTING),
-        ("eval perplexity", "gguf", GETTING),
-        ("bench generate", "gguf", GETTING),
-        ("plot angles", "gguf", GETTING),
-    ],
-)
-def test_a_command_says_what_to_install(call: str, package: str, said: str, results: Path, tmp_path: Path) -> None:
+CALLS = {
+    "matplotlib": {
+        "plot pareto {results}": "plot pareto needs matplotlib",
+        "plot decoding {records}/generate.jsonl": "plot decoding needs matplotlib",
+        "plot angles": "plot angles needs matplotlib",  # before the model is downloaded
+        "report {results}": "tersekv report needs matplotlib",
+    },
+    "scikit-learn": {"plot clusters": "plot clusters needs scikit-learn"},
+    "gguf": dict.fromkeys(
+        [
+            "models pull smollm2", "demo", "generate -p hello", "prompt-cache build -p hello -o a.cache",
+            "calibrate -r kvquant:bits=2 --out .", "eval perplexity", "bench generate", "plot angles",
+        ],
+        GETTING,
+    ),
+}  # fmt: skip
+"""Package that is not installed, calls and what each says."""
+
+
+@pytest.mark.parametrize("package", CALLS)
+def test_a_command_says_what_to_install(package: str, results: Path, tmp_path: Path) -> None:
     """One sentence on stderr, nothing on stdout, and no file written."""
-    arguments = call.format(results=results, records=RECORDS).split()
-    done = program_without([LAB[package]], arguments, tmp_path)
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert complaints(done.stderr) == [f"tersekv: {said}, which is not installed: {INSTALL_LAB}"]
+    calls = [call.format(results=results, records=RECORDS).split() for call in CALLS[package]]
+    code = f"from tersekv import cli\nsys.exit([cli.run(call) for call in {calls!r}] != [2] * {len(calls)})"
+    done = run_without([LAB[package]], code, tmp_path)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    said = [f"tersekv: {text}, which is not installed: {INSTALL_LAB}" for text in CALLS[package].values()]
+    assert complaints(done.stderr) == said
     assert list(tmp_path.iterdir()) == []
 
 

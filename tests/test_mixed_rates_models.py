@@ -67,7 +67,7 @@ RECIPES = ["mixed:recent=20+kivi:bits=4", "mixed:recent=20,budget=0.5,rest=1+tre
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_tokens(models, name, options):
     model, ids = models[name], prompt(40).repeat(1, 5)
-    kwargs = GREEDY | options | {"attention_mask": torch.ones_like(ids), "max_new_tokens": 80}
+    kwargs = GREEDY | options | {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40}
     expected = model.generate(ids, **kwargs)
     with tersekv.compress(model, LOSSLESS):
         cache = tersekv.CompressedCache(model.config, LOSSLESS)

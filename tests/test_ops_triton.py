@@ -116,8 +116,7 @@ def test_head_dims(device, name, D):
     run(device, view(name, "keys", D=D, T=64), view("grid 7", "values", D=D, T=64), 4)
 
 
-@pytest.mark.parametrize("q", [1, 4])
-@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize(("q", "softcap"), [(1, None), (4, 20.0)])
 def test_masks_softcap_and_splits(device, q, softcap, monkeypatch):
     from tersekv.kernels.triton import launch
 
@@ -151,10 +150,10 @@ def test_scores_alone(device, name, T, monkeypatch):
 def test_keys_before_rope(device, number):
     """Each layout with one of two orders of pairs, and positions of one of three kinds."""
     kind, R = (("halves", 64), ("pairs", 48))[number % 2]
+    rows, B, H = (("shared", 1, 2), ("per row", 2, 1), ("per head", 2, 3))[number % 3]
     torch.manual_seed(R)
     T = length(READ[number], 32)
-    keys = roped(view(READ[number], "keys", 2, 3, T), kind, R, T, ("shared", "per row", "per head")[number % 3])
-    run(device, keys, view("grid", "values", 2, 3, T), 5)
+    run(device, roped(view(READ[number], "keys", B, H, T), kind, R, T, rows), view("grid", "values", B, H, T), 5)
 
 
 def test_channels_of_blocks_before_rope(device):

@@ -150,7 +150,7 @@ def test_a_pool_of_an_engine(device, monkeypatch):  # noqa: F811
     from tersekv.serving.dense import AttentionKind
     from tersekv.serving.pages import PagePool
     from tersekv.serving.steps import EngineStep, Rows
-    from test_serving_pages import expected, slots_of
+    from test_serving_pages import decoded, expected, slots_of
 
     torch.manual_seed(3)
     slots, p, seen = slots_of("turboquant"), 32, (70, 9, 33)
@@ -170,5 +170,6 @@ def test_a_pool_of_an_engine(device, monkeypatch):  # noqa: F811
     out = pool.attend(*latest, step).cpu()
     assert len(called) == 1
     for i, n in enumerate(seen):
-        own = expected(slots, queries[i, n - 1 : n], keys[i, :n], values[i, :n], p, "step")
+        hats = decoded(slots, keys[i, :n], values[i, :n])
+        own = expected(queries[i, n - 1 : n], keys[i, :n], values[i, :n], hats, p, "step")
         torch.testing.assert_close(out[i : i + 1], own, atol=4e-3, rtol=4e-3)

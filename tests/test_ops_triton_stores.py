@@ -35,18 +35,17 @@ def filled(recipe, B, T, D, dtype, padding, options=""):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "dtype", "D", "G", "q"),
+    ("recipe", "dtype", "D", "G", "q", "padding"),
     [
-        ("kivi:bits=4", torch.bfloat16, 128, 4, 16), ("kivi:bits=2", torch.float16, 64, 1, 1),
-        ("polarquant", torch.float32, 64, 7, 9), ("turboquant:bits=3", torch.bfloat16, 256, 2, 5),
-        ("qjl:initial_layers=0", torch.float16, 96, 3, 2), ("exact", torch.float32, 80, 8, 1),
-        ("kvquant:bits=4,calibration=prompt,pre_rope=false", torch.bfloat16, 64, 2, 3),
-        ("turboquant:bits=4,centre=true", torch.bfloat16, 64, 2, 3),
-        ("polarquant:centre=true", torch.float32, 64, 2, 1), ("qjl:centre=true", torch.float16, 64, 1, 2),
+        ("kivi:bits=4", torch.bfloat16, 128, 4, 16, (9, 0)), ("kivi:bits=2", torch.float16, 64, 1, 1, None),
+        ("polarquant", torch.float32, 64, 7, 9, (9, 0)), ("turboquant:bits=3", torch.bfloat16, 256, 2, 5, None),
+        ("qjl:initial_layers=0", torch.float16, 96, 3, 2, (9, 0)), ("exact", torch.float32, 80, 8, 1, (9, 0)),
+        ("kvquant:bits=4,calibration=prompt,pre_rope=false", torch.bfloat16, 64, 2, 3, None),
+        ("turboquant:bits=4,centre=true", torch.bfloat16, 64, 2, 3, (9, 0)),
+        ("polarquant:centre=true", torch.float32, 64, 2, 1, None), ("qjl:centre=true", torch.float16, 64, 1, 2, None),
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("padding", [None, (9, 0)], ids=["", "padded"])
 def test_stores(device, recipe, dtype, D, G, q, padding, monkeypatch):  # noqa: F811
     from tersekv.kernels.triton import launch
 

@@ -58,9 +58,9 @@ def test_plots_of_a_model(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixtur
 
 def test_a_question_and_its_answer(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The tokens drawn are those of the question in the chat template and of the answer."""
-    pytest.importorskip("sklearn")
     (tmp_path / "q.jsonl").write_text(QUESTIONS)
-    call = ("plot", "clusters", "-m", tiny, "--questions", str(tmp_path / "q.jsonl"), "-o", str(tmp_path / "a.png"))
+    options = ("-m", tiny, "--questions", str(tmp_path / "q.jsonl"), "-o", str(tmp_path / "a.png"))
+    call = ("plot", "angles", *options)
     counts = {}
     for new, id in itertools.product((80, 90), ("7", "8")):
         made = document(capfd, *call, "--question", id, "--max-new-tokens", str(new))
@@ -70,7 +70,9 @@ def test_a_question_and_its_answer(tiny: str, tmp_path: Path, capfd: pytest.Capt
     assert counts[80, "7"] > 80 + len("Why 7?")
     first = document(capfd, *call, "--max-new-tokens", "80")
     assert "q.jsonl 7 with" in first["shows"]
-    assert "give more than 64 with --tokens or --max-new-tokens" in refuse(capfd, *call, "--max-new-tokens", "4")
+    pytest.importorskip("sklearn")
+    said = refuse(capfd, "plot", "clusters", *options, "--max-new-tokens", "4")
+    assert "give more than 64 with --tokens or --max-new-tokens" in said
 
 
 def test_front_and_metrics_of_pareto(results: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -84,11 +84,26 @@ def pool_of(
     return PagePool(slots, memory, kind, rope=rope, exactness=exactness)
 
 
-def expected(slots: Slots, query, keys, values, p, exactness, rope=None, kind=PLAIN):
+def decoded(slots: Slots, keys, values, rope=None):
+    """Return a sequence's keys and values [T, H, D] as they are decoded after packing.
+
+    The end of the sequence may be too short for a block. No page of such tokens is full.
+    """
+    sides = []
+    with backends.forced("auto"):  # encoding has its own tests
+        for codec, x in ((slots.keys, keys), (slots.values, values)):
+            whole = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -len(x) % BLOCK_TOKENS)).transpose(0, 1)[None]
+            angles = rope.angles(0, whole.shape[2]) if codec.needs_rope else None
+            packed = coding.view(codec, coding.encode(codec, coding.Tokens(whole, angles)), slots.head_dim, angles)
+            sides.append(packed.decode()[0, :, : len(x)].transpose(0, 1))
+    return sides
+
+
+def expected(query, keys, values, hats, p, exactness, kind=PLAIN):
     """Return the attention of a sequence's last queries, [q, Hq, D].
 
-    Attention sinks are exact. So is each query's own page, or with "step" all pages from that of the
-    first query on. Earlier pages are decoded.
+    hats: the longer sequence's decoded keys and values. Attention sinks are exact. So is each
+    query's own page, or with "step" all pages from that of the first query on.
     """
     T, H, D = keys.shape
     q, position = query.shape[0], torch.arange(T)
@@ -97,13 +112,7 @@ def expected(slots: Slots, query, keys, values, p, exactness, rope=None, kind=PL
         own = (position >= (T - q) // p * p).expand(q, T)
     own = own | (position < SINKS)
     rows = query.view(q, H, -1, D).permute(1, 2, 0, 3)  # [H, G, q, D]
-    sides = []
-    for codec, x in ((slots.keys, keys), (slots.values, values)):
-        whole = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -T % BLOCK_TOKENS)).transpose(0, 1)[None]
-        angles = rope.angles(0, whole.shape[2]) if codec.needs_rope else None
-        packed = coding.view(codec, coding.encode(codec, coding.Tokens(whole, angles)), D, angles)
-        sides.append((x.transpose(0, 1)[:, None], packed.decode()[0, :, None, :T]))
-    (key, key_hat), (value, value_hat) = sides
+    key, value, key_hat, value_hat = (x[:T].transpose(0, 1)[:, None] for x in (keys, values, *hats))
     scores = torch.where(own, rows @ key.transpose(-1, -2), rows @ key_hat.transpose(-1, -2)) * 0.125
     scores = scores.masked_fill(~kind.visible(position[-q:], position), float("-inf"))
     if kind.sink_logits is not None:
@@ -150,8 +159,9 @@ def test_full_pages_are_read_packed_and_others_exactly(name, p, exactness, backe
     keys, values, queries = torch.randn(2, 140, 2, D), torch.randn(2, 140, 2, D), torch.randn(2, 140, 6, D)
     tables = torch.tensor([[7, 2, 5, 0, 8], [1, 6, 3, 4, 9]], dtype=torch.int32)
     counts = [(37, 5), (1, 60), (9, 1), (1, 1), (0, 1), (16, 1), (1, 1), (60, 30)]
+    hats = [decoded(slots, *sides) for sides in zip(keys, values, strict=True)]
     for i, seen, out in steps_of(pool, counts, tables, p, rows, keys, values, queries):
-        own = expected(slots, queries[i, seen - len(out) : seen], keys[i, :seen], values[i, :seen], p, exactness)
+        own = expected(queries[i, seen - len(out) : seen], keys[i, :seen], values[i, :seen], hats[i], p, exactness)
         torch.testing.assert_close(out, own, atol=4e-3, rtol=4e-3)
 
 
@@ -165,17 +175,18 @@ def test_calibrated_codecs_read_positions_of_their_request(name, isa, exactness)
     """Keys' means and RoPE depend on positions in the request, not on places in the pool."""
     torch.manual_seed(4)
     slots, p = calibrated(name), 64
-    keys, values, queries = torch.randn(2, 260, 2, 64), torch.randn(2, 260, 2, 64), torch.randn(2, 260, 6, 64)
-    tables = torch.arange(10, dtype=torch.int32)[torch.randperm(10)].view(2, 5)
-    pool, rows = pool_of(slots, 10, p, exactness, ROPE), Rows(4)
-    counts = [(137, 5), (40, 60), (1, 1), (3, 1), (64, 8), (1, 30)]
+    keys, values, queries = torch.randn(2, 400, 2, 64), torch.randn(2, 400, 2, 64), torch.randn(2, 400, 6, 64)
+    tables = torch.arange(14, dtype=torch.int32)[torch.randperm(14)].view(2, 7)
+    pool, rows = pool_of(slots, 14, p, exactness, ROPE), Rows(4)
+    counts = [(137, 5), (120, 60), (1, 1), (3, 1), (64, 8), (60, 1), (1, 30)]
+    hats = [decoded(slots, *sides, ROPE) for sides in zip(keys, values, strict=True)]
     with backends.forced("reference" if isa == "reference" else "cpu"):
         if isa != "reference":
             cpu.set_isa(isa)
         try:
             for i, seen, out in steps_of(pool, counts, tables, p, rows, keys, values, queries):
                 of = queries[i, seen - len(out) : seen], keys[i, :seen], values[i, :seen]
-                own = expected(slots, *of, p, exactness, ROPE)
+                own = expected(*of, hats[i], p, exactness)
                 torch.testing.assert_close(out, own, atol=1e-2, rtol=1e-2)
         finally:
             if isa != "reference":

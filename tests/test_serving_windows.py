@@ -8,7 +8,7 @@ import torch
 from tersekv.serving.dense import AttentionKind
 from tersekv.serving.pages import SINKS
 from tersekv.serving.steps import EngineStep, Rows
-from test_serving_pages import ROPE, calibrated, expected, pool_of, slots_of
+from test_serving_pages import ROPE, calibrated, decoded, expected, pool_of, slots_of
 from test_serving_pages import backend as backend
 
 STEPS = {
@@ -31,7 +31,7 @@ def check(slots, p, exactness, kind, counts_of_steps, rope=None):
     for planes in pool.planes:
         for plane in planes.values():
             plane[:, :, 0] = float("nan") if plane.is_floating_point() else 127
-    lengths = [0] * n
+    hats, lengths = [decoded(slots, *sides, rope) for sides in zip(keys, values, strict=True)], [0] * n
     for counts in counts_of_steps:
         if kind.window is not None:
             for i in range(n):
@@ -50,7 +50,7 @@ def check(slots, p, exactness, kind, counts_of_steps, rope=None):
         assert torch.isfinite(out).all()
         for i, m in enumerate(counts):
             t = lengths[i]
-            want = expected(slots, queries[i][t - m : t], keys[i][:t], values[i][:t], p, exactness, rope, kind)
+            want = expected(queries[i][t - m : t], keys[i][:t], values[i][:t], hats[i], p, exactness, kind)
             torch.testing.assert_close(out[starts[i] : starts[i + 1]], want, atol=2e-3, rtol=2e-3)
 
 
@@ -74,13 +74,13 @@ def test_layers_with_and_without_a_window_share_a_step():
     slots, rows = slots_of("kivi"), Rows(4)
     wide, narrow = (pool_of(slots, 8, 32, kind=AttentionKind(0.125, window=w)) for w in (None, 40))
     keys, values, query = torch.randn(130, 2, 64), torch.randn(130, 2, 64), torch.randn(130, 6, 64)
-    table = torch.arange(8, dtype=torch.int32)[None]
+    table, hats = torch.arange(8, dtype=torch.int32)[None], decoded(slots, keys, values)
     for first, last in ((0, 100), (100, 128), (128, 129), (129, 130)):
         step = EngineStep.plan([0, last - first], [last], table, 32, rows)
         for pool in (wide, narrow):
             own = slice(first, last)
             pool.write(keys[own], values[own], step)
             out = pool.attend(query[own], keys[own], values[own], step)
-            want = expected(slots, query[own], keys[:last], values[:last], 32, "step", kind=pool.kind)
+            want = expected(query[own], keys[:last], values[:last], hats, 32, "step", pool.kind)
             torch.testing.assert_close(out, want, atol=2e-3, rtol=2e-3)
     assert SINKS < 40

@@ -22,8 +22,10 @@ from tersekv.cache.layer import LayerStore
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.cache import CompressedLayer
 
-GREEDY = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
 NAMES = list(MODELS)
+KINDS = ["llama", "gemma3", "gpt_oss", "deepseek_v3"]
+"""Full attention, sliding windows, attention sinks, and a model whose own code reads keys and values."""
 HANDLES = [name for name in NAMES if name != "deepseek_v3"]
 
 
@@ -67,15 +69,15 @@ def test_fallback_without_our_attention(models, name):
     assert len([w for w in caught if "decodes all tokens" in str(w.message)]) == 1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_beam_search_equal(models, name):
     expected, got = pair(models[name], prompt(60, batch=2), num_beams=3, num_return_sequences=2)
     assert got.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_sampling_equal(models, name):
-    model, ids = models[name], prompt(70)
+    model, ids = models[name], prompt(90)
     runs = []
     for recipe in (None, LOSSLESS):
         torch.manual_seed(7)
@@ -91,11 +93,11 @@ def test_sampling_equal(models, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_chunked_prefill_equal(models, name):
-    expected, got = pair(models[name], prompt(300), prefill_chunk_size=64)
+    expected, got = pair(models[name], prompt(310), prefill_chunk_size=64)
     assert got.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_several_turns_with_one_cache(models, name):
     """A second turn feeds only new tokens and gives the result of one long prompt."""
     model, ids = models[name], prompt(120)
@@ -109,14 +111,13 @@ def test_several_turns_with_one_cache(models, name):
     assert cache.get_seq_length() == got.shape[1] - 1
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("proposed", [5, 10])
+@pytest.mark.parametrize(("name", "proposed"), [*((name, 10) for name in NAMES), ("llama", 5), ("gemma3", 5)])
 def test_assisted_decoding_with_rejections(models, name, proposed, monkeypatch):
     """Prompt lookup proposes tokens, most of which are rolled back."""
     model, taken_back = models[name], []
     crop = CompressedLayer.crop
     monkeypatch.setattr(CompressedLayer, "crop", lambda self, n: (taken_back.append(-int(n)), crop(self, n))[1])
-    expected, got = pair(model, prompt(40).repeat(1, 6), prompt_lookup_num_tokens=proposed)
+    expected, got = pair(model, prompt(43).repeat(1, 6), prompt_lookup_num_tokens=proposed)
     assert got.tolist() == expected.tolist()
     assert max(taken_back) > 0
 
@@ -163,12 +164,12 @@ def test_output_attentions_while_decoding(models):
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_in_every_position(models, name):
     """Prefill, one more chunk, then single tokens: logits as with transformers' cache."""
-    model, ids = models[name], prompt(300, batch=2)
+    model, ids = models[name], prompt(250, batch=2)
     expected = model(ids).logits
     with warnings.catch_warnings(), tersekv.compress(model, LOSSLESS), torch.no_grad():
         warnings.simplefilter("ignore")
         cache = tersekv.CompressedCache(model.config, LOSSLESS)
-        cuts = [0, 170, 210, *range(211, 301)]
+        cuts = [0, 170, 210, *range(211, 251)]
         parts = [model(ids[:, a:b], past_key_values=cache, use_cache=True).logits for a, b in itertools.pairwise(cuts)]
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=2e-4, rtol=2e-3)
 
@@ -198,10 +199,10 @@ def test_model_types(models, dtype):
         out = model.generate(prompt(220), return_dict_in_generate=True, **GREEDY)
     layer = out.past_key_values.layers[0].store
     assert layer.keys.dtype == (torch.float16 if dtype == torch.float32 else dtype)
-    assert out.sequences.shape == (1, 260)
+    assert out.sequences.shape == (1, 240)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_two_caches_on_one_model(models, name):
     """Two sequences in turns on one model do not affect each other."""
     model, ids = models[name], [prompt(150, seed=1), prompt(180, seed=2)]
@@ -218,7 +219,7 @@ def test_two_caches_on_one_model(models, name):
         torch.testing.assert_close(last[i], model(ids[i]).logits[:, -1], atol=2e-4, rtol=2e-3)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_context_restores_everything(models, name):
     llama = models[name]
     before = (llama.config._attn_implementation, dict(llama.__dict__), len(llama._forward_pre_hooks))
