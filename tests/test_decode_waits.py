@@ -131,9 +131,9 @@ def test_tensors_of_the_host_are_not_counted(monkeypatch):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_steps(recipe, monkeypatch):
-    """One layer; a padded batch while no block is packed. The start of its rows is known on the host."""
+    """Two layers; a padded batch while no block is packed. The start of its rows is known on the host."""
     recipe = f"{WINDOW}+{recipe}"
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(**(SHAPE | {"num_hidden_layers": 1}), **HEAD)).eval()
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**(SHAPE | {"num_hidden_layers": 2}), **HEAD)).eval()
     ids = prompt(80, batch=2)
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
