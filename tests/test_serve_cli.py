@@ -90,7 +90,7 @@ def test_the_command_is_printed(monkeypatch, capsys):
     assert words[words.index("--port") + 1] == "9000"
     assert words[-2:] == ["--max-model-len", "512"]
     section = json.loads(words[words.index("--additional-config") + 1])["tersekv"]
-    assert section == {"recipe": "trellis:bits=3", "calibration": "CALIBRATION"}
+    assert section == {"recipe": "trellis:bits=3.5", "calibration": "CALIBRATION"}
 
 
 def test_on_cuda_the_backend_is_named(tmp_path):
