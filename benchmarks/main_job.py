@@ -22,6 +22,7 @@ import transformers
 from rich.console import Console
 
 import tersekv
+from recorded import add_models
 from tersekv.cli import measure, output
 from tersekv.cli.installation import cpu_features
 from tersekv.hf import models
@@ -33,7 +34,7 @@ from tersekv.lab.bench.generate import prompt
 def main() -> None:
     """Run both parts with each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", help="name, folder, GGUF file or Hub id; repeat for several")
+    add_models(parser)
     parser.add_argument("--recipe", default="kivi:bits=4")
     parser.add_argument("--prompts", type=int, default=10, help="0 skips the first part")
     parser.add_argument("--tokens", type=int, default=4096)

@@ -25,14 +25,17 @@ from typing import Any
 import torch
 from transformers.cache_utils import QuantizedCache
 
+from tersekv.cli.installation import cpu_features
 from tersekv.errors import UserError
 from tersekv.hf.capture import LayerTokens, capture_prompt
 from tersekv.hf.compress import compress
 from tersekv.hf.config import cache_shape
 from tersekv.hf.models import load
 from tersekv.hf.prefill import fill_layers, held_by, new_cache
-from tersekv.lab.evals.tasks.divergence import compare
-from tersekv.lab.evals.windows import read_text
+from tersekv.lab.evals.reader import Reader
+from tersekv.lab.evals.records import versions
+from tersekv.lab.evals.tasks.base import Estimate
+from tersekv.lab.evals.tasks.divergence import Divergence, compare
 
 RECORDS = Path(__file__).parent / "records" / "three_models.jsonl"
 BEGIN, END = "<!-- {}: made by benchmarks/three_models.py -->", "<!-- end of {} -->"
@@ -60,10 +63,10 @@ def run(args: argparse.Namespace) -> None:
         model, tokenizer = load(str(where), "float32")
         with tempfile.TemporaryDirectory() as folder:
             for text, path in [*pairs(args.text), ("code", code(Path(folder)))]:
-                ids = torch.tensor([tokenizer(read_text(str(path)), verbose=False)["input_ids"]])
+                task = Divergence(text=str(path), context=max(args.lengths) + SCORED, windows=args.windows)
                 cells: dict[int, dict[str, list[dict[str, Any]]]] = {length: {} for length in args.lengths}
-                for window in windows(ids, max(args.lengths) + SCORED, args.windows):
-                    one_pass = Pass(model, window, args.lengths)
+                for window in task.instances(Reader(model, tokenizer)):
+                    one_pass = Pass(model, window.data, args.lengths)
                     for length, of_names in cells.items():
                         for name in (*recipes, *args.rivals):
                             found = one_pass.scores(name, length)
@@ -72,6 +75,7 @@ def run(args: argparse.Namespace) -> None:
                 with (args.out / "cells.jsonl").open("a", encoding="utf-8") as file:
                     for length, of_names in cells.items():
                         line = {"model": model_name, "text": text, "tokens": length, "windows": args.windows}
+                        line |= {"cpu": cpu_features()[0], "versions": versions()}
                         line |= {name: mean(found) for name, found in of_names.items()}
                         file.write(json.dumps(line) + "\n")
 
@@ -113,21 +117,10 @@ class Pass:
         return found | ({"versions": version(PACKAGES[name])} if name in PACKAGES else {})
 
 
-def windows(ids: torch.Tensor, size: int, count: int) -> list[torch.Tensor]:
-    """Return the first windows [1, size] of a text [1, T]."""
-    found = [one for one in ids.split(size, dim=1) if one.shape[1] == size][:count]
-    if len(found) < count:
-        raise UserError(
-            f"a text has {ids.shape[1]:,} tokens, and {count} windows of {size:,} are asked for: give more text"
-        )
-    return found
-
-
 def mean(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the means over windows, with the standard error of the divergence."""
-    kl = torch.tensor([one["kl"] for one in found], dtype=torch.float64)
-    stderr = (kl.std() / len(kl) ** 0.5).item() if len(kl) > 1 else None
-    means = {key: sum(one[key] for one in found) / len(found) for key in ("kl", "same", "bits", "bytes")}
+    stderr = Estimate.of([one["kl"] for one in found]).stderr if len(found) > 1 else None
+    means = {key: Estimate.of([one[key] for one in found]).mean for key in ("kl", "same", "bits", "bytes")}
     return found[0] | means | {"stderr": stderr}
 
 

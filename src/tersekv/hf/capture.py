@@ -145,19 +145,17 @@ def watch_calls(model: PreTrainedModel, ids: Tensor, see: Callable[[int, LayerTo
 
 @torch.no_grad()
 def capture_prompt(
-    model: PreTrainedModel, ids: Tensor, with_calls: bool, positions: Tensor | None = None
+    model: PreTrainedModel, ids: Tensor, with_calls: bool, logits_to_keep: int | Tensor = 1
 ) -> tuple[list[tuple[LayerTokens, AttentionCall | None]], Tensor]:
     """Return the entries of `capture_calls`, or those of `capture` with None, and logits of ids [1, T].
 
-    positions: int64 [n]; logits are [n, vocabulary]. By default they are the last token's [vocabulary].
+    logits_to_keep: number of last tokens, or positions int64 [n]; logits are [n, vocabulary].
     """
     calls: dict[int, AttentionCall] = {}
     with _recording(model, lambda keys, call: calls.setdefault(id(keys), call)) if with_calls else nullcontext():
         # forward itself, because the hook of `compress` warns of a cache that is not compressed
-        wanted = 1 if positions is None else positions
-        captured, output = _one_pass(model, model.forward, ids, logits_to_keep=wanted)
-    logits = output.logits[0]
-    return [(tokens, calls.get(id(tokens.keys))) for tokens in captured], logits[-1] if positions is None else logits
+        captured, output = _one_pass(model, model.forward, ids, logits_to_keep=logits_to_keep)
+    return [(tokens, calls.get(id(tokens.keys))) for tokens in captured], output.logits[0]
 
 
 def _one_pass(model: PreTrainedModel, run: Any, ids: Tensor, **options: Any) -> tuple[list[LayerTokens], Any]:

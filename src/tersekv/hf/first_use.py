@@ -123,10 +123,10 @@ def _pydoc(model: PreTrainedModel) -> Corpus | None:
         # remote code is not run for this, and nothing is downloaded
         tokenizer = AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True, trust_remote_code=False)
         text = pydoc_text()
-        corpus = Corpus.draw("pydoc", text, tokenizer(text, verbose=False)["input_ids"], READ, LENGTH, 0)
-    except Exception as error:  # loading a tokenizer raises many kinds, and the model can write a text instead
-        log.info("no tokenizer of %s at hand: %s", type(model).__name__, error)
+    except Exception as error:  # a damaged tokenizer raises a bare Exception, and the model can write a text instead
+        log.info("no tokenizer of %s, or no text, at hand: %s", type(model).__name__, error)
         return None
+    corpus = Corpus.draw("pydoc", text, tokenizer(text, verbose=False)["input_ids"], READ, LENGTH, 0)
     fits = int(corpus.windows.max()) < text_config(model.config).vocab_size
     return corpus if fits else None
 

@@ -64,7 +64,7 @@ class Prefill:
         if self._ids is None or not torch.equal(self._ids, ids) or (observes and not self._with_calls):
             self._with_calls |= observes  # stays True, because the next prompt gets the same recipes
             self._ids, self._captured = None, []  # free them before the next ones are made
-            self._captured, self._logits = capture_prompt(self.model, ids, self._with_calls)
+            self._captured, (self._logits,) = capture_prompt(self.model, ids, self._with_calls)
             self._ids = ids
         fill_layers(self.model, cache, self._captured)
         return self._logits
