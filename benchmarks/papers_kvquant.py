@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from experiment import Experiment, Questions
+from experiment import MEASURED_DEFAULT, Experiment, Questions
 
 FIRST = "window:sinks=1,recent=0,start=0+"
 """The paper's tokens: the first is exact (§3.5), all others are packed."""
 ROWS = {f"nuq{bits}, 1 %": f"{FIRST}kvquant:bits={bits}" for bits in (4, 3, 2)}
-ROWS |= {"KIVI, 2 bits": "window:sinks=0,recent=128+kivi:bits=2", "default": "default"}
+ROWS |= {"KIVI, 2 bits": "window:sinks=0,recent=128+kivi:bits=2", "default": MEASURED_DEFAULT}
 PACKED = (
     "The whole prompt is read exactly, then packed, then the answer is generated (Appendix M; `--pack after-prompt`). "
     "The authors' script of passkeys quantises while it reads: `--option pack=during-prefill`. The first token is "

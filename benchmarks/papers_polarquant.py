@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiment import Experiment, Measured, Questions, Result, Setting, median_of
+from experiment import MEASURED_DEFAULT, Experiment, Measured, Questions, Result, Setting, median_of
 from tersekv.lab.bench import generate
 from tersekv.recipe import Recipe
 
@@ -17,7 +17,7 @@ QUARTER = {
     "PyramidKV": "pyramidkv:sinks=0,budget=0.25+exact",
     "HeadKV": "headkv:sinks=0,budget=0.25+exact",
     "StreamingLLM": "streaming:budget=0.25+exact",
-    "default": "default",
+    "default": MEASURED_DEFAULT,
 }
 """Caches of a quarter of the bytes (§5.2)."""
 ONCE = (

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import DynamicLayer
 
-from experiment import Experiment, Measured, OutOfTimeError, Questions, Result, Setting, median_of
+from experiment import MEASURED_DEFAULT, Experiment, Measured, OutOfTimeError, Questions, Result, Setting, median_of
 from layer_step import EXACT, step
 from tersekv.cache.stores import new_store
 from tersekv.codecs.transforms.rope import standard_rope
@@ -34,7 +34,7 @@ TIMED = {
     "QJL": f"{LATEST}qjl",
     "KIVI, 2 bits": f"{LATEST}kivi:bits=2",
     "KVQuant, 4 bits, 1 %": "window:sinks=1,recent=0,start=0+kvquant:bits=4",
-    "default": "default",
+    "default": MEASURED_DEFAULT,
 }
 CALIBRATION_TOKENS = 512
 WARM_UP_TOKENS = 256
@@ -153,7 +153,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         options={"pack": "after-prompt", "length": "31k", "data": "{data}/longbench"},
         axis="subtasks",
         values=("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa"),
-        rows={"QJL": f"{LATEST}qjl", "KIVI, 2 bits": f"{LATEST}kivi:bits=2", "default": "default"},
+        rows={"QJL": f"{LATEST}qjl", "KIVI, 2 bits": f"{LATEST}kivi:bits=2", "default": MEASURED_DEFAULT},
         samples=200,
         mean=True,
     ),
@@ -211,7 +211,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "TurboQuant, 3.00 bits": "turboquant:bits=2.5",
             "TurboQuant, 3.25 bits": "turboquant:bits=3",
             "PolarQuant, full recursion": "polarquant:bits=4-2-2-2-2-2",
-            "default": "default",
+            "default": MEASURED_DEFAULT,
             "trellis, 2 bits": "trellis:bits=2,calibration=prompt",
         },
         samples=8,
