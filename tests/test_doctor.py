@@ -130,6 +130,7 @@ def test_recipes_that_do_not_fit(tmp_path: Path, capfd: pytest.CaptureFixture[st
     short = saved(tmp_path / "short", tf.LlamaConfig(**(LARGE | {"max_position_embeddings": 128})))
     (one,) = examined(capfd, 1, short, "--recipe", "kivi:bits=4")["recipes"]
     assert one["reasons"][0].endswith("bfloat16 at 128 tokens")
+    assert one["reasons"][1].startswith("gains from some ")
     latent = saved(tmp_path / "latent", tf.DeepseekV3Config(**(LARGE | {"num_key_value_heads": 4}), **MLA))
     made = examined(capfd, 1, latent, "--recipe", "snapkv+kivi:bits=4")
     assert "latents" in made["properties"]

@@ -114,6 +114,27 @@ def test_a_file_that_is_not_there(name: str, capfd: pytest.CaptureFixture[str]) 
     assert "is not there" in " ".join(capfd.readouterr().err.split())
 
 
+@pytest.mark.parametrize("command", ["models pull {}", "models verify {}", "estimate --model {}"])
+def test_a_file_that_may_not_be_read(
+    path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    opened = Path.open
+
+    def refused(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self == path:
+            raise PermissionError(13, "Permission denied")
+        return opened(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refused)
+    assert cli.run(command.format(path).split()) == 2
+    assert "Permission denied; give a GGUF file that you can read" in " ".join(capfd.readouterr().err.split())
+
+
+def test_pulling_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a folder, which is used as it is: give one of smollm2, or a GGUF file"):
+        models.pull(str(tmp_path))
+
+
 # ---------------------------------------------------------------- the Hub
 
 

@@ -139,10 +139,10 @@ def verdict(recipe: Any, known: estimate.Known, biases: bool | None, tokens: int
         return {"recipe": recipe.name, "good": False, "reasons": [str(error)]}
     held, bfloat16 = footprint.total_bytes, footprint.elements * 2
     size = f"{sizes.against_bfloat16(held, bfloat16)} at {tokens:,} tokens"
-    if fault or held >= bfloat16:
-        return {"recipe": recipe.name, "good": False, "reasons": [fault] * bool(fault) + [size]}
-    reasons = [size, f"gains from some {least:,} tokens on", _kernels(recipe, known.shape)]
-    return {"recipe": recipe.name, "good": True, "reasons": reasons}
+    gains = f"gains from some {least:,} tokens on" if least else "never smaller: choose another recipe"
+    reasons = [fault] * bool(fault) + [size, gains]
+    good = not fault and held < bfloat16
+    return {"recipe": recipe.name, "good": good, "reasons": reasons + [_kernels(recipe, known.shape)] * good}
 
 
 def _check(recipe: Any, config: Any) -> None:

@@ -6,11 +6,13 @@ minute. This reader skips them. It also checks that no tensor ends after the fil
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import struct
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from tersekv.errors import UserError
 from tersekv.extras import require
@@ -73,8 +75,18 @@ def is_gguf(path: Path) -> bool:
     """True if a file is named or begins like a GGUF file."""
     if path.suffix.lower() == ".gguf":
         return True
-    with path.open("rb") as file:
+    with opened(path) as file:
         return file.read(len(MAGIC)) == MAGIC
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading. An error of the system while it is open becomes a UserError."""
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; give a GGUF file that you can read") from error
 
 
 def read(path: Path) -> GgufFile:
@@ -85,7 +97,7 @@ def read(path: Path) -> GgufFile:
     """
     require("reading a GGUF file", "gguf")
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             start = file.read(24)
             if start[:4] != MAGIC:
                 begins = f"it begins with {start[:4]!r}" if start else "it is empty"
@@ -96,8 +108,6 @@ def read(path: Path) -> GgufFile:
                 found = _Reader(data).file(path)
     except _BrokenError as error:
         raise UserError(f"{path} is not a whole GGUF file ({error}): get it again") from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}; give a GGUF file that you can read") from error
     _check_model(found)
     return found
 

@@ -350,5 +350,6 @@ def _without_network(name: str) -> str:
 
 def _known(name: str) -> PackagedModel:
     if name not in KNOWN:
-        raise UserError(f"no known model {name!r}{hint(name, KNOWN)} (known: {', '.join(KNOWN)})")
+        what = f"{name} is a folder, which is used as it is" if expanded(name).is_dir() else f"no known model {name!r}"
+        raise UserError(f"{what}{hint(name, KNOWN)}: give one of {', '.join(KNOWN)}, or a GGUF file")
     return KNOWN[name]

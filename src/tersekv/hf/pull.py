@@ -64,7 +64,8 @@ def digest_of(file: Path, folder: Path, report: Report) -> str:
         if re.fullmatch("[0-9a-f]{64}", found := kept.read_text()):
             return found
     report(f"reading {file.name} ({megabytes(state.st_size)})")
-    digest = sha256(file)
+    with gguf_file.opened(file):  # says what to do if the file cannot be read
+        digest = sha256(file)
     if time.time() - max(state.st_mtime, state.st_ctime) > 2:
         # Only a help: without it, the file is read at every use.
         with contextlib.suppress(UserError, OSError):
