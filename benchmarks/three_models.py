@@ -17,7 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import textwrap
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +111,11 @@ class Pass:
 
     def of_rival(self, name: str, prompt: list[LayerTokens], ids: torch.Tensor, full: torch.Tensor) -> dict[str, Any]:
         """Return the scores of another package's cache, or in one line why it failed."""
-        about = {"versions": rival_caches.installed(name), "cpu": cpu_features()[0], "measured_by": versions()}
+        about = {
+            "versions": version(rival_caches.RIVALS[name].package),
+            "cpu": cpu_features()[0],
+            "measured_by": versions(),
+        }
         length = prompt[0].keys.shape[2]
         try:
             read = rival_caches.read(name, self.model, prompt, ids)
@@ -132,7 +138,11 @@ def mean(found: list[dict[str, Any]]) -> dict[str, Any]:
         if "failed" in one:
             return one
     stderr = Estimate.of([one["kl"] for one in found]).stderr if len(found) > 1 else None
-    means = {key: Estimate.of([one[key] for one in found]).mean for key in ("kl", "same", "bits", "bytes", "counted") if key in found[0]}
+    means = {
+        key: Estimate.of([one[key] for one in found]).mean
+        for key in ("kl", "same", "bits", "bytes", "counted")
+        if key in found[0]
+    }
     return found[0] | means | {"stderr": stderr}
 
 
@@ -178,19 +188,28 @@ def of_presets(cells: list[dict[str, Any]]) -> str:
             held = (f"{one[name]['bits']:.2f} bits, {one[name]['kl']:.4f}" for name in RECIPES)
             parts.append(f"| {one['text']}, {one['tokens']:,}, {one['windows']} | {' | '.join(held)} |")
         parts.append("")
-    return "\n".join([*parts, *map("\n  ".join, worst(cells)), *map("\n  ".join, of_rivals(cells))])
+    return "\n".join([*parts, *map("\n  ".join, worst(cells))])
 
 
-def of_rivals(cells: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Return sentences about transformers' own quantised cache."""
-    for one in cells:
-        for backend in (backend for backend in PACKAGES if backend in one):
-            held, ours = one[backend], one["default"]
-            yield (
-                f"- `QuantizedCache` of transformers, {backend} {held['versions']}, 4 bits:",
-                f"{held['bits']:.2f} bits, {held['kl']:.3f} nats; `default` {ours['bits']:.2f} and {ours['kl']:.4f}",
-                f"({one['model'].split('/')[-1]}, {one['text']}, {one['tokens']:,} tokens).",
-            )
+def of_rivals(cells: list[dict[str, Any]]) -> str:
+    """Return the table of other packages' caches beside the presets, of the cells that have them all, and the reasons
+    of failures."""
+    cells = [one for one in cells if one.keys() >= rival_caches.RIVALS.keys()]
+    models = [one["model"].split("/")[-1] for one in cells]
+    parts, failures = [f"| cache | {' | '.join(models)} |", f"|---|{'---|' * len(models)}"], [""]
+    for name in (*RECIPES, *rival_caches.RIVALS):
+        label = f"`{name}`" if name in RECIPES else f"{name} {cells[0][name]['versions']}"
+        row = [label]
+        for model, one in zip(models, (one[name] for one in cells), strict=True):
+            if "failed" in one:
+                row.append("—")
+                reason = f"- {label} fails on {model}: {one['failed'].split('. ')[0]}."
+                failures.append(textwrap.fill(reason, 100, subsequent_indent="  "))
+            else:
+                counted = f" (counts {one['counted']:.2f})" if "counted" in one else ""
+                row.append(f"{one['bits']:.2f} bits{counted}, {one['kl']:.4f}")
+        parts.append(f"| {' | '.join(row)} |")
+    return "\n".join([*parts, *failures])
 
 
 def worst(cells: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -208,6 +227,16 @@ def worst(cells: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
             )
 
 
+def with_tables(text: str, cells: list[dict[str, Any]]) -> str:
+    """Return a page with its tables made from the cells."""
+    for name, made in (("presets", of_presets), ("rivals", of_rivals), ("centred", of_methods)):
+        begin, end = BEGIN.format(name), END.format(name)
+        if begin in text:
+            before, rest = text.split(begin)
+            text = f"{before}{begin}\n{made(cells)}\n{end}{rest.split(end)[1]}"
+    return text
+
+
 def pairs(options: list[str]) -> list[tuple[str, Path]]:
     """Return NAME=VALUE options as pairs. A value that is missing is the name."""
     return [(name, Path(value or name)) for name, _, value in (option.partition("=") for option in options)]
@@ -223,7 +252,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="run, and write results to this folder")
     parser.add_argument("--record", type=Path, help="folder whose results become records")
     parser.add_argument("--centred", action="store_true", help="run METHODS with and without `centre=true`")
-    parser.add_argument("--rivals", nargs="+", default=[], choices=rival_caches.RIVALS, help="run these packages' caches instead")
+    parser.add_argument(
+        "--rivals", nargs="+", default=[], choices=rival_caches.RIVALS, help="run these packages' caches instead"
+    )
     parser.add_argument("--into", type=Path, nargs="+", default=[], help="pages whose tables are replaced")
     args = parser.parse_args()
     try:
@@ -234,13 +265,7 @@ def main() -> None:
     if args.record is not None:
         record(args.record)
     for page in args.into:
-        text = page.read_text(encoding="utf-8")
-        for name, made in (("presets", of_presets), ("centred", of_methods)):
-            begin, end = BEGIN.format(name), END.format(name)
-            if begin in text:
-                before, rest = text.split(begin)
-                text = f"{before}{begin}\n{made(read(RECORDS))}\n{end}{rest.split(end)[1]}"
-        page.write_text(text, encoding="utf-8")
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), read(RECORDS)), encoding="utf-8")
 
 
 if __name__ == "__main__":
