@@ -2,6 +2,7 @@
 
     python benchmarks/three_models.py --model Qwen/Qwen2.5-0.5B=FOLDER --text C4=c4.txt --out FOLDER    # run.
     python benchmarks/three_models.py --centred --lengths 2048 --model … --text … --out FOLDER
+    python benchmarks/three_models.py --rivals turboquant tri-tier --model … --text … --out FOLDER  # other packages.
     python benchmarks/three_models.py --record FOLDER                     # keep the results as records.
     python benchmarks/three_models.py --into docs/presets.md docs/methods/centred.md  # write the tables from them.
 
@@ -16,15 +17,15 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import textwrap
 from collections.abc import Iterator
-from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.cache_utils import QuantizedCache
 
+import rival_caches
 from tersekv.cli.installation import cpu_features
 from tersekv.errors import UserError
 from tersekv.hf.capture import LayerTokens, capture_prompt
@@ -40,8 +41,6 @@ from tersekv.lab.evals.tasks.divergence import Divergence, compare
 RECORDS = Path(__file__).parent / "records" / "three_models.jsonl"
 BEGIN, END = "<!-- {}: made by benchmarks/three_models.py -->", "<!-- end of {} -->"
 RECIPES = ("default", "safe", "kivi:bits=4")
-PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
-AXES = {"hqq": {"axis_key": 1, "axis_value": 1}}  # hqq allows no other
 METHODS = ("turboquant:bits=4", "polarquant", "qjl", "int4", "normalfloat", "kvarn", "kivi:bits=4")
 SCORED = 256
 MODULES = ("argparse", "typing", "inspect", "subprocess", "tarfile", "turtle")
@@ -58,25 +57,28 @@ def code(folder: Path) -> Path:
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
     """Evaluate every cell. A text is read once per window, and every length takes its first tokens from that."""
-    recipes = [recipe for method in METHODS for recipe in (method, centred(method))] if args.centred else RECIPES
+    names = [recipe for method in METHODS for recipe in (method, centred(method))] if args.centred else RECIPES
+    names, about = args.rivals or names, {} if args.rivals else {"cpu": cpu_features()[0], "versions": versions()}
+    for name in args.rivals:
+        rival_caches.needed(name)
     for model_name, where in pairs(args.model):
         model, tokenizer = load(str(where), "float32")
         with tempfile.TemporaryDirectory() as folder:
-            for text, path in [*pairs(args.text), ("code", code(Path(folder)))]:
+            texts = pairs(args.text) + ([] if args.rivals else [("code", code(Path(folder)))])
+            for text, path in texts:
                 task = Divergence(text=str(path), context=max(args.lengths) + SCORED, windows=args.windows)
                 cells: dict[int, dict[str, list[dict[str, Any]]]] = {length: {} for length in args.lengths}
                 for window in task.instances(Reader(model, tokenizer)):
                     one_pass = Pass(model, window.data, args.lengths)
                     for length, of_names in cells.items():
-                        for name in (*recipes, *args.rivals):
+                        for name in names:
                             found = one_pass.scores(name, length)
                             print(f"{model_name} {text} {length} {name}: {json.dumps(found)}", flush=True)
                             of_names.setdefault(name, []).append(found)
                 with (args.out / "cells.jsonl").open("a", encoding="utf-8") as file:
                     for length, of_names in cells.items():
                         line = {"model": model_name, "text": text, "tokens": length, "windows": args.windows}
-                        line |= {"cpu": cpu_features()[0], "versions": versions()}
-                        line |= {name: mean(found) for name, found in of_names.items()}
+                        line |= about | {name: mean(found) for name, found in of_names.items()}
                         file.write(json.dumps(line) + "\n")
 
 
@@ -97,43 +99,51 @@ class Pass:
             (LayerTokens(keys[:, :, :length], values[:, :, :length]), call and call.without_last(more))
             for (keys, values), call in self.captured
         ]
-        ids, config = self.window[:, length : length + SCORED], self.model.config
-        cache: Any
-        if name in PACKAGES:
-            cache, reading = QuantizedCache(name, config, nbits=4, **AXES.get(name, {})), nullcontext()
-        else:
-            cache = new_cache(self.model, name)
-            reading = compress(self.model, cache)
-        with reading:
+        ids = self.window[:, length : length + SCORED]
+        full = torch.stack([self.logits[at] for at in range(length, length + SCORED)])
+        if name in rival_caches.RIVALS:
+            return self.of_rival(name, [tokens for tokens, _ in first], ids, full)
+        cache: Any = new_cache(self.model, name)
+        with compress(self.model, cache):
             fill_layers(self.model, cache, first)
             logits = [self.model(part, past_key_values=cache).logits[0] for part in ids.split(64, dim=1)]
-        full = torch.stack([self.logits[at] for at in range(length, length + SCORED)])
-        kl, agree = compare(full, torch.cat(logits))
-        size = held_by(cache).total_bytes
-        if name in PACKAGES:
-            size = sum(t.untyped_storage().nbytes() for layer in cache.layers for t in held(vars(layer)))
-        bits = 8 * size / cache_shape(config).elements(length + SCORED)
-        found = {"kl": kl.mean().item(), "same": agree.mean().item(), "bits": bits, "bytes": size}
-        return found | ({"versions": version(PACKAGES[name])} if name in PACKAGES else {})
+        return self.found(full, torch.cat(logits), held_by(cache).total_bytes, length)
+
+    def of_rival(self, name: str, prompt: list[LayerTokens], ids: torch.Tensor, full: torch.Tensor) -> dict[str, Any]:
+        """Return the scores of another package's cache, or in one line why it failed."""
+        about = {
+            "versions": version(rival_caches.RIVALS[name].package),
+            "cpu": cpu_features()[0],
+            "measured_by": versions(),
+        }
+        length = prompt[0].keys.shape[2]
+        try:
+            read = rival_caches.read(name, self.model, prompt, ids)
+        except Exception as error:  # packages raise errors of every kind
+            return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]} | about
+        found = self.found(full, read.logits, read.held, length)
+        bits_per_byte = found["bits"] / found["bytes"]
+        return found | ({} if read.counted is None else {"counted": read.counted * bits_per_byte}) | about
+
+    def found(self, full: torch.Tensor, logits: torch.Tensor, size: int, length: int) -> dict[str, Any]:
+        """Return divergence, agreement and size of one reading."""
+        kl, agree = compare(full, logits)
+        bits = 8 * size / cache_shape(self.model.config).elements(length + SCORED)
+        return {"kl": kl.mean().item(), "same": agree.mean().item(), "bits": bits, "bytes": size}
 
 
 def mean(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the means over windows, with the standard error of the divergence."""
+    """Return the means over windows, with the standard error of the divergence. A failure stands for all windows."""
+    for one in found:
+        if "failed" in one:
+            return one
     stderr = Estimate.of([one["kl"] for one in found]).stderr if len(found) > 1 else None
-    means = {key: Estimate.of([one[key] for one in found]).mean for key in ("kl", "same", "bits", "bytes")}
+    means = {
+        key: Estimate.of([one[key] for one in found]).mean
+        for key in ("kl", "same", "bits", "bytes", "counted")
+        if key in found[0]
+    }
     return found[0] | means | {"stderr": stderr}
-
-
-def held(value: Any) -> Iterator[torch.Tensor]:
-    """Return all plain tensors in an object of a quantised cache."""
-    if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__") and type(value) is not torch.Tensor:
-        for name in value.__tensor_flatten__()[0]:
-            yield from held(getattr(value, name))
-    elif isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from held(one)
 
 
 def centred(recipe: str) -> str:
@@ -178,19 +188,28 @@ def of_presets(cells: list[dict[str, Any]]) -> str:
             held = (f"{one[name]['bits']:.2f} bits, {one[name]['kl']:.4f}" for name in RECIPES)
             parts.append(f"| {one['text']}, {one['tokens']:,}, {one['windows']} | {' | '.join(held)} |")
         parts.append("")
-    return "\n".join([*parts, *map("\n  ".join, worst(cells)), *map("\n  ".join, of_rivals(cells))])
+    return "\n".join([*parts, *map("\n  ".join, worst(cells))])
 
 
-def of_rivals(cells: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Return sentences about transformers' own quantised cache."""
-    for one in cells:
-        for backend in (backend for backend in PACKAGES if backend in one):
-            held, ours = one[backend], one["default"]
-            yield (
-                f"- `QuantizedCache` of transformers, {backend} {held['versions']}, 4 bits:",
-                f"{held['bits']:.2f} bits, {held['kl']:.3f} nats; `default` {ours['bits']:.2f} and {ours['kl']:.4f}",
-                f"({one['model'].split('/')[-1]}, {one['text']}, {one['tokens']:,} tokens).",
-            )
+def of_rivals(cells: list[dict[str, Any]]) -> str:
+    """Return the table of other packages' caches beside the presets, of the cells that have them all, and the reasons
+    of failures."""
+    cells = [one for one in cells if one.keys() >= rival_caches.RIVALS.keys()]
+    models = [one["model"].split("/")[-1] for one in cells]
+    parts, failures = [f"| cache | {' | '.join(models)} |", f"|---|{'---|' * len(models)}"], [""]
+    for name in (*RECIPES, *rival_caches.RIVALS):
+        label = f"`{name}`" if name in RECIPES else f"{name} {cells[0][name]['versions']}"
+        row = [label]
+        for model, one in zip(models, (one[name] for one in cells), strict=True):
+            if "failed" in one:
+                row.append("—")
+                reason = f"- {label} fails on {model}: {one['failed'].split('. ')[0]}."
+                failures.append(textwrap.fill(reason, 100, subsequent_indent="  "))
+            else:
+                counted = f" (counts {one['counted']:.2f})" if "counted" in one else ""
+                row.append(f"{one['bits']:.2f} bits{counted}, {one['kl']:.4f}")
+        parts.append(f"| {' | '.join(row)} |")
+    return "\n".join([*parts, *failures])
 
 
 def worst(cells: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -208,6 +227,16 @@ def worst(cells: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
             )
 
 
+def with_tables(text: str, cells: list[dict[str, Any]]) -> str:
+    """Return a page with its tables made from the cells."""
+    for name, made in (("presets", of_presets), ("rivals", of_rivals), ("centred", of_methods)):
+        begin, end = BEGIN.format(name), END.format(name)
+        if begin in text:
+            before, rest = text.split(begin)
+            text = f"{before}{begin}\n{made(cells)}\n{end}{rest.split(end)[1]}"
+    return text
+
+
 def pairs(options: list[str]) -> list[tuple[str, Path]]:
     """Return NAME=VALUE options as pairs. A value that is missing is the name."""
     return [(name, Path(value or name)) for name, _, value in (option.partition("=") for option in options)]
@@ -223,7 +252,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="run, and write results to this folder")
     parser.add_argument("--record", type=Path, help="folder whose results become records")
     parser.add_argument("--centred", action="store_true", help="run METHODS with and without `centre=true`")
-    parser.add_argument("--rivals", nargs="+", default=[], choices=PACKAGES, help="run transformers' own cache, too")
+    parser.add_argument(
+        "--rivals", nargs="+", default=[], choices=rival_caches.RIVALS, help="run these packages' caches instead"
+    )
     parser.add_argument("--into", type=Path, nargs="+", default=[], help="pages whose tables are replaced")
     args = parser.parse_args()
     try:
@@ -234,13 +265,7 @@ def main() -> None:
     if args.record is not None:
         record(args.record)
     for page in args.into:
-        text = page.read_text(encoding="utf-8")
-        for name, made in (("presets", of_presets), ("centred", of_methods)):
-            begin, end = BEGIN.format(name), END.format(name)
-            if begin in text:
-                before, rest = text.split(begin)
-                text = f"{before}{begin}\n{made(read(RECORDS))}\n{end}{rest.split(end)[1]}"
-        page.write_text(text, encoding="utf-8")
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), read(RECORDS)), encoding="utf-8")
 
 
 if __name__ == "__main__":
