@@ -170,8 +170,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 def of_methods(cells: list[dict[str, Any]]) -> str:
     """Return the table of methods without and with the mean of keys removed, on each model."""
     cells = [one for one in cells if centred(METHODS[0]) in one]
-    models = [one["model"].split("/")[-1] for one in cells]
-    parts = [f"| method | {' | '.join(models)} |", f"|---|{'---|' * len(models)}"]
+    names = [f"{one['model'].split('/')[-1]}, {one['text']}" for one in cells]
+    parts = [f"| method | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
     for method in METHODS:
         held = (f"{one[method]['kl']:.4f} → {one[centred(method)]['kl']:.4f}" for one in cells)
         parts.append(f"| `{method}` | {' | '.join(held)} |")
