@@ -14,7 +14,6 @@ from tersekv.cache.cache_size import CacheShape
 from tersekv.cache.estimate import predict
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS, ROLLBACK_TOKENS
-from tersekv.cache.prompt_packing import PromptPackingStore
 from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.hf.config import cache_shape
@@ -208,7 +207,6 @@ def test_transformers_tokens(models, name, options):
     assert got.tolist() == expected.tolist()
     full = next(layer for layer in cache.layers if layer.sliding_window is None)
     assert 0 < full.store.packed_tokens <= 200
-    assert isinstance(full.store, PromptPackingStore)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])

@@ -7,13 +7,12 @@ from torch import Tensor
 
 from tersekv.attention import masks
 from tersekv.attention.masks import Store
-from tersekv.cache.context_parallel import ContextParallelStore
 from tersekv.cache.layer import LayerStore
 
 
 def is_readable(store: Store) -> bool:
     """True if all tokens of the store can be decoded in this process, in order of position."""
-    return isinstance(store, LayerStore) and not isinstance(store, ContextParallelStore)
+    return isinstance(store, LayerStore) and store.own is None
 
 
 def with_past(store: Store, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -112,10 +112,8 @@ class MixedRatesStore(LayerStore):
 
     def ranks(self, n: int) -> bool:
         """True if appending n tokens packs some of them at the lower rate."""
-        if n <= self.room and not self.deferred:
-            return False
-        waiting = self.num_tokens + n - self.policy.sink_tokens(None) - self.packed_tokens
-        return self._counts(self._due(waiting, n, self.num_tokens + n)[0])[1] > 0
+        placement = self.placement.fresh() if self.deferred else self.placement
+        return n > self.room and self._counts(placement.move(n + self.num_tokens - placement.tokens).leave)[1] > 0
 
     def keep(self, query: Tensor) -> None:
         """Keep some of the queries [B, Hq, n, D] of the tokens that are about to be appended."""
@@ -131,11 +129,9 @@ class MixedRatesStore(LayerStore):
 
     def _add(self, new: list[Tensor], restart: bool, losses: Any) -> None:
         """Distribute new tokens, see `LayerStore`. losses: a `Ranking`, losses alone, or None."""
-        n, tail = new[0].shape[2], self.keys.tail.tokens
-        added, before = n - (tail if restart else 0), 0 if restart else self.num_tokens - tail
-        sinks = min(self.policy.sink_tokens(None) - self.keys.sinks.shape[2], n)
-        waiting = n + (0 if restart else tail) - sinks
-        flush = self._due(waiting, added, before + sinks + waiting)[0]
+        placement = self.placement.fresh() if restart else self.placement
+        before = placement.tokens - placement.tail
+        sinks, flush, *_ = placement.move(new[0].shape[2])
         ranking = losses if isinstance(losses, Ranking) else None
         losses = ranking.losses if ranking is not None else losses
         if not flush:

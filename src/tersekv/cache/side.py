@@ -235,19 +235,17 @@ class SideStore(Stateful):
         t = self.packed.layout.block_tokens
         return self.packed.planes(first // t, (first + tokens) // t)
 
-    def view(self, first: int, tokens: int, place: int = 0) -> View:
+    def view(self, first: int, tokens: int, place: int = 0, places: Tensor | None = None) -> View:
         """Return the view of packed tokens `first` to `first + tokens`, whole blocks.
 
         place: position in the cache of the first packed token.
+        places: positions int [tokens], if they are not consecutive.
         """
-        angles = None if self.rotary is None else self.rotary.angles(place + first, tokens, self.sinks.device)
-        return coding.view(self.codec, self.planes(first, tokens), self.head_dim, angles)
-
-    def view_at(self, first: int, tokens: int, places: Tensor) -> View:
-        """Return the view of packed tokens `first` to `first + tokens` at positions int
-        [tokens].
-        """
-        angles = None if self.rotary is None else self.rotary.at(places)
+        angles = None
+        if self.rotary is not None and places is not None:
+            angles = self.rotary.at(places)
+        elif self.rotary is not None:
+            angles = self.rotary.angles(place + first, tokens, self.sinks.device)
         return coding.view(self.codec, self.planes(first, tokens), self.head_dim, angles)
 
     def unpack_back(self, tokens: int, keep: int, place: int) -> None:

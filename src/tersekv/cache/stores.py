@@ -6,14 +6,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tersekv.cache.context_parallel import ContextParallelStore
 from tersekv.cache.demotion import DemotingStore
 from tersekv.cache.evicting import EvictingStore
 from tersekv.cache.found_sinks import FoundSinksStore
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.mixed_rates import MixedRatesStore
 from tersekv.cache.parallel import ContextParallel, HeadShard
-from tersekv.cache.prompt_packing import PromptPackingStore
 from tersekv.cache.scored_eviction import ScoredEvictionStore
 from tersekv.cache.sketch import SketchStore
 from tersekv.codecs.exact import Exact
@@ -59,9 +57,6 @@ def new_store(
         raise UserError("found=… is not available with context_parallel, whose processes hold different tokens")
     if finds and not (isinstance(plan.keys, Exact) and isinstance(plan.values, Exact)):
         return FoundSinksStore(plan, keys, values, None, rope, heads)
-    if context_parallel is not None and window is None:
-        return ContextParallelStore(plan, keys, values, context_parallel, rope, heads)
     if isinstance(plan.policy, Mixed) and window is None and two_rates(plan.keys, plan.values):
         return MixedRatesStore(plan, keys, values, None, rope, heads)
-    store = LayerStore if plan.policy.packs_generated else PromptPackingStore
-    return store(plan, keys, values, window, rope, heads)
+    return LayerStore(plan, keys, values, window, rope, heads, context_parallel if window is None else None)

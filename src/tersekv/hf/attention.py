@@ -14,7 +14,6 @@ from tersekv.attention.observe import kept_weights, observe
 from tersekv.attention.past import is_readable, with_past
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.attention.weights import attention_weights
-from tersekv.cache.context_parallel import ContextParallelStore
 from tersekv.cache.evicting import EvictingStore
 from tersekv.cache.layer import LayerStore
 from tersekv.errors import CacheError, UserError
@@ -70,7 +69,7 @@ def attention_forward(
             raise UserError(f"attention dropout over a filled cache with {pending.layer.cache.recipe}: {NO_DROPOUT}")
         tensors = with_past(store, keys, values, call.mask)
         out = attend_plain(module, query, *tensors, dropout, scaling, **_own(kwargs))
-    elif has_gradient and isinstance(store, ContextParallelStore):
+    elif has_gradient and store.context_parallel is not None:
         with torch.no_grad():
             out = attend_chunk(store, keys, values, call)
         out = NoGradient.apply(out, query, keys, values)
