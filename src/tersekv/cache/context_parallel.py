@@ -43,3 +43,10 @@ class OwnBlocks:
     def part(self, first: int, tokens: int) -> Tensor:
         """Return the positions of packed tokens `first` to `first + tokens` of this process."""
         return self.places[first : first + tokens]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows, which all have the same positions."""
+
+    def to(self, device: torch.device | str) -> None:
+        """Move everything to a device."""
+        self.places = self.places.to(device)

@@ -72,7 +72,8 @@ class EvictingStore(Stateful, ABC):
 
     num_evicted = 0  # no range of positions is evicted for all heads
     rotary = None  # positions differ by head, see `TokenPool`
-    context_parallel, packed_everywhere = None, True  # every process holds all tokens
+    context_parallel, packed_everywhere, own = None, True, None  # every process holds all tokens
+    found = ()  # no token is exact and packed, too
     estimates = False
     """True if attention is estimated from weighted samples."""
     least_queries = 1

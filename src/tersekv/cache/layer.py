@@ -17,12 +17,13 @@ from torch import Tensor
 from tersekv.cache.coding import own_sinks, without_padding
 from tersekv.cache.context_parallel import ELSEWHERE, OwnBlocks
 from tersekv.cache.footprint import Footprint
+from tersekv.cache.found_sinks import FoundTokens, found_are_packed
 from tersekv.cache.layer_checks import LAYER, layer_padding, layer_tokens
 from tersekv.cache.pages import ROLLBACK_TOKENS, PageSizes
 from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.cache.placement import Placement
 from tersekv.cache.rotary import Rotary
-from tersekv.cache.segments import ExactSegment, PackedSegment, packed_pages_of
+from tersekv.cache.segments import ExactSegment, PackedSegment, WeightedSegment, packed_pages_of
 from tersekv.cache.side import SideStore, extents
 from tersekv.cache.state import Rules, Spec, Stateful
 from tersekv.codecs import Codec
@@ -30,6 +31,7 @@ from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels.attend import PackedPages
+from tersekv.policies.base import two_rates
 from tersekv.recipe import LayerPlan
 from tersekv.tensors import plain
 
@@ -46,13 +48,11 @@ class LayerStore(Stateful):
     """
 
     STATE: ClassVar[Spec] = LAYER
-    RULES: ClassVar[Rules] = (layer_tokens, layer_padding)
-    PARTS: ClassVar[tuple[str, ...]] = ("placement", "sides", "rotary")
+    RULES: ClassVar[Rules] = (layer_tokens, layer_padding, found_are_packed)
+    PARTS: ClassVar[tuple[str, ...]] = ("placement", "sides", "rotary", "found")
     MADE: ClassVar[tuple[str, ...]] = ("_pages",)
-    estimates = False  # True if attention is estimated from weighted samples
-    least_queries = 8
-    """Calls with fewer queries are not observed: they would show too few of the tokens that later
-    queries read."""
+    estimates, longest_value = False, None  # attention is not estimated from weighted samples
+    least_queries = 8  # calls with fewer are not observed: they show too few of the tokens that are read later
 
     @plain
     def __init__(
@@ -84,6 +84,9 @@ class LayerStore(Stateful):
         self.placement = Placement(plan.policy, window, self.flush_tokens)
         self.room = 0  # lower bound of the tokens that can be added before some leave the window
         self._pages: PackedPages | None = None  # cached until packed blocks change
+        most = plan.policy.most_found if window is None and two_rates(plan.keys, plan.values) else 0
+        like = self.keys.sinks, self.values.sinks
+        self.found = [FoundTokens(most, *like, heads)] if most else []
         self.own = None if context_parallel is None else OwnBlocks(context_parallel, self.flush_tokens, keys.device)
 
     def _side(self, codec: Codec, *arguments: Any) -> SideStore:
@@ -101,12 +104,12 @@ class LayerStore(Stateful):
 
     @property
     def deferred(self) -> bool:
-        """True while nothing is in sinks or packed: no tokens yet, or rows that are still short."""
+        """See `Placement`."""
         return self.placement.deferred
 
     @property
     def record_past(self) -> bool:
-        """True if a sliding window evicts at a crop only."""
+        """See `Placement`."""
         return self.placement.record_past
 
     @record_past.setter
@@ -135,7 +138,7 @@ class LayerStore(Stateful):
 
     @property
     def packed_everywhere(self) -> bool:
-        """True if all processes have packed tokens, or none."""
+        """True if all processes have packed tokens, or none has."""
         return self.own is None or self.own.everywhere(self.placement.packed)
 
     @property
@@ -145,10 +148,7 @@ class LayerStore(Stateful):
 
     @property
     def hidden(self) -> Tensor | None:
-        """Number of leading positions per row, int64 [B], to mask for packed tokens and tail.
-
-        These are the padding and the row's own sinks. None without padding.
-        """
+        """Positions of each row's padding and own sinks, int64 [B], to mask for other tokens; None without padding."""
         return None if self.padding is None else self.padding + self.keys.sinks.shape[2]
 
     @plain
@@ -166,8 +166,7 @@ class LayerStore(Stateful):
         losses: of errors in the keys and in the values of all tokens so far, see `observes`.
 
         Raises:
-            CacheError, UserError: values are not finite, or too large for the exact dtype or a
-                scale. Nothing was added.
+            CacheError, UserError: values are not finite, or too large. Nothing was added.
         """
         n = keys.shape[2]
         new = [side.rounded(x) for side, x in zip(self.sides, (keys, values), strict=True)]
@@ -183,13 +182,12 @@ class LayerStore(Stateful):
             self.rotary.note(self.num_tokens, n, self.padding if self.deferred else None)
         if not self.deferred or self.padding is None:
             self._add(new, False, losses)
-        elif self._some_row_is_short(n):
-            self._wait(new)
+        elif int(self.padding.max()) + max(1, self.placement.most_sinks) > self.num_tokens + n:
+            self._wait(new)  # a padded row cannot fill its sinks, or is empty
         else:  # start over with all tokens, as if they had come in one call
             new = [torch.cat([side.tail.data, x], dim=2) for side, x in zip(self.sides, new, strict=True)]
-            sinks = self.policy.sink_tokens(self.window)
-            new = [without_padding(x, self.padding, sinks) for x in new]
-            self.padding = self.padding if sinks else None
+            new = [without_padding(x, self.padding, self.placement.most_sinks) for x in new]
+            self.padding = self.padding if self.placement.most_sinks else None
             self._add(new, True, losses)
 
     def _wait(self, new: list[Tensor]) -> None:
@@ -206,11 +204,6 @@ class LayerStore(Stateful):
         placement = self.placement.fresh() if self.deferred else self.placement
         return placement.move(n + self.num_tokens - placement.tokens).leave > 0
 
-    def _some_row_is_short(self, n: int) -> bool:
-        """True if, after n more tokens, a padded row cannot fill its sinks or is empty."""
-        assert self.padding is not None
-        return int(self.padding.max()) + max(1, self.policy.sink_tokens(self.window)) > self.num_tokens + n
-
     def _add(self, new: list[Tensor], restart: bool, losses: Sequence[TokenLoss | None] | None) -> None:
         """Distribute new tokens to sinks, packed blocks and tail.
 
@@ -220,31 +213,24 @@ class LayerStore(Stateful):
         move = placement.move(n)
         place = placement.tokens - placement.tail + move.sinks
         own = range(move.skip, move.leave) if self.own is None else self.own.run(placement.packed, move.leave)
-        hidden = None if self.padding is None else self.padding + self.policy.sink_tokens(self.window)
+        hidden = None if self.padding is None else self.padding + self.placement.most_sinks
         prepared = [
             side.prepare(x, move.sinks, own, move.leave, restart, place, loss, hidden)
             for side, x, loss in zip(self.sides, new, losses or (None, None), strict=True)
         ]
+        for found in self.found if move.leave else ():
+            leaving = [side.leaving(x, placement.tail, move) for side, x in zip(self.sides, new, strict=True)]
+            found.look(leaving, place, hidden)
         placement.add(n, move)
         self.placement = placement
-        self._forget(move.forget)
         for side, changes in zip(self.sides, prepared, strict=True):
+            side.forget(move.forget)
             side.commit(changes)
         if move.leave or move.forget:
             self._pages = None
             if self.own is not None:
                 self.own.add(place, own)
         self.room = placement.room()
-
-    def _forget(self, tokens: int) -> None:
-        """Remove that many of the oldest packed tokens, whole blocks."""
-        for side in self.sides:
-            side.packed.drop_front(tokens // side.packed.layout.block_tokens)
-
-    def _own_sinks(self) -> Tensor:
-        """Return positions [B, S] of each row's own sinks."""
-        assert self.padding is not None
-        return own_sinks(self.padding, self.keys.sinks.shape[2])
 
     @property
     def packed_tokens(self) -> int:
@@ -261,10 +247,15 @@ class LayerStore(Stateful):
         keys, values = self.sides
         segments = []
         if keys.sinks.shape[2]:
-            segments.append(ExactSegment(keys.sinks, values.sinks, 0 if self.padding is None else self._own_sinks()))
+            first = 0 if self.padding is None else own_sinks(self.padding, self.placement.sinks)
+            segments.append(ExactSegment(keys.sinks, values.sinks, first))
         if n := keys.tail.tokens:
             segments.append(ExactSegment(keys.tail._data[:, :, :n], values.tail._data[:, :, :n], self.num_tokens - n))
-        return segments
+        return segments + [segment for found in self.found for segment in found.segment()]
+
+    def weighted_segments(self) -> list[WeightedSegment]:
+        """Return sampled tokens: none."""
+        return []
 
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
         """Return packed tokens `first` to `first + tokens`, multiples of `flush_tokens`, or None."""
@@ -283,6 +274,8 @@ class LayerStore(Stateful):
             if not all(page.keys.keeps and page.values.keeps for page in pages):
                 return made
             self._pages = made
+            if made is not None:
+                made.kept = True
         return self._pages
 
     def _packed(self, first: int, tokens: int) -> PackedSegment:
@@ -291,7 +284,7 @@ class LayerStore(Stateful):
         return PackedSegment(keys, values, start + first, tokens, places, self.keys.correction)
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return all tokens held as [B, H, n, D], in order of position, sinks included.
+        """Return all tokens held as [B, H, n, D], in order of position.
 
         Raises:
             UserError: other processes hold some of them.
@@ -300,11 +293,13 @@ class LayerStore(Stateful):
             raise UserError(f"{ELSEWHERE}: only tersekv's attention can read it, without output_attentions")
         keys, values = (self._in_order(side, dtype) for side in self.sides)
         if self.padding is not None:
-            own = self._own_sinks()[:, None, :, None]
+            own = own_sinks(self.padding, self.placement.sinks)[:, None, :, None]
             keys, values = (
                 x.scatter(2, own.expand(-1, x.shape[1], -1, x.shape[-1]), side.sinks.to(dtype))
                 for x, side in zip((keys, values), self.sides, strict=True)
             )
+        for found in self.found:
+            found.put((keys, values), 0)
         return keys, values
 
     def _in_order(self, side: SideStore, dtype: torch.dtype) -> Tensor:
@@ -330,15 +325,15 @@ class LayerStore(Stateful):
     def crop(self, n: int) -> None:
         """Roll back the n latest tokens.
 
-        Affected packed blocks are removed as a whole. Their remaining tokens return to the tail,
-        decoded.
+        Affected packed blocks are removed as a whole. Their other tokens return to the tail, decoded.
 
         Raises:
             CacheError: a sliding window, a padded batch or the cache holds too few tokens.
         """
         self.check_crop(n)
-        first, from_tail = self.packed_first, min(n, self.keys.tail.tokens)
+        first, from_tail = self.packed_first, min(n, self.placement.tail)
         removed, back = self.placement.crop(n)
+        past = self.placement.past() if self.record_past else 0
         self._pages, self.room = None, 0
         for side in self.sides:
             side.tail.drop_back(from_tail)
@@ -346,8 +341,11 @@ class LayerStore(Stateful):
                 side.unpack_back(min(removed, side.packed_tokens), back, first)  # others may hold some
             if side.sinks.shape[2] > self.placement.sinks:
                 side.sinks = side.sinks[:, :, : self.placement.sinks].clone()
-        if self.record_past:
-            self._forget(self.placement.past())
+            side.forget(past)
+        for found in self.found:
+            first = self.num_tokens - self.placement.tail
+            found.put([side.tail.data for side in self.sides], first)
+            found.crop(first, self.num_tokens == 0)
         if self.num_tokens == 0:
             self.padding = None
             self.own = self.own and OwnBlocks(self.own.processes, self.flush_tokens, self.device)
@@ -356,12 +354,16 @@ class LayerStore(Stateful):
             if self.rotary is not None:
                 self.rotary.clear()
 
+    def _held(self) -> list[Any]:
+        """Return the parts that hold tensors."""
+        return [*self.sides, *self.found, *([] if self.own is None else [self.own])]
+
     @plain
     def select(self, rows: Tensor) -> None:
         """Keep the batch rows `rows` (int64, repeats allowed) in that order."""
         rows, self._pages = rows.to(self.device), None
-        for side in self.sides:
-            side.select(rows)
+        for part in self._held():
+            part.select(rows)
         self.padding = None if self.padding is None else self.padding.index_select(0, rows)
         if self.rotary is not None:
             self.rotary.select(rows)
@@ -371,17 +373,12 @@ class LayerStore(Stateful):
         """Move everything to `device`."""
         self._pages = None
         self.plan = self.plan._replace(keys=self.plan.keys.to(device), values=self.plan.values.to(device))
-        for side in self.sides:
-            side.to(device)
+        for part in self._held():
+            part.to(device)
         self.padding = None if self.padding is None else self.padding.to(device)
-        if self.own is not None:
-            self.own.places = self.own.places.to(device)
 
     def tables(self) -> list[Tensor]:
-        """Return the tables of both sides. Shared tables are the same objects in every layer.
-
-        A codec that is fitted on the prompt has none before it has packed anything.
-        """
+        """Return the tables of both sides, without a codec's that is not fitted yet. Layers share some."""
         rope = []
         if self.rotary is not None and self.packed_tokens:
             rope = self.rotary.tables(self.device, self.keys.codec.centred, self.keys.head_dim)
@@ -396,4 +393,6 @@ class LayerStore(Stateful):
             side.count(footprint)
         if self.own is not None:
             footprint.parts["selection"] += self.own.places.nbytes
+        for found in self.found:
+            found.count(footprint.parts, self.packed_tokens)
         return footprint

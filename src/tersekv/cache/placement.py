@@ -1,4 +1,4 @@
-"""Where the tokens of one layer are, in numbers: attention sinks | packed tokens | recent window.
+"""Numbers of tokens of one layer: attention sinks | packed tokens | recent window.
 
 A placement has no keys or values. A store asks it what a call changes, and `estimate` asks it alone.
 """
@@ -15,7 +15,7 @@ from tersekv.policies.base import PROMPT_TOKENS, TokenPolicy, is_prompt
 
 
 class Move(NamedTuple):
-    """What a call changes. Numbers of tokens:
+    """Changes by one call, in numbers of tokens.
 
     sinks: first new tokens, which become sinks.
     leave: oldest tokens of window and new ones together that leave the window, whole blocks.
