@@ -8,7 +8,7 @@ therefore do not depend on how tokens were fed, unless a codec is fitted on the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -23,11 +23,11 @@ from tersekv.cache.pages import ROLLBACK_TOKENS, PageSizes
 from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.cache.placement import Placement
 from tersekv.cache.rotary import Rotary
-from tersekv.cache.segments import ExactSegment, PackedSegment, WeightedSegment, packed_pages_of
+from tersekv.cache.segments import UNSEEN, ExactSegment, Observed, PackedSegment, packed_pages_of
 from tersekv.cache.side import SideStore, extents
-from tersekv.cache.state import Rules, Spec, Stateful
+from tersekv.cache.state import Rules, Spec
+from tersekv.cache.store import Store
 from tersekv.codecs import Codec
-from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels.attend import PackedPages
@@ -36,7 +36,7 @@ from tersekv.recipe import LayerPlan
 from tersekv.tensors import plain
 
 
-class LayerStore(Stateful):
+class LayerStore(Store):
     """Keys [B, H, n, Dk] and values [B, H, n, Dv] of one layer.
 
     keys, values: tensors with the shapes of the first tokens.
@@ -51,8 +51,6 @@ class LayerStore(Stateful):
     RULES: ClassVar[Rules] = (layer_tokens, layer_padding, found_are_packed)
     PARTS: ClassVar[tuple[str, ...]] = ("placement", "sides", "rotary", "found")
     MADE: ClassVar[tuple[str, ...]] = ("_pages",)
-    estimates, longest_value = False, None  # attention is not estimated from weighted samples
-    least_queries = 8  # calls with fewer are not observed: they show too few of the tokens that are read later
 
     @plain
     def __init__(
@@ -157,13 +155,13 @@ class LayerStore(Stateful):
         keys: Tensor,
         values: Tensor,
         padding: Tensor | None = None,
-        losses: Sequence[TokenLoss | None] | None = None,
+        observed: Observed = UNSEEN,
     ) -> None:
         """Append tokens and pack those that leave the recent window.
 
         padding: int64 [B], leading positions of each batch row without a token, known from the
             first mask. Each row's own first tokens become its sinks.
-        losses: of errors in the keys and in the values of all tokens so far, see `observes`.
+        observed: losses, if `observes` says that they are needed.
 
         Raises:
             CacheError, UserError: values are not finite, or too large. Nothing was added.
@@ -181,14 +179,14 @@ class LayerStore(Stateful):
         if self.rotary is not None:
             self.rotary.note(self.num_tokens, n, self.padding if self.deferred else None)
         if not self.deferred or self.padding is None:
-            self._add(new, False, losses)
+            self._add(new, False, observed)
         elif int(self.padding.max()) + max(1, self.placement.most_sinks) > self.num_tokens + n:
             self._wait(new)  # a padded row cannot fill its sinks, or is empty
         else:  # start over with all tokens, as if they had come in one call
             new = [torch.cat([side.tail.data, x], dim=2) for side, x in zip(self.sides, new, strict=True)]
             new = [without_padding(x, self.padding, self.placement.most_sinks) for x in new]
             self.padding = self.padding if self.placement.most_sinks else None
-            self._add(new, True, losses)
+            self._add(new, True, observed)
 
     def _wait(self, new: list[Tensor]) -> None:
         """Add tokens to the recent window."""
@@ -204,7 +202,7 @@ class LayerStore(Stateful):
         placement = self.placement.fresh() if self.deferred else self.placement
         return placement.move(n + self.num_tokens - placement.tokens).leave > 0
 
-    def _add(self, new: list[Tensor], restart: bool, losses: Sequence[TokenLoss | None] | None) -> None:
+    def _add(self, new: list[Tensor], restart: bool, observed: Observed) -> None:
         """Distribute new tokens to sinks, packed blocks and tail.
 
         restart: `new` includes the tail's tokens.
@@ -216,7 +214,7 @@ class LayerStore(Stateful):
         hidden = None if self.padding is None else self.padding + self.placement.most_sinks
         prepared = [
             side.prepare(x, move.sinks, own, move.leave, restart, place, loss, hidden)
-            for side, x, loss in zip(self.sides, new, losses or (None, None), strict=True)
+            for side, x, loss in zip(self.sides, new, observed.losses or (None, None), strict=True)
         ]
         for found in self.found if move.leave else ():
             leaving = [side.leaving(x, placement.tail, move) for side, x in zip(self.sides, new, strict=True)]
@@ -252,10 +250,6 @@ class LayerStore(Stateful):
         if n := keys.tail.tokens:
             segments.append(ExactSegment(keys.tail._data[:, :, :n], values.tail._data[:, :, :n], self.num_tokens - n))
         return segments + [segment for found in self.found for segment in found.segment()]
-
-    def weighted_segments(self) -> list[WeightedSegment]:
-        """Return sampled tokens: none."""
-        return []
 
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
         """Return packed tokens `first` to `first + tokens`, multiples of `flush_tokens`, or None."""

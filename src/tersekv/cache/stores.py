@@ -28,6 +28,7 @@ def new_store(
     rope: Rope | None = None,
     heads: HeadShard | None = None,
     context_parallel: ContextParallel | None = None,
+    query_rope: Rope | None = None,
 ) -> LayerStore | EvictingStore:
     """Build the store of a layer. In sliding-window layers every policy keeps all tokens of the
     window.
@@ -49,5 +50,5 @@ def new_store(
         kept: type[ScoredEvictionStore] = DemotingStore if demotes else ScoredEvictionStore
         return kept(plan, keys, values, rope, heads)
     if isinstance(plan.policy, Mixed) and window is None and two_rates(plan.keys, plan.values):
-        return MixedRatesStore(plan, keys, values, None, rope, heads)
+        return MixedRatesStore(plan, keys, values, None, rope, heads, query_rope)
     return LayerStore(plan, keys, values, window, rope, heads, context_parallel if window is None else None)
