@@ -163,8 +163,8 @@ def test_a_sliding_window_has_no_sinks():
     far = torch.ones(200, 200, dtype=torch.bool)
     mask = (far.tril() & ~far.tril(-64))[None]
     found = observe(store_of(keys, window=64), keys, keys, AttentionCall(query, mask, 0.3))
-    assert bool((found[1].weights[0, :, 0:30] == 0).all())  # no observed query sees them
-    assert bool((found[1].weights[0, :, 40:] > 0).all())
+    assert bool((found.losses[1].weights[0, :, 0:30] == 0).all())  # no observed query sees them
+    assert bool((found.losses[1].weights[0, :, 40:] > 0).all())
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])

@@ -91,7 +91,7 @@ class MixedRatesStore(LayerStore):
         # heads store different tokens, so nothing is stored jointly for all of them
         own = {side: dataclasses.replace(getattr(plan, side), per_head=True) for side in ("keys", "values")}
         super().__init__(plan._replace(**own), keys, values, None, rope, heads)
-        self.query_rope = query_rope
+        self.query_rope = query_rope or rope
         self.high = keys.new_empty((*keys.shape[:2], 0), dtype=torch.uint8)
         self.queries = self.keys.sinks[:, :, :0]
 
