@@ -16,7 +16,7 @@ from tersekv.kernels.marks import Marks
 from tersekv.layouts.base import View
 
 Losses = tuple[TokenLoss | None, TokenLoss | None]
-"""Of errors in the keys and in the values of all tokens so far."""
+"""Losses by errors in the keys and in the values of all tokens so far."""
 
 
 class Observed(NamedTuple):

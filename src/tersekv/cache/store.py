@@ -1,4 +1,4 @@
-"""What attention and transformers ask a store of one layer. Defaults are those of a store that keeps all tokens."""
+"""Questions that attention and transformers ask a store of one layer. Defaults: it keeps all tokens."""
 
 from __future__ import annotations
 
