@@ -35,7 +35,7 @@ from transformers.cache_utils import DynamicLayer
 
 import tersekv
 from tersekv.attention.read import AttentionCall, attend_store
-from tersekv.cache.mixed_rates import MixedRatesStore, Ranking
+from tersekv.cache.segments import Observed
 from tersekv.cache.stores import new_store
 from tersekv.cli.installation import cpu_features
 from tersekv.codecs.transforms.rope import standard_rope
@@ -109,8 +109,7 @@ def filled(recipe: str, shape: Sequence[int], tokens: int, dtype: torch.dtype) -
         return layer
     store = new_store(Recipe.parse(recipe).plan(3, 8), keys[:, :, :0], values[:, :, :0], None, standard_rope(D))
     # only the number of tokens of each rate matters here, not which ones
-    ranking = (None, Ranking(torch.rand(1, H, tokens))) if isinstance(store, MixedRatesStore) else ()
-    store.append(keys, values, *ranking)
+    store.append(keys, values, None, Observed(importance=torch.rand(1, H, tokens)))
     return store
 
 

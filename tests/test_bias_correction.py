@@ -14,6 +14,7 @@ from conftest import benchmark, prompt
 from tersekv.attention.read import KERNEL_ROWS, AttentionCall, attend_store
 from tersekv.cache.estimate import predict
 from tersekv.cache.layer import LayerStore
+from tersekv.cache.segments import Observed
 from tersekv.cache.stores import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
@@ -149,7 +150,7 @@ def test_policies_that_evict(policy):
     for share in ("off", "full"):
         recipe = f"{policy}:budget=200,recent=16,bias_correction={share}+kivi:bits=2"
         store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
-        store.append(keys, values, None, votes)
+        store.append(keys, values, None, Observed(votes))
         outs.append(attend_store(store, AttentionCall(torch.ones(1, 4, 1, D), None, 0.125)))
     assert float(store.keys.lost.mean()) < 0
     assert store.pool.packed_tokens

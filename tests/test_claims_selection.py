@@ -36,12 +36,7 @@ def feed(
         q, T = query.shape[2], store.num_tokens + query.shape[2]
         visible = torch.arange(T) >= padding[:, None]
         mask = visible[:, None] & (torch.arange(T) <= torch.arange(T - q, T)[:, None])[None]
-    store.append(keys, values, padding, *votes_of(store, keys, AttentionCall(query, mask, 0.125)))
-
-
-def votes_of(store: ScoredEvictionStore, keys: Tensor, call: AttentionCall) -> list[Tensor]:
-    votes = observe(store, keys, keys, call)
-    return [] if votes is None else [votes]
+    store.append(keys, values, padding, observe(store, keys, keys, AttentionCall(query, mask, 0.125)))
 
 
 def filled(recipe: str, cuts: list[int], B: int = 1, D: int = 32, padding: Tensor | None = None) -> tuple:

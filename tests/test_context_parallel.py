@@ -15,7 +15,6 @@ import transformers as tf
 import tersekv
 from conftest import HEAD, SHAPE, prompt
 from ranks import torchrun
-from tersekv.cache.layer import LayerStore
 from tersekv.cache.parallel import ContextParallel
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.calibration_needs import attention_plans
@@ -80,7 +79,7 @@ def test_every_method_gives_the_result_of_one_process(wide, recipe, tmp_path):
     one, *ranks = same_as_one(wide, recipe, steps, learnt=learnt)
     for layer in range(2):
         store, *parts = (cache.layers[layer].store for cache in (one, *ranks))
-        places = torch.cat([part.places for part in parts])
+        places = torch.cat([part.own.places for part in parts])
         assert places.sort().values.tolist() == list(range(store.packed_first, store.packed_first + len(places)))
         assert len(places) == store.packed_tokens
         assert max(part.packed_tokens for part in parts) <= store.packed_tokens / 2 + store.flush_tokens
@@ -90,7 +89,7 @@ def test_every_method_gives_the_result_of_one_process(wide, recipe, tmp_path):
             for part in parts:
                 own = getattr(part, side)
                 got = own.codec.decode(own.packed.planes(), 64)
-                assert torch.equal(got, expected[:, :, part.places.long() - store.packed_first])
+                assert torch.equal(got, expected[:, :, part.own.places.long() - store.packed_first])
 
 
 @pytest.mark.parametrize(("ranks", "recipe"), [(1, ROPED[0]), (3, "uniform:bits=7"), (5, ROPED[0])])
@@ -108,7 +107,7 @@ def test_padded_batches_and_sliding_windows(models):
     steps = [prompt(200, 2), prompt(50, 2, 1), *singles(15, 2, 2)]
     for name in ("llama", "gemma3", "gpt_oss"):
         _, part, _ = same_as_one(models[name], ROPED[0], steps, mask=mask)
-        kinds = [type(layer.store) is LayerStore for layer in part.layers]
+        kinds = [layer.store.own is None for layer in part.layers]
         assert kinds == [layer.sliding_window is not None for layer in part.layers]
 
 

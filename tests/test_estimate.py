@@ -14,7 +14,7 @@ from tersekv.cache import known_models
 from tersekv.cache import kvquant_tables as kvquant
 from tersekv.cache.cache_size import CacheShape
 from tersekv.cache.estimate import KNOWN, predict
-from tersekv.cache.mixed_rates import MixedRatesStore, Ranking
+from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.cache.stores import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
@@ -167,12 +167,13 @@ def held_by_a_layer(recipe, cuts):
     store = new_store(plan, *[torch.empty(1, 1, 0, 64)] * 2, rope=rope)
     for n in cuts:
         keys, values = (torch.randn(1, 1, n, 64, generator=g) for _ in range(2))
-        votes = ()
-        if isinstance(store, MixedRatesStore):
-            votes = (Ranking(torch.rand(1, 1, store.keys.tail.tokens + n, generator=g)),)
-        if store.policy.drops and store.observed(n):
-            votes = (torch.rand(1, 1, store.tails[0].tokens + store.pool.positions.shape[2] + n, generator=g),)
-        store.append(keys, values, None, *votes)
+        observed = UNSEEN
+        if store.ranks(n):
+            observed = Observed(importance=torch.rand(1, 1, store.keys.tail.tokens + n, generator=g))
+        if store.observed(n):
+            held = store.tails[0].tokens + store.pool.positions.shape[2] + n
+            observed = Observed(torch.rand(1, 1, held, generator=g))
+        store.append(keys, values, None, observed)
     footprint = store.footprint()
     tables = {table.data_ptr(): table for table in store.tables()}
     footprint.parts["tables"] = sum(table.numel() * table.element_size() for table in tables.values())

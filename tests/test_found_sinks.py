@@ -8,7 +8,6 @@ from conftest import prompt
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.cache.cache_size import CacheShape
 from tersekv.cache.estimate import predict
-from tersekv.cache.found_sinks import FoundSinksStore
 from tersekv.cache.stores import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
@@ -52,8 +51,8 @@ def attended(store, query, mask=None):
 def test_unusual_tokens_are_exact_and_counted_once(recipe):
     x = tokens()
     store = filled(recipe, x)
-    assert isinstance(store, FoundSinksStore)
-    assert sorted(store.found[0].tolist()) == list(ODD)
+    assert store.found
+    assert sorted(store.found[0].places[0].tolist()) == list(ODD)
     decoded = store.decoded(torch.float32)
     for held, exact in zip(decoded, x, strict=True):
         torch.testing.assert_close(held[:, :, ODD], exact[:, :, ODD], atol=2e-2, rtol=1e-3)
@@ -85,25 +84,25 @@ def test_reference_and_chunks_hide_the_copies(recipe):
 def test_parts_find_the_most_unusual_tokens_of_all():
     x = tokens()
     store = filled(RECIPES[0], x, parts=(100, 60, *[1] * 40))
-    assert sorted(store.found[0].tolist()) == list(ODD)
+    assert sorted(store.found[0].places[0].tolist()) == list(ODD)
     replaced = filled("window:found=1,recent=32,start=0+kivi:bits=2", x, parts=(120,))
-    assert replaced.found.shape == (1, 1)
-    assert int(replaced.found) == 77  # the shortest one is farther away than the longest ones
+    assert replaced.found[0].places.shape == (1, 1)
+    assert int(replaced.found[0].places) == 77  # the shortest one is farther away than the longest ones
 
 
 def test_rows_with_padding_find_what_they_find_alone():
     x, padding = tokens(rows=2), torch.tensor([0, 60])
     store = filled(RECIPES[0], x, padding=padding)
-    assert sorted(store.found[0].tolist()) == list(ODD)
-    assert {77, 150, 151} <= set(store.found[1].tolist())
-    assert all(place < 0 or place >= 64 for place in store.found[1].tolist())
+    assert sorted(store.found[0].places[0].tolist()) == list(ODD)
+    assert {77, 150, 151} <= set(store.found[0].places[1].tolist())
+    assert all(place < 0 or place >= 64 for place in store.found[0].places[1].tolist())
     mask = torch.ones(2, 1, 300, dtype=torch.bool)
     mask[1, :, :60] = False
     got, wanted = attended(store, torch.randn(2, 4, 1, 64, generator=torch.Generator().manual_seed(3)), mask)
     torch.testing.assert_close(got, wanted, atol=2e-4, rtol=2e-3)
     store.select(torch.tensor([1, 1, 0]))
-    assert store.found.shape == (3, 4)
-    assert sorted(store.found[2].tolist()) == list(ODD)
+    assert store.found[0].places.shape == (3, 4)
+    assert sorted(store.found[0].places[2].tolist()) == list(ODD)
 
 
 @pytest.mark.parametrize("parts", [(), (100,)])
@@ -113,8 +112,9 @@ def test_padding_does_not_change_what_is_usual(parts):
     x[..., :p, :] *= 3
     both = filled(RECIPES[0], x.repeat(1, 2, 1, 1, 1), parts, padding=torch.tensor([0, p]))
     alone = filled(RECIPES[0], x[..., p:, :])
-    torch.testing.assert_close(both.usual[1], alone.usual[0])
-    assert sorted(both.found[1].tolist()) == [p + place for place in sorted(alone.found[0].tolist())]
+    (of_both,), (of_alone,) = both.found, alone.found
+    torch.testing.assert_close(of_both.usual[1], of_alone.usual[0])
+    assert sorted(of_both.places[1].tolist()) == [p + place for place in sorted(of_alone.places[0].tolist())]
 
 
 @pytest.mark.parametrize("left", [290, 200, 152, 151, 60, 0])
@@ -123,7 +123,7 @@ def test_rollback_keeps_found_tokens_exact(left):
     store = filled(RECIPES[0], x)
     store.crop(300 - left)
     assert store.num_tokens == left
-    assert all(place < store.packed_first + store.packed_tokens for place in store.found.flatten().tolist())
+    assert all(place < store.packed_first + store.packed_tokens for place in store.found[0].places.flatten().tolist())
     keys, _ = store.decoded(torch.float32)
     for place in (p for p in ODD if p < left):
         torch.testing.assert_close(keys[:, :, place], x[0, :, :, place], atol=2e-2, rtol=1e-3)
@@ -141,7 +141,7 @@ def test_saved_and_estimated(llama, tmp_path):
         loaded = tersekv.CompressedCache.load(tmp_path / "cache.safetensors", llama)
         both = [llama(prompt(3, seed=1), past_key_values=c).logits for c in (cache, loaded)]
     assert torch.equal(*both)
-    assert loaded.layers[0].store.found.shape == (1, 8)
+    assert loaded.layers[0].store.found[0].places.shape == (1, 8)
     shape = CacheShape((None,), 2, 64, 64, torch.float16, (ROPE,))
     store = filled(recipe, tokens(1000))
     tables = {id(table): table.nbytes for table in store.tables()}
@@ -153,7 +153,6 @@ def test_saved_and_estimated(llama, tmp_path):
     [
         ("window:found=-1+kivi", "allowed are 0 to 1024"),
         ("window:found=9999+kivi", "allowed are 0 to 1024"),
-        ("window:found=4,generated=exact+kivi", "needs generated=packed"),
     ],
 )
 def test_wrong_options_are_refused(recipe, reason):

@@ -8,6 +8,7 @@ from conftest import prompt
 from tersekv.cache.cache_size import CacheShape
 from tersekv.cache.estimate import predict
 from tersekv.cache.memory_budget import settled
+from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.cache.stores import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
@@ -42,10 +43,10 @@ def test_bytes_never_exceed_the_memory(recipe, limit):
     store = new_store(plan, *torch.empty(2, 1, 2, 0, 64), None, ROPE)
     sizes = []
     for n in (1500, *[1] * 70, 40, *[1] * 150):
-        votes = None
+        votes = UNSEEN
         if store.observed(n):
             held = sum(pool.positions.shape[2] for pool in store.pools) + store.tails[0].tokens
-            votes = torch.rand(1, 2, held + n) ** 8
+            votes = Observed(torch.rand(1, 2, held + n) ** 8)
         store.append(*torch.randn(2, 1, 2, n, 64), None, votes)
         tables = {id(table): table.nbytes for table in store.tables()}
         sizes.append(store.footprint().total_bytes + sum(tables.values()))

@@ -60,8 +60,8 @@ def fed(recipe: str, tokens: tuple[Tensor, ...], cuts: list[int], padding: list[
     for a, b in pairwise(cuts):
         part = keys[:, :, a:b], values[:, :, a:b]
         call = AttentionCall(query[:, :, a:b], mask_of(a, b - a, padding), 0.3)
-        seen = observe(store, *part, call) if b - a >= store.least_queries else None
-        store.append(*part, None if padding is None else torch.tensor(padding), *(() if seen is None else (seen,)))
+        seen = observe(store, *part, call)
+        store.append(*part, None if padding is None else torch.tensor(padding), seen)
     return store
 
 

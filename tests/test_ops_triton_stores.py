@@ -12,7 +12,7 @@ import torch
 
 from conftest import benchmark
 from tersekv.attention.read import AttentionCall, attend_store
-from tersekv.cache.mixed_rates import Ranking
+from tersekv.cache.segments import Observed
 from tersekv.cache.stores import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.kernels import backends
@@ -86,7 +86,7 @@ def test_bias_correction(device, recipe):  # noqa: F811
 def test_bias_correction_of_two_rates(device, recipe):  # noqa: F811
     """The pages of each rate have a launch and a term of their own, without and with a rotated mean."""
     keys, values = tokens(200, B=2, D=64)
-    ranking = Ranking(torch.rand(2, 2, 200, generator=torch.Generator().manual_seed(1)))
+    ranking = Observed(importance=torch.rand(2, 2, 200, generator=torch.Generator().manual_seed(1)))
     stores, rope = [], standard_rope(64)
     for options in ("", ",bias_correction=full"):
         s = new_store(

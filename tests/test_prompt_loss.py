@@ -10,13 +10,13 @@ from torch.autograd.functional import jacobian
 
 from tersekv import CompressedCache, Recipe, compress
 from tersekv.attention.observe import observe
-from tersekv.attention.prompt_loss import QUERIES, observed_loss
+from tersekv.attention.prompt_loss import LEAST_QUERIES, QUERIES, observed_loss
 from tersekv.attention.read import AttentionCall
 from tersekv.cache import coding
 from tersekv.cache.coding import Tokens
-from tersekv.cache.context_parallel import ContextParallelStore
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.parallel import ContextParallel
+from tersekv.cache.segments import UNSEEN
 from tersekv.codecs.transforms.moments import Moments, TokenLoss
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.codecs.trellis import Trellis
@@ -97,14 +97,14 @@ def test_a_chunked_prompt_is_observed_with_all_tokens_so_far():
     keys, values, query = normal(1, H, n, D), normal(1, H, n, D, seed=1), normal(1, H * G, n, D, seed=2)
     store = store_of(keys)
     part = AttentionCall(query[:, :, :first], None, 0.3)
-    assert observe(store, keys[:, :, :first], values[:, :, :first], part) is None  # nothing is packed yet
+    assert observe(store, keys[:, :, :first], values[:, :, :first], part) is UNSEEN  # nothing is packed yet
     store.append(keys[:, :, :first], values[:, :, :first])
     rest = AttentionCall(query[:, :, first:], None, 0.3)
     found = observe(store, keys[:, :, first:], values[:, :, first:], rest)
     coded = torch.ones(1, n)
     coded[:, :4] = 0
     exact = observed_loss(keys.bfloat16(), values.bfloat16(), rest, coded)
-    torch.testing.assert_close(found[0].weights, exact[0].weights, rtol=0.05, atol=1e-4)
+    torch.testing.assert_close(found.losses[0].weights, exact[0].weights, rtol=0.05, atol=1e-4)
     store.append(keys[:, :, first:], values[:, :, first:], None, found)
     whole = store_of(keys)
     whole.append(keys, values, None, found)
@@ -112,17 +112,17 @@ def test_a_chunked_prompt_is_observed_with_all_tokens_so_far():
         for name, tensor in side.codec.fitted.items():
             assert torch.equal(tensor, other.codec.fitted[name]), name
     again = AttentionCall(query, None, 0.3)
-    assert observe(store, keys, values, again) is None  # fitted once
+    assert observe(store, keys, values, again) is UNSEEN  # fitted once
 
 
 def test_processes_that_share_a_context_observe_a_chunked_prompt():
     keys, query = normal(1, H, 200, D), normal(1, H * G, 160, D, seed=2)
     plan, found = Recipe.parse(RECIPE).plan(0, 1), []
     processes = ContextParallel(0, 2, lambda x: [x, x])
-    for store in (ContextParallelStore(plan, keys, keys, processes, standard_rope(D)), store_of(keys)):
+    for store in (LayerStore(plan, keys, keys, None, standard_rope(D), None, processes), store_of(keys)):
         store.append(keys[:, :, :40], keys[:, :, :40])
         found.append(observe(store, keys[:, :, 40:], keys[:, :, 40:], AttentionCall(query, None, 0.3)))
-    assert torch.equal(found[0][0].weights, found[1][0].weights)
+    assert torch.equal(found[0].losses[0].weights, found[1].losses[0].weights)
 
 
 @pytest.mark.parametrize(
@@ -132,14 +132,14 @@ def test_processes_that_share_a_context_observe_a_chunked_prompt():
 def test_other_codecs_observe_nothing(recipe: str):
     keys = normal(1, H, 400, 32)
     store = store_of(keys, recipe)
-    assert observe(store, keys, keys, AttentionCall(normal(1, H, 400, 32), None, 0.3)) is None
+    assert observe(store, keys, keys, AttentionCall(normal(1, H, 400, 32), None, 0.3)) is UNSEEN
 
 
 def test_few_queries_are_not_observed():
     keys = normal(1, H, 300, D)
     store = store_of(keys)
-    n = LayerStore.least_queries - 1
-    assert observe(store, keys, keys, AttentionCall(normal(1, H, n, D), None, 0.3)) is None
+    n = LEAST_QUERIES - 1
+    assert observe(store, keys, keys, AttentionCall(normal(1, H, n, D), None, 0.3)) is UNSEEN
 
 
 def test_own_sinks_and_padding_of_a_row_have_no_weight():
@@ -148,7 +148,7 @@ def test_own_sinks_and_padding_of_a_row_have_no_weight():
     mask[1, :, :7] = False
     store = store_of(keys)
     found = observe(store, keys, keys, AttentionCall(query, mask, 0.3))
-    for loss in found:
+    for loss in found.losses:
         assert bool((loss.weights[0, :, :4] == 0).all())
         assert bool((loss.weights[0, :, 4:] > 0).all())
         assert bool((loss.weights[1, :, :11] == 0).all())
@@ -163,8 +163,8 @@ def test_a_sliding_window_has_no_sinks():
     far = torch.ones(200, 200, dtype=torch.bool)
     mask = (far.tril() & ~far.tril(-64))[None]
     found = observe(store_of(keys, window=64), keys, keys, AttentionCall(query, mask, 0.3))
-    assert bool((found[1].weights[0, :, 0:30] == 0).all())  # no observed query sees them
-    assert bool((found[1].weights[0, :, 40:] > 0).all())
+    assert bool((found.losses[1].weights[0, :, 0:30] == 0).all())  # no observed query sees them
+    assert bool((found.losses[1].weights[0, :, 40:] > 0).all())
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])

@@ -14,12 +14,11 @@ from tersekv.cache.cache_size import CacheShape
 from tersekv.cache.estimate import predict
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS, ROLLBACK_TOKENS
-from tersekv.cache.prompt_packing import PromptPackingStore
 from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.hf.config import cache_shape
 from tersekv.recipe import Recipe
-from test_context_parallel import divided, together
+from test_context_parallel import same_as_one
 from test_saved import KINDS, calibration, goes_on_alike, read, singles
 from test_saved import wide as wide
 from test_store import contents, tokens
@@ -27,6 +26,7 @@ from test_transformers import GREEDY
 
 EXACT = "window:generated=exact,recent=20+kivi:bits=2"
 PLAIN = "window:recent=20+kivi:bits=2"
+FOUND = "window:found=8,recent=20+kivi:bits=2"
 LOSSLESS = "window:generated=exact,sinks=4,recent=32,exact=fp32+exact:dtype=fp32"
 
 
@@ -208,7 +208,6 @@ def test_transformers_tokens(models, name, options):
     assert got.tolist() == expected.tolist()
     full = next(layer for layer in cache.layers if layer.sliding_window is None)
     assert 0 < full.store.packed_tokens <= 200
-    assert isinstance(full.store, PromptPackingStore)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
@@ -227,9 +226,23 @@ def test_padded_batch_and_turns(models, name):
     assert got.tolist() == model.generate(second, attention_mask=mask, **GREEDY).tolist()
 
 
-def test_several_processes_are_refused(llama):
-    with pytest.raises(UserError, match=r"generated tokens that stay exact would be held .* use generated=packed"):
-        together(1, lambda spread: read(llama, divided(llama, EXACT, spread), [prompt(9)]))
+@pytest.mark.parametrize("recipe", [EXACT, EXACT.replace("generated", "found=8,generated"), FOUND])
+def test_several_processes(llama, recipe):
+    """Processes that share the packed tokens keep the same exact ones."""
+    same_as_one(llama, recipe, [prompt(300), *singles(40), prompt(70, seed=2), *singles(3)])
+
+
+def test_found_tokens_beside_generated_ones():
+    """Tokens are found when they are packed, so none is found among generated ones."""
+    keys, values = tokens(500)
+    keys[:, :, 150] *= 9
+    keys[:, :, 400] *= 40
+    store = fed(EXACT.replace("generated", "found=1,generated"), keys, values, [0, 300, *range(301, 451)])
+    assert store.found[0].places.tolist() == [[150]]
+    store.crop(200)
+    assert torch.equal(store.decoded(torch.float32)[0][:, :, 150], keys[:, :, 150].half().float())
+    store.append(keys[:, :, 250:], values[:, :, 250:])
+    assert store.found[0].places.tolist() == [[400]]
 
 
 def test_grammar():

@@ -13,6 +13,7 @@ from tersekv.attention import observe as observing
 from tersekv.attention.observe import kept_weights, observe
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.cache.layer import LayerStore
+from tersekv.cache.segments import UNSEEN
 from tersekv.cache.stores import new_store
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends
@@ -71,7 +72,7 @@ def test_votes_are_attention_weights_summed(monkeypatch):
     store, *_ = filled("h2o:budget=100,recent=16,sinks=0+exact:dtype=fp32", [200])
     keys, query = torch.randn(1, 2, 90, 32), torch.randn(1, 4, 90, 32)
     call = AttentionCall(query, None, 0.125, 3.0, torch.randn(4))
-    votes = observe(store, keys, keys, call)
+    votes = observe(store, keys, keys, call).votes
     weights = kept_weights(store, keys, call)
     assert votes.shape == (1, 2, 100 + 90)
     expected = weights.sum(2).unflatten(1, (2, 2)).mean(2)
@@ -89,7 +90,7 @@ def test_votes_are_attention_weights_summed(monkeypatch):
 
     monkeypatch.setattr(observing, "OBSERVED_QUERIES", 16)
     monkeypatch.setattr(observing, "_weights", watch)
-    torch.testing.assert_close(observe(store, keys, keys, call), votes)
+    torch.testing.assert_close(observe(store, keys, keys, call).votes, votes)
     assert len(alive) == 6
 
 
@@ -102,7 +103,7 @@ def test_nothing_is_observed_for_others(monkeypatch):
     keys, values = tokens(100)
     window = new_store(Recipe.parse("h2o+kivi").plan(0, 1), keys, values, 48)
     assert isinstance(window, LayerStore)
-    assert observe(window, keys, keys, AttentionCall(torch.randn(1, 4, 100, 64), None, 0.125)) is None
+    assert observe(window, keys, keys, AttentionCall(torch.randn(1, 4, 100, 64), None, 0.125)) is UNSEEN
 
 
 @pytest.mark.parametrize("policy", POLICIES)

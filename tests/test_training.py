@@ -12,8 +12,9 @@ from transformers import DynamicCache
 import tersekv
 from conftest import LOSSLESS, build, prompt
 from tersekv.attention.past import is_readable
+from tersekv.cache.parallel import ContextParallel
 from tersekv.errors import CacheError, UserError
-from tersekv.hf import attention
+from test_context_parallel import divided
 
 NAMES = ["llama", "gemma2", "gemma3", "gpt_oss", "mistral", "deepseek_v3"]
 CUTS = {"one token": [200, 201], "a chunk": [200, 230], "several": [200, 230, 231, 232, 250]}
@@ -89,15 +90,15 @@ def test_later_calls_change_no_gradient(trainable, name, recipe):
         torch.testing.assert_close(got[key], total, atol=1e-6, rtol=2e-3)
 
 
-def test_a_context_parallel_cache_refuses_training(trainable, monkeypatch):
+def test_a_context_parallel_cache_refuses_training(trainable):
     """Its forward pass works without `torch.no_grad()`; the backward pass raises an error with the
     reason."""
     model = trainable["llama"]
     with tersekv.compress(model, LOSSLESS):
-        cache = tersekv.CompressedCache(model.config, LOSSLESS)
+        cache = divided(model, LOSSLESS, ContextParallel(0, 1, lambda x: [x]))
         with torch.no_grad():
-            model(prompt(50), past_key_values=cache)
-        monkeypatch.setattr(attention, "ContextParallelStore", type(cache.layers[0].store))
+            model(prompt(90), past_key_values=cache)
+        assert cache.layers[0].store.context_parallel is not None
         logits = model(prompt(2), past_key_values=cache).logits
         with pytest.raises(CacheError, match="gradients do not flow through a filled cache with context_parallel"):
             logits.sum().backward()

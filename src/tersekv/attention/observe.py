@@ -10,6 +10,7 @@ queries by all tokens is never in memory.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +18,9 @@ from torch import Tensor
 from tersekv.attention import masks
 from tersekv.attention.importance import importance
 from tersekv.attention.masks import Store
-from tersekv.attention.prompt_loss import prompt_loss
+from tersekv.attention.prompt_loss import LEAST_QUERIES, prompt_loss
 from tersekv.attention.read import AttentionCall, grouped
-from tersekv.cache.evicting import EvictingStore
-from tersekv.cache.layer import LayerStore
-from tersekv.cache.mixed_rates import MixedRatesStore, Ranking
-from tersekv.cache.scored_eviction import ScoredEvictionStore
-from tersekv.cache.segments import PackedSegment
-from tersekv.codecs.transforms.moments import TokenLoss
+from tersekv.cache.segments import UNSEEN, Observed, PackedSegment
 from tersekv.errors import UserError
 from tersekv.kernels.attend import Masks
 
@@ -34,45 +30,31 @@ OBSERVED_QUERIES = 64
 Held = list[tuple[Tensor, Tensor]]
 
 
-Observed = Tensor | Ranking | tuple[TokenLoss | None, TokenLoss | None]
-"""Votes for an evicting store, the loss of errors in keys and in values for a `LayerStore`, or both
-that loss and the importance of tokens for a `MixedRatesStore`."""
-
-
-def observe(store: Store, keys: Tensor, values: Tensor, call: AttentionCall, again: int = 0) -> Observed | None:
-    """Return the sums that the store needs before it appends keys and values [B, Hkv, n, D], or None.
+def observe(store: Store, keys: Tensor, values: Tensor, call: AttentionCall, again: int = 0) -> Observed:
+    """Return the sums that the store needs before it appends keys and values [B, Hkv, n, D].
 
     again: number of the last tokens that are a second reading of the others, and are not appended.
     """
-    n, both = keys.shape[2] - again, (keys, call)
+    n, q, both = keys.shape[2] - again, call.query.shape[2] - again, (keys, call)
     keys, values, call = keys[:, :, :n], values[:, :, :n], call.without_last(again)
-    if isinstance(store, MixedRatesStore):
-        ranks = store.ranks(n)
-        ranking = Ranking(importance(store, *both, again), prompt_loss(store, keys, values, call)) if ranks else None
-        if call.mask is None or call.query.shape[2] == 1:  # others may be in the padding
-            store.keep(call.query)
-        return ranking
-    if isinstance(store, LayerStore):
-        return prompt_loss(store, keys, values, call)
-    return _votes(store, keys, call)
+    ranks = importance(store, *both, again) if store.ranks(n) else None
+    losses = prompt_loss(store, keys, values, call) if q >= LEAST_QUERIES and store.observes(n) else None
+    votes = _votes(store, keys, call) if store.observed(q) else None
+    if store.keeps_queries and votes is None:
+        store.keep(call.query, call.mask is not None)
+    return UNSEEN if ranks is losses is votes is None else Observed(votes, ranks, losses)
 
 
 @torch.no_grad()
-def _votes(store: EvictingStore, keys: Tensor, call: AttentionCall) -> Tensor | None:
+def _votes(store: Any, keys: Tensor, call: AttentionCall) -> Tensor | None:
     """Return the attention that tokens receive from the observed latest queries, as votes.
 
     Votes are float32 [B, Hkv, held + n]: first the tokens held, in the store's order, then the new
     keys [B, Hkv, n, D]. They are softmax weights summed over queries and averaged over the query
-    heads of a KV head. Queries in the padding do not count. None if the store does not observe
-    queries.
+    heads of a KV head. Queries in the padding do not count.
     """
     q = call.query.shape[2]
-    if not isinstance(store, ScoredEvictionStore):
-        return None
-    if (n := store.observed(q)) == 0:
-        if store.keeps_queries:
-            store.keep(call.query)
-        return None
+    n = store.observed(q)
     if (waiting := store.waiting_queries()) is not None:  # no mask is known for these, and no padding is among them
         call = replace(call, query=torch.cat([waiting.to(call.query.dtype), call.query], dim=2), mask=None)
         n, q = n + waiting.shape[2], q + waiting.shape[2]
@@ -90,7 +72,7 @@ def _votes(store: EvictingStore, keys: Tensor, call: AttentionCall) -> Tensor | 
     return votes
 
 
-def kept_weights(store: EvictingStore, keys: Tensor, call: AttentionCall) -> Tensor:
+def kept_weights(store: Any, keys: Tensor, call: AttentionCall) -> Tensor:
     """Return softmax weights [B, Hq, q, past + new tokens] in the query's dtype.
 
     Evicted tokens have weight 0.
@@ -98,7 +80,7 @@ def kept_weights(store: EvictingStore, keys: Tensor, call: AttentionCall) -> Ten
     Raises:
         UserError: the store holds samples, which have no weights per token.
     """
-    if not isinstance(store, ScoredEvictionStore):
+    if store.estimates:
         raise UserError(
             "output_attentions: a policy that samples tokens has no weights per token; leave the option out"
         )
@@ -111,7 +93,7 @@ def kept_weights(store: EvictingStore, keys: Tensor, call: AttentionCall) -> Ten
     return out.flatten(1, 2).to(call.query.dtype)
 
 
-def _held(store: ScoredEvictionStore) -> Held:
+def _held(store: Any) -> Held:
     """Return keys float32 [B, H, T, D] and positions [B, H, T] of the tokens held, in order."""
     parts = []
     for segment in store.held():
@@ -124,13 +106,13 @@ def _held(store: ScoredEvictionStore) -> Held:
     return parts
 
 
-def _span(store: ScoredEvictionStore, first: int, n: int) -> Tensor:
+def _span(store: Any, first: int, n: int) -> Tensor:
     """Return positions first to first + n, expanded to all heads."""
     positions = torch.arange(first, first + n, dtype=torch.int32, device=store.device)
     return positions.expand(store.batch_size, store.kv_heads, -1)
 
 
-def _weights(store: ScoredEvictionStore, held: Held, keys: Tensor, call: AttentionCall, tile: slice) -> Tensor:
+def _weights(store: Any, held: Held, keys: Tensor, call: AttentionCall, tile: slice) -> Tensor:
     """Return softmax weights of one tile of queries, float32 [B, Hkv, G, tile, held + n]."""
     query = grouped(call.query[:, :, tile], store.kv_heads)
     n, past = keys.shape[2], store.num_tokens
@@ -149,7 +131,7 @@ def _weights(store: ScoredEvictionStore, held: Held, keys: Tensor, call: Attenti
     return torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., : positions.shape[2]]
 
 
-def _causal(store: ScoredEvictionStore, total: int, q: int, tile: slice) -> Tensor:
+def _causal(store: Any, total: int, q: int, tile: slice) -> Tensor:
     mask = masks.causal(q, total, store.device)[:, tile]
     if store.padding is not None:
         mask = mask & (torch.arange(total, device=mask.device) >= store.padding[:, None])[:, None]

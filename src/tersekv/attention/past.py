@@ -7,13 +7,11 @@ from torch import Tensor
 
 from tersekv.attention import masks
 from tersekv.attention.masks import Store
-from tersekv.cache.context_parallel import ContextParallelStore
-from tersekv.cache.layer import LayerStore
 
 
 def is_readable(store: Store) -> bool:
     """True if all tokens of the store can be decoded in this process, in order of position."""
-    return isinstance(store, LayerStore) and not isinstance(store, ContextParallelStore)
+    return not store.by_head and store.own is None
 
 
 def with_past(store: Store, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -24,7 +22,6 @@ def with_past(store: Store, keys: Tensor, values: Tensor, mask: Tensor | None) -
 
     mask: bool [B, n, past + new tokens], or None for causal.
     """
-    assert isinstance(store, LayerStore)
     n, tokens = keys.shape[2], store.num_tokens + keys.shape[2]
     if mask is None and (n > 1 or store.padding is not None):
         mask = masks.causal(n, tokens, store.device)

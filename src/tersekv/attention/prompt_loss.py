@@ -19,33 +19,35 @@ of outputs to the residual stream, so it is left out; so is the slope of a softc
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.coding import own_sinks
-from tersekv.cache.layer import LayerStore
 from tersekv.codecs.transforms.moments import Observes, TokenLoss, score_loss
 
 QUERIES = 32
 """Number of query positions observed, from the second half of a call. Later ones see more tokens."""
+
+LEAST_QUERIES = 8
+"""Calls with fewer queries are not observed: they show too few of the tokens that later queries read."""
 
 TILE = 16
 """Number of query positions whose weights are in memory at a time."""
 
 
 def prompt_loss(
-    store: LayerStore, keys: Tensor, values: Tensor, call: AttentionCall
-) -> tuple[TokenLoss | None, TokenLoss | None] | None:
+    store: Any, keys: Tensor, values: Tensor, call: AttentionCall
+) -> tuple[TokenLoss | None, TokenLoss | None]:
     """Return the loss of errors in the keys and in the values of all tokens so far.
 
-    None if appending these keys and values [B, Hkv, n, D] fits no codec that observes queries, or
-    if there are too few queries.
+    They are of interest if appending these keys and values [B, Hkv, n, D] fits a codec that observes
+    queries, see `store.observes`.
     """
-    if call.query.shape[2] < LayerStore.least_queries or not store.observes(keys.shape[2]):
-        return None
     if store.num_tokens:
-        held = LayerStore.decoded(store, keys.dtype)  # all of them are exact, in every process
+        held = store.decoded(keys.dtype)  # all of them are exact, in every process
         keys, values = torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2)
     kinds = store.keys.codec.observes, store.values.codec.observes
     return losses_for(kinds, keys, values, call, _coded(store, call, keys.shape[2]))
@@ -104,7 +106,7 @@ def observed_loss(keys: Tensor, values: Tensor, call: AttentionCall, coded: Tens
     return TokenLoss(key_weights.clamp_min(0), call.scaling**2 * metric), TokenLoss(value_weights)
 
 
-def _coded(store: LayerStore, call: AttentionCall, tokens: int) -> Tensor:
+def _coded(store: Any, call: AttentionCall, tokens: int) -> Tensor:
     """Return float32 [B, tokens]: 0 for sinks, which stay exact, else 1."""
     sinks = store.policy.sink_tokens(store.window)
     coded = torch.ones(call.query.shape[0], tokens, device=call.query.device)

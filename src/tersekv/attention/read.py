@@ -15,8 +15,6 @@ from torch import Tensor
 
 from tersekv.attention import masks
 from tersekv.attention.masks import Store
-from tersekv.cache.evicting import EvictingStore
-from tersekv.cache.found_sinks import FoundSinksStore
 from tersekv.cache.parallel import ContextParallel
 from tersekv.cache.segments import PackedSegment
 from tersekv.kernels import backends, softmax
@@ -129,8 +127,8 @@ class _Reader:
         if store is not None:
             exact = tuple(store.exact_segments()) if of_exact else ()
             pages, hidden = store.pages() if of_pages else None, store.hidden
-            if pages is not None and isinstance(store, FoundSinksStore) and store.hides_copies:
-                pages = store.without_copies(pages, Masks(self.mask, hidden), call.query.shape[2])
+            for found in store.found:
+                pages = pages and found.without_copies(pages, Masks(self.mask, hidden), call.query.shape[2])
         if of_exact and self.own is not None:
             exact = (self.own, *exact)
         if not exact and pages is None:
@@ -208,7 +206,7 @@ class _Reader:
     def estimates(self, query: Tensor, tile: slice) -> list[Estimate]:
         """Return the result of `softmax.attend_weighted` for each segment of weighted tokens."""
         results = []
-        for segment in self.store.weighted_segments() if isinstance(self.store, EvictingStore) else []:
+        for segment in self.store.weighted_segments() if self.store is not None else []:
             mask = _tile(self._mask(segment.positions, segment.positions.shape[2]), tile)
             value = None if segment.values is None else segment.values.decode()
             scores, weights = segment.keys.scores(_rows(query)), (segment.numerator, segment.denominator)
@@ -217,7 +215,7 @@ class _Reader:
 
     def longest(self) -> Tensor:
         """Return the largest norm of a value, float32 [B, H], the chunk's own values included."""
-        assert isinstance(self.store, EvictingStore)
+        assert self.store is not None
         longest = self.store.longest_value
         assert longest is not None
         return longest if self.own is None else torch.maximum(longest, self.own[1].float().norm(dim=-1).amax(-1))
@@ -258,8 +256,8 @@ class _Reader:
 
     def _block(self, block: PackedSegment, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
         mask = self._mask(block.where, block.tokens)
-        if isinstance(self.store, FoundSinksStore) and self.store.hides_copies:
-            mask = self.store.shown(mask, block.where, block.tokens)
+        for found in self.store.found if self.store is not None else ():
+            mask = found.shown(mask, block.where, block.tokens)
         value = block.values.inner.decode()
         # With few rows, mapping the queries is cheaper than mapping the keys back.
         key = block.keys.decode() if query.shape[2] * query.shape[3] > KERNEL_ROWS else None

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from tersekv.attention import masks
+from tersekv.attention.masks import Store
 from tersekv.attention.read import AttentionCall, grouped
-from tersekv.cache.layer import LayerStore
 
 
-def attention_weights(store: LayerStore | None, keys: Tensor, call: AttentionCall) -> Tensor:
+def attention_weights(store: Store | None, keys: Tensor, call: AttentionCall) -> Tensor:
     """Return softmax(scaling·q·K̂ᵀ) [B, Hq, q, past + new tokens] in the query's dtype.
 
     All past keys are decoded from the store (None: no past). The new keys [B, Hkv, q, D] are exact,

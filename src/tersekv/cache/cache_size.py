@@ -15,13 +15,11 @@ from tersekv.cache.growth import Calls, LayerSize, PagesSize, TailSize
 from tersekv.cache.pages import PageSizes
 from tersekv.cache.rate_allotment import evenly
 from tersekv.cache.rotary import Rotary
-from tersekv.codecs.exact import Exact
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.layouts.base import Layout
 from tersekv.policies.base import Selection, TokenPolicy, two_rates
 from tersekv.policies.mixed import Mixed
 from tersekv.policies.subgen import SubGen
-from tersekv.policies.window import Window
 from tersekv.recipe import LayerPlan, Recipe
 
 
@@ -145,13 +143,8 @@ def _layer(size: LayerSize, plan: LayerPlan, shape: CacheShape, rows: int, windo
     footprint.parts["slack"] = size.tail.slack * both
     for codec, dim in ((plan.keys, shape.key_dim), (plan.values, shape.value_dim)):
         _count(codec.layout(dim), size.pages, shape.kv_heads, footprint, rows)
-    if (
-        isinstance(plan.policy, Window)
-        and plan.policy.found
-        and window is None
-        and not (isinstance(plan.keys, Exact) and isinstance(plan.values, Exact))
-    ):
-        found = min(plan.policy.found, size.pages.tokens)
+    if plan.policy.most_found and window is None and two_rates(plan.keys, plan.values):
+        found = min(plan.policy.most_found, size.pages.tokens)
         footprint.parts["exact sinks"] += found * both
         footprint.parts["selection"] += (8 * found + size.pages.tokens) / shape.kv_heads + 16  # type: ignore[assignment]
     return footprint

@@ -17,8 +17,9 @@ from tersekv.cache.footprint import Footprint
 from tersekv.cache.parallel import HeadShard
 from tersekv.cache.pool import TokenPool
 from tersekv.cache.schema import flag, optional, per_row, positions, require, whole
-from tersekv.cache.segments import ExactSegment, PackedSegment, WeightedSegment, packed_pages_of
-from tersekv.cache.state import Rules, Spec, Stateful
+from tersekv.cache.segments import UNSEEN, ExactSegment, Observed, PackedSegment, packed_pages_of
+from tersekv.cache.state import Rules, Spec
+from tersekv.cache.store import Store
 from tersekv.cache.tail import TailBuffer, first_tokens
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError, UserError
@@ -59,7 +60,7 @@ def selective_tokens(store: EvictingStore, place: str) -> None:
         require(alike, f"{place}.pools.{i}.padding", "is not the layer's")
 
 
-class EvictingStore(Stateful, ABC):
+class EvictingStore(Store, ABC):
     """Keys [B, H, n, Dk] and values [B, H, n, Dv] of a full-attention layer under a `Selection`."""
 
     STATE: ClassVar[Spec] = SELECTIVE
@@ -72,11 +73,7 @@ class EvictingStore(Stateful, ABC):
 
     num_evicted = 0  # no range of positions is evicted for all heads
     rotary = None  # positions differ by head, see `TokenPool`
-    context_parallel, packed_everywhere = None, True  # every process holds all tokens
-    estimates = False
-    """True if attention is estimated from weighted samples."""
-    least_queries = 1
-    """Calls with fewer queries are not observed."""
+    by_head = True
 
     @plain
     def __init__(
@@ -165,33 +162,21 @@ class EvictingStore(Stateful, ABC):
         """Return packed slots as attention reads them, None if there are none."""
         return packed_pages_of(list(self.packed_pages()), self.kv_heads)
 
-    def weighted_segments(self) -> list[WeightedSegment]:
-        """Return sampled tokens with log-weights for softmax's numerator and denominator."""
-        return []
-
-    @property
-    def longest_value(self) -> Tensor | None:
-        """Largest norm of a value so far, float32 [B, H], if attention is an estimate.
-
-        It bounds the estimate.
-        """
-        return None
-
     def _is_prompt(self, n: int) -> bool:
         return self.num_tokens == 0 or n >= PROMPT_TOKENS
 
     @plain
-    def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, votes: Tensor | None = None) -> None:
+    def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, observed: Observed = UNSEEN) -> None:
         """Append tokens, choose which stay, and pack chosen tokens that left the tail.
 
         padding: int64 [B], leading positions of each row without a token.
-        votes: float32 [B, H, held + n], attention that observed queries gave to held and new
-            tokens.
+        observed: votes, if `observed` says that they are needed.
 
         Raises:
             CacheError, UserError: values are not finite, or too large for the exact dtype or a
                 scale. Nothing was added.
         """
+        votes = observed.votes
         if votes is None and self.observed(keys.shape[2]):
             raise UserError(UNREADABLE)
         if self._only_grows(keys.shape[2]):  # nothing leaves the tail

@@ -12,47 +12,51 @@ key and value, and the largest of all KV heads. So all heads of a layer keep the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from tersekv.cache.footprint import Footprint
-from tersekv.cache.layer import LayerStore
-from tersekv.cache.layer_checks import LAYER
 from tersekv.cache.parallel import HeadShard
 from tersekv.cache.pool import gathered
 from tersekv.cache.schema import Check, require, tensor
 from tersekv.cache.segments import ExactSegment
-from tersekv.cache.side import exact_tokens
-from tersekv.codecs.transforms.moments import TokenLoss
-from tersekv.codecs.transforms.rope import Rope
+from tersekv.cache.state import Rules, Spec, Stateful
 from tersekv.kernels.attend import Masks, PackedPages, Where
-from tersekv.policies.window import Window
-from tersekv.recipe import LayerPlan
-from tersekv.tensors import plain
+from tersekv.kernels.marks import Marks
 
 SMALLEST = 1e-30
 """Added to norms and deviations, so that logarithms and quotients are finite."""
 
 
-def found_tokens(store: FoundSinksStore, place: str) -> None:
-    """Check that found tokens are packed, different, and as many for keys and values."""
-    n = store.found.shape[1]
-    counts = {n, store.unusual.shape[1], store.found_keys.shape[2], store.found_values.shape[2]}
+def found_tokens(found: FoundTokens, place: str) -> None:
+    """Check that there are as many keys as values, and no token twice."""
+    held = found.places
+    counts = {held.shape[1], found.unusual.shape[1], found.keys.shape[2], found.values.shape[2]}
     require(
-        len(counts) == 1 and n <= store.most_found, f"{place}.found", f"must name {store.most_found} tokens or fewer"
+        len(counts) == 1 and held.shape[1] <= found.most,
+        f"{place}.places",
+        f"must name {found.most} tokens or fewer",
     )
-    held, first = store.found, store.packed_first
-    inside = ((held >= first) & (held < first + store.packed_tokens)) | (held == -1)
-    require(bool(inside.all()), f"{place}.found", "names tokens that are not packed")
     ordered = held.sort(dim=1).values
     same = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    require(not bool(same.any()), f"{place}.found", "names a token twice")
+    require(not bool(same.any()), f"{place}.places", "names a token twice")
 
 
-def _exact(side: int) -> Callable[[Any], Check]:
-    return lambda store: exact_tokens(store.sides[side])
+def found_are_packed(store: Any, place: str) -> None:
+    """Check that the found tokens of a layer are packed."""
+    for found in store.found:
+        inside = (found.places >= store.packed_first) & (found.places < store.packed_first + store.placement.packed)
+        fits = bool((inside | (found.places == -1)).all())
+        require(fits, f"{place}.found.0.places", "names tokens that are not packed")
+
+
+def _exact(name: str) -> Callable[[Any], Check]:
+    def check(found: FoundTokens) -> Check:
+        x = getattr(found, name)
+        return tensor(x.dtype, *x.shape[:2], None, x.shape[3])
+
+    return check
 
 
 def _usual(norms: Tensor) -> Tensor:
@@ -64,74 +68,49 @@ def _usual(norms: Tensor) -> Tensor:
     return torch.cat([middle, (norms - middle.unsqueeze(-1)).abs().nanmean(-1)], dim=1).nan_to_num(0.0)
 
 
-class FoundSinksStore(LayerStore):
-    """Full-attention layer under the policy `window` with the option `found`.
+class FoundTokens(Stateful):
+    """The found tokens of a layer under the policy `window` with the option `found`.
 
-    found: int32 [B, n], positions of found tokens, n = min(`most_found`, packed tokens); −1 for none.
+    most: number of tokens that are kept exact.
+    places: int32 [B, n], their positions, n = min(`most`, packed tokens); −1 for none.
     unusual: float32 [B, n], how unusual they are; −1 for none.
-    found_keys, found_values: [B, H, n, D], exact.
+    keys, values: [B, H, n, D], exact.
     usual: float32 [B, 4, H], median and mean deviation of the log norms of keys and of values, without
         padding and sinks.
     """
 
-    STATE = LAYER | {
-        "found": lambda store: tensor(torch.int32, store.batch_size, None, low=-1),
-        "unusual": lambda store: tensor(torch.float32, store.batch_size, None, low=-1),
-        "found_keys": _exact(0),
-        "found_values": _exact(1),
-        "usual": lambda store: tensor(torch.float32, store.batch_size, 4, store.kv_heads),
+    STATE: ClassVar[Spec] = {
+        "places": lambda found: tensor(torch.int32, len(found.usual), None, low=-1),
+        "unusual": lambda found: tensor(torch.float32, len(found.usual), None, low=-1),
+        "keys": _exact("keys"),
+        "values": _exact("values"),
+        "usual": lambda found: tensor(torch.float32, *found.usual.shape),
     }
-    RULES = (*LayerStore.RULES, found_tokens)
-    MADE = (*LayerStore.MADE, "_located")
+    RULES: ClassVar[Rules] = (found_tokens,)
+    MADE: ClassVar[tuple[str, ...]] = ("_located",)
 
-    def __init__(
-        self,
-        plan: LayerPlan,
-        keys: Tensor,
-        values: Tensor,
-        window: int | None = None,
-        rope: Rope | None = None,
-        heads: HeadShard | None = None,
-    ) -> None:
-        assert isinstance(plan.policy, Window)
-        assert window is None
-        super().__init__(plan, keys, values, None, rope, heads)
-        self.most_found, self.heads = plan.policy.found, heads
+    def __init__(self, most: int, keys: Tensor, values: Tensor, heads: HeadShard | None) -> None:
+        self.most, self.heads = most, heads
         self.usual = keys.new_zeros((keys.shape[0], 4, keys.shape[1]), dtype=torch.float32)
         self._located: tuple[PackedPages, PackedPages] | None = None  # pages, and the same with masks for a step
-        self._forget_found(keys.shape[0])
+        self.keys, self.values = keys[:, :, :0], values[:, :, :0]
+        self.places = torch.empty((len(keys), 0), dtype=torch.int32, device=keys.device)
+        self.unusual = torch.empty((len(keys), 0), dtype=torch.float32, device=keys.device)
 
-    def _forget_found(self, rows: int) -> None:
-        self.found = torch.empty((rows, 0), dtype=torch.int32, device=self.device)
-        self.unusual = torch.empty((rows, 0), dtype=torch.float32, device=self.device)
-        self.found_keys, self.found_values = (side.sinks[:, :, :0] for side in self.sides)
+    def look(self, packed: Sequence[Tensor], place: int, end: Tensor | None) -> None:
+        """Choose among the tokens found before and [B, H, n, D], packed from position `place` on.
 
-    # ------------------------------------------------------------------ growing
-
-    def _add(self, new: list[Tensor], restart: bool, losses: Sequence[TokenLoss | None] | None) -> None:
-        """Distribute new tokens, see `LayerStore`. Look for sinks among those that are packed."""
-        tails = [side.tail.data[:, :, : 0 if restart else side.tail.tokens] for side in self.sides]
-        tails, before = [tail.clone() for tail in tails], self.packed_tokens
-        super()._add(new, restart, losses)
-        packed = self.packed_tokens - before
-        if packed:
-            sinks = new[0].shape[2] + tails[0].shape[2] - packed - self.keys.tail.tokens
-            both = [
-                torch.cat([tail, x[:, :, sinks:]], dim=2)[:, :, :packed] for tail, x in zip(tails, new, strict=True)
-            ]
-            self._find(both, self.packed_first + before)
-
-    def _find(self, packed: Sequence[Tensor], place: int) -> None:
-        """Choose among the tokens found before and [B, H, n, D], packed from position `place` on."""
+        end: int64 [B], tokens at smaller positions do not count, or None.
+        """
         n, self._located = packed[0].shape[2], None
-        positions = torch.arange(place, place + n, dtype=torch.int32, device=self.device).expand(self.batch_size, -1)
-        end = self.hidden
+        positions = torch.arange(place, place + n, dtype=torch.int32, device=self.keys.device)
+        positions = positions.expand(len(self.usual), -1)
         hidden = None if end is None else positions < end[:, None]
         norms = torch.stack([(x.float().norm(dim=-1) + SMALLEST).log() for x in packed], dim=1)  # [B, 2, H, n]
         if end is not None and hidden is not None:  # rows whose tokens were all hidden before get their usual norms now
             new = _usual(norms.masked_fill(hidden[:, None, None], torch.nan))
             self.usual = torch.where((end >= place)[:, None, None], new, self.usual)
-        elif not self.found.shape[1]:
+        elif not self.places.shape[1]:
             self.usual = _usual(norms)
         middle, spread = self.usual.unsqueeze(-1).split(2, dim=1)
         away = (norms - middle).abs() / (spread + SMALLEST)
@@ -141,102 +120,89 @@ class FoundSinksStore(LayerStore):
         unusual = by_head.amax(1)
         unusual = unusual if hidden is None else unusual.masked_fill(hidden, -1.0)
         everything = torch.cat([self.unusual, unusual], dim=1)
-        chosen = everything.topk(min(self.most_found, everything.shape[1]), dim=1).indices
+        chosen = everything.topk(min(self.most, everything.shape[1]), dim=1).indices
         self.unusual = everything.gather(1, chosen)
-        self.found = torch.cat([self.found, positions], dim=1).gather(1, chosen)
-        self.found = self.found.masked_fill(self.unusual < 0, -1)
-        by_token = chosen.unsqueeze(1).expand(-1, self.kv_heads, -1)
-        self.found_keys, self.found_values = (
-            gathered(torch.cat([held, x], dim=2), by_token)
-            for held, x in zip((self.found_keys, self.found_values), packed, strict=True)
+        self.places = torch.cat([self.places, positions], dim=1).gather(1, chosen)
+        self.places = self.places.masked_fill(self.unusual < 0, -1)
+        by_token = chosen.unsqueeze(1).expand(-1, self.keys.shape[1], -1)
+        self.keys, self.values = (
+            gathered(torch.cat([held, x.to(held.dtype)], dim=2), by_token)
+            for held, x in zip((self.keys, self.values), packed, strict=True)
         )
 
     # ------------------------------------------------------------------ reading
 
-    def exact_segments(self) -> list[ExactSegment]:
-        """Return sinks, found sinks and tail, without empty ones."""
-        segments = super().exact_segments()
-        if self.found.shape[1]:
-            of_heads = self.found.unsqueeze(1).expand(-1, self.kv_heads, -1)
-            segments.append(ExactSegment(self.found_keys, self.found_values, of_heads))
-        return segments
-
-    @property
-    def hides_copies(self) -> bool:
-        """True if there are found tokens."""
-        return self.found.shape[1] > 0
+    def segment(self) -> list[ExactSegment]:
+        """Return the found tokens, if there are any."""
+        of_heads = self.places.unsqueeze(1).expand(-1, self.keys.shape[1], -1)
+        return [ExactSegment(self.keys, self.values, of_heads)] if self.places.shape[1] else []
 
     def without_copies(self, pages: PackedPages, masks: Masks, queries: int) -> PackedPages:
-        """Return the pages with masks [B, queries, T] that hide the packed copies of found tokens."""
+        """Return the pages with masks that hide the packed copies of found tokens."""
+        if not self.places.shape[1]:
+            return pages
         plain_step = masks.mask is None and masks.hidden is None and queries == 1
         if plain_step and self._located is not None and self._located[0] is pages:
             return self._located[1]
         each = [self.shown(masks.at(at, n), at, n) for at, n in zip(pages.where, pages.tokens, strict=True)]
-        located = pages.located([mask.expand(-1, queries, -1) for mask in each])
-        if plain_step and self._pages is pages:
+        located = pages.located([mask.expand(*mask.shape[:-2], queries, -1) for mask in each if mask is not None])
+        if plain_step and pages.kept:
             self._located = pages, located
         return located
 
-    def shown(self, mask: Tensor | None, where: Where, tokens: int) -> Tensor:
-        """Return a segment's mask, bool [B, 1 or q, T], with the copies of found tokens hidden."""
-        assert isinstance(where, int)
-        at = torch.where(self.found < 0, tokens, self.found - where).long()
-        at = torch.where((at < 0) | (at > tokens), tokens, at)  # the last column takes those of other pages
-        shown = torch.ones((self.batch_size, tokens + 1), dtype=torch.bool, device=self.device)
-        shown = shown.scatter_(1, at, False)[:, None, :tokens]
+    def shown(self, mask: Tensor | None, where: Where, tokens: int) -> Tensor | None:
+        """Return a segment's mask with the copies of found tokens hidden.
+
+        bool [B, 1 or q, T], or [B, H, 1 or q, T] if heads hold different tokens.
+        """
+        if not self.places.shape[1]:
+            return mask
+        if isinstance(where, int):
+            at = torch.where(self.places < 0, tokens, self.places - where).long()
+            at = torch.where((at < 0) | (at > tokens), tokens, at)  # the last column takes those of other pages
+            shown = torch.ones((len(at), tokens + 1), dtype=torch.bool, device=at.device)
+            shown = shown.scatter_(1, at, False)[:, :tokens]
+        else:
+            held = where.positions() if isinstance(where, Marks) else where
+            shown = torch.ones((len(self.places), *held.shape[1:-1], tokens), dtype=torch.bool, device=held.device)
+            for place in self.places.T:
+                shown &= held != place.view(-1, *[1] * max(1, held.dim() - 1))
+        shown = shown.unsqueeze(-2)
         return shown if mask is None else mask & shown
 
-    def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return all tokens held as [B, H, n, D], in order of position, found ones exact."""
-        both = super().decoded(dtype)
-        for x, held in zip(both, (self.found_keys, self.found_values), strict=True):
-            self._put(x, held, 0)
-        return both
-
-    def _put(self, x: Tensor, held: Tensor, first: int) -> None:
-        """Write found tokens into x [B, H, n, D], whose first token has position `first`."""
-        for row, places in enumerate(self.found.tolist()):
-            for i, place in enumerate(places):
-                if first <= place < first + x.shape[2]:
-                    x[row, :, place - first] = held[row, :, i].to(x.dtype)
+    def put(self, both: Sequence[Tensor], first: int) -> None:
+        """Write found tokens into keys and values [B, H, n, D], whose first token has position `first`."""
+        for x, held in zip(both, (self.keys, self.values), strict=True):
+            for row, places in enumerate(self.places.tolist()):
+                for i, place in enumerate(places):
+                    if first <= place < first + x.shape[2]:
+                        x[row, :, place - first] = held[row, :, i].to(x.dtype)
 
     # ------------------------------------------------------------------ changing
 
-    @plain
-    def crop(self, n: int) -> None:
-        """Roll back the n latest tokens, see `LayerStore.crop`. Found tokens return to the tail exact."""
-        super().crop(n)
-        self._located = None
-        if self.num_tokens == 0:
-            return self._forget_found(self.batch_size)
-        first = self.num_tokens - self.keys.tail.tokens
-        for side, held in zip(self.sides, (self.found_keys, self.found_values), strict=True):
-            self._put(side.tail.data, held, first)
-        gone = self.found >= first
-        self.found, self.unusual = self.found.masked_fill(gone, -1), self.unusual.masked_fill(gone, -1.0)
-        return None
+    def crop(self, first: int, everything: bool) -> None:
+        """Forget tokens from position `first` on, or everything."""
+        gone, self._located = self.places >= first, None
+        self.places, self.unusual = self.places.masked_fill(gone, -1), self.unusual.masked_fill(gone, -1.0)
+        if everything:
+            self.keys, self.values = self.keys[:, :, :0], self.values[:, :, :0]
+            self.places, self.unusual = self.places[:, :0], self.unusual[:, :0]
 
-    @plain
     def select(self, rows: Tensor) -> None:
-        """Keep the batch rows `rows` (int64, repeats allowed) in that order."""
-        super().select(rows)
-        self._map_found(lambda x: x.index_select(0, rows.to(x.device)))
+        """Keep these batch rows (int64, repeats allowed)."""
+        self._map(lambda x: x.index_select(0, rows.to(x.device)))
 
-    @plain
     def to(self, device: torch.device | str) -> None:
-        """Move everything to `device`."""
-        super().to(device)
-        self._map_found(lambda x: x.to(device))
+        """Move everything to a device."""
+        self._map(lambda x: x.to(device))
 
-    def _map_found(self, fn: Callable[[Tensor], Tensor]) -> None:
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
         self._located = None
-        for name in ("found", "unusual", "found_keys", "found_values", "usual"):
+        for name in self.STATE:
             setattr(self, name, fn(getattr(self, name)))
 
-    def footprint(self) -> Footprint:
-        """Return the bytes held, without tables."""
-        footprint = super().footprint()
-        footprint.parts["exact sinks"] += self.found_keys.nbytes + self.found_values.nbytes
-        footprint.parts["selection"] += self.found.nbytes + self.unusual.nbytes + self.usual.nbytes
-        footprint.parts["selection"] += self.batch_size * self.packed_tokens  # masks of decode steps
-        return footprint
+    def count(self, parts: dict[str, int], packed: int) -> None:
+        """Add the bytes held. packed: number of packed tokens, for the masks of decode steps."""
+        parts["exact sinks"] += self.keys.nbytes + self.values.nbytes
+        parts["selection"] += self.places.nbytes + self.unusual.nbytes + self.usual.nbytes
+        parts["selection"] += len(self.usual) * packed

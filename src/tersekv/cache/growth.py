@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tersekv.cache.pages import ENTRY_MARGIN, ROLLBACK_TOKENS, SPARE_ENTRIES, PageSizes, evicted_by
+from tersekv.cache.pages import ENTRY_MARGIN, ROLLBACK_TOKENS, SPARE_ENTRIES, PageSizes
+from tersekv.cache.placement import Placement
 from tersekv.cache.tail import capacity_after_drop, tail_capacity
 from tersekv.layouts.base import PlaneSpec
-from tersekv.policies.base import PROMPT_TOKENS, TokenPolicy, is_prompt
+from tersekv.policies.base import TokenPolicy
 from tersekv.policies.mixed import KEPT, Mixed
 
 
@@ -150,28 +151,18 @@ class LayerSize:
         held = None if window is None else window + ROLLBACK_TOKENS
         tail = TailSize(policy.recent + policy.waiting_tokens(flush, window), grows=not policy.packs_generated)
         layer = LayerSize(0, tail, PagesSize(PageSizes(flush, held)), PagesSize(PageSizes(flush, held)))
-        seen = dropped = 0
-        continues = False
+        placement = Placement(policy, window, flush)
         for n in calls:
-            packs = policy.packs_generated or is_prompt(n, seen == 0, continues)
-            seen, continues = seen + n, n >= PROMPT_TOKENS
-            sinks = min(policy.sink_tokens(window) - layer.sinks, n)
-            layer.sinks += sinks
-            old, enter = tail.tokens, n - sinks
-            waiting = old + enter
-            leave = policy.to_pack(waiting, flush, seen, window) if packs else waiting // flush * flush
-            forget, skip = (0, 0)
-            if leave or not packs:
-                forget, skip = evicted_by(window, seen, dropped, layer.pages.tokens, leave, flush)
-            leave = leave if packs else skip
-            layer.pages.drop_front(forget)
-            dropped += forget + skip
-            high = leave - skip
+            move, old = placement.move(n), tail.tokens
+            placement.add(n, move)
+            layer.sinks = placement.sinks
+            layer.pages.drop_front(move.forget)
+            high = move.packed
             if mixes and isinstance(policy, Mixed):
-                high = policy.chosen(leave, flush)
-                layer.rest.append(leave - high)
-                layer.queries = min(KEPT, layer.queries + len(policy.kept_queries(seen - n, n)))
+                high = policy.chosen(move.leave, flush)
+                layer.rest.append(move.leave - high)
+                layer.queries = min(KEPT, layer.queries + len(policy.kept_queries(placement.tokens - n, n)))
             layer.pages.append(high)
-            from_tail = min(leave, old)
-            tail.change(from_tail, enter - (leave - from_tail))
+            from_tail = min(move.leave, old)
+            tail.change(from_tail, n - move.sinks - (move.leave - from_tail))
         return layer

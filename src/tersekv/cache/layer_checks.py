@@ -4,34 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from tersekv.cache.schema import flag, one_of, optional, per_row, require, whole
+from tersekv.cache.schema import optional, per_row, require
 
-LAYER = {
-    "padding": lambda store: optional(per_row(store)),
-    "deferred": lambda store: flag,
-    "record_past": lambda store: flag,
-    "num_tokens": lambda store: whole(),
-    "num_evicted": lambda store: one_of(0) if store.window is None else whole(),
-}
+LAYER = {"padding": lambda store: optional(per_row(store))}
 
 
 def layer_tokens(store: Any, place: str) -> None:
-    """Check that the numbers of sinks, packed and tail tokens add up to the tokens received."""
+    """Check that keys and values hold the tokens that the placement names."""
     counts = {(side.sinks.shape[2], side.packed_tokens, side.tail.tokens) for side in store.sides}
     require(len(counts) == 1, place, f"holds different numbers of keys and values {sorted(counts)}")
-    sinks, packed, tail = counts.pop()
-    held = sinks + store.num_evicted + packed + tail
-    require(held == store.num_tokens, place, f"holds {held} tokens, and must hold {store.num_tokens}")
-    require(
-        store.num_evicted % store.flush_tokens == 0,
-        f"{place}.num_evicted",
-        f"is not a multiple of {store.flush_tokens}",
-    )
-    left = 0 if store.window is None else max(0, store.num_tokens - store.window + 1)
-    require(store.num_evicted <= left, f"{place}.num_evicted", f"is {store.num_evicted}, and must be at most {left}")
-    wanted = 0 if store.deferred else min(store.policy.sink_tokens(store.window), store.num_tokens)
-    require(sinks == wanted, f"{place}.sides.0.sinks", f"has {sinks} tokens, and must have {wanted}")
-    require(not store.deferred or held == tail, place, "is deferred, and must not hold sinks or packed tokens")
+    held, placed = counts.pop(), store.placement
+    wanted = placed.sinks, placed.packed, placed.tail
+    require(held == wanted, place, f"holds {held} sinks, packed and recent tokens, and must hold {wanted}")
 
 
 def layer_padding(store: Any, place: str) -> None:

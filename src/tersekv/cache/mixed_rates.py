@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,11 +23,10 @@ from tersekv.cache.layer_checks import LAYER
 from tersekv.cache.mixed_side import MixedSide, Split
 from tersekv.cache.parallel import HeadShard
 from tersekv.cache.schema import require, tensor
-from tersekv.cache.segments import PackedSegment
+from tersekv.cache.segments import Observed, PackedSegment
 from tersekv.cache.side import SideStore, extents
 from tersekv.cache.state import Rules
 from tersekv.codecs import Codec
-from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels.marks import BITS, Marks, pack_bits, places_of, unpack_bits
@@ -47,17 +46,6 @@ UNMEASURED = (
 )
 
 
-class Ranking(NamedTuple):
-    """Importance of tokens and loss of errors, as queries show them.
-
-    importance: float32 [B, H, T], of the tokens in the tail and then of the new tokens.
-    losses: of errors in the keys and in the values of all tokens so far, or None.
-    """
-
-    importance: Tensor
-    losses: Sequence[TokenLoss | None] | None = None
-
-
 def rates_agree(store: MixedRatesStore, place: str) -> None:
     """Check that `high` has one bit per packed token, with as many tokens of each rate in every head."""
     held = {(side.packed.tokens, side.rest.tokens) for side in store.sides}
@@ -72,10 +60,11 @@ class MixedRatesStore(LayerStore):
     """Full-attention layer under the policy `mixed`.
 
     high: uint8 [B, H, packed / 8], bit i % 8 of byte i // 8 is 1 if packed token i has the codec's rate.
+    query_rope: RoPE of the layer, or None if it cannot be removed.
     queries: [B, Hq, n, D] after RoPE, kept to rank tokens that are packed later.
     """
 
-    least_queries = 1
+    keeps_queries = True
     STATE = LAYER | {
         "high": lambda store: tensor(torch.uint8, store.batch_size, store.kv_heads, None),
         "queries": lambda store: tensor(store.queries.dtype, store.batch_size, None, None, store.keys.head_dim),
@@ -92,6 +81,7 @@ class MixedRatesStore(LayerStore):
         window: int | None = None,
         rope: Rope | None = None,
         heads: HeadShard | None = None,
+        query_rope: Rope | None = None,
     ) -> None:
         assert isinstance(plan.policy, Mixed)
         assert window is None
@@ -101,7 +91,7 @@ class MixedRatesStore(LayerStore):
         # heads store different tokens, so nothing is stored jointly for all of them
         own = {side: dataclasses.replace(getattr(plan, side), per_head=True) for side in ("keys", "values")}
         super().__init__(plan._replace(**own), keys, values, None, rope, heads)
-        self.query_rope = rope  # that of the model also if the codec needs none
+        self.query_rope = query_rope or rope
         self.high = keys.new_empty((*keys.shape[:2], 0), dtype=torch.uint8)
         self.queries = self.keys.sinks[:, :, :0]
 
@@ -112,13 +102,16 @@ class MixedRatesStore(LayerStore):
 
     def ranks(self, n: int) -> bool:
         """True if appending n tokens packs some of them at the lower rate."""
-        if n <= self.room and not self.deferred:
-            return False
-        waiting = self.num_tokens + n - self.policy.sink_tokens(None) - self.packed_tokens
-        return self._counts(self._due(waiting, n, self.num_tokens + n)[0])[1] > 0
+        placement = self.placement.fresh() if self.deferred else self.placement
+        return n > self.room and self._counts(placement.move(n + self.num_tokens - placement.tokens).leave)[1] > 0
 
-    def keep(self, query: Tensor) -> None:
-        """Keep some of the queries [B, Hq, n, D] of the tokens that are about to be appended."""
+    def keep(self, query: Tensor, masked: bool = False) -> None:
+        """Keep some of the queries [B, Hq, n, D] of the tokens that are about to be appended.
+
+        masked: some of several may be in the padding, so none is kept.
+        """
+        if masked and query.shape[2] > 1:
+            return
         kept = self.mixed.kept_queries(self.num_tokens, query.shape[2])
         if kept:
             new = query.detach()[:, :, kept].to(self.queries.dtype)
@@ -129,25 +122,22 @@ class MixedRatesStore(LayerStore):
         high = self.mixed.chosen(flush, self.flush_tokens)
         return high, flush - high
 
-    def _add(self, new: list[Tensor], restart: bool, losses: Any) -> None:
-        """Distribute new tokens, see `LayerStore`. losses: a `Ranking`, losses alone, or None."""
-        n, tail = new[0].shape[2], self.keys.tail.tokens
-        added, before = n - (tail if restart else 0), 0 if restart else self.num_tokens - tail
-        sinks = min(self.policy.sink_tokens(None) - self.keys.sinks.shape[2], n)
-        waiting = n + (0 if restart else tail) - sinks
-        flush = self._due(waiting, added, before + sinks + waiting)[0]
-        ranking = losses if isinstance(losses, Ranking) else None
-        losses = ranking.losses if ranking is not None else losses
+    def _add(self, new: list[Tensor], restart: bool, observed: Observed) -> None:
+        """Distribute new tokens, see `LayerStore`."""
+        placement = self.placement.fresh() if restart else self.placement
+        before = placement.tokens - placement.tail
+        sinks, flush, *_ = placement.move(new[0].shape[2])
+        losses: Any = observed.losses
         if not flush:
-            return super()._add(new, restart, losses)
+            return super()._add(new, restart, observed)
         if self._counts(flush)[1] == 0:
             high = torch.ones((*new[0].shape[:2], flush), dtype=torch.bool, device=self.device)
-        elif ranking is None:
+        elif observed.importance is None:
             raise UserError(UNRANKED)
         else:
-            high = self._choice(ranking.importance[:, :, sinks : sinks + flush], before + sinks)
+            high = self._choice(observed.importance[:, :, sinks : sinks + flush], before + sinks)
             losses = [Split(places_of(high), places_of(~high), loss) for loss in losses or (None, None)]
-        super()._add(new, restart, losses)  # `MixedSide.prepare` takes a `Split`
+        super()._add(new, restart, Observed(losses=losses))  # `MixedSide.prepare` takes a `Split`
         self.high = torch.cat([self.high, pack_bits(high)], dim=2)
         return None
 

@@ -107,7 +107,7 @@ class ScoredEvictionStore(EvictingStore):
         return TokenPool(codecs, (keys, values), self.dtype, self._fields(), self.rope, self.heads, share)
 
     @property
-    def keeps_queries(self) -> bool:
+    def keeps_queries(self) -> bool:  # type: ignore[override]
         """True if votes of several generated tokens are added up at once."""
         return self.policy.remembers and self.policy.evicts == "block"
 
@@ -116,8 +116,8 @@ class ScoredEvictionStore(EvictingStore):
         left = self.queries.shape[2] - (self.queries_end - self.num_tokens)
         return self.queries[:, :, :left] if self.queries_end >= self.num_tokens and left > 0 else None
 
-    def keep(self, query: Tensor) -> None:
-        """Keep queries [B, Hq, n, D] of tokens that are about to be appended."""
+    def keep(self, query: Tensor, masked: bool = False) -> None:
+        """Keep queries [B, Hq, n, D] of tokens that are about to be appended. None is in the padding."""
         waiting, new = self.waiting_queries(), query.detach().to(self.dtype)
         self.queries = new if waiting is None else torch.cat([waiting, new], dim=2)
         self.queries_end = self.num_tokens + query.shape[2]

@@ -1,4 +1,7 @@
-"""Segments: tokens of a store with the same representation, as attention reads them."""
+"""Segments, which attention reads from a store, and the sums over queries that it gives to a store.
+
+A segment has tokens with the same representation.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,29 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.kernels.attend import PackedPages
 from tersekv.kernels.marks import Marks
 from tersekv.layouts.base import View
+
+Losses = tuple[TokenLoss | None, TokenLoss | None]
+"""Losses by errors in the keys and in the values of all tokens so far."""
+
+
+class Observed(NamedTuple):
+    """Sums over queries, which a store needs before it appends tokens. None where it needs none.
+
+    votes: float32 [B, H, held + n], attention that observed queries gave to held and new tokens.
+    importance: float32 [B, H, T], of the tokens in the recent window and then of the new ones.
+    """
+
+    votes: Tensor | None = None
+    importance: Tensor | None = None
+    losses: Losses | None = None
+
+
+UNSEEN = Observed()
+"""Nothing was observed."""
 
 
 class ExactSegment(NamedTuple):

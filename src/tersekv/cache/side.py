@@ -19,10 +19,11 @@ from tersekv.cache.footprint import Footprint
 from tersekv.cache.lost_variance import LostVariance
 from tersekv.cache.pages import PageSizes
 from tersekv.cache.parallel import HeadShard
+from tersekv.cache.placement import Move
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.schema import Check, of_spec, optional, record, refuse, require, tensor
 from tersekv.cache.state import Rules, Spec, State, Stateful, own
-from tersekv.cache.tail import TailBuffer
+from tersekv.cache.tail import TailBuffer, first_tokens
 from tersekv.codecs import Codec
 from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.errors import CacheError
@@ -184,6 +185,10 @@ class SideStore(Stateful):
         lost = self.lost if sums is None else sums.value()
         return Prepared(codec, first, planes, leave, x[:, :, max(0, flush - old) :], lost)
 
+    def leaving(self, x: Tensor, held: int, move: Move) -> Tensor:
+        """Return the tokens [B, H, n, D] that leave the window in a call. held: tokens in the window before."""
+        return first_tokens(self.tail.data[:, :, :held], x[:, :, move.sinks :], move.leave)
+
     def _view(self, codec: Codec, planes: PackedTensors, tokens: Tokens) -> View:
         """Return the view of tokens that were just encoded."""
         return coding.view(codec, planes, self.head_dim, tokens.angles)
@@ -195,6 +200,10 @@ class SideStore(Stateful):
             return None
         positions = torch.arange(place, place + x.shape[2], device=x.device)
         return (positions >= hidden[:, None]).unsqueeze(1)
+
+    def forget(self, tokens: int) -> None:
+        """Remove that many of the oldest packed tokens, whole blocks."""
+        self.packed.drop_front(tokens // self.packed.layout.block_tokens)
 
     def commit(self, new: Prepared) -> None:
         """Apply prepared changes."""
@@ -235,19 +244,17 @@ class SideStore(Stateful):
         t = self.packed.layout.block_tokens
         return self.packed.planes(first // t, (first + tokens) // t)
 
-    def view(self, first: int, tokens: int, place: int = 0) -> View:
+    def view(self, first: int, tokens: int, place: int = 0, places: Tensor | None = None) -> View:
         """Return the view of packed tokens `first` to `first + tokens`, whole blocks.
 
         place: position in the cache of the first packed token.
+        places: positions int [tokens], if they are not consecutive.
         """
-        angles = None if self.rotary is None else self.rotary.angles(place + first, tokens, self.sinks.device)
-        return coding.view(self.codec, self.planes(first, tokens), self.head_dim, angles)
-
-    def view_at(self, first: int, tokens: int, places: Tensor) -> View:
-        """Return the view of packed tokens `first` to `first + tokens` at positions int
-        [tokens].
-        """
-        angles = None if self.rotary is None else self.rotary.at(places)
+        angles = None
+        if self.rotary is not None and places is not None:
+            angles = self.rotary.at(places)
+        elif self.rotary is not None:
+            angles = self.rotary.angles(place + first, tokens, self.sinks.device)
         return coding.view(self.codec, self.planes(first, tokens), self.head_dim, angles)
 
     def unpack_back(self, tokens: int, keep: int, place: int) -> None:

@@ -6,23 +6,17 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tersekv.cache.context_parallel import ContextParallelStore
 from tersekv.cache.demotion import DemotingStore
 from tersekv.cache.evicting import EvictingStore
-from tersekv.cache.found_sinks import FoundSinksStore
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.mixed_rates import MixedRatesStore
 from tersekv.cache.parallel import ContextParallel, HeadShard
-from tersekv.cache.prompt_packing import PromptPackingStore
 from tersekv.cache.scored_eviction import ScoredEvictionStore
 from tersekv.cache.sketch import SketchStore
-from tersekv.codecs.exact import Exact
 from tersekv.codecs.transforms.rope import Rope
-from tersekv.errors import UserError
 from tersekv.policies.base import Selection, two_rates
 from tersekv.policies.mixed import Mixed
 from tersekv.policies.subgen import SubGen
-from tersekv.policies.window import Window
 from tersekv.recipe import LayerPlan
 
 
@@ -34,6 +28,7 @@ def new_store(
     rope: Rope | None = None,
     heads: HeadShard | None = None,
     context_parallel: ContextParallel | None = None,
+    query_rope: Rope | None = None,
 ) -> LayerStore | EvictingStore:
     """Build the store of a layer. In sliding-window layers every policy keeps all tokens of the
     window.
@@ -54,14 +49,6 @@ def new_store(
         demotes = plan.policy.rest > 0 and two_rates(plan.keys, plan.values)
         kept: type[ScoredEvictionStore] = DemotingStore if demotes else ScoredEvictionStore
         return kept(plan, keys, values, rope, heads)
-    finds = isinstance(plan.policy, Window) and plan.policy.found > 0 and window is None
-    if finds and context_parallel is not None:
-        raise UserError("found=… is not available with context_parallel, whose processes hold different tokens")
-    if finds and not (isinstance(plan.keys, Exact) and isinstance(plan.values, Exact)):
-        return FoundSinksStore(plan, keys, values, None, rope, heads)
-    if context_parallel is not None and window is None:
-        return ContextParallelStore(plan, keys, values, context_parallel, rope, heads)
     if isinstance(plan.policy, Mixed) and window is None and two_rates(plan.keys, plan.values):
-        return MixedRatesStore(plan, keys, values, None, rope, heads)
-    store = LayerStore if plan.policy.packs_generated else PromptPackingStore
-    return store(plan, keys, values, window, rope, heads)
+        return MixedRatesStore(plan, keys, values, None, rope, heads, query_rope)
+    return LayerStore(plan, keys, values, window, rope, heads, context_parallel if window is None else None)

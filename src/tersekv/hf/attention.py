@@ -14,9 +14,9 @@ from tersekv.attention.observe import kept_weights, observe
 from tersekv.attention.past import is_readable, with_past
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.attention.weights import attention_weights
-from tersekv.cache.context_parallel import ContextParallelStore
 from tersekv.cache.evicting import EvictingStore
 from tersekv.cache.layer import LayerStore
+from tersekv.cache.segments import UNSEEN
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.handle import Pending, PendingTokens, opened
 from tersekv.hf.traced import NewTokens, append_and_attend, is_traced
@@ -59,7 +59,7 @@ def attention_forward(
     weights = _weights(store, keys, call) if wants_weights else None  # before the store may evict tokens
     again = pending.layer.cache.read_again
     padding = _padding(call.without_last(again).mask) if store.deferred else None
-    observed = observe(store, keys, values, call, again) if query.shape[2] >= store.least_queries else None
+    observed = observe(store, keys, values, call, again)
     if again:
         pending.drop_last(again)
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, keys, values))
@@ -70,14 +70,14 @@ def attention_forward(
             raise UserError(f"attention dropout over a filled cache with {pending.layer.cache.recipe}: {NO_DROPOUT}")
         tensors = with_past(store, keys, values, call.mask)
         out = attend_plain(module, query, *tensors, dropout, scaling, **_own(kwargs))
-    elif has_gradient and isinstance(store, ContextParallelStore):
+    elif has_gradient and store.context_parallel is not None:
         with torch.no_grad():
             out = attend_chunk(store, keys, values, call)
         out = NoGradient.apply(out, query, keys, values)
     elif has_gradient:
         with saved_tensors_hooks(_unchanging, lambda x: x):
             out = attend_chunk(store, keys, values, call)
-    elif keys.shape[2] == 1 and observed is None:
+    elif keys.shape[2] == 1 and observed is UNSEEN:
         pending.commit(padding)
         return attend_store(store, call), weights
     else:
@@ -228,9 +228,7 @@ def _untouched(key: Any, value: Any) -> Pending | None:
 
 
 def _weights(store: LayerStore | EvictingStore, keys: Tensor, call: AttentionCall) -> Tensor:
-    if isinstance(store, LayerStore):
-        return attention_weights(store, keys, call)
-    return kept_weights(store, keys, call)
+    return kept_weights(store, keys, call) if store.by_head else attention_weights(store, keys, call)
 
 
 def _bool_mask(mask: Tensor | None, query: Tensor, tokens: int) -> Tensor | None:

@@ -23,7 +23,6 @@ from tersekv.attention import masks
 from tersekv.attention.importance import importance
 from tersekv.attention.read import AttentionCall
 from tersekv.attention.weights import attention_weights
-from tersekv.cache.mixed_rates import MixedRatesStore
 from tersekv.cache.rate_allotment import STEPS
 from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
@@ -142,9 +141,7 @@ class _Reader:
     def _rank(self, layer: int, keys: Tensor, call: AttentionCall, again: int = 0) -> None:
         n = keys.shape[2] if again else self.first
         plan, nothing = self.recipe.plan(layer, len(self.whole)), keys[:, :, :0]
-        store = new_store(plan, nothing, nothing)
-        assert isinstance(store, MixedRatesStore)
-        store.query_rope = self.ropes.known(layer)
+        store = new_store(plan, nothing, nothing, query_rope=self.ropes.known(layer))
         call = call.without_last(keys.shape[2] - n)
         self.ranks[layer] = importance(store, keys[:, :, :n], call, again)[0, :, SINKS:]
 

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tersekv.attention.observe import Observed
 from tersekv.cache.evicting import EvictingStore
 from tersekv.cache.layer import LayerStore
+from tersekv.cache.segments import UNSEEN, Observed
 
 
 class PendingLayer(Protocol):
@@ -22,9 +22,7 @@ class PendingLayer(Protocol):
     def get_seq_length(self) -> int:
         """Return the number of tokens seen."""
 
-    def append(
-        self, keys: Tensor, values: Tensor, padding: Tensor | None = None, observed: Observed | None = None
-    ) -> None:
+    def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, observed: Observed = UNSEEN) -> None:
         """Append tokens to the store."""
 
     def append_and_decode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,8 +44,8 @@ class Pending:
         """Leave out the n last tokens, which are a second reading of the others."""
         self.keys, self.values = (x[:, :, :-n].contiguous() for x in (self.keys, self.values))
 
-    def commit(self, padding: Tensor | None, observed: Observed | None = None) -> None:
-        """Append the tokens to the store. observed: see `attention/observe.py`."""
+    def commit(self, padding: Tensor | None, observed: Observed = UNSEEN) -> None:
+        """Append the tokens to the store. observed: see `LayerStore`."""
         self.committed = True
         self.layer.append(self.keys, self.values, padding, observed)
 

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from tersekv.attention.observe import Observed
 from tersekv.cache.evicting import UNREADABLE, EvictingStore
 from tersekv.cache.key_error import LEAST_TOKENS, STEP, key_error, sample_tokens
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.mixed_rates import MixedRatesStore
 from tersekv.cache.rate_allotment import with_rates
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.schema import Check, anything, each, flag, of_spec, one_of, optional, record, require, tensor, whole
+from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.cache.state import State, own
 from tersekv.cache.stores import new_store
 from tersekv.codecs.transforms.rope import NO_ROPE
@@ -91,11 +90,9 @@ class CompressedLayer(CacheLayerMixin):
         plan = self.plan.in_layer(self.first_tokens, self.sliding_window, *dims)
         rope = self.cache.ropes.needed_by(plan.keys, self.index)
         heads = self.cache.heads(key_states.shape[1])
-        self.store = new_store(
-            plan, key_states, value_states, self.sliding_window, rope, heads, self.cache.context_parallel
-        )
-        if isinstance(self.store, MixedRatesStore) and rope is None:
-            self.store.query_rope = self.cache.ropes.known(self.index)
+        known = self.cache.ropes.known(self.index) if rope is None else rope
+        shared = self.cache.context_parallel
+        self.store = new_store(plan, key_states, value_states, self.sliding_window, rope, heads, shared, known)
         self.store.record_past = self.record_past
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
@@ -137,15 +134,13 @@ class CompressedLayer(CacheLayerMixin):
                 "use a new cache for another batch, or batch_repeat_interleave / batch_select_indices"
             )
 
-    def append(
-        self, keys: Tensor, values: Tensor, padding: Tensor | None = None, observed: Observed | None = None
-    ) -> None:
-        """Append tokens to the store. observed: see `attention/observe.py`. Errors name the layer."""
+    def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, observed: Observed = UNSEEN) -> None:
+        """Append tokens to the store, see `LayerStore`. Errors name the layer."""
         assert self.store is not None
         progress, seen = self.cache.progress, self.store.num_tokens
         progress.torn = True
         try:
-            self.store.append(keys, values, padding, *(() if observed is None else (observed,)))
+            self.store.append(keys, values, padding, observed)
         except (CacheError, UserError) as error:
             progress.torn = False
             raise type(error)(f"layer {self.index}: {error}") from error
@@ -204,7 +199,7 @@ class CompressedLayer(CacheLayerMixin):
             UserError: the layer's policy evicts tokens.
         """
         assert self.store is not None
-        if isinstance(self.store, EvictingStore):
+        if self.store.by_head:
             raise UserError(f"{self.cache.recipe}: {UNREADABLE}")
         past = self.store.decoded(keys.dtype) if self.store.num_tokens else None
         seen, offset = self.cache.mask_offsets.get(self.sliding_window, (-1, 0))

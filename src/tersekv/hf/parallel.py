@@ -69,8 +69,6 @@ def check_spread(recipe: object, plan: LayerPlan, passes_handles: bool, rope: Ro
         why = "its policy drops tokens; use one that keeps all (window)"
     elif plan.policy.observes:
         why = "its policy ranks all tokens of a prompt; use one with equal rates (window)"
-    elif not plan.policy.packs_generated:
-        why = "generated tokens that stay exact would be held by every process; use generated=packed"
     elif not passes_handles:
         why = "the model changes keys and values before attention"
     elif rope is not None and rope.varies:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from tersekv.attention.observe import Observed, observe
+from tersekv.attention.observe import observe
 from tersekv.attention.read import AttentionCall
 from tersekv.cache.footprint import Footprint
+from tersekv.cache.segments import Losses, Observed
 from tersekv.hf.cache import CompressedCache, CompressedLayer
 from tersekv.hf.calibration import Calibration
 from tersekv.hf.capture import LayerTokens, capture_prompt
@@ -74,7 +75,7 @@ def fill_layers(
     model: PreTrainedModel,
     cache: DynamicCache | CompressedCache,
     captured: Sequence[tuple[LayerTokens, AttentionCall | None]],
-    losses: Mapping[int, Observed] | None = None,
+    losses: Mapping[int, Losses] | None = None,
 ) -> None:
     """Fill an empty cache with the keys and values of each attention layer.
 
@@ -88,7 +89,8 @@ def fill_layers(
         if isinstance(layer, CompressedLayer):
             layer.lazy_initialization(keys, values)
             assert layer.store is not None
-            observed = (losses or {}).get(index) if call is None else observe(layer.store, keys, values, call)
+            known = Observed(losses=(losses or {}).get(index))
+            observed = known if call is None else observe(layer.store, keys, values, call)
             layer.append(keys, values, None, observed)
         else:
             layer.update(keys, values)

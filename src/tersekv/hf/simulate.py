@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tersekv.attention.prompt_loss import losses_for
+from tersekv.attention.prompt_loss import LEAST_QUERIES, losses_for
 from tersekv.attention.read import AttentionCall
 from tersekv.cache import coding
 from tersekv.cache.coding import Tokens
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.layer import LayerStore
 from tersekv.cache.rotary import Rotary
 from tersekv.codecs.base import Codec
 from tersekv.codecs.transforms.moments import TokenLoss
@@ -88,7 +87,7 @@ class SimulatedCache(OnePassCache):
             plan, coded = self.plans[layer], torch.ones(1, ids.shape[1], device=ids.device)
             coded[:, : self.sinks] = 0
             kinds = plan.keys.observes, plan.values.observes
-            if ids.shape[1] >= LayerStore.least_queries and any(kinds):
+            if ids.shape[1] >= LEAST_QUERIES and any(kinds):
                 self.losses[layer] = losses_for(kinds, *tokens, call, coded)
 
         if any(plan.keys.observes or plan.values.observes for plan in self.plans.values()):

@@ -80,7 +80,10 @@ class PackedPages:
         corrections: float32 [1 or B, H, D] of each page, see `softmax.score_bias`, or None.
         alike: numbers of the pages with the same correction, for each of them.
         made: kernel arguments that backends built once, by the backend's name.
+        kept: True if the store returns this same object until its packed tokens change.
     """
+
+    kept = False
 
     def __init__(
         self,

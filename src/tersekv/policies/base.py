@@ -133,6 +133,11 @@ class TokenPolicy:
         return CORRECTED_SHARES[self.bias_correction]
 
     @property
+    def most_found(self) -> int:
+        """Number of unusual tokens of a full-attention layer that are kept exact (`cache/found_sinks.py`)."""
+        return 0
+
+    @property
     def packs_generated(self) -> bool:
         """True if generated tokens are packed like those of a prompt."""
         return True

@@ -52,8 +52,11 @@ class Window(TokenPolicy):
             raise UserError(f"generated={self.generated} is not allowed; choose one of packed, exact")
         if not 0 <= self.found <= MOST_FOUND:
             raise UserError(f"found={self.found} is out of range; allowed are 0 to {MOST_FOUND} tokens")
-        if self.found and not self.packs_generated:
-            raise UserError(f"found={self.found} needs generated=packed; leave one of them out")
+
+    @property
+    def most_found(self) -> int:
+        """The option `found`."""
+        return self.found
 
     @property
     def packs_generated(self) -> bool:
