@@ -6,10 +6,10 @@ import itertools
 
 from golden_feeding import Case
 
-LONG = "150 1x9 crop7 45 rows1,0,1 1x5 save 1x34 copy 64 crop40 9 w3 1x2 d2 record 40 crop9 1x25"
+LONG = "150 1x9 crop60 1x40 45 rows1,0,1 1x5 save 1x34 copy 64 crop40 9 w3 1x2 d2 record 40 crop9 1x25"
 """A story for policies that keep all tokens."""
 
-LATE = "1x52 33 1x20 crop5 save 1x15 crop 70 1x3 repeat2 90 rows3,1 pickle 1x33"
+LATE = "1x52 33 1x20 crop5 save 1x15 crop 70 1x3 repeat2 90 rows3,1 crop29 pickle 1x33"
 """A story that begins with single tokens."""
 
 EVICTS = "200 1x7 crop5 40 rows1,0,1 1x10 save 1x36 copy 9 w1 crop3 150 1x3 pickle 33 1x2"
@@ -17,24 +17,25 @@ EVICTS = "200 1x7 crop5 40 rows1,0,1 1x10 save 1x36 copy 9 w1 crop3 150 1x3 pick
 
 CASES = [
     Case("window:recent=16+kivi:bits=2", LONG, ragged=True),
-    Case("window:recent=0,sinks=0,start=0+uniform:axis=channel,group=0", LATE, "bfloat16"),
     Case("window:recent=20,found=5+kivi:bits=4", LONG, ragged=True),
-    Case("window:recent=16,sinks=6,generated=exact,exact=fp32+kivi:bits=2", LATE, ragged=True),
-    Case("window:recent=16,bias_correction=full+kivi:bits=2,pre_rope=true", LONG, ragged=True, exact=False),
-    Case("window:recent=16+kivi:bits=2;1=exact", LATE, "bfloat16", handles=False),
-    Case("window:recent=16+kivi:bits=4", LONG, dim=64, shares="tokens"),
-    Case("window:recent=16,found=9+uniform:bits=3,group=16", LATE, shares="heads"),
+    Case("window:recent=16,sinks=6,generated=exact,exact=fp32+uniform:axis=channel,group=0", LATE, ragged=True),
+    Case("window:recent=16,bias_correction=full+kivi:bits=2,pre_rope=true", LATE, ragged=True, exact=False),
+    Case("window:recent=16+kivi:bits=2;1=exact", "300 crop158 crop157 1x40 33", "bfloat16", handles=False),
+    Case("window:recent=0,sinks=0,start=0+kivi:bits=2",
+         "nan20 2500 nan40 1x4 huge70 1x34 rows1,0 offload 600 1x2", "bfloat16"),
+    Case("window:recent=16+kivi:bits=4", "150 1x34 crop5 45 rows1,0,1 1x20 reset 90", dim=64, shares="tokens"),
+    Case("window:recent=16,found=9+uniform:bits=3,group=16", "200 1x36 crop60 1x20", shares="heads"),
     Case("mixed:recent=16+kivi:bits=4", LATE, ragged=True),
     Case("mixed:recent=16,reread=true,budget=0.5,rest=1,bias_correction=half+kivi:bits=4,pre_rope=true",
          "again300 1x40 save 40 1x40", ragged=True, exact=False),
-    Case("mixed:recent=16,allot=model+kivi:bits=4/uniform:bits=4", LONG),
+    Case("mixed:recent=16,allot=model+kivi:bits=4/uniform:bits=4", LATE),
     Case("snapkv:budget=0.5,recent=16,pool=max,bias_correction=full+kivi:bits=2", EVICTS, ragged=True),
     Case("h2o:budget=96,recent=16,rest=2+kivi:bits=4", EVICTS, ragged=True),
     Case("h2o:memory=260KB,recent=16,evict=block,score=mean+uniform:axis=channel,group=0", EVICTS),
     Case("headkv:budget=0.4,recent=16,rest=2,rest_share=0.3+kivi:bits=4", EVICTS, ragged=True),
     Case("pyramidkv:budget=96,recent=16,window=16+kivi:bits=2", EVICTS, dim=64),
     Case("streaming:budget=96,recent=16+kivi:bits=4,pre_rope=true", EVICTS, ragged=True, exact=False),
-    Case("streaming:memory=260KB,recent=16,rest=2,evict=block+kivi:bits=4", EVICTS, "bfloat16"),
+    Case("streaming:memory=260KB,recent=16,rest=2,evict=block+kivi:bits=4", "200 nan40 1x4 huge70 1x34 offload 50 1x1", "bfloat16"),
     Case("subgen:budget=96,recent=16+kivi:bits=2", EVICTS, "bfloat16"),
     Case("subgen:variant=stream,budget=96,recent=16+kivi:bits=4", EVICTS, ragged=True),
 ]  # fmt: skip

@@ -104,7 +104,7 @@ def sizes(cache: Any) -> dict[str, Any]:
 @functools.lru_cache
 def _signs() -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 2, (SIGNATURE, 1 << 20), generator=generator).double() * 2 - 1
+    return torch.randint(0, 2, (SIGNATURE, 1 << 21), generator=generator, dtype=torch.int8) * 2 - 1
 
 
 def signature(outputs: list[Tensor]) -> list[float] | None:
@@ -113,7 +113,7 @@ def signature(outputs: list[Tensor]) -> list[float] | None:
     A kernel that rounds in another order changes them by less than `golden.TOLERANCE`.
     """
     x = torch.cat([out.detach().flatten() for out in outputs]).double()
-    sums = (_signs()[:, : len(x)] * x).sum(1) / len(x) ** 0.5
+    sums = torch.stack([(signs[: len(x)] * x).sum() for signs in _signs()]) / len(x) ** 0.5
     return [round(s, 6) for s in sums.tolist()] if bool(sums.isfinite().all()) else None
 
 

@@ -34,22 +34,27 @@ from torch import Tensor
 
 from conftest import SHAPE
 from golden_content import digest, positions, saved, signature, sizes, tokens, walk
+from tersekv.cache.estimate import predict
 from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.cache.rate_allotment import STEPS, allotted
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.attention import attention_forward
 from tersekv.hf.cache import CompressedCache
+from tersekv.hf.config import cache_shape
 from tersekv.hf.find_calibration import calibrated_plans
 from tersekv.kernels import backends
 from tersekv.recipe import Recipe
 from test_context_parallel import together
 
 LAYERS = ["sliding_attention", "full_attention", "full_attention"]
-WINDOW, TOKENS, ROWS, KV_HEADS, GROUPS = 48, 1024, 6, 2, 2
+WINDOW, TOKENS, ROWS, KV_HEADS, GROUPS = 48, 4096, 6, 2, 2
 PADDING = [0, 37, 5]
 """Positions without a token at the start of each row of a ragged batch."""
 
 SCALING = 1 / 64
+
+ESTIMATED = [(100, 2), (300, 2, 0, 40), (5000, 1, 256, 100)]
+"""Numbers of tokens, rows, tokens of a call and generated tokens, for which the bytes are estimated."""
 
 Step = dict[str, Any]
 
@@ -92,13 +97,14 @@ def model_of(dim: int) -> tuple[tf.PreTrainedModel, Any]:
 def stream(layer: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys, values [ROWS, KV_HEADS, TOKENS, dim] and queries of one layer.
 
-    Some keys and some values are three times as large as the others.
+    The first tokens are four times as large as most, and some others three times.
     """
     generator = torch.Generator().manual_seed(1 + layer)
 
     def made(heads: int, most: int, every: int) -> Tensor:
         x = torch.randint(-most, most + 1, (ROWS, heads, TOKENS, dim), generator=generator)
         x[:, :, every - 1 :: every] *= 3
+        x[:, :, :2] *= 4
         return x
 
     return made(KV_HEADS, 40, 37), made(KV_HEADS, 40, 53), made(KV_HEADS * GROUPS, 1, TOKENS + 1)
@@ -137,7 +143,7 @@ class Feeder:
             warnings.simplefilter("ignore")
             for word in ["new", *self.case.story.split()]:
                 try:
-                    self.outputs, self.steps, self.files = [], [], {}
+                    self.outputs, self.steps, self.beside = [], [], {}
                     name, number = re.fullmatch(r"([a-z]+|1x|)([\d,]*)", word).groups()  # type: ignore[union-attr]
                     (getattr(self, f"do_{name}") if name not in CALLS else functools.partial(self.feed, name))(number)
                 except (CacheError, UserError) as error:
@@ -167,7 +173,7 @@ class Feeder:
             found["attention"] = signature(self.outputs)
         if self.outputs:
             found["bits" if self.case.handles else "read"] = digest(*self.outputs)
-        return found | self.files
+        return found | self.beside
 
     def look(self, places: bool = False) -> None:
         """Note what is held after a call: numbers of tokens and bytes, and positions if asked for."""
@@ -193,6 +199,9 @@ class Feeder:
         else:
             plans = calibrated_plans(recipe, self.config, None)
         spread = self.share if self.case.shares == "tokens" else None
+        if not self.share:
+            shape = cache_shape(self.config)
+            self.beside = {"estimate": [predict(shape, recipe, *fed).total_bytes for fed in ESTIMATED]}
         self.cache = CompressedCache.of(self.config, recipe, plans, spread, self.ropes)
         if self.case.shares == "heads":
             self.cache.heads = self.shard
@@ -270,7 +279,7 @@ class Feeder:
     def do_save(self, _: str) -> None:
         path = self.folder / f"{self.share.rank if self.share else 0}.safetensors"
         self.cache.save(path, model=self.model)
-        self.files = saved(path)
+        self.beside = saved(path)
         self.cache = CompressedCache.load(path, self.model)
 
     def do_copy(self, _: str) -> None:
