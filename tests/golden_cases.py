@@ -35,7 +35,8 @@ CASES = [
     Case("headkv:budget=0.4,recent=16,rest=2,rest_share=0.3+kivi:bits=4", EVICTS, ragged=True),
     Case("pyramidkv:budget=96,recent=16,window=16+kivi:bits=2", EVICTS, dim=64),
     Case("streaming:budget=96,recent=16+kivi:bits=4,pre_rope=true", EVICTS, ragged=True, exact=False),
-    Case("streaming:memory=260KB,recent=16,rest=2,evict=block+kivi:bits=4", "200 nan40 1x4 huge70 1x34 offload 50 1x1", "bfloat16"),
+    Case("streaming:memory=260KB,recent=16,rest=2,evict=block+kivi:bits=4",
+         "200 nan40 1x4 huge70 1x34 offload 50 1x1", "bfloat16"),
     Case("subgen:budget=96,recent=16+kivi:bits=2", EVICTS, "bfloat16"),
     Case("subgen:variant=stream,budget=96,recent=16+kivi:bits=4", EVICTS, ragged=True),
 ]  # fmt: skip
