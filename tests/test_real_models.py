@@ -105,13 +105,14 @@ def test_rows_with_padding(loaded, ids):
 
 @torch.no_grad()
 def test_second_turn_and_prompt_cache(loaded, ids, tmp_path: Path):
-    """A second question after 32 new tokens, with the cache at hand, copied, and saved and loaded."""
+    """A second question after 32 single tokens, with the cache at hand, copied, and saved and loaded."""
     model, _ = loaded
-    first, second = ids[:, :1000], ids[:, 1000:]
+    first, *steps, second = ids.split([1000, *[1] * 32, TOKENS - 1032], dim=1)
     full, packed = DynamicCache(config=model.config), tersekv.CompressedCache(model, "default")
     with tersekv.compress(model, "default"):
         for cache in (full, packed):
-            model.generate(first, past_key_values=cache, max_new_tokens=32, do_sample=False, pad_token_id=0)
+            for part in (first, *steps):
+                model(part, past_key_values=cache, logits_to_keep=1)
         packed.save(tmp_path / "kept.cache")
         others = [copy.deepcopy(packed), tersekv.CompressedCache.load(tmp_path / "kept.cache", model)]
         wanted, *held = (model(second, past_key_values=cache).logits for cache in (full, packed, *others))
