@@ -36,7 +36,8 @@ def observe(store: Store, keys: Tensor, values: Tensor, call: AttentionCall, aga
     again: number of the last tokens that are a second reading of the others, and are not appended.
     """
     n, q, both = keys.shape[2] - again, call.query.shape[2] - again, (keys, call)
-    keys, values, call = keys[:, :, :n], values[:, :, :n], call.without_last(again)
+    if again:
+        keys, values, call = keys[:, :, :n], values[:, :, :n], call.without_last(again)
     ranks = importance(store, *both, again) if store.ranks(n) else None
     losses = prompt_loss(store, keys, values, call) if q >= LEAST_QUERIES and store.observes(n) else None
     votes = _votes(store, keys, call) if store.observed(q) else None

@@ -90,7 +90,7 @@ class CompressedLayer(CacheLayerMixin):
         plan = self.plan.in_layer(self.first_tokens, self.sliding_window, *dims)
         rope = self.cache.ropes.needed_by(plan.keys, self.index)
         heads = self.cache.heads(key_states.shape[1])
-        known = self.cache.ropes.known(self.index) if rope is None else rope
+        known = self.cache.ropes.known(self.index) if plan.policy.observes and rope is None else rope
         shared = self.cache.context_parallel
         self.store = new_store(plan, key_states, value_states, self.sliding_window, rope, heads, shared, known)
         self.store.record_past = self.record_past
