@@ -10,13 +10,14 @@ from torch.autograd.functional import jacobian
 
 from tersekv import CompressedCache, Recipe, compress
 from tersekv.attention.observe import observe
-from tersekv.attention.prompt_loss import LEAST_QUERIES, QUERIES, observed_loss
+from tersekv.attention.prompt_loss import QUERIES, observed_loss
 from tersekv.attention.read import AttentionCall
 from tersekv.cache import coding
 from tersekv.cache.coding import Tokens
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.parallel import ContextParallel
 from tersekv.cache.segments import UNSEEN
+from tersekv.cache.store import LEAST_QUERIES
 from tersekv.codecs.transforms.moments import Moments, TokenLoss
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.codecs.trellis import Trellis

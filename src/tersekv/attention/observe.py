@@ -18,9 +18,10 @@ from torch import Tensor
 from tersekv.attention import masks
 from tersekv.attention.importance import importance
 from tersekv.attention.masks import Store
-from tersekv.attention.prompt_loss import LEAST_QUERIES, prompt_loss
+from tersekv.attention.prompt_loss import prompt_loss
 from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.segments import UNSEEN, Observed, PackedSegment
+from tersekv.cache.store import LEAST_QUERIES
 from tersekv.errors import UserError
 from tersekv.kernels.attend import Masks
 
@@ -40,7 +41,7 @@ def observe(store: Store, keys: Tensor, values: Tensor, call: AttentionCall, aga
         keys, values, call = keys[:, :, :n], values[:, :, :n], call.without_last(again)
     ranks = importance(store, *both, again) if store.ranks(n) else None
     losses = prompt_loss(store, keys, values, call) if q >= LEAST_QUERIES and store.observes(n) else None
-    votes = _votes(store, keys, call) if store.observed(q) else None
+    votes = _votes(store, keys, call) if store.by_head and store.observed(q) else None
     if store.keeps_queries and votes is None:
         store.keep(call.query, call.mask is not None)
     return UNSEEN if ranks is losses is votes is None else Observed(votes, ranks, losses)

@@ -31,9 +31,6 @@ from tersekv.codecs.transforms.moments import Observes, TokenLoss, score_loss
 QUERIES = 32
 """Number of query positions observed, from the second half of a call. Later ones see more tokens."""
 
-LEAST_QUERIES = 8
-"""Calls with fewer queries are not observed: they show too few of the tokens that later queries read."""
-
 TILE = 16
 """Number of query positions whose weights are in memory at a time."""
 

@@ -109,7 +109,7 @@ class _Reader:
         """Return the attention output [B, q, Hq, Dv] in the query's dtype."""
         query, store = self.call.query, self.store
         if query.shape[1] * query.shape[2] <= KERNEL_ROWS * self.kv_heads:
-            if store is None or (store.context_parallel is None and not store.estimates):
+            if store is None or ((store.own is None or store.context_parallel is None) and not store.estimates):
                 if (out := self._direct()) is not None:
                     return out
             elif (whole := self._direct_parts()) is not None:

@@ -73,7 +73,7 @@ class EvictingStore(Store, ABC):
 
     num_evicted = 0  # no range of positions is evicted for all heads
     rotary = None  # positions differ by head, see `TokenPool`
-    by_head = True
+    by_head, least_queries = True, 1
 
     @plain
     def __init__(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -90,20 +91,10 @@ class LayerStore(Store):
     def _side(self, codec: Codec, *arguments: Any) -> SideStore:
         return SideStore(codec, *arguments)
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens received."""
-        return self.placement.tokens
-
-    @property
-    def num_evicted(self) -> int:
-        """Number of tokens that have left a sliding window."""
-        return self.placement.evicted
-
-    @property
-    def deferred(self) -> bool:
-        """See `Placement`."""
-        return self.placement.deferred
+    # getters in C, because a step reads these numbers several times
+    num_tokens = property(attrgetter("placement.tokens"), doc="Number of tokens received.")
+    num_evicted = property(attrgetter("placement.evicted"), doc="Number of tokens that have left a sliding window.")
+    deferred = property(attrgetter("placement.deferred"), doc="See `Placement`.")
 
     @property
     def record_past(self) -> bool:
@@ -167,11 +158,13 @@ class LayerStore(Store):
             CacheError, UserError: values are not finite, or too large. Nothing was added.
         """
         n = keys.shape[2]
-        new = [side.rounded(x) for side, x in zip(self.sides, (keys, values), strict=True)]
+        new = [self.keys.rounded(keys), self.values.rounded(values)]
         if n <= self.room:  # nothing leaves the recent window
             if self.rotary is not None and self.rotary.rope.varies:
                 self.rotary.note(self.num_tokens, n)
-            self._wait(new)
+            self.keys.tail.append(new[0])
+            self.values.tail.append(new[1])
+            self.placement.tokens += n
             self.room -= n
             return
         if self.deferred and padding is not None and int(padding.max()) > 0:
@@ -181,18 +174,14 @@ class LayerStore(Store):
         if not self.deferred or self.padding is None:
             self._add(new, False, observed)
         elif int(self.padding.max()) + max(1, self.placement.most_sinks) > self.num_tokens + n:
-            self._wait(new)  # a padded row cannot fill its sinks, or is empty
+            for side, x in zip(self.sides, new, strict=True):  # a padded row cannot fill its sinks, or is empty
+                side.tail.append(x)
+            self.placement.tokens += n
         else:  # start over with all tokens, as if they had come in one call
             new = [torch.cat([side.tail.data, x], dim=2) for side, x in zip(self.sides, new, strict=True)]
             new = [without_padding(x, self.padding, self.placement.most_sinks) for x in new]
             self.padding = self.padding if self.placement.most_sinks else None
             self._add(new, True, observed)
-
-    def _wait(self, new: list[Tensor]) -> None:
-        """Add tokens to the recent window."""
-        for side, x in zip(self.sides, new, strict=True):
-            side.tail.append(x)
-        self.placement.tokens += new[0].shape[2]
 
     def observes(self, n: int) -> bool:
         """True if appending n tokens fits a codec that observes queries. Nothing is packed yet then."""
@@ -249,7 +238,9 @@ class LayerStore(Store):
             segments.append(ExactSegment(keys.sinks, values.sinks, first))
         if n := keys.tail.tokens:
             segments.append(ExactSegment(keys.tail._data[:, :, :n], values.tail._data[:, :, :n], self.num_tokens - n))
-        return segments + [segment for found in self.found for segment in found.segment()]
+        for found in self.found:
+            segments += found.segment()
+        return segments
 
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
         """Return packed tokens `first` to `first + tokens`, multiples of `flush_tokens`, or None."""

@@ -64,7 +64,7 @@ class MixedRatesStore(LayerStore):
     queries: [B, Hq, n, D] after RoPE, kept to rank tokens that are packed later.
     """
 
-    keeps_queries = True
+    keeps_queries, least_queries = True, 1
     STATE = LAYER | {
         "high": lambda store: tensor(torch.uint8, store.batch_size, store.kv_heads, None),
         "queries": lambda store: tensor(store.queries.dtype, store.batch_size, None, None, store.keys.head_dim),
@@ -102,8 +102,10 @@ class MixedRatesStore(LayerStore):
 
     def ranks(self, n: int) -> bool:
         """True if appending n tokens packs some of them at the lower rate."""
+        if n <= self.room:
+            return False
         placement = self.placement.fresh() if self.deferred else self.placement
-        return n > self.room and self._counts(placement.move(n + self.num_tokens - placement.tokens).leave)[1] > 0
+        return self._counts(placement.move(n + self.num_tokens - placement.tokens).leave)[1] > 0
 
     def keep(self, query: Tensor, masked: bool = False) -> None:
         """Keep some of the queries [B, Hq, n, D] of the tokens that are about to be appended.

@@ -13,11 +13,15 @@ from tersekv.cache.parallel import ContextParallel
 from tersekv.cache.segments import WeightedSegment
 from tersekv.cache.state import Stateful
 
+LEAST_QUERIES = 8
+"""Calls with fewer queries show too few of the tokens that later queries read, so codecs do not observe them."""
+
 
 class Store(Stateful):
     """Keys [B, H, n, Dk] and values [B, H, n, Dv] of one layer.
 
     by_head: True if heads hold different tokens.
+    least_queries: calls with fewer queries are not observed.
     keeps_queries: True if queries are needed after their call.
     estimates: True if attention is estimated from weighted samples.
     found: found tokens, which are exact and packed, too; none, or one object.
@@ -25,6 +29,7 @@ class Store(Stateful):
     """
 
     by_head: ClassVar[bool] = False
+    least_queries: ClassVar[int] = LEAST_QUERIES
     keeps_queries: bool = False
     estimates: ClassVar[bool] = False
     found: Sequence[FoundTokens] = ()

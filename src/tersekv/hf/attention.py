@@ -59,7 +59,7 @@ def attention_forward(
     weights = _weights(store, keys, call) if wants_weights else None  # before the store may evict tokens
     again = pending.layer.cache.read_again
     padding = _padding(call.without_last(again).mask) if store.deferred else None
-    observed = observe(store, keys, values, call, again)
+    observed = observe(store, keys, values, call, again) if query.shape[2] >= store.least_queries else UNSEEN
     if again:
         pending.drop_last(again)
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, keys, values))

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tersekv.attention.prompt_loss import LEAST_QUERIES, losses_for
+from tersekv.attention.prompt_loss import losses_for
 from tersekv.attention.read import AttentionCall
 from tersekv.cache import coding
 from tersekv.cache.coding import Tokens
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.rotary import Rotary
+from tersekv.cache.store import LEAST_QUERIES
 from tersekv.codecs.base import Codec
 from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.codecs.transforms.rope import Angles
