@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-
 from golden_feeding import Case
 
-LONG = "150 1x9 crop60 1x40 45 rows1,0,1 1x5 save 1x34 copy 64 crop40 9 w3 1x2 d2 record 40 crop9 1x25"
+LONG = "150 1x9 crop60 1x40 45 rows1,0,1 1x5 save 1x34 copy 64 crop40 9 w3 1x2 d2 record 70 crop9 1x25"
 """A story for policies that keep all tokens."""
 
 LATE = "1x52 33 1x20 crop5 save 1x15 crop 70 1x3 repeat2 90 rows3,1 crop29 pickle 1x33"
@@ -35,7 +33,7 @@ CASES = [
     Case("headkv:budget=0.4,recent=16,rest=2,rest_share=0.3+kivi:bits=4", EVICTS, ragged=True),
     Case("pyramidkv:budget=96,recent=16,window=16+kivi:bits=2", EVICTS, dim=64),
     Case("streaming:budget=96,recent=16+kivi:bits=4,pre_rope=true", EVICTS, ragged=True, exact=False),
-    Case("streaming:memory=260KB,recent=16,rest=2,evict=block+kivi:bits=4",
+    Case("streaming:budget=96,recent=16,rest=2,evict=block+kivi:bits=4",
          "200 nan40 1x4 huge70 1x34 offload 50 1x1", "bfloat16"),
     Case("subgen:budget=96,recent=16+kivi:bits=2", EVICTS, "bfloat16"),
     Case("subgen:variant=stream,budget=96,recent=16+kivi:bits=4", EVICTS, ragged=True),
@@ -125,23 +123,20 @@ REFUSED = [
 def matrix() -> list[Case]:
     """Return the cases of the matrix. Codecs, dtypes and padding take turns, so that pairs of them meet."""
     policies = [(policy, CODECS) for policy in (*KEEPING, *EVICTING)] + [(policy, RATED) for policy in TWO_RATES]
+    dtypes = ("float32", "bfloat16")
     cases = list(CASES)
     for i, (policy, codecs) in enumerate(policies):
-        for j, story in enumerate(STORIES.values()):
-            recipe = f"{policy}+{codecs[(3 * i + j) % len(codecs)]}"
-            cases.append(Case(recipe, story, ("float32", "bfloat16")[(i + j) % 2], (i + j // 2) % 2 == 1))
-        for j, word in enumerate(("parts", "save")):
-            recipe = f"{policy}+{codecs[(3 * i + j + 5) % len(codecs)]}"
-            cases.append(Case(recipe, STORIES[word], ("bfloat16", "float32")[(i + j) % 2], (i + j) % 2 == 0, 64))
-        cases.append(
-            Case(f"{policy}+{codecs[i % len(codecs)]}", STORIES["parts"], backend="reference", ragged=i % 2 == 1)
-        )
-        for shares in ("tokens", "heads"):
-            cases.append(Case(f"{policy}+{codecs[i % len(codecs)]}", "200 1x36 crop5 40 1x3", shares=shares))
-        cases.append(Case(f"{policy}+{codecs[-i % len(codecs)]}", "200 1x36 crop5 40 1x3", handles=False))
-    for i, (codec, policy) in enumerate(itertools.product(CODECS, (KEEPING[0], EVICTING[2], EVICTING[9]))):
-        story = LONG if policy == KEEPING[0] else EVICTS
-        cases.append(Case(f"{policy}+{codec}", story, ("float32", "bfloat16")[i % 2], i % 3 > 0))
+        recipes = [f"{policy}+{codecs[(3 * i + j) % len(codecs)]}" for j in range(len(STORIES))]
+        for j, (recipe, story) in enumerate(zip(recipes, STORIES.values(), strict=True)):
+            cases.append(Case(recipe, story, dtypes[(i + j) % 2], (i + j // 2) % 2 == 1))
+        cases.append(Case(recipes[5], STORIES["parts"], dtypes[i % 2], i % 4 > 1, 64))
+        cases.append(Case(f"{policy}+kivi:bits=4", STORIES["parts"], ragged=i % 2 == 1, backend="reference"))
+        cases += [Case(recipes[1], SHORT, shares=shares) for shares in ("tokens", "heads")]
+        cases.append(Case(recipes[2], SHORT, handles=False))
+    for i, codec in enumerate(CODECS):
+        cases.append(Case(f"{KEEPING[0]}+{codec}", LONG, dtypes[i % 2], i % 3 > 0))
+        cases.append(Case(f"{EVICTING[(2, 9)[i % 2]]}+{codec}", EVICTS, dtypes[i // 2 % 2], i % 3 > 0))
+    cases.append(Case(f"mixed:recent=16,reread=true+{RATED[1]}", "again300 1x40 40", ragged=True))
     cases += [Case(f"{policy}+kivi:bits=4", "40") for policy in REFUSED]
     cases += [Case(f"{policy}+qjl", "40") for policy in TWO_RATES]
     return list({case.name: case for case in cases}.values())

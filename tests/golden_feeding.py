@@ -6,7 +6,7 @@ A story is a text of steps:
 - `150`: one call of 150 tokens; `1x20`: 20 calls of one token;
 - `w9`, `d9`: 9 tokens with attention weights, or with dropout so rare that it drops nothing;
 - `again300`: 300 tokens that are read twice;
-- `nan40`: 40 tokens with a NaN; `huge40`: 40 tokens whose keys in layer 1 need too large a scale;
+- `nan40`: 40 tokens with a NaN; `huge40`: 40 tokens, in layer 1 with 8 keys for which no scale is large enough;
 - `crop7`, `crop`: remove 7 tokens, or all; `reset`: the same by another call;
 - `rows1,0,1`: select batch rows, as beam search does; `repeat2`: repeat every row;
 - `save`: save, load and go on with the loaded cache;
@@ -229,7 +229,7 @@ class Feeder:
             if kind == "nan":
                 keys[0, 0, -1, 0] = torch.nan
             if kind == "huge" and layer == 1:
-                keys = keys * 1e6
+                keys[:, :, :8] *= 1e6
             if kind == "again":
                 keys, values, query = (torch.cat([x, x], dim=2) for x in (keys, values, query))
                 self.cache.read_again = n
@@ -251,7 +251,7 @@ class Feeder:
         if self.case.shares == "heads":
             assert self.share is not None
             parts = [x.chunk(2, dim=1)[self.share.rank] for x in parts]
-        return [x.to(getattr(torch, self.case.dtype)) for x in parts]
+        return [x.to(getattr(torch, self.case.dtype), copy=True) for x in parts]
 
     def mask(self, layer: int, n: int) -> Tensor | None:
         """Return the mask bool [B, 1, n, T] of new tokens as transformers makes it, None if it hides none."""
