@@ -43,7 +43,7 @@ def test_every_case_has_hashes_and_its_own_name():
 
 
 def test_verdicts():
-    """A refused step that works is no failure. Other rounding is told from other bytes."""
+    """A step that was refused and works is no difference, and neither is other rounding."""
     case = CASES[0]
     step = {"step": "40", "held": "a", "attention": [0.5], "bits": "b"}
     refused = {"step": "40", "refused": "UserError"}
