@@ -84,6 +84,18 @@ def test_other_ways_to_the_same_answer(loaded, ids, options):
     assert int(same.int().cumprod(0).sum()) >= 8
 
 
+def test_an_assistant_proposes(loaded, ids):
+    """The model itself, with its layers' outputs as they are, proposes; some proposals are rolled back."""
+    model, _ = loaded
+    assistant = copy.deepcopy(model)
+    for parameter in assistant.get_output_embeddings().parameters():
+        parameter.data += 0.02 * parameter.data.std() * torch.randn_like(parameter)
+    plain, other = (generated(model, "default", ids, assistant_model=one) for one in (None, assistant))
+    assert divergence(plain.logits[0], other.logits[0]) < NEAR
+    same = (plain.sequences == other.sequences[:, : plain.sequences.shape[1]])[0, TOKENS:]
+    assert int(same.int().cumprod(0).sum()) >= 8
+
+
 def test_beams(loaded, ids):
     model, _ = loaded
     options = {"num_beams": 3, "max_new_tokens": 12, "output_scores": True}
@@ -134,4 +146,4 @@ def test_two_thousand_new_tokens(loaded, ids):
     wanted = torch.cat([model(part, past_key_values=full).logits for part in read], dim=1)[0]
     assert found.sequences.shape[1] == TOKENS + new
     assert divergence(wanted, torch.cat(found.logits)) < NEAR
-    assert found.past_key_values.footprint().ratio() > 2
+    assert found.past_key_values.footprint().ratio() > 1.5
