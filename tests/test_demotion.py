@@ -223,7 +223,7 @@ def test_tokens_are_moved_together_unchanged(codec):
             continue
         for segment in store.packed_pages():
             for head in range(2):
-                for slot, position in enumerate(segment.positions[0, head].tolist()):
+                for slot, position in enumerate(segment.where[0, head].tolist()):
                     if position >= 0:
                         token = segment.keys.decode()[0, head, slot]
                         assert torch.equal(known.setdefault((head, position), token), token)

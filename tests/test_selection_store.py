@@ -177,7 +177,7 @@ def test_packed_bits_do_not_change(policy):
         packed = store.packed_segment()
         decoded = packed.keys.decode()
         for head in range(2):
-            for slot, position in enumerate(packed.positions[0, head].tolist()):
+            for slot, position in enumerate(packed.where[0, head].tolist()):
                 if position >= 0:
                     token = decoded[0, head, slot]
                     assert torch.equal(known.setdefault((head, position), token), token)

@@ -119,3 +119,8 @@ def chosen_tokens(blocks: Tensor, index: Tensor, axis: int | None) -> Tensor:
     own = index.reshape(*index.shape, *(1,) * (tokens.dim() - 4)).expand(*index.shape, *tokens.shape[4:])
     chosen = tokens.flatten(2, 3).gather(2, own).unflatten(2, (-1, tokens.shape[3]))
     return chosen.movedim(3, 3 + axis).contiguous()
+
+
+def gathered(x: Tensor, index: Tensor) -> Tensor:
+    """Return tokens `index` [B, H, n] of x [B, H, T, D]."""
+    return x.gather(2, index.unsqueeze(-1).expand(*index.shape, x.shape[-1]))

@@ -50,12 +50,13 @@ def importance(store: Any, keys: Tensor, call: AttentionCall, again: int = 0) ->
     first = q - again if again else 0
     at = torch.linspace(first, q - 1, q - first if again else min(QUERIES, q), device=keys.device).long()
     query, later = call.query[:, :, at].float(), None
-    kept = store.queries[:, :, : 0 if again else max(0, QUERIES - q)]
+    ranked = store.ranked[0]
+    kept = ranked.queries[:, :, : 0 if again else max(0, QUERIES - q)]
     if again:
         later = torch.arange(first, q, device=keys.device) > at[:, None]
     else:
         query = torch.cat([kept.float(), query], dim=2) if kept.shape[2] else query
-        query = moved(query, store.query_rope, past + keys.shape[2])
+        query = moved(query, ranked.query_rope, past + keys.shape[2])
     hidden, counts = None, None
     if call.mask is not None:
         seen = call.mask.any(dim=1)[:, -tokens:].expand(len(keys), -1)

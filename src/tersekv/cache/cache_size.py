@@ -18,7 +18,6 @@ from tersekv.cache.rotary import Rotary
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.layouts.base import Layout
 from tersekv.policies.base import Selection, TokenPolicy, two_rates
-from tersekv.policies.mixed import Mixed
 from tersekv.policies.subgen import SubGen
 from tersekv.recipe import LayerPlan, Recipe
 
@@ -89,7 +88,7 @@ def size(
             key = plan.policy, window, _flush(layout for layout, _ in _layouts(plan, shape)), low is not None
             if key not in sizes:
                 sizes[key] = LayerSize.after(calls.sizes(), *key)
-            footprint = _layer(sizes[key], plan if low is None else _of_heads(plan), shape, rows, window)
+            footprint = _layer(sizes[key], plan if low is None else plan.per_head(), shape, rows, window)
             if low is not None:
                 _rest(sizes[key], low, shape, rows, footprint)
                 low = low if sizes[key].rest.tokens else None
@@ -153,10 +152,10 @@ def _layer(size: LayerSize, plan: LayerPlan, shape: CacheShape, rows: int, windo
 def lower_plan(plan: LayerPlan, window: int | None = None) -> LayerPlan | None:
     """Return the plan with the codecs of the lower rate if a layer has two rates, else None."""
     policy = plan.policy
-    rest = policy.rest if isinstance(policy, (Mixed, Selection)) else 0.0
+    rest = policy.rest
     if window is not None or not rest or not two_rates(plan.keys, plan.values):
         return None
-    return _of_heads(plan._replace(keys=plan.keys.at_rate(rest), values=plan.values.at_rate(rest)))
+    return plan._replace(keys=plan.keys.at_rate(rest), values=plan.values.at_rate(rest)).per_head()
 
 
 def _rest(size: LayerSize, low: LayerPlan, shape: CacheShape, rows: int, footprint: Footprint) -> None:
@@ -239,13 +238,7 @@ def _layouts(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
 
 def layouts_of_heads(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
     """Return the layouts if heads store different tokens, without data shared by heads."""
-    return _layouts(_of_heads(plan), shape)
-
-
-def _of_heads(plan: LayerPlan) -> LayerPlan:
-    """Return the plan whose codecs store nothing jointly for all heads of a token."""
-    keys, values = (dataclasses.replace(codec, per_head=True) for codec in (plan.keys, plan.values))
-    return plan._replace(keys=keys, values=values)
+    return _layouts(plan.per_head(), shape)
 
 
 def _pool(

@@ -11,26 +11,12 @@ lowest rank are evicted.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tersekv.cache.pool import WEIGHT, TokenPool, gathered
-from tersekv.cache.schema import require
 from tersekv.cache.scored_eviction import VOTES, Leaving, Ranks, ScoredEvictionStore, best
-from tersekv.cache.state import State
-from tersekv.tensors import plain
-
-
-def same_fit(store: DemotingStore, place: str) -> None:
-    """Check that both rates have the same fit."""
-    for i, (low, side) in enumerate(zip(store.rest.sides, store.pool.sides, strict=True)):
-        where = f"{place}.pools.1.sides.{i}.fitted"
-        require(low.codec.fitted.keys() == side.codec.fitted.keys(), where, "has other tensors than the codec's rate")
-        for name in low.codec.fitted.keys() - set(low.codec.rate_tensors):
-            same = torch.equal(low.codec.fitted[name], side.codec.fitted[name])
-            require(same, f"{where}.{name}", "differs from the same tensor of the codec's rate")
 
 
 class DemotingStore(ScoredEvictionStore):
@@ -39,12 +25,10 @@ class DemotingStore(ScoredEvictionStore):
     rest: tokens of the lower rate. Its codecs share the fit of `pool`.
     """
 
-    RULES = (*ScoredEvictionStore.RULES, same_fit)
-
     def _start(self, keys: Tensor, values: Tensor) -> None:
         super()._start(keys, values)
-        low = self.plan._replace(**{side: getattr(self.plan, side).at_rate(self.policy.rest) for side in SIDES})
-        self.rest = TokenPool((low.keys, low.values), (keys, values), self.dtype, self._fields(), self.rope, self.heads)
+        codecs, rates = (self.plan.keys, self.plan.values), (self.policy.rest, self.pool)
+        self.rest = TokenPool(codecs, (keys, values), self.dtype, self._fields(), self.rope, self.heads, 0.0, *rates)
 
     @property
     def pools(self) -> list[TokenPool]:
@@ -128,39 +112,6 @@ class DemotingStore(ScoredEvictionStore):
             self.pool.fit(samples, positions)
             for low, side in zip(self.rest.sides, self.pool.sides, strict=True):
                 low.codec = side.codec.at_rate(self.policy.rest)
-
-    # ------------------------------------------------------------------ changing
-
-    def _share(self) -> None:
-        """Let the codecs of both rates share all fitted tensors but those that differ by the rate."""
-        for low, side in zip(self.rest.sides, self.pool.sides, strict=True):
-            own = {name: low.codec.fitted[name] for name in low.codec.rate_tensors if name in low.codec.fitted}
-            low.codec = dataclasses.replace(low.codec, fitted=side.codec.fitted | own)
-
-    def restore(self, state: State, place: str = "state") -> None:
-        """Restore the content that `state()` returned, see `Stateful`."""
-        super().restore(state, place)
-        self._share()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickle."""
-        self.__dict__.update(state)
-        self._share()
-
-    @plain
-    def to(self, device: torch.device | str) -> None:
-        """Move everything to `device`."""
-        super().to(device)
-        self._share()
-
-    @plain
-    def select(self, rows: Tensor) -> None:
-        """Keep the batch rows `rows` (int64, repeats allowed) in that order."""
-        super().select(rows)
-        self._share()
-
-
-SIDES = ("keys", "values")
 
 
 @dataclasses.dataclass(frozen=True)

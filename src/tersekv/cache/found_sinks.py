@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from tersekv.cache.footprint import Footprint
 from tersekv.cache.parallel import HeadShard
-from tersekv.cache.pool import gathered
 from tersekv.cache.schema import Check, require, tensor
 from tersekv.cache.segments import ExactSegment
 from tersekv.cache.state import Rules, Spec, Stateful
 from tersekv.kernels.attend import Masks, PackedPages, Where
 from tersekv.kernels.marks import Marks
+from tersekv.tensors import gathered
 
 SMALLEST = 1e-30
 """Added to norms and deviations, so that logarithms and quotients are finite."""
@@ -201,8 +202,8 @@ class FoundTokens(Stateful):
         for name in self.STATE:
             setattr(self, name, fn(getattr(self, name)))
 
-    def count(self, parts: dict[str, int], packed: int) -> None:
-        """Add the bytes held. packed: number of packed tokens, for the masks of decode steps."""
+    def count(self, footprint: Footprint) -> None:
+        """Add the bytes held to `footprint`."""
+        parts = footprint.parts
         parts["exact sinks"] += self.keys.nbytes + self.values.nbytes
         parts["selection"] += self.places.nbytes + self.unusual.nbytes + self.usual.nbytes
-        parts["selection"] += len(self.usual) * packed

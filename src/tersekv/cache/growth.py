@@ -130,7 +130,7 @@ class PagesSize:
 class LayerSize:
     """Sizes of the parts of a `LayerStore`.
 
-    rest: packed tokens of the lower rate, in a `MixedRatesStore`.
+    rest: packed tokens of the lower rate, in a layer with two rates.
     queries: queries that are kept there.
     """
 

@@ -95,7 +95,7 @@ class ScoredEvictionStore(EvictingStore):
     def _start(self, keys: Tensor, values: Tensor) -> None:
         super()._start(keys, values)
         self.tail_votes = keys.new_empty((*keys.shape[:2], 0), dtype=torch.float32)
-        self.queries, self.queries_end = self.keys.sinks[:, :, :0], 0
+        self.queries, self.queries_end = self.keys.loose[:, :, :0], 0
         self._pages: tuple[list[Tensor], PackedPages | None] | None = None  # with the positions it was built for
 
     def _fields(self) -> dict[str, torch.dtype]:
@@ -121,11 +121,6 @@ class ScoredEvictionStore(EvictingStore):
         waiting, new = self.waiting_queries(), query.detach().to(self.dtype)
         self.queries = new if waiting is None else torch.cat([waiting, new], dim=2)
         self.queries_end = self.num_tokens + query.shape[2]
-
-    @property
-    def packed_tokens(self) -> int:
-        """Number of packed slots."""
-        return sum(pool.packed_tokens for pool in self.pools)
 
     def held(self) -> Iterator[PackedSegment | ExactSegment]:
         """Return the tokens held in the order of votes: packed and loose slots of each pool, then the tail."""
@@ -187,7 +182,7 @@ class ScoredEvictionStore(EvictingStore):
     def _packed(pool: TokenPool, first: int, tokens: int) -> PackedSegment:
         keys, values = pool.views(first, tokens)
         positions = pool.positions[:, :, first : first + tokens]
-        return PackedSegment(keys, values, 0, tokens, positions, pool.sides[0].correction)
+        return PackedSegment(keys, values, positions, tokens, pool.sides[0].correction)
 
     def _take(self, new: list[Tensor], votes: Tensor | None, leave: int, prompt: bool) -> None:
         """Move the oldest tokens into the pool, see `EvictingStore`.

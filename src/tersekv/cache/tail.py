@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,8 @@ from tersekv.cache.footprint import Footprint
 from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS
 from tersekv.cache.schema import Check, tensor, whole
 from tersekv.cache.state import State, Stateful
+from tersekv.errors import CacheError
+from tersekv.tensors import type_name
 
 
 def tail_capacity(tokens: int, usual: int, grows: bool = False) -> int:
@@ -66,6 +70,31 @@ class TailBuffer(Stateful):
     def data(self) -> Tensor:
         """Tokens in use, a view."""
         return self._data[:, :, : self.tokens]
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Convert new tokens to the dtype of exact ones.
+
+        Raises:
+            CacheError: they are not finite, or too large for that dtype.
+        """
+        rounded = (x.detach() if x.requires_grad else x).to(self._data.dtype)
+        # except on a CPU, a check at every token would synchronise with the device
+        checked = x.is_cpu or x.shape[2] > 1
+        # the sum is cheap, and finite for ordinary tokens; the exact test runs only if it is not
+        if checked and not math.isfinite(rounded.sum(dtype=torch.float32).item()) and not rounded.isfinite().all():
+            raise CacheError(self._why_not_finite(x))
+        return rounded
+
+    def _why_not_finite(self, x: Tensor) -> str:
+        if not bool(torch.isfinite(x).all()):
+            return (
+                "keys or values hold NaN or Inf; the model's own computation has overflowed (try bfloat16 or float32 "
+                "weights)"
+            )
+        return (
+            f"keys or values reach {float(x.abs().max()):.3g}, which {type_name(self._data.dtype)} cannot hold; use "
+            "the policy option exact=bf16 or exact=fp32 (for example window:exact=bf16+kivi)"
+        )
 
     def append(self, x: Tensor) -> None:
         """Append tokens [B, H, n, D]."""

@@ -15,8 +15,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.cache.evicting import UNREADABLE
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.mixed_rates import UNRANKED
 from tersekv.cache.parallel import ContextParallel
+from tersekv.cache.ranked_tokens import UNRANKED
 from tersekv.errors import UserError
 from tersekv.hf import pickled, saved
 from tersekv.hf.base import ModelCache

@@ -123,6 +123,11 @@ class TokenPolicy:
         return False
 
     @property
+    def rest(self) -> float:
+        """Bits of packed tokens with a lower rate than the codec's, 0 for none."""
+        return 0.0
+
+    @property
     def reads_twice(self) -> bool:
         """True if the policy ranks a prompt's tokens by a second reading of it."""
         return False
