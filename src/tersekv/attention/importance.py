@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tersekv.attention.read import AttentionCall, grouped
 from tersekv.codecs.transforms.rope import Rope
+from tersekv.kernels.softmax import softmax_weights
 
 QUERIES = 512
 """Number of query positions observed, spread over the call. Kept queries come before these. Of each
@@ -115,11 +116,4 @@ def _weights(rows: Tensor, keys: Tensor, call: AttentionCall, logits: Tensor | N
     logits: sink logits [Hkv, n], or None.
     """
     scores = torch.matmul(rows * call.scaling, keys.transpose(-1, -2))
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    if hidden is not None:
-        scores.masked_fill_(hidden, float("-inf"))
-    if logits is not None:
-        own = logits[None, :, :, None].expand(len(scores), -1, -1, 1).to(scores.dtype)
-        return torch.cat([scores, own], dim=-1).softmax(-1)[..., :-1]
-    return scores.softmax(-1)
+    return softmax_weights(scores, call.softcap, hidden, None if logits is None else logits[None, :, :, None])

@@ -104,6 +104,11 @@ class FoundTokens(Stateful):
         end: int64 [B], tokens at smaller positions do not count, or None.
         """
         n, self._located = packed[0].shape[2], None
+        if self.keys.is_meta:  # shapes only
+            kept = min(self.most, self.places.shape[1] + n)
+            self.places, self.unusual = (x.new_empty((len(x), kept)) for x in (self.places, self.unusual))
+            self.keys, self.values = (x.new_empty((*x.shape[:2], kept, x.shape[3])) for x in (self.keys, self.values))
+            return
         positions = torch.arange(place, place + n, dtype=torch.int32, device=self.keys.device)
         positions = positions.expand(len(self.usual), -1)
         hidden = None if end is None else positions < end[:, None]

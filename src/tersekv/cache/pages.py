@@ -105,7 +105,8 @@ class Page:
         blocks, entries = _extent(layout, planes)
         if layout.starts is None:
             return cls(layout, planes, [0] * blocks)
-        begins = planes[layout.starts][0, 0].tolist()
+        starts = planes[layout.starts]
+        begins = [entries * i // blocks for i in range(blocks)] if starts.is_meta else starts[0, 0].tolist()
         return cls(layout, planes, [*begins[1:], entries][:blocks])
 
     @classmethod
@@ -178,6 +179,8 @@ class Page:
         """Append n blocks of another page from block `first` on, counted from its oldest in use."""
         begin, used = other._end(other.start + first), self._end(self.stop)
         for name, plane in other.cut(first, first + n).items():
+            if plane.is_meta:  # shapes only
+                continue
             if self.layout.planes[name].ragged is not None:
                 self.planes[name][used : used + len(plane)] = plane
             else:

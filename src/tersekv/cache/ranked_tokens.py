@@ -20,6 +20,7 @@ from tersekv.errors import UserError
 from tersekv.kernels.marks import BITS, Marks, pack_bits, places_of, unpack_bits
 from tersekv.policies.base import TokenPolicy
 from tersekv.policies.mixed import KEPT, Mixed
+from tersekv.tensors import joined
 
 UNRANKED = (
     "the policy mixed ranks tokens by queries, which only tersekv's attention sees; use "
@@ -84,8 +85,9 @@ class RankedTokens(Stateful):
             return
         kept = self.policy.kept_queries(seen, query.shape[2])
         if kept:
-            new = query.detach()[:, :, kept].to(self.queries.dtype)
-            self.queries = torch.cat([self.queries, new], dim=2)[:, :, -KEPT:] if self.queries.shape[2] else new
+            new = query.detach()[:, :, kept] if not query.is_meta else query[:, :, : len(kept)]
+            new = new.to(self.queries.dtype)
+            self.queries = joined(self.queries, new)[:, :, -KEPT:] if self.queries.shape[2] else new
 
     def choose(self, observed: Observed, own: range, place: int, sinks: int, hidden: Tensor | None) -> Tensor:
         """Return the mask [B, H, n] of the tokens `own` of those from `place` on that have the codec's rate.
@@ -98,7 +100,7 @@ class RankedTokens(Stateful):
         """
         n = len(own)
         most, low = self.counts(n)
-        if not low:
+        if not low or self.high.is_meta:
             return torch.ones((*self.high.shape[:2], n), dtype=torch.bool, device=self.high.device)
         if observed.importance is None:
             raise UserError(UNRANKED)
@@ -116,11 +118,14 @@ class RankedTokens(Stateful):
     def parts(self, high: Tensor) -> list[range | Tensor]:
         """Return the tokens of each tier, see `SideStore.prepare`. high: what `choose` returned."""
         n = high.shape[2]
-        return [places_of(high), places_of(~high)] if self.counts(n)[1] else [range(n), range(0)]
+        most, low = self.counts(n)
+        if not low or high.is_meta:
+            return [range(most), range(most, n)]
+        return [places_of(high), places_of(~high)]
 
     def add(self, high: Tensor) -> None:
         """Note the rates of tokens that were packed."""
-        self.high = torch.cat([self.high, pack_bits(high)], dim=2)
+        self.high = joined(self.high, pack_bits(high))
 
     # ------------------------------------------------------------------ reading
 

@@ -26,7 +26,7 @@ from tersekv.codecs import Codec
 from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.kernels.attend import Where
 from tersekv.layouts.base import View
-from tersekv.tensors import gathered
+from tersekv.tensors import gathered, joined
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class SideStore(Stateful):
         first, x = x[:, :, :sinks], x[:, :, sinks:]
         tail = self.tail.data[:, :, :0] if restart else self.tail.data
         codecs, old = [tier.codec for tier in self.tiers], tail.shape[2]
-        if flush and self.codec.needs_fit == "prompt":
+        if flush and self.codec.needs_fit == "prompt" and not x.is_meta:
             log.debug("fitting %s to a prompt of %d tokens", self.codec.label, old + x.shape[2])
             waiting = torch.cat([tail, x], dim=2) if old else x
             codecs[0] = self._fitted(self.codec, torch.cat([self.sinks, first], dim=2), waiting, place, loss)
@@ -157,9 +157,8 @@ class SideStore(Stateful):
         if isinstance(which, range):
             for start, stop in coding.chunks(which.start, which.stop, unit, x):
                 new = x[:, :, max(0, start - old) : max(0, stop - old)]
-                part = torch.cat([tail[:, :, start : min(stop, old)], new], dim=2) if start < old else new
-                at = torch.arange(place + start, place + stop, device=x.device)
-                yield self._tokens(part, place + start), _shown(at, hidden)
+                part = joined(tail[:, :, start : min(stop, old)], new) if start < old else new
+                yield self._tokens(part, place + start), _shown(range(place + start, place + stop), hidden)
             return
         x = torch.cat([tail, x], dim=2)
         for start, stop in coding.chunks(0, which.shape[2], unit, x):
@@ -178,7 +177,7 @@ class SideStore(Stateful):
     def commit(self, new: Prepared) -> None:
         """Apply prepared changes."""
         if new.sinks.shape[2]:
-            self.sinks = torch.cat([self.sinks, new.sinks], dim=2)
+            self.sinks = joined(self.sinks, new.sinks)
         for tier, codec, encoded in zip(self.tiers, new.codecs, new.encoded, strict=True):
             tier.append(codec, encoded)
         self.tail.drop_front(new.leave_tail)
@@ -269,6 +268,10 @@ def extents(tiers: Sequence[Tier]) -> Iterator[tuple[int, int]]:
     return ((first, last - first) for first, last in itertools.pairwise(ends))
 
 
-def _shown(positions: Tensor, hidden: Tensor | None) -> Tensor | None:
-    """Return which tokens at these positions, int [n] or [B, H, n], are not hidden; None for all."""
-    return None if hidden is None else positions >= hidden[:, None, None]
+def _shown(positions: Tensor | range, hidden: Tensor | None) -> Tensor | None:
+    """Return which tokens at these positions, consecutive or int [B, H, n], are not hidden; None for all."""
+    if hidden is None:
+        return None
+    if isinstance(positions, range):
+        positions = torch.arange(positions.start, positions.stop, device=hidden.device)
+    return positions >= hidden[:, None, None]

@@ -12,7 +12,7 @@ from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS
 from tersekv.cache.schema import Check, tensor, whole
 from tersekv.cache.state import State, Stateful
 from tersekv.errors import CacheError
-from tersekv.tensors import type_name
+from tersekv.tensors import joined, type_name
 
 
 def tail_capacity(tokens: int, usual: int, grows: bool = False) -> int:
@@ -39,7 +39,7 @@ def first_tokens(old: Tensor, new: Tensor, n: int) -> Tensor:
     """Return the first n tokens of old and new, concatenated, [B, H, ·, D]."""
     if old.shape[2] == 0:
         return new[:, :, :n]
-    return torch.cat([old[:, :, :n], new[:, :, : max(0, n - old.shape[2])]], dim=2)
+    return joined(old[:, :, :n], new[:, :, : max(0, n - old.shape[2])])
 
 
 class TailBuffer(Stateful):
@@ -79,7 +79,7 @@ class TailBuffer(Stateful):
         """
         rounded = (x.detach() if x.requires_grad else x).to(self._data.dtype)
         # except on a CPU, a check at every token would synchronise with the device
-        checked = x.is_cpu or x.shape[2] > 1
+        checked = x.is_cpu or (x.shape[2] > 1 and not x.is_meta)
         # the sum is cheap, and finite for ordinary tokens; the exact test runs only if it is not
         if checked and not math.isfinite(rounded.sum(dtype=torch.float32).item()) and not rounded.isfinite().all():
             raise CacheError(self._why_not_finite(x))
@@ -95,6 +95,11 @@ class TailBuffer(Stateful):
             f"keys or values reach {float(x.abs().max()):.3g}, which {type_name(self._data.dtype)} cannot hold; use "
             "the policy option exact=bf16 or exact=fp32 (for example window:exact=bf16+kivi)"
         )
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens allocated."""
+        return self._data.shape[2]
 
     def append(self, x: Tensor) -> None:
         """Append tokens [B, H, n, D]."""
@@ -116,7 +121,8 @@ class TailBuffer(Stateful):
         """
         if n == 0:
             return
-        left = self.data[:, :, n:].clone()
+        left = self.data[:, :, n:]
+        left = left if left.is_meta else left.clone()
         self.tokens -= n
         capacity = capacity_after_drop(self.tokens, self._data.shape[2], self.usual)
         if capacity != self._data.shape[2]:

@@ -86,7 +86,7 @@ class Tier(Stateful):
         planes, sums = [], LostVariance() if self.corrected and self.lost is None else None
         for tokens, counts in parts:
             planes.append(coding.encode(codec, tokens, heads))
-            if sums is not None:
+            if sums is not None and not tokens.x.is_meta:
                 view = coding.view(codec, planes[-1], self.head_dim, tokens.angles)
                 sums.add(tokens.x, view, counts)
         return planes, self.lost if sums is None else sums.value()
