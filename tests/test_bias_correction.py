@@ -157,7 +157,20 @@ def test_policies_that_evict(policy):
     assert not torch.allclose(*outs, rtol=0.01)
 
 
-@pytest.mark.parametrize("policy", ["window:", "snapkv:budget=0.5,", "mixed:rest=1,"])
+def test_both_rates_of_a_policy_that_evicts():
+    """Each rate has its own lost variance, which is larger with fewer bits, and its own correction."""
+    keys, values = tokens(600, D=D)
+    recipe = "streaming:budget=500,recent=16,rest=1,bias_correction=full+trellis:bits=4,calibration=prompt,centre=false"
+    store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
+    store.append(keys, values)
+    high, low = (pool.sides[0].lost for pool in store.pools)
+    assert 0 < float(high.mean()) < float(low.mean()) / 4
+    assert {id(page.correction) for page in store.packed_pages()} == {
+        id(pool.sides[0].correction) for pool in store.pools
+    }
+
+
+@pytest.mark.parametrize("policy", ["window:", "snapkv:budget=0.5,", "mixed:rest=1,", "h2o:budget=0.8,rest=1,"])
 def test_bytes_are_counted_and_generation_runs(models, policy):
     """Beams, a batch with padding, and the estimate, on a small model."""
     model = models["llama"]

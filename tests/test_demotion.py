@@ -200,7 +200,6 @@ def test_a_model_generates(llama, policy):
         ("h2o:rest=4+kivi:bits=4", "rest=4 must be lower than the codec's bits=4"),
         ("h2o:rest=2,rest_share=1+kivi:bits=4", "rest_share=1 is not allowed"),
         ("h2o:rest=2+qjl", "cannot code tokens at several rates"),
-        ("h2o:rest=2,bias_correction=half+kivi:bits=4", "bias_correction=half is not available with rest=2"),
         ("subgen:variant=stream,rest=2+kivi:bits=4", "rest=2 does not work with variant=stream"),
     ],
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 from tersekv.cache.blocks import BlockBuffer
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.pages import PageSizes
+from tersekv.cache.pages import PageSizes, blank
 from tersekv.cache.rate_allotment import evenly
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.tail import TailBuffer
@@ -164,7 +164,6 @@ def _kept(plan: LayerPlan, window: int | None, shape: CacheShape, calls: Calls, 
         )
         last.parts = {part: size + steps * (size - before.parts[part]) for part, size in last.parts.items()}
         return last, has_low
-    query_heads = shape.query_heads or shape.kv_heads
 
     def tokens(n: int, heads: int, dim: int) -> Tensor:
         return torch.empty((batch, heads, n, dim), dtype=shape.dtype, device="meta")
@@ -175,7 +174,7 @@ def _kept(plan: LayerPlan, window: int | None, shape: CacheShape, calls: Calls, 
     store = LayerStore(plan, *both(0), window)
     for n in calls.sizes():
         if store.keeps_queries:
-            store.keep(tokens(n, query_heads, shape.key_dim))
+            store.keep(tokens(n, shape.query_heads, shape.key_dim))
         store.append(*both(n))
     return store.footprint(), any(tier.base is not None and tier.packed.tokens for tier in store.keys.tiers)
 
@@ -302,7 +301,7 @@ def _packed(footprint: Footprint, layouts: list[tuple[Layout, int]], added: list
     for layout, _ in layouts:
         buffer = BlockBuffer(layout, B, H, like.device, sizes)
         for tokens in filter(None, added):
-            buffer.append(layout.blank(B, H, tokens // layout.block_tokens, like.device))
+            buffer.append(blank(layout, B, H, tokens // layout.block_tokens, like.device))
         buffer.count(footprint)
 
 

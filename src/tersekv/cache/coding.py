@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tersekv.cache.pages import blank
 from tersekv.cache.parallel import HeadShard
 from tersekv.codecs import Codec
 from tersekv.codecs.transforms.marked_angles import MarkedAngles
@@ -152,7 +153,7 @@ def encode(codec: Codec, tokens: Tokens, heads: HeadShard | None = None) -> Pack
     if tokens.x.is_meta:
         B, H, n, D = tokens.x.shape
         layout = codec.layout(D)
-        return layout.blank(B, H, -(-n // layout.block_tokens), "meta")
+        return blank(layout, B, H, -(-n // layout.block_tokens), "meta")
     x = codec_input(codec, tokens)
     missing = -x.shape[2] % codec.layout(x.shape[-1]).block_tokens
     if missing:

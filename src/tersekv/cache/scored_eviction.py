@@ -77,16 +77,17 @@ class ScoredEvictionStore(EvictingStore):
         self.tail_votes = keys.new_empty((*keys.shape[:2], 0), dtype=torch.float32)
         self.rest: TokenPool | None = None
         if self.policy.rest and two_rates(self.plan.keys, self.plan.values):
-            self.rest = self._made_pool(keys, values, 0.0, self.policy.rest, self.pool)
+            self.rest = self._made_pool(keys, values, self.policy.rest, self.pool)
         self.queries, self.queries_end = self.keys.loose[:, :, :0], 0
         self._pages: tuple[list[Tensor], PackedPages | None] | None = None  # with the positions it was built for
 
     def _new_pool(self, keys: Tensor, values: Tensor) -> TokenPool:
-        return self._made_pool(keys, values, self.policy.corrected_share)
+        return self._made_pool(keys, values)
 
     def _made_pool(self, keys: Tensor, values: Tensor, *rates: Any) -> TokenPool:
         codecs, fields = (self.plan.keys, self.plan.values), {VOTES: torch.float32} if self.policy.remembers else {}
-        return TokenPool(codecs, (keys, values), self.dtype, fields, self.rope, self.heads, *rates)
+        share = self.policy.corrected_share
+        return TokenPool(codecs, (keys, values), self.dtype, fields, self.rope, self.heads, share, *rates)
 
     @property
     def pools(self) -> list[TokenPool]:

@@ -78,19 +78,6 @@ class Layout:
     block_tokens: int
     planes: dict[str, PlaneSpec]
 
-    def blank(self, B: int, H: int, blocks: int, device: torch.device | str) -> PackedTensors:
-        """Return the tensors of so many blocks of B rows and H heads, without content.
-
-        Ragged ones have the number of entries that estimates assume.
-        """
-        planes = {}
-        for name, spec in self.planes.items():
-            shape: tuple[int, ...] = (B, 1 if spec.shared else H, blocks, *spec.shape)
-            if spec.ragged is not None:
-                shape = (round(blocks * B * H * spec.block_bytes(H) / spec.dtype.itemsize),)
-            planes[name] = torch.empty(shape, dtype=spec.dtype, device=device)
-        return planes
-
     def block_bytes(self, heads: int = 1) -> float:
         """Return the bytes of one block per head, all tensors together.
 

@@ -246,10 +246,6 @@ class Selection(TokenPolicy):
             raise UserError(
                 f"rest_share={self.rest_share:g} is not allowed; give a share of the kept tokens between 0 and 1"
             )
-        if self.rest and self.corrected_share:
-            raise UserError(
-                f"bias_correction={self.bias_correction} is not available with rest={self.rest:g}; give one of them"
-            )
         if not 0 < self.budget <= MOST_TOKENS:
             raise UserError(
                 f"budget={self.budget:g} is not allowed; give a fraction of the prompt's tokens up to 1, or a number "
