@@ -197,11 +197,12 @@ class LayerStore(Store):
         move = placement.move(n)
         place = placement.tokens - placement.tail + move.sinks
         own = range(move.skip, move.leave) if self.own is None else self.own.run(placement.packed, move.leave)
+        processes = None if self.own is None or not move.leave else self.own.processes
         hidden = None if self.padding is None else self.padding + self.placement.most_sinks
         highs = [ranked.choose(observed, own, place, move.sinks, hidden) for ranked in self.ranked if move.leave]
         parts = self.ranked[0].parts(highs[0]) if highs else [own, *[range(0)] * len(self.ranked)]
         prepared = [
-            side.prepare(x, move.sinks, parts, move.leave, restart, place, loss, hidden)
+            side.prepare(x, move.sinks, parts, move.leave, restart, place, loss, hidden, processes)
             for side, x, loss in zip(self.sides, new, observed.losses or (None, None), strict=True)
         ]
         for found in self.found if move.leave else ():

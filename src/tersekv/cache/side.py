@@ -15,7 +15,7 @@ from tersekv.cache.blocks import BlockBuffer
 from tersekv.cache.coding import Tokens
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.pages import PageSizes
-from tersekv.cache.parallel import HeadShard
+from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.cache.placement import Move
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.schema import Check, tensor
@@ -113,6 +113,7 @@ class SideStore(Stateful):
         place: int = 0,
         loss: TokenLoss | None = None,
         hidden: Tensor | None = None,
+        processes: ContextParallel | None = None,
     ) -> Prepared:
         """Compute the changes of appending tokens [B, H, n, D] without applying them.
 
@@ -128,6 +129,7 @@ class SideStore(Stateful):
         place: position in the cache of the first token to pack.
         loss: of errors in all tokens so far, by their position.
         hidden: int64 [B], tokens at smaller positions are padding or sinks of a row, or None.
+        processes: those that pack the other tokens that leave the tail, or None.
 
         Raises:
             UserError: a scale is too large for its dtype.
@@ -142,8 +144,9 @@ class SideStore(Stateful):
             codecs[1:] = [codecs[0].at_rate(tier.bits) for tier in self.tiers[1:]]
         if flush:
             log.debug("packing %d tokens with %s", flush, codecs[0].label)
+        share = None if processes is None else lambda sums: sums.share(processes, self.sinks)
         encoded = [
-            tier.encoded(codec, self._chunks(which, tail, x, place, hidden), self.heads)
+            tier.encoded(codec, self._chunks(which, tail, x, place, hidden), self.heads, share)
             for tier, codec, which in zip(self.tiers, codecs, parts, strict=True)
         ]
         leave = self.tail.tokens if restart else min(flush, old)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -72,13 +72,18 @@ class Tier(Stateful):
     # ------------------------------------------------------------------ growing
 
     def encoded(
-        self, codec: Codec, parts: Iterable[tuple[Tokens, Tensor | None]], heads: HeadShard | None = None
+        self,
+        codec: Codec,
+        parts: Iterable[tuple[Tokens, Tensor | None]],
+        heads: HeadShard | None = None,
+        share: Callable[[LostVariance], None] | None = None,
     ) -> Encoded:
         """Encode tokens without appending them.
 
         codec: this tier's codec, perhaps newly fitted.
         parts: tokens, and which of them count for the lost variance, bool [B, 1 or H, n]; None for all.
         heads: this process's heads under tensor parallelism, or None.
+        share: adds the sums of processes that encode the other tokens of the call, or None.
 
         Raises:
             UserError: a scale is too large for its dtype.
@@ -89,6 +94,8 @@ class Tier(Stateful):
             if sums is not None and not tokens.x.is_meta:
                 view = coding.view(codec, planes[-1], self.head_dim, tokens.angles)
                 sums.add(tokens.x, view, counts)
+        if sums is not None and share is not None:
+            share(sums)
         return planes, self.lost if sums is None else sums.value()
 
     def append(self, codec: Codec, encoded: Encoded) -> None:
