@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 help: ## show this help
 	@echo "make demo    ask the default model about a long text, with the full and with a packed cache"
-	@echo "make test    run up to three cases of each test, with coverage"
+	@echo "make test    run up to two cases of each test, with coverage"
 	@echo "make test-rest  run all other tests: more cases, whole programs, Triton's kernels"
 	@echo "make test-serving  run the tests inside vLLM and LMCache, in separate environments (5 GB)"
 	@echo "make test-serving-smoke  run only the tests inside LMCache (1.4 GB)"

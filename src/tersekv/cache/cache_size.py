@@ -297,11 +297,11 @@ def _pool(footprint: Footprint, layouts: list[tuple[Layout, int]], heads: list[i
 def _packed(footprint: Footprint, layouts: list[tuple[Layout, int]], added: list[int], like: Tensor) -> None:
     """Count packed tokens that are added in calls of so many, whole blocks."""
     sizes = PageSizes(_flush(layout for layout, _ in layouts))
-    B, H = like.shape[:2]
+    heads = like.shape[0] * like.shape[1]  # each is coded by itself
     for layout, _ in layouts:
-        buffer = BlockBuffer(layout, B, H, like.device, sizes)
+        buffer = BlockBuffer(layout, heads, 1, like.device, sizes)
         for tokens in filter(None, added):
-            buffer.append(blank(layout, B, H, tokens // layout.block_tokens, like.device))
+            buffer.append(blank(layout, heads, 1, tokens // layout.block_tokens, like.device))
         buffer.count(footprint)
 
 
