@@ -12,7 +12,7 @@ from tersekv.hf.why_not import why_not
 
 def test_all_reasons_at_once(models):
     config = models["deepseek_v3"].config
-    recipe = "snapkv+kivi:centre=true/polarquant:levels=9"
+    recipe = "snapkv+kivi"
     found = why_not(recipe, config, "context_parallel")
     for part in ("can be read by tersekv's attention only", "drops tokens", "changes keys and values before attention"):
         assert sum(part in reason for reason in found) == 1
@@ -29,6 +29,8 @@ def test_an_unknown_use(llama):
 
 def test_doctor_gives_the_reasons(models, tmp_path):
     models["deepseek_v3"].config.save_pretrained(tmp_path)
-    (one,) = describe(str(tmp_path), ["mixed+trellis:calibration=prompt"])["recipes"]
+    good, one, other = describe(str(tmp_path), ["kivi", "mixed+kivi:bits=4", "kivi;9=exact"])["recipes"]
+    assert "reasons" in good
     assert not one["good"]
     assert any("only tersekv's attention sees" in reason for reason in one["reasons"])
+    assert other["reasons"] == ["layers '9' do not exist; the model has layers 0 to 2"]

@@ -95,7 +95,7 @@ def size(
     rows = batch * shape.kv_heads
     calls = Calls(tokens - generated, piece, generated)
     first = next(iter(calls.sizes()), 0)
-    held: dict[tuple[LayerPlan, int | None], tuple[Footprint, bool]] = {}
+    held: dict[tuple[LayerPlan, int | None], tuple[Footprint, list[bool]]] = {}
     footprints: list[Footprint] = []
     shared: dict[str, int] = {}
     rope_tables: dict[int, Tensor] = {}
@@ -107,13 +107,13 @@ def size(
             plan = evenly(plan, (shape.key_dim, shape.value_dim))
         low = lower_plan(plan, window)
         if isinstance(plan.policy, Selection) and window is None:
-            footprint, has_low = _selected(plan.policy, plan, low, shape, calls, batch)
+            footprint, tiers = _selected(plan.policy, plan, low, shape, calls, batch)
         else:
             key = plan._replace(layer=0, scores=None, rates=None), window
             if key not in held:
                 held[key] = _kept(*key, shape, calls, batch)
-            footprint, has_low = copy.deepcopy(held[key])
-        if low is not None and has_low:
+            footprint, tiers = copy.deepcopy(held[key])
+        if low is not None and tiers[1]:
             shared |= _lower_tables(low, shape, batch, footprint)
         for codec, dim in ((plan.keys, shape.key_dim), (plan.values, shape.value_dim)):
             tables = codec.table_bytes(dim)
@@ -121,7 +121,7 @@ def size(
                 footprint.parts["tables"] += tables.of_layer(shape.kv_heads, batch)
             shared |= tables.shared
         if footprint.parts["codes"] and plan.policy.corrected_share:
-            footprint.parts["tables"] += LOST_BYTES * shape.key_dim * rows * (2 if has_low else 1)
+            footprint.parts["tables"] += LOST_BYTES * shape.key_dim * rows * sum(tiers)
         if footprint.parts["codes"]:
             rope_tables |= {table.data_ptr(): table for table in _rope_tables(shape, index, plan, window)}
         footprint.elements = min(tokens, window or tokens) * (shape.key_dim + shape.value_dim) * rows
@@ -150,8 +150,10 @@ FED, STEP = 1 << 22, 1 << 20
 """Most tokens of a prompt that are fed, and the step in which longer prompts grow."""
 
 
-def _kept(plan: LayerPlan, window: int | None, shape: CacheShape, calls: Calls, batch: int) -> tuple[Footprint, bool]:
-    """Return the footprint of a layer that keeps all tokens, without tables, and whether some have a lower rate.
+def _kept(
+    plan: LayerPlan, window: int | None, shape: CacheShape, calls: Calls, batch: int
+) -> tuple[Footprint, list[bool]]:
+    """Return the footprint of a layer that keeps all tokens, without tables, and which tiers have tokens.
 
     The layer's own store is fed with tokens on the device meta, which have shapes only. Beyond `FED`
     tokens of a prompt, the bytes grow as they do before.
@@ -159,11 +161,11 @@ def _kept(plan: LayerPlan, window: int | None, shape: CacheShape, calls: Calls, 
     if window is None and calls.prompt > FED:
         steps = -(-(calls.prompt - FED) // STEP)
         fed = calls.prompt - steps * STEP
-        (last, has_low), (before, _) = (
+        (last, tiers), (before, _) = (
             _kept(plan, window, shape, calls._replace(prompt=n), batch) for n in (fed, fed - STEP)
         )
         last.parts = {part: size + steps * (size - before.parts[part]) for part, size in last.parts.items()}
-        return last, has_low
+        return last, tiers
 
     def tokens(n: int, heads: int, dim: int) -> Tensor:
         return torch.empty((batch, heads, n, dim), dtype=shape.dtype, device="meta")
@@ -176,7 +178,7 @@ def _kept(plan: LayerPlan, window: int | None, shape: CacheShape, calls: Calls, 
         if store.keeps_queries:
             store.keep(tokens(n, shape.query_heads, shape.key_dim))
         store.append(*both(n))
-    return store.footprint(), any(tier.base is not None and tier.packed.tokens for tier in store.keys.tiers)
+    return store.footprint(), [tier.packed.tokens > 0 for tier in store.keys.tiers]
 
 
 def _flush(layouts: Iterable[Layout]) -> int:
@@ -206,7 +208,7 @@ def _lower_tables(low: LayerPlan, shape: CacheShape, batch: int, footprint: Foot
 
 def _selected(
     policy: Selection, plan: LayerPlan, low: LayerPlan | None, shape: CacheShape, calls: Calls, batch: int
-) -> tuple[Footprint, bool]:
+) -> tuple[Footprint, list[bool]]:
     """Return the same as `_kept` under a policy that evicts tokens.
 
     low: the plan of the lower rate, or None.
@@ -224,7 +226,7 @@ def _selected(
     footprint = Footprint()
     _loose(footprint, recent, like)
     footprint.parts["slack"] += like.nbytes * slack
-    chosen, has_low = min(seen, usual), False
+    chosen, tiers = min(seen, usual), [True]
     if isinstance(policy, SubGen) and policy.samples:
         sinks = min(policy.sinks, seen - chosen)
         selection = _sampled(footprint, plan, shape, policy, budget, seen - chosen - sinks, batch) + 4 * sinks
@@ -244,12 +246,12 @@ def _selected(
             rest = [pool - own for pool, own in zip(pools, high, strict=True)]
             slots = _pool(footprint, layouts, high, late, like)
             slots += _pool(footprint, layouts_of_heads(low, shape), rest, 0, like)
-            has_low = max(rest) >= flush
+            tiers = [max(high) + late >= flush, max(rest) >= flush]
         selection = 4 * (slots + sinks) * (2 if policy.remembers else 1)
         selection += 4 * recent if policy.remembers else 0
     footprint.parts["selection"] += rows * selection
     footprint.parts["exact sinks"] = rows * sinks * dims * dtype.itemsize
-    return footprint, has_low
+    return footprint, tiers
 
 
 @functools.lru_cache(maxsize=256)

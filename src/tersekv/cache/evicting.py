@@ -189,6 +189,8 @@ class EvictingStore(Store, ABC):
             for pool, mark in zip(self.pools, before[0], strict=True):
                 pool.undo(mark)
             self.__dict__.update(before[1])
+            for pool in self.pools:
+                pool.padding = self.padding
             raise
         for tail, x in zip(self.tails, new, strict=True):  # last, because it is not undone
             tail.usual = self.tail_tokens + (0 if self.policy.evicts == "step" else self.flush_tokens)

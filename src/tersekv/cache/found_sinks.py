@@ -23,7 +23,7 @@ from tersekv.cache.schema import Check, require, tensor
 from tersekv.cache.segments import ExactSegment
 from tersekv.cache.state import Rules, Spec, Stateful
 from tersekv.kernels.attend import Masks, PackedPages, Where
-from tersekv.kernels.marks import Marks
+from tersekv.kernels.marks import BITS, Marks
 from tersekv.tensors import gathered
 
 SMALLEST = 1e-30
@@ -58,6 +58,11 @@ def _exact(name: str) -> Callable[[Any], Check]:
         return tensor(x.dtype, *x.shape[:2], None, x.shape[3])
 
     return check
+
+
+def _of_heads(shown: Tensor, held: Tensor) -> Tensor:
+    """Return the masks [B, N] of positions as masks [B, H, T] of the positions [B, H, T] that heads hold."""
+    return shown.unsqueeze(1).expand(-1, held.shape[1], -1).gather(2, held.long())
 
 
 def _usual(norms: Tensor) -> Tensor:
@@ -163,16 +168,18 @@ class FoundTokens(Stateful):
         """
         if not self.places.shape[1]:
             return mask
-        if isinstance(where, int):
-            at = torch.where(self.places < 0, tokens, self.places - where).long()
-            at = torch.where((at < 0) | (at > tokens), tokens, at)  # the last column takes those of other pages
-            shown = torch.ones((len(at), tokens + 1), dtype=torch.bool, device=at.device)
-            shown = shown.scatter_(1, at, False)[:, :tokens]
+        held, first = (where.positions() if isinstance(where, Marks) else where), 0
+        if isinstance(held, int):
+            first, end = held, held + tokens
+        elif isinstance(where, Marks):
+            end = where.first + where.bits.shape[2] * BITS
         else:
-            held = where.positions() if isinstance(where, Marks) else where
-            shown = torch.ones((len(self.places), *held.shape[1:-1], tokens), dtype=torch.bool, device=held.device)
-            for place in self.places.T:
-                shown &= held != place.view(-1, *[1] * max(1, held.dim() - 1))
+            end = int(held.max()) + 1
+        at = torch.where((self.places < first) | (self.places >= end), end, self.places).long() - first
+        shown = torch.ones((len(at), end - first + 1), dtype=torch.bool, device=at.device)
+        shown = shown.scatter_(1, at, False)[:, :-1]  # the last column takes those of other pages
+        if not isinstance(held, int):
+            shown = shown[:, held.long()] if held.dim() == 1 else _of_heads(shown, held)
         shown = shown.unsqueeze(-2)
         return shown if mask is None else mask & shown
 

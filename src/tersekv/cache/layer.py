@@ -160,8 +160,8 @@ class LayerStore(Store):
         else:  # start over with all tokens, as if they had come in one call
             new = [torch.cat([side.tail.data, x], dim=2) for side, x in zip(self.sides, new, strict=True)]
             new = [without_padding(x, self.padding, self.placement.most_sinks) for x in new]
-            self.padding = self.padding if self.placement.most_sinks else None
             self._add(new, True, observed)
+            self.padding = self.padding if self.placement.most_sinks else None
 
     def observes(self, n: int) -> bool:
         """True if appending n tokens fits a codec that observes queries. Nothing is packed yet then."""
@@ -392,5 +392,6 @@ class LayerStore(Store):
         footprint.coded = {self.plan.coded: 1}
         for part in self._held():
             part.count(footprint)
-        footprint.parts["selection"] += len(self.found) * self.batch_size * self.packed_tokens  # masks of decode steps
+        masks = len(self.found) * self.batch_size * (self.kv_heads if self.ranked else 1)  # of decode steps
+        footprint.parts["selection"] += masks * self.packed_tokens
         return footprint

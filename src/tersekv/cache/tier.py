@@ -89,13 +89,15 @@ class Tier(Stateful):
             UserError: a scale is too large for its dtype.
         """
         planes, sums = [], LostVariance() if self.corrected and self.lost is None else None
-        for tokens, counts in parts:
-            planes.append(coding.encode(codec, tokens, heads))
-            if sums is not None and not tokens.x.is_meta:
-                view = coding.view(codec, planes[-1], self.head_dim, tokens.angles)
-                sums.add(tokens.x, view, counts)
-        if sums is not None and share is not None:
-            share(sums)
+        try:
+            for tokens, counts in parts:
+                planes.append(coding.encode(codec, tokens, heads))
+                if sums is not None and not tokens.x.is_meta:
+                    view = coding.view(codec, planes[-1], self.head_dim, tokens.angles)
+                    sums.add(tokens.x, view, counts)
+        finally:
+            if sums is not None and share is not None:  # other processes wait for it, also after an error
+                share(sums)
         return planes, self.lost if sums is None else sums.value()
 
     def append(self, codec: Codec, encoded: Encoded) -> None:

@@ -131,9 +131,9 @@ def verdict(recipe: Any, known: estimate.Known, biases: bool | None, tokens: int
     """Return if a recipe is a good choice for a model, with the reasons."""
     from tersekv.cache.estimate import break_even, predict
 
-    if reasons := estimate.refusals(recipe, known.config):
-        return {"recipe": recipe.name, "good": False, "reasons": reasons}
     try:
+        if reasons := estimate.refusals(recipe, known.config):
+            return {"recipe": recipe.name, "good": False, "reasons": reasons}
         footprint, least = predict(known.shape, recipe, tokens), break_even(known.shape, recipe)
         fault = estimate.bias_fault(recipe, known.shape) if biases else None
     except UserError as error:
@@ -141,9 +141,9 @@ def verdict(recipe: Any, known: estimate.Known, biases: bool | None, tokens: int
     held, bfloat16 = footprint.total_bytes, footprint.elements * 2
     size = f"{sizes.against_bfloat16(held, bfloat16)} at {tokens:,} tokens"
     gains = f"gains from some {least:,} tokens on" if least else "never smaller: choose another recipe"
-    reasons = [fault] * bool(fault) + [size, gains]
+    said = [*([fault] if fault else []), size, gains]
     good = not fault and held < bfloat16
-    return {"recipe": recipe.name, "good": good, "reasons": reasons + [_kernels(recipe, known.shape)] * good}
+    return {"recipe": recipe.name, "good": good, "reasons": said + [_kernels(recipe, known.shape)] * good}
 
 
 def _kernels(recipe: Any, shape: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from tersekv.codecs.base import Codec, Method, check_choice, for_both_sides
@@ -34,7 +35,12 @@ class Exact(Codec):
         Raises:
             UserError: a value is too large for it.
         """
-        stored = round_scale(x, DTYPES[self.dtype], "a key or value", "use the method's option dtype=bf16")
+        dtype = DTYPES[self.dtype]
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():  # a check would wait for the device
+            stored = x.to(dtype)
+        else:
+            wider = "bf16" if self.dtype == "fp16" else "fp32"
+            stored = round_scale(x, dtype, "a key or value", f"use the method's option dtype={wider}")
         return {"x": stored.unflatten(2, (-1, self.layout(x.shape[-1]).block_tokens))}
 
     def view(self, planes: PackedTensors, head_dim: int) -> ExactView:

@@ -26,7 +26,7 @@ from tersekv.hf.parallel import spread_over
 from tersekv.hf.progress import Progress
 from tersekv.hf.rope import Ropes
 from tersekv.hf.traced import is_traced
-from tersekv.hf.why_not import faults
+from tersekv.hf.why_not import Use, faults
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.tensors import plain
 from tersekv.versions import check_transformers
@@ -112,7 +112,8 @@ class CompressedCache(ModelCache):
         self._model = None
         self.mask_offsets = {}
         self.ropes = ropes or Ropes(self.config, self.shape.key_dim)
-        if reasons := faults(plans, self.config, "context_parallel" if context_parallel else "transformers", self.ropes):
+        use: Use = "transformers" if context_parallel is None else "context_parallel"
+        if reasons := faults(plans, self.config, use, self.ropes):
             raise UserError(f"{self.recipe} on {self.config.model_type}: {'; '.join(reasons)}")
         kinds = attention_layers(self.config)
         layers: list[Any] = []

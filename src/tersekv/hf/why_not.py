@@ -16,7 +16,7 @@ from tersekv.hf.rope import Ropes
 from tersekv.recipe import LayerPlan, Recipe
 
 Use = Literal["transformers", "context_parallel"]
-"""How a recipe is used: in one process or with tensor parallelism, or with context parallelism."""
+"""Ways to use a recipe: in one process or with tensor parallelism, or with context parallelism."""
 
 SPREAD = "it does not work with context_parallel"
 
