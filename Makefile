@@ -16,11 +16,12 @@ PYTHON ?=
 RECIPE ?= default
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: help setup demo test test-serving test-serving-smoke asan asan-smoke docs docs-serve lint format clean
+.PHONY: help setup demo test test-rest test-serving test-serving-smoke asan asan-smoke docs docs-serve lint format clean
 
 help: ## show this help
 	@echo "make demo    ask the default model about a long text, with the full and with a packed cache"
-	@echo "make test    run the tests, with coverage"
+	@echo "make test    run up to two cases of each test, with coverage"
+	@echo "make test-rest  run all other tests: more cases, whole programs, Triton's kernels"
 	@echo "make test-serving  run the tests inside vLLM and LMCache, in separate environments (5 GB)"
 	@echo "make test-serving-smoke  run only the tests inside LMCache (1.4 GB)"
 	@echo "make asan    run the kernels' tests with AddressSanitizer and UndefinedBehaviorSanitizer (g++)"
@@ -67,13 +68,14 @@ $(STAMP): $(BUILD_INPUTS)
 demo: setup ## ask the default model about a long text
 	@$(BIN)/tersekv demo --recipe "$(RECIPE)"
 
-# One thread per process: with more threads than cores, processes wait for each other most of the time. Triton's
-# interpreter takes 2.5 times as long where coverage is measured, so its tests run by themselves.
-TRITON_TESTS := $(wildcard tests/test_ops_triton*.py) tests/test_decode_waits.py
+# One thread per process: with more threads than cores, processes wait for each other most of the time. Coverage is
+# measured in the fast tier alone, because Triton's interpreter takes 2.5 times as long with it.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
-test: setup ## run the tests
-	@$(PYTEST) $(TRITON_TESTS:%=--ignore=%) --cov=tersekv --cov-report=term:skip-covered --cov-fail-under=90
-	@$(PYTEST) $(TRITON_TESTS)
+test: setup ## run some cases of each test
+	@$(PYTEST) --tier fast --cov=tersekv --cov-report=term:skip-covered --cov-fail-under=90
+
+test-rest: setup ## run all other tests
+	@$(PYTEST) --tier rest
 
 # The wheel uses the build folder of setup, so that nothing is compiled again.
 SERVING := build/serving

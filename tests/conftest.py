@@ -27,6 +27,42 @@ from tersekv.hf import models as known_models
 from tersekv.kernels import cpu
 from tersekv.recipe import LayerPlan, Recipe
 
+CASES = 2
+"""Cases of a test function in the fast tier, spread evenly over all of them."""
+
+WHOLE = {
+    "backends", "bench_generate", "bench_gpu", "benchmark_compiled", "benchmark_papers_kvquant",
+    "benchmark_prefill", "calibrate", "calibrate_cli", "claims_subgen", "cli", "cli_output", "compiled",
+    "context_parallel", "contributing", "decode_waits", "docs_code", "estimate_cli", "evals_harness",
+    "examples", "extras", "gguf_faults", "interrupted", "packaging", "plot_program", "prompt_cache_cli",
+    "report", "saved_forged", "tensor_parallel",
+}  # fmt: skip
+"""Files of tests that are not in the fast tier: they start programs, compile models, or draw many samples."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that chooses a tier. Without it all tests run."""
+    parser.addoption("--tier", choices=["fast", "rest"], help="fast: what `make test` runs; rest: all other tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of the other tier."""
+    if (tier := config.getoption("--tier")) is None:
+        return
+    by_function: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_function.setdefault(item.nodeid.split("[")[0], []).append(item)
+    fast = set()
+    for cases in by_function.values():
+        name = cases[0].path.stem.removeprefix("test_")
+        if name not in WHOLE and not name.startswith("ops_triton"):
+            last = len(cases) - 1
+            fast |= {cases[last * i // (CASES - 1)] for i in range(CASES)}
+    left = [item for item in items if (item in fast) != (tier == "fast")]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if (item in fast) == (tier == "fast")]
+
+
 SHAPE = {
     "vocab_size": 97,
     "hidden_size": 64,

@@ -111,7 +111,6 @@ EVICTING = [
 
 REFUSED = [
     "window:found=5,generated=exact",
-    "h2o:rest=2,bias_correction=full",
     "snapkv:memory=1MB",
     "mixed:budget=0.5,allot=model",
     "subgen:variant=stream,rest=2",

@@ -118,13 +118,13 @@ def signature(outputs: list[Tensor]) -> list[float] | None:
 
 
 def saved(path: Path) -> dict[str, list[str]]:
-    """Return the sorted hashes of a file's tensors, by two parts.
+    """Return the sorted hashes of a file's tensors, by two parts. Empty ones do not count.
 
     Figures are float32 and float64 tensors, such as sums of attention weights. Every CPU rounds them
     in its own way.
     """
     found: dict[str, list[str]] = {"figures": [], "saved": []}
-    for x in load_file(path).values():
+    for x in filter(Tensor.numel, load_file(path).values()):
         found["figures" if x.dtype in (torch.float32, torch.float64) else "saved"].append(digest(x))
     return {kind: sorted(hashes) for kind, hashes in found.items()}
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tersekv.attention.observe import observe
 from tersekv.attention.read import AttentionCall, attend_store
-from tersekv.cache.scored_eviction import ScoredEvictionStore, best
+from tersekv.cache.candidates import best
+from tersekv.cache.scored_eviction import ScoredEvictionStore
 from tersekv.cache.segments import PackedSegment
 from tersekv.cache.stores import new_store
 from tersekv.errors import UserError

@@ -194,6 +194,14 @@ def test_uniform_error_is_at_most_half_a_step(bits, axis, side):
     assert (error.amax(-1) <= step / 2 * 1.001 + slack).all()
 
 
+def test_exact_refuses_what_its_dtype_cannot_hold():
+    x = torch.full((1, 1, 32, 32), 7e4)
+    with pytest.raises(UserError, match="exceeds float16's 65504; use the method's option dtype=bf16"):
+        methods()["exact"].build().keys.encode(x)
+    for dtype in ("bf16", "fp32"):
+        assert methods()["exact"].build(dtype=dtype).keys.encode(x)["x"].isfinite().all()
+
+
 def test_constant_group_decodes_exactly():
     for axis in ("token", "channel"):
         codec = Uniform(2, axis, 32)

@@ -158,3 +158,15 @@ def test_saved_and_estimated(llama, tmp_path):
 def test_wrong_options_are_refused(recipe, reason):
     with pytest.raises(UserError, match=reason):
         Recipe.parse(recipe)
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_padding_is_never_found(sinks):
+    """Also without attention sinks, whose rows need no padding later."""
+    keys, values = tokens(300, rows=2)[:2]
+    recipe = f"window:sinks={sinks},recent=16,found=4+kivi:bits=4"
+    store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values)
+    store.append(keys, values, torch.tensor([0, 100]))
+    places = store.found[0].places
+    assert int(places[1].min()) >= 100 + sinks
+    assert (store.padding is None) == (sinks == 0)

@@ -13,7 +13,7 @@ from tersekv.attention.importance import importance, moved
 from tersekv.attention.observe import observe
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store, grouped
 from tersekv.attention.weights import attention_weights
-from tersekv.cache.mixed_rates import MixedRatesStore
+from tersekv.cache.layer import LayerStore
 from tersekv.cache.stores import new_store
 from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import CacheError, UserError
@@ -47,13 +47,13 @@ def mask_of(first: int, n: int, padding: list[int] | None) -> Tensor | None:
     return seen
 
 
-def store_of(keys: Tensor, recipe: str) -> MixedRatesStore:
+def store_of(keys: Tensor, recipe: str) -> LayerStore:
     store = new_store(Recipe.parse(recipe).plan(0, 1), keys, keys, None, standard_rope(D))
-    assert isinstance(store, MixedRatesStore)
+    assert store.ranked
     return store
 
 
-def fed(recipe: str, tokens: tuple[Tensor, ...], cuts: list[int], padding: list[int] | None = None) -> MixedRatesStore:
+def fed(recipe: str, tokens: tuple[Tensor, ...], cuts: list[int], padding: list[int] | None = None) -> LayerStore:
     """Return a store that was fed the tokens in calls that end at `cuts`."""
     keys, values, query = tokens
     store = store_of(keys, recipe)
@@ -65,7 +65,7 @@ def fed(recipe: str, tokens: tuple[Tensor, ...], cuts: list[int], padding: list[
     return store
 
 
-def expected(store: MixedRatesStore, call: AttentionCall) -> Tensor:
+def expected(store: LayerStore, call: AttentionCall) -> Tensor:
     """Return exact attention over the decoded tokens."""
     weights = attention_weights(None, store.decoded(torch.float32)[0], call)
     values = store.decoded(torch.float32)[1].repeat_interleave(G, dim=1)
@@ -101,7 +101,7 @@ def test_attention_reads_rates_far_apart(bits: float, rest: float, share: float)
     """Rates that `allot=model` gives to layers."""
     recipe = f"mixed:budget={share},rest={rest},bias_correction=full+trellis:bits={bits},calibration=prompt"
     store = fed(recipe, made(1, 1000), [0, 700, *range(701, 1000)])
-    assert (store.keys.packed.tokens < store.keys.rest.tokens) == (share < 0.5)
+    assert (store.keys.packed.tokens < store.keys.tiers[1].packed.tokens) == (share < 0.5)
     call = AttentionCall(normal(1, H * G, 1, D, seed=9), None, 0.3)
     with backends.forced("reference"):
         wanted = attend_store(store, call)
@@ -113,7 +113,7 @@ def test_each_token_is_coded_at_its_rate(codec: str):
     """Tokens of each rate are those that the side's codec of that rate encodes, at their positions."""
     keys, values, query = made(1, 520)
     store = fed(f"{OPTIONS}+{codec}", (keys, values, query), [0, 520])
-    high = store.is_high()
+    high = store.ranked[0].is_high()
     assert high.sum(-1).tolist() == [[128, 128]]  # a quarter of 484 // 32 blocks, rounded up
     assert not torch.equal(high[:, 0], high[:, 1])  # heads choose for themselves
     for x, got in zip((keys, values), store.decoded(torch.float32), strict=True):
@@ -138,7 +138,7 @@ def test_tokens_with_much_attention_get_the_higher_rate():
     call = AttentionCall(query, None, 0.3)
     rank = importance(store_of(keys, f"{OPTIONS}+{TRELLIS}"), keys, call)
     assert places.numel() == rank.shape[2]
-    high = store.is_high()
+    high = store.ranked[0].is_high()
     for h in range(H):
         packed = wanted[h][wanted[h] < 4 + store.packed_tokens]
         assert float(high[0, h, packed - 4].float().mean()) > 0.9
@@ -192,7 +192,7 @@ def test_rows_of_a_batch_are_as_alone():
     whole = fed(f"{OPTIONS}+{TRELLIS}", tokens, [0, 400, 500])
     for row in range(3):
         alone = fed(f"{OPTIONS}+{TRELLIS}", tuple(x[row : row + 1] for x in tokens), [0, 400, 500])
-        assert torch.equal(whole.is_high()[row : row + 1], alone.is_high())
+        assert torch.equal(whole.ranked[0].is_high()[row : row + 1], alone.ranked[0].is_high())
         for a, b in zip(whole.decoded(torch.float32), alone.decoded(torch.float32), strict=True):
             torch.testing.assert_close(a[row : row + 1], b, rtol=1e-3, atol=1e-3)
 
@@ -201,14 +201,14 @@ def test_padding_has_no_high_rate_before_tokens_have():
     """A row with much padding: its own share of real tokens is high, and padding fills up."""
     tokens = made(2, 700)
     store = fed(f"{OPTIONS}+{TRELLIS}", tokens, [0, 700], [0, 300])
-    high = store.is_high()
+    high = store.ranked[0].is_high()
     assert store.packed_tokens == 640
     assert high.sum(-1).unique().tolist() == [160]
     real = high[1, :, 300:].sum(-1)
     assert real.tolist() == [340 // 4] * H
     seen = torch.zeros(H, 700, dtype=torch.int)
     for segment in store.packed_pages():
-        places, mask = segment.positions.positions(), Masks(None, store.hidden).at(segment.where, segment.tokens)
+        places, mask = segment.where.positions(), Masks(None, store.hidden).at(segment.where, segment.tokens)
         seen.scatter_add_(1, places[1].long(), mask[1, :, 0].int())
     assert seen.tolist() == [[int(304 <= place < 644) for place in range(700)]] * H
 
@@ -231,7 +231,7 @@ def test_rows_are_selected_copied_and_restored():
         s.append(*(normal(3, H, 1, D, seed=i) for i in (3, 4)))
     assert torch.equal(*(s.decoded(torch.float32)[0] for s in (store, other)))
     broken = store.state()
-    broken["high"][0, 0, 0] ^= 1
+    broken["ranked"][0]["high"][0, 0, 0] ^= 1
     with pytest.raises(UserError, match="high"):
         store_of(tokens[0], f"{OPTIONS}+{TRELLIS}").restore(broken)
 
@@ -263,9 +263,13 @@ def test_generated_tokens_are_ranked_in_chunks():
     query = query * 0.1 + look.repeat_interleave(G, dim=1)
     keys, query = rope.apply(keys, cos[None], sin[None]), rope.apply(query, cos[None], sin[None])
     store = fed(f"{OPTIONS}+{TRELLIS}", (keys, values, query), [0, 70, *range(71, 301)])
-    assert (store.packed_tokens, store.sides[0].packed.tokens, store.queries.shape) == (256, 64, (1, H * G, KEPT, D))
-    assert torch.equal(store.queries, query[:, :, 176:300:EVERY].half())
-    assert float(store.is_high()[0, :, [p - 4 for p in places]].float().mean()) > 0.9
+    assert (store.packed_tokens, store.sides[0].packed.tokens, store.ranked[0].queries.shape) == (
+        256,
+        64,
+        (1, H * G, KEPT, D),
+    )
+    assert torch.equal(store.ranked[0].queries, query[:, :, 176:300:EVERY].half())
+    assert float(store.ranked[0].is_high()[0, :, [p - 4 for p in places]].float().mean()) > 0.9
 
 
 def test_few_tokens_wait_until_they_can_be_ranked():
@@ -299,14 +303,14 @@ def test_the_bias_of_each_rate_is_corrected(codec: str, padding: list[int] | Non
     tokens = made(2, 600)
     store = fed(f"{OPTIONS},bias_correction=full+{codec}", tokens, [0, 600], padding)
     side, scaling = store.keys, 0.3
-    high, rest = side.correction_of(False), side.correction_of(True)
+    high, rest = side.tiers[0].correction, side.tiers[1].correction
     assert high.shape == rest.shape == (2, H, D)
     assert float(rest.abs().mean()) > 3 * float(high.abs().mean())
     query = 2 * normal(2, H * G, 70, D, seed=9)
     rows = grouped(query, H).flatten(2, 3)
     mapped = next(store.packed_pages()).keys.query(rows)
     biases = [softmax.score_bias(mapped, x, scaling).unsqueeze(-1) for x in (high, rest)]
-    of_packed = torch.where(store.is_high().unsqueeze(2), *biases)
+    of_packed = torch.where(store.ranked[0].is_high().unsqueeze(2), *biases)
     bias = torch.zeros(*rows.shape[:3], 600)
     bias[..., 4 : 4 + store.packed_tokens] = of_packed
     if padding is not None:  # exact sinks of each row come after its padding
@@ -335,40 +339,40 @@ def test_lost_variance_is_that_of_the_tokens_of_a_rate():
     store = fed(f"{OPTIONS},bias_correction=half+kivi:bits=4", tokens, [0, 600])
     got, x = store.decoded(torch.float32)[0], tokens[0].half().float()
     high = torch.zeros(2, H, 600, dtype=torch.bool)
-    high[:, :, 4 : 4 + store.packed_tokens] = store.is_high()
+    high[:, :, 4 : 4 + store.packed_tokens] = store.ranked[0].is_high()
     low = torch.zeros_like(high)
-    low[:, :, 4 : 4 + store.packed_tokens] = ~store.is_high()
-    for chosen, lost in ((high, store.keys.lost), (low, store.keys.lost_rest)):
+    low[:, :, 4 : 4 + store.packed_tokens] = ~store.ranked[0].is_high()
+    for chosen, lost in ((high, store.keys.tiers[0].lost), (low, store.keys.tiers[1].lost)):
         for b in range(2):
             for h in range(H):
                 variances = [of[b, h, chosen[b, h]].double().var(0, unbiased=False) for of in (x, got)]
                 torch.testing.assert_close(lost[b, h].double(), variances[0] - variances[1], rtol=1e-3, atol=1e-5)
-    assert torch.equal(store.keys.correction_of(True), store.keys.lost_rest / 4)
-    assert store.values.lost_rest is None
+    assert torch.equal(store.keys.tiers[1].correction, store.keys.tiers[1].lost / 4)
+    assert store.values.tiers[1].lost is None
 
 
 def test_lost_variances_are_kept_with_the_tokens():
     tokens, recipe = made(3, 600), f"{OPTIONS},bias_correction=half+kivi:bits=4"
     store = fed(recipe, tokens, [0, 600])
-    lost = store.keys.lost_rest
+    lost = store.keys.tiers[1].lost
     other = store_of(tokens[0], recipe)
     other.restore(store.state())
-    assert torch.equal(other.keys.lost_rest, lost)
+    assert torch.equal(other.keys.tiers[1].lost, lost)
     call = AttentionCall(normal(3, H * G, 1, D, seed=9), None, 0.3)
     for same in (other, copy.deepcopy(store)):
         assert torch.equal(attend_store(same, call), attend_store(store, call))
     rows = torch.tensor([2, 0])
     out = attend_store(store, call)[rows]
     store.select(rows)
-    assert torch.equal(store.keys.lost_rest, lost[rows])
+    assert torch.equal(store.keys.tiers[1].lost, lost[rows])
     torch.testing.assert_close(attend_store(store, AttentionCall(call.query[rows], None, 0.3)), out)
     store.crop(600)
-    assert store.keys.lost_rest is store.keys.lost is None
+    assert store.keys.tiers[1].lost is store.keys.tiers[0].lost is None
     state = other.state()
-    state["sides"][0]["lost_rest"] = torch.full((3, H, D), torch.nan)
-    with pytest.raises(UserError, match="lost_rest"):
+    state["sides"][0]["tiers"][1]["lost"] = torch.full((3, H, D), torch.nan)
+    with pytest.raises(UserError, match=r"tiers\.1\.lost"):
         store_of(tokens[0], recipe).restore(state)
-    assert "lost_rest" not in fed(f"{OPTIONS}+kivi:bits=4", tokens, [0, 600]).state()["sides"][0]
+    assert "lost" not in fed(f"{OPTIONS}+kivi:bits=4", tokens, [0, 600]).state()["sides"][0]["tiers"][1]
 
 
 @pytest.mark.parametrize(
@@ -391,5 +395,5 @@ def test_what_has_no_second_rate_is_refused(recipe: str, message: str):
 def test_exact_layers_are_allowed():
     recipe = Recipe.parse("mixed+trellis:bits=4;0=exact")
     keys = normal(1, H, 4, D)
-    assert not isinstance(new_store(recipe.plan(0, 2), keys, keys), MixedRatesStore)
-    assert isinstance(new_store(recipe.plan(1, 2), keys, keys, None, standard_rope(D)), MixedRatesStore)
+    assert not new_store(recipe.plan(0, 2), keys, keys).ranked
+    assert new_store(recipe.plan(1, 2), keys, keys, None, standard_rope(D)).ranked

@@ -13,7 +13,6 @@ import tersekv
 from conftest import SHAPE, prompt
 from tersekv.cache.estimate import predict
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.mixed_rates import MixedRatesStore
 from tersekv.codecs import methods, registered
 from tersekv.codecs.exact import ExactView
 from tersekv.errors import CacheError, UserError
@@ -74,7 +73,7 @@ def test_transformers_tokens(models, name, options):
         got = model.generate(ids, past_key_values=cache, **kwargs)
     assert got.tolist() == expected.tolist()
     full = next(layer.store for layer in cache.layers if layer.sliding_window is None)
-    assert isinstance(full, MixedRatesStore)
+    assert full.ranked
     assert full.packed_tokens >= 128
     sliding = [layer.store for layer in cache.layers if layer.sliding_window is not None]
     assert all(type(store) is LayerStore for store in sliding)

@@ -123,7 +123,7 @@ def test_sliding_windows_evict_generated_tokens(window):
         store.crop(1)
     store.append(keys[:, :, 1900:], values[:, :, 1900:])
     assert store.packed_tokens > 0
-    store.record_past = True
+    store.record_past(True)
     before = store.num_evicted
     for i in range(200):
         store.append(keys[:, :, i : i + 1], values[:, :, i : i + 1])

@@ -14,7 +14,6 @@ import tersekv
 from conftest import prompt
 from tersekv import cli
 from tersekv.cache.estimate import predict
-from tersekv.cache.mixed_rates import MixedRatesStore
 from tersekv.cache.rate_allotment import STEPS, allotted
 from tersekv.codecs import Codec
 from tersekv.codecs.codebooks.bits import SQUARED_ERROR
@@ -243,9 +242,9 @@ def test_a_cache_has_the_rates_of_each_layer(llama, tmp_path, codec):
         read(llama, held, [prompt(600), *singles(5)])
         for layer in held.layers:
             store = layer.store
-            assert isinstance(store, MixedRatesStore)
+            assert store.ranked
             bits, rest, share = layer.plan.rates.tolist()
-            assert (store.keys.codec.bits, store.keys.low.bits) == (bits, rest)
+            assert (store.keys.codec.bits, store.keys.tiers[1].codec.bits) == (bits, rest)
             assert abs(store.keys.packed.tokens - share * store.packed_tokens) <= 32
         goes_on_alike(llama, held, tmp_path / "cache.safetensors", [*singles(3), prompt(300, seed=2)])
 

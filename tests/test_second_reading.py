@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import transformers as tf
 
 import tersekv
 from conftest import SHAPE, build, prompt
-from tersekv.cache.mixed_rates import MixedRatesStore
+from tersekv.cache.ranked_tokens import RankedTokens
+from tersekv.cache.segments import Observed
 from tersekv.hf.attention_spread import measure
 from tersekv.hf.second_reading import FEWEST
 from test_transformers import GREEDY
@@ -23,13 +25,14 @@ PLAIN = RECIPE.replace(",reread=true", "")
 def ranked(monkeypatch) -> list[torch.Tensor]:
     """Importance of the tokens that layers rank, in the order of their calls."""
     found: list[torch.Tensor] = []
-    choice = MixedRatesStore._choice
+    choice = RankedTokens.choose
 
-    def noted(store: MixedRatesStore, importance: torch.Tensor, place: int) -> torch.Tensor:
-        found.append(importance)
-        return choice(store, importance, place)
+    def noted(ranks: RankedTokens, observed: Observed, own: range, place: int, sinks: int, hidden: Any) -> torch.Tensor:
+        if observed.importance is not None:
+            found.append(observed.importance[:, :, sinks : sinks + len(own)])
+        return choice(ranks, observed, own, place, sinks, hidden)
 
-    monkeypatch.setattr(MixedRatesStore, "_choice", noted)
+    monkeypatch.setattr(RankedTokens, "choose", noted)
     return found
 
 

@@ -13,7 +13,7 @@ from tersekv.attention import observe as observing
 from tersekv.attention.observe import kept_weights, observe
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.segments import UNSEEN
+from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.cache.stores import new_store
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends
@@ -177,7 +177,7 @@ def test_packed_bits_do_not_change(policy):
         packed = store.packed_segment()
         decoded = packed.keys.decode()
         for head in range(2):
-            for slot, position in enumerate(packed.positions[0, head].tolist()):
+            for slot, position in enumerate(packed.where[0, head].tolist()):
                 if position >= 0:
                     token = decoded[0, head, slot]
                     assert torch.equal(known.setdefault((head, position), token), token)
@@ -225,3 +225,11 @@ def test_without_observed_attention():
         made("snapkv+kivi", keys, values).append(keys, values)
     with pytest.raises(UserError, match="read by tersekv's attention only"):
         filled("streaming+kivi", [100])[0].decoded(torch.float32)
+
+
+def test_a_refused_first_call_leaves_no_padding():
+    keys, values = tokens(200, B=2)
+    store = made("snapkv:recent=16,exact=fp32,budget=0.5+exact:dtype=fp16", keys, values)
+    with pytest.raises(UserError, match="exceeds float16's 65504"):
+        store.append(keys * 1e6, values, torch.tensor([0, 7]), Observed(torch.ones(2, 2, 200)))
+    assert store.padding is store.pool.padding is None

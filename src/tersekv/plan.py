@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -42,6 +43,11 @@ class LayerPlan(NamedTuple):
             for codec in (self.keys, self.values)
         )
         return keys if keys == values else f"{keys} / {values}"
+
+    def per_head(self) -> LayerPlan:
+        """Return the plan whose codecs store nothing jointly for all heads of a token."""
+        keys, values = (replace(codec, per_head=True) for codec in (self.keys, self.values))
+        return self._replace(keys=keys, values=values)
 
     def in_layer(self, tokens: int, window: int | None, key_dim: int, value_dim: int) -> LayerPlan:
         """Return the plan with the codecs that this layer gets, see `Codec.in_layer`.

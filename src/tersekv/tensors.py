@@ -119,3 +119,16 @@ def chosen_tokens(blocks: Tensor, index: Tensor, axis: int | None) -> Tensor:
     own = index.reshape(*index.shape, *(1,) * (tokens.dim() - 4)).expand(*index.shape, *tokens.shape[4:])
     chosen = tokens.flatten(2, 3).gather(2, own).unflatten(2, (-1, tokens.shape[3]))
     return chosen.movedim(3, 3 + axis).contiguous()
+
+
+def gathered(x: Tensor, index: Tensor) -> Tensor:
+    """Return tokens `index` [B, H, n] of x [B, H, T, D]."""
+    return x.gather(2, index.unsqueeze(-1).expand(*index.shape, x.shape[-1]))
+
+
+def joined(*parts: Tensor) -> Tensor:
+    """Concatenate tensors [B, H, n, …] along the third axis. Of tensors on the device meta, only shapes."""
+    if not parts[0].is_meta:
+        return torch.cat(parts, dim=2)
+    B, H, _, *rest = parts[0].shape  # torch would import a thousand modules for it
+    return parts[0].new_empty((B, H, sum(part.shape[2] for part in parts), *rest))

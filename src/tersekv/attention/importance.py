@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tersekv.attention.read import AttentionCall, grouped
 from tersekv.codecs.transforms.rope import Rope
+from tersekv.kernels.softmax import softmax_weights
 
 QUERIES = 512
 """Number of query positions observed, spread over the call. Kept queries come before these. Of each
@@ -50,12 +51,13 @@ def importance(store: Any, keys: Tensor, call: AttentionCall, again: int = 0) ->
     first = q - again if again else 0
     at = torch.linspace(first, q - 1, q - first if again else min(QUERIES, q), device=keys.device).long()
     query, later = call.query[:, :, at].float(), None
-    kept = store.queries[:, :, : 0 if again else max(0, QUERIES - q)]
+    ranked = store.ranked[0]
+    kept = ranked.queries[:, :, : 0 if again else max(0, QUERIES - q)]
     if again:
         later = torch.arange(first, q, device=keys.device) > at[:, None]
     else:
         query = torch.cat([kept.float(), query], dim=2) if kept.shape[2] else query
-        query = moved(query, store.query_rope, past + keys.shape[2])
+        query = moved(query, ranked.query_rope, past + keys.shape[2])
     hidden, counts = None, None
     if call.mask is not None:
         seen = call.mask.any(dim=1)[:, -tokens:].expand(len(keys), -1)
@@ -114,11 +116,4 @@ def _weights(rows: Tensor, keys: Tensor, call: AttentionCall, logits: Tensor | N
     logits: sink logits [Hkv, n], or None.
     """
     scores = torch.matmul(rows * call.scaling, keys.transpose(-1, -2))
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    if hidden is not None:
-        scores.masked_fill_(hidden, float("-inf"))
-    if logits is not None:
-        own = logits[None, :, :, None].expand(len(scores), -1, -1, 1).to(scores.dtype)
-        return torch.cat([scores, own], dim=-1).softmax(-1)[..., :-1]
-    return scores.softmax(-1)
+    return softmax_weights(scores, call.softcap, hidden, None if logits is None else logits[None, :, :, None])

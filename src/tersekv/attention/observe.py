@@ -24,6 +24,7 @@ from tersekv.cache.segments import UNSEEN, Observed, PackedSegment
 from tersekv.cache.store import LEAST_QUERIES
 from tersekv.errors import UserError
 from tersekv.kernels.attend import Masks
+from tersekv.kernels.softmax import softmax_weights
 
 OBSERVED_QUERIES = 64
 """Number of query positions whose weights are in memory at a time."""
@@ -121,16 +122,11 @@ def _weights(store: Any, held: Held, keys: Tensor, call: AttentionCall, tile: sl
     positions = torch.cat([place for _, place in held] + [_span(store, past, n)], dim=2)
     key = torch.cat([k for k, _ in held] + [keys.float()], dim=2)
     scores = torch.matmul(query, key.unsqueeze(2).transpose(-1, -2)) * call.scaling
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
     mask = call.mask[:, tile] if call.mask is not None else _causal(store, past + n, call.query.shape[2], tile)
     seen = Masks(mask, store.hidden).at(positions, positions.shape[2])
     assert seen is not None
-    scores = scores.masked_fill(~seen.unsqueeze(2), float("-inf"))
-    if call.sink_logits is not None:
-        logits = call.sink_logits.float().reshape(1, *query.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, logits], dim=-1)
-    return torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., : positions.shape[2]]
+    logits = None if call.sink_logits is None else call.sink_logits.view(1, *query.shape[1:3], 1, 1)
+    return softmax_weights(scores, call.softcap, ~seen.unsqueeze(2), logits)
 
 
 def _causal(store: Any, total: int, q: int, tile: slice) -> Tensor:

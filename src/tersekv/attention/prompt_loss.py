@@ -27,6 +27,7 @@ from torch import Tensor
 from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.coding import own_sinks
 from tersekv.codecs.transforms.moments import Observes, TokenLoss, score_loss
+from tersekv.kernels.softmax import softmax_weights
 
 QUERIES = 32
 """Number of query positions observed, from the second half of a call. Later ones see more tokens."""
@@ -123,14 +124,11 @@ def _weights(query: Tensor, keys: Tensor, call: AttentionCall, at: Tensor, past:
     """Return softmax weights [B, Hkv, G·q, T] of the queries [B, Hkv, G, q, D] at `past + at`."""
     G, q = query.shape[2:4]
     scores = torch.matmul(query.flatten(2, 3) * call.scaling, keys.transpose(-1, -2))
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
     if call.mask is None:
         visible = (torch.arange(keys.shape[2], device=keys.device) <= past + at[:, None])[None]
     else:
         visible = call.mask[:, at]
-    scores.masked_fill_(~visible.repeat(1, G, 1)[:, None], float("-inf"))
-    if call.sink_logits is not None:
-        logits = call.sink_logits.float().view(1, keys.shape[1], G, 1, 1).expand(len(keys), -1, -1, q, 1)
-        scores = torch.cat([scores, logits.flatten(2, 3)], dim=-1)
-    return torch.softmax(scores, dim=-1).nan_to_num_(0.0)[..., : keys.shape[2]]
+    logits = call.sink_logits
+    if logits is not None:
+        logits = logits.view(1, keys.shape[1], G, 1).repeat_interleave(q, dim=2)
+    return softmax_weights(scores, call.softcap, ~visible.repeat(1, G, 1)[:, None], logits)

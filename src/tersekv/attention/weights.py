@@ -8,6 +8,7 @@ from torch import Tensor
 from tersekv.attention import masks
 from tersekv.attention.masks import Store
 from tersekv.attention.read import AttentionCall, grouped
+from tersekv.kernels.softmax import softmax_weights
 
 
 def attention_weights(store: Store | None, keys: Tensor, call: AttentionCall) -> Tensor:
@@ -22,13 +23,8 @@ def attention_weights(store: Store | None, keys: Tensor, call: AttentionCall) ->
         keys = torch.cat([store.decoded(torch.float32)[0], keys.float()], dim=2)
         dropped = store.num_evicted
     scores = torch.matmul(query, keys.float().unsqueeze(2).transpose(-1, -2)) * call.scaling
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
     q, T = scores.shape[-2:]
     mask = call.mask[:, :, dropped:] if call.mask is not None else masks.causal(q, T, scores.device)
-    scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
-    if call.sink_logits is not None:
-        logits = call.sink_logits.float().reshape(1, *query.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, logits], dim=-1)
-    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., :T]
+    logits = None if call.sink_logits is None else call.sink_logits.view(1, *query.shape[1:3], 1, 1)
+    weights = softmax_weights(scores, call.softcap, ~mask[:, None, None], logits)
     return torch.nn.functional.pad(weights.flatten(1, 2), (dropped, 0)).to(call.query.dtype)

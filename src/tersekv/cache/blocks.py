@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.pages import ENTRY_MARGIN, SPARE_ENTRIES, Page, PageSizes, check_page
+from tersekv.cache.pages import ENTRY_MARGIN, SPARE_ENTRIES, Page, PageSizes, blank, check_page
 from tersekv.cache.schema import Check, each
 from tersekv.cache.state import State, Stateful
 from tersekv.layouts.base import Layout, PackedTensors
@@ -25,10 +25,7 @@ class BlockBuffer(Stateful):
     def __init__(self, layout: Layout, B: int, H: int, device: torch.device, sizes: PageSizes | None = None) -> None:
         self.layout, self.sizes = layout, sizes or PageSizes(layout.block_tokens)
         self.pages: list[Page] = []
-        self._nothing: PackedTensors = {}
-        for name, spec in layout.planes.items():
-            shape = (0,) if spec.ragged is not None else (B, 1 if spec.shared else H, 0, *spec.shape)
-            self._nothing[name] = torch.empty(shape, dtype=spec.dtype, device=device)
+        self._nothing = blank(layout, B, H, 0, device)
 
     def __len__(self) -> int:
         return sum(len(page) for page in self.pages)

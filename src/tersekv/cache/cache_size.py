@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tersekv.cache.blocks import BlockBuffer
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.growth import Calls, LayerSize, PagesSize, TailSize
-from tersekv.cache.pages import PageSizes
+from tersekv.cache.layer import LayerStore
+from tersekv.cache.pages import PageSizes, blank
 from tersekv.cache.rate_allotment import evenly
 from tersekv.cache.rotary import Rotary
+from tersekv.cache.tail import TailBuffer
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.layouts.base import Layout
-from tersekv.policies.base import Selection, TokenPolicy, two_rates
-from tersekv.policies.mixed import Mixed
+from tersekv.policies.base import Selection, two_rates
 from tersekv.policies.subgen import SubGen
 from tersekv.recipe import LayerPlan, Recipe
 
@@ -51,6 +55,26 @@ class CacheShape:
         return batch * held * self.kv_heads * (self.key_dim + self.value_dim)
 
 
+class Calls(NamedTuple):
+    """Calls that feed tokens: a prompt, then single tokens.
+
+    prompt: tokens of the prompt.
+    piece: tokens per call of the prompt, 0 for one call.
+    generated: tokens fed one by one after it.
+    """
+
+    prompt: int
+    piece: int = 0
+    generated: int = 0
+
+    def sizes(self) -> Iterator[int]:
+        """Return the number of tokens of each call."""
+        step = self.piece or self.prompt
+        for first in range(0, self.prompt, max(1, step)):
+            yield min(step, self.prompt - first)
+        yield from (1 for _ in range(self.generated))
+
+
 LOST_BYTES = torch.float32.itemsize
 """Bytes of the lost variance of one channel of the keys (`cache/lost_variance.py`)."""
 
@@ -71,7 +95,7 @@ def size(
     rows = batch * shape.kv_heads
     calls = Calls(tokens - generated, piece, generated)
     first = next(iter(calls.sizes()), 0)
-    sizes: dict[tuple[TokenPolicy, int | None, int, bool], LayerSize] = {}
+    held: dict[tuple[LayerPlan, int | None], tuple[Footprint, list[bool]]] = {}
     footprints: list[Footprint] = []
     shared: dict[str, int] = {}
     rope_tables: dict[int, Tensor] = {}
@@ -81,28 +105,23 @@ def size(
         plan = plan.in_layer(first, window, shape.key_dim, shape.value_dim)
         if plan.policy.allots and window is None and two_rates(plan.keys, plan.values):
             plan = evenly(plan, (shape.key_dim, shape.value_dim))
+        low = lower_plan(plan, window)
         if isinstance(plan.policy, Selection) and window is None:
-            low = lower_plan(plan)
-            footprint = _selected(plan.policy, plan, low, shape, calls, rows)
+            footprint, tiers = _selected(plan.policy, plan, low, shape, calls, batch)
         else:
-            low = lower_plan(plan, window)
-            key = plan.policy, window, _flush(layout for layout, _ in _layouts(plan, shape)), low is not None
-            if key not in sizes:
-                sizes[key] = LayerSize.after(calls.sizes(), *key)
-            footprint = _layer(sizes[key], plan if low is None else _of_heads(plan), shape, rows, window)
-            if low is not None:
-                _rest(sizes[key], low, shape, rows, footprint)
-                low = low if sizes[key].rest.tokens else None
-        if low is not None:
+            key = plan._replace(layer=0, scores=None, rates=None), window
+            if key not in held:
+                held[key] = _kept(*key, shape, calls, batch)
+            footprint, tiers = copy.deepcopy(held[key])
+        if low is not None and tiers[1]:
             shared |= _lower_tables(low, shape, batch, footprint)
-        footprint.parts = {part: round(size * rows) for part, size in footprint.parts.items()}
         for codec, dim in ((plan.keys, shape.key_dim), (plan.values, shape.value_dim)):
             tables = codec.table_bytes(dim)
             if footprint.parts["codes"] or not tables.of_sequence:
                 footprint.parts["tables"] += tables.of_layer(shape.kv_heads, batch)
             shared |= tables.shared
         if footprint.parts["codes"] and plan.policy.corrected_share:
-            footprint.parts["tables"] += LOST_BYTES * shape.key_dim * rows * (1 if low is None else 2)
+            footprint.parts["tables"] += LOST_BYTES * shape.key_dim * rows * sum(tiers)
         if footprint.parts["codes"]:
             rope_tables |= {table.data_ptr(): table for table in _rope_tables(shape, index, plan, window)}
         footprint.elements = min(tokens, window or tokens) * (shape.key_dim + shape.value_dim) * rows
@@ -127,45 +146,52 @@ def _rope_tables(shape: CacheShape, layer: int, plan: LayerPlan, window: int | N
     return Rotary(rope).tables(device, plan.keys.centred, shape.key_dim)
 
 
+FED, STEP = 1 << 22, 1 << 20
+"""Most tokens of a prompt that are fed, and the step in which longer prompts grow."""
+
+
+def _kept(
+    plan: LayerPlan, window: int | None, shape: CacheShape, calls: Calls, batch: int
+) -> tuple[Footprint, list[bool]]:
+    """Return the footprint of a layer that keeps all tokens, without tables, and which tiers have tokens.
+
+    The layer's own store is fed with tokens on the device meta, which have shapes only. Beyond `FED`
+    tokens of a prompt, the bytes grow as they do before.
+    """
+    if window is None and calls.prompt > FED:
+        steps = -(-(calls.prompt - FED) // STEP)
+        fed = calls.prompt - steps * STEP
+        (last, tiers), (before, _) = (
+            _kept(plan, window, shape, calls._replace(prompt=n), batch) for n in (fed, fed - STEP)
+        )
+        last.parts = {part: size + steps * (size - before.parts[part]) for part, size in last.parts.items()}
+        return last, tiers
+
+    def tokens(n: int, heads: int, dim: int) -> Tensor:
+        return torch.empty((batch, heads, n, dim), dtype=shape.dtype, device="meta")
+
+    def both(n: int) -> tuple[Tensor, Tensor]:
+        return tokens(n, shape.kv_heads, shape.key_dim), tokens(n, shape.kv_heads, shape.value_dim)
+
+    store = LayerStore(plan, *both(0), window)
+    for n in calls.sizes():
+        if store.keeps_queries:
+            store.keep(tokens(n, shape.query_heads, shape.key_dim))
+        store.append(*both(n))
+    return store.footprint(), [tier.packed.tokens > 0 for tier in store.keys.tiers]
+
+
 def _flush(layouts: Iterable[Layout]) -> int:
     return math.lcm(*(layout.block_tokens for layout in layouts))
-
-
-def _layer(size: LayerSize, plan: LayerPlan, shape: CacheShape, rows: int, window: int | None) -> Footprint:
-    """Return the footprint of one head of one layer, without tables.
-
-    rows: heads of all sequences.
-    """
-    both = (shape.key_dim + shape.value_dim) * plan.policy.exact_dtype(shape.dtype).itemsize
-    footprint = Footprint()
-    footprint.parts["exact sinks"] = size.sinks * both
-    footprint.parts["exact window"] = size.tail.tokens * both
-    footprint.parts["slack"] = size.tail.slack * both
-    for codec, dim in ((plan.keys, shape.key_dim), (plan.values, shape.value_dim)):
-        _count(codec.layout(dim), size.pages, shape.kv_heads, footprint, rows)
-    if plan.policy.most_found and window is None and two_rates(plan.keys, plan.values):
-        found = min(plan.policy.most_found, size.pages.tokens)
-        footprint.parts["exact sinks"] += found * both
-        footprint.parts["selection"] += (8 * found + size.pages.tokens) / shape.kv_heads + 16  # type: ignore[assignment]
-    return footprint
 
 
 def lower_plan(plan: LayerPlan, window: int | None = None) -> LayerPlan | None:
     """Return the plan with the codecs of the lower rate if a layer has two rates, else None."""
     policy = plan.policy
-    rest = policy.rest if isinstance(policy, (Mixed, Selection)) else 0.0
+    rest = policy.rest
     if window is not None or not rest or not two_rates(plan.keys, plan.values):
         return None
-    return _of_heads(plan._replace(keys=plan.keys.at_rate(rest), values=plan.values.at_rate(rest)))
-
-
-def _rest(size: LayerSize, low: LayerPlan, shape: CacheShape, rows: int, footprint: Footprint) -> None:
-    """Count tokens of the lower rate, the map of rates and the kept queries."""
-    of_queries = size.queries * shape.query_heads * shape.key_dim * low.policy.exact_dtype(shape.dtype).itemsize
-    ranked = size.pages.tokens + size.rest.tokens
-    footprint.parts["selection"] += ranked / 8 + of_queries / shape.kv_heads  # type: ignore[assignment]
-    for codec, dim in ((low.keys, shape.key_dim), (low.values, shape.value_dim)):
-        _count(codec.layout(dim), size.rest, 1, footprint, rows)
+    return plan._replace(keys=plan.keys.at_rate(rest), values=plan.values.at_rate(rest)).per_head()
 
 
 def _lower_tables(low: LayerPlan, shape: CacheShape, batch: int, footprint: Footprint) -> dict[str, int]:
@@ -175,41 +201,35 @@ def _lower_tables(low: LayerPlan, shape: CacheShape, batch: int, footprint: Foot
         tables, learns = codec.table_bytes(dim), codec.learns(1, 1, dim)
         if footprint.parts["codes"] or not tables.of_sequence:
             own = sum(dim * learns[name].dtype.itemsize for name in codec.rate_tensors)
-            footprint.parts["tables"] += own * (batch if tables.of_sequence else 1) / batch  # type: ignore[assignment]
+            footprint.parts["tables"] += own * shape.kv_heads * (batch if tables.of_sequence else 1)
         shared |= tables.shared
     return shared
 
 
 def _selected(
-    policy: Selection, plan: LayerPlan, low: LayerPlan | None, shape: CacheShape, calls: Calls, rows: int
-) -> Footprint:
-    """Return the same as `_layer` under a policy that evicts tokens.
+    policy: Selection, plan: LayerPlan, low: LayerPlan | None, shape: CacheShape, calls: Calls, batch: int
+) -> tuple[Footprint, list[bool]]:
+    """Return the same as `_kept` under a policy that evicts tokens.
 
     low: the plan of the lower rate, or None.
     """
-    layouts = layouts_of_heads(plan, shape)
+    layouts, rows = layouts_of_heads(plan, shape), batch * shape.kv_heads
     flush = _flush(layout for layout, _ in layouts)
-    itemsize = policy.exact_dtype(shape.dtype).itemsize
-    both = (shape.key_dim + shape.value_dim) * itemsize
+    dtype, dims = policy.exact_dtype(shape.dtype), shape.key_dim + shape.value_dim
     stays = policy.evicts == "never"  # generated tokens are never evicted
     seen = calls.prompt if stays else calls.prompt + calls.generated
     budget = policy.kept(seen, plan.layer, plan.layers)
     usual = min(policy.recent, policy.latest(budget))
-    tail = TailSize(usual + (0 if policy.evicts == "step" else flush))
-    tail.change(0, min(seen, usual))
-    late = 0  # generated tokens that have left the tail
-    for _ in range(calls.generated if stays else 0):
-        leave = max(0, tail.tokens + 1 - usual) // flush * flush
-        late += leave
-        tail.change(leave, 1)
+    like = torch.empty((batch, shape.kv_heads, 1, dims), dtype=dtype, device="meta")
+    waits = 0 if policy.evicts == "step" else flush
+    recent, late, slack = _recent(min(seen, usual), usual, waits, flush, calls.generated if stays else 0)
     footprint = Footprint()
-    footprint.parts["exact window"] = tail.tokens * both
-    footprint.parts["slack"] = tail.slack * both
-    chosen = min(seen, usual)
+    _loose(footprint, recent, like)
+    footprint.parts["slack"] += like.nbytes * slack
+    chosen, tiers = min(seen, usual), [True]
     if isinstance(policy, SubGen) and policy.samples:
         sinks = min(policy.sinks, seen - chosen)
-        _sampled(footprint, plan, shape, policy, budget, seen - chosen - sinks)
-        footprint.parts["selection"] += 4 * sinks
+        selection = _sampled(footprint, plan, shape, policy, budget, seen - chosen - sinks, batch) + 4 * sinks
     else:
         sinks = min(policy.sinks, min(seen, budget) - chosen)
         budgets = [budget]
@@ -217,19 +237,39 @@ def _selected(
             budgets = policy.of_heads(budget, seen, plan.scores)[plan.layer].tolist()
         pools = [min(seen, one) - chosen - sinks for one in budgets]  # of each head; all have the slots of the largest
         if low is None:
-            slots = _pool(footprint, layouts, pools, late, flush, itemsize, rows)
+            slots = _pool(footprint, layouts, pools, late, like)
         else:
             high = [
                 min(pool, max(0, one - chosen - sinks - policy.lower(one)))
                 for pool, one in zip(pools, budgets, strict=True)
             ]
             rest = [pool - own for pool, own in zip(pools, high, strict=True)]
-            slots = _pool(footprint, layouts, high, late, flush, itemsize, rows)
-            slots += _pool(footprint, layouts_of_heads(low, shape), rest, 0, flush, itemsize, rows)
-        footprint.parts["selection"] = 4 * (slots + sinks) * (2 if policy.remembers else 1)
-        footprint.parts["selection"] += 4 * tail.tokens if policy.remembers else 0
-    footprint.parts["exact sinks"] = sinks * both
-    return footprint
+            slots = _pool(footprint, layouts, high, late, like)
+            slots += _pool(footprint, layouts_of_heads(low, shape), rest, 0, like)
+            tiers = [max(high) + late >= flush, max(rest) >= flush]
+        selection = 4 * (slots + sinks) * (2 if policy.remembers else 1)
+        selection += 4 * recent if policy.remembers else 0
+    footprint.parts["selection"] += rows * selection
+    footprint.parts["exact sinks"] = rows * sinks * dims * dtype.itemsize
+    return footprint, tiers
+
+
+@functools.lru_cache(maxsize=256)
+def _recent(tokens: int, usual: int, waits: int, flush: int, generated: int) -> tuple[int, int, int]:
+    """Return the tokens of a recent window, those that have left it, and those that it has room for.
+
+    tokens: of the prompt. usual: most tokens before `waits` others wait for a block of `flush`.
+    generated: tokens that enter one by one.
+    """
+    one = torch.empty((1, 1, 1, 1), device="meta")
+    tail, late = TailBuffer(1, 1, 1, one.dtype, one.device, usual + waits), 0
+    tail.append(one.expand(-1, -1, tokens, -1))
+    for _ in range(generated):
+        leave = max(0, tail.tokens + 1 - usual) // flush * flush
+        late += leave
+        tail.drop_front(leave)
+        tail.append(one)
+    return tail.tokens, late, tail.capacity - tail.tokens
 
 
 def _layouts(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
@@ -239,66 +279,58 @@ def _layouts(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
 
 def layouts_of_heads(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
     """Return the layouts if heads store different tokens, without data shared by heads."""
-    return _layouts(_of_heads(plan), shape)
+    return _layouts(plan.per_head(), shape)
 
 
-def _of_heads(plan: LayerPlan) -> LayerPlan:
-    """Return the plan whose codecs store nothing jointly for all heads of a token."""
-    keys, values = (dataclasses.replace(codec, per_head=True) for codec in (plan.keys, plan.values))
-    return plan._replace(keys=keys, values=values)
-
-
-def _pool(
-    footprint: Footprint,
-    layouts: list[tuple[Layout, int]],
-    heads: list[int],
-    late: int,
-    flush: int,
-    itemsize: int,
-    rows: int,
-) -> int:
+def _pool(footprint: Footprint, layouts: list[tuple[Layout, int]], heads: list[int], late: int, like: Tensor) -> int:
     """Count the chosen tokens of a pool, and return its slots.
 
     heads: tokens chosen of the prompt by each head. late: generated tokens added one block at a time.
+    like: an exact token [B, H, 1, D], without content.
     """
+    flush = _flush(layout for layout, _ in layouts)
     blocks, loose = max(n // flush for n in heads), max(n % flush for n in heads)
-    packed = PagesSize(PageSizes(flush))
-    packed.append(blocks * flush)
-    for _ in range((loose + late) // flush):
-        packed.append(flush)
-    slots = packed.tokens + (loose + late) % flush
-    _chosen(footprint, layouts, packed, slots, itemsize, rows)
-    return slots
+    added = [blocks * flush, *[flush] * ((loose + late) // flush)]
+    _packed(footprint, layouts, added, like)
+    _loose(footprint, (loose + late) % flush, like)
+    return sum(added) + (loose + late) % flush
 
 
-def _chosen(
-    footprint: Footprint, layouts: list[tuple[Layout, int]], packed: PagesSize, tokens: int, itemsize: int, rows: int
-) -> None:
-    """Count chosen tokens: packed blocks, and exact tokens that fill no block."""
-    for layout, dim in layouts:
-        _count(layout, packed, 1, footprint, rows)
-        footprint.parts["exact window"] += (tokens - packed.tokens) * dim * itemsize
+def _packed(footprint: Footprint, layouts: list[tuple[Layout, int]], added: list[int], like: Tensor) -> None:
+    """Count packed tokens that are added in calls of so many, whole blocks."""
+    sizes = PageSizes(_flush(layout for layout, _ in layouts))
+    heads = like.shape[0] * like.shape[1]  # each is coded by itself
+    for layout, _ in layouts:
+        buffer = BlockBuffer(layout, heads, 1, like.device, sizes)
+        for tokens in filter(None, added):
+            buffer.append(blank(layout, heads, 1, tokens // layout.block_tokens, like.device))
+        buffer.count(footprint)
 
 
-def _most(footprint: Footprint, layouts: list[tuple[Layout, int]], tokens: int, itemsize: int) -> None:
+def _loose(footprint: Footprint, tokens: int, like: Tensor) -> None:
+    """Count exact tokens that fill no block."""
+    footprint.parts["exact window"] += like.nbytes * tokens
+
+
+def _most(footprint: Footprint, layouts: list[tuple[Layout, int]], tokens: int, like: Tensor) -> None:
     """Count the upper bound for at most so many tokens.
 
     Any number of them may fill no block, and a page may have only one block in use.
     """
     flush = _flush(layout for layout, _ in layouts)
-    packed, sizes = PagesSize(PageSizes(flush)), PageSizes(flush)
-    packed.append(tokens // flush * flush)
-    _chosen(footprint, layouts, packed, packed.tokens, itemsize, 1)
-    if packed.tokens:
-        more = sizes.slack(flush) - sizes.slack(packed.tokens)
-        footprint.parts["slack"] += sum(more * x.block_bytes() / x.block_tokens for x, _ in layouts)  # type: ignore[assignment]
-    footprint.parts["exact window"] += min(tokens, flush - 1) * itemsize * sum(dim for _, dim in layouts)
+    packed, sizes = tokens // flush * flush, PageSizes(flush)
+    _packed(footprint, layouts, [packed], like)
+    if packed:
+        more = sizes.slack(flush) - sizes.slack(packed)
+        spare = sum(more * layout.block_bytes() / layout.block_tokens for layout, _ in layouts)
+        footprint.parts["slack"] += round(spare * like.shape[0] * like.shape[1])
+    _loose(footprint, min(tokens, flush - 1), like)
 
 
 def _sampled(
-    footprint: Footprint, plan: LayerPlan, shape: CacheShape, policy: SubGen, budget: int, stream: int
-) -> None:
-    """Count the upper bound of the sketches of `stream` tokens.
+    footprint: Footprint, plan: LayerPlan, shape: CacheShape, policy: SubGen, budget: int, stream: int, batch: int
+) -> int:
+    """Count the upper bound of the sketches of `stream` tokens. Return the bytes of a head's selection.
 
     It assumes that all samples differ, and that the maximum number of clusters exists. With a given
     δ, a stream can have more clusters than that.
@@ -306,18 +338,12 @@ def _sampled(
     s, m = policy.sizes(budget)
     values, clusters = min(s, stream), min(m, stream)
     keys = min(clusters * policy.slots, stream)
-    layouts, itemsize = layouts_of_heads(plan, shape), policy.exact_dtype(shape.dtype).itemsize
-    _most(footprint, layouts, values, itemsize)
-    _most(footprint, layouts[:1], keys, itemsize)
-    footprint.parts["exact window"] += clusters * shape.key_dim * itemsize
+    layouts, dtype = layouts_of_heads(plan, shape), policy.exact_dtype(shape.dtype)
+    both = torch.empty((batch, shape.kv_heads, 1, shape.key_dim + shape.value_dim), dtype=dtype, device="meta")
+    key = both[..., : shape.key_dim]
+    _most(footprint, layouts, values, both)
+    _most(footprint, layouts[:1], keys, key)
+    _loose(footprint, clusters, key)
     # position, norm, weight; position, weight; slots and μ; members and slots; δ and the longest
     # value
-    footprint.parts["selection"] += 12 * values + 8 * keys + 4 * s + 8 + 4 * clusters * (1 + policy.slots) + 8
-
-
-def _count(layout: Layout, pages: PagesSize, heads: int, footprint: Footprint, rows: int) -> None:
-    """Count packed tokens of one side, and the slack of their pages."""
-    for spec in layout.planes.values():
-        used, slack = pages.bytes(spec, layout.block_tokens, heads, rows)
-        footprint.parts[spec.kind] += used  # type: ignore[assignment]
-        footprint.parts["slack"] += slack  # type: ignore[assignment]
+    return 12 * values + 8 * keys + 4 * s + 8 + 4 * clusters * (1 + policy.slots) + 8

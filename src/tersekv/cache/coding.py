@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tersekv.cache.pages import blank
 from tersekv.cache.parallel import HeadShard
 from tersekv.codecs import Codec
 from tersekv.codecs.transforms.marked_angles import MarkedAngles
@@ -146,7 +147,13 @@ def encode(codec: Codec, tokens: Tokens, heads: HeadShard | None = None) -> Pack
     maxima.
 
     heads: this process's heads under tensor parallelism, or None.
+
+    Of tokens on the device meta, which have shapes only, the result has shapes only.
     """
+    if tokens.x.is_meta:
+        B, H, n, D = tokens.x.shape
+        layout = codec.layout(D)
+        return blank(layout, B, H, -(-n // layout.block_tokens), "meta")
     x = codec_input(codec, tokens)
     missing = -x.shape[2] % codec.layout(x.shape[-1]).block_tokens
     if missing:
@@ -161,6 +168,7 @@ def chunks(start: int, stop: int, block_tokens: int, like: Tensor) -> Iterator[t
     """
     B, H, _, D = like.shape
     step = max(1, ENCODE_ELEMENTS // (B * H * D * block_tokens)) * block_tokens
+    step = max(1, stop - start) if like.is_meta else step
     return ((first, min(stop, first + step)) for first in range(start, stop, step))
 
 

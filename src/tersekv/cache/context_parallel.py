@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tersekv.cache.footprint import Footprint
 from tersekv.cache.parallel import ContextParallel
 
 ELSEWHERE = "other processes hold packed tokens of this cache (context_parallel)"
@@ -43,6 +44,10 @@ class OwnBlocks:
     def part(self, first: int, tokens: int) -> Tensor:
         """Return the positions of packed tokens `first` to `first + tokens` of this process."""
         return self.places[first : first + tokens]
+
+    def count(self, footprint: Footprint) -> None:
+        """Add the bytes held to `footprint`."""
+        footprint.parts["selection"] += self.places.nbytes
 
     def select(self, rows: Tensor) -> None:
         """Keep these batch rows, which all have the same positions."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.parallel import HeadShard
 from tersekv.cache.pool import TokenPool
-from tersekv.cache.schema import flag, optional, per_row, positions, require, whole
+from tersekv.cache.schema import optional, per_row, positions, require, whole
 from tersekv.cache.segments import UNSEEN, ExactSegment, Observed, PackedSegment, packed_pages_of
 from tersekv.cache.state import Rules, Spec
 from tersekv.cache.store import Store
@@ -40,7 +41,6 @@ SELECTIVE = {
     "tail_tokens": lambda store: whole(0, store.policy.recent),
     "budget": per_row,
     "latest": per_row,
-    "record_past": lambda store: flag,
 }
 
 
@@ -71,6 +71,8 @@ class EvictingStore(Store, ABC):
     RULES: ClassVar[Rules] = (selective_tokens,)
     PARTS = ("pools", "tails")
 
+    shape = property(attrgetter("keys.loose.shape"), doc="See `Store`.")
+    device = property(attrgetter("keys.loose.device"), doc="See `Store`.")
     num_evicted = 0  # no range of positions is evicted for all heads
     rotary = None  # positions differ by head, see `TokenPool`
     by_head, least_queries = True, 1
@@ -82,7 +84,7 @@ class EvictingStore(Store, ABC):
         assert isinstance(plan.policy, Selection)
         self.plan, self.rope, self.heads = plan, rope, heads
         self.policy: Selection = plan.policy
-        self.dtype, self.record_past = plan.policy.exact_dtype(keys.dtype), False
+        self.dtype = plan.policy.exact_dtype(keys.dtype)
         self._start(keys, values)
 
     def _start(self, keys: Tensor, values: Tensor) -> None:
@@ -108,19 +110,9 @@ class EvictingStore(Store, ABC):
         return [self.pool]
 
     @property
-    def batch_size(self) -> int:
-        """Number of batch rows."""
-        return self.budget.shape[0]
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of KV heads."""
-        return self.pool.positions.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensors."""
-        return self.budget.device
+    def packed_tokens(self) -> int:
+        """Number of packed slots."""
+        return sum(pool.packed_tokens for pool in self.pools)
 
     @property
     def deferred(self) -> bool:
@@ -180,12 +172,12 @@ class EvictingStore(Store, ABC):
         if votes is None and self.observed(keys.shape[2]):
             raise UserError(UNREADABLE)
         if self._only_grows(keys.shape[2]):  # nothing leaves the tail
-            new = [side.rounded(x) for side, x in zip(self.sides, (keys, values), strict=True)]
+            new = [tail.rounded(x) for tail, x in zip(self.tails, (keys, values), strict=True)]
             for tail, x in zip(self.tails, new, strict=True):
                 tail.append(x)
             self.num_tokens += keys.shape[2]
             return
-        new = [side.rounded(x) for side, x in zip(self.sides, (keys, values), strict=True)]
+        new = [tail.rounded(x) for tail, x in zip(self.tails, (keys, values), strict=True)]
         before = [pool.mark() for pool in self.pools], {name: getattr(self, name) for name in self.STATE}
         if self.deferred and padding is not None and int(padding.max()) > 0:
             self.padding = padding
@@ -197,6 +189,8 @@ class EvictingStore(Store, ABC):
             for pool, mark in zip(self.pools, before[0], strict=True):
                 pool.undo(mark)
             self.__dict__.update(before[1])
+            for pool in self.pools:
+                pool.padding = self.padding
             raise
         for tail, x in zip(self.tails, new, strict=True):  # last, because it is not undone
             tail.usual = self.tail_tokens + (0 if self.policy.evicts == "step" else self.flush_tokens)

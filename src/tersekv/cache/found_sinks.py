@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from tersekv.cache.footprint import Footprint
 from tersekv.cache.parallel import HeadShard
-from tersekv.cache.pool import gathered
 from tersekv.cache.schema import Check, require, tensor
 from tersekv.cache.segments import ExactSegment
 from tersekv.cache.state import Rules, Spec, Stateful
 from tersekv.kernels.attend import Masks, PackedPages, Where
-from tersekv.kernels.marks import Marks
+from tersekv.kernels.marks import BITS, Marks
+from tersekv.tensors import gathered
 
 SMALLEST = 1e-30
 """Added to norms and deviations, so that logarithms and quotients are finite."""
@@ -57,6 +58,11 @@ def _exact(name: str) -> Callable[[Any], Check]:
         return tensor(x.dtype, *x.shape[:2], None, x.shape[3])
 
     return check
+
+
+def _of_heads(shown: Tensor, held: Tensor) -> Tensor:
+    """Return the masks [B, N] of positions as masks [B, H, T] of the positions [B, H, T] that heads hold."""
+    return shown.unsqueeze(1).expand(-1, held.shape[1], -1).gather(2, held.long())
 
 
 def _usual(norms: Tensor) -> Tensor:
@@ -103,6 +109,11 @@ class FoundTokens(Stateful):
         end: int64 [B], tokens at smaller positions do not count, or None.
         """
         n, self._located = packed[0].shape[2], None
+        if self.keys.is_meta:  # shapes only
+            kept = min(self.most, self.places.shape[1] + n)
+            self.places, self.unusual = (x.new_empty((len(x), kept)) for x in (self.places, self.unusual))
+            self.keys, self.values = (x.new_empty((*x.shape[:2], kept, x.shape[3])) for x in (self.keys, self.values))
+            return
         positions = torch.arange(place, place + n, dtype=torch.int32, device=self.keys.device)
         positions = positions.expand(len(self.usual), -1)
         hidden = None if end is None else positions < end[:, None]
@@ -157,16 +168,18 @@ class FoundTokens(Stateful):
         """
         if not self.places.shape[1]:
             return mask
-        if isinstance(where, int):
-            at = torch.where(self.places < 0, tokens, self.places - where).long()
-            at = torch.where((at < 0) | (at > tokens), tokens, at)  # the last column takes those of other pages
-            shown = torch.ones((len(at), tokens + 1), dtype=torch.bool, device=at.device)
-            shown = shown.scatter_(1, at, False)[:, :tokens]
+        held, first = (where.positions() if isinstance(where, Marks) else where), 0
+        if isinstance(held, int):
+            first, end = held, held + tokens
+        elif isinstance(where, Marks):
+            end = where.first + where.bits.shape[2] * BITS
         else:
-            held = where.positions() if isinstance(where, Marks) else where
-            shown = torch.ones((len(self.places), *held.shape[1:-1], tokens), dtype=torch.bool, device=held.device)
-            for place in self.places.T:
-                shown &= held != place.view(-1, *[1] * max(1, held.dim() - 1))
+            end = int(held.max()) + 1
+        at = torch.where((self.places < first) | (self.places >= end), end, self.places).long() - first
+        shown = torch.ones((len(at), end - first + 1), dtype=torch.bool, device=at.device)
+        shown = shown.scatter_(1, at, False)[:, :-1]  # the last column takes those of other pages
+        if not isinstance(held, int):
+            shown = shown[:, held.long()] if held.dim() == 1 else _of_heads(shown, held)
         shown = shown.unsqueeze(-2)
         return shown if mask is None else mask & shown
 
@@ -201,8 +214,8 @@ class FoundTokens(Stateful):
         for name in self.STATE:
             setattr(self, name, fn(getattr(self, name)))
 
-    def count(self, parts: dict[str, int], packed: int) -> None:
-        """Add the bytes held. packed: number of packed tokens, for the masks of decode steps."""
+    def count(self, footprint: Footprint) -> None:
+        """Add the bytes held to `footprint`."""
+        parts = footprint.parts
         parts["exact sinks"] += self.keys.nbytes + self.values.nbytes
         parts["selection"] += self.places.nbytes + self.unusual.nbytes + self.usual.nbytes
-        parts["selection"] += len(self.usual) * packed

@@ -22,19 +22,19 @@ from tersekv.cache.found_sinks import FoundTokens, found_are_packed
 from tersekv.cache.layer_checks import LAYER, layer_padding, layer_tokens
 from tersekv.cache.pages import ROLLBACK_TOKENS, PageSizes
 from tersekv.cache.parallel import ContextParallel, HeadShard
-from tersekv.cache.placement import Placement
+from tersekv.cache.placement import Move, Placement
+from tersekv.cache.ranked_tokens import RankedTokens, ranked_are_packed
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.segments import UNSEEN, ExactSegment, Observed, PackedSegment, packed_pages_of
 from tersekv.cache.side import SideStore, extents
 from tersekv.cache.state import Rules, Spec
 from tersekv.cache.store import Store
-from tersekv.codecs import Codec
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError, UserError
-from tersekv.kernels.attend import PackedPages
+from tersekv.kernels.attend import PackedPages, Where
 from tersekv.policies.base import two_rates
 from tersekv.recipe import LayerPlan
-from tersekv.tensors import plain
+from tersekv.tensors import gathered, plain
 
 
 class LayerStore(Store):
@@ -46,11 +46,12 @@ class LayerStore(Store):
     rope: RoPE of the layer's keys, needed if they are coded before RoPE.
     heads: this process's heads under tensor parallelism, or None.
     context_parallel: processes that share the packed tokens, or None.
+    query_rope: RoPE of the layer, for policies that rank tokens; that of the keys by default.
     """
 
     STATE: ClassVar[Spec] = LAYER
-    RULES: ClassVar[Rules] = (layer_tokens, layer_padding, found_are_packed)
-    PARTS: ClassVar[tuple[str, ...]] = ("placement", "sides", "rotary", "found")
+    RULES: ClassVar[Rules] = (layer_tokens, layer_padding, found_are_packed, ranked_are_packed)
+    PARTS: ClassVar[tuple[str, ...]] = ("placement", "sides", "rotary", "found", "ranked")
     MADE: ClassVar[tuple[str, ...]] = ("_pages",)
 
     @plain
@@ -63,9 +64,13 @@ class LayerStore(Store):
         rope: Rope | None = None,
         heads: HeadShard | None = None,
         context_parallel: ContextParallel | None = None,
+        query_rope: Rope | None = None,
     ) -> None:
+        rest = plan.policy.rest if window is None and two_rates(plan.keys, plan.values) else 0.0
+        if rest:  # heads store different tokens, so nothing is stored jointly for all of them
+            plan = plan.per_head()
         plan = plan._replace(keys=plan.keys.to(keys.device), values=plan.values.to(keys.device))
-        self.plan, self.policy, self.window = plan, plan.policy, window
+        self.plan, self.policy, self.window, self.heads = plan, plan.policy, window, heads
         blocks = plan.keys.layout(keys.shape[-1]).block_tokens, plan.values.layout(values.shape[-1]).block_tokens
         self.flush_tokens = math.lcm(*blocks)
         dtype = plan.policy.exact_dtype(keys.dtype)
@@ -73,8 +78,8 @@ class LayerStore(Store):
         self.rotary = Rotary(rope) if rope is not None and plan.keys.needs_rope else None
         sizes = PageSizes(self.flush_tokens, None if window is None else window + ROLLBACK_TOKENS)
         corrected = plan.policy.corrected_share
-        self.keys = self._side(plan.keys, keys, dtype, sizes, tail_tokens, self.rotary, heads, corrected)
-        self.values = self._side(plan.values, values, dtype, sizes, tail_tokens, None, heads)
+        self.keys = SideStore(plan.keys, keys, dtype, sizes, tail_tokens, self.rotary, heads, corrected, rest)
+        self.values = SideStore(plan.values, values, dtype, sizes, tail_tokens, None, heads, 0.0, rest)
         self.sides = self.keys, self.values
         if not plan.policy.packs_generated:
             for side in self.sides:
@@ -86,39 +91,20 @@ class LayerStore(Store):
         most = plan.policy.most_found if window is None and two_rates(plan.keys, plan.values) else 0
         like = self.keys.sinks, self.values.sinks
         self.found = [FoundTokens(most, *like, heads)] if most else []
+        rope = query_rope or rope
+        self.ranked = [RankedTokens(plan.policy, self.flush_tokens, self.keys.sinks, rope)] if rest else []
+        if self.ranked:
+            self.keeps_queries, self.least_queries = True, 1
         self.own = None if context_parallel is None else OwnBlocks(context_parallel, self.flush_tokens, keys.device)
 
-    def _side(self, codec: Codec, *arguments: Any) -> SideStore:
-        return SideStore(codec, *arguments)
-
     # getters in C, because a step reads these numbers several times
+    shape = property(attrgetter("keys.sinks.shape"), doc="See `Store`.")
+    device = property(attrgetter("keys.sinks.device"), doc="See `Store`.")
     num_tokens = property(attrgetter("placement.tokens"), doc="Number of tokens received.")
     num_evicted = property(attrgetter("placement.evicted"), doc="Number of tokens that have left a sliding window.")
     deferred = property(attrgetter("placement.deferred"), doc="See `Placement`.")
-
-    @property
-    def record_past(self) -> bool:
-        """See `Placement`."""
-        return self.placement.record_past
-
-    @record_past.setter
-    def record_past(self, past: bool) -> None:
-        self.placement.record_past = past
-
-    @property
-    def batch_size(self) -> int:
-        """Number of batch rows."""
-        return self.keys.sinks.shape[0]
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of KV heads."""
-        return self.keys.sinks.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensors."""
-        return self.keys.sinks.device
+    packed_first = property(attrgetter("placement.packed_first"), doc="Position of the first packed token.")
+    packed_tokens = property(attrgetter("keys.packed_tokens"), doc="Number of packed tokens held here.")
 
     @property
     def context_parallel(self) -> ContextParallel | None:
@@ -141,13 +127,7 @@ class LayerStore(Store):
         return None if self.padding is None else self.padding + self.keys.sinks.shape[2]
 
     @plain
-    def append(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        padding: Tensor | None = None,
-        observed: Observed = UNSEEN,
-    ) -> None:
+    def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, observed: Observed = UNSEEN) -> None:
         """Append tokens and pack those that leave the recent window.
 
         padding: int64 [B], leading positions of each batch row without a token, known from the
@@ -158,7 +138,7 @@ class LayerStore(Store):
             CacheError, UserError: values are not finite, or too large. Nothing was added.
         """
         n = keys.shape[2]
-        new = [self.keys.rounded(keys), self.values.rounded(values)]
+        new = [self.keys.tail.rounded(keys), self.values.tail.rounded(values)]
         if n <= self.room:  # nothing leaves the recent window
             if self.rotary is not None and self.rotary.rope.varies:
                 self.rotary.note(self.num_tokens, n)
@@ -180,16 +160,33 @@ class LayerStore(Store):
         else:  # start over with all tokens, as if they had come in one call
             new = [torch.cat([side.tail.data, x], dim=2) for side, x in zip(self.sides, new, strict=True)]
             new = [without_padding(x, self.padding, self.placement.most_sinks) for x in new]
-            self.padding = self.padding if self.placement.most_sinks else None
             self._add(new, True, observed)
+            self.padding = self.padding if self.placement.most_sinks else None
 
     def observes(self, n: int) -> bool:
         """True if appending n tokens fits a codec that observes queries. Nothing is packed yet then."""
         codecs = [side.codec for side in self.sides]
         if not any(codec.needs_fit == "prompt" and codec.observes for codec in codecs):
             return False
+        return self._next(n).leave > 0
+
+    def record_past(self, past: bool) -> None:
+        """Let a sliding window evict tokens at a crop only, or not."""
+        self.placement.record_past = past
+
+    def ranks(self, n: int) -> bool:
+        """True if appending n tokens packs some of them at a lower rate."""
+        return n > self.room and any(ranked.counts(self._next(n).leave)[1] for ranked in self.ranked)
+
+    def _next(self, n: int) -> Move:
+        """Return what appending n tokens changes."""
         placement = self.placement.fresh() if self.deferred else self.placement
-        return placement.move(n + self.num_tokens - placement.tokens).leave > 0
+        return placement.move(n + self.num_tokens - placement.tokens)
+
+    def keep(self, query: Tensor, masked: bool = False) -> None:
+        """Keep queries of tokens that are about to be appended, see `RankedTokens`."""
+        for ranked in self.ranked:
+            ranked.keep(query, self.num_tokens, masked)
 
     def _add(self, new: list[Tensor], restart: bool, observed: Observed) -> None:
         """Distribute new tokens to sinks, packed blocks and tail.
@@ -200,9 +197,12 @@ class LayerStore(Store):
         move = placement.move(n)
         place = placement.tokens - placement.tail + move.sinks
         own = range(move.skip, move.leave) if self.own is None else self.own.run(placement.packed, move.leave)
+        processes = None if self.own is None or not move.leave else self.own.processes
         hidden = None if self.padding is None else self.padding + self.placement.most_sinks
+        highs = [ranked.choose(observed, own, place, move.sinks, hidden) for ranked in self.ranked if move.leave]
+        parts = self.ranked[0].parts(highs[0]) if highs else [own, *[range(0)] * len(self.ranked)]
         prepared = [
-            side.prepare(x, move.sinks, own, move.leave, restart, place, loss, hidden)
+            side.prepare(x, move.sinks, parts, move.leave, restart, place, loss, hidden, processes)
             for side, x, loss in zip(self.sides, new, observed.losses or (None, None), strict=True)
         ]
         for found in self.found if move.leave else ():
@@ -213,21 +213,13 @@ class LayerStore(Store):
         for side, changes in zip(self.sides, prepared, strict=True):
             side.forget(move.forget)
             side.commit(changes)
+        for ranked, high in zip(self.ranked, highs, strict=False):
+            ranked.add(high)
         if move.leave or move.forget:
             self._pages = None
             if self.own is not None:
                 self.own.add(place, own)
         self.room = placement.room()
-
-    @property
-    def packed_tokens(self) -> int:
-        """Number of packed tokens."""
-        return self.keys.packed_tokens
-
-    @property
-    def packed_first(self) -> int:
-        """Position of the first packed token."""
-        return self.placement.packed_first
 
     def exact_segments(self) -> list[ExactSegment]:
         """Return sinks and tail, without empty ones."""
@@ -243,13 +235,21 @@ class LayerStore(Store):
         return segments
 
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
-        """Return packed tokens `first` to `first + tokens`, multiples of `flush_tokens`, or None."""
-        tokens = self.packed_tokens - first if tokens is None else min(tokens, self.packed_tokens - first)
-        return self._packed(first, tokens) if tokens > 0 else None
+        """Return packed slots `first` to `first + tokens`, multiples of `flush_tokens`, or None.
+
+        Slots count those of the codec's own rate first. The segment ends where a rate ends.
+        """
+        for rate, tier in enumerate(self.keys.tiers):
+            left = tier.packed.tokens - first
+            if left > 0:
+                return self._packed(rate, first, left if tokens is None else min(tokens, left))
+            first = -left
+        return None
 
     def packed_pages(self) -> Iterator[PackedSegment]:
-        """Return packed tokens page by page, without copies."""
-        return (self._packed(first, tokens) for first, tokens in extents(self.sides))
+        """Return packed tokens page by page, without copies, those of the codec's own rate first."""
+        for rate, tiers in enumerate(zip(*(side.tiers for side in self.sides), strict=True)):
+            yield from (self._packed(rate, *extent) for extent in extents(tiers))
 
     def pages(self) -> PackedPages | None:
         """Return all packed tokens as attention reads them, None if there are none; cached until they change."""
@@ -263,10 +263,14 @@ class LayerStore(Store):
                 made.kept = True
         return self._pages
 
-    def _packed(self, first: int, tokens: int) -> PackedSegment:
-        start, places = self.packed_first, None if self.own is None else self.own.part(first, tokens)
-        keys, values = (side.view(first, tokens, start, places) for side in self.sides)
-        return PackedSegment(keys, values, start + first, tokens, places, self.keys.correction)
+    def _packed(self, rate: int, first: int, tokens: int) -> PackedSegment:
+        where: Where = self.packed_first + first
+        if self.own is not None:
+            where = self.own.part(first, tokens)
+        for ranked in self.ranked:
+            where = ranked.marks(rate, first, tokens, self.packed_first)
+        keys, values = (side.view(rate, first, tokens, where) for side in self.sides)
+        return PackedSegment(keys, values, where, tokens, self.keys.tiers[rate].correction)
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return all tokens held as [B, H, n, D], in order of position.
@@ -276,7 +280,16 @@ class LayerStore(Store):
         """
         if self.context_parallel is not None:
             raise UserError(f"{ELSEWHERE}: only tersekv's attention can read it, without output_attentions")
-        keys, values = (self._in_order(side, dtype) for side in self.sides)
+        pages = list(self.packed_pages())
+        both = [[page.keys for page in pages], [page.values for page in pages]]
+        packed = [[view.decode().to(dtype) for view in views] for views in both]
+        if self.ranked and pages:
+            order = self.ranked[0].order()
+            packed = [[gathered(torch.cat(parts, dim=2), order)] for parts in packed]
+        keys, values = (
+            torch.cat([side.sinks.to(dtype), *parts, side.tail.data.to(dtype)], dim=2)
+            for side, parts in zip(self.sides, packed, strict=True)
+        )
         if self.padding is not None:
             own = own_sinks(self.padding, self.placement.sinks)[:, None, :, None]
             keys, values = (
@@ -287,10 +300,6 @@ class LayerStore(Store):
             found.put((keys, values), 0)
         return keys, values
 
-    def _in_order(self, side: SideStore, dtype: torch.dtype) -> Tensor:
-        """Return sinks, packed tokens and tail of a side as [B, H, n, D]."""
-        return side.decoded(dtype, self.packed_first)
-
     def check_crop(self, n: int) -> None:
         """Raise CacheError unless the n latest tokens can be rolled back."""
         held = self.keys.tail.tokens
@@ -298,6 +307,11 @@ class LayerStore(Store):
             raise CacheError(
                 f"cannot roll back {n} tokens: {ELSEWHERE}, and {held} are exact in all (the policy's option recent "
                 "says how many at least)"
+            )
+        if self.ranked and self.packed_tokens and held < n < self.num_tokens:
+            raise CacheError(
+                f"cannot roll back {n} of {self.num_tokens} tokens; under the policy mixed the latest {held} can be "
+                "rolled back, or all"
             )
         self.placement.check_crop(n, None if self.padding is None else int(self.padding.max()))
 
@@ -318,11 +332,13 @@ class LayerStore(Store):
         self.check_crop(n)
         first, from_tail = self.packed_first, min(n, self.placement.tail)
         removed, back = self.placement.crop(n)
-        past = self.placement.past() if self.record_past else 0
+        past = self.placement.past() if self.placement.record_past else 0
         self._pages, self.room = None, 0
-        for side in self.sides:
+        for side, codec in zip(self.sides, (self.plan.keys, self.plan.values), strict=True):
             side.tail.drop_back(from_tail)
-            if removed:
+            if self.num_tokens == 0:
+                side.restart(codec)  # to be fitted on the next prompt
+            elif removed:
                 side.unpack_back(min(removed, side.packed_tokens), back, first)  # others may hold some
             if side.sinks.shape[2] > self.placement.sinks:
                 side.sinks = side.sinks[:, :, : self.placement.sinks].clone()
@@ -334,14 +350,14 @@ class LayerStore(Store):
         if self.num_tokens == 0:
             self.padding = None
             self.own = self.own and OwnBlocks(self.own.processes, self.flush_tokens, self.device)
-            self.keys.codec, self.values.codec = self.plan.keys, self.plan.values  # to be fitted on the next prompt
-            self.keys.lost = None
+            for ranked in self.ranked:
+                ranked.restart()
             if self.rotary is not None:
                 self.rotary.clear()
 
     def _held(self) -> list[Any]:
         """Return the parts that hold tensors."""
-        return [*self.sides, *self.found, *([] if self.own is None else [self.own])]
+        return [*self.sides, *self.found, *self.ranked, *([] if self.own is None else [self.own])]
 
     @plain
     def select(self, rows: Tensor) -> None:
@@ -374,10 +390,8 @@ class LayerStore(Store):
         rows = self.batch_size * self.kv_heads * min(self.num_tokens, self.window or self.num_tokens)
         footprint = Footprint(self.num_tokens, rows * sum(side.head_dim for side in self.sides))
         footprint.coded = {self.plan.coded: 1}
-        for side in self.sides:
-            side.count(footprint)
-        if self.own is not None:
-            footprint.parts["selection"] += self.own.places.nbytes
-        for found in self.found:
-            found.count(footprint.parts, self.packed_tokens)
+        for part in self._held():
+            part.count(footprint)
+        masks = len(self.found) * self.batch_size * (self.kv_heads if self.ranked else 1)  # of decode steps
+        footprint.parts["selection"] += masks * self.packed_tokens
         return footprint

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tersekv.cache.parallel import ContextParallel
 from tersekv.layouts.base import View
 
 
@@ -42,6 +43,13 @@ class LostVariance:
         each = torch.ones_like(weights), before, coded, (before - coded) * (before + coded)
         sums = [(x * weights).sum(2, dtype=torch.float64) for x in each]
         self._sums = tuple(sums) if self._sums is None else tuple(a + b for a, b in zip(self._sums, sums, strict=True))
+
+    def share(self, processes: ContextParallel, like: Tensor) -> None:
+        """Add the sums over the tokens of the other processes. like: keys [B, H, ·, D]."""
+        B, H, _, D = like.shape
+        sums = self._sums or [like.new_zeros((), dtype=torch.float64)] * 4
+        each = processes.gather(torch.stack([x.expand(B, H, D) for x in sums]))
+        self._sums = tuple(torch.stack(each).sum(0))
 
     def value(self) -> Tensor | None:
         """Return the lost variance per component, float32 [B, H, D], negative where coding adds

@@ -88,6 +88,20 @@ class PageSizes:
         return size - tokens
 
 
+def blank(layout: Layout, B: int, H: int, blocks: int, device: torch.device | str) -> PackedTensors:
+    """Return the tensors of so many blocks of B rows and H heads, without content.
+
+    Ragged ones have the number of entries that estimates assume.
+    """
+    planes = {}
+    for name, spec in layout.planes.items():
+        shape: tuple[int, ...] = (B, 1 if spec.shared else H, blocks, *spec.shape)
+        if spec.ragged is not None:
+            shape = (round(blocks * B * H * spec.block_bytes(H) / spec.dtype.itemsize),)
+        planes[name] = torch.empty(shape, dtype=spec.dtype, device=device)
+    return planes
+
+
 class Page:
     """Blocks in one allocation.
 
@@ -105,7 +119,8 @@ class Page:
         blocks, entries = _extent(layout, planes)
         if layout.starts is None:
             return cls(layout, planes, [0] * blocks)
-        begins = planes[layout.starts][0, 0].tolist()
+        starts = planes[layout.starts]
+        begins = [entries * i // blocks for i in range(blocks)] if starts.is_meta else starts[0, 0].tolist()
         return cls(layout, planes, [*begins[1:], entries][:blocks])
 
     @classmethod
@@ -178,6 +193,8 @@ class Page:
         """Append n blocks of another page from block `first` on, counted from its oldest in use."""
         begin, used = other._end(other.start + first), self._end(self.stop)
         for name, plane in other.cut(first, first + n).items():
+            if plane.is_meta:  # shapes only
+                continue
             if self.layout.planes[name].ragged is not None:
                 self.planes[name][used : used + len(plane)] = plane
             else:

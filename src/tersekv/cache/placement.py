@@ -1,6 +1,6 @@
 """Numbers of tokens of one layer: attention sinks | packed tokens | recent window.
 
-A placement has no keys or values. A store asks it what a call changes, and `estimate` asks it alone.
+A placement has no keys or values. A store asks it what a call changes.
 """
 
 from __future__ import annotations

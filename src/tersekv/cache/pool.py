@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,16 +19,15 @@ from torch import Tensor
 from tersekv.cache import coding
 from tersekv.cache.coding import Tokens
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.lost_variance import LostVariance
 from tersekv.cache.pages import PageSizes
 from tersekv.cache.parallel import HeadShard
 from tersekv.cache.schema import MOST, Check, flag, of_spec, optional, record, require, tensor
-from tersekv.cache.side import SideStore, exact_tokens
 from tersekv.cache.state import Spec, Stateful
+from tersekv.cache.tier import Tier
 from tersekv.codecs import Codec
 from tersekv.codecs.transforms.rope import Angles, Rope
 from tersekv.layouts.base import Layout, View
-from tersekv.tensors import TensorSpec
+from tersekv.tensors import TensorSpec, gathered
 
 WEIGHT = "weight"
 
@@ -46,31 +45,17 @@ def most_blocks(layouts: Iterable[Layout], tokens: int, flush: int) -> int:
     return math.ceil(spare * max(0, tokens) / flush) + 1
 
 
-def pool_side(side: SideStore, place: str) -> None:
-    """Check that a pool's side has no sinks and no tail."""
-    require(side.sinks.shape[2] == 0 == side.tail.tokens, place, "has sinks or a tail, which pools do not have")
-
-
-class PoolSide(SideStore):
+class PoolSide(Tier):
     """One side of a pool. Packed blocks hold different tokens in each head.
 
     loose: [B, H, L, D], exact tokens: attention sinks, and tokens that do not fill a block yet.
     """
 
-    STATE: ClassVar[Spec] = {"sinks": exact_tokens, "loose": exact_tokens}
-    RULES = (*SideStore.RULES, pool_side)
+    STATE: ClassVar[Spec] = {"loose": lambda side: tensor(side.dtype, side.B, side.H, None, side.head_dim)}
 
-    def __init__(
-        self,
-        codec: Codec,
-        like: Tensor,
-        dtype: torch.dtype,
-        sizes: PageSizes,
-        heads: HeadShard | None,
-        corrected: float = 0.0,
-    ) -> None:
-        super().__init__(dataclasses.replace(codec, per_head=True), like, dtype, sizes, 0, None, heads, corrected)
-        self.loose = self.sinks
+    def __init__(self, codec: Codec, like: Tensor, dtype: torch.dtype, *arguments: Any) -> None:
+        super().__init__(dataclasses.replace(codec, per_head=True), like, *arguments)
+        self.dtype, self.loose = dtype, like.new_empty((self.B, self.H, 0, self.head_dim), dtype=dtype)
 
     def to(self, device: torch.device | str) -> None:
         """Move everything to a device."""
@@ -115,7 +100,8 @@ class TokenPool(Stateful):
     fields: further numbers per slot, by name.
     rope: RoPE of the keys, needed if they are coded before RoPE. Exact tokens are stored after
         RoPE.
-    corrected: share of the bias of softmax weights that is corrected, see `SideStore`.
+    corrected: share of the bias of softmax weights that is corrected, see `Tier`.
+    rest, base: bits of a lower rate, and the pool whose fit this one shares, see `Tier`.
     """
 
     STATE, RULES = POOL, (pool_slots,)
@@ -130,12 +116,17 @@ class TokenPool(Stateful):
         rope: Rope | None = None,
         heads: HeadShard | None = None,
         corrected: float = 0.0,
+        rest: float = 0.0,
+        base: TokenPool | None = None,
     ) -> None:
         pairs, (B, H) = list(zip(codecs, like, strict=True)), like[0].shape[:2]
         self.flush_tokens = math.lcm(*(codec.layout(x.shape[-1]).block_tokens for codec, x in pairs))
         shares, sizes = (corrected, 0.0), PageSizes(self.flush_tokens)  # only keys have a bias to correct
-        self.sides = [
-            PoolSide(codec, x, dtype, sizes, heads, share) for (codec, x), share in zip(pairs, shares, strict=False)
+        bases: Sequence[PoolSide | None] = (None, None) if base is None else base.sides
+        self.heads = heads
+        self.sides: list[PoolSide] = [
+            PoolSide(codec, x, dtype, sizes, share, rest, own)
+            for (codec, x), share, own in zip(pairs, shares, bases, strict=False)
         ]
         self.positions = like[0].new_empty((B, H, 0), dtype=torch.int32)
         self.fields = {name: like[0].new_empty((B, H, 0), dtype=kind) for name, kind in (fields or {}).items()}
@@ -206,11 +197,7 @@ class TokenPool(Stateful):
     def views(self, first: int, tokens: int) -> list[View]:
         """Return views of packed slots `first` to `first + tokens` of each side."""
         at = None if self.rope is None else self._angles(self.positions[:, :, first : first + tokens])
-        planes = [side.planes(first, tokens) for side in self.sides]
-        return [
-            coding.view(side.codec, part, side.head_dim, None if i else at)
-            for i, (side, part) in enumerate(zip(self.sides, planes, strict=True))
-        ]
+        return [side.view(first, tokens, None if i else at) for i, side in enumerate(self.sides)]
 
     def pack(
         self, movable: Tensor, samples: Sequence[Tensor], sample_positions: Tensor, most_blocks: int | None
@@ -236,33 +223,30 @@ class TokenPool(Stateful):
         order = (~movable).int().argsort(dim=-1, stable=True)[:, :, : blocks * t]
         taken = torch.arange(blocks * t, device=order.device) < (waiting * t).unsqueeze(-1)
         order = torch.where(taken, order, order[:, :, :1])  # an empty slot repeats a token to keep the block's scales
-        P, planes = self.packed_tokens, []
-        lost = [side.lost for side in self.sides]
+        P = self.packed_tokens
         positions = self.positions[:, :, P:].gather(2, order)
         self.fit(samples, sample_positions)
-        for i, side in enumerate(self.sides):
-            x, parts = gathered(side.loose, order), []
-            sums = LostVariance() if side.corrected and side.lost is None else None
-            for start, stop in coding.chunks(0, blocks * t, t, x):
-                part = self._tokens(i, x[:, :, start:stop], positions[:, :, start:stop])
-                parts.append(coding.encode(side.codec, part))
-                if sums is not None:
-                    view = coding.view(side.codec, parts[-1], side.head_dim, part.angles)
-                    sums.add(part.x, view, taken[:, :, start:stop])
-            planes.append(parts)
-            lost[i] = lost[i] if sums is None else sums.value()
-        for side, parts, own in zip(self.sides, planes, lost, strict=True):
-            side.packed.append(*parts)
-            side.lost = own
+        encoded = [
+            side.encoded(side.codec, self._chunks(i, gathered(side.loose, order), positions, taken))
+            for i, side in enumerate(self.sides)
+        ]
+        for side, changes in zip(self.sides, encoded, strict=True):
+            side.append(side.codec, changes)
         self._move(P, order, taken)
         self._compact(most_blocks)
         self._give_back(most_blocks)
+
+    def _chunks(self, side: int, x: Tensor, positions: Tensor, taken: Tensor) -> Iterator[tuple[Tokens, Tensor]]:
+        """Yield tokens in parts, and which of them count."""
+        for start, stop in coding.chunks(0, x.shape[2], self.flush_tokens, x):
+            part = slice(start, stop)
+            yield self._tokens(side, x[:, :, part], positions[:, :, part]), taken[:, :, part]
 
     def fit(self, samples: Sequence[Tensor], positions: Tensor) -> None:
         """Fit the codecs that need the prompt and have not been fitted, see `pack`."""
         for i, (side, sample) in enumerate(zip(self.sides, samples, strict=True)):
             if side.codec.needs_fit == "prompt":
-                side.codec = coding.fitted(side.codec, [self._tokens(i, sample, positions)], heads=side.heads)
+                side.codec = coding.fitted(side.codec, [self._tokens(i, sample, positions)], heads=self.heads)
 
     def _move(self, P: int, order: Tensor, taken: Tensor) -> None:
         """Insert positions and fields of the loose slots `order` between packed and loose slots."""
@@ -377,11 +361,6 @@ class TokenPool(Stateful):
             footprint.parts["exact window"] += held - as_sinks
         for x in (self.positions, *self.fields.values()):
             footprint.parts["selection"] += x.numel() * x.element_size()
-
-
-def gathered(x: Tensor, index: Tensor) -> Tensor:
-    """Return tokens `index` [B, H, n] of x [B, H, T, D]."""
-    return x.gather(2, index.unsqueeze(-1).expand(*index.shape, x.shape[-1]))
 
 
 def _slots_of(blocks: Tensor, t: int) -> Tensor:

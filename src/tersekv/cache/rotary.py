@@ -16,7 +16,10 @@ from torch import Tensor
 
 from tersekv.cache.schema import MOST, each, one_of, optional, require, tensor, whole
 from tersekv.cache.state import State, Stateful
+from tersekv.codecs.transforms.marked_angles import MarkedAngles
 from tersekv.codecs.transforms.rope import Angles, Rope
+from tersekv.kernels.attend import Where
+from tersekv.kernels.marks import Marks
 
 ROTARY = {
     "padding": lambda rotary: optional(tensor(torch.int64, None, low=0, high=MOST)),
@@ -87,12 +90,22 @@ class Rotary(Stateful):
         """
         return self.rope.tables(device, stepped=centred, turned=0 if centred else head_dim)
 
+    def of(self, where: Where, n: int, device: torch.device) -> Angles | MarkedAngles:
+        """Return the angles of n tokens. where: place of the first one, or the places of all."""
+        if isinstance(where, int):
+            return self.angles(where, n, device)
+        if not isinstance(where, Marks):
+            return self.at(where)
+        return self.at(where.positions()) if self.rope.varies else MarkedAngles(self.rope, where, self.padding)
+
     def at(self, places: Tensor) -> Angles:
-        """Return the angles of tokens at `places` int [n], for frequencies that do not depend on
-        the length.
-        """
-        padding = 0 if self.padding is None else self.padding.to(places)[:, None]
-        return self.rope.angles_at((places[None] - padding).clamp(min=0))
+        """Return the angles of tokens at `places`, int [n] or [B, H, n]."""
+        if self.rope.varies:  # the table has a row for each token
+            given = self.angles(0, int(places.max()) + 1, places.device)
+            return given._replace(places=(given.places + places).to(torch.int32), tokens=places.shape[-1])
+        if self.padding is not None:
+            places = places - self.padding.to(places)[:, None, None]
+        return self.rope.angles_at(places.clamp(min=0))
 
     def clear(self) -> None:
         """Remove all tokens."""

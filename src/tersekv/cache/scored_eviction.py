@@ -2,18 +2,27 @@
 
 Tokens that leave the tail compete with those in the pool. Chosen tokens stay exact ("loose") until
 they fill a block, which is then packed.
+
+With the option `rest`, tokens are demoted to a lower rate before they are evicted:
+
+    pool at the codec's rate | pool at the lower rate | exact tail
+
+The policy ranks tokens of both pools together. The codec's rate is for those that it would keep with
+a smaller budget. A token whose rank falls below them is decoded and coded again with fewer bits from
+the same fit, so its errors add up. No token returns to the higher rate. Of all tokens, those of the
+lowest rank are evicted.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tersekv.cache.candidates import VOTES, Leaving, Ranks, Slots, best
 from tersekv.cache.evicting import SELECTIVE, EvictingStore
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.pool import WEIGHT, TokenPool, most_blocks
@@ -22,9 +31,8 @@ from tersekv.cache.segments import ExactSegment, PackedSegment, packed_pages_of
 from tersekv.cache.side import extents
 from tersekv.errors import UserError
 from tersekv.kernels.attend import PackedPages
-from tersekv.policies.base import Candidates, Selection
-
-VOTES = "votes"
+from tersekv.policies.base import Candidates, two_rates
+from tersekv.tensors import gathered
 
 NO_SCORES = (
     "the token policy needs the importance of the model's heads: measure it with `tersekv calibrate`, and use the "
@@ -52,34 +60,6 @@ def kept_votes(store: ScoredEvictionStore, place: str) -> None:
     require(kept <= most, f"{place}.queries", f"has {kept} queries, and at most {most} are kept")
 
 
-class Leaving(NamedTuple):
-    """Tokens that leave the tail.
-
-    tokens: of keys and of values, [B, H, m, D].
-    positions: int32 [B, H, m].
-    votes: float32 [B, H, T + m], of the T slots of the pools and of these tokens.
-    """
-
-    tokens: list[Tensor]
-    positions: Tensor
-    votes: Tensor
-
-
-class Ranks:
-    """Candidates, and the policy's weights of them. These are computed at first use."""
-
-    def __init__(self, candidates: Candidates, policy: Selection) -> None:
-        self.candidates, self._policy = candidates, policy
-
-    @cached_property
-    def _weights(self) -> Tensor:
-        return self._policy.ranks(self.candidates)
-
-    def of(self, always: Tensor) -> Tensor:
-        """Return weights, float32 [B, H, T], with ∞ for tokens in the mask. The higher, the more important."""
-        return self._weights.masked_fill(always, torch.inf)
-
-
 class ScoredEvictionStore(EvictingStore):
     """Store of a policy that ranks tokens.
 
@@ -95,16 +75,24 @@ class ScoredEvictionStore(EvictingStore):
     def _start(self, keys: Tensor, values: Tensor) -> None:
         super()._start(keys, values)
         self.tail_votes = keys.new_empty((*keys.shape[:2], 0), dtype=torch.float32)
-        self.queries, self.queries_end = self.keys.sinks[:, :, :0], 0
+        self.rest: TokenPool | None = None
+        if self.policy.rest and two_rates(self.plan.keys, self.plan.values):
+            self.rest = self._made_pool(keys, values, self.policy.rest, self.pool)
+        self.queries, self.queries_end = self.keys.loose[:, :, :0], 0
         self._pages: tuple[list[Tensor], PackedPages | None] | None = None  # with the positions it was built for
 
-    def _fields(self) -> dict[str, torch.dtype]:
-        """Return the numbers that pools keep for each slot."""
-        return {VOTES: torch.float32} if self.policy.remembers else {}
-
     def _new_pool(self, keys: Tensor, values: Tensor) -> TokenPool:
-        codecs, share = (self.plan.keys, self.plan.values), self.policy.corrected_share
-        return TokenPool(codecs, (keys, values), self.dtype, self._fields(), self.rope, self.heads, share)
+        return self._made_pool(keys, values)
+
+    def _made_pool(self, keys: Tensor, values: Tensor, *rates: Any) -> TokenPool:
+        codecs, fields = (self.plan.keys, self.plan.values), {VOTES: torch.float32} if self.policy.remembers else {}
+        share = self.policy.corrected_share
+        return TokenPool(codecs, (keys, values), self.dtype, fields, self.rope, self.heads, share, *rates)
+
+    @property
+    def pools(self) -> list[TokenPool]:
+        """The pool of the codec's rate, and perhaps that of the lower rate."""
+        return [self.pool] if self.rest is None else [self.pool, self.rest]
 
     @property
     def keeps_queries(self) -> bool:  # type: ignore[override]
@@ -121,11 +109,6 @@ class ScoredEvictionStore(EvictingStore):
         waiting, new = self.waiting_queries(), query.detach().to(self.dtype)
         self.queries = new if waiting is None else torch.cat([waiting, new], dim=2)
         self.queries_end = self.num_tokens + query.shape[2]
-
-    @property
-    def packed_tokens(self) -> int:
-        """Number of packed slots."""
-        return sum(pool.packed_tokens for pool in self.pools)
 
     def held(self) -> Iterator[PackedSegment | ExactSegment]:
         """Return the tokens held in the order of votes: packed and loose slots of each pool, then the tail."""
@@ -187,7 +170,7 @@ class ScoredEvictionStore(EvictingStore):
     def _packed(pool: TokenPool, first: int, tokens: int) -> PackedSegment:
         keys, values = pool.views(first, tokens)
         positions = pool.positions[:, :, first : first + tokens]
-        return PackedSegment(keys, values, 0, tokens, positions, pool.sides[0].correction)
+        return PackedSegment(keys, values, positions, tokens, pool.sides[0].correction)
 
     def _take(self, new: list[Tensor], votes: Tensor | None, leave: int, prompt: bool) -> None:
         """Move the oldest tokens into the pool, see `EvictingStore`.
@@ -242,16 +225,90 @@ class ScoredEvictionStore(EvictingStore):
         room: number of these that may stay, int64 [B, H] or [B, 1].
         evicts: some of them leave the cache.
         """
-        slots = self._slots()[0]
-        weights = ranks.of(ranks.candidates.always) if evicts else torch.zeros_like(leaving.votes)
+        sizes = [*self._slots(), leaving.positions.shape[2]]
+        stays, limits = alive, [int(self._head_budget().max()) - self.tail_tokens]
+        if self.rest is not None:
+            stays, limits = self._staying(sizes, alive, ranks, room, prompt)
+        is_low = self._is_low(sizes, alive)
+        demoted = alive & ~is_low & ~stays
+        demotes = self.rest is not None and bool(demoted.any())
+        limited = evicts or demotes
+        weights = ranks.of(ranks.candidates.always) if limited else torch.zeros_like(leaving.votes)
         samples, sampled = self._samples(leaving)
-        self.pool.fields[WEIGHT] = weights[:, :, :slots]
-        self.pool.keep(alive[:, :, :slots])
-        fields = {VOTES: leaving.votes[:, :, slots:], WEIGHT: weights[:, :, slots:]}
-        self.pool.take(leaving.tokens, leaving.positions, alive[:, :, slots:], fields)
-        most = self._most_blocks(self.pool, int(self._head_budget().max()) - self.tail_tokens) if evicts else None
-        self.pool.pack(self._movable(self.pool), samples, sampled, most)
-        del self.pool.fields[WEIGHT]
+        parts = zip(*(x.split(sizes, dim=2) for x in (alive, stays, demoted, weights, leaving.votes)), strict=True)
+        *of_pools, of_leaving = (Slots(*part) for part in parts)
+        falling = self._falling(leaving, of_pools[0], of_leaving) if demotes else None
+        for pool, slots in zip(self.pools, of_pools, strict=True):
+            pool.fields[WEIGHT] = slots.weights
+        self.pool.keep(of_pools[0].stays)
+        self.pool.take(leaving.tokens, leaving.positions, of_leaving.stays, of_leaving.fields())
+        if self.rest is not None:
+            self.rest.keep(of_pools[1].alive)
+            if falling is not None:
+                self.rest.add(*falling)
+        self._fit(samples, sampled)
+        for pool, most in zip(self.pools, limits, strict=True):
+            pool.pack(self._movable(pool), samples, sampled, self._most_blocks(pool, most) if limited else None)
+            del pool.fields[WEIGHT]
+
+    @staticmethod
+    def _is_low(sizes: list[int], like: Tensor) -> Tensor:
+        """Return the mask of the slots of the pool of the lower rate. sizes: slots of pools and leaving tokens."""
+        is_low = torch.zeros_like(like)
+        is_low[:, :, sizes[0] : sum(sizes[:-1])] = True
+        return is_low
+
+    def _staying(
+        self, sizes: list[int], alive: Tensor, ranks: Ranks, room: Tensor, prompt: bool
+    ) -> tuple[Tensor, list[int]]:
+        """Return the mask of tokens at the codec's rate, and the most tokens of each pool, see `_settle`."""
+        candidates = alive & ~self._is_low(sizes, alive)
+        lower, always = self._lower(ranks.candidates.positions)
+        most = torch.maximum((room - lower).clamp(min=0), (candidates & always).sum(-1))
+        over = candidates.sum(-1) - most
+        demotes = bool((over >= (1 if prompt else self.flush_tokens)).any())
+        demotes = demotes and (prompt or self.policy.evicts != "never")
+        stays = best(ranks.of(always), candidates, most) if demotes else candidates
+        return stays, [int(most.max()) + self.flush_tokens, int(lower.max())]
+
+    def _lower(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how many tokens of each head have the lower rate, and which tokens never have it.
+
+        The codec's rate is for what the policy would keep with a budget that is smaller by the former.
+        """
+        policy, budget = self.policy, self._head_budget().tolist()
+        lower = [[policy.lower(n) for n in row] for row in budget]
+        latest = [
+            [policy.latest(n - k) for n, k in zip(*rows, strict=True)] for rows in zip(budget, lower, strict=True)
+        ]
+        first = self.num_tokens - torch.tensor(latest, device=self.device)
+        always = self._sinks(positions) | (positions >= first.unsqueeze(-1))
+        return torch.tensor(lower, device=self.device), always
+
+    def _falling(self, leaving: Leaving, slots: Slots, others: Slots) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
+        """Return the demoted tokens, their positions and fields, as `TokenPool.add` takes them."""
+        demoted = torch.cat([slots.demoted, others.demoted], dim=2)
+        order = (~demoted).int().argsort(dim=-1, stable=True)[:, :, : int(demoted.sum(-1).max())]
+        P = self.pool.packed_tokens
+        views = self.pool.views(0, P) if bool(slots.demoted[:, :, :P].any()) else []
+        tokens = []
+        for i, (side, x) in enumerate(zip(self.sides, leaving.tokens, strict=True)):
+            packed = views[i].decode().to(side.dtype) if views else x.new_zeros((*x.shape[:2], P, x.shape[3]))
+            tokens.append(gathered(torch.cat([packed, side.loose, x.to(side.dtype)], dim=2), order))
+        positions = torch.cat([self.pool.positions, leaving.positions], dim=2).masked_fill(~demoted, -1)
+        both = slots.fields(), others.fields()
+        fields = {name: torch.cat([own[name] for own in both], dim=2).gather(2, order) for name in both[0]}
+        return tokens, positions.gather(2, order), fields
+
+    def _fit(self, samples: list[Tensor], positions: Tensor) -> None:
+        """Fit the codecs if a pool is about to pack for the first time. Both rates share the fit."""
+        if self.rest is None or all(side.codec.needs_fit is None for side in self.sides):
+            return
+        movable = [self._movable(pool).sum(-1) for pool in self.pools if pool.positions.numel()]
+        if any(int(tokens.max()) >= self.flush_tokens for tokens in movable):
+            self.pool.fit(samples, positions)
+            for low, side in zip(self.rest.sides, self.sides, strict=True):
+                low.codec = side.codec.at_rate(low.bits)
 
     def _movable(self, pool: TokenPool) -> Tensor:
         """Return the mask of a pool's loose slots that may be packed: all tokens but the sinks."""
@@ -311,14 +368,3 @@ class ScoredEvictionStore(EvictingStore):
         footprint = super().footprint()
         footprint.parts["selection"] += self.tail_votes.nbytes + self.queries.nbytes
         return footprint
-
-
-def best(weights: Tensor, alive: Tensor, room: Tensor) -> Tensor:
-    """Return the mask of the `room` [B, H] tokens with the highest weight among `alive` [B, H, T].
-
-    Of tokens with equal weight the earlier one is chosen.
-    """
-    order = weights.masked_fill(~alive, -torch.inf).argsort(dim=-1, descending=True, stable=True)
-    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    place = torch.empty_like(order).scatter_(-1, order, places)
-    return alive & (place < room[..., None])

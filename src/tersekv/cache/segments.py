@@ -11,8 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tersekv.codecs.transforms.moments import TokenLoss
-from tersekv.kernels.attend import PackedPages
-from tersekv.kernels.marks import Marks
+from tersekv.kernels.attend import PackedPages, Where
 from tersekv.layouts.base import View
 
 Losses = tuple[TokenLoss | None, TokenLoss | None]
@@ -48,23 +47,18 @@ class ExactSegment(NamedTuple):
 
 
 class PackedSegment(NamedTuple):
-    """Packed tokens. Token i has position first + i, unless `positions` is given.
+    """Packed tokens.
 
-    positions: int32 [T]; if heads differ [B, H, T], −1 for no token, or marks.
+    where: position of the first one, and the others follow; or int32 [T]; or if heads differ int32
+        [B, H, T], −1 for no token, or marks.
     correction: float32 [B, H, D], see `softmax.score_bias`, or None. Segments of one rate share it.
     """
 
     keys: View
     values: View
-    first: int
+    where: Where
     tokens: int
-    positions: Tensor | Marks | None = None
     correction: Tensor | None = None
-
-    @property
-    def where(self) -> Tensor | Marks | int:
-        """Position of the first token, or the positions of all."""
-        return self.first if self.positions is None else self.positions
 
 
 def packed_pages_of(pages: Sequence[PackedSegment], heads: int) -> PackedPages | None:

@@ -25,16 +25,29 @@ class Store(Stateful):
     keeps_queries: True if queries are needed after their call.
     estimates: True if attention is estimated from weighted samples.
     found: found tokens, which are exact and packed, too; none, or one object.
+    shape: [B, H, ·, D] of keys. device: that of the tensors.
     own: this process's packed tokens under context parallelism, or None.
     """
 
     by_head: ClassVar[bool] = False
-    least_queries: ClassVar[int] = LEAST_QUERIES
+    least_queries: int = LEAST_QUERIES
     keeps_queries: bool = False
     estimates: ClassVar[bool] = False
     found: Sequence[FoundTokens] = ()
     own: OwnBlocks | None = None
     sides: Sequence[Any]
+    shape: Any
+    device: Any
+
+    @property
+    def batch_size(self) -> int:
+        """Number of batch rows."""
+        return int(self.shape[0])
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of KV heads."""
+        return int(self.shape[1])
 
     @property
     def context_parallel(self) -> ContextParallel | None:
@@ -45,6 +58,9 @@ class Store(Stateful):
     def packed_everywhere(self) -> bool:
         """True if all processes have packed tokens, or none has."""
         return True
+
+    def record_past(self, past: bool) -> None:
+        """Let a sliding window evict tokens at a crop only, or not."""
 
     def ranks(self, n: int) -> bool:
         """True if appending n tokens needs their importance."""

@@ -6,16 +6,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tersekv.cache.demotion import DemotingStore
 from tersekv.cache.evicting import EvictingStore
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.mixed_rates import MixedRatesStore
 from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.cache.scored_eviction import ScoredEvictionStore
 from tersekv.cache.sketch import SketchStore
 from tersekv.codecs.transforms.rope import Rope
-from tersekv.policies.base import Selection, two_rates
-from tersekv.policies.mixed import Mixed
+from tersekv.policies.base import Selection
 from tersekv.policies.subgen import SubGen
 from tersekv.recipe import LayerPlan
 
@@ -46,9 +43,6 @@ def new_store(
         other = replace(plan.policy, seed=(plan.policy.seed + (heads.first if heads else 0)) % 2**31)
         return SketchStore(plan._replace(policy=other), keys, values, rope)
     if isinstance(plan.policy, Selection) and window is None:
-        demotes = plan.policy.rest > 0 and two_rates(plan.keys, plan.values)
-        kept: type[ScoredEvictionStore] = DemotingStore if demotes else ScoredEvictionStore
-        return kept(plan, keys, values, rope, heads)
-    if isinstance(plan.policy, Mixed) and window is None and two_rates(plan.keys, plan.values):
-        return MixedRatesStore(plan, keys, values, None, rope, heads, query_rope)
-    return LayerStore(plan, keys, values, window, rope, heads, context_parallel if window is None else None)
+        return ScoredEvictionStore(plan, keys, values, rope, heads)
+    processes = context_parallel if window is None else None
+    return LayerStore(plan, keys, values, window, rope, heads, processes, query_rope)

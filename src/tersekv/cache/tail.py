@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,8 @@ from tersekv.cache.footprint import Footprint
 from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS
 from tersekv.cache.schema import Check, tensor, whole
 from tersekv.cache.state import State, Stateful
+from tersekv.errors import CacheError
+from tersekv.tensors import joined, type_name
 
 
 def tail_capacity(tokens: int, usual: int, grows: bool = False) -> int:
@@ -35,7 +39,7 @@ def first_tokens(old: Tensor, new: Tensor, n: int) -> Tensor:
     """Return the first n tokens of old and new, concatenated, [B, H, ·, D]."""
     if old.shape[2] == 0:
         return new[:, :, :n]
-    return torch.cat([old[:, :, :n], new[:, :, : max(0, n - old.shape[2])]], dim=2)
+    return joined(old[:, :, :n], new[:, :, : max(0, n - old.shape[2])])
 
 
 class TailBuffer(Stateful):
@@ -67,6 +71,36 @@ class TailBuffer(Stateful):
         """Tokens in use, a view."""
         return self._data[:, :, : self.tokens]
 
+    def rounded(self, x: Tensor) -> Tensor:
+        """Convert new tokens to the dtype of exact ones.
+
+        Raises:
+            CacheError: they are not finite, or too large for that dtype.
+        """
+        rounded = (x.detach() if x.requires_grad else x).to(self._data.dtype)
+        # except on a CPU, a check at every token would synchronise with the device
+        checked = x.is_cpu or (x.shape[2] > 1 and not x.is_meta)
+        # the sum is cheap, and finite for ordinary tokens; the exact test runs only if it is not
+        if checked and not math.isfinite(rounded.sum(dtype=torch.float32).item()) and not rounded.isfinite().all():
+            raise CacheError(self._why_not_finite(x))
+        return rounded
+
+    def _why_not_finite(self, x: Tensor) -> str:
+        if not bool(torch.isfinite(x).all()):
+            return (
+                "keys or values hold NaN or Inf; the model's own computation has overflowed (try bfloat16 or float32 "
+                "weights)"
+            )
+        return (
+            f"keys or values reach {float(x.abs().max()):.3g}, which {type_name(self._data.dtype)} cannot hold; use "
+            "the policy option exact=bf16 or exact=fp32 (for example window:exact=bf16+kivi)"
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens allocated."""
+        return self._data.shape[2]
+
     def append(self, x: Tensor) -> None:
         """Append tokens [B, H, n, D]."""
         n = x.shape[2]
@@ -87,7 +121,8 @@ class TailBuffer(Stateful):
         """
         if n == 0:
             return
-        left = self.data[:, :, n:].clone()
+        left = self.data[:, :, n:]
+        left = left if left.is_meta else left.clone()
         self.tokens -= n
         capacity = capacity_after_drop(self.tokens, self._data.shape[2], self.usual)
         if capacity != self._data.shape[2]:

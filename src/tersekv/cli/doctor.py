@@ -132,26 +132,18 @@ def verdict(recipe: Any, known: estimate.Known, biases: bool | None, tokens: int
     from tersekv.cache.estimate import break_even, predict
 
     try:
+        if reasons := estimate.refusals(recipe, known.config):
+            return {"recipe": recipe.name, "good": False, "reasons": reasons}
         footprint, least = predict(known.shape, recipe, tokens), break_even(known.shape, recipe)
-        _check(recipe, known.config)
-        fault = estimate.why_not(recipe, known.shape) if biases else None
+        fault = estimate.bias_fault(recipe, known.shape) if biases else None
     except UserError as error:
         return {"recipe": recipe.name, "good": False, "reasons": [str(error)]}
     held, bfloat16 = footprint.total_bytes, footprint.elements * 2
     size = f"{sizes.against_bfloat16(held, bfloat16)} at {tokens:,} tokens"
     gains = f"gains from some {least:,} tokens on" if least else "never smaller: choose another recipe"
-    reasons = [fault] * bool(fault) + [size, gains]
+    said = [*([fault] if fault else []), size, gains]
     good = not fault and held < bfloat16
-    return {"recipe": recipe.name, "good": good, "reasons": reasons + [_kernels(recipe, known.shape)] * good}
-
-
-def _check(recipe: Any, config: Any) -> None:
-    """Raise UserError unless a cache for the model can be made. config: None if it is not known."""
-    from tersekv.hf.cache import CompressedCache
-    from tersekv.hf.calibration_needs import attention_plans
-
-    if config is not None:
-        CompressedCache.of(config, recipe, attention_plans(recipe, config))
+    return {"recipe": recipe.name, "good": good, "reasons": said + [_kernels(recipe, known.shape)] * good}
 
 
 def _kernels(recipe: Any, shape: Any) -> str:

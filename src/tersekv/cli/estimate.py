@@ -130,6 +130,8 @@ def describe(
     described: list[dict[str, Any]] = []
     for recipe in parsed:
         try:
+            if reasons := refusals(recipe, known.config):
+                raise UserError("; ".join(reasons))
             rows = [{"tokens": n, **_sizes(predict(shape, recipe, n, batch), room)} for n in lengths]
             least = break_even(shape, recipe, batch)
         except UserError as error:
@@ -144,7 +146,7 @@ def describe(
                 "layers": predict(shape, recipe, max(lengths), batch).coded,
                 "equal_heads": recipe.policy().needs_scores,
                 "equal_layers": recipe.policy().allots,
-                "advice": why_not(recipe, shape) if biases else None,
+                "advice": bias_fault(recipe, shape) if biases else None,
             }
         )
     document: dict[str, Any] = {"model": model, "batch": batch, "recipes": described}
@@ -169,7 +171,14 @@ def describe(
     return document
 
 
-def why_not(recipe: Any, shape: Any) -> str | None:
+def refusals(recipe: Any, config: Any) -> list[str]:
+    """Return all reasons why the recipe cannot be used with the model. config: None if it is not known."""
+    from tersekv.hf.why_not import why_not
+
+    return [] if config is None else why_not(recipe, config)
+
+
+def bias_fault(recipe: Any, shape: Any) -> str | None:
     """Return why a recipe does not fit a model with key biases, and what does; None if it fits.
 
     It is measured on made keys (`cache/key_error.py`).

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from tersekv.codecs.base import Codec, Method, check_choice, for_both_sides
 from tersekv.layouts.base import Layout, PackedTensors
 from tersekv.layouts.exact import DTYPES, ExactView, exact_layout
+from tersekv.layouts.grid import round_scale
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,18 @@ class Exact(Codec):
         return exact_layout(head_dim, DTYPES[self.dtype])
 
     def encode(self, x: Tensor) -> PackedTensors:
-        """Convert x float32 [B, H, N·t, D] to the dtype."""
-        return {"x": x.to(DTYPES[self.dtype]).unflatten(2, (-1, self.layout(x.shape[-1]).block_tokens))}
+        """Convert x float32 [B, H, N·t, D] to the dtype.
+
+        Raises:
+            UserError: a value is too large for it.
+        """
+        dtype = DTYPES[self.dtype]
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():  # a check would wait for the device
+            stored = x.to(dtype)
+        else:
+            wider = "bf16" if self.dtype == "fp16" else "fp32"
+            stored = round_scale(x, dtype, "a key or value", f"use the method's option dtype={wider}")
+        return {"x": stored.unflatten(2, (-1, self.layout(x.shape[-1]).block_tokens))}
 
     def view(self, planes: PackedTensors, head_dim: int) -> ExactView:
         """Return the view of the floats."""

@@ -13,9 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from tersekv.cache.evicting import UNREADABLE
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.mixed_rates import UNRANKED
 from tersekv.cache.parallel import ContextParallel
 from tersekv.errors import UserError
 from tersekv.hf import pickled, saved
@@ -24,10 +22,11 @@ from tersekv.hf.calibration import Calibration
 from tersekv.hf.config import AttentionShape, attention_layers, empty_layer, layers_without_own_tokens, text_config
 from tersekv.hf.find_calibration import calibrated_plans, calibration_for
 from tersekv.hf.layer import CompressedLayer as CompressedLayer
-from tersekv.hf.parallel import check_spread, spread_over
+from tersekv.hf.parallel import spread_over
 from tersekv.hf.progress import Progress
 from tersekv.hf.rope import Ropes
 from tersekv.hf.traced import is_traced
+from tersekv.hf.why_not import Use, faults
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.tensors import plain
 from tersekv.versions import check_transformers
@@ -113,20 +112,14 @@ class CompressedCache(ModelCache):
         self._model = None
         self.mask_offsets = {}
         self.ropes = ropes or Ropes(self.config, self.shape.key_dim)
+        use: Use = "transformers" if context_parallel is None else "context_parallel"
+        if reasons := faults(plans, self.config, use, self.ropes):
+            raise UserError(f"{self.recipe} on {self.config.model_type}: {'; '.join(reasons)}")
         kinds = attention_layers(self.config)
         layers: list[Any] = []
         for index, kind in enumerate(kinds):
             if kind.type == "attention":
-                plan = plans[index]
-                plan.keys.layout(self.shape.key_dim)
-                plan.values.layout(self.shape.value_dim)
-                rope = self.ropes.needed_by(plan.keys, index)
-                if context_parallel is not None and kind.window is None:
-                    check_spread(recipe, plan, self.shape.passes_handles, rope)
-                if (plan.policy.drops or plan.policy.observes) and not self.shape.passes_handles:
-                    why = UNREADABLE if plan.policy.drops else UNRANKED
-                    raise UserError(f"{self.recipe} on {self.config.model_type}: {why}")
-                layers.append(CompressedLayer(self, index, plan, kind.window))
+                layers.append(CompressedLayer(self, index, plans[index], kind.window))
             else:
                 layers.append(LinearAttentionLayer() if kind.type == "linear" else empty_layer())
         super().__init__(layers=layers)

@@ -93,7 +93,7 @@ class CompressedLayer(CacheLayerMixin):
         known = self.cache.ropes.known(self.index) if plan.policy.observes and rope is None else rope
         shared = self.cache.context_parallel
         self.store = new_store(plan, key_states, value_states, self.sliding_window, rope, heads, shared, known)
-        self.store.record_past = self.record_past
+        self.store.record_past(self.record_past)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -114,7 +114,7 @@ class CompressedLayer(CacheLayerMixin):
     def pending(self, keys: Tensor, values: Tensor) -> tuple[PendingTokens, PendingTokens]:
         """Return handles of new tokens [B, H, n, D]; our attention function appends them later."""
         store = self.store
-        if store is None or (held := store.keys.sinks.shape)[:2] != keys.shape[:2] or held[3] != keys.shape[3]:
+        if store is None or (held := store.shape)[:2] != keys.shape[:2] or held[3] != keys.shape[3]:
             self._prepare(keys, values)
         pending = Pending(self, keys, values)
         return PendingTokens(pending, False), PendingTokens(pending, True)
@@ -166,7 +166,7 @@ class CompressedLayer(CacheLayerMixin):
         """
         store = self.store
         assert store is not None
-        if not store.keys.packed_tokens:
+        if not store.packed_tokens:
             return
         rope = self.cache.ropes.known(self.index) or NO_ROPE
         keys = (keys if keys.shape[2] >= LEAST_TOKENS else store.latest_keys).detach()
@@ -186,7 +186,7 @@ class CompressedLayer(CacheLayerMixin):
                 x = torch.cat([x, x[:, :, -1:].expand(-1, -1, missing, -1)], dim=2)
                 counts = torch.nn.functional.pad(counts, (0, missing))
             angles = rotary.angles(first, n + missing, keys.device)
-            figures = key_error(store.keys.codec, x, angles, counts, store.keys.heads)
+            figures = key_error(store.keys.codec, x, angles, counts, store.heads)
         except UserError:  # a scale of tokens that are packed later is too large
             return
         if figures.is_large:
@@ -301,7 +301,7 @@ class CompressedLayer(CacheLayerMixin):
         self.lazy_initialization(*(torch.empty(s, dtype=FLOATS[state["dtype"]], device=device) for s in shapes))
         assert self.store is not None
         self.store.restore(state["store"], f"{place}.store")
-        self.measured |= self.store.keys.packed_tokens > 0  # by the cache that packed them
+        self.measured |= self.store.packed_tokens > 0  # by the cache that packed them
 
     def _place_of_heads(self, held: int) -> list[int]:
         heads = self.cache.heads(held)
@@ -358,7 +358,7 @@ class CompressedLayer(CacheLayerMixin):
         can be removed."""
         self.record_past = True
         if self.store is not None:
-            self.store.record_past = True
+            self.store.record_past(True)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select the rows `beam_idx` that beam search continues."""

@@ -11,9 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tersekv.cache.parallel import ContextParallel, HeadShard
-from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import UserError
-from tersekv.recipe import LayerPlan
 
 
 def heads_of(model: PreTrainedModel | None, held: int, total: int) -> HeadShard | None:
@@ -60,18 +58,3 @@ def spread_over(group: dist.ProcessGroup | None) -> ContextParallel | None:
         return parts
 
     return ContextParallel(rank, ranks, gather)
-
-
-def check_spread(recipe: object, plan: LayerPlan, passes_handles: bool, rope: Rope | None) -> None:
-    """Raise UserError unless a layer supports context parallelism."""
-    why = None
-    if plan.policy.drops:
-        why = "its policy drops tokens; use one that keeps all (window)"
-    elif plan.policy.observes:
-        why = "its policy ranks all tokens of a prompt; use one with equal rates (window)"
-    elif not passes_handles:
-        why = "the model changes keys and values before attention"
-    elif rope is not None and rope.varies:
-        why = "keys before RoPE need frequencies that do not change with the length; use pre_rope=false"
-    if why is not None:
-        raise UserError(f"context_parallel does not serve {recipe} here: {why}")

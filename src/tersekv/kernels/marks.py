@@ -52,6 +52,8 @@ def places_of(mask: Tensor) -> Tensor:
 
 def pack_bits(mask: Tensor) -> Tensor:
     """Pack bool [B, H, T], T a multiple of 8, to bits: uint8 [B, H, T / 8]."""
+    if mask.is_meta:  # shapes only
+        return torch.empty((*mask.shape[:2], mask.shape[2] // BITS), dtype=torch.uint8, device="meta")
     weights = (1 << torch.arange(BITS, device=mask.device)).to(torch.uint8)
     return (mask.unflatten(2, (-1, BITS)) * weights).sum(-1, dtype=torch.uint8)
 

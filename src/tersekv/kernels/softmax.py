@@ -13,6 +13,25 @@ FUSED_ROWS = 32
 """Minimum number of query rows for torch's fused attention."""
 
 
+def softmax_weights(
+    scores: Tensor, softcap: float | None, hidden: Tensor | None, sink_logits: Tensor | None = None
+) -> Tensor:
+    """Return softmax weights of scores [..., T], which may be changed. A row that sees no token has weights 0.
+
+    hidden: bool, tokens without weight, broadcast to the scores; None for none.
+    sink_logits: score of a token without value, broadcast to [..., 1], or None.
+    """
+    tokens = scores.shape[-1]
+    scores = _capped(scores, softcap)
+    if hidden is not None:
+        scores = scores.masked_fill_(hidden, float("-inf"))
+    if sink_logits is not None:
+        own = sink_logits.to(scores.dtype).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, own], dim=-1)
+    weights = scores.softmax(-1)
+    return (weights if hidden is None else weights.nan_to_num(0.0))[..., :tokens]
+
+
 def attend_scores(
     scores: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -22,7 +41,7 @@ def attend_scores(
     r % q. Returns out [B, H, R, D] and lse [B, H, R]; a row that sees no token has out 0 and lse
     -inf.
     """
-    scores = _masked(_capped(scores, scaling, softcap), mask)
+    scores = _masked(_capped(scores * scaling, softcap), mask)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - torch.where(lse.isneginf(), 0.0, lse)[..., None])
     return torch.matmul(weights, value), lse
@@ -66,8 +85,7 @@ def score_bias(mapped: Tensor, correction: Tensor, scaling: float) -> Tensor:
     return scaling**2 * torch.matmul(squares, correction.unsqueeze(-1)).squeeze(-1)
 
 
-def _capped(scores: Tensor, scaling: float, softcap: float | None) -> Tensor:
-    scores = scores * scaling
+def _capped(scores: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
@@ -103,10 +121,10 @@ def attend_weighted(
     out = above = below = None
     if numerator is not None:
         assert value is not None
-        cap = _capped(scores, scaling, softcap) + numerator.unsqueeze(2)
+        cap = _capped(scores * scaling, softcap) + numerator.unsqueeze(2)
         out, above = attend_scores(cap, value, mask, 1.0, None)
     if denominator is not None:
-        cap = _capped(scores, scaling, softcap) + denominator.unsqueeze(2)
+        cap = _capped(scores * scaling, softcap) + denominator.unsqueeze(2)
         below = torch.logsumexp(_masked(cap, mask), dim=-1)
     return out, above, below
 

@@ -33,6 +33,7 @@ from tersekv.kernels.encode_grid import GridPlace, grouped, lanes_of
 from tersekv.kernels.encode_grid import nearest_code as nearest_code
 from tersekv.kernels.lanes import packed_shape
 from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, PlaneSpec, Side, View
+from tersekv.tensors import type_name
 
 SCALE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -209,6 +210,6 @@ def round_scale(x: Tensor, dtype: torch.dtype, what: str, remedy: str = "use the
     stored = x.to(dtype)
     if not math.isfinite(float(stored.abs().amax())) if stored.numel() else False:
         raise UserError(
-            f"{what} of {float(x.abs().amax()):.4g} exceeds float16's {torch.finfo(torch.float16).max:.0f}; {remedy}"
+            f"{what} of {float(x.abs().amax()):.4g} exceeds {type_name(dtype)}'s {torch.finfo(dtype).max:.5g}; {remedy}"
         )
     return stored

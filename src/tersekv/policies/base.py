@@ -123,6 +123,11 @@ class TokenPolicy:
         return False
 
     @property
+    def rest(self) -> float:
+        """Bits of packed tokens with a lower rate than the codec's, 0 for none."""
+        return 0.0
+
+    @property
     def reads_twice(self) -> bool:
         """True if the policy ranks a prompt's tokens by a second reading of it."""
         return False
@@ -240,10 +245,6 @@ class Selection(TokenPolicy):
         if not 0 < self.rest_share < 1:
             raise UserError(
                 f"rest_share={self.rest_share:g} is not allowed; give a share of the kept tokens between 0 and 1"
-            )
-        if self.rest and self.corrected_share:
-            raise UserError(
-                f"bias_correction={self.bias_correction} is not available with rest={self.rest:g}; give one of them"
             )
         if not 0 < self.budget <= MOST_TOKENS:
             raise UserError(

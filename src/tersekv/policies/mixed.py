@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from tersekv.errors import UserError
-from tersekv.policies.base import Rated, TokenPolicy, check_lower_rate
+from tersekv.policies.base import Rated, check_lower_rate
+from tersekv.policies.window import Keeping
 
 CHUNK = 4
 """Blocks that are packed together at least. Fewer tokens could hardly be ranked."""
@@ -26,7 +27,7 @@ EVERY, KEPT = 8, 16
 
 
 @dataclass(frozen=True)
-class Mixed(TokenPolicy):
+class Mixed(Keeping):
     """Options of mixed rates.
 
     budget: share of each KV head's tokens that have the codec's bits, rounded up to whole blocks of

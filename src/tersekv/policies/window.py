@@ -28,26 +28,19 @@ MOST_FOUND = 1024
 
 
 @dataclass(frozen=True)
-class Window(TokenPolicy):
-    """Pack whole blocks as soon as at least `recent` later tokens stay exact.
+class Keeping(TokenPolicy):
+    """A policy that keeps every token.
 
-    start: number of tokens before any is packed. Then all tokens but the sinks and the `recent`
-        latest are packed at once. "auto" is twice `recent`, because packing fewer saves nothing,
-        and codecs fitted on the prompt get more data (`docs/log.md`). A layer whose sliding window
-        is smaller packs as with 0.
     generated: "packed", or "exact" to pack prompts only.
     found: number of packed tokens per layer that stay exact, those of the most unusual norms
         (`cache/found_sinks.py`). Sliding-window layers have none.
     """
 
-    start: str = AUTO
     generated: Literal["packed", "exact"] = "packed"
     found: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.start != AUTO and not re.fullmatch(r"\d{1,12}", self.start):
-            raise UserError(f"start={self.start} is not a number of tokens; give 0 or more, or auto for twice `recent`")
         if self.generated not in ("packed", "exact"):
             raise UserError(f"generated={self.generated} is not allowed; choose one of packed, exact")
         if not 0 <= self.found <= MOST_FOUND:
@@ -62,6 +55,24 @@ class Window(TokenPolicy):
     def packs_generated(self) -> bool:
         """True unless generated tokens stay exact."""
         return self.generated == "packed"
+
+
+@dataclass(frozen=True)
+class Window(Keeping):
+    """Pack whole blocks as soon as at least `recent` later tokens stay exact.
+
+    start: number of tokens before any is packed. Then all tokens but the sinks and the `recent`
+        latest are packed at once. "auto" is twice `recent`, because packing fewer saves nothing,
+        and codecs fitted on the prompt get more data (`docs/log.md`). A layer whose sliding window
+        is smaller packs as with 0.
+    """
+
+    start: str = AUTO
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.start != AUTO and not re.fullmatch(r"\d{1,12}", self.start):
+            raise UserError(f"start={self.start} is not a number of tokens; give 0 or more, or auto for twice `recent`")
 
     def first_packing(self, window: int | None) -> int:
         """Return `start`, or 0 in a layer whose sliding window is smaller."""

@@ -1,0 +1,67 @@
+"""All reasons why a recipe cannot be used with a model in a given way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal, get_args
+
+from transformers import PreTrainedConfig
+
+from tersekv.cache.evicting import UNREADABLE
+from tersekv.cache.ranked_tokens import UNRANKED
+from tersekv.errors import UserError
+from tersekv.hf.calibration_needs import attention_plans
+from tersekv.hf.config import AttentionShape, attention_layers, text_config
+from tersekv.hf.rope import Ropes
+from tersekv.recipe import LayerPlan, Recipe
+
+Use = Literal["transformers", "context_parallel"]
+"""Ways to use a recipe: in one process or with tensor parallelism, or with context parallelism."""
+
+SPREAD = "it does not work with context_parallel"
+
+
+def why_not(recipe: str | Recipe, config: PreTrainedConfig, use: Use = "transformers") -> list[str]:
+    """Return why a recipe cannot be used with a model of this config; nothing if it can be.
+
+    Raises:
+        UserError: the recipe is not valid, the model has no key-value cache, or `use` is unknown.
+    """
+    if use not in get_args(Use):
+        raise UserError(f"use={use!r} is not allowed; choose one of {', '.join(get_args(Use))}")
+    config = text_config(config)
+    return faults(attention_plans(Recipe.parse(recipe), config), config, use)
+
+
+def faults(plans: Mapping[int, LayerPlan], config: PreTrainedConfig, use: Use, ropes: Ropes | None = None) -> list[str]:
+    """Return the same for the plans of a model's attention layers. config: of its text decoder."""
+    shape = AttentionShape.of(config)
+    ropes = ropes or Ropes(config, shape.key_dim)
+    windows = {i: kind.window for i, kind in enumerate(attention_layers(config))}
+    found = (why for i, plan in plans.items() for why in _of_layer(plan, i, windows[i], shape, ropes, use))
+    return list(dict.fromkeys(found))
+
+
+def _of_layer(
+    plan: LayerPlan, index: int, window: int | None, shape: AttentionShape, ropes: Ropes, use: Use
+) -> Iterator[str]:
+    for codec, dim in ((plan.keys, shape.key_dim), (plan.values, shape.value_dim)):
+        try:
+            codec.layout(dim)
+        except UserError as error:
+            yield str(error)
+    try:
+        ropes.needed_by(plan.keys, index)
+    except UserError as error:
+        yield str(error)
+    policy = plan.policy
+    if (policy.drops or policy.observes) and not shape.passes_handles:
+        yield UNREADABLE if policy.drops else UNRANKED
+    if use != "context_parallel" or window is not None:
+        return
+    if policy.drops:
+        yield f"{SPREAD}: the policy drops tokens; use one that keeps all (window)"
+    elif policy.observes:
+        yield f"{SPREAD}: the policy ranks all tokens of a prompt; use one with equal rates (window)"
+    if not shape.passes_handles:
+        yield f"{SPREAD}: the model changes keys and values before attention"

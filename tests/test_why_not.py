@@ -1,0 +1,36 @@
+"""All reasons against a recipe are given at once."""
+
+from __future__ import annotations
+
+import pytest
+
+import tersekv
+from tersekv.cli.doctor import describe
+from tersekv.errors import UserError
+from tersekv.hf.why_not import why_not
+
+
+def test_all_reasons_at_once(models):
+    config = models["deepseek_v3"].config
+    recipe = "snapkv+kivi"
+    found = why_not(recipe, config, "context_parallel")
+    for part in ("can be read by tersekv's attention only", "drops tokens", "changes keys and values before attention"):
+        assert sum(part in reason for reason in found) == 1
+    with pytest.raises(UserError) as error:
+        tersekv.CompressedCache(config, "snapkv+kivi")
+    assert "snapkv+kivi on deepseek_v3: " in str(error.value)
+    assert why_not("kivi", config) == why_not("snapkv+kivi", models["llama"].config) == []
+
+
+def test_an_unknown_use(llama):
+    with pytest.raises(UserError, match="use='vllm' is not allowed; choose one of transformers, context_parallel"):
+        why_not("kivi", llama.config, "vllm")
+
+
+def test_doctor_gives_the_reasons(models, tmp_path):
+    models["deepseek_v3"].config.save_pretrained(tmp_path)
+    good, one, other = describe(str(tmp_path), ["kivi", "mixed+kivi:bits=4", "kivi;9=exact"])["recipes"]
+    assert "reasons" in good
+    assert not one["good"]
+    assert any("only tersekv's attention sees" in reason for reason in one["reasons"])
+    assert other["reasons"] == ["layers '9' do not exist; the model has layers 0 to 2"]
