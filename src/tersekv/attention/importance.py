@@ -12,12 +12,11 @@ Models without RoPE, or with frequencies that change with the length, have queri
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tersekv.attention.read import AttentionCall, grouped
+from tersekv.cache.store import Store
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.kernels.softmax import softmax_weights
 
@@ -30,7 +29,7 @@ TILE = 128
 
 
 @torch.no_grad()
-def importance(store: Any, keys: Tensor, call: AttentionCall, again: int = 0) -> Tensor:
+def importance(store: Store, keys: Tensor, call: AttentionCall, again: int = 0) -> Tensor:
     """Return the importance of the tokens in the tail and of new keys [B, Hkv, n, D].
 
     The queries are those of the call, and with few of them also those that the store has kept.

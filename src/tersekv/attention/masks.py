@@ -1,14 +1,9 @@
-"""The causal mask, and the type of stores that attention reads."""
+"""The causal mask."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from tersekv.cache.evicting import EvictingStore
-from tersekv.cache.layer import LayerStore
-
-Store = LayerStore | EvictingStore
 
 
 def causal(q: int, T: int, device: torch.device) -> Tensor:

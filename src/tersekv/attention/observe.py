@@ -10,18 +10,16 @@ queries by all tokens is never in memory.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tersekv.attention import masks
 from tersekv.attention.importance import importance
-from tersekv.attention.masks import Store
 from tersekv.attention.prompt_loss import prompt_loss
 from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.segments import UNSEEN, Observed, PackedSegment
-from tersekv.cache.store import LEAST_QUERIES
+from tersekv.cache.store import LEAST_QUERIES, Store
 from tersekv.errors import UserError
 from tersekv.kernels.attend import Masks
 from tersekv.kernels.softmax import softmax_weights
@@ -49,7 +47,7 @@ def observe(store: Store, keys: Tensor, values: Tensor, call: AttentionCall, aga
 
 
 @torch.no_grad()
-def _votes(store: Any, keys: Tensor, call: AttentionCall) -> Tensor | None:
+def _votes(store: Store, keys: Tensor, call: AttentionCall) -> Tensor | None:
     """Return the attention that tokens receive from the observed latest queries, as votes.
 
     Votes are float32 [B, Hkv, held + n]: first the tokens held, in the store's order, then the new
@@ -75,7 +73,7 @@ def _votes(store: Any, keys: Tensor, call: AttentionCall) -> Tensor | None:
     return votes
 
 
-def kept_weights(store: Any, keys: Tensor, call: AttentionCall) -> Tensor:
+def kept_weights(store: Store, keys: Tensor, call: AttentionCall) -> Tensor:
     """Return softmax weights [B, Hq, q, past + new tokens] in the query's dtype.
 
     Evicted tokens have weight 0.
@@ -96,7 +94,7 @@ def kept_weights(store: Any, keys: Tensor, call: AttentionCall) -> Tensor:
     return out.flatten(1, 2).to(call.query.dtype)
 
 
-def _held(store: Any) -> Held:
+def _held(store: Store) -> Held:
     """Return keys float32 [B, H, T, D] and positions [B, H, T] of the tokens held, in order."""
     parts = []
     for segment in store.held():
@@ -109,13 +107,13 @@ def _held(store: Any) -> Held:
     return parts
 
 
-def _span(store: Any, first: int, n: int) -> Tensor:
+def _span(store: Store, first: int, n: int) -> Tensor:
     """Return positions first to first + n, expanded to all heads."""
     positions = torch.arange(first, first + n, dtype=torch.int32, device=store.device)
     return positions.expand(store.batch_size, store.kv_heads, -1)
 
 
-def _weights(store: Any, held: Held, keys: Tensor, call: AttentionCall, tile: slice) -> Tensor:
+def _weights(store: Store, held: Held, keys: Tensor, call: AttentionCall, tile: slice) -> Tensor:
     """Return softmax weights of one tile of queries, float32 [B, Hkv, G, tile, held + n]."""
     query = grouped(call.query[:, :, tile], store.kv_heads)
     n, past = keys.shape[2], store.num_tokens
@@ -129,7 +127,7 @@ def _weights(store: Any, held: Held, keys: Tensor, call: AttentionCall, tile: sl
     return softmax_weights(scores, call.softcap, ~seen.unsqueeze(2), logits)
 
 
-def _causal(store: Any, total: int, q: int, tile: slice) -> Tensor:
+def _causal(store: Store, total: int, q: int, tile: slice) -> Tensor:
     mask = masks.causal(q, total, store.device)[:, tile]
     if store.padding is not None:
         mask = mask & (torch.arange(total, device=mask.device) >= store.padding[:, None])[:, None]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tersekv.attention import masks
-from tersekv.attention.masks import Store
+from tersekv.cache.store import Store
 
 
 def is_readable(store: Store) -> bool:

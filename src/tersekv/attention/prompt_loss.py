@@ -19,13 +19,12 @@ of outputs to the residual stream, so it is left out; so is the slope of a softc
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.coding import own_sinks
+from tersekv.cache.store import Store
 from tersekv.codecs.transforms.moments import Observes, TokenLoss, score_loss
 from tersekv.kernels.softmax import softmax_weights
 
@@ -37,7 +36,7 @@ TILE = 16
 
 
 def prompt_loss(
-    store: Any, keys: Tensor, values: Tensor, call: AttentionCall
+    store: Store, keys: Tensor, values: Tensor, call: AttentionCall
 ) -> tuple[TokenLoss | None, TokenLoss | None]:
     """Return the loss of errors in the keys and in the values of all tokens so far.
 
@@ -104,7 +103,7 @@ def observed_loss(keys: Tensor, values: Tensor, call: AttentionCall, coded: Tens
     return TokenLoss(key_weights.clamp_min(0), call.scaling**2 * metric), TokenLoss(value_weights)
 
 
-def _coded(store: Any, call: AttentionCall, tokens: int) -> Tensor:
+def _coded(store: Store, call: AttentionCall, tokens: int) -> Tensor:
     """Return float32 [B, tokens]: 0 for sinks, which stay exact, else 1."""
     sinks = store.policy.sink_tokens(store.window)
     coded = torch.ones(call.query.shape[0], tokens, device=call.query.device)

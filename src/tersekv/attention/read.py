@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tersekv.attention import masks
-from tersekv.attention.masks import Store
 from tersekv.cache.parallel import ContextParallel
 from tersekv.cache.segments import PackedSegment
+from tersekv.cache.store import Store
 from tersekv.kernels import backends, softmax
 from tersekv.kernels.attend import Masks, Where, finished
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tersekv.attention import masks
-from tersekv.attention.masks import Store
 from tersekv.attention.read import AttentionCall, grouped
+from tersekv.cache.store import Store
 from tersekv.kernels.softmax import softmax_weights
 
 

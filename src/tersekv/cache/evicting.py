@@ -6,8 +6,8 @@ positions and RoPE.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -18,13 +18,12 @@ from tersekv.cache.footprint import Footprint
 from tersekv.cache.parallel import HeadShard
 from tersekv.cache.pool import TokenPool
 from tersekv.cache.schema import optional, per_row, positions, require, whole
-from tersekv.cache.segments import UNSEEN, ExactSegment, Observed, PackedSegment, packed_pages_of
+from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.cache.state import Rules, Spec
 from tersekv.cache.store import Store
 from tersekv.cache.tail import TailBuffer, first_tokens
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError, UserError
-from tersekv.kernels.attend import PackedPages
 from tersekv.policies.base import PROMPT_TOKENS, Selection
 from tersekv.recipe import LayerPlan
 from tersekv.tensors import plain
@@ -60,7 +59,7 @@ def selective_tokens(store: EvictingStore, place: str) -> None:
         require(alike, f"{place}.pools.{i}.padding", "is not the layer's")
 
 
-class EvictingStore(Store, ABC):
+class EvictingStore(Store):
     """Keys [B, H, n, Dk] and values [B, H, n, Dv] of a full-attention layer under a `Selection`."""
 
     STATE: ClassVar[Spec] = SELECTIVE
@@ -74,7 +73,6 @@ class EvictingStore(Store, ABC):
     shape = property(attrgetter("keys.loose.shape"), doc="See `Store`.")
     device = property(attrgetter("keys.loose.device"), doc="See `Store`.")
     num_evicted = 0  # no range of positions is evicted for all heads
-    rotary = None  # positions differ by head, see `TokenPool`
     by_head, least_queries = True, 1
 
     @plain
@@ -137,22 +135,6 @@ class EvictingStore(Store, ABC):
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Raise UserError, because heads have evicted different tokens."""
         raise UserError(UNREADABLE)
-
-    @abstractmethod
-    def exact_segments(self) -> list[ExactSegment]:
-        """Return the segments of exact tokens, without empty ones."""
-
-    def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
-        """Return packed slots `first` to `first + tokens`, multiples of `flush_tokens`, or None."""
-        return None
-
-    def packed_pages(self) -> Iterator[PackedSegment]:
-        """Return packed slots page by page, without copies."""
-        return iter(())
-
-    def pages(self) -> PackedPages | None:
-        """Return packed slots as attention reads them, None if there are none."""
-        return packed_pages_of(list(self.packed_pages()), self.kv_heads)
 
     def _is_prompt(self, n: int) -> bool:
         return self.num_tokens == 0 or n >= PROMPT_TOKENS

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tersekv.cache.evicting import EvictingStore
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.cache.scored_eviction import ScoredEvictionStore
 from tersekv.cache.sketch import SketchStore
+from tersekv.cache.store import Store
 from tersekv.codecs.transforms.rope import Rope
 from tersekv.policies.base import Selection
 from tersekv.policies.subgen import SubGen
@@ -26,7 +26,7 @@ def new_store(
     heads: HeadShard | None = None,
     context_parallel: ContextParallel | None = None,
     query_rope: Rope | None = None,
-) -> LayerStore | EvictingStore:
+) -> Store:
     """Build the store of a layer. In sliding-window layers every policy keeps all tokens of the
     window.
 

@@ -14,9 +14,8 @@ from tersekv.attention.observe import kept_weights, observe
 from tersekv.attention.past import is_readable, with_past
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.attention.weights import attention_weights
-from tersekv.cache.evicting import EvictingStore
-from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import UNSEEN
+from tersekv.cache.store import Store
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.handle import Pending, PendingTokens, opened
 from tersekv.hf.traced import NewTokens, append_and_attend, is_traced
@@ -227,7 +226,7 @@ def _untouched(key: Any, value: Any) -> Pending | None:
     return None
 
 
-def _weights(store: LayerStore | EvictingStore, keys: Tensor, call: AttentionCall) -> Tensor:
+def _weights(store: Store, keys: Tensor, call: AttentionCall) -> Tensor:
     return kept_weights(store, keys, call) if store.by_head else attention_weights(store, keys, call)
 
 

@@ -8,16 +8,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tersekv.cache.evicting import EvictingStore
-from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import UNSEEN, Observed
+from tersekv.cache.store import Store
 
 
 class PendingLayer(Protocol):
     """Interface of the layer that pending tokens belong to."""
 
     cache: Any
-    store: LayerStore | EvictingStore | None
+    store: Store | None
 
     def get_seq_length(self) -> int:
         """Return the number of tokens seen."""

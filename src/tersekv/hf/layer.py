@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from tersekv.cache.evicting import UNREADABLE, EvictingStore
+from tersekv.cache.evicting import UNREADABLE
 from tersekv.cache.key_error import LEAST_TOKENS, STEP, key_error, sample_tokens
-from tersekv.cache.layer import LayerStore
 from tersekv.cache.rate_allotment import with_rates
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.schema import Check, anything, each, flag, of_spec, one_of, optional, record, require, tensor, whole
 from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.cache.state import State, own
+from tersekv.cache.store import Store
 from tersekv.cache.stores import new_store
 from tersekv.codecs.transforms.rope import NO_ROPE
 from tersekv.errors import CacheError, UserError
@@ -64,7 +64,7 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.cache, self.index, self.plan, self.sliding_window = cache, index, plan, window
         self.is_sliding = window is not None
-        self.store: LayerStore | EvictingStore | None = None
+        self.store: Store | None = None
         self.record_past = False
         self.first_tokens = 0  # tokens of the first call, on which codecs may depend
         self.home: torch.device | None = None

@@ -21,10 +21,9 @@ from transformers import PreTrainedModel
 
 from tersekv import __version__
 from tersekv.cache import tensor_file
-from tersekv.cache.evicting import EvictingStore
-from tersekv.cache.layer import LayerStore
 from tersekv.cache.schema import anything, each, optional, record, require, tensor
 from tersekv.cache.state import joined, split
+from tersekv.cache.store import Store
 from tersekv.errors import UserError
 from tersekv.hf.base import ModelCache
 from tersekv.hf.calibration_needs import attention_plans
@@ -120,7 +119,7 @@ def _named(path: Path) -> Iterator[None]:
         raise UserError(text) from error
 
 
-def _check_layers(stores: list[LayerStore | EvictingStore], tokens: int) -> None:
+def _check_layers(stores: list[Store], tokens: int) -> None:
     """Raise UserError unless all layers have seen `tokens` tokens and have the same padding."""
     paddings = {tuple(store.padding.tolist()) for store in stores if store.padding is not None}
     for i, store in enumerate(stores):
