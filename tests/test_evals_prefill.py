@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers as tf
 
 import tersekv
 from conftest import MODELS, prompt
@@ -110,3 +111,17 @@ def test_queries_are_recorded_once_a_recipe_observes_them(tiny: str) -> None:
     ask = Prompt("A cache keeps keys and values. " * 8, "Why?")
     alone, shared = (Reader(model, tokenizer, "snapkv:budget=0.5+exact", p) for p in (None, prefill))
     assert shared.answer(ask, 8) == alone.answer(ask, 8)
+
+
+def test_a_full_cache_of_sliding_windows_has_its_own_bits(models):
+    """Its layers hold one token less than a window, and a compressed cache is measured on the same elements."""
+    model = models["gemma3"]
+    cache = tf.DynamicCache(config=model.config)
+    packed = tersekv.CompressedCache(model, "exact")
+    with torch.no_grad():
+        for ids in (prompt(200), prompt(1)):
+            model(ids, past_key_values=cache)
+            with tersekv.compress(model, "exact"):
+                model(ids, past_key_values=packed)
+    assert held_by(cache).elements == packed.footprint().elements
+    assert 31.6 < held_by(cache).bits_per_element <= 32

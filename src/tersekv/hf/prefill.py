@@ -100,10 +100,12 @@ def held_by(cache: Any) -> Footprint:
     """Return the footprint of our cache, or that of the tensors in transformers' own cache."""
     if isinstance(cache, CompressedCache):
         return cache.footprint()
-    sides = [getattr(layer, side, None) for layer in cache.layers for side in ("keys", "values")]
-    tensors = [side for side in sides if side is not None]
-    seen = cache.get_seq_length()
-    # Layers with a sliding window hold fewer tokens than were seen; ratios refer to a cache of all
-    # tokens.
-    elements = sum(t.shape[0] * t.shape[1] * seen * t.shape[3] for t in tensors)
+    seen, elements, tensors = cache.get_seq_length(), 0, []
+    for layer in cache.layers:
+        held = min(seen, getattr(layer, "sliding_window", None) or seen)  # as `Footprint.elements` counts
+        for x in (getattr(layer, side, None) for side in ("keys", "values")):
+            if x is None:
+                continue
+            elements += x.shape[0] * x.shape[1] * held * x.shape[3]
+            tensors.append(x)
     return Footprint(seen, elements, {"exact": sum(t.untyped_storage().nbytes() for t in tensors)})
