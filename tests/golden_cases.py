@@ -110,7 +110,6 @@ EVICTING = [
 ]
 
 REFUSED = [
-    "window:found=5,generated=exact",
     "snapkv:memory=1MB",
     "mixed:budget=0.5,allot=model",
     "subgen:variant=stream,rest=2",

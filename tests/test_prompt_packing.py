@@ -18,7 +18,6 @@ from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.hf.config import cache_shape
 from tersekv.recipe import Recipe
-from test_context_parallel import same_as_one
 from test_saved import KINDS, calibration, goes_on_alike, read, singles
 from test_saved import wide as wide
 from test_store import contents, tokens
@@ -224,12 +223,6 @@ def test_padded_batch_and_turns(models, name):
         mask = torch.cat([mask, mask.new_ones(2, second.shape[1] - 150)], dim=1)
         got = model.generate(second, attention_mask=mask, past_key_values=cache, **GREEDY)
     assert got.tolist() == model.generate(second, attention_mask=mask, **GREEDY).tolist()
-
-
-@pytest.mark.parametrize("recipe", [EXACT, EXACT.replace("generated", "found=8,generated"), FOUND])
-def test_several_processes(llama, recipe):
-    """Processes that share the packed tokens keep the same exact ones."""
-    same_as_one(llama, recipe, [prompt(300), *singles(40), prompt(70, seed=2), *singles(3)])
 
 
 def test_found_tokens_beside_generated_ones():

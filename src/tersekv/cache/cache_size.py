@@ -187,8 +187,7 @@ def _flush(layouts: Iterable[Layout]) -> int:
 
 def lower_plan(plan: LayerPlan, window: int | None = None) -> LayerPlan | None:
     """Return the plan with the codecs of the lower rate if a layer has two rates, else None."""
-    policy = plan.policy
-    rest = policy.rest
+    rest = plan.policy.rest
     if window is not None or not rest or not two_rates(plan.keys, plan.values):
         return None
     return plan._replace(keys=plan.keys.at_rate(rest), values=plan.values.at_rate(rest)).per_head()
@@ -272,14 +271,10 @@ def _recent(tokens: int, usual: int, waits: int, flush: int, generated: int) -> 
     return tail.tokens, late, tail.capacity - tail.tokens
 
 
-def _layouts(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
-    """Return the layouts of both sides with their head dims."""
-    return [(plan.keys.layout(shape.key_dim), shape.key_dim), (plan.values.layout(shape.value_dim), shape.value_dim)]
-
-
 def layouts_of_heads(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
-    """Return the layouts if heads store different tokens, without data shared by heads."""
-    return _layouts(plan.per_head(), shape)
+    """Return the layouts of both sides with their head dims, if heads store different tokens."""
+    plan = plan.per_head()
+    return [(plan.keys.layout(shape.key_dim), shape.key_dim), (plan.values.layout(shape.value_dim), shape.value_dim)]
 
 
 def _pool(footprint: Footprint, layouts: list[tuple[Layout, int]], heads: list[int], late: int, like: Tensor) -> int:

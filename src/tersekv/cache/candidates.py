@@ -64,7 +64,7 @@ class Slots:
 def best(weights: Tensor, alive: Tensor, room: Tensor) -> Tensor:
     """Return the mask of the `room` [B, H] tokens with the highest weight among `alive` [B, H, T].
 
-    Of tokens with equal weight the earlier one is chosen.
+    If weights are equal, the earlier token is chosen.
     """
     order = weights.masked_fill(~alive, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)

@@ -148,7 +148,7 @@ def encode(codec: Codec, tokens: Tokens, heads: HeadShard | None = None) -> Pack
 
     heads: this process's heads under tensor parallelism, or None.
 
-    Of tokens on the device meta, which have shapes only, the result has shapes only.
+    Tokens on torch's device meta have shapes only, and so has the result.
     """
     if tokens.x.is_meta:
         B, H, n, D = tokens.x.shape

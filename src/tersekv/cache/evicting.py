@@ -98,9 +98,9 @@ class EvictingStore(Store):
         self.budget = torch.zeros(B, dtype=torch.int64, device=keys.device)  # tokens kept per row
         self.latest = torch.zeros_like(self.budget)  # latest tokens per row that always stay
 
+    @abstractmethod
     def _new_pool(self, keys: Tensor, values: Tensor) -> TokenPool:
-        codecs, share = (self.plan.keys, self.plan.values), self.policy.corrected_share
-        return TokenPool(codecs, (keys, values), self.dtype, None, self.rope, self.heads, share)
+        """Return an empty pool for keys and values with these shapes."""
 
     @property
     def pools(self) -> list[TokenPool]:

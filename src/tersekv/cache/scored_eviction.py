@@ -77,14 +77,11 @@ class ScoredEvictionStore(EvictingStore):
         self.tail_votes = keys.new_empty((*keys.shape[:2], 0), dtype=torch.float32)
         self.rest: TokenPool | None = None
         if self.policy.rest and two_rates(self.plan.keys, self.plan.values):
-            self.rest = self._made_pool(keys, values, self.policy.rest, self.pool)
+            self.rest = self._new_pool(keys, values, self.policy.rest, self.pool)
         self.queries, self.queries_end = self.keys.loose[:, :, :0], 0
         self._pages: tuple[list[Tensor], PackedPages | None] | None = None  # with the positions it was built for
 
-    def _new_pool(self, keys: Tensor, values: Tensor) -> TokenPool:
-        return self._made_pool(keys, values)
-
-    def _made_pool(self, keys: Tensor, values: Tensor, *rates: Any) -> TokenPool:
+    def _new_pool(self, keys: Tensor, values: Tensor, *rates: Any) -> TokenPool:
         codecs, fields = (self.plan.keys, self.plan.values), {VOTES: torch.float32} if self.policy.remembers else {}
         share = self.policy.corrected_share
         return TokenPool(codecs, (keys, values), self.dtype, fields, self.rope, self.heads, share, *rates)
@@ -226,12 +223,12 @@ class ScoredEvictionStore(EvictingStore):
         evicts: some of them leave the cache.
         """
         sizes = [*self._slots(), leaving.positions.shape[2]]
-        stays, limits = alive, [int(self._head_budget().max()) - self.tail_tokens]
+        stays, demoted, demotes, limits = alive, torch.zeros_like(alive), False, [0]
         if self.rest is not None:
-            stays, limits = self._staying(sizes, alive, ranks, room, prompt)
-        is_low = self._is_low(sizes, alive)
-        demoted = alive & ~is_low & ~stays
-        demotes = self.rest is not None and bool(demoted.any())
+            stays, demoted, limits = self._demoted(sizes, alive, ranks, room, prompt)
+            demotes = bool(demoted.any())
+        elif evicts:
+            limits = [int(self._head_budget().max()) - self.tail_tokens]
         limited = evicts or demotes
         weights = ranks.of(ranks.candidates.always) if limited else torch.zeros_like(leaving.votes)
         samples, sampled = self._samples(leaving)
@@ -251,25 +248,22 @@ class ScoredEvictionStore(EvictingStore):
             pool.pack(self._movable(pool), samples, sampled, self._most_blocks(pool, most) if limited else None)
             del pool.fields[WEIGHT]
 
-    @staticmethod
-    def _is_low(sizes: list[int], like: Tensor) -> Tensor:
-        """Return the mask of the slots of the pool of the lower rate. sizes: slots of pools and leaving tokens."""
-        is_low = torch.zeros_like(like)
-        is_low[:, :, sizes[0] : sum(sizes[:-1])] = True
-        return is_low
-
-    def _staying(
+    def _demoted(
         self, sizes: list[int], alive: Tensor, ranks: Ranks, room: Tensor, prompt: bool
-    ) -> tuple[Tensor, list[int]]:
-        """Return the mask of tokens at the codec's rate, and the most tokens of each pool, see `_settle`."""
-        candidates = alive & ~self._is_low(sizes, alive)
+    ) -> tuple[Tensor, Tensor, list[int]]:
+        """Return masks of tokens that keep the codec's rate and that lose it, and the most tokens of each pool.
+
+        sizes: slots of both pools, and leaving tokens. Others: see `_settle`.
+        """
+        candidates = alive.clone()
+        candidates[:, :, sizes[0] : sizes[0] + sizes[1]] = False  # these have the lower rate
         lower, always = self._lower(ranks.candidates.positions)
         most = torch.maximum((room - lower).clamp(min=0), (candidates & always).sum(-1))
         over = candidates.sum(-1) - most
         demotes = bool((over >= (1 if prompt else self.flush_tokens)).any())
         demotes = demotes and (prompt or self.policy.evicts != "never")
         stays = best(ranks.of(always), candidates, most) if demotes else candidates
-        return stays, [int(most.max()) + self.flush_tokens, int(lower.max())]
+        return stays, candidates & ~stays, [int(most.max()) + self.flush_tokens, int(lower.max())]
 
     def _lower(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return how many tokens of each head have the lower rate, and which tokens never have it.

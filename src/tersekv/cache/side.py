@@ -18,7 +18,7 @@ from tersekv.cache.pages import PageSizes
 from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.cache.placement import Move
 from tersekv.cache.rotary import Rotary
-from tersekv.cache.schema import Check, tensor
+from tersekv.cache.schema import tensor
 from tersekv.cache.state import Spec, Stateful
 from tersekv.cache.tail import TailBuffer, first_tokens
 from tersekv.cache.tier import Encoded, Tier
@@ -29,11 +29,6 @@ from tersekv.layouts.base import View
 from tersekv.tensors import gathered, joined
 
 log = logging.getLogger(__name__)
-
-
-def exact_tokens(side: SideStore) -> Check:
-    """Return the check of a side's exact tokens."""
-    return tensor(side.dtype, *side.sinks.shape[:2], None, side.head_dim)
 
 
 class Prepared(NamedTuple):
@@ -65,7 +60,7 @@ class SideStore(Stateful):
     tiers: packed tokens of the codec's own rate, and perhaps of the lower one.
     """
 
-    STATE: ClassVar[Spec] = {"sinks": exact_tokens}
+    STATE: ClassVar[Spec] = {"sinks": lambda side: tensor(side.dtype, *side.sinks.shape[:2], None, side.head_dim)}
     PARTS: ClassVar[tuple[str, ...]] = ("tiers", "tail")
 
     def __init__(
