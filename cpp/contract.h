@@ -285,6 +285,12 @@ struct Kernels {
 float* scratch(int64_t floats);
 void reset_scratch();
 
+// Return room for `count` objects in scratch memory. They are not initialised.
+template <class T>
+static inline T* scratch_of(int64_t count = 1) {
+  return reinterpret_cast<T*>(scratch(ceil_div(count * static_cast<int64_t>(sizeof(T)), sizeof(float))));
+}
+
 // Return memory of the calling thread that later tasks of the same call can reuse. `filled` is true
 // if the thread's last request had the same key.
 struct KeptKey {

@@ -31,7 +31,7 @@ struct Workspace {
     query = scratch(rows * query_stride);
     score = scratch(rows * score_stride);
     sum = scratch(rows * sum_stride);
-    state = reinterpret_cast<RowState*>(scratch(rows * 2));
+    state = scratch_of<RowState>(rows);
     const float* in = call.query + ((task.b * call.H + task.h) * call.R + task.row) * call.D;
     for (int64_t r = 0; r < rows; r++) {
       state[r] = RowState{};
@@ -119,7 +119,7 @@ inline void start_scores(const Call& call, const Task& task, int64_t row, int64_
 }
 
 template <class S>
-void attend(const Call& call, const Task& task) {
+void attend_task(const Call& call, const Task& task) {
   reset_scratch();
   const int64_t unit = call.tokens_per_unit, chunk = unit >= kChunkTokens ? unit : kChunkTokens / unit * unit;
   Workspace w(call, task, chunk);
@@ -175,8 +175,8 @@ template <class S>
 constexpr Kernels kernels_of(GridFn (*grid_product)(const GridView&, int rows),
                              decltype(Kernels::encode_trellis) encode_trellis,
                              decltype(Kernels::basis_product) basis_product) {
-  return {S::kName, S::kNsPerProduct, attend<S>,     merge_rows<S>, mean_scores<S>, grid_product,
-          false,    encode_trellis,   basis_product, nullptr,       nullptr,        nullptr};
+  return {S::kName, S::kNsPerProduct, attend_task<S>, merge_rows<S>, mean_scores<S>, grid_product,
+          false,    encode_trellis,   basis_product,  nullptr,       nullptr,        nullptr};
 }
 
 }  // namespace

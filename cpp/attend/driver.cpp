@@ -22,16 +22,16 @@ constexpr int64_t kMeanPositions = 1024;  // fewest positions of a task that com
 constexpr int64_t kRopedTokens = 512;  // tokens whose cosines and sines fit the L2 cache
 
 // True if cosines and sines of all tokens are computed.
-bool turns(const Call& call, const View& view) {
+bool reads_all_angles(const Call& call, const View& view) {
   const bool stepped = call.rope && view.rope.int16_offsets && roped_codes(view.parts[0]);
   bool any = (view.kind == Kind::roped && !stepped) || (view.kind == Kind::rotated_mean && !view.rope.offsets);
-  for (int64_t i = 0; i < view.count; i++) any |= turns(call, view.parts[i]);
+  for (int64_t i = 0; i < view.count; i++) any |= reads_all_angles(call, view.parts[i]);
   return any;
 }
 
 // The tasks of one call. `first` is the number of its first task; `out` and `lse` belong to its
 // first split.
-struct Plan {
+struct CallTasks {
   const Call* call;
   int64_t first, row_blocks, splits, units;
   double ns;
@@ -74,8 +74,8 @@ struct Plan {
   }
 };
 
-Plan plan_of(const Call& call) {
-  Plan plan{&call, 0, ceil_div(call.R, kRowBlock), 1, call.T / call.tokens_per_unit, 0.0, nullptr, nullptr};
+CallTasks tasks_of(const Call& call) {
+  CallTasks plan{&call, 0, ceil_div(call.R, kRowBlock), 1, call.T / call.tokens_per_unit, 0.0, nullptr, nullptr};
   const double products = static_cast<double>(call.B * call.H * call.T) * std::max<int64_t>(call.R, 2) *
                           static_cast<double>(call.D + call.Dv);
   plan.ns = products * current().ns_per_product;
@@ -84,19 +84,19 @@ Plan plan_of(const Call& call) {
 
 // Split tokens if there are fewer heads than threads need, or if heads share cosines and sines of
 // tokens.
-void split(Plan& plan, int threads) {
+void split(CallTasks& plan, int threads) {
   const int64_t tasks = plan.tasks();
   if (threads > 1) {
     const int64_t wanted = ceil_div(4 * threads, tasks), worth = static_cast<int64_t>(plan.ns / kTaskNs) / tasks;
     plan.splits = std::max<int64_t>(1, std::min({wanted, worth, plan.units}));
   }
-  if (turns(*plan.call, *plan.call->keys))
+  if (reads_all_angles(*plan.call, *plan.call->keys))
     plan.splits =
         std::max<int64_t>(1, std::min(plan.units, std::max(plan.splits, ceil_div(plan.call->T, kRopedTokens))));
 }
 
 // The tasks that compute scores of a rotated mean.
-struct MeanPlan {
+struct MeanTasks {
   const MeanScores* of;
   int64_t first, row_blocks, splits;
   std::unique_ptr<std::atomic<int64_t>[]> left;  // of each split, the tasks that have not ended
@@ -130,8 +130,8 @@ struct MeanPlan {
   }
 };
 
-MeanPlan mean_plan_of(const MeanScores& of, int threads) {
-  MeanPlan plan{&of, 0, ceil_div(of.call.R, kRowBlock), 1, nullptr};
+MeanTasks mean_tasks_of(const MeanScores& of, int threads) {
+  MeanTasks plan{&of, 0, ceil_div(of.call.R, kRowBlock), 1, nullptr};
   if (threads > 1) {
     const int64_t worth = ceil_div(of.call.T, kMeanPositions);
     plan.splits = std::max<int64_t>(1, std::min(ceil_div(3 * threads, plan.tasks()), worth));
@@ -141,19 +141,19 @@ MeanPlan mean_plan_of(const MeanScores& of, int threads) {
   return plan;
 }
 
-struct Job {
-  std::vector<MeanPlan> means;
+struct AttentionTasks {
+  std::vector<MeanTasks> means;
   int64_t mean_tasks = 0;
-  std::vector<Plan> plans;
+  std::vector<CallTasks> plans;
 
   // Tasks begin in order, so those of means are running or have ended when any other one begins.
   static void run(const void* context, int64_t index) {
-    const Job& job = *static_cast<const Job*>(context);
+    const AttentionTasks& job = *static_cast<const AttentionTasks*>(context);
     if (index < job.mean_tasks) {
-      const MeanPlan& plan = find(job.means, index);
+      const MeanTasks& plan = find(job.means, index);
       return plan.run(index - plan.first);
     }
-    const Plan& plan = find(job.plans, index);
+    const CallTasks& plan = find(job.plans, index);
     if (plan.call->start) job.means[plan.call->start_mean].wait(plan.last_position(index - plan.first));
     plan.run(index - plan.first);
   }
@@ -209,7 +209,7 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
   const Call& any = calls.front();
   const int64_t rows = any.B * any.H * any.R, Dv = any.Dv;
   if (rows == 0) return;
-  Job job;
+  AttentionTasks job;
   double ns = 0;
   for (Call& call : calls) {
     call.id = ++numbers;
@@ -218,7 +218,7 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
     call.trellis = current().trellis;
     call.rope = current().rope;
     call.polar = current().polar;
-    job.plans.push_back(plan_of(call));
+    job.plans.push_back(tasks_of(call));
     ns += job.plans.back().ns;
   }
   const int most = threads;
@@ -228,12 +228,12 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
   int64_t tasks = 0, parts = 0;
   for (SharedMean& mean : means) {
     mean.scores.call.rope = current().rope;
-    job.means.push_back(mean_plan_of(mean.scores, threads));
+    job.means.push_back(mean_tasks_of(mean.scores, threads));
     job.means.back().first = tasks;
     tasks += job.means.back().tasks();
   }
   job.mean_tasks = tasks;
-  for (Plan& plan : job.plans) {
+  for (CallTasks& plan : job.plans) {
     split(plan, threads);
     plan.first = tasks;
     tasks += plan.tasks();
@@ -246,7 +246,7 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
   std::vector<const float*> outs, lses;
   size_t unmapped = 0;  // number of parts of calls before `map.first`
   for (size_t i = 0; i < calls.size(); i++) {
-    Plan& plan = job.plans[i];
+    CallTasks& plan = job.plans[i];
     if (i == map.first) unmapped = outs.size();
     const bool alone = parts == 1 && !maps;
     float* to = alone ? out : part_at(static_cast<int64_t>(outs.size()));
@@ -257,7 +257,7 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
       lses.push_back(plan.lse + s * rows);
     }
   }
-  (team ? run_long_tasks : run_tasks)(tasks, threads, Job::run, &job);
+  (team ? run_long_tasks : run_tasks)(tasks, threads, AttentionTasks::run, &job);
   if (maps) {
     float *mapped = part_at(parts), *mapped_lse = mapped + rows * Dv;
     const auto count = static_cast<int64_t>(outs.size() - unmapped);

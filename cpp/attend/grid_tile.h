@@ -183,7 +183,7 @@ void grid_prepare(Node& node) {
   node.grid.table += node.b * node.grid.table_stride_b;
   node.grid.entries = node.grid.table;
   if (node.call->rounds && node.grid.bits <= kLutBits) round_table<S>(node);
-  auto* own = reinterpret_cast<GridOwn*>(scratch(ceil_div(sizeof(GridOwn), sizeof(float))));
+  auto* own = scratch_of<GridOwn>();
   node.own = own;
   const GridView& v = node.grid;
   own->coef = v.bits <= kLutBits ? scratch(kRowTile * coef_stride(node)) : nullptr;

@@ -93,15 +93,15 @@ template <class S>
 void roped_prepare(Node& node) {
   const View& view = *node.view;
   const int64_t D = view.D;
-  auto* own = reinterpret_cast<RopedOwn*>(scratch(ceil_div(sizeof(RopedOwn), sizeof(float))));
+  auto* own = scratch_of<RopedOwn>();
   node.own = own;
   list_places(node);
-  own->pairs = reinterpret_cast<RopePair*>(scratch(D / 2 * (sizeof(RopePair) / sizeof(float))));
-  own->plain = reinterpret_cast<int32_t*>(scratch(D));
+  own->pairs = scratch_of<RopePair>(D / 2);
+  own->plain = scratch_of<int32_t>(D);
   own->tile_floats = (D + kTileSlack) * kLanes;
   own->tile = scratch(kRopedTiles * own->tile_floats);
   own->pair_count = own->plain_count = 0;
-  RopeColumns columns{reinterpret_cast<int32_t*>(scratch(2 * D))};
+  RopeColumns columns{scratch_of<int32_t>(2 * D)};
   const RopeChannel* channels = view.rope.channels;
   for (int32_t d = 0; d < D; d++) {
     const RopeChannel& a = channels[d];

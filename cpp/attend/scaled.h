@@ -15,7 +15,7 @@ struct ScaledOwn {
 // The part has scores or sums of its own, to which the factor is applied.
 inline void scaled_prepare(Node& node) {
   Node& part = node.parts[0];
-  auto* own = reinterpret_cast<ScaledOwn*>(scratch(ceil_div(sizeof(ScaledOwn), sizeof(float))));
+  auto* own = scratch_of<ScaledOwn>();
   *own = {};
   node.own = own;
   if (node.query) {

@@ -29,7 +29,7 @@ template <class S>
 void trellis_prepare(Node& node) {
   const TrellisView& v = node.view->trellis;
   const int64_t D = node.view->D;
-  auto* own = reinterpret_cast<TrellisOwn*>(scratch(ceil_div(sizeof(TrellisOwn), sizeof(float))));
+  auto* own = scratch_of<TrellisOwn>();
   node.own = own;
   own->fast = nullptr;
   const float* scale = float_row<S>(v.scale_type, v.scale, node.b * v.scale_b + node.h * v.scale_h, D);
@@ -37,7 +37,7 @@ void trellis_prepare(Node& node) {
     own->fast = node.call->trellis->prepare({&v, D, node.b, node.h, node.rows, node.query, node.query_stride, scale});
   own->tile = scratch((D + kTileSlack) * kLanes);
   if (node.sum) node.lanes = scratch(kRowTile * D * kLanes);
-  own->places = reinterpret_cast<TrellisPlace*>(scratch(D * (sizeof(TrellisPlace) / sizeof(float))));
+  own->places = scratch_of<TrellisPlace>(D);
   const uint8_t* bits = v.bits + node.b * v.bits_b + node.h * v.bits_h;
   int64_t end = 0;
   for (int64_t d = 0; d < D; d++) {

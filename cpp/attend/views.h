@@ -23,7 +23,7 @@ void prepare(Node& node);
 template <class S>
 void prepare_parts(Node& node) {
   const View& view = *node.view;
-  node.parts = reinterpret_cast<Node*>(scratch(view.count * ceil_div(sizeof(Node), sizeof(float))));
+  node.parts = scratch_of<Node>(view.count);
   int64_t channel = 0;
   for (int64_t i = 0; i < view.count; i++) {
     Node& part = node.parts[i];

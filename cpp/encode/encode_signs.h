@@ -39,7 +39,7 @@ bool positive(const float* x, const float* row, int64_t D) {
 }
 
 // Encode tokens [first, first + n) of a block.
-void sign_tile(const EncodeSigns& call, int64_t block, int64_t first, int64_t n, float* rows, float* sums) {
+void encode_sign_tile(const EncodeSigns& call, int64_t block, int64_t first, int64_t n, float* rows, float* sums) {
   const int64_t D = call.D;
   const float* x = call.x + (block * call.t + first) * D;
   transpose_vectors(x, n, D, kSketchLanes, rows);
@@ -73,7 +73,7 @@ void sketch_signs(const EncodeSigns& call, int64_t block) {
   reset_scratch();
   float *rows = scratch(call.D * kSketchLanes), *sums = scratch(8 * kSketchLanes);
   for (int64_t first = 0; first < call.t; first += kSketchLanes)
-    sign_tile(call, block, first, call.t - first < kSketchLanes ? call.t - first : kSketchLanes, rows, sums);
+    encode_sign_tile(call, block, first, call.t - first < kSketchLanes ? call.t - first : kSketchLanes, rows, sums);
 }
 
 }  // namespace
