@@ -10,7 +10,21 @@
 namespace tersekv {
 
 enum class Float : int { f32 = 0, f16 = 1, bf16 = 2 };
-enum class Kind : int { exact, grid, signs, polar, sparse, sum, concat, roped, rotated, trellis, rotated_mean, scaled };
+enum class Kind : int {
+  exact,
+  grid,
+  signs,
+  polar,
+  sparse,
+  sum,
+  concat,
+  roped,
+  rotated,
+  trellis,
+  rotated_mean,
+  scaled,
+  count
+};
 
 // static: kernels are compiled with different flags, and the linker must not merge their copies of
 // inline functions.

@@ -1,9 +1,9 @@
 // The task of a call: for each chunk of tokens compute scores, softmax and value sums.
 #pragma once
 
+#include "layouts.h"
 #include "marked_mean.h"
 #include "online_softmax.h"
-#include "views.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
@@ -140,8 +140,9 @@ void attend_task(const Call& call, const Task& task) {
   values.view = call.values;
   values.sum = w.sum;
   values.sum_stride = w.sum_stride;
-  prepare<S>(keys);
-  prepare<S>(values);
+  const Layout &key_layout = layout_of<S>(keys), &value_layout = layout_of<S>(values);
+  key_layout.prepare(keys);
+  value_layout.prepare(values);
   const bool dense = call.keys->kind == Kind::exact && call.values->kind == Kind::exact;
   const int64_t end = task.last * unit;
   for (int64_t t0 = task.first * unit, t1; t0 < end; t0 = t1) {
@@ -161,11 +162,11 @@ void attend_task(const Call& call, const Task& task) {
     row_tiles(task.rows, [&](int64_t row, int64_t rows) {
       float* score = w.score + row * w.score_stride;
       for (int64_t r = 0; r < rows; r++) start_scores(call, task, row + r, from, to, score + r * w.score_stride);
-      add_scores<S>(keys, {row, rows, first, last}, score, w.score_stride);
+      key_layout.add_scores(keys, {row, rows, first, last}, score, w.score_stride);
     });
     if (!w.weigh_chunk<S>(call, task, from, to - from)) continue;
     row_tiles(task.rows, [&](int64_t row, int64_t rows) {
-      add_sums<S>(values, {row, rows, first, last}, w.score + row * w.score_stride, w.score_stride);
+      value_layout.add_sums(values, {row, rows, first, last}, w.score + row * w.score_stride, w.score_stride);
     });
   }
   w.finish(call, task);

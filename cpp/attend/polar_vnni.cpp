@@ -10,7 +10,7 @@
 namespace tersekv {
 namespace {
 
-constexpr int64_t kAheadBlocks = 2;  // number of blocks of keys that are prefetched
+constexpr int64_t kKeyBlocksAhead = 2;  // number of blocks of keys that are prefetched
 
 // sum += Σ a · b over two int16. Inline assembly, because GCC 12 copies the sums of the intrinsic.
 [[gnu::always_inline]] inline void add_products(__m512i& sum, __m512i a, __m512i b) {
@@ -85,8 +85,8 @@ void polar_scores_vnni(const void* side, PolarSpan span, float* score, int64_t s
   with_rows(span.rows, [&](auto rows) {
     for (int64_t n = span.first / kPolarBlock; n < span.last / kPolarBlock; n++, score += kPolarBlock) {
       PrefetchRanges ahead;
-      ahead.add(plan.angles + (n + kAheadBlocks) * plan.view->stride_n, plan.view->bytes * kPolarBlock);
-      ahead.add(plan.radii + (n + kAheadBlocks) * plan.view->radii.stride_n, plan.D / 16 * kPolarBlock * 2);
+      ahead.add(plan.angles + (n + kKeyBlocksAhead) * plan.view->stride_n, plan.view->bytes * kPolarBlock);
+      ahead.add(plan.radii + (n + kKeyBlocksAhead) * plan.view->radii.stride_n, plan.D / 16 * kPolarBlock * 2);
       if (values) ahead.add(*values, plan.b, plan.h, n * kPolarBlock, kPolarBlock);
       polar_block_scores<rows>(plan, n, span.row, score, score_stride, ahead);
     }

@@ -89,8 +89,8 @@ void rope_tables(Node& node, const int32_t* column, int64_t cos, int64_t count) 
   }
 }
 
-template <class S>
-void roped_prepare(Node& node) {
+// List the pairs and the columns that the task reads.
+inline RopedOwn* prepare_pairs(Node& node) {
   const View& view = *node.view;
   const int64_t D = view.D;
   auto* own = scratch_of<RopedOwn>();
@@ -120,6 +120,7 @@ void roped_prepare(Node& node) {
   own->column = columns.column;
   own->cos = columns.cos;
   own->columns = columns.count;
+  return own;
 }
 
 // Compute scores of NG·16 tokens from consecutive tiles [NG] of [D][16].

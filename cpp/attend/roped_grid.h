@@ -3,6 +3,7 @@
 // multiplied with the query rotated to its position.
 #pragma once
 
+#include "composed.h"
 #include "grid_tile.h"
 #include "rope_kernel.h"
 #include "roped.h"
@@ -244,6 +245,40 @@ void roped_grid_scores(const Node& node, RopedGrid& own, Span span, float* score
             [&](auto rows) { roped_grid_blocks<S, rows>(node, *own.grid, tables, stride, span, score, score_stride); });
   if (own.sparse) roped_entries<S>(node, own, tables, stride, span, score, score_stride);
 }
+
+template <class S>
+void roped_prepare(Node& node) {
+  prepare_parts<S>(node);
+  RopedOwn& own = *prepare_pairs(node);
+  own.grid = roped_grid(node);
+  if (!own.grid || !own.grid->fast) rope_tables<S>(node, own.column, own.cos, own.columns);
+}
+
+template <class S>
+void roped_scores(const Node& node, Span span, float* score, int64_t score_stride) {
+  const Task& task = *node.task;
+  const RopedOwn& own = *static_cast<RopedOwn*>(node.own);
+  if (own.grid) return roped_grid_scores<S>(node, *own.grid, span, score, score_stride);
+  const Layout& layout = layout_of<S>(node.parts[0]);
+  const int64_t unit = node.call->tokens_per_unit, first = task.first * unit, tokens = task.last * unit - first;
+  for (int64_t token = span.first; token < span.last; token += kRopedTiles * kLanes) {
+    int64_t tiles = 0;
+    for (int64_t at = token; at < span.last && tiles < kRopedTiles; at += kLanes, tiles++)
+      layout.decode_tile(node.parts[0], at, span.last - at < kLanes ? span.last - at : kLanes,
+                         own.tile + tiles * own.tile_floats);
+    const float* tables = node.lanes + token - *node.shift - first;
+    float* out = score + token - span.first;
+    with_rows(span.rows, [&](auto rows) {
+      if (tiles == kRopedTiles)
+        return roped_tile_scores<S, rows, kRopedTiles>(node, tables, tokens, span, out, score_stride);
+      roped_tile_scores<S, rows, 1>(node, tables, tokens, span, out, score_stride);
+    });
+  }
+}
+
+// RoPE is outermost, and never of values.
+template <class S>
+constexpr Layout kRoped{Kind::roped, roped_prepare<S>, roped_scores<S>, nullptr, nullptr};
 
 }  // namespace
 }  // namespace tersekv

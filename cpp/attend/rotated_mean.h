@@ -203,5 +203,9 @@ void rotated_mean_scores(const Node& node, Span span, float* score, int64_t scor
   }
 }
 
+// Never values, and never part of a view that is decoded.
+template <class S>
+constexpr Layout kRotatedMean{Kind::rotated_mean, rotated_mean_prepare<S>, rotated_mean_scores<S>, nullptr, nullptr};
+
 }  // namespace
 }  // namespace tersekv

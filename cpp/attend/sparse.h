@@ -209,5 +209,14 @@ void sparse_add(const Node& node, int64_t token, float* tile) {
   });
 }
 
+template <class S>
+void sparse_tile(const Node& node, int64_t token, int64_t, float* tile) {
+  clear(tile, node.view->D * kLanes);
+  sparse_add<S>(node, token, tile);
+}
+
+template <class S>
+constexpr Layout kSparse{Kind::sparse, sparse_prepare, sparse_scores<S>, sparse_sums<S>, sparse_tile<S>};
+
 }  // namespace
 }  // namespace tersekv

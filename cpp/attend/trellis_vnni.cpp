@@ -68,7 +68,7 @@ inline __m512 gains(const TrellisPlan& plan, const uint8_t* codes) {
 
 // sum += Σ unsigned · signed over four bytes. Inline assembly, because GCC 12 copies the sums of
 // the intrinsic.
-[[gnu::always_inline]] inline void add_products(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
+[[gnu::always_inline]] inline void add_byte_products(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
 }
 
@@ -106,8 +106,8 @@ template <int R, bool NEIGHBOURS>
     repeat<R>([&](auto r) TERSEKV_INLINE {
       repeat<2>([&](auto part) TERSEKV_INLINE {
         const __m512i q = _mm512_set1_epi32(query[2 * r + part]);
-        add_products(sum[r][part][0], x[0], q);
-        add_products(sum[r][part][1], x[1], q);
+        add_byte_products(sum[r][part][0], x[0], q);
+        add_byte_products(sum[r][part][1], x[1], q);
       });
     });
     x[0] = next[0];
@@ -247,8 +247,8 @@ void quad_sums(const TrellisPlan& plan, const Codebook& entries, const TrellisQu
       const __m512i p_high = _mm512_load_si512(weights.bytes[n][r][0]),
                     p_low = _mm512_load_si512(weights.bytes[n][r][1]);
       repeat<2>([&](auto i) TERSEKV_INLINE {
-        add_products(high[i][r], p_high, x[i]);
-        add_products(low[i][r], p_low, x[i]);
+        add_byte_products(high[i][r], p_high, x[i]);
+        add_byte_products(low[i][r], p_low, x[i]);
       });
     });
     x[0] = next[0];
