@@ -26,7 +26,7 @@ constexpr bool in_order() {
 
 template <class S>
 const Layout& layout_of(const Node& node) {
-  static_assert(in_order<S>());
+  static_assert(in_order<S>(), "the table has a row for each Kind, in its order");
   return kLayouts<S>[static_cast<int>(node.view->kind)];
 }
 
