@@ -152,7 +152,7 @@ bool is_dense_in_order(const Tensor& places) {
   for (int64_t b = 0; b < places.shape[0]; b++)
     for (int64_t h = 0; h < places.shape[1]; h++) {
       const int32_t* at = places.as<int32_t>() + b * places.stride[0] + h * places.stride[1];
-      if (T < 1 || at[0] < 0 || at[T - 1] - at[0] >= kSparsest * T) return false;
+      if (T < 1 || at[0] < 0 || int64_t{at[T - 1]} - at[0] >= kSparsest * T) return false;
       for (int64_t t = 1; t < T; t++)
         if (at[t] < at[t - 1]) return false;
     }
