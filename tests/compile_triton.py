@@ -28,7 +28,6 @@ from triton.runtime.jit import JITFunction
 
 from packed_views import packed, rope, roped, tokens
 from tersekv.codecs import methods
-from tersekv.codecs.transforms.rotation import hadamard_parts, random_rotation
 from tersekv.kernels.attend_grid import Axis, Side
 from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.encode_grid import GridPlace
@@ -36,6 +35,7 @@ from tersekv.kernels.triton import encode, launch, leaves, tuning
 from tersekv.kernels.triton.page_set import prepare
 from tersekv.layouts.base import Concat, View
 from tersekv.layouts.mean_removed import RotatedMean
+from tersekv.transforms.rotation import hadamard_parts, random_rotation
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32), "sm_86": GPUTarget("cuda", 86, 32), "gfx942": GPUTarget("hip", "gfx942", 64)

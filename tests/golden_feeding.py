@@ -34,16 +34,16 @@ from torch import Tensor
 
 from conftest import SHAPE
 from golden_content import digest, positions, saved, signature, sizes, tokens, walk
-from tersekv.cache.estimate import predict
 from tersekv.cache.parallel import ContextParallel, HeadShard
-from tersekv.cache.rate_allotment import STEPS, allotted
+from tersekv.calibration.find import calibrated_plans
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.attention import attention_forward
 from tersekv.hf.cache import CompressedCache
-from tersekv.hf.config import cache_shape
-from tersekv.hf.find_calibration import calibrated_plans
 from tersekv.kernels import backends
+from tersekv.models.config import cache_shape
 from tersekv.recipe import Recipe
+from tersekv.sizes.estimate import predict
+from tersekv.sizes.rate_allotment import STEPS, allotted
 from test_context_parallel import together
 
 LAYERS = ["sliding_attention", "full_attention", "full_attention"]

@@ -82,7 +82,7 @@ def key_bias(model: str, built: Any = None) -> str:
     import torch
     import transformers
 
-    from tersekv.hf.config import has_key_bias
+    from tersekv.models.config import has_key_bias
 
     usual = getattr(transformers, model).config_class
     with torch.device("meta"):

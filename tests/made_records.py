@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from tersekv import cli
-from tersekv.cache.cache_size import CacheShape
-from tersekv.cache.estimate import predict
 from tersekv.cache.footprint import Footprint
 from tersekv.lab.evals.records import make
 from tersekv.lab.evals.tasks import tasks
 from tersekv.lab.evals.tasks.base import Result
 from tersekv.recipe import Recipe
+from tersekv.sizes.cache_size import CacheShape
+from tersekv.sizes.estimate import predict
 
 SHAPE = CacheShape((None, None), 1, 64, 64)
 DAMAGE = {

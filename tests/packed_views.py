@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs import methods
-from tersekv.codecs.transforms.rope import Rope, standard_rope
 from tersekv.kernels.attend_grid import decode_grid
 from tersekv.layouts.base import Concat, Rotated, Sum, View
 from tersekv.layouts.exact import ExactView
@@ -16,6 +15,7 @@ from tersekv.layouts.grid import GridView
 from tersekv.layouts.mean_removed import RotatedMean
 from tersekv.layouts.roped import Roped
 from tersekv.layouts.signs import SignSketch, SignsView
+from tersekv.transforms.rope import Rope, standard_rope
 
 FORMATS = {
     "exact": ("exact", {"dtype": "bf16"}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tersekv.hf.calibration import Calibration, Made
+from tersekv.calibration.calibration import Calibration, Made
 from tersekv.recipe import Recipe
 
 

@@ -19,9 +19,9 @@ import transformers as tf
 import tersekv
 from conftest import prompt, score_heads
 from ranks import process_group
+from tersekv.calibration.needs import needs_corpus
 from tersekv.codecs import methods
-from tersekv.hf.calibration_needs import needs_corpus
-from tersekv.hf.fingerprint import fingerprint
+from tersekv.models.fingerprint import fingerprint
 from tersekv.recipe import Recipe
 from test_saved import DROPPING, KINDS, calibration
 

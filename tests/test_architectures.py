@@ -11,7 +11,7 @@ import transformers as tf
 import tersekv
 from conftest import HEAD, LOSSLESS, SHAPE, prompt
 from tersekv.errors import UserError
-from tersekv.hf.config import attention_layers, text_config
+from tersekv.models.config import attention_layers, text_config
 
 PAIR = {
     "vocab_size": 97, "d_model": 64, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 2,

@@ -14,8 +14,8 @@ from rich.console import Console
 from tersekv import UserError, cli
 from tersekv.cli.bench import speeds
 from tersekv.hf import peers
-from tersekv.hf.models import load
 from tersekv.lab.bench import generate
+from tersekv.models.loading import load
 
 
 @pytest.fixture(scope="module")

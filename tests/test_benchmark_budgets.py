@@ -12,10 +12,10 @@ import torch
 
 from conftest import benchmark
 from made_records import SHAPE
-from tersekv.cache.estimate import predict
-from tersekv.hf.models import load
 from tersekv.lab.evals.reader import Reader
 from tersekv.lab.evals.tasks.divergence import compare
+from tersekv.models.loading import load
+from tersekv.sizes.estimate import predict
 
 ours = benchmark("budgets")
 TOKENS = 1024

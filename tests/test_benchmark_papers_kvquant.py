@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from conftest import benchmark
-from tersekv.hf.calibration import Calibration
+from tersekv.calibration.calibration import Calibration
 from tersekv.recipe import Recipe
 
 papers = benchmark("papers")

@@ -12,17 +12,17 @@ from torch import Tensor
 import tersekv
 from conftest import benchmark, prompt
 from tersekv.attention.read import KERNEL_ROWS, AttentionCall, attend_store
-from tersekv.cache.estimate import predict
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import Observed
 from tersekv.cache.stores import new_store
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
-from tersekv.hf.config import cache_shape
 from tersekv.kernels import attend as attend_operator
 from tersekv.kernels import backends
 from tersekv.kernels.cpu import why_not_built
+from tersekv.models.config import cache_shape
 from tersekv.recipe import Recipe
+from tersekv.sizes.estimate import predict
+from tersekv.transforms.rope import standard_rope
 from test_store import tokens
 
 D = 64

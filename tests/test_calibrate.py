@@ -14,10 +14,10 @@ import torch
 
 from conftest import prompt
 from tersekv import UserError
+from tersekv.calibration import calibrate
+from tersekv.calibration.calibrate import Calibrator, Corpus
+from tersekv.calibration.gradients import Source, layer_gradients
 from tersekv.codecs.kvquant import KVQuant
-from tersekv.hf import calibrate
-from tersekv.hf.calibrate import Calibrator, Corpus
-from tersekv.hf.gradients import Source, layer_gradients
 from tersekv.recipe import Recipe
 
 CORPUS = Corpus("random", "0" * 64, prompt(64, batch=3), 0)

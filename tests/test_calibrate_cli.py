@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tersekv import cli
-from tersekv.hf.calibration import Calibration
+from tersekv.calibration.calibration import Calibration
 
 SHORT = ("--samples", "2", "--length", "64", "--workers", "1")
 
@@ -104,7 +104,7 @@ def test_refusals(tiny: str, capfd, arguments: tuple[str, ...], text: str) -> No
 
 
 def test_stopped_run_says_how_to_continue(tiny: str, capfd, monkeypatch) -> None:
-    from tersekv.hf import calibrate
+    from tersekv.calibration import calibrate
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from conftest import HEAD, MODELS, SHAPE, prompt
 from tersekv import CacheError
-from tersekv.hf.capture import capture, keys_before_rope
-from tersekv.hf.gradients import Source, layer_gradients
+from tersekv.calibration.capture import capture, keys_before_rope
+from tersekv.calibration.gradients import Source, layer_gradients
 
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 512}
 ARCHITECTURES = ["llama", "qwen3", "gemma3", "yarn"]  # gemma3's layers have two rope types

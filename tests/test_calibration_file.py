@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 import tersekv
 from conftest import HEAD, MODELS, SHAPE, build, prompt
 from tersekv import UserError
-from tersekv.hf.calibrate import Calibrator, Corpus
-from tersekv.hf.calibration import ENTRY, Calibration
-from tersekv.hf.calibration_needs import calibrated_part, needs_corpus
-from tersekv.hf.find_calibration import calibration_for, default_folder, place
-from tersekv.hf.fingerprint import architecture, fingerprint
+from tersekv.calibration.calibrate import Calibrator, Corpus
+from tersekv.calibration.calibration import ENTRY, Calibration
+from tersekv.calibration.find import calibration_for, default_folder, place
+from tersekv.calibration.needs import calibrated_part, needs_corpus
 from tersekv.hf.simulate import SimulatedCache
+from tersekv.models.fingerprint import architecture, fingerprint
 from tersekv.recipe import Recipe
 
 RECIPE = Recipe.parse("kvquant:bits=2")

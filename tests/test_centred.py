@@ -17,12 +17,12 @@ from tersekv.cache.layer import LayerStore
 from tersekv.codecs import methods
 from tersekv.codecs.base import FitsOn, Method, Pair
 from tersekv.codecs.exact import Exact
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
 from tersekv.hf.simulate import SimulatedCache
 from tersekv.kernels import cpu
 from tersekv.kernels.attend_packed import native_view
 from tersekv.recipe import Recipe
+from tersekv.transforms.rope import standard_rope
 from test_attention import check, dense
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs.kvarn import KVarN
-from tersekv.codecs.transforms.sinkhorn import column_scales
 from tersekv.layouts.base import Side
+from tersekv.transforms.sinkhorn import column_scales
 
 
 def sample(T: int, D: int, seed: int = 0) -> Tensor:

@@ -11,13 +11,13 @@ from torch import Tensor
 from conftest import prompt
 from tersekv.attention.read import AttentionCall
 from tersekv.cache.parallel import HeadShard
+from tersekv.calibration.calibrate import Calibrator, Corpus
+from tersekv.calibration.capture import LayerTokens, watch_calls
 from tersekv.codecs.oscar import Oscar, bit_reversed, rotation_of
-from tersekv.codecs.transforms.moments import Moments, TokenLoss, score_loss
-from tersekv.hf.calibrate import Calibrator, Corpus
-from tersekv.hf.capture import LayerTokens, watch_calls
 from tersekv.kernels.basis import unpacked_basis
 from tersekv.layouts.base import Side
 from tersekv.recipe import Recipe
+from tersekv.transforms.moments import Moments, TokenLoss, score_loss
 
 D = 64
 

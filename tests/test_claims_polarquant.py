@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs.polarquant import PolarQuant
-from tersekv.codecs.transforms.polar import from_polar, to_polar
-from tersekv.codecs.transforms.rotation import random_rotation
 from tersekv.errors import UserError
 from tersekv.layouts.polar import Polar
+from tersekv.transforms.polar import from_polar, to_polar
+from tersekv.transforms.rotation import random_rotation
 
 LEVELS = 4
 CRITICAL = 1.95

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs.qjl import Qjl
-from tersekv.codecs.transforms.sketch import jl_sketch, sign_factor
 from tersekv.layouts.signs import pack_signs, unpack_signs
+from tersekv.transforms.sketch import jl_sketch, sign_factor
 
 TOKENS = 32
 """Keys per sketch: one block."""

@@ -9,10 +9,10 @@ import torch
 
 from tersekv.codecs.codebooks.bits import SQUARED_ERROR, allotted
 from tersekv.codecs.codebooks.trellis import TRAINED, scalar_entries, squared_error, trained, trellis_entries
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.codecs.trellis import Trellis
 from tersekv.kernels import backends
 from tersekv.layouts.mean_removed import MeanRemoved, RotatedMean
+from tersekv.transforms.rope import standard_rope
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

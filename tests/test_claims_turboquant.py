@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tersekv.codecs.codebooks import lloyd_max as lm
-from tersekv.codecs.transforms.rotation import random_rotation
 from tersekv.codecs.turboquant import TurboQuant
 from tersekv.errors import UserError
+from tersekv.transforms.rotation import random_rotation
 
 # Positive halves of the codebooks (unit sphere), and relative squared errors at 1 to 4 bits.
 TABLES = {

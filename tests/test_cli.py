@@ -127,9 +127,9 @@ def test_generate_sampling_is_seeded(tiny: str, capfd: pytest.CaptureFixture[str
 def test_progress_bar_moves_and_leaves_no_hooks(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
-    from tersekv.hf import models
+    from tersekv.models import loading
 
-    model, _ = models.load(tiny)
+    model, _ = loading.load(tiny)
     with Path("/dev/null").open("w") if Path("/dev/null").exists() else sys.stderr as sink:
         monkeypatch.setattr(output, "stderr", lambda: Console(file=sink, force_terminal=True))
         with output.step("doing something"):
@@ -314,19 +314,19 @@ def test_units() -> None:
 
 
 def test_models(empty_cache: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from tersekv.hf import models
+    from tersekv.models import loading
 
     row = run_json(capfd, "models", "list")["models"][0]
     assert (row["name"], row["state"], row["bytes"]) == ("smollm2", "not pulled", 0)
     assert "not pulled" in run_text(capfd, "models", "list")
     assert "not pulled yet" in refuse(capfd, "models", "verify", "smollm2")
     assert "did you mean 'smollm2'" in refuse(capfd, "models", "pull", "smolm2")
-    models.folder_of("smollm2").mkdir(parents=True)
+    loading.folder_of("smollm2").mkdir(parents=True)
     assert "manifest.json is missing" in refuse(capfd, "models", "verify", "smollm2")
-    monkeypatch.setattr(models, "damage", lambda *_, **__: None)
-    monkeypatch.setattr(models, "pull", lambda name, report: models.folder_of(name))
+    monkeypatch.setattr(loading, "damage", lambda *_, **__: None)
+    monkeypatch.setattr(loading, "pull", lambda name, report: loading.folder_of(name))
     assert run_json(capfd, "models", "verify", "smollm2")["state"] == "verified"
-    assert run_json(capfd, "models", "pull", "smollm2")["where"] == str(models.folder_of("smollm2"))
+    assert run_json(capfd, "models", "pull", "smollm2")["where"] == str(loading.folder_of("smollm2"))
     assert "ready" in run_text(capfd, "models", "pull", "smollm2")
 
 

@@ -20,11 +20,11 @@ from rich.console import Console
 
 from tersekv import cli
 from tersekv.cli import evaluate, output
-from tersekv.hf import models
 from tersekv.lab.evals.harness import Summary
 from tersekv.lab.evals.names import names_as_asked, short_names
 from tersekv.lab.evals.tasks.base import Estimate
 from tersekv.lab.evals.tasks.divergence import Divergence
+from tersekv.models import loading
 
 SHORT = 0.05
 
@@ -200,14 +200,14 @@ def test_warnings_are_plain_lines_with_details_if_verbose(
     tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = ["generate", "-m", tiny, "-p", "x" * 300, "--max-new-tokens", "2", "-r", "kivi:bits=2", "--json"]
-    load = models.load
+    load = loading.load
 
     def warns(*args: Any) -> Any:
-        logging.getLogger("tersekv.hf.models").warning("the model is\n odd")
+        logging.getLogger("tersekv.models.loading").warning("the model is\n odd")
         warnings.warn("so is its tokenizer", stacklevel=1)
         return load(*args)
 
-    monkeypatch.setattr(models, "load", warns)
+    monkeypatch.setattr(loading, "load", warns)
     for verbose in ([], ["--verbose"]):
         assert cli.run([*verbose, *call]) == 0
         heard = capfd.readouterr()

@@ -17,8 +17,8 @@ import tersekv
 from conftest import HEAD, SHAPE, prompt
 from ranks import torchrun
 from tersekv.cache.parallel import ContextParallel
+from tersekv.calibration.needs import attention_plans
 from tersekv.errors import CacheError, UserError
-from tersekv.hf.calibration_needs import attention_plans
 from tersekv.hf.parallel import spread_over
 from tersekv.recipe import Recipe
 from test_saved import DROPPING, KINDS, calibration, read, singles

@@ -11,14 +11,14 @@ from conftest import prompt
 from tersekv import CompressedCache
 from tersekv.cache.coding import Tokens, codec_input
 from tersekv.cache.rotary import Rotary
-from tersekv.codecs.transforms.moments import Moments
+from tersekv.calibration import corpus_moments
+from tersekv.calibration.calibrate import Calibrator, Corpus
+from tersekv.calibration.gradients import Source, each_gradient, layer_gradients
 from tersekv.codecs.trellis import Trellis
 from tersekv.errors import UserError
-from tersekv.hf import corpus_moments
-from tersekv.hf.calibrate import Calibrator, Corpus
-from tersekv.hf.gradients import Source, each_gradient, layer_gradients
-from tersekv.hf.rope import Ropes
+from tersekv.models.rope import Ropes
 from tersekv.recipe import Recipe
+from tersekv.transforms.moments import Moments
 
 CORPUS = Corpus("random", "0" * 64, prompt(48, batch=3), 0)
 SINKS = 2

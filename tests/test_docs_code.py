@@ -18,9 +18,9 @@ import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tersekv import cli
-from tersekv.cache.estimate import break_even
-from tersekv.hf import models as store
-from tersekv.hf.config import cache_shape
+from tersekv.models import loading as store
+from tersekv.models.config import cache_shape
+from tersekv.sizes.estimate import break_even
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -13,8 +13,8 @@ from conftest import HEAD, MLA, MODELS, SHAPE
 from tersekv import cli
 from tersekv.cli import installation
 from tersekv.errors import UserError
-from tersekv.hf.config import has_key_bias
 from tersekv.kernels import cpu
+from tersekv.models.config import has_key_bias
 from test_cli import refuse, run_json, run_text
 
 LARGE = SHAPE | {"head_dim": 64, "max_position_embeddings": 32768}

@@ -10,16 +10,16 @@ import transformers as tf
 
 import tersekv
 from conftest import MODELS, SHAPE, prompt
-from tersekv.cache import known_models
-from tersekv.cache import kvquant_tables as kvquant
-from tersekv.cache.cache_size import CacheShape
-from tersekv.cache.estimate import KNOWN, predict
 from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.cache.stores import new_store
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
-from tersekv.hf.config import cache_shape
+from tersekv.models.config import cache_shape
 from tersekv.recipe import Recipe
+from tersekv.sizes import known_models
+from tersekv.sizes import kvquant_tables as kvquant
+from tersekv.sizes.cache_size import CacheShape
+from tersekv.sizes.estimate import KNOWN, predict
+from tersekv.transforms.rope import standard_rope
 
 RECIPES = [
     "kivi:bits=2",

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tersekv import cli
-from tersekv.cache.estimate import STEP, break_even, predict
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.known_models import MODELS
 from tersekv.cli import estimate, sizes
+from tersekv.sizes.estimate import STEP, break_even, predict
+from tersekv.sizes.known_models import MODELS
 from test_cli import empty_cache as empty_cache
 from test_cli import refuse, run_json, run_text
 

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from tersekv import UserError, cli
+from tersekv.calibration.text import pydoc_text
 from tersekv.cli import output
-from tersekv.hf.text import pydoc_text
 from tersekv.lab.evals import options
 from tersekv.lab.evals.harness import Harness
 from tersekv.lab.evals.tasks import tasks
@@ -206,7 +206,7 @@ def test_option_goes_to_every_task_that_has_it() -> None:
 
 
 def test_an_unsupported_recipe_stops_before_any_sample(tiny: str) -> None:
-    from tersekv.hf.models import load
+    from tersekv.models.loading import load
 
     with pytest.raises(UserError, match="head dim"):
         Harness(*load(tiny), tiny, ["kivi", "int4"])

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from tersekv import UserError
-from tersekv.hf.models import load
-from tersekv.hf.text import pydoc_text
+from tersekv.calibration.text import pydoc_text
 from tersekv.lab.evals import records as recording
 from tersekv.lab.evals.harness import Harness
 from tersekv.lab.evals.products import expand
@@ -22,6 +21,7 @@ from tersekv.lab.evals.records import FILE, Records
 from tersekv.lab.evals.tasks import Estimate, Task
 from tersekv.lab.evals.tasks.divergence import Divergence
 from tersekv.lab.evals.tasks.perplexity import Perplexity
+from tersekv.models.loading import load
 
 RECIPES = ["kivi:bits=2", "turboquant:bits=3"]
 

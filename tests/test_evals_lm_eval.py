@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 import tersekv
 from tersekv import UserError
-from tersekv.hf.models import load
 from tersekv.hf.prefill import new_cache
 from tersekv.lab.evals.decoding import loglikelihood
+from tersekv.models.loading import load
 
 CONTEXT, FOLLOWING = "A cache keeps keys and values. " * 8, " And it grows."
 

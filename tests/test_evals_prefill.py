@@ -10,10 +10,10 @@ import tersekv
 from conftest import MODELS, prompt
 from tersekv.cache.evicting import EvictingStore
 from tersekv.errors import UserError
-from tersekv.hf.models import load
 from tersekv.hf.prefill import Prefill, held_by, new_cache
 from tersekv.lab.evals.prompt import Prompt
 from tersekv.lab.evals.reader import Reader
+from tersekv.models.loading import load
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 import tersekv
 from conftest import LOSSLESS
 from tersekv import UserError
-from tersekv.hf.models import load
 from tersekv.lab.evals import decoding
 from tersekv.lab.evals.prompt import Prompt
 from tersekv.lab.evals.reader import FULL, Reader
 from tersekv.lab.evals.tokenise import split_ids
+from tersekv.models.loading import load
 
 TEXT = "A cache keeps keys and values. " * 8
 

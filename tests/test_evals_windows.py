@@ -14,12 +14,12 @@ import torch.nn.functional as F
 
 from conftest import data_folder
 from tersekv import UserError
-from tersekv.hf.models import load
-from tersekv.hf.text import pydoc_text
+from tersekv.calibration.text import pydoc_text
 from tersekv.lab.evals.reader import Reader
 from tersekv.lab.evals.tasks import Estimate
 from tersekv.lab.evals.tasks.divergence import Divergence, compare
 from tersekv.lab.evals.tasks.perplexity import Perplexity, mean_nll
+from tersekv.models.loading import load
 
 
 @pytest.fixture(scope="module")

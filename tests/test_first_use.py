@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 import tersekv
 from conftest import HEAD, SHAPE, build, prompt
 from tersekv import UserError
-from tersekv.hf import first_use
-from tersekv.hf.calibration import Calibration
-from tersekv.hf.find_calibration import calibration_for, default_folder, place
-from tersekv.hf.fingerprint import fingerprint
-from tersekv.hf.own_text import own_text
+from tersekv.calibration import first_use
+from tersekv.calibration.calibration import Calibration
+from tersekv.calibration.find import calibration_for, default_folder, place
+from tersekv.calibration.own_text import own_text
+from tersekv.models.fingerprint import fingerprint
 from tersekv.recipe import Recipe
 
 RECIPE = "trellis:bits=3"

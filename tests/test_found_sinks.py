@@ -6,13 +6,13 @@ import torch
 import tersekv
 from conftest import prompt
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
-from tersekv.cache.cache_size import CacheShape
-from tersekv.cache.estimate import predict
 from tersekv.cache.stores import new_store
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
 from tersekv.kernels.registry import forced
 from tersekv.recipe import Recipe
+from tersekv.sizes.cache_size import CacheShape
+from tersekv.sizes.estimate import predict
+from tersekv.transforms.rope import standard_rope
 
 RECIPES = ("window:found=4,recent=32+kivi:bits=2", "window:found=4,recent=32+trellis:bits=2,calibration=prompt")
 ROPE = standard_rope(64)

@@ -17,9 +17,9 @@ import tersekv
 from made_gguf import CHATML, GEMMA, model_of, write
 from tersekv import UserError, cli
 from tersekv.cli.estimate import load_shape
-from tersekv.hf import convert, models
-from tersekv.hf import pull as pulling
-from tersekv.hf.config import cache_shape
+from tersekv.models import convert, loading
+from tersekv.models import pull as pulling
+from tersekv.models.config import cache_shape
 
 
 @pytest.fixture(autouse=True)
@@ -66,28 +66,28 @@ def test_estimate_reads_the_shape_without_converting(tmp_path: Path, cache: Path
     made = write(path, architecture)
     shape, weights = load_shape(str(path), with_weights=True)
     assert not cache.exists()
-    model, _ = models.load(str(path))
+    model, _ = loading.load(str(path))
     assert shape == cache_shape(model.config)
     assert weights == 2 * sum(p.numel() for p in made.parameters())
-    assert {k: v for k, v in models.load_config(str(path)).to_dict().items() if k != "architectures"} == {
+    assert {k: v for k, v in loading.load_config(str(path)).to_dict().items() if k != "architectures"} == {
         k: v for k, v in model.config.to_dict().items() if k not in ("architectures", "_name_or_path")
     } | {"_name_or_path": ""}
 
 
 def test_second_load_converts_nothing(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    models.load(str(path), report=lines.append)
+    loading.load(str(path), report=lines.append)
     assert [line.split()[0] for line in lines] == ["reading", "converting"]
     (folder,) = (cache / "models").glob("gguf-*")
     assert {p.name for p in folder.iterdir()} >= {"manifest.json", "model.safetensors", "chat_template.jinja"}
     assert leftovers(cache) == []
-    assert models.resolve(str(path)) == str(folder)
+    assert loading.resolve(str(path)) == str(folder)
     monkeypatch.setattr(pulling, "convert", lambda *_: pytest.fail("converted again"))
-    models.load(str(path), report=lines.append)
+    loading.load(str(path), report=lines.append)
     again = path.with_name("the same content.bin")
     again.write_bytes(path.read_bytes())
-    assert models.pull(str(again)) == folder
-    assert next(row for row in models.list_models() if row.where == folder).title == str(path)
+    assert loading.pull(str(again)) == folder
+    assert next(row for row in loading.list_models() if row.where == folder).title == str(path)
 
 
 def test_digest_is_kept_until_the_file_changes(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_digest_of_a_file_just_written_is_not_kept(path: Path, cache: Path) -> N
 def test_types_of_weights(tmp_path: Path, dtype: str, loaded: torch.dtype) -> None:
     """A file of 16-bit floats keeps their type; the caller may choose another."""
     write(tmp_path / "half.gguf", dtype=np.float16)
-    model, _ = models.load(str(tmp_path / "half.gguf"), dtype=dtype)
+    model, _ = loading.load(str(tmp_path / "half.gguf"), dtype=dtype)
     assert model.dtype == loaded
 
 
@@ -132,7 +132,7 @@ def test_quantised_values_are_stored_exactly(tmp_path: Path) -> None:
             wanted[name] = torch.from_numpy(gguf.dequantize(packed, gguf.GGMLQuantizationType.Q8_0).copy())
             weight.copy_(wanted[name])
     write(tmp_path / "q.gguf", model=model)
-    loaded, _ = models.load(str(tmp_path / "q.gguf"))
+    loaded, _ = loading.load(str(tmp_path / "q.gguf"))
     for name, weight in wanted.items():
         assert torch.equal(loaded.state_dict()[name], weight)
 
@@ -157,7 +157,7 @@ def test_generation_ends_at_turns_and_texts(
 ) -> None:
     path = tmp_path / "tiny.gguf"
     write(path, architecture, template=template, **values)
-    model, tokenizer = models.load(str(path))
+    model, tokenizer = loading.load(str(path))
     assert tokenizer.chat_template == template
     assert model.generation_config.eos_token_id == ends
     first = ends if isinstance(ends, int) else ends[0]
@@ -168,7 +168,7 @@ def test_generation_ends_at_turns_and_texts(
 def test_bos_is_added_where_the_file_says_so(tmp_path: Path) -> None:
     write(tmp_path / "gemma.gguf", "gemma3")
     write(tmp_path / "qwen.gguf", "qwen2")
-    gemma, qwen = (models.load_tokenizer(str(tmp_path / f"{name}.gguf")) for name in ("gemma", "qwen"))
+    gemma, qwen = (loading.load_tokenizer(str(tmp_path / f"{name}.gguf")) for name in ("gemma", "qwen"))
     assert gemma("a")["input_ids"][0] == gemma.bos_token_id == 2
     assert qwen("a")["input_ids"] != [qwen.bos_token_id, *qwen("a", add_special_tokens=False)["input_ids"]]
     assert gemma.decode(gemma("a b", add_special_tokens=False)["input_ids"]) == "a b"
@@ -178,7 +178,7 @@ def test_configs_beside_the_file_are_not_read(path: Path) -> None:
     for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
         path.with_name(name).write_text('{"extra_special_tokens": ["<extra>"], "eos_token_id": 9}')
     path.with_name("chat_template.jinja").write_text("other")
-    model, tokenizer = models.load(str(path))
+    model, tokenizer = loading.load(str(path))
     assert tokenizer.chat_template == CHATML
     assert "<extra>" not in tokenizer.get_vocab()
     assert model.generation_config.eos_token_id == [2, 0]
@@ -212,7 +212,7 @@ def test_scaled_ropes(tmp_path: Path, architecture: str, values: dict[str, Any],
     """Gemma 3 scales its full layers alone."""
     path = tmp_path / "tiny.gguf"
     write(path, architecture, **values)
-    model, _ = models.load(str(path))
+    model, _ = loading.load(str(path))
     parameters = model.config.rope_parameters
     assert fields.items() <= parameters.get("full_attention", parameters).items()
     assert parameters.get("sliding_attention", {}).get("rope_type", "default") == "default"
@@ -229,16 +229,16 @@ def test_llama3_rope(tmp_path: Path) -> None:
     factors = llama3_factors(8, theta, 32.0)
     assert len(set(factors)) > 1
     write(path, tensors={"rope_freqs.weight": factors}, rope__freq_base=theta)
-    parameters = models.load_config(str(path)).rope_parameters
+    parameters = loading.load_config(str(path)).rope_parameters
     assert parameters["rope_type"] == "llama3"
     assert parameters["factor"] == 32.0
-    model, _ = models.load(str(path))
+    model, _ = loading.load(str(path))
     torch.testing.assert_close(
         model.model.rotary_emb.inv_freq, torch.from_numpy(theta ** -(np.arange(0, 8, 2) / 8) / factors).float()
     )
     write(path, tensors={"rope_freqs.weight": factors * np.float32([1, 1, 1.1, 1])}, rope__freq_base=theta)
     with pytest.raises(UserError, match="factors that are not Llama 3's"):
-        models.load_config(str(path))
+        loading.load_config(str(path))
 
 
 @pytest.mark.parametrize("pattern", [3, [True, True, False]])
@@ -247,7 +247,7 @@ def test_layers_with_windows(tmp_path: Path, pattern: Any) -> None:
     write(path, "gemma3", attention__sliding_window_pattern=pattern)
     shape, _ = load_shape(str(path), with_weights=False)
     assert shape.windows == (24, 24, None)
-    assert models.load(str(path))[0].config.layer_types[-1] == "full_attention"
+    assert loading.load(str(path))[0].config.layer_types[-1] == "full_attention"
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_what_cannot_be_converted_is_refused(
     path = tmp_path / "tiny.gguf"
     write(path, **values)
     with pytest.raises(UserError, match=said) as caught:
-        models.load(str(path))
+        loading.load(str(path))
     assert "\n" not in str(caught.value)
     assert leftovers(cache) == []
     assert not list((cache / "models").glob("gguf-*"))
@@ -296,7 +296,7 @@ def test_commands_take_a_file(path: Path, capfd: pytest.CaptureFixture[str]) -> 
 def test_missing_package(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match=r"reading a GGUF file needs gguf, which is not installed: pip install"):
-        models.load(str(path))
+        loading.load(str(path))
 
 
 def test_readable_architectures_are_decoders() -> None:

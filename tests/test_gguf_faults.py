@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 
 from made_gguf import write
 from tersekv import UserError, cli
-from tersekv.hf import gguf_file, models
-from tersekv.hf import pull as pulling
+from tersekv.models import gguf_file, loading
+from tersekv.models import pull as pulling
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def test_damaged_files_are_refused_in_one_line(
 ) -> None:
     harm(path)
     with pytest.raises(UserError) as caught:
-        models.load(str(path))
+        loading.load(str(path))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert leftovers(cache) == []
@@ -109,7 +109,7 @@ def test_a_file_that_is_not_there(name: str, capfd: pytest.CaptureFixture[str]) 
     with pytest.raises(
         UserError, match=r"is not there: give its path, or a file on the Hub like owner/name:file\.gguf"
     ):
-        models.load(name)
+        loading.load(name)
     assert cli.run(["estimate", "--model", name]) == 2
     assert "is not there" in " ".join(capfd.readouterr().err.split())
 
@@ -132,7 +132,7 @@ def test_a_file_that_may_not_be_read(
 
 def test_pulling_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a folder, which is used as it is: give one of smollm2, or a GGUF file"):
-        models.pull(str(tmp_path))
+        loading.pull(str(tmp_path))
 
 
 # ---------------------------------------------------------------- the Hub
@@ -147,18 +147,18 @@ def test_files_on_the_hub(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((repo, file))
         return str(path)
 
-    models._from_hub.cache_clear()
+    loading._from_hub.cache_clear()
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    model, _ = models.load("owner/some.name-1:sub/q4.gguf")
+    model, _ = loading.load("owner/some.name-1:sub/q4.gguf")
     assert asked == [("owner/some.name-1", "sub/q4.gguf")]
     assert model.config.num_hidden_layers == 3
-    models._from_hub.cache_clear()
+    loading._from_hub.cache_clear()
 
 
 def test_hub_that_cannot_be_reached() -> None:
     """Tests run with HF_HUB_OFFLINE."""
     with pytest.raises(UserError, match=r"cannot get the model 'owner/name:q4\.gguf' from the Hub") as caught:
-        models.load("owner/name:q4.gguf")
+        loading.load("owner/name:q4.gguf")
     said = str(caught.value)
     assert "hf download owner/name q4.gguf --local-dir FOLDER" in said
     assert "--model FOLDER/q4.gguf" in said
@@ -168,7 +168,7 @@ def test_hub_that_cannot_be_reached() -> None:
 
 CONVERT = """
     import sys, time
-    from tersekv.hf import models, pull
+    from tersekv.models import loading, pull
     convert = pull.convert
     def slowly(path, target):
         done = convert(path, target)
@@ -177,7 +177,7 @@ CONVERT = """
         (target / "ready").unlink()
         return done
     pull.convert = slowly
-    models.pull({path!r}, report=lambda line: print(line, flush=True))
+    loading.pull({path!r}, report=lambda line: print(line, flush=True))
 """
 
 
@@ -197,8 +197,8 @@ def test_killed_conversion_leaves_nothing_that_is_used(path: Path, cache: Path) 
     process.wait()
     assert len(leftovers(cache)) == 1
     assert not list((cache / "models").glob("gguf-*"))
-    models.load(str(path))
-    assert models.damage(str(path), verify=True) is None
+    loading.load(str(path))
+    assert loading.damage(str(path), verify=True) is None
     assert leftovers(cache) == []
 
 
@@ -208,7 +208,7 @@ def test_two_conversions_at_once(path: Path) -> None:
     said = [process.communicate(timeout=240)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert sum("converting" in text for text in said) == 1, said
-    assert models.damage(str(path), verify=True) is None
+    assert loading.damage(str(path), verify=True) is None
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_full_disk(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, err
 
     monkeypatch.setattr(pulling, "convert", full)
     with pytest.raises(UserError, match=rf"cannot store the model in .*{said}.*TERSEKV_CACHE"):
-        models.load(str(path))
+        loading.load(str(path))
     assert leftovers(cache) == []
 
 
@@ -232,13 +232,13 @@ def test_too_little_space_is_found_before_converting(path: Path, monkeypatch: py
     monkeypatch.setattr(pulling, "convert", lambda *_: pytest.fail("converted"))
     monkeypatch.setattr(pulling, "stored_bytes", lambda _: 1 << 60)
     with pytest.raises(UserError, match=r"(MB|GB) are free; it needs about 1152921504\.6 GB"):
-        models.load(str(path))
+        loading.load(str(path))
 
 
 def test_damage_is_repaired(path: Path) -> None:
-    folder = models.pull(str(path))
+    folder = loading.pull(str(path))
     (folder / "tokenizer.json").unlink()
     lines: list[str] = []
-    models.load(str(path), report=lines.append)
+    loading.load(str(path), report=lines.append)
     assert any("tokenizer.json is missing" in line for line in lines)
-    assert models.damage(str(path), verify=True) is None
+    assert loading.damage(str(path), verify=True) is None

@@ -15,17 +15,17 @@ import tersekv
 from conftest import MODELS, prompt
 from tersekv import cli
 from tersekv.attention.read import AttentionCall, attend_store
-from tersekv.cache.cache_size import CacheShape
-from tersekv.cache.estimate import predict
 from tersekv.cache.parallel import HeadShard
 from tersekv.cache.stores import new_store
+from tersekv.calibration.calibration import SCORES, Calibration, Made
+from tersekv.calibration.find import calibration_for, default_folder, profile_place
+from tersekv.calibration.head_scores import AnsweredPrompt, measure
 from tersekv.errors import UserError
-from tersekv.hf.calibration import SCORES, Calibration, Made
-from tersekv.hf.find_calibration import calibration_for, default_folder, profile_place
-from tersekv.hf.fingerprint import architecture, fingerprint
-from tersekv.hf.head_scores import AnsweredPrompt, measure
+from tersekv.models.fingerprint import architecture, fingerprint
 from tersekv.policies.headkv import HeadKV, head_budgets
 from tersekv.recipe import Recipe
+from tersekv.sizes.cache_size import CacheShape
+from tersekv.sizes.estimate import predict
 from test_claims_selection import feed, kept
 from test_saved import goes_on_alike, read, singles
 from test_store import tokens

@@ -16,13 +16,13 @@ import tersekv
 from conftest import SHAPE, prompt
 from tersekv.cache import coding
 from tersekv.cache.coding import Tokens
-from tersekv.cache.key_error import LARGE_ERROR, LARGE_MEAN, biased_keys, key_error, remedy, sample_tokens
 from tersekv.cache.parallel import HeadShard
 from tersekv.cache.rotary import Rotary
+from tersekv.calibration.key_error import LARGE_ERROR, LARGE_MEAN, biased_keys, key_error, remedy, sample_tokens
 from tersekv.codecs import methods, registered
-from tersekv.codecs.transforms.rope import NO_ROPE, standard_rope
 from tersekv.codecs.uniform import Uniform
 from tersekv.recipe import Recipe
+from tersekv.transforms.rope import NO_ROPE, standard_rope
 
 WARNED = "the mean of the keys is .* times their spread, and .* codes them with an error"
 ROPE = standard_rope(32, 1e6)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tersekv.cache.known_models import MODELS, KnownModel, find, names, near
-from tersekv.hf.config import cache_shape
+from tersekv.models.config import cache_shape
+from tersekv.sizes.known_models import MODELS, KnownModel, find, names, near
 
 # Counted from the published checkpoints by keras-team/keras-hub (gemma3_presets.py,
 # qwen3_presets.py). Its Gemma has no rows for the 64 image tokens of the configs from 4B on.

@@ -5,15 +5,15 @@ import torch
 
 import tersekv
 from conftest import prompt
-from tersekv.cache.cache_size import CacheShape
-from tersekv.cache.estimate import predict
-from tersekv.cache.memory_budget import settled
 from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.cache.stores import new_store
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
 from tersekv.policies.base import MOST_TOKENS
 from tersekv.recipe import Recipe
+from tersekv.sizes.cache_size import CacheShape
+from tersekv.sizes.estimate import predict
+from tersekv.sizes.memory_budget import settled
+from tersekv.transforms.rope import standard_rope
 from tersekv.units import parse_bytes
 
 ROPE = standard_rope(64)

@@ -15,12 +15,12 @@ from tersekv.attention.read import AttentionCall, attend_chunk, attend_store, gr
 from tersekv.attention.weights import attention_weights
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.stores import new_store
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends, softmax
 from tersekv.kernels.attend import Masks
 from tersekv.policies.mixed import EVERY, KEPT
 from tersekv.recipe import Recipe
+from tersekv.transforms.rope import standard_rope
 
 H, G, D = 2, 3, 64
 OPTIONS = "mixed:budget=0.25,rest=2,sinks=4,recent=32"

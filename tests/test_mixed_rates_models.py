@@ -11,14 +11,14 @@ import transformers as tf
 
 import tersekv
 from conftest import SHAPE, prompt
-from tersekv.cache.estimate import predict
 from tersekv.cache.layer import LayerStore
 from tersekv.codecs import methods, registered
 from tersekv.codecs.exact import ExactView
 from tersekv.errors import CacheError, UserError
-from tersekv.hf.config import cache_shape
 from tersekv.layouts.base import Layout, PackedTensors
 from tersekv.layouts.exact import exact_layout
+from tersekv.models.config import cache_shape
+from tersekv.sizes.estimate import predict
 from test_context_parallel import divided, together
 from test_saved import goes_on_alike, read, singles
 from test_saved import wide as wide

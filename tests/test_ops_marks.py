@@ -12,8 +12,6 @@ from torch import Tensor
 
 from native_calls import why_not
 from packed_views import rope
-from tersekv.codecs.transforms.marked_angles import MarkedAngles
-from tersekv.codecs.transforms.rope import Angles
 from tersekv.kernels import attend as attend_operator
 from tersekv.kernels.attend import Masks, PackedPages
 from tersekv.kernels.cpu import attend as cpu_attend
@@ -22,6 +20,8 @@ from tersekv.layouts.base import View
 from tersekv.layouts.exact import ExactView
 from tersekv.layouts.mean_removed import MeanRemoved, RotatedMean
 from tersekv.layouts.roped import Roped
+from tersekv.transforms.marked_angles import MarkedAngles
+from tersekv.transforms.rope import Angles
 from test_ops_parity import isa, one_thread, pytestmark  # noqa: F401
 
 B, H, G, D = 2, 2, 5, 64

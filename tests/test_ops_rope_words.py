@@ -10,7 +10,6 @@ import torch
 
 from native_calls import why_not
 from packed_views import magnitude, packed, rope, tokens
-from tersekv.codecs.transforms.rope_offsets import INT16_OFFSETS, int16_rope_offset_table
 from tersekv.kernels import cpu
 from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.layouts.base import Concat
@@ -18,6 +17,7 @@ from tersekv.layouts.exact import ExactView
 from tersekv.layouts.grid import GridView
 from tersekv.layouts.mean_removed import RotatedMean
 from tersekv.layouts.roped import Roped
+from tersekv.transforms.rope_offsets import INT16_OFFSETS, int16_rope_offset_table
 from test_ops_parity import (  # noqa: F401
     compare,
     expectation,

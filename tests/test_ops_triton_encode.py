@@ -14,11 +14,11 @@ import torch
 
 from packed_views import tokens
 from tersekv.codecs.codebooks.fixed import normal_quantiles
-from tersekv.codecs.transforms.rotation import hadamard_parts, random_rotation
 from tersekv.kernels import backends, encode_grid, encode_signs, lanes, rotate, triton
 from tersekv.kernels.encode_grid import GridPlace
 from tersekv.kernels.registry import OPERATORS
 from tersekv.kernels.triton import encode
+from tersekv.transforms.rotation import hadamard_parts, random_rotation
 from test_ops_triton import Counted, device, pytestmark  # noqa: F401
 
 

@@ -14,9 +14,9 @@ from conftest import benchmark
 from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.segments import Observed
 from tersekv.cache.stores import new_store
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.kernels import backends
 from tersekv.recipe import Recipe
+from tersekv.transforms.rope import standard_rope
 from test_ops_triton import OUT, Counted, compare, device, moved, pytestmark  # noqa: F401
 from test_store import store, tokens
 

@@ -15,11 +15,11 @@ import pytest
 
 from made_records import DAMAGE, SHAPE, document, evaluation, refuse, write
 from tersekv import UserError, cli
-from tersekv.cache.estimate import predict
 from tersekv.lab.bench.generate import Decoding
 from tersekv.lab.plots import decodings, timings
 from tersekv.lab.plots.kinds import names, plots
 from tersekv.lab.plots.style import render
+from tersekv.sizes.estimate import predict
 
 RECORDS = Path(__file__).resolve().parents[1] / "benchmarks" / "records"
 ATTEND, EARLIER = RECORDS / "attend.jsonl", RECORDS / "generate.jsonl"

@@ -9,10 +9,10 @@ import pytest
 
 import forged
 from tersekv import cli
-from tersekv.cache.estimate import break_even
-from tersekv.hf import models
-from tersekv.hf.config import cache_shape
-from tersekv.hf.text import common_ids
+from tersekv.calibration.text import common_ids
+from tersekv.models import loading
+from tersekv.models.config import cache_shape
+from tersekv.sizes.estimate import break_even
 from test_cli import empty_cache as empty_cache
 from test_cli import refuse, run_json, run_text
 
@@ -44,7 +44,7 @@ def test_a_short_text_gains_nothing(tiny: str, tmp_path: Path, capfd: pytest.Cap
     """`build` names the length from which the recipe saves memory, and `info` prints a ratio."""
     path = str(tmp_path / "short.cache")
     said = run_text(capfd, "prompt-cache", "build", "-r", "polarquant", "-p", "A short text", "-m", tiny, "-o", path)
-    least = break_even(cache_shape(models.load_config(tiny)), "polarquant")
+    least = break_even(cache_shape(loading.load_config(tiny)), "polarquant")
     assert re.search(r"\d+ tokens: the cache is [\d.]+ times as large as in bfloat16", said)
     assert f"polarquant gains from some {least:,} tokens on." in said
     assert "times as large as in bfloat16" in run_text(capfd, "prompt-cache", "info", path)
@@ -98,7 +98,7 @@ def test_refusals(tiny: str, built: Path, tmp_path: Path, capfd: pytest.CaptureF
 
 
 def test_common_prefix_of_prompts(tiny: str) -> None:
-    tokenizer, config = models.load_tokenizer(tiny), models.load_config(tiny)
+    tokenizer, config = loading.load_tokenizer(tiny), loading.load_config(tiny)
     ids = common_ids(tokenizer, "ab", config)
     assert tokenizer.decode(ids[0].tolist()) == "<|user|>ab"
     assert tokenizer.decode(common_ids(tokenizer, "ab", config, raw=True)[0].tolist()) == "ab"

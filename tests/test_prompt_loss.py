@@ -18,12 +18,12 @@ from tersekv.cache.layer import LayerStore
 from tersekv.cache.parallel import ContextParallel
 from tersekv.cache.segments import UNSEEN
 from tersekv.cache.store import LEAST_QUERIES
-from tersekv.codecs.transforms.moments import Moments, TokenLoss
-from tersekv.codecs.transforms.rope import standard_rope
+from tersekv.calibration.capture import LayerTokens, watch_calls
 from tersekv.codecs.trellis import Trellis
-from tersekv.hf.capture import LayerTokens, watch_calls
 from tersekv.hf.prefill import Prefill
 from tersekv.hf.simulate import SimulatedCache
+from tersekv.transforms.moments import Moments, TokenLoss
+from tersekv.transforms.rope import standard_rope
 
 RECIPE = "window:sinks=4,recent=32+trellis:bits=2,calibration=prompt"
 H, G, D, T = 2, 3, 8, 24

@@ -10,14 +10,14 @@ import torch
 
 import tersekv
 from conftest import prompt
-from tersekv.cache.cache_size import CacheShape
-from tersekv.cache.estimate import predict
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS, ROLLBACK_TOKENS
 from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
-from tersekv.hf.config import cache_shape
+from tersekv.models.config import cache_shape
 from tersekv.recipe import Recipe
+from tersekv.sizes.cache_size import CacheShape
+from tersekv.sizes.estimate import predict
 from test_saved import KINDS, calibration, goes_on_alike, read, singles
 from test_saved import wide as wide
 from test_store import contents, tokens

@@ -13,19 +13,19 @@ from transformers import AutoModelForCausalLM
 import tersekv
 from conftest import prompt
 from tersekv import cli
-from tersekv.cache.estimate import predict
-from tersekv.cache.rate_allotment import STEPS, allotted
+from tersekv.calibration import first_use
+from tersekv.calibration.attention_spread import SINKS, in_order, measure
+from tersekv.calibration.calibration import SCORES, Calibration, Made
+from tersekv.calibration.find import calibrated_plans, default_folder, profile_place
+from tersekv.calibration.needs import attention_plans
 from tersekv.codecs import Codec
 from tersekv.codecs.codebooks.bits import SQUARED_ERROR
 from tersekv.errors import UserError
-from tersekv.hf import first_use
-from tersekv.hf.attention_spread import SINKS, in_order, measure
-from tersekv.hf.calibration import SCORES, Calibration, Made
-from tersekv.hf.calibration_needs import attention_plans
-from tersekv.hf.config import cache_shape
-from tersekv.hf.find_calibration import calibrated_plans, default_folder, profile_place
-from tersekv.hf.fingerprint import architecture, fingerprint
+from tersekv.models.config import cache_shape
+from tersekv.models.fingerprint import architecture, fingerprint
 from tersekv.recipe import Recipe
+from tersekv.sizes.estimate import predict
+from tersekv.sizes.rate_allotment import STEPS, allotted
 from test_saved import goes_on_alike, read, singles
 
 RECIPE = "mixed:allot=model,recent=20+trellis:bits=2,calibration=prompt"

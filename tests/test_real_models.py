@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, TextIteratorStreamer
 
 import tersekv
-from tersekv.hf.text import pydoc_text
+from tersekv.calibration.text import pydoc_text
 
 MODELS = [name for name in os.environ.get("TERSEKV_MODELS", "").split(os.pathsep) if name]
 pytestmark = pytest.mark.skipif(not MODELS, reason="TERSEKV_MODELS names no model")

@@ -18,13 +18,13 @@ import transformers as tf
 
 import tersekv
 from conftest import HEAD, LOSSLESS, SHAPE, prompt
-from tersekv.cache.estimate import predict
-from tersekv.codecs.transforms.rope import NO_ROPE
+from tersekv.calibration.capture import capture, keys_before_rope
 from tersekv.errors import UserError
 from tersekv.hf.cache import CompressedLayer
-from tersekv.hf.capture import capture, keys_before_rope
-from tersekv.hf.config import AttentionShape, cache_shape, has_key_bias, text_config
-from tersekv.hf.rope import Ropes
+from tersekv.models.config import AttentionShape, cache_shape, has_key_bias, text_config
+from tersekv.models.rope import Ropes
+from tersekv.sizes.estimate import predict
+from tersekv.transforms.rope import NO_ROPE
 from test_architectures import PAIR
 
 SHORT = SHAPE | {"num_hidden_layers": 4}

@@ -10,10 +10,10 @@ import transformers as tf
 import tersekv
 from conftest import HEAD, SHAPE, prompt
 from tersekv.cache.rotary import Rotary
-from tersekv.codecs.transforms.rope import Rope, standard_rope
+from tersekv.calibration.capture import capture
 from tersekv.errors import UserError
-from tersekv.hf.capture import capture
-from tersekv.hf.rope import Ropes
+from tersekv.models.rope import Ropes
+from tersekv.transforms.rope import Rope, standard_rope
 
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {

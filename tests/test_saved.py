@@ -13,11 +13,11 @@ from safetensors import safe_open
 import tersekv
 from conftest import MODELS, SHAPE, build, prompt
 from tersekv.cache import tensor_file
+from tersekv.calibration.calibrate import Calibrator, Corpus
+from tersekv.calibration.calibration import Calibration
+from tersekv.calibration.needs import needs_corpus
 from tersekv.codecs import methods
 from tersekv.errors import UserError
-from tersekv.hf.calibrate import Calibrator, Corpus
-from tersekv.hf.calibration import Calibration
-from tersekv.hf.calibration_needs import needs_corpus
 from tersekv.policies import policies
 from tersekv.recipe import Recipe, written
 

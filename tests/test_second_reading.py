@@ -13,7 +13,7 @@ import tersekv
 from conftest import SHAPE, build, prompt
 from tersekv.cache.ranked_tokens import RankedTokens
 from tersekv.cache.segments import Observed
-from tersekv.hf.attention_spread import measure
+from tersekv.calibration.attention_spread import measure
 from tersekv.hf.second_reading import FEWEST
 from test_transformers import GREEDY
 

@@ -11,7 +11,6 @@ import torch
 from tersekv.cache import coding
 from tersekv.codecs import methods
 from tersekv.codecs.common.centred import with_centre
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends, cpu
 from tersekv.layouts.base import BLOCK_TOKENS
@@ -19,6 +18,7 @@ from tersekv.serving.dense import AttentionKind
 from tersekv.serving.pages import PagePool
 from tersekv.serving.slots import Slots, why_not_slots
 from tersekv.serving.steps import IDLE_STEPS, SINKS, EngineStep, Rows, SinkRows
+from tersekv.transforms.rope import standard_rope
 
 CODECS = {
     "turboquant": ("turboquant", {}),

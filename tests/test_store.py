@@ -14,9 +14,9 @@ from tersekv.cache.footprint import PARTS, Footprint
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.pages import ROLLBACK_TOKENS
 from tersekv.codecs import methods
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import CacheError, UserError
 from tersekv.recipe import Recipe
+from tersekv.transforms.rope import standard_rope
 
 UNFITTED = ["kivi:bits=2", "kivi:bits=4", "int4", "normalfloat", "qjl:outliers=0", "qjl:outliers_per=group", "exact"]
 

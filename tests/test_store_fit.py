@@ -11,9 +11,9 @@ from conftest import prompt
 from tersekv.cache.coding import FIT_TOKENS
 from tersekv.cache.layer import LayerStore
 from tersekv.codecs.qjl import Qjl
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.hf import layer
 from tersekv.recipe import Recipe
+from tersekv.transforms.rope import standard_rope
 from test_store import fed, tokens
 
 

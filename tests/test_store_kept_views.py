@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.layer import LayerStore
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.kernels import cpu
 from tersekv.kernels.attend_packed import native_view
 from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.recipe import Recipe
+from tersekv.transforms.rope import standard_rope
 
 RECIPES = ["kivi:bits=4", "trellis:bits=2,calibration=prompt", "kvquant:bits=3,calibration=prompt", "polarquant", "qjl"]
 pytestmark = pytest.mark.skipif(cpu.why_not_built() is not None, reason=cpu.why_not_built() or "")

@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.blocks import BlockBuffer
-from tersekv.cache.cache_size import CacheShape
-from tersekv.cache.estimate import predict
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS, ROLLBACK_TOKENS, Page, PageSizes
@@ -26,6 +24,8 @@ from tersekv.cache.stores import new_store
 from tersekv.codecs.kvquant import KVQuant
 from tersekv.layouts.base import PackedTensors
 from tersekv.recipe import Recipe
+from tersekv.sizes.cache_size import CacheShape
+from tersekv.sizes.estimate import predict
 
 RECIPES = ["kivi:bits=2", "kvquant:bits=3,table=int,calibration=prompt", "polarquant"]
 UNEQUAL_BLOCKS = "uniform:bits=6,axis=channel,group=128/int4:group=32"

@@ -10,10 +10,10 @@ import torch
 
 import tersekv
 from conftest import prompt
-from tersekv.cache.estimate import predict
 from tersekv.errors import UserError
-from tersekv.hf.config import cache_shape
+from tersekv.models.config import cache_shape
 from tersekv.recipe import Recipe
+from tersekv.sizes.estimate import predict
 from test_context_parallel import same_as_one
 from test_saved import goes_on_alike, read, singles
 from test_saved import wide as wide

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv.codecs.transforms.marked_angles import MarkedAngles
-from tersekv.codecs.transforms.rope import Angles, Rope
 from tersekv.layouts.base import Concat, LinearMap, Mapped, View
 from tersekv.tensors import last_contiguous
+from tersekv.transforms.marked_angles import MarkedAngles
+from tersekv.transforms.rope import Angles, Rope
 
 
 class RotatedMean(View):

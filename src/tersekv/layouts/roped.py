@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from tersekv.codecs.transforms.marked_angles import MarkedAngles
-from tersekv.codecs.transforms.rope import Angles, Rope
 from tersekv.kernels.attend_packed import Operand, native_view
 from tersekv.kernels.registry import NotTaken
 from tersekv.layouts.base import View
+from tersekv.transforms.marked_angles import MarkedAngles
+from tersekv.transforms.rope import Angles, Rope
 
 
 class Roped(View):

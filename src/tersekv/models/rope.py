@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs import Codec
-from tersekv.codecs.transforms.rope import NO_ROPE, Apply, Rope
 from tersekv.errors import UserError
+from tersekv.transforms.rope import NO_ROPE, Apply, Rope
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 BY_LAYER = ("no_rope_layers", "layer_rope_theta")

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tersekv.cache.cache_size import CacheShape
-from tersekv.cache.estimate import KNOWN, predict
+from tersekv.sizes.cache_size import CacheShape
+from tersekv.sizes.estimate import KNOWN, predict
 
 GIB = 2**30
 FORMATS = {

@@ -1,7 +1,7 @@
 """Rates of each layer under the policy `mixed` with `allot=model` (ours; docs/methods/mixed.md).
 
 Every layer gets two rates and a share of tokens for the higher one. Let a(s) be the squared
-attention that a layer's most important share s of tokens receives later (`hf/attention_spread.py`),
+attention that a layer's most important share s of tokens receives later (`calibration/attention_spread.py`),
 and ε(b) the squared error of codes with b bits. A layer with bits b, rest r and share s loses
 
     a(s)·ε(b) + (a(1) − a(s))·ε(r).
@@ -44,7 +44,7 @@ class Option(NamedTuple):
 def allotted(plans: Mapping[int, LayerPlan], spread: Tensor, dims: tuple[int, int]) -> dict[int, LayerPlan]:
     """Return the plans with rates of their own in every layer that can have two.
 
-    spread: float32 [layers, KV heads, STEPS + 1], see `hf/attention_spread.py`. dims: channels of a
+    spread: float32 [layers, KV heads, STEPS + 1], see `calibration/attention_spread.py`. dims: channels of a
         key and of a value.
 
     Raises:

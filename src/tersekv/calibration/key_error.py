@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from tersekv.cache import coding
-from tersekv.cache.cache_size import CacheShape
 from tersekv.cache.coding import Tokens
 from tersekv.cache.parallel import HeadShard
 from tersekv.cache.rotary import Rotary
 from tersekv.codecs import Codec
-from tersekv.codecs.transforms.rope import Angles, Rope
 from tersekv.errors import UserError
 from tersekv.recipe import Recipe
+from tersekv.sizes.cache_size import CacheShape
+from tersekv.transforms.rope import Angles, Rope
 
 MOST_TOKENS, LEAST_TOKENS = 128, 16
 """Largest sample of tokens, and smallest sample of one batch row."""

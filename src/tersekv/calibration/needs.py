@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from tersekv.cache.memory_budget import settled
 from tersekv.codecs import methods
-from tersekv.hf.config import attention_layers, cache_shape, text_config
+from tersekv.models.config import attention_layers, cache_shape, text_config
 from tersekv.recipe import PRE_ROPE, Coder, LayerPlan, Recipe, Term
+from tersekv.sizes.memory_budget import settled
 
 
 def calibrated_part(recipe: Recipe) -> str:

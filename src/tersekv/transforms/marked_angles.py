@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv.codecs.transforms.rope import Angles, Rope
 from tersekv.kernels.marks import Marks
+from tersekv.transforms.rope import Angles, Rope
 
 
 class MarkedAngles:

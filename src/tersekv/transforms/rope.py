@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tersekv.codecs.transforms.rope_offsets import (
+from tersekv.errors import UserError
+from tersekv.kernels.registry import NotTaken
+from tersekv.tensors import last_contiguous
+from tersekv.transforms.rope_offsets import (
     INT16_OFFSETS,
     OFFSETS,
     OffsetTable,
     int16_rope_offset_table,
     rope_offset_table,
 )
-from tersekv.codecs.transforms.rope_pairs import Apply, pairs_of
-from tersekv.codecs.transforms.rope_table import MAX_POSITION, given_table, look_up, rope_table, table_positions
-from tersekv.errors import UserError
-from tersekv.kernels.registry import NotTaken
-from tersekv.tensors import last_contiguous
+from tersekv.transforms.rope_pairs import Apply, pairs_of
+from tersekv.transforms.rope_table import MAX_POSITION, given_table, look_up, rope_table, table_positions
 
 CosSin = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 PROPORTIONAL = 0.02

@@ -26,16 +26,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tersekv.atomic_write import ELSEWHERE, save_whole
+from tersekv.calibration.calibration import Calibration, Made
+from tersekv.calibration.corpus_moments import CorpusMoments, Wanted
+from tersekv.calibration.fitting import FitJob, fit, prepare_worker
+from tersekv.calibration.gradients import Source, layer_gradients
+from tersekv.calibration.needs import attention_plans, calibrated_part, needs_corpus
 from tersekv.codecs import Codec
 from tersekv.errors import UserError
-from tersekv.hf.calibration import Calibration, Made
-from tersekv.hf.calibration_needs import attention_plans, calibrated_part, needs_corpus
-from tersekv.hf.config import AttentionShape, text_config
-from tersekv.hf.corpus_moments import CorpusMoments, Wanted
-from tersekv.hf.fingerprint import architecture, fingerprint
-from tersekv.hf.fitting import FitJob, fit, prepare_worker
-from tersekv.hf.gradients import Source, layer_gradients
-from tersekv.hf.models import cache_dir
+from tersekv.models.config import AttentionShape, text_config
+from tersekv.models.fingerprint import architecture, fingerprint
+from tersekv.models.loading import cache_dir
 from tersekv.recipe import Recipe
 
 log = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from safetensors import SafetensorError
 from tersekv.atomic_write import atomic_write
 from tersekv.errors import UserError
 from tersekv.extras import require
-from tersekv.hf import gguf_file
-from tersekv.hf.convert import PackagedModel, check, convert, stored_bytes
+from tersekv.models import gguf_file
+from tersekv.models.convert import PackagedModel, check, convert, stored_bytes
 
 MANIFEST = "manifest.json"
 PULL_BYTES = 1_000_000_000

@@ -17,14 +17,14 @@ from tersekv.cache.blocks import BlockBuffer
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.pages import PageSizes, blank
-from tersekv.cache.rate_allotment import evenly
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.tail import TailBuffer
-from tersekv.codecs.transforms.rope import Rope
 from tersekv.layouts.base import Layout
 from tersekv.policies.base import Selection, two_rates
 from tersekv.policies.subgen import SubGen
 from tersekv.recipe import LayerPlan, Recipe
+from tersekv.sizes.rate_allotment import evenly
+from tersekv.transforms.rope import Rope
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tersekv.cache.cache_size import CacheShape, size
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.memory_budget import settled
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.recipe import Recipe
+from tersekv.sizes.cache_size import CacheShape, size
+from tersekv.sizes.memory_budget import settled
+from tersekv.transforms.rope import standard_rope
 from tersekv.units import LONGEST
 
 

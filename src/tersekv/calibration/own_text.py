@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from tersekv.errors import UserError
-from tersekv.hf.config import text_config
+from tersekv.models.config import text_config
 
 NAME = "own text"
 """Name of this corpus in calibrations."""

@@ -23,16 +23,16 @@ from tersekv.attention import masks
 from tersekv.attention.importance import importance
 from tersekv.attention.read import AttentionCall
 from tersekv.attention.weights import attention_weights
-from tersekv.cache.rate_allotment import STEPS
 from tersekv.cache.stores import new_store
+from tersekv.calibration.calibrate import Corpus
+from tersekv.calibration.calibration import SCORES, Calibration, Made
+from tersekv.calibration.capture import LayerTokens, watch_calls
 from tersekv.errors import UserError
-from tersekv.hf.calibrate import Corpus
-from tersekv.hf.calibration import SCORES, Calibration, Made
-from tersekv.hf.capture import LayerTokens, watch_calls
-from tersekv.hf.config import AttentionShape, attention_layers, text_config
-from tersekv.hf.fingerprint import architecture, fingerprint
-from tersekv.hf.rope import Ropes
+from tersekv.models.config import AttentionShape, attention_layers, text_config
+from tersekv.models.fingerprint import architecture, fingerprint
+from tersekv.models.rope import Ropes
 from tersekv.recipe import Recipe
+from tersekv.sizes.rate_allotment import STEPS
 
 RANKED = "mixed:sinks=0+trellis:bits=4,centre=false,calibration=prompt"
 """A recipe whose stores rank tokens. They store none here."""

@@ -20,14 +20,14 @@ from transformers import PreTrainedModel
 from tersekv.atomic_write import save_whole
 from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.rotary import Rotary
+from tersekv.calibration.capture import LayerTokens, OnePassCache, watch_calls
+from tersekv.calibration.gradients import Source, each_gradient
 from tersekv.codecs import Codec
-from tersekv.codecs.transforms.moments import Moments, WeightedBy, score_loss
-from tersekv.codecs.transforms.rope import Angles
-from tersekv.hf.capture import LayerTokens, OnePassCache, watch_calls
-from tersekv.hf.config import AttentionShape, text_config
-from tersekv.hf.gradients import Source, each_gradient
-from tersekv.hf.rope import Ropes
 from tersekv.layouts.mean_removed import RotatedMean
+from tersekv.models.config import AttentionShape, text_config
+from tersekv.models.rope import Ropes
+from tersekv.transforms.moments import Moments, WeightedBy, score_loss
+from tersekv.transforms.rope import Angles
 
 PARTS = "total", "squares", "metric"
 

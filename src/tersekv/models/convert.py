@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from tersekv.errors import UserError
-from tersekv.hf import gguf_file
-from tersekv.hf.gguf_file import GgufFile
+from tersekv.models import gguf_file
+from tersekv.models.gguf_file import GgufFile
 
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 """Tokens with which chat templates end a turn, where the file names another end-of-text token."""

@@ -26,10 +26,10 @@ from typing import Any
 from safetensors import SafetensorError
 
 from tersekv.errors import UserError, hint
-from tersekv.hf import gguf_file
-from tersekv.hf import pull as _pull
-from tersekv.hf.convert import PackagedModel, config_of, quiet
-from tersekv.hf.pull import Report
+from tersekv.models import gguf_file
+from tersekv.models import pull as _pull
+from tersekv.models.convert import PackagedModel, config_of, quiet
+from tersekv.models.pull import Report
 
 DEFAULT = "smollm2"
 GGUF = "gguf-"

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from tersekv.attention.read import AttentionCall
 from tersekv.attention.weights import attention_weights
+from tersekv.calibration.capture import LayerTokens, watch_calls
 from tersekv.errors import UserError
-from tersekv.hf.capture import LayerTokens, watch_calls
-from tersekv.hf.config import AttentionShape, attention_layers, text_config
+from tersekv.models.config import AttentionShape, attention_layers, text_config
 
 
 class AnsweredPrompt(NamedTuple):

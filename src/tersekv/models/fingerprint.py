@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from tersekv.hf.config import text_config
+from tersekv.models.config import text_config
 
 FIELDS = (
     "model_type",

@@ -27,14 +27,14 @@ from transformers.utils.logging import tqdm
 
 from tersekv import steps
 from tersekv.atomic_write import save_whole
+from tersekv.calibration.attention_spread import profile_on
+from tersekv.calibration.calibrate import Calibrator, Corpus, locked
+from tersekv.calibration.calibration import Calibration
+from tersekv.calibration.needs import how_to, profile_of
+from tersekv.calibration.own_text import NAME, own_text
+from tersekv.calibration.text import pydoc_text
 from tersekv.errors import UserError
-from tersekv.hf.attention_spread import profile_on
-from tersekv.hf.calibrate import Calibrator, Corpus, locked
-from tersekv.hf.calibration import Calibration
-from tersekv.hf.calibration_needs import how_to, profile_of
-from tersekv.hf.config import text_config
-from tersekv.hf.own_text import NAME, own_text
-from tersekv.hf.text import pydoc_text
+from tersekv.models.config import text_config
 from tersekv.recipe import Recipe
 
 log = logging.getLogger(__name__)

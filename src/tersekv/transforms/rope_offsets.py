@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tersekv.codecs.transforms.rope_table import relative
+from tersekv.transforms.rope_table import relative
 
 OFFSETS = 256
 """Number of tokens in a block."""

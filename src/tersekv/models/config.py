@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, cache_utils
 from transformers.configuration_utils import PreTrainedConfig
 
-from tersekv.cache.cache_size import CacheShape
 from tersekv.errors import UserError
-from tersekv.hf.convert import quiet
-from tersekv.hf.rope import Ropes
+from tersekv.models.convert import quiet
+from tersekv.models.rope import Ropes
+from tersekv.sizes.cache_size import CacheShape
 
 ATTENTION_TYPES = {
     "full_attention": None,

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tersekv.cache.rotary import Rotary
+from tersekv.calibration.capture import LayerTokens, OnePassCache
 from tersekv.errors import CacheError
-from tersekv.hf.capture import LayerTokens, OnePassCache
-from tersekv.hf.config import AttentionShape, text_config
-from tersekv.hf.rope import Ropes
 from tersekv.layouts.base import Side
+from tersekv.models.config import AttentionShape, text_config
+from tersekv.models.rope import Ropes
 
 POSITIONS_AT_A_TIME = 256
 """Positions whose softmax over the vocabulary is computed at a time, which bounds the memory for

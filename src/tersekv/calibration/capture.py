@@ -17,9 +17,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from tersekv.attention.read import AttentionCall
 from tersekv.cache.rotary import Rotary
 from tersekv.errors import CacheError
-from tersekv.hf.attention import attention_forward, call_of
-from tersekv.hf.config import attention_layers, empty_layer, text_config
-from tersekv.hf.rope import Ropes
+from tersekv.models.attention import attend_tensors, call_of
+from tersekv.models.config import attention_layers, empty_layer, text_config
+from tersekv.models.rope import Ropes
 
 RECORDER = "tersekv-recorder"
 
@@ -186,7 +186,7 @@ def _recording(model: PreTrainedModel, note: Callable[[Tensor, AttentionCall], o
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         note(key, call_of(query, mask, key.shape[2], scaling, kwargs))
-        return attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+        return attend_tensors(module, query, key, value, mask, dropout, scaling, **kwargs)
 
     config = text_config(model.config)
     before = config._attn_implementation

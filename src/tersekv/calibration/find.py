@@ -13,11 +13,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from tersekv.cache.rate_allotment import STEPS, allotted
-from tersekv.errors import UserError
-from tersekv.hf import first_use
-from tersekv.hf.calibration import SUFFIX, Calibration
-from tersekv.hf.calibration_needs import (
+from tersekv.calibration import first_use
+from tersekv.calibration.calibration import SUFFIX, Calibration
+from tersekv.calibration.needs import (
     attention_plans,
     calibrated_part,
     calibrates_itself,
@@ -27,10 +25,12 @@ from tersekv.hf.calibration_needs import (
     profile_of,
     written,
 )
-from tersekv.hf.config import AttentionShape, attention_layers, cache_shape, text_config
-from tersekv.hf.fingerprint import fingerprint
-from tersekv.hf.models import cache_dir
+from tersekv.errors import UserError
+from tersekv.models.config import AttentionShape, attention_layers, cache_shape, text_config
+from tersekv.models.fingerprint import fingerprint
+from tersekv.models.loading import cache_dir
 from tersekv.recipe import LayerPlan, Recipe
+from tersekv.sizes.rate_allotment import STEPS, allotted
 
 log = logging.getLogger(__name__)
 

@@ -101,7 +101,7 @@ class Calibration:
 
     def serves(self, recipe: Recipe, config: PreTrainedConfig) -> bool:
         """True if it was made with the options of every codec that the recipe must calibrate."""
-        from tersekv.hf.calibration_needs import attention_plans
+        from tersekv.calibration.needs import attention_plans
 
         return self._serves(attention_plans(recipe, config), lambda made: attention_plans(made, config))
 
@@ -161,8 +161,8 @@ class Calibration:
         model: a fingerprint that must match, too, or None. part: the part of the recipe that it must
         serve, by default that of the codecs.
         """
-        from tersekv.hf.calibration_needs import calibrated_part, how_to
-        from tersekv.hf.fingerprint import architecture
+        from tersekv.calibration.needs import calibrated_part, how_to
+        from tersekv.models.fingerprint import architecture
 
         where = self.path or "this calibration"
         if not (self.serves(recipe, config) if part is None else self.made.recipe == part):
@@ -183,8 +183,8 @@ class Calibration:
         Raises:
             UserError: tensors are missing, or do not fit a codec.
         """
-        from tersekv.hf.calibration_needs import attention_plans
-        from tersekv.hf.config import AttentionShape, text_config
+        from tersekv.calibration.needs import attention_plans
+        from tersekv.models.config import AttentionShape, text_config
 
         plans, shape = attention_plans(recipe, config), AttentionShape.of(text_config(config))
         key = str(recipe), len(plans)

@@ -11,13 +11,13 @@ import dataclasses
 import functools
 import math
 
-from tersekv.cache.cache_size import CacheShape, layouts_of_heads, lower_plan, size
 from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS
 from tersekv.cache.pool import most_blocks
 from tersekv.errors import UserError
 from tersekv.layouts.base import Layout
 from tersekv.policies.base import MOST_TOKENS, UNLIMITED, Selection
 from tersekv.recipe import LayerPlan, Recipe, Term
+from tersekv.sizes.cache_size import CacheShape, layouts_of_heads, lower_plan, size
 from tersekv.units import LONGEST, human_bytes, parse_bytes
 
 

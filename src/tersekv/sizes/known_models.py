@@ -12,9 +12,9 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from tersekv.cache.cache_size import CacheShape
-from tersekv.cache.estimate import KNOWN
-from tersekv.codecs.transforms.rope import standard_rope
+from tersekv.sizes.cache_size import CacheShape
+from tersekv.sizes.estimate import KNOWN
+from tersekv.transforms.rope import standard_rope
 
 
 @dataclass(frozen=True)
