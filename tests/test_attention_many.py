@@ -49,3 +49,35 @@ def test_strides_of_any_kind_and_16_bits():
 def test_softcap():
     torch.manual_seed(0)
     same(torch.randn(1, 1, 64, 32), torch.randn(1, 1, 50, 32), torch.randn(1, 1, 50, 32), None, softcap=2.0)
+
+
+@pytest.mark.parametrize("most", [1, 3000])
+@pytest.mark.parametrize("dim", [32, 16])
+@pytest.mark.parametrize("masked", ["rows", "heads", "all queries", "no"])
+def test_some_rows_at_a_time(monkeypatch, masked, dim, most):
+    """Masks and scores are made for parts of the queries, whose rows belong to several heads."""
+    torch.manual_seed(0)
+    wanted = {"rows": (2, 40, 70), "heads": (2, 3, 40, 70), "all queries": (2, 1, 70), "no": None}[masked]
+    mask = None if wanted is None else torch.rand(wanted) > 0.6
+    monkeypatch.setattr(softmax, "MOST_SCORES", most)
+    same(torch.randn(2, 3, 80, 32), torch.randn(2, 3, 70, 32), torch.randn(2, 3, 70, dim), mask)
+
+
+def test_a_chunk_over_its_own_tokens():
+    torch.manual_seed(0)
+    query, keys, values = torch.randn(2, 3, 4, 50, 32), torch.randn(2, 3, 50, 32), torch.randn(2, 3, 50, 32)
+    mask = torch.ones(2, 50, 50, dtype=torch.bool).tril()
+    found = softmax.attend_causal(query, keys, values, 0.3, None)
+    for a, b in zip(found, plain(query.flatten(2, 3), keys, values, mask, 0.3, None), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-5)
+    assert softmax.attend_causal(query, keys, values, 0.3, 2.0) is None
+    assert softmax.attend_causal(query, keys, values[..., :16], 0.3, None) is None
+
+
+def test_products_in_bfloat16():
+    torch.manual_seed(0)
+    query, keys, values = (torch.randn(1, 2, 64, 32).bfloat16() for _ in range(3))
+    found = softmax.attend_many(query, keys, values, None, 0.3, None)
+    for a, b in zip(found, plain(query.float(), keys, values, None, 0.3, None), strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)

@@ -19,7 +19,8 @@ from tersekv.kernels.attend import PackedPages
 from tersekv.kernels.attend_packed import decoded
 from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.attend_segments import attend_segments as reference
-from tersekv.layouts.base import IDENTITY, Concat
+from tersekv.layouts.base import Concat
+from tersekv.layouts.linear_map import IDENTITY
 from tersekv.layouts.mean_removed import RotatedMean
 from test_ops_triton import Counted, compare, device, moved, pytestmark  # noqa: F401
 

@@ -308,7 +308,7 @@ class PagePool:
                     side, positions[first : first + PART_TOKENS], {} if shared is None else shared, ("read", first)
                 )
                 view = _gathered(codec, planes, part, D, angles)
-                out[first : first + PART_TOKENS] = view.decode()[0].transpose(0, 1)
+                out[first : first + PART_TOKENS] = view.floats(dtype)[0].transpose(0, 1)
             if sinks is not None and len(sinks):
                 assert self.sinks is not None
                 starting = (numbers == 0).nonzero()[:, 0]
