@@ -276,7 +276,7 @@ def float32_kernels():
     """Use kernels that multiply in float32, because tests of the whole path rely on their error
     bounds.
 
-    tests/test_ops_parity.py chooses every instruction set itself.
+    tests/kernels/test_ops_parity.py chooses every instruction set itself.
     """
     rounds = cpu.why_not_built() is None and cpu.isa() == "avx512bf16"
     if rounds:

@@ -22,7 +22,7 @@ from tersekv.models import loading as store
 from tersekv.models.config import cache_shape
 from tersekv.sizes.estimate import break_even
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 HISTORY = ("log.md",)
 """Pages whose commands were right when they were written."""

@@ -1,7 +1,7 @@
 """Forged cache files with correct digests: each is refused in one sentence, or loaded as what it
 says.
 
-For more of them run `python tests/test_saved_forged.py 5000 [seed]`.
+For more of them run `python tests/hf/test_saved_forged.py 5000 [seed]`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+sys.path += map(str, Path(__file__).resolve().parents[1].glob("**/"))  # as under pytest
 
 import forged
 import tersekv

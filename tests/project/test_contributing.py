@@ -15,7 +15,7 @@ import test_codecs
 from conftest import prompt
 from tersekv import codecs
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 CODEC = '''
 """Ternary codes per token: x̂ = scale·{−1, 0, 1}, scale the mean magnitude of a group (an example, from no paper)."""

@@ -17,7 +17,7 @@ from tersekv.cli import listing
 from tersekv.codecs import methods
 from tersekv.policies import policies
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "tersekv"
 
 COMMON = {"atomic_write", "errors", "extras", "malloc_trim", "registry", "steps", "tensors", "units", "versions"} | {

@@ -14,7 +14,7 @@ from made_records import record, write
 def test_ablations_name_the_mode_that_their_records_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call sets KVQuant's protocol and records are searched for it, independent of the tasks'
     default."""
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
     ablation, calls = benchmark("ablation"), []
     monkeypatch.setattr(ablation, "program", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(ablation, "load_config", lambda _: None)

@@ -1,7 +1,7 @@
 """The model families that the tests build, as the table of docs/models.md.
 
-    python tests/list_families.py           # write the table into docs/models.md
-    python tests/list_families.py --print   # print it
+    python tests/support/list_families.py           # write the table into docs/models.md
+    python tests/support/list_families.py --print   # print it
 
 The configs of the tests' models tell if a family's keys have a bias. Names of classes are read from
 the sources.
@@ -17,16 +17,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 PAGE = TESTS.parent / "docs" / "models.md"
-BEGIN, END = "<!-- families: made by tests/list_families.py -->", "<!-- end of families -->"
-FAMILIES = (("conftest.py", "MODELS"), ("test_architectures.py", "BUILD"), ("test_recent_families.py", "RECENT"))
+BEGIN, END = "<!-- families: made by tests/support/list_families.py -->", "<!-- end of families -->"
+FAMILIES = (("conftest.py", "MODELS"), ("hf/test_architectures.py", "BUILD"), ("hf/test_recent_families.py", "RECENT"))
 """Files, and the dictionaries in them whose values build a model."""
 
 ELSEWHERE = {
-    "diffllama": ("test_transformers.py", "DiffLlamaForCausalLM"),
-    "glm": ("test_rope.py", "GlmForCausalLM"),
-    "qwen3_next": ("test_compiled.py", "Qwen3NextForCausalLM"),
+    "diffllama": ("hf/test_transformers.py", "DiffLlamaForCausalLM"),
+    "glm": ("models/test_rope.py", "GlmForCausalLM"),
+    "qwen3_next": ("hf/test_compiled.py", "Qwen3NextForCausalLM"),
 }
 """Families that single tests build, by name."""
 
@@ -104,7 +104,7 @@ def table() -> str:
     """The table in Markdown."""
     builders: dict[str, Any] = {}
     for file, name in FAMILIES:
-        builders |= getattr(importlib.import_module(file.removesuffix(".py")), name)
+        builders |= getattr(importlib.import_module(Path(file).stem), name)
     lines = ["| family | class in transformers | special about it | bias of keys |", "|---|---|---|---|"]
     for name, model in families():
         lines.append(f"| {name} | `{model}` | {SPECIAL.get(name, '')} | {key_bias(model, builders.get(name))} |")
@@ -126,4 +126,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.path += map(str, TESTS.glob("**/"))  # as under pytest
     main()

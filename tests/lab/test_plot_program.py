@@ -21,7 +21,7 @@ from tersekv.lab.plots.kinds import names, plots
 from tersekv.lab.plots.style import render
 from tersekv.sizes.estimate import predict
 
-RECORDS = Path(__file__).resolve().parents[1] / "benchmarks" / "records"
+RECORDS = Path(__file__).resolve().parents[2] / "benchmarks" / "records"
 ATTEND, EARLIER = RECORDS / "attend.jsonl", RECORDS / "generate.jsonl"
 SVG = b"<svg"
 QUESTIONS = "".join(json.dumps({"question_id": i, "turns": [f"Why {i}?", "And?"]}) + "\n" for i in (7, 8))

@@ -1,13 +1,13 @@
 """Record the tokens that NVIDIA's kvpress keeps of one prompt on one tiny model in
-tests/kvpress_kept.json.
+tests/support/kvpress_kept.json.
 
 kvpress needs transformers < 5.3, so this runs in its own environment:
 
     python -m venv kvpress-env
     kvpress-env/bin/pip install torch kvpress "transformers<5.3"
-    kvpress-env/bin/python tests/make_kvpress_fixture.py
+    kvpress-env/bin/python tests/support/make_kvpress_fixture.py
 
-tests/test_kvpress.py builds the same model and prompt with `tiny_llama` and `PROMPT` and compares.
+tests/policies/test_kvpress.py builds the same model and prompt with `tiny_llama` and `PROMPT` and compares.
 The kept tokens come from kvpress's own gather: it compresses positions instead of values.
 """
 

@@ -2,12 +2,12 @@
 
 Hash the matrix of one commit, which takes a few minutes, and compare the next one on the same machine:
 
-    python tests/golden.py --matrix --out before.json
-    python tests/golden.py --matrix --against before.json
+    python tests/support/golden.py --matrix --out before.json
+    python tests/support/golden.py --matrix --against before.json
 
 Write the committed hashes anew:
 
-    python tests/golden.py --out tests/golden.json
+    python tests/support/golden.py --out tests/support/golden.json
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path += map(str, Path(__file__).resolve().parents[1].glob("**/"))  # as under pytest
 
 from conftest import score_heads
 from golden_cases import CASES, matrix

@@ -9,7 +9,7 @@ import pytest
 
 from conftest import benchmark
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("docs/methods/kvarn.md", "docs/methods/oscar.md")
 
 

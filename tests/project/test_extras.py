@@ -16,7 +16,7 @@ from made_records import evaluation, write
 from tersekv import UserError
 from tersekv.extras import INSTALL_LAB, LAB, require
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks" / "records"
 
 BLOCK = """

@@ -77,7 +77,6 @@ def test_stopped_run_continues(llama, tmp_path, monkeypatch, phase: str, at: int
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
 from conftest import build
 from test_calibrate import calibrator
 
@@ -85,14 +84,15 @@ def dies(phase, done, total):
     if (phase, done) == ("samples", 1):
         os.kill(os.getpid(), signal.SIGKILL)
 
-calibrator(build("llama"), Path(sys.argv[2]), "kvquant").run(dies)
+calibrator(build("llama"), Path(sys.argv[1]), "kvquant").run(dies)
 """
 
 
 def test_killed_run_continues(llama, tmp_path) -> None:
     """SIGKILL before a sample's pass, so that the process cannot clean up."""
-    arguments = [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path / "killed")]
-    assert subprocess.run(arguments).returncode == -signal.SIGKILL
+    arguments = [sys.executable, "-c", KILLED, str(tmp_path / "killed")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run(arguments, env=environment).returncode == -signal.SIGKILL
     run = calibrator(llama, tmp_path / "killed", "kvquant")
     first = run.work / "sample-0000.safetensors"
     before = first.stat().st_mtime_ns

@@ -197,7 +197,7 @@ def test_errors_name_what_is_allowed():
 
 def test_the_page_has_the_tables_of_the_records():
     module = benchmark("bias_correction")
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     text = (root / "docs" / "bias-correction.md").read_text(encoding="utf-8")
     assert module.filled(text, [root / "benchmarks" / "records" / "bias_correction.jsonl"]) == text
     assert text.count("| `kivi:bits=2` |") == 4

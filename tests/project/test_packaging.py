@@ -13,7 +13,7 @@ import tersekv
 from tersekv import versions
 from tersekv.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 if sys.version_info >= (3, 11):
     import tomllib
 else:

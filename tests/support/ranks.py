@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 def torchrun(script: str, *arguments: str, ranks: int = 2) -> None:
     """Run a script of this folder on `ranks` ranks."""
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     call = [*program, str(HERE / script), *arguments]
     out = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=600)
     assert out.returncode == 0, out.stderr[-4000:]

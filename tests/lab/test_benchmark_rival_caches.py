@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from conftest import benchmark, build
 from tersekv.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

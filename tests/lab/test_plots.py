@@ -19,7 +19,7 @@ from tersekv.lab.plots.kinds import angles, clusters, growth, magnitudes, means,
 from tersekv.lab.plots.page import page
 from tersekv.lab.plots.style import render, to_bytes
 
-RECORDS = Path(__file__).resolve().parents[1] / "benchmarks" / "records"
+RECORDS = Path(__file__).resolve().parents[2] / "benchmarks" / "records"
 ATTEND, SUBGEN = RECORDS / "attend.jsonl", RECORDS / "subgen.jsonl"
 
 

@@ -19,7 +19,7 @@ import test_codecs
 from conftest import prompt
 from tersekv import codecs
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 SMALLER = r"([\d.]+) times smaller than bfloat16"

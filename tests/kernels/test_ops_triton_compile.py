@@ -17,7 +17,7 @@ import pytest
 
 from tersekv.kernels import triton
 
-HERE = Path(__file__).parent
+PROGRAM = Path(__file__).parents[1] / "support" / "compile_triton.py"
 SHARED_BYTES = {"sm_90": 227 * 1024, "sm_86": 99 * 1024, "gfx942": 64 * 1024}
 """Maximum shared memory of a program."""
 ELSEWHERE = [
@@ -36,8 +36,8 @@ pytestmark = [
 def compiled(target: str, *calls: str):
     """Return the output of `compile_triton.py` by call."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
-    call = [sys.executable, str(HERE / "compile_triton.py"), target, *calls]
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    call = [sys.executable, str(PROGRAM), target, *calls]
     done = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -19,7 +19,7 @@ ROWS = {"KIVI": "window:sinks=0,recent=0,start=0+kivi:bits=2,group=16", "float":
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Load benchmarks/papers.py, which imports its neighbours."""
-    folder = str(Path(__file__).resolve().parents[1] / "benchmarks")
+    folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
     monkeypatch.syspath_prepend(folder)
     return benchmark("papers")
 
@@ -119,7 +119,7 @@ def test_records_of_a_table_are_replaced_and_make_the_pages(
 
 
 def test_committed_pages_are_those_of_the_records(driver: ModuleType, tmp_path: Path) -> None:
-    docs = Path(__file__).resolve().parents[1] / "docs"
+    docs = Path(__file__).resolve().parents[2] / "docs"
     names = [f"{name}.md" for name in driver.pages()]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
