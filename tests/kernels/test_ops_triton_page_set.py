@@ -20,7 +20,6 @@ from tersekv.kernels.attend_packed import decoded
 from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.attend_segments import attend_segments as reference
 from tersekv.layouts.base import Concat
-from tersekv.layouts.linear_map import IDENTITY
 from tersekv.layouts.mean_removed import RotatedMean
 from test_ops_triton import Counted, compare, device, moved, pytestmark  # noqa: F401
 
@@ -351,7 +350,7 @@ def test_a_page_set_is_freed_with_its_pages(device):  # noqa: F811
     """No reference cycle keeps the prepared data of a layer's pages alive until garbage collection."""
     keys, values = pages_of("sparse", "keys", (32, 64)), pages_of("sparse", "values", (32, 64))
     views = [[moved(x.operand, device) for x in side] for side in (keys, values)]
-    pages = PackedPages(*views, [0, 32], [32, 64], (IDENTITY, IDENTITY), H)
+    pages = PackedPages(*views, [0, 32], [32, 64], (keys[0].linear, values[0].linear), H)
     call = torch.randn(B, H, 1, D, device=device), (), pages, None, None, 1.0
     backends.attend(*call)
     (held,) = (weakref.ref(page_set) for page_set in pages.made["triton"].values())
