@@ -120,7 +120,8 @@ test-serving: test-serving-smoke $(SERVING)/vllm/.ready ## run the tests inside 
 # A copy of the package with its own extension. -S keeps the editable install from being imported first. Python is not
 # built with sanitizers, so their libraries are preloaded.
 ASAN := build/asan
-ASAN_TESTS ?= $(filter-out tests/test_ops_triton%,$(wildcard tests/test_ops_*.py)) tests/test_backends.py
+ASAN_TESTS ?= $(filter-out tests/kernels/test_ops_triton%,$(wildcard tests/kernels/test_ops_*.py)) \
+  tests/kernels/test_backends.py
 JOBS ?= 1
 asan: setup ## run the kernels' tests with sanitizers
 	@if ! command -v g++ >/dev/null; then echo "make asan needs g++ (Debian: apt-get install g++)" >&2; exit 2; fi

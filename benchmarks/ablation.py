@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from tersekv import cli
-from tersekv.hf.calibration_needs import needs_corpus
-from tersekv.hf.find_calibration import place
-from tersekv.hf.models import load_config
+from tersekv.calibration.find import place
+from tersekv.calibration.needs import needs_corpus
 from tersekv.lab.evals.records import read
 from tersekv.lab.evals.tasks import tasks
 from tersekv.lab.evals.tasks.base import Estimate
+from tersekv.models.loading import load_config
 from tersekv.recipe import Recipe
 
 COLUMNS = {"perplexity": ("perplexity", ".2f"), "perplexity_ratio": ("ratio to full", ".3f"), "kl": ("KL", ".4f")}

@@ -22,9 +22,9 @@ import torch
 from encode_launches import Operations, kernels
 from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.layer import LayerStore
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.kernels import backends
 from tersekv.recipe import Recipe
+from tersekv.transforms.rope import standard_rope
 
 RECIPES = {
     "grid": "kivi:bits=4", "trellis and mean": "trellis:bits=2,calibration=prompt", "polar": "polarquant",

@@ -30,19 +30,19 @@ from torch import Tensor
 
 from recorded import add_options, run_or_fill
 from tersekv.attention.observe import observe
-from tersekv.cache.cache_size import CacheShape
-from tersekv.cache.estimate import predict
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.scored_eviction import ScoredEvictionStore
+from tersekv.calibration.capture import capture_prompt
 from tersekv.cli.estimate import load_shape
-from tersekv.hf.capture import capture_prompt
 from tersekv.hf.compress import compress
-from tersekv.hf.models import load
 from tersekv.hf.prefill import held_by, new_cache
 from tersekv.lab.evals.records import versions
 from tersekv.lab.evals.tasks.divergence import compare
 from tersekv.lab.evals.tasks.perplexity import mean_nll
 from tersekv.lab.evals.windows import read_text
+from tersekv.models.loading import load
+from tersekv.sizes.cache_size import CacheShape
+from tersekv.sizes.estimate import predict
 
 BUDGETS = ("1/4", "1/8", "1/16", "1/32")
 RECENT = {"1/4": 128, "1/8": 64, "1/16": 32, "1/32": 16}

@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tersekv.calibration.calibrate import Calibrator, Corpus
+from tersekv.calibration.find import place
+from tersekv.calibration.own_text import NAME as OWN
+from tersekv.calibration.own_text import own_text
+from tersekv.calibration.text import pydoc_text
 from tersekv.errors import UserError
-from tersekv.hf.calibrate import Calibrator, Corpus
-from tersekv.hf.find_calibration import place
-from tersekv.hf.models import load
-from tersekv.hf.own_text import NAME as OWN
-from tersekv.hf.own_text import own_text
-from tersekv.hf.text import pydoc_text
 from tersekv.lab.evals.harness import Harness
 from tersekv.lab.evals.options import build
 from tersekv.lab.evals.records import Records
+from tersekv.models.loading import load
 from tersekv.recipe import Recipe
 
 PROMPT, RANDOM, PYDOC = "the prompt", "random tokens", "pydoc"

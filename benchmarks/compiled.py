@@ -36,9 +36,9 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 import tersekv
 from tersekv.cli.installation import cpu_features
-from tersekv.hf.models import load
 from tersekv.hf.prefill import Prefill, new_cache
 from tersekv.lab.bench.generate import prompt
+from tersekv.models.loading import load
 
 WARM_UP = 3
 """Number of first tokens of each call that the rates omit."""

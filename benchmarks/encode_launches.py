@@ -22,10 +22,10 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.layer import LayerStore
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.kernels import backends
 from tersekv.kernels.registry import NAMESPACE
 from tersekv.recipe import Recipe
+from tersekv.transforms.rope import standard_rope
 
 RECIPES = [
     "uniform:bits=4", "kivi:bits=4", "normalfloat", "turboquant:bits=4", "turboquant:bits=4,rotation=hadamard",

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from tersekv import cli
+from tersekv.calibration.find import place, profile_place
+from tersekv.calibration.needs import needs_corpus, needs_profile, profile_of
 from tersekv.errors import UserError
-from tersekv.hf.calibration_needs import needs_corpus, needs_profile, profile_of
-from tersekv.hf.find_calibration import place, profile_place
-from tersekv.hf.models import load, load_config
 from tersekv.lab.evals.harness import Harness, Progress
 from tersekv.lab.evals.options import build
 from tersekv.lab.evals.reader import FULL
 from tersekv.lab.evals.records import FILE, Record, Records, read
 from tersekv.lab.evals.tasks import Task
 from tersekv.lab.evals.tasks.base import Estimate
+from tersekv.models.loading import load, load_config
 from tersekv.recipe import Recipe
 
 ROUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500)

@@ -33,13 +33,13 @@ from rich.table import Table
 
 from tersekv.codecs.codebooks.trellis import trellis_entries
 from tersekv.codecs.polarquant import offline_table
-from tersekv.codecs.transforms.rotation import hadamard_parts, random_rotation
-from tersekv.codecs.transforms.sketch import jl_sketch
 from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.kernels.cpu import encode
 from tersekv.kernels.encode_grid import GridPlace
 from tersekv.lab.bench.attend import HeadCounts
 from tersekv.lab.bench.formats import make_segment
+from tersekv.transforms.rotation import hadamard_parts, random_rotation
+from tersekv.transforms.sketch import jl_sketch
 
 FORMATS = ["grid4", "grid3", "grid2", "qjl256", "polar", "nuq4-1%", "trellis2", "trellis3"]
 TOKENS = {"attend": 1024, "encode": 1024, "search": 64}

@@ -1,4 +1,4 @@
-"""Measure how far recipes' errors drown what tells a model's keys apart (`cache/key_error.py`).
+"""Measure how far recipes' errors drown what tells a model's keys apart (`calibration/key_error.py`).
 
     python benchmarks/key_error.py --text FILE [--model NAME] [--name NAME] [--out benchmarks/records/key_error.jsonl]
 
@@ -17,14 +17,14 @@ import torch
 import tersekv
 from tersekv.cache import coding
 from tersekv.cache.coding import Tokens
-from tersekv.cache.key_error import MOST_TOKENS, key_error
 from tersekv.cache.parallel import HeadShard
 from tersekv.cache.rotary import Rotary
-from tersekv.codecs.transforms.rope import NO_ROPE
-from tersekv.hf import models
-from tersekv.hf.capture import capture
-from tersekv.hf.config import cache_shape
+from tersekv.calibration.capture import capture
+from tersekv.calibration.key_error import MOST_TOKENS, key_error
+from tersekv.models import loading
+from tersekv.models.config import cache_shape
 from tersekv.recipe import Recipe
+from tersekv.transforms.rope import NO_ROPE
 
 TOKENS, PREFIX, SINKS = 576, 512, 4
 RECIPES = (
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    model, tokenizer = models.load(options.model)
+    model, tokenizer = loading.load(options.model)
     ids = tokenizer(options.text.read_text()[:8000], return_tensors="pt").input_ids[:, :TOKENS]
     captured, ropes = capture(model, ids), cache_shape(model.config).ropes
     for recipe in RECIPES:

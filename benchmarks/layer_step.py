@@ -38,10 +38,10 @@ from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.segments import Observed
 from tersekv.cache.stores import new_store
 from tersekv.cli.installation import cpu_features
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.hf.cache import CompressedCache
 from tersekv.kernels import cpu
 from tersekv.recipe import Recipe
+from tersekv.transforms.rope import standard_rope
 
 EXACT = "exact"
 RECIPES = ("default", "kivi:bits=4", "kvquant:bits=3,calibration=prompt", "polarquant", "qjl", "turboquant:bits=4")

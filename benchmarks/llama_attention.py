@@ -56,7 +56,7 @@ def ours(recipe: str, depth: int, new_tokens: int) -> Decode:
     import contextlib
 
     import tersekv
-    from tersekv.hf.models import load
+    from tersekv.models.loading import load
 
     model, _ = load("smollm2", dtype="float32")
     ids = torch.tensor([[1000 + i * 7919 % 40000 for i in range(depth)]])

@@ -23,12 +23,12 @@ from rich.console import Console
 
 import tersekv
 from recorded import add_models
+from tersekv.calibration.text import pydoc_text
 from tersekv.cli import measure, output
 from tersekv.cli.installation import cpu_features
-from tersekv.hf import models
-from tersekv.hf.text import pydoc_text
 from tersekv.kernels import cpu
 from tersekv.lab.bench.generate import prompt
+from tersekv.models import loading
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
     args = parser.parse_args()
     parts = [part for part, runs in ((agreement, args.prompts), (speed, args.rounds)) if runs]
     for name in args.model or ["smollm2"]:
-        model, tokenizer = models.load(name, report=output.report)
+        model, tokenizer = loading.load(name, report=output.report)
         measure.warm_up(model)
         for record in (part(args, model, tokenizer) for part in parts):
             record |= environment(args, name)

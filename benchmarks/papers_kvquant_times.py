@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from experiment import TRAIN, Experiment, Measured, Result, Setting, median_of
+from tersekv.calibration.calibrate import Corpus
+from tersekv.calibration.gradients import Source, layer_gradients
+from tersekv.calibration.text import pydoc_text
 from tersekv.codecs.kvquant import build as kvquant
-from tersekv.hf.calibrate import Corpus
-from tersekv.hf.config import attention_layers, text_config
-from tersekv.hf.gradients import Source, layer_gradients
-from tersekv.hf.text import pydoc_text
 from tersekv.kernels import backends
+from tersekv.models.config import attention_layers, text_config
 
 SHARE = 0.01
 SHAPES = {"LLaMA-7B": (4096, 4096, 4096), "SmolLM2": (576, 576, 192)}

@@ -14,8 +14,8 @@ from transformers.cache_utils import DynamicLayer
 from experiment import MEASURED_DEFAULT, Experiment, Measured, OutOfTimeError, Questions, Result, Setting, median_of
 from layer_step import EXACT, step
 from tersekv.cache.stores import new_store
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.recipe import LayerPlan, Recipe
+from tersekv.transforms.rope import standard_rope
 from tersekv.units import parse_tokens
 
 LATEST = "window:sinks=0,recent=128+"

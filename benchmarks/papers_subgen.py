@@ -11,11 +11,9 @@ from statistics import fmean
 from typing import Any
 
 from experiment import ROUNDS, Column, Experiment, Questions, Result, Setting
-from tersekv.cache.cache_size import CacheShape
-from tersekv.cache.estimate import predict
+from tersekv.calibration.capture import capture
 from tersekv.cli.estimate import load_shape
 from tersekv.errors import UserError
-from tersekv.hf.capture import capture
 from tersekv.lab.evals.haystack import prompt_tokens
 from tersekv.lab.evals.options import build
 from tersekv.lab.evals.questions import answered, read_questions
@@ -24,6 +22,8 @@ from tersekv.lab.evals.records import FILE, Record
 from tersekv.lab.evals.tasks import Task
 from tersekv.lab.evals.tasks.base import Estimate
 from tersekv.lab.plots.kinds.clusters import COUNTS, MEASURES, SIDES, reaches
+from tersekv.sizes.cache_size import CacheShape
+from tersekv.sizes.estimate import predict
 
 SIZES = "recipes.json"
 """File of a column's folder with its fitted recipes, so that a later run continues with the same."""

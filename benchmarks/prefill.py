@@ -34,13 +34,13 @@ from recorded import add_models
 from tersekv.attention import observe
 from tersekv.cache.layer import LayerStore
 from tersekv.cli.installation import cpu_features
-from tersekv.codecs.transforms.rope import standard_rope
-from tersekv.hf import models
 from tersekv.hf.layer import CompressedLayer
 from tersekv.lab.bench.generate import prompt
 from tersekv.lab.bench.memory import PeakMemory
 from tersekv.malloc_trim import malloc_trim
+from tersekv.models import loading
 from tersekv.recipe import PRESETS, Recipe
+from tersekv.transforms.rope import standard_rope
 
 METHODS = (
     "trellis:bits=3,calibration=prompt",
@@ -102,7 +102,7 @@ def on_corpus(recipe: str | None) -> bool:
 def prefills(options: argparse.Namespace, recipes: list[str]) -> Iterator[dict[str, Any]]:
     """Time prefills in turns. Yield a row per model, dtype, length and recipe."""
     for name_of_model, dtype in itertools.product(options.model or ["smollm2"], options.dtypes):
-        model, tokenizer = models.load(name_of_model, dtype=dtype)
+        model, tokenizer = loading.load(name_of_model, dtype=dtype)
         for tokens in options.tokens:
             ids = prompt(tokenizer, tokens)
             times: dict[str | None, list[Prefill]] = {name: [] for name in (None, *recipes)}

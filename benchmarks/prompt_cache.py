@@ -31,9 +31,9 @@ from transformers import DynamicCache
 import tersekv
 from tersekv.cli.installation import cpu_features
 from tersekv.hf.cache import CompressedCache
-from tersekv.hf.models import load
 from tersekv.hf.prefill import Prefill
 from tersekv.lab.bench.generate import prompt
+from tersekv.models.loading import load
 
 RECIPES = ["exact:dtype=bf16", "kivi:bits=4", "polarquant", "kivi:bits=2", "subgen:budget=0.25+polarquant"]
 NEXT = 4

@@ -20,15 +20,15 @@ import torch
 
 from recorded import add_models
 from tersekv import cli
-from tersekv.cache.cache_size import CacheShape
-from tersekv.cache.estimate import predict
 from tersekv.cli.estimate import load_shape
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.lab.evals.harness import Summary
 from tersekv.lab.evals.reader import FULL
 from tersekv.lab.plots.decodings import Setting, read_decodings
 from tersekv.lab.plots.groups import grouped, read_records
 from tersekv.recipe import Recipe
+from tersekv.sizes.cache_size import CacheShape
+from tersekv.sizes.estimate import predict
+from tersekv.transforms.rope import standard_rope
 
 RECIPES = (
     *("kivi:bits=4", "kivi:bits=2", "int4", "normalfloat", "qjl", "polarquant", "kvquant:bits=4"),

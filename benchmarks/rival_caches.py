@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, QuantizedCache
 
+from tersekv.calibration.capture import LayerTokens
 from tersekv.errors import UserError
-from tersekv.hf.capture import LayerTokens
 
 
 class Reading(NamedTuple):

@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 
 from tersekv import cli
-from tersekv.cache.cache_size import CacheShape
-from tersekv.cache.estimate import predict
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.lab.evals.harness import Summary
 from tersekv.lab.evals.tasks.base import Estimate
 from tersekv.lab.plots.groups import grouped, read_records
 from tersekv.recipe import Recipe
+from tersekv.sizes.cache_size import CacheShape
+from tersekv.sizes.estimate import predict
+from tersekv.transforms.rope import standard_rope
 
 RATES = {
     bits: (

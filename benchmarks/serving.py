@@ -38,7 +38,7 @@ BEGIN, END = "<!-- agreement: made by benchmarks/serving.py -->", "<!-- end of a
 
 def prompts(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
     """Return the ids of `count` prompts with passages of about `tokens` tokens."""
-    from tersekv.hf.text import pydoc_document, question_prompt
+    from tersekv.calibration.text import pydoc_document, question_prompt
 
     texts = [question_prompt(tokenizer, pydoc_document(tokenizer, tokens, seed=i), REQUEST) for i in range(count)]
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
@@ -80,7 +80,7 @@ def in_transformers(
     import transformers
 
     import tersekv
-    from tersekv.hf.models import load
+    from tersekv.models.loading import load
 
     network, _ = load(model, dtype="bfloat16")
     answers = []
@@ -95,7 +95,7 @@ def in_transformers(
 
 def run(args: argparse.Namespace) -> None:
     """Answer the prompts and append a record."""
-    from tersekv.hf.models import load_tokenizer, resolve
+    from tersekv.models.loading import load_tokenizer, resolve
 
     ids = prompts(load_tokenizer(args.model), args.prompts, args.tokens)
     started = time.perf_counter()
@@ -130,7 +130,7 @@ def prompt_logits(llm: Any, ids: list[int], first: int) -> torch.Tensor:
 
 def kl(args: argparse.Namespace) -> None:
     """Compare the distributions of recipes with the full cache's and append a record."""
-    from tersekv.hf.models import load_tokenizer, resolve
+    from tersekv.models.loading import load_tokenizer, resolve
 
     ids = prompts(load_tokenizer(args.model), args.prompts, args.tokens)
     options = {"enable_prefix_caching": False, "max_num_batched_tokens": args.chunk, "max_num_seqs": 2}

@@ -147,7 +147,7 @@ async def load(address: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> None:
     """Measure one recipe and append a record."""
-    from tersekv.hf.models import prepare
+    from tersekv.models.loading import prepare
 
     model, blocks = prepare(args.model), args.native_pages
     if args.recipe != FULL:

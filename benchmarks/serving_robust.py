@@ -40,7 +40,7 @@ Request = tuple[list[int], int]
 
 def requests(tokenizer: Any, count: int, seed: int) -> list[Request]:
     """Return `count` requests of 8 to 200 prompt tokens and 4 to 48 new ones."""
-    from tersekv.hf.text import pydoc_text
+    from tersekv.calibration.text import pydoc_text
 
     draw, ids = random.Random(seed), tokenizer(pydoc_text(), verbose=False)["input_ids"]
     common = [ids[i * 1000 : i * 1000 + BEGINNING_TOKENS] for i in range(BEGINNINGS)]
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
     """Run one recipe and append a record."""
     from transformers import AutoTokenizer
 
-    from tersekv.hf.models import prepare
+    from tersekv.models.loading import prepare
 
     model = prepare(args.model)
     asked = requests(AutoTokenizer.from_pretrained(model), args.requests, seed=0)

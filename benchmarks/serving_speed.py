@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     import torch
     import vllm
 
-    from tersekv.hf.models import prepare
+    from tersekv.models.loading import prepare
 
     torch.set_num_threads(args.threads)
     model = prepare(args.model)

@@ -16,7 +16,7 @@ from tersekv.attention.read import grouped
 from tersekv.cache import coding
 from tersekv.cache.lost_variance import LostVariance
 from tersekv.codecs import Codec
-from tersekv.hf.models import load
+from tersekv.models.loading import load
 
 RECIPE = "trellis:bits=2,calibration=prompt"
 RATES = (1, 1.5, 2, 2.5, 3, 4)

@@ -36,11 +36,11 @@ from tersekv.attention.read import AttentionCall, attend_chunk
 from tersekv.cache.pool import WEIGHT, TokenPool
 from tersekv.cache.sketch import SketchStore
 from tersekv.cache.stores import new_store
+from tersekv.calibration.capture import capture_calls
 from tersekv.cli import output
-from tersekv.hf.capture import capture_calls
-from tersekv.hf.models import load
 from tersekv.lab.evals.records import versions
 from tersekv.lab.evals.windows import read_text
+from tersekv.models.loading import load
 from tersekv.recipe import Recipe
 
 QUERIES = 64

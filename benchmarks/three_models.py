@@ -26,17 +26,17 @@ from typing import Any
 import torch
 
 import rival_caches
+from tersekv.calibration.capture import LayerTokens, capture_prompt
 from tersekv.cli.installation import cpu_features
 from tersekv.errors import UserError
-from tersekv.hf.capture import LayerTokens, capture_prompt
 from tersekv.hf.compress import compress
-from tersekv.hf.config import cache_shape
-from tersekv.hf.models import load
 from tersekv.hf.prefill import fill_layers, held_by, new_cache
 from tersekv.lab.evals.reader import Reader
 from tersekv.lab.evals.records import versions
 from tersekv.lab.evals.tasks.base import Estimate
 from tersekv.lab.evals.tasks.divergence import Divergence, compare
+from tersekv.models.config import cache_shape
+from tersekv.models.loading import load
 
 RECORDS = Path(__file__).parent / "records" / "three_models.jsonl"
 BEGIN, END = "<!-- {}: made by benchmarks/three_models.py -->", "<!-- end of {} -->"

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from recorded import add_options, run_or_fill
 from simulated_rates import EXACT, RATES, Maps, Prompt, Simulation, copied, fixed, water_filled
-from tersekv.cache.rate_allotment import STEPS, Option, least_loss
-from tersekv.hf.calibration import SCORES, Calibration
+from tersekv.calibration.calibration import SCORES, Calibration
 from tersekv.lab.evals.tasks.passkey import build
 from tersekv.lab.evals.windows import read_text
+from tersekv.sizes.rate_allotment import STEPS, Option, least_loss
 
 MEANS = (1.5, 2, 2.5)
 PREFIX, CONTEXT = 2048, 2304

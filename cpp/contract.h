@@ -278,6 +278,18 @@ struct Merge {
   float* lse = nullptr;
 };
 
+// Tokens of a view to decode as rows of channels.
+struct Decode {
+  const View* view;
+  int64_t B, H;
+  bool of_keys;
+  Float type;           // f32 or bf16
+  void* out;            // [B, H, T, D], contiguous
+  int64_t span_tokens;  // of a task, a multiple of the view's t
+
+  int64_t spans() const { return ceil_div(view->T, span_tokens); }
+};
+
 // The kernels of one instruction set. ns_per_product: rough cost of one product of a query element
 // and a code, for threading.
 struct Kernels {
@@ -286,6 +298,7 @@ struct Kernels {
   void (*attend)(const Call&, const Task&);
   void (*merge)(const Merge&);
   void (*mean_scores)(const MeanScores&, const Task&);  // of positions [task.first, task.last)
+  void (*decode)(const Decode&, int64_t task);
   GridFn (*grid_product)(const GridView&, int rows);
   bool rounds;  // grid_product multiplies in bfloat16
   void (*encode_trellis)(const EncodeTrellis&, int64_t row, int64_t first, int64_t last);

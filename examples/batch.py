@@ -8,7 +8,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import tersekv
-from tersekv.hf.text import question_prompt
+from tersekv.calibration.text import question_prompt
 
 QUESTION = "Summarise this text in one sentence."
 

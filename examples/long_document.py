@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import tersekv
-from tersekv.hf.text import common_ids, input_ids, pydoc_text, question_prompt
+from tersekv.calibration.text import common_ids, input_ids, pydoc_text, question_prompt
 
 QUESTIONS = ["What does the assert statement do?", "What is an asynchronous comprehension?"]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 import tersekv
+from tersekv.calibration.text import input_ids, question_prompt
 from tersekv.codecs import Codec, TableBytes
-from tersekv.hf.text import input_ids, question_prompt
 from tersekv.layouts.grid import Grid, GridView
 
 

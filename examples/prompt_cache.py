@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import tersekv
-from tersekv.hf.text import common_ids, input_ids, question_prompt
+from tersekv.calibration.text import common_ids, input_ids, question_prompt
 
 LICENSE = Path(__file__).parents[1] / "LICENSE"
 

@@ -21,10 +21,10 @@ if not torch.cuda.is_available():
 
 import transformers as tf
 
+from tersekv.calibration import calibrate, find, first_use
 from tersekv.cli import output
-from tersekv.hf import calibrate, find_calibration, first_use
-from tersekv.hf import models as known_models
 from tersekv.kernels import cpu
+from tersekv.models import loading
 from tersekv.recipe import LayerPlan, Recipe
 
 CASES = 2
@@ -123,11 +123,11 @@ def short_calibrations(tmp_path_factory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("cache")
 
     def cache_dir() -> Path:
-        return known_models.cache_dir() if "TERSEKV_CACHE" in os.environ else folder
+        return loading.cache_dir() if "TERSEKV_CACHE" in os.environ else folder
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrate, "cache_dir", cache_dir)
-        patch.setattr(find_calibration, "cache_dir", cache_dir)
+        patch.setattr(find, "cache_dir", cache_dir)
         patch.setattr(first_use, "SAMPLES", 2)
         patch.setattr(first_use, "LENGTH", 48)
         yield
@@ -169,11 +169,11 @@ def score_heads() -> Callable[[], None]:
         scores = 0.5 + torch.rand(layers, 2, generator=torch.Generator().manual_seed(layers))
         return made._replace(scores=scores) if made.policy.needs_scores else made
 
-    asked = find_calibration.needs_profile
-    Recipe.plan, find_calibration.needs_profile = scored, lambda recipe, config: False  # type: ignore[method-assign]
+    asked = find.needs_profile
+    Recipe.plan, find.needs_profile = scored, lambda recipe, config: False  # type: ignore[method-assign]
 
     def restore() -> None:
-        Recipe.plan, find_calibration.needs_profile = plan, asked  # type: ignore[method-assign]
+        Recipe.plan, find.needs_profile = plan, asked  # type: ignore[method-assign]
 
     return restore
 
@@ -253,18 +253,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def smollm2():
     """Load the default model and its tokenizer if it has been pulled. Tests never download."""
-    from tersekv.hf import models
+    from tersekv.models import loading
 
-    if not (models.cache_dir() / "models" / "smollm2" / "config.json").is_file():
+    if not (loading.cache_dir() / "models" / "smollm2" / "config.json").is_file():
         pytest.skip("the default model is not on this machine: run `tersekv models pull smollm2`")
-    return models.load("smollm2")
+    return loading.load("smollm2")
 
 
 @pytest.fixture(scope="session")
 def real_keys(smollm2) -> torch.Tensor:
     """Return keys after RoPE of 512 tokens of the language reference, float32 [layers, Hkv, T, D]."""
-    from tersekv.hf.capture import capture
-    from tersekv.hf.text import pydoc_document
+    from tersekv.calibration.capture import capture
+    from tersekv.calibration.text import pydoc_document
 
     model, tokenizer = smollm2
     ids = tokenizer(pydoc_document(tokenizer, 600), return_tensors="pt")["input_ids"][:, :512]
@@ -276,7 +276,7 @@ def float32_kernels():
     """Use kernels that multiply in float32, because tests of the whole path rely on their error
     bounds.
 
-    tests/test_ops_parity.py chooses every instruction set itself.
+    tests/kernels/test_ops_parity.py chooses every instruction set itself.
     """
     rounds = cpu.why_not_built() is None and cpu.isa() == "avx512bf16"
     if rounds:

@@ -1,6 +1,7 @@
 // The task of a call: for each chunk of tokens compute scores, softmax and value sums.
 #pragma once
 
+#include "decode.h"
 #include "layouts.h"
 #include "marked_mean.h"
 #include "online_softmax.h"
@@ -176,7 +177,7 @@ template <class S>
 constexpr Kernels kernels_of(GridFn (*grid_product)(const GridView&, int rows),
                              decltype(Kernels::encode_trellis) encode_trellis,
                              decltype(Kernels::basis_product) basis_product) {
-  return {S::kName, S::kNsPerProduct, attend_task<S>, merge_rows<S>, mean_scores<S>, grid_product,
+  return {S::kName, S::kNsPerProduct, attend_task<S>, merge_rows<S>, mean_scores<S>, decode_task<S>, grid_product,
           false,    encode_trellis,   basis_product,  nullptr,       nullptr,        nullptr};
 }
 

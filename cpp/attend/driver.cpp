@@ -166,6 +166,12 @@ struct AttentionTasks {
 
 }  // namespace
 
+void decode(const Decode& call, int threads) {
+  run_long_tasks(
+      call.B * call.H * call.spans(), threads,
+      [](const void* context, int64_t task) { current().decode(*static_cast<const Decode*>(context), task); }, &call);
+}
+
 void multiply(const BasisProduct& call, int threads, bool team) {
   const double products = static_cast<double>(call.B * call.H * call.R) * static_cast<double>(call.D * call.D);
   if (0.1 * products < (team ? kTeamWorthNs : kThreadsWorthNs)) threads = 1;

@@ -33,6 +33,7 @@ struct SharedMean {
 void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMean>& means, int threads, float* out,
             float* lse);
 void merge_segments(const Merge& call);
+void decode(const Decode& call, int threads);
 
 // Multiply all heads, on up to `threads` threads.
 // team: run on torch's threads, see `run_long_tasks`.

@@ -17,6 +17,7 @@ const Kernels& TERSEKV_BUILD(kernels)() {
                                   kernels_avx512().attend,
                                   kernels_avx512().merge,
                                   kernels_avx512().mean_scores,
+                                  kernels_avx512().decode,
                                   grid_product_avx512bf16,
                                   true,
                                   encode_trellis_avx512,

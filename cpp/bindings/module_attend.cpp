@@ -202,6 +202,25 @@ void py_attend(nb::handle query, nb::handle exact, nb::handle pages, nb::handle 
   attention.run(sinks, out, lse, threads);
 }
 
+constexpr int64_t kDecodedAtOnce = 256;  // tokens of a task, whose rows fit the L2 cache
+
+// out: float32 or bfloat16 [B, H, T, D], fresh and contiguous.
+void py_decode(const NativeView& view, nb::handle out, int threads) {
+  if (view.has_rope || view.view.kind == Kind::exact) throw NotTaken("only packed tokens without RoPE are decoded");
+  view.check_unmoved();
+  const Tensor to = tensor_of("out", out, kFloats);
+  if (to.dims != 4) fail("out: ", "expected [B, H, T, D]");
+  const int64_t B = to.shape[0], H = to.shape[1];
+  expect("", "out", to, {{"B", view.B == 1 ? B : view.B}, {"H", view.H}, {"T", view.view.T}, {"D", view.view.D}}, 0);
+  const Float type = to.float_type();
+  if (type == Float::f16) throw NotTaken("tokens are decoded to float32 and bfloat16");
+  const int64_t t = view.view.t;
+  const Decode call = {
+      &view.view, B, H, view.side != 2, type, reinterpret_cast<void*>(to.address), ceil_div(kDecodedAtOnce, t) * t};
+  nb::gil_scoped_release release;
+  decode(call, threads);
+}
+
 }  // namespace
 
 void define_attention(nb::module_& m) {
@@ -211,6 +230,7 @@ void define_attention(nb::module_& m) {
         "key_basis"_a.none(), "key_channels"_a.none(), "keeps_query"_a, "value_rotation"_a.none(),
         "value_basis"_a.none(), "value_channels"_a.none(), "value_mean"_a.none(), "corrections"_a,
         nb::rv_policy::take_ownership);
+  m.def("decode", &py_decode, "view"_a, "out"_a, "threads"_a);
   m.def("attend", &py_attend, "query"_a, "exact"_a, "pages"_a.none(), "where"_a.none(), "table"_a.none(),
         "page_tokens"_a, "mask"_a.none(), "hidden"_a.none(), "scaling"_a, "softcap"_a, "sinks"_a.none(), "out"_a,
         "lse"_a.none(), "threads"_a);

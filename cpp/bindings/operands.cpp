@@ -199,6 +199,8 @@ void take_parts(NativeView& made, const std::vector<nb::object>& parts) {
 
 void define_views(nb::module_& m) {
   nb::class_<NativeView>(m, "View", "Packed tokens of one page and one side, as the kernels read them.")
+      .def_prop_ro("batch", [](const NativeView& v) { return v.B; })
+      .def_prop_ro("heads", [](const NativeView& v) { return v.H; })
       .def_prop_ro("tokens", [](const NativeView& v) { return v.view.T; })
       .def_prop_ro("head_dim", [](const NativeView& v) { return v.view.D; });
   const auto own = nb::rv_policy::take_ownership;

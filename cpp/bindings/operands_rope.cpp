@@ -267,7 +267,7 @@ void define_rope_views(nb::module_& m) {
   nb::class_<NativeRope>(m, "Rope", "RoPE of a model's keys, for all pages.")
       .def("check_unmoved", [](const NativeRope& of) { of.owner.check_unmoved(); });
   m.def("rope", &make_rope, nb::kw_only(), "table"_a, "channels"_a, "offsets"_a, "int16_offsets"_a.none(), own,
-        "See codecs/transforms/rope.py.");
+        "See transforms/rope.py.");
   m.def("roped", &roped_view, "inner"_a, "rope"_a, "places"_a, "marks"_a.none() = nb::none(), own, "Keys before RoPE.");
   m.def("rotated_mean", &rotated_mean_view, nb::kw_only(), "mean"_a, "tokens"_a, "rope"_a, "places"_a,
         "marks"_a.none() = nb::none(), own, "One vector per head, rotated to each token's position.");

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tersekv.errors import CacheError, UserError
     from tersekv.hf.cache import CompressedCache
     from tersekv.hf.compress import compress
-    from tersekv.hf.models import load as load_model
+    from tersekv.models.loading import load as load_model
     from tersekv.recipe import Recipe, register_codec
 
 __version__ = "0.1.0"
@@ -39,7 +39,7 @@ _HOMES = {
     "Recipe": ("tersekv.recipe", "Recipe"),
     "UserError": ("tersekv.errors", "UserError"),
     "compress": ("tersekv.hf.compress", "compress"),
-    "load_model": ("tersekv.hf.models", "load"),
+    "load_model": ("tersekv.models.loading", "load"),
     "register_codec": ("tersekv.recipe", "register_codec"),
 }
 

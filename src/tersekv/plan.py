@@ -22,7 +22,7 @@ class LayerPlan(NamedTuple):
     scores: importance of the model's KV heads, float32 [layers, heads], for policies that need it.
         It is −1 in layers that evict nothing.
     rates: bits, lower rate and share of tokens with the codec's bits, float32 [3], if they were
-        chosen for this layer (`cache/rate_allotment.py`). Codecs and policy have them already.
+        chosen for this layer (`sizes/rate_allotment.py`). Codecs and policy have them already.
     """
 
     keys: Codec

@@ -8,7 +8,6 @@ import contextlib
 import json
 import multiprocessing
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -165,9 +164,8 @@ CALIBRATED = ["trellis:bits=3,centre=false/trellis:bits=2", "kvquant:bits=4,pre_
 
 
 @pytest.fixture(params=CALIBRATED)
-def calibrated(request, tmp_path, monkeypatch):
+def calibrated(request, tmp_path):
     """Return a function that calibrates three layers of two heads and gives the serde's options."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     from random_calibration import calibration
 
     def options(seed: int = 0) -> dict:

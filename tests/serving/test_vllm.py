@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make test-serving)")
 
-from tersekv.hf.models import damage, folder_of
+from tersekv.models.loading import damage, folder_of
 
 RECIPE = "turboquant:bits=4"
 REQUEST = "Explain this text in your own words."
@@ -133,8 +133,8 @@ def test_greedy_answers_of_four_bits_agree_with_native_bfloat16(smollm2):
     Two native engines (vLLM's and transformers') agree for 29 of 64; benchmarks/serving.py measures
     both.
     """
-    from tersekv.hf.models import load_tokenizer
-    from tersekv.hf.text import pydoc_document, question_prompt
+    from tersekv.calibration.text import pydoc_document, question_prompt
+    from tersekv.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer("smollm2")
     texts = [question_prompt(tokenizer, pydoc_document(tokenizer, 512, seed=i), REQUEST) for i in range(8)]
@@ -194,7 +194,7 @@ def calibrations(llama, tmp_path_factory) -> dict[str, str]:
     import torch
     import transformers as tf
 
-    from tersekv.hf.calibrate import Calibrator, Corpus
+    from tersekv.calibration.calibrate import Calibrator, Corpus
     from tersekv.recipe import Recipe
 
     folder = tmp_path_factory.mktemp("calibration")

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.store import Store
-from tersekv.codecs.transforms.rope import Rope
 from tersekv.kernels.softmax import softmax_weights
+from tersekv.transforms.rope import Rope
 
 QUERIES = 512
 """Number of query positions observed, spread over the call. Kept queries come before these. Of each

@@ -25,8 +25,8 @@ from torch import Tensor
 from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.coding import own_sinks
 from tersekv.cache.store import Store
-from tersekv.codecs.transforms.moments import Observes, TokenLoss, score_loss
 from tersekv.kernels.softmax import softmax_weights
+from tersekv.transforms.moments import Observes, TokenLoss, score_loss
 
 QUERIES = 32
 """Number of query positions observed, from the second half of a call. Later ones see more tokens."""

@@ -1,8 +1,8 @@
 """Attention of new queries over a layer's store and over a chunk's own exact tokens.
 
 Each segment gives an output and a log-sum-exp; `merge_segments` combines them. With few query rows,
-kernels read the packed bytes directly. With many rows, BLOCK_READ_TOKENS tokens at a time are
-decoded into a buffer, so the whole cache is never decoded at once.
+kernels read the packed bytes directly. With many rows, some tokens at a time are decoded into a
+buffer, so the whole cache is never decoded at once, and torch's fused attention reads them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tersekv.cache.store import Store
 from tersekv.kernels import backends, softmax
 from tersekv.kernels.attend import Masks, Where, finished
 
-BLOCK_READ_TOKENS = 1024
-"""Number of packed tokens decoded at a time for long chunks."""
+MOST_READ, LEAST_READ_TOKENS = 1 << 22, 512
+"""Elements of keys that are decoded at a time for long chunks, and the least number of tokens."""
 
 QUERY_TILE = 256
-"""Query positions per tile of a long chunk. Limits the number of scores in memory."""
+"""Query positions per tile of a long chunk, if attention is estimated. Limits the number of scores in memory."""
 
 Estimate = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -153,55 +153,62 @@ class _Reader:
         return packed if beside is None else _merge(beside, packed)
 
     def _finish(self, whole: list[tuple[Tensor, Tensor]] | None) -> Tensor:
-        """Decode and read tile by tile if no kernel did, merge, and reshape to [B, q, Hq, Dv]."""
+        """Decode tokens and read them if no kernel did, merge, and reshape to [B, q, Hq, Dv]."""
         query = grouped(self.call.query, self.kv_heads)
-        q = query.shape[3]
-        tiles = [slice(start, min(q, start + QUERY_TILE)) for start in range(0, q, QUERY_TILE)]
-        packed = self.packed(query, tiles) if whole is None else []
-        outs = []
-        for i, tile in enumerate(tiles):
-            part = query if len(tiles) == 1 else query[:, :, :, tile]
-            results = whole if whole is not None else self.decoded(part, tile, packed[i : i + 1])
-            results = results or self._nothing(part, [slice(None)])
-            estimates = self.estimates(part, tile)
-            if estimates:
-                out, lse = _estimate(results, estimates, self.longest())
-            else:
-                out, lse = backends.merge_segments([r[0] for r in results], [r[1] for r in results])
-            outs.append(finished(out, lse, self.call.query[:, :, tile], self.call.sink_logits))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+        results = whole if whole is not None else self.decoded(query)
+        results = results or self._nothing(query)
+        if self.store is None or not self.store.estimates:
+            return self._merged(results, [], self.call.query)
+        q, G, outs = query.shape[3], query.shape[2], []
+        for start in range(0, q, QUERY_TILE):  # estimates hold the scores of all rows
+            tile = slice(start, start + QUERY_TILE)
+            parts = [
+                (_positions(out, G)[:, :, :, tile].flatten(2, 3), _positions(lse, G)[:, :, :, tile].flatten(2, 3))
+                for out, lse in results
+            ]
+            outs.append(self._merged(parts, self.estimates(query[:, :, :, tile], tile), self.call.query[:, :, tile]))
+        return torch.cat(outs, dim=1)
+
+    def _merged(self, results: list[tuple[Tensor, Tensor]], estimates: list[Estimate], query: Tensor) -> Tensor:
+        if estimates:
+            out, lse = _estimate(results, estimates, self.longest())
+        else:
+            out, lse = backends.merge_segments([r[0] for r in results], [r[1] for r in results])
+        return finished(out, lse, query, self.call.sink_logits)
 
     def _mask(self, positions: Where, tokens: int) -> Tensor | None:
         """Return the mask columns of a segment, see `Masks.at`."""
         return None if self.store is None else Masks(self.mask, self.store.hidden).at(positions, tokens)
 
-    def decoded(self, query: Tensor, tile: slice, packed: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Return out and lse of a tile of queries over each segment.
+    def decoded(self, query: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return out [B, Hkv, G·q, Dv] and lse [B, Hkv, G·q] over each segment of exact tokens, all
+        packed tokens, and the chunk's own tokens.
 
-        packed: results over the packed tokens, computed before.
+        query: float32 [B, Hkv, G, q, D].
         """
-        results = self.exact(query, tile) + packed
-        if self.own is not None:
-            keys, values, mask = self.own
-            results.append(self.dense(query, keys, values, mask[:, tile]))
-        return results
-
-    def exact(self, query: Tensor, tile: slice) -> list[tuple[Tensor, Tensor]]:
-        """Return out [B, Hkv, G·q, Dv] and lse [B, Hkv, G·q] for each segment of exact tokens.
-
-        query: [B, Hkv, G, q, D].
-        """
+        if self.mask is not None and bool(self.mask.all()):
+            self.mask = None
+        query = query.to(softmax.dtype_of_products(self.call.query.dtype, query.device))
         results = []
         for segment in self.store.exact_segments() if self.store is not None else []:
             mask = self._mask(segment.positions, segment.keys.shape[2])
-            results.append(self.dense(query, segment.keys, segment.values, _tile(mask, tile)))
+            results.append(self.dense(query, segment.keys, segment.values, mask))
+        results += self.packed(query)
+        if self.own is not None:
+            keys, values, mask = self.own
+            found = None
+            if torch.equal(mask, masks.causal(mask.shape[1], mask.shape[2], mask.device).expand_as(mask)):
+                found = softmax.attend_causal(query, keys, values, self.call.scaling, self.call.softcap)
+            results.append(found or self.dense(query, keys, values, mask))
         return results
 
     def dense(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return out and lse over unpacked tokens."""
-        rows = _rows(query)
-        op = backends.attend_exact if rows.shape[2] <= KERNEL_ROWS else softmax.attend_many
-        return op(rows, keys, values, mask, self.call.scaling, self.call.softcap)
+        rows, limits = _rows(query), (self.call.scaling, self.call.softcap)
+        if rows.shape[2] <= KERNEL_ROWS:
+            found: tuple[Tensor, Tensor] = backends.attend_exact(rows.float(), keys, values, mask, *limits)
+            return found
+        return softmax.attend_many(rows, keys, values, mask, *limits)
 
     def estimates(self, query: Tensor, tile: slice) -> list[Estimate]:
         """Return the result of `softmax.attend_weighted` for each segment of weighted tokens."""
@@ -220,56 +227,58 @@ class _Reader:
         assert longest is not None
         return longest if self.own is None else torch.maximum(longest, self.own[1].float().norm(dim=-1).amax(-1))
 
-    def packed(self, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
-        """Return out and lse over the packed tokens for each tile, decoded block by block.
+    def packed(self, query: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return out and lse over the packed tokens, decoded block by block.
 
         Packed tokens of other processes are included. Empty if nothing is packed.
         """
-        own = self._packed(query, tiles)
+        own = self._packed(query)
         if self.store is None or self.store.context_parallel is None:
             return own
-        return [_of_all(self.store.context_parallel, *part) for part in own or self._nothing(query, tiles)]
+        return [_of_all(self.store.context_parallel, *part) for part in own or self._nothing(query)]
 
-    def _nothing(self, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
-        """Return out and lse over no tokens, for each tile of queries."""
+    def _nothing(self, query: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return out and lse over no tokens."""
         assert self.store is not None
-        rows = [_rows(query[:, :, :, tile]) for tile in tiles]
-        dim = self.store.values.head_dim
-        return [(x.new_zeros((*x.shape[:3], dim)), x.new_full(x.shape[:3], float("-inf"))) for x in rows]
+        B, H, G, q, _ = query.shape
+        out = query.new_zeros((B, H, G * q, self.store.values.head_dim), dtype=torch.float32)
+        return [(out, out.new_full(out.shape[:3], float("-inf")))]
 
-    def _packed(self, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
+    def _packed(self, query: Tensor) -> list[tuple[Tensor, Tensor]]:
         if self.store is None:
             return []
-        results: list[tuple[Tensor, Tensor]] = []
-        first, step = 0, max(1, BLOCK_READ_TOKENS // self.store.flush_tokens) * self.store.flush_tokens
-        biases: dict[int, list[Tensor]] = {}
+        found: tuple[Tensor, Tensor] | None = None
+        values = None
+        of_token = len(query) * self.kv_heads * max(side.head_dim for side in self.store.sides)
+        unit, first = self.store.flush_tokens, 0
+        step = max(LEAST_READ_TOKENS, MOST_READ // of_token) // unit * unit or unit
+        biases: dict[int, Tensor] = {}
         while (block := self.store.packed_segment(first, step)) is not None:
-            parts, values = self._block(block, query, tiles), block.values
+            first += block.tokens
+            values = block.values
+            if (part := self._block(block, query)) is None:
+                continue
             if (correction := block.correction) is not None:
                 if id(correction) not in biases:
-                    rows = [block.keys.query(_rows(query[:, :, :, tile])) for tile in tiles]
-                    biases[id(correction)] = [softmax.score_bias(x, correction, self.call.scaling) for x in rows]
-                parts = [(out, lse + bias) for (out, lse), bias in zip(parts, biases[id(correction)], strict=True)]
-            results = parts if not results else [_merge(a, b) for a, b in zip(results, parts, strict=True)]
-            first += block.tokens
-        return [(values.output(out), lse) for out, lse in results]
+                    mapped = block.keys.query(_rows(query).float())
+                    biases[id(correction)] = softmax.score_bias(mapped, correction, self.call.scaling)
+                part = part[0], part[1] + biases[id(correction)]
+            found = part if found is None else _merge(found, part)
+        return [] if found is None or values is None else [(values.output(found[0]), found[1])]
 
-    def _block(self, block: PackedSegment, query: Tensor, tiles: list[slice]) -> list[tuple[Tensor, Tensor]]:
+    def _block(self, block: PackedSegment, query: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return out and lse over one block, without the values' linear map; None if all tokens are hidden."""
         mask = self._mask(block.where, block.tokens)
         for found in self.store.found if self.store is not None else ():
             mask = found.shown(mask, block.where, block.tokens)
-        value = block.values.inner.decode()
-        # With few rows, mapping the queries is cheaper than mapping the keys back.
-        key = block.keys.decode() if query.shape[2] * query.shape[3] > KERNEL_ROWS else None
-        parts = []
-        for tile in tiles:
-            rows, tile_mask = _rows(query[:, :, :, tile]), _tile(mask, tile)
-            limits = (self.call.scaling, self.call.softcap)
-            if key is None:
-                parts.append(softmax.attend_scores(block.keys.scores(rows), value, tile_mask, *limits))
-            else:
-                parts.append(softmax.attend_many(rows, key, value, tile_mask, *limits))
-        return parts
+        if mask is not None and not bool(mask.any()):
+            return None
+        rows, limits = _rows(query), (self.call.scaling, self.call.softcap)
+        if rows.shape[2] <= KERNEL_ROWS:  # mapping the queries is cheaper than mapping the keys back
+            scores = block.keys.scores(rows.float())
+            return softmax.attend_scores(scores, block.values.inner.floats(torch.float32), mask, *limits)
+        value = block.values.inner.floats(query.dtype)
+        return softmax.attend_many(rows, block.keys.floats(query.dtype), value, mask, *limits)
 
 
 def _tile(mask: Tensor | None, tile: slice) -> Tensor | None:
@@ -278,6 +287,11 @@ def _tile(mask: Tensor | None, tile: slice) -> Tensor | None:
     A mask for all queries is unchanged.
     """
     return mask if mask is None or mask.shape[-2] == 1 else mask[..., tile, :]
+
+
+def _positions(x: Tensor, groups: int) -> Tensor:
+    """Split rows by query position: [B, H, G·q, ...] -> [B, H, G, q, ...]."""
+    return x.unflatten(2, (groups, -1))
 
 
 def _rows(query: Tensor) -> Tensor:

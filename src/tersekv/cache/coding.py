@@ -22,12 +22,12 @@ from torch import Tensor
 from tersekv.cache.pages import blank
 from tersekv.cache.parallel import HeadShard
 from tersekv.codecs import Codec
-from tersekv.codecs.transforms.marked_angles import MarkedAngles
-from tersekv.codecs.transforms.moments import Moments, TokenLoss
-from tersekv.codecs.transforms.rope import Angles
 from tersekv.layouts.base import PackedTensors, View
 from tersekv.layouts.mean_removed import MeanRemoved, RotatedMean
 from tersekv.layouts.roped import Roped
+from tersekv.transforms.marked_angles import MarkedAngles
+from tersekv.transforms.moments import Moments, TokenLoss
+from tersekv.transforms.rope import Angles
 
 ENCODE_ELEMENTS = 1 << 19
 """Elements of one side encoded at a time. Limits the memory of float32 copies."""

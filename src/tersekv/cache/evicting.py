@@ -22,11 +22,11 @@ from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.cache.state import Rules, Spec
 from tersekv.cache.store import Store
 from tersekv.cache.tail import TailBuffer, first_tokens
-from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError, UserError
 from tersekv.policies.base import PROMPT_TOKENS, Selection
 from tersekv.recipe import LayerPlan
 from tersekv.tensors import plain
+from tersekv.transforms.rope import Rope
 
 UNREADABLE = (
     "a cache whose policy evicts tokens can be read by tersekv's attention only, because heads evict different tokens; "

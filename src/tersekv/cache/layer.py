@@ -29,12 +29,12 @@ from tersekv.cache.segments import UNSEEN, ExactSegment, Observed, PackedSegment
 from tersekv.cache.side import SideStore, extents
 from tersekv.cache.state import Rules, Spec
 from tersekv.cache.store import Store
-from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels.attend import PackedPages, Where
 from tersekv.policies.base import two_rates
 from tersekv.recipe import LayerPlan
 from tersekv.tensors import gathered, plain
+from tersekv.transforms.rope import Rope
 
 
 class LayerStore(Store):

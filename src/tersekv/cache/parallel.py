@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tersekv.codecs import Codec
-from tersekv.codecs.transforms.moments import Moments
 from tersekv.layouts.base import PackedTensors
+from tersekv.transforms.moments import Moments
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from tersekv.cache.schema import MOST, Check, flag, of_spec, optional, record, r
 from tersekv.cache.state import Spec, Stateful
 from tersekv.cache.tier import Tier
 from tersekv.codecs import Codec
-from tersekv.codecs.transforms.rope import Angles, Rope
 from tersekv.layouts.base import Layout, View
 from tersekv.tensors import TensorSpec, gathered
+from tersekv.transforms.rope import Angles, Rope
 
 WEIGHT = "weight"
 

@@ -15,12 +15,12 @@ from tersekv.cache.footprint import Footprint
 from tersekv.cache.schema import require, tensor
 from tersekv.cache.segments import Observed
 from tersekv.cache.state import Spec, Stateful
-from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import UserError
 from tersekv.kernels.marks import BITS, Marks, pack_bits, places_of, unpack_bits
 from tersekv.policies.base import TokenPolicy
 from tersekv.policies.mixed import KEPT, Mixed
 from tersekv.tensors import joined
+from tersekv.transforms.rope import Rope
 
 UNRANKED = (
     "the policy mixed ranks tokens by queries, which only tersekv's attention sees; use "

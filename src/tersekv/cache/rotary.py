@@ -16,10 +16,10 @@ from torch import Tensor
 
 from tersekv.cache.schema import MOST, each, one_of, optional, require, tensor, whole
 from tersekv.cache.state import State, Stateful
-from tersekv.codecs.transforms.marked_angles import MarkedAngles
-from tersekv.codecs.transforms.rope import Angles, Rope
 from tersekv.kernels.attend import Where
 from tersekv.kernels.marks import Marks
+from tersekv.transforms.marked_angles import MarkedAngles
+from tersekv.transforms.rope import Angles, Rope
 
 ROTARY = {
     "padding": lambda rotary: optional(tensor(torch.int64, None, low=0, high=MOST)),

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.kernels.attend import PackedPages, Where
 from tersekv.layouts.base import View
+from tersekv.transforms.moments import TokenLoss
 
 Losses = tuple[TokenLoss | None, TokenLoss | None]
 """Losses by errors in the keys and in the values of all tokens so far."""

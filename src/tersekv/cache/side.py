@@ -23,10 +23,10 @@ from tersekv.cache.state import Spec, Stateful
 from tersekv.cache.tail import TailBuffer, first_tokens
 from tersekv.cache.tier import Encoded, Tier
 from tersekv.codecs import Codec
-from tersekv.codecs.transforms.moments import TokenLoss
 from tersekv.kernels.attend import Where
 from tersekv.layouts.base import View
 from tersekv.tensors import gathered, joined
+from tersekv.transforms.moments import TokenLoss
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.cache.scored_eviction import ScoredEvictionStore
 from tersekv.cache.sketch import SketchStore
 from tersekv.cache.store import Store
-from tersekv.codecs.transforms.rope import Rope
 from tersekv.policies.base import Selection
 from tersekv.policies.subgen import SubGen
 from tersekv.recipe import LayerPlan
+from tersekv.transforms.rope import Rope
 
 
 def new_store(

@@ -18,9 +18,9 @@ from tersekv.cache.parallel import HeadShard
 from tersekv.cache.schema import Check, of_spec, optional, record, refuse, require, tensor
 from tersekv.cache.state import Rules, State, Stateful, own
 from tersekv.codecs import Codec
-from tersekv.codecs.transforms.marked_angles import MarkedAngles
-from tersekv.codecs.transforms.rope import Angles
 from tersekv.layouts.base import PackedTensors, View
+from tersekv.transforms.marked_angles import MarkedAngles
+from tersekv.transforms.rope import Angles
 
 Encoded = tuple[list[PackedTensors], Tensor | None]
 """Packed tensors to append, and the lost variance after that."""

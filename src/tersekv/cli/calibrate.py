@@ -17,8 +17,8 @@ from tersekv.errors import UserError
 from tersekv.lab.bench.memory import PeakMemory
 
 if TYPE_CHECKING:
-    from tersekv.hf.calibrate import Calibrator, Corpus
-    from tersekv.hf.calibration import Calibration
+    from tersekv.calibration.calibrate import Calibrator, Corpus
+    from tersekv.calibration.calibration import Calibration
     from tersekv.recipe import Recipe
 
 RECIPES_HELP = f"{output.RECIPE_HELP} May be repeated, with one pass over the text; bits=2..4 gives several recipes."
@@ -54,9 +54,9 @@ def calibrate(
     _check_out(out, len(recipes))
     read = read_text(text)
     network, tokenizer = load(model)
-    from tersekv.hf.calibrate import Calibrator, Corpus
-    from tersekv.hf.calibration_needs import needs_corpus, needs_profile, profile_of
-    from tersekv.hf.find_calibration import check_allotment
+    from tersekv.calibration.calibrate import Calibrator, Corpus
+    from tersekv.calibration.find import check_allotment
+    from tersekv.calibration.needs import needs_corpus, needs_profile, profile_of
 
     for one in recipes:
         check_allotment(one, network.config)
@@ -123,11 +123,11 @@ def _sha256(text: str) -> str:
 
 def _measure(network: Any, tokenizer: Any, text: str, about: dict[str, Any], profile: str) -> Calibration:
     """Return the importance of a model's heads. about: name and hash of the text, samples, length, seed."""
-    from tersekv.hf.calibration import SCORES, Calibration, Made
-    from tersekv.hf.fingerprint import architecture, fingerprint
-    from tersekv.hf.head_scores import measure
+    from tersekv.calibration.calibration import SCORES, Calibration, Made
+    from tersekv.calibration.head_scores import measure
     from tersekv.lab.evals.answered import answered_prompts
     from tersekv.lab.evals.reader import Reader
+    from tersekv.models.fingerprint import architecture, fingerprint
 
     samples, length, seed = (about[name] for name in ("samples", "length", "seed"))
     with output.step("measuring heads") as step:
@@ -141,7 +141,7 @@ def _measure(network: Any, tokenizer: Any, text: str, about: dict[str, Any], pro
 
 def _spread(network: Any, recipe: Recipe, corpus: Corpus) -> Calibration:
     """Return how attention spreads over ranked tokens, for the policy `mixed`."""
-    from tersekv.hf.attention_spread import profile_on
+    from tersekv.calibration.attention_spread import profile_on
 
     samples = len(corpus.windows)
     with output.step("measuring attention") as step:
@@ -153,7 +153,7 @@ def _spread(network: Any, recipe: Recipe, corpus: Corpus) -> Calibration:
 
 def _save_profile(found: Calibration, out: Path | None) -> tuple[str, Path, Calibration]:
     """Write the measurement of a token policy."""
-    from tersekv.hf.find_calibration import default_folder, profile_place
+    from tersekv.calibration.find import default_folder, profile_place
 
     folder = default_folder(found.made.model) if out is None else out
     path = out if out is not None and out.suffix == ".safetensors" else profile_place(folder, found.made.recipe)
@@ -180,7 +180,7 @@ def _run(run: Calibrator) -> list[Calibration]:
 
 def _save(found: Sequence[Calibration], recipes: Sequence[Recipe], out: Path | None, run: Calibrator) -> list[Path]:
     """Write every calibration, then remove the work folder."""
-    from tersekv.hf.find_calibration import default_folder, place
+    from tersekv.calibration.find import default_folder, place
 
     folder = default_folder(run.mark) if out is None else out
     one_file = out is not None and len(recipes) == 1 and not out.is_dir()

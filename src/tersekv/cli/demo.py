@@ -33,9 +33,9 @@ def demo(
 ) -> None:
     """Ask about a long text with the full cache and with a packed one, and compare them."""
     with output.step("loading torch and transformers"):
+        from tersekv.calibration import text as prompts
+        from tersekv.calibration.find import calibration_for
         from tersekv.cli import measure
-        from tersekv.hf import text as prompts
-        from tersekv.hf.find_calibration import calibration_for
         from tersekv.recipe import Recipe
 
         parsed = str(Recipe.parse(recipe))

@@ -83,7 +83,7 @@ def describe(model: str, recipes: list[str]) -> dict[str, Any]:
 
 
 def _text(known: estimate.Known) -> Any:
-    from tersekv.hf.config import text_config
+    from tersekv.models.config import text_config
 
     return None if known.config is None else text_config(known.config)
 
@@ -114,7 +114,7 @@ def properties(known: estimate.Known, biases: bool | None, longest: int | None) 
 
 def rope_of(known: estimate.Known) -> str:
     """Return the type of a model's RoPE, and if it can be removed from keys."""
-    from tersekv.codecs.transforms.rope import NO_ROPE
+    from tersekv.transforms.rope import NO_ROPE
 
     ropes = set(known.shape.ropes)
     if ropes == {NO_ROPE}:
@@ -129,7 +129,7 @@ def rope_of(known: estimate.Known) -> str:
 
 def verdict(recipe: Any, known: estimate.Known, biases: bool | None, tokens: int) -> dict[str, Any]:
     """Return if a recipe is a good choice for a model, with the reasons."""
-    from tersekv.cache.estimate import break_even, predict
+    from tersekv.sizes.estimate import break_even, predict
 
     try:
         if reasons := estimate.refusals(recipe, known.config):

@@ -112,8 +112,8 @@ def describe(
     Raises:
         UserError: a recipe is given twice or does not support the model.
     """
-    from tersekv.cache.estimate import break_even, predict
     from tersekv.recipe import Recipe
+    from tersekv.sizes.estimate import break_even, predict
 
     parsed = [Recipe.parse(recipe) for recipe in recipes]
     twice = next((recipe for i, recipe in enumerate(parsed) if recipe in parsed[:i]), None)
@@ -181,9 +181,9 @@ def refusals(recipe: Any, config: Any) -> list[str]:
 def bias_fault(recipe: Any, shape: Any) -> str | None:
     """Return why a recipe does not fit a model with key biases, and what does; None if it fits.
 
-    It is measured on made keys (`cache/key_error.py`).
+    It is measured on made keys (`calibration/key_error.py`).
     """
-    from tersekv.cache.key_error import error_with_biases, remedy
+    from tersekv.calibration.key_error import error_with_biases, remedy
 
     figures = error_with_biases(recipe, shape)
     if figures is None or not figures.is_large:
@@ -214,7 +214,7 @@ def _generating(shape: Any, recipe: Any, tokens: int, batch: int) -> dict[str, A
     "chooses" is true if the policy evicts tokens: attention then decides which blocks keep empty
     slots.
     """
-    from tersekv.cache.estimate import predict
+    from tersekv.sizes.estimate import predict
 
     generated = min(GENERATED, tokens // 2)
     held = predict(shape, recipe, tokens, batch, generated=generated)
@@ -253,20 +253,20 @@ def load_shape(model: str, with_weights: bool) -> tuple[Any, int]:
 
 def load_known(model: str) -> Known:
     """Return what is known of a model by its name, its folder, its config.json or its Hub id."""
-    from tersekv.cache import known_models
-    from tersekv.cache import kvquant_tables as kvquant
-    from tersekv.cache.estimate import KNOWN
-    from tersekv.hf import models
-    from tersekv.hf.config import cache_shape, has_key_bias
+    from tersekv.models import loading
+    from tersekv.models.config import cache_shape, has_key_bias
+    from tersekv.sizes import known_models
+    from tersekv.sizes import kvquant_tables as kvquant
+    from tersekv.sizes.estimate import KNOWN
 
-    path = models.expanded(model)
+    path = loading.expanded(model)
     known = None if path.exists() else known_models.find(model)
     if known is not None:
         return Known(known.shape, None, lambda: 2 * known.parameters, lambda: known.key_biases)
     name = next((name for name in KNOWN if name.lower() == model.lower()), None)
     if name is not None:
         return Known(KNOWN[name], None, lambda: int(kvquant.model_gigabytes(name, 16) * kvquant.GIB), lambda: False)
-    named = path.exists() or model in models.KNOWN or model.lower().endswith(".gguf")
+    named = path.exists() or model in loading.KNOWN or model.lower().endswith(".gguf")
     near = [] if named else known_models.near(model)
     if near and "/" not in model:
         raise UserError(
@@ -274,8 +274,8 @@ def load_known(model: str) -> Known:
             "or a Hub id like owner/name"
         )
     try:
-        plain = path.is_file() and models.gguf_of(model) is None
-        config = models.config_of_file(path) if plain else models.load_config(model)
+        plain = path.is_file() and loading.gguf_of(model) is None
+        config = loading.config_of_file(path) if plain else loading.load_config(model)
     except UserError as error:
         if not near:
             raise
@@ -316,7 +316,7 @@ def _tables(name: str, others: Sequence[str], batch: int | None) -> dict[str, An
 def reproduce(batch: int | None = None) -> dict[str, Any]:
     """Compute KVQuant's Tables 7 and 8 by the paper's own counting, with the paper's batches (4 and
     1, and 1) or with `batch`."""
-    from tersekv.cache import kvquant_tables as kvquant
+    from tersekv.sizes import kvquant_tables as kvquant
 
     titles = {
         "Table 7: weights and cache": kvquant.table_7() if batch is None else kvquant.table_7((batch,)),

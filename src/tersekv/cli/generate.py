@@ -44,9 +44,9 @@ def generate(
         raise UserError(f"--temperature {temperature} is out of range: 0 is greedy, else 0.001 to 1000")
     text = read_text(prompt, file, question)
     with output.step("loading torch and transformers"):
+        from tersekv.calibration import text as prompts
+        from tersekv.calibration.find import calibration_for
         from tersekv.cli import measure
-        from tersekv.hf import text as prompts
-        from tersekv.hf.find_calibration import calibration_for
 
         use_threads(threads)
         parsed = _recipe(recipe, prompt_cache)
@@ -94,12 +94,12 @@ def load(model: str, dtype: str = "auto") -> tuple[Any, Any]:
     """Load a model and its tokenizer and warm the model up. A missing known model is downloaded
     first. dtype: type of the weights; `auto` keeps the checkpoint's."""
     from tersekv.cli import measure
-    from tersekv.hf import models
+    from tersekv.models import loading
 
     with output.step(f"getting {model}"):
-        models.prepare(model, output.report)
+        loading.prepare(model, output.report)
     with output.step(f"loading {model}"):
-        network, tokenizer = models.load(model, dtype)
+        network, tokenizer = loading.load(model, dtype)
     with output.step("warming up"):
         measure.warm_up(network)
     return network, tokenizer
@@ -195,7 +195,7 @@ def summary(outcomes: Sequence[Outcome], title: str) -> Any:
 def say_where_nothing_is_gained(outcomes: Sequence[Outcome], config: Any) -> None:
     """Print a line for each packed cache that is as large as in bfloat16 or larger."""
     from tersekv.cli.measure import FULL
-    from tersekv.hf.config import cache_shape
+    from tersekv.models.config import cache_shape
 
     for outcome in outcomes:
         if outcome.recipe != FULL:

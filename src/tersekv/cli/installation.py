@@ -38,8 +38,8 @@ def checks() -> list[Check]:
     """Check what the library needs, in about ten lines."""
     import torch
 
-    from tersekv.hf import models
     from tersekv.kernels import backends, cpu, triton
+    from tersekv.models import loading
 
     def refused(check: Callable[[], object]) -> str | None:
         try:
@@ -50,7 +50,7 @@ def checks() -> list[Check]:
 
     usable, model = usable_cores(), cpu_features()[0]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    why_not_gpu, folder = triton.why_not_usable(), models.cache_dir()
+    why_not_gpu, folder = triton.why_not_usable(), loading.cache_dir()
     missing = [name for name in LAB if package_version(name) == ABSENT]
     compilers = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
     used = refused(backends.chosen) or refused(cpu.why_not_built)
@@ -98,8 +98,8 @@ def describe() -> dict[str, Any]:
     """Return everything that `tersekv doctor --all` shows."""
     import torch
 
-    from tersekv.hf import models
     from tersekv.kernels import backends
+    from tersekv.models import loading
 
     model, features = cpu_features()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -116,7 +116,7 @@ def describe() -> dict[str, Any]:
         },
         "accelerators": ", ".join(gpus) or "none",
         "kernels": [{k: row[k] for k in ("backend", "op", "available", "detail")} for row in backends.report()],
-        "folders": {"models": str(models.cache_dir() / "models")},
+        "folders": {"models": str(loading.cache_dir() / "models")},
     }
 
 

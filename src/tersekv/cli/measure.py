@@ -14,8 +14,8 @@ from tersekv.lab.bench.memory import PeakMemory
 
 if TYPE_CHECKING:
     from tersekv.cache.footprint import Footprint
+    from tersekv.calibration.calibration import Calibration
     from tersekv.hf.cache import CompressedCache
-    from tersekv.hf.calibration import Calibration
 
 FULL = "full"
 Write = Callable[[str], None]

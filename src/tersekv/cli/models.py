@@ -17,10 +17,10 @@ Name = Annotated[str, typer.Argument(help="Name from `tersekv models list`, or a
 def list_models(as_json: output.Json = False) -> None:
     """List the models known by name, and whether they are downloaded. Then the converted GGUF
     files."""
-    from tersekv.cache import known_models
-    from tersekv.hf import models
+    from tersekv.models import loading
+    from tersekv.sizes import known_models
 
-    rows = models.list_models()
+    rows = loading.list_models()
     if as_json:
         documents = [
             {"name": r.name, "title": r.title, "state": r.state, "bytes": r.bytes, "where": str(r.where)} for r in rows
@@ -39,23 +39,23 @@ def pull(name: Name, as_json: output.Json = False) -> None:
 
     Does nothing if the model is already there.
     """
-    from tersekv.hf import models
+    from tersekv.models import loading
 
     with output.step(f"getting {name}"):
-        folder = models.pull(name, report=output.report)
+        folder = loading.pull(name, report=output.report)
     _say(name, folder, as_json, "ready")
 
 
 @app.command()
 def verify(name: Name, as_json: output.Json = False) -> None:
     """Compare the SHA-256 of every file of a model with the manifest."""
-    from tersekv.hf import models
+    from tersekv.models import loading
 
-    folder = models.folder_of(name)
+    folder = loading.folder_of(name)
     if not folder.is_dir():
         raise UserError(f"{name} is not pulled yet: run `tersekv models pull {name}`")
     with output.step(f"reading {folder}"):
-        fault = models.damage(name, verify=True)
+        fault = loading.damage(name, verify=True)
     if fault:
         raise UserError(f"{folder} is damaged: {fault}; delete the folder and run `tersekv models pull {name}`")
     _say(name, folder, as_json, "verified")

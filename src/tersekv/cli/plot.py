@@ -172,8 +172,8 @@ def model_keys(given: dict[str, Any], before_rope: bool = False) -> ModelKeys:
         UserError: an option does not fit the model, or its RoPE cannot be removed from keys.
     """
     name = given.get("model", MODEL)
+    from tersekv.calibration.capture import capture, keys_before_rope
     from tersekv.cli import measure
-    from tersekv.hf.capture import capture, keys_before_rope
     from tersekv.lab.plots.base import ModelKeys
 
     source, read = _question(given) if "questions" in given else _text(given)

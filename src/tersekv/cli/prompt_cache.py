@@ -38,10 +38,10 @@ def build(
         import torch
 
         import tersekv
+        from tersekv.calibration.find import calibration_for
+        from tersekv.calibration.text import common_ids
         from tersekv.cli import measure
-        from tersekv.hf.config import cache_shape
-        from tersekv.hf.find_calibration import calibration_for
-        from tersekv.hf.text import common_ids
+        from tersekv.models.config import cache_shape
     network, tokenizer = load(model)
     with output.step("looking for the calibration"):
         learnt = calibration_for(network, recipe, calibration)

@@ -89,14 +89,14 @@ def serve(
     (with --dry-run on stdout).
     """
     with output.step("loading torch and transformers"):
-        from tersekv.hf import models
+        from tersekv.models import loading
         from tersekv.serving.vllm.options import checked
 
         chosen = servable(checked(recipe))
     interpreter = str(python or sys.executable)
     with output.step("looking for vLLM"):
         device = device_of(interpreter, found_in(interpreter))
-    where = models.resolve(model) if dry_run else models.prepare(model, output.report)
+    where = loading.resolve(model) if dry_run else loading.prepare(model, output.report)
     file = calibration_file(model, chosen, calibration, make=not dry_run)
     server = made(interpreter, device, where, model, chosen, file, (host, port), cache_gib, context.args)
     if dry_run:
@@ -186,8 +186,8 @@ def calibration_file(model: str, recipe: Recipe, given: Path | None, make: bool)
         return None
     if not make:
         return Path("CALIBRATION")
+    from tersekv.calibration.find import calibration_for
     from tersekv.cli.generate import load
-    from tersekv.hf.find_calibration import calibration_for
 
     network, _ = load(model)
     found = calibration_for(network, Recipe.parse(recipe))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from tersekv.cli import output
 
 if TYPE_CHECKING:
-    from tersekv.cache.cache_size import CacheShape
     from tersekv.cache.footprint import Footprint
+    from tersekv.sizes.cache_size import CacheShape
 
 COUNTED = (
     "Counted: the whole cache after a prefill in one pass (codes, scales, tables, exact tokens, slack), and weights in "
@@ -77,7 +77,7 @@ def nothing_gained(footprint: Footprint, shape: CacheShape, recipe: str, batch: 
     held, bfloat16 = footprint.total_bytes, footprint.elements * 2
     if not footprint.elements or held < bfloat16:
         return None
-    from tersekv.cache.estimate import break_even
+    from tersekv.sizes.estimate import break_even
 
     gains = gains_from(recipe, break_even(shape, recipe, batch))
     return f"{footprint.tokens:,} tokens: the cache is {against_bfloat16(held, bfloat16)}; {gains}."

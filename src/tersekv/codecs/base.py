@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs.codebooks.bits import SQUARED_ERROR
-from tersekv.codecs.transforms.moments import Moments, Observes, WeightedBy
 from tersekv.errors import UserError
 from tersekv.layouts.base import Layout, PackedTensors, Side, View
 from tersekv.tensors import TensorSpec
+from tersekv.transforms.moments import Moments, Observes, WeightedBy
 
 if TYPE_CHECKING:
     from typing_extensions import Self

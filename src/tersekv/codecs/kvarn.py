@@ -29,12 +29,12 @@ from torch import Tensor
 
 from tersekv.codecs.base import Codec, Method, TableBytes, check_range, for_both_sides
 from tersekv.codecs.codebooks.fixed import integers
-from tersekv.codecs.transforms.rotation import random_rotation, rotated
-from tersekv.codecs.transforms.sinkhorn import column_scales
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, Rotated
 from tersekv.layouts.grid import Grid, GridView, round_scale
+from tersekv.transforms.rotation import random_rotation, rotated
+from tersekv.transforms.sinkhorn import column_scales
 
 TOO_LARGE = "keep that layer exact: put ;LAYER=exact:dtype=bf16 after the recipe"
 

@@ -37,8 +37,6 @@ from torch import Tensor
 
 from tersekv.codecs.base import Codec, FitsOn, Method, Pair, TableBytes, check_choices, check_range
 from tersekv.codecs.codebooks.fixed import integers
-from tersekv.codecs.transforms.moments import Moments, Observes, WeightedBy
-from tersekv.codecs.transforms.rotation import random_rotation
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.kernels.basis import packed_basis, unpacked_basis
@@ -46,6 +44,8 @@ from tersekv.layouts.base import Layout, PackedTensors
 from tersekv.layouts.basis import InBasis
 from tersekv.layouts.grid import Grid, GridView, round_scale
 from tersekv.tensors import TensorSpec
+from tersekv.transforms.moments import Moments, Observes, WeightedBy
+from tersekv.transforms.rotation import random_rotation
 
 if TYPE_CHECKING:
     from typing_extensions import Self

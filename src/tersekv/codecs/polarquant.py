@@ -35,14 +35,14 @@ from torch import Tensor
 from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides
 from tersekv.codecs.codebooks.kmeans import kmeans
 from tersekv.codecs.codebooks.lloyd_max import polar_table
-from tersekv.codecs.transforms.polar import to_polar
-from tersekv.codecs.transforms.rotation import random_rotation, rotated
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, Rotated, View
 from tersekv.layouts.grid import SCALE_DTYPES, round_scale
 from tersekv.layouts.polar import Polar, PolarView
 from tersekv.tensors import TensorSpec, cached_table
+from tersekv.transforms.polar import to_polar
+from tersekv.transforms.rotation import random_rotation, rotated
 
 if TYPE_CHECKING:
     from typing_extensions import Self

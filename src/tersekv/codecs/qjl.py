@@ -2,7 +2,7 @@
 
 Per key, M bits sign(S·k) and the norm ‖k‖ are stored. The estimate √(π/2)/M·‖k‖·⟨S·q, sign(S·k)⟩
 (Eq. 4) is unbiased (Lemma 3.2). Rows of S are orthogonal in blocks of D (§4.1), and the constant is
-the exact one for such rows (`codecs/transforms/sketch.py`). The few channels with the largest norm
+the exact one for such rows (`transforms/sketch.py`). The few channels with the largest norm
 over the prompt, per KV head, have their own sketch and norm (§4.1). With `calibration=corpus` they
 are the largest over a corpus, the same for all prompts.
 
@@ -30,12 +30,12 @@ from torch import Tensor
 
 from tersekv.codecs.base import Method, Pair, TableBytes, check_choices, check_range
 from tersekv.codecs.common.outlier_channels import OutlierChannels
-from tersekv.codecs.transforms.sketch import jl_sketch, sign_factor
 from tersekv.codecs.uniform import Uniform
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, PlaneSpec
 from tersekv.layouts.signs import SignSketch, SignsView, signs_planes
+from tersekv.transforms.sketch import jl_sketch, sign_factor
 
 OUTLIER_SEED_OFFSET = 7_919
 

@@ -37,9 +37,6 @@ from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices
 from tersekv.codecs.codebooks.bits import SQUARED_ERROR, allotted, shared_out
 from tersekv.codecs.codebooks.trellis import scalar_entries, trellis_entries
 from tersekv.codecs.common.layer_choice import chosen, integers_of_kivi
-from tersekv.codecs.transforms.klt import SHRINK, klt, scales, shrunk, stored, within
-from tersekv.codecs.transforms.moments import Moments, Observes, WeightedBy
-from tersekv.codecs.transforms.rotation import random_rotation
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.kernels.basis import packed_basis, unpacked_basis
@@ -49,6 +46,9 @@ from tersekv.layouts.basis import InBasis
 from tersekv.layouts.mean_removed import Biased
 from tersekv.layouts.trellis import BLOCK_TOKENS, WORD_BITS, TrellisView, trellis_layout
 from tersekv.tensors import TensorSpec
+from tersekv.transforms.klt import SHRINK, klt, scales, shrunk, stored, within
+from tersekv.transforms.moments import Moments, Observes, WeightedBy
+from tersekv.transforms.rotation import random_rotation
 
 if TYPE_CHECKING:
     from typing_extensions import Self

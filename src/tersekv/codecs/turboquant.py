@@ -42,14 +42,14 @@ from tersekv.codecs.base import (
 )
 from tersekv.codecs.codebooks.lloyd_max import sphere_table
 from tersekv.codecs.common.outlier_channels import OutlierChannels
-from tersekv.codecs.transforms.rotation import random_rotation, rotated, split_rotation
-from tersekv.codecs.transforms.sketch import jl_sketch, sign_factor
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.layouts.base import BLOCK_TOKENS, Concat, Layout, PackedTensors, PlaneSpec, Rotated, Sum, View
 from tersekv.layouts.grid import Grid, GridView, nearest_code, round_scale
 from tersekv.layouts.signs import SignSketch, SignsView, signs_planes
 from tersekv.tensors import cached_table
+from tersekv.transforms.rotation import random_rotation, rotated, split_rotation
+from tersekv.transforms.sketch import jl_sketch, sign_factor
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -1,5 +1,1 @@
-"""Integration with Hugging Face transformers: the compressed cache, attention over packed bytes,
-and models.
-
-Only this folder imports transformers.
-"""
+"""Integration with Hugging Face transformers: the compressed cache, and attention over packed bytes."""

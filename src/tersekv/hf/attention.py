@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from tersekv.attention.observe import kept_weights, observe
@@ -19,6 +18,7 @@ from tersekv.cache.store import Store
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.handle import Pending, PendingTokens, opened
 from tersekv.hf.traced import NewTokens, append_and_attend, is_traced
+from tersekv.models.attention import OWN, attend_plain, attend_tensors, call_of
 
 
 def attention_forward(
@@ -43,14 +43,7 @@ def attention_forward(
     pending = _untouched(key, value) if kwargs.get("position_bias") is None else None
     if pending is None:
         key, value = opened((key, value))
-        own = wants_weights or any(kwargs.get(name) is not None for name in OWN)
-        if own and attention_mask is None and 1 < query.shape[2] < key.shape[2]:
-            # no mask means causal from the first position: the later slots of a static cache are
-            # empty
-            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        call = call_of(query, attention_mask, key.shape[2], scaling, kwargs) if wants_weights else None
-        weights = None if call is None else attention_weights(None, key, call)
-        return attend_plain(module, query, key, value, attention_mask, dropout, scaling, **kwargs), weights
+        return attend_tensors(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     store, keys, values = pending.layer.store, pending.keys, pending.values
     assert store is not None
     past = store.num_tokens
@@ -151,10 +144,6 @@ def _traced(
 COMPILED, REMEDY = "a compressed cache does not serve a compiled model", "leave it out or do not compile"
 
 
-OWN = ("softcap", "s_aux")
-"""Arguments of the attention function that sdpa does not support."""
-
-
 def _own(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: kwargs.get(name) for name in OWN}
 
@@ -189,35 +178,6 @@ def _unchanging(x: Tensor) -> Tensor:
     return x if x.requires_grad else x.clone()
 
 
-def attend_plain(
-    module: torch.nn.Module,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    **kwargs: Any,
-) -> Tensor:
-    """Attend to tensors [B, Hkv, n, D], with dropout and gradients. Returns [B, q, Hq, Dv]."""
-    if all(kwargs.get(name) is None for name in OWN) and not kwargs.get("output_attentions"):
-        return sdpa_attention_forward(module, query, keys, values, mask, dropout, scaling, **kwargs)[0]
-    call = call_of(query, mask, keys.shape[2], scaling, kwargs)
-    if not dropout:
-        return attend_chunk(None, keys, values, call)
-    weights = torch.nn.functional.dropout(attention_weights(None, keys, call), dropout)
-    groups = query.shape[1] // keys.shape[1]
-    return torch.matmul(weights, values.repeat_interleave(groups, dim=1)).transpose(1, 2).contiguous()
-
-
-def call_of(
-    query: Tensor, mask: Tensor | None, tokens: int, scaling: float | None, kwargs: dict[str, Any]
-) -> AttentionCall:
-    """Build the `AttentionCall` over `tokens` keys from the arguments of an attention function."""
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return AttentionCall(query, _bool_mask(mask, query, tokens), scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
-
-
 def _untouched(key: Any, value: Any) -> Pending | None:
     """Return the pending tokens if both arguments are handles that are not committed yet, else
     None."""
@@ -228,32 +188,6 @@ def _untouched(key: Any, value: Any) -> Pending | None:
 
 def _weights(store: Store, keys: Tensor, call: AttentionCall) -> Tensor:
     return kept_weights(store, keys, call) if store.by_head else attention_weights(store, keys, call)
-
-
-def _bool_mask(mask: Tensor | None, query: Tensor, tokens: int) -> Tensor | None:
-    """Convert transformers' mask [B, 1, q, kv] to bool [B, q, tokens].
-
-    Raises:
-        UserError: the mask has another shape, or holds biases.
-    """
-    if mask is None:
-        return None
-    B, _, q, _ = query.shape
-    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != q or mask.shape[3] < tokens:
-        raise UserError(
-            f"attention mask of shape {tuple(mask.shape)}; a compressed cache reads masks of shape "
-            f"(batch, 1, {q}, {tokens}), the same for all heads"
-        )
-    if mask.dtype != torch.bool:
-        blocked = mask <= torch.finfo(mask.dtype).min / 2
-        # on an accelerator this check would synchronise at every token, so decode steps skip it
-        if (mask.is_cpu or q > 1) and not bool(((mask == 0) | blocked).all()):
-            raise UserError(
-                "the attention mask holds biases; a compressed cache reads masks that only hide tokens "
-                "(bool, or 0 and -inf)"
-            )
-        mask = ~blocked
-    return mask[:, 0, :, :tokens].expand(B, -1, -1)
 
 
 def _padding(mask: Tensor | None) -> Tensor | None:

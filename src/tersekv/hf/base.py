@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.key_error import KeyFigures, remedy
 from tersekv.cache.parallel import ContextParallel, HeadShard
+from tersekv.calibration.key_error import KeyFigures, remedy
 from tersekv.errors import UserError
-from tersekv.hf.config import AttentionShape, text_config
-from tersekv.hf.fingerprint import architecture
 from tersekv.hf.parallel import heads_of
 from tersekv.hf.progress import CheckedCache
-from tersekv.hf.rope import Ropes
+from tersekv.models.config import AttentionShape, text_config
+from tersekv.models.fingerprint import architecture
+from tersekv.models.rope import Ropes
 from tersekv.recipe import LayerPlan, Recipe
 
 if TYPE_CHECKING:

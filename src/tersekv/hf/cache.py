@@ -15,18 +15,18 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.parallel import ContextParallel
+from tersekv.calibration.calibration import Calibration
+from tersekv.calibration.find import calibrated_plans, calibration_for
 from tersekv.errors import UserError
 from tersekv.hf import pickled, saved
 from tersekv.hf.base import ModelCache
-from tersekv.hf.calibration import Calibration
-from tersekv.hf.config import AttentionShape, attention_layers, empty_layer, layers_without_own_tokens, text_config
-from tersekv.hf.find_calibration import calibrated_plans, calibration_for
 from tersekv.hf.layer import CompressedLayer as CompressedLayer
 from tersekv.hf.parallel import spread_over
 from tersekv.hf.progress import Progress
-from tersekv.hf.rope import Ropes
 from tersekv.hf.traced import is_traced
 from tersekv.hf.why_not import Use, faults
+from tersekv.models.config import AttentionShape, attention_layers, empty_layer, layers_without_own_tokens, text_config
+from tersekv.models.rope import Ropes
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.tensors import plain
 from tersekv.versions import check_transformers

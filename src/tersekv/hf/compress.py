@@ -18,15 +18,15 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 
 import tersekv.hf.operators  # noqa: F401  # registers them
+from tersekv.calibration.calibration import Calibration
+from tersekv.calibration.find import calibration_for
 from tersekv.errors import UserError
 from tersekv.hf import second_reading
 from tersekv.hf.attention import EXPLICIT, attention_forward, attention_mask_for
 from tersekv.hf.base import ATTENTION_NAME
 from tersekv.hf.cache import CompressedCache
-from tersekv.hf.calibration import Calibration
-from tersekv.hf.config import text_config
-from tersekv.hf.find_calibration import calibration_for
 from tersekv.hf.traced import is_traced
+from tersekv.models.config import text_config
 from tersekv.recipe import Recipe
 
 

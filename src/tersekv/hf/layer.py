@@ -10,15 +10,13 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from tersekv.cache.evicting import UNREADABLE
-from tersekv.cache.key_error import LEAST_TOKENS, STEP, key_error, sample_tokens
-from tersekv.cache.rate_allotment import with_rates
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.schema import Check, anything, each, flag, of_spec, one_of, optional, record, require, tensor, whole
 from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.cache.state import State, own
 from tersekv.cache.store import Store
 from tersekv.cache.stores import new_store
-from tersekv.codecs.transforms.rope import NO_ROPE
+from tersekv.calibration.key_error import LEAST_TOKENS, STEP, key_error, sample_tokens
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.base import ModelCache
 from tersekv.hf.handle import Pending, PendingTokens
@@ -26,7 +24,9 @@ from tersekv.hf.progress import checked_crop
 from tersekv.hf.traced import NewTokens, is_traced, num_tokens, register
 from tersekv.malloc_trim import malloc_trim
 from tersekv.recipe import LayerPlan, written
+from tersekv.sizes.rate_allotment import with_rates
 from tersekv.tensors import plain
+from tersekv.transforms.rope import NO_ROPE
 
 FLOATS = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 """Types of keys and values by their names in files."""

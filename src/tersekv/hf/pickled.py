@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from tersekv.cache.state import split
+from tersekv.calibration.needs import attention_plans
 from tersekv.errors import UserError
 from tersekv.hf.base import ATTENTION_NAME, ModelCache
-from tersekv.hf.calibration_needs import attention_plans
 from tersekv.hf.layer import CompressedLayer
 from tersekv.recipe import Recipe
 from tersekv.tensors import plain

@@ -20,12 +20,12 @@ from tersekv.attention.observe import observe
 from tersekv.attention.read import AttentionCall
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.segments import Losses, Observed
+from tersekv.calibration.calibration import Calibration
+from tersekv.calibration.capture import LayerTokens, capture_prompt
+from tersekv.calibration.find import calibration_for
 from tersekv.hf.cache import CompressedCache, CompressedLayer
-from tersekv.hf.calibration import Calibration
-from tersekv.hf.capture import LayerTokens, capture_prompt
 from tersekv.hf.compress import compress
-from tersekv.hf.config import attention_layers, text_config
-from tersekv.hf.find_calibration import calibration_for
+from tersekv.models.config import attention_layers, text_config
 
 
 def new_cache(

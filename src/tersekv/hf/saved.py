@@ -24,12 +24,12 @@ from tersekv.cache import tensor_file
 from tersekv.cache.schema import anything, each, optional, record, require, tensor
 from tersekv.cache.state import joined, split
 from tersekv.cache.store import Store
+from tersekv.calibration.needs import attention_plans
 from tersekv.errors import UserError
 from tersekv.hf.base import ModelCache
-from tersekv.hf.calibration_needs import attention_plans
-from tersekv.hf.config import attention_layers, text_config
-from tersekv.hf.fingerprint import architecture, fingerprint
 from tersekv.hf.layer import CompressedLayer
+from tersekv.models.config import attention_layers, text_config
+from tersekv.models.fingerprint import architecture, fingerprint
 from tersekv.recipe import Recipe
 from tersekv.tensors import plain
 

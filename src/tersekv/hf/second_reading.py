@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from tersekv.hf.base import ModelCache
-from tersekv.hf.config import text_config
 from tersekv.hf.traced import is_traced
+from tersekv.models.config import text_config
 
 FEWEST = 256
 """Minimum number of new tokens that are read twice. Fewer are ranked by moved queries."""

@@ -23,16 +23,16 @@ from tersekv.cache.coding import Tokens
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.store import LEAST_QUERIES
+from tersekv.calibration.calibration import Calibration
+from tersekv.calibration.capture import LayerTokens, OnePassCache, watch_calls
+from tersekv.calibration.find import calibrated_plans
 from tersekv.codecs.base import Codec
-from tersekv.codecs.transforms.moments import TokenLoss
-from tersekv.codecs.transforms.rope import Angles
 from tersekv.errors import CacheError, UserError
-from tersekv.hf.calibration import Calibration
-from tersekv.hf.capture import LayerTokens, OnePassCache, watch_calls
-from tersekv.hf.config import AttentionShape, attention_layers, text_config
-from tersekv.hf.find_calibration import calibrated_plans
-from tersekv.hf.rope import Ropes
+from tersekv.models.config import AttentionShape, attention_layers, text_config
+from tersekv.models.rope import Ropes
 from tersekv.recipe import Recipe
+from tersekv.transforms.moments import TokenLoss
+from tersekv.transforms.rope import Angles
 
 
 class SimulatedCache(OnePassCache):

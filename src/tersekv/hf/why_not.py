@@ -9,10 +9,10 @@ from transformers import PreTrainedConfig
 
 from tersekv.cache.evicting import UNREADABLE
 from tersekv.cache.ranked_tokens import UNRANKED
+from tersekv.calibration.needs import attention_plans
 from tersekv.errors import UserError
-from tersekv.hf.calibration_needs import attention_plans
-from tersekv.hf.config import AttentionShape, attention_layers, text_config
-from tersekv.hf.rope import Ropes
+from tersekv.models.config import AttentionShape, attention_layers, text_config
+from tersekv.models.rope import Ropes
 from tersekv.recipe import LayerPlan, Recipe
 
 Use = Literal["transformers", "context_parallel"]

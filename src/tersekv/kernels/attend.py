@@ -38,7 +38,7 @@ page."""
 
 class Map(Protocol):
     """Linear map between the decoded inner vectors and the original ones, see
-    `tersekv.layouts.base.LinearMap`."""
+    `tersekv.layouts.linear_map.LinearMap`."""
 
     @property
     def rotation(self) -> Tensor | None:

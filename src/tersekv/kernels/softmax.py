@@ -3,6 +3,9 @@ by log-sum-exp."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +14,9 @@ from tersekv.tensors import last_contiguous
 
 FUSED_ROWS = 32
 """Minimum number of query rows for torch's fused attention."""
+
+MOST_SCORES = 1 << 23
+"""Most scores, or elements of a mask of floats, that attention of many queries holds at a time."""
 
 
 def softmax_weights(
@@ -52,27 +58,95 @@ def attend_many(
 ) -> tuple[Tensor, Tensor]:
     """Attention of many query rows over decoded or exact tokens.
 
-    query: float32 [B, H, R, D]; key [B, H, T, D] and value [B, H, T, Dv] of any float dtype. Mask,
-    scaling, softcap, returns: see `attend_scores`.
+    query: float32 or bfloat16 [B, H, R, D]; key [B, H, T, D] and value [B, H, T, Dv] of any float
+    dtype. Mask, scaling, softcap, returns: see `attend_scores`.
 
-    On a CPU torch's fused attention computes it, which never holds the scores of all rows. It takes
-    float32 with D = Dv, without a softcap.
+    On a CPU torch's fused attention computes it in the query's dtype, if D = Dv and there is no
+    softcap. It never holds the scores of all rows. A mask or scores are made for some rows at a time.
     """
-    key, value = key.float(), value.float()
-    fused = query.device.type == "cpu" and softcap is None and query.shape[-1] == value.shape[-1]
-    if not fused or query.shape[2] < FUSED_ROWS or key.shape[2] == 0:
-        return attend_scores(torch.matmul(query, key.transpose(-1, -2)), value, mask, scaling, softcap)
+    if mask is not None and bool(mask.all()):
+        mask = None
+    fused = _is_fused(query, value, softcap) and query.shape[2] >= FUSED_ROWS and key.shape[2] > 0
+    attend = _attend_fused if fused else _attend_composed
+    R, T = query.shape[2], key.shape[2]
+    held = (0 if mask is None else len(mask)) if fused else len(query) * query.shape[1]
+    q = R if mask is None or mask.shape[-2] == 1 else mask.shape[-2]
+    step = max(1, q * MOST_SCORES // max(1, held * R * T))
+    if step >= q:
+        return attend(query, key, value, mask, scaling, softcap)
+    parts: list[list[Tensor]] = []
+    for rows in query.unflatten(2, (-1, q)).split(step, dim=3):
+        own = mask
+        if mask is not None and mask.shape[-2] > 1:
+            first = sum(part[1].shape[3] for part in parts)
+            own = mask[..., first : first + rows.shape[3], :]
+        found = attend(rows.flatten(2, 3), key, value, own, scaling, softcap)
+        parts.append([x.unflatten(2, (R // q, -1)) for x in found])
+    out, lse = (torch.cat(found, dim=3).flatten(2, 3) for found in zip(*parts, strict=True))
+    return out, lse
+
+
+def dtype_of_products(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of products of many queries: bfloat16 if a model of this dtype and the CPU have it, else
+    float32.
+    """
+    return torch.bfloat16 if dtype == torch.bfloat16 and device.type == "cpu" and _fast_bfloat16() else torch.float32
+
+
+@functools.cache
+def _fast_bfloat16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None) -> Any:
+    """Attention of grouped queries [B, H, G, q, D] over their own q tokens, or None if torch's fused
+    attention does not compute it. Others: see `attend_many`.
+    """
+    if not _is_fused(query, value, softcap):
+        return None
+    G = query.shape[2]
+    out, lse = _flash(
+        query.flatten(1, 2), key.repeat_interleave(G, 1), value.repeat_interleave(G, 1), None, scaling, True
+    )
+    return out.float().unflatten(1, (-1, G)).flatten(2, 3), lse.unflatten(1, (-1, G)).flatten(2, 3)
+
+
+def _is_fused(query: Tensor, value: Tensor, softcap: float | None) -> bool:
+    return query.device.type == "cpu" and softcap is None and query.shape[-1] == value.shape[-1]
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    batch = (len(query), query.shape[1], -1, -1)
+    # torch does not check strides here
+    operands = [last_contiguous(x.to(query.dtype).expand(batch)) for x in (query, key, value)]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *operands, is_causal=causal, attn_mask=bias, scale=scaling
+    )
+    return out, lse
+
+
+def _attend_fused(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     bias = unseen = None
     if mask is not None:
         rows = _mask_of_rows(mask, query.shape[2])
         unseen = ~rows.any(dim=-1)
-        bias = torch.zeros(rows.shape).masked_fill_(~(rows | unseen.unsqueeze(-1)), float("-inf"))
-    batch = (len(query), query.shape[1], -1, -1)
-    operands = [last_contiguous(x.expand(batch)) for x in (query, key, value)]  # torch does not check strides here
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*operands, attn_mask=bias, scale=scaling)
+        bias = query.new_zeros(rows.shape).masked_fill_(~(rows | unseen.unsqueeze(-1)), float("-inf"))
+    out, lse = _flash(query, key, value, bias, scaling)
+    out = out.float()
     if unseen is not None:
         out, lse = out.masked_fill(unseen.unsqueeze(-1), 0.0), lse.masked_fill(unseen, float("-inf"))
     return out, lse
+
+
+def _attend_composed(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    scores = torch.matmul(query.float(), key.float().transpose(-1, -2))
+    return attend_scores(scores, value.float(), mask, scaling, softcap)
 
 
 def score_bias(mapped: Tensor, correction: Tensor, scaling: float) -> Tensor:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from torch import Tensor
 from tersekv.kernels import backends
 from tersekv.kernels.attend_grid import Side as Side
 from tersekv.kernels.attend_packed import Operand, native_view
-from tersekv.kernels.basis import unpacked_basis
 from tersekv.kernels.registry import NotTaken
+from tersekv.layouts.linear_map import IDENTITY, LinearMap
 from tersekv.tensors import chosen_tokens
 
 Kind = Literal["codes", "scales and norms"]
@@ -177,63 +177,6 @@ class Layout:
         return {name: plane for name, plane in planes.items() if self.planes[name].ragged is not None}
 
 
-class LinearMap(NamedTuple):
-    """Linear map from coded inner vectors to the vectors x̂ = A·inner + mean.
-
-    Aᵀ, whose row d is the contribution of component d, has one of three forms. It is `rotation`,
-    float32 [D, D] or [B, H, D, D]; or quantised as `basis` and `channels` (`kernels/basis.py`); or
-    the identity.
-
-    mean: float [1 or B, H, D] or None. It is added to an output once, because softmax weights sum
-        to one.
-    keeps_query: inner vectors have the channels of the mapped query, followed by those of the query
-        itself.
-    """
-
-    rotation: Tensor | None = None
-    basis: Tensor | None = None
-    channels: Tensor | None = None
-    mean: Tensor | None = None
-    keeps_query: bool = False
-
-    @property
-    def rows(self) -> Tensor:
-        """Return Aᵀ as float32 [D, D] or [1 or B, H, D, D]."""
-        if self.basis is None:
-            assert self.rotation is not None
-            return self.rotation
-        assert self.channels is not None
-        return unpacked_basis(self.basis, self.channels).float()
-
-    def query(self, query: Tensor) -> Tensor:
-        """Return Aᵀ·q for queries float32 [B, H, R, D], followed by q itself if `keeps_query`."""
-        out = self._product(query, combine=False)
-        return torch.cat([out, query], dim=-1) if self.keeps_query else out
-
-    def components(self, x: Tensor) -> Tensor:
-        """Return A⁻¹·x, the inner vectors of x float32 [B, H, T, D], without the mean."""
-        if self.rotation is None and self.basis is None:
-            return x
-        rows = self.rows.expand(*x.shape[:2], *self.rows.shape[-2:])
-        return torch.linalg.solve(rows, x, left=False)
-
-    def output(self, out: Tensor) -> Tensor:
-        """Return A·o + mean for weighted means of inner vectors, float32 [B, H, R, D]."""
-        out = self._product(out, combine=True)
-        return out if self.mean is None else out + self.mean.unsqueeze(2)
-
-    def _product(self, x: Tensor, combine: bool) -> Tensor:
-        if self.basis is not None:
-            assert self.channels is not None
-            return backends.basis_product(x, self.basis, self.channels, combine)
-        if self.rotation is None:
-            return x
-        return torch.matmul(x, self.rotation if combine else self.rotation.transpose(-1, -2))
-
-
-IDENTITY = LinearMap()
-
-
 class View(ABC):
     """A packed segment as attention reads it: x̂ = A·inner + mean.
 
@@ -287,6 +230,10 @@ class View(ABC):
     def decode(self) -> Tensor:
         """Return x̂ as float32 [B, H, T, D]."""
 
+    def floats(self, dtype: torch.dtype) -> Tensor:
+        """Return x̂ as [1 or B, H, T, D] of a dtype, decoded by kernels."""
+        return backends.decode(self.operand, dtype)
+
     def scores(self, query: Tensor) -> Tensor:
         """Return unscaled q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T]."""
         return torch.matmul(query, self.decode().transpose(-1, -2))
@@ -312,6 +259,9 @@ class Mapped(View):
     def decode(self) -> Tensor:
         """Return x̂ as float32 [B, H, T, D]."""
         return self.output(self._inner.decode())
+
+    def floats(self, dtype: torch.dtype) -> Tensor:
+        return self.output(self._inner.floats(torch.float32)).to(dtype)
 
     def scores(self, query: Tensor) -> Tensor:
         """Return unscaled q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T]."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tersekv.layouts.base import LinearMap, Mapped, Rotated, View
+from tersekv.layouts.base import Mapped, Rotated, View
+from tersekv.layouts.linear_map import LinearMap
 
 
 class InBasis(Rotated):

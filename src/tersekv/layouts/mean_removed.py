@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv.codecs.transforms.marked_angles import MarkedAngles
-from tersekv.codecs.transforms.rope import Angles, Rope
-from tersekv.layouts.base import Concat, LinearMap, Mapped, View
+from tersekv.layouts.base import Concat, Mapped, View
+from tersekv.layouts.linear_map import LinearMap
 from tersekv.tensors import last_contiguous
+from tersekv.transforms.marked_angles import MarkedAngles
+from tersekv.transforms.rope import Angles, Rope
 
 
 class RotatedMean(View):
@@ -101,6 +102,9 @@ class MeanRemoved(View):
     def decode(self) -> Tensor:
         """Return x̂ as float32 [B, H, T, D]."""
         return self._view.decode() + self._mean.decode()
+
+    def floats(self, dtype: torch.dtype) -> Tensor:
+        return (self._view.floats(torch.float32) + self._mean.decode()).to(dtype)
 
     def scores(self, query: Tensor) -> Tensor:
         """Return unscaled q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T]."""

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv.codecs.transforms.polar import from_polar
 from tersekv.kernels.encode_polar import pack_angles, places, stream_offsets
 from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, PlaneSpec, View
 from tersekv.tensors import plain
+from tersekv.transforms.polar import from_polar
 
 
 @dataclass(frozen=True)

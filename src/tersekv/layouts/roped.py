@@ -5,13 +5,14 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tersekv.codecs.transforms.marked_angles import MarkedAngles
-from tersekv.codecs.transforms.rope import Angles, Rope
 from tersekv.kernels.attend_packed import Operand, native_view
 from tersekv.kernels.registry import NotTaken
 from tersekv.layouts.base import View
+from tersekv.transforms.marked_angles import MarkedAngles
+from tersekv.transforms.rope import Angles, Rope
 
 
 class Roped(View):
@@ -43,3 +44,6 @@ class Roped(View):
     def decode(self) -> Tensor:
         """Return x̂ as float32 [B, H, T, D]."""
         return self.rope.apply(self.before.decode(), *self.angles.cos_sin())
+
+    def floats(self, dtype: torch.dtype) -> Tensor:
+        return self.rope.apply(self.before.floats(torch.float32), *self.angles.cos_sin()).to(dtype)

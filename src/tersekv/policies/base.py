@@ -119,7 +119,7 @@ class TokenPolicy:
 
     @property
     def allots(self) -> bool:
-        """True if layers get rates of their own from the measurement (`cache/rate_allotment.py`)."""
+        """True if layers get rates of their own from the measurement (`sizes/rate_allotment.py`)."""
         return False
 
     @property
@@ -219,7 +219,7 @@ class Selection(TokenPolicy):
     budget: tokens kept, sinks and latest tokens included. Up to 1: a fraction of the tokens so far.
         Above 1: a number of tokens.
     memory: bytes of the whole cache of one sequence, such as 512MB or 2GiB, in place of `budget`.
-        The policy then keeps as many tokens as fit, see `cache/memory_budget.py`.
+        The policy then keeps as many tokens as fit, see `sizes/memory_budget.py`.
     rest: bits of the kept tokens of lower rank, fewer than the codec's. A token whose rank falls is
         first demoted to these bits, then evicted. 0: all have the codec's bits.
     rest_share: share of the kept tokens that have `rest` bits.

@@ -1,7 +1,7 @@
 """HeadKV (arXiv 2410.19258): SnapKV with a budget of its own for each KV head.
 
 Heads that retrieve keep more tokens. A head's importance is measured once per model by `tersekv
-calibrate` (`hf/head_scores.py`). Within a head, tokens are chosen as in SnapKV.
+calibrate` (`calibration/head_scores.py`). Within a head, tokens are chosen as in SnapKV.
 
 Let b be the mean number of tokens per head beyond those that always stay. Each head gets
 b·(1 − 1/β). The b/β of all N heads are pooled and distributed by importance S, with ΣS = 1 (§3.3).

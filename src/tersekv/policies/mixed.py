@@ -35,7 +35,7 @@ class Mixed(Keeping):
     rest: bits of the other tokens.
     reread: read prompts twice and rank their tokens by the second reading.
     allot: layer uses these rates in every layer. model chooses budget and rates of each layer, with
-        the codec's bits as the mean over layers and tokens (`cache/rate_allotment.py`).
+        the codec's bits as the mean over layers and tokens (`sizes/rate_allotment.py`).
     """
 
     observes: ClassVar[bool] = True

@@ -17,11 +17,8 @@ from tersekv.kernels import backends, softmax
 from tersekv.serving.dense import AttentionKind
 from tersekv.serving.steps import Chunk
 
-SPAN_TOKENS = 1024
+SPAN_TOKENS = 4096
 """Number of packed tokens decoded at a time."""
-
-QUERY_TILE = 256
-"""Query positions processed at a time, which bounds the memory for scores."""
 
 PartialAttention = tuple[Tensor, Tensor]
 """Output [B, H, R, D] and log-sum-exp [B, H, R] of query rows over some tokens."""
@@ -56,7 +53,7 @@ def attend_by_page(pool: Pool, query: Tensor, keys: Tensor, values: Tensor, chun
     parts = [_own_pages(pool, rows, keys, values, chunk)]
     last = (chunk.num_tokens - 1) // pool.page_tokens
     if last:
-        parts.append(_earlier_pages(pool, rows, chunk, last))
+        parts.append(_earlier_pages(pool, rows, chunk, last, keys.dtype))
     out = pool.kind.with_sinks(*backends.merge_segments([out for out, _ in parts], [lse for _, lse in parts]))
     return out.unflatten(2, (-1, q))[0].permute(2, 0, 1, 3).reshape(q, Hq, D)
 
@@ -81,29 +78,26 @@ def _own_pages(pool: Pool, query: Tensor, keys: Tensor, values: Tensor, chunk: C
     return torch.cat(outs, dim=3).flatten(2, 3), torch.cat(lses, dim=3).flatten(2, 3)
 
 
-def _earlier_pages(pool: Pool, query: Tensor, chunk: Chunk, pages: int) -> PartialAttention:
+def _earlier_pages(pool: Pool, query: Tensor, chunk: Chunk, pages: int, dtype: torch.dtype) -> PartialAttention:
     """Attend with queries [1, H, G, q, D] to the packed pages before their own, of the first `pages`.
 
-    Tokens are decoded SPAN_TOKENS at a time, and scores are dense matrix products.
+    Tokens are decoded SPAN_TOKENS at a time. dtype: of the model.
     """
-    q, p, G = query.shape[3], pool.page_tokens, query.shape[2]
+    p = pool.page_tokens
     position = torch.arange(chunk.start, chunk.num_tokens, device=query.device)
     exact_from = position // p * p
-    tiles = [slice(at, min(q, at + QUERY_TILE)) for at in range(0, q, QUERY_TILE)]
-    results: list[list[PartialAttention]] = [[nothing(query[:, :, :, tile].flatten(2, 3))] for tile in tiles]
+    rows = query.flatten(2, 3)
+    results: list[PartialAttention] = [nothing(rows)]
+    rows = rows.to(softmax.dtype_of_products(dtype, rows.device))
     step = max(1, SPAN_TOKENS // p)
     for first in range(chunk.first_page(pool.kind.window, p), pages, step):
         last = min(pages, first + step)
         numbers = torch.arange(first, last, device=query.device)
         sinks = torch.tensor([chunk.sink] if first == 0 else [], dtype=torch.int64, device=query.device)
-        decoded = pool.unpacked(chunk.pages[first:last].to(query.device), numbers, torch.float32, sinks)
+        decoded = pool.unpacked(chunk.pages[first:last].to(query.device), numbers, rows.dtype, sinks)
         key, value = (x.transpose(0, 1)[None] for x in decoded)
         place = torch.arange(first * p, last * p, device=query.device)
         mask = pool.kind.visible(position, place) & (place < exact_from[:, None])
-        for tile, parts in zip(tiles, results, strict=True):
-            if bool(mask[tile].any()):
-                scores = query[:, :, :, tile].flatten(2, 3) @ key.transpose(-1, -2)
-                parts.append(softmax.attend_scores(scores, value, mask[None, tile], *pool.kind[:2]))
-    joined = [backends.merge_segments([o for o, _ in parts], [lse for _, lse in parts]) for parts in results]
-    out = torch.cat([out.unflatten(2, (G, -1)) for out, _ in joined], dim=3).flatten(2, 3)
-    return out, torch.cat([lse.unflatten(2, (G, -1)) for _, lse in joined], dim=3).flatten(2, 3)
+        if bool(mask.any()):
+            results.append(softmax.attend_many(rows, key, value, mask[None], *pool.kind[:2]))
+    return backends.merge_segments([out for out, _ in results], [lse for _, lse in results])

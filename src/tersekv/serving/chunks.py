@@ -35,7 +35,7 @@ from tersekv.plan import LayerPlan
 from tersekv.recipe import DEFAULT_POLICY, Recipe, Term
 
 if TYPE_CHECKING:
-    from tersekv.hf.calibration import Calibration
+    from tersekv.calibration.calibration import Calibration
 
 HEADER = struct.Struct("<4sIII")
 MAGIC, VERSION = b"TKVC", 1

@@ -28,8 +28,8 @@ from lmcache.v1.distributed.serde import (
 from lmcache.v1.memory_management import MemoryObj
 from torch import Tensor
 
+from tersekv.calibration.calibration import Calibration
 from tersekv.errors import UserError
-from tersekv.hf.calibration import Calibration
 from tersekv.recipe import Recipe
 from tersekv.serving.chunks import ChunkCoder
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from tersekv.cache import coding
 from tersekv.cache.coding import Tokens
 from tersekv.codecs import Codec
-from tersekv.codecs.transforms.rope import Angles, Rope
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.kernels.attend import PackedPages
@@ -28,6 +27,7 @@ from tersekv.serving.by_page import attend_by_page, nothing
 from tersekv.serving.dense import AttentionKind, DenseAttention, Lengths, attend_dense
 from tersekv.serving.slots import Slots
 from tersekv.serving.steps import SINKS, Chunk, EngineStep, Full, Singles
+from tersekv.transforms.rope import Angles, Rope
 
 PART_TOKENS = 2048
 """Number of tokens encoded or decoded at a time, which bounds the memory of float32 copies."""
@@ -308,7 +308,7 @@ class PagePool:
                     side, positions[first : first + PART_TOKENS], {} if shared is None else shared, ("read", first)
                 )
                 view = _gathered(codec, planes, part, D, angles)
-                out[first : first + PART_TOKENS] = view.decode()[0].transpose(0, 1)
+                out[first : first + PART_TOKENS] = view.floats(dtype)[0].transpose(0, 1)
             if sinks is not None and len(sinks):
                 assert self.sinks is not None
                 starting = (numbers == 0).nonzero()[:, 0]

@@ -8,7 +8,7 @@ partition. Entries are int8 times a scale, so that integer kernels can use them 
 
 Squared errors of 64 components in a circular stream at 1 to 8 bits: .288, .0771, .0207, .0057,
 .0018, .00064, .00019, .000095. Scalar float codebooks have .363, .1175, .0345, .0095, .0025,
-.00064, .00016, .000041 (tests/test_claims_trellis.py).
+.00064, .00016, .000041 (tests/codecs/test_claims_trellis.py).
 
     python -m tersekv.codecs.codebooks.trellis FILE      # makes the file that is shipped; minutes
 """

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs.base import Codec, FitsOn, Pair, TableBytes, check_choices
-from tersekv.codecs.transforms.moments import Moments, Observes, WeightedBy
 from tersekv.errors import UserError
 from tersekv.layouts.base import Layout, PackedTensors, View
 from tersekv.layouts.mean_removed import Biased
 from tersekv.tensors import TensorSpec
+from tersekv.transforms.moments import Moments, Observes, WeightedBy
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs.base import Codec, FitsOn
-from tersekv.codecs.transforms.moments import Moments, WeightedBy
 from tersekv.tensors import TensorSpec, plain
+from tersekv.transforms.moments import Moments, WeightedBy
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -18,6 +18,7 @@ from tersekv.kernels import attend_pages as pages_operators
 from tersekv.kernels import attend_segments as segments_operators
 from tersekv.kernels import basis as basis_operators
 from tersekv.kernels import cpu
+from tersekv.kernels import decode as decode_operators
 from tersekv.kernels import softmax as softmax_operators
 from tersekv.kernels.attend import PackedPages, Table, Where
 from tersekv.kernels.attend_packed import Operand, native_view
@@ -27,6 +28,10 @@ from tersekv.kernels.registry import NotTaken
 from tersekv.tensors import last_contiguous
 
 NAME = "cpu"
+
+MOST_VECTORS = 64
+"""Largest number of vectors per head that the kernel of `basis_product` takes. For more of them torch's
+matmul is faster, which needs a float32 copy of the basis."""
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
@@ -191,10 +196,24 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
     return out, lse
 
 
+@decode_operators.decode.by(NAME)
+def decode(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """Decode packed tokens on torch's threads, see `kernels/decode.py`."""
+    if isinstance(operand, Tensor):
+        raise NotTaken("the tokens are not packed")
+    view, written = native_view(cpu.loaded(), operand), dtype if dtype == torch.bfloat16 else torch.float32
+    out = torch.empty((view.batch, view.heads, view.tokens, view.head_dim), dtype=written)
+    cpu.loaded().decode(view, out, torch.get_num_threads())
+    return out.to(dtype)
+
+
 @basis_operators.basis_product.by(NAME)
 def basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> Tensor:
     """Multiply with a quantised basis, see `kernels/basis.py`: x float32 [B, H, R, D] to float32
     [B, H, R, D]."""
+    if x.shape[2] > MOST_VECTORS:
+        rows = basis_operators.unpacked_basis(basis, channels).float()
+        return x @ (rows if combine else rows.transpose(-1, -2))
     x = x.contiguous()
     out = torch.empty_like(x)
     cpu.loaded().basis_product(x, basis.contiguous(), channels.contiguous(), combine, out, torch.get_num_threads())

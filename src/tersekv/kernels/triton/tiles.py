@@ -12,7 +12,7 @@ threads, which would load and shift every word many times. A shift and a mask pl
 the exponents of 1.0 in float16, 1 + code/2^bits, and the 1 is subtracted. That is exact, and
 converts no integers.
 
-Cosines and sines of tokens come from a table of 256 rows (`codecs/transforms/rope_table.py`) by
+Cosines and sines of tokens come from a table of 256 rows (`transforms/rope_table.py`) by
 angle addition. Fields of angles, from FIRST on: the table; its columns; positions with strides of
 batch row, head and token; 1 if positions are consecutive, else 0. The last field is RoPE as pairs
 of channels.

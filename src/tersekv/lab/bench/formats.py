@@ -8,13 +8,13 @@ import torch
 
 from tersekv.cache.coding import Tokens, chunks, encode
 from tersekv.codecs.base import Codec
-from tersekv.codecs.transforms.rope import standard_rope
 from tersekv.errors import UserError
 from tersekv.kernels.attend_packed import Operand
 from tersekv.layouts.base import PackedTensors, Sum
 from tersekv.layouts.mean_removed import RotatedMean
 from tersekv.layouts.roped import Roped
 from tersekv.recipe import Recipe
+from tersekv.transforms.rope import standard_rope
 
 # Recipe that packs both sides, by format name. Rotating the query is not timed. "-prerope" applies
 # RoPE to decoded keys. "-centred" adds the keys' constant part, rotated by RoPE, as attention with

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tersekv.calibration.text import pydoc_document
 from tersekv.errors import UserError
 from tersekv.hf.peers import PEERS, new_peer
 from tersekv.hf.prefill import held_by
-from tersekv.hf.text import pydoc_document
 from tersekv.lab.bench.memory import PeakMemory
 from tersekv.lab.evals.decoding import feed
 from tersekv.lab.evals.reader import FULL, Reader

@@ -1,4 +1,4 @@
-"""Prompts that end with their answer, for measuring the importance of heads (`hf/head_scores.py`)."""
+"""Prompts that end with their answer, for measuring the importance of heads (`calibration/head_scores.py`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tersekv.lab.evals.tasks.needle import Needle
 from tersekv.lab.evals.tokenise import places_of, split_ids
 
 if TYPE_CHECKING:
-    from tersekv.hf.head_scores import AnsweredPrompt
+    from tersekv.calibration.head_scores import AnsweredPrompt
     from tersekv.lab.evals.reader import Reader
 
 
@@ -24,7 +24,7 @@ def answered_prompts(reader: Reader, text: str, samples: int, length: int, seed:
     Raises:
         UserError: a prompt does not fit into the length or the model's context.
     """
-    from tersekv.hf.head_scores import AnsweredPrompt
+    from tersekv.calibration.head_scores import AnsweredPrompt
 
     for i in range(samples):
         depth = int(100 * (i + 0.5) / samples)

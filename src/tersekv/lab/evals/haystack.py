@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
+from tersekv.calibration.text import chat_prompt
 from tersekv.errors import UserError
-from tersekv.hf.text import chat_prompt
 from tersekv.lab.evals.prompt import Prompt
 
 if TYPE_CHECKING:

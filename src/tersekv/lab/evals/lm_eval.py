@@ -27,10 +27,10 @@ from typing import Any
 import torch
 
 from tersekv.errors import UserError
-from tersekv.hf import models
 from tersekv.hf.compress import compress
 from tersekv.hf.prefill import new_cache
 from tersekv.lab.evals.decoding import loglikelihood
+from tersekv.models import loading
 from tersekv.recipe import Recipe
 
 try:
@@ -61,7 +61,7 @@ class TersekvLM(HFLM):
         self.chunk = int(chunk)
         self.recipe = None if recipe == FULL else str(Recipe.parse(recipe))
         if isinstance(pretrained, str):
-            pretrained = models.prepare(pretrained)
+            pretrained = loading.prepare(pretrained)
         super().__init__(pretrained, **kwargs)
         new_cache(self.model, self.recipe)  # raises if the recipe does not support the model
 

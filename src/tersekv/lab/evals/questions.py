@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tersekv.calibration.text import chat_prompt, input_ids
 from tersekv.errors import UserError
-from tersekv.hf.text import chat_prompt, input_ids
 from tersekv.lab.evals.windows import read_text
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tersekv.cache.footprint import Footprint
+from tersekv.calibration.find import calibration_for
 from tersekv.errors import UserError
 from tersekv.hf.compress import compress
-from tersekv.hf.find_calibration import calibration_for
 from tersekv.hf.prefill import Prefill, fill_layers, held_by, new_cache, shares_prefill
 from tersekv.hf.simulate import SimulatedCache
 from tersekv.lab.evals import decoding

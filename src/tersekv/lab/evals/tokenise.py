@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tersekv.calibration.text import chat_prompt
 from tersekv.errors import UserError
-from tersekv.hf.text import chat_prompt
 from tersekv.lab.evals.prompt import Prompt
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tersekv.cache.footprint import Footprint
+from tersekv.calibration.text import pydoc_text
 from tersekv.errors import UserError
-from tersekv.hf.text import pydoc_text
 from tersekv.lab.evals.tasks.base import Sample, Task
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from tersekv.calibration.text import pydoc_text
 from tersekv.errors import UserError
-from tersekv.hf.text import pydoc_text
 
 FILES = ("adjectivelist.txt", "nounlist.txt", "verblist.txt")
 

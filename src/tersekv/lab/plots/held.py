@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-from tersekv.cache.estimate import predict
 from tersekv.lab.evals.reader import FULL
 from tersekv.lab.plots.base import model_name
 from tersekv.lab.plots.groups import Group
 from tersekv.recipe import Recipe
+from tersekv.sizes.estimate import predict
 
 if TYPE_CHECKING:
-    from tersekv.cache.cache_size import CacheShape
+    from tersekv.sizes.cache_size import CacheShape
 
 SAME_LENGTH = 0.98
 """Share of the longest sample's tokens from which samples count as equally long."""

@@ -11,11 +11,11 @@ import torch
 
 from tersekv.codecs import Codec
 from tersekv.codecs.exact import Exact
-from tersekv.codecs.transforms.rope import Rope
 from tersekv.errors import UserError
 from tersekv.plan import LayerPlan
 from tersekv.serving.slots import Slots
 from tersekv.serving.vllm.options import EXAMPLE, Choice
+from tersekv.transforms.rope import Rope
 
 
 class LayerPages(NamedTuple):
@@ -33,8 +33,8 @@ def pages_of(choice: Choice, vllm_config: Any, layer: int, kv_heads: int) -> Lay
         UserError: the recipe needs a calibration that is missing or of another model, or a codec
             cannot be served.
     """
-    from tersekv.hf.config import AttentionShape, text_config
-    from tersekv.hf.rope import Ropes
+    from tersekv.models.config import AttentionShape, text_config
+    from tersekv.models.rope import Ropes
 
     model = vllm_config.model_config
     config = text_config(model.hf_config)
@@ -66,8 +66,8 @@ def layer_plan(choice: Choice, config: Any, layer: int) -> LayerPlan:
     Raises:
         UserError: the recipe needs a calibration that is missing or of another model.
     """
-    from tersekv.hf.calibration_needs import attention_plans, needs_corpus
-    from tersekv.hf.find_calibration import calibrated_plans
+    from tersekv.calibration.find import calibrated_plans
+    from tersekv.calibration.needs import attention_plans, needs_corpus
 
     if not needs_corpus(choice.recipe, config):
         return attention_plans(choice.recipe, config)[layer]
@@ -109,6 +109,6 @@ _ropes: dict[str, Any] = {}
 
 def keys_dim(config: Any) -> int:
     """Return the head dim of a model's keys."""
-    from tersekv.hf.config import AttentionShape
+    from tersekv.models.config import AttentionShape
 
     return AttentionShape.of(config).key_dim

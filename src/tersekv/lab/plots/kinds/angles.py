@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tersekv.codecs.codebooks.lloyd_max import polar_angle
-from tersekv.codecs.transforms.polar import to_polar
-from tersekv.codecs.transforms.rotation import random_rotation
 from tersekv.errors import UserError
 from tersekv.lab.plots.base import KeyFigures, ModelKeys, Picture, Plot
 from tersekv.lab.plots.style import BLACK, BLUE, RED, heading, new_figure
+from tersekv.transforms.polar import to_polar
+from tersekv.transforms.rotation import random_rotation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,1 @@
+"""Everything that happens before a run: calibrations, profiles, and checks of keys."""

@@ -1,0 +1,1 @@
+"""A transformers model: its configuration, RoPE, names and weights."""

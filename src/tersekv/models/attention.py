@@ -1,0 +1,95 @@
+"""Attention of a transformers model over plain tensors, and its arguments as an `AttentionCall`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from tersekv.attention.read import AttentionCall, attend_chunk
+from tersekv.attention.weights import attention_weights
+from tersekv.errors import UserError
+
+OWN = ("softcap", "s_aux")
+"""Arguments of the attention function that sdpa does not support."""
+
+
+def attend_tensors(
+    module: torch.nn.Module,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend to tensors [B, Hkv, n, D] as a model without a compressed cache does.
+
+    Returns [B, q, Hq, Dv], and with `output_attentions` the weights [B, Hq, q, n], else None.
+    """
+    wants_weights = kwargs.get("output_attentions")
+    own = wants_weights or any(kwargs.get(name) is not None for name in OWN)
+    if own and mask is None and 1 < query.shape[2] < keys.shape[2]:
+        # no mask means causal from the first position: the later slots of a static cache are empty
+        keys, values = keys[:, :, : query.shape[2]], values[:, :, : query.shape[2]]
+    call = call_of(query, mask, keys.shape[2], scaling, kwargs) if wants_weights else None
+    weights = None if call is None else attention_weights(None, keys, call)
+    return attend_plain(module, query, keys, values, mask, dropout, scaling, **kwargs), weights
+
+
+def attend_plain(
+    module: torch.nn.Module,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> Tensor:
+    """Attend to tensors [B, Hkv, n, D], with dropout and gradients. Returns [B, q, Hq, Dv]."""
+    if all(kwargs.get(name) is None for name in OWN) and not kwargs.get("output_attentions"):
+        return sdpa_attention_forward(module, query, keys, values, mask, dropout, scaling, **kwargs)[0]
+    call = call_of(query, mask, keys.shape[2], scaling, kwargs)
+    if not dropout:
+        return attend_chunk(None, keys, values, call)
+    weights = torch.nn.functional.dropout(attention_weights(None, keys, call), dropout)
+    groups = query.shape[1] // keys.shape[1]
+    return torch.matmul(weights, values.repeat_interleave(groups, dim=1)).transpose(1, 2).contiguous()
+
+
+def call_of(
+    query: Tensor, mask: Tensor | None, tokens: int, scaling: float | None, kwargs: dict[str, Any]
+) -> AttentionCall:
+    """Build the `AttentionCall` over `tokens` keys from the arguments of an attention function."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return AttentionCall(query, _bool_mask(mask, query, tokens), scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+
+
+def _bool_mask(mask: Tensor | None, query: Tensor, tokens: int) -> Tensor | None:
+    """Convert transformers' mask [B, 1, q, kv] to bool [B, q, tokens].
+
+    Raises:
+        UserError: the mask has another shape, or holds biases.
+    """
+    if mask is None:
+        return None
+    B, _, q, _ = query.shape
+    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != q or mask.shape[3] < tokens:
+        raise UserError(
+            f"attention mask of shape {tuple(mask.shape)}; a compressed cache reads masks of shape "
+            f"(batch, 1, {q}, {tokens}), the same for all heads"
+        )
+    if mask.dtype != torch.bool:
+        blocked = mask <= torch.finfo(mask.dtype).min / 2
+        # on an accelerator this check would synchronise at every token, so decode steps skip it
+        if (mask.is_cpu or q > 1) and not bool(((mask == 0) | blocked).all()):
+            raise UserError(
+                "the attention mask holds biases; a compressed cache reads masks that only hide tokens "
+                "(bool, or 0 and -inf)"
+            )
+        mask = ~blocked
+    return mask[:, 0, :, :tokens].expand(B, -1, -1)

@@ -1,0 +1,67 @@
+"""Hashes that identify a model: of its architecture, and of a sample of every weight."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+
+from tersekv.models.config import text_config
+
+FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "layer_types",
+    "sliding_window",
+    "rope_parameters",
+)
+"""Fields of a config that affect keys and values."""
+
+SAMPLED = 1024
+"""Most elements read from each weight."""
+
+
+def architecture(config: PreTrainedConfig) -> str:
+    """Return the SHA-256 in hex of the fields of a config that affect keys and values."""
+    config = text_config(config)
+    fields: dict[str, Any] = {name: getattr(config, name, None) for name in FIELDS}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@torch.no_grad()
+def fingerprint(model: PreTrainedModel) -> str:
+    """Return the SHA-256 in hex of the architecture and of up to `SAMPLED` evenly spaced elements
+    of every weight.
+
+    Elements are read as bfloat16, so that the hash does not depend on the type a model is loaded
+    in. Sharded weights are gathered one by one, so all processes must call this function.
+    """
+    digest = hashlib.sha256(architecture(model.config).encode())
+    weights = {name: weight for name, weight in model.named_parameters() if not weight.is_meta}
+    for name, weight in weights.items():
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for weight in weights.values():
+        sample = _sample(weight)
+        by_device.setdefault(sample.device, []).append(sample)
+    for parts in by_device.values():  # one transfer for each device
+        digest.update(torch.cat(parts).cpu().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _sample(weight: Any) -> torch.Tensor:
+    """Return sampled elements as a copy, so that a gathered weight can be freed."""
+    weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return weight.reshape(-1)[:: max(1, weight.numel() // SAMPLED)][:SAMPLED].to(torch.bfloat16, copy=True)

@@ -1,0 +1,1 @@
+"""Numbers of bytes: estimates, budgets, and allotments of rates."""

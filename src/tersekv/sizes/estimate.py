@@ -1,0 +1,86 @@
+"""Size of a cache computed from shapes, and the length where it gets smaller than bfloat16."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tersekv.cache.footprint import Footprint
+from tersekv.recipe import Recipe
+from tersekv.sizes.cache_size import CacheShape, size
+from tersekv.sizes.memory_budget import settled
+from tersekv.transforms.rope import standard_rope
+from tersekv.units import LONGEST
+
+
+def _llama(layers: int, heads: int) -> CacheShape:
+    return CacheShape((None,) * layers, heads, 128, 128, torch.float16, (standard_rope(128),) * layers)
+
+
+KNOWN = {
+    "LLaMA-7B": _llama(32, 32),
+    "LLaMA-13B": _llama(40, 40),
+    "LLaMA-30B": _llama(60, 52),
+    "LLaMA-65B": _llama(80, 64),
+}
+"""Models of KVQuant's tables by name (arXiv 2302.13971, Table 2), known without a config file."""
+
+
+def predict(
+    shape: CacheShape,
+    recipe: str | Recipe,
+    tokens: int,
+    batch: int = 1,
+    piece: int = 0,
+    generated: int = 0,
+    scores: Tensor | None = None,
+) -> Footprint:
+    """Return the footprint of `batch` sequences of `tokens` tokens.
+
+    piece: tokens per call while the prompt is fed, 0 for one call.
+    generated: number of last tokens that are fed one by one.
+    scores: importance of the heads, for policies that need it (`LayerPlan`). Without it heads count
+        as equally important, and the result is a lower bound.
+
+    For policies that evict tokens the prompt counts as fed in one call. Otherwise attention decides
+    which blocks keep slots of evicted tokens. For policies that also evict generated tokens, such
+    slots are not counted.
+
+    Raises:
+        UserError: the recipe does not fit the head dims or layers.
+    """
+    return size(shape, settled(Recipe.parse(recipe), shape), tokens, batch, piece, generated, scores)
+
+
+STEP = 8
+"""Step between the lengths that are tried, in tokens."""
+
+UNPACKED_TOKENS = 512
+"""Upper bound of the exact tokens that accumulate between two packings."""
+
+
+def break_even(shape: CacheShape, recipe: str | Recipe, batch: int = 1) -> int | None:
+    """Return the length from which on a cache takes less than 16 bits per element, or None.
+
+    The result is exact to `STEP` tokens. Shorter caches consist mostly of exact sinks, exact recent
+    tokens and tables, so packing saves less than these cost.
+
+    Raises:
+        UserError: the recipe does not fit the head dims or layers.
+    """
+    recipe = Recipe.parse(recipe)
+    token_bytes = shape.elements(1, batch) * 2
+
+    def saved(tokens: int) -> int:
+        return shape.elements(tokens, batch) * 2 - predict(shape, recipe, tokens, batch).total_bytes
+
+    # Bytes rise with exact tokens and fall when these are packed. The last length without savings
+    # counts.
+    length = STEP
+    while saved(length) <= min(UNPACKED_TOKENS, length // 2) * token_bytes:
+        length *= 2
+        if length > LONGEST:
+            return None
+    while length > STEP and saved(length - STEP) > 0:
+        length -= STEP
+    return length

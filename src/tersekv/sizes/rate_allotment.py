@@ -1,0 +1,158 @@
+"""Rates of each layer under the policy `mixed` with `allot=model` (ours; docs/methods/mixed.md).
+
+Every layer gets two rates and a share of tokens for the higher one. Let a(s) be the squared
+attention that a layer's most important share s of tokens receives later (`calibration/attention_spread.py`),
+and ε(b) the squared error of codes with b bits. A layer with bits b, rest r and share s loses
+
+    a(s)·ε(b) + (a(1) − a(s))·ε(r).
+
+The sum of these losses is minimised over the layers. Codes and scales take as many bytes as with the
+recipe's bits everywhere. Each layer's choice minimises loss + λ·bytes, with one λ for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tersekv.codecs import Codec
+from tersekv.errors import UserError
+from tersekv.policies.base import two_rates
+from tersekv.policies.mixed import Mixed
+from tersekv.recipe import LayerPlan
+
+STEPS = 32
+"""Shares are multiples of 1/STEPS."""
+
+CANDIDATES = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3, 3.5, 4, 5, 6, 8)
+"""Bits that are tried. Less than 1 bit is for layers that read a few tokens only."""
+
+
+class Option(NamedTuple):
+    """Rates of one layer and the bytes of one token of one head, mean over tokens."""
+
+    bits: float
+    rest: float
+    steps: int
+    bytes: float
+
+
+def allotted(plans: Mapping[int, LayerPlan], spread: Tensor, dims: tuple[int, int]) -> dict[int, LayerPlan]:
+    """Return the plans with rates of their own in every layer that can have two.
+
+    spread: float32 [layers, KV heads, STEPS + 1], see `calibration/attention_spread.py`. dims: channels of a
+        key and of a value.
+
+    Raises:
+        UserError: keys and values, or layers, have different bits, or the codec has no other rates.
+    """
+    own = {i: plan for i, plan in plans.items() if bool((spread[i] >= 0).all()) and two_rates(plan.keys, plan.values)}
+    if not own:
+        return dict(plans)
+    bits = {getattr(codec, "bits", None) for plan in own.values() for codec in (plan.keys, plan.values)}
+    if len(bits) > 1 or None in bits:
+        found = ", ".join(sorted("none" if b is None else f"{b:g}" for b in bits))
+        raise UserError(
+            f"mixed: allot=model needs the same bits for keys and values and in all layers that are not exact, got "
+            f"{found}; give one number of bits, or use allot=layer"
+        )
+    sizes, most = _sizes(next(iter(own.values())), dims)
+    if any(_sizes(plan, dims) != (sizes, most) for plan in own.values()):
+        raise UserError("mixed: allot=model needs the same method in all layers that are not exact; use allot=layer")
+    best = least_loss(spread[list(own)].double().sum(1), sizes, most)
+    made = {i: with_rates(plan, rates_of(option)) for (i, plan), option in zip(own.items(), best, strict=True)}
+    return dict(plans) | made
+
+
+def least_loss(received: Tensor, sizes: Mapping[float, float], most: float) -> list[Option]:
+    """Return the rates of each layer that lose least.
+
+    received: float64 [layers, STEPS + 1], a(k/STEPS) of each layer. sizes: bytes of a token by bits.
+    most: mean bytes that a token may have.
+    """
+    pairs = [(a, b) for a in sizes for b in sizes if a > b]
+    options = [
+        Option(a, b, k, (k * sizes[a] + (STEPS - k) * sizes[b]) / STEPS) for a, b in pairs for k in range(1, STEPS)
+    ]
+    error = torch.tensor(
+        [[Codec.expected_error(o.bits), Codec.expected_error(o.rest)] for o in options], dtype=torch.float64
+    )
+    steps, size = torch.tensor([o.steps for o in options]), torch.tensor([o.bytes for o in options])
+    first = received[:, steps]
+    loss = first * error[:, 0] + (received[:, -1:] - first) * error[:, 1]
+    loss = loss / loss.mean().clamp_min(1e-30)
+    low, high = 1e-12, 1e12
+    for _ in range(100):
+        price = math.sqrt(low * high)
+        chosen = (loss + price * size).argmin(dim=1)
+        low, high = (price, high) if float(size[chosen].mean()) > most else (low, price)
+    return [options[k] for k in (loss + high * size).argmin(dim=1).tolist()]
+
+
+def evenly(plan: LayerPlan, dims: tuple[int, int]) -> LayerPlan:
+    """Return the plan with two rates whose mean size is that of the recipe's bits.
+
+    Estimates use it in place of the rates of each layer, which are not known without a measurement.
+    """
+    sizes, most = _sizes(plan, dims)
+    lower = max((bits for bits, size in sizes.items() if size < most), key=sizes.__getitem__)
+    upper = min((bits for bits, size in sizes.items() if size >= most), key=sizes.__getitem__)
+    share = (most - sizes[lower]) / (sizes[upper] - sizes[lower])
+    return with_rates(plan, torch.tensor([upper, lower, min(share, 1 - 1e-6)], dtype=torch.float64))
+
+
+def rates_of(option: Option) -> Tensor:
+    """Return bits, rest and share as float32 [3], as a saved cache holds them."""
+    return torch.tensor([option.bits, option.rest, option.steps / STEPS])
+
+
+def with_rates(plan: LayerPlan, rates: Tensor) -> LayerPlan:
+    """Return the plan of a layer with these rates, see `rates_of`.
+
+    Raises:
+        UserError: the codecs do not have them.
+    """
+    policy = plan.policy
+    assert isinstance(policy, Mixed)
+    bits, rest, share = rates.tolist()
+    keys, values = plan.keys.at_rate(bits), plan.values.at_rate(bits)
+    made = policy.with_shares(share, rest)
+    made.check(keys, values)
+    return plan._replace(keys=keys, values=values, policy=made, rates=rates)
+
+
+def _sizes(plan: LayerPlan, dims: tuple[int, int]) -> tuple[dict[float, float], float]:
+    """Return the bytes of a token of one head by bits, and the mean bytes that tokens may have.
+
+    The latter belong to the bits of the codec, also if it would round them up to whole words.
+    """
+    for codec, dim in zip((plan.keys, plan.values), dims, strict=True):
+        codec.layout(dim)  # raises if the method does not serve this head dim
+    by_size = {_bytes(plan, bits, dims): bits for bits in CANDIDATES}  # of equal sizes the last one
+    sizes = {bits: size for size, bits in by_size.items() if size is not None}
+    bits = float(getattr(plan.keys, "bits", 0))
+    beside = min((size - own * sum(dims) / 8 for own, size in sizes.items()), default=0.0)  # scales, gains
+    most = beside + bits * sum(dims) / 8
+    if not sizes or min(sizes.values()) >= most or max(sizes.values()) <= most:
+        known = ", ".join(f"{own:g}" for own in sizes) or "none"
+        raise UserError(
+            f"mixed: allot=model needs rates above and below the recipe's bits={bits:g}, and this codec has {known} at "
+            "this head dim; give other bits, or use allot=layer"
+        )
+    return sizes, most
+
+
+def _bytes(plan: LayerPlan, bits: float, dims: tuple[int, int]) -> float | None:
+    """Return the bytes of one token of one head with these bits, or None if a codec has no such rate."""
+    total = 0.0
+    for codec, dim in zip((plan.keys, plan.values), dims, strict=True):
+        try:
+            layout = codec.at_rate(bits).layout(dim)
+        except UserError:
+            return None
+        total += layout.block_bytes() / layout.block_tokens
+    return total

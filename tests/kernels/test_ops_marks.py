@@ -1,0 +1,143 @@
+"""Packed pages of tokens whose positions are the bits of a mask, against the reference.
+
+Two sets of tokens share the positions of a range, as with two rates. A call computes the scores of
+their rotated mean once, at all positions in order, and each page takes its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from native_calls import why_not
+from packed_views import rope
+from tersekv.kernels import attend as attend_operator
+from tersekv.kernels.attend import Masks, PackedPages
+from tersekv.kernels.cpu import attend as cpu_attend
+from tersekv.kernels.marks import Marks, pack_bits, places_of, unpack_bits
+from tersekv.layouts.base import View
+from tersekv.layouts.exact import ExactView
+from tersekv.layouts.mean_removed import MeanRemoved, RotatedMean
+from tersekv.layouts.roped import Roped
+from tersekv.transforms.marked_angles import MarkedAngles
+from tersekv.transforms.rope import Angles
+from test_ops_parity import isa, one_thread, pytestmark  # noqa: F401
+
+B, H, G, D = 2, 2, 5, 64
+FIRST = 5
+PADDING = torch.tensor([0, 40])
+
+
+def bits_of(n: int, high: int) -> Tensor:
+    """Return bits [B, H, n / 8], `high` of them 1 in each head."""
+    order = torch.rand(B, H, n).argsort(-1)
+    return pack_bits(torch.zeros(B, H, n, dtype=torch.bool).scatter_(2, order[:, :, :high], True))
+
+
+def exact(tokens: int) -> ExactView:
+    return ExactView({"x": torch.randn(B, H, tokens, 1, D)})
+
+
+def pages_of(n: int, high: int, kind: str, padding: Tensor | None = None, after: int = 24) -> PackedPages:
+    """Return two pages of each set and one of tokens after the range, with codes that are exact.
+
+    kind: keys have a rotated "mean", are "roped", or are "plain".
+    """
+    bits, mean = bits_of(n, high), torch.randn(B, H, D)
+    where: list[Marks | int] = []
+    for value, tokens in ((True, high), (False, n - high)):
+        cut = tokens // 3
+        where += [Marks(bits, FIRST, cut, value), Marks(bits, FIRST, tokens - cut, value, cut)]
+    where.append(FIRST + n)
+    counts = [place.tokens if isinstance(place, Marks) else after for place in where]
+    keys: list[View] = []
+    for place, tokens in zip(where, counts, strict=True):
+        of, view = rope("halves", D), exact(tokens)
+        marked = isinstance(place, Marks)
+        angles: Angles | MarkedAngles = (
+            MarkedAngles(of, place, padding) if marked else of.angles(place, tokens, padding)
+        )
+        if kind == "mean":
+            keys.append(MeanRemoved(view, RotatedMean(mean, of, angles)))
+        else:
+            keys.append(Roped(view, of, angles) if kind == "roped" else view)
+    values = [exact(tokens) for tokens in counts]
+    maps = keys[0].linear, values[0].linear
+    operands = [[view.inner.operand for view in side] for side in (keys, values)]
+    return PackedPages(*operands, where, counts, maps, H)
+
+
+def both(pages: PackedPages, mask: Tensor | None, hidden: Tensor | None, q: int) -> tuple[Tensor, Tensor]:
+    """Return the output of the kernels and of the reference, for q queries next to exact tokens."""
+    query = 0.5 * torch.randn(B, H * G, q, D)
+    alone = torch.randn(B, H, 3, D), torch.randn(B, H, 3, D), 0
+    args = query, (alone,), pages, mask, hidden, D**-0.5
+    return cpu_attend.attend(*args), attend_operator.attend.reference(*args)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["", "padded"])
+@pytest.mark.parametrize(("n", "high"), [(4096, 1024), (1288, 500), (64, 3), (8, 8)])
+@pytest.mark.parametrize("kind", ["mean", "roped", "plain"])
+def test_kernels_equal_the_reference(isa, kind, n, high, padding, threads):  # noqa: F811
+    torch.manual_seed(n)
+    torch.set_num_threads(threads)  # `one_thread` resets it
+    pages = pages_of(n, high, kind, padding)
+    for _ in range(2):  # the second call has the arguments of the first
+        got, wanted = both(pages, None, None if padding is None else padding + FIRST, 1)
+        assert (got - wanted).norm() <= 2e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("hidden", [None, torch.tensor([0, 77])], ids=["", "padded"])
+@pytest.mark.parametrize("kind", ["mean", "plain"])
+def test_masks_of_several_queries(isa, kind, hidden):  # noqa: F811
+    torch.manual_seed(1)
+    pages, q = pages_of(1288, 500, kind), 13
+    mask = torch.rand(B, q, FIRST + 1288 + 24) < 0.7
+    got, wanted = both(pages, mask, hidden, q)
+    assert (got - wanted).norm() <= 2e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("T", [1, 33, 500])
+def test_a_rotated_mean_alone(isa, T):  # noqa: F811
+    """Without a page that shares it, a task lists the positions of its own tokens."""
+    torch.manual_seed(T)
+    torch.set_num_threads(3)
+    marks, of = Marks(bits_of(1288, 600), FIRST, T, True, 77), rope("halves", D)
+    keys, values = RotatedMean(torch.randn(B, H, D), of, MarkedAngles(of, marks, PADDING)), exact(T)
+    query = 0.3 * torch.randn(B, H, G, D)
+    args = query, keys.operand, values.operand, None, D**-0.5, None
+    assert why_not(cpu_attend.attend_packed, *args) is None
+    got, wanted = cpu_attend.attend_packed(*args)[0], cpu_attend.packed_operators.attend_packed.reference(*args)[0]
+    assert (got - wanted).norm() <= 2e-3 * wanted.norm()
+
+
+def test_positions_follow_from_the_bits():
+    torch.manual_seed(0)
+    bits = bits_of(96, 40)
+    mask = unpack_bits(bits)
+    assert torch.equal(pack_bits(mask), bits)
+    for value in (True, False):
+        tokens = 40 if value else 56
+        whole = Marks(bits, FIRST, tokens, value)
+        assert torch.equal(whole.positions(), places_of(mask == value).int() + FIRST)
+        assert torch.equal(whole.part(7, 20).part(2, 5).positions(), whole.positions()[:, :, 9:14])
+    assert Masks(None, None).at(whole, 56) is None
+
+
+def test_marks_of_too_few_tokens_are_refused():
+    """The extension counts the bits, because it writes the scores of all tokens."""
+    pages, of = pages_of(64, 16, "mean"), rope("halves", D)
+    bits = pages.where[0].bits
+    marks = Marks(bits, FIRST, 16, True, 1)
+    wrong = MeanRemoved(exact(16), RotatedMean(torch.randn(B, H, D), of, MarkedAngles(of, marks, None)))
+    with pytest.raises(ValueError, match="expected 17 tokens, got 16"):
+        cpu_attend.attend_packed(torch.randn(B, H, G, 2 * D), wrong.inner.operand, exact(16).operand, None, 1.0, None)
+    pages.where = (pages.where[0]._replace(skip=1000), *pages.where[1:])
+    with pytest.raises(ValueError, match="expected 1005 tokens, got 16"):
+        cpu_attend.native_pages(pages)
+    for of_wrong_shape in (bits[:, :1], bits[0]):
+        pages.where = (pages.where[0]._replace(bits=of_wrong_shape, skip=0), *pages.where[1:])
+        with pytest.raises(ValueError, match="marks"):
+            cpu_attend.native_pages(pages)

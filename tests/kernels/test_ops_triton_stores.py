@@ -1,0 +1,177 @@
+"""A layer's store read by Triton kernels alone: model dtypes, query groups, several new tokens,
+padded rows.
+
+On a machine without a GPU Triton interprets the kernels. `pytest -m gpu` runs the same tests on a
+CUDA device.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import benchmark
+from tersekv.attention.read import AttentionCall, attend_store
+from tersekv.cache.segments import Observed
+from tersekv.cache.stores import new_store
+from tersekv.kernels import backends
+from tersekv.recipe import Recipe
+from tersekv.transforms.rope import standard_rope
+from test_ops_triton import OUT, Counted, compare, device, moved, pytestmark  # noqa: F401
+from test_store import store, tokens
+
+RECIPE = "window:sinks=4,recent=32"
+
+
+def filled(recipe, B, T, D, dtype, padding, options=""):
+    """Return a store of T tokens, all but the latest five at once. Row r begins after padding[r]."""
+    keys, values = (x.to(dtype) for x in tokens(T, B=B, D=D))
+    s = store(f"{RECIPE}{options}+{recipe}", keys, values)
+    with backends.forced("auto"):  # encoding has its own tests
+        s.append(keys[:, :, :-5], values[:, :, :-5], padding)
+        s.append(keys[:, :, -5:], values[:, :, -5:])
+    assert s.packed_tokens >= 32
+    return s
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "D", "G", "q", "padding"),
+    [
+        ("kivi:bits=4", torch.bfloat16, 128, 4, 16, (9, 0)), ("kivi:bits=2", torch.float16, 64, 1, 1, None),
+        ("polarquant", torch.float32, 64, 7, 9, (9, 0)), ("turboquant:bits=3", torch.bfloat16, 256, 2, 5, None),
+        ("qjl:initial_layers=0", torch.float16, 96, 3, 2, (9, 0)), ("exact", torch.float32, 80, 8, 1, (9, 0)),
+        ("kvquant:bits=4,calibration=prompt,pre_rope=false", torch.bfloat16, 64, 2, 3, None),
+        ("turboquant:bits=4,centre=true", torch.bfloat16, 64, 2, 3, (9, 0)),
+        ("polarquant:centre=true", torch.float32, 64, 2, 1, None), ("qjl:centre=true", torch.float16, 64, 1, 2, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_stores(device, recipe, dtype, D, G, q, padding, monkeypatch):  # noqa: F811
+    from tersekv.kernels.triton import launch
+
+    padded = None if padding is None else torch.tensor(padding)
+    s = filled(recipe, 2, 85, D, dtype, padded)
+    mask = None
+    if padded is not None:
+        seen = torch.arange(85) <= torch.arange(85 - q, 85)[:, None]
+        mask = seen & (torch.arange(85) >= padded[:, None, None])
+    query = torch.randn(2, 2 * G, q, D, generator=torch.Generator().manual_seed(q)).to(dtype)
+    with backends.forced("reference"):
+        expected = attend_store(s, AttentionCall(query, mask, D**-0.5)).float()
+    s.to(device)
+    launched = []
+    monkeypatch.setattr(launch.kernels, "attend", Counted(launch.kernels.attend, "attend", launched))
+    got = attend_store(s, AttentionCall(query.to(device), moved(mask, device), D**-0.5))
+    assert (got.dtype, got.shape) == (dtype, (2, q, 2 * G, D))
+    assert len(launched) == 2  # packed tokens; sinks and the window
+    bound = OUT + 2 * torch.finfo(dtype).eps  # both are rounded
+    assert (got.cpu().float() - expected).norm() <= bound * expected.norm()
+
+
+@pytest.mark.parametrize("recipe", ["kivi:bits=2", "turboquant:bits=2"])
+def test_bias_correction(device, recipe):  # noqa: F811
+    """The term is added to the log-sum-exp of the packed tokens, without and with a linear map."""
+    query = 3 * torch.randn(2, 4, 2, 64, generator=torch.Generator().manual_seed(0))
+    off, s = (filled(recipe, 2, 85, 64, torch.float32, None, o) for o in ("", ",bias_correction=full"))
+    call = AttentionCall(query, None, 0.125)
+    with backends.forced("reference"):
+        expected, without = attend_store(s, call), attend_store(off, call)
+    s.to(device)
+    got = attend_store(s, AttentionCall(query.to(device), None, 0.125))
+    assert (got.cpu() - expected).norm() <= OUT * expected.norm()
+    assert (expected - without).norm() > 10 * OUT * expected.norm()
+
+
+@pytest.mark.parametrize("recipe", ["kivi:bits=2", "trellis:bits=2,calibration=prompt"])
+def test_bias_correction_of_two_rates(device, recipe):  # noqa: F811
+    """The pages of each rate have a launch and a term of their own, without and with a rotated mean."""
+    keys, values = tokens(200, B=2, D=64)
+    ranking = Observed(importance=torch.rand(2, 2, 200, generator=torch.Generator().manual_seed(1)))
+    stores, rope = [], standard_rope(64)
+    for options in ("", ",bias_correction=full"):
+        s = new_store(
+            Recipe.parse(f"mixed:sinks=4,recent=32,rest=1{options}+{recipe}").plan(0, 1), keys, values, None, rope
+        )
+        with backends.forced("auto"):
+            s.append(keys, values, None, ranking)
+        assert min(side.tokens for side in (s.keys.packed, s.keys.tiers[1].packed)) >= 32
+        stores.append(s)
+    off, s = stores
+    query = 3 * torch.randn(2, 4, 2, 64, generator=torch.Generator().manual_seed(0))
+    call = AttentionCall(query, None, 0.125)
+    with backends.forced("reference"):
+        expected, without = attend_store(s, call), attend_store(off, call)
+    s.to(device)
+    for _ in range(2):  # the second call has the page sets of the first
+        got = attend_store(s, AttentionCall(query.to(device), None, 0.125))
+        assert (got.cpu() - expected).norm() <= OUT * expected.norm()
+    assert (expected - without).norm() > 10 * OUT * expected.norm()
+
+
+def test_a_step_is_a_few_launches(device):  # noqa: F811
+    """The token is appended on both sides, the query becomes float32 and the output the model's
+    dtype."""
+    if device == "cuda":
+        pytest.skip("only counted with interpreted kernels")
+    step = benchmark("encode_launches").step
+    plain, rotated = step("kivi:bits=4"), step("turboquant:bits=4")
+    assert plain == {"torch": 4, "kernels": ["attend"] * 2 + ["merge"], "waits": 0}
+    assert (rotated["torch"], len(rotated["kernels"]), rotated["waits"]) == (8, 3, 0)
+
+
+@pytest.mark.parametrize("name", ["grid", "polar"])
+def test_a_call_of_static_capacity_is_replayed(device, name, monkeypatch):  # noqa: F811
+    """Pages and mask have a fixed size and a variable number of tokens.
+
+    As in a CUDA graph, the same launches are repeated over the current contents.
+    """
+    from tersekv.kernels.attend_pages import attend_pages as reference
+    from test_ops_pages import call
+
+    query, keys, values, pages, p, mask, *rest = call(name, 32)
+    args = [moved(x, device) for x in (query, keys, values, pages, p, mask, *rest)]
+    attend = backends.attend_pages.run
+    replay, outs = captured(lambda: attend(*args), device, monkeypatch)
+    for table in (torch.tensor([[4, -1, -1, -1], [3, 0, 6, 2]]), torch.tensor([[1, 6, 5, -1], [0, -1, -1, -1]])):
+        query, pages = torch.randn_like(query), table.int()
+        held = (pages >= 0).repeat_interleave(p, dim=1)
+        mask = held[:, None] & (torch.rand_like(mask, dtype=torch.float32) < 0.9)
+        for there, now in zip((args[0], args[3], args[5]), (query, pages, mask), strict=True):
+            there.copy_(now)
+        replay()
+        expected = reference.reference(query, keys, values, pages, p, mask, *rest)
+        compare(outs, expected, float((query @ keys.decode().mT).abs().max()) * rest[0])
+
+
+def captured(run, device, monkeypatch):  # noqa: F811
+    """Return a function that repeats the launches, and the outputs to which it writes.
+
+    When interpreted, torch may only allocate or view. A first run makes constant tables.
+    """
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = run()
+        return graph.replay, outs
+    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+    from triton.runtime.interpreter import InterpretedFunction
+
+    class Nothing(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            assert op.is_view or "empty" in op.name(), f"{op} is no launch of ours"
+            return op(*args, **(kwargs or {}))
+
+    launches, launch = [], InterpretedFunction.run
+
+    def noted(kernel, *args, **options):
+        launches.append(lambda: launch(kernel, *args, **options))
+        with _disable_current_modes():
+            launch(kernel, *args, **options)
+
+    with monkeypatch.context() as patch, Nothing():
+        patch.setattr(InterpretedFunction, "run", noted)
+        outs = run()
+    assert launches
+    return lambda: [again() for again in launches], outs

@@ -1,0 +1,131 @@
+"""The driver of the papers' tables: resumable runs, tables that say what is left out, pages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from conftest import benchmark
+from tersekv.errors import UserError
+
+ROWS = {"KIVI": "window:sinks=0,recent=0,start=0+kivi:bits=2,group=16", "float": "exact"}
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Load benchmarks/papers.py, which imports its neighbours."""
+    folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
+    monkeypatch.syspath_prepend(folder)
+    return benchmark("papers")
+
+
+@pytest.fixture
+def parts(driver: ModuleType) -> ModuleType:
+    """Return the module of experiments that the driver uses."""
+    return sys.modules["experiment"]
+
+
+def passkey(parts: ModuleType, **options: Any) -> Any:
+    return parts.Questions(
+        "Passkeys", "How.", "Theirs.", options={"pack": "after-prompt"}, values=("600", "64k"), rows=ROWS, **options
+    )
+
+
+def test_run_continues_in_rounds_and_says_what_is_left_out(
+    driver: ModuleType, parts: ModuleType, tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = passkey(parts, samples=3)
+    setting = parts.Setting(tiny, "float32", tmp_path, samples=2)
+    experiment.run(setting)
+    said = capsys.readouterr().out
+    assert "64k is left out" in said
+    (folder,) = [path.parent for path in tmp_path.rglob("records.jsonl")]
+    lines = (folder / "records.jsonl").read_text().splitlines()
+    assert len(lines) == 2 * 3
+    assert {json.loads(line)["options"]["pack"] for line in lines} == {"after-prompt"}
+    results = experiment.results(setting)
+    assert [(r.row, r.column, r.samples, r.wanted) for r in results] == [
+        (row, "600", 2, 3) for row in ("full cache", "KIVI", "float")
+    ]
+    table = driver.tables(driver.lines_of("qjl", "x", setting, results))
+    assert "2 of 3 samples per cell" in table
+    assert "| full cache | 0.000 ± 0 | 32.00 |" in table
+    experiment.run(parts.Setting(tiny, "float32", tmp_path))
+    again = (folder / "records.jsonl").read_text().splitlines()
+    assert again[:6] == lines
+    assert len(again) == 9
+
+
+def test_run_stops_when_its_hours_are_used_up(parts: ModuleType, tiny: str, tmp_path: Path) -> None:
+    setting = parts.Setting(tiny, "float32", tmp_path, hours=0.0)
+    with pytest.raises(parts.OutOfTimeError):
+        passkey(parts).run(setting)
+    assert passkey(parts).results(setting) == []
+
+
+def test_only_samples_that_all_rows_have_count(parts: ModuleType, tiny: str, tmp_path: Path) -> None:
+    experiment, setting = passkey(parts, samples=2), parts.Setting(tiny, "float32", tmp_path)
+    experiment.run(setting)
+    (path,) = tmp_path.rglob("records.jsonl")
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    assert {r.samples for r in experiment.results(setting)} == {1}
+
+
+def test_unknown_rows_and_missing_data_are_refused(parts: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no row 'KIVY': choose from KIVI, float"):
+        passkey(parts).run(parts.Setting("none", "float32", tmp_path, rows=("KIVY",)))
+    with pytest.raises(UserError, match=r"this experiment reads a\.txt: give the folder that holds it with --data"):
+        parts.Setting("none", "float32", tmp_path).text("a.txt")
+
+
+def test_tables_with_many_columns_are_turned(driver: ModuleType, parts: ModuleType) -> None:
+    results = [parts.Result("full", f"task {i}", "accuracy", i / 10, 0.01, 5, 5, 16.0) for i in range(8)]
+    table = driver.tables(driver.lines_of("qjl", "x", parts.Setting("m", "bfloat16", Path()), results)).splitlines()
+    assert table[0] == "accuracy, m in bfloat16, 5 samples per cell:"
+    assert table[2] == "|  | full |"
+    assert table[5] == "| task 1 | 0.100 ± 0.01 |"
+    assert table[-1] == "| true bits | 16.00 |"
+
+
+def test_records_of_a_table_are_replaced_and_make_the_pages(
+    driver: ModuleType, parts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "RECORDS", tmp_path / "records")
+    setting = parts.Setting("m", "float32", Path())
+    for mean in (0.25, 0.5):
+        result = parts.Result("full", "2k", "accuracy", mean, None, 1, 50)
+        driver.keep("kvquant", "table2", driver.lines_of("kvquant", "table2", setting, [result]))
+    assert [line["mean"] for line in driver.read_lines("kvquant")] == [0.5]
+    pages = [tmp_path / f"{name}.md" for name in driver.pages()]
+    for page in pages:
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(f"Before.\n{driver.BEGIN}\nold\n{driver.END}\nAfter.\n")
+    driver.write_pages(tmp_path)
+    index = pages[0].read_text()
+    assert index.startswith("Before.")
+    assert index.endswith("After.\n")
+    assert "| `table2` | Table 2: passkey retrieval | m, float32, 1 of 50 samples per cell |" in index
+    assert "| [`table9`](methods/kvquant-ablations.md) | Table 9: " in index
+    assert "### Table 9: " in (tmp_path / "methods" / "kvquant-ablations.md").read_text()
+    page = (tmp_path / "reproduction" / "kvquant.md").read_text()
+    assert "### Table 9: " not in page
+    assert "| full | 0.500 |" in page
+    assert "Not run here." in page
+
+
+def test_committed_pages_are_those_of_the_records(driver: ModuleType, tmp_path: Path) -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    names = [f"{name}.md" for name in driver.pages()]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((docs / name).read_text(encoding="utf-8"), encoding="utf-8")
+    driver.write_pages(tmp_path)
+    for name in names:
+        assert (tmp_path / name).read_text(encoding="utf-8") == (docs / name).read_text(encoding="utf-8"), (
+            f"{name} is not what its records give: python benchmarks/papers.py --page docs"
+        )

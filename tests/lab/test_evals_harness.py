@@ -1,0 +1,256 @@
+"""The harness: products of recipes, records that survive a kill, summaries."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tersekv import UserError
+from tersekv.calibration.text import pydoc_text
+from tersekv.lab.evals import records as recording
+from tersekv.lab.evals.harness import Harness
+from tersekv.lab.evals.products import expand
+from tersekv.lab.evals.records import FILE, Records
+from tersekv.lab.evals.tasks import Estimate, Task
+from tersekv.lab.evals.tasks.divergence import Divergence
+from tersekv.lab.evals.tasks.perplexity import Perplexity
+from tersekv.models.loading import load
+
+RECIPES = ["kivi:bits=2", "turboquant:bits=3"]
+
+
+@pytest.fixture(scope="module")
+def harness(tiny: str) -> Harness:
+    return Harness(*load(tiny), "tiny", RECIPES)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Write a text of 2,000 tokens of the tiny model."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(pydoc_text()[:2000], encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def tasks(text: str) -> dict[str, Task]:
+    return {
+        "perplexity": Perplexity(text, context=64, windows=2),
+        "divergence": Divergence(text, context=64, windows=1, mode="cache", chunk=16),
+    }
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+
+
+def timeless(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**record, "seconds": None} for record in records]
+
+
+# ---------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize(
+    ("product", "recipes"),
+    [
+        ("kivi", ["kivi"]),
+        ("turboquant:bits=2..4", ["turboquant:bits=2", "turboquant:bits=3", "turboquant:bits=4"]),
+        (
+            "uniform:bits=2,4,group=32,64",
+            [f"uniform:bits={b},group={g}" for b in (2, 4) for g in (32, 64)],
+        ),
+        ("window:sinks=0,4+kivi:bits=2,3..4", [f"window:sinks={s}+kivi:bits={b}" for s in (0, 4) for b in (2, 3, 4)]),
+        ("qjl/uniform:bits=2,4", ["qjl/uniform:bits=2", "qjl/uniform:bits=4"]),
+        ("kivi:bits=2;0-1=exact;-1=uniform:bits=3..4", [f"kivi:bits=2;0-1=exact;-1=uniform:bits={b}" for b in (3, 4)]),
+        ("kivi:bits=2,2", ["kivi:bits=2"]),
+        ("uniform:group=64, bits=2", ["uniform:bits=2,group=64"]),
+    ],
+)
+def test_products(product: str, recipes: list[str]) -> None:
+    assert expand(product) == recipes
+
+
+@pytest.mark.parametrize(
+    ("product", "said"),
+    [
+        ("kivi:bits=4..2", "the smaller one first"),
+        ("kivi:bits=2..x", "is not a valid range"),
+        ("kivi:bits=1..99999", "more than 1,000 values"),
+        ("kivi:bits=2..4,group=1..999", "at most 1,000"),
+        ("kivi:2,4", "is not an option"),
+        ("kivi:bits=2,9", "bits=9"),
+        ("kivy:bits=2..4", "did you mean 'kivi'"),
+    ],
+)
+def test_wrong_products(product: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        expand(product)
+
+
+# ---------------------------------------------------------------- runs
+
+
+def test_run_writes_a_record_per_task_sample_and_recipe(
+    harness: Harness, tasks: dict[str, Task], tmp_path: Path
+) -> None:
+    seen = []
+    with Records(tmp_path / "deep" / "out") as records:
+        summaries = harness.run(tasks, records, seen.append)
+    made = lines(tmp_path / "deep" / "out")
+    assert [r["recipe"] for r in made] == ["full", *RECIPES] * 3
+    assert [r["task"] for r in made] == ["perplexity"] * 6 + ["divergence"] * 3
+    assert [(at.done, at.total) for at in seen] == [(i, 9) for i in range(9)]
+    record = made[1]
+    assert list(record) == [
+        *("task", "options", "sample", "recipe", "model", "seed", "metrics", "tokens"),
+        *("bits_per_element", "bytes", "bytes_by_part", "details", "versions", "seconds"),
+    ]
+    assert record["options"]["context"] == 64
+    assert set(record["versions"]) == {"tersekv", "torch", "transformers", "python"}
+    assert record["bytes"] == sum(record["bytes_by_part"].values()) > 0
+    assert [(s.task, s.recipe, s.samples) for s in summaries] == [
+        *(("perplexity", recipe, 2) for recipe in ["full", *RECIPES]),
+        *(("divergence", recipe, 1) for recipe in ["full", *RECIPES]),
+    ]
+    nll = Estimate.of([r["metrics"]["nll"] for r in made[:6] if r["recipe"] == "kivi:bits=2"])
+    assert summaries[1].metrics["perplexity"].mean == pytest.approx(math.exp(nll.mean))
+    document = summaries[4].document()
+    assert list(document) == ["task", "recipe", "samples", "tokens", "bits_per_element", "bytes", "metrics", "seconds"]
+    assert document["metrics"]["kl"]["stderr"] is None
+    assert document["metrics"]["kl"]["mean"] == pytest.approx(made[7]["metrics"]["kl"], rel=1e-6)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 700, -1, -300], ids=lambda cut: f"cut at {cut}")
+def test_truncated_file_is_completed(harness: Harness, tasks: dict[str, Task], tmp_path: Path, cut: int) -> None:
+    with Records(tmp_path / "whole") as records:
+        wanted = harness.run(tasks, records)
+    data = (tmp_path / "whole" / FILE).read_bytes()
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / FILE).write_bytes(data[:cut])
+    kept = data[:cut].count(b"\n")
+    seconds = [record["seconds"] for record in lines(tmp_path / "whole")][:kept]
+    with Records(tmp_path / "cut") as records:
+        got = harness.run(tasks, records)
+    assert timeless(lines(tmp_path / "cut")) == timeless(lines(tmp_path / "whole"))
+    assert [record["seconds"] for record in lines(tmp_path / "cut")][:kept] == seconds
+    assert [s.metrics for s in got if s.samples > 1] == [s.metrics for s in wanted if s.samples > 1]
+
+
+def test_one_file_holds_other_options_recipes_and_models(
+    harness: Harness, tiny: str, text: str, tmp_path: Path
+) -> None:
+    one, other = {"perplexity": Perplexity(text, context=64)}, {"perplexity": Perplexity(text, context=32)}
+    for asked in (one, other, one):
+        with Records(tmp_path) as records:
+            harness.run(asked, records)
+    assert [r["options"]["context"] for r in lines(tmp_path)] == [64] * 12 + [32] * 12
+    with Records(tmp_path) as records:
+        Harness(*load(tiny), "tiny", ["kivi:bits=4", "kivi:bits=2"]).run(one, records)
+        assert [r["recipe"] for r in lines(tmp_path)[24:]] == ["kivi:bits=4"] * 4
+        Harness(*load(tiny), "another", []).run(one, records)
+    assert {r["model"] for r in lines(tmp_path)[28:]} == {"another"}
+
+
+def test_wrong_recipes_are_refused_before_anything_runs(tiny: str) -> None:
+    with pytest.raises(UserError, match="head dim"):
+        Harness(*load(tiny), "tiny", ["kivi:bits=2", "int4"])
+
+
+KILLED = """
+import os, signal, sys
+from tersekv import cli
+from tersekv.lab.evals.tasks.perplexity import Perplexity
+
+evaluate, calls = Perplexity.evaluate, []
+
+def killed(*args):
+    calls.append(1)
+    if len(calls) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return evaluate(*args)
+
+Perplexity.evaluate = killed
+cli.run(sys.argv[1:])
+"""
+
+
+def test_killed_run_continues(tiny: str, text: str, tmp_path: Path) -> None:
+    """The same command completes the records of a killed process, equal to those of an
+    uninterrupted run."""
+    common = ["eval", "perplexity", "-m", tiny, "--text", text, "-r", "kivi:bits=2", "-r", "turboquant"]
+    common += ["--context", "160", "--windows", "4", "--mode", "cache", "--chunk", "32", "--out"]
+    out = tmp_path / "killed"
+    killed = subprocess.run([sys.executable, "-c", KILLED, *common, str(out)], stdout=subprocess.DEVNULL, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(lines(out)) == 4
+    for folder in (out, tmp_path / "whole"):
+        start = [sys.executable, "-m", "tersekv", *common, str(folder)]
+        subprocess.run(start, check=True, stdout=subprocess.DEVNULL)
+    assert timeless(lines(out)) == timeless(lines(tmp_path / "whole"))
+    assert len(lines(out)) == 12
+
+
+# ---------------------------------------------------------------- the file
+
+
+def test_records_without_a_folder_are_kept_in_memory(harness: Harness, text: str) -> None:
+    task = {"perplexity": Perplexity(text, context=32)}
+    with Records() as records:
+        first = harness.run(task, records)
+        assert harness.run(task, records) == first  # equal seconds show that nothing ran again
+
+
+def test_file_is_locked_and_checked(harness: Harness, text: str, tmp_path: Path) -> None:
+    with Records(tmp_path) as records:
+        harness.run({"perplexity": Perplexity(text, context=32, windows=1)}, records)
+        with pytest.raises(UserError, match="another run is writing"), Records(tmp_path):
+            pass
+    whole = (tmp_path / FILE).read_text()
+    (tmp_path / FILE).write_text(whole + '{"half": ')
+    assert [recording.key_of(r) for r in recording.read(tmp_path)] == [recording.key_of(r) for r in lines_of(whole)]
+    assert (tmp_path / FILE).read_text() == whole + '{"half": '
+    (tmp_path / FILE).write_text("\nno record\n" + whole)
+    with pytest.raises(UserError, match="line 2 of"), Records(tmp_path):
+        pass
+    with pytest.raises(UserError, match="cannot read records"):
+        recording.read(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write records"), Records(tmp_path / "file" / "below"):
+        pass
+
+
+def test_a_run_over_more_windows_reuses_records() -> None:
+    asked = dict.fromkeys(recording.KEY, "x") | {"options": {"windows": 2, "context": 64}}
+    more = asked | {"options": {"windows": 4, "context": 64}}
+    assert recording.key_of(asked) == recording.key_of(more)
+    assert recording.key_of(asked) != recording.key_of(asked | {"options": {"windows": 2, "context": 65}})
+
+
+def test_the_time_of_packing_is_part_of_the_request() -> None:
+    asked = dict.fromkeys(recording.KEY, "x") | {"options": {"samples": 2, "lengths": "1k"}}
+    now, after = (asked | {"options": asked["options"] | {"pack": p}} for p in ("before-question", "after-prompt"))
+    assert recording.key_of(asked) == recording.key_of(now)  # records of earlier versions have no such option
+    assert recording.key_of(asked) != recording.key_of(after)
+
+
+def lines_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_metrics_that_are_not_finite_are_null(harness: Harness) -> None:
+    from tersekv.cache.footprint import Footprint
+    from tersekv.lab.evals.tasks import Result
+
+    asked = dict.fromkeys(recording.KEY, "x") | {"options": {}}
+    with Records() as records:
+        kept = records.add(recording.make(asked, Result({"a": math.nan, "b": 1.0}, 3, Footprint()), {"x": 1}, 0.5))
+    assert kept["metrics"] == {"a": None, "b": 1.0}
+    assert kept["details"] == {"x": 1}

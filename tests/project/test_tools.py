@@ -1,0 +1,76 @@
+"""The programs that check prose: what they find, and what they leave alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LONG = " ".join(["word"] * 26)
+
+
+def words(path: Path, text: str) -> list[str]:
+    """Findings of tools/words.py in a file with this text, without the file's name."""
+    path.write_text(text)
+    run = subprocess.run([sys.executable, ROOT / "tools" / "words.py", path], capture_output=True, text=True)
+    assert run.returncode == (1 if run.stdout else 0), run.stderr
+    return [line.removeprefix(f"{path}:") for line in run.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "finding"),
+    [
+        ("a.py", '"""What it does."""', "1: opens with 'What': open with a noun or a verb"),
+        ("a.py", 'x = 1\n"""Of x."""', "2: opens with 'Of': open with a noun or a verb"),
+        ("a.py", f"# {LONG}.", "1: a sentence of 26 words ('word word word word word word …'): at most 25"),
+        ("a.py", "x = 1  # it hangs on x", "1: 'hangs on': write depends on"),
+        ("a.cpp", f"int x;\n// {LONG[:60]}\n// {LONG[60:]}", "2: a sentence of 26 words"),
+        ("a.md", f"# Title\n\n{'x' * 60} {'y' * 60}", "3: a line of 121 columns: at most 100"),
+    ],
+)
+def test_words_finds(tmp_path, name, text, finding):
+    assert [found[: len(finding)] for found in words(tmp_path / name, text)] == [finding]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.py", '"""Return x. It is short."""\n# type: ignore\nx = "What hangs on a string"'),
+        ("a.py", f'"""Return x.\n\nArgs:\n    x: {" ".join(["word"] * 20)}.\n    y: {" ".join(["word"] * 20)}.\n"""'),
+        ("a.cpp", 'const char* x = "no comment here";  // see https://example.org/a'),
+        ("a.md", f"| {LONG} | {LONG} |\n\n```\n{LONG} hangs on\n```\n\n- `{LONG[:80]}` is code."),
+    ],
+)
+def test_words_leaves_alone(tmp_path, name, text):
+    assert words(tmp_path / name, text) == []
+
+
+def prose_only(folder: Path) -> subprocess.CompletedProcess[str]:
+    """tools/prose_only.py of the work tree against the last commit."""
+    return subprocess.run(
+        [sys.executable, ROOT / "tools" / "prose_only.py"], cwd=folder, capture_output=True, text=True
+    )
+
+
+def test_a_change_of_words_is_told_from_one_of_code(tmp_path):
+    def git(*args: str) -> None:
+        identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", *identity, *args], cwd=tmp_path, check=True, capture_output=True)
+
+    python, cpp = tmp_path / "a.py", tmp_path / "a.cpp"
+    python.write_text('def f():\n    """Old."""\n    return "# no comment"\n')
+    cpp.write_text('const char* x = "// no comment";  // old\n')
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    python.write_text('def f():\n    """New words."""\n    # why\n    return "# no comment"\n')
+    cpp.write_text('// new\nconst char* x =\n    "// no comment";\n')
+    assert (prose_only(tmp_path).returncode, prose_only(tmp_path).stdout) == (0, "")
+    python.write_text('def f():\n    """New words."""\n    return "# another"\n')
+    cpp.write_text('const char* x = "// other";\n')
+    found = prose_only(tmp_path)
+    assert found.returncode == 1
+    assert found.stdout.splitlines() == ["more than words: a.cpp", "more than words: a.py"]

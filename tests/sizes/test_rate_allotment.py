@@ -1,0 +1,307 @@
+"""Rates of each layer under `mixed` with `allot=model`: the measurement, the choice, and caches that use it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tersekv
+from conftest import prompt
+from tersekv import cli
+from tersekv.calibration import first_use
+from tersekv.calibration.attention_spread import SINKS, in_order, measure
+from tersekv.calibration.calibration import SCORES, Calibration, Made
+from tersekv.calibration.find import calibrated_plans, default_folder, profile_place
+from tersekv.calibration.needs import attention_plans
+from tersekv.codecs import Codec
+from tersekv.codecs.codebooks.bits import SQUARED_ERROR
+from tersekv.errors import UserError
+from tersekv.models.config import cache_shape
+from tersekv.models.fingerprint import architecture, fingerprint
+from tersekv.recipe import Recipe
+from tersekv.sizes.estimate import predict
+from tersekv.sizes.rate_allotment import STEPS, allotted
+from test_saved import goes_on_alike, read, singles
+
+RECIPE = "mixed:allot=model,recent=20+trellis:bits=2,calibration=prompt"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def spread(*shares: float, heads: int = 2) -> torch.Tensor:
+    """Return curves of layers: the most important eighth gets this share of all squared attention."""
+    at = torch.arange(STEPS + 1) / STEPS
+    curves = [torch.where(at < 1 / 8, 8 * at * s, s + (1 - s) * (at - 1 / 8) * 8 / 7) for s in shares]
+    return torch.stack(curves).float()[:, None].expand(-1, heads, -1).clone()
+
+
+def calibration_of(model, scores: torch.Tensor, profile: str = "mixed") -> Calibration:
+    made = Made(profile, architecture(model.config), fingerprint(model), "text", "0" * 64, 1, 512, 0, SINKS)
+    return Calibration(made, {SCORES: scores})
+
+
+def chosen(model, recipe: str, scores: torch.Tensor):
+    parsed = Recipe.parse(recipe)
+    return allotted(attention_plans(parsed, model.config), scores, (32, 32))
+
+
+def loss_and_bytes(plans, scores: torch.Tensor, shape) -> tuple[float, float]:
+    """Return the loss of all layers and the mean bytes of a token's codes and scales."""
+    loss, size = 0.0, []
+    for i, plan in plans.items():
+        share, rest = plan.policy.budget, plan.policy.rest
+        curve = scores[i].double().sum(0)
+        first = float(curve[round(share * STEPS)])
+        loss += first * Codec.expected_error(plan.keys.bits) + (float(curve[-1]) - first) * Codec.expected_error(rest)
+        at = (share, plan.keys.bits), (1 - share, rest)
+        size.append(
+            sum(
+                part * codec.at_rate(bits).layout(dim).block_bytes() / 32
+                for part, bits in at
+                for codec, dim in ((plan.keys, shape.key_dim), (plan.values, shape.value_dim))
+            )
+        )
+    return loss, sum(size) / len(size)
+
+
+def test_squared_errors_lie_between_those_of_whole_bits():
+    table = SQUARED_ERROR["trellis"]
+    assert Codec.expected_error(2) == pytest.approx(float(table[2]))
+    assert table[3] < Codec.expected_error(2.5) < table[2]
+    assert Codec.expected_error(2.5) == pytest.approx(float(table[2] * table[3]) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("codec", "bits"),
+    [(codec, bits) for codec in ("trellis:calibration=prompt", "kivi", "uniform", "turboquant") for bits in (2, 3)]
+    + [("trellis:calibration=prompt", 1.5)],
+)
+def test_layers_share_the_bits_of_the_recipe(llama, codec, bits):
+    """Bytes are those of equal rates or a little less, and the loss is lower."""
+    recipe = f"mixed:allot=model+{codec}{',' if ':' in codec else ':'}bits={bits}"
+    scores, shape = spread(0.99, 0.5, 0.2), cache_shape(llama.config)
+    plans = chosen(llama, recipe, scores)
+    loss, size = loss_and_bytes(plans, scores, shape)
+    equal = attention_plans(Recipe.parse(recipe), llama.config)[0]
+    layouts = [equal.keys.layout(shape.key_dim), equal.values.layout(shape.value_dim)]
+    whole = sum(layout.block_bytes() / 32 for layout in layouts)
+    assert 0.9 * whole < size <= whole + 1e-6
+    assert loss < float(scores[:, :, -1].sum()) * Codec.expected_error(bits)
+    assert all(plan.policy.rest < plan.keys.bits == plan.values.bits for plan in plans.values())
+
+
+def test_no_other_choice_of_a_layer_is_better_at_its_price(llama):
+    """Among all choices the layers' mean bytes and loss lie on the lower hull: no swap of two layers' choices helps."""
+    scores = spread(0.99, 0.5, 0.2) * torch.tensor([1.0, 3.0, 0.5])[:, None, None]
+    shape = cache_shape(llama.config)
+    plans = chosen(llama, RECIPE, scores)
+    loss, size = loss_and_bytes(plans, scores, shape)
+    for i in plans:
+        for j in plans:
+            swapped = dict(plans) | {i: plans[j]._replace(layer=i), j: plans[i]._replace(layer=j)}
+            other, bytes_ = loss_and_bytes(swapped, scores, shape)
+            assert bytes_ == pytest.approx(size)
+            assert other >= loss - 1e-9
+
+
+def test_layers_whose_attention_is_found_get_fewer_bits(llama):
+    plans = chosen(llama, RECIPE, spread(0.999, 0.5, 0.13))
+    mean = [p.policy.budget * p.keys.bits + (1 - p.policy.budget) * p.policy.rest for p in plans.values()]
+    assert mean[0] < mean[1] < mean[2]
+
+
+def test_exact_layers_and_layers_without_a_measurement_keep_their_plan(llama):
+    scores = spread(0.9, 0.5, 0.2)
+    scores[1] = -1
+    plans = chosen(llama, f"{RECIPE};0=exact", scores)
+    assert [plan.rates is not None for plan in plans.values()] == [False, False, True]
+    assert plans[1].keys.bits == 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("mixed:allot=model,budget=0.3+trellis:bits=2", "allot=model chooses budget and rest"),
+        ("mixed:allot=model,rest=1+trellis:bits=2", "leave these options out"),
+        ("mixed:allot=both+trellis:bits=2", "allot=both is not allowed; choose one of layer, model"),
+        ("mixed:allot=model+qjl", "allot=model is not available: .* use trellis, uniform, kivi or"),
+    ],
+)
+def test_wrong_options(recipe, message):
+    with pytest.raises(UserError, match=message):
+        Recipe.parse(recipe)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("mixed:allot=model+trellis:bits=2/trellis:bits=3", "the same bits for keys and values .* got 2, 3"),
+        ("mixed:allot=model+trellis:bits=8", "rates above and below the recipe's bits=8, and this codec has 0.5, .* 8"),
+        ("mixed:allot=model+trellis:bits=0.25", "rates above and below"),
+        ("mixed:allot=model+trellis:bits=2;1=trellis:bits=3", "in all layers .* got 2, 3"),
+    ],
+)
+def test_recipes_that_leave_no_choice(llama, recipe, message):
+    with pytest.raises(UserError, match=message):
+        chosen(llama, recipe, spread(0.9, 0.5, 0.2))
+
+
+def test_attention_is_summed_in_order_of_rank():
+    received = torch.arange(2 * 64.0).view(2, 64)
+    rank = torch.arange(2 * 64.0).view(2, 64)
+    sums = in_order(received, rank)
+    assert sums.shape == (2, STEPS + 1)
+    assert sums[:, 0].eq(0).all()
+    assert torch.equal(sums[:, -1], received.sum(1))
+    assert torch.equal(sums[:, 1], received[:, -2:].sum(1))
+    assert torch.equal(in_order(received, -rank)[:, 1], received[:, :2].sum(1))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("reread", [False, True])
+def test_the_measurement_sums_the_squares_of_full_attention(models, name, reread):
+    model, ids = models[name], prompt(160, batch=2)
+    got = measure(model, ids, reread)
+    first, kept = 120, model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            weights = model(ids, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation(kept)
+    heads = got.shape[1]
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(weights)
+    assert (got[[kind != "full_attention" for kind in kinds]] == -1).all()
+    for layer, kind in enumerate(kinds):
+        if kind != "full_attention":
+            continue
+        later = weights[layer][:, :, first:, SINKS:first].float().square().sum(-1).mean((0, 2))
+        torch.testing.assert_close(got[layer, :, -1], later.view(heads, -1).mean(1), rtol=1e-3, atol=1e-6)
+        assert (got[layer].diff(dim=-1) >= 0).all()
+        assert (got[layer, :, STEPS // 2] >= got[layer, :, -1] / 4).all()  # the ranking finds some of it
+
+
+def test_short_texts_are_refused(llama):
+    with pytest.raises(UserError, match="texts of 48 tokens or more, got 40"):
+        measure(llama, prompt(40), False)
+
+
+def test_the_first_use_measures_the_model(llama):
+    path = profile_place(default_folder(fingerprint(llama)), "mixed")
+    with pytest.warns(UserWarning, match="no calibration for 'mixed:allot=model.* it is made once"):
+        cache = tersekv.CompressedCache(llama, RECIPE)
+    assert Calibration.load(path).made.corpus == "own text"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tersekv.CompressedCache(llama, RECIPE.replace("bits=2", "bits=3"))  # one measurement serves all rates
+    assert len({tuple(layer.plan.rates.tolist()) for layer in cache.layers}) > 1
+    with pytest.raises(UserError, match="needs a calibration: give the model in place of its config"):
+        tersekv.CompressedCache(llama.config, RECIPE)
+    with pytest.raises(UserError, match="was made for recipe 'mixed', not for 'mixed-reread'"):
+        tersekv.CompressedCache(llama, RECIPE.replace("allot=model", "allot=model,reread=true"), path)
+
+
+@pytest.mark.parametrize("words", [259, 80])
+def test_the_first_use_reads_a_text_with_the_tokenizer_of_the_model(tiny, words):
+    """A tokenizer whose ids the model does not have is not used."""
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    model.resize_token_embeddings(words)
+    with pytest.warns(UserWarning, match="behind Python's help" if words == 259 else "writes itself"):
+        tersekv.CompressedCache(model, RECIPE)
+    made = Calibration.load(profile_place(default_folder(fingerprint(model)), "mixed")).made
+    samples = first_use.READ if words == 259 else first_use.SAMPLES
+    assert (made.corpus, made.samples) == ("pydoc" if words == 259 else "own text", samples)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "codec", ["trellis:bits=2,calibration=prompt", "kivi:bits=2", "turboquant:bits=3", "trellis:bits=2"]
+)
+def test_a_cache_has_the_rates_of_each_layer(llama, tmp_path, codec):
+    recipe = f"mixed:allot=model,recent=20,bias_correction=full+{codec}"
+    found = calibration_of(llama, spread(0.99, 0.6, 0.2))
+    found.save(profile_place(tmp_path, "mixed"))
+    if "prompt" not in codec and "trellis" in codec:
+        with tersekv.compress(llama, "trellis:bits=2"):
+            folder = default_folder(fingerprint(llama))
+        found.save(profile_place(folder, "mixed"))
+        learnt = None
+    else:
+        learnt = tmp_path
+    with tersekv.compress(llama, recipe, learnt):
+        held = tersekv.CompressedCache(llama, recipe, learnt)
+        read(llama, held, [prompt(600), *singles(5)])
+        for layer in held.layers:
+            store = layer.store
+            assert store.ranked
+            bits, rest, share = layer.plan.rates.tolist()
+            assert (store.keys.codec.bits, store.keys.tiers[1].codec.bits) == (bits, rest)
+            assert abs(store.keys.packed.tokens - share * store.packed_tokens) <= 32
+        goes_on_alike(llama, held, tmp_path / "cache.safetensors", [*singles(3), prompt(300, seed=2)])
+
+
+def test_beams_and_batches(llama):
+    found = calibration_of(llama, spread(0.99, 0.6, 0.2))
+    ids = prompt(300, batch=2)
+    with tersekv.compress(llama, RECIPE, found):
+        out = llama.generate(ids, attention_mask=torch.ones_like(ids), num_beams=3, max_new_tokens=6, do_sample=False)
+    assert out.shape[0] == 2
+
+
+def test_estimate_is_near_what_is_held(llama, tmp_path):
+    found = calibration_of(llama, spread(0.99, 0.6, 0.2))
+    with tersekv.compress(llama, RECIPE, found):
+        cache = tersekv.CompressedCache(llama, RECIPE, found)
+        read(llama, cache, [prompt(2000)])
+    predicted = predict(cache_shape(llama.config), Recipe.parse(RECIPE), 2000).total_bytes
+    assert cache.footprint().total_bytes == pytest.approx(predicted, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("scores", "words"),
+    [
+        (torch.zeros(3, 2), r"scores is float32 \[3, 2\], and must be float32 \[3, 2, 33\]; calibrate again"),
+        (torch.full((3, 2, STEPS + 1), torch.nan), "scores .*; calibrate again"),
+    ],
+)
+def test_faults_of_a_file(llama, tmp_path, scores, words):
+    calibration_of(llama, scores).save(tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match=words):
+        tersekv.CompressedCache(llama, RECIPE, tmp_path / "a.safetensors")
+
+
+def test_plans_differ_by_layer_but_not_by_process(llama):
+    """Every process of a tensor-parallel model chooses the same rates: they depend on all heads."""
+    found = calibration_of(llama, spread(0.99, 0.6, 0.2))
+    first, again = (calibrated_plans(Recipe.parse(RECIPE), llama.config, found) for _ in range(2))
+    assert all(torch.equal(first[i].rates, again[i].rates) for i in first)
+    assert first[0].policy != first[2].policy
+
+
+def run_json(capfd, *arguments: str):
+    assert cli.run([*arguments, "--json"]) == 0, capfd.readouterr().err
+    return json.loads(capfd.readouterr().out)
+
+
+def test_the_command(tiny, capfd, cache, tmp_path):
+    text = tmp_path / "text"
+    text.write_text("".join(f"Line {i} of a text. " for i in range(400)))
+    common = ("-m", tiny, "-t", str(text), "--samples", "2", "--length", "400")
+    recipes = ("-r", RECIPE, "-r", RECIPE.replace("allot", "reread=true,allot"))
+    made = run_json(capfd, "calibrate", *common, *recipes)
+    assert [file["recipe"] for file in made["files"]] == ["mixed", "mixed-reread"]
+    found = Calibration.load(Path(made["files"][0]["path"]))
+    assert (found.made.samples, found.made.length, found.made.sinks) == (2, 400, SINKS)
+    held = run_json(capfd, "generate", "-m", tiny, "-r", RECIPE, "-p", "x" * 600, "--max-new-tokens", "3")["cache"]
+    assert held["bytes_by_part"]["selection"] > 0
+    assert cli.run(["estimate", "-m", tiny, "-r", RECIPE, "-c", "4k"]) == 0
+    assert "all layers count alike here" in capfd.readouterr().out
