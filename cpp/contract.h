@@ -10,7 +10,21 @@
 namespace tersekv {
 
 enum class Float : int { f32 = 0, f16 = 1, bf16 = 2 };
-enum class Kind : int { exact, grid, signs, polar, sparse, sum, concat, roped, rotated, trellis, rotated_mean, scaled };
+enum class Kind : int {
+  exact,
+  grid,
+  signs,
+  polar,
+  sparse,
+  sum,
+  concat,
+  roped,
+  rotated,
+  trellis,
+  rotated_mean,
+  scaled,
+  count
+};
 
 // static: kernels are compiled with different flags, and the linker must not merge their copies of
 // inline functions.
@@ -297,6 +311,12 @@ struct Kernels {
 // Return 64-byte aligned memory of the calling thread, valid until the thread calls reset_scratch.
 float* scratch(int64_t floats);
 void reset_scratch();
+
+// Return room for `count` objects in scratch memory. They are not initialised.
+template <class T>
+static inline T* scratch_of(int64_t count = 1) {
+  return reinterpret_cast<T*>(scratch(ceil_div(count * static_cast<int64_t>(sizeof(T)), sizeof(float))));
+}
 
 // Return memory of the calling thread that later tasks of the same call can reuse. `filled` is true
 // if the thread's last request had the same key.

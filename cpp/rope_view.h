@@ -14,7 +14,7 @@ struct RopeChannel {
 };
 
 // For a channel of a rotated mean: indices of its columns among those that are read, -1 for none.
-struct TurnedChannel {
+struct RotatedChannel {
   int32_t cos, sin;
 };
 
@@ -53,7 +53,7 @@ struct RopeView {
   // For a rotated mean: the columns that are read, those of cos first.
   const int32_t* read = nullptr;
   int64_t reads_cos = 0, reads = 0;
-  const TurnedChannel* turned = nullptr;  // [D]
+  const RotatedChannel* rotated = nullptr;  // [D]
   // If not null, positions are consecutive, or in order with gaps in a rotated mean, and channels
   // use the same columns of cosines and sines. The angles of the next offsets->M positions follow
   // from those of any position.

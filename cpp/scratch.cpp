@@ -1,4 +1,4 @@
-// Working memory of a thread, allocated in large chunks that are reused by its next task.
+// Working memory of a thread, allocated in large slabs that are reused by its next task.
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -18,9 +18,9 @@
 namespace tersekv {
 namespace {
 
-constexpr int64_t kChunkFloats = 1 << 16;
+constexpr int64_t kSlabFloats = 1 << 16;
 
-// AddressSanitizer sees a chunk as one allocation, so it is told where each piece ends. `kGuard`
+// AddressSanitizer sees a slab as one allocation, so it is told where each piece ends. `kGuard`
 // floats after a piece stay poisoned.
 #ifdef __SANITIZE_ADDRESS__
 constexpr int64_t kGuard = kLanes;
@@ -36,12 +36,12 @@ struct Release {
   void operator()(float* p) const { std::free(p); }
 };
 
-struct Chunk {
+struct Slab {
   std::unique_ptr<float, Release> memory;
   int64_t floats;
 };
 
-Chunk make_chunk(int64_t floats) {
+Slab make_slab(int64_t floats) {
   auto* memory = static_cast<float*>(std::aligned_alloc(64, floats * sizeof(float)));
   if (!memory) throw std::bad_alloc();
   close(memory, floats);
@@ -49,33 +49,33 @@ Chunk make_chunk(int64_t floats) {
 }
 
 struct Arena {
-  std::vector<Chunk> chunks;
-  size_t chunk = 0;
+  std::vector<Slab> slabs;
+  size_t slab = 0;
   int64_t used = 0;
 
   float* take(int64_t floats) {
     const int64_t room = round_up(floats > 0 ? floats : 1, kLanes) + kGuard;
-    while (chunk < chunks.size() && used + room > chunks[chunk].floats) {
-      chunk++;
+    while (slab < slabs.size() && used + room > slabs[slab].floats) {
+      slab++;
       used = 0;
     }
-    if (chunk == chunks.size()) chunks.push_back(make_chunk(room > kChunkFloats ? room : kChunkFloats));
-    float* piece = chunks[chunk].memory.get() + used;
+    if (slab == slabs.size()) slabs.push_back(make_slab(room > kSlabFloats ? room : kSlabFloats));
+    float* piece = slabs[slab].memory.get() + used;
     used += room;
     open(piece, floats);
     return piece;
   }
 
   void reset() {
-    for (size_t i = 0; i <= chunk && i < chunks.size(); i++) close(chunks[i].memory.get(), chunks[i].floats);
-    chunk = 0;
+    for (size_t i = 0; i <= slab && i < slabs.size(); i++) close(slabs[i].memory.get(), slabs[i].floats);
+    slab = 0;
     used = 0;
   }
 };
 
 struct ThreadBuffer {
   KeptKey key = {0, 0, 0, 0};
-  Chunk chunk = {nullptr, 0};
+  Slab slab = {nullptr, 0};
 };
 
 thread_local Arena arena;
@@ -91,16 +91,16 @@ float* kept_scratch(const KeptKey& key, int64_t floats, bool& filled) {
   const KeptKey& last = kept.key;
   filled = key.call == last.call && key.b == last.b && key.h == last.h && key.first == last.first;
   floats = round_up(floats + kLanes, kLanes);  // the last column is read in whole vectors
-  if (floats > kept.chunk.floats) {
+  if (floats > kept.slab.floats) {
     kept.key.call = 0;
-    kept.chunk = {nullptr, 0};
-    kept.chunk = make_chunk(floats);
+    kept.slab = {nullptr, 0};
+    kept.slab = make_slab(floats);
     filled = false;
   }
   kept.key = key;
-  close(kept.chunk.memory.get(), kept.chunk.floats);
-  open(kept.chunk.memory.get(), floats);
-  return kept.chunk.memory.get();
+  close(kept.slab.memory.get(), kept.slab.floats);
+  open(kept.slab.memory.get(), floats);
+  return kept.slab.memory.get();
 }
 
 }  // namespace tersekv

@@ -4,7 +4,6 @@
 #include "decode.h"
 #include "marked_mean.h"
 #include "online_softmax.h"
-#include "views.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
@@ -32,7 +31,7 @@ struct Workspace {
     query = scratch(rows * query_stride);
     score = scratch(rows * score_stride);
     sum = scratch(rows * sum_stride);
-    state = reinterpret_cast<RowState*>(scratch(rows * 2));
+    state = scratch_of<RowState>(rows);
     const float* in = call.query + ((task.b * call.H + task.h) * call.R + task.row) * call.D;
     for (int64_t r = 0; r < rows; r++) {
       state[r] = RowState{};
@@ -120,7 +119,7 @@ inline void start_scores(const Call& call, const Task& task, int64_t row, int64_
 }
 
 template <class S>
-void attend(const Call& call, const Task& task) {
+void attend_task(const Call& call, const Task& task) {
   reset_scratch();
   const int64_t unit = call.tokens_per_unit, chunk = unit >= kChunkTokens ? unit : kChunkTokens / unit * unit;
   Workspace w(call, task, chunk);
@@ -141,8 +140,9 @@ void attend(const Call& call, const Task& task) {
   values.view = call.values;
   values.sum = w.sum;
   values.sum_stride = w.sum_stride;
-  prepare<S>(keys);
-  prepare<S>(values);
+  const Layout &key_layout = layout_of<S>(keys), &value_layout = layout_of<S>(values);
+  key_layout.prepare(keys);
+  value_layout.prepare(values);
   const bool dense = call.keys->kind == Kind::exact && call.values->kind == Kind::exact;
   const int64_t end = task.last * unit;
   for (int64_t t0 = task.first * unit, t1; t0 < end; t0 = t1) {
@@ -162,11 +162,11 @@ void attend(const Call& call, const Task& task) {
     row_tiles(task.rows, [&](int64_t row, int64_t rows) {
       float* score = w.score + row * w.score_stride;
       for (int64_t r = 0; r < rows; r++) start_scores(call, task, row + r, from, to, score + r * w.score_stride);
-      add_scores<S>(keys, {row, rows, first, last}, score, w.score_stride);
+      key_layout.add_scores(keys, {row, rows, first, last}, score, w.score_stride);
     });
     if (!w.weigh_chunk<S>(call, task, from, to - from)) continue;
     row_tiles(task.rows, [&](int64_t row, int64_t rows) {
-      add_sums<S>(values, {row, rows, first, last}, w.score + row * w.score_stride, w.score_stride);
+      value_layout.add_sums(values, {row, rows, first, last}, w.score + row * w.score_stride, w.score_stride);
     });
   }
   w.finish(call, task);
@@ -176,8 +176,8 @@ template <class S>
 constexpr Kernels kernels_of(GridFn (*grid_product)(const GridView&, int rows),
                              decltype(Kernels::encode_trellis) encode_trellis,
                              decltype(Kernels::basis_product) basis_product) {
-  return {S::kName, S::kNsPerProduct, attend<S>,     merge_rows<S>, mean_scores<S>, decode<S>, grid_product,
-          false,    encode_trellis,   basis_product, nullptr,       nullptr,        nullptr};
+  return {S::kName, S::kNsPerProduct, attend_task<S>, merge_rows<S>, mean_scores<S>, decode_task<S>, grid_product,
+          false,    encode_trellis,   basis_product,  nullptr,       nullptr,        nullptr};
 }
 
 }  // namespace

@@ -130,8 +130,8 @@ void invert_head(const BasisProduct& call, int64_t task) {
   float* out = call.out + (head * call.R + first) * call.out_stride;
   const uint8_t* codes = of.codes + b * of.codes_b + h * of.codes_h;
   reset_scratch();
-  auto* matrix = reinterpret_cast<double*>(scratch(2 * D * D));       // [channel, component]
-  auto* vectors = reinterpret_cast<double*>(scratch(2 * D * width));  // [channel, vector], then [component, vector]
+  auto* matrix = scratch_of<double>(D * D);       // [channel, component]
+  auto* vectors = scratch_of<double>(D * width);  // [channel, vector], then [component, vector]
   for (int64_t d = 0; d < D; d++)
     for (int64_t c = 0; c < D; c += kLanes) {
       const Floats entries = unpack(codes + (d * D + c) * 3 / 4);

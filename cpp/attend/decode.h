@@ -1,7 +1,7 @@
 // Packed tokens as rows of channels, for products that read them many times.
 #pragma once
 
-#include "views.h"
+#include "layouts.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
@@ -17,7 +17,7 @@ void decode_rows(const Node& node, bool of_keys, int64_t first, int64_t last, bo
   if (!of_keys && view.kind == Kind::grid) {  // lanes are channels
     for (int64_t token = first; token < last; token += t)
       for (int64_t d = 0; d < D; d += kLanes) {
-        grid_fill<S>(node, token / t, d / kLanes, tile);
+        grid_lanes<S>(node, token / t, d / kLanes, tile);
         const int64_t n = D - d < kLanes ? D - d : kLanes;
         for (int64_t i = 0; i < t; i++) {
           float* row = at(token + i) + d;
@@ -52,7 +52,7 @@ void decode_rows(const Node& node, bool of_keys, int64_t first, int64_t last, bo
   }
   for (int64_t token = first; token < last; token += kLanes) {
     const int64_t count = last - token < kLanes ? last - token : kLanes;
-    decode_tile<S>(node, token, count, tile);
+    layout_of<S>(node).decode_tile(node, token, count, tile);
     for (int64_t i = 0; i < count; i++) {
       float* row = at(token + i);
       for (int64_t d = 0; d < D; d++) row[d] = tile[d * kLanes + i] + (add ? row[d] : 0.0f);
@@ -67,7 +67,7 @@ inline uint16_t to_bfloat16(float x) {
 
 // Decode the tokens of one task, see `Decode`.
 template <class S>
-void decode(const Decode& of, int64_t index) {
+void decode_task(const Decode& of, int64_t index) {
   reset_scratch();
   const int64_t span = index % of.spans(), head = index / of.spans(), D = of.view->D;
   Call call;  // what decoders ask of a call
@@ -91,7 +91,7 @@ void decode(const Decode& of, int64_t index) {
   node.later = &later;
   node.b = task.b;
   node.h = task.h;
-  prepare<S>(node);
+  layout_of<S>(node).prepare(node);
   float* tile = scratch(((D > of.view->t ? D : of.view->t) + kTileSlack) * kLanes);
   const int64_t at = (head * call.T + first) * D, n = (last - first) * D;
   if (of.type == Float::f32) {

@@ -22,24 +22,48 @@ constexpr int64_t kMeanPositions = 1024;  // fewest positions of a task that com
 constexpr int64_t kRopedTokens = 512;  // tokens whose cosines and sines fit the L2 cache
 
 // True if cosines and sines of all tokens are computed.
-bool turns(const Call& call, const View& view) {
+bool reads_all_angles(const Call& call, const View& view) {
   const bool stepped = call.rope && view.rope.int16_offsets && roped_codes(view.parts[0]);
   bool any = (view.kind == Kind::roped && !stepped) || (view.kind == Kind::rotated_mean && !view.rope.offsets);
-  for (int64_t i = 0; i < view.count; i++) any |= turns(call, view.parts[i]);
+  for (int64_t i = 0; i < view.count; i++) any |= reads_all_angles(call, view.parts[i]);
   return any;
 }
 
-// The tasks of one call. `first` is the number of its first task; `out` and `lse` belong to its
-// first split.
-struct Plan {
+// Tasks over the heads, blocks of rows and splits of tokens of a call. `first`: number of the first.
+struct HeadTasks {
   const Call* call;
-  int64_t first, row_blocks, splits, units;
-  double ns;
-  float* out;  // [splits] of [B, H, R, Dv]
-  float* lse;  // [splits] of [B, H, R]
+  int64_t first = 0, row_blocks, splits = 1;
 
+  explicit HeadTasks(const Call& of) : call(&of), row_blocks(ceil_div(of.R, kRowBlock)) {}
   int64_t heads() const { return call->B * call->H; }
   int64_t tasks() const { return heads() * row_blocks * splits; }
+  int64_t split_of(int64_t index) const { return index / heads() / row_blocks; }
+
+  // Return the head and the rows of a task. Tasks of different heads over the same tokens are
+  // consecutive, so that data per token stays in the cache.
+  Task task(int64_t index) const {
+    const int64_t head = index % heads();
+    Task task;
+    task.b = head / call->H;
+    task.h = head % call->H;
+    task.row = index / heads() % row_blocks * kRowBlock;
+    task.rows = std::min(kRowBlock, call->R - task.row);
+    return task;
+  }
+};
+
+// The tasks of one call. `out` and `lse` belong to its first split.
+struct CallTasks : HeadTasks {
+  int64_t units;
+  double ns;
+  float* out = nullptr;  // [splits] of [B, H, R, Dv]
+  float* lse = nullptr;  // [splits] of [B, H, R]
+
+  explicit CallTasks(const Call& of) : HeadTasks(of), units(of.T / of.tokens_per_unit) {
+    const double products =
+        static_cast<double>(of.B * of.H * of.T) * std::max<int64_t>(of.R, 2) * static_cast<double>(of.D + of.Dv);
+    ns = products * current().ns_per_product;
+  }
 
   // Return a split's first unit. From there on kernels read whole vectors of tokens.
   int64_t begin(int64_t split) const {
@@ -49,62 +73,51 @@ struct Plan {
 
   // Return the position of a task's last token, relative to the first mark.
   int64_t last_position(int64_t index) const {
-    const int64_t head = index % heads(), split = index / heads() / row_blocks;
+    const int64_t head = index % heads();
     const Marks& marks = *call->start_marks;
-    const int64_t last = marks.skip + begin(split + 1) * call->tokens_per_unit - 1;
+    const int64_t last = marks.skip + begin(split_of(index) + 1) * call->tokens_per_unit - 1;
     return marks_of(marks, head / call->H, head % call->H).position(last);
   }
 
   void run(int64_t index) const {
-    // Tasks of different heads over the same tokens are consecutive, so that data per token stays
-    // in the cache.
-    const int64_t head = index % heads(), rest = index / heads();
-    const int64_t block = rest % row_blocks, split = rest / row_blocks;
-    Task task;
-    task.b = head / call->H;
-    task.h = head % call->H;
-    task.row = block * kRowBlock;
-    task.rows = std::min(kRowBlock, call->R - task.row);
-    task.first = begin(split);
-    task.last = begin(split + 1);
-    const int64_t rows = heads() * call->R;
-    task.out = out + split * rows * call->Dv;
-    task.lse = lse + split * rows;
-    current().attend(*call, task);
+    const int64_t split = split_of(index), rows = heads() * call->R;
+    Task one = task(index);
+    one.first = begin(split);
+    one.last = begin(split + 1);
+    one.out = out + split * rows * call->Dv;
+    one.lse = lse + split * rows;
+    current().attend(*call, one);
   }
 };
 
-Plan plan_of(const Call& call) {
-  Plan plan{&call, 0, ceil_div(call.R, kRowBlock), 1, call.T / call.tokens_per_unit, 0.0, nullptr, nullptr};
-  const double products = static_cast<double>(call.B * call.H * call.T) * std::max<int64_t>(call.R, 2) *
-                          static_cast<double>(call.D + call.Dv);
-  plan.ns = products * current().ns_per_product;
-  return plan;
-}
-
 // Split tokens if there are fewer heads than threads need, or if heads share cosines and sines of
 // tokens.
-void split(Plan& plan, int threads) {
-  const int64_t tasks = plan.tasks();
+void split(CallTasks& of, int threads) {
+  const int64_t tasks = of.tasks();
   if (threads > 1) {
-    const int64_t wanted = ceil_div(4 * threads, tasks), worth = static_cast<int64_t>(plan.ns / kTaskNs) / tasks;
-    plan.splits = std::max<int64_t>(1, std::min({wanted, worth, plan.units}));
+    const int64_t wanted = ceil_div(4 * threads, tasks), worth = static_cast<int64_t>(of.ns / kTaskNs) / tasks;
+    of.splits = std::max<int64_t>(1, std::min({wanted, worth, of.units}));
   }
-  if (turns(*plan.call, *plan.call->keys))
-    plan.splits =
-        std::max<int64_t>(1, std::min(plan.units, std::max(plan.splits, ceil_div(plan.call->T, kRopedTokens))));
+  if (reads_all_angles(*of.call, *of.call->keys))
+    of.splits = std::max<int64_t>(1, std::min(of.units, std::max(of.splits, ceil_div(of.call->T, kRopedTokens))));
 }
 
 // The tasks that compute scores of a rotated mean.
-struct MeanPlan {
+struct MeanTasks : HeadTasks {
   const MeanScores* of;
-  int64_t first, row_blocks, splits;
   std::unique_ptr<std::atomic<int64_t>[]> left;  // of each split, the tasks that have not ended
 
-  int64_t heads() const { return of->call.B * of->call.H; }
-  int64_t tasks() const { return heads() * row_blocks * splits; }
+  MeanTasks(const MeanScores& scores, int threads) : HeadTasks(scores.call), of(&scores) {
+    if (threads > 1) {
+      const int64_t worth = ceil_div(call->T, kMeanPositions);
+      splits = std::max<int64_t>(1, std::min(ceil_div(3 * threads, tasks()), worth));
+    }
+    left.reset(new std::atomic<int64_t>[splits]);
+    for (int64_t split = 0; split < splits; split++) left[split] = heads() * row_blocks;
+  }
+
   int64_t begin(int64_t split) const {
-    return split == splits ? of->call.T : of->call.T * split / splits / kWordBits * kWordBits;
+    return split == splits ? call->T : call->T * split / splits / kWordBits * kWordBits;
   }
 
   // Wait until the scores of positions up to `last` are there.
@@ -114,54 +127,39 @@ struct MeanPlan {
   }
 
   void run(int64_t index) const {
-    const int64_t head = index % heads(), rest = index / heads(), split = rest / row_blocks;
+    const int64_t split = split_of(index);
     struct End {
       std::atomic<int64_t>& left;
       ~End() { left.fetch_sub(1, std::memory_order_release); }
     } end{left[split]};
-    Task task;
-    task.b = head / of->call.H;
-    task.h = head % of->call.H;
-    task.row = rest % row_blocks * kRowBlock;
-    task.rows = std::min(kRowBlock, of->call.R - task.row);
-    task.first = begin(split);
-    task.last = begin(split + 1);
-    current().mean_scores(*of, task);
+    Task one = task(index);
+    one.first = begin(split);
+    one.last = begin(split + 1);
+    current().mean_scores(*of, one);
   }
 };
 
-MeanPlan mean_plan_of(const MeanScores& of, int threads) {
-  MeanPlan plan{&of, 0, ceil_div(of.call.R, kRowBlock), 1, nullptr};
-  if (threads > 1) {
-    const int64_t worth = ceil_div(of.call.T, kMeanPositions);
-    plan.splits = std::max<int64_t>(1, std::min(ceil_div(3 * threads, plan.tasks()), worth));
-  }
-  plan.left.reset(new std::atomic<int64_t>[plan.splits]);
-  for (int64_t split = 0; split < plan.splits; split++) plan.left[split] = plan.heads() * plan.row_blocks;
-  return plan;
-}
-
-struct Job {
-  std::vector<MeanPlan> means;
+struct AttentionTasks {
+  std::vector<MeanTasks> means;
   int64_t mean_tasks = 0;
-  std::vector<Plan> plans;
+  std::vector<CallTasks> calls;
 
   // Tasks begin in order, so those of means are running or have ended when any other one begins.
   static void run(const void* context, int64_t index) {
-    const Job& job = *static_cast<const Job*>(context);
-    if (index < job.mean_tasks) {
-      const MeanPlan& plan = find(job.means, index);
-      return plan.run(index - plan.first);
+    const AttentionTasks& all = *static_cast<const AttentionTasks*>(context);
+    if (index < all.mean_tasks) {
+      const MeanTasks& of = find(all.means, index);
+      return of.run(index - of.first);
     }
-    const Plan& plan = find(job.plans, index);
-    if (plan.call->start) job.means[plan.call->start_mean].wait(plan.last_position(index - plan.first));
-    plan.run(index - plan.first);
+    const CallTasks& of = find(all.calls, index);
+    if (of.call->start) all.means[of.call->start_mean].wait(of.last_position(index - of.first));
+    of.run(index - of.first);
   }
 
-  template <class P>
-  static const P& find(const std::vector<P>& plans, int64_t index) {
-    const auto after = std::upper_bound(plans.begin(), plans.end(), index,
-                                        [](int64_t task, const P& plan) { return task < plan.first; });
+  template <class Tasks>
+  static const Tasks& find(const std::vector<Tasks>& all, int64_t index) {
+    const auto after =
+        std::upper_bound(all.begin(), all.end(), index, [](int64_t task, const Tasks& of) { return task < of.first; });
     return *(after - 1);
   }
 };
@@ -215,7 +213,7 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
   const Call& any = calls.front();
   const int64_t rows = any.B * any.H * any.R, Dv = any.Dv;
   if (rows == 0) return;
-  Job job;
+  AttentionTasks all;
   double ns = 0;
   for (Call& call : calls) {
     call.id = ++numbers;
@@ -224,8 +222,8 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
     call.trellis = current().trellis;
     call.rope = current().rope;
     call.polar = current().polar;
-    job.plans.push_back(plan_of(call));
-    ns += job.plans.back().ns;
+    all.calls.emplace_back(call);
+    ns += all.calls.back().ns;
   }
   const int most = threads;
   // Engines call for all requests at once, between torch's operations, whose threads still spin.
@@ -234,16 +232,16 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
   int64_t tasks = 0, parts = 0;
   for (SharedMean& mean : means) {
     mean.scores.call.rope = current().rope;
-    job.means.push_back(mean_plan_of(mean.scores, threads));
-    job.means.back().first = tasks;
-    tasks += job.means.back().tasks();
+    all.means.emplace_back(mean.scores, threads);
+    all.means.back().first = tasks;
+    tasks += all.means.back().tasks();
   }
-  job.mean_tasks = tasks;
-  for (Plan& plan : job.plans) {
-    split(plan, threads);
-    plan.first = tasks;
-    tasks += plan.tasks();
-    parts += plan.splits;
+  all.mean_tasks = tasks;
+  for (CallTasks& of : all.calls) {
+    split(of, threads);
+    of.first = tasks;
+    tasks += of.tasks();
+    parts += of.splits;
   }
   const bool maps = map.given() && map.first < calls.size();
   std::unique_ptr<float[]> partial;
@@ -252,18 +250,18 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
   std::vector<const float*> outs, lses;
   size_t unmapped = 0;  // number of parts of calls before `map.first`
   for (size_t i = 0; i < calls.size(); i++) {
-    Plan& plan = job.plans[i];
+    CallTasks& of = all.calls[i];
     if (i == map.first) unmapped = outs.size();
     const bool alone = parts == 1 && !maps;
     float* to = alone ? out : part_at(static_cast<int64_t>(outs.size()));
-    plan.out = to;
-    plan.lse = alone ? lse : to + plan.splits * rows * Dv;
-    for (int64_t s = 0; s < plan.splits; s++) {
-      outs.push_back(plan.out + s * rows * Dv);
-      lses.push_back(plan.lse + s * rows);
+    of.out = to;
+    of.lse = alone ? lse : to + of.splits * rows * Dv;
+    for (int64_t s = 0; s < of.splits; s++) {
+      outs.push_back(of.out + s * rows * Dv);
+      lses.push_back(of.lse + s * rows);
     }
   }
-  (team ? run_long_tasks : run_tasks)(tasks, threads, Job::run, &job);
+  (team ? run_long_tasks : run_tasks)(tasks, threads, AttentionTasks::run, &all);
   if (maps) {
     float *mapped = part_at(parts), *mapped_lse = mapped + rows * Dv;
     const auto count = static_cast<int64_t>(outs.size() - unmapped);

@@ -106,7 +106,7 @@ void exact_scores(const Node& node, Span span, float* score, int64_t score_strid
 
 // Load x of `count` tokens transposed into a tile [D][16], with zeros for the other lanes.
 template <class S>
-void exact_fill(const Node& node, int64_t token, int64_t count, float* tile) {
+void exact_tile(const Node& node, int64_t token, int64_t count, float* tile) {
   const DenseView& v = node.view->dense;
   const int64_t D = node.view->D;
   clear(tile, D * kLanes);
@@ -135,6 +135,9 @@ void exact_sums(const Node& node, Span span, const float* weight, int64_t weight
     });
   });
 }
+
+template <class S>
+constexpr Layout kExact{Kind::exact, [](Node&) {}, exact_scores<S>, exact_sums<S>, exact_tile<S>};
 
 }  // namespace
 }  // namespace tersekv

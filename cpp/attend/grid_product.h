@@ -126,10 +126,10 @@ struct GridProduct {
 
   // The words that hold packed positions [g * group, (g + 1) * group), and the packed position at
   // which the first one begins.
-  struct Span {
+  struct GroupWords {
     int64_t first, words, start;
   };
-  static Span span_of(const GridView& view, int64_t g) {
+  static GroupWords group_words(const GridView& view, int64_t g) {
     const CodeUnit unit(view.bits);
     const int64_t begin = g * view.group >> unit.shift;
     const int64_t end = ((g + 1) * view.group + (int64_t{1} << unit.shift) - 1) >> unit.shift;
@@ -142,9 +142,9 @@ struct GridProduct {
   static void group_rows(const GridView& view, const float* x, int64_t x_stride, float* coef, int64_t coef_stride) {
     const int64_t groups = view.P / view.group, room = group_slots(view);
     for (int64_t g = 0; g < groups; g++) {
-      const Span span = span_of(view, g);
-      const int64_t skip = g * view.group - span.start;
-      const int64_t end = round_up(packed_slots(view.bits, span.first + span.words) - span.start, kLanes);
+      const GroupWords words = group_words(view, g);
+      const int64_t skip = g * view.group - words.start;
+      const int64_t end = round_up(packed_slots(view.bits, words.first + words.words) - words.start, kLanes);
       F total[R];
       repeat<R>([&](auto r) TERSEKV_INLINE {
         float* c = coef + r * coef_stride + g * room;
@@ -187,11 +187,11 @@ struct GridProduct {
         group_rows(view, in.x + (in.y_step ? 0 : n * view.P), in.x_stride, in.coef, in.coef_stride);
       finish.y = in.y + n * in.y_step;
       for (int64_t g = 0; g < groups; g++) {
-        const Span span = span_of(view, g);
+        const GroupWords words = group_words(view, g);
         finish.scale = block.scale + g * view.L;
         finish.offset = block.offset ? block.offset + g * view.L : nullptr;
         finish.total = in.coef + groups * room + g;
-        lut({block.codes + span.first * kLanes, view.words * kLanes, span.words, 1, 0}, in.coef + g * room,
+        lut({block.codes + words.first * kLanes, view.words * kLanes, words.words, 1, 0}, in.coef + g * room,
             in.coef_stride, 0, lane_groups, later, finish);
       }
     }

@@ -105,7 +105,7 @@ void grid_ranges(const Node& node, const Block& block, int64_t lane) {
 
 // Decode x̂ of lane group g of block n: [P][16].
 template <class S>
-void grid_fill(const Node& node, int64_t n, int64_t g, float* tile) {
+void grid_lanes(const Node& node, int64_t n, int64_t g, float* tile) {
   using F = typename S::F;
   const GridView& v = node.grid;
   const GridOwn& own = *static_cast<GridOwn*>(node.own);
@@ -128,6 +128,12 @@ void grid_fill(const Node& node, int64_t n, int64_t g, float* tile) {
   each_entry_of<S>(v, own.table, words, [&](int64_t p, F entry) TERSEKV_INLINE {
     S::store(tile + p * kLanes, S::fma(entry, S::set1(own.scale[p]), S::set1(own.offset[p])));
   });
+}
+
+// Decode x̂ of sixteen keys.
+template <class S>
+void grid_tile(const Node& node, int64_t token, int64_t, float* tile) {
+  grid_lanes<S>(node, token / node.view->t, token % node.view->t / kLanes, tile);
 }
 
 // Return the mean of errors[code] over a sample of the task's codes. The sampled columns are evenly
@@ -183,7 +189,7 @@ void grid_prepare(Node& node) {
   node.grid.table += node.b * node.grid.table_stride_b;
   node.grid.entries = node.grid.table;
   if (node.call->rounds && node.grid.bits <= kLutBits) round_table<S>(node);
-  auto* own = reinterpret_cast<GridOwn*>(scratch(ceil_div(sizeof(GridOwn), sizeof(float))));
+  auto* own = scratch_of<GridOwn>();
   node.own = own;
   const GridView& v = node.grid;
   own->coef = v.bits <= kLutBits ? scratch(kRowTile * coef_stride(node)) : nullptr;
@@ -202,12 +208,7 @@ template <class S>
 void grid_scores(const Node& node, Span span, float* score, int64_t score_stride) {
   const GridOwn& own = *static_cast<GridOwn*>(node.own);
   if (node.grid.bits <= kLutBits) return lut_scores(node, span, own.coef, score, score_stride);
-  const int64_t t = node.view->t;
-  for (int64_t token = span.first; token < span.last; token += kLanes) {
-    grid_fill<S>(node, token / t, token % t / kLanes, own.tile);
-    tile_dot<S>(own.tile, node.grid.P, node.query_row(span.row), node.query_stride, 1, span.rows,
-                score + token - span.first, score_stride);
-  }
+  tile_scores<S>(node, span, score, score_stride, own.tile, grid_tile<S>);
 }
 
 template <class S>
@@ -217,11 +218,14 @@ void grid_sums(const Node& node, Span span, const float* weight, int64_t weight_
   const int64_t t = node.view->t;
   for (int64_t token = span.first; token < span.last; token += t)
     for (int64_t g = 0; g < ceil_div(node.grid.L, kLanes); g++) {
-      grid_fill<S>(node, token / t, g, own.tile);
+      grid_lanes<S>(node, token / t, g, own.tile);
       tile_dot<S>(own.tile, node.grid.P, weight + token - span.first, weight_stride, 1, span.rows,
                   node.sum_row(span.row) + g * kLanes, node.sum_stride);
     }
 }
+
+template <class S>
+constexpr Layout kGrid{Kind::grid, grid_prepare<S>, grid_scores<S>, grid_sums<S>, grid_tile<S>};
 
 }  // namespace
 }  // namespace tersekv

@@ -51,7 +51,7 @@ void mean_scores(const MeanScores& of, const Task& task) {
   node.query = query;
   node.query_stride = width;
   rotated_mean_prepare<S>(node);
-  auto* numbers = reinterpret_cast<int64_t*>(scratch(of.count * 2));
+  auto* numbers = scratch_of<int64_t>(of.count);
   for (int64_t i = 0; i < of.count; i++) numbers[i] = marks_of(of.sets[i].marks, task.b, task.h).count(task.first);
   for (int64_t first = task.first; first < task.last; first += kMeanChunk) {
     const int64_t last = task.last - first < kMeanChunk ? task.last : first + kMeanChunk;

@@ -38,6 +38,27 @@ struct Node {
   float* sum_row(int64_t row) const { return sum + row * sum_stride; }
 };
 
+// A layout's row in the table of layouts.h: its functions in one build of the kernels. A function is
+// null where the bindings refuse the views that would need it.
+struct Layout {
+  Kind kind;
+  // Prepare the node of a view of keys (with query) or of values (with sums).
+  void (*prepare)(Node& node);
+  // score[r][i] += query[r] · x̂[i] for the span's rows and tokens. score has room up to a multiple
+  // of 16 tokens.
+  void (*add_scores)(const Node& node, Span span, float* score, int64_t score_stride);
+  // sum[r] += Σ weight[r][i] · x̂[i] over the span's tokens. Weights are 0 up to a multiple of 16
+  // tokens.
+  void (*add_sums)(const Node& node, Span span, const float* weight, int64_t weight_stride);
+  // Decode x̂ of `count` (at most 16) tokens from `token` on into a tile [D][16], and overwrite it.
+  // Layouts of blocks decode 16 tokens, whatever `count` is.
+  void (*decode_tile)(const Node& node, int64_t token, int64_t count, float* tile);
+};
+
+// Return the row of a node's layout, in layouts.h. Views call their parts through it.
+template <class S>
+const Layout& layout_of(const Node& node);
+
 inline const uint16_t* plane_at(const Plane& p, int64_t b, int64_t h, int64_t n) {
   return p.data ? p.data + b * p.stride_b + h * p.stride_h + n * p.stride_n : nullptr;
 }

@@ -80,7 +80,7 @@ template <class S>
 }
 
 template <class S>
-void polar_fill(const Node& node, int64_t token, float* tile) {
+void polar_tile(const Node& node, int64_t token, int64_t, float* tile) {
   const PolarView& v = node.view->polar;
   const PolarOwn& own = *static_cast<PolarOwn*>(node.own);
   const PolarTokens at = polar_tokens(node, token);
@@ -135,7 +135,7 @@ void polar_scores(const Node& node, Span span, float* score, int64_t score_strid
                                     span.row ? nullptr : node.call->values);
   if (own.usual)
     return with_rows(span.rows, [&](auto rows) { polar_usual_scores<S, rows>(node, span, score, score_stride); });
-  tile_scores<S>(node, span, score, score_stride, own.tile, polar_fill<S>);
+  tile_scores<S>(node, span, score, score_stride, own.tile, polar_tile<S>);
 }
 
 // Sums of four channels (two pairs) for R rows stay in registers over all tokens of the span; w:
@@ -190,8 +190,11 @@ void polar_sums(const Node& node, Span span, const float* weight, int64_t weight
                                   node.sum_row(span.row), node.sum_stride);
   if (own.usual)
     return with_rows(span.rows, [&](auto rows) { polar_usual_sums<S, rows>(node, span, weight, weight_stride); });
-  tile_sums<S>(node, span, weight, weight_stride, own.tile, polar_fill<S>);
+  tile_sums<S>(node, span, weight, weight_stride, own.tile, polar_tile<S>);
 }
+
+template <class S>
+constexpr Layout kPolar{Kind::polar, polar_prepare<S>, polar_scores<S>, polar_sums<S>, polar_tile<S>};
 
 }  // namespace
 }  // namespace tersekv

@@ -42,7 +42,7 @@ void polar_query_tables(const Node& node, PolarOwn& own) {
 template <class S>
 void polar_prepare(Node& node) {
   const PolarView& v = node.view->polar;
-  auto* own = reinterpret_cast<PolarOwn*>(scratch(ceil_div(sizeof(PolarOwn), sizeof(float))));
+  auto* own = scratch_of<PolarOwn>();
   node.own = own;
   int64_t offset = 0;
   for (int level = 0; level < v.levels; level++) {

@@ -6,11 +6,6 @@
 namespace tersekv {
 namespace {
 
-template <class T>
-T* scratch_of(int64_t count) {
-  return reinterpret_cast<T*>(scratch(ceil_div(count * static_cast<int64_t>(sizeof(T)), sizeof(float))));
-}
-
 void repeated(const float* table, int64_t entries, Shorts& out) {
   for (int64_t i = 0; i < 32; i++) {
     const float x = __builtin_rintf(table[i % entries] * kPolarOne);
@@ -53,7 +48,7 @@ void query_tables(const PolarPlan& plan, const float* cos, const float* sin, con
 const void* make_polar_plan(const PolarSide& side) {
   const PolarView& v = *side.view;
   if (v.levels != 4 || v.bits[0] != 4 || v.bits[1] != 2 || v.bits[2] != 2 || v.bits[3] != 2) return nullptr;
-  auto* plan = scratch_of<PolarPlan>(1);
+  auto* plan = scratch_of<PolarPlan>();
   const float *cos[4], *sin[4];
   for (int level = 0; level < 4; level++) {
     cos[level] = v.cos[level] + side.b * v.table_stride_b;

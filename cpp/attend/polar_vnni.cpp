@@ -10,7 +10,7 @@
 namespace tersekv {
 namespace {
 
-constexpr int64_t kAheadBlocks = 2;  // number of blocks of keys that are prefetched
+constexpr int64_t kKeyBlocksAhead = 2;  // number of blocks of keys that are prefetched
 
 // sum += Σ a · b over two int16. Inline assembly, because GCC 12 copies the sums of the intrinsic.
 [[gnu::always_inline]] inline void add_products(__m512i& sum, __m512i a, __m512i b) {
@@ -33,8 +33,8 @@ constexpr Bytes unpacked_order() {
 alignas(64) constexpr Bytes kOrder[2] = {unpacked_order<0>(), unpacked_order<1>()};
 
 template <int R>
-void block_scores(const PolarPlan& plan, int64_t n, int64_t row, float* score, int64_t score_stride,
-                  const PrefetchRanges& ahead) {
+void polar_block_scores(const PolarPlan& plan, int64_t n, int64_t row, float* score, int64_t score_stride,
+                        const PrefetchRanges& ahead) {
   const Radii radii = largest_radii(plan, n);
   const Tokens tokens(plan, n, radii);
   const __m512i above = _mm512_set1_epi32(0x01000000), nibbles = _mm512_set1_epi32(0x000f000f),
@@ -80,15 +80,15 @@ void block_scores(const PolarPlan& plan, int64_t n, int64_t row, float* score, i
   });
 }
 
-void scores(const void* side, PolarSpan span, float* score, int64_t score_stride, const View* values) {
+void polar_scores_vnni(const void* side, PolarSpan span, float* score, int64_t score_stride, const View* values) {
   const auto& plan = *static_cast<const PolarPlan*>(side);
   with_rows(span.rows, [&](auto rows) {
     for (int64_t n = span.first / kPolarBlock; n < span.last / kPolarBlock; n++, score += kPolarBlock) {
       PrefetchRanges ahead;
-      ahead.add(plan.angles + (n + kAheadBlocks) * plan.view->stride_n, plan.view->bytes * kPolarBlock);
-      ahead.add(plan.radii + (n + kAheadBlocks) * plan.view->radii.stride_n, plan.D / 16 * kPolarBlock * 2);
+      ahead.add(plan.angles + (n + kKeyBlocksAhead) * plan.view->stride_n, plan.view->bytes * kPolarBlock);
+      ahead.add(plan.radii + (n + kKeyBlocksAhead) * plan.view->radii.stride_n, plan.D / 16 * kPolarBlock * 2);
       if (values) ahead.add(*values, plan.b, plan.h, n * kPolarBlock, kPolarBlock);
-      block_scores<rows>(plan, n, span.row, score, score_stride, ahead);
+      polar_block_scores<rows>(plan, n, span.row, score, score_stride, ahead);
     }
   });
 }
@@ -153,8 +153,8 @@ inline __m512 lane_sums(const __m512i (&sum)[16]) {
 // Add `blocks` blocks from `first` on, at most kPolarSumTokens. Sums of four channels for R rows
 // stay in registers.
 template <int R>
-void add_sums(const PolarPlan& plan, int64_t first, int64_t blocks, const float* weight, int64_t weight_stride,
-              float* sum, int64_t sum_stride) {
+void polar_block_sums(const PolarPlan& plan, int64_t first, int64_t blocks, const float* weight, int64_t weight_stride,
+                      float* sum, int64_t sum_stride) {
   Radii radii[kPolarSumTokens / kPolarBlock];
   for (int64_t n = 0; n < blocks; n++) radii[n] = largest_radii(plan, first + n);
   float unit[R];
@@ -194,14 +194,14 @@ void add_sums(const PolarPlan& plan, int64_t first, int64_t blocks, const float*
   }
 }
 
-void sums(const void* side, PolarSpan span, const float* weight, int64_t weight_stride, float* sum,
-          int64_t sum_stride) {
+void polar_sums_vnni(const void* side, PolarSpan span, const float* weight, int64_t weight_stride, float* sum,
+                     int64_t sum_stride) {
   const auto& plan = *static_cast<const PolarPlan*>(side);
   with_rows(span.rows, [&](auto rows) {
     for (int64_t token = span.first; token < span.last; token += kPolarSumTokens) {
       const int64_t tokens = span.last - token < kPolarSumTokens ? span.last - token : kPolarSumTokens;
-      add_sums<rows>(plan, token / kPolarBlock, tokens / kPolarBlock, weight + token - span.first, weight_stride, sum,
-                     sum_stride);
+      polar_block_sums<rows>(plan, token / kPolarBlock, tokens / kPolarBlock, weight + token - span.first,
+                             weight_stride, sum, sum_stride);
     }
   });
 }
@@ -209,7 +209,7 @@ void sums(const void* side, PolarSpan span, const float* weight, int64_t weight_
 }  // namespace
 
 const PolarKernel& polar_kernel_vnni() {
-  static constexpr PolarKernel kernel = {make_polar_plan, scores, sums};
+  static constexpr PolarKernel kernel = {make_polar_plan, polar_scores_vnni, polar_sums_vnni};
   return kernel;
 }
 

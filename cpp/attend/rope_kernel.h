@@ -26,7 +26,7 @@ struct RopedSpan {
 
 // Sums of table [reads, stride] · factor for 16·n tokens. reads is even; the table is stored in
 // pairs [reads / 2, stride, 2].
-struct TurnedProduct {
+struct RotatedMeanProduct {
   const int16_t* table = nullptr;
   int64_t reads = 0, stride = 0, tokens = 0, rows = 0;
   const float *factor = nullptr, *constant = nullptr;  // [rows, reads], [rows]
@@ -41,11 +41,11 @@ struct RopeKernel {
   // score[r][i] += query[r] · x̂[i]
   void (*scores)(void* side, RopedSpan span, float* score, int64_t score_stride);
   // score[r][i] += constant[r] + Σ_c factor[r][c] · table[c][i]
-  void (*turned)(const TurnedProduct&);
+  void (*rotated_mean)(const RotatedMeanProduct&);
 };
 
 const RopeKernel& rope_kernel_vnni();
-void rotates_in_int16(const TurnedProduct& of);
+void rotated_mean_vnni(const RotatedMeanProduct& of);
 
 // Return the codes before RoPE if they are a grid of at most 4 bits with scales per channel, maybe
 // with outliers; else null.

@@ -49,7 +49,7 @@ inline void list_places(Node& node) {
   if (!rope.marks.bits) return;
   const int64_t unit = node.call->tokens_per_unit, first = node.task->first * unit,
                 count = node.task->last * unit - first;
-  auto* places = reinterpret_cast<int32_t*>(scratch(count));
+  auto* places = scratch_of<int32_t>(count);
   const int32_t begin = rope.places[node.b * rope.stride_b + node.h * rope.stride_h];
   marks_of(rope.marks, node.b, node.h).each(rope.marks.skip + first, count, [&](int64_t i, int64_t position) {
     places[i] = begin + static_cast<int32_t>(position);

@@ -113,7 +113,7 @@ void span_scores(Roped& own, const RopedSpan& span, float* score, int64_t score_
     if (!own.fixed || own.row != span.row) measure_queries(own, span);
     if (!own.fixed) from = -kInt16Offsets;  // units may differ per block
     for (int64_t i = 0; i < t;) {
-      if (token + i - from >= kInt16Offsets) turn_queries(own, span, (from = token + i) - span.shift);
+      if (token + i - from >= kInt16Offsets) rotate_queries(own, span, (from = token + i) - span.shift);
       const int64_t step = token + i - from, left = kInt16Offsets - step < t - i ? kInt16Offsets - step : t - i;
       const int32_t* codes = block.codes + i / kLanes * words;
       float* out = score + token + i - span.first;
@@ -128,7 +128,7 @@ void span_scores(Roped& own, const RopedSpan& span, float* score, int64_t score_
   }
 }
 
-void scores(void* side, RopedSpan span, float* score, int64_t score_stride) {
+void rope_scores_vnni(void* side, RopedSpan span, float* score, int64_t score_stride) {
   Roped& own = *static_cast<Roped*>(side);
   with_rows(span.rows, [&](auto rows) {
     const auto run = [&](auto bits) { span_scores<bits, rows>(own, span, score, score_stride); };
@@ -145,8 +145,8 @@ void scores(void* side, RopedSpan span, float* score, int64_t score_stride) {
   });
 }
 
-void* prepare(const RopedSide& side) {
-  auto* own = reinterpret_cast<Roped*>(scratch(ceil_div(sizeof(Roped), sizeof(float))));
+void* rope_prepare_vnni(const RopedSide& side) {
+  auto* own = scratch_of<Roped>();
   const GridView& v = *side.grid;
   const int64_t D = v.P, room = round_up(D, kLanes);
   own->side = side;
@@ -157,8 +157,8 @@ void* prepare(const RopedSide& side) {
   own->in_order = true;
   for (int64_t i = 0; i < own->half; i++) own->in_order &= side.rope->channels[i].cos_column == i;
   for (float** part : {&own->scale, &own->offset, &own->unit, &own->cos, &own->sin}) *part = scratch(room);
-  own->tables = reinterpret_cast<int16_t*>(scratch(D * kLanes / 2));
-  own->words = reinterpret_cast<int16_t*>(scratch(4 * D / 2));
+  own->tables = scratch_of<int16_t>(D * kLanes);
+  own->words = scratch_of<int16_t>(4 * D);
   own->row_angles = scratch(2 * side.rope->columns);
   return own;
 }
@@ -166,7 +166,7 @@ void* prepare(const RopedSide& side) {
 }  // namespace
 
 const RopeKernel& rope_kernel_vnni() {
-  static constexpr RopeKernel kernel = {prepare, scores, rotates_in_int16};
+  static constexpr RopeKernel kernel = {rope_prepare_vnni, rope_scores_vnni, rotated_mean_vnni};
   return kernel;
 }
 

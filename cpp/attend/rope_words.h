@@ -74,7 +74,7 @@ void fill_tables(Roped& own, const Block& block) {
 
 // Compute cosines and sines of a token by pair, times the pairs' units. Return the largest length
 // of (cos, sin), without the units.
-float turn_by(Roped& own, int64_t token) {
+float angles_at(Roped& own, int64_t token) {
   const RopeView& rope = *own.side.rope;
   const RopeRow at = rope_row<Avx512Bytes>(rope, place_of(rope, own.side.b, own.side.h, token), own.row_angles);
   const float *cos = at.cos, *sin = at.sin;
@@ -139,9 +139,9 @@ void measure_queries(Roped& own, const RopedSpan& span) {
 }
 
 // Rotate queries back by the angles of `token`, for keys at steps from it on.
-void turn_queries(Roped& own, const RopedSpan& span, int64_t token) {
+void rotate_queries(Roped& own, const RopedSpan& span, int64_t token) {
   const int64_t half = own.half;
-  const float longest = turn_by(own, token);
+  const float longest = angles_at(own, token);
   for (int64_t r = 0; r < span.rows; r++) {
     const float* q = own.side.query + (span.row + r) * own.side.query_stride;
     const float step = longest * own.measure[r];

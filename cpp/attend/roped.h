@@ -89,19 +89,19 @@ void rope_tables(Node& node, const int32_t* column, int64_t cos, int64_t count) 
   }
 }
 
-template <class S>
-void roped_prepare(Node& node) {
+// List the pairs and the columns that the task reads.
+inline RopedOwn* prepare_pairs(Node& node) {
   const View& view = *node.view;
   const int64_t D = view.D;
-  auto* own = reinterpret_cast<RopedOwn*>(scratch(ceil_div(sizeof(RopedOwn), sizeof(float))));
+  auto* own = scratch_of<RopedOwn>();
   node.own = own;
   list_places(node);
-  own->pairs = reinterpret_cast<RopePair*>(scratch(D / 2 * (sizeof(RopePair) / sizeof(float))));
-  own->plain = reinterpret_cast<int32_t*>(scratch(D));
+  own->pairs = scratch_of<RopePair>(D / 2);
+  own->plain = scratch_of<int32_t>(D);
   own->tile_floats = (D + kTileSlack) * kLanes;
   own->tile = scratch(kRopedTiles * own->tile_floats);
   own->pair_count = own->plain_count = 0;
-  RopeColumns columns{reinterpret_cast<int32_t*>(scratch(2 * D))};
+  RopeColumns columns{scratch_of<int32_t>(2 * D)};
   const RopeChannel* channels = view.rope.channels;
   for (int32_t d = 0; d < D; d++) {
     const RopeChannel& a = channels[d];
@@ -120,6 +120,7 @@ void roped_prepare(Node& node) {
   own->column = columns.column;
   own->cos = columns.cos;
   own->columns = columns.count;
+  return own;
 }
 
 // Compute scores of NG·16 tokens from consecutive tiles [NG] of [D][16].

@@ -3,6 +3,7 @@
 // multiplied with the query rotated to its position.
 #pragma once
 
+#include "composed.h"
 #include "grid_tile.h"
 #include "rope_kernel.h"
 #include "roped.h"
@@ -13,17 +14,17 @@ namespace {  // internal to each build of the kernels
 
 struct RopedGrid {
   const Node *grid, *sparse;  // sparse: null if there are no outliers
-  Rows *query, *turned;       // for outliers: [D][4], factors of cosines and of sines of the tokens
+  Rows *with_cos, *with_sin;  // for outliers: [D][4], factors of cosines and of sines of the tokens
   Rows* plain;                // query rows before rotation
   int32_t* place;             // [D]: index of a channel's cosines in the offset table
-  int64_t row;                // first of the query rows in `query` or `plain`, or -1
+  int64_t row;                // first of the query rows in `with_cos` or `plain`, or -1
   void* fast;                 // data of the call's RopeKernel, or null
   float* angles;              // [2][columns]: room for cosines and sines of a token
 };
 
 // True if channels d and d + D/2 are pairs that rotate by the same angle. The D/2 channels are
 // whole units of codes.
-inline bool turns_halves(const Node& node) {
+inline bool rotates_halves(const Node& node) {
   const RopedOwn& own = *static_cast<RopedOwn*>(node.own);
   const int64_t half = node.view->D / 2;
   if (2 * own.pair_count != node.view->D) return false;
@@ -36,11 +37,11 @@ inline bool turns_halves(const Node& node) {
 
 // Return null if keys must be decoded into a tile.
 inline RopedGrid* roped_grid(const Node& node) {
-  if (!roped_codes(*node.parts[0].view) || !turns_halves(node)) return nullptr;
+  if (!roped_codes(*node.parts[0].view) || !rotates_halves(node)) return nullptr;
   const Node& keys = node.parts[0];
   const bool added = keys.view->kind == Kind::sum;
   const Node& grid = added ? keys.parts[0] : keys;
-  auto* out = reinterpret_cast<RopedGrid*>(scratch(ceil_div(sizeof(RopedGrid), sizeof(float))));
+  auto* out = scratch_of<RopedGrid>();
   *out = {&grid, added ? &keys.parts[1] : nullptr, nullptr, nullptr, nullptr, nullptr, -1, nullptr, nullptr};
   const RopeView& rope = node.view->rope;
   if (node.call->rope && rope.int16_offsets)
@@ -48,10 +49,10 @@ inline RopedGrid* roped_grid(const Node& node) {
         node.call->rope->prepare({&rope, &grid.grid, node.b, node.h, node.call->values, node.query, node.query_stride});
   if (added) {
     out->angles = scratch(2 * rope.columns);
-    out->query = reinterpret_cast<Rows*>(scratch(4 * node.view->D));
-    out->turned = reinterpret_cast<Rows*>(scratch(4 * node.view->D));
-    out->plain = reinterpret_cast<Rows*>(scratch(4 * node.view->D));
-    out->place = reinterpret_cast<int32_t*>(scratch(node.view->D));
+    out->with_cos = scratch_of<Rows>(node.view->D);
+    out->with_sin = scratch_of<Rows>(node.view->D);
+    out->plain = scratch_of<Rows>(node.view->D);
+    out->place = scratch_of<int32_t>(node.view->D);
     for (int64_t d = 0; d < node.view->D; d++) {
       const int64_t pair = d % (node.view->D / 2);
       out->place[d] = static_cast<int32_t>(pair / 2 * 4 * kInt16Offsets + pair % 2);
@@ -149,20 +150,20 @@ void roped_entries(const Node& node, RopedGrid& own, const float* tables, int64_
   const SparseOwn& sparse = *static_cast<SparseOwn*>(own.sparse->own);
   const int64_t half = node.view->D / 2;
   if (own.row != span.row) {
-    interleave(node.query_row(span.row), node.query_stride, span.rows, node.view->D, own.query);
+    interleave(node.query_row(span.row), node.query_stride, span.rows, node.view->D, own.with_cos);
     for (int64_t d = 0; d < half; d++) {
-      own.turned[d] = own.query[d + half];
-      own.turned[d + half] = -own.query[d];
+      own.with_sin[d] = own.with_cos[d + half];
+      own.with_sin[d + half] = -own.with_cos[d];
     }
     own.row = span.row;
   }
-  Rows *tokens = sparse.tokens, *query = own.query, *turned = own.turned;
+  Rows *tokens = sparse.tokens, *with_cos = own.with_cos, *with_sin = own.with_sin;
   const RopePair* pairs = roped.pairs;
   clear(tokens, span.tokens());
   each_entry<S>(*own.sparse, span, [=](int64_t at, int64_t channel, float value, auto) TERSEKV_INLINE {
     const RopePair& pair = pairs[channel < half ? channel : channel - half];
     const float cos = tables[pair.cos_a * stride + at], sin = tables[pair.sin_a * stride + at];
-    tokens[at] += query[channel] * (value * cos) + turned[channel] * (value * sin);
+    tokens[at] += with_cos[channel] * (value * cos) + with_sin[channel] * (value * sin);
   });
   add_interleaved(tokens, score_stride, span.rows, span.tokens(), score);
 }
@@ -190,9 +191,9 @@ void roped_grid_blocks(const Node& node, const Node& grid, const float* tables, 
 }
 
 // Rotate queries back by the angles of `token`, for keys at steps from it on. They are in units of
-// the offset table and are written to own.query and own.turned.
+// the offset table and are written to own.with_cos and own.with_sin.
 template <class S>
-void turn_rows(const Node& node, RopedGrid& own, const Span& span, int64_t token) {
+void rotate_rows(const Node& node, RopedGrid& own, const Span& span, int64_t token) {
   const RopeView& rope = node.view->rope;
   const int64_t half = node.view->D / 2;
   const RopeRow at = rope_row<S>(rope, place_of(rope, node.b, node.h, token), own.angles);
@@ -204,9 +205,9 @@ void turn_rows(const Node& node, RopedGrid& own, const Span& span, int64_t token
     const int32_t column = rope.channels[i].cos_column;
     const float c = cos[column] * (1.0f / 32767), s = sin[column] * (1.0f / 32767);
     const Rows a = plain[i] * c + partner[i] * s, b = partner[i] * c - plain[i] * s;
-    own.query[i] = a;
-    own.query[i + half] = own.turned[i] = b;
-    own.turned[i + half] = -a;
+    own.with_cos[i] = a;
+    own.with_cos[i + half] = own.with_sin[i] = b;
+    own.with_sin[i + half] = -a;
   }
 }
 
@@ -221,14 +222,14 @@ void stepped_scores(const Node& node, RopedGrid& own, Span span, float* score, i
   clear(tokens, span.tokens());
   for (int64_t token = span.first; token < span.last; token += kInt16Offsets, tokens += kInt16Offsets) {
     const int64_t last = token + kInt16Offsets < span.last ? token + kInt16Offsets : span.last;
-    turn_rows<S>(node, own, span, token - *node.shift);
-    const Rows *query = own.query, *turned = own.turned;
+    rotate_rows<S>(node, own, span, token - *node.shift);
+    const Rows *with_cos = own.with_cos, *with_sin = own.with_sin;
     const int32_t* place = own.place;
     each_entry<S>(*own.sparse, {span.row, span.rows, token, last},
                   [=](int64_t at, int64_t channel, float value, auto) TERSEKV_INLINE {
                     const int16_t* cos = int16_offsets + place[channel] + 2 * at;
                     tokens[at] +=
-                        query[channel] * (value * cos[0]) + turned[channel] * (value * cos[2 * kInt16Offsets]);
+                        with_cos[channel] * (value * cos[0]) + with_sin[channel] * (value * cos[2 * kInt16Offsets]);
                   });
   }
   add_interleaved(static_cast<SparseOwn*>(own.sparse->own)->tokens, score_stride, span.rows, span.tokens(), score);
@@ -244,6 +245,40 @@ void roped_grid_scores(const Node& node, RopedGrid& own, Span span, float* score
             [&](auto rows) { roped_grid_blocks<S, rows>(node, *own.grid, tables, stride, span, score, score_stride); });
   if (own.sparse) roped_entries<S>(node, own, tables, stride, span, score, score_stride);
 }
+
+template <class S>
+void roped_prepare(Node& node) {
+  prepare_parts<S>(node);
+  RopedOwn& own = *prepare_pairs(node);
+  own.grid = roped_grid(node);
+  if (!own.grid || !own.grid->fast) rope_tables<S>(node, own.column, own.cos, own.columns);
+}
+
+template <class S>
+void roped_scores(const Node& node, Span span, float* score, int64_t score_stride) {
+  const Task& task = *node.task;
+  const RopedOwn& own = *static_cast<RopedOwn*>(node.own);
+  if (own.grid) return roped_grid_scores<S>(node, *own.grid, span, score, score_stride);
+  const Layout& layout = layout_of<S>(node.parts[0]);
+  const int64_t unit = node.call->tokens_per_unit, first = task.first * unit, tokens = task.last * unit - first;
+  for (int64_t token = span.first; token < span.last; token += kRopedTiles * kLanes) {
+    int64_t tiles = 0;
+    for (int64_t at = token; at < span.last && tiles < kRopedTiles; at += kLanes, tiles++)
+      layout.decode_tile(node.parts[0], at, span.last - at < kLanes ? span.last - at : kLanes,
+                         own.tile + tiles * own.tile_floats);
+    const float* tables = node.lanes + token - *node.shift - first;
+    float* out = score + token - span.first;
+    with_rows(span.rows, [&](auto rows) {
+      if (tiles == kRopedTiles)
+        return roped_tile_scores<S, rows, kRopedTiles>(node, tables, tokens, span, out, score_stride);
+      roped_tile_scores<S, rows, 1>(node, tables, tokens, span, out, score_stride);
+    });
+  }
+}
+
+// RoPE is outermost, and never of values.
+template <class S>
+constexpr Layout kRoped{Kind::roped, roped_prepare<S>, roped_scores<S>, nullptr, nullptr};
 
 }  // namespace
 }  // namespace tersekv

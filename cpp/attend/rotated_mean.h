@@ -17,7 +17,7 @@ struct RotatedMeanOwn {
   // [rows][columns that are read]; with offsets [rows][2][width], those of cos and of sin by pair
   float* coefficients;
   int64_t width;    // pairs of the offsets, rounded up to whole vectors
-  float* turn;      // [4][width]: cos and sin of a token, and coefficients rotated by it
+  float* rotated;   // [4][width]: cos and sin of a token, and coefficients rotated by it
   float* constant;  // [rows], score of the channels without rotation
   float* stepped;   // [kRowTile][rows of the offset table], for one block of tokens
   int16_t* words;   // the same as int16, or null
@@ -36,13 +36,13 @@ void step_coefficients(const Node& node, Span span, int64_t place) {
   const float *cos = at.cos, *sin = at.sin;
   if (!offsets.in_order) {
     for (int64_t i = 0; i < pairs; i++) {
-      own.turn[i] = cos[offsets.column[i]];
-      own.turn[width + i] = sin[offsets.column[i]];
+      own.rotated[i] = cos[offsets.column[i]];
+      own.rotated[width + i] = sin[offsets.column[i]];
     }
-    cos = own.turn;
-    sin = own.turn + width;
+    cos = own.rotated;
+    sin = own.rotated + width;
   }
-  float *with_cos = own.turn + 2 * width, *with_sin = with_cos + width;
+  float *with_cos = own.rotated + 2 * width, *with_sin = with_cos + width;
   for (int64_t r = 0; r < span.rows; r++) {
     const float *a = own.coefficients + (span.row + r) * 2 * width, *b = a + width;
     for (int64_t i = 0; i < width; i += kLanes) {
@@ -70,7 +70,7 @@ template <class S>
 void rotated_mean_prepare(Node& node) {
   const View& view = *node.view;
   const RopeView& rope = view.rope;
-  auto* own = reinterpret_cast<RotatedMeanOwn*>(scratch(ceil_div(sizeof(RotatedMeanOwn), sizeof(float))));
+  auto* own = scratch_of<RotatedMeanOwn>();
   node.own = own;
   list_places(node);
   own->width = rope.offsets ? round_up(rope.offsets->pairs(), kLanes) : 0;
@@ -85,7 +85,7 @@ void rotated_mean_prepare(Node& node) {
     clear(of, reads);
     for (int64_t d = 0; d < view.D; d++) {
       const float q = node.query_row(r)[d];
-      const TurnedChannel& columns = rope.turned[d];
+      const RotatedChannel& columns = rope.rotated[d];
       if (columns.cos < 0) {
         constant += q * x[d];
         continue;
@@ -104,12 +104,11 @@ void rotated_mean_prepare(Node& node) {
   }
   if (rope.offsets) {
     own->stepped = scratch(kRowTile * rope.offsets->rows);
-    if (node.call->rope && rope.offsets->words)
-      own->words = reinterpret_cast<int16_t*>(scratch(ceil_div(kRowTile * rope.offsets->rows, 2)));
+    if (node.call->rope && rope.offsets->words) own->words = scratch_of<int16_t>(kRowTile * rope.offsets->rows);
     own->block = rope.consecutive ? nullptr : scratch(kRowTile * rope.offsets->M);
     own->row = scratch(2 * rope.columns);
-    own->turn = scratch(4 * own->width);
-    clear(own->turn, 4 * own->width);
+    own->rotated = scratch(4 * own->width);
+    clear(own->rotated, 4 * own->width);
   } else {
     rope_tables<S>(node, rope.read, rope.reads_cos, rope.reads);
   }
@@ -150,8 +149,8 @@ void add_table_scores(const Node& node, Span span, int64_t start, int64_t count,
   const float *of = rope.offsets ? own.stepped : own.coefficients + span.row * reads,
               *tables = (rope.offsets ? rope.offsets->table : node.lanes) + start, *constant = own.constant + span.row;
   if (own.words)
-    return node.call->rope->turned({rope.offsets->words + 2 * start, reads, stride, count, span.rows, of, constant,
-                                    own.words, score, score_stride});
+    return node.call->rope->rotated_mean({rope.offsets->words + 2 * start, reads, stride, count, span.rows, of,
+                                          constant, own.words, score, score_stride});
   constexpr int kTiles = S::max_groups(4) >= 4 ? 4 : 1;
   with_rows(span.rows, [&](auto rows) {
     int64_t i = 0;
@@ -203,6 +202,10 @@ void rotated_mean_scores(const Node& node, Span span, float* score, int64_t scor
     token = end;
   }
 }
+
+// Never values, and never part of a view that is decoded.
+template <class S>
+constexpr Layout kRotatedMean{Kind::rotated_mean, rotated_mean_prepare<S>, rotated_mean_scores<S>, nullptr, nullptr};
 
 }  // namespace
 }  // namespace tersekv

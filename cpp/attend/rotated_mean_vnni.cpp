@@ -5,7 +5,7 @@ namespace tersekv {
 namespace {
 
 template <int R, int NG>
-void rotated_mean_tiles(const TurnedProduct& of, const float* step, int64_t token) {
+void rotated_mean_tiles(const RotatedMeanProduct& of, const float* step, int64_t token) {
   __m512i sum[R][NG];
   repeat<R>([&](auto r)
                 TERSEKV_INLINE { repeat<NG>([&](auto g) TERSEKV_INLINE { sum[r][g] = _mm512_setzero_si512(); }); });
@@ -27,7 +27,7 @@ void rotated_mean_tiles(const TurnedProduct& of, const float* step, int64_t toke
 
 }  // namespace
 
-void rotates_in_int16(const TurnedProduct& of) {
+void rotated_mean_vnni(const RotatedMeanProduct& of) {
   float step[4];
   for (int64_t r = 0; r < of.rows; r++)
     step[r] = to_words(of.factor + r * of.reads, of.reads, of.words + r * of.reads) / kMostWord;

@@ -10,9 +10,9 @@
 namespace tersekv {
 namespace {
 
-constexpr int kUnits = 64;      // tried between 1 and 2
-constexpr int kMiddles = 33;    // tried around the middle of the table
-constexpr double kWide = 0.12;  // largest distance from it, in halves of the table's range
+constexpr int kUnits = 64;          // tried between 1 and 2
+constexpr int kMiddles = 33;        // tried around the middle of the table
+constexpr double kFarthest = 0.12;  // largest distance from it, in halves of the table's range
 constexpr size_t kMostTables = 1024;
 
 struct Key {
@@ -83,7 +83,7 @@ Rounded nearest(const float* table, int size, bool centred) {
   double least = std::numeric_limits<double>::infinity();
   for (int m = 0; m < kMiddles; m++)
     for (int u = 0; u < kUnits; u++) {
-      const auto at = static_cast<float>(middle + half * kWide * (2.0 * m / (kMiddles - 1) - 1.0));
+      const auto at = static_cast<float>(middle + half * kFarthest * (2.0 * m / (kMiddles - 1) - 1.0));
       const auto factor = static_cast<float>(std::exp2(static_cast<double>(u) / kUnits));
       for (int i = 0; i < size; i++) tried.entry[i] = to_bfloat16((table[i] - at) * factor);
       const double error = fit(table, size, tried);

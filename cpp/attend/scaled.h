@@ -2,6 +2,7 @@
 // values. A factor is multiplied with the scores, or with a block's sums, never with elements.
 #pragma once
 
+#include "composed.h"
 #include "grid_tile.h"
 
 namespace tersekv {
@@ -13,9 +14,11 @@ struct ScaledOwn {
 };
 
 // The part has scores or sums of its own, to which the factor is applied.
-inline void scaled_prepare(Node& node) {
+template <class S>
+void scaled_prepare(Node& node) {
+  prepare_parts<S>(node);
   Node& part = node.parts[0];
-  auto* own = reinterpret_cast<ScaledOwn*>(scratch(ceil_div(sizeof(ScaledOwn), sizeof(float))));
+  auto* own = scratch_of<ScaledOwn>();
   *own = {};
   node.own = own;
   if (node.query) {
@@ -33,12 +36,12 @@ inline const uint16_t* factors_at(const Node& node, int64_t block) {
   return plane_at(node.view->factor, node.b, node.h, block);
 }
 
-// Decode x̂ of sixteen keys from `token` on into a tile [D][16].
+// Decode x̂ of sixteen keys.
 template <class S>
-void scaled_fill(const Node& node, int64_t token, float* tile) {
-  const int64_t t = node.view->t, lane = token % t;
-  grid_fill<S>(node.parts[0], token / t, lane / kLanes, tile);
-  const auto factor = load_half_n<S>(node.view->factor_type, factors_at(node, token / t) + lane, kLanes);
+void scaled_tile(const Node& node, int64_t token, int64_t count, float* tile) {
+  const int64_t t = node.view->t;
+  grid_tile<S>(node.parts[0], token, count, tile);
+  const auto factor = load_half_n<S>(node.view->factor_type, factors_at(node, token / t) + token % t, kLanes);
   for (int64_t k = 0; k < node.view->D * kLanes; k += kLanes) S::store(tile + k, S::mul(S::load(tile + k), factor));
 }
 
@@ -76,6 +79,9 @@ void scaled_sums(const Node& node, Span span, const float* weight, int64_t weigh
     }
   }
 }
+
+template <class S>
+constexpr Layout kScaled{Kind::scaled, scaled_prepare<S>, scaled_scores<S>, scaled_sums<S>, scaled_tile<S>};
 
 }  // namespace
 }  // namespace tersekv

@@ -21,10 +21,10 @@ inline SignTokens sign_tokens(const Node& node, int64_t token) {
           plane_at(v.norms, node.b, node.h, n) + lane};
 }
 
-// tables [R, 2·bytes, 16]
+// tables [R, 2·bytes, 16]. Not inlined, because the compiler would then keep more sums in memory.
 template <class S, int R>
-void sign_scores(const Node& node, const float* tables, const float*, int64_t first, int64_t last, float* score,
-                 int64_t score_stride, const PrefetchRanges& ahead) {
+[[gnu::noinline]] void sign_scores(const Node& node, const float* tables, const float*, int64_t first, int64_t last,
+                                   float* score, int64_t score_stride, const PrefetchRanges& ahead) {
   using F = typename S::F;
   const SignsView& v = node.view->signs;
   const int64_t bytes = static_cast<SignsOwn*>(node.own)->bytes, table_stride = 2 * bytes * kLanes;
@@ -36,10 +36,9 @@ void sign_scores(const Node& node, const float* tables, const float*, int64_t fi
     for (int64_t i = 0; i < bytes; i++) {
       const typename S::Words low = S::load_bytes(at.signs + i * kSignTokens), high = S::template shr<4>(low);
       const float* entries = tables + 2 * i * kLanes;
-      repeat<R>([&](auto r) TERSEKV_INLINE {
-        even[r] = S::add(even[r], S::look_up(entries + r * table_stride, low));
-        odd[r] = S::add(odd[r], S::look_up(entries + r * table_stride + kLanes, high));
-      });
+      repeat<R>([&](auto r) TERSEKV_INLINE { even[r] = S::add(even[r], S::look_up(entries + r * table_stride, low)); });
+      repeat<R>([&](auto r)
+                    TERSEKV_INLINE { odd[r] = S::add(odd[r], S::look_up(entries + r * table_stride + kLanes, high)); });
     }
     const F norm = S::mul(load_half<S>(v.half, at.norms), S::set1(v.factor));
     repeat<R>([&](auto r) TERSEKV_INLINE {
@@ -124,7 +123,7 @@ void signs_scores(const Node& node, Span span, float* score, int64_t score_strid
 
 // Write ±norm·factor for every row of the sketch to a tile: [8·bytes][16].
 template <class S>
-void sign_tile(const Node& node, int64_t token, float* tile) {
+void sketch_tile(const Node& node, int64_t token, float* tile) {
   const SignsView& v = node.view->signs;
   const SignTokens at = sign_tokens(node, token);
   const typename S::F norm = S::mul(load_half<S>(v.half, at.norms), S::set1(v.factor));
@@ -159,7 +158,7 @@ void signs_sums(const Node& node, Span span, const float* weight, int64_t weight
   for (int64_t first = span.first; first < span.last; first += step) {
     clear(node.lanes, span.rows * M * kLanes);
     for (int64_t token = first; token < first + step; token += kLanes) {
-      sign_tile<S>(node, token, own.tile);
+      sketch_tile<S>(node, token, own.tile);
       for (int64_t r = 0; r < span.rows; r++)
         tile_accumulate<S>(own.tile, M, S::load(weight + r * weight_stride + token - span.first),
                            node.lanes + r * M * kLanes);
@@ -169,13 +168,12 @@ void signs_sums(const Node& node, Span span, const float* weight, int64_t weight
   }
 }
 
-// Decode x̂ of sixteen tokens: [D][16].
 template <class S>
-void signs_fill(const Node& node, int64_t token, float* tile) {
+void signs_tile(const Node& node, int64_t token, int64_t, float* tile) {
   const SignsView& v = node.view->signs;
   const SignsOwn& own = *static_cast<SignsOwn*>(node.own);
   const int64_t n = token / kSignTokens, *channels = channels_at(node, n), *dropped = dropped_at(node, n);
-  sign_tile<S>(node, token, own.tile);
+  sketch_tile<S>(node, token, own.tile);
   if (channels) clear(tile, node.view->D * kLanes);
   float* out = channels ? own.vectors : tile;  // [n][16]
   clear(out, v.n * kLanes);
@@ -183,6 +181,9 @@ void signs_fill(const Node& node, int64_t token, float* tile) {
   for (int64_t i = 0; channels && i < v.n; i++) S::store(tile + channels[i] * kLanes, S::load(out + i * kLanes));
   for (int64_t i = 0; dropped && i < v.drops; i++) clear(tile + dropped[i] * kLanes, kLanes);
 }
+
+template <class S>
+constexpr Layout kSigns{Kind::signs, signs_prepare<S>, signs_scores<S>, signs_sums<S>, signs_tile<S>};
 
 }  // namespace
 }  // namespace tersekv

@@ -111,7 +111,7 @@ void sketch_block(const Node& node, int64_t n, int64_t row, int64_t rows) {
 template <class S>
 void signs_prepare(Node& node) {
   const SignsView& v = node.view->signs;
-  auto* own = reinterpret_cast<SignsOwn*>(scratch(ceil_div(sizeof(SignsOwn), sizeof(float))));
+  auto* own = scratch_of<SignsOwn>();
   node.own = own;
   own->bytes = ceil_div(v.M, 8);
   const int64_t M = 8 * own->bytes;

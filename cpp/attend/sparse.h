@@ -13,7 +13,7 @@ constexpr int kChannelBits = 11;
 constexpr int64_t kAheadBlocks = 16;  // prefetch distance: dense products run before the entries are read
 constexpr int64_t kMostEntries = kSparseTokens << kChannelBits;
 
-struct Entries {
+struct SparseEntries {
   const uint16_t *places, *values;
   int64_t count;
 };
@@ -32,7 +32,7 @@ struct SparseOwn {
 
 // Return the entries of block n. They end where those of the next block begin, in the order block,
 // batch row, head.
-inline Entries entries_of(const Node& node, int64_t n) {
+inline SparseEntries entries_of(const Node& node, int64_t n) {
   const SparseView& v = node.view->sparse;
   const SparseOwn& own = *static_cast<SparseOwn*>(node.own);
   if (v.per_block) return {own.places + n * v.place.stride_n, own.values + n * v.value.stride_n, v.per_block};
@@ -48,11 +48,11 @@ inline Entries entries_of(const Node& node, int64_t n) {
 
 // Call body(token in block, channel, value, 0 or 1 alternately) for each entry.
 template <class S, class Body>
-[[gnu::always_inline]] inline void each_of(const Entries& entries, int64_t D, Body&& body) {
+[[gnu::always_inline]] inline void each_of(const SparseEntries& entries, int64_t D, Body&& body) {
   alignas(64) float value[kLanes];
-  const auto one = [&](const uint16_t* places, int64_t k, auto turn) TERSEKV_INLINE {
+  const auto one = [&](const uint16_t* places, int64_t k, auto odd) TERSEKV_INLINE {
     const int64_t place = places[k], channel = place & ((1 << kChannelBits) - 1);
-    if (channel < D) body(place >> kChannelBits, channel, value[k], turn);
+    if (channel < D) body(place >> kChannelBits, channel, value[k], odd);
   };
   int64_t i = 0;
   for (; i + kLanes <= entries.count; i += kLanes) {
@@ -64,26 +64,26 @@ template <class S, class Body>
   for (int64_t k = 0; k < entries.count - i; k++) one(entries.places + i, k, Index<0>{});
 }
 
-// Prefetch block n's entries. Entries of other heads are between those of two blocks, so hardware
+// Prefetch block n's entries. SparseEntries of other heads are between those of two blocks, so hardware
 // does not prefetch.
 inline void fetch_ahead(const Node& node, int64_t n) {
   if (n >= node.view->sparse.N) return;
-  const Entries entries = entries_of(node, n);
+  const SparseEntries entries = entries_of(node, n);
   for (int64_t i = 0; i < entries.count + 31; i += 32) {
     __builtin_prefetch(entries.places + i, 0, 2);
     __builtin_prefetch(entries.values + i, 0, 2);
   }
 }
 
-// Call body(token in span, channel, value, turn) for the entries of a span.
+// Call body(token in span, channel, value, odd) for the entries of a span.
 template <class S, class Body>
 [[gnu::always_inline]] inline void each_entry(const Node& node, Span span, Body&& body) {
   for (int64_t token = span.first; token < span.last; token += kSparseTokens) {
     const int64_t n = token / kSparseTokens, from = token - span.first;
     fetch_ahead(node, n + kAheadBlocks);
     each_of<S>(entries_of(node, n), node.view->D,
-               [&](int64_t at, int64_t channel, float value, auto turn)
-                   TERSEKV_INLINE { body(from + at, channel, value, turn); });
+               [&](int64_t at, int64_t channel, float value, auto odd)
+                   TERSEKV_INLINE { body(from + at, channel, value, odd); });
   }
 }
 
@@ -132,7 +132,7 @@ inline void add_interleaved(const Rows* in, int64_t stride, int64_t rows, int64_
 inline void sparse_prepare(Node& node) {
   const SparseView& v = node.view->sparse;
   const int64_t unit = node.call->tokens_per_unit, D = node.view->D;
-  auto* own = reinterpret_cast<SparseOwn*>(scratch(ceil_div(sizeof(SparseOwn), sizeof(float))));
+  auto* own = scratch_of<SparseOwn>();
   node.own = own;
   if (v.per_block) {
     own->places = v.place.data + node.b * v.place.stride_b + node.h * v.place.stride_h;
@@ -145,9 +145,9 @@ inline void sparse_prepare(Node& node) {
                            : own->begin + v.stride_h;
     own->ends = last ? v.N - 1 : v.N;
   }
-  own->channels = reinterpret_cast<Rows*>(scratch(4 * D));
-  own->more = reinterpret_cast<Rows*>(scratch(4 * D));
-  own->tokens = reinterpret_cast<Rows*>(scratch(4 * (unit > kChunkTokens ? unit : kChunkTokens)));
+  own->channels = scratch_of<Rows>(D);
+  own->more = scratch_of<Rows>(D);
+  own->tokens = scratch_of<Rows>(unit > kChunkTokens ? unit : kChunkTokens);
   own->row = -1;
 }
 
@@ -176,8 +176,8 @@ void sparse_sums(const Node& node, Span span, const float* weight, int64_t weigh
   // Two alternating sums, because outliers are in few channels, and each addition would wait for
   // the previous one.
   Rows *tokens = own.tokens, *sums = own.channels, *more = own.more;
-  each_entry<S>(node, span, [=](int64_t at, int64_t channel, float value, auto turn) TERSEKV_INLINE {
-    (turn ? more : sums)[channel] += tokens[at] * value;
+  each_entry<S>(node, span, [=](int64_t at, int64_t channel, float value, auto odd) TERSEKV_INLINE {
+    (odd ? more : sums)[channel] += tokens[at] * value;
   });
   for (int64_t d = 0; d < node.view->D; d++) own.channels[d] += own.more[d];
   add_interleaved(own.channels, node.sum_stride, span.rows, node.view->D, node.sum_row(span.row));
@@ -187,8 +187,8 @@ void sparse_sums(const Node& node, Span span, const float* weight, int64_t weigh
 template <class S>
 void sparse_add(const Node& node, int64_t token, float* tile) {
   const int64_t first = token % kSparseTokens;
-  Entries entries = entries_of(node, token / kSparseTokens);
-  // Entries ascend by token: skip those of earlier and of later tokens.
+  SparseEntries entries = entries_of(node, token / kSparseTokens);
+  // SparseEntries ascend by token: skip those of earlier and of later tokens.
   const auto before = [&](int64_t limit) {
     int64_t low = 0, high = entries.count;
     while (low < high) {
@@ -208,6 +208,15 @@ void sparse_add(const Node& node, int64_t token, float* tile) {
     if (lane >= 0 && lane < kLanes) tile[channel * kLanes + lane] += value;
   });
 }
+
+template <class S>
+void sparse_tile(const Node& node, int64_t token, int64_t, float* tile) {
+  clear(tile, node.view->D * kLanes);
+  sparse_add<S>(node, token, tile);
+}
+
+template <class S>
+constexpr Layout kSparse{Kind::sparse, sparse_prepare, sparse_scores<S>, sparse_sums<S>, sparse_tile<S>};
 
 }  // namespace
 }  // namespace tersekv

@@ -67,11 +67,11 @@ inline void clear(float* p, int64_t floats) {
   for (int64_t i = 0; i < floats; i++) p[i] = 0.0f;
 }
 
-// Compute scores from tiles of sixteen tokens, decoded by decode_tile(node, token, tile).
+// Compute scores from tiles of sixteen tokens, decoded by decode_tile(node, token, 16, tile).
 template <class S, class DecodeTile>
 void tile_scores(const Node& node, Span span, float* score, int64_t score_stride, float* tile, DecodeTile decode_tile) {
   for (int64_t token = span.first; token < span.last; token += kLanes) {
-    decode_tile(node, token, tile);
+    decode_tile(node, token, kLanes, tile);
     tile_dot<S>(tile, node.view->D, node.query_row(span.row), node.query_stride, 1, span.rows,
                 score + token - span.first, score_stride);
   }
@@ -84,7 +84,7 @@ void tile_sums(const Node& node, Span span, const float* weight, int64_t weight_
   const int64_t D = node.view->D;
   for (int64_t r = 0; r < span.rows; r++) clear(node.lanes + r * D * kLanes, D * kLanes);
   for (int64_t token = span.first; token < span.last; token += kLanes) {
-    decode_tile(node, token, tile);
+    decode_tile(node, token, kLanes, tile);
     for (int64_t r = 0; r < span.rows; r++)
       tile_accumulate<S>(tile, D, S::load(weight + r * weight_stride + token - span.first),
                          node.lanes + r * D * kLanes);

@@ -29,7 +29,7 @@ template <class S>
 void trellis_prepare(Node& node) {
   const TrellisView& v = node.view->trellis;
   const int64_t D = node.view->D;
-  auto* own = reinterpret_cast<TrellisOwn*>(scratch(ceil_div(sizeof(TrellisOwn), sizeof(float))));
+  auto* own = scratch_of<TrellisOwn>();
   node.own = own;
   own->fast = nullptr;
   const float* scale = float_row<S>(v.scale_type, v.scale, node.b * v.scale_b + node.h * v.scale_h, D);
@@ -37,7 +37,7 @@ void trellis_prepare(Node& node) {
     own->fast = node.call->trellis->prepare({&v, D, node.b, node.h, node.rows, node.query, node.query_stride, scale});
   own->tile = scratch((D + kTileSlack) * kLanes);
   if (node.sum) node.lanes = scratch(kRowTile * D * kLanes);
-  own->places = reinterpret_cast<TrellisPlace*>(scratch(D * (sizeof(TrellisPlace) / sizeof(float))));
+  own->places = scratch_of<TrellisPlace>(D);
   const uint8_t* bits = v.bits + node.b * v.bits_b + node.h * v.bits_h;
   int64_t end = 0;
   for (int64_t d = 0; d < D; d++) {
@@ -50,7 +50,7 @@ void trellis_prepare(Node& node) {
 }
 
 template <class S>
-void trellis_fill(const Node& node, int64_t token, float* tile) {
+void trellis_tile(const Node& node, int64_t token, int64_t, float* tile) {
   using F = typename S::F;
   using Words = typename S::Words;
   const TrellisView& v = node.view->trellis;
@@ -81,7 +81,7 @@ void trellis_scores(const Node& node, Span span, float* score, int64_t score_str
     return node.call->trellis->scores(own.fast, {span.row, span.rows, span.first, span.last}, score, score_stride,
                                       values.kind == Kind::trellis ? &next : nullptr);
   }
-  tile_scores<S>(node, span, score, score_stride, own.tile, trellis_fill<S>);
+  tile_scores<S>(node, span, score, score_stride, own.tile, trellis_tile<S>);
 }
 
 template <class S>
@@ -90,8 +90,11 @@ void trellis_sums(const Node& node, Span span, const float* weight, int64_t weig
   if (own.fast)
     return node.call->trellis->sums(own.fast, {span.row, span.rows, span.first, span.last}, weight, weight_stride,
                                     node.sum_row(span.row), node.sum_stride);
-  tile_sums<S>(node, span, weight, weight_stride, own.tile, trellis_fill<S>);
+  tile_sums<S>(node, span, weight, weight_stride, own.tile, trellis_tile<S>);
 }
+
+template <class S>
+constexpr Layout kTrellis{Kind::trellis, trellis_prepare<S>, trellis_scores<S>, trellis_sums<S>, trellis_tile<S>};
 
 }  // namespace
 }  // namespace tersekv

@@ -3,11 +3,6 @@
 namespace tersekv {
 namespace {
 
-template <class T>
-T* scratch_of(int64_t count) {
-  return reinterpret_cast<T*>(scratch(ceil_div(count * static_cast<int64_t>(sizeof(T)), sizeof(float))));
-}
-
 // Components of one rate: pairs whose windows are 8 bits apart, and the others.
 struct Rate {
   int32_t *neighbours, *singles;
@@ -106,7 +101,7 @@ class Planner {
 }  // namespace
 
 TrellisPlan* make_trellis_plan(const TrellisSide& side) {
-  auto* plan = scratch_of<TrellisPlan>(1);
+  auto* plan = scratch_of<TrellisPlan>();
   const TrellisView& view = *side.view;
   plan->view = &view;
   plan->stream = stream_of(view, side.b, side.h);

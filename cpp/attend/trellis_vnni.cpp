@@ -20,19 +20,19 @@ struct Bytes {
   uint8_t byte[64];
 };
 
-template <class Index>
-constexpr Bytes bytes_of(Index index) {
+template <class ByteAt>
+constexpr Bytes bytes_of(ByteAt index) {
   Bytes out{};
   for (int i = 0; i < 64; i++) out.byte[i] = static_cast<uint8_t>(index(i));
   return out;
 }
 
 // The 256 entries of one rate.
-struct Entries {
+struct Codebook {
   __m512i quarter[4];
 
   // For keys the table is the unsigned factor of a product, so 128 is added to each entry.
-  Entries(const int8_t* entry, bool plus_128) {
+  Codebook(const int8_t* entry, bool plus_128) {
     const __m512i sign = _mm512_set1_epi8(plus_128 ? -128 : 0);
     for (int i = 0; i < 4; i++) quarter[i] = _mm512_xor_si512(_mm512_loadu_si512(entry + 64 * i), sign);
   }
@@ -68,7 +68,7 @@ inline __m512 gains(const TrellisPlan& plan, const uint8_t* codes) {
 
 // sum += Σ unsigned · signed over four bytes. Inline assembly, because GCC 12 copies the sums of
 // the intrinsic.
-[[gnu::always_inline]] inline void add_products(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
+[[gnu::always_inline]] inline void add_byte_products(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
 }
 
@@ -87,7 +87,7 @@ struct ScoreSums {
 template <int R, bool NEIGHBOURS>
 [[gnu::noinline]] void add_quads(const uint16_t* block, const int8_t* entry, const TrellisQuad* quad,
                                  const TrellisQuad* last, const int32_t* query, int64_t step, ScoreSums<R>& sums) {
-  const Entries entries(entry, true);
+  const Codebook entries(entry, true);
   __m512i sum[R][2][2];
   repeat<R>([&](auto r) TERSEKV_INLINE {
     repeat<4>([&](auto i) TERSEKV_INLINE { sum[r][i / 2][i % 2] = sums.of[r][i / 2][i % 2]; });
@@ -106,8 +106,8 @@ template <int R, bool NEIGHBOURS>
     repeat<R>([&](auto r) TERSEKV_INLINE {
       repeat<2>([&](auto part) TERSEKV_INLINE {
         const __m512i q = _mm512_set1_epi32(query[2 * r + part]);
-        add_products(sum[r][part][0], x[0], q);
-        add_products(sum[r][part][1], x[1], q);
+        add_byte_products(sum[r][part][0], x[0], q);
+        add_byte_products(sum[r][part][1], x[1], q);
       });
     });
     x[0] = next[0];
@@ -120,8 +120,8 @@ template <int R, bool NEIGHBOURS>
 
 // Add the scores of a block for R rows.
 template <int R>
-void block_scores(const TrellisPlan& plan, const uint16_t* block, const uint8_t* codes, int64_t row, float* score,
-                  int64_t score_stride) {
+void trellis_block_scores(const TrellisPlan& plan, const uint16_t* block, const uint8_t* codes, int64_t row,
+                          float* score, int64_t score_stride) {
   ScoreSums<R> sums;
   repeat<R>([&](auto r) TERSEKV_INLINE {
     const TrellisQuery& q = plan.queries[row + r];
@@ -153,15 +153,16 @@ void block_scores(const TrellisPlan& plan, const uint16_t* block, const uint8_t*
   });
 }
 
-void scores(const void* side, TrellisSpan span, float* score, int64_t score_stride, const TrellisSide* next) {
+void trellis_scores_vnni(const void* side, TrellisSpan span, float* score, int64_t score_stride,
+                         const TrellisSide* next) {
   const auto& plan = *static_cast<const TrellisPlan*>(side);
   const uint16_t* ahead = next ? stream_of(*next->view, next->b, next->h) : nullptr;
   with_rows(span.rows, [&](auto rows) {
     for (int64_t n = span.first / kTrellisBlock; n < span.last / kTrellisBlock; n++, score += kTrellisBlock) {
       for (int64_t i = 0; ahead && i < next->view->words; i++)
         _mm_prefetch(ahead + n * next->view->stride_n + i * kTrellisBlock, _MM_HINT_T1);
-      block_scores<rows>(plan, plan.stream + n * plan.view->stride_n, plan.gain + n * plan.view->gain_n, span.row,
-                         score, score_stride);
+      trellis_block_scores<rows>(plan, plan.stream + n * plan.view->stride_n, plan.gain + n * plan.view->gain_n,
+                                 span.row, score, score_stride);
     }
   });
 }
@@ -222,7 +223,7 @@ inline void store_sums(const __m512 (&x)[2][4], float* out) {
 }
 
 template <int R, bool NEIGHBOURS>
-void quad_sums(const TrellisPlan& plan, const Entries& entries, const TrellisQuad& quad, const Weights<R>& weights,
+void quad_sums(const TrellisPlan& plan, const Codebook& entries, const TrellisQuad& quad, const Weights<R>& weights,
                int64_t first, int64_t blocks, float* out) {
   // Arrange four tokens of one component next to each other: the low bytes of all 32 words, then
   // the high bytes.
@@ -246,8 +247,8 @@ void quad_sums(const TrellisPlan& plan, const Entries& entries, const TrellisQua
       const __m512i p_high = _mm512_load_si512(weights.bytes[n][r][0]),
                     p_low = _mm512_load_si512(weights.bytes[n][r][1]);
       repeat<2>([&](auto i) TERSEKV_INLINE {
-        add_products(high[i][r], p_high, x[i]);
-        add_products(low[i][r], p_low, x[i]);
+        add_byte_products(high[i][r], p_high, x[i]);
+        add_byte_products(low[i][r], p_low, x[i]);
       });
     });
     x[0] = next[0];
@@ -273,7 +274,7 @@ void block_sums(const TrellisPlan& plan, int64_t first, int64_t blocks, const fl
   float* out = plan.collected;
   for (int i = 0; i < plan.sections; i++) {
     const TrellisSection& section = plan.section[i];
-    const Entries entries(section.entries, false);
+    const Codebook entries(section.entries, false);
     const TrellisQuad* quad = section.first;
     for (; quad < section.singles; quad++, out += 16)
       quad_sums<R, true>(plan, entries, *quad, weights, first, blocks, out);
@@ -286,8 +287,8 @@ void block_sums(const TrellisPlan& plan, int64_t first, int64_t blocks, const fl
                   TERSEKV_INLINE { sum[r * sum_stride + plan.d[i]] += x[r] * weights.step[r] * plan.scale[i]; });
 }
 
-void sums(const void* side, TrellisSpan span, const float* weight, int64_t weight_stride, float* sum,
-          int64_t sum_stride) {
+void trellis_sums_vnni(const void* side, TrellisSpan span, const float* weight, int64_t weight_stride, float* sum,
+                       int64_t sum_stride) {
   const auto& plan = *static_cast<const TrellisPlan*>(side);
   const int64_t last = span.last / kTrellisBlock;
   with_rows(span.rows, [&](auto rows) {
@@ -335,7 +336,7 @@ TrellisQuery quantised(const TrellisPlan& plan, const float* query, int64_t D, f
           -128 * _mm512_reduce_add_epi32(low_sum)};
 }
 
-const void* prepare(const TrellisSide& side) {
+const void* trellis_prepare_vnni(const TrellisSide& side) {
   TrellisPlan* plan = make_trellis_plan(side);
   if (!side.query) return plan;
   float* room = scratch(round_up(4 * plan->quads, kLanes));
@@ -347,7 +348,7 @@ const void* prepare(const TrellisSide& side) {
 }  // namespace
 
 const TrellisKernel& trellis_kernel_vnni() {
-  static constexpr TrellisKernel kernel = {prepare, scores, sums};
+  static constexpr TrellisKernel kernel = {trellis_prepare_vnni, trellis_scores_vnni, trellis_sums_vnni};
   return kernel;
 }
 

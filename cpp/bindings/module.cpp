@@ -15,6 +15,10 @@ namespace tersekv {
 
 using namespace nb::literals;
 
+void define_views(nb::module_& m);            // operands.cpp
+void define_byte_views(nb::module_& m);       // operands_bytes.cpp
+void define_rope_views(nb::module_& m);       // operands_rope.cpp
+void define_trellis_views(nb::module_& m);    // operands_trellis.cpp
 void define_attention(nb::module_& m);        // module_attend.cpp
 void define_grid_encoders(nb::module_& m);    // module_grid.cpp
 void define_vector_encoders(nb::module_& m);  // module_vectors.cpp

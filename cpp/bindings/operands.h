@@ -76,11 +76,6 @@ struct NativeView {
   void check_unmoved() const;
 };
 
-void define_views(nb::module_& m);          // operands.cpp
-void define_byte_views(nb::module_& m);     // operands_bytes.cpp
-void define_trellis_views(nb::module_& m);  // operands_trellis.cpp
-void define_rope_views(nb::module_& m);     // operands_rope.cpp
-
 // Return the stride along the batch: 0 if all batch rows share one.
 inline int64_t batch_stride(const Tensor& x) { return x.shape[0] == 1 ? 0 : x.stride[0]; }
 

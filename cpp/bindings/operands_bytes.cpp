@@ -11,17 +11,17 @@ using namespace nb::literals;
 
 namespace {
 
-struct Index {
+struct ChannelIndex {
   const int64_t* data = nullptr;
   int64_t b = 0, h = 0, n = 0, count = 0;
 };
 
 // Validate int64 [B, H, 1 or N, n], each from 0 to `channels` - 1; n = -1: any number.
-Index channel_index(const NativeView& v, const Tensor& x, int64_t N, int64_t n, int64_t channels) {
+ChannelIndex channel_index(const NativeView& v, const Tensor& x, int64_t N, int64_t n, int64_t channels) {
   if (!x.given()) return {};
   const int64_t blocks = x.dims > 2 && x.shape[2] == 1 ? 1 : N;
   expect("", "channels", x, {{"B", v.B}, {"H", v.H}, {"N", blocks}, {"n", n < 0 && x.dims == 4 ? x.shape[3] : n}}, 3);
-  const Index index = {x.as<int64_t>(), batch_stride(x), x.stride[1], blocks > 1 ? x.stride[2] : 0, x.shape[3]};
+  const ChannelIndex index = {x.as<int64_t>(), batch_stride(x), x.stride[1], blocks > 1 ? x.stride[2] : 0, x.shape[3]};
   for (int64_t b = 0; b < v.B; b++)
     for (int64_t h = 0; h < v.H; h++)
       for (int64_t block = 0; block < blocks; block++)
@@ -58,10 +58,10 @@ NativeView* signs_view(int64_t head_dim, double factor, nb::handle signs, nb::ha
   const Tensor lengths = owner.keep("norms", norms, kHalves);
   v.half = lengths.float_type();
   v.norms = plane_of("norms", lengths, {{"B", B}, {"H", H}, {"N", N}, {"t", kByteBlock}});
-  const Index kept = channel_index(*made, owner.keep_optional("channels", channels, kInt64), N, v.n, view.D);
+  const ChannelIndex kept = channel_index(*made, owner.keep_optional("channels", channels, kInt64), N, v.n, view.D);
   if (!kept.data && v.n != view.D)
     fail("sketch: ", "expected n = " + std::to_string(view.D) + ", got " + std::to_string(v.n));
-  const Index left = channel_index(*made, owner.keep_optional("dropped", dropped, kInt64), N, -1, v.n);
+  const ChannelIndex left = channel_index(*made, owner.keep_optional("dropped", dropped, kInt64), N, -1, v.n);
   if (!channels.is_none() && !dropped.is_none()) fail("channels: ", "expected channels or dropped channels, not both");
   v.channels = kept.data;
   v.channels_b = kept.b;

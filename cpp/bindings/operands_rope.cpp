@@ -38,7 +38,7 @@ void take_channels(NativeRope& made, const Tensor& channels) {
 // true if channels use the same columns of cos and sin.
 bool take_columns(NativeRope& made) {
   RopeView& rope = made.rope;
-  auto* turned = made.owner.memory<TurnedChannel>(made.D);
+  auto* rotated = made.owner.memory<RotatedChannel>(made.D);
   auto* columns = made.owner.memory<int32_t>(2 * made.D);
   std::vector<int32_t> row(rope.columns, -1);
   const auto add = [&](int32_t column) {
@@ -49,21 +49,21 @@ bool take_columns(NativeRope& made) {
     return row[column];
   };
   for (int64_t d = 0; d < made.D; d++)
-    turned[d].cos = rope.channels[d].partner < 0 ? -1 : add(rope.channels[d].cos_column);
+    rotated[d].cos = rope.channels[d].partner < 0 ? -1 : add(rope.channels[d].cos_column);
   rope.reads_cos = rope.reads;
   std::fill(row.begin(), row.end(), -1);
   for (int64_t d = 0; d < made.D; d++)
-    turned[d].sin = rope.channels[d].partner < 0 ? -1 : add(rope.channels[d].sin_column);
+    rotated[d].sin = rope.channels[d].partner < 0 ? -1 : add(rope.channels[d].sin_column);
   rope.read = columns;
-  rope.turned = turned;
+  rope.rotated = rotated;
   bool same =
       rope.reads == 2 * rope.reads_cos && std::equal(columns, columns + rope.reads_cos, columns + rope.reads_cos);
-  for (int64_t d = 0; d < made.D; d++) same &= turned[d].cos < 0 || turned[d].sin == turned[d].cos + rope.reads_cos;
+  for (int64_t d = 0; d < made.D; d++) same &= rotated[d].cos < 0 || rotated[d].sin == rotated[d].cos + rope.reads_cos;
   return same;
 }
 
 // int16_offsets: int16 [D/4, 2, kInt16Offsets, 2].
-void take_turns(NativeRope& made, const Tensor& int16_offsets) {
+void take_int16_offsets(NativeRope& made, const Tensor& int16_offsets) {
   const int64_t half = made.D / 2;
   bool halves = made.D % 4 == 0;
   for (int64_t d = 0; halves && d < half; d++) {
@@ -78,7 +78,7 @@ void take_turns(NativeRope& made, const Tensor& int16_offsets) {
 
 // parts: (table, matrix, place, words). place is int32 [columns]: the number of a fast column, or
 // -1 minus the number of a slow one.
-void take_steps(NativeRope& made, const std::vector<nb::object>& parts) {
+void take_offsets(NativeRope& made, const std::vector<nb::object>& parts) {
   RopeView& rope = made.rope;
   if (parts.size() != 4) fail("offsets: ", "expected a table, a matrix, places and words");
   const Tensor table = made.owner.keep("offsets", parts[0], kFloat32),
@@ -139,9 +139,9 @@ NativeRope* make_rope(nb::handle table, nb::handle channels, const std::vector<n
   if (!offsets.empty()) {
     if (rope.digits == 1) fail("offsets: ", "expected a table of positions, not one row per token");
     if (!same) fail("offsets: ", "expected cosines and sines of the same columns");
-    take_steps(*made, offsets);
+    take_offsets(*made, offsets);
   }
-  if (!int16_offsets.is_none()) take_turns(*made, made->owner.keep("int16_offsets", int16_offsets, kInt16));
+  if (!int16_offsets.is_none()) take_int16_offsets(*made, made->owner.keep("int16_offsets", int16_offsets, kInt16));
   return made.release();
 }
 
@@ -152,7 +152,7 @@ bool is_dense_in_order(const Tensor& places) {
   for (int64_t b = 0; b < places.shape[0]; b++)
     for (int64_t h = 0; h < places.shape[1]; h++) {
       const int32_t* at = places.as<int32_t>() + b * places.stride[0] + h * places.stride[1];
-      if (T < 1 || at[0] < 0 || at[T - 1] - at[0] >= kSparsest * T) return false;
+      if (T < 1 || at[0] < 0 || int64_t{at[T - 1]} - at[0] >= kSparsest * T) return false;
       for (int64_t t = 1; t < T; t++)
         if (at[t] < at[t - 1]) return false;
     }

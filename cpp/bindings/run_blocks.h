@@ -11,8 +11,9 @@ namespace tersekv {
 namespace {
 
 // Run `encode` for each block on up to `threads` threads. ns: estimated time of all blocks.
-template <class Call>
-void run_blocks(void (*encode)(const Call&, int64_t), const Call& call, int64_t blocks, double ns, int threads) {
+template <class Arguments>
+void run_blocks(void (*encode)(const Arguments&, int64_t), const Arguments& call, int64_t blocks, double ns,
+                int threads) {
   const std::pair context(encode, &call);
   nb::gil_scoped_release release;
   const auto run = ns < kLongNs ? run_tasks : run_long_tasks;

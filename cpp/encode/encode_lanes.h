@@ -12,8 +12,6 @@ namespace {  // internal to each build of the encoders
 constexpr float kRounder = 12582912.0f;
 constexpr int64_t kCountedBits = 4;  // for wider codes the nearest entry is found by bisection
 
-int32_t* int_scratch(int64_t n) { return reinterpret_cast<int32_t*>(scratch(n)); }
-
 // Load a block as rows [P, lanes]: lanes are tokens and rows channels, or the other way round.
 float* load_rows(const TokenBlocks& x, int64_t block, bool tokens, int64_t lanes) {
   const int64_t P = tokens ? x.D : x.t, L = tokens ? x.t : x.D;
@@ -148,7 +146,7 @@ void grid_codes(const EncodeGrid& call, int64_t block) {
   const int64_t lanes = packed.lanes();
   float* rows = load_rows(call.x, block, call.of_keys, lanes);
   const LanePlane scale(call, call.scale, block, true), offset(call, call.offset, block, false);
-  int32_t* codes = int_scratch(packed.P * lanes);
+  int32_t* codes = scratch_of<int32_t>(packed.P * lanes);
   for (int64_t p = 0; p < packed.P; p++) {
     float* y = rows + p * lanes;
     if (offset.rows) {
@@ -175,7 +173,7 @@ void pack_integers(const PackLanes& call, int64_t block) {
   const LaneWords& packed = call.packed;
   const int64_t lanes = packed.lanes();
   const T* first = static_cast<const T*>(call.codes) + block * call.stride[0];
-  int32_t* codes = int_scratch(packed.P * lanes);
+  int32_t* codes = scratch_of<int32_t>(packed.P * lanes);
   for (int64_t p = 0; p < packed.P; p++) {
     const T* from = first + p * call.stride[1];
     for (int64_t i = 0; i < packed.L; i++) codes[p * lanes + i] = static_cast<int32_t>(from[i * call.stride[2]]);

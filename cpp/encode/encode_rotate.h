@@ -21,7 +21,7 @@ struct RotatedGroup {
   RotatedGroup(const Rotate& call, int64_t group) : first(group * kVectorsAtOnce), n(call.rows - first) {
     if (n > kVectorsAtOnce) n = kVectorsAtOnce;
     reset_scratch();
-    rows = reinterpret_cast<double*>(scratch(2 * kVectorsAtOnce * call.D));
+    rows = scratch_of<double>(kVectorsAtOnce * call.D);
     for (int64_t d = 0; d < call.D; d++) {
       const float* x = call.x + first * call.D + (call.order ? call.order[d] : d);
       const double sign = call.order ? call.signs[d] : 1.0;

@@ -10,7 +10,7 @@ namespace {  // internal to each build of the encoders
 
 constexpr int kSketchRows = 4;                       // sketch rows that are summed at a time
 constexpr int64_t kSketchLanes = 2 * kVectorFloats;  // tokens of a tile
-constexpr float kLeast = 1e-30f;                     // products below it lose bits
+constexpr float kLeastProduct = 1e-30f;              // products below it lose bits
 
 // Compute the products of four rows of the sketch [4, D] with the tile's tokens, rows
 // [D, kSketchLanes].
@@ -39,14 +39,14 @@ bool positive(const float* x, const float* row, int64_t D) {
 }
 
 // Encode tokens [first, first + n) of a block.
-void sign_tile(const EncodeSigns& call, int64_t block, int64_t first, int64_t n, float* rows, float* sums) {
+void encode_sign_tile(const EncodeSigns& call, int64_t block, int64_t first, int64_t n, float* rows, float* sums) {
   const int64_t D = call.D;
   const float* x = call.x + (block * call.t + first) * D;
   transpose_vectors(x, n, D, kSketchLanes, rows);
   float unsure[kSketchLanes] = {};
   for (int64_t d = 0; d < D; d++)
     for (int64_t i = 0; i < kSketchLanes; i++) unsure[i] += rows[d * kSketchLanes + i] * rows[d * kSketchLanes + i];
-  for (int64_t i = 0; i < kSketchLanes; i++) unsure[i] = __builtin_sqrtf(unsure[i]) * call.unsure + kLeast;
+  for (int64_t i = 0; i < kSketchLanes; i++) unsure[i] = __builtin_sqrtf(unsure[i]) * call.unsure + kLeastProduct;
   for (int64_t m = 0; m < call.M; m += 8) {
     const int64_t count = call.M - m < 8 ? call.M - m : 8;
     for (int64_t r = 0; r < count; r += kSketchRows)
@@ -73,7 +73,7 @@ void sketch_signs(const EncodeSigns& call, int64_t block) {
   reset_scratch();
   float *rows = scratch(call.D * kSketchLanes), *sums = scratch(8 * kSketchLanes);
   for (int64_t first = 0; first < call.t; first += kSketchLanes)
-    sign_tile(call, block, first, call.t - first < kSketchLanes ? call.t - first : kSketchLanes, rows, sums);
+    encode_sign_tile(call, block, first, call.t - first < kSketchLanes ? call.t - first : kSketchLanes, rows, sums);
 }
 
 }  // namespace

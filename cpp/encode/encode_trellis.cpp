@@ -13,7 +13,7 @@ namespace {
 
 constexpr double kNsPerStep = 9.0;  // rough value, with AVX-512
 
-struct Plan {
+struct SearchTasks {
   const EncodeTrellis& call;
   decltype(Kernels::encode_trellis) encode;
   int64_t tasks_per_row;
@@ -88,14 +88,14 @@ void encode_trellis(EncodeTrellis call, int threads) {
   call.gains = trellis_gains();
   call.scaled = scaled;
   call.units = units.data();
-  const Plan plan{call, current().encode_trellis, ceil_div(call.n, kTrellisTask)};
+  const SearchTasks tasks{call, current().encode_trellis, ceil_div(call.n, kTrellisTask)};
   const double steps = static_cast<double>(call.R * call.n * (1 + call.tries)) *
                        static_cast<double>(call.D + kTrellisWarmUp + kTrellisLookAhead);
   const double ns = steps * kNsPerStep;
   const auto run = ns < kLongNs ? run_tasks : run_long_tasks;
   run(
-      call.R * plan.tasks_per_row, ns < kThreadsWorthNs ? 1 : threads,
-      [](const void* context, int64_t index) { static_cast<const Plan*>(context)->run(index); }, &plan);
+      call.R * tasks.tasks_per_row, ns < kThreadsWorthNs ? 1 : threads,
+      [](const void* context, int64_t index) { static_cast<const SearchTasks*>(context)->run(index); }, &tasks);
 }
 
 }  // namespace tersekv

@@ -14,7 +14,7 @@ namespace tersekv {
 namespace {
 
 #if TERSEKV_avx512
-struct Costs {
+struct Avx512Costs {
   using W = __m512i;
   static W load(const void* p) { return _mm512_loadu_si512(p); }
   static void store(void* p, W x) { _mm512_storeu_si512(p, x); }
@@ -61,8 +61,9 @@ struct Costs {
   }
   static uint32_t equal(W a, W b) { return _mm512_cmpeq_epu16_mask(a, b); }
 };
+using Costs = Avx512Costs;
 #elif TERSEKV_avx2
-struct Costs {
+struct Avx2Costs {
   struct W {
     __m256i lo, hi;
   };
@@ -124,16 +125,16 @@ struct Costs {
   }
   // Sixteen states come from one half of a register. Bytes of its words, for each of them.
   template <int K, int FIRST>
-  struct Bytes {
+  struct ShuffleBytes {
     alignas(32) uint8_t byte[32];
     static constexpr int kEighth = (FIRST >> K) % kCosts / 8;
-    constexpr Bytes() : byte() {
+    constexpr ShuffleBytes() : byte() {
       for (int i = 0; i < 32; i++) byte[i] = static_cast<uint8_t>(((FIRST + i / 2) >> K) % 8 * 2 + i % 2);
     }
   };
   template <int K, int FIRST>
   static __m256i from_half(W best) {
-    static constexpr Bytes<K, FIRST> bytes;
+    static constexpr ShuffleBytes<K, FIRST> bytes;
     const __m256i& half = bytes.kEighth < 2 ? best.lo : best.hi;
     const __m256i both = _mm256_permute2x128_si256(half, half, bytes.kEighth % 2 ? 0x11 : 0x00);
     return _mm256_shuffle_epi8(both, _mm256_load_si256(reinterpret_cast<const __m256i*>(bytes.byte)));
@@ -152,8 +153,9 @@ struct Costs {
     return static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_permute4x64_epi64(both, 0xd8)));
   }
 };
+using Costs = Avx2Costs;
 #else
-struct Costs {
+struct BaselineCosts {
   typedef uint16_t W __attribute__((vector_size(2 * kCosts), aligned(4)));
   typedef int16_t Signed __attribute__((vector_size(2 * kCosts), aligned(4)));
   typedef int32_t Wide __attribute__((vector_size(4 * kCosts), aligned(4)));
@@ -221,6 +223,7 @@ struct Costs {
     return out;
   }
 };
+using Costs = BaselineCosts;
 #endif
 
 }  // namespace

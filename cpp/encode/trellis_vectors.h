@@ -164,8 +164,7 @@ template <class C, class S>
 void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64_t last) {
   reset_scratch();
   const int64_t D = call.D, n = last - first;
-  Row own{reinterpret_cast<Component*>(scratch(D * static_cast<int64_t>(sizeof(Component) / sizeof(float)))), 0,
-          scratch(D), scratch(D), call.enough ? call.enough[row] : 0.0f};
+  Row own{scratch_of<Component>(D), 0, scratch(D), scratch(D), call.enough ? call.enough[row] : 0.0f};
   int place = 0, brought = 0;
   for (int64_t d = 0; d < D; d++) {
     const int bits = call.bits[row * D + d];
@@ -186,9 +185,7 @@ void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64
   }
   Lane lanes[kTogether];
   for (Lane& lane : lanes)
-    lane = {nullptr, reinterpret_cast<int16_t*>(scratch(ceil_div(D, 2))),
-            reinterpret_cast<uint16_t*>(scratch(ceil_div(place, 2))),
-            reinterpret_cast<uint8_t*>(scratch(ceil_div(D, 4)))};
+    lane = {nullptr, scratch_of<int16_t>(D), scratch_of<uint16_t>(place), scratch_of<uint8_t>(D)};
   const float* y = call.y + row * call.y_r + first * call.y_n;
   int64_t y_n = call.y_n, y_d = call.y_d;
   if (call.inverse) {
@@ -201,7 +198,7 @@ void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64
   Gained vectors[kTrellisTask];
   for (int64_t v = 0; v < n; v++) {
     vectors[v].y = scratch(D);
-    vectors[v].best = reinterpret_cast<uint8_t*>(scratch(ceil_div(D, 4)));
+    vectors[v].best = scratch_of<uint8_t>(D);
     for (int64_t a = 0; a < own.count; a++) {
       vectors[v].y[a] = y[v * y_n + own.components[a].d * y_d];
       vectors[v].best[a] = 0;

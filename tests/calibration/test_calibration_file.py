@@ -56,8 +56,8 @@ def test_fingerprint_depends_on_weights_and_architecture(llama) -> None:
             changed.get_parameter(name).mul_(1.02)
         assert fingerprint(changed) != mark, name
         assert architecture(changed.config) == architecture(llama.config)
-    turned = tf.LlamaConfig(**SHAPE, **HEAD, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    assert architecture(turned) != architecture(llama.config)
+    rotated = tf.LlamaConfig(**SHAPE, **HEAD, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    assert architecture(rotated) != architecture(llama.config)
 
 
 def test_fingerprint_does_not_depend_on_the_dtype() -> None:

@@ -65,8 +65,8 @@ def test_allotted_bits_are_the_best_of_all(total):
 def test_error_of_correlated_vectors_is_that_of_their_components():
     """Σ λ_d·ε(b_d) for normal vectors with known variances, in any basis."""
     lengths = 2.0 ** -torch.arange(32.0).div(4)
-    turned = torch.linalg.qr(normal(32, 32, seed=1))[0]
-    x = (normal(1, 1, 2048, 32, seed=2) * lengths.sqrt()) @ turned
+    rotation = torch.linalg.qr(normal(32, 32, seed=1))[0]
+    x = (normal(1, 1, 2048, 32, seed=2) * lengths.sqrt()) @ rotation
     codec = Trellis(2.0, calibration="prompt", side="values").fit(x)
     error = (codec.decode(codec.encode(x), 32) - x).square().sum(-1).mean()
     bits = allotted(lengths, 64, SQUARED_ERROR["trellis"]).long()

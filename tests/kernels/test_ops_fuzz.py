@@ -47,10 +47,10 @@ def plain(name: str, side: str) -> View:
 KEYS = {name: functools.partial(plain, name, "keys") for name in FORMATS}
 for _name in ("exact", "grid", "sparse", "sparse blocks", "signs", "polar", "trellis", "joined"):
     KEYS[f"roped {_name}"] = lambda name=_name: roped(plain(name, "keys"), "halves", D, T, "per row")
-    KEYS[f"turned {_name}"] = lambda name=_name: turned(plain(name, "keys"))
+    KEYS[f"with rotated mean {_name}"] = lambda name=_name: with_rotated_mean(plain(name, "keys"))
 
 
-def turned(view: View) -> View:
+def with_rotated_mean(view: View) -> View:
     of = rope("pairs", D)
     mean = torch.randn(1, H, D, generator=torch.Generator().manual_seed(0))
     return Concat([(view, D), (RotatedMean(mean, of, of.angles(5, T)), D)])
@@ -61,7 +61,7 @@ def sound(keys: str, values: str) -> dict:
     """Return a valid call as a tree of views, lists, tensors and numbers."""
     view = KEYS[keys]()
     torch.manual_seed(1)
-    channels = 2 * D if keys.startswith("turned") else D
+    channels = 2 * D if keys.startswith("with rotated mean") else D
     mask = torch.rand(B, R, T) < 0.8
     return {
         "query": torch.randn(B, H, R, channels), "keys": view, "values": plain(values, "values"), "mask": mask,
@@ -115,7 +115,7 @@ def test_a_call_with_something_wrong(data, keys, values):
 @fuzz
 @given(data=st.data(), side=st.sampled_from(["keys", "values"]), name=st.sampled_from(sorted(KEYS)))
 def test_a_damaged_file(data, side, name):
-    plain_name = name.removeprefix("roped ").removeprefix("turned ")
+    plain_name = name.removeprefix("roped ").removeprefix("with rotated mean ")
     call = sound(name, "grid") if side == "keys" else sound("grid", plain_name)
     paths = [path for path in leaves(call) if path[0] == side and isinstance(at(call, path), Tensor)]
     for path in data.draw(st.lists(st.sampled_from(paths), min_size=1, max_size=3)):

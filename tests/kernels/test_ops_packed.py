@@ -81,7 +81,7 @@ def test_sizes(isa, name, side, shape):  # noqa: F811
 
 
 ROPES = [("halves", 64), ("halves", 32), ("pairs", 64), ("pairs", 48)]
-TURNED = [
+ROPED = [
     (name, *ROPES[(number + at) % 4], rows)
     for number, name in enumerate(FORMATS)
     for at, rows in enumerate(("shared", "per row", "per head"))
@@ -89,7 +89,7 @@ TURNED = [
 """Each layout with each kind of positions, in three of the four forms of RoPE."""
 
 
-@pytest.mark.parametrize(("name", "kind", "R", "rows"), TURNED)
+@pytest.mark.parametrize(("name", "kind", "R", "rows"), ROPED)
 def test_keys_before_rope(isa, name, kind, R, rows):  # noqa: F811
     torch.manual_seed(R)
     T = 1088 if rows == "shared" else 128

@@ -73,7 +73,7 @@ def roped_error(view, query):
     return float((rounded * total + 0.5 * step_of(total, size.amax(-1)) * D * MOST_ENTRY * 2**0.5).max())
 
 
-def turned_error(view, query):
+def rotated_error(view, query):
     """Return the error of q·k̂ from rounded coefficients of cosines, sines and polynomials, and
     their rounded table."""
     steps, D = view.rope.offset_table(), query.shape[-1]
@@ -179,7 +179,7 @@ def test_rotated_mean(isa, T, D):  # noqa: F811
     of = rope("halves", D)
     part = RotatedMean(torch.randn(1, 2, D), of, of.angles(700, T, torch.tensor([697, 0])))
     keys = Concat([(ExactView({"x": torch.randn(2, 2, T, 1, 32)}), 32), (part, D)])
-    run(keys, 5, lambda query: turned_error(part, query[..., 32:]), query_scale=0.3)
+    run(keys, 5, lambda query: rotated_error(part, query[..., 32:]), query_scale=0.3)
 
 
 @pytest.mark.parametrize("gap", [1, 4, 15, 40])
@@ -195,7 +195,7 @@ def test_rotated_mean_of_tokens_with_gaps(isa, T, gap):  # noqa: F811
     places[1, :, : T // 5] = 0
     part = RotatedMean(torch.randn(1, 2, 64), of, of.angles_at(places))
     keys = Concat([(ExactView({"x": torch.randn(2, 2, T, 1, 32)}), 32), (part, 64)])
-    run(keys, 5, lambda query: turned_error(part, query[..., 32:]), query_scale=0.3)
+    run(keys, 5, lambda query: rotated_error(part, query[..., 32:]), query_scale=0.3)
 
 
 def test_threads_begin_anywhere(isa):  # noqa: F811
@@ -206,7 +206,7 @@ def test_threads_begin_anywhere(isa):  # noqa: F811
     part = RotatedMean(torch.randn(1, 2, 64), of, of.angles(0, 5001))
     keys = Concat([(ExactView({"x": torch.randn(1, 2, 5001, 1, 32)}), 32), (part, 64)])
     torch.set_num_threads(3)  # `one_thread` resets it
-    run(keys, 4, lambda query: turned_error(part, query[..., 32:]), query_scale=0.3)
+    run(keys, 4, lambda query: rotated_error(part, query[..., 32:]), query_scale=0.3)
 
 
 def test_offset_tables_of_other_layouts():
@@ -214,9 +214,9 @@ def test_offset_tables_of_other_layouts():
     of = rope("halves", 64)
     cos, sin = (x[0] for x in of.angles(0, INT16_OFFSETS).rows())
     channels = of.channels(64)
-    turns = int16_rope_offset_table(cos, sin, channels)
-    assert turns.shape == (16, 2, INT16_OFFSETS, 2)
-    got = turns.double().transpose(2, 3) / 32767  # [D/4, 2, 2, steps]
+    offsets = int16_rope_offset_table(cos, sin, channels)
+    assert offsets.shape == (16, 2, INT16_OFFSETS, 2)
+    got = offsets.double().transpose(2, 3) / 32767  # [D/4, 2, 2, steps]
     for i, x in enumerate((cos, sin)):
         torch.testing.assert_close(got[:, i].flatten(0, 1), x[:, :32].T.double(), rtol=0, atol=1 / 32767)
     for wrong in (channels.flip(0), channels[:62], rope("pairs", 64).channels(64)):

@@ -127,10 +127,10 @@ def test_tables_that_are_no_whole_numbers(isa):  # noqa: F811
     run(keys, values)
 
 
-@pytest.mark.parametrize("turns", ["keys", "both"])
-def test_combined_with_other_views(isa, turns):  # noqa: F811
+@pytest.mark.parametrize("sides", ["keys", "both"])
+def test_combined_with_other_views(isa, sides):  # noqa: F811
     torch.manual_seed(3)
-    exact = ExactView({"x": torch.randn(1, 2, 3, 32, 24)}) if turns == "both" else None
+    exact = ExactView({"x": torch.randn(1, 2, 3, 32, 24)}) if sides == "both" else None
     keys = stream_view(bits=None)
     if exact is not None:
         keys = Concat([(keys, 64), (exact, 24)])
@@ -144,15 +144,15 @@ def test_before_rope(isa, kind):  # noqa: F811
     run(Roped(stream_view(B=2), of, of.angles(7, 96)), stream_view(B=2))
 
 
-TURNED = {
+ROTATED_MEANS = {
     "shared": (1, 1, "halves", 64), "one mean": (2, 1, "halves", 64), "a mean per row": (2, 2, "halves", 32),
     "pairs": (2, 1, "pairs", 48), "positions per head": (2, 2, "any", 48),
 }  # fmt: skip
 
 
-def turned(case, T, consecutive=False):
-    """Return batch rows and a rotated vector per head as described by `TURNED`."""
-    B, rows, kind, R = TURNED[case]
+def rotated_mean(case, T, consecutive=False):
+    """Return batch rows and a rotated vector per head as described by `ROTATED_MEANS`."""
+    B, rows, kind, R = ROTATED_MEANS[case]
     of = rope("halves", R) if kind == "halves" else interleaved_rope(R)
     if kind == "any":
         angles = of.angles_at(torch.randint(0, 3000, (B, 3, T)))
@@ -163,11 +163,11 @@ def turned(case, T, consecutive=False):
 
 
 @pytest.mark.parametrize("consecutive", [False, True], ids=["given cosines", "consecutive"])
-@pytest.mark.parametrize("case", TURNED)
+@pytest.mark.parametrize("case", ROTATED_MEANS)
 @pytest.mark.parametrize("T", [96, 1088])
 def test_combined_with_a_rotated_vector(isa, case, T, consecutive):  # noqa: F811
     torch.manual_seed(8)
-    B, part = turned(case, T, consecutive)
+    B, part = rotated_mean(case, T, consecutive)
     run(Concat([(stream_view(B, 3, T), 64), (part, 64)]), stream_view(B, 3, T), R=5)
 
 
@@ -178,20 +178,20 @@ def test_rows_that_begin_elsewhere(isa, T):  # noqa: F811
     torch.manual_seed(9)
     rotary = Rotary(rope("halves", 64))
     rotary.note(0, T + 4, torch.tensor([0, 3, 70]))
-    turned = RotatedMean(torch.randn(1, 3, 64), rotary.rope, rotary.angles(4, T, torch.device("cpu")))
-    assert turned.angles.places.tolist() == [[[4]], [[1]], [[-66]]]
-    run(Concat([(stream_view(3, 3, T), 64), (turned, 64)]), stream_view(3, 3, T), R=2)
+    mean = RotatedMean(torch.randn(1, 3, 64), rotary.rope, rotary.angles(4, T, torch.device("cpu")))
+    assert mean.angles.places.tolist() == [[[4]], [[1]], [[-66]]]
+    run(Concat([(stream_view(3, 3, T), 64), (mean, 64)]), stream_view(3, 3, T), R=2)
 
 
 def test_rope_in_one_part_only():
     of = rope("halves", 64)
     angles = of.angles(0, 96)
-    keys, turned = stream_view(), RotatedMean(torch.randn(1, 2, 64), of, angles)
-    call = torch.randn(1, 2, 3, 128), Concat([(turned, 64), (turned, 64)]), keys, None, 1.0, None
+    keys, mean = stream_view(), RotatedMean(torch.randn(1, 2, 64), of, angles)
+    call = torch.randn(1, 2, 3, 128), Concat([(mean, 64), (mean, 64)]), keys, None, 1.0, None
     assert "several parts have RoPE" in why_not(cpu_attend.attend_packed, *call)
     call = torch.randn(1, 2, 3, 128), Concat([(keys, 64), (Roped(keys, of, angles), 64)]), keys, None, 1.0, None
     assert "a part is a view with RoPE" in why_not(cpu_attend.attend_packed, *call)
-    call = torch.randn(1, 2, 3, 64), keys, turned, None, 1.0, None
+    call = torch.randn(1, 2, 3, 64), keys, mean, None, 1.0, None
     assert why_not(cpu_attend.attend_packed, *call) == "values have RoPE, which only keys have"
 
 

@@ -98,4 +98,4 @@ def test_every_layout_is_among_them(records, side):
     from tersekv.kernels.triton import leaves
 
     found = {layout for record in records for kernel in record["kernels"] for layout in kernel["layouts"].get(side, ())}
-    assert found == set(leaves.LAYOUTS) | ({"turned"} if side == "keys" else set())
+    assert found == set(leaves.LAYOUTS) | ({"rotated mean"} if side == "keys" else set())

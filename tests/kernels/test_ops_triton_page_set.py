@@ -113,14 +113,14 @@ def test_pages_before_rope(device, name, rows, launched):  # noqa: F811
     torch.manual_seed(len(name))
     sizes = (32, 96, 64)
     keys, values = pages_of(name, "keys", sizes), pages_of("grid", "values", sizes)
-    turned = []
+    moved = []
     for i, (view, n) in enumerate(zip(keys, sizes, strict=True)):
         page = roped(view, "halves", D, n, "shared")
         first = torch.tensor([100 * i + 7]) if rows == "shared" else None
         of = page.rope
         places = of.angles(int(first), n) if first is not None else of.angles_at(torch.randint(0, 3000, (B, n)))
-        turned.append(type(page)(view, of, places))
-    check(device, segments_of(turned, values))
+        moved.append(type(page)(view, of, places))
+    check(device, segments_of(moved, values))
     assert launched.count("attend") == 1
 
 

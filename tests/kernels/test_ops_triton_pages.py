@@ -139,8 +139,8 @@ def test_why_not(device):  # noqa: F811
     assert "have a list of outliers, so a page table cannot reorder" in str(
         why_not(query, outliers.operand, values, pages, p, mask, *rest)
     )
-    turned = roped(packed("grid", "keys", tokens(2, 2, 64, 64)), "halves", 64, 64)
-    assert "RoPE" in str(why_not(query, turned, values, pages, p, mask, *rest))
+    keys_with_rope = roped(packed("grid", "keys", tokens(2, 2, 64, 64)), "halves", 64, 64)
+    assert "RoPE" in str(why_not(query, keys_with_rope, values, pages, p, mask, *rest))
 
 
 def test_a_pool_of_an_engine(device, monkeypatch):  # noqa: F811

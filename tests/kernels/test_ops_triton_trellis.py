@@ -12,7 +12,7 @@ from tersekv.layouts.base import Concat
 from tersekv.layouts.exact import ExactView
 from tersekv.layouts.mean_removed import MeanRemoved, RotatedMean
 from tersekv.layouts.roped import Roped
-from test_ops_trellis_attend import SIZES, TURNED, stream_view, turned
+from test_ops_trellis_attend import ROTATED_MEANS, SIZES, rotated_mean, stream_view
 from test_ops_triton import compare, device, make_mask, moved, pytestmark, run  # noqa: F401
 
 
@@ -74,17 +74,17 @@ def test_before_rope(device, kind):  # noqa: F811
 
 
 @pytest.mark.parametrize("consecutive", [False, True], ids=["given cosines", "consecutive"])
-@pytest.mark.parametrize("case", TURNED)
+@pytest.mark.parametrize("case", ROTATED_MEANS)
 def test_combined_with_a_rotated_vector(device, case, consecutive):  # noqa: F811
     torch.manual_seed(8)
-    B, part = turned(case, 96, consecutive)
+    B, part = rotated_mean(case, 96, consecutive)
     run(device, Concat([(stream_view(B, 3, 96), 64), (part, 64)]), stream_view(B, 3, 96), 5)
 
 
 def test_a_rotated_vector_alone(device):  # noqa: F811
     """It is not rounded together with anything else, and 100 tokens are not a whole tile."""
     torch.manual_seed(9)
-    B, part = turned("pairs", 100)
+    B, part = rotated_mean("pairs", 100)
     run(device, part, torch.randn(B, 3, 100, 64), 5)
 
 

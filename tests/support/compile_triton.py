@@ -59,7 +59,7 @@ class NoDevice:
         return 0
 
 
-NAMES = {kind.value: name for name, kind in (leaves.LAYOUTS | {"turned": leaves.TURNED}).items()}
+NAMES = {kind.value: name for name, kind in (leaves.LAYOUTS | {"rotated mean": leaves.ROTATED_MEAN}).items()}
 launch_kernel = JITFunction.run
 compiled: list[dict[str, Any]] = []
 

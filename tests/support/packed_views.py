@@ -85,8 +85,8 @@ def interleaved_rope(R: int) -> Rope:
 
     def apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         first, second = x[..., 0:R:2], x[..., 1:R:2]
-        turned = x[..., :R] * cos.unsqueeze(1) + torch.stack([-second, first], -1).flatten(-2) * sin.unsqueeze(1)
-        return torch.cat([turned, x[..., R:]], dim=-1)
+        rotated = x[..., :R] * cos.unsqueeze(1) + torch.stack([-second, first], -1).flatten(-2) * sin.unsqueeze(1)
+        return torch.cat([rotated, x[..., R:]], dim=-1)
 
     return Rope(cos_sin, apply)
 
@@ -121,9 +121,9 @@ def magnitude(view: View) -> Tensor:
     if isinstance(view, Rotated):
         return magnitude(view.inner) @ view.rotation.abs().double()
     if isinstance(view, Roped):
-        return _turned_magnitude(magnitude(view.before), view)
+        return _rotated_magnitude(magnitude(view.before), view)
     if isinstance(view, RotatedMean):
-        return _turned_magnitude(view.mean.unsqueeze(2).abs().double(), view)
+        return _rotated_magnitude(view.mean.unsqueeze(2).abs().double(), view)
     if isinstance(view, SignsView):
         return sum(_sketch_magnitude(s, view.head_dim) for s in view.sketches)
     if isinstance(view, GridView):
@@ -138,12 +138,12 @@ def magnitude(view: View) -> Tensor:
     return view.decode().abs().double()
 
 
-def _turned_magnitude(size: Tensor, view: Roped | RotatedMean) -> Tensor:
+def _rotated_magnitude(size: Tensor, view: Roped | RotatedMean) -> Tensor:
     channels = view.rope.channels(size.shape[-1])
     partner, cos, sin = channels[:, 0].long(), channels[:, 1].long(), channels[:, 2].long()
     of_token = [x if x.dim() == 4 else x.unsqueeze(1) for x in (x.abs().double() for x in view.angles.rows())]
-    turned = size * of_token[0][..., cos] + size[..., partner] * of_token[1][..., sin]
-    return torch.where(partner >= 0, turned, size)
+    rotated = size * of_token[0][..., cos] + size[..., partner] * of_token[1][..., sin]
+    return torch.where(partner >= 0, rotated, size)
 
 
 def table_error(view: View, query: Tensor) -> float:

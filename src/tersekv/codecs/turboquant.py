@@ -160,11 +160,11 @@ class TurboQuant(OutlierChannels):
 
     def encode(self, x: Tensor) -> PackedTensors:
         """Encode x float32 [B, H, N·t, D] as packed tensors."""
-        turned = self._rotated(x)
+        whole = self._rotated(x)
         planes: PackedTensors = {}
         start = 0
         for part in self.parts(x.shape[-1]):
-            y = turned[..., start : start + part.dim]
+            y = whole[..., start : start + part.dim]
             start += part.dim
             codes = self._codes(y, part)
             planes |= {part.name + key: plane for key, plane in codes.items()}

@@ -175,8 +175,8 @@ class Rope:
         kept.append(self.table(device))
         if stepped and device.type == "cpu":
             kept += self.offset_table()
-        if turned and device.type == "cpu" and (turns := self.int16_offset_table(turned)) is not None:
-            kept.append(turns)
+        if turned and device.type == "cpu" and (offsets := self.int16_offset_table(turned)) is not None:
+            kept.append(offsets)
         return kept
 
     def channels(self, D: int) -> Tensor | None:
@@ -238,8 +238,8 @@ class Rope:
         """Rotate x [B, H, n, D]. cos, sin: [1 or B, n, R], or [B, H, n, R] if heads differ."""
         if cos.dim() == 3:
             return self._apply(x, cos, sin)
-        turned = self._apply(x.flatten(0, 1).unsqueeze(1), cos.flatten(0, 1), sin.flatten(0, 1))
-        return turned.squeeze(1).unflatten(0, x.shape[:2])
+        rotated = self._apply(x.flatten(0, 1).unsqueeze(1), cos.flatten(0, 1), sin.flatten(0, 1))
+        return rotated.squeeze(1).unflatten(0, x.shape[:2])
 
     def invert(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Invert `apply`, also if cos and sin have a factor (YaRN)."""
@@ -329,8 +329,8 @@ def standard_rope(R: int, theta: float = 10_000.0) -> Rope:
 
     def apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         first, second = x[..., :R].chunk(2, dim=-1)
-        turned = x[..., :R] * cos.unsqueeze(1) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(1)
-        return torch.cat([turned, x[..., R:]], dim=-1)
+        rotated = x[..., :R] * cos.unsqueeze(1) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(1)
+        return torch.cat([rotated, x[..., R:]], dim=-1)
 
     return Rope(cos_sin, apply)
 

@@ -82,17 +82,17 @@ def rope_offset_table(cos: Tensor, sin: Tensor) -> OffsetTable:
     cos, sin: float32 [OFFSETS, columns] of positions 0, 1, …, all columns different. They may have
         a common factor.
     """
-    turned = relative(cos, sin)  # [cos and sin, M, columns]
+    rotated = relative(cos, sin)  # [cos and sin, M, columns]
     at = torch.linspace(-1, 1, OFFSETS, dtype=torch.float64)
     terms = torch.cos(torch.arange(TERMS) * torch.acos(at)[:, None])
-    fitted = torch.linalg.lstsq(terms.expand(2, -1, -1), turned).solution
-    slow = (terms @ fitted - turned).abs().amax((0, 1)) <= LARGEST_ERROR
+    fitted = torch.linalg.lstsq(terms.expand(2, -1, -1), rotated).solution
+    slow = (terms @ fitted - rotated).abs().amax((0, 1)) <= LARGEST_ERROR
     if 2 * int(slow.sum()) <= TERMS:  # otherwise they would need more terms than they save
         slow = torch.zeros_like(slow)
     place = torch.zeros(len(slow), dtype=torch.int32)
     place[~slow] = torch.arange(int((~slow).sum()), dtype=torch.int32)
     place[slow] = -1 - torch.arange(int(slow.sum()), dtype=torch.int32)
-    fast_rows = turned[:, :, ~slow].transpose(1, 2).flatten(0, 1)
+    fast_rows = rotated[:, :, ~slow].transpose(1, 2).flatten(0, 1)
     table = torch.cat([fast_rows, terms.T]) if slow.any() else fast_rows
     matrix = fitted[:, :, slow].transpose(1, 2).flatten(0, 1)
     return OffsetTable(table.float().contiguous(), matrix.float().contiguous(), place, in_words(table))

@@ -22,12 +22,12 @@ def pairs_of(apply: Apply, D: int, unique: Tensor, equal: Tensor) -> Tensor | No
     generator = torch.Generator().manual_seed(0)
     value = torch.arange(1, columns + 1, dtype=torch.float32).expand(1, D, -1)
     unit, zero = torch.eye(D).view(1, 1, D, D), torch.zeros(1, D, columns)
-    turned = apply(unit, value, zero)[0, 0].T  # [to, from]: the column of cos, or 1 if unchanged
+    rotated = apply(unit, value, zero)[0, 0].T  # [to, from]: the column of cos, or 1 if unchanged
     across = apply(unit, zero, value)[0, 0].T - apply(unit, zero, zero)[0, 0].T
     moved = across.abs().sum(1) > 0
     partner = across.abs().argmax(1)
     entry = across.gather(1, partner[:, None])[:, 0]
-    rows = torch.stack([partner, turned.diagonal() - 1, entry.abs() - 1, entry.sign()], 1)
+    rows = torch.stack([partner, rotated.diagonal() - 1, entry.abs() - 1, entry.sign()], 1)
     rows[~moved] = torch.tensor([-1.0, 0.0, 0.0, 0.0])
     rows = rows.round().long().clamp(min=-1, max=max(D, columns) - 1)
     if bool((rows[moved, 1:3].amin(1) < 0).any() if bool(moved.any()) else False):

@@ -120,7 +120,7 @@ def _fields(line, FIELDS: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _segment(
-    most, total, totals, loaded, queries, maps, keys, values, turn, pages, mask, column, b, h, B, H, R, T, row, first,
+    most, total, totals, loaded, queries, maps, keys, values, rope, pages, mask, column, b, h, B, H, R, T, row, first,
     end, scaling, softcap, KEYS: tl.constexpr, VALUES: tl.constexpr, ROPED: tl.constexpr, PAGED: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +140,7 @@ def _segment(
         for i in tl.static_range(len(KEYS)):
             rows = queries[i][0] + (head * R + row) * queries[i][1]
             s += scores(
-                keys[i], loaded[i], rows, row_ok, turn, maps[i], b, h, B, H, at, held, ROPED, KEYS, i, NB
+                keys[i], loaded[i], rows, row_ok, rope, maps[i], b, h, B, H, at, held, ROPED, KEYS, i, NB
             )  # fmt: skip
         s *= scaling
         if HAS_SOFTCAP:
@@ -223,9 +223,9 @@ def attend(
             values = ()
             for i in tl.static_range(len(VALUES)):
                 values = values + (_fields(line, FIELDS, len(KEYS) + i),)  # type: ignore[assignment]
-            turn = _fields(line, FIELDS, len(KEYS) + len(VALUES)) + (pairs,)
+            rope = _fields(line, FIELDS, len(KEYS) + len(VALUES)) + (pairs,)
             most, total, totals = _segment(
-                most, total, totals, loaded, queries, maps, keys, values, turn, pages, masks[0],
+                most, total, totals, loaded, queries, maps, keys, values, rope, pages, masks[0],
                 tl.load(line + 1).to(tl.int32), b, h, B, H, R, tl.load(line).to(tl.int32), row, tl.load(at + 1),
                 tl.load(at + 2), scaling, softcap, KEYS, VALUES, ROPED, PAGED, MASKED[0], HAS_SOFTCAP, ROWS, NB,
             )  # fmt: skip

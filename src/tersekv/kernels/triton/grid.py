@@ -262,7 +262,7 @@ def _outliers(leaf, at, end, S: tl.constexpr, LEAF: tl.constexpr):
 
 @triton.jit
 def load_keys_sparse(
-    leaf, rows, row_ok, turn, b, h, B, H, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr,
+    leaf, rows, row_ok, rope, b, h, B, H, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr,
     ROPED: tl.constexpr,
 ):  # fmt: skip
     """Scores [32·NB, rows] of queries at `rows` (pointers [rows] to their first channel)."""
@@ -276,7 +276,7 @@ def load_keys_sparse(
         if ROPED:
             n = tl.minimum(n0 + 32 * tl.arange(0, NB)[:, None] + token, T - 1)
             c = S[LEAF][FIRST] + channel
-            cos, sin, partner = turned_by(turn, b, h, n, c, ROPED)
+            cos, sin, partner = rope_at(rope, b, h, n, c, ROPED)
             across = tl.load(rows[None, None, :] + (partner - S[LEAF][FIRST])[:, :, None], mask=ok, other=0.0)
             product = product * cos[:, :, None] + across * sin[:, :, None]
         product *= value[:, :, None]
@@ -286,15 +286,15 @@ def load_keys_sparse(
 
 
 @triton.jit
-def turned_by(turn, b, h, n, c, ROPED: tl.constexpr):
+def rope_at(rope, b, h, n, c, ROPED: tl.constexpr):
     """Return cos, sin and partner for channel c of token n: x contributes x·(q[c]·cos +
     q[partner]·sin). sin includes the sign."""
-    column = tl.load(turn[PAIRS] + 4 * c)
-    partner = tl.load(turn[PAIRS] + 4 * c + 1)
-    across = tl.load(turn[PAIRS] + 4 * c + 2)
-    sign = tl.load(turn[PAIRS] + 4 * c + 3).to(tl.float32)
+    column = tl.load(rope[PAIRS] + 4 * c)
+    partner = tl.load(rope[PAIRS] + 4 * c + 1)
+    across = tl.load(rope[PAIRS] + 4 * c + 2)
+    sign = tl.load(rope[PAIRS] + 4 * c + 3).to(tl.float32)
     moved = column >= 0
-    cos, sin = cos_sin(turn, 0, b, h, n, column, across, moved, ROPED)
+    cos, sin = cos_sin(rope, 0, b, h, n, column, across, moved, ROPED)
     return cos, sin * sign, partner
 
 

@@ -22,11 +22,11 @@ from tersekv.kernels.triton.leaves import (
     MAPPED_CHANNELS,
     PADDED,
     POLAR,
+    ROTATED_MEAN,
     SIGNS,
     SKETCH,
     SPARSE,
     TRELLIS,
-    TURNED,
 )
 from tersekv.kernels.triton.tiles import PAIRS, largest, power_of_two, product, tile_cos_sin
 from tersekv.kernels.triton.tokens import (
@@ -36,9 +36,9 @@ from tersekv.kernels.triton.tokens import (
     decode_sketch,
     load_keys_exact,
     load_keys_polar,
+    load_keys_rotated_mean,
     load_keys_signs,
     load_keys_sketch,
-    load_keys_turned,
     load_values_exact,
     load_values_polar,
     load_values_signs,
@@ -114,16 +114,16 @@ def _decoded(leaf, map, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl
 
 
 @triton.jit
-def _turned(
-    x, q, across, turn, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr, ROPED: tl.constexpr
+def _roped_scores(
+    x, q, across, rope, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr, ROPED: tl.constexpr
 ):  # fmt: skip
     """Scores of keys x [N, channels], with their RoPE applied to the query: q·RoPE(x) = Σ x·(q·cos
     + across·sin)."""
     channel, inside = _met(S, LEAF)
     c = S[LEAF][FIRST] + tl.where(inside, channel, 0)
-    column, sine = tl.load(turn[PAIRS] + 4 * c), tl.load(turn[PAIRS] + 4 * c + 2)
+    column, sine = tl.load(rope[PAIRS] + 4 * c), tl.load(rope[PAIRS] + 4 * c + 2)
     moved = (column >= 0)[None, :]
-    cos, sin = tile_cos_sin(turn, 0, b, h, n0, T, column[None, :], sine[None, :], moved, N, ROPED)
+    cos, sin = tile_cos_sin(rope, 0, b, h, n0, T, column[None, :], sine[None, :], moved, N, ROPED)
     most = largest(x)
     x /= most
     s = product((x * cos).to(tl.float16), q.to(tl.float16))
@@ -132,16 +132,16 @@ def _turned(
 
 @triton.jit
 def scores(
-    leaf, query, rows, row_ok, turn, map, b, h, B, H, n0, T, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr,
+    leaf, query, rows, row_ok, rope, map, b, h, B, H, n0, T, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr,
     NB: tl.constexpr,
 ):  # fmt: skip
     """q·k̂ [32·NB, rows] of one leaf of the keys."""
     q, across, most = query
     if S[LEAF][KIND] == SPARSE:
-        return load_keys_sparse(leaf, rows, row_ok, turn, b, h, B, H, n0, T, S, LEAF, NB, ROPED)
+        return load_keys_sparse(leaf, rows, row_ok, rope, b, h, B, H, n0, T, S, LEAF, NB, ROPED)
     elif ROPED:
         x = _decoded(leaf, map, b, h, n0, T, S, LEAF, NB)
-        return _turned(x, q, across, turn, b, h, n0, T, S, LEAF, NB * 32, ROPED) * most
+        return _roped_scores(x, q, across, rope, b, h, n0, T, S, LEAF, NB * 32, ROPED) * most
     elif S[LEAF][KIND] == GRID:
         return load_keys_grid(leaf, q, b, h, n0, T, S, LEAF, NB) * most
     elif S[LEAF][KIND] == SIGNS:
@@ -152,8 +152,8 @@ def scores(
         return load_keys_polar(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
     elif S[LEAF][KIND] == TRELLIS:
         return load_keys_trellis(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
-    elif S[LEAF][KIND] == TURNED:
-        return load_keys_turned(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
+    elif S[LEAF][KIND] == ROTATED_MEAN:
+        return load_keys_rotated_mean(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
     else:
         return load_keys_exact(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
 

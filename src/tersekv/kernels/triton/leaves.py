@@ -83,7 +83,7 @@ SIGNS: tl.constexpr = tl.constexpr(2)
 POLAR: tl.constexpr = tl.constexpr(3)
 SPARSE: tl.constexpr = tl.constexpr(4)
 TRELLIS: tl.constexpr = tl.constexpr(5)
-TURNED: tl.constexpr = tl.constexpr(6)
+ROTATED_MEAN: tl.constexpr = tl.constexpr(6)
 """The rotated mean: no tokens, but one vector that RoPE rotates."""
 SKETCH: tl.constexpr = tl.constexpr(7)
 """Signs whose channels differ between blocks."""
@@ -306,12 +306,12 @@ class Readable:
         D, (W, t) = view.head_dim, view.stream.shape[-2:]
         return Leaf(_spec(TRELLIS, D, power(D), t, W), fields)
 
-    def turned(self, view: Any, pairs: Tensor) -> Leaf:
+    def rotated_mean(self, view: Any, pairs: Tensor) -> Leaf:
         """Build the leaf of a rotated mean; pairs int32 [D, 4]: `Rope.channels` on the device."""
         angles, kind = self.angles(view.angles, pairs)
         fields = (*self.single("a mean", view.mean), *angles, pairs)
         D = view.mean.shape[-1]
-        return Leaf(_spec(TURNED, D, power(D), 32, kind), fields)
+        return Leaf(_spec(ROTATED_MEAN, D, power(D), 32, kind), fields)
 
     def angles(self, angles: Any, pairs: Tensor) -> tuple[tuple[Any, ...], int]:
         """Return the fields of `Angles` (see `tiles.py`) and the source of the angles.

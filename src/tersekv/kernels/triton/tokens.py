@@ -269,7 +269,7 @@ ANGLES: tl.constexpr = tl.constexpr(4)
 
 
 @triton.jit
-def load_keys_turned(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
+def load_keys_rotated_mean(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Scores [N, rows] of q float32 [channels, rows]."""
     c = tl.arange(0, S[LEAF][PADDED])
     inside = c < S[LEAF][CHANNELS]

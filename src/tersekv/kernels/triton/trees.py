@@ -23,7 +23,7 @@ from tersekv.kernels.triton.leaves import Leaf, Readable, UnreadableError, chang
 
 def why_not_in_pages(name: str, leaves: Iterable[Leaf], roped: int = 0) -> str | None:
     """Return the reason why the tokens of these leaves cannot be read in another order, or None."""
-    if roped or any(leaf.spec[0] == constants.TURNED.value for leaf in leaves):
+    if roped or any(leaf.spec[0] == constants.ROTATED_MEAN.value for leaf in leaves):
         return f"{name} have RoPE, so a page table cannot reorder their tokens"
     return (
         f"{name} have a list of outliers, so a page table cannot reorder their tokens"
@@ -153,7 +153,7 @@ def _key_leaves(
         if roped:
             raise UnreadableError("keys have RoPE twice")
         pairs = _pairs(view.rope, view.mean.shape[-1], readable.device)
-        return [readable.turned(view, pairs)._replace(query=query, origin=origin)]
+        return [readable.rotated_mean(view, pairs)._replace(query=query, origin=origin)]
     if kind != "signs":
         return [changed(readable.leaf(operand), constants.FIRST, first)._replace(query=query, origin=origin)]
     return [_sketched(readable, sketch, view.head_dim, query, origin, roped, first) for sketch in view.sketches]

@@ -25,7 +25,7 @@ several."""
 SMALL = {
     kind.value
     for kind in (
-        constants.POLAR, constants.SPARSE, constants.SIGNS, constants.SKETCH, constants.TRELLIS, constants.TURNED
+        constants.POLAR, constants.SPARSE, constants.SIGNS, constants.SKETCH, constants.TRELLIS, constants.ROTATED_MEAN
     )
 }  # fmt: skip
 """Layouts that are decoded element by element."""

@@ -62,10 +62,10 @@ def angles_by_level(keys: Tensor) -> dict[str, list[Array]]:
     if not levels:
         raise UserError(f"the keys have {D} channels, an odd number: polar angles need pairs of channels")
     keys = keys.double()
-    turned = keys @ random_rotation(D, ROTATION_SEED).double().T
+    rotated = keys @ random_rotation(D, ROTATION_SEED).double().T
     return {
         kind: [a.flatten().numpy() for a in to_polar(x, levels)[0]]
-        for kind, x in zip(KINDS, (keys, turned), strict=True)
+        for kind, x in zip(KINDS, (keys, rotated), strict=True)
     }
 
 
