@@ -12,8 +12,8 @@ from tersekv.calibration.calibration import Calibration
 from tersekv.recipe import Recipe
 
 papers = benchmark("papers")
-tables = papers.papers_kvquant_tables
-times = papers.papers_kvquant_times
+tables = papers.kvquant_tables
+times = papers.kvquant
 Corpus, Setting = tables.Corpus, times.Setting
 Cell, Windows = tables.Cell, tables.Windows
 TEXT = "Keys and values of a short text, again and again. " * 45
