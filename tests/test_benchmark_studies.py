@@ -58,6 +58,5 @@ def test_pages_are_those_of_the_records(name: str) -> None:
     driver, page, (study, records) = benchmark("studies"), (ROOT / name).read_text(encoding="utf-8"), PAGES[name]
     found = driver.summaries([ROOT / "benchmarks" / "records" / f"{records}.jsonl"], "smollm2")
     tables = driver.tables(study, found, argparse.Namespace(speeds=SPEEDS, dtype="bfloat16"), "smollm2")
-    made = {name: table() for name, table in tables.items() if driver.marks("studies.py", name)[0] in page}
-    assert len(made) == page.count("made by benchmarks/studies.py")
-    assert all(f"-->\n{table}\n<!--" in page for table in made.values())
+    assert benchmark("recorded").filled(page, "studies.py", tables) == page
+    assert "made by benchmarks/studies.py" in page
