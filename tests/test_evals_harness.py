@@ -52,7 +52,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def timeless(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**record, "seconds": None} for record in records]
+    return [{**record, "seconds": None, "command": None} for record in records]
 
 
 # ---------------------------------------------------------------- products

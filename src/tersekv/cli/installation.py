@@ -129,7 +129,8 @@ def run_header() -> dict[str, Any]:
 
     from tersekv.kernels import cpu
 
-    found: dict[str, Any] = {"command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}
+    name = Path(sys.argv[0]).name.replace("__main__.py", "tersekv")  # python -m tersekv
+    found: dict[str, Any] = {"command": shlex.join([name, *sys.argv[1:]])}
     root = Path(__file__).parents[3]
     if (root / ".git").exists():  # a checkout, not an installed package
         asked = ["git", "-C", str(root), "describe", "--always", "--dirty"]
