@@ -194,13 +194,14 @@ def prompt(tokens: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
 def benchmark(name: str) -> ModuleType:
     """Load a program of the folder benchmarks/ as a module."""
     path = Path(__file__).resolve().parents[1] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name.replace('/', '_')}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module there
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # as when run as a program: programs import each other
+    folder = str(Path(__file__).resolve().parents[1] / "benchmarks")
+    if folder not in sys.path:
+        sys.path.append(folder)  # as when run as a program: programs import each other
     spec.loader.exec_module(module)
     return module
 
