@@ -16,19 +16,20 @@ compared with those of the full cache. All recipes share one prefill of a window
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recorded import add_options, run_or_fill
+import recorded
+from recorded import add_options, markdown, record, run_or_fill
 from tersekv.attention.observe import observe
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.scored_eviction import ScoredEvictionStore
@@ -36,7 +37,7 @@ from tersekv.calibration.capture import capture_prompt
 from tersekv.cli.estimate import load_shape
 from tersekv.hf.compress import compress
 from tersekv.hf.prefill import held_by, new_cache
-from tersekv.lab.evals.records import versions
+from tersekv.lab.evals import runs
 from tersekv.lab.evals.tasks.divergence import compare
 from tersekv.lab.evals.tasks.perplexity import mean_nll
 from tersekv.lab.evals.windows import read_text
@@ -226,10 +227,12 @@ def run(args: argparse.Namespace) -> None:
         if not args.rows or row.label in args.rows
         if (found := fitted(row, shape, args.prefix, budget))
     ]
+    about = {"model": args.model, "prefix": args.prefix, "scored": args.scored, "chunk": args.chunk, "seed": 0}
+    about["bytes_full"] = 2 * shape.elements(args.prefix)
     held: set[tuple[str, ...]] = set()
     if args.out.is_file():
-        lines = map(json.loads, args.out.read_text(encoding="utf-8").splitlines())
-        held = {(x["text"], x["window"], x["budget"], x["recipe"]) for x in lines if x["model"] == args.model}
+        lines = [x for x in runs.read(args.out) if x["model"] == args.model]
+        held = {(x["text"], x["window"], x["budget"], x["recipe"]) for x in lines}
     named = dict(option.split("=", 1) for option in args.text)
     texts = {
         name: list(windows(tokenizer, path, args.prefix + args.scored, args.windows)) for name, path in named.items()
@@ -244,12 +247,9 @@ def run(args: argparse.Namespace) -> None:
             with torch.no_grad():
                 window = Window(model, ids[i], args.prefix, args.chunk)
                 for budget, row, (recipe, predicted) in missing:
-                    line = {"model": args.model, "text": text, "window": str(i), "budget": budget, "row": row.label}
-                    line |= {"recipe": recipe, "prefix": args.prefix, "scored": args.scored, "chunk": args.chunk}
-                    line |= {"bytes_full": 2 * shape.elements(args.prefix), "predicted_bytes": predicted}
-                    line |= window.measure(recipe) | {"seed": 0, "versions": versions()}
-                    with args.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(line) + "\n")
+                    line = {"text": text, "window": str(i), "budget": budget, "row": row.label, "recipe": recipe}
+                    line |= {"predicted_bytes": predicted} | window.measure(recipe)
+                    record(args.out, about, [line])
                     print(text, i, budget, recipe, f"{line['kl']:.4f}", flush=True)
 
 
@@ -288,16 +288,13 @@ def overview(lines: list[dict[str, Any]], text: str) -> str:
         star = "\\*" if grown(group) else ""
         return f"{statistics.fmean(x['kl'] for x in group):.4f} ({ratio(group):.3f}){star}"
 
-    rows = [f"| recipe | {' | '.join(BUDGETS)} |", "|---|" + "---|" * len(BUDGETS)]
-    for label in OVERVIEW:
-        rows.append(f"| {label} | {' | '.join(cell(found.get((label, budget))) for budget in BUDGETS)} |")
-    return "\n".join(rows)
+    rows = ([label, *(cell(found.get((label, budget))) for budget in BUDGETS)] for label in OVERVIEW)
+    return markdown(("recipe", *BUDGETS), rows)
 
 
 def details(lines: list[dict[str, Any]], text: str) -> str:
     """Return a table with a row per budget and recipe, and all metrics."""
-    head = "budget | recipe | MB, context | MB, end | KL, mean | windows | 99th percentile | perplexity ratio"
-    rows, found = [f"| {head} |", "|---" * head.count(" | ") + "|---|"], cells(lines, text)
+    rows, found = [], cells(lines, text)
     for budget in BUDGETS:
         for row in ROWS:
             if group := found.get((row.label, budget)):
@@ -305,27 +302,23 @@ def details(lines: list[dict[str, Any]], text: str) -> str:
                 held = [statistics.fmean(x[f"bytes_{when}"] for x in group) / 1e6 for when in ("context", "end")]
                 each = " ".join(f"{x['kl']:.4f}" for x in group)
                 recipe = group[0]["recipe"].replace(",calibration=prompt", "")
-                rows.append(
-                    f"| {budget} | `{recipe}` | {held[0]:.2f} | {held[1]:.2f} | {mean['kl']:.4f} | {each} | "
-                    f"{mean['kl_p99']:.3f} | {ratio(group):.3f} |"
-                )
-    return "\n".join(rows)
+                numbers = [f"{held[0]:.2f}", f"{held[1]:.2f}", f"{mean['kl']:.4f}", each, f"{mean['kl_p99']:.3f}"]
+                rows.append([budget, f"`{recipe}`", *numbers, f"{ratio(group):.3f}"])
+    columns = ("budget", "recipe", "MB, context", "MB, end", "KL, mean", "windows", "99th percentile")
+    return markdown((*columns, "perplexity ratio"), rows)
 
 
 def filled(page: str, lines: list[dict[str, Any]]) -> str:
     """Return the page with the tables that it has marks for."""
+    tables = {}
     for text in dict.fromkeys(line["text"] for line in lines):
-        for kind, table in (("overview", overview), ("all", details)):
-            begin, end = f"<!-- {text}, {kind}: made by benchmarks/budgets.py -->", f"<!-- end of {text}, {kind} -->"
-            if begin in page:
-                before, rest = page.split(begin)
-                page = f"{before}{begin}\n{table(lines, text)}\n{end}{rest.split(end)[1]}"
-    return page
+        tables |= {f"{text}, overview": partial(overview, lines, text), f"{text}, all": partial(details, lines, text)}
+    return recorded.filled(page, "budgets.py", tables)
 
 
 def main(given: list[str] | None = None) -> None:
     """Parse the options; run, or write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recorded.parser(__doc__)
     parser.add_argument("--text", action="append", default=[], help="NAME=FILE, a text; repeat")
     parser.add_argument("--windows", type=int, default=3, help="windows of each text")
     parser.add_argument("--prefix", type=int, default=4096, help="tokens of the context")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import os
 import re
 import shutil
@@ -28,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+import recorded
+from recorded import record, show
 from tersekv.codecs.codebooks.trellis import trellis_entries
 from tersekv.codecs.polarquant import offline_table
 from tersekv.kernels.cpu import attend as cpu_attend
@@ -168,7 +167,7 @@ def measure(isa: str, heads: HeadCounts, folder: Path) -> list[dict[str, Any]]:
         if times == 2:
             more = number - found[kind, what, 1]
             rows.append({
-                "bench": "instructions", "kind": kind, "what": what, "shape": str(heads), "isa": isa,
+                "kind": kind, "what": what, "isa": isa,
                 "T": TOKENS[kind], "instructions": found[kind, what, 1],
                 "per_token_and_head": round(more / TOKENS[kind] / heads.kv, 1),
             })  # fmt: skip
@@ -176,7 +175,7 @@ def measure(isa: str, heads: HeadCounts, folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recorded.parser(__doc__)
     parser.add_argument("--isas", default="avx2,scalar")
     parser.add_argument(
         "--heads", type=HeadCounts.parse, default=HeadCounts(9, 3, 64), help="query heads/KV heads/head dim"
@@ -191,15 +190,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         prepare(Path(name), options.heads)
         rows = [row for isa in isas for row in measure(isa, options.heads, Path(name))]
-    table = Table("op", *isas, title=f"instructions per token and KV head, {options.heads}")
+    lines = []
     for kind, what in dict.fromkeys((row["kind"], row["what"]) for row in rows):
         by_isa = {row["isa"]: row["per_token_and_head"] for row in rows if (row["kind"], row["what"]) == (kind, what)}
-        table.add_row(f"{kind}: {what}" if kind == "attend" else what, *(f"{by_isa[isa]:,.1f}" for isa in isas))
-    Console().print(table)
-    if options.out:
-        common = {"torch": torch.__version__, "valgrind": subprocess.getoutput("valgrind --version")}
-        with options.out.open("a") as file:
-            file.writelines(json.dumps(row | common) + "\n" for row in rows)
+        lines.append([f"{kind}: {what}" if kind == "attend" else what, *(f"{by_isa[isa]:,.1f}" for isa in isas)])
+    show(f"instructions per token and KV head, {options.heads}", ("op", *isas), lines)
+    about = {
+        "bench": "instructions",
+        "shape": str(options.heads),
+        "valgrind": subprocess.getoutput("valgrind --version"),
+    }
+    record(options.out, about, rows)
 
 
 if __name__ == "__main__":

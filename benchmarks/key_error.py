@@ -8,13 +8,10 @@ these are coded. One row per recipe, with the figures of the layer that has the 
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 
-import torch
-
-import tersekv
+import recorded
+from recorded import record
 from tersekv.cache import coding
 from tersekv.cache.coding import Tokens
 from tersekv.cache.parallel import HeadShard
@@ -49,7 +46,7 @@ def figures_of(codec, keys, rope):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recorded.parser(__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--name", help="name of the model in the records")
     parser.add_argument("--text", type=Path, required=True)
@@ -65,15 +62,13 @@ def main() -> None:
         ]
         worst = max(layers, key=lambda one: one.error)
         row = {
-            "bench": "key_error", "model": options.name or options.model, "text": options.text.name, "recipe": recipe,
+            "recipe": recipe,
             "layer": layers.index(worst), "mean": round(worst.mean, 2), "error": round(worst.error, 3),
             "layers_warned_of": sum(one.is_large for one in layers), "layers": len(layers),
-            "torch": torch.__version__, "tersekv": tersekv.__version__,
         }  # fmt: skip
         print(f"{recipe:36} layer {row['layer']:3}  mean {row['mean']:7.1f}  error {row['error']:6.2f}")
-        if options.out:
-            with options.out.open("a") as out:
-                out.write(json.dumps(row) + "\n")
+        about = {"bench": "key_error", "model": options.name or options.model, "text": options.text.name}
+        record(options.out, about, [row])
 
 
 if __name__ == "__main__":

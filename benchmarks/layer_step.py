@@ -14,9 +14,7 @@ has them.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import statistics
 import sys
 import time
@@ -26,18 +24,16 @@ from typing import Any
 from unittest import mock
 
 import torch
-import transformers
-from rich.console import Console
-from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
+import recorded
 import tersekv
+from recorded import record, show
 from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.segments import Observed
 from tersekv.cache.stores import new_store
-from tersekv.cli.installation import cpu_features
 from tersekv.hf.cache import CompressedCache
 from tersekv.kernels import cpu
 from tersekv.recipe import Recipe
@@ -161,7 +157,7 @@ def medians(
 
 def main() -> None:
     """Run as described above."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recorded.parser(__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--mixed", action="store_true")
@@ -170,19 +166,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    about = {
-        "bench": "layer_step", "cpu": cpu_features()[0], "torch": torch.__version__, "tersekv": tersekv.__version__,
-        "transformers": transformers.__version__,
-    }  # fmt: skip
     names = [name for pair in MIXED for name in pair] if options.mixed else [EXACT, *options.recipes]
-    rows, console = [], Console()
-    counted = Table("recipe", "Python calls", "native calls")
+    rows: list[dict[str, Any]] = []
     for recipe in dict.fromkeys(names if options.mixed else (*options.recipes, *COUNTED)):
         python, native = calls(recipe)
-        rows.append(about | {"recipe": recipe, "python_calls": python, "native_calls": native})
-        counted.add_row(recipe, f"{python:g}", f"{native:g}")
-    console.print(counted)
-    table = Table("type", "heads", "tokens", "threads", *names, title="microseconds per step of a layer")
+        rows.append({"recipe": recipe, "python_calls": python, "native_calls": native})
+    show("calls", ("recipe", "Python calls", "native calls"), (row.values() for row in rows))
+    lines = []
     with torch.inference_mode():
         for dtype in options.dtype:
             for shape in SHAPES:
@@ -191,12 +181,11 @@ def main() -> None:
                     for threads, each in found.items():
                         where = {"dtype": dtype, "heads": list(shape), "tokens": tokens, "threads": threads}
                         for name, taken in zip(names, each, strict=True):
-                            rows.append(about | {"recipe": name, **where, "microseconds": round(taken, 1)})
+                            rows.append({"recipe": name, **where, "microseconds": round(taken, 1)})
                         cells = (f"{x:.0f}" for x in each)
-                        table.add_row(dtype, "/".join(map(str, shape)), f"{tokens:,}", f"{threads}", *cells)
-    console.print(table)
-    if options.out:
-        options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+                        lines.append([dtype, "/".join(map(str, shape)), f"{tokens:,}", threads, *cells])
+    show("microseconds per step of a layer", ("type", "heads", "tokens", "threads", *names), lines)
+    record(options.out, {"bench": "layer_step"}, rows)
 
 
 if __name__ == "__main__":

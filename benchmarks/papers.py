@@ -14,7 +14,6 @@ run which is out of time is even. The table says how many samples are left out.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import textwrap
@@ -25,25 +24,21 @@ from typing import Any
 
 import torch
 
-import papers_kvquant
-import papers_kvquant_tables
-import papers_kvquant_times
-import papers_polarquant
-import papers_qjl
-import papers_subgen
-from experiment import Experiment, OutOfTimeError, Result, Setting
+import recorded
+from experiments import kvquant, kvquant_tables, polarquant, qjl, subgen
+from experiments.base import Experiment, OutOfTimeError, Result, Setting
 from recorded import add_models
 from tersekv.errors import UserError
+from tersekv.lab.evals import runs
 from tersekv.lab.evals.records import versions
 
-KVQUANT = papers_kvquant.EXPERIMENTS | papers_kvquant_times.EXPERIMENTS | papers_kvquant_tables.EXPERIMENTS
 PAPERS: dict[str, tuple[str, dict[str, Experiment]]] = {
-    "qjl": ("QJL (arXiv 2406.03482)", papers_qjl.EXPERIMENTS),
-    "kvquant": ("KVQuant (arXiv 2401.18079)", KVQUANT),
-    "subgen": ("SubGen (arXiv 2402.06082)", papers_subgen.EXPERIMENTS),
-    "polarquant": ("PolarQuant (arXiv 2502.02617)", papers_polarquant.EXPERIMENTS),
+    "qjl": ("QJL (arXiv 2406.03482)", qjl.EXPERIMENTS),
+    "kvquant": ("KVQuant (arXiv 2401.18079)", kvquant.EXPERIMENTS | kvquant_tables.EXPERIMENTS),
+    "subgen": ("SubGen (arXiv 2402.06082)", subgen.EXPERIMENTS),
+    "polarquant": ("PolarQuant (arXiv 2502.02617)", polarquant.EXPERIMENTS),
 }
-PAGES = {("kvquant", table): "methods/kvquant-ablations" for table in papers_kvquant_tables.EXPERIMENTS}
+PAGES = {("kvquant", table): "methods/kvquant-ablations" for table in kvquant_tables.EXPERIMENTS}
 """Pages of tables that are not on their paper's page."""
 RECORDS = Path(__file__).parent / "records" / "papers"
 BEGIN, END = "<!-- papers: made by benchmarks/papers.py -->", "<!-- end of papers -->"
@@ -54,6 +49,8 @@ NAMES |= {
     "perplexity_ratio": "perplexity / full",
     "perplexity": "perplexity",
 }
+SHARED = ("paper", "model", "dtype", "options", "threads", "versions")
+"""Fields of the headers of records."""
 MOST_COLUMNS = 7
 """Tables with more columns than this, and than rows, are turned."""
 Line = dict[str, Any]
@@ -70,7 +67,7 @@ def lines_of(paper: str, table: str, setting: Setting, results: Iterable[Result]
 def read_lines(paper: str) -> list[Line]:
     """Return the committed records of a paper."""
     path = RECORDS / f"{paper}.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return runs.read(path) if path.exists() else []
 
 
 def keep(paper: str, table: str, lines: Sequence[Line]) -> Path:
@@ -79,7 +76,7 @@ def keep(paper: str, table: str, lines: Sequence[Line]) -> Path:
     others = [r for r in read_lines(paper) if r["table"] != table or (r["model"], r["dtype"]) not in ours]
     RECORDS.mkdir(parents=True, exist_ok=True)
     path = RECORDS / f"{paper}.jsonl"
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in [*others, *lines]), "utf-8")
+    path.write_text("".join(runs.written([*others, *lines], SHARED)), "utf-8")
     return path
 
 
@@ -215,7 +212,7 @@ def run(paper: str, table: str, args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Parse the options; list, run, or write the pages."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recorded.parser(__doc__)
     parser.add_argument("paper", nargs="?", choices=PAPERS, help="paper")
     parser.add_argument("table", nargs="?", help="table or figure; without it all of the paper are listed")
     parser.add_argument("--out", type=Path, help="folder of raw records; a stopped run continues from it")

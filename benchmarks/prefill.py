@@ -1,12 +1,17 @@
-"""Cost of packing within a whole prefill: time, memory, and one block while decoding.
+"""Cost of packing a prompt: within a whole prefill, of one layer, in memory, and of one block while decoding.
 
     python benchmarks/prefill.py [--model smollm2] [--tokens 4096 8192] [--threads 4] [--rounds 3] [--out FILE]
+    python benchmarks/prefill.py --parts layer --tokens 8192 --rounds 7 --out benchmarks/records/encode.jsonl
 
 - **Prefill.** The model reads a prompt with transformers' own cache and with each recipe, in turns
   in every round. The time within the cache's layers is packing; the rest of the same prefill is the
   model. Their ratio is reported, because it depends less on other programs than two prefills do.
   For the policy `mixed`, ranking the tokens is reported likewise, and is no part of the rest.
   Presets are fitted within it, on the prompt.
+- **Layer.** One decoder layer of SmolLM2-135M's shape reads the tokens (9 query heads, 3 KV heads, head
+  dim 64; random weights, float32, SDPA). Then recipes fit and encode keys and values of as many tokens,
+  1,024 at a time. They do so with the kernels and with the torch reference. All take turns in
+  every round, and ratios are taken within a round. It runs with `--parts layer` only.
 - **Memory.** Exact keys and values of one layer are packed by as many layers as the model has. The
   peak of resident memory above the start is compared with the bytes held.
 - **Blocks.** Blocks of 32 tokens of one layer are encoded with a fitted codec, both sides.
@@ -18,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -27,14 +31,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor
 
+import recorded
 import tersekv
-from recorded import add_models
+from recorded import in_turns, median_of, record
 from tersekv.attention import observe
+from tersekv.cache.coding import chunks
 from tersekv.cache.layer import LayerStore
-from tersekv.cli.installation import cpu_features
 from tersekv.hf.layer import CompressedLayer
+from tersekv.kernels import backends
 from tersekv.lab.bench.generate import prompt
 from tersekv.lab.bench.memory import PeakMemory
 from tersekv.malloc_trim import malloc_trim
@@ -48,6 +55,14 @@ METHODS = (
     "kvquant:bits=3,calibration=prompt",
 )
 BLOCK, BLOCKS = 32, 40
+PACKED = (
+    *("polarquant", "polarquant:codebook=online", "polarquant:rotation=none", "turboquant:bits=3"),
+    *("turboquant:bits=2.5", "turboquant:bits=3,variant=prod", "qjl", "kivi:bits=2"),
+    *(f"trellis:bits={bits},calibration=prompt" for bits in (2, 3, 4)),
+)
+"""Recipes of the part `layer`."""
+SLOW = "trellis"
+"""Method that is measured with the kernels only, because its search takes minutes in torch alone."""
 LARGE = {"layers": 32, "kv_heads": 8, "head_dim": 128, "parameters": 8e9}
 """Shape of the model in the estimate."""
 
@@ -134,6 +149,55 @@ def drawn(tokens: int, heads: int = 3, head_dim: int = 64) -> tuple[Tensor, Tens
     return keys, values
 
 
+def layer_prefill(tokens: int) -> Callable[[], None]:
+    """Return the prefill of one decoder layer over `tokens` tokens."""
+    config = transformers.LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=1, num_attention_heads=9,
+        num_key_value_heads=3, head_dim=64, vocab_size=16, max_position_embeddings=tokens,
+    )  # fmt: skip
+    model = transformers.LlamaModel(config).eval()
+    hidden = torch.randn(1, tokens, 576)
+
+    @torch.no_grad()
+    def run() -> None:
+        model(inputs_embeds=hidden, use_cache=True)
+
+    return run
+
+
+def packing(recipe: str, keys: Tensor, values: Tensor, backend: str) -> Callable[[], None]:
+    """Return a function that fits and encodes keys and values."""
+    plan = Recipe.parse(recipe).plan(20, 30)
+
+    def run() -> None:
+        with backends.forced(backend):
+            for codec, x in ((plan.keys, keys), (plan.values, values)):
+                fitted = codec.fit(x) if codec.fits_on else codec
+                for start, stop in chunks(0, x.shape[2], fitted.layout(x.shape[-1]).block_tokens, x):
+                    fitted.encode(x[:, :, start:stop])
+
+    return run
+
+
+def layer(tokens: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """Time fitting and encoding beside one layer's prefill, in turns."""
+    keys, values = drawn(tokens)
+    runs = {"one layer's prefill": layer_prefill(tokens)}
+    for recipe in PACKED:
+        runs[recipe] = packing(recipe, keys, values, backends.AUTO)
+        if not recipe.startswith(SLOW):
+            runs[f"{recipe} (torch alone)"] = packing(recipe, keys, values, "reference")
+    times = in_turns(runs, rounds)
+    base = next(iter(times.values()))
+    for name, taken in times.items():
+        ratios = sorted(t / one for t, one in zip(taken, base, strict=True))
+        yield {
+            "what": name, "T": tokens, "rounds": rounds, "median_ms": round(statistics.median(taken) * 1e3, 1),
+            "ratio_to_prefill": round(statistics.median(ratios), 3),
+            "ratio_range": [round(ratios[0], 3), round(ratios[-1], 3)],
+        }  # fmt: skip
+
+
 def memory(tokens: int, recipe: str, layers: int = 30) -> dict[str, Any]:
     """Return the peak while `layers` layers pack a prompt, without the exact prompt itself.
 
@@ -168,17 +232,6 @@ def fitted(recipe: str, keys: Tensor, values: Tensor) -> list[tuple[Any, Tensor]
     return [(codec.fit(x) if codec.needs_fit else codec, x) for codec, x in ((plan.keys, keys), (plan.values, values))]
 
 
-def seconds(run: Callable[[], Any], rounds: int) -> float:
-    """Return the median time of a run after one more."""
-    run()
-    taken = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
-
-
 def block(recipe: str) -> dict[str, Any]:
     """Time a block of 32 tokens of both sides of one layer, with fitted codecs."""
     sides = fitted(recipe, *drawn(2048))
@@ -187,7 +240,11 @@ def block(recipe: str) -> dict[str, Any]:
         for codec, x in sides:
             codec.encode(x[:, :, :BLOCK])
 
-    return {"what": "block", "recipe": recipe, "ms": round(seconds(run, BLOCKS) * 1e3, 3)}
+    return {
+        "what": "block",
+        "recipe": recipe,
+        "ms": round(median_of(in_turns({"block": run}, BLOCKS)["block"]) * 1e3, 3),
+    }
 
 
 def vectors(head_dim: int, recipe: str = "default") -> dict[str, Any]:
@@ -195,7 +252,7 @@ def vectors(head_dim: int, recipe: str = "default") -> dict[str, Any]:
     sides = fitted(recipe, *drawn(4096, 3, head_dim))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    taken = seconds(lambda: [codec.encode(x) for codec, x in sides], 5)
+    taken = median_of(in_turns({"all": lambda: [codec.encode(x) for codec, x in sides]}, 5)["all"])
     torch.set_num_threads(threads)
     each = taken / sum(x.numel() // head_dim for _, x in sides)
     return {"what": "vectors", "recipe": recipe, "head_dim": head_dim, "us_per_vector": round(each * 1e6, 2)}
@@ -209,7 +266,7 @@ def estimate(us_per_vector: float, small: dict[str, Any], parameters: float = 13
 
     small: row of the small model's prefill with transformers' own cache.
     """
-    per_token = small["seconds"] * small["threads"] / small["T"] * LARGE["parameters"] / parameters
+    per_token = small["seconds"] * torch.get_num_threads() / small["T"] * LARGE["parameters"] / parameters
     packing = 2 * LARGE["layers"] * LARGE["kv_heads"] * us_per_vector * 1e-6
     return {
         "what": "estimate",
@@ -221,8 +278,8 @@ def estimate(us_per_vector: float, small: dict[str, Any], parameters: float = 13
 
 def main(arguments: list[str] | None = None) -> None:
     """Run all parts; print each row, and append it to a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_models(parser)
+    parser = recorded.parser(__doc__)
+    recorded.add_models(parser)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -234,22 +291,21 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    common = {"bench": "prefill", "cpu": cpu_features()[0], "threads": options.threads, "torch": torch.__version__}
     full: dict[str, Any] | None = None
 
     def write(row: dict[str, Any]) -> None:
-        line = json.dumps(common | row)
-        print(line, flush=True)
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            with options.out.open("a") as file:
-                file.write(line + "\n")
+        print(row, flush=True)
+        record(options.out, {"bench": "prefill"}, [row])
 
     if "prefill" in options.parts:
         for row in prefills(options, options.recipes):
             write(row)
-            full = common | row if row["recipe"] == "full" and full is None else full
+            full = row if row["recipe"] == "full" and full is None else full
     alone = [recipe for recipe in options.recipes if not Recipe.parse(recipe).plan(0, 1).policy.observes]
+    if "layer" in options.parts:
+        for tokens in options.tokens:
+            for row in layer(tokens, options.rounds):
+                write(row)
     if "memory" in options.parts:
         for tokens in options.tokens:
             for recipe in alone:  # the others need a model's queries

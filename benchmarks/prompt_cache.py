@@ -10,9 +10,7 @@ bit for bit. Times are wall-clock and CPU seconds; on a busy machine CPU seconds
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import os
 import statistics
 import tempfile
@@ -22,14 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache
 
 import tersekv
-from tersekv.cli.installation import cpu_features
+from recorded import parser, record, show
 from tersekv.hf.cache import CompressedCache
 from tersekv.hf.prefill import Prefill
 from tersekv.lab.bench.generate import prompt
@@ -98,34 +93,27 @@ def measure(model: Any, recipe: str, prefill: Prefill, ids: Tensor, rounds: int,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
-    options = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--tokens", type=int, default=8000)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--out", type=Path, help="add records to this file")
+    args = options.parse_args()
     model, tokenizer = load("smollm2")
-    ids = prompt(tokenizer, options.tokens + NEXT)
-    table = Table(title=f"SmolLM2-135M, {options.tokens:,} tokens, {str(model.dtype).removeprefix('torch.')} weights")
-    for column in ("recipe", "file MB", "smaller than bf16", "pack s", "save s", "load s", "cold load s"):
-        table.add_column(column, justify="left" if column == "recipe" else "right")
-    prefill = Prefill(model)
+    ids, prefill = prompt(tokenizer, args.tokens + NEXT), Prefill(model)
     with torch.inference_mode():
         once = seconds(lambda: prefill.fill(DynamicCache(config=model.config), ids[:, :-NEXT]))
-    common = {
-        "bench": "prompt_cache", "model": "smollm2", "cpu": cpu_features()[0], "threads": torch.get_num_threads(),
-        "load_average": round(os.getloadavg()[0], 2), "prefill_seconds": [round(t, 4) for t in once],
-        "torch": torch.__version__, "transformers": transformers.__version__, "tersekv": tersekv.__version__,
-    }  # fmt: skip
+    about = {"bench": "prompt_cache", "model": "smollm2", "load_average": round(os.getloadavg()[0], 2)}
+    about["prefill_seconds"] = [round(t, 4) for t in once]
     with tempfile.TemporaryDirectory() as folder:
-        for recipe in RECIPES:
-            row = measure(model, recipe, prefill, ids, options.rounds, Path(folder) / "cache")
-            times = (f"{row[f'{name}_seconds'][0]:.2f}" for name in ("pack", "save", "load", "cold_load"))
-            table.add_row(recipe, f"{row['file_bytes'] / 1e6:.1f}", f"{row['ratio_bf16']:.2f}", *times)
-            if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                with options.out.open("a") as file:
-                    file.write(json.dumps(common | row) + "\n")
-    Console(width=120).print(table, f"prefill: {once.clock:.1f} s, {once.cpu:.1f} CPU seconds")
+        rows = [measure(model, recipe, prefill, ids, args.rounds, Path(folder) / "cache") for recipe in RECIPES]
+    record(args.out, about, rows)
+    times = ("pack", "save", "load", "cold_load")
+    cells = [
+        [row["recipe"], f"{row['file_bytes'] / 1e6:.1f}", row["ratio_bf16"], *(row[f"{t}_seconds"][0] for t in times)]
+        for row in rows
+    ]
+    title = f"SmolLM2-135M, {args.tokens:,} tokens; prefill {once.clock:.1f} s, {once.cpu:.1f} CPU seconds"
+    show(title, ("recipe", "file MB", "smaller than bf16", *(f"{t} s" for t in times)), cells)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,45 @@
-"""Options and last step of benchmarks that add records to a file and make a page's tables from them."""
+"""Helpers of the benchmarks: options, times in turns, records with a header per run, tables of pages."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
 
-def add_models(parser: argparse.ArgumentParser) -> None:
+from tersekv.cli.installation import run_header
+from tersekv.lab.evals import runs
+from tersekv.lab.evals.records import versions
+
+Row = dict[str, Any]
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser that shows a file's docstring as its help."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def add_models(to: argparse.ArgumentParser) -> None:
     """Add the option --model, which may be repeated."""
     said = "name, folder, GGUF file or Hub id; repeat for several models (default: smollm2)"
-    parser.add_argument("--model", action="append", help=said)
+    to.add_argument("--model", action="append", help=said)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(to: argparse.ArgumentParser) -> None:
     """Add the options that name the models, the records and the page."""
-    add_models(parser)
-    parser.add_argument("--out", type=Path, help="run, and add records to this file")
-    parser.add_argument("--records", type=Path, help="records to make the tables from")
-    parser.add_argument("--into", type=Path, help="page whose tables are replaced")
+    add_models(to)
+    to.add_argument("--out", type=Path, help="run, and add records to this file")
+    to.add_argument("--records", type=Path, help="records to make the tables from")
+    to.add_argument("--into", type=Path, help="page whose tables are replaced")
 
 
 def run_or_fill(
-    args: argparse.Namespace,
-    run: Callable[[argparse.Namespace], None],
-    filled: Callable[[str, list[dict[str, Any]]], str],
+    args: argparse.Namespace, run: Callable[[argparse.Namespace], None], filled: Callable[[str, list[Row]], str]
 ) -> None:
     """Run each model if there is a file for records. Write the page's tables if records and page are
     given; they are of one model."""
@@ -34,9 +47,78 @@ def run_or_fill(
         for model in args.model or ["smollm2"]:
             run(argparse.Namespace(**vars(args) | {"model": model}))
     if args.records is not None and args.into is not None:
-        lines = [json.loads(line) for line in args.records.read_text(encoding="utf-8").splitlines()]
+        lines = runs.read(args.records)
         found = args.model or list(dict.fromkeys(line["model"] for line in lines))
         if len(found) > 1:
             raise SystemExit(f"a page has tables of one model: choose one with --model ({', '.join(found)})")
         lines = [line for line in lines if line["model"] in found]
         args.into.write_text(filled(args.into.read_text(encoding="utf-8"), lines), encoding="utf-8")
+
+
+def record(out: Path | None, about: Row, rows: Iterable[Row]) -> None:
+    """Append rows to a file of records, if one is given. about: options of the run, which its header has beside the
+    command, the commit, the machine and the versions."""
+    if out is not None:
+        runs.append(out, {**run_header(), "versions": versions(), **about}, rows)
+
+
+def in_turns(functions: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
+    """Return the seconds of each call, by function. Functions take turns, so that load of the machine falls on all.
+
+    The first `warm_up` rounds are not counted.
+    """
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(warm_up + rounds):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            if turn >= warm_up:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def median_of(values: Sequence[float]) -> float:
+    """Return the median of repeated timings, rounded to four digits."""
+    return float(f"{statistics.median(values):.4g}")
+
+
+def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table."""
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*map(str, row))
+    Console(width=140).print(table)
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table in markdown."""
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
+
+
+def filled(page: str, program: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    """Return a page with those of the named tables that it has marks for."""
+    for name, made in tables.items():
+        begin, end = marks(program, name)
+        if begin in page:
+            before, rest = page.split(begin)
+            page = f"{before}{begin}\n{made()}\n{end}{rest.split(end)[1]}"
+    return page
+
+
+def marks(program: str, name: str) -> tuple[str, str]:
+    """Return the lines of a page between which a table is written."""
+    return f"<!-- {name}: made by benchmarks/{program} -->", f"<!-- end of {name} -->"
+
+
+def fill(pages: Iterable[Path], program: str, tables: Mapping[str, Callable[[], str]]) -> None:
+    """Write the tables into pages; without pages, print all tables."""
+    pages = list(pages)
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        if not any(marks(program, name)[0] in text for name in tables):
+            wanted = "\n".join("\n".join(marks(program, name)) for name in tables)
+            raise SystemExit(f"{page} has no place for the tables: add the lines\n{wanted}")
+        page.write_text(filled(text, program, tables), encoding="utf-8")
+    if not pages:
+        print("\n\n".join(made() for made in tables.values()))

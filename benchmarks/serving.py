@@ -1,39 +1,49 @@
-"""Agreement of packed and full caches in vLLM and transformers, and vLLM's token capacity.
+"""vLLM's caches: agreement with the full cache, capacity, speed, load, and a thousand requests.
 
-It makes the tables of docs/serving.md from greedy answers.
+    python benchmarks/serving.py run --engine vllm --recipe turboquant:bits=4 --out FILE          # also: --recipe full.
+    python benchmarks/serving.py kl --recipes turboquant:bits=4 --out FILE      # distributions.
+    python benchmarks/serving.py speed --recipes full turboquant:bits=4 --shapes 8x400x129 --out FILE  # seconds.
+    python benchmarks/serving.py load --recipe full --out FILE             # and --recipe turboquant:bits=4.
+    python benchmarks/serving.py robust --recipe turboquant:bits=4 --out FILE                     # and --speculate.
+    python benchmarks/serving.py table FILE... --into docs/serving.md      # write the tables of records.
 
-    python benchmarks/serving.py run --engine vllm --recipe turboquant:bits=4 --out FILE          # also: --recipe full
-    python benchmarks/serving.py kl --recipes turboquant:bits=4 --out FILE
-
-`run --engine transformers` answers with transformers; `table FILE… --into docs/serving.md` writes the tables.
-
-Prompts are passages of Python's documentation at seeded random places, each with a request to
-explain it, as one turn of a chat. Both engines get the same ids. The dtype is bfloat16. vLLM
-chooses its own batch; transformers answers one prompt at a time.
+`run --engine transformers` answers with transformers. Prompts are passages of Python's documentation
+at seeded random places, each with a request to explain it, as one turn of a chat. Both engines get
+the same ids. The dtype is bfloat16. vLLM chooses its own batch; transformers answers one prompt at a
+time.
 
 `kl` compares the next-token distributions over the prompts themselves. They are read in chunks of 128
 tokens, so that later chunks read packed what earlier ones left.
+
+`speed` has all engines in one process, and every round runs each of them once, so that other load on
+the machine meets all alike. A shape is requests x prompt tokens x new tokens. Prompts are random ids,
+which greedy decoding continues without stopping. Prefill is the sum of steps until the last request
+has its first token. Decode is the median step after that, with all requests running.
+
+`load` and `robust` are described in `serving_server.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
-import platform
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import serving_server
+from recorded import fill, markdown, parser, record
+from tersekv.lab.evals import runs
+
 REQUEST = "Explain this text in your own words."
-FULL = "full"
+FULL = serving_server.FULL
 MAX_MODEL_LEN = 2048
 """Maximum number of tokens per sequence. vLLM's capacity depends on it slightly."""
-
-BEGIN, END = "<!-- agreement: made by benchmarks/serving.py -->", "<!-- end of agreement -->"
 
 
 def prompts(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
@@ -66,8 +76,7 @@ def in_vllm(
 
     sampling = vllm.SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
     outs = llm.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
-    held = llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
-    about = {"vllm": vllm.__version__, "max_model_len": MAX_MODEL_LEN, "tokens_in_1_gib": held}
+    about = {"vllm": vllm.__version__, "max_model_len": MAX_MODEL_LEN, "tokens_in_1_gib": capacity(llm)}
     return [list(out.outputs[0].token_ids) for out in outs], about
 
 
@@ -101,17 +110,13 @@ def run(args: argparse.Namespace) -> None:
     started = time.perf_counter()
     where, job = resolve(args.model), (args.recipe, ids, args.new_tokens)
     if args.engine == "vllm":
-        answers, about = in_vllm(where, *job, calibration=args.calibration)
+        answers, more = in_vllm(where, *job, calibration=args.calibration)
     else:
-        answers, about = in_transformers(where, *job)
-    record = {
-        "engine": args.engine, "recipe": args.recipe, "model": args.model, "prompt_tokens": args.tokens,
-        "new_tokens": args.new_tokens, "answers": answers, "seconds": round(time.perf_counter() - started, 1),
-        "torch": torch.__version__, "machine": platform.machine(), **about,
-    }  # fmt: skip
-    with args.out.open("a") as file:
-        file.write(json.dumps(record) + "\n")
-    print(f"{args.engine} {args.recipe}: {len(ids)} answers in {record['seconds']} s")
+        answers, more = in_transformers(where, *job)
+    seconds = round(time.perf_counter() - started, 1)
+    about = {"engine": args.engine, "model": args.model, "prompt_tokens": args.tokens, "new_tokens": args.new_tokens}
+    record(args.out, about, [{"recipe": args.recipe, "answers": answers, "seconds": seconds, **more}])
+    print(f"{args.engine} {args.recipe}: {len(ids)} answers in {seconds} s")
 
 
 def prompt_logits(llm: Any, ids: list[int], first: int) -> torch.Tensor:
@@ -142,24 +147,92 @@ def kl(args: argparse.Namespace) -> None:
             other = prompt_logits(llms[recipe], row, args.chunk)
             divergence = (own.exp() * (own - other)).sum(-1).mean()
             found[recipe].append([float(divergence), float((own.argmax(-1) == other.argmax(-1)).float().mean())])
-    record = {
-        "engine": "vllm", "kl": found, "chunk": args.chunk, "model": args.model, "prompt_tokens": args.tokens,
-        "torch": torch.__version__, "machine": platform.machine(),
-    }  # fmt: skip
-    with args.out.open("a") as file:
-        file.write(json.dumps(record) + "\n")
-    print("\n".join(kl_rows([record])))
+    about = {"engine": "vllm", "chunk": args.chunk, "model": args.model, "prompt_tokens": args.tokens}
+    record(args.out, about, [{"kl": found}])
+    print(kl_table([{"kl": found}]))
 
 
-def kl_rows(records: list[dict[str, Any]]) -> list[str]:
+def steps(llm: Any, ids: list[list[int]], new_tokens: int) -> tuple[float, float]:
+    """Answer one batch. Return the seconds of prefill and of a median decoding step."""
+    import vllm
+
+    sampling = vllm.SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    core, made = llm.llm_engine, {str(i): 0 for i in range(len(ids))}
+    for name, row in zip(made, ids, strict=True):
+        core.add_request(name, {"prompt_token_ids": row}, sampling)
+    prefill, decode = 0.0, []
+    while core.has_unfinished_requests():
+        begun, running = all(made.values()), all(n < new_tokens for n in made.values())
+        started = time.perf_counter()
+        outs = core.step()
+        spent = time.perf_counter() - started
+        for out in outs:
+            made[out.request_id] = len(out.outputs[0].token_ids)
+        if not begun:
+            prefill += spent
+        elif running:
+            decode.append(spent)
+    return prefill, statistics.median(decode or [math.nan])  # short answers may end before the last one begins
+
+
+def capacity(llm: Any) -> int:
+    """Return the tokens that an engine's cache holds."""
+    return int(llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens)
+
+
+def speed(args: argparse.Namespace) -> None:
+    """Measure all recipes in turns and append a record per shape."""
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    import vllm
+
+    from tersekv.models.loading import prepare
+
+    torch.set_num_threads(args.threads)
+    shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes]
+    longest, most = max(p + n for _, p, n in shapes), max(b for b, _, _ in shapes)
+    options = {"max_model_len": longest, "max_num_seqs": most, "enable_prefix_caching": False}
+    engines = {recipe: engine(prepare(args.model), recipe, args.calibration, **options) for recipe in args.recipes}
+    about = {"model": args.model, "rounds": args.rounds, "vllm": vllm.__version__}
+    for requests, prompt, new in shapes:
+        draw = torch.Generator().manual_seed(0)
+        ids = torch.randint(1000, 40000, (requests, prompt), generator=draw).tolist()
+        times: dict[str, list[tuple[float, float]]] = {recipe: [] for recipe in engines}
+        for llm in engines.values():
+            steps(llm, [row[: args.warm_up] for row in ids], 3)  # first calls allocate memory
+        for _ in range(args.rounds):
+            for recipe, llm in engines.items():
+                times[recipe].append(steps(llm, ids, new))
+        held = {recipe: capacity(llm) for recipe, llm in engines.items()}
+        row = {"shape": [requests, prompt, new], "seconds": times, "tokens_in_1_gib": held}
+        record(args.out, about, [row])
+        print(speed_table([row]))
+
+
+def speed_table(records: list[dict[str, Any]]) -> str:
+    """Return a table: medians over rounds, and the median of the ratios to vLLM's own cache of a round."""
+    lines = []
+    for one in records:
+        native = one["seconds"][FULL]
+        for recipe, times in one["seconds"].items():
+            spent = [statistics.median(t[i] for t in times) for i in (0, 1)]
+            faster = [statistics.median(own[i] / t[i] for own, t in zip(native, times, strict=True)) for i in (0, 1)]
+            shape = " x ".join(f"{n:,}" for n in one["shape"])
+            lines.append(
+                [shape, f"`{recipe}`", f"{spent[0]:.2f}", f"{1e3 * spent[1]:.1f}", *(f"{x:.2f}x" for x in faster)]
+            )
+    columns = ("requests x prompt x new", "cache", "prefill s", "decode ms per step", "prefill", "decode")
+    return markdown(columns, lines)
+
+
+def kl_table(records: list[dict[str, Any]]) -> str:
     """Return the table of divergences; ± is the standard error of the mean over prompts."""
-    lines = ["| cache in vLLM | KL divergence from the full cache, nats | same most likely token |", "|---|---|---|"]
-    for record in records:
-        for recipe, pairs in record["kl"].items():
+    lines = []
+    for one in records:
+        for recipe, pairs in one["kl"].items():
             nats, top = zip(*pairs, strict=True)
             error = statistics.stdev(nats) / len(nats) ** 0.5
-            lines.append(f"| `{recipe}` | {statistics.mean(nats):.4f} ± {error:.4f} | {statistics.mean(top):.1%} |")
-    return lines
+            lines.append([f"`{recipe}`", f"{statistics.mean(nats):.4f} ± {error:.4f}", f"{statistics.mean(top):.1%}"])
+    return markdown(("cache in vLLM", "KL divergence from the full cache, nats", "same most likely token"), lines)
 
 
 def same(a: list[int], b: list[int]) -> int:
@@ -180,73 +253,82 @@ def beside(record: dict[str, Any], other: dict[str, Any]) -> str:
     return f"{whole} of {len(pairs)} | {mean:.1f} ± {error:.1f} of {new_tokens} | {statistics.median(pairs):g}"
 
 
-def rows(records: list[dict[str, Any]]) -> list[str]:
-    """Return two tables: vLLM's token capacity, and each engine's answers compared with its full
-    cache's."""
+def agreement_table(records: list[dict[str, Any]]) -> str:
+    """Return three tables: vLLM's token capacity, each engine's answers compared with its full
+    cache's, and divergences."""
     divergences, records = [r for r in records if "kl" in r], [r for r in records if "kl" not in r]
     full = {r["engine"]: r for r in records if r["recipe"] == FULL}
-    lines = ["| cache in vLLM | tokens in 1 GiB | times bfloat16 |", "|---|---|---|"]
-    for r in records:
-        if r["engine"] == "vllm":
-            held = r["tokens_in_1_gib"]
-            lines.append(f"| `{r['recipe']}` | {held:,} | {held / full['vllm']['tokens_in_1_gib']:.2f} |")
-    lines += [
-        "",
-        "| engine | cache | compared with | same answer | tokens before the first difference: mean | median |",
-    ]
-    lines += ["|---|---|---|---|---|---|"]
+    held = [(r["recipe"], r["tokens_in_1_gib"]) for r in records if r["engine"] == "vllm"]
+    times = [[f"`{name}`", f"{n:,}", f"{n / full['vllm']['tokens_in_1_gib']:.2f}"] for name, n in held]
+    lines = []
     for r in records:
         if r["recipe"] != FULL:
             agree = beside(r, full[r["engine"]])
-            lines.append(f"| {r['engine']} | `{r['recipe']}` | {r['engine']}, `{FULL}` | {agree} |")
+            lines.append([r["engine"], f"`{r['recipe']}`", f"{r['engine']}, `{FULL}`", agree])
     first, *others = full.values()
-    lines += [f"| {r['engine']} | `{FULL}` | {first['engine']}, `{FULL}` | {beside(r, first)} |" for r in others]
-    return lines + (["", *kl_rows(divergences)] if divergences else [])
+    lines += [[r["engine"], f"`{FULL}`", f"{first['engine']}, `{FULL}`", beside(r, first)] for r in others]
+    compared = ("same answer", "tokens before the first difference: mean", "median")
+    made = [markdown(("cache in vLLM", "tokens in 1 GiB", "times bfloat16"), times)]
+    made.append(markdown(("engine", "cache", "compared with", *compared), lines))
+    return "\n\n".join([*made, *([kl_table(divergences)] if divergences else [])])
+
+
+TABLES = {
+    "agreement": (agreement_table, "engine"),
+    "speed": (speed_table, "shape"),
+    "load": (serving_server.load_table, "preemptions"),
+    "robust": (serving_server.robust_table, "after_restart"),
+}
+"""Table by name, and a field that only its records have."""
 
 
 def table(args: argparse.Namespace) -> None:
-    """Print the tables, or write them between their markers."""
-    records = [json.loads(line) for path in args.records for line in path.read_text().splitlines()]
-    write_between(args.into, BEGIN, END, rows(records))
-
-
-def write_between(page: Path | None, begin: str, end: str, lines: list[str]) -> None:
-    """Write lines into a page between two markers, or print them without a page."""
-    text = "\n".join(lines)
-    if page is None:
-        print(text)
-        return
-    before = page.read_text()
-    if before.count(begin) != 1 or before.count(end) != 1 or before.index(begin) > before.index(end):
-        raise SystemExit(f"{page} has no place for the tables: add the lines\n{begin}\n{end}\n")
-    head, tail = before.split(begin)[0], before.split(end)[1]
-    page.write_text(f"{head}{begin}\n{text}\n{end}{tail}")
+    """Print the tables of the records, or write them between their marks."""
+    records = [one for path in args.records for one in runs.read(path)]
+    found = {name: [one for one in records if field in one] for name, (_, field) in TABLES.items()}
+    fill(
+        [args.into] if args.into else [], "serving.py", {n: partial(TABLES[n][0], of) for n, of in found.items() if of}
+    )
 
 
 def main() -> None:
     """Parse the options and run the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(required=True)
+    options = parser(__doc__)
+    commands = options.add_subparsers(required=True)
     go = commands.add_parser("run", help="answer the prompts with one recipe and append a record")
     go.add_argument("--engine", choices=("vllm", "transformers"), required=True)
-    go.add_argument("--recipe", required=True, help=f"a recipe, or {FULL!r}")
     go.add_argument("--new-tokens", type=int, default=64)
-    go.set_defaults(run=run)
     far = commands.add_parser("kl", help="compare next-token distributions and append a record")
-    far.add_argument("--recipes", nargs="+", required=True)
     far.add_argument("--chunk", type=int, default=128, help="tokens of a prompt per step")
-    far.set_defaults(run=kl)
     for one in (go, far):
-        one.add_argument("--model", default="smollm2")
-        one.add_argument("--calibration", help="calibration file of recipes with trellis, in vLLM")
         one.add_argument("--prompts", type=int, default=64)
         one.add_argument("--tokens", type=int, default=512)
+    fast = commands.add_parser("speed", help="measure recipes in turns and append a record per shape")
+    fast.add_argument("--shapes", nargs="+", default=["8x400x129"])
+    fast.add_argument("--rounds", type=int, default=3)
+    fast.add_argument("--warm-up", type=int, default=400, help="prompt tokens of a batch that is not timed")
+    fast.add_argument("--threads", type=int, default=3)
+    busy, hard = serving_server.add_parsers(commands)
+    for one in (go, busy, hard):
+        one.add_argument("--recipe", required=True, help=f"a recipe, or {FULL!r}")
+    for one in (far, fast):
+        one.add_argument("--recipes", nargs="+", required=True, help=f"{FULL!r} is vLLM's own cache; speed needs it")
+    for one, function in (
+        (go, run),
+        (far, kl),
+        (fast, speed),
+        (busy, serving_server.load),
+        (hard, serving_server.robust),
+    ):
+        one.add_argument("--model", default="smollm2")
+        one.add_argument("--calibration", help="calibration file of recipes with trellis, in vLLM")
         one.add_argument("--out", type=Path, required=True)
+        one.set_defaults(run=function)
     show = commands.add_parser("table", help="print or write the tables of records")
     show.add_argument("records", type=Path, nargs="+")
     show.add_argument("--into", type=Path)
     show.set_defaults(run=table)
-    args = parser.parse_args()
+    args = options.parse_args()
     args.run(args)
 
 

@@ -21,7 +21,6 @@ it and, exactly, to each other. The program reports per layer:
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,16 +28,16 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
+import recorded
+from recorded import record, show
 from tersekv.attention.read import AttentionCall, attend_chunk
 from tersekv.cache.pool import WEIGHT, TokenPool
 from tersekv.cache.sketch import SketchStore
 from tersekv.cache.stores import new_store
 from tersekv.calibration.capture import capture_calls
 from tersekv.cli import output
-from tersekv.lab.evals.records import versions
 from tersekv.lab.evals.windows import read_text
 from tersekv.models.loading import load
 from tersekv.recipe import Recipe
@@ -83,7 +82,7 @@ class Exact(NamedTuple):
 
 def main() -> None:
     """Measure all recipes and the terms of Algorithm 1."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recorded.parser(__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--text", default="pydoc", help="text file, or pydoc")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of each prompt")
@@ -94,7 +93,7 @@ def main() -> None:
     args = parser.parse_args()
     windows = list(captured(args))
     setting = {"model": args.model, "text": Path(args.text).name, "context_tokens": args.tokens}
-    setting |= {"windows": args.windows, "versions": versions()}
+    setting |= {"windows": args.windows}
     rows: list[Row] = []
     for recipe in args.recipes:
         errors, share = errors_of(recipe, windows, args.tokens)
@@ -105,9 +104,8 @@ def main() -> None:
         for parts in zip(*([terms(layer, i, args) for i, layer in enumerate(w)] for w in windows), strict=True)
     ]
     rows.append({"what": "terms of Algorithm 1", "recipe": f"{STREAM}+exact", "seeds": args.seeds, "layers": found})
-    show(rows)
-    if args.out:
-        args.out.write_text("".join(json.dumps(rounded(row | setting)) + "\n" for row in rows), encoding="utf-8")
+    show_all(rows)
+    record(args.out, setting, map(rounded, rows))
 
 
 def captured(args: argparse.Namespace) -> Iterator[list[Layer]]:
@@ -217,16 +215,16 @@ def rounded(row: Row) -> Row:
     return made
 
 
-def show(rows: list[Row]) -> None:
+def show_all(rows: list[Row]) -> None:
     """Print the errors by recipe, and the terms by layer."""
     errors, terms_of = rows[:-1], rows[-1]["layers"]
     cells = [
         (row["recipe"], f"{row['share']:.3f}", f"{fmean(row['layers']):.3f}", f"{max(row['layers']):.2f}")
         for row in errors
     ]
-    Console().print(output.table("Relative error of attention", ("recipe", "share", "mean", "worst layer"), cells))
+    show("Relative error of attention", ("recipe", "share", "mean", "worst layer"), cells)
     parts = [(str(i), *(f"{x:.3g}" for x in of.values())) for i, of in enumerate(terms_of)]
-    Console().print(output.table("Terms of Algorithm 1", ("layer", *terms_of[0]), parts))
+    show("Terms of Algorithm 1", ("layer", *terms_of[0]), parts)
 
 
 if __name__ == "__main__":

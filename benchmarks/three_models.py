@@ -18,19 +18,23 @@ import argparse
 import json
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import recorded
 import rival_caches
+from recorded import fill, markdown
 from tersekv.calibration.capture import LayerTokens, capture_prompt
 from tersekv.cli.installation import cpu_features
 from tersekv.errors import UserError
 from tersekv.hf.compress import compress
 from tersekv.hf.prefill import fill_layers, held_by, new_cache
+from tersekv.lab.evals import runs
 from tersekv.lab.evals.reader import Reader
 from tersekv.lab.evals.records import versions
 from tersekv.lab.evals.tasks.base import Estimate
@@ -39,7 +43,6 @@ from tersekv.models.config import cache_shape
 from tersekv.models.loading import load
 
 RECORDS = Path(__file__).parent / "records" / "three_models.jsonl"
-BEGIN, END = "<!-- {}: made by benchmarks/three_models.py -->", "<!-- end of {} -->"
 RECIPES = ("default", "safe", "kivi:bits=4")
 METHODS = ("turboquant:bits=4", "polarquant", "qjl", "int4", "normalfloat", "kvarn", "kivi:bits=4")
 SCORED = 256
@@ -75,11 +78,11 @@ def run(args: argparse.Namespace) -> None:
                             found = one_pass.scores(name, length)
                             print(f"{model_name} {text} {length} {name}: {json.dumps(found)}", flush=True)
                             of_names.setdefault(name, []).append(found)
-                with (args.out / "cells.jsonl").open("a", encoding="utf-8") as file:
-                    for length, of_names in cells.items():
-                        line = {"model": model_name, "text": text, "tokens": length, "windows": args.windows}
-                        line |= about | {name: mean(found) for name, found in of_names.items()}
-                        file.write(json.dumps(line) + "\n")
+                made = [
+                    {"text": text, "tokens": length, **about, **{name: mean(found) for name, found in of_names.items()}}
+                    for length, of_names in cells.items()
+                ]
+                runs.append(args.out / "cells.jsonl", {"model": model_name, "windows": args.windows}, made)
 
 
 class Pass:
@@ -153,29 +156,24 @@ def centred(recipe: str) -> str:
 
 def record(folder: Path) -> None:
     """Add a folder's cells to the records, which they replace there."""
-    lines = read(RECORDS) if RECORDS.is_file() else []
+    lines = runs.read(RECORDS) if RECORDS.is_file() else []
     cells: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for one in [*lines, *read(folder / "cells.jsonl")]:
+    for one in [*lines, *runs.read(folder / "cells.jsonl")]:
         key = one["model"], one["text"], one["tokens"]
         cells[key] = cells.get(key, {}) | one
-    made = (json.dumps(cells[key]) for key in sorted(cells, key=lambda key: (key[0].lower(), key[2], key[1])))
-    RECORDS.write_text("\n".join(made) + "\n", encoding="utf-8")
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Return the cells in a file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    made = (cells[key] for key in sorted(cells, key=lambda key: (key[0].lower(), key[2], key[1])))
+    RECORDS.write_text("".join(runs.written(made, ("model", "windows"))), encoding="utf-8")
 
 
 def of_methods(cells: list[dict[str, Any]]) -> str:
     """Return the table of methods without and with the mean of keys removed, on each model."""
     cells = [one for one in cells if centred(METHODS[0]) in one]
     names = [f"{one['model'].split('/')[-1]}, {one['text']}" for one in cells]
-    parts = [f"| method | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
-    for method in METHODS:
-        held = (f"{one[method]['kl']:.4f} → {one[centred(method)]['kl']:.4f}" for one in cells)
-        parts.append(f"| `{method}` | {' | '.join(held)} |")
-    return "\n".join(parts)
+    rows = (
+        [f"`{method}`", *(f"{one[method]['kl']:.4f} → {one[centred(method)]['kl']:.4f}" for one in cells)]
+        for method in METHODS
+    )
+    return markdown(("method", *names), rows)
 
 
 def of_presets(cells: list[dict[str, Any]]) -> str:
@@ -227,14 +225,10 @@ def worst(cells: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
             )
 
 
-def with_tables(text: str, cells: list[dict[str, Any]]) -> str:
-    """Return a page with its tables made from the cells."""
-    for name, made in (("presets", of_presets), ("rivals", of_rivals), ("centred", of_methods)):
-        begin, end = BEGIN.format(name), END.format(name)
-        if begin in text:
-            before, rest = text.split(begin)
-            text = f"{before}{begin}\n{made(cells)}\n{end}{rest.split(end)[1]}"
-    return text
+def tables(cells: list[dict[str, Any]]) -> dict[str, Callable[[], str]]:
+    """Return the tables by the name of their marks."""
+    made = {"presets": of_presets, "rivals": of_rivals, "centred": of_methods}
+    return {name: partial(table, cells) for name, table in made.items()}
 
 
 def pairs(options: list[str]) -> list[tuple[str, Path]]:
@@ -244,7 +238,7 @@ def pairs(options: list[str]) -> list[tuple[str, Path]]:
 
 def main() -> None:
     """Parse the options; run, keep records, or write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recorded.parser(__doc__)
     parser.add_argument("--model", action="append", default=[], help="NAME=FOLDER, or a name; repeat for several")
     parser.add_argument("--text", action="append", default=[], help="NAME=FILE; repeat for several")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 8192], help="tokens that are packed")
@@ -264,8 +258,8 @@ def main() -> None:
         raise SystemExit(str(error)) from error
     if args.record is not None:
         record(args.record)
-    for page in args.into:
-        page.write_text(with_tables(page.read_text(encoding="utf-8"), read(RECORDS)), encoding="utf-8")
+    if args.into:
+        fill(args.into, "three_models.py", tables(runs.read(RECORDS)))
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ the question is read, and the answer's negative log-likelihood per token is meas
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,9 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recorded import add_options, run_or_fill
+import recorded
+from recorded import add_options, record, run_or_fill
 from simulated_rates import EXACT, RATES, Maps, Prompt, Simulation, copied, fixed, water_filled
 from tersekv.calibration.calibration import SCORES, Calibration
+from tersekv.lab.evals import runs
 from tersekv.lab.evals.tasks.passkey import build
 from tersekv.lab.evals.windows import read_text
 from tersekv.sizes.rate_allotment import STEPS, Option, least_loss
@@ -208,7 +210,7 @@ def run(args: argparse.Namespace) -> None:
     """Measure every sample that the file does not have yet."""
     simulation, held = Simulation(args.model, ALL_RATES if args.settings == "layers" else RATES), set()
     if args.out.is_file():
-        lines = map(json.loads, args.out.read_text(encoding="utf-8").splitlines())
+        lines = runs.read(args.out)
         held = {(x["text"], x["sample"]) for x in lines if x["model"] == args.model}
     for option in [*args.text, "passkey="]:
         text, _, path = option.partition("=")
@@ -219,11 +221,10 @@ def run(args: argparse.Namespace) -> None:
                 continue
             with torch.no_grad():
                 lines = [
-                    {"model": args.model, "text": text, "sample": sample} | line
+                    {"text": text, "sample": sample} | line
                     for line in measured(simulation, text, first, rest, args.settings, args.spread)
                 ]
-            with args.out.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
+            record(args.out, {"model": args.model}, lines)
             print(f"{text} {sample}: done", flush=True)
 
 
@@ -256,16 +257,13 @@ def table(lines: list[dict[str, Any]], text: str) -> str:
 
 def filled(page: str, lines: list[dict[str, Any]]) -> str:
     """Return the page with the table of every text made from the records."""
-    for text in dict.fromkeys(line["text"] for line in lines):
-        begin, end = f"<!-- {text}: made by benchmarks/token_rates.py -->", f"<!-- end of {text} -->"
-        before, rest = page.split(begin)
-        page = f"{before}{begin}\n{table(lines, text)}\n{end}{rest.split(end)[1]}"
-    return page
+    texts = dict.fromkeys(line["text"] for line in lines)
+    return recorded.filled(page, "token_rates.py", {text: partial(table, lines, text) for text in texts})
 
 
 def main() -> None:
     """Parse the options; run, or write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recorded.parser(__doc__)
     parser.add_argument("--text", action="append", default=[], help="NAME=FILE, a text; repeat")
     parser.add_argument("--windows", type=int, default=4, help="windows of each text")
     parser.add_argument("--settings", choices=list(SETTINGS), default="rates", help="settings that are measured")

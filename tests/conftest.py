@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
 
 import transformers as tf
 
+from covering import covering
 from tersekv.calibration import calibrate, find, first_use
 from tersekv.cli import output
 from tersekv.kernels import cpu
@@ -41,26 +42,45 @@ WHOLE = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that chooses a tier. Without it all tests run."""
+    """Add the options that choose tests."""
     parser.addoption("--tier", choices=["fast", "rest"], help="fast: what `make test` runs; rest: all other tests")
+    parser.addoption("--every", action="store_true", help="all combinations of parameters, not a covering design")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests of the other tier."""
-    if (tier := config.getoption("--tier")) is None:
-        return
-    by_function: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        by_function.setdefault(item.nodeid.split("[")[0], []).append(item)
-    fast = set()
+    """Leave out the tests of the other tier, and combinations that the covering design does not need.
+
+    Kernels are compiled for pairs of parameters, such as a layout and an instruction set. Their tests
+    cover every pair, other tests every value.
+    """
+    tier, every = config.getoption("--tier"), config.getoption("--every")
+    by_function: dict[tuple[str, bool], list[pytest.Item]] = {}
+    for item in items:  # cases on a GPU may be skipped, and then cover nothing
+        by_function.setdefault((item.nodeid.split("[")[0], "gpu" in item.keywords), []).append(item)
+    kept, fast = set(), set()
     for cases in by_function.values():
+        if not every:
+            cases = [cases[i] for i in covering(axes(cases), 2 if cases[0].path.parent.name == "kernels" else 1)]
+        kept |= set(cases)
         name = cases[0].path.stem.removeprefix("test_")
         if name not in WHOLE and not name.startswith("ops_triton"):
             last = len(cases) - 1
             fast |= {cases[last * i // (CASES - 1)] for i in range(CASES)}
-    left = [item for item in items if (item in fast) != (tier == "fast")]
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if (item in fast) == (tier == "fast")]
+    chosen = kept if tier is None else fast if tier == "fast" else kept - fast
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
+
+
+def axes(cases: list[pytest.Item]) -> list[tuple[str, ...]]:
+    """Return the values of each case, those of one `parametrize` together."""
+    together = [mark.args[0] for mark in cases[0].iter_markers("parametrize")]
+    sets = [{name.strip() for name in (names.split(",") if isinstance(names, str) else names)} for names in together]
+    found = []
+    for case in cases:
+        params = case.callspec.params if isinstance(case, pytest.Function) and hasattr(case, "callspec") else {}
+        alone = [{name} for name in params if not any(name in names for names in sets)]
+        found.append(tuple(str([id(params.get(name)) for name in sorted(names)]) for names in [*sets, *alone]))
+    return found
 
 
 SHAPE = {
@@ -194,13 +214,14 @@ def prompt(tokens: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
 def benchmark(name: str) -> ModuleType:
     """Load a program of the folder benchmarks/ as a module."""
     path = Path(__file__).resolve().parents[1] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name.replace('/', '_')}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module there
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # as when run as a program: programs import each other
+    folder = str(Path(__file__).resolve().parents[1] / "benchmarks")
+    if folder not in sys.path:
+        sys.path.append(folder)  # as when run as a program: programs import each other
     spec.loader.exec_module(module)
     return module
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "decode.h"
-#include "layouts.h"
 #include "marked_mean.h"
 #include "online_softmax.h"
 

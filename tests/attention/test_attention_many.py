@@ -81,3 +81,16 @@ def test_products_in_bfloat16():
     for a, b in zip(found, plain(query.float(), keys, values, None, 0.3, None), strict=True):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+
+
+def test_gradients():
+    """Also that of the log-sum-exp, by which segments are merged."""
+    torch.manual_seed(0)
+    query, keys, values = (torch.randn(1, 2, 64, 32, requires_grad=True) for _ in range(3))
+    found = []
+    for attend in (softmax.attend_many, plain):
+        out, lse = attend(query, keys, values, None, 0.3, None)
+        found.append(torch.autograd.grad((out * torch.arange(32)).sum() + lse.square().sum(), (query, keys, values)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+    assert softmax.attend_causal(query.unsqueeze(2), keys, values, 0.3, None) is None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import tersekv
-from conftest import benchmark, prompt
+from conftest import prompt
 from tersekv.attention.read import KERNEL_ROWS, AttentionCall, attend_store
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import Observed
@@ -193,11 +192,3 @@ def test_errors_name_what_is_allowed():
     with pytest.raises(UserError, match="variant=kcenter"):
         Recipe.parse("subgen:variant=stream,bias_correction=half+kivi")
     assert str(Recipe.parse("window:bias_correction=half+kivi:bits=2")) == "window:bias_correction=half+kivi:bits=2"
-
-
-def test_the_page_has_the_tables_of_the_records():
-    module = benchmark("bias_correction")
-    root = Path(__file__).resolve().parents[2]
-    text = (root / "docs" / "bias-correction.md").read_text(encoding="utf-8")
-    assert module.filled(text, [root / "benchmarks" / "records" / "bias_correction.jsonl"]) == text
-    assert text.count("| `kivi:bits=2` |") == 4

@@ -19,12 +19,13 @@ POLICIES = [
     "window:generated=exact,recent=20",
     "window:recent=5,start=90",
     "mixed:recent=20,rest=2",
+    "window:recent=300,start=90",
 ]
 CALLS = st.lists(st.one_of(st.integers(1, 3), st.integers(1, 200), st.integers(-150, -1)), min_size=1, max_size=12)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("window", [None, 40, 300])
+@pytest.mark.parametrize("window", [None, 300, 40])
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(calls=CALLS, late=st.booleans())
 def test_numbers_fit_and_room_is_exact(policy: str, window: int | None, calls: list[int], late: bool) -> None:
@@ -44,7 +45,9 @@ def test_numbers_fit_and_room_is_exact(policy: str, window: int | None, calls: l
             if late:
                 placement.past()
         else:
-            placement.add(n, placement.move(n))
+            move = placement.move(n)
+            assert move.skip <= move.leave
+            placement.add(n, move)
         placed_tokens(placement, "placement")
         room = placement.room()
         assert not any(placement.move(n).leave or placement.move(n).forget for n in (1, room) if 0 < n <= room)
@@ -53,6 +56,16 @@ def test_numbers_fit_and_room_is_exact(policy: str, window: int | None, calls: l
             for _ in range(room):
                 placement.add(1, placement.move(1))
             assert any(placement.move(1)[1:])
+
+
+def test_a_rollback_to_the_first_token_that_is_left() -> None:
+    placement = Placement(Recipe.parse("window:sinks=0,recent=0+kivi:bits=4").policy(), 33, 32)
+    placement.add(300, placement.move(300))
+    least = placement.evicted + 33 - 1  # its query sees all tokens from the first one that was not evicted
+    with pytest.raises(CacheError, match="cannot roll back"):
+        placement.check_crop(300 - least + 1)
+    placement.crop(300 - least)
+    placed_tokens(placement, "placement")
 
 
 @pytest.mark.parametrize("policy", POLICIES[:4])

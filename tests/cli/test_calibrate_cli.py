@@ -10,6 +10,7 @@ import pytest
 
 from tersekv import cli
 from tersekv.calibration.calibration import Calibration
+from tersekv.lab.evals import runs
 
 SHORT = ("--samples", "2", "--length", "64", "--workers", "1")
 
@@ -67,7 +68,7 @@ def test_several_recipes_in_a_folder(tiny: str, capfd, tmp_path: Path) -> None:
     options = ("--windows", "1", "--context", "128", "--mode", "simulate", "--sinks", "1", "--out", str(records))
     results = run_json(capfd, *evaluate, *options)["results"]
     assert len(results) == 5
-    kept = [json.loads(line) for line in (records / "records.jsonl").read_text().splitlines()]
+    kept = runs.read(records / "records.jsonl")
     learnt = [record["details"].get("calibration", {}).get("digest") for record in kept]
     assert len(set(learnt)) == 4  # none for the full cache and kivi
     assert learnt == [record.get("calibration") for record in kept]
@@ -75,7 +76,7 @@ def test_several_recipes_in_a_folder(tiny: str, capfd, tmp_path: Path) -> None:
     assert cli.run(["calibrate", "-m", tiny, *recipes, "--seed", "5", "-o", str(out), *SHORT]) == 0
     capfd.readouterr()
     run_json(capfd, *evaluate, *options)
-    assert len((records / "records.jsonl").read_text().splitlines()) == 8
+    assert len(runs.read(records / "records.jsonl")) == 8
 
 
 def test_demo_uses_a_calibration(tiny: str, capfd, tmp_path: Path) -> None:

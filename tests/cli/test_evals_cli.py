@@ -13,7 +13,7 @@ from rich.console import Console
 from tersekv import UserError, cli
 from tersekv.calibration.text import pydoc_text
 from tersekv.cli import output
-from tersekv.lab.evals import options
+from tersekv.lab.evals import options, runs
 from tersekv.lab.evals.harness import Harness
 from tersekv.lab.evals.tasks import tasks
 from tersekv.lab.evals.tasks.perplexity import Perplexity
@@ -77,7 +77,9 @@ def test_out_keeps_records_and_uses_them(
 ) -> None:
     out = ("--out", str(tmp_path / "out"))
     first = run_json(capfd, *common, *out)
-    assert len((tmp_path / "out" / "records.jsonl").read_text().splitlines()) == 2
+    assert len(runs.read(tmp_path / "out" / "records.jsonl")) == 2
+    header = json.loads((tmp_path / "out" / "records.jsonl").read_text().splitlines()[0])["run"]
+    assert {"command", "cpu", "isa", "threads", "versions", "task", "options", "model", "seed"} <= set(header)
     monkeypatch.setattr(Perplexity, "evaluate", lambda *_: pytest.fail("a record was there"))
     assert run_json(capfd, *common, *out) == first
 
@@ -105,10 +107,7 @@ def test_interrupt_says_how_to_go_on(
     assert ("continues from there" if keeps else "nothing was kept") in " ".join(said.err.split())
     assert said.out == ""
     if keeps:
-        assert [json.loads(line)["recipe"] for line in (tmp_path / "out" / "records.jsonl").open()] == [
-            "full",
-            "kivi:bits=2",
-        ]
+        assert [r["recipe"] for r in runs.read(tmp_path / "out" / "records.jsonl")] == ["full", "kivi:bits=2"]
         assert run_json(capfd, *common, "-r", "kivi:bits=2", *out)["results"][1]["samples"] == 2
         assert len(calls) == 5
 

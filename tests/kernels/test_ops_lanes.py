@@ -41,7 +41,8 @@ def test_three_bits_partial_unit_has_no_spare_codes():
 
 @pytest.mark.parametrize(
     ("bits", "packed", "words"), [(1, 64, 2), (2, 64, 4), (3, 64, 6), (4, 64, 8), (5, 64, 10), (6, 64, 12), (7, 64, 14),
-                                  (8, 64, 16), (3, 96, 9), (3, 80, 8), (4, 80, 10), (1, 16, 1), (3, 16, 2)]
+                                  (8, 64, 16), (3, 96, 9), (3, 80, 8), (4, 80, 10), (1, 16, 1), (3, 16, 2),
+                                  (6, 14, 3), (7, 30, 7)]
 )  # fmt: skip
 def test_words(bits, packed, words):
     assert packed_words(bits, packed) == words

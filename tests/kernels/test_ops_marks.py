@@ -99,6 +99,22 @@ def test_masks_of_several_queries(isa, kind, hidden):  # noqa: F811
     assert (got - wanted).norm() <= 2e-3 * wanted.norm()
 
 
+def test_pages_whose_rows_start_elsewhere_share_no_mean():
+    """Both pages have the mean of the same bits, from another position on in the second row alone."""
+    torch.manual_seed(3)
+    bits, mean, of = bits_of(128, 64), torch.randn(B, H, D), rope("halves", D)
+    marks = [Marks(bits, FIRST, 32, True), Marks(bits, FIRST, 32, True, 32)]
+    paddings = PADDING, PADDING + torch.tensor([0, 30])
+    keys = [
+        MeanRemoved(exact(32), RotatedMean(mean, of, MarkedAngles(of, place, padding)))
+        for place, padding in zip(marks, paddings, strict=True)
+    ]
+    operands = [view.inner.operand for view in keys], [exact(32).operand for _ in keys]
+    pages = PackedPages(*operands, marks, [32, 32], (keys[0].linear, exact(32).linear), H)
+    got, wanted = both(pages, None, paddings[1] + FIRST, 1)
+    assert (got - wanted).norm() <= 2e-3 * wanted.norm()
+
+
 @pytest.mark.parametrize("T", [1, 33, 500])
 def test_a_rotated_mean_alone(isa, T):  # noqa: F811
     """Without a page that shares it, a task lists the positions of its own tokens."""
@@ -134,6 +150,12 @@ def test_marks_of_too_few_tokens_are_refused():
     wrong = MeanRemoved(exact(16), RotatedMean(torch.randn(B, H, D), of, MarkedAngles(of, marks, None)))
     with pytest.raises(ValueError, match="expected 17 tokens, got 16"):
         cpu_attend.attend_packed(torch.randn(B, H, G, 2 * D), wrong.inner.operand, exact(16).operand, None, 1.0, None)
+    for n, value in ((64, True), (72, False)):  # 8 positions in the last of two words
+        marks = Marks(bits_of(n, 16), FIRST, 57, value)
+        wrong = MeanRemoved(exact(57), RotatedMean(torch.randn(B, H, D), of, MarkedAngles(of, marks, None)))
+        with pytest.raises(ValueError, match=f"expected 57 tokens, got {16 if value else 56}"):
+            cpu_attend.native_pages(PackedPages(*[[x] for x in (wrong.inner.operand, exact(57).operand)], [marks], [57],
+                                                (wrong.linear, exact(57).linear), H))  # fmt: skip
     pages.where = (pages.where[0]._replace(skip=1000), *pages.where[1:])
     with pytest.raises(ValueError, match="expected 1005 tokens, got 16"):
         cpu_attend.native_pages(pages)

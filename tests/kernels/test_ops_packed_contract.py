@@ -74,6 +74,14 @@ def test_channels_of_a_sketch_are_checked(call):
         run(view)
 
 
+@pytest.mark.parametrize("row", [-1, 2])
+def test_rows_that_do_not_exist_are_refused(row):
+    x = torch.randn(2, 1, 5, 64)
+    exact = ((x, x, 0, torch.tensor([0, row])),)
+    with pytest.raises(ValueError, match=f"rows: expected 0 to 1, got {row}"):
+        cpu_attend.attend(torch.randn(2, 1, 1, 64), exact, None, None, None, 0.125)
+
+
 CHANGES = {
     "signs": ("signs", lambda v: sketched(v, signs=v.sketches[0].signs[:, :, :, :-1]), "signs: .* M/8 = 32, got 31"),
     "norms": ("signs", lambda v: sketched(v, norms=v.sketches[0].norms[:, :, :1]), "norms: .* with N = 2, got 1"),

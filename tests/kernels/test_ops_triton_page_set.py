@@ -218,7 +218,7 @@ def test_values_of_other_channels_than_exact_ones_are_not_mixed(device):  # noqa
     assert not sketched.plain
 
 
-RECIPES = benchmark("attend_launches").RECIPES
+RECIPES = benchmark("launches").ATTENDED
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -226,7 +226,7 @@ def test_launches_do_not_depend_on_the_number_of_pages(device, name):  # noqa: F
     """One launch reads all pages and one exact tokens; with a linear map another one merges them."""
     if device == "cuda":
         pytest.skip("only counted with interpreted kernels")
-    step = benchmark("attend_launches").step
+    step = benchmark("launches").attending
     few, some, many = (step(RECIPES[name], pages) for pages in (1, 5, 20))
     assert few["kernels"]["attend"] == some["kernels"]["attend"] == many["kernels"]["attend"] == 2
     assert some == many

@@ -113,7 +113,7 @@ def test_a_step_is_a_few_launches(device):  # noqa: F811
     dtype."""
     if device == "cuda":
         pytest.skip("only counted with interpreted kernels")
-    step = benchmark("encode_launches").step
+    step = benchmark("launches").decoding
     plain, rotated = step("kivi:bits=4"), step("turboquant:bits=4")
     assert plain == {"torch": 4, "kernels": ["attend"] * 2 + ["merge"], "waits": 0}
     assert (rotated["torch"], len(rotated["kernels"]), rotated["waits"]) == (8, 3, 0)

@@ -14,6 +14,7 @@ from tersekv.lab.bench import attend as bench
 from tersekv.lab.bench.attend import HeadCounts, Measured, Row, measure
 from tersekv.lab.bench.clock import Spread, spread, take_turns
 from tersekv.lab.bench.formats import FORMATS, make_segment
+from tersekv.lab.evals import runs
 
 KERNELS = pytest.mark.skipif(cpu.why_not_built() is not None, reason=str(cpu.why_not_built()))
 KEYS = [
@@ -34,7 +35,7 @@ def test_json_and_records(tmp_path, capsys):
         assert (result["tokens"], result["heads"], result["threads"]) == (256, "4/2/64", 1)
         assert all(result[key] > 0 for key in KEYS[4:])
         assert result["relative_error"] < 1e-2
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = runs.read(out)
     assert [row["what"] for row in rows] == ["grid4", "grid2", "sdpa bfloat16", "matmul bfloat16", "matmul float32"]
     assert [row["bits"] for row in rows] == [5.0, 3.0, None, None, None]
     assert rows[0]["bytes"] == 2 * 2 * 256 * 64 * 5 // 8

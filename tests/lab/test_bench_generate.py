@@ -15,6 +15,7 @@ from tersekv import UserError, cli
 from tersekv.cli.bench import speeds
 from tersekv.hf import peers
 from tersekv.lab.bench import generate
+from tersekv.lab.evals import runs
 from tersekv.models.loading import load
 
 
@@ -139,7 +140,7 @@ def test_program(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     asked += ["--dtype", "float32,bfloat16", "--prefill-chunk", "whole,64"]
     assert cli.run([*asked, "--rounds", "2", "--out", str(out), "--json"]) == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = runs.read(out)
     assert [(r["dtype"], r["prefill_chunk"], r["context"], r["cache"]) for r in rows] == [
         (dtype, chunk, context, cache)
         for dtype in ("float32", "bfloat16")
@@ -150,7 +151,7 @@ def test_program(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [{**row, **result} for row, result in zip(rows, results, strict=True)] == rows
     same = {(r["bench"], r["new_tokens"], r["execution"], r["seed"], len(r["step_ms"])) for r in rows}
     assert same == {("generate", 1, "eager", 0, 2)}
-    for name in ("cpu", "isa", "torch", "transformers", "tersekv", "python", "torch_threads", "load"):
+    for name in ("command", "cpu", "isa", "threads", "versions", "load"):
         assert name in rows[0]
     half = {r["bytes"] * 2 for r in rows if (r["cache"], r["dtype"]) == ("full", "bfloat16")}
     assert half == {r["bytes"] for r in rows if (r["cache"], r["dtype"]) == ("full", "float32")}

@@ -19,6 +19,7 @@ from tersekv.lab.bench import clock_gpu
 from tersekv.lab.bench.attend import HeadCounts
 from tersekv.lab.bench.clock import Spread
 from tersekv.lab.bench.formats import FORMATS, chosen
+from tersekv.lab.evals.runs import read
 
 pytestmark = [
     pytest.mark.skipif(triton.why_not_installed() is not None, reason=str(triton.why_not_installed())),
@@ -151,7 +152,6 @@ def test_a_missing_gpu_is_one_line(capsys):
 
 
 def test_the_table(clock, capsys, monkeypatch, tmp_path):
-    import json
 
     from tersekv import cli
 
@@ -162,7 +162,7 @@ def test_the_table(clock, capsys, monkeypatch, tmp_path):
     said = capsys.readouterr().out
     assert said.count("grid2") == 2
     assert said.count("a test") == 2
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = read(out)
     assert {row["gpu"] for row in rows} == {"a test"}
     assert {row["batch"] for row in rows} == {1, 2}
     assert cli.run(["bench", "attend", "--device", "cuda", *small, "--limit", "0"]) == 2

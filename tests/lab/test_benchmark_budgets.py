@@ -12,6 +12,7 @@ import torch
 
 from conftest import benchmark
 from made_records import SHAPE
+from tersekv.lab.evals import runs
 from tersekv.lab.evals.reader import Reader
 from tersekv.lab.evals.tasks.divergence import compare
 from tersekv.models.loading import load
@@ -51,7 +52,7 @@ def test_a_run_continues_and_writes_its_tables(tiny: str, tmp_path: Path, monkey
     first = out.read_text().splitlines()
     ours.main([*options, "--windows", "1"])
     assert out.read_text().splitlines() == first
-    lines = [json.loads(line) for line in first]
+    lines = runs.read(out)
     assert {line["row"] for line in lines if line["budget"] == "1/4"} == set(labels)
     assert all(line["bytes_context"] == line["predicted_bytes"] for line in lines if line["row"] == "H2O")
     page.write_text(
@@ -89,8 +90,7 @@ def test_several_models_share_a_file_and_not_a_table(tmp_path: Path) -> None:
     page.write_text("old")
 
     def run(args: argparse.Namespace) -> None:
-        with args.out.open("a") as file:
-            file.write(json.dumps({"model": args.model}) + "\n")
+        runs.append(args.out, {"model": args.model}, [{}])
 
     def call(*options: str) -> str:
         parser = argparse.ArgumentParser()

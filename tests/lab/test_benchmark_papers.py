@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,7 @@ import pytest
 
 from conftest import benchmark
 from tersekv.errors import UserError
+from tersekv.lab.evals import runs
 
 ROWS = {"KIVI": "window:sinks=0,recent=0,start=0+kivi:bits=2,group=16", "float": "exact"}
 
@@ -27,7 +27,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def parts(driver: ModuleType) -> ModuleType:
     """Return the module of experiments that the driver uses."""
-    return sys.modules["experiment"]
+    return sys.modules["experiments.base"]
 
 
 def passkey(parts: ModuleType, **options: Any) -> Any:
@@ -45,9 +45,9 @@ def test_run_continues_in_rounds_and_says_what_is_left_out(
     said = capsys.readouterr().out
     assert "64k is left out" in said
     (folder,) = [path.parent for path in tmp_path.rglob("records.jsonl")]
-    lines = (folder / "records.jsonl").read_text().splitlines()
+    lines = runs.read(folder / "records.jsonl")
     assert len(lines) == 2 * 3
-    assert {json.loads(line)["options"]["pack"] for line in lines} == {"after-prompt"}
+    assert {line["options"]["pack"] for line in lines} == {"after-prompt"}
     results = experiment.results(setting)
     assert [(r.row, r.column, r.samples, r.wanted) for r in results] == [
         (row, "600", 2, 3) for row in ("full cache", "KIVI", "float")
@@ -56,7 +56,7 @@ def test_run_continues_in_rounds_and_says_what_is_left_out(
     assert "2 of 3 samples per cell" in table
     assert "| full cache | 0.000 ± 0 | 32.00 |" in table
     experiment.run(parts.Setting(tiny, "float32", tmp_path))
-    again = (folder / "records.jsonl").read_text().splitlines()
+    again = runs.read(folder / "records.jsonl")
     assert again[:6] == lines
     assert len(again) == 9
 

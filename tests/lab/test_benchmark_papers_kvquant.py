@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from conftest import benchmark
 from tersekv.calibration.calibration import Calibration
+from tersekv.lab.evals import runs
+from tersekv.lab.evals.records import SHARED
 from tersekv.recipe import Recipe
 
 papers = benchmark("papers")
-tables = papers.papers_kvquant_tables
-times = papers.papers_kvquant_times
+tables = papers.kvquant_tables
+times = papers.kvquant
 Corpus, Setting = tables.Corpus, times.Setting
 Cell, Windows = tables.Cell, tables.Windows
 TEXT = "Keys and values of a short text, again and again. " * 45
@@ -55,7 +56,7 @@ def test_windows_are_calibrated_scored_and_continued(tiny: str, tmp_path: Path) 
     experiment.run(setting)
     files = sorted((tmp_path / "out").rglob("records.jsonl"))
     lines = [path.read_text() for path in files]
-    assert [len(text.splitlines()) for text in lines] == [4, 4]  # the full cache and one recipe, two windows
+    assert [len(text.splitlines()) for text in lines] == [5, 5]  # a header; the full cache and one recipe, two windows
     made = {Calibration.load(path).made.sinks for path in (tmp_path / "out" / "calibrations").rglob("*.safetensors")}
     assert made == {0, 1}
     other = Setting(tiny, "float32", tmp_path / "out" / "other table", setting.data)
@@ -85,10 +86,9 @@ def test_only_windows_that_all_rows_have_count(tmp_path: Path) -> None:
     made = [("full", 0, 1.0), ("kivi:bits=2", 0, 1.5), ("full", 1, 2.0)]
     fixed = {"task": "perplexity", "options": options, "model": "m", "seed": 0, "bits_per_element": 2.5, "bytes": 10}
     lines = [
-        json.dumps({**fixed, "recipe": recipe, "sample": f"{window}-abc", "metrics": {"nll": nll}})
-        for recipe, window, nll in made
+        {**fixed, "recipe": recipe, "sample": f"{window}-abc", "metrics": {"nll": nll}} for recipe, window, nll in made
     ]
-    (folder / "records.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "records.jsonl").write_text("".join(runs.written(lines, SHARED)))
     found = {(r.row, r.metric): r for r in experiment.results(setting)}
     assert found["packed", "perplexity_ratio"].mean == pytest.approx(2.718281828**0.5)
     assert found["full cache", "perplexity"].mean == pytest.approx(2.718281828)

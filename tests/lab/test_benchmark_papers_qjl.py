@@ -9,8 +9,8 @@ import pytest
 from conftest import benchmark
 from tersekv.recipe import Recipe
 
-ours = benchmark("papers_qjl")
-polar = benchmark("papers_polarquant")
+ours = benchmark("experiments/qjl")
+polar = benchmark("experiments/polarquant")
 papers = benchmark("papers")
 
 

@@ -12,9 +12,11 @@ import torch
 from conftest import benchmark
 from made_records import SHAPE
 from tersekv.errors import UserError
+from tersekv.lab.evals import runs
+from tersekv.lab.evals.records import SHARED
 from tersekv.lab.plots.kinds.clusters import COUNTS
 
-ours = benchmark("papers_subgen")
+ours = benchmark("experiments/subgen")
 layers = benchmark("subgen_layers")
 papers = benchmark("papers")
 
@@ -50,9 +52,9 @@ def test_columns_have_recipes_of_their_own_and_keep_them(tiny: str, tmp_path: Pa
     path = next(iter(sizes))
     path.write_text(json.dumps({"sinks": "streaming:budget=50+exact"}))
     records = path.with_name("records.jsonl")
-    made = [json.loads(line) for line in records.read_text().splitlines()]
+    made = runs.read(records)
     with_slack = [r | {"bytes_by_part": {"slack": r["bytes"] // 4}} for r in made]
-    records.write_text("".join(json.dumps(r) + "\n" for r in with_slack))
+    records.write_text("".join(runs.written(with_slack, SHARED)))
     every = ours.Setting(tiny, "float32", tmp_path, values=(path.parent.name.replace("-", "/"),))
     experiment.run(every)
     made = experiment.results(every)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from conftest import benchmark
+from tersekv.lab.evals import runs
 
 
 def test_all_parts_write_records(tiny: str, tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_all_parts_write_records(tiny: str, tmp_path: Path) -> None:
         driver.main(["--model", tiny, "--out", str(out), *options, *recipes])
     finally:
         torch.set_num_threads(threads)
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = runs.read(out)
     assert {row["model"] for row in rows if row["what"] == "prefill"} == {tiny}
     full, *others = (row for row in rows if row["what"] == "prefill")
     assert full["share"] == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ from transformers import DynamicCache
 
 from conftest import benchmark, build
 from tersekv.errors import UserError
+from tersekv.lab.evals import runs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,6 +99,6 @@ def test_the_table_shows_failures_and_counted_bits(driver: ModuleType, caches: M
 @pytest.mark.parametrize("name", ["presets.md", "methods/centred.md"])
 def test_pages_are_those_of_the_records(driver: ModuleType, name: str) -> None:
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    cells = [json.loads(line) for line in driver.RECORDS.read_text(encoding="utf-8").splitlines()]
-    assert driver.with_tables(page, cells) == page
+    cells = runs.read(driver.RECORDS)
+    assert benchmark("recorded").filled(page, "three_models.py", driver.tables(cells)) == page
     assert "made by benchmarks/three_models.py" in page

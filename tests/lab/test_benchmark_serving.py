@@ -1,14 +1,14 @@
-"""The tables of `benchmarks/serving*.py`, from synthetic records."""
+"""The tables of `benchmarks/serving.py`, from synthetic records."""
 
 from __future__ import annotations
 
-import json
 import sys
 from types import ModuleType
 
 import pytest
 
 from conftest import benchmark
+from tersekv.lab.evals import runs
 
 RECORDS = [
     {"engine": "vllm", "recipe": "full", "new_tokens": 3, "answers": [[1, 2, 3], [4, 5, 6]], "tokens_in_1_gib": 100},
@@ -25,7 +25,7 @@ def serving() -> ModuleType:
 
 
 def test_each_engine_is_compared_with_its_own_full_cache(serving):
-    lines = serving.rows(RECORDS)
+    lines = serving.agreement_table(RECORDS).splitlines()
     assert "| `int4` | 350 | 3.50 |" in lines
     assert "| vllm | `int4` | vllm, `full` | 1 of 2 | 2.0 ± 1.0 of 3 | 2 |" in lines
     assert "| transformers | `int4` | transformers, `full` | 1 of 2 | 2.0 ± 1.0 of 3 | 2 |" in lines
@@ -34,28 +34,30 @@ def test_each_engine_is_compared_with_its_own_full_cache(serving):
 
 def test_tables_are_written_between_their_markers(serving, tmp_path, monkeypatch):
     records, page = tmp_path / "records.jsonl", tmp_path / "page.md"
-    records.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    records.write_text("".join(runs.written(RECORDS, ("engine",))))
     monkeypatch.setattr(sys, "argv", ["serving.py", "table", str(records), "--into", str(page)])
     page.write_text("no place\n")
     with pytest.raises(SystemExit, match="has no place for the tables"):
         serving.main()
-    page.write_text(f"before\n{serving.BEGIN}\nold\n{serving.END}\nafter\n")
+    begin, end = benchmark("recorded").marks("serving.py", "agreement")
+    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     serving.main()
-    assert page.read_text().startswith(f"before\n{serving.BEGIN}\n| cache in vLLM |")
-    assert page.read_text().endswith(f"|\n{serving.END}\nafter\n")
+    assert page.read_text().startswith(f"before\n{begin}\n| cache in vLLM |")
+    assert page.read_text().endswith(f"|\n{end}\nafter\n")
     assert "old" not in page.read_text()
 
 
 def test_divergences_are_a_table_of_their_own(serving):
     record = {"engine": "vllm", "kl": {"int4": [[0.1, 0.9], [0.3, 1.0]]}}
-    lines = serving.rows([*RECORDS, record])
+    lines = serving.agreement_table([*RECORDS, record]).splitlines()
     assert lines[-1] == "| `int4` | 0.2000 ± 0.1000 | 95.0% |"
-    assert serving.rows(RECORDS) == lines[: len(serving.rows(RECORDS))]
+    without = serving.agreement_table(RECORDS).splitlines()
+    assert without == lines[: len(without)]
 
 
 def test_speeds_are_compared_within_a_round():
     times = {"full": [[2.0, 0.1], [4.0, 0.2]], "int4": [[1.0, 0.2], [2.0, 0.4]]}
-    lines = benchmark("serving_speed").rows([{"shape": [8, 4000, 9], "seconds": times}])
+    lines = benchmark("serving").speed_table([{"shape": [8, 4000, 9], "seconds": times}])
     assert "| 8 x 4,000 x 9 | `full` | 3.00 | 150.0 | 1.00x | 1.00x |" in lines
     assert "| 8 x 4,000 x 9 | `int4` | 1.50 | 300.0 | 2.00x | 0.50x |" in lines
 
@@ -64,5 +66,6 @@ def test_latencies_of_a_load():
     record = {"recipe": "int4", "pages": 9, "done": 20, "seconds": 10.0, "preemptions": 2.0, "whole": 20}
     record |= {"first": [float(i) for i in range(20)], "each": [0.1] * 20, "requests": 5, "prompt": 1500, "new": 32}
     found = "| `int4` | 2.00 | 2 | 9.5 / 18.9 | 100 / 100 | 20 of 20 |"
-    assert benchmark("serving_load").rows([record | {"turns": 0}])[-1] == "| 5 x 1,500 + 32 " + found
-    assert benchmark("serving_load").rows([record | {"turns": 4}])[-1] == "| 5 x 1,500 + 32, 4 turns " + found
+    for turns, said in ((0, ""), (4, ", 4 turns")):
+        made = benchmark("serving_server").load_table([record | {"turns": turns}])
+        assert made.splitlines()[-1] == f"| 5 x 1,500 + 32{said} {found}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 from tersekv import UserError
 from tersekv.calibration.text import pydoc_text
 from tersekv.lab.evals import records as recording
+from tersekv.lab.evals import runs
 from tersekv.lab.evals.harness import Harness
 from tersekv.lab.evals.products import expand
 from tersekv.lab.evals.records import FILE, Records
@@ -48,11 +48,11 @@ def tasks(text: str) -> dict[str, Task]:
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+    return runs.read(folder / FILE)
 
 
 def timeless(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**record, "seconds": None} for record in records]
+    return [{**record, "seconds": None, "command": None} for record in records]
 
 
 # ---------------------------------------------------------------- products
@@ -110,9 +110,11 @@ def test_run_writes_a_record_per_task_sample_and_recipe(
     assert [(at.done, at.total) for at in seen] == [(i, 9) for i in range(9)]
     record = made[1]
     assert list(record) == [
-        *("task", "options", "sample", "recipe", "model", "seed", "metrics", "tokens"),
-        *("bits_per_element", "bytes", "bytes_by_part", "details", "versions", "seconds"),
+        *("task", "options", "model", "seed", "versions", "sample", "recipe", "metrics", "tokens"),
+        *("bits_per_element", "bytes", "bytes_by_part", "details", "seconds"),
     ]
+    text = (tmp_path / "deep" / "out" / FILE).read_text()
+    assert text.count('{"run": {') == 2  # one per task
     assert record["options"]["context"] == 64
     assert set(record["versions"]) == {"tersekv", "torch", "transformers", "python"}
     assert record["bytes"] == sum(record["bytes_by_part"].values()) > 0
@@ -135,7 +137,7 @@ def test_truncated_file_is_completed(harness: Harness, tasks: dict[str, Task], t
     data = (tmp_path / "whole" / FILE).read_bytes()
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / FILE).write_bytes(data[:cut])
-    kept = data[:cut].count(b"\n")
+    kept = sum(b'"seconds"' in line for line in data[:cut].split(b"\n")[:-1])
     seconds = [record["seconds"] for record in lines(tmp_path / "whole")][:kept]
     with Records(tmp_path / "cut") as records:
         got = harness.run(tasks, records)
@@ -215,7 +217,9 @@ def test_file_is_locked_and_checked(harness: Harness, text: str, tmp_path: Path)
             pass
     whole = (tmp_path / FILE).read_text()
     (tmp_path / FILE).write_text(whole + '{"half": ')
-    assert [recording.key_of(r) for r in recording.read(tmp_path)] == [recording.key_of(r) for r in lines_of(whole)]
+    assert [recording.key_of(r) for r in recording.read(tmp_path)] == [
+        recording.key_of(r) for _, r in runs.expanded(whole.splitlines())
+    ]
     assert (tmp_path / FILE).read_text() == whole + '{"half": '
     (tmp_path / FILE).write_text("\nno record\n" + whole)
     with pytest.raises(UserError, match="line 2 of"), Records(tmp_path):
@@ -239,10 +243,6 @@ def test_the_time_of_packing_is_part_of_the_request() -> None:
     now, after = (asked | {"options": asked["options"] | {"pack": p}} for p in ("before-question", "after-prompt"))
     assert recording.key_of(asked) == recording.key_of(now)  # records of earlier versions have no such option
     assert recording.key_of(asked) != recording.key_of(after)
-
-
-def lines_of(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def test_metrics_that_are_not_finite_are_null(harness: Harness) -> None:

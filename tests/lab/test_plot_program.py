@@ -16,6 +16,7 @@ import pytest
 from made_records import DAMAGE, SHAPE, document, evaluation, refuse, write
 from tersekv import UserError, cli
 from tersekv.lab.bench.generate import Decoding
+from tersekv.lab.evals import runs
 from tersekv.lab.plots import decodings, timings
 from tersekv.lab.plots.kinds import names, plots
 from tersekv.lab.plots.style import render
@@ -188,7 +189,7 @@ def test_a_failed_write_leaves_the_old_file(
 
 def test_decoding_plot_agrees_with_the_record() -> None:
     """An earlier record names its context `depth` and has one dtype."""
-    rows = [json.loads(line) for line in EARLIER.read_text().splitlines()]
+    rows = runs.read(EARLIER)
     picture = render(plots()["decoding"], decodings.read_decodings([EARLIER]))
     (table,) = picture.tables
     assert table.title == "decoding speed (smollm2, float32, prompt read whole)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from made_records import evaluation, write
 from tersekv.errors import UserError
+from tersekv.lab.evals import runs
 from tersekv.lab.plots import groups, held, labels, streams, timings
 from tersekv.lab.plots.base import ModelKeys
 from tersekv.lab.plots.kinds import angles, clusters, growth, magnitudes, means, needle, outliers, pareto, plots, speed
@@ -216,8 +216,7 @@ def test_needle_maps(results: Path) -> None:
 def test_speed_plot_agrees_with_the_record() -> None:
     found = timings.read_timings([ATTEND])
     recorded = {
-        (r["what"], r["bits"], r["shape"], r["T"], r["threads"]): r["ratio_to_best_dense"]
-        for r in map(json.loads, ATTEND.read_text().splitlines())
+        (r["what"], r["bits"], r["shape"], r["T"], r["threads"]): r["ratio_to_best_dense"] for r in runs.read(ATTEND)
     }
     compared = speed.speedups(found)
     assert len(compared) == sum(key[1] is not None for key in recorded)
@@ -260,7 +259,7 @@ def test_growth_plot_agrees_with_the_record() -> None:
     """For 64 times the tokens, a cache that keeps all has 64 times the bytes, and a sketch hardly
     more."""
     found = streams.read_streams([SUBGEN])
-    rows = {(r["recipe"], r["context_tokens"]): r for r in map(json.loads, SUBGEN.read_text().splitlines())}
+    rows = {(r["recipe"], r["context_tokens"]): r for r in runs.read(SUBGEN)}
     assert len(found) == len(rows)
     for first, last in growth.growth(found):
         assert (first.tokens, last.tokens) == (1 << 14, 1 << 20)

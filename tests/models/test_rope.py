@@ -9,6 +9,7 @@ import transformers as tf
 
 import tersekv
 from conftest import HEAD, SHAPE, prompt
+from tersekv.cache import coding
 from tersekv.cache.rotary import Rotary
 from tersekv.calibration.capture import capture
 from tersekv.errors import UserError
@@ -240,6 +241,14 @@ def test_the_table_equals_the_models_rope(rope_type):
     back = rope.angles_at(-positions).cos_sin()
     torch.testing.assert_close(back[0], ours[0])
     torch.testing.assert_close(back[1], -ours[1])
+
+
+def test_the_mean_before_rope_divides_by_the_scale():
+    """YaRN multiplies cosines and sines by a factor, so that the transpose is not the inverse."""
+    rope, x = Ropes(llama("yarn").config, 32).of(0), torch.randn(1, 2, 50, 32)
+    angles = rope.angles(7, 50)
+    expected = rope.invert(x, *angles.cos_sin()).mean(2, keepdim=True)
+    torch.testing.assert_close(coding._mean_without_rope([coding.Tokens(x, angles)]), expected)
 
 
 def test_the_table_does_not_grow_with_tokens():

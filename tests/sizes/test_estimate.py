@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import transformers as tf
 
 import tersekv
 from conftest import MODELS, SHAPE, prompt
+from covering import covering
 from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
@@ -181,8 +183,9 @@ def held_by_a_layer(recipe, cuts):
 
 
 WAYS = {"at once": (0, 0), "in parts": (512, 0), "generated": (0, 300)}
+EACH = list(itertools.product(WINDOWED, ("1000", "16384"), WAYS))
 CASES = [
-    *((recipe, tokens, way) for recipe in WINDOWED for tokens in (1000, 16_384) for way in WAYS),
+    *((recipe, int(tokens), way) for recipe, tokens, way in (EACH[i] for i in covering(EACH, 2))),
     *((recipe, 16_384, way) for recipe in OUTLIERS for way in ("at once", "generated")),  # fitted on enough tokens
     *((recipe, 16_384, way) for recipe in KEPT_WHEN_GENERATED for way in ("at once", "generated")),
     *((recipe, 65_536, "in parts") for recipe in ("trellis:bits=3,calibration=prompt", "kivi:bits=4", "polarquant")),

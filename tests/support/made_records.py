@@ -12,7 +12,8 @@ import pytest
 
 from tersekv import cli
 from tersekv.cache.footprint import Footprint
-from tersekv.lab.evals.records import make
+from tersekv.lab.evals import runs
+from tersekv.lab.evals.records import FILE, SHARED, make
 from tersekv.lab.evals.tasks import tasks
 from tersekv.lab.evals.tasks.base import Result
 from tersekv.recipe import Recipe
@@ -61,7 +62,7 @@ def evaluation(model: str = "tiny") -> list[Any]:
 
 def write(folder: Path, records: list[Any]) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / FILE).write_text("".join(runs.written(records, SHARED)))
     return folder
 
 

@@ -1,8 +1,8 @@
 """Attention of new queries over a layer's store and over a chunk's own exact tokens.
 
 Each segment gives an output and a log-sum-exp; `merge_segments` combines them. With few query rows,
-kernels read the packed bytes directly. With many rows, some tokens at a time are decoded into a
-buffer, so the whole cache is never decoded at once, and torch's fused attention reads them.
+kernels read the packed bytes directly. With many rows, a part of the tokens at a time is decoded, and
+torch's fused attention reads it. So the whole cache is never decoded at once.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@ with a model."""
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tersekv import __version__
 from tersekv.cli import output
 from tersekv.cli.generate import load, use_threads
-from tersekv.cli.installation import cpu_features, package_version
+from tersekv.cli.installation import package_version, run_header
 from tersekv.errors import UserError
 from tersekv.units import parse_lengths, parse_numbers, parse_tokens
 
@@ -110,7 +107,7 @@ def _attend_gpu(
             measured = measure(clock, shape, batch, length, names, seconds, stop=stop)
             results.append(measured)
             if out is not None:
-                _write(out, "attend_gpu", [_gpu_machine(clock.name) | row for row in measured.results()])
+                _write(out, "attend_gpu", _gpu_machine(clock.name), measured.results())
     if as_json:
         output.print_json({"results": [row for measured in results for row in measured.results()]})
     else:
@@ -183,7 +180,7 @@ def generate(
             ):  # fmt: skip
                 found.append(decoding)
                 if out is not None:
-                    _write(out, "generate", [common | decoding.document()])
+                    _write(out, "generate", common, [decoding.document()])
         documents += [decoding.document() for decoding in found]
         if not as_json:
             for made in speeds(model, found, caches):
@@ -270,30 +267,16 @@ def _short(x: float) -> str:
     return f"{x:.0f}" if abs(x) >= 100 else f"{x:.1f}"
 
 
-def _machine(bench: str) -> dict[str, Any]:
-    import torch
-
-    from tersekv.kernels import cpu
-
-    isa = cpu.isa() if cpu.why_not_built() is None else None
-    return {"bench": bench, "isa": isa, "cpu": cpu_features()[0], "torch": torch.__version__}
-
-
 def _append(path: Path, measured: Measured) -> None:
-    common = {"read_gb_per_s": round(measured.bandwidth, 2)}
-    _write(path, "attend", [common | row.record() for row in measured.rows])
+    read = {"read_gb_per_s": round(measured.bandwidth, 2)}
+    _write(path, "attend", {}, [read | row.record() for row in measured.rows])
 
 
-def _write(path: Path, bench: str, rows: list[dict[str, Any]]) -> None:
-    import torch
+def _write(path: Path, bench: str, common: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    from tersekv.lab.evals.records import versions
+    from tersekv.lab.evals.runs import append
 
-    common = _machine(bench)
-    if bench == "generate":
-        versions = {"transformers": package_version("transformers"), "tersekv": __version__}
-        common |= {"python": platform.python_version(), **versions, "torch_threads": torch.get_num_threads()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(common | row) + "\n" for row in rows)
+    append(path, {"bench": bench, **run_header(), "versions": versions(), **common}, rows)
 
 
 def _table(measured: Measured) -> Any:

@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 from tersekv.cli import output
 from tersekv.cli.generate import load
+from tersekv.cli.installation import run_header
 from tersekv.errors import UserError
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ def _run(
     from tersekv.lab.evals.harness import Harness
     from tersekv.lab.evals.records import Records
 
-    with Records(out) as records, output.step("making samples", unit="evaluations") as step:
+    about = run_header() if out else None
+    with Records(out, about) as records, output.step("making samples", unit="evaluations") as step:
         run = Harness(network, tokenizer, model, recipes, calibration)
         try:
             return run.run(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -118,6 +121,23 @@ def describe() -> dict[str, Any]:
         "kernels": [{k: row[k] for k in ("backend", "op", "available", "detail")} for row in backends.report()],
         "folders": {"models": str(loading.cache_dir() / "models")},
     }
+
+
+def run_header() -> dict[str, Any]:
+    """Return the command, the commit and the machine of this run, for the headers of records."""
+    import torch
+
+    from tersekv.kernels import cpu
+
+    name = Path(sys.argv[0]).name.replace("__main__.py", "tersekv")  # python -m tersekv
+    found: dict[str, Any] = {"command": shlex.join([name, *sys.argv[1:]])}
+    root = Path(__file__).parents[3]
+    if (root / ".git").exists():  # a checkout, not an installed package
+        asked = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+        said = subprocess.run(asked, capture_output=True, text=True)
+        found |= {"commit": said.stdout.strip()} if said.returncode == 0 else {}
+    isa = cpu.isa() if cpu.why_not_built() is None else None
+    return found | {"cpu": cpu_features()[0], "isa": isa, "threads": torch.get_num_threads()}
 
 
 def usable_cores() -> int | None:

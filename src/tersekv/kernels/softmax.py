@@ -61,12 +61,12 @@ def attend_many(
     query: float32 or bfloat16 [B, H, R, D]; key [B, H, T, D] and value [B, H, T, Dv] of any float
     dtype. Mask, scaling, softcap, returns: see `attend_scores`.
 
-    On a CPU torch's fused attention computes it in the query's dtype, if D = Dv and there is no
-    softcap. It never holds the scores of all rows. A mask or scores are made for some rows at a time.
+    On a CPU torch's fused attention computes it in the query's dtype, if D = Dv, and neither a softcap
+    nor a gradient is needed. It never holds the scores of all rows. A mask or scores are made for some rows at a time.
     """
     if mask is not None and bool(mask.all()):
         mask = None
-    fused = _is_fused(query, value, softcap) and query.shape[2] >= FUSED_ROWS and key.shape[2] > 0
+    fused = _is_fused(query, key, value, softcap) and query.shape[2] >= FUSED_ROWS and key.shape[2] > 0
     attend = _attend_fused if fused else _attend_composed
     R, T = query.shape[2], key.shape[2]
     held = (0 if mask is None else len(mask)) if fused else len(query) * query.shape[1]
@@ -102,7 +102,7 @@ def attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, sof
     """Attention of grouped queries [B, H, G, q, D] over their own q tokens, or None if torch's fused
     attention does not compute it. Others: see `attend_many`.
     """
-    if not _is_fused(query, value, softcap):
+    if not _is_fused(query, key, value, softcap):
         return None
     G = query.shape[2]
     out, lse = _flash(
@@ -111,7 +111,10 @@ def attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, sof
     return out.float().unflatten(1, (-1, G)).flatten(2, 3), lse.unflatten(1, (-1, G)).flatten(2, 3)
 
 
-def _is_fused(query: Tensor, value: Tensor, softcap: float | None) -> bool:
+def _is_fused(query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> bool:
+    """True if torch's fused attention computes it. Its log-sum-exp, which merging needs, has no gradient."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        return False
     return query.device.type == "cpu" and softcap is None and query.shape[-1] == value.shape[-1]
 
 

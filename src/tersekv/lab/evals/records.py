@@ -1,5 +1,5 @@
-"""Records of an evaluation: JSON lines, one per task, sample and recipe, appended as soon as each
-is done.
+"""Records of an evaluation: one per task, sample and recipe, appended as soon as each is done. Headers
+hold what the records of a run share (`runs.py`).
 
 A record is identified by its request (`KEY`). A stopped run therefore continues where it was, and
 runs with other options can share the file. A run over more windows or samples reuses the existing
@@ -12,17 +12,20 @@ import contextlib
 import json
 import math
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tersekv import __version__
 from tersekv.errors import UserError
+from tersekv.lab.evals import runs
 from tersekv.lab.evals.tasks.base import Result
 
 FILE = "records.jsonl"
 KEY = ("task", "options", "sample", "recipe", "model", "seed")
+SHARED = ("task", "options", "model", "seed", "versions")
+"""Fields of the header, besides those of the run."""
 COUNTS = ("windows", "samples")
 """Options that only set the number of samples and do not affect any one of them."""
 ADDED = {"pack": "before-question"}
@@ -72,14 +75,17 @@ def versions() -> dict[str, str]:
 class Records:
     """The records of a run by key, in memory and, if a folder is given, in `folder`/records.jsonl.
 
-    It is a context manager that locks the file.
+    It is a context manager that locks the file. about: fields of the run for the headers, for
+    example its command and machine.
 
     Raises:
         UserError: the folder cannot be written, another run writes to the file, or a line is not a record.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, about: Record | None = None) -> None:
         self.path = None if folder is None else folder / FILE
+        self._about = about or {}
+        self._header: Record | None = None
         self._by_key: dict[str, Record] = {}
         self._file: BinaryIO | None = None
 
@@ -94,7 +100,9 @@ class Records:
                 ) from error
             try:
                 _lock(self._file, self.path)
-                self._by_key = {key_of(record): record for record in _whole_lines(self._file, self.path)}
+                lines = _whole_lines(self._file)
+                self._by_key = {key_of(record): record for record in _parsed(lines, self.path)}
+                self._header = runs.last_header(lines)
             except BaseException:
                 self._file.close()
                 raise
@@ -110,11 +118,12 @@ class Records:
 
     def add(self, record: Record) -> Record:
         """Append a record, first to the file. Return it as a later run will read it."""
-        line = json.dumps(record, ensure_ascii=False, allow_nan=False)
+        lines = list(runs.written([self._about | record], (*self._about, *SHARED), self._header))
         if self._file is not None:
-            self._file.write(line.encode() + b"\n")
+            self._file.write("".join(lines).encode())
             self._file.flush()
-        return self._by_key.setdefault(key_of(record), json.loads(line))
+        self._header = runs.last_header(lines) or self._header
+        return self._by_key.setdefault(key_of(record), (self._header or {}) | json.loads(lines[-1]))
 
 
 def read(path: Path) -> list[Record]:
@@ -126,28 +135,29 @@ def read(path: Path) -> list[Record]:
     """
     path = path / FILE if path.is_dir() else path
     try:
-        with path.open("rb") as file:
-            return list(_parsed(file.read(), path))
+        data = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read records from {path}: {error.strerror}") from error
+    return list(_parsed(_lines(data), path))
 
 
-def _whole_lines(file: BinaryIO, path: Path) -> list[Record]:
-    """Return the records of an open file and truncate the file after its last complete line."""
+def _whole_lines(file: BinaryIO) -> list[str]:
+    """Return the complete lines of an open file and truncate the file after them."""
     file.seek(0)
     data = file.read()
     file.truncate(data.rfind(b"\n") + 1)
-    return list(_parsed(data, path))
+    return _lines(data)
 
 
-def _parsed(data: bytes, path: Path) -> Iterator[Record]:
-    for number, line in enumerate(data.split(b"\n")[:-1], 1):
-        if not line.strip():
-            continue
+def _lines(data: bytes) -> list[str]:
+    return [line.decode(errors="replace") for line in data.split(b"\n")[:-1]]
+
+
+def _parsed(lines: Sequence[str], path: Path) -> Iterator[Record]:
+    for number, record in runs.expanded(lines):
         try:
-            record = json.loads(line)
             key_of(record)
-        except (ValueError, KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"line {number} of {path} is not a record of an evaluation: remove the line or give another folder"
             ) from error

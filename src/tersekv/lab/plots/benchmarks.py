@@ -1,8 +1,7 @@
-"""Read the records of benchmarks: JSON lines with the fields that a plot needs."""
+"""Read the records of benchmarks: rows with the fields that a plot needs."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tersekv.errors import UserError
+from tersekv.lab.evals import runs
 
 DRAWN_BY = {"attend": "speed", "generate": "decoding"}
 """Kind of plot that draws the records of each `tersekv bench` command."""
@@ -44,15 +44,14 @@ class Benchmark:
         """
         if not paths:
             raise UserError(f"no records were given: give a file like benchmarks/records/{self.name}.jsonl")
-        rows = [self._parsed(line, number, path) for path in paths for number, line in enumerate(self.lines(path), 1)]
+        rows = [self._checked(row, number, path) for path in paths for number, row in runs.expanded(self._lines(path))]
         if not rows:
             raise UserError(f"{', '.join(map(str, paths))} is empty: run `{self.command} --out FILE`")
         return rows
 
-    def lines(self, path: Path) -> list[str]:
-        """Return the lines of a file that are not blank."""
+    def _lines(self, path: Path) -> list[str]:
         try:
-            return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            return path.read_text(encoding="utf-8").splitlines()
         except IsADirectoryError as error:
             raise UserError(f"{path} is a folder: give a file like benchmarks/records/{self.name}.jsonl") from error
         except OSError as error:
@@ -60,11 +59,9 @@ class Benchmark:
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not UTF-8 text: give a file of JSON lines") from error
 
-    def _parsed(self, line: str, number: int, path: Path) -> dict[str, Any]:
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"line {number} of {path} is not JSON: give a file of JSON lines") from error
+    def _checked(self, row: Any, number: int, path: Path) -> dict[str, Any]:
+        if row is None:
+            raise UserError(f"line {number} of {path} is not JSON: give a file of JSON lines")
         whole = isinstance(row, dict) and all(name in row for name in self.fields)
         if not (whole and all(isinstance(row[n], int | float) and 0 < row[n] < math.inf for n in self.measured)):
             kind = row.get("what") or row.get("task") or row.get("bench") if isinstance(row, dict) else None

@@ -16,6 +16,7 @@ from tersekv.errors import UserError, hint
 from tersekv.lab.evals.harness import Summary, summarise
 from tersekv.lab.evals.reader import FULL
 from tersekv.lab.evals.records import FILE, Record, key_of, of_each_sample, read
+from tersekv.lab.evals.runs import expanded
 from tersekv.lab.evals.tasks import Task, tasks
 from tersekv.lab.plots.benchmarks import DRAWN_BY
 
@@ -159,9 +160,10 @@ def _refuse_benchmarks(path: Path) -> None:
     """Raise an error for records of a benchmark, which are JSON lines too. It names the plot for
     them."""
     try:
-        first = json.loads((path / FILE if path.is_dir() else path).read_text(encoding="utf-8").split("\n", 1)[0])
+        lines = (path / FILE if path.is_dir() else path).read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError):
         return  # the reader reports the error
+    _, first = next(expanded(lines), (1, None))
     if isinstance(first, dict) and "task" not in first:
         kind = DRAWN_BY.get(first.get("bench", ""))
         drawn = f"; `tersekv plot {kind} {path}` draws those" if kind else ""

@@ -1,4 +1,4 @@
-"""Read records of benchmarks that feed a long stream to a cache (`benchmarks/subgen.py`)."""
+"""Read records of benchmarks that feed a long stream to a cache (`benchmarks/streams.py growth`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median
 from tersekv.lab.plots.benchmarks import Benchmark
 
 FIELDS = ("recipe", "context_tokens", "bytes", "step_microseconds")
-COMMAND = "python benchmarks/subgen.py"
+COMMAND = "python benchmarks/streams.py growth"
 SUBGEN = Benchmark("subgen", COMMAND, "step of a stream", (*FIELDS, "relative_error"), FIELDS[1:])
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,9 +84,3 @@ def _range(bits: Sequence[float]) -> str:
     """Format bits as 4 or, rounded, as 4.24–4.4."""
     low, high = (f"{round(end, 2):g}" for end in (bits[0], bits[-1]))
     return low if low == high else f"{low}–{high}"
-
-
-def machine(paths: Sequence[Path]) -> str:
-    """Return the machines named in the records, with the instruction set of their kernels."""
-    rows = [json.loads(line) for path in paths for line in ATTEND.lines(path)]
-    return "; ".join(dict.fromkeys(", ".join(str(r[k]) for k in ("cpu", "isa") if r.get(k)) for r in rows))

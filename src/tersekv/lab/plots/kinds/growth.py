@@ -1,4 +1,4 @@
-"""Size and step time of a cache by stream length (records of `benchmarks/subgen.py`).
+"""Size and step time of a cache by stream length (records of `benchmarks/streams.py growth`).
 
 Source: SubGen, arXiv 2402.06082, Theorem 1.
 
@@ -46,7 +46,7 @@ def growth(steps: Sequence[StreamStep]) -> list[tuple[StreamStep, StreamStep]]:
 def draw(steps: Sequence[StreamStep]) -> Picture:
     """Draw bytes on the left and time on the right, one line per recipe."""
     if len({step.tokens for step in steps}) < 2:
-        raise UserError("the records have one length only: give records of benchmarks/subgen.py with more --tokens")
+        raise UserError("the records have one length only: run benchmarks/streams.py growth with more --tokens")
     figure = new_figure(10.4, 4.9)
     for axes, (label, field, unit) in zip(figure.subplots(1, 2), PANELS, strict=True):
         _panel(axes, steps, field, unit)

@@ -10,7 +10,7 @@ from fractions import Fraction
 from statistics import fmean
 from typing import Any
 
-from experiment import ROUNDS, Column, Experiment, Questions, Result, Setting
+from experiments.base import ROUNDS, Column, Experiment, Questions, Result, Setting
 from tersekv.calibration.capture import capture
 from tersekv.cli.estimate import load_shape
 from tersekv.errors import UserError

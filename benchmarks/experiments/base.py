@@ -1,4 +1,4 @@
-"""Experiments of papers: shared code of `papers.py` and the files `papers_*.py`.
+"""Experiments of papers: code that the other files of this folder share.
 
 An experiment is one table or figure of a paper. It runs with a model, can be stopped and continued,
 and returns results: one number per row, column and metric. Raw records stay in the folder `out`.
@@ -6,21 +6,21 @@ and returns results: one number per row, column and metric. Raw records stay in 
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from recorded import record
 from tersekv import cli
 from tersekv.calibration.find import place, profile_place
 from tersekv.calibration.needs import needs_corpus, needs_profile, profile_of
 from tersekv.errors import UserError
+from tersekv.lab.evals import runs
 from tersekv.lab.evals.harness import Harness, Progress
 from tersekv.lab.evals.options import build
 from tersekv.lab.evals.reader import FULL
@@ -241,8 +241,8 @@ class Questions(Experiment):
 
     def _column(self, label: str, task: Task, records: Sequence[Record], rows: dict[str, str]) -> Iterator[Result]:
         by_recipe: dict[str, dict[str, Record]] = {}
-        for record in records:
-            by_recipe.setdefault(record["recipe"], {})[record["sample"]] = record
+        for one in records:
+            by_recipe.setdefault(one["recipe"], {})[one["sample"]] = one
         there = {name: by_recipe[recipe] for name, recipe in rows.items() if recipe in by_recipe}
         common = set.intersection(*(set(of) for of in there.values())) if there else set()
         for name, of in there.items():
@@ -287,20 +287,14 @@ class Measured(Experiment):
     def run(self, setting: Setting) -> None:
         """Measure, and keep the results."""
         results = self.measure(setting)
-        setting.folder.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(asdict(result)) + "\n" for result in results]
-        (setting.folder / RESULTS).write_text("".join(lines), encoding="utf-8")
+        (setting.folder / RESULTS).unlink(missing_ok=True)
+        record(setting.folder / RESULTS, {}, map(asdict, results))
 
     def results(self, setting: Setting) -> list[Result]:
         """Return the results of the last measurement."""
         path = setting.folder / RESULTS
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        return [Result(**json.loads(line)) for line in lines]
-
-
-def median_of(values: Sequence[float]) -> float:
-    """Return the median of repeated timings, rounded to four digits."""
-    return float(f"{statistics.median(values):.4g}")
+        names = [field.name for field in fields(Result)]
+        return [Result(**{name: row[name] for name in names}) for row in (runs.read(path) if path.exists() else [])]
 
 
 @dataclass(frozen=True)

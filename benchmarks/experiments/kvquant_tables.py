@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from experiment import Corpus, Experiment
-from windows import C4, WIKITEXT, Cell, Windows, by_bits, recipe
+from experiments.base import Corpus, Experiment
+from experiments.windows import C4, WIKITEXT, Cell, Windows, by_bits, recipe
 
 PASS = (
     "One forward pass per window of 2,048 tokens; every key and value is quantised except the first token's. The "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from experiment import MEASURED_DEFAULT, Experiment, Measured, Questions, Result, Setting, median_of
+from experiments.base import MEASURED_DEFAULT, Experiment, Measured, Questions, Result, Setting
+from recorded import median_of
 from tersekv.lab.bench import generate
 from tersekv.recipe import Recipe
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiment import KVQUANT_CORPUS, Corpus, Experiment, Result, Setting, calibrated
+from experiments.base import KVQUANT_CORPUS, Corpus, Experiment, Result, Setting, calibrated
 from tersekv.codecs import methods
 from tersekv.lab.evals.harness import Harness, Progress
 from tersekv.lab.evals.options import build

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import DynamicLayer
 
-from experiment import MEASURED_DEFAULT, Experiment, Measured, OutOfTimeError, Questions, Result, Setting, median_of
+from experiments.base import MEASURED_DEFAULT, Experiment, Measured, OutOfTimeError, Questions, Result, Setting
 from layer_step import EXACT, step
+from recorded import median_of
 from tersekv.cache.stores import new_store
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.transforms.rope import standard_rope

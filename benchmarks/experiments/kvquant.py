@@ -1,4 +1,4 @@
-"""KVQuant's times of thresholds and of calibration (arXiv 2401.18079, Tables 15 and 16)."""
+"""Experiments of KVQuant (arXiv 2401.18079): questions, and times of thresholds and of calibration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from experiment import TRAIN, Experiment, Measured, Result, Setting, median_of
+from experiments.base import MEASURED_DEFAULT, TRAIN, Experiment, Measured, Questions, Result, Setting
+from recorded import in_turns, median_of
 from tersekv.calibration.calibrate import Corpus
 from tersekv.calibration.gradients import Source, layer_gradients
 from tersekv.calibration.text import pydoc_text
@@ -16,6 +17,23 @@ from tersekv.codecs.kvquant import build as kvquant
 from tersekv.kernels import backends
 from tersekv.models.config import attention_layers, text_config
 
+FIRST = "window:sinks=1,recent=0,start=0+"
+"""The paper's tokens: the first is exact (§3.5), all others are packed."""
+ROWS = {f"nuq{bits}, 1 %": f"{FIRST}kvquant:bits={bits}" for bits in (4, 3, 2)}
+ROWS |= {"KIVI, 2 bits": "window:sinks=0,recent=128+kivi:bits=2", "default": MEASURED_DEFAULT}
+PACKED = (
+    "The whole prompt is read exactly, then packed, then the answer is generated (Appendix M; `--pack after-prompt`). "
+    "The authors' script of passkeys quantises while it reads: `--option pack=during-prefill`. The first token is "
+    "exact; KIVI keeps its 128 latest tokens."
+)
+LONGBENCH = (
+    *("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum"),
+    *("multi_news", "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en", "lcc", "repobench-p"),
+)
+RULER = (
+    *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
+    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"),
+)
 SHARE = 0.01
 SHAPES = {"LLaMA-7B": (4096, 4096, 4096), "SmolLM2": (576, 576, 192)}
 """Hidden size, and channels of queries and of keys (or values) of one layer."""
@@ -32,7 +50,7 @@ def thresholds(setting: Setting) -> list[Result]:
         for count in setting.values or THREADS:
             torch.set_num_threads(int(count))
             for name, shape in SHAPES.items():
-                times = _in_turns(_of_one_token(*shape), setting.samples or REPEATS)
+                times = in_turns(_of_one_token(*shape), setting.samples or REPEATS, warm_up=3)
                 found += [
                     Result(
                         f"{name}, {row}",
@@ -63,18 +81,6 @@ def _of_one_token(hidden: int, queries: int, channels: int) -> dict[str, Callabl
         "thresholds offline": lambda: (values < low) | (values > high),
         "projections of Q, K and V": lambda: torch.mv(weights, x),
     }
-
-
-def _in_turns(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each call; functions take turns, so that load of the machine falls on all."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for turn in range(repeats + 3):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            if turn >= 3:  # the first calls warm caches
-                times[name].append(time.perf_counter() - start)
-    return times
 
 
 def calibration(setting: Setting) -> list[Result]:
@@ -108,6 +114,40 @@ def calibration(setting: Setting) -> list[Result]:
 
 
 EXPERIMENTS: dict[str, Experiment] = {
+    "table2": Questions(
+        "Table 2: passkey retrieval",
+        f"50 samples per length. {PACKED}",
+        "Llama-2-7B-32K, 2k to 32k: nuq4-1 % 1.0, nuq3-1 % .98 to 1.0, nuq2-1 % .98 to 1.0, KIVI with 2 bits .68 to "
+        ".76.",
+        task="passkey",
+        options={"pack": "after-prompt"},
+        values=("2k", "4k", "8k", "16k", "32k"),
+        rows=ROWS,
+    ),
+    "table3": Questions(
+        "Table 3: LongBench",
+        f"All samples of each set, prompts cut to 31k tokens. {PACKED}",
+        "Mean, Llama-2-7B-32K: full cache 31.96, nuq3-1 % 31.21, KIVI with 2 bits 30.04.",
+        task="longbench",
+        options={"pack": "after-prompt", "length": "31k", "data": "{data}/longbench"},
+        axis="subtasks",
+        values=LONGBENCH,
+        rows=ROWS,
+        samples=500,
+        mean=True,
+    ),
+    "table4": Questions(
+        "Table 4: RULER",
+        f"All 13 tasks at 32k tokens, 500 samples each. {PACKED}",
+        "Mean at 32k: full cache 56.40, nuq3-1 % 53.65, nuq2-1 % 36.54.",
+        task="ruler",
+        options={"pack": "after-prompt", "lengths": "32k", "data": "{data}/ruler"},
+        axis="subtasks",
+        values=RULER,
+        rows=ROWS,
+        samples=500,
+        mean=True,
+    ),
     "table15": Measured(
         "Table 15: time of a token's outlier thresholds",
         "One token's values, 1 % outliers, on the CPU; medians of 300 calls in turns. Online thresholds need the "
