@@ -256,7 +256,9 @@ def test_the_table_does_not_grow_with_tokens():
     held = set()
     for first in (0, 1_000_000, 16_000_000):
         rope.angles(first, 300).cos_sin()
-        held.add(sum(x.numel() * x.element_size() for x in rope.tables(torch.device("cpu"), stepped=True, turned=64)))
+        held.add(
+            sum(x.numel() * x.element_size() for x in rope.tables(torch.device("cpu"), stepped=True, int16_channels=64))
+        )
     assert len(held) == 1
     with pytest.raises(UserError, match="position 16,777,216 was given; positions up to 16,777,215 are allowed"):
         rope.angles(16_777_200, 17)

@@ -167,7 +167,7 @@ TENSORS: dict[str, Callable[[random.Random, Tensor], Tensor | None]] = {
     "longer": _on_axis(lambda x, axis: torch.cat([x, x.narrow(axis, 0, 1)], axis)),
     "empty": _on_axis(lambda x, axis: x.narrow(axis, 0, 0)),
     "broadcast": _on_axis(lambda x, axis: x.narrow(axis, 0, 1)),
-    "flipped": _on_axis(lambda x, axis: x.flip(axis)),
+    "turned over": _on_axis(lambda x, axis: x.flip(axis)),
     "transposed": lambda draw, x: x.transpose(0, -1) if x.dim() > 1 else None,
     "element": _one_element,
     "zeros": lambda draw, x: torch.zeros_like(x),

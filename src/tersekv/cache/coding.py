@@ -52,8 +52,8 @@ def codec_input(codec: Codec, tokens: Tokens) -> Tensor:
     if angles is None or not x.shape[2]:
         return x.float()
     if codec.centred:
-        turned = RotatedMean(codec.fitted["mean"], angles.rope, angles).decode()
-        return turned.neg_().add_(x) if turned.shape == x.shape else x.float() - turned
+        rotated = RotatedMean(codec.fitted["mean"], angles.rope, angles).decode()
+        return rotated.neg_().add_(x) if rotated.shape == x.shape else x.float() - rotated
     return angles.rope.invert(x.float(), *angles.cos_sin())
 
 

@@ -88,7 +88,7 @@ class Rotary(Stateful):
         They are the angle table, and RoPE's step table for centred keys or its offset table for
         others.
         """
-        return self.rope.tables(device, stepped=centred, turned=0 if centred else head_dim)
+        return self.rope.tables(device, stepped=centred, int16_channels=0 if centred else head_dim)
 
     def of(self, where: Where, n: int, device: torch.device) -> Angles | MarkedAngles:
         """Return the angles of n tokens. where: place of the first one, or the places of all."""

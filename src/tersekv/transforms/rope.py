@@ -163,11 +163,11 @@ class Rope:
         cos, sin = self._made(torch.arange(n), 1)
         return cos[:, first], sin[:, first]
 
-    def tables(self, device: torch.device, stepped: bool = False, turned: int = 0) -> list[Tensor]:
+    def tables(self, device: torch.device, stepped: bool = False, int16_channels: int = 0) -> list[Tensor]:
         """Return the tensors that packed keys on a device need, once for all layers.
 
         stepped: add `offset_table` on a CPU.
-        turned: add `int16_offset_table` for this number of channels on a CPU, if not 0.
+        int16_channels: add `int16_offset_table` for this number of channels on a CPU, if not 0.
         """
         kept = [*self._columns()]
         if self.varies:
@@ -175,7 +175,7 @@ class Rope:
         kept.append(self.table(device))
         if stepped and device.type == "cpu":
             kept += self.offset_table()
-        if turned and device.type == "cpu" and (offsets := self.int16_offset_table(turned)) is not None:
+        if int16_channels and device.type == "cpu" and (offsets := self.int16_offset_table(int16_channels)) is not None:
             kept.append(offsets)
         return kept
 
