@@ -207,6 +207,17 @@ def test_estimate_is_what_a_layer_holds(recipe, tokens, way):
         assert expected.parts == held.parts
 
 
+@pytest.mark.parametrize(
+    ("recipe", "generated"),
+    [("h2o:budget=132,recent=16,rest=2+kivi:bits=4", 0), ("snapkv:budget=0.25+kivi:bits=4", 320)],
+)
+def test_estimate_where_a_block_is_just_full(recipe, generated):
+    """With one token more or less there would be another number of blocks."""
+    held, rope = held_by_a_layer(recipe, [1000 - generated, *[1] * generated])
+    shape = CacheShape((None,), 1, 64, 64, torch.float32, (rope,))
+    assert predict(shape, recipe, 1000, generated=generated).parts == held.parts
+
+
 def test_presets_choose_the_codec_of_each_layer():
     """Layers that hold few tokens per channel are coded as `kivi:bits=4`; a preset is then never larger."""
     gemma, llama = known_models.find("gemma-3-270m").shape, known_models.find("llama-3.1-8b").shape
