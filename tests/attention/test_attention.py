@@ -180,3 +180,13 @@ def test_merge_is_associative_and_ignores_empty_segments():
     out, merged = merge_segments.reference([p[0] for p in parts], [p[1] for p in parts])
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(merged, lse)
+
+
+def test_a_chunk_is_read_by_a_forced_backend():
+    """Exact tokens in packed pages need no kernel."""
+    keys, values = tokens(600)
+    s = fed("kivi:bits=4/exact", keys, values, [0, 400])
+    call = AttentionCall(torch.randn(1, 4, 200, 64), None, 0.125)
+    expected = attend_chunk(s, keys[:, :, 400:], values[:, :, 400:], call)
+    with backends.forced("cpu"):
+        check(attend_chunk(s, keys[:, :, 400:], values[:, :, 400:], call), expected)

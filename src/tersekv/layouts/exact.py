@@ -34,3 +34,6 @@ class ExactView(View):
     def decode(self) -> Tensor:
         """Return x as float32 [B, H, T, D]."""
         return self.x.to(torch.float32)
+
+    def floats(self, dtype: torch.dtype) -> Tensor:
+        return self.x.to(dtype)

@@ -21,7 +21,8 @@ from tersekv.kernels import cpu
 from tersekv.kernels import decode as decode_operators
 from tersekv.kernels import softmax as softmax_operators
 from tersekv.kernels.attend import PackedPages, Table, Where
-from tersekv.kernels.attend_packed import Operand, native_view
+from tersekv.kernels.attend_grid import GridSide
+from tersekv.kernels.attend_packed import Operand, Packed, native_view
 from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.marks import Marks
 from tersekv.kernels.registry import NotTaken
@@ -197,10 +198,8 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
 
 
 @decode_operators.decode.by(NAME)
-def decode(operand: Operand, dtype: torch.dtype) -> Tensor:
+def decode(operand: GridSide | Packed, dtype: torch.dtype) -> Tensor:
     """Decode packed tokens on torch's threads, see `kernels/decode.py`."""
-    if isinstance(operand, Tensor):
-        raise NotTaken("the tokens are not packed")
     view, written = native_view(cpu.loaded(), operand), dtype if dtype == torch.bfloat16 else torch.float32
     out = torch.empty((view.batch, view.heads, view.tokens, view.head_dim), dtype=written)
     cpu.loaded().decode(view, out, torch.get_num_threads())
@@ -212,8 +211,8 @@ def basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> 
     """Multiply with a quantised basis, see `kernels/basis.py`: x float32 [B, H, R, D] to float32
     [B, H, R, D]."""
     if x.shape[2] > MOST_VECTORS:
-        rows = basis_operators.unpacked_basis(basis, channels).float()
-        return x @ (rows if combine else rows.transpose(-1, -2))
+        product: Tensor = basis_operators.basis_product.reference(x, basis, channels, combine)
+        return product
     x = x.contiguous()
     out = torch.empty_like(x)
     cpu.loaded().basis_product(x, basis.contiguous(), channels.contiguous(), combine, out, torch.get_num_threads())
