@@ -24,7 +24,7 @@ MOST_READ, LEAST_READ_TOKENS = 1 << 22, 512
 """Elements of keys that are decoded at a time for long chunks, and the least number of tokens."""
 
 QUERY_TILE = 256
-"""Query positions per tile of a long chunk, if attention is estimated. Limits the number of scores in memory."""
+"""Query positions read at a time if attention is estimated, which holds the scores of all of them."""
 
 Estimate = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -108,6 +108,9 @@ class _Reader:
     def attend(self) -> Tensor:
         """Return the attention output [B, q, Hq, Dv] in the query's dtype."""
         query, store = self.call.query, self.store
+        if store is not None and store.estimates and query.shape[2] > QUERY_TILE:
+            starts = range(0, query.shape[2], QUERY_TILE)
+            return torch.cat([self._tile(slice(at, at + QUERY_TILE)).attend() for at in starts], dim=1)
         if query.shape[1] * query.shape[2] <= KERNEL_ROWS * self.kv_heads:
             if store is None or ((store.own is None or store.context_parallel is None) and not store.estimates):
                 if (out := self._direct()) is not None:
@@ -115,6 +118,12 @@ class _Reader:
             elif (whole := self._direct_parts()) is not None:
                 return self._finish([whole])
         return self._finish(None)
+
+    def _tile(self, tile: slice) -> _Reader:
+        """Return the call of some of the queries."""
+        mask = None if self.mask is None else self.mask[:, tile]
+        own = None if self.own is None else (*self.own[:2], self.own[2][:, tile])
+        return _Reader(self.store, replace(self.call, query=self.call.query[:, :, tile]), mask, own)
 
     def _direct(self, of_exact: bool = True, of_pages: bool = True, parts: bool = False) -> Any:
         """Compute attention over exact tokens, packed pages or both (`kernels/attend.py`).
@@ -157,24 +166,11 @@ class _Reader:
         query = grouped(self.call.query, self.kv_heads)
         results = whole if whole is not None else self.decoded(query)
         results = results or self._nothing(query)
-        if self.store is None or not self.store.estimates:
-            return self._merged(results, [], self.call.query)
-        q, G, outs = query.shape[3], query.shape[2], []
-        for start in range(0, q, QUERY_TILE):  # estimates hold the scores of all rows
-            tile = slice(start, start + QUERY_TILE)
-            parts = [
-                (_positions(out, G)[:, :, :, tile].flatten(2, 3), _positions(lse, G)[:, :, :, tile].flatten(2, 3))
-                for out, lse in results
-            ]
-            outs.append(self._merged(parts, self.estimates(query[:, :, :, tile], tile), self.call.query[:, :, tile]))
-        return torch.cat(outs, dim=1)
-
-    def _merged(self, results: list[tuple[Tensor, Tensor]], estimates: list[Estimate], query: Tensor) -> Tensor:
-        if estimates:
+        if estimates := self.estimates(query):
             out, lse = _estimate(results, estimates, self.longest())
         else:
             out, lse = backends.merge_segments([r[0] for r in results], [r[1] for r in results])
-        return finished(out, lse, query, self.call.sink_logits)
+        return finished(out, lse, self.call.query, self.call.sink_logits)
 
     def _mask(self, positions: Where, tokens: int) -> Tensor | None:
         """Return the mask columns of a segment, see `Masks.at`."""
@@ -210,12 +206,12 @@ class _Reader:
             return found
         return softmax.attend_many(rows, keys, values, mask, *limits)
 
-    def estimates(self, query: Tensor, tile: slice) -> list[Estimate]:
+    def estimates(self, query: Tensor) -> list[Estimate]:
         """Return the result of `softmax.attend_weighted` for each segment of weighted tokens."""
         results = []
         for segment in self.store.weighted_segments() if self.store is not None else []:
-            mask = _tile(self._mask(segment.positions, segment.positions.shape[2]), tile)
-            value = None if segment.values is None else segment.values.decode()
+            mask = self._mask(segment.positions, segment.positions.shape[2])
+            value = None if segment.values is None else segment.values.floats(torch.float32)
             scores, weights = segment.keys.scores(_rows(query)), (segment.numerator, segment.denominator)
             results.append(softmax.attend_weighted(scores, value, mask, self.call.scaling, self.call.softcap, *weights))
         return results
@@ -279,19 +275,6 @@ class _Reader:
             return softmax.attend_scores(scores, block.values.inner.floats(torch.float32), mask, *limits)
         value = block.values.inner.floats(query.dtype)
         return softmax.attend_many(rows, block.keys.floats(query.dtype), value, mask, *limits)
-
-
-def _tile(mask: Tensor | None, tile: slice) -> Tensor | None:
-    """Return the tile's queries of a mask [B, q, T] or [B, H, q, T].
-
-    A mask for all queries is unchanged.
-    """
-    return mask if mask is None or mask.shape[-2] == 1 else mask[..., tile, :]
-
-
-def _positions(x: Tensor, groups: int) -> Tensor:
-    """Split rows by query position: [B, H, G·q, ...] -> [B, H, G, q, ...]."""
-    return x.unflatten(2, (groups, -1))
 
 
 def _rows(query: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ by log-sum-exp."""
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +97,9 @@ def _fast_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None) -> Any:
+def attend_causal(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor] | None:
     """Attention of grouped queries [B, H, G, q, D] over their own q tokens, or None if torch's fused
     attention does not compute it. Others: see `attend_many`.
     """

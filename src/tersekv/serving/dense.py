@@ -12,9 +12,6 @@ from torch import Tensor
 
 from tersekv.kernels import softmax
 
-QUERY_TILE = 256
-"""Queries processed at a time with a softcap, which bounds the memory for scores."""
-
 
 class Lengths(NamedTuple):
     """Numbers of queries and of tokens of each request. The queries are its last tokens."""
@@ -69,7 +66,7 @@ def attend_dense(query: Tensor, keys: Tensor, values: Tensor, lengths: Lengths, 
             x.transpose(0, 1)[None] for x in (query[q : q + n], keys[s : s + tokens], values[s : s + tokens])
         )
         if kind.softcap is not None or kind.sink_logits is not None:
-            out = _by_tile(rows, key, value, kind)
+            out = _with_lse(rows, key, value, kind)
         elif n == tokens and kind.window is None:
             out = torch.nn.functional.scaled_dot_product_attention(
                 rows, key, value, is_causal=True, scale=kind.scaling, enable_gqa=True
@@ -85,17 +82,11 @@ def attend_dense(query: Tensor, keys: Tensor, values: Tensor, lengths: Lengths, 
     return torch.cat(outs)
 
 
-def _by_tile(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+def _with_lse(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
     """Attend with a softcap or sink logits: query [1, Hq, q, D], key and value [1, H, S, D]."""
     H, tokens = key.shape[1:3]
-    q = query.shape[2]
     place = torch.arange(tokens, device=query.device)
-    mask = kind.visible(place[tokens - q :], place)
-    parts = []
-    for at in range(0, q, QUERY_TILE):
-        rows = query[:, :, at : at + QUERY_TILE].float().unflatten(1, (H, -1)).flatten(2, 3)
-        found = softmax.attend_exact.reference(
-            rows, key, value, mask[None, at : at + QUERY_TILE], kind.scaling, kind.softcap
-        )
-        parts.append(kind.with_sinks(*found).unflatten(2, (query.shape[1] // H, -1)).flatten(1, 2))
-    return torch.cat(parts, dim=2).to(query.dtype)
+    mask = kind.visible(place[tokens - query.shape[2] :], place)
+    rows = query.float().unflatten(1, (H, -1)).flatten(2, 3)
+    found = softmax.attend_many(rows, key, value, mask[None], kind.scaling, kind.softcap)
+    return kind.with_sinks(*found).unflatten(2, (query.shape[1] // H, -1)).flatten(1, 2).to(query.dtype)
