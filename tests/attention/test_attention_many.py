@@ -38,8 +38,7 @@ def test_masks_and_rows_that_see_nothing(heads):
 
 
 def test_strides_of_any_kind_and_16_bits():
-    """Codecs decode to tensors whose channels are not neighbours, and rows of a batch may share
-    one."""
+    """Decoded tensors may be transposed, and all rows of a batch may share one."""
     torch.manual_seed(0)
     across = torch.randn(2, 3, 48, 64).transpose(-1, -2)
     same(torch.randn(2, 3, 48, 64).transpose(-1, -2), across, across.bfloat16(), None)
