@@ -32,7 +32,6 @@ import recorded
 from recorded import add_options, markdown, record, run_or_fill
 from tersekv.attention.observe import observe
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.scored_eviction import ScoredEvictionStore
 from tersekv.calibration.capture import capture_prompt
 from tersekv.cli.estimate import load_shape
 from tersekv.hf.compress import compress
@@ -178,7 +177,7 @@ class Window:
         that observes as many queries gets the same ones."""
         for index, (layer, ((keys, values), call)) in enumerate(zip(cache.layers, self._captured, strict=True)):
             layer.lazy_initialization(keys, values)
-            if isinstance(layer.store, ScoredEvictionStore):
+            if layer.store.by_head and not layer.store.estimates:
                 at = index, layer.store.observed(keys.shape[2])
                 if at not in self._votes:
                     self._votes[at] = observe(layer.store, keys, values, call)

@@ -33,8 +33,8 @@ from torch import Tensor
 import recorded
 from recorded import record, show
 from tersekv.attention.read import AttentionCall, attend_chunk
+from tersekv.cache.layer import LayerStore
 from tersekv.cache.pool import WEIGHT, TokenPool
-from tersekv.cache.sketch import SketchStore
 from tersekv.cache.stores import new_store
 from tersekv.calibration.capture import capture_calls
 from tersekv.cli import output
@@ -156,18 +156,18 @@ def terms(layer: Layer, index: int, args: argparse.Namespace) -> dict[str, float
     truth = exact(layer)
     values = layer.values[0, :, : args.tokens].float()
     stores = [filled(f"{STREAM},seed={seed}+exact", layer, index, args.tokens) for seed in range(args.seeds)]
-    sampled = slice(stores[0].policy.sinks, args.tokens - stores[0].tails[0].tokens)
+    sampled = slice(stores[0].policy.sinks, args.tokens - stores[0].keys.tail.tokens)
     weights = truth.weights[..., : args.tokens]
     p, v = weights[..., sampled], values[:, sampled]
     z, size = torch.einsum("hgqt,htd->hgqd", p, v), truth.out.norm(dim=-1)
     above, below = zip(*(estimated(store, weights, values) for store in stores), strict=True)
     off = torch.stack(above) - z
-    samples = stores[0].reservoir.slots.shape[-1]
+    samples = stores[0].chosen[0].reservoir.slots.shape[-1]
     spread = p.norm(dim=-1) * v.norm(dim=(1, 2))[:, None, None] / math.sqrt(samples)
     mean_weights = p.mean((1, 2))
     heaviest = mean_weights.argmax(-1, keepdim=True)
     norms = v.norm(dim=-1)
-    delta = fmean(float(store.clusters.delta.mean()) for store in stores)
+    delta = fmean(float(store.chosen[0].clusters.delta.mean()) for store in stores)
     longest = float(layer.query[0, :, -QUERIES:].float().norm(dim=-1).amax() * layer.scaling)
     return {
         "mass": float(p.sum(-1).mean()),
@@ -185,12 +185,12 @@ def _rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt())
 
 
-def estimated(store: SketchStore, weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def estimated(store: LayerStore, weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the estimates of z [H, G, q, D] and τ [H, G, q], in units of the true softmax denominator.
 
     weights: [H, G, q, T], the exact ones. values: [H, T, D].
     """
-    above, below = (by_position(pool, weights.shape[-1]) for pool in (store.pool, store.centers))
+    above, below = (by_position(pool, weights.shape[-1]) for pool in (store.chosen[0].pool, store.chosen[0].centers))
     return torch.einsum("hgqt,ht,htd->hgqd", weights, above, values), torch.einsum("hgqt,ht->hgq", weights, below)
 
 

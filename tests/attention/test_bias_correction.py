@@ -151,8 +151,8 @@ def test_policies_that_evict(policy):
         store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
         store.append(keys, values, None, Observed(votes))
         outs.append(attend_store(store, AttentionCall(torch.ones(1, 4, 1, D), None, 0.125)))
-    assert float(store.keys.lost.mean()) < 0
-    assert store.pool.packed_tokens
+    assert float(store.keys.tiers[0].lost.mean()) < 0
+    assert store.chosen[0].pool.packed_tokens
     assert not torch.allclose(*outs, rtol=0.01)
 
 
@@ -162,10 +162,10 @@ def test_both_rates_of_a_policy_that_evicts():
     recipe = "streaming:budget=500,recent=16,rest=1,bias_correction=full+trellis:bits=4,calibration=prompt,centre=false"
     store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
     store.append(keys, values)
-    high, low = (pool.sides[0].lost for pool in store.pools)
+    high, low = (pool.tiers[0].lost for pool in store.chosen[0].pools)
     assert 0 < float(high.mean()) < float(low.mean()) / 4
     assert {id(page.correction) for page in store.packed_pages()} == {
-        id(pool.sides[0].correction) for pool in store.pools
+        id(pool.tiers[0].correction) for pool in store.chosen[0].pools
     }
 
 

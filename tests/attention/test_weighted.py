@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
-from tersekv.cache.sketch import SketchStore
+from tersekv.cache.layer import LayerStore
 from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.kernels.softmax import attend_weighted
@@ -38,7 +38,7 @@ def test_weighted_op_is_its_formula(softcap, heads):
 
 
 def by_slots(
-    store: SketchStore, keys: Tensor, values: Tensor, query: Tensor, padding: int, row: int, head: int
+    store: LayerStore, keys: Tensor, values: Tensor, query: Tensor, padding: int, row: int, head: int
 ) -> Tensor:
     """Compute Algorithm 1's z/τ for one query [D] from the slots, with sinks and recent window in
     both sums."""
@@ -46,13 +46,15 @@ def by_slots(
     weight = (keys @ query * 0.125).exp()
     exact = [
         *range(padding, padding + store.policy.sinks),
-        *range(store.num_tokens - store.tails[0].tokens, store.num_tokens),
+        *range(store.num_tokens - store.keys.tail.tokens, store.num_tokens),
     ]
     z, tau = weight[exact] @ values[exact], weight[exact].sum()
-    slots, mu = (x[row, head] for x in store.reservoir)
+    slots, mu = (x[row, head] for x in store.chosen[0].reservoir)
     for position in slots.tolist():
         z += mu / (len(slots) * values[position].square().sum()) * weight[position] * values[position]
-    for members, named in zip(store.clusters.members[row, head], store.clusters.slots[row, head], strict=True):
+    for members, named in zip(
+        store.chosen[0].clusters.members[row, head], store.chosen[0].clusters.slots[row, head], strict=True
+    ):
         tau += members / len(named) * weight[named.tolist()].sum() if members else 0.0
     return z / tau
 
@@ -62,7 +64,7 @@ def test_attention_is_the_algorithms_estimate(options):
     keys, values = tokens(400, B=2, D=32)
     policy = f"subgen:variant=stream,recent=20,exact=fp32,{options}"
     store = new_store(Recipe.parse(f"{policy}+exact:dtype=fp32").plan(0, 1), keys, values)
-    assert isinstance(store, SketchStore)
+    assert store.estimates
     padding = torch.tensor([60, 0])
     for start, stop in [(0, 200), *((i, i + 1) for i in range(200, 300)), (300, 400)]:
         store.append(keys[:, :, start:stop], values[:, :, start:stop], padding if store.deferred else None)
@@ -70,8 +72,8 @@ def test_attention_is_the_algorithms_estimate(options):
     mask = (torch.arange(400) >= padding[:, None])[:, None]
     got = attend_store(store, AttentionCall(query, mask, 0.125))
     torch.testing.assert_close(got, attend_store(store, AttentionCall(query, None, 0.125)))
-    stream = 400 - store.tails[0].tokens - store.policy.sinks
-    assert store.clusters.members.sum(-1).tolist() == [[stream - 60] * 2, [stream] * 2]
+    stream = 400 - store.keys.tail.tokens - store.policy.sinks
+    assert store.chosen[0].clusters.members.sum(-1).tolist() == [[stream - 60] * 2, [stream] * 2]
     for row, pad in enumerate(padding.tolist()):
         for head in range(4):
             expected = by_slots(store, keys, values, query[row, head, 0], pad, row, head // 2)
@@ -97,7 +99,7 @@ def test_a_refused_append_changes_no_sketch():
     store = new_store(Recipe.parse("subgen:variant=stream,recent=16,exact=fp32+kivi:bits=1").plan(0, 1), keys, values)
     with pytest.raises(UserError, match="scales=bf16"):
         store.append(keys, values * 1e5)
-    assert (store.num_tokens, store.reservoir, store.footprint().total_bytes) == (0, None, 0)
+    assert (store.num_tokens, store.chosen[0].reservoir, store.footprint().total_bytes) == (0, None, 0)
     store.append(keys, values)
     call = AttentionCall(torch.randn(1, 4, 1, 32, generator=torch.Generator().manual_seed(2)), None, 0.125)
     before = attend_store(store, call)

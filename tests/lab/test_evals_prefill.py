@@ -8,7 +8,6 @@ import transformers as tf
 
 import tersekv
 from conftest import MODELS, prompt
-from tersekv.cache.evicting import EvictingStore
 from tersekv.errors import UserError
 from tersekv.hf.prefill import Prefill, held_by, new_cache
 from tersekv.lab.evals.prompt import Prompt
@@ -88,8 +87,8 @@ def test_policies_that_observe_queries_share_the_prefill(models, name: str, reci
         nexts = [model(input_ids=ids[:, :1], past_key_values=cache).logits for cache in (filled, real)]
     assert model.config.get_text_config()._attn_implementation == before
     for ours, theirs in zip(filled.layers, real.layers, strict=True):
-        if isinstance(theirs.store, EvictingStore):
-            assert torch.equal(ours.store.pool.positions, theirs.store.pool.positions)
+        if theirs.store.by_head:
+            assert torch.equal(ours.store.chosen[0].pool.positions, theirs.store.chosen[0].pool.positions)
     assert held_by(filled) == held_by(real)
     assert torch.equal(*nexts)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tersekv.attention.observe import observe
 from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.candidates import best
-from tersekv.cache.scored_eviction import ScoredEvictionStore
+from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import PackedSegment
 from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
@@ -21,15 +21,13 @@ from test_store import tokens
 EXACT = "exact:dtype=fp32"
 
 
-def made(recipe: str, keys: Tensor, values: Tensor, layer: int = 0, layers: int = 1) -> ScoredEvictionStore:
+def made(recipe: str, keys: Tensor, values: Tensor, layer: int = 0, layers: int = 1) -> LayerStore:
     store = new_store(Recipe.parse(recipe).plan(layer, layers), keys, values)
-    assert isinstance(store, ScoredEvictionStore)
+    assert store.by_head
     return store
 
 
-def feed(
-    store: ScoredEvictionStore, keys: Tensor, values: Tensor, query: Tensor, padding: Tensor | None = None
-) -> None:
+def feed(store: LayerStore, keys: Tensor, values: Tensor, query: Tensor, padding: Tensor | None = None) -> None:
     """Observe and append tokens [B, H, n, D] with their queries [B, Hq, n, D], as a model's
     attention does."""
     mask = None
@@ -53,14 +51,14 @@ def filled(recipe: str, cuts: list[int], B: int = 1, D: int = 32, padding: Tenso
     return store, keys, values, query
 
 
-def kept(store: ScoredEvictionStore, row: int = 0, head: int = 0) -> list[int]:
+def kept(store: LayerStore, row: int = 0, head: int = 0) -> list[int]:
     """Return the kept positions, sorted."""
-    positions = torch.cat([pool.positions[row, head] for pool in store.pools])
-    tail = range(store.num_tokens - store.tails[0].tokens, store.num_tokens)
+    positions = torch.cat([pool.positions[row, head] for pool in store.chosen[0].pools])
+    tail = range(store.num_tokens - store.keys.tail.tokens, store.num_tokens)
     return sorted([*positions[positions >= 0].tolist(), *tail])
 
 
-def masks_of(store: ScoredEvictionStore, q: int) -> Tensor:
+def masks_of(store: LayerStore, q: int) -> Tensor:
     """Return a mask of kept tokens by position, bool [B, H, q, num_tokens]."""
     mask = torch.zeros(store.batch_size, store.kv_heads, q, store.num_tokens, dtype=torch.bool)
     for b in range(store.batch_size):
@@ -69,10 +67,10 @@ def masks_of(store: ScoredEvictionStore, q: int) -> Tensor:
     return mask
 
 
-def held_by_position(store: ScoredEvictionStore) -> tuple[Tensor, Tensor]:
+def held_by_position(store: LayerStore) -> tuple[Tensor, Tensor]:
     """Return keys and values [B, H, num_tokens, D] as the store decodes them, NaN for evicted
     tokens."""
-    places = torch.arange(store.num_tokens).expand(*store.pool.positions.shape[:2], -1)
+    places = torch.arange(store.num_tokens).expand(*store.chosen[0].pool.positions.shape[:2], -1)
     out = [torch.full((*places.shape, side.head_dim), torch.nan) for side in store.sides]
     for segment in store.held():
         at = segment.where if isinstance(segment, PackedSegment) else segment.positions

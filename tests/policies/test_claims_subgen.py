@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.clusters import Clusters, Head, merged
-from tersekv.cache.sketch import Reservoir, SketchStore, counts
+from tersekv.cache.layer import LayerStore
+from tersekv.cache.sampled_tokens import Reservoir, counts
 from tersekv.cache.stores import new_store
 from tersekv.kernels.softmax import attend_weighted
 from tersekv.policies.subgen import SubGen, farthest_first
@@ -135,17 +136,17 @@ def test_the_cluster_budget_is_not_exceeded():
     assert torch.isfinite(clusters.delta).all()
 
 
-def sketch(keys: Tensor, values: Tensor, s: int, t: int, delta: float) -> SketchStore:
+def sketch(keys: Tensor, values: Tensor, s: int, t: int, delta: float) -> LayerStore:
     """Return Algorithm 1 alone: no sinks, no window, exact tokens. Each head is one trial."""
     policy = f"subgen:variant=stream,sinks=0,recent=0,exact=fp32,delta={delta},slots={t},budget={2 * s}"
     store = new_store(Recipe.parse(f"{policy}+exact:dtype=fp32").plan(0, 1), keys, values)
-    assert isinstance(store, SketchStore)
+    assert store.estimates
     store.append(keys, values)
-    assert store.tails[0].tokens == 0
+    assert store.keys.tail.tokens == 0
     return store
 
 
-def sums(store: SketchStore, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sums(store: LayerStore, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return z as direction [trials, D] and log of its factor [trials], and log τ [trials], for
     query [trials, D]."""
     above, outs, below = [], [], []
@@ -198,7 +199,7 @@ def test_theorem_1(epsilon):
     keys, values, query = stream(n, D, trials, delta / 2)
     t, s = math.ceil(epsilon**-2 * math.exp(2 * delta) * math.log(n)), math.ceil(16 * epsilon**-2 * D)
     store = sketch(keys, values, s, t, delta * 1.001)
-    assert store.clusters.centers.shape[2] <= 6
+    assert store.chosen[0].clusters.centers.shape[2] <= 6
     z, top, bottom = sums(store, query)
     estimate = z * (top - bottom).exp().unsqueeze(-1)
     p = torch.softmax(keys[0, 0] @ query[0], 0)
@@ -214,12 +215,15 @@ def test_slots_refer_to_held_tokens():
     store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values)
     for start, stop in [(0, 200), *((i, i + 1) for i in range(200, 400)), (400, 500)]:
         store.append(keys[:, :, start:stop], values[:, :, start:stop])
-        for pool, slots in ((store.pool, store.reservoir.slots), (store.centers, store.clusters.slots.flatten(2))):
+        for pool, slots in (
+            (store.chosen[0].pool, store.chosen[0].reservoir.slots),
+            (store.chosen[0].centers, store.chosen[0].clusters.slots.flatten(2)),
+        ):
             for head in range(3):
                 held = pool.positions[0, head]
                 assert set(held[held >= 0].tolist()) == set(slots[0, head].tolist()) - {-1}
-    assert store.first.positions[0, 0].tolist() == [0, 1, 2, 3]
-    assert store.clusters.members.sum(-1).tolist() == [[500 - 4 - store.tails[0].tokens] * 3]
+    assert store.chosen[0].first.positions[0, 0].tolist() == [0, 1, 2, 3]
+    assert store.chosen[0].clusters.members.sum(-1).tolist() == [[500 - 4 - store.keys.tail.tokens] * 3]
 
 
 @pytest.mark.parametrize("size", [1e4, -1e4])

@@ -23,11 +23,11 @@ ROOMY = "h2o:budget=2000,recent=16"
 def votes_by_position(store) -> torch.Tensor:
     """Return the votes of each token, float32 [B, H, num_tokens]."""
     votes = torch.zeros(store.batch_size, store.kv_heads, store.num_tokens)
-    for pool in store.pools:
+    for pool in store.chosen[0].pools:
         alive = pool.positions.clamp(min=0).long()
         votes.scatter_add_(2, alive, pool.fields["votes"] * (pool.positions >= 0))
-    tail = store.num_tokens - store.tails[0].tokens
-    votes[:, :, tail : tail + store.tail_votes.shape[2]] = store.tail_votes
+    tail = store.num_tokens - store.keys.tail.tokens
+    votes[:, :, tail : tail + store.chosen[0].tail_votes.shape[2]] = store.chosen[0].tail_votes
     return votes
 
 
@@ -101,8 +101,13 @@ def test_rollback_copies_and_a_refused_append():
 
 def test_bytes_count_the_kept_queries():
     store, *_ = filled("h2o:budget=100,recent=16,evict=block+kivi:bits=4", [200, *range(201, 211)])
-    figures = [store.pool.positions, *store.pool.fields.values(), store.tail_votes, store.queries]
-    assert store.queries.shape == (1, 4, 10, 32)
+    figures = [
+        store.chosen[0].pool.positions,
+        *store.chosen[0].pool.fields.values(),
+        store.chosen[0].tail_votes,
+        store.chosen[0].queries,
+    ]
+    assert store.chosen[0].queries.shape == (1, 4, 10, 32)
     assert store.footprint().parts["selection"] == sum(x.nbytes for x in figures)
 
 

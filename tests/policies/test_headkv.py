@@ -203,7 +203,12 @@ def test_the_estimate_command_says_that_it_is_a_lower_bound(capfd):
 def test_footprint_counts_the_tensors_held():
     store, *_ = filled("headkv:budget=100+kivi:bits=4", [300, *range(301, 371)], uneven(), B=2)
     planes = [x for side in store.sides for page in side.packed.pages for x in page.planes.values()]
-    held = [*planes, store.pool.positions, *(tail._data for tail in store.tails), *(side.loose for side in store.sides)]
+    held = [
+        *planes,
+        store.chosen[0].pool.positions,
+        *(side.tail._data for side in store.sides),
+        *store.chosen[0].pool.loose,
+    ]
     assert store.footprint().total_bytes == sum(x.numel() * x.element_size() for x in held)
 
 

@@ -154,7 +154,7 @@ def test_output_attentions(llama, policy):
     for layer, held in zip(weights, cache.layers, strict=True):
         assert layer.shape == (1, 4, 2, 202)
         torch.testing.assert_close(layer.sum(-1), torch.ones(1, 4, 2))
-        budget = int(held.store._head_budget()[0, 0])
+        budget = int(held.store.chosen[0]._head_budget()[0, 0])
         assert budget - 2 < (layer[0, 0, 1] > 0).sum() <= budget + 2 < 200
 
 
@@ -201,7 +201,7 @@ def test_other_types_modes_and_devices(policy):
         assert torch.isfinite(embeds.grad).all()
         for layer in cache.layers:
             assert layer.store.keys.dtype == torch.bfloat16
-            assert not any(x.requires_grad for pool in layer.store.pools for x in pool.fields.values())
+            assert not any(x.requires_grad for pool in layer.store.chosen[0].pools for x in pool.fields.values())
             layer.offload()
             layer.prefetch()
         with torch.no_grad():

@@ -173,7 +173,7 @@ def held_by_a_layer(recipe, cuts):
         if store.ranks(n):
             observed = Observed(importance=torch.rand(1, 1, store.keys.tail.tokens + n, generator=g))
         if store.observed(n):
-            held = store.tails[0].tokens + store.pool.positions.shape[2] + n
+            held = store.keys.tail.tokens + store.chosen[0].pool.positions.shape[2] + n
             observed = Observed(torch.rand(1, 1, held, generator=g))
         store.append(keys, values, None, observed)
     footprint = store.footprint()

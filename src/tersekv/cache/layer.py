@@ -8,32 +8,32 @@ therefore do not depend on how tokens were fed, unless a codec is fitted on the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from tersekv.cache.coding import own_sinks, without_padding
+from tersekv.cache.chosen_tokens import ChosenTokens
+from tersekv.cache.coding import without_padding
 from tersekv.cache.context_parallel import ELSEWHERE, OwnBlocks
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.found_sinks import FoundTokens, found_are_packed
+from tersekv.cache.head_tokens import HeadTokens
 from tersekv.cache.layer_checks import LAYER, layer_padding, layer_tokens
 from tersekv.cache.pages import ROLLBACK_TOKENS, PageSizes
 from tersekv.cache.parallel import ContextParallel, HeadShard
-from tersekv.cache.placement import Move, Placement
+from tersekv.cache.placement import Placement
 from tersekv.cache.ranked_tokens import RankedTokens, ranked_are_packed
 from tersekv.cache.rotary import Rotary
-from tersekv.cache.segments import UNSEEN, ExactSegment, Observed, PackedSegment, packed_pages_of
-from tersekv.cache.side import SideStore, extents
-from tersekv.cache.state import Rules, Spec
-from tersekv.cache.store import Store
-from tersekv.errors import CacheError, UserError
-from tersekv.kernels.attend import PackedPages, Where
+from tersekv.cache.sampled_tokens import SampledTokens
+from tersekv.cache.segments import UNSEEN, Observed
+from tersekv.cache.side import SideStore
+from tersekv.cache.state import Rules, Spec, State
+from tersekv.cache.store import LEAST_QUERIES, Store
+from tersekv.errors import CacheError
 from tersekv.policies.base import two_rates
 from tersekv.recipe import LayerPlan
-from tersekv.tensors import gathered, plain
+from tersekv.tensors import plain
 from tersekv.transforms.rope import Rope
 
 
@@ -51,7 +51,7 @@ class LayerStore(Store):
 
     STATE: ClassVar[Spec] = LAYER
     RULES: ClassVar[Rules] = (layer_tokens, layer_padding, found_are_packed, ranked_are_packed)
-    PARTS: ClassVar[tuple[str, ...]] = ("placement", "sides", "rotary", "found", "ranked")
+    PARTS: ClassVar[tuple[str, ...]] = ("placement", "sides", "rotary", "found", "ranked", "chosen")
     MADE: ClassVar[tuple[str, ...]] = ("_pages",)
 
     @plain
@@ -67,7 +67,8 @@ class LayerStore(Store):
         query_rope: Rope | None = None,
     ) -> None:
         rest = plan.policy.rest if window is None and two_rates(plan.keys, plan.values) else 0.0
-        if rest:  # heads store different tokens, so nothing is stored jointly for all of them
+        evicts = window is None and plan.policy.drops
+        if rest or evicts:  # heads store different tokens, so nothing is stored jointly for all of them
             plan = plan.per_head()
         plan = plan._replace(keys=plan.keys.to(keys.device), values=plan.values.to(keys.device))
         self.plan, self.policy, self.window, self.heads = plan, plan.policy, window, heads
@@ -75,7 +76,7 @@ class LayerStore(Store):
         self.flush_tokens = math.lcm(*blocks)
         dtype = plan.policy.exact_dtype(keys.dtype)
         tail_tokens = plan.policy.recent + plan.policy.waiting_tokens(self.flush_tokens, window)
-        self.rotary = Rotary(rope) if rope is not None and plan.keys.needs_rope else None
+        self.rotary = Rotary(rope) if rope is not None and plan.keys.needs_rope and not evicts else None
         sizes = PageSizes(self.flush_tokens, None if window is None else window + ROLLBACK_TOKENS)
         corrected = plan.policy.corrected_share
         self.keys = SideStore(plan.keys, keys, dtype, sizes, tail_tokens, self.rotary, heads, corrected, rest)
@@ -84,47 +85,21 @@ class LayerStore(Store):
         if not plan.policy.packs_generated:
             for side in self.sides:
                 side.tail.grows = True
-        self.padding: Tensor | None = None  # set while rows of a batch have sinks of their own
+        self.padding = None
         self.placement = Placement(plan.policy, window, self.flush_tokens)
         self.room = 0  # lower bound of the tokens that can be added before some leave the window
-        self._pages: PackedPages | None = None  # cached until packed blocks change
+        self._pages = None  # cached until packed blocks change
         most = plan.policy.most_found if window is None and two_rates(plan.keys, plan.values) else 0
-        like = self.keys.sinks, self.values.sinks
-        self.found = [FoundTokens(most, *like, heads)] if most else []
-        rope = query_rope or rope
-        self.ranked = [RankedTokens(plan.policy, self.flush_tokens, self.keys.sinks, rope)] if rest else []
-        if self.ranked:
-            self.keeps_queries, self.least_queries = True, 1
+        self.found = [FoundTokens(most, self.keys.sinks, self.values.sinks, heads)] if most else []
+        ranks = rest and not evicts
+        ranking = plan.policy, self.flush_tokens, self.keys.sinks, query_rope or rope
+        self.ranked = [RankedTokens(*ranking)] if ranks else []
+        kind = SampledTokens if plan.policy.samples else ChosenTokens
+        self.chosen = [kind(plan, self.sides, self.placement, rope, heads)] if evicts else []
+        self.by_head, self.estimates = evicts, any(chosen.estimates for chosen in self.chosen)
+        self.keeps_queries = bool(self.ranked) or any(chosen.keeps_queries for chosen in self.chosen)
+        self.least_queries = 1 if self.ranked or self.chosen else LEAST_QUERIES
         self.own = None if context_parallel is None else OwnBlocks(context_parallel, self.flush_tokens, keys.device)
-
-    # getters in C, because a step reads these numbers several times
-    shape = property(attrgetter("keys.sinks.shape"), doc="See `Store`.")
-    device = property(attrgetter("keys.sinks.device"), doc="See `Store`.")
-    num_tokens = property(attrgetter("placement.tokens"), doc="Number of tokens received.")
-    num_evicted = property(attrgetter("placement.evicted"), doc="Number of tokens that have left a sliding window.")
-    deferred = property(attrgetter("placement.deferred"), doc="See `Placement`.")
-    packed_first = property(attrgetter("placement.packed_first"), doc="Position of the first packed token.")
-    packed_tokens = property(attrgetter("keys.packed_tokens"), doc="Number of packed tokens held here.")
-
-    @property
-    def context_parallel(self) -> ContextParallel | None:
-        """The processes that share the packed tokens, or None if nothing is packed yet."""
-        return self.own.processes if self.own is not None and self.placement.packed else None
-
-    @property
-    def packed_everywhere(self) -> bool:
-        """True if all processes have packed tokens, or none has."""
-        return self.own is None or self.own.everywhere(self.placement.packed)
-
-    @property
-    def latest_keys(self) -> Tensor:
-        """Keys [B, H, n, D] of the latest tokens, which are exact."""
-        return self.keys.tail.data
-
-    @property
-    def hidden(self) -> Tensor | None:
-        """Positions of each row's padding and own sinks, int64 [B], to mask for other tokens; None without padding."""
-        return None if self.padding is None else self.padding + self.keys.sinks.shape[2]
 
     @plain
     def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, observed: Observed = UNSEEN) -> None:
@@ -132,7 +107,7 @@ class LayerStore(Store):
 
         padding: int64 [B], leading positions of each batch row without a token, known from the
             first mask. Each row's own first tokens become its sinks.
-        observed: losses, if `observes` says that they are needed.
+        observed: what `observes`, `ranks` and `observed` say that is needed.
 
         Raises:
             CacheError, UserError: values are not finite, or too large. Nothing was added.
@@ -146,6 +121,9 @@ class LayerStore(Store):
             self.values.tail.append(new[1])
             self.placement.tokens += n
             self.room -= n
+            return
+        if self.chosen:
+            self._choose(self.chosen[0], new, padding, observed)
             return
         if self.deferred and padding is not None and int(padding.max()) > 0:
             self.padding = padding
@@ -163,30 +141,17 @@ class LayerStore(Store):
             self._add(new, True, observed)
             self.padding = self.padding if self.placement.most_sinks else None
 
-    def observes(self, n: int) -> bool:
-        """True if appending n tokens fits a codec that observes queries. Nothing is packed yet then."""
-        codecs = [side.codec for side in self.sides]
-        if not any(codec.needs_fit == "prompt" and codec.observes for codec in codecs):
-            return False
-        return self._next(n).leave > 0
-
     def record_past(self, past: bool) -> None:
         """Let a sliding window evict tokens at a crop only, or not."""
         self.placement.record_past = past
 
-    def ranks(self, n: int) -> bool:
-        """True if appending n tokens packs some of them at a lower rate."""
-        return n > self.room and any(ranked.counts(self._next(n).leave)[1] for ranked in self.ranked)
-
-    def _next(self, n: int) -> Move:
-        """Return what appending n tokens changes."""
-        placement = self.placement.fresh() if self.deferred else self.placement
-        return placement.move(n + self.num_tokens - placement.tokens)
-
-    def keep(self, query: Tensor, masked: bool = False) -> None:
-        """Keep queries of tokens that are about to be appended, see `RankedTokens`."""
-        for ranked in self.ranked:
-            ranked.keep(query, self.num_tokens, masked)
+    def _choose(self, chosen: HeadTokens, new: list[Tensor], padding: Tensor | None, observed: Observed) -> None:
+        """Append tokens of which each head keeps its own."""
+        before = [pool.positions for pool in chosen.pools]
+        chosen.receive(new, padding, observed.votes)
+        if any(pool.positions is not old for pool, old in zip(chosen.pools, before, strict=True)):
+            self._pages = None
+        self.padding, self.room = chosen.padding, chosen.room()
 
     def _add(self, new: list[Tensor], restart: bool, observed: Observed) -> None:
         """Distribute new tokens to sinks, packed blocks and tail.
@@ -221,88 +186,11 @@ class LayerStore(Store):
                 self.own.add(place, own)
         self.room = placement.room()
 
-    def exact_segments(self) -> list[ExactSegment]:
-        """Return sinks and tail, without empty ones."""
-        keys, values = self.sides
-        segments = []
-        if keys.sinks.shape[2]:
-            first = 0 if self.padding is None else own_sinks(self.padding, self.placement.sinks)
-            segments.append(ExactSegment(keys.sinks, values.sinks, first))
-        if n := keys.tail.tokens:
-            segments.append(ExactSegment(keys.tail._data[:, :, :n], values.tail._data[:, :, :n], self.num_tokens - n))
-        for found in self.found:
-            segments += found.segment()
-        return segments
-
-    def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
-        """Return packed slots `first` to `first + tokens`, multiples of `flush_tokens`, or None.
-
-        Slots count those of the codec's own rate first. The segment ends where a rate ends.
-        """
-        for rate, tier in enumerate(self.keys.tiers):
-            left = tier.packed.tokens - first
-            if left > 0:
-                return self._packed(rate, first, left if tokens is None else min(tokens, left))
-            first = -left
-        return None
-
-    def packed_pages(self) -> Iterator[PackedSegment]:
-        """Return packed tokens page by page, without copies, those of the codec's own rate first."""
-        for rate, tiers in enumerate(zip(*(side.tiers for side in self.sides), strict=True)):
-            yield from (self._packed(rate, *extent) for extent in extents(tiers))
-
-    def pages(self) -> PackedPages | None:
-        """Return all packed tokens as attention reads them, None if there are none; cached until they change."""
-        if self._pages is None:
-            pages = list(self.packed_pages())
-            made = packed_pages_of(pages, self.kv_heads)
-            if not all(page.keys.keeps and page.values.keeps for page in pages):
-                return made
-            self._pages = made
-            if made is not None:
-                made.kept = True
-        return self._pages
-
-    def _packed(self, rate: int, first: int, tokens: int) -> PackedSegment:
-        where: Where = self.packed_first + first
-        if self.own is not None:
-            where = self.own.part(first, tokens)
-        for ranked in self.ranked:
-            where = ranked.marks(rate, first, tokens, self.packed_first)
-        keys, values = (side.view(rate, first, tokens, where) for side in self.sides)
-        return PackedSegment(keys, values, where, tokens, self.keys.tiers[rate].correction)
-
-    def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return all tokens held as [B, H, n, D], in order of position.
-
-        Raises:
-            UserError: other processes hold some of them.
-        """
-        if self.context_parallel is not None:
-            raise UserError(f"{ELSEWHERE}: only tersekv's attention can read it, without output_attentions")
-        pages = list(self.packed_pages())
-        both = [[page.keys for page in pages], [page.values for page in pages]]
-        packed = [[view.decode().to(dtype) for view in views] for views in both]
-        if self.ranked and pages:
-            order = self.ranked[0].order()
-            packed = [[gathered(torch.cat(parts, dim=2), order)] for parts in packed]
-        keys, values = (
-            torch.cat([side.sinks.to(dtype), *parts, side.tail.data.to(dtype)], dim=2)
-            for side, parts in zip(self.sides, packed, strict=True)
-        )
-        if self.padding is not None:
-            own = own_sinks(self.padding, self.placement.sinks)[:, None, :, None]
-            keys, values = (
-                x.scatter(2, own.expand(-1, x.shape[1], -1, x.shape[-1]), side.sinks.to(dtype))
-                for x, side in zip((keys, values), self.sides, strict=True)
-            )
-        for found in self.found:
-            found.put((keys, values), 0)
-        return keys, values
-
     def check_crop(self, n: int) -> None:
         """Raise CacheError unless the n latest tokens can be rolled back."""
         held = self.keys.tail.tokens
+        for chosen in self.chosen:
+            chosen.check_crop(n)
         if self.context_parallel is not None and held < n < self.num_tokens:
             raise CacheError(
                 f"cannot roll back {n} tokens: {ELSEWHERE}, and {held} are exact in all (the policy's option recent "
@@ -313,16 +201,17 @@ class LayerStore(Store):
                 f"cannot roll back {n} of {self.num_tokens} tokens; under the policy mixed the latest {held} can be "
                 "rolled back, or all"
             )
-        self.placement.check_crop(n, None if self.padding is None else int(self.padding.max()))
+        first = None if self.padding is None or self.chosen else int(self.padding.max())
+        self.placement.check_crop(n, first)
 
     def is_whole(self, seen: int) -> bool:
         """True if, after an interrupted append, keys and values still hold the `seen` tokens."""
         held = {self.num_evicted + side.sinks.shape[2] + side.packed_tokens + side.tail.tokens for side in self.sides}
-        return self.num_tokens == seen and held == {seen}
+        return self.num_tokens == seen and held == {seen} and not self.chosen  # it is unknown which tokens heads hold
 
     @plain
     def crop(self, n: int) -> None:
-        """Roll back the n latest tokens.
+        """Roll back the n latest tokens, see `check_crop`.
 
         Affected packed blocks are removed as a whole. Their other tokens return to the tail, decoded.
 
@@ -330,7 +219,7 @@ class LayerStore(Store):
             CacheError: a sliding window, a padded batch or the cache holds too few tokens.
         """
         self.check_crop(n)
-        first, from_tail = self.packed_first, min(n, self.placement.tail)
+        first, from_tail = self.packed_first, min(n, self.keys.tail.tokens)
         removed, back = self.placement.crop(n)
         past = self.placement.past() if self.placement.record_past else 0
         self._pages, self.room = None, 0
@@ -343,6 +232,8 @@ class LayerStore(Store):
             if side.sinks.shape[2] > self.placement.sinks:
                 side.sinks = side.sinks[:, :, : self.placement.sinks].clone()
             side.forget(past)
+        for chosen in self.chosen:
+            chosen.crop()
         for found in self.found:
             first = self.num_tokens - self.placement.tail
             found.put([side.tail.data for side in self.sides], first)
@@ -355,9 +246,14 @@ class LayerStore(Store):
             if self.rotary is not None:
                 self.rotary.clear()
 
+    def _hold(self, state: State, place: str) -> None:
+        super()._hold(state, place)
+        for chosen in self.chosen:
+            chosen.pad(self.padding)
+
     def _held(self) -> list[Any]:
         """Return the parts that hold tensors."""
-        return [*self.sides, *self.found, *self.ranked, *([] if self.own is None else [self.own])]
+        return [*self.sides, *self.found, *self.ranked, *self.chosen, *([] if self.own is None else [self.own])]
 
     @plain
     def select(self, rows: Tensor) -> None:
@@ -383,7 +279,8 @@ class LayerStore(Store):
         rope = []
         if self.rotary is not None and self.packed_tokens:
             rope = self.rotary.tables(self.device, self.keys.codec.centred, self.keys.head_dim)
-        return [*rope, *(table for side in self.sides for table in side.tables())]
+        parts: list[Any] = [*self.sides, *self.chosen]
+        return [*rope, *(table for part in parts for table in part.tables())]
 
     def footprint(self) -> Footprint:
         """Return the bytes held, without tables."""

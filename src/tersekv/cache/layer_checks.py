@@ -14,7 +14,7 @@ def layer_tokens(store: Any, place: str) -> None:
     counts = {(side.sinks.shape[2], side.packed_tokens, side.tail.tokens) for side in store.sides}
     require(len(counts) == 1, place, f"holds different numbers of keys and values {sorted(counts)}")
     held, placed = counts.pop(), store.placement
-    wanted = placed.sinks, placed.packed, placed.tail
+    wanted = (0, *held[1:]) if store.chosen else (placed.sinks, placed.packed, placed.tail)
     require(held == wanted, place, f"holds {held} sinks, packed and recent tokens, and must hold {wanted}")
 
 
@@ -28,5 +28,5 @@ def layer_padding(store: Any, place: str) -> None:
         require(same, f"{place}.rotary.0.padding", "is not the layer's")
     if store.padding is not None and not store.deferred:
         sinks = store.keys.sinks.shape[2]
-        fits = sinks > 0 and int(store.padding.max()) + sinks <= store.num_tokens
+        fits = (sinks > 0 or store.by_head) and int(store.padding.max()) + sinks <= store.num_tokens
         require(fits, f"{place}.padding", f"leaves no room for {sinks} tokens of {store.num_tokens}")

@@ -8,10 +8,9 @@ packed again only if that changes no bit.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +18,11 @@ from torch import Tensor
 from tersekv.cache import coding
 from tersekv.cache.coding import Tokens
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.pages import PageSizes
 from tersekv.cache.parallel import HeadShard
-from tersekv.cache.schema import MOST, Check, flag, of_spec, optional, record, require, tensor
-from tersekv.cache.state import Spec, Stateful
+from tersekv.cache.schema import Check, flag, listed, of_spec, record, require, tensor
+from tersekv.cache.segments import ExactSegment
+from tersekv.cache.state import Stateful
 from tersekv.cache.tier import Tier
-from tersekv.codecs import Codec
 from tersekv.layouts.base import Layout, View
 from tersekv.tensors import TensorSpec, gathered
 from tersekv.transforms.rope import Angles, Rope
@@ -45,46 +43,28 @@ def most_blocks(layouts: Iterable[Layout], tokens: int, flush: int) -> int:
     return math.ceil(spare * max(0, tokens) / flush) + 1
 
 
-class PoolSide(Tier):
-    """One side of a pool. Packed blocks hold different tokens in each head.
-
-    loose: [B, H, L, D], exact tokens: attention sinks, and tokens that do not fill a block yet.
-    """
-
-    STATE: ClassVar[Spec] = {"loose": lambda side: tensor(side.dtype, side.B, side.H, None, side.head_dim)}
-
-    def __init__(self, codec: Codec, like: Tensor, dtype: torch.dtype, *arguments: Any) -> None:
-        super().__init__(dataclasses.replace(codec, per_head=True), like, *arguments)
-        self.dtype, self.loose = dtype, like.new_empty((self.B, self.H, 0, self.head_dim), dtype=dtype)
-
-    def to(self, device: torch.device | str) -> None:
-        """Move everything to a device."""
-        super().to(device)
-        self.loose = self.loose.to(device)
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these batch rows."""
-        super().select(rows)
-        self.loose = self.loose.index_select(0, rows)
-
-
 def _fields(pool: TokenPool) -> Check:
     """Return the check of the fields. An empty slot may hold any number."""
     B, H, _ = pool.positions.shape
     return record({name: of_spec(TensorSpec(x.dtype, (B, H, None), anything=True)) for name, x in pool.fields.items()})
 
 
+def _loose(pool: TokenPool) -> Check:
+    """Return the check of the exact tokens."""
+    return listed([tensor(x.dtype, *x.shape[:2], None, x.shape[3]) for x in pool.loose])
+
+
 POOL = {
+    "loose": _loose,
     "positions": lambda pool: tensor(torch.int32, *pool.positions.shape[:2], None),
     "fields": _fields,
-    "padding": lambda pool: optional(tensor(torch.int64, pool.positions.shape[0], low=0, high=MOST)),
     "moves": lambda pool: flag,
 }
 
 
 def pool_slots(pool: TokenPool, place: str) -> None:
-    """Check that sides, positions and fields have the same slots."""
-    counts = {(side.packed.tokens, side.loose.shape[2]) for side in pool.sides}
+    """Check that tiers, positions and fields have the same slots."""
+    counts = {(tier.packed.tokens, x.shape[2]) for tier, x in zip(pool.tiers, pool.loose, strict=True)}
     require(len(counts) == 1, place, f"holds different numbers of slots for keys and values {sorted(counts)}")
     slots = sum(counts.pop())
     for name, x in {"positions": pool.positions, **pool.fields}.items():
@@ -94,50 +74,43 @@ def pool_slots(pool: TokenPool, place: str) -> None:
 
 
 class TokenPool(Stateful):
-    """Chosen tokens of a layer.
+    """Chosen tokens of a layer. Tiers hold the packed ones, different ones in each head.
 
+    tiers: of each side, or of the keys alone.
+    like: for each of them, a tensor [B, H, ·, D] in the dtype of exact tokens.
+    loose: for each of them [B, H, L, D], exact tokens: attention sinks, and tokens that do not fill a block yet.
     positions: int32 [B, H, slots], packed slots first, then loose ones.
     fields: further numbers per slot, by name.
     rope: RoPE of the keys, needed if they are coded before RoPE. Exact tokens are stored after
         RoPE.
-    corrected: share of the bias of softmax weights that is corrected, see `Tier`.
-    rest, base: bits of a lower rate, and the pool whose fit this one shares, see `Tier`.
+    padding: int64 [B], positions before each row's first token, or None.
+    moves: True if packing a token again gave the same bits so far.
     """
 
     STATE, RULES = POOL, (pool_slots,)
-    PARTS = ("sides",)
 
     def __init__(
         self,
-        codecs: Sequence[Codec],
+        tiers: Sequence[Tier],
         like: Sequence[Tensor],
-        dtype: torch.dtype,
         fields: dict[str, torch.dtype] | None = None,
         rope: Rope | None = None,
         heads: HeadShard | None = None,
-        corrected: float = 0.0,
-        rest: float = 0.0,
-        base: TokenPool | None = None,
     ) -> None:
-        pairs, (B, H) = list(zip(codecs, like, strict=True)), like[0].shape[:2]
-        self.flush_tokens = math.lcm(*(codec.layout(x.shape[-1]).block_tokens for codec, x in pairs))
-        shares, sizes = (corrected, 0.0), PageSizes(self.flush_tokens)  # only keys have a bias to correct
-        bases: Sequence[PoolSide | None] = (None, None) if base is None else base.sides
-        self.heads = heads
-        self.sides: list[PoolSide] = [
-            PoolSide(codec, x, dtype, sizes, share, rest, own)
-            for (codec, x), share, own in zip(pairs, shares, bases, strict=False)
-        ]
-        self.positions = like[0].new_empty((B, H, 0), dtype=torch.int32)
-        self.fields = {name: like[0].new_empty((B, H, 0), dtype=kind) for name, kind in (fields or {}).items()}
-        self.rope = rope if codecs[0].needs_rope else None
-        self.padding: Tensor | None = None  # int64 [B], positions before each row's first token
-        self.moves = True  # packing a token again gave the same bits so far
+        self.tiers, self.heads = tiers, heads
+        self.flush_tokens = math.lcm(*(tier.packed.layout.block_tokens for tier in tiers))
+        self.loose = [x[:, :, :0].clone() for x in like]
+        new, shape = like[0].new_empty, (*like[0].shape[:2], 0)
+        self.positions = new(shape, dtype=torch.int32)
+        self.fields = {name: new(shape, dtype=kind) for name, kind in (fields or {}).items()}
+        self.rope = rope if tiers[0].codec.needs_rope else None
+        self.padding: Tensor | None = None
+        self.moves = True
 
     @property
     def packed_tokens(self) -> int:
         """Number of packed slots."""
-        return self.sides[0].packed.tokens
+        return self.tiers[0].packed.tokens
 
     @property
     def alive(self) -> Tensor:
@@ -145,11 +118,10 @@ class TokenPool(Stateful):
         return self.positions >= 0
 
     def add(self, tokens: Sequence[Tensor], positions: Tensor, fields: dict[str, Tensor]) -> None:
-        """Append loose tokens: [B, H, n, D] for each side, positions [B, H, n] (−1 if a head has
+        """Append loose tokens: [B, H, n, D] for each tier, positions [B, H, n] (−1 if a head has
         none).
         """
-        for side, x in zip(self.sides, tokens, strict=True):
-            side.loose = torch.cat([side.loose, x.to(side.dtype)], dim=2)
+        self.loose = [torch.cat([old, x.to(old.dtype)], dim=2) for old, x in zip(self.loose, tokens, strict=True)]
         self.positions = torch.cat([self.positions, positions.to(torch.int32)], dim=2)
         self.fields = {name: torch.cat([old, fields[name].to(old.dtype)], dim=2) for name, old in self.fields.items()}
         self._tidy()
@@ -172,8 +144,7 @@ class TokenPool(Stateful):
         alive = self.alive[:, :, P:]
         if not bool(alive.all()):
             order = (~alive).int().argsort(dim=-1, stable=True)[:, :, : int(alive.sum(-1).max())]
-            for side in self.sides:
-                side.loose = gathered(side.loose, order)
+            self.loose = [gathered(x, order) for x in self.loose]
             self._rearrange(P + order)
 
     def _rearrange(self, loose: Tensor) -> None:
@@ -197,7 +168,12 @@ class TokenPool(Stateful):
     def views(self, first: int, tokens: int) -> list[View]:
         """Return views of packed slots `first` to `first + tokens` of each side."""
         at = None if self.rope is None else self._angles(self.positions[:, :, first : first + tokens])
-        return [side.view(first, tokens, None if i else at) for i, side in enumerate(self.sides)]
+        return [tier.view(first, tokens, None if i else at) for i, tier in enumerate(self.tiers)]
+
+    def exact_segment(self) -> list[ExactSegment]:
+        """Return loose tokens of keys and values, if there are any."""
+        keys, values = self.loose
+        return [ExactSegment(keys, values, self.positions[:, :, self.packed_tokens :])] if keys.shape[2] else []
 
     def pack(
         self, movable: Tensor, samples: Sequence[Tensor], sample_positions: Tensor, most_blocks: int | None
@@ -227,11 +203,11 @@ class TokenPool(Stateful):
         positions = self.positions[:, :, P:].gather(2, order)
         self.fit(samples, sample_positions)
         encoded = [
-            side.encoded(side.codec, self._chunks(i, gathered(side.loose, order), positions, taken))
-            for i, side in enumerate(self.sides)
+            tier.encoded(tier.codec, self._chunks(i, gathered(self.loose[i], order), positions, taken))
+            for i, tier in enumerate(self.tiers)
         ]
-        for side, changes in zip(self.sides, encoded, strict=True):
-            side.append(side.codec, changes)
+        for tier, changes in zip(self.tiers, encoded, strict=True):
+            tier.append(tier.codec, changes)
         self._move(P, order, taken)
         self._compact(most_blocks)
         self._give_back(most_blocks)
@@ -244,9 +220,9 @@ class TokenPool(Stateful):
 
     def fit(self, samples: Sequence[Tensor], positions: Tensor) -> None:
         """Fit the codecs that need the prompt and have not been fitted, see `pack`."""
-        for i, (side, sample) in enumerate(zip(self.sides, samples, strict=True)):
-            if side.codec.needs_fit == "prompt":
-                side.codec = coding.fitted(side.codec, [self._tokens(i, sample, positions)], heads=self.heads)
+        for i, (tier, sample) in enumerate(zip(self.tiers, samples, strict=True)):
+            if tier.codec.needs_fit == "prompt":
+                tier.codec = coding.fitted(tier.codec, [self._tokens(i, sample, positions)], heads=self.heads)
 
     def _move(self, P: int, order: Tensor, taken: Tensor) -> None:
         """Insert positions and fields of the loose slots `order` between packed and loose slots."""
@@ -278,17 +254,17 @@ class TokenPool(Stateful):
         held = alive.gather(2, order)
         order = torch.where(held, order, order[:, :, :1])
         planes = []
-        for side in self.sides:
-            if side.packed.layout.moves_tokens:
-                planes.append(side.packed.layout.select_tokens(side.planes(0, P), order))
+        for tier in self.tiers:
+            if tier.packed.layout.moves_tokens:
+                planes.append(tier.packed.layout.select_tokens(tier.planes(0, P), order))
                 continue
-            x = gathered(side.view(0, P).decode(), order)
-            planes.append(side.codec.encode(x))
-            self.moves = self.moves and torch.equal(side.codec.decode(planes[-1], side.head_dim), x)
+            x = gathered(tier.view(0, P).decode(), order)
+            planes.append(tier.codec.encode(x))
+            self.moves = self.moves and torch.equal(tier.codec.decode(planes[-1], tier.head_dim), x)
         if not self.moves:
             return
-        for side, moved in zip(self.sides, planes, strict=True):
-            side.packed.hold(moved)
+        for tier, moved in zip(self.tiers, planes, strict=True):
+            tier.packed.hold(moved)
         self.positions = torch.cat(
             [self.positions.gather(2, order).masked_fill(~held, -1), self.positions[:, :, P:]], dim=2
         )
@@ -308,9 +284,9 @@ class TokenPool(Stateful):
         sums = self.fields[WEIGHT][:, :, :P].unflatten(2, (-1, t)).masked_fill(~alive, 0.0).sum(-1)
         sums = sums.masked_fill(~filled, -torch.inf)
         kept = sums.topk(blocks - drop, dim=-1).indices.sort(dim=-1).values
-        for side in self.sides:
-            per_flush = t // side.packed.layout.block_tokens
-            side.packed.keep(_slots_of(kept, per_flush))
+        for tier in self.tiers:
+            per_flush = t // tier.packed.layout.block_tokens
+            tier.packed.keep(_slots_of(kept, per_flush))
         slots = _slots_of(kept, t)
         loose = torch.arange(P, self.positions.shape[2], device=slots.device).expand(*slots.shape[:2], -1)
         index = torch.cat([slots, loose], dim=2)
@@ -322,40 +298,29 @@ class TokenPool(Stateful):
 
         Nothing is copied, because later appends do not change marked data.
         """
-        sides = [(side.codec, side.loose, side.lost, side.packed.mark()) for side in self.sides]
-        return sides, self.positions, dict(self.fields)
+        tiers = [(tier.codec, tier.lost, tier.packed.mark()) for tier in self.tiers]
+        return tiers, self.loose, self.positions, dict(self.fields)
 
     def undo(self, mark: Any) -> None:
         """Undo everything since `mark()`."""
-        sides, self.positions, self.fields = mark
-        for side, (codec, loose, lost, packed) in zip(self.sides, sides, strict=True):
-            side.codec, side.loose, side.lost = codec, loose, lost
-            side.packed.undo(packed)
+        tiers, self.loose, self.positions, self.fields = mark
+        for tier, (codec, lost, packed) in zip(self.tiers, tiers, strict=True):
+            tier.codec, tier.lost = codec, lost
+            tier.packed.undo(packed)
 
-    def to(self, device: torch.device | str) -> None:
-        """Move everything to a device."""
-        for side in self.sides:
-            side.to(device)
-        self._map_figures(lambda x: x.to(device))
-        self.padding = None if self.padding is None else self.padding.to(device)
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these batch rows (int64, repeats allowed)."""
-        for side in self.sides:
-            side.select(rows)
-        self._map_figures(lambda x: x.index_select(0, rows))
-        self.padding = None if self.padding is None else self.padding.index_select(0, rows)
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function to all tensors but those of the tiers: keep rows, or move to a device."""
+        self.loose = [fn(x) for x in self.loose]
+        self._map_figures(fn)
 
     def _map_figures(self, fn: Callable[[Tensor], Tensor]) -> None:
         self.positions = fn(self.positions)
         self.fields = {name: fn(x) for name, x in self.fields.items()}
 
     def count(self, footprint: Footprint, sinks: int) -> None:
-        """Add the bytes held to `footprint`. `sinks` loose slots per head count as sinks."""
-        for side in self.sides:
-            side.packed.count(footprint)
-            slots = side.loose.shape[2]
-            held = side.loose.nbytes
+        """Add the bytes held to `footprint`, without the tiers'. `sinks` loose slots per head count as sinks."""
+        for x in self.loose:
+            slots, held = x.shape[2], x.nbytes
             as_sinks = held * min(sinks, slots) // slots if slots else 0
             footprint.parts["exact sinks"] += as_sinks
             footprint.parts["exact window"] += held - as_sinks

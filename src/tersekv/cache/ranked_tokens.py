@@ -133,7 +133,7 @@ class RankedTokens(Stateful):
         """Return `high` as bool [B, H, packed]."""
         return unpack_bits(self.high)
 
-    def marks(self, rate: int, first: int, tokens: int, packed_first: int) -> Marks:
+    def where(self, rate: int, first: int, tokens: int, packed_first: int) -> Marks:
         """Return the positions of slots `first` to `first + tokens` of a tier.
 
         packed_first: position of the first packed token.

@@ -6,7 +6,7 @@ A check takes a value and its path in the state. It raises a `UserError` that be
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -129,6 +129,17 @@ def each(wanted: Check, count: int | None = None) -> Check:
             refuse(place, f"has {len(value)} entries, and must have {count}")
         for i, entry in enumerate(value):
             wanted(entry, f"{place}.{i}")
+
+    return check
+
+
+def listed(wanted: Sequence[Check]) -> Check:
+    """Return a check for a list with one entry for each of the checks."""
+
+    def check(value: Any, place: str) -> None:
+        each(anything, len(wanted))(value, place)
+        for i, (entry, one) in enumerate(zip(value, wanted, strict=True)):
+            one(entry, f"{place}.{i}")
 
     return check
 

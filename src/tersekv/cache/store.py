@@ -1,74 +1,83 @@
-"""Questions that attention and transformers ask a store of one layer. Defaults: it keeps all tokens."""
+"""Reading half of the cache of one layer: what attention and transformers ask. `LayerStore` holds and changes it."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from tersekv.cache.context_parallel import OwnBlocks
-from tersekv.cache.footprint import Footprint
+from tersekv.cache.coding import own_sinks
+from tersekv.cache.context_parallel import ELSEWHERE, OwnBlocks
 from tersekv.cache.found_sinks import FoundTokens
+from tersekv.cache.head_tokens import UNREADABLE, HeadTokens
 from tersekv.cache.parallel import ContextParallel, HeadShard
+from tersekv.cache.placement import Move, Placement
 from tersekv.cache.ranked_tokens import RankedTokens
 from tersekv.cache.rotary import Rotary
-from tersekv.cache.segments import UNSEEN, ExactSegment, Observed, PackedSegment, WeightedSegment, packed_pages_of
+from tersekv.cache.segments import ExactSegment, PackedSegment, WeightedSegment, packed_pages_of
+from tersekv.cache.side import SideStore, extents
 from tersekv.cache.state import Stateful
-from tersekv.kernels.attend import PackedPages
+from tersekv.errors import UserError
+from tersekv.kernels.attend import PackedPages, Where
+from tersekv.policies.base import TokenPolicy
+from tersekv.tensors import gathered
 
 LEAST_QUERIES = 8
 """Calls with fewer queries show too few of the tokens that later queries read, so codecs do not observe them."""
 
 
-class Store(Stateful, ABC):
-    """Keys [B, H, n, Dk] and values [B, H, n, Dv] of one layer.
+class Store(Stateful):
+    """Keys [B, H, n, Dk] and values [B, H, n, Dv] of one layer, for reading.
 
-    by_head: True if heads hold different tokens.
-    least_queries: calls with fewer queries are not observed.
-    keeps_queries: True if queries are needed after their call.
-    estimates: True if attention is estimated from weighted samples.
-    found: found tokens, which are exact and packed, too; none, or one object.
-    shape: [B, H, ·, D] of keys. device: that of the tensors.
+    policy, window: see `LayerStore`.
     keys, values, sides: the two sides, and both.
-    num_tokens: tokens received. num_evicted: of these, the first ones that have left all heads.
-    deferred: True while no row is known to have a token.
-    padding: int64 [B], leading positions of rows without a token, or None.
+    placement: which tokens are exact, packed or evicted.
+    padding: int64 [B], leading positions of rows without a token, while rows have sinks of their own, or if heads
+        differ; or None.
     flush_tokens: number of tokens that are packed together.
-    window: the layer's sliding window in tokens, None for full attention.
-    packed_tokens: number of packed tokens held here.
-    latest_keys: keys [B, H, n, D] of the latest tokens, which are exact.
     heads: this process's heads under tensor parallelism, or None.
     rotary: RoPE angles of the keys, if they are packed without RoPE and all heads hold the same.
+    found: found tokens, which are exact and packed, too; none, or one object.
     ranked: ranks of packed tokens with two rates; none, or one object.
+    chosen: tokens that differ by head, because the policy evicts some; none, or one object.
     own: this process's packed tokens under context parallelism, or None.
+    by_head: True if heads hold different tokens.
+    estimates: True if attention is estimated from weighted samples.
+    least_queries: calls with fewer queries are not observed.
+    keeps_queries: True if queries are needed after their call.
     """
 
-    by_head: ClassVar[bool] = False
-    least_queries: int = LEAST_QUERIES
-    keeps_queries: bool = False
-    estimates: ClassVar[bool] = False
-    found: Sequence[FoundTokens] = ()
-    own: OwnBlocks | None = None
-    ranked: Sequence[RankedTokens] = ()
-    sides: Sequence[Any]
-    keys: Any
-    values: Any
-    shape: Any
-    device: Any
-    num_tokens: Any
-    num_evicted: Any
-    deferred: Any
-    policy: Any
+    policy: TokenPolicy
+    window: int | None
+    keys: SideStore
+    values: SideStore
+    sides: tuple[SideStore, SideStore]
+    placement: Placement
     padding: Tensor | None
     flush_tokens: int
-    window: int | None = None
-    packed_tokens: Any
-    latest_keys: Any
     heads: HeadShard | None
-    rotary: Rotary | None = None
+    rotary: Rotary | None
+    found: Sequence[FoundTokens]
+    ranked: Sequence[RankedTokens]
+    chosen: Sequence[HeadTokens]
+    own: OwnBlocks | None
+    room: int
+    by_head: bool
+    estimates: bool
+    least_queries: int
+    keeps_queries: bool
+    _pages: PackedPages | None
+
+    # getters in C, because a step reads these numbers several times
+    shape = property(attrgetter("keys.sinks.shape"), doc="Shape [B, H, ·, D] of keys.")
+    device = property(attrgetter("keys.sinks.device"), doc="Device of the tensors.")
+    num_tokens = property(attrgetter("placement.tokens"), doc="Number of tokens received.")
+    num_evicted = property(attrgetter("placement.evicted"), doc="Number of first tokens that have left all heads.")
+    deferred = property(attrgetter("placement.deferred"), doc="True while a row may have no token, see `Placement`.")
+    packed_first = property(attrgetter("placement.packed_first"), doc="Position of the first packed token.")
+    packed_tokens = property(attrgetter("keys.packed_tokens"), doc="Number of packed tokens held here.")
 
     @property
     def batch_size(self) -> int:
@@ -80,123 +89,168 @@ class Store(Stateful, ABC):
         """Number of KV heads."""
         return int(self.shape[1])
 
-    # ------------------------------------------------------------------ reading
-
-    @property
-    @abstractmethod
-    def hidden(self) -> Tensor | None:
-        """Positions of each row to mask for tokens that all heads hold, int64 [B]; None for none."""
-
-    @abstractmethod
-    def exact_segments(self) -> list[ExactSegment]:
-        """Return the segments of exact tokens, without empty ones."""
-
-    def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
-        """Return packed slots `first` to `first + tokens`, multiples of `flush_tokens`, or None."""
-        return None
-
-    def packed_pages(self) -> Iterator[PackedSegment]:
-        """Return packed slots page by page, without copies."""
-        return iter(())
-
-    def pages(self) -> PackedPages | None:
-        """Return packed slots as attention reads them, None if there are none."""
-        return packed_pages_of(list(self.packed_pages()), self.kv_heads)
-
-    def held(self) -> Iterator[PackedSegment | ExactSegment]:
-        """Return the tokens held, in the order of votes."""
-        yield from self.packed_pages()
-        yield from self.exact_segments()
-
-    @abstractmethod
-    def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all tokens held as [B, H, n, D], in order of position.
-
-        Raises:
-            UserError: heads or processes hold different tokens.
-        """
-
-    def waiting_queries(self) -> Tensor | None:
-        """Return the kept queries of the latest tokens that have not voted yet, or None."""
-        return None
-
     @property
     def context_parallel(self) -> ContextParallel | None:
         """The processes that share the packed tokens, or None if nothing is packed yet."""
-        return None
+        return self.own.processes if self.own is not None and self.placement.packed else None
 
     @property
     def packed_everywhere(self) -> bool:
         """True if all processes have packed tokens, or none has."""
-        return True
+        return self.own is None or self.own.everywhere(self.placement.packed)
 
-    def record_past(self, past: bool) -> None:
-        """Let a sliding window evict tokens at a crop only, or not."""
+    @property
+    def latest_keys(self) -> Tensor:
+        """Keys [B, H, n, D] of the latest tokens, which are exact."""
+        return self.keys.tail.data
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """Positions of each row's padding and own sinks, int64 [B], to mask for other tokens; None without padding."""
+        return None if self.padding is None else self.padding + self.keys.sinks.shape[2]
+
+    # ------------------------------------------------------------------ queries
+
+    def observes(self, n: int) -> bool:
+        """True if appending n tokens fits a codec that observes queries. Nothing is packed yet then."""
+        codecs = [side.codec for side in self.sides]
+        if self.chosen or not any(codec.needs_fit == "prompt" and codec.observes for codec in codecs):
+            return False
+        return self._next(n).leave > 0
 
     def ranks(self, n: int) -> bool:
-        """True if appending n tokens needs their importance."""
-        return False
+        """True if appending n tokens packs some of them at a lower rate, by their importance."""
+        return n > self.room and any(ranked.counts(self._next(n).leave)[1] for ranked in self.ranked)
 
     def observed(self, queries: int) -> int:
         """Return how many of the latest `queries` queries vote for tokens."""
-        return 0
-
-    def observes(self, n: int) -> bool:
-        """True if appending n tokens fits a codec that observes queries."""
-        return False
+        return sum(chosen.observed(queries) for chosen in self.chosen)
 
     def keep(self, query: Tensor, masked: bool = False) -> None:
         """Keep queries [B, Hq, n, D] of tokens that are about to be appended.
 
         masked: the call has a mask, so some of several queries may be in the padding.
         """
+        for ranked in self.ranked:
+            ranked.keep(query, self.num_tokens, masked)
+        for chosen in self.chosen:
+            chosen.keep(query, self.num_tokens, masked)
+
+    def waiting_queries(self) -> Tensor | None:
+        """Return the kept queries of the latest tokens that have not voted yet, or None."""
+        return self.chosen[0].waiting_queries() if self.chosen else None
+
+    def _next(self, n: int) -> Move:
+        """Return what appending n tokens changes."""
+        placement = self.placement.fresh() if self.deferred else self.placement
+        return placement.move(n + self.num_tokens - placement.tokens)
+
+    # ------------------------------------------------------------------ tokens
+
+    def exact_segments(self) -> list[ExactSegment]:
+        """Return sinks, tokens that fill no block, window and found tokens, without empty ones."""
+        keys, values = self.sides
+        segments = []
+        if keys.sinks.shape[2]:
+            first = 0 if self.padding is None else own_sinks(self.padding, self.placement.sinks)
+            segments.append(ExactSegment(keys.sinks, values.sinks, first))
+        for chosen in self.chosen:
+            segments += chosen.exact_segments()
+        if n := keys.tail.tokens:
+            segments.append(ExactSegment(keys.tail._data[:, :, :n], values.tail._data[:, :, :n], self.num_tokens - n))
+        for found in self.found:
+            segments += found.segment()
+        return segments
+
+    def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
+        """Return packed slots `first` to `first + tokens`, multiples of `flush_tokens`, or None.
+
+        Slots count those of the codec's own rate first. The segment ends where a rate ends.
+        """
+        for rate, tier in enumerate(() if self.estimates else self.keys.tiers):
+            left = tier.packed.tokens - first
+            if left > 0:
+                return self._packed(rate, first, left if tokens is None else min(tokens, left))
+            first = -left
+        return None
+
+    def packed_pages(self) -> Iterator[PackedSegment]:
+        """Return packed tokens page by page, without copies, those of the codec's own rate first."""
+        for rate in range(0 if self.estimates else len(self.keys.tiers)):
+            yield from self._packed_at(rate)
+
+    def _packed_at(self, rate: int) -> Iterator[PackedSegment]:
+        return (self._packed(rate, *extent) for extent in extents([side.tiers[rate] for side in self.sides]))
+
+    def pages(self) -> PackedPages | None:
+        """Return all packed tokens as attention reads them, None if there are none; cached until they change."""
+        if self._pages is None:
+            pages = list(self.packed_pages())
+            made = packed_pages_of(pages, self.kv_heads)
+            if not all(page.keys.keeps and page.values.keeps for page in pages):
+                return made
+            self._pages = made
+            if made is not None:
+                made.kept = True
+        return self._pages
+
+    def _packed(self, rate: int, first: int, tokens: int) -> PackedSegment:
+        where: Where = self.packed_first + first
+        if self.own is not None:
+            where = self.own.part(first, tokens)
+        for ranked in self.ranked:
+            where = ranked.where(rate, first, tokens, self.packed_first)
+        if self.chosen:
+            where, keys, values = self.chosen[0].packed(rate, first, tokens)
+        else:
+            keys, values = (side.view(rate, first, tokens, where) for side in self.sides)
+        return PackedSegment(keys, values, where, tokens, self.keys.tiers[rate].correction)
+
+    def held(self) -> Iterator[PackedSegment | ExactSegment]:
+        """Return the tokens held in the order of votes: packed and exact slots of each rate, then the window."""
+        exact = self.exact_segments()
+        for chosen in self.chosen:
+            for rate, pool in enumerate(chosen.pools):
+                yield from self._packed_at(rate)
+                if pool.loose[0].shape[2]:
+                    yield exact.pop(0)
+        yield from exact
 
     def weighted_segments(self) -> list[WeightedSegment]:
         """Return sampled tokens with log-weights for softmax's numerator and denominator."""
-        return []
+        return [segment for chosen in self.chosen for segment in chosen.weighted_segments()]
 
     @property
     def longest_value(self) -> Tensor | None:
         """Largest norm of a value so far, float32 [B, H], if attention is an estimate, which it bounds."""
-        return None
+        return self.chosen[0].longest if self.chosen else None
 
-    # ------------------------------------------------------------------ growing and changing
-
-    @abstractmethod
-    def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, observed: Observed = UNSEEN) -> None:
-        """Append tokens and pack those that leave the recent window.
-
-        padding: int64 [B], leading positions of each row without a token, known from the first mask.
-        observed: what `observes`, `ranks` and `observed` say that is needed.
+    def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all tokens held as [B, H, n, D], in order of position.
 
         Raises:
-            CacheError, UserError: values are not finite, or too large. Nothing was added.
+            UserError: heads or processes hold different tokens.
         """
-
-    @abstractmethod
-    def is_whole(self, seen: int) -> bool:
-        """True if, after an interrupted append, keys and values are known to hold the `seen` tokens."""
-
-    @abstractmethod
-    def check_crop(self, n: int) -> None:
-        """Raise CacheError unless the n latest tokens can be rolled back."""
-
-    @abstractmethod
-    def crop(self, n: int) -> None:
-        """Roll back the n latest tokens, see `check_crop`."""
-
-    @abstractmethod
-    def select(self, rows: Tensor) -> None:
-        """Keep the batch rows `rows` (int64, repeats allowed) in that order."""
-
-    @abstractmethod
-    def to(self, device: torch.device | str) -> None:
-        """Move everything to `device`."""
-
-    @abstractmethod
-    def tables(self) -> list[Tensor]:
-        """Return the tables of both sides next to the packed tensors. Layers share some."""
-
-    @abstractmethod
-    def footprint(self) -> Footprint:
-        """Return the bytes held, without tables."""
+        if self.chosen:
+            raise UserError(UNREADABLE)
+        if self.context_parallel is not None:
+            raise UserError(f"{ELSEWHERE}: only tersekv's attention can read it, without output_attentions")
+        pages = list(self.packed_pages())
+        both = [[page.keys for page in pages], [page.values for page in pages]]
+        packed = [[view.decode().to(dtype) for view in views] for views in both]
+        if self.ranked and pages:
+            order = self.ranked[0].order()
+            packed = [[gathered(torch.cat(parts, dim=2), order)] for parts in packed]
+        keys, values = (
+            torch.cat([side.sinks.to(dtype), *parts, side.tail.data.to(dtype)], dim=2)
+            for side, parts in zip(self.sides, packed, strict=True)
+        )
+        if self.padding is not None:
+            own = own_sinks(self.padding, self.placement.sinks)[:, None, :, None]
+            keys, values = (
+                x.scatter(2, own.expand(-1, x.shape[1], -1, x.shape[-1]), side.sinks.to(dtype))
+                for x, side in zip((keys, values), self.sides, strict=True)
+            )
+        for found in self.found:
+            found.put((keys, values), 0)
+        return keys, values

@@ -8,10 +8,6 @@ from torch import Tensor
 
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.parallel import ContextParallel, HeadShard
-from tersekv.cache.scored_eviction import ScoredEvictionStore
-from tersekv.cache.sketch import SketchStore
-from tersekv.cache.store import Store
-from tersekv.policies.base import Selection
 from tersekv.policies.subgen import SubGen
 from tersekv.recipe import LayerPlan
 from tersekv.transforms.rope import Rope
@@ -26,7 +22,7 @@ def new_store(
     heads: HeadShard | None = None,
     context_parallel: ContextParallel | None = None,
     query_rope: Rope | None = None,
-) -> Store:
+) -> LayerStore:
     """Build the store of a layer. In sliding-window layers every policy keeps all tokens of the
     window.
 
@@ -41,8 +37,6 @@ def new_store(
     if isinstance(plan.policy, SubGen) and plan.policy.samples and window is None:
         # heads may fill blocks at different times, so processes could not synchronise
         other = replace(plan.policy, seed=(plan.policy.seed + (heads.first if heads else 0)) % 2**31)
-        return SketchStore(plan._replace(policy=other), keys, values, rope)
-    if isinstance(plan.policy, Selection) and window is None:
-        return ScoredEvictionStore(plan, keys, values, rope, heads)
+        plan, heads = plan._replace(policy=other), None
     processes = context_parallel if window is None else None
     return LayerStore(plan, keys, values, window, rope, heads, processes, query_rope)

@@ -129,6 +129,11 @@ class TailBuffer(Stateful):
             self._data = self._data.new_empty((*self._data.shape[:2], capacity, self._data.shape[3]))
         self._data[:, :, : self.tokens] = left
 
+    def restart(self) -> None:
+        """Remove all tokens, and free their memory. Nothing is known of the usual number yet."""
+        self.tokens, self.usual = 0, 0
+        self._data = self._data[:, :, :0].clone()
+
     def drop_back(self, n: int) -> None:
         """Remove the n latest tokens."""
         self.tokens -= n

@@ -16,7 +16,10 @@ class PendingLayer(Protocol):
     """Interface of the layer that pending tokens belong to."""
 
     cache: Any
-    store: Store | None
+
+    @property
+    def store(self) -> Store | None:
+        """The cache of the layer, or None before its first tokens."""
 
     def get_seq_length(self) -> int:
         """Return the number of tokens seen."""

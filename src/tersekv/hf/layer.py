@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from tersekv.cache.evicting import UNREADABLE
+from tersekv.cache.head_tokens import UNREADABLE
+from tersekv.cache.layer import LayerStore
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.schema import Check, anything, each, flag, of_spec, one_of, optional, record, require, tensor, whole
 from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.cache.state import State, own
-from tersekv.cache.store import Store
 from tersekv.cache.stores import new_store
 from tersekv.calibration.key_error import LEAST_TOKENS, STEP, key_error, sample_tokens
 from tersekv.errors import CacheError, UserError
@@ -54,8 +54,7 @@ def options(part: Any) -> dict[str, str]:
 
 
 class CompressedLayer(CacheLayerMixin):
-    """One attention layer: a `LayerStore` or `EvictingStore` with transformers' cache layer
-    interface."""
+    """One attention layer: a `LayerStore` with transformers' cache layer interface."""
 
     is_croppable = True
     supports_early_init = False
@@ -64,7 +63,7 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.cache, self.index, self.plan, self.sliding_window = cache, index, plan, window
         self.is_sliding = window is not None
-        self.store: Store | None = None
+        self.store: LayerStore | None = None
         self.record_past = False
         self.first_tokens = 0  # tokens of the first call, on which codecs may depend
         self.home: torch.device | None = None

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from transformers import PreTrainedConfig
 
-from tersekv.cache.evicting import UNREADABLE
+from tersekv.cache.head_tokens import UNREADABLE
 from tersekv.cache.ranked_tokens import UNRANKED
 from tersekv.calibration.needs import attention_plans
 from tersekv.errors import UserError

@@ -143,6 +143,11 @@ class TokenPolicy:
         return 0
 
     @property
+    def samples(self) -> bool:
+        """True if the policy keeps samples that estimate attention instead of chosen tokens."""
+        return False
+
+    @property
     def packs_generated(self) -> bool:
         """True if generated tokens are packed like those of a prompt."""
         return True
@@ -273,11 +278,6 @@ class Selection(TokenPolicy):
     def evicts(self) -> Evicts:
         """When tokens are evicted after the prompt: never, whenever a block is full, or at every step."""
         return "never"
-
-    @property
-    def samples(self) -> bool:
-        """True if the policy keeps samples that estimate attention instead of chosen tokens."""
-        return False
 
     def kept(self, tokens: int, layer: int = 0, layers: int = 1) -> int:
         """Return the number of tokens that may stay in layer `layer` of `layers`, at least one.

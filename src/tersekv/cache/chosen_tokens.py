@@ -1,4 +1,4 @@
-"""The cache of one layer that keeps the highest-ranked tokens of each KV head: a pool | exact tail.
+"""The highest-ranked tokens of each KV head of a layer, in pools.
 
 Tokens that leave the tail compete with those in the pool. Chosen tokens stay exact ("loose") until
 they fill a block, which is then packed.
@@ -15,23 +15,17 @@ lowest rank are evicted.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tersekv.cache.candidates import VOTES, Leaving, Ranks, Slots, best
-from tersekv.cache.evicting import SELECTIVE, EvictingStore
 from tersekv.cache.footprint import Footprint
+from tersekv.cache.head_tokens import SELECTIVE, HeadTokens
 from tersekv.cache.pool import WEIGHT, TokenPool, most_blocks
 from tersekv.cache.schema import require, tensor, whole
-from tersekv.cache.segments import ExactSegment, PackedSegment, packed_pages_of
-from tersekv.cache.side import extents
+from tersekv.cache.segments import ExactSegment
 from tersekv.errors import UserError
-from tersekv.kernels.attend import PackedPages
-from tersekv.policies.base import Candidates, two_rates
+from tersekv.policies.base import Candidates
 from tersekv.tensors import gathered
 
 NO_SCORES = (
@@ -40,29 +34,32 @@ NO_SCORES = (
 )
 
 
-KEPT = {
+CHOSEN = {
     **SELECTIVE,
-    "tail_votes": lambda store: tensor(torch.float32, store.batch_size, store.kv_heads, None, low=0),
-    "queries": lambda store: tensor(store.dtype, store.batch_size, None, None, store.keys.head_dim),
-    "queries_end": lambda store: whole(),
+    "tail_votes": lambda kept: tensor(torch.float32, kept.batch_size, kept.kv_heads, None, low=0),
+    "queries": lambda kept: tensor(kept.dtype, kept.batch_size, None, None, kept.sides[0].head_dim),
+    "queries_end": lambda kept: whole(),
 }
 
 
-def kept_votes(store: ScoredEvictionStore, place: str) -> None:
+def kept_votes(kept: ChosenTokens, place: str) -> None:
     """Check that the tail has votes for each of its tokens if votes are remembered.
 
     Tokens whose queries are kept may have none yet.
     """
-    held, wanted = store.tail_votes.shape[2], store.tails[0].tokens if store.policy.remembers else 0
-    later = store.policy.evicts == "block"
+    tail = kept.sides[0].tail.tokens
+    held, wanted = kept.tail_votes.shape[2], tail if kept.policy.remembers else 0
+    later = kept.policy.evicts == "block"
     require(held == wanted or (later and held < wanted), f"{place}.tail_votes", f"has {held} tokens of {wanted}")
-    kept, most = store.queries.shape[2], store.tails[0].tokens if store.keeps_queries else 0
-    require(kept <= most, f"{place}.queries", f"has {kept} queries, and at most {most} are kept")
+    queries, most = kept.queries.shape[2], tail if kept.keeps_queries else 0
+    require(queries <= most, f"{place}.queries", f"has {queries} queries, and at most {most} are kept")
 
 
-class ScoredEvictionStore(EvictingStore):
-    """Store of a policy that ranks tokens.
+class ChosenTokens(HeadTokens):
+    """Tokens of a policy that ranks them.
 
+    pools: one for each tier: that of the codec's rate, and perhaps that of the lower rate.
+    tail_votes: float32 [B, H, n], votes of tokens in the tail.
     queries: [B, Hq, n, D] after RoPE, of tokens whose votes are added up later. `queries_end` is the
         number of tokens with the last one.
 
@@ -70,29 +67,22 @@ class ScoredEvictionStore(EvictingStore):
     those of new tokens. With several pools, the slots of each follow those of the one before.
     """
 
-    STATE, RULES = KEPT, (*EvictingStore.RULES, kept_votes)
+    STATE, RULES = CHOSEN, (*HeadTokens.RULES, kept_votes)
 
-    def _start(self, keys: Tensor, values: Tensor) -> None:
-        super()._start(keys, values)
+    def restart(self) -> None:
+        """Start over, without tokens."""
+        super().restart()
+        keys = self.pool.loose[0]
         self.tail_votes = keys.new_empty((*keys.shape[:2], 0), dtype=torch.float32)
-        self.rest: TokenPool | None = None
-        if self.policy.rest and two_rates(self.plan.keys, self.plan.values):
-            self.rest = self._new_pool(keys, values, self.policy.rest, self.pool)
-        self.queries, self.queries_end = self.keys.loose[:, :, :0], 0
-        self._pages: tuple[list[Tensor], PackedPages | None] | None = None  # with the positions it was built for
+        self.queries, self.queries_end = keys, 0
 
-    def _new_pool(self, keys: Tensor, values: Tensor, *rates: Any) -> TokenPool:
-        codecs, fields = (self.plan.keys, self.plan.values), {VOTES: torch.float32} if self.policy.remembers else {}
-        share = self.policy.corrected_share
-        return TokenPool(codecs, (keys, values), self.dtype, fields, self.rope, self.heads, share, *rates)
+    def _new_pools(self) -> list[TokenPool]:
+        fields, like = {VOTES: torch.float32} if self.policy.remembers else {}, [side.tail.data for side in self.sides]
+        tiers = zip(*(side.tiers for side in self.sides), strict=True)
+        return [TokenPool(pair, like, fields, self.rope, self.heads) for pair in tiers]
 
     @property
-    def pools(self) -> list[TokenPool]:
-        """The pool of the codec's rate, and perhaps that of the lower rate."""
-        return [self.pool] if self.rest is None else [self.pool, self.rest]
-
-    @property
-    def keeps_queries(self) -> bool:  # type: ignore[override]
+    def keeps_queries(self) -> bool:
         """True if votes of several generated tokens are added up at once."""
         return self.policy.remembers and self.policy.evicts == "block"
 
@@ -101,83 +91,26 @@ class ScoredEvictionStore(EvictingStore):
         left = self.queries.shape[2] - (self.queries_end - self.num_tokens)
         return self.queries[:, :, :left] if self.queries_end >= self.num_tokens and left > 0 else None
 
-    def keep(self, query: Tensor, masked: bool = False) -> None:
-        """Keep queries [B, Hq, n, D] of tokens that are about to be appended. None is in the padding."""
+    def keep(self, query: Tensor, seen: int, masked: bool) -> None:
+        """Keep queries [B, Hq, n, D] of tokens that are about to be appended to `seen` others. None is in the
+        padding."""
         waiting, new = self.waiting_queries(), query.detach().to(self.dtype)
         self.queries = new if waiting is None else torch.cat([waiting, new], dim=2)
-        self.queries_end = self.num_tokens + query.shape[2]
-
-    def held(self) -> Iterator[PackedSegment | ExactSegment]:
-        """Return the tokens held in the order of votes: packed and loose slots of each pool, then the tail."""
-        exact = self.exact_segments()
-        for pool in self.pools:
-            yield from self._pages_of(pool)
-            if pool.sides[0].loose.shape[2]:
-                yield exact.pop(0)
-        yield from exact
-
-    def _pages_of(self, pool: TokenPool) -> Iterator[PackedSegment]:
-        return (self._packed(pool, first, tokens) for first, tokens in extents(pool.sides))
+        self.queries_end = seen + query.shape[2]
 
     def exact_segments(self) -> list[ExactSegment]:
-        """Return loose tokens of each pool and the tail, without empty ones."""
-        segments = []
-        for pool in self.pools:
-            keys, values = pool.sides[0].loose, pool.sides[1].loose
-            if n := keys.shape[2]:
-                segments.append(ExactSegment(keys, values, pool.positions[:, :, -n:]))
-        if tail := self.tails[0].tokens:
-            segments.append(ExactSegment(self.tails[0].data, self.tails[1].data, self.num_tokens - tail))
-        return segments
-
-    def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
-        """Return packed slots `first` to `first + tokens`, multiples of `flush_tokens`, or None.
-
-        The segment ends where a pool ends.
-        """
-        for pool in self.pools:
-            left = pool.packed_tokens - first
-            if left > 0:
-                return self._packed(pool, first, left if tokens is None else min(tokens, left))
-            first = -left
-        return None
-
-    def packed_pages(self) -> Iterator[PackedSegment]:
-        """Return packed slots page by page, without copies."""
-        return (page for pool in self.pools for page in self._pages_of(pool))
-
-    def pages(self) -> PackedPages | None:
-        """Return packed slots as attention reads them, None if there are none.
-
-        The result is cached until slots change, which creates a new tensor of positions.
-        """
-        positions, made = self._pages or ([], None)
-        for pool, known in itertools.zip_longest(self.pools, positions):
-            if known is not pool.positions:
-                break
-        else:
-            return made
-        pages = list(self.packed_pages())
-        made = packed_pages_of(pages, self.kv_heads)
-        if all(page.keys.keeps and page.values.keeps for page in pages):
-            self._pages = [pool.positions for pool in self.pools], made
-        return made
-
-    @staticmethod
-    def _packed(pool: TokenPool, first: int, tokens: int) -> PackedSegment:
-        keys, values = pool.views(first, tokens)
-        positions = pool.positions[:, :, first : first + tokens]
-        return PackedSegment(keys, values, positions, tokens, pool.sides[0].correction)
+        """Return loose tokens of each pool, without empty segments."""
+        return [segment for pool in self.pools for segment in pool.exact_segment()]
 
     def _take(self, new: list[Tensor], votes: Tensor | None, leave: int, prompt: bool) -> None:
-        """Move the oldest tokens into the pool, see `EvictingStore`.
+        """Move the oldest tokens into the pool, see `HeadTokens`.
 
         New votes are added to remembered ones.
         """
         held, n = self._slots(), new[0].shape[2]
         slots = sum(held)
         if votes is None:
-            total = slots + self.tails[0].tokens + n
+            total = slots + self.sides[0].tail.tokens + n
             votes = self.tail_votes.new_zeros((self.batch_size, self.kv_heads, total))
         if self.policy.remembers:
             past = torch.cat([*(pool.fields[VOTES] for pool in self.pools), self.tail_votes], dim=2)
@@ -198,7 +131,7 @@ class ScoredEvictionStore(EvictingStore):
 
         votes: of the pools' slots and of these tokens.
         """
-        after = self.tails[0].tokens + new[0].shape[2] - leave  # tokens that stay in the tail
+        after = self.sides[0].tail.tokens + new[0].shape[2] - leave  # tokens that stay in the tail
         tokens, positions = self._leaving(new, leave)
         leaving = Leaving(tokens, positions, votes)
         positions = torch.cat([*(pool.positions for pool in self.pools), positions], dim=2)
@@ -224,7 +157,7 @@ class ScoredEvictionStore(EvictingStore):
         """
         sizes = [*self._slots(), leaving.positions.shape[2]]
         stays, demoted, demotes, limits = alive, torch.zeros_like(alive), False, [0]
-        if self.rest is not None:
+        if len(self.pools) > 1:
             stays, demoted, limits = self._demoted(sizes, alive, ranks, room, prompt)
             demotes = bool(demoted.any())
         elif evicts:
@@ -239,10 +172,10 @@ class ScoredEvictionStore(EvictingStore):
             pool.fields[WEIGHT] = slots.weights
         self.pool.keep(of_pools[0].stays)
         self.pool.take(leaving.tokens, leaving.positions, of_leaving.stays, of_leaving.fields())
-        if self.rest is not None:
-            self.rest.keep(of_pools[1].alive)
+        if len(self.pools) > 1:
+            self.pools[1].keep(of_pools[1].alive)
             if falling is not None:
-                self.rest.add(*falling)
+                self.pools[1].add(*falling)
         self._fit(samples, sampled)
         for pool, most in zip(self.pools, limits, strict=True):
             pool.pack(self._movable(pool), samples, sampled, self._most_blocks(pool, most) if limited else None)
@@ -286,9 +219,9 @@ class ScoredEvictionStore(EvictingStore):
         P = self.pool.packed_tokens
         views = self.pool.views(0, P) if bool(slots.demoted[:, :, :P].any()) else []
         tokens = []
-        for i, (side, x) in enumerate(zip(self.sides, leaving.tokens, strict=True)):
-            packed = views[i].decode().to(side.dtype) if views else x.new_zeros((*x.shape[:2], P, x.shape[3]))
-            tokens.append(gathered(torch.cat([packed, side.loose, x.to(side.dtype)], dim=2), order))
+        for i, (loose, x) in enumerate(zip(self.pool.loose, leaving.tokens, strict=True)):
+            packed = views[i].decode().to(self.dtype) if views else x.new_zeros((*x.shape[:2], P, x.shape[3]))
+            tokens.append(gathered(torch.cat([packed, loose, x.to(self.dtype)], dim=2), order))
         positions = torch.cat([self.pool.positions, leaving.positions], dim=2).masked_fill(~demoted, -1)
         both = slots.fields(), others.fields()
         fields = {name: torch.cat([own[name] for own in both], dim=2).gather(2, order) for name in both[0]}
@@ -296,13 +229,13 @@ class ScoredEvictionStore(EvictingStore):
 
     def _fit(self, samples: list[Tensor], positions: Tensor) -> None:
         """Fit the codecs if a pool is about to pack for the first time. Both rates share the fit."""
-        if self.rest is None or all(side.codec.needs_fit is None for side in self.sides):
+        if len(self.pools) == 1 or all(side.codec.needs_fit is None for side in self.sides):
             return
         movable = [self._movable(pool).sum(-1) for pool in self.pools if pool.positions.numel()]
         if any(int(tokens.max()) >= self.flush_tokens for tokens in movable):
             self.pool.fit(samples, positions)
-            for low, side in zip(self.rest.sides, self.sides, strict=True):
-                low.codec = side.codec.at_rate(low.bits)
+            for side in self.sides:
+                side.tiers[1].codec = side.codec.at_rate(side.tiers[1].bits)
 
     def _movable(self, pool: TokenPool) -> Tensor:
         """Return the mask of a pool's loose slots that may be packed: all tokens but the sinks."""
@@ -317,7 +250,7 @@ class ScoredEvictionStore(EvictingStore):
         if all(side.codec.needs_fit is None for side in self.sides):
             return leaving.tokens, positions
         return [
-            torch.cat([side.loose, x], dim=2) for side, x in zip(self.sides, leaving.tokens, strict=True)
+            torch.cat([loose, x], dim=2) for loose, x in zip(self.pool.loose, leaving.tokens, strict=True)
         ], positions
 
     def _head_budget(self) -> Tensor:
@@ -345,20 +278,20 @@ class ScoredEvictionStore(EvictingStore):
         parts = []
         for pool in self.pools:
             parts += [pool.views(0, pool.packed_tokens)[0].decode()] if pool.packed_tokens else []
-            parts.append(pool.sides[0].loose.float())
+            parts.append(pool.loose[0].float())
         return torch.cat([*parts, leaving.float()], dim=2)
 
     @staticmethod
     def _most_blocks(pool: TokenPool, tokens: int) -> int:
         """Return how many blocks a pool may have for so many tokens per head."""
-        return most_blocks([side.packed.layout for side in pool.sides], tokens, pool.flush_tokens)
+        return most_blocks([tier.packed.layout for tier in pool.tiers], tokens, pool.flush_tokens)
 
-    def _crop_tail(self, n: int) -> None:
-        super()._crop_tail(n)
-        self.tail_votes = self.tail_votes[:, :, : self.tails[0].tokens]
+    def crop(self) -> None:
+        """Follow a rollback of tokens of the tail, or of all."""
+        super().crop()
+        self.tail_votes = self.tail_votes[:, :, : self.sides[0].tail.tokens]
 
-    def footprint(self) -> Footprint:
-        """Return the bytes held, without tables."""
-        footprint = super().footprint()
+    def count(self, footprint: Footprint) -> None:
+        """Add the bytes held to `footprint`, without those of the layer's tiers and tails."""
+        super().count(footprint)
         footprint.parts["selection"] += self.tail_votes.nbytes + self.queries.nbytes
-        return footprint

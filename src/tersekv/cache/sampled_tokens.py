@@ -1,6 +1,6 @@
-"""SubGen's Algorithm 1 (arXiv 2402.06082) as the cache of a layer.
+"""SubGen's Algorithm 1 (arXiv 2402.06082): samples of a layer's tokens.
 
-It has four parts: samples of values | clusters of keys | attention sinks | exact tail.
+The cache has four parts: samples of values | clusters of keys | attention sinks | exact tail.
 
 Every token that leaves the tail enters two sketches. Tokens enter in blocks, with the same
 distribution as one by one. The `slots` of a sketch hold the positions of samples. The pools hold
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from tersekv.cache.clusters import Clusters
-from tersekv.cache.evicting import SELECTIVE, EvictingStore
 from tersekv.cache.footprint import Footprint
+from tersekv.cache.head_tokens import SELECTIVE, HeadTokens
+from tersekv.cache.pages import PageSizes
 from tersekv.cache.pool import WEIGHT, TokenPool
 from tersekv.cache.schema import Check, optional, record, require, tensor, whole
 from tersekv.cache.segments import ExactSegment, WeightedSegment
 from tersekv.cache.state import State, own
+from tersekv.cache.tier import Tier
 from tersekv.layouts.base import View
 from tersekv.layouts.exact import ExactView
 from tersekv.policies.subgen import SubGen
@@ -86,72 +88,78 @@ def counts(positions: Tensor, slots: Tensor) -> Tensor:
     return torch.searchsorted(slots, positions, right=True) - torch.searchsorted(slots, positions)
 
 
-def _clusters(store: SketchStore) -> Check:
-    return optional(Clusters.schema(store.keys.loose, store.subgen.slots, limited=not store.subgen.delta))
+def _clusters(kept: SampledTokens) -> Check:
+    return optional(Clusters.schema(kept.pool.loose[0], kept.subgen.slots, limited=not kept.subgen.delta))
 
 
-SKETCH = {
+SAMPLED = {
     **SELECTIVE,
-    "longest": lambda store: tensor(torch.float32, store.batch_size, store.kv_heads, low=0),
-    "draws": lambda store: whole(),
-    "reservoir": lambda store: optional(Reservoir.schema(store.batch_size, store.kv_heads)),
+    "longest": lambda kept: tensor(torch.float32, kept.batch_size, kept.kv_heads, low=0),
+    "draws": lambda kept: whole(),
+    "reservoir": lambda kept: optional(Reservoir.schema(kept.batch_size, kept.kv_heads)),
     "clusters": _clusters,
 }
 
 
-def sketch_slots(store: SketchStore, place: str) -> None:
+def sampled_slots(kept: SampledTokens, place: str) -> None:
     """Check that samples refer to tokens that have left the tail."""
-    first = store.num_tokens - store.tails[0].tokens
-    sampled = store.pool.positions.shape[2] + store.centers.positions.shape[2]
-    require((store.reservoir is None) == (store.clusters is None), place, "has samples of only values or only keys")
-    require(not sampled or store.reservoir is not None, place, "has sampled tokens without samples")
-    require(store.first.packed_tokens == 0, f"{place}.pools.2", "packs tokens, and must keep all of them exact")
-    if store.reservoir is not None and store.clusters is not None:
-        store.reservoir.check(first, f"{place}.reservoir")
-        store.clusters.check(first, f"{place}.clusters")
+    first = kept.num_tokens - kept.sides[0].tail.tokens
+    sampled = kept.pool.positions.shape[2] + kept.centers.positions.shape[2]
+    require((kept.reservoir is None) == (kept.clusters is None), place, "has samples of only values or only keys")
+    require(not sampled or kept.reservoir is not None, place, "has sampled tokens without samples")
+    require(kept.first.packed_tokens == 0, f"{place}.pools.2", "packs tokens, and must keep all of them exact")
+    if kept.reservoir is not None and kept.clusters is not None:
+        kept.reservoir.check(first, f"{place}.reservoir")
+        kept.clusters.check(first, f"{place}.clusters")
 
 
-class SketchStore(EvictingStore):
-    """Store of SubGen's streaming variant, see the module."""
+class SampledTokens(HeadTokens):
+    """Tokens of SubGen's streaming variant, see the module.
+
+    pools: sampled values with their keys, keys of clusters, and attention sinks. Packed values are in the
+        tiers of the layer.
+    tiers: packed keys of clusters, and two tiers of sinks that stay empty.
+    longest: largest norm of a value so far, float32 [B, H].
+    """
 
     estimates = True
-    STATE, RULES = SKETCH, (*EvictingStore.RULES, sketch_slots)
+    longest: Tensor
+    STATE, RULES, PARTS = SAMPLED, (*HeadTokens.RULES, sampled_slots), ("tiers", *HeadTokens.PARTS)
 
-    def _start(self, keys: Tensor, values: Tensor) -> None:
-        super()._start(keys, values)
+    def restart(self) -> None:
+        """Start over, without tokens."""
+        super().restart()
         assert isinstance(self.policy, SubGen)
         self.subgen = self.policy
-        self.centers = TokenPool((self.plan.keys,), (keys,), self.dtype, {WEIGHT: torch.float32}, self.rope)
-        self.first = TokenPool((self.plan.keys, self.plan.values), (keys, values), self.dtype, None, self.rope)
-        self.longest = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)
+        self.longest = torch.zeros(self.batch_size, self.kv_heads, dtype=torch.float32, device=self.device)
         self.draws = 0
         self.reservoir: Reservoir | None = None  # its size depends on the first prompt
         self.clusters: Clusters | None = None
 
-    def _new_pool(self, keys: Tensor, values: Tensor) -> TokenPool:
-        fields = {NORM: torch.float32, WEIGHT: torch.float32}
-        return TokenPool((self.plan.keys, self.plan.values), (keys, values), self.dtype, fields, self.rope)
+    def _new_pools(self) -> list[TokenPool]:
+        keys, like = self.plan.keys, [side.tail.data for side in self.sides]
+        own, shared = PageSizes(keys.layout(self.sides[0].head_dim).block_tokens), PageSizes(self.flush_tokens)
+        self.tiers = [Tier(keys, like[0], own), Tier(keys, like[0], shared), Tier(self.plan.values, like[1], shared)]
+        values = {NORM: torch.float32, WEIGHT: torch.float32}
+        return [
+            TokenPool([side.tiers[0] for side in self.sides], like, values, self.rope),
+            TokenPool(self.tiers[:1], like[:1], {WEIGHT: torch.float32}, self.rope),
+            TokenPool(self.tiers[1:], like, None, self.rope),
+        ]
 
     @property
-    def pools(self) -> list[TokenPool]:
-        """All pools of the store."""
-        return [self.pool, self.centers, self.first]
+    def centers(self) -> TokenPool:
+        """The keys of clusters."""
+        return self.pools[1]
 
     @property
-    def longest_value(self) -> Tensor:
-        """Largest norm of a value so far, float32 [B, H]."""
-        return self.longest
+    def first(self) -> TokenPool:
+        """The attention sinks."""
+        return self.pools[2]
 
     def exact_segments(self) -> list[ExactSegment]:
-        """Return attention sinks and tail, without empty ones."""
-        segments = []
-        if self.first.positions.shape[2]:
-            keys, values = (side.loose for side in self.first.sides)
-            segments.append(ExactSegment(keys, values, self.first.positions))
-        if self.tails[0].tokens:
-            keys, values = (tail.data for tail in self.tails)
-            segments.append(ExactSegment(keys, values, self.num_tokens - keys.shape[2]))
-        return segments
+        """Return attention sinks, if there are any."""
+        return self.first.exact_segment()
 
     def weighted_segments(self) -> list[WeightedSegment]:
         """Return samples of values for the numerator, and of clusters for the denominator."""
@@ -171,7 +179,7 @@ class SketchStore(EvictingStore):
         return super()._add(new, votes)
 
     def _take(self, new: list[Tensor], votes: Tensor | None, leave: int, prompt: bool) -> None:
-        """Keep sinks exact and add all other tokens to the sketches, see `EvictingStore`."""
+        """Keep sinks exact and add all other tokens to the sketches, see `HeadTokens`."""
         leaving, positions = self._leaving(new, leave)
         sinks = self._sinks(positions)
         if bool(sinks.any()):
@@ -190,7 +198,7 @@ class SketchStore(EvictingStore):
             policy = self.subgen
             s, m = policy.sizes(int(self.budget.max()))
             self.reservoir = Reservoir.empty(self.batch_size, self.kv_heads, s, self.device)
-            self.clusters = Clusters.empty(self.keys.loose, policy.slots, policy.delta, None if policy.delta else m)
+            self.clusters = Clusters.empty(self.pool.loose[0], policy.slots, policy.delta, None if policy.delta else m)
 
     def _sketch(self, tokens: list[Tensor], positions: Tensor) -> None:
         """Add a block [B, H, n, D] to samples and clusters, then update the pools."""
@@ -214,7 +222,7 @@ class SketchStore(EvictingStore):
 
     def _pack(self, leaving: list[Tensor], positions: Tensor) -> None:
         for pool in (self.pool, self.centers):
-            n = len(pool.sides)
+            n = len(pool.tiers)
             samples = leaving[:n]
             pool.pack(pool.alive[:, :, pool.packed_tokens :], samples, positions, None)
 
@@ -233,15 +241,32 @@ class SketchStore(EvictingStore):
         self.reservoir = None if state["reservoir"] is None else Reservoir(**own(state["reservoir"]))
         self.clusters = None if state["clusters"] is None else Clusters(**own(state["clusters"]))
 
-    def footprint(self) -> Footprint:
-        """Return the bytes held, without tables."""
-        footprint = super().footprint()
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows (int64, repeats allowed)."""
+        super().select(rows)
+        for tier in self.tiers:
+            tier.select(rows)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move everything to a device."""
+        super().to(device)
+        for tier in self.tiers:
+            tier.to(device)
+
+    def tables(self) -> list[Tensor]:
+        """Return the tables needed next to those of the layer's tiers."""
+        return [*super().tables(), *(table for tier in self.tiers for table in tier.tables())]
+
+    def count(self, footprint: Footprint) -> None:
+        """Add the bytes held to `footprint`, without those of the layer's tiers and tails."""
+        super().count(footprint)
+        for tier in self.tiers:
+            tier.packed.count(footprint)
         if self.reservoir is not None and self.clusters is not None:
             centers, *figures = self.clusters[:4]
             footprint.parts["exact window"] += centers.numel() * centers.element_size()
             figures += [*self.reservoir, self.longest]
             footprint.parts["selection"] += sum(x.numel() * x.element_size() for x in figures)
-        return footprint
 
 
 Part = tuple[list[View], Tensor, Tensor]
@@ -261,7 +286,7 @@ def _parts(pool: TokenPool) -> list[Part]:
         views = pool.views(first, span.stop - first)
         parts.append((views, pool.positions[:, :, span], weights[:, :, span]))
     if pool.positions.shape[2] > P or P == 0:
-        loose: list[View] = [ExactView({"x": side.loose.unsqueeze(2)}) for side in pool.sides]
+        loose: list[View] = [ExactView({"x": x.unsqueeze(2)}) for x in pool.loose]
         parts.append((loose, pool.positions[:, :, P:], weights[:, :, P:]))
     return parts
 
