@@ -66,7 +66,8 @@ def test_tokens_fed_to_a_cache(loaded, monkeypatch) -> None:
     list(generate.run(*loaded, [], [150], [None, 64], new_tokens=2, rounds=1))
     steps = [(0, 16)] + [(16 + i, 1) for i in range(5)]
     after = [(150 + i, 1) for i in range(5)]
-    assert calls == [*steps, (0, 150), *after, *steps, (0, 64), (64, 64), (128, 22), *after]
+    turn = (155, generate.TURN)
+    assert calls == [*steps, (0, 150), *after, turn, *steps, (0, 64), (64, 64), (128, 22), *after, turn]
 
 
 def test_results_of_a_round(loaded, monkeypatch) -> None:
@@ -85,10 +86,17 @@ def test_results_of_a_round(loaded, monkeypatch) -> None:
     assert found.step_ms == pytest.approx([11] * 3)
     assert found.baseline_ms == pytest.approx([10] * 3)
     assert found.prefill_seconds == pytest.approx([0.040] * 3)
+    assert found.turn_seconds == pytest.approx([0.011] * 3)
     document = found.document()
     assert document["adds_ms"] == pytest.approx([1] * 3)
     assert document["tokens_per_second"] == pytest.approx(1000 / 11)
     assert (document["bench"], document["baseline_context"]) == ("generate", 16)
+
+
+def test_a_turn_beyond_the_limit_is_left_out(loaded, monkeypatch) -> None:
+    monkeypatch.setattr(generate, "_limit", lambda _: 200 + generate.TURN)
+    (found,) = generate.run(*loaded, [], [197], new_tokens=1, rounds=1)
+    assert found.turn_seconds == []
 
 
 def test_peak_memory_is_of_one_cache(loaded, monkeypatch) -> None:
@@ -182,7 +190,7 @@ def test_the_table_fits_100_columns() -> None:
     decodings = [
         generate.Decoding(
             cache, "bfloat16", 8000, 512, "eager", 0, [222.2, 230.1, 219.8], [61.4, 60.2, 62.0], [101.2, 99.8, 104.1],
-            [2.68, 2.75, 2.31], 368_640_000, 32.0,
+            [112.2, 99.9, 118.4], [2.68, 2.75, 2.31], 368_640_000, 32.0,
         )
         for cache in ("full", "trellis:bits=3.5,calibration=prompt", "kivi:bits=4", "turboquant:bits=4")
     ]  # fmt: skip
@@ -193,5 +201,5 @@ def test_the_table_fits_100_columns() -> None:
     assert sum(line.startswith("┃ cache") for line in lines) == 1
     row = next(line for line in lines if "│ default" in line)
     cells = [cell.strip() for cell in row.strip("│").split("│")]
-    assert cells == ["default", "8,000", "222 (220–230)", "2.68 (2.31–2.75)", "161", "101", "368.64 MB"]
+    assert cells == ["default", "8,000", "222 (220–230)", "2.68 (2.31–2.75)", "101", "112", "368.64 MB"]
     assert "default = trellis:bits=3.5,calibration=prompt" in lines

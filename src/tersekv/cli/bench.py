@@ -31,7 +31,7 @@ PREFILL_CHUNK_HELP = "Prompt tokens per forward pass, or whole for one pass. Sev
 GENERATE_OUT_HELP = "Append JSON lines to this file, one per dtype, prefill chunk, context and cache."
 SPEED_NOTES = (
     "× full: speed relative to transformers' own cache in the same round.",
-    "adds: time that the context adds to a step, compared with the same cache after 16 tokens.",
+    "turn: time to read 512 more tokens, – where they exceed the model's limit.",
 )
 
 app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
@@ -160,7 +160,7 @@ def generate(
 ) -> None:
     """Measure a model's decoding speed at several context lengths.
 
-    It also shows the time that each cache adds to a step, compared with a short context.
+    It also shows the time to read the prompt, and a second turn of 512 tokens after it.
     Transformers' own cache (full) is always measured, too.
     """
     dtypes, lengths, chunks = _dtypes(dtype), parse_lengths(context, "--context"), _chunks(prefill_chunk)
@@ -244,7 +244,7 @@ def speeds(model: str, found: Sequence[Decoding], asked: Sequence[str]) -> list[
             output.table(
                 f"{Path(model).name}, {dtype}, {read}, threads: {torch.get_num_threads()}; medians (least–most) of "
                 f"{len(rows[0].step_ms)} rounds",
-                ("cache", "context", "ms per token", "× full", "adds ms", "prefill s", "held"),
+                ("cache", "context", "ms per token", "× full", "prefill s", "turn s", "held"),
                 [_speed(row, names[row.cache]) for row in rows],
                 notes=[*notes, *SPEED_NOTES],
             )
@@ -257,7 +257,8 @@ def _speed(decoding: Decoding, name: str) -> tuple[str, ...]:
     return (
         name, f"{decoding.context:,}", f"{_short(statistics.median(step))} ({_short(min(step))}–{_short(max(step))})",
         f"{statistics.median(ratio):.2f} ({min(ratio):.2f}–{max(ratio):.2f})",
-        _short(statistics.median(decoding.adds_ms)), _short(statistics.median(decoding.prefill_seconds)),
+        _short(statistics.median(decoding.prefill_seconds)),
+        _short(statistics.median(decoding.turn_seconds)) if decoding.turn_seconds else "–",
         "" if decoding.bytes is None else output.human_bytes(decoding.bytes),
     )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Measure a model's decoding speed with each cache in one run.
 
 The caches are transformers' own, its quantised ones, and packed ones. Each cache prefills the
-prompt itself, whole or in chunks; then greedy decoding steps are timed. In each round a cache is
+prompt itself, whole or in chunks; then greedy decoding steps are timed, and the reading of a second
+turn of `TURN` tokens. In each round a cache is
 also timed after the first `BASELINE` tokens of the prompt. The difference of the two times is the
 cost that the context adds to a step. Caches take turns in every round, so that a slow phase of the
 machine affects all of them alike.
@@ -35,6 +36,9 @@ WARM_UP = 3
 BASELINE = 16
 """Context length, in tokens, of the baseline step."""
 
+TURN = 512
+"""Number of tokens of the second turn."""
+
 EXECUTIONS = ("eager",)
 """Ways to run a step, as named in records."""
 
@@ -55,10 +59,11 @@ class Decoding:
     - execution: one of `EXECUTIONS`.
     - step_ms: mean time of a step. baseline_ms: the same after `BASELINE` tokens.
     - prefill_seconds: time to read and pack the prompt.
+    - turn_seconds: time to read `TURN` more tokens after the steps. Empty if they exceed the model's limit.
     - times_full: speed of a step relative to transformers' own cache in the same round.
     - bytes, bits_per_element: size of the cache after the prompt, None for libraries that do not
       report it.
-    - peak_bytes: growth of resident memory in the last round, prefill included.
+    - peak_bytes: growth of resident memory in the last round, prefill and second turn included.
     """
 
     cache: str
@@ -70,6 +75,7 @@ class Decoding:
     step_ms: list[float] = field(default_factory=list)
     baseline_ms: list[float] = field(default_factory=list)
     prefill_seconds: list[float] = field(default_factory=list)
+    turn_seconds: list[float] = field(default_factory=list)
     times_full: list[float] = field(default_factory=list)
     bytes: int | None = None
     bits_per_element: float | None = None
@@ -88,7 +94,7 @@ class Decoding:
     def document(self) -> dict[str, Any]:
         """Return the entry of records and of the program's JSON document."""
         derived = {"adds_ms": self.adds_ms, "tokens_per_second": self.tokens_per_second}
-        return {"bench": "generate", "baseline_context": BASELINE, **vars(self), **derived}
+        return {"bench": "generate", "baseline_context": BASELINE, "turn": TURN, **vars(self), **derived}
 
 
 def run(
@@ -160,13 +166,17 @@ def _check_contexts(model: Any, contexts: Sequence[int], new_tokens: int) -> Non
             f"a context of {min(contexts)} tokens is too short: give more than {BASELINE}, the context of the baseline "
             "step"
         )
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    limit = _limit(model)
     most = limit - WARM_UP - new_tokens
     if max(contexts) > most:
         raise UserError(
             f"a context of {max(contexts):,} and {WARM_UP + new_tokens} new tokens exceed the model's limit of "
             f"{limit:,}: give at most {max(0, most):,}"
         )
+
+
+def _limit(model: Any) -> int:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
 
 
 @torch.inference_mode()
@@ -190,6 +200,11 @@ def _time(
                 held = held_by(cache)
                 into.bytes, into.bits_per_element = held.total_bytes, held.bits_per_element
             into.step_ms.append(_decode_ms(model, cache, ids[:, -1:], new_tokens))
+            if cache.get_seq_length() + TURN <= _limit(model):
+                turn = ids.repeat(1, -(-TURN // ids.shape[1]))[:, :TURN]
+                start = _clock(model)
+                feed(model, cache, turn)
+                into.turn_seconds.append(_clock(model) - start)
     into.peak_bytes = peak.peak_bytes
 
 
