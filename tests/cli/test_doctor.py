@@ -64,6 +64,13 @@ def test_installation(empty_cache: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert "attend_packed" in said
 
 
+def test_the_cpu_has_family_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual machine may name only the brand."""
+    lines = ["cpu family\t: 6", "model\t\t: 143", "model name\t: Intel", "flags\t: fpu avx2 amx_tile hle", "model\t: 7"]
+    monkeypatch.setattr(Path, "read_text", lambda *_: "\n".join(lines))
+    assert installation.cpu_features() == ("Intel (family 6, model 143)", ["avx2", "amx_tile"])
+
+
 def test_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse_read(*_: object, **__: object) -> None:
         raise OSError

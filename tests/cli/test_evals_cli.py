@@ -79,7 +79,7 @@ def test_out_keeps_records_and_uses_them(
     first = run_json(capfd, *common, *out)
     assert len(runs.read(tmp_path / "out" / "records.jsonl")) == 2
     header = json.loads((tmp_path / "out" / "records.jsonl").read_text().splitlines()[0])["run"]
-    assert {"command", "cpu", "isa", "threads", "versions", "task", "options", "model", "seed"} <= set(header)
+    assert {"command", "cpu", "flags", "isa", "threads", "versions", "task", "options", "model", "seed"} <= set(header)
     monkeypatch.setattr(Perplexity, "evaluate", lambda *_: pytest.fail("a record was there"))
     assert run_json(capfd, *common, *out) == first
 

@@ -159,7 +159,7 @@ def test_program(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [{**row, **result} for row, result in zip(rows, results, strict=True)] == rows
     same = {(r["bench"], r["new_tokens"], r["execution"], r["seed"], len(r["step_ms"])) for r in rows}
     assert same == {("generate", 1, "eager", 0, 2)}
-    for name in ("command", "cpu", "isa", "threads", "versions", "load"):
+    for name in ("command", "cpu", "flags", "isa", "threads", "versions", "load"):
         assert name in rows[0]
     half = {r["bytes"] * 2 for r in rows if (r["cache"], r["dtype"]) == ("full", "bfloat16")}
     assert half == {r["bytes"] for r in rows if (r["cache"], r["dtype"]) == ("full", "float32")}

@@ -25,6 +25,7 @@ PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy", "typer", 
 # Instruction sets that kernels choose between, as /proc/cpuinfo spells them (x86, then Arm).
 FEATURES = (
     *("sse4_2", "avx", "f16c", "fma", "avx2", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"),
+    *("amx_tile", "amx_int8", "amx_bf16"),
     *("asimd", "asimdhp", "asimddp", "sve", "sve2", "bf16", "i8mm"),
 )
 
@@ -129,15 +130,16 @@ def run_header() -> dict[str, Any]:
 
     from tersekv.kernels import cpu
 
-    name = Path(sys.argv[0]).name.replace("__main__.py", "tersekv")  # python -m tersekv
-    found: dict[str, Any] = {"command": shlex.join([name, *sys.argv[1:]])}
+    program = Path(sys.argv[0]).name.replace("__main__.py", "tersekv")  # python -m tersekv
+    found: dict[str, Any] = {"command": shlex.join([program, *sys.argv[1:]])}
     root = Path(__file__).parents[3]
     if (root / ".git").exists():  # a checkout, not an installed package
         asked = ["git", "-C", str(root), "describe", "--always", "--dirty"]
         said = subprocess.run(asked, capture_output=True, text=True)
         found |= {"commit": said.stdout.strip()} if said.returncode == 0 else {}
     isa = cpu.isa() if cpu.why_not_built() is None else None
-    return found | {"cpu": cpu_features()[0], "isa": isa, "threads": torch.get_num_threads()}
+    name, features = cpu_features()
+    return found | {"cpu": name, "flags": features, "isa": isa, "threads": torch.get_num_threads()}
 
 
 def usable_cores() -> int | None:
@@ -154,7 +156,10 @@ def package_version(name: str) -> str:
 
 
 def cpu_features() -> tuple[str, list[str]]:
-    """Return the CPU's name and those of `FEATURES` it has, from /proc/cpuinfo if that exists."""
+    """Return the CPU's name and those of `FEATURES` it has, from /proc/cpuinfo if that exists.
+
+    The name ends with family and model on x86, because virtual machines name only the brand.
+    """
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -165,4 +170,6 @@ def cpu_features() -> tuple[str, list[str]]:
         fields.setdefault(key.strip().lower(), value.strip())
     present = set((fields.get("flags") or fields.get("features") or "").split())
     name = fields.get("model name") or fields.get("hardware") or platform.machine()
+    if {"cpu family", "model"} <= fields.keys():
+        name += f" (family {fields['cpu family']}, model {fields['model']})"
     return name, [feature for feature in FEATURES if feature in present]
