@@ -33,8 +33,8 @@ from recorded import add_options, markdown, record, run_or_fill
 from tersekv.attention.observe import observe
 from tersekv.cache.footprint import Footprint
 from tersekv.calibration.capture import capture_prompt
-from tersekv.cli.estimate import load_shape
 from tersekv.hf.compress import compress
+from tersekv.hf.facts import load_shape
 from tersekv.hf.prefill import held_by, new_cache
 from tersekv.lab.evals import runs
 from tersekv.lab.evals.tasks.divergence import compare

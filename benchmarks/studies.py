@@ -27,7 +27,7 @@ import torch
 
 from recorded import add_models, fill, markdown, parser
 from tersekv import cli
-from tersekv.cli.estimate import load_shape
+from tersekv.hf.facts import load_shape
 from tersekv.lab.evals.harness import Summary
 from tersekv.lab.evals.reader import FULL
 from tersekv.lab.evals.tasks.base import Estimate

@@ -12,8 +12,8 @@ from typing import Any
 
 from experiments.base import ROUNDS, Column, Experiment, Questions, Result, Setting
 from tersekv.calibration.capture import capture
-from tersekv.cli.estimate import load_shape
 from tersekv.errors import UserError
+from tersekv.hf.facts import load_shape
 from tersekv.lab.evals.haystack import prompt_tokens
 from tersekv.lab.evals.options import build
 from tersekv.lab.evals.questions import answered, read_questions

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tersekv.errors import CacheError, UserError
     from tersekv.hf.cache import CompressedCache
+    from tersekv.hf.choice import choose
     from tersekv.hf.compress import compress
     from tersekv.models.loading import load as load_model
     from tersekv.recipe import Recipe, register_codec
@@ -28,6 +29,7 @@ __all__ = [
     "Recipe",
     "UserError",
     "__version__",
+    "choose",
     "compress",
     "load_model",
     "register_codec",
@@ -38,6 +40,7 @@ _HOMES = {
     "CompressedCache": ("tersekv.hf.cache", "CompressedCache"),
     "Recipe": ("tersekv.recipe", "Recipe"),
     "UserError": ("tersekv.errors", "UserError"),
+    "choose": ("tersekv.hf.choice", "choose"),
     "compress": ("tersekv.hf.compress", "compress"),
     "load_model": ("tersekv.models.loading", "load"),
     "register_codec": ("tersekv.recipe", "register_codec"),

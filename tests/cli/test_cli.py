@@ -15,6 +15,7 @@ import torch
 from conftest import complaints
 from tersekv import cli
 from tersekv.cli import estimate, measure, output
+from tersekv.hf import facts
 
 
 @pytest.fixture
@@ -309,7 +310,7 @@ def test_units() -> None:
         2 * 10**12,
         16_060_522_496,
     ]
-    assert [estimate.most_tokens(lambda n: 10 * n, limit) for limit in (5, 10, 12345)] == [0, 1, 1234]
+    assert [facts.most_tokens(lambda n: 10 * n, limit) for limit in (5, 10, 12345)] == [0, 1, 1234]
     assert [output.human_bytes(n) for n in (64, 1500, 2e6, 3e9)] == ["64 B", "1.50 kB", "2.00 MB", "3.00 GB"]
 
 

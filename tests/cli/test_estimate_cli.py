@@ -10,7 +10,8 @@ import pytest
 
 from tersekv import cli
 from tersekv.cache.footprint import Footprint
-from tersekv.cli import estimate, sizes
+from tersekv.cli import sizes
+from tersekv.hf import facts
 from tersekv.sizes.estimate import STEP, break_even, predict
 from tersekv.sizes.known_models import MODELS
 from test_cli import empty_cache as empty_cache
@@ -51,8 +52,8 @@ def test_weights_that_take_all_memory(capfd: pytest.CaptureFixture[str]) -> None
 def test_the_most_tokens_are_fewer_than_what_does_not_fit() -> None:
     """Packing reduces bytes, so a longer context may fit where a shorter one does not."""
     toothed = [0, 10, 20, 30, 12, 22]
-    assert estimate.most_tokens(lambda n: toothed[n], 25, below=3) == 2
-    assert estimate.most_tokens(lambda n: 10 * n, 25, below=2) == 1
+    assert facts.most_tokens(lambda n: toothed[n], 25, below=3) == 2
+    assert facts.most_tokens(lambda n: 10 * n, 25, below=2) == 1
 
 
 def test_several_recipes_in_one_table(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

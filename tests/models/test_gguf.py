@@ -16,7 +16,7 @@ import torch
 import tersekv
 from made_gguf import CHATML, GEMMA, model_of, write
 from tersekv import UserError, cli
-from tersekv.cli.estimate import load_shape
+from tersekv.hf.facts import load_shape
 from tersekv.models import convert, loading
 from tersekv.models import pull as pulling
 from tersekv.models.config import cache_shape

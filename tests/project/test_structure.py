@@ -20,9 +20,18 @@ from tersekv.policies import policies
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "tersekv"
 
-COMMON = {"atomic_write", "errors", "extras", "malloc_trim", "registry", "steps", "tensors", "units", "versions"} | {
-    "__version__"
-}
+COMMON = {
+    "atomic_write",
+    "errors",
+    "extras",
+    "malloc_trim",
+    "registry",
+    "steps",
+    "tensors",
+    "threads",
+    "units",
+    "versions",
+} | {"__version__"}
 # Folders that each folder may import (besides itself and COMMON). A module belongs to the longest
 # matching name.
 MAY_IMPORT = {

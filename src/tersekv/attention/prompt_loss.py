@@ -26,10 +26,14 @@ from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.coding import own_sinks
 from tersekv.cache.store import Store
 from tersekv.kernels.softmax import softmax_weights
+from tersekv.threads import one_thread
 from tersekv.transforms.moments import Observes, TokenLoss, score_loss
 
 QUERIES = 32
 """Number of query positions observed, from the second half of a call. Later ones see more tokens."""
+
+PRODUCTS = 4
+"""An element of the keys costs about as much here as so many elements cost packing."""
 
 TILE = 16
 """Number of query positions whose weights are in memory at a time."""
@@ -47,7 +51,8 @@ def prompt_loss(
         held = store.decoded(keys.dtype)  # all of them are exact, in every process
         keys, values = torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2)
     kinds = store.keys.codec.observes, store.values.codec.observes
-    return losses_for(kinds, keys, values, call, _coded(store, call, keys.shape[2]))
+    with one_thread(PRODUCTS * keys.numel()):
+        return losses_for(kinds, keys, values, call, _coded(store, call, keys.shape[2]))
 
 
 @torch.no_grad()

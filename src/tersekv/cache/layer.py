@@ -34,6 +34,7 @@ from tersekv.errors import CacheError
 from tersekv.policies.base import two_rates
 from tersekv.recipe import LayerPlan
 from tersekv.tensors import plain
+from tersekv.threads import one_thread
 from tersekv.transforms.rope import Rope
 
 
@@ -113,8 +114,8 @@ class LayerStore(Store):
             CacheError, UserError: values are not finite, or too large. Nothing was added.
         """
         n = keys.shape[2]
-        new = [self.keys.tail.rounded(keys), self.values.tail.rounded(values)]
         if n <= self.room:  # nothing leaves the recent window
+            new = [self.keys.tail.rounded(keys), self.values.tail.rounded(values)]
             if self.rotary is not None and self.rotary.rope.varies:
                 self.rotary.note(self.num_tokens, n)
             self.keys.tail.append(new[0])
@@ -122,9 +123,16 @@ class LayerStore(Store):
             self.placement.tokens += n
             self.room -= n
             return
-        if self.chosen:
-            self._choose(self.chosen[0], new, padding, observed)
-            return
+        with one_thread(keys.numel()):
+            new = [self.keys.tail.rounded(keys), self.values.tail.rounded(values)]
+            if self.chosen:
+                self._choose(self.chosen[0], new, padding, observed)
+            else:
+                self._keep(new, padding, observed)
+
+    def _keep(self, new: list[Tensor], padding: Tensor | None, observed: Observed) -> None:
+        """Append tokens that all heads keep, and pack those that leave the recent window."""
+        n = new[0].shape[2]
         if self.deferred and padding is not None and int(padding.max()) > 0:
             self.padding = padding
         if self.rotary is not None:

@@ -185,6 +185,8 @@ class Store(Stateful):
     def pages(self) -> PackedPages | None:
         """Return all packed tokens as attention reads them, None if there are none; cached until they change."""
         if self._pages is None:
+            if not self.packed_tokens:
+                return None
             pages = list(self.packed_pages())
             made = packed_pages_of(pages, self.kv_heads)
             if not all(page.keys.keeps and page.values.keeps for page in pages):

@@ -12,6 +12,7 @@ from tersekv import __version__, steps
 from tersekv.cli import (
     bench,
     calibrate,
+    choose,
     demo,
     doctor,
     estimate,
@@ -40,6 +41,7 @@ app.command()(generate.generate)
 app.command("eval", cls=evaluate.WithTaskOptions)(evaluate.evaluate)
 app.command()(calibrate.calibrate)
 app.command(context_settings={"allow_extra_args": True})(serve.serve)
+app.command()(choose.choose)
 app.command("list")(listing.list_methods)
 app.command()(estimate.estimate)
 app.add_typer(models.app, name="models")

@@ -8,6 +8,7 @@ import typer
 
 from tersekv.cli import estimate, installation, output, sizes
 from tersekv.errors import UserError
+from tersekv.hf import facts
 
 RECIPES = ("default", "safe", "kivi:bits=4")
 """Recipes that are examined if none is given: the presets, and one that codes keys by channel."""
@@ -72,7 +73,7 @@ def describe(model: str, recipes: list[str]) -> dict[str, Any]:
     from tersekv.recipe import Recipe
 
     parsed = [Recipe.parse(recipe) for recipe in recipes]
-    known = estimate.load_known(model)
+    known = facts.load_known(model)
     biases, longest = known.key_bias(), getattr(_text(known), "max_position_embeddings", None)
     tokens = min(USUAL_TOKENS, longest or USUAL_TOKENS)
     return {
@@ -82,13 +83,13 @@ def describe(model: str, recipes: list[str]) -> dict[str, Any]:
     }
 
 
-def _text(known: estimate.Known) -> Any:
+def _text(known: facts.Known) -> Any:
     from tersekv.models.config import text_config
 
     return None if known.config is None else text_config(known.config)
 
 
-def properties(known: estimate.Known, biases: bool | None, longest: int | None) -> dict[str, str]:
+def properties(known: facts.Known, biases: bool | None, longest: int | None) -> dict[str, str]:
     """Return what matters of a model, in words, by name."""
     shape, config = known.shape, _text(known)
     windows = [window for window in shape.windows if window is not None]
@@ -112,7 +113,7 @@ def properties(known: estimate.Known, biases: bool | None, longest: int | None) 
     return said
 
 
-def rope_of(known: estimate.Known) -> str:
+def rope_of(known: facts.Known) -> str:
     """Return the type of a model's RoPE, and if it can be removed from keys."""
     from tersekv.transforms.rope import NO_ROPE
 
@@ -127,15 +128,15 @@ def rope_of(known: estimate.Known) -> str:
     return f"{kinds}{' (changes with the length)' * any(rope.varies for rope in ropes)}"
 
 
-def verdict(recipe: Any, known: estimate.Known, biases: bool | None, tokens: int) -> dict[str, Any]:
+def verdict(recipe: Any, known: facts.Known, biases: bool | None, tokens: int) -> dict[str, Any]:
     """Return if a recipe is a good choice for a model, with the reasons."""
     from tersekv.sizes.estimate import break_even, predict
 
     try:
-        if reasons := estimate.refusals(recipe, known.config):
+        if reasons := facts.refusals(recipe, known.config):
             return {"recipe": recipe.name, "good": False, "reasons": reasons}
         footprint, least = predict(known.shape, recipe, tokens), break_even(known.shape, recipe)
-        fault = estimate.bias_fault(recipe, known.shape) if biases else None
+        fault = facts.bias_fault(recipe, known.shape) if biases else None
     except UserError as error:
         return {"recipe": recipe.name, "good": False, "reasons": [str(error)]}
     held, bfloat16 = footprint.total_bytes, footprint.elements * 2

@@ -149,7 +149,7 @@ def _source(chosen: Plot, given: dict[str, Any]) -> Any:
 
 
 def _predicted(given: dict[str, Any]) -> Any:
-    from tersekv.cli.estimate import load_shape
+    from tersekv.hf.facts import load_shape
     from tersekv.lab.evals.products import expand, unique
     from tersekv.lab.plots.held import predicted
 

@@ -26,6 +26,7 @@ from tersekv.malloc_trim import malloc_trim
 from tersekv.recipe import LayerPlan, written
 from tersekv.sizes.rate_allotment import with_rates
 from tersekv.tensors import plain
+from tersekv.threads import one_thread
 from tersekv.transforms.rope import NO_ROPE
 
 FLOATS = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
@@ -148,7 +149,8 @@ class CompressedLayer(CacheLayerMixin):
             raise
         progress.torn = False
         if not self.measured and (keys.shape[2] > 1 or not self.store.num_tokens % STEP):
-            self._measure(keys)
+            with one_thread(keys.numel()):
+                self._measure(keys)
         if progress.linear:
             progress.end(self.index)
         if keys.is_cpu and keys.shape[2] >= MANY_TOKENS:

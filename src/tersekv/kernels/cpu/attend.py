@@ -27,6 +27,7 @@ from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.marks import Marks
 from tersekv.kernels.registry import NotTaken
 from tersekv.tensors import last_contiguous
+from tersekv.threads import threads
 
 NAME = "cpu"
 
@@ -96,7 +97,7 @@ def attend(
     else:
         out = query.new_empty((B, q, Hq, Dv))
     where = None if pages is None else pages.listed
-    rest = where, *(table or (None, 0)), mask, hidden, scaling, softcap or 0.0, sinks, out, lse, torch.get_num_threads()
+    rest = where, *(table or (None, 0)), mask, hidden, scaling, softcap or 0.0, sinks, out, lse, threads()
     try:
         native.attend(query, exact, packed, *rest)
     except native.Moved:
@@ -152,7 +153,7 @@ def _attend_views(
     out, lse = _parts(query, query.shape[1], query.shape[2], pages.head_dim)
     cpu.loaded().attend(
         query, (), pages, where, table, page_tokens, None, None, scaling, softcap or 0.0, None, out, lse,
-        torch.get_num_threads(),
+        threads(),
     )  # fmt: skip
     return out, lse
 
@@ -202,7 +203,7 @@ def decode(operand: GridSide | Packed, dtype: torch.dtype) -> Tensor:
     """Decode packed tokens on torch's threads, see `kernels/decode.py`."""
     view, written = native_view(cpu.loaded(), operand), dtype if dtype == torch.bfloat16 else torch.float32
     out = torch.empty((view.batch, view.heads, view.tokens, view.head_dim), dtype=written)
-    cpu.loaded().decode(view, out, torch.get_num_threads())
+    cpu.loaded().decode(view, out, threads())
     return out.to(dtype)
 
 
@@ -215,7 +216,7 @@ def basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> 
         return product
     x = x.contiguous()
     out = torch.empty_like(x)
-    cpu.loaded().basis_product(x, basis.contiguous(), channels.contiguous(), combine, out, torch.get_num_threads())
+    cpu.loaded().basis_product(x, basis.contiguous(), channels.contiguous(), combine, out, threads())
     return out
 
 
@@ -224,5 +225,5 @@ def basis_components(x: Tensor, basis: Tensor, channels: Tensor) -> Tensor:
     """See `kernels/basis.py`: x float32 [B, H, R, D] to float32 [B, H, R, D]."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    cpu.loaded().basis_components(x, basis.contiguous(), channels.contiguous(), out, torch.get_num_threads())
+    cpu.loaded().basis_components(x, basis.contiguous(), channels.contiguous(), out, threads())
     return out

@@ -16,6 +16,7 @@ from tersekv.kernels.encode_grid import GridPlace
 from tersekv.kernels.encode_polar import stream_offsets
 from tersekv.kernels.lanes import packed_shape
 from tersekv.kernels.registry import NotTaken
+from tersekv.threads import threads
 
 MOST_BLOCK_TOKENS = 1 << 20
 
@@ -64,7 +65,7 @@ def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
     shape = _plane_shape(x, place)
     low, high = x.new_empty(shape), x.new_empty(shape)
     cpu.loaded().group_ranges(
-        x, _numbers(place), low, high, torch.get_num_threads()
+        x, _numbers(place), low, high, threads()
     )  # fmt: skip
     return low, high
 
@@ -82,7 +83,7 @@ def encode_grid(
     out = x.new_empty((*shape[:3], *words), dtype=torch.int32)
     cpu.loaded().encode_grid(
         x, _numbers(place), *planes, table, out,
-        torch.get_num_threads(),
+        threads(),
     )  # fmt: skip
     return out
 
@@ -95,7 +96,7 @@ def pack_lanes(codes: Tensor, bits: int) -> Tensor:
     *lead, P, L = codes.shape
     blocks, shape = codes.reshape(math.prod(lead), P, L), packed_shape(bits, P, L)
     out = codes.new_empty((len(blocks), *shape), dtype=torch.int32)
-    cpu.loaded().pack_lanes(blocks, bits, out, torch.get_num_threads())
+    cpu.loaded().pack_lanes(blocks, bits, out, threads())
     return out.view(*lead, *shape)
 
 
@@ -104,7 +105,7 @@ def encode_signs(x: Tensor, sketch: Tensor) -> Tensor:
     """Encode signs, see `kernels/encode_signs.py`: x [..., t, D] to uint8 [..., ceil(M/8), t]."""
     blocks, sketch = _vectors(x, "t, D"), sketch.contiguous()
     out = x.new_empty((len(blocks), -(-len(sketch) // 8), blocks.shape[1]), dtype=torch.uint8)
-    cpu.loaded().encode_signs(blocks, sketch, out, torch.get_num_threads())
+    cpu.loaded().encode_signs(blocks, sketch, out, threads())
     return out.view(*x.shape[:-2], *out.shape[1:])
 
 
@@ -124,7 +125,7 @@ def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor])
     vectors, *outs = (part.view(shape) for part, shape in zip((blocks, angles, radii), by_row, strict=True))
     cpu.loaded().encode_polar(
         vectors, tuple(level_bits), tuple(tables), *outs,
-        torch.get_num_threads(),
+        threads(),
     )  # fmt: skip
     return angles, radii
 
@@ -134,7 +135,7 @@ def rotate_dense(x: Tensor, matrix: Tensor) -> Tensor:
     """Rotate by a dense matrix, see `kernels/rotate.py`: x float32 [..., D] to its shape."""
     vectors, matrix = _vectors(x, "D"), matrix.contiguous()
     out = vectors.new_empty(vectors.shape)
-    cpu.loaded().rotate_dense(vectors, matrix, out, torch.get_num_threads())
+    cpu.loaded().rotate_dense(vectors, matrix, out, threads())
     return out.view(x.shape)
 
 
@@ -145,7 +146,7 @@ def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> 
     vectors, parts = _vectors(x, "D"), [part.contiguous() for part in (matrix, order, signs)]
     out = vectors.new_empty(vectors.shape)
     cpu.loaded().rotate_hadamard(
-        vectors, *parts, out, torch.get_num_threads()
+        vectors, *parts, out, threads()
     )  # fmt: skip
     return out.view(x.shape)
 
@@ -155,7 +156,7 @@ def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> T
     """See `kernels/trellis.py`: y [R, n, D], weight and bits [R, D], tables [9, 256] to windows uint8 [R, n, D]."""
     call = _trellis_call(y, weight, bits, tables)
     windows = torch.empty_like(call[0], dtype=torch.uint8, memory_format=torch.contiguous_format)
-    cpu.loaded().encode_trellis(*call, windows, torch.get_num_threads())
+    cpu.loaded().encode_trellis(*call, windows, threads())
     return windows
 
 
@@ -167,7 +168,7 @@ def pack_trellis(
     call = _trellis_call(y, weight, bits, tables)
     R, n, _ = y.shape
     stream, gain = y.new_empty((R, n, words), dtype=torch.int16), y.new_empty((R, n), dtype=torch.uint8)
-    cpu.loaded().pack_trellis(*call, steps, enough.float().contiguous(), stream, gain, torch.get_num_threads())
+    cpu.loaded().pack_trellis(*call, steps, enough.float().contiguous(), stream, gain, threads())
     return stream, gain
 
 
@@ -191,7 +192,7 @@ def pack_vectors(
     length = x.new_empty((R, n), dtype=torch.float32)
     cpu.loaded().pack_vectors(
         vectors, shift.detach().float().contiguous(), matrix, *rest, steps, enough.float().contiguous(), stream, gain,
-        length, torch.get_num_threads(),
+        length, threads(),
     )  # fmt: skip
     return stream, gain, length
 

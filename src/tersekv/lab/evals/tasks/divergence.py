@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 
 QUARTERS = 4
 
+WORDS = (
+    (0.01, "hardly a token changes"),
+    (0.1, "about one token in ten changes"),
+    (0.3, "about one token in five changes"),
+)
+"""Divergences in nats below which these words hold. Above them the model is ruined. On three models, 96, 88 and 80 %
+of the next tokens are the same in these ranges (docs/quality.md)."""
+
 
 @dataclass(frozen=True)
 class Divergence(WindowTask):
@@ -58,6 +66,11 @@ class Divergence(WindowTask):
         found = super().summarise(metrics, full)
         scored = all("nll" in m for m in (*metrics, *full))  # records of earlier versions lack nll
         return found | Perplexity().summarise(metrics, full) if scored else found
+
+
+def in_words(kl: float) -> str:
+    """Describe a mean divergence in nats."""
+    return next((words for limit, words in WORDS if kl < limit), "RUINED: choose another recipe")
 
 
 def compare(full: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:

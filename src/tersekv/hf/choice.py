@@ -1,0 +1,126 @@
+"""Choose a recipe for a model, a length and a memory.
+
+Candidates, the closest to the full cache first, are `safe`, `default`, and two rates chosen by attention.
+Without a memory, `default` is chosen. With one, the first that fits beside the weights is. What the
+candidates lose was measured on three models (docs/presets.md).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tersekv.errors import UserError
+from tersekv.hf.facts import Known, bias_fault, load_known, most_tokens, of_config, refusals
+from tersekv.units import LONGEST, human_bytes, parse_bytes, parse_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+LEAST = "mixed:allot=model,bias_correction=full+trellis:bits={},calibration=prompt"
+"""The recipe for the least memory."""
+
+RATE, WIDE_RATE, WIDE = 1.7, 3.0, 256
+"""Bits of that recipe, and those for heads of `WIDE` channels. With 1.7 bits Gemma 3 270M misses facts."""
+
+USUAL_TOKENS = 32768
+"""Length for which a recipe is chosen if none is given, or the model's longest context if it is shorter."""
+
+FEW_TOKENS = 1024
+"""Length below which little is gained."""
+
+
+class Choice(NamedTuple):
+    """A recipe for a model, and the reason.
+
+    recipe: as a recipe string.
+    why: one sentence.
+    tokens: length that it was chosen for.
+    bytes: of the whole cache at that length. bytes_bf16: of a cache in bfloat16.
+    others: the other candidates that the model supports, the closest to the full cache first.
+    """
+
+    recipe: str
+    why: str
+    tokens: int
+    bytes: int
+    bytes_bf16: int
+    others: tuple[str, ...]
+
+
+def choose(
+    model: str | PreTrainedModel | PreTrainedConfig, memory: str | None = None, context: int | str | None = None
+) -> Choice:
+    """Return the recipe that suits a model, from its config alone.
+
+    model: a transformers model or its config, or a name as `tersekv estimate --model` takes it.
+    memory: for weights and cache, for example "24GB". By default it is not limited.
+    context: number of tokens, for example 32768 or "32k". By default 32,768, or the model's longest
+        context if that is shorter.
+
+    Raises:
+        UserError: no recipe fits into the memory or supports the model, or a value is not valid.
+    """
+    from tersekv.sizes.estimate import predict
+
+    known = load_known(model) if isinstance(model, str) else of_config(getattr(model, "config", model))
+    if context is None:
+        context = _usual(known)
+    tokens = parse_tokens(context, "context") if isinstance(context, str) else context
+    if not 1 <= tokens <= LONGEST:
+        raise UserError(f"context={tokens} is not allowed; give 1 to {LONGEST:,} tokens")
+    candidates = _candidates(known)
+    sizes = {name: predict(known.shape, recipe, tokens).total_bytes for name, recipe in candidates.items()}
+    full = 2 * known.shape.elements(tokens)
+
+    def made(name: str, why: str) -> Choice:
+        others = tuple(other for other in candidates if other != name)
+        return Choice(name, why, tokens, sizes[name], full, others)
+
+    if memory is None:
+        name = "default" if "default" in candidates else next(iter(candidates))
+        if tokens < FEW_TOKENS or sizes[name] >= full:
+            return made(name, f"little is gained at {tokens:,} tokens: longer texts, or the full cache, are better")
+        return made(name, "on three models hardly a token changes, and facts in long texts are found as before")
+    weights = known.weights()
+    room = parse_bytes(memory, "memory") - weights
+    if room <= 0:
+        raise UserError(
+            f"the weights take {human_bytes(weights)} in bfloat16, more than memory={memory}: give more, or a smaller "
+            "model"
+        )
+    before = None
+    for name, size in sizes.items():
+        if size <= room:
+            left = f"{human_bytes(room - size)} of {human_bytes(room)} beside the weights are left"
+            if before is None:
+                beside = f"; a cache in bfloat16, {human_bytes(full)}, would fit, too" if full <= room else ""
+                return made(name, f"the closest to the full cache, and it fits: {left}{beside}")
+            return made(name, f"the closest to the full cache that fits: {before} needs {human_bytes(sizes[before])}")
+        before = name
+    name, least = min(sizes.items(), key=lambda item: item[1])
+    held = most_tokens(lambda n: predict(known.shape, candidates[name], n).total_bytes, room, tokens)
+    raise UserError(
+        f"no recipe that keeps every token fits: {name} needs {human_bytes(least)} for {tokens:,} tokens, and "
+        f"{human_bytes(room)} are left beside the weights, enough for {held:,}; give a shorter context, more memory, "
+        f"or a policy that evicts tokens, for example h2o:memory={room // 10**6}MB+kivi:bits=4"
+    )
+
+
+def _usual(known: Known) -> int:
+    config = None if known.config is None else known.config.get_text_config()
+    return min(USUAL_TOKENS, getattr(config, "max_position_embeddings", None) or USUAL_TOKENS)
+
+
+def _candidates(known: Known) -> dict[str, Any]:
+    """Return the recipes that the model supports and whose keys it does not ruin, by name, the closest first."""
+    from tersekv.recipe import Recipe
+
+    rate = WIDE_RATE if known.shape.key_dim >= WIDE else RATE
+    found, biases = {}, bool(known.key_bias())
+    for name in ("safe", "default", LEAST.format(f"{rate:g}")):
+        recipe = Recipe.parse(name)
+        if not refusals(recipe, known.config) and not (biases and bias_fault(recipe, known.shape)):
+            found[name] = recipe
+    if not found:
+        raise UserError("none of the usual recipes fits this model: `tersekv doctor MODEL` says why")
+    return found

@@ -1,0 +1,125 @@
+"""Facts about a model that are known without reading its weights: shape of its cache, size, key biases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tersekv.errors import UserError
+from tersekv.units import LONGEST
+
+# Other imports are in the functions: facts about a published model need no transformers, which take seconds to import.
+
+
+class Known(NamedTuple):
+    """Facts about a model that are known without its weights.
+
+    shape: of its cache.
+    config: None for published models and those of the KVQuant paper, which are known by name.
+    weights: function that returns their bytes in bfloat16.
+    key_bias: function that returns if keys have biases, None if that is unknown.
+    """
+
+    shape: Any
+    config: Any
+    weights: Callable[[], int]
+    key_bias: Callable[[], bool | None]
+
+
+def load_shape(model: str, with_weights: bool) -> tuple[Any, int]:
+    """Return the shape of a model's cache and the bytes of its weights in bfloat16, without reading
+    weights. The bytes are 0 if not wanted."""
+    known = load_known(model)
+    return known.shape, known.weights() if with_weights else 0
+
+
+def load_known(model: str) -> Known:
+    """Return what is known of a model by its name, its folder, its config.json or its Hub id."""
+    from tersekv.models import loading
+    from tersekv.sizes import known_models
+    from tersekv.sizes import kvquant_tables as kvquant
+    from tersekv.sizes.estimate import KNOWN
+
+    path = loading.expanded(model)
+    known = None if path.exists() else known_models.find(model)
+    if known is not None:
+        return Known(known.shape, None, lambda: 2 * known.parameters, lambda: known.key_biases)
+    name = next((name for name in KNOWN if name.lower() == model.lower()), None)
+    if name is not None:
+        return Known(KNOWN[name], None, lambda: int(kvquant.model_gigabytes(name, 16) * kvquant.GIB), lambda: False)
+    named = path.exists() or model in loading.KNOWN or model.lower().endswith(".gguf")
+    near = [] if named else known_models.near(model)
+    if near and "/" not in model:
+        raise UserError(
+            f"{model!r} is not a known published model; similar: {', '.join(near)}. Or give a folder, a config.json, "
+            "or a Hub id like owner/name"
+        )
+    try:
+        plain = path.is_file() and loading.gguf_of(model) is None
+        config = loading.config_of_file(path) if plain else loading.load_config(model)
+    except UserError as error:
+        if not near:
+            raise
+        raise UserError(f"{error}; published models with similar names are {', '.join(near)}") from error
+    return of_config(config)
+
+
+def of_config(config: Any) -> Known:
+    """Return what is known of a model by its config."""
+    from tersekv.models.config import cache_shape, has_key_bias
+
+    return Known(cache_shape(config), config, lambda: weight_bytes(config), lambda: has_key_bias(config))
+
+
+def weight_bytes(config: Any) -> int:
+    """Return the bytes of the weights in bfloat16, counted on the meta device."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(config)
+    except (ValueError, AttributeError, TypeError, RuntimeError) as error:
+        raise UserError(
+            f"the weights of a {config.model_type} model cannot be counted from its config ({str(error)[:120]}); "
+            "leave --memory out, or give a decoder language model"
+        ) from error
+    return 2 * sum(p.numel() for p in network.parameters())
+
+
+def refusals(recipe: Any, config: Any) -> list[str]:
+    """Return all reasons why the recipe cannot be used with the model. config: None if it is not known."""
+    from tersekv.hf.why_not import why_not
+
+    return [] if config is None else why_not(recipe, config)
+
+
+def bias_fault(recipe: Any, shape: Any) -> str | None:
+    """Return why a recipe does not fit a model with key biases, and what does; None if it fits.
+
+    It is measured on made keys (`calibration/key_error.py`).
+    """
+    from tersekv.calibration.key_error import error_with_biases, remedy
+
+    figures = error_with_biases(recipe, shape)
+    if figures is None or not figures.is_large:
+        return None
+    return (
+        f"the model's keys have biases, which {recipe.name} codes with an error of {figures.error:.0f} times the keys' "
+        f"spread: answers may be garbage; use {remedy(recipe, shape.ropes[0])}"
+    )
+
+
+def most_tokens(size: Callable[[int], int], limit: int, below: int = LONGEST) -> int:
+    """Return the largest number of tokens, less than `below`, whose `size` is at most `limit`.
+    `size` must be increasing."""
+    if size(1) > limit:
+        return 0
+    low, high = 1, 2
+    while high < below and size(high) <= limit:
+        low, high = high, high * 2
+    high = min(high, below)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if size(middle) <= limit else (low, middle)
+    return low
