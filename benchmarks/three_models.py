@@ -1,10 +1,11 @@
-"""Recipes on several models, texts and lengths: the tables of docs/presets.md and docs/methods/centred.md.
+"""Recipes on several models, texts and lengths: the tables of docs/presets.md and docs/methods/centred.md, and what
+a divergence means (docs/quality.md).
 
     python benchmarks/three_models.py --model Qwen/Qwen2.5-0.5B=FOLDER --text C4=c4.txt --out FOLDER    # run.
     python benchmarks/three_models.py --centred --lengths 2048 --model … --text … --out FOLDER
     python benchmarks/three_models.py --rivals turboquant tri-tier --model … --text … --out FOLDER  # other packages.
     python benchmarks/three_models.py --record FOLDER                     # keep the results as records.
-    python benchmarks/three_models.py --into docs/presets.md docs/methods/centred.md  # write the tables from them.
+    python benchmarks/three_models.py --into docs/presets.md docs/methods/centred.md docs/quality.md  # write them.
 
 Each window is read once, exactly. Its first tokens are packed, and the tokens after them are scored 64 at
 a time, in float32.
@@ -16,11 +17,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +42,7 @@ from tersekv.lab.evals import runs
 from tersekv.lab.evals.reader import Reader
 from tersekv.lab.evals.records import versions
 from tersekv.lab.evals.tasks.base import Estimate
-from tersekv.lab.evals.tasks.divergence import Divergence, compare
+from tersekv.lab.evals.tasks.divergence import Divergence, compare, in_words
 from tersekv.models.config import cache_shape
 from tersekv.models.loading import load
 
@@ -46,6 +50,9 @@ RECORDS = Path(__file__).parent / "records" / "three_models.jsonl"
 RECIPES = ("default", "safe", "kivi:bits=4")
 METHODS = ("turboquant:bits=4", "polarquant", "qjl", "int4", "normalfloat", "kvarn", "kivi:bits=4")
 SCORED = 256
+FAMILIES = {"smol": "SmolLM2-135M", "qwen": "Qwen2.5-Coder-0.5B", "gemma": "Gemma 3 270M"}
+LIMITS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, math.inf)
+"""Upper ends of the ranges of divergence, in nats."""
 MODULES = ("argparse", "typing", "inspect", "subprocess", "tarfile", "turtle")
 
 
@@ -210,6 +217,31 @@ def of_rivals(cells: list[dict[str, Any]]) -> str:
     return "\n".join([*parts, *failures])
 
 
+def of_words(_: list[dict[str, Any]]) -> str:
+    """Return the share of next tokens that stay the same, by divergence, of all records that have both."""
+    found: dict[tuple[float, str], list[float]] = {}
+    for path in sorted(RECORDS.parent.rglob("*.jsonl")):
+        for row in runs.read(path):
+            of_recipes = [one for one in row.values() if isinstance(one, dict) and "kl" in one]
+            name = next((name for key, name in FAMILIES.items() if key in str(row.get("model")).lower()), None)
+            for one in of_recipes:
+                kl, same = one["kl"], one.get("top1_agreement", one.get("same"))
+                if name and same is not None and isinstance(kl, float) and kl > 0:
+                    found.setdefault((next(limit for limit in LIMITS if kl < limit), name), []).append(same)
+
+    def cell(limit: float, name: str) -> str:
+        shares = found.get((limit, name))
+        return f"{statistics.median(shares):.1%} ({len(shares)})" if shares else "–"
+
+    ranges = [f"below {LIMITS[0]:g}", *(f"{low:g} to {high:g}" for low, high in pairwise(LIMITS[:-1])), "above 1"]
+    rows = (
+        [span, in_words(limit / 1.01 if math.isfinite(limit) else limit).split(":")[0].lower()]
+        + [cell(limit, name) for name in FAMILIES.values()]
+        for span, limit in zip(ranges, LIMITS, strict=True)
+    )
+    return markdown(("divergence, nats", "in words", *FAMILIES.values()), rows)
+
+
 def worst(cells: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     """Return sentences about the cells where a preset is worst beside `kivi:bits=4`."""
     for name in RECIPES[:-1]:
@@ -227,7 +259,7 @@ def worst(cells: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 
 def tables(cells: list[dict[str, Any]]) -> dict[str, Callable[[], str]]:
     """Return the tables by the name of their marks."""
-    made = {"presets": of_presets, "rivals": of_rivals, "centred": of_methods}
+    made = {"presets": of_presets, "rivals": of_rivals, "centred": of_methods, "words": of_words}
     return {name: partial(table, cells) for name, table in made.items()}
 
 
