@@ -97,7 +97,7 @@ def attend(
     else:
         out = query.new_empty((B, q, Hq, Dv))
     where = None if pages is None else pages.listed
-    rest = where, *(table or (None, 0)), mask, hidden, scaling, softcap or 0.0, sinks, out, lse, threads()
+    rest = where, *(table or (None, 0)), mask, hidden, scaling, softcap or 0.0, sinks, out, lse, torch.get_num_threads()
     try:
         native.attend(query, exact, packed, *rest)
     except native.Moved:
