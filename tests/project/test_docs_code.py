@@ -131,7 +131,9 @@ def test_command_of_the_readme(command, small, checkout, capsys):
 
 
 def test_the_readme_has_commands():
-    assert {c.split()[1] for c in README_COMMANDS} == {"list", "generate", "estimate", "prompt-cache", "eval", "doctor"}
+    assert {c.split()[1] for c in README_COMMANDS} == {
+        *("list", "generate", "estimate", "prompt-cache", "eval", "doctor", "choose")
+    }
 
 
 WRITTEN = [(name(page), line) for page in PAGES if page.name not in HISTORY for line in commands(page, "tersekv")]
