@@ -41,7 +41,15 @@ def test_a_memory_in_which_nothing_need_be_packed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [({"memory": "24"}, "memory=24"), ({"context": 0}, "context=0"), ({"context": "x"}, "'x'")]
+    ("given", "said"),
+    [
+        ({"memory": "24"}, "memory=24"),
+        ({"context": 0}, "context=0"),
+        ({"context": "x"}, "'x'"),
+        ({"memory": 5}, "memory=5 is not a text"),
+        ({"context": 1.5}, "context=1.5"),
+        ({"context": True}, "context=True"),
+    ],
 )
 def test_wrong_values(given: dict[str, Any], said: str) -> None:
     with pytest.raises(tersekv.UserError, match=said):
@@ -61,6 +69,20 @@ def test_a_model_and_its_config() -> None:
     assert found.others == ("safe", NARROW)
     assert LEAST[:5] not in "".join(tersekv.choose(build("deepseek_v3")).others)
     assert "little is gained" in tersekv.choose(model, context=FEW_TOKENS - 1).why
+
+
+def test_what_is_not_a_model() -> None:
+    with pytest.raises(tersekv.UserError, match="got int"):
+        tersekv.choose(42)  # type: ignore[arg-type]
+
+
+def test_little_is_gained_with_a_memory_too() -> None:
+    assert "little is gained at 1 tokens: the full cache fits" in tersekv.choose("gemma-3-12b", "30GB", 1).why
+
+
+def test_no_policy_is_proposed_for_no_memory() -> None:
+    with pytest.raises(tersekv.UserError, match=r"give a shorter context or more memory$"):
+        tersekv.choose("llama-3.1-8b", "16.08GB")
 
 
 def test_words() -> None:
@@ -89,6 +111,9 @@ def test_texts_that_cannot_be_tried(tiny: str, tmp_path: Path) -> None:
 
     with pytest.raises(tersekv.UserError, match="is not a file"):
         choose(tiny, text=tmp_path)
+    (tmp_path / "other.txt").write_bytes(b"caf\xe9" * 400)
+    with pytest.raises(tersekv.UserError, match="is not UTF-8 text"):
+        choose(tiny, text=tmp_path / "other.txt")
     (tmp_path / "short.txt").write_text("short")
     with pytest.raises(tersekv.UserError, match="give a text of 512 or more"):
         choose(tiny, text=tmp_path / "short.txt")

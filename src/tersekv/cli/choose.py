@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tersekv.cli import estimate, output, sizes
+from tersekv.cli.generate import load, utf8
 from tersekv.errors import UserError
 
 PREFIX, READ, LEAST_PREFIX = 2048, 256, 256
@@ -32,8 +33,10 @@ def choose(
     It is chosen from the model's config alone.
     With --try the model also reads a text of yours.
     """
-    if text is not None and not text.is_file():
-        raise UserError(f"--try {text} is not a file: give a text file")
+    if text is not None:
+        if not text.is_file():
+            raise UserError(f"--try {text} is not a file: give a text file")
+        utf8(text.read_bytes(), f"--try {text}")  # before the model is loaded
     with output.step("loading torch and transformers"):
         from tersekv.hf.choice import choose as chosen
         from tersekv.recipe import Recipe
@@ -65,14 +68,14 @@ def choose(
 
 def try_on(model: str, text: Path, recipes: list[str]) -> list[dict[str, Any]]:
     """Return the divergence of recipes on a text, with words about it."""
-    from tersekv.cli.generate import load
-
     network, tokenizer = load(model)
     from tersekv.lab.evals.harness import Harness
     from tersekv.lab.evals.tasks.divergence import Divergence, in_words
 
     ids = tokenizer(text.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
     longest = getattr(network.config.get_text_config(), "max_position_embeddings", None) or PREFIX + READ
+    if longest < LEAST_PREFIX + READ:
+        raise UserError(f"--try needs a context of {LEAST_PREFIX + READ} tokens, and this model's is {longest}")
     prefix = min(PREFIX, len(ids) - READ, longest - READ)
     if prefix < LEAST_PREFIX:
         raise UserError(f"--try {text} has {len(ids):,} tokens: give a text of {LEAST_PREFIX + READ} or more")

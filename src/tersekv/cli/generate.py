@@ -110,22 +110,22 @@ def read_text(prompt: str | None, file: Path | None, question: str | None) -> st
     if prompt is not None and file is not None:
         raise UserError("--prompt and --file were both given: give one (a --question may follow either)")
     if prompt is not None:
-        text = _utf8(os.fsencode(prompt), "--prompt")
+        text = utf8(os.fsencode(prompt), "--prompt")
     elif file is not None and str(file) != "-":
         try:
-            text = _utf8(file.read_bytes(), str(file))
+            text = utf8(file.read_bytes(), str(file))
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}; give a text file with --file") from error
     elif file is None and sys.stdin.isatty():
         raise UserError("no prompt: give --prompt TEXT, --file FILE, or pipe a text in")
     else:
-        text = _utf8(sys.stdin.buffer.read(), "standard input")
+        text = utf8(sys.stdin.buffer.read(), "standard input")
     if not (text.strip() or question):
         raise UserError("the prompt is empty: give some text with --prompt, --file or on standard input")
     return f"{text}\n\n{question}" if question and text.strip() else question or text
 
 
-def _utf8(data: bytes, where: str) -> str:
+def utf8(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -29,6 +29,10 @@ FEW_TOKENS = 1024
 """Length below which little is gained."""
 
 
+LEAST_MEMORY = 10**8
+"""Bytes below which a policy that evicts tokens is not proposed."""
+
+
 class Choice(NamedTuple):
     """A recipe for a model, and the reason.
 
@@ -62,12 +66,16 @@ def choose(
     """
     from tersekv.sizes.estimate import predict
 
+    if not isinstance(model, str) and not hasattr(getattr(model, "config", model), "get_text_config"):
+        raise UserError(f"choose takes a model, its config or a name first, got {type(model).__name__}")
     known = load_known(model) if isinstance(model, str) else of_config(getattr(model, "config", model))
     if context is None:
         context = _usual(known)
     tokens = parse_tokens(context, "context") if isinstance(context, str) else context
-    if not 1 <= tokens <= LONGEST:
-        raise UserError(f"context={tokens} is not allowed; give 1 to {LONGEST:,} tokens")
+    if type(tokens) is not int or not 1 <= tokens <= LONGEST:
+        raise UserError(f"context={tokens!r} is not allowed; give 1 to {LONGEST:,} tokens, or a text like 32k")
+    if memory is not None and not isinstance(memory, str):
+        raise UserError(f"memory={memory!r} is not a text; write for example 24GB")
     candidates = _candidates(known)
     sizes = {name: predict(known.shape, recipe, tokens).total_bytes for name, recipe in candidates.items()}
     full = 2 * known.shape.elements(tokens)
@@ -76,10 +84,11 @@ def choose(
         others = tuple(other for other in candidates if other != name)
         return Choice(name, why, tokens, sizes[name], full, others)
 
+    name = "default" if "default" in candidates else next(iter(candidates))
+    little = tokens < FEW_TOKENS or sizes[name] >= full
+    if little and memory is None:
+        return made(name, f"little is gained at {tokens:,} tokens: the full cache is as good")
     if memory is None:
-        name = "default" if "default" in candidates else next(iter(candidates))
-        if tokens < FEW_TOKENS or sizes[name] >= full:
-            return made(name, f"little is gained at {tokens:,} tokens: longer texts, or the full cache, are better")
         return made(name, "on three models hardly a token changes, and facts in long texts are found as before")
     weights = known.weights()
     room = parse_bytes(memory, "memory") - weights
@@ -88,6 +97,8 @@ def choose(
             f"the weights take {human_bytes(weights)} in bfloat16, more than memory={memory}: give more, or a smaller "
             "model"
         )
+    if little and full <= room:
+        return made(name, f"little is gained at {tokens:,} tokens: the full cache fits, too")
     before = None
     for name, size in sizes.items():
         if size <= room:
@@ -99,10 +110,11 @@ def choose(
         before = name
     name, least = min(sizes.items(), key=lambda item: item[1])
     held = most_tokens(lambda n: predict(known.shape, candidates[name], n).total_bytes, room, tokens)
+    evicts = f", or a policy that evicts tokens, for example h2o:memory={room // 10**6}MB+kivi:bits=4"
     raise UserError(
         f"no recipe that keeps every token fits: {name} needs {human_bytes(least)} for {tokens:,} tokens, and "
-        f"{human_bytes(room)} are left beside the weights, enough for {held:,}; give a shorter context, more memory, "
-        f"or a policy that evicts tokens, for example h2o:memory={room // 10**6}MB+kivi:bits=4"
+        f"{human_bytes(room)} are left beside the weights, enough for {held:,}; give a shorter context or more memory"
+        f"{evicts * (room >= LEAST_MEMORY)}"
     )
 
 
