@@ -220,10 +220,12 @@ def test_tokens_are_moved_together_unchanged(codec):
         if start % 40 and stop != 900:
             continue
         for segment in store.packed_pages():
+            with backends.forced("reference"):  # compiled loops may round by a token's place in them
+                decoded = segment.keys.decode()
             for head in range(2):
                 for slot, position in enumerate(segment.where[0, head].tolist()):
                     if position >= 0:
-                        token = segment.keys.decode()[0, head, slot]
+                        token = decoded[0, head, slot]
                         assert torch.equal(known.setdefault((head, position), token), token)
     assert len(known) > 500
     assert store.packed_tokens <= 1.125 * (300 - 16) + 64
