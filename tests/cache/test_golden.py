@@ -43,7 +43,7 @@ def test_every_case_has_hashes_and_its_own_name():
 
 
 def test_verdicts():
-    """A step that was refused and works now is no difference, and neither is another rounding of outputs."""
+    """A step that was refused and works now counts as equal, and so do outputs that are rounded in another way."""
     case = CASES[0]
     step = {"step": "40", "held": "a", "attention": [0.5], "bits": "b"}
     refused = {"step": "40", "refused": "UserError"}

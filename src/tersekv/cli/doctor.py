@@ -13,9 +13,6 @@ from tersekv.hf import facts
 RECIPES = ("default", "safe", "kivi:bits=4")
 """Recipes that are examined if none is given: the presets, and one that codes keys by channel."""
 
-USUAL_TOKENS = 32768
-"""Length at which a cache must be smaller than in bfloat16, or the model's longest context if it is shorter."""
-
 MODEL_HELP = f"{estimate.MODEL_HELP} Without a model the installation is checked."
 RECIPE_HELP = f"{output.RECIPE_HELP} May be repeated."
 
@@ -74,24 +71,17 @@ def describe(model: str, recipes: list[str]) -> dict[str, Any]:
 
     parsed = [Recipe.parse(recipe) for recipe in recipes]
     known = facts.load_known(model)
-    biases, longest = known.key_bias(), getattr(_text(known), "max_position_embeddings", None)
-    tokens = min(USUAL_TOKENS, longest or USUAL_TOKENS)
+    biases = known.key_bias()
     return {
         "model": model,
-        "properties": properties(known, biases, longest),
-        "recipes": [verdict(recipe, known, biases, tokens) for recipe in parsed],
+        "properties": properties(known, biases),
+        "recipes": [verdict(recipe, known, biases, known.usual_tokens) for recipe in parsed],
     }
 
 
-def _text(known: facts.Known) -> Any:
-    from tersekv.models.config import text_config
-
-    return None if known.config is None else text_config(known.config)
-
-
-def properties(known: facts.Known, biases: bool | None, longest: int | None) -> dict[str, str]:
+def properties(known: facts.Known, biases: bool | None) -> dict[str, str]:
     """Return what matters of a model, in words, by name."""
-    shape, config = known.shape, _text(known)
+    shape, config = known.shape, known.text
     windows = [window for window in shape.windows if window is not None]
     spans = f", {len(windows)} with a sliding window of {max(windows):,} tokens" if windows else ""
     said = {
@@ -105,7 +95,7 @@ def properties(known: facts.Known, biases: bool | None, longest: int | None) -> 
     }
     if getattr(config, "kv_lora_rank", None):
         said["latents"] = "keys and values come from latents: tokens are decoded at every step"
-    said["context"] = "unknown" if longest is None else f"{longest:,} tokens"
+    said["context"] = "unknown" if known.longest is None else f"{known.longest:,} tokens"
     try:
         said["weights"] = f"{output.human_bytes(known.weights())} in bfloat16"
     except UserError as error:
@@ -120,7 +110,7 @@ def rope_of(known: facts.Known) -> str:
     ropes = set(known.shape.ropes)
     if ropes == {NO_ROPE}:
         return "none"
-    parameters = getattr(_text(known), "rope_parameters", None) or {}
+    parameters = getattr(known.text, "rope_parameters", None) or {}
     each = parameters.values() if all(isinstance(one, dict) for one in parameters.values()) else [parameters]
     kinds = ", ".join(dict.fromkeys(one.get("rope_type", "default") for one in each)) or "default"
     if not ropes or None in ropes:

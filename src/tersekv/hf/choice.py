@@ -22,12 +22,8 @@ LEAST = "mixed:allot=model,bias_correction=full+trellis:bits={},calibration=prom
 RATE, WIDE_RATE, WIDE = 1.7, 3.0, 256
 """Bits of that recipe, and those for heads of `WIDE` channels. With 1.7 bits Gemma 3 270M misses facts."""
 
-USUAL_TOKENS = 32768
-"""Length for which a recipe is chosen if none is given, or the model's longest context if it is shorter."""
-
 FEW_TOKENS = 1024
 """Length below which little is gained."""
-
 
 LEAST_MEMORY = 10**8
 """Bytes below which a policy that evicts tokens is not proposed."""
@@ -70,7 +66,7 @@ def choose(
         raise UserError(f"choose takes a model, its config or a name first, got {type(model).__name__}")
     known = load_known(model) if isinstance(model, str) else of_config(getattr(model, "config", model))
     if context is None:
-        context = _usual(known)
+        context = known.usual_tokens
     tokens = parse_tokens(context, "context") if isinstance(context, str) else context
     if type(tokens) is not int or not 1 <= tokens <= LONGEST:
         raise UserError(f"context={tokens!r} is not allowed; give 1 to {LONGEST:,} tokens, or a text like 32k")
@@ -86,10 +82,9 @@ def choose(
 
     name = "default" if "default" in candidates else next(iter(candidates))
     little = tokens < FEW_TOKENS or sizes[name] >= full
-    if little and memory is None:
-        return made(name, f"little is gained at {tokens:,} tokens: the full cache is as good")
     if memory is None:
-        return made(name, "on three models hardly a token changes, and facts in long texts are found as before")
+        why = "on three models hardly a token changes, and facts in long texts are found as before"
+        return made(name, f"little is gained at {tokens:,} tokens: the full cache is as good" if little else why)
     weights = known.weights()
     room = parse_bytes(memory, "memory") - weights
     if room <= 0:
@@ -116,11 +111,6 @@ def choose(
         f"{human_bytes(room)} are left beside the weights, enough for {held:,}; give a shorter context or more memory"
         f"{evicts * (room >= LEAST_MEMORY)}"
     )
-
-
-def _usual(known: Known) -> int:
-    config = None if known.config is None else known.config.get_text_config()
-    return min(USUAL_TOKENS, getattr(config, "max_position_embeddings", None) or USUAL_TOKENS)
 
 
 def _candidates(known: Known) -> dict[str, Any]:

@@ -11,6 +11,10 @@ from tersekv.units import LONGEST
 # Other imports are in the functions: facts about a published model need no transformers, which take seconds to import.
 
 
+USUAL_TOKENS = 32768
+"""Length at which recipes are judged, or the model's longest context if that is shorter."""
+
+
 class Known(NamedTuple):
     """Facts about a model that are known without its weights.
 
@@ -24,6 +28,21 @@ class Known(NamedTuple):
     config: Any
     weights: Callable[[], int]
     key_bias: Callable[[], bool | None]
+
+    @property
+    def text(self) -> Any:
+        """Config of the text decoder, or None."""
+        return None if self.config is None else self.config.get_text_config()
+
+    @property
+    def longest(self) -> int | None:
+        """The model's longest context in tokens, None if it is unknown."""
+        return getattr(self.text, "max_position_embeddings", None)
+
+    @property
+    def usual_tokens(self) -> int:
+        """Length at which recipes are judged."""
+        return min(USUAL_TOKENS, self.longest or USUAL_TOKENS)
 
 
 def load_shape(model: str, with_weights: bool) -> tuple[Any, int]:
