@@ -15,9 +15,7 @@ PREFIX, READ, LEAST_PREFIX = 2048, 256, 256
 """Tokens of the text that are packed and then read, and the fewest that are packed."""
 
 MEMORY_HELP = "Memory for weights and cache, for example 24GB."
-TRY_HELP = (
-    "Text file to try the recipe and its neighbours on: up to 2,048 tokens are packed, and 256 read after them."
-)
+TRY_HELP = "Text file to try the recipe and its neighbours on: up to 2,048 tokens are packed, and 256 read after them."
 
 
 def choose(
