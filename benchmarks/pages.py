@@ -53,20 +53,15 @@ maker's is here."""
 
 def dropped() -> Page:
     """Return the page of what was tried and dropped."""
-    found = rows("dropped.jsonl")
+    columns = ("area", "tried", "figure", "why")
+    body = table(columns, [[row[name] for name in columns] for row in rows("dropped.jsonl")])
     return Page(
         "Tried and dropped",
         "What did not help, with the figure that decided, and why.",
         "Informal measurements on SmolLM2-135M from the time before the first release; they have no records of their "
         "own. Divergences are in nats.",
-        (
-            Section(
-                "Experiments", "", table(
-                    ("area", "tried", "figure", "why"), [[row[name] for name in ("area", "tried", "figure", "why")] for row in found]
-                ), ["dropped.jsonl"],
-            ),
-        ),
-    )  # fmt: skip
+        (Section("Experiments", "", body, ["dropped.jsonl"]),),
+    )
 
 
 def index(pages: dict[str, Page]) -> str:

@@ -56,6 +56,8 @@ WINDOWS = (
     f"window:sinks=64,recent=256+{TRELLIS.format(2)}",
 )
 """Recipes with the published windows and rates."""
+
+
 def beside(bits: int) -> tuple[str, ...]:
     """Return KVarN, OSCAR and other methods with so many bits. `turboquant` has fewer true bits than `oscar`, and with
     half a bit more also more."""
@@ -160,7 +162,15 @@ def table_of_methods(found: Found, shape: CacheShape = SMOLLM2) -> str:
         ratio, kl, same = (estimate(summary.metrics[metric], digits) for metric, digits in parts)
         held = predict(shape, Recipe.parse(name), LONG).total_bytes
         rows.append([cache(name), f"{summary.bits_per_element:.2f}", ratio, kl, same, key, f"{held / 1e6:.0f}"])
-    columns = ("recipe", "true bits", "perplexity", "divergence (nats)", "same next token", "passkey at 4k", "MB at 32k")
+    columns = (
+        "recipe",
+        "true bits",
+        "perplexity",
+        "divergence (nats)",
+        "same next token",
+        "passkey at 4k",
+        "MB at 32k",
+    )
     return markdown(columns, rows)
 
 

@@ -45,7 +45,9 @@ def layer_step() -> str:
     for row in found:
         name = THREE_BITS if row["recipe"] == "default" else f"`{row['recipe']}`"
         ratio = exact[row["dtype"], heads(row), row["tokens"]] / row["microseconds"]
-        lines.append((row["dtype"], heads(row), f"{row['tokens']:,}", name, f"{row['microseconds']:,.0f}", f"{ratio:.1f}"))
+        lines.append(
+            (row["dtype"], heads(row), f"{row['tokens']:,}", name, f"{row['microseconds']:,.0f}", f"{ratio:.1f}")
+        )
     return table(("dtype", "heads", "tokens", "recipe", "µs", "times as fast as `exact`"), lines)
 
 
@@ -101,7 +103,10 @@ def instructions() -> str:
     found = {(row["kind"], row["what"], row["isa"]): row["per_token_and_head"] for row in rows("instructions.jsonl")}
     kinds = {"attend": "attention", "encode": "encoder", "search": "encoder"}
     names = dict.fromkeys((kind, what) for kind, what, _ in found)
-    lines = [(kinds[kind], f"`{what}`", *(f"{found[kind, what, isa]:,.0f}" for isa in ("avx2", "scalar"))) for kind, what in names]
+    lines = [
+        (kinds[kind], f"`{what}`", *(f"{found[kind, what, isa]:,.0f}" for isa in ("avx2", "scalar")))
+        for kind, what in names
+    ]
     return table(("kind", "kernel", "AVX2", "portable build"), lines)
 
 
@@ -110,9 +115,9 @@ def page() -> Page:
     return Page(
         "Kernels",
         "Attention over packed tokens beside PyTorch's dense ways, steps of one layer, encoders, and instructions.",
-        "Synthetic keys and values, all ways in turns, medians. Outputs are compared with a reference before anything "
-        "is timed. Heads are query heads / KV heads / head dim. No kernel was run on a GPU: Triton's kernels ran in its "
-        "interpreter and were compiled, see `tests/kernels/`.",
+        "Synthetic keys and values, all ways in turns, medians. Outputs are compared with a reference before "
+        "anything is timed. Heads are query heads / KV heads / head dim. No kernel was run on a GPU: Triton's "
+        "kernels ran in its interpreter and were compiled, see `tests/kernels/`.",
         (
             Section(
                 "Attention of one token",

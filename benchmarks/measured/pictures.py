@@ -10,7 +10,7 @@ import studies
 from measured.base import MODELS, cache, model, rows
 from measured.kernels import attention_rows
 from measured.speed import decodings
-from measured.svg import WIDTH, Axis, Chart, grid
+from measured.svg import WIDTH, Axis, Chart, grid, number
 from recorded import RECORDS
 from tersekv.lab.evals.reader import FULL
 
@@ -51,7 +51,17 @@ def short(recipe: str) -> str:
 
 def models() -> Chart:
     """Draw the divergence of methods on each model, a line per model."""
-    recipes = ("safe", "default", "kivi:bits=4", "turboquant:bits=4", "normalfloat", "int4", "polarquant", "kvarn", "qjl")
+    recipes = (
+        "safe",
+        "default",
+        "kivi:bits=4",
+        "turboquant:bits=4",
+        "normalfloat",
+        "int4",
+        "polarquant",
+        "kvarn",
+        "qjl",
+    )
     cells = {
         model(row): row for row in rows("three_models.jsonl") if (row["text"], row["tokens"]) == ("wikitext", 2048)
     }
@@ -66,7 +76,7 @@ def models() -> Chart:
     bottom = 62 + 30 * len(recipes)
     for tick in KL_TICKS:
         chart.line([(across(tick), 62), (across(tick), bottom)], "thin")
-        chart.text(across(tick), bottom + 18, f"{tick:g}".removeprefix("0"), "m")
+        chart.text(across(tick), bottom + 18, number(tick), "m")
     for i, recipe in enumerate(recipes):
         chart.text(122, 81 + 30 * i, recipe, "e")
     for i, name in enumerate(names):
@@ -115,7 +125,7 @@ def kernels() -> Chart:
         if (row["isa"], row["shape"], row["T"], row["threads"]) == ("avx512bf16", "32/8/128", 32768, 1)
         and not row["what"].startswith(("sdpa", "matmul float32"))
     ]
-    found = sorted({name: ms for name, ms in reversed(found)}.items(), key=lambda one: one[1])
+    found = sorted(dict(reversed(found)).items(), key=lambda one: one[1])
     chart = Chart(
         "Attention of one token over 32,768 tokens, ms",
         "32/8/128 heads, one thread of Zen 4. Packed formats take 4 to 10 ms, the dense product in bfloat16 20 to 23.",
@@ -125,7 +135,9 @@ def kernels() -> Chart:
     for i, (name, ms) in enumerate(found):
         y, style = 40 + 24 * i, "s4" if name.startswith("matmul") else "s0" if "trellis" in name else "s1"
         chart.text(142, y + 13, name, "e")
-        chart.parts.append(f'<rect class="bar {style}" x="150" y="{y}" width="{across(ms) - 150:.1f}" height="16" rx="2"/>')
+        chart.parts.append(
+            f'<rect class="bar {style}" x="150" y="{y}" width="{across(ms) - 150:.1f}" height="16" rx="2"/>'
+        )
         chart.text(across(ms) + 6, y + 13, f"{ms:.1f}")
     return chart
 
@@ -146,7 +158,7 @@ def equal_bytes() -> Chart:
         470,
     )
     chart.keys(46, list(shown.items()))
-    across, up = Axis(0, 3, 60, WIDTH - 30), Axis(0.0007, 0.65, 430, 138, log=True)
+    across, up = Axis(0, 3, 60, WIDTH - 30), Axis(0.0007, 0.6, 430, 128, log=True)
     grid(chart, across, (), up, KL_TICKS[1:-1])
     for i, budget in enumerate(budgets.BUDGETS):
         chart.text(across(i), 450, budget, "m")

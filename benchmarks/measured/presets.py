@@ -37,10 +37,9 @@ def found_facts(found: Iterable[Row]) -> str:
                     for metric in ("accuracy", "gold_nll")
                 )
                 bits = statistics.fmean(row["bits_per_element"] for row in samples.values())
-                lines.append(
-                    (*at[:2], f"{at[2]:,}", cache(recipe), f"{sum(right[0]):.0f} / {sum(right[1]):.0f} of {len(pairs)}")
-                    + (f"{statistics.fmean(nll[0]):.2f} / {statistics.fmean(nll[1]):.2f}", f"{bits:.1f}")
-                )
+                found_of = f"{sum(right[0]):.0f} / {sum(right[1]):.0f} of {len(pairs)}"
+                likelihood = " / ".join(f"{statistics.fmean(side):.2f}" for side in nll)
+                lines.append((*at[:2], f"{at[2]:,}", cache(recipe), found_of, likelihood, f"{bits:.1f}"))
     return table(("model", "facts", "tokens", "recipe", "found", "NLL", "true bits"), lines)
 
 
@@ -63,7 +62,8 @@ def page() -> Page:
     """Return the page."""
     return Page(
         "Presets and retrieval",
-        "`default` and `safe` beside `kivi:bits=4` on three models, five texts and three lengths; passkeys and needles.",
+        "`default` and `safe` beside `kivi:bits=4` on three models, five texts and three lengths; passkeys and "
+        "needles.",
         "Presets are rules: `trellis` chooses the codec of each layer by its shape, so on Gemma 3, with heads of 256 "
         "channels, both are coded as `kivi:bits=4`.",
         (
@@ -74,7 +74,8 @@ def page() -> Page:
                 "that differ by a third can change places with another window. Texts: wikitext-2 test, C4, Python's "
                 "standard library (code), MT-Bench's questions (chat), manual pages in three languages.",
                 three_models.of_presets(rows("three_models.jsonl")), ["three_models.jsonl"],
-                "python benchmarks/three_models.py --model Qwen/Qwen2.5-Coder-0.5B-Instruct --text C4=FILE --out FOLDER",
+                "python benchmarks/three_models.py --model Qwen/Qwen2.5-Coder-0.5B-Instruct --text C4=FILE --out "
+                "FOLDER",
             ),
             Section(
                 "Retrieval on three models",

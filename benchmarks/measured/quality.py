@@ -63,8 +63,8 @@ def page() -> Page:
         (
             Section(
                 "What a divergence means",
-                "Medians of the share of next tokens that stay the most likely ones, with the number of measurements in "
-                "brackets, of all our records of divergence. `tersekv choose --try FILE` uses these words.",
+                "Median share of next tokens that stay the most likely ones, over all our records of divergence; in "
+                "brackets the number of measurements. `tersekv choose --try FILE` uses these words.",
                 three_models.of_words(), ["*.jsonl"],
             ),
             Section(
@@ -111,8 +111,8 @@ def page() -> Page:
             ),
             Section(
                 "Beside other packages",
-                "Six packages on PyPI, each through its public interface and with 4 bits, if it has them; one window of "
-                "wikitext-2, 2,048 tokens and the next 256. Bits are all bytes held for each number that an exact "
+                "Six packages on PyPI, each through its public interface and with 4 bits, if it has them; one window "
+                "of wikitext-2, 2,048 tokens and the next 256. Bits are all bytes held for each number that an exact "
                 "cache holds; those that the package counts itself are in brackets.",
                 f"{three_models.of_rivals(cells)}\n\n{wrapped(RIVALS)}", ["three_models.jsonl"],
                 command.format("--rivals quanto hqq turboquant turbo-attn nexusquant-kv tri-tier --lengths 2048 "),

@@ -71,14 +71,19 @@ def bias() -> list[Section]:
             note += answer.format(full["gold_nll"].mean, full["accuracy"].mean)
         body = studies.table_of_bias(found[task], metric, digits)
         command = "python benchmarks/studies.py bias --text FILE --out FOLDER" if task == "divergence" else ""
-        made.append(Section(title, f"{note} The best value of a row is bold.", body, ["bias_correction.jsonl"], command))
+        made.append(
+            Section(title, f"{note} The best value of a row is bold.", body, ["bias_correction.jsonl"], command)
+        )
     return made
 
 
 def page() -> Page:
     """Return the page."""
     lines = rows("token_rates.jsonl")
-    evaluation = "tersekv eval divergence --text FILE --windows {} --context 2304 --prefix 2048 --chunk 64 --recipe RECIPE --out FOLDER"
+    evaluation = (
+        "tersekv eval divergence --text FILE --windows {} --context 2304 --prefix 2048 --chunk 64 --recipe RECIPE "
+        "--out FOLDER"
+    )
     return Page(
         "Rates per token",
         "Two rates (`mixed`), simulated rates by importance, bias correction of packed keys, and found sinks.",
@@ -119,8 +124,8 @@ def page() -> Page:
             *bias(),
             Section(
                 "Found sinks",
-                "`found=16` keeps 16 tokens of unusual norm per layer exact; `sinks=20` 16 more first tokens. The first "
-                f"four windows of each text. {found_passkeys()}",
+                "`found=16` keeps 16 tokens of unusual norm per layer exact; `sinks=20` 16 more first tokens. The "
+                f"first four windows of each text. {found_passkeys()}",
                 divergences("found_sinks.jsonl"), ["found_sinks.jsonl"], evaluation.format(4),
             ),
         ),

@@ -122,22 +122,22 @@ def page() -> Page:
     return Page(
         "Token selection",
         "Evicting, packing and both where a question follows; SubGen on long streams and by layers; fixed memory.",
-        "Token policies keep a part of the tokens. The papers' tables of SubGen are with the [papers](papers.md#subgen).",
+        "Token policies keep a part of the tokens. The papers' tables of SubGen are with the "
+        "[papers](papers.md#subgen).",
         (
             Section(
                 "Questions at equal bytes",
-                "SmolLM2-135M, float32. As many tokens are kept as fit a share of the bytes in 16 bits. The context is "
-                "packed before the question is read, so no policy knows the question. "
-                f"{samples()} On pairs all are near the floor, because any pair may be asked for and half of the tokens "
-                "are gone.",
+                "SmolLM2-135M, float32. As many tokens are kept as fit a share of the bytes in 16 bits. The context "
+                f"is packed before the question is read, so no policy knows the question. {samples()} On pairs all "
+                "are near the floor, because any pair may be asked for and half of the tokens are gone.",
                 selection(), ["selection.jsonl"], "python benchmarks/papers.py subgen selection --out FOLDER",
             ),
             Section(
                 "SubGen on a stream",
-                "Algorithm 1 (`subgen:variant=stream,sinks=0,recent=128,delta=1.01,slots=16,budget=2200`) on one KV head of 64 "
-                "channels, one thread of Zen 5; keys in 64 balls of diameter 1. Error "
-                "is of the attention's output, relative, over 32 queries. Memory and time of the sketch do not grow "
-                "with the context; with floats a step is faster than over all tokens from 262,144 tokens on.",
+                "Algorithm 1 (`subgen:variant=stream,sinks=0,recent=128,delta=1.01,slots=16,budget=2200`) on one KV "
+                "head of 64 channels, one thread of Zen 5; keys in 64 balls of diameter 1. Error is of the "
+                "attention's output, relative, over 32 queries. Memory and time of the sketch do not grow with the "
+                "context; with floats a step is faster than over all tokens from 262,144 tokens on.",
                 streams(), ["subgen.jsonl"], "python benchmarks/streams.py growth --out FILE",
             ),
             Section(

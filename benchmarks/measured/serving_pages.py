@@ -16,15 +16,12 @@ def prompt_caches() -> str:
         clock, processor = row[f"{name}_seconds"]
         return f"{processor:.2f} ({clock:.1f})"
 
-    parts = ("prefill", "pack", "save", "load")
-    return table(
-        ("recipe", "file, MB", "smaller than bfloat16", "prefill, s", "packing, s", "saving, s", "loading, s"),
-        [
-            (f"`{row['recipe']}`", f"{row['file_bytes'] / 1e6:.1f}", f"{row['ratio_bf16']:.2f}")
-            + tuple(seconds(row, part) for part in parts)
-            for row in found
-        ],
-    )
+    lines = []
+    for row in found:
+        spent = [seconds(row, part) for part in ("prefill", "pack", "save", "load")]
+        lines.append((f"`{row['recipe']}`", f"{row['file_bytes'] / 1e6:.1f}", f"{row['ratio_bf16']:.2f}", *spent))
+    columns = ("recipe", "file, MB", "smaller than bfloat16", "prefill, s", "packing, s", "saving, s", "loading, s")
+    return table(columns, lines)
 
 
 def page() -> Page:
@@ -33,7 +30,8 @@ def page() -> Page:
     command = "build/serving/vllm/bin/python benchmarks/serving.py {} --out FILE"
     return Page(
         "Serving and prompt caches",
-        "vLLM on CPUs with packed pages: speed, memory pressure, a thousand requests, agreement; prompt caches on disk.",
+        "vLLM on CPUs with packed pages: speed, memory pressure, a thousand requests, agreement; prompt caches on "
+        "disk.",
         "SmolLM2-135M in bfloat16, vLLM's CPU backend, two threads of Zen 4. Nothing was served on a GPU.",
         (
             Section(
@@ -73,8 +71,8 @@ def page() -> Page:
             ),
             Section(
                 "Prompt caches",
-                "SmolLM2-135M, float32, 8,000 tokens, one thread, median of 5. Seconds of the processor, in brackets of "
-                "the clock: other work had the machine at a load of 12. Loading checks every byte.",
+                "SmolLM2-135M, float32, 8,000 tokens, one thread, median of 5. Seconds of the processor, in brackets "
+                "of the clock: other work had the machine at a load of 12. Loading checks every byte.",
                 prompt_caches(), ["prompt_cache.jsonl"], "python benchmarks/prompt_cache.py --out FILE",
             ),
         ),

@@ -1,4 +1,4 @@
-"""Prompts, second turns, steps and memory: records of `tersekv bench generate` and other programs with a whole model."""
+"""Prompts, second turns, steps and memory, measured with a whole model."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ def agreement() -> str:
     found = rows("main_job.jsonl")
     first = next(row for row in found if row["what"] == "agreement")
     parts = first["bytes_by_part"]
-    named = ", ".join(f"{name} {parts[name] / 1e6:.2f}" for name in sorted(parts, key=parts.get, reverse=True) if parts[name] >= 1e4)
+    named = ", ".join(
+        f"{name} {parts[name] / 1e6:.2f}" for name in sorted(parts, key=parts.get, reverse=True) if parts[name] >= 1e4
+    )
     lines = [
         ("share of bfloat16's bytes after 4,096 + 64 tokens", f"{first['share_of_bf16']:.3f}"),
         ("bits per number of keys and values", f"{first['bits_per_element']:.2f}"),
@@ -139,11 +141,18 @@ def shares() -> str:
     lines = []
     for row in rows("prefill.jsonl"):
         if row["what"] == "prefill" and row["recipe"] != "full":
-            lines.append(
-                (row["threads"], row["dtype"], f"{row['T']:,}", calibrated(row["recipe"]), row["rounds"])
-                + (f"{row['share']:.3f} ({span(row['share_range'], 3)})", f"{row['times_full']:.2f}")
-            )
-    columns = ("threads", "dtype", "tokens", "recipe", "rounds", "packing / rest of the prefill", "times the full cache's time")
+            about = row["threads"], row["dtype"], f"{row['T']:,}", calibrated(row["recipe"]), row["rounds"]
+            share = f"{row['share']:.3f} ({span(row['share_range'], 3)})"
+            lines.append((*about, share, f"{row['times_full']:.2f}"))
+    columns = (
+        "threads",
+        "dtype",
+        "tokens",
+        "recipe",
+        "rounds",
+        "packing / rest of the prefill",
+        "times the full cache's time",
+    )
     return table(columns, lines)
 
 
@@ -177,7 +186,10 @@ def packing_note() -> str:
 def page() -> Page:
     """Return the page."""
     files = [f"{run}.jsonl" for run in RUNS]
-    command = "tersekv bench generate --model MODEL --recipe default --recipe kivi:bits=4 --dtype float32,bfloat16 --context 1k,4k,8000 --prefill-chunk whole,512 --out FILE"
+    command = (
+        "tersekv bench generate --model MODEL --recipe default --recipe kivi:bits=4 --dtype float32,bfloat16 "
+        "--context 1k,4k,8000 --prefill-chunk whole,512 --out FILE"
+    )
     return Page(
         "Speed and memory with a model",
         "Time to read a prompt, a second turn, a step and peak memory, by CPU kind, model, length and cache.",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 WIDTH = 420
-LETTER = 6.4
+LETTER = 7.0
 """Width of a letter of a label."""
 STYLE = """\
     text { font: 12.5px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: #4a5763; }
@@ -89,10 +89,11 @@ class Chart:
         """Write a legend in one line, or more: names with their styles."""
         x = 16.0
         for name, style in names:
-            if x + LETTER * len(name) > WIDTH - 16:
+            wide = 1.12 * LETTER * len(name)
+            if x + wide > WIDTH - 10:
                 x, y = 16.0, y + 17
-            self.text(x, y, name, f"key {style}")
-            x += LETTER * 1.12 * len(name) + 14
+            self.text(round(x, 1), y, name, f"key {style}")
+            x += wide + 14
 
     def __str__(self) -> str:
         body = "\n  ".join(self.parts)
@@ -105,10 +106,15 @@ class Chart:
         )
 
 
-def grid(chart: Chart, across: Axis, values: Sequence[float], up: Axis, ticks: Sequence[float], said: str = "g") -> None:
+def number(value: float) -> str:
+    """Return a number as an axis has it."""
+    return f"{value:,g}" if value >= 1 else f"{value:g}".removeprefix("0") or "0"
+
+
+def grid(chart: Chart, across: Axis, values: Sequence[float], up: Axis, ticks: Sequence[float]) -> None:
     """Draw horizontal lines at `ticks` and write the numbers of both axes."""
     for tick in ticks:
         chart.line([(across.start, up(tick)), (across.stop, up(tick))], "thin")
-        chart.text(across.start - 6, up(tick) + 4, format(tick, said), "e")
+        chart.text(across.start - 6, up(tick) + 4, number(tick), "e")
     for value in values:
-        chart.text(across(value), up.start + 18, format(value, ",g"), "m")
+        chart.text(across(value), up.start + 18, number(value), "m")
