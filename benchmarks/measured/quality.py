@@ -111,7 +111,7 @@ def page() -> Page:
             ),
             Section(
                 "Beside other packages",
-                "Six packages on PyPI, each through its public interface and with 4 bits, if it has them; one window "
+                "Six published packages, each through its public interface and with 4 bits, if it has them; one window "
                 "of wikitext-2, 2,048 tokens and the next 256. Bits are all bytes held for each number that an exact "
                 "cache holds; those that the package counts itself are in brackets.",
                 f"{three_models.of_rivals(cells)}\n\n{wrapped(RIVALS)}", ["three_models.jsonl"],

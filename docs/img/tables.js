@@ -1,4 +1,4 @@
-// Filters for long tables: a text, and a choice for each column that names a model, a recipe and the like.
+// Line breaks in recipes, and filters for long tables: a text, and a choice for each column that names a model, a recipe and the like.
 // Without this script the tables are plain.
 (() => {
   const MOST_ROWS = 8;
@@ -42,6 +42,10 @@
         row.hidden = !fits;
         shown += fits;
       }
+      // A column that shows one value only gives its room to the others.
+      for (const [choice, column] of choices) {
+        for (const row of table.rows) row.cells[column].hidden = choice.value !== "";
+      }
       said.textContent = shown < rows.length ? `${shown} of ${rows.length} rows` : `${rows.length} rows`;
     }
     box.addEventListener("input", show);
@@ -50,7 +54,16 @@
     (table.closest(".md-typeset__scrollwrap") || table).before(box);
   }
 
+  // A long recipe may break after a comma or a plus, so that the numbers beside it stay in view.
+  function addBreaks(table) {
+    for (const code of table.querySelectorAll("code")) {
+      const parts = code.textContent.split(/(?<=[,+])/);
+      code.replaceChildren(...parts.flatMap((part, i) => (i ? [make("wbr", {}), part] : [part])));
+    }
+  }
+
   const start = () => document.querySelectorAll(".md-typeset table:not([class])").forEach((table) => {
+    addBreaks(table);
     if (table.tHead && table.tBodies.length) addFilters(table);
   });
   if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start);

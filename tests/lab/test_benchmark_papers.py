@@ -86,7 +86,7 @@ def test_unknown_rows_and_missing_data_are_refused(parts: ModuleType, tmp_path: 
 def test_tables_with_many_columns_are_turned(driver: ModuleType, parts: ModuleType) -> None:
     results = [parts.Result("full", f"task {i}", "accuracy", i / 10, 0.01, 5, 5, 16.0) for i in range(8)]
     table = driver.tables(driver.lines_of("qjl", "x", parts.Setting("m", "bfloat16", Path()), results)).splitlines()
-    assert table[0] == "accuracy, m in bfloat16, 5 samples per cell:"
+    assert table[0] == "accuracy: m in bfloat16, 5 samples per cell."
     assert table[2] == "|  | full |"
     assert table[5] == "| task 1 | 0.100 ± 0.01 |"
     assert table[-1] == "| true bits | 16.00 |"
