@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import studies
 import token_rates
 from measured.base import Page, Section, estimate, rows, table
@@ -33,12 +35,17 @@ def divergences(name: str) -> str:
             )
             shape = studies.SMOLLM2
             bits = 8 * predict(shape, Recipe.parse(recipe), studies.LONG).total_bytes / shape.elements(studies.LONG)
-            cells = estimate(metrics["kl"]), f"{metrics['kl_p99'].mean:.3f}", f"{metrics['top1_agreement'].mean:.3f}"
+            middle = statistics.median(row["metrics"]["kl"] for row in records)
+            cells = (
+                f"{estimate(metrics['kl'])} ({middle:.4f})",
+                f"{metrics['kl_p99'].mean:.3f}",
+                f"{metrics['top1_agreement'].mean:.3f}",
+            )
             label = f"`{recipe.replace(',calibration=prompt', '')}`{own}"
             lines.append((TEXTS[group.options["text"]], label, len(records), f"{bits:.2f}", *cells))
     order = list(TEXTS.values())
     return table(
-        ("text", "recipe", "windows", "true bits at 32k", "KL, nats", "99th percentile", "same next token"),
+        ("text", "recipe", "windows", "true bits at 32k", "KL, nats (median)", "99th percentile", "same next token"),
         sorted(lines, key=lambda line: (order.index(line[0]), float(line[3]))),
     )
 
