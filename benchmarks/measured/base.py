@@ -45,8 +45,10 @@ class Section:
     def __str__(self) -> str:
         parts = [f"{'#' * self.level} {self.title}", wrapped(self.note), self.body]
         if self.records:
-            files = " and ".join(f"`{name}`" for name in self.records)
-            parts.append(wrapped(f"Record: {files}{', made by' if self.command else '.'}"))
+            files = ", ".join(f"`{name}`" for name in self.records)
+            parts.append(
+                wrapped(f"Record{'s' * (len(self.records) > 1)}: {files}{', made by' if self.command else '.'}")
+            )
         if self.command:
             parts.append(f"```\n{self.command}\n```")
         return "\n\n".join(filter(None, parts))

@@ -43,7 +43,7 @@ ORDERINGS = (
     ),
     ("12", "as in the paper", "per vector is better at 3 and 2 bits; no difference at 4 bits"),
     ("13", "as in the paper", "an exact first token helps, most at 2 bits; no difference at 4 bits with 1 %"),
-    ("14", "as in the paper", "no difference with 1 % outliers; without, online ranges help at 2 bits"),
+    ("14", "as in the paper", "no difference with 1 % outliers; without, online ranges help at 2 bits only"),
     ("17, 18, 19", "as in the paper", "nuq is better than int and nf per token and in groups; 1 % outliers help"),
     ("20", "as in the paper", "keys per token are better after RoPE at 3 and 2 bits; no difference at 4 bits"),
     ("21", "as in the paper", "no difference between the corpora, but for 1.5 % at 2 bits on C4"),
