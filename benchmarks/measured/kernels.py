@@ -29,7 +29,7 @@ def attention() -> str:
         name = f"`grid{row['bits']}`, float32" if row["what"] == "tersekv" else f"`{row['what']}`"
         about = cpu(row), row["shape"], f"{row['T']:,}", row["threads"]
         lines.append((*about, name, f"{row['median_us'] / 1e3:.2f}", f"{ratio:.1f}"))
-    return table(("CPU", "heads", "tokens", "threads", "format", "ms", "times the dense product's speed"), lines)
+    return table(("CPU", "heads", "tokens", "threads", "format", "ms", "times as fast"), lines)
 
 
 def heads(row: Row) -> str:
@@ -121,12 +121,12 @@ def page() -> Page:
         (
             Section(
                 "Attention of one token",
-                "The dense product is the faster of two batched matmuls over the query group. "
-                "`grid4` is KIVI's layout with 4 bits, `qjl256` sketches of 256 rows and 4-bit values, `nuq4-1%` "
-                "KVQuant with 1 % outliers, `trellis2-centred` keys without their mean, as the presets have them. The "
-                "dense product is bound by memory and the kernels by products, so ratios depend on free bandwidth. "
-                "The rows of Zen 5 are earlier float32 kernels.\n\n"
-                "![Attention of one token over 32,768 tokens](kernels.svg)",
+                "The dense product is the faster of two batched matmuls over the query group, with which the last "
+                "column compares. `grid4` is KIVI's layout with 4 bits, `qjl256` sketches of 256 rows and 4-bit "
+                "values, `nuq4-1%` KVQuant with 1 % outliers, `trellis2-centred` keys without their mean, as the "
+                "presets have them. The dense product is bound by memory and the kernels by products, so ratios "
+                "depend on free bandwidth. The rows of Zen 5 are earlier float32 kernels.\n\n![Attention of one "
+                "token over 32,768 tokens](kernels.svg)",
                 attention(), FILES,
                 "tersekv bench attend --tokens 1k,8k,32k --heads 32/8/128,9/3/64 --threads 1,2 --out FILE",
             ),
