@@ -209,7 +209,13 @@ def _lower_tables(low: LayerPlan, shape: CacheShape, batch: int, footprint: Foot
 
 
 def _selected(
-    policy: Selection, plan: LayerPlan, low: LayerPlan | None, shape: CacheShape, calls: Calls, batch: int, fullest: bool
+    policy: Selection,
+    plan: LayerPlan,
+    low: LayerPlan | None,
+    shape: CacheShape,
+    calls: Calls,
+    batch: int,
+    fullest: bool,
 ) -> tuple[Footprint, list[bool]]:
     """Return the same as `_kept` under a policy that evicts tokens.
 

@@ -20,6 +20,7 @@ from tersekv.kernels import basis as basis_operators
 from tersekv.kernels import cpu
 from tersekv.kernels import decode as decode_operators
 from tersekv.kernels import softmax as softmax_operators
+from tersekv.kernels import write_tokens as token_operators
 from tersekv.kernels.attend import PackedPages, Table, Where
 from tersekv.kernels.attend_grid import GridSide
 from tersekv.kernels.attend_packed import Operand, Packed, native_view
@@ -227,3 +228,10 @@ def basis_components(x: Tensor, basis: Tensor, channels: Tensor) -> Tensor:
     out = torch.empty_like(x)
     cpu.loaded().basis_components(x, basis.contiguous(), channels.contiguous(), out, threads())
     return out
+
+
+@token_operators.write_tokens.by(NAME)
+def write_tokens(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: Tensor, at: int) -> bool:
+    """See `kernels/write_tokens.py`."""
+    finite: bool = (cpu._module or cpu.loaded()).write_tokens(keys, values, key_buffer, value_buffer, at)
+    return finite
