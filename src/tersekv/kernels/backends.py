@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tersekv.kernels import cpu, triton
 from tersekv.kernels.attend import attend as attend
+from tersekv.kernels.attend import merge_chunk as merge_chunk
 from tersekv.kernels.attend_packed import attend_packed as attend_packed
 from tersekv.kernels.attend_pages import attend_pages as attend_pages
 from tersekv.kernels.attend_segments import attend_segments as attend_segments
