@@ -206,6 +206,24 @@ def test_readme_is_short():
     assert page("README.md").count("\n") <= 120
 
 
+def test_hand_written_pages_are_few_and_short():
+    """Those of the site before what was measured, and the page for contributors. An answer is found in thirty seconds."""
+    nav = page("mkdocs.yml").split("\nnav:", 1)[1].split("  - Measured", 1)[0]
+    site = [f"docs/{name}" for name in (*re.findall(r"([\w/-]+\.md)$", nav, re.MULTILINE), "design.md")]
+    assert len(site) <= 20
+    assert sum(len(page(name).split()) for name in (*site, "README.md", "CHANGELOG.md")) <= 20_000
+    for name in site:
+        for table in re.findall(r"(?:^\|.*\n)+", page(name).split("<!-- families", 1)[0], re.MULTILINE):
+            assert table.count("\n") <= 2 + 12, (name, table)
+            assert table.split("\n", 1)[0].count("|") <= 1 + 7, (name, table)
+
+
+@pytest.mark.parametrize("start", ["README.md", "docs/index.md"])
+def test_every_kind_of_reader_is_one_click_away(start):
+    for name in ("laptop", "my-model", "serving", "research", "measured/index"):
+        assert f"{name}.md)" in page(start), name
+
+
 def test_the_design_page_lists_the_folders():
     tree = page("docs/design.md").split("src/tersekv/\n", 1)[1].split("```", 1)[0]
     listed = set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
