@@ -207,7 +207,7 @@ def test_readme_is_short():
 
 
 def test_hand_written_pages_are_few_and_short():
-    """Those of the site before what was measured, and the page for contributors. An answer is found in thirty seconds."""
+    """Pages of the site before the measured ones, and the one for contributors: answers are found fast."""
     nav = page("mkdocs.yml").split("\nnav:", 1)[1].split("  - Measured", 1)[0]
     site = [f"docs/{name}" for name in (*re.findall(r"([\w/-]+\.md)$", nav, re.MULTILINE), "design.md")]
     assert len(site) <= 20
