@@ -96,7 +96,7 @@ def test_the_table_shows_failures_and_counted_bits(driver: ModuleType, caches: M
     assert lines[-1] == "- hqq 1.0 fails on b: ValueError: too wide."
 
 
-@pytest.mark.parametrize("name", ["presets.md", "methods/centred.md"])
+@pytest.mark.parametrize("name", ["presets.md"])
 def test_pages_are_those_of_the_records(driver: ModuleType, name: str) -> None:
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     cells = runs.read(driver.RECORDS)

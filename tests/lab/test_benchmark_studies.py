@@ -13,10 +13,7 @@ from tersekv.lab.evals import runs
 from tersekv.lab.evals.records import SHARED
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {
-    "docs/methods/kvarn.md": ("rivals", "rivals"), "docs/methods/oscar.md": ("rivals", "rivals"),
-    "docs/bias-correction.md": ("bias", "bias_correction"), "docs/all-recipes.md": ("recipes", "recipes"),
-}  # fmt: skip
+PAGES = {"docs/all-recipes.md": ("recipes", "recipes")}
 """Study and file of records by page."""
 SPEEDS = ROOT / "benchmarks" / "records" / "generate_bfloat16.jsonl"
 
