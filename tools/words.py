@@ -2,9 +2,9 @@
 
     python tools/words.py [PATH …]      # files or folders; default: all that the project has
 
-Rules: a docstring opens with a noun or a verb. A sentence has at most 25 words. Documents break at 100
-columns. Words that
-the field does not use are named with what to write instead. Tables, code blocks and formulas are left out.
+It checks three rules. A docstring opens with a noun or a verb. Prose in documents breaks at 100 columns. Words that
+the field does not use are named with what to write instead. Tables, headings and code blocks of documents are left
+out. The length of a sentence is not checked, because a limit cuts the reason off.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ PLACES = ("README.md", "CONTRIBUTING.md", "docs", "src", "cpp", "benchmarks", "t
 HISTORY = ("benchmarks/records", "CHANGELOG.md")
 """Left out: records and the list of changes."""
 
-WORDS, COLUMNS = 25, 100
-
-NO_PROSE = ("#", "|", "<", "```", "~~~", "!!!", "???", ":::", "---", "$$")
-"""Beginnings of lines of Markdown that are left out."""
+COLUMNS = 100
 
 OPENINGS = re.compile(r"(What|Whether|Of|That|Those|So|Which|Who|Whose|How|Where|With which) ")
 
@@ -130,28 +127,10 @@ def markdown_prose(text: str) -> Iterator[Prose]:
 PROSE = {".py": python_prose, ".cpp": cpp_prose, ".h": cpp_prose, ".md": markdown_prose}
 
 
-def sentences(text: str) -> Iterator[str]:
-    """Sentences of a text without indented examples, formulas, links' targets and names in code marks."""
-    plain = re.sub(r"(?m)^( {4,}|\t).*$", ".", re.sub(r"(?m)^ {4}(?=\S)", "", text)) if "\n    " in text else text
-    plain = re.sub(r"`[^`]*`", "x", plain)
-    plain = re.sub(r"\]\([^)]*\)", "]", plain)
-    plain = re.sub(r"\([^()]*\)", " ", plain)  # a remark in brackets is not counted
-    yield from re.split(r"(?:[.!?;:](?=\s|$))|\n\s*\n|\n\s*(?:[-*]|\d+\.) ", plain)
-
-
-def words(sentence: str) -> int:
-    """Number of words; symbols, numbers and single letters are not counted."""
-    return len(re.findall(r"[A-Za-zÀ-ÿ][A-Za-zÀ-ÿ'’-]+", sentence))
-
-
 def check(prose: Prose, is_document: bool) -> Iterator[Finding]:
     """Findings of one text."""
     if prose.is_docstring and (found := OPENINGS.match(prose.text.lstrip())):
         yield Finding(prose.line, f"opens with '{found.group(1)}': open with a noun or a verb")
-    for sentence in sentences(prose.text):
-        if (count := words(sentence)) > WORDS:
-            begin = " ".join(sentence.split()[:6])
-            yield Finding(prose.line, f"a sentence of {count} words ('{begin} …'): at most {WORDS}")
     for pattern, better in BANNED:
         for found in pattern.finditer(prose.text):
             line = prose.line + prose.text[: found.start()].count("\n")

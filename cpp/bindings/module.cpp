@@ -22,6 +22,8 @@ void define_trellis_views(nb::module_& m);    // operands_trellis.cpp
 void define_attention(nb::module_& m);        // module_attend.cpp
 void define_grid_encoders(nb::module_& m);    // module_grid.cpp
 void define_vector_encoders(nb::module_& m);  // module_vectors.cpp
+void define_tokens(nb::module_& m);           // module_tokens.cpp
+void define_merge(nb::module_& m);            // module_merge.cpp
 
 namespace {
 
@@ -205,6 +207,8 @@ NB_MODULE(_native, m) {
   m.def("basis_components", &py_basis_components);
   define_grid_encoders(m);
   define_vector_encoders(m);
+  define_tokens(m);
+  define_merge(m);
   m.def("isa", [] { return std::string(current().name); }, "Instruction set in use.");
   m.def("isas", &py_isas, "(name, missing CPU features) per build of the kernels, best first.");
   m.def("set_isa", &set_isa, nb::arg("name"), "Use one instruction set, or `auto` for the best.");

@@ -29,7 +29,7 @@ PRESETS = {
 }
 """Named coders that need no calibration and find in long texts what the full cache finds.
 
-Measured in docs/choose.md. Commands use `default` if no recipe is given.
+Reasons are in docs/recipes.md. Commands use `default` if no recipe is given.
 """
 
 DEFAULT_POLICY = "window"

@@ -334,7 +334,7 @@ def test_models(empty_cache: Path, capfd: pytest.CaptureFixture[str], monkeypatc
 def test_demo(tiny: str, capfd: pytest.CaptureFixture[str]) -> None:
     common = ("demo", "-m", tiny, "--tokens", "600", "--new-tokens", "8", "--recipe", "kivi:bits=2")
     made = run_json(capfd, *common)
-    assert made["full"]["new_tokens"] == made["packed"]["new_tokens"] == 8
+    assert all(1 <= made[cache]["new_tokens"] <= 8 for cache in ("full", "packed"))
     assert made["packed"]["cache"]["recipe"] == "kivi:bits=2"
     assert 0 <= made["agreement"] <= 8
     said = run_text(capfd, *common)

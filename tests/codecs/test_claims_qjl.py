@@ -1,7 +1,7 @@
 """QJL's estimator (arXiv 2406.03482): Lemmas 3.2 and 3.5, Theorem 3.6, and edge cases.
 
 The codec is tested, through packed bytes. Where the paper's constants do not hold as printed, a test shows that and
-another shows which constants hold. `docs/methods/qjl.md` has the derivations.
+another shows which constants hold. `docs/methods/rotations.md` has the derivations.
 """
 
 from __future__ import annotations

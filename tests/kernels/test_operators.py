@@ -73,8 +73,8 @@ def test_profiles_name_operators():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_is_few_calls(recipe):
     python, native = benchmark("layer_step").calls(recipe)
-    assert 10 < python <= 40
-    assert native == 1
+    assert 10 < python <= 38
+    assert native == 2  # writes the token, and attends
 
 
 @pytest.mark.skipif(cpu.why_not_built() is not None, reason="the C++ extension is not built")
@@ -86,7 +86,7 @@ def test_a_step_is_few_calls(recipe):
         ("mixed:rest=2+trellis:bits=4,calibration=prompt", 46),
     ],
 )
-def test_a_step_of_a_policy_that_ranks_is_one_native_call(recipe, most):
+def test_a_step_of_a_policy_that_ranks_is_few_calls(recipe, most):
     python, native = benchmark("layer_step").calls(recipe)
     assert 10 < python <= most
-    assert native == 1
+    assert native == 2

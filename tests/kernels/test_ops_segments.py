@@ -10,6 +10,7 @@ import torch
 
 from native_calls import why_not
 from packed_views import packed, roped, tokens
+from tersekv.kernels.attend import merge_chunk
 from tersekv.kernels.attend_segments import Segment, attend_segments
 from tersekv.kernels.cpu import attend as cpu_attend
 from test_ops_parity import ULP, isa, one_thread, poisoned_outputs, pytestmark, two_threads  # noqa: F401
@@ -84,3 +85,25 @@ def test_refusals_name_the_segment():
     assert told == "positions is torch.float32, not int64 or int32 or bool"
     double = segments[0]._replace(keys=segments[0].keys.double())
     assert "tokens is torch.float64" in why_not(cpu_attend.attend_segments, query, [*segments, double], *rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize(("B", "H", "G", "q", "D"), [(1, 1, 4, 70, 80), (2, 3, 2, 1, 64), (1, 3, 1, 130, 16)])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_chunks_are_merged_from_any_strides(dtype, segments, B, H, G, q, D, with_sinks):
+    """Some rows see nothing in one segment, and the first rows see nothing at all."""
+    torch.manual_seed(0)
+    lses = [torch.randn(B, G * q, H).transpose(1, 2) * 5 for _ in range(segments)]
+    lses[-1][:, :, -1] = float("-inf")
+    for lse in lses:
+        lse[:, :, 0] = float("-inf")
+    outs = [torch.randn(B, G * q, H, D).transpose(1, 2) for _ in range(segments)]
+    outs = [out.masked_fill_(lse.isneginf()[..., None], 0.0) for out, lse in zip(outs, lses, strict=True)]
+    query, sinks = torch.zeros(B, H * G, q, D, dtype=dtype), torch.randn(H * G) if with_sinks else None
+    found = cpu_attend.merge_chunk(outs, lses, query, sinks)
+    expected = merge_chunk.reference(outs, lses, query, sinks)
+    atol = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+    with pytest.raises(ValueError, match="lses: expected"):
+        cpu_attend.merge_chunk(outs, [lse[:, :, :0] for lse in lses], query, sinks)

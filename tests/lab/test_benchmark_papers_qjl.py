@@ -65,7 +65,7 @@ def test_like_for_like_compares_equal_bits() -> None:
     ],
 )
 def test_mean_bits_of_the_documentation(recipe: str, large: float | None, small: float | None) -> None:
-    """Means of keys and values over 32 layers with head dim 128, and over 30 with 64: docs/methods/qjl.md."""
+    """Means of keys and values over 32 layers with head dim 128, and over 30 with 64: docs/methods/rotations.md."""
     for expected, layers, head_dim in ((large, 32, 128), (small, 30, 64)):
         if expected is not None:
             assert bits(recipe, layers, head_dim) == pytest.approx(expected, abs=0.0055)

@@ -72,8 +72,9 @@ def small(tiny, tmp_path_factory):
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A folder to work in, with the text that the examples read: part of it, since a byte is a token here."""
-    (tmp_path / "LICENSE").write_text((ROOT / "LICENSE").read_text()[:4096])
+    """A folder to work in, with the texts that the examples read: part of them, since a byte is a token here."""
+    for text in ("LICENSE", "CONTRIBUTING.md"):
+        (tmp_path / text).write_text((ROOT / text).read_text()[:4096])
     monkeypatch.chdir(tmp_path)
 
 
@@ -91,6 +92,8 @@ def test_python_blocks(page, small, checkout, monkeypatch, capsys):
             exec(compile(block.code, name(page), "exec"), names)
     if page.name == "README.md":
         said = capsys.readouterr().out
+        printed = next(b.code for b in blocks(page) if b.language == "text")
+        assert said.startswith(printed)  # of the block that needs no model
         assert "'codes'" in said
         found = re.search(r"([\d.]+) times smaller than in bfloat16", said)
         assert found

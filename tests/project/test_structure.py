@@ -203,7 +203,25 @@ def page(name: str) -> str:
 
 
 def test_readme_is_short():
-    assert page("README.md").count("\n") < 130
+    assert page("README.md").count("\n") <= 120
+
+
+def test_hand_written_pages_are_few_and_short():
+    """Pages of the site before the measured ones, and the one for contributors: answers are found fast."""
+    nav = page("mkdocs.yml").split("\nnav:", 1)[1].split("  - Measured", 1)[0]
+    site = [f"docs/{name}" for name in (*re.findall(r"([\w/-]+\.md)$", nav, re.MULTILINE), "design.md")]
+    assert len(site) <= 20
+    assert sum(len(page(name).split()) for name in (*site, "README.md", "CHANGELOG.md")) <= 20_000
+    for name in site:
+        for table in re.findall(r"(?:^\|.*\n)+", page(name).split("<!-- families", 1)[0], re.MULTILINE):
+            assert table.count("\n") <= 2 + 12, (name, table)
+            assert table.split("\n", 1)[0].count("|") <= 1 + 7, (name, table)
+
+
+@pytest.mark.parametrize("start", ["README.md", "docs/index.md"])
+def test_every_kind_of_reader_is_one_click_away(start):
+    for name in ("laptop", "my-model", "serving", "research", "measured/index"):
+        assert f"{name}.md)" in page(start), name
 
 
 def test_the_design_page_lists_the_folders():
@@ -215,25 +233,25 @@ def test_the_design_page_lists_the_folders():
         assert (ROOT / name).is_dir()
 
 
-def test_the_recipes_page_names_every_method_with_its_true_bits():
+def test_the_methods_page_names_every_method_with_its_true_bits():
     """A row may name several methods, with a pair of bits for each setting; one of them is the default's in `tersekv
     list`."""
     rows = {}
-    for line in page("docs/recipes.md").split("| method |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]:
+    for line in page("docs/methods/index.md").split("| method |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         for name in re.findall(r"`(\w+)`", cells[0]):
             rows[name] = cells[2]
     assert set(rows) == set(methods())
     said = "They are means over the layers: " + ", ".join(f"{n} with head dim {d}" for d, n in listing.LAYERS.items())
-    assert said in " ".join(page("docs/recipes.md").split())
+    assert said in " ".join(page("docs/methods/index.md").split())
     for method in listing.describe():
         name, mean = method["name"], [of["mean"] for of in method["bits"].values()]
         short = [f"{b:.2f}" if b != 16 else "16" for b in mean]
         assert " / ".join(short) in rows[name], (name, short, rows[name])
 
 
-def test_the_recipes_page_names_every_policy():
-    table = page("docs/recipes.md").split("| token policy |", 1)[1].split("\n\n", 1)[0]
+def test_the_methods_page_names_every_policy():
+    table = page("docs/methods/index.md").split("| token policy |", 1)[1].split("\n\n", 1)[0]
     assert set(re.findall(r"^\| \[?`(\w+)`", table, re.MULTILINE)) == set(policies())
 
 

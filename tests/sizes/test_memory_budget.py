@@ -33,6 +33,7 @@ SHAPE = CacheShape((None,), 2, 64, 64, torch.float32, (ROPE,))
         ("subgen:memory=300kB,recent=16,rest=2+uniform:bits=4", 300_000),
         ("subgen:memory=150kB,recent=16+int4", 150_000),
         ("h2o:memory=0.5MiB,recent=16+exact", 524_288),
+        ("h2o:memory=300kB,recent=0,sinks=0+kvquant:bits=4,calibration=prompt", 300_000),
         ("subgen:variant=stream,memory=200kB,recent=16+turboquant:bits=4", 200_000),
     ],
 )

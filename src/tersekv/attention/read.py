@@ -75,12 +75,11 @@ def attend_chunk(store: Store | None, keys: Tensor, values: Tensor, call: Attent
     store: the past, or None if there is none.
     keys, values: [B, Hkv, q, D], the chunk's tokens, which are not in the store yet.
     """
-    B, q, n = call.query.shape[0], call.query.shape[2], keys.shape[2]
-    past = 0 if store is None else store.num_tokens
-    if call.mask is None:
-        mask, own = None, masks.causal(q, n, call.query.device).expand(B, -1, -1)
-    else:
+    past, n = 0 if store is None else store.num_tokens, keys.shape[2]
+    mask = own = None
+    if call.mask is not None:
         mask, own = call.mask[:, :, :past], call.mask[:, :, past : past + n]
+        own = None if masks.is_causal(own) else own
     return _Reader(store, call, mask, (keys, values, own)).attend()
 
 
@@ -96,11 +95,15 @@ class _Reader:
     A kernel reads the packed bytes if it can; otherwise tokens are decoded block by block.
 
     mask: bool [B, q, past tokens], or None if all are visible.
-    own: keys, values and mask bool [B, q, n] of the chunk, or None.
+    own: keys, values and mask bool [B, q, n] of the chunk, None for the causal mask; or None.
     """
 
     def __init__(
-        self, store: Store | None, call: AttentionCall, mask: Tensor | None, own: tuple[Tensor, Tensor, Tensor] | None
+        self,
+        store: Store | None,
+        call: AttentionCall,
+        mask: Tensor | None,
+        own: tuple[Tensor, Tensor, Tensor | None] | None,
     ) -> None:
         self.store, self.call, self.mask, self.own = store, call, mask, own
         self.kv_heads = store.kv_heads if own is None else own[0].shape[1]  # type: ignore[union-attr]
@@ -122,7 +125,7 @@ class _Reader:
     def _tile(self, tile: slice) -> _Reader:
         """Return the call of some of the queries."""
         mask = None if self.mask is None else self.mask[:, tile]
-        own = None if self.own is None else (*self.own[:2], self.own[2][:, tile])
+        own = None if self.own is None else (*self.own[:2], self._own_mask()[:, tile])
         return _Reader(self.store, replace(self.call, query=self.call.query[:, :, tile]), mask, own)
 
     def _direct(self, of_exact: bool = True, of_pages: bool = True, parts: bool = False) -> Any:
@@ -139,7 +142,7 @@ class _Reader:
             for found in store.found:
                 pages = pages and found.without_copies(pages, Masks(self.mask, hidden), call.query.shape[2])
         if of_exact and self.own is not None:
-            exact = (self.own, *exact)
+            exact = ((*self.own[:2], self._own_mask()), *exact)
         if not exact and pages is None:
             return None
         sinks = None if parts else call.sink_logits
@@ -168,9 +171,11 @@ class _Reader:
         results = results or self._nothing(query)
         if estimates := self.estimates(query):
             out, lse = _estimate(results, estimates, self.longest())
-        else:
-            out, lse = backends.merge_segments([r[0] for r in results], [r[1] for r in results])
-        return finished(out, lse, self.call.query, self.call.sink_logits)
+            return finished(out, lse, self.call.query, self.call.sink_logits)
+        merged: Tensor = backends.merge_chunk(
+            [out for out, _ in results], [lse for _, lse in results], self.call.query, self.call.sink_logits
+        )
+        return merged
 
     def _mask(self, positions: Where, tokens: int) -> Tensor | None:
         """Return the mask columns of a segment, see `Masks.at`."""
@@ -182,7 +187,7 @@ class _Reader:
 
         query: float32 [B, Hkv, G, q, D].
         """
-        if self.mask is not None and bool(self.mask.all()):
+        if self.mask is not None and softmax.shows_all(self.mask):
             self.mask = None
         query = query.to(softmax.dtype_of_products(self.call.query.dtype, query.device))
         results = []
@@ -193,10 +198,18 @@ class _Reader:
         if self.own is not None:
             keys, values, mask = self.own
             found = None
-            if torch.equal(mask, masks.causal(mask.shape[1], mask.shape[2], mask.device).expand_as(mask)):
+            if mask is None and query.shape[3] == keys.shape[2]:
                 found = softmax.attend_causal(query, keys, values, self.call.scaling, self.call.softcap)
-            results.append(found or self.dense(query, keys, values, mask))
+            results.append(found or self.dense(query, keys, values, self._own_mask()))
         return results
+
+    def _own_mask(self) -> Tensor:
+        """Return the mask of the chunk's own tokens, bool [B, q, n]."""
+        assert self.own is not None
+        keys, _, mask = self.own
+        if mask is None:
+            mask = masks.causal(self.call.query.shape[2], keys.shape[2], keys.device).expand(len(keys), -1, -1)
+        return mask
 
     def dense(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return out and lse over unpacked tokens."""
@@ -267,7 +280,7 @@ class _Reader:
         mask = self._mask(block.where, block.tokens)
         for found in self.store.found if self.store is not None else ():
             mask = found.shown(mask, block.where, block.tokens)
-        if mask is not None and not bool(mask.any()):
+        if mask is not None and not softmax.shows_any(mask):
             return None
         rows, limits = _rows(query), (self.call.scaling, self.call.softcap)
         if rows.shape[2] <= KERNEL_ROWS:  # mapping the queries is cheaper than mapping the keys back

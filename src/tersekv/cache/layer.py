@@ -31,6 +31,7 @@ from tersekv.cache.side import SideStore
 from tersekv.cache.state import Rules, Spec, State
 from tersekv.cache.store import LEAST_QUERIES, Store
 from tersekv.errors import CacheError
+from tersekv.kernels import backends
 from tersekv.policies.base import two_rates
 from tersekv.recipe import LayerPlan
 from tersekv.tensors import plain
@@ -115,11 +116,18 @@ class LayerStore(Store):
         """
         n = keys.shape[2]
         if n <= self.room:  # nothing leaves the recent window
-            new = [self.keys.tail.rounded(keys), self.values.tail.rounded(values)]
+            keys_tail, values_tail = self.keys.tail, self.values.tail
+            at = keys_tail.tokens
+            if at + n > keys_tail._data.shape[2]:
+                keys_tail.reserve(n)
+                values_tail.reserve(n)
+            room = keys_tail._data, values_tail._data
+            if not keys.is_cpu or not backends.write_tokens.direct(keys, values, *room, at):
+                for x, memory in zip((keys_tail.rounded(keys), values_tail.rounded(values)), room, strict=True):
+                    memory[:, :, at : at + n] = x
             if self.rotary is not None and self.rotary.rope.varies:
                 self.rotary.note(self.num_tokens, n)
-            self.keys.tail.append(new[0])
-            self.values.tail.append(new[1])
+            keys_tail.tokens = values_tail.tokens = at + n
             self.placement.tokens += n
             self.room -= n
             return

@@ -10,7 +10,7 @@ exp(½·s²·qᵀ(C − Ĉ)q), beside keys that are exact. The sign depends on t
 The term depends on the query and the KV head, not on the token. So it is added to the log-sum-exp
 of all packed tokens, outside the loop over tokens (`kernels/softmax.score_bias`). Only the diagonal
 of C − Ĉ is kept, in the components that the codec codes. It is measured on the tokens that are
-packed first, and later tokens use the same. docs/bias-correction.md has measurements.
+packed first, and later tokens use the same. docs/recipes.md has the formula.
 """
 
 from __future__ import annotations

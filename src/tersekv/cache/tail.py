@@ -101,18 +101,21 @@ class TailBuffer(Stateful):
         """Number of tokens allocated."""
         return self._data.shape[2]
 
-    def append(self, x: Tensor) -> None:
-        """Append tokens [B, H, n, D]."""
-        n = x.shape[2]
-        if n == 0:
-            return
+    def reserve(self, n: int) -> None:
+        """Allocate room for n more tokens."""
         if self.tokens + n > self._data.shape[2]:
             capacity = tail_capacity(self.tokens + n, self.usual, self.grows)
             grown = self._data.new_empty((*self._data.shape[:2], capacity, self._data.shape[3]))
             grown[:, :, : self.tokens] = self.data
             self._data = grown
-        self._data[:, :, self.tokens : self.tokens + n] = x
-        self.tokens += n
+
+    def append(self, x: Tensor) -> None:
+        """Append tokens [B, H, n, D]."""
+        n = x.shape[2]
+        if n:
+            self.reserve(n)
+            self._data[:, :, self.tokens : self.tokens + n] = x
+            self.tokens += n
 
     def drop_front(self, n: int) -> None:
         """Remove the n oldest tokens and move the rest to the front.

@@ -24,12 +24,13 @@ Write = Callable[[str], None]
 @dataclass(frozen=True)
 class Sampling:
     """Sampling options. temperature: 0 is greedy. min_tokens: the end of text is not accepted
-    before."""
+    before. stop: text that ends the answer."""
 
     max_tokens: int
     min_tokens: int = 0
     temperature: float = 0.0
     seed: int = 0
+    stop: str | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ def generate(
             streamer=clock,
             max_new_tokens=sampling.max_tokens,
             min_new_tokens=sampling.min_tokens or None,
+            stop_strings=sampling.stop,
+            tokenizer=tokenizer,
             pad_token_id=_pad_id(tokenizer, model),
             **_choosing(sampling),
         )

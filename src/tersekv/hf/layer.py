@@ -100,7 +100,10 @@ class CompressedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Accept new tokens [B, H, n, D]. Return handles if our attention is installed, else all
         tokens decoded."""
-        if self.cache.hands_out_handles:
+        progress = self.cache.progress
+        if progress.handles is None:
+            progress.handles = self.cache.hands_out_handles
+        if progress.handles:
             return self.pending(key_states, value_states)
         self._prepare(key_states, value_states)
         self.cache.warn_decoding()

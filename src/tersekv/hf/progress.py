@@ -55,8 +55,11 @@ class Progress:
         """Reset the state, once all layers are empty."""
         self.freed = 0  # bytes of exact prompts freed since memory was returned to the system
         self.torn = False  # True while a layer changes; stays True if that change is interrupted
-        self.steps, self.last, self.done = 0, NOWHERE, {}
+        self.steps, self.last, self.done, self.handles = 0, NOWHERE, {}, None
 
+    handles: bool | None
+    """True if this pass hands out handles of tokens, None before its first layer: transformers takes long to read a
+    config."""
     steps: int
     """Number of forward passes begun. Without a hook the first pass is not counted."""
     last: tuple[int, int]
@@ -72,7 +75,7 @@ class Progress:
         """
         self.check()
         self.steps += 1
-        self.last = NOWHERE
+        self.last, self.handles = NOWHERE, None
 
     def reach(self, layer: int, state: int) -> None:
         """Record that a layer is about to read or change a state.

@@ -256,6 +256,17 @@ def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return merge_segments([out for out, _ in parts], [lse for _, lse in parts])
 
 
+@operator()
+def merge_chunk(outs: list[Tensor], lses: list[Tensor], query: Tensor, sinks: Tensor | None) -> Tensor:
+    """Merge attention over disjoint sets of tokens to a layer's output [B, q, Hq, Dv] in the query's type.
+
+    outs, lses: float32 [B, H, R, Dv] and [B, H, R] of any strides, see `softmax.merge_segments`.
+    query: [B, Hq, q, D]. sinks: see `attend`.
+    """
+    out, lse = merge_segments(outs, lses)
+    return finished(out, lse, query, sinks)
+
+
 def finished(out: Tensor, lse: Tensor, query: Tensor, sinks: Tensor | None) -> Tensor:
     """Convert out [B, H, R, Dv] with lse [B, H, R] to [B, q, Hq, Dv] in the query's type; sinks:
     see `attend`."""

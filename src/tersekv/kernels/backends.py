@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tersekv.kernels import cpu, triton
 from tersekv.kernels.attend import attend as attend
+from tersekv.kernels.attend import merge_chunk as merge_chunk
 from tersekv.kernels.attend_packed import attend_packed as attend_packed
 from tersekv.kernels.attend_pages import attend_pages as attend_pages
 from tersekv.kernels.attend_segments import attend_segments as attend_segments
@@ -38,6 +39,7 @@ from tersekv.kernels.trellis import encode_trellis as encode_trellis
 from tersekv.kernels.trellis import pack_trellis as pack_trellis
 from tersekv.kernels.trellis import pack_vectors as pack_vectors
 from tersekv.kernels.triton import encode as triton_encode  # noqa: F401 (registers its kernels)
+from tersekv.kernels.write_tokens import write_tokens as write_tokens
 
 
 def explain(query: Tensor, keys: Any, values: Any) -> str:

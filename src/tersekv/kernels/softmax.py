@@ -18,6 +18,16 @@ MOST_SCORES = 1 << 23
 """Most scores, or elements of a mask of floats, that attention of many queries holds at a time."""
 
 
+def shows_all(mask: Tensor) -> bool:
+    """Return `mask.all()`. torch is up to 40 times faster on bytes than on bools."""
+    return not mask.numel() or bool(mask.view(torch.uint8).amin())
+
+
+def shows_any(mask: Tensor) -> bool:
+    """Return `mask.any()`, see `shows_all`."""
+    return mask.numel() > 0 and bool(mask.view(torch.uint8).amax())
+
+
 def softmax_weights(
     scores: Tensor, softcap: float | None, hidden: Tensor | None, sink_logits: Tensor | None = None
 ) -> Tensor:
@@ -63,14 +73,14 @@ def attend_many(
     On a CPU torch's fused attention computes it in the query's dtype, if D = Dv, and neither a softcap
     nor a gradient is needed. It never holds the scores of all rows. A mask or scores are made for some rows at a time.
     """
-    if mask is not None and bool(mask.all()):
+    if mask is not None and shows_all(mask):
         mask = None
     fused = _is_fused(query, key, value, softcap) and query.shape[2] >= FUSED_ROWS and key.shape[2] > 0
     attend = _attend_fused if fused else _attend_composed
     R, T = query.shape[2], key.shape[2]
-    held = (0 if mask is None else len(mask)) if fused else len(query) * query.shape[1]
     q = R if mask is None or mask.shape[-2] == 1 else mask.shape[-2]
-    step = max(1, q * MOST_SCORES // max(1, held * R * T))
+    held = (0 if mask is None else mask[0].numel()) if fused else len(query) * query.shape[1] * R * T
+    step = max(1, q * MOST_SCORES // max(1, held))
     if step >= q:
         return attend(query, key, value, mask, scaling, softcap)
     parts: list[list[Tensor]] = []
@@ -103,13 +113,7 @@ def attend_causal(
     """Attention of grouped queries [B, H, G, q, D] over their own q tokens, or None if torch's fused
     attention does not compute it. Others: see `attend_many`.
     """
-    if not _is_fused(query, key, value, softcap):
-        return None
-    G = query.shape[2]
-    out, lse = _flash(
-        query.flatten(1, 2), key.repeat_interleave(G, 1), value.repeat_interleave(G, 1), None, scaling, True
-    )
-    return out.float().unflatten(1, (-1, G)).flatten(2, 3), lse.unflatten(1, (-1, G)).flatten(2, 3)
+    return _of_groups(query, key, value, None, scaling, True) if _is_fused(query, key, value, softcap) else None
 
 
 def _is_fused(query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> bool:
@@ -134,16 +138,41 @@ def _flash(
 def _attend_fused(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    bias = unseen = None
-    if mask is not None:
-        rows = _mask_of_rows(mask, query.shape[2])
-        unseen = ~rows.any(dim=-1)
-        bias = query.new_zeros(rows.shape).masked_fill_(~(rows | unseen.unsqueeze(-1)), float("-inf"))
-    out, lse = _flash(query, key, value, bias, scaling)
-    out = out.float()
-    if unseen is not None:
-        out, lse = out.masked_fill(unseen.unsqueeze(-1), 0.0), lse.masked_fill(unseen, float("-inf"))
+    if mask is None:  # all rows of a head read its keys together
+        out, lse = _flash(query, key, value, None, scaling)
+        return out.float(), lse
+    return _of_groups(query.unflatten(2, (-1, mask.shape[-2])), key, value, mask, scaling, False)
+
+
+def _of_groups(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention of grouped queries [B, H, G, q, D] by torch's fused attention. Its batch are the queries of a group,
+    which share their keys, values and mask without copies.
+    """
+    parts = []
+    for b, queries in enumerate(query):
+        bias, unseen = (None, None) if mask is None else _bias(mask[b if len(mask) > 1 else 0], query)
+        keys, values = (x[b : b + 1] if len(x) > 1 else x for x in (key, value))
+        out, lse = _flash(queries.transpose(0, 1), keys, values, bias, scaling, causal)
+        out = out.float()
+        if unseen is not None:
+            out.masked_fill_(unseen.unsqueeze(-1), 0.0)
+            lse.masked_fill_(unseen, float("-inf"))
+        parts.append([x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (out, lse)])
+    out, lse = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))
     return out, lse
+
+
+def _bias(mask: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return what is added to scores, [1, 1 or H, q, T], for a mask [q, T] or [H, q, T] of one batch row, and the
+    queries that see nothing, or None. These see all here, because no softmax has only infinite scores.
+    """
+    unseen = mask.view(torch.uint8).amax(-1) == 0
+    some = bool(unseen.any())
+    shown = mask | unseen.unsqueeze(-1) if some else mask
+    bias = torch.where(shown, like.new_zeros(()), like.new_full((), float("-inf")))
+    return bias.view(1, -1, *mask.shape[-2:]), unseen if some else None
 
 
 def _attend_composed(

@@ -17,6 +17,7 @@ from tersekv.cache.blocks import BlockBuffer
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.pages import PageSizes, blank
+from tersekv.cache.pool import most_blocks
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.tail import TailBuffer
 from tersekv.layouts.base import Layout
@@ -87,10 +88,12 @@ def size(
     piece: int = 0,
     generated: int = 0,
     scores: Tensor | None = None,
+    fullest: bool = False,
 ) -> Footprint:
     """Return the footprint of `batch` sequences of `tokens` tokens, see `estimate.predict`.
 
     recipe: without `memory`.
+    fullest: layers that evict count with the most slots that any stream of more tokens than their budget leaves.
     """
     rows = batch * shape.kv_heads
     calls = Calls(tokens - generated, piece, generated)
@@ -107,7 +110,7 @@ def size(
             plan = evenly(plan, (shape.key_dim, shape.value_dim))
         low = lower_plan(plan, window)
         if isinstance(plan.policy, Selection) and window is None:
-            footprint, tiers = _selected(plan.policy, plan, low, shape, calls, batch)
+            footprint, tiers = _selected(plan.policy, plan, low, shape, calls, batch, fullest)
         else:
             key = plan._replace(layer=0, scores=None, rates=None), window
             if key not in held:
@@ -206,11 +209,17 @@ def _lower_tables(low: LayerPlan, shape: CacheShape, batch: int, footprint: Foot
 
 
 def _selected(
-    policy: Selection, plan: LayerPlan, low: LayerPlan | None, shape: CacheShape, calls: Calls, batch: int
+    policy: Selection,
+    plan: LayerPlan,
+    low: LayerPlan | None,
+    shape: CacheShape,
+    calls: Calls,
+    batch: int,
+    fullest: bool,
 ) -> tuple[Footprint, list[bool]]:
     """Return the same as `_kept` under a policy that evicts tokens.
 
-    low: the plan of the lower rate, or None.
+    low: the plan of the lower rate, or None. fullest: see `size`.
     """
     layouts, rows = layouts_of_heads(plan, shape), batch * shape.kv_heads
     flush = _flush(layout for layout, _ in layouts)
@@ -235,17 +244,19 @@ def _selected(
         if policy.needs_scores and plan.scores is not None:
             budgets = policy.of_heads(budget, seen, plan.scores)[plan.layer].tolist()
         pools = [min(seen, one) - chosen - sinks for one in budgets]  # of each head; all have the slots of the largest
-        if low is None:
-            slots = _pool(footprint, layouts, pools, late, like)
+        rest = [0 if low is None else min(pool, policy.lower(n)) for pool, n in zip(pools, budgets, strict=True)]
+        high = [pool - lower for pool, lower in zip(pools, rest, strict=True)]
+        lower = None if low is None else layouts_of_heads(low, shape)
+        if fullest:
+            ahead = math.ceil(budget / 8) if policy.evicts_ahead else 0  # evicted down to 7/8, then filled again
+            slots = _fullest(footprint, layouts, max(high) + sinks, ahead, low is not None, like)
+            slots += 0 if lower is None else _fullest(footprint, lower, max(rest), ahead, False, like)
         else:
-            high = [
-                min(pool, max(0, one - chosen - sinks - policy.lower(one)))
-                for pool, one in zip(pools, budgets, strict=True)
-            ]
-            rest = [pool - own for pool, own in zip(pools, high, strict=True)]
             slots = _pool(footprint, layouts, high, late, like)
-            slots += _pool(footprint, layouts_of_heads(low, shape), rest, 0, like)
-            tiers = [max(high) + late >= flush, max(rest) >= flush]
+            slots += 0 if lower is None else _pool(footprint, lower, rest, 0, like)
+        tiers = [True] if low is None else [max(high) + late >= flush, max(rest) >= flush]
+        if fullest and policy.remembers and policy.evicts == "block":  # queries of tokens since the latest eviction
+            footprint.parts["selection"] += batch * shape.query_heads * shape.key_dim * flush * dtype.itemsize
         selection = 4 * (slots + sinks) * (2 if policy.remembers else 1)
         selection += 4 * recent if policy.remembers else 0
     footprint.parts["selection"] += rows * selection
@@ -316,10 +327,25 @@ def _most(footprint: Footprint, layouts: list[tuple[Layout, int]], tokens: int, 
     packed, sizes = tokens // flush * flush, PageSizes(flush)
     _packed(footprint, layouts, [packed], like)
     if packed:
-        more = sizes.slack(flush) - sizes.slack(packed)
-        spare = sum(more * layout.block_bytes() / layout.block_tokens for layout, _ in layouts)
-        footprint.parts["slack"] += round(spare * like.shape[0] * like.shape[1])
+        spare = sizes.next(flush, packed) - flush - sizes.slack(packed)
+        spare_bytes = sum(spare * layout.block_bytes() / layout.block_tokens for layout, _ in layouts)
+        footprint.parts["slack"] += math.ceil(spare_bytes * like.shape[0] * like.shape[1])
     _loose(footprint, min(tokens, flush - 1), like)
+
+
+def _fullest(
+    footprint: Footprint, layouts: list[tuple[Layout, int]], tokens: int, ahead: int, demotes: bool, like: Tensor
+) -> int:
+    """Count the upper bound of a pool that keeps so many tokens per head, and return its slots.
+
+    ahead: tokens that may be added before it evicts. demotes: its tokens move to another pool, a block at a time.
+    """
+    flush = _flush(layout for layout, _ in layouts)
+    blocks = most_blocks([layout for layout, _ in layouts], tokens + demotes * flush, flush) + 1
+    blocks += math.ceil(ahead / flush) + 1 if ahead else 0
+    _most(footprint, layouts, blocks * flush, like)
+    _loose(footprint, flush, like)
+    return (blocks + 2) * flush
 
 
 def _sampled(

@@ -20,6 +20,7 @@ from tersekv.kernels import basis as basis_operators
 from tersekv.kernels import cpu
 from tersekv.kernels import decode as decode_operators
 from tersekv.kernels import softmax as softmax_operators
+from tersekv.kernels import write_tokens as token_operators
 from tersekv.kernels.attend import PackedPages, Table, Where
 from tersekv.kernels.attend_grid import GridSide
 from tersekv.kernels.attend_packed import Operand, Packed, native_view
@@ -227,3 +228,22 @@ def basis_components(x: Tensor, basis: Tensor, channels: Tensor) -> Tensor:
     out = torch.empty_like(x)
     cpu.loaded().basis_components(x, basis.contiguous(), channels.contiguous(), out, threads())
     return out
+
+
+@layer_operators.merge_chunk.by(NAME)
+def merge_chunk(outs: list[Tensor], lses: list[Tensor], query: Tensor, sinks: Tensor | None) -> Tensor:
+    """See `kernels/attend.py`."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses)):
+        raise NotTaken("a segment needs a gradient")
+    B, Hq, q, _ = query.shape
+    out = query.new_empty((B, q, Hq, outs[0].shape[-1]))
+    logits = None if sinks is None else sinks.float().contiguous()
+    cpu.loaded().merge_chunk([last_contiguous(x) for x in outs], lses, logits, out, threads())
+    return out
+
+
+@token_operators.write_tokens.by(NAME)
+def write_tokens(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: Tensor, at: int) -> bool:
+    """See `kernels/write_tokens.py`."""
+    finite: bool = (cpu._module or cpu.loaded()).write_tokens(keys, values, key_buffer, value_buffer, at)
+    return finite

@@ -1,7 +1,7 @@
 """Mean and spread of key channels before RoPE.
 
 A channel whose mean is many times its spread is nearly the same in all tokens. Methods that rotate
-keys spend their codes on it, unless the mean is removed (`centre=true`, docs/methods/centred.md).
+keys spend their codes on it, unless the mean is removed (`centre=true`, docs/methods/trellis.md).
 """
 
 from __future__ import annotations

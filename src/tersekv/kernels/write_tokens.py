@@ -1,0 +1,26 @@
+"""Write new tokens of a layer into the spare room of its recent window: contract and torch reference."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tersekv.kernels.registry import operator
+
+
+@operator()
+def write_tokens(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: Tensor, at: int) -> bool:
+    """Write tokens `at` to `at + n` of both buffers, rounded to the buffers' dtypes.
+
+    Args:
+        keys, values: any float dtype, [B, H, n, D].
+        key_buffer, value_buffer: [B, H, capacity, D] with capacity ≥ at + n.
+
+    Returns:
+        True if all rounded numbers are finite.
+    """
+    finite = True
+    for x, buffer in ((keys, key_buffer), (values, value_buffer)):
+        room = buffer[:, :, at : at + x.shape[2]]
+        room.copy_(x)
+        finite = finite and bool(room.isfinite().all())
+    return finite
