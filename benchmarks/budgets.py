@@ -1,7 +1,7 @@
 """Language modelling at equal bytes: eviction, two rates before eviction, and codes for all tokens.
 
     python benchmarks/budgets.py --out FILE.jsonl --text wikitext=test.txt --text code=code.txt  # run or continue.
-    python benchmarks/budgets.py --records FILE.jsonl --into docs/budgets.md          # write the tables.
+    python benchmarks/budgets.py --records FILE.jsonl                                 # print the tables.
 
 A budget is a share of the bytes of the context in bfloat16. Every recipe has one open number: tokens
 that are kept, exact latest tokens, or a share of tokens. It is as large as the predicted footprint
@@ -16,20 +16,20 @@ compared with those of the full cache. All recipes share one prefill of a window
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import recorded
-from recorded import add_options, markdown, record, run_or_fill
+from recorded import add_options, markdown, record, run_or_print
 from tersekv.attention.observe import observe
 from tersekv.cache.footprint import Footprint
 from tersekv.calibration.capture import capture_prompt
@@ -274,12 +274,11 @@ def grown(lines: list[dict[str, Any]]) -> bool:
     )
 
 
-def overview(lines: list[dict[str, Any]], text: str) -> str:
-    """Return a table with a row per recipe and a column per budget: divergence, and ratio of perplexities.
+def overview(lines: list[dict[str, Any]]) -> str:
+    """Return a table with a row per text and recipe and a column per budget: divergence, and ratio of perplexities.
 
     A star marks caches that have `grown`.
     """
-    found = cells(lines, text)
 
     def cell(group: list[dict[str, Any]] | None) -> str:
         if not group:
@@ -287,36 +286,36 @@ def overview(lines: list[dict[str, Any]], text: str) -> str:
         star = "\\*" if grown(group) else ""
         return f"{statistics.fmean(x['kl'] for x in group):.4f} ({ratio(group):.3f}){star}"
 
-    rows = ([label, *(cell(found.get((label, budget))) for budget in BUDGETS)] for label in OVERVIEW)
-    return markdown(("recipe", *BUDGETS), rows)
-
-
-def details(lines: list[dict[str, Any]], text: str) -> str:
-    """Return a table with a row per budget and recipe, and all metrics."""
-    rows, found = [], cells(lines, text)
-    for budget in BUDGETS:
-        for row in ROWS:
-            if group := found.get((row.label, budget)):
-                mean = {name: statistics.fmean(x[name] for x in group) for name in ("kl", "kl_p99")}
-                held = [statistics.fmean(x[f"bytes_{when}"] for x in group) / 1e6 for when in ("context", "end")]
-                each = " ".join(f"{x['kl']:.4f}" for x in group)
-                recipe = group[0]["recipe"].replace(",calibration=prompt", "")
-                numbers = [f"{held[0]:.2f}", f"{held[1]:.2f}", f"{mean['kl']:.4f}", each, f"{mean['kl_p99']:.3f}"]
-                rows.append([budget, f"`{recipe}`", *numbers, f"{ratio(group):.3f}"])
-    columns = ("budget", "recipe", "MB, context", "MB, end", "KL, mean", "windows", "99th percentile")
-    return markdown((*columns, "perplexity ratio"), rows)
-
-
-def filled(page: str, lines: list[dict[str, Any]]) -> str:
-    """Return the page with the tables that it has marks for."""
-    tables = {}
+    rows = []
     for text in dict.fromkeys(line["text"] for line in lines):
-        tables |= {f"{text}, overview": partial(overview, lines, text), f"{text}, all": partial(details, lines, text)}
-    return recorded.filled(page, "budgets.py", tables)
+        found = cells(lines, text)
+        rows += [[text, label, *(cell(found.get((label, budget))) for budget in BUDGETS)] for label in OVERVIEW]
+    return markdown(("text", "recipe", *BUDGETS), rows)
+
+
+def details(lines: list[dict[str, Any]]) -> str:
+    """Return a table with a row per text, budget and recipe."""
+    rows = []
+    for text in dict.fromkeys(line["text"] for line in lines):
+        found = cells(lines, text)
+        for budget, row in itertools.product(BUDGETS, ROWS):
+            if group := found.get((row.label, budget)):
+                kl, far = (statistics.fmean(x[name] for x in group) for name in ("kl", "kl_p99"))
+                held = [statistics.fmean(x[f"bytes_{when}"] for x in group) / 1e6 for when in ("context", "end")]
+                recipe = group[0]["recipe"].replace(",calibration=prompt", "")
+                size = " → ".join(f"{x:.2f}" for x in held)
+                rows.append([text, budget, f"`{recipe}`", size, f"{kl:.4f}", f"{far:.3f}", f"{ratio(group):.3f}"])
+    columns = ("text", "budget", "recipe", "MB, context → end", "KL, mean", "99th percentile", "perplexity")
+    return markdown(columns, rows)
+
+
+def tables(lines: list[dict[str, Any]]) -> list[str]:
+    """Return the tables of one model."""
+    return [overview(lines), details(lines)]
 
 
 def main(given: list[str] | None = None) -> None:
-    """Parse the options; run, or write the tables."""
+    """Parse the options; run, or print the tables."""
     parser = recorded.parser(__doc__)
     parser.add_argument("--text", action="append", default=[], help="NAME=FILE, a text; repeat")
     parser.add_argument("--windows", type=int, default=3, help="windows of each text")
@@ -327,7 +326,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="+", choices=[row.label for row in ROWS], help="labels; all by default")
     add_options(parser)
     args = parser.parse_args(given)
-    run_or_fill(args, run, filled)
+    run_or_print(args, run, tables)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
     python benchmarks/papers.py                                 # list them.
     python benchmarks/papers.py kvquant table2 --out folder     # run with SmolLM2 and print.
     python benchmarks/papers.py kvquant table2 --out folder --values 2k,4k --samples 10 --hours 2
-    python benchmarks/papers.py --page docs                     # pages from records.
 
-With `--record` the results go to benchmarks/records/papers, from which the pages are written.
+With `--record` the results go to benchmarks/records/papers, from which docs/measured/papers.md and kvquant.md are made.
 
 A stopped run continues where it was. Cells are filled in rounds of more and more samples, so that a
 run which is out of time is even. The table says how many samples are left out.
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +25,8 @@ import torch
 import recorded
 from experiments import kvquant, kvquant_tables, polarquant, qjl, subgen
 from experiments.base import Experiment, OutOfTimeError, Result, Setting
-from recorded import add_models
+from measured.base import MODELS, Section, wrapped
+from recorded import add_models, markdown
 from tersekv.errors import UserError
 from tersekv.lab.evals import runs
 from tersekv.lab.evals.records import versions
@@ -38,19 +37,13 @@ PAPERS: dict[str, tuple[str, dict[str, Experiment]]] = {
     "subgen": ("SubGen (arXiv 2402.06082)", subgen.EXPERIMENTS),
     "polarquant": ("PolarQuant (arXiv 2502.02617)", polarquant.EXPERIMENTS),
 }
-PAGES = {("kvquant", table): "methods/kvquant-ablations" for table in kvquant_tables.EXPERIMENTS}
-"""Pages of tables that are not on their paper's page."""
-RECORDS = Path(__file__).parent / "records" / "papers"
-BEGIN, END = "<!-- papers: made by benchmarks/papers.py -->", "<!-- end of papers -->"
+RECORDS = recorded.RECORDS / "papers"
 NAMES = {"accuracy": "accuracy", "recall": "recall", "gold_nll": "NLL of the answer (nats per token)"}
-NAMES |= {
-    "seconds": "seconds",
-    "kl": "KL divergence (nats)",
-    "perplexity_ratio": "perplexity / full",
-    "perplexity": "perplexity",
-}
+NAMES |= {"kl": "KL divergence (nats)", "perplexity_ratio": "perplexity / full"}
 SHARED = ("paper", "model", "dtype", "options", "threads", "versions")
 """Fields of the headers of records."""
+ROWS = {"default": "trellis, 3 bits, an earlier version"}
+"""Names of rows that mean something else today."""
 MOST_COLUMNS = 7
 """Tables with more columns than this, and than rows, are turned."""
 Line = dict[str, Any]
@@ -81,27 +74,38 @@ def keep(paper: str, table: str, lines: Sequence[Line]) -> Path:
 
 
 def tables(lines: Sequence[Line]) -> str:
-    """Return one markdown table per metric and model: a row per cache, a column per column of the
-    experiment."""
+    """Return the tables of results in markdown, by model and metric: a row per cache, a column per column of the
+    experiment.
+
+    Two metrics of the same cells share a table, the second in brackets.
+    """
     made = []
-    for key in dict.fromkeys((r["model"], r["dtype"], r["metric"]) for r in lines):
-        ours = [r for r in lines if (r["model"], r["dtype"], r["metric"]) == key]
-        made.append(_table(ours, *key))
+    for model, dtype in dict.fromkeys((r["model"], r["dtype"]) for r in lines):
+        ours = [r for r in lines if (r["model"], r["dtype"]) == (model, dtype)]
+        metrics = list(dict.fromkeys(r["metric"] for r in ours))
+        for shown in [metrics] if len(metrics) == 2 else [[metric] for metric in metrics]:
+            made.append(_table([r for r in ours if r["metric"] in shown], shown))
     return "\n\n".join(made)
 
 
-def _table(lines: Sequence[Line], model: str, dtype: str, metric: str) -> str:
+def _table(lines: Sequence[Line], metrics: Sequence[str]) -> str:
     rows, columns = (list(dict.fromkeys(r[name] for r in lines)) for name in ("row", "column"))
-    cells = {(r["row"], r["column"]): r for r in lines}
-    grid = [["", *columns], *([row, *(_cell(cells.get((row, column))) for column in columns)] for row in rows)]
+    cells = {(r["row"], r["column"], r["metric"]): r for r in lines}
+
+    def cell(row: str, column: str) -> str:
+        first, *more = (_cell(cells.get((row, column, metric))) for metric in metrics)
+        return first if more in ([], ["–"]) else f"{first} ({more[0]})"
+
+    grid = [["", *columns], *([ROWS.get(row, row), *(cell(row, column) for column in columns)] for row in rows)]
     if any(r["bits"] for r in lines):
         grid = [[*line, held] for line, held in zip(grid, ["true bits", *(_bits(lines, r) for r in rows)], strict=True)]
     if len(columns) > max(MOST_COLUMNS, len(rows)):
         grid = [list(line) for line in zip(*grid, strict=True)]
-    options = "".join(f", {name} {value}" for name, value in lines[0]["options"].items())
-    out = [wrapped(f"{NAMES.get(metric, metric)}, {model} in {dtype}{options}{_samples(lines)}:"), ""]
-    out += [f"| {' | '.join(grid[0])} |", "|---" * len(grid[0]) + "|"]
-    return "\n".join([*out, *(f"| {' | '.join(line)} |" for line in grid[1:])])
+    name, *more = (NAMES.get(metric, metric) for metric in metrics)
+    options = "".join(f", {key} {value}" for key, value in lines[0]["options"].items())
+    about = f"{MODELS.get(lines[0]['model'], lines[0]['model'])} in {lines[0]['dtype']}{options}{_samples(lines)}"
+    in_brackets = f", in brackets {more[0]}" if more else ""
+    return f"{wrapped(f'{name}{in_brackets}: {about}.')}\n\n{markdown(grid[0], grid[1:])}"
 
 
 def _bits(lines: Sequence[Line], row: str) -> str:
@@ -131,57 +135,22 @@ def _cell(line: Line | None) -> str:
     return text if line["stderr"] is None else f"{text} ± {line['stderr']:.{2 if mean < 10 else 1}g}"
 
 
-def section(paper: str, table: str, lines: Sequence[Line]) -> str:
-    """Return an experiment in markdown: title, command, protocol, the paper's figures, ours."""
+def section(paper: str, table: str, lines: Sequence[Line]) -> Section:
+    """Return an experiment: protocol, the paper's figures, ours."""
     experiment = PAPERS[paper][1][table]
-    ours = tables(lines) if lines else "Not run here."
-    text = [experiment.protocol, f"**Paper.** {experiment.quoted}", f"**Here.** {ours.partition('|')[0]}"]
-    parts = [f"### {experiment.title}", f"`python benchmarks/papers.py {paper} {table} --out DIR`", *map(wrapped, text)]
-    return "\n\n".join(parts) + ("\n\n" + "|" + ours.partition("|")[2] if "|" in ours else "")
+    note = f"{experiment.protocol}\n\n**Paper.** {experiment.quoted}"
+    return Section(experiment.title, note, tables(lines) if lines else "**Here.** Not run.", (), command(paper, table))
 
 
-def wrapped(text: str) -> str:
-    """Return a paragraph in lines of at most 100 columns."""
-    return textwrap.fill(text.strip(), 100, break_long_words=False, break_on_hyphens=False)
+def command(paper: str, table: str) -> str:
+    """Return the command that runs an experiment."""
+    return f"python benchmarks/papers.py {paper} {table} --out FOLDER"
 
 
-def pages() -> list[str]:
-    """Return the names of all pages that hold tables, without their suffix."""
-    return ["reproduction", *(f"reproduction/{paper}" for paper in PAPERS), *dict.fromkeys(PAGES.values())]
-
-
-def write_pages(docs: Path) -> None:
-    """Write every table on its page, below the page's introduction, and the list on
-    docs/reproduction.md."""
-    index, bodies = [], {}
-    for paper, (name, experiments) in PAPERS.items():
-        rows = []
-        bodies[f"reproduction/{paper}"] = ""
-        for table, experiment in experiments.items():
-            lines = [r for r in read_lines(paper) if r["table"] == table]
-            page = PAGES.get((paper, table), f"reproduction/{paper}")
-            bodies[page] = "\n\n".join(filter(None, [bodies.get(page, ""), section(paper, table, lines)]))
-            name_of = f"[`{table}`]({page}.md)" if (paper, table) in PAGES else f"`{table}`"
-            rows.append(f"| {name_of} | {experiment.title} | {_ran(lines)} |")
-        index.append("\n".join([f"## [{name}](reproduction/{paper}.md)", "", "| table | subject | run here |"]))
-        index[-1] += "\n|---|---|---|\n" + "\n".join(rows)
-    for page, body in bodies.items():
-        replace(docs / f"{page}.md", body)
-    replace(docs / "reproduction.md", "\n\n".join(index))
-
-
-def _ran(lines: Sequence[Line]) -> str:
-    if not lines:
-        return "not here"
-    models = ", ".join(dict.fromkeys(f"{r['model']}, {r['dtype']}" for r in lines))
-    return f"{models}{_samples(lines)}"
-
-
-def replace(path: Path, body: str) -> None:
-    """Replace the text between the markers of a page."""
-    text = path.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    path.write_text(f"{before}{BEGIN}\n\n{body}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+def ran(lines: Sequence[Line]) -> str:
+    """Return what an experiment was run with."""
+    models = dict.fromkeys(f"{MODELS.get(r['model'], r['model'])}, {r['dtype']}" for r in lines)
+    return f"{', '.join(models)}{_samples(lines)}" if lines else "not run"
 
 
 def run(paper: str, table: str, args: argparse.Namespace) -> None:
@@ -205,13 +174,13 @@ def run(paper: str, table: str, args: argparse.Namespace) -> None:
         except OutOfTimeError:
             print(f"\nout of time after {args.hours:g} hours; the same command continues", flush=True)
     lines = lines_of(paper, table, setting, experiment.results(setting))
-    print("\n\n" + section(paper, table, lines))
+    print(f"\n\n{section(paper, table, lines)}")
     if args.record and lines:
         print(f"\nwritten to {keep(paper, table, lines)}")
 
 
 def main() -> None:
-    """Parse the options; list, run, or write the pages."""
+    """Parse the options; list, or run."""
     parser = recorded.parser(__doc__)
     parser.add_argument("paper", nargs="?", choices=PAPERS, help="paper")
     parser.add_argument("table", nargs="?", help="table or figure; without it all of the paper are listed")
@@ -227,12 +196,9 @@ def main() -> None:
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE of the evaluation, not the paper's")
     parser.add_argument("--print", action="store_true", help="print from existing records, run nothing")
     parser.add_argument("--record", action="store_true", help="write the results to benchmarks/records/papers")
-    parser.add_argument("--page", type=Path, help="documentation folder whose pages are written from the records")
     args = parser.parse_args()
     try:
-        if args.page is not None:
-            write_pages(args.page)
-        elif args.table is None:
+        if args.table is None:
             for paper in [args.paper] if args.paper else PAPERS:
                 print(f"\n{PAPERS[paper][0]}")
                 for name, experiment in PAPERS[paper][1].items():

@@ -1,4 +1,4 @@
-"""Helpers of the benchmarks: options, times in turns, records with a header per run, tables of pages."""
+"""Helpers of the benchmarks: options, times in turns, records with a header per run, tables."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tersekv.lab.evals import runs
 from tersekv.lab.evals.records import versions
 
 Row = dict[str, Any]
+RECORDS = Path(__file__).resolve().parent / "records"
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -31,28 +32,23 @@ def add_models(to: argparse.ArgumentParser) -> None:
 
 
 def add_options(to: argparse.ArgumentParser) -> None:
-    """Add the options that name the models, the records and the page."""
+    """Add the options that name the models and the records."""
     add_models(to)
     to.add_argument("--out", type=Path, help="run, and add records to this file")
-    to.add_argument("--records", type=Path, help="records to make the tables from")
-    to.add_argument("--into", type=Path, help="page whose tables are replaced")
+    to.add_argument("--records", type=Path, help="records to print the tables of")
 
 
-def run_or_fill(
-    args: argparse.Namespace, run: Callable[[argparse.Namespace], None], filled: Callable[[str, list[Row]], str]
+def run_or_print(
+    args: argparse.Namespace, run: Callable[[argparse.Namespace], None], tables: Callable[[list[Row]], Iterable[str]]
 ) -> None:
-    """Run each model if there is a file for records. Write the page's tables if records and page are
-    given; they are of one model."""
+    """Run each model if there is a file for records. Print the tables of records that are given, model by model."""
     if args.out is not None:
         for model in args.model or ["smollm2"]:
             run(argparse.Namespace(**vars(args) | {"model": model}))
-    if args.records is not None and args.into is not None:
+    if args.records is not None:
         lines = runs.read(args.records)
-        found = args.model or list(dict.fromkeys(line["model"] for line in lines))
-        if len(found) > 1:
-            raise SystemExit(f"a page has tables of one model: choose one with --model ({', '.join(found)})")
-        lines = [line for line in lines if line["model"] in found]
-        args.into.write_text(filled(args.into.read_text(encoding="utf-8"), lines), encoding="utf-8")
+        for model in args.model or dict.fromkeys(line["model"] for line in lines):
+            print("\n\n".join([model, *tables([line for line in lines if line["model"] == model])]))
 
 
 def record(out: Path | None, about: Row, rows: Iterable[Row]) -> None:
@@ -94,31 +90,3 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a table in markdown."""
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
-
-
-def filled(page: str, program: str, tables: Mapping[str, Callable[[], str]]) -> str:
-    """Return a page with those of the named tables that it has marks for."""
-    for name, made in tables.items():
-        begin, end = marks(program, name)
-        if begin in page:
-            before, rest = page.split(begin)
-            page = f"{before}{begin}\n{made()}\n{end}{rest.split(end)[1]}"
-    return page
-
-
-def marks(program: str, name: str) -> tuple[str, str]:
-    """Return the lines of a page between which a table is written."""
-    return f"<!-- {name}: made by benchmarks/{program} -->", f"<!-- end of {name} -->"
-
-
-def fill(pages: Iterable[Path], program: str, tables: Mapping[str, Callable[[], str]]) -> None:
-    """Write the tables into pages; without pages, print all tables."""
-    pages = list(pages)
-    for page in pages:
-        text = page.read_text(encoding="utf-8")
-        if not any(marks(program, name)[0] in text for name in tables):
-            wanted = "\n".join("\n".join(marks(program, name)) for name in tables)
-            raise SystemExit(f"{page} has no place for the tables: add the lines\n{wanted}")
-        page.write_text(filled(text, program, tables), encoding="utf-8")
-    if not pages:
-        print("\n\n".join(made() for made in tables.values()))

@@ -5,7 +5,7 @@
     python benchmarks/serving.py speed --recipes full turboquant:bits=4 --shapes 8x400x129 --out FILE  # seconds.
     python benchmarks/serving.py load --recipe full --out FILE             # and --recipe turboquant:bits=4.
     python benchmarks/serving.py robust --recipe turboquant:bits=4 --out FILE                     # and --speculate.
-    python benchmarks/serving.py table FILE... --into docs/serving.md      # write the tables of records.
+    python benchmarks/serving.py table FILE...                             # print the tables of records.
 
 `run --engine transformers` answers with transformers. Prompts are passages of Python's documentation
 at seeded random places, each with a request to explain it, as one turn of a chat. Both engines get
@@ -30,14 +30,13 @@ import math
 import os
 import statistics
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import serving_server
-from recorded import fill, markdown, parser, record
+from recorded import markdown, parser, record
 from tersekv.lab.evals import runs
 
 REQUEST = "Explain this text in your own words."
@@ -240,7 +239,7 @@ def same(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
-def beside(record: dict[str, Any], other: dict[str, Any]) -> str:
+def beside(record: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Compare a record's answers with another's to the same prompts. Return the cells of a table
     row.
 
@@ -250,31 +249,34 @@ def beside(record: dict[str, Any], other: dict[str, Any]) -> str:
     new_tokens = record["new_tokens"]
     whole = sum(n == new_tokens for n in pairs)
     mean, error = statistics.mean(pairs), statistics.stdev(pairs) / len(pairs) ** 0.5
-    return f"{whole} of {len(pairs)} | {mean:.1f} ± {error:.1f} of {new_tokens} | {statistics.median(pairs):g}"
+    return [f"{whole} of {len(pairs)}", f"{mean:.1f} ± {error:.1f} of {new_tokens}", f"{statistics.median(pairs):g}"]
+
+
+def capacity_table(records: list[dict[str, Any]]) -> str:
+    """Return the table of tokens that vLLM holds."""
+    held = {r["recipe"]: r["tokens_in_1_gib"] for r in records if r.get("engine") == "vllm" and "answers" in r}
+    rows = [[f"`{name}`", f"{n:,}", f"{n / held[FULL]:.2f}"] for name, n in held.items()]
+    return markdown(("cache in vLLM", "tokens in 1 GiB", "times bfloat16"), rows)
 
 
 def agreement_table(records: list[dict[str, Any]]) -> str:
-    """Return three tables: vLLM's token capacity, each engine's answers compared with its full
-    cache's, and divergences."""
-    divergences, records = [r for r in records if "kl" in r], [r for r in records if "kl" not in r]
+    """Return the table of each engine's answers compared with its full cache's."""
+    records = [r for r in records if "answers" in r]
     full = {r["engine"]: r for r in records if r["recipe"] == FULL}
-    held = [(r["recipe"], r["tokens_in_1_gib"]) for r in records if r["engine"] == "vllm"]
-    times = [[f"`{name}`", f"{n:,}", f"{n / full['vllm']['tokens_in_1_gib']:.2f}"] for name, n in held]
     lines = []
     for r in records:
         if r["recipe"] != FULL:
-            agree = beside(r, full[r["engine"]])
-            lines.append([r["engine"], f"`{r['recipe']}`", f"{r['engine']}, `{FULL}`", agree])
+            lines.append([r["engine"], f"`{r['recipe']}`", f"{r['engine']}, `{FULL}`", *beside(r, full[r["engine"]])])
     first, *others = full.values()
-    lines += [[r["engine"], f"`{FULL}`", f"{first['engine']}, `{FULL}`", beside(r, first)] for r in others]
+    lines += [[r["engine"], f"`{FULL}`", f"{first['engine']}, `{FULL}`", *beside(r, first)] for r in others]
     compared = ("same answer", "tokens before the first difference: mean", "median")
-    made = [markdown(("cache in vLLM", "tokens in 1 GiB", "times bfloat16"), times)]
-    made.append(markdown(("engine", "cache", "compared with", *compared), lines))
-    return "\n\n".join([*made, *([kl_table(divergences)] if divergences else [])])
+    return markdown(("engine", "cache", "compared with", *compared), lines)
 
 
 TABLES = {
-    "agreement": (agreement_table, "engine"),
+    "capacity": (capacity_table, "answers"),
+    "agreement": (agreement_table, "answers"),
+    "divergence": (kl_table, "kl"),
     "speed": (speed_table, "shape"),
     "load": (serving_server.load_table, "preemptions"),
     "robust": (serving_server.robust_table, "after_restart"),
@@ -282,13 +284,15 @@ TABLES = {
 """Table by name, and a field that only its records have."""
 
 
-def table(args: argparse.Namespace) -> None:
-    """Print the tables of the records, or write them between their marks."""
-    records = [one for path in args.records for one in runs.read(path)]
+def tables(records: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the tables of the records by name."""
     found = {name: [one for one in records if field in one] for name, (_, field) in TABLES.items()}
-    fill(
-        [args.into] if args.into else [], "serving.py", {n: partial(TABLES[n][0], of) for n, of in found.items() if of}
-    )
+    return {name: TABLES[name][0](of) for name, of in found.items() if of}
+
+
+def table(args: argparse.Namespace) -> None:
+    """Print the tables of the records."""
+    print("\n\n".join(tables([one for path in args.records for one in runs.read(path)]).values()))
 
 
 def main() -> None:
@@ -324,9 +328,8 @@ def main() -> None:
         one.add_argument("--calibration", help="calibration file of recipes with trellis, in vLLM")
         one.add_argument("--out", type=Path, required=True)
         one.set_defaults(run=function)
-    show = commands.add_parser("table", help="print or write the tables of records")
+    show = commands.add_parser("table", help="print the tables of records")
     show.add_argument("records", type=Path, nargs="+")
-    show.add_argument("--into", type=Path)
     show.set_defaults(run=table)
     args = options.parse_args()
     args.run(args)

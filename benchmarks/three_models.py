@@ -1,11 +1,9 @@
-"""Recipes on several models, texts and lengths: the tables of docs/presets.md and docs/methods/centred.md, and what
-a divergence means (docs/quality.md).
+"""Recipes on several models, texts and lengths, and what a divergence means.
 
     python benchmarks/three_models.py --model Qwen/Qwen2.5-0.5B=FOLDER --text C4=c4.txt --out FOLDER    # run.
     python benchmarks/three_models.py --centred --lengths 2048 --model … --text … --out FOLDER
     python benchmarks/three_models.py --rivals turboquant tri-tier --model … --text … --out FOLDER  # other packages.
     python benchmarks/three_models.py --record FOLDER                     # keep the results as records.
-    python benchmarks/three_models.py --into docs/presets.md docs/methods/centred.md docs/quality.md  # write them.
 
 Each window is read once, exactly. Its first tokens are packed, and the tokens after them are scored 64 at
 a time, in float32.
@@ -20,9 +18,7 @@ import json
 import math
 import statistics
 import tempfile
-import textwrap
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +28,9 @@ import torch
 
 import recorded
 import rival_caches
-from recorded import fill, markdown
+from measured.base import MODELS, Row, model, wrapped
+from recorded import RECORDS as FOLDER
+from recorded import markdown
 from tersekv.calibration.capture import LayerTokens, capture_prompt
 from tersekv.cli.installation import cpu_features
 from tersekv.errors import UserError
@@ -46,11 +44,10 @@ from tersekv.lab.evals.tasks.divergence import Divergence, compare, in_words
 from tersekv.models.config import cache_shape
 from tersekv.models.loading import load
 
-RECORDS = Path(__file__).parent / "records" / "three_models.jsonl"
+RECORDS = FOLDER / "three_models.jsonl"
 RECIPES = ("default", "safe", "kivi:bits=4")
 METHODS = ("turboquant:bits=4", "polarquant", "qjl", "int4", "normalfloat", "kvarn", "kivi:bits=4")
 SCORED = 256
-FAMILIES = {"smol": "SmolLM2-135M", "qwen": "Qwen2.5-Coder-0.5B", "gemma": "Gemma 3 270M"}
 LIMITS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, math.inf)
 """Upper ends of the ranges of divergence, in nats."""
 MODULES = ("argparse", "typing", "inspect", "subprocess", "tarfile", "turtle")
@@ -172,10 +169,10 @@ def record(folder: Path) -> None:
     RECORDS.write_text("".join(runs.written(made, ("model", "windows"))), encoding="utf-8")
 
 
-def of_methods(cells: list[dict[str, Any]]) -> str:
+def of_methods(cells: list[Row]) -> str:
     """Return the table of methods without and with the mean of keys removed, on each model."""
     cells = [one for one in cells if centred(METHODS[0]) in one]
-    names = [f"{one['model'].split('/')[-1]}, {one['text']}" for one in cells]
+    names = [f"{model(one)}, {one['text']}" for one in cells]
     rows = (
         [f"`{method}`", *(f"{one[method]['kl']:.4f} → {one[centred(method)]['kl']:.4f}" for one in cells)]
         for method in METHODS
@@ -183,47 +180,45 @@ def of_methods(cells: list[dict[str, Any]]) -> str:
     return markdown(("method", *names), rows)
 
 
-def of_presets(cells: list[dict[str, Any]]) -> str:
-    """Return a table per model in Markdown, and the worst cell of each preset."""
-    parts, cells = [], [one for one in cells if RECIPES[0] in one]
-    for model in dict.fromkeys(one["model"] for one in cells):
-        heads = " | ".join(f"`{name}`" for name in RECIPES)
-        parts += [f"**{model}**", "", f"| text, tokens, windows | {heads} |", f"|---|{'---|' * len(RECIPES)}"]
-        for one in (one for one in cells if one["model"] == model):
-            held = (f"{one[name]['bits']:.2f} bits, {one[name]['kl']:.4f}" for name in RECIPES)
-            parts.append(f"| {one['text']}, {one['tokens']:,}, {one['windows']} | {' | '.join(held)} |")
-        parts.append("")
-    return "\n".join([*parts, *map("\n  ".join, worst(cells))])
+def of_presets(cells: list[Row]) -> str:
+    """Return the table of presets, and where each preset is worst."""
+    cells = [one for one in cells if RECIPES[0] in one]
+    rows = (
+        [model(one), one["text"], f"{one['tokens']:,}"]
+        + [f"{one[name]['bits']:.2f} bits, {one[name]['kl']:.4f}" for name in RECIPES]
+        for one in cells
+    )
+    made = markdown(("model", "text", "tokens", *(f"`{name}`" for name in RECIPES)), rows)
+    return "\n".join([made, "", *map("\n  ".join, worst(cells))])
 
 
-def of_rivals(cells: list[dict[str, Any]]) -> str:
+def of_rivals(cells: list[Row]) -> str:
     """Return the table of other packages' caches beside the presets, of the cells that have them all, and the reasons
     of failures."""
     cells = [one for one in cells if one.keys() >= rival_caches.RIVALS.keys()]
-    models = [one["model"].split("/")[-1] for one in cells]
-    parts, failures = [f"| cache | {' | '.join(models)} |", f"|---|{'---|' * len(models)}"], [""]
+    lines, failures = [], [""]
     for name in (*RECIPES, *rival_caches.RIVALS):
         label = f"`{name}`" if name in RECIPES else f"{name} {cells[0][name]['versions']}"
-        row = [label]
-        for model, one in zip(models, (one[name] for one in cells), strict=True):
-            if "failed" in one:
-                row.append("—")
-                reason = f"- {label} fails on {model}: {one['failed'].split('. ')[0]}."
-                failures.append(textwrap.fill(reason, 100, subsequent_indent="  "))
+        lines.append([label])
+        for one in cells:
+            found = one[name]
+            if "failed" in found:
+                lines[-1].append("–")
+                failures.append(wrapped(f"- {label} fails on {model(one)}: {found['failed'].split('. ')[0]}."))
             else:
-                counted = f" (counts {one['counted']:.2f})" if "counted" in one else ""
-                row.append(f"{one['bits']:.2f} bits{counted}, {one['kl']:.4f}")
-        parts.append(f"| {' | '.join(row)} |")
-    return "\n".join([*parts, *failures])
+                counted = f" (counts {found['counted']:.2f})" if "counted" in found else ""
+                lines[-1].append(f"{found['bits']:.2f} bits{counted}, {found['kl']:.4f}")
+    return "\n".join([markdown(("cache", *map(model, cells)), lines), *failures])
 
 
-def of_words(_: list[dict[str, Any]]) -> str:
+def of_words() -> str:
     """Return the share of next tokens that stay the same, by divergence, of all records that have both."""
     found: dict[tuple[float, str], list[float]] = {}
+    names = tuple(dict.fromkeys(MODELS.values()))
     for path in sorted(RECORDS.parent.rglob("*.jsonl")):
         for row in runs.read(path):
             of_recipes = [one for one in row.values() if isinstance(one, dict) and "kl" in one]
-            name = next((name for key, name in FAMILIES.items() if key in str(row.get("model")).lower()), None)
+            name = MODELS.get(row.get("model", ""))
             for one in of_recipes:
                 kl, same = one["kl"], one.get("top1_agreement", one.get("same"))
                 if name and same is not None and isinstance(kl, float) and kl > 0:
@@ -236,10 +231,10 @@ def of_words(_: list[dict[str, Any]]) -> str:
     ranges = [f"below {LIMITS[0]:g}", *(f"{low:g} to {high:g}" for low, high in pairwise(LIMITS[:-1])), "above 1"]
     rows = (
         [span, in_words(limit / 1.01 if math.isfinite(limit) else limit).split(":")[0].lower()]
-        + [cell(limit, name) for name in FAMILIES.values()]
+        + [cell(limit, name) for name in names]
         for span, limit in zip(ranges, LIMITS, strict=True)
     )
-    return markdown(("divergence, nats", "in words", *FAMILIES.values()), rows)
+    return markdown(("divergence, nats", "in words", *names), rows)
 
 
 def worst(cells: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -248,7 +243,7 @@ def worst(cells: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
         for what, said in (("kl", "divergence"), ("bytes", "size")):
             at = max(cells, key=lambda one: one[name][what] / one["kivi:bits=4"][what])
             ratio = at[name][what] / at["kivi:bits=4"][what]
-            where = f"{at['model'].split('/')[-1]}, {at['text']}, {at['tokens']:,} tokens"
+            where = f"{model(at)}, {at['text']}, {at['tokens']:,} tokens"
             more = sum(one[name][what] > 1.0001 * one["kivi:bits=4"][what] for one in cells)
             yield (
                 f"- `{name}`, {said}: worst cell {ratio:.2f} times that of `kivi:bits=4`",
@@ -257,19 +252,13 @@ def worst(cells: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
             )
 
 
-def tables(cells: list[dict[str, Any]]) -> dict[str, Callable[[], str]]:
-    """Return the tables by the name of their marks."""
-    made = {"presets": of_presets, "rivals": of_rivals, "centred": of_methods, "words": of_words}
-    return {name: partial(table, cells) for name, table in made.items()}
-
-
 def pairs(options: list[str]) -> list[tuple[str, Path]]:
     """Return NAME=VALUE options as pairs. A value that is missing is the name."""
     return [(name, Path(value or name)) for name, _, value in (option.partition("=") for option in options)]
 
 
 def main() -> None:
-    """Parse the options; run, keep records, or write the tables."""
+    """Parse the options; run, or keep records."""
     parser = recorded.parser(__doc__)
     parser.add_argument("--model", action="append", default=[], help="NAME=FOLDER, or a name; repeat for several")
     parser.add_argument("--text", action="append", default=[], help="NAME=FILE; repeat for several")
@@ -281,7 +270,6 @@ def main() -> None:
     parser.add_argument(
         "--rivals", nargs="+", default=[], choices=rival_caches.RIVALS, help="run these packages' caches instead"
     )
-    parser.add_argument("--into", type=Path, nargs="+", default=[], help="pages whose tables are replaced")
     args = parser.parse_args()
     try:
         if args.out is not None:
@@ -290,8 +278,6 @@ def main() -> None:
         raise SystemExit(str(error)) from error
     if args.record is not None:
         record(args.record)
-    if args.into:
-        fill(args.into, "three_models.py", tables(runs.read(RECORDS)))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/token_rates.py --out file.jsonl --text wikitext=test.txt --text code=code.txt  # run or continue.
     python benchmarks/token_rates.py --out file.jsonl --text … --settings shares           # two rates, fixed shares.
     python benchmarks/token_rates.py --out file.jsonl --text … --settings layers --spread FOLDER  # rates by layer.
-    python benchmarks/token_rates.py --records file.jsonl --into docs/token-rates.md       # write the tables.
+    python benchmarks/token_rates.py --records file.jsonl                                  # print the tables.
 
 `trellis` is fitted on the prompt and encodes all its tokens at every rate. Then each token takes the
 rate that minimises Σ importance·error at a mean rate, per KV head. Attention reads the decoded
@@ -19,7 +19,6 @@ import argparse
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 import recorded
-from recorded import add_options, record, run_or_fill
+from recorded import add_options, markdown, record, run_or_print
 from simulated_rates import EXACT, RATES, Maps, Prompt, Simulation, copied, fixed, water_filled
 from tersekv.calibration.calibration import SCORES, Calibration
 from tersekv.lab.evals import runs
@@ -233,36 +232,43 @@ def mean(name: str, lines: list[dict[str, Any]]) -> float:
     return statistics.fmean(line[name] for line in lines if line[name] is not None)
 
 
-def table(lines: list[dict[str, Any]], text: str) -> str:
-    """Return the table of a text in Markdown: a row per importance and mean rate."""
+def grouped(lines: list[dict[str, Any]], passkeys: bool) -> dict[tuple[str, str, float], list[dict[str, Any]]]:
+    """Return the lines of passkeys, or of texts, by text, importance and mean rate."""
     groups = defaultdict(list)
     for line in lines:
-        if line["text"] == text and not line["importance"].startswith("future, "):
-            groups[line["importance"], line["bits"]].append(line)
-    if text.startswith("passkey"):
-        head, full = "NLL of the answer | answered", next(iter(groups.values()))
-        rows = [f"| full cache | | {mean('full_nll', full):.2f} | {sum(x['full_nll_right'] for x in full):.0f} |"]
-        rows += [
-            f"| {name} | {bits:g} | {mean('nll', found):.2f} | {sum(x['nll_right'] for x in found):.0f} |"
-            for (name, bits), found in groups.items()
-        ]
-    else:
-        head, rows = "KL, mean | windows | 99th percentile | copies | other tokens", []
-        for (name, bits), found in groups.items():
-            each = " ".join(f"{line['kl']:.4f}" for line in found)
-            rest = f"{mean('p99', found):.3f} | {mean('kl_copies', found):.4f} | {mean('kl_others', found):.4f}"
-            rows.append(f"| {name} | {bits:g} | {mean('kl', found):.4f} | {each} | {rest} |")
-    return "\n".join([f"| importance | mean bits | {head} |", f"|---|---|{'---|' * head.count('|')}---|", *rows])
+        if line["text"].startswith("passkey") == passkeys and not line["importance"].startswith("future, "):
+            groups[line["text"], line["importance"], line["bits"]].append(line)
+    return groups
 
 
-def filled(page: str, lines: list[dict[str, Any]]) -> str:
-    """Return the page with the table of every text made from the records."""
-    texts = dict.fromkeys(line["text"] for line in lines)
-    return recorded.filled(page, "token_rates.py", {text: partial(table, lines, text) for text in texts})
+def table_of_texts(lines: list[dict[str, Any]]) -> str:
+    """Return the table of divergences: a row per text, importance and mean rate."""
+    rows = []
+    for (text, name, bits), found in grouped(lines, False).items():
+        numbers = [f"{mean(metric, found):.4f}" for metric in ("kl", "kl_copies", "kl_others")]
+        rows.append([text, name, f"{bits:g}", len(found), *numbers])
+    return markdown(("text", "importance", "mean bits", "windows", "KL, mean", "copies", "other tokens"), rows)
+
+
+def table_of_passkeys(lines: list[dict[str, Any]]) -> str:
+    """Return the table of passkeys: a row per setting, importance and mean rate."""
+    rows, groups = [], grouped(lines, True)
+    for (text, name, bits), found in groups.items():
+        if text not in {row[0] for row in rows}:
+            right = sum(x["full_nll_right"] for x in found)
+            rows.append([text, "full cache", "", f"{mean('full_nll', found):.2f}", f"{right:.0f} of {len(found)}"])
+        right = sum(x["nll_right"] for x in found)
+        rows.append([text, name, f"{bits:g}", f"{mean('nll', found):.2f}", f"{right:.0f} of {len(found)}"])
+    return markdown(("text", "importance", "mean bits", "NLL of the answer", "answered"), rows)
+
+
+def tables(lines: list[dict[str, Any]]) -> list[str]:
+    """Return the tables of one model."""
+    return [table_of_texts(lines), table_of_passkeys(lines)]
 
 
 def main() -> None:
-    """Parse the options; run, or write the tables."""
+    """Parse the options; run, or print the tables."""
     parser = recorded.parser(__doc__)
     parser.add_argument("--text", action="append", default=[], help="NAME=FILE, a text; repeat")
     parser.add_argument("--windows", type=int, default=4, help="windows of each text")
@@ -270,7 +276,7 @@ def main() -> None:
     parser.add_argument("--spread", type=Path, help="folder of measurements of `tersekv calibrate`, for layers")
     add_options(parser)
     args = parser.parse_args()
-    run_or_fill(args, run, filled)
+    run_or_print(args, run, tables)
 
 
 if __name__ == "__main__":

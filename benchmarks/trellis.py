@@ -6,7 +6,6 @@
     python benchmarks/trellis.py texts --out DIR --text wikitext=test.txt --text c4=c4.txt \\
         --corpus "wikitext (train)=train.txt"                    # run, or continue a stopped run.
     python benchmarks/trellis.py texts --out DIR --record        # keep the results as records.
-    python benchmarks/trellis.py texts --into docs/methods/trellis-measured.md  # write the table from them.
 
 `tables`: each evaluation is one forward pass in which attention sees every key and value quantised
 (`simulate`), with four exact sinks. The texts are wikitext-2's train rows for fitting, another
@@ -34,7 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recorded import fill, markdown, parser, record
+from recorded import RECORDS as FOLDER
+from recorded import markdown, parser, record
 from tersekv import cli
 from tersekv.calibration.calibrate import Calibrator, Corpus
 from tersekv.calibration.find import place
@@ -43,7 +43,6 @@ from tersekv.calibration.own_text import NAME as OWN
 from tersekv.calibration.own_text import own_text
 from tersekv.calibration.text import pydoc_text
 from tersekv.errors import UserError
-from tersekv.lab.evals import runs
 from tersekv.lab.evals.harness import Harness
 from tersekv.lab.evals.options import build
 from tersekv.lab.evals.records import Records, read
@@ -60,7 +59,7 @@ WITH_ERRORS = ("perplexity_ratio", "kl")
 
 
 PROMPT, RANDOM, PYDOC = "the prompt", "random tokens", "pydoc"
-RECORDS = Path(__file__).parent / "records" / "calibration_texts.jsonl"
+RECORDS = FOLDER / "calibration_texts.jsonl"
 CONTEXT = {"mode": "cache", "context": "2304", "prefix": "2048", "chunk": "64"}
 
 
@@ -177,20 +176,21 @@ def run_tables(args: argparse.Namespace, rows: Sequence[Row]) -> None:
 
 
 def written(title: str, rows: Sequence[Row], note: str, args: argparse.Namespace) -> str:
-    """Return one table in markdown.
-
-    Errors are standard errors over windows; for ratios and divergences, of differences to the
-    full cache.
-    """
-    found = [summary(row, args) for row in rows]
-    columns = [c for c in COLUMNS if any(one is not None and c in one[0] for one in found)]
-    lines = []
-    for row, one in zip(rows, found, strict=True):
-        cells = ["–"] * (len(columns) + 1) if one is None else [_cell(c, one[0][c]) for c in columns]
-        cells += [] if one is None else [f"{one[1]:.2f}"]
-        lines.append([row.label, *cells])
-    made = markdown(["", *(COLUMNS[c][0] for c in columns), "true bits"], lines).replace("|  |", "| |", 1)
+    """Return one table in markdown, with its title."""
+    columns = ("recipe", *(name for name, _ in COLUMNS.values()), "true bits")
+    made = markdown(columns, [[row.label, *cells(row, args)] for row in rows])
     return "\n".join([f"### {title}", "", made, "", note])
+
+
+def cells(row: Row, args: argparse.Namespace) -> list[str]:
+    """Return a row's metrics and its true bits; dashes without records.
+
+    Errors are standard errors over windows; for ratios and divergences, of differences to the full cache.
+    """
+    found = summary(row, args)
+    if found is None:
+        return ["–"] * (len(COLUMNS) + 1)
+    return [*(_cell(column, found[0][column]) for column in COLUMNS), f"{found[1]:.2f}"]
 
 
 def summary(row: Row, args: argparse.Namespace) -> tuple[dict[str, Estimate], float] | None:
@@ -340,13 +340,10 @@ def tables_command(args: argparse.Namespace) -> None:
 
 
 def texts_command(args: argparse.Namespace) -> None:
-    """Run, keep the results, or write the table."""
-    if args.out is not None:
-        found = run_texts(args, [float(b) for b in args.bits.split(",")], dict(pairs(args.text)))
-        print(table_of_texts(found))
-        record(RECORDS if args.record else None, {"model": args.model}, found)
-    if args.into is not None:
-        fill([args.into], "trellis.py", {"texts": lambda: table_of_texts(runs.read(RECORDS))})
+    """Run, print the table, and keep the results if asked to."""
+    found = run_texts(args, [float(b) for b in args.bits.split(",")], dict(pairs(args.text)))
+    print(table_of_texts(found))
+    record(RECORDS if args.record else None, {"model": args.model}, found)
 
 
 def main() -> None:
@@ -363,7 +360,7 @@ def main() -> None:
     one.add_argument("--workers", type=int, default=1, help="number of processes that fit codebooks")
     one.add_argument("--print", action="store_true", help="print tables from existing records, run nothing")
     two = commands.add_parser("texts", help="calibration texts")
-    two.add_argument("--out", type=Path, help="run, and keep calibrations and raw records in this folder")
+    two.add_argument("--out", type=Path, required=True, help="keep calibrations and raw records in this folder")
     two.add_argument("--text", action="append", default=[], help="NAME=FILE, a text to evaluate on; repeat")
     two.add_argument("--corpus", action="append", default=[], help="NAME=FILE, one more text to calibrate on")
     two.add_argument("--source", action="append", help="evaluate this source only; repeat")
@@ -371,7 +368,6 @@ def main() -> None:
     two.add_argument("--length", type=int, default=1024, help="tokens per sample")
     two.add_argument("--bits", default="2,3", help="bits, separated by commas")
     two.add_argument("--record", action="store_true", help="add the results to benchmarks/records")
-    two.add_argument("--into", type=Path, help="page whose table is made from the records")
     for command, run in ((one, tables_command), (two, texts_command)):
         command.add_argument("--model", default="smollm2", help="name, folder or Hub id")
         command.add_argument("--windows", type=int, default=4, help="windows of each text")

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = ("README.md", "CONTRIBUTING.md", "docs", "src", "cpp", "benchmarks", "tests", "tools", "examples")
-HISTORY = ("docs/log.md", "docs/history.md", "benchmarks/records", "CHANGELOG.md")
-"""Left out: dated notes, records and the list of changes."""
+HISTORY = ("benchmarks/records", "CHANGELOG.md")
+"""Left out: records and the list of changes."""
 
 COLUMNS = 100
 

@@ -243,6 +243,6 @@ def test_remedy():
 
 
 def test_limits_are_between_what_was_measured():
-    """docs/quality.md: kivi:bits=2 works with 2.3 on Qwen2.5-0.5B, and means are at most 4 elsewhere."""
+    """docs/measured/quality.md: kivi:bits=2 works with 2.3 on Qwen2.5-0.5B, and means are at most 4 elsewhere."""
     assert LARGE_ERROR > 2.3
     assert 4 < LARGE_MEAN < 39

@@ -41,10 +41,12 @@ def test_codes_for_all_tokens_cannot_reach_small_budgets() -> None:
     assert ours.fitted(rows["H2O"], SHAPE, TOKENS, "1/16") is not None
 
 
-def test_a_run_continues_and_writes_its_tables(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_continues_and_prints_its_tables(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     labels = ("H2O", "H2O, TurboQuant 4 and 2 bits", "TurboQuant, all tokens")
     monkeypatch.setattr(ours, "ROWS", tuple(row for row in ours.ROWS if row.label in labels))
-    text, out, page = tmp_path / "text.txt", tmp_path / "out.jsonl", tmp_path / "page.md"
+    text, out = tmp_path / "text.txt", tmp_path / "out.jsonl"
     text.write_text("".join(f"line {i} says {i * i}\n" for i in range(200)))
     options = ["--model", tiny, "--out", str(out), "--text", f"lines={text}", "--budgets", "1/4", "1/8"]
     options += ["--prefix", "512", "--scored", "64", "--chunk", "32"]
@@ -55,13 +57,9 @@ def test_a_run_continues_and_writes_its_tables(tiny: str, tmp_path: Path, monkey
     lines = runs.read(out)
     assert {line["row"] for line in lines if line["budget"] == "1/4"} == set(labels)
     assert all(line["bytes_context"] == line["predicted_bytes"] for line in lines if line["row"] == "H2O")
-    page.write_text(
-        "# Page\n<!-- lines, overview: made by benchmarks/budgets.py -->\n<!-- end of lines, overview -->\nmore"
-    )
-    ours.main(["--records", str(out), "--into", str(page)])
-    written = page.read_text()
-    assert written.endswith("<!-- end of lines, overview -->\nmore")
-    (h2o,) = (line for line in written.splitlines() if line.startswith("| H2O |"))
+    capsys.readouterr()
+    ours.main(["--records", str(out)])
+    (h2o,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| lines | H2O |"))
     assert h2o.count("(") == 2
     assert h2o.endswith("– | – |")
 
@@ -85,9 +83,8 @@ def test_results_are_those_of_the_evaluation(tiny: str) -> None:
             assert line["bytes_end"] == ours.used(held)
 
 
-def test_several_models_share_a_file_and_not_a_table(tmp_path: Path) -> None:
-    recorded, out, page = benchmark("recorded"), tmp_path / "out.jsonl", tmp_path / "page.md"
-    page.write_text("old")
+def test_several_models_share_a_file_and_not_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded, out = benchmark("recorded"), tmp_path / "out.jsonl"
 
     def run(args: argparse.Namespace) -> None:
         runs.append(args.out, {"model": args.model}, [{}])
@@ -95,13 +92,11 @@ def test_several_models_share_a_file_and_not_a_table(tmp_path: Path) -> None:
     def call(*options: str) -> str:
         parser = argparse.ArgumentParser()
         recorded.add_options(parser)
-        recorded.run_or_fill(parser.parse_args(options), run, lambda _, lines: json.dumps(lines))
-        return page.read_text()
+        recorded.run_or_print(parser.parse_args(options), run, lambda lines: [json.dumps(lines)])
+        return capsys.readouterr().out
 
-    fill = ("--records", str(out), "--into", str(page))
-    call("--out", str(out))
-    assert call(*fill) == '[{"model": "smollm2"}]'
+    assert call("--out", str(out)) == ""
+    assert call("--records", str(out)) == 'smollm2\n\n[{"model": "smollm2"}]\n'
     call("--out", str(out), "--model", "a.gguf", "--model", "b")
-    with pytest.raises(SystemExit, match=r"choose one with --model \(smollm2, a\.gguf, b\)"):
-        call(*fill)
-    assert call(*fill, "--model", "b") == '[{"model": "b"}]'
+    assert call("--records", str(out)).count("model") == 3
+    assert call("--records", str(out), "--model", "b") == 'b\n\n[{"model": "b"}]\n'

@@ -86,13 +86,13 @@ def test_unknown_rows_and_missing_data_are_refused(parts: ModuleType, tmp_path: 
 def test_tables_with_many_columns_are_turned(driver: ModuleType, parts: ModuleType) -> None:
     results = [parts.Result("full", f"task {i}", "accuracy", i / 10, 0.01, 5, 5, 16.0) for i in range(8)]
     table = driver.tables(driver.lines_of("qjl", "x", parts.Setting("m", "bfloat16", Path()), results)).splitlines()
-    assert table[0] == "accuracy, m in bfloat16, 5 samples per cell:"
+    assert table[0] == "accuracy: m in bfloat16, 5 samples per cell."
     assert table[2] == "|  | full |"
     assert table[5] == "| task 1 | 0.100 ± 0.01 |"
     assert table[-1] == "| true bits | 16.00 |"
 
 
-def test_records_of_a_table_are_replaced_and_make_the_pages(
+def test_records_of_a_table_are_replaced(
     driver: ModuleType, parts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "RECORDS", tmp_path / "records")
@@ -100,32 +100,23 @@ def test_records_of_a_table_are_replaced_and_make_the_pages(
     for mean in (0.25, 0.5):
         result = parts.Result("full", "2k", "accuracy", mean, None, 1, 50)
         driver.keep("kvquant", "table2", driver.lines_of("kvquant", "table2", setting, [result]))
-    assert [line["mean"] for line in driver.read_lines("kvquant")] == [0.5]
-    pages = [tmp_path / f"{name}.md" for name in driver.pages()]
-    for page in pages:
-        page.parent.mkdir(exist_ok=True)
-        page.write_text(f"Before.\n{driver.BEGIN}\nold\n{driver.END}\nAfter.\n")
-    driver.write_pages(tmp_path)
-    index = pages[0].read_text()
-    assert index.startswith("Before.")
-    assert index.endswith("After.\n")
-    assert "| `table2` | Table 2: passkey retrieval | m, float32, 1 of 50 samples per cell |" in index
-    assert "| [`table9`](methods/kvquant-ablations.md) | Table 9: " in index
-    assert "### Table 9: " in (tmp_path / "methods" / "kvquant-ablations.md").read_text()
-    page = (tmp_path / "reproduction" / "kvquant.md").read_text()
-    assert "### Table 9: " not in page
-    assert "| full | 0.500 |" in page
-    assert "Not run here." in page
+    lines = driver.read_lines("kvquant")
+    assert [line["mean"] for line in lines] == [0.5]
+    assert driver.ran(lines) == "m, float32, 1 of 50 samples per cell"
+    made = str(driver.section("kvquant", "table2", lines))
+    assert made.startswith("## Table 2: ")
+    assert "| full | 0.500 |" in made
+    assert "python benchmarks/papers.py kvquant table2 --out FOLDER" in made
+    assert "Not run." in str(driver.section("kvquant", "table2", []))
 
 
-def test_committed_pages_are_those_of_the_records(driver: ModuleType, tmp_path: Path) -> None:
-    docs = Path(__file__).resolve().parents[2] / "docs"
-    names = [f"{name}.md" for name in driver.pages()]
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text((docs / name).read_text(encoding="utf-8"), encoding="utf-8")
-    driver.write_pages(tmp_path)
-    for name in names:
-        assert (tmp_path / name).read_text(encoding="utf-8") == (docs / name).read_text(encoding="utf-8"), (
-            f"{name} is not what its records give: python benchmarks/papers.py --page docs"
-        )
+def test_two_metrics_share_a_table(driver: ModuleType, parts: ModuleType) -> None:
+    setting = parts.Setting("m", "float32", Path())
+    results = [
+        parts.Result("full", "2k", "perplexity", 19.5),
+        parts.Result("packed", "2k", "perplexity", 20.5),
+        parts.Result("packed", "2k", "perplexity_ratio", 1.051, 0.002),
+    ]
+    made = driver.tables(driver.lines_of("kvquant", "x", setting, results)).splitlines()
+    assert made[0] == "perplexity, in brackets perplexity / full: m in float32."
+    assert made[4:] == ["| full | 19.50 |", "| packed | 20.50 (1.051 ± 0.002) |"]

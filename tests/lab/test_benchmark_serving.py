@@ -25,34 +25,28 @@ def serving() -> ModuleType:
 
 
 def test_each_engine_is_compared_with_its_own_full_cache(serving):
-    lines = serving.agreement_table(RECORDS).splitlines()
-    assert "| `int4` | 350 | 3.50 |" in lines
+    made = serving.tables(RECORDS)
+    assert list(made) == ["capacity", "agreement"]
+    assert "| `int4` | 350 | 3.50 |" in made["capacity"].splitlines()
+    lines = made["agreement"].splitlines()
     assert "| vllm | `int4` | vllm, `full` | 1 of 2 | 2.0 ± 1.0 of 3 | 2 |" in lines
     assert "| transformers | `int4` | transformers, `full` | 1 of 2 | 2.0 ± 1.0 of 3 | 2 |" in lines
     assert "| transformers | `full` | vllm, `full` | 0 of 2 | 1.0 ± 1.0 of 3 | 1 |" in lines
 
 
-def test_tables_are_written_between_their_markers(serving, tmp_path, monkeypatch):
-    records, page = tmp_path / "records.jsonl", tmp_path / "page.md"
-    records.write_text("".join(runs.written(RECORDS, ("engine",))))
-    monkeypatch.setattr(sys, "argv", ["serving.py", "table", str(records), "--into", str(page)])
-    page.write_text("no place\n")
-    with pytest.raises(SystemExit, match="has no place for the tables"):
-        serving.main()
-    begin, end = benchmark("recorded").marks("serving.py", "agreement")
-    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
-    serving.main()
-    assert page.read_text().startswith(f"before\n{begin}\n| cache in vLLM |")
-    assert page.read_text().endswith(f"|\n{end}\nafter\n")
-    assert "old" not in page.read_text()
-
-
 def test_divergences_are_a_table_of_their_own(serving):
     record = {"engine": "vllm", "kl": {"int4": [[0.1, 0.9], [0.3, 1.0]]}}
-    lines = serving.agreement_table([*RECORDS, record]).splitlines()
-    assert lines[-1] == "| `int4` | 0.2000 ± 0.1000 | 95.0% |"
-    without = serving.agreement_table(RECORDS).splitlines()
-    assert without == lines[: len(without)]
+    made = serving.tables([*RECORDS, record])
+    assert made["divergence"].splitlines()[-1] == "| `int4` | 0.2000 ± 0.1000 | 95.0% |"
+    assert {name: made[name] for name in ("capacity", "agreement")} == serving.tables(RECORDS)
+
+
+def test_tables_of_files_are_printed(serving, tmp_path, monkeypatch, capsys):
+    records = tmp_path / "records.jsonl"
+    records.write_text("".join(runs.written(RECORDS, ("engine",))))
+    monkeypatch.setattr(sys, "argv", ["serving.py", "table", str(records)])
+    serving.main()
+    assert capsys.readouterr().out.startswith("| cache in vLLM |")
 
 
 def test_speeds_are_compared_within_a_round():

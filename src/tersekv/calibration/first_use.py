@@ -1,7 +1,7 @@
 """Calibration at the first use of a recipe with a model.
 
 It needs no corpus. Codecs that are fitted on sums are calibrated on a text that the model writes itself
-(`own_text`); which text hardly matters for them (docs/methods/trellis-measured.md). The spread of
+(`own_text`); which text hardly matters for them (docs/measured/trellis.md). The spread of
 attention, for `mixed` with `allot=model`, is measured on the text behind Python's `help()`: reading takes
 seconds where writing takes minutes, and a real text is better. Without the model's tokenizer it is
 measured on the model's own text, too. The file is kept in the model's default folder, and a stopped run

@@ -10,7 +10,7 @@ Lengths are root mean squares over tokens, before RoPE:
     mean     length of mean(k), in units of the spread
     error    length of k − k̂, in units of the spread
 
-docs/quality.md has measurements.
+docs/measured/quality.md has measurements.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Candidates, the closest to the full cache first, are `safe`, `default`, and two rates chosen by attention.
 Without a memory, `default` is chosen. With one, the first that fits beside the weights is. What the
-candidates lose was measured on three models (docs/presets.md).
+candidates lose was measured on three models (docs/measured/presets.md).
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Window(Keeping):
 
     start: number of tokens before any is packed. Then all tokens but the sinks and the `recent`
         latest are packed at once. "auto" is twice `recent`, because packing fewer saves nothing,
-        and codecs fitted on the prompt get more data (`docs/log.md`). A layer whose sliding window
+        and codecs fitted on the prompt get more data (`docs/measured/dropped.md`). A layer whose sliding window
         is smaller packs as with 0.
     """
 

@@ -9,7 +9,7 @@ the codec gets what is left:
     coded before RoPE            k_n − μ              decoding adds μ before it applies RoPE
 
 μ takes 2 bytes per channel and head, and none per token. It is the mean of the prompt, or of a corpus
-(`calibration=corpus`). Figures: docs/quality.md.
+(`calibration=corpus`). Figures: docs/measured/quality.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Choice of the codec of a layer for `trellis` with `basis=auto`, from the shape of the layer alone.
 
 A basis fitted on few vectors costs more bytes than it saves, and codes the tokens with most of the
-weight worst. Figures: docs/presets.md.
+weight worst. Figures: docs/measured/presets.md.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ WORDS = (
     (0.3, "about one token in five changes"),
 )
 """Divergences in nats below which these words hold. Above them the model is ruined. On three models, 96, 88 and 80 %
-of the next tokens are the same in these ranges (docs/quality.md#what-a-divergence-means)."""
+of the next tokens are the same in these ranges (docs/measured/quality.md#what-a-divergence-means)."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Pages of docs/measured: each module makes a page, or several, from records alone."""

@@ -1,0 +1,139 @@
+"""Two rates: the policy `mixed`, simulated rates per token, bias correction and found sinks."""
+
+from __future__ import annotations
+
+import statistics
+
+import studies
+import token_rates
+from measured.base import Page, Section, estimate, rows, table
+from recorded import RECORDS
+from tersekv.lab.plots.groups import grouped, read_records
+from tersekv.recipe import Recipe
+from tersekv.sizes.estimate import predict
+
+TEXTS = {
+    "wikitext-2/test_gptq_joined.txt": "wikitext-2", "c4/c4.utf8": "C4", "code.txt": "code",
+}  # fmt: skip
+OWN = "5f3643db892c9591"
+"""The calibration whose text the model wrote itself."""
+
+
+def divergences(name: str) -> str:
+    """Return the table of divergences of a file, by text, with true bits at 32,768 tokens."""
+    lines = []
+    for group in grouped(read_records([RECORDS / name]), "divergence"):
+        full = {row["sample"]: row for row in group.records["full"]}
+        parts: dict[tuple[str, str], list[dict]] = {}
+        for recipe, records in group.records.items():
+            for row in records if recipe != "full" else ():
+                own = " (own text)" if row.get("calibration") == OWN else ""
+                parts.setdefault((recipe, own), []).append(row)
+        for (recipe, own), records in parts.items():
+            metrics = group.task.summarise(
+                [row["metrics"] for row in records], [full[row["sample"]]["metrics"] for row in records]
+            )
+            shape = studies.SMOLLM2
+            bits = 8 * predict(shape, Recipe.parse(recipe), studies.LONG).total_bytes / shape.elements(studies.LONG)
+            middle = statistics.median(row["metrics"]["kl"] for row in records)
+            cells = (
+                f"{estimate(metrics['kl'])} ({middle:.4f})",
+                f"{metrics['kl_p99'].mean:.3f}",
+                f"{metrics['top1_agreement'].mean:.3f}",
+            )
+            label = f"`{recipe.replace(',calibration=prompt', '')}`{own}"
+            lines.append((TEXTS[group.options["text"]], label, len(records), f"{bits:.2f}", *cells))
+    order = list(TEXTS.values())
+    return table(
+        ("text", "recipe", "windows", "true bits at 32k", "KL, nats (median)", "99th percentile", "same next token"),
+        sorted(lines, key=lambda line: (order.index(line[0]), float(line[3]))),
+    )
+
+
+def found_passkeys() -> str:
+    """Return a sentence about passkeys with found sinks."""
+    (group,) = grouped(read_records([RECORDS / "found_sinks.jsonl"]), "passkey")
+    said = [
+        f"`{one.recipe}` {one.metrics['accuracy'].mean * one.samples:.0f} ({one.metrics['gold_nll'].mean:.3f})"
+        for one in (group.full, *group.packed)
+    ]
+    return f"Passkeys of {group.full.samples} in 2,048 tokens (NLL of the answer): {', '.join(said)}."
+
+
+def bias() -> list[Section]:
+    """Return the sections of bias correction."""
+    found = studies.summaries([RECORDS / "bias_correction.jsonl"], "smollm2")
+    titles = {
+        "divergence": ("Bias correction: divergence", "KL divergence, nats, over the first two windows of wikitext-2."),
+        "passkey": ("Bias correction: passkeys", "2,048 tokens, 5 samples."),
+        "lines": ("Bias correction: lines", "10 lines, 2 samples."),
+        "needle": ("Bias correction: needles", "1,024 tokens, 3 samples."),
+    }
+    answer = " NLL of the answer, and in brackets the share of right answers; the full cache has {:.3f} ({:.1f})."
+    made = []
+    for task, metric, digits in studies.METRICS:
+        title, note = titles[task]
+        if metric == "gold_nll":
+            full = found[task]["full"].metrics
+            note += answer.format(full["gold_nll"].mean, full["accuracy"].mean)
+        body = studies.table_of_bias(found[task], metric, digits)
+        command = "python benchmarks/studies.py bias --text FILE --out FOLDER" if task == "divergence" else ""
+        made.append(
+            Section(title, f"{note} The best value of a row is bold.", body, ["bias_correction.jsonl"], command)
+        )
+    return made
+
+
+def page() -> Page:
+    """Return the page."""
+    lines = rows("token_rates.jsonl")
+    evaluation = (
+        "tersekv eval divergence --text FILE --windows {} --context 2304 --prefix 2048 --chunk 64 --recipe RECIPE "
+        "--out FOLDER"
+    )
+    return Page(
+        "Rates per token",
+        "Two rates (`mixed`), simulated rates by importance, bias correction of packed keys, and found sinks.",
+        "SmolLM2-135M, float32. Attention reads few tokens much and most tokens little, so a token that is read little "
+        "can have fewer bits.",
+        (
+            Section(
+                "Two rates through the real cache",
+                "2,048 packed tokens, then 256 in calls of 64. `trellis` is fitted on the prompt. Rates of "
+                "`allot=model` were measured on WikiText-2's training text, also for the other texts, or on the "
+                "model's own text. One window of C4 repeats a forum's navigation and has most of the mean.",
+                divergences("mixed.jsonl"), ["mixed.jsonl"], evaluation.format(8),
+            ),
+            Section(
+                "Bias correction with two rates",
+                "The first four windows of wikitext-2; `trellis` with 4 and 2 bits, beside equal rates.",
+                divergences("mixed_bias.jsonl"), ["mixed_bias.jsonl"], evaluation.format(4),
+            ),
+            Section(
+                "Simulated rates",
+                "`trellis` is fitted on a prompt of 2,048 tokens and encodes it at every rate; each token of each KV "
+                "head takes one by its importance. Bits are those of the codes. A position is a copy if its token "
+                "follows the same token in the prompt.\n\n"
+                "- **seen**: mean attention from the prompt's queries that see a token.\n"
+                "- **moved**: the same from queries moved behind the prompt, root mean square.\n"
+                "- **reread**: the same from a second reading of the prompt.\n"
+                "- **both**: the sum of seen and moved, each divided by its mean.\n"
+                "- **future**: from the tokens that are scored, which no cache can know.",
+                token_rates.table_of_texts(lines), ["token_rates.jsonl"],
+                "python benchmarks/token_rates.py --text wikitext=FILE --settings shares --out FILE",
+            ),
+            Section(
+                "Simulated rates: passkeys",
+                "The same in 2,000 tokens that are packed before the question is read, 6 samples.",
+                token_rates.table_of_passkeys(lines), ["token_rates.jsonl"],
+                "python benchmarks/token_rates.py --text wikitext=FILE --out FILE",
+            ),
+            *bias(),
+            Section(
+                "Found sinks",
+                "`found=16` keeps 16 tokens of unusual norm per layer exact; `sinks=20` 16 more first tokens. The "
+                f"first four windows of each text. {found_passkeys()}",
+                divergences("found_sinks.jsonl"), ["found_sinks.jsonl"], evaluation.format(4),
+            ),
+        ),
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""Engines and files: vLLM, and caches of prompts on disk."""
+
+from __future__ import annotations
+
+import serving
+from measured.base import Page, Section, rows, table
+
+FILES = ("serving.jsonl", "serving_speed.jsonl", "serving_load.jsonl", "serving_robust.jsonl")
+
+
+def prompt_caches() -> str:
+    """Return the table of prompt caches: seconds of the processor, and in brackets of the clock."""
+    found = rows("prompt_cache.jsonl")
+
+    def seconds(row: dict, name: str) -> str:
+        clock, processor = row[f"{name}_seconds"]
+        return f"{processor:.2f} ({clock:.1f})"
+
+    lines = []
+    for row in found:
+        spent = [seconds(row, part) for part in ("prefill", "pack", "save", "load")]
+        lines.append((f"`{row['recipe']}`", f"{row['file_bytes'] / 1e6:.1f}", f"{row['ratio_bf16']:.2f}", *spent))
+    columns = ("recipe", "file, MB", "smaller than bfloat16", "prefill, s", "packing, s", "saving, s", "loading, s")
+    return table(columns, lines)
+
+
+def page() -> Page:
+    """Return the page."""
+    made = serving.tables(rows(*FILES))
+    command = "build/serving/vllm/bin/python benchmarks/serving.py {} --out FILE"
+    return Page(
+        "Serving and prompt caches",
+        "vLLM on CPUs with packed pages: speed, memory pressure, a thousand requests, agreement; prompt caches on "
+        "disk.",
+        "SmolLM2-135M in bfloat16, vLLM's CPU backend, two threads of Zen 4. Nothing was served on a GPU.",
+        (
+            Section(
+                "Speed",
+                "Engines in turns in one process, two rounds; the last columns compare with vLLM's own cache. "
+                "Prefill is vLLM's own attention plus the time to encode; `trellis` searches its codes.",
+                made["speed"], FILES[1:2], command.format("speed --recipes full turboquant:bits=4"),
+            ),
+            Section(
+                "Under memory pressure",
+                "The cache holds about a quarter of what runs at once natively, or as many bytes of packed pages. "
+                "Prompts are random ids: 48 requests, 32 at once, or 16 conversations of 6 turns, 4 at once.",
+                made["load"], FILES[2:3], command.format("load --recipe full"),
+            ),
+            Section(
+                "A thousand requests",
+                "8 to 200 prompt tokens, 4 to 48 new ones, 48 at once, float32; a third share a beginning, a tenth are "
+                "repeated, 100 are closed early, and the server is killed and started again. At a tie two tokens' "
+                "logits differ by less than 0.01.",
+                made["robust"], FILES[3:], command.format("robust --recipe turboquant:bits=4"),
+            ),
+            Section(
+                "Capacity",
+                "Tokens in 1 GiB, from vLLM's own line `CPU KV cache size`.",
+                made["capacity"], FILES[:1], command.format("run --engine vllm --recipe full"),
+            ),
+            Section(
+                "Agreement",
+                "64 questions about passages of 512 tokens, answered greedily with 64 new tokens.",
+                made["agreement"], FILES[:1], command.format("run --engine vllm --recipe full"),
+            ),
+            Section(
+                "Divergence",
+                "Next-token distributions over the prompts, read in steps of 128 tokens, so most of a prompt is read "
+                "from packed pages.",
+                made["divergence"], FILES[:1], command.format("kl --recipes turboquant:bits=4"),
+            ),
+            Section(
+                "Prompt caches",
+                "SmolLM2-135M, float32, 8,000 tokens, one thread, median of 5. Seconds of the processor, in brackets "
+                "of the clock: other work had the machine at a load of 12. Loading checks every byte.",
+                prompt_caches(), ["prompt_cache.jsonl"], "python benchmarks/prompt_cache.py --out FILE",
+            ),
+        ),
+    )  # fmt: skip
