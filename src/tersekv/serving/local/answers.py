@@ -83,12 +83,13 @@ class Text:
         self._start, self._shown = self._shown, len(self._ids)
         return self._take(now[len(before) :])
 
-    def end(self) -> None:
-        """Write what is held back, because no more tokens follow."""
+    def end(self) -> bool:
+        """Write what is held back, because no more tokens follow. Return True if a stop string was in it."""
         before = self._decoded(self._ids[self._start : self._shown])
-        self._take(self._decoded(self._ids[self._start :])[len(before) :])
+        found = self._take(self._decoded(self._ids[self._start :])[len(before) :])
         self._show(self._held)
         self._held = ""
+        return found
 
     def _decoded(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
@@ -165,8 +166,7 @@ def answer(
         if not streamer.stopped:
             _repair(cache)
             raise Stopped(streamer.ids) from stopped
-    text.end()
-    ended = streamer.stopped or (bool(streamer.ids) and streamer.ids[-1] in ends)
+    ended = text.end() or streamer.stopped or (bool(streamer.ids) and streamer.ids[-1] in ends)
     return Answer(text.text, streamer.ids, cached, ended)
 
 

@@ -57,7 +57,7 @@ class Server:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
         ]
-        handlers: dict[Any, Any] = {RequestError: _refuse, HTTPException: _refuse_route, Exception: _fail}
+        handlers: dict[Any, Any] = {RequestError: _refuse, HTTPException: _refuse_route}
         return Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
 
     @contextlib.asynccontextmanager
@@ -100,6 +100,8 @@ class Server:
                 answer = await running
             except Stopped:
                 return Response(status_code=499)  # nobody reads it
+            except Exception as error:
+                raise _failure(error) from error
         return JSONResponse(form.whole(answer, ids.shape[1]))
 
     async def _events(self, http: HttpRequest, form: Form, request: Request, ids: Any) -> AsyncIterator[str]:
@@ -120,8 +122,7 @@ class Server:
             except Stopped:
                 return
             except Exception as error:  # the status has been sent, so the error is an event
-                log.exception("an answer failed")
-                yield _event(RequestError(_said(error), status=500).document())
+                yield _event(_failure(error).document())
                 return
         yield _event(form.piece("", finish=_finish(answer)))
         if request.usage_in_stream:
@@ -201,8 +202,9 @@ def _event(document: Any) -> str:
     return f"data: {json.dumps(document)}\n\n"
 
 
-def _said(error: Exception) -> str:
-    return f"the answer failed: {type(error).__name__}: {str(error)[:300]}"
+def _failure(error: Exception) -> RequestError:
+    log.error("an answer failed", exc_info=error)
+    return RequestError(f"the answer failed: {type(error).__name__}: {str(error)[:300]}", status=500)
 
 
 async def _refuse(request: HttpRequest, error: Exception) -> Response:
@@ -215,7 +217,3 @@ async def _refuse_route(request: HttpRequest, error: Exception) -> Response:
     text = f"{request.method} {request.url.path}: {error.detail}; this server has /v1/models, /v1/chat/completions "
     refused = RequestError(f"{text}and /v1/completions", status=error.status_code)
     return JSONResponse(refused.document(), error.status_code, headers=error.headers)
-
-
-async def _fail(request: HttpRequest, error: Exception) -> Response:
-    return JSONResponse(RequestError(_said(error), status=500).document(), 500)
