@@ -5,9 +5,11 @@
     POST /v1/completions       continuations of a text
 
 Requests are answered one after the other, in one thread. A request whose client leaves is stopped
-before the next layer. `transformers serve` is not used for this: our cache can be installed in it, but
-in transformers 5.23 it ignores the temperature of models that are greedy by default, keeps no prompt,
-and answers wrong requests with status 500.
+before the next layer.
+
+`transformers serve` can run with our cache, and is not used. In transformers 5.23 it ignores the
+temperature of models that are greedy by default. It keeps no prompt, and answers wrong requests with
+status 500. Its classes are no public interface either.
 """
 
 from __future__ import annotations
