@@ -174,6 +174,7 @@ class Chat:
                 new = given.ids[:-1] if given.ended else given.ids
             except Stopped as stopped:
                 new = stopped.ids
+                read()  # before a line is written, because the progress erases its own lines
                 stream(" [stopped]" if new else "[stopped before the answer; the question is left out]")
         stream("\n")
         if new or not stop.is_set():

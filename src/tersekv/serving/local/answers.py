@@ -178,9 +178,11 @@ def _repair(cache: CompressedCache) -> None:
     """Remove the tokens of a pass that was stopped between two layers, or all where that is impossible."""
     seen = cache.progress.num_tokens().values()
     try:
-        cache.crop(min(seen) - max(seen))
+        if min(seen):
+            return cache.crop(min(seen) - max(seen))
     except RuntimeError:
-        cache.reset()
+        pass
+    return cache.reset()
 
 
 @contextmanager
