@@ -51,7 +51,7 @@ def test_generated_tokens_count(llama):
         longer = torch.cat([out.sequences, prompt(9)], dim=1)
         assert cache.keep_common(longer) == 139
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("error", UserWarning)
             llama.generate(longer, past_key_values=cache, max_new_tokens=3)
 
 
@@ -154,7 +154,7 @@ def test_generate_notices_another_prompt(llama):
                 llama.generate(short, past_key_values=cache, max_new_tokens=2)
         assert cache.keep_common(other) == 20
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("error", UserWarning)
             llama.generate(other, past_key_values=cache, max_new_tokens=2)
 
 
@@ -163,7 +163,7 @@ def test_generate_takes_new_tokens_alone(llama):
     ids, new = prompt(60), prompt(5, seed=2)
     cache = filled(llama, ids)
     with tersekv.compress(llama, LOSSLESS), warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         mask = torch.ones(1, 65, dtype=torch.int64)
         llama.generate(new, attention_mask=mask, past_key_values=cache, max_new_tokens=2)
     assert cache.keep_common(torch.cat([ids, new], dim=1)) == 64

@@ -30,6 +30,7 @@ from tersekv.hf.token_ids import ids_of_call, without_padding
 from tersekv.hf.traced import is_traced
 from tersekv.models.config import text_config
 from tersekv.recipe import Recipe
+from tersekv.versions import cache_name, given_cache
 
 
 def compress(
@@ -265,11 +266,11 @@ def _prepare(
                 f"generate got cache_implementation='{asked}' while tersekv.compress is installed; leave it out of the "
                 "call and of the generation config, or remove compress to use that cache"
             )
-        if model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = template.empty(model.config)
+        if given_cache(model_kwargs) is None:
+            model_kwargs[cache_name(_original(model, INPUTS))] = template.empty(model.config)
             generation_config = copy.copy(generation_config)
             generation_config.cache_implementation = None  # transformers rejects "dynamic" together with a cache
-        if isinstance(cache := model_kwargs["past_key_values"], CompressedCache):
+        if isinstance(cache := given_cache(model_kwargs), CompressedCache):
             cache.compiles = _compiles(model, generation_config)
     return _original(model, PREPARE)(generation_config, model_kwargs, *args, **kwargs)
 
@@ -285,7 +286,7 @@ def _inputs(owner: weakref.ref[PreTrainedModel], input_ids: Any, *args: Any, **k
     """Replace the model's method that cuts a prompt to the part that its cache lacks: check the other
     part first."""
     model: Any = owner()
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     # next_sequence_length is None for a call with the new tokens only
     whole = kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is not None
     if whole and isinstance(cache, CompressedCache) and kwargs.get("inputs_embeds") is None:
@@ -325,7 +326,7 @@ def _compiles(model: PreTrainedModel, generation_config: Any) -> bool:
 def _before_forward(owner: weakref.ref[PreTrainedModel], module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Pass a compressed cache to plain calls of the model that would make their own cache. This is
     a pre-forward hook."""
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     if is_traced() and isinstance(cache, CompressedCache) and cache.is_traceable:
         return args, kwargs  # the operators do the checks of each pass
     model: Any = owner()
@@ -334,10 +335,9 @@ def _before_forward(owner: weakref.ref[PreTrainedModel], module: Any, args: Any,
         return args, kwargs
     use_cache = kwargs.get("use_cache")
     use_cache = module.config.get_text_config().use_cache if use_cache is None else use_cache
-    # past_key_values is the fourth positional argument
-    if use_cache and kwargs.get("past_key_values") is None and len(args) < 4:
-        kwargs["past_key_values"] = template.empty(model.config)
-    cache = kwargs.get("past_key_values")
+    # the cache is the fourth positional argument
+    if use_cache and cache is None and len(args) < 4:
+        kwargs[cache_name(module.forward)] = cache = template.empty(model.config)
     if isinstance(cache, CompressedCache):
         if any(kwargs.get(name) is not None for name in ("encoder_hidden_states", "encoder_outputs")):
             raise UserError(
