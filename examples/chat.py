@@ -6,23 +6,10 @@ It prints each answer, the number of new tokens read, and the size of the cache 
 import argparse
 from pathlib import Path
 
-import torch
-
 import tersekv
 
 LICENSE = Path(__file__).parents[1] / "LICENSE"
 QUESTIONS = ["What is this text about?", "At which web address is it?", "What does Licensor mean?"]
-
-
-def keep_common(cache, held, ids):
-    """Crop the cache to the tokens that the new prompt begins with, and return their number.
-
-    An answer that is tokenized again with the next prompt may have other tokens than the model wrote.
-    """
-    length = min(cache.get_seq_length(), ids.shape[1])
-    common = int((held[0, :length] == ids[0, :length]).long().cumprod(0).sum())
-    cache.crop(common - cache.get_seq_length())
-    return common
 
 
 def main(argv=None):
@@ -37,7 +24,7 @@ def main(argv=None):
 
     model, tokenizer = tersekv.load_model(args.model, report=print)
     cache = tersekv.CompressedCache(model, args.recipe)
-    messages, held = [], torch.empty(1, 0, dtype=torch.int64)
+    messages = []
     with tersekv.compress(model, cache):
         for question in args.questions:
             text = question if messages else f"{args.file.read_text()}\n\n{question}"
@@ -46,9 +33,10 @@ def main(argv=None):
                 messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
             ).to(model.device)
             ids = inputs["input_ids"]
-            kept = keep_common(cache, held.to(ids.device), ids)
-            held = model.generate(**inputs, past_key_values=cache, max_new_tokens=args.new_tokens, do_sample=False)
-            answer = tokenizer.decode(held[0, ids.shape[1] :], skip_special_tokens=True).strip()
+            # An answer that is tokenized again with the next prompt may have other tokens than the model wrote.
+            kept = cache.keep_common(ids)
+            out = model.generate(**inputs, past_key_values=cache, max_new_tokens=args.new_tokens, do_sample=False)
+            answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
             messages.append({"role": "assistant", "content": answer})
             print(f"\n> {question}\n{answer}")
             print(f"[read {ids.shape[1] - kept:,} new tokens; the cache holds {cache.footprint()}]")

@@ -1,4 +1,4 @@
-"""Optional packages that only some commands need: the extra `lab` in pyproject.toml."""
+"""Optional packages that only some commands need: the extras `lab` and `serve` in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ from tersekv.errors import UserError
 LAB = {"matplotlib": "matplotlib", "gguf": "gguf", "scikit-learn": "sklearn", "rapidfuzz": "rapidfuzz"}
 """Package name -> module name, for each package of the extra `lab`."""
 
-INSTALL_LAB = "pip install 'tersekv[lab]'"
+SERVE = {"starlette": "starlette", "uvicorn": "uvicorn"}
+"""The same for the extra `serve`."""
+
+INSTALL_LAB, INSTALL_SERVE = "pip install 'tersekv[lab]'", "pip install 'tersekv[serve]'"
 
 
 def require(what: str, package: str) -> None:
-    """Check that a package of `LAB` can be imported, so that a command fails early without it.
+    """Check that a package of `LAB` or `SERVE` can be imported, so that a command fails early without it.
 
     what: the command or function that needs the package; the subject of the error's sentence.
 
     Raises:
         UserError: the package is not installed or cannot be imported. Says how to install it.
     """
-    module = LAB[package]
+    module = {**LAB, **SERVE}[package]
     try:
         importlib.import_module(module)
     except ImportError as error:
         absent = isinstance(error, ModuleNotFoundError) and error.name == module
         reason = "is not installed" if absent else f"cannot be imported ({error})"
-        raise UserError(f"{what} needs {package}, which {reason}: {INSTALL_LAB}") from error
+        raise UserError(
+            f"{what} needs {package}, which {reason}: {INSTALL_SERVE if package in SERVE else INSTALL_LAB}"
+        ) from error

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import warnings
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from tersekv.errors import UserError
 
@@ -48,3 +51,18 @@ def check_transformers() -> None:
         raise UserError(f"transformers {installed} does not work with tersekv ({BROKEN[found]}); {advice()}")
     if found > NEWEST:
         warnings.warn(f"transformers {installed} is newer than tersekv was tested with; {advice()}", stacklevel=4)
+
+
+CACHE_NAMES = "cache", "past_key_values"
+"""Names of a cache among arguments: from transformers 5.24 on, and before. Both are taken there for a while."""
+
+
+def given_cache(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a call, or None."""
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+
+
+def cache_name(function: Callable[..., Any]) -> str:
+    """Return the name of the cache among a function's parameters."""
+    parameters = inspect.signature(function).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[1])

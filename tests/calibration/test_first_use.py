@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import tersekv
 from conftest import HEAD, SHAPE, build, prompt
 from tersekv import UserError
-from tersekv.calibration import first_use
+from tersekv.calibration import attention_spread, first_use
 from tersekv.calibration.calibration import Calibration
 from tersekv.calibration.find import calibration_for, default_folder, place
 from tersekv.calibration.own_text import own_text
@@ -109,6 +109,68 @@ def test_a_stopped_run_continues(cache, llama, monkeypatch) -> None:
     assert files(cache) == {f"own-text-{first_use.SAMPLES}x{first_use.LENGTH}.ids"}
     monkeypatch.setattr(first_use, "own_text", stop)  # the text is there
     found = calibration_for(llama, RECIPE)
+    assert found is not None
+    assert wanted is not None
+    assert found.digest == wanted.digest
+
+
+def test_the_warning_says_how_long_and_the_way_out(llama, monkeypatch) -> None:
+    monkeypatch.setattr(first_use, "_seconds", lambda model, ids: 0.5 * ids.shape[1])
+    text = first_use.SAMPLES * first_use.LENGTH
+    minutes = -(-(first_use.PASSES * 0.5 * text + 0.5 * first_use.LENGTH) // 60)
+    words = rf"in about {minutes:.0f} min, on .*Ctrl-C stops it, and the next run goes on from there"
+    with pytest.warns(UserWarning, match=words) as seen:
+        calibration_for(llama, RECIPE)
+    assert "use 'trellis:bits=3,calibration=prompt', which needs none; `tersekv calibrate`" in str(seen[0].message)
+    with pytest.warns(UserWarning, match="use 'mixed:allot=layer.trellis:bits=2,calibration=prompt', which needs none"):
+        calibration_for(llama, "mixed:allot=model+trellis:bits=2,calibration=prompt")
+
+
+def test_a_text_that_was_begun_goes_on(cache, llama, monkeypatch) -> None:
+    wanted = calibration_for(llama, RECIPE)
+    place(default_folder(fingerprint(llama)), PARSED).unlink()
+    seen = []
+
+    def stop(done, total) -> None:
+        seen.append(done)
+        if seen == list(range(1, 21)):
+            raise KeyboardInterrupt
+
+    real = own_text
+    monkeypatch.setattr(first_use, "own_text", lambda m, s, n, seed, at, *more: real(m, s, n, seed, stop, *more))
+    with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning, match=r"was stopped; what is done is kept in"):
+        calibration_for(llama, RECIPE)
+    (name,) = files(cache)
+    assert name.endswith(".begun")
+    seen.clear()
+    found = calibration_for(llama, RECIPE)
+    assert seen[0] == 20
+    assert files(cache) == {place(default_folder(fingerprint(llama)), PARSED).name}
+    assert found is not None
+    assert wanted is not None
+    assert found.made.corpus_sha256 == wanted.made.corpus_sha256
+
+
+def test_a_measurement_of_attention_goes_on(cache, llama, monkeypatch) -> None:
+    recipe = "mixed:allot=model+trellis:bits=2,calibration=prompt"
+    wanted = calibration_for(llama, recipe)
+    (path,) = cache.rglob("mixed.safetensors")
+    path.unlink()
+    read, seen = attention_spread._Reader.read, []
+
+    def stop(self, *args):
+        seen.append(args)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return read(self, *args)
+
+    monkeypatch.setattr(attention_spread._Reader, "read", stop)
+    with pytest.raises(KeyboardInterrupt):
+        calibration_for(llama, recipe)
+    assert "mixed.parts" in files(cache)
+    found = calibration_for(llama, recipe)
+    assert len(seen) == 2 + first_use.SAMPLES - 1
+    assert files(cache) == {"mixed.safetensors"}
     assert found is not None
     assert wanted is not None
     assert found.digest == wanted.digest

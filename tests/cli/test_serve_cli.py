@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 import sys
 from pathlib import Path
 
@@ -105,3 +106,43 @@ def test_a_missing_calibration(tmp_path: Path):
     with pytest.raises(UserError, match="does not exist"):
         serve.calibration_file("smollm2", Recipe.parse("trellis"), tmp_path / "none.safetensors", make=False)
     assert serve.calibration_file("smollm2", Recipe.parse("turboquant:bits=4"), None, make=True) is None
+
+
+def test_the_engine_is_chosen(monkeypatch, capsys):
+    """This process serves, unless something that only vLLM has was asked for."""
+    started = []
+    monkeypatch.setattr(serve, "serve_here", lambda *given: started.append(given))
+    monkeypatch.setattr(serve, "found_in", lambda python: FOUND)
+    assert cli.run(["serve", "a/b", "-r", "kivi:bits=4", "--port", "9000", "--cache-gib", "1"]) == 0
+    assert started == [("a/b", "kivi:bits=4", None, ("127.0.0.1", 9000), 1, 1024, "auto", None)]
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name == "vllm")
+    monkeypatch.setattr(serve.os, "execve", lambda *given: started.append("vllm"))
+    monkeypatch.setattr(serve, "calibration_file", lambda *given, **more: None)
+    assert cli.run(["serve", "a/b", "-r", "kivi:bits=4"]) == 0
+    assert started.pop() == "vllm"
+    assert cli.run(["serve", "a/b", "-r", "kivi:bits=4", "--engine", "here"]) == 0
+    assert len(started) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--engine", "other"], "--engine other is not an engine: choose here or vllm"),
+        (["--engine", "here", "--dry-run"], "belong to vLLM"),
+        (["--dtype", "int8"], "--dtype int8 is not a type of weights"),
+        (["--host", "256.0.0.1"], "cannot listen at 256.0.0.1:8000"),
+    ],
+)
+def test_wrong_options_are_one_line(options, words, capsys):
+    pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+    assert cli.run(["serve", "smollm2", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_an_address_in_use_is_said_before_the_model_is_loaded(capsys):
+    pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.run(["serve", "a/model/that/is/not/there", "--port", str(port)]) == 2
+    assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err

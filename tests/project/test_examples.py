@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import tersekv
 import test_codecs
-from conftest import prompt
 from tersekv import codecs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,20 +91,6 @@ def test_chat(ask):
     ratios = smaller(lines)
     assert len(ratios) == 3
     assert min(ratios) > 2
-
-
-def test_chat_crops_what_the_new_prompt_lacks(llama):
-    """After the crop the cache is that of the tokens in common, and goes on as one that read only those."""
-    held, ids = prompt(300, seed=1), prompt(340, seed=2)
-    ids[:, :250] = held[:, :250]
-    with tersekv.compress(llama, "exact:dtype=fp32"), torch.no_grad():
-        cache = tersekv.CompressedCache(llama, "exact:dtype=fp32")
-        llama(held, past_key_values=cache)
-        assert example("chat").keep_common(cache, held, ids) == 250
-        assert cache.get_seq_length() == 250
-        found = llama(ids[:, 250:], past_key_values=cache).logits
-    wanted = llama(ids, past_key_values=DynamicCache(config=llama.config)).logits[:, 250:]
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_long_document(ask):

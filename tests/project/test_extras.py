@@ -1,5 +1,5 @@
-"""Without the extra `lab`: functions of the base installation, and errors of commands that need a
-package."""
+"""Without the extras `lab` and `serve`: functions of the base installation, and errors of commands that
+need a package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from conftest import complaints
 from made_records import evaluation, write
 from tersekv import UserError
-from tersekv.extras import INSTALL_LAB, LAB, require
+from tersekv.extras import INSTALL_LAB, INSTALL_SERVE, LAB, SERVE, require
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks" / "records"
@@ -62,7 +62,7 @@ def test_base_needs_none_of_the_extra(tiny: str, tmp_path: Path) -> None:
             assert cli.run(call.split()) == 0, call
         print("all of them")
     """
-    done = run_without(list(LAB.values()), code, tmp_path)
+    done = run_without([*LAB.values(), *SERVE.values()], code, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "all of them"
 
@@ -82,6 +82,7 @@ CALLS = {
         "plot angles": "plot angles needs matplotlib",  # before the model is downloaded
         "report {results}": "tersekv report needs matplotlib",
     },
+    "starlette": {"serve --port 8765": "tersekv serve needs starlette"},
     "scikit-learn": {"plot clusters": "plot clusters needs scikit-learn"},
     "gguf": dict.fromkeys(
         [
@@ -99,9 +100,10 @@ def test_a_command_says_what_to_install(package: str, results: Path, tmp_path: P
     """One sentence on stderr, nothing on stdout, and no file written."""
     calls = [call.format(results=results, records=RECORDS).split() for call in CALLS[package]]
     code = f"from tersekv import cli\nsys.exit([cli.run(call) for call in {calls!r}] != [2] * {len(calls)})"
-    done = run_without([LAB[package]], code, tmp_path)
+    done = run_without([{**LAB, **SERVE}[package]], code, tmp_path)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    said = [f"tersekv: {text}, which is not installed: {INSTALL_LAB}" for text in CALLS[package].values()]
+    how = INSTALL_SERVE if package in SERVE else INSTALL_LAB
+    said = [f"tersekv: {text}, which is not installed: {how}" for text in CALLS[package].values()]
     assert complaints(done.stderr) == said
     assert list(tmp_path.iterdir()) == []
 
@@ -126,7 +128,7 @@ def test_a_broken_package_is_not_reported_as_missing(monkeypatch: pytest.MonkeyP
 
 def packages(text: str) -> set[str]:
     """Return the package names of quoted requirements."""
-    return set(re.findall(r'^ *"([A-Za-z0-9_-]+)(?:\[\w+\])?[>;"]', text, re.MULTILINE))
+    return set(re.findall(r'^ *"([A-Za-z0-9_-]+)(?:\[[\w,]+\])?[>;"]', text, re.MULTILINE))
 
 
 def test_extras_are_what_pyproject_states_and_setup_installs() -> None:
@@ -139,7 +141,8 @@ def test_extras_are_what_pyproject_states_and_setup_installs() -> None:
         )
     }
     assert extras["lab"] == set(LAB)
-    assert not base & set(LAB)
+    assert extras["serve"] == set(SERVE)
+    assert not base & {*LAB, *SERVE}
     assert "tersekv" in extras["dev"]
     pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "requirements" / "pins.txt").read_text(), re.MULTILINE))
-    assert base | extras["lab"] | extras["dev"] - {"tersekv"} <= pinned
+    assert base | extras["lab"] | extras["serve"] | extras["dev"] - {"tersekv"} <= pinned

@@ -48,11 +48,19 @@ TILE = 128
 
 
 def profile_on(
-    model: PreTrainedModel, recipe: Recipe, corpus: Corpus, progress: Callable[[int], object] = lambda done: None
+    model: PreTrainedModel,
+    recipe: Recipe,
+    corpus: Corpus,
+    progress: Callable[[int], object] = lambda done: None,
+    begun: Sequence[Tensor] = (),
+    keep: Callable[[Sequence[Tensor]], object] = lambda begun: None,
 ) -> Calibration:
-    """Return the measurement that a recipe with `mixed` needs, on a corpus."""
+    """Return the measurement that a recipe with `mixed` needs, on a corpus.
+
+    begun: sums of its first samples, from a run that was stopped. keep: called with them after each.
+    """
     policy = recipe.policy()
-    spread = measure(model, corpus.windows, policy.reads_twice, progress)
+    spread = measure(model, corpus.windows, policy.reads_twice, progress, begun, keep)
     samples, length = corpus.windows.shape
     made = Made(
         recipe=str(policy.profile),
@@ -69,12 +77,17 @@ def profile_on(
 
 
 def measure(
-    model: PreTrainedModel, ids: Tensor, reread: bool, progress: Callable[[int], object] = lambda done: None
+    model: PreTrainedModel,
+    ids: Tensor,
+    reread: bool,
+    progress: Callable[[int], object] = lambda done: None,
+    begun: Sequence[Tensor] = (),
+    keep: Callable[[Sequence[Tensor]], object] = lambda begun: None,
 ) -> Tensor:
     """Return the attention that the tokens of the first ranks receive later.
 
     ids: int64 [samples, T], texts. reread: rank tokens by a second reading, see `attention/importance.py`.
-    Without effect if RoPE depends on the length, as in caches.
+    Without effect if RoPE depends on the length, as in caches. begun, keep: see `profile_on`.
 
     The result is float32 [layers, KV heads, STEPS + 1]. Entry k is the sum of squared softmax weights
     of the k/STEPS most important tokens of a prompt, per query of the tokens that follow; mean over
@@ -99,12 +112,15 @@ def measure(
             f"the model has {context} positions, and a text of {ids.shape[1]} tokens takes {longest}{twice}: make the "
             "measurement with `tersekv calibrate --length` and fewer tokens"
         )
-    total = torch.zeros(len(kinds), reader.kv_heads, STEPS + 1)
-    for done, sample in enumerate(ids.to(model.device)):
-        progress(done)
+    read = list(begun)
+    for sample in ids[len(read) :].to(model.device):
+        progress(len(read))
+        one = torch.zeros(len(kinds), reader.kv_heads, STEPS + 1)
         for layer, sums in reader.read(sample, reread).items():
-            total[layer] += sums.cpu()
-    return torch.where(torch.tensor(whole)[:, None, None], total / len(ids), -1.0)
+            one[layer] = sums.cpu()
+        read.append(one)
+        keep(read)
+    return torch.where(torch.tensor(whole)[:, None, None], sum(read) / len(ids), -1.0)
 
 
 class _Reader:

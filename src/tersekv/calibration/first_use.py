@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ from tersekv.calibration.attention_spread import profile_on
 from tersekv.calibration.calibrate import Calibrator, Corpus, locked
 from tersekv.calibration.calibration import Calibration
 from tersekv.calibration.needs import how_to, profile_of
-from tersekv.calibration.own_text import NAME, own_text
+from tersekv.calibration.own_text import NAME, Begun, own_text
 from tersekv.calibration.text import pydoc_text
 from tersekv.errors import UserError
 from tersekv.models.config import text_config
@@ -47,6 +48,13 @@ READ = 3
 
 VARIABLE = "TERSEKV_CALIBRATE"
 ALLOWED = "first-use", "never"
+PROBE = 256
+"""Tokens of the pass that is timed, to say beforehand how long a calibration takes."""
+
+PASSES, PASSES_OF_PROFILE = 6, 3
+"""Work of a calibration in forward passes over its text: a pass for means, one with gradients, which costs
+three, and fitting; or a pass, its ranking and a second reading."""
+
 STEPS = {"means": "reading the text", "samples": "computing gradients", "sums": "fitting"}
 UNITS = {"means": "samples", "samples": "samples", "sums": "sides of layers"}
 
@@ -65,16 +73,58 @@ def calibrate_once(model: PreTrainedModel, recipe: Recipe, path: Path) -> Calibr
         text = f"{SAMPLES} × {LENGTH} tokens that the model writes itself"
         if read is not None:
             text = f"{READ} × {LENGTH} tokens of the text behind Python's help()"
-        warnings.warn(
-            f"{type(model).__name__} has no calibration for '{recipe.name}' yet; it is made once, on {text}, and kept "
-            f"in {path} ({VARIABLE}=never forbids this)",
-            stacklevel=3,
-        )
-        start = time.monotonic()
         with _evaluating(model):
-            found = _calibrated(model, recipe, path, read)
+            minutes = usual_minutes(model, read is None, path.stem == profile_of(recipe))
+            warnings.warn(
+                f"{type(model).__name__} has no calibration for '{recipe.name}' yet; it is made once, in about "
+                f"{minutes} min, on {text}, and kept in {path}. Ctrl-C stops it, and the next run goes on from there. "
+                f"To do without: {_way_out(recipe)}. {VARIABLE}=never forbids it",
+                stacklevel=3,
+            )
+            start = time.monotonic()
+            try:
+                found = _calibrated(model, recipe, path, read)
+            except KeyboardInterrupt:
+                warnings.warn(
+                    f"the calibration was stopped; what is done is kept in {path.parent}, and the next run goes on "
+                    "from there",
+                    stacklevel=3,
+                )
+                raise
         log.info("calibrated in %.0f s", time.monotonic() - start)
         return found
+
+
+def usual_minutes(model: PreTrainedModel, writes: bool, profile: bool) -> int:
+    """Return about how many minutes a calibration takes, rounded up.
+
+    One pass of a few tokens is timed. writes: the model writes its text. profile: attention is measured.
+    """
+    ids = torch.zeros(SAMPLES, 1, dtype=torch.int64, device=model.device)
+    step, token = _seconds(model, ids), _seconds(model, ids[:1].expand(1, PROBE)) / PROBE
+    tokens = (READ if not writes else SAMPLES) * LENGTH
+    seconds = token * tokens * (PASSES_OF_PROFILE if profile else PASSES)
+    return math.ceil((seconds + (step * LENGTH if writes else 0)) / 60)
+
+
+@torch.inference_mode()
+def _seconds(model: PreTrainedModel, ids: Tensor) -> float:
+    def run() -> float:
+        start = time.perf_counter()
+        model.forward(input_ids=ids, use_cache=False).logits[0, -1, 0].item()
+        return time.perf_counter() - start
+
+    return min(run(), run())
+
+
+def _way_out(recipe: Recipe) -> str:
+    """Return how the measurement at first use is avoided."""
+    policy, plus, rest = str(recipe).partition("+")
+    other = str(recipe.learning_from_prompt() or recipe)
+    if profile_of(recipe):
+        other = f"{policy.replace('allot=model', 'allot=layer')}{plus}{rest}"
+    make = "`tersekv calibrate` with this recipe makes it beforehand"
+    return f"use '{other}', which needs none; {make}" if other != str(recipe) else make
 
 
 def _check(model: PreTrainedModel, recipe: Recipe, path: Path) -> None:
@@ -97,7 +147,15 @@ def _calibrated(model: PreTrainedModel, recipe: Recipe, path: Path, read: Corpus
     corpus = _written(model, text) if read is None else read
     if path.stem == profile_of(recipe):
         with steps.step("measuring attention", len(corpus.windows), "samples", _bar) as done:
-            profile_on(model, recipe, corpus, done).save(path)
+            parts = path.with_suffix(".parts")
+            kept = _kept(parts)
+
+            def keep(sums: Sequence[Tensor]) -> None:
+                _keep(parts, {"sums": torch.stack(list(sums)), "windows": corpus.windows})
+
+            same = torch.equal(kept.get("windows", torch.empty(0)), corpus.windows)
+            profile_on(model, recipe, corpus, done, list(kept["sums"]) if same else (), keep).save(path)
+        parts.unlink(missing_ok=True)
         text.unlink(missing_ok=True)
         return Calibration.load(path)
     run = Calibrator(model, [recipe], corpus, SINKS)
@@ -133,27 +191,47 @@ def _pydoc(model: PreTrainedModel) -> Corpus | None:
 
 def _written(model: PreTrainedModel, path: Path) -> Corpus:
     """Return the model's own text. It is kept in a file until the calibration is done."""
-    ids = _kept(path) if path.is_file() else None
-    if ids is None:
+    ids = _kept(path).get("ids")
+    if ids is None or (ids.dtype, ids.shape) != (torch.int64, (SAMPLES, LENGTH)):
+        begun = path.with_suffix(".begun")
+        held = _kept(begun)
+
         with steps.step("the model writes a text", LENGTH, "tokens", _bar) as at:
-            ids = own_text(model, SAMPLES, LENGTH, progress=lambda done, total: at(done))
-        save_whole({"ids": ids}, path, {"sha256": _digest(ids)})
-    return Corpus(NAME, _digest(ids), ids, 0)
+            start = Begun(**held) if held.keys() == set(Begun._fields) else None
+            ids = own_text(
+                model,
+                SAMPLES,
+                LENGTH,
+                0,
+                lambda done, total: at(done),
+                start,
+                lambda text: _keep(begun, text._asdict()),
+            )
+        _keep(path, {"ids": ids})
+        begun.unlink(missing_ok=True)
+    return Corpus(NAME, _digest({"ids": ids}), ids, 0)
 
 
-def _kept(path: Path) -> Tensor | None:
-    """Return the text in a file. If the file is damaged, remove it and return None."""
+def _kept(path: Path) -> dict[str, Tensor]:
+    """Return the tensors that a stopped run has left in a file. Remove the file if it is damaged."""
+    if not path.is_file():
+        return {}
     with contextlib.suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
-        ids, digest = file.get_tensor("ids"), (file.metadata() or {}).get("sha256")
-        if (ids.dtype, ids.shape) == (torch.int64, (SAMPLES, LENGTH)) and _digest(ids) == digest:
-            return ids.clone()
-    log.info("%s is damaged: the model writes its text again", path)
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  # not a dictionary
+        if _digest(tensors) == (file.metadata() or {}).get("sha256"):
+            return tensors
+    log.info("%s is damaged, and made again", path)
     path.unlink(missing_ok=True)
-    return None
+    return {}
 
 
-def _digest(ids: Tensor) -> str:
-    return hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+def _keep(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors to a file that `_kept` reads."""
+    save_whole(tensors, path, {"sha256": _digest(tensors)})
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    return hashlib.sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))).hexdigest()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ that it was trained on. LLM-QAT (arXiv 2305.17888, §2.1) makes training data in
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,13 @@ NAME = "own text"
 """Name of this corpus in calibrations."""
 
 
+class Begun(NamedTuple):
+    """A text that is not whole yet: its ids, and the state of the generator that draws tokens."""
+
+    ids: Tensor
+    chance: Tensor
+
+
 @torch.no_grad()
 def own_text(
     model: PreTrainedModel,
@@ -27,6 +35,8 @@ def own_text(
     length: int,
     seed: int = 0,
     progress: Callable[[int, int], object] = lambda done, total: None,
+    begun: Begun | None = None,
+    keep: Callable[[Begun], object] = lambda begun: None,
 ) -> Tensor:
     """Return ids int64 [samples, length] that the model writes, sampled at temperature 1.
 
@@ -34,6 +44,7 @@ def own_text(
     that end a text are not written, so that every sample has its full length.
 
     progress: called with the number of tokens per sample, done and in total.
+    begun: the state of a run that was stopped, to go on from it. keep: called with it at a stop.
 
     Raises:
         UserError: logits are not finite.
@@ -47,20 +58,28 @@ def own_text(
         ids = torch.full((samples, 1), int(start))
     ends = _end_tokens(model)
     cache = DynamicCache(config=model.config)
-    parts = [ids]
-    for done in range(1, length):
-        progress(done, length)
-        # forward itself, because the hook of `compress` warns of a cache that is not compressed
-        out = model.forward(input_ids=parts[-1].to(model.device), past_key_values=cache, use_cache=True)
-        logits = out.logits[:, -1].float().cpu()
-        logits[:, ends] = -torch.inf
-        p = logits.softmax(-1)
-        if not bool(p.isfinite().all()):
-            raise UserError(
-                "the model's logits hold NaN or Inf, so it cannot write a text to calibrate on (try bfloat16 or "
-                "float32 weights)"
-            )
-        parts.append(torch.multinomial(p, 1, generator=chance))
+    parts, state = [ids], chance.get_state()
+    if begun is not None:
+        parts, state = [begun.ids], begun.chance
+        chance.set_state(state)
+    try:
+        for done in range(parts[0].shape[1], length):
+            progress(done, length)
+            # forward itself, because the hook of `compress` warns of a cache that is not compressed
+            out = model.forward(input_ids=parts[-1].to(model.device), past_key_values=cache, use_cache=True)
+            logits = out.logits[:, -1].float().cpu()
+            logits[:, ends] = -torch.inf
+            p = logits.softmax(-1)
+            if not bool(p.isfinite().all()):
+                raise UserError(
+                    "the model's logits hold NaN or Inf, so it cannot write a text to calibrate on (try bfloat16 or "
+                    "float32 weights)"
+                )
+            parts.append(torch.multinomial(p, 1, generator=chance))
+            state = chance.get_state()
+    except KeyboardInterrupt:
+        keep(Begun(torch.cat(parts, dim=1), state))
+        raise
     progress(length, length)
     return torch.cat(parts, dim=1)
 

@@ -12,6 +12,7 @@ from tersekv import __version__, steps
 from tersekv.cli import (
     bench,
     calibrate,
+    chat,
     choose,
     demo,
     doctor,
@@ -38,6 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(generate.generate)
+app.command()(chat.chat)
 app.command("eval", cls=evaluate.WithTaskOptions)(evaluate.evaluate)
 app.command()(calibrate.calibrate)
 app.command(context_settings={"allow_extra_args": True})(serve.serve)

@@ -1,8 +1,10 @@
-"""`tersekv serve`: make the command that starts vLLM's server with a packed cache, print it and run it."""
+"""`tersekv serve`: serve a model in this process, or make, print and run the command that starts vLLM's
+server with a packed cache."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import reprlib
@@ -15,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from tersekv.cli import output
+from tersekv.cli.chat import Dtype, checked_dtype
+from tersekv.cli.serve_here import serve_here
 from tersekv.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,8 +57,14 @@ INSTALL = (
 )
 
 RECIPE = (
-    "Recipe: a preset (default or safe) or for example kivi:bits=4. A preset's codec is calibrated once "
-    "per model here, because pages are shared by prompts."
+    "Recipe: a preset (default or safe) or for example kivi:bits=4. With vLLM a preset's codec is calibrated "
+    "once per model, because pages are shared by prompts."
+)
+
+ENGINES = "here", "vllm"
+ENGINE = (
+    "here: this process, one answer at a time, for a laptop. vllm: many at once. By default vllm where --python, "
+    "--dry-run or options after -- are given, or where it is installed beside tersekv."
 )
 
 
@@ -74,20 +84,38 @@ def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help=output.MODEL_HELP)] = "smollm2",
     recipe: Annotated[str, typer.Option("--recipe", "-r", help=RECIPE)] = "default",
+    engine: Annotated[str | None, typer.Option(help=ENGINE)] = None,
     calibration: Annotated[Path | None, typer.Option(help="Calibration file, if the recipe needs one.")] = None,
     python: Annotated[
         Path | None, typer.Option(help="Python of the environment with vLLM. By default the present one.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
-    cache_gib: Annotated[int, typer.Option(min=1, help="Memory for the cache in GiB, on a CPU.")] = 4,
+    cache_gib: Annotated[
+        int,
+        typer.Option(min=1, help="Memory in GiB: for vLLM's cache on a CPU, or for earlier prompts' packed caches."),
+    ] = 4,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of an answer where a request names no number. Not for vLLM.")
+    ] = 1024,
+    dtype: Dtype = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads. Not for vLLM.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Print the command only, and run nothing.")] = False,
 ) -> None:
-    """Serve a model with vLLM and a packed cache, at an OpenAI-compatible address.
+    """Serve a model with a packed cache, at an OpenAI-compatible address.
 
-    Options of vLLM follow after --, for example -- --max-model-len 4096. The command is printed on stderr
+    Options of vLLM follow after --, for example -- --max-model-len 4096. Its command is printed on stderr
     (with --dry-run on stdout).
     """
+    checked_dtype(dtype)
+    if engine not in (None, *ENGINES):
+        raise UserError(f"--engine {engine} is not an engine: choose {' or '.join(ENGINES)}")
+    wants_vllm = python is not None or dry_run or bool(context.args)
+    if engine == "here" and wants_vllm:
+        raise UserError("--python, --dry-run and options after -- belong to vLLM: leave them out with --engine here")
+    if engine == "here" or (engine is None and not wants_vllm and not importlib.util.find_spec("vllm")):
+        serve_here(model, recipe, calibration, (host, port), cache_gib, max_new_tokens, dtype, threads)
+        return
     with output.step("loading torch and transformers"):
         from tersekv.models import loading
         from tersekv.serving.vllm.options import checked
@@ -98,7 +126,7 @@ def serve(
         device = device_of(interpreter, found_in(interpreter))
     where = loading.resolve(model) if dry_run else loading.prepare(model, output.report)
     file = calibration_file(model, chosen, calibration, make=not dry_run)
-    server = made(interpreter, device, where, model, chosen, file, (host, port), cache_gib, context.args)
+    server = made(interpreter, device, where, model, chosen, file, (host, port), cache_gib, context.args, dtype)
     if dry_run:
         print(server.text)
         return
@@ -206,11 +234,13 @@ def made(
     address: tuple[str, int],
     cache_gib: int,
     extra: list[str],
+    dtype: str = "auto",
 ) -> Server:
     """Return the command of the server. where: folder or Hub id of the model; name: as clients call it."""
     section = {"recipe": str(recipe)} | ({"calibration": str(calibration)} if calibration else {})
     arguments = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", where, "--served-model-name", name]
-    arguments += ["--host", address[0], "--port", str(address[1]), "--dtype", "bfloat16", "--enforce-eager"]
+    arguments += ["--host", address[0], "--port", str(address[1]), "--enforce-eager"]
+    arguments += ["--dtype", "bfloat16" if dtype == "auto" else dtype]
     if device == "cuda":
         arguments += ["--attention-backend", "TRITON_ATTN", "--block-size", "128"]
     arguments += ["--additional-config", json.dumps({"tersekv": section})]

@@ -23,6 +23,7 @@ from tersekv.hf.base import ModelCache
 from tersekv.hf.layer import CompressedLayer as CompressedLayer
 from tersekv.hf.parallel import spread_over
 from tersekv.hf.progress import Progress
+from tersekv.hf.token_ids import TokenIds, without_padding
 from tersekv.hf.traced import is_traced
 from tersekv.hf.why_not import Use, faults
 from tersekv.models.config import AttentionShape, attention_layers, empty_layer, layers_without_own_tokens, text_config
@@ -130,6 +131,40 @@ class CompressedCache(ModelCache):
         # a second reading doubles the length, and would change the angles of the first one
         self.reads_twice = asked and not self.ropes.vary(attention)
         self.progress = Progress({i: layer for i, layer in attention.items() if i not in others}, linear)
+        self.token_ids = TokenIds()
+
+    def keep_common(self, ids: Tensor, attention_mask: Tensor | None = None) -> int:
+        """Keep the tokens that a prompt begins with, remove all others, and return the number of those kept.
+
+        The next call then reads only the rest of the prompt, which is at least its last token. Where
+        layers cannot remove the others (a policy has evicted tokens, a sliding window has moved on, the
+        model has a recurrent state), the cache is reset and 0 is returned.
+
+        ids: int64 [B, T], the whole prompt.
+        attention_mask: [B, T], for prompts with padding: two prompts agree only where their padding does.
+
+        Raises:
+            UserError: the prompt is empty, or the ids of the cache's first tokens are unknown, because
+                they were not read under `tersekv.compress`.
+        """
+        if not ids.numel():
+            raise UserError("keep_common got a prompt without tokens; give the ids [B, T] of the whole prompt")
+        seen = self.progress.num_tokens().values()
+        ahead, behind = max(seen, default=0), min(seen, default=0)
+        if ahead and not self.token_ids.known:
+            raise UserError(
+                f"the ids of this cache's {ahead:,} tokens are unknown, because they were not read under "
+                "tersekv.compress; call cache.reset(), or cache.crop() if you know them"
+            )
+        common = min(self.token_ids.common(without_padding(ids, attention_mask)), ids.shape[-1] - 1, behind)
+        try:
+            if common < ahead:
+                self.crop(common - ahead)
+        except RuntimeError:  # our CacheError, or that of a layer with a recurrent state
+            common = 0
+        if not common:
+            self.reset()
+        return common
 
     # ------------------------------------------------------------------ files and copies
 

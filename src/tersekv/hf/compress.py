@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 import warnings
 import weakref
@@ -25,9 +26,11 @@ from tersekv.hf import second_reading
 from tersekv.hf.attention import EXPLICIT, attention_forward, attention_mask_for
 from tersekv.hf.base import ATTENTION_NAME
 from tersekv.hf.cache import CompressedCache
+from tersekv.hf.token_ids import ids_of_call, without_padding
 from tersekv.hf.traced import is_traced
 from tersekv.models.config import text_config
 from tersekv.recipe import Recipe
+from tersekv.versions import cache_name, given_cache
 
 
 def compress(
@@ -144,11 +147,13 @@ def remove_all(model: PreTrainedModel) -> None:
 class _Before(NamedTuple):
     """Attributes of a model that packed attention replaces, and the handles of its hooks.
 
+    methods: those that were set on the instance, by name.
+
     It must not reference the model, which is its key in a weak dictionary.
     """
 
     attention: str | None
-    prepare: Any
+    methods: dict[str, Any]
     hooks: list[RemovableHandle]
 
 
@@ -158,7 +163,7 @@ _lock = threading.RLock()
 _open: weakref.WeakKeyDictionary[PreTrainedModel, list[CompressedCache]] = weakref.WeakKeyDictionary()
 _before: weakref.WeakKeyDictionary[PreTrainedModel, _Before] = weakref.WeakKeyDictionary()
 
-PREPARE, COPY = "_prepare_cache_for_generation", "__deepcopy__"
+PREPARE, INPUTS, COPY = "_prepare_cache_for_generation", "prepare_inputs_for_generation", "__deepcopy__"
 HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -173,11 +178,15 @@ def _install(model: PreTrainedModel) -> None:
     config, owner = text_config(model.config), weakref.ref(model)
     hook = model.register_forward_pre_hook(partial(_before_forward, owner), with_kwargs=True)
     hooks = [hook, *second_reading.install(model)]
-    _before[model] = before = _Before(config._attn_implementation, model.__dict__.get(PREPARE), hooks)
+    methods = {name: model.__dict__[name] for name in (PREPARE, INPUTS) if name in model.__dict__}
+    _before[model] = before = _Before(config._attn_implementation, methods, hooks)
     config._attn_implementation = ATTENTION_NAME
     if not model._supports_sdpa:
         EXPLICIT.add(id(config))
-    model.__dict__[PREPARE] = partial(_prepare, owner)
+    for name, ours in ((PREPARE, _prepare), (INPUTS, _inputs)):
+        replacement: Any = partial(ours, owner)
+        replacement.__signature__ = inspect.signature(getattr(model, name))  # `generate` reads the parameters
+        model.__dict__[name] = replacement
     for module in _with_config(model):
         module.__dict__[COPY] = partial(_plain_copy, weakref.ref(module), before)
 
@@ -188,10 +197,9 @@ def _uninstall(model: PreTrainedModel) -> None:
     EXPLICIT.discard(id(text_config(model.config)))
     for hook in before.hooks:
         hook.remove()
-    if before.prepare is None:
-        del model.__dict__[PREPARE]
-    else:
-        model.__dict__[PREPARE] = before.prepare
+    for name in (PREPARE, INPUTS):
+        del model.__dict__[name]
+    model.__dict__.update(before.methods)
     for module in _with_config(model):
         module.__dict__.pop(COPY, None)
     if not _open:
@@ -217,10 +225,11 @@ def _plain_copy(owner: weakref.ref[PreTrainedModel], before: _Before, memo: dict
     if config is not text_config(model.config):
         config._attn_implementation = before.attention
     _without_hooks(copied, {hook.id for hook in before.hooks})
-    if PREPARE in copied.__dict__:
-        del copied.__dict__[PREPARE]
-        if before.prepare is not None:
-            copied.__dict__[PREPARE] = copy.deepcopy(before.prepare, memo)
+    for name in (PREPARE, INPUTS):
+        if name in copied.__dict__:
+            del copied.__dict__[name]
+            if name in before.methods:
+                copied.__dict__[name] = copy.deepcopy(before.methods[name], memo)
     return copied
 
 
@@ -249,7 +258,7 @@ def _prepare(
 ) -> Any:
     """Replace the model's method by which `generate` makes its cache: make a compressed one."""
     model: Any = owner()
-    template, before = _template(model), _before.get(model)
+    template = _template(model)
     if template is not None and generation_config.use_cache is not False:
         asked = generation_config.cache_implementation
         if asked not in (None, "dynamic"):
@@ -257,15 +266,52 @@ def _prepare(
                 f"generate got cache_implementation='{asked}' while tersekv.compress is installed; leave it out of the "
                 "call and of the generation config, or remove compress to use that cache"
             )
-        if model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = template.empty(model.config)
+        if given_cache(model_kwargs) is None:
+            model_kwargs[cache_name(_original(model, INPUTS))] = template.empty(model.config)
             generation_config = copy.copy(generation_config)
             generation_config.cache_implementation = None  # transformers rejects "dynamic" together with a cache
-        if isinstance(cache := model_kwargs["past_key_values"], CompressedCache):
+        if isinstance(cache := given_cache(model_kwargs), CompressedCache):
             cache.compiles = _compiles(model, generation_config)
-    if before is not None and before.prepare is not None:
-        return before.prepare(generation_config, model_kwargs, *args, **kwargs)
-    return getattr(type(model), PREPARE)(model, generation_config, model_kwargs, *args, **kwargs)
+    return _original(model, PREPARE)(generation_config, model_kwargs, *args, **kwargs)
+
+
+def _original(model: PreTrainedModel, name: str) -> Any:
+    """Return the method that `compress` replaces on a model."""
+    before = _before.get(model)
+    held = None if before is None else before.methods.get(name)
+    return partial(getattr(type(model), name), model) if held is None else held
+
+
+def _inputs(owner: weakref.ref[PreTrainedModel], input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace the model's method that cuts a prompt to the part that its cache lacks: check the other
+    part first."""
+    model: Any = owner()
+    cache = given_cache(kwargs)
+    # next_sequence_length is None for a call with the new tokens only
+    whole = kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is not None
+    if whole and isinstance(cache, CompressedCache) and kwargs.get("inputs_embeds") is None:
+        _check_prompt(cache, input_ids, kwargs.get("attention_mask"))
+    return _original(model, INPUTS)(input_ids, *args, **kwargs)
+
+
+def _check_prompt(cache: CompressedCache, ids: Any, mask: Any) -> None:
+    """Warn about a prompt that does not begin with the tokens of its cache.
+
+    Raises:
+        UserError: the prompt has no token that the cache lacks.
+    """
+    held, known = cache.get_seq_length(), cache.token_ids.known
+    if held >= ids.shape[1]:
+        raise UserError(
+            f"the prompt has {ids.shape[1]:,} tokens, and the cache that was passed holds {held:,}: call "
+            "cache.keep_common(ids) before, which leaves the last one to be read, or pass a new cache"
+        )
+    if known and (common := cache.token_ids.common(without_padding(ids, mask))) < known:
+        warnings.warn(
+            f"the prompt does not begin with the {held:,} tokens in the cache that was passed: it differs from token "
+            f"{common:,} on, and the answer mixes both; call cache.keep_common(ids) before, or pass a new cache",
+            stacklevel=4,
+        )
 
 
 def _compiles(model: PreTrainedModel, generation_config: Any) -> bool:
@@ -280,7 +326,7 @@ def _compiles(model: PreTrainedModel, generation_config: Any) -> bool:
 def _before_forward(owner: weakref.ref[PreTrainedModel], module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Pass a compressed cache to plain calls of the model that would make their own cache. This is
     a pre-forward hook."""
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     if is_traced() and isinstance(cache, CompressedCache) and cache.is_traceable:
         return args, kwargs  # the operators do the checks of each pass
     model: Any = owner()
@@ -289,10 +335,9 @@ def _before_forward(owner: weakref.ref[PreTrainedModel], module: Any, args: Any,
         return args, kwargs
     use_cache = kwargs.get("use_cache")
     use_cache = module.config.get_text_config().use_cache if use_cache is None else use_cache
-    # past_key_values is the fourth positional argument
-    if use_cache and kwargs.get("past_key_values") is None and len(args) < 4:
-        kwargs["past_key_values"] = template.empty(model.config)
-    cache = kwargs.get("past_key_values")
+    # the cache is the fourth positional argument
+    if use_cache and cache is None and len(args) < 4:
+        kwargs[cache_name(module.forward)] = cache = template.empty(model.config)
     if isinstance(cache, CompressedCache):
         if any(kwargs.get(name) is not None for name in ("encoder_hidden_states", "encoder_outputs")):
             raise UserError(
@@ -302,6 +347,7 @@ def _before_forward(owner: weakref.ref[PreTrainedModel], module: Any, args: Any,
         cache.bind_model(model)
         if not (is_traced() and cache.is_traceable):
             cache.progress.start()
+            cache.token_ids.note(cache.get_seq_length(), ids_of_call(args, kwargs))
         if cache.recipe is not template.recipe and cache.recipe != template.recipe:
             _say_once(cache, f"the cache that was passed keeps its own recipe, {cache.recipe}, not {template.recipe}")
     elif isinstance(cache, Cache):

@@ -19,6 +19,7 @@ from tersekv.calibration.needs import attention_plans
 from tersekv.errors import UserError
 from tersekv.hf.base import ATTENTION_NAME, ModelCache
 from tersekv.hf.layer import CompressedLayer
+from tersekv.hf.token_ids import TokenIds
 from tersekv.recipe import Recipe
 from tersekv.tensors import plain
 
@@ -39,12 +40,17 @@ def reduced(cache: ModelCache) -> tuple[Callable[..., ModelCache], tuple[Any, ..
         config.__dict__["_attn_implementation_internal"] = None
     layers = [layer.state() if isinstance(layer, CompressedLayer) else copy.deepcopy(layer) for layer in cache.layers]
     progress = cache.progress.torn, cache.progress.steps, cache.progress.last, dict(cache.progress.done)
-    return rebuilt, (type(cache), config, str(cache.recipe), layers, progress)
+    return rebuilt, (type(cache), config, str(cache.recipe), layers, progress, copy.deepcopy(cache.token_ids))
 
 
 @plain
 def rebuilt(
-    kind: type[ModelCache], config: Any, recipe: str, layers: list[Any], progress: tuple[Any, ...]
+    kind: type[ModelCache],
+    config: Any,
+    recipe: str,
+    layers: list[Any],
+    progress: tuple[Any, ...],
+    token_ids: TokenIds,
 ) -> ModelCache:
     """Rebuild the cache of a pickle, on the device of its tensors."""
     parsed = Recipe.parse(recipe)
@@ -66,4 +72,5 @@ def rebuilt(
         else:
             cache.layers[index] = held
     cache.progress.torn, cache.progress.steps, cache.progress.last, cache.progress.done = progress
+    cache.token_ids = token_ids
     return cache

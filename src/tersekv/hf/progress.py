@@ -16,6 +16,7 @@ from torch import LongTensor, Tensor
 from transformers.cache_utils import Cache
 
 from tersekv.errors import CacheError, UserError
+from tersekv.hf.token_ids import TokenIds
 from tersekv.hf.traced import is_traced
 
 NOWHERE = (-1, 0)
@@ -168,10 +169,11 @@ def _by_count(seen: dict[int, int]) -> str:
 
 
 class CheckedCache(Cache):
-    """A cache that compares its layers once per forward pass. Subclasses set `progress` when they
-    create the layers."""
+    """A cache that compares its layers once per forward pass. Subclasses set `progress` and
+    `token_ids` when they create the layers."""
 
     progress: Progress
+    token_ids: TokenIds
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Pass new tokens [B, H, n, D] to a layer. Return handles if our attention is installed,
@@ -226,23 +228,28 @@ class CheckedCache(Cache):
         with self.progress.changing():
             for index, tokens in excess.items():
                 layers[index].crop(-tokens)
+        self.token_ids.crop(self.get_seq_length())
 
     def reset(self) -> None:
         """Remove all tokens and everything that codecs fitted on them."""
         super().reset()
         self.progress.clear()
+        self.token_ids.crop(0)
 
     def reorder_cache(self, beam_idx: LongTensor) -> None:
         """Select the rows `beam_idx` that beam search continues."""
         with self.progress.changing():
             super().reorder_cache(beam_idx)
+            self.token_ids.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch `repeats` times."""
         with self.progress.changing():
             super().batch_repeat_interleave(repeats)
+            self.token_ids.repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given rows of the batch. indices: row numbers or a bool mask."""
         with self.progress.changing():
             super().batch_select_indices(indices)
+            self.token_ids.select(indices)

@@ -105,6 +105,8 @@ def load(
         for i, (layer, its_state) in enumerate(zip(layers, state["layers"], strict=True)):
             layer.restore(its_state, said["batch"], model.device, f"layers.{i}")
         _check_layers([layer.store for layer in layers if layer.store is not None], said["cache"]["tokens"])
+    if state["ids"] is not None and said["batch"] == 1:  # rows of a batch may begin with padding, which ids do not show
+        cache.token_ids.note(0, state["ids"].to(model.device))
     log.info("loaded %d tokens in %s from %s", cache.get_seq_length(), recipe, path)
     return cache
 

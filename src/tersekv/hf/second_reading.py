@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from tersekv.hf.base import ModelCache
 from tersekv.hf.traced import is_traced
 from tersekv.models.config import text_config
+from tersekv.versions import CACHE_NAMES, given_cache
 
 FEWEST = 256
 """Minimum number of new tokens that are read twice. Fewer are ranked by moved queries."""
@@ -34,7 +35,7 @@ hidden states are cut."""
 def install(model: PreTrainedModel) -> list[RemovableHandle]:
     """Add the hooks to the decoder of a model, and return their handles: none without a decoder."""
     decoder: Any = model.get_decoder()
-    if not isinstance(decoder, torch.nn.Module) or "past_key_values" not in _parameters(decoder):
+    if not isinstance(decoder, torch.nn.Module) or not {*CACHE_NAMES} & {*_parameters(decoder)}:
         return []
     before = decoder.register_forward_pre_hook(partial(_double, weakref.ref(model)), with_kwargs=True)
     return [before, decoder.register_forward_hook(_cut, with_kwargs=True)]
@@ -47,7 +48,7 @@ def _parameters(module: torch.nn.Module) -> list[str]:
 def _double(owner: weakref.ref[PreTrainedModel], module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Double the tokens of a call whose cache asks for it. This is a pre-forward hook."""
     given = dict(zip(_parameters(module), args, strict=False)) | kwargs if args else kwargs
-    cache = given.get("past_key_values")
+    cache = given_cache(given)
     if not isinstance(cache, ModelCache):
         return args, kwargs
     cache.read_again = 0
@@ -86,7 +87,7 @@ def _wanted(module: Any, given: dict[str, Any], name: str) -> Any:
 
 def _cut(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """Cut the second reading off the output, and let the cache go on as usual. This is a forward hook."""
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     if not isinstance(cache, ModelCache) or not (n := cache.read_again):
         return None
     cache.read_again = 0

@@ -18,6 +18,7 @@ from torch import Tensor
 from tersekv.codecs import Codec
 from tersekv.errors import UserError
 from tersekv.transforms.rope import NO_ROPE, Apply, Rope
+from tersekv.versions import cache_name
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 BY_LAYER = ("no_rope_layers", "layer_rope_theta")
@@ -135,7 +136,8 @@ class Ropes:
                 module = made(self.config, layer_idx=layer).requires_grad_(False)
                 angles = torch.ones(2, 1, 1, self.head_dim, requires_grad=True).unbind()
                 x = torch.ones(1, 1, self.config.hidden_size)
-                module(hidden_states=x, position_embeddings=angles, attention_mask=None, past_key_values=probe)
+                named = {cache_name(made.forward): probe}
+                module(hidden_states=x, position_embeddings=angles, attention_mask=None, **named)
         except KeyProbe:
             probe.__traceback__ = (
                 None  # its frames hold the probe, and so everything of the callers, until a collection

@@ -1,0 +1,59 @@
+"""Token ids of a chat. Each turn adds what the model's chat template writes around it, so that earlier
+turns keep the tokens that the cache holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tersekv.errors import UserError
+
+MARK = "tersekv-marks-this-place"
+"""Stands for an earlier message, to find what the template writes after it."""
+
+
+class Turns:
+    """The conversation so far. ids: of its tokens, without the end of the latest answer."""
+
+    def __init__(self, tokenizer: Any, system: str | None = None) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise UserError("this model has no chat template, so it cannot chat: use `tersekv generate --raw`")
+        self._tokenizer = tokenizer
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self.ids: list[int] = []
+
+    def prompt(self, text: str) -> Tensor:
+        """Return the ids [1, T] of the conversation with a new question; nothing is changed."""
+        head, tail = self._around(MARK)
+        if not self.ids:
+            added = self._encoded(f"{head}{text}{tail}")
+        elif self._is_open(head, tail):
+            added = self._encoded(f"\n\n{text}{tail}")
+        else:
+            said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
+            added = self._encoded(self._rendered([*said, {"role": "user", "content": text}]).split(MARK, 1)[1])
+        return torch.tensor([self.ids + added])
+
+    def _is_open(self, head: str, tail: str) -> bool:
+        """True if the conversation is a question without its end, as in a file of `prompt-cache build`."""
+        start, end = self._encoded(head), self._encoded(tail)[0]
+        return self.ids[: len(start)] == start and end not in self.ids[len(start) :]
+
+    def _around(self, text: str) -> tuple[str, str]:
+        head, _, tail = self._rendered([{"role": "user", "content": text}]).partition(text)
+        return head, tail
+
+    def _rendered(self, messages: list[dict[str, str]]) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [*self._system, *messages], tokenize=False, add_generation_prompt=True
+                )
+            )
+        except Exception as error:  # templates raise errors of jinja2, for example where they know no system
+            raise UserError(f"the model's chat template refuses the messages: {str(error)[:200]}") from error
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
