@@ -13,6 +13,7 @@ from tersekv.cli import (
     bench,
     calibrate,
     choose,
+    command,
     demo,
     doctor,
     estimate,
@@ -34,7 +35,6 @@ app = typer.Typer(
     name="tersekv",
     help="Compress key-value caches of language models to 2-5 bits, and attend to the packed bytes.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(generate.generate)
@@ -51,6 +51,7 @@ app.command()(demo.demo)
 app.command()(plot.plot)
 app.command()(report.report)
 app.add_typer(bench.app, name="bench")
+command.prepare(app)
 
 # Base class of the parser's errors. It has no stable import path: some versions of typer import
 # click, others bundle it.

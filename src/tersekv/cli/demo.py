@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tersekv.cli import output
-from tersekv.cli.generate import load, say_where_nothing_is_gained, stream, summary
+from tersekv.cli.generate import load, say_where_nothing_is_gained, summary
 
 if TYPE_CHECKING:
     from tersekv.cli.measure import Outcome
@@ -57,7 +57,7 @@ def demo(
         if not as_json:
             what = "transformers' own cache (full)" if choice is None else f"tersekv's cache ({choice})"
             output.show(f"\nAnswer with {what}:")
-        write = None if as_json else stream
+        write = None if as_json else output.stream
         outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write, learnt))
     if as_json:
         output.print_json(_document(outcomes))
@@ -81,5 +81,5 @@ def hide(document: str, fact: str, depth: float) -> str:
 def _document(outcomes: list[Outcome]) -> dict[str, Any]:
     from tersekv.cli.measure import agreement
 
-    full, packed = ({**o.document(), "peak_bytes": o.peak_bytes, "found": MAGIC in o.answer} for o in outcomes)
+    full, packed = ({**o.document(), "found": MAGIC in o.answer} for o in outcomes)
     return {"full": full, "packed": packed, "agreement": agreement(*outcomes)}

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from tersekv.cli import output
+from tersekv.cli.command import Command, made
 from tersekv.cli.generate import load
 from tersekv.cli.installation import run_header
 from tersekv.errors import UserError
@@ -26,7 +25,7 @@ QUARTERS_HELP = "For divergence: also show it by quarters of the windows, and th
 OUT_HELP = "Output folder for records.jsonl. Evaluations that it already has are not repeated."
 
 
-class WithTaskOptions(TyperCommand):
+class WithTaskOptions(Command):
     """A command that also has one option per field of any task. Tasks are imported only when it is
     used."""
 
@@ -48,20 +47,15 @@ def _task_params() -> list[Any]:
     """Return typer's parameters for one text option per field of any task."""
     from tersekv.lab.evals.options import all_options
 
-    def command(**_: str) -> None: ...
-
-    parameters = []
-    for option, defaults in all_options().items():
+    options = {}
+    for option, (defaults, said) in all_options().items():
         same = len(set(defaults.values())) == 1
-        said = next(iter(defaults.values())) if same else ", ".join(f"{t}: {d}" for t, d in defaults.items())
-        help_text = f"For {', '.join(defaults)}. Default {said or 'none'}."
-        kind = Annotated[str | None, typer.Option(f"--{option.replace('_', '-')}", help=help_text, metavar="VALUE")]
-        parameters.append(inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    app = typer.Typer(add_completion=False)
-    app.command(add_help_option=False)(command)
-    return list(typer.main.get_command(app).params)
+        value = next(iter(defaults.values())) if same else ", ".join(f"{t}: {d}" for t, d in defaults.items())
+        help_text = f"{said} For {', '.join(defaults)}; default {value or 'none'}."
+        options[option] = Annotated[
+            str | None, typer.Option(f"--{option.replace('_', '-')}", help=help_text, metavar="VALUE")
+        ]
+    return made(options)
 
 
 def evaluate(

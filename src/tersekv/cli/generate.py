@@ -12,12 +12,16 @@ import typer
 
 from tersekv.cli import output, sizes
 from tersekv.errors import UserError
+from tersekv.units import parse_tokens
 
 if TYPE_CHECKING:
     from tersekv.cli.measure import Outcome
 
 
 RECIPE_HELP = f"{output.RECIPE_HELP} If not given: `{output.DEFAULT_RECIPE}`, or the recipe of the prompt cache."
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_HELP = "Type of weights and activations: float32, bfloat16, float16, or auto, which is the checkpoint's."
+CHUNK_HELP = "Prompt tokens per forward pass, for example 512: less memory for long prompts, more time."
 FROM_FILE_HELP = "File from `tersekv prompt-cache build` with the beginning of this prompt."
 
 
@@ -34,6 +38,10 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of sampling.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
+    dtype: Annotated[str, typer.Option("--dtype", help=DTYPE_HELP)] = "auto",
+    prefill_chunk: Annotated[
+        str | None, typer.Option("--prefill-chunk", help=CHUNK_HELP, show_default="the whole prompt")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads.")] = None,
     calibration: output.Calibrations = None,
     prompt_cache: Annotated[Path | None, typer.Option("--prompt-cache", help=FROM_FILE_HELP)] = None,
@@ -42,6 +50,9 @@ def generate(
     """Answer a prompt with a packed cache. The prompt is --prompt, --file, or standard input."""
     if 0 < temperature < 0.001 or temperature > 1000:
         raise UserError(f"--temperature {temperature} is out of range: 0 is greedy, else 0.001 to 1000")
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype!r} is not one of: {', '.join(DTYPES)}")
+    chunk = None if prefill_chunk is None else parse_tokens(prefill_chunk, "--prefill-chunk")
     text = read_text(prompt, file, question)
     with output.step("loading torch and transformers"):
         from tersekv.calibration import text as prompts
@@ -50,17 +61,17 @@ def generate(
 
         use_threads(threads)
         parsed = _recipe(recipe, prompt_cache)
-    network, tokenizer = load(model)
+    network, tokenizer = load(model, dtype)
     with output.step("looking for the calibration"):
         learnt = None if prompt_cache else calibration_for(network, parsed, calibration)
     whole = text if raw else prompts.chat_prompt(tokenizer, text)
     ids = prompts.input_ids(tokenizer, whole, network.config, max_new_tokens, template=not raw)
-    sampling = measure.Sampling(max_new_tokens, temperature=temperature, seed=seed)
+    sampling = measure.Sampling(max_new_tokens, temperature=temperature, seed=seed, prefill_chunk=chunk)
     outcomes: list[Outcome] = []
     for choice in (None, parsed) if compare else (parsed,):
         if not as_json and compare:
             output.show(f"--- {'full cache' if choice is None else choice}")
-        write = None if as_json else stream
+        write = None if as_json else output.stream
         held = None
         if choice is not None and prompt_cache is not None:
             import tersekv
@@ -143,12 +154,6 @@ def use_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
-
-
-def stream(text: str) -> None:
-    """Write a piece of an answer and flush it."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
