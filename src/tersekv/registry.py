@@ -29,7 +29,7 @@ def sentences(thing: object) -> dict[str, str]:
     for one in inspect.getmro(thing) if isinstance(thing, type) else (thing,):
         for names, said in _OPTION.findall(inspect.cleandoc(one.__doc__ or "")):
             text = _PLACE.sub("", " ".join(said.split())).rstrip(".") + "."
-            found = dict.fromkeys(names.split(", "), text[0].upper() + text[1:]) | found
+            found = dict.fromkeys(names.split(", "), text) | found
     return found
 
 

@@ -25,6 +25,9 @@ instead, without Fisher information and without a corpus. The paper's ablations 
 Differences from the authors' code: k-means uses the weight s² that Eq. 7 derives and the code
 omits. Sparse entries hold the difference to the dense code, so that reading adds them. A token's
 thresholds include all heads.
+
+Good for: results of the paper, and 4 bits after a calibration.
+Bad for: a first use, because it is calibrated on a corpus, and 2 bits.
 """
 
 from __future__ import annotations
@@ -374,7 +377,11 @@ def build(
     value_axis: Literal["token", "channel"] = "token",
     room: float = 0.0,
 ) -> Pair:
-    """Build the codecs: keys before RoPE along `axis`, values along `value_axis`."""
+    """Build the codecs: keys before RoPE along `axis`, values along `value_axis`.
+
+    axis: of the keys: channel (needs calibration) or token.
+    value_axis: of the values: token or channel.
+    """
     check_choice("value_axis", value_axis, ("token", "channel"))
     options = bits, table, outliers, outliers_per, axis, ranges, weights, q_norm, cap, calibration, room
     keys = KVQuant(*options, pre_rope=True)

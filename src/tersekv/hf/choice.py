@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tersekv.errors import UserError
 from tersekv.hf.facts import Known, bias_fault, load_known, most_tokens, of_config, refusals
+from tersekv.policies.mixed import RECOMMENDED as LEAST
 from tersekv.units import LONGEST, human_bytes, parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-LEAST = "mixed:allot=model,bias_correction=full+trellis:bits={},calibration=prompt"
-"""The recipe for the least memory."""
-
 RATE, WIDE_RATE, WIDE = 1.7, 3.0, 256
-"""Bits of that recipe, and those for heads of `WIDE` channels. With 1.7 bits Gemma 3 270M misses facts."""
+"""Bits of the recipe for the least memory, and those for heads of `WIDE` channels. With 1.7 bits Gemma 3 270M misses facts."""
 
 FEW_TOKENS = 1024
 """Length below which little is gained."""

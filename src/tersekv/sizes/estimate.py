@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -51,6 +53,32 @@ def predict(
     """
     return size(shape, settled(Recipe.parse(recipe), shape), tokens, batch, piece, generated, scores)
 
+
+def last_change(a: Callable[[int], int], b: Callable[[int], int]) -> tuple[int | None, int]:
+    """Compare two sizes by length. Return the length from which on their order stays, and the order:
+    -1 if `a` is smaller there, 0 if they are equal, else 1.
+
+    The length is None if the order is the same at every length. Sizes grow in blocks, so near that
+    length the order may change several times. Its error is 2 % or `STEP` tokens.
+    """
+
+    def order(tokens: int) -> int:
+        x, y = a(tokens), b(tokens)
+        return (x > y) - (x < y)
+
+    high, found = LONGEST_COMPARED, order(LONGEST_COMPARED)
+    while order(low := max(STEP, high * 2 // 3)) == found:
+        if low == STEP:
+            return None, found
+        high = low
+    while high - low > max(STEP, high // 50):
+        middle = (low + high) // 2
+        low, high = (low, middle) if order(middle) == found else (middle, high)
+    return high, found
+
+
+LONGEST_COMPARED = 1 << 20
+"""Longest length at which recipes are compared."""
 
 STEP = 8
 """Step between the lengths that are tried, in tokens."""

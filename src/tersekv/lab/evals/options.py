@@ -31,7 +31,10 @@ def all_options() -> dict[str, tuple[dict[str, str], str]]:
             defaults.setdefault(option, {})[name] = _written(default)
             means.setdefault(option, {}).setdefault(said[option], []).append(name)
     told = {
-        option: " ".join(f"({', '.join(names)}) {text}" if len(texts) > 1 else text for text, names in texts.items())
+        option: " ".join(
+            f"({', '.join(names)}) {text}" if len(texts) > 1 else text[0].upper() + text[1:]
+            for text, names in texts.items()
+        )
         for option, texts in means.items()
     }
     return {option: (defaults[option], told[option]) for option in defaults}
