@@ -6,7 +6,7 @@ in it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -36,6 +36,7 @@ def demo(
         from tersekv.calibration import text as prompts
         from tersekv.calibration.find import calibration_for
         from tersekv.cli import measure
+        from tersekv.lab.evals.tasks.divergence import AnswerDivergence
         from tersekv.recipe import Recipe
 
         parsed = str(Recipe.parse(recipe))
@@ -53,17 +54,20 @@ def demo(
             f"Both answers are greedy and have {new_tokens} tokens, so that decoding speed can be measured."
         )
     outcomes: list[Outcome] = []
+    watch = AnswerDivergence()
     for choice in (None, parsed):
         if not as_json:
             what = "transformers' own cache (full)" if choice is None else f"tersekv's cache ({choice})"
             output.show(f"\nAnswer with {what}:")
         write = None if as_json else output.stream
-        outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write, learnt))
+        outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write, learnt, None, watch))
+    differs = measure.compared(watch, *outcomes)
     if as_json:
-        output.print_json(_document(outcomes))
+        full, packed = ({**o.document(), "found": MAGIC in o.answer} for o in outcomes)
+        output.print_json({"full": full, "packed": packed, **differs})
         return
     output.show("")
-    output.show(summary(outcomes, f"{ids.shape[1]:,} prompt tokens and {new_tokens} new ones"))
+    output.show(summary(outcomes, f"{ids.shape[1]:,} prompt tokens and {new_tokens} new ones", differs))
     say_where_nothing_is_gained(outcomes, network.config)
     found = ["yes" if MAGIC in outcome.answer else "no" for outcome in outcomes]
     output.show(f"Hidden number found: {found[0]} with the full cache, {found[1]} with the packed one.")
@@ -76,10 +80,3 @@ def hide(document: str, fact: str, depth: float) -> str:
     at = document.find("\n\n", int(len(document) * depth))
     at = len(document) if at < 0 else at
     return f"{document[:at]}\n\n{fact}{document[at:]}"
-
-
-def _document(outcomes: list[Outcome]) -> dict[str, Any]:
-    from tersekv.cli.measure import agreement
-
-    full, packed = ({**o.document(), "found": MAGIC in o.answer} for o in outcomes)
-    return {"full": full, "packed": packed, "agreement": agreement(*outcomes)}

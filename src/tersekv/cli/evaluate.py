@@ -117,18 +117,31 @@ def _table(
 ) -> output.Tables:
     """Return a table with one row per recipe, each metric with its standard error. Notes below it
     explain short names."""
+    from tersekv.lab.evals.tasks.divergence import in_words
+
     metrics = [metric for metric in (summaries[0].metrics if summaries else ()) if quarters or metric not in task.more]
-    columns = ("recipe", "samples", "bits", "bytes", *(metric.replace("_", " ") for metric in metrics), "seconds")
+    described = [in_words(s.metrics["kl"].mean) if "kl" in s.metrics and s.recipe != "full" else "-" for s in summaries]
+    said = ("in words",) if "kl" in metrics else ()
+    columns = (
+        "recipe",
+        "samples",
+        "bits",
+        "bytes",
+        *(metric.replace("_", " ") for metric in metrics),
+        "seconds",
+        *said,
+    )
     rows = [
         (
             *(names[s.recipe], s.samples, f"{s.bits_per_element:.2f}", output.human_bytes(s.bytes)),
             *(_estimate(*s.metrics[metric]) for metric in metrics),
             f"{s.seconds:.1f}",
+            *((words,) if said else ()),
         )
-        for s in summaries
+        for s, words in zip(summaries, described, strict=True)
     ]
     notes = [f"{names[s.recipe]} = {s.recipe}" for s in summaries if names[s.recipe] != s.recipe]
-    return output.table(f"{name}: {task.about()}", columns, rows, notes=notes)
+    return output.table(f"{name}: {task.about()}", columns, rows, notes=notes, words=said)
 
 
 def _estimate(mean: float, stderr: float) -> str:

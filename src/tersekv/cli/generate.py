@@ -58,6 +58,7 @@ def generate(
         from tersekv.calibration import text as prompts
         from tersekv.calibration.find import calibration_for
         from tersekv.cli import measure
+        from tersekv.lab.evals.tasks.divergence import AnswerDivergence
 
         use_threads(threads)
         parsed = _recipe(recipe, prompt_cache)
@@ -68,6 +69,7 @@ def generate(
     ids = prompts.input_ids(tokenizer, whole, network.config, max_new_tokens, template=not raw)
     sampling = measure.Sampling(max_new_tokens, temperature=temperature, seed=seed, prefill_chunk=chunk)
     outcomes: list[Outcome] = []
+    watch = AnswerDivergence() if compare else None
     for choice in (None, parsed) if compare else (parsed,):
         if not as_json and compare:
             output.show(f"--- {'full cache' if choice is None else choice}")
@@ -78,11 +80,15 @@ def generate(
 
             with output.step(f"loading {prompt_cache}"):
                 held = tersekv.CompressedCache.load(prompt_cache, network, ids, tokenizer.decode)
-        outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write, learnt, held))
+        outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write, learnt, held, watch))
+    differs = None if watch is None else measure.compared(watch, *outcomes)
     if as_json:
-        output.print_json(_document(outcomes))
+        documents = [outcome.document() for outcome in outcomes]
+        output.print_json(
+            documents[0] if differs is None else {"full": documents[0], "packed": documents[1], **differs}
+        )
         return
-    output.show(summary(outcomes, f"{ids.shape[1]:,} prompt tokens"))
+    output.show(summary(outcomes, f"{ids.shape[1]:,} prompt tokens", differs))
     say_where_nothing_is_gained(outcomes, network.config)
 
 
@@ -156,20 +162,10 @@ def use_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def _document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    if len(outcomes) == 1:
-        return outcomes[0].document()
-    from tersekv.cli.measure import agreement
-
-    full, packed = outcomes
-    return {"full": full.document(), "packed": packed.document(), "agreement": agreement(full, packed)}
-
-
-def summary(outcomes: Sequence[Outcome], title: str) -> Any:
+def summary(outcomes: Sequence[Outcome], title: str, differs: dict[str, Any] | None) -> Any:
     """Return a table with one column per cache: bytes by part, bits, ratios, seconds, tokens per
-    second, peak memory and agreement."""
+    second, peak memory, and how answers differ (`measure.compared`)."""
     from tersekv.cache.footprint import PARTS
-    from tersekv.cli.measure import agreement
 
     def row(what: str, cells: Sequence[str]) -> tuple[str, ...]:
         return (what, *cells)
@@ -191,10 +187,15 @@ def summary(outcomes: Sequence[Outcome], title: str) -> Any:
         row("decode tokens/s", [f"{o.decode_tokens_per_second:.2f}" for o in outcomes]),
         row("peak memory of prefill + cache", [output.human_bytes(o.peak_bytes) for o in outcomes]),
     ]
-    if len(outcomes) == 2:
-        same, of = agreement(*outcomes), len(outcomes[0].new_ids)
-        rows.append(row("equal new tokens at the start", ["-", f"{same} of {of}"]))
-    return output.table(title, ("", *(_heading(o.recipe) for o in outcomes)), rows)
+    notes = []
+    if differs is not None:
+        found, name = differs["divergence"], sizes.short_name(outcomes[1].recipe)
+        rows.append(
+            row("equal new tokens at the start", ["-", f"{differs['agreement']} of {len(outcomes[0].new_ids)}"])
+        )
+        rows.append(row("divergence, nats", ["-", f"{found['kl']:.4f}"]))
+        notes = [f"{name}: {found['words']}, by the divergence of the answer's first {found['tokens']} tokens."]
+    return output.table(title, ("", *(_heading(o.recipe) for o in outcomes)), rows, notes=notes)
 
 
 def say_where_nothing_is_gained(outcomes: Sequence[Outcome], config: Any) -> None:

@@ -104,7 +104,11 @@ def describe_one(name: str) -> dict[str, Any]:
         raise UserError(f"unknown method or token policy '{name}'{near} Known are {', '.join([*known, *PRESETS])}")
     if asked in policies():
         policy = policies()[asked]
-        one = {"name": asked, "options": policy().options(), "example": policy.recommended or f"{asked}+default"}
+        one: dict[str, Any] = {
+            "name": asked,
+            "options": policy().options(),
+            "example": policy.recommended or f"{asked}+default",
+        }
         says = sentences(policy)
     else:
         (one,) = describe([asked])

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tersekv.cache.footprint import Footprint
     from tersekv.calibration.calibration import Calibration
     from tersekv.hf.cache import CompressedCache
+    from tersekv.lab.evals.tasks.divergence import AnswerDivergence
 
 FULL = "full"
 Write = Callable[[str], None]
@@ -66,6 +67,15 @@ class Outcome:
         }
 
 
+def compared(watch: AnswerDivergence, full: Outcome, packed: Outcome) -> dict[str, Any]:
+    """Return how a packed cache's answer differs from the full cache's, for the JSON document."""
+    from tersekv.lab.evals.tasks.divergence import in_words
+
+    same = agreement(full, packed)
+    kl, tokens = watch.mean(same)
+    return {"agreement": same, "divergence": {"kl": kl, "tokens": tokens, "words": in_words(kl)}}
+
+
 def agreement(a: Outcome, b: Outcome) -> int:
     """Return the number of new tokens that are equal from the first on."""
     same = 0
@@ -85,12 +95,13 @@ def generate(
     write: Write | None = None,
     calibration: Calibration | None = None,
     held: CompressedCache | None = None,
+    watch: AnswerDivergence | None = None,
 ) -> Outcome:
     """Answer `ids` [1, T] with a packed cache, or with transformers' own if `recipe` is None. Text
     is streamed to `write`.
 
     held: a cache that has read the first tokens. If it has read all of them, the last token is read
-    again.
+    again. watch: sees the scores of every token.
     """
     import torch
 
@@ -120,6 +131,7 @@ def generate(
             min_new_tokens=sampling.min_tokens or None,
             prefill_chunk_size=sampling.prefill_chunk,
             pad_token_id=_pad_id(tokenizer, model),
+            **({} if watch is None else {"logits_processor": [watch]}),
             **_choosing(sampling),
         )
     new_ids = out[0, ids.shape[1] :].tolist()

@@ -115,7 +115,7 @@ class Tables(NamedTuple):
     def _least(self, i: int, width: int) -> int:
         """Return the least width of a column. Headings break between words, and so do cells of text."""
         cells = [part for line in self._lines(i) for part in (words(line, width) if self._is_text(i) else [line])]
-        return max(map(cell_len, (*self.columns[i].split(), *cells)), default=0)
+        return max(map(cell_len, (*words(self.columns[i], width), *cells)), default=0)
 
 
 def words(text: str, width: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,6 +34,19 @@ class Known(NamedTuple):
     def text(self) -> Any:
         """Config of the text decoder, or None."""
         return None if self.config is None else self.config.get_text_config()
+
+    def peak(self, held: int, tokens: int, batch: int = 1, chunk: int = 0) -> int | None:
+        """Return the peak memory of reading a prompt in bfloat16, with weights, None if it is unknown.
+
+        held: bytes of the cache after it. chunk: tokens per forward pass, 0 for all at once.
+        """
+        from tersekv.sizes.estimate import prefill_bytes
+
+        more = 0 if self.config is None else prefill_bytes(self.text, self.shape, tokens, batch, chunk)
+        try:
+            return self.weights() + held + more if more else None
+        except UserError:
+            return None
 
     @property
     def longest(self) -> int | None:
@@ -87,7 +101,8 @@ def of_config(config: Any) -> Known:
     """Return what is known of a model by its config."""
     from tersekv.models.config import cache_shape, has_key_bias
 
-    return Known(cache_shape(config), config, lambda: weight_bytes(config), lambda: has_key_bias(config))
+    counted = functools.cache(lambda: weight_bytes(config))
+    return Known(cache_shape(config), config, counted, lambda: has_key_bias(config))
 
 
 def weight_bytes(config: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,36 @@ def predict(
         UserError: the recipe does not fit the head dims or layers.
     """
     return size(shape, settled(Recipe.parse(recipe), shape), tokens, batch, piece, generated, scores)
+
+
+CHUNK = 512
+"""Prompt tokens per forward pass that peaks are compared at."""
+
+SCRATCH = 20_000_000
+"""Bytes that a forward pass takes whatever the model: libraries' buffers and fragments of freed memory."""
+
+
+def prefill_bytes(config: Any, shape: CacheShape, tokens: int, batch: int = 1, chunk: int = 0, width: int = 2) -> int:
+    """Return the bytes that reading a prompt takes beside weights and cache, 0 if the config does not tell.
+
+    The moment with the most tensors is in the MLP (gate, up, and their product) or in the attention
+    (queries, keys and values, before and after RoPE). A product of matrices copies one weight matrix.
+    Chunks after the first also have a mask. Logits are those of the last token. Scores never exist
+    as a whole, as torch's fused attention and ours compute them in tiles.
+
+    config: of the text decoder. chunk: tokens per forward pass, 0 for all at once. width: bytes per
+    activation and weight.
+    """
+    hidden, inner = (getattr(config, name, None) for name in ("hidden_size", "intermediate_size"))
+    experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if not isinstance(hidden, int) or not isinstance(inner, int) or experts or not shape.query_heads:
+        return 0
+    queries, held = shape.query_heads * shape.key_dim, shape.kv_heads * (shape.key_dim + shape.value_dim)
+    each = max(4 * hidden + 3 * inner, 2 * hidden + 5 * queries + 2 * held)
+    read = min(chunk or tokens, tokens)
+    mask = 5 * read * (tokens - read)
+    logits = 4 * (config.vocab_size or 0)
+    return batch * (width * read * each + mask + logits) + width * hidden * max(inner, queries) + SCRATCH
 
 
 def last_change(a: Callable[[int], int], b: Callable[[int], int]) -> tuple[int | None, int]:
