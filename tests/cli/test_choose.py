@@ -103,7 +103,7 @@ def test_the_command_tries_recipes(tiny: str, tmp_path: Path, capfd: pytest.Capt
     assert [one["recipe"] for one in made["tried"]] == [str(tersekv.Recipe.parse(r)) for r in ("default", "safe")]
     assert all(0 <= one["kl"] < 1 and one["words"] == in_words(one["kl"]) for one in made["tried"])
     said = run_text(capfd, "choose", "--model", tiny)
-    assert [line.split()[0] for line in said.splitlines()] == ["recipe", "why", "cache"]
+    assert [line.split()[0] for line in said.splitlines()] == ["recipe", "why", "cache", "peak"]
 
 
 def test_texts_that_cannot_be_tried(tiny: str, tmp_path: Path) -> None:

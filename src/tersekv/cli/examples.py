@@ -15,7 +15,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "eval perplexity -r default --text book.txt --format md",
     ),
     "calibrate": ("calibrate -r trellis:bits=3", "calibrate -r kvquant:bits=2..4 --text book.txt -o folder"),
-    "serve": ("serve Qwen/Qwen3-8B -r kivi:bits=4", "serve Qwen/Qwen3-8B -r default --max-model-len 32768"),
+    "serve": ("serve Qwen/Qwen3-8B -r kivi:bits=4", "serve Qwen/Qwen3-8B -r default -- --max-model-len 32768"),
     "choose": (
         "choose -m qwen3-8b --memory 24GB --context 128k",
         "choose -m smollm2 --try book.txt",
@@ -32,7 +32,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "models verify": ("models verify smollm2",),
     "prompt-cache": (
         "prompt-cache build -f book.txt -o book.cache",
-        "generate -f book.txt -q 'Who is the narrator?' --prompt-cache book.cache",
+        "generate -f book.txt -q 'Who?' --prompt-cache book.cache",
     ),
     "prompt-cache build": (
         "prompt-cache build -f book.txt -o book.cache",

@@ -109,6 +109,8 @@ def generate(
     from tersekv.hf.prefill import held_by, new_cache
 
     torch.manual_seed(sampling.seed)
+    if watch is not None:
+        watch.begin()
     cache: Any = new_cache(model, recipe, calibration) if held is None else held
     if cache.get_seq_length() == ids.shape[1]:
         cache.crop(-1)

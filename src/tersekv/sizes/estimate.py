@@ -62,12 +62,17 @@ SCRATCH = 20_000_000
 """Bytes that a forward pass takes whatever the model: libraries' buffers and fragments of freed memory."""
 
 
+PAST_MASK, SLIDING_MASK = 5, 10
+"""Bytes per query and token of masks: of chunks after the first, and of sliding windows. Measured, with the copies that
+torch's attention makes."""
+
+
 def prefill_bytes(config: Any, shape: CacheShape, tokens: int, batch: int = 1, chunk: int = 0, width: int = 2) -> int:
     """Return the bytes that reading a prompt takes beside weights and cache, 0 if the config does not tell.
 
     The moment with the most tensors is in the MLP (gate, up, and their product) or in the attention
     (queries, keys and values, before and after RoPE). A product of matrices copies one weight matrix.
-    Chunks after the first also have a mask. Logits are those of the last token. Scores never exist
+    Chunks after the first and sliding windows have a mask. Logits are those of the last token. Scores never exist
     as a whole, as torch's fused attention and ours compute them in tiles.
 
     config: of the text decoder. chunk: tokens per forward pass, 0 for all at once. width: bytes per
@@ -80,7 +85,8 @@ def prefill_bytes(config: Any, shape: CacheShape, tokens: int, batch: int = 1, c
     queries, held = shape.query_heads * shape.key_dim, shape.kv_heads * (shape.key_dim + shape.value_dim)
     each = max(4 * hidden + 3 * inner, 2 * hidden + 5 * queries + 2 * held)
     read = min(chunk or tokens, tokens)
-    mask = 5 * read * (tokens - read)
+    slides = max((window for window in shape.windows if window is not None), default=0)
+    mask = PAST_MASK * read * (tokens - read) + SLIDING_MASK * read * min(tokens, read + slides) * bool(slides)
     logits = 4 * (config.vocab_size or 0)
     return batch * (width * read * each + mask + logits) + width * hidden * max(inner, queries) + SCRATCH
 

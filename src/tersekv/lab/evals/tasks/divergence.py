@@ -88,6 +88,10 @@ class AnswerDivergence(LogitsProcessor):
         self.first: list[tuple[Tensor, Tensor]] = []
         self.kl: list[float] | None = None
 
+    def begin(self) -> None:
+        """Begin an answer: the first one, or the second one after it."""
+        self.kl = [] if self.first else None
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Look at the scores [1, vocabulary] of the next token, and return them as they are."""
         log_p = scores[0].float().log_softmax(-1)
