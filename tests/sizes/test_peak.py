@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from tersekv.hf.facts import load_known
+from conftest import build
+from tersekv.hf.facts import load_known, of_config
 from tersekv.sizes.cache_size import CacheShape
-from tersekv.sizes.estimate import last_change, predict, prefill_bytes
+from tersekv.sizes.estimate import Widths, last_change, predict, prefill_bytes
 
 
 class Model(NamedTuple):
@@ -53,17 +53,17 @@ def test_peaks_are_within_15_percent_of_what_was_measured(
 ) -> None:
     model = MODELS[name]
     query_heads, kv_heads, dim = model.heads
-    config = SimpleNamespace(hidden_size=model.hidden, intermediate_size=model.inner, vocab_size=model.vocabulary)
+    widths = Widths(model.hidden, model.inner, model.vocabulary)
     shape = CacheShape(model.windows, kv_heads, dim, dim, torch.float32, (), query_heads=query_heads)
-    predicted = held + prefill_bytes(config, shape, tokens, chunk=chunk, width=4)
+    predicted = held + prefill_bytes(widths, shape, tokens, chunk=chunk, width=4)
     assert predicted == pytest.approx(peak, rel=0.15)
 
 
-def test_a_peak_that_the_config_does_not_tell() -> None:
-    known = load_known("llama-3.1-8b")
-    assert known.peak(0, 4096) is None  # known by its shape alone
-    experts = SimpleNamespace(hidden_size=64, intermediate_size=128, num_experts=4, vocab_size=9)
-    assert prefill_bytes(experts, known.shape, 4096) == 0
+def test_a_peak_is_known_by_a_published_name_and_from_a_config() -> None:
+    whole, chunks = (load_known("llama-3.1-8b").peak(0, 32768, chunk=chunk) for chunk in (0, 512))
+    assert 16.1e9 < chunks < 16.8e9 < 19e9 < whole < 21e9
+    assert of_config(build("llama").config).peak(0, 64) is not None
+    assert of_config(build("gpt_oss").config).peak(0, 64) is None  # experts
 
 
 def test_the_length_from_which_a_recipe_is_smaller() -> None:

@@ -23,12 +23,14 @@ class Known(NamedTuple):
     config: None for published models and those of the KVQuant paper, which are known by name.
     weights: function that returns their bytes in bfloat16.
     key_bias: function that returns if keys have biases, None if that is unknown.
+    widths: on which activations depend, None if they are unknown or the model has experts.
     """
 
     shape: Any
     config: Any
     weights: Callable[[], int]
     key_bias: Callable[[], bool | None]
+    widths: Any = None
 
     @property
     def text(self) -> Any:
@@ -42,9 +44,10 @@ class Known(NamedTuple):
         """
         from tersekv.sizes.estimate import prefill_bytes
 
-        more = 0 if self.config is None else prefill_bytes(self.text, self.shape, tokens, batch, chunk)
+        if self.widths is None:
+            return None
         try:
-            return self.weights() + held + more if more else None
+            return self.weights() + held + prefill_bytes(self.widths, self.shape, tokens, batch, chunk)
         except UserError:
             return None
 
@@ -71,12 +74,13 @@ def load_known(model: str) -> Known:
     from tersekv.models import loading
     from tersekv.sizes import known_models
     from tersekv.sizes import kvquant_tables as kvquant
-    from tersekv.sizes.estimate import KNOWN
+    from tersekv.sizes.estimate import KNOWN, Widths
 
     path = loading.expanded(model)
     known = None if path.exists() else known_models.find(model)
     if known is not None:
-        return Known(known.shape, None, lambda: 2 * known.parameters, lambda: known.key_biases)
+        widths = Widths(known.hidden, known.mlp, known.vocabulary)
+        return Known(known.shape, None, lambda: 2 * known.parameters, lambda: known.key_biases, widths)
     name = next((name for name in KNOWN if name.lower() == model.lower()), None)
     if name is not None:
         return Known(KNOWN[name], None, lambda: int(kvquant.model_gigabytes(name, 16) * kvquant.GIB), lambda: False)
@@ -102,7 +106,17 @@ def of_config(config: Any) -> Known:
     from tersekv.models.config import cache_shape, has_key_bias
 
     counted = functools.cache(lambda: weight_bytes(config))
-    return Known(cache_shape(config), config, counted, lambda: has_key_bias(config))
+    return Known(cache_shape(config), config, counted, lambda: has_key_bias(config), widths_of(config))
+
+
+def widths_of(config: Any) -> Any:
+    """Return the `Widths` of a model, None if its config does not tell them or it has experts."""
+    from tersekv.sizes.estimate import Widths
+
+    text = config.get_text_config()
+    found: list[Any] = [getattr(text, name, None) for name in ("hidden_size", "intermediate_size", "vocab_size")]
+    experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return Widths(*found) if all(isinstance(x, int) for x in found) and not experts else None
 
 
 def weight_bytes(config: Any) -> int:

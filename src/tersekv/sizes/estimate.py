@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,28 +67,33 @@ PAST_MASK, SLIDING_MASK = 5, 10
 torch's attention makes."""
 
 
-def prefill_bytes(config: Any, shape: CacheShape, tokens: int, batch: int = 1, chunk: int = 0, width: int = 2) -> int:
-    """Return the bytes that reading a prompt takes beside weights and cache, 0 if the config does not tell.
+class Widths(NamedTuple):
+    """Widths of a decoder: hidden states, gated MLP, and vocabulary."""
+
+    hidden: int
+    mlp: int
+    vocabulary: int
+
+
+def prefill_bytes(
+    widths: Widths, shape: CacheShape, tokens: int, batch: int = 1, chunk: int = 0, width: int = 2
+) -> int:
+    """Return the bytes that reading a prompt takes beside weights and cache.
 
     The moment with the most tensors is in the MLP (gate, up, and their product) or in the attention
     (queries, keys and values, before and after RoPE). A product of matrices copies one weight matrix.
-    Chunks after the first and sliding windows have a mask. Logits are those of the last token. Scores never exist
-    as a whole, as torch's fused attention and ours compute them in tiles.
+    Chunks after the first and sliding windows have a mask. Logits are those of the last token. Scores
+    never exist as a whole, as torch's fused attention and ours compute them in tiles.
 
-    config: of the text decoder. chunk: tokens per forward pass, 0 for all at once. width: bytes per
-    activation and weight.
+    chunk: tokens per forward pass, 0 for all at once. width: bytes per activation and weight.
     """
-    hidden, inner = (getattr(config, name, None) for name in ("hidden_size", "intermediate_size"))
-    experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    if not isinstance(hidden, int) or not isinstance(inner, int) or experts or not shape.query_heads:
-        return 0
     queries, held = shape.query_heads * shape.key_dim, shape.kv_heads * (shape.key_dim + shape.value_dim)
-    each = max(4 * hidden + 3 * inner, 2 * hidden + 5 * queries + 2 * held)
+    each = max(4 * widths.hidden + 3 * widths.mlp, 2 * widths.hidden + 5 * queries + 2 * held)
     read = min(chunk or tokens, tokens)
     slides = max((window for window in shape.windows if window is not None), default=0)
     mask = PAST_MASK * read * (tokens - read) + SLIDING_MASK * read * min(tokens, read + slides) * bool(slides)
-    logits = 4 * (config.vocab_size or 0)
-    return batch * (width * read * each + mask + logits) + width * hidden * max(inner, queries) + SCRATCH
+    matrix = width * widths.hidden * max(widths.mlp, queries)
+    return batch * (width * read * each + mask + 4 * widths.vocabulary) + matrix + SCRATCH
 
 
 def last_change(a: Callable[[int], int], b: Callable[[int], int]) -> tuple[int | None, int]:

@@ -80,8 +80,8 @@ def in_words(kl: float) -> str:
 class AnswerDivergence(LogitsProcessor):
     """Divergence of a second answer from a first one, over the tokens up to the first difference.
 
-    Given to both `generate` calls. It keeps the `LIKELY` most likely tokens of each step, and counts
-    the rest as one token, so that the divergence is hardly too small and takes little memory.
+    Given to both `generate` calls. To take little memory it keeps the `LIKELY` most likely tokens of
+    each step, and counts the rest as one token. The divergence is hardly smaller for that.
     """
 
     def __init__(self) -> None:
