@@ -53,7 +53,7 @@ def choose(
     output.show(f"cache   {size}, {sizes.against_bfloat16(found.bytes, found.bytes_bf16)}")
     whole, chunks = found.peak
     if whole is not None and chunks is not None:
-        output.show(f"peak    {sizes.peak(whole, chunks)}")
+        output.show(f"peak    {sizes.peak(whole, chunks, memory)}")
     if tried:
         columns = ("recipe", "bits", "divergence", "same next token", "in words")
         rows = [

@@ -17,14 +17,19 @@ COUNTED = (
 )
 
 
-def peak(whole: int, chunks: int) -> str:
-    """Return a phrase about the peak memory of reading a prompt at once and in chunks."""
+def peak(whole: int, chunks: int, memory: str | None = None) -> str:
+    """Return a phrase about the peak memory of reading a prompt at once and in chunks, and which of them
+    fits into `memory`."""
     from tersekv.sizes.estimate import CHUNK
+    from tersekv.units import parse_bytes
 
-    return (
+    said = (
         f"{output.human_bytes(whole)} with weights and activations in bfloat16 while the prompt is read at once, "
         f"{output.human_bytes(chunks)} in chunks of {CHUNK}"
     )
+    if memory is None or whole <= (limit := parse_bytes(memory, "memory")):
+        return said
+    return f"{said}: {f'only the latter fits into {memory}' if chunks <= limit else f'both are more than {memory}'}"
 
 
 def compared(recipe: str, other: str, tokens: int | None, order: int) -> str:
