@@ -239,7 +239,9 @@ def test_generate_refuses_models(tiny: str, tmp_path: Path, capfd: pytest.Captur
     assert "model.safetensors" in refuse(capfd, "generate", "-m", str(broken), "-p", "hello")
 
 
-@pytest.mark.parametrize("arguments", [("nope",), ("models", "nope"), ("models", "pull"), ("--nope",), ("list", "x")])
+@pytest.mark.parametrize(
+    "arguments", [("nope",), ("models", "nope"), ("models", "pull"), ("--nope",), ("list", "kivi", "x")]
+)
 def test_parser_errors_are_one_line(capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
     assert "--help" in refuse(capfd, *arguments)
 

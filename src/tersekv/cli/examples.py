@@ -48,7 +48,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "bench attend": ("bench attend", "bench attend --formats grid4,grid2 --tokens 8k,32k --threads 1,2"),
     "bench generate": (
         "bench generate -r default -r kivi:bits=4 --context 1k,4k",
-        "bench generate -r quanto-4 --dtype bfloat16 --prefill-chunk 512 -o speed.jsonl",
+        "bench generate -r quanto-4 --prefill-chunk 512 -o speed.jsonl",
     ),
 }
 
