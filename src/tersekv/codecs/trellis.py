@@ -5,8 +5,7 @@ to its components, which are coded by trellis-coded quantisation. x = μ + Σ_d 
 the mean before RoPE, and the basis is after RoPE so that it can be applied to the query. For values
 both are plain. The basis diagonalises the covariance in the metric of the loss (Karhunen-Loève
 transform): the Fisher information E[g·gᵀ] for values, and its diagonal for keys. Bits b_d minimise
-Σ_d λ_d·ε(b_d), where λ_d is a component's variance in units of the loss, and ε the code's squared
-error for N(0, 1).
+Σ_d λ_d·ε(b_d), with variances λ_d in units of the loss, and the code's squared error ε for N(0, 1).
 
 A vector's length is coded as a gain of 8 bits. If the error with it is larger than expected, codes
 are searched again with gains above the one that then fits best. The smallest error counts.
