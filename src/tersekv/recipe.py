@@ -19,7 +19,7 @@ from typing import Any
 
 from tersekv.codecs import Codec, Method, Pair, method_of, methods, registered
 from tersekv.codecs.common.centred import with_centre
-from tersekv.errors import UserError, hint
+from tersekv.errors import UserError, hint, of_other_tools
 from tersekv.plan import LayerPlan as LayerPlan
 from tersekv.policies import TokenPolicy, policies
 
@@ -272,7 +272,7 @@ def _checked(data: Mapping[str, Any], known: Mapping[str, Any], what: str) -> Te
     name, options = data["name"], data["options"]
     if name not in known:
         everything = [*known, *PRESETS] if what == "method" else known
-        near = hint(name, everything) or "."
+        near = (what == "method" and of_other_tools(name)) or hint(name, everything) or "."
         raise UserError(f"unknown {what} '{name}'{near} Known are {', '.join(everything)}")
     defaults = _defaults(known[name])
     for option in options:
@@ -349,6 +349,7 @@ def _check_order(policy: str, plus: str, coder: str) -> None:
             why = f"{name} is a {kind} and {method} a token policy, which comes first"
             raise UserError(f"{why}: write {coder}+{policy}")
         after = coder.replace("/", "+", 1) if "/" in coder else f"{coder}+default"
+        after = (coder == method and policies()[method].recommended) or after
         raise UserError(f"{method} is a token policy, not a method; write {after}, or another method after the +")
     if name in coders:
         raise UserError(

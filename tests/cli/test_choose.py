@@ -103,7 +103,7 @@ def test_the_command_tries_recipes(tiny: str, tmp_path: Path, capfd: pytest.Capt
     assert [one["recipe"] for one in made["tried"]] == [str(tersekv.Recipe.parse(r)) for r in ("default", "safe")]
     assert all(0 <= one["kl"] < 1 and one["words"] == in_words(one["kl"]) for one in made["tried"])
     said = run_text(capfd, "choose", "--model", tiny)
-    assert [line.split()[0] for line in said.splitlines()] == ["recipe", "why", "cache"]
+    assert [line.split()[0] for line in said.splitlines()] == ["recipe", "why", "cache", "peak"]
 
 
 def test_texts_that_cannot_be_tried(tiny: str, tmp_path: Path) -> None:
@@ -117,3 +117,10 @@ def test_texts_that_cannot_be_tried(tiny: str, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("short")
     with pytest.raises(tersekv.UserError, match="give a text of 512 or more"):
         choose(tiny, text=tmp_path / "short.txt")
+
+
+def test_the_peak_is_compared_with_the_memory(capfd: pytest.CaptureFixture[str]) -> None:
+    call = "choose", "-m", "llama-3.1-8b", "--context", "128k", "--memory"
+    assert "only the latter fits into 24GB" in " ".join(run_text(capfd, *call, "24GB").split())
+    assert "fits into" not in run_text(capfd, *call, "80GB").partition("peak")[2]
+    assert "both are more than 18.5GB" in " ".join(run_text(capfd, *call, "18.5GB").split())

@@ -3,6 +3,7 @@ stdout."""
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
@@ -58,6 +59,7 @@ KEYS = [
     "new_tokens",
     "prefill_seconds",
     "decode_tokens_per_second",
+    "peak_bytes",
     "cache",
 ]
 
@@ -81,7 +83,7 @@ def test_generate_json(tiny: str, capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_generate_compare_json(tiny: str, capfd: pytest.CaptureFixture[str]) -> None:
     made = run_json(capfd, "generate", "-m", tiny, "-p", "x" * 100, "--max-new-tokens", "6", "--compare")
-    assert list(made) == ["full", "packed", "agreement"]
+    assert list(made) == ["full", "packed", "agreement", "divergence"]
     assert list(made["full"]) == list(made["packed"]) == KEYS
     full = made["full"]["cache"]
     assert full["recipe"] == "full"
@@ -92,6 +94,29 @@ def test_generate_compare_json(tiny: str, capfd: pytest.CaptureFixture[str]) -> 
     assert full["tokens"] == made["full"]["prompt_tokens"] + made["full"]["new_tokens"] - 1
     # All tokens are in the exact window, so the two differ only by rounding to 16 bits.
     assert made["agreement"] >= 1
+    assert 0 <= made["divergence"]["kl"] < 0.01
+    assert made["divergence"]["words"] == "hardly a token changes"
+    assert made["divergence"]["tokens"] <= made["full"]["new_tokens"]
+
+
+def test_generate_in_chunks_and_another_dtype(tiny: str, capfd: pytest.CaptureFixture[str]) -> None:
+    call = "generate", "-m", tiny, "-p", "x" * 300, "--max-new-tokens", "4", "--compare", "--dtype", "bfloat16"
+    made = run_json(capfd, *call, "--prefill-chunk", "64")
+    full = made["full"]["cache"]
+    assert full["bits_per_element"] == 16
+    assert full["ratio_bf16"] == 1
+    assert made["packed"]["prompt_tokens"] == 303
+    assert "--dtype 'int8' is not one of" in refuse(capfd, "generate", "-p", "x", "--dtype", "int8")
+    assert "--prefill-chunk" in refuse(capfd, "generate", "-p", "x", "--prefill-chunk", "0")
+
+
+def test_generate_as_csv_prints_only_the_table(tiny: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["generate", "-m", tiny, "-p", "x", "--max-new-tokens", "3", "--format", "csv"]) == 0
+    said = capfd.readouterr()
+    rows = list(csv.reader(said.out.splitlines()))
+    assert rows[0][0] == ""
+    assert ["tokens in the cache"] in [row[:1] for row in rows]
+    assert "gains from" in said.err
 
 
 def test_generate_streams_and_shows_a_table(tiny: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -214,7 +239,9 @@ def test_generate_refuses_models(tiny: str, tmp_path: Path, capfd: pytest.Captur
     assert "model.safetensors" in refuse(capfd, "generate", "-m", str(broken), "-p", "hello")
 
 
-@pytest.mark.parametrize("arguments", [("nope",), ("models", "nope"), ("models", "pull"), ("--nope",), ("list", "x")])
+@pytest.mark.parametrize(
+    "arguments", [("nope",), ("models", "nope"), ("models", "pull"), ("--nope",), ("list", "kivi", "x")]
+)
 def test_parser_errors_are_one_line(capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
     assert "--help" in refuse(capfd, *arguments)
 

@@ -17,7 +17,7 @@ from tersekv import UserError
 from tersekv.calibration.text import pydoc_text
 from tersekv.lab.evals.reader import Reader
 from tersekv.lab.evals.tasks import Estimate
-from tersekv.lab.evals.tasks.divergence import Divergence, compare
+from tersekv.lab.evals.tasks.divergence import AnswerDivergence, Divergence, compare
 from tersekv.lab.evals.tasks.perplexity import Perplexity, mean_nll
 from tersekv.models.loading import load
 
@@ -178,3 +178,20 @@ def test_baseline_on_wikitext(smollm2) -> None:
     assert abs(nll["kivi:bits=4"] - nll["full"]) < 0.05 < nll["kivi:bits=2"] - nll["full"]
     cache = task.evaluate(sample, Reader(model, tokenizer, "kivi:bits=2"), full).metrics["nll"]
     assert cache - nll["full"] < (nll["kivi:bits=2"] - nll["full"]) / 5
+
+
+def test_the_divergence_of_answers_is_that_of_their_logits_up_to_the_first_difference() -> None:
+    torch.manual_seed(0)
+    first = 3 * torch.randn(6, 1000)
+    second = first + 0.3 * torch.randn(6, 1000)
+    watch, ids = AnswerDivergence(), torch.zeros(1, 1, dtype=torch.long)
+    for logits in (first, second):
+        watch.begin()
+        for row in logits:
+            assert watch(ids, row[None]) is not None
+    exact = compare(first, second)[0]
+    kl, tokens = watch.mean(equal_tokens=3)
+    assert tokens == 4
+    assert kl == pytest.approx(exact[:4].mean().item(), rel=0.05)
+    assert kl <= exact[:4].mean().item()
+    assert watch.mean(equal_tokens=6)[1] == 6

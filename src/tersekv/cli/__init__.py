@@ -14,6 +14,7 @@ from tersekv.cli import (
     calibrate,
     chat,
     choose,
+    command,
     demo,
     doctor,
     estimate,
@@ -35,7 +36,6 @@ app = typer.Typer(
     name="tersekv",
     help="Compress key-value caches of language models to 2-5 bits, and attend to the packed bytes.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(generate.generate)
@@ -53,6 +53,7 @@ app.command()(demo.demo)
 app.command()(plot.plot)
 app.command()(report.report)
 app.add_typer(bench.app, name="bench")
+command.prepare(app)
 
 # Base class of the parser's errors. It has no stable import path: some versions of typer import
 # click, others bundle it.

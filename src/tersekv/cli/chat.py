@@ -13,7 +13,7 @@ import typer
 
 from tersekv.cli import output
 from tersekv.cli.files import check_out
-from tersekv.cli.generate import load, read_text, stream, use_threads
+from tersekv.cli.generate import Dtype, checked_dtype, load, read_text, use_threads
 from tersekv.errors import CacheError, UserError
 
 if TYPE_CHECKING:
@@ -24,18 +24,6 @@ HELP = """/size        recipe, tokens and bytes of the packed cache
 /load FILE   go on from such a file, or from one of `tersekv prompt-cache build`
 /reset       start over
 /quit        leave (or Ctrl-D); Ctrl-C stops an answer"""
-
-DTYPES = "auto", "bfloat16", "float16", "float32"
-Dtype = Annotated[
-    str, typer.Option("--dtype", help="Type of the weights: auto (as stored), bfloat16, float16, float32.")
-]
-
-
-def checked_dtype(dtype: str) -> str:
-    """Return the type of the weights, if it is one of `DTYPES`."""
-    if dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype} is not a type of weights: choose {', '.join(DTYPES)}")
-    return dtype
 
 
 def chat(
@@ -57,8 +45,7 @@ def chat(
 ) -> None:
     """Chat with a model. All turns share one packed cache, so each reads only its own new tokens.
 
-    The prompt line shows the size of the cache. /help lists the commands. Questions can also be piped
-    in, one a line.
+    The prompt line shows the size of the cache. /help lists the commands. Questions can be piped in, too.
     """
     checked_dtype(dtype)
     document = None if file is None else read_text(None, file, None)
@@ -167,7 +154,7 @@ class Chat:
 
             def write(text: str) -> None:
                 read()
-                stream(text)
+                output.stream(text)
 
             try:
                 given = answer(self._model, self._tokenizer, self.cache, ids, self._sampling, write, stop)
@@ -175,8 +162,8 @@ class Chat:
             except Stopped as stopped:
                 new = stopped.ids
                 read()  # before a line is written, because the progress erases its own lines
-                stream(" [stopped]" if new else "[stopped before the answer; the question is left out]")
-        stream("\n")
+                output.stream(" [stopped]" if new else "[stopped before the answer; the question is left out]")
+        output.stream("\n")
         if new or not stop.is_set():
             self.turns.ids = [*ids[0].tolist(), *new]
 

@@ -51,6 +51,9 @@ def choose(
     output.show(f"recipe  {found.recipe}")
     output.show(f"why     {found.why}")
     output.show(f"cache   {size}, {sizes.against_bfloat16(found.bytes, found.bytes_bf16)}")
+    whole, chunks = found.peak
+    if whole is not None and chunks is not None:
+        output.show(f"peak    {sizes.peak(whole, chunks, memory)}")
     if tried:
         columns = ("recipe", "bits", "divergence", "same next token", "in words")
         rows = [
@@ -63,7 +66,8 @@ def choose(
             )
             for one in tried
         ]
-        output.show(output.table(f"{Path(model).name} on {text}: {READ} tokens", columns, rows))
+        title = f"{Path(model).name} on {text}: {READ} tokens"
+        output.show(output.table(title, columns, rows, words=("in words",)))
 
 
 def try_on(model: str, text: Path, recipes: list[str]) -> list[dict[str, Any]]:

@@ -6,12 +6,12 @@ in it. An answer ends with its first sentence, because small models continue wit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tersekv.cli import output
-from tersekv.cli.generate import load, say_where_nothing_is_gained, stream, summary
+from tersekv.cli.generate import load, say_where_nothing_is_gained, summary
 
 if TYPE_CHECKING:
     from tersekv.cli.measure import Outcome
@@ -36,6 +36,7 @@ def demo(
         from tersekv.calibration import text as prompts
         from tersekv.calibration.find import calibration_for
         from tersekv.cli import measure
+        from tersekv.lab.evals.tasks.divergence import AnswerDivergence
         from tersekv.recipe import Recipe
 
         parsed = str(Recipe.parse(recipe))
@@ -53,17 +54,20 @@ def demo(
             "Both answers are greedy and end with their first sentence."
         )
     outcomes: list[Outcome] = []
+    watch = AnswerDivergence()
     for choice in (None, parsed):
         if not as_json:
             what = "transformers' own cache (full)" if choice is None else f"tersekv's cache ({choice})"
             output.show(f"\nAnswer with {what}:")
-        write = None if as_json else stream
-        outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write, learnt))
+        write = None if as_json else output.stream
+        outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write, learnt, None, watch))
+    differs = measure.compared(watch, *outcomes)
     if as_json:
-        output.print_json(_document(outcomes))
+        full, packed = ({**o.document(), "found": MAGIC in o.answer} for o in outcomes)
+        output.print_json({"full": full, "packed": packed, **differs})
         return
     output.show("")
-    output.show(summary(outcomes, f"{ids.shape[1]:,} prompt tokens"))
+    output.show(summary(outcomes, f"{ids.shape[1]:,} prompt tokens", differs))
     say_where_nothing_is_gained(outcomes, network.config)
     found = ["yes" if MAGIC in outcome.answer else "no" for outcome in outcomes]
     output.show(f"Hidden number found: {found[0]} with the full cache, {found[1]} with the packed one.")
@@ -76,10 +80,3 @@ def hide(document: str, fact: str, depth: float) -> str:
     at = document.find("\n\n", int(len(document) * depth))
     at = len(document) if at < 0 else at
     return f"{document[:at]}\n\n{fact}{document[at:]}"
-
-
-def _document(outcomes: list[Outcome]) -> dict[str, Any]:
-    from tersekv.cli.measure import agreement
-
-    full, packed = ({**o.document(), "peak_bytes": o.peak_bytes, "found": MAGIC in o.answer} for o in outcomes)
-    return {"full": full, "packed": packed, "agreement": agreement(*outcomes)}

@@ -3,6 +3,7 @@ weights."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -25,6 +26,7 @@ MODEL_HELP = (
 RECIPE_HELP = f"{output.RECIPE_HELP} May be repeated, for one table of all."
 MEMORY_HELP = "Memory for weights and cache, for example 24GB or 80GiB. Shows which contexts fit."
 TABLES_HELP = "kvquant: recompute Tables 7 and 8 of the KVQuant paper. Only --batch may be combined with it."
+CHUNK_HELP = "Prompt tokens per forward pass, on which the peak memory depends."
 DEFAULT_MODEL, DEFAULT_CONTEXT = "smollm2", "4k,32k,128k,1M"
 
 
@@ -43,6 +45,9 @@ def estimate(
     batch: Annotated[
         int | None, typer.Option("--batch", "-b", min=1, help="Number of sequences.", show_default="1")
     ] = None,
+    prefill_chunk: Annotated[
+        str | None, typer.Option("--prefill-chunk", help=CHUNK_HELP, show_default="the whole prompt")
+    ] = None,
     tables: Annotated[str | None, typer.Option("--tables", help=TABLES_HELP)] = None,
     as_json: output.Json = False,
 ) -> None:
@@ -53,7 +58,13 @@ def estimate(
     Scripts can read "fits" in the output of --json.
     """
     if tables is not None:
-        others = {"--model": model, "--recipe": recipe, "--context": context, "--memory": memory}
+        others = {
+            "--model": model,
+            "--recipe": recipe,
+            "--context": context,
+            "--memory": memory,
+            "--prefill-chunk": prefill_chunk,
+        }
         document = _tables(tables, [name for name, value in others.items() if value is not None], batch)
         if as_json:
             output.print_json(document)
@@ -62,9 +73,10 @@ def estimate(
         return
     lengths = [parse_tokens(part, "--context") for part in (DEFAULT_CONTEXT if context is None else context).split(",")]
     limit = None if memory is None else parse_memory(memory)
+    chunk = 0 if prefill_chunk is None else parse_tokens(prefill_chunk, "--prefill-chunk")
     with output.step("loading torch and transformers"):
         name = DEFAULT_MODEL if model is None else model
-        document = describe(name, recipe or [output.DEFAULT_RECIPE], lengths, batch or 1, limit)
+        document = describe(name, recipe or [output.DEFAULT_RECIPE], lengths, batch or 1, limit, chunk)
     if as_json:
         output.print_json(document)
     else:
@@ -90,16 +102,16 @@ def parse_memory(text: str) -> int:
 
 
 def describe(
-    model: str, recipes: Sequence[str], lengths: Sequence[int], batch: int, limit: int | None
+    model: str, recipes: Sequence[str], lengths: Sequence[int], batch: int, limit: int | None, chunk: int = 0
 ) -> dict[str, Any]:
     """Return the document of --json: contexts and break-even length per recipe, and with a limit
-    what fits.
+    what fits. chunk: prompt tokens per forward pass, 0 for all at once.
 
     Raises:
         UserError: a recipe is given twice or does not support the model.
     """
     from tersekv.recipe import Recipe
-    from tersekv.sizes.estimate import break_even, predict
+    from tersekv.sizes.estimate import break_even, last_change, predict
 
     parsed = [Recipe.parse(recipe) for recipe in recipes]
     twice = next((recipe for i, recipe in enumerate(parsed) if recipe in parsed[:i]), None)
@@ -119,10 +131,12 @@ def describe(
             if reasons := refusals(recipe, known.config):
                 raise UserError("; ".join(reasons))
             rows = [{"tokens": n, **_sizes(predict(shape, recipe, n, batch), room)} for n in lengths]
+            for row in rows:
+                row["peak_bytes"] = known.peak(row["bytes"], row["tokens"], batch, chunk)
             least = break_even(shape, recipe, batch)
         except UserError as error:
             raise error if len(parsed) == 1 else UserError(f"--recipe {recipe}: {error}") from error
-        sizes[str(recipe)] = lambda n, recipe=recipe: predict(shape, recipe, n, batch).total_bytes  # type: ignore[misc]
+        sizes[str(recipe)] = functools.cache(lambda n, recipe=recipe: predict(shape, recipe, n, batch).total_bytes)
         described.append(
             {
                 "recipe": str(recipe),
@@ -135,6 +149,13 @@ def describe(
                 "advice": bias_fault(recipe, shape) if biases else None,
             }
         )
+    first = parsed[0] if len(parsed) > 1 else Recipe.parse(output.DEFAULT_RECIPE)
+    if not refusals(first, known.config):
+        size = sizes.get(str(first), lambda n: predict(shape, first, n, batch).total_bytes)
+        for one in described:
+            if one["recipe"] != str(first):
+                tokens, order = last_change(sizes[one["recipe"]], size)
+                one["compared"] = {"with": str(first), "tokens": tokens, "order": order}
     document: dict[str, Any] = {"model": model, "batch": batch, "recipes": described}
     if limit is not None and room is not None:
         rows_of = {one["recipe"]: one["contexts"] for one in described}

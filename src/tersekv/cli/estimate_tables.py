@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from tersekv.cli import output, sizes
@@ -20,6 +19,14 @@ def show(document: dict[str, Any]) -> None:
                 output.show(f"{row['tokens']:,} tokens with {sizes.short_name(one['recipe'])}: {larger}.")
     gains = [sizes.gains_from(one["recipe"], one["break_even_tokens"]) for one in recipes]
     output.show(f"Against bfloat16: {'; '.join(gains)}.")
+    for one in recipes:
+        if against := one.get("compared"):
+            output.show(sizes.compared(one["recipe"], against["with"], against["tokens"], against["order"]))
+    longest = max(row["tokens"] for row in recipes[0]["contexts"])
+    peaks = {one["recipe"]: row["peak_bytes"] for one in recipes for row in one["contexts"] if row["tokens"] == longest}
+    if len(recipes) > 1 and None not in peaks.values():
+        said = "; ".join(f"{sizes.short_name(name)} {output.human_bytes(size)}" for name, size in peaks.items())
+        output.show(f"Peak memory while {longest:,} tokens are read: {said}.")
     last = recipes[0]["generating"]
     held = "; ".join(sizes.while_generating(one["generating"], one["recipe"]) for one in recipes)
     output.show(f"With the last {last['generated']:,} of {last['tokens']:,} tokens generated one by one: {held}.")
@@ -32,7 +39,7 @@ def show(document: dict[str, Any]) -> None:
             output.show(sizes.equal_layers(one["recipe"]))
         if one["advice"]:
             name = sizes.short_name(one["recipe"])
-            output.show(f"{name}: {one['advice']}. See `tersekv doctor {document['model']}`.")
+            output.show(f"{name} is probably RUINED: {one['advice']}. See `tersekv doctor {document['model']}`.")
     output.show(sizes.COUNTED)
 
 
@@ -42,13 +49,14 @@ def _title(document: dict[str, Any], recipe: str = "") -> str:
 
 
 def _show_one(document: dict[str, Any]) -> None:
-    columns = ("context", "bytes", "bfloat16 would be", "bits/element", "× bf16", "× fp8", "codes")
+    columns = ("context", "bytes", "bfloat16 would be", "bits/element", "× bf16", "× fp8", "peak")
     (one,) = document["recipes"]
     cells, others = [], []
     for row in one["contexts"]:
         parts = row["bytes_by_part"]
-        rest = ", ".join(f"{k} {output.human_bytes(v)}" for k, v in parts.items() if v and k != "codes")
-        others.append(f"{row['tokens']:,} tokens, beside codes: {rest}.")
+        others.append(
+            f"{row['tokens']:,} tokens: {', '.join(f'{k} {output.human_bytes(v)}' for k, v in parts.items() if v)}."
+        )
         cells.append(
             (
                 f"{row['tokens']:,}",
@@ -57,7 +65,7 @@ def _show_one(document: dict[str, Any]) -> None:
                 f"{row['bits_per_element']:.2f}",
                 f"{row['ratio_bf16']:.2f}",
                 f"{row['ratio_fp8']:.2f}",
-                output.human_bytes(parts.get("codes", 0)),
+                "unknown" if row["peak_bytes"] is None else output.human_bytes(row["peak_bytes"]),
             )
         )
     output.show(output.table(_title(document, one["recipe"]), columns, cells))
@@ -88,7 +96,7 @@ def _show_several(document: dict[str, Any]) -> None:
     rows = [["bfloat16", *(_cell(row["bytes"], 1.0, row.get("fits")) for row in plain)]]
     for one in recipes:
         cells = [_cell(row["bytes"], row["ratio_bf16"], row.get("fits")) for row in one["contexts"]]
-        rows.append([_wrapped(sizes.short_name(one["recipe"])), *cells])
+        rows.append([sizes.short_name(one["recipe"]), *cells])
     columns = ["recipe", *(f"{row['tokens']:,}" for row in contexts)]
     if limited:
         columns.append("most tokens")
@@ -107,16 +115,6 @@ def _show_several(document: dict[str, Any]) -> None:
         edge = [row for row in ordered if row["fits"]][-1:] + [row for row in ordered if not row["fits"]][:1]
         said = "; ".join(sizes.verdict(row, memory - weights, most[one["recipe"]]) for row in edge)
         output.show(f"{sizes.short_name(one['recipe'])}: {said}.")
-
-
-def _wrapped(recipe: str, width: int = 16) -> str:
-    """Break a recipe into lines of at most `width` characters, after its punctuation."""
-    lines = [""]
-    for part in re.split(r"(?<=[+:,;/])", recipe):
-        if lines[-1] and len(lines[-1] + part) > width:
-            lines.append("")
-        lines[-1] += part
-    return "\n".join(lines)
 
 
 def _cell(size: int, ratio: float, fits: bool | None) -> str:

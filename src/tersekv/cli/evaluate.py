@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from tersekv.cli import output
+from tersekv.cli.command import Command, made
 from tersekv.cli.generate import load
 from tersekv.cli.installation import run_header
 from tersekv.errors import UserError
@@ -26,7 +25,7 @@ QUARTERS_HELP = "For divergence: also show it by quarters of the windows, and th
 OUT_HELP = "Output folder for records.jsonl. Evaluations that it already has are not repeated."
 
 
-class WithTaskOptions(TyperCommand):
+class WithTaskOptions(Command):
     """A command that also has one option per field of any task. Tasks are imported only when it is
     used."""
 
@@ -48,20 +47,15 @@ def _task_params() -> list[Any]:
     """Return typer's parameters for one text option per field of any task."""
     from tersekv.lab.evals.options import all_options
 
-    def command(**_: str) -> None: ...
-
-    parameters = []
-    for option, defaults in all_options().items():
+    options = {}
+    for option, (defaults, said) in all_options().items():
         same = len(set(defaults.values())) == 1
-        said = next(iter(defaults.values())) if same else ", ".join(f"{t}: {d}" for t, d in defaults.items())
-        help_text = f"For {', '.join(defaults)}. Default {said or 'none'}."
-        kind = Annotated[str | None, typer.Option(f"--{option.replace('_', '-')}", help=help_text, metavar="VALUE")]
-        parameters.append(inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    app = typer.Typer(add_completion=False)
-    app.command(add_help_option=False)(command)
-    return list(typer.main.get_command(app).params)
+        value = next(iter(defaults.values())) if same else ", ".join(f"{t}: {d}" for t, d in defaults.items())
+        help_text = f"{said} For {', '.join(defaults)}; default {value or 'none'}."
+        options[option] = Annotated[
+            str | None, typer.Option(f"--{option.replace('_', '-')}", help=help_text, metavar="VALUE")
+        ]
+    return made(options)
 
 
 def evaluate(
@@ -123,18 +117,31 @@ def _table(
 ) -> output.Tables:
     """Return a table with one row per recipe, each metric with its standard error. Notes below it
     explain short names."""
+    from tersekv.lab.evals.tasks.divergence import in_words
+
     metrics = [metric for metric in (summaries[0].metrics if summaries else ()) if quarters or metric not in task.more]
-    columns = ("recipe", "samples", "bits", "bytes", *(metric.replace("_", " ") for metric in metrics), "seconds")
+    described = [in_words(s.metrics["kl"].mean) if "kl" in s.metrics and s.recipe != "full" else "-" for s in summaries]
+    said = ("in words",) if "kl" in metrics else ()
+    columns = (
+        "recipe",
+        "samples",
+        "bits",
+        "bytes",
+        *(metric.replace("_", " ") for metric in metrics),
+        "seconds",
+        *said,
+    )
     rows = [
         (
             *(names[s.recipe], s.samples, f"{s.bits_per_element:.2f}", output.human_bytes(s.bytes)),
             *(_estimate(*s.metrics[metric]) for metric in metrics),
             f"{s.seconds:.1f}",
+            *((words,) if said else ()),
         )
-        for s in summaries
+        for s, words in zip(summaries, described, strict=True)
     ]
     notes = [f"{names[s.recipe]} = {s.recipe}" for s in summaries if names[s.recipe] != s.recipe]
-    return output.table(f"{name}: {task.about()}", columns, rows, notes=notes)
+    return output.table(f"{name}: {task.about()}", columns, rows, notes=notes, words=said)
 
 
 def _estimate(mean: float, stderr: float) -> str:

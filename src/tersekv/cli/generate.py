@@ -12,13 +12,25 @@ import typer
 
 from tersekv.cli import output, sizes
 from tersekv.errors import UserError
+from tersekv.units import parse_tokens
 
 if TYPE_CHECKING:
     from tersekv.cli.measure import Outcome
 
 
 RECIPE_HELP = f"{output.RECIPE_HELP} If not given: `{output.DEFAULT_RECIPE}`, or the recipe of the prompt cache."
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_HELP = "Type of weights and activations: float32, bfloat16, float16, or auto, which is the checkpoint's."
+CHUNK_HELP = "Prompt tokens per forward pass, for example 512: less memory for long prompts, more time."
 FROM_FILE_HELP = "File from `tersekv prompt-cache build` with the beginning of this prompt."
+Dtype = Annotated[str, typer.Option("--dtype", help=DTYPE_HELP)]
+
+
+def checked_dtype(dtype: str) -> str:
+    """Return the type of the weights, if it is one of `DTYPES`."""
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype!r} is not one of: {', '.join(DTYPES)}")
+    return dtype
 
 
 def generate(
@@ -34,6 +46,10 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of sampling.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
+    dtype: Dtype = "auto",
+    prefill_chunk: Annotated[
+        str | None, typer.Option("--prefill-chunk", help=CHUNK_HELP, show_default="the whole prompt")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads.")] = None,
     calibration: output.Calibrations = None,
     prompt_cache: Annotated[Path | None, typer.Option("--prompt-cache", help=FROM_FILE_HELP)] = None,
@@ -42,36 +58,44 @@ def generate(
     """Answer a prompt with a packed cache. The prompt is --prompt, --file, or standard input."""
     if 0 < temperature < 0.001 or temperature > 1000:
         raise UserError(f"--temperature {temperature} is out of range: 0 is greedy, else 0.001 to 1000")
+    checked_dtype(dtype)
+    chunk = None if prefill_chunk is None else parse_tokens(prefill_chunk, "--prefill-chunk")
     text = read_text(prompt, file, question)
     with output.step("loading torch and transformers"):
         from tersekv.calibration import text as prompts
         from tersekv.calibration.find import calibration_for
         from tersekv.cli import measure
+        from tersekv.lab.evals.tasks.divergence import AnswerDivergence
 
         use_threads(threads)
         parsed = _recipe(recipe, prompt_cache)
-    network, tokenizer = load(model)
+    network, tokenizer = load(model, dtype)
     with output.step("looking for the calibration"):
         learnt = None if prompt_cache else calibration_for(network, parsed, calibration)
     whole = text if raw else prompts.chat_prompt(tokenizer, text)
     ids = prompts.input_ids(tokenizer, whole, network.config, max_new_tokens, template=not raw)
-    sampling = measure.Sampling(max_new_tokens, temperature=temperature, seed=seed)
+    sampling = measure.Sampling(max_new_tokens, temperature=temperature, seed=seed, prefill_chunk=chunk)
     outcomes: list[Outcome] = []
+    watch = AnswerDivergence() if compare else None
     for choice in (None, parsed) if compare else (parsed,):
         if not as_json and compare:
             output.show(f"--- {'full cache' if choice is None else choice}")
-        write = None if as_json else stream
+        write = None if as_json else output.stream
         held = None
         if choice is not None and prompt_cache is not None:
             import tersekv
 
             with output.step(f"loading {prompt_cache}"):
                 held = tersekv.CompressedCache.load(prompt_cache, network, ids, tokenizer.decode)
-        outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write, learnt, held))
+        outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write, learnt, held, watch))
+    differs = None if watch is None else measure.compared(watch, *outcomes)
     if as_json:
-        output.print_json(_document(outcomes))
+        documents = [outcome.document() for outcome in outcomes]
+        output.print_json(
+            documents[0] if differs is None else {"full": documents[0], "packed": documents[1], **differs}
+        )
         return
-    output.show(summary(outcomes, f"{ids.shape[1]:,} prompt tokens"))
+    output.show(summary(outcomes, f"{ids.shape[1]:,} prompt tokens", differs))
     say_where_nothing_is_gained(outcomes, network.config)
 
 
@@ -145,26 +169,10 @@ def use_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def stream(text: str) -> None:
-    """Write a piece of an answer and flush it."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    if len(outcomes) == 1:
-        return outcomes[0].document()
-    from tersekv.cli.measure import agreement
-
-    full, packed = outcomes
-    return {"full": full.document(), "packed": packed.document(), "agreement": agreement(full, packed)}
-
-
-def summary(outcomes: Sequence[Outcome], title: str) -> Any:
+def summary(outcomes: Sequence[Outcome], title: str, differs: dict[str, Any] | None) -> Any:
     """Return a table with one column per cache: bytes by part, bits, ratios, seconds, tokens per
-    second, peak memory and agreement."""
+    second, peak memory, and how answers differ (`measure.compared`)."""
     from tersekv.cache.footprint import PARTS
-    from tersekv.cli.measure import agreement
 
     def row(what: str, cells: Sequence[str]) -> tuple[str, ...]:
         return (what, *cells)
@@ -186,10 +194,15 @@ def summary(outcomes: Sequence[Outcome], title: str) -> Any:
         row("decode tokens/s", [f"{o.decode_tokens_per_second:.2f}" for o in outcomes]),
         row("peak memory of prefill + cache", [output.human_bytes(o.peak_bytes) for o in outcomes]),
     ]
-    if len(outcomes) == 2:
-        same, of = agreement(*outcomes), len(outcomes[0].new_ids)
-        rows.append(row("equal new tokens at the start", ["-", f"{same} of {of}"]))
-    return output.table(title, ("", *(_heading(o.recipe) for o in outcomes)), rows)
+    notes = []
+    if differs is not None:
+        found, name = differs["divergence"], sizes.short_name(outcomes[1].recipe)
+        rows.append(
+            row("equal new tokens at the start", ["-", f"{differs['agreement']} of {len(outcomes[0].new_ids)}"])
+        )
+        rows.append(row("divergence, nats", ["-", f"{found['kl']:.4f}"]))
+        notes = [f"{name}: {found['words']}, by the divergence of the answer's first {found['tokens']} tokens."]
+    return output.table(title, ("", *(_heading(o.recipe) for o in outcomes)), rows, notes=notes)
 
 
 def say_where_nothing_is_gained(outcomes: Sequence[Outcome], config: Any) -> None:

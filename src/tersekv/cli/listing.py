@@ -1,26 +1,54 @@
 """`tersekv list`: show the methods with paper, true bits, the data they are fitted on, and their
-kernels."""
+kernels, or one method with its options."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+import re
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
 
 from tersekv.cli import output
+from tersekv.registry import sentences
 
 LAYERS = {64: 30, 128: 32}
 """Layers by head dim: SmolLM2-135M and Llama-3.1-8B. A method may spend more bits on the first layers."""
 
 
-def list_methods(as_json: output.Json = False) -> None:
-    """List the methods with paper, true bits, required fit, kernels and options."""
+NAME_HELP = "Method, token policy or preset whose options are shown, for example kivi or snapkv."
+
+EVERY_METHOD = {
+    "pre_rope": "keys are coded before RoPE, which is applied when they are read.",
+    "centre": "the mean of keys before RoPE is removed, which models with key biases need.",
+}
+"""Options that every method has."""
+
+
+def list_methods(
+    name: Annotated[str | None, typer.Argument(help=NAME_HELP, show_default=False)] = None,
+    as_json: output.Json = False,
+) -> None:
+    """List the methods with paper, true bits, required fit and kernels, and the token policies.
+
+    With a name: what it does, what it is good and bad for, and its options.
+    """
     with output.step("loading the methods"):
-        rows = describe()
+        document = {"methods": describe(), "policies": describe_policies()} if name is None else describe_one(name)
     if as_json:
-        output.print_json({"methods": rows, "policies": describe_policies()})
-        return
+        output.print_json(document)
+    elif name is None:
+        _show_all(document)
+    else:
+        _show_one(document)
+
+
+def _show_all(document: dict[str, Any]) -> None:
+    from tersekv.recipe import PRESETS
+
     bits = [f"bits, head dim {d}\nkeys / values / mean" for d in LAYERS]
-    columns = ("recipe", "paper", "fitted on", "kernels", *bits)
     cells = [
         (
             row["name"],
@@ -29,32 +57,88 @@ def list_methods(as_json: output.Json = False) -> None:
             row["kernels"],
             *(_bits(row["bits"][str(d)]) for d in LAYERS),
         )
-        for row in rows
+        for row in document["methods"]
     ]
-    from tersekv.recipe import PRESETS, written
-
-    presets = ", ".join(f"{name} is {coder}" for name, coder in PRESETS.items())
-    output.show(output.table("methods", columns, cells, left=4))
-    for title, described in (("methods", rows), ("token policies", describe_policies())):
-        options = [
-            (r["name"], " ".join(f"{k}={written(v)}" for k, v in r["options"].items()) or "-") for r in described
-        ]
-        output.show(output.table(f"options of {title} and their defaults", ("recipe", "options"), options, left=2))
+    output.show(output.table("methods", ("recipe", "paper", "fitted on", "kernels", *bits), cells, left=4))
+    policies = [(row["name"], row["does"]) for row in document["policies"]]
+    output.show(output.table("token policies", ("recipe", "what it does"), policies, left=2))
     layers = ", ".join(f"{n} with head dim {d}" for d, n in LAYERS.items())
+    presets = ", ".join(f"{name} is {coder}" for name, coder in PRESETS.items())
     output.show(
         "Bits are per key or value element at 4,096 tokens, with scales, norms, indices and tables, without the exact "
         f"tokens.\nThey are means over the layers of a model: {layers}.\nPresets: {presets}.\n"
         "Recipes: kivi:bits=2   qjl/uniform:bits=4 (keys / values)   window:sinks=8,recent=64+kivi:bits=4   "
-        "kivi:bits=2;0-1=exact (layers)"
+        "kivi:bits=2;0-1=exact (layers)\nOptions: tersekv list kivi"
     )
 
 
-def describe() -> list[dict[str, Any]]:
-    """Return one row per method, with its default options."""
+def _show_one(one: dict[str, Any]) -> None:
+    from tersekv.recipe import written
+
+    output.show(f"{one['does']}\nGood for: {one['good_for']}\nBad for: {one['bad_for']}")
+    if "bits" in one:
+        each = "; ".join(f"{_bits(one['bits'][str(d)])} with head dim {d}" for d in LAYERS)
+        output.show(f"Bits of keys / values / mean: {each}. Fitted on: {one['fits_on'] or 'nothing'}.")
+        output.show(f"Kernels: {one['kernels']}.")
+    rows = [(option, written(default), one["says"][option]) for option, default in one["options"].items()]
+    output.show(output.table(f"options of {one['name']}", ("option", "default", "what it does"), rows, left=3))
+    if one["example"]:
+        output.show(f"Example: --recipe {one['example']}")
+
+
+def describe_one(name: str) -> dict[str, Any]:
+    """Return one method or token policy, with a sentence about each option.
+
+    Raises:
+        UserError: it is unknown.
+    """
+    from tersekv.codecs import methods, registered
+    from tersekv.errors import UserError, hint
+    from tersekv.policies import policies
+    from tersekv.recipe import PRESETS
+
+    asked = PRESETS.get(name, name).partition(":")[0]
+    known = {**methods(), **policies()}
+    if asked not in known:
+        near = hint(asked, [*known, *PRESETS]) or "."
+        raise UserError(f"unknown method or token policy '{name}'{near} Known are {', '.join([*known, *PRESETS])}")
+    if asked in policies():
+        policy = policies()[asked]
+        one: dict[str, Any] = {
+            "name": asked,
+            "options": policy().options(),
+            "example": policy.recommended or f"{asked}+default",
+        }
+        says = sentences(policy)
+    else:
+        (one,) = describe([asked])
+        method = methods()[asked]
+        says = EVERY_METHOD | sentences(type(method.build().keys)) | sentences(method.build)
+        one["options"] |= {option: False for option in EVERY_METHOD if option not in one["options"]}
+        one["example"] = PRESETS.get(name)
+    folder = "policies" if asked in policies() else "codecs"
+    text = "" if asked in registered else sys.modules[f"tersekv.{folder}.{asked}"].__doc__ or ""
+    return one | {"does": _first(text), "good_for": _of(text, "Good"), "bad_for": _of(text, "Bad"), "says": says}
+
+
+def _first(text: str) -> str:
+    """Return the first paragraph of a docstring."""
+    return " ".join(text.partition("\n\n")[0].split())
+
+
+def _of(text: str, word: str) -> str:
+    found = re.search(rf"^{word} for: (.*)$", text, re.MULTILINE)
+    return found[1] if found else "unknown."
+
+
+def describe(names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Return one row per method, with its default options. names: of all methods by default."""
     from tersekv.codecs import methods
 
     rows = []
     for name, method in methods().items():
+        if names is not None and name not in names:
+            continue
         pair = method.build()
         fits = sorted({str(codec.fits_on) for codec in (pair.keys, pair.values) if codec.fits_on})
         rows.append(
@@ -76,7 +160,12 @@ def describe_policies() -> list[dict[str, Any]]:
     from tersekv.policies import policies
 
     return [
-        {"name": name, "drops_tokens": policy.drops, "options": policy().options()}
+        {
+            "name": name,
+            "does": _first(sys.modules[f"tersekv.policies.{name}"].__doc__ or ""),
+            "drops_tokens": policy.drops,
+            "options": policy().options(),
+        }
         for name, policy in policies().items()
     ]
 

@@ -4,6 +4,7 @@ memory."""
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from tersekv.cache.footprint import Footprint
     from tersekv.calibration.calibration import Calibration
     from tersekv.hf.cache import CompressedCache
+    from tersekv.lab.evals.tasks.divergence import AnswerDivergence
 
 FULL = "full"
 Write = Callable[[str], None]
@@ -23,14 +25,15 @@ Write = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling options. temperature: 0 is greedy. min_tokens: the end of text is not accepted
-    before. stop: text that ends the answer."""
+    """Options of one answer. temperature: 0 is greedy. min_tokens: the end of text is not accepted
+    before. stop: text that ends the answer. prefill_chunk: prompt tokens per forward pass, None for all of them."""
 
     max_tokens: int
     min_tokens: int = 0
     temperature: float = 0.0
     seed: int = 0
     stop: str | None = None
+    prefill_chunk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,18 @@ class Outcome:
             "new_tokens": len(self.new_ids),
             "prefill_seconds": round(self.prefill_seconds, 4),
             "decode_tokens_per_second": round(self.decode_tokens_per_second, 3),
+            "peak_bytes": self.peak_bytes,
             "cache": {"recipe": self.recipe, **self.footprint.to_dict()},
         }
+
+
+def compared(watch: AnswerDivergence, full: Outcome, packed: Outcome) -> dict[str, Any]:
+    """Return how a packed cache's answer differs from the full cache's, for the JSON document."""
+    from tersekv.lab.evals.tasks.divergence import in_words
+
+    same = agreement(full, packed)
+    kl, tokens = watch.mean(same)
+    return {"agreement": same, "divergence": {"kl": kl, "tokens": tokens, "words": in_words(kl)}}
 
 
 def agreement(a: Outcome, b: Outcome) -> int:
@@ -83,12 +96,13 @@ def generate(
     write: Write | None = None,
     calibration: Calibration | None = None,
     held: CompressedCache | None = None,
+    watch: AnswerDivergence | None = None,
 ) -> Outcome:
     """Answer `ids` [1, T] with a packed cache, or with transformers' own if `recipe` is None. Text
     is streamed to `write`.
 
     held: a cache that has read the first tokens. If it has read all of them, the last token is read
-    again.
+    again. watch: sees the scores of every token.
     """
     import torch
 
@@ -96,12 +110,20 @@ def generate(
     from tersekv.hf.prefill import held_by, new_cache
 
     torch.manual_seed(sampling.seed)
+    if watch is not None:
+        watch.begin()
     cache: Any = new_cache(model, recipe, calibration) if held is None else held
     if cache.get_seq_length() == ids.shape[1]:
         cache.crop(-1)
     cached = cache.get_seq_length()
     reads_packed = contextlib.nullcontext() if recipe is None else tersekv.compress(model, cache)
-    with PeakMemory() as memory, _answering(model, sampling, write) as moved, reads_packed, torch.inference_mode():
+    passes = 1 if sampling.prefill_chunk is None else math.ceil((ids.shape[1] - cached) / sampling.prefill_chunk)
+    with (
+        PeakMemory() as memory,
+        _answering(model, sampling, write, passes) as moved,
+        reads_packed,
+        torch.inference_mode(),
+    ):
         clock = _clock(tokenizer, write, moved)
         out = model.generate(
             input_ids=ids,
@@ -112,7 +134,9 @@ def generate(
             min_new_tokens=sampling.min_tokens or None,
             stop_strings=sampling.stop,
             tokenizer=tokenizer,
+            prefill_chunk_size=sampling.prefill_chunk,
             pad_token_id=_pad_id(tokenizer, model),
+            **({} if watch is None else {"logits_processor": [watch]}),
             **_choosing(sampling),
         )
     new_ids = out[0, ids.shape[1] :].tolist()
@@ -159,11 +183,11 @@ def _rate(times: list[float]) -> float:
 
 
 @contextlib.contextmanager
-def _answering(model: Any, sampling: Sampling, write: Write | None) -> Iterator[Callable[[], None]]:
+def _answering(model: Any, sampling: Sampling, write: Write | None, passes: int) -> Iterator[Callable[[], None]]:
     """Show the progress of one answer; yield a function to call at each new token. If the answer is
     written to the same place, no progress is shown after the prompt."""
     with contextlib.ExitStack() as running:
-        prompt_read = running.enter_context(prefill_progress(model))
+        prompt_read = running.enter_context(prefill_progress(model, passes=passes))
         answering: output.ProgressStep | None = None
 
         def moved() -> None:
@@ -202,14 +226,14 @@ def _clock(tokenizer: Any, write: Write | None, moved: Callable[[], None]) -> An
 
 
 @contextlib.contextmanager
-def prefill_progress(model: Any, what: str = "reading the prompt") -> Iterator[Callable[[], None]]:
+def prefill_progress(model: Any, what: str = "reading the prompt", passes: int = 1) -> Iterator[Callable[[], None]]:
     """Show a step that advances with each layer; yield a function that ends it, to call at the
-    first new token."""
+    first new token. passes: number of forward passes over the prompt."""
     from torch import nn
 
     layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len, default=nn.ModuleList())
     with contextlib.ExitStack() as running:
-        step = running.enter_context(output.step(what, len(layers) or None, "layers"))
+        step = running.enter_context(output.step(what, passes * len(layers) or None, "layers"))
         for layer in layers:
             running.callback(layer.register_forward_hook(lambda *_: step.advance()).remove)
         yield running.close

@@ -1,5 +1,5 @@
 """Output of commands: results and tables on stdout, progress on stderr, and with --json one JSON
-document."""
+document. Tables are printed as text, Markdown or CSV."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 from rich.text import Text
 
-from tersekv.cli.tables import Tables, texts
+from tersekv.cli.tables import Tables, texts, warned
 from tersekv.units import human_bytes as human_bytes
 
 Calibrations = Annotated[
@@ -27,6 +27,7 @@ Calibrations = Annotated[
     typer.Option("--calibration", help="File or folder from `tersekv calibrate`. By default the folder it writes to."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print only one line of JSON on stdout.")]
+Form = Literal["text", "md", "csv", "json"]
 MODEL_HELP = "Model: smollm2, a folder, a GGUF file (also on the Hub: owner/name:file.gguf), or a Hub id."
 DEFAULT_RECIPE = "default"
 RECIPE_HELP = "Recipe: a preset (default or safe) or for example kivi:bits=4. See `tersekv list`."
@@ -62,17 +63,39 @@ def print_json(document: Any) -> None:
     print(json.dumps(document, ensure_ascii=not utf8), flush=True)
 
 
+_form: Form = "text"
+
+
+def use_form(form: Form) -> None:
+    """Print the tables of this run in a form. With "csv" stdout gets nothing but tables."""
+    global _form
+    _form = form
+
+
 def table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1, notes: Sequence[str] = ()
-) -> Tables:
-    """Return a table whose first `left` columns are text and the others numbers. notes: lines below
-    it."""
-    return Tables(title, columns, texts(rows), left, notes)
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1, notes: Sequence[str] = (),
+    words: Sequence[str] = (),
+) -> Tables:  # fmt: skip
+    """Return a table whose first `left` columns and those in `words` are text, and the others numbers.
+    notes: lines below it."""
+    return Tables(title, columns, texts(rows), left, notes, words)
 
 
-def show(item: Any) -> None:
+def show(item: Tables | str) -> None:
     """Print a table or plain text on stdout."""
-    stdout().print(item, markup=False)
+    if _form == "text":
+        stdout().print(item if isinstance(item, Tables) else warned(item), markup=False)
+    elif isinstance(item, Tables):
+        stream(f"{item.csv() if _form == 'csv' else item.markdown()}\n", is_table=True)
+    else:
+        stream(f"{item}\n" if _form == "csv" else f"{item}\n\n")
+
+
+def stream(text: str, is_table: bool = False) -> None:
+    """Write a piece of text as it is, and flush it."""
+    file = sys.stderr if _form == "csv" and not is_table else sys.stdout
+    file.write(text)
+    file.flush()
 
 
 class ProgressStep:
@@ -190,9 +213,10 @@ _silent_since = time.monotonic()
 
 
 def begin() -> None:
-    """Record the start of the program, from which the time without output is measured."""
+    """Start a run of the program: its tables are text, and the time without output is measured from now."""
     global _silent_since
     _silent_since = time.monotonic()
+    use_form("text")
 
 
 def report(line: str) -> None:

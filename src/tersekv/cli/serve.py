@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from tersekv.cli import output
-from tersekv.cli.chat import Dtype, checked_dtype
+from tersekv.cli.generate import Dtype, checked_dtype
 from tersekv.cli.serve_here import serve_here
 from tersekv.errors import UserError
 

@@ -12,8 +12,35 @@ if TYPE_CHECKING:
 
 COUNTED = (
     "Counted: the whole cache after a prefill in one pass (codes, scales, tables, exact tokens, slack), and weights in "
-    "bfloat16. Not counted: activations and the memory of the program itself."
+    "bfloat16. A peak also counts activations of the prompt, read in one pass or in chunks. Not counted: the memory of "
+    "the program itself."
 )
+
+
+def peak(whole: int, chunks: int, memory: str | None = None) -> str:
+    """Return a phrase about the peak memory of reading a prompt at once and in chunks, and which of them
+    fits into `memory`."""
+    from tersekv.sizes.estimate import CHUNK
+    from tersekv.units import parse_bytes
+
+    said = (
+        f"{output.human_bytes(whole)} with weights and activations in bfloat16 while the prompt is read at once, "
+        f"{output.human_bytes(chunks)} in chunks of {CHUNK}"
+    )
+    if memory is None or whole <= (limit := parse_bytes(memory, "memory")):
+        return said
+    return f"{said}: {f'only the latter fits into {memory}' if chunks <= limit else f'both are more than {memory}'}"
+
+
+def compared(recipe: str, other: str, tokens: int | None, order: int) -> str:
+    """Return a sentence about which of two recipes has the smaller cache. tokens, order: from `last_change`."""
+    a, b = short_name(recipe), short_name(other)
+    if tokens is None:
+        return f"{a} is {('smaller than', 'as large as', 'larger than')[order + 1]} {b} at every length."
+    length = f"some {round(tokens, -1):,} tokens"
+    if order == 0:
+        return f"{a} is as large as {b} from {length} on."
+    return f"{a} is smaller than {b} {f'from {length} on' if order < 0 else f'below {length}'}."
 
 
 def while_generating(row: dict[str, Any], recipe: str) -> str:

@@ -1,4 +1,8 @@
-"""No quantisation: 16- or 32-bit floats, for exempted layers and as a baseline."""
+"""No quantisation: 16- or 32-bit floats, for exempted layers and as a baseline.
+
+Good for: single layers that must not be coded, and as a baseline.
+Bad for: saving memory: it saves none beside a bfloat16 model.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,10 @@ from tersekv.layouts.grid import round_scale
 
 @dataclass(frozen=True)
 class Exact(Codec):
-    """Store unquantised floats. dtype: bf16, fp16 or fp32."""
+    """Store unquantised floats.
+
+    dtype: bf16, fp16 or fp32.
+    """
 
     has_rates: ClassVar[bool] = False
 

@@ -4,6 +4,9 @@
 This implementation keeps attention sinks exact and packs whole blocks, so 128 to 159 of the latest
 tokens are exact. The authors' code quantises 128 keys at once when the residual window of 128 is
 full, and values one by one (§3.3). Stored bits per element: 3.0 with bits=2, 5.0 with bits=4.
+
+Good for: 4 bits without any fitting: it reads prompts fastest and decodes fast.
+Bad for: 2 bits: on a small model one token in five changes.
 """
 
 from __future__ import annotations

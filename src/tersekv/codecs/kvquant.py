@@ -1,30 +1,28 @@
-"""KVQuant (arXiv 2401.18079): keys per channel before RoPE, values per token.
-
-It uses non-uniform codebooks and sparse outliers.
+"""KVQuant (arXiv 2401.18079): keys per channel before RoPE, values per token, in non-uniform
+codebooks with sparse outliers.
 
 - Keys (§3.1, 3.2): before RoPE, per channel. Calibration gives each channel's thresholds, its
   (1 ± s)/2-quantiles for a share s of outliers. Elements between the thresholds are normalised to
   [−1, 1].
 - Values: per token. Thresholds and range are those of the token itself, over all heads of a layer.
-- nuq (§3.3): per layer one codebook of 2^b entries for keys and one for values. They come from
-  k-means on the normalised activations with the weights of Eq. 7: Fisher information (squared
-  gradient of the loss) times the squared scale of the element.
+- nuq (§3.3): per layer one codebook of 2^b entries for keys and one for values, from k-means with
+  the weights of Eq. 7: Fisher information (squared gradient) times the squared scale of the element.
 - Outliers (§3.4): a share of .1, .5 or 1 % per vector, stored in 16 bits each (layout `sparse`).
   With `room` (ours) each block of 32 tokens and head has places for equally many. The most extreme
   outliers of a block get them, and the others are clamped to the thresholds.
-- Q-Norm (§3.6 of an earlier version): the codebook used for decoding has the mean and standard deviation of the
-  activations. It is meant for low bits.
+- Q-Norm (§3.6 of an earlier version): the decoding codebook has the activations' mean and deviation.
 - The first token is exact (§3.5): use the policy's sinks.
 
 `tersekv calibrate` computes the fitted tensors. `calibration=prompt` fits them on the prompt
-instead, without Fisher information and without a corpus. The paper's ablations are options:
-`table=nf|int` (Table 11), `outliers_per=matrix` (Table 12), keys with `axis=token` and values with
-`value_axis=channel` (Table 9), `pre_rope=false` (Table 10), `ranges=online` (Table 14),
-`weights=fisher|none`.
+instead, without Fisher information. The paper's ablations are options: `table=nf|int` (Table 11),
+`outliers_per=matrix` (12), `axis=token` and `value_axis=channel` (9), `pre_rope=false` (10),
+`ranges=online` (14), `weights=fisher|none`.
 
-Differences from the authors' code: k-means uses the weight s² that Eq. 7 derives and the code
-omits. Sparse entries hold the difference to the dense code, so that reading adds them. A token's
-thresholds include all heads.
+Differences from the authors' code: k-means uses the weight s² of Eq. 7, which the code omits.
+Sparse entries hold the difference to the dense code. A token's thresholds include all heads.
+
+Good for: results of the paper, and 4 bits after a calibration.
+Bad for: a first use, because it is calibrated on a corpus, and 2 bits.
 """
 
 from __future__ import annotations
@@ -374,7 +372,10 @@ def build(
     value_axis: Literal["token", "channel"] = "token",
     room: float = 0.0,
 ) -> Pair:
-    """Build the codecs: keys before RoPE along `axis`, values along `value_axis`."""
+    """Build the codecs, keys before RoPE.
+
+    axis, value_axis: channel or token, for the keys and for the values.
+    """
     check_choice("value_axis", value_axis, ("token", "channel"))
     options = bits, table, outliers, outliers_per, axis, ranges, weights, q_norm, cap, calibration, room
     keys = KVQuant(*options, pre_rope=True)

@@ -5,6 +5,9 @@ The codebook holds 2^{b-1} positive quantiles, zero, and 2^{b-1} − 1 negative 
 [−1, 1]. At 4 bits it is bitsandbytes' NF4. With `zero_point=false` (QLoRA) the scale is the group's
 largest magnitude. With `zero_point=true` it is half the range, and the mid-point is the offset, as
 in KVQuant's nf baselines.
+
+Good for: comparisons with NF4.
+Bad for: quality: turboquant:bits=4 diverges a third as much with as many bits.
 """
 
 from __future__ import annotations

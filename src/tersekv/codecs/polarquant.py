@@ -20,6 +20,9 @@ Differences from the paper: the angle of level 1 is on a circle, so the search f
 wraps at 2π. Online samples are weighted with the squared radius at their level, because an angle's
 error is multiplied by the radius (`weighted=false`: the paper's plain k-means). The rotation is
 computed in float64, so that codes do not depend on how tokens are batched.
+
+Good for: results of the paper.
+Bad for: quality: turboquant:bits=4 diverges a quarter as much with hardly more bits.
 """
 
 from __future__ import annotations

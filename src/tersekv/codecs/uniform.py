@@ -7,6 +7,9 @@ int-X caches (FlexGen, arXiv 2303.06865: group 64; Atom, arXiv 2310.19102: group
 chosen. A constant group has scale 0 and decodes to its minimum. `group=0` with axis=token means one
 range per token. With axis=channel it means one range per channel, fitted on the prompt and kept for
 the whole sequence; later values outside it are clamped.
+
+Good for: any number of bits per token or channel, as a plain baseline.
+Bad for: 2 and 3 bits, where fitted codebooks lose less.
 """
 
 from __future__ import annotations

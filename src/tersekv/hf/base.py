@@ -25,6 +25,8 @@ from tersekv.recipe import LayerPlan, Recipe
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from tersekv.hf.layer import CompressedLayer
+
 ATTENTION_NAME = "tersekv"
 
 
@@ -133,6 +135,16 @@ class ModelCache(CheckedCache):
             else f"{self.config.model_type} models change keys and values before attention"
         )
         warnings.warn(f"CompressedCache decodes all tokens at every step: {why}", stacklevel=5)
+
+    def warn_assisted(self, layer: CompressedLayer) -> None:
+        """Warn that assisted decoding may choose other tokens, if this is the first layer and its coding is lossy."""
+        first = next((other for other in self.layers if hasattr(other, "plan")), None)
+        if layer is first and layer.plan.keys.has_rates:
+            warnings.warn(
+                f"assisted decoding with {self.recipe.name}, which is lossy, may choose other tokens than decoding one "
+                "by one, because several tokens are checked before any of them is packed",
+                stacklevel=5,
+            )
 
     def warn_of_keys(self, layer: int, figures: KeyFigures) -> None:
         """Warn once that coding drowns the differences of keys, and name a remedy."""

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tersekv.errors import UserError
 from tersekv.hf.facts import Known, bias_fault, load_known, most_tokens, of_config, refusals
+from tersekv.policies.mixed import RECOMMENDED as LEAST
 from tersekv.units import LONGEST, human_bytes, parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-LEAST = "mixed:allot=model,bias_correction=full+trellis:bits={},calibration=prompt"
-"""The recipe for the least memory."""
-
 RATE, WIDE_RATE, WIDE = 1.7, 3.0, 256
-"""Bits of that recipe, and those for heads of `WIDE` channels. With 1.7 bits Gemma 3 270M misses facts."""
+"""Bits of the recipe for the least memory, and those for heads of `WIDE` channels, because with 1.7 bits Gemma 3 270M
+misses facts."""
 
 FEW_TOKENS = 1024
 """Length below which little is gained."""
@@ -36,6 +35,8 @@ class Choice(NamedTuple):
     why: one sentence.
     tokens: length that it was chosen for.
     bytes: of the whole cache at that length. bytes_bf16: of a cache in bfloat16.
+    peak: bytes of weights, cache and activations while the prompt is read at once, in bfloat16, and
+        in chunks of 512 tokens; None where the config does not tell.
     others: the other candidates that the model supports, the closest to the full cache first.
     """
 
@@ -44,6 +45,7 @@ class Choice(NamedTuple):
     tokens: int
     bytes: int
     bytes_bf16: int
+    peak: tuple[int | None, int | None]
     others: tuple[str, ...]
 
 
@@ -60,7 +62,7 @@ def choose(
     Raises:
         UserError: no recipe fits into the memory or supports the model, or a value is not valid.
     """
-    from tersekv.sizes.estimate import predict
+    from tersekv.sizes.estimate import CHUNK, predict
 
     if not isinstance(model, str) and not hasattr(getattr(model, "config", model), "get_text_config"):
         raise UserError(f"choose takes a model, its config or a name first, got {type(model).__name__}")
@@ -78,7 +80,8 @@ def choose(
 
     def made(name: str, why: str) -> Choice:
         others = tuple(other for other in candidates if other != name)
-        return Choice(name, why, tokens, sizes[name], full, others)
+        whole, chunks = (known.peak(sizes[name], tokens, chunk=chunk) for chunk in (0, CHUNK))
+        return Choice(name, why, tokens, sizes[name], full, (whole, chunks), others)
 
     name = "default" if "default" in candidates else next(iter(candidates))
     little = tokens < FEW_TOKENS or sizes[name] >= full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,17 +23,33 @@ class Known(NamedTuple):
     config: None for published models and those of the KVQuant paper, which are known by name.
     weights: function that returns their bytes in bfloat16.
     key_bias: function that returns if keys have biases, None if that is unknown.
+    widths: on which activations depend, None if they are unknown or the model has experts.
     """
 
     shape: Any
     config: Any
     weights: Callable[[], int]
     key_bias: Callable[[], bool | None]
+    widths: Any = None
 
     @property
     def text(self) -> Any:
         """Config of the text decoder, or None."""
         return None if self.config is None else self.config.get_text_config()
+
+    def peak(self, held: int, tokens: int, batch: int = 1, chunk: int = 0) -> int | None:
+        """Return the peak memory of reading a prompt in bfloat16, with weights, None if it is unknown.
+
+        held: bytes of the cache after it. chunk: tokens per forward pass, 0 for all at once.
+        """
+        from tersekv.sizes.estimate import prefill_bytes
+
+        if self.widths is None:
+            return None
+        try:
+            return self.weights() + held + prefill_bytes(self.widths, self.shape, tokens, batch, chunk)
+        except UserError:
+            return None
 
     @property
     def longest(self) -> int | None:
@@ -57,12 +74,13 @@ def load_known(model: str) -> Known:
     from tersekv.models import loading
     from tersekv.sizes import known_models
     from tersekv.sizes import kvquant_tables as kvquant
-    from tersekv.sizes.estimate import KNOWN
+    from tersekv.sizes.estimate import KNOWN, Widths
 
     path = loading.expanded(model)
     known = None if path.exists() else known_models.find(model)
     if known is not None:
-        return Known(known.shape, None, lambda: 2 * known.parameters, lambda: known.key_biases)
+        widths = Widths(known.hidden, known.mlp, known.vocabulary)
+        return Known(known.shape, None, lambda: 2 * known.parameters, lambda: known.key_biases, widths)
     name = next((name for name in KNOWN if name.lower() == model.lower()), None)
     if name is not None:
         return Known(KNOWN[name], None, lambda: int(kvquant.model_gigabytes(name, 16) * kvquant.GIB), lambda: False)
@@ -87,7 +105,18 @@ def of_config(config: Any) -> Known:
     """Return what is known of a model by its config."""
     from tersekv.models.config import cache_shape, has_key_bias
 
-    return Known(cache_shape(config), config, lambda: weight_bytes(config), lambda: has_key_bias(config))
+    counted = functools.cache(lambda: weight_bytes(config))
+    return Known(cache_shape(config), config, counted, lambda: has_key_bias(config), widths_of(config))
+
+
+def widths_of(config: Any) -> Any:
+    """Return the `Widths` of a model, None if its config does not tell them or it has experts."""
+    from tersekv.sizes.estimate import Widths
+
+    text = config.get_text_config()
+    found: list[Any] = [getattr(text, name, None) for name in ("hidden_size", "intermediate_size", "vocab_size")]
+    experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return Widths(*found) if all(isinstance(x, int) for x in found) and not experts else None
 
 
 def weight_bytes(config: Any) -> int:

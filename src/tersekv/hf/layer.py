@@ -360,6 +360,7 @@ class CompressedLayer(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         """Let a sliding window evict tokens only at a `crop`, so that any number of draft tokens
         can be removed."""
+        self.cache.warn_assisted(self)
         self.record_past = True
         if self.store is not None:
             self.store.record_past(True)

@@ -85,11 +85,13 @@ class TokenPolicy:
     observes: True if the policy uses attention weights of queries.
     drops: True if the policy evicts tokens (`Selection`).
     needs_scores: True if budgets differ by head and depend on the importance of a model's heads.
+    recommended: recipe that suits most uses of the policy, "" for any method after it.
     """
 
     observes: ClassVar[bool] = False
     drops: ClassVar[bool] = False
     needs_scores: ClassVar[bool] = False
+    recommended: ClassVar[str] = ""
 
     sinks: int = 4
     recent: int = 128

@@ -9,6 +9,9 @@ query heads of its KV head; the paper's models have one query head per KV head. 
 of the paper: `sinks=0` removes them. `score=mean` divides by the number of queries that could see
 the token, because early tokens are seen by more queries. With `heavy=1` this is observed attention
 in kvpress.
+
+Good for: streams of text whose cache must not grow.
+Bad for: questions that come after the text: what they ask for may be gone.
 """
 
 from __future__ import annotations

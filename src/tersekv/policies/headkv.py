@@ -15,6 +15,9 @@ Different here:
   importance. So the heads' budgets add up to N times the mean. The authors' code loses the rest.
 - Layers with a sliding window take no part.
 - Sinks count within the budget; the paper has none (`sinks=0`).
+
+Good for: the same as snapkv, where few heads retrieve.
+Bad for: questions that come after the text; and a first use, because heads are measured.
 """
 
 from __future__ import annotations

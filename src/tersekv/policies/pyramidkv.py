@@ -6,6 +6,9 @@ fall linearly over the layers; their total is SnapKV's.
 The last layer gets budget/β; the first gets twice the mean minus that (§4). Here the observation
 window counts towards the budget. A layer never gets less than the window or more than the prompt.
 kvpress instead falls back to SnapKV if the last layer would get less than the window.
+
+Good for: the same as snapkv, where late layers need few tokens.
+Bad for: questions that come after the text: what they ask for may be gone.
 """
 
 from __future__ import annotations

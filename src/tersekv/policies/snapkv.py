@@ -7,6 +7,9 @@ Votes are softmax weights over all tokens, summed over the queries of the observ
 window's own tokens are not voted on, because they always stay. There is one choice per KV head, by
 the mean over its query heads (the paper's models have one each). Generated tokens are kept. A later
 prompt triggers a new choice among its tokens and those kept before.
+
+Good for: long prompts that end with their question.
+Bad for: questions that come after the text; and long answers, because all their tokens stay.
 """
 
 from __future__ import annotations

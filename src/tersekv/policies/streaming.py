@@ -6,6 +6,9 @@ Here tokens keep their original positions, so contexts cannot exceed the model's
 paper counts positions within the cache. The recipe of the paper's cache is
 `streaming:budget=2048+exact`. With a codec, the kept tokens are packed, except the sinks and the
 `recent` latest ones.
+
+Good for: endless text of which only the latest part matters.
+Bad for: facts in the middle of a text: they are gone.
 """
 
 from __future__ import annotations

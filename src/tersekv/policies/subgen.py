@@ -13,6 +13,9 @@ all tokens with probability proportional to ‖v‖² estimate the numerator. Si
 latest tokens are exact in both sums. The paper's algorithm has neither: `sinks=0,recent=0`. With
 `delta=0`, δ starts at 0 and grows whenever there are more clusters than the budget allows; clusters
 are then merged.
+
+Good for: single odd facts such as passkeys, which policies by attention miss.
+Bad for: quality: down to an eighth of the bytes, codes for all tokens diverge less.
 """
 
 from __future__ import annotations

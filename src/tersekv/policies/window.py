@@ -12,6 +12,9 @@ are packed as by default. Three kinds of calls belong to a prompt:
 All other calls are generated tokens, or proposals of assisted decoding, and pack nothing. The next
 prompt packs all earlier tokens but the `recent` latest, as if the whole conversation were fed again.
 A sliding-window layer evicts generated tokens that no query can see any more.
+
+Good for: every use: no token is lost. It is the default.
+Bad for: caches that must not grow with the text.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -51,6 +54,73 @@ def predict(
     """
     return size(shape, settled(Recipe.parse(recipe), shape), tokens, batch, piece, generated, scores)
 
+
+CHUNK = 512
+"""Prompt tokens per forward pass that peaks are compared at."""
+
+SCRATCH = 20_000_000
+"""Bytes that a forward pass takes whatever the model: libraries' buffers and fragments of freed memory."""
+
+
+PAST_MASK, SLIDING_MASK = 5, 10
+"""Bytes per query and token of masks: of chunks after the first, and of sliding windows. Measured, with the copies that
+torch's attention makes."""
+
+
+class Widths(NamedTuple):
+    """Widths of a decoder: hidden states, gated MLP, and vocabulary."""
+
+    hidden: int
+    mlp: int
+    vocabulary: int
+
+
+def prefill_bytes(
+    widths: Widths, shape: CacheShape, tokens: int, batch: int = 1, chunk: int = 0, width: int = 2
+) -> int:
+    """Return the bytes that reading a prompt takes beside weights and cache.
+
+    The moment with the most tensors is in the MLP (gate, up, and their product) or in the attention
+    (queries, keys and values, before and after RoPE). A product of matrices copies one weight matrix.
+    Chunks after the first and sliding windows have a mask. Logits are those of the last token. Scores
+    never exist as a whole, as torch's fused attention and ours compute them in tiles.
+
+    chunk: tokens per forward pass, 0 for all at once. width: bytes per activation and weight.
+    """
+    queries, held = shape.query_heads * shape.key_dim, shape.kv_heads * (shape.key_dim + shape.value_dim)
+    each = max(4 * widths.hidden + 3 * widths.mlp, 2 * widths.hidden + 5 * queries + 2 * held)
+    read = min(chunk or tokens, tokens)
+    slides = max((window for window in shape.windows if window is not None), default=0)
+    mask = PAST_MASK * read * (tokens - read) + SLIDING_MASK * read * min(tokens, read + slides) * bool(slides)
+    matrix = width * widths.hidden * max(widths.mlp, queries)
+    return batch * (width * read * each + mask + 4 * widths.vocabulary) + matrix + SCRATCH
+
+
+def last_change(a: Callable[[int], int], b: Callable[[int], int]) -> tuple[int | None, int]:
+    """Compare two sizes by length. Return the length from which on their order stays, and the order:
+    -1 if `a` is smaller there, 0 if they are equal, else 1.
+
+    The length is None if the order is the same at every length. Sizes grow in blocks, so near that
+    length the order may change several times. Its error is 2 % or `STEP` tokens.
+    """
+
+    def order(tokens: int) -> int:
+        x, y = a(tokens), b(tokens)
+        return (x > y) - (x < y)
+
+    high, found = LONGEST_COMPARED, order(LONGEST_COMPARED)
+    while order(low := max(STEP, high * 2 // 3)) == found:
+        if low == STEP:
+            return None, found
+        high = low
+    while high - low > max(STEP, high // 50):
+        middle = (low + high) // 2
+        low, high = (low, middle) if order(middle) == found else (middle, high)
+    return high, found
+
+
+LONGEST_COMPARED = 1 << 20
+"""Longest length at which recipes are compared."""
 
 STEP = 8
 """Step between the lengths that are tried, in tokens."""

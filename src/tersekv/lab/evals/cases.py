@@ -60,8 +60,9 @@ class Case:
 class QuestionTask(Task):
     """A task whose samples are cases.
 
-    samples: number per cell of the task's grid. seed: seed of all random draws. pack: when the cache
-    is packed (`Pack`).
+    - samples: number per cell of the task's grid.
+    - seed: seed of all random draws.
+    - pack: when the cache is packed: before-question, after-prompt or during-prefill.
     """
 
     samples: int = 10

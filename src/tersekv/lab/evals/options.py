@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 from tersekv.errors import UserError, hint
 from tersekv.lab.evals.tasks import Task, tasks
+from tersekv.registry import sentences
 
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
 
@@ -20,13 +21,23 @@ def fields(task: type[Task]) -> dict[str, tuple[Any, Any]]:
     return {f.name: (kinds[f.name], getattr(made, f.name)) for f in dataclasses.fields(task)}
 
 
-def all_options() -> dict[str, dict[str, str]]:
-    """Return the default of every option as text, by option and task."""
-    found: dict[str, dict[str, str]] = {}
+def all_options() -> dict[str, tuple[dict[str, str], str]]:
+    """Return every option of any task: its defaults as text by task, and what it means."""
+    defaults: dict[str, dict[str, str]] = {}
+    means: dict[str, dict[str, list[str]]] = {}
     for name, task in tasks().items():
+        said = sentences(task)
         for option, (_, default) in fields(task).items():
-            found.setdefault(option, {})[name] = _written(default)
-    return found
+            defaults.setdefault(option, {})[name] = _written(default)
+            means.setdefault(option, {}).setdefault(said[option], []).append(name)
+    told = {
+        option: " ".join(
+            f"({', '.join(names)}) {text}" if len(texts) > 1 else text[0].upper() + text[1:]
+            for text, names in texts.items()
+        )
+        for option, texts in means.items()
+    }
+    return {option: (defaults[option], told[option]) for option in defaults}
 
 
 def build(names: Sequence[str], given: Mapping[str, str]) -> dict[str, Task]:

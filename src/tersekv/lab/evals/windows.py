@@ -31,10 +31,12 @@ class WindowTask(Task):
 
     - text: "pydoc" (the language reference in Python's standard library) or a file.
     - context: tokens per window.
-    - windows: their number, from the start of the text; 0 for all.
-    - mode: "cache" reads through the real cache: `prefix` tokens at once, which are not scored,
-      then `chunk` at a time. "simulate" is one forward pass with every key and value quantised,
-      except those of the first `sinks` tokens.
+    - windows: number of windows, from the start of the text; 0 for all.
+    - mode: "cache" reads through the real cache: `prefix` tokens at once, then `chunk` at a time.
+      "simulate" is one forward pass with every key and value quantised.
+    - sinks: first tokens that mode=simulate leaves exact.
+    - chunk: tokens of a forward pass after the prefix.
+    - prefix: tokens that are packed at once and not scored.
     """
 
     text: str = BUILT_IN

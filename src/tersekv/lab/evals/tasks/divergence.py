@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 
 from tersekv.lab.evals.tasks.base import Estimate, Result, Sample
 from tersekv.lab.evals.tasks.perplexity import Perplexity, mean_nll
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from tersekv.lab.evals.reader import Reader
 
 QUARTERS = 4
+
+LIKELY = 256
+"""Number of tokens of a step whose probabilities `AnswerDivergence` keeps."""
 
 WORDS = (
     (0.01, "hardly a token changes"),
@@ -71,6 +75,44 @@ class Divergence(WindowTask):
 def in_words(kl: float) -> str:
     """Describe a mean divergence in nats."""
     return next((words for limit, words in WORDS if kl < limit), "RUINED: choose another recipe")
+
+
+class AnswerDivergence(LogitsProcessor):
+    """Divergence of a second answer from a first one, over the tokens up to the first difference.
+
+    Given to both `generate` calls. To take little memory it keeps the `LIKELY` most likely tokens of
+    each step, and counts the rest as one token. The divergence is hardly smaller for that.
+    """
+
+    def __init__(self) -> None:
+        self.first: list[tuple[Tensor, Tensor]] = []
+        self.kl: list[float] | None = None
+
+    def begin(self) -> None:
+        """Begin an answer: the first one, or the second one after it."""
+        self.kl = [] if self.first else None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Look at the scores [1, vocabulary] of the next token, and return them as they are."""
+        log_p = scores[0].float().log_softmax(-1)
+        if self.kl is None:
+            log, at = log_p.topk(min(LIKELY, len(log_p)))
+            self.first.append((log, at))
+        elif len(self.kl) < len(self.first):
+            log, at = self.first[len(self.kl)]
+            p, q = log.double().exp(), log_p[at].double().exp()
+            p, q = (torch.cat([x, (1 - x.sum(0, keepdim=True))]).clamp_min(1e-12) for x in (p, q))
+            self.kl.append(max(0.0, float((p * (p / q).log()).sum())))
+        return scores
+
+    def mean(self, equal_tokens: int) -> tuple[float, int]:
+        """Return the mean divergence in nats, and the number of tokens it is of.
+
+        equal_tokens: number of tokens at the start that both answers have. The next one had the same
+        text before it, too.
+        """
+        counted = (self.kl or [])[: equal_tokens + 1]
+        return sum(counted) / len(counted), len(counted)
 
 
 def compare(full: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,10 +69,9 @@ MOST_LINES = 100_000
 class Lines(QuestionTask):
     """Line retrieval task.
 
-    - samples: per number of lines.
     - lines: numbers of lines, separated by commas.
-    - variant: `longeval` or `pairs`.
-    - data: a folder with LongEval's `<n>_lines.jsonl` (for `longeval`) or with word lists.
+    - variant: wording of the lines: longeval, or pairs, which is simpler.
+    - data: a folder with LongEval's `<n>_lines.jsonl` (for variant longeval) or with word lists.
     """
 
     lines: str = "10,20"

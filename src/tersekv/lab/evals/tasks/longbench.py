@@ -69,10 +69,10 @@ METRICS = {
 class LongBench(QuestionTask):
     """LongBench task.
 
-    - samples: maximum per dataset.
+    - samples: maximum number per dataset.
     - length: maximum number of tokens of prompt and answer.
-    - subtasks: datasets separated by commas, or `all` that are available.
-    - data: a folder with <dataset>.jsonl, or `hub` to download the files. The folder may hold its
+    - subtasks: datasets separated by commas, or all that are available.
+    - data: a folder with <dataset>.jsonl, or hub to download the files. The folder may hold its
       own dataset2prompt.json and dataset2maxlen.json.
     """
 

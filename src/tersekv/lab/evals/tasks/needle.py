@@ -83,11 +83,11 @@ class Hidden(NamedTuple):
 class Needle(QuestionTask):
     """Needle-in-a-haystack task.
 
-    - samples: per length and depth.
-    - lengths: tokens of prompt and answer. depths: percent.
-    - protocol: `fu` or `minference`.
-    - text: `pydoc` or a file.
-    - chat: True for a user's turn, False for plain text.
+    - lengths: tokens of prompt and answer, separated by commas.
+    - depths: places of the needle in percent of the text.
+    - protocol: needle, prompt and score: fu or minference.
+    - text: "pydoc" (the language reference in Python's standard library) or a file.
+    - chat: form of the prompt: true for a user's turn, false for plain text.
     """
 
     samples: int = 1

@@ -53,8 +53,11 @@ VARIANTS = ("pose", "landmark")
 
 @dataclass(frozen=True)
 class Passkey(QuestionTask):
-    """Passkey task. samples: per length. lengths: tokens with the answer. variant: `pose` or
-    `landmark`."""
+    """Passkey task.
+
+    - lengths: tokens of prompt and answer, separated by commas.
+    - variant: paper whose wording and places of the key are used, pose or landmark.
+    """
 
     lengths: str = "1k,2k"
     variant: str = "pose"

@@ -59,11 +59,10 @@ Maker = Callable[[int], Case]
 class Ruler(QuestionTask):
     """RULER task.
 
-    - samples: per subtask and length.
-    - lengths: tokens with the answer.
-    - subtasks: names separated by commas, or `all`.
+    - lengths: tokens of prompt and answer, separated by commas.
+    - subtasks: names separated by commas, or all.
     - data: a folder with question sets (needed for qa_1 and qa_2) and word lists.
-    - text: essays, `pydoc` or a file.
+    - text: "pydoc" (the language reference in Python's standard library) or a file.
     """
 
     lengths: str = "1k,2k"
