@@ -59,7 +59,10 @@ CACHE_NAMES = "cache", "past_key_values"
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a call, or None."""
-    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+    for name in CACHE_NAMES:
+        if (cache := arguments.get(name)) is not None:
+            return cache
+    return None
 
 
 def cache_name(function: Callable[..., Any]) -> str:

@@ -171,7 +171,7 @@ def test_turns_follow_the_template(network):
 
 
 def test_wrong_options(tiny, capfd):
-    for options, words in ((("--dtype", "int8"), "not a type of weights"), (("--load", "/none"), "/none")):
+    for options, words in ((("--dtype", "int8"), "is not one of: auto"), (("--load", "/none"), "/none")):
         assert cli.run(["chat", tiny, *options]) == 2
         assert words in capfd.readouterr().err
 

@@ -194,7 +194,7 @@ def test_estimate_says_what_does_not_fit(biased: str, capfd: pytest.CaptureFixtu
     assert made["recipes"][0]["advice"].startswith("the model's keys have biases")
     assert made["recipes"][1]["advice"] is None
     said = " ".join(run_text(capfd, "estimate", "--model", biased, *both).split())
-    assert "turboquant: the model's keys have biases" in said
+    assert "turboquant is probably RUINED: the model's keys have biases" in said
     assert said.count("See `tersekv doctor") == 1
 
 

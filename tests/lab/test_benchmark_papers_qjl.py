@@ -35,7 +35,7 @@ def test_times_of_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     held = {r.row: r.bits for r in found if r.column == "2k"}
     assert held.pop("exact") == pytest.approx(16)
     assert all(3 < bits < 9 for bits in held.values())
-    assert "exact" in papers.section("qjl", "figure3", papers.lines_of("qjl", "figure3", setting, found))
+    assert "exact" in papers.section("qjl", "figure3", papers.lines_of("qjl", "figure3", setting, found)).body
 
 
 def test_times_stop_when_the_hours_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

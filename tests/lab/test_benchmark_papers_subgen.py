@@ -84,7 +84,8 @@ def test_clusters_of_answers(tiny: str, tmp_path: Path) -> None:
     assert keys.mean == pytest.approx(sum(ones) / 2)
     assert keys.stderr == pytest.approx(abs(ones[0] - ones[1]) / 2)
     assert 0 <= found["share of layers where keys have the smaller one", "16 centers", "k-center radius"].mean <= 1
-    assert "k-center radius" in papers.section("subgen", "figure1", papers.lines_of("subgen", "figure1", setting, []))
+    lines = papers.lines_of("subgen", "figure1", setting, list(found.values()))
+    assert "k-center radius" in papers.section("subgen", "figure1", lines).body
     with pytest.raises(UserError, match="reads mt_bench"):
         experiment.run(ours.Setting(tiny, "float32", tmp_path / "none", data=tmp_path / "none"))
 

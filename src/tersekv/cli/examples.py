@@ -16,7 +16,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "calibrate": ("calibrate -r trellis:bits=3", "calibrate -r kvquant:bits=2..4 --text book.txt -o folder"),
     "chat": ("chat smollm2", "chat Qwen/Qwen2.5-Coder-0.5B-Instruct -f book.txt -r kivi:bits=4"),
-    "serve": ("serve smollm2", "serve Qwen/Qwen3-8B -r kivi:bits=4 --python vllm/bin/python -- --max-model-len 32768"),
+    "serve": ("serve smollm2", "serve Qwen/Qwen3-8B --engine vllm -- --max-model-len 32768"),
     "choose": (
         "choose -m qwen3-8b --memory 24GB --context 128k",
         "choose -m smollm2 --try book.txt",

@@ -25,8 +25,6 @@ from tersekv.recipe import LayerPlan, Recipe
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from tersekv.hf.layer import CompressedLayer
-
 ATTENTION_NAME = "tersekv"
 
 
@@ -136,10 +134,9 @@ class ModelCache(CheckedCache):
         )
         warnings.warn(f"CompressedCache decodes all tokens at every step: {why}", stacklevel=5)
 
-    def warn_assisted(self, layer: CompressedLayer) -> None:
+    def warn_assisted(self, index: int, lossy: bool) -> None:
         """Warn that assisted decoding may choose other tokens, if this is the first layer and its coding is lossy."""
-        first = next((other for other in self.layers if hasattr(other, "plan")), None)
-        if layer is first and layer.plan.keys.has_rates:
+        if lossy and index == next(i for i, layer in enumerate(self.layers) if hasattr(layer, "plan")):
             warnings.warn(
                 f"assisted decoding with {self.recipe.name}, which is lossy, may choose other tokens than decoding one "
                 "by one, because several tokens are checked before any of them is packed",

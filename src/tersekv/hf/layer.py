@@ -360,7 +360,7 @@ class CompressedLayer(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         """Let a sliding window evict tokens only at a `crop`, so that any number of draft tokens
         can be removed."""
-        self.cache.warn_assisted(self)
+        self.cache.warn_assisted(self.index, self.plan.keys.has_rates)
         self.record_past = True
         if self.store is not None:
             self.store.record_past(True)

@@ -31,12 +31,14 @@ class TokenIds:
     @property
     def known(self) -> int:
         """Number of tokens whose ids are known."""
-        return sum(run.shape[1] for run in self._runs)
+        return sum([run.shape[1] for run in self._runs])
 
     def note(self, start: int, ids: Tensor | None) -> None:
         """Add the ids of a pass over the tokens from `start` on; None where they are unknown."""
-        self.crop(start)
-        if ids is not None and self.known == start:
+        known = self.known
+        if known > start:
+            self.crop(start)
+        if ids is not None and known >= start:
             self._runs.append(ids)
             if len(self._runs) > MANY:
                 self.joined()
@@ -85,7 +87,7 @@ def without_padding(ids: Tensor, mask: Any = None) -> Tensor:
 def ids_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return the ids of a call of a model, or None if they do not tell what the model reads."""
     ids = kwargs.get("input_ids", args[0] if args else None)
-    others = any(value is not None and name.startswith(FEATURES) for name, value in kwargs.items())
+    others = [name for name, value in kwargs.items() if value is not None and name.startswith(FEATURES)]
     if others or not isinstance(ids, Tensor) or ids.dim() != 2:
         return None
     # the mask is the second positional argument

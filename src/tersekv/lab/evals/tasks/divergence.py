@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
 
 from tersekv.lab.evals.tasks.base import Estimate, Result, Sample
 from tersekv.lab.evals.tasks.perplexity import Perplexity, mean_nll
@@ -77,11 +76,12 @@ def in_words(kl: float) -> str:
     return next((words for limit, words in WORDS if kl < limit), "RUINED: choose another recipe")
 
 
-class AnswerDivergence(LogitsProcessor):
+class AnswerDivergence:
     """Divergence of a second answer from a first one, over the tokens up to the first difference.
 
-    Given to both `generate` calls. To take little memory it keeps the `LIKELY` most likely tokens of
-    each step, and counts the rest as one token. The divergence is hardly smaller for that.
+    A logits processor, given to both calls of `generate`. To take little memory it keeps the `LIKELY`
+    most likely tokens of each step, and counts the rest as one token. The divergence is hardly smaller
+    for that.
     """
 
     def __init__(self) -> None:
